@@ -1,0 +1,27 @@
+"""One vocabulary of refusal: each message is one sentence with the fact, the need and the way out."""
+
+from __future__ import annotations
+
+
+class FewbitsError(Exception):
+    """Base of every error that fewbits raises on purpose; the command line prints it without a traceback."""
+
+
+class Unsupported(FewbitsError):
+    """The request is well formed, but this device, model or installation cannot do it."""
+
+
+class SpecMismatch(FewbitsError):
+    """Two things that must fit together do not: spec and model, adapter and base, checkpoint and configuration."""
+
+
+class BadInput(FewbitsError, ValueError):
+    """A file, a row, an option or an argument is wrong."""
+
+
+class BadCheckpoint(FewbitsError):
+    """A checkpoint is missing, truncated, corrupt, or in a form that is refused (a pickle, for one)."""
+
+
+class TrainingStopped(FewbitsError):
+    """Training stopped itself: NaN loss, all-zero gradients, a full disk."""

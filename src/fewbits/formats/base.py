@@ -1,0 +1,149 @@
+"""What every number format has in common: `Format`, the value, and `Packed`, a tensor written in it.
+
+A format is a frozen value: equal fields mean equal numbers, on any machine. It turns a real tensor into a `Packed`
+(`quantize`) and back (`dequantize`), and says beforehand which tensors that takes (`layout`), so that a module can be
+built empty and filled from a checkpoint.
+
+Terms used throughout the library:
+
+* code: the small integer that is stored; value: the real number it stands for.
+* scale: the number one multiplies by to come back, ``x ~ value(code) * scale``.
+* block: values that share a scale.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class PartSpec(NamedTuple):
+    """Shape and dtype of one stored tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, kw_only=True)
+class Format(ABC):
+    """A number format: a frozen value.
+
+    Attributes:
+        name: the registry's name; with no field changed it resolves to this very value.
+    """
+
+    name: str
+
+    @abstractmethod
+    def layout(self, shape: tuple[int, ...]) -> dict[str, PartSpec]:
+        """The tensors that hold a tensor of ``shape``, in order; ``"codes"`` is always among them."""
+
+    @abstractmethod
+    def quantize(self, x: Tensor, *, seed: int | None = None) -> Packed:
+        """Write ``x`` (any shape, floating point) in this format.
+
+        Args:
+            x: the tensor; it may be non-contiguous and empty. A NaN or infinity is never turned into a plausible
+                number: its whole block decodes to NaN.
+            seed: None rounds to nearest (ties as the format says); an integer rounds stochastically, with random
+                bits that depend only on (seed, position), so that every device gives the same codes.
+        """
+
+    @abstractmethod
+    def dequantize(self, packed: Packed, dtype: torch.dtype | None = None) -> Tensor:
+        """The tensor that ``packed`` stands for, in ``dtype`` (default: the dtype it had before)."""
+
+    def fake_quantize(self, x: Tensor, *, seed: int | None = None) -> Tensor:
+        """``dequantize(quantize(x))``, in x's dtype; carries no gradient of its own."""
+        return self.dequantize(self.quantize(x, seed=seed), x.dtype)
+
+    def nbytes(self, shape: tuple[int, ...]) -> int:
+        """Bytes that a tensor of ``shape`` takes in this format, scales included."""
+        return sum(_numel(part.shape) * part.dtype.itemsize for part in self.layout(shape).values())
+
+    def bits_per_value(self, shape: tuple[int, ...]) -> float:
+        """Stored bits per value of a tensor of ``shape``, scales included; 0 for an empty one."""
+        n = _numel(shape)
+        return 8.0 * self.nbytes(shape) / n if n else 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """A tensor written in a format: plain tensors and what is needed to read them.
+
+    Attributes:
+        format: the format.
+        shape: shape of the tensor that was quantised.
+        dtype: its dtype, and the default one of `dequantize`.
+        parts: the stored tensors by name, as ``format.layout(shape)`` lists them.
+    """
+
+    format: Format
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    parts: Mapping[str, Tensor]
+
+    @property
+    def codes(self) -> Tensor:
+        """The stored codes, packed along the last axis."""
+        return self.parts["codes"]
+
+    @property
+    def scales(self) -> Tensor:
+        """The stored scales; for double-quantised formats, their codes."""
+        return self.parts["scales"]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all stored tensors."""
+        return sum(t.numel() * t.element_size() for t in self.parts.values())
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The tensor itself, in ``dtype`` (default: `self.dtype`)."""
+        return self.format.dequantize(self, dtype)
+
+    def to(self, device: torch.device | str) -> Packed:
+        """The same value on another device."""
+        parts = {name: t.to(device) for name, t in self.parts.items()}
+        return dataclasses.replace(self, parts=parts)
+
+
+def format_to_config(format: Format, registry: Mapping[str, Format]) -> str | dict[str, Any]:
+    """A format as plain data: its name, or its name with the fields that differ from the registry's value."""
+    known = registry[format.name]
+    changed = {
+        f.name: getattr(format, f.name)
+        for f in dataclasses.fields(format)
+        if getattr(format, f.name) != getattr(known, f.name)
+    }
+    return {"name": format.name, **changed} if changed else format.name
+
+
+def format_from_config(config: str | Mapping[str, Any], registry: Mapping[str, Format]) -> Format:
+    """The inverse of `format_to_config`.
+
+    Raises:
+        ValueError: unknown name or field; the message lists the known ones.
+    """
+    fields = {"name": config} if isinstance(config, str) else dict(config)
+    name = fields.pop("name", None)
+    if name not in registry:
+        raise ValueError(f"no number format named {name!r}; known: {', '.join(sorted(registry))}.")
+    base = registry[name]
+    unknown = set(fields) - {f.name for f in dataclasses.fields(base)}
+    if unknown:
+        raise ValueError(f"format {name!r} has no field {', '.join(sorted(unknown))}.")
+    return dataclasses.replace(base, **{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    n = 1
+    for s in shape:
+        n *= s
+    return n

@@ -1,0 +1,98 @@
+"""A recipe says which format goes where. Pure data over formats: it knows no module and no model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from fewbits.formats.base import Format
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """Formats of one linear layer; None keeps the dtype that the model has.
+
+    Attributes:
+        weight: the format in which the (frozen) weight is stored. None: an ordinary, trainable weight.
+        weight_operand: the format to which the weight is brought for the product.
+        activation: the format of the layer's input in the product.
+        gradient: the format of the output gradient in the products of the backward pass.
+    """
+
+    weight: Format | None = None
+    weight_operand: Format | None = None
+    activation: Format | None = None
+    gradient: Format | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """True if the layer is left as it is."""
+        return self == Rule()
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoRA:
+    """Low-rank adapters (Hu et al. 2021), in PEFT's terms.
+
+    Attributes:
+        r: rank.
+        alpha: the branch is scaled by alpha / r, or by alpha / sqrt(r) with ``rslora``.
+        dropout: probability of dropping an input of the branch while training.
+        targets: names of the adapted linears, or "all-linear": all of the decoder layers'.
+        bias: "none", "all" or "lora_only": which biases train.
+        rslora: rank-stabilised scaling (Kalajdzievski 2023).
+    """
+
+    r: int = 16
+    alpha: float = 16
+    dropout: float = 0.0
+    targets: str | tuple[str, ...] = "all-linear"
+    bias: str = "none"
+    rslora: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class QAT:
+    """Quantisation-aware training: the forward pass sees rounded values, the gradient passes straight through.
+
+    Attributes:
+        weight: the format in which the weights will be stored after training.
+        activation: the format of the layers' inputs, or None.
+    """
+
+    weight: Format
+    activation: Format | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Which format where, for a whole model.
+
+    Attributes:
+        name: what-how, as in "qlora_nf4".
+        linear: the rule of every linear in the decoder layers.
+        overrides: (glob over the module's full name, rule) pairs; the first that matches wins over ``linear``.
+        skip: globs over full names of linears that are left alone.
+        lora: adapters to add, or None.
+        qat: fake quantisation while training, or None.
+        kv_cache: format of stored keys and values.
+        communication: format in which gradients travel between ranks.
+    """
+
+    name: str
+    linear: Rule = Rule()
+    overrides: tuple[tuple[str, Rule], ...] = ()
+    skip: tuple[str, ...] = ()
+    lora: LoRA | None = None
+    qat: QAT | None = None
+    kv_cache: Format | None = None
+    communication: Format | None = None
+
+    def rule_for(self, name: str) -> Rule:
+        """The rule for the linear with this full name, such as ``model.layers.0.self_attn.q_proj``."""
+        if any(fnmatchcase(name, pattern) for pattern in self.skip):
+            return Rule()
+        for pattern, rule in self.overrides:
+            if fnmatchcase(name, pattern):
+                return rule
+        return self.linear
