@@ -1,0 +1,78 @@
+"""fewbits: fine-tune and run large language models in few bits.
+
+Public names are resolved on first use: importing fewbits imports nothing else, not even torch, and changes nothing
+in other libraries.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fewbits.formats import FORMATS, get_format
+    from fewbits.models.adapters import get_peft_model, load_adapter
+    from fewbits.models.convert import convert, explain, restore
+    from fewbits.models.fast import FastLanguageModel
+    from fewbits.models.hf_quantizer import FewbitsConfig
+    from fewbits.recipes import CATALOG, LoRA, QAT, Recipe, Rule, get_recipe
+    from fewbits.training.config import TrainConfig
+    from fewbits.training.qat import convert_qat, prepare_qat
+    from fewbits.training.run import train
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "FORMATS": "fewbits.formats",
+    "get_format": "fewbits.formats",
+    "CATALOG": "fewbits.recipes",
+    "LoRA": "fewbits.recipes",
+    "QAT": "fewbits.recipes",
+    "Recipe": "fewbits.recipes",
+    "Rule": "fewbits.recipes",
+    "get_recipe": "fewbits.recipes",
+    "convert": "fewbits.models.convert",
+    "explain": "fewbits.models.convert",
+    "restore": "fewbits.models.convert",
+    "get_peft_model": "fewbits.models.adapters",
+    "load_adapter": "fewbits.models.adapters",
+    "FastLanguageModel": "fewbits.models.fast",
+    "FewbitsConfig": "fewbits.models.hf_quantizer",
+    "TrainConfig": "fewbits.training.config",
+    "train": "fewbits.training.run",
+    "prepare_qat": "fewbits.training.qat",
+    "convert_qat": "fewbits.training.qat",
+}
+
+__all__ = [
+    "CATALOG",
+    "FORMATS",
+    "QAT",
+    "FastLanguageModel",
+    "FewbitsConfig",
+    "LoRA",
+    "Recipe",
+    "Rule",
+    "TrainConfig",
+    "__version__",
+    "convert",
+    "convert_qat",
+    "explain",
+    "get_format",
+    "get_peft_model",
+    "get_recipe",
+    "load_adapter",
+    "prepare_qat",
+    "restore",
+    "train",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'fewbits' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
