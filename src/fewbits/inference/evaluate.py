@@ -1,0 +1,206 @@
+"""Perplexity of a causal language model on a text, by windows of tokens.
+
+Every token of the text is scored exactly once (without a BOS token the very first one has no context and is
+left out). A window starts with BOS where the tokenizer has one. With ``stride`` smaller than the window, windows
+overlap: a token then has at least ``window - stride`` tokens before it, which costs time and lowers the figure.
+
+    nll = sum(-log p(token)) / tokens,  perplexity = exp(nll),  bits per character = nll * tokens / ln 2 / characters
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fewbits.errors import BadInput
+
+DEFAULT_WINDOW = 2048
+
+
+class Window(NamedTuple):
+    """Tokens ``begin:end`` go through the model; those from ``first`` on are scored."""
+
+    begin: int
+    first: int
+    end: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PerplexityResult:
+    """What `perplexity` measured.
+
+    Attributes:
+        nll: mean negative log-likelihood, nats per token.
+        perplexity: exp(nll).
+        tokens: tokens that were scored.
+        characters: characters of the text they cover.
+        bits_per_character: comparable between models with different vocabularies; None for an empty stretch.
+        window: tokens of one window, BOS included.
+        stride: tokens scored by every window but the first.
+        seconds: time taken.
+    """
+
+    nll: float
+    perplexity: float
+    tokens: int
+    characters: int
+    bits_per_character: float | None
+    window: int
+    stride: int
+    seconds: float
+
+    def as_dict(self) -> dict[str, float | int | None]:
+        """Plain data for JSON; a figure that is not finite becomes None."""
+        return {
+            k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in asdict(self).items()
+        }
+
+
+def perplexity(
+    model: Any,
+    tokenizer: Any,
+    text: str,
+    *,
+    window: int | None = None,
+    stride: int | None = None,
+    max_tokens: int | None = None,
+    batch_size: int = 8,
+    progress: Callable[[int, int], None] | None = None,
+) -> PerplexityResult:
+    """Perplexity of ``model`` on ``text``.
+
+    Args:
+        model: a causal language model of transformers; its mode (training or not) is restored afterwards.
+        tokenizer: the tokenizer that belongs to it.
+        text: the text.
+        window: tokens in a window, BOS included. Default: the model's context, at most 2048.
+        stride: new tokens per window. Default: as many as fit, so that windows do not overlap.
+        max_tokens: score only the first so many tokens of the text.
+        batch_size: windows per forward pass; the result does not depend on it but for rounding.
+        progress: called as ``progress(tokens scored, tokens in all)`` after each batch.
+
+    Raises:
+        BadInput: an empty text, or a window or stride that cannot be.
+    """
+    bos = tokenizer.bos_token_id
+    window = _checked_window(model, window)
+    content = window - (bos is not None)
+    most = content if bos is not None else content - 1
+    stride = most if stride is None else stride
+    if not 1 <= stride <= most:
+        raise BadInput(f"stride {stride} does not fit a window of {window} tokens; choose from 1 to {most}.")
+    ids, characters = _encode(tokenizer, text, max_tokens)
+    windows = list(plan_windows(len(ids), content, stride, first=0 if bos is not None else 1))
+    if not windows:
+        raise BadInput(f"the text has {len(ids)} tokens, which leaves none to predict; give a longer text.")
+
+    started = time.perf_counter()
+    total, scored = 0.0, 0
+    num_tokens = sum(w.end - w.first for w in windows)
+    with _evaluating(model):
+        for at in range(0, len(windows), batch_size):
+            batch = windows[at : at + batch_size]
+            total += _batch_nll(model, ids, batch, bos)
+            scored += sum(w.end - w.first for w in batch)
+            if progress is not None:
+                progress(scored, num_tokens)
+    nll = total / scored
+    return PerplexityResult(
+        nll=nll,
+        perplexity=math.exp(nll) if nll < 700 else math.inf,
+        tokens=scored,
+        characters=characters,
+        bits_per_character=total / math.log(2) / characters if characters else None,
+        window=window,
+        stride=stride,
+        seconds=time.perf_counter() - started,
+    )
+
+
+def plan_windows(num_tokens: int, content: int, stride: int, *, first: int = 0) -> Iterator[Window]:
+    """Cut ``num_tokens`` tokens into windows of ``content``, each scoring what those before it have not.
+
+    Args:
+        num_tokens: tokens of the text.
+        content: tokens of the text in one window (BOS not counted).
+        stride: distance between two windows' beginnings.
+        first: index of the first token to score: 1 if nothing stands before token 0.
+    """
+    begin = 0
+    while first < num_tokens:
+        end = min(begin + content, num_tokens)
+        yield Window(begin, first, end)
+        begin, first = begin + stride, end
+
+
+def _checked_window(model: Any, window: int | None) -> int:
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if window is None:
+        return min(limit or DEFAULT_WINDOW, DEFAULT_WINDOW)
+    if window < 2:
+        raise BadInput(f"a window of {window} tokens predicts nothing; use at least 2.")
+    if limit is not None and window > limit:
+        raise BadInput(
+            f"a window of {window} tokens does not fit the model's context of {limit}; use at most {limit}."
+        )
+    return window
+
+
+def _encode(tokenizer: Any, text: str, max_tokens: int | None) -> tuple[Tensor, int]:
+    """Token ids (1-D) and how many characters of ``text`` they cover."""
+    offsets = bool(getattr(tokenizer, "is_fast", False))
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=offsets, verbose=False)
+    ids = encoded["input_ids"][:max_tokens]
+    if len(ids) == len(encoded["input_ids"]):
+        characters = len(text)
+    elif offsets:
+        characters = encoded["offset_mapping"][len(ids) - 1][1] if ids else 0
+    else:
+        characters = len(tokenizer.decode(ids))
+    return torch.tensor(ids, dtype=torch.long), characters
+
+
+@contextmanager
+def _evaluating(model: Any) -> Iterator[None]:
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.inference_mode():
+            yield
+    finally:
+        model.train(was_training)
+
+
+def _batch_nll(model: Any, ids: Tensor, batch: list[Window], bos: int | None) -> float:
+    """Summed negative log-likelihood of the scored tokens of a batch of windows, in nats.
+
+    Rows are padded on the right, which a causal model's earlier positions cannot see.
+    """
+    lead = 0 if bos is None else 1
+    width = max(w.end - w.begin for w in batch) + lead
+    input_ids = torch.zeros(len(batch), width, dtype=torch.long)
+    mask = torch.zeros_like(input_ids)
+    for row, w in enumerate(batch):
+        length = w.end - w.begin + lead
+        input_ids[row, lead:length] = ids[w.begin : w.end]
+        mask[row, :length] = 1
+    if bos is not None:
+        input_ids[:, 0] = bos
+    device = model.device
+    logits = model(input_ids=input_ids.to(device), attention_mask=mask.to(device), use_cache=False).logits
+    total = 0.0
+    for row, w in enumerate(
+        batch
+    ):  # a row at a time: float32 logits of a whole batch can exceed the model itself
+        at = slice(w.first - w.begin + lead - 1, w.end - w.begin + lead - 1)
+        targets = ids[w.first : w.end].to(device)
+        loss = torch.nn.functional.cross_entropy(logits[row, at].float(), targets, reduction="sum")
+        total += float(loss)
+    return total

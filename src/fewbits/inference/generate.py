@@ -1,0 +1,281 @@
+"""Text from a model, as it comes: a thin layer over transformers' own ``generate``.
+
+`generate` returns the whole text and hands out its pieces through a callback; `stream` is the same as an
+iterator. Both take a prompt or chat messages. A seed is used for one text and leaves torch's generators alone.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fewbits.errors import BadInput
+
+Prompt = str | Sequence[Mapping[str, str]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How the next token is chosen.
+
+    Attributes:
+        max_new_tokens: stop after so many.
+        temperature: 0 takes the likeliest token; 1 samples from the model's own distribution.
+        top_p: sample from the smallest set of tokens with at least this probability.
+        top_k: sample from the k likeliest tokens; 0: from all.
+        repetition_penalty: above 1 makes tokens that have occurred less likely.
+        seed: equal seeds give equal text on one machine; None: torch's global generator.
+    """
+
+    max_new_tokens: int = 256
+    temperature: float = 0.7
+    top_p: float = 0.95
+    top_k: int = 0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        checks = (
+            (self.max_new_tokens >= 1, "max_new_tokens must be at least 1"),
+            (self.temperature >= 0, "temperature must be 0 (greedy) or more"),
+            (0 < self.top_p <= 1, "top_p must be above 0 and at most 1"),
+            (self.top_k >= 0, "top_k must be 0 (off) or more"),
+            (self.repetition_penalty > 0, "repetition_penalty must be above 0 (1 is off)"),
+        )
+        for holds, need in checks:
+            if not holds:
+                raise BadInput(f"{need}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation:
+    """A finished text.
+
+    Attributes:
+        text: the new text, without the prompt and special tokens.
+        tokens: new tokens, the one that ended it included.
+        seconds: time taken.
+        stopped_by: "end" (the model ended it), "length" (max_new_tokens) or "context" (which is full).
+    """
+
+    text: str
+    tokens: int
+    seconds: float
+    stopped_by: str
+
+
+def generate(
+    model: Any,
+    tokenizer: Any,
+    prompt: Prompt,
+    sampling: Sampling | None = None,
+    *,
+    on_text: Callable[[str], None] | None = None,
+) -> Generation:
+    """Continue a prompt or answer a conversation.
+
+    Args:
+        model: a causal language model of transformers, plain or quantised, with or without adapters.
+        tokenizer: the tokenizer that belongs to it.
+        prompt: a text to continue, or chat messages ``[{"role": ..., "content": ...}, ...]``.
+        sampling: how tokens are chosen; default `Sampling()`.
+        on_text: receives each piece of text as soon as it is final.
+
+    Raises:
+        BadInput: messages without a chat template, a prompt that fills the model's context, an empty prompt.
+    """
+    sampling = sampling or Sampling()
+    input_ids = encode_prompt(tokenizer, prompt).to(model.device)
+    room = _room(model, input_ids.shape[1])
+    pieces = _Pieces(tokenizer, on_text)
+    started = time.perf_counter()
+    was_training = model.training
+    model.eval()
+    try:
+        with _own_seed(sampling.seed, model.device):
+            output = model.generate(
+                input_ids,
+                attention_mask=torch.ones_like(input_ids),
+                streamer=pieces,
+                **_options(model, tokenizer, sampling, room),
+            )
+    finally:
+        model.train(was_training)
+    new = output[0, input_ids.shape[1] :].tolist()
+    ended = bool(new) and new[-1] in _end_tokens(model, tokenizer)
+    full = "context" if room < sampling.max_new_tokens else "length"
+    return Generation(
+        text=pieces.text,
+        tokens=len(new),
+        seconds=time.perf_counter() - started,
+        stopped_by="end" if ended else full,
+    )
+
+
+def stream(model: Any, tokenizer: Any, prompt: Prompt, sampling: Sampling | None = None) -> Iterator[str]:
+    """The pieces of `generate`'s text, as an iterator; closing it stops the model at its next token."""
+    pieces: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+    closed = threading.Event()
+
+    def put(piece: str) -> None:
+        if closed.is_set():
+            raise _StreamClosed
+        pieces.put(piece)
+
+    with ThreadPoolExecutor(1, thread_name_prefix="fewbits-stream") as pool:
+        future = pool.submit(generate, model, tokenizer, prompt, sampling, on_text=put)
+        future.add_done_callback(lambda _: pieces.put(None))
+        try:
+            while (piece := pieces.get()) is not None:
+                yield piece
+        finally:
+            closed.set()
+        future.result()  # raises what was raised in the thread
+
+
+class _StreamClosed(Exception):
+    """Nobody reads the stream any more; it ends the thread and goes no further."""
+
+
+def encode_prompt(tokenizer: Any, prompt: Prompt) -> Tensor:
+    """Token ids (1, T) of a text, or of messages through the tokenizer's chat template.
+
+    Raises:
+        BadInput: messages for a tokenizer without a chat template, or nothing to start from.
+    """
+    if isinstance(prompt, str):
+        ids = tokenizer(prompt, verbose=False)["input_ids"]
+        end = tokenizer.eos_token_id
+        if len(ids) > 1 and ids[-1] == end:  # some tokenizers close every text, which would end the answer
+            ids = ids[:-1]
+    else:
+        ids = _encode_chat(tokenizer, prompt)
+    if not ids and tokenizer.bos_token_id is not None:
+        ids = [tokenizer.bos_token_id]
+    if not ids:
+        raise BadInput(
+            "the prompt has no tokens and the tokenizer no BOS token to start from; give a prompt."
+        )
+    return torch.tensor([ids], dtype=torch.long)
+
+
+def _encode_chat(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    if getattr(tokenizer, "chat_template", None) is None:
+        name = getattr(tokenizer, "name_or_path", "") or "this model"
+        raise BadInput(
+            f"the tokenizer of {name} has no chat template, which chat messages need; "
+            "give a plain prompt, or add a chat_template.jinja to the model's folder."
+        )
+    if not messages:
+        raise BadInput("the conversation has no messages; give at least one with a role and a content.")
+    for number, message in enumerate(messages, 1):
+        if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
+            raise BadInput(f"message {number} is not an object with a role and a content: {message!r}.")
+    text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def _room(model: Any, length: int) -> int:
+    """How many tokens still fit into the model's context."""
+    limit: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if limit is None:
+        return 2**31
+    if length >= limit:
+        raise BadInput(
+            f"the prompt has {length} tokens and the model's context holds {limit}; shorten the prompt."
+        )
+    return limit - length
+
+
+def _end_tokens(model: Any, tokenizer: Any) -> list[int]:
+    end = model.generation_config.eos_token_id
+    if end is None:
+        end = tokenizer.eos_token_id
+    if end is None:
+        return []
+    return list(end) if isinstance(end, list | tuple) else [int(end)]
+
+
+def _options(model: Any, tokenizer: Any, sampling: Sampling, room: int) -> dict[str, Any]:
+    end = _end_tokens(model, tokenizer)
+    pad = tokenizer.pad_token_id
+    options: dict[str, Any] = {
+        "max_new_tokens": min(sampling.max_new_tokens, room),
+        "repetition_penalty": sampling.repetition_penalty,
+        "eos_token_id": end or None,
+        "pad_token_id": pad if pad is not None else (end[0] if end else 0),
+        "do_sample": sampling.temperature > 0,
+    }
+    if sampling.temperature > 0:
+        options |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
+    else:  # a generation config may carry sampling options, which greedy search would complain about
+        options |= {"temperature": None, "top_p": None, "top_k": None}
+    return options
+
+
+@contextmanager
+def _own_seed(seed: int | None, device: torch.device) -> Iterator[None]:
+    """Seeds torch inside the block and puts its generators back afterwards."""
+    if seed is None:
+        yield
+        return
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield
+
+
+class _Pieces:
+    """A streamer for ``generate`` that turns tokens into text without ever taking a character back.
+
+    The text of a token depends on those before it (leading spaces, characters of several tokens), so each piece
+    is the difference of two decodings that start at the same earlier token, given out once it ends in a whole
+    character.
+    """
+
+    _CONTEXT = 8  # tokens of the prompt that stand before the first piece
+
+    def __init__(self, tokenizer: Any, on_text: Callable[[str], None] | None) -> None:
+        self.tokenizer = tokenizer
+        self.on_text = on_text
+        self.text = ""
+        self.ids: list[int] | None = None  # None until the prompt has been seen
+        self.begin = self.done = 0
+
+    def put(self, value: Tensor) -> None:
+        """Receive the prompt (the first call) or the next token."""
+        ids = value.flatten().tolist()
+        if self.ids is None:
+            self.ids = ids[-self._CONTEXT :]
+            self.done = len(self.ids)
+            return
+        self.ids += ids
+        self._emit(final=False)
+
+    def end(self) -> None:
+        """Hand out what is left."""
+        self._emit(final=True)
+
+    def _emit(self, *, final: bool) -> None:
+        ids = self.ids or []
+        before = self._decode(ids[self.begin : self.done])
+        after = self._decode(ids[self.begin :])
+        piece = after[len(before) :]
+        if not piece or (piece.endswith("\ufffd") and not final):
+            return
+        self.begin, self.done = self.done, len(ids)
+        self.text += piece
+        if self.on_text is not None:
+            self.on_text(piece)
+
+    def _decode(self, ids: list[int]) -> str:
+        text: str = self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text
