@@ -1,0 +1,89 @@
+"""What every kernel launch needs: Triton where there is one, the operand's device, tiles. No arithmetic here.
+
+A machine without a GPU needs no Triton: `jit` then leaves the kernel a plain function that nobody calls, and
+the ops run their references.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+
+    jit: Callable[..., Any] = triton.jit
+except ImportError:
+    triton, tl = None, None
+
+    def jit(fn: Callable[..., Any]) -> Any:
+        """Leave ``fn`` as it is: there is no Triton to compile it."""
+        return fn
+
+
+__all__ = [
+    "CompileCase",
+    "RowTile",
+    "cdiv",
+    "jit",
+    "multiprocessors",
+    "next_power_of_2",
+    "on_device_of",
+    "tl",
+    "triton",
+]
+
+
+@dataclass(frozen=True)
+class CompileCase:
+    """One way a kernel is compiled; tests/kernels/test_cubins.py builds each for every architecture.
+
+    Attributes:
+        kernel: the ``@jit`` function.
+        signature: Triton's type of every argument, in order; "constexpr" for those in ``constants``.
+        constants: values of the ``tl.constexpr`` arguments.
+        aligned: names of arguments that a launch finds divisible by 16, as most pointers are.
+        num_warps: warps of a program.
+    """
+
+    kernel: Any
+    signature: Mapping[str, str]
+    constants: Mapping[str, Any]
+    aligned: tuple[str, ...] = field(default=())
+    num_warps: int = 4
+
+
+class RowTile(NamedTuple):
+    """Rows and columns of one program's tile, and its warps."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+
+
+def cdiv(a: int, b: int) -> int:
+    """``a / b``, rounded up."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is at least ``n``, and at least 1."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+@lru_cache(maxsize=64)
+def multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of a CUDA device; a small stand-in for a CPU, where Triton only interprets."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+def on_device_of(x: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """A guard under which launches go to the device (and its current stream) that holds ``x``."""
+    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()

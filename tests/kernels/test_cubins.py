@@ -1,0 +1,64 @@
+"""Every Triton kernel compiles to machine code for every supported GPU, on a machine without one.
+
+Each kernel file lists `COMPILE_CASES`; tests/test_architecture.py sees to it that no kernel is missing.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+
+import pytest
+
+import fewbits.kernels
+from fewbits.kernels._launch import CompileCase
+
+triton = pytest.importorskip("triton")
+
+ARCHITECTURES = (80, 89, 90, 100, 120)
+SHARED_MEMORY_BYTES = 99 * 1024  # what the smallest of them, sm_89 and sm_120, give one program
+
+
+def compile_cases() -> list[CompileCase]:
+    modules = [
+        importlib.import_module(f"fewbits.kernels.{m.name}")
+        for m in pkgutil.iter_modules(fewbits.kernels.__path__)
+    ]
+    return [case for module in modules for case in getattr(module, "COMPILE_CASES", ())]
+
+
+def case_id(case: CompileCase) -> str:
+    return case.kernel.__name__ + "-" + "-".join(str(v) for v in case.constants.values())
+
+
+def build(case: CompileCase, capability: int):
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = case.kernel.arg_names
+    assert list(case.signature) == names, (
+        f"{case.kernel.__name__}: the signature must name the arguments in order"
+    )
+    attrs = {(names.index(a),): [["tt.divisibility", 16]] for a in case.aligned}
+    source = ASTSource(case.kernel, dict(case.signature), dict(case.constants), attrs)
+    return triton.compile(
+        source, target=GPUTarget("cuda", capability, 32), options={"num_warps": case.num_warps}
+    )
+
+
+@pytest.mark.parametrize("capability", ARCHITECTURES)
+@pytest.mark.parametrize("case", compile_cases(), ids=case_id)
+def test_compiles_to_machine_code(case: CompileCase, capability: int) -> None:
+    built = build(case, capability)
+    assert built.asm["cubin"][:4] == b"\x7fELF"
+    assert f".target sm_{capability}" in built.asm["ptx"]
+    assert built.metadata.shared <= SHARED_MEMORY_BYTES
+
+
+def test_aligned_kernels_move_16_bytes_at_a_time() -> None:
+    """The tile of a real launch loads and stores in the widest access there is."""
+    from fewbits.kernels.rmsnorm import COMPILE_CASES
+
+    for case in (c for c in COMPILE_CASES if c.aligned):
+        ptx = build(case, 90).asm["ptx"]
+        assert "ld.global.v4.b32" in ptx and "st.global.v4.b32" in ptx
