@@ -1,0 +1,40 @@
+"""Number formats: what a number is. Pure torch, and the definition of everything else in the library.
+
+To add a format: write its file, whose ``__all__`` names its values, and import it with one more line below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fewbits.errors import BadInput
+from fewbits.formats import base
+from fewbits.formats.base import Format as Format
+from fewbits.formats.base import Packed as Packed
+from fewbits.formats.base import PartSpec as PartSpec
+from fewbits.formats.codebook import *  # noqa: F403
+from fewbits.formats.float8 import *  # noqa: F403
+from fewbits.formats.integer import *  # noqa: F403
+
+FORMATS: dict[str, Format] = {f.name: f for f in list(vars().values()) if isinstance(f, Format)}
+"""Every format by name."""
+
+
+def get_format(format: Format | str | Mapping[str, Any]) -> Format:
+    """A format from its name ("nf4"), from plain data ({"name": "nf4", "block": 128}), or as it is.
+
+    Raises:
+        BadInput: unknown name or field; the message lists the known ones.
+    """
+    if isinstance(format, Format):
+        return format
+    try:
+        return base.format_from_config(format, FORMATS)
+    except (ValueError, TypeError) as error:
+        raise BadInput(str(error)) from error
+
+
+def format_to_config(format: Format) -> str | dict[str, Any]:
+    """A format as plain data, which `get_format` reads: its name, or a mapping with the fields that were changed."""
+    return base.format_to_config(format, FORMATS)

@@ -1,0 +1,190 @@
+"""INT8 and INT4: whole numbers times a scale, with or without a zero point.
+
+Symmetric: ``scale = absmax / qmax`` with qmax 127 or 7, ``code = round(x * (1 / scale))`` in -qmax ... qmax. The code
+-qmax - 1 is left unused: the grid is then symmetric, and the largest value of a block decodes to itself.
+
+With a zero point: ``low = min(x, 0)``, ``high = max(x, 0)``, ``scale = (high - low) / (2**bits - 1)``,
+``zero_point = -2**(bits - 1) - round(low / scale)``, ``code = round(x * (1 / scale)) + zero_point``, cut to -2**(bits - 1) ...
+2**(bits - 1) - 1; ``x ~ (code - zero_point) * scale``. Zero stays exact. This is torchao's affine arithmetic.
+
+All in float32; round is to nearest, ties to even. A scale is never below 2**-126, the smallest normal number: a block of zeros
+decodes to zeros, and the inverse of a scale is finite. A block with a NaN or an infinity has a NaN as its scale and codes 0.
+
+Requantising a decoded tensor gives the same codes for symmetric formats if the tensor is kept with p bits of precision
+and ``2 * qmax < 2**(p - 1)``: always in float32 and float16, for INT4 also in bfloat16; INT8 in bfloat16 (p = 8) may
+move by one code. With a zero point the decoded range may be a step narrower or wider than the first, the scale follows
+it, and codes may move.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fewbits.formats.base import Format, Packed, PartSpec
+from fewbits.formats.bits import pack_bits, packed_size
+from fewbits.formats.blocks import (
+    SMALLEST_SCALE,
+    Block,
+    block_absmax,
+    check_floating,
+    from_blocks,
+    scale_shape,
+    to_blocks,
+)
+from fewbits.formats.rounding import random_uniform, round_to_integer
+from fewbits.formats.tables import lookup_nibbles
+
+# Values of the 4-bit codes: two's complement.
+INT4_VALUES = (0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, -8.0, -7.0, -6.0, -5.0, -4.0, -3.0, -2.0, -1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Integer(Format):
+    """Whole numbers times a scale.
+
+    Attributes:
+        bits: 8 or 4.
+        block: (rows, columns) that share a scale, see `fewbits.formats.blocks`: (0, 0) is per tensor, (1, 0) per row,
+            (1, 64) 64 values along the last axis.
+        zero_point: whether the grid is moved to cover an interval that is not symmetric.
+
+    Parts: ``codes`` (..., K) int8, or for 4 bits (..., ceil(K / 2)) uint8 with two's complement nibbles, the first in
+    the low one; ``scales`` float32; with a zero point ``zero_points`` int8, of the scales' shape.
+    """
+
+    bits: int = 8
+    block: Block = (1, 0)
+    zero_point: bool = False
+
+    @property
+    def max_code(self) -> int:
+        """The largest code: 127 or 7."""
+        return int(2 ** (self.bits - 1) - 1)
+
+    def layout(self, shape: tuple[int, ...]) -> dict[str, PartSpec]:
+        scales = scale_shape(shape, self.block)
+        if self.bits == 8:
+            codes = PartSpec(shape or (1,), torch.int8)
+        else:
+            *lead, K = shape or (1,)
+            codes = PartSpec((*lead, packed_size(K, self.bits)), torch.uint8)
+        parts = {"codes": codes, "scales": PartSpec(scales, torch.float32)}
+        if self.zero_point:
+            parts["zero_points"] = PartSpec(scales, torch.int8)
+        return parts
+
+    def quantize(self, x: Tensor, *, seed: int | None = None) -> Packed:
+        check_floating(x)
+        shape = tuple(x.shape)
+        blocks = to_blocks(x.detach(), self.block)
+        scales, zero_points = self._scales(blocks)
+        scaled = blocks.float() * (1.0 / scales)
+        uniform = None
+        if seed is not None:
+            uniform = to_blocks(random_uniform(shape, seed, x.device), self.block)
+        codes = round_to_integer(scaled, uniform)
+        lowest = -self.max_code
+        if zero_points is not None:
+            codes.add_(zero_points)
+            lowest -= 1
+        codes = codes.clamp_(lowest, self.max_code).nan_to_num_(0.0).to(torch.int8)
+        codes = from_blocks(codes, shape or (1,), self.block)
+        parts = {
+            "codes": codes if self.bits == 8 else pack_bits(codes.view(torch.uint8) & 15, 4),
+            "scales": scales,
+        }
+        if zero_points is not None:
+            parts["zero_points"] = zero_points.to(torch.int8)
+        layout = self.layout(shape)
+        return Packed(
+            self, shape, x.dtype, {name: part.reshape(layout[name].shape) for name, part in parts.items()}
+        )
+
+    def dequantize(self, packed: Packed, dtype: torch.dtype | None = None) -> Tensor:
+        whole = packed.shape or (1,)
+        codes = packed.codes
+        if self.bits == 4:
+            values = lookup_nibbles(codes.reshape(-1), INT4_VALUES)
+            codes = values.view(*codes.shape[:-1], 2 * codes.shape[-1])[..., : whole[-1]]
+        blocks = to_blocks(codes, self.block)
+        like = (blocks.shape[0], 1, blocks.shape[2], 1)
+        scales = packed.scales.view(like)
+        if self.zero_point:
+            blocks = blocks.float() - packed.parts["zero_points"].view(like)
+        x = blocks * scales  # int8 codes are promoted to float32 on the way
+        return from_blocks(x, packed.shape, self.block).to(dtype or packed.dtype)
+
+    def _scales(self, blocks: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Scales, and zero points as whole float32 numbers or None, of the blocks (R, r, C, c): (R, 1, C, 1)."""
+        if not self.zero_point:
+            return (block_absmax(blocks) / self.max_code).clamp_(min=SMALLEST_SCALE), None
+        if blocks.numel() == 0:
+            scales = torch.full(
+                (blocks.shape[0], 1, blocks.shape[2], 1), SMALLEST_SCALE, device=blocks.device
+            )
+            return scales, torch.zeros_like(scales)
+        low = blocks.amin(dim=(1, 3), keepdim=True).float().clamp_(max=0.0)
+        high = blocks.amax(dim=(1, 3), keepdim=True).float().clamp_(min=0.0)
+        scales = ((high - low) / (2 * self.max_code + 1)).clamp_(min=SMALLEST_SCALE)
+        scales = scales.masked_fill_(scales.isinf(), torch.nan)
+        zero_points = (-(low / scales).round()).nan_to_num_(0.0).clamp_(0, 2 * self.max_code + 1)
+        return scales, zero_points - (self.max_code + 1)
+
+
+def _family(bits: int) -> dict[str, Integer]:
+    """The registry's values of one width, by the part of the name after the width."""
+    formats = {}
+    for suffix, block in (
+        ("", (1, 0)),
+        ("_tensor", (0, 0)),
+        ("_g32", (1, 32)),
+        ("_g64", (1, 64)),
+        ("_g128", (1, 128)),
+    ):
+        for zero_point in (False, True):
+            end = suffix + ("_zp" if zero_point else "")
+            formats[end] = Integer(name=f"int{bits}{end}", bits=bits, block=block, zero_point=zero_point)
+    return formats
+
+
+_INT8, _INT4 = _family(8), _family(4)
+INT8, INT8_TENSOR, INT8_G32, INT8_G64, INT8_G128 = (
+    _INT8[k] for k in ("", "_tensor", "_g32", "_g64", "_g128")
+)
+INT4, INT4_TENSOR, INT4_G32, INT4_G64, INT4_G128 = (
+    _INT4[k] for k in ("", "_tensor", "_g32", "_g64", "_g128")
+)
+INT8_ZP, INT8_TENSOR_ZP, INT8_G32_ZP, INT8_G64_ZP, INT8_G128_ZP = (
+    _INT8[k + "_zp"] for k in ("", "_tensor", "_g32", "_g64", "_g128")
+)
+INT4_ZP, INT4_TENSOR_ZP, INT4_G32_ZP, INT4_G64_ZP, INT4_G128_ZP = (
+    _INT4[k + "_zp"] for k in ("", "_tensor", "_g32", "_g64", "_g128")
+)
+
+__all__ = [
+    "INT4",
+    "INT4_G32",
+    "INT4_G32_ZP",
+    "INT4_G64",
+    "INT4_G64_ZP",
+    "INT4_G128",
+    "INT4_G128_ZP",
+    "INT4_TENSOR",
+    "INT4_TENSOR_ZP",
+    "INT4_VALUES",
+    "INT4_ZP",
+    "INT8",
+    "INT8_G32",
+    "INT8_G32_ZP",
+    "INT8_G64",
+    "INT8_G64_ZP",
+    "INT8_G128",
+    "INT8_G128_ZP",
+    "INT8_TENSOR",
+    "INT8_TENSOR_ZP",
+    "INT8_ZP",
+    "Integer",
+]

@@ -1,0 +1,47 @@
+"""Lookup tables on a device. The constants themselves live with their formats; here they become tensors, once."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+
+@lru_cache(maxsize=256)
+def table(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """``values`` as float32 on ``device``. Shared: never write to it."""
+    with torch.inference_mode(
+        False
+    ):  # a tensor born in inference mode could not be saved for a later backward
+        return torch.tensor(values, dtype=torch.float32, device=device)
+
+
+@lru_cache(maxsize=64)
+def midpoints(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """The float32 thresholds between neighbours of ascending ``values``; a value on one goes to the lower neighbour."""
+    with torch.inference_mode(False):
+        t = table(values, device)
+        return (t[:-1] + t[1:]) / 2
+
+
+@lru_cache(maxsize=64)
+def _pairs(values: tuple[float, ...], device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        byte = torch.arange(256, device=device)
+        t = table(values, device)
+        # two float32 seen as one float64: a lookup moves 8 bytes, and no arithmetic is ever done on it
+        return torch.stack([t[byte & 15], t[byte >> 4]], dim=-1).view(torch.float64).flatten()
+
+
+def lookup_nibbles(packed: Tensor, values: tuple[float, ...]) -> Tensor:
+    """The values of 4-bit codes, two a byte, the first in the low nibble.
+
+    Args:
+        packed: (n,) uint8.
+        values: 16 numbers; code i stands for the i-th.
+
+    Returns:
+        (2 * n,) float32, freshly allocated.
+    """
+    return _pairs(values, packed.device).index_select(0, packed.to(torch.int32)).view(torch.float32)
