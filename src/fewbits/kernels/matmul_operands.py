@@ -1,0 +1,95 @@
+"""``y = activation(x) @ weight_operand(W)^T + b`` with a trained weight: all three products in few bits.
+
+Shapes: x (..., K), W (N, K), b (N,), y (..., N); M is the number of rows of x.
+
+* ``y  = activation(x) @ weight_operand(W)^T + b``          sums over K
+* ``dx = gradient(dy) @ weight_operand(W^T)^T``             sums over N
+* ``dW = gradient(dy^T) @ activation(x^T)^T``               sums over M
+* ``db = sum of dy over rows``
+
+An operand is rounded with its blocks along the axis that its product sums over, so x, W and dy are each rounded twice,
+once along each axis, as Transformer Engine does. With a scale per tensor or per square block both roundings agree. The
+roundings pass their gradient straight through. Kept for the backward pass: x and W as they are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fewbits.formats.base import Format
+from fewbits.kernels.matmul_packed import (
+    Operands,
+    backward_product,
+    forward_product,
+    product_dtype,
+    round_operand,
+)
+
+
+class _OperandLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, operands: Operands) -> Tensor:
+        ctx.operands = operands
+        ctx.save_for_backward(x, weight)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return forward_product(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype), operands)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        dx = dweight = dbias = None
+        rows = dy.reshape(-1, dy.shape[-1])
+        if ctx.needs_input_grad[0]:
+            dx = backward_product(dy, weight.to(dy.dtype), ctx.operands)
+        if ctx.needs_input_grad[1]:
+            x_MK = x.reshape(-1, x.shape[-1])
+            dweight = weight_gradient(rows, x_MK, ctx.operands).to(weight.dtype)
+        if ctx.needs_input_grad[2]:
+            dbias = rows.sum(0).to(ctx.bias_dtype)
+        return dx, dweight, dbias, None
+
+
+def weight_gradient(dy_MN: Tensor, x_MK: Tensor, operands: Operands) -> Tensor:
+    """``dW = gradient(dy^T) @ activation(x^T)^T``, (N, K)."""
+    dy_NM, x_KM = dy_MN.t(), x_MK.t()
+    if operands.gradient is not None:
+        dy_NM = round_operand(dy_NM.contiguous(), operands.gradient)
+    if operands.activation is not None:
+        x_KM = round_operand(x_KM.contiguous(), operands.activation)
+    return dy_NM @ x_KM.t()
+
+
+def operand_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    weight_operand: Format | None = None,
+    activation: Format | None = None,
+    gradient: Format | None = None,
+) -> Tensor:
+    """A linear layer whose master weight stays as it is and whose products see operands of few bits.
+
+    Args:
+        x: (..., K) floating point.
+        weight: (N, K) floating point, trained.
+        bias: (N,) or None.
+        weight_operand: format of the weight in the products for y and dx.
+        activation: format of x in the products for y and dW.
+        gradient: format of dy in the products for dx and dW.
+    """
+    operands = Operands(activation=activation, gradient=gradient, weight_operand=weight_operand)
+    return _OperandLinear.apply(x.to(product_dtype(x)), weight, bias, operands)
+
+
+def operand_linear_ref(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, operands: Operands = Operands()
+) -> Tensor:
+    """The forward definition; autograd derives the backward pass that takes the operands as they are."""
+    x = x + (round_operand(x, operands.activation) - x).detach()
+    weight = weight + (round_operand(weight, operands.weight_operand) - weight).detach()
+    return F.linear(x, weight, bias)

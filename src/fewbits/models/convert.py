@@ -1,0 +1,280 @@
+"""`convert` puts a recipe into a model by replacing module instances, and leaves a receipt; `restore` takes it out again.
+
+No class, function or global of another library is changed. A model on the meta device is converted as well as a real one:
+its packed layers are then empty and wait for a checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+
+from fewbits.errors import SpecMismatch, Unsupported
+from fewbits.models.receipt import Change, Left, Receipt
+from fewbits.models.spec import ModelSpec, find, layer_names, locate, spec_for
+from fewbits.nn.fake_quantize import FakeQuantizedLinear
+from fewbits.nn.linear import LowPrecisionLinear, QuantizedLinear, take_parameters
+from fewbits.nn.norm import RMSNorm
+from fewbits.recipes.recipe import Recipe, Rule
+
+_STATE = "_fewbits_conversion"
+CONVERTED = (QuantizedLinear, LowPrecisionLinear, FakeQuantizedLinear)
+
+
+@dataclass
+class Conversion:
+    """What a converted model carries along: its receipt, and what `restore` needs."""
+
+    recipe: Recipe
+    receipt: Receipt
+    originals: dict[str, nn.Module] = field(default_factory=dict)
+
+
+def convert(
+    model: nn.Module,
+    recipe: Recipe,
+    *,
+    strict: bool = False,
+    keep_original: bool = False,
+    fuse_norms: bool = True,
+) -> Receipt:
+    """Replace the linears that ``recipe`` has a rule for, and the norms; in place.
+
+    Args:
+        model: a Hugging Face model of a known family, without adapters.
+        recipe: which format where. With ``recipe.qat`` the linears are fake-quantised and stay trainable.
+        strict: raise where spec and model disagree, before anything is changed, in place of noting it in the receipt.
+        keep_original: keep the replaced linears in host memory as they are, so that `restore` gives them back exactly.
+        fuse_norms: replace the RMSNorms by the library's own.
+
+    Returns:
+        The receipt; `explain` finds it again later.
+
+    Raises:
+        Unsupported: no spec for this model, or it has adapters already.
+        SpecMismatch: with ``strict``, spec and model disagree.
+    """
+    spec = spec_for(model)
+    _refuse_converted(model)
+    rules, left = _plan(model, spec, recipe)
+    norms = _plan_norms(model, spec, left) if fuse_norms else []
+    receipt = Receipt(f"{spec.model_type}, recipe {recipe.name}", left=left)
+    if strict and receipt.mismatches:
+        wrong = "; ".join(f"{entry.name}: {entry.reason}" for entry in receipt.mismatches)
+        raise SpecMismatch(f"spec {spec.model_type!r} and this model disagree ({wrong}); use strict=False to go on.")
+    state = Conversion(recipe, receipt)
+    for name, rule in rules.items():
+        linear = model.get_submodule(name)
+        _replace(model, name, _new_linear(linear, rule, fake=recipe.qat is not None), state, keep=keep_original)
+    for name in norms:
+        norm: Any = model.get_submodule(name)
+        new = RMSNorm(norm.weight, _eps(norm), spec.norm_offset).train(norm.training)
+        _replace(model, name, new, state, keep=True)
+    setattr(model, _STATE, state)
+    return receipt
+
+
+def linears_to_replace(model: nn.Module, recipe: Recipe) -> dict[str, Rule]:
+    """Full name and rule of every linear that `convert` would store packed or multiply in few bits.
+
+    Only names and shapes are looked at, so a model on the meta device will do. Under ``recipe.qat`` the weights are loaded
+    as they are (`convert` then fake-quantises them), and the answer is empty.
+    """
+    if recipe.qat is not None:
+        return {}
+    rules, _ = _plan(model, spec_for(model), recipe)
+    return rules
+
+
+def conversion_of(model: Any) -> Conversion | None:
+    """What `convert` left on this model, through PEFT's wrappers too; None if it is not converted."""
+    state = getattr(model, _STATE, None)
+    return state if isinstance(state, Conversion) else None
+
+
+def explain(model: nn.Module) -> Receipt:
+    """The receipt of this model's conversion; print it.
+
+    Raises:
+        Unsupported: the model was not converted.
+    """
+    state = conversion_of(model)
+    if state is None:
+        raise Unsupported(f"this {type(model).__name__} was not converted by fewbits; call fewbits.convert first.")
+    return state.receipt
+
+
+def restore(model: nn.Module) -> Receipt:
+    """Bring back modules of the original classes, in place; the receipt says with which weights.
+
+    Norms and trained linears come back with the parameters that they have now. Packed linears come back as they were if the
+    model was converted with ``keep_original``, otherwise with the dequantised weights.
+    """
+    state = conversion_of(model)
+    if state is None:
+        raise Unsupported(f"this {type(model).__name__} was not converted by fewbits; there is nothing to restore.")
+    receipt = Receipt(f"restored from recipe {state.recipe.name}")
+    for name, module in list(_converted(model)):
+        original, how = _original(module, state.originals.get(name))
+        receipt.changes.append(_change(name, module, original, f"{type(original).__name__} ({how})"))
+        model.set_submodule(name, original)
+    delattr(model, _STATE)
+    return receipt
+
+
+def record_change(model: nn.Module, name: str, new: nn.Module, receipt: Receipt) -> None:
+    """Replace one module and note it in ``receipt``."""
+    receipt.changes.append(_change(name, model.get_submodule(name), new, describe(new)))
+    model.set_submodule(name, new)
+
+
+def describe(module: nn.Module) -> str:
+    """A module's class and formats, such as ``QuantizedLinear nf4``."""
+    if isinstance(module, QuantizedLinear):
+        formats = [module.format, *_operand_formats(module)]
+    elif isinstance(module, LowPrecisionLinear):
+        formats = list(_operand_formats(module))
+    elif isinstance(module, FakeQuantizedLinear):
+        formats = [f for f in (module.weight_format, module.activation_format) if f is not None]
+    else:
+        formats = []
+    return " ".join([type(module).__name__, " ".join(dict.fromkeys(f.name for f in formats))]).rstrip()
+
+
+def _plan(model: nn.Module, spec: ModelSpec, recipe: Recipe) -> tuple[dict[str, Rule], list[Left]]:
+    rules: dict[str, Rule] = {}
+    left: list[Left] = []
+    for name, known in _linear_names(model, spec):
+        module = find(model, name)
+        rule = _rule(name, recipe)
+        if not known:
+            left.append(Left(name, "the spec does not name it", intended=False))
+        elif module is None:
+            left.append(Left(name, "the spec names it and the model has none", intended=False))
+        elif type(module) is not nn.Linear:
+            left.append(Left(name, f"it is a {type(module).__name__}, not a plain nn.Linear", intended=False))
+        elif rule.is_plain:
+            left.append(Left(name, "the recipe leaves it as it is"))
+        else:
+            rules[name] = rule
+    _plan_ends(model, spec, recipe, rules, left)
+    return rules, left
+
+
+def _plan_ends(model: nn.Module, spec: ModelSpec, recipe: Recipe, rules: dict[str, Rule], left: list[Left]) -> None:
+    embed, head = locate(model, spec, spec.embed), locate(model, spec, spec.head)
+    left.append(Left(embed, "embeddings stay as they are"))
+    module: Any = find(model, head)
+    if module is None:
+        return
+    embedding: Any = find(model, embed)
+    tied = getattr(getattr(model, "config", None), "tie_word_embeddings", False)
+    if tied or module.weight is getattr(embedding, "weight", None):
+        left.append(Left(head, "its weight is the embedding's"))
+    elif type(module) is nn.Linear and any(fnmatchcase(head, pattern) for pattern, _ in recipe.overrides):
+        rule = _rule(head, recipe)
+        if not rule.is_plain:
+            rules[head] = rule
+    else:
+        left.append(Left(head, "the output head stays as it is, unless an override names it"))
+
+
+def _linear_names(model: nn.Module, spec: ModelSpec) -> Iterator[tuple[str, bool]]:
+    """Full names of the linears in the decoder layers, and whether the spec knows them."""
+    for layer in layer_names(model, spec):
+        named = [f"{layer}.{path}" for path in spec.linears]
+        yield from ((name, True) for name in named)
+        for path, module in model.get_submodule(layer).named_modules():
+            name = f"{layer}.{path}"
+            if isinstance(module, nn.Linear) and name not in named:
+                yield name, False
+
+
+def _rule(name: str, recipe: Recipe) -> Rule:
+    if recipe.qat is None:
+        return recipe.rule_for(name)
+    if any(fnmatchcase(name, pattern) for pattern in recipe.skip):
+        return Rule()
+    for pattern, rule in recipe.overrides:
+        if fnmatchcase(name, pattern):
+            return rule
+    return Rule(weight=recipe.qat.weight, activation=recipe.qat.activation)
+
+
+def _plan_norms(model: nn.Module, spec: ModelSpec, left: list[Left]) -> list[str]:
+    names = [f"{layer}.{path}" for layer in layer_names(model, spec) for path in spec.norms]
+    norms = []
+    for name in [*names, locate(model, spec, spec.final_norm)]:
+        module = find(model, name)
+        if module is None:
+            left.append(Left(name, "the spec names it and the model has none", intended=False))
+        elif "RMSNorm" not in type(module).__name__ or _eps(module) is None:
+            left.append(Left(name, f"it is a {type(module).__name__}, not an RMSNorm that we know", intended=False))
+        elif not isinstance(module, RMSNorm):
+            norms.append(name)
+    return norms
+
+
+def _eps(norm: Any) -> Any:
+    return getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+
+
+def _new_linear(linear: Any, rule: Rule, *, fake: bool) -> nn.Module:
+    if rule.weight is None:
+        return LowPrecisionLinear.from_linear(linear, rule)
+    if fake:
+        return FakeQuantizedLinear.from_linear(linear, rule.weight, rule.activation)
+    return QuantizedLinear.from_linear(linear, rule)
+
+
+def _replace(model: nn.Module, name: str, new: nn.Module, state: Conversion, *, keep: bool) -> None:
+    if keep:
+        state.originals[name] = model.get_submodule(name)
+    record_change(model, name, new, state.receipt)
+
+
+def _change(name: str, old: nn.Module, new: nn.Module, after: str) -> Change:
+    return Change(name, describe(old), after, _bytes(old), _bytes(new))
+
+
+def _bytes(module: nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in module.parameters())
+
+
+def _refuse_converted(model: nn.Module) -> None:
+    if conversion_of(model) is not None:
+        raise Unsupported("this model is converted already; call fewbits.restore first.")
+    if any(hasattr(module, "base_layer") for module in model.modules()):
+        raise Unsupported("this model has adapters already; convert it first and add them afterwards.")
+
+
+def _converted(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for name, module in model.named_modules():
+        if isinstance(module, (*CONVERTED, RMSNorm)):
+            yield name, module
+
+
+def _original(module: Any, original: Any) -> tuple[nn.Module, str]:
+    if isinstance(module, RMSNorm):
+        original.weight = module.weight
+        return original.train(module.training), "the original"
+    if isinstance(module, QuantizedLinear):
+        if original is not None:
+            return original.to(module.device).train(module.training), "the original"
+        linear = nn.Linear(module.in_features, module.out_features, bias=False, device="meta", dtype=module.dtype)
+        linear.weight = nn.Parameter(module.dequantize(), requires_grad=torch.is_grad_enabled())
+        linear.bias = module.bias
+        return linear.train(module.training), "dequantised weight"
+    return take_parameters(nn.Linear, module), "the same parameters"
+
+
+def _operand_formats(module: QuantizedLinear | LowPrecisionLinear) -> Iterator[Any]:
+    operands = module.operands
+    for format in (operands.weight_operand, operands.activation, operands.gradient):
+        if format is not None:
+            yield format

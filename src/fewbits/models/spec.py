@@ -1,0 +1,117 @@
+"""Where things are in a Hugging Face model: `ModelSpec`, one per family, and `spec_for`, which finds it.
+
+The specs themselves are in `fewbits.models.families`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from fewbits.errors import SpecMismatch, Unsupported
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """Paths and facts of one family.
+
+    Attributes:
+        model_type: the ``model_type`` of its config.json.
+        layers: path of the list of decoder layers.
+        linears: paths of the linears inside one layer.
+        norms: paths of the RMSNorms inside one layer.
+        final_norm: path of the norm after the last layer.
+        embed: path of the token embedding.
+        head: path of the output head.
+        norm_offset: what a norm adds to its weight; 1.0 where the weight is stored as its distance from one.
+        logits_are_final: False if the model changes its logits after the head (soft-capping).
+        fused: name of a linear that holds several, and the names that other families give to those.
+    """
+
+    model_type: str
+    layers: str = "model.layers"
+    linears: tuple[str, ...]
+    norms: tuple[str, ...]
+    final_norm: str = "model.norm"
+    embed: str = "model.embed_tokens"
+    head: str = "lm_head"
+    norm_offset: float = 0.0
+    logits_are_final: bool = True
+    fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @property
+    def linear_names(self) -> tuple[str, ...]:
+        """The last part of each linear's path: what LoRA targets are named by."""
+        return tuple(path.rpartition(".")[2] for path in self.linears)
+
+
+def model_type_of(model_or_config: Any) -> str:
+    """The ``model_type`` of a model, or of a config (an object or plain data); "" if it names none."""
+    config = getattr(model_or_config, "config", model_or_config)
+    if isinstance(config, Mapping):
+        return str(config.get("model_type", ""))
+    return str(getattr(config, "model_type", ""))
+
+
+def spec_for(model_or_config: Any) -> ModelSpec:
+    """The spec of a model or of its config.
+
+    Raises:
+        Unsupported: there is none for this model_type; the message lists the known ones.
+    """
+    from fewbits.models.families import SPECS
+
+    model_type = model_type_of(model_or_config)
+    if model_type not in SPECS:
+        raise Unsupported(
+            f"no spec for model_type {model_type!r}; known: {', '.join(sorted(SPECS))}. "
+            "Add one in fewbits/models/families.py."
+        )
+    return SPECS[model_type]
+
+
+def path_prefix(model: nn.Module, spec: ModelSpec) -> tuple[str, int]:
+    """How paths of this very model differ from the spec's: (text to put before, characters to take off).
+
+    A model with a head has the spec's own paths; without one ("LlamaModel") the first part is missing; inside a PeftModel
+    "base_model.model." stands before.
+
+    Raises:
+        SpecMismatch: the model has its layers nowhere that the spec knows.
+    """
+    cut = len(spec.layers.partition(".")[0]) + 1
+    for before, skip in (("", 0), ("base_model.model.", 0), ("", cut), ("base_model.model.", cut)):
+        if _has(model, before + spec.layers[skip:]):
+            return before, skip
+    raise SpecMismatch(
+        f"the spec of {spec.model_type!r} expects decoder layers at {spec.layers!r} and {type(model).__name__} has none there; "
+        "give the model itself, not a part or a wrapper of it."
+    )
+
+
+def locate(model: nn.Module, spec: ModelSpec, path: str) -> str:
+    """The full name in ``model`` of what the spec calls ``path``."""
+    before, skip = path_prefix(model, spec)
+    return before + path[skip:] if path.startswith(spec.layers[:skip]) else before + path
+
+
+def layer_names(model: nn.Module, spec: ModelSpec) -> Iterator[str]:
+    """Full name of each decoder layer, in order."""
+    layers = locate(model, spec, spec.layers)
+    for i in range(len(model.get_submodule(layers))):  # type: ignore[arg-type]
+        yield f"{layers}.{i}"
+
+
+def find(model: nn.Module, name: str) -> nn.Module | None:
+    """The submodule with this full name, or None."""
+    return model.get_submodule(name) if _has(model, name) else None
+
+
+def _has(model: nn.Module, name: str) -> bool:
+    try:
+        return isinstance(model.get_submodule(name), nn.Module)
+    except AttributeError:
+        return False

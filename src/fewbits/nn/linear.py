@@ -1,0 +1,209 @@
+"""Linear layers in few bits: `QuantizedLinear` stores its weight packed, `LowPrecisionLinear` multiplies in few bits.
+
+Shapes: weight (N, K) = (out_features, in_features), x (..., K), y (..., N).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from fewbits.formats.base import Format, Packed
+from fewbits.kernels.matmul_operands import operand_linear
+from fewbits.kernels.matmul_packed import Operands, packed_linear
+
+
+class LinearFormats(Protocol):
+    """The formats of one linear layer; a recipe's rule is one such."""
+
+    @property
+    def weight(self) -> Format | None:
+        """The format in which the weight is stored; None: it stays as it is."""
+
+    @property
+    def activation(self) -> Format | None:
+        """The format of x in the product."""
+
+    @property
+    def gradient(self) -> Format | None:
+        """The format of dy in the products of the backward pass."""
+
+    @property
+    def weight_operand(self) -> Format | None:
+        """The format of the weight in the product."""
+
+
+def operands_of(rule: LinearFormats) -> Operands:
+    """The formats of the product's operands."""
+    return Operands(activation=rule.activation, gradient=rule.gradient, weight_operand=rule.weight_operand)
+
+
+class QuantizedLinear(nn.Module):
+    """A linear layer whose frozen weight is stored in a number format.
+
+    The parts of the packed weight are parameters ``weight_<part>`` (``weight_codes``, ``weight_scales``, ...) that carry no
+    gradient: they are saved, moved and sharded as parameters are, and keep their dtype when the module is cast; a cast
+    changes only `dtype` and the bias.
+
+    Attributes:
+        format: how the weight is stored.
+        dtype: the dtype that the weight had, and the one in which `dequantize` gives it back. The product itself is computed
+            in the dtype of the input, or in autocast's.
+        operands: formats to which the operands of the product are rounded; in the constructor the keywords
+            ``activation``, ``gradient`` and ``weight_operand``.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        format: Format,
+        *,
+        bias: bool = False,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        **operands: Format | None,
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features, self.format = in_features, out_features, format
+        self.operands = Operands(**operands)
+        self.dtype = torch.get_default_dtype() if dtype is None else dtype
+        layout = format.layout((out_features, in_features))
+        self.part_names = tuple(layout)
+        for name, part in layout.items():
+            empty = torch.empty(part.shape, dtype=part.dtype, device=device)
+            self.register_parameter(f"weight_{name}", nn.Parameter(empty, requires_grad=False))
+        self.bias = nn.Parameter(torch.empty(out_features, dtype=self.dtype, device=device)) if bias else None
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, rule: LinearFormats) -> QuantizedLinear:
+        """The layer that holds ``linear``'s weight in ``rule.weight``; the bias is the same parameter.
+
+        A linear on the meta device gives an empty layer on the meta device, to be filled from a checkpoint.
+        """
+        weight, format = linear.weight.detach(), rule.weight
+        if format is None:
+            raise ValueError("a rule without a weight format leaves the weight as it is; use LowPrecisionLinear.")
+        made = cls(linear.in_features, linear.out_features, format, dtype=weight.dtype, device="meta")
+        made.operands = operands_of(rule)
+        if linear.bias is not None:
+            made.bias = linear.bias
+        if weight.device.type != "meta":
+            made.load_packed(format.quantize(weight))
+        return made.train(linear.training)
+
+    @property
+    def packed(self) -> Packed:
+        """The weight as it is stored."""
+        parts = {name: self._parameters[f"weight_{name}"] for name in self.part_names}
+        return Packed(self.format, (self.out_features, self.in_features), self.dtype, parts)  # type: ignore[arg-type]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weight is."""
+        return self.packed.codes.device
+
+    def load_packed(self, packed: Packed) -> None:
+        """Take ``packed`` as the weight; its shapes and dtypes are those of the format's layout."""
+        if packed.format != self.format or tuple(packed.shape) != (self.out_features, self.in_features):
+            raise ValueError(
+                f"this layer holds {self.format.name} of {(self.out_features, self.in_features)}; "
+                f"it was given {packed.format.name} of {tuple(packed.shape)}."
+            )
+        for name in self.part_names:
+            self.register_parameter(f"weight_{name}", nn.Parameter(packed.parts[name], requires_grad=False))
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The weight (N, K) that the layer multiplies by, in ``dtype`` (default: `self.dtype`)."""
+        return self.packed.dequantize(self.dtype if dtype is None else dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., K) to (..., N)."""
+        operands = self.operands
+        return packed_linear(
+            x,
+            self.packed,
+            self.bias,
+            activation=operands.activation,
+            gradient=operands.gradient,
+            weight_operand=operands.weight_operand,
+        )
+
+    def extra_repr(self) -> str:
+        """One line for ``print(model)``."""
+        return _repr(self, self.bias is not None, {"weight": self.format, **_named(self.operands)})
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedLinear:
+        # A cast (model.bfloat16(), .to(dtype)) is meant for weights that are numbers; here it moves the stored parts and
+        # says in which dtype the weight is wanted.
+        for name in self.part_names:
+            key = f"weight_{name}"
+            part = self._parameters[key]
+            assert part is not None
+            moved = fn(part.detach())
+            if moved.dtype != part.dtype:
+                moved = part.detach().to(moved.device)
+            if moved.device.type == "meta" or moved is not part:
+                self._parameters[key] = nn.Parameter(moved, requires_grad=False)
+        self.dtype = fn(torch.empty(0, dtype=self.dtype, device=self.device)).dtype
+        if self.bias is not None:
+            bias = self.bias
+            made = nn.Parameter(fn(bias.detach()), requires_grad=bias.requires_grad)
+            made.grad = None if bias.grad is None else fn(bias.grad)
+            self.bias = made
+        return self
+
+
+class LowPrecisionLinear(nn.Linear):
+    """A trained linear layer whose products see operands of few bits; the master weight stays as it is.
+
+    Attributes:
+        operands: formats to which x, dy and the weight are rounded.
+    """
+
+    operands: Operands
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, rule: LinearFormats) -> LowPrecisionLinear:
+        """The layer with ``linear``'s own parameters."""
+        made: LowPrecisionLinear = take_parameters(cls, linear)
+        made.operands = operands_of(rule)
+        return made
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., K) to (..., N)."""
+        return operand_linear(
+            x,
+            self.weight,
+            self.bias,
+            weight_operand=self.operands.weight_operand,
+            activation=self.operands.activation,
+            gradient=self.operands.gradient,
+        )
+
+    def extra_repr(self) -> str:
+        """One line for ``print(model)``."""
+        return _repr(self, self.bias is not None, _named(self.operands))
+
+
+def take_parameters(cls: Any, linear: nn.Linear) -> Any:
+    """A module of ``cls``, a kind of nn.Linear, that has ``linear``'s very parameters."""
+    made = cls(linear.in_features, linear.out_features, bias=False, device="meta")
+    made.weight, made.bias = linear.weight, linear.bias
+    return made.train(linear.training)
+
+
+def _named(operands: Operands) -> dict[str, Format | None]:
+    return {
+        "activation": operands.activation,
+        "gradient": operands.gradient,
+        "weight_operand": operands.weight_operand,
+    }
+
+
+def _repr(module: Any, bias: bool, formats: dict[str, Format | None]) -> str:
+    named = "".join(f", {role}={format.name}" for role, format in formats.items() if format is not None)
+    return f"in_features={module.in_features}, out_features={module.out_features}, bias={bias}{named}"

@@ -1,0 +1,202 @@
+"""`LoRALinear`: PEFT's LoRA layer over a packed, a plain or a fake-quantised linear.
+
+It is a true PEFT layer: a PeftModel wraps the model, and saving, loading, adding, switching, disabling and merging adapters
+are PEFT's own, names included. This class only says how the layer computes, and what merging means for its base:
+
+* packed base: one lean autograd step (`fewbits.kernels.lora_linear`); merging decodes, adds, and rounds again. The parts from
+  before are kept while merged, so that unmerging gives them back bit for bit.
+* plain base: the same step without decoding.
+* fake-quantised base: the effective weight is rounded as a whole, ``Q(W + s B A)``, so that merging and then packing changes
+  nothing.
+
+DoRA, PiSSA and other variants that read or change the base weight stay with PEFT's own layers (`fewbits.models.adapters`).
+
+Importing this module imports peft.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from peft.tuners.lora.layer import VARIANT_KWARG_KEYS, LoraLayer
+from peft.tuners.tuners_utils import check_adapters_to_merge
+from torch import Tensor, nn
+
+from fewbits.errors import Unsupported
+from fewbits.kernels.lora_linear import lora_linear
+from fewbits.kernels.matmul_packed import PLAIN, Operands
+from fewbits.nn.fake_quantize import FakeQuantizedLinear
+from fewbits.nn.linear import QuantizedLinear
+
+
+class LoRALinear(nn.Module, LoraLayer):
+    """``y = base(x) + s * B(A(drop(x)))`` in PEFT's terms; see the module's text for the kinds of base."""
+
+    fan_in_fan_out = False
+
+    def __init__(self, base_layer: nn.Module, adapter_name: str, r: int = 0, lora_alpha: float = 1, **kwargs: Any) -> None:
+        super().__init__()
+        LoraLayer.__init__(self, base_layer)
+        self._active_adapter = adapter_name
+        self._packed_before: dict[str, Tensor] = {}
+        self.update_layer(adapter_name, r, lora_alpha=lora_alpha, **kwargs)
+
+    def update_layer(self, adapter_name: str, r: int, *args: Any, **kwargs: Any) -> None:
+        """Add an adapter (PEFT calls this); refuses what the base cannot do."""
+        dropout = getattr(kwargs.get("config"), "lora_dropout", kwargs.get("lora_dropout", 0.0))
+        base = self.get_base_layer()
+        if isinstance(base, FakeQuantizedLinear) and dropout:
+            raise Unsupported(
+                "LoRA dropout has no meaning under quantisation-aware training, where weight and adapter are rounded as one "
+                "matrix; set the dropout to 0."
+            )
+        init = getattr(kwargs.get("config"), "init_lora_weights", kwargs.get("init_lora_weights", True))
+        if isinstance(init, str) and init not in ("gaussian", "orthogonal", "eva"):
+            raise Unsupported(
+                f"init_lora_weights={init!r} changes the base weight, which is packed or shared here; "
+                "use True, 'gaussian' or 'orthogonal'."
+            )
+        super().update_layer(adapter_name, r, *args, **kwargs)
+
+    def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:
+        return module.in_features, module.out_features  # type: ignore[return-value]
+
+    def _get_base_layer_device_and_dtype(self, base_layer: nn.Module) -> tuple[torch.device, torch.dtype]:
+        like = base_layer if isinstance(base_layer, QuantizedLinear) else base_layer.weight
+        return like.device, like.dtype  # type: ignore[return-value]
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """(..., K) to (..., N)."""
+        self._check_forward_args(x, *args, **kwargs)
+        adapter_names = kwargs.pop("adapter_names", None)
+        for key in VARIANT_KWARG_KEYS:
+            kwargs.pop(key, None)
+        if self.disable_adapters and self.merged:
+            self.unmerge()
+        active = [] if self.disable_adapters or self.merged else [a for a in self.active_adapters if a in self.lora_A]
+        if adapter_names is not None and not self.disable_adapters:
+            return self._mixed_batch_forward(x, *args, adapter_names=adapter_names, **kwargs)
+        base = self.base_layer
+        if not active:
+            return base(x, *args, **kwargs)  # type: ignore[no-any-return]
+        if isinstance(base, FakeQuantizedLinear):
+            return self._add_biases(base.product(x, self.effective_weight(active)), active)
+        return self._branch_forward(x, active)
+
+    def _branch_forward(self, x: Tensor, active: list[str]) -> Tensor:
+        stored = self._frozen_weight()
+        if stored is None:
+            y, rest = self.base_layer(x), active
+        else:
+            name, *rest = active
+            weight, operands = stored
+            drop = self.lora_dropout[name]
+            dropped = drop(x) if isinstance(drop, nn.Dropout) and drop.training else None
+            y = lora_linear(
+                x,
+                weight,
+                self.base_layer.bias,
+                self.lora_A[name].weight,
+                self.lora_B[name].weight,
+                scaling=self.scaling[name],
+                dropped=dropped,
+                operands=operands,
+            )
+            if self.lora_bias[name]:
+                y = self._add_biases(y, [name])
+        for name in rest:
+            branch_in = self.lora_dropout[name](self._cast_input_dtype(x, self.lora_A[name].weight.dtype))
+            y = (y + self.lora_B[name](self.lora_A[name](branch_in)) * self.scaling[name]).to(y.dtype)
+        return y
+
+    def _frozen_weight(self) -> tuple[Any, Operands] | None:
+        """The base's weight and the formats of its product, if the base is one that the lean step computes."""
+        base = self.base_layer
+        if base._forward_hooks or base._forward_pre_hooks:
+            return None
+        if type(base) is QuantizedLinear:
+            return base.packed, base.operands
+        if type(base) is nn.Linear and not base.weight.requires_grad:
+            return base.weight, PLAIN
+        return None
+
+    def _add_biases(self, y: Tensor, active: list[str]) -> Tensor:
+        for name in active:
+            if self.lora_bias[name]:
+                y = y + (self.lora_B[name].bias * self.scaling[name]).to(y.dtype)
+        return y
+
+    def get_delta_weight(self, adapter: str) -> Tensor:
+        """``s * B @ A`` (N, K), in the adapter's dtype, float32 under autocast too."""
+        a, b = self.lora_A[adapter].weight, self.lora_B[adapter].weight
+        with torch.autocast(a.device.type, enabled=False):
+            return (b @ a) * self.scaling[adapter]  # type: ignore[no-any-return]
+
+    def effective_weight(self, adapters: list[str]) -> Tensor:
+        """``W + sum of s * B @ A`` in the base weight's dtype; what `merge` writes, to the bit."""
+        weight = self.base_layer.weight
+        for name in adapters:
+            weight = (weight + self.get_delta_weight(name)).to(weight.dtype)
+        return weight  # type: ignore[no-any-return]
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        """Write the adapters into the base weight; a packed base is rounded again, and a warning says so.
+
+        Args:
+            safe_merge: refuse a result that is not finite, before anything is changed.
+            adapter_names: the adapters; None: the active ones.
+        """
+        for name in check_adapters_to_merge(self, adapter_names):
+            if name not in self.lora_A:
+                continue
+            base = self.get_base_layer()
+            with torch.no_grad():
+                self._merge_one(base, name, safe_merge)
+            self.merged_adapters.append(name)
+
+    def _merge_one(self, base: Any, name: str, safe_merge: bool) -> None:
+        delta = self.get_delta_weight(name)
+        weight = base.dequantize() if isinstance(base, QuantizedLinear) else base.weight
+        merged = (weight + delta).to(weight.dtype)
+        if safe_merge and not torch.isfinite(merged).all():
+            raise ValueError(f"adapter {name!r} gives weights that are not finite; nothing was merged.")
+        if self.lora_bias[name]:
+            if base.bias is None:
+                raise ValueError(f"adapter {name!r} has a bias and its base layer has none; it cannot be merged.")
+            base.bias.data += (self.lora_B[name].bias * self.scaling[name]).to(base.bias.dtype)
+        if not isinstance(base, QuantizedLinear):
+            base.weight.data = merged
+            return
+        warnings.warn(
+            f"merging into weights stored as {base.format.name} rounds them again; "
+            "save_pretrained_merged(..., save_method='merged_16bit') keeps all of the adapter.",
+            stacklevel=2,
+        )
+        if not self.merged_adapters:
+            self._packed_before = {part: t.detach() for part, t in base.packed.parts.items()}
+        base.load_packed(base.format.quantize(merged))
+
+    def unmerge(self) -> None:
+        """Take all merged adapters out again; a packed base gets back the very bits it had."""
+        if not self.merged:
+            warnings.warn("Already unmerged. Nothing to do.", stacklevel=2)
+            return
+        base: Any = self.get_base_layer()
+        with torch.no_grad():
+            while self.merged_adapters:
+                name = self.merged_adapters.pop()
+                if name not in self.lora_A:
+                    continue
+                if not isinstance(base, QuantizedLinear):
+                    base.weight.data -= self.get_delta_weight(name).to(base.weight.dtype)
+                if self.lora_bias[name]:
+                    base.bias.data -= (self.lora_B[name].bias * self.scaling[name]).to(base.bias.dtype)
+        if self._packed_before:
+            for part, tensor in self._packed_before.items():
+                base.get_parameter(f"weight_{part}").data = tensor.to(base.device)
+            self._packed_before = {}
+
+    def __repr__(self) -> str:
+        return "lora." + super().__repr__()
