@@ -8,12 +8,12 @@
 
 ``offset`` is 1 for Gemma, whose weights are stored as the difference from one, else 0. All arithmetic is in
 float32 (float64 for float64), and y is rounded once, to x's dtype. Transformers' Llama rounds twice in 16
-bits, ``w * (x * r)`` with the product in brackets rounded first: so the two agree bit for bit in float32, and to
-one rounding in bfloat16.
+bits, first ``x * r`` and then its product with w: so the two agree bit for bit in float32, and to one rounding
+in 16 bits.
 
-Floor: the forward pass reads x and writes y, 2 * M * N * itemsize bytes; the backward pass reads dy and x and
-writes dx, 3 * M * N * itemsize; r, w and dw are less than 1 % of that at N >= 512. For M = 8192 rows of N =
-4096 in bfloat16 that is 134 MB and 201 MB: 31.4 us and 47.0 us at the 4.28 TB/s that a copy reaches on an H200.
+Floor: the forward pass reads x and writes y, 2 * M * N * itemsize bytes; the backward pass reads dy and x
+and writes dx, 3 * M * N * itemsize; r, w and dw are less than 1 % of that at N >= 512. M = 8192 rows of N =
+4096 in bfloat16 are 134 MB and 201 MB: 31.4 us and 47.0 us at the 4.28 TB/s that a copy reaches on an H200.
 
 dw is deterministic: each program sums its own rows, and a second pass adds these sums in a fixed order.
 """
