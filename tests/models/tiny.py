@@ -44,7 +44,9 @@ def tiny(model_type: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, 
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(tiny_config(model_type, **changes), dtype=dtype, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_config(
+        tiny_config(model_type, **changes), dtype=dtype, attn_implementation="eager"
+    )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name or name.endswith("bias"):

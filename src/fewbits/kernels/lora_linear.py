@@ -73,7 +73,9 @@ class _LoRALinear(torch.autograd.Function):
         if ctx.needs_input_grad[3]:
             db = (dy_branch.t() @ h).mul_(ctx.scaling).to(b.dtype)
         if ctx.needs_input_grad[0]:
-            weight = decode(ctx.like, tuple(parts), dy.dtype) if ctx.like is not None else parts[0].to(dy.dtype)
+            weight = (
+                decode(ctx.like, tuple(parts), dy.dtype) if ctx.like is not None else parts[0].to(dy.dtype)
+            )
             dx_MK = backward_product(dy_MN, weight, ctx.operands)
             del weight
             if not ctx.has_dropout:
@@ -135,7 +137,14 @@ def lora_linear(
 
 
 def lora_linear_ref(
-    x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, *, scaling: float, dropped: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    a: Tensor,
+    b: Tensor,
+    *,
+    scaling: float,
+    dropped: Tensor | None = None,
 ) -> Tensor:
     """The definition with a decoded weight; autograd derives its backward pass."""
     branch = F.linear(F.linear(x if dropped is None else dropped, a), b)

@@ -100,7 +100,9 @@ def signature(packed: Packed) -> tuple[Format, tuple[int, ...], torch.dtype, tup
 
 
 def decode(
-    like: tuple[Format, tuple[int, ...], torch.dtype, tuple[str, ...]], parts: tuple[Tensor, ...], dtype: torch.dtype
+    like: tuple[Format, tuple[int, ...], torch.dtype, tuple[str, ...]],
+    parts: tuple[Tensor, ...],
+    dtype: torch.dtype,
 ) -> Tensor:
     """The weight in ``dtype`` from its parts and its `signature`."""
     format, shape, packed_dtype, names = like
@@ -128,7 +130,9 @@ def packed_linear(
         weight_operand: format to which the decoded weight is rounded for both products.
     """
     operands = Operands(activation=activation, gradient=gradient, weight_operand=weight_operand)
-    return _PackedLinear.apply(x.to(product_dtype(x)), bias, operands, signature(packed), *packed.parts.values())
+    return _PackedLinear.apply(
+        x.to(product_dtype(x)), bias, operands, signature(packed), *packed.parts.values()
+    )
 
 
 def packed_linear_ref(x: Tensor, packed: Packed, bias: Tensor | None = None) -> Tensor:

@@ -24,7 +24,9 @@ _PICKLE = "adapter_model.bin"
 _CONFIG = "adapter_config.json"
 
 
-def get_peft_model(model: nn.Module, lora: Any = None, *, adapter_name: str = "default", **settings: Any) -> Any:
+def get_peft_model(
+    model: nn.Module, lora: Any = None, *, adapter_name: str = "default", **settings: Any
+) -> Any:
     """Wrap ``model`` with LoRA adapters.
 
     Args:
@@ -76,9 +78,13 @@ def load_adapter(
     try:
         config = peft.PeftConfig.from_pretrained(str(path))
     except (ValueError, TypeError, KeyError) as error:
-        raise BadCheckpoint(f"{Path(path) / _CONFIG} is not an adapter's configuration ({error}); save it again.") from error
+        raise BadCheckpoint(
+            f"{Path(path) / _CONFIG} is not an adapter's configuration ({error}); save it again."
+        ) from error
     if not isinstance(config, peft.LoraConfig):
-        raise Unsupported(f"the adapter in {path} is a {config.peft_type}, and only LoRA adapters are supported.")
+        raise Unsupported(
+            f"the adapter in {path} is a {config.peft_type}, and only LoRA adapters are supported."
+        )
     _check_fit(model, weights, path)
     config.inference_mode = not is_trainable
     _register(config, model)
@@ -105,12 +111,16 @@ def read_adapter(path: str | Path) -> dict[str, Any]:
         raise BadCheckpoint(f"{folder} has no {_CONFIG}; give the folder that save_pretrained wrote.")
     if not (folder / _WEIGHTS).is_file():
         if (folder / _PICKLE).is_file():
-            raise BadCheckpoint(f"{folder / _PICKLE} is a pickle, which can run code; convert it to {_WEIGHTS} first.")
+            raise BadCheckpoint(
+                f"{folder / _PICKLE} is a pickle, which can run code; convert it to {_WEIGHTS} first."
+            )
         raise BadCheckpoint(f"{folder} has no {_WEIGHTS}; give the folder that save_pretrained wrote.")
     try:
         return load_file(folder / _WEIGHTS)
     except (SafetensorError, OSError) as error:
-        raise BadCheckpoint(f"{folder / _WEIGHTS} is truncated or corrupt ({error}); copy or save it again.") from error
+        raise BadCheckpoint(
+            f"{folder / _WEIGHTS} is truncated or corrupt ({error}); copy or save it again."
+        ) from error
 
 
 def resolve_targets(model: nn.Module, targets: Any, linears: Mapping[str, nn.Module] | None = None) -> Any:
@@ -130,10 +140,16 @@ def resolve_targets(model: nn.Module, targets: Any, linears: Mapping[str, nn.Mod
     linears = _linears(model) if linears is None else linears
     spec = _spec_or_none(model)
     if targets is None or targets == "all-linear":
-        return sorted(set(spec.linear_names)) if spec else sorted({_last(name) for name in linears} - {"lm_head"})
+        return (
+            sorted(set(spec.linear_names))
+            if spec
+            else sorted({_last(name) for name in linears} - {"lm_head"})
+        )
     if isinstance(targets, str) and not re.fullmatch(r"\w+", targets):
         if not any(re.fullmatch(targets, name) for name in linears):
-            raise SpecMismatch(f"LoRA target {targets!r} matches no linear of this model; it has {_listed(linears)}.")
+            raise SpecMismatch(
+                f"LoRA target {targets!r} matches no linear of this model; it has {_listed(linears)}."
+            )
         return targets
     names = {targets} if isinstance(targets, str) else set(targets)
     if spec is not None:
@@ -151,7 +167,9 @@ def _lora_config(lora: Any, settings: dict[str, Any]) -> Any:
 
     if isinstance(lora, peft.LoraConfig):
         if settings:
-            raise SpecMismatch("give a peft.LoraConfig or single settings, not both; the LoraConfig has all of them.")
+            raise SpecMismatch(
+                "give a peft.LoraConfig or single settings, not both; the LoraConfig has all of them."
+            )
         return lora
     lora = LoRA() if lora is None else lora
     fields = {
@@ -171,8 +189,15 @@ def _register(config: Any, model: nn.Module) -> None:
     from fewbits.nn.lora import LoRALinear
 
     ours = {QuantizedLinear: LoRALinear, FakeQuantizedLinear: LoRALinear}
-    variants = [name for name in ("use_dora", "alora_invocation_tokens", "layer_replication") if getattr(config, name, None)]
-    changes_base = isinstance(config.init_lora_weights, str) and config.init_lora_weights not in ("gaussian", "orthogonal")
+    variants = [
+        name
+        for name in ("use_dora", "alora_invocation_tokens", "layer_replication")
+        if getattr(config, name, None)
+    ]
+    changes_base = isinstance(config.init_lora_weights, str) and config.init_lora_weights not in (
+        "gaussian",
+        "orthogonal",
+    )
     if variants or changes_base:
         what = variants[0] if variants else f"init_lora_weights={config.init_lora_weights!r}"
         if any(isinstance(module, tuple(ours)) for module in model.modules()):
@@ -197,7 +222,9 @@ def _check_fit(model: nn.Module, weights: Mapping[str, Any], path: str | Path) -
             raise SpecMismatch(
                 f"the adapter in {path} adapts {name!r}, which {type(model).__name__} does not have; it has {_listed(linears)}."
             )
-        have, want = (tensor.shape[1], linear.in_features) if which == "A" else (tensor.shape[0], linear.out_features)
+        have, want = (
+            (tensor.shape[1], linear.in_features) if which == "A" else (tensor.shape[0], linear.out_features)
+        )
         if have != want:
             side = "inputs" if which == "A" else "outputs"
             raise SpecMismatch(

@@ -66,11 +66,15 @@ def convert(
     receipt = Receipt(f"{spec.model_type}, recipe {recipe.name}", left=left)
     if strict and receipt.mismatches:
         wrong = "; ".join(f"{entry.name}: {entry.reason}" for entry in receipt.mismatches)
-        raise SpecMismatch(f"spec {spec.model_type!r} and this model disagree ({wrong}); use strict=False to go on.")
+        raise SpecMismatch(
+            f"spec {spec.model_type!r} and this model disagree ({wrong}); use strict=False to go on."
+        )
     state = Conversion(recipe, receipt)
     for name, rule in rules.items():
         linear = model.get_submodule(name)
-        _replace(model, name, _new_linear(linear, rule, fake=recipe.qat is not None), state, keep=keep_original)
+        _replace(
+            model, name, _new_linear(linear, rule, fake=recipe.qat is not None), state, keep=keep_original
+        )
     for name in norms:
         norm: Any = model.get_submodule(name)
         new = RMSNorm(norm.weight, _eps(norm), spec.norm_offset).train(norm.training)
@@ -105,7 +109,9 @@ def explain(model: nn.Module) -> Receipt:
     """
     state = conversion_of(model)
     if state is None:
-        raise Unsupported(f"this {type(model).__name__} was not converted by fewbits; call fewbits.convert first.")
+        raise Unsupported(
+            f"this {type(model).__name__} was not converted by fewbits; call fewbits.convert first."
+        )
     return state.receipt
 
 
@@ -117,7 +123,9 @@ def restore(model: nn.Module) -> Receipt:
     """
     state = conversion_of(model)
     if state is None:
-        raise Unsupported(f"this {type(model).__name__} was not converted by fewbits; there is nothing to restore.")
+        raise Unsupported(
+            f"this {type(model).__name__} was not converted by fewbits; there is nothing to restore."
+        )
     receipt = Receipt(f"restored from recipe {state.recipe.name}")
     for name, module in list(_converted(model)):
         original, how = _original(module, state.originals.get(name))
@@ -166,7 +174,9 @@ def _plan(model: nn.Module, spec: ModelSpec, recipe: Recipe) -> tuple[dict[str, 
     return rules, left
 
 
-def _plan_ends(model: nn.Module, spec: ModelSpec, recipe: Recipe, rules: dict[str, Rule], left: list[Left]) -> None:
+def _plan_ends(
+    model: nn.Module, spec: ModelSpec, recipe: Recipe, rules: dict[str, Rule], left: list[Left]
+) -> None:
     embed, head = locate(model, spec, spec.embed), locate(model, spec, spec.head)
     left.append(Left(embed, "embeddings stay as they are"))
     module: Any = find(model, head)
@@ -214,7 +224,9 @@ def _plan_norms(model: nn.Module, spec: ModelSpec, left: list[Left]) -> list[str
         if module is None:
             left.append(Left(name, "the spec names it and the model has none", intended=False))
         elif "RMSNorm" not in type(module).__name__ or _eps(module) is None:
-            left.append(Left(name, f"it is a {type(module).__name__}, not an RMSNorm that we know", intended=False))
+            left.append(
+                Left(name, f"it is a {type(module).__name__}, not an RMSNorm that we know", intended=False)
+            )
         elif not isinstance(module, RMSNorm):
             norms.append(name)
     return norms
@@ -266,7 +278,9 @@ def _original(module: Any, original: Any) -> tuple[nn.Module, str]:
     if isinstance(module, QuantizedLinear):
         if original is not None:
             return original.to(module.device).train(module.training), "the original"
-        linear = nn.Linear(module.in_features, module.out_features, bias=False, device="meta", dtype=module.dtype)
+        linear = nn.Linear(
+            module.in_features, module.out_features, bias=False, device="meta", dtype=module.dtype
+        )
         linear.weight = nn.Parameter(module.dequantize(), requires_grad=torch.is_grad_enabled())
         linear.bias = module.bias
         return linear.train(module.training), "dequantised weight"

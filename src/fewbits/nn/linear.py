@@ -86,7 +86,9 @@ class QuantizedLinear(nn.Module):
         """
         weight, format = linear.weight.detach(), rule.weight
         if format is None:
-            raise ValueError("a rule without a weight format leaves the weight as it is; use LowPrecisionLinear.")
+            raise ValueError(
+                "a rule without a weight format leaves the weight as it is; use LowPrecisionLinear."
+            )
         made = cls(linear.in_features, linear.out_features, format, dtype=weight.dtype, device="meta")
         made.operands = operands_of(rule)
         if linear.bias is not None:

@@ -36,7 +36,9 @@ class LoRALinear(nn.Module, LoraLayer):
 
     fan_in_fan_out = False
 
-    def __init__(self, base_layer: nn.Module, adapter_name: str, r: int = 0, lora_alpha: float = 1, **kwargs: Any) -> None:
+    def __init__(
+        self, base_layer: nn.Module, adapter_name: str, r: int = 0, lora_alpha: float = 1, **kwargs: Any
+    ) -> None:
         super().__init__()
         LoraLayer.__init__(self, base_layer)
         self._active_adapter = adapter_name
@@ -75,7 +77,11 @@ class LoRALinear(nn.Module, LoraLayer):
             kwargs.pop(key, None)
         if self.disable_adapters and self.merged:
             self.unmerge()
-        active = [] if self.disable_adapters or self.merged else [a for a in self.active_adapters if a in self.lora_A]
+        active = (
+            []
+            if self.disable_adapters or self.merged
+            else [a for a in self.active_adapters if a in self.lora_A]
+        )
         if adapter_names is not None and not self.disable_adapters:
             return self._mixed_batch_forward(x, *args, adapter_names=adapter_names, **kwargs)
         base = self.base_layer
@@ -164,7 +170,9 @@ class LoRALinear(nn.Module, LoraLayer):
             raise ValueError(f"adapter {name!r} gives weights that are not finite; nothing was merged.")
         if self.lora_bias[name]:
             if base.bias is None:
-                raise ValueError(f"adapter {name!r} has a bias and its base layer has none; it cannot be merged.")
+                raise ValueError(
+                    f"adapter {name!r} has a bias and its base layer has none; it cannot be merged."
+                )
             base.bias.data += (self.lora_B[name].bias * self.scaling[name]).to(base.bias.dtype)
         if not isinstance(base, QuantizedLinear):
             base.weight.data = merged

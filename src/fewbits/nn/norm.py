@@ -25,4 +25,6 @@ class RMSNorm(nn.Module):
 
     def extra_repr(self) -> str:
         """One line for ``print(model)``."""
-        return f"{tuple(self.weight.shape)}, eps={self.eps}" + (f", offset={self.offset}" if self.offset else "")
+        return f"{tuple(self.weight.shape)}, eps={self.eps}" + (
+            f", offset={self.offset}" if self.offset else ""
+        )

@@ -1,0 +1,295 @@
+"""Adapters are PEFT's own: they travel between fewbits and plain PEFT with equal logits, both ways."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from models.tiny import FAMILIES, tiny, tokens
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from fewbits.errors import BadCheckpoint, SpecMismatch, Unsupported
+from fewbits.formats import INT8, NF4
+from fewbits.models.adapters import get_peft_model, load_adapter, resolve_targets
+from fewbits.models.convert import convert, restore
+from fewbits.models.spec import spec_for
+from fewbits.nn.linear import QuantizedLinear
+from fewbits.nn.lora import LoRALinear
+from fewbits.recipes.recipe import LoRA, Recipe, Rule
+
+PACK = Recipe(name="pack", linear=Rule(weight=NF4))
+
+# Two float32 sums over K <= 128 in different orders: sqrt(K) * 2^-24 of the terms' size a product, 14 products in a row.
+TOLERANCE = {"rtol": 0.0, "atol": 14 * 128**0.5 * 2**-24 * 8}
+
+
+def packed(family: str = "llama", recipe: Recipe = PACK, **changes: Any) -> nn.Module:
+    model = tiny(family, **changes)
+    convert(model, recipe)
+    return model
+
+
+def rounded(family: str = "llama", **changes: Any) -> nn.Module:
+    """The plain Hugging Face model with the weights that the packed one stands for."""
+    model = packed(family, **changes)
+    restore(model)
+    return model
+
+
+def randomise(model: nn.Module, seed: int = 3) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+            elif parameter.requires_grad:
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+
+
+def logits(model: nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model(tokens()).logits
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"use_rslora": True, "r": 8, "lora_alpha": 5},
+        {"lora_dropout": 0.3, "target_modules": ["q_proj", "down_proj"]},
+        {"rank_pattern": {"q_proj": 4}, "alpha_pattern": {"v_proj": 64}},
+        {"target_modules": r".*layers\.1\..*_proj"},
+        {"modules_to_save": ["lm_head"]},
+        {"init_lora_weights": "gaussian"},
+    ],
+    ids=lambda s: ",".join(s) or "plain",
+)
+def test_adapters_travel_both_ways(settings: dict[str, Any], tmp_path: Path) -> None:
+    ours = get_peft_model(packed(), **settings)
+    assert isinstance(ours, peft.PeftModel)
+    assert any(isinstance(m, LoRALinear) for m in ours.modules())
+    randomise(ours)
+    ours.eval().save_pretrained(tmp_path / "ours")
+    theirs = peft.PeftModel.from_pretrained(rounded(), tmp_path / "ours")
+    assert not any(isinstance(m, LoRALinear) for m in theirs.modules())
+    torch.testing.assert_close(logits(theirs), logits(ours), **TOLERANCE)
+    assert not torch.allclose(logits(ours), logits(packed()), atol=1e-2)
+
+    theirs.save_pretrained(tmp_path / "theirs")
+    a, b = (load_file(tmp_path / who / "adapter_model.safetensors") for who in ("ours", "theirs"))
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[k], b[k]) for k in a)
+    again = load_adapter(packed(), tmp_path / "theirs")
+    assert isinstance(again, peft.PeftModel)
+    assert torch.equal(logits(again), logits(ours))
+    assert not any(p.requires_grad for p in again.parameters())
+    assert any(
+        p.requires_grad for p in load_adapter(packed(), tmp_path / "theirs", is_trainable=True).parameters()
+    )
+
+
+@pytest.mark.parametrize("bias", ["none", "all", "lora_only"])
+def test_bias_settings_train_and_save_what_peft_does(bias: str, tmp_path: Path) -> None:
+    kwargs = {"bias": bias, "target_modules": ["q_proj", "o_proj"]}
+    ours = get_peft_model(packed("qwen2"), **kwargs)
+    theirs = peft.get_peft_model(
+        rounded("qwen2"), peft.LoraConfig(r=16, lora_alpha=16, task_type="CAUSAL_LM", **kwargs)
+    )
+    trained = {n for n, p in ours.named_parameters() if p.requires_grad}
+    assert trained == {n for n, p in theirs.named_parameters() if p.requires_grad}
+    assert any(n.endswith("bias") for n in trained) == (bias != "none")
+    randomise(ours)
+    ours.save_pretrained(tmp_path)
+    theirs = peft.PeftModel.from_pretrained(rounded("qwen2"), tmp_path)
+    torch.testing.assert_close(logits(theirs), logits(ours.eval()), **TOLERANCE)
+    assert torch.equal(logits(load_adapter(packed("qwen2"), tmp_path)), logits(ours))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_training_step_equals_peft(family: str) -> None:
+    """Same dropout mask, loss and gradients as PEFT's layers over the rounded weights."""
+    kwargs = {"r": 4, "lora_alpha": 8, "lora_dropout": 0.2}
+    ours = get_peft_model(packed(family), **kwargs).train()
+    targets = list(spec_for(ours).linear_names)
+    theirs = peft.get_peft_model(
+        rounded(family), peft.LoraConfig(target_modules=targets, task_type="CAUSAL_LM", **kwargs)
+    ).train()
+    randomise(ours)
+    randomise(theirs)
+    results = []
+    for model in (ours, theirs):
+        torch.manual_seed(7)
+        loss = model(tokens(), labels=tokens()).loss
+        loss.backward()
+        results.append(
+            (loss.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+        )
+    (loss, gradients), (loss_peft, gradients_peft) = results
+    torch.testing.assert_close(loss, loss_peft, rtol=2**-24 * 128, atol=0)
+    assert gradients.keys() == gradients_peft.keys()
+    for name, gradient in gradients_peft.items():
+        # as in test_convert: order of sums alone, through two layers and back
+        assert (gradients[name] - gradient).norm() <= 2**-24 * 256 * gradient.norm(), name
+
+
+def test_several_adapters_switch_disable_and_delete(tmp_path: Path) -> None:
+    base = logits(packed())
+    model = get_peft_model(packed(), LoRA(r=4), adapter_name="one")
+    get_peft_model(model, LoRA(r=2, targets=("q_proj", "lm_head")), adapter_name="two")
+    randomise(model)
+    model.set_adapter("one")
+    one = logits(model)
+    model.set_adapter("two")
+    two = logits(model)
+    assert not torch.allclose(one, two)
+    with model.disable_adapter():
+        assert torch.equal(logits(model), base)
+    model.base_model.set_adapter(["one", "two"])
+    both = logits(model)
+    model.set_adapter("one")
+    model.save_pretrained(tmp_path)
+    twice = load_adapter(load_adapter(packed(), tmp_path / "two"), tmp_path / "one", adapter_name="other")
+    assert torch.equal(logits(twice), two)
+    twice.set_adapter("other")
+    assert torch.equal(logits(twice), one)
+    plain = peft.PeftModel.from_pretrained(rounded(), tmp_path / "one", adapter_name="one")
+    plain.load_adapter(tmp_path / "two", adapter_name="two")
+    plain.base_model.set_adapter(["one", "two"])
+    torch.testing.assert_close(logits(plain), both, **TOLERANCE)
+    mixed = model.eval()(tokens(), adapter_names=["one", "__base__"]).logits.detach()
+    torch.testing.assert_close(mixed[0], one[0], **TOLERANCE)
+    torch.testing.assert_close(mixed[1], base[1], **TOLERANCE)
+    model.delete_adapter("one")
+    model.set_adapter("two")
+    assert torch.equal(logits(model), two)
+
+
+def test_merging_into_packed_weights_says_so_and_unmerging_is_exact() -> None:
+    model = get_peft_model(packed())
+    randomise(model)
+    before = logits(model)
+    base = {n: p.clone() for n, p in model.named_parameters() if "weight_" in n}
+    with pytest.warns(UserWarning, match="merging into weights stored as nf4 rounds them again"):
+        model.merge_adapter()
+    layer = model.base_model.model.model.layers[0].mlp.up_proj
+    expected = NF4.fake_quantize(
+        NF4.dequantize(packed().model.layers[0].mlp.up_proj.packed)
+        + layer.get_delta_weight("default").detach()
+    )
+    assert torch.equal(layer.base_layer.dequantize(), expected)
+    model.unmerge_adapter()
+    assert all(torch.equal(p, base[n]) for n, p in model.named_parameters() if "weight_" in n)
+    assert torch.equal(logits(model), before)
+    with pytest.warns(UserWarning, match="rounds them again"):
+        merged = model.merge_and_unload()
+    assert type(merged.model.layers[0].mlp.up_proj) is QuantizedLinear
+    fine = get_peft_model(packed(recipe=Recipe(name="i8", linear=Rule(weight=INT8))))
+    randomise(fine)
+    before = logits(fine)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        merged = fine.merge_and_unload(safe_merge=True)
+    assert (logits(merged) - before).norm() < 0.1 * before.norm()
+
+
+def test_merging_into_plain_weights_equals_peft() -> None:
+    ours = get_peft_model(rounded(), r=4)
+    assert any(isinstance(m, LoRALinear) for m in ours.modules())
+    theirs = peft.get_peft_model(
+        rounded(), peft.LoraConfig(r=4, lora_alpha=16, target_modules=list(spec_for(ours).linear_names))
+    )
+    randomise(ours)
+    randomise(theirs)
+    torch.testing.assert_close(logits(ours), logits(theirs), **TOLERANCE)
+    merged = ours.merge_and_unload()
+    theirs = theirs.merge_and_unload()
+    assert torch.equal(merged.model.layers[1].mlp.up_proj.weight, theirs.model.layers[1].mlp.up_proj.weight)
+    assert type(merged.model.layers[0].mlp.up_proj) is nn.Linear
+
+
+def test_targets_that_match_nothing_are_listed() -> None:
+    model = packed("phi3")
+    assert resolve_targets(model, "all-linear") == ["down_proj", "gate_up_proj", "o_proj", "qkv_proj"]
+    assert resolve_targets(model, ["q_proj", "v_proj", "up_proj"]) == ["gate_up_proj", "qkv_proj"]
+    with pytest.raises(
+        SpecMismatch, match=r"no linear of this model: c_attn; it has down_proj, gate_up_proj, lm_head"
+    ):
+        get_peft_model(model, target_modules=["c_attn", "o_proj"])
+    with pytest.raises(SpecMismatch, match=r"'\.\*c_attn' matches no linear"):
+        get_peft_model(model, target_modules=".*c_attn")
+    with pytest.raises(SpecMismatch, match="none given"):
+        get_peft_model(model, target_modules=[])
+
+
+def test_variants_that_change_packed_weights_are_refused_and_left_to_peft_elsewhere() -> None:
+    with pytest.raises(Unsupported, match="use_dora needs weights that are neither packed"):
+        get_peft_model(packed(), use_dora=True)
+    with pytest.raises(Unsupported, match="init_lora_weights='pissa' needs weights"):
+        get_peft_model(packed(), init_lora_weights="pissa")
+    dora = get_peft_model(tiny("llama"), use_dora=True)
+    dora(tokens(), labels=tokens()).loss.backward()
+    assert any("lora_magnitude_vector" in n for n, p in dora.named_parameters() if p.grad is not None)
+
+
+def test_adapter_and_base_that_do_not_fit(tmp_path: Path) -> None:
+    get_peft_model(packed(), r=4).save_pretrained(tmp_path)
+    with pytest.raises(SpecMismatch, match=r"was made for 64 (in|out)puts of '.*', which has 32"):
+        load_adapter(packed(hidden_size=32, head_dim=16), tmp_path)
+    with pytest.raises(
+        SpecMismatch, match=r"adapts 'model.layers.1.*', which LlamaForCausalLM does not have"
+    ):
+        load_adapter(packed(num_hidden_layers=1), tmp_path)
+    with pytest.raises(
+        SpecMismatch, match=r"which Phi3ForCausalLM does not have; it has down_proj, gate_up_proj"
+    ):
+        load_adapter(packed("phi3"), tmp_path)
+
+
+def test_damaged_adapters(tmp_path: Path) -> None:
+    with pytest.raises(BadCheckpoint, match=r"has no adapter_config.json"):
+        load_adapter(packed(), tmp_path)
+    get_peft_model(packed(), r=4).save_pretrained(tmp_path)
+    weights = tmp_path / "adapter_model.safetensors"
+    tensors = {
+        k: t.clone() for k, t in load_file(weights).items()
+    }  # load_file maps the file, which is cut next
+    data = weights.read_bytes()
+    weights.write_bytes(data[: len(data) // 2])
+    with pytest.raises(BadCheckpoint, match="truncated or corrupt"):
+        load_adapter(packed(), tmp_path)
+    weights.unlink()
+    with pytest.raises(BadCheckpoint, match=r"has no adapter_model.safetensors"):
+        load_adapter(packed(), tmp_path)
+    torch.save(tensors, tmp_path / "adapter_model.bin")
+    with pytest.raises(BadCheckpoint, match="is a pickle, which can run code"):
+        load_adapter(packed(), tmp_path)
+    save_file(tensors, weights)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**config, "peft_type": "IA3"}))
+    with pytest.raises((Unsupported, BadCheckpoint)):
+        load_adapter(packed(), tmp_path)
+    (tmp_path / "adapter_config.json").write_text("{")
+    with pytest.raises(BadCheckpoint):
+        load_adapter(packed(), tmp_path)
+
+
+def test_gradient_checkpointing_gives_the_same_gradients() -> None:
+    gradients = []
+    for checkpointing in (False, True):
+        model = get_peft_model(packed(), lora_dropout=0.1)
+        randomise(model)
+        if checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            model.enable_input_require_grads()
+        model.train()
+        torch.manual_seed(0)
+        model(tokens(), labels=tokens(), use_cache=False).loss.backward()
+        gradients.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    assert gradients[0].keys() == gradients[1].keys()
+    assert all(torch.equal(g, gradients[1][n]) for n, g in gradients[0].items())

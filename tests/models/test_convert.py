@@ -1,0 +1,239 @@
+"""Conversion replaces instances, changes no class, and its identity changes no number."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models.tiny import FAMILIES, tiny, tokens
+from torch import nn
+
+from fewbits.errors import SpecMismatch, Unsupported
+from fewbits.formats import E4M3, INT4_G64, INT8, NF4
+from fewbits.models.convert import convert, explain, linears_to_replace, restore
+from fewbits.models.spec import spec_for
+from fewbits.nn.fake_quantize import FakeQuantizedLinear
+from fewbits.nn.linear import LowPrecisionLinear, QuantizedLinear
+from fewbits.nn.norm import RMSNorm
+from fewbits.recipes.recipe import QAT, Recipe, Rule
+
+IDENTITY = Recipe(name="identity")
+PACK = Recipe(name="pack", linear=Rule(weight=NF4))
+
+
+def loss_and_gradients(model: nn.Module) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    x = tokens()
+    model.zero_grad()
+    loss = model(x, labels=x, use_cache=False).loss
+    loss.backward()
+    return loss.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("fuse_norms", [False, True])
+def test_identity_recipe_changes_no_number(family: str, fuse_norms: bool) -> None:
+    model = tiny(family)
+    loss, gradients = loss_and_gradients(model)
+    receipt = convert(model, IDENTITY, fuse_norms=fuse_norms, strict=True)
+    loss_after, gradients_after = loss_and_gradients(model)
+    assert len(receipt.changes) == (2 * len(spec_for(model).norms) + 1 if fuse_norms else 0)
+    assert gradients.keys() == gradients_after.keys()
+    if not fuse_norms:
+        assert torch.equal(loss, loss_after)
+        assert all(torch.equal(g, gradients_after[n]) for n, g in gradients.items())
+        return
+    # Each of up to 6 norms a layer computes the same float32 expression in another order: a few units of 2^-24 a norm, and
+    # the gradient passes 2 layers twice. 2^-24 * 64 bounds that with room for the model's own amplification.
+    torch.testing.assert_close(loss_after, loss, rtol=2**-24 * 64, atol=0)
+    for name, gradient in gradients.items():
+        error = (gradients_after[name] - gradient).norm() / gradient.norm()
+        assert error <= 2**-24 * 64, (name, error)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_model_is_the_model_with_rounded_weights(family: str) -> None:
+    model, rounded = tiny(family), tiny(family)
+    receipt = convert(model, PACK, strict=True, fuse_norms=False)
+    for name in linears_to_replace(rounded, PACK):
+        linear = rounded.get_submodule(name)
+        linear.weight.data = NF4.fake_quantize(linear.weight.data)
+        assert isinstance(model.get_submodule(name), QuantizedLinear)
+    x = tokens()
+    assert torch.equal(model(x).logits, rounded(x).logits)
+    assert receipt.bytes_after < receipt.bytes_before / 6  # 4.5 bits, and Qwen2's biases in float32
+    assert len(receipt.changes) == 2 * len(spec_for(model).linears)
+
+
+def test_linears_to_replace_works_on_a_meta_model_and_convert_too() -> None:
+    with torch.device("meta"):
+        model = tiny("llama")
+    rules = linears_to_replace(model, PACK)
+    assert len(rules) == 14
+    assert set(rules.values()) == {Rule(weight=NF4)}
+    convert(model, PACK)
+    real = tiny("llama")
+    convert(real, PACK)
+    expected = {n: (p.shape, p.dtype) for n, p in real.named_parameters()}
+    assert {n: (p.shape, p.dtype) for n, p in model.named_parameters()} == expected
+    assert all(p.device.type == "meta" for p in model.parameters())
+    model.load_state_dict(real.state_dict(), assign=True)
+    for module, twin in zip(model.modules(), real.modules(), strict=True):
+        for key, buffer in twin.named_buffers(recurse=False):
+            setattr(module, key, buffer)
+    assert torch.equal(model(tokens()).logits, real(tokens()).logits)
+    restore(model)
+    assert {type(m) for m in model.modules()}.isdisjoint({QuantizedLinear, RMSNorm})
+    assert torch.equal(model.model.norm.weight, real.model.norm.weight)
+
+
+def test_rules_skips_and_overrides() -> None:
+    model = tiny("llama")
+    recipe = replace(
+        PACK,
+        skip=("*.layers.0.*",),
+        overrides=(
+            ("*.down_proj", Rule(weight=INT8)),
+            ("*.o_proj", Rule(activation=E4M3)),
+            ("lm_head", Rule(weight=INT8)),
+        ),
+    )
+    receipt = convert(model, recipe)
+    layer = model.model.layers[1]
+    assert type(model.model.layers[0].mlp.up_proj) is nn.Linear
+    assert layer.mlp.up_proj.format == NF4
+    assert layer.mlp.down_proj.format == INT8
+    assert type(layer.self_attn.o_proj) is LowPrecisionLinear
+    assert model.lm_head.format == INT8
+    reasons = {left.name: left.reason for left in receipt.left}
+    assert reasons["model.layers.0.mlp.up_proj"] == "the recipe leaves it as it is"
+    assert model(tokens()).logits.isfinite().all()
+
+
+def test_receipt_says_what_and_why() -> None:
+    model = tiny("gemma2")
+    receipt = convert(model, PACK)
+    text = str(receipt)
+    assert text.startswith("gemma2, recipe pack: 23 modules replaced")
+    assert "model.layers.*.self_attn.q_proj" in text
+    assert "Linear -> QuantizedLinear nf4" in text
+    assert "lm_head" in text
+    assert "its weight is the embedding's" in text
+    assert "Gemma2RMSNorm -> RMSNorm" in text
+    assert explain(model) is receipt
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    with pytest.raises(Unsupported, match="not converted"):
+        explain(tiny("llama"))
+
+
+class OddLinear(nn.Linear):
+    pass
+
+
+def test_strict_refuses_a_mismatch_before_anything_is_changed() -> None:
+    model = tiny("llama")
+    model.model.layers[0].mlp.extra = nn.Linear(2, 2)
+    odd = OddLinear(64, 64, bias=False)
+    model.model.layers[1].self_attn.q_proj = odd
+    with pytest.raises(SpecMismatch, match=r"q_proj: it is a OddLinear.*use strict=False"):
+        convert(model, PACK, strict=True)
+    assert not any(isinstance(m, QuantizedLinear) for m in model.modules())
+    receipt = convert(model, PACK)
+    assert {left.name for left in receipt.mismatches} == {
+        "model.layers.0.mlp.extra",
+        "model.layers.1.self_attn.q_proj",
+    }
+    assert model.model.layers[1].self_attn.q_proj is odd
+
+
+def test_converting_twice_or_over_adapters_is_refused() -> None:
+    from fewbits.models.adapters import get_peft_model
+
+    model = tiny("llama")
+    convert(model, PACK)
+    with pytest.raises(Unsupported, match=r"converted already; call fewbits.restore"):
+        convert(model, PACK)
+    adapted = get_peft_model(tiny("llama"))
+    with pytest.raises(Unsupported, match="has adapters already"):
+        convert(adapted, PACK)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen2"])
+def test_restore(family: str) -> None:
+    model = tiny(family)
+    before = copy.deepcopy(model)
+    x = tokens()
+    convert(model, PACK, keep_original=True)
+    receipt = restore(model)
+    assert "(the original)" in str(receipt)
+    assert torch.equal(model(x).logits, before(x).logits)
+    assert [type(m) for m in model.modules()] == [type(m) for m in before.modules()]
+
+    convert(model, PACK, fuse_norms=False)
+    packed_logits = model(x).logits
+    assert "(dequantised weight)" in str(restore(model))
+    assert torch.equal(model(x).logits, packed_logits)
+    assert [type(m) for m in model.modules()] == [type(m) for m in before.modules()]
+    with pytest.raises(Unsupported, match="nothing to restore"):
+        restore(model)
+
+
+def test_classes_and_globals_are_untouched() -> None:
+    from transformers.models.gemma2 import modeling_gemma2
+    from transformers.models.llama import modeling_llama
+
+    from fewbits.models.adapters import get_peft_model
+
+    touched = [
+        getattr(module, name)
+        for module in (modeling_llama, modeling_gemma2)
+        for name in dir(module)
+        if isinstance(getattr(module, name), type) and issubclass(getattr(module, name), nn.Module)
+    ]
+    touched += [nn.Linear, nn.Module]
+    before = {cls: dict(vars(cls)) for cls in touched}
+    functions = (F.cross_entropy, F.linear, F.rms_norm, modeling_llama.apply_rotary_pos_emb)
+    for family in ("llama", "gemma2"):
+        model = tiny(family)
+        convert(model, PACK)
+        get_peft_model(model)(tokens(), labels=tokens()).loss.backward()
+        restore(tiny_converted(family))
+    assert len(touched) > 10
+    assert {cls: dict(vars(cls)) for cls in touched} == before
+    assert functions == (F.cross_entropy, F.linear, F.rms_norm, modeling_llama.apply_rotary_pos_emb)
+
+
+def tiny_converted(family: str) -> nn.Module:
+    model = tiny(family)
+    convert(model, PACK)
+    return model
+
+
+def test_qat_recipe_gives_fake_quantised_linears() -> None:
+    model = tiny("llama")
+    recipe = Recipe(name="q", qat=QAT(weight=INT4_G64, activation=INT8), skip=("*.down_proj",))
+    assert linears_to_replace(model, recipe) == {}
+    weight = model.model.layers[0].mlp.up_proj.weight
+    convert(model, recipe)
+    fake = model.model.layers[0].mlp.up_proj
+    assert type(fake) is FakeQuantizedLinear
+    assert fake.weight is weight
+    assert fake.weight_format == INT4_G64
+    assert fake.activation_format == INT8
+    assert type(model.model.layers[0].mlp.down_proj) is nn.Linear
+    restore(model)
+    assert type(model.model.layers[0].mlp.up_proj) is nn.Linear
+    assert model.model.layers[0].mlp.up_proj.weight is weight
+
+
+def test_casting_a_packed_model_leaves_its_codes_and_scales() -> None:
+    model = tiny_converted("llama")
+    layer = model.model.layers[0].mlp.up_proj
+    parts = {n: p.clone() for n, p in layer.packed.parts.items()}
+    model.bfloat16()
+    assert layer.dtype == torch.bfloat16
+    assert all(p.dtype == parts[n].dtype and torch.equal(p, parts[n]) for n, p in layer.packed.parts.items())
+    assert model(tokens()).logits.dtype == torch.bfloat16
+    assert copy.deepcopy(model)(tokens()).logits.equal(model(tokens()).logits)

@@ -1,0 +1,51 @@
+"""Specs name what the models really have."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from models.tiny import FAMILIES, tiny, tiny_config
+from torch import nn
+
+from fewbits.errors import SpecMismatch, Unsupported
+from fewbits.models.families import SPECS
+from fewbits.models.spec import find, layer_names, locate, spec_for
+
+
+def test_every_spec_has_a_tiny_model() -> None:
+    assert set(SPECS) == set(FAMILIES)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_spec_names_exactly_the_linears_and_norms_of_a_layer(family: str) -> None:
+    with torch.device("meta"):
+        model = tiny(family)
+    spec = spec_for(model)
+    assert spec is spec_for(model.config) is spec_for({"model_type": family})
+    for layer in layer_names(model, spec):
+        modules = dict(model.get_submodule(layer).named_modules())
+        assert {n for n, m in modules.items() if isinstance(m, nn.Linear)} == set(spec.linears)
+        assert {n for n, m in modules.items() if "RMSNorm" in type(m).__name__} == set(spec.norms)
+    for path in (spec.final_norm, spec.embed, spec.head):
+        assert find(model, path) is not None
+
+
+def test_unknown_model_type_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(Unsupported, match=r"no spec for model_type 'rwkv'; known: gemma, gemma2, .*qwen3"):
+        spec_for({"model_type": "rwkv"})
+
+
+def test_paths_of_a_model_without_a_head() -> None:
+    from transformers import AutoModel
+
+    with torch.device("meta"):
+        model = AutoModel.from_config(tiny_config("llama"))
+    spec = spec_for(model)
+    assert list(layer_names(model, spec)) == ["layers.0", "layers.1"]
+    assert find(model, locate(model, spec, spec.final_norm)) is model.norm
+
+
+def test_a_part_of_a_model_is_refused() -> None:
+    part = nn.Linear(2, 2)
+    with pytest.raises(SpecMismatch, match=r"expects decoder layers at 'model.layers' and Linear has none"):
+        list(layer_names(part, SPECS["llama"]))
