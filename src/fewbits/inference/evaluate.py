@@ -1,10 +1,13 @@
 """Perplexity of a causal language model on a text, by windows of tokens.
 
 Every token of the text is scored exactly once (without a BOS token the very first one has no context and is
-left out). A window starts with BOS where the tokenizer has one. With ``stride`` smaller than the window, windows
-overlap: a token then has at least ``window - stride`` tokens before it, which costs time and lowers the figure.
+left out). A window starts with BOS where the tokenizer has one. With ``stride`` smaller than the window,
+windows overlap: a token then has at least ``window - stride`` tokens before it, which costs time and lowers
+the figure.
 
-    nll = sum(-log p(token)) / tokens,  perplexity = exp(nll),  bits per character = nll * tokens / ln 2 / characters
+    nll = sum(-log p(token)) / tokens
+    perplexity = exp(nll)
+    bits per character = nll * tokens / ln 2 / characters
 """
 
 from __future__ import annotations

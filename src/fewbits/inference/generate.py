@@ -1,7 +1,7 @@
 """Text from a model, as it comes: a thin layer over transformers' own ``generate``.
 
 `generate` returns the whole text and hands out its pieces through a callback; `stream` is the same as an
-iterator. Both take a prompt or chat messages. A seed is used for one text and leaves torch's generators alone.
+iterator. Both take a prompt or chat messages. A seed holds for one text and leaves torch's generators alone.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def stream(model: Any, tokenizer: Any, prompt: Prompt, sampling: Sampling | None
 
     def put(piece: str) -> None:
         if closed.is_set():
-            raise _StreamClosed
+            raise _StreamClosedError
         pieces.put(piece)
 
     with ThreadPoolExecutor(1, thread_name_prefix="fewbits-stream") as pool:
@@ -142,7 +142,7 @@ def stream(model: Any, tokenizer: Any, prompt: Prompt, sampling: Sampling | None
         future.result()  # raises what was raised in the thread
 
 
-class _StreamClosed(Exception):
+class _StreamClosedError(Exception):
     """Nobody reads the stream any more; it ends the thread and goes no further."""
 
 
@@ -236,9 +236,9 @@ def _own_seed(seed: int | None, device: torch.device) -> Iterator[None]:
 class _Pieces:
     """A streamer for ``generate`` that turns tokens into text without ever taking a character back.
 
-    The text of a token depends on those before it (leading spaces, characters of several tokens), so each piece
-    is the difference of two decodings that start at the same earlier token, given out once it ends in a whole
-    character.
+    The text of a token depends on those before it (leading spaces, characters of several tokens), so each
+    piece is the difference of two decodings that start at the same earlier token, given out once it ends in a
+    whole character.
     """
 
     _CONTEXT = 8  # tokens of the prompt that stand before the first piece

@@ -1,0 +1,237 @@
+"""What each subcommand does: read the arguments, call the library, show the answer. No arithmetic here.
+
+Results go to standard output; progress, figures and prompts go to the error stream.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+
+from fewbits.errors import BadInput, Unsupported
+
+
+def demo(args: Namespace) -> int:
+    """``fewbits demo``."""
+    from fewbits.demo.run import run_demo
+
+    return int(run_demo(Path(args.output), seed=args.seed, console=_out()))
+
+
+def train(args: Namespace) -> int:
+    """``fewbits train``."""
+    from fewbits.cli.train_flags import train_overrides
+    from fewbits.training.config import TrainConfig
+    from fewbits.training.run import train as run_training
+
+    overrides = train_overrides(args)
+    if args.config is None:
+        config = TrainConfig.from_mapping(overrides)
+    else:
+        config = TrainConfig.from_yaml(args.config, overrides)
+    result = run_training(config, resume=args.resume or config.resume)
+    out = _out()
+    out.print(f"[bold]Run folder[/] {escape(str(result.output_dir))}", soft_wrap=True)
+    page = Path(result.output_dir) / "report.html"
+    if page.is_file():
+        out.print(f"[bold]Report[/]     {escape(str(page))}", soft_wrap=True)
+    return 0
+
+
+def generate(args: Namespace) -> int:
+    """``fewbits generate``."""
+    from fewbits.cli.models import load
+    from fewbits.inference.generate import Sampling
+
+    sampling = Sampling(
+        max_new_tokens=args.max_new_tokens,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        repetition_penalty=args.repetition_penalty,
+        seed=args.seed,
+    )
+    if args.system is not None and not args.chat:
+        args.parser.error("--system belongs to --chat; in a file, put it among the messages")
+    prompt = None if args.chat else _prompt(args)  # a wrong file is told before a model is loaded
+    model, tokenizer = load(args)
+    if prompt is None:
+        from fewbits.cli.chat import chat
+
+        return chat(model, tokenizer, sampling, system=args.system, quiet=args.quiet)
+    write(model, tokenizer, prompt, sampling, quiet=args.quiet)
+    return 0
+
+
+def write(model: Any, tokenizer: Any, prompt: Any, sampling: Any, *, quiet: bool = False) -> str:
+    """Stream one answer to standard output and a line of figures to the error stream; returns the answer."""
+    from fewbits.inference.generate import generate as run
+
+    def show(piece: str) -> None:
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+
+    result = run(model, tokenizer, prompt, sampling, on_text=show)
+    show("\n")
+    if not quiet:
+        stopped = {"end": "", "length": ", stopped at --max-new-tokens", "context": ", the context is full"}
+        rate = result.tokens / max(result.seconds, 1e-9)
+        note = f"{result.tokens} tokens, {rate:.1f} tokens/s{stopped[result.stopped_by]}"
+        _err().print(f"[dim]{note}[/]", highlight=False)
+    return result.text
+
+
+def eval(args: Namespace) -> int:
+    """``fewbits eval``."""
+    from fewbits.cli.models import load
+    from fewbits.inference.evaluate import perplexity
+
+    text = _read(args.text)
+    if args.batch_size < 1:
+        args.parser.error("--batch-size must be at least 1")
+    model, tokenizer = load(args)
+    with _Progress("tokens") as advance:
+        result = perplexity(
+            model,
+            tokenizer,
+            text,
+            window=args.window,
+            stride=args.stride,
+            max_tokens=args.max_tokens,
+            batch_size=args.batch_size,
+            progress=advance,
+        )
+    if args.json:
+        figures = {"model": args.model, "text": args.text, "recipe": args.recipe, **result.as_dict()}
+        sys.stdout.write(json.dumps(figures, indent=2) + "\n")
+        return 0
+    bits = "" if result.bits_per_character is None else f"   {result.bits_per_character:.3f} bits/character"
+    out = _out()
+    out.print(
+        f"[bold]perplexity {result.perplexity:.3f}[/]   {result.nll:.4f} nats/token{bits}", highlight=False
+    )
+    how = f"{result.tokens:,} tokens, window {result.window}, stride {result.stride}, {result.seconds:.1f} s"
+    out.print(f"[dim]{how}[/]", highlight=False)
+    return 0
+
+
+def quantize(args: Namespace) -> int:
+    """``fewbits quantize``."""
+    from fewbits.cli.tables import quantization_table
+    from fewbits.inference.export import quantize_checkpoint
+
+    with _Progress("tensors") as advance:
+        result = quantize_checkpoint(args.source, args.destination, args.recipe, progress=advance)
+    if args.json:
+        sys.stdout.write(json.dumps(result.as_dict(), indent=2) + "\n")
+    else:
+        _out().print(quantization_table(result))
+    return 0
+
+
+def merge(args: Namespace) -> int:
+    """``fewbits merge``."""
+    from fewbits.cli.models import merge_adapter
+
+    path = merge_adapter(args.adapter, args.destination, base=args.base)
+    _out().print(f"[bold]Merged model[/] {escape(str(path))}", soft_wrap=True)
+    return 0
+
+
+def report(args: Namespace) -> int:
+    """``fewbits report``."""
+    from fewbits.training.report import write_report
+
+    path = write_report(Path(args.run))
+    _out().print(escape(str(path)), soft_wrap=True, highlight=False)
+    return 0
+
+
+def bench(argv: list[str]) -> int:
+    """``fewbits bench``: the bench has a parser of its own."""
+    from importlib.util import find_spec
+
+    if find_spec("fewbits.bench.run") is None:
+        raise Unsupported("this installation has no fewbits.bench.run; install fewbits from its repository.")
+    from fewbits.bench.run import main
+
+    return int(main(argv))
+
+
+def completion(args: Namespace) -> int:
+    """``fewbits completion``."""
+    from fewbits.cli.completion import script
+    from fewbits.cli.parser import build_parser
+    from fewbits.recipes import CATALOG
+
+    sys.stdout.write(script(args.shell, build_parser(with_train_flags=True), CATALOG))
+    return 0
+
+
+def _out() -> Console:
+    return Console()
+
+
+def _err() -> Console:
+    return Console(stderr=True)
+
+
+def _read(path: str) -> str:
+    if path == "-":
+        return sys.stdin.read()
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise BadInput(f"{path} is not UTF-8 text (byte {error.start}); convert it first.") from error
+
+
+def _prompt(args: Namespace) -> Any:
+    if args.prompt is not None:
+        return sys.stdin.read() if args.prompt == "-" else args.prompt
+    try:
+        messages = json.loads(_read(args.messages))
+    except json.JSONDecodeError as error:
+        raise BadInput(
+            f"{args.messages}, line {error.lineno}: not JSON ({error.msg.lower()}); see --help."
+        ) from error
+    if isinstance(messages, dict):
+        messages = messages.get("messages")
+    if not isinstance(messages, list):
+        raise BadInput(
+            f'{args.messages} holds no list of messages; write [{{"role": "user", "content": "..."}}].'
+        )
+    return messages
+
+
+class _Progress:
+    """A bar on the error stream, if that is a terminal; called as ``advance(done, total)``."""
+
+    def __init__(self, unit: str) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self.bar = Progress(
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn(unit),
+            TimeRemainingColumn(),
+            console=_err(),
+            transient=True,
+        )
+        self.task = self.bar.add_task(unit, total=None)
+
+    def __enter__(self) -> _Progress:
+        if self.bar.console.is_terminal:
+            self.bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.bar.stop()
+
+    def __call__(self, done: int, total: int) -> None:
+        self.bar.update(self.task, completed=done, total=total)

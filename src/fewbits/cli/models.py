@@ -1,0 +1,68 @@
+"""From the command line's options to a model and its tokenizer."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+from fewbits.errors import BadInput
+
+FINAL = "final"  # where a training run leaves its model or adapter
+
+
+def resolve(path: str) -> str:
+    """The folder that holds the model: for a training run, its ``final`` folder.
+
+    Raises:
+        BadInput: a training run that has not ended.
+    """
+    folder = Path(path)
+    if not (folder / "run.json").is_file() or (folder / "config.json").is_file():
+        return path
+    if not (folder / FINAL).is_dir():
+        raise BadInput(
+            f"the training run {path} has no model yet; end it with fewbits train --resume, then try again."
+        )
+    return str(folder / FINAL)
+
+
+def load(args: Namespace) -> tuple[Any, Any]:
+    """The model and tokenizer that the options of `fewbits.cli.parser._model_options` name."""
+    import torch
+
+    from fewbits.models.adapters import load_adapter
+    from fewbits.models.fast import FastLanguageModel
+
+    dtype = None if args.dtype is None else getattr(torch, args.dtype)
+    model, tokenizer = FastLanguageModel.from_pretrained(
+        resolve(args.model),
+        dtype=dtype,
+        load_in_4bit=False,
+        recipe=args.recipe,
+        device_map=_device(args.device),
+    )
+    if args.adapter is not None:
+        model = load_adapter(model, resolve(args.adapter))
+    return FastLanguageModel.for_inference(model), tokenizer
+
+
+def _device(name: str | None) -> str:
+    """Where the model goes.
+
+    Raises:
+        BadInput: torch knows no such device, or sees none here.
+    """
+    import torch
+
+    if name is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise BadInput(f"there is no device {name!r}; use cpu, cuda or cuda:N.") from error
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise BadInput(
+            f"there is no {name} here: torch sees {torch.cuda.device_count()} GPUs; use --device cpu."
+        )
+    return name

@@ -1,0 +1,171 @@
+"""What the command line accepts. Building the parser imports argparse and nothing heavy.
+
+The metavar of an argument also says what completes it: see `fewbits.cli.completion.COMPLETES`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import fewbits
+from fewbits.cli.texts import TEXTS
+
+
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=30, width=min(shutil.get_terminal_size().columns - 2, 106))
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose usage errors are one sentence, and whose examples keep their lines."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        kwargs.setdefault("formatter_class", _Formatter)
+        super().__init__(*args, allow_abbrev=False, **kwargs)
+
+    def error(self, message: str) -> NoReturn:
+        """Say what is wrong and where help is; exit code 2."""
+        self.exit(2, f"error: {message}; see {self.prog} --help.\n")
+
+
+def command_of(argv: Sequence[str]) -> str | None:
+    """The subcommand of a command line, seen before it is parsed."""
+    words = [a for a in argv if not a.startswith("-")]
+    return words[0] if words and words[0] in TEXTS else None
+
+
+def build_parser(*, with_train_flags: bool = False) -> Parser:
+    """The parser of the whole command line.
+
+    Args:
+        with_train_flags: make the flags of ``train`` from `TrainConfig`, which has to be imported for that.
+    """
+    parser = Parser(
+        prog="fewbits",
+        description="Fine-tune and run large language models in few bits.",
+        epilog="Start with: fewbits demo\nHelp on one command: fewbits COMMAND --help",
+    )
+    parser.add_argument("--version", action="version", version=f"fewbits {fewbits.__version__}")
+    parser.add_argument("--debug", action="store_true", help="show tracebacks and all warnings")
+    parser.set_defaults(parser=parser)
+    commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND")
+    _demo(commands)
+    _train(commands, with_train_flags)
+    _generate(commands)
+    _eval(commands)
+    _quantize(commands)
+    _merge(commands)
+    _command(commands, "report").add_argument("run", metavar="RUN", help="folder of the run")
+    _command(commands, "bench")
+    _command(commands, "completion").add_argument("shell", choices=("bash", "zsh", "fish"), help="your shell")
+    return parser
+
+
+def _command(commands: Any, name: str, *, loads_models: bool = False, usage: str | None = None) -> Parser:
+    text = TEXTS[name]
+    examples = "\n".join(f"  {line}" for line in text.examples.strip().splitlines())
+    sub: Parser = commands.add_parser(
+        name, help=text.help, description=text.description, epilog=f"examples:\n{examples}", usage=usage
+    )
+    sub.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    sub.set_defaults(parser=sub, loads_models=loads_models)
+    return sub
+
+
+def _model_options(sub: Parser) -> None:
+    group = sub.add_argument_group("model")
+    group.add_argument(
+        "--model", required=True, metavar="PATH", help="folder of a model, an adapter or a training run"
+    )
+    group.add_argument("--adapter", metavar="PATH", help="LoRA adapter to put on the model")
+    group.add_argument(
+        "--recipe", metavar="RECIPE", help="quantize while loading, such as qlora_nf4 (default: as stored)"
+    )
+    group.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="dtype of what is not packed (default: as stored)",
+    )
+    group.add_argument(
+        "--device", metavar="DEVICE", help="cpu, cuda, cuda:1 (default: a GPU if there is one)"
+    )
+
+
+def _demo(commands: Any) -> None:
+    sub = _command(commands, "demo", loads_models=True)
+    sub.add_argument(
+        "--output", metavar="DIR", default="fewbits-demo", help="run folder (default: %(default)s)"
+    )
+    sub.add_argument("--seed", type=int, metavar="N", help="default: another one each time")
+
+
+def _train(commands: Any, with_flags: bool) -> None:
+    usage = "fewbits train [CONFIG] [key=value ...] [--resume] [settings]"
+    sub = _command(commands, "train", loads_models=True, usage=usage)
+    sub.add_argument("config", nargs="?", metavar="CONFIG", help="YAML file")
+    sub.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the file's")
+    sub.add_argument("--resume", action="store_true", help="go on where an interrupted run stopped")
+    if with_flags:
+        from fewbits.cli.train_flags import add_train_flags
+
+        add_train_flags(sub)
+
+
+def _generate(commands: Any) -> None:
+    sub = _command(commands, "generate", loads_models=True)
+    _model_options(sub)
+    what = sub.add_argument_group("what to write").add_mutually_exclusive_group(required=True)
+    what.add_argument("--prompt", metavar="TEXT", help="text to continue; - reads it from standard input")
+    what.add_argument("--messages", metavar="FILE", help='JSON list of {"role": ..., "content": ...}')
+    what.add_argument("--chat", action="store_true", help="talk with the model; Ctrl-D ends")
+    how = sub.add_argument_group("how")
+    how.add_argument("--system", metavar="TEXT", help="with --chat: what the model is told beforehand")
+    how.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="default: %(default)s")
+    how.add_argument(
+        "--temperature",
+        type=float,
+        default=0.7,
+        metavar="T",
+        help="0: always the likeliest (default: %(default)s)",
+    )
+    how.add_argument("--top-p", type=float, default=0.95, metavar="P", help="1: off (default: %(default)s)")
+    how.add_argument("--top-k", type=int, default=0, metavar="K", help="0: off (default: %(default)s)")
+    how.add_argument("--repetition-penalty", type=float, default=1.0, metavar="X", help="1: off (default: 1)")
+    how.add_argument("--seed", type=int, metavar="N", help="same seed, same text")
+    how.add_argument("--quiet", action="store_true", help="the text only, without the line of figures")
+
+
+def _eval(commands: Any) -> None:
+    sub = _command(commands, "eval", loads_models=True)
+    _model_options(sub)
+    group = sub.add_argument_group("measurement")
+    group.add_argument("--text", required=True, metavar="FILE", help="plain text, UTF-8; - is standard input")
+    group.add_argument(
+        "--window", type=int, metavar="N", help="tokens, BOS included (default: the context, at most 2048)"
+    )
+    group.add_argument("--stride", type=int, metavar="N", help="new tokens per window (default: no overlap)")
+    group.add_argument("--max-tokens", type=int, metavar="N", help="only the first N tokens of the text")
+    group.add_argument(
+        "--batch-size", type=int, default=8, metavar="N", help="windows at once (default: %(default)s)"
+    )
+    group.add_argument("--json", action="store_true", help="print the result as JSON")
+
+
+def _quantize(commands: Any) -> None:
+    sub = _command(commands, "quantize", loads_models=True)
+    sub.add_argument("source", metavar="SRC", help="folder of the model, in safetensors")
+    sub.add_argument("destination", metavar="DST", help="folder to write")
+    sub.add_argument("--recipe", required=True, metavar="RECIPE", help="recipe whose weight formats are used")
+    sub.add_argument("--json", action="store_true", help="print the table as JSON")
+
+
+def _merge(commands: Any) -> None:
+    sub = _command(commands, "merge", loads_models=True)
+    sub.add_argument("adapter", metavar="ADAPTER", help="folder of the adapter, or of the training run")
+    sub.add_argument("destination", metavar="DST", help="folder to write")
+    sub.add_argument(
+        "--base", metavar="PATH", help="the base model (default: the one that the adapter names)"
+    )

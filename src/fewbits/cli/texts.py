@@ -1,0 +1,98 @@
+"""What each subcommand says about itself."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Text(NamedTuple):
+    """The words of one subcommand."""
+
+    help: str
+    description: str
+    examples: str
+
+
+TEXTS = {
+    "demo": Text(
+        "watch a small model learn, in two minutes, on any machine",
+        "Fine-tune the built-in model on a generated task, over 4-bit weights, on this machine.\n"
+        "Needs no network, no GPU and no file from elsewhere.",
+        """
+fewbits demo
+fewbits demo --output /tmp/demo --seed 7
+""",
+    ),
+    "train": Text(
+        "fine-tune a model",
+        "Fine-tune a model as a YAML file says. Settings can be given on the command line too, as key=value or\n"
+        "as flags of the same name; the flag wins over key=value, and both over the file.",
+        """
+fewbits train qlora.yaml
+fewbits train qlora.yaml learning_rate=1e-4 --max-steps 200
+fewbits train qlora.yaml --resume
+fewbits train --model models/stories3m --train-data rows.jsonl --output-dir runs/mine
+""",
+    ),
+    "generate": Text(
+        "write text with a model",
+        "Continue a prompt, answer a file of chat messages, or chat. Text appears as it is written.",
+        """
+fewbits generate --model models/stories3m --prompt "Once upon a time"
+fewbits generate --model models/qwen3 --chat --recipe qlora_nf4
+fewbits generate --model runs/mine --messages question.json --temperature 0
+echo "Once upon a time" | fewbits generate --model models/stories3m --prompt -
+""",
+    ),
+    "eval": Text(
+        "measure a model's perplexity on a text",
+        "Perplexity of a model on a text, in windows of tokens that each begin with BOS. A stride smaller than\n"
+        "the window lets windows overlap: a token then has more context, and the figure is a little lower.",
+        """
+fewbits eval --model models/stories3m --text tinystories.txt
+fewbits eval --model models/stories3m --text tinystories.txt --recipe qlora_nf4 --window 512 --stride 256
+fewbits eval --model models/stories3m --text - --json < tinystories.txt
+""",
+    ),
+    "quantize": Text(
+        "write a packed copy of a checkpoint",
+        "Quantize a checkpoint, tensor by tensor, into a packed one that every fewbits command and\n"
+        "FastLanguageModel.from_pretrained load. Prints the error of each layer.",
+        """
+fewbits quantize models/llama models/llama-nf4 --recipe qlora_nf4
+fewbits quantize models/llama models/llama-int8 --recipe int8 --json > errors.json
+""",
+    ),
+    "merge": Text(
+        "fold an adapter into its base model",
+        "Write a 16-bit model with the LoRA adapter folded in, from the original checkpoint. The result is\n"
+        "read back and compared before it is called done.",
+        """
+fewbits merge runs/mine merged
+fewbits merge runs/mine/final merged --base models/llama
+""",
+    ),
+    "report": Text(
+        "write a training run's report again",
+        "Write report.html from the files of a training run, finished or not.",
+        """
+fewbits report runs/mine
+""",
+    ),
+    "bench": Text(
+        "measure kernels and training steps",
+        "Measure kernels and training steps.",
+        """
+fewbits bench --help
+""",
+    ),
+    "completion": Text(
+        "print a shell's completion script",
+        "Print a completion script, made from this very command line.",
+        """
+eval "$(fewbits completion bash)"        # in ~/.bashrc
+eval "$(fewbits completion zsh)"         # in ~/.zshrc, after compinit
+fewbits completion fish > ~/.config/fish/completions/fewbits.fish
+""",
+    ),
+}

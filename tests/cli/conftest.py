@@ -1,0 +1,48 @@
+"""The command line in a process of its own, and in this one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+
+class Ran(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., Ran]:
+    """``run("eval", "--model", path)`` in this process."""
+
+    def call(*argv: str | Path) -> Ran:
+        from fewbits.cli import main
+
+        code = main([str(a) for a in argv])
+        return Ran(code, *capsys.readouterr())
+
+    return call
+
+
+@pytest.fixture(scope="session")
+def spawn() -> Callable[..., Ran]:
+    """The same in a new process, as a user starts it."""
+
+    def call(*argv: str | Path, stdin: str = "") -> Ran:
+        done = subprocess.run(
+            [sys.executable, "-m", "fewbits.cli", *map(str, argv)],
+            input=stdin,
+            capture_output=True,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "120"},
+        )
+        return Ran(done.returncode, done.stdout, done.stderr)
+
+    return call
