@@ -1,0 +1,113 @@
+"""What an adapter adds to a model, read from its modules: low-rank branches, trained copies of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fewbits.errors import BadInput, Unsupported
+
+
+@dataclass(frozen=True)
+class Branch:
+    """The low-rank branches of one linear: pairs A (r, K), B (N, r) with their scaling."""
+
+    pairs: tuple[tuple[Tensor, Tensor, float], ...]
+
+    def delta(self, device: torch.device | str = "cpu") -> Tensor:
+        """(N, K) float32."""
+        total: Tensor | float = 0.0
+        for a, b, scaling in self.pairs:
+            total = total + scaling * (b.detach().to(device).float() @ a.detach().to(device).float())
+        assert isinstance(total, Tensor)
+        return total
+
+    def apply(self, x: Tensor) -> Tensor:
+        """(..., K) to (..., N): the branch's own output."""
+        y: Tensor | float = 0.0
+        for a, b, scaling in self.pairs:
+            y = y + scaling * (x @ a.detach().to(x).t() @ b.detach().to(x).t())
+        assert isinstance(y, Tensor)
+        return y
+
+
+def branches_of(base: nn.Module) -> dict[str, Branch]:
+    """The active adapters' branches, by the full name of the linear they adapt.
+
+    Raises:
+        Unsupported: an adapter that is not a plain sum of low-rank products over a linear (DoRA,
+            embeddings, biases).
+        BadInput: an adapter that is merged already.
+    """
+    from peft.tuners.lora import LoraLayer
+
+    found = {}
+    for name, module in base.named_modules():
+        if not isinstance(module, LoraLayer):
+            continue
+        if getattr(module, "merged", False):
+            raise BadInput(f"the adapter is merged into {name} already; call unmerge_adapter() first.")
+        pairs = []
+        for adapter in module.active_adapters:
+            _check_adapter(module, name, adapter)
+            if adapter in module.lora_A:
+                a, b = module.lora_A[adapter].weight, module.lora_B[adapter].weight
+                pairs.append((a, b, float(module.scaling[adapter])))
+        if pairs:
+            found[plain_name(name)] = Branch(tuple(pairs))
+    return found
+
+
+def _check_adapter(module: Any, name: str, adapter: str) -> None:
+    is_variant = bool(getattr(module, "use_dora", {}).get(adapter)) or adapter in getattr(
+        module, "lora_variant", {}
+    )
+    is_embedding = adapter in getattr(module, "lora_embedding_A", {})
+    if is_variant or is_embedding or getattr(module, "lora_bias", {}).get(adapter):
+        raise Unsupported(
+            f"the adapter {adapter!r} on {name} is not a plain sum of low-rank products (DoRA, an "
+            "embedding, or a LoRA bias); merge it with PEFT's merge_and_unload()."
+        )
+
+
+def plain_name(name: str) -> str:
+    """A parameter's or module's name without what PEFT puts around it."""
+    return name.replace(".base_layer", "").replace(".original_module", "")
+
+
+def effective_state(base: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Names as without PEFT, and the tensors that count: trained copies replace their originals."""
+    replaced: dict[str, Tensor] = {}
+    plain: dict[str, Tensor] = {}
+    for name, tensor in base.state_dict(keep_vars=True).items():
+        if ".modules_to_save." in name:
+            head, _, tail = name.partition(".modules_to_save.")
+            adapter, _, leaf = tail.partition(".")
+            if adapter in _active(base.get_submodule(head)):
+                replaced[f"{head}.{leaf}"] = tensor
+        elif not any(
+            f".{part}" in name for part in ("lora_A", "lora_B", "lora_embedding_", "lora_magnitude_vector")
+        ):
+            plain[plain_name(name)] = tensor
+    yield from {**plain, **replaced}.items()
+
+
+def _active(wrapper: Any) -> list[str]:
+    active = getattr(wrapper, "active_adapters", None) or getattr(wrapper, "active_adapter", [])
+    return [active] if isinstance(active, str) else list(active)
+
+
+def was_changed(live: Tensor, original: Tensor) -> bool:
+    """True if ``live`` is not simply ``original`` in live's dtype: it was trained, or resized."""
+    if live.shape != original.shape:
+        return True
+    return not torch.equal(live.detach().cpu(), original.detach().cpu().to(live.dtype))
+
+
+def same_storage(a: Tensor, b: Tensor) -> bool:
+    """True if the two are one tensor under two names."""
+    return a.data_ptr() == b.data_ptr() and a.shape == b.shape

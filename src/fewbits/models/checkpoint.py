@@ -1,0 +1,339 @@
+"""Checkpoint folders: looked at before they are loaded, and written whole or not at all.
+
+`inspect_folder` reads config.json, the index and the safetensors headers (a few kilobytes) and refuses, in
+one sentence, what could not be loaded or would load wrongly. `whole_folder` is the only way this library
+writes a model: into a hidden sibling, synced, then renamed.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from safetensors import SafetensorError
+
+from fewbits.errors import BadCheckpoint, BadInput, FewbitsError, Unsupported
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+ADAPTER_CONFIG = "adapter_config.json"
+PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+BITSANDBYTES_MARK = ".quant_state.bitsandbytes__"
+_MAX_HEADER_BYTES = 100_000_000  # the safetensors format's own limit
+_DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+class TensorEntry(NamedTuple):
+    """One tensor of a checkpoint, as its header describes it."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a model folder holds, known without reading a weight.
+
+    Attributes:
+        folder: the folder.
+        config: config.json as it stands.
+        files: the weight files, in the index's order.
+        tensors: every tensor by name; empty for a pickle.
+    """
+
+    folder: Path
+    config: Mapping[str, Any]
+    files: tuple[Path, ...]
+    tensors: Mapping[str, TensorEntry] = field(repr=False)
+
+    @property
+    def quant_method(self) -> str | None:
+        """The quantisation that config.json declares, such as "fewbits" or "bitsandbytes", or None."""
+        quantization = self.config.get("quantization_config") or {}
+        return str(quantization.get("quant_method") or "unnamed") if quantization else None
+
+    @property
+    def is_pickle(self) -> bool:
+        """True if the weights are a pickle."""
+        return any(f.suffix == ".bin" for f in self.files)
+
+
+def read_header(file: Path) -> dict[str, TensorEntry]:
+    """The tensors of a safetensors file, after checking that the file is as long as its header says.
+
+    Raises:
+        BadCheckpoint: the file is truncated, or is not a safetensors file.
+    """
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        prefix = stream.read(8)
+        length = int.from_bytes(prefix, "little")
+        if len(prefix) < 8 or length > _MAX_HEADER_BYTES:
+            raise BadCheckpoint(
+                f"{file} is not a safetensors file (or is corrupt); copy or download it again."
+            )
+        text = stream.read(length)
+    if len(text) < length:
+        raise BadCheckpoint(f"{file} is truncated in its header; copy or download it again.")
+    try:
+        header = json.loads(text)
+        header.pop("__metadata__", None)
+        end = max((int(entry["data_offsets"][1]) for entry in header.values()), default=0)
+        entries = {k: TensorEntry(file, str(e["dtype"]), tuple(e["shape"])) for k, e in header.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise BadCheckpoint(f"{file} has a corrupt header; copy or download it again.") from error
+    if size != 8 + length + end:
+        raise BadCheckpoint(
+            f"{file} has {size:,} bytes where its header needs {8 + length + end:,}: it is "
+            f"{'truncated' if size < 8 + length + end else 'corrupt'}; copy or download it again."
+        )
+    return entries
+
+
+def read_headers(files: tuple[Path, ...]) -> dict[str, TensorEntry]:
+    """`read_header` over all shards."""
+    tensors: dict[str, TensorEntry] = {}
+    for file in files:
+        tensors.update(read_header(file))
+    return tensors
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """A JSON object from a file.
+
+    Raises:
+        BadInput: the file is not a JSON object.
+    """
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise BadInput(
+            f"{file} cannot be read as JSON ({error}); restore it from the original model."
+        ) from error
+    if not isinstance(value, dict):
+        raise BadInput(f"{file} holds no JSON object; restore it from the original model.")
+    return value
+
+
+def is_adapter_folder(path: Path) -> bool:
+    """True for a folder that PEFT wrote: an adapter without its base model."""
+    return (path / ADAPTER_CONFIG).is_file()
+
+
+def inspect_folder(path: Path | str, *, allow_pickle: bool = False, remote_code: bool = False) -> Checkpoint:
+    """Look at a model folder and refuse early what could not be loaded.
+
+    Args:
+        path: the folder.
+        allow_pickle: accept pytorch_model.bin.
+        remote_code: accept a model_type that transformers does not know, if the folder brings its own code.
+
+    Raises:
+        BadInput: there is no such folder, or its config.json is missing or unreadable.
+        Unsupported: unknown model_type, or a quantisation that fewbits does not read.
+        BadCheckpoint: weights are missing, truncated, corrupt, a pickle, or do not fit config.json.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        raise BadInput(f"there is no model folder {folder}; check the path.")
+    if not (folder / "config.json").is_file():
+        raise BadInput(f"{folder} has no config.json, so it is not a model folder; check the path.")
+    config = read_json(folder / "config.json")
+    _check_model_type(folder, config, remote_code)
+    files = _weight_files(folder, allow_pickle)
+    tensors = read_headers(files) if files[0].suffix == ".safetensors" else {}
+    checkpoint = Checkpoint(folder, config, files, tensors)
+    _check_index(folder, checkpoint)
+    _check_quantization(checkpoint)
+    check_vocabulary(checkpoint)
+    return checkpoint
+
+
+def _check_model_type(folder: Path, config: Mapping[str, Any], remote_code: bool) -> None:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    model_type = config.get("model_type")
+    if model_type in CONFIG_MAPPING or (remote_code and "auto_map" in config):
+        return
+    raise Unsupported(
+        f"{folder / 'config.json'} has model_type {model_type!r}, which this version of transformers does "
+        "not know; correct it, or install a transformers version that has it."
+    )
+
+
+def _weight_files(folder: Path, allow_pickle: bool) -> tuple[Path, ...]:
+    if (folder / WEIGHTS).is_file():
+        return (folder / WEIGHTS,)
+    if (folder / INDEX).is_file():
+        weight_map = read_json(folder / INDEX).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise BadCheckpoint(f"{folder / INDEX} lists no weights; copy or download it again.")
+        files = tuple(folder / name for name in sorted(set(weight_map.values())))
+        missing = [f.name for f in files if not f.is_file()]
+        if missing:
+            raise BadCheckpoint(
+                f"{folder} lacks {', '.join(missing)} ({len(missing)} of {len(files)} shards that {INDEX} "
+                "lists); copy or download the missing files."
+            )
+        return files
+    pickles = [folder / name for name in PICKLES if (folder / name).is_file()]
+    if not pickles:
+        raise BadCheckpoint(f"{folder} has a config.json but no {WEIGHTS}; copy or download the weights.")
+    if not allow_pickle:
+        raise BadCheckpoint(
+            f"{pickles[0]} is a pickle, which can run code while it is read; convert it to safetensors, or "
+            "pass allow_pickle=True if you trust where it comes from."
+        )
+    return (pickles[0],)
+
+
+def _check_index(folder: Path, checkpoint: Checkpoint) -> None:
+    if checkpoint.is_pickle or checkpoint.files[0].name == WEIGHTS:
+        return
+    weight_map = read_json(folder / INDEX)["weight_map"]
+    absent = sorted(set(weight_map) - set(checkpoint.tensors))
+    if absent:
+        raise BadCheckpoint(
+            f"{folder / INDEX} lists {absent[0]} (and {len(absent) - 1} more) in {weight_map[absent[0]]}, "
+            "but the shard does not hold it; copy or download the shards again."
+        )
+
+
+def _check_quantization(checkpoint: Checkpoint) -> None:
+    method = checkpoint.quant_method
+    if method in (None, "fewbits"):
+        return
+    quantization = checkpoint.config["quantization_config"]
+    if method == "bitsandbytes" and quantization.get("load_in_4bit"):
+        if any(BITSANDBYTES_MARK in name for name in checkpoint.tensors):
+            return
+        raise BadCheckpoint(
+            f"{checkpoint.folder} declares bitsandbytes 4-bit weights, but none of its tensors is one; copy "
+            "or download it again."
+        )
+    raise Unsupported(
+        f"{checkpoint.folder} is quantised with {method!r}; fewbits reads unquantised, bitsandbytes 4-bit "
+        "and its own checkpoints, so start from the original model."
+    )
+
+
+def check_vocabulary(checkpoint: Checkpoint) -> None:
+    """Refuse a checkpoint whose embedding has another number of rows than config.json says.
+
+    Raises:
+        BadCheckpoint: the two disagree.
+    """
+    config = checkpoint.config
+    vocab_size = config.get("vocab_size", (config.get("text_config") or {}).get("vocab_size"))
+    for name in ("model.embed_tokens.weight", "embed_tokens.weight", "lm_head.weight"):
+        entry = checkpoint.tensors.get(name)
+        if vocab_size is None or entry is None or len(entry.shape) != 2:
+            continue
+        if entry.dtype.startswith(("F", "BF")) and entry.shape[0] != vocab_size:
+            raise BadCheckpoint(
+                f"{checkpoint.folder}: {name} has {entry.shape[0]:,} rows but config.json says vocab_size "
+                f"{vocab_size:,}; one of the two files belongs to another model, restore it."
+            )
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """True if the error says that no more bytes can be written (disk, quota or file size limit)."""
+    if isinstance(error, OSError) and error.errno in _DISK_FULL:
+        return True
+    return isinstance(error, SafetensorError) and any(f"os error {code}" in str(error) for code in _DISK_FULL)
+
+
+@contextmanager
+def whole_folder(target: Path | str) -> Iterator[Path]:
+    """A hidden sibling of ``target`` to write into; on success it is synced and takes target's place.
+
+    If ``target`` does not exist (or is empty) it appears by one rename. If it holds other files they stay,
+    and the new ones replace theirs one by one, config.json last. On any error ``target`` is as it was.
+
+    Raises:
+        BadInput: the place cannot be written to, or the disk is full.
+    """
+    target = Path.cwd() / target
+    if target.exists() and not target.is_dir():
+        raise BadInput(f"{target} is a file, and a folder is to be written there; choose another name.")
+    temporary = target.parent / f".{target.name}.{secrets.token_hex(4)}.partial"
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary.mkdir()
+    except OSError as error:
+        raise _write_error(target, error) from error
+    try:
+        yield temporary
+        _sync(temporary)
+        _publish(temporary, target)
+    except FewbitsError:
+        raise
+    except (OSError, SafetensorError) as error:
+        raise _write_error(target, error) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _write_error(target: Path, error: Exception) -> BadInput:
+    if is_disk_full(error):
+        free = shutil.disk_usage(_existing(target)).free
+        return BadInput(
+            f"the disk is full while writing {target} ({free / 1e6:,.0f} MB free); nothing was changed "
+            "there, free some space or choose another disk."
+        )
+    reason = getattr(error, "strerror", None) or str(error)
+    return BadInput(
+        f"cannot write to {target} ({reason}); nothing was changed there, choose a folder you may write to."
+    )
+
+
+def _existing(path: Path) -> Path:
+    return next(p for p in (path, *path.parents) if p.is_dir())
+
+
+def _sync(folder: Path) -> None:
+    for path in (*folder.rglob("*"), folder):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _publish(temporary: Path, target: Path) -> None:
+    if not target.exists() or not any(target.iterdir()):
+        temporary.replace(target)
+        _sync_folder(target.parent)
+        return
+    new = sorted(
+        (p for p in temporary.rglob("*") if p.is_file()),
+        key=lambda p: (p.suffix == ".json", p.name == "config.json"),
+    )
+    names = {p.relative_to(temporary) for p in new}
+    for path in new:
+        place = target / path.relative_to(temporary)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        path.replace(place)
+    # A stale model.safetensors would win over new shards, and stale shards are dead weight.
+    if any(name.match("model*.safetensors") for name in names):
+        for old in (*target.glob("model*.safetensors"), *target.glob(INDEX)):
+            if old.relative_to(target) not in names:
+                old.unlink()
+    _sync_folder(target)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

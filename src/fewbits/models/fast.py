@@ -1,0 +1,411 @@
+"""`FastLanguageModel`: load, adapt, train, save, in the words of Unsloth's scripts.
+
+Every argument that such a script may pass is honoured, or noted in ``model.fewbits_notes`` because it
+chooses nothing here, or refused in one sentence; none is dropped in silence.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+
+from fewbits.errors import BadCheckpoint, BadInput, SpecMismatch, Unsupported
+from fewbits.models.adapters import get_peft_model, load_adapter
+from fewbits.models.checkpoint import ADAPTER_CONFIG, Checkpoint, inspect_folder, is_adapter_folder, read_json
+from fewbits.models.hf_quantizer import FewbitsConfig, register
+from fewbits.models.merge import save_pretrained_merged
+from fewbits.models.options import PEFT_CHOOSES_NOTHING, PEFT_FIELDS, Loading, note_or_refuse, sort_options
+from fewbits.models.packed import check_device
+from fewbits.nn.linear import QuantizedLinear
+from fewbits.recipes import Recipe
+
+logger = logging.getLogger("fewbits")
+
+
+class FastLanguageModel:
+    """The library's front door, by the names of Unsloth's class; all methods are static."""
+
+    @staticmethod
+    def from_pretrained(
+        model_name: str | Path,
+        max_seq_length: int | None = None,
+        dtype: torch.dtype | str | None = None,
+        load_in_4bit: bool = True,
+        load_in_8bit: bool = False,
+        full_finetuning: bool = False,
+        recipe: str | Recipe | Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> tuple[Any, Any]:
+        """Load a model and its tokenizer.
+
+        Args:
+            model_name: a model folder (plain, packed by fewbits, or in bitsandbytes 4-bit form), the folder
+                of a PEFT adapter, or a hub id.
+            max_seq_length: tokens of the longest sequence; at most the positions the model was trained for,
+                which is the default.
+            dtype: of everything that is not packed; None is bfloat16 on a GPU that has it (else float16),
+                and the checkpoint's own on a CPU.
+            load_in_4bit: the recipe "qlora_nf4".
+            load_in_8bit: the recipe "int8" (and not load_in_4bit, which is then taken as unset).
+            full_finetuning: no quantisation, all weights train.
+            recipe: a recipe by name, value or plain data; wins over the three flags above.
+            options: token, revision, device_map, trust_remote_code, local_files_only, attn_implementation,
+                resize_model_vocab, use_gradient_checkpointing, allow_pickle, base_model (for an adapter
+                whose base has moved), is_trainable (for an adapter), and Unsloth's other names; see
+                ``model.fewbits_notes``.
+
+        Returns:
+            The model (a PeftModel for an adapter folder) and the tokenizer.
+
+        Raises:
+            BadInput, BadCheckpoint, SpecMismatch, Unsupported: one sentence each.
+        """
+        loading = sort_options(options)
+        path = _local_folder(model_name)
+        if path is not None and is_adapter_folder(path):
+            base = _base_of(path, loading)
+            given = (max_seq_length, dtype, load_in_4bit, load_in_8bit, full_finetuning, recipe)
+            model, tokenizer = FastLanguageModel.from_pretrained(
+                base, *given, **{k: v for k, v in options.items() if k not in ("base_model", "is_trainable")}
+            )
+            peft_model = load_adapter(model, path, is_trainable=loading.is_trainable)
+            return _with_methods(peft_model, model), _tokenizer_of(path, tokenizer)
+        chosen = _choose_recipe(recipe, load_in_4bit, load_in_8bit, full_finetuning, loading)
+        checkpoint = None
+        if path is not None:
+            checkpoint = inspect_folder(
+                path, allow_pickle=loading.allow_pickle, remote_code=loading.trust_remote_code
+            )
+        model = _load_model(str(path or model_name), checkpoint, chosen, dtype, loading)
+        tokenizer = _load_tokenizer(str(path or model_name), model, loading)
+        _set_length(model, tokenizer, max_seq_length)
+        if loading.resize_model_vocab:
+            model.resize_token_embeddings(loading.resize_model_vocab)
+        if full_finetuning:
+            model.requires_grad_(True)
+        model.fewbits_notes = loading.notes
+        for note in loading.notes:
+            logger.warning(note)
+        return _with_methods(model), tokenizer
+
+    @staticmethod
+    def get_peft_model(
+        model: Any,
+        r: int = 16,
+        target_modules: str | list[str] | tuple[str, ...] = "all-linear",
+        lora_alpha: float = 16,
+        lora_dropout: float = 0.0,
+        bias: str = "none",
+        use_rslora: bool = False,
+        **options: Any,
+    ) -> Any:
+        """Add LoRA adapters.
+
+        Args:
+            model: what from_pretrained returned.
+            r: rank.
+            target_modules: names of the linears, "all-linear", or a regular expression over full names.
+            lora_alpha: the branch is scaled by lora_alpha / r (by lora_alpha / sqrt(r) with use_rslora).
+            lora_dropout: dropout of the branch's input while training.
+            bias: "none", "all" or "lora_only".
+            use_rslora: rank-stabilised scaling.
+            options: random_state (seeds the adapters), use_gradient_checkpointing, modules_to_save,
+                layers_to_transform, init_lora_weights, and Unsloth's other names.
+
+        Returns:
+            A peft.PeftModel.
+        """
+        notes: list[str] = list(getattr(model, "fewbits_notes", []))
+        checkpointing = options.pop("use_gradient_checkpointing", "unsloth")
+        seed = options.pop("random_state", 3407)
+        fields = {k: options.pop(k) for k in list(options) if k in PEFT_FIELDS}
+        fields = {k: v for k, v in fields.items() if v is not None}
+        note_or_refuse(options, notes, "get_peft_model", PEFT_CHOOSES_NOTHING)
+        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+            torch.manual_seed(seed)
+            peft_model = get_peft_model(
+                model,
+                r=r,
+                lora_alpha=lora_alpha,
+                lora_dropout=lora_dropout,
+                target_modules=target_modules if isinstance(target_modules, str) else list(target_modules),
+                bias=bias,
+                use_rslora=use_rslora,
+                **fields,
+            )
+        model.fewbits_notes = notes
+        model.fewbits_checkpointing = bool(checkpointing)
+        return FastLanguageModel.for_training(_with_methods(peft_model, model), bool(checkpointing))
+
+    @staticmethod
+    def for_inference(model: Any) -> Any:
+        """Ready to generate: evaluation mode, key-value cache on, no gradient checkpointing."""
+        if getattr(model, "is_gradient_checkpointing", False):
+            model.gradient_checkpointing_disable()
+        model.config.use_cache = True
+        return model.eval()
+
+    @staticmethod
+    def for_training(model: Any, use_gradient_checkpointing: bool | str | None = None) -> Any:
+        """Ready to train: training mode, and gradient checkpointing as here or to get_peft_model said."""
+        if use_gradient_checkpointing is None:
+            use_gradient_checkpointing = getattr(model, "fewbits_checkpointing", True)
+        if use_gradient_checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            model.enable_input_require_grads()
+        elif getattr(model, "is_gradient_checkpointing", False):
+            model.gradient_checkpointing_disable()
+        model.config.use_cache = not use_gradient_checkpointing
+        return model.train()
+
+
+def _local_folder(model_name: str | Path) -> Path | None:
+    """The folder that ``model_name`` means, or None for what can only be a hub id.
+
+    Raises:
+        BadInput: it reads like a path, and there is nothing.
+    """
+    path = Path(model_name).expanduser()
+    if path.is_dir():
+        return path
+    text = str(model_name)
+    if path.exists():
+        raise BadInput(f"{text} is a file; give the folder that holds config.json and the weights.")
+    looks_like_path = (
+        isinstance(model_name, Path) or text.startswith((".", "/", "~", "\\")) or text.count("/") > 1
+    )
+    if looks_like_path or text.endswith("/") or "\\" in text or not text:
+        raise BadInput(f"there is no model folder {text!r}; check the path.")
+    return None
+
+
+def _base_of(adapter: Path, loading: Loading) -> str:
+    base = loading.base_model or read_json(adapter / ADAPTER_CONFIG).get("base_model_name_or_path")
+    if not base:
+        raise BadInput(f"{adapter / ADAPTER_CONFIG} does not say what its base model is; pass base_model=...")
+    try:
+        folder = _local_folder(base)
+    except BadInput as error:
+        raise BadInput(
+            f"the adapter {adapter} was made on {base!r}, which is not there any more; pass base_model=..."
+        ) from error
+    if folder is not None and is_adapter_folder(folder) and not (folder / "config.json").is_file():
+        raise BadInput(
+            f"the adapter {adapter} names another adapter, {base!r}, as its base; pass base_model=..."
+        )
+    return str(folder or base)
+
+
+def _choose_recipe(
+    recipe: Any, load_in_4bit: bool, load_in_8bit: bool, full_finetuning: bool, loading: Loading
+) -> Any:
+    in_16bit = loading.hf.pop("load_in_16bit", False)
+    if recipe is not None:
+        return recipe
+    if full_finetuning or in_16bit:
+        return None
+    if load_in_8bit:
+        return "int8"
+    return "qlora_nf4" if load_in_4bit else None
+
+
+def _load_model(where: str, checkpoint: Checkpoint | None, recipe: Any, dtype: Any, loading: Loading) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    register()
+    device_map = _device_map(loading.device_map)
+    common = {
+        **loading.hf,
+        "trust_remote_code": loading.trust_remote_code,
+        "local_files_only": loading.local_files_only or checkpoint is not None,
+    }
+    config_options = {
+        k: v for k, v in common.items() if k not in ("attn_implementation", "max_memory", "variant")
+    }
+    config = _one_sentence(where, lambda: AutoConfig.from_pretrained(where, **config_options))
+    settings = _quantization_settings(config, checkpoint, recipe, where, loading)
+    if settings.get("quantization_config") is not None:
+        check_device(settings["quantization_config"].recipe, next(iter((device_map or {"": "cpu"}).values())))
+    model, info = _one_sentence(
+        where,
+        lambda: AutoModelForCausalLM.from_pretrained(
+            where,
+            config=config,
+            dtype=_dtype(dtype, device_map),
+            device_map=device_map,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # so that the first one can be named in one sentence, below
+            **settings,
+            **common,
+        ),
+    )
+    _check_loaded(where, model, info)
+    return model
+
+
+def _quantization_settings(
+    config: Any, checkpoint: Checkpoint | None, recipe: Any, where: str, loading: Loading
+) -> dict[str, Any]:
+    """What from_pretrained is told about quantisation; edits ``config`` for bitsandbytes checkpoints."""
+    written = getattr(config, "quantization_config", None)
+    settings: dict[str, Any] = {"use_safetensors": None if loading.allow_pickle else True}
+    if written is None:
+        if recipe is not None:
+            settings["quantization_config"] = FewbitsConfig(recipe, allow_pickle=loading.allow_pickle)
+        return settings
+    method = (
+        written.get("quant_method") if isinstance(written, dict) else getattr(written, "quant_method", None)
+    )
+    if method == "bitsandbytes":
+        config.quantization_config = FewbitsConfig(
+            Recipe(name="bitsandbytes_4bit"), source="bitsandbytes"
+        ).to_dict()
+        loading.notes.append(
+            f"{where} is in bitsandbytes 4-bit form already; its codes and scales are used as they are."
+        )
+    elif method == "fewbits":
+        loading.notes.append(
+            f"{where} is packed already, by the recipe {written['recipe']['name']!r}; it is used as it is."
+        )
+    else:
+        raise Unsupported(
+            f"{where} is quantised with {method!r}, which fewbits does not read; use the original model."
+        )
+    return settings
+
+
+def _one_sentence(where: str, load: Any) -> Any:
+    """Run ``load``; what the libraries below raise becomes one sentence of ours."""
+    try:
+        return load()
+    except SafetensorError as error:
+        raise BadCheckpoint(
+            f"{where} has a truncated or corrupt safetensors file ({error}); download it again."
+        ) from error
+    except OSError as error:
+        if Path(where).is_dir():
+            raise BadCheckpoint(f"{where} cannot be read ({_first_line(error)}); check its files.") from error
+        raise BadInput(
+            f"{where!r} is neither a folder here nor a model that could be had from the hub "
+            f"({_first_line(error)}); check the name, or give the path of a folder."
+        ) from error
+    except (RuntimeError, ValueError, TypeError, KeyError) as error:
+        if isinstance(error, (BadInput, BadCheckpoint, SpecMismatch, Unsupported)):
+            raise
+        raise BadCheckpoint(f"{where} could not be loaded: {_first_line(error)}") from error
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def _device_map(device_map: Any) -> Any:
+    """One GPU if there is one; without any, the names that mean "spread over GPUs" mean the CPU."""
+    if torch.cuda.is_available():
+        return {"": torch.cuda.current_device()} if device_map is None else _as_map(device_map)
+    return (
+        {"": "cpu"}
+        if device_map in (None, "auto", "sequential", "balanced", "balanced_low_0")
+        else _as_map(device_map)
+    )
+
+
+def _as_map(device_map: Any) -> Any:
+    spread = isinstance(device_map, dict) or device_map in (
+        "auto",
+        "sequential",
+        "balanced",
+        "balanced_low_0",
+    )
+    return device_map if spread else {"": device_map}
+
+
+def _dtype(dtype: Any, device_map: Any) -> Any:
+    if dtype is not None:
+        return dtype
+    places = set(device_map.values()) if isinstance(device_map, dict) else {"cuda"}
+    if places <= {"cpu"}:
+        return "auto"
+    return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+
+
+def _check_loaded(where: str, model: Any, info: Mapping[str, Any]) -> None:
+    """Nothing may be left at random values."""
+    mismatched = sorted(info["mismatched_keys"], key=str)
+    if mismatched:
+        name, found, wanted = mismatched[0]
+        raise BadCheckpoint(
+            f"{where}: {name} has shape {tuple(found)}, but config.json makes it {tuple(wanted)}; the two "
+            "files belong to different models."
+        )
+    tied = set(getattr(model, "all_tied_weights_keys", {}) or {})
+    missing = sorted(set(info["missing_keys"]) - tied)
+    if missing:
+        raise BadCheckpoint(
+            f"{where} lacks {missing[0]} ({len(missing)} tensors in all); copy or download it again."
+        )
+
+
+def _load_tokenizer(where: str, model: Any, loading: Loading) -> Any:
+    from transformers import AutoTokenizer
+
+    options = {k: v for k, v in loading.hf.items() if k in ("token", "revision", "cache_dir", "subfolder")}
+    local = loading.local_files_only or Path(where).is_dir()
+    tokenizer = _one_sentence(
+        where,
+        lambda: AutoTokenizer.from_pretrained(
+            where, local_files_only=local, trust_remote_code=loading.trust_remote_code, **options
+        ),
+    )
+    rows = model.get_input_embeddings().weight.shape[0]
+    largest = max(tokenizer.get_vocab().values(), default=0)
+    if largest >= rows and not loading.resize_model_vocab:
+        raise BadCheckpoint(
+            f"the tokenizer of {where} has token ids up to {largest:,}, but the embedding has {rows:,} "
+            f"rows; use the tokenizer that belongs to the model, or pass resize_model_vocab={largest + 1}."
+        )
+    if tokenizer.pad_token is None and tokenizer.eos_token is not None:
+        tokenizer.pad_token = tokenizer.eos_token
+        loading.notes.append(
+            f"the tokenizer has no padding token; its end-of-text token {tokenizer.eos_token!r} pads."
+        )
+    return tokenizer
+
+
+def _tokenizer_of(adapter: Path, fallback: Any) -> Any:
+    from transformers import AutoTokenizer
+
+    if not (adapter / "tokenizer_config.json").is_file():
+        return fallback
+    return AutoTokenizer.from_pretrained(str(adapter), local_files_only=True)
+
+
+def _set_length(model: Any, tokenizer: Any, max_seq_length: int | None) -> None:
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if max_seq_length is not None and positions is not None and max_seq_length > positions:
+        raise BadInput(
+            f"max_seq_length={max_seq_length} is more than the {positions} positions that the model was "
+            f"trained for; pass at most {positions}."
+        )
+    model.max_seq_length = max_seq_length or positions
+    if model.max_seq_length is not None:
+        tokenizer.model_max_length = model.max_seq_length
+
+
+def _with_methods(model: Any, inner: Any = None) -> Any:
+    """Bind ``save_pretrained_merged`` to these very instances."""
+    for target in (model, inner):
+        if target is not None:
+            target.save_pretrained_merged = MethodType(save_pretrained_merged, target)
+    return model
+
+
+def is_packed(model: Any) -> bool:
+    """True if any linear of the model is stored packed."""
+    return any(isinstance(m, QuantizedLinear) for m in model.modules())

@@ -1,0 +1,327 @@
+"""The plug-in that lets transformers' ``from_pretrained`` read, make and write packed models.
+
+Three kinds of checkpoint come in:
+
+* plain (fp32, bf16, ...): each linear that the recipe names is quantised the moment its weight is read, and
+  only the packed parts stay. One full-precision tensor exists at a time.
+* fewbits: packed parts are read as they were written.
+* bitsandbytes 4-bit: its serialised tensors become the same codes and scales in our layout; bitsandbytes is
+  not needed.
+
+Importing this module changes nothing; `register`, or constructing a `FewbitsConfig`, tells transformers the
+method's name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.core_model_loading import ConversionOps, WeightConverter
+from transformers.quantizers.auto import (
+    AUTO_QUANTIZATION_CONFIG_MAPPING,
+    AUTO_QUANTIZER_MAPPING,
+    register_quantization_config,
+    register_quantizer,
+)
+from transformers.quantizers.base import HfQuantizer
+
+from fewbits.errors import BadCheckpoint, SpecMismatch, Unsupported
+from fewbits.formats.base import Packed
+from fewbits.formats.bitsandbytes import from_bitsandbytes
+from fewbits.models.checkpoint import BITSANDBYTES_MARK, read_headers, whole_folder
+from fewbits.models.convert import convert, describe, linears_to_replace
+from fewbits.models.families import SPECS
+from fewbits.models.hf_config import METHOD as METHOD
+from fewbits.models.hf_config import FewbitsConfig as FewbitsConfig
+from fewbits.models.packed import check_device, check_parts, place_empty, put, recipe_of
+from fewbits.models.receipt import Change
+from fewbits.models.spec import model_type_of
+from fewbits.nn.linear import QuantizedLinear
+from fewbits.recipes import Recipe, Rule
+
+_CODES = ".weight_codes"
+# Longest first: transformers' patterns match from the front.
+_BITSANDBYTES_PARTS = (
+    "weight.nested_absmax",
+    "weight.nested_quant_map",
+    "weight.quant_map",
+    "weight.absmax",
+    "weight.quant_state.bitsandbytes__nf4",
+    "weight.quant_state.bitsandbytes__fp4",
+    "weight",
+)
+
+
+def register() -> None:
+    """Tell transformers that `FewbitsQuantizer` reads ``quant_method: "fewbits"``; twice does no harm."""
+    if METHOD not in AUTO_QUANTIZATION_CONFIG_MAPPING:
+        register_quantization_config(METHOD)(FewbitsConfig)
+    if METHOD not in AUTO_QUANTIZER_MAPPING:
+        register_quantizer(METHOD)(FewbitsQuantizer)
+
+
+class _QuantizeWeight(ConversionOps):
+    """A weight, just read, becomes a packed layer in its linear's place."""
+
+    def __init__(self, quantizer: FewbitsQuantizer) -> None:
+        self.hf_quantizer = quantizer
+
+    def convert(  # type: ignore[override]
+        self, input_dict: dict[str, Any], *, model: nn.Module, missing_keys: set[str] | None = None, **_: Any
+    ) -> dict[str, Tensor]:
+        rest: dict[str, Tensor] = {}
+        for name in list(input_dict):
+            value = input_dict.pop(name)
+            tensor = value[0] if isinstance(value, list) else value
+            if self.hf_quantizer.param_needs_quantization(model, name):
+                self.hf_quantizer.quantize_into(model, name, tensor)
+                if missing_keys is not None:
+                    missing_keys.discard(name)
+            else:
+                rest[name] = tensor
+        return rest
+
+
+class _ReadBitsandbytes(ConversionOps):
+    """bitsandbytes' serialised tensors of one weight become a packed layer; other weights pass through."""
+
+    def __init__(self, quantizer: FewbitsQuantizer) -> None:
+        self.hf_quantizer = quantizer
+
+    def convert(  # type: ignore[override]
+        self,
+        input_dict: dict[str, Any],
+        *,
+        model: nn.Module,
+        full_layer_name: str,
+        missing_keys: set[str] | None = None,
+        **_: Any,
+    ) -> dict[str, Tensor]:
+        parts = {key: value[0] if isinstance(value, list) else value for key, value in input_dict.items()}
+        if len(parts) == 1:
+            (key,) = parts
+            wanted = model.get_parameter(full_layer_name).dtype
+            return {key: parts[key].to(wanted) if parts[key].is_floating_point() else parts[key]}
+        self.hf_quantizer.take_packed(model, full_layer_name, from_bitsandbytes(parts))
+        if missing_keys is not None:
+            missing_keys.discard(full_layer_name)
+        return {}
+
+
+class FewbitsQuantizer(HfQuantizer):
+    """transformers' hook object: says what is packed, packs it while loading, and makes saving whole."""
+
+    requires_calibration = False
+    quantization_config: FewbitsConfig
+
+    def __init__(self, quantization_config: FewbitsConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        self.rules: dict[str, Rule] = {}  # linears still to be packed, by full name
+        self.problems: list[str] = []
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe in force."""
+        return self.quantization_config.recipe
+
+    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
+        """Refuse devices on which packed weights cannot live."""
+        device_map = kwargs.get("device_map")
+        places = set(device_map.values()) if isinstance(device_map, dict) else {device_map}
+        if "disk" in places:
+            raise Unsupported(
+                "packed weights cannot be offloaded to disk; leave 'disk' out of device_map (the packed "
+                "model is small: the CPU may hold it)."
+            )
+        for place in places:
+            check_device(self.recipe, place)
+
+    def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:
+        """Bytes per value: what the packed weight will take, for device maps and allocator warm-up."""
+        if self.param_needs_quantization(model, param_name):
+            rule = self.rules[param_name.removesuffix(".weight")]
+            if rule.weight is not None:
+                return rule.weight.bits_per_value(tuple(param.shape)) / 8
+        return float(param.element_size())
+
+    def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
+        """True for the weight of a linear that is still to be packed."""
+        return param_name.endswith(".weight") and param_name.removesuffix(".weight") in self.rules
+
+    def get_quantize_ops(self) -> ConversionOps:
+        """The operation that packs a weight as it is read."""
+        return _QuantizeWeight(self)
+
+    def get_weight_conversions(self) -> list[Any]:
+        """For bitsandbytes checkpoints: gather the tensors that make up one weight."""
+        if self.quantization_config.source != "bitsandbytes":
+            return []
+        return [WeightConverter(list(_BITSANDBYTES_PARTS), "weight", [_ReadBitsandbytes(self)])]
+
+    def _process_model_before_weight_loading(
+        self, model: Any, checkpoint_files: list[str] | None = None, **kwargs: Any
+    ) -> None:
+        files = tuple(Path(f) for f in checkpoint_files or ())
+        pickles = [f for f in files if f.suffix != ".safetensors"]
+        if pickles and not self.quantization_config.allow_pickle:
+            raise BadCheckpoint(
+                f"{pickles[0]} is a pickle, which can run code while it is read; convert it to safetensors, "
+                "or pass allow_pickle=True if you trust where it comes from."
+            )
+        tensors = read_headers(files) if files and not pickles else {}
+        if self.quantization_config.source == "bitsandbytes":
+            self.rules = _packed_by_bitsandbytes(model, tensors)
+        elif self.pre_quantized:
+            place_empty(model, self._written_rules(model, tensors))
+        else:
+            self.rules = {
+                n: r for n, r in linears_to_replace(model, self.recipe).items() if r.weight is not None
+            }
+
+    def _written_rules(self, model: nn.Module, tensors: Mapping[str, Any]) -> dict[str, Rule]:
+        """The rule of each packed linear: the checkpoint's keys say which are packed, the recipe says how."""
+        names = [key.removesuffix(_CODES) for key in tensors if key.endswith(_CODES)]
+        rules = {name: self.recipe.rule_for(name) for name in names}
+        for name, rule in rules.items():
+            if rule.weight is None:
+                raise SpecMismatch(
+                    f"{name} is packed in the checkpoint, but the recipe {self.recipe.name!r} in its "
+                    "config.json gives it no weight format; restore the config.json that was saved with it."
+                )
+        if not tensors:
+            rules = {n: r for n, r in linears_to_replace(model, self.recipe).items() if r.weight is not None}
+        return rules
+
+    def quantize_into(self, model: nn.Module, param_name: str, weight: Tensor) -> None:
+        """Replace the linear that owns ``param_name`` (N, K) by a packed layer of ``weight``."""
+        name = param_name.removesuffix(".weight")
+        linear: Any = model.get_submodule(name)
+        if tuple(weight.shape) != tuple(linear.weight.shape):
+            self.problems.append(
+                f"{param_name} has shape {tuple(weight.shape)} in the checkpoint, but config.json makes it "
+                f"{tuple(linear.weight.shape)}"
+            )
+            return
+        rule = self.rules.pop(name)
+        assert rule.weight is not None
+        linear.weight = nn.Parameter(weight, requires_grad=False)
+        put(model, name, QuantizedLinear.from_linear(linear, rule))
+
+    def take_packed(self, model: nn.Module, param_name: str, packed: Packed) -> None:
+        """Replace the linear that owns ``param_name`` by a layer that holds ``packed``."""
+        name = param_name.removesuffix(".weight")
+        linear: Any = model.get_submodule(name)
+        if tuple(packed.shape) != tuple(linear.weight.shape):
+            self.problems.append(
+                f"{param_name} has shape {tuple(packed.shape)} in the checkpoint, but config.json makes it "
+                f"{tuple(linear.weight.shape)}"
+            )
+            return
+        self.rules.pop(name)
+        dtype = linear.weight.dtype
+        linear.weight = nn.Parameter(torch.empty(linear.weight.shape, dtype=dtype, device="meta"))
+        layer = QuantizedLinear.from_linear(linear, Rule(weight=packed.format))
+        layer.load_packed(packed)
+        put(model, name, layer)
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        where = model.config.name_or_path
+        if self.problems:
+            raise BadCheckpoint(f"{where}: {self.problems[0]}; the two belong to different models.")
+        if self.rules:
+            first = next(iter(self.rules))
+            raise BadCheckpoint(
+                f"{where} lacks {first}.weight ({len(self.rules)} weights in all); copy or download its "
+                "files again."
+            )
+        if self.quantization_config.source == "bitsandbytes":
+            self._become_fewbits(model)
+        check_parts(model, str(where))
+        _finish_conversion(model, self.recipe)
+        attach(model, self)
+        return model
+
+    def _become_fewbits(self, model: Any) -> None:
+        """From here on the model is an ordinary packed one: forget bitsandbytes' layout."""
+        model._weight_conversions = [c for c in model._weight_conversions if not _is_ours(c)]
+        recipe = recipe_of(model, name="bitsandbytes_4bit")
+        self.quantization_config = FewbitsConfig(recipe)
+        model.config.quantization_config = self.quantization_config
+
+    def is_serializable(self, **kwargs: Any) -> bool:
+        """Packed parts are ordinary tensors."""
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """Adapters over packed weights are what the library is for."""
+        return True
+
+    @property
+    def is_qat_trainable(self) -> bool:
+        """True if the recipe leaves weights that train: fake quantisation, or products of few bits."""
+        return self.recipe.linear.weight is None
+
+
+def _packed_by_bitsandbytes(model: nn.Module, tensors: Mapping[str, Any]) -> dict[str, Rule]:
+    names = {key.partition(f".weight{BITSANDBYTES_MARK}")[0] for key in tensors if BITSANDBYTES_MARK in key}
+    known = dict(model.named_modules())
+    foreign = sorted(names - set(known))
+    if foreign:
+        raise SpecMismatch(
+            f"the checkpoint holds {foreign[0]}, which the model that config.json describes lacks."
+        )
+    return dict.fromkeys(sorted(names), Rule())
+
+
+def _finish_conversion(model: Any, recipe: Recipe) -> None:
+    """What is done to loaded weights: norms, products of few bits, fake quantisation; one receipt for all."""
+    if (
+        model_type_of(model) not in SPECS
+    ):  # a bitsandbytes checkpoint of another family: its linears are all there is
+        return
+    receipt = convert(model, recipe)
+    packed = {n: m for n, m in model.named_modules() if isinstance(m, QuantizedLinear)}
+    receipt.left = [left for left in receipt.left if left.name not in packed]
+    receipt.changes[:0] = [_loaded(name, layer) for name, layer in packed.items()]
+
+
+def _is_ours(conversion: Any) -> bool:
+    return any(isinstance(op, _ReadBitsandbytes) for op in getattr(conversion, "operations", ()))
+
+
+def _loaded(name: str, layer: QuantizedLinear) -> Change:
+    bias = 0 if layer.bias is None else layer.bias.nbytes
+    plain = layer.in_features * layer.out_features * layer.dtype.itemsize
+    return Change(name, "Linear", describe(layer), plain + bias, layer.packed.nbytes + bias)
+
+
+def attach(model: Any, quantizer: FewbitsQuantizer) -> None:
+    """Make transformers know a packed model as quantised, and its ``save_pretrained`` whole or nothing."""
+    model.hf_quantizer = quantizer
+    model.is_quantized = True
+    model.quantization_method = METHOD
+    model.config.quantization_config = quantizer.quantization_config
+    model.save_pretrained = MethodType(_save_pretrained, model)
+
+
+def attach_recipe(model: Any, recipe: Recipe) -> None:
+    """`attach` for a model that was packed in memory, by `convert` for one."""
+    attach(model, FewbitsQuantizer(FewbitsConfig(recipe), pre_quantized=True))
+
+
+def _save_pretrained(
+    self: Any, save_directory: str | Path, is_main_process: bool = True, **kwargs: Any
+) -> None:
+    """``save_pretrained`` of the model's class, into a folder that appears whole or not at all."""
+    if not is_main_process:
+        return
+    if kwargs.get("push_to_hub"):
+        kwargs.setdefault("repo_id", Path(save_directory).name)
+    with whole_folder(save_directory) as temporary:
+        type(self).save_pretrained(self, temporary, **kwargs)

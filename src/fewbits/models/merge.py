@@ -1,0 +1,428 @@
+"""Write an adapter and its base as one ordinary model: 16-bit or packed, checked before it is called done.
+
+``W_merged = W + scaling * B @ A``, summed in float32 tensor by tensor, then rounded once to the 16-bit
+dtype. W is the original checkpoint's weight where that is still on disk (so the error of the 4-bit base
+does not enter), read shard by shard; otherwise the dequantised weight. The receipt says which.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import shutil
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from fewbits.errors import BadCheckpoint, BadInput, FewbitsError, Unsupported
+from fewbits.models.branches import branches_of, effective_state, plain_name, same_storage, was_changed
+from fewbits.models.checkpoint import INDEX, WEIGHTS, Checkpoint, inspect_folder, whole_folder
+from fewbits.models.hf_quantizer import FewbitsConfig
+from fewbits.models.packed import recipe_of
+from fewbits.nn.linear import QuantizedLinear
+
+SAVE_METHODS = ("merged_16bit", "merged_4bit", "lora")
+_SHARD_BYTES = 5_000_000_000
+_FLOAT32_CHECK_VALUES = (
+    2**28
+)  # smaller models are compared in float32, where only the weights' rounding remains
+_TOKENIZER_FILES = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "chat_template*",
+    "vocab.*",
+    "merges.txt",
+    "added_tokens.json",
+)
+# Names that Unsloth's method takes; these choose nothing here.
+_IGNORED = {
+    "token",
+    "is_main_process",
+    "safe_serialization",
+    "temporary_location",
+    "maximum_memory_usage",
+    "tags",
+}
+
+
+@dataclass(frozen=True)
+class MergeReceipt:
+    """What was written, from what, and how far the reloaded model's logits are from the expected ones."""
+
+    folder: Path
+    method: str
+    weights_from: str
+    num_merged: int
+    logits_error: float
+    tolerance: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.folder}: {self.method}, {self.num_merged} adapted linears merged into "
+            f"{self.weights_from}; reloaded logits differ by {self.logits_error:.2e} (allowed "
+            f"{self.tolerance:.2e}), relative."
+        )
+
+
+def save_pretrained_merged(
+    model: Any,
+    save_directory: str | Path,
+    tokenizer: Any = None,
+    save_method: str = "merged_16bit",
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_size: int | str = _SHARD_BYTES,
+    **options: Any,
+) -> MergeReceipt | None:
+    """Save base and adapter as one model, whole or not at all.
+
+    Args:
+        model: a PeftModel over a model of ours (or of transformers), or the model inside it.
+        save_directory: the folder to write.
+        tokenizer: saved beside the weights; None copies the original's files where they exist.
+        save_method: "merged_16bit", "merged_4bit" (packed again, by the model's own recipe) or "lora"
+            (adapter only).
+        dtype: of the 16-bit weights; None is float16 for a float16 model and bfloat16 for any other.
+        max_shard_size: bytes of one file, where the original's shards do not decide it.
+        options: names that Unsloth's method takes; ``push_to_hub`` is refused, the rest choose nothing here.
+
+    Returns:
+        What was done; None for "lora".
+
+    Raises:
+        BadInput, Unsupported: an unknown method or option, an adapter that is not a sum of low-rank products.
+        BadCheckpoint: the reloaded model's logits are not the expected ones; nothing was written.
+    """
+    method = {"merged_16bits": "merged_16bit", "merged_4bit_forced": "merged_4bit"}.get(
+        save_method, save_method
+    )
+    _check_options(method, options)
+    if method == "lora":
+        _save_adapter(model, save_directory, tokenizer)
+        return None
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    merger = _Merger(base, dtype or (torch.float16 if base.dtype == torch.float16 else torch.bfloat16))
+    if method == "merged_16bit":
+        with whole_folder(save_directory) as folder:
+            error, tolerance = merger.write(folder, tokenizer, _as_bytes(max_shard_size))
+        return merger.receipt(save_directory, method, error, tolerance)
+    with whole_folder(Path(save_directory)) as folder:
+        error, tolerance = merger.write(folder / "16bit", tokenizer, _as_bytes(max_shard_size))
+        _pack(base, folder / "16bit", folder)
+        shutil.rmtree(folder / "16bit")
+    return merger.receipt(save_directory, method, error, tolerance)
+
+
+def _check_options(method: str, options: dict[str, Any]) -> None:
+    if method not in SAVE_METHODS:
+        raise BadInput(f"save_method is {method!r}; it is one of {', '.join(SAVE_METHODS)}.")
+    if options.pop("push_to_hub", False):
+        raise Unsupported(
+            "save_pretrained_merged writes to a folder only; upload that folder with `hf upload`."
+        )
+    unknown = sorted(set(options) - _IGNORED - {k for k, v in options.items() if v is None})
+    if unknown:
+        raise BadInput(f"save_pretrained_merged knows no option {', '.join(unknown)}; leave it out.")
+
+
+def _save_adapter(model: Any, save_directory: str | Path, tokenizer: Any) -> None:
+    if not hasattr(model, "peft_config"):
+        raise BadInput("save_method='lora' needs the PeftModel; call it on what get_peft_model returned.")
+    with whole_folder(save_directory) as folder:
+        type(model).save_pretrained(model, folder)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+
+
+def _as_bytes(size: int | str) -> int:
+    if isinstance(size, int):
+        return size
+    units = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+    text = size.strip().upper()
+    for unit, factor in sorted(units.items(), key=lambda u: -len(u[0])):
+        if text.endswith(unit):
+            return int(float(text.removesuffix(unit)) * factor)
+    raise BadInput(f"max_shard_size is {size!r}; write bytes as a number, or a size such as '5GB'.")
+
+
+class _Merger:
+    """One merge: finds the branches and the source, writes, reloads, compares."""
+
+    def __init__(self, base: Any, dtype: torch.dtype) -> None:
+        self.base, self.dtype = base, dtype
+        self.branches = branches_of(base)
+        self.packed: dict[str, QuantizedLinear] = {}
+        self.live: dict[str, Tensor] = {}
+        self._look_at_model()
+        self.original, self.reason = _original_of(base)
+        if self.original is not None:
+            absent = [f"{n}.weight" for n in self.branches if f"{n}.weight" not in self._originals()]
+            if absent:
+                self.original, self.reason = None, f"the original checkpoint has no {absent[0]}"
+
+    @property
+    def weights_from(self) -> str:
+        """Where W comes from, in words."""
+        if self.original is not None:
+            return f"the original weights of {self.original.folder}"
+        kind = "the dequantised weights" if self.packed else "the model's own weights"
+        return f"{kind} ({self.reason})"
+
+    def receipt(self, folder: str | Path, method: str, error: float, tolerance: float) -> MergeReceipt:
+        """The receipt of a finished merge."""
+        return MergeReceipt(Path(folder), method, self.weights_from, len(self.branches), error, tolerance)
+
+    def _look_at_model(self) -> None:
+        for name, module in self.base.named_modules():
+            if isinstance(module, QuantizedLinear):
+                self.packed[plain_name(name)] = module
+        skip = {f"{n}.weight_{part}" for n, m in self.packed.items() for part in m.part_names}
+        for name, tensor in effective_state(self.base):
+            if name not in skip:
+                self.live[name] = tensor
+
+    def _originals(self) -> dict[str, str]:
+        """Model names to the original checkpoint's, which may omit or add the base model's prefix."""
+        assert self.original is not None
+        prefix = f"{self.base.base_model_prefix}."
+        known = set(self.live) | {f"{n}.weight" for n in self.packed} | {f"{n}.weight" for n in self.branches}
+        found = {}
+        for key in self.original.tensors:
+            names = (key, prefix + key, key.removeprefix(prefix))
+            found[next((n for n in names if n in known), key)] = key
+        return found
+
+    def write(self, folder: Path, tokenizer: Any, shard_bytes: int) -> tuple[float, float]:
+        """Write everything into ``folder``, reload it, and compare.
+
+        Returns:
+            The relative error of the logits, and what is allowed.
+        """
+        folder.mkdir(exist_ok=True)
+        shards = self._from_original() if self.original is not None else self._from_model(shard_bytes)
+        weight_map: dict[str, str] = {}
+        total = 0
+        for file_name, tensors in shards:
+            save_file(tensors, folder / file_name, metadata={"format": "pt"})
+            _compare_file(folder / file_name, tensors)
+            weight_map.update(dict.fromkeys(tensors, file_name))
+            total += sum(t.nbytes for t in tensors.values())
+        if set(weight_map.values()) != {WEIGHTS}:
+            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+            (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        self._write_config(folder, weight_map)
+        self._write_tokenizer(folder, tokenizer)
+        return self._check(folder)
+
+    def _from_original(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
+        assert self.original is not None
+        names = {key: name for name, key in self._originals().items()}
+        seen: set[str] = set()
+        extra = self._absent_from(set(names.values()))
+        for number, file in enumerate(self.original.files):
+            tensors = {}
+            with safe_open(file, framework="pt") as stream:
+                for key in stream.keys():  # noqa: SIM118 (safe_open is no mapping)
+                    tensors[key] = self._merged(names[key], stream.get_tensor(key))
+                    seen.add(names[key])
+            if number == len(self.original.files) - 1:
+                tensors.update({n: self._as_saved(t) for n, t in extra.items()})
+            yield file.name, tensors
+
+    def _absent_from(self, names: set[str]) -> dict[str, Tensor]:
+        """Live tensors that the original lacks and that are not another name of one it has."""
+        tied = dict(getattr(self.base, "all_tied_weights_keys", {}) or {})
+        absent = {}
+        for name, tensor in self.live.items():
+            source = tied.get(name)
+            same = source in self.live and same_storage(self.live[source], tensor)
+            if name not in names and not same and name in dict(self.base.named_parameters()):
+                absent[name] = tensor
+        return absent
+
+    def _merged(self, name: str, weight: Tensor) -> Tensor:
+        """What the tensor ``name`` of the original becomes."""
+        module = name.removesuffix(".weight")
+        if module in self.branches and name.endswith(".weight"):
+            return (weight.float() + self.branches[module].delta()).to(self.dtype)
+        live = self.live.get(name)
+        if live is not None and live.device.type != "meta" and was_changed(live, weight):
+            return self._as_saved(live)
+        return self._as_saved(weight)
+
+    def _as_saved(self, tensor: Tensor) -> Tensor:
+        tensor = tensor.detach().to("cpu", self.dtype if tensor.is_floating_point() else tensor.dtype)
+        return tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor.contiguous()
+
+    def _from_model(self, shard_bytes: int) -> Iterator[tuple[str, dict[str, Tensor]]]:
+        tied = set(getattr(self.base, "all_tied_weights_keys", {}) or {})
+        names = [n for n in self.live if n not in tied or not _is_alias(self.base, self.live, n)]
+        names = sorted({*names, *(f"{n}.weight" for n in self.packed)})
+        groups = _split(names, self._size_of, shard_bytes)
+        for number, group in enumerate(groups, 1):
+            file_name = (
+                WEIGHTS if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+            )
+            yield file_name, {name: self._from_live(name) for name in group}
+
+    def _size_of(self, name: str) -> int:
+        layer = self.packed.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
+        count = layer.in_features * layer.out_features if layer is not None else self.live[name].numel()
+        return count * self.dtype.itemsize
+
+    def _from_live(self, name: str) -> Tensor:
+        module = name.removesuffix(".weight") if name.endswith(".weight") else ""
+        weight = self.packed[module].dequantize(torch.float32) if module in self.packed else self.live[name]
+        if module in self.branches:
+            weight = weight.detach().float() + self.branches[module].delta(weight.device)
+        return self._as_saved(weight)
+
+    def _write_config(self, folder: Path, names: Iterable[str]) -> None:
+        config = copy.deepcopy(self.base.config)
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
+        config.dtype = self.dtype
+        config.architectures = [type(self.base).__name__]
+        if "lm_head.weight" in set(names) and config.tie_word_embeddings and self._head_was_trained():
+            config.tie_word_embeddings = False
+        config.save_pretrained(folder)
+        if getattr(self.base, "generation_config", None) is not None:
+            self.base.generation_config.save_pretrained(folder)
+
+    def _head_was_trained(self) -> bool:
+        head, embedding = self.live.get("lm_head.weight"), self.live.get("model.embed_tokens.weight")
+        return head is not None and embedding is not None and not same_storage(head, embedding)
+
+    def _write_tokenizer(self, folder: Path, tokenizer: Any) -> None:
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+        elif self.original is not None:
+            for pattern in _TOKENIZER_FILES:
+                for file in self.original.folder.glob(pattern):
+                    shutil.copyfile(file, folder / file.name)
+
+    def _check(self, folder: Path) -> tuple[float, float]:
+        """Reload what was written; compare its logits on a fixed batch with base plus branches."""
+        vocab_size = self.base.config.get_text_config().vocab_size
+        ids = (torch.arange(32) * 7919 + 13).remainder(vocab_size).view(2, 16)
+        count = sum(p.numel() for p in self.live.values()) + sum(
+            m.in_features * m.out_features for m in self.packed.values()
+        )
+        dtype = torch.float32 if count < _FLOAT32_CHECK_VALUES else self.dtype
+        expected = self._expected(ids, dtype)
+        merged = type(self.base).from_pretrained(folder, dtype=dtype, local_files_only=True).eval()
+        with torch.no_grad():
+            logits = merged(input_ids=ids).logits.float()
+        error = ((logits - expected).norm() / expected.norm().clamp_min(1e-30)).item()
+        # Every linear's weight was rounded once, 2**-8 of its value at most; independent errors add in
+        # quadrature.
+        num_linears = sum(isinstance(m, nn.Linear) for m in merged.modules())
+        tolerance = 2.0**-8 * math.sqrt(num_linears)
+        if not error <= tolerance:
+            raise BadCheckpoint(
+                f"the merged model's logits differ from base plus adapter by {error:.2e} relative, "
+                f"{tolerance:.2e} is what rounding explains; nothing was written, keep the adapter and "
+                "report this."
+            )
+        return error, tolerance
+
+    @torch.no_grad()
+    def _expected(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """Logits of base plus branches: the model itself, or the original with the branches beside it."""
+        logits: Tensor
+        if self.original is None:
+            training = self.base.training
+            logits = self.base.eval()(input_ids=ids.to(self.base.device)).logits
+            self.base.train(training)
+            return logits.float().cpu()
+        source = self.original.folder
+        model = type(self.base).from_pretrained(source, dtype=dtype, local_files_only=True).eval()
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        for name, live in self.live.items():
+            adapted = name.removesuffix(".weight") in self.branches
+            if name in parameters and not adapted and was_changed(live, parameters[name]):
+                module, _, leaf = name.rpartition(".")
+                setattr(model.get_submodule(module), leaf, nn.Parameter(live.detach().to("cpu", dtype)))
+        for name, branch in self.branches.items():
+            model.get_submodule(name).register_forward_hook(
+                lambda module, args, output, branch=branch: output + branch.apply(args[0])
+            )
+        logits = model(input_ids=ids).logits
+        return logits.float()
+
+
+def _is_alias(base: Any, live: dict[str, Tensor], name: str) -> bool:
+    source = base.all_tied_weights_keys.get(name)
+    return source in live and same_storage(live[source], live[name])
+
+
+def _split(names: list[str], size_of: Any, limit: int) -> list[list[str]]:
+    groups: list[list[str]] = [[]]
+    room = limit
+    for name in names:
+        size = size_of(name)
+        if groups[-1] and size > room:
+            groups.append([])
+            room = limit
+        groups[-1].append(name)
+        room -= size
+    return groups
+
+
+def _compare_file(file: Path, tensors: dict[str, Tensor]) -> None:
+    with safe_open(file, framework="pt") as stream:
+        for name, tensor in tensors.items():
+            if not torch.equal(stream.get_tensor(name), tensor) and not tensor.isnan().any():
+                raise BadCheckpoint(f"{name} reads back from {file} as other numbers; check the disk.")
+
+
+def _original_of(base: Any) -> tuple[Checkpoint | None, str]:
+    """The unquantised checkpoint that the model was loaded from, or None and the reason."""
+    where = str(getattr(base.config, "name_or_path", "") or "")
+    if not where:
+        return None, "the model was not loaded from a folder"
+    folder = Path(where)
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+        try:
+            folder = Path(snapshot_download(where, local_files_only=True))
+        except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError):
+            return None, f"the original {where} is gone"
+    try:
+        checkpoint = inspect_folder(folder, remote_code=True)
+    except FewbitsError as error:
+        return None, str(error)
+    if checkpoint.quant_method is not None:
+        return None, f"{folder} is itself quantised"
+    return checkpoint, ""
+
+
+def _pack(base: Any, source: Path, target: Path) -> None:
+    """Load the merged 16-bit model in the base's own recipe and save it packed."""
+    recipe = (
+        recipe_of(base, name="merged_4bit")
+        if any(isinstance(m, QuantizedLinear) for m in base.modules())
+        else None
+    )
+    config = getattr(base.config, "quantization_config", None)
+    if isinstance(config, FewbitsConfig):
+        recipe = config.recipe
+    packed = type(base).from_pretrained(
+        source,
+        quantization_config=FewbitsConfig(recipe or "qlora_nf4"),
+        dtype=base.dtype,
+        local_files_only=True,
+    )
+    type(packed).save_pretrained(packed, target)
+    for pattern in _TOKENIZER_FILES:
+        for file in source.glob(pattern):
+            shutil.copyfile(file, target / file.name)

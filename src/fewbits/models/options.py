@@ -1,0 +1,103 @@
+"""The options of Unsloth's calls, sorted into honoured, noted and refused; none is dropped in silence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from fewbits.errors import BadInput, Unsupported
+
+# Passed on to transformers as they are.
+_TO_TRANSFORMERS = {
+    "token",
+    "revision",
+    "cache_dir",
+    "attn_implementation",
+    "max_memory",
+    "subfolder",
+    "variant",
+}
+# Names of Unsloth's that choose nothing here, with the reason that the note gives.
+_CHOOSES_NOTHING = {
+    "fix_tokenizer": "tokenizers are used as they are",
+    "use_exact_model_name": "names are always exact",
+    "max_lora_rank": "it concerns vLLM",
+    "gpu_memory_utilization": "it concerns vLLM",
+    "disable_log_stats": "it concerns vLLM",
+    "random_state": "loading draws no random numbers",
+    "float32_mixed_precision": "the Trainer's bf16/fp16 options decide the precision of training",
+}
+# Names of Unsloth's that would change the result: refused unless off.
+_REFUSED = {
+    "fast_inference": "it needs vLLM, which fewbits does not use",
+    "float8_kv_cache": "the cache stays in the model's dtype",
+    "load_in_fp8": "pass recipe='float8_full' for products in FP8",
+    "qat_scheme": "pass recipe='int4_qat' for quantisation-aware training",
+    "rope_scaling": "the positions of config.json are used; set rope parameters there",
+    "offload_embedding": "name the embedding's device in device_map",
+    "unsloth_tiled_mlp": "the model's own MLP is used",
+    "layers_pattern": "name layers with layers_to_transform, or target_modules as a regular expression",
+    "loftq_config": "it changes the packed weights",
+    "ensure_weight_tying": "tied weights stay tied",
+}
+PEFT_CHOOSES_NOTHING = {
+    "max_seq_length": "from_pretrained has set it",
+    "temporary_location": "nothing is swapped to disk",
+    "task_type": "it is CAUSAL_LM",
+}
+PEFT_FIELDS = {
+    "layers_to_transform",
+    "modules_to_save",
+    "init_lora_weights",
+    "rank_pattern",
+    "alpha_pattern",
+    "use_dora",
+}
+
+
+@dataclass
+class Loading:
+    """The options of one from_pretrained call, sorted."""
+
+    notes: list[str] = field(default_factory=list)
+    hf: dict[str, Any] = field(default_factory=dict)
+    allow_pickle: bool = False
+    trust_remote_code: bool = False
+    local_files_only: bool = False
+    device_map: Any = None
+    use_gradient_checkpointing: Any = "unsloth"
+    resize_model_vocab: int | None = None
+    base_model: str | None = None
+    is_trainable: bool = True
+
+
+def sort_options(options: Mapping[str, Any]) -> Loading:
+    """Sort the keyword arguments of one from_pretrained call.
+
+    Raises:
+        BadInput, Unsupported: an unknown name, or one that cannot be honoured.
+    """
+    rest = dict(options)
+    loading = Loading()
+    for name in _TO_TRANSFORMERS & set(rest):
+        loading.hf[name] = rest.pop(name)
+    for name in ("allow_pickle", "trust_remote_code", "local_files_only", "is_trainable"):
+        setattr(loading, name, bool(rest.pop(name, getattr(loading, name))))
+    for name in ("device_map", "use_gradient_checkpointing", "resize_model_vocab", "base_model"):
+        setattr(loading, name, rest.pop(name, getattr(loading, name)))
+    if rest.pop("load_in_16bit", False):
+        loading.hf["load_in_16bit"] = True
+    note_or_refuse(rest, loading.notes, "from_pretrained", _CHOOSES_NOTHING)
+    return loading
+
+
+def note_or_refuse(options: dict[str, Any], notes: list[str], where: str, nothing: Mapping[str, str]) -> None:
+    """Note what chooses nothing, refuse what would change the result, and what nobody knows."""
+    for name, value in options.items():
+        if name in nothing:
+            notes.append(f"{where}: {name}={value!r} chooses nothing here: {nothing[name]}.")
+        elif name not in _REFUSED:
+            raise BadInput(f"{where} knows no option {name!r}; leave it out.")
+        elif value not in (None, False, {}, 0):
+            raise Unsupported(f"{where} cannot honour {name}={value!r}: {_REFUSED[name]}; leave it out.")
