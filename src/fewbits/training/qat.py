@@ -1,0 +1,70 @@
+"""Quantisation-aware training: prepare, train, pack.
+
+`prepare_qat` makes the linears compute with rounded weights (and inputs) while their weights stay trainable;
+`convert_qat` then packs the weights. The packed model's forward pass equals the trained one's bit for bit, because
+both decode the same codes and multiply in the same order.
+
+The gradient passes the rounding straight through and is not clipped: scales are taken from the values themselves in
+every step, so nothing ever lies outside of the representable range (`fewbits.nn.fake_quantize`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from fewbits.errors import Unsupported
+from fewbits.models.adapters import get_peft_model
+from fewbits.models.convert import convert, record_change
+from fewbits.models.receipt import Receipt
+from fewbits.nn.fake_quantize import FakeQuantizedLinear
+from fewbits.nn.linear import QuantizedLinear
+from fewbits.recipes.recipe import Recipe, Rule
+
+
+def prepare_qat(model: nn.Module, recipe: Recipe, *, fuse_norms: bool = True) -> Any:
+    """Fake-quantise a model as ``recipe.qat`` says, and add ``recipe.lora`` if there is one.
+
+    With LoRA the effective weight is rounded as a whole, ``Q(W + s B A)``, and only the adapters train.
+
+    Args:
+        model: a Hugging Face model of a known family; changed in place.
+        recipe: a recipe with ``qat``.
+        fuse_norms: replace the RMSNorms by the library's own.
+
+    Returns:
+        The model, or the PeftModel around it; `fewbits.explain` gives the receipt.
+
+    Raises:
+        Unsupported: the recipe has no ``qat``.
+    """
+    if recipe.qat is None:
+        raise Unsupported(f"recipe {recipe.name!r} has no qat; use int4_qat or nf4_qat, or set Recipe.qat.")
+    convert(model, recipe, fuse_norms=fuse_norms)
+    return model if recipe.lora is None else get_peft_model(model, recipe.lora)
+
+
+def convert_qat(model: Any) -> tuple[Any, Receipt]:
+    """Pack the weights of a model that was trained under `prepare_qat`; in place.
+
+    Adapters are merged first, which changes no effective weight.
+
+    Returns:
+        The packed model (for a PeftModel its base model) and the receipt.
+
+    Raises:
+        Unsupported: nothing in the model is fake-quantised.
+    """
+    fake = [name for name, module in model.named_modules() if isinstance(module, FakeQuantizedLinear)]
+    if not fake:
+        raise Unsupported("nothing in this model is fake-quantised; call prepare_qat before training.")
+    if hasattr(model, "merge_and_unload"):
+        model = model.merge_and_unload()
+        fake = [name for name, module in model.named_modules() if isinstance(module, FakeQuantizedLinear)]
+    receipt = Receipt("packed after quantisation-aware training")
+    for name in fake:
+        linear = model.get_submodule(name)
+        rule = Rule(weight=linear.weight_format, activation=linear.activation_format)
+        record_change(model, name, QuantizedLinear.from_linear(linear, rule), receipt)
+    return model, receipt
