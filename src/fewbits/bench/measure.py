@@ -1,0 +1,144 @@
+"""How it is timed: one protocol for every variant of a case.
+
+1. Each variant is first compared with float64; one that fails is not timed.
+2. Warm-up: compilation, handles and caches stay out of the numbers.
+3. The device works on a backlog: the host queues a whole batch behind a sleep, so launch cost is hidden as
+   it is in training, and events on the device's own clock stand around each run.
+4. Before each run a buffer larger than the L2 cache is read, so that operands come from memory. (Read, not
+   written: lines that a write leaves behind would be written back during the run.)
+5. Variants take turns, so that a change of the card's clocks falls on all of them.
+6. The median stands for the variant; the 20 % and 80 % quantiles show the spread.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from fewbits.bench.problem import Problem, Variant
+
+_FLUSH_BYTES = 256 * 2**20
+_CYCLES_PER_SECOND = 2e9  # about what an SM runs at; only the length of a sleep depends on it
+_COPY_BYTES = 4 * 2**30
+
+
+class Quantiles(NamedTuple):
+    """Microseconds."""
+
+    p20: float
+    p50: float
+    p80: float
+
+
+class Timer(Protocol):
+    """Times one variant some number of times."""
+
+    def __call__(self, variant: Variant, repeats: int) -> list[float]:
+        """Microseconds of each run."""
+
+
+def relative_error(out: Tensor, exact: Tensor) -> float:
+    """``|out - exact| / |exact|`` in the Frobenius norm; infinite for a NaN or another shape."""
+    if out.shape != exact.shape:
+        return math.inf
+    exact = exact.double()
+    error = float((out.double() - exact).norm() / exact.norm().clamp_min(1e-300))
+    return error if math.isfinite(error) else math.inf
+
+
+def worst_errors(problem: Problem) -> dict[str, float]:
+    """The largest `relative_error` over the outputs of every variant."""
+    exact = problem.exact()
+    return {
+        name: max(relative_error(out, want) for out, want in zip(prepare()(), exact, strict=True))
+        for name, prepare in problem.variants.items()
+    }
+
+
+def measure(
+    variants: Mapping[str, Variant], timer: Timer, *, rounds: int = 10, repeats: int = 10
+) -> dict[str, Quantiles]:
+    """``rounds * repeats`` runs of every variant, taking turns."""
+    times: dict[str, list[float]] = {name: [] for name in variants}
+    for variant in variants.values():
+        timer(variant, 3)
+    for _ in range(rounds):
+        for name, variant in variants.items():
+            times[name] += timer(variant, repeats)
+    return {name: quantiles(samples) for name, samples in times.items()}
+
+
+def quantiles(samples: Sequence[float]) -> Quantiles:
+    """The 20 %, 50 % and 80 % quantiles."""
+    probabilities = torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)
+    p20, p50, p80 = torch.tensor(samples, dtype=torch.float64).quantile(probabilities).tolist()
+    return Quantiles(p20, p50, p80)
+
+
+class HostTimer:
+    """The host's clock, for a CPU; nothing is flushed."""
+
+    def __call__(self, variant: Variant, repeats: int) -> list[float]:
+        """Microseconds of each run."""
+        times = []
+        for _ in range(repeats):
+            run = variant()
+            start = time.perf_counter()
+            run()
+            times.append((time.perf_counter() - start) * 1e6)
+        return times
+
+
+@dataclass
+class CudaTimer:
+    """Events around a backlog with a cold L2 cache; see the top of this file."""
+
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        self._flush = torch.ones(_FLUSH_BYTES // 4, device=self.device)
+
+    def __call__(self, variant: Variant, repeats: int) -> list[float]:
+        """Microseconds of each run."""
+        sleep_s = 0.001
+        while True:
+            started = time.perf_counter()
+            times = self._batch(variant, repeats, sleep_s)
+            if times is not None:
+                return times
+            sleep_s = 2 * max(sleep_s, time.perf_counter() - started)
+
+    def _batch(self, variant: Variant, repeats: int, sleep_s: float) -> list[float] | None:
+        """None if the device ran out of work before the host had queued the whole batch."""
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
+        torch.cuda.synchronize(self.device)
+        torch.cuda._sleep(int(sleep_s * _CYCLES_PER_SECOND))
+        slept = torch.cuda.Event()
+        slept.record()
+        for start, end in events:
+            run = variant()
+            self._flush.sum()
+            start.record()
+            run()
+            end.record()
+        kept_busy = not slept.query()
+        torch.cuda.synchronize(self.device)
+        return [start.elapsed_time(end) * 1e3 for start, end in events] if kept_busy else None
+
+
+def copy_bytes_per_second(device: torch.device) -> float:
+    """What a copy within the device's memory moves, read plus written: the ceiling of all that move bytes."""
+    source = torch.randn(_COPY_BYTES // 4, device=device)
+    target = torch.empty_like(source)
+
+    def run() -> Sequence[Tensor]:
+        return (target.copy_(source),)
+
+    times = measure({"copy": lambda: run}, CudaTimer(device), rounds=3, repeats=5)
+    return 2 * _COPY_BYTES / (times["copy"].p50 * 1e-6)

@@ -1,0 +1,112 @@
+"""``fewbits bench kernels``: check, time, print, and on request record."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from fewbits.bench.cases import cases
+from fewbits.bench.measure import CudaTimer, HostTimer, Timer, copy_bytes_per_second, measure, worst_errors
+from fewbits.bench.problem import Case
+from fewbits.bench.record import Row, append, conditions, rows_of
+from fewbits.device import describe, pick
+from fewbits.errors import BadInput
+
+_EXAMPLES = """examples:
+  fewbits bench kernels --op rmsnorm
+  fewbits bench kernels --record benchmarks/results.csv
+  fewbits bench kernels --device cpu --max-size 256
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options of ``fewbits bench``."""
+    made = argparse.ArgumentParser(
+        prog="fewbits bench", description="Time kernels beside their peers, after checking both.",
+        epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    made.add_argument("what", choices=["kernels"], help="what to time")
+    made.add_argument("--op", help="only this op, such as rmsnorm")
+    made.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1 (default: auto)")
+    made.add_argument("--max-size", type=int, help="cut every dimension to this, for a quick look")
+    made.add_argument("--rounds", type=int, default=10, help="turns of ten runs that each variant takes")
+    made.add_argument("--record", type=Path, metavar="CSV", help="append the rows to this file")
+    made.add_argument("--commit", help="the commit that runs, where there is no git checkout to ask")
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``fewbits bench``; returns the exit code, 1 if a result of fewbits was wrong.
+
+    Raises:
+        BadInput: an option does not fit.
+        Unsupported: the device is not there.
+    """
+    options = parser().parse_args(argv)
+    device, console = pick(options.device), Console(width=150)
+    chosen = cases(options.op, max_size=options.max_size)
+    if not chosen:
+        raise BadInput(
+            f"no case for op {options.op!r}: known are {', '.join(sorted({c.op for c in cases()}))}."
+        )
+    peak = copy_bytes_per_second(device) if device.type == "cuda" else None
+    timer: Timer = CudaTimer(device) if device.type == "cuda" else HostTimer()
+    rows: list[Row] = []
+    wrong: list[str] = []
+    for case in chosen:
+        console.print(case.name, style="dim")
+        rows += _run_case(case, device, timer, options.rounds, peak, wrong)
+    if options.record:
+        command = "fewbits bench kernels" + (f" --op {options.op}" if options.op else "")
+        append(options.record, rows, conditions(device, command=command, commit=options.commit))
+    console.print(_table(rows, describe(device).name, peak))
+    for sentence in wrong:
+        console.print(sentence, style="red")
+    return 1 if any(sentence.startswith("fewbits") for sentence in wrong) else 0
+
+
+def _run_case(
+    case: Case, device: torch.device, timer: Timer, rounds: int, peak: float | None, wrong: list[str]
+) -> list[Row]:
+    """Rows of the variants that are right; a sentence in ``wrong`` for each that is not."""
+    torch.manual_seed(0)
+    torch.compiler.reset()  # a shape of its own is compiled, not one for all shapes
+    problem = case.build(case, device)
+    errors = worst_errors(problem)
+    for name, error in errors.items():
+        if error > case.tolerance:
+            wrong.append(
+                f"{name} is wrong in {case.name}: relative error {error:.2g} > {case.tolerance:.2g}."
+            )
+    right = {name: variant for name, variant in problem.variants.items() if errors[name] <= case.tolerance}
+    return rows_of(case, measure(right, timer, rounds=rounds), peak)
+
+
+def _table(rows: list[Row], device: str, peak: float | None) -> Table:
+    """A line for each case: fewbits' time, its share of the peak, and how many times slower each peer is."""
+    title = device + (f", copy {peak / 1e12:.2f} TB/s" if peak else "")
+    table = Table(title=title, caption="peers: their time over ours; above 1 is slower", box=None)
+    for column in ("case", "shape", "us", "p20-p80", "peak", "peers"):
+        table.add_column(column, justify="right" if column in ("us", "peak") else "left", no_wrap=True)
+    by_case: dict[tuple[object, ...], list[Row]] = {}
+    for row in rows:
+        by_case.setdefault((row.op, row.part, row.format, row.M, row.N, row.K), []).append(row)
+    for same in by_case.values():
+        ours = next((row for row in same if row.variant == "fewbits"), None)
+        if ours is None:
+            continue
+        peers = "  ".join(f"{row.variant} {row.ratio:.2f}" for row in same if row is not ours)
+        table.add_row(
+            f"{ours.op}.{ours.part} {ours.format}",
+            "x".join(str(n) for n in (ours.M, ours.N, ours.K) if n),
+            f"{ours.us_p50:.1f}",
+            f"{ours.us_p20:.1f}-{ours.us_p80:.1f}",
+            "" if ours.peak_share is None else f"{ours.peak_share:.0%}",
+            peers,
+        )
+    return table
