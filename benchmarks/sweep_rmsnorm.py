@@ -22,27 +22,26 @@ def tiles(N: int) -> list[RowTile]:
     ]
 
 
-def main() -> None:
-    timer = CudaTimer(torch.device("cuda"))
-    for M, N in SHAPES:
-        x, dy = (torch.randn(M, N, device="cuda").bfloat16() for _ in range(2))
-        w = torch.ones(N, device="cuda", dtype=torch.bfloat16)
-        r = launch_fwd(x, w, 1e-5, 0.0)[1]
-        variants = {}
-        for tile in tiles(N):
-            name = f"{tile.block_m}x{tile.block_n} {tile.num_warps} warps"
-            variants[f"forward {name}"] = lambda t=tile: lambda: launch_fwd(x, w, 1e-5, 0.0, t)
-            variants[f"dx {name}"] = lambda t=tile: lambda: launch_bwd(dy, x, w, r, 0.0, False, t)
-            for programs in (1, 2, 4, 8):
-                variants[f"dx, dw {name} {programs} programs"] = lambda t=tile, p=programs: (
-                    lambda: launch_bwd(dy, x, w, r, 0.0, True, t, p)
-                )
-        times = measure(variants, timer, rounds=4, repeats=8)
-        print(f"{M}x{N}, row_tile gives {tuple(row_tile(N))}")
-        for kind in ("forward", "dx ", "dx, dw"):
-            best = sorted((t.p50, name) for name, t in times.items() if name.startswith(kind))[:4]
-            print("  " + "; ".join(f"{name}: {us:.1f} us" for us, name in best))
+def sweep(timer: CudaTimer, M: int, N: int) -> None:
+    x, dy = (torch.randn(M, N, device="cuda").bfloat16() for _ in range(2))
+    w = torch.ones(N, device="cuda", dtype=torch.bfloat16)
+    r = launch_fwd(x, w, 1e-5, 0.0)[1]
+    variants = {}
+    for tile in tiles(N):
+        name = f"{tile.block_m}x{tile.block_n} {tile.num_warps} warps"
+        variants[f"forward {name}"] = lambda t=tile: lambda: launch_fwd(x, w, 1e-5, 0.0, t)
+        variants[f"dx {name}"] = lambda t=tile: lambda: launch_bwd(dy, x, w, r, 0.0, False, t)
+        for programs in (1, 2, 4, 8):
+            variants[f"dx, dw {name} {programs} programs"] = lambda t=tile, p=programs: (
+                lambda: launch_bwd(dy, x, w, r, 0.0, True, t, p)
+            )
+    times = measure(variants, timer, rounds=4, repeats=8)
+    print(f"{M}x{N}, row_tile gives {tuple(row_tile(N))}")
+    for kind in ("forward", "dx ", "dx, dw"):
+        best = sorted((t.p50, name) for name, t in times.items() if name.startswith(kind))[:4]
+        print("  " + "; ".join(f"{name}: {us:.1f} us" for us, name in best))
 
 
 if __name__ == "__main__":
-    main()
+    for rows, values in SHAPES:
+        sweep(CudaTimer(torch.device("cuda")), rows, values)

@@ -47,12 +47,12 @@ def test_variants_take_turns() -> None:
     turns: list[str] = []
 
     def timer(variant, repeats: int) -> list[float]:
-        variant()
+        variant()()
         return [1.0] * repeats
 
-    variants = {name: lambda name=name: turns.append(name) for name in "ab"}
+    variants = {name: lambda name=name: lambda: turns.append(name) for name in "ab"}
     times = measure(variants, timer, rounds=2, repeats=5)
-    assert turns == ["a", "b"] * 3 and times["a"] == (1.0, 1.0, 1.0)
+    assert turns == ["a", "a", "b", "b", "a", "b", "a", "b"] and times["a"] == (1.0, 1.0, 1.0)
 
 
 def test_only_the_run_itself_is_timed() -> None:

@@ -22,9 +22,11 @@ import torch
 from torch import Tensor
 
 from fewbits.bench.problem import Problem, Variant
+from fewbits.errors import Unsupported
 
 _FLUSH_BYTES = 256 * 2**20
 _CYCLES_PER_SECOND = 2e9  # about what an SM runs at; only the length of a sleep depends on it
+_LONGEST_SLEEP_S = 2.0
 _COPY_BYTES = 4 * 2**30
 
 
@@ -67,6 +69,7 @@ def measure(
     """``rounds * repeats`` runs of every variant, taking turns."""
     times: dict[str, list[float]] = {name: [] for name in variants}
     for variant in variants.values():
+        variant()()  # compiles, where there is something to compile
         timer(variant, 3)
     for _ in range(rounds):
         for name, variant in variants.items():
@@ -107,12 +110,15 @@ class CudaTimer:
     def __call__(self, variant: Variant, repeats: int) -> list[float]:
         """Microseconds of each run."""
         sleep_s = 0.001
-        while True:
-            started = time.perf_counter()
+        while sleep_s < _LONGEST_SLEEP_S:
             times = self._batch(variant, repeats, sleep_s)
             if times is not None:
                 return times
-            sleep_s = 2 * max(sleep_s, time.perf_counter() - started)
+            sleep_s *= 4
+        raise Unsupported(
+            f"the host takes more than {_LONGEST_SLEEP_S} s to queue {repeats} runs, so the device's time cannot be "
+            "told from the host's: run on a machine that is less busy."
+        )
 
     def _batch(self, variant: Variant, repeats: int, sleep_s: float) -> list[float] | None:
         """None if the device ran out of work before the host had queued the whole batch."""
