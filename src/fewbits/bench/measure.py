@@ -116,8 +116,8 @@ class CudaTimer:
                 return times
             sleep_s *= 4
         raise Unsupported(
-            f"the host takes more than {_LONGEST_SLEEP_S} s to queue {repeats} runs, so the device's time cannot be "
-            "told from the host's: run on a machine that is less busy."
+            f"the host takes more than {_LONGEST_SLEEP_S} s to queue {repeats} runs, so the device would "
+            "wait: measure on a machine that is less busy."
         )
 
     def _batch(self, variant: Variant, repeats: int, sleep_s: float) -> list[float] | None:

@@ -1,0 +1,185 @@
+"""The rules of the house: who imports whom, sizes, what no file does, the parts of a kernel file."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCE = ROOT / "src" / "fewbits"
+FILES = sorted(SOURCE.rglob("*.py"))
+KERNEL_FILES = sorted(f for f in (SOURCE / "kernels").glob("*.py") if not f.name.startswith("_"))
+MAX_LINES = 500
+MAX_FUNCTION_LINES, MAX_KERNEL_LINES = 80, 150
+
+_MODELS = {"formats", "recipes", "kernels", "nn", "models"}
+MAY_IMPORT = {
+    "errors": set(),
+    "device": set(),
+    "formats": set(),
+    "kernels": {"formats"},
+    "recipes": {"formats"},
+    "nn": {"formats", "kernels"},
+    "models": {"formats", "recipes", "kernels", "nn"},
+    "inference": _MODELS,
+    "training": {*_MODELS, "inference"},
+    "bench": {"formats", "kernels", "nn", "models", "training"},
+    "demo": {*_MODELS, "inference", "training"},
+    "cli": {*_MODELS, "inference", "training", "bench", "demo"},
+}
+EVERYONE_MAY_IMPORT = {"errors", "device", "__version__"}
+# Kernel files whose op has another public name than the file.
+PUBLIC_NAME = {"matmul_packed": "packed_linear", "matmul_operands": "operand_linear"}
+
+ids = {"ids": lambda f: str(f.relative_to(SOURCE)) if isinstance(f, Path) else None}
+
+
+def room(path: Path) -> str:
+    """The folder or file under src/fewbits that ``path`` belongs to."""
+    return path.relative_to(SOURCE).parts[0].removesuffix(".py")
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+def imported_modules(path: Path) -> Iterator[str]:
+    """Every fewbits module that a file imports, at its top or inside a function."""
+    for node in ast.walk(tree(path)):
+        if (
+            isinstance(node, ast.ImportFrom)
+            and node.level == 0
+            and (node.module or "").split(".")[0] == "fewbits"
+        ):
+            if node.module == "fewbits":
+                yield from (f"fewbits.{alias.name}" for alias in node.names)
+            else:
+                yield str(node.module)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.startswith("fewbits."))
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "fewbits":
+            yield f"fewbits.{node.attr}"
+
+
+def called_name(node: ast.Call) -> str:
+    return ast.unparse(node.func)
+
+
+def is_triton_kernel(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    return any(ast.unparse(d).split("(")[0] in ("jit", "triton.jit") for d in node.decorator_list)
+
+
+def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    for node in ast.walk(tree(path)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield node
+
+
+@pytest.mark.parametrize("path", [f for f in FILES if f.parent != SOURCE or f.stem in MAY_IMPORT], **ids)
+def test_imports_point_down(path: Path) -> None:
+    here = room(path)
+    allowed = MAY_IMPORT[here] | EVERYONE_MAY_IMPORT | {here}
+    for module in imported_modules(path):
+        assert module.split(".")[1] in allowed, f"{here} may import {sorted(allowed)}, not {module}"
+
+
+def test_no_import_cycle() -> None:
+    """Also between files of one room, and counting the imports inside functions."""
+    graph: dict[str, set[str]] = {}
+    names = {
+        ".".join(f.relative_to(SOURCE.parent).with_suffix("").parts).removesuffix(".__init__"): f
+        for f in FILES
+    }
+    for name, path in names.items():
+        if name != "fewbits":  # its imports are for type checkers; names are resolved on first use
+            graph[name] = {m for m in imported_modules(path) if m in names and m != name}
+    done: set[str] = set()
+
+    def visit(name: str, above: tuple[str, ...]) -> None:
+        assert name not in above, " -> ".join((*above[above.index(name) :], name))
+        if name not in done:
+            for other in sorted(graph.get(name, ())):
+                visit(other, (*above, name))
+            done.add(name)
+
+    for name in sorted(graph):
+        visit(name, ())
+
+
+@pytest.mark.parametrize("path", FILES, **ids)
+def test_files_and_functions_are_short(path: Path) -> None:
+    lines = len(path.read_text(encoding="utf-8").splitlines())
+    assert lines <= MAX_LINES, f"{lines} lines: perhaps two rooms"
+    for node in functions(path):
+        length = (node.end_lineno or node.lineno) - node.lineno + 1
+        limit = MAX_KERNEL_LINES if is_triton_kernel(node) else MAX_FUNCTION_LINES
+        assert length <= limit, f"{node.name} has {length} lines"
+
+
+@pytest.mark.parametrize("path", FILES, **ids)
+def test_nothing_hidden(path: Path) -> None:
+    """No compiled source, no swallowed errors, no globals, no configuration by environment."""
+    for node in ast.walk(tree(path)):
+        where = f"line {getattr(node, 'lineno', 0)}"
+        if isinstance(node, ast.Call):
+            assert called_name(node) not in ("exec", "eval", "compile", "inspect.getsource", "os.getenv"), (
+                where
+            )
+        elif isinstance(node, ast.Attribute):
+            assert not (node.attr == "environ" and ast.unparse(node.value) == "os"), where
+        elif isinstance(node, ast.ExceptHandler):
+            assert node.type is not None, f"{where}: a bare except"
+            assert "Exception" not in ast.unparse(node.type).replace("BaseException", "Exception").split(), (
+                where
+            )
+        else:
+            assert not isinstance(node, ast.Global), f"{where}: global {getattr(node, 'names', '')}"
+
+
+@pytest.mark.parametrize("path", FILES, **ids)
+def test_public_names_have_docstrings(path: Path) -> None:
+    private_file = path.stem.startswith("_") and path.stem not in ("__init__", "__main__")
+    for node in [] if private_file else tree(path).body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
+            assert ast.get_docstring(node), f"{node.name} has no docstring"
+    assert path.stem.startswith("__") or ast.get_docstring(tree(path)), "the file has no docstring"
+
+
+@pytest.mark.parametrize("path", KERNEL_FILES, **ids)
+def test_kernel_file_has_its_parts(path: Path) -> None:
+    names = [node.name for node in functions(path)]
+    public = PUBLIC_NAME.get(path.stem, path.stem)
+    assert public in names, f"no public function {public}"
+    assert any(name.startswith(public) and name.endswith("_ref") for name in names), (
+        f"no reference {public}_ref"
+    )
+    assert (ROOT / "tests" / "kernels" / f"test_{path.stem}.py").is_file(), "no test"
+
+
+def test_every_kernel_file_has_a_bench_case() -> None:
+    from fewbits.bench.cases import cases
+
+    assert {path.stem for path in KERNEL_FILES} == {case.op for case in cases()}
+
+
+def test_every_triton_kernel_has_a_compile_case() -> None:
+    import importlib
+
+    for path in (SOURCE / "kernels").glob("*.py"):
+        kernels = {node.name for node in functions(path) if is_triton_kernel(node)}
+        if not kernels:
+            continue
+        module = importlib.import_module(f"fewbits.kernels.{path.stem}")
+        listed = {case.kernel.__name__ for case in getattr(module, "COMPILE_CASES", ())}
+        called = {
+            n.func.id
+            for n in ast.walk(tree(path))
+            if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)
+        }
+        launched = kernels - called  # a kernel that another kernel calls is compiled with it
+        assert launched <= listed, f"{path.name}: COMPILE_CASES lacks {sorted(launched - listed)}"
