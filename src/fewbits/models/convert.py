@@ -184,7 +184,7 @@ def _plan_ends(
         return
     embedding: Any = find(model, embed)
     tied = getattr(getattr(model, "config", None), "tie_word_embeddings", False)
-    if tied or module.weight is getattr(embedding, "weight", None):
+    if tied or getattr(module, "weight", None) is getattr(embedding, "weight", None):
         left.append(Left(head, "its weight is the embedding's"))
     elif type(module) is nn.Linear and any(fnmatchcase(head, pattern) for pattern, _ in recipe.overrides):
         rule = _rule(head, recipe)
