@@ -36,5 +36,5 @@ def get_format(format: Format | str | Mapping[str, Any]) -> Format:
 
 
 def format_to_config(format: Format) -> str | dict[str, Any]:
-    """A format as plain data, which `get_format` reads: its name, or a mapping with the fields that were changed."""
+    """A format as plain data for `get_format`: its name, or a mapping with the changed fields."""
     return base.format_to_config(format, FORMATS)

@@ -1,8 +1,8 @@
 """What every number format has in common: `Format`, the value, and `Packed`, a tensor written in it.
 
-A format is a frozen value: equal fields mean equal numbers, on any machine. It turns a real tensor into a `Packed`
-(`quantize`) and back (`dequantize`), and says beforehand which tensors that takes (`layout`), so that a module can be
-built empty and filled from a checkpoint.
+A format is a frozen value: equal fields mean equal numbers, on any machine. It turns a real tensor into a
+`Packed` (`quantize`) and back (`dequantize`), and says beforehand which tensors that takes (`layout`), so
+that a module can be built empty and filled from a checkpoint.
 
 Terms used throughout the library:
 
@@ -49,10 +49,11 @@ class Format(ABC):
         """Write ``x`` (any shape, floating point) in this format.
 
         Args:
-            x: the tensor; it may be non-contiguous and empty. A NaN or infinity is never turned into a plausible
+            x: the tensor; it may be non-contiguous and empty. A NaN or infinity is never turned into a
+                plausible
                 number: its whole block decodes to NaN.
-            seed: None rounds to nearest (ties as the format says); an integer rounds stochastically, with random
-                bits that depend only on (seed, position), so that every device gives the same codes.
+            seed: None rounds to nearest (ties as the format says); an integer rounds stochastically, with
+                random bits that depend only on (seed, position), so that every device gives the same codes.
         """
 
     @abstractmethod
@@ -131,15 +132,18 @@ def format_from_config(config: str | Mapping[str, Any], registry: Mapping[str, F
     Raises:
         ValueError: unknown name or field; the message lists the known ones.
     """
-    fields = {"name": config} if isinstance(config, str) else dict(config)
-    name = fields.pop("name", None)
+    fields: dict[str, Any] = {"name": config} if isinstance(config, str) else dict(config)
+    name = str(fields.pop("name", None))
     if name not in registry:
         raise ValueError(f"no number format named {name!r}; known: {', '.join(sorted(registry))}.")
     base = registry[name]
     unknown = set(fields) - {f.name for f in dataclasses.fields(base)}
     if unknown:
         raise ValueError(f"format {name!r} has no field {', '.join(sorted(unknown))}.")
-    return dataclasses.replace(base, **{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
+    for key, value in fields.items():
+        if isinstance(value, list):
+            fields[key] = tuple(value)
+    return dataclasses.replace(base, **fields)
 
 
 def _numel(shape: tuple[int, ...]) -> int:

@@ -28,7 +28,7 @@ def check_floating(x: Tensor) -> None:
     """Refuse what is not a real floating-point tensor."""
     if not x.is_floating_point():
         raise BadInput(
-            f"a number format quantises floating-point tensors, got {x.dtype}; convert it with .float() first."
+            f"a number format quantises floating-point tensors, got {x.dtype}; convert it with .float()."
         )
 
 
@@ -50,7 +50,7 @@ def scale_shape(shape: tuple[int, ...], block: Block) -> tuple[int, ...]:
 
 
 def to_blocks(x: Tensor, block: Block) -> Tensor:
-    """View x as (R, r, C, c): block (i, j) is ``[i, :, j, :]``. Copies only to fill short blocks, with zeros."""
+    """View x as (R, r, C, c): block (i, j) is ``[i, :, j, :]``. Short blocks are filled with zeros."""
     r, c = block
     if (r, c) == (0, 0):
         return x.reshape(1, 1, 1, x.numel())
@@ -74,11 +74,11 @@ def from_blocks(blocks: Tensor, shape: tuple[int, ...], block: Block) -> Tensor:
         lead = prod(whole[:-2])
         if R * r != lead * N or C * c != K:
             blocks = blocks.reshape(lead, R * r // max(lead, 1), C * c)[:, :N, :K]
-    return blocks.reshape(shape)
+    return blocks.reshape(shape).contiguous()
 
 
 def block_absmax(blocks: Tensor) -> Tensor:
-    """Largest magnitude of each block of `to_blocks`: (R, 1, C, 1) float32, NaN where a value is not finite."""
+    """Largest magnitude of each block: (R, 1, C, 1) float32, NaN where a value is not finite."""
     if blocks.numel() == 0:
         return blocks.new_zeros((blocks.shape[0], 1, blocks.shape[2], 1), dtype=torch.float32)
     absmax = blocks.abs().amax(dim=(1, 3), keepdim=True).float()

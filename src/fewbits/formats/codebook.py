@@ -1,25 +1,26 @@
-"""NF4 and FP4: a table of 16 values, a scale for each block, and optionally scales that are themselves quantised.
+"""NF4 and FP4: a table of 16 values, a scale for each block, optionally scales that are themselves quantised.
 
-A block of ``block`` consecutive values (row-major, through the whole tensor, as in bitsandbytes) is divided by its
-largest magnitude; each value then takes the nearest entry of the table, and one that lies exactly between two takes the
-lower one. Codes, scales and decoded values equal bitsandbytes' on a CPU bit for bit.
+A block of ``block`` consecutive values (row-major, through the whole tensor, as in bitsandbytes) is divided
+by its largest magnitude; each value then takes the nearest entry of the table, and one that lies exactly
+between two takes the lower one. Codes, scales and decoded values equal bitsandbytes' on a CPU bit for bit.
 
-With ``double`` the scales are stored in 8 bits (Dettmers et al. 2023, "double quantisation"): their mean is taken off,
-then each block of 256 of them is written in an 8-bit dynamic map with a float32 scale of its own.
+With ``double`` the scales are stored in 8 bits (Dettmers et al. 2023, "double quantisation"): their mean is
+taken off, then each block of 256 of them is written in an 8-bit dynamic map with a float32 scale of its own.
 
-Not finite: a block with a NaN or an infinity decodes to NaN. With ``double`` the 8-bit scales cannot say NaN, so all
-256 blocks that share a second-level scale do.
+Not finite: a block with a NaN or an infinity decodes to NaN. With ``double`` the 8-bit scales cannot say NaN,
+so all 256 blocks that share a second-level scale do.
 
-Requantising a decoded tensor: the largest value of a block decodes to plus or minus the scale exactly, so NF4 gives the same codes and
-scales again. FP4 has a zero of either sign, and a value that decoded to zero may come back as the other one: the same
-values, not the same bits. With ``double`` the scales go through their map a second time and may move by half a step of it.
+Requantising a decoded tensor: the largest value of a block decodes to plus or minus the scale exactly, so NF4
+gives the same codes and scales again. FP4 has a zero of either sign, and a value that decoded to zero may
+come back as the other one: the same values, not the same bits. With ``double`` the scales go through their
+map a second time and may move by half a step of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from math import prod
 
 import torch
@@ -52,7 +53,7 @@ NF4_VALUES = (
     1.0,
 )
 
-# Sign, two exponent bits, one mantissa bit in bitsandbytes' own assignment (not E2M1 of the OCP MX specification).
+# Sign, 2 exponent bits, 1 mantissa bit, assigned as in bitsandbytes (not E2M1 of the OCP MX specification).
 # Twelfths, because the largest is 12 before it is brought to 1; rounded to float32 as bitsandbytes does.
 _FP4_TWELFTHS = (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0)
 FP4_VALUES = tuple(
@@ -65,11 +66,12 @@ _CHUNK = 1 << 20  # values at a time: temporaries stay small however large the t
 
 
 @lru_cache(maxsize=1)
+@torch.compiler.assume_constant_result  # torch.compile calls it and does not trace it
 def dynamic_map() -> tuple[float, ...]:
     """The 256 values of the signed 8-bit dynamic map (Dettmers 2015), ascending, exact in float32.
 
-    A value is a power of ten, from 1e-6 to 1, times a linear fraction: decade e (0 to 6) holds the middles of 2**e equal parts of
-    [0.1, 1], with either sign; 0 and 1 are added.
+    A value is a power of ten, from 1e-6 to 1, times a linear fraction: decade e (0 to 6) holds the middles of
+    2**e equal parts of [0.1, 1], with either sign; 0 and 1 are added.
     """
     values = [0.0, 1.0]
     for e in range(7):
@@ -121,9 +123,11 @@ class Codebook(Format):
         scale_block: scales that share a second-level scale.
         scale_values: the 256 entries for 8-bit scales; None is `dynamic_map`.
 
-    Parts: ``codes`` uint8, two a byte; ``scales`` float32, or with ``double`` uint8 and beside it ``scale_scales``
-    (float32, one for ``scale_block`` scales) and ``scale_offset`` (float32, shape (1,)). If the last axis is a multiple of ``block``, codes are
-    (..., K / 2) and scales (..., K / block); if not, both are one flat axis.
+    Parts: ``codes`` uint8, two a byte; ``scales`` float32, or with ``double`` uint8 and beside it
+        ``scale_scales``
+    (float32, one for ``scale_block`` scales) and ``scale_offset`` (float32, shape (1,)). If the last axis is
+    a multiple of ``block``, codes are (..., K / 2) and scales (..., K / block); if not, both are one flat
+    axis.
     """
 
     values: tuple[float, ...]
@@ -138,6 +142,7 @@ class Codebook(Format):
         return self.scale_values or dynamic_map()
 
     def layout(self, shape: tuple[int, ...]) -> dict[str, PartSpec]:
+        """The parts named above, for a tensor of ``shape``."""
         n = prod(shape)
         K = shape[-1] if shape else 1
         if shape and K % self.block == 0 and self.block % 2 == 0:
@@ -155,6 +160,7 @@ class Codebook(Format):
         }
 
     def quantize(self, x: Tensor, *, seed: int | None = None) -> Packed:
+        """Write x in this format; see `Format.quantize`."""
         check_floating(x)
         shape = tuple(x.shape)
         layout = self.layout(shape)
@@ -171,19 +177,19 @@ class Codebook(Format):
         )
 
     def dequantize(self, packed: Packed, dtype: torch.dtype | None = None) -> Tensor:
+        """The tensor itself; see `Format.dequantize`."""
         dtype = dtype or packed.dtype
         n = prod(packed.shape)
         codes, scales = packed.codes.view(-1), self.block_scales(packed)
-        if n <= _CHUNK:
-            return self._dequantize_chunk(codes, scales, n).to(dtype).view(packed.shape)
-        out = torch.empty(n, dtype=dtype, device=codes.device)
+        out = torch.empty(2 * codes.numel(), dtype=dtype, device=codes.device)
         for start, stop in self._chunks(n):
-            c, s = (
-                codes[start // 2 : ceil_div(stop, 2)],
-                scales[start // self.block : ceil_div(stop, self.block)],
-            )
-            out[start:stop] = self._dequantize_chunk(c, s, stop - start)
-        return out.view(packed.shape)
+            whole = start + 2 * ceil_div(stop - start, 2)  # the last byte may hold one code only
+            target = out[start:whole] if dtype == torch.float32 else None
+            values = lookup_nibbles(codes[start // 2 : whole // 2], self.values, out=target)[: stop - start]
+            _scale_blocks(values, scales[start // self.block :], self.block)
+            if target is None:
+                out[start:stop] = values
+        return out[:n].view(packed.shape)
 
     def block_scales(self, packed: Packed) -> Tensor:
         """The scale of every block as float32, flat: (ceil(n / block),)."""
@@ -234,16 +240,13 @@ class Codebook(Format):
         codes, second = quantize_dynamic(absmax - offset, self.scale_block)
         return {"scales": codes, "scale_scales": second, "scale_offset": offset}
 
-    def _dequantize_chunk(self, codes: Tensor, scales: Tensor, n: int) -> Tensor:
-        return _scale_blocks(lookup_nibbles(codes, self.values)[:n], scales, self.block)
-
 
 def _scale_blocks(values: Tensor, scales: Tensor, block: int) -> Tensor:
-    """Multiply each block of (n,) values by its scale, in place."""
-    full = values.numel() - values.numel() % block
-    values[:full].view(-1, block).mul_(scales[: full // block, None])
-    if full < values.numel():
-        values[full:].mul_(scales[-1])
+    """Multiply each block of (n,) values by its scale, in place; the last block may be short."""
+    full = values.numel() // block
+    values[: full * block].view(-1, block).mul_(scales[:full, None])
+    if full * block < values.numel():
+        values[full * block :].mul_(scales[full])
     return values
 
 

@@ -1,12 +1,13 @@
 """FP8: E4M3 and E5M2 (Micikevicius et al. 2022) times a scale, per tensor, per row, or per tile.
 
-``scale = absmax / largest`` with largest 448 (E4M3) or 57344 (E5M2); ``code = float8(x * (1 / scale))`` by torch's own
-cast (to nearest, ties to even), cut to plus or minus the largest first; ``x ~ code * scale``. All in float32. A scale is never below
-2**-126; a block with a NaN or an infinity has a NaN as its scale and codes 0.
+``scale = absmax / largest`` with largest 448 (E4M3) or 57344 (E5M2); ``code = float8(x * (1 / scale))`` by
+torch's own cast (to nearest, ties to even), cut to plus or minus the largest first; ``x ~ code * scale``. All
+in float32. A scale is never below 2**-126; a block with a NaN or an infinity has a NaN as its scale and codes
+0.
 
-Requantising a decoded tensor gives the same codes, whether it was kept in float32, float16 or bfloat16: the error of the
-decoded value and of the new scale, 2 * 2**-8 at most, is below half a step of the codes (2**-5 and 2**-4). (Not where
-float16 itself runs out of exponent.)
+Requantising a decoded tensor gives the same codes, whether it was kept in float32, float16 or bfloat16: the
+error of the decoded value and of the new scale, 2 * 2**-8 at most, is below half a step of the codes (2**-5
+and 2**-4). (Not where float16 itself runs out of exponent.)
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ class Float8(Format):
 
     Attributes:
         kind: "e4m3" or "e5m2": exponent and mantissa bits.
-        block: (rows, columns) that share a scale, see `fewbits.formats.blocks`: (0, 0) is per tensor, (1, 0) per row,
-            (1, 128) 128 values along the last axis, (128, 128) a tile.
+        block: (rows, columns) that share a scale, see `fewbits.formats.blocks`: (0, 0) is per tensor, (1, 0)
+            per row, (1, 128) 128 values along the last axis, (128, 128) a tile.
 
     Parts: ``codes`` of the tensor's shape, in torch's float8 type; ``scales`` float32.
     """
@@ -58,12 +59,14 @@ class Float8(Format):
         return _KINDS[self.kind][2]
 
     def layout(self, shape: tuple[int, ...]) -> dict[str, PartSpec]:
+        """The parts named above, for a tensor of ``shape``."""
         return {
             "codes": PartSpec(shape or (1,), self.torch_dtype),
             "scales": PartSpec(scale_shape(shape, self.block), torch.float32),
         }
 
     def quantize(self, x: Tensor, *, seed: int | None = None) -> Packed:
+        """Write x in this format; see `Format.quantize`."""
         check_floating(x)
         shape = tuple(x.shape)
         blocks = to_blocks(x.detach(), self.block)
@@ -77,6 +80,7 @@ class Float8(Format):
         return Packed(self, shape, x.dtype, parts)
 
     def dequantize(self, packed: Packed, dtype: torch.dtype | None = None) -> Tensor:
+        """The tensor itself; see `Format.dequantize`."""
         blocks = to_blocks(packed.codes.float(), self.block)
         x = blocks * packed.scales.view(blocks.shape[0], 1, blocks.shape[2], 1)
         return from_blocks(x, packed.shape, self.block).to(dtype or packed.dtype)

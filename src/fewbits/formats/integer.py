@@ -1,19 +1,22 @@
 """INT8 and INT4: whole numbers times a scale, with or without a zero point.
 
-Symmetric: ``scale = absmax / qmax`` with qmax 127 or 7, ``code = round(x * (1 / scale))`` in -qmax ... qmax. The code
+Symmetric: ``scale = absmax / qmax`` with qmax 127 or 7, ``code = round(x * (1 / scale))`` in -qmax ... qmax.
+    The code
 -qmax - 1 is left unused: the grid is then symmetric, and the largest value of a block decodes to itself.
 
 With a zero point: ``low = min(x, 0)``, ``high = max(x, 0)``, ``scale = (high - low) / (2**bits - 1)``,
-``zero_point = -2**(bits - 1) - round(low / scale)``, ``code = round(x * (1 / scale)) + zero_point``, cut to -2**(bits - 1) ...
-2**(bits - 1) - 1; ``x ~ (code - zero_point) * scale``. Zero stays exact. This is torchao's affine arithmetic.
+``zero_point = -2**(bits - 1) - round(low / scale)``, ``code = round(x * (1 / scale)) + zero_point``, cut to
+-2**(bits - 1) ... 2**(bits - 1) - 1; ``x ~ (code - zero_point) * scale``. Zero stays exact. This is torchao's
+affine arithmetic.
 
-All in float32; round is to nearest, ties to even. A scale is never below 2**-126, the smallest normal number: a block of zeros
-decodes to zeros, and the inverse of a scale is finite. A block with a NaN or an infinity has a NaN as its scale and codes 0.
+All in float32; round is to nearest, ties to even. A scale is never below 2**-126, the smallest normal number:
+a block of zeros decodes to zeros, and the inverse of a scale is finite. A block with a NaN or an infinity has
+a NaN as its scale and codes 0.
 
-Requantising a decoded tensor gives the same codes for symmetric formats if the tensor is kept with p bits of precision
-and ``2 * qmax < 2**(p - 1)``: always in float32 and float16, for INT4 also in bfloat16; INT8 in bfloat16 (p = 8) may
-move by one code. With a zero point the decoded range may be a step narrower or wider than the first, the scale follows
-it, and codes may move.
+Requantising a decoded tensor gives the same codes for symmetric formats if the tensor is kept with p bits of
+precision and ``2 * qmax < 2**(p - 1)``: always in float32 and float16, for INT4 also in bfloat16; INT8 in
+bfloat16 (p = 8) may move by one code. With a zero point the decoded range may be a step narrower or wider
+than the first, the scale follows it, and codes may move.
 """
 
 from __future__ import annotations
@@ -47,11 +50,12 @@ class Integer(Format):
 
     Attributes:
         bits: 8 or 4.
-        block: (rows, columns) that share a scale, see `fewbits.formats.blocks`: (0, 0) is per tensor, (1, 0) per row,
-            (1, 64) 64 values along the last axis.
+        block: (rows, columns) that share a scale, see `fewbits.formats.blocks`: (0, 0) is per tensor, (1, 0)
+            per row, (1, 64) 64 values along the last axis.
         zero_point: whether the grid is moved to cover an interval that is not symmetric.
 
-    Parts: ``codes`` (..., K) int8, or for 4 bits (..., ceil(K / 2)) uint8 with two's complement nibbles, the first in
+    Parts: ``codes`` (..., K) int8, or for 4 bits (..., ceil(K / 2)) uint8 with two's complement nibbles, the
+        first in
     the low one; ``scales`` float32; with a zero point ``zero_points`` int8, of the scales' shape.
     """
 
@@ -65,6 +69,7 @@ class Integer(Format):
         return int(2 ** (self.bits - 1) - 1)
 
     def layout(self, shape: tuple[int, ...]) -> dict[str, PartSpec]:
+        """The parts named above, for a tensor of ``shape``."""
         scales = scale_shape(shape, self.block)
         if self.bits == 8:
             codes = PartSpec(shape or (1,), torch.int8)
@@ -77,6 +82,7 @@ class Integer(Format):
         return parts
 
     def quantize(self, x: Tensor, *, seed: int | None = None) -> Packed:
+        """Write x in this format; see `Format.quantize`."""
         check_floating(x)
         shape = tuple(x.shape)
         blocks = to_blocks(x.detach(), self.block)
@@ -104,6 +110,7 @@ class Integer(Format):
         )
 
     def dequantize(self, packed: Packed, dtype: torch.dtype | None = None) -> Tensor:
+        """The tensor itself; see `Format.dequantize`."""
         whole = packed.shape or (1,)
         codes = packed.codes
         if self.bits == 4:
@@ -118,7 +125,7 @@ class Integer(Format):
         return from_blocks(x, packed.shape, self.block).to(dtype or packed.dtype)
 
     def _scales(self, blocks: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Scales, and zero points as whole float32 numbers or None, of the blocks (R, r, C, c): (R, 1, C, 1)."""
+        """Scales, and zero points (whole float32 numbers) or None, of blocks (R, r, C, c): (R, 1, C, 1)."""
         if not self.zero_point:
             return (block_absmax(blocks) / self.max_code).clamp_(min=SMALLEST_SCALE), None
         if blocks.numel() == 0:

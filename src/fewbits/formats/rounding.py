@@ -1,13 +1,13 @@
 """Rounding to nearest even and stochastic rounding, with random bits that are a function of (seed, position).
 
-The random bits come from Philox-4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), in integer
-arithmetic, so every device gives the same. Exactly:
+The random bits come from Philox-4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"),
+in integer arithmetic, so every device gives the same. Exactly:
 
 * element ``i`` (row-major position in the tensor that is rounded) takes 32-bit word ``i % 4`` of
   ``philox(counter=(i // 4 mod 2**32, i // 4 >> 32, 0, 0), key=(seed mod 2**32, (seed >> 32) mod 2**32))``;
 * its uniform number is ``u = (word >> 8) * 2**-24``, a float32 in [0, 1), exact;
-* it rounds up exactly if ``u < x - floor(x)``, that is with probability ``ceil(frac * 2**24) / 2**24``: the mean of the
-  result differs from x by less than 2**-24 steps.
+* it rounds up exactly if ``u < x - floor(x)``, that is with probability ``ceil(frac * 2**24) / 2**24``: the
+  mean of the result differs from x by less than 2**-24 steps.
 
 In Triton the four words of counter ``j`` are ``tl.randint4x(seed, j)``.
 """
@@ -39,7 +39,7 @@ def philox(
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(rounds):
-        # int64 products wrap, but their 64 bits are those of the unsigned product; the mask undoes the signed shift
+        # an int64 product wraps to the 64 bits of the unsigned one; the mask undoes the signed shift
         p0, p1 = c0 * _MULTIPLIER[0], c2 * _MULTIPLIER[1]
         c0, c2 = ((p1 >> 32) & _MASK) ^ c1 ^ k0, ((p0 >> 32) & _MASK) ^ c3 ^ k1
         c1, c3 = p1 & _MASK, p0 & _MASK
@@ -67,7 +67,7 @@ def random_words(n: int, seed: int, device: torch.device | str = "cpu", *, offse
 def random_uniform(
     shape: tuple[int, ...], seed: int, device: torch.device | str = "cpu", *, offset: int = 0
 ) -> Tensor:
-    """Uniform float32 numbers in [0, 1), multiples of 2**-24, for a tensor of ``shape``; ``offset`` as in `random_words`."""
+    """Uniform float32 numbers in [0, 1), multiples of 2**-24; the first has position ``offset``."""
     n = 1
     for s in shape:
         n *= s
@@ -79,7 +79,8 @@ def round_to_integer(x: Tensor, uniform: Tensor | None = None) -> Tensor:
 
     Args:
         x: any shape, float32.
-        uniform: None rounds to nearest, ties to even; else `random_uniform` of x's shape, to round stochastically.
+        uniform: None rounds to nearest, ties to even; else `random_uniform` of x's shape, to round
+            stochastically.
     """
     if uniform is None:
         return x.round()

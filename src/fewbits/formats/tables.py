@@ -1,4 +1,4 @@
-"""Lookup tables on a device. The constants themselves live with their formats; here they become tensors, once."""
+"""Lookup tables on a device. The constants live with their formats; here they become tensors, once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def table(values: tuple[float, ...], device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=64)
 def midpoints(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """The float32 thresholds between neighbours of ascending ``values``; a value on one goes to the lower neighbour."""
+    """The float32 thresholds between neighbours of ascending ``values``."""
     with torch.inference_mode(False):
         t = table(values, device)
         return (t[:-1] + t[1:]) / 2
@@ -34,14 +34,19 @@ def _pairs(values: tuple[float, ...], device: torch.device) -> Tensor:
         return torch.stack([t[byte & 15], t[byte >> 4]], dim=-1).view(torch.float64).flatten()
 
 
-def lookup_nibbles(packed: Tensor, values: tuple[float, ...]) -> Tensor:
+def lookup_nibbles(packed: Tensor, values: tuple[float, ...], out: Tensor | None = None) -> Tensor:
     """The values of 4-bit codes, two a byte, the first in the low nibble.
 
     Args:
         packed: (n,) uint8.
         values: 16 numbers; code i stands for the i-th.
+        out: (2 * n,) float32 to write to; None allocates it.
 
     Returns:
-        (2 * n,) float32, freshly allocated.
+        (2 * n,) float32.
     """
-    return _pairs(values, packed.device).index_select(0, packed.to(torch.int32)).view(torch.float32)
+    pairs, index = _pairs(values, packed.device), packed.to(torch.int32)
+    if out is None:
+        return pairs.index_select(0, index).view(torch.float32)
+    torch.index_select(pairs, 0, index, out=out.view(torch.float64))
+    return out
