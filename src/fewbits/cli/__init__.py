@@ -55,7 +55,7 @@ def _run(argv: list[str]) -> int:
 
 
 def _collect_overrides(args: Namespace, rest: list[str]) -> list[str]:
-    """Find key=value in CONFIG's place and behind flags, where argparse does not look; returns what is left."""
+    """Find key=value in CONFIG's place and behind flags, where argparse does not look; returns the rest."""
     if args.config is not None and "=" in args.config and not Path(args.config).exists():
         args.overrides.insert(0, args.config)
         args.config = None

@@ -106,8 +106,9 @@ def _bash(commands: list[Command]) -> Iterator[str]:
     yield "    if [[ -z $kind ]]; then case $command in"
     yield f"        '') kind=words words={shlex.quote(names)} ;;"
     for command in subs:
-        if (a := command.positional) is not None:
-            yield f"        {command.name}) kind={a.completes} words={shlex.quote(' '.join(a.words))} ;;"
+        if (bare := command.positional) is not None:
+            words = shlex.quote(" ".join(bare.words))
+            yield f"        {command.name}) kind={bare.completes} words={words} ;;"
     yield from (
         "    esac; fi",
         "    local IFS=$'\\n'",
@@ -140,8 +141,8 @@ def _zsh(commands: list[Command]) -> Iterator[str]:
     )
     for command in subs:
         specs = list(_zsh_specs(command))
-        if (a := command.positional) is not None:
-            specs.append(_zsh_quote(f"*:argument:{_zsh_action(a)}"))
+        if (bare := command.positional) is not None:
+            specs.append(_zsh_quote(f"*:argument:{_zsh_action(bare)}"))
         yield f"            {command.name}) _arguments {' '.join(specs)} ;;"
     yield from (
         "        esac ;;",
@@ -182,8 +183,8 @@ def _fish(commands: list[Command]) -> Iterator[str]:
         for a in command.arguments:
             if a.flags:
                 yield f"{here} {_fish_options(a)}"
-        if (a_ := command.positional) is not None and a_.completes != "value":
-            yield f"{here} {_fish_values(a_)}"
+        if (bare := command.positional) is not None and bare.completes != "value":
+            yield f"{here} {_fish_values(bare)}"
 
 
 def _fish_options(argument: Argument) -> str:

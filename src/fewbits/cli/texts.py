@@ -25,8 +25,8 @@ fewbits demo --output /tmp/demo --seed 7
     ),
     "train": Text(
         "fine-tune a model",
-        "Fine-tune a model as a YAML file says. Settings can be given on the command line too, as key=value or\n"
-        "as flags of the same name; the flag wins over key=value, and both over the file.",
+        "Fine-tune a model as a YAML file says. Settings can be given on the command line too, as key=value\n"
+        "or as flags of the same name; the flag wins over key=value, and both over the file.",
         """
 fewbits train qlora.yaml
 fewbits train qlora.yaml learning_rate=1e-4 --max-steps 200
@@ -46,8 +46,8 @@ echo "Once upon a time" | fewbits generate --model models/stories3m --prompt -
     ),
     "eval": Text(
         "measure a model's perplexity on a text",
-        "Perplexity of a model on a text, in windows of tokens that each begin with BOS. A stride smaller than\n"
-        "the window lets windows overlap: a token then has more context, and the figure is a little lower.",
+        "Perplexity of a model on a text, in windows of tokens that each begin with BOS. A stride smaller\n"
+        "than the window lets windows overlap: a token then has more context, and the figure is lower.",
         """
 fewbits eval --model models/stories3m --text tinystories.txt
 fewbits eval --model models/stories3m --text tinystories.txt --recipe qlora_nf4 --window 512 --stride 256

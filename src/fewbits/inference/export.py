@@ -1,0 +1,286 @@
+"""A checkpoint becomes a packed one, tensor by tensor: no model is built and no layer runs.
+
+What is written has the layout that ``save_pretrained`` of a packed model gives (``<linear>.weight_<part>`` in
+safetensors, the recipe in config.json), so `FastLanguageModel.from_pretrained` loads it. At any moment memory
+holds one weight of the source and the packed tensors of the shard that is being filled. The new folder appears
+whole or not at all.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from fewbits.errors import BadCheckpoint, BadInput, Unsupported
+from fewbits.formats import Format
+from fewbits.models.checkpoint import INDEX, WEIGHTS, Checkpoint, inspect_folder, whole_folder
+from fewbits.recipes import Recipe, Rule, get_recipe
+
+SHARD_BYTES = 2_000_000_000
+# What else belongs to a model: configurations, tokenizers, chat templates, licences.
+_COMPANIONS = ("*.json", "*.jinja", "*.model", "*.txt", "*.md", "LICENSE*", "NOTICE*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerError:
+    """How far one packed weight is from the weight it was.
+
+    Attributes:
+        name: the linear's full name.
+        format: the name of its format.
+        shape: shape of the weight.
+        bits_per_value: stored bits per value, scales included.
+        bytes_before: bytes of the weight in the source.
+        bytes_after: bytes of its packed parts.
+        relative_error: ||w - decoded|| / ||w||, Frobenius.
+        snr_db: 20 log10 of the inverse; None for an exact weight.
+    """
+
+    name: str
+    format: str
+    shape: tuple[int, ...]
+    bits_per_value: float
+    bytes_before: int
+    bytes_after: int
+    relative_error: float
+    snr_db: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizeResult:
+    """What `quantize_checkpoint` wrote.
+
+    Attributes:
+        folder: the packed checkpoint.
+        recipe: the recipe's name.
+        layers: one entry for each packed weight, in the model's order.
+        bytes_before: bytes of all tensors of the source.
+        bytes_after: bytes of all tensors written.
+        relative_error: over all packed weights together.
+    """
+
+    folder: Path
+    recipe: str
+    layers: tuple[LayerError, ...]
+    bytes_before: int
+    bytes_after: int
+    relative_error: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {**asdict(self), "folder": str(self.folder)}
+
+
+def quantize_checkpoint(
+    source: str | Path,
+    destination: str | Path,
+    recipe: str | Recipe | Mapping[str, Any],
+    *,
+    device: str | torch.device = "cpu",
+    progress: Callable[[int, int], None] | None = None,
+) -> QuantizeResult:
+    """Write a packed copy of a checkpoint.
+
+    Args:
+        source: a model folder with safetensors.
+        destination: the folder to write; it must be empty or not exist.
+        recipe: which linears get which format, by name, value or plain data. Of a recipe for quantisation-aware
+            training, its weight format is used.
+        device: where the arithmetic is done.
+        progress: called as ``progress(tensors done, tensors in all)``.
+
+    Raises:
+        BadInput: the destination is taken, or the recipe packs no weight.
+        BadCheckpoint: the source is damaged, a pickle, or lacks a weight.
+        Unsupported: the source is quantised already, or its architecture is unknown.
+    """
+    chosen = _for_storage(get_recipe(recipe))
+    target = Path(destination)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise BadInput(f"{target} exists and is not an empty folder; choose another destination.")
+    checkpoint = inspect_folder(source)
+    if checkpoint.quant_method is not None:
+        raise Unsupported(
+            f"{checkpoint.folder} is quantised already ({checkpoint.quant_method}); start from the original model."
+        )
+    names, rules = _plan(checkpoint, chosen)
+    with whole_folder(target) as folder:
+        writer = _ShardWriter(folder)
+        layers = []
+        for number, item in enumerate(_packed(checkpoint, names, rules, torch.device(device)), 1):
+            writer.add(item.tensors)
+            if item.error is not None:
+                layers.append(item.error)
+            if progress is not None:
+                progress(number, len(names))
+        bytes_after = writer.close()
+        _write_config(checkpoint, chosen, folder)
+        inspect_folder(folder)  # what was written reads back
+    return QuantizeResult(
+        folder=target,
+        recipe=chosen.name,
+        layers=tuple(sorted(layers, key=lambda layer: list(rules).index(layer.name))),
+        bytes_before=sum(_entry_bytes(checkpoint, key) for key in names),
+        bytes_after=bytes_after,
+        relative_error=_overall(layers),
+    )
+
+
+class _Item(NamedTuple):
+    """What one tensor of the source becomes."""
+
+    tensors: dict[str, Tensor]
+    error: LayerError | None
+
+
+def _for_storage(recipe: Recipe) -> Recipe:
+    if recipe.qat is None:
+        return recipe
+    return replace(recipe, linear=Rule(weight=recipe.qat.weight, activation=recipe.qat.activation), qat=None)
+
+
+def _plan(checkpoint: Checkpoint, recipe: Recipe) -> tuple[dict[str, str], dict[str, Format]]:
+    """The model's name of each tensor of the source, and the format of each linear to pack."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from fewbits.models.convert import linears_to_replace
+
+    config = AutoConfig.from_pretrained(checkpoint.folder, local_files_only=True)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    rules = {n: r.weight for n, r in linears_to_replace(model, recipe).items() if r.weight is not None}
+    if not rules:
+        raise BadInput(
+            f"the recipe {recipe.name!r} packs no weight of this model; choose one such as qlora_nf4."
+        )
+    prefix, known = f"{model.base_model_prefix}.", set(model.state_dict())
+    names = {}
+    for key in checkpoint.tensors:
+        spellings = (key, prefix + key, key.removeprefix(prefix))
+        names[key] = next((name for name in spellings if name in known), key)
+    absent = [name for name in rules if f"{name}.weight" not in names.values()]
+    if absent:
+        raise BadCheckpoint(
+            f"{checkpoint.folder} lacks {absent[0]}.weight; copy or download its files again."
+        )
+    return names, rules
+
+
+def _packed(
+    checkpoint: Checkpoint, names: Mapping[str, str], rules: Mapping[str, Format], device: torch.device
+) -> Iterator[_Item]:
+    for file in checkpoint.files:
+        with safe_open(file, framework="pt") as stream:
+            for key in stream.keys():  # noqa: SIM118 (safe_open is no mapping)
+                name = names[key]
+                format = rules.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
+                tensor = stream.get_tensor(key)
+                yield (
+                    _Item({name: tensor}, None) if format is None else _pack(name, tensor.to(device), format)
+                )
+
+
+def _pack(name: str, weight: Tensor, format: Format) -> _Item:
+    linear = name.removesuffix(".weight")
+    if not bool(torch.isfinite(weight).all()):
+        raise BadCheckpoint(
+            f"{name} holds a NaN or an infinity; the checkpoint is damaged, download it again."
+        )
+    packed = format.quantize(weight)
+    exact = weight.float()
+    difference = torch.linalg.vector_norm(exact - packed.dequantize(torch.float32)).item()
+    norm = torch.linalg.vector_norm(exact).item()
+    relative = difference / norm if norm else 0.0
+    error = LayerError(
+        name=linear,
+        format=format.name,
+        shape=tuple(weight.shape),
+        bits_per_value=8.0 * packed.nbytes / max(weight.numel(), 1),
+        bytes_before=weight.nbytes,
+        bytes_after=packed.nbytes,
+        relative_error=relative,
+        snr_db=-20 * math.log10(relative) if relative else None,
+    )
+    return _Item({f"{linear}.weight_{part}": t.cpu().contiguous() for part, t in packed.parts.items()}, error)
+
+
+class _ShardWriter:
+    """Collects tensors and writes a safetensors file whenever enough have come together."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.pending: dict[str, Tensor] = {}
+        self.shards: list[list[str]] = []
+        self.total = 0
+
+    def add(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take some tensors; those already taken are written first if the shard would grow too large."""
+        size = sum(t.nbytes for t in tensors.values())
+        if self.pending and size + sum(t.nbytes for t in self.pending.values()) > SHARD_BYTES:
+            self._flush()
+        self.pending.update(tensors)
+        self.total += size
+
+    def close(self) -> int:
+        """Write the rest, name the files, write their index; returns the bytes of all tensors."""
+        self._flush()
+        count = len(self.shards)
+        weight_map = {}
+        for number, names in enumerate(self.shards, 1):
+            name = WEIGHTS if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
+            (self.folder / f"{number}.partial").replace(self.folder / name)
+            weight_map.update(dict.fromkeys(names, name))
+        if count > 1:
+            index = {"metadata": {"total_size": self.total}, "weight_map": weight_map}
+            (self.folder / INDEX).write_text(
+                json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8"
+            )
+        return self.total
+
+    def _flush(self) -> None:
+        self.shards.append(list(self.pending))
+        save_file(self.pending, self.folder / f"{len(self.shards)}.partial", metadata={"format": "pt"})
+        self.pending = {}
+
+
+def _write_config(checkpoint: Checkpoint, recipe: Recipe, folder: Path) -> None:
+    from fewbits.models.hf_quantizer import FewbitsConfig
+
+    for pattern in _COMPANIONS:
+        for file in checkpoint.folder.glob(pattern):
+            if file.is_file() and file.name not in ("config.json", INDEX):
+                shutil.copyfile(file, folder / file.name)
+    config = {**checkpoint.config, "quantization_config": FewbitsConfig(recipe).to_dict()}
+    if "dtype" not in config and "torch_dtype" not in config:  # packed, the weights no longer tell it
+        config["dtype"] = _dtype(checkpoint)
+    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _dtype(checkpoint: Checkpoint) -> str:
+    names = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+    return next((names[t.dtype] for t in checkpoint.tensors.values() if t.dtype in names), "float32")
+
+
+def _entry_bytes(checkpoint: Checkpoint, key: str) -> int:
+    entry = checkpoint.tensors[key]
+    bits = int("".join(c for c in entry.dtype.partition("_")[0] if c.isdigit()) or 8)
+    return math.prod(entry.shape) * bits // 8
+
+
+def _overall(layers: list[LayerError]) -> float:
+    """The Frobenius error of all packed weights as one vector, each layer weighted by its number of values.
+
+    Layers are taken to have values of the same magnitude, which is what their mean square error compares.
+    """
+    values = [(math.prod(layer.shape), layer.relative_error) for layer in layers]
+    return math.sqrt(sum(n * e * e for n, e in values) / max(sum(n for n, _ in values), 1))
