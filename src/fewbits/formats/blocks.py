@@ -12,12 +12,14 @@ A tensor of no axes counts as one of shape (1,).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import prod
 
 import torch
 from torch import Tensor
 
 from fewbits.errors import BadInput
+from fewbits.formats.base import PartSpec
 
 Block = tuple[int, int]
 
@@ -35,6 +37,11 @@ def check_floating(x: Tensor) -> None:
 def ceil_div(a: int, b: int) -> int:
     """Smallest integer that is not below a / b."""
     return -(-a // b)
+
+
+def no_parts(layout: Mapping[str, PartSpec], device: torch.device) -> dict[str, Tensor]:
+    """The parts of a tensor without elements: all zeros."""
+    return {name: torch.zeros(spec.shape, dtype=spec.dtype, device=device) for name, spec in layout.items()}
 
 
 def scale_shape(shape: tuple[int, ...], block: Block) -> tuple[int, ...]:
@@ -79,7 +86,5 @@ def from_blocks(blocks: Tensor, shape: tuple[int, ...], block: Block) -> Tensor:
 
 def block_absmax(blocks: Tensor) -> Tensor:
     """Largest magnitude of each block: (R, 1, C, 1) float32, NaN where a value is not finite."""
-    if blocks.numel() == 0:
-        return blocks.new_zeros((blocks.shape[0], 1, blocks.shape[2], 1), dtype=torch.float32)
     absmax = blocks.abs().amax(dim=(1, 3), keepdim=True).float()
     return absmax.masked_fill_(absmax.isinf(), torch.nan)

@@ -24,6 +24,7 @@ from fewbits.formats.blocks import (
     block_absmax,
     check_floating,
     from_blocks,
+    no_parts,
     scale_shape,
     to_blocks,
 )
@@ -69,6 +70,8 @@ class Float8(Format):
         """Write x in this format; see `Format.quantize`."""
         check_floating(x)
         shape = tuple(x.shape)
+        if x.numel() == 0:
+            return Packed(self, shape, x.dtype, no_parts(self.layout(shape), x.device))
         blocks = to_blocks(x.detach(), self.block)
         scales = (block_absmax(blocks) / self.largest).clamp_(min=SMALLEST_SCALE)
         scaled = (blocks.float() * (1.0 / scales)).clamp_(-self.largest, self.largest).nan_to_num_(0.0)
@@ -81,6 +84,8 @@ class Float8(Format):
 
     def dequantize(self, packed: Packed, dtype: torch.dtype | None = None) -> Tensor:
         """The tensor itself; see `Format.dequantize`."""
+        if packed.codes.numel() == 0:
+            return torch.empty(packed.shape, dtype=dtype or packed.dtype, device=packed.codes.device)
         blocks = to_blocks(packed.codes.float(), self.block)
         x = blocks * packed.scales.view(blocks.shape[0], 1, blocks.shape[2], 1)
         return from_blocks(x, packed.shape, self.block).to(dtype or packed.dtype)

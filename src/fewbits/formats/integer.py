@@ -34,6 +34,7 @@ from fewbits.formats.blocks import (
     block_absmax,
     check_floating,
     from_blocks,
+    no_parts,
     scale_shape,
     to_blocks,
 )
@@ -85,6 +86,9 @@ class Integer(Format):
         """Write x in this format; see `Format.quantize`."""
         check_floating(x)
         shape = tuple(x.shape)
+        layout = self.layout(shape)
+        if x.numel() == 0:
+            return Packed(self, shape, x.dtype, no_parts(layout, x.device))
         blocks = to_blocks(x.detach(), self.block)
         scales, zero_points = self._scales(blocks)
         scaled = blocks.float() * (1.0 / scales)
@@ -104,7 +108,6 @@ class Integer(Format):
         }
         if zero_points is not None:
             parts["zero_points"] = zero_points.to(torch.int8)
-        layout = self.layout(shape)
         return Packed(
             self, shape, x.dtype, {name: part.reshape(layout[name].shape) for name, part in parts.items()}
         )
@@ -113,6 +116,8 @@ class Integer(Format):
         """The tensor itself; see `Format.dequantize`."""
         whole = packed.shape or (1,)
         codes = packed.codes
+        if codes.numel() == 0:
+            return torch.empty(packed.shape, dtype=dtype or packed.dtype, device=codes.device)
         if self.bits == 4:
             values = lookup_nibbles(codes.reshape(-1), INT4_VALUES)
             codes = values.view(*codes.shape[:-1], 2 * codes.shape[-1])[..., : whole[-1]]
@@ -128,11 +133,6 @@ class Integer(Format):
         """Scales, and zero points (whole float32 numbers) or None, of blocks (R, r, C, c): (R, 1, C, 1)."""
         if not self.zero_point:
             return (block_absmax(blocks) / self.max_code).clamp_(min=SMALLEST_SCALE), None
-        if blocks.numel() == 0:
-            scales = torch.full(
-                (blocks.shape[0], 1, blocks.shape[2], 1), SMALLEST_SCALE, device=blocks.device
-            )
-            return scales, torch.zeros_like(scales)
         low = blocks.amin(dim=(1, 3), keepdim=True).float().clamp_(max=0.0)
         high = blocks.amax(dim=(1, 3), keepdim=True).float().clamp_(min=0.0)
         scales = ((high - low) / (2 * self.max_code + 1)).clamp_(min=SMALLEST_SCALE)

@@ -1,0 +1,39 @@
+"""Recipes: which format goes where. Pure data over formats."""
+
+from __future__ import annotations
+
+from fewbits.recipes.catalog import (
+    CATALOG,
+    float8_full,
+    int4_qat,
+    int8,
+    lora_bf16,
+    nf4_qat,
+    qlora_nf4,
+    qlora_nf4_fp8,
+    stochastic,
+)
+from fewbits.recipes.memory import Memory, predict_memory
+from fewbits.recipes.plain import get_recipe, recipe_from_config, recipe_to_config
+from fewbits.recipes.recipe import QAT, LoRA, Recipe, Rule
+
+__all__ = [
+    "CATALOG",
+    "QAT",
+    "LoRA",
+    "Memory",
+    "Recipe",
+    "Rule",
+    "float8_full",
+    "get_recipe",
+    "int4_qat",
+    "int8",
+    "lora_bf16",
+    "nf4_qat",
+    "predict_memory",
+    "qlora_nf4",
+    "qlora_nf4_fp8",
+    "recipe_from_config",
+    "recipe_to_config",
+    "stochastic",
+]

@@ -1,0 +1,75 @@
+"""Recipes by name, each a function of no arguments; ``dataclasses.replace(qlora_nf4(), ...)`` changes one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from fewbits.errors import Unsupported
+from fewbits.formats import E4M3_ROW, INT4_G32, INT8, NF4, NF4_DQ
+from fewbits.recipes.recipe import QAT, LoRA, Recipe, Rule
+
+
+def qlora_nf4() -> Recipe:
+    """QLoRA (Dettmers et al. 2023): NF4 weights with double-quantised scales, adapters on all linears."""
+    return Recipe(name="qlora_nf4", linear=Rule(weight=NF4_DQ), lora=LoRA())
+
+
+def lora_bf16() -> Recipe:
+    """Adapters on weights that stay as they are (in bfloat16 if the model is loaded so)."""
+    return Recipe(name="lora_bf16", lora=LoRA())
+
+
+def qlora_nf4_fp8() -> Recipe:
+    """QLoRA whose products take FP8 operands: the weight is brought from NF4 to E4M3.
+
+    All operands are E4M3 with a scale per row, gradients included. The scale of a row absorbs most of the range
+    for which E5M2 gives up a mantissa bit; within a row E4M3 still spans 17 binades (subnormals included) and
+    rounds with half of E5M2's error, 2**-4 against 2**-3. DeepSeek-V3 trains with E4M3 gradients for that reason.
+    Where gradients within a row spread further, change the rule to ``gradient=E5M2_ROW``.
+    """
+    rule = Rule(weight=NF4_DQ, weight_operand=E4M3_ROW, activation=E4M3_ROW, gradient=E4M3_ROW)
+    return Recipe(name="qlora_nf4_fp8", linear=rule, lora=LoRA())
+
+
+def float8_full() -> Recipe:
+    """Full fine-tuning of 16- or 32-bit weights; all products take E4M3 operands, one scale a row."""
+    return Recipe(
+        name="float8_full", linear=Rule(weight_operand=E4M3_ROW, activation=E4M3_ROW, gradient=E4M3_ROW)
+    )
+
+
+def int8() -> Recipe:
+    """Frozen INT8 weights, one scale per row: to run a model, or to train adapters that one adds."""
+    return Recipe(name="int8", linear=Rule(weight=INT8))
+
+
+def int4_qat() -> Recipe:
+    """Quantisation-aware training towards INT4 weights in blocks of 32."""
+    return Recipe(name="int4_qat", qat=QAT(weight=INT4_G32))
+
+
+def nf4_qat() -> Recipe:
+    """Quantisation-aware training towards NF4 weights in blocks of 64."""
+    return Recipe(name="nf4_qat", qat=QAT(weight=NF4))
+
+
+def stochastic() -> Recipe:
+    """Stochastic-computing products: not there yet."""
+    raise Unsupported(
+        "the recipe 'stochastic' needs stochastic-computing formats, which are not there yet; use 'int8'."
+    )
+
+
+CATALOG: dict[str, Callable[[], Recipe]] = {
+    recipe.__name__: recipe
+    for recipe in (
+        qlora_nf4,
+        lora_bf16,
+        qlora_nf4_fp8,
+        float8_full,
+        int8,
+        int4_qat,
+        nf4_qat,
+        stochastic,
+    )
+}

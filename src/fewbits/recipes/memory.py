@@ -1,0 +1,126 @@
+"""Predicted bytes of a model under a recipe, from its config.json alone.
+
+Counted: weights (packed ones with their scales), LoRA adapters, gradients and AdamW's two float32 moments of
+whatever trains, and the KV cache. Not counted: activations, the workspace of kernels, what the allocator
+wastes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from fewbits.errors import BadInput
+from fewbits.recipes.recipe import LoRA, Recipe
+
+_OPTIMIZER_BYTES = 8  # two float32 moments for each trained value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes by purpose."""
+
+    weights: int
+    lora: int
+    gradients: int
+    optimizer: int
+    kv_cache: int
+
+    @property
+    def total(self) -> int:
+        """The sum."""
+        return self.weights + self.lora + self.gradients + self.optimizer + self.kv_cache
+
+
+def predict_memory(
+    config: Mapping[str, Any],
+    recipe: Recipe,
+    *,
+    dtype_bytes: int = 2,
+    num_tokens: int = 0,
+    training: bool = True,
+) -> Memory:
+    """Bytes of a decoder of the Llama family under a recipe.
+
+    Args:
+        config: the mapping in config.json.
+        recipe: the recipe.
+        dtype_bytes: bytes of a value that is not packed.
+        num_tokens: tokens whose keys and values are kept, over all sequences.
+        training: count gradients and optimizer.
+    """
+    linears = linear_shapes(config)
+    layers, hidden = int(config["num_hidden_layers"]), int(config["hidden_size"])
+    packed = values = trained = adapters = 0
+    for name, shape in linears.items():
+        for layer in range(layers):
+            full_name = f"model.layers.{layer}.{name}"
+            rule = recipe.rule_for(full_name)
+            if rule.weight is None:
+                values += prod(shape)
+            else:
+                packed += rule.weight.nbytes(shape)
+            if recipe.lora is not None and _is_target(recipe.lora, name):
+                adapters += recipe.lora.r * sum(shape)
+    vocabulary = int(config["vocab_size"]) * hidden
+    values += vocabulary * (1 if config.get("tie_word_embeddings", False) else 2)
+    values += (2 * layers + 1) * hidden
+    if training:
+        trained = adapters if recipe.lora is not None else values
+    return Memory(
+        weights=packed + values * dtype_bytes,
+        lora=adapters * dtype_bytes,
+        gradients=trained * dtype_bytes,
+        optimizer=trained * _OPTIMIZER_BYTES,
+        kv_cache=layers * 2 * _kv_bytes(config, recipe, num_tokens, dtype_bytes),
+    )
+
+
+def linear_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+    """Shapes (outputs, inputs) of the linears of one decoder layer, by their name within it."""
+    needed = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
+    missing = [key for key in needed if config.get(key) is None]
+    if missing:
+        raise BadInput(
+            f"the model's configuration lacks {', '.join(missing)}; pass the mapping in its config.json."
+        )
+    hidden, inner = int(config["hidden_size"]), int(config["intermediate_size"])
+    queries, keys = int(config["num_attention_heads"]) * _head_dim(config), _kv_width(config)
+    if config.get("model_type") == "phi3":
+        return {
+            "self_attn.qkv_proj": (queries + 2 * keys, hidden),
+            "self_attn.o_proj": (hidden, queries),
+            "mlp.gate_up_proj": (2 * inner, hidden),
+            "mlp.down_proj": (hidden, inner),
+        }
+    return {
+        "self_attn.q_proj": (queries, hidden),
+        "self_attn.k_proj": (keys, hidden),
+        "self_attn.v_proj": (keys, hidden),
+        "self_attn.o_proj": (hidden, queries),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }
+
+
+def _head_dim(config: Mapping[str, Any]) -> int:
+    return int(config.get("head_dim") or int(config["hidden_size"]) // int(config["num_attention_heads"]))
+
+
+def _kv_width(config: Mapping[str, Any]) -> int:
+    heads = config.get("num_key_value_heads") or config["num_attention_heads"]
+    return int(heads) * _head_dim(config)
+
+
+def _kv_bytes(config: Mapping[str, Any], recipe: Recipe, num_tokens: int, dtype_bytes: int) -> int:
+    shape = (num_tokens, _kv_width(config))
+    return recipe.kv_cache.nbytes(shape) if recipe.kv_cache is not None else prod(shape) * dtype_bytes
+
+
+def _is_target(lora: LoRA, name: str) -> bool:
+    if isinstance(lora.targets, str):
+        return lora.targets == "all-linear" or name.endswith(lora.targets)
+    return any(name.endswith(target) for target in lora.targets)

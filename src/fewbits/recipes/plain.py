@@ -1,0 +1,113 @@
+"""Recipes as plain data, for YAML, JSON and config.json, and back."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from fewbits.errors import BadInput
+from fewbits.formats import format_to_config, get_format
+from fewbits.formats.base import Format
+from fewbits.recipes.catalog import CATALOG
+from fewbits.recipes.recipe import QAT, LoRA, Recipe, Rule
+
+
+def get_recipe(recipe: Recipe | str | Mapping[str, Any]) -> Recipe:
+    """A recipe from its name, from plain data, or as it is.
+
+    Plain data whose name is in the catalog changes that recipe: ``{"name": "qlora_nf4", "lora": {"r": 64}}``
+    is `qlora_nf4` with rank 64.
+
+    Raises:
+        BadInput: unknown name or field.
+        Unsupported: a recipe that is not there yet.
+    """
+    if isinstance(recipe, Recipe):
+        return recipe
+    if isinstance(recipe, str):
+        if recipe not in CATALOG:
+            raise BadInput(f"no recipe named {recipe!r}; known: {', '.join(CATALOG)}.")
+        return CATALOG[recipe]()
+    if not isinstance(recipe, Mapping):
+        raise BadInput(f"a recipe is a name, a Recipe or a mapping, not {type(recipe).__name__}.")
+    return recipe_from_config(recipe)
+
+
+def recipe_to_config(recipe: Recipe) -> dict[str, Any]:
+    """A recipe as plain data, every field written: a later change of the catalog changes no saved model."""
+    plain = _to_plain(recipe)
+    assert isinstance(plain, dict)
+    return plain
+
+
+def recipe_from_config(config: Mapping[str, Any]) -> Recipe:
+    """The inverse of `recipe_to_config`; what is left out comes from the catalog's recipe of that name.
+
+    Raises:
+        BadInput: unknown field, or a value of the wrong kind.
+    """
+    name = config.get("name")
+    if not isinstance(name, str):
+        raise BadInput("a recipe needs a field 'name'; a name from the catalog supplies what is left out.")
+    base = CATALOG[name]() if name in CATALOG else Recipe(name=name)
+    _check_fields(Recipe, config)
+    fields: dict[str, Any] = {}
+    for key, value in config.items():
+        if key == "overrides":
+            fields[key] = tuple((str(pattern), _rule(Rule(), rule)) for pattern, rule in value)
+        elif key == "linear":
+            fields[key] = _rule(base.linear, value)
+        elif key == "lora":
+            fields[key] = None if value is None else _replace(base.lora or LoRA(), value)
+        elif key == "qat":
+            fields[key] = None if value is None else _qat(base.qat, value)
+        elif key in ("kv_cache", "communication"):
+            fields[key] = None if value is None else get_format(value)
+        else:
+            fields[key] = tuple(value) if isinstance(value, list) else value
+    return dataclasses.replace(base, **fields)
+
+
+def _to_plain(value: Any) -> Any:
+    if isinstance(value, Format):
+        return _to_plain(format_to_config(value))
+    if dataclasses.is_dataclass(value):
+        return {f.name: _to_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, tuple | list):
+        return [_to_plain(v) for v in value]
+    if isinstance(value, Mapping):
+        return {k: _to_plain(v) for k, v in value.items()}
+    return value
+
+
+def _rule(base: Rule, config: Any) -> Rule:
+    return _replace(base, config, formats=True)
+
+
+def _qat(base: QAT | None, config: Any) -> QAT:
+    if base is None:
+        if not isinstance(config, Mapping) or "weight" not in config:
+            raise BadInput("the field 'qat' of a recipe needs 'weight', the format to train towards.")
+        base = QAT(weight=get_format(config["weight"]))
+    return _replace(base, config, formats=True)
+
+
+def _replace(base: Any, config: Any, *, formats: bool = False) -> Any:
+    """``base`` with the fields that ``config`` names; with ``formats`` each value is a format."""
+    if not isinstance(config, Mapping):
+        raise BadInput(f"expected a mapping for {type(base).__name__}, got {config!r}.")
+    _check_fields(type(base), config)
+    fields = {k: tuple(v) if isinstance(v, list) else v for k, v in config.items()}
+    if formats:
+        fields = {k: None if v is None else get_format(v) for k, v in fields.items()}
+    return dataclasses.replace(base, **fields)
+
+
+def _check_fields(kind: Any, config: Mapping[str, Any]) -> None:
+    known = [f.name for f in dataclasses.fields(kind)]
+    unknown = sorted(set(config) - set(known))
+    if unknown:
+        raise BadInput(
+            f"a {kind.__name__} has no field {', '.join(unknown)}; its fields: {', '.join(known)}."
+        )
