@@ -1,0 +1,210 @@
+"""The model, its tokenizer and the host Trainer of one run, from its configuration."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fewbits.errors import BadInput, SpecMismatch, Unsupported
+from fewbits.models.convert import conversion_of
+from fewbits.models.fast import FastLanguageModel
+from fewbits.recipes import LoRA, Recipe, get_recipe
+from fewbits.training.config import OPTIMIZERS, TrainConfig
+from fewbits.training.data import TokenData
+from fewbits.training.packing import SequenceDataset, pack
+
+DEFAULT_LENGTH = 1024
+
+
+@dataclass
+class Built:
+    """A model ready to train."""
+
+    model: Any
+    tokenizer: Any
+    recipe: Recipe | None
+    lora: LoRA | None
+    receipt: str
+
+
+def uses_gpu(config: TrainConfig) -> bool:
+    """Whether the run is on a GPU."""
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise Unsupported("device is cuda, but torch sees no GPU here; use device=cpu or auto.")
+    return config.device != "cpu" and torch.cuda.is_available()
+
+
+def recipe_of_config(config: TrainConfig) -> tuple[Recipe | None, LoRA | None]:
+    """The recipe that the configuration names, and the adapters with its own settings in."""
+    name = config.recipe or ("qlora_nf4" if config.load_in_4bit else None)
+    recipe = None if name is None else get_recipe(name)
+    lora = LoRA() if recipe is None else recipe.lora
+    if lora is None and config.lora_r:
+        lora = LoRA()
+    if lora is None or config.lora_r == 0:
+        return recipe, None
+    given = {
+        "r": config.lora_r,
+        "alpha": config.lora_alpha,
+        "dropout": config.lora_dropout,
+        "targets": config.lora_targets or None,
+        "bias": config.lora_bias,
+        "rslora": config.lora_rslora or None,
+    }
+    if given["targets"] == ("all-linear",):
+        given["targets"] = "all-linear"
+    return recipe, replace(lora, **{key: value for key, value in given.items() if value is not None})
+
+
+def load_tokenizer(config: TrainConfig) -> tuple[Any, int | None] | None:
+    """Tokenizer and longest sequence without the weights, so that bad data is found before they are read.
+
+    None where only loading the whole model tells what is wrong.
+    """
+    from transformers import AutoConfig, AutoTokenizer
+
+    local = Path(config.model).is_dir()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(config.model, local_files_only=local)
+        return tokenizer, max_positions(AutoConfig.from_pretrained(config.model, local_files_only=local))
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def max_positions(model_config: Any) -> int | None:
+    """The longest sequence the model was made for, where its configuration says so."""
+    limit = getattr(model_config.get_text_config(), "max_position_embeddings", None)
+    return int(limit) if limit else None
+
+
+def sequence_length(config: TrainConfig, limit: int | None) -> int:
+    """The longest row in tokens."""
+    if config.max_seq_length is None:
+        return min(DEFAULT_LENGTH, limit or DEFAULT_LENGTH)
+    if limit is not None and config.max_seq_length > limit:
+        raise BadInput(
+            f"max_seq_length is {config.max_seq_length:,}, but {config.model} allows sequences of at most"
+            f" {limit:,} tokens (max_position_embeddings); lower it."
+        )
+    return config.max_seq_length
+
+
+def load_model(config: TrainConfig) -> Built:
+    """Load, convert and adapt the model."""
+    recipe, lora = recipe_of_config(config)
+    on_gpu = uses_gpu(config)
+    qat = recipe if recipe is not None and recipe.qat is not None else None
+    model, tokenizer = FastLanguageModel.from_pretrained(
+        config.model,
+        dtype=_dtype(config, on_gpu, trains_all=lora is None),
+        load_in_4bit=False,
+        recipe=None if qat else recipe,
+        device_map=None if on_gpu else "cpu",
+    )
+    if qat is not None:
+        from fewbits.training.qat import prepare_qat
+
+        model = prepare_qat(model, replace(qat, lora=None))  # adapters follow below, with their seed
+    conversion = conversion_of(model)
+    if lora is not None and not hasattr(model, "peft_config"):
+        model = FastLanguageModel.get_peft_model(
+            model,
+            r=lora.r,
+            lora_alpha=lora.alpha,
+            lora_dropout=lora.dropout,
+            target_modules=lora.targets,
+            bias=lora.bias,
+            use_rslora=lora.rslora,
+            random_state=config.seed,
+            use_gradient_checkpointing=config.gradient_checkpointing,
+        )
+    elif config.gradient_checkpointing:
+        FastLanguageModel.for_training(model, use_gradient_checkpointing=True)
+    if not any(p.requires_grad for p in model.parameters()):
+        raise Unsupported(
+            f"no weight of {config.model} would train: all are packed and there are no adapters; set lora_r."
+        )
+    return Built(model, tokenizer, recipe, lora, "" if conversion is None else str(conversion.receipt))
+
+
+def _dtype(config: TrainConfig, on_gpu: bool, *, trains_all: bool) -> torch.dtype:
+    if config.dtype != "auto":
+        return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[config.dtype]
+    # Weights that train stay in float32: in bfloat16 a usual step is lost in the rounding.
+    return torch.bfloat16 if on_gpu and not trains_all else torch.float32
+
+
+def check_vocabulary(model: Any, data: TokenData) -> None:
+    """Every token id of the data needs a row of the embedding."""
+    rows = model.get_input_embeddings().weight.shape[0]
+    largest = max(int(example.input_ids.max()) for example in data.examples)
+    if largest >= rows:
+        raise SpecMismatch(
+            f"{data.report.path} has the token id {largest:,}, but the model's embedding has {rows:,} rows;"
+            " use the tokenizer that belongs to the model."
+        )
+
+
+def sequences(data: TokenData, config: TrainConfig, length: int) -> SequenceDataset:
+    """The rows one by one, or packed."""
+    if not config.packing:
+        return SequenceDataset(data.examples)
+    return SequenceDataset(data.examples, pack([len(e) for e in data.examples], length, seed=config.seed))
+
+
+def total_steps(config: TrainConfig, num_sequences: int) -> int:
+    """Optimizer steps of the run in one process."""
+    batches = math.ceil(num_sequences / config.batch_size)
+    per_epoch = max(1, math.ceil(batches / config.gradient_accumulation))
+    return config.max_steps or math.ceil(config.epochs * per_epoch)
+
+
+def training_arguments(
+    config: TrainConfig, folder: Path, steps: int, *, evaluates: bool, resumed: bool
+) -> Any:
+    """The host's arguments."""
+    from transformers import TrainingArguments
+
+    on_gpu = uses_gpu(config)
+    _, lora = recipe_of_config(config)
+    tenth = max(1, steps // 10)
+    args = TrainingArguments(
+        output_dir=str(folder),
+        per_device_train_batch_size=config.batch_size,
+        per_device_eval_batch_size=config.batch_size,
+        gradient_accumulation_steps=config.gradient_accumulation,
+        num_train_epochs=config.epochs,
+        max_steps=config.max_steps or -1,
+        learning_rate=config.learning_rate,
+        lr_scheduler_type=config.scheduler,
+        lr_scheduler_kwargs={"min_lr_rate": 0.1} if config.scheduler == "cosine_with_min_lr" else None,
+        warmup_steps=config.warmup,
+        weight_decay=config.weight_decay,
+        max_grad_norm=config.max_grad_norm,
+        optim=OPTIMIZERS[config.optimizer],
+        seed=config.seed,
+        logging_steps=config.logging_steps,
+        logging_first_step=True,
+        logging_nan_inf_filter=False,  # a bad loss is shown and stops the run
+        eval_strategy="steps" if evaluates else "no",
+        eval_steps=config.eval_steps or tenth,
+        eval_on_start=evaluates and not resumed,
+        save_strategy="steps",
+        save_steps=config.save_steps or tenth,
+        metric_for_best_model="eval_loss" if evaluates else None,
+        greater_is_better=False,
+        report_to="none",
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        use_cpu=not on_gpu,
+        bf16=on_gpu and lora is None and config.dtype == "auto",
+        fp16=on_gpu and lora is None and config.dtype == "float16",
+        dataloader_pin_memory=on_gpu,
+    )
+    if args.n_gpu > 1:
+        args._n_gpu = 1  # otherwise the host would wrap the model in DataParallel
+    return args

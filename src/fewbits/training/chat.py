@@ -1,0 +1,194 @@
+"""Token ids and trainable spans of prompts, responses and chats.
+
+Which tokens are trained is decided by character positions of the rendered text and the tokenizer's offsets,
+never by looking for a marker in the text:
+
+* a template with ``{% generation %}`` marks its own spans;
+* otherwise the i-th response is what the template adds to the conversation before it: the text of the first i
+  messages with the generation prompt must be a prefix of the text of the first i + 1, and it is checked;
+* where later turns change how earlier ones are written (templates that drop thoughts), the conversation
+  becomes one row for each response; where even that fails, the template is refused.
+
+A token that would hold characters from both sides of a boundary is avoided by tokenising the two sides apart,
+so that the prompt has the very tokens it has when the model answers it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from jinja2 import TemplateError
+
+from fewbits.errors import BadInput, Unsupported
+
+Span = tuple[int, int]  # first character, one past the last
+Tokens = tuple[list[int], list[bool]]  # ids, and which of them are trained
+
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+    "chatgpt": "assistant",
+}
+
+
+def normalize_messages(value: Any) -> list[dict[str, Any]]:
+    """Messages as role and content, from them or from ShareGPT's ``from`` and ``value``."""
+    if not isinstance(value, (list, tuple)) or not value:
+        raise BadInput("the messages are not a list with at least one message")
+    messages = []
+    for item in value:
+        if not isinstance(item, dict) or not ({"role", "from"} & item.keys()):
+            raise BadInput("a message is not an object with a role and a content")
+        role = item.get("role", item.get("from"))
+        content = item.get("content", item.get("value"))
+        if not isinstance(role, str) or not isinstance(content, (str, type(None))):
+            raise BadInput("a message has a role or a content that is not text")
+        extra = {
+            key: item[key]
+            for key in item.keys() - {"role", "from", "content", "value"}
+            if item[key] is not None
+        }
+        messages.append({"role": _ROLES.get(role, role), "content": content or "", **extra})
+    return messages
+
+
+class ChatEncoder:
+    """Chats, and pairs of prompt and response, as token ids with a trainable mask."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        if not getattr(tokenizer, "is_fast", False):
+            raise Unsupported(
+                f"{type(tokenizer).__name__} gives no character offsets, which exact response spans need;"
+                " use a model with a tokenizer.json."
+            )
+        self.tokenizer = tokenizer
+        self.template = tokenizer.chat_template
+        self.marks_responses = isinstance(self.template, str) and bool(_GENERATION.search(self.template))
+        self.special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+
+    def require_template(self) -> None:
+        """Refuse chat rows early where the tokenizer cannot write them."""
+        if not self.template:
+            raise BadInput(
+                f"the tokenizer of {self.tokenizer.name_or_path} has no chat template, which chat rows need;"
+                " use an instruct model, or write the rows as prompt and completion."
+            )
+
+    def render(self, messages: Sequence[dict[str, Any]], *, for_answer: bool = False) -> str:
+        """The conversation as the template writes it; ``for_answer`` ends with the next response's head."""
+        try:
+            return str(
+                self.tokenizer.apply_chat_template(
+                    list(messages), tokenize=False, add_generation_prompt=for_answer
+                )
+            )
+        except TemplateError as error:
+            raise BadInput(f"the chat template refuses the messages ({error})") from error
+
+    def encode_chat(self, messages: Sequence[dict[str, Any]], *, responses_only: bool) -> list[Tokens]:
+        """One or, for templates that rewrite earlier turns, several rows of tokens."""
+        if not responses_only:
+            text = self.render(messages)
+            return [self.encode_spans(text, [(0, len(text))])]
+        if self.marks_responses:
+            return [self._encode_marked(messages)]
+        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        text = self.render(messages)
+        spans = self._spans(messages, turns, text)
+        if spans is not None:
+            return [self.encode_spans(text, spans)]
+        rows = []
+        for turn in turns:
+            part = messages[: turn + 1]
+            text = self.render(part)
+            own = self._spans(part, [turn], text)
+            if own is None:
+                raise Unsupported(
+                    "the chat template writes a conversation and its continuation differently, so its"
+                    " responses have no exact place; mark them in the template with {% generation %}, or"
+                    " train with responses_only=false."
+                )
+            rows.append(self.encode_spans(text, own))
+        return rows
+
+    def _spans(self, messages: Sequence[dict[str, Any]], turns: list[int], text: str) -> list[Span] | None:
+        spans = []
+        for turn in turns:
+            head = self.render(messages[:turn], for_answer=True) if turn else ""
+            through = text if turn == len(messages) - 1 else self.render(messages[: turn + 1])
+            if not through.startswith(head) or not text.startswith(through):
+                return None
+            spans.append((len(head), len(through)))
+        return spans
+
+    def _encode_marked(self, messages: Sequence[dict[str, Any]]) -> Tokens:
+        try:
+            encoded = self.tokenizer.apply_chat_template(
+                list(messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+            )
+        except TemplateError as error:
+            raise BadInput(f"the chat template refuses the messages ({error})") from error
+        return list(encoded["input_ids"]), [bool(mark) for mark in encoded["assistant_masks"]]
+
+    def encode_spans(self, text: str, spans: Sequence[Span]) -> Tokens:
+        """The text's tokens; those inside the spans are trained."""
+        encoded = self._offsets(text)
+        edges = sorted({edge for span in spans for edge in span} - {0, len(text)})
+        if any(start < edge < end for start, end in encoded[1] for edge in edges):
+            return self._encode_apart(text, spans, edges)
+        ids, offsets = encoded
+        trained = [any(s <= start and end <= e for s, e in spans) for start, end in offsets]
+        return ids, self._without_tail(ids, trained, text, offsets)
+
+    def _encode_apart(self, text: str, spans: Sequence[Span], edges: list[int]) -> Tokens:
+        ids: list[int] = []
+        trained: list[bool] = []
+        for start, end in zip([0, *edges], [*edges, len(text)], strict=True):
+            part = self._offsets(text[start:end])[0] if start == 0 else self._continue(text[start:end])
+            inside = any(s <= start and end <= e for s, e in spans)
+            ids += part
+            trained += self._without_tail(part, [inside] * len(part), text[start:end], None)
+        return ids, trained
+
+    def _continue(self, text: str) -> list[int]:
+        """Tokens of a text that follows another, without the space that some tokenizers put first."""
+        for anchor in ("\n", ".", "x"):
+            ids, offsets = self._offsets(anchor + text)
+            first = next((i for i, (start, end) in enumerate(offsets) if end > len(anchor)), len(ids))
+            if all(start >= len(anchor) for start, _ in offsets[first:]):
+                return ids[first:]
+        return self._offsets(text)[0]
+
+    def _without_tail(
+        self, ids: list[int], trained: list[bool], text: str, offsets: list[Span] | None
+    ) -> list[bool]:
+        """White space that a template writes after the end-of-turn token is not something the model says."""
+        trained = list(trained)
+        last = len(ids)
+        while last > 0:  # walk over the runs of trained tokens, from the end
+            last -= 1
+            if not trained[last]:
+                continue
+            first = last
+            while first > 0 and trained[first - 1]:
+                first -= 1
+            marks = [i for i in range(first, last + 1) if ids[i] in self.special]
+            if marks and not self.tokenizer.decode(ids[marks[-1] + 1 : last + 1]).strip():
+                trained[marks[-1] + 1 : last + 1] = [False] * (last - marks[-1])
+            last = first
+        return trained
+
+    def _offsets(self, text: str) -> tuple[list[int], list[Span]]:
+        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        return list(encoded["input_ids"]), [tuple(pair) for pair in encoded["offset_mapping"]]
+
+    def encode_pair(self, prompt: str, response: str) -> Tokens:
+        """A prompt and its response; spaces at the prompt's end go to the response, as tokenizers do."""
+        bare = prompt.rstrip(" ")
+        text = prompt + response
+        return self.encode_spans(text, [(len(bare), len(text))])

@@ -1,0 +1,328 @@
+"""The choices of one training run: a flat, frozen value read from YAML and from ``key=value`` overrides."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fewbits.errors import BadInput
+
+FORMATS = ("auto", "text", "completion", "instruction", "chat")
+LONG_ROWS = ("truncate", "drop", "refuse")
+OPTIMIZERS = {
+    "adamw": "adamw_torch_fused",
+    "adamw_8bit": "adamw_bnb_8bit",
+    "adafactor": "adafactor",
+    "sgd": "sgd",
+}
+SCHEDULERS = ("cosine", "linear", "constant", "constant_with_warmup", "polynomial", "cosine_with_min_lr")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+ALIASES = {
+    "lr": "learning_rate",
+    "max_seq_len": "max_seq_length",
+    "num_epochs": "epochs",
+    "num_train_epochs": "epochs",
+    "per_device_train_batch_size": "batch_size",
+    "gradient_accumulation_steps": "gradient_accumulation",
+    "data": "train_data",
+    "output": "output_dir",
+    "skip-bad-rows": "skip_bad_rows",
+}
+# What may differ between a run and its continuation: nothing here changes the weights.
+NOT_COMPARED = frozenset(
+    {"output_dir", "resume", "report", "keep_checkpoints", "merge", "sample_prompts", "samples"}
+)
+
+
+def _option(default: Any, group: str, help_text: str, choices: Iterable[str] = ()) -> Any:
+    metadata = {"group": group, "help": help_text, "choices": tuple(choices)}
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """One training run. ``help_of`` tells what each field means; the command line makes its flags from it."""
+
+    model: str = field(
+        metadata={"group": "model", "help": "folder or hub name of the base model", "choices": ()}
+    )
+    dtype: str = _option(
+        "auto", "model", "dtype of what is not quantised; auto: bfloat16 on a GPU, float32 on a CPU", DTYPES
+    )
+    device: str = _option("auto", "model", "auto, cpu or cuda", ("auto", "cpu", "cuda"))
+    recipe: str | None = _option(
+        None, "model", "which format where, by its name in the catalog (qlora_nf4, int8, ...)"
+    )
+    load_in_4bit: bool = _option(True, "model", "without a recipe: keep the base weights in NF4 (QLoRA)")
+    gradient_checkpointing: bool = _option(
+        False, "model", "recompute activations in the backward pass: slower, less memory"
+    )
+
+    lora_r: int | None = _option(
+        None, "lora", "rank of the adapters; none: as the recipe says (16 without); 0: no adapters"
+    )
+    lora_alpha: float | None = _option(
+        None, "lora", "the adapter's product is scaled by alpha / r; none: as the recipe says"
+    )
+    lora_dropout: float | None = _option(
+        None, "lora", "probability of dropping an adapter's input; none: as the recipe says"
+    )
+    lora_targets: tuple[str, ...] = _option(
+        (), "lora", "names of the adapted linears; empty: as the recipe says"
+    )
+    lora_bias: str | None = _option(
+        None, "lora", "which biases train: none, all or lora_only", ("none", "all", "lora_only")
+    )
+    lora_rslora: bool = _option(False, "lora", "scale by alpha / sqrt(r)")
+
+    train_data: str = _option(
+        "", "data", "JSONL, JSON, CSV, Parquet or text file, or a folder saved by `datasets`"
+    )
+    eval_data: str | None = _option(None, "data", "the same, for evaluation")
+    eval_fraction: float = _option(
+        0.0, "data", "share of the training rows held out for evaluation, without eval_data"
+    )
+    format: str = _option("auto", "data", "what a row is; auto: by its columns", FORMATS)
+    fields: dict[str, str] = field(
+        default_factory=dict,
+        metadata={
+            "group": "data",
+            "choices": (),
+            "help": "columns of other names, as in fields.prompt=question",
+        },
+    )
+    prompt_template: str = _option(
+        "alpaca",
+        "data",
+        "how an instruction row is written: alpaca, question, chat (the tokenizer's template), or a text with"
+        " {instruction} and {input}",
+    )
+    max_seq_length: int | None = _option(
+        None, "data", "longest row in tokens; none: what the model allows, at most 1024"
+    )
+    long_rows: str = _option(
+        "truncate", "data", "rows over max_seq_length are truncated at the end, dropped or refused", LONG_ROWS
+    )
+    packing: bool = _option(False, "data", "several rows in one sequence, which do not see each other")
+    responses_only: bool = _option(True, "data", "the loss counts only responses, not prompts")
+    skip_bad_rows: bool = _option(
+        False, "data", "count and skip rows that cannot be used, where otherwise the run stops"
+    )
+
+    batch_size: int = _option(8, "training", "rows (packed: sequences) in one forward pass")
+    gradient_accumulation: int = _option(1, "training", "forward passes for one optimizer step")
+    epochs: float = _option(1.0, "training", "passes over the data")
+    max_steps: int | None = _option(None, "training", "optimizer steps; overrides epochs")
+    learning_rate: float = _option(2e-4, "training", "largest learning rate (alias: lr)")
+    scheduler: str = _option("cosine", "training", "how the learning rate falls", SCHEDULERS)
+    warmup: float = _option(
+        0.03, "training", "warm-up: below 1 a share of the steps, from 1 on a number of steps"
+    )
+    weight_decay: float = _option(0.0, "training", "decay of matrices; biases and norms have none")
+    max_grad_norm: float = _option(1.0, "training", "gradients are scaled down to this norm; 0: never")
+    optimizer: str = _option(
+        "adamw", "training", "adamw, adamw_8bit (bitsandbytes), adafactor or sgd", OPTIMIZERS
+    )
+    seed: int = _option(42, "training", "of adapters, dropout, the split and the order of the data")
+
+    logging_steps: int = _option(1, "output", "steps between two lines of metrics.jsonl")
+    eval_steps: int | None = _option(None, "output", "steps between evaluations; none: ten in a run")
+    save_steps: int | None = _option(None, "output", "steps between checkpoints; none: ten in a run")
+    keep_checkpoints: int = _option(2, "output", "newest checkpoints kept beside the best one")
+    early_stopping_patience: int | None = _option(
+        None, "output", "stop after so many evaluations without a better loss; none: never"
+    )
+    keep_best: bool = _option(
+        True, "output", "with evaluation: keep the best checkpoint and end with its weights"
+    )
+    output_dir: str = _option("outputs", "output", "the run folder")
+    resume: bool = _option(False, "output", "go on from the last checkpoint in output_dir, if there is one")
+    merge: bool = _option(
+        False, "output", "at the end also write the model with its adapters merged, in 16 bits"
+    )
+    report: bool = _option(True, "output", "at the end write report.html")
+    samples: int = _option(3, "output", "evaluation rows answered before and after, for the report")
+    sample_prompts: tuple[str, ...] = _option(
+        (), "output", "prompts answered before and after, for the report"
+    )
+    sample_tokens: int = _option(64, "output", "longest sample answer, in tokens")
+
+    def __post_init__(self) -> None:
+        """Refuse values that no run can use."""
+        for item in dataclasses.fields(self):
+            choices, value = item.metadata["choices"], getattr(self, item.name)
+            if choices and value is not None and value not in choices:
+                raise BadInput(f"{item.name} is {value!r}; it must be one of {', '.join(choices)}.")
+        positive = (
+            "batch_size",
+            "gradient_accumulation",
+            "logging_steps",
+            "epochs",
+            "learning_rate",
+            "keep_checkpoints",
+        )
+        optional = ("max_steps", "eval_steps", "save_steps", "max_seq_length", "early_stopping_patience")
+        for name in (*positive, *(name for name in optional if getattr(self, name) is not None)):
+            if not getattr(self, name) > 0:
+                raise BadInput(f"{name} is {getattr(self, name)}; it must be greater than 0.")
+        for name in (
+            "weight_decay",
+            "max_grad_norm",
+            "warmup",
+            "lora_r",
+            "lora_dropout",
+            "samples",
+            "eval_fraction",
+        ):
+            if (getattr(self, name) or 0) < 0:
+                raise BadInput(f"{name} is {getattr(self, name)}; it must not be negative.")
+        for name in ("eval_fraction", "lora_dropout"):
+            if (getattr(self, name) or 0) >= 1:
+                raise BadInput(f"{name} is {getattr(self, name)}; it must be below 1.")
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> TrainConfig:
+        """A configuration from plain values; unknown keys are refused with the nearest name."""
+        known = {item.name: str(item.type) for item in dataclasses.fields(cls)}
+        plain: dict[str, Any] = {}
+        nested: dict[str, str] = {}
+        for key, value in values.items():
+            name = ALIASES.get(key, key).replace("-", "_")
+            name = ALIASES.get(name, name)
+            if name.startswith("fields."):
+                nested[name.removeprefix("fields.")] = str(value)
+            elif name not in known:
+                raise BadInput(_unknown_key(key, [*known, *ALIASES]))
+            else:
+                plain[name] = _coerce(name, value, known[name])
+        if nested:
+            plain["fields"] = {**plain.get("fields", {}), **nested}
+        for required in ("model", "train_data"):
+            if not plain.get(required):
+                raise BadInput(f"the configuration has no {required}; give one, as in {required}=PATH.")
+        return cls(**plain)
+
+    @classmethod
+    def from_yaml(cls, path: str | Path, overrides: Mapping[str, Any] | Iterable[str] = ()) -> TrainConfig:
+        """Read a YAML file of ``name: value`` lines; overrides (a mapping, or "name=value" texts) win."""
+        path = Path(path)
+        try:
+            values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except FileNotFoundError as error:
+            raise BadInput(f"there is no configuration file {path}; check the path.") from error
+        except (yaml.YAMLError, UnicodeDecodeError, IsADirectoryError) as error:
+            line = getattr(getattr(error, "problem_mark", None), "line", None)
+            where = "" if line is None else f", line {line + 1}"
+            raise BadInput(f"{path}{where} is not valid YAML; write one `name: value` a line.") from error
+        if not isinstance(values, dict):
+            raise BadInput(f"{path} holds no settings; write one `name: value` a line.")
+        return cls.from_mapping({**values, **parse_overrides(overrides)})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for YAML and JSON."""
+        values = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
+        return {name: list(v) if isinstance(v, tuple) else v for name, v in values.items()}
+
+    def to_yaml(self) -> str:
+        """The text that ``from_yaml`` reads back to an equal value."""
+        return str(yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True))
+
+    def differences(self, other: TrainConfig) -> list[str]:
+        """The fields in which two runs differ and that change the weights."""
+        mine, theirs = self.to_dict(), other.to_dict()
+        return [name for name in mine if mine[name] != theirs[name] and name not in NOT_COMPARED]
+
+
+def help_of(name: str) -> str:
+    """What the field means, in one line."""
+    return str(next(item for item in dataclasses.fields(TrainConfig) if item.name == name).metadata["help"])
+
+
+def parse_overrides(overrides: Mapping[str, Any] | Iterable[str]) -> dict[str, Any]:
+    """``["lr=1e-4", "packing=true"]`` as a mapping."""
+    if isinstance(overrides, Mapping):
+        return dict(overrides)
+    parsed = {}
+    for text in overrides:
+        key, equals, value = text.partition("=")
+        if not equals or not key:
+            raise BadInput(f"the override {text!r} has no value; write it as name=value.")
+        parsed[key.strip().removeprefix("--")] = value.strip()
+    return parsed
+
+
+def _unknown_key(key: str, known: list[str]) -> str:
+    near = get_close_matches(key, known, n=1, cutoff=0.5)
+    advice = f"did you mean {near[0]}?" if near else f"the names are {', '.join(sorted(known))}."
+    return f"the configuration has an unknown key {key!r}; {advice}"
+
+
+_TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
+
+
+def _as_bool(value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    text = str(value).lower()
+    if text not in (*_TRUE, *_FALSE):
+        raise ValueError
+    return text in _TRUE
+
+
+def _as_int(value: Any) -> int:
+    if isinstance(value, bool) or float(value) != int(float(value)):
+        raise ValueError
+    return int(float(value))
+
+
+def _as_float(value: Any) -> float:
+    if isinstance(value, bool):
+        raise ValueError
+    return float(value)
+
+
+def _as_texts(value: Any) -> tuple[str, ...]:
+    if isinstance(value, str):
+        return tuple(part.strip() for part in value.split(",") if part.strip())
+    return tuple(str(part) for part in value)
+
+
+def _as_fields(value: Any) -> dict[str, str]:
+    if isinstance(value, str):
+        value = dict(pair.split("=", 1) for pair in value.split(","))
+    return {str(key): str(column) for key, column in dict(value).items()}
+
+
+def _as_text(value: Any) -> str:
+    if isinstance(value, (dict, list, bool)):
+        raise ValueError
+    return str(value)
+
+
+_COERCE = {
+    "bool": (_as_bool, "true or false"),
+    "int": (_as_int, "a whole number"),
+    "float": (_as_float, "a number"),
+    "str": (_as_text, "a text"),
+    "tuple[str, ...]": (_as_texts, "a list of texts"),
+    "dict[str, str]": (_as_fields, "a mapping of names to columns"),
+}
+
+
+def _coerce(name: str, value: Any, annotation: str) -> Any:
+    optional = annotation.endswith(" | None")
+    if value is None or (optional and name != "lora_bias" and str(value).lower() in ("none", "null", "")):
+        if optional:
+            return None
+        raise BadInput(f"{name} has no value; it must be {_COERCE[annotation][1]}.")
+    convert, wanted = _COERCE[annotation.removesuffix(" | None")]
+    try:
+        return convert(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise BadInput(f"{name} is {value!r}; it must be {wanted}.") from error
