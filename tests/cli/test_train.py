@@ -16,9 +16,15 @@ def trained(monkeypatch, tmp_path):
     """Calls of `train`, which is replaced."""
     calls = []
 
-    def train(config, *, resume=False):
+    def train(config, *, resume=False, console=None):
         calls.append((config, resume))
-        return SimpleNamespace(output_dir=tmp_path / "run")
+        return SimpleNamespace(
+            final=tmp_path / "run/final",
+            merged=None,
+            report=tmp_path / "r.html",
+            best_metric=1.25,
+            best_step=7,
+        )
 
     module = ModuleType("fewbits.training.run")
     module.train = train
@@ -45,7 +51,9 @@ def test_the_command_line_wins(run, trained, config):
     assert got.learning_rate == 1e-4  # the flag, not lr=5
     assert got.lora_targets == ("q_proj", "v_proj")
     assert got.fields == {"prompt": "question"}
-    assert "Run folder" in shown.out
+    assert "evaluation loss 1.2500 at step 7" in shown.out
+    assert "run/final" in shown.out
+    assert "merged" not in shown.out
 
 
 def test_without_a_file(run, trained):

@@ -35,12 +35,13 @@ def train(args: Namespace) -> int:
         config = TrainConfig.from_mapping(overrides)
     else:
         config = TrainConfig.from_yaml(args.config, overrides)
-    result = run_training(config, resume=args.resume or config.resume)
-    out = _out()
-    out.print(f"[bold]Run folder[/] {escape(str(result.output_dir))}", soft_wrap=True)
-    page = Path(result.output_dir) / "report.html"
-    if page.is_file():
-        out.print(f"[bold]Report[/]     {escape(str(page))}", soft_wrap=True)
+    result = run_training(config, resume=args.resume or config.resume, console=_err())
+    facts: dict[str, object] = {"model": result.final, "merged": result.merged, "report": result.report}
+    if result.best_metric is not None:
+        facts = {"evaluation loss": f"{result.best_metric:.4f} at step {result.best_step}", **facts}
+    for name, value in facts.items():
+        if value is not None:
+            _out().print(f"[bold]{name:<16}[/]{escape(str(value))}", soft_wrap=True, highlight=False)
     return 0
 
 
@@ -139,8 +140,8 @@ def merge(args: Namespace) -> int:
     """``fewbits merge``."""
     from fewbits.cli.models import merge_adapter
 
-    path = merge_adapter(args.adapter, args.destination, base=args.base)
-    _out().print(f"[bold]Merged model[/] {escape(str(path))}", soft_wrap=True)
+    receipt = merge_adapter(args.adapter, args.destination, base=args.base)
+    _out().print(receipt, soft_wrap=True, highlight=False, markup=False)
     return 0
 
 

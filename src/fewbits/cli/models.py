@@ -6,6 +6,8 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from fewbits.errors import BadInput
 
 FINAL = "final"  # where a training run leaves its model or adapter
@@ -44,7 +46,30 @@ def load(args: Namespace) -> tuple[Any, Any]:
     )
     if args.adapter is not None:
         model = load_adapter(model, resolve(args.adapter))
+    for note in getattr(model, "fewbits_notes", ()) if args.recipe is not None else ():
+        Console(stderr=True).print(note, style="dim", highlight=False, markup=False)
     return FastLanguageModel.for_inference(model), tokenizer
+
+
+def merge_adapter(adapter: str, destination: str, *, base: str | None = None) -> str:
+    """Fold an adapter into its base model, from the original weights; returns what was done, in one line.
+
+    Raises:
+        BadInput: the folder is no adapter.
+    """
+    from fewbits.models.checkpoint import is_adapter_folder
+    from fewbits.models.fast import FastLanguageModel
+
+    folder = resolve(adapter)
+    if not is_adapter_folder(Path(folder)):
+        raise BadInput(
+            f"{folder} has no adapter_config.json, so it is not an adapter; give the folder of one."
+        )
+    options: dict[str, Any] = {} if base is None else {"base_model": base}
+    model, tokenizer = FastLanguageModel.from_pretrained(
+        folder, load_in_4bit=False, device_map="cpu", **options
+    )
+    return str(model.save_pretrained_merged(destination, tokenizer))
 
 
 def _device(name: str | None) -> str:

@@ -1,9 +1,8 @@
 """A checkpoint becomes a packed one, tensor by tensor: no model is built and no layer runs.
 
 What is written has the layout that ``save_pretrained`` of a packed model gives (``<linear>.weight_<part>`` in
-safetensors, the recipe in config.json), so `FastLanguageModel.from_pretrained` loads it. At any moment memory
-holds one weight of the source and the packed tensors of the shard that is being filled. The new folder appears
-whole or not at all.
+safetensors, the recipe in config.json), so `FastLanguageModel.from_pretrained` loads it. Memory holds one
+weight of the source and the packed tensors of one shard. The new folder appears whole or not at all.
 """
 
 from __future__ import annotations
@@ -94,8 +93,8 @@ def quantize_checkpoint(
     Args:
         source: a model folder with safetensors.
         destination: the folder to write; it must be empty or not exist.
-        recipe: which linears get which format, by name, value or plain data. Of a recipe for quantisation-aware
-            training, its weight format is used.
+        recipe: which linears get which format, by name, value or plain data. Of one for quantisation-aware
+            training the weight format is used.
         device: where the arithmetic is done.
         progress: called as ``progress(tensors done, tensors in all)``.
 
@@ -111,16 +110,18 @@ def quantize_checkpoint(
     checkpoint = inspect_folder(source)
     if checkpoint.quant_method is not None:
         raise Unsupported(
-            f"{checkpoint.folder} is quantised already ({checkpoint.quant_method}); start from the original model."
+            f"{checkpoint.folder} is quantised already ({checkpoint.quant_method}); use the original model."
         )
     names, rules = _plan(checkpoint, chosen)
+    order = {name: i for i, name in enumerate(rules)}
     with whole_folder(target) as folder:
         writer = _ShardWriter(folder)
-        layers = []
+        layers: list[LayerError] = []
+        squared_error = squared_norm = 0.0
         for number, item in enumerate(_packed(checkpoint, names, rules, torch.device(device)), 1):
             writer.add(item.tensors)
-            if item.error is not None:
-                layers.append(item.error)
+            layers += [] if item.error is None else [item.error]
+            squared_error, squared_norm = squared_error + item.squared_error, squared_norm + item.squared_norm
             if progress is not None:
                 progress(number, len(names))
         bytes_after = writer.close()
@@ -129,18 +130,20 @@ def quantize_checkpoint(
     return QuantizeResult(
         folder=target,
         recipe=chosen.name,
-        layers=tuple(sorted(layers, key=lambda layer: list(rules).index(layer.name))),
+        layers=tuple(sorted(layers, key=lambda layer: order[layer.name])),
         bytes_before=sum(_entry_bytes(checkpoint, key) for key in names),
         bytes_after=bytes_after,
-        relative_error=_overall(layers),
+        relative_error=math.sqrt(squared_error / squared_norm) if squared_norm else 0.0,
     )
 
 
 class _Item(NamedTuple):
-    """What one tensor of the source becomes."""
+    """What one tensor of the source becomes; for a packed one also its error and the squares in it."""
 
     tensors: dict[str, Tensor]
-    error: LayerError | None
+    error: LayerError | None = None
+    squared_error: float = 0.0
+    squared_norm: float = 0.0
 
 
 def _for_storage(recipe: Recipe) -> Recipe:
@@ -185,9 +188,7 @@ def _packed(
                 name = names[key]
                 format = rules.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
                 tensor = stream.get_tensor(key)
-                yield (
-                    _Item({name: tensor}, None) if format is None else _pack(name, tensor.to(device), format)
-                )
+                yield (_Item({name: tensor}) if format is None else _pack(name, tensor.to(device), format))
 
 
 def _pack(name: str, weight: Tensor, format: Format) -> _Item:
@@ -211,7 +212,8 @@ def _pack(name: str, weight: Tensor, format: Format) -> _Item:
         relative_error=relative,
         snr_db=-20 * math.log10(relative) if relative else None,
     )
-    return _Item({f"{linear}.weight_{part}": t.cpu().contiguous() for part, t in packed.parts.items()}, error)
+    tensors = {f"{linear}.weight_{part}": t.cpu().contiguous() for part, t in packed.parts.items()}
+    return _Item(tensors, error, difference**2, norm**2)
 
 
 class _ShardWriter:
@@ -275,12 +277,3 @@ def _entry_bytes(checkpoint: Checkpoint, key: str) -> int:
     entry = checkpoint.tensors[key]
     bits = int("".join(c for c in entry.dtype.partition("_")[0] if c.isdigit()) or 8)
     return math.prod(entry.shape) * bits // 8
-
-
-def _overall(layers: list[LayerError]) -> float:
-    """The Frobenius error of all packed weights as one vector, each layer weighted by its number of values.
-
-    Layers are taken to have values of the same magnitude, which is what their mean square error compares.
-    """
-    values = [(math.prod(layer.shape), layer.relative_error) for layer in layers]
-    return math.sqrt(sum(n * e * e for n, e in values) / max(sum(n for n, _ in values), 1))
