@@ -31,7 +31,10 @@ def test_gradients_equal_the_definition(format: Format) -> None:
     bias = torch.randn(24)
     results = []
     for function in (packed_linear, packed_linear_ref):
-        x, b = torch.linspace(-2, 2, 3 * 5 * 64).view(3, 5, 64).requires_grad_(), bias.clone().requires_grad_()
+        x, b = (
+            torch.linspace(-2, 2, 3 * 5 * 64).view(3, 5, 64).requires_grad_(),
+            bias.clone().requires_grad_(),
+        )
         y = function(x, weight, b)
         y.backward(torch.linspace(-1, 1, y.numel()).view(y.shape))
         results.append((y, x.grad, b.grad))
@@ -65,7 +68,9 @@ def test_operands_are_rounded_along_the_sum(activation: Format | None, gradient:
     y.backward(dy)
     dy_rows = dy.reshape(12, 24)
     dy_rows = gradient.fake_quantize(dy_rows) if gradient else dy_rows
-    torch.testing.assert_close(x.grad.reshape(12, 64), dy_rows @ E4M3.fake_quantize(decoded), rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(
+        x.grad.reshape(12, 64), dy_rows @ E4M3.fake_quantize(decoded), rtol=1e-6, atol=1e-5
+    )
 
 
 def test_nothing_decoded_is_kept_for_the_backward_pass() -> None:
@@ -114,7 +119,7 @@ def test_lora_linear_equals_its_definition_and_gradcheck(dropout: bool, plain: b
 
 
 def test_lora_branch_keeps_the_precision_of_its_weights() -> None:
-    """Adapters in float32 over a bfloat16 model: the branch is computed in float32 and rounded once, in the sum."""
+    """Adapters in float32 over a bfloat16 model: the branch is float32 and rounded once, in the sum."""
     x, a, b, bias, _ = lora_case(False, torch.float32)
     packed = packed_weight(NF4, dtype=torch.bfloat16)
     xb = x.detach().bfloat16().requires_grad_()
@@ -132,7 +137,9 @@ def test_lora_branch_keeps_the_precision_of_its_weights() -> None:
     assert x.grad.dtype == torch.float32
 
 
-@pytest.mark.parametrize("format", [NF4, INT4_G64, FORMATS["nf4_dq"], FORMATS["float8_e4m3_row"]], ids=lambda f: f.name)
+@pytest.mark.parametrize(
+    "format", [NF4, INT4_G64, FORMATS["nf4_dq"], FORMATS["float8_e4m3_row"]], ids=lambda f: f.name
+)
 def test_compiles_to_one_graph(format: Format) -> None:
     packed = packed_weight(format)
     x, a, b, bias, _ = lora_case(False, torch.float32)

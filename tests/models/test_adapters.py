@@ -10,7 +10,6 @@ from typing import Any
 import peft
 import pytest
 import torch
-from models.tiny import FAMILIES, tiny, tokens
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -22,10 +21,12 @@ from fewbits.models.spec import spec_for
 from fewbits.nn.linear import QuantizedLinear
 from fewbits.nn.lora import LoRALinear
 from fewbits.recipes.recipe import LoRA, Recipe, Rule
+from models.tiny import FAMILIES, tiny, tokens
 
 PACK = Recipe(name="pack", linear=Rule(weight=NF4))
 
-# Two float32 sums over K <= 128 in different orders: sqrt(K) * 2^-24 of the terms' size a product, 14 products in a row.
+# Two float32 sums over K <= 128 in different orders: sqrt(K) * 2^-24 of the terms' size a product, 14
+# products in a row.
 TOLERANCE = {"rtol": 0.0, "atol": 14 * 128**0.5 * 2**-24 * 8}
 
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from models.tiny import FAMILIES, tiny, tokens
 from torch import nn
 
 from fewbits.errors import SpecMismatch, Unsupported
@@ -19,6 +18,7 @@ from fewbits.nn.fake_quantize import FakeQuantizedLinear
 from fewbits.nn.linear import LowPrecisionLinear, QuantizedLinear
 from fewbits.nn.norm import RMSNorm
 from fewbits.recipes.recipe import QAT, Recipe, Rule
+from models.tiny import FAMILIES, tiny, tokens
 
 IDENTITY = Recipe(name="identity")
 PACK = Recipe(name="pack", linear=Rule(weight=NF4))
@@ -45,8 +45,9 @@ def test_identity_recipe_changes_no_number(family: str, fuse_norms: bool) -> Non
         assert torch.equal(loss, loss_after)
         assert all(torch.equal(g, gradients_after[n]) for n, g in gradients.items())
         return
-    # Each of up to 6 norms a layer computes the same float32 expression in another order: a few units of 2^-24 a norm, and
-    # the gradient passes 2 layers twice. 2^-24 * 64 bounds that with room for the model's own amplification.
+    # Each of up to 6 norms a layer computes the same float32 expression in another order: a few units of
+    # 2^-24 a norm, and the gradient passes 2 layers twice. 2^-24 * 64 bounds that with room for the model's
+    # own amplification.
     torch.testing.assert_close(loss_after, loss, rtol=2**-24 * 64, atol=0)
     for name, gradient in gradients.items():
         error = (gradients_after[name] - gradient).norm() / gradient.norm()

@@ -1,4 +1,4 @@
-"""A tiny model of every family, made from its config; no download. In a test: ``from models.tiny import FAMILIES, tiny``."""
+"""A tiny model of every family, made from its config; in a test: ``from models.tiny import tiny``."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def tiny_config(model_type: str, **changes: Any) -> Any:
 
 
 def tiny(model_type: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
-    """A model of this family with random weights; norms and biases are random too, so that no error in them can hide."""
+    """A model of this family with random weights; norms and biases too, so that no error can hide there."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)

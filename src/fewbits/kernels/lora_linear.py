@@ -1,13 +1,13 @@
-"""``y = x @ W^T + b + s * (drop(x) @ A^T) @ B^T`` over a frozen W, packed or plain; gradients of x, A, B and b only.
+"""``y = x @ W^T + b + s * (drop(x) @ A^T) @ B^T`` over a frozen W, packed or plain.
 
 Shapes: x (..., K), W (N, K), A (r, K), B (N, r), b (N,), y (..., N).
 
 Backward, with ``h = drop(x) @ A^T`` (kept) and ``dh = s * dy @ B``:
 ``dx = dy @ W + drop'(dh @ A)``, ``dA = dh^T @ drop(x)``, ``dB = s * dy^T @ h``, ``db = sum of dy over rows``.
 
-Kept for the backward pass: x (and the dropped x, if there is dropout), h, A, B, and W as it is stored; W is decoded twice.
-The low-rank branch is computed in the wider of x's and A's dtype, or in autocast's where it is on: A and B in float32 beside
-a bfloat16 model keep their precision, as in PEFT.
+Kept for the backward pass: x (and the dropped x, if there is dropout), h, A, B, and W as it is stored; W is
+decoded twice. The low-rank branch is computed in the wider of x's and A's dtype, or in autocast's where it is
+on: A and B in float32 beside a bfloat16 model keep their precision, as in PEFT.
 """
 
 from __future__ import annotations

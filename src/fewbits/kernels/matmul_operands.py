@@ -7,9 +7,10 @@ Shapes: x (..., K), W (N, K), b (N,), y (..., N); M is the number of rows of x.
 * ``dW = gradient(dy^T) @ activation(x^T)^T``               sums over M
 * ``db = sum of dy over rows``
 
-An operand is rounded with its blocks along the axis that its product sums over, so x, W and dy are each rounded twice,
-once along each axis, as Transformer Engine does. With a scale per tensor or per square block both roundings agree. The
-roundings pass their gradient straight through. Kept for the backward pass: x and W as they are.
+An operand is rounded with its blocks along the axis that its product sums over, so x, W and dy are each
+rounded twice, once along each axis, as Transformer Engine does. With a scale per tensor or per square block
+both roundings agree. The roundings pass their gradient straight through. Kept for the backward pass: x and W
+as they are.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from fewbits.formats.base import Format
 from fewbits.kernels.matmul_packed import (
+    PLAIN,
     Operands,
     backward_product,
     forward_product,
@@ -87,7 +89,7 @@ def operand_linear(
 
 
 def operand_linear_ref(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, operands: Operands = Operands()
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, operands: Operands = PLAIN
 ) -> Tensor:
     """The forward definition; autograd derives the backward pass that takes the operands as they are."""
     x = x + (round_operand(x, operands.activation) - x).detach()

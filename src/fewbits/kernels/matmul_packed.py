@@ -5,12 +5,13 @@ Shapes: x (..., K), W (N, K) packed, b (N,), y (..., N).
 With formats for the operands of the product (each may be absent, then the operand is taken as it is):
 
 * forward: ``y = activation(x) @ weight_operand(W)^T + b``
-* backward: ``dx = gradient(dy) @ weight_operand(W^T)^T``, ``db = sum of dy over rows``; the rounding of x passes its
-  gradient straight through; the packed weight has no gradient.
+* backward: ``dx = gradient(dy) @ weight_operand(W^T)^T``, ``db = sum of dy over rows``; the rounding of x
+  passes its gradient straight through; the packed weight has no gradient.
 
-Each operand is rounded with its blocks along the axis over which the product sums, because that is the only way in which
-hardware can take the scales out of the sum. The forward pass keeps the packed weight for the backward pass and decodes it
-there again: ``bits_per_value / 8 * N * K`` bytes are read twice, no dequantised copy is held in between.
+Each operand is rounded with its blocks along the axis over which the product sums, because that is the only
+way in which hardware can take the scales out of the sum. The forward pass keeps the packed weight for the
+backward pass and decodes it there again: ``bits_per_value / 8 * N * K`` bytes are read twice, no dequantised
+copy is held in between.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ PLAIN = Operands()
 
 
 def round_operand(x: Tensor, format: Format | None) -> Tensor:
-    """``x`` (..., K) rounded to ``format`` with its blocks along K, as rows of one matrix; no gradient of its own."""
+    """``x`` (..., K) rounded to ``format`` with its blocks along K; no gradient of its own."""
     if format is None:
         return x
     if x.dim() == 2:

@@ -1,7 +1,8 @@
 """LoRA adapters: a true PeftModel whose layers compute with fewbits.
 
-An adapter saved here loads in plain PEFT on the plain model, and one made by plain PEFT loads here, because everything but
-the layers' arithmetic is PEFT's own: names, files, configuration. peft is imported when a function is called.
+An adapter saved here loads in plain PEFT on the plain model, and one made by plain PEFT loads here, because
+everything but the layers' arithmetic is PEFT's own: names, files, configuration. peft is imported when a
+function is called.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ def get_peft_model(
         model: a model, converted or not; a PeftModel gets one more adapter.
         lora: a `LoRA` (such as ``recipe.lora``), a ``peft.LoraConfig``, or None: the defaults of `LoRA`.
         adapter_name: the adapter's name.
-        settings: further fields of ``peft.LoraConfig`` (``rank_pattern``, ``modules_to_save``, ...), which win over ``lora``.
+        settings: further fields of ``peft.LoraConfig`` (``rank_pattern``, ``modules_to_save``, ...), which
+            win over ``lora``.
 
     Returns:
         A ``peft.PeftModel``.
@@ -116,7 +118,7 @@ def read_adapter(path: str | Path) -> dict[str, Any]:
             )
         raise BadCheckpoint(f"{folder} has no {_WEIGHTS}; give the folder that save_pretrained wrote.")
     try:
-        return load_file(folder / _WEIGHTS)
+        return dict(load_file(folder / _WEIGHTS))
     except (SafetensorError, OSError) as error:
         raise BadCheckpoint(
             f"{folder / _WEIGHTS} is truncated or corrupt ({error}); copy or save it again."
@@ -220,7 +222,8 @@ def _check_fit(model: nn.Module, weights: Mapping[str, Any], path: str | Path) -
         linear: Any = linears.get(name)
         if linear is None:
             raise SpecMismatch(
-                f"the adapter in {path} adapts {name!r}, which {type(model).__name__} does not have; it has {_listed(linears)}."
+                f"the adapter in {path} adapts {name!r}, which {type(model).__name__} does not have; "
+                f"it has {_listed(linears)}."
             )
         have, want = (
             (tensor.shape[1], linear.in_features) if which == "A" else (tensor.shape[0], linear.out_features)
@@ -228,7 +231,8 @@ def _check_fit(model: nn.Module, weights: Mapping[str, Any], path: str | Path) -
         if have != want:
             side = "inputs" if which == "A" else "outputs"
             raise SpecMismatch(
-                f"the adapter in {path} was made for {have} {side} of {name!r}, which has {want}; load its own base model."
+                f"the adapter in {path} was made for {have} {side} of {name!r}, which has {want}; "
+                "load its own base model."
             )
 
 

@@ -1,7 +1,7 @@
-"""`convert` puts a recipe into a model by replacing module instances, and leaves a receipt; `restore` takes it out again.
+"""`convert` puts a recipe into a model by replacing module instances; `restore` takes it out again.
 
-No class, function or global of another library is changed. A model on the meta device is converted as well as a real one:
-its packed layers are then empty and wait for a checkpoint.
+No class, function or global of another library is changed. A model on the meta device is converted as well as
+a real one: its packed layers are then empty and wait for a checkpoint.
 """
 
 from __future__ import annotations
@@ -48,8 +48,10 @@ def convert(
     Args:
         model: a Hugging Face model of a known family, without adapters.
         recipe: which format where. With ``recipe.qat`` the linears are fake-quantised and stay trainable.
-        strict: raise where spec and model disagree, before anything is changed, in place of noting it in the receipt.
-        keep_original: keep the replaced linears in host memory as they are, so that `restore` gives them back exactly.
+        strict: raise where spec and model disagree, before anything is changed, in place of noting it in the
+            receipt.
+        keep_original: keep the replaced linears in host memory as they are, so that `restore` gives them back
+            exactly.
         fuse_norms: replace the RMSNorms by the library's own.
 
     Returns:
@@ -86,8 +88,8 @@ def convert(
 def linears_to_replace(model: nn.Module, recipe: Recipe) -> dict[str, Rule]:
     """Full name and rule of every linear that `convert` would store packed or multiply in few bits.
 
-    Only names and shapes are looked at, so a model on the meta device will do. Under ``recipe.qat`` the weights are loaded
-    as they are (`convert` then fake-quantises them), and the answer is empty.
+    Only names and shapes are looked at, so a model on the meta device will do. Under ``recipe.qat`` the
+    weights are loaded as they are (`convert` then fake-quantises them), and the answer is empty.
     """
     if recipe.qat is not None:
         return {}
@@ -118,8 +120,8 @@ def explain(model: nn.Module) -> Receipt:
 def restore(model: nn.Module) -> Receipt:
     """Bring back modules of the original classes, in place; the receipt says with which weights.
 
-    Norms and trained linears come back with the parameters that they have now. Packed linears come back as they were if the
-    model was converted with ``keep_original``, otherwise with the dequantised weights.
+    Norms and trained linears come back with the parameters that they have now. Packed linears come back as
+    they were if the model was converted with ``keep_original``, otherwise with the dequantised weights.
     """
     state = conversion_of(model)
     if state is None:
@@ -282,7 +284,7 @@ def _original(module: Any, original: Any) -> tuple[nn.Module, str]:
             module.in_features, module.out_features, bias=False, device="meta", dtype=module.dtype
         )
         linear.weight = nn.Parameter(module.dequantize(), requires_grad=torch.is_grad_enabled())
-        linear.bias = module.bias
+        linear.register_parameter("bias", module.bias)
         return linear.train(module.training), "dequantised weight"
     return take_parameters(nn.Linear, module), "the same parameters"
 

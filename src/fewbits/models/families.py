@@ -1,6 +1,7 @@
 """The families: what `fewbits.models.spec` knows about each, in a few lines each.
 
-To add one: write its spec, list it in `SPECS`, add a tiny config in tests/models/tiny.py; the tests run over both.
+To add one: write its spec, list it in `SPECS`, add a tiny config in tests/models/tiny.py; the tests run over
+both.
 """
 
 from __future__ import annotations

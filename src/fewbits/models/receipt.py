@@ -1,8 +1,9 @@
-"""`Receipt`: what a conversion replaced by what, what it left alone, and why. Plain data; ``str(receipt)`` is a table."""
+"""`Receipt`: what a conversion replaced by what, what it left alone, and why; ``str(receipt)`` is a table."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 
@@ -110,7 +111,7 @@ def _mib(n: int) -> str:
     return f"{n / 2**20:.2f} MiB"
 
 
-def _align(rows: list[tuple[str, ...]]) -> list[str]:
+def _align(rows: Sequence[tuple[str, ...]]) -> list[str]:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))] if rows else []
     return [
         "  " + "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows

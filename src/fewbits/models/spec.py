@@ -76,8 +76,8 @@ def spec_for(model_or_config: Any) -> ModelSpec:
 def path_prefix(model: nn.Module, spec: ModelSpec) -> tuple[str, int]:
     """How paths of this very model differ from the spec's: (text to put before, characters to take off).
 
-    A model with a head has the spec's own paths; without one ("LlamaModel") the first part is missing; inside a PeftModel
-    "base_model.model." stands before.
+    A model with a head has the spec's own paths; without one ("LlamaModel") the first part is missing; inside
+    a PeftModel "base_model.model." stands before.
 
     Raises:
         SpecMismatch: the model has its layers nowhere that the spec knows.
@@ -87,8 +87,8 @@ def path_prefix(model: nn.Module, spec: ModelSpec) -> tuple[str, int]:
         if _has(model, before + spec.layers[skip:]):
             return before, skip
     raise SpecMismatch(
-        f"the spec of {spec.model_type!r} expects decoder layers at {spec.layers!r} and {type(model).__name__} has none there; "
-        "give the model itself, not a part or a wrapper of it."
+        f"the spec of {spec.model_type!r} expects decoder layers at {spec.layers!r} and "
+        f"{type(model).__name__} has none there; give the model itself, not a part or a wrapper of it."
     )
 
 

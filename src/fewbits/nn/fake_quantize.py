@@ -1,7 +1,8 @@
 """Fake quantisation: the forward pass sees the rounded value, the gradient passes straight through.
 
-The gradient is not clipped. The formats take their scales from the values themselves, afresh in each step, so no value
-ever lies outside of the representable range, and a clipped straight-through estimator would clip nothing.
+The gradient is not clipped. The formats take their scales from the values themselves, afresh in each step, so
+no value ever lies outside of the representable range, and a clipped straight-through estimator would clip
+nothing.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ class _FakeQuantize(torch.autograd.Function):
 
 
 def fake_quantize(x: Tensor, format: Format | None, dtype: torch.dtype | None = None) -> Tensor:
-    """``dequantize(quantize(x))`` in ``dtype`` (default: x's); ``dx = dy``. No format: x itself."""
+    """``dequantize(quantize(x))`` in ``dtype`` (default: x's); ``dx = dy``."""
     if format is None:
         return x if dtype is None else x.to(dtype)
-    return _FakeQuantize.apply(x, format, x.dtype if dtype is None else dtype)
+    return _FakeQuantize.apply(x, format, x.dtype if dtype is None else dtype)  # type: ignore[no-any-return]
 
 
 class FakeQuantizedLinear(nn.Linear):
-    """A linear layer that computes what it will compute once its weight is packed, and trains the weight meanwhile.
+    """A linear layer that computes what it will once its weight is packed; the weight trains meanwhile.
 
     Attributes:
         weight_format: the format in which the weight will be stored.

@@ -1,4 +1,4 @@
-"""Linear layers in few bits: `QuantizedLinear` stores its weight packed, `LowPrecisionLinear` multiplies in few bits.
+"""Linear layers: `QuantizedLinear` stores its weight packed, `LowPrecisionLinear` multiplies in few bits.
 
 Shapes: weight (N, K) = (out_features, in_features), x (..., K), y (..., N).
 """
@@ -44,14 +44,15 @@ def operands_of(rule: LinearFormats) -> Operands:
 class QuantizedLinear(nn.Module):
     """A linear layer whose frozen weight is stored in a number format.
 
-    The parts of the packed weight are parameters ``weight_<part>`` (``weight_codes``, ``weight_scales``, ...) that carry no
-    gradient: they are saved, moved and sharded as parameters are, and keep their dtype when the module is cast; a cast
-    changes only `dtype` and the bias.
+    The parts of the packed weight are parameters ``weight_<part>`` (``weight_codes``, ``weight_scales``, ...)
+    that carry no
+    gradient: they are saved, moved and sharded as parameters are, and keep their dtype when the module is
+    cast; a cast changes only `dtype` and the bias.
 
     Attributes:
         format: how the weight is stored.
-        dtype: the dtype that the weight had, and the one in which `dequantize` gives it back. The product itself is computed
-            in the dtype of the input, or in autocast's.
+        dtype: the dtype that the weight had, and the one in which `dequantize` gives it back. The product
+            itself is computed in the dtype of the input, or in autocast's.
         operands: formats to which the operands of the product are rounded; in the constructor the keywords
             ``activation``, ``gradient`` and ``weight_operand``.
     """
@@ -139,23 +140,16 @@ class QuantizedLinear(nn.Module):
         return _repr(self, self.bias is not None, {"weight": self.format, **_named(self.operands)})
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedLinear:
-        # A cast (model.bfloat16(), .to(dtype)) is meant for weights that are numbers; here it moves the stored parts and
-        # says in which dtype the weight is wanted.
-        for name in self.part_names:
-            key = f"weight_{name}"
-            part = self._parameters[key]
-            assert part is not None
-            moved = fn(part.detach())
-            if moved.dtype != part.dtype:
-                moved = part.detach().to(moved.device)
-            if moved.device.type == "meta" or moved is not part:
-                self._parameters[key] = nn.Parameter(moved, requires_grad=False)
+        # A cast (model.bfloat16(), .to(dtype)) is meant for numbers; here it moves the stored parts as they
+        # are and says in which dtype the weight is wanted.
+        parts = {id(part) for part in self.packed.parts.values()}
+
+        def move(t: Tensor) -> Tensor:
+            moved = fn(t)
+            return t.to(moved.device) if id(t) in parts and moved.dtype != t.dtype else moved
+
+        super()._apply(move, recurse)
         self.dtype = fn(torch.empty(0, dtype=self.dtype, device=self.device)).dtype
-        if self.bias is not None:
-            bias = self.bias
-            made = nn.Parameter(fn(bias.detach()), requires_grad=bias.requires_grad)
-            made.grad = None if bias.grad is None else fn(bias.grad)
-            self.bias = made
         return self
 
 

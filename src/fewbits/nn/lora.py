@@ -1,15 +1,17 @@
 """`LoRALinear`: PEFT's LoRA layer over a packed, a plain or a fake-quantised linear.
 
-It is a true PEFT layer: a PeftModel wraps the model, and saving, loading, adding, switching, disabling and merging adapters
-are PEFT's own, names included. This class only says how the layer computes, and what merging means for its base:
+It is a true PEFT layer: a PeftModel wraps the model, and saving, loading, adding, switching, disabling and
+merging adapters are PEFT's own, names included. This class only says how the layer computes, and what merging
+means for its base:
 
-* packed base: one lean autograd step (`fewbits.kernels.lora_linear`); merging decodes, adds, and rounds again. The parts from
-  before are kept while merged, so that unmerging gives them back bit for bit.
+* packed base: one lean autograd step (`fewbits.kernels.lora_linear`); merging decodes, adds, and rounds
+  again. The parts from before are kept while merged, so that unmerging gives them back bit for bit.
 * plain base: the same step without decoding.
-* fake-quantised base: the effective weight is rounded as a whole, ``Q(W + s B A)``, so that merging and then packing changes
-  nothing.
+* fake-quantised base: the effective weight is rounded as a whole, ``Q(W + s B A)``, so that merging and then
+  packing changes nothing.
 
-DoRA, PiSSA and other variants that read or change the base weight stay with PEFT's own layers (`fewbits.models.adapters`).
+DoRA, PiSSA and other variants that read or change the base weight stay with PEFT's own layers
+(`fewbits.models.adapters`).
 
 Importing this module imports peft.
 """
@@ -17,7 +19,7 @@ Importing this module imports peft.
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from peft.tuners.lora.layer import VARIANT_KWARG_KEYS, LoraLayer
@@ -35,6 +37,9 @@ class LoRALinear(nn.Module, LoraLayer):
     """``y = base(x) + s * B(A(drop(x)))`` in PEFT's terms; see the module's text for the kinds of base."""
 
     fan_in_fan_out = False
+    if TYPE_CHECKING:  # PEFT makes most attributes; nn.Module alone would call them Tensor | Module
+
+        def __getattr__(self, name: str) -> Any: ...
 
     def __init__(
         self, base_layer: nn.Module, adapter_name: str, r: int = 0, lora_alpha: float = 1, **kwargs: Any
@@ -51,8 +56,8 @@ class LoRALinear(nn.Module, LoraLayer):
         base = self.get_base_layer()
         if isinstance(base, FakeQuantizedLinear) and dropout:
             raise Unsupported(
-                "LoRA dropout has no meaning under quantisation-aware training, where weight and adapter are rounded as one "
-                "matrix; set the dropout to 0."
+                "LoRA dropout has no meaning under quantisation-aware training, where weight and adapter are "
+                "rounded as one matrix; set the dropout to 0."
             )
         init = getattr(kwargs.get("config"), "init_lora_weights", kwargs.get("init_lora_weights", True))
         if isinstance(init, str) and init not in ("gaussian", "orthogonal", "eva"):
@@ -83,7 +88,7 @@ class LoRALinear(nn.Module, LoraLayer):
             else [a for a in self.active_adapters if a in self.lora_A]
         )
         if adapter_names is not None and not self.disable_adapters:
-            return self._mixed_batch_forward(x, *args, adapter_names=adapter_names, **kwargs)
+            return self._mixed_batch_forward(x, *args, adapter_names=adapter_names, **kwargs)  # type: ignore[no-any-return]
         base = self.base_layer
         if not active:
             return base(x, *args, **kwargs)  # type: ignore[no-any-return]
@@ -115,10 +120,10 @@ class LoRALinear(nn.Module, LoraLayer):
         for name in rest:
             branch_in = self.lora_dropout[name](self._cast_input_dtype(x, self.lora_A[name].weight.dtype))
             y = (y + self.lora_B[name](self.lora_A[name](branch_in)) * self.scaling[name]).to(y.dtype)
-        return y
+        return y  # type: ignore[no-any-return]
 
     def _frozen_weight(self) -> tuple[Any, Operands] | None:
-        """The base's weight and the formats of its product, if the base is one that the lean step computes."""
+        """The base's weight and the formats of its product, if the lean step can compute it."""
         base = self.base_layer
         if base._forward_hooks or base._forward_pre_hooks:
             return None

@@ -1,11 +1,12 @@
 """Quantisation-aware training: prepare, train, pack.
 
 `prepare_qat` makes the linears compute with rounded weights (and inputs) while their weights stay trainable;
-`convert_qat` then packs the weights. The packed model's forward pass equals the trained one's bit for bit, because
-both decode the same codes and multiply in the same order.
+`convert_qat` then packs the weights. The packed model's forward pass equals the trained one's bit for bit,
+because both decode the same codes and multiply in the same order.
 
-The gradient passes the rounding straight through and is not clipped: scales are taken from the values themselves in
-every step, so nothing ever lies outside of the representable range (`fewbits.nn.fake_quantize`).
+The gradient passes the rounding straight through and is not clipped: scales are taken from the values
+themselves in every step, so nothing ever lies outside of the representable range
+(`fewbits.nn.fake_quantize`).
 """
 
 from __future__ import annotations
