@@ -143,7 +143,7 @@ def format_from_config(config: str | Mapping[str, Any], registry: Mapping[str, F
     for key, value in fields.items():
         if isinstance(value, list):
             fields[key] = tuple(value)
-    return dataclasses.replace(base, **fields)
+    return dataclasses.replace(base, **fields) if fields else base
 
 
 def _numel(shape: tuple[int, ...]) -> int:

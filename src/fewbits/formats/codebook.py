@@ -66,7 +66,7 @@ _CHUNK = 1 << 20  # values at a time: temporaries stay small however large the t
 
 
 @lru_cache(maxsize=1)
-@torch.compiler.assume_constant_result  # torch.compile calls it and does not trace it
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # called, not traced
 def dynamic_map() -> tuple[float, ...]:
     """The 256 values of the signed 8-bit dynamic map (Dettmers 2015), ascending, exact in float32.
 

@@ -22,10 +22,10 @@ def lora_bf16() -> Recipe:
 def qlora_nf4_fp8() -> Recipe:
     """QLoRA whose products take FP8 operands: the weight is brought from NF4 to E4M3.
 
-    All operands are E4M3 with a scale per row, gradients included. The scale of a row absorbs most of the range
-    for which E5M2 gives up a mantissa bit; within a row E4M3 still spans 17 binades (subnormals included) and
-    rounds with half of E5M2's error, 2**-4 against 2**-3. DeepSeek-V3 trains with E4M3 gradients for that reason.
-    Where gradients within a row spread further, change the rule to ``gradient=E5M2_ROW``.
+    All operands are E4M3 with a scale per row, gradients included. The scale of a row absorbs most of the
+    range for which E5M2 gives up a mantissa bit; within a row E4M3 still spans 17 binades (subnormals
+    included) and rounds with half of E5M2's error, 2**-4 against 2**-3. DeepSeek-V3 trains with E4M3
+    gradients for that reason. Where gradients within a row spread further, set ``gradient=E5M2_ROW``.
     """
     rule = Rule(weight=NF4_DQ, weight_operand=E4M3_ROW, activation=E4M3_ROW, gradient=E4M3_ROW)
     return Recipe(name="qlora_nf4_fp8", linear=rule, lora=LoRA())

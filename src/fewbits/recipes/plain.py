@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from fewbits.errors import BadInput
 from fewbits.formats import format_to_config, get_format
 from fewbits.formats.base import Format
 from fewbits.recipes.catalog import CATALOG
 from fewbits.recipes.recipe import QAT, LoRA, Recipe, Rule
+
+T = TypeVar("T", Rule, LoRA, QAT)
 
 
 def get_recipe(recipe: Recipe | str | Mapping[str, Any]) -> Recipe:
@@ -93,14 +95,17 @@ def _qat(base: QAT | None, config: Any) -> QAT:
     return _replace(base, config, formats=True)
 
 
-def _replace(base: Any, config: Any, *, formats: bool = False) -> Any:
+def _replace(base: T, config: Any, *, formats: bool = False) -> T:
     """``base`` with the fields that ``config`` names; with ``formats`` each value is a format."""
     if not isinstance(config, Mapping):
         raise BadInput(f"expected a mapping for {type(base).__name__}, got {config!r}.")
     _check_fields(type(base), config)
-    fields = {k: tuple(v) if isinstance(v, list) else v for k, v in config.items()}
-    if formats:
-        fields = {k: None if v is None else get_format(v) for k, v in fields.items()}
+    fields: dict[str, Any] = {}
+    for key, value in config.items():
+        if formats:
+            fields[key] = None if value is None else get_format(value)
+        else:
+            fields[key] = tuple(value) if isinstance(value, list) else value
     return dataclasses.replace(base, **fields)
 
 

@@ -53,7 +53,7 @@ class LoRA:
 
 @dataclass(frozen=True, kw_only=True)
 class QAT:
-    """Quantisation-aware training: the forward pass sees rounded values, the gradient passes straight through.
+    """Quantisation-aware training: the forward pass sees rounded values, gradients pass straight through.
 
     Attributes:
         weight: the format in which the weights will be stored after training.
@@ -71,7 +71,7 @@ class Recipe:
     Attributes:
         name: what-how, as in "qlora_nf4".
         linear: the rule of every linear in the decoder layers.
-        overrides: (glob over the module's full name, rule) pairs; the first that matches wins over ``linear``.
+        overrides: (glob over the full name, rule) pairs; the first that matches wins over ``linear``.
         skip: globs over full names of linears that are left alone.
         lora: adapters to add, or None.
         qat: fake quantisation while training, or None.

@@ -1,0 +1,141 @@
+"""Recipes: plain data both ways, refusals, predicted memory."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import yaml
+
+from fewbits.errors import BadInput, Unsupported
+from fewbits.formats import INT8, NF4, NF4_DQ
+from fewbits.recipes import (
+    CATALOG,
+    QAT,
+    LoRA,
+    Recipe,
+    Rule,
+    get_recipe,
+    predict_memory,
+    qlora_nf4,
+    recipe_from_config,
+    recipe_to_config,
+)
+from fewbits.recipes.memory import linear_shapes
+
+READY = [name for name in CATALOG if name != "stochastic"]
+
+LLAMA = {
+    "hidden_size": 192,
+    "intermediate_size": 512,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 6,
+    "vocab_size": 4096,
+    "tie_word_embeddings": True,
+}
+
+
+@pytest.mark.parametrize("name", READY)
+def test_plain_data_both_ways(name: str) -> None:
+    recipe = get_recipe(name)
+    assert recipe.name == name
+    plain = recipe_to_config(recipe)
+    assert recipe_from_config(json.loads(json.dumps(plain))) == recipe
+    assert recipe_from_config(yaml.safe_load(yaml.safe_dump(plain))) == recipe
+    assert get_recipe(recipe) is recipe
+    assert get_recipe({"name": name}) == recipe
+
+
+def test_everything_set_goes_both_ways() -> None:
+    recipe = Recipe(
+        name="mine",
+        linear=Rule(weight=replace(NF4_DQ, block=128), activation=INT8),
+        overrides=(("*.o_proj", Rule(weight=NF4)), ("*.down_proj", Rule())),
+        skip=("lm_head", "model.layers.0.*"),
+        lora=LoRA(r=4, alpha=8.0, targets=("q_proj", "v_proj"), rslora=True),
+        qat=QAT(weight=NF4, activation=INT8),
+        kv_cache=INT8,
+        communication=replace(INT8, block=(1, 256)),
+    )
+    plain = recipe_to_config(recipe)
+    assert recipe_from_config(json.loads(json.dumps(plain))) == recipe
+    assert recipe_from_config(yaml.safe_load(yaml.safe_dump(plain))) == recipe
+
+
+def test_a_catalog_name_supplies_what_is_left_out() -> None:
+    recipe = get_recipe(
+        {"name": "qlora_nf4", "lora": {"r": 64}, "linear": {"weight": {"name": "nf4", "block": 128}}}
+    )
+    assert recipe == replace(
+        qlora_nf4(), lora=replace(LoRA(), r=64), linear=Rule(weight=replace(NF4, block=128))
+    )
+    assert get_recipe({"name": "qlora_nf4", "lora": None}).lora is None
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ("qlora_nf5", "no recipe named 'qlora_nf5'; known: qlora_nf4"),
+        ({"linear": {}}, "needs a field 'name'"),
+        ({"name": "x", "linaer": {}}, "no field linaer"),
+        ({"name": "x", "linear": {"wieght": "nf4"}}, "no field wieght"),
+        ({"name": "x", "linear": {"weight": "nf5"}}, "no number format named 'nf5'"),
+        ({"name": "x", "linear": "nf4"}, "expected a mapping for Rule"),
+        ({"name": "x", "qat": {}}, "needs 'weight'"),
+        (3, "a recipe is a name"),
+    ],
+)
+def test_refusals(config, message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        get_recipe(config)
+
+
+def test_stochastic_is_not_there_yet() -> None:
+    with pytest.raises(Unsupported, match="not there yet"):
+        get_recipe("stochastic")
+
+
+def test_rules_in_order() -> None:
+    recipe = Recipe(
+        name="mine", linear=Rule(weight=NF4), overrides=(("*.o_proj", Rule(weight=INT8)),), skip=("*.1.*",)
+    )
+    assert recipe.rule_for("model.layers.0.self_attn.q_proj").weight == NF4
+    assert recipe.rule_for("model.layers.0.self_attn.o_proj").weight == INT8
+    assert recipe.rule_for("model.layers.1.self_attn.o_proj").is_plain
+
+
+def test_predicted_memory() -> None:
+    """Counted by hand for stories3m, whose 3,148,224 parameters the shared data's page states."""
+    plain = predict_memory(LLAMA, get_recipe("lora_bf16"), dtype_bytes=4, training=False)
+    assert plain.weights == 3_148_224 * 4
+    linears = sum(n * k for n, k in linear_shapes(LLAMA).values()) * 6
+    adapters = 16 * sum(n + k for n, k in linear_shapes(LLAMA).values()) * 6
+    qlora = predict_memory(LLAMA, qlora_nf4(), num_tokens=100)
+    rest = 3_148_224 - linears
+    # 4 bits, 8 for 64 values, 32 for 64 * 256 (rounded up per tensor), one offset per tensor
+    assert (
+        qlora.weights - rest * 2
+        == sum(
+            n * k // 2 + n * k // 64 + 4 * -(-n * k // (64 * 256)) + 4
+            for n, k in linear_shapes(LLAMA).values()
+        )
+        * 6
+    )
+    assert qlora.lora == adapters * 2
+    assert qlora.optimizer == adapters * 8
+    assert qlora.kv_cache == 6 * 2 * 100 * 64 * 2
+    assert predict_memory(LLAMA, replace(qlora_nf4(), kv_cache=INT8), num_tokens=100).kv_cache == 12 * 100 * (
+        64 + 4
+    )
+    assert qlora.total == qlora.weights + qlora.lora + qlora.gradients + qlora.optimizer + qlora.kv_cache
+    full = predict_memory(LLAMA, get_recipe("float8_full"))
+    assert full.optimizer == 3_148_224 * 8
+    with pytest.raises(BadInput, match="lacks"):
+        predict_memory({"hidden_size": 3}, qlora_nf4())
+
+
+def test_phi3_has_fused_linears_of_the_same_size() -> None:
+    fused = predict_memory({**LLAMA, "model_type": "phi3"}, get_recipe("lora_bf16"), training=False)
+    assert fused.weights == predict_memory(LLAMA, get_recipe("lora_bf16"), training=False).weights
