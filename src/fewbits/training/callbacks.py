@@ -88,7 +88,11 @@ class MetricsFile(TrainerCallback):
 
     def on_step_end(self, args: Args, state: Any, control: Any, **kwargs: Any) -> None:
         """Keep the clock for the checkpoint."""
-        self.progress.seconds = self._earlier + time.perf_counter() - self._began
+        self._tick()
+
+    def _tick(self) -> float:
+        self.progress.seconds = round(self._earlier + time.perf_counter() - self._began, 3)
+        return self.progress.seconds
 
     def on_log(self, args: Args, state: Any, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
         """Write the line; the host's closing summary is not one."""
@@ -98,7 +102,7 @@ class MetricsFile(TrainerCallback):
             "step": state.global_step,
             "epoch": state.epoch,
             "tokens": self.progress.tokens,
-            "seconds": round(self._earlier + time.perf_counter() - self._began, 3),
+            "seconds": self._tick(),
         }
         record |= {
             key: logs[key] for key in ("loss", "eval_loss", "learning_rate", "grad_norm") if key in logs

@@ -38,6 +38,7 @@ def answer_all(
                 input_ids=inputs,
                 attention_mask=torch.ones_like(inputs),
                 max_new_tokens=min(tokens, (limit or tokens + len(ids)) - len(ids)),
+                max_length=None,
                 do_sample=False,
                 temperature=None,
                 top_p=None,

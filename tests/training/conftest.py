@@ -1,0 +1,96 @@
+"""A tiny model folder with a tokenizer of its own, small data, and runs in processes that can be killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def byte_tokenizer(*, chat: bool = True) -> PreTrainedTokenizerFast:
+    """One token for each byte, and the marks of ChatML."""
+    special = ["<pad>", "<|im_start|>", "<|im_end|>"]
+    vocabulary = {
+        token: i for i, token in enumerate([*special, *sorted(pre_tokenizers.ByteLevel.alphabet())])
+    }
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<|im_end|>")
+    fast.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
+    fast.chat_template = CHATML if chat else None
+    return fast
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory) -> Path:
+    """A Llama of 30 thousand weights in a folder, with dropout in its attention."""
+    folder = tmp_path_factory.mktemp("tiny")
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=260,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        attention_dropout=0.1,
+        eos_token_id=2,
+        pad_token_id=0,
+        bos_token_id=None,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_data(tmp_path_factory) -> Path:
+    """Fifty rows of prompt and completion."""
+    path = tmp_path_factory.mktemp("data") / "rows.jsonl"
+    rows = [{"prompt": f"{i} plus {i % 7} is ", "completion": str(i + i % 7)} for i in range(50)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+class Killer:
+    """Runs configurations in children of one process that has imported everything already."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("killed_runs.py"))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+
+    def run(
+        self, config: dict, *, after: float | None = None, at_fsync: int | None = None, resume: bool = True
+    ) -> dict:
+        """One run: its exit status (-9: killed), seconds, and number of fsyncs."""
+        order = {"config": config, "after": after, "at_fsync": at_fsync, "resume": resume}
+        self.process.stdin.write(json.dumps(order) + "\n")
+        self.process.stdin.flush()
+        return json.loads(self.process.stdout.readline())
+
+
+@pytest.fixture(scope="session")
+def killer():
+    killer = Killer()
+    yield killer
+    killer.process.stdin.close()
+    killer.process.wait(timeout=30)

@@ -1,0 +1,122 @@
+"""A run killed at any moment and resumed ends with the weights, bit for bit, of one that was not killed."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+LORA = {"load_in_4bit": False, "lora_r": 4, "lora_dropout": 0.2, "gradient_accumulation": 2, "batch_size": 3}
+FULL = {"load_in_4bit": False, "lora_r": 0, "packing": True, "max_seq_length": 64, "batch_size": 2}
+
+
+def settings(tiny_folder, tiny_data, output, **options):
+    return {
+        "model": str(tiny_folder),
+        "train_data": str(tiny_data),
+        "eval_fraction": 0.2,
+        "output_dir": str(output),
+        "epochs": 3,
+        "learning_rate": 5e-3,
+        "eval_steps": 3,
+        "save_steps": 4,
+        "logging_steps": 2,
+        "early_stopping_patience": 4,
+        "samples": 1,
+        "sample_tokens": 4,
+        "report": False,
+        "device": "cpu",
+        **options,
+    }
+
+
+def remains(folder: Path) -> dict:
+    """All that a run leaves which does not depend on the clock."""
+    run = json.loads((folder / "run.json").read_text())
+    timed = ("seconds", "tokens_per_second", "memory_bytes")
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    newest = max((folder / "checkpoints").iterdir(), key=lambda p: int(p.name.removeprefix("checkpoint-")))
+    state = torch.load(newest / "optimizer.pt", weights_only=True)["state"]
+    trainer = json.loads((newest / "trainer_state.json").read_text())
+    return {
+        "weights": load_file(next((folder / "final").glob("*model.safetensors"))),
+        "optimizer": {f"{i}.{k}": v for i, entry in state.items() for k, v in entry.items()},
+        "metrics": [{k: v for k, v in record.items() if k not in timed} for record in records],
+        "samples": json.loads((folder / "samples.json").read_text()),
+        "facts": {
+            k: run[k] for k in ("status", "steps", "tokens", "best_metric", "best_step", "stopped_early")
+        },
+        "state": {k: trainer[k] for k in ("global_step", "epoch", "best_metric", "best_global_step")},
+        "files": sorted(p.name for p in (*folder.iterdir(), *(folder / "checkpoints").iterdir())),
+    }
+
+
+def assert_same(found: dict, want: dict) -> None:
+    for part in ("weights", "optimizer"):
+        assert found[part].keys() == want[part].keys()
+        for name, tensor in want[part].items():
+            assert torch.equal(found[part][name], tensor), name
+    for part in ("metrics", "samples", "facts", "state", "files"):
+        assert found[part] == want[part], part
+
+
+@pytest.fixture(scope="module")
+def whole(killer, tiny_folder, tiny_data, tmp_path_factory):
+    """Runs that nobody killed: what they leave, how long they take, how often they sync."""
+    runs = {}
+    for name, options in (("lora", LORA), ("full", FULL)):
+        folder = tmp_path_factory.mktemp("whole") / name
+        outcome = killer.run(settings(tiny_folder, tiny_data, folder, **options), resume=False)
+        assert outcome["status"] == 0
+        runs[name] = (remains(folder), outcome)
+    return runs
+
+
+@pytest.mark.parametrize("kind, options", [("lora", LORA), ("full", FULL)])
+def test_killed_at_writes(kind, options, whole, killer, tiny_folder, tiny_data, tmp_path):
+    """Each attempt dies at an fsync: inside config, run.json, a checkpoint, before and after its rename."""
+    want, outcome = whole[kind]
+    config = settings(tiny_folder, tiny_data, tmp_path / "run", **options)
+    choose = random.Random(kind)
+    kills = 0
+    for attempt in range(9):
+        at = attempt + 1 if attempt < 3 else choose.randrange(8, max(9, outcome["fsyncs"] // 3))
+        result = killer.run(config, at_fsync=at, resume=True)
+        if result["status"] == 0:
+            break
+        assert result["status"] == -9
+        kills += 1
+    assert killer.run(config, resume=True)["status"] == 0
+    assert kills >= 4
+    assert_same(remains(tmp_path / "run"), want)
+
+
+def test_killed_by_the_clock(whole, killer, tiny_folder, tiny_data, tmp_path):
+    want, outcome = whole["lora"]
+    config = settings(tiny_folder, tiny_data, tmp_path / "run", **LORA)
+    choose = random.Random()
+    for _ in range(4):
+        result = killer.run(config, after=choose.uniform(0.1, outcome["seconds"]), resume=True)
+        assert result["status"] in (0, -9)
+    assert killer.run(config, resume=True)["status"] == 0
+    assert_same(remains(tmp_path / "run"), want)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind, options", [("lora", LORA), ("full", FULL)])
+def test_killed_many_times(kind, options, whole, killer, tiny_folder, tiny_data, tmp_path):
+    want, outcome = whole[kind]
+    choose = random.Random()
+    for trial in range(5):
+        config = settings(tiny_folder, tiny_data, tmp_path / f"run{trial}", **options)
+        for _ in range(8):
+            if choose.random() < 0.5:
+                killer.run(config, after=choose.uniform(0, outcome["seconds"]), resume=True)
+            else:
+                killer.run(config, at_fsync=choose.randrange(1, outcome["fsyncs"]), resume=True)
+        assert killer.run(config, resume=True)["status"] == 0
+        assert_same(remains(tmp_path / f"run{trial}"), want)
