@@ -176,7 +176,8 @@ def completion(args: Namespace) -> int:
 
 
 def _out() -> Console:
-    return Console()
+    console = Console()
+    return console if console.is_terminal else Console(width=160)  # a file or a pipe has no edge to wrap at
 
 
 def _err() -> Console:
@@ -225,14 +226,16 @@ class _Progress:
             transient=True,
         )
         self.task = self.bar.add_task(unit, total=None)
+        self.shown = self.bar.console.is_terminal
 
     def __enter__(self) -> _Progress:
-        if self.bar.console.is_terminal:
+        if self.shown:
             self.bar.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.bar.stop()
+        if self.shown:
+            self.bar.stop()
 
     def __call__(self, done: int, total: int) -> None:
         self.bar.update(self.task, completed=done, total=total)

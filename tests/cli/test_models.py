@@ -1,0 +1,233 @@
+"""The commands that load a model, on a small real one."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+
+import pytest
+import torch
+
+from fewbits.inference.evaluate import perplexity
+from fewbits.models.fast import FastLanguageModel
+
+CHATML = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def model(shared):
+    return shared / "data/models/stories260k"
+
+
+@pytest.fixture(scope="module")
+def text(shared):
+    return shared / "data/text/tinystories_val.txt"
+
+
+@pytest.fixture(scope="module")
+def chat_model(model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("chat") / "model"
+    shutil.copytree(model, folder)
+    (folder / "chat_template.jinja").write_text(CHATML)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def adapter(model, tmp_path_factory):
+    """An adapter that changes what the model says."""
+    loaded, tokenizer = FastLanguageModel.from_pretrained(model, load_in_4bit=False)
+    adapted = FastLanguageModel.get_peft_model(loaded, r=4)
+    torch.manual_seed(0)
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.05)
+    folder = tmp_path_factory.mktemp("adapter") / "final"
+    adapted.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_eval_prints_nothing_but_the_result(spawn, model, text):
+    """In a process of its own: no bar, no warning of the libraries below."""
+    shown = spawn("eval", "--model", model, "--text", text, "--max-tokens", 300)
+    assert shown.err == ""
+    assert shown.code == 0
+    assert shown.out.startswith("perplexity ")
+    assert "300 tokens, window 512, stride 511" in shown.out
+
+
+def test_eval_json(run, model, text):
+    loaded, tokenizer = FastLanguageModel.from_pretrained(model, load_in_4bit=False)
+    expected = perplexity(loaded, tokenizer, text.read_text(), window=64, stride=16, max_tokens=500)
+    options = ("--window", 64, "--stride", 16, "--max-tokens", 500, "--json")
+    shown = run("eval", "--model", model, "--text", text, *options)
+    got = json.loads(shown.out)
+    assert got["perplexity"] == pytest.approx(expected.perplexity)
+    assert (got["tokens"], got["window"], got["stride"]) == (500, 64, 16)
+    packed = json.loads(run("eval", "--model", model, "--text", text, *options, "--recipe", "qlora_nf4").out)
+    assert got["perplexity"] < packed["perplexity"] < 1.3 * got["perplexity"]
+
+
+def test_eval_from_standard_input(run, model, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("Once upon a time, there was a little girl."))
+    shown = run("eval", "--model", model, "--text", "-")
+    assert shown.code == 0
+    assert "perplexity" in shown.out
+
+
+def test_generate(run, model):
+    options = ("--model", model, "--temperature", 0, "--max-new-tokens", 20)
+    shown = run("generate", *options, "--prompt", "Once upon a time")
+    assert shown.code == 0
+    assert shown.out.startswith(", there was a little girl named Lily")
+    assert "20 tokens" in shown.err
+    assert "stopped at --max-new-tokens" in shown.err
+    quiet = run("generate", *options, "--prompt", "Once upon a time", "--quiet")
+    assert (quiet.out, quiet.err) == (shown.out, "")
+
+
+def test_a_prompt_from_standard_input_and_a_seed(run, model, monkeypatch):
+    outs = []
+    for seed in (1, 1, 2):
+        monkeypatch.setattr("sys.stdin", io.StringIO("The dog"))
+        outs.append(
+            run("generate", "--model", model, "--prompt", "-", "--seed", seed, "--max-new-tokens", 20).out
+        )
+    assert outs[0] == outs[1] != outs[2]
+
+
+def test_messages(run, chat_model, tmp_path):
+    file = tmp_path / "m.json"
+    for value in ([{"role": "user", "content": "hi"}], {"messages": [{"role": "user", "content": "hi"}]}):
+        file.write_text(json.dumps(value))
+        assert run("generate", "--model", chat_model, "--messages", file, "--max-new-tokens", 5).code == 0
+
+
+def test_chat(run, chat_model, monkeypatch):
+    lines = "hello\n\n/help\n/reset\nhello\n/exit\nnever read\n"
+    monkeypatch.setattr("sys.stdin", io.StringIO(lines))
+    shown = run(
+        "generate",
+        "--model",
+        chat_model,
+        "--chat",
+        "--system",
+        "Be brief.",
+        "--temperature",
+        0,
+        "--max-new-tokens",
+        8,
+    )
+    assert shown.code == 0, shown.err
+    first, second = shown.out.splitlines()[0], shown.out.splitlines()[-1]
+    assert first == second  # /reset forgot the first question
+    assert shown.err.count("8 tokens,") == 2
+    assert shown.err.count("/exit or Ctrl-D") == 2
+
+
+def test_chat_goes_on_when_the_context_is_full(run, chat_model, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("word " * 600 + "\nhello\n"))
+    shown = run("generate", "--model", chat_model, "--chat", "--max-new-tokens", 4)
+    assert shown.code == 0
+    assert "context holds 512" in shown.err
+    assert "4 tokens" in shown.err
+
+
+def test_an_adapter_in_three_ways(run, model, adapter, tmp_path):
+    options = ("--prompt", "Once", "--temperature", 0, "--max-new-tokens", 12, "--quiet")
+    plain = run("generate", "--model", model, *options)
+    direct = run("generate", "--model", adapter, *options)
+    put_on = run("generate", "--model", model, "--adapter", adapter, *options)
+    assert plain.code == direct.code == put_on.code == 0, direct.err + put_on.err
+    assert direct.out == put_on.out != plain.out
+    run_folder = tmp_path / "run"
+    shutil.copytree(adapter, run_folder / "final")
+    (run_folder / "run.json").write_text("{}")
+    assert run("generate", "--model", run_folder, *options).out == direct.out
+
+
+def test_merge(run, model, adapter, tmp_path):
+    shown = run("merge", adapter, tmp_path / "merged", "--base", model)
+    assert shown.code == 0, shown.err
+    assert "35 adapted linears merged" in shown.out
+    options = (
+        "--prompt",
+        "Once",
+        "--temperature",
+        0,
+        "--max-new-tokens",
+        12,
+        "--quiet",
+        "--dtype",
+        "float32",
+    )
+    merged = run("generate", "--model", tmp_path / "merged", *options).out
+    assert merged == run("generate", "--model", adapter, *options).out
+
+
+def test_quantize(run, model, tmp_path):
+    shown = run("quantize", model, tmp_path / "packed", "--recipe", "qlora_nf4")
+    assert shown.code == 0, shown.err
+    assert "model.layers.*" in shown.out
+    assert shown.out.count("self_attn.q_proj") >= 5
+    assert "35 weights" in shown.out
+    again = run("quantize", model, tmp_path / "json", "--recipe", "int8", "--json")
+    table = json.loads(again.out)
+    assert len(table["layers"]) == 35
+    assert table["layers"][0]["name"] == "model.layers.0.self_attn.q_proj"
+    assert (
+        run("generate", "--model", tmp_path / "packed", "--prompt", "Once", "--max-new-tokens", 4).code == 0
+    )
+
+
+def test_report(run, tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.5}\n')
+    shown = run("report", tmp_path)
+    assert shown.code == 0
+    assert (tmp_path / "report.html").is_file()
+    assert str(tmp_path / "report.html") in shown.out.replace("\n", "")
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (("generate", "--model", "{tmp}/none", "--prompt", "a"), "there is no model folder"),
+        (("generate", "--model", "{model}", "--prompt", "a", "--temperature", "-1"), "temperature must be 0"),
+        (("generate", "--model", "{model}", "--chat"), "no chat template"),
+        (("generate", "--model", "{model}", "--messages", "{tmp}/bad.json"), "bad.json, line 1: not JSON"),
+        (("generate", "--model", "{model}", "--messages", "{tmp}/dict.json"), "holds no list of messages"),
+        (("generate", "--model", "{model}", "--prompt", "a", "--device", "cuda:99"), "use --device cpu"),
+        (("generate", "--model", "{model}", "--prompt", "a", "--device", "abacus"), "no device 'abacus'"),
+        (
+            ("generate", "--model", "{model}", "--prompt", "a", "--adapter", "{tmp}"),
+            "has no adapter_config.json",
+        ),
+        (("generate", "--model", "{tmp}/run", "--prompt", "a"), "has no model yet"),
+        (("eval", "--model", "{model}", "--text", "{tmp}/none.txt"), "no such file or directory"),
+        (("eval", "--model", "{model}", "--text", "{tmp}/latin1.txt"), "is not UTF-8 text (byte 3)"),
+        (("eval", "--model", "{model}", "--text", "{tmp}/empty.txt"), "0 tokens"),
+        (("eval", "--model", "{model}", "--text", "{tmp}/one.txt", "--window", "9999"), "context of 512"),
+        (("eval", "--model", "{model}", "--text", "{tmp}/one.txt", "--recipe", "nonsense"), "nonsense"),
+        (("quantize", "{model}", "{tmp}/q", "--recipe", "nonsense"), "no recipe named 'nonsense'"),
+        (("merge", "{model}", "{tmp}/m"), "is not an adapter"),
+        (("report", "{tmp}/none"), "there is no run folder"),
+    ],
+)
+def test_bad_input_is_one_sentence(run, model, tmp_path, argv, message):
+    (tmp_path / "bad.json").write_text("[{")
+    (tmp_path / "dict.json").write_text('{"a": 1}')
+    (tmp_path / "latin1.txt").write_bytes(b"caf\xe9 and more")
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "one.txt").write_text("Once upon a time")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.json").write_text("{}")
+    shown = run(*(a.format(model=model, tmp=tmp_path) for a in argv))
+    assert shown.code == 1
+    assert message in shown.err
+    assert shown.err.startswith("error: ")
+    assert shown.err.count("\n") == 1
+    assert shown.out == ""
