@@ -146,8 +146,7 @@ class FastLanguageModel:
     @staticmethod
     def for_inference(model: Any) -> Any:
         """Ready to generate: evaluation mode, key-value cache on, no gradient checkpointing."""
-        if getattr(model, "is_gradient_checkpointing", False):
-            model.gradient_checkpointing_disable()
+        _set_checkpointing(model, False)
         model.config.use_cache = True
         return model.eval()
 
@@ -156,13 +155,23 @@ class FastLanguageModel:
         """Ready to train: training mode, and gradient checkpointing as here or to get_peft_model said."""
         if use_gradient_checkpointing is None:
             use_gradient_checkpointing = getattr(model, "fewbits_checkpointing", True)
-        if use_gradient_checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-            model.enable_input_require_grads()
-        elif getattr(model, "is_gradient_checkpointing", False):
-            model.gradient_checkpointing_disable()
+        _set_checkpointing(model, bool(use_gradient_checkpointing))
         model.config.use_cache = not use_gradient_checkpointing
         return model.train()
+
+
+def _set_checkpointing(model: Any, on: bool) -> None:
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if on:
+        # transformers 5.2x renames these methods
+        enable = getattr(base, "activation_checkpointing_enable", None) or base.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
+        base.enable_input_require_grads()
+    elif any(getattr(module, "gradient_checkpointing", False) for module in base.modules()):
+        disable = (
+            getattr(base, "activation_checkpointing_disable", None) or base.gradient_checkpointing_disable
+        )
+        disable()
 
 
 def _local_folder(model_name: str | Path) -> Path | None:
@@ -172,10 +181,10 @@ def _local_folder(model_name: str | Path) -> Path | None:
         BadInput: it reads like a path, and there is nothing.
     """
     path = Path(model_name).expanduser()
-    if path.is_dir():
+    if str(model_name) and path.is_dir():
         return path
     text = str(model_name)
-    if path.exists():
+    if text and path.exists():
         raise BadInput(f"{text} is a file; give the folder that holds config.json and the weights.")
     looks_like_path = (
         isinstance(model_name, Path) or text.startswith((".", "/", "~", "\\")) or text.count("/") > 1
@@ -298,7 +307,9 @@ def _one_sentence(where: str, load: Any) -> Any:
     except (RuntimeError, ValueError, TypeError, KeyError) as error:
         if isinstance(error, (BadInput, BadCheckpoint, SpecMismatch, Unsupported)):
             raise
-        raise BadCheckpoint(f"{where} could not be loaded: {_first_line(error)}") from error
+        raise BadCheckpoint(
+            f"{where} could not be loaded ({_first_line(error)}); check its files, or load it with transformers alone."
+        ) from error
 
 
 def _first_line(error: BaseException) -> str:
@@ -357,12 +368,15 @@ def _load_tokenizer(where: str, model: Any, loading: Loading) -> Any:
 
     options = {k: v for k, v in loading.hf.items() if k in ("token", "revision", "cache_dir", "subfolder")}
     local = loading.local_files_only or Path(where).is_dir()
-    tokenizer = _one_sentence(
-        where,
-        lambda: AutoTokenizer.from_pretrained(
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
             where, local_files_only=local, trust_remote_code=loading.trust_remote_code, **options
-        ),
-    )
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise BadInput(
+            f"{where} has no tokenizer that transformers can read ({_first_line(error)}); put the model's tokenizer.json "
+            "and tokenizer_config.json there."
+        ) from error
     rows = model.get_input_embeddings().weight.shape[0]
     largest = max(tokenizer.get_vocab().values(), default=0)
     if largest >= rows and not loading.resize_model_vocab:

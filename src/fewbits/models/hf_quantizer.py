@@ -93,6 +93,9 @@ class _ReadBitsandbytes(ConversionOps):
     def __init__(self, quantizer: FewbitsQuantizer) -> None:
         self.hf_quantizer = quantizer
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> _ReadBitsandbytes:
+        return self  # transformers copies a converter for each weight; all report to the one quantizer
+
     def convert(  # type: ignore[override]
         self,
         input_dict: dict[str, Any],

@@ -1,0 +1,191 @@
+"""Merged models: from the original weights or the packed ones, checked, whole or nothing."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from fewbits import FastLanguageModel
+from fewbits.errors import BadCheckpoint, BadInput, Unsupported
+from fewbits.models import merge
+from fewbits.models.merge import save_pretrained_merged
+from models.loading import logits, packed_state, perturb, save_tiny
+from models.tiny import tokens
+
+load = AutoModelForCausalLM.from_pretrained
+
+
+def trained(folder: Path, family: str = "llama", **lora):
+    """A packed model with an adapter that does something."""
+    save_tiny(folder, family, shard="60KB")
+    model, tokenizer = FastLanguageModel.from_pretrained(folder)
+    return perturb(FastLanguageModel.get_peft_model(model, r=4, **lora)), tokenizer
+
+
+def reference(folder: Path, peft_model, adapter: Path):
+    """The same adapter on the unquantised model, by PEFT alone."""
+    peft_model.save_pretrained(adapter)
+    return peft.PeftModel.from_pretrained(load(folder), adapter).merge_and_unload()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3_text", "phi3"])
+def test_merging_takes_the_original_weights(family, tmp_path):
+    model, tokenizer = trained(tmp_path / "base", family, use_rslora=True)
+    receipt = model.save_pretrained_merged(tmp_path / "merged", tokenizer, save_method="merged_16bit")
+    assert "the original weights" in str(receipt) and receipt.num_merged == (8 if family == "phi3" else 14)
+    assert receipt.logits_error < receipt.tolerance
+    expected = reference(tmp_path / "base", model, tmp_path / "adapter").state_dict()
+    merged = load(tmp_path / "merged", dtype="auto")
+    assert merged.dtype == torch.bfloat16 and not hasattr(merged.config, "quantization_config")
+    for name, tensor in merged.state_dict().items():
+        torch.testing.assert_close(tensor.float(), expected[name], rtol=2**-8, atol=1e-8)  # one rounding
+    assert len(list((tmp_path / "merged").glob("model-*.safetensors"))) > 1
+    assert (
+        AutoTokenizer.from_pretrained(tmp_path / "merged")("hello").input_ids == tokenizer("hello").input_ids
+    )
+
+
+def test_without_the_original_it_dequantises_and_says_so(tmp_path):
+    model, tokenizer = trained(tmp_path / "base")
+    shutil.rmtree(tmp_path / "base")
+    receipt = model.save_pretrained_merged(tmp_path / "merged", tokenizer)
+    assert "dequantised" in str(receipt) and "gone" in str(receipt)
+    expected = logits(model.eval(), tokens())
+    found = logits(load(tmp_path / "merged"), tokens())
+    assert (found - expected).norm() / expected.norm() < receipt.tolerance
+
+
+def test_a_packed_base_is_dequantised(tmp_path):
+    save_tiny(tmp_path / "base")
+    model, tokenizer = FastLanguageModel.from_pretrained(tmp_path / "base")
+    model.save_pretrained(tmp_path / "packed")
+    tokenizer.save_pretrained(tmp_path / "packed")
+    model, tokenizer = FastLanguageModel.from_pretrained(tmp_path / "packed")
+    model = perturb(FastLanguageModel.get_peft_model(model, r=4))
+    receipt = model.save_pretrained_merged(tmp_path / "merged", tokenizer, max_shard_size="50KB")
+    assert "itself quantised" in str(receipt)
+    assert len(list((tmp_path / "merged").glob("model-*.safetensors"))) > 1
+    assert not hasattr(load(tmp_path / "merged").config, "quantization_config")
+
+
+@pytest.mark.parametrize("original", [True, False])
+def test_tied_embeddings_stay_tied(original, tmp_path):
+    model, tokenizer = trained(tmp_path / "base", "qwen2")
+    if not original:
+        shutil.rmtree(tmp_path / "base")
+    model.save_pretrained_merged(tmp_path / "merged", tokenizer)
+    names = {k for f in (tmp_path / "merged").glob("*.safetensors") for k in load_file(f)}
+    assert "lm_head.weight" not in names
+    merged = load(tmp_path / "merged")
+    assert merged.lm_head.weight.data_ptr() == merged.model.embed_tokens.weight.data_ptr()
+
+
+def test_trained_biases_and_whole_modules_are_the_trained_ones(tmp_path):
+    model, tokenizer = trained(tmp_path / "base", "qwen2", bias="all")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.add_(1.0)
+    bias = model.base_model.model.model.layers[0].self_attn.q_proj.base_layer.bias.detach().clone()
+    model.save_pretrained_merged(tmp_path / "merged", tokenizer)
+    merged = load(tmp_path / "merged", dtype="auto")
+    torch.testing.assert_close(merged.model.layers[0].self_attn.q_proj.bias, bias.bfloat16())
+
+
+def test_modules_to_save_are_written(tmp_path):
+    model, tokenizer = trained(tmp_path / "base", modules_to_save=["lm_head"])
+    head = model.base_model.model.lm_head.modules_to_save["default"].weight
+    with torch.no_grad():
+        head.add_(torch.randn_like(head))
+    model.save_pretrained_merged(tmp_path / "merged", tokenizer)
+    torch.testing.assert_close(
+        load(tmp_path / "merged", dtype="auto").lm_head.weight, head.detach().bfloat16()
+    )
+
+
+def test_merged_4bit_is_packed_again(tmp_path):
+    model, tokenizer = trained(tmp_path / "base")
+    model.save_pretrained_merged(tmp_path / "m16", tokenizer)
+    receipt = model.save_pretrained_merged(tmp_path / "m4", tokenizer, save_method="merged_4bit")
+    assert "merged_4bit" in str(receipt)
+    packed, tok = FastLanguageModel.from_pretrained(tmp_path / "m4")
+    expected, _ = FastLanguageModel.from_pretrained(tmp_path / "m16", dtype=packed.dtype)
+    assert packed_state(packed)
+    assert torch.equal(logits(packed, tokens()), logits(expected, tokens()))
+    assert tok("hello").input_ids == tokenizer("hello").input_ids
+    assert not (tmp_path / "m4" / "16bit").exists()
+
+
+def test_lora_is_a_peft_adapter(tmp_path):
+    model, tokenizer = trained(tmp_path / "base")
+    assert model.save_pretrained_merged(tmp_path / "lora", tokenizer, save_method="lora") is None
+    again = peft.PeftModel.from_pretrained(load(tmp_path / "base"), tmp_path / "lora")
+    assert logits(again, tokens()).isfinite().all()
+    assert (tmp_path / "lora" / "tokenizer.json").is_file()
+
+
+def test_the_inner_model_merges_too(tmp_path):
+    """TRL wraps by itself; what the user holds then may be the model inside."""
+    model, tokenizer = trained(tmp_path / "base")
+    receipt = model.get_base_model().save_pretrained_merged(tmp_path / "merged", tokenizer)
+    assert receipt.num_merged == 14
+    with pytest.raises(BadInput, match="PeftModel"):
+        model.get_base_model().save_pretrained_merged(tmp_path / "lora", save_method="lora")
+
+
+def test_a_wrong_result_is_caught_and_nothing_is_written(tmp_path, monkeypatch):
+    model, tokenizer = trained(tmp_path / "base")
+    merged = merge._Merger._merged
+
+    def wrong(self, name, weight):
+        right = merged(self, name, weight)
+        return right * 1.5 if name.endswith("down_proj.weight") else right
+
+    monkeypatch.setattr(merge._Merger, "_merged", wrong)
+    with pytest.raises(BadCheckpoint, match="nothing was written"):
+        model.save_pretrained_merged(tmp_path / "merged", tokenizer)
+    assert {p.name for p in tmp_path.iterdir()} == {"base"}
+
+
+def test_what_is_refused(tmp_path):
+    model, tokenizer = trained(tmp_path / "base")
+    with pytest.raises(BadInput, match="save_method"):
+        model.save_pretrained_merged(tmp_path / "m", tokenizer, save_method="gguf")
+    with pytest.raises(BadInput, match="no option colour"):
+        model.save_pretrained_merged(tmp_path / "m", tokenizer, colour="red")
+    with pytest.raises(Unsupported, match="upload"):
+        model.save_pretrained_merged(tmp_path / "m", tokenizer, push_to_hub=True)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BadInput, match="is a file"):
+        model.save_pretrained_merged(tmp_path / "file", tokenizer)
+    dora = peft.get_peft_model(
+        load(tmp_path / "base"), peft.LoraConfig(use_dora=True, target_modules=["q_proj"])
+    )
+    with pytest.raises(Unsupported, match="DoRA"):
+        save_pretrained_merged(dora, tmp_path / "m", tokenizer)
+    with pytest.warns(UserWarning, match="rounds them again"):
+        model.merge_adapter()
+    with pytest.raises(BadInput, match="unmerge_adapter"):
+        model.save_pretrained_merged(tmp_path / "m", tokenizer)
+    assert {p.name for p in tmp_path.iterdir()} == {"base", "file"}
+
+
+def test_a_full_finetune_saves_what_was_trained(tmp_path):
+    save_tiny(tmp_path / "base")
+    model, tokenizer = FastLanguageModel.from_pretrained(tmp_path / "base", full_finetuning=True)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.01)
+    receipt = model.save_pretrained_merged(tmp_path / "merged", tokenizer)
+    merged = load(tmp_path / "merged", dtype="auto")
+    for name, parameter in model.named_parameters():
+        assert torch.equal(merged.get_parameter(name), parameter.detach().bfloat16()), name
+    assert receipt.num_merged == 0
+    assert json.loads((tmp_path / "merged" / "config.json").read_text())["dtype"] == "bfloat16"
