@@ -104,13 +104,13 @@ def test_error_is_below_half_a_step(format: Format) -> None:
 
 @each
 def test_requantising_a_decoded_tensor(format: Format) -> None:
-    """The same codes; where mathematics forbids that, the true weaker statement (each format's docstring)."""
+    """The same codes; where mathematics forbids that, the true weaker one (each format's docstring)."""
     for shape in ((130, 256), (7, 130), (2, 3, 65)):
         first = format.quantize(torch.randn(shape))
         decoded = first.dequantize()
         second = format.quantize(decoded)
         if isinstance(format, Integer) and format.zero_point:
-            # the new range differs from the old by up to a step, and each value moves by half a new step at most
+            # the range, and with it the scale, may change: each value moves by about half a new step at most
             blocks = formats.blocks.to_blocks(torch.ones(shape), format.block)
             scales = (blocks * first.scales.view(blocks.shape[0], 1, blocks.shape[2], 1)).expand_as(blocks)
             steps = formats.blocks.from_blocks(scales.contiguous(), shape, format.block)

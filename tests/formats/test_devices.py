@@ -17,11 +17,9 @@ def test_cuda_equals_cpu(format: Format, seed: int | None) -> None:
         x = torch.randn(shape)
         x.view(-1)[5] = torch.nan
         here, there = format.quantize(x, seed=seed), format.quantize(x.cuda(), seed=seed)
-        if isinstance(format, Codebook) and format.double:
-            names = ["codes"]  # the mean of the scales is summed in another order
-        else:
-            names = list(here.parts)
-        for name in names:
+        # with double the mean of the scales is summed in another order
+        double = isinstance(format, Codebook) and format.double
+        for name in ["codes"] if double else list(here.parts):
             a, b = here.parts[name], there.parts[name].cpu()
             if name == "scales" and a.dtype == torch.float32:  # the bits of a NaN are the device's own
                 a, b = a.nan_to_num(-1.0), b.nan_to_num(-1.0)

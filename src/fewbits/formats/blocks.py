@@ -84,6 +84,11 @@ def from_blocks(blocks: Tensor, shape: tuple[int, ...], block: Block) -> Tensor:
     return blocks.reshape(shape).contiguous()
 
 
+def divide(x: Tensor, divisor: float) -> Tensor:
+    """x / divisor, rounded once on every device; for a Python number CUDA multiplies by its inverse."""
+    return x / x.new_full((), divisor)
+
+
 def block_absmax(blocks: Tensor) -> Tensor:
     """Largest magnitude of each block: (R, 1, C, 1) float32, NaN where a value is not finite."""
     absmax = blocks.abs().amax(dim=(1, 3), keepdim=True).float()

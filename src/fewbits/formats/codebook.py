@@ -82,6 +82,9 @@ def dynamic_map() -> tuple[float, ...]:
     return tuple(sorted(values))
 
 
+_DYNAMIC_MAP = dynamic_map()  # a constant, which torch.compile need not trace
+
+
 def quantize_dynamic(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
     """Write x in the dynamic map, in blocks, as bitsandbytes does on a CPU.
 
@@ -139,7 +142,7 @@ class Codebook(Format):
     @property
     def scale_table(self) -> tuple[float, ...]:
         """The 256 entries for 8-bit scales."""
-        return self.scale_values or dynamic_map()
+        return self.scale_values or _DYNAMIC_MAP
 
     def layout(self, shape: tuple[int, ...]) -> dict[str, PartSpec]:
         """The parts named above, for a tensor of ``shape``."""
@@ -167,7 +170,7 @@ class Codebook(Format):
         flat = x.detach().reshape(-1)
         codes = torch.empty(packed_size(flat.numel(), 4), dtype=torch.uint8, device=x.device)
         absmax = torch.empty(ceil_div(flat.numel(), self.block), dtype=torch.float32, device=x.device)
-        for start, stop in self._chunks(flat.numel()):
+        for start, stop in self._chunks(flat.numel(), x.device):
             part, scale = self._quantize_chunk(flat[start:stop].float(), start, seed)
             codes[start // 2 : start // 2 + part.numel()] = part
             absmax[start // self.block : start // self.block + scale.numel()] = scale
@@ -182,7 +185,7 @@ class Codebook(Format):
         n = prod(packed.shape)
         codes, scales = packed.codes.view(-1), self.block_scales(packed)
         out = torch.empty(2 * codes.numel(), dtype=dtype, device=codes.device)
-        for start, stop in self._chunks(n):
+        for start, stop in self._chunks(n, codes.device):
             whole = start + 2 * ceil_div(stop - start, 2)  # the last byte may hold one code only
             target = out[start:whole] if dtype == torch.float32 else None
             values = lookup_nibbles(codes[start // 2 : whole // 2], self.values, out=target)[: stop - start]
@@ -199,8 +202,9 @@ class Codebook(Format):
         scales = table(self.scale_table, codes.device).index_select(0, codes.to(torch.int32))
         return _scale_blocks(scales, second, self.scale_block).add_(packed.parts["scale_offset"])
 
-    def _chunks(self, n: int) -> Iterator[tuple[int, int]]:
-        step = max(_CHUNK // (2 * self.block), 1) * 2 * self.block  # whole blocks and whole bytes
+    def _chunks(self, n: int, device: torch.device) -> Iterator[tuple[int, int]]:
+        values = _CHUNK if device.type == "cpu" else 16 * _CHUNK
+        step = max(values // (2 * self.block), 1) * 2 * self.block  # whole blocks and whole bytes
         for start in range(0, n, step):
             yield start, min(start + step, n)
 

@@ -23,6 +23,7 @@ from fewbits.formats.blocks import (
     Block,
     block_absmax,
     check_floating,
+    divide,
     from_blocks,
     no_parts,
     scale_shape,
@@ -73,7 +74,7 @@ class Float8(Format):
         if x.numel() == 0:
             return Packed(self, shape, x.dtype, no_parts(self.layout(shape), x.device))
         blocks = to_blocks(x.detach(), self.block)
-        scales = (block_absmax(blocks) / self.largest).clamp_(min=SMALLEST_SCALE)
+        scales = divide(block_absmax(blocks), self.largest).clamp_(min=SMALLEST_SCALE)
         scaled = (blocks.float() * (1.0 / scales)).clamp_(-self.largest, self.largest).nan_to_num_(0.0)
         if seed is not None:
             uniform = to_blocks(random_uniform(shape, seed, x.device), self.block)

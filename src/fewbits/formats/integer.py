@@ -33,6 +33,7 @@ from fewbits.formats.blocks import (
     Block,
     block_absmax,
     check_floating,
+    divide,
     from_blocks,
     no_parts,
     scale_shape,
@@ -132,10 +133,10 @@ class Integer(Format):
     def _scales(self, blocks: Tensor) -> tuple[Tensor, Tensor | None]:
         """Scales, and zero points (whole float32 numbers) or None, of blocks (R, r, C, c): (R, 1, C, 1)."""
         if not self.zero_point:
-            return (block_absmax(blocks) / self.max_code).clamp_(min=SMALLEST_SCALE), None
+            return divide(block_absmax(blocks), self.max_code).clamp_(min=SMALLEST_SCALE), None
         low = blocks.amin(dim=(1, 3), keepdim=True).float().clamp_(max=0.0)
         high = blocks.amax(dim=(1, 3), keepdim=True).float().clamp_(min=0.0)
-        scales = ((high - low) / (2 * self.max_code + 1)).clamp_(min=SMALLEST_SCALE)
+        scales = divide(high - low, 2 * self.max_code + 1).clamp_(min=SMALLEST_SCALE)
         scales = scales.masked_fill_(scales.isinf(), torch.nan)
         zero_points = (-(low / scales).round()).nan_to_num_(0.0).clamp_(0, 2 * self.max_code + 1)
         return scales, zero_points - (self.max_code + 1)
