@@ -145,6 +145,19 @@ def test_opcheck(which: int) -> None:
 
 
 @pytest.mark.parametrize("trained", [True, False])
+def test_the_op_and_the_short_way_on_a_cpu_agree(trained: bool) -> None:
+    x, w, dy = operands((3, 5, 32), torch.bfloat16)
+    results = []
+    for f in (lambda a, b: rmsnorm(a, b, EPS, offset=1.0), lambda a, b: module._rmsnorm(a, b, EPS, 1.0)[0]):
+        a, b = x.clone().requires_grad_(), w.clone().requires_grad_(trained)
+        y = f(a, b)
+        y.backward(dy)
+        results.append((y, a.grad, b.grad))
+    for short, op in zip(*results, strict=True):
+        assert (short is None and op is None) or torch.equal(short, op)
+
+
+@pytest.mark.parametrize("trained", [True, False])
 def test_compiles_without_a_break(trained: bool) -> None:
     x, w, dy = operands((4, 32), torch.float32)
 
