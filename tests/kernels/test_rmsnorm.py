@@ -98,6 +98,13 @@ def test_only_the_weight_trains() -> None:
     assert x.grad is None and w.grad is not None
 
 
+def test_second_derivatives_are_refused() -> None:
+    x = torch.randn(2, 8, requires_grad=True)
+    (dx,) = torch.autograd.grad(rmsnorm(x, torch.ones(8), EPS).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.sum().backward()
+
+
 def test_mixed_dtypes_keep_xs() -> None:
     x, w, dy = operands((3, 16), torch.bfloat16)
     wf = w.float().requires_grad_()

@@ -8,8 +8,8 @@
 
 ``offset`` is 1 for Gemma, whose weights are stored as the difference from one, else 0. All arithmetic is in
 float32 (float64 for float64), and y is rounded once, to x's dtype. Transformers' Llama rounds twice in 16
-bits, first ``x * r`` and then its product with w: so the two agree bit for bit in float32, and to one rounding
-in 16 bits.
+bits, first ``x * r`` and then its product with w: so the two agree bit for bit in float32, and to one
+rounding in 16 bits.
 
 Floor: the forward pass reads x and writes y, 2 * M * N * itemsize bytes; the backward pass reads dy and x
 and writes dx, 3 * M * N * itemsize; r, w and dw are less than 1 % of that at N >= 512. M = 8192 rows of N =
@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from fewbits.errors import BadInput, Unsupported
 from fewbits.kernels._launch import (
@@ -310,9 +311,11 @@ class _OnCPU(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         needs_dw = ctx.needs_input_grad[1]
-        dx, dw = _rmsnorm_backward_default(dy, *ctx.saved_tensors, ctx.offset, needs_dw)
+        x, weight, r = ctx.saved_tensors
+        dx, dw = _rmsnorm_backward_default(dy, x, weight, r, ctx.offset, needs_dw)
         return dx, dw if needs_dw else None, None, None
 
 
