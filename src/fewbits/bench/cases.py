@@ -10,14 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fewbits.bench.fused_cases import MAKERS as FUSED_MAKERS
 from fewbits.bench.problem import Case, Problem, differentiated, randn
 from fewbits.formats import get_format
 from fewbits.formats.base import Packed
+from fewbits.kernels.dequantize import dequantize, dequantize_ref
 from fewbits.kernels.lora_linear import lora_linear
 from fewbits.kernels.matmul_operands import operand_linear
 from fewbits.kernels.matmul_packed import packed_linear
@@ -94,6 +97,39 @@ def _rmsnorm_functions(N: int) -> dict[str, Callable[..., Tensor]]:
     return functions
 
 
+# Packed to dense.
+
+
+def _dequantize_cases(max_size: int) -> list[Case]:
+    made = []
+    for format in ("nf4", "nf4_dq", "int8", "int4_g64", "float8_e4m3_row"):
+        N, K = min(14336, max_size), min(4096, max_size)
+        made.append(
+            Case(
+                op="dequantize", part="forward", format=format, M=N, N=K, build=_dequantize_problem,
+                bytes_moved=get_format(format).nbytes((N, K)) + 2 * N * K,
+                tolerance=_TWO_ROUNDINGS["bfloat16"],
+            )
+        )  # fmt: skip
+    return made
+
+
+def _dequantize_problem(case: Case, device: torch.device) -> Problem:
+    weight = randn(device, torch.bfloat16, case.M, case.N) * 0.02
+    packed = get_format(case.format).quantize(weight)
+    functions: dict[str, Callable[[], Tensor]] = {
+        "fewbits": lambda: dequantize(packed, torch.bfloat16),
+        "definition": lambda: dequantize_ref(packed, torch.bfloat16),
+    }
+    if device.type == "cuda" and case.format.startswith("nf4") and find_spec("bitsandbytes"):
+        from bitsandbytes.functional import dequantize_4bit
+
+        codes, state = _bitsandbytes_nf4(weight, case.format)
+        functions["bitsandbytes"] = lambda: dequantize_4bit(codes, state)
+    variants = {name: differentiated(f, (), weight, 0) for name, f in functions.items()}
+    return Problem(variants, lambda: (packed.dequantize(torch.float32).double(),))
+
+
 # Linear layers.
 
 
@@ -147,13 +183,17 @@ def _packed_problem(case: Case, device: torch.device) -> Problem:
 
 
 def _bitsandbytes(weight: Tensor, format: str) -> Callable[[Tensor], Tensor]:
-    import bitsandbytes as bnb
-    import bitsandbytes.functional as bnb_functional
+    from bitsandbytes import matmul_4bit
 
-    codes, state = bnb_functional.quantize_4bit(
-        weight, quant_type="nf4", compress_statistics=format.endswith("dq")
-    )
-    return lambda x: bnb.matmul_4bit(x, codes.t(), state)
+    codes, state = _bitsandbytes_nf4(weight, format)
+    return lambda x: matmul_4bit(x, codes.t(), state)
+
+
+def _bitsandbytes_nf4(weight: Tensor, format: str) -> tuple[Tensor, Any]:
+    from bitsandbytes.functional import quantize_4bit
+
+    codes, state = quantize_4bit(weight, quant_type="nf4", compress_statistics=format.endswith("dq"))
+    return codes, state
 
 
 def _operands_problem(case: Case, device: torch.device) -> Problem:
@@ -192,4 +232,4 @@ def _lora_problem(case: Case, device: torch.device) -> Problem:
     return Problem({"fewbits": differentiated(ours, (x, a, b), dy, trained)}, exact)
 
 
-_MAKERS = (_rmsnorm_cases, _linear_cases)
+_MAKERS = (_rmsnorm_cases, _dequantize_cases, _linear_cases)

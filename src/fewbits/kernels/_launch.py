@@ -51,6 +51,7 @@ class CompileCase:
         constants: values of the ``tl.constexpr`` arguments.
         aligned: names of arguments that a launch finds divisible by 16, as most pointers are.
         num_warps: warps of a program.
+        capability: the lowest compute capability, times ten, that has the kernel's types: 89 for float8.
     """
 
     kernel: Any
@@ -58,6 +59,7 @@ class CompileCase:
     constants: Mapping[str, Any]
     aligned: tuple[str, ...] = field(default=())
     num_warps: int = 4
+    capability: int = 80
 
 
 class RowTile(NamedTuple):
