@@ -1,4 +1,4 @@
-"""Tiny model folders for the loading tests: ``save_tiny(tmp_path / "base")`` writes weights, config and a tokenizer."""
+"""Tiny model folders for the loading tests: ``save_tiny(folder)`` writes weights, config and a tokenizer."""
 
 from __future__ import annotations
 

@@ -308,7 +308,8 @@ def _one_sentence(where: str, load: Any) -> Any:
         if isinstance(error, (BadInput, BadCheckpoint, SpecMismatch, Unsupported)):
             raise
         raise BadCheckpoint(
-            f"{where} could not be loaded ({_first_line(error)}); check its files, or load it with transformers alone."
+            f"{where} could not be loaded ({_first_line(error)}); check its files, or load it with "
+            "transformers alone."
         ) from error
 
 
@@ -374,8 +375,8 @@ def _load_tokenizer(where: str, model: Any, loading: Loading) -> Any:
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise BadInput(
-            f"{where} has no tokenizer that transformers can read ({_first_line(error)}); put the model's tokenizer.json "
-            "and tokenizer_config.json there."
+            f"{where} has no tokenizer that transformers can read ({_first_line(error)}); put the model's "
+            "tokenizer.json and tokenizer_config.json there."
         ) from error
     rows = model.get_input_embeddings().weight.shape[0]
     largest = max(tokenizer.get_vocab().values(), default=0)

@@ -329,8 +329,9 @@ class _Merger:
         tolerance = _ROUNDINGS * _distance(moved, logits)
         if not error <= tolerance:
             raise BadCheckpoint(
-                f"the merged model's logits differ from base plus adapter by {error:.2e} relative, and rounding "
-                f"explains no more than {tolerance:.2e}; nothing was written, keep the adapter and report this."
+                f"the merged model's logits differ from base plus adapter by {error:.2e} relative, and "
+                f"rounding explains no more than {tolerance:.2e}; nothing was written, keep the adapter and "
+                "report this."
             )
         return error, tolerance
 

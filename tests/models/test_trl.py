@@ -1,0 +1,85 @@
+"""TRL's SFTTrainer on our model, without special cases on either side."""
+
+from __future__ import annotations
+
+import peft
+import pytest
+import torch
+from datasets import Dataset
+from transformers import Trainer, TrainingArguments
+
+from fewbits import FastLanguageModel, restore
+from models.loading import logits, packed_state, same, save_tiny
+from models.tiny import tokens
+
+trl = pytest.importorskip("trl")
+
+TEXTS = [f"{a} and {b} make {a + b}" for a in range(8) for b in range(8)]
+
+
+def arguments(folder, **changes):
+    return {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": 8,
+        "max_steps": 12,
+        "learning_rate": 5e-3,
+        "logging_steps": 4,
+        "report_to": "none",
+        "seed": 1,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "use_cpu": not torch.cuda.is_available(),
+        **changes,
+    }
+
+
+@pytest.mark.parametrize("rows", ["text", "prompt", "messages"])
+def test_sft_trainer(rows, tmp_path):
+    save_tiny(tmp_path / "base")
+    model, tokenizer = FastLanguageModel.from_pretrained(tmp_path / "base")
+    model = FastLanguageModel.get_peft_model(model, r=8, lora_alpha=16)
+    before = packed_state(model)
+    data = {
+        "text": [{"text": t} for t in TEXTS],
+        "prompt": [{"prompt": t[:-2], "completion": t[-2:]} for t in TEXTS],
+        "messages": [
+            {"messages": [{"role": "user", "content": t[:-2]}, {"role": "assistant", "content": t[-2:]}]}
+            for t in TEXTS
+        ],
+    }[rows]
+    trainer = trl.SFTTrainer(
+        model=model,
+        processing_class=tokenizer,
+        train_dataset=Dataset.from_list(data),
+        args=trl.SFTConfig(max_length=64, bf16=False, **arguments(tmp_path / "run")),
+    )
+    trainer.train()
+    losses = [float(row["loss"]) for row in trainer.state.log_history if "loss" in row]
+    assert losses[-1] < losses[0]
+    assert same(packed_state(model), before)
+
+    trainer.save_model(tmp_path / "lora")
+    base, _ = FastLanguageModel.from_pretrained(tmp_path / "base")
+    restore(base)  # plain linears with the dequantised weights: PEFT's own layers go over them
+    theirs = peft.PeftModel.from_pretrained(base, tmp_path / "lora")
+    torch.testing.assert_close(
+        logits(theirs.eval(), tokens()), logits(model.eval(), tokens()), rtol=1e-4, atol=1e-4
+    )
+
+
+def test_the_plain_trainer_resumes_from_its_own_checkpoint(tmp_path):
+    save_tiny(tmp_path / "base")
+
+    def run(resume, **changes):
+        model, tokenizer = FastLanguageModel.from_pretrained(tmp_path / "base")
+        model = FastLanguageModel.get_peft_model(model, r=4, use_gradient_checkpointing=False)
+        rows = [tokenizer(t, padding="max_length", max_length=24) for t in TEXTS]
+        data = [{**r, "labels": r["input_ids"]} for r in rows]
+        settings = arguments(tmp_path / "run", save_strategy="steps", save_steps=6, **changes)
+        trainer = Trainer(model=model, args=TrainingArguments(**settings), train_dataset=data)
+        trainer.train(resume_from_checkpoint=resume)
+        return {n: p.detach().clone() for n, p in model.named_parameters() if "lora" in n}
+
+    whole = run(None)
+    resumed = run(str(tmp_path / "run" / "checkpoint-6"))
+    assert same(whole, resumed)
