@@ -176,12 +176,18 @@ def completion(args: Namespace) -> int:
 
 
 def _out() -> Console:
-    console = Console()
-    return console if console.is_terminal else Console(width=160)  # a file or a pipe has no edge to wrap at
+    return _console(stderr=False)
 
 
 def _err() -> Console:
-    return Console(stderr=True)
+    return _console(stderr=True)
+
+
+def _console(*, stderr: bool) -> Console:
+    console = Console(stderr=stderr)
+    if not console.is_terminal:  # a file or a pipe has no edge to wrap at
+        console.width = 160
+    return console
 
 
 def _read(path: str) -> str:

@@ -159,7 +159,8 @@ def _sample(sample: Mapping[str, Any]) -> str:
         if sample.get(key) is None:
             continue
         text = str(sample[key]).strip()
-        pill = _pill(text, expected) if key != "expected" and expected is not None else ""
+        same = key == "after" and text == str(expected).strip() and expected is not None
+        pill = '<b class="pill good">as expected</b>' if same else ""
         body = escape(text) if text else '<span class="empty">nothing</span>'
         columns.append(
             f'<div class="{key}"><div class="label">{name}{pill}</div><div class="text">{body}</div></div>'
@@ -169,11 +170,6 @@ def _sample(sample: Mapping[str, Any]) -> str:
         f'<article class="card sample"><div class="prompt">{prompt}</div>'
         f'<div class="answers">{"".join(columns)}</div></article>\n'
     )
-
-
-def _pill(text: str, expected: Any) -> str:
-    same = text == str(expected).strip()
-    return f'<b class="pill {"good" if same else "plain"}">{"as expected" if same else "differs"}</b>'
 
 
 def _conversation(prompt: Any) -> str:
@@ -211,8 +207,13 @@ def _fold(title: str, body: str, *, opened: bool = False) -> str:
 
 
 def _table(rows: list[tuple[str, Any]]) -> str:
-    cells = (f"<tr><th>{escape(str(k))}</th><td>{escape(_plain(v))}</td></tr>" for k, v in rows)
+    cells = (f"<tr><th>{escape(str(k))}</th><td>{_breakable(_plain(v))}</td></tr>" for k, v in rows)
     return f"<table>{''.join(cells)}</table>"
+
+
+def _breakable(text: str) -> str:
+    """HTML that wraps long paths between folders."""
+    return escape(text).replace("/", "/<wbr>")
 
 
 def _plain(value: Any) -> str:

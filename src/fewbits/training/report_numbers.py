@@ -36,8 +36,8 @@ def duration(seconds: float) -> str:
 
 
 def small(x: float) -> str:
-    """A learning rate: 0.001, 2e-4, 1.5e-5."""
-    if x == 0 or abs(x) >= 1e-3:
+    """A learning rate: 0.01, 2e-3, 1.5e-5."""
+    if x == 0 or abs(x) >= 0.00999:
         return f"{x:.3g}"
     digits, _, exponent = f"{x:.2e}".partition("e")
     return f"{digits.rstrip('0').rstrip('.')}e{int(exponent)}"

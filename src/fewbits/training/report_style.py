@@ -38,7 +38,6 @@ h3 { font-size: 14px; font-weight: 600; margin: 0; }
 .pill { display: inline-block; font-size: 12.5px; font-weight: 600; padding: 1px 10px; border-radius: 99px; }
 .pill.good { color: var(--good); background: var(--good-bg); }
 .pill.bad { color: var(--bad); background: var(--bad-bg); }
-.pill.plain { color: var(--soft); background: var(--line); }
 .pill.note { color: var(--note); background: var(--note-bg); }
 .message { border-radius: 10px; padding: 12px 16px; margin: 20px 0 0; }
 .message.bad { color: var(--bad); background: var(--bad-bg); }
