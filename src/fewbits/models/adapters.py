@@ -15,7 +15,8 @@ from typing import Any
 from torch import nn
 
 from fewbits.errors import BadCheckpoint, SpecMismatch, Unsupported
-from fewbits.models.spec import ModelSpec, model_type_of, spec_for
+from fewbits.models.families import SPECS, ModelSpec
+from fewbits.models.spec import model_type_of, spec_for
 from fewbits.nn.fake_quantize import FakeQuantizedLinear
 from fewbits.nn.linear import QuantizedLinear
 from fewbits.recipes.recipe import LoRA
@@ -255,6 +256,4 @@ def _last(name: str) -> str:
 
 
 def _spec_or_none(model: nn.Module) -> ModelSpec | None:
-    from fewbits.models.families import SPECS
-
     return spec_for(model) if model_type_of(model) in SPECS else None

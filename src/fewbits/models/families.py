@@ -1,4 +1,4 @@
-"""The families: what `fewbits.models.spec` knows about each, in a few lines each.
+"""Where things are in a Hugging Face model: `ModelSpec`, and one of it per family, in a few lines each.
 
 To add one: write its spec, list it in `SPECS`, add a tiny config in tests/models/tiny.py; the tests run over
 both.
@@ -6,9 +6,43 @@ both.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
-from fewbits.models.spec import ModelSpec
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """Paths and facts of one family.
+
+    Attributes:
+        model_type: the ``model_type`` of its config.json.
+        layers: path of the list of decoder layers.
+        linears: paths of the linears inside one layer.
+        norms: paths of the RMSNorms inside one layer.
+        final_norm: path of the norm after the last layer.
+        embed: path of the token embedding.
+        head: path of the output head.
+        norm_offset: what a norm adds to its weight; 1.0 where the weight is stored as its distance from one.
+        logits_are_final: False if the model changes its logits after the head (soft-capping).
+        fused: name of a linear that holds several, and the names that other families give to those.
+    """
+
+    model_type: str
+    layers: str = "model.layers"
+    linears: tuple[str, ...]
+    norms: tuple[str, ...]
+    final_norm: str = "model.norm"
+    embed: str = "model.embed_tokens"
+    head: str = "lm_head"
+    norm_offset: float = 0.0
+    logits_are_final: bool = True
+    fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @property
+    def linear_names(self) -> tuple[str, ...]:
+        """The last part of each linear's path: what LoRA targets are named by."""
+        return tuple(path.rpartition(".")[2] for path in self.linears)
+
 
 _ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
 _MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")

@@ -1,4 +1,4 @@
-"""Where things are in a Hugging Face model: `ModelSpec`, one per family, and `spec_for`, which finds it.
+"""Finding things in a Hugging Face model: its family's `ModelSpec`, and what that names in this very model.
 
 The specs themselves are in `fewbits.models.families`.
 """
@@ -6,46 +6,13 @@ The specs themselves are in `fewbits.models.families`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
 from fewbits.errors import SpecMismatch, Unsupported
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelSpec:
-    """Paths and facts of one family.
-
-    Attributes:
-        model_type: the ``model_type`` of its config.json.
-        layers: path of the list of decoder layers.
-        linears: paths of the linears inside one layer.
-        norms: paths of the RMSNorms inside one layer.
-        final_norm: path of the norm after the last layer.
-        embed: path of the token embedding.
-        head: path of the output head.
-        norm_offset: what a norm adds to its weight; 1.0 where the weight is stored as its distance from one.
-        logits_are_final: False if the model changes its logits after the head (soft-capping).
-        fused: name of a linear that holds several, and the names that other families give to those.
-    """
-
-    model_type: str
-    layers: str = "model.layers"
-    linears: tuple[str, ...]
-    norms: tuple[str, ...]
-    final_norm: str = "model.norm"
-    embed: str = "model.embed_tokens"
-    head: str = "lm_head"
-    norm_offset: float = 0.0
-    logits_are_final: bool = True
-    fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-
-    @property
-    def linear_names(self) -> tuple[str, ...]:
-        """The last part of each linear's path: what LoRA targets are named by."""
-        return tuple(path.rpartition(".")[2] for path in self.linears)
+from fewbits.models.families import SPECS
+from fewbits.models.families import ModelSpec as ModelSpec
 
 
 def model_type_of(model_or_config: Any) -> str:
@@ -62,8 +29,6 @@ def spec_for(model_or_config: Any) -> ModelSpec:
     Raises:
         Unsupported: there is none for this model_type; the message lists the known ones.
     """
-    from fewbits.models.families import SPECS
-
     model_type = model_type_of(model_or_config)
     if model_type not in SPECS:
         raise Unsupported(
