@@ -83,7 +83,7 @@ def _bash(commands: list[Command]) -> Iterator[str]:
     top, *subs = commands
     names = " ".join(c.name for c in subs)
     yield from (
-        '# bash completion of fewbits; load it with: eval "$(fewbits completion bash)"',
+        "# bash completion of fewbits; save it as ~/.local/share/bash-completion/completions/fewbits",
         "_fewbits() {",
         '    local current="${COMP_WORDS[COMP_CWORD]}" previous="${COMP_WORDS[COMP_CWORD-1]}"',
         "    local command= word kind= words=",
@@ -127,7 +127,7 @@ def _zsh(commands: list[Command]) -> Iterator[str]:
     top, *subs = commands
     yield from (
         "#compdef fewbits",
-        '# zsh completion of fewbits; load it after compinit with: eval "$(fewbits completion zsh)"',
+        "# zsh completion of fewbits; save it as _fewbits in a folder of $fpath",
         "_fewbits() {",
         "    local state line",
         "    local -a commands",

@@ -88,10 +88,10 @@ fewbits bench --help
     ),
     "completion": Text(
         "print a shell's completion script",
-        "Print a completion script, made from this very command line.",
+        "Print a completion script, made from this very command line. Save it where the shell finds it.",
         """
-eval "$(fewbits completion bash)"        # in ~/.bashrc
-eval "$(fewbits completion zsh)"         # in ~/.zshrc, after compinit
+fewbits completion bash > ~/.local/share/bash-completion/completions/fewbits
+fewbits completion zsh > ~/.zfunc/_fewbits        # a folder in $fpath
 fewbits completion fish > ~/.config/fish/completions/fewbits.fish
 """,
     ),
