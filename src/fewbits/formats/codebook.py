@@ -65,8 +65,6 @@ _SCALE_GRID = 65535  # steps of [-1, 1]: bitsandbytes looks 8-bit codes up in a 
 _CHUNK = 1 << 20  # values at a time: temporaries stay small however large the tensor
 
 
-@lru_cache(maxsize=1)
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # called, not traced
 def dynamic_map() -> tuple[float, ...]:
     """The 256 values of the signed 8-bit dynamic map (Dettmers 2015), ascending, exact in float32.
 
@@ -108,7 +106,7 @@ def quantize_dynamic(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
 def _scale_codes(device: torch.device) -> Tensor:
     """The code of each of the 65536 points of [-1, 1] to which scales are rounded first: (65536,) uint8."""
     with torch.inference_mode(False):
-        values = table(dynamic_map(), torch.device("cpu"))
+        values = table(_DYNAMIC_MAP, torch.device("cpu"))
         point = torch.arange(_SCALE_GRID + 1, dtype=torch.float32) * (2.0 / _SCALE_GRID) - 1.0
         right = torch.bucketize(point, values).clamp_(1, 255)
         nearer = (values[right] - point).abs() < (point - values[right - 1]).abs()

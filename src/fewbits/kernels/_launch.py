@@ -32,6 +32,7 @@ __all__ = [
     "CompileCase",
     "RowTile",
     "cdiv",
+    "constant_when_compiled",
     "jit",
     "multiprocessors",
     "next_power_of_2",
@@ -68,6 +69,15 @@ class RowTile(NamedTuple):
     block_m: int
     block_n: int
     num_warps: int
+
+
+def constant_when_compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """torch.compile calls ``fn`` and does not trace it: ``torch.compiler.assume_constant_result``.
+
+    That one imports the whole compiler, 2 s, only to set this attribute.
+    """
+    fn._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return fn
 
 
 def cdiv(a: int, b: int) -> int:

@@ -37,7 +37,15 @@ from fewbits.formats.codebook import Codebook
 from fewbits.formats.float8 import Float8
 from fewbits.formats.integer import Integer
 from fewbits.formats.tables import table
-from fewbits.kernels._launch import CompileCase, cdiv, jit, next_power_of_2, on_device_of, tl
+from fewbits.kernels._launch import (
+    CompileCase,
+    cdiv,
+    constant_when_compiled,
+    jit,
+    next_power_of_2,
+    on_device_of,
+    tl,
+)
 
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16, *_FLOAT8)
@@ -349,7 +357,7 @@ def _named(parts: Sequence[Tensor], format: str, shape: Sequence[int]) -> Packed
 
 
 @lru_cache(maxsize=64)
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch.compile calls it and does not trace it
+@constant_when_compiled
 def _to_text(format: Format) -> str:
     """A format as an op's argument."""
     return json.dumps(format_to_config(format, FORMATS))
