@@ -242,14 +242,18 @@ def test_adapter_and_base_that_do_not_fit(tmp_path: Path) -> None:
     get_peft_model(packed(), r=4).save_pretrained(tmp_path)
     with pytest.raises(SpecMismatch, match=r"was made for 64 (in|out)puts of '.*', which has 32"):
         load_adapter(packed(hidden_size=32, head_dim=16), tmp_path)
-    with pytest.raises(
-        SpecMismatch, match=r"adapts 'model.layers.1.*', which LlamaForCausalLM does not have"
-    ):
+    with pytest.raises(SpecMismatch, match=r"adapts 'model.layers.1.*', which this model does not have"):
         load_adapter(packed(num_hidden_layers=1), tmp_path)
-    with pytest.raises(
-        SpecMismatch, match=r"which Phi3ForCausalLM does not have; it has down_proj, gate_up_proj"
-    ):
+    with pytest.raises(SpecMismatch, match=r"which this model does not have; it has down_proj, gate_up_proj"):
         load_adapter(packed("phi3"), tmp_path)
+
+
+def test_vocabularies_that_disagree(tmp_path: Path) -> None:
+    get_peft_model(packed(), r=4, modules_to_save=["lm_head"]).save_pretrained(tmp_path)
+    with pytest.raises(
+        SpecMismatch, match=r"'lm_head.weight' of shape \(96, 64\), and this model's is \(100, 64\)"
+    ):
+        load_adapter(packed(vocab_size=100), tmp_path)
 
 
 def test_damaged_adapters(tmp_path: Path) -> None:

@@ -213,28 +213,44 @@ def _register(config: Any, model: nn.Module) -> None:
 
 
 def _check_fit(model: nn.Module, weights: Mapping[str, Any], path: str | Path) -> None:
-    """Each low-rank pair must find a linear of its size, before anything is changed."""
+    """Each tensor must find a module of its size, before anything is changed."""
     linears = _linears(model)
+    shapes = {_base_name(name): tuple(parameter.shape) for name, parameter in model.named_parameters()}
     for key, tensor in weights.items():
         match = re.fullmatch(r"base_model\.model\.(.+)\.lora_([AB])(\..+)?\.weight", key)
-        if match is None:
+        if match is not None:
+            _check_pair(linears, match.group(1), match.group(2), tensor, path)
             continue
-        name, which = match.group(1), match.group(2)
-        linear: Any = linears.get(name)
-        if linear is None:
+        name = _base_name(key)
+        have, want = tuple(tensor.shape), shapes.get(name)
+        if want is not None and have != want:
             raise SpecMismatch(
-                f"the adapter in {path} adapts {name!r}, which {type(model).__name__} does not have; "
-                f"it has {_listed(linears)}."
+                f"the adapter in {path} holds {name!r} of shape {have}, and this model's is {want} (another "
+                "vocabulary?); load its own base model."
             )
-        have, want = (
-            (tensor.shape[1], linear.in_features) if which == "A" else (tensor.shape[0], linear.out_features)
+
+
+def _check_pair(linears: Mapping[str, Any], name: str, which: str, tensor: Any, path: str | Path) -> None:
+    linear = linears.get(name)
+    if linear is None:
+        raise SpecMismatch(
+            f"the adapter in {path} adapts {name!r}, which this model does not have; it has {_listed(linears)}."
         )
-        if have != want:
-            side = "inputs" if which == "A" else "outputs"
-            raise SpecMismatch(
-                f"the adapter in {path} was made for {have} {side} of {name!r}, which has {want}; "
-                "load its own base model."
-            )
+    have, want = (
+        (tensor.shape[1], linear.in_features) if which == "A" else (tensor.shape[0], linear.out_features)
+    )
+    if have != want:
+        side = "inputs" if which == "A" else "outputs"
+        raise SpecMismatch(
+            f"the adapter in {path} was made for {have} {side} of {name!r}, which has {want}; "
+            "load its own base model."
+        )
+
+
+def _base_name(name: str) -> str:
+    """A parameter's name in the base model, PEFT's wrappers left out."""
+    name = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+    return re.sub(r"\.(original_module|modules_to_save\.[^.]+)\.", ".", name)
 
 
 def _linears(model: nn.Module) -> dict[str, nn.Module]:
