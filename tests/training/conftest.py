@@ -78,12 +78,12 @@ class Killer:
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
 
-    def run(
-        self, config: dict, *, after: float | None = None, at_fsync: int | None = None, resume: bool = True
-    ) -> dict:
-        """One run: its exit status (-9: killed), seconds, and number of fsyncs."""
-        order = {"config": config, "after": after, "at_fsync": at_fsync, "resume": resume}
-        self.process.stdin.write(json.dumps(order) + "\n")
+    def run(self, config: dict, *, resume: bool = True, **fate: float | None) -> dict:
+        """One run: exit status (-9: killed), seconds, number of fsyncs, and the error if there was one.
+
+        ``after`` seconds or ``at_fsync`` it is killed; it writes no file larger than ``file_limit`` bytes.
+        """
+        self.process.stdin.write(json.dumps({"config": config, "resume": resume, **fate}) + "\n")
         self.process.stdin.flush()
         return json.loads(self.process.stdout.readline())
 

@@ -1,15 +1,17 @@
-"""Reads orders from standard input; each is a run in a forked child, which may be killed by the clock or at a write.
+"""Reads orders for runs in forked children, which may be killed by the clock or at a write.
 
-The parent imports everything and computes nothing, so a fork has no threads to lose, and a run costs no import.
+The parent imports everything and computes nothing: a fork has no threads to lose, and a run costs no import.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import sys
 import time
+import traceback
 from pathlib import Path
 
 from fewbits.training import callbacks, checkpointing, run
@@ -23,11 +25,14 @@ def child(order: dict, counter: int) -> None:
         nonlocal count
         count += 1
         os.pwrite(counter, str(count).encode(), 0)
-        if count == order["at_fsync"]:
+        if count == order.get("at_fsync"):
             os.kill(os.getpid(), signal.SIGKILL)
         original(path)
 
     checkpointing.fsync = counted
+    if limit := order.get("file_limit"):
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # the write fails with EFBIG, as on a full disk
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     run.train(TrainConfig.from_mapping(order["config"]), resume=order["resume"])
 
 
@@ -41,19 +46,18 @@ def main() -> None:
     os.dup2(2, 1)
     for line in sys.stdin:
         order = json.loads(line)
-        counter = os.memfd_create("count")
+        counter, message = os.memfd_create("count"), os.memfd_create("message")
         start = time.perf_counter()
         pid = os.fork()
         if pid == 0:
             try:
                 child(order, counter)
-            except BaseException:
-                import traceback
-
+            except BaseException as error:  # noqa: BLE001 - told to the test
                 traceback.print_exc()
+                os.pwrite(message, f"{type(error).__name__}: {error}".encode(), 0)
                 os._exit(1)
             os._exit(0)
-        if order["after"] is not None:
+        if order.get("after") is not None:
             deadline = start + order["after"]
             while (
                 time.perf_counter() < deadline
@@ -64,12 +68,16 @@ def main() -> None:
         _, status = os.waitpid(pid, 0)
         seconds = time.perf_counter() - start
         count = int(os.pread(counter, 20, 0) or b"0")
+        error = os.pread(message, 10_000, 0).decode()
         os.close(counter)
-        print(
-            json.dumps({"status": os.waitstatus_to_exitcode(status), "seconds": seconds, "fsyncs": count}),
-            file=out,
-            flush=True,
-        )
+        os.close(message)
+        outcome = {
+            "status": os.waitstatus_to_exitcode(status),
+            "seconds": seconds,
+            "fsyncs": count,
+            "error": error,
+        }
+        print(json.dumps(outcome), file=out, flush=True)
 
 
 if __name__ == "__main__":

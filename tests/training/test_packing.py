@@ -68,7 +68,7 @@ def loss_and_gradients(model, *batches):
     return loss, {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
-# Gemma 2 caps the scores, which only eager attention does; for the others one of each kind of mask is enough there.
+# Gemma 2 caps the scores, which only eager attention does; of the others, one with each kind of mask.
 CASES = [(f, "sdpa") for f in FAMILIES if f != "gemma2"] + [
     (f, "eager") for f in ("llama", "gemma2", "gemma3_text")
 ]
@@ -93,7 +93,7 @@ def test_alone_padded_and_packed_rows_give_the_same_loss_and_gradients(family, a
         assert count_trained(batch) == count
         assert batch["num_tokens"] == sum(map(len, examples))
         loss, own = loss_and_gradients(model, batch)
-        # The model is in float64, but transformers takes the loss of float32 logits: one rounding, 2**-24, for each.
+        # The model is in float64, but transformers takes the loss of float32 logits: 2**-24 for each.
         torch.testing.assert_close(loss, want, rtol=2**-22, atol=0)
         for name, gradient in gradients.items():
             assert (own[name] - gradient).norm() <= 2**-20 * gradient.norm(), name

@@ -11,7 +11,8 @@ import torch
 
 from fewbits.errors import BadInput, SpecMismatch, Unsupported
 from fewbits.models.convert import conversion_of
-from fewbits.models.fast import FastLanguageModel
+from fewbits.models.fast import FastLanguageModel, is_packed
+from fewbits.nn.linear import QuantizedLinear
 from fewbits.recipes import LoRA, Recipe, get_recipe
 from fewbits.training.config import OPTIMIZERS, TrainConfig
 from fewbits.training.data import TokenData
@@ -47,7 +48,7 @@ def recipe_of_config(config: TrainConfig) -> tuple[Recipe | None, LoRA | None]:
         lora = LoRA()
     if lora is None or config.lora_r == 0:
         return recipe, None
-    given = {
+    given: dict[str, Any] = {
         "r": config.lora_r,
         "alpha": config.lora_alpha,
         "dropout": config.lora_dropout,
@@ -124,9 +125,10 @@ def load_model(config: TrainConfig) -> Built:
         )
     elif config.gradient_checkpointing:
         FastLanguageModel.for_training(model, use_gradient_checkpointing=True)
-    if not any(p.requires_grad for p in model.parameters()):
+    if is_packed(model) and not hasattr(model, "peft_config"):
         raise Unsupported(
-            f"no weight of {config.model} would train: all are packed and there are no adapters; set lora_r."
+            f"the weights of {config.model} are packed and cannot train, and there are no adapters; set"
+            " lora_r, or load_in_4bit=false to train all weights."
         )
     return Built(model, tokenizer, recipe, lora, "" if conversion is None else str(conversion.receipt))
 
@@ -136,6 +138,19 @@ def _dtype(config: TrainConfig, on_gpu: bool, *, trains_all: bool) -> torch.dtyp
         return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[config.dtype]
     # Weights that train stay in float32: in bfloat16 a usual step is lost in the rounding.
     return torch.bfloat16 if on_gpu and not trains_all else torch.float32
+
+
+def count_weights(model: Any) -> dict[str, int]:
+    """Weights in all and trained, and the bytes they take; a packed weight counts as what it stands for."""
+    parameters = list(model.parameters())
+    packed = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
+    codes = {id(p) for module in packed for p in module.parameters(recurse=False)}
+    total = sum(module.in_features * module.out_features for module in packed)
+    return {
+        "total": total + sum(p.numel() for p in parameters if id(p) not in codes),
+        "trainable": sum(p.numel() for p in parameters if p.requires_grad),
+        "bytes": sum(p.numel() * p.element_size() for p in parameters),
+    }
 
 
 def check_vocabulary(model: Any, data: TokenData) -> None:

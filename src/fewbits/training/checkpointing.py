@@ -139,6 +139,9 @@ def disk_is_full(error: BaseException) -> bool:
 def _reason(error: BaseException) -> str:
     if disk_is_full(error):
         return "the disk is full"
+    # torch's writer of zip files does not pass on the system's reason.
+    if any(name in str(error) for name in ("PytorchStreamWriter", "inline_container")):
+        return "the disk took no more bytes (it is probably full)"
     return f"of {type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
 
 

@@ -336,7 +336,7 @@ def _finish(data: TokenData, bad: BadRows) -> None:
         raise BadInput(f"{report.path} is empty; training and evaluation need at least one row.")
     raise BadInput(
         f"{report.path} has no usable row ({report.skipped:,} bad, {report.dropped:,} without a trained"
-        f" token within max_seq_length, of {report.rows + bad.count:,}); check the format, the columns and the length."
+        f" token within max_seq_length, of {report.rows + bad.count:,}); check format, columns and length."
     )
 
 

@@ -5,9 +5,9 @@ transformers builds the block-diagonal (for sliding windows: banded) mask for ea
 the sequence lengths for FlashAttention. The first token of each row is never a label, so no row predicts the
 next one.
 
-A padded batch needs no attention mask either: padding stands on the right, where a causal model's tokens do not look,
-and has no labels. (A mask would cost the fast causal kernels, and with eager sliding windows the rows of padding that
-see no key at all become NaN.)
+A padded batch needs no attention mask either: padding stands on the right, where a causal model's tokens do
+not look, and has no labels. (A mask would cost the fast causal kernels, and with eager sliding windows the
+rows of padding that see no key at all become NaN.)
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ from fewbits.errors import BadInput, SpecMismatch, TrainingStopped
 from fewbits.training.build import (
     Built,
     check_vocabulary,
+    count_weights,
     load_model,
     load_tokenizer,
     max_positions,
@@ -215,7 +216,6 @@ class _Run:
                 " began; bring back the old data, or begin in another output_dir."
             )
         model = self.built.model
-        parameters = list(model.parameters())
         self.folder.write(
             status="running",
             error=None,
@@ -226,10 +226,7 @@ class _Run:
             recipe=_recipe_config(self.built),
             lora=None if self.built.lora is None else asdict(self.built.lora),
             receipt=self.built.receipt,
-            parameters={
-                "bytes": sum(p.numel() * p.element_size() for p in parameters),
-                "trainable": sum(p.numel() for p in parameters if p.requires_grad),
-            },
+            parameters=count_weights(model),
             data={
                 "fingerprint": fingerprint,
                 "max_seq_length": self.length,
@@ -348,7 +345,8 @@ class _Run:
     def _packed_if_qat(self) -> Any:
         if self.built.recipe is None or self.built.recipe.qat is None:
             return self.built.model
-        from fewbits.models.hf_quantizer import attach_recipe, recipe_of
+        from fewbits.models.hf_quantizer import attach_recipe
+        from fewbits.models.packed import recipe_of
         from fewbits.training.qat import convert_qat
 
         model, receipt = convert_qat(self.built.model)

@@ -28,6 +28,7 @@ class Trainer(transformers.Trainer):
         self.keep_checkpoints = keep_checkpoints
         self.progress = progress or Progress()
         self.order: EpochSampler | None = None
+        self.control: Any
         self._seen: list[tuple[Tensor, list[list[int]]]] = []
         self.remove_callback(transformers.PrinterCallback)
         self.add_callback(_EpochOrder(self))
@@ -142,13 +143,14 @@ def check_numbers(
     if size == 0:
         raise TrainingStopped(
             f"all gradients are zero at step {step} ({len(gradients)} parameters with a gradient), so"
-            f" nothing would be learned from rows {_numbers(rows_of_step)}; check that the trained layers are part of the"
-            " forward pass."
+            f" nothing would be learned from rows {_numbers(rows_of_step)}; check that the trained layers are"
+            " part of the forward pass."
         )
     name = next(n for n, p in model.named_parameters() if p.grad is not None and not p.grad.isfinite().all())
     raise TrainingStopped(
         f"the gradient of {name} is not finite at step {step} on rows {_numbers(rows_of_step)} of the"
-        " training data; no weight was changed by it: lower the learning rate, or resume from the last checkpoint."
+        " training data; no weight was changed by it: lower the learning rate, or resume from the last"
+        " checkpoint."
     )
 
 

@@ -1,0 +1,111 @@
+"""The configuration: YAML there and back, overrides, and refusals."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from fewbits.errors import BadInput
+from fewbits.training.config import TrainConfig, help_of, parse_overrides
+
+SMALL = {"model": "m", "train_data": "d.jsonl"}
+
+
+def test_yaml_there_and_back(tmp_path):
+    config = TrainConfig.from_mapping(
+        {
+            **SMALL,
+            "lr": 1e-4,
+            "lora_targets": "q_proj, v_proj",
+            "fields": {"prompt": "q"},
+            "sample_prompts": ["Hé: a"],
+        }
+    )
+    (tmp_path / "c.yaml").write_text(config.to_yaml())
+    assert TrainConfig.from_yaml(tmp_path / "c.yaml") == config
+    assert config.learning_rate == 1e-4 and config.lora_targets == ("q_proj", "v_proj")
+
+
+def test_overrides_win_and_are_typed(tmp_path):
+    (tmp_path / "c.yaml").write_text(
+        "model: m\ntrain_data: d\nlearning_rate: 1e-5\npacking: false\nmax_steps: 3\n"
+    )
+    texts = [
+        "lr=1e-4",
+        "packing=true",
+        "max_steps=none",
+        "fields.prompt=question",
+        "--batch-size=4",
+        "lora_bias=none",
+    ]
+    config = TrainConfig.from_yaml(tmp_path / "c.yaml", texts)
+    assert (config.learning_rate, config.packing, config.max_steps, config.batch_size) == (
+        1e-4,
+        True,
+        None,
+        4,
+    )
+    assert config.fields == {"prompt": "question"} and config.lora_bias == "none"
+    assert TrainConfig.from_yaml(tmp_path / "c.yaml").learning_rate == 1e-5  # YAML reads 1e-5 as a text
+    assert parse_overrides({"lr": 1}) == {"lr": 1}
+
+
+def test_every_field_is_documented():
+    for item in dataclasses.fields(TrainConfig):
+        assert help_of(item.name) and item.metadata["group"], item.name
+
+
+def test_it_is_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        TrainConfig.from_mapping(SMALL).seed = 1
+
+
+@pytest.mark.parametrize(
+    "values, sentence",
+    [
+        ({"learning_rat": 1}, "unknown key 'learning_rat'; did you mean learning_rate?"),
+        ({"zzzz": 1}, "unknown key 'zzzz'; the names are"),
+        ({"epochs": "many"}, "epochs is 'many'; it must be a number"),
+        ({"batch_size": 1.5}, "batch_size is 1.5; it must be a whole number"),
+        ({"batch_size": 0}, "batch_size is 0; it must be greater than 0"),
+        ({"batch_size": None}, "batch_size has no value"),
+        ({"packing": "perhaps"}, "packing is 'perhaps'; it must be true or false"),
+        ({"scheduler": "sawtooth"}, "scheduler is 'sawtooth'; it must be one of cosine"),
+        ({"lora_dropout": 1.0}, "lora_dropout is 1.0; it must be below 1"),
+        ({"weight_decay": -1}, "weight_decay is -1.0; it must not be negative"),
+        ({"model": None}, "model has no value"),
+        ({"train_data": ""}, "the configuration has no train_data"),
+    ],
+)
+def test_refusals(values, sentence):
+    with pytest.raises(BadInput) as error:
+        TrainConfig.from_mapping({**SMALL, **values})
+    assert sentence in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "text, sentence",
+    [
+        (None, "no configuration file"),
+        ("a: [1\nb: 2", "line 2 is not valid YAML"),
+        ("just words", "holds no settings"),
+        ("", "holds no settings"),
+    ],
+)
+def test_bad_files(tmp_path, text, sentence):
+    if text is not None:
+        (tmp_path / "c.yaml").write_text(text)
+    with pytest.raises(BadInput, match=sentence):
+        TrainConfig.from_yaml(tmp_path / "c.yaml")
+
+
+def test_an_override_needs_a_value():
+    with pytest.raises(BadInput, match="has no value; write it as name=value"):
+        parse_overrides(["lr"])
+
+
+def test_what_may_differ_when_a_run_goes_on():
+    one = TrainConfig.from_mapping(SMALL)
+    assert one.differences(dataclasses.replace(one, output_dir="x", resume=True, report=False)) == []
+    assert one.differences(dataclasses.replace(one, seed=1, learning_rate=1.0)) == ["learning_rate", "seed"]

@@ -1,0 +1,371 @@
+"""train() from a configuration to a run folder, and everything it refuses."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from rich.console import Console
+
+from conftest import byte_tokenizer
+from fewbits.errors import BadCheckpoint, BadInput, SpecMismatch, TrainingStopped, Unsupported
+from fewbits.training import packing, trainer
+from fewbits.training.callbacks import read_metrics
+from fewbits.training.config import TrainConfig
+from fewbits.training.run import train
+
+
+@pytest.fixture
+def make_config(tiny_folder, tiny_data, tmp_path):
+    def make(**options):
+        values = {
+            "model": str(tiny_folder),
+            "train_data": str(tiny_data),
+            "load_in_4bit": False,
+            "output_dir": str(tmp_path / "run"),
+            "max_steps": 4,
+            "batch_size": 4,
+            "learning_rate": 1e-2,
+            "report": False,
+            "samples": 0,
+            "device": "cpu",
+        }
+        return TrainConfig.from_mapping({**values, **options})
+
+    return make
+
+
+def test_the_run_folder(make_config, tmp_path):
+    config = make_config(
+        eval_fraction=0.2,
+        samples=2,
+        sample_tokens=5,
+        sample_prompts=["7 plus 1 is "],
+        eval_steps=2,
+        save_steps=2,
+    )
+    result = train(config)
+    folder = tmp_path / "run"
+    assert {p.name for p in folder.iterdir()} == {
+        "config.yaml", "run.json", "metrics.jsonl", "samples.json", "checkpoints", "final",
+    }  # fmt: skip
+    assert TrainConfig.from_yaml(folder / "config.yaml") == config
+    run = json.loads((folder / "run.json").read_text())
+    assert run["status"] == "finished" and run["started"] <= run["ended"]
+    assert {"versions", "device", "recipe", "receipt", "model", "parameters", "data"} <= run.keys()
+    assert run["data"]["train"]["examples"] == 40 and run["data"]["eval"]["examples"] == 10
+    records = read_metrics(folder / "metrics.jsonl")
+    assert [r["step"] for r in records if "loss" in r] == [1, 2, 3, 4]
+    assert [r["step"] for r in records if "eval_loss" in r] == [0, 2, 4]
+    for record in records:
+        assert {"step", "epoch", "tokens", "seconds", "memory_bytes"} <= record.keys()
+        assert "loss" not in record or {"learning_rate", "grad_norm", "tokens_per_second"} <= record.keys()
+    samples = json.loads((folder / "samples.json").read_text())
+    assert [set(s) for s in samples] == [
+        {"prompt", "before", "after"},
+        *[{"prompt", "before", "after", "expected"}] * 2,
+    ]
+    assert result.steps == 4 and result.final == folder / "final" and result.tokens == records[-1]["tokens"]
+    assert result.best_metric == min(r["eval_loss"] for r in records if "eval_loss" in r and r["step"])
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_it_learns(make_config, packed):
+    config = make_config(
+        lora_r=0,
+        max_steps=None,
+        epochs=12 if not packed else 30,
+        packing=packed,
+        eval_fraction=0.2,
+        eval_steps=20,
+    )
+    result = train(config)
+    losses = [r["eval_loss"] for r in read_metrics(result.output_dir / "metrics.jsonl") if "eval_loss" in r]
+    assert losses[0] > 5 and result.best_metric < 2.2
+
+
+def test_the_adapter_is_one_that_peft_loads(make_config, tiny_folder):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    result = train(make_config(merge=True))
+    base = AutoModelForCausalLM.from_pretrained(tiny_folder)
+    model = PeftModel.from_pretrained(base, result.final).eval()
+    merged = AutoModelForCausalLM.from_pretrained(result.merged, dtype=torch.float32).eval()
+    ids = torch.arange(3, 40)[None]
+    with torch.no_grad():
+        adapted = model(ids).logits
+        assert (
+            adapted - merged(ids).logits
+        ).abs().max() < 0.05 * adapted.abs().max()  # merged is in bfloat16
+        with model.disable_adapter():
+            assert (model(ids).logits - adapted).abs().max() > 1e-3
+
+
+def test_in_four_bits(make_config):
+    result = train(make_config(load_in_4bit=True, lora_r=4, lora_alpha=8))
+    run = json.loads((result.output_dir / "run.json").read_text())
+    assert run["recipe"]["name"] == "qlora_nf4" and "nf4" in run["receipt"].lower()
+    adapter = json.loads((result.final / "adapter_config.json").read_text())
+    assert (adapter["r"], adapter["lora_alpha"]) == (4, 8)
+
+
+def test_the_best_weights_are_kept(make_config):
+    """With a learning rate that destroys the model the best checkpoint is an early one; final/ holds it."""
+    config = make_config(
+        learning_rate=1.0, scheduler="constant", warmup=0, max_steps=8, eval_fraction=0.2, eval_steps=1,
+        save_steps=100, keep_checkpoints=1, lora_r=0,
+    )  # fmt: skip
+    result = train(config)
+    evaluations = {
+        r["step"]: r["eval_loss"]
+        for r in read_metrics(result.output_dir / "metrics.jsonl")
+        if "eval_loss" in r
+    }
+    del evaluations[0]
+    assert result.best_step == min(evaluations, key=evaluations.get) < 8
+    from transformers import AutoModelForCausalLM
+
+    final = AutoModelForCausalLM.from_pretrained(result.final)
+    best = AutoModelForCausalLM.from_pretrained(
+        result.output_dir / f"checkpoints/checkpoint-{result.best_step}"
+    )
+    for p, q in zip(final.parameters(), best.parameters(), strict=True):
+        assert torch.equal(p, q)
+    assert len(list((result.output_dir / "checkpoints").iterdir())) == 2  # the newest and the best
+
+
+def test_early_stopping(make_config):
+    config = make_config(
+        learning_rate=1.0, scheduler="constant", warmup=0, max_steps=50, eval_fraction=0.2, eval_steps=1,
+        early_stopping_patience=3, lora_r=0,
+    )  # fmt: skip
+    result = train(config)
+    assert result.stopped_early and result.steps == result.best_step + 3 < 50
+    assert train(config, resume=True) == result  # what is finished is not trained again
+    shutil.rmtree(result.final)
+    run = json.loads((result.output_dir / "run.json").read_text())
+    (result.output_dir / "run.json").write_text(json.dumps({**run, "status": "running"}))
+    again = train(config, resume=True)  # killed after its last checkpoint
+    assert again == result and again.final.is_dir()
+
+
+def test_progress_is_quiet_away_from_a_terminal(make_config, capfd):
+    text = io.StringIO()
+    train(make_config(eval_fraction=0.2, eval_steps=2), console=Console(file=text, width=200))
+    lines = text.getvalue().splitlines()
+    assert [line.split("  ")[0] for line in lines if line.startswith("step")] == [
+        "step 0/4",
+        "step 2/4",
+        "step 4/4",
+    ]
+    assert "eval loss" in lines[-1] and len(lines) == 5
+    train(make_config(output_dir=str(make_config().output_dir) + "2"))
+    assert capfd.readouterr().out == ""
+
+
+def test_progress_on_a_terminal(make_config):
+    text = io.StringIO()
+    train(make_config(), console=Console(file=text, force_terminal=True, width=200))
+    for part in ("4/4", "loss", "tokens/s", "MiB", "left"):
+        assert part in text.getvalue()
+
+
+def test_chat_rows(make_config, tmp_path):
+    rows = [
+        {"messages": [{"role": "user", "content": str(i)}, {"role": "assistant", "content": str(i + 1)}]}
+        for i in range(12)
+    ]
+    path = tmp_path / "chat.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    result = train(make_config(train_data=str(path), eval_fraction=0.2, samples=1, sample_prompts=["hi"]))
+    first, second = json.loads((result.output_dir / "samples.json").read_text())
+    assert first["prompt"] == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert second["expected"].isdigit()
+
+
+def test_quantisation_aware_training_ends_packed(make_config):
+    result = train(make_config(recipe="int4_qat", max_steps=2))
+    run = json.loads((result.output_dir / "run.json").read_text())
+    assert run["status"] == "finished" and "packed" in run["receipt"]
+    from fewbits import FastLanguageModel
+
+    model, _ = FastLanguageModel.from_pretrained(result.final, load_in_4bit=False)
+    assert any(type(m).__name__ == "QuantizedLinear" for m in model.modules())
+
+
+# Bad input
+
+
+def refused(kind, sentence, config, **options):
+    with pytest.raises(kind, match=sentence) as error:
+        train(config, **options)
+    assert "\n" not in str(error.value)
+
+
+def test_another_run_in_the_folder(make_config):
+    config = make_config(max_steps=1)
+    train(config)
+    refused(BadInput, "holds another run; choose another one, or go on", config)
+    refused(
+        BadInput, "holds another run, with another learning_rate", make_config(max_steps=1, lr=1), resume=True
+    )
+    assert train(config, resume=True).steps == 1
+
+
+def test_resume_without_a_run_begins_one(make_config):
+    assert train(make_config(max_steps=1), resume=True).steps == 1
+
+
+def test_other_data_in_a_resumed_run(make_config, tiny_data, tmp_path):
+    data = tmp_path / "d.jsonl"
+    shutil.copy(tiny_data, data)
+    config = make_config(train_data=str(data), max_steps=1)
+    result = train(config)
+    run = json.loads((result.output_dir / "run.json").read_text())
+    (result.output_dir / "run.json").write_text(json.dumps({**run, "status": "stopped"}))
+    data.write_text(data.read_text().replace("plus", "and"))
+    refused(SpecMismatch, "has changed since the run", config, resume=True)
+
+
+def test_longer_than_the_model_allows(make_config):
+    refused(
+        BadInput,
+        r"max_seq_length is 129, but .* allows sequences of at most 128",
+        make_config(max_seq_length=129),
+    )
+
+
+@pytest.mark.parametrize("options", [{"train_data": "none.jsonl"}, {"eval_data": "none.jsonl"}])
+def test_missing_data(make_config, options):
+    refused(BadInput, "there is no data file none.jsonl", make_config(**options))
+
+
+def test_empty_evaluation_data(make_config, tmp_path):
+    (tmp_path / "empty.jsonl").write_text("\n")
+    refused(BadInput, "empty.jsonl is empty", make_config(eval_data=str(tmp_path / "empty.jsonl")))
+    assert not (tmp_path / "run").exists()  # nothing was begun
+
+
+def test_missing_model(make_config):
+    refused(BadInput, "no model folder", make_config(model="./nowhere/at/all"))
+
+
+def test_token_ids_beyond_the_embedding(make_config, tiny_folder, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_folder, folder)
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens([f"word{i}" for i in range(20)])
+    tokenizer.save_pretrained(folder)
+    refused((SpecMismatch, BadCheckpoint), "embedding", make_config(model=str(folder)))
+
+
+def test_no_gpu(make_config):
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    refused(Unsupported, "torch sees no GPU", make_config(device="cuda"))
+
+
+def test_nothing_to_train(make_config):
+    refused(Unsupported, "are packed .* set lora_r", make_config(load_in_4bit=True, lora_r=0))
+
+
+def test_bad_rows_are_counted(make_config, tiny_data, tmp_path):
+    path = tmp_path / "d.jsonl"
+    path.write_text(tiny_data.read_text() + "{broken\n")
+    refused(BadInput, r"d\.jsonl, line 51 is not valid JSON", make_config(train_data=str(path)))
+    result = train(make_config(train_data=str(path), skip_bad_rows=True))
+    assert json.loads((result.output_dir / "run.json").read_text())["data"]["train"]["skipped"] == 1
+
+
+def test_a_run_that_stops_says_so_and_keeps_its_checkpoints(make_config, monkeypatch):
+    original = packing.Collator.__call__
+    calls = []
+
+    def poisoned(self, sequences):
+        calls.append(1)
+        batch = original(self, sequences)
+        if len(calls) == 7:
+            batch["labels"][:] = -100  # a mean over nothing
+        return batch
+
+    monkeypatch.setattr(packing.Collator, "__call__", poisoned)
+    config = make_config(max_steps=20, save_steps=2)
+    refused(TrainingStopped, "at step 7 on rows", config)
+    run = json.loads((Path(config.output_dir) / "run.json").read_text())
+    assert run["status"] == "stopped" and "step 7" in run["error"]
+    monkeypatch.undo()
+    assert train(config, resume=True).steps == 20
+
+
+# A full disk
+
+
+def fail_at(monkeypatch, name, error, which):
+    """The Trainer's function ``name`` raises from its call number ``which`` on."""
+    original = getattr(trainer, name)
+    calls = []
+
+    def failing(*arguments):
+        calls.append(1)
+        if len(calls) >= which:
+            raise error
+        return original(*arguments)
+
+    monkeypatch.setattr(trainer, name, failing)
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), "safetensors", "torch"])
+def test_a_full_disk_during_a_checkpoint(make_config, monkeypatch, error, tmp_path):
+    from safetensors import SafetensorError
+
+    if error == "safetensors":
+        error = SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+    elif error == "torch":
+        error = RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed")
+    fail_at(monkeypatch, "save_weights", error, which=2)
+    config = make_config(max_steps=6, save_steps=2)
+    sentence = (
+        "checkpoint-4 could not be written because .* the checkpoints before it are whole .checkpoint-2."
+    )
+    refused(TrainingStopped, sentence, config)
+    assert [p.name for p in (tmp_path / "run/checkpoints").iterdir()] == ["checkpoint-2"]
+    monkeypatch.undo()
+    assert train(config, resume=True).steps == 6
+
+
+def test_a_really_full_disk(killer, make_config, tmp_path):
+    """A limit on the size of a file, as the kernel enforces it: the optimizer's state does not fit."""
+    config = make_config(max_steps=6, save_steps=2, lora_r=0).to_dict()
+    result = killer.run(config, file_limit=150_000, resume=False)
+    assert result["status"] == 1 and result["error"].startswith("TrainingStopped"), result
+    assert "the disk is full" in result["error"] or "it is probably full" in result["error"]
+    assert not list((tmp_path / "run/checkpoints").iterdir())
+    assert killer.run(config, resume=True)["status"] == 0
+
+
+def test_a_damaged_checkpoint(make_config, tmp_path):
+    config = make_config(max_steps=2, save_steps=1)
+    train(config)
+    run = tmp_path / "run/run.json"
+    run.write_text(json.dumps({**json.loads(run.read_text()), "status": "stopped"}))
+    (tmp_path / "run/checkpoints/checkpoint-2/trainable.safetensors").write_bytes(b"x" * 100)
+    refused(
+        BadCheckpoint,
+        "cannot be read .* remove .*checkpoint-2 to resume from the one before",
+        config,
+        resume=True,
+    )
+    shutil.rmtree(tmp_path / "run/checkpoints/checkpoint-2")
+    assert train(config, resume=True).steps == 2
+
+
+def test_the_configuration_in_the_folder_is_yaml(make_config, tmp_path):
+    train(make_config(max_steps=1))
+    assert yaml.safe_load((tmp_path / "run/config.yaml").read_text())["max_steps"] == 1
