@@ -234,15 +234,14 @@ def _check_pair(linears: Mapping[str, Any], name: str, which: str, tensor: Any, 
     linear = linears.get(name)
     if linear is None:
         raise SpecMismatch(
-            f"the adapter in {path} adapts {name!r}, which this model does not have; it has {_listed(linears)}."
+            f"the adapter in {path} adapts {name!r}, which this model does not have; "
+            f"it has {_listed(linears)}."
         )
-    have, want = (
-        (tensor.shape[1], linear.in_features) if which == "A" else (tensor.shape[0], linear.out_features)
-    )
+    axis, side = (1, "in") if which == "A" else (0, "out")
+    have, want = tensor.shape[axis], getattr(linear, f"{side}_features")
     if have != want:
-        side = "inputs" if which == "A" else "outputs"
         raise SpecMismatch(
-            f"the adapter in {path} was made for {have} {side} of {name!r}, which has {want}; "
+            f"the adapter in {path} was made for {have} {side}puts of {name!r}, which has {want}; "
             "load its own base model."
         )
 
