@@ -11,9 +11,9 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.markup import escape
 
+from fewbits.cli.console import Progress, console
 from fewbits.errors import BadInput, Unsupported
 
 
@@ -21,7 +21,7 @@ def demo(args: Namespace) -> int:
     """``fewbits demo``."""
     from fewbits.demo.run import run_demo
 
-    return int(run_demo(Path(args.output), seed=args.seed, console=_out()))
+    return int(run_demo(Path(args.output), seed=args.seed, console=console()))
 
 
 def train(args: Namespace) -> int:
@@ -35,18 +35,19 @@ def train(args: Namespace) -> int:
         config = TrainConfig.from_mapping(overrides)
     else:
         config = TrainConfig.from_yaml(args.config, overrides)
-    result = run_training(config, resume=args.resume or config.resume, console=_err())
+    result = run_training(config, resume=args.resume or config.resume, console=console(stderr=True))
     facts: dict[str, object] = {"model": result.final, "merged": result.merged, "report": result.report}
     if result.best_metric is not None:
         facts = {"evaluation loss": f"{result.best_metric:.4f} at step {result.best_step}", **facts}
     for name, value in facts.items():
         if value is not None:
-            _out().print(f"[bold]{name:<16}[/]{escape(str(value))}", soft_wrap=True, highlight=False)
+            console().print(f"[bold]{name:<16}[/]{escape(str(value))}", soft_wrap=True, highlight=False)
     return 0
 
 
 def generate(args: Namespace) -> int:
     """``fewbits generate``."""
+    from fewbits.cli.chat import chat, write
     from fewbits.cli.models import load
     from fewbits.inference.generate import Sampling
 
@@ -63,29 +64,9 @@ def generate(args: Namespace) -> int:
     prompt = None if args.chat else _prompt(args)  # a wrong file is told before a model is loaded
     model, tokenizer = load(args)
     if prompt is None:
-        from fewbits.cli.chat import chat
-
         return chat(model, tokenizer, sampling, system=args.system, quiet=args.quiet)
     write(model, tokenizer, prompt, sampling, quiet=args.quiet)
     return 0
-
-
-def write(model: Any, tokenizer: Any, prompt: Any, sampling: Any, *, quiet: bool = False) -> str:
-    """Stream one answer to standard output and a line of figures to the error stream; returns the answer."""
-    from fewbits.inference.generate import generate as run
-
-    def show(piece: str) -> None:
-        sys.stdout.write(piece)
-        sys.stdout.flush()
-
-    result = run(model, tokenizer, prompt, sampling, on_text=show)
-    show("\n")
-    if not quiet:
-        stopped = {"end": "", "length": ", stopped at --max-new-tokens", "context": ", the context is full"}
-        rate = result.tokens / max(result.seconds, 1e-9)
-        note = f"{result.tokens} tokens, {rate:.1f} tokens/s{stopped[result.stopped_by]}"
-        _err().print(f"[dim]{note}[/]", highlight=False)
-    return result.text
 
 
 def eval(args: Namespace) -> int:
@@ -97,7 +78,7 @@ def eval(args: Namespace) -> int:
     if args.batch_size < 1:
         args.parser.error("--batch-size must be at least 1")
     model, tokenizer = load(args)
-    with _Progress("tokens") as advance:
+    with Progress("tokens") as advance:
         result = perplexity(
             model,
             tokenizer,
@@ -113,12 +94,12 @@ def eval(args: Namespace) -> int:
         sys.stdout.write(json.dumps(figures, indent=2) + "\n")
         return 0
     bits = "" if result.bits_per_character is None else f"   {result.bits_per_character:.3f} bits/character"
-    out = _out()
-    out.print(
+    screen = console()
+    screen.print(
         f"[bold]perplexity {result.perplexity:.3f}[/]   {result.nll:.4f} nats/token{bits}", highlight=False
     )
     how = f"{result.tokens:,} tokens, window {result.window}, stride {result.stride}, {result.seconds:.1f} s"
-    out.print(f"[dim]{how}[/]", highlight=False)
+    screen.print(f"[dim]{how}[/]", highlight=False)
     return 0
 
 
@@ -127,12 +108,12 @@ def quantize(args: Namespace) -> int:
     from fewbits.cli.tables import quantization_table
     from fewbits.inference.export import quantize_checkpoint
 
-    with _Progress("tensors") as advance:
+    with Progress("tensors") as advance:
         result = quantize_checkpoint(args.source, args.destination, args.recipe, progress=advance)
     if args.json:
         sys.stdout.write(json.dumps(result.as_dict(), indent=2) + "\n")
     else:
-        _out().print(quantization_table(result))
+        console().print(quantization_table(result))
     return 0
 
 
@@ -141,7 +122,7 @@ def merge(args: Namespace) -> int:
     from fewbits.cli.models import merge_adapter
 
     receipt = merge_adapter(args.adapter, args.destination, base=args.base)
-    _out().print(receipt, soft_wrap=True, highlight=False, markup=False)
+    console().print(receipt, soft_wrap=True, highlight=False, markup=False)
     return 0
 
 
@@ -150,7 +131,7 @@ def report(args: Namespace) -> int:
     from fewbits.training.report import write_report
 
     path = write_report(Path(args.run))
-    _out().print(escape(str(path)), soft_wrap=True, highlight=False)
+    console().print(escape(str(path)), soft_wrap=True, highlight=False)
     return 0
 
 
@@ -173,21 +154,6 @@ def completion(args: Namespace) -> int:
 
     sys.stdout.write(script(args.shell, build_parser(with_train_flags=True), CATALOG))
     return 0
-
-
-def _out() -> Console:
-    return _console(stderr=False)
-
-
-def _err() -> Console:
-    return _console(stderr=True)
-
-
-def _console(*, stderr: bool) -> Console:
-    console = Console(stderr=stderr)
-    if not console.is_terminal:  # a file or a pipe has no edge to wrap at
-        console.width = 160
-    return console
 
 
 def _read(path: str) -> str:
@@ -215,33 +181,3 @@ def _prompt(args: Namespace) -> Any:
             f'{args.messages} holds no list of messages; write [{{"role": "user", "content": "..."}}].'
         )
     return messages
-
-
-class _Progress:
-    """A bar on the error stream, if that is a terminal; called as ``advance(done, total)``."""
-
-    def __init__(self, unit: str) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        self.bar = Progress(
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn(unit),
-            TimeRemainingColumn(),
-            console=_err(),
-            transient=True,
-        )
-        self.task = self.bar.add_task(unit, total=None)
-        self.shown = self.bar.console.is_terminal
-
-    def __enter__(self) -> _Progress:
-        if self.shown:
-            self.bar.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self.shown:
-            self.bar.stop()
-
-    def __call__(self, done: int, total: int) -> None:
-        self.bar.update(self.task, completed=done, total=total)

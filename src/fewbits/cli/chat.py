@@ -1,4 +1,4 @@
-"""``fewbits generate --chat``: a conversation in the terminal."""
+"""``fewbits generate`` in the terminal: one answer, or a conversation."""
 
 from __future__ import annotations
 
@@ -7,11 +7,29 @@ from typing import Any
 
 from rich.console import Console
 
-from fewbits.cli.actions import write
+from fewbits.cli.console import console
 from fewbits.errors import BadInput
-from fewbits.inference.generate import Sampling, encode_prompt
+from fewbits.inference.generate import Prompt, Sampling, encode_prompt
+from fewbits.inference.generate import generate as run
 
 HELP = "/reset forgets the conversation, /exit or Ctrl-D ends it."
+
+
+def write(model: Any, tokenizer: Any, prompt: Prompt, sampling: Sampling, *, quiet: bool = False) -> str:
+    """Stream one answer to standard output and a line of figures to the error stream; returns the answer."""
+
+    def show(piece: str) -> None:
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+
+    result = run(model, tokenizer, prompt, sampling, on_text=show)
+    show("\n")
+    if not quiet:
+        stopped = {"end": "", "length": ", stopped at --max-new-tokens", "context": ", the context is full"}
+        rate = result.tokens / max(result.seconds, 1e-9)
+        note = f"{result.tokens} tokens, {rate:.1f} tokens/s{stopped[result.stopped_by]}"
+        console(stderr=True).print(f"[dim]{note}[/]", highlight=False)
+    return result.text
 
 
 def chat(
@@ -19,34 +37,33 @@ def chat(
 ) -> int:
     """Read a line, answer it, until the input ends."""
     start = [] if system is None else [{"role": "system", "content": system}]
-    encode_prompt(
-        tokenizer, [*start, {"role": "user", "content": "?"}]
-    )  # no template: say so before the first line
-    console = Console(stderr=True)
+    question = {"role": "user", "content": "?"}
+    encode_prompt(tokenizer, [*start, question])  # without a template, say so before the first line
+    screen = console(stderr=True)
     if not quiet:
-        console.print(f"[dim]{HELP}[/]", highlight=False)
+        screen.print(f"[dim]{HELP}[/]", highlight=False)
     messages = list(start)
     while True:
-        line = _read_line(console)
+        line = _read_line(screen)
         if line is None or line in ("/exit", "/quit"):
             return 0
         if line == "/reset":
             messages = list(start)
         elif line.startswith("/"):
-            console.print(HELP, highlight=False)
+            screen.print(HELP, highlight=False)
         elif line:
             messages.append({"role": "user", "content": line})
-            answer = _answer(model, tokenizer, messages, sampling, console, quiet)
+            answer = _answer(model, tokenizer, messages, sampling, screen, quiet)
             if answer is None:
                 messages.pop()
             else:
                 messages.append({"role": "assistant", "content": answer})
 
 
-def _read_line(console: Console) -> str | None:
+def _read_line(screen: Console) -> str | None:
     """The next line, or None at the end of the input."""
     if sys.stdin.isatty():
-        console.print("[bold]> [/]", end="")
+        screen.print("[bold]> [/]", end="")
     line = sys.stdin.readline()
     return line.strip() if line else None
 
@@ -56,14 +73,14 @@ def _answer(
     tokenizer: Any,
     messages: list[dict[str, str]],
     sampling: Sampling,
-    console: Console,
+    screen: Console,
     quiet: bool,
 ) -> str | None:
     """One answer; None if the user stopped it or the conversation no longer fits."""
     try:
         return write(model, tokenizer, messages, sampling, quiet=quiet)
     except KeyboardInterrupt:
-        console.print("\n[dim]stopped; the question is forgotten.[/]", highlight=False)
+        screen.print("\n[dim]stopped; the question is forgotten.[/]", highlight=False)
     except BadInput as error:
-        console.print(f"{error} /reset starts anew.", highlight=False, markup=False)
+        screen.print(f"{error} /reset starts anew.", highlight=False, markup=False)
     return None
