@@ -155,6 +155,26 @@ def test_a_killed_run(tmp_path):
     assert "could not be read" not in words  # half a line at the end is no fault
 
 
+@pytest.mark.parametrize(
+    ("error", "shown"),
+    [
+        (
+            "TrainingStopped: the loss is NaN: see <x>",
+            "stopped qlora_nf4 CPU, 2 threads 2026-11-20 23:14 the loss is NaN: see <x>",
+        ),
+        ("KeyError: 'a'", "stopped qlora_nf4 CPU, 2 threads 2026-11-20 23:14 KeyError: 'a'"),
+        (
+            "KeyboardInterrupt: ",
+            "This run was interrupted. The page shows what was logged up to step 40. It goes on with",
+        ),
+        (None, "The run stopped before its end."),
+    ],
+)
+def test_why_a_run_stopped(tmp_path, error, shown):
+    run = write_run(tmp_path / "run", status="stopped", error=error)
+    assert shown in Page(write_report(run).read_text()).words
+
+
 def test_a_stopped_run(tmp_path):
     words = Page(
         write_report(write_run(tmp_path / "r", status="stopped", error="the loss is NaN <x>")).read_text()

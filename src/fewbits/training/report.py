@@ -8,6 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from fewbits import errors
 from fewbits.training import report_numbers as show
 from fewbits.training.report_chart import Series, line_chart, smoothed
 from fewbits.training.report_data import RunData, number, read_run
@@ -78,14 +79,18 @@ def _status(data: RunData) -> tuple[str, str, str]:
     if status == "finished":
         early = data.first("stopped_early")
         return "good", "finished", "It ended early: the evaluation loss no longer fell." if early else ""
+    how = f"It goes on with: fewbits train {data.folder / 'config.yaml'} --resume"
+    kind, _, reason = str(data.first("error") or "").partition(": ")
+    if status == "stopped" and kind != "KeyboardInterrupt":
+        told = reason if hasattr(errors, kind) else f"{kind}: {reason}" if reason else kind
+        return "bad", "stopped", told or "The run stopped before its end."
+    shown = f"The page shows what was logged up to step {last:,}."
     if status == "stopped":
-        return "bad", "stopped", str(data.first("error") or "The run stopped before its end.")
-    how = f"fewbits train {data.folder / 'config.yaml'} --resume"
+        return "note", "interrupted", f"This run was interrupted. {shown} {how}"
     return (
         "note",
         "not finished",
-        f"This run has not ended; the page shows what was logged up to step {last:,}. "
-        f"If it was interrupted, it goes on with: {how}",
+        f"This run has not ended. {shown} If it was interrupted: {how[0].lower()}{how[1:]}",
     )
 
 
