@@ -38,7 +38,7 @@ from fewbits.models.convert import convert, describe, linears_to_replace
 from fewbits.models.families import SPECS
 from fewbits.models.hf_config import METHOD as METHOD
 from fewbits.models.hf_config import FewbitsConfig as FewbitsConfig
-from fewbits.models.packed import check_device, check_parts, place_empty, put, recipe_of
+from fewbits.models.packed import check_device, check_parts, place_empty, put, quantize_by_rows, recipe_of
 from fewbits.models.receipt import Change
 from fewbits.models.spec import model_type_of
 from fewbits.nn.linear import QuantizedLinear
@@ -212,8 +212,10 @@ class FewbitsQuantizer(HfQuantizer):
             return
         rule = self.rules.pop(name)
         assert rule.weight is not None
-        linear.weight = nn.Parameter(weight, requires_grad=False)
-        put(model, name, QuantizedLinear.from_linear(linear, rule))
+        layer = QuantizedLinear.from_linear(linear, rule)  # empty, on the meta device as the linear is
+        layer.dtype = weight.dtype
+        layer.load_packed(quantize_by_rows(rule.weight, weight))
+        put(model, name, layer)
 
     def take_packed(self, model: nn.Module, param_name: str, packed: Packed) -> None:
         """Replace the linear that owns ``param_name`` by a layer that holds ``packed``."""

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fewbits import device
 from fewbits.errors import BadCheckpoint, SpecMismatch
-from fewbits.formats.base import Format
+from fewbits.formats.base import Format, Packed, PartSpec
 from fewbits.nn.linear import QuantizedLinear
 from fewbits.recipes import Recipe, Rule
 
@@ -41,6 +41,32 @@ def _operand_formats(recipe: Recipe) -> list[Format]:
     rules = (recipe.linear, *(rule for _, rule in recipe.overrides))
     found = [f for rule in rules for f in (rule.weight_operand, rule.activation, rule.gradient)]
     return [f for f in found if f is not None]
+
+
+def quantize_by_rows(format: Format, weight: Tensor, rows: int = 1024) -> Packed:
+    """``format.quantize(weight)`` (N, K), a few rows at a time where parts allow it: temporaries stay small.
+
+    They allow it if the parts of all pieces, one below the other, have the shapes of the whole weight's
+    parts; a scale for the whole tensor, for one, does not. ``rows`` is a multiple of every format's block.
+    """
+    pieces = weight.split(rows)
+    layout = format.layout(tuple(weight.shape))
+    layouts = [format.layout(tuple(piece.shape)) for piece in pieces]
+    if len(pieces) < 2 or not all(_stacks(layout, layouts, part) for part in layout):
+        return format.quantize(weight)
+    parts = {n: torch.empty(s.shape, dtype=s.dtype, device=weight.device) for n, s in layout.items()}
+    start = dict.fromkeys(parts, 0)
+    for piece in pieces:
+        for name, part in format.quantize(piece).parts.items():
+            parts[name][start[name] : start[name] + part.shape[0]] = part
+            start[name] += part.shape[0]
+    return Packed(format, tuple(weight.shape), weight.dtype, parts)
+
+
+def _stacks(whole: Mapping[str, PartSpec], pieces: list[dict[str, PartSpec]], part: str) -> bool:
+    shapes = [piece[part].shape for piece in pieces]
+    height = sum(shape[0] if shape else 0 for shape in shapes)
+    return bool(shapes[0]) and (height, *shapes[0][1:]) == whole[part].shape
 
 
 def put(model: nn.Module, name: str, layer: nn.Module) -> None:
