@@ -232,4 +232,4 @@ def _lora_problem(case: Case, device: torch.device) -> Problem:
     return Problem({"fewbits": differentiated(ours, (x, a, b), dy, trained)}, exact)
 
 
-_MAKERS = (_rmsnorm_cases, _dequantize_cases, _linear_cases)
+_MAKERS = (_rmsnorm_cases, _dequantize_cases, _linear_cases, *FUSED_MAKERS)

@@ -1,55 +1,56 @@
-"""Cases of the kernels that only move bytes: dequantisation, gated activations, rotary positions."""
+"""Cases of the kernels that only move bytes between products: gated activations, rotary positions."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from fewbits.bench.problem import Case, Problem, randn
-from fewbits.formats import get_format
-from fewbits.kernels.dequantize import dequantize
+from fewbits.bench.problem import Case, Problem, differentiated, randn
+from fewbits.kernels.gated_activation import gated_activation, gated_activation_backward_ref
 
-# Dequantisation.
+# Gated activations.
 
 
-def dequantize_cases(max_size: int) -> list[Case]:
-    """A weight of a Llama-3.1-8B layer from each packed format to bfloat16, and transposed."""
-    N, K = min(14336, max_size), min(4096, max_size)
+def gated_activation_cases(max_size: int) -> list[Case]:
+    """SwiGLU of Llama-3.1-8B's and Qwen3-1.7B's feed-forward layer, 8192 tokens."""
     made = []
-    for format in ("nf4_dq", "nf4", "int4_g64", "int8"):
-        case = Case(
-            op="dequantize", part="forward", format=format, M=N, N=K, tolerance=2.0**-8,
-            bytes_moved=get_format(format).nbytes((N, K)) + 2 * N * K, build=_dequantize_problem,
+    for M, I in ((8192, 14336), (8192, 6144)):
+        M, I = min(M, max_size), min(I, max_size)
+        forward = Case(
+            op="gated_activation", part="forward", format="bfloat16", M=M, N=I, bytes_moved=3 * M * I * 2,
+            tolerance=4e-3, build=_gated_activation_problem,
         )  # fmt: skip
-        made.append(case)
-    return [*made, replace(made[0], part="transposed")]
+        made += [forward, replace(forward, part="backward", bytes_moved=5 * M * I * 2)]
+    return made
 
 
-def _dequantize_problem(case: Case, device: torch.device) -> Problem:
-    weight = randn(device, torch.bfloat16, case.M, case.N) * 0.02
-    packed = get_format(case.format).quantize(weight)
-    transposed = case.part == "transposed"
-    functions: dict[str, Callable[[], Tensor]] = {
-        "fewbits": lambda: dequantize(packed, torch.bfloat16, transposed=transposed)
-    }
-    if device.type == "cuda" and find_spec("bitsandbytes") and case.format.startswith("nf4"):
-        import bitsandbytes.functional as bnb
+def _gated_activation_problem(case: Case, device: torch.device) -> Problem:
+    gate_up = randn(device, torch.bfloat16, case.M, 2 * case.N)
+    dh = randn(device, torch.bfloat16, case.M, case.N)
 
-        codes, state = bnb.quantize_4bit(
-            weight, quant_type="nf4", compress_statistics=case.format == "nf4_dq"
-        )
-        if not transposed:
-            functions["bitsandbytes"] = lambda: bnb.dequantize_4bit(codes, state)
+    def eager(x: Tensor) -> Tensor:  # what transformers' LlamaMLP does
+        gate, up = x.chunk(2, -1)
+        return F.silu(gate) * up
 
-    def exact() -> tuple[Tensor]:
-        w = packed.dequantize(torch.float32).double()
-        return (w.t() if transposed else w,)
+    functions: dict[str, Callable[[Tensor], Tensor]] = {"fewbits": gated_activation, "torch_eager": eager}
+    if device.type == "cuda":
+        functions["torch_compile"] = torch.compile(eager, dynamic=False)
+        if find_spec("liger_kernel"):
+            from liger_kernel.ops.swiglu import LigerSiLUMulFunction
 
-    return Problem({name: lambda f=f: lambda: (f(),) for name, f in functions.items()}, exact)
+            functions["liger"] = lambda x: LigerSiLUMulFunction.apply(*x.chunk(2, -1))
+
+    def exact() -> Sequence[Tensor]:
+        de, du, h = gated_activation_backward_ref(dh.double(), *gate_up.double().chunk(2, -1), "silu")
+        return (h,) if case.part == "forward" else (torch.cat([de, du], -1),)
+
+    trained = 0 if case.part == "forward" else 1
+    return Problem({name: differentiated(f, (gate_up,), dh, trained) for name, f in functions.items()}, exact)
 
 
-MAKERS = (dequantize_cases,)
+MAKERS = (gated_activation_cases,)

@@ -1,0 +1,331 @@
+"""The Triton kernels of gated_activation.py, which has the formulas, and their launches.
+
+Several tiles may be taken one below the other (``steps``): the low-rank weights are then loaded once, and
+``stages`` of loads are in flight. Programs run along I first, so that neighbours read the same rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fewbits.kernels._launch import CompileCase, cdiv, jit, next_power_of_2, on_device_of, tl
+
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MAX_RANK = 128  # x and w tiles of this rank still fit beside the others
+
+
+class LowRank(NamedTuple):
+    """A low-rank branch: ``x @ w^T`` with x (M, r) and w (I, r) of any strides; scaling is folded into w."""
+
+    x: Tensor
+    w: Tensor
+
+
+# 1. The kernels.
+
+
+@jit
+def _weight(w_ptr, stride_wi, stride_wr, offs_i, I, R, BLOCK_R: tl.constexpr, EVEN_R: tl.constexpr):
+    """A low-rank branch's columns, (BLOCK_R, BLOCK_I); nothing if BLOCK_R is 0: there is no branch."""
+    w = None
+    if BLOCK_R:
+        offs_r = tl.arange(0, BLOCK_R)
+        mask = (offs_i < I)[None, :]
+        if not EVEN_R:
+            mask = mask & (offs_r < R)[:, None]
+        at = offs_i[None, :].to(tl.int64) * stride_wi + offs_r[:, None] * stride_wr
+        w = tl.load(w_ptr + at, mask=mask, other=0.0)
+    return w
+
+
+@jit
+def _operand(
+    ptr, stride, x_ptr, stride_x, w, offs_m, offs_i, mask, M, R,
+    BLOCK_R: tl.constexpr, EVEN_R: tl.constexpr,
+):  # fmt: skip
+    """A tile of an operand as float32, with its low-rank product added."""
+    at = offs_m[:, None] * stride + offs_i[None, :]
+    tile = tl.load(ptr + at) if mask is None else tl.load(ptr + at, mask=mask, other=0.0)
+    tile = tile.to(tl.float32)
+    if BLOCK_R:
+        offs_r = tl.arange(0, BLOCK_R)
+        mask_x = (offs_m < M)[:, None]
+        if not EVEN_R:
+            mask_x = mask_x & (offs_r < R)[None, :]
+        x = tl.load(x_ptr + offs_m[:, None] * stride_x + offs_r[None, :], mask=mask_x, other=0.0)
+        tile = tl.dot(x, w, tile, input_precision="ieee")
+    return tile
+
+
+@jit
+def _activation(e, ACTIVATION: tl.constexpr):
+    """s and s' of ``f(e) = e * s(e)``, in float32."""
+    if ACTIVATION == "gelu":
+        s = 0.5 + 0.5 * tl.erf(e * 0.7071067811865476)
+        ds = tl.exp(-0.5 * e * e) * 0.3989422804014327
+    else:
+        if ACTIVATION == "gelu_tanh":
+            s = tl.sigmoid(1.5957691216057308 * e * (1.0 + 0.044715 * e * e))
+            ds = s * (1.0 - s) * (1.5957691216057308 + 0.2140644488143471 * e * e)
+        else:
+            s = tl.sigmoid(e)
+            ds = s * (1.0 - s)
+    return s, ds
+
+
+@jit
+def _magnitudes(x):
+    """Bits of the largest magnitude of each row, int32: in the order of the magnitudes, NaN above all."""
+    bits = x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    return tl.max(bits, 1)
+
+
+@jit
+def _columns(I, BLOCK_I: tl.constexpr):
+    """Programs run along I first."""
+    return (tl.program_id(0) % tl.cdiv(I, BLOCK_I)) * BLOCK_I + tl.arange(0, BLOCK_I)
+
+
+@jit
+def _rows(I, step, BLOCK_M: tl.constexpr, BLOCK_I: tl.constexpr, STEPS: tl.constexpr):
+    """Each program takes STEPS blocks of rows of its columns."""
+    first = (tl.program_id(0) // tl.cdiv(I, BLOCK_I)) * STEPS + step
+    return (first * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+
+
+@jit
+def _gated_fwd_kernel(
+    e_ptr, u_ptr, xe_ptr, we_ptr, xu_ptr, wu_ptr, h_ptr, amax_ptr, M, I, RE, RU,
+    stride_e, stride_u, stride_xe, stride_wei, stride_wer, stride_xu, stride_wui, stride_wur, stride_h,
+    ACTIVATION: tl.constexpr, BLOCK_RE: tl.constexpr, EVEN_RE: tl.constexpr, BLOCK_RU: tl.constexpr,
+    EVEN_RU: tl.constexpr, AMAX: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_I: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """h, and with AMAX the running maximum of each row's magnitudes as float32 bits."""
+    offs_i = _columns(I, BLOCK_I)
+    we = _weight(we_ptr, stride_wei, stride_wer, offs_i, I, RE, BLOCK_RE, EVEN_RE)
+    wu = _weight(wu_ptr, stride_wui, stride_wur, offs_i, I, RU, BLOCK_RU, EVEN_RU)
+    for step in tl.range(0, STEPS, num_stages=STAGES):
+        offs_m = _rows(I, step, BLOCK_M, BLOCK_I, STEPS)
+        mask = None if EVEN else (offs_m < M)[:, None] & (offs_i < I)[None, :]
+        e = _operand(
+            e_ptr, stride_e, xe_ptr, stride_xe, we, offs_m, offs_i, mask, M, RE, BLOCK_RE, EVEN_RE
+        )  # fmt: skip
+        u = _operand(
+            u_ptr, stride_u, xu_ptr, stride_xu, wu, offs_m, offs_i, mask, M, RU, BLOCK_RU, EVEN_RU
+        )  # fmt: skip
+        s, _ = _activation(e, ACTIVATION)
+        h = (e * s * u).to(h_ptr.dtype.element_ty)
+        tl.store(h_ptr + offs_m[:, None] * stride_h + offs_i[None, :], h, mask=mask)
+        if AMAX:
+            tl.atomic_max(amax_ptr + offs_m, _magnitudes(h), mask=offs_m < M, sem="relaxed")
+
+
+@jit
+def _gated_bwd_kernel(
+    dh_ptr, e_ptr, u_ptr, xd_ptr, wd_ptr, xe_ptr, we_ptr, xu_ptr, wu_ptr, de_ptr, du_ptr, h_ptr, amax_ptr,
+    M, I, RD, RE, RU, stride_dh, stride_e, stride_u, stride_xd, stride_wdi, stride_wdr,
+    stride_xe, stride_wei, stride_wer, stride_xu, stride_wui, stride_wur, stride_de, stride_du, stride_h,
+    ACTIVATION: tl.constexpr, BLOCK_RD: tl.constexpr, EVEN_RD: tl.constexpr, BLOCK_RE: tl.constexpr,
+    EVEN_RE: tl.constexpr, BLOCK_RU: tl.constexpr, EVEN_RU: tl.constexpr, WRITE_H: tl.constexpr,
+    AMAX: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_I: tl.constexpr,
+    STEPS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """de and du, which may lie over e and u; amax is that of both."""
+    offs_i = _columns(I, BLOCK_I)
+    wd = _weight(wd_ptr, stride_wdi, stride_wdr, offs_i, I, RD, BLOCK_RD, EVEN_RD)
+    we = _weight(we_ptr, stride_wei, stride_wer, offs_i, I, RE, BLOCK_RE, EVEN_RE)
+    wu = _weight(wu_ptr, stride_wui, stride_wur, offs_i, I, RU, BLOCK_RU, EVEN_RU)
+    for step in tl.range(0, STEPS, num_stages=STAGES):
+        offs_m = _rows(I, step, BLOCK_M, BLOCK_I, STEPS)
+        mask = None if EVEN else (offs_m < M)[:, None] & (offs_i < I)[None, :]
+        dh = _operand(
+            dh_ptr, stride_dh, xd_ptr, stride_xd, wd, offs_m, offs_i, mask, M, RD, BLOCK_RD, EVEN_RD
+        )  # fmt: skip
+        e = _operand(
+            e_ptr, stride_e, xe_ptr, stride_xe, we, offs_m, offs_i, mask, M, RE, BLOCK_RE, EVEN_RE
+        )  # fmt: skip
+        u = _operand(
+            u_ptr, stride_u, xu_ptr, stride_xu, wu, offs_m, offs_i, mask, M, RU, BLOCK_RU, EVEN_RU
+        )  # fmt: skip
+        s, ds = _activation(e, ACTIVATION)
+        f = e * s
+        if WRITE_H:
+            h = (f * u).to(h_ptr.dtype.element_ty)
+            tl.store(h_ptr + offs_m[:, None] * stride_h + offs_i[None, :], h, mask=mask)
+        du = (dh * f).to(du_ptr.dtype.element_ty)
+        de = (dh * u * (s + e * ds)).to(de_ptr.dtype.element_ty)
+        tl.store(de_ptr + offs_m[:, None] * stride_de + offs_i[None, :], de, mask=mask)
+        tl.store(du_ptr + offs_m[:, None] * stride_du + offs_i[None, :], du, mask=mask)
+        if AMAX:
+            bits = tl.maximum(_magnitudes(de), _magnitudes(du))
+            tl.atomic_max(amax_ptr + offs_m, bits, mask=offs_m < M, sem="relaxed")
+
+
+# 2. The launches.
+
+
+class GatedTile(NamedTuple):
+    """A program's tile, how many it takes one below the other, its warps, and loads in flight over tiles."""
+
+    block_m: int
+    block_i: int
+    num_warps: int
+    steps: int = 1
+    stages: int = 1
+
+
+def gated_tile(backward: bool, ranks: tuple[_Ranks, ...], itemsize: int) -> GatedTile:
+    """Measured on an H200 at M = 8192, I = 14336: with branches of rank 16, 32 x 128 and 4 warps.
+
+    Wider ones take narrower tiles, so that 3 branches' weights fit into 48 KB of shared memory. Without
+    branches a tile is only a stretch of memory.
+    """
+    widest = max(rank.block for rank in ranks)
+    if widest:
+        return GatedTile(32, min(max(8192 // (widest * itemsize), 32), 128), 4)
+    return GatedTile(2, 1024, 4) if backward else GatedTile(4, 1024, 4)
+
+
+def launch_fwd(
+    e: Tensor,
+    u: Tensor,
+    activation: str,
+    low_rank_e: LowRank | None,
+    low_rank_u: LowRank | None,
+    h: Tensor,
+    amax: Tensor | None,
+    tile: GatedTile | None = None,
+) -> None:
+    """`gated_activation_ref` into ``h`` by the Triton kernel; not for float64.
+
+    All of e, u, h are (M, I) with contiguous rows; amax (M,) float32 takes the maximum with what it holds.
+    """
+    M, I = e.shape
+    if e.numel() == 0:
+        return
+    (xe, we, *strides_e), ranks_e = _low_rank_arguments(low_rank_e, e)
+    (xu, wu, *strides_u), ranks_u = _low_rank_arguments(low_rank_u, e)
+    tile = tile or gated_tile(False, (ranks_e, ranks_u), e.element_size())
+    with on_device_of(e):
+        _gated_fwd_kernel[_grid(M, I, tile)](
+            e, u, xe, we, xu, wu, h, _bits(amax, h), M, I, ranks_e.rank, ranks_u.rank,
+            e.stride(0), u.stride(0), *strides_e, *strides_u, h.stride(0), ACTIVATION=activation,
+            BLOCK_RE=ranks_e.block, EVEN_RE=ranks_e.even, BLOCK_RU=ranks_u.block, EVEN_RU=ranks_u.even,
+            AMAX=amax is not None, **_tile_constants(M, I, tile),
+        )  # fmt: skip
+
+
+def launch_bwd(
+    dh: Tensor,
+    e: Tensor,
+    u: Tensor,
+    activation: str,
+    low_rank: tuple[LowRank | None, LowRank | None, LowRank | None],
+    outputs: tuple[Tensor, Tensor, Tensor | None],
+    amax: Tensor | None,
+    tile: GatedTile | None = None,
+) -> None:
+    """`gated_activation_backward_ref` into ``outputs`` (de, du, h) by the Triton kernel.
+
+    ``low_rank`` is that of e, of u and of dh. de and du may lie over e and u; h may be absent.
+    """
+    de, du, h = outputs
+    M, I = e.shape
+    if e.numel() == 0:
+        return
+    (xe, we, *strides_e), ranks_e = _low_rank_arguments(low_rank[0], e)
+    (xu, wu, *strides_u), ranks_u = _low_rank_arguments(low_rank[1], e)
+    (xd, wd, *strides_d), ranks_d = _low_rank_arguments(low_rank[2], e)
+    tile = tile or gated_tile(True, (ranks_e, ranks_u, ranks_d), e.element_size())
+    with on_device_of(e):
+        _gated_bwd_kernel[_grid(M, I, tile)](
+            dh, e, u, xd, wd, xe, we, xu, wu, de, du, de if h is None else h, _bits(amax, de),
+            M, I, ranks_d.rank, ranks_e.rank, ranks_u.rank, dh.stride(0), e.stride(0), u.stride(0),
+            *strides_d, *strides_e, *strides_u, de.stride(0), du.stride(0), 0 if h is None else h.stride(0),
+            ACTIVATION=activation, BLOCK_RD=ranks_d.block, EVEN_RD=ranks_d.even, BLOCK_RE=ranks_e.block,
+            EVEN_RE=ranks_e.even, BLOCK_RU=ranks_u.block, EVEN_RU=ranks_u.even, WRITE_H=h is not None,
+            AMAX=amax is not None, **_tile_constants(M, I, tile),
+        )  # fmt: skip
+
+
+class _Ranks(NamedTuple):
+    """Rank, its padded block (0: no branch) and whether the two agree."""
+
+    rank: int
+    block: int
+    even: bool
+
+
+def _low_rank_arguments(branch: LowRank | None, like: Tensor) -> tuple[tuple[Any, ...], _Ranks]:
+    if branch is None:
+        return (like, like, 0, 0, 0), _Ranks(0, 0, True)
+    x, w = branch.x.to(like.dtype), branch.w.to(like.dtype)
+    x = x if x.stride(1) == 1 else x.contiguous()
+    rank = x.shape[1]
+    block = max(16, next_power_of_2(rank))
+    return (x, w, x.stride(0), w.stride(0), w.stride(1)), _Ranks(rank, block, block == rank)
+
+
+def _grid(M: int, I: int, tile: GatedTile) -> tuple[int]:
+    return (cdiv(I, tile.block_i) * cdiv(M, tile.block_m * tile.steps),)
+
+
+def _tile_constants(M: int, I: int, tile: GatedTile) -> dict[str, Any]:
+    even = M % (tile.block_m * tile.steps) == 0 and I % tile.block_i == 0
+    return {
+        "EVEN": even,
+        "BLOCK_M": tile.block_m,
+        "BLOCK_I": tile.block_i,
+        "STEPS": tile.steps,
+        "STAGES": tile.stages,
+        "num_warps": tile.num_warps,
+    }
+
+
+def _bits(amax: Tensor | None, like: Tensor) -> Tensor:
+    return like if amax is None else amax.view(torch.int32)
+
+
+_FWD = dict.fromkeys(("e_ptr", "u_ptr", "xe_ptr", "we_ptr", "xu_ptr", "wu_ptr", "h_ptr"), "*bf16")
+_FWD |= {"amax_ptr": "*i32"}
+_FWD |= dict.fromkeys(("M", "I", "RE", "RU", "stride_e", "stride_u", "stride_xe", "stride_wei"), "i32")
+_FWD |= dict.fromkeys(("stride_wer", "stride_xu", "stride_wui", "stride_wur", "stride_h"), "i32")
+_FWD_CONSTANTS = {
+    "ACTIVATION": "silu", "BLOCK_RE": 16, "EVEN_RE": True, "BLOCK_RU": 16, "EVEN_RU": True, "AMAX": False,
+    "stride_wer": 1, "stride_wur": 1, "EVEN": True, "BLOCK_M": 32, "BLOCK_I": 128, "STEPS": 1, "STAGES": 1,
+}  # fmt: skip
+_BWD = dict.fromkeys(("dh_ptr", "e_ptr", "u_ptr", "xd_ptr", "wd_ptr", "xe_ptr", "we_ptr", "xu_ptr"), "*bf16")
+_BWD |= dict.fromkeys(("wu_ptr", "de_ptr", "du_ptr", "h_ptr"), "*bf16") | {"amax_ptr": "*i32"}
+_BWD |= dict.fromkeys(("M", "I", "RD", "RE", "RU", "stride_dh", "stride_e", "stride_u", "stride_xd"), "i32")
+_BWD |= dict.fromkeys(("stride_wdi", "stride_wdr", "stride_xe", "stride_wei", "stride_wer"), "i32")
+_BWD |= dict.fromkeys(("stride_xu", "stride_wui", "stride_wur", "stride_de", "stride_du", "stride_h"), "i32")
+_BWD_CONSTANTS = {
+    "ACTIVATION": "silu", "BLOCK_RD": 16, "EVEN_RD": True, "BLOCK_RE": 16, "EVEN_RE": True, "BLOCK_RU": 16,
+    "EVEN_RU": True, "stride_wer": 1, "stride_wur": 1, "stride_wdi": 1, "WRITE_H": True, "AMAX": False,
+    "EVEN": True, "BLOCK_M": 32, "BLOCK_I": 128, "STEPS": 1, "STAGES": 1,
+}  # fmt: skip
+_NO_BRANCH = {"BLOCK_RE": 0, "BLOCK_RU": 0, "BLOCK_I": 1024, "EVEN": False}
+
+
+def _case(kernel: Any, signature: dict[str, str], constants: dict[str, Any], **changed: Any) -> CompileCase:
+    """A case with some of its constants changed; a stride of 1 is a constant too."""
+    types = {**signature, **dict.fromkeys(constants, "constexpr")}
+    aligned = tuple(n for n in types if n == "I" or n.endswith("_ptr"))
+    strides = tuple(n for n in types if n.startswith("stride") and n not in constants)
+    return CompileCase(kernel, types, {**constants, **changed}, aligned + strides)
+
+
+COMPILE_CASES = (
+    _case(_gated_fwd_kernel, _FWD, _FWD_CONSTANTS),
+    _case(_gated_fwd_kernel, _FWD, _FWD_CONSTANTS, STEPS=8, STAGES=2, AMAX=True, BLOCK_RE=64, EVEN_RE=False),
+    _case(_gated_fwd_kernel, _FWD, _FWD_CONSTANTS, ACTIVATION="gelu", BLOCK_M=4, **_NO_BRANCH),
+    _case(_gated_bwd_kernel, _BWD, _BWD_CONSTANTS),
+    _case(_gated_bwd_kernel, _BWD, _BWD_CONSTANTS, STEPS=8, STAGES=2, AMAX=True, BLOCK_RD=128, EVEN_RD=False),
+    _case(
+        _gated_bwd_kernel, _BWD, _BWD_CONSTANTS, ACTIVATION="gelu_tanh", BLOCK_RD=0, BLOCK_M=2, **_NO_BRANCH
+    ),
+)
