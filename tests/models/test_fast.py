@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from fewbits import FastLanguageModel
+from fewbits import FastLanguageModel, explain
 from fewbits.errors import BadInput, FewbitsError, SpecMismatch, Unsupported
 from fewbits.models.fast import is_packed
 from fewbits.nn.linear import QuantizedLinear
@@ -77,6 +77,7 @@ def test_unsloths_own_script_arguments(base):
     )
     assert isinstance(model, peft.PeftModel)
     assert model.max_seq_length == 128 and tokenizer.model_max_length == 128
+    assert "gpu_memory_utilization" in str(explain(model))
     notes = " ".join(model.fewbits_notes)
     for name in ("gpu_memory_utilization", "max_lora_rank", "get_peft_model: max_seq_length"):
         assert name in notes

@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from fewbits.errors import BadCheckpoint, BadInput, SpecMismatch, Unsupported
 from fewbits.models.adapters import get_peft_model, load_adapter
 from fewbits.models.checkpoint import ADAPTER_CONFIG, Checkpoint, inspect_folder, is_adapter_folder, read_json
+from fewbits.models.convert import conversion_of
 from fewbits.models.hf_quantizer import FewbitsConfig, register
 from fewbits.models.merge import save_pretrained_merged
 from fewbits.models.options import PEFT_CHOOSES_NOTHING, PEFT_FIELDS, Loading, note_or_refuse, sort_options
@@ -90,6 +91,9 @@ class FastLanguageModel:
         if full_finetuning:
             model.requires_grad_(True)
         model.fewbits_notes = loading.notes
+        conversion = conversion_of(model)
+        if conversion is not None:
+            conversion.receipt.notes.extend(loading.notes)
         for note in loading.notes:
             logger.warning(note)
         return _with_methods(model), tokenizer
