@@ -12,7 +12,7 @@ class Unsupported(FewbitsError):
 
 
 class SpecMismatch(FewbitsError):
-    """Two things that must fit together do not: spec and model, adapter and base, checkpoint and configuration."""
+    """Two things that must fit do not: spec and model, adapter and base, checkpoint and configuration."""
 
 
 class BadInput(FewbitsError, ValueError):

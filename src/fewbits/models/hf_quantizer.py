@@ -29,6 +29,7 @@ from transformers.quantizers.auto import (
     register_quantizer,
 )
 from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from fewbits.errors import BadCheckpoint, SpecMismatch, Unsupported
 from fewbits.formats.base import Packed
@@ -36,14 +37,15 @@ from fewbits.formats.bitsandbytes import from_bitsandbytes
 from fewbits.models.checkpoint import BITSANDBYTES_MARK, read_headers, whole_folder
 from fewbits.models.convert import convert, describe, linears_to_replace
 from fewbits.models.families import SPECS
-from fewbits.models.hf_config import METHOD as METHOD
-from fewbits.models.hf_config import FewbitsConfig as FewbitsConfig
+from fewbits.models.hf_config import check_formats, formats_of, spell_out
 from fewbits.models.packed import check_device, check_parts, place_empty, put, quantize_by_rows, recipe_of
 from fewbits.models.receipt import Change
 from fewbits.models.spec import model_type_of
 from fewbits.nn.linear import QuantizedLinear
-from fewbits.recipes import Recipe, Rule
+from fewbits.recipes import Recipe, Rule, get_recipe, recipe_from_config, recipe_to_config
 
+METHOD = "fewbits"
+LAYOUT_VERSION = 1
 _CODES = ".weight_codes"
 # Longest first: transformers' patterns match from the front.
 _BITSANDBYTES_PARTS = (
@@ -63,6 +65,59 @@ def register() -> None:
         register_quantization_config(METHOD)(FewbitsConfig)
     if METHOD not in AUTO_QUANTIZER_MAPPING:
         register_quantizer(METHOD)(FewbitsQuantizer)
+
+
+class FewbitsConfig(QuantizationConfigMixin):
+    """Which recipe a model is loaded with; what config.json of a packed model holds.
+
+    Args:
+        recipe: a name from the catalog, a `Recipe`, or its plain-data form.
+        allow_pickle: accept checkpoints that are not safetensors.
+        source: the layout of the checkpoint's packed tensors: "fewbits", or "bitsandbytes".
+        layout_version: the version of the packed layout that a checkpoint was written in.
+        formats: the formats a checkpoint was written in, every field spelled out; compared with this
+            version's own.
+    """
+
+    def __init__(
+        self,
+        recipe: str | Recipe | Mapping[str, Any] = "qlora_nf4",
+        *,
+        allow_pickle: bool = False,
+        source: str = METHOD,
+        layout_version: int = LAYOUT_VERSION,
+        formats: list[dict[str, Any]] | None = None,
+        quant_method: str = METHOD,
+    ) -> None:
+        register()
+        if quant_method != METHOD:
+            raise SpecMismatch(
+                f"this is a {quant_method!r} configuration; FewbitsConfig reads only {METHOD!r}."
+            )
+        if layout_version > LAYOUT_VERSION:
+            raise Unsupported(
+                f"the checkpoint has packed layout {layout_version}, this version of fewbits reads up to "
+                f"{LAYOUT_VERSION}; install a newer fewbits."
+            )
+        self.quant_method = METHOD
+        self.recipe = recipe_from_config(recipe) if isinstance(recipe, Mapping) else get_recipe(recipe)
+        self.allow_pickle = allow_pickle
+        self.source = source
+        check_formats(self.recipe, formats)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for config.json: the recipe, and every format it uses with all fields."""
+        return {
+            "quant_method": METHOD,
+            "layout_version": LAYOUT_VERSION,
+            "source": self.source,
+            "recipe": recipe_to_config(self.recipe),
+            "formats": [spell_out(f) for f in formats_of(self.recipe)],
+        }
+
+    def __iter__(self) -> Any:
+        """``dict(config)``, as transformers' own configurations allow."""
+        yield from self.to_dict().items()
 
 
 class _QuantizeWeight(ConversionOps):
