@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @pytest.fixture(scope="session")
 def shared() -> Path:
-    """The folder with real data and small real models beside the checkout; tests that need it skip without it."""
+    """The folder with real data and small real models beside the checkout; without it, tests skip."""
     path = ROOT.parent / "shared"
     if not path.is_dir():
         pytest.skip("needs ../shared")

@@ -1,7 +1,7 @@
 """fewbits: fine-tune and run large language models in few bits.
 
-Public names are resolved on first use: importing fewbits imports nothing else, not even torch, and changes nothing
-in other libraries.
+Public names are resolved on first use: importing fewbits imports nothing else, not even torch, and changes
+nothing in other libraries.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from fewbits.models.convert import convert, explain, restore
     from fewbits.models.fast import FastLanguageModel
     from fewbits.models.hf_quantizer import FewbitsConfig
-    from fewbits.recipes import CATALOG, LoRA, QAT, Recipe, Rule, get_recipe
+    from fewbits.recipes import CATALOG, QAT, LoRA, Recipe, Rule, get_recipe
     from fewbits.training.config import TrainConfig
     from fewbits.training.qat import convert_qat, prepare_qat
     from fewbits.training.run import train

@@ -46,7 +46,8 @@ def _gated_activation_problem(case: Case, device: torch.device) -> Problem:
             functions["liger"] = lambda x: LigerSiLUMulFunction.apply(*x.chunk(2, -1))
 
     def exact() -> Sequence[Tensor]:
-        de, du, h = gated_activation_backward_ref(dh.double(), *gate_up.double().chunk(2, -1), "silu")
+        gate, up = gate_up.double().chunk(2, -1)
+        de, du, h = gated_activation_backward_ref(dh.double(), gate, up, "silu")
         return (h,) if case.part == "forward" else (torch.cat([de, du], -1),)
 
     trained = 0 if case.part == "forward" else 1
