@@ -43,7 +43,7 @@ def _operand_formats(recipe: Recipe) -> list[Format]:
     return [f for f in found if f is not None]
 
 
-def quantize_by_rows(format: Format, weight: Tensor, rows: int = 1024) -> Packed:
+def quantize_by_rows(format: Format, weight: Tensor, rows: int = 256) -> Packed:
     """``format.quantize(weight)`` (N, K), a few rows at a time where parts allow it: temporaries stay small.
 
     They allow it if the parts of all pieces, one below the other, have the shapes of the whole weight's
