@@ -202,6 +202,13 @@ def test_kernel_equals_the_definition(
     check_kernel(x, w, dy, offset)
 
 
+def dx_tolerance(w: Tensor, dy: Tensor, r: Tensor, offset: float) -> dict[str, float]:
+    """Dx is a difference, which keeps the absolute error of its terms: `tolerance` times the largest of them."""
+    largest = float((dy.float() * (w.float() + offset)).abs().max() * r.max())
+    bound = tolerance(dy.dtype)
+    return {"rtol": bound["rtol"], "atol": bound["atol"] * max(largest, 1.0)}
+
+
 def check_kernel(x: Tensor, w: Tensor, dy: Tensor, offset: float) -> None:
     """Forward and backward kernel against the definition; every output element written."""
     y, r = launch_fwd(x, w, EPS, offset)
@@ -210,7 +217,7 @@ def check_kernel(x: Tensor, w: Tensor, dy: Tensor, offset: float) -> None:
     torch.testing.assert_close(r, r_ref, rtol=2.0**-19, atol=0)
     dx, dw = launch_bwd(dy, x, w, r, offset, True)
     dx_ref, dw_ref = rmsnorm_backward_ref(dy, x, w, r_ref, offset)
-    torch.testing.assert_close(dx, dx_ref, **tolerance(x.dtype))
+    torch.testing.assert_close(dx, dx_ref, **dx_tolerance(w, dy, r_ref, offset))
     # A sum of M products: its order moves it by up to sqrt(M) float32 units of its largest partial sum.
     M = x.numel() // x.shape[-1]
     torch.testing.assert_close(dw, dw_ref, rtol=2 * HALF_UNIT[w.dtype] + 2.0**-18, atol=2.0**-18 * M**0.5)
@@ -283,7 +290,7 @@ def test_cuda_op_and_autograd(dtype: torch.dtype) -> None:
     y_ref, r = rmsnorm_ref(x, w, EPS)
     dx, dw = rmsnorm_backward_ref(dy, x, w, r)
     torch.testing.assert_close(y, y_ref, **tolerance(dtype))
-    torch.testing.assert_close(xa.grad, dx, **tolerance(dtype))
+    torch.testing.assert_close(xa.grad, dx, **dx_tolerance(w, dy, r, 0.0))
     torch.testing.assert_close(wa.grad, dw, rtol=2 * HALF_UNIT[dtype] + 2.0**-18, atol=2.0**-15)
 
 
@@ -302,8 +309,8 @@ def test_cuda_more_than_2_31_values() -> None:
     x[-1] = 2
     w = torch.ones(4096, dtype=torch.bfloat16, device="cuda")
     y, r = launch_fwd(x, w, 0.0, 0.0)
-    assert torch.equal(y[-1], torch.ones_like(y[-1])) and r[-1] == 0.5
-    assert launch_bwd(y, x, w, r, 0.0, False)[0][-1].abs().max() == 0
+    assert torch.equal(y[-1], torch.ones_like(y[-1])) and abs(r[-1] - 0.5) < 1e-6
+    assert launch_bwd(y, x, w, r, 0.0, False)[0][-1].abs().max() < 1e-6
 
 
 @pytest.mark.gpu
