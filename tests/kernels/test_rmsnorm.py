@@ -203,7 +203,7 @@ def test_kernel_equals_the_definition(
 
 
 def dx_tolerance(w: Tensor, dy: Tensor, r: Tensor, offset: float) -> dict[str, float]:
-    """Dx is a difference, which keeps the absolute error of its terms: `tolerance` times the largest of them."""
+    """Dx is a difference and keeps the absolute error of its terms: `tolerance` times the largest."""
     largest = float((dy.float() * (w.float() + offset)).abs().max() * r.max())
     bound = tolerance(dy.dtype)
     return {"rtol": bound["rtol"], "atol": bound["atol"] * max(largest, 1.0)}
