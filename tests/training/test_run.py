@@ -13,12 +13,12 @@ import torch
 import yaml
 from rich.console import Console
 
-from conftest import byte_tokenizer
 from fewbits.errors import BadCheckpoint, BadInput, SpecMismatch, TrainingStopped, Unsupported
 from fewbits.training import packing, trainer
 from fewbits.training.callbacks import read_metrics
 from fewbits.training.config import TrainConfig
 from fewbits.training.run import train
+from training.conftest import byte_tokenizer
 
 
 @pytest.fixture

@@ -128,7 +128,7 @@ def load_model(config: TrainConfig) -> Built:
     if is_packed(model) and not hasattr(model, "peft_config"):
         raise Unsupported(
             f"the weights of {config.model} are packed and cannot train, and there are no adapters; set"
-            " lora_r, or load_in_4bit=false to train all weights."
+            " lora_r for adapters, or load_in_4bit=false without a recipe to train all weights."
         )
     return Built(model, tokenizer, recipe, lora, "" if conversion is None else str(conversion.receipt))
 
