@@ -10,8 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fewbits.bench.problem import Case, Problem, differentiated, randn
+from fewbits.bench.problem import Case, Problem, Run, differentiated, randn
 from fewbits.kernels.gated_activation import gated_activation, gated_activation_backward_ref
+from fewbits.kernels.rope import apply_rope, rope
+
+_Rotation = Callable[..., tuple[Tensor, Tensor]]
 
 # Gated activations.
 
@@ -54,4 +57,64 @@ def _gated_activation_problem(case: Case, device: torch.device) -> Problem:
     return Problem({name: differentiated(f, (gate_up,), dh, trained) for name, f in functions.items()}, exact)
 
 
-MAKERS = (gated_activation_cases,)
+# Rotary positions.
+
+
+def rope_cases(max_size: int) -> list[Case]:
+    """q and k of Llama-3.1-8B (32 and 8 heads of 128), 4 x 2048 tokens: M tokens, N channels of both."""
+    M, N = min(8192, max_size), 5120 if max_size >= 5120 else 640
+    forward = Case(
+        op="rope", part="forward", format="bfloat16", M=M, N=N, bytes_moved=4 * M * N, tolerance=8e-3,
+        build=_rope_problem,
+    )  # fmt: skip
+    return [forward, replace(forward, part="backward")]
+
+
+def _rope_problem(case: Case, device: torch.device) -> Problem:
+    B, D = 4, 128
+    S, heads = case.M // B, case.N // D
+    shapes = [(B, S, heads - heads // 5, D), (B, S, heads // 5, D)]
+    q, k, dq, dk = (randn(device, torch.bfloat16, *shape).transpose(1, 2) for shape in shapes * 2)
+    angle = torch.outer(torch.arange(S), 500000.0 ** -(torch.arange(0, D, 2) / D)).to(device)
+    cos, sin = (f(torch.cat([angle, angle], -1)).to(torch.bfloat16)[None] for f in (torch.cos, torch.sin))
+    functions = _rope_functions(device)
+
+    def exact() -> Sequence[Tensor]:
+        inverse = case.part == "backward"
+        q_in, k_in = (dq, dk) if inverse else (q, k)
+        return rope(q_in.double(), k_in.double(), cos, sin, inverse=inverse)
+
+    def variant(f: _Rotation) -> Callable[[], Run]:
+        if case.part == "forward":
+            return lambda: lambda: f(q, k, cos, sin)
+
+        def prepare() -> Run:
+            leaves = [t.detach().requires_grad_() for t in (q, k)]
+            turned = f(*leaves, cos, sin)
+            return lambda: torch.autograd.grad(turned, leaves, (dq, dk))
+
+        return prepare
+
+    return Problem({name: variant(f) for name, f in functions.items()}, exact)
+
+
+def _rope_functions(device: torch.device) -> dict[str, _Rotation]:
+    def eager(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        def turned(x: Tensor) -> Tensor:  # what transformers' apply_rotary_pos_emb does
+            half = x.shape[-1] // 2
+            rotated = torch.cat([-x[..., half:], x[..., :half]], -1)
+            return x * cos[:, None] + rotated * sin[:, None]
+
+        return turned(q), turned(k)
+
+    functions: dict[str, _Rotation] = {"fewbits": apply_rope, "torch_eager": eager}
+    if device.type == "cuda":
+        functions["torch_compile"] = torch.compile(eager, dynamic=False)
+        if find_spec("liger_kernel"):
+            from liger_kernel.transformers.rope import liger_rotary_pos_emb
+
+            functions["liger"] = liger_rotary_pos_emb
+    return functions
+
+
+MAKERS = (gated_activation_cases, rope_cases)
