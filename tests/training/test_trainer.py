@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
-from test_packing import FAMILIES, TINY, make_examples
 from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments
 
 from fewbits.errors import TrainingStopped
 from fewbits.training.packing import Collator, SequenceDataset, pack
 from fewbits.training.trainer import Trainer
+from training.test_packing import FAMILIES, TINY, make_examples
 
 
 def tiny(family="llama"):
