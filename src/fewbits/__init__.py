@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fewbits.formats import FORMATS, get_format
-    from fewbits.models.adapters import get_peft_model, load_adapter
+    from fewbits.models.adapters import get_peft_model, load_adapter, lora_config
     from fewbits.models.convert import convert, explain, restore
     from fewbits.models.fast import FastLanguageModel
     from fewbits.models.hf_quantizer import FewbitsConfig
@@ -36,6 +36,7 @@ _HOMES = {
     "restore": "fewbits.models.convert",
     "get_peft_model": "fewbits.models.adapters",
     "load_adapter": "fewbits.models.adapters",
+    "lora_config": "fewbits.models.adapters",
     "FastLanguageModel": "fewbits.models.fast",
     "FewbitsConfig": "fewbits.models.hf_quantizer",
     "TrainConfig": "fewbits.training.config",
@@ -62,6 +63,7 @@ __all__ = [
     "get_peft_model",
     "get_recipe",
     "load_adapter",
+    "lora_config",
     "prepare_qat",
     "restore",
     "train",

@@ -125,6 +125,21 @@ def test_a_step_of_training_and_back_to_inference(base):
     assert model.training
 
 
+def test_generating_in_the_middle_of_training(base):
+    """With checkpointed layers transformers loses the cache; the text must be what evaluation mode gives."""
+    model, _ = FastLanguageModel.from_pretrained(base)
+    model = FastLanguageModel.get_peft_model(model, r=4, lora_dropout=0.5)
+    perturb(model)
+    ids = tokens()[:1, :5]
+    options = {"max_new_tokens": 8, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    dropped = next(m for m in model.modules() if isinstance(m, torch.nn.Dropout)).eval()
+    during = model.generate(input_ids=ids, **options)
+    assert model.training and not dropped.training
+    FastLanguageModel.for_inference(model)
+    assert torch.equal(during, model.generate(input_ids=ids, **options))
+    assert torch.equal(during, model.generate(input_ids=ids, **options, use_cache=False))
+
+
 def test_adapters_are_seeded_and_leave_the_callers_random_state(base):
     states = []
     for seed in (1, 1, 2):

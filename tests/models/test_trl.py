@@ -8,7 +8,8 @@ import torch
 from datasets import Dataset
 from transformers import Trainer, TrainingArguments
 
-from fewbits import FastLanguageModel, restore
+from fewbits import FastLanguageModel, lora_config, restore
+from fewbits.nn.lora import LoRALinear
 from models.loading import logits, packed_state, same, save_tiny
 from models.tiny import tokens
 
@@ -65,6 +66,20 @@ def test_sft_trainer(rows, tmp_path):
     torch.testing.assert_close(
         logits(theirs.eval(), tokens()), logits(model.eval(), tokens()), rtol=1e-4, atol=1e-4
     )
+
+
+def test_sft_trainer_adds_the_adapters_itself(tmp_path):
+    save_tiny(tmp_path / "base")
+    model, tokenizer = FastLanguageModel.from_pretrained(tmp_path / "base")
+    trainer = trl.SFTTrainer(
+        model=model,
+        processing_class=tokenizer,
+        train_dataset=Dataset.from_list([{"text": t} for t in TEXTS]),
+        args=trl.SFTConfig(max_length=64, bf16=False, **arguments(tmp_path / "run", max_steps=2)),
+        peft_config=lora_config(model, r=4, lora_alpha=8),
+    )
+    assert sum(isinstance(m, LoRALinear) for m in trainer.model.modules()) == 14
+    trainer.train()
 
 
 def test_the_plain_trainer_resumes_from_its_own_checkpoint(tmp_path):

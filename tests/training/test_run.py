@@ -211,11 +211,13 @@ def refused(kind, sentence, config, **options):
 
 def test_another_run_in_the_folder(make_config):
     config = make_config(max_steps=1)
-    train(config)
+    record = train(config).output_dir / "run.json"
+    before = record.read_bytes()
     refused(BadInput, "holds another run; choose another one, or go on", config)
     refused(
         BadInput, "holds another run, with another learning_rate", make_config(max_steps=1, lr=1), resume=True
     )
+    assert record.read_bytes() == before
     assert train(config, resume=True).steps == 1
 
 

@@ -47,14 +47,31 @@ def get_peft_model(
     """
     import peft
 
-    config = _lora_config(lora, settings)
-    linears = _linears(model)
-    config.target_modules = resolve_targets(model, config.target_modules, linears)
-    _register(config, model)
+    config = lora_config(model, lora, **settings)
     if isinstance(model, peft.PeftModel):
         model.add_adapter(adapter_name, config)
         return model
     return peft.get_peft_model(model, config, adapter_name=adapter_name)  # type: ignore[arg-type]
+
+
+def lora_config(model: nn.Module, lora: Any = None, **settings: Any) -> Any:
+    """A ``peft.LoraConfig`` that fits ``model``, for callers of PEFT itself and for TRL's ``peft_config``.
+
+    Args:
+        model: the model that the adapters go over.
+        lora: as for `get_peft_model`; a ``peft.LoraConfig`` is completed in place.
+        settings: as for `get_peft_model`.
+
+    Returns:
+        A ``peft.LoraConfig`` with targets that exist, and with this library's layers for packed linears.
+
+    Raises:
+        SpecMismatch, Unsupported: as `get_peft_model`.
+    """
+    config = _lora_config(lora, settings)
+    config.target_modules = resolve_targets(model, config.target_modules)
+    _register(config, model)
+    return config
 
 
 def load_adapter(

@@ -418,11 +418,31 @@ def _set_length(model: Any, tokenizer: Any, max_seq_length: int | None) -> None:
 
 
 def _with_methods(model: Any, inner: Any = None) -> Any:
-    """Bind ``save_pretrained_merged`` to these very instances."""
+    """Bind ``save_pretrained_merged`` and the careful ``generate`` to these very instances."""
     for target in (model, inner):
         if target is not None:
             target.save_pretrained_merged = MethodType(save_pretrained_merged, target)
+    base = model if inner is None else inner
+    base.generate = MethodType(_generate, base)
     return model
+
+
+def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """``generate`` in evaluation mode if the model is training with checkpointed layers; the mode comes back.
+
+    transformers drops the key-value cache of such layers and still feeds one token at a time, which gives
+    fluent nonsense.
+    """
+    generate = type(model).generate
+    if not any(m.training and getattr(m, "gradient_checkpointing", False) for m in model.modules()):
+        return generate(model, *args, **kwargs)
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        return generate(model, *args, **{"use_cache": True, **kwargs})
+    finally:
+        for module in training:
+            module.training = True
 
 
 def is_packed(model: Any) -> bool:

@@ -75,6 +75,7 @@ class RunFolder:
         self.checkpoints = self.path / "checkpoints"
         self.final = self.path / "final"
         self.merged = self.path / "merged"
+        self.is_ours = False  # until `open` has found that the folder may be written to
 
     def open(self, config: TrainConfig, *, resume: bool) -> None:
         """Begin a run here, or go on with the same one; another run's folder is refused."""
@@ -99,6 +100,7 @@ class RunFolder:
         for folder in (self.path, self.checkpoints):
             remove_leftovers(folder)
         write_atomic(self.config, config.to_yaml())
+        self.is_ours = True
 
     def read(self) -> dict[str, Any]:
         """What run.json says so far."""
@@ -159,7 +161,7 @@ class _Recorded:
         if error is None:
             return
         try:
-            if self.folder.run.is_file():
+            if self.folder.is_ours and self.folder.run.is_file():
                 self.folder.write(status="stopped", ended=_now(), error=f"{type(error).__name__}: {error}")
         except OSError as second:
             if not disk_is_full(second):
