@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fewbits.formats.base import Format, Packed
+from fewbits.kernels.dequantize import dequantize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +109,7 @@ def decode(
     """The weight in ``dtype`` from its parts and its `signature`."""
     format, shape, packed_dtype, names = like
     packed = Packed(format, shape, packed_dtype, dict(zip(names, parts, strict=True)))
-    return format.dequantize(packed, dtype)
+    return dequantize(packed, dtype)
 
 
 def packed_linear(
