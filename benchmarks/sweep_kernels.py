@@ -4,8 +4,8 @@ python benchmarks/sweep_kernels.py [dequantize] [gated_forward] [gated_backward]
 
 Every configuration is first compared with the definition (relative error in the Frobenius norm; for
 dequantisation bit for bit); one that is wrong, or that does not compile or fit, is listed with the reason
-and not timed. The table has microseconds (median; quintiles), and the share of the floor: the bytes that must move at 4282
-GB/s, a copy's rate on an H200.
+and not timed. The table has microseconds (median; quintiles), and the share of the floor: the
+bytes that must move at 4282 GB/s, a copy's rate on an H200.
 """
 
 from __future__ import annotations
