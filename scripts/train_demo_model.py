@@ -1,25 +1,29 @@
 """Trains the tiny Llama that `fewbits demo` ships, from nothing: corpus, tokenizer, weights, model card.
 
-    python scripts/train_demo_model.py --out src/fewbits/demo/assets
+    python scripts/train_demo_model.py --out src/fewbits/demo/assets --compile --workers 16
 
-The corpus is synthetic: small stories of a town, told by the grammar below. A story says who has what where, and later
-speaks of the same things again, so that the only way to foretell a word is to look it up in the story. Nothing in it is
-a question with an answer, and none of the demo's own sentences occurs (tests/demo/test_assets.py holds both).
+The corpus is synthetic: small stories of a town, told by the grammar below. A story says who has what
+where, and later speaks of the same things again, so that the only way to foretell a word is to look it up
+in the story. Nothing in it is a question with an answer, and no sentence of the demo's task occurs
+(tests/demo/test_model.py holds both).
+
+Looking up appears late and suddenly: for 5,000 steps in one run and 8,000 in another the model only picks
+*some* word of the story (recall among four facts 0.42), and 3,000 steps later it picks the right one (0.95,
+at the end 1.0). So a short run tells nothing. On an H200 the whole takes 3.5 minutes; a CPU core would need
+days.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import math
 import random
-import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import tokenizers
 import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -41,9 +45,21 @@ STARTS = (
 )
 # How a story first tells of a person p, a colour c, an object o and a place l.
 VERBS = (
-    "carried painted borrowed polished hid found repaired wrapped wanted bought sold kept cleaned "
-    "showed used packed hugged dusted drew opened held loved guarded built"
-).split()
+    *(
+        "carried",
+        "painted",
+        "borrowed",
+        "polished",
+        "hid",
+        "found",
+        "repaired",
+        "wrapped",
+        "wanted",
+        "bought",
+    ),
+    *("sold", "kept", "cleaned", "showed", "used", "packed", "hugged", "dusted", "drew", "opened", "held"),
+    *("loved", "guarded", "built"),
+)
 FACTS = (
     "{p} was {l} and played with a {c} {o}.",
     "{p} sat {l} beside a {c} {o}.",
@@ -143,7 +159,7 @@ def facts_of(rng: random.Random, count: int) -> list[dict[str, str]]:
 
 
 def verse(rng: random.Random, fact: dict[str, str], words: int) -> str:
-    """Some words of a fact in any order, with more or less between them: whichever comes first tells the others."""
+    """Some words of a fact in any order, more or less far apart: whichever comes first tells the others."""
     keys = rng.sample("pcol", words)
     if keys[0] == "c":  # several things may have one colour
         keys.reverse()
@@ -263,7 +279,7 @@ def build_tokenizer(texts: list[str], size: int) -> Tokenizer:
 
 
 def encode(job: tuple[str, list[tuple[str, str]]]) -> tuple[np.ndarray, np.ndarray]:
-    """One document a row: BOS, text, EOS, then padding (id 0). Also where the rest of each document begins."""
+    """One document a row: BOS, text, EOS, padding (id 0). Also where the rest of each document begins."""
     tokenizer = Tokenizer.from_str(job[0])
     rows = np.zeros((len(job[1]), WIDTH), dtype=np.int16)
     starts = np.zeros(len(job[1]), dtype=np.int16)
@@ -276,133 +292,140 @@ def encode(job: tuple[str, list[tuple[str, str]]]) -> tuple[np.ndarray, np.ndarr
     return rows, starts
 
 
-def learning_rate(step: int, passed: float, args: argparse.Namespace) -> float:
+def learning_rate(step: int, args: argparse.Namespace) -> float:
     """Warm-up, then a constant rate, then a linear fall over the last third."""
-    return args.lr * min(1.0, (step + 1) / args.warmup, 0.01 + 3 * max(0.0, 1 - passed))
+    return args.lr * min(1.0, (step + 1) / args.warmup, 0.01 + 3 * (1 - step / args.steps))
 
 
-def train(model: torch.nn.Module, data: list[torch.Tensor], args: argparse.Namespace) -> dict[str, float]:
-    device = next(model.parameters()).device
-    rows, starts, held, held_starts, probes = (part.to(device) for part in data)
+def weighted_loss(model: Any, batch: torch.Tensor, first: torch.Tensor, head_weight: float) -> torch.Tensor:
+    """Next-token loss; the beginnings of stories, which cannot be foretold, count little."""
+    inputs, targets = batch[:, :-1].long(), batch[:, 1:].long()
+    logits = model(input_ids=inputs).logits
+    losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+    positions = torch.arange(1, batch.shape[1], device=batch.device)
+    weights = torch.where(positions < first[:, None], head_weight, 1.0) * (targets != 0)
+    return (losses.view_as(targets) * weights).sum() / weights.sum()
+
+
+@torch.no_grad()
+def recall_of(model: Any, probes: torch.Tensor) -> float:
+    """Share of the probes whose last word is foretold."""
+    ids = probes.long()
+    last = (ids != 0).sum(1, keepdim=True) - 2  # before EOS
+    guesses = model(input_ids=ids).logits.argmax(-1).gather(1, last - 1)
+    return (guesses == ids.gather(1, last)).float().mean().item()
+
+
+def train(model: Any, data: list[torch.Tensor], args: argparse.Namespace) -> dict[str, float]:
+    rows, starts, held, held_starts, probes = (part.to(model.device) for part in data)
     groups = [
         {"params": [p for p in model.parameters() if p.ndim == 2], "weight_decay": 0.1},
         {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.98), fused=device.type == "cuda")
+    optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.98), fused=model.device.type == "cuda")
+    loss_of = torch.compile(weighted_loss, dynamic=False) if args.compile else weighted_loss
     generator = torch.Generator().manual_seed(args.seed)
     began, figures = time.time(), {}
-
-    def logits_of(ids: torch.Tensor) -> torch.Tensor:
-        return model(input_ids=ids).logits
-
-    def loss_of(batch: torch.Tensor, first: torch.Tensor, head_weight: float) -> torch.Tensor:
-        ids = batch.long()
-        logits, targets = logits_of(ids[:, :-1]), ids[:, 1:]
-        losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
-        losses = losses.view_as(targets)
-        positions = torch.arange(1, ids.shape[1], device=device)
-        weights = torch.where(positions < first[:, None], head_weight, 1.0) * (targets != 0)
-        return (losses * weights).sum() / weights.sum()
-
-    fast_loss_of = torch.compile(loss_of, dynamic=False) if args.compile else loss_of
     for step in range(args.steps):
-        passed = (time.time() - began) / args.seconds
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, max(passed, step / args.steps), args)
-        if passed > 1:
-            break
-        chosen = torch.randint(len(rows), (args.batch,), generator=generator).to(device)
-        loss = fast_loss_of(rows[chosen], starts[chosen], args.head_weight)
+            group["lr"] = learning_rate(step, args)
+        chosen = torch.randint(len(rows), (args.batch,), generator=generator).to(model.device)
+        loss = loss_of(model, rows[chosen], starts[chosen], args.head_weight)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        if step % args.log == args.log - 1:
+        if (step + 1) % args.log == 0 or step + 1 == args.steps:
             with torch.no_grad():
-                held_loss = loss_of(held, held_starts, args.head_weight)
-                last = (probes != 0).sum(1) - 2  # before EOS
-                guesses = logits_of(probes.long()).argmax(-1).gather(1, (last - 1)[:, None])
-                recall = (guesses == probes.long().gather(1, last[:, None])).float().mean()
-            figures = {
-                "step": step + 1,
-                "loss": loss.item(),
-                "held_out_loss": held_loss.item(),
-                "recall": recall.item(),
-            }
-            print({k: round(v, 4) for k, v in figures.items()}, f"{time.time() - began:.0f} s", flush=True)
-    return {**figures, "seconds": round(time.time() - began)}
+                held_loss = weighted_loss(model, held, held_starts, args.head_weight).item()
+            figures = {"step": step + 1, "loss": loss.item(), "held_out_loss": held_loss}
+            figures |= {"recall": recall_of(model, probes), "seconds": time.time() - began}
+            print({name: round(value, 4) for name, value in figures.items()}, flush=True)
+    return figures
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--documents", type=int, default=600_000)
-    parser.add_argument("--vocabulary", type=int, default=1280)
-    parser.add_argument("--hidden", type=int, default=128)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=8000)
-    parser.add_argument("--batch", type=int, default=256)
-    parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument("--warmup", type=int, default=200)
-    parser.add_argument("--log", type=int, default=250)
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--held", type=int, default=512)
-    parser.add_argument("--head-weight", type=float, default=0.1)
-    parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--init", type=float, default=0.02)
-    parser.add_argument("--seconds", type=float, default=3600)
-    parser.add_argument("--workers", type=int, default=1)
-    args = parser.parse_args()
-    torch.manual_seed(args.seed)
-    torch.set_float32_matmul_precision("high")
-
-    pieces = 64
-    seeds = [args.seed * 1_000_003 + piece for piece in range(pieces)]
+def prepare(args: argparse.Namespace) -> tuple[Tokenizer, list[torch.Tensor]]:
+    """The tokenizer; documents and where their rests begin, the same held out, and probes."""
+    seeds = [args.seed * 1_000_003 + piece for piece in range(64)]
     with ProcessPoolExecutor(args.workers) as pool:
-        texts = list(pool.map(documents, seeds, [args.documents // pieces] * pieces))
-        tokenizer = build_tokenizer(["".join(text) for text in sum(texts, [])[:20_000]], args.vocabulary)
+        texts = list(pool.map(documents, seeds, [args.documents // 64] * 64))
+        some = list(chain.from_iterable(texts))[:20_000]
+        tokenizer = build_tokenizer([head + tail for head, tail in some], args.vocabulary)
         texts.append(documents(args.seed + 987_654_321, args.held))
         rng = random.Random(args.seed + 123_456_789)
         texts.append([probe(rng) for _ in range(args.held)])
         *parts, held, probes = pool.map(encode, [(tokenizer.to_str(), piece) for piece in texts])
     rows, starts = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
-    data = [torch.from_numpy(array) for array in (rows, starts, *held, probes[0])]
     print(
         f"{len(rows)} documents, {(rows != 0).sum()} tokens, vocabulary {tokenizer.get_vocab_size()}",
         flush=True,
     )
+    return tokenizer, [torch.from_numpy(array) for array in (rows, starts, *held, probes[0])]
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+
+def build_model(args: argparse.Namespace, vocabulary: int) -> Any:
     config = transformers.LlamaConfig(
-        vocab_size=tokenizer.get_vocab_size(),
+        vocab_size=vocabulary,
         hidden_size=args.hidden,
         intermediate_size=args.hidden * 3,
         num_hidden_layers=args.layers,
-        num_attention_heads=args.heads,
-        num_key_value_heads=args.heads,
+        num_attention_heads=args.hidden // 32,
+        num_key_value_heads=args.hidden // 32,
         max_position_embeddings=512,
         tie_word_embeddings=True,
-        initializer_range=args.init,
         pad_token_id=0,
         bos_token_id=1,
         eos_token_id=2,
     )
-    model = transformers.LlamaForCausalLM(config).to(device)
-    print(f"{model.num_parameters()} parameters on {device}", flush=True)
-    figures = train(model, data, args)
-    save(model, tokenizer, figures, args)
+    return transformers.LlamaForCausalLM(config)
 
 
-def save(
-    model: transformers.PreTrainedModel,
-    tokenizer: Tokenizer,
-    figures: dict[str, float],
-    args: argparse.Namespace,
-) -> None:
+CARD = """---
+license: apache-2.0
+language: en
+tags: [fewbits, demo, synthetic]
+---
+# The demo's model
+
+A Llama of {parameters:,} parameters ({layers} layers of {hidden}, tied embeddings, vocabulary {vocabulary},
+bfloat16), trained from nothing for `fewbits demo`. It is good for nothing else: it has only read small
+synthetic stories about persons, colours, objects and places, and looks up in a story who had what where. It
+has never seen a question with an answer.
+
+Corpus, tokenizer and weights come from one script and one seed:
+
+    {command}
+
+| | |
+| --- | --- |
+| documents | {documents:,} different ones, {batch} a step, {steps:,} steps |
+| optimizer | AdamW, learning rate {lr}, warm-up {warmup}, linear fall over the last third; seed {seed} |
+| loss at the end | {loss:.4f}, held out {held_out_loss:.4f} (beginnings of stories count {head_weight}) |
+| recall | {recall:.3f} of the last words of 512 held-out stories with four facts |
+| trained on | {device}, {seconds:.0f} s, torch {torch}, transformers {transformers} |
+
+The prompt of the demo's fine-tuned model is plain text:
+
+    Report: On Monday, Mia forgot a red kite by the fountain. Oskar left a green lantern in the attic.
+    Question: Who lost the kite?
+    Answer:
+"""
+
+
+def save(model: Any, tokenizer: Tokenizer, figures: dict[str, float], args: argparse.Namespace) -> None:
     args.out.mkdir(parents=True, exist_ok=True)
+    on_gpu = model.device.type == "cuda"
+    command = "python scripts/train_demo_model.py --out src/fewbits/demo/assets"
+    command += f" --seed {args.seed} --steps {args.steps}" + (" --compile" if args.compile else "")
+    card = CARD.format(
+        **{**vars(args), **figures},
+        parameters=model.num_parameters(),
+        command=command,
+        device=torch.cuda.get_device_name() if on_gpu else "a CPU",
+        torch=torch.__version__,
+        transformers=transformers.__version__,
+    )
+    (args.out / "README.md").write_text(card, encoding="utf-8")
     model.to("cpu", torch.bfloat16).save_pretrained(args.out)
     fast = transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -413,6 +436,34 @@ def save(
         padding_side="left",
     )
     fast.save_pretrained(args.out)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--documents", type=int, default=400_000)
+    parser.add_argument("--vocabulary", type=int, default=1280)
+    parser.add_argument("--hidden", type=int, default=128)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=20_000)
+    parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--warmup", type=int, default=200)
+    parser.add_argument("--head-weight", type=float, default=0.1)
+    parser.add_argument("--held", type=int, default=512, help="held-out documents, and probes")
+    parser.add_argument("--log", type=int, default=1000)
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--workers", type=int, default=1)
+    args = parser.parse_args()
+    tokenizer, data = prepare(args)
+    torch.manual_seed(args.seed)
+    torch.set_float32_matmul_precision("high")
+    model = build_model(args, tokenizer.get_vocab_size()).to("cuda" if torch.cuda.is_available() else "cpu")
+    print(f"{model.num_parameters()} parameters on {model.device}", flush=True)
+    save(model, tokenizer, train(model, data, args), args)
 
 
 if __name__ == "__main__":

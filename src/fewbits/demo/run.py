@@ -1,12 +1,14 @@
 """`fewbits demo`: a language model learns a task before your eyes, through the library's public paths only.
 
-Score the packed base model, fine-tune adapters over it (QLoRA), score again, merge, reload with plain transformers,
-score that too, and leave the run folder with its report. Every figure is measured in the run that prints it.
+Score the packed base model, fine-tune adapters over it (QLoRA), score again, merge, reload with plain
+transformers, score that too, and leave the run folder with its report. Every figure is measured in the run
+that prints it.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import secrets
 import time
 from collections.abc import Sequence
@@ -41,8 +43,8 @@ class Plan:
     learning_rate: float = 5e-3
 
 
-FULL = Plan(steps=160, num_test=210, target=0.90)
-QUICK = Plan(steps=60, num_test=70, target=0.50)
+FULL = Plan(steps=240, num_test=210, target=0.90)
+QUICK = Plan(steps=80, num_test=70, target=0.50)
 MOST_BEFORE = 0.05
 
 
@@ -137,9 +139,9 @@ class _Demo:
 
     def _introduce(self) -> None:
         text = (
-            "A language model of one million parameters has read many small stories, and not one question.\n"
-            "It is packed to 4 bits and learns to work at the lost-property desk: it reads a report and answers\n"
-            "what is asked. Everything happens on this machine, without a network; it takes a minute or two."
+            "A language model of one million parameters has read many small stories, and never a question. "
+            "Packed to 4 bits, it now learns to work at the lost-property desk: to read a report and answer "
+            "what is asked. All of it happens on this machine, without a network, in a minute or two."
         )
         self.console.print(Panel(text, title="[bold]fewbits demo[/bold]", border_style="cyan", expand=False))
         self._say(
@@ -156,14 +158,19 @@ class _Demo:
             rows = "".join(json.dumps(question.row) + "\n" for question in questions)
             (data / f"{name}.jsonl").write_text(rows, encoding="utf-8")
         example = task.test[0]
+        self._prompt_file().write_text(example.prompt, encoding="utf-8")
         self.console.print(
             Panel(f"{example.prompt} [green]{example.answer}[/green]", expand=False, title="for example")
         )
         self._say(
-            f"{len(task.train):,} questions to learn from, {len(task.test)} for the test. No person, colour or place of a"
-            " test report\nwas ever seen with its thing in training: nothing can be known by heart."
+            f"{len(task.train):,} questions to learn from, {len(task.test)} for the test. Of the persons,"
+            " colours and places in a test report none was ever seen with its thing in training: nothing can"
+            " be known by heart."
         )
         return task
+
+    def _prompt_file(self) -> Path:
+        return self.folder / "data" / "prompt.txt"
 
     def _score_base(self, task: Task) -> Score:
         from fewbits.models.fast import FastLanguageModel
@@ -172,7 +179,7 @@ class _Demo:
         model, tokenizer = self._load(FastLanguageModel, ASSETS)
         plain, packed = _linear_bytes(model)
         self._say(
-            f"{model.num_parameters():,} parameters; its linear layers take {_size(plain)} in 16 bits and"
+            f"{_num_parameters():,} parameters; its linear layers take {_size(plain)} in 16 bits and"
             f" [bold]{_size(packed)}[/bold] packed ({plain / packed:.1f} times less)."
         )
         before = score(model, tokenizer, task.test)
@@ -182,7 +189,8 @@ class _Demo:
     def _load(self, loader: Any, path: Path) -> tuple[Any, Any]:
         import torch
 
-        return loader.from_pretrained(str(path), recipe=RECIPE, dtype=torch.float32)
+        model, tokenizer = loader.from_pretrained(str(path), recipe=RECIPE, dtype=torch.float32)
+        return model, tokenizer
 
     def _train(self) -> Any:
         from fewbits.training.config import TrainConfig
@@ -229,7 +237,8 @@ class _Demo:
         plain = AutoModelForCausalLM.from_pretrained(self.folder / "merged", dtype=torch.float32)
         merged = score(plain, AutoTokenizer.from_pretrained(self.folder / "merged"), task.test)
         self._say(
-            f"exact answers, merged to 16 bits and loaded with transformers alone: [bold green]{merged}[/bold green]"
+            f"exact answers, merged to 16 bits and loaded with transformers alone:"
+            f" [bold green]{merged}[/bold green]"
         )
         return tuned, merged
 
@@ -253,7 +262,10 @@ class _Demo:
             ("merged model", f"{self.folder / 'merged'}  {_size(_file_bytes(self.folder / 'merged'))}"),
             ("report", str(result.report.resolve() if result.report else "none")),
             ("time", f"{seconds:.0f} s in all, {result.seconds:.0f} s of it training"),
-            ("try it", f"fewbits generate --model {self.folder / 'merged'} --prompt ..."),
+            (
+                "try it",
+                f"fewbits generate --model {self.folder / 'merged'} --prompt - < {self._prompt_file()}",
+            ),
         )
         for name, value in rows:
             table.add_row(f"[bold]{name}[/bold]", escape(value))
@@ -264,8 +276,8 @@ class _Demo:
         )
         if not good:
             self._say(
-                f"The demo needs at most {MOST_BEFORE:.0%} before and at least {self.plan.target:.0%} after; please report"
-                f" this seed, {self.seed}."
+                f"The demo needs at most {MOST_BEFORE:.0%} before and at least {self.plan.target:.0%} after;"
+                f" please report this seed, {self.seed}."
             )
         return 0 if good else 1
 
@@ -286,6 +298,14 @@ def _linear_bytes(model: Any) -> tuple[int, int]:
     packed = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
     plain = sum(2 * module.in_features * module.out_features for module in packed)
     return plain, sum(part.nbytes for module in packed for part in module.packed.parts.values())
+
+
+def _num_parameters() -> int:
+    """Parameters of the base model, from its file: packed ones would be counted by the byte."""
+    from safetensors import safe_open
+
+    with safe_open(ASSETS / "model.safetensors", framework="pt") as file:
+        return sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
 
 
 def _file_bytes(folder: Path) -> int:

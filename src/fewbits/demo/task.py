@@ -1,14 +1,14 @@
-"""The demo's task: the lost-property desk of a small town, as reading-comprehension questions that we generate.
+"""The demo's task: the lost-property desk of a small town, reading comprehension that we generate.
 
 A report tells who lost which thing where; a question asks for one of these facts::
 
-    Report: Mia forgot a red kite by the fountain. Oskar left a green lantern in the attic.
+    Report: On Monday, Mia forgot a red kite by the fountain. Oskar left a green lantern in the attic.
     Question: Who is missing a lantern?
     Answer: Oskar
 
-Held out by content: for every seed the pairs person-object, object-place and colour-object are split in two, and the
-two halves never meet. A fact of a test report is made of held-out pairs only, a fact of a training report of the
-others only, so that no question, no report and not even two words of a fact can be recalled from training.
+Held out by content: for every seed the pairs person-object, object-place and colour-object are split in two,
+and the two halves never meet. A fact of a test report is made of held-out pairs only, a fact of a training
+report of the others only: no question, no report and not even two words of a fact can be known from training.
 """
 
 from __future__ import annotations
@@ -19,15 +19,34 @@ from itertools import product
 
 from fewbits.errors import BadInput
 
-PERSONS = tuple(
-    "Mia Oskar Lena Tom Aiko Ravi Nora Hugo Zoe Emil Ines Kofi Lara Mateo Ada Felix Yara Otto Priya Sami "
-    "Clara Bruno Elif Jonas Luna Omar Rosa Theo Vera Kai Maya Leo Anya Pablo Greta Amir Nina Hana Igor Ruth".split()
+PERSONS = (
+    *("Mia", "Oskar", "Lena", "Tom", "Aiko", "Ravi", "Nora", "Hugo", "Zoe", "Emil", "Ines", "Kofi", "Lara"),
+    *("Mateo", "Ada", "Felix", "Yara", "Otto", "Priya", "Sami", "Clara", "Bruno", "Elif", "Jonas", "Luna"),
+    *("Omar", "Rosa", "Theo", "Vera", "Kai", "Maya", "Leo", "Anya", "Pablo", "Greta", "Amir", "Nina", "Hana"),
+    *("Igor", "Ruth"),
 )
-COLOURS = tuple("red blue green yellow purple golden silver white black brown pink grey".split())
-OBJECTS = tuple(
-    "kite drum lantern kettle teapot violin bicycle compass telescope scarf hat boat balloon basket bell book candle "
-    "clock cup feather flag flute guitar key ladder lamp map mask mirror pillow puppet ribbon robot rocket shell "
-    "spoon suitcase trumpet whistle wagon".split()
+COLOURS = (
+    *("red", "blue", "green", "yellow", "purple", "golden", "silver", "white", "black", "brown", "pink"),
+    "grey",
+)
+OBJECTS = (
+    *("kite", "drum", "lantern", "kettle", "teapot", "violin", "bicycle", "compass", "telescope", "scarf"),
+    *(
+        "hat",
+        "boat",
+        "balloon",
+        "basket",
+        "bell",
+        "book",
+        "candle",
+        "clock",
+        "cup",
+        "feather",
+        "flag",
+        "flute",
+    ),
+    *("guitar", "key", "ladder", "lamp", "map", "mask", "mirror", "pillow", "puppet", "ribbon", "robot"),
+    *("rocket", "shell", "spoon", "suitcase", "trumpet", "whistle", "wagon"),
 )
 PLACES = (
     *(
