@@ -11,7 +11,8 @@ import json
 import math
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,7 +89,25 @@ def run_demo(
         secrets.randbelow(MAX_SEEDS) if seed is None else seed,
         console or Console(),
     )
-    return demo.run()
+    with _one_thread():
+        return demo.run()
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Products this small gain nothing from a second thread.
+
+    And they lose much where the cores are busy: 40 steps took 10 s with one thread, 57 s with two beside one
+    other process, 446 s with two on two cores at load 5.
+    """
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def score(model: Any, tokenizer: Any, questions: Sequence[Question], *, batch: int = 70) -> Score:
