@@ -116,7 +116,9 @@ def test_published_rows_have_these_columns() -> None:
         rows = list(csv.DictReader(file))
         assert rows == [] or list(rows[0]) == COLUMNS
     for row in rows:
-        assert all(row[name] for name in ("us_p50", "gpu", "commit", "date", "command", "torch"))
+        assert all(
+            row[name] for name in ("value", "metric", "unit", "gpu", "commit", "date", "command", "torch")
+        )
 
 
 def test_unknown_op_is_refused() -> None:

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -32,6 +33,7 @@ class Conditions:
         commit: the commit of fewbits that ran.
         date: day, UTC.
         command: what to type to get this row again.
+        packages: other packages that matter, as "transformers 5.23.0; peft 0.21.2".
     """
 
     gpu: str
@@ -42,32 +44,43 @@ class Conditions:
     commit: str
     date: str
     command: str
+    packages: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One line of benchmarks/results.csv.
+    """One line of benchmarks/results.csv: a figure, and how far it moved while it was taken.
 
     Attributes:
+        op: the kernel, or the experiment.
+        part: forward, backward, ...; or which of the experiment's figures' subjects this is.
         variant: "fewbits" or a peer.
-        peak_share: the time that bytes_moved take at the rate of a copy in the same run, over us_p50.
-        ratio: us_p50 over fewbits' us_p50 in the same run; above 1 is slower than fewbits.
+        format: number format or dtype.
+        M, N, K: shape of the operation; None for an experiment.
+        metric: what was measured, such as "time" or "evaluation loss".
+        unit: its unit.
+        low, value, high: of a time the 20 %, 50 %, 80 % quantiles; over seeds the least, the mean, the largest.
+        bytes_moved, flops: what the operation cannot do without.
+        peak_share: the time that bytes_moved take at the rate of a copy in the same run, over the time.
+        ratio: value over fewbits' value in the same run; above 1 is slower than fewbits, or more.
     """
 
     op: str
     part: str
     variant: str
     format: str
-    M: int
-    N: int
-    K: int
-    us_p20: float
-    us_p50: float
-    us_p80: float
-    bytes_moved: int
-    flops: int
-    peak_share: float | None
-    ratio: float | None
+    M: int | None = None
+    N: int | None = None
+    K: int | None = None
+    metric: str
+    unit: str
+    low: float
+    value: float
+    high: float
+    bytes_moved: int | None = None
+    flops: int | None = None
+    peak_share: float | None = None
+    ratio: float | None = None
 
 
 COLUMNS = [f.name for f in (*fields(Row), *fields(Conditions))]
@@ -82,7 +95,7 @@ def rows_of(case: Case, times: dict[str, Quantiles], peak_bytes_per_second: floa
         made.append(
             Row(
                 op=case.op, part=case.part, variant=variant, format=case.format, M=case.M, N=case.N, K=case.K,
-                us_p20=round(p20, 2), us_p50=round(p50, 2), us_p80=round(p80, 2),
+                metric="time", unit="us", low=round(p20, 2), value=round(p50, 2), high=round(p80, 2),
                 bytes_moved=case.bytes_moved, flops=case.flops,
                 peak_share=None if share is None else round(share, 3),
                 ratio=None if ours is None else round(p50 / ours, 3),
@@ -91,13 +104,16 @@ def rows_of(case: Case, times: dict[str, Quantiles], peak_bytes_per_second: floa
     return made
 
 
-def conditions(device: torch.device, *, command: str, commit: str | None = None) -> Conditions:
+def conditions(
+    device: torch.device, *, command: str, commit: str | None = None, packages: tuple[str, ...] = ()
+) -> Conditions:
     """Read the conditions of this run; call it right after measuring, while the clocks are up.
 
     Args:
         device: the device that was measured.
         command: what was typed.
         commit: the commit, where there is no git checkout to ask.
+        packages: names of installed packages whose versions belong in the row.
 
     Raises:
         BadInput: no commit was given and git knows none.
@@ -112,6 +128,7 @@ def conditions(device: torch.device, *, command: str, commit: str | None = None)
         commit=commit or _commit(),
         date=datetime.now(UTC).date().isoformat(),
         command=command,
+        packages="; ".join(f"{name} {version(name)}" for name in packages),
     )
 
 

@@ -104,8 +104,8 @@ def _table(rows: list[Row], device: str, peak: float | None) -> Table:
         table.add_row(
             f"{ours.op}.{ours.part} {ours.format}",
             "x".join(str(n) for n in (ours.M, ours.N, ours.K) if n),
-            f"{ours.us_p50:.1f}",
-            f"{ours.us_p20:.1f}-{ours.us_p80:.1f}",
+            f"{ours.value:.1f}",
+            f"{ours.low:.1f}-{ours.high:.1f}",
             "" if ours.peak_share is None else f"{ours.peak_share:.0%}",
             peers,
         )
