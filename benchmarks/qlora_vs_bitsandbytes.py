@@ -1,7 +1,7 @@
-"""QLoRA through fewbits beside PEFT + bitsandbytes NF4, on a CPU: evaluation loss over seeds and time per step.
+"""QLoRA through fewbits beside PEFT + bitsandbytes NF4, on a CPU: evaluation loss over seeds, time per step.
 
-Both sides train the same model on the same rows in the same order, from the same initial adapters, with the same
-optimiser; steps are interleaved (ours, theirs, ours, ...) so that a noisy machine slows both.
+Both sides train the same model on the same rows in the same order, from the same initial adapters, with one
+kind of optimiser; steps are interleaved (ours, theirs, ours, ...) so that a noisy machine slows both.
 
     python benchmarks/qlora_vs_bitsandbytes.py --model ../shared/data/models/stories3m \
         --train ../shared/data/instruct/dolly_train.jsonl --eval ../shared/data/instruct/dolly_eval.jsonl \
