@@ -1,12 +1,12 @@
 """Host memory while a plain checkpoint is loaded into packed form.
 
-    python benchmarks/load_memory.py                 # about 1.3 GB of bfloat16 weights, 4 shards, written
-    to a temporary folder python benchmarks/load_memory.py --layers 4      # smaller
+    python benchmarks/load_memory.py                # about 1.3 GB of bfloat16 weights in 4 shards
+    python benchmarks/load_memory.py --layers 4     # smaller
 
-A random Llama is written shard by shard; a fresh process then loads it on the CPU while a thread reads
-/proc/self/status every 2 ms. RssAnon is memory that the process owns; VmRSS adds file pages of the
-memory-mapped shards, which the system takes back when it needs them. Figures are differences to the moment
-before loading.
+A random Llama is written shard by shard to a temporary folder; a fresh process then loads it on the CPU
+while a thread reads /proc/self/status every 2 ms. RssAnon is memory that the process owns; VmRSS adds file
+pages of the memory-mapped shards, which the system takes back when it needs them. Figures are differences to
+the moment before loading.
 """
 
 from __future__ import annotations

@@ -18,6 +18,14 @@ def shared() -> Path:
     return path
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    """Tiny products gain nothing from a second thread, and lose much on busy cores."""
+    import torch
+
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     import torch

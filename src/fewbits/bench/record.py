@@ -59,7 +59,7 @@ class Row:
         M, N, K: shape of the operation; None for an experiment.
         metric: what was measured, such as "time" or "evaluation loss".
         unit: its unit.
-        low, value, high: of a time the 20 %, 50 %, 80 % quantiles; over seeds the least, the mean, the largest.
+        low, value, high: of a time the 20 %, 50 %, 80 % quantiles; over seeds the least, mean and largest.
         bytes_moved, flops: what the operation cannot do without.
         peak_share: the time that bytes_moved take at the rate of a copy in the same run, over the time.
         ratio: value over fewbits' value in the same run; above 1 is slower than fewbits, or more.

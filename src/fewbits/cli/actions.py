@@ -21,7 +21,7 @@ def demo(args: Namespace) -> int:
     """``fewbits demo``."""
     from fewbits.demo.run import run_demo
 
-    return int(run_demo(Path(args.output), seed=args.seed, console=console()))
+    return int(run_demo(Path(args.output), seed=args.seed, quick=args.quick, console=console()))
 
 
 def train(args: Namespace) -> int:

@@ -101,6 +101,9 @@ def _demo(commands: Any) -> None:
         "--output", metavar="DIR", default="fewbits-demo", help="run folder (default: %(default)s)"
     )
     sub.add_argument("--seed", type=int, metavar="N", help="default: another one each time")
+    sub.add_argument(
+        "--quick", action="store_true", help="a third of the steps and questions, and a lower bar"
+    )
 
 
 def _train(commands: Any, with_flags: bool) -> None:

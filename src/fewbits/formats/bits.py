@@ -1,7 +1,7 @@
 """Codes of 2 and 4 bits to bytes and back.
 
-Order: the first of the codes that share a byte lies in its lowest bits, ``byte = code[0] | code[1] << 4`` for
-    4 bits.
+Order: the first of the codes that share a byte lies in its lowest bits: for 4 bits
+``byte = code[0] | code[1] << 4``.
 (bitsandbytes puts the first code into the high nibble; `fewbits.formats.bitsandbytes` swaps.)
 """
 

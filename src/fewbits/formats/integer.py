@@ -1,8 +1,8 @@
 """INT8 and INT4: whole numbers times a scale, with or without a zero point.
 
 Symmetric: ``scale = absmax / qmax`` with qmax 127 or 7, ``code = round(x * (1 / scale))`` in -qmax ... qmax.
-    The code
--qmax - 1 is left unused: the grid is then symmetric, and the largest value of a block decodes to itself.
+The code -qmax - 1 is left unused: the grid is then symmetric, and the largest value of a block decodes to
+itself.
 
 With a zero point: ``low = min(x, 0)``, ``high = max(x, 0)``, ``scale = (high - low) / (2**bits - 1)``,
 ``zero_point = -2**(bits - 1) - round(low / scale)``, ``code = round(x * (1 / scale)) + zero_point``, cut to
@@ -57,8 +57,7 @@ class Integer(Format):
         zero_point: whether the grid is moved to cover an interval that is not symmetric.
 
     Parts: ``codes`` (..., K) int8, or for 4 bits (..., ceil(K / 2)) uint8 with two's complement nibbles, the
-        first in
-    the low one; ``scales`` float32; with a zero point ``zero_points`` int8, of the scales' shape.
+    first in the low one; ``scales`` float32; with a zero point ``zero_points`` int8, of the scales' shape.
     """
 
     bits: int = 8

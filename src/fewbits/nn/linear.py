@@ -45,9 +45,8 @@ class QuantizedLinear(nn.Module):
     """A linear layer whose frozen weight is stored in a number format.
 
     The parts of the packed weight are parameters ``weight_<part>`` (``weight_codes``, ``weight_scales``, ...)
-    that carry no
-    gradient: they are saved, moved and sharded as parameters are, and keep their dtype when the module is
-    cast; a cast changes only `dtype` and the bias.
+    that carry no gradient: they are saved, moved and sharded as parameters are, and keep their dtype when the
+    module is cast; a cast changes only `dtype` and the bias.
 
     Attributes:
         format: how the weight is stored.
