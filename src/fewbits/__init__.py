@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fewbits.formats import FORMATS, get_format
     from fewbits.models.adapters import get_peft_model, load_adapter, lora_config
-    from fewbits.models.convert import convert, explain, restore
+    from fewbits.models.convert import explain
     from fewbits.models.fast import FastLanguageModel
     from fewbits.models.hf_quantizer import FewbitsConfig
+    from fewbits.models.in_memory import convert, restore
     from fewbits.recipes import CATALOG, QAT, LoRA, Recipe, Rule, get_recipe
     from fewbits.training.config import TrainConfig
     from fewbits.training.qat import convert_qat, prepare_qat
@@ -31,9 +32,9 @@ _HOMES = {
     "Recipe": "fewbits.recipes",
     "Rule": "fewbits.recipes",
     "get_recipe": "fewbits.recipes",
-    "convert": "fewbits.models.convert",
+    "convert": "fewbits.models.in_memory",
     "explain": "fewbits.models.convert",
-    "restore": "fewbits.models.convert",
+    "restore": "fewbits.models.in_memory",
     "get_peft_model": "fewbits.models.adapters",
     "load_adapter": "fewbits.models.adapters",
     "lora_config": "fewbits.models.adapters",

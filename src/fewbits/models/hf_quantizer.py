@@ -370,6 +370,16 @@ def attach(model: Any, quantizer: FewbitsQuantizer) -> None:
     model.save_pretrained = MethodType(_save_pretrained, model)
 
 
+def detach(model: Any) -> None:
+    """Take back what `attach` did: the model is an ordinary one again."""
+    for owner in (model, model.get_base_model() if hasattr(model, "get_base_model") else model):
+        for name in ("hf_quantizer", "is_quantized", "quantization_method", "save_pretrained"):
+            owner.__dict__.pop(name, None)
+    config = getattr(model, "config", None)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+
+
 def attach_recipe(model: Any, recipe: Recipe) -> None:
     """`attach` for a model that was packed in memory, by `convert` for one."""
     attach(model, FewbitsQuantizer(FewbitsConfig(recipe), pre_quantized=True))

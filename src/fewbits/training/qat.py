@@ -18,6 +18,7 @@ from torch import nn
 from fewbits.errors import Unsupported
 from fewbits.models.adapters import get_peft_model
 from fewbits.models.convert import convert, record_change
+from fewbits.models.in_memory import mark_packed
 from fewbits.models.receipt import Receipt
 from fewbits.nn.fake_quantize import FakeQuantizedLinear
 from fewbits.nn.linear import QuantizedLinear
@@ -49,7 +50,8 @@ def prepare_qat(model: nn.Module, recipe: Recipe, *, fuse_norms: bool = True) ->
 def convert_qat(model: Any) -> tuple[Any, Receipt]:
     """Pack the weights of a model that was trained under `prepare_qat`; in place.
 
-    Adapters are merged first, which changes no effective weight.
+    Adapters are merged first, which changes no effective weight. ``save_pretrained`` then writes a packed
+    checkpoint.
 
     Returns:
         The packed model (for a PeftModel its base model) and the receipt.
@@ -68,4 +70,5 @@ def convert_qat(model: Any) -> tuple[Any, Receipt]:
         linear = model.get_submodule(name)
         rule = Rule(weight=linear.weight_format, activation=linear.activation_format)
         record_change(model, name, QuantizedLinear.from_linear(linear, rule), receipt)
+    mark_packed(model)
     return model, receipt

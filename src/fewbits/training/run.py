@@ -347,12 +347,9 @@ class _Run:
     def _packed_if_qat(self) -> Any:
         if self.built.recipe is None or self.built.recipe.qat is None:
             return self.built.model
-        from fewbits.models.hf_quantizer import attach_recipe
-        from fewbits.models.packed import recipe_of
         from fewbits.training.qat import convert_qat
 
         model, receipt = convert_qat(self.built.model)
-        attach_recipe(model, recipe_of(model, name=self.built.recipe.name))
         self.folder.write(receipt=f"{self.built.receipt}\n{receipt}")
         return model
 

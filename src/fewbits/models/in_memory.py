@@ -1,0 +1,65 @@
+"""`convert` and `restore` for a model in memory, so that it can be saved afterwards as what it then is.
+
+They are `fewbits.models.convert`'s, and tell transformers besides whether the model is quantised: without
+that, ``save_pretrained`` would write packed tensors under a config.json that knows nothing of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from fewbits.models import convert as modules
+from fewbits.models.hf_quantizer import attach_recipe, detach
+from fewbits.models.packed import recipe_of
+from fewbits.models.receipt import Receipt
+from fewbits.nn.linear import QuantizedLinear
+from fewbits.recipes.recipe import Recipe
+
+
+def convert(
+    model: nn.Module,
+    recipe: Recipe,
+    *,
+    strict: bool = False,
+    keep_original: bool = False,
+    fuse_norms: bool = True,
+) -> Receipt:
+    """Put ``recipe`` into ``model``, in place.
+
+    Arguments, result and errors are those of `fewbits.models.convert.convert`. A model with packed weights is
+    then saved by its own ``save_pretrained`` as a packed checkpoint.
+    """
+    receipt = modules.convert(
+        model, recipe, strict=strict, keep_original=keep_original, fuse_norms=fuse_norms
+    )
+    mark_packed(model, recipe)
+    return receipt
+
+
+def restore(model: nn.Module) -> Receipt:
+    """Bring back modules of the original classes, in place; it is then saved as a plain checkpoint.
+
+    See `fewbits.models.convert.restore`.
+    """
+    receipt = modules.restore(model)
+    detach(model)
+    return receipt
+
+
+def mark_packed(model: Any, recipe: Recipe | None = None) -> None:
+    """Let transformers know of the packed weights in ``model``, if there are any.
+
+    Args:
+        model: a model of transformers.
+        recipe: what packed it; None: what its layers say, under the name of the recipe of its conversion.
+    """
+    if not hasattr(model, "save_pretrained") or not any(
+        isinstance(module, QuantizedLinear) for module in model.modules()
+    ):
+        return
+    if recipe is None:
+        state = modules.conversion_of(model)
+        recipe = recipe_of(model, name="packed" if state is None else state.recipe.name)
+    attach_recipe(model, recipe)
