@@ -77,8 +77,8 @@ class RunFolder:
         self.merged = self.path / "merged"
         self.is_ours = False  # until `open` has found that the folder may be written to
 
-    def open(self, config: TrainConfig, *, resume: bool) -> None:
-        """Begin a run here, or go on with the same one; another run's folder is refused."""
+    def check(self, config: TrainConfig, *, resume: bool) -> None:
+        """Refuse a folder that holds another run; writes nothing."""
         if self.path.exists() and not self.path.is_dir():
             raise BadInput(f"output_dir {self.path} is a file; choose another name.")
         held = any(
@@ -96,6 +96,10 @@ class RunFolder:
                     f"output_dir {self.path} holds another run, with another {', '.join(changed)}; choose"
                     " another output_dir, or resume with the configuration in its config.yaml."
                 )
+
+    def open(self, config: TrainConfig, *, resume: bool) -> None:
+        """Begin a run here, or go on with the same one; another run's folder is refused."""
+        self.check(config, resume=resume)
         self.checkpoints.mkdir(parents=True, exist_ok=True)
         for folder in (self.path, self.checkpoints):
             remove_leftovers(folder)
@@ -131,6 +135,7 @@ def train(config: TrainConfig, *, resume: bool = False, console: Console | None 
     resume = resume or config.resume
     folder = RunFolder(config.output_dir)
     _check_paths(config)
+    folder.check(config, resume=resume)
     if resume and folder.read().get("status") == "finished":
         folder.open(config, resume=True)
         return _result(folder)
