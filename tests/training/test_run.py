@@ -225,6 +225,16 @@ def test_resume_without_a_run_begins_one(make_config):
     assert train(make_config(max_steps=1), resume=True).steps == 1
 
 
+def test_an_old_checkpoint_that_a_killed_run_left_is_removed(make_config):
+    config = make_config(max_steps=4, save_steps=2, keep_checkpoints=1)
+    folder = train(config).output_dir
+    run = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps({**run, "status": "running"}))
+    shutil.copytree(folder / "checkpoints/checkpoint-4", folder / "checkpoints/checkpoint-2")
+    train(config, resume=True)
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["checkpoint-4"]
+
+
 def test_other_data_in_a_resumed_run(make_config, tiny_data, tmp_path):
     data = tmp_path / "d.jsonl"
     shutil.copy(tiny_data, data)

@@ -35,6 +35,7 @@ from fewbits.training.checkpointing import (
     disk_is_full,
     load_weights,
     remove_leftovers,
+    rotate,
     staged,
     step_of,
     write_atomic,
@@ -279,6 +280,8 @@ class _Run:
             if over:
                 load_weights(model, found[-1])
                 trainer.state = type(trainer.state).load_from_json(str(found[-1] / "trainer_state.json"))
+                # killed after its last checkpoint, before an older one was removed: remove it now
+                rotate(self.folder.checkpoints, config.keep_checkpoints, trainer.state.best_global_step)
             else:
                 trainer.train(resume_from_checkpoint=str(found[-1]) if found else None)
         finally:
