@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+import webbrowser
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,11 @@ def demo(args: Namespace) -> int:
     """``fewbits demo``."""
     from fewbits.demo.run import run_demo
 
-    return int(run_demo(Path(args.output), seed=args.seed, quick=args.quick, console=console()))
+    return int(
+        run_demo(
+            Path(args.output), seed=args.seed, quick=args.quick, open_report=args.open, console=console()
+        )
+    )
 
 
 def train(args: Namespace) -> int:
@@ -132,6 +137,8 @@ def report(args: Namespace) -> int:
 
     path = write_report(Path(args.run))
     console().print(escape(str(path)), soft_wrap=True, highlight=False)
+    if args.open:
+        webbrowser.open(path.resolve().as_uri())
     return 0
 
 

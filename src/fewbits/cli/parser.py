@@ -59,7 +59,9 @@ def build_parser(*, with_train_flags: bool = False) -> Parser:
     _eval(commands)
     _quantize(commands)
     _merge(commands)
-    _command(commands, "report").add_argument("run", metavar="RUN", help="folder of the run")
+    report = _command(commands, "report")
+    report.add_argument("run", metavar="RUN", help="folder of the run")
+    report.add_argument("--open", action="store_true", help="show it in the web browser")
     _command(commands, "bench")
     _command(commands, "completion").add_argument("shell", choices=("bash", "zsh", "fish"), help="your shell")
     return parser
@@ -104,6 +106,7 @@ def _demo(commands: Any) -> None:
     sub.add_argument(
         "--quick", action="store_true", help="a third of the steps and questions, and a lower bar"
     )
+    sub.add_argument("--open", action="store_true", help="show the report in the web browser at the end")
 
 
 def _train(commands: Any, with_flags: bool) -> None:

@@ -11,6 +11,7 @@ import json
 import math
 import secrets
 import time
+import webbrowser
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -65,6 +66,7 @@ def run_demo(
     *,
     seed: int | None = None,
     quick: bool = False,
+    open_report: bool = False,
     console: Console | None = None,
 ) -> int:
     """Runs the demo.
@@ -73,6 +75,7 @@ def run_demo(
         output_dir: where the run is written; if it is taken, a numbered folder beside it.
         seed: of the task, the adapters and the order of the data; None draws a new one.
         quick: fewer steps and questions, and a lower bar.
+        open_report: show the report in the web browser at the end.
         console: where to show it.
 
     Returns:
@@ -90,7 +93,11 @@ def run_demo(
         console or Console(),
     )
     with _one_thread():
-        return demo.run()
+        code = demo.run()
+    report = demo.folder / "report.html"
+    if open_report and report.is_file():
+        webbrowser.open(report.resolve().as_uri())
+    return code
 
 
 @contextmanager
