@@ -162,6 +162,24 @@ def test_the_lower_floors_need_torch_alone() -> None:
     assert out["seconds"] < 0.5
 
 
+def test_the_public_names_add_little_to_torch() -> None:
+    """transformers and peft come when something is called; only FewbitsConfig derives from one of theirs."""
+    code = """
+    import torch
+    start = time.process_time()
+    import fewbits
+    names = [name for name in fewbits.__all__ if name != "FewbitsConfig"]
+    found = [getattr(fewbits, name) for name in names]
+    out["seconds"] = time.process_time() - start
+    out["names"] = names
+    heavy = ("transformers", "peft", "datasets", "trl", "torch._dynamo")
+    out["loaded"] = [m for m in heavy if m in sys.modules]
+    """
+    out = fastest(code, 0.5)
+    assert "FastLanguageModel" in out["names"] and out["loaded"] == []
+    assert out["seconds"] < 0.5
+
+
 @pytest.fixture(scope="module")
 def everything() -> dict:
     """All of fewbits imported, once what it stands on is there."""

@@ -1,7 +1,8 @@
 """`FastLanguageModel`: load, adapt, train, save, in the words of Unsloth's scripts.
 
 Every argument that such a script may pass is honoured, or noted in ``model.fewbits_notes`` because it
-chooses nothing here, or refused in one sentence; none is dropped in silence.
+chooses nothing here, or refused in one sentence; none is dropped in silence. transformers and peft are
+imported when a method is called.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from fewbits.errors import BadCheckpoint, BadInput, SpecMismatch, Unsupported
 from fewbits.models.adapters import get_peft_model, load_adapter
 from fewbits.models.checkpoint import ADAPTER_CONFIG, Checkpoint, inspect_folder, is_adapter_folder, read_json
 from fewbits.models.convert import conversion_of
-from fewbits.models.hf_quantizer import FewbitsConfig, register
 from fewbits.models.merge import save_pretrained_merged
 from fewbits.models.options import PEFT_CHOOSES_NOTHING, PEFT_FIELDS, Loading, note_or_refuse, sort_options
 from fewbits.models.packed import check_device
@@ -231,6 +231,8 @@ def _choose_recipe(
 def _load_model(where: str, checkpoint: Checkpoint | None, recipe: Any, dtype: Any, loading: Loading) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from fewbits.models.hf_quantizer import register
+
     register()
     device_map = _device_map(loading.device_map)
     common = {
@@ -266,6 +268,8 @@ def _quantization_settings(
     config: Any, checkpoint: Checkpoint | None, recipe: Any, where: str, loading: Loading
 ) -> dict[str, Any]:
     """What from_pretrained is told about quantisation; edits ``config`` for bitsandbytes checkpoints."""
+    from fewbits.models.hf_quantizer import FewbitsConfig
+
     written = getattr(config, "quantization_config", None)
     settings: dict[str, Any] = {"use_safetensors": None if loading.allow_pickle else True}
     if written is None:

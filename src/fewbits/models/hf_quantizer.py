@@ -375,7 +375,7 @@ def detach(model: Any) -> None:
     for owner in (model, model.get_base_model() if hasattr(model, "get_base_model") else model):
         for name in ("hf_quantizer", "is_quantized", "quantization_method", "save_pretrained"):
             owner.__dict__.pop(name, None)
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
 

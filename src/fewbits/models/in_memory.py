@@ -11,7 +11,6 @@ from typing import Any
 from torch import nn
 
 from fewbits.models import convert as modules
-from fewbits.models.hf_quantizer import attach_recipe, detach
 from fewbits.models.packed import recipe_of
 from fewbits.models.receipt import Receipt
 from fewbits.nn.linear import QuantizedLinear
@@ -43,6 +42,8 @@ def restore(model: nn.Module) -> Receipt:
 
     See `fewbits.models.convert.restore`.
     """
+    from fewbits.models.hf_quantizer import detach
+
     receipt = modules.restore(model)
     detach(model)
     return receipt
@@ -55,6 +56,8 @@ def mark_packed(model: Any, recipe: Recipe | None = None) -> None:
         model: a model of transformers.
         recipe: what packed it; None: what its layers say, under the name of the recipe of its conversion.
     """
+    from fewbits.models.hf_quantizer import attach_recipe
+
     if not hasattr(model, "save_pretrained") or not any(
         isinstance(module, QuantizedLinear) for module in model.modules()
     ):

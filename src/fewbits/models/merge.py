@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from fewbits.errors import BadCheckpoint, BadInput, FewbitsError, Unsupported
 from fewbits.models.branches import branches_of, effective_state, plain_name, same_storage, was_changed
 from fewbits.models.checkpoint import INDEX, WEIGHTS, Checkpoint, inspect_folder, whole_folder
-from fewbits.models.hf_quantizer import FewbitsConfig
 from fewbits.models.packed import recipe_of
 from fewbits.nn.linear import QuantizedLinear
 
@@ -429,6 +428,8 @@ def _original_of(base: Any) -> tuple[Checkpoint | None, str]:
 
 def _pack(base: Any, source: Path, target: Path) -> None:
     """Load the merged 16-bit model in the base's own recipe and save it packed."""
+    from fewbits.models.hf_quantizer import FewbitsConfig
+
     recipe = (
         recipe_of(base, name="merged_4bit")
         if any(isinstance(m, QuantizedLinear) for m in base.modules())

@@ -8,11 +8,10 @@ import sys
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
-from transformers import set_seed
 
 import fewbits
 from fewbits.errors import BadInput, SpecMismatch, TrainingStopped
@@ -28,7 +27,6 @@ from fewbits.training.build import (
     total_steps,
     training_arguments,
 )
-from fewbits.training.callbacks import MetricsFile, ProgressBar, Schedule, read_metrics
 from fewbits.training.checkpointing import (
     Progress,
     checkpoints,
@@ -44,7 +42,10 @@ from fewbits.training.config import TrainConfig
 from fewbits.training.data import RowEncoder, TokenData, load_data, read_samples, split_rows
 from fewbits.training.packing import Collator
 from fewbits.training.samples import answer_all
-from fewbits.training.trainer import Trainer
+
+if TYPE_CHECKING:  # they import transformers, which a run does when it begins
+    from fewbits.training.callbacks import ProgressBar
+    from fewbits.training.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -193,6 +194,8 @@ class _Run:
 
     def prepare(self) -> None:
         """Read the data, then load the model; nothing is written before both are known to be good."""
+        from transformers import set_seed
+
         config = self.config
         set_seed(config.seed)
         light = load_tokenizer(config)
@@ -247,6 +250,9 @@ class _Run:
 
     def train(self) -> None:
         """Samples, then the training itself, from the newest checkpoint if there is one."""
+        from fewbits.training.callbacks import MetricsFile, ProgressBar, Schedule
+        from fewbits.training.trainer import Trainer
+
         config, model = self.config, self.built.model
         found = checkpoints(self.folder.checkpoints) if self.resume else []
         progress = Progress.load(found[-1]) if found else Progress()
@@ -363,6 +369,8 @@ class _Run:
 
 
 def _result(folder: RunFolder) -> TrainResult:
+    from fewbits.training.callbacks import read_metrics
+
     facts = folder.read()
     metrics: dict[str, Any] = {}
     for record in read_metrics(folder.metrics):
