@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fewbits.formats import FORMATS, get_format
+    from fewbits.kernels.matmul_stochastic import sc_matmul
     from fewbits.models.adapters import get_peft_model, load_adapter, lora_config
     from fewbits.models.convert import explain
     from fewbits.models.fast import FastLanguageModel
@@ -25,6 +26,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "FORMATS": "fewbits.formats",
+    "sc_matmul": "fewbits.kernels.matmul_stochastic",
     "get_format": "fewbits.formats",
     "CATALOG": "fewbits.recipes",
     "LoRA": "fewbits.recipes",
@@ -67,6 +69,7 @@ __all__ = [
     "lora_config",
     "prepare_qat",
     "restore",
+    "sc_matmul",
     "train",
 ]
 

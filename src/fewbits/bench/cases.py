@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fewbits.bench.fused_cases import MAKERS as FUSED_MAKERS
 from fewbits.bench.problem import Case, Problem, differentiated, randn
+from fewbits.bench.stochastic_cases import MAKERS as STOCHASTIC_MAKERS
 from fewbits.formats import get_format
 from fewbits.formats.base import Packed
 from fewbits.kernels.dequantize import dequantize, dequantize_ref
@@ -232,4 +233,4 @@ def _lora_problem(case: Case, device: torch.device) -> Problem:
     return Problem({"fewbits": differentiated(ours, (x, a, b), dy, trained)}, exact)
 
 
-_MAKERS = (_rmsnorm_cases, _dequantize_cases, _linear_cases, *FUSED_MAKERS)
+_MAKERS = (_rmsnorm_cases, _dequantize_cases, _linear_cases, *FUSED_MAKERS, *STOCHASTIC_MAKERS)

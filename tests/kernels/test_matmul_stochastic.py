@@ -1,0 +1,318 @@
+"""`sc_matmul`: golden vectors, generated streams, dtypes and layouts, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fewbits import sc_matmul
+from fewbits.errors import BadInput, Unsupported
+from fewbits.formats.stochastic import Stochastic, product_tables
+from fewbits.kernels import matmul_stochastic
+from fewbits.kernels.matmul_stochastic import quantize_operands, sc_matmul_ref, stream_counts
+from formats.generated_streams import generated_matmul, random_case
+
+NUM_GOLDEN = 48
+
+
+@pytest.fixture(scope="module")
+def golden(shared: Path):
+    return np.load(shared / "data" / "sc_golden.npz")
+
+
+def _golden_case(golden, i: int):
+    case = json.loads(str(golden["cases"]))[i]
+    options = {name: case[name] for name in ("scramble", "scramble_rescale", "n_masks")} | case["kwargs"]
+    part = {
+        k.removeprefix(f"{i:02d}_"): torch.from_numpy(golden[k]) for k in golden if k.startswith(f"{i:02d}_")
+    }
+    return part, options
+
+
+def test_all_golden_cases_are_covered(golden) -> None:
+    assert len(json.loads(str(golden["cases"]))) == NUM_GOLDEN
+
+
+@pytest.mark.parametrize("i", range(NUM_GOLDEN))
+def test_golden_values(golden, i: int) -> None:
+    part, options = _golden_case(golden, i)
+    y = sc_matmul(part["a"], part["b"], smooth_scales=part.get("smooth"), **options)
+    assert y.dtype == torch.float32 and torch.equal(y, part["y"])
+
+
+@pytest.mark.parametrize("i", range(NUM_GOLDEN))
+def test_golden_codes_counts_and_scales(golden, i: int) -> None:
+    part, kwargs = _golden_case(golden, i)
+    options = Stochastic(**kwargs)
+    a, b = part["a"], part["b"]
+    if "smooth" in part:
+        a, b = a / part["smooth"], b * part["smooth"]
+    a, b = (x if x.dim() == 3 else x[None] for x in (a, b))
+    chunks = options.chunks(a.shape[-1])
+    codes = [quantize_operands(a[..., c], b[..., c], options, len(chunks) > 1) for c in chunks]
+    acc = torch.cat([stream_counts(qa.codes, qb.codes, options) for qa, qb in codes])
+    assert torch.equal(acc, part["acc"])
+    for side, name in ((0, "a"), (1, "b")):
+        assert torch.equal(torch.cat([q[side].codes for q in codes], -1), part[f"q{name}"])
+        for ours, theirs in (
+            ((q[side].scales for q in codes), "scale"),
+            ((q[side].zero_points for q in codes), "zp"),
+        ):
+            if f"{theirs}_{name}" in part:
+                expected = part[f"{theirs}_{name}"]
+                got = torch.cat([torch.atleast_2d(x).double() for x in ours])
+                assert (got == expected.view(len(expected), -1)).all()
+
+
+# Generated streams.
+
+
+def _same_as_generated(seed: int) -> None:
+    a, b, options = random_case(seed)
+    y = sc_matmul(torch.from_numpy(a), torch.from_numpy(b), **options)
+    expected = torch.from_numpy(generated_matmul(a, b, options))
+    assert torch.equal(y, expected), (seed, options)
+
+
+def test_random_configurations_equal_generated_streams() -> None:
+    for seed in range(150):
+        _same_as_generated(seed)
+
+
+@pytest.mark.slow
+def test_many_random_configurations_equal_generated_streams() -> None:
+    for seed in range(1000, 3000):
+        _same_as_generated(seed)
+
+
+def test_random_configurations_reach_every_option() -> None:
+    seen = [random_case(seed)[2] for seed in range(150)]
+    for name, values in {
+        "granularity": {"per_row", "per_tensor", "per_head"},
+        "mode": {"bipolar", "unipolar"},
+        "scramble": {"bitrev", "counter", "off"},
+        "scramble_rescale": {True, False},
+        "halve_bipolar_stoc_len": {True, False},
+    }.items():
+        assert {o[name] for o in seen} == values
+    assert any(o["chunk_d"] for o in seen) and any(o["n_masks"] for o in seen)
+
+
+# The ways the counts are cut do not show.
+
+
+@pytest.mark.parametrize("shape", [(1, 40, 300), (40, 1, 300), (17, 23, 129), (2, 3, 1)])
+@pytest.mark.parametrize("precision", [4, 8])
+def test_counts_do_not_depend_on_how_they_are_cut(monkeypatch, shape, precision: int) -> None:
+    N, M, D = shape
+    options = Stochastic(sc_prec=precision, stoc_len=2**precision * 3 // 4, n_masks=24)
+    high = options.max_code
+    qa, qb = (torch.randint(-high, high + 1, (1, n, D), dtype=torch.int16) for n in (N, M))
+    whole = stream_counts(qa, qb, options)
+    T = product_tables(options.streams, options.masks(D), qa.device).long()
+    d = torch.arange(D)
+    for n in {0, N - 1}:
+        for m in {0, M - 1}:
+            terms = T[d, qa[0, n].long().abs(), qb[0, m].long().abs()] * qa[0, n].sign() * qb[0, m].sign()
+            assert whole[0, n, m] == terms.sum()
+    monkeypatch.setattr(matmul_stochastic, "_TABLE_VALUES", 1000)
+    assert torch.equal(stream_counts(qa, qb, options), whole)
+    monkeypatch.setattr(matmul_stochastic, "KEPT_TABLE_BYTES", 5000)
+    assert torch.equal(stream_counts(qa, qb, options), whole)
+
+
+def test_sums_beyond_float32_stay_whole() -> None:
+    D = 70000  # 256 * 70000 > 2**24, in one sum
+    a = torch.ones(1, D)
+    acc = stream_counts(a[None].short() * 127, a[None].short() * 127, Stochastic(scramble="off"))
+    assert acc.item() == 256 * D
+
+
+def test_a_counter_that_would_overflow_is_refused() -> None:
+    codes = torch.zeros(1, 1, 1, dtype=torch.int16).expand(1, 1, 2**20)
+    with pytest.raises(Unsupported, match="overflow a 32-bit counter; set chunk_d"):
+        stream_counts(codes, codes, Stochastic(sc_prec=11))
+
+
+# Operands.
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("granularity", ["per_row", "per_tensor", "per_head"])
+def test_dtypes_are_cast_to_float32(dtype: torch.dtype, granularity: str) -> None:
+    a, b = torch.randn(2, 3, 20).to(dtype), torch.randn(2, 5, 20).to(dtype)
+    y = sc_matmul(a, b, granularity, stoc_len=64)
+    assert y.dtype == torch.float32 and torch.equal(
+        y, sc_matmul(a.float(), b.float(), granularity, stoc_len=64)
+    )
+
+
+def test_smooth_scales_take_each_operands_dtype() -> None:
+    a, b, s = torch.randn(3, 20).bfloat16(), torch.randn(5, 20).half(), torch.rand(20) + 0.5
+    y = sc_matmul(a, b, smooth_scales=s)
+    assert torch.equal(y, sc_matmul(a / s.bfloat16(), b * s.half()))
+
+
+@pytest.mark.parametrize("granularity", ["per_row", "per_tensor", "per_head"])
+def test_operands_need_not_be_contiguous(granularity: str) -> None:
+    a, b = torch.randn(20, 3, 2).permute(2, 1, 0), torch.randn(2, 5, 40)[..., ::2]
+    expected = sc_matmul(a.contiguous(), b.contiguous(), granularity)
+    assert torch.equal(sc_matmul(a, b, granularity), expected)
+
+
+@pytest.mark.parametrize("mode", ["bipolar", "unipolar"])
+@pytest.mark.parametrize("granularity", ["per_row", "per_tensor"])
+@pytest.mark.parametrize("shape", [(0, 3, 8), (3, 0, 8), (3, 2, 0), (0, 0, 0)])
+def test_empty_operands_give_an_empty_result(granularity: str, mode: str, shape) -> None:
+    N, M, D = shape
+    y = sc_matmul(torch.randn(N, D), torch.randn(M, D), granularity, mode=mode)
+    assert torch.equal(y, torch.zeros(N, M))
+    y = sc_matmul(torch.randn(2, N, D), torch.randn(2, M, D), granularity, mode=mode)
+    assert torch.equal(y, torch.zeros(2, N, M))
+
+
+def test_an_empty_batch_and_an_empty_chunk_loop() -> None:
+    assert sc_matmul(torch.ones(0, 2, 4), torch.ones(0, 3, 4), "per_head").shape == (0, 2, 3)
+    assert sc_matmul(torch.ones(0, 8), torch.ones(3, 8), chunk_d=4).shape == (0, 3)
+
+
+def test_operands_stay_as_they_were_and_get_no_gradient() -> None:
+    a, b = torch.randn(3, 20, requires_grad=True), torch.randn(5, 20)
+    before = a.detach().clone(), b.clone()
+    y = sc_matmul(a, b, mode="unipolar")
+    assert not y.requires_grad and torch.equal(a, before[0]) and torch.equal(b, before[1])
+
+
+def test_options_are_not_mixed_up_by_the_tables_that_are_kept() -> None:
+    a, b = torch.randn(4, 40), torch.randn(5, 40)
+    variants = [{"scramble": s, "stoc_len": 32} for s in ("bitrev", "counter", "off", "random")]
+    first = [sc_matmul(a, b, **v) for v in variants]
+    again = [sc_matmul(a, b, **v) for v in variants]
+    assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
+    assert len({tuple(y.flatten().tolist()) for y in first}) == len(variants)
+
+
+def test_the_published_order_of_scrambles() -> None:
+    """Short streams: with masks the error of many dimensions averages out, without it adds up."""
+    a, b = torch.randn(32, 128), torch.randn(32, 128)
+    exact = a @ b.T
+
+    def error(scramble: str) -> float:
+        return float(
+            (sc_matmul(a, b, halve_bipolar_stoc_len=True, stoc_len=16, scramble=scramble) - exact).norm()
+        )
+
+    assert error("bitrev") < 0.7 * error("off") and error("counter") < 0.7 * error("off")
+
+
+def test_reference_and_public_function_agree() -> None:
+    a, b = torch.randn(3, 20), torch.randn(5, 20)
+    assert torch.equal(sc_matmul_ref(a, b, Stochastic()), sc_matmul(a, b))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(60))
+def test_a_gpu_gives_the_same_bits(seed: int) -> None:
+    a, b, options = random_case(seed)
+    a, b = torch.from_numpy(a), torch.from_numpy(b)
+    assert torch.equal(sc_matmul(a.cuda(), b.cuda(), **options).cpu(), sc_matmul(a, b, **options))
+
+
+# Bad input.
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"granularity": "per_col"}, BadInput, "granularity 'per_col' is unknown; choose one of per_tensor"),
+        ({"mode": "tripolar"}, BadInput, "mode 'tripolar' is unknown"),
+        ({"scramble": "owen"}, BadInput, "scramble 'owen' is unknown"),
+        ({"stoc_len": 257}, BadInput, "stoc_len=257 is refused: give a whole number from 1 to 256"),
+        ({"stoc_len": 0}, BadInput, "stoc_len=0 is refused"),
+        ({"stoc_len": 64.0}, BadInput, "stoc_len=64.0 is refused"),
+        ({"rng_levels": 0}, BadInput, "rng_levels=0 is refused"),
+        ({"rng_levels": -4}, BadInput, "rng_levels=-4 is refused"),
+        ({"n_masks": 0}, BadInput, "n_masks=0 is refused: give a whole number of at least 1"),
+        ({"group_a": 0}, BadInput, "group_a=0 is refused"),
+        ({"group_b": 0}, BadInput, "group_b=0 is refused"),
+        ({"chunk_d": -1}, BadInput, "chunk_d=-1 is refused"),
+        ({"sc_prec": 1}, Unsupported, "sc_prec=1 is out of range for bipolar operands; choose 2 to 12"),
+        ({"sc_prec": 13}, Unsupported, "sc_prec=13 is out of range"),
+        ({"sc_prec": 12, "mode": "unipolar"}, Unsupported, "for unipolar operands; choose 1 to 11"),
+        ({"sc_prec": 0}, BadInput, "sc_prec=0 is refused"),
+        ({"scramble_rescale": 1}, BadInput, "scramble_rescale must be True or False, not 1"),
+        ({"chunk_d": 4, "granularity": "per_tensor"}, BadInput, 'chunk_d=4 needs granularity "per_row"'),
+        ({"chunk_d": 4, "mode": "unipolar"}, BadInput, "chunk_d=4 needs granularity"),
+        ({"granularity": "per_head"}, BadInput, "needs operands of three dimensions"),
+        ({"granularity": "per_head", "mode": "unipolar"}, BadInput, "is bipolar only"),
+        ({"config": {"rng_pool": []}}, Unsupported, "config chooses other sequences"),
+        ({"stoc_len": torch.tensor([8, 16])}, Unsupported, "Several stream lengths"),
+        (
+            {"smooth_scales": torch.ones(7)},
+            BadInput,
+            r"smooth_scales is \(7,\); give a tensor of shape \(8,\)",
+        ),
+        ({"smooth_scales": torch.ones(1, 8)}, BadInput, "smooth_scales is"),
+        ({"smooth_scales": torch.zeros(8)}, BadInput, "a has NaN or infinite values after smooth_scales"),
+    ],
+)
+def test_bad_options_are_refused_in_one_sentence(options, error, words: str) -> None:
+    with pytest.raises(error, match=words) as caught:
+        sc_matmul(torch.ones(3, 8), torch.ones(2, 8), **options)
+    text = str(caught.value)
+    assert "\n" not in text and text.endswith(".")
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "words"),
+    [
+        (torch.ones(3, 8), torch.ones(2, 9), "the last dimensions must be equal"),
+        (torch.ones(2, 3, 8), torch.ones(2, 8), "give both two dimensions, or both three"),
+        (torch.ones(8), torch.ones(8), "give both two dimensions, or both three"),
+        (torch.ones(2, 3, 8), torch.ones(4, 3, 8), "the leading dimensions must be equal"),
+        (
+            torch.ones(3, 8),
+            torch.ones(2, 8, device="meta"),
+            "a is on cpu and b on meta; move both to one device",
+        ),
+        (torch.ones(3, 8).int(), torch.ones(2, 8), "a is torch.int32, and a product needs floating-point"),
+        (torch.ones(3, 8), [[1.0]], "b is list"),
+    ],
+)
+@pytest.mark.parametrize("granularity", ["per_row", "per_tensor"])
+def test_operands_that_do_not_fit_are_refused(a, b, words: str, granularity: str) -> None:
+    with pytest.raises(BadInput, match=words):
+        sc_matmul(a, b, granularity)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("side", ["a", "b"])
+def test_values_that_are_not_finite_are_refused(value: float, side: str) -> None:
+    operands = {"a": torch.ones(3, 8), "b": torch.ones(2, 8)}
+    operands[side][1, 3] = value
+    with pytest.raises(BadInput, match=f"{side} has NaN or infinite values; a scale needs finite ones"):
+        sc_matmul(**operands)
+
+
+def test_three_dimensions_refuse_chunks_and_middle_groups() -> None:
+    a = torch.ones(2, 4, 8)
+    with pytest.raises(BadInput, match="chunk_d=4 needs operands of two dimensions"):
+        sc_matmul(a, a, chunk_d=4)
+    with pytest.raises(
+        Unsupported, match="group_b=3 with bipolar operands of three dimensions; use 1, or at least 4"
+    ):
+        sc_matmul(a, a, group_b=3)
+
+
+@pytest.mark.parametrize("granularity", ["per_row", "per_tensor"])
+def test_a_range_beyond_float32(granularity: str) -> None:
+    a = torch.tensor([[3e38, -3e38]])
+    if granularity == "per_row":
+        with pytest.raises(BadInput, match="exceeds float32; scale it down"):
+            sc_matmul(a, torch.ones(1, 2), granularity, mode="unipolar")
+    else:
+        assert sc_matmul(a, torch.ones(1, 2), granularity, mode="unipolar").isfinite().all()
