@@ -246,10 +246,26 @@ def check_vocabulary(checkpoint: Checkpoint) -> None:
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """True if the error says that no more bytes can be written (disk, quota or file size limit)."""
-    if isinstance(error, OSError) and error.errno in _DISK_FULL:
-        return True
-    return isinstance(error, SafetensorError) and any(f"os error {code}" in str(error) for code in _DISK_FULL)
+    """True if the error, or one beneath it, says that the file system takes no more."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, OSError) and seen.errno in _DISK_FULL:
+            return True
+        if any(
+            f"os error {number}" in str(seen) for number in _DISK_FULL
+        ):  # safetensors tells it in the text only
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False
+
+
+def fsync(path: Path) -> None:
+    """Bring a file, or the names in a folder, to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 @contextmanager
@@ -302,17 +318,13 @@ def _existing(path: Path) -> Path:
 
 def _sync(folder: Path) -> None:
     for path in (*folder.rglob("*"), folder):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        fsync(path)
 
 
 def _publish(temporary: Path, target: Path) -> None:
     if not target.exists() or not any(target.iterdir()):
         temporary.replace(target)
-        _sync_folder(target.parent)
+        fsync(target.parent)
         return
     new = sorted(
         (p for p in temporary.rglob("*") if p.is_file()),
@@ -328,12 +340,4 @@ def _publish(temporary: Path, target: Path) -> None:
         for old in (*target.glob("model*.safetensors"), *target.glob(INDEX)):
             if old.relative_to(target) not in names:
                 old.unlink()
-    _sync_folder(target)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    fsync(target)

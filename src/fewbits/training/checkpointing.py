@@ -7,7 +7,6 @@ is whole.
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
@@ -24,13 +23,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from fewbits.errors import BadCheckpoint, SpecMismatch, TrainingStopped
+from fewbits.models.checkpoint import fsync, is_disk_full
 
 PREFIX = "checkpoint-"
 PROGRESS_FILE = "fewbits.json"
 TRAINABLE_FILE = "trainable.safetensors"
 MODEL_FILE = "model.safetensors"
 _WRITING, _OLD = ".writing", ".old"
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 @dataclass
@@ -56,15 +55,6 @@ class Progress:
                 f"{folder} is not a checkpoint of this library or was damaged; remove it to resume from the"
                 " one before."
             ) from error
-
-
-def fsync(path: Path) -> None:
-    """Bring a file, or the names in a folder, to the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def write_atomic(path: Path, text: str) -> None:
@@ -122,22 +112,8 @@ def _publish(staging: Path, final: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def disk_is_full(error: BaseException) -> bool:
-    """True if the error, or one beneath it, says that the file system takes no more."""
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, OSError) and seen.errno in _FULL:
-            return True
-        if any(
-            f"os error {number}" in str(seen) for number in _FULL
-        ):  # safetensors tells it in the text only
-            return True
-        seen = seen.__cause__ or seen.__context__
-    return False
-
-
 def _reason(error: BaseException) -> str:
-    if disk_is_full(error):
+    if is_disk_full(error):
         return "the disk is full"
     # torch's writer of zip files does not pass on the system's reason.
     if any(name in str(error) for name in ("PytorchStreamWriter", "inline_container")):

@@ -15,6 +15,7 @@ from rich.console import Console
 
 import fewbits
 from fewbits.errors import BadInput, SpecMismatch, TrainingStopped
+from fewbits.models.checkpoint import is_disk_full
 from fewbits.training.build import (
     Built,
     check_vocabulary,
@@ -30,7 +31,6 @@ from fewbits.training.build import (
 from fewbits.training.checkpointing import (
     Progress,
     checkpoints,
-    disk_is_full,
     load_weights,
     remove_leftovers,
     rotate,
@@ -171,9 +171,9 @@ class _Recorded:
             if self.folder.is_ours and self.folder.run.is_file():
                 self.folder.write(status="stopped", ended=_now(), error=f"{type(error).__name__}: {error}")
         except OSError as second:
-            if not disk_is_full(second):
+            if not is_disk_full(second):
                 raise
-        if disk_is_full(error) and not isinstance(error, TrainingStopped):
+        if is_disk_full(error) and not isinstance(error, TrainingStopped):
             raise TrainingStopped(
                 f"the disk is full, so {self.folder.path} cannot be written to; the checkpoints there are"
                 " whole: make room, then go on with resume."
