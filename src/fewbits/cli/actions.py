@@ -153,6 +153,19 @@ def bench(argv: list[str]) -> int:
     return int(main(argv))
 
 
+def doctor(args: Namespace) -> int:
+    """``fewbits doctor``."""
+    from fewbits.cli.findings import findings_report
+    from fewbits.doctor import diagnose
+
+    findings = list(diagnose(args.packages))
+    if args.json:
+        sys.stdout.write(json.dumps({"findings": [item.as_dict() for item in findings]}, indent=2) + "\n")
+    else:
+        console().print(findings_report(findings))
+    return int(any(item.status == "problem" for item in findings))
+
+
 def completion(args: Namespace) -> int:
     """``fewbits completion``."""
     from fewbits.cli.completion import script

@@ -63,6 +63,7 @@ def build_parser(*, with_train_flags: bool = False) -> Parser:
     report.add_argument("run", metavar="RUN", help="folder of the run")
     report.add_argument("--open", action="store_true", help="show it in the web browser")
     _command(commands, "bench")
+    _doctor(commands)
     _command(commands, "completion").add_argument("shell", choices=("bash", "zsh", "fish"), help="your shell")
     return parser
 
@@ -176,3 +177,11 @@ def _merge(commands: Any) -> None:
     sub.add_argument(
         "--base", metavar="PATH", help="the base model (default: the one that the adapter names)"
     )
+
+
+def _doctor(commands: Any) -> None:
+    sub = _command(commands, "doctor")
+    sub.add_argument(
+        "packages", nargs="*", metavar="PACKAGE", help="also say whether it has a wheel for here"
+    )
+    sub.add_argument("--json", action="store_true", help="print the findings as JSON")

@@ -86,6 +86,16 @@ fewbits report runs/mine
 fewbits bench --help
 """,
     ),
+    "doctor": Text(
+        "say what is wrong with this machine, and what to do",
+        "Look at driver, toolkit, torch, compilers, memory limits and packages, and say what does not fit.\n"
+        "Works with torch broken or absent. Exit code 1 if there is a problem.",
+        """
+fewbits doctor
+fewbits doctor transformer-engine flash-attn
+fewbits doctor --json > findings.json
+""",
+    ),
     "completion": Text(
         "print a shell's completion script",
         "Print a completion script, made from this very command line. Save it where the shell finds it.",
