@@ -29,10 +29,13 @@ def _gray_sobol(p: int, b_side: bool) -> list[int]:
     return out
 
 
-def _mask(d: int, D: int, o: dict[str, Any]) -> int:
+def _mask(d: int, o: dict[str, Any]) -> int:
     p = o["sc_prec"]
     if o["n_masks"] is not None:
         d %= min(o["n_masks"], 2**p)
+    if o["scramble"] == "random":  # the plain Mersenne Twister
+        twister = np.random.RandomState(0x5A5A5A5A)
+        return int(twister.randint(0, 2**32, d + 1, dtype=np.uint32)[d]) % 2**p
     d %= 2**p
     if o["scramble"] == "off":
         return 0
@@ -50,13 +53,13 @@ def _grid(o: dict[str, Any]) -> tuple[int, int, int]:
     return (2 ** (p - 1) - 1 if bipolar else 2**p - 1), L, R
 
 
-def _numbers(x: list[int], d: int, D: int, o: dict[str, Any]) -> list[int]:
+def _numbers(x: list[int], d: int, o: dict[str, Any]) -> list[int]:
     _, L, R = _grid(o)
     size = 2 ** o["sc_prec"]
     if size == R:
-        return x[:L] if size == L else [v ^ _mask(d, D, o) for v in x[:L]]
+        return x[:L] if size == L else [v ^ _mask(d, o) for v in x[:L]]
     if o["scramble_rescale"]:
-        x = [v ^ _mask(d, D, o) for v in x]
+        x = [v ^ _mask(d, o) for v in x]
     return [int(Fraction(v * R, size)) for v in x[:L]]
 
 
@@ -126,7 +129,7 @@ def _part(a: np.ndarray, b: np.ndarray, whole: Any, o: dict[str, Any], chunked: 
         )
     D, p = a.shape[1], o["sc_prec"]
     xa, xb = _gray_sobol(p, False), _gray_sobol(p, True)
-    ra, rb = ([_numbers(x, d, D, o) for d in range(D)] for x in (xa, xb))
+    ra, rb = ([_numbers(x, d, o) for d in range(D)] for x in (xa, xb))
     c = f32(Q * Q / L)
     y = np.zeros((len(a), len(b)), f32)
     for n in range(len(a)):
@@ -179,7 +182,7 @@ def random_case(seed: int) -> tuple[np.ndarray, np.ndarray, dict[str, Any]]:
         "chunk_d": 0,
         "group_a": rng.choice(groups),
         "group_b": rng.choice(groups),
-        "scramble": rng.choice(["bitrev", "bitrev", "counter", "off"]),
+        "scramble": rng.choice(["bitrev", "bitrev", "counter", "random", "off"]),
         "scramble_rescale": rng.random() < 0.8,
         "n_masks": rng.choice([None, None, 1, 3, 2 ** (p - 1), 2 ** (p + 2)]),
     }

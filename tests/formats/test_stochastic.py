@@ -73,6 +73,7 @@ def test_masks() -> None:
     assert dataclasses.replace(HALVE, scramble_rescale=False).masks(3) == (0, 0, 0)
     assert Stochastic(stoc_len=64, scramble_rescale=False).masks(2) == (0, 128)
     drawn = dataclasses.replace(HALVE, scramble="random")
+    assert dataclasses.replace(drawn, n_masks=2).masks(4) == (154, 106, 154, 106)
     assert drawn.masks(8) == (154, 106, 62, 64, 97, 191, 254, 210) and drawn.masks(500)[:8] == drawn.masks(8)
 
 
@@ -100,7 +101,7 @@ def test_tables_equal_generated_streams(options) -> None:
     named, D, p = dataclasses.asdict(o), 3, o.sc_prec
     tables = product_tables(o.streams, o.masks(D), CPU)
     for d in range(D):
-        ra, rb = (_numbers(_gray_sobol(p, side), d, D, named) for side in (False, True))
+        ra, rb = (_numbers(_gray_sobol(p, side), d, named) for side in (False, True))
         for u in range(o.max_code + 1):
             for v in range(o.max_code + 1):
                 assert tables[d, u, v] == _count(u, v, ra, rb, o.max_code, o.streams.levels)

@@ -94,7 +94,7 @@ def test_random_configurations_reach_every_option() -> None:
     for name, values in {
         "granularity": {"per_row", "per_tensor", "per_head"},
         "mode": {"bipolar", "unipolar"},
-        "scramble": {"bitrev", "counter", "off"},
+        "scramble": {"bitrev", "counter", "random", "off"},
         "scramble_rescale": {True, False},
         "halve_bipolar_stoc_len": {True, False},
     }.items():

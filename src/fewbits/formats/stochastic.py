@@ -163,7 +163,9 @@ class Stochastic:
         scrambled = streams.length < size if streams.levels == size else self.scramble_rescale
         if self.scramble == "off" or not scrambled:
             return (0,) * D
-        period = min(self.n_masks or size, size) if self.scramble != "random" else self.n_masks or D
+        period = D if self.scramble == "random" else size
+        if self.n_masks is not None:
+            period = min(self.n_masks, size)
         index = [d % period for d in range(D)]
         if self.scramble == "counter":
             return tuple(index)
