@@ -44,8 +44,8 @@ def memory(host: Host) -> Finding:
             "warning",
             what,
             "One compiler process of a CUDA library can need more: 6.2 GB, measured in Transformer Engine.",
-            "Look for a wheel (fewbits doctor PACKAGE), or build for your own GPU's architecture only, with one "
-            "job and NVCC_APPEND_FLAGS='--threads 1'; or ask whoever set the limit for more.",
+            "Look for a wheel (fewbits doctor PACKAGE), or build for your own GPU's architecture only, with "
+            "one job and NVCC_APPEND_FLAGS='--threads 1'; or ask whoever set the limit for more.",
         )
     if tightest.name == "machine":
         return Finding("memory", "ok", what)
