@@ -55,11 +55,11 @@ def _grid(o: dict[str, Any]) -> tuple[int, int, int]:
 
 def _numbers(x: list[int], d: int, o: dict[str, Any]) -> list[int]:
     _, L, R = _grid(o)
-    size = 2 ** o["sc_prec"]
+    size, mask = 2 ** o["sc_prec"], _mask(d, o)
     if size == R:
-        return x[:L] if size == L else [v ^ _mask(d, o) for v in x[:L]]
+        return x[:L] if size == L else [v ^ mask for v in x[:L]]
     if o["scramble_rescale"]:
-        x = [v ^ _mask(d, o) for v in x]
+        x = [v ^ mask for v in x]
     return [int(Fraction(v * R, size)) for v in x[:L]]
 
 
