@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fewbits.bench.loss_cases import MAKERS as LOSS_MAKERS
 from fewbits.bench.problem import Case, Problem, Run, differentiated, randn
 from fewbits.kernels.gated_activation import gated_activation, gated_activation_backward_ref
 from fewbits.kernels.rope import apply_rope, rope
@@ -117,4 +118,4 @@ def _rope_functions(device: torch.device) -> dict[str, _Rotation]:
     return functions
 
 
-MAKERS = (gated_activation_cases, rope_cases)
+MAKERS = (gated_activation_cases, rope_cases, *LOSS_MAKERS)

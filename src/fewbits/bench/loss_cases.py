@@ -1,0 +1,75 @@
+"""Cases of the head and its loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from importlib.util import find_spec
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fewbits.bench.problem import Case, Problem, Run, randn
+from fewbits.kernels.linear_cross_entropy import linear_cross_entropy
+
+_Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def linear_cross_entropy_cases(max_size: int) -> list[Case]:
+    """Llama-3.1-8B's head on 8192 tokens, forward and backward at once: frozen, and trained."""
+    M, V, K = min(8192, max_size), min(128256, max_size), min(4096, max_size)
+    frozen = Case(
+        op="linear_cross_entropy", part="backward", format="bfloat16", M=M, N=V, K=K, flops=4 * M * V * K,
+        bytes_moved=2 * (V * K + 2 * M * K) + 8 * M, tolerance=2e-2, build=_problem,
+    )  # fmt: skip
+    moved = frozen.bytes_moved + 2 * V * K
+    return [frozen, replace(frozen, part="backward_all", flops=6 * M * V * K, bytes_moved=moved)]
+
+
+def _problem(case: Case, device: torch.device) -> Problem:
+    hidden = randn(device, torch.bfloat16, case.M, case.K)
+    weight = randn(device, torch.bfloat16, case.N, case.K) * 0.02
+    labels = torch.randint(case.N, (case.M,), device=device)
+    labels[::4] = -100
+    trained = 2 if case.part == "backward_all" else 1
+
+    def eager(h: Tensor, w: Tensor, y: Tensor) -> Tensor:  # what transformers' ForCausalLMLoss does
+        return F.cross_entropy(F.linear(h, w).float(), y)
+
+    functions: dict[str, _Loss] = {"fewbits": linear_cross_entropy, "torch_eager": eager}
+    if device.type == "cuda" and find_spec("liger_kernel"):
+        from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+
+        functions["liger"] = lambda h, w, y: liger_fused_linear_cross_entropy(h, w, y)
+
+    def variant(f: _Loss) -> Callable[[], Run]:
+        leaves = [t.detach().requires_grad_(i < trained) for i, t in enumerate((hidden, weight))]
+
+        def run() -> Sequence[Tensor]:  # the two passes together: ours makes its gradients in the first
+            loss = f(leaves[0], leaves[1], labels)
+            return loss.detach(), *torch.autograd.grad(loss, leaves[:trained])
+
+        return lambda: run
+
+    def exact() -> Sequence[Tensor]:
+        """In float64, a block of rows at a time: all logits at once would be 8 GiB."""
+        w, count = weight.double(), (labels != -100).sum()
+        loss = torch.zeros((), dtype=torch.float64, device=device)
+        gradients = [torch.zeros_like(t, dtype=torch.float64) for t in (hidden, weight)][:trained]
+        for at in range(0, case.M, 512):
+            rows = slice(at, at + 512)
+            h = hidden[rows].double()
+            leaves = [h.requires_grad_(), w.requires_grad_()][:trained]
+            part = F.cross_entropy(F.linear(h, w), labels[rows], reduction="sum") / count
+            made = torch.autograd.grad(part, leaves)
+            loss += part.detach()
+            gradients[0][rows] = made[0]
+            if trained > 1:
+                gradients[1] += made[1]
+        return loss, *gradients
+
+    return Problem({name: variant(f) for name, f in functions.items()}, exact)
+
+
+MAKERS = (linear_cross_entropy_cases,)

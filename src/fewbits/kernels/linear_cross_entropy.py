@@ -1,0 +1,429 @@
+"""The output head and its loss, without holding the logits.
+
+    z = h @ W^T + b      s = c * tanh(z / c) with a soft cap c, else z      h (M, K)   W (V, K)   z (M, V)
+
+    lse    = log sum_j exp(s_j)
+    loss_i = lse - (1 - e) * s_y - e * mean_j(s_j) + a * lse^2          y the label, e smoothing, a z-loss
+
+    ds_j = (1 + 2 a lse) * softmax(s)_j - (1 - e) * [j = y] - e / V
+    dz_j = ds_j * (1 - (s_j / c)^2)      dh = dz @ W      dW = dz^T @ h      db = sum of dz over rows
+
+Sources: label smoothing, Szegedy et al. 2016 (arXiv 1512.00567, section 7), in PyTorch's form, where the
+label too takes its share e / V; z-loss, Chowdhery et al. 2022 (PaLM, arXiv 2204.02311, section 5); soft cap,
+Gemma 2 (arXiv 2408.00118, section 2).
+
+Rows go in chunks. For each: the product z, one pass that computes the loss and overwrites z with dz, the
+products dh and (only for a head that trains) dW. So one chunk of logits lives at a time, and the gradients
+are there when the forward pass ends; the backward pass multiplies them by the gradient of the loss. Nothing
+waits for the device.
+
+Rounding: z and dz in h's dtype, everything between them in float32 (float64 for float64). dW and db are
+summed over chunks and kept until the backward pass in float32, or in W's dtype if wider; in 16 bits each
+chunk's own product is rounded once before it is added. dh is kept in h's dtype, unscaled, so that float16
+does not lose it to division by the number of labels.
+
+Floor: 2 M V K operations a product, two products for a frozen head and three for one that trains. The pass
+over z reads it (twice, the second time from the L2 cache) and writes it, 2 * M * V * itemsize bytes.
+M = 8192, V = 128256, K = 4096 in bfloat16: 8.6 TFLOP a product, and 4.2 GB, 0.98 ms at the 4.28 TB/s that a
+copy reaches on an H200.
+
+Only first derivatives: to a further one the gradients are constants.
+
+The kernel is in _cross_entropy_triton.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fewbits.errors import BadInput
+from fewbits.kernels._cross_entropy_triton import KERNEL_DTYPES, launch
+from fewbits.kernels.matmul_packed import product_dtype
+
+REDUCTIONS = ("mean", "sum", "none")
+_CHUNK_BYTES = 2**28  # 1024 rows of Llama 3's vocabulary in 16 bits: large enough for products at full rate
+_SLAB = 2**16  # values that the definition of the pass over a chunk widens at a time
+_WEIGHT_ROWS = 16384  # rows of dW whose 16-bit product lives beside the sum
+
+_Pass = Callable[[Tensor, Tensor, Tensor | None, Tensor, int, tuple[float, float, float], bool], None]
+
+
+# 1. The definition.
+
+
+def linear_cross_entropy_ref(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    soft_cap: float | None = None,
+) -> Tensor:
+    """The loss of every row (...), with all logits in memory; autograd derives its gradients."""
+    z = F.linear(hidden, weight, bias)
+    s = z.to(torch.promote_types(z.dtype, torch.float32))
+    if soft_cap:
+        s = soft_cap * torch.tanh(s / soft_cap)
+    lse = s.logsumexp(-1)
+    kept = labels != ignore_index
+    picked = s.gather(-1, labels.where(kept, 0).unsqueeze(-1)).squeeze(-1)
+    loss = lse - (1 - label_smoothing) * picked + z_loss * lse.square()
+    if label_smoothing:
+        loss = loss - label_smoothing * s.mean(-1)
+    return loss.where(kept, 0.0)
+
+
+def rows_ref(
+    z: Tensor,
+    labels: Tensor,
+    dloss: Tensor | None,
+    loss: Tensor,
+    ignore_index: int,
+    options: tuple[float, float, float],
+    gradient: bool,
+) -> None:
+    """The pass over a chunk: z (M, V) becomes its gradient, times ``dloss`` (M,); ``loss`` takes (M,) values.
+
+    ``options`` are label smoothing, z-loss and soft cap (0: none). A label that is neither ignored nor below
+    V gives NaN.
+    """
+    V = z.shape[1]
+    label_smoothing, z_loss, soft_cap = options
+    rows = max(_SLAB // V, 1)
+    for z_rows, y, out, factor in zip(
+        z.split(rows),
+        labels.split(rows),
+        loss.split(rows),
+        [None] * len(z) if dloss is None else dloss.split(rows),
+        strict=False,
+    ):
+        s = z_rows.to(loss.dtype)
+        if soft_cap:
+            s = soft_cap * torch.tanh(s / soft_cap)
+        lse = s.logsumexp(1)
+        kept, known = y != ignore_index, (y >= 0) & (y < V)
+        at = y.where(known, 0).unsqueeze(1)
+        value = lse - (1 - label_smoothing) * s.gather(1, at).squeeze(1) + z_loss * lse.square()
+        if label_smoothing:
+            value = value - label_smoothing * s.mean(1)
+        out.copy_(value.where(known, float("nan")).where(kept, 0.0))
+        if gradient:
+            ds = (s - lse.unsqueeze(1)).exp_().mul_((1 + 2 * z_loss * lse).unsqueeze(1))
+            ds.scatter_add_(1, at, torch.full_like(at, -1, dtype=ds.dtype) * (1 - label_smoothing))
+            if label_smoothing:
+                ds.sub_(label_smoothing / V)
+            if soft_cap:
+                ds.mul_(1 - (s / soft_cap).square())
+            if factor is not None:
+                ds.mul_(factor.unsqueeze(1))
+            z_rows.copy_(ds.where(kept.unsqueeze(1), 0.0))
+
+
+# 2. The chunks.
+
+
+def chunked(
+    over_rows: _Pass,
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None,
+    dloss: Tensor | None,
+    ignore_index: int,
+    options: tuple[float, float, float],
+    chunk_rows: int,
+    needs: tuple[bool, bool, bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Losses (M,), dh (M, K), dW (V, K) and db (V,), the last three empty unless needed.
+
+    ``over_rows`` is `rows_ref` or the kernel. One chunk of logits lives at a time.
+    """
+    M, V = hidden.shape[0], weight.shape[0]
+    acc = torch.promote_types(hidden.dtype, torch.float32)
+    needs_dh, needs_dw, needs_db = needs
+    losses = torch.empty(M, dtype=acc, device=hidden.device)
+    dh = torch.empty(hidden.shape if needs_dh else (0,), dtype=hidden.dtype, device=hidden.device)
+    dw_dtype = torch.promote_types(weight.dtype, torch.float32)
+    dw = torch.zeros(weight.shape if needs_dw else (0,), dtype=dw_dtype, device=hidden.device)
+    db_dtype = dw_dtype if bias is None else torch.promote_types(bias.dtype, torch.float32)
+    db = torch.zeros(V if needs_db else 0, dtype=db_dtype, device=hidden.device)
+    hidden, weight, labels = hidden.contiguous(), weight.to(hidden.dtype), labels.contiguous()
+    dloss = None if dloss is None else dloss.to(acc).contiguous()
+
+    def chunk(rows: slice) -> None:  # a function, so that its logits are gone before the next one's
+        h = hidden[rows]
+        z = h @ weight.t()
+        if bias is not None:
+            z.add_(bias)
+        part = None if dloss is None else dloss[rows]
+        over_rows(z, labels[rows], part, losses[rows], ignore_index, options, any(needs))
+        if needs_dh:
+            torch.mm(z, weight, out=dh[rows])
+        if needs_dw:
+            _add_product_(dw, z, h)
+        if needs_db:
+            db.add_(z.sum(0, dtype=db.dtype))
+
+    with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
+        for start in range(0, M, chunk_rows):
+            chunk(slice(start, min(start + chunk_rows, M)))
+    return losses, dh, dw, db
+
+
+def _add_product_(dw: Tensor, dz: Tensor, h: Tensor) -> None:
+    """``dw += dz^T @ h``, a block of rows at a time where the product has another dtype than the sum."""
+    if dw.dtype == h.dtype:
+        dw.addmm_(dz.t(), h)
+        return
+    for dw_rows, dz_rows in zip(dw.split(_WEIGHT_ROWS), dz.split(_WEIGHT_ROWS, 1), strict=True):
+        dw_rows.add_(dz_rows.t() @ h)
+
+
+def default_chunk_rows(M: int, V: int, itemsize: int) -> int:
+    """A power of two, at least 16, of which the logits take 256 MiB at most, or all rows."""
+    rows = max(_CHUNK_BYTES // (V * itemsize), 16)
+    return max(min(1 << (rows.bit_length() - 1), M), 1)
+
+
+# 3. The op: on a CPU it runs the definition of the pass over a chunk, on CUDA the kernel.
+
+
+@torch.library.custom_op("fewbits::linear_cross_entropy", mutates_args=())
+def _linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None,
+    dloss: Tensor | None,
+    ignore_index: int,
+    options: list[float],
+    chunk_rows: int,
+    needs: list[bool],
+    reduce: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _check_labels(labels, weight.shape[0], ignore_index)
+    return _op(
+        rows_ref, hidden, weight, labels, bias, dloss, ignore_index, options, chunk_rows, needs, reduce
+    )
+
+
+@_linear_cross_entropy.register_kernel("cuda")
+def _(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None,
+    dloss: Tensor | None,
+    ignore_index: int,
+    options: list[float],
+    chunk_rows: int,
+    needs: list[bool],
+    reduce: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    over_rows = launch if hidden.dtype in KERNEL_DTYPES else rows_ref
+    return _op(
+        over_rows, hidden, weight, labels, bias, dloss, ignore_index, options, chunk_rows, needs, reduce
+    )
+
+
+def _op(
+    over_rows: _Pass,
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None,
+    dloss: Tensor | None,
+    ignore_index: int,
+    options: list[float],
+    chunk_rows: int,
+    needs: list[bool],
+    reduce: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    smoothing, z_loss, soft_cap = options
+    needs_dh, needs_dw, needs_db = needs
+    losses, dh, dw, db = chunked(
+        over_rows, hidden, weight, labels, bias, dloss, ignore_index, (smoothing, z_loss, soft_cap),
+        chunk_rows, (needs_dh, needs_dw, needs_db),
+    )  # fmt: skip
+    return losses.sum() if reduce else losses, dh, dw, db
+
+
+@_linear_cross_entropy.register_fake
+def _(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None,
+    dloss: Tensor | None,
+    ignore_index: int,
+    options: list[float],
+    chunk_rows: int,
+    needs: list[bool],
+    reduce: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    acc, dw_dtype = (torch.promote_types(t.dtype, torch.float32) for t in (hidden, weight))
+    db_dtype = dw_dtype if bias is None else torch.promote_types(bias.dtype, torch.float32)
+    return (
+        hidden.new_empty(() if reduce else (hidden.shape[0],), dtype=acc),
+        hidden.new_empty(hidden.shape if needs[0] else (0,)),
+        hidden.new_empty(weight.shape if needs[1] else (0,), dtype=dw_dtype),
+        hidden.new_empty(weight.shape[0] if needs[2] else 0, dtype=db_dtype),
+    )
+
+
+def _check_labels(labels: Tensor, V: int, ignore_index: int) -> None:
+    wrong = ((labels < 0) | (labels >= V)) & (labels != ignore_index)
+    if wrong.any():
+        raise BadInput(
+            f"labels must be {ignore_index} (ignored) or from 0 to {V - 1}; found {int(labels[wrong][0])}: "
+            "check that tokenizer and head have the same vocabulary."
+        )
+
+
+# 4. The gradient, and the one public function.
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    hidden, weight, labels, bias, _, *ctx.arguments = inputs
+    ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.again = not any(ctx.arguments[-2])
+    ctx.save_for_backward(*((hidden, weight, labels, bias) if ctx.again else output[1:]))
+
+
+@once_differentiable
+def _backward(ctx: Any, dloss: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+    needs = [ctx.needs_input_grad[i] for i in (0, 1, 3)]
+    if ctx.again:  # dW of rows with factors of their own: nothing made before them can be scaled
+        ignore_index, options, chunk_rows, _, _ = ctx.arguments
+        factors = dloss.expand(ctx.saved_tensors[2].shape)
+        _, dh, dw, db = _linear_cross_entropy(
+            *ctx.saved_tensors, factors, ignore_index, options, chunk_rows, needs, False
+        )
+    else:
+        dh, dw, db = ctx.saved_tensors
+        factor = dloss if dloss.dim() == 0 else dloss.unsqueeze(1)
+        dh = (dh.to(dloss.dtype) * factor).to(dh.dtype) if needs[0] else dh
+        dw, db = (d * dloss if needed else d for d, needed in zip((dw, db), needs[1:], strict=True))
+    return (
+        dh if needs[0] else None,
+        dw.to(ctx.dtypes[0]) if needs[1] else None,
+        None,
+        db.to(ctx.dtypes[1]) if needs[2] else None,
+        *(None for _ in range(6)),
+    )
+
+
+_linear_cross_entropy.register_autograd(_backward, setup_context=_setup_context)
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    num_items: int | Tensor | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    soft_cap: float | None = None,
+    chunk_rows: int | None = None,
+    valid_rows: int | None = None,
+) -> Tensor:
+    """Cross entropy of ``hidden @ weight^T + bias`` with ``labels``, a chunk of logits at a time.
+
+    Labels that are ignored give loss 0 and no gradient, but their rows take part in the products: how many
+    there are is known only on the device, and a shape that depends on it would wait for the device. Where
+    the caller knows a bound (a data loader does), ``valid_rows`` leaves the others out.
+
+    On a GPU a label outside the vocabulary makes the loss NaN, as does a bound that is too small; on a CPU
+    both are refused.
+
+    Args:
+        hidden: (..., K). The products are in its dtype, or in autocast's where that is on.
+        weight: (V, K), in any floating dtype; a frozen one costs no gradient.
+        labels: (...) integers.
+        bias: (V,) or None.
+        ignore_index: the label of rows that do not count.
+        reduction: "mean" over the labels that count (0 if there are none, where PyTorch gives NaN), "sum", or
+            "none", a loss for each row. "none" with a head that trains computes the logits twice.
+        num_items: what "mean" divides by instead, as for gradient accumulation; a tensor stays on the device.
+        label_smoothing: share of the target spread evenly over the vocabulary.
+        z_loss: weight of the squared log-sum-exp.
+        soft_cap: largest magnitude of a logit, by tanh; None or 0 for none.
+        chunk_rows: rows whose logits are held at a time; None takes as many as fit in 256 MiB.
+        valid_rows: a bound on the number of labels that count: only so many rows are computed.
+
+    Returns:
+        A scalar, or with "none" (...), in float32 (float64 for float64).
+    """
+    _check(hidden, weight, labels, bias, reduction, num_items, chunk_rows)
+    rows = hidden.reshape(-1, hidden.shape[-1]).to(product_dtype(hidden))
+    flat = labels.reshape(-1).long()
+    count = (flat != ignore_index).sum()
+    order, M = None, rows.shape[0]
+    if valid_rows is not None and valid_rows < M:
+        order = torch.argsort(flat == ignore_index, stable=True)[:valid_rows]
+        rows, flat = rows.index_select(0, order), flat.index_select(0, order)
+        if count.device.type == "cpu" and not torch.compiler.is_compiling() and int(count) > valid_rows:
+            raise BadInput(
+                f"valid_rows is {valid_rows}, but {int(count)} labels count: give a bound on them."
+            )
+    V = weight.shape[0]
+    trained = [t is not None and t.requires_grad for t in (rows, weight, bias)]
+    if not torch.is_grad_enabled() or (reduction == "none" and any(trained[1:])):
+        trained = [False] * 3
+    size = chunk_rows or default_chunk_rows(rows.shape[0], V, rows.dtype.itemsize)
+    options = [float(label_smoothing), float(z_loss), float(soft_cap or 0.0)]
+    loss: Tensor = _linear_cross_entropy(
+        rows, weight, flat, bias, None, ignore_index, options, size, trained, reduction != "none"
+    )[0]
+    if order is not None:
+        loss = loss.where(count <= order.shape[0], float("nan"))
+        if reduction == "none":
+            loss = loss.new_zeros(M).index_copy(0, order, loss)
+    if reduction == "none":
+        return loss.view(labels.shape)
+    if reduction == "sum":
+        return loss
+    return loss / (count.clamp(min=1) if num_items is None else num_items)
+
+
+def _check(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None,
+    reduction: str,
+    num_items: int | Tensor | None,
+    chunk_rows: int | None,
+) -> None:
+    if reduction not in REDUCTIONS:
+        raise BadInput(f"no reduction {reduction!r}; known: {', '.join(REDUCTIONS)}.")
+    if num_items is not None and reduction != "mean":
+        raise BadInput(f'num_items is what "mean" divides by; with reduction {reduction!r} leave it out.')
+    if chunk_rows is not None and chunk_rows < 1:
+        raise BadInput(f"chunk_rows must be at least 1, not {chunk_rows}.")
+    if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
+        have = tuple(weight.shape)
+        raise BadInput(
+            f"the head's weight must be (V, {hidden.shape[-1]}), as hidden's rows are; it is {have}."
+        )
+    if labels.shape != hidden.shape[:-1]:
+        have, need = tuple(labels.shape), tuple(hidden.shape[:-1])
+        raise BadInput(f"labels must have hidden's shape without its last axis, {need}; they have {have}.")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise BadInput(
+            f"bias must be ({weight.shape[0]},), as the head's rows are; it is {tuple(bias.shape)}."
+        )
