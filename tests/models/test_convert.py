@@ -238,3 +238,12 @@ def test_casting_a_packed_model_leaves_its_codes_and_scales() -> None:
     assert all(p.dtype == parts[n].dtype and torch.equal(p, parts[n]) for n, p in layer.packed.parts.items())
     assert model(tokens()).logits.dtype == torch.bfloat16
     assert copy.deepcopy(model)(tokens()).logits.equal(model(tokens()).logits)
+
+
+@pytest.mark.parametrize("field", ["kv_cache", "communication"])
+def test_what_a_recipe_asks_for_and_nothing_applies_is_said(field: str) -> None:
+    recipe = replace(PACK, **{field: INT8})
+    model = tiny("llama")
+    assert f"{field}=int8 is not applied" in str(convert(model, recipe))
+    with pytest.raises(SpecMismatch, match=f"{field}=int8 is not applied"):
+        convert(tiny("llama"), recipe, strict=True)

@@ -59,13 +59,17 @@ def convert(
 
     Raises:
         Unsupported: no spec for this model, or it has adapters already.
-        SpecMismatch: with ``strict``, spec and model disagree.
+        SpecMismatch: with ``strict``, spec and model disagree, or the recipe asks for what is not applied.
     """
     spec = spec_for(model)
     _refuse_converted(model)
+    notes = _not_applied(recipe)
+    if strict and notes:
+        raise SpecMismatch(f"{notes[0]}; use strict=False to go on without it.")
     rules, left = _plan(model, spec, recipe)
     norms = _plan_norms(model, spec, left) if fuse_norms else []
     receipt = Receipt(f"{spec.model_type}, recipe {recipe.name}", left=left)
+    receipt.notes.extend(notes)
     if strict and receipt.mismatches:
         wrong = "; ".join(f"{entry.name}: {entry.reason}" for entry in receipt.mismatches)
         raise SpecMismatch(
@@ -154,6 +158,14 @@ def describe(module: nn.Module) -> str:
     else:
         formats = []
     return " ".join([type(module).__name__, " ".join(dict.fromkeys(f.name for f in formats))]).rstrip()
+
+
+def _not_applied(recipe: Recipe) -> list[str]:
+    """What a recipe may say and nothing in this version does."""
+    named = (("kv_cache", recipe.kv_cache), ("communication", recipe.communication))
+    return [
+        f"{name}={format.name} is not applied in this version" for name, format in named if format is not None
+    ]
 
 
 def _plan(model: nn.Module, spec: ModelSpec, recipe: Recipe) -> tuple[dict[str, Rule], list[Left]]:
