@@ -1,0 +1,45 @@
+"""What one decoder layer keeps from its forward pass for its backward pass, and what it computes again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Keep:
+    """The choice for one layer; the numbers that come out are the same for every choice.
+
+    The layer's two inputs (x, and the residual between attention and MLP) are always kept, on the device or
+    in host memory.
+
+    Attributes:
+        attention: the product of q, k and v (after the rotation), the attention's output and its statistics.
+            False: the norm, the qkv product and the attention's forward pass run again; the o product does
+            not.
+        mlp: the gate_up product. False: the norm and the gate_up product run again; the down product does
+            not.
+        normed: the outputs of both norms. False: they are made again from the input and 1/rms, one pass over
+            memory each.
+        offload: the two inputs wait in pinned host memory (`fewbits.nn.offload`) for the backward pass.
+    """
+
+    attention: bool = True
+    mlp: bool = True
+    normed: bool = False
+    offload: bool = False
+
+    def __str__(self) -> str:
+        """``attention+mlp``, ``mlp, inputs on the host``, ``inputs``."""
+        kept = "+".join(name for name in ("attention", "mlp", "normed") if getattr(self, name))
+        return (kept or "inputs") + (", inputs on the host" if self.offload else "")
+
+
+KEEP_ALL = Keep(normed=True)
+KEEP_PRODUCTS = Keep()
+KEEP_MLP = Keep(attention=False)
+KEEP_ATTENTION = Keep(mlp=False)
+KEEP_NONE = Keep(attention=False, mlp=False)
+KEEP_ON_HOST = Keep(attention=False, mlp=False, offload=True)
+
+# From the fastest to the smallest; the planner mixes them layer by layer.
+KEEPS = (KEEP_ALL, KEEP_PRODUCTS, KEEP_MLP, KEEP_ATTENTION, KEEP_NONE, KEEP_ON_HOST)
