@@ -41,6 +41,8 @@ PUBLIC_NAME = {
     "matmul_packed": "packed_linear",
     "matmul_operands": "operand_linear",
     "matmul_stochastic": "sc_matmul",
+    "matmul_float8": "float8_linear",
+    "quantize_float8": "quantize_rows",
 }
 
 ids = {"ids": lambda f: str(f.relative_to(SOURCE)) if isinstance(f, Path) else None}

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fewbits.bench.float8_cases import MAKERS as FLOAT8_MAKERS
 from fewbits.bench.fused_cases import MAKERS as FUSED_MAKERS
 from fewbits.bench.problem import Case, Problem, differentiated, randn
 from fewbits.bench.stochastic_cases import MAKERS as STOCHASTIC_MAKERS
@@ -233,4 +234,11 @@ def _lora_problem(case: Case, device: torch.device) -> Problem:
     return Problem({"fewbits": differentiated(ours, (x, a, b), dy, trained)}, exact)
 
 
-_MAKERS = (_rmsnorm_cases, _dequantize_cases, _linear_cases, *FUSED_MAKERS, *STOCHASTIC_MAKERS)
+_MAKERS = (
+    _rmsnorm_cases,
+    _dequantize_cases,
+    _linear_cases,
+    *FUSED_MAKERS,
+    *FLOAT8_MAKERS,
+    *STOCHASTIC_MAKERS,
+)
