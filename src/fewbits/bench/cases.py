@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fewbits.bench.epilogue_cases import MAKERS as EPILOGUE_MAKERS
 from fewbits.bench.float8_cases import MAKERS as FLOAT8_MAKERS
 from fewbits.bench.fused_cases import MAKERS as FUSED_MAKERS
 from fewbits.bench.problem import Case, Problem, differentiated, randn
@@ -239,6 +240,7 @@ _MAKERS = (
     _dequantize_cases,
     _linear_cases,
     *FUSED_MAKERS,
+    *EPILOGUE_MAKERS,
     *FLOAT8_MAKERS,
     *STOCHASTIC_MAKERS,
 )

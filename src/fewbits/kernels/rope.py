@@ -200,7 +200,7 @@ def rope(
             tables hold half rows.
         inverse: turn back.
     """
-    tables = _checked_tables(q, cos, sin, position_ids, rotary_dim)
+    tables = checked_tables(q.shape, cos, sin, position_ids, rotary_dim)
     _check_heads((q, k), (q, k))
     turned: tuple[Tensor, Tensor] = _rope(q, k, *tables, inverse)
     return turned
@@ -252,7 +252,7 @@ def rope_into(
     """
     if len(sources) not in (2, 3) or len(outputs) != len(sources):
         raise BadInput(f"rope_into takes q, k and perhaps v: got {len(sources)} and {len(outputs)} tensors.")
-    tables = _checked_tables(sources[0], cos, sin, position_ids, rotary_dim)
+    tables = checked_tables(sources[0].shape, cos, sin, position_ids, rotary_dim)
     _check_heads(sources, outputs)
     xs, ws = [], []
     for source, branch in zip(sources, low_rank, strict=False):
@@ -303,11 +303,15 @@ def _check_heads(sources: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
             )
 
 
-def _checked_tables(
-    q: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None, rotary_dim: int | None
+def checked_tables(
+    shape: Sequence[int], cos: Tensor, sin: Tensor, position_ids: Tensor | None, rotary_dim: int | None
 ) -> Tables:
-    """Tables as the op takes them: (Bt, L, width), positions (Bp, S)."""
-    B, _, S, D = q.shape
+    """Tables as the ops take them, (Bt, L, width) and positions (Bp, S), for q of a shape (B, H, S, D).
+
+    Raises:
+        BadInput: they do not fit it.
+    """
+    B, _, S, D = shape
     d = cos.shape[-1] if rotary_dim is None else rotary_dim
     if d % 2 or d > D or cos.shape != sin.shape or cos.shape[-1] not in (d, d // 2):
         raise BadInput(
