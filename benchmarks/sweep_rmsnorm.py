@@ -1,4 +1,4 @@
-"""Which tile is fastest for RMSNorm on this GPU: the numbers behind kernels/rmsnorm.py's row_tile.
+"""Which tile is fastest for RMSNorm on this GPU: the numbers behind its row_tile and SumTile.
 
 python benchmarks/sweep_rmsnorm.py
 """
@@ -9,7 +9,8 @@ import torch
 
 from fewbits.bench.measure import CudaTimer, measure
 from fewbits.kernels._launch import RowTile, next_power_of_2
-from fewbits.kernels.rmsnorm import launch_bwd, launch_fwd, row_tile
+from fewbits.kernels._rmsnorm_triton import SumTile, row_tile
+from fewbits.kernels.rmsnorm import launch_bwd, launch_fwd
 
 SHAPES = [(8192, 2048), (8192, 4096), (8192, 8192), (262144, 128)]
 
@@ -31,9 +32,9 @@ def sweep(timer: CudaTimer, M: int, N: int) -> None:
         name = f"{tile.block_m}x{tile.block_n} {tile.num_warps} warps"
         variants[f"forward {name}"] = lambda t=tile: lambda: launch_fwd(x, w, 1e-5, 0.0, t)
         variants[f"dx {name}"] = lambda t=tile: lambda: launch_bwd(dy, x, w, r, 0.0, False, t)
-        for programs in (1, 2, 4, 8):
-            variants[f"dx, dw {name} {programs} programs"] = lambda t=tile, p=programs: (
-                lambda: launch_bwd(dy, x, w, r, 0.0, True, t, p)
+        for total in [SumTile(programs, stages) for programs in (1, 2, 4, 8) for stages in (1, 2, 3)]:
+            variants[f"dx, dw {name} {total.programs} programs {total.stages} stages"] = (
+                lambda t=tile, s=total: lambda: launch_bwd(dy, x, w, r, 0.0, True, t, s)
             )
     times = measure(variants, timer, rounds=4, repeats=8)
     print(f"{M}x{N}, row_tile gives {tuple(row_tile(N))}")

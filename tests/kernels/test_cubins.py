@@ -60,7 +60,7 @@ def test_compiles_to_machine_code(case: CompileCase, capability: int) -> None:
 
 def test_aligned_kernels_move_16_bytes_at_a_time() -> None:
     """The tile of a real launch loads and stores in the widest access there is."""
-    from fewbits.kernels.rmsnorm import COMPILE_CASES
+    from fewbits.kernels._rmsnorm_triton import COMPILE_CASES
 
     for case in (c for c in COMPILE_CASES if c.aligned):
         ptx = build(case, 90).asm["ptx"]

@@ -15,32 +15,35 @@ Floor: the forward pass reads x and writes y, 2 * M * N * itemsize bytes; the ba
 and writes dx, 3 * M * N * itemsize; r, w and dw are less than 1 % of that at N >= 512. M = 8192 rows of N =
 4096 in bfloat16 are 134 MB and 201 MB: 31.4 us and 47.0 us at the 4.28 TB/s that a copy reaches on an H200.
 
-dw is deterministic: each program sums its own rows, and a second pass adds these sums in a fixed order.
+In a decoder more stands beside a norm: x is a sum that has to be written too, the result goes into a product
+of 8-bit operands (see quantize_float8.py), and the backward pass is followed by the addition of the gradient
+that went round the norm. `rmsnorm_rows` and `rmsnorm_backward_rows` do all of it in the same pass: 2 more
+bytes a value for the residual, 2 for the sum, 1 for float8.
+
+The kernels are in _rmsnorm_triton.py. dw is deterministic: each program sums its own rows, and a second pass
+adds these sums in a fixed order.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fewbits.errors import BadInput, Unsupported
-from fewbits.kernels._launch import (
-    CompileCase,
-    RowTile,
-    cdiv,
-    jit,
-    multiprocessors,
-    next_power_of_2,
-    on_device_of,
-    tl,
+from fewbits.errors import BadInput
+from fewbits.kernels._launch import RowTile
+from fewbits.kernels._quantize_float8_triton import has_kernel as converts_float8
+from fewbits.kernels._rmsnorm_triton import (
+    KERNEL_DTYPES,
+    Float8Rows,
+    SumTile,
+    as_rows,
+    launch_backward_rows,
+    launch_rows,
 )
-
-_MAX_N = 65536  # one program holds a whole row in registers
-_KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
+from fewbits.kernels.quantize_float8 import quantize_rows_ref
 
 # 1. The definition.
 
@@ -67,64 +70,57 @@ def rmsnorm_backward_ref(
     return dx.to(x.dtype), dw.to(weight.dtype)
 
 
-# 2. The kernels.
+class Normed(NamedTuple):
+    """What `rmsnorm_rows` gives; None for what was not asked for."""
+
+    y: Tensor | None  # (M, N) in x's dtype
+    q: Tensor | None  # (M, N) float8: quantize_rows(y)
+    scale: Tensor | None  # (M, 1) float32
+    r: Tensor  # (M,) float32
+    summed: Tensor | None  # (M, N): x + residual, of which y is the norm
 
 
-@jit
-def _rmsnorm_fwd_kernel(
-    x_ptr, w_ptr, y_ptr, r_ptr, M, N, stride_xm, eps, offset, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
-):  # fmt: skip
-    """One program normalises BLOCK_M rows; y is (M, N) contiguous, x's rows are, stride_xm apart."""
-    offs_m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    offs_n = tl.arange(0, BLOCK_N)
-    mask_m = offs_m < M
-    mask_n = offs_n < N
-    mask = mask_m[:, None] & mask_n[None, :]
-    x = tl.load(x_ptr + offs_m[:, None] * stride_xm + offs_n[None, :], mask=mask, other=0.0).to(tl.float32)
-    w = tl.load(w_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32) + offset
-    r = tl.rsqrt(tl.sum(x * x, 1) / N + eps)
-    y = x * r[:, None] * w[None, :]
-    tl.store(y_ptr + offs_m[:, None] * N + offs_n[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
-    tl.store(r_ptr + offs_m, r, mask=mask_m)
+class NormGradients(NamedTuple):
+    """What `rmsnorm_backward_rows` gives; None for what was not asked for."""
+
+    dx: Tensor  # (M, N) in x's dtype, with the residual
+    dw: Tensor | None  # (N,) in the weight's dtype
+    q: Tensor | None  # (M, N) float8: quantize_rows(dx)
+    scale: Tensor | None  # (M, 1) float32
 
 
-@jit
-def _rmsnorm_bwd_kernel(
-    dy_ptr, x_ptr, w_ptr, r_ptr, dx_ptr, dw_ptr, M, N, stride_dym, stride_xm, offset,
-    NEEDS_DW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """A program takes every num_programs-th block of rows; dw_ptr (num_programs, N) gets each one's sum."""
-    offs_n = tl.arange(0, BLOCK_N)
-    mask_n = offs_n < N
-    w = tl.load(w_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32) + offset
-    if NEEDS_DW:
-        dw = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for start in range(tl.program_id(0) * BLOCK_M, M, tl.num_programs(0) * BLOCK_M):
-        offs_m = (start + tl.arange(0, BLOCK_M)).to(tl.int64)
-        mask_m = offs_m < M
-        mask = mask_m[:, None] & mask_n[None, :]
-        dy = tl.load(dy_ptr + offs_m[:, None] * stride_dym + offs_n[None, :], mask=mask, other=0.0)
-        x = tl.load(x_ptr + offs_m[:, None] * stride_xm + offs_n[None, :], mask=mask, other=0.0)
-        r = tl.load(r_ptr + offs_m, mask=mask_m, other=0.0)
-        dy = dy.to(tl.float32)
-        xhat = x.to(tl.float32) * r[:, None]
-        g = dy * w[None, :]
-        dx = r[:, None] * (g - xhat * (tl.sum(g * xhat, 1) / N)[:, None])
-        tl.store(dx_ptr + offs_m[:, None] * N + offs_n[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
-        if NEEDS_DW:
-            dw += dy * xhat
-    if NEEDS_DW:
-        tl.store(dw_ptr + tl.program_id(0).to(tl.int64) * N + offs_n, tl.sum(dw, 0), mask=mask_n)
+def rmsnorm_rows_ref(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    offset: float = 0.0,
+    residual: Tensor | None = None,
+    quantize: bool = False,
+) -> Normed:
+    """The norm of ``x + residual``, which is rounded to x's dtype first, and of its rounded result q."""
+    summed = None if residual is None else x + residual
+    y, r = rmsnorm_ref(x if summed is None else summed, weight, eps, offset)
+    q, scale = quantize_rows_ref(y) if quantize else (None, None)
+    return Normed(y, q, scale, r, summed)
 
 
-# 3. The launches.
+def rmsnorm_backward_rows_ref(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    r: Tensor,
+    offset: float = 0.0,
+    residual: Tensor | None = None,
+    needs_dw: bool = False,
+) -> NormGradients:
+    """dx, plus the residual in float32 or wider, rounded once; dx in float8 is quantize_rows_ref(dx)."""
+    dx, dw = rmsnorm_backward_ref(dy, x.to(r.dtype), weight, r, offset, needs_dw)
+    if residual is not None:
+        dx = dx + residual.to(r.dtype)
+    return NormGradients(dx.to(x.dtype), dw if needs_dw else None, None, None)
 
 
-def row_tile(N: int) -> RowTile:
-    """About 4096 values for 4 warps, in 16 bits four 16-byte loads in flight a thread; more for wide rows."""
-    block_n = next_power_of_2(N)
-    block_m = max(1, 4096 // block_n)
-    return RowTile(block_m, block_n, min(max(block_m * block_n // 1024, 4), 32))
+# 2. The launches.
 
 
 def launch_fwd(
@@ -135,21 +131,11 @@ def launch_fwd(
     Raises:
         Unsupported: a row is longer than 65,536 values.
     """
-    if x.dtype not in _KERNEL_DTYPES:
+    if x.dtype not in KERNEL_DTYPES:
         return _rmsnorm_default(x, weight, eps, offset)
-    N = x.shape[-1]
-    _check_row(N)
-    rows = _as_rows(x)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     r = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
-    if x.numel() == 0:
-        return y, r
-    M, tile = rows.shape[0], tile or row_tile(N)
-    with on_device_of(x):
-        _rmsnorm_fwd_kernel[(cdiv(M, tile.block_m),)](
-            rows, weight.contiguous(), y, r, M, N, rows.stride(0), eps, offset,
-            BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, num_warps=tile.num_warps,
-        )  # fmt: skip
+    launch_rows(as_rows(x), weight.contiguous(), eps, offset, y, r, tile=tile)
     return y, r
 
 
@@ -161,72 +147,20 @@ def launch_bwd(
     offset: float,
     needs_dw: bool,
     tile: RowTile | None = None,
-    programs_per_multiprocessor: int = 2,
+    sum_tile: SumTile | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`rmsnorm_backward_ref` by the Triton kernel; float64 has none and runs the reference."""
-    if x.dtype not in _KERNEL_DTYPES:
+    if x.dtype not in KERNEL_DTYPES:
         return _rmsnorm_backward_default(dy, x, weight, r, offset, needs_dw)
-    N = x.shape[-1]
-    dy_rows, x_rows = _as_rows(dy), _as_rows(x)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if x.numel() == 0:
-        return dx, weight.new_zeros(N if needs_dw else 0)
-    M, tile = x_rows.shape[0], tile or row_tile(N)
-    blocks = cdiv(M, tile.block_m)
-    programs = min(blocks, programs_per_multiprocessor * multiprocessors(x.device)) if needs_dw else blocks
-    partial = torch.empty((programs, N) if needs_dw else (0, 0), dtype=torch.float32, device=x.device)
-    with on_device_of(x):
-        _rmsnorm_bwd_kernel[(programs,)](
-            dy_rows, x_rows, weight.contiguous(), r, dx, partial,
-            M, N, dy_rows.stride(0), x_rows.stride(0), offset,
-            NEEDS_DW=needs_dw, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, num_warps=tile.num_warps,
-        )  # fmt: skip
-    return dx, partial.sum(0).to(weight.dtype) if needs_dw else weight.new_empty(0)
+    dw = launch_backward_rows(
+        as_rows(dy), as_rows(x), weight.contiguous(), r, offset, dx,
+        needs_dw=needs_dw, tile=tile, sum_tile=sum_tile,
+    )  # fmt: skip
+    return dx, weight.new_empty(0) if dw is None else dw
 
 
-def _as_rows(x: Tensor) -> Tensor:
-    """``x`` as (M, N) with contiguous rows: a view where its strides allow one."""
-    rows = x.reshape(-1, x.shape[-1])
-    return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
-
-
-def _check_row(N: int) -> None:
-    if N > _MAX_N:
-        raise Unsupported(
-            f"rmsnorm's kernel takes rows of at most {_MAX_N} values, not {N}: use rmsnorm_ref."
-        )
-
-
-_ROWS = {"M": "i32", "N": "i32"}
-_TILE = {"BLOCK_M": "constexpr", "BLOCK_N": "constexpr"}
-_FWD = {"x_ptr": "*bf16", "w_ptr": "*bf16", "y_ptr": "*bf16", "r_ptr": "*fp32", **_ROWS, "stride_xm": "i32"}
-_FWD |= {"eps": "fp32", "offset": "fp32", **_TILE}
-_BWD = {
-    "dy_ptr": "*bf16",
-    "x_ptr": "*bf16",
-    "w_ptr": "*bf16",
-    "r_ptr": "*fp32",
-    "dx_ptr": "*bf16",
-    "dw_ptr": "*fp32",
-}
-_BWD |= {**_ROWS, "stride_dym": "i32", "stride_xm": "i32", "offset": "fp32", "NEEDS_DW": "constexpr", **_TILE}
-_FWD_ALIGNED = ("x_ptr", "w_ptr", "y_ptr", "r_ptr", "N", "stride_xm")
-_BWD_ALIGNED = ("dy_ptr", "x_ptr", "w_ptr", "r_ptr", "dx_ptr", "dw_ptr", "N", "stride_dym", "stride_xm")
-
-COMPILE_CASES = (
-    CompileCase(_rmsnorm_fwd_kernel, _FWD, {"BLOCK_M": 1, "BLOCK_N": 4096}, _FWD_ALIGNED),
-    CompileCase(_rmsnorm_fwd_kernel, _FWD, {"BLOCK_M": 32, "BLOCK_N": 128}, _FWD_ALIGNED),
-    CompileCase(
-        _rmsnorm_fwd_kernel, {**_FWD, "x_ptr": "*fp32", "y_ptr": "*fp32"}, {"BLOCK_M": 4, "BLOCK_N": 1024}
-    ),
-    CompileCase(_rmsnorm_bwd_kernel, _BWD, {"NEEDS_DW": True, "BLOCK_M": 1, "BLOCK_N": 4096}, _BWD_ALIGNED),
-    CompileCase(
-        _rmsnorm_bwd_kernel, _BWD, {"NEEDS_DW": False, "BLOCK_M": 1, "BLOCK_N": 16384}, _BWD_ALIGNED, 16
-    ),
-)
-
-
-# 4. The ops: on a CPU they run the definition, on CUDA the kernels.
+# 3. The ops: on a CPU they run the definition, on CUDA the kernels.
 
 
 @torch.library.custom_op("fewbits::rmsnorm", mutates_args=())
@@ -265,6 +199,93 @@ def _(
     return launch_bwd(dy, x, weight, r, offset, needs_dw)
 
 
+@torch.library.custom_op("fewbits::rmsnorm_rows", mutates_args=("y", "q", "scale", "r", "summed"))
+def _rmsnorm_rows(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    offset: float,
+    residual: Tensor | None,
+    y: Tensor | None,
+    q: Tensor | None,
+    scale: Tensor | None,
+    r: Tensor,
+    summed: Tensor | None,
+) -> None:
+    made = rmsnorm_rows_ref(x, weight, eps, offset, residual, q is not None)
+    _copy((y, q, scale, r, summed), made)
+
+
+@torch.library.custom_op("fewbits::rmsnorm_backward_rows", mutates_args=("dx", "dw", "q", "scale"))
+def _rmsnorm_backward_rows(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    r: Tensor,
+    offset: float,
+    residual: Tensor | None,
+    dx: Tensor,
+    dw: Tensor | None,
+    q: Tensor | None,
+    scale: Tensor | None,
+) -> None:
+    made = rmsnorm_backward_rows_ref(dy, x, weight, r, offset, residual, dw is not None)
+    float8 = (None, None) if q is None else quantize_rows_ref(made.dx)
+    _copy((dx, dw, q, scale), (made.dx, made.dw, *float8))
+
+
+def _copy(outputs: tuple[Tensor | None, ...], results: tuple[Tensor | None, ...]) -> None:
+    for output, result in zip(outputs, results, strict=True):
+        if output is not None and result is not None:
+            output.copy_(result)
+
+
+@_rmsnorm_rows.register_kernel("cuda")
+def _cuda_rows(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    offset: float,
+    residual: Tensor | None,
+    y: Tensor | None,
+    q: Tensor | None,
+    scale: Tensor | None,
+    r: Tensor,
+    summed: Tensor | None,
+) -> None:
+    if x.dtype not in KERNEL_DTYPES or (q is not None and not converts_float8(x)):
+        made = rmsnorm_rows_ref(x, weight, eps, offset, residual, q is not None)
+        _copy((y, q, scale, r, summed), made)
+        return
+    float8 = None if q is None or scale is None else Float8Rows(q, scale)
+    launch_rows(x, weight.contiguous(), eps, offset, y, r, residual=residual, summed=summed, float8=float8)
+
+
+@_rmsnorm_backward_rows.register_kernel("cuda")
+def _cuda_backward_rows(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    r: Tensor,
+    offset: float,
+    residual: Tensor | None,
+    dx: Tensor,
+    dw: Tensor | None,
+    q: Tensor | None,
+    scale: Tensor | None,
+) -> None:
+    if x.dtype not in KERNEL_DTYPES or (q is not None and not converts_float8(x)):
+        made = rmsnorm_backward_rows_ref(dy, x, weight, r, offset, residual, dw is not None)
+        float8 = (None, None) if q is None else quantize_rows_ref(made.dx)
+        _copy((dx, dw, q, scale), (made.dx, made.dw, *float8))
+        return
+    summed = launch_backward_rows(
+        dy, x, weight.contiguous(), r, offset, dx, needs_dw=dw is not None, residual=residual,
+        float8=None if q is None or scale is None else Float8Rows(q, scale),
+    )  # fmt: skip
+    _copy((dw,), (summed,))
+
+
 @_rmsnorm.register_fake
 def _(x: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
     acc = torch.promote_types(x.dtype, torch.float32)
@@ -278,7 +299,7 @@ def _(
     return x.new_empty(x.shape), weight.new_empty(weight.shape if needs_dw else (0,))
 
 
-# 5. The gradient, and the one public function.
+# 4. The gradient, and the public functions.
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -337,3 +358,105 @@ def rmsnorm(x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0) -> Te
     if x.device.type == "cpu" and not torch.compiler.is_compiling():
         return _OnCPU.apply(x, weight, eps, offset)
     return _rmsnorm(x, weight, eps, offset)[0]
+
+
+def rmsnorm_rows(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    offset: float = 0.0,
+    residual: Tensor | None = None,
+    quantize: bool = False,
+    keep_dense: bool = True,
+) -> Normed:
+    """The forward pass alone, with what stands beside a norm: for autograd nodes of half a decoder layer.
+
+    Args:
+        x: (M, N); rows contiguous but perhaps apart.
+        weight: (N,).
+        eps: added to the mean square.
+        offset: as in `rmsnorm`.
+        residual: (M, N), added to x first; the sum is rounded to x's dtype and given back.
+        quantize: give the result in E4M3 too, a scale for each row: that of quantize_rows(y), bit for bit.
+        keep_dense: False gives float8 alone.
+
+    Returns:
+        `Normed`.
+    """
+    _check_rows(x, weight, residual)
+    if not (quantize or keep_dense):
+        raise BadInput(
+            "rmsnorm_rows without float8 and without its dense result computes nothing: ask for one."
+        )
+    (M, N), made = x.shape, x.new_empty
+    y = made(M, N) if keep_dense else None
+    q, scale = _float8_rows(x) if quantize else (None, None)
+    r = made(M, dtype=torch.promote_types(x.dtype, torch.float32))
+    summed = None if residual is None else made(M, N)
+    f = _cuda_rows if x.is_cuda and not torch.compiler.is_compiling() else _rmsnorm_rows
+    f(x, weight, eps, offset, residual, y, q, scale, r, summed)
+    return Normed(y, q, scale, r, summed)
+
+
+def rmsnorm_backward_rows(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    r: Tensor,
+    *,
+    offset: float = 0.0,
+    residual: Tensor | None = None,
+    needs_dw: bool = False,
+    out: Tensor | None = None,
+    quantize: bool = False,
+) -> NormGradients:
+    """The backward pass alone, and in the same pass the gradient that goes round the norm.
+
+    Args:
+        dy: (M, N); rows contiguous but perhaps apart, as are those of x and residual.
+        x: (M, N), what was normalised (`Normed.summed` where there was a residual).
+        weight: (N,).
+        r: (M,) from `rmsnorm_rows`.
+        offset: as in `rmsnorm`.
+        residual: (M, N), added to dx before its one rounding: the gradient of the connection round the norm.
+        needs_dw: give the weight's gradient.
+        out: (M, N) contiguous, where to write dx; may be dy, x or residual itself.
+        quantize: give dx in E4M3 too, for the next product: quantize_rows(dx), bit for bit.
+
+    Returns:
+        `NormGradients`.
+    """
+    _check_rows(x, weight, residual)
+    _check_rows(dy, weight, None)
+    dx = x.new_empty(x.shape) if out is None else out
+    if dx.shape != x.shape or dx.dtype != x.dtype or not dx.is_contiguous():
+        raise BadInput(
+            f"out must be {tuple(x.shape)} {x.dtype}, contiguous; it is {tuple(dx.shape)} {dx.dtype}."
+        )
+    dw = weight.new_empty(weight.shape) if needs_dw else None
+    q, scale = _float8_rows(x) if quantize else (None, None)
+    f = _cuda_backward_rows if x.is_cuda and not torch.compiler.is_compiling() else _rmsnorm_backward_rows
+    f(dy, x, weight, r, offset, residual, dx, dw, q, scale)
+    return NormGradients(dx, dw, q, scale)
+
+
+def _float8_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    q = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
+    return q, torch.empty((x.shape[0], 1), dtype=torch.float32, device=x.device)
+
+
+def _check_rows(x: Tensor, weight: Tensor, residual: Tensor | None) -> None:
+    for t in (x, residual):
+        if t is not None and (t.dim() != 2 or t.shape != x.shape or t.dtype != x.dtype or _gaps(t)):
+            raise BadInput(
+                "rmsnorm_rows takes x and residual (M, N) of one dtype with contiguous rows; got "
+                f"{tuple(t.shape)} {t.dtype} {t.stride()} beside {tuple(x.shape)} {x.dtype}."
+            )
+    if weight.shape != x.shape[-1:]:
+        need, have = tuple(x.shape[-1:]), tuple(weight.shape)
+        raise BadInput(f"rmsnorm's weight must have shape {need}, as x's rows do; it has {have}.")
+
+
+def _gaps(x: Tensor) -> bool:
+    return x.stride(1) != 1 and x.shape[1] > 1
