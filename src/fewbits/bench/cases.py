@@ -20,6 +20,7 @@ from fewbits.bench.epilogue_cases import MAKERS as EPILOGUE_MAKERS
 from fewbits.bench.float8_cases import MAKERS as FLOAT8_MAKERS
 from fewbits.bench.fused_cases import MAKERS as FUSED_MAKERS
 from fewbits.bench.problem import Case, Problem, differentiated, randn
+from fewbits.bench.quantize_cases import MAKERS as QUANTIZE_MAKERS
 from fewbits.bench.stochastic_cases import MAKERS as STOCHASTIC_MAKERS
 from fewbits.formats import get_format
 from fewbits.formats.base import Packed
@@ -243,4 +244,5 @@ _MAKERS = (
     *EPILOGUE_MAKERS,
     *FLOAT8_MAKERS,
     *STOCHASTIC_MAKERS,
+    *QUANTIZE_MAKERS,
 )

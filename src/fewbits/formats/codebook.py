@@ -99,11 +99,11 @@ def quantize_dynamic(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
     scaled = blocks * (1.0 / absmax)[:, None]
     grid = ((scaled.clamp_(-1, 1) + 1.0) * (0.5 * _SCALE_GRID) + 0.5).nan_to_num_(0.0).floor_()
     # a block of zeros (0 / 0 is NaN) takes code 0, not that of 0.0; its scale is 0 anyway
-    return _scale_codes(x.device).index_select(0, grid.to(torch.int32).view(-1))[:n], absmax
+    return scale_codes(x.device).index_select(0, grid.to(torch.int32).view(-1))[:n], absmax
 
 
 @lru_cache(maxsize=16)
-def _scale_codes(device: torch.device) -> Tensor:
+def scale_codes(device: torch.device) -> Tensor:
     """The code of each of the 65536 points of [-1, 1] to which scales are rounded first: (65536,) uint8."""
     with torch.inference_mode(False):
         values = table(_DYNAMIC_MAP, torch.device("cpu"))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from fewbits import device
 from fewbits.errors import BadCheckpoint, SpecMismatch
 from fewbits.formats.base import Format, Packed, PartSpec
+from fewbits.kernels.quantize import quantize
 from fewbits.nn.linear import QuantizedLinear
 from fewbits.recipes import Recipe, Rule
 
@@ -48,7 +49,10 @@ def quantize_by_rows(format: Format, weight: Tensor, rows: int = 256) -> Packed:
 
     They allow it if the parts of all pieces, one below the other, have the shapes of the whole weight's
     parts; a scale for the whole tensor, for one, does not. ``rows`` is a multiple of every format's block.
+    On a GPU all at once: its kernels have no temporaries of the weight's size.
     """
+    if weight.is_cuda:
+        return quantize(weight, format)
     pieces = weight.split(rows)
     layout = format.layout(tuple(weight.shape))
     layouts = [format.layout(tuple(piece.shape)) for piece in pieces]

@@ -2,38 +2,18 @@
 
 The gradient is not clipped. The formats take their scales from the values themselves, afresh in each step, so
 no value ever lies outside of the representable range, and a clipped straight-through estimator would clip
-nothing.
+nothing. How it is computed is in `fewbits.kernels.fake_quantize`.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fewbits.formats.base import Format
-from fewbits.kernels.matmul_packed import product_dtype
+from fewbits.kernels.fake_quantize import fake_quantize, fake_quantized_linear
 from fewbits.nn.linear import take_parameters
 
-
-class _FakeQuantize(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, format: Format, dtype: torch.dtype) -> Tensor:
-        ctx.dtype = x.dtype
-        return format.dequantize(format.quantize(x), dtype)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        return dy.to(ctx.dtype), None, None
-
-
-def fake_quantize(x: Tensor, format: Format | None, dtype: torch.dtype | None = None) -> Tensor:
-    """``dequantize(quantize(x))`` in ``dtype`` (default: x's); ``dx = dy``."""
-    if format is None:
-        return x if dtype is None else x.to(dtype)
-    return _FakeQuantize.apply(x, format, x.dtype if dtype is None else dtype)  # type: ignore[no-any-return]
+__all__ = ["FakeQuantizedLinear", "fake_quantize"]
 
 
 class FakeQuantizedLinear(nn.Linear):
@@ -60,14 +40,24 @@ class FakeQuantizedLinear(nn.Linear):
         """(..., K) to (..., N)."""
         return self.product(x, self.weight)
 
-    def product(self, x: Tensor, weight: Tensor) -> Tensor:
-        """The layer's product with ``weight`` (N, K) in place of its own, rounded as its own would be."""
-        dtype = product_dtype(x)
-        x = x.to(dtype)
-        if self.activation_format is not None:
-            x = fake_quantize(x.reshape(-1, x.shape[-1]), self.activation_format).view(x.shape)
-        bias = None if self.bias is None else self.bias.to(dtype)
-        return F.linear(x, fake_quantize(weight, self.weight_format, dtype), bias)
+    def product(
+        self, x: Tensor, weight: Tensor, adapter: tuple[Tensor, Tensor, float] | None = None
+    ) -> Tensor:
+        """The layer's product with ``weight`` (N, K) in place of its own, rounded as its own would be.
+
+        Args:
+            x: (..., K).
+            weight: (N, K).
+            adapter: A (r, K), B (N, r) and the factor of ``B @ A``, which is added before the rounding.
+        """
+        return fake_quantized_linear(
+            x,
+            weight,
+            self.bias,
+            weight_format=self.weight_format,
+            activation=self.activation_format,
+            adapter=adapter,
+        )
 
     def extra_repr(self) -> str:
         """One line for ``print(model)``."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from fewbits.formats.base import Format, Packed
 from fewbits.kernels.matmul_operands import operand_linear
 from fewbits.kernels.matmul_packed import Operands, packed_linear
+from fewbits.kernels.quantize import quantize
 
 
 class LinearFormats(Protocol):
@@ -94,7 +95,7 @@ class QuantizedLinear(nn.Module):
         if linear.bias is not None:
             made.bias = linear.bias
         if weight.device.type != "meta":
-            made.load_packed(format.quantize(weight))
+            made.load_packed(quantize(weight, format))
         return made.train(linear.training)
 
     @property

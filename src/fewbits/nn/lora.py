@@ -27,8 +27,10 @@ from peft.tuners.tuners_utils import check_adapters_to_merge
 from torch import Tensor, nn
 
 from fewbits.errors import Unsupported
+from fewbits.kernels.fake_quantize import lora_weight
 from fewbits.kernels.lora_linear import lora_linear
 from fewbits.kernels.matmul_packed import PLAIN, Operands
+from fewbits.kernels.quantize import quantize
 from fewbits.nn.fake_quantize import FakeQuantizedLinear
 from fewbits.nn.linear import QuantizedLinear
 
@@ -93,7 +95,9 @@ class LoRALinear(nn.Module, LoraLayer):
         if not active:
             return base(x, *args, **kwargs)  # type: ignore[no-any-return]
         if isinstance(base, FakeQuantizedLinear):
-            return self._add_biases(base.product(x, self.effective_weight(active)), active)
+            *before, last = active
+            adapter = (self.lora_A[last].weight, self.lora_B[last].weight, self.scaling[last])
+            return self._add_biases(base.product(x, self.effective_weight(before), adapter), active)
         return self._branch_forward(x, active)
 
     def _branch_forward(self, x: Tensor, active: list[str]) -> Tensor:
@@ -146,11 +150,20 @@ class LoRALinear(nn.Module, LoraLayer):
             return (b @ a) * self.scaling[adapter]  # type: ignore[no-any-return]
 
     def effective_weight(self, adapters: list[str]) -> Tensor:
-        """``W + sum of s * B @ A`` in the base weight's dtype; what `merge` writes, to the bit."""
+        """W and each ``s * B @ A`` in turn, in the base weight's dtype; what `merge` writes, to the bit.
+
+        Over a fake-quantised base each is added with one rounding.
+        """
         weight = self.base_layer.weight
         for name in adapters:
-            weight = (weight + self.get_delta_weight(name)).to(weight.dtype)
+            weight = self._adapted(weight, name)
         return weight  # type: ignore[no-any-return]
+
+    def _adapted(self, weight: Tensor, name: str) -> Tensor:
+        if isinstance(self.get_base_layer(), FakeQuantizedLinear):
+            a, b = self.lora_A[name].weight, self.lora_B[name].weight
+            return lora_weight(weight, a, b, self.scaling[name])
+        return (weight + self.get_delta_weight(name)).to(weight.dtype)
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """Write the adapters into the base weight; a packed base is rounded again, and a warning says so.
@@ -168,9 +181,7 @@ class LoRALinear(nn.Module, LoraLayer):
             self.merged_adapters.append(name)
 
     def _merge_one(self, base: Any, name: str, safe_merge: bool) -> None:
-        delta = self.get_delta_weight(name)
-        weight = base.dequantize() if isinstance(base, QuantizedLinear) else base.weight
-        merged = (weight + delta).to(weight.dtype)
+        merged = self._adapted(base.dequantize() if isinstance(base, QuantizedLinear) else base.weight, name)
         if safe_merge and not torch.isfinite(merged).all():
             raise ValueError(f"adapter {name!r} gives weights that are not finite; nothing was merged.")
         if self.lora_bias[name]:
@@ -189,7 +200,7 @@ class LoRALinear(nn.Module, LoraLayer):
         )
         if not self.merged_adapters:
             self._packed_before = {part: t.detach() for part, t in base.packed.parts.items()}
-        base.load_packed(base.format.quantize(merged))
+        base.load_packed(quantize(merged, base.format))
 
     def unmerge(self) -> None:
         """Take all merged adapters out again; a packed base gets back the very bits it had."""

@@ -1,0 +1,105 @@
+"""Cases of rounding: packing a weight, rounding it for training, and rounding it with its adapter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from fewbits.bench.problem import Case, Problem, differentiated, randn
+from fewbits.formats import get_format
+from fewbits.kernels.fake_quantize import (
+    fake_quantize,
+    fake_quantize_lora,
+    fake_quantize_lora_ref,
+    fake_quantize_ref,
+)
+from fewbits.kernels.quantize import quantize, quantize_ref
+
+_RANK = 16
+_EXACT = 4e-3  # one rounding to bfloat16 of what is compared in float32
+_MOVED = 0.05  # the sum's last bit may move a few values to the next code
+
+
+def quantize_cases(max_size: int) -> list[Case]:
+    """Llama-3.1-8B's gate projection."""
+    N, K = min(14336, max_size), min(4096, max_size)
+    made = []
+    for format in ("nf4", "nf4_dq", "fp4", "int8", "int8_tensor", "int4_g32", "int4_g128_zp"):
+        made.append(
+            Case(
+                op="quantize", part="forward", format=format, M=N, N=K, build=_quantize_problem,
+                bytes_moved=get_format(format).nbytes((N, K)) + 2 * N * K, tolerance=_EXACT,
+            )
+        )  # fmt: skip
+    return made
+
+
+def _quantize_problem(case: Case, device: torch.device) -> Problem:
+    """Codes are compared as numbers; bitsandbytes puts a byte's first code into its high half."""
+    weight = randn(device, torch.bfloat16, case.M, case.N) * 0.02
+    format = get_format(case.format)
+    functions: dict[str, Callable[[], Tensor]] = {
+        "fewbits": lambda: quantize(weight, format).codes,
+        "definition": lambda: quantize_ref(weight, format).codes,
+    }
+    if device.type == "cuda" and case.format in ("nf4", "nf4_dq", "fp4") and find_spec("bitsandbytes"):
+        from bitsandbytes.functional import quantize_4bit
+
+        def peer() -> Tensor:
+            codes, _ = quantize_4bit(
+                weight, quant_type=case.format[:3], compress_statistics=case.format.endswith("dq")
+            )
+            swapped: Tensor = (codes >> 4) | (codes << 4)
+            return swapped.view(case.M, -1)
+
+        functions["bitsandbytes"] = peer
+    variants = {name: differentiated(f, (), weight, 0) for name, f in functions.items()}
+    return Problem(variants, lambda: (format.quantize(weight).codes.double(),))
+
+
+def fake_quantize_cases(max_size: int) -> list[Case]:
+    """The same weight, as it is ("forward") and with an adapter of rank 16 ("adapter")."""
+    N, K = min(14336, max_size), min(4096, max_size)
+    made = []
+    for format in ("int4_g32", "int4_g128", "nf4", "int8"):
+        for part, tolerance in (("forward", _EXACT), ("adapter", _MOVED)):
+            made.append(
+                Case(
+                    op="fake_quantize", part=part, format=format, M=N, N=K, build=_fake_quantize_problem,
+                    bytes_moved=4 * N * K + (2 * _RANK * (N + K) if part == "adapter" else 0),
+                    tolerance=tolerance,
+                )
+            )  # fmt: skip
+    return made
+
+
+def _fake_quantize_problem(case: Case, device: torch.device) -> Problem:
+    weight = randn(device, torch.bfloat16, case.M, case.N) * 0.02
+    a = randn(device, torch.bfloat16, _RANK, case.N) * case.N**-0.5
+    b = randn(device, torch.bfloat16, case.M, _RANK) * 0.02
+    format = get_format(case.format)
+    functions: dict[str, Callable[[], Tensor]]
+    if case.part == "forward":
+        functions = {
+            "fewbits": lambda: fake_quantize(weight, format),
+            "definition": lambda: fake_quantize_ref(weight, format, weight.dtype),
+        }
+    else:
+        functions = {
+            "fewbits": lambda: fake_quantize_lora(weight, a, b, 1.0, format),
+            "definition": lambda: fake_quantize_lora_ref(weight, a, b, 1.0, format, weight.dtype),
+        }
+    variants = {name: differentiated(f, (), weight, 0) for name, f in functions.items()}
+
+    def exact() -> Sequence[Tensor]:
+        if case.part == "forward":
+            return (fake_quantize_ref(weight, format, torch.float32).double(),)
+        return (fake_quantize_lora_ref(weight, a, b, 1.0, format, torch.float32).double(),)
+
+    return Problem(variants, exact)
+
+
+MAKERS = (quantize_cases, fake_quantize_cases)
