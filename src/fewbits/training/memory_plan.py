@@ -310,6 +310,23 @@ class Planner:
         predicted = Prediction(static=self.static, kept=kept, working=working)
         return Plan(keeps=tuple(keeps), predicted=predicted, seconds=seconds, budget_bytes=budget_bytes)
 
+    def price_of(self, plan: Plan) -> Plan:
+        """What this planner expects of another one's plan."""
+        if plan.keeps:
+            return self.price(plan.keeps, plan.budget_bytes)
+        return self._plain(plan.budget_bytes, checkpointing=plan.checkpointing)
+
+    def same_for_all(self, keep: Keep, budget_bytes: int) -> Plan:
+        """One choice for every layer; for layers that are not fused: are they recomputed as a whole."""
+        if self.is_fused:
+            return self.price([keep] * self.num_layers, budget_bytes)
+        return self._plain(budget_bytes, checkpointing=not keep.mlp)
+
+    @property
+    def step_seconds(self) -> float:
+        """About what forward and backward passes take, recomputation aside."""
+        return 3 * self.layer.forward_s * self.num_layers
+
     def corrected(self, plan: Plan, dynamic_bytes: int) -> Planner:
         """With the bytes that a step under ``plan`` was measured to take beside what is static."""
         return replace(self, factor=self.factor * dynamic_bytes / max(1, plan.predicted.dynamic))

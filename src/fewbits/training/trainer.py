@@ -11,7 +11,10 @@ from torch import Tensor, nn
 
 from fewbits.errors import TrainingStopped
 from fewbits.training.checkpointing import PREFIX, Progress, load_weights, rotate, save_weights, staged
+from fewbits.training.memory_budget import MemoryBudget
+from fewbits.training.numbers import NumberCheck
 from fewbits.training.packing import Batch, EpochSampler, count_trained
+from fewbits.training.rerun import Rerun, first_sentence
 
 
 class Trainer(transformers.Trainer):
@@ -21,15 +24,31 @@ class Trainer(transformers.Trainer):
     """
 
     def __init__(
-        self, *args: Any, keep_checkpoints: int = 2, progress: Progress | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        keep_checkpoints: int = 2,
+        progress: Progress | None = None,
+        memory: MemoryBudget | None = None,
+        **kwargs: Any,
     ) -> None:
-        """Args: those of transformers.Trainer, how many checkpoints to keep, the counters to go on with."""
+        """Args: those of transformers.Trainer, and ours.
+
+        Args:
+            args: of transformers.Trainer.
+            keep_checkpoints: how many stay beside the best one.
+            progress: the counters to go on with.
+            memory: the model's memory plan; a step that runs out of memory is repeated under a smaller one.
+            kwargs: of transformers.Trainer.
+        """
         super().__init__(*args, **kwargs)
+        self.memory = memory
         self.keep_checkpoints = keep_checkpoints
         self.progress = progress or Progress()
         self.order: EpochSampler | None = None
         self.control: Any
         self._seen: list[tuple[Tensor, list[list[int]]]] = []
+        self._numbers = NumberCheck(self.model)
+        self._rerun = Rerun(memory) if memory is not None and self.accelerator.num_processes == 1 else None
         self.remove_callback(transformers.PrinterCallback)
         self.add_callback(_EpochOrder(self))
 
@@ -46,22 +65,49 @@ class Trainer(transformers.Trainer):
         """One forward and backward pass; before the optimizer steps, loss and gradients must be sound."""
         rows = inputs.pop("rows", [])
         self.progress.tokens += inputs.pop("num_tokens", 0)
-        loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
+        last, step = self.accelerator.sync_gradients, self.state.global_step + 1
+        if self.memory is not None:
+            self.memory.begin(inputs["input_ids"].numel())
+
+        def once(batch: Batch, num_items: Any) -> Tensor:
+            loss: Tensor = super(Trainer, self).training_step(model, batch, num_items)
+            return loss
+
+        if self._rerun is not None:
+            loss = self._rerun.run(once, inputs, num_items_in_batch, step=step, last=last)
+        else:
+            loss = once(inputs, num_items_in_batch)
         self._seen.append((loss, rows))
-        if self.accelerator.sync_gradients:
+        if last:
             seen, self._seen = self._seen, []
-            check_numbers(
-                self.model,
-                seen,
-                self.state.global_step + 1,
-                scaled=getattr(self.accelerator, "scaler", None) is not None,
-            )
+            scaled = getattr(self.accelerator, "scaler", None) is not None
+            self._numbers.see(seen, step, self.optimizer, scaled=scaled)
+            if self.memory is not None:
+                self.memory.end_step()
         return loss
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As the host's; no bad number is left unseen, and memory that ran out has one sentence."""
+        try:
+            result = super().train(*args, **kwargs)
+        except torch.OutOfMemoryError as error:
+            raise TrainingStopped(
+                f"memory ran out after step {self.state.global_step} ({first_sentence(error)}); the"
+                " checkpoints are whole: resume with a smaller memory_budget or batch_size."
+            ) from error
+        self._numbers.settle()
+        return result
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Nothing is logged of a step that was not sound; the host has waited for the device here already."""
+        self._numbers.settle()
+        super().log(logs, *args, **kwargs)
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
         """The mean loss of all trained tokens, whatever their batches."""
+        self._numbers.settle()
         self.model.eval()
         total = torch.zeros(2, dtype=torch.float64, device=self.args.device)
         for batch in self.get_eval_dataloader(eval_dataset):
@@ -79,6 +125,7 @@ class Trainer(transformers.Trainer):
         return metrics
 
     def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:
+        self._numbers.settle()
         self.store_flos()
         folder = Path(self.args.output_dir)
         final = folder / f"{PREFIX}{self.state.global_step}"
@@ -108,60 +155,3 @@ class _EpochOrder(transformers.TrainerCallback):
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.trainer.order is not None:
             self.trainer.order.set_epoch(int(state.epoch or 0))
-
-
-def check_numbers(
-    model: nn.Module, seen: list[tuple[Tensor, list[list[int]]]], step: int, *, scaled: bool = False
-) -> None:
-    """Raise TrainingStopped unless the losses are finite and the gradients finite and not all zero.
-
-    Args:
-        model: the model, after the backward passes of one step and before clipping.
-        seen: loss and rows of each accumulated batch.
-        step: for the message.
-        scaled: a gradient scaler is at work, which itself skips steps that overflow.
-    """
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    losses = torch.stack([loss.float().mean() for loss, _ in seen])
-    norm = (
-        torch.stack([g.float() for g in torch._foreach_norm(gradients)]).norm()
-        if gradients
-        else losses.new_zeros(())
-    )
-    sound = torch.stack([losses.isfinite().all().float(), norm])
-    losses_are_finite, size = sound.tolist()  # the one wait for the device
-    if losses_are_finite and (scaled or 0 < size < float("inf")):
-        return
-    if not losses_are_finite:
-        loss, rows = next((loss, rows) for loss, rows in seen if not loss.isfinite().all())
-        raise TrainingStopped(
-            f"the loss became {float(loss)} at step {step} on rows {_numbers(rows)} of the training data"
-            f"{_first_bad_weight(model)}; no weight was changed by it: look at these rows, lower the learning"
-            " rate, or resume from the last checkpoint."
-        )
-    rows_of_step = [group for _, rows in seen for group in rows]
-    if size == 0:
-        raise TrainingStopped(
-            f"all gradients are zero at step {step} ({len(gradients)} parameters with a gradient), so"
-            f" nothing would be learned from rows {_numbers(rows_of_step)}; check that the trained layers are"
-            " part of the forward pass."
-        )
-    name = next(n for n, p in model.named_parameters() if p.grad is not None and not p.grad.isfinite().all())
-    raise TrainingStopped(
-        f"the gradient of {name} is not finite at step {step} on rows {_numbers(rows_of_step)} of the"
-        " training data; no weight was changed by it: lower the learning rate, or resume from the last"
-        " checkpoint."
-    )
-
-
-def _first_bad_weight(model: nn.Module) -> str:
-    for name, p in model.named_parameters():
-        if p.is_floating_point() and not p.isfinite().all():
-            return f", and {name} already holds a number that is not finite"
-    return ""
-
-
-def _numbers(rows: list[list[int]]) -> str:
-    flat = sorted({number for group in rows for number in group})
-    text = ", ".join(map(str, flat[:8]))
-    return f"{text} and {len(flat) - 8} more" if len(flat) > 8 else text or "unknown"

@@ -1,0 +1,137 @@
+"""The stop at the first bad number, without the host waiting for the device in every step.
+
+What a step's losses and gradients are worth is computed on the device and copied to the host; the host reads
+it one step later, or before anything is logged, evaluated or saved. In the meantime nothing bad comes into
+the weights: the same flag on the device makes a fused optimizer skip its update (``found_inf``, which
+torch's fused optimizers have for gradient scalers). Where the optimizer knows no such flag, or a scaler uses
+it, the host waits in each step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fewbits.errors import TrainingStopped
+
+Seen = list[tuple[Tensor, list[list[int]]]]  # loss and rows of each accumulated batch
+
+
+@dataclass
+class _Pending:
+    """What is known of one step once its copy has arrived."""
+
+    seen: Seen
+    names: list[str]
+    step: int
+    scaled: bool
+    values: Tensor  # (losses + gradients,) on the host: mean losses, then the norm of each gradient
+    event: Any
+
+
+class NumberCheck:
+    """Watches one model's losses and gradients."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._pending: _Pending | None = None
+
+    def see(self, seen: Seen, step: int, optimizer: Any = None, *, scaled: bool = False) -> None:
+        """After the backward passes of a step, before clipping: note what they gave, settle the step before.
+
+        Args:
+            seen: loss and rows of each accumulated batch.
+            step: its number, for the message.
+            optimizer: the one that is about to step; without the flag the host waits here.
+            scaled: a gradient scaler is at work, which itself skips steps that overflow.
+
+        Raises:
+            TrainingStopped: a loss or a gradient is not finite, or all gradients are zero.
+        """
+        self.settle()
+        named = [(name, p.grad) for name, p in self._model.named_parameters() if p.grad is not None]
+        losses = torch.stack([loss.float().mean() for loss, _ in seen])
+        norms = [g.float().to(losses.device) for g in torch._foreach_norm([g for _, g in named])]
+        values = torch.cat([losses, torch.stack(norms)]) if norms else losses
+        skips = not scaled and can_skip(optimizer)
+        if skips:
+            sound = values.isfinite().all() & (values[len(seen) :].sum() > 0)
+            inner_optimizer(optimizer).found_inf = (~sound).float()
+        host, event = _to_host(values)
+        self._pending = _Pending(seen, [name for name, _ in named], step, scaled, host, event)
+        if not skips:
+            self.settle()
+
+    def settle(self) -> None:
+        """Raise if the step seen last was not sound; waits for that step only."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        if pending.event is not None:
+            pending.event.synchronize()
+        losses, norms = pending.values[: len(pending.seen)], pending.values[len(pending.seen) :]
+        if not losses.isfinite().all():
+            raise TrainingStopped(self._bad_loss(pending, losses))
+        if pending.scaled:
+            return
+        rows = numbers_of([group for _, rows in pending.seen for group in rows])
+        if not norms.any():
+            raise TrainingStopped(
+                f"all gradients are zero at step {pending.step} ({len(norms)} parameters with a gradient), so"
+                f" nothing would be learned from rows {rows}; check that the trained layers are part of the"
+                " forward pass."
+            )
+        if not norms.isfinite().all():
+            name = pending.names[int((~norms.isfinite()).nonzero()[0])]
+            raise TrainingStopped(
+                f"the gradient of {name} is not finite at step {pending.step} on rows {rows} of the training"
+                " data; no weight was changed by it: lower the learning rate, or resume from the last"
+                " checkpoint."
+            )
+
+    def _bad_loss(self, pending: _Pending, losses: Tensor) -> str:
+        first = int((~losses.isfinite()).nonzero()[0])
+        return (
+            f"the loss became {float(losses[first])} at step {pending.step} on rows"
+            f" {numbers_of(pending.seen[first][1])} of the training data{_first_bad_weight(self._model)}; no"
+            " weight was changed by it: look at these rows, lower the learning rate, or resume from the last"
+            " checkpoint."
+        )
+
+
+def inner_optimizer(optimizer: Any) -> Any:
+    """The optimizer of torch inside accelerate's wrapper."""
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+def can_skip(optimizer: Any) -> bool:
+    """Whether the optimizer skips a step whose ``found_inf`` is set."""
+    return bool(getattr(inner_optimizer(optimizer), "_step_supports_amp_scaling", False))
+
+
+def _to_host(values: Tensor) -> tuple[Tensor, Any]:
+    """A copy on the host, and the event of its end; None: it is there."""
+    if values.device.type != "cuda":
+        return values, None
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    host.copy_(values, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(values.device))
+    return host, event
+
+
+def _first_bad_weight(model: nn.Module) -> str:
+    for name, p in model.named_parameters():
+        if p.is_floating_point() and not p.isfinite().all():
+            return f", and {name} already holds a number that is not finite"
+    return ""
+
+
+def numbers_of(rows: list[list[int]]) -> str:
+    """The numbers of rows, at most eight of them."""
+    flat = sorted({number for group in rows for number in group})
+    text = ", ".join(map(str, flat[:8]))
+    return f"{text} and {len(flat) - 8} more" if len(flat) > 8 else text or "unknown"

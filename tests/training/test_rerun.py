@@ -1,0 +1,159 @@
+"""Memory that runs out anywhere in a step changes the plan and nothing else."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from fewbits.errors import TrainingStopped
+from fewbits.nn.keep import KEEP_ALL, Keep
+from fewbits.nn.offload import HostStash
+from fewbits.recipes import Recipe
+from fewbits.training.memory_budget import MemoryBudget, Target
+from fewbits.training.memory_plan import planner
+from fewbits.training.packing import Collator, SequenceDataset
+from fewbits.training.rerun import first_sentence, is_out_of_memory
+from fewbits.training.trainer import Trainer
+from training.test_packing import TINY, make_examples
+from training.test_trainer import arguments, losses
+
+SAID = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 1 GiB.\nMore advice."
+LENGTHS = [5, 9, 3, 12, 7, 4, 10, 6, 8, 11, 5, 7]
+
+
+@dataclass
+class Layer:
+    keep: Keep = KEEP_ALL
+
+
+def model_with_dropout():
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("llama", **TINY, attention_dropout=0.2)
+    return AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+
+
+def budget_of(model, *, num_layers=4, fused=True):
+    config = model.config.to_dict()
+    layers = [Layer() for _ in range(num_layers)] if fused else []
+    target = Target(model, layers, HostStash())
+
+    def planner_for(num_tokens):
+        return planner(config, Recipe(name="plain"), num_tokens=num_tokens, is_fused=fused, capability=None)
+
+    return MemoryBudget(target, planner_for, 3 * 12, 1 << 40)
+
+
+def run(folder, model, *, memory=None, **options):
+    trainer = Trainer(
+        model=model,
+        args=arguments(folder, **options),
+        train_dataset=SequenceDataset(make_examples(LENGTHS)),
+        data_collator=Collator(0),
+        memory=memory,
+    )
+    trainer.train()
+    return trainer
+
+
+class Shortage:
+    """Raises out-of-memory at chosen passes over the layers, forward or backward; each is counted."""
+
+    def __init__(self, model, at: set[int]) -> None:
+        self.at, self.count, self.raised = at, 0, 0
+        for layer in model.model.layers:
+            layer.register_forward_hook(self._forward)
+
+    def _forward(self, module, inputs, output):
+        self._point()
+        if output.requires_grad:
+            output.register_hook(lambda grad: self._point())
+
+    def _point(self):
+        self.count += 1
+        if self.count in self.at:
+            self.raised += 1
+            raise torch.OutOfMemoryError(SAID)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_weights_losses_and_counts_are_those_of_an_undisturbed_run(tmp_path, seed):
+    plain = run(tmp_path / "plain", model_with_dropout())
+    model = model_with_dropout()
+    points = 4 * 2 * 2 * 4  # steps, batches, directions, layers
+    shortage = Shortage(model, set(random.Random(seed).sample(range(1, points), 4)))
+    memory = budget_of(model)
+    first = memory.plan
+    trainer = run(tmp_path / "short", model, memory=memory)
+    assert shortage.raised == trainer._rerun.count == 4
+    assert losses(trainer) == losses(plain)
+    assert trainer.progress.tokens == plain.progress.tokens
+    for (name, p), q in zip(model.named_parameters(), plain.model.parameters(), strict=True):
+        assert torch.equal(p, q), name
+    assert memory.plan.predicted.total < first.predicted.total
+    assert [layer.keep for layer in memory.target.layers] == list(memory.plan.keeps)
+    told = [note for note in memory.notes if "ran out of memory" in note]
+    assert len(told) == 4 and all("Tried to allocate 2.00 GiB" in note for note in told)
+    assert all("advice" not in note for note in told)
+
+
+def test_a_model_that_is_not_fused_falls_back_to_whole_layers(tmp_path):
+    plain = run(tmp_path / "plain", model_with_dropout())
+    model = model_with_dropout()
+    Shortage(model, {11})
+    memory = budget_of(model, fused=False)
+    run(tmp_path / "short", model, memory=memory)
+    assert memory.plan.checkpointing and "not fused" in memory.notes[-1]
+    assert any(getattr(m, "gradient_checkpointing", False) for m in model.modules())
+    for (name, p), q in zip(model.named_parameters(), plain.model.parameters(), strict=True):
+        assert torch.equal(p, q), name
+
+
+def test_no_smaller_plan_is_one_sentence(tmp_path):
+    model = model_with_dropout()
+    Shortage(model, set(range(1, 10_000)))
+    memory = budget_of(model)
+    with pytest.raises(
+        TrainingStopped, match=r"step 1 does not fit into memory .* take a smaller batch_size"
+    ):
+        run(tmp_path, model, memory=memory)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_what_a_dead_step_put_on_the_host_is_gone(tmp_path):
+    model = model_with_dropout()
+    memory = budget_of(model)
+    handles = []
+
+    def put(module, inputs, output):
+        handles.append(memory.target.stash.put(output))
+
+    model.model.layers[0].register_forward_hook(put)
+    Shortage(model, {7})
+    run(tmp_path, model, memory=memory, max_steps=1)
+    assert handles[0].taken and not handles[-1].taken
+
+
+def test_other_errors_and_other_places_stay_what_they_are(tmp_path):
+    model = model_with_dropout()
+
+    def fail(module, inputs, output):
+        raise RuntimeError("the sizes of tensors must match")
+
+    model.model.layers[1].register_forward_hook(fail)
+    with pytest.raises(RuntimeError, match="sizes of tensors"):
+        run(tmp_path / "a", model, memory=budget_of(model))
+    model = model_with_dropout()
+    Shortage(model, {3})
+    with pytest.raises(TrainingStopped, match=r"memory ran out after step 0 \(CUDA out of memory"):
+        run(tmp_path / "b", model)
+
+
+def test_what_counts_as_out_of_memory():
+    assert is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"))
+    assert not is_out_of_memory(RuntimeError("CUDA error: an illegal memory access was encountered"))
+    assert first_sentence(torch.OutOfMemoryError(SAID)) == "CUDA out of memory. Tried to allocate 2.00 GiB"
+    assert first_sentence(torch.OutOfMemoryError("")) == "no message"
