@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from fewbits.bench.problem import Case, Problem, Run, Variant, randn
+from fewbits.kernels.matmul_float8 import float8_linear, float8_weight, scale_row, weight_scale
 from fewbits.kernels.quantize_float8 import quantize_blocks, quantize_rows, quantize_tensor
+from fewbits.kernels.rmsnorm import rmsnorm_backward_ref, rmsnorm_backward_rows, rmsnorm_ref, rmsnorm_rows
 
+_EPS = 1e-5
 # One rounding to 4 significant bits: 2**-4 at most, 0.026 on average over a binade (see matmul_float8.py).
 _ONE_ROUNDING = 0.04
 _LARGEST = 448.0
@@ -32,7 +36,8 @@ def quantize_cases(max_size: int) -> list[Case]:
 
 def _quantize_problem(case: Case, device: torch.device) -> Problem:
     x = randn(device, torch.bfloat16, case.M, case.N)
-    quantize = {"rows": quantize_rows, "blocks": quantize_blocks, "tensor": quantize_tensor}[case.part]
+    quantize: Callable[..., tuple[Tensor, Tensor]]
+    quantize = {"rows": quantize_rows, "blocks": quantize_blocks, "tensor": quantize_tensor}[case.part]  # type: ignore[assignment]
     block = {"rows": case.N, "blocks": min(128, case.N), "tensor": x.numel()}[case.part]
     scale_shape = (1,) if case.part == "tensor" else (case.M, case.N // block)
 
@@ -60,4 +65,124 @@ def _plain(f: Run) -> Variant:
     return lambda: f
 
 
-MAKERS = (quantize_cases,)
+# The norm with what stands beside it.
+
+
+def norm_cases(max_size: int) -> list[Case]:
+    """The residual, the norm and float8 rows in one pass, and its backward pass: 9 and 9 bytes a value."""
+    M, N = min(8192, max_size), min(4096, max_size)
+    forward = Case(
+        op="rmsnorm", part="rows_forward", format="float8_e4m3", M=M, N=N, bytes_moved=9 * M * N,
+        tolerance=_ONE_ROUNDING, build=_norm_problem,
+    )  # fmt: skip
+    return [forward, replace(forward, part="rows_backward")]
+
+
+def _norm_problem(case: Case, device: torch.device) -> Problem:
+    x, residual, dy = (randn(device, torch.bfloat16, case.M, case.N) for _ in range(3))
+    w = randn(device, torch.bfloat16, case.N) * 0.1 + 1
+    summed = x + residual
+    r = rmsnorm_rows(summed, w, _EPS).r
+
+    def ours() -> Sequence[Tensor]:
+        if case.part == "rows_forward":
+            normed = rmsnorm_rows(x, w, _EPS, residual=residual, quantize=True)
+            return _present(normed.summed, normed.y, normed.q)
+        back = rmsnorm_backward_rows(dy, summed, w, r, residual=residual, quantize=True)
+        return _present(back.dx, back.q)
+
+    def apart() -> Sequence[Tensor]:  # the same kernels, one after the other
+        if case.part == "rows_forward":
+            again = x + residual
+            (y,) = _present(rmsnorm_rows(again, w, _EPS).y)
+            return again, y, quantize_rows(y)[0]
+        dx = rmsnorm_backward_rows(dy, summed, w, r).dx.add_(residual)
+        return dx, quantize_rows(dx)[0]
+
+    def exact() -> Sequence[Tensor]:
+        sd, wd = x.double() + residual.double(), w.double()
+        y, rd = rmsnorm_ref(sd, wd, _EPS)
+        if case.part == "rows_forward":
+            return sd, y, _codes(y)
+        dx = rmsnorm_backward_ref(dy.double(), sd, wd, rd)[0] + residual.double()
+        return dx, _codes(dx)
+
+    return Problem({"fewbits": _plain(ours), "fewbits_apart": _plain(apart)}, exact)
+
+
+def _present(*tensors: Tensor | None) -> list[Tensor]:
+    return [t for t in tensors if t is not None]
+
+
+def _codes(x: Tensor) -> Tensor:
+    return x / (x.abs().amax(1, keepdim=True) / _LARGEST)
+
+
+# Products.
+
+
+def product_cases(max_size: int) -> list[Case]:
+    """Gate and up, and down of Llama-3.1-8B: y = x W^T, dx = dy W of the transposed weight; and the weight."""
+    made = []
+    for part, N, K in (
+        ("forward", 28672, 4096),
+        ("backward", 28672, 4096),
+        ("forward", 4096, 14336),
+        ("backward", 4096, 14336),
+        ("weight", 14336, 4096),
+        ("weight_transposed", 14336, 4096),
+    ):
+        M, N, K = min(8192, max_size), min(N, max_size), min(K, max_size)
+        product = not part.startswith("weight")
+        made.append(
+            Case(
+                op="matmul_float8", part=part, format="float8_e4m3", M=M, N=N, K=K,
+                bytes_moved=N * K + M * (K + 2 * N) if product else 3 * N * K,
+                flops=2 * M * N * K if product else 0, tolerance=0.06,
+                build=_product_problem if product else _weight_problem,
+            )
+        )  # fmt: skip
+    return made
+
+
+def _product_problem(case: Case, device: torch.device) -> Problem:
+    weight = randn(device, torch.bfloat16, case.N, case.K) * 0.02
+    x = randn(device, torch.bfloat16, case.M, case.K if case.part == "forward" else case.N)
+    w = weight if case.part == "forward" else weight.t()
+    scale = weight_scale(weight)
+    w8 = float8_weight(weight, transposed=case.part == "backward", inverse_scale=1 / scale)
+    q, q_scale = quantize_rows(x)
+    row = scale_row(scale, w.shape[0])
+
+    def ours() -> Sequence[Tensor]:
+        return (float8_linear(q, q_scale, w8, row),)
+
+    def bfloat16() -> Sequence[Tensor]:
+        return (x @ w.t(),)
+
+    def exact() -> Sequence[Tensor]:
+        return (x.double() @ w.double().t(),)
+
+    return Problem({"fewbits": _plain(ours), "torch_bfloat16": _plain(bfloat16)}, exact)
+
+
+def _weight_problem(case: Case, device: torch.device) -> Problem:
+    weight = randn(device, torch.bfloat16, case.N, case.K) * 0.02
+    inverse = 1 / weight_scale(weight)
+    transposed = case.part == "weight_transposed"
+
+    def ours() -> Sequence[Tensor]:
+        return (float8_weight(weight, transposed=transposed, inverse_scale=inverse),)
+
+    def eager() -> Sequence[Tensor]:
+        w8 = (weight.float() * inverse).to(torch.float8_e4m3fn)
+        return (w8.t().contiguous() if transposed else w8,)
+
+    def exact() -> Sequence[Tensor]:
+        w = weight.double() * inverse.double()
+        return (w.t() if transposed else w,)
+
+    return Problem({"fewbits": _plain(ours), "torch_eager": _plain(eager)}, exact)
+
+
+MAKERS = (quantize_cases, norm_cases, product_cases)
