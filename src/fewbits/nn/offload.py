@@ -136,6 +136,10 @@ class HostStash:
         self._waiting: list[weakref.ref[Handle]] = []
         self._lock = threading.RLock()  # the backward pass runs in threads of its own, one a device
 
+    def __reduce__(self) -> Any:
+        """A copy of a model has a stash of its own, empty."""
+        return type(self), ()
+
     @property
     def host_bytes(self) -> int:
         """Pinned bytes, in use or free."""

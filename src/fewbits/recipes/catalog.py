@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from fewbits.errors import Unsupported
-from fewbits.formats import E4M3_ROW, INT4_G32, INT8, NF4, NF4_DQ
+from fewbits.formats import E4M3, E4M3_ROW, INT4_G32, INT8, NF4, NF4_DQ
 from fewbits.recipes.recipe import QAT, LoRA, Recipe, Rule
 
 
@@ -22,19 +22,20 @@ def lora_bf16() -> Recipe:
 def qlora_nf4_fp8() -> Recipe:
     """QLoRA whose products take FP8 operands: the weight is brought from NF4 to E4M3.
 
-    All operands are E4M3 with a scale per row, gradients included. The scale of a row absorbs most of the
-    range for which E5M2 gives up a mantissa bit; within a row E4M3 still spans 17 binades (subnormals
+    All operands are E4M3: rows of x and of the gradient with a scale each, the weight with one scale, so that
+    the same codes serve both of its products. The scale of a row absorbs most of the range for which E5M2
+    gives up a mantissa bit; within a row E4M3 still spans 17 binades (subnormals
     included) and rounds with half of E5M2's error, 2**-4 against 2**-3. DeepSeek-V3 trains with E4M3
     gradients for that reason. Where gradients within a row spread further, set ``gradient=E5M2_ROW``.
     """
-    rule = Rule(weight=NF4_DQ, weight_operand=E4M3_ROW, activation=E4M3_ROW, gradient=E4M3_ROW)
+    rule = Rule(weight=NF4_DQ, weight_operand=E4M3, activation=E4M3_ROW, gradient=E4M3_ROW)
     return Recipe(name="qlora_nf4_fp8", linear=rule, lora=LoRA())
 
 
 def float8_full() -> Recipe:
-    """Full fine-tuning of 16- or 32-bit weights; all products take E4M3 operands, one scale a row."""
+    """Full fine-tuning of 16- or 32-bit weights; all products take E4M3 operands, scaled as in QLoRA's."""
     return Recipe(
-        name="float8_full", linear=Rule(weight_operand=E4M3_ROW, activation=E4M3_ROW, gradient=E4M3_ROW)
+        name="float8_full", linear=Rule(weight_operand=E4M3, activation=E4M3_ROW, gradient=E4M3_ROW)
     )
 
 

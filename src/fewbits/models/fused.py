@@ -1,0 +1,207 @@
+"""`fuse`: the decoder layers of a model compute as two autograd nodes each, and the head without its logits.
+
+Instances only: each decoder layer gets a ``forward`` of its own that hands over to
+`fewbits.nn.fused_attention` and `fewbits.nn.fused_mlp`; modules, parameters, names and classes stay. Where
+a node cannot do what a layer asks for (a KV cache, dropout, several adapters at once), that call takes the
+layer's own forward, and `fusion_of` says how often and why. `unfuse` takes it all out again.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fewbits.errors import Unsupported
+from fewbits.models.fused_parts import LayerParts, NotFused, check_layer
+from fewbits.models.receipt import Change, Receipt
+from fewbits.models.spec import layer_names, spec_for
+from fewbits.nn.fused_attention import fused_attention
+from fewbits.nn.fused_mlp import fused_mlp
+from fewbits.nn.keep import KEEP_NONE, Keep
+from fewbits.nn.offload import HostStash
+
+_STATE = "_fewbits_fusion"
+
+
+@dataclass
+class Fusion:
+    """What `fuse` left on a model.
+
+    Attributes:
+        receipt: what was replaced, what not, and why.
+        layers: the forwards in place, in the order of the layers.
+        fallbacks: how many layer calls took their own forward, by reason.
+        use_cache: what the configuration said before.
+        stash: where inputs wait that are kept on the host.
+    """
+
+    receipt: Receipt
+    layers: list[FusedForward] = field(default_factory=list)
+    fallbacks: Counter[str] = field(default_factory=Counter)
+    use_cache: bool | None = None
+    stash: HostStash = field(default_factory=HostStash)
+
+
+class FusedForward:
+    """The forward of one decoder layer: two nodes where they apply, else the layer's own.
+
+    Attributes:
+        keep: what the layer keeps for its backward pass.
+    """
+
+    def __init__(self, layer: nn.Module, parts: LayerParts, fusion: Fusion, keep: Keep) -> None:
+        self.layer, self.parts, self.fusion, self.keep = layer, parts, fusion, keep
+
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        use_cache: bool | None = False,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """(B, S, H) to (B, S, H)."""
+        if torch.is_grad_enabled():
+            try:
+                return self._fused(
+                    hidden_states, attention_mask, past_key_values, position_embeddings, kwargs
+                )
+            except NotFused as reason:
+                self._note(str(reason))
+        result: Tensor = type(self.layer).forward(
+            self.layer,
+            hidden_states,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            position_embeddings=position_embeddings,
+            **kwargs,
+        )
+        return result
+
+    def _fused(
+        self,
+        x: Tensor,
+        mask: Tensor | None,
+        past_key_values: Any,
+        rotary: tuple[Tensor, Tensor] | None,
+        kwargs: dict[str, Any],
+    ) -> Tensor:
+        if past_key_values is not None:
+            raise NotFused("the call has a KV cache")
+        if rotary is None:
+            raise NotFused("the call has no position embeddings")
+        if torch.is_autocast_enabled(x.device.type) and torch.get_autocast_dtype(x.device.type) != x.dtype:
+            raise NotFused(f"autocast is on and the hidden states are {x.dtype}")
+        x = x.contiguous()
+        keep = self.keep
+        if getattr(self.layer, "gradient_checkpointing", False) and self.layer.training:
+            keep = replace(KEEP_NONE, offload=keep.offload)
+        attention = self.parts.attention(x, rotary, mask, kwargs, keep, self.fusion.stash)
+        mlp = self.parts.mlp(x, keep, self.fusion.stash)
+        return fused_mlp(fused_attention(x, attention), mlp)
+
+    def _note(self, reason: str) -> None:
+        if reason not in self.fusion.fallbacks:
+            warnings.warn(
+                f"decoder layers run unfused: {reason}; fewbits.models.fused.fusion_of(model) counts them.",
+                stacklevel=4,
+            )
+        self.fusion.fallbacks[reason] += 1
+
+
+def fuse(model: nn.Module, *, keep: Keep | None = None, loss: bool = True) -> Receipt:
+    """Let the decoder layers compute as fused nodes, in training and wherever gradients are on.
+
+    Args:
+        model: a Hugging Face model of a known family, converted or not, with or without adapters (which may
+            come later); the formats of its linears decide in which precision the products run.
+        keep: what each layer keeps for its backward pass; None: everything of full size but the norms'
+            outputs.
+        loss: also compute the loss of a causal LM without its logits.
+
+    Returns:
+        The receipt.
+
+    Raises:
+        Unsupported: the model is fused already, or of no known family.
+    """
+    from fewbits.models.fused_loss import fuse_loss
+
+    if fusion_of(model) is not None:
+        raise Unsupported("this model is fused already; call fewbits.unfuse first.")
+    spec = spec_for(model)
+    fusion = Fusion(Receipt(f"{spec.model_type}, fused decoder"))
+    for name in layer_names(model, spec):
+        layer = model.get_submodule(name)
+        parts = LayerParts(layer, spec, name)
+        reason = check_layer(layer, parts)
+        if reason is not None:
+            fusion.receipt.notes.append(f"{name} stays unfused: {reason}")
+            continue
+        forward = FusedForward(layer, parts, fusion, keep or Keep())
+        layer.forward = forward  # type: ignore[assignment]
+        fusion.layers.append(forward)
+        before = type(layer).__name__
+        fusion.receipt.changes.append(Change(name, before, f"{before}, forward as two fused nodes", 0, 0))
+    _no_cache(model, fusion)
+    if loss:
+        fuse_loss(model, spec, fusion.receipt)
+    object.__setattr__(_owner(model), _STATE, fusion)
+    return fusion.receipt
+
+
+def unfuse(model: nn.Module) -> None:
+    """Take out what `fuse` put in.
+
+    Raises:
+        Unsupported: the model is not fused.
+    """
+    from fewbits.models.fused_loss import unfuse_loss
+
+    fusion = fusion_of(model)
+    if fusion is None:
+        raise Unsupported("this model is not fused; there is nothing to take out.")
+    for forward in fusion.layers:
+        del forward.layer.forward
+    if fusion.use_cache is not None:
+        model.config.use_cache = fusion.use_cache  # type: ignore[union-attr]
+    unfuse_loss(model)
+    delattr(_owner(model), _STATE)
+
+
+def fusion_of(model: nn.Module) -> Fusion | None:
+    """What `fuse` left on this model, through PEFT's wrappers too; None if it is not fused."""
+    fusion = getattr(_owner(model), _STATE, None)
+    return fusion if isinstance(fusion, Fusion) else None
+
+
+def fused_layers(model: nn.Module) -> list[FusedForward]:
+    """The fused layers in order, each with its ``keep``; empty if the model is not fused."""
+    fusion = fusion_of(model)
+    return [] if fusion is None else fusion.layers
+
+
+def _owner(model: Any) -> Any:
+    """The model itself, inside PEFT's wrappers."""
+    inner = getattr(model, "get_base_model", None)
+    return model if inner is None else inner()
+
+
+def _no_cache(model: Any, fusion: Fusion) -> None:
+    """Transformers fills a KV cache in training too unless its configuration says no."""
+    config: Any = getattr(model, "config", None)
+    if getattr(config, "use_cache", None):
+        fusion.use_cache = config.use_cache
+        config.use_cache = False
+        fusion.receipt.notes.append(
+            "config.use_cache is False now: a forward pass fills no KV cache; generate() still does."
+        )

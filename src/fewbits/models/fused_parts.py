@@ -1,0 +1,232 @@
+"""From the modules of one decoder layer to what the fused nodes compute with, or a reason why not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fewbits.formats import E4M3, E4M3_ROW
+from fewbits.kernels.matmul_packed import PLAIN, Operands
+from fewbits.kernels.qkv_epilogue import QKVLayout
+from fewbits.models.spec import ModelSpec
+from fewbits.nn.attention import attention
+from fewbits.nn.fused_attention import AttentionHalf
+from fewbits.nn.fused_common import Norm
+from fewbits.nn.fused_mlp import MLPHalf
+from fewbits.nn.keep import Keep
+from fewbits.nn.linear import LowPrecisionLinear, QuantizedLinear
+from fewbits.nn.projection import Branch, Part, Projection, WeightScale, scale_of
+from fewbits.nn.segments import Segments
+
+MAX_RANK = 128  # of one branch: wider ones do not fit beside the tiles that they are added to
+FLOAT8 = Operands(activation=E4M3_ROW, gradient=E4M3_ROW, weight_operand=E4M3)
+_ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+}
+
+
+class NotFused(Exception):
+    """A reason, in words, why a layer's own forward is taken."""
+
+
+class LayerParts:
+    """Finds norms and projections in one decoder layer, anew for each call: adapters come and go."""
+
+    def __init__(self, layer: nn.Module, spec: ModelSpec, name: str) -> None:
+        self.layer, self.spec, self.name = layer, spec, name
+        paths = spec.linears
+        self._qkv = tuple(p for p in paths if p.startswith("self_attn.") and not p.endswith(".o_proj"))
+        self._gate_up = tuple(p for p in paths if p.startswith("mlp.") and not p.endswith(".down_proj"))
+        self._sandwich = "pre_feedforward_layernorm" in spec.norms
+        self._head_norms = "self_attn.q_norm" in spec.norms
+        self._scales: dict[tuple[str, ...], tuple[Any, WeightScale]] = {}
+
+    def attention(
+        self,
+        x: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        mask: Tensor | None,
+        kwargs: dict[str, Any],
+        keep: Keep,
+        stash: Any,
+    ) -> AttentionHalf:
+        """The attention half of this call, for x (B, S, H)."""
+        module: Any = self.layer.self_attn
+        config = module.config
+        if self.layer.training and (module.attention_dropout or getattr(config, "resid_pdrop", 0.0)):
+            raise NotFused("the configuration asks for dropout")
+        layout = QKVLayout(
+            x.shape[0], config.num_attention_heads, config.num_key_value_heads, module.head_dim
+        )
+        return AttentionHalf(
+            norm=self._norm("input_layernorm"),
+            qkv=self._projection(self._qkv, x.dtype),
+            o=self._projection(("self_attn.o_proj",), x.dtype),
+            layout=layout,
+            rotary=rotary,
+            attend=self._attend(x, module, mask, kwargs),
+            q_norm=self._norm("self_attn.q_norm") if self._head_norms else None,
+            k_norm=self._norm("self_attn.k_norm") if self._head_norms else None,
+            post_norm=self._norm("post_attention_layernorm") if self._sandwich else None,
+            keep=keep,
+            stash=stash,
+        )
+
+    def mlp(self, x: Tensor, keep: Keep, stash: Any) -> MLPHalf:
+        """The MLP half of this call."""
+        config: Any = self.layer.self_attn.config  # type: ignore[union-attr]
+        name = getattr(config, "hidden_activation", None) or config.hidden_act
+        if name not in _ACTIVATIONS:
+            raise NotFused(f"no kernel for the activation {name!r}")
+        return MLPHalf(
+            norm=self._norm("pre_feedforward_layernorm" if self._sandwich else "post_attention_layernorm"),
+            gate_up=self._projection(self._gate_up, x.dtype),
+            down=self._projection(("mlp.down_proj",), x.dtype),
+            activation=_ACTIVATIONS[name],
+            post_norm=self._norm("post_feedforward_layernorm") if self._sandwich else None,
+            keep=keep,
+            stash=stash,
+        )
+
+    def _attend(
+        self, x: Tensor, module: Any, mask: Tensor | None, kwargs: dict[str, Any]
+    ) -> Callable[..., Tensor]:
+        if kwargs.get("output_attentions"):
+            raise NotFused("the call asks for attention weights")
+        if not getattr(module, "is_causal", True):
+            raise NotFused("attention is not causal")
+        soft_cap = getattr(module, "attn_logit_softcapping", None)
+        segments = Segments.from_keywords(kwargs, x.shape[0] * x.shape[1])
+        if mask is None or segments is not None:
+            window = _window(module, self.spec.model_type)
+            return partial(
+                attention, scale=module.scaling, window=window, soft_cap=soft_cap, segments=segments
+            )
+        if mask.dim() != 4:
+            raise NotFused("the call has an attention mask that no fused attention takes")
+        return partial(_masked_attention, mask=mask, scale=module.scaling, soft_cap=soft_cap)
+
+    def _norm(self, path: str) -> Norm:
+        module: Any = self.layer.get_submodule(path)
+        _refuse_hooks(path, module)
+        eps = getattr(module, "variance_epsilon", None)
+        return Norm(module.weight, module.eps if eps is None else eps, self.spec.norm_offset)
+
+    def _projection(self, paths: tuple[str, ...], dtype: torch.dtype) -> Projection:
+        found = [part_of(self.layer.get_submodule(path), path) for path in paths]
+        parts = tuple(part for part, _ in found)
+        operands = {o for _, o in found}
+        if operands == {PLAIN}:
+            return Projection(parts)
+        if operands == {FLOAT8}:
+            if dtype not in (torch.bfloat16, torch.float32):
+                raise NotFused(f"float8 products come out in bfloat16 or float32, not in {dtype}")
+            return Projection(parts, self._scale(paths, parts))
+        raise NotFused(f"{', '.join(paths)} have formats of their operands that no fused product takes")
+
+    def _scale(self, paths: tuple[str, ...], parts: tuple[Part, ...]) -> WeightScale:
+        """One scale for the weights side by side; kept while they stay the same tensors, unchanged."""
+        weights = [part.weight for part in parts]
+        tensors = [w if isinstance(w, Tensor) else w.codes for w in weights]
+        key = [(t.data_ptr(), t._version) for t in tensors]
+        known = self._scales.get(paths)
+        if known is None or known[0] != key:
+            with torch.no_grad():
+                self._scales[paths] = known = (key, scale_of(weights))
+        return known[1]
+
+
+def part_of(module: Any, path: str) -> tuple[Part, Operands]:
+    """One linear, its adapter included, and the formats of its operands.
+
+    Raises:
+        NotFused: it does something that the nodes do not.
+    """
+    base, branch = module, None
+    if hasattr(module, "base_layer"):
+        base, branch = module.base_layer, _branch(module, path)
+    _refuse_hooks(path, module, base)
+    if type(base) is QuantizedLinear:
+        return Part(base.packed, base.bias, branch), base.operands
+    if type(base) is LowPrecisionLinear:
+        return Part(base.weight, base.bias, branch), base.operands
+    if type(base) is nn.Linear:
+        return Part(base.weight, base.bias, branch), PLAIN
+    raise NotFused(f"{path} is a {type(base).__name__}")
+
+
+def _branch(module: Any, path: str) -> Branch | None:
+    from fewbits.nn.lora import LoRALinear
+
+    if type(module) is not LoRALinear:
+        raise NotFused(f"{path} has an adapter of the kind {type(module).__name__}")
+    if module.disable_adapters or module.merged:
+        return None
+    active = [name for name in module.active_adapters if name in module.lora_A]
+    if not active:
+        return None
+    if len(active) > 1:
+        raise NotFused("several adapters are active at once")
+    (name,) = active
+    a, b, dropout = module.lora_A[name], module.lora_B[name], module.lora_dropout[name]
+    if isinstance(dropout, nn.Dropout) and dropout.training and dropout.p:
+        raise NotFused("the adapter has dropout")
+    if module.lora_bias[name]:
+        raise NotFused("the adapter has a bias")
+    if a.weight.shape[0] > MAX_RANK:
+        raise NotFused(f"the adapter's rank is {a.weight.shape[0]}, and the kernels add {MAX_RANK} at most")
+    _refuse_hooks(path, a, b)
+    return Branch(a.weight, b.weight, module.scaling[name])
+
+
+def _refuse_hooks(path: str, *modules: nn.Module) -> None:
+    for module in modules:
+        if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
+            raise NotFused(f"{path} has hooks")
+        if "forward" in vars(module):
+            raise NotFused(f"{path} has a forward of its own")
+
+
+def _masked_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor, scale: float, soft_cap: float | None
+) -> Tensor:
+    """Attention under a mask that the model made: it holds the causal order and the window already."""
+    if not soft_cap:
+        mask = mask if mask.dtype == torch.bool else mask.to(q.dtype)
+        o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
+        return o.transpose(1, 2)
+    groups = q.shape[1] // k.shape[1]
+    k, v = (t.repeat_interleave(groups, 1) for t in (k, v))
+    scores = soft_cap * torch.tanh((q @ k.transpose(2, 3)).float() * (scale / soft_cap))
+    scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask.float()
+    return (scores.softmax(-1).to(q.dtype) @ v).transpose(1, 2)
+
+
+def _window(module: Any, model_type: str) -> int | None:
+    """The sliding window of this layer, as its attention passes it on."""
+    if model_type in ("mistral", "phi3"):
+        window = getattr(module.config, "sliding_window", None)
+    else:
+        window = getattr(module, "sliding_window", None)
+    return int(window) if window else None
+
+
+def check_layer(layer: nn.Module, parts: LayerParts) -> str | None:
+    """Why this layer can never be fused, or None."""
+    if "forward" in vars(layer):
+        return "it has a forward of its own (accelerate's device map, or another library's patch)"
+    for path in (*parts.spec.linears, *parts.spec.norms):
+        try:
+            layer.get_submodule(path)
+        except AttributeError:
+            return f"it has no {path}"
+    return None

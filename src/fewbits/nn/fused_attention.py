@@ -1,0 +1,204 @@
+"""The attention half of a decoder layer as one autograd node.
+
+    n = norm(x)     q, k, v = turn(head_norm(n @ W_qkv^T))     o = attend(q, k, v)     y = x + post(o @ W_o^T)
+
+x, y (B, S, H); q (B, heads, S, D), k and v (B, kv_heads, S, D) are views of one product; ``turn`` is the
+rotary embedding, of q and k; ``head_norm`` an RMSNorm of each head of q and k (Qwen 3, Gemma 3) or nothing;
+``post`` the identity or a second norm (Gemma 2 and 3). All linears with their LoRA branches
+(`fewbits.nn.projection`), which are added where the rotation reads q, k and v.
+
+Attention itself is a function that autograd can differentiate: the node runs it on detached q, k and v, keeps
+that small graph, and differentiates it in its own backward pass. So any backend serves.
+
+Kept for the backward pass: x, 1/rms, that graph (q, k, v, o and o's statistics), the branches' inner values,
+and with head norms the product before them. With ``Keep.attention`` False, only x and inner values: the norm,
+the product and the attention run again, the o product never does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fewbits.kernels._gated_triton import LowRank
+from fewbits.kernels.qkv_epilogue import (
+    QKNorm,
+    QKVExtras,
+    QKVLayout,
+    Rotation,
+    qkv_epilogue,
+    qkv_epilogue_backward,
+)
+from fewbits.kernels.quantize_float8 import quantize_rows
+from fewbits.nn.fused_common import Kept, Norm, Normed, Residual, backward_norm, normed_rows, on_own_dtype
+from fewbits.nn.keep import KEEP_PRODUCTS, Keep
+from fewbits.nn.projection import Projection, Rows
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v (B, heads, S, D) to o (B, S, heads, D)
+
+
+@dataclass(frozen=True)
+class AttentionHalf:
+    """What the node computes with; made anew for each forward pass from the layer's modules.
+
+    Attributes:
+        norm: the norm before the products.
+        qkv: q, k and v, or one linear of all three in this order.
+        o: the projection back.
+        layout: B, heads, kv_heads and D.
+        rotary: cos and sin (1 or B, S, d), as the model's rotary embedding gives them.
+        attend: the attention.
+        q_norm: the norm of each head of q, or None.
+        k_norm: the norm of each head of k, or None.
+        post_norm: the norm of the output before it is added to x, or None.
+        keep: what is kept for the backward pass.
+        stash: where x waits with ``keep.offload``.
+    """
+
+    norm: Norm
+    qkv: Projection
+    o: Projection
+    layout: QKVLayout
+    rotary: tuple[Tensor, Tensor]
+    attend: Attend
+    q_norm: Norm | None = None
+    k_norm: Norm | None = None
+    post_norm: Norm | None = None
+    keep: Keep = KEEP_PRODUCTS
+    stash: Any = None
+
+    def tensors(self) -> list[Tensor | None]:
+        """What may train, in the order of the gradients."""
+        norms = (self.norm, self.post_norm, self.q_norm, self.k_norm)
+        weights = [None if norm is None else norm.weight for norm in norms]
+        return [*weights, *self.qkv.tensors(), *self.o.tensors()]
+
+
+def fused_attention(x: Tensor, half: AttentionHalf) -> Tensor:
+    """``x + post(o(attend(q, k, v)))`` for x (B, S, H), contiguous."""
+    y: Tensor = _Attention.apply(x.reshape(-1, x.shape[-1]), half, *half.tensors())
+    return y.view(x.shape)
+
+
+@dataclass
+class _Graph:
+    """Attention's own small graph: o of detached q, k, v; and the product before head norms."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    o: Tensor
+    raw: Tensor | None
+
+    @property
+    def rows(self) -> Tensor:
+        """o as rows (M, heads * D)."""
+        o = self.o.detach()
+        return o.reshape(o.shape[0] * o.shape[1], -1)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, half: AttentionHalf, *tensors: Tensor | None) -> Tensor:
+        with on_own_dtype(x):
+            n = normed_rows(x, half.norm, quantize=half.qkv.is_float8)
+            xa = half.qkv.branch_inputs(n.dense)
+            graph = _attend(half, n, xa)
+            o = graph.rows
+            rows = Rows(o, *quantize_rows(o)) if half.o.is_float8 else Rows(o)
+            z = half.o.product(rows, residual=x if half.post_norm is None else None)
+            xa_o = half.o.branch_inputs(o)
+            half.o.add_branches_(z, xa_o)
+            post = Residual(x, z, half.post_norm)
+            y = post.forward()
+        kept = Kept(half.keep, half.stash)
+        kept.inputs(x=x)
+        kept.always(r=n.r, xa=xa, xa_o=xa_o, z=post.z, r_post=post.r)
+        kept.where(half.keep.normed, normed=n.dense)
+        kept.where(half.keep.attention, graph=graph)
+        ctx.kept, ctx.half = kept, half
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        half: AttentionHalf = ctx.half
+        needs = list(ctx.needs_input_grad[2:])
+        with on_own_dtype(dy):
+            dx, gradients = _backward(half, ctx.kept.take(), dy.contiguous(), needs, ctx.needs_input_grad[0])
+        return dx, None, *gradients
+
+
+def _backward(
+    half: AttentionHalf, kept: dict[str, Any], dy: Tensor, needs: Sequence[bool], needs_dx: bool
+) -> tuple[Tensor | None, list[Tensor | None]]:
+    split = 4 + len(half.qkv.tensors())
+    x, graph, xa = kept["x"], kept.pop("graph"), kept["xa"]
+    dz, dpost = Residual(x, kept["z"], half.post_norm, kept["r_post"]).backward(dy, needs[1])
+    n = normed_rows(x, half.norm, quantize=graph is None and half.qkv.is_float8, dense=kept.pop("normed"))
+    if graph is None:
+        graph = _attend(half, n, xa)
+
+    t_o = half.o.inner_gradients(dz)
+    gradients_o = half.o.gradients(dz, t_o, graph.rows, kept["xa_o"], needs[split:])
+    do = half.o.backward_product(dz, t_o).view(graph.o.shape)
+    dqkv, head_norms = _attend_backward(half, graph, do, xa, needs[2:4])
+    del graph, do
+
+    t = half.qkv.inner_gradients(dqkv)
+    gradients_qkv = half.qkv.gradients(dqkv, t, n.dense, xa, needs[4:split])
+    dx = dnorm = None
+    if needs_dx or needs[0]:
+        dn = half.qkv.backward_product(dqkv, t)
+        dx, dnorm = backward_norm(dn, x, half.norm, kept["r"], residual=dy, needs_dw=needs[0])
+    return dx, [dnorm, dpost, *head_norms, *gradients_qkv, *gradients_o]
+
+
+def _extras(half: AttentionHalf, xa: Tensor | None) -> QKVExtras:
+    """Biases, branches and head norms, as the epilogue takes them."""
+    branches = half.qkv.low_rank(xa)
+    if len(branches) == 1 and branches[0] is not None:  # one linear makes q, k and v
+        _, H, Hk, D = half.layout
+        x, w = branches[0]
+        branches = [LowRank(x, part) for part in w.split((H * D, Hk * D, Hk * D))]
+    norm = None
+    if half.q_norm is not None and half.k_norm is not None:
+        norm = QKNorm(half.q_norm.weight, half.k_norm.weight, half.q_norm.eps, half.q_norm.offset)
+    q, k, v = branches if len(branches) == 3 else (None, None, None)
+    return QKVExtras(half.qkv.bias(), (q, k, v), norm)
+
+
+def _attend(half: AttentionHalf, n: Normed, xa: Tensor | None) -> _Graph:
+    qkv = half.qkv.product(n.rows)
+    q, k, v = qkv_epilogue(qkv, Rotation(*half.rotary), half.layout, _extras(half, xa))
+    q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
+    with torch.enable_grad():
+        o = half.attend(q, k, v)
+    return _Graph(q, k, v, o, None if half.q_norm is None else qkv)
+
+
+def _attend_backward(
+    half: AttentionHalf, graph: _Graph, do: Tensor, xa: Tensor | None, needs_norms: Sequence[bool]
+) -> tuple[Tensor, list[Tensor | None]]:
+    """The gradient of the product (M, N), and those of the head norms' weights."""
+    dq, dk, dv = torch.autograd.grad(graph.o, (graph.q, graph.k, graph.v), do)
+    raw = graph.raw
+    graph.o = graph.q = graph.k = graph.v = do  # their memory is free from here on
+    dqkv = half.qkv.gradient_buffer(do.shape[0] * do.shape[1], do)
+    dnorms = qkv_epilogue_backward(
+        (dq, dk, dv),
+        dqkv,
+        Rotation(*half.rotary),
+        half.layout,
+        _extras(half, xa),
+        qkv=raw,
+        weight_gradient=any(needs_norms),
+    )
+    if dnorms is None:
+        return dqkv, [None, None]
+    return dqkv, [dw if needed else None for dw, needed in zip(dnorms, needs_norms, strict=True)]

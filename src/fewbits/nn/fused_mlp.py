@@ -1,0 +1,180 @@
+"""The MLP half of a decoder layer as one autograd node.
+
+    n = norm(x)      e, u = n @ W_gate^T, n @ W_up^T      h = f(e) * u      y = x + post(h @ W_down^T)
+
+x, y (M, H), e, u, h (M, I); ``post`` is the identity, or a second norm (Gemma 2 and 3). All linears with
+their LoRA branches (`fewbits.nn.projection`), whose products with e, u and dh are added inside the kernel of
+the activation.
+
+Kept for the backward pass: x, 1/rms, the product of gate and up without its branches, the branches' inner
+values. h and n are made again, one pass over memory each (`Keep.normed` keeps n). With ``Keep.mlp`` False the
+product is made again too, and nothing of width I is kept. The down product never runs twice.
+
+In float8 the norm's output, h, and the gradients of both products are quantised by row; what is kept stays in
+x's dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fewbits.kernels._gated_triton import LowRank
+from fewbits.kernels.gated_activation import gated_activation_backward_into, gated_activation_into
+from fewbits.kernels.quantize_float8 import quantize_rows
+from fewbits.nn.fused_common import Kept, Norm, Residual, backward_norm, normed_rows, on_own_dtype
+from fewbits.nn.keep import KEEP_PRODUCTS, Keep
+from fewbits.nn.projection import Projection, Rows
+
+
+@dataclass(frozen=True)
+class MLPHalf:
+    """What the node computes with; made anew for each forward pass from the layer's modules.
+
+    Attributes:
+        norm: the norm before the products.
+        gate_up: gate and up, or one linear of both, gate first.
+        down: the projection back.
+        activation: "silu", "gelu" or "gelu_tanh".
+        post_norm: the norm of the output before it is added to x, or None.
+        keep: what is kept for the backward pass.
+        stash: where x waits with ``keep.offload``.
+    """
+
+    norm: Norm
+    gate_up: Projection
+    down: Projection
+    activation: str
+    post_norm: Norm | None = None
+    keep: Keep = KEEP_PRODUCTS
+    stash: Any = None
+
+    def tensors(self) -> list[Tensor | None]:
+        """What may train, in the order of the gradients."""
+        post = None if self.post_norm is None else self.post_norm.weight
+        return [self.norm.weight, post, *self.gate_up.tensors(), *self.down.tensors()]
+
+
+def fused_mlp(x: Tensor, half: MLPHalf) -> Tensor:
+    """``x + post(down(f(gate(norm(x))) * up(norm(x))))`` for x (..., H), contiguous."""
+    y: Tensor = _MLP.apply(x.reshape(-1, x.shape[-1]), half, *half.tensors())
+    return y.view(x.shape)
+
+
+class _MLP(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, half: MLPHalf, *tensors: Tensor | None) -> Tensor:
+        with on_own_dtype(x):
+            n = normed_rows(x, half.norm, quantize=half.gate_up.is_float8)
+            gate_up, xa = half.gate_up.product(n.rows), half.gate_up.branch_inputs(n.dense)
+            half.gate_up.add_biases_(gate_up)
+            h, amax = _activate(half, gate_up, xa)
+            down = Rows(h, *quantize_rows(h, amax=amax)) if half.down.is_float8 else Rows(h)
+            z = half.down.product(down, residual=x if half.post_norm is None else None)
+            xa_down = half.down.branch_inputs(h)
+            half.down.add_branches_(z, xa_down)
+            post = Residual(x, z, half.post_norm)
+            y = post.forward()
+        kept = Kept(half.keep, half.stash)
+        kept.inputs(x=x)
+        kept.always(r=n.r, xa=xa, xa_down=xa_down, z=post.z, r_post=post.r)
+        kept.where(half.keep.normed, normed=n.dense)
+        kept.where(half.keep.mlp, gate_up=gate_up)
+        ctx.kept, ctx.half = kept, half
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        half: MLPHalf = ctx.half
+        needs = list(ctx.needs_input_grad[2:])
+        with on_own_dtype(dy):
+            dx, gradients = _backward(half, ctx.kept.take(), dy.contiguous(), needs, ctx.needs_input_grad[0])
+        return dx, None, *gradients
+
+
+def _backward(
+    half: MLPHalf, kept: dict[str, Any], dy: Tensor, needs: Sequence[bool], needs_dx: bool
+) -> tuple[Tensor | None, list[Tensor | None]]:
+    split = 2 + len(half.gate_up.tensors())
+    x = kept["x"]
+    dz, dpost = Residual(x, kept["z"], half.post_norm, kept["r_post"]).backward(dy, needs[1])
+    gate_up = kept.pop("gate_up")
+    n = normed_rows(
+        x, half.norm, quantize=gate_up is None and half.gate_up.is_float8, dense=kept.pop("normed")
+    )
+    if gate_up is None:
+        gate_up = half.gate_up.add_biases_(half.gate_up.product(n.rows))
+
+    t_down = half.down.inner_gradients(dz)
+    dh = half.down.backward_product(dz, None)  # the branch's part is added by the activation's kernel
+    dgate_up, h, amax = _activate_backward(half, gate_up, kept["xa"], dh, t_down)
+    del dh, gate_up
+    gradients_down = half.down.gradients(dz, t_down, h, kept["xa_down"], needs[split:])
+    del h
+
+    quantized = Rows(None, *quantize_rows(dgate_up, amax=amax)) if half.gate_up.is_float8 else None
+    t = half.gate_up.inner_gradients(dgate_up)
+    gradients_up = half.gate_up.gradients(dgate_up, t, n.dense, kept["xa"], needs[2:split])
+    dx = dnorm = None
+    if needs_dx or needs[0]:
+        dn = half.gate_up.backward_product(dgate_up, t, quantized)
+        dx, dnorm = backward_norm(dn, x, half.norm, kept["r"], residual=dy, needs_dw=needs[0])
+    return dx, [dnorm, dpost, *gradients_up, *gradients_down]
+
+
+def _activate(half: MLPHalf, gate_up: Tensor, xa: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """h (M, I), and for float8 the largest magnitude of each row."""
+    (gate, up), branches = _halves(gate_up), _low_rank(half.gate_up, gate_up, xa)
+    h = gate_up.new_empty(gate.shape)
+    amax = _zeros(h) if half.down.is_float8 else None
+    gated_activation_into(
+        gate, up, h, activation=half.activation, low_rank_gate=branches[0], low_rank_up=branches[1], amax=amax
+    )
+    return h, amax
+
+
+def _activate_backward(
+    half: MLPHalf, gate_up: Tensor, xa: Tensor | None, dh: Tensor, t_down: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The gradient of gate and up (M, 2 I), h again (M, I), and for float8 the largest magnitudes (M,)."""
+    branches = _low_rank(half.gate_up, gate_up, xa)
+    into_dh = None
+    if t_down is not None:
+        (branch,) = (part.branch for part in half.down.parts if part.branch is not None)
+        into_dh = LowRank(t_down, branch.a.to(dh.dtype).t())
+    (gate, up), h = _halves(gate_up), torch.empty_like(dh)
+    dgate_up = half.gate_up.gradient_buffer(dh.shape[0], dh)
+    amax = _zeros(dh) if half.gate_up.is_float8 else None
+    dgate, dup = _halves(dgate_up)
+    gated_activation_backward_into(
+        dh, gate, up, dgate, dup, activation=half.activation, low_rank=(*branches, into_dh), h=h, amax=amax
+    )
+    return dgate_up, h, amax
+
+
+def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
+    I = x.shape[1] // 2
+    return x[:, :I], x[:, I:]
+
+
+def _low_rank(
+    projection: Projection, gate_up: Tensor, xa: Tensor | None
+) -> tuple[LowRank | None, LowRank | None]:
+    """The branches of gate and of up, also where one linear makes both."""
+    found = projection.low_rank(xa)
+    if len(found) == 2:
+        return found[0], found[1]
+    if found[0] is None:
+        return None, None
+    I = gate_up.shape[1] // 2
+    return LowRank(found[0].x, found[0].w[:I]), LowRank(found[0].x, found[0].w[I:])
+
+
+def _zeros(rows: Tensor) -> Tensor:
+    return torch.zeros(rows.shape[0], dtype=torch.float32, device=rows.device)

@@ -1,0 +1,208 @@
+"""Logits that are not there until somebody looks: `LazyLogits`, their head, the loss that needs none.
+
+In training a causal LM makes its logits only to hand them to its loss, which can do without them
+(`fewbits.kernels.linear_cross_entropy`). Whoever else reads them, a metric or another loss, gets the true
+values, with their gradient: any use of a `LazyLogits` other than its shape, dtype or device computes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fewbits.kernels.linear_cross_entropy import linear_cross_entropy
+
+# What can be read of logits that do not exist.
+_FACTS = frozenset(
+    {
+        torch.Tensor.size,
+        torch.Tensor.dim,
+        torch.Tensor.numel,
+        torch.Tensor.__len__,
+        torch.Tensor.is_floating_point,
+        torch.Tensor.element_size,
+        *(
+            getattr(torch.Tensor, name).__get__
+            for name in (
+                "shape",
+                "dtype",
+                "device",
+                "layout",
+                "ndim",
+                "is_cuda",
+                "requires_grad",
+                "grad_fn",
+                "is_leaf",
+            )
+        ),
+    }
+)
+_DIVISIONS = frozenset({torch.Tensor.__truediv__, torch.Tensor.div, torch.div})
+_PRODUCTS = frozenset({torch.Tensor.__mul__, torch.Tensor.mul, torch.mul})
+_TANHS = frozenset({torch.tanh, torch.Tensor.tanh})
+_WIDENINGS = frozenset({torch.Tensor.float})
+
+
+class LazyLogits(torch.Tensor):
+    """``hidden @ weight^T + bias`` (..., V), computed when it is first used.
+
+    Division by a number, tanh, and multiplication by the same number, in this order, are put off as well:
+    they are the soft cap that some families lay over their logits.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    steps: tuple[tuple[str, float], ...]
+
+    @staticmethod
+    def __new__(
+        cls,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        steps: tuple[tuple[str, float], ...] = (),
+        dtype: torch.dtype | None = None,
+    ) -> LazyLogits:
+        """Logits of hidden (..., K) under weight (V, K); ``steps`` are what was put off so far."""
+        shape = (*hidden.shape[:-1], weight.shape[0])
+        made: LazyLogits = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, shape, dtype=dtype or hidden.dtype, device=hidden.device
+        )
+        made.hidden, made.weight, made.bias, made.steps = hidden, weight, bias, steps
+        return made
+
+    @property
+    def soft_cap(self) -> float | None:
+        """The cap, 0 for none; None if what was put off is no whole soft cap."""
+        with torch._C.DisableTorchFunctionSubclass():
+            match self.steps:
+                case ():
+                    return 0.0
+                case (("div", divisor), ("tanh", _), ("mul", factor)) if divisor == factor:
+                    return divisor
+            return None
+
+    def value(self) -> Tensor:
+        """The logits themselves, an ordinary tensor with its gradient."""
+        with torch._C.DisableTorchFunctionSubclass():
+            x = F.linear(self.hidden, self.weight, self.bias)
+            for step, number in self.steps:
+                x = x.tanh() if step == "tanh" else x / number if step == "div" else x * number
+            return x.to(self.dtype)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Facts are answered, a soft cap and a widening are put off, all else computes the logits."""
+        kwargs = kwargs or {}
+        if func in _FACTS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        later = _later(func, args, kwargs)
+        if later is not None:
+            return later
+        args, kwargs = _computed(args), _computed(kwargs)
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """For callers below Python: they get the values."""
+        return func(*_computed(args), **_computed(kwargs or {}))
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        """Without computing them."""
+        return f"LazyLogits(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+
+def _later(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> LazyLogits | None:
+    """The logits with one more step put off, if ``func`` is such a step."""
+    if kwargs or not args or not isinstance(args[0], LazyLogits):
+        return None
+    x, *rest = args
+    if func in _TANHS:
+        return _with(x, ("tanh", 0.0))
+    if func in _WIDENINGS:
+        return LazyLogits(x.hidden, x.weight, x.bias, x.steps, torch.float32)
+    if len(rest) == 1 and isinstance(rest[0], (int, float)):
+        if func in _DIVISIONS:
+            return _with(x, ("div", float(rest[0])))
+        if func in _PRODUCTS:
+            return _with(x, ("mul", float(rest[0])))
+    return None
+
+
+def _with(x: LazyLogits, step: tuple[str, float]) -> LazyLogits:
+    return LazyLogits(x.hidden, x.weight, x.bias, (*x.steps, step), x.dtype)
+
+
+def _computed(x: Any) -> Any:
+    if isinstance(x, LazyLogits):
+        return x.value()
+    if isinstance(x, (tuple, list)):
+        return type(x)(_computed(v) for v in x)
+    if isinstance(x, dict):
+        return {key: _computed(v) for key, v in x.items()}
+    return x
+
+
+class LazyHead:
+    """The forward of an output head: lazy logits where gradients are on, else the head's own."""
+
+    def __init__(self, head: nn.Linear) -> None:
+        self.head = head
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """(..., K) to (..., V)."""
+        if torch.is_grad_enabled() and self.head.training:
+            return LazyLogits(x, self.head.weight, self.head.bias)
+        return type(self.head).forward(self.head, x)
+
+
+class LogitFreeLoss:
+    """A causal LM's loss function, as transformers calls it; `LazyLogits` stay uncomputed."""
+
+    def __init__(self, original: Callable[..., Tensor]) -> None:
+        self.original = original
+
+    def __call__(
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        vocab_size: int,
+        num_items_in_batch: Tensor | int | None = None,
+        ignore_index: int = -100,
+        shift_labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """The mean over the labels that count, each predicted from the position before it."""
+        cap = logits.soft_cap if isinstance(logits, LazyLogits) else None
+        if cap is None or not isinstance(logits, LazyLogits):
+            return self.original(
+                logits=logits,
+                labels=labels,
+                vocab_size=vocab_size,
+                num_items_in_batch=num_items_in_batch,
+                ignore_index=ignore_index,
+                shift_labels=shift_labels,
+                **kwargs,
+            )
+        if shift_labels is None:
+            shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        hidden = logits.hidden
+        return linear_cross_entropy(
+            hidden,
+            logits.weight,
+            shift_labels.to(hidden.device).reshape(hidden.shape[:-1]),
+            bias=logits.bias,
+            ignore_index=ignore_index,
+            num_items=num_items_in_batch,
+            soft_cap=cap or None,
+        )

@@ -1,0 +1,386 @@
+"""Linears side by side over one input, with their LoRA branches: the products of the fused decoder's nodes.
+
+    y = x @ [W_1; W_2; ...]^T + b     + for each part    s * (x @ A_i^T) @ B_i^T        x (M, K)   y (M, N)
+
+Shapes: W_i (N_i, K), A_i (r_i, K), B_i (N_i, r_i), b_i (N_i,), N the sum of N_i, R the sum of r_i.
+
+Backward, with ``xa_i = s_i * x @ A_i^T`` (kept) and ``t_i = s_i * dy_i @ B_i``:
+``dx = dy @ W + t @ A``, ``dA = t^T @ x``, ``dB_i = dy_i^T @ xa_i``, ``db = sum of dy over rows``, and for a
+weight that trains ``dW_i = dy_i^T @ x``.
+
+Packed weights are decoded side by side into one buffer, so that one product serves all parts; where t fits
+beside dy in one buffer, and A below W, ``dy @ W + t @ A`` is one product too.
+
+In float8 both operands of a product are E4M3: x and dy with a scale per row, which their producers may have
+made already, the weight with one scale for all parts. (E4M3 is floating point: one scale serves a weight as
+well as many while its values lie within 2**15 of the largest, below which they are rounded in steps of
+2**-18 of it.) The branches stay in x's dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fewbits.formats.base import Packed
+from fewbits.kernels._gated_triton import LowRank
+from fewbits.kernels.dequantize import dequantize
+from fewbits.kernels.matmul_float8 import float8_linear, float8_weight, scale_row, weight_scale
+from fewbits.kernels.quantize_float8 import quantize_rows
+
+
+class Rows(NamedTuple):
+    """The rows of a product: dense (M, K), and in float8 also E4M3 values (M, K) with a scale (M, 1) each.
+
+    Dense rows may be absent where only the float8 ones are needed.
+    """
+
+    dense: Tensor | None
+    values: Tensor | None = None
+    scale: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Branch:
+    """A low-rank branch: ``scaling * (x @ a^T) @ b^T`` with a (r, K) and b (N, r)."""
+
+    a: Tensor
+    b: Tensor
+    scaling: float
+
+
+@dataclass(frozen=True)
+class Part:
+    """One linear: its weight, packed or dense, a bias and a branch where it has them."""
+
+    weight: Packed | Tensor
+    bias: Tensor | None = None
+    branch: Branch | None = None
+
+    @property
+    def width(self) -> int:
+        """N, its number of outputs."""
+        return int(self.weight.shape[0])
+
+
+class WeightScale(NamedTuple):
+    """The one scale of weights side by side, in the shapes that the products take; all float32."""
+
+    inverse: Tensor  # (1, 1)
+    outputs: Tensor  # (1, N), the scale over and over: for y
+    inputs: Tensor  # (1, K): for dx
+
+
+def scale_of(weights: Sequence[Packed | Tensor]) -> WeightScale:
+    """The scale of the weights (N_i, K) of one product."""
+    one = weight_scale(*weights)
+    N, K = sum(int(w.shape[0]) for w in weights), int(weights[0].shape[1])
+    return WeightScale(one.reciprocal(), scale_row(one, N), scale_row(one, K))
+
+
+@dataclass(frozen=True)
+class Projection:
+    """Linears side by side; see the module's text.
+
+    Attributes:
+        parts: the linears, in the order of their outputs.
+        weight_scale: what float8 values of the weights are multiplied by; None: no float8 products.
+        fast_accumulation: float8 products add up in the tensor cores' own, shorter, accumulator.
+    """
+
+    parts: tuple[Part, ...]
+    weight_scale: WeightScale | None = None
+    fast_accumulation: bool = True
+
+    @property
+    def width(self) -> int:
+        """N, the sum of all parts' outputs."""
+        return sum(part.width for part in self.parts)
+
+    @property
+    def depth(self) -> int:
+        """K, the number of inputs."""
+        return int(self.parts[0].weight.shape[1])
+
+    @property
+    def rank(self) -> int:
+        """R, the sum of the branches' ranks."""
+        return sum(part.branch.a.shape[0] for part in self.parts if part.branch is not None)
+
+    @property
+    def is_float8(self) -> bool:
+        """True if its products take float8 operands."""
+        return self.weight_scale is not None
+
+    def tensors(self) -> list[Tensor | None]:
+        """What may train, four for each part: dense weight, bias, a, b; `gradients` are in this order."""
+        flat: list[Tensor | None] = []
+        for part in self.parts:
+            flat.append(part.weight if isinstance(part.weight, Tensor) else None)
+            flat.append(part.bias)
+            flat.extend((None, None) if part.branch is None else (part.branch.a, part.branch.b))
+        return flat
+
+    def bias(self) -> Tensor | None:
+        """The biases side by side (N,), zeros for a part without one; None if no part has one."""
+        biases = [part.bias for part in self.parts]
+        like = next((b for b in biases if b is not None), None)
+        if like is None or len(biases) == 1:
+            return like
+        return torch.cat(
+            [like.new_zeros(p.width) if b is None else b for p, b in zip(self.parts, biases, strict=True)]
+        )
+
+    def slices(self) -> list[slice]:
+        """The columns of y that belong to each part."""
+        ends, end = [], 0
+        for part in self.parts:
+            ends.append(slice(end, end + part.width))
+            end += part.width
+        return ends
+
+    # 1. Forward.
+
+    def product(self, x: Rows, residual: Tensor | None = None) -> Tensor:
+        """``x @ W^T (+ residual)`` (M, N), without biases and branches."""
+        if self.weight_scale is not None:
+            dtype = torch.bfloat16 if x.dense is None else x.dense.dtype
+            y = self._float8_product(x, self._float8_weight(), self.weight_scale.outputs, dtype)
+            return y if residual is None else y.add_(residual)
+        assert x.dense is not None
+        if self._one_buffer():
+            weight = self._weight(x.dense.dtype)
+            return x.dense @ weight.t() if residual is None else torch.addmm(residual, x.dense, weight.t())
+        y = x.dense.new_empty(x.dense.shape[0], self.width)
+        for part, at in zip(self.parts, self.slices(), strict=True):
+            torch.mm(x.dense, _dense(part.weight, x.dense.dtype).t(), out=y[:, at])
+        return y if residual is None else y.add_(residual)
+
+    def branch_inputs(self, x: Tensor) -> Tensor | None:
+        """``xa`` (M, R), the branches' inner values with their scaling; None without branches."""
+        branches = self._branches()
+        if not branches:
+            return None
+        scalings = {branch.scaling for branch in branches}
+        a = side_by_side([branch.a for branch in branches], x.dtype)
+        scaling = scalings.pop() if len(scalings) == 1 else None
+        if scaling is not None:
+            return _scaled_mm(x, a.t(), scaling)
+        xa = x @ a.t()
+        for branch, columns in zip(branches, _columns(branches), strict=True):
+            xa[:, columns].mul_(branch.scaling)
+        return xa
+
+    def low_rank(self, xa: Tensor | None) -> list[LowRank | None]:
+        """For each part what a kernel adds to its outputs; None where it has no branch."""
+        found: list[LowRank | None] = []
+        start = 0
+        for part in self.parts:
+            if part.branch is None or xa is None:
+                found.append(None)
+                continue
+            r = part.branch.a.shape[0]
+            found.append(LowRank(xa[:, start : start + r], part.branch.b.to(xa.dtype)))
+            start += r
+        return found
+
+    def add_biases_(self, y: Tensor) -> Tensor:
+        """Add the biases to ``y`` (M, N), in place."""
+        for part, at in zip(self.parts, self.slices(), strict=True):
+            if part.bias is not None:
+                y[:, at].add_(part.bias.to(y.dtype))
+        return y
+
+    def add_branches_(self, y: Tensor, xa: Tensor | None) -> Tensor:
+        """Add biases and branches to ``y`` (M, N), in place."""
+        for branch, at in zip(self.low_rank(xa), self.slices(), strict=True):
+            if branch is not None:
+                y[:, at].addmm_(branch.x, branch.w.t())
+        return self.add_biases_(y)
+
+    # 2. Backward.
+
+    def gradient_buffer(self, M: int, like: Tensor) -> Tensor:
+        """Where dy is best written: (M, N), as the left part of rows that have room for t."""
+        extra = self.rank if self._extended() else 0
+        return like.new_empty(M, self.width + extra)[:, : self.width]
+
+    def inner_gradients(self, dy: Tensor) -> Tensor | None:
+        """t (M, R), beside dy where `gradient_buffer` left room; None without branches."""
+        branches = self._branches()
+        if not branches:
+            return None
+        t = self._beside(dy)
+        columns = iter(_columns(branches))
+        for part, at in zip(self.parts, self.slices(), strict=True):
+            if part.branch is not None:
+                _scaled_mm(
+                    dy[:, at], part.branch.b.to(dy.dtype), part.branch.scaling, out=t[:, next(columns)]
+                )
+        return t
+
+    def gradients(
+        self, dy: Tensor, t: Tensor | None, x: Tensor | None, xa: Tensor | None, needs: Sequence[bool]
+    ) -> list[Tensor | None]:
+        """The gradients of `tensors`, in their dtypes; None where none is needed.
+
+        Args:
+            dy: (M, N).
+            t: (M, R) as `inner_gradients` gave it.
+            x: (M, K) the rows of the forward product; may be absent where `needs_rows` says so.
+            xa: (M, R) as `branch_inputs` gave it.
+            needs: which of `tensors` need a gradient.
+        """
+        found: list[Tensor | None] = [None] * len(needs)
+        da = t.t() @ x if t is not None and x is not None and any(needs[2::4]) else None
+        start = 0
+        for i, (part, at) in enumerate(zip(self.parts, self.slices(), strict=True)):
+            if needs[4 * i] and isinstance(part.weight, Tensor):
+                assert x is not None
+                found[4 * i] = (dy[:, at].t() @ x).to(part.weight.dtype)
+            if needs[4 * i + 1] and part.bias is not None:
+                found[4 * i + 1] = dy[:, at].sum(0, dtype=torch.float32).to(part.bias.dtype)
+            if part.branch is None:
+                continue
+            end = start + part.branch.a.shape[0]
+            if needs[4 * i + 2]:
+                assert da is not None
+                found[4 * i + 2] = da[start:end].to(part.branch.a.dtype)
+            if needs[4 * i + 3]:
+                assert xa is not None
+                found[4 * i + 3] = (dy[:, at].t() @ xa[:, start:end]).to(part.branch.b.dtype)
+            start = end
+        return found
+
+    @staticmethod
+    def needs_rows(needs: Sequence[bool]) -> bool:
+        """True if `gradients` needs the rows of the forward product: a weight or an A trains."""
+        return any(needs[0::4]) or any(needs[2::4])
+
+    def backward_product(self, dy: Tensor, t: Tensor | None, quantized: Rows | None = None) -> Tensor:
+        """``dx = dy @ W + t @ A`` (M, K).
+
+        Args:
+            dy: (M, N).
+            t: (M, R) from `inner_gradients`; None without branches, or where its part is added elsewhere.
+            quantized: dy in float8, where it exists already.
+        """
+        if self.weight_scale is not None:
+            return self._backward_float8(dy, t, quantized)
+        a = None if t is None else side_by_side([branch.a for branch in self._branches()], dy.dtype)
+        wide = None if t is None else _joined(dy, t)
+        if wide is not None and a is not None and self._one_buffer():
+            weight = self._weight(dy.dtype, extra=self.rank)
+            weight[self.width :].copy_(a)
+            return wide @ weight
+        if self._one_buffer():
+            dx = dy @ self._weight(dy.dtype)
+        else:
+            at = self.slices()
+            dx = dy[:, at[0]] @ _dense(self.parts[0].weight, dy.dtype)
+            for part, columns in zip(self.parts[1:], at[1:], strict=True):
+                dx.addmm_(dy[:, columns], _dense(part.weight, dy.dtype))
+        return dx if a is None or t is None else dx.addmm_(t, a)
+
+    def _backward_float8(self, dy: Tensor, t: Tensor | None, quantized: Rows | None) -> Tensor:
+        assert self.weight_scale is not None
+        if quantized is None or quantized.values is None or quantized.scale is None:
+            quantized = Rows(None, *quantize_rows(dy))
+        weight = self._float8_weight(transposed=True)
+        dx = self._float8_product(quantized, weight, self.weight_scale.inputs, dy.dtype)
+        if t is not None:
+            dx.addmm_(t, side_by_side([branch.a for branch in self._branches()], dx.dtype))
+        return dx
+
+    def _float8_product(self, x: Rows, weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+        assert x.values is not None and x.scale is not None
+        return float8_linear(x.values, x.scale, weight, scale, out_dtype=dtype, fast=self.fast_accumulation)
+
+    # 3. Weights and buffers.
+
+    def _branches(self) -> list[Branch]:
+        return [part.branch for part in self.parts if part.branch is not None]
+
+    def _one_buffer(self) -> bool:
+        return len(self.parts) == 1 or all(isinstance(part.weight, Packed) for part in self.parts)
+
+    def _extended(self) -> bool:
+        """t goes beside dy and A below W: W is decoded into a buffer, whose rows stay aligned to 16 bytes."""
+        packed = all(isinstance(part.weight, Packed) for part in self.parts)
+        return packed and not self.is_float8 and self.rank > 0 and self.rank % 8 == 0
+
+    def _beside(self, dy: Tensor) -> Tensor:
+        if self._extended() and dy.stride(0) == self.width + self.rank:
+            return dy.as_strided((dy.shape[0], self.rank), dy.stride(), dy.storage_offset() + self.width)
+        return dy.new_empty(dy.shape[0], self.rank)
+
+    def _weight(self, dtype: torch.dtype, extra: int = 0) -> Tensor:
+        """W (N + extra, K) of one buffer; the extra rows are not written."""
+        if len(self.parts) == 1 and isinstance(self.parts[0].weight, Tensor):
+            return self.parts[0].weight.to(dtype)
+        device = _device(self.parts[0].weight)
+        weight = torch.empty(self.width + extra, self.depth, dtype=dtype, device=device)
+        for part, at in zip(self.parts, self.slices(), strict=True):
+            assert isinstance(part.weight, Packed)
+            dequantize(part.weight, out=weight[at])
+        return weight
+
+    def _float8_weight(self, transposed: bool = False) -> Tensor:
+        """E4M3 values of W (N, K), or of its transpose (K, N)."""
+        assert self.weight_scale is not None
+        inverse = self.weight_scale.inverse
+        device = _device(self.parts[0].weight)
+        shape = (self.depth, self.width) if transposed else (self.width, self.depth)
+        weight = torch.empty(shape, dtype=torch.float8_e4m3fn, device=device)
+        for part, at in zip(self.parts, self.slices(), strict=True):
+            out = weight[:, at] if transposed else weight[at]
+            float8_weight(part.weight, transposed=transposed, inverse_scale=inverse, out=out)
+        return weight
+
+
+def side_by_side(matrices: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """The rows of all ``matrices`` (r_i, K) in one (R, K), in ``dtype``."""
+    if len(matrices) == 1:
+        return matrices[0].to(dtype)
+    return torch.cat([m.to(dtype) for m in matrices])
+
+
+def _columns(branches: Sequence[Branch]) -> list[slice]:
+    found, start = [], 0
+    for branch in branches:
+        found.append(slice(start, start + branch.a.shape[0]))
+        start += branch.a.shape[0]
+    return found
+
+
+def _scaled_mm(x: Tensor, w: Tensor, scaling: float, out: Tensor | None = None) -> Tensor:
+    """``scaling * x @ w``, the scaling taken before the one rounding."""
+    out = x.new_empty(x.shape[0], w.shape[1]) if out is None else out
+    if scaling == 1:
+        return torch.mm(x, w, out=out)
+    return torch.addmm(out, x, w, beta=0, alpha=scaling, out=out)
+
+
+def _joined(dy: Tensor, t: Tensor) -> Tensor | None:
+    """dy and t as one (M, N + R), if they lie side by side in one buffer."""
+    N, R = dy.shape[1], t.shape[1]
+    beside = t.storage_offset() == dy.storage_offset() + N and t.stride() == dy.stride()
+    if (
+        not beside
+        or dy.stride(0) != N + R
+        or t.untyped_storage().data_ptr() != dy.untyped_storage().data_ptr()
+    ):
+        return None
+    return dy.as_strided((dy.shape[0], N + R), dy.stride(), dy.storage_offset())
+
+
+def _dense(weight: Packed | Tensor, dtype: torch.dtype) -> Tensor:
+    return weight.to(dtype) if isinstance(weight, Tensor) else dequantize(weight, dtype)
+
+
+def _device(weight: Packed | Tensor) -> torch.device:
+    return weight.device if isinstance(weight, Tensor) else weight.codes.device

@@ -1,0 +1,238 @@
+"""The fused decoder against the layers' own forward: loss and gradients, every family, every `Keep`."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fewbits.formats import E4M3, E4M3_ROW, NF4
+from fewbits.models.adapters import get_peft_model
+from fewbits.models.convert import convert
+from fewbits.models.fused import fuse, fused_layers, fusion_of, unfuse
+from fewbits.nn.keep import KEEP_NONE, KEEPS
+from fewbits.nn.loss import LazyLogits
+from fewbits.recipes.recipe import LoRA, Recipe, Rule
+from models.tiny import FAMILIES, tiny, tokens
+
+LORA = LoRA(r=8)
+NF4_ONLY = Recipe(name="nf4", linear=Rule(weight=NF4))
+
+
+def adapted(
+    family: str, recipe: Recipe | None = NF4_ONLY, *, lora: LoRA | None = LORA, **changes: Any
+) -> Any:
+    """A tiny model in training mode, packed, with adapters whose B is not zero."""
+    model = tiny(family, **changes)
+    if recipe is not None:
+        convert(model, recipe)
+    if family != "gemma2":  # whose soft cap transformers computes in "eager" only
+        model.set_attn_implementation("sdpa")
+    if lora is not None:
+        model = get_peft_model(model, lora)
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                nn.init.normal_(parameter, std=0.05)
+    return model.train()
+
+
+def loss_and_gradients(model: Any, ids: Tensor, **kwargs: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    model.zero_grad()
+    loss = model(input_ids=ids, labels=ids, use_cache=False, **kwargs).loss
+    loss.backward()
+    return loss.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same(
+    a: tuple[Tensor, dict[str, Tensor]], b: tuple[Tensor, dict[str, Tensor]], rtol: float = 1e-4
+) -> None:
+    """Equal up to the order of float32 sums: 2**-24 times a few hundred terms of like size."""
+    torch.testing.assert_close(a[0], b[0], rtol=1e-5, atol=1e-6)
+    assert a[1].keys() == b[1].keys() and a[1]
+    for name in a[1]:
+        error = (a[1][name] - b[1][name]).norm() / b[1][name].norm().clamp(min=1e-12)
+        assert error < rtol, (name, float(error))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("length", [12, 37])  # one within the sliding windows of 16, one beyond
+def test_a_family_learns_the_same(family: str, length: int) -> None:
+    model, ids = adapted(family), tokens(3, length)
+    plain = loss_and_gradients(model, ids)
+    receipt = fuse(model)
+    assert len(fused_layers(model)) == 2 and "fused" in str(receipt)
+    assert_same(loss_and_gradients(model, ids), plain)
+    assert not fusion_of(model).fallbacks
+    unfuse(model)
+    assert_same(loss_and_gradients(model, ids), plain, rtol=1e-7)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "phi3"])
+@pytest.mark.parametrize("keep", KEEPS, ids=str)
+def test_what_is_kept_changes_nothing(family: str, keep: Any) -> None:
+    model, ids = adapted(family), tokens(2, 20)
+    fuse(model)
+    everything = loss_and_gradients(model, ids)
+    for layer in fused_layers(model):
+        layer.keep = keep
+    assert_same(loss_and_gradients(model, ids), everything, rtol=1e-6)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma2"])
+def test_full_fine_tuning(family: str) -> None:
+    """No adapters, no packing: every weight, bias and norm has its gradient."""
+    model, ids = adapted(family, None, lora=None), tokens(2, 20)
+    plain = loss_and_gradients(model, ids)
+    fuse(model)
+    assert_same(loss_and_gradients(model, ids), plain)
+    assert not fusion_of(model).fallbacks
+
+
+def test_a_padded_batch() -> None:
+    model, ids = adapted("llama"), tokens(2, 20)
+    mask = torch.ones_like(ids)
+    mask[0, 13:] = 0
+    plain = loss_and_gradients(model, ids, attention_mask=mask)
+    fuse(model)
+    assert_same(loss_and_gradients(model, ids, attention_mask=mask), plain)
+    assert not fusion_of(model).fallbacks
+
+
+def test_some_linears_without_adapters_and_odd_ranks() -> None:
+    lora = LoRA(r=5, alpha=7, targets=("q_proj", "v_proj", "up_proj"))
+    model, ids = adapted("llama", lora=lora), tokens(2, 20)
+    plain = loss_and_gradients(model, ids)
+    fuse(model)
+    assert_same(loss_and_gradients(model, ids), plain)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda m: m.set_adapter("default"), None),
+        (lambda m: m.disable_adapter_layers(), None),
+        (lambda m: m.base_model.set_adapter(["default", "other"]), "several adapters"),
+    ],
+)
+def test_adapters_come_and_go(change: Any, reason: str | None) -> None:
+    model, ids = adapted("llama"), tokens(2, 12)
+    get_peft_model(model, LoRA(r=4), adapter_name="other")
+    fuse(model)
+    change(model)
+    x = model.get_input_embeddings()(ids).detach().requires_grad_()
+    if reason is None:
+        model(inputs_embeds=x, labels=ids).loss.backward()
+        assert not fusion_of(model).fallbacks
+    else:
+        with pytest.warns(UserWarning, match=reason):
+            model(inputs_embeds=x, labels=ids).loss.backward()
+        assert any(reason in why for why in fusion_of(model).fallbacks)
+
+
+def test_dropout_takes_the_layers_own_forward() -> None:
+    model, ids = adapted("llama", lora=LoRA(r=4, dropout=0.5)), tokens(2, 12)
+    fuse(model)
+    with pytest.warns(UserWarning, match="dropout"):
+        model(input_ids=ids, labels=ids).loss.backward()
+    assert sum(fusion_of(model).fallbacks.values()) == 2
+    model.eval()
+    model(input_ids=ids, labels=ids).loss.backward()  # no dropout there
+    assert sum(fusion_of(model).fallbacks.values()) == 2
+
+
+def test_generation_and_hidden_states_stay_as_they_were() -> None:
+    model, ids = adapted("llama"), tokens(2, 12)
+    model.eval()
+    with torch.no_grad():
+        before = model(input_ids=ids, output_hidden_states=True)
+    text = model.generate(ids, max_new_tokens=5, do_sample=False)
+    fuse(model)
+    with torch.no_grad():
+        after = model(input_ids=ids, output_hidden_states=True)
+    assert torch.equal(before.logits, after.logits)
+    assert torch.equal(text, model.generate(ids, max_new_tokens=5, do_sample=False))
+    model.train()
+    states = model(input_ids=ids, output_hidden_states=True).hidden_states
+    for a, b in zip(before.hidden_states, states, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_logits_are_right_for_whoever_asks() -> None:
+    model, ids = adapted("gemma2", final_logit_softcapping=3.0), tokens(2, 12)
+    right = model(input_ids=ids, labels=ids)
+    fuse(model)
+    out = model(input_ids=ids, labels=ids)
+    assert isinstance(out.logits, LazyLogits) and out.logits.shape == right.logits.shape
+    torch.testing.assert_close(out.logits + 0, right.logits, rtol=1e-4, atol=1e-4)
+    assert torch.equal(out.logits.argmax(-1), right.logits.argmax(-1))
+    torch.testing.assert_close(out.loss, right.loss, rtol=1e-5, atol=1e-6)
+    model.zero_grad()
+    (model(input_ids=ids).logits.float().square().mean()).backward()
+    assert all(p.grad is not None for n, p in model.named_parameters() if "lora" in n)
+
+
+def test_a_second_backward_pass_says_why_not() -> None:
+    model, ids = adapted("llama"), tokens(2, 12)
+    fuse(model)
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward(retain_graph=True)
+    with pytest.raises(Exception, match="one backward pass"):
+        loss.backward()
+
+
+def test_a_copy_is_a_model_of_its_own() -> None:
+    model, ids = adapted("llama"), tokens(2, 12)
+    fuse(model)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in twin.parameters():
+            if p.is_floating_point() and p.requires_grad:
+                p.zero_()
+    a, b = (m(input_ids=ids, labels=ids).loss for m in (model, twin))
+    assert not torch.equal(a, b)
+
+
+def test_a_loss_that_is_held_holds_no_activations() -> None:
+    model, ids = adapted("llama"), tokens(2, 12)
+    fuse(model)
+    held = []
+    for _ in range(2):
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        held.append(loss)
+    node = held[0].grad_fn
+    seen, stack = set(), [node]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        assert getattr(getattr(node, "kept", None), "_tensors", None) is None
+        stack.extend(parent for parent, _ in node.next_functions)
+    assert any(hasattr(node, "kept") for node in seen)
+
+
+FLOAT8 = Rule(weight=NF4, weight_operand=E4M3, activation=E4M3_ROW, gradient=E4M3_ROW)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text", "phi3"])
+def test_float8_products_err_as_their_definition_does(family: str) -> None:
+    """Each operand is rounded once, with 2**-4 at most; the definition's rounding is as far from exact."""
+    ids = tokens(3, 20)
+    exact = loss_and_gradients(adapted(family), ids)[1]
+    model = adapted(family, Recipe(name="nf4_float8", linear=FLOAT8))
+    defined = loss_and_gradients(model, ids)[1]
+    fuse(model)
+    fused = loss_and_gradients(model, ids)[1]
+    assert not fusion_of(model).fallbacks
+    for layer in fused_layers(model):
+        layer.keep = KEEP_NONE
+    again = loss_and_gradients(model, ids)[1]
+    for name in exact:
+        norm = exact[name].norm()
+        assert torch.equal(again[name], fused[name])
+        assert (fused[name] - exact[name]).norm() < 1.5 * (defined[name] - exact[name]).norm() + 0.02 * norm
+        assert (fused[name] - exact[name]).norm() > 1e-4 * norm, "nothing was rounded"
