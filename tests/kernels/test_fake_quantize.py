@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fewbits.errors import BadInput
 from fewbits.formats import (
     FORMATS,
     INT4,
@@ -33,12 +34,23 @@ from fewbits.kernels.fake_quantize import (
     fake_quantize_ref,
     fake_quantized_linear,
     launch,
-    launch_effective,
     lora_weight,
     lora_weight_ref,
 )
 
 SCALING = 0.5
+
+
+def launch_effective(
+    w: Tensor, a: Tensor, b: Tensor, scaling: float, format: Format | None, dtype: torch.dtype
+) -> Tensor:
+    """The kernel into the left part of a wider buffer, nothing beside it touched."""
+    wide = torch.full((w.shape[0], w.shape[1] + 16), 3.0, dtype=dtype, device=w.device)
+    out = wide[:, : w.shape[1]]
+    out.fill_(torch.nan)
+    module.launch_effective(w, a, b, scaling, format, out)
+    assert wide[:, w.shape[1] :].eq(3).all()
+    return out.contiguous()
 
 
 def names_of(value: object) -> str:
@@ -137,12 +149,24 @@ def test_mixed_types_and_autocast() -> None:
     )
 
 
+def test_into_a_buffer() -> None:
+    w, a, b = operands(8, 64, 4)
+    buffer = torch.zeros(12, 64, dtype=torch.bfloat16)
+    out = fake_quantize_lora(w, a, b, SCALING, NF4, out=buffer[2:10])
+    assert out.data_ptr() == buffer[2].data_ptr() and buffer[:2].eq(0).all() and buffer[10:].eq(0).all()
+    assert torch.equal(buffer[2:10], fake_quantize_lora(w, a, b, SCALING, NF4, torch.bfloat16))
+    for wrong in (torch.empty(64, 8).t(), torch.empty(8, 65)):
+        with pytest.raises(BadInput, match="contiguous rows"):
+            fake_quantize_lora(w, a, b, SCALING, NF4, out=wrong)
+
+
 def test_opcheck() -> None:
     w, a, b = operands(8, 64, 4)
     text = module._to_text(INT4_G32)
     torch.library.opcheck(module._fake_quantize, (w, text, torch.bfloat16))
     for format in (None, text):
         torch.library.opcheck(module._fake_quantize_lora, (w, a, b, SCALING, format, torch.float32))
+        torch.library.opcheck(module._fake_quantize_lora_into, (w, a, b, SCALING, format, torch.empty(8, 64)))
 
 
 def test_compiles_without_a_break() -> None:

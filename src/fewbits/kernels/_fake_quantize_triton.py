@@ -40,7 +40,7 @@ class WeightTile(NamedTuple):
 @jit
 def _lora_weight_kernel(
     w_ptr, a_ptr, b_ptr, out_ptr, midpoints_ptr, values_ptr, N, K, rank, scaling,
-    stride_wn, stride_ar, stride_bn,
+    stride_wn, stride_ar, stride_bn, stride_on,
     KIND: tl.constexpr, ORDER: tl.constexpr, BITS: tl.constexpr, ZERO_POINT: tl.constexpr,
     BLOCK: tl.constexpr, EVEN: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -56,7 +56,7 @@ def _lora_weight_kernel(
     b_at = b_ptr + offs_n[:, None] * stride_bn + offs_r[None, :]
     a_at = a_ptr + offs_r[:, None] * stride_ar + offs_k[None, :]
     w_at = offs_n[:, None].to(tl.int64) * stride_wn + offs_k[None, :]
-    out_at = offs_n[:, None].to(tl.int64) * K + offs_k[None, :]
+    out_at = offs_n[:, None].to(tl.int64) * stride_on + offs_k[None, :]
     mask = (offs_n < N)[:, None] & (offs_k < K)[None, :]
     if EVEN:
         b, a, w = tl.load(b_at), tl.load(a_at), tl.load(w_ptr + w_at)
@@ -111,7 +111,7 @@ def launch_lora(
     weight: Tensor, a: Tensor, b: Tensor, scaling: float, out: Tensor, format: Format | None,
     tile: WeightTile | None = None,
 ) -> None:  # fmt: skip
-    """The effective weight into contiguous ``out`` (N, K): in W's dtype, or rounded to ``format``."""
+    """The effective weight into ``out`` (N, K) with contiguous rows: W's dtype, or rounded to ``format``."""
     (N, K), rank = weight.shape, a.shape[0]
     tile = tile or weight_tile(a.dtype, rank)
     kind, order, bits, zero_point, block = 0, 0, 4, False, tile.block_k
@@ -126,7 +126,7 @@ def launch_lora(
     with on_device_of(weight):
         _lora_weight_kernel[(cdiv(N, tile.block_n) * cdiv(K, tile.block_k),)](
             weight, a, b, out, thresholds, values, N, K, rank, float(scaling),
-            weight.stride(0), a.stride(0), b.stride(0), KIND=kind, ORDER=order, BITS=bits,
+            weight.stride(0), a.stride(0), b.stride(0), out.stride(0), KIND=kind, ORDER=order, BITS=bits,
             ZERO_POINT=zero_point, BLOCK=block, EVEN=even, BLOCK_R=block_r, BLOCK_N=tile.block_n,
             BLOCK_K=tile.block_k, num_warps=tile.num_warps, enable_fp_fusion=False,
         )  # fmt: skip
@@ -135,13 +135,13 @@ def launch_lora(
 _POINTERS = {"w_ptr": "*bf16", "a_ptr": "*bf16", "b_ptr": "*bf16", "out_ptr": "*bf16"}
 _POINTERS |= {"midpoints_ptr": "*fp32", "values_ptr": "*fp32"}
 _SIZES = dict.fromkeys(("N", "K", "rank"), "i32") | {"scaling": "fp32"}
-_SIZES |= dict.fromkeys(("stride_wn", "stride_ar", "stride_bn"), "i32")
+_SIZES |= dict.fromkeys(("stride_wn", "stride_ar", "stride_bn", "stride_on"), "i32")
 _CONSTANTS = {
     "KIND": _INTEGER, "ORDER": 0, "BITS": 4, "ZERO_POINT": False, "BLOCK": 128, "EVEN": True, "BLOCK_R": 16,
     "BLOCK_N": 64, "BLOCK_K": 128,
 }  # fmt: skip
 _SIGNATURE = {**_POINTERS, **_SIZES, **dict.fromkeys(_CONSTANTS, "constexpr")}
-_ALIGNED = (*_POINTERS, "N", "K", "stride_wn", "stride_ar", "stride_bn")
+_ALIGNED = (*_POINTERS, "N", "K", "stride_wn", "stride_ar", "stride_bn", "stride_on")
 _NF4 = {**_CONSTANTS, "KIND": _CODEBOOK, "ORDER": 0xFEDCBA9876543210, "BLOCK": 64}
 _FLOAT32 = {"a_ptr": "*fp32", "b_ptr": "*fp32"}
 

@@ -30,6 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fewbits.errors import BadInput
 from fewbits.formats.base import Format
 from fewbits.formats.blocks import check_floating
 from fewbits.formats.codebook import Codebook
@@ -79,19 +80,20 @@ def launch(x: Tensor, format: Format, dtype: torch.dtype) -> Tensor:
 
 
 def launch_effective(
-    weight: Tensor, a: Tensor, b: Tensor, scaling: float, format: Format | None, dtype: torch.dtype
-) -> Tensor:
-    """`fake_quantize_lora_ref`: one pass if the format's blocks allow, else two."""
+    weight: Tensor, a: Tensor, b: Tensor, scaling: float, format: Format | None, out: Tensor
+) -> None:
+    """`fake_quantize_lora_ref` into ``out``: one pass if the format's blocks allow, else two."""
     if not takes_lora(weight, a, b):
         effective = lora_weight_ref(weight, a, b, scaling)
-        return effective.to(dtype) if format is None else launch(effective, format, dtype)
-    if format is not None and rounds_in_tile(format, weight.shape[1], dtype):
-        out = torch.empty(weight.shape, dtype=dtype, device=weight.device)
-        launch_lora(weight, a, b, scaling, out, format)
-        return out
-    effective = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
-    launch_lora(weight, a, b, scaling, effective, None)
-    return effective.to(dtype) if format is None else launch(effective, format, dtype)
+    elif format is None and out.dtype == weight.dtype:
+        return launch_lora(weight, a, b, scaling, out, None)
+    elif format is not None and rounds_in_tile(format, weight.shape[1], out.dtype):
+        return launch_lora(weight, a, b, scaling, out, format)
+    else:
+        effective = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+        launch_lora(weight, a, b, scaling, effective, None)
+    out.copy_(effective if format is None else launch(effective, format, out.dtype))
+    return None
 
 
 # 4. The ops: on a CPU they run the definitions, on CUDA the kernels.
@@ -122,7 +124,21 @@ def _fake_quantize_lora(
 
 @_fake_quantize_lora.register_kernel("cuda")
 def _(weight: Tensor, a: Tensor, b: Tensor, scaling: float, format: str | None, dtype: torch.dtype) -> Tensor:
-    return launch_effective(weight, a, b, scaling, _format(format), dtype)
+    out = torch.empty(weight.shape, dtype=dtype, device=weight.device)
+    launch_effective(weight, a, b, scaling, _format(format), out)
+    return out
+
+
+@torch.library.custom_op("fewbits::fake_quantize_lora_into", mutates_args=("out",))
+def _fake_quantize_lora_into(
+    weight: Tensor, a: Tensor, b: Tensor, scaling: float, format: str | None, out: Tensor
+) -> None:
+    out.copy_(fake_quantize_lora_ref(weight, a, b, scaling, _format(format), out.dtype))
+
+
+@_fake_quantize_lora_into.register_kernel("cuda")
+def _(weight: Tensor, a: Tensor, b: Tensor, scaling: float, format: str | None, out: Tensor) -> None:
+    launch_effective(weight, a, b, scaling, _format(format), out)
 
 
 @_fake_quantize_lora.register_fake
@@ -191,6 +207,8 @@ def fake_quantize_lora(
     scaling: float,
     format: Format | None,
     dtype: torch.dtype | None = None,
+    *,
+    out: Tensor | None = None,
 ) -> Tensor:
     """The weight with its adapter, rounded as one matrix: what the layer will store. Carries no gradient.
 
@@ -200,10 +218,24 @@ def fake_quantize_lora(
         b: (N, r).
         scaling: factor of the product.
         format: None rounds to W's dtype only.
-        dtype: of the result; None: W's.
+        dtype: of the result; None: out's, or W's.
+        out: (N, K) to write to: its rows may lie apart, as in the upper part of a taller buffer. None
+            allocates.
+
+    Raises:
+        BadInput: ``out`` does not fit.
     """
     text = None if format is None else _to_text(format)
-    return _fake_quantize_lora(weight.detach(), a.detach(), b.detach(), scaling, text, dtype or weight.dtype)
+    weight, a, b = weight.detach(), a.detach(), b.detach()
+    if out is None:
+        return _fake_quantize_lora(weight, a, b, scaling, text, dtype or weight.dtype)
+    if out.shape != weight.shape or out.stride(1) != 1 or dtype not in (None, out.dtype):
+        raise BadInput(
+            f"fake_quantize_lora writes {tuple(weight.shape)} with contiguous rows in out's dtype; out has "
+            f"{tuple(out.shape)}, strides {out.stride()} and {out.dtype}: pass a matching one, or none."
+        )
+    _fake_quantize_lora_into(weight, a, b, scaling, text, out)
+    return out
 
 
 class _FakeQuantizedLinear(torch.autograd.Function):
