@@ -122,7 +122,7 @@ def _codes(x: Tensor) -> Tensor:
 
 
 def product_cases(max_size: int) -> list[Case]:
-    """Gate and up, and down of Llama-3.1-8B: y = x W^T, dx = dy W of the transposed weight; and the weight."""
+    """Gate and up, and down of Llama-3.1-8B: y = x W^T, dx = dy W of the transposed weight; the weight."""
     made = []
     for part, N, K in (
         ("forward", 28672, 4096),
