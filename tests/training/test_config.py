@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from fewbits.errors import BadInput
-from fewbits.training.config import TrainConfig, help_of, parse_overrides
+from fewbits.training.config import TrainConfig, help_of, parse_memory_budget, parse_overrides
 
 SMALL = {"model": "m", "train_data": "d.jsonl"}
 
@@ -74,6 +74,10 @@ def test_it_is_frozen():
         ({"scheduler": "sawtooth"}, "scheduler is 'sawtooth'; it must be one of cosine"),
         ({"lora_dropout": 1.0}, "lora_dropout is 1.0; it must be below 1"),
         ({"weight_decay": -1}, "weight_decay is -1.0; it must not be negative"),
+        ({"memory_budget": "plenty"}, "memory_budget is 'plenty'; it must be a number of GiB or one of auto"),
+        ({"memory_budget": 0}, "memory_budget is '0'; it must be a number of GiB"),
+        ({"memory_budget": "inf"}, "it must be a number of GiB"),
+        ({"cuda_graph": "sometimes"}, "cuda_graph is 'sometimes'; it must be one of auto, true, false"),
         ({"model": None}, "model has no value"),
         ({"train_data": ""}, "the configuration has no train_data"),
     ],
@@ -109,3 +113,20 @@ def test_what_may_differ_when_a_run_goes_on():
     one = TrainConfig.from_mapping(SMALL)
     assert one.differences(dataclasses.replace(one, output_dir="x", resume=True, report=False)) == []
     assert one.differences(dataclasses.replace(one, seed=1, learning_rate=1.0)) == ["learning_rate", "seed"]
+
+
+def test_memory_budgets_and_older_names():
+    def budget(**values):
+        return parse_memory_budget(TrainConfig.from_mapping({**SMALL, **values}).memory_budget)
+
+    assert budget() == "auto" and budget(memory_budget=24) == 24.0 and budget(memory_budget="7.5") == 7.5
+    assert budget(memory_budget="offload") == "offload"
+    assert budget(gradient_checkpointing=True) == "recompute"
+    assert budget(gradient_checkpointing="false") == "auto"
+    assert TrainConfig.from_mapping({**SMALL, "cuda_graph": True}).cuda_graph == "true"
+    assert (
+        TrainConfig.from_mapping(SMALL).differences(
+            TrainConfig.from_mapping({**SMALL, "memory_budget": 3, "cuda_graph": False})
+        )
+        == []
+    )

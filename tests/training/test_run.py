@@ -381,3 +381,15 @@ def test_a_damaged_checkpoint(make_config, tmp_path):
 def test_the_configuration_in_the_folder_is_yaml(make_config, tmp_path):
     train(make_config(max_steps=1))
     assert yaml.safe_load((tmp_path / "run/config.yaml").read_text())["max_steps"] == 1
+
+
+def test_a_memory_budget_is_kept_told_and_changes_no_weight(make_config, tmp_path):
+    free = train(make_config())
+    told = io.StringIO()
+    config = make_config(memory_budget=1e-4, output_dir=str(tmp_path / "tight"))
+    tight = train(config, console=Console(file=told, width=200))
+    assert "GiB predicted" in told.getvalue()
+    notes = json.loads((tight.output_dir / "run.json").read_text())["memory"]
+    assert "recomputed" in notes[0] or "layers keep" in notes[0]
+    assert tight.metrics["loss"] == free.metrics["loss"]
+    assert json.loads((free.output_dir / "run.json").read_text())["memory"] == []

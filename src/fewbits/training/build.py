@@ -121,10 +121,8 @@ def load_model(config: TrainConfig) -> Built:
             bias=lora.bias,
             use_rslora=lora.rslora,
             random_state=config.seed,
-            use_gradient_checkpointing=config.gradient_checkpointing,
+            use_gradient_checkpointing=False,  # the memory budget decides, once the batches are known
         )
-    elif config.gradient_checkpointing:
-        FastLanguageModel.for_training(model, use_gradient_checkpointing=True)
     if is_packed(model) and not hasattr(model, "peft_config"):
         raise Unsupported(
             f"the weights of {config.model} are packed and cannot train, and there are no adapters; set"

@@ -23,6 +23,9 @@ OPTIMIZERS = {
 }
 SCHEDULERS = ("cosine", "linear", "constant", "constant_with_warmup", "polynomial", "cosine_with_min_lr")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+CUDA_GRAPH = ("auto", "true", "false")
+# The same for every layer, where a budget in GiB would choose layer by layer.
+MEMORY_BUDGETS = ("auto", "keep", "recompute", "offload")
 ALIASES = {
     "lr": "learning_rate",
     "max_seq_len": "max_seq_length",
@@ -36,7 +39,17 @@ ALIASES = {
 }
 # What may differ between a run and its continuation: nothing here changes the weights.
 NOT_COMPARED = frozenset(
-    {"output_dir", "resume", "report", "keep_checkpoints", "merge", "sample_prompts", "samples"}
+    {
+        "output_dir",
+        "resume",
+        "report",
+        "keep_checkpoints",
+        "merge",
+        "sample_prompts",
+        "samples",
+        "memory_budget",
+        "cuda_graph",
+    }
 )
 
 
@@ -60,8 +73,18 @@ class TrainConfig:
         None, "model", "which format where, by its name in the catalog (qlora_nf4, int8, ...)"
     )
     load_in_4bit: bool = _option(True, "model", "without a recipe: keep the base weights in NF4 (QLoRA)")
-    gradient_checkpointing: bool = _option(
-        False, "model", "recompute activations in the backward pass: slower, less memory"
+    memory_budget: str = _option(
+        "auto",
+        "model",
+        "GiB that training may take, or auto: all that is free; layers keep for the backward pass what fits."
+        " The same for all layers: keep (fastest), recompute, offload (smallest)",
+    )
+    cuda_graph: str = _option(
+        "auto",
+        "model",
+        "replay each training step as one CUDA graph; auto: for small models on packed data; true pads every"
+        " batch to max_seq_length",
+        CUDA_GRAPH,
     )
 
     lora_r: int | None = _option(
@@ -159,6 +182,7 @@ class TrainConfig:
             choices, value = item.metadata["choices"], getattr(self, item.name)
             if choices and value is not None and value not in choices:
                 raise BadInput(f"{item.name} is {value!r}; it must be one of {', '.join(choices)}.")
+        parse_memory_budget(self.memory_budget)
         positive = (
             "batch_size",
             "gradient_accumulation",
@@ -194,7 +218,7 @@ class TrainConfig:
         nested: dict[str, str] = {}
         for key, value in values.items():
             name = ALIASES.get(key, key).replace("-", "_")
-            name = ALIASES.get(name, name)
+            name, value = _as_written_before(ALIASES.get(name, name), value)
             if name.startswith("fields."):
                 nested[name.removeprefix("fields.")] = str(value)
             elif name not in known:
@@ -255,6 +279,34 @@ def parse_overrides(overrides: Mapping[str, Any] | Iterable[str]) -> dict[str, A
             raise BadInput(f"the override {text!r} has no value; write it as name=value.")
         parsed[key.strip().removeprefix("--")] = value.strip()
     return parsed
+
+
+def parse_memory_budget(text: str) -> str | float:
+    """One of `MEMORY_BUDGETS`, or a number of GiB.
+
+    Raises:
+        BadInput: it is neither.
+    """
+    if text in MEMORY_BUDGETS:
+        return text
+    try:
+        gib = float(text)
+    except ValueError:
+        gib = 0.0
+    if not 0 < gib < float("inf"):
+        raise BadInput(
+            f"memory_budget is {text!r}; it must be a number of GiB or one of {', '.join(MEMORY_BUDGETS)}."
+        )
+    return gib
+
+
+def _as_written_before(name: str, value: Any) -> tuple[str, Any]:
+    """A field that had another name, and YAML's booleans where a text is meant."""
+    if name == "gradient_checkpointing":
+        return "memory_budget", "recompute" if _coerce(name, value, "bool") else "auto"
+    if name == "cuda_graph" and isinstance(value, bool):
+        return name, str(value).lower()
+    return name, value
 
 
 def _unknown_key(key: str, known: list[str]) -> str:

@@ -27,6 +27,7 @@ logger = logging.getLogger("fewbits")
 
 _MARGIN_BYTES, _MARGIN_SHARE = 1 << 29, 0.03  # left free by "auto": the allocator's waste, other processes
 _WORTH = 0.02  # a corrected plan replaces a sound one if it saves this share of a step
+OPTIMIZER_BYTES = {"adamw": 8, "adamw_8bit": 2, "adafactor": 1, "sgd": 0}  # for each trained value
 ALL_ALIKE = {"keep": KEEP_ALL, "recompute": KEEP_NONE, "offload": KEEP_ON_HOST}
 
 

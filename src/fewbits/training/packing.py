@@ -69,6 +69,10 @@ class SequenceDataset(Dataset[list[Example]]):
     def __len__(self) -> int:
         return len(self.bins)
 
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return max(sum(len(self.examples[i]) for i in rows) for rows in self.bins)
+
     def __getitem__(self, index: int) -> list[Example]:
         return [self.examples[i] for i in self.bins[index]]
 

@@ -38,9 +38,10 @@ from fewbits.training.checkpointing import (
     step_of,
     write_atomic,
 )
-from fewbits.training.config import TrainConfig
+from fewbits.training.config import TrainConfig, parse_memory_budget
 from fewbits.training.data import RowEncoder, TokenData, load_data, read_samples, split_rows
-from fewbits.training.packing import Collator
+from fewbits.training.memory_budget import OPTIMIZER_BYTES, MemoryBudget, budget_for
+from fewbits.training.packing import Collator, SequenceDataset
 from fewbits.training.samples import answer_all
 
 if TYPE_CHECKING:  # they import transformers, which a run does when it begins
@@ -271,6 +272,7 @@ class _Run:
             patience=config.early_stopping_patience,
         )
         self.bar = ProgressBar(self.console, progress)
+        memory = self._memory(dataset)
         trainer = Trainer(
             model=model,
             args=args,
@@ -280,6 +282,7 @@ class _Run:
             callbacks=[schedule, MetricsFile(self.folder.metrics, progress), self.bar],
             keep_checkpoints=config.keep_checkpoints,
             progress=progress,
+            memory=memory,
         )
         over = found and (progress.stopped_early or step_of(found[-1]) >= steps)
         try:
@@ -293,6 +296,21 @@ class _Run:
         finally:
             self.bar.close()
         self._end_record(trainer, progress, keep_best=keep_best)
+
+    def _memory(self, dataset: SequenceDataset) -> MemoryBudget | None:
+        """What the layers keep for the backward pass, for the largest batch that may come."""
+        config, built = self.config, self.built
+        memory = budget_for(
+            built.model,
+            parse_memory_budget(config.memory_budget),
+            recipe=built.recipe,
+            lora=built.lora,
+            batch=(config.batch_size, self.length if config.packing else dataset.longest()),
+            optimizer_bytes=OPTIMIZER_BYTES.get(config.optimizer, 8),
+        )
+        if memory is not None:
+            self.console.print(memory.notes[0], highlight=False)
+        return memory
 
     def _collator(self) -> Collator:
         tokenizer = self.built.tokenizer
@@ -315,6 +333,7 @@ class _Run:
             best_metric=state.best_metric,
             best_step=state.best_global_step if state.best_metric is not None else None,
             stopped_early=progress.stopped_early,
+            memory=[] if trainer.memory is None else trainer.memory.notes,
         )
 
     def _samples_before(self, *, needs_base: bool) -> None:
