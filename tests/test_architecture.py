@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "models": {"formats", "recipes", "kernels", "nn"},
     "inference": _MODELS,
     "training": {*_MODELS, "inference"},
-    "bench": {"formats", "kernels", "nn", "models", "training"},
+    "bench": {*_MODELS, "training"},
     "demo": {*_MODELS, "inference", "training"},
     "build": set(),
     "doctor": {"build"},

@@ -1,8 +1,9 @@
-"""``fewbits bench kernels``: check, time, print, and on request record."""
+"""``fewbits bench``: kernels are checked, timed, printed and recorded here; train has a room of its own."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,6 +22,7 @@ _EXAMPLES = """examples:
   fewbits bench kernels --op rmsnorm
   fewbits bench kernels --record benchmarks/results.csv
   fewbits bench kernels --device cpu --max-size 256
+  fewbits bench train --help
 """
 
 
@@ -30,7 +32,7 @@ def parser() -> argparse.ArgumentParser:
         prog="fewbits bench", description="Time kernels beside their peers, after checking both.",
         epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    made.add_argument("what", choices=["kernels"], help="what to time")
+    made.add_argument("what", choices=["kernels", "train"], help="what to time; train has options of its own")
     made.add_argument("--op", help="only this op, such as rmsnorm")
     made.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1 (default: auto)")
     made.add_argument("--max-size", type=int, help="cut every dimension to this, for a quick look")
@@ -47,7 +49,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         BadInput: an option does not fit.
         Unsupported: the device is not there.
     """
-    options = parser().parse_args(argv)
+    given = list(sys.argv[1:] if argv is None else argv)
+    if given[:1] == ["train"]:
+        from fewbits.bench.train.command import main as train
+
+        return train(given[1:])
+    options = parser().parse_args(given)
     device, console = pick(options.device), Console(width=150)
     chosen = cases(options.op, max_size=options.max_size)
     if not chosen:

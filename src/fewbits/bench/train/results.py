@@ -1,0 +1,165 @@
+"""Results as rows, a table and a plot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from fewbits.bench.measure import quantiles
+from fewbits.bench.record import Row
+from fewbits.bench.train.schedule import Outcome
+
+_OURS, _PEER, _INK = "#3b6fd4", "#c76a2b", "#7f7f7f"
+
+
+def failure(outcome: Outcome) -> str | None:
+    """Why there is no speed of this configuration; None if there is one."""
+    parity = outcome.said.get("parity", {})
+    if parity.get("failures"):
+        return "FAILS THE PARITY CHECK: " + "; ".join(parity["failures"][:2]) + "."
+    if "timed" in outcome.said or "longest" in outcome.said:
+        return None
+    return outcome.error or "it ended without a result"
+
+
+def rows_of(outcomes: Sequence[Outcome]) -> list[Row]:
+    """Time, memory and the parity check's errors of each configuration that has a speed."""
+    made: list[Row] = []
+    ours = {_key(o): o for o in reversed(outcomes) if _timed(o) and _side(o) == "ours"}
+    for outcome in outcomes:
+        if not _timed(outcome):
+            continue
+        timed, parity = outcome.said["timed"], outcome.said["parity"]
+        p20, p50, p80 = quantiles(timed["times_ms"])
+        first = ours.get(_key(outcome))
+        values: list[tuple[str, str, float, float, float]] = [
+            ("time", "ms", p20, p50, p80),
+            ("peak memory", "GiB", *(3 * (timed["peak_gib"],))),
+            ("loss error", "nats", *(3 * (parity["loss_error"],))),
+            ("worst gradient error", "relative", *(3 * (parity["gradient_error"],))),
+        ]
+        for metric, unit, low, value, high in values:
+            compared = metric in ("time", "peak memory") and first is not None
+            made.append(
+                Row(
+                    op=f"train_{outcome.task.shape.name}", part=f"step {_batch(outcome)}",
+                    variant=_name(outcome), format=_configuration(outcome).format, metric=metric, unit=unit,
+                    low=_short(low), value=_short(value), high=_short(high),
+                    ratio=_ratio(outcome, first, metric) if compared else None,
+                )
+            )  # fmt: skip
+    return made
+
+
+def _ratio(outcome: Outcome, ours: Any, metric: str) -> float | None:
+    def figure(o: Outcome) -> float:
+        timed = o.said["timed"]
+        return quantiles(timed["times_ms"]).p50 if metric == "time" else float(timed["peak_gib"])
+
+    return round(figure(outcome) / figure(ours), 3) if figure(ours) else None
+
+
+def table_of(outcomes: Sequence[Outcome], device: str) -> Table:
+    """A line for each configuration: its figures, or why it has none."""
+    table = Table(
+        title=f"training steps on {device}",
+        caption="error: worst gradient beside float32, of what it may be; ratio: tokens/s over our first",
+        box=None,
+    )
+    for column in ("shape", "configuration", "weights", "recompute"):
+        table.add_column(column, no_wrap=True)
+    for column in ("tokens/s", "ms", "p20-p80", "GiB", "TF/s", "ratio", "loss 1", "error"):
+        table.add_column(column, justify="right", no_wrap=True)
+    ours = {_key(o): o for o in reversed(outcomes) if _timed(o) and _side(o) == "ours"}
+    for outcome in outcomes:
+        config = _configuration(outcome)
+        head = (f"{outcome.task.shape.name} {_batch(outcome)}", config.name, config.format, config.recompute)
+        if not _timed(outcome):
+            table.add_row(*head, "-", "-", "-", "-", "-", "-", "-", "FAILED")
+            continue
+        timed, parity = outcome.said["timed"], outcome.said["parity"]
+        p20, p50, p80 = quantiles(timed["times_ms"])
+        first = ours.get(_key(outcome))
+        speed = timed["tokens_per_second"]
+        table.add_row(
+            *head, f"{speed:.0f}", f"{p50:.1f}", f"{p20:.1f}-{p80:.1f}", f"{timed['peak_gib']:.2f}",
+            f"{timed['model_tflops']:.0f}",
+            "" if first is None else f"{speed / first.said['timed']['tokens_per_second']:.2f}",
+            f"{timed['losses'][0]:.4f}",
+            f"{parity['gradient_error']:.2g} of {parity['gradient_tolerance']:.2g}",
+        )  # fmt: skip
+    return table
+
+
+def plot(outcomes: Sequence[Outcome], path: Path) -> None:
+    """Tokens a second over peak memory, a panel for each shape and batch; for light and dark pages."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    import matplotlib.pyplot as plt
+
+    keys = list(dict.fromkeys(_key(o) for o in outcomes if _timed(o)))
+    if not keys:
+        return
+    settings = {
+        "svg.fonttype": "none", "text.color": _INK, "axes.labelcolor": _INK, "axes.edgecolor": _INK,
+        "xtick.color": _INK, "ytick.color": _INK, "font.size": 9,
+    }  # fmt: skip
+    with plt.rc_context(settings):
+        figure, axes = plt.subplots(1, len(keys), figsize=(5.4 * len(keys), 3.8), squeeze=False)
+        for key, panel in zip(keys, axes[0], strict=True):
+            _panel(panel, [o for o in outcomes if _timed(o) and _key(o) == key])
+            panel.set_title(" ".join(key), fontsize=10)
+        figure.tight_layout()
+        figure.savefig(path, transparent=True, metadata={"Date": None})
+        plt.close(figure)
+
+
+def _panel(panel: Any, outcomes: Sequence[Outcome]) -> None:
+    for outcome in outcomes:
+        timed, ours = outcome.said["timed"], _side(outcome) == "ours"
+        x, y = timed["peak_gib"], timed["tokens_per_second"]
+        colour = _OURS if ours else _PEER
+        panel.scatter(x, y, color=colour, s=34, marker="o" if ours else "s", zorder=3)
+        panel.annotate(
+            _name(outcome), (x, y), xytext=(5, 4), textcoords="offset points", color=colour, fontsize=8
+        )
+    panel.set_xlabel("peak memory, GiB")
+    panel.set_ylabel("tokens a second")
+    panel.set_xlim(left=0)
+    panel.set_ylim(bottom=0)
+    panel.margins(x=0.15, y=0.15)
+    panel.grid(color=_INK, alpha=0.25, linewidth=0.6)
+    for side in ("top", "right"):
+        panel.spines[side].set_visible(False)
+
+
+def _configuration(outcome: Outcome) -> Any:
+    return outcome.task.configuration
+
+
+def _name(outcome: Outcome) -> str:
+    return str(_configuration(outcome).name)
+
+
+def _side(outcome: Outcome) -> str:
+    return str(_configuration(outcome).side)
+
+
+def _batch(outcome: Outcome) -> str:
+    return "x".join(map(str, outcome.task.batch))
+
+
+def _key(outcome: Outcome) -> tuple[str, str]:
+    return outcome.task.shape.name, _batch(outcome)
+
+
+def _timed(outcome: Outcome) -> bool:
+    return "timed" in outcome.said
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.5g}")
