@@ -243,7 +243,7 @@ def outcome(name: str, ms: float | None, *, failures: tuple[str, ...] = (), gib:
 
 
 def test_rows_and_failures(tmp_path: Path) -> None:
-    wrong = outcome("hf:bf16", None, failures=("its loss is 1 and exact is 2",))
+    wrong = outcome("hf:bf16", 5, failures=("its loss is 1 and exact is 2",))
     dead = Outcome(task("bnb:nf4"), error="RuntimeError: no")
     outcomes = [outcome("ours:nf4", 9), outcome("unsloth:nf4", 19, gib=8), wrong, dead]
     rows = results.rows_of(outcomes)
@@ -268,7 +268,8 @@ def test_command_runs_on_a_cpu(tmp_path: Path, capfd) -> None:
     rows, out = tmp_path / "rows.csv", tmp_path / "out"
     code = main(
         ["train", "--shape", "tiny", "--device", "cpu", "--batch", "2x16", "--configs", "ours:nf4",
-         "--peers", "bnb", "--steps", "2", "--warm-up", "1", "--layers", "1", "--together", "2", "--out", str(out),
+         "--peers", "bnb", "--steps", "2", "--warm-up", "1", "--layers", "1", "--together", "2",
+         "--out", str(out),
          "--record", str(rows), "--commit", "abc"]
     )  # fmt: skip
     printed = capfd.readouterr().out

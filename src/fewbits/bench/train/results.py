@@ -158,7 +158,7 @@ def _key(outcome: Outcome) -> tuple[str, str]:
 
 
 def _timed(outcome: Outcome) -> bool:
-    return "timed" in outcome.said
+    return "timed" in outcome.said and failure(outcome) is None
 
 
 def _short(value: float) -> float:
