@@ -7,6 +7,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from fewbits.models.attention import use_attention, used_attention
+from fewbits.nn.segments import Segments
 from fewbits.training.data import Example
 from fewbits.training.packing import Collator, EpochSampler, SequenceDataset, count_trained, pack
 
@@ -85,18 +87,26 @@ def test_alone_padded_and_packed_rows_give_the_same_loss_and_gradients(family, a
     count = sum(int(e.trained[1:].sum()) for e in examples)
     alone = [Collator(0)([[e]]) for e in examples]  # the reference: no other row, no padding
     want, gradients = loss_and_gradients(model, *alone)
-    for batch in (
+    batches = (
         Collator(0)([[e] for e in examples]),
         Collator(0, packed=True)(items),
         Collator(0, packed=True, flatten=True)(items),
-    ):
-        assert count_trained(batch) == count
-        assert batch["num_tokens"] == sum(map(len, examples))
-        loss, own = loss_and_gradients(model, batch)
-        # The model is in float64, but transformers takes the loss of float32 logits: 2**-24 for each.
-        torch.testing.assert_close(loss, want, rtol=2**-22, atol=0)
-        for name, gradient in gradients.items():
-            assert (own[name] - gradient).norm() <= 2**-20 * gradient.norm(), name
+        Collator(0, packed=True, width=32)(items),
+    )
+    for by_fewbits in (False, True):
+        if by_fewbits:
+            assert "by fewbits" in use_attention(model)
+        for batch in batches:
+            assert count_trained(batch) == count
+            assert batch["num_tokens"] == sum(map(len, examples))
+            loss, own = loss_and_gradients(model, batch)
+            # The model is in float64, but transformers takes the loss of float32 logits: 2**-24 for each.
+            torch.testing.assert_close(loss, want, rtol=2**-22, atol=0)
+            for name, gradient in gradients.items():
+                # Eager attention takes its softmax in float32, as fewbits' does not for float64.
+                close = 2**-18 if by_fewbits and attention == "eager" else 2**-20
+                assert (own[name] - gradient).norm() <= close * gradient.norm(), name
+    assert used_attention(model).taken == {"plain": len(batches)}
 
 
 def test_the_comparison_can_fail():
@@ -107,6 +117,34 @@ def test_the_comparison_can_fail():
     want, _ = loss_and_gradients(model, batch)
     mixed = {**batch, "position_ids": torch.arange(24)[None]}
     assert abs(loss_and_gradients(model, mixed)[0] - want) > 1e-3
+
+
+def test_fewbits_attention_goes_by_the_boundaries():
+    model = make_model("llama")
+    examples = make_examples([9, 3, 12])
+    batch = Collator(0, packed=True)([examples])
+    want, _ = loss_and_gradients(model, batch)
+    use_attention(model)
+    one = {**batch, **Segments.from_lengths([24]).keywords()}
+    assert abs(loss_and_gradients(model, one)[0] - want) > 1e-3
+
+
+def test_boundaries_and_positions_agree():
+    """Also with padding, which is a row of its own; and they have few shapes."""
+    shapes = set()
+    for seed in range(40):
+        lengths = np.random.default_rng(seed).integers(1, 30, 12).tolist()
+        examples = make_examples(lengths, seed)
+        bins = pack(lengths, 64, seed=seed)
+        dataset = SequenceDataset(examples, bins)
+        batch = Collator(0, packed=True, width=64)([dataset[0], dataset[-1 % len(dataset)]])
+        assert batch["input_ids"].shape == (2, 64)
+        told = Segments.from_keywords(batch, 128)
+        assert told.bounds() == Segments.from_position_ids(batch["position_ids"]).bounds()
+        shapes.add((len(told.cu_seqlens), told.max_seqlen))
+    assert len(shapes) <= 3
+    assert "cu_seq_lens_q" not in Collator(0, width=64)([[examples[0]]])
+    assert Collator(0, width=64)([[examples[0]]])["input_ids"].shape == (1, len(examples[0]))
 
 
 @pytest.mark.parametrize("seed", [0, 1])

@@ -165,7 +165,7 @@ def test_progress_is_quiet_away_from_a_terminal(make_config, capfd):
         "step 2/4",
         "step 4/4",
     ]
-    assert "eval loss" in lines[-1] and len(lines) == 5
+    assert "eval loss" in lines[-1] and len(lines) == 7  # data, two of attention, four of progress
     train(make_config(output_dir=str(make_config().output_dir) + "2"))
     assert capfd.readouterr().out == ""
 

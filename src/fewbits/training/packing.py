@@ -1,9 +1,10 @@
 """Several rows in one sequence, without one seeing another; and padded batches for rows that stay alone.
 
-Packed rows are told apart by position ids that restart at 0, with no attention mask and no cache: from these,
-transformers builds the block-diagonal (for sliding windows: banded) mask for eager and SDPA attention, and
-the sequence lengths for FlashAttention. The first token of each row is never a label, so no row predicts the
-next one.
+Packed rows are told apart by their boundaries, `fewbits.nn.segments.Segments`, made here once per batch under
+the names that FlashAttention has for them in transformers; fewbits' attention takes them too
+(`fewbits.models.attention`). Position ids restart at 0, with no attention mask and no cache: without fewbits'
+attention, transformers builds the block-diagonal (for sliding windows: banded) mask for eager and SDPA
+attention from these. The first token of each row is never a label, so no row predicts the next one.
 
 A padded batch needs no attention mask either: padding stands on the right, where a causal model's tokens do
 not look, and has no labels. (A mask would cost the fast causal kernels, and with eager sliding windows the
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
+from fewbits.nn.segments import Segments
 from fewbits.training.data import Example
 
 IGNORED = -100
@@ -85,19 +87,37 @@ class Collator:
     """
 
     def __init__(
-        self, pad_id: int, *, packed: bool = False, flatten: bool = False, multiple_of: int = 1
+        self,
+        pad_id: int,
+        *,
+        packed: bool = False,
+        flatten: bool = False,
+        multiple_of: int = 1,
+        width: int = 0,
     ) -> None:
-        """Args: ``flatten`` puts a packed batch into one long sequence, as FlashAttention needs it."""
+        """What a batch looks like.
+
+        Args:
+            pad_id: the token that pads.
+            packed: several rows in a sequence.
+            flatten: a packed batch becomes one long sequence, as FlashAttention needs it.
+            multiple_of: the tokens of a sequence are.
+            width: a packed sequence has at least so many tokens, so that one batch is as long as the next and
+                nothing is compiled again.
+        """
         self.pad_id = pad_id
         self.packed = packed
         self.flatten = flatten
         self.multiple_of = multiple_of
+        self.width = width if packed else 0
 
     def __call__(self, sequences: list[list[Example]]) -> Batch:
-        """The batch: input_ids, labels (B, T), and where packed position_ids (B, T)."""
+        """The batch: input_ids, labels (B, T); where packed position_ids (B, T) and the rows' boundaries."""
+        least = self.width
         if self.packed and self.flatten:
+            least *= len(sequences)
             sequences = [[example for sequence in sequences for example in sequence]]
-        widest = max(sum(len(e) for e in sequence) for sequence in sequences)
+        widest = max(least, *(sum(len(e) for e in sequence) for sequence in sequences))
         width = -(-widest // self.multiple_of) * self.multiple_of
         shape = (len(sequences), width)
         input_ids = torch.full(shape, self.pad_id)
@@ -119,9 +139,15 @@ class Collator:
         batch: Batch = {"input_ids": input_ids, "labels": labels}
         if self.packed:
             batch |= {"position_ids": positions, "use_cache": False}  # with a cache, no packed mask is built
+            batch |= _boundaries(sequences, width).keywords()
         batch["rows"] = [[e.row for e in sequence] for sequence in sequences]
         batch["num_tokens"] = num_tokens
         return batch
+
+
+def _boundaries(sequences: list[list[Example]], width: int) -> Segments:
+    lengths = [[len(example) for example in sequence] for sequence in sequences]
+    return Segments.from_lengths([n for row in lengths for n in (*row, width - sum(row))])
 
 
 class EpochSampler(Sampler[int]):

@@ -27,6 +27,7 @@ from fewbits.training.build import (
     sequences,
     total_steps,
     training_arguments,
+    uses_gpu,
 )
 from fewbits.training.checkpointing import (
     Progress,
@@ -316,7 +317,8 @@ class _Run:
         tokenizer = self.built.tokenizer
         pad = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
         flash = "flash" in str(getattr(self.built.model.config, "_attn_implementation", ""))
-        return Collator(pad, packed=self.config.packing, flatten=flash)
+        width = self.length if uses_gpu(self.config) else 0  # a CPU would only compute more padding
+        return Collator(pad, packed=self.config.packing, flatten=flash, width=width)
 
     def _end_record(self, trainer: Trainer, progress: Progress, *, keep_best: bool) -> None:
         state = trainer.state

@@ -1,0 +1,297 @@
+"""A Hugging Face model's attention, computed by `fewbits.nn.attention`: plain causal batches and packed rows.
+
+`use_attention` changes one instance, at two seams of the host: the name of the attention function in its
+config, and a hook before its stack of decoder layers. The hook looks at each batch once. A plain one (causal,
+without a cache, padding at the right end at most, rows packed or not) gets an empty attention mask, which
+transformers hands down as it is: no mask is built, nothing waits for the GPU, and each layer computes what a
+mask would have said from its own window and the `Segments`. Any other batch takes transformers' own way,
+unchanged, and the reason is counted in the receipt.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fewbits.errors import Unsupported
+from fewbits.models.families import SPECS
+from fewbits.models.spec import layer_names, locate, model_type_of, spec_for
+from fewbits.nn.attention import Choice, attention, choose_attention
+from fewbits.nn.segments import KEYWORDS, Segments
+
+NAMES = {"sdpa": "fewbits", "eager": "fewbits_eager"}  # what the host had, and what it is called then
+_STATE = "_fewbits_attention"
+_MASK_SHAPE = (1, 1, 0, 0)
+
+
+def is_plain_mask(attention_mask: Any) -> bool:
+    """Whether a layer's attention mask is the empty one that stands for: causal, by window and segments."""
+    return isinstance(attention_mask, Tensor) and attention_mask.shape == _MASK_SHAPE
+
+
+@dataclass
+class UsedAttention:
+    """What `use_attention` left on a model.
+
+    Attributes:
+        before: the host's name of its attention function.
+        handle: of the hook.
+        taken: batches by the way they went, "plain" or the reason why not.
+    """
+
+    before: str
+    handle: Any
+    taken: Counter[str] = field(default_factory=Counter)
+
+
+def use_attention(model: Any) -> str:
+    """Let the attention of this model go through fewbits wherever that computes the same; in place.
+
+    Args:
+        model: a Hugging Face model; a PeftModel will do.
+
+    Returns:
+        One sentence for a receipt; a model that cannot take it is unchanged, and the sentence says why.
+    """
+    if model_type_of(model) not in SPECS:
+        return f"attention: the host's own, because fewbits has no spec for {model_type_of(model)!r}"
+    decoder = _decoder(model)
+    config = decoder.config
+    before = str(config._attn_implementation)
+    if getattr(decoder, _STATE, None) is not None:
+        return f"attention: by fewbits already, over transformers' {getattr(decoder, _STATE).before}"
+    if before not in NAMES:
+        return f"attention: transformers' {before}, as this model asked for it"
+    if getattr(config, "use_bidirectional_attention", False):
+        return f"attention: transformers' {before}, because {config.model_type} is not causal here"
+    _register(before)
+    _set_name(decoder, NAMES[before])
+    state = UsedAttention(before, None)
+    state.handle = decoder.register_forward_pre_hook(_PlainBatches(state.taken), with_kwargs=True)
+    setattr(decoder, _STATE, state)
+    dropout = getattr(config, "attention_dropout", 0.0)
+    but = f"; transformers' own in training, because attention has dropout {dropout}" if dropout else ""
+    return f"attention: by fewbits, over transformers' {before}{but}"
+
+
+def restore_attention(model: Any) -> str:
+    """Undo `use_attention`; the sentence says what the attention is now."""
+    decoder = _decoder(model)
+    state = used_attention(model)
+    if state is None:
+        return f"attention: transformers' {decoder.config._attn_implementation}, as it was"
+    state.handle.remove()
+    _set_name(decoder, state.before)
+    delattr(decoder, _STATE)
+    return f"attention: transformers' {state.before} again"
+
+
+def used_attention(model: Any) -> UsedAttention | None:
+    """What `use_attention` left on this model, with the counts of its batches; None without it."""
+    state = getattr(_decoder(model), _STATE, None)
+    return state if isinstance(state, UsedAttention) else None
+
+
+@dataclass(frozen=True)
+class AttentionFacts:
+    """What the attention module of one layer computes.
+
+    Attributes:
+        heads: of queries.
+        kv_heads: of keys and values.
+        head_dim: values in a head.
+        scale: of the scores.
+        window: keys that a token sees, itself included; None: all before it.
+        soft_cap: of the scores.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None
+    soft_cap: float | None
+
+
+def attention_facts(module: Any) -> AttentionFacts:
+    """The facts of a family's ``self_attn``, as its forward hands them to the attention function."""
+    config = module.config
+    model_type = config.model_type
+    if model_type in ("mistral", "phi3"):
+        window = getattr(config, "sliding_window", None)
+    else:
+        window = getattr(module, "sliding_window", None)
+    return AttentionFacts(
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        head_dim=module.head_dim,
+        scale=module.scaling,
+        window=window,
+        soft_cap=module.attn_logit_softcapping if model_type == "gemma2" else None,
+    )
+
+
+def attention_receipt(
+    model: Any,
+    *,
+    seq_len: int | None = None,
+    packed: bool = False,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+) -> list[str]:
+    """Which backend computes the attention of which layers, and why: sentences for a receipt.
+
+    Args:
+        model: a Hugging Face model of a known family; a PeftModel will do.
+        seq_len: the longest row; None: as long as the model allows.
+        packed: several rows in a sequence.
+        dtype: of the activations; None: the model's.
+        device: None: the model's.
+    """
+    if model_type_of(model) not in SPECS:
+        return []
+    state = used_attention(model)
+    where = torch.device(device) if device is not None else next(model.parameters()).device
+    dtype = dtype or _decoder(model).config.dtype or torch.get_default_dtype()
+    groups: dict[tuple[AttentionFacts, Choice], int] = {}
+    for module in _attentions(model):
+        facts = attention_facts(module)
+        choice = choose_attention(where, dtype, facts.head_dim, facts.window, facts.soft_cap, packed, seq_len)
+        groups[facts, choice] = groups.get((facts, choice), 0) + 1
+    lines = []
+    for (facts, choice), count in groups.items():
+        kind = f"{facts.heads}/{facts.kv_heads} heads of {facts.head_dim}"
+        kind += f", window {facts.window}" if facts.window is not None else ""
+        kind += f", scores capped at {facts.soft_cap:g}" if facts.soft_cap is not None else ""
+        if state is None:
+            name = _decoder(model).config._attn_implementation
+            lines.append(f"attention x{count} ({kind}): transformers' {name}")
+        else:
+            lines.append(f"attention x{count} ({kind}): {choice.name}, {choice.reason}")
+    if state is not None:
+        others = {why: n for why, n in state.taken.items() if why != "plain"}
+        lines += [
+            f"attention: {n} batches by transformers' {state.before}, {why}" for why, n in others.items()
+        ]
+    return lines
+
+
+class _PlainBatches:
+    """The hook: gives plain batches the empty mask, and packed ones their segments if they have none."""
+
+    def __init__(self, taken: Counter[str]) -> None:
+        self.taken = taken
+
+    def __call__(self, decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        why = _not_plain(decoder, args, kwargs)
+        if not torch.compiler.is_compiling():
+            self.taken[why or "plain"] += 1
+        if why:
+            return None
+        mask = kwargs.get("attention_mask")
+        ids = args[0] if args else kwargs.get("input_ids")
+        x = kwargs["inputs_embeds"] if ids is None else ids
+        kwargs = {**kwargs, "attention_mask": torch.empty(_MASK_SHAPE, dtype=torch.bool, device=x.device)}
+        positions = kwargs.get("position_ids")
+        if mask is None and positions is not None and kwargs.get(KEYWORDS[0]) is None:  # as transformers does
+            segments = Segments.from_position_ids(positions.expand(x.shape[0], -1), device="cpu")
+            if len(segments.bounds()) > x.shape[0]:
+                kwargs |= segments.to(x.device).keywords()
+        return args, kwargs
+
+
+def _not_plain(decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Why a batch needs a mask of the host's; "" if it does not."""
+    mask = kwargs.get("attention_mask")
+    if len(args) > 1:
+        return "its arguments came without names"
+    if kwargs.get("past_key_values") is not None:
+        return "there is a key-value cache"
+    if decoder.training and getattr(decoder.config, "attention_dropout", 0.0):
+        return "attention has dropout"
+    if kwargs.get("output_attentions") or decoder.config.output_attentions:
+        return "the attention weights were asked for"
+    if mask is not None and not is_plain_mask(mask) and not _pads_right(mask):
+        return "its attention mask is more than padding at the right end"
+    return ""
+
+
+def _pads_right(mask: Any) -> bool:
+    """Whether each row of a (B, T) mask is ones and then zeros, at which no token looks. Waits for a GPU."""
+    if not isinstance(mask, Tensor) or mask.dim() != 2:
+        return False
+    seen = mask.bool()
+    return bool((seen[:, :1].all()) & (seen[:, 1:] <= seen[:, :-1]).all())
+
+
+def _attention_function(fallback: Callable[[Any], Callable[..., Any]]) -> Callable[..., Any]:
+    """What transformers calls: ours where the mask is the plain one, else what ``fallback`` finds."""
+
+    def forward(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        if not is_plain_mask(attention_mask):
+            theirs: tuple[Tensor, Tensor | None] = fallback(module)(
+                module, query, key, value, attention_mask, scaling=scaling, **kwargs
+            )
+            return theirs
+        if kwargs.get("dropout"):
+            raise Unsupported("attention with dropout needs a mask; give none and let the model build it.")
+        segments = Segments.from_keywords(kwargs, query.shape[0] * query.shape[2])
+        out = attention(
+            query,
+            key,
+            value,
+            scale=scaling,
+            window=kwargs.get("sliding_window"),
+            soft_cap=kwargs.get("softcap"),
+            segments=segments,
+        )
+        return out, None
+
+    return forward
+
+
+def _register(before: str) -> None:
+    """Make our names known to transformers, which has one table of them; no entry of it is changed."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+
+    def eager(module: Any) -> Any:
+        return sys.modules[type(module).__module__].eager_attention_forward  # type: ignore[attr-defined]
+
+    def sdpa(module: Any) -> Any:
+        return ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    if NAMES[before] not in ALL_ATTENTION_FUNCTIONS.valid_keys():
+        AttentionInterface.register(NAMES[before], _attention_function(eager if before == "eager" else sdpa))
+        AttentionMaskInterface.register(NAMES[before], ALL_MASK_ATTENTION_FUNCTIONS[before])
+
+
+def _decoder(model: Any) -> Any:
+    """The module that holds the decoder layers."""
+    spec = spec_for(model)
+    return model.get_submodule(locate(model, spec, spec.layers).rpartition(".")[0])
+
+
+def _attentions(model: Any) -> Iterator[Any]:
+    for layer in layer_names(model, spec_for(model)):
+        yield model.get_submodule(f"{layer}.self_attn")
+
+
+def _set_name(decoder: Any, name: str) -> None:
+    configs = {id(m.config): m.config for m in decoder.modules() if hasattr(m, "config")}
+    for config in configs.values():
+        config._attn_implementation = name
