@@ -1,0 +1,172 @@
+"""Graphs, with one that replays by calling: same numbers, same memory, and reasons where there is none."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from fewbits.training.graph import GraphedStep, wants_graph
+
+
+class CallingBackend:
+    """A capture does not run and a replay runs, on the tensors that were there at the capture."""
+
+    def __init__(self, fail: str | None = None) -> None:
+        self.pool, self.fail, self.captures, self.broken = None, fail, 0, 0
+
+    def beside(self, work):
+        return work()
+
+    def capture(self, work):
+        self.captures += 1
+        if self.fail is not None:
+            raise RuntimeError(self.fail)
+        loss = torch.full((), float("nan"))
+
+        def replay():
+            loss.copy_(work())
+
+        return replay, loss
+
+    def failed(self):
+        self.broken += 1
+
+
+def make(seed=0):
+    torch.manual_seed(seed)
+    return nn.ModuleDict({"used": nn.Linear(3, 2), "unused": nn.Linear(2, 2)})
+
+
+def one_pass(model):
+    def step(batch, num_items):
+        loss = model["used"](batch["x"]).square().sum() / (num_items if num_items is not None else 1)
+        if batch.get("scale"):
+            loss = loss * batch["scale"]
+        loss.backward()
+        return loss.detach()
+
+    return step
+
+
+def graphed(model, **options):
+    backend = options.pop("backend", CallingBackend())
+    return GraphedStep(one_pass(model), model.parameters(), backend=backend, **options), backend
+
+
+@pytest.mark.parametrize("accumulated", [1, 3])
+def test_training_is_the_same_with_and_without(accumulated):
+    one, two = make(), make()
+    step, backend = graphed(two)
+    plain = one_pass(one)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (one, two)]
+    for _ in range(5):
+        for _ in range(accumulated):
+            batch, items = {"x": torch.randn(4, 3)}, torch.tensor(float(torch.randint(1, 9, ())))
+            losses = plain(dict(batch), items), step(batch, items)
+            assert torch.equal(*losses)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert backend.captures == 1 and step.replays == 5 * accumulated - 2
+    for p, q in zip(one.parameters(), two.parameters(), strict=True):
+        assert torch.equal(p, q)
+    assert two["unused"].weight.grad is None, "what gets no gradient gets none from a graph"
+
+
+def test_losses_of_earlier_passes_stay():
+    step, _ = graphed(make())
+    losses = [step({"x": torch.randn(4, 3)}) for _ in range(5)]
+    assert len({loss.data_ptr() for loss in losses}) == 5 and len({float(loss) for loss in losses}) == 5
+
+
+def test_each_shape_and_each_setting_has_its_graph_up_to_a_number():
+    model = make()
+    step, backend = graphed(model)
+    for rows in (2, 3, 4, 5, 6):
+        for _ in range(4):
+            step({"x": torch.randn(rows, 3), "scale": 2.0})
+    assert backend.captures == 4 and step.reasons["there are graphs of 4 other shapes"] == 4
+    step.reset()
+    for scale in (2.0, 3.0):
+        for _ in range(3):
+            step({"x": torch.ones(2, 3), "scale": scale})
+    assert backend.captures == 6
+    assert "passes were replays of a CUDA graph; the others ran as usual: warming up" in str(step)
+
+
+def test_gradients_of_eager_and_replayed_passes_add_up():
+    model, other = make(), make()
+    step, _ = graphed(model)
+    batches = [torch.randn(4, 3) for _ in range(4)] + [torch.randn(1, 3), torch.randn(4, 3)]
+    for x in batches:
+        step({"x": x})
+        one_pass(other)({"x": x}, None)
+    torch.testing.assert_close(model["used"].weight.grad, other["used"].weight.grad, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_an_optimizer_inside_follows_its_learning_rate(fused):
+    one, two = make(), make()
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1, fused=fused) for m in (one, two)]
+    step, backend = graphed(two, optimizer=optimizers[1])
+    plain = one_pass(one)
+    schedules = [torch.optim.lr_scheduler.LambdaLR(o, lambda n: 0.5**n) for o in optimizers]
+    for _ in range(6):
+        batch = {"x": torch.randn(4, 3)}
+        plain(dict(batch), None)
+        optimizers[0].step()
+        optimizers[0].zero_grad()
+        step(batch)
+        for schedule in schedules:
+            schedule.step()
+    assert backend.captures == 1
+    for p, q in zip(one.parameters(), two.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
+
+
+def test_a_pass_that_is_not_finite_updates_nothing():
+    model = make()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    step, _ = graphed(model, optimizer=optimizer)
+    for x in (torch.randn(2, 3), torch.randn(2, 3), torch.randn(2, 3)):
+        step({"x": x})
+    before = copy.deepcopy(model.state_dict())
+    step({"x": torch.full((2, 3), float("nan"))})
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+def test_why_there_is_no_graph():
+    model = make()
+    plain = GraphedStep(one_pass(model), model.parameters())
+    plain({"x": torch.randn(2, 3)})
+    assert plain.reasons == {"the model is on a cpu": 1}
+    step, backend = graphed(
+        model, backend=CallingBackend("operation not permitted when stream is capturing\nx")
+    )
+    for _ in range(4):
+        step({"x": torch.randn(2, 3)})
+    assert backend.captures == backend.broken == 1 and step.replays == 0
+    assert step.reasons["capturing failed: operation not permitted when stream is capturing"] == 2
+    step, backend = graphed(model, refuse=lambda: "inputs go to the host")
+    for _ in range(4):
+        step({"x": torch.randn(2, 3)})
+    assert backend.captures == 0 and step.reasons == {"inputs go to the host": 4}
+    step, _ = graphed(model)
+    step({"x": torch.randn(2, 3), "rows": [1]})
+    assert step.reasons == {"the batch holds rows, which is no tensor": 1}
+    step, _ = graphed(model, optimizer=torch.optim.SparseAdam(model.parameters()))
+    step._given_up = step._never()
+    assert step._given_up == "SparseAdam cannot be captured"
+
+
+def test_the_rule_of_auto():
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    assert wants_graph("auto", device=cuda, hidden_size=1024, fixed_shapes=True)
+    assert not wants_graph("auto", device=cuda, hidden_size=4096, fixed_shapes=True)
+    assert not wants_graph("auto", device=cuda, hidden_size=1024, fixed_shapes=False)
+    assert not wants_graph("auto", device=cpu, hidden_size=1024, fixed_shapes=True)
+    assert wants_graph("true", device=cpu, hidden_size=8192, fixed_shapes=False)
+    assert not wants_graph("false", device=cuda, hidden_size=64, fixed_shapes=True)
