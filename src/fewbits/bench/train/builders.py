@@ -8,7 +8,7 @@ Unsloth, which only loads from a folder, reads the checkpoint that was written f
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -101,18 +101,19 @@ def _ours(job: Job) -> Built:
 
 
 def _recipe(config: Configuration) -> Any:
-    from fewbits.formats import E4M3_ROW
-    from fewbits.recipes import Recipe, Rule, get_recipe
+    """Ours from the catalogue; FP8 over other weights is the rule of "qlora_nf4_fp8" with those."""
+    from fewbits.formats import E4M3_128X128
+    from fewbits.recipes import Recipe, get_recipe
 
+    is_float8 = config.compute == "float8"
     if config.trains_all:
-        return get_recipe("float8_full") if config.compute == "float8" else None
+        return get_recipe("float8_full") if is_float8 else None
     if config.weights == "nf4_dq":
-        return get_recipe("qlora_nf4" if config.compute == "bf16" else "qlora_nf4_fp8")
-    if config.compute == "bf16":
+        return get_recipe("qlora_nf4_fp8" if is_float8 else "qlora_nf4")
+    if not is_float8:
         return None
-    rule = Rule(activation=E4M3_ROW, gradient=E4M3_ROW, weight_operand=E4M3_ROW)
-    if config.weights == "e4m3":
-        rule = Rule(weight=E4M3_ROW, activation=E4M3_ROW, gradient=E4M3_ROW)
+    weight = E4M3_128X128 if config.weights == "e4m3_128x128" else None
+    rule = replace(get_recipe("qlora_nf4_fp8").linear, weight=weight)
     return Recipe(name=f"lora_{config.weights}_fp8", linear=rule)
 
 

@@ -112,7 +112,9 @@ def _ours() -> list[Configuration]:
     return [
         Configuration(name="ours:nf4", peak_gib=38, **nf4),
         Configuration(name="ours:nf4-fp8", peak_gib=42, **nf4, **_FP8),
-        Configuration(name="ours:fp8", weights="e4m3", packages=("peft",), peak_gib=46, **_FP8),
+        Configuration(
+            name="ours:fp8", weights="e4m3_128x128", packages=("peft",), runs_on_cpu=True, peak_gib=46, **_FP8
+        ),
         Configuration(name="ours:bf16", peak_gib=50, **bf16),
         Configuration(name="ours:bf16-fp8", peak_gib=54, **bf16, **_FP8),
         Configuration(name="ours:full-bf16", runs_on_cpu=True, **_FULL),
