@@ -17,6 +17,7 @@ from fewbits.models.attention import (
     use_attention,
     used_attention,
 )
+from fewbits.models.fused import fuse, fusion_of
 from fewbits.nn.segments import Segments
 from models.tiny import FAMILIES, tiny, tokens
 
@@ -171,6 +172,24 @@ def test_with_adapters_and_recomputed_layers():
     enable = getattr(base, "activation_checkpointing_enable", None) or base.gradient_checkpointing_enable
     enable({"use_reentrant": False})
     assert_same(loss_and_gradients(model, **inputs), want)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_fused_layers_see_the_same_rows(variant):
+    """Windows, caps and segments, with one attention under both kinds of layers."""
+    model = tiny(variant.partition("+")[0], **VARIANTS[variant]).train()
+    ids = tokens(2, 30)
+    packed = {"input_ids": ids, "position_ids": positions(LENGTHS)}
+    packed |= Segments.from_lengths([n for row in LENGTHS for n in row]).keywords()
+    use_attention(model)
+    wants = [loss_and_gradients(model, **inputs) for inputs in ({"input_ids": ids}, packed)]
+    fuse(model, loss=False)
+    for inputs, want in zip(({"input_ids": ids}, packed), wants, strict=True):
+        got = loss_and_gradients(model, **inputs)
+        assert (got[0] - want[0]).norm() <= 1e-5 * want[0].norm()
+        for name, gradient in want[1].items():
+            assert (got[1][name] - gradient).norm() <= 1e-4 * gradient.norm() + 1e-9, name
+    assert not fusion_of(model).fallbacks and used_attention(model).taken == {"plain": 4}
 
 
 @pytest.mark.parametrize("attention", NAMES)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fewbits.formats import E4M3, E4M3_ROW
 from fewbits.kernels.matmul_packed import PLAIN, Operands
 from fewbits.kernels.qkv_epilogue import QKVLayout
+from fewbits.models.attention import is_plain_mask
 from fewbits.models.spec import ModelSpec
 from fewbits.nn.attention import attention
 from fewbits.nn.fused_attention import AttentionHalf
@@ -106,7 +107,7 @@ class LayerParts:
             raise NotFused("attention is not causal")
         soft_cap = getattr(module, "attn_logit_softcapping", None)
         segments = Segments.from_keywords(kwargs, x.shape[0] * x.shape[1])
-        if mask is None or segments is not None:
+        if mask is None or is_plain_mask(mask) or segments is not None:
             window = _window(module, self.spec.model_type)
             return partial(
                 attention, scale=module.scaling, window=window, soft_cap=soft_cap, segments=segments
