@@ -15,6 +15,7 @@ from fewbits.kernels._gated_triton import GatedTile, launch_bwd, launch_fwd
 from fewbits.kernels.gated_activation import (
     ACTIVATIONS,
     LowRank,
+    Quantized8,
     gated_activation,
     gated_activation_backward_into,
     gated_activation_backward_ref,
@@ -25,6 +26,13 @@ from fewbits.kernels.gated_activation import (
 # One rounding of the output on each side; before it float32, with a 2-ulp exp and division on a GPU, and a
 # sum of r products in another order.
 HALF_UNIT = {torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+
+
+E4 = torch.float8_e4m3fn
+
+
+def same_codes(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
 def tolerance(dtype: torch.dtype) -> dict[str, float]:
@@ -154,6 +162,37 @@ def test_compiles_without_a_break() -> None:
     assert all(torch.equal(a, b) for a, b in zip(eager, compiled, strict=True))
 
 
+def test_float8_outputs_on_a_cpu() -> None:
+    """Codes of the rounded outputs under the given scale; what is beyond is cut, its magnitude recorded."""
+    gate, up, dh = (randn(4, 6, dtype=torch.bfloat16) for _ in range(3))
+    up[0, 0] = 1e4
+    h = gated_activation_ref(gate, up, "silu")
+    q = Quantized8(torch.empty(4, 6).to(E4), torch.tensor([100.0]), torch.tensor([0.5]))
+    assert gated_activation_into(gate, up, None, quantized=q) is None
+    assert same_codes(q.q, (h.float() * 100).clamp(-448, 448).to(E4))
+    assert q.amax == max(0.5, h.abs().max())
+    de, du, _ = gated_activation_backward_ref(dh, gate, up, "silu")
+    q = Quantized8(torch.empty(4, 12).to(E4), torch.tensor([10.0]), torch.zeros(1))
+    gated_activation_backward_into(dh, gate, up, None, None, quantized=q)
+    both = torch.cat([de, du], 1)
+    assert same_codes(q.q, (both.float() * 10).clamp(-448, 448).to(E4)) and q.amax == both.abs().max()
+    gate[1, 1] = torch.inf
+    gated_activation_into(gate, up, None, quantized=Quantized8(q.q[:, :6], q.inverse_scale, q.amax))
+    assert q.q[1, 1].float().isnan() and q.amax.isinf()
+
+
+def test_wrong_float8_outputs_are_refused() -> None:
+    x, one = torch.ones(4, 6), torch.ones(1)
+    with pytest.raises(BadInput, match="neither 16-bit nor float8"):
+        gated_activation_into(x, x, None)
+    with pytest.raises(BadInput, match="both or not at all"):
+        gated_activation_backward_into(x, x, x, x, None)
+    with pytest.raises(BadInput, match=r"q \(4, 12\) of float8_e4m3fn"):
+        gated_activation_backward_into(x, x, x, x, x, quantized=Quantized8(x.to(E4), one, one))
+    with pytest.raises(BadInput, match=r"amax \(1,\)"):
+        gated_activation_into(x, x, x, quantized=Quantized8(x.to(E4), one, one[0]))
+
+
 # The kernels, on a GPU or under the interpreter.
 
 
@@ -226,6 +265,37 @@ def test_kernels_take_several_tiles(tile: GatedTile, kernel_device: str) -> None
         check_kernels(*shape, torch.float32, "silu", (16, 16, 16), kernel_device, tile)
 
 
+@pytest.mark.parametrize("ranks", [(0, 0, 0), (16, 16, 16)], ids=str)
+@pytest.mark.gpu
+@pytest.mark.interpret
+def test_kernels_write_float8(ranks: tuple[int, ...], kernel_device: str) -> None:
+    """Codes of what the same kernel writes in 16 bits, with and without writing it."""
+    dtype = torch.float16 if kernel_device == "cpu" else torch.bfloat16
+    tile = GatedTile(16, 64, 4, steps=3)
+    for M, I in [(35, 130), (96, 256)]:
+        e, u, dh = (randn(M, I, dtype=dtype, device=kernel_device) for _ in range(3))
+        low = branches(M, I, ranks, dtype, kernel_device)
+        inverse = torch.tensor([60.0], device=kernel_device)
+        for dense in (True, False):
+            h, de, du = (poisoned(M, I, dtype, kernel_device) for _ in range(3))
+            q = poisoned(M, I, dtype, kernel_device).to(E4), poisoned(M, 2 * I, dtype, kernel_device).to(E4)
+            largest = torch.full((2, 1), 0.25, device=kernel_device)
+            outputs = [Quantized8(q[i], inverse, largest[i]) for i in range(2)]
+            launch_fwd(e, u, "silu", *low[:2], h if dense else None, None, tile, outputs[0])
+            both = (de, du, None) if dense else (None, None, None)
+            launch_bwd(dh, e, u, "silu", tuple(low), both, None, tile, outputs[1])
+            if dense:
+                need = h, torch.cat([de, du], 1)
+            for codes, values, amax in zip(q, need, largest, strict=True):
+                expected = (values.float() * inverse).clamp(-448, 448).to(E4)
+                if kernel_device == "cuda":
+                    assert same_codes(codes, expected)
+                else:  # the interpreter may lose a carry on the way to float8
+                    torch.testing.assert_close(codes.float(), expected.float(), rtol=0.5, atol=2.0**-6)
+                assert amax == values.abs().max()
+            assert dense or (h.isnan().all() and de.isnan().all())
+
+
 @pytest.mark.gpu
 @pytest.mark.interpret
 def test_amax_keeps_what_it_holds_and_nan(kernel_device: str) -> None:
@@ -277,6 +347,25 @@ def test_cuda_float64_runs_the_definition() -> None:
 def test_cuda_real_shape_with_branches() -> None:
     check_kernels(512, 14336, torch.bfloat16, "silu", (16, 16, 16), "cuda")
     check_kernels(513, 8960, torch.bfloat16, "gelu_tanh", (16, 16, 16), "cuda")
+
+
+@pytest.mark.gpu
+def test_cuda_float8_of_a_real_shape() -> None:
+    M, I = 1024, 14336
+    e, u, dh = (randn(M, I, dtype=torch.bfloat16, device="cuda") for _ in range(3))
+    low = branches(M, I, (16, 16, 16), torch.bfloat16, "cuda")
+    q = Quantized8(
+        torch.empty(M, 2 * I, device="cuda").to(E4),
+        torch.full((1,), 20.0, device="cuda"),
+        e.new_zeros(1).float(),
+    )
+    de, du = torch.empty_like(e), torch.empty_like(e)
+    gated_activation_backward_into(dh, e, u, de, du, low_rank=tuple(low), quantized=q)
+    both = torch.cat([de, du], 1)
+    assert same_codes(q.q, (both.float() * 20).clamp(-448, 448).to(E4)) and q.amax == both.abs().max()
+    h, half = torch.empty_like(e), Quantized8(q.q[:, :I], q.inverse_scale, torch.zeros_like(q.amax))
+    gated_activation_into(e, u, h, low_rank_gate=low[0], low_rank_up=low[1], quantized=half)
+    assert same_codes(half.q, (h.float() * 20).clamp(-448, 448).to(E4)) and half.amax == h.abs().max()
 
 
 @pytest.mark.gpu

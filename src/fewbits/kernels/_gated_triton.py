@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fewbits.kernels._launch import CompileCase, cdiv, jit, next_power_of_2, on_device_of, tl
+from fewbits.kernels._quantize_float8_triton import to_float8
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_RANK = 128  # x and w tiles of this rank still fit beside the others
@@ -22,6 +23,17 @@ class LowRank(NamedTuple):
 
     x: Tensor
     w: Tensor
+
+
+class Quantized8(NamedTuple):
+    """An output in E4M3 under one scale that is known beforehand (delayed scaling); see gated_activation.py.
+
+    q (M, I), or (M, 2 I) for two outputs side by side, float8_e4m3fn; inverse_scale and amax (1,) float32.
+    """
+
+    q: Tensor
+    inverse_scale: Tensor
+    amax: Tensor
 
 
 # 1. The kernels.
@@ -105,6 +117,12 @@ def _magnitudes(x):
 
 
 @jit
+def _largest(bits, x):
+    """``bits`` or those of the largest magnitude of a tile, whichever are more."""
+    return tl.maximum(bits, tl.max(_magnitudes(x), 0))
+
+
+@jit
 def _columns(I, BLOCK_I: tl.constexpr):
     """Programs run along I first."""
     return (tl.program_id(0) % tl.cdiv(I, BLOCK_I)) * BLOCK_I + tl.arange(0, BLOCK_I)
@@ -119,13 +137,20 @@ def _rows(I, step, BLOCK_M: tl.constexpr, BLOCK_I: tl.constexpr, STEPS: tl.const
 
 @jit
 def _gated_fwd_kernel(
-    e_ptr, u_ptr, xe_ptr, we_ptr, xu_ptr, wu_ptr, h_ptr, amax_ptr, M, I, RE, RU,
-    stride_e, stride_u, stride_xe, stride_wei, stride_wer, stride_xu, stride_wui, stride_wur, stride_h,
+    e_ptr, u_ptr, xe_ptr, we_ptr, xu_ptr, wu_ptr, h_ptr, amax_ptr, q_ptr, inverse_ptr, qmax_ptr,
+    M, I, RE, RU, stride_e, stride_u, stride_xe, stride_wei, stride_wer, stride_xu, stride_wui, stride_wur,
+    stride_h, stride_q,
     ACTIVATION: tl.constexpr, BLOCK_RE: tl.constexpr, EVEN_RE: tl.constexpr, BLOCK_RU: tl.constexpr,
-    EVEN_RU: tl.constexpr, AMAX: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr,
+    EVEN_RU: tl.constexpr, WRITE_H: tl.constexpr, AMAX: tl.constexpr, FLOAT8: tl.constexpr,
+    EVEN: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_I: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """h, and with AMAX the running maximum of each row's magnitudes as float32 bits."""
+    """h, and with AMAX the running maximum of each row's magnitudes as float32 bits.
+
+    FLOAT8 writes h to q too under an inverse scale, and the largest magnitude of all to qmax.
+    """
+    if FLOAT8:
+        inverse, qmax = tl.load(inverse_ptr), 0
     offs_i = _columns(I, BLOCK_I)
     we = _weight(we_ptr, stride_wei, stride_wer, offs_i, I, RE, BLOCK_RE, EVEN_RE)
     wu = _weight(wu_ptr, stride_wui, stride_wur, offs_i, I, RU, BLOCK_RU, EVEN_RU)
@@ -140,22 +165,32 @@ def _gated_fwd_kernel(
         )  # fmt: skip
         s, _ = _activation(e, ACTIVATION, FAST)
         h = (e * s * u).to(h_ptr.dtype.element_ty)
-        tl.store(h_ptr + offs_m[:, None] * stride_h + offs_i[None, :], h, mask=mask)
+        if WRITE_H:
+            tl.store(h_ptr + offs_m[:, None] * stride_h + offs_i[None, :], h, mask=mask)
         if AMAX:
             tl.atomic_max(amax_ptr + offs_m, _magnitudes(h), mask=offs_m < M, sem="relaxed")
+        if FLOAT8:
+            q = to_float8(h, inverse, q_ptr.dtype.element_ty, 448, True, not FAST)
+            tl.store(q_ptr + offs_m[:, None] * stride_q + offs_i[None, :], q, mask=mask)
+            qmax = _largest(qmax, h)
+    if FLOAT8:
+        tl.atomic_max(qmax_ptr, qmax, sem="relaxed")
 
 
 @jit
 def _gated_bwd_kernel(
     dh_ptr, e_ptr, u_ptr, xd_ptr, wd_ptr, xe_ptr, we_ptr, xu_ptr, wu_ptr, de_ptr, du_ptr, h_ptr, amax_ptr,
-    M, I, RD, RE, RU, stride_dh, stride_e, stride_u, stride_xd, stride_wdi, stride_wdr,
-    stride_xe, stride_wei, stride_wer, stride_xu, stride_wui, stride_wur, stride_de, stride_du, stride_h,
-    ACTIVATION: tl.constexpr, BLOCK_RD: tl.constexpr, EVEN_RD: tl.constexpr, BLOCK_RE: tl.constexpr,
-    EVEN_RE: tl.constexpr, BLOCK_RU: tl.constexpr, EVEN_RU: tl.constexpr, WRITE_H: tl.constexpr,
-    AMAX: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_I: tl.constexpr,
-    STEPS: tl.constexpr, STAGES: tl.constexpr, FAST: tl.constexpr,
+    q_ptr, inverse_ptr, qmax_ptr, M, I, RD, RE, RU, stride_dh, stride_e, stride_u, stride_xd, stride_wdi,
+    stride_wdr, stride_xe, stride_wei, stride_wer, stride_xu, stride_wui, stride_wur, stride_de,
+    stride_du, stride_h, stride_q, ACTIVATION: tl.constexpr, BLOCK_RD: tl.constexpr, EVEN_RD:
+    tl.constexpr, BLOCK_RE: tl.constexpr, EVEN_RE: tl.constexpr, BLOCK_RU: tl.constexpr, EVEN_RU:
+    tl.constexpr, WRITE_D: tl.constexpr, WRITE_H: tl.constexpr, AMAX: tl.constexpr, FLOAT8: tl.constexpr,
+    EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_I: tl.constexpr, STEPS: tl.constexpr, STAGES:
+    tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """de and du, which may lie over e and u; amax is that of both."""
+    """de and du, which may lie over e and u; amax is that of both. q has both side by side."""
+    if FLOAT8:
+        inverse, qmax = tl.load(inverse_ptr), 0
     offs_i = _columns(I, BLOCK_I)
     wd = _weight(wd_ptr, stride_wdi, stride_wdr, offs_i, I, RD, BLOCK_RD, EVEN_RD)
     we = _weight(we_ptr, stride_wei, stride_wer, offs_i, I, RE, BLOCK_RE, EVEN_RE)
@@ -179,11 +214,19 @@ def _gated_bwd_kernel(
             tl.store(h_ptr + offs_m[:, None] * stride_h + offs_i[None, :], h, mask=mask)
         du = (dh * f).to(du_ptr.dtype.element_ty)
         de = (dh * u * (s + e * ds)).to(de_ptr.dtype.element_ty)
-        tl.store(de_ptr + offs_m[:, None] * stride_de + offs_i[None, :], de, mask=mask)
-        tl.store(du_ptr + offs_m[:, None] * stride_du + offs_i[None, :], du, mask=mask)
+        if WRITE_D:
+            tl.store(de_ptr + offs_m[:, None] * stride_de + offs_i[None, :], de, mask=mask)
+            tl.store(du_ptr + offs_m[:, None] * stride_du + offs_i[None, :], du, mask=mask)
         if AMAX:
             bits = tl.maximum(_magnitudes(de), _magnitudes(du))
             tl.atomic_max(amax_ptr + offs_m, bits, mask=offs_m < M, sem="relaxed")
+        if FLOAT8:
+            q = q_ptr + offs_m[:, None] * stride_q + offs_i[None, :]
+            tl.store(q, to_float8(de, inverse, q_ptr.dtype.element_ty, 448, True, not FAST), mask=mask)
+            tl.store(q + I, to_float8(du, inverse, q_ptr.dtype.element_ty, 448, True, not FAST), mask=mask)
+            qmax = _largest(_largest(qmax, de), du)
+    if FLOAT8:
+        tl.atomic_max(qmax_ptr, qmax, sem="relaxed")
 
 
 # 2. The launches.
@@ -220,11 +263,12 @@ def launch_fwd(
     activation: str,
     low_rank_e: LowRank | None,
     low_rank_u: LowRank | None,
-    h: Tensor,
+    h: Tensor | None,
     amax: Tensor | None,
     tile: GatedTile | None = None,
+    quantized: Quantized8 | None = None,
 ) -> None:
-    """`gated_activation_ref` into ``h`` by the Triton kernel; not for float64.
+    """`gated_activation_ref` into ``h`` and ``quantized`` by the Triton kernel; not for float64.
 
     All of e, u, h are (M, I) with contiguous rows; amax (M,) float32 takes the maximum with what it holds.
     """
@@ -236,8 +280,10 @@ def launch_fwd(
     tile = tile or gated_tile(False, (ranks_e, ranks_u), e.element_size())
     with on_device_of(e):
         _gated_fwd_kernel[_grid(M, I, tile)](
-            e, u, xe, we, xu, wu, h, _bits(amax, h), M, I, ranks_e.rank, ranks_u.rank,
-            e.stride(0), u.stride(0), *strides_e, *strides_u, h.stride(0), ACTIVATION=activation,
+            e, u, xe, we, xu, wu, e if h is None else h, _bits(amax, e), *_float8_arguments(quantized, e),
+            M, I, ranks_e.rank, ranks_u.rank, e.stride(0), u.stride(0), *strides_e, *strides_u,
+            0 if h is None else h.stride(0), 0 if quantized is None else quantized.q.stride(0),
+            ACTIVATION=activation, WRITE_H=h is not None, FLOAT8=quantized is not None,
             BLOCK_RE=ranks_e.block, EVEN_RE=ranks_e.even, BLOCK_RU=ranks_u.block, EVEN_RU=ranks_u.even,
             AMAX=amax is not None, FAST=e.is_cuda, **_tile_constants(M, I, tile),
         )  # fmt: skip
@@ -249,15 +295,16 @@ def launch_bwd(
     u: Tensor,
     activation: str,
     low_rank: tuple[LowRank | None, LowRank | None, LowRank | None],
-    outputs: tuple[Tensor, Tensor, Tensor | None],
+    outputs: tuple[Tensor | None, Tensor | None, Tensor | None],
     amax: Tensor | None,
     tile: GatedTile | None = None,
+    quantized: Quantized8 | None = None,
 ) -> None:
-    """`gated_activation_backward_ref` into ``outputs`` (de, du, h) by the Triton kernel.
+    """`gated_activation_backward_ref` into ``outputs`` (de, du, h) and ``quantized`` by the Triton kernel.
 
-    ``low_rank`` is that of e, of u and of dh. de and du may lie over e and u; h may be absent.
+    ``low_rank`` is that of e, of u and of dh. de and du may lie over e and u, or both be absent; so may h.
     """
-    de, du, h = outputs
+    de, _, h = outputs
     M, I = e.shape
     if e.numel() == 0:
         return
@@ -267,10 +314,13 @@ def launch_bwd(
     tile = tile or gated_tile(True, (ranks_e, ranks_u, ranks_d), e.element_size())
     with on_device_of(e):
         _gated_bwd_kernel[_grid(M, I, tile)](
-            dh, e, u, xd, wd, xe, we, xu, wu, de, du, de if h is None else h, _bits(amax, de),
+            dh, e, u, xd, wd, xe, we, xu, wu, *(e if t is None else t for t in outputs), _bits(amax, e),
+            *_float8_arguments(quantized, e),
             M, I, ranks_d.rank, ranks_e.rank, ranks_u.rank, dh.stride(0), e.stride(0), u.stride(0),
-            *strides_d, *strides_e, *strides_u, de.stride(0), du.stride(0), 0 if h is None else h.stride(0),
-            ACTIVATION=activation, BLOCK_RD=ranks_d.block, EVEN_RD=ranks_d.even, BLOCK_RE=ranks_e.block,
+            *strides_d, *strides_e, *strides_u, *(0 if t is None else t.stride(0) for t in outputs),
+            0 if quantized is None else quantized.q.stride(0), WRITE_D=de is not None,
+            FLOAT8=quantized is not None, ACTIVATION=activation,
+            BLOCK_RD=ranks_d.block, EVEN_RD=ranks_d.even, BLOCK_RE=ranks_e.block,
             EVEN_RE=ranks_e.even, BLOCK_RU=ranks_u.block, EVEN_RU=ranks_u.even, WRITE_H=h is not None,
             AMAX=amax is not None, FAST=e.is_cuda, **_tile_constants(M, I, tile),
         )  # fmt: skip
@@ -310,28 +360,39 @@ def _tile_constants(M: int, I: int, tile: GatedTile) -> dict[str, Any]:
     }
 
 
+def _float8_arguments(quantized: Quantized8 | None, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    if quantized is None:
+        return like, like, like
+    return quantized.q, quantized.inverse_scale, _bits(quantized.amax, like)
+
+
 def _bits(amax: Tensor | None, like: Tensor) -> Tensor:
     return like if amax is None else amax.view(torch.int32)
 
 
 _FWD = dict.fromkeys(("e_ptr", "u_ptr", "xe_ptr", "we_ptr", "xu_ptr", "wu_ptr", "h_ptr"), "*bf16")
-_FWD |= {"amax_ptr": "*i32"}
+_FLOAT8 = {"amax_ptr": "*i32", "q_ptr": "*fp8e4nv", "inverse_ptr": "*fp32", "qmax_ptr": "*i32"}
+_FWD |= _FLOAT8
 _FWD |= dict.fromkeys(("M", "I", "RE", "RU", "stride_e", "stride_u", "stride_xe", "stride_wei"), "i32")
 _FWD |= dict.fromkeys(("stride_wer", "stride_xu", "stride_wui", "stride_wur", "stride_h"), "i32")
+_FWD |= {"stride_q": "i32"}
 _FWD_CONSTANTS = {
-    "ACTIVATION": "silu", "BLOCK_RE": 16, "EVEN_RE": True, "BLOCK_RU": 16, "EVEN_RU": True, "AMAX": False,
-    "stride_wer": 1, "stride_wur": 1, "EVEN": True, "BLOCK_M": 32, "BLOCK_I": 128, "STEPS": 1, "STAGES": 1,
+    "ACTIVATION": "silu", "BLOCK_RE": 16, "EVEN_RE": True, "BLOCK_RU": 16, "EVEN_RU": True, "WRITE_H": True,
+    "AMAX": False, "FLOAT8": False, "stride_wer": 1, "stride_wur": 1, "EVEN": True,
+    "BLOCK_M": 32, "BLOCK_I": 128, "STEPS": 1, "STAGES": 1,
     "FAST": True,
 }  # fmt: skip
 _BWD = dict.fromkeys(("dh_ptr", "e_ptr", "u_ptr", "xd_ptr", "wd_ptr", "xe_ptr", "we_ptr", "xu_ptr"), "*bf16")
-_BWD |= dict.fromkeys(("wu_ptr", "de_ptr", "du_ptr", "h_ptr"), "*bf16") | {"amax_ptr": "*i32"}
+_BWD |= dict.fromkeys(("wu_ptr", "de_ptr", "du_ptr", "h_ptr"), "*bf16") | _FLOAT8
 _BWD |= dict.fromkeys(("M", "I", "RD", "RE", "RU", "stride_dh", "stride_e", "stride_u", "stride_xd"), "i32")
 _BWD |= dict.fromkeys(("stride_wdi", "stride_wdr", "stride_xe", "stride_wei", "stride_wer"), "i32")
-_BWD |= dict.fromkeys(("stride_xu", "stride_wui", "stride_wur", "stride_de", "stride_du", "stride_h"), "i32")
+_BWD |= dict.fromkeys(
+    ("stride_xu", "stride_wui", "stride_wur", "stride_de", "stride_du", "stride_h", "stride_q"), "i32"
+)
 _BWD_CONSTANTS = {
     "ACTIVATION": "silu", "BLOCK_RD": 16, "EVEN_RD": True, "BLOCK_RE": 16, "EVEN_RE": True, "BLOCK_RU": 16,
-    "EVEN_RU": True, "stride_wer": 1, "stride_wur": 1, "stride_wdi": 1, "WRITE_H": True, "AMAX": False,
-    "EVEN": True, "BLOCK_M": 32, "BLOCK_I": 128, "STEPS": 1, "STAGES": 1,
+    "EVEN_RU": True, "stride_wer": 1, "stride_wur": 1, "stride_wdi": 1, "WRITE_D": True, "WRITE_H": True,
+    "AMAX": False, "FLOAT8": False, "EVEN": True, "BLOCK_M": 32, "BLOCK_I": 128, "STEPS": 1, "STAGES": 1,
     "FAST": True,
 }  # fmt: skip
 _NO_BRANCH = {"BLOCK_RE": 0, "BLOCK_RU": 0, "BLOCK_I": 1024, "EVEN": False}
@@ -339,10 +400,14 @@ _NO_BRANCH = {"BLOCK_RE": 0, "BLOCK_RU": 0, "BLOCK_I": 1024, "EVEN": False}
 
 def _case(kernel: Any, signature: dict[str, str], constants: dict[str, Any], **changed: Any) -> CompileCase:
     """A case with some of its constants changed; a stride of 1 is a constant too."""
+    float8 = changed.get("FLOAT8", False)
     types = {**signature, **dict.fromkeys(constants, "constexpr")}
+    types |= {} if float8 else {"q_ptr": "*bf16"}
     aligned = tuple(n for n in types if n == "I" or n.endswith("_ptr"))
     strides = tuple(n for n in types if n.startswith("stride") and n not in constants)
-    return CompileCase(kernel, types, {**constants, **changed}, aligned + strides)
+    return CompileCase(
+        kernel, types, {**constants, **changed}, aligned + strides, capability=89 if float8 else 80
+    )
 
 
 COMPILE_CASES = (
@@ -350,7 +415,9 @@ COMPILE_CASES = (
     _case(_gated_fwd_kernel, _FWD, _FWD_CONSTANTS, BLOCK_M=16, STEPS=8, STAGES=2),
     _case(_gated_fwd_kernel, _FWD, _FWD_CONSTANTS, STEPS=8, STAGES=2, AMAX=True, BLOCK_RE=64, EVEN_RE=False),
     _case(_gated_fwd_kernel, _FWD, _FWD_CONSTANTS, ACTIVATION="gelu", BLOCK_M=4, **_NO_BRANCH),
+    _case(_gated_fwd_kernel, _FWD, _FWD_CONSTANTS, BLOCK_M=16, STEPS=8, STAGES=2, FLOAT8=True, WRITE_H=False),
     _case(_gated_bwd_kernel, _BWD, _BWD_CONSTANTS),
+    _case(_gated_bwd_kernel, _BWD, _BWD_CONSTANTS, STEPS=16, STAGES=3, FLOAT8=True, WRITE_D=False),
     _case(_gated_bwd_kernel, _BWD, _BWD_CONSTANTS, STEPS=16, STAGES=3),
     _case(_gated_bwd_kernel, _BWD, _BWD_CONSTANTS, STEPS=8, STAGES=2, AMAX=True, BLOCK_RD=128, EVEN_RD=False),
     _case(

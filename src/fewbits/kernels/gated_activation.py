@@ -18,9 +18,21 @@ Rounding: everything in float32 (float64 for float64): operands are widened, low
 float32 and added to them unrounded, and each output is rounded once. The largest magnitudes of rows, which a
 quantiser to 8 bits needs, are taken of the rounded outputs.
 
+For a product of 8-bit operands (matmul_float8.py) the outputs can be written in E4M3 by the same kernel,
+under one scale for all that is known beforehand, as Transformer Engine's delayed scaling has it:
+
+    q = float8(cut(h * inverse_scale))      amax = max |h|, from which the caller makes the next step's scale
+
+A row's own scale is not known before the row is complete, and a row is spread over many programs; so row
+scales take a second pass, quantize_rows(h, amax=amax) with the rows' maxima of this one.
+
 Floor: the forward pass reads e and u and writes h, 3 * M * I * itemsize bytes; the backward pass reads dh,
 e and u and writes de and du, 5 * M * I * itemsize, and 6 with h again. M = 8192, I = 14336 in bfloat16 are
-705 MB, 1174 MB and 1409 MB: 165 us, 274 us and 329 us at the 4.28 TB/s that a copy reaches on an H200.
+705 MB, 1174 MB and 1409 MB: 165 us, 274 us and 329 us at the 4.28 TB/s that a copy reaches on an H200. E4M3
+outputs add 1 byte a value, and the 16-bit ones can be left out: forward 5 bytes a value are 587 MB, 137 us,
+and 7 with h 192 us; by rows it is 6 and then 3 more, 247 us. Backward without de and du in 16 bits, 10
+bytes with h, 1174 MB, 274 us; with them 14 bytes, 384 us, where the second pass of row scales would make it
+493 us.
 
 The kernels are in _gated_triton.py.
 """
@@ -33,9 +45,19 @@ import torch
 from torch import Tensor
 
 from fewbits.errors import BadInput, Unsupported
-from fewbits.kernels._gated_triton import KERNEL_DTYPES, MAX_RANK, LowRank, launch_bwd, launch_fwd
+from fewbits.kernels._gated_triton import (
+    KERNEL_DTYPES,
+    MAX_RANK,
+    LowRank,
+    Quantized8,
+    launch_bwd,
+    launch_fwd,
+)
+from fewbits.kernels._quantize_float8_triton import has_kernel as converts_float8
+from fewbits.kernels.quantize_float8 import codes_under
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+_NO_FLOAT8 = (None, None, None)
 
 
 # 1. The definition.
@@ -107,7 +129,7 @@ def _backward_default(dh: Tensor, e: Tensor, u: Tensor | None, activation: str) 
     return (torch.cat([de, du], -1), e.new_empty(0)) if u is None else (de.contiguous(), du.contiguous())
 
 
-@torch.library.custom_op("fewbits::gated_activation_into", mutates_args=("h", "amax"))
+@torch.library.custom_op("fewbits::gated_activation_into", mutates_args=("h", "amax", "q", "q_amax"))
 def _gated_activation_into(
     e: Tensor,
     u: Tensor,
@@ -116,14 +138,19 @@ def _gated_activation_into(
     we: Tensor | None,
     xu: Tensor | None,
     wu: Tensor | None,
-    h: Tensor,
+    h: Tensor | None,
     amax: Tensor | None,
+    q: Tensor | None = None,
+    inverse_scale: Tensor | None = None,
+    q_amax: Tensor | None = None,
 ) -> None:
     result = gated_activation_ref(e, u, activation, _branch(xe, we), _branch(xu, wu))
-    _into((h,), (result,), amax, (h,))
+    _into((h,), (result,), amax, (result,), _quantized(q, inverse_scale, q_amax))
 
 
-@torch.library.custom_op("fewbits::gated_activation_backward_into", mutates_args=("de", "du", "h", "amax"))
+@torch.library.custom_op(
+    "fewbits::gated_activation_backward_into", mutates_args=("de", "du", "h", "amax", "q", "q_amax")
+)
 def _gated_activation_backward_into(
     dh: Tensor,
     e: Tensor,
@@ -135,22 +162,38 @@ def _gated_activation_backward_into(
     wu: Tensor | None,
     xd: Tensor | None,
     wd: Tensor | None,
-    de: Tensor,
-    du: Tensor,
+    de: Tensor | None,
+    du: Tensor | None,
     h: Tensor | None,
     amax: Tensor | None,
+    q: Tensor | None = None,
+    inverse_scale: Tensor | None = None,
+    q_amax: Tensor | None = None,
 ) -> None:
     branches = _branch(xe, we), _branch(xu, wu), _branch(xd, wd)
     results = gated_activation_backward_ref(dh, e, u, activation, *branches)
-    _into((de, du) if h is None else (de, du, h), results, amax, (de, du))
+    _into((de, du, h), results, amax, results[:2], _quantized(q, inverse_scale, q_amax))
+
+
+def _quantized(q: Tensor | None, inverse_scale: Tensor | None, amax: Tensor | None) -> Quantized8 | None:
+    return None if q is None or inverse_scale is None or amax is None else Quantized8(q, inverse_scale, amax)
 
 
 def _into(
-    outputs: tuple[Tensor, ...], results: tuple[Tensor, ...], amax: Tensor | None, of: tuple[Tensor, ...]
+    outputs: tuple[Tensor | None, ...],
+    results: tuple[Tensor, ...],
+    amax: Tensor | None,
+    of: tuple[Tensor, ...],
+    quantized: Quantized8 | None,
 ) -> None:
-    """Copy results to their outputs, then the running maximum of the magnitudes of ``of`` to ``amax``."""
-    for output, result in zip(outputs, results, strict=False):
-        output.copy_(result)
+    """Copy results to their outputs, then what is made of ``of``: running maxima, and codes side by side."""
+    for output, result in zip(outputs, results, strict=True):
+        if output is not None:
+            output.copy_(result)
+    if quantized is not None and of[0].numel():
+        quantized.q.copy_(codes_under(torch.cat(of, 1), quantized.inverse_scale))
+        largest = torch.stack([x.abs().amax().float() for x in of]).amax()
+        quantized.amax.copy_(torch.maximum(quantized.amax, largest))
     if amax is not None and amax.numel() and of[0].shape[1]:
         largest = torch.stack([x.abs().amax(1).float() for x in of]).amax(0)
         amax.copy_(torch.maximum(amax, largest))
@@ -206,13 +249,18 @@ def _(
     we: Tensor | None,
     xu: Tensor | None,
     wu: Tensor | None,
-    h: Tensor,
+    h: Tensor | None,
     amax: Tensor | None,
+    q: Tensor | None = None,
+    inverse_scale: Tensor | None = None,
+    q_amax: Tensor | None = None,
 ) -> None:
-    if e.dtype not in KERNEL_DTYPES:
-        _into((h,), (gated_activation_ref(e, u, activation, _branch(xe, we), _branch(xu, wu)),), amax, (h,))
+    quantized = _quantized(q, inverse_scale, q_amax)
+    if e.dtype not in KERNEL_DTYPES or (quantized is not None and not converts_float8(e)):
+        result = gated_activation_ref(e, u, activation, _branch(xe, we), _branch(xu, wu))
+        _into((h,), (result,), amax, (result,), quantized)
         return
-    launch_fwd(e, u, activation, _branch(xe, we), _branch(xu, wu), h, amax)
+    launch_fwd(e, u, activation, _branch(xe, we), _branch(xu, wu), h, amax, quantized=quantized)
 
 
 @_gated_activation_backward_into.register_kernel("cuda")
@@ -227,17 +275,21 @@ def _(
     wu: Tensor | None,
     xd: Tensor | None,
     wd: Tensor | None,
-    de: Tensor,
-    du: Tensor,
+    de: Tensor | None,
+    du: Tensor | None,
     h: Tensor | None,
     amax: Tensor | None,
+    q: Tensor | None = None,
+    inverse_scale: Tensor | None = None,
+    q_amax: Tensor | None = None,
 ) -> None:
     branches = _branch(xe, we), _branch(xu, wu), _branch(xd, wd)
-    if e.dtype not in KERNEL_DTYPES:
+    quantized = _quantized(q, inverse_scale, q_amax)
+    if e.dtype not in KERNEL_DTYPES or (quantized is not None and not converts_float8(e)):
         results = gated_activation_backward_ref(dh, e, u, activation, *branches)
-        _into((de, du) if h is None else (de, du, h), results, amax, (de, du))
+        _into((de, du, h), results, amax, results[:2], quantized)
         return
-    launch_bwd(dh, e, u, activation, branches, (de, du, h), amax)
+    launch_bwd(dh, e, u, activation, branches, (de, du, h), amax, quantized=quantized)
 
 
 @_gated_activation.register_fake
@@ -292,31 +344,36 @@ def gated_activation(gate: Tensor, up: Tensor | None = None, *, activation: str 
 def gated_activation_into(
     gate: Tensor,
     up: Tensor,
-    h: Tensor,
+    h: Tensor | None,
     *,
     activation: str = "silu",
     low_rank_gate: LowRank | None = None,
     low_rank_up: LowRank | None = None,
     amax: Tensor | None = None,
-) -> Tensor:
+    quantized: Quantized8 | None = None,
+) -> Tensor | None:
     """The forward pass alone, with low-rank branches, into a buffer: for autograd nodes of a whole MLP.
 
     Args:
         gate: (M, I); rows contiguous but perhaps apart, as in half of a fused buffer.
         up: likewise.
-        h: (M, I), where to write; likewise.
+        h: (M, I), where to write; likewise. None, if only ``quantized`` is wanted.
         activation: as in `gated_activation`.
         low_rank_gate: what is added to gate, of rank 128 at most.
         low_rank_up: what is added to up.
         amax: (M,) float32, contiguous: takes the largest magnitude of each row of h where that exceeds
             what it holds (so fill it with zeros); the same whatever the order of the programs.
+        quantized: where to write h, as it is rounded to gate's dtype, in E4M3 too: q (M, I) is
+            ``float8(h * inverse_scale)``, what lies beyond 448 cut, NaN for what is not finite; its amax (1,)
+            takes the largest magnitude of h where that exceeds what it holds.
 
     Returns:
         ``h``.
     """
     _check_into(activation, (gate, up, h), (low_rank_gate, low_rank_up), amax)
+    _check_quantized(quantized, tuple(gate.shape), wanted=h is None)
     branches = (*(low_rank_gate or (None, None)), *(low_rank_up or (None, None)))
-    _gated_activation_into(gate, up, activation, *branches, h, amax)
+    _gated_activation_into(gate, up, activation, *branches, h, amax, *(quantized or _NO_FLOAT8))
     return h
 
 
@@ -324,13 +381,14 @@ def gated_activation_backward_into(
     dh: Tensor,
     gate: Tensor,
     up: Tensor,
-    dgate: Tensor,
-    dup: Tensor,
+    dgate: Tensor | None,
+    dup: Tensor | None,
     *,
     activation: str = "silu",
     low_rank: tuple[LowRank | None, LowRank | None, LowRank | None] = (None, None, None),
     h: Tensor | None = None,
     amax: Tensor | None = None,
+    quantized: Quantized8 | None = None,
 ) -> None:
     """The backward pass alone, with low-rank branches, into buffers.
 
@@ -338,17 +396,24 @@ def gated_activation_backward_into(
         dh: (M, I); rows contiguous but perhaps apart, as are those of all others.
         gate: (M, I), as before its low-rank branch was added.
         up: likewise.
-        dgate: (M, I), where to write the gradient of gate; may be gate itself.
+        dgate: (M, I), where to write the gradient of gate; may be gate itself. None, and so dup, if only
+            ``quantized`` is wanted.
         dup: likewise for up.
         activation: as in `gated_activation`.
         low_rank: what is added to gate, to up and to dh (the down projection's ``(dy @ B) @ A``).
         h: (M, I), where to write the forward pass's result again; None leaves it out.
         amax: (M,) float32, contiguous, as in `gated_activation_into`: of each row of dgate and dup together.
+        quantized: as in `gated_activation_into`: q (M, 2 I) is dgate and dup side by side under one scale.
     """
-    tensors = (dh, gate, up, dgate, dup) if h is None else (dh, gate, up, dgate, dup, h)
-    _check_into(activation, tensors, low_rank, amax)
+    _check_into(activation, (dh, gate, up, dgate, dup, h), low_rank, amax)
+    if (dgate is None) != (dup is None):
+        raise BadInput("dgate and dup are written both or not at all: give two buffers or none.")
+    M, I = gate.shape
+    _check_quantized(quantized, (M, 2 * I), wanted=dgate is None)
     branches = [part for branch in low_rank for part in (branch or (None, None))]
-    _gated_activation_backward_into(dh, gate, up, activation, *branches, dgate, dup, h, amax)
+    _gated_activation_backward_into(
+        dh, gate, up, activation, *branches, dgate, dup, h, amax, *(quantized or _NO_FLOAT8)
+    )
 
 
 def _check_activation(activation: str) -> None:
@@ -356,15 +421,30 @@ def _check_activation(activation: str) -> None:
         raise BadInput(f"no gated activation {activation!r}; known: {', '.join(ACTIVATIONS)}.")
 
 
+def _check_quantized(quantized: Quantized8 | None, shape: tuple[int, ...], wanted: bool) -> None:
+    if quantized is None:
+        if wanted:
+            raise BadInput("neither 16-bit nor float8 outputs are asked for: give a buffer, or `quantized`.")
+        return
+    q, inverse_scale, amax = quantized
+    good = q.shape == shape and q.dtype == torch.float8_e4m3fn and not _gaps(q)
+    if not good or any(t.shape != (1,) or t.dtype != torch.float32 for t in (inverse_scale, amax)):
+        raise BadInput(
+            f"quantized has q {shape} of float8_e4m3fn with contiguous rows, inverse_scale and amax (1,) of "
+            f"float32; got {tuple(q.shape)} {q.dtype}, {tuple(inverse_scale.shape)}, {tuple(amax.shape)}."
+        )
+
+
 def _check_into(
     activation: str,
-    tensors: tuple[Tensor, ...],
+    tensors: tuple[Tensor | None, ...],
     low_rank: tuple[LowRank | None, ...],
     amax: Tensor | None,
 ) -> None:
     _check_activation(activation)
-    first = tensors[0]
-    for x in tensors:
+    given = [t for t in tensors if t is not None]
+    first = given[0]
+    for x in given:
         if x.dim() != 2 or x.shape != first.shape or x.dtype != first.dtype or _gaps(x):
             raise BadInput(
                 "gated_activation_into takes tensors of one shape (M, I) and dtype with contiguous rows; got "

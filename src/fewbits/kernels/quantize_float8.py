@@ -43,10 +43,15 @@ def scale_of_amax(amax: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Ten
 
 def codes_of(x: Tensor, scale: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
     """q of x's shape under a scale that broadcasts with it."""
+    return codes_under(x, 1.0 / scale, dtype)
+
+
+def codes_under(x: Tensor, inverse_scale: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
+    """q of x's shape under an inverse scale that broadcasts with it."""
     largest = torch.finfo(dtype).max
-    scaled = (x.float() * (1.0 / scale)).clamp_(-largest, largest)
+    scaled = (x.float() * inverse_scale).clamp_(-largest, largest)
     scaled.masked_fill_(x.isinf(), torch.nan)
-    return scaled.masked_fill_(scale.isnan(), 0.0).to(dtype)
+    return scaled.masked_fill_(inverse_scale.isnan(), 0.0).to(dtype)
 
 
 def quantize_rows_ref(
