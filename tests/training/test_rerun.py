@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from dataclasses import dataclass
 
@@ -13,11 +14,13 @@ from fewbits.errors import TrainingStopped
 from fewbits.nn.keep import KEEP_ALL, Keep
 from fewbits.nn.offload import HostStash
 from fewbits.recipes import Recipe
+from fewbits.training.graph import GraphedStep
 from fewbits.training.memory_budget import MemoryBudget, Target
 from fewbits.training.memory_plan import planner
 from fewbits.training.packing import Collator, SequenceDataset
 from fewbits.training.rerun import first_sentence, is_out_of_memory
 from fewbits.training.trainer import Trainer
+from training.test_graph import CallingBackend
 from training.test_packing import TINY, make_examples
 from training.test_trainer import arguments, losses
 
@@ -36,13 +39,14 @@ def model_with_dropout():
     return AutoModelForCausalLM.from_config(config, attn_implementation="eager")
 
 
-def budget_of(model, *, num_layers=4, fused=True):
+def budget_of(model, *, num_layers=4, fused=True, can_offload=True):
     config = model.config.to_dict()
     layers = [Layer() for _ in range(num_layers)] if fused else []
     target = Target(model, layers, HostStash())
 
     def planner_for(num_tokens):
-        return planner(config, Recipe(name="plain"), num_tokens=num_tokens, is_fused=fused, capability=None)
+        options = {"is_fused": fused, "can_offload": can_offload, "capability": None}
+        return planner(config, Recipe(name="plain"), num_tokens=num_tokens, **options)
 
     return MemoryBudget(target, planner_for, 3 * 12, 1 << 40)
 
@@ -157,3 +161,33 @@ def test_what_counts_as_out_of_memory():
     assert not is_out_of_memory(RuntimeError("CUDA error: an illegal memory access was encountered"))
     assert first_sentence(torch.OutOfMemoryError(SAID)) == "CUDA out of memory. Tried to allocate 2.00 GiB"
     assert first_sentence(torch.OutOfMemoryError("")) == "no message"
+
+
+def test_a_graph_is_captured_again_under_the_smaller_plan(tmp_path, monkeypatch):
+    """With a stand-in for CUDA's graphs, and a shortage once they replay."""
+    backend = CallingBackend()
+    made = functools.partial(GraphedStep, backend=backend)
+    monkeypatch.setattr("fewbits.training.trainer.GraphedStep", made)
+    options = {"max_steps": 12, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
+    models = [model_with_dropout() for _ in range(2)]
+    examples = SequenceDataset(make_examples([8] * 12))
+    trainers = []
+    for i, model in enumerate(models):
+        memory = budget_of(model, can_offload=False)
+        trainer = Trainer(
+            model=model,
+            args=arguments(tmp_path / str(i), **options),
+            train_dataset=examples,
+            data_collator=Collator(0),
+            memory=memory,
+            cuda_graph=i == 1,
+        )
+        if i == 1:
+            Shortage(model, {8 * 6 + 3})
+        trainer.train()
+        trainers.append(trainer)
+    graphed = trainers[1].graphed
+    assert backend.captures == 2 and graphed.replays == 12 - 2 * 2 and trainers[1]._rerun.count == 1
+    assert losses(trainers[1]) == losses(trainers[0])
+    for p, q in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(p, q)

@@ -393,3 +393,16 @@ def test_a_memory_budget_is_kept_told_and_changes_no_weight(make_config, tmp_pat
     assert "recomputed" in notes[0] or "layers keep" in notes[0]
     assert tight.metrics["loss"] == free.metrics["loss"]
     assert json.loads((free.output_dir / "run.json").read_text())["memory"] == []
+
+
+def test_a_graph_that_cannot_be_says_why_and_changes_no_weight(make_config, tmp_path):
+    plain = train(make_config(lora_dropout=0.1, seed=3))
+    config = make_config(lora_dropout=0.1, seed=3, cuda_graph=True, output_dir=str(tmp_path / "graph"))
+    graphed = train(config)
+    told = json.loads((graphed.output_dir / "run.json").read_text())["cuda_graph"]
+    assert (
+        told
+        == "0 of 4 passes were replays of a CUDA graph; the others ran as usual: the model is on a cpu (4)"
+    )
+    assert graphed.steps == plain.steps
+    assert json.loads((plain.output_dir / "run.json").read_text())["cuda_graph"] is None

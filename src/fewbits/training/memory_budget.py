@@ -69,11 +69,13 @@ class Target:
         model: the model.
         layers: what has a ``keep`` for each of its decoder layers; none if the model is not fused.
         stash: where inputs wait that are kept on the host.
+        on_change: called when layers compute in another way from now on, or a step has died.
     """
 
     model: nn.Module
     layers: Sequence[Any]
     stash: HostStash | None = None
+    on_change: list[Callable[[], None]] = field(default_factory=list)
 
     @classmethod
     def of(cls, model: nn.Module) -> Target:
@@ -89,6 +91,7 @@ class Target:
             FastLanguageModel.for_training(self.model, plan.checkpointing)
         for layer, keep in zip(self.layers, plan.keeps, strict=bool(plan.keeps)):
             layer.keep = keep
+        self._tell()
 
     def release(self) -> None:
         """Let go of everything that a step which died has left."""
@@ -96,6 +99,11 @@ class Target:
             p.grad = None
         if self.stash is not None:
             self.stash.clear()
+        self._tell()
+
+    def _tell(self) -> None:
+        for call in self.on_change:
+            call()
 
 
 @dataclass

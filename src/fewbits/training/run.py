@@ -41,6 +41,7 @@ from fewbits.training.checkpointing import (
 )
 from fewbits.training.config import TrainConfig, parse_memory_budget
 from fewbits.training.data import RowEncoder, TokenData, load_data, read_samples, split_rows
+from fewbits.training.graph import wants_graph
 from fewbits.training.memory_budget import OPTIMIZER_BYTES, MemoryBudget, budget_for
 from fewbits.training.packing import Collator, SequenceDataset
 from fewbits.training.samples import answer_all
@@ -284,6 +285,7 @@ class _Run:
             keep_checkpoints=config.keep_checkpoints,
             progress=progress,
             memory=memory,
+            cuda_graph=self._uses_graph(),
         )
         over = found and (progress.stopped_early or step_of(found[-1]) >= steps)
         try:
@@ -313,12 +315,21 @@ class _Run:
             self.console.print(memory.notes[0], highlight=False)
         return memory
 
+    def _uses_graph(self) -> bool:
+        return wants_graph(
+            self.config.cuda_graph,
+            device=next(self.built.model.parameters()).device,
+            hidden_size=self.built.model.config.get_text_config().hidden_size,
+            fixed_shapes=self.config.packing,
+        )
+
     def _collator(self) -> Collator:
         tokenizer = self.built.tokenizer
         pad = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
         flash = "flash" in str(getattr(self.built.model.config, "_attn_implementation", ""))
         width = self.length if uses_gpu(self.config) else 0  # a CPU would only compute more padding
-        return Collator(pad, packed=self.config.packing, flatten=flash, width=width)
+        padded = self.length if self.config.cuda_graph == "true" else 1  # a graph is good for one shape
+        return Collator(pad, packed=self.config.packing, flatten=flash, width=width, multiple_of=padded)
 
     def _end_record(self, trainer: Trainer, progress: Progress, *, keep_best: bool) -> None:
         state = trainer.state
@@ -336,6 +347,7 @@ class _Run:
             best_step=state.best_global_step if state.best_metric is not None else None,
             stopped_early=progress.stopped_early,
             memory=[] if trainer.memory is None else trainer.memory.notes,
+            cuda_graph=None if trainer.graphed is None else str(trainer.graphed),
         )
 
     def _samples_before(self, *, needs_base: bool) -> None:

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from fewbits.errors import TrainingStopped
 from fewbits.training.checkpointing import PREFIX, Progress, load_weights, rotate, save_weights, staged
+from fewbits.training.graph import GraphedStep
 from fewbits.training.memory_budget import MemoryBudget
 from fewbits.training.numbers import NumberCheck
 from fewbits.training.packing import Batch, EpochSampler, count_trained
-from fewbits.training.rerun import Rerun, first_sentence
+from fewbits.training.rerun import Pass, Rerun, first_sentence
 
 
 class Trainer(transformers.Trainer):
@@ -29,6 +30,7 @@ class Trainer(transformers.Trainer):
         keep_checkpoints: int = 2,
         progress: Progress | None = None,
         memory: MemoryBudget | None = None,
+        cuda_graph: bool = False,
         **kwargs: Any,
     ) -> None:
         """Args: those of transformers.Trainer, and ours.
@@ -38,10 +40,12 @@ class Trainer(transformers.Trainer):
             keep_checkpoints: how many stay beside the best one.
             progress: the counters to go on with.
             memory: the model's memory plan; a step that runs out of memory is repeated under a smaller one.
+            cuda_graph: replay forward and backward passes as one CUDA graph, where batches have one shape.
             kwargs: of transformers.Trainer.
         """
         super().__init__(*args, **kwargs)
-        self.memory = memory
+        self.memory, self.cuda_graph = memory, cuda_graph
+        self.graphed: GraphedStep | None = None
         self.keep_checkpoints = keep_checkpoints
         self.progress = progress or Progress()
         self.order: EpochSampler | None = None
@@ -69,10 +73,7 @@ class Trainer(transformers.Trainer):
         if self.memory is not None:
             self.memory.begin(inputs["input_ids"].numel())
 
-        def once(batch: Batch, num_items: Any) -> Tensor:
-            loss: Tensor = super(Trainer, self).training_step(model, batch, num_items)
-            return loss
-
+        once = self._pass_of(model)
         if self._rerun is not None:
             loss = self._rerun.run(once, inputs, num_items_in_batch, step=step, last=last)
         else:
@@ -85,6 +86,31 @@ class Trainer(transformers.Trainer):
             if self.memory is not None:
                 self.memory.end_step()
         return loss
+
+    def _pass_of(self, model: nn.Module) -> Pass:
+        """The host's forward and backward pass, as a graph where that was asked for."""
+
+        def once(batch: Batch, num_items: Any) -> Tensor:
+            loss: Tensor = super(Trainer, self).training_step(model, batch, num_items)
+            return loss
+
+        if not self.cuda_graph:
+            return once
+        if self.graphed is None:
+            self.graphed = GraphedStep(once, model.parameters(), refuse=self._no_graph)
+            if self.memory is not None:
+                self.memory.target.on_change.append(self.graphed.reset)
+        return self.graphed
+
+    def _no_graph(self) -> str | None:
+        """Why this run may not capture passes now."""
+        if self.accelerator.num_processes > 1:
+            return "there are several processes"
+        if getattr(self.accelerator, "scaler", None) is not None:
+            return "a gradient scaler changes its factor"
+        if self.memory is not None and self.memory.plan.offloads:
+            return "the memory plan keeps inputs on the host"
+        return None
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As the host's; no bad number is left unseen, and memory that ran out has one sentence."""
