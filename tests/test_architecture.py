@@ -175,7 +175,8 @@ def test_kernel_file_has_its_parts(path: Path) -> None:
 def test_every_kernel_file_has_a_bench_case() -> None:
     from fewbits.bench.cases import cases
 
-    assert {path.stem for path in KERNEL_FILES} == {case.op for case in cases()}
+    not_kernels = {"attention"}  # computed by the fastest of several libraries
+    assert {path.stem for path in KERNEL_FILES} == {case.op for case in cases()} - not_kernels
 
 
 def test_every_triton_kernel_has_a_compile_case() -> None:

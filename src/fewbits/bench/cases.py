@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fewbits.bench.attention_cases import MAKERS as ATTENTION_MAKERS
 from fewbits.bench.epilogue_cases import MAKERS as EPILOGUE_MAKERS
 from fewbits.bench.float8_cases import MAKERS as FLOAT8_MAKERS
 from fewbits.bench.fused_cases import MAKERS as FUSED_MAKERS
@@ -245,4 +246,5 @@ _MAKERS = (
     *FLOAT8_MAKERS,
     *STOCHASTIC_MAKERS,
     *QUANTIZE_MAKERS,
+    *ATTENTION_MAKERS,
 )
