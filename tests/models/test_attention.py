@@ -17,8 +17,10 @@ from fewbits.models.attention import (
     use_attention,
     used_attention,
 )
+from fewbits.models.convert import convert, restore
 from fewbits.models.fused import fuse, fusion_of
 from fewbits.nn.segments import Segments
+from fewbits.recipes import get_recipe
 from models.tiny import FAMILIES, tiny, tokens
 
 QWEN_WINDOW = {
@@ -206,6 +208,14 @@ def test_it_is_undone_and_never_saved(tmp_path, attention):
     assert model.config._attn_implementation == attention and used_attention(model) is None
     assert len(model.model._forward_pre_hooks) == hooks
     assert "as it was" in restore_attention(model)
+
+
+def test_restore_brings_the_hosts_attention_back():
+    model = tiny("llama")
+    convert(model, get_recipe("qlora_nf4"))
+    use_attention(model)
+    assert "attention: transformers' eager again" in str(restore(model))
+    assert used_attention(model) is None and model.config._attn_implementation == "eager"
 
 
 def test_a_copy_of_the_model_works_by_itself():

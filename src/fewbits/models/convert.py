@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from fewbits.errors import SpecMismatch, Unsupported
+from fewbits.models.attention import restore_attention, used_attention
 from fewbits.models.receipt import Change, Left, Receipt
 from fewbits.models.spec import ModelSpec, find, layer_names, locate, spec_for
 from fewbits.nn.fake_quantize import FakeQuantizedLinear
@@ -125,7 +126,8 @@ def restore(model: nn.Module) -> Receipt:
     """Bring back modules of the original classes, in place; the receipt says with which weights.
 
     Norms and trained linears come back with the parameters that they have now. Packed linears come back as
-    they were if the model was converted with ``keep_original``, otherwise with the dequantised weights.
+    they were if the model was converted with ``keep_original``, otherwise with the dequantised weights. The
+    attention becomes the host's again.
     """
     state = conversion_of(model)
     if state is None:
@@ -137,6 +139,8 @@ def restore(model: nn.Module) -> Receipt:
         original, how = _original(module, state.originals.get(name))
         receipt.changes.append(_change(name, module, original, f"{type(original).__name__} ({how})"))
         model.set_submodule(name, original)
+    if used_attention(model) is not None:
+        receipt.notes.append(restore_attention(model))
     delattr(model, _STATE)
     return receipt
 
