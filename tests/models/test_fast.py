@@ -14,6 +14,8 @@ from transformers import AutoModelForCausalLM
 from fewbits import FastLanguageModel, explain
 from fewbits.errors import BadInput, FewbitsError, SpecMismatch, Unsupported
 from fewbits.models.fast import is_packed
+from fewbits.models.fused import fuse, fused_layers
+from fewbits.nn.keep import KEEP_ALL, KEEP_NONE, KEEP_ON_HOST, Keep
 from fewbits.nn.linear import QuantizedLinear
 from models.loading import logits, packed_state, perturb, same, save_tiny
 from models.tiny import tokens
@@ -233,3 +235,19 @@ def test_the_class_has_unsloths_parameters_first():
         "load_in_8bit",
         "full_finetuning",
     ]
+
+
+def test_what_checkpointing_means_for_fused_layers(base):
+    model, _ = FastLanguageModel.from_pretrained(base)
+    if not fused_layers(model):
+        fuse(model)
+    choices = {False: KEEP_ALL, True: KEEP_NONE, "unsloth": KEEP_ON_HOST, "auto": Keep(), 24: Keep()}
+    for choice, keep in choices.items():
+        FastLanguageModel.for_training(model, choice)
+        assert all(layer.keep == keep for layer in fused_layers(model))
+        assert not any(getattr(m, "gradient_checkpointing", False) for m in model.modules())
+    adapted = FastLanguageModel.get_peft_model(model, r=4)
+    assert all(layer.keep == KEEP_ON_HOST for layer in fused_layers(adapted))
+    for wrong in ("sometimes", 0.0):
+        with pytest.raises(BadInput, match="use_gradient_checkpointing is"):
+            FastLanguageModel.for_training(model, wrong)

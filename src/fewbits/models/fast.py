@@ -20,9 +20,11 @@ from fewbits.errors import BadCheckpoint, BadInput, SpecMismatch, Unsupported
 from fewbits.models.adapters import get_peft_model, load_adapter
 from fewbits.models.checkpoint import ADAPTER_CONFIG, Checkpoint, inspect_folder, is_adapter_folder, read_json
 from fewbits.models.convert import conversion_of
+from fewbits.models.fused import fused_layers
 from fewbits.models.merge import save_pretrained_merged
 from fewbits.models.options import PEFT_CHOOSES_NOTHING, PEFT_FIELDS, Loading, note_or_refuse, sort_options
 from fewbits.models.packed import check_device
+from fewbits.nn.keep import keep_for
 from fewbits.nn.linear import QuantizedLinear
 from fewbits.recipes import Recipe
 
@@ -119,8 +121,9 @@ class FastLanguageModel:
             lora_dropout: dropout of the branch's input while training.
             bias: "none", "all" or "lora_only".
             use_rslora: rank-stabilised scaling.
-            options: random_state (seeds the adapters), use_gradient_checkpointing, modules_to_save,
-                layers_to_transform, init_lora_weights, and Unsloth's other names.
+            options: random_state (seeds the adapters), use_gradient_checkpointing (True, False, "unsloth"; or
+                "auto" and a number of GiB, which need a plan: fewbits.training.memory_budget.budget_for),
+                modules_to_save, layers_to_transform, init_lora_weights, and Unsloth's other names.
 
         Returns:
             A peft.PeftModel.
@@ -144,8 +147,8 @@ class FastLanguageModel:
                 **fields,
             )
         model.fewbits_notes = notes
-        model.fewbits_checkpointing = bool(checkpointing)
-        return FastLanguageModel.for_training(_with_methods(peft_model, model), bool(checkpointing))
+        model.fewbits_checkpointing = checkpointing
+        return FastLanguageModel.for_training(_with_methods(peft_model, model), checkpointing)
 
     @staticmethod
     def for_inference(model: Any) -> Any:
@@ -155,12 +158,21 @@ class FastLanguageModel:
         return model.eval()
 
     @staticmethod
-    def for_training(model: Any, use_gradient_checkpointing: bool | str | None = None) -> Any:
-        """Ready to train: training mode, and gradient checkpointing as here or to get_peft_model said."""
-        if use_gradient_checkpointing is None:
-            use_gradient_checkpointing = getattr(model, "fewbits_checkpointing", True)
-        _set_checkpointing(model, bool(use_gradient_checkpointing))
-        model.config.use_cache = not use_gradient_checkpointing
+    def for_training(model: Any, use_gradient_checkpointing: bool | float | str | None = None) -> Any:
+        """Ready to train: training mode, and gradient checkpointing as here or to get_peft_model said.
+
+        Fused layers recompute by themselves (`fewbits.nn.keep.keep_for` says what); others through
+        transformers, as a whole, for True and "unsloth".
+        """
+        choice = use_gradient_checkpointing
+        if choice is None:
+            choice = getattr(model, "fewbits_checkpointing", True)
+        keep, layers = keep_for(choice), fused_layers(model)
+        for layer in layers:
+            layer.keep = keep
+        _set_checkpointing(model, not layers and not keep.mlp)
+        if not layers:
+            model.config.use_cache = keep.mlp
         return model.train()
 
 

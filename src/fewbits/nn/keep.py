@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fewbits.errors import BadInput
+
 
 @dataclass(frozen=True)
 class Keep:
@@ -43,3 +45,24 @@ KEEP_ON_HOST = Keep(attention=False, mlp=False, offload=True)
 
 # From the fastest to the smallest; the planner mixes them layer by layer.
 KEEPS = (KEEP_ALL, KEEP_PRODUCTS, KEEP_MLP, KEEP_ATTENTION, KEEP_NONE, KEEP_ON_HOST)
+
+
+def keep_for(choice: bool | float | str) -> Keep:
+    """What ``use_gradient_checkpointing`` means for a fused layer.
+
+    Args:
+        choice: False keeps everything, True recomputes, "unsloth" also moves the inputs to the host; "auto"
+            or a number of GiB leave it to a memory plan, and until there is one the products are kept.
+
+    Raises:
+        BadInput: it is none of these.
+    """
+    if isinstance(choice, bool):
+        return KEEP_NONE if choice else KEEP_ALL
+    if choice == "unsloth":
+        return KEEP_ON_HOST
+    if choice == "auto" or (isinstance(choice, (int, float)) and choice > 0):
+        return KEEP_PRODUCTS
+    raise BadInput(
+        f"use_gradient_checkpointing is {choice!r}; give True, False, 'unsloth', 'auto' or a number of GiB."
+    )
