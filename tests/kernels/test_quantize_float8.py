@@ -204,7 +204,7 @@ def check_blocks(x: Tensor, dtype: torch.dtype) -> None:
 def test_tiles() -> None:
     for N in (1, 64, 4096, 5001, 14336, 28672, MAX_ROW):
         assert row_tile(N).block_n >= N and row_tile(N).block_m * row_tile(N).block_n <= max(4096, 2 * N)
-        assert given_tile(N).block_m * given_tile(N).block_n == 4096
+        assert given_tile(N).block_m * given_tile(N).block_n == 2048
 
 
 # On a GPU.

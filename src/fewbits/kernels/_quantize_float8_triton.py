@@ -142,16 +142,20 @@ def _quantize_blocks_kernel(
 
 
 def row_tile(N: int) -> RowTile:
-    """A program holds whole rows, about 4096 values for 4 warps: in 16 bits 4 loads of 16 bytes a thread."""
+    """A program holds whole rows: 32 values a thread, of long ones up to 128 rather than more than 8 warps.
+
+    Measured on an H200 at M = 8192 from bfloat16, share of a copy's rate: N = 4096 with 4 warps 94 %, 14336
+    with 8 warps 100 % (16: 90 %), 28672 with 8 warps 88 % (16: 85 %, 32: 82 %).
+    """
     block_n = next_power_of_2(N)
     block_m = max(1, 4096 // block_n)
-    return RowTile(block_m, block_n, min(max(block_m * block_n // 1024, 4), 32))
+    return RowTile(block_m, block_n, 4 if block_n <= 4096 else 8 if block_n <= 32768 else 16)
 
 
 def given_tile(N: int) -> RowTile:
-    """With the scale known a program needs no whole row."""
-    block_n = min(next_power_of_2(N), 4096)
-    return RowTile(max(1, 4096 // block_n), block_n, 4)
+    """With the scale known a program needs no whole row; 97 % of a copy's rate on an H200."""
+    block_n = min(next_power_of_2(N), 2048)
+    return RowTile(2048 // block_n, block_n, 4)
 
 
 def has_kernel(x: Tensor) -> bool:
@@ -240,7 +244,7 @@ def _case(
 
 COMPILE_CASES = (
     _case(_quantize_kernel, _ROWS, _ROWS_CONSTANTS, 4),
-    _case(_quantize_kernel, _ROWS, _ROWS_CONSTANTS, 32, BLOCK_N=32768, EVEN=False),
+    _case(_quantize_kernel, _ROWS, _ROWS_CONSTANTS, 8, BLOCK_N=32768, EVEN=False),
     _case(_quantize_kernel, _ROWS, _ROWS_CONSTANTS, 4, GIVEN=1),
     _case(
         _quantize_kernel, _ROWS | {"x_ptr": "*fp32", "q_ptr": "*fp8e5"}, _ROWS_CONSTANTS, 4,

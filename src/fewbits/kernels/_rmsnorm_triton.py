@@ -125,8 +125,17 @@ class Float8Rows(NamedTuple):
 class SumTile(NamedTuple):
     """How the weight's gradient is summed: programs a multiprocessor, and rows in flight in each."""
 
-    programs: int = 2
-    stages: int = 1
+    programs: int
+    stages: int
+
+
+def sum_tile_of(tile: RowTile, itemsize: int) -> SumTile:
+    """Two programs a multiprocessor, with three blocks of rows in flight where shared memory holds them.
+
+    Measured on an H200 at 8192 x 4096 in bfloat16: 77 % of a copy's rate, without blocks in flight 66 %.
+    """
+    ahead_bytes = 2 * 2 * tile.block_m * tile.block_n * itemsize  # dy and x of two blocks
+    return SumTile(2, 3 if ahead_bytes <= 2**16 else 1)
 
 
 def row_tile(N: int) -> RowTile:
@@ -190,7 +199,8 @@ def launch_backward_rows(
     M, N = x.shape
     if x.numel() == 0:
         return weight.new_zeros(N) if needs_dw else None
-    tile, sum_tile = tile or row_tile(N), sum_tile or SumTile()
+    tile = tile or row_tile(N)
+    sum_tile = sum_tile or sum_tile_of(tile, x.element_size())
     blocks = cdiv(M, tile.block_m)
     programs = min(blocks, sum_tile.programs * multiprocessors(x.device)) if needs_dw else blocks
     partial = torch.empty((programs, N) if needs_dw else (1, 1), dtype=torch.float32, device=x.device)
