@@ -1,0 +1,330 @@
+"""Do we learn the same? LoRA fine-tunes over NF4: bitsandbytes + PEFT, ours in bfloat16, ours in FP8.
+
+    python benchmarks/same_learning.py --model stories3m=../shared/data/models/stories3m \
+        --model llama-100m=/tmp/llama100m --data ../shared/data --out outputs/same_learning
+
+The text is tiny_shakespeare.txt, which neither model has seen: windows of the first nine tenths to train on,
+of the last tenth to evaluate. For each seed all three start from the same adapters and see the same windows
+in the same order. Evaluation loss every few steps goes to curves*.csv in --out; the summary says how far ours
+ends from bitsandbytes + PEFT, beside how far seeds are from each other. Models and seeds may run in processes
+of their own, with one --out; `--finish SVG` then draws all curves there and `--record FILE` appends rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import statistics
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fewbits.bench.record import Row, append, conditions
+
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+RANK, LENGTH = 16, 256
+VARIANTS = ("bitsandbytes_peft", "fewbits_nf4", "fewbits_nf4_fp8")
+FORMATS = {"bitsandbytes_peft": "nf4_dq", "fewbits_nf4": "nf4_dq", "fewbits_nf4_fp8": "nf4_dq float8"}
+INK = "#7f7f7f"
+COLOURS = {"bitsandbytes_peft": "#c76a2b", "fewbits_nf4": "#3b6fd4", "fewbits_nf4_fp8": "#2e9e6b"}
+
+
+class Point(NamedTuple):
+    """One evaluation."""
+
+    model: str
+    variant: str
+    seed: int
+    step: int
+    loss: float
+
+
+def windows_of(path: str, text: Path) -> tuple[Tensor, Tensor]:
+    """Windows to train on and to evaluate on (windows, LENGTH), each begun with BOS."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    everything = text.read_text(encoding="utf-8")
+    split = len(everything) * 9 // 10
+    made = []
+    for part in (everything[:split], everything[split:]):
+        ids = torch.tensor(tokenizer(part, add_special_tokens=False)["input_ids"])
+        ids = ids[: len(ids) // (LENGTH - 1) * (LENGTH - 1)].view(-1, LENGTH - 1)
+        made.append(torch.cat((torch.full((len(ids), 1), tokenizer.bos_token_id), ids), 1))
+    return made[0], made[1]
+
+
+def theirs(path: str, device: str) -> Any:
+    """QLoRA as PEFT's documents have it: NF4 with double quantisation, bfloat16 compute, float32 adapters."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    config = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_pretrained(
+        path, quantization_config=config, dtype=torch.bfloat16, device_map={"": device}
+    )
+    model.requires_grad_(False)
+    lora = LoraConfig(r=RANK, lora_alpha=RANK, target_modules=TARGETS, task_type="CAUSAL_LM")
+    return get_peft_model(model, lora)
+
+
+def ours(path: str, device: str, recipe: str) -> Any:
+    """The same through fewbits, fused."""
+    from transformers import AutoModelForCausalLM
+
+    from fewbits import LoRA, convert, get_peft_model, get_recipe
+    from fewbits.models.fused import fuse, fusion_of
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).to(device)
+    convert(model, get_recipe(recipe))
+    model.requires_grad_(False)
+    model = get_peft_model(model, LoRA(r=RANK, alpha=RANK))
+    if fusion_of(model) is None:
+        fuse(model)
+    return model
+
+
+def build(variant: str, path: str, device: str) -> Any:
+    if variant == "bitsandbytes_peft":
+        return theirs(path, device)
+    return ours(path, device, "qlora_nf4" if variant == "fewbits_nf4" else "qlora_nf4_fp8")
+
+
+def same_adapters(model: Any, seed: int) -> None:
+    """A is random by the seed and the parameter's place in order of names, B zero; float32."""
+    named = sorted((n, p) for n, p in model.named_parameters() if p.requires_grad)
+    generator = torch.Generator().manual_seed(seed)
+    for name, p in named:
+        p.data = p.data.float()
+        bound = p.shape[1] ** -0.5 if "lora_A" in name else 0.0
+        p.data.copy_((torch.rand(p.shape, generator=generator) * 2 - 1) * bound)
+
+
+def loss_of(model: Any, ids: Tensor) -> Tensor:
+    with torch.autocast(ids.device.type, dtype=torch.bfloat16):
+        return model(input_ids=ids, labels=ids).loss
+
+
+@torch.no_grad()
+def evaluate(model: Any, windows: Tensor) -> float:
+    """Mean loss in nats per token."""
+    model.eval()
+    losses = [float(loss_of(model, ids)) * len(ids) for ids in windows.split(32)]
+    model.train()
+    return sum(losses) / len(windows)
+
+
+def fine_tune(
+    name: str, path: str, variant: str, seed: int, args: argparse.Namespace, data: Any
+) -> list[Point]:
+    """One run; the evaluations in order."""
+    train, held_out = data
+    model = build(variant, path, args.device)
+    same_adapters(model, seed)
+    model.train()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=args.lr, weight_decay=0.0, fused=True)
+    warm_up = max(args.steps // 20, 1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda i: min((i + 1) / warm_up, max(1 - i / args.steps, 0.05))
+    )
+    generator = torch.Generator().manual_seed(seed)
+    epochs = 1 + args.steps * args.batch // len(train)
+    order = torch.cat([torch.randperm(len(train), generator=generator) for _ in range(epochs)]).to(
+        train.device
+    )
+    points = [Point(name, variant, seed, 0, evaluate(model, held_out))]
+    for step in range(args.steps):
+        loss_of(model, train[order[step * args.batch : (step + 1) * args.batch]]).backward()
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad(set_to_none=True)
+        if (step + 1) % args.every == 0 or step + 1 == args.steps:
+            points.append(Point(name, variant, seed, step + 1, evaluate(model, held_out)))
+    report_unfused(model)
+    return points
+
+
+def report_unfused(model: Any) -> None:
+    """What fell back in training is said."""
+    from fewbits.models.fused import fusion_of
+
+    fusion = fusion_of(model)
+    for reason, count in ({} if fusion is None else fusion.fallbacks).items():
+        print(f"  {count} layer calls ran unfused: {reason}")
+
+
+def final(points: list[Point]) -> dict[str, dict[str, list[float]]]:
+    """The last loss of each seed, by model and variant."""
+    last: dict[tuple[str, str, int], Point] = {}
+    for p in points:
+        last[p.model, p.variant, p.seed] = p
+    found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for p in last.values():
+        found[p.model][p.variant].append(p.loss)
+    return found
+
+
+def summary(points: list[Point]) -> None:
+    """Who ends where, and the two claims."""
+    for model, by_variant in final(points).items():
+        base = by_variant[VARIANTS[0]]
+        noise = statistics.stdev(base) if len(base) > 1 else 0.0
+        start = statistics.mean(p.loss for p in points if p.model == model and p.step == 0)
+        print(
+            f"{model}: {start:.4f} before; seeds of bitsandbytes + PEFT differ by {noise:.4f} (one deviation)"
+        )
+        for variant in VARIANTS:
+            values = by_variant[variant]
+            pairs = [a - b for a, b in zip(values, base, strict=True)]
+            mean = statistics.mean(values)
+            print(
+                f"  {variant:<18} {mean:.4f} ({min(values):.4f} to {max(values):.4f}), "
+                f"{100 * (mean / statistics.mean(base) - 1):+.3f} %, "
+                f"seed by seed {', '.join(f'{d:+.4f}' for d in pairs)}"
+            )
+        ours_bf16, ours_fp8 = (statistics.mean(by_variant[v]) for v in VARIANTS[1:])
+        mean = statistics.mean(base)
+        same, near = abs(ours_bf16 - mean) <= noise, ours_fp8 / mean - 1 <= 0.005
+        print(f"  NF4 + bf16 within seed noise: {same}; NF4 + FP8 within 0.5 %: {near}")
+
+
+def table(points: list[Point]) -> list[Row]:
+    """Rows: least, mean and largest over the seeds."""
+    made = []
+    for model, by_variant in final(points).items():
+        reference = statistics.mean(by_variant["fewbits_nf4"])
+        for variant, values in by_variant.items():
+            mean = statistics.mean(values)
+            made.append(
+                Row(
+                    op=f"same_learning_{model}", part="tiny_shakespeare", variant=variant,
+                    format=FORMATS[variant], metric="evaluation loss", unit="nats",
+                    low=round(min(values), 4), value=round(mean, 4),
+                    high=round(max(values), 4), ratio=round(mean / reference, 5),
+                )
+            )  # fmt: skip
+    return made
+
+
+def plot(points: list[Point], path: Path) -> None:
+    """The curves, a panel for each model: means over seeds, and the span of the seeds."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    import matplotlib.pyplot as plt
+
+    names = list(dict.fromkeys(p.model for p in points))
+    settings = {
+        "svg.fonttype": "none", "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": INK,
+        "xtick.color": INK, "ytick.color": INK, "font.size": 9,
+    }  # fmt: skip
+    with plt.rc_context(settings):
+        figure, axes = plt.subplots(1, len(names), figsize=(4.8 * len(names), 3.4), squeeze=False)
+        for name, panel in zip(names, axes[0], strict=True):
+            for variant, style in zip(VARIANTS, ("-", "--", ":"), strict=True):
+                at: dict[int, list[float]] = defaultdict(list)
+                for p in points:
+                    if (p.model, p.variant) == (name, variant):
+                        at[p.step].append(p.loss)
+                steps, label = sorted(at), variant.replace("_", " ")
+                means = [statistics.mean(at[s]) for s in steps]
+                panel.plot(steps, means, style, color=COLOURS[variant], label=label, linewidth=1.8)
+                panel.fill_between(
+                    steps, [min(at[s]) for s in steps], [max(at[s]) for s in steps],
+                    color=COLOURS[variant], alpha=0.15, linewidth=0,
+                )  # fmt: skip
+            panel.set_title(name, fontsize=10)
+            panel.set_xlabel("step")
+            panel.set_ylabel("evaluation loss, nats per token")
+            panel.grid(color=INK, alpha=0.25, linewidth=0.6)
+            panel.legend(frameon=False)
+            for side in ("top", "right"):
+                panel.spines[side].set_visible(False)
+        figure.tight_layout()
+        figure.savefig(path, transparent=True, metadata={"Date": None})
+
+
+def read(path: Path) -> list[Point]:
+    """All curves in a folder."""
+    found = []
+    for part in sorted(path.glob("curves*.csv")):
+        with part.open(newline="") as file:
+            found += [
+                Point(r["model"], r["variant"], int(r["seed"]), int(r["step"]), float(r["loss"]))
+                for r in csv.DictReader(file)
+            ]
+    return sorted(
+        found, key=lambda p: (p.model != "stories3m", p.model, p.seed, VARIANTS.index(p.variant), p.step)
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", action="append", default=[], metavar="NAME=FOLDER")
+    parser.add_argument("--data", type=Path, help="the folder shared/data")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--every", type=int, default=25, help="steps between evaluations")
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--seeds", default="0,1,2", help="with commas between")
+    parser.add_argument("--eval-windows", type=int, default=128)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--record", type=Path, help="append rows to this CSV file")
+    parser.add_argument("--commit", help="the commit, outside of a git checkout")
+    parser.add_argument("--finish", type=Path, metavar="SVG", help="only draw and sum up the curves in --out")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    if args.finish:
+        points = read(args.out)
+        summary(points)
+        plot(points, args.finish)
+        if args.record:
+            record(points, args)
+        return
+    names = "_".join(entry.split("=", 1)[0] for entry in args.model)
+    curves = args.out / f"curves_{names}_{args.seeds.replace(',', '')}.csv"
+    points = []
+    with curves.open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(Point._fields)
+        for name, path in (entry.split("=", 1) for entry in args.model):
+            train, held_out = windows_of(path, args.data / "text/tiny_shakespeare.txt")
+            data = (train.to(args.device), held_out[: args.eval_windows].to(args.device))
+            for seed in map(int, args.seeds.split(",")):
+                for variant in VARIANTS:
+                    began = time.perf_counter()
+                    run = fine_tune(name, path, variant, seed, args, data)
+                    writer.writerows(run)
+                    file.flush()
+                    points += run
+                    print(
+                        f"{name} seed {seed} {variant}: {run[0].loss:.4f} -> {run[-1].loss:.4f}, "
+                        f"{time.perf_counter() - began:.1f} s", flush=True,
+                    )  # fmt: skip
+    summary(points)
+    plot(points, args.out / "same-learning.svg")
+    if args.record:
+        record(points, args)
+
+
+def record(points: list[Point], args: argparse.Namespace) -> None:
+    """Append the rows."""
+    here = conditions(
+        torch.device(args.device), command="python " + " ".join(sys.argv), commit=args.commit,
+        packages=("transformers", "peft", "bitsandbytes"),
+    )  # fmt: skip
+    append(args.record, table(points), here)
+
+
+if __name__ == "__main__":
+    main()
