@@ -223,11 +223,9 @@ HOPPER, TURING = (9, 0), (7, 5)
 def test_the_choice(monkeypatch, capability, dtype, head_dim, windowed, capped, packed, name, reason):
     from fewbits.nn import attention as module
 
-    module._choose.cache_clear()
-    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    monkeypatch.setattr(module, "_is_found", lambda package: False)
     choice = module._choose(capability, dtype, head_dim, windowed, capped, packed)
     assert choice.name == name and choice.name in BACKENDS and reason in choice.reason
-    module._choose.cache_clear()
 
 
 def test_installed_packages_are_taken_and_called(monkeypatch):
@@ -257,12 +255,10 @@ def test_installed_packages_are_taken_and_called(monkeypatch):
     package = SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func)
     monkeypatch.setitem(sys.modules, "flash_attn", package)
     monkeypatch.setitem(sys.modules, "flash_attn_interface", package)
-    monkeypatch.setattr(module, "find_spec", lambda name: object())
-    module._choose.cache_clear()
+    monkeypatch.setattr(module, "_is_found", lambda package: True)
     assert module._choose(HOPPER, torch.bfloat16, 128, False, False, True).name == "flash3"
     assert module._choose((8, 0), torch.bfloat16, 128, False, False, True).name == "varlen"
     assert module._choose(HOPPER, torch.bfloat16, 128, False, True, False).name == "flash2"
-    module._choose.cache_clear()
     q, k, v, _ = operands(2, 32, 4, 2, 8)
     for backend, options in (
         ("flash3", {"window": 5, "segments": Segments.from_lengths(LENGTHS)}),
@@ -283,6 +279,15 @@ def test_a_window_as_long_as_the_rows_is_none():
     assert torch.equal(attention(q, k, v, window=32), attention(q, k, v))
 
 
+@pytest.mark.parametrize("options", [{}, {"window": 5}, {"soft_cap": 3.0}], ids=str)
+def test_one_compiled_graph_gives_the_same(options):
+    q, k, v, dy = operands(2, 32, 4, 2, 8, dtype=torch.float32)
+    compiled = torch.compile(partial(attention, **options), backend="aot_eager", fullgraph=True)
+    ours, want = (with_gradients(f, q, k, v, dy) for f in (compiled, partial(attention, **options)))
+    for a, b in zip(ours, want, strict=True):
+        torch.testing.assert_close(a, b)
+
+
 GPU_CASES = [
     ("sdpa", {}),
     ("varlen", {}),
@@ -290,15 +295,18 @@ GPU_CASES = [
     ("varlen", {"packed": True}),
     ("varlen", {"packed": True, "window": 100, "scale": 0.2}),
     ("sdpa", {"packed": True, "window": 100}),
-    ("flex", {"soft_cap": 5.0}),
-    ("flex", {"packed": True, "soft_cap": 5.0, "window": 100}),
     ("reference", {"packed": True, "soft_cap": 5.0}),
+]
+FLEX_CASES = [  # each is compiled
+    ("flex", {"soft_cap": 5.0}, 256),
+    ("flex", {"packed": True, "soft_cap": 5.0, "window": 100}, 128),
 ]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("D", [64, 96, 128, 256])
-@pytest.mark.parametrize("backend, options", GPU_CASES)
+@pytest.mark.parametrize(
+    "backend, options, D", [(*case, D) for case in GPU_CASES for D in (64, 96, 128, 256)] + FLEX_CASES
+)
 def test_cuda_backends_equal_the_reference(backend, options, D):
     """Both round to bfloat16 at their ends; the probabilities, too, are rounded once before the product."""
     q, k, v, dy = operands(2, 384, 8, 2, D, device="cuda", dtype=torch.bfloat16)
@@ -325,6 +333,20 @@ def test_cuda_rows_do_not_see_their_neighbours(poison, window):
     for a, b, at in zip(got, want, (1, 2, 2, 2), strict=True):
         a, b = (t.movedim(at, 0) for t in (a, b))
         assert torch.equal(a[:100], b[:100]) and torch.equal(a[230:], b[230:])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("packed, window", [(False, None), (True, None), (True, 64), (False, 64)])
+def test_one_compiled_graph_gives_the_same_on_a_gpu(packed, window):
+    q, k, v, dy = operands(1, 256, 8, 2, 64, device="cuda", dtype=torch.bfloat16)
+    cu = Segments.from_lengths([100, 156], device="cuda").cu_seqlens
+
+    def call(q, k, v):
+        return attention(q, k, v, window=window, segments=Segments(cu, 192, 256) if packed else None)
+
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    for a, b in zip(*(with_gradients(f, q, k, v, dy) for f in (compiled, call)), strict=True):
+        assert (a - b).norm() <= 1e-3 * b.norm()
 
 
 @pytest.mark.gpu

@@ -82,7 +82,6 @@ def choose_attention(
     return _choose(capability, dtype, head_dim, window is not None, soft_cap is not None, packed)
 
 
-@lru_cache(maxsize=256)
 def _choose(
     capability: tuple[int, int] | None,
     dtype: torch.dtype,
@@ -106,17 +105,27 @@ def _choose(
     )
     if refused:
         return Choice("sdpa", f"{need} as an explicit mask: {refused}")
-    if capability[0] == 9 and find_spec("flash_attn_interface"):
+    if capability[0] == 9 and _installed("flash_attn_interface"):
         return Choice("flash3", f"{need}: FlashAttention-3 is installed")
     return Choice("varlen", f"{need}: torch's FlashAttention for rows of varying length")
 
 
 def _choose_capped(capability: tuple[int, int], refused: str) -> Choice:
-    if not refused and find_spec("flash_attn"):
+    if not refused and _installed("flash_attn"):
         return Choice("flash2", "capped scores: FlashAttention-2 is installed and caps in its kernel")
     if capability >= (8, 0):
         return Choice("flex", "capped scores: torch's flex attention, compiled")
     return Choice("reference", "capped scores need compute capability 8.0 for flex attention")
+
+
+def _installed(package: str) -> bool:
+    """Also False while torch compiles, which cannot look into these packages."""
+    return not torch.compiler.is_compiling() and _is_found(package)
+
+
+@lru_cache(maxsize=8)
+def _is_found(package: str) -> bool:
+    return find_spec(package) is not None
 
 
 def _why_not_flash(capability: tuple[int, int], dtype: torch.dtype, head_dim: int) -> str:
