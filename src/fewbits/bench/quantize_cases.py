@@ -1,4 +1,4 @@
-"""Cases of rounding: packing a weight, rounding it for training, and rounding it with its adapter."""
+"""Cases of rounding: packing a weight, rounding it for training (also with its adapter), 8-bit AdamW."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from fewbits.bench.problem import Case, Problem, differentiated, randn
+from fewbits.bench.problem import Case, Problem, Variant, differentiated, randn
 from fewbits.formats import get_format
 from fewbits.kernels.fake_quantize import (
     fake_quantize,
@@ -17,6 +17,7 @@ from fewbits.kernels.fake_quantize import (
     fake_quantize_ref,
 )
 from fewbits.kernels.quantize import quantize, quantize_ref
+from fewbits.training.optimizer import AdamW8bit
 
 _RANK = 16
 _EXACT = 4e-3  # one rounding to bfloat16 of what is compared in float32
@@ -102,4 +103,54 @@ def _fake_quantize_problem(case: Case, device: torch.device) -> Problem:
     return Problem(variants, exact)
 
 
-MAKERS = (quantize_cases, fake_quantize_cases)
+def adamw_cases(max_size: int) -> list[Case]:
+    """One step of LoRA r=16 on Llama-3.1-8B, 14 tensors a layer, and of a 1.7B model's MLP weights."""
+    layers = 32 if max_size >= 4096 else 1
+    sizes = [min(n, max_size) for n in (4096, 1024, 14336)]
+    H, KV, I = sizes
+    lora = [(16, k) for k in (H, H, H, H, H, H, I)] + [(n, 16) for n in (H, KV, KV, H, I, I, H)]
+    width = min(6144, max_size), min(2048, max_size)
+    made = []
+    for part, shapes in (("lora", lora * layers), ("weights", [width] * 3 * max(layers - 4, 1))):
+        n = sum(a * b for a, b in shapes)
+        made.append(
+            Case(
+                op="adamw", part=part, format="bfloat16", M=len(shapes), N=n // len(shapes),
+                bytes_moved=10 * n + 16 * n // 256, tolerance=_EXACT,
+                build=lambda case, device, shapes=shapes: _adamw_problem(shapes, device),  # type: ignore[misc]
+            )
+        )  # fmt: skip
+    return made
+
+
+def _adamw_problem(shapes: list[tuple[int, int]], device: torch.device) -> Problem:
+    """Every variant steps its own copy of the parameters; what is compared is the first tensor after it."""
+    params = [randn(device, torch.bfloat16, *shape) for shape in shapes]
+    grads = [randn(device, torch.bfloat16, *shape) * 0.01 for shape in shapes]
+
+    def variant(make: Callable[[list[Tensor]], torch.optim.Optimizer]) -> Variant:
+        mine = [p.clone().requires_grad_() for p in params]
+        for p, g in zip(mine, grads, strict=True):
+            p.grad = g
+        optimizer = make(mine)
+
+        def run() -> Sequence[Tensor]:
+            optimizer.step()
+            return (mine[0].detach(),)
+
+        return lambda: run
+
+    makers: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
+        "fewbits": lambda ps: AdamW8bit(ps, lr=1e-6, min_8bit_size=0),
+        "fewbits_stochastic": lambda ps: AdamW8bit(ps, lr=1e-6, min_8bit_size=0, stochastic_rounding=True),
+        "torch_fused_32bit": lambda ps: torch.optim.AdamW(ps, lr=1e-6, fused=True),
+    }
+    if device.type == "cuda" and find_spec("bitsandbytes"):
+        from bitsandbytes.optim import AdamW8bit as Peer
+
+        makers["bitsandbytes"] = lambda ps: Peer(ps, lr=1e-6, min_8bit_size=0)
+    exact = params[0].double()  # steps of 1e-6 stay below bfloat16's own rounding
+    return Problem({name: variant(make) for name, make in makers.items()}, lambda: (exact,))
+
+
+MAKERS = (quantize_cases, fake_quantize_cases, adamw_cases)

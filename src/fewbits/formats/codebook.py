@@ -65,18 +65,18 @@ _SCALE_GRID = 65535  # steps of [-1, 1]: bitsandbytes looks 8-bit codes up in a 
 _CHUNK = 1 << 20  # values at a time: temporaries stay small however large the tensor
 
 
-def dynamic_map() -> tuple[float, ...]:
-    """The 256 values of the signed 8-bit dynamic map (Dettmers 2015), ascending, exact in float32.
+def dynamic_map(*, signed: bool = True) -> tuple[float, ...]:
+    """The 256 values of the 8-bit dynamic map (Dettmers 2015), ascending, exact in float32.
 
     A value is a power of ten, from 1e-6 to 1, times a linear fraction: decade e (0 to 6) holds the middles of
-    2**e equal parts of [0.1, 1], with either sign; 0 and 1 are added.
+    2**e equal parts of [0.1, 1], with either sign, or of twice as many parts without one; 0 and 1 are added.
     """
     values = [0.0, 1.0]
     for e in range(7):
-        edges = torch.linspace(0.1, 1, 2**e + 1, dtype=torch.float32)
+        edges = torch.linspace(0.1, 1, 2 ** (e if signed else e + 1) + 1, dtype=torch.float32)
         middles = (edges[:-1] + edges[1:]) / 2.0
         decade = 10 ** (e - 6)
-        values += (decade * middles).tolist() + (-decade * middles).tolist()
+        values += (decade * middles).tolist() + ((-decade * middles).tolist() if signed else [])
     return tuple(sorted(values))
 
 

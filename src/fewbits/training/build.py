@@ -179,6 +179,19 @@ def total_steps(config: TrainConfig, num_sequences: int) -> int:
     return config.max_steps or math.ceil(config.epochs * per_epoch)
 
 
+def optimizer_class(config: TrainConfig) -> tuple[type, dict[str, Any]] | None:
+    """Our own optimizer and its settings, if the configuration asks for one; None: the host makes its own.
+
+    Parameters in bfloat16 are rounded stochastically: with few bits for moments there is no point in
+    parameters that stand still.
+    """
+    if config.optimizer != "adamw_8bit":
+        return None
+    from fewbits.training.optimizer import AdamW8bit
+
+    return AdamW8bit, {"lr": config.learning_rate, "stochastic_rounding": True, "seed": config.seed}
+
+
 def training_arguments(
     config: TrainConfig, folder: Path, steps: int, *, evaluates: bool, resumed: bool
 ) -> Any:

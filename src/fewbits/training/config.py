@@ -15,9 +15,9 @@ from fewbits.errors import BadInput
 
 FORMATS = ("auto", "text", "completion", "instruction", "chat")
 LONG_ROWS = ("truncate", "drop", "refuse")
-OPTIMIZERS = {
+OPTIMIZERS = {  # by the host's names; adamw_8bit is our own, see build.optimizer_class
     "adamw": "adamw_torch_fused",
-    "adamw_8bit": "adamw_bnb_8bit",
+    "adamw_8bit": "adamw_torch",
     "adafactor": "adafactor",
     "sgd": "sgd",
 }
@@ -150,7 +150,7 @@ class TrainConfig:
     weight_decay: float = _option(0.0, "training", "decay of matrices; biases and norms have none")
     max_grad_norm: float = _option(1.0, "training", "gradients are scaled down to this norm; 0: never")
     optimizer: str = _option(
-        "adamw", "training", "adamw, adamw_8bit (bitsandbytes), adafactor or sgd", OPTIMIZERS
+        "adamw", "training", "adamw, adamw_8bit (moments of 8 bits), adafactor or sgd", OPTIMIZERS
     )
     seed: int = _option(42, "training", "of adapters, dropout, the split and the order of the data")
 

@@ -23,6 +23,7 @@ from fewbits.training.build import (
     load_model,
     load_tokenizer,
     max_positions,
+    optimizer_class,
     sequence_length,
     sequences,
     total_steps,
@@ -286,6 +287,7 @@ class _Run:
             progress=progress,
             memory=memory,
             cuda_graph=self._uses_graph(),
+            optimizer_cls_and_kwargs=optimizer_class(config),
         )
         over = found and (progress.stopped_early or step_of(found[-1]) >= steps)
         try:
