@@ -187,7 +187,9 @@ def _unsloth(job: Job) -> Built:
     fast = import_module("unsloth").FastLanguageModel
     model, _ = fast.from_pretrained(
         job.checkpoint,
-        max_seq_length=max(job.batch[1], 8192),
+        max_seq_length=job.shape.fields["max_position_embeddings"]
+        if job.lengths
+        else max(job.batch[1], 8192),
         dtype=_DTYPE,
         load_in_4bit=config.weights == "nf4_dq",
         local_files_only=True,

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from fewbits.bench.record import append, conditions
 from fewbits.bench.train.configurations import Configuration, choose, missing
-from fewbits.bench.train.longest import table_of_longest
+from fewbits.bench.train.longest import POSITIONS, table_of_longest
 from fewbits.bench.train.results import failure, plot, rows_of, table_of
 from fewbits.bench.train.schedule import Outcome, Task, run
 from fewbits.bench.train.shapes import Shape, batch_of, shape_of
@@ -64,7 +64,7 @@ def parser() -> argparse.ArgumentParser:
     add("--turn", type=float, default=900, help="seconds after which a process is stopped")
     add("--limit", type=float, default=86400, help="seconds after which all is stopped")
     add("--longest", action="store_true", help="search the longest sequence that trains at batch 1 instead")
-    add("--grain", type=int, default=8192, help="with --longest: tokens to which the length is found")
+    add("--grain", type=int, default=16384, help="with --longest: tokens to which the length is found")
     return made
 
 
@@ -132,6 +132,8 @@ def _tasks(options: argparse.Namespace, groups: list[Group], scratch: Path, devi
     tasks: list[Task] = []
     loaded: set[str] = set()
     for shape, batch, chosen in groups:
+        if options.longest:
+            shape = replace(shape, fields={**shape.fields, "max_position_embeddings": POSITIONS})
         facts = {
             "device": device,
             "checkpoint": str(scratch / shape.name),

@@ -25,8 +25,9 @@ from fewbits.bench.train.shapes import batches
 from fewbits.bench.train.stepper import Stepper
 from fewbits.errors import Unsupported
 
-_MULTIPLES = (1, 2, 3)
-_MOST_TRIES = 7
+_MULTIPLES = (1, 3)
+_MOST_TRIES = 6
+POSITIONS = 2**19  # of the models that are searched: more than any of them fits
 
 
 class Line(NamedTuple):
