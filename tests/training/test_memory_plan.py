@@ -114,6 +114,11 @@ def test_one_line_says_it_all() -> None:
 def test_other_shapes_and_recipes() -> None:
     phi = {**LLAMA_8B, "model_type": "phi3"}
     assert planner(phi, qlora_nf4(), num_tokens=64).layer.attention == of_8b().layer.attention // 128
+    qwen, gemma = ({**LLAMA_8B, "model_type": name} for name in ("qwen3", "gemma2"))
+    more = planner(qwen, qlora_nf4(), num_tokens=8192).layer.attention - of_8b().layer.attention
+    assert more == 8192 * (4096 + 1024) * 2, "normed q and k beside the product"
+    more = planner(gemma, qlora_nf4(), num_tokens=8192).layer.always - of_8b().layer.always
+    assert more == 2 * 64 << 20, "what the norms after each half read"
     full = planner(LLAMA_8B, get_recipe("float8_full"), num_tokens=1).plan(1 << 50)
     assert full.predicted.static.optimizer == 4 * full.predicted.static.gradients
     with pytest.raises(BadInput, match="at least one token"):

@@ -20,6 +20,7 @@ from typing import Any
 from torch import nn
 
 from fewbits.errors import BadInput
+from fewbits.models.families import SPECS
 from fewbits.nn.keep import KEEP_ALL, Keep
 from fewbits.recipes import Recipe, predict_memory
 from fewbits.recipes.memory import Memory, linear_shapes
@@ -136,6 +137,9 @@ def layer_cost(
     shapes = linear_shapes(config)
     q = next(shape[1] for name, shape in shapes.items() if name.endswith("o_proj"))
     qkv = sum(n for name, (n, _) in shapes.items() if name.split(".")[-1] in _QKV)
+    norms = _norms_of(config)
+    turned = qkv - (qkv - q) // 2 if "self_attn.q_norm" in norms else 0  # normed q and k beside the product
+    added = 2 * T * H * e if "post_feedforward_layernorm" in norms else 0  # what the second norms read
     rank = 0 if recipe.lora is None else recipe.lora.r
     is_packed = recipe.linear.weight is not None
 
@@ -150,9 +154,9 @@ def layer_cost(
     travel_s = 2 * T * H * e / machine.host_bandwidth  # one way; the other way hides behind the backward pass
     decoded = max(2 * inner * H, qkv * H) * e if is_packed else 0
     return LayerCost(
-        always=2 * T * 4 + 7 * rank * T * e,
+        always=2 * T * 4 + 7 * rank * T * e + added,
         inputs=2 * T * H * e,
-        attention=T * (qkv + q) * e + T * heads * 4,
+        attention=T * (qkv + q + turned) * e + T * heads * 4,
         mlp=T * 2 * inner * e,
         normed=2 * T * H * e,
         attention_s=qkv_s + attention_s + norm_s,
@@ -163,6 +167,11 @@ def layer_cost(
         plain=T * e * (_PLAIN_RESIDUALS * H + 2 * qkv + _PLAIN_INNERS * inner + q),
         forward_s=forward_s,
     )
+
+
+def _norms_of(config: Mapping[str, Any]) -> tuple[str, ...]:
+    spec = SPECS.get(str(config.get("model_type")))
+    return () if spec is None else spec.norms
 
 
 _QKV = ("q_proj", "k_proj", "v_proj", "qkv_proj")
