@@ -40,7 +40,7 @@ class Quantized8(NamedTuple):
 
 
 @jit
-def _weight(w_ptr, stride_wi, stride_wr, offs_i, I, R, BLOCK_R: tl.constexpr, EVEN_R: tl.constexpr):
+def weight(w_ptr, stride_wi, stride_wr, offs_i, I, R, BLOCK_R: tl.constexpr, EVEN_R: tl.constexpr):
     """A low-rank branch's columns, (BLOCK_R, BLOCK_I); nothing if BLOCK_R is 0: there is no branch."""
     w = None
     if BLOCK_R:
@@ -54,7 +54,7 @@ def _weight(w_ptr, stride_wi, stride_wr, offs_i, I, R, BLOCK_R: tl.constexpr, EV
 
 
 @jit
-def _operand(
+def operand(
     ptr, stride, x_ptr, stride_x, w, offs_m, offs_i, mask, M, R,
     BLOCK_R: tl.constexpr, EVEN_R: tl.constexpr,
 ):  # fmt: skip
@@ -152,15 +152,15 @@ def _gated_fwd_kernel(
     if FLOAT8:
         inverse, qmax = tl.load(inverse_ptr), 0
     offs_i = _columns(I, BLOCK_I)
-    we = _weight(we_ptr, stride_wei, stride_wer, offs_i, I, RE, BLOCK_RE, EVEN_RE)
-    wu = _weight(wu_ptr, stride_wui, stride_wur, offs_i, I, RU, BLOCK_RU, EVEN_RU)
+    we = weight(we_ptr, stride_wei, stride_wer, offs_i, I, RE, BLOCK_RE, EVEN_RE)
+    wu = weight(wu_ptr, stride_wui, stride_wur, offs_i, I, RU, BLOCK_RU, EVEN_RU)
     for step in tl.range(0, STEPS, num_stages=STAGES):
         offs_m = _rows(I, step, BLOCK_M, BLOCK_I, STEPS)
         mask = None if EVEN else (offs_m < M)[:, None] & (offs_i < I)[None, :]
-        e = _operand(
+        e = operand(
             e_ptr, stride_e, xe_ptr, stride_xe, we, offs_m, offs_i, mask, M, RE, BLOCK_RE, EVEN_RE
         )  # fmt: skip
-        u = _operand(
+        u = operand(
             u_ptr, stride_u, xu_ptr, stride_xu, wu, offs_m, offs_i, mask, M, RU, BLOCK_RU, EVEN_RU
         )  # fmt: skip
         s, _ = _activation(e, ACTIVATION, FAST)
@@ -192,19 +192,19 @@ def _gated_bwd_kernel(
     if FLOAT8:
         inverse, qmax = tl.load(inverse_ptr), 0
     offs_i = _columns(I, BLOCK_I)
-    wd = _weight(wd_ptr, stride_wdi, stride_wdr, offs_i, I, RD, BLOCK_RD, EVEN_RD)
-    we = _weight(we_ptr, stride_wei, stride_wer, offs_i, I, RE, BLOCK_RE, EVEN_RE)
-    wu = _weight(wu_ptr, stride_wui, stride_wur, offs_i, I, RU, BLOCK_RU, EVEN_RU)
+    wd = weight(wd_ptr, stride_wdi, stride_wdr, offs_i, I, RD, BLOCK_RD, EVEN_RD)
+    we = weight(we_ptr, stride_wei, stride_wer, offs_i, I, RE, BLOCK_RE, EVEN_RE)
+    wu = weight(wu_ptr, stride_wui, stride_wur, offs_i, I, RU, BLOCK_RU, EVEN_RU)
     for step in tl.range(0, STEPS, num_stages=STAGES):
         offs_m = _rows(I, step, BLOCK_M, BLOCK_I, STEPS)
         mask = None if EVEN else (offs_m < M)[:, None] & (offs_i < I)[None, :]
-        dh = _operand(
+        dh = operand(
             dh_ptr, stride_dh, xd_ptr, stride_xd, wd, offs_m, offs_i, mask, M, RD, BLOCK_RD, EVEN_RD
         )  # fmt: skip
-        e = _operand(
+        e = operand(
             e_ptr, stride_e, xe_ptr, stride_xe, we, offs_m, offs_i, mask, M, RE, BLOCK_RE, EVEN_RE
         )  # fmt: skip
-        u = _operand(
+        u = operand(
             u_ptr, stride_u, xu_ptr, stride_xu, wu, offs_m, offs_i, mask, M, RU, BLOCK_RU, EVEN_RU
         )  # fmt: skip
         s, ds = _activation(e, ACTIVATION, FAST)
@@ -275,8 +275,8 @@ def launch_fwd(
     M, I = e.shape
     if e.numel() == 0:
         return
-    (xe, we, *strides_e), ranks_e = _low_rank_arguments(low_rank_e, e)
-    (xu, wu, *strides_u), ranks_u = _low_rank_arguments(low_rank_u, e)
+    (xe, we, *strides_e), ranks_e = low_rank_arguments(low_rank_e, e)
+    (xu, wu, *strides_u), ranks_u = low_rank_arguments(low_rank_u, e)
     tile = tile or gated_tile(False, (ranks_e, ranks_u), e.element_size())
     with on_device_of(e):
         _gated_fwd_kernel[_grid(M, I, tile)](
@@ -308,9 +308,9 @@ def launch_bwd(
     M, I = e.shape
     if e.numel() == 0:
         return
-    (xe, we, *strides_e), ranks_e = _low_rank_arguments(low_rank[0], e)
-    (xu, wu, *strides_u), ranks_u = _low_rank_arguments(low_rank[1], e)
-    (xd, wd, *strides_d), ranks_d = _low_rank_arguments(low_rank[2], e)
+    (xe, we, *strides_e), ranks_e = low_rank_arguments(low_rank[0], e)
+    (xu, wu, *strides_u), ranks_u = low_rank_arguments(low_rank[1], e)
+    (xd, wd, *strides_d), ranks_d = low_rank_arguments(low_rank[2], e)
     tile = tile or gated_tile(True, (ranks_e, ranks_u, ranks_d), e.element_size())
     with on_device_of(e):
         _gated_bwd_kernel[_grid(M, I, tile)](
@@ -334,7 +334,7 @@ class _Ranks(NamedTuple):
     even: bool
 
 
-def _low_rank_arguments(branch: LowRank | None, like: Tensor) -> tuple[tuple[Any, ...], _Ranks]:
+def low_rank_arguments(branch: LowRank | None, like: Tensor) -> tuple[tuple[Any, ...], _Ranks]:
     if branch is None:
         return (like, like, 0, 0, 0), _Ranks(0, 0, True)
     x, w = branch.x.to(like.dtype), branch.w.to(like.dtype)

@@ -205,7 +205,8 @@ class _Layout(NamedTuple):
     zero_point: bool
 
 
-def _layout_of(format: Format, shape: Sequence[int]) -> _Layout | None:
+@lru_cache(maxsize=256)
+def _layout_of(format: Format, shape: tuple[int, ...]) -> _Layout | None:
     """None if the kernel cannot say it: the definition then decodes."""
     if isinstance(format, Codebook):
         return _Layout(True, 4, format.block, 0, 0, format.scale_block if format.double else 0, False)
@@ -238,7 +239,7 @@ def launch(
 ) -> None:
     """`dequantize_ref` into ``out`` by the Triton kernel; else by the definition."""
     named = dict(zip(format.layout(tuple(shape)), parts, strict=True))
-    layout, K = _layout_of(format, shape), shape[-1] if shape else 1
+    layout, K = _layout_of(format, tuple(shape)), shape[-1] if shape else 1
     N = prod(shape) // max(K, 1)
     if layout is None or out.dtype not in _KERNEL_DTYPES:
         packed = Packed(format, tuple(shape), out.dtype, named)
@@ -386,9 +387,21 @@ def _(
     inverse_scale: Tensor | None,
 ) -> Tensor:
     out = torch.empty(_out_shape(shape, transposed), dtype=dtype, device=parts[0].device)
-    rows = out.view(-1, out.shape[-1]) if out.dim() else out.view(1, 1)
-    launch(parts, _from_text(format), shape, inverse_scale, rows if out.numel() else out, transposed)
+    _launch_whole(parts, _from_text(format), shape, out, transposed, inverse_scale)
     return out
+
+
+def _launch_whole(
+    parts: Sequence[Tensor],
+    format: Format,
+    shape: Sequence[int],
+    out: Tensor,
+    transposed: bool,
+    inverse_scale: Tensor | None,
+) -> None:
+    """`launch` into a new tensor of any number of axes."""
+    rows = out.view(-1, out.shape[-1]) if out.dim() else out.view(1, 1)
+    launch(parts, format, shape, inverse_scale, rows if out.numel() else out, transposed)
 
 
 @_dequantize_into.register_kernel("cuda")
@@ -450,6 +463,14 @@ def dequantize(
             f"dequantize transposes tensors of two axes, not of shape {tuple(shape)}: leave it out."
         )
     scale = None if inverse_scale is None else _checked_inverse(inverse_scale, shape)
+    # The dispatcher costs 0.2 ms a call on the host, as much as decoding a large weight takes on the device.
+    direct = packed.codes.is_cuda and not torch.compiler.is_compiling()
+    if out is None and direct:
+        out = torch.empty(
+            _out_shape(shape, transposed), dtype=dtype or packed.dtype, device=packed.codes.device
+        )
+        _launch_whole(parts, packed.format, shape, out, transposed, scale)
+        return out
     format = _to_text(packed.format)
     if out is None:
         return _dequantize(parts, format, shape, dtype or packed.dtype, transposed, scale)
@@ -459,7 +480,10 @@ def dequantize(
             f"dequantize writes {need} with contiguous rows in out's dtype; out has {tuple(out.shape)}, "
             f"strides {out.stride()} and {out.dtype}: pass a matching one, or none."
         )
-    _dequantize_into(parts, format, shape, out, transposed, scale)
+    if direct:
+        launch(parts, packed.format, shape, scale, out, transposed)
+    else:
+        _dequantize_into(parts, format, shape, out, transposed, scale)
     return out
 
 

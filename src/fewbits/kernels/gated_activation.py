@@ -241,7 +241,7 @@ def _(dh: Tensor, e: Tensor, u: Tensor | None, activation: str) -> tuple[Tensor,
 
 
 @_gated_activation_into.register_kernel("cuda")
-def _(
+def _cuda_into(
     e: Tensor,
     u: Tensor,
     activation: str,
@@ -264,7 +264,7 @@ def _(
 
 
 @_gated_activation_backward_into.register_kernel("cuda")
-def _(
+def _cuda_backward_into(
     dh: Tensor,
     e: Tensor,
     u: Tensor,
@@ -373,7 +373,9 @@ def gated_activation_into(
     _check_into(activation, (gate, up, h), (low_rank_gate, low_rank_up), amax)
     _check_quantized(quantized, tuple(gate.shape), wanted=h is None)
     branches = (*(low_rank_gate or (None, None)), *(low_rank_up or (None, None)))
-    _gated_activation_into(gate, up, activation, *branches, h, amax, *(quantized or _NO_FLOAT8))
+    (_cuda_into if _direct(gate) else _gated_activation_into)(
+        gate, up, activation, *branches, h, amax, *(quantized or _NO_FLOAT8)
+    )
     return h
 
 
@@ -411,9 +413,14 @@ def gated_activation_backward_into(
     M, I = gate.shape
     _check_quantized(quantized, (M, 2 * I), wanted=dgate is None)
     branches = [part for branch in low_rank for part in (branch or (None, None))]
-    _gated_activation_backward_into(
+    (_cuda_backward_into if _direct(gate) else _gated_activation_backward_into)(
         dh, gate, up, activation, *branches, dgate, dup, h, amax, *(quantized or _NO_FLOAT8)
     )
+
+
+def _direct(x: Tensor) -> bool:
+    """On a GPU the dispatcher is passed by: it costs the host as much time as the kernel takes."""
+    return x.is_cuda and not torch.compiler.is_compiling()
 
 
 def _check_activation(activation: str) -> None:

@@ -102,7 +102,7 @@ def _lora_reduce(
 
 
 @_lora_reduce.register_kernel("cuda")
-def _(
+def _cuda_reduce(
     dy: Tensor,
     xa: Tensor,
     t: Tensor,
@@ -221,7 +221,10 @@ def lora_reduce(
         )
     dbs = [torch.empty(s.b.shape, dtype=s.b.dtype, device=s.b.device) for s in slices]
     starts, scalings = [s.start for s in slices], [float(s.scaling) for s in slices]
-    _lora_reduce(dy, xa, t, dbs, [s.b for s in slices], starts, scalings)
+    # The dispatcher costs the host as much time as the kernel takes.
+    direct = dy.is_cuda and not torch.compiler.is_compiling()
+    f = _cuda_reduce if direct else _lora_reduce
+    f(dy, xa, t, dbs, [s.b for s in slices], starts, scalings)
     return t, dbs
 
 

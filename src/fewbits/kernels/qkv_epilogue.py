@@ -167,7 +167,7 @@ def _into(qkv: Tensor, out: Tensor, o: Operands) -> None:
 
 
 @_qkv_epilogue.register_kernel("cuda")
-def _(
+def _cuda_epilogue(
     qkv: Tensor,
     out: Tensor,
     sizes: Sequence[int],
@@ -214,7 +214,7 @@ def _backward_into(
 
 
 @_qkv_epilogue_backward.register_kernel("cuda")
-def _(
+def _cuda_epilogue_backward(
     gradients: Sequence[Tensor],
     qkv: Tensor,
     dqkv: Tensor,
@@ -274,7 +274,9 @@ def qkv_epilogue(
     args = _checked(qkv, rotation, layout, extras)
     _, H, Hk, D = layout
     out = qkv.new_empty(qkv.shape[0] if extras.norm else 0, (H + Hk) * D)
-    _qkv_epilogue(qkv, out, *args)
+    # The dispatcher costs the host as much time as the kernel takes.
+    direct = qkv.is_cuda and not torch.compiler.is_compiling()
+    (_cuda_epilogue if direct else _qkv_epilogue)(qkv, out, *args)
     q, k, v = split_heads(qkv, *layout)
     return (*_split_q_k(out, layout), v) if extras.norm else (q, k, v)
 
@@ -323,7 +325,9 @@ def qkv_epilogue_backward(
                 f"{tuple(gradient.shape)} {gradient.dtype}."
             )
     wanted = weight_gradient and extras.norm is not None
-    dw = _qkv_epilogue_backward(list(gradients), dqkv[:0] if qkv is None else qkv, dqkv, *args, wanted)
+    direct = dqkv.is_cuda and not torch.compiler.is_compiling()
+    f = _cuda_epilogue_backward if direct else _qkv_epilogue_backward
+    dw = f(list(gradients), dqkv[:0] if qkv is None else qkv, dqkv, *args, wanted)
     return (dw[0], dw[1]) if wanted else None
 
 

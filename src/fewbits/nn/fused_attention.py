@@ -111,9 +111,8 @@ class _Attention(torch.autograd.Function):
             graph = _attend(half, n, xa)
             o = graph.rows
             rows = Rows(o, *quantize_rows(o)) if half.o.is_float8 else Rows(o)
-            z = half.o.product(rows, residual=x if half.post_norm is None else None)
-            xa_o = half.o.branch_inputs(o)
-            half.o.add_branches_(z, xa_o)
+            z, xa_o = half.o.product(rows), half.o.branch_inputs(o)
+            half.o.finish_(z, xa_o, x if half.post_norm is None else None)
             post = Residual(x, z, half.post_norm)
             y = post.forward()
         kept = Kept(half.keep, half.stash)
@@ -144,17 +143,17 @@ def _backward(
     if graph is None:
         graph = _attend(half, n, xa)
 
-    t_o = half.o.inner_gradients(dz)
-    gradients_o = half.o.gradients(dz, t_o, graph.rows, kept["xa_o"], needs[split:])
-    do = half.o.backward_product(dz, t_o).view(graph.o.shape)
+    inner = half.o.inner_gradients(dz, kept["xa_o"])
+    gradients_o = half.o.gradients(dz, inner, graph.rows, needs[split:])
+    do = half.o.backward_product(dz, inner[0]).view(graph.o.shape)
     dqkv, head_norms = _attend_backward(half, graph, do, xa, needs[2:4])
     del graph, do
 
-    t = half.qkv.inner_gradients(dqkv)
-    gradients_qkv = half.qkv.gradients(dqkv, t, n.dense, xa, needs[4:split])
+    inner = half.qkv.inner_gradients(dqkv, xa)
+    gradients_qkv = half.qkv.gradients(dqkv, inner, n.dense, needs[4:split])
     dx = dnorm = None
     if needs_dx or needs[0]:
-        dn = half.qkv.backward_product(dqkv, t)
+        dn = half.qkv.backward_product(dqkv, inner[0])
         dx, dnorm = backward_norm(dn, x, half.norm, kept["r"], residual=dy, needs_dw=needs[0])
     return dx, [dnorm, dpost, *head_norms, *gradients_qkv, *gradients_o]
 

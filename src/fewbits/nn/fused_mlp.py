@@ -75,9 +75,8 @@ class _MLP(torch.autograd.Function):
             half.gate_up.add_biases_(gate_up)
             h, amax = _activate(half, gate_up, xa)
             down = Rows(h, *quantize_rows(h, amax=amax)) if half.down.is_float8 else Rows(h)
-            z = half.down.product(down, residual=x if half.post_norm is None else None)
-            xa_down = half.down.branch_inputs(h)
-            half.down.add_branches_(z, xa_down)
+            z, xa_down = half.down.product(down), half.down.branch_inputs(h)
+            half.down.finish_(z, xa_down, x if half.post_norm is None else None)
             post = Residual(x, z, half.post_norm)
             y = post.forward()
         kept = Kept(half.keep, half.stash)
@@ -111,19 +110,19 @@ def _backward(
     if gate_up is None:
         gate_up = half.gate_up.add_biases_(half.gate_up.product(n.rows))
 
-    t_down = half.down.inner_gradients(dz)
+    inner = half.down.inner_gradients(dz, kept["xa_down"])
     dh = half.down.backward_product(dz, None)  # the branch's part is added by the activation's kernel
-    dgate_up, h, amax = _activate_backward(half, gate_up, kept["xa"], dh, t_down)
+    dgate_up, h, amax = _activate_backward(half, gate_up, kept["xa"], dh, inner[0])
     del dh, gate_up
-    gradients_down = half.down.gradients(dz, t_down, h, kept["xa_down"], needs[split:])
+    gradients_down = half.down.gradients(dz, inner, h, needs[split:])
     del h
 
     quantized = Rows(None, *quantize_rows(dgate_up, amax=amax)) if half.gate_up.is_float8 else None
-    t = half.gate_up.inner_gradients(dgate_up)
-    gradients_up = half.gate_up.gradients(dgate_up, t, n.dense, kept["xa"], needs[2:split])
+    inner = half.gate_up.inner_gradients(dgate_up, kept["xa"])
+    gradients_up = half.gate_up.gradients(dgate_up, inner, n.dense, needs[2:split])
     dx = dnorm = None
     if needs_dx or needs[0]:
-        dn = half.gate_up.backward_product(dgate_up, t, quantized)
+        dn = half.gate_up.backward_product(dgate_up, inner[0], quantized)
         dx, dnorm = backward_norm(dn, x, half.norm, kept["r"], residual=dy, needs_dw=needs[0])
     return dx, [dnorm, dpost, *gradients_up, *gradients_down]
 

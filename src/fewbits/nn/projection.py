@@ -27,8 +27,10 @@ import torch
 from torch import Tensor
 
 from fewbits.formats.base import Packed
-from fewbits.kernels._gated_triton import LowRank
+from fewbits.kernels._gated_triton import MAX_RANK, LowRank
 from fewbits.kernels.dequantize import dequantize
+from fewbits.kernels.lora_reduce import ReduceSlice, lora_reduce
+from fewbits.kernels.low_rank_add import low_rank_add_
 from fewbits.kernels.matmul_float8 import float8_linear, float8_weight, scale_row, weight_scale
 from fewbits.kernels.quantize_float8 import quantize_rows
 
@@ -145,20 +147,18 @@ class Projection:
 
     # 1. Forward.
 
-    def product(self, x: Rows, residual: Tensor | None = None) -> Tensor:
-        """``x @ W^T (+ residual)`` (M, N), without biases and branches."""
+    def product(self, x: Rows) -> Tensor:
+        """``x @ W^T`` (M, N), without biases and branches."""
         if self.weight_scale is not None:
             dtype = torch.bfloat16 if x.dense is None else x.dense.dtype
-            y = self._float8_product(x, self._float8_weight(), self.weight_scale.outputs, dtype)
-            return y if residual is None else y.add_(residual)
+            return self._float8_product(x, self._float8_weight(), self.weight_scale.outputs, dtype)
         assert x.dense is not None
         if self._one_buffer():
-            weight = self._weight(x.dense.dtype)
-            return x.dense @ weight.t() if residual is None else torch.addmm(residual, x.dense, weight.t())
+            return x.dense @ self._weight(x.dense.dtype).t()
         y = x.dense.new_empty(x.dense.shape[0], self.width)
         for part, at in zip(self.parts, self.slices(), strict=True):
             torch.mm(x.dense, _dense(part.weight, x.dense.dtype).t(), out=y[:, at])
-        return y if residual is None else y.add_(residual)
+        return y
 
     def branch_inputs(self, x: Tensor) -> Tensor | None:
         """``xa`` (M, R), the branches' inner values with their scaling; None without branches."""
@@ -195,11 +195,11 @@ class Projection:
                 y[:, at].add_(part.bias.to(y.dtype))
         return y
 
-    def add_branches_(self, y: Tensor, xa: Tensor | None) -> Tensor:
-        """Add biases and branches to ``y`` (M, N), in place."""
+    def finish_(self, y: Tensor, xa: Tensor | None, residual: Tensor | None) -> Tensor:
+        """Add biases, branches and ``residual`` (M, N) to the product ``y`` (M, N), in place."""
         for branch, at in zip(self.low_rank(xa), self.slices(), strict=True):
-            if branch is not None:
-                y[:, at].addmm_(branch.x, branch.w.t())
+            if branch is not None or residual is not None:
+                low_rank_add_(y[:, at], branch, None if residual is None else residual[:, at])
         return self.add_biases_(y)
 
     # 2. Backward.
@@ -209,35 +209,38 @@ class Projection:
         extra = self.rank if self._extended() else 0
         return like.new_empty(M, self.width + extra)[:, : self.width]
 
-    def inner_gradients(self, dy: Tensor) -> Tensor | None:
-        """t (M, R), beside dy where `gradient_buffer` left room; None without branches."""
-        branches = self._branches()
-        if not branches:
-            return None
-        t = self._beside(dy)
-        columns = iter(_columns(branches))
-        for part, at in zip(self.parts, self.slices(), strict=True):
-            if part.branch is not None:
-                _scaled_mm(
-                    dy[:, at], part.branch.b.to(dy.dtype), part.branch.scaling, out=t[:, next(columns)]
-                )
-        return t
+    def inner_gradients(self, dy: Tensor, xa: Tensor | None) -> tuple[Tensor | None, list[Tensor]]:
+        """t (M, R), beside dy where `gradient_buffer` left room, and the gradient of every B; None and none
+        without branches.
+        """
+        if xa is None:
+            return None, []
+        slices = [
+            ReduceSlice(at.start, part.branch.b, part.branch.scaling)
+            for part, at in zip(self.parts, self.slices(), strict=True)
+            if part.branch is not None
+        ]
+        return lora_reduce(dy, xa, slices, out=self._beside(dy))
 
     def gradients(
-        self, dy: Tensor, t: Tensor | None, x: Tensor | None, xa: Tensor | None, needs: Sequence[bool]
+        self,
+        dy: Tensor,
+        inner: tuple[Tensor | None, list[Tensor]],
+        x: Tensor | None,
+        needs: Sequence[bool],
     ) -> list[Tensor | None]:
         """The gradients of `tensors`, in their dtypes; None where none is needed.
 
         Args:
             dy: (M, N).
-            t: (M, R) as `inner_gradients` gave it.
-            x: (M, K) the rows of the forward product; may be absent where `needs_rows` says so.
-            xa: (M, R) as `branch_inputs` gave it.
+            inner: what `inner_gradients` gave.
+            x: (M, K) the rows of the forward product; may be absent where no weight and no A trains.
             needs: which of `tensors` need a gradient.
         """
         found: list[Tensor | None] = [None] * len(needs)
+        (t, dbs), start = inner, 0
+        of_b = iter(dbs)
         da = t.t() @ x if t is not None and x is not None and any(needs[2::4]) else None
-        start = 0
         for i, (part, at) in enumerate(zip(self.parts, self.slices(), strict=True)):
             if needs[4 * i] and isinstance(part.weight, Tensor):
                 assert x is not None
@@ -250,16 +253,11 @@ class Projection:
             if needs[4 * i + 2]:
                 assert da is not None
                 found[4 * i + 2] = da[start:end].to(part.branch.a.dtype)
+            db = next(of_b)
             if needs[4 * i + 3]:
-                assert xa is not None
-                found[4 * i + 3] = (dy[:, at].t() @ xa[:, start:end]).to(part.branch.b.dtype)
+                found[4 * i + 3] = db
             start = end
         return found
-
-    @staticmethod
-    def needs_rows(needs: Sequence[bool]) -> bool:
-        """True if `gradients` needs the rows of the forward product: a weight or an A trains."""
-        return any(needs[0::4]) or any(needs[2::4])
 
     def backward_product(self, dy: Tensor, t: Tensor | None, quantized: Rows | None = None) -> Tensor:
         """``dx = dy @ W + t @ A`` (M, K).
@@ -284,7 +282,7 @@ class Projection:
             dx = dy[:, at[0]] @ _dense(self.parts[0].weight, dy.dtype)
             for part, columns in zip(self.parts[1:], at[1:], strict=True):
                 dx.addmm_(dy[:, columns], _dense(part.weight, dy.dtype))
-        return dx if a is None or t is None else dx.addmm_(t, a)
+        return dx if a is None or t is None else _add_product_(dx, t, a)
 
     def _backward_float8(self, dy: Tensor, t: Tensor | None, quantized: Rows | None) -> Tensor:
         assert self.weight_scale is not None
@@ -293,7 +291,7 @@ class Projection:
         weight = self._float8_weight(transposed=True)
         dx = self._float8_product(quantized, weight, self.weight_scale.inputs, dy.dtype)
         if t is not None:
-            dx.addmm_(t, side_by_side([branch.a for branch in self._branches()], dx.dtype))
+            _add_product_(dx, t, side_by_side([branch.a for branch in self._branches()], dx.dtype))
         return dx
 
     def _float8_product(self, x: Rows, weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -363,6 +361,11 @@ def _scaled_mm(x: Tensor, w: Tensor, scaling: float, out: Tensor | None = None) 
     if scaling == 1:
         return torch.mm(x, w, out=out)
     return torch.addmm(out, x, w, beta=0, alpha=scaling, out=out)
+
+
+def _add_product_(dx: Tensor, t: Tensor, a: Tensor) -> Tensor:
+    """``dx += t @ a``."""
+    return dx.addmm_(t, a) if a.shape[0] > MAX_RANK else low_rank_add_(dx, LowRank(t, a.t()))
 
 
 def _joined(dy: Tensor, t: Tensor) -> Tensor | None:
