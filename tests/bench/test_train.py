@@ -252,6 +252,10 @@ def test_rows_and_failures(tmp_path: Path) -> None:
     assert times["ours:nf4"].value == 10 and times["unsloth:nf4"].ratio == 2.0
     assert "FAILS THE PARITY CHECK" in str(results.failure(wrong)) and results.failure(dead) == dead.error
     assert results.failure(outcomes[0]) is None
+    full = results.rows_of(
+        [outcome("ours:nf4", 9), outcome("hf:full-bf16", 19), outcome("ours:full-bf16", 39)]
+    )
+    assert [row.ratio for row in full if row.metric == "time"] == [1.0, 0.5, 1.0]
     results.plot(outcomes, tmp_path / "train.svg")
     assert (
         "unsloth:nf4" in (tmp_path / "train.svg").read_text()

@@ -153,8 +153,10 @@ def _batch(outcome: Outcome) -> str:
     return "x".join(map(str, outcome.task.batch))
 
 
-def _key(outcome: Outcome) -> tuple[str, str]:
-    return outcome.task.shape.name, _batch(outcome)
+def _key(outcome: Outcome) -> tuple[str, ...]:
+    """What may be compared: one shape, one batch, adapters or all weights."""
+    key = (outcome.task.shape.name, _batch(outcome))
+    return (*key, "all weights") if _configuration(outcome).trains_all else key
 
 
 def _timed(outcome: Outcome) -> bool:
