@@ -127,7 +127,8 @@ def _fuse(model: Any, job: Job, recipe: Any) -> tuple[list[str], Any]:
 
     config = job.configuration
     fused = import_module("fewbits.models.fused")
-    receipt = fused.fuse(model)
+    fusion = fused.fusion_of(model)
+    receipt = fused.fuse(model) if fusion is None else fusion.receipt
     notes = [f"{len(fused.fused_layers(model))} layers fused", *map(str, receipt.notes)]
     if config.budget is None:
         return notes, None
