@@ -16,6 +16,7 @@ from fewbits.kernels.qkv_epilogue import QKVLayout
 from fewbits.models.attention import is_plain_mask
 from fewbits.models.spec import ModelSpec
 from fewbits.nn.attention import attention
+from fewbits.nn.fake_quantize import FakeQuantizedLinear
 from fewbits.nn.fused_attention import AttentionHalf
 from fewbits.nn.fused_common import Norm
 from fewbits.nn.fused_mlp import MLPHalf
@@ -126,6 +127,8 @@ class LayerParts:
         found = [part_of(self.layer.get_submodule(path), path) for path in paths]
         parts = tuple(part for part, _ in found)
         operands = {o for _, o in found}
+        if len({part.rounding is None for part in parts}) > 1:
+            raise NotFused(f"of {', '.join(paths)} some are rounded in training and some are not")
         if operands == {PLAIN}:
             return Projection(parts)
         if operands == {FLOAT8}:
@@ -160,6 +163,10 @@ def part_of(module: Any, path: str) -> tuple[Part, Operands]:
         return Part(base.packed, base.bias, branch), base.operands
     if type(base) is LowPrecisionLinear:
         return Part(base.weight, base.bias, branch), base.operands
+    if type(base) is FakeQuantizedLinear:
+        if base.activation_format is not None:
+            raise NotFused(f"{path} rounds its inputs, which no fused product does")
+        return Part(base.weight, base.bias, branch, base.weight_format), PLAIN
     if type(base) is nn.Linear:
         return Part(base.weight, base.bias, branch), PLAIN
     raise NotFused(f"{path} is a {type(base).__name__}")

@@ -112,7 +112,7 @@ def _backward(
 
     inner = half.down.inner_gradients(dz, kept["xa_down"])
     dh = half.down.backward_product(dz, None)  # the branch's part is added by the activation's kernel
-    dgate_up, h, amax = _activate_backward(half, gate_up, kept["xa"], dh, inner[0])
+    dgate_up, h, amax = _activate_backward(half, gate_up, kept["xa"], dh, half.down.outside(inner[0]))
     del dh, gate_up
     gradients_down = half.down.gradients(dz, inner, h, needs[split:])
     del h

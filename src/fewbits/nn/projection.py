@@ -26,9 +26,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fewbits.formats.base import Packed
+from fewbits.formats.base import Format, Packed
 from fewbits.kernels._gated_triton import MAX_RANK, LowRank
 from fewbits.kernels.dequantize import dequantize
+from fewbits.kernels.fake_quantize import fake_quantize, fake_quantize_lora
 from fewbits.kernels.lora_reduce import ReduceSlice, lora_reduce
 from fewbits.kernels.low_rank_add import low_rank_add_
 from fewbits.kernels.matmul_float8 import float8_linear, float8_weight, scale_row, weight_scale
@@ -57,11 +58,17 @@ class Branch:
 
 @dataclass(frozen=True)
 class Part:
-    """One linear: its weight, packed or dense, a bias and a branch where it has them."""
+    """One linear: its weight, packed or dense, a bias and a branch where it has them.
+
+    With ``rounding`` (quantisation-aware training) a dense weight and its branch are added and rounded to
+    that format as one matrix in each product; gradients pass straight through. Parts side by side have it
+    all, or none.
+    """
 
     weight: Packed | Tensor
     bias: Tensor | None = None
     branch: Branch | None = None
+    rounding: Format | None = None
 
     @property
     def width(self) -> int:
@@ -176,7 +183,7 @@ class Projection:
         return xa
 
     def low_rank(self, xa: Tensor | None) -> list[LowRank | None]:
-        """For each part what a kernel adds to its outputs; None where it has no branch."""
+        """For each part what a kernel adds to its outputs; None where it has no branch beside its weight."""
         found: list[LowRank | None] = []
         start = 0
         for part in self.parts:
@@ -184,7 +191,8 @@ class Projection:
                 found.append(None)
                 continue
             r = part.branch.a.shape[0]
-            found.append(LowRank(xa[:, start : start + r], part.branch.b.to(xa.dtype)))
+            beside = part.rounding is None
+            found.append(LowRank(xa[:, start : start + r], part.branch.b.to(xa.dtype)) if beside else None)
             start += r
         return found
 
@@ -259,6 +267,10 @@ class Projection:
             start = end
         return found
 
+    def outside(self, t: Tensor | None) -> Tensor | None:
+        """What of t is still to be added to dx: nothing where branches are rounded into their weights."""
+        return None if any(part.rounding is not None for part in self.parts) else t
+
     def backward_product(self, dy: Tensor, t: Tensor | None, quantized: Rows | None = None) -> Tensor:
         """``dx = dy @ W + t @ A`` (M, K).
 
@@ -269,6 +281,7 @@ class Projection:
         """
         if self.weight_scale is not None:
             return self._backward_float8(dy, t, quantized)
+        t = self.outside(t)
         a = None if t is None else side_by_side([branch.a for branch in self._branches()], dy.dtype)
         wide = None if t is None else _joined(dy, t)
         if wide is not None and a is not None and self._one_buffer():
@@ -304,7 +317,8 @@ class Projection:
         return [part.branch for part in self.parts if part.branch is not None]
 
     def _one_buffer(self) -> bool:
-        return len(self.parts) == 1 or all(isinstance(part.weight, Packed) for part in self.parts)
+        made = [isinstance(part.weight, Packed) or part.rounding is not None for part in self.parts]
+        return len(self.parts) == 1 or all(made)
 
     def _extended(self) -> bool:
         """t goes beside dy and A below W: W is decoded into a buffer, whose rows stay aligned to 16 bytes."""
@@ -318,13 +332,16 @@ class Projection:
 
     def _weight(self, dtype: torch.dtype, extra: int = 0) -> Tensor:
         """W (N + extra, K) of one buffer; the extra rows are not written."""
-        if len(self.parts) == 1 and isinstance(self.parts[0].weight, Tensor):
-            return self.parts[0].weight.to(dtype)
+        first = self.parts[0]
+        if len(self.parts) == 1 and isinstance(first.weight, Tensor) and first.rounding is None:
+            return first.weight.to(dtype)
         device = _device(self.parts[0].weight)
         weight = torch.empty(self.width + extra, self.depth, dtype=dtype, device=device)
         for part, at in zip(self.parts, self.slices(), strict=True):
-            assert isinstance(part.weight, Packed)
-            dequantize(part.weight, out=weight[at])
+            if isinstance(part.weight, Packed):
+                dequantize(part.weight, out=weight[at])
+            else:
+                _round_into(part, weight[at])
         return weight
 
     def _float8_weight(self, transposed: bool = False) -> Tensor:
@@ -383,6 +400,16 @@ def _joined(dy: Tensor, t: Tensor) -> Tensor | None:
 
 def _dense(weight: Packed | Tensor, dtype: torch.dtype) -> Tensor:
     return weight.to(dtype) if isinstance(weight, Tensor) else dequantize(weight, dtype)
+
+
+def _round_into(part: Part, out: Tensor) -> None:
+    """The weight with its branch, rounded as one matrix."""
+    assert isinstance(part.weight, Tensor) and part.rounding is not None
+    if part.branch is None:
+        out.copy_(fake_quantize(part.weight, part.rounding, out.dtype))
+    else:
+        branch = part.branch
+        fake_quantize_lora(part.weight, branch.a, branch.b, branch.scaling, part.rounding, out=out)
 
 
 def _device(weight: Packed | Tensor) -> torch.device:
