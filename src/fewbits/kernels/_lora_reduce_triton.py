@@ -27,6 +27,7 @@ from fewbits.kernels._launch import (
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 MAX_RANK = 128
 MAX_SLICES = 3
+_SHARED_BYTES = 200 * 1024  # what programs of one multiprocessor may hold
 _CHUNK = 16  # shares that the second kernel reads at once
 
 
@@ -51,8 +52,8 @@ def _lora_reduce_kernel(
     y_ptr, u_ptr, b0_ptr, b1_ptr, b2_ptr, t_ptr, d_ptr, M, tiles, y_m, u_m,
     start0, start1, start2, N0, N1, N2, R0, R1, R2, slabs0, slabs1, slabs2,
     b0_n, b0_r, b1_n, b1_r, b2_n, b2_r,
-    WANT_T: tl.constexpr, WANT_D: tl.constexpr, EVEN_N: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, STAGES: tl.constexpr,
+    EVEN_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
+    STAGES: tl.constexpr, EVICT: tl.constexpr,
 ):  # fmt: skip
     """A program has ``tiles`` tiles of a slab. Shares: t (slabs, M, R), d (splits, slabs, N, R)."""
     slabs = slabs0 + slabs1 + slabs2
@@ -62,14 +63,13 @@ def _lora_reduce_kernel(
     offs_n, offs_r = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_R)
     n = (slab - _pick(i, 0, slabs0, slabs0 + slabs1)) * BLOCK_N + offs_n
     u_ptr += _pick(i, 0, R0, R0 + R1)
-    if WANT_T:
-        if i == 0:
-            b = _slab_of_b(b0_ptr, n, N, R, b0_n, b0_r, BLOCK_R)
-        elif i == 1:
-            b = _slab_of_b(b1_ptr, n, N, R, b1_n, b1_r, BLOCK_R)
-        else:
-            b = _slab_of_b(b2_ptr, n, N, R, b2_n, b2_r, BLOCK_R)
-        b = b.to(y_ptr.dtype.element_ty)
+    if i == 0:
+        b = _slab_of_b(b0_ptr, n, N, R, b0_n, b0_r, BLOCK_R)
+    elif i == 1:
+        b = _slab_of_b(b1_ptr, n, N, R, b1_n, b1_r, BLOCK_R)
+    else:
+        b = _slab_of_b(b2_ptr, n, N, R, b2_n, b2_r, BLOCK_R)
+    b = b.to(y_ptr.dtype.element_ty)
     first = split * tiles * BLOCK_M
     offs_m = tl.arange(0, BLOCK_M)
     y_ptrs = y_ptr + (first + offs_m).to(tl.int64)[:, None] * y_m + (start + n)[None, :]
@@ -79,19 +79,16 @@ def _lora_reduce_kernel(
         m = first + tile * BLOCK_M + offs_m
         mask_m = m < M
         mask = mask_m[:, None] if EVEN_N else mask_m[:, None] & (n < N)[None, :]
-        y = tl.load(y_ptrs, mask=mask, other=0.0)
+        y = tl.load(y_ptrs, mask=mask, other=0.0, eviction_policy=EVICT)
         y_ptrs += BLOCK_M * y_m
-        if WANT_T:
-            t = tl.dot(y, b)
-            to = t_ptr + (slab.to(tl.int64) * M + m)[:, None] * BLOCK_R + offs_r[None, :]
-            tl.store(to, t, mask=mask_m[:, None])
-        if WANT_D:
-            u = tl.load(u_ptrs, mask=mask_m[:, None] & (offs_r < R)[None, :], other=0.0)
-            u_ptrs += BLOCK_M * u_m
-            d = tl.dot(tl.trans(y), u, d)
-    if WANT_D:
-        row = (split * slabs + slab).to(tl.int64) * BLOCK_N + offs_n
-        tl.store(d_ptr + row[:, None] * BLOCK_R + offs_r[None, :], d)
+        t = tl.dot(y, b)
+        u = tl.load(u_ptrs, mask=mask_m[:, None] & (offs_r < R)[None, :], other=0.0)
+        u_ptrs += BLOCK_M * u_m
+        d = tl.dot(tl.trans(y), u, d)
+        to = t_ptr + (slab.to(tl.int64) * M + m)[:, None] * BLOCK_R + offs_r[None, :]
+        tl.store(to, t, mask=mask_m[:, None])
+    row = (split * slabs + slab).to(tl.int64) * BLOCK_N + offs_n
+    tl.store(d_ptr + row[:, None] * BLOCK_R + offs_r[None, :], d)
 
 
 @jit
@@ -109,8 +106,7 @@ def _sum(ptr, count, stride, at, CHUNK: tl.constexpr, SIZE: tl.constexpr):
 def _lora_sum_kernel(
     t_ptr, d_ptr, t_out_ptr, d0_ptr, d1_ptr, d2_ptr, M, splits, slices, blocks, out_m, s0, s1, s2,
     N0, N1, N2, R0, R1, R2, slabs0, slabs1, slabs2,
-    TRANSPOSED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, SIZE: tl.constexpr,
-    CHUNK: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, SIZE: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """The first ``slices * blocks`` programs add shares of t and write SIZE numbers each, the others db's."""
     pid = tl.program_id(0)
@@ -136,38 +132,11 @@ def _lora_sum_kernel(
         n, r = at // BLOCK_R - _pick(i, 0, slabs0, slabs0 + slabs1) * BLOCK_N, at % BLOCK_R
         N, R = _pick(i, N0, N1, N2), _pick(i, R0, R1, R2)
         mask = (n < N) & (r < R)
-        to = r * N + n if TRANSPOSED else n * R + r
+        to = n * R + r
         d = total.to(d0_ptr.dtype.element_ty)
         tl.store(d0_ptr + to, d, mask=mask & (i == 0))
         tl.store(d1_ptr + to, d, mask=mask & (i == 1))
         tl.store(d2_ptr + to, d, mask=mask & (i == 2))
-
-
-@jit
-def _lora_down_kernel(
-    x_ptr, a_ptr, out_ptr, M, K, R, scaling, x_m, a_r, out_m,
-    EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
-    STAGES: tl.constexpr,
-):  # fmt: skip
-    """xa for BLOCK_M rows: the whole of K, so that nothing is left to add."""
-    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    offs_k, offs_r = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_R)
-    mask_m, mask_r = m < M, offs_r < R
-    x_ptrs = x_ptr + m.to(tl.int64)[:, None] * x_m + offs_k[None, :]
-    a_ptrs = a_ptr + offs_r[None, :] * a_r + offs_k[:, None]
-    total = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
-    for first in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        mask_x, mask_a = mask_m[:, None], mask_r[None, :]
-        if not EVEN_K:
-            mask_x &= (first + offs_k < K)[None, :]
-            mask_a &= (first + offs_k < K)[:, None]
-        x = tl.load(x_ptrs, mask=mask_x, other=0.0)
-        a = tl.load(a_ptrs, mask=mask_a, other=0.0)
-        total = tl.dot(x, a.to(x.dtype), total)
-        x_ptrs += BLOCK_K
-        a_ptrs += BLOCK_K
-    to = out_ptr + m.to(tl.int64)[:, None] * out_m + offs_r[None, :]
-    tl.store(to, (total * scaling).to(out_ptr.dtype.element_ty), mask=mask_m[:, None] & mask_r[None, :])
 
 
 # 2. The launches.
@@ -181,15 +150,7 @@ class ReduceTile(NamedTuple):
     num_warps: int
     stages: int
     splits: int = 0
-
-
-class DownTile(NamedTuple):
-    """Rows and inputs of a tile, warps, and tiles in flight."""
-
-    block_m: int
-    block_k: int
-    num_warps: int
-    stages: int
+    evict: str = ""
 
 
 class ReduceSlice(NamedTuple):
@@ -200,19 +161,13 @@ class ReduceSlice(NamedTuple):
     scaling: float
 
 
+@lru_cache(maxsize=256)
 def reduce_tile(device: torch.device, M: int, widths: tuple[int, ...], rank: int) -> ReduceTile | None:
-    """For t and db at once; None where the products one by one are faster."""
-    return None
-
-
-def gradient_tile(device: torch.device, shape: Sequence[int], rank: int) -> ReduceTile | None:
-    """For dA; None where cuBLAS is faster."""
-    return None
-
-
-def down_tile(device: torch.device, shape: Sequence[int], rank: int) -> DownTile | None:
-    """For xa; None where cuBLAS is faster."""
-    return None
+    """The tile, or None where two products by cuBLAS are the better or the only known choice."""
+    wide = torch.cuda.get_device_capability(device)[0] == 9  # its shared memory holds the tiles
+    if not wide or rank > 16 or M < 4096 or sum(widths) < 4096:
+        return None
+    return ReduceTile(64, 512, 8, 3)
 
 
 @lru_cache(maxsize=256)
@@ -227,69 +182,42 @@ def splits_of(tiles: int, slabs: int, programs: int) -> int:
 
 
 def launch_reduce(
-    dy: Tensor,
-    u: Tensor | None,
-    slices: Sequence[ReduceSlice],
-    t_out: Tensor | None,
-    d_outs: Sequence[Tensor],
-    tile: ReduceTile,
-    transposed: bool = False,
+    dy: Tensor, u: Tensor, slices: Sequence[ReduceSlice], t: Tensor, ds: Sequence[Tensor], tile: ReduceTile
 ) -> None:
-    """``t_out[:, i] = s_i * dy_i @ b_i`` and ``d_outs[i] = dy_i^T @ u_i``, either of which may be absent.
+    """``t[:, i] = s_i * dy_i @ b_i`` and ``ds[i] = dy_i^T @ u_i``.
 
     Args:
         dy: (M, N), contiguous along a row.
-        u: (M, sum of r), contiguous along a row; or None with no d_outs.
-        slices: at most three; without ``t_out`` only the shape of b is read.
-        t_out: (M, sum of r), contiguous along a row, or None.
-        d_outs: (N_i, r_i) contiguous, of one dtype, or empty.
+        u: (M, sum of r), contiguous along a row.
+        slices: at most three, with b of one dtype.
+        t: (M, sum of r), contiguous along a row.
+        ds: (N_i, r_i) contiguous, of one dtype.
         tile: see `ReduceTile`.
-        transposed: d_outs are (r_i, N_i).
     """
-    M, want_t, want_d = dy.shape[0], t_out is not None, len(d_outs) > 0
-    widths = [s.b.shape[0] for s in slices]
-    ranks = [s.b.shape[1] for s in slices]
+    M, widths, ranks = dy.shape[0], [s.b.shape[0] for s in slices], [s.b.shape[1] for s in slices]
     block_r = max(16, next_power_of_2(max(ranks)))
-    slabs = [cdiv(n, tile.block_n) for n in widths]
-    tiles = cdiv(M, tile.block_m)
-    per_sm = max(1, min(4, 200 * 1024 // (tile.block_m * tile.block_n * 2 * max(tile.stages, 1))))
+    slabs, tiles = [cdiv(n, tile.block_n) for n in widths], cdiv(M, tile.block_m)
+    per_sm = max(1, min(4, _SHARED_BYTES // (tile.block_m * tile.block_n * dy.itemsize * tile.stages)))
     splits = tile.splits or splits_of(tiles, sum(slabs), per_sm * multiprocessors(dy.device))
     tiles_each = cdiv(tiles, splits)
     splits = cdiv(tiles, tiles_each)
-    t_parts = dy.new_empty(sum(slabs) * M * block_r if want_t else 0, dtype=torch.float32)
-    d_parts = dy.new_empty(splits * sum(slabs) * tile.block_n * block_r if want_d else 0, dtype=torch.float32)
-    bs = [s.b for s in slices] if want_t else [dy] * len(slices)
-    numbers = [_three(n, 0) for n in ([s.start for s in slices], widths, ranks, slabs)]
-    even = all(n % tile.block_n == 0 for n in widths)
+    t_shares = dy.new_empty(sum(slabs) * M * block_r, dtype=torch.float32)
+    d_shares = dy.new_empty(splits * sum(slabs) * tile.block_n * block_r, dtype=torch.float32)
+    bs = _three([s.b for s in slices], slices[0].b)
+    numbers = [n for of in (widths, ranks, slabs) for n in _three(of, 0)]
     size = min(256, tile.block_n * block_r)
-    blocks = cdiv(M * block_r, size) if want_t else 0
-    sums = len(slices) * blocks + (sum(slabs) * tile.block_n * block_r // size if want_d else 0)
+    blocks = cdiv(M * block_r, size)
     with on_device_of(dy):
         _lora_reduce_kernel[(sum(slabs) * splits,)](
-            dy, dy if u is None else u, *_three(bs, bs[0]), t_parts, d_parts, M, tiles_each, dy.stride(0),
-            0 if u is None else u.stride(0), *(n for three in numbers for n in three),
-            *(n for b in _three(bs, bs[0]) for n in b.stride()[:2]),
-            WANT_T=want_t, WANT_D=want_d, EVEN_N=even, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
-            BLOCK_R=block_r, STAGES=tile.stages, num_warps=tile.num_warps,
+            dy, u, *bs, t_shares, d_shares, M, tiles_each, dy.stride(0), u.stride(0),
+            *_three([s.start for s in slices], 0), *numbers, *(n for b in bs for n in b.stride()),
+            EVEN_N=all(n % tile.block_n == 0 for n in widths), BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+            BLOCK_R=block_r, STAGES=tile.stages, EVICT=tile.evict, num_warps=tile.num_warps,
         )  # fmt: skip
-        outs = list(d_outs) or [d_parts]
-        _lora_sum_kernel[(sums,)](
-            t_parts, d_parts, t_parts if t_out is None else t_out, *_three(outs, outs[0]), M, splits,
-            len(slices), blocks, 0 if t_out is None else t_out.stride(0),
-            *_three([float(s.scaling) for s in slices], 1.0), *(n for three in numbers[1:] for n in three),
-            TRANSPOSED=transposed, BLOCK_N=tile.block_n, BLOCK_R=block_r, SIZE=size,
-            CHUNK=min(_CHUNK, next_power_of_2(max(splits, *slabs))), num_warps=4,
-        )  # fmt: skip
-
-
-def launch_down(x: Tensor, a: Tensor, out: Tensor, scaling: float, tile: DownTile) -> None:
-    """``out = scaling * x @ a^T`` for x (M, K) and a (R, K), both contiguous along a row."""
-    (M, K), R = x.shape, a.shape[0]
-    with on_device_of(x):
-        _lora_down_kernel[(cdiv(M, tile.block_m),)](
-            x, a, out, M, K, R, float(scaling), x.stride(0), a.stride(0), out.stride(0),
-            EVEN_K=K % tile.block_k == 0, BLOCK_M=tile.block_m, BLOCK_K=tile.block_k,
-            BLOCK_R=max(16, next_power_of_2(R)), STAGES=tile.stages, num_warps=tile.num_warps,
+        _lora_sum_kernel[(len(slices) * blocks + sum(slabs) * tile.block_n * block_r // size,)](
+            t_shares, d_shares, t, *_three(ds, ds[0]), M, splits, len(slices), blocks, t.stride(0),
+            *_three([float(s.scaling) for s in slices], 1.0), *numbers, BLOCK_N=tile.block_n, BLOCK_R=block_r,
+            SIZE=size, CHUNK=min(_CHUNK, next_power_of_2(max(splits, *slabs))), num_warps=4,
         )  # fmt: skip
 
 
@@ -300,29 +228,31 @@ def _three(values: Sequence[Any], filler: Any) -> list[Any]:
 # 3. How the kernels are compiled.
 
 
-def _case(kernel: Any, num_warps: int, **constants: Any) -> CompileCase:
+def _case(kernel: Any, **constants: Any) -> CompileCase:
     def of(name: str) -> str:
         if name in constants:
             return "constexpr"
-        if name in ("s0", "s1", "s2", "scaling"):
-            return "fp32"
-        if not name.endswith("_ptr"):
-            return "i32"
-        shares = kernel is not _lora_down_kernel and name in ("t_ptr", "d_ptr")
-        return "*fp32" if shares else "*bf16"
+        if name.endswith("_ptr"):
+            shares = name in ("t_ptr", "d_ptr")
+            return "*fp32" if shares else "*bf16"
+        return "fp32" if name in ("s0", "s1", "s2") else "i32"
 
     signature = {name: of(name) for name in getattr(kernel, "arg_names", ())}
-    aligned = [
-        n for n, t in signature.items() if t[0] == "*" or n[-2:] in ("_m", "_n", "a_r") or n[:5] == "start"
-    ]
-    return CompileCase(kernel, signature, constants, tuple(aligned), num_warps)
+    aligned = [n for n, t in signature.items() if t[0] == "*" or n[-2:] in ("_m", "_n") or n[:5] == "start"]
+    return CompileCase(kernel, signature, constants, tuple(aligned))
 
 
-_TILE: dict[str, Any] = {"EVEN_N": True, "BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_R": 16, "STAGES": 3}
+_TILE: dict[str, Any] = {
+    "EVEN_N": True,
+    "BLOCK_M": 64,
+    "BLOCK_N": 128,
+    "BLOCK_R": 16,
+    "STAGES": 3,
+    "EVICT": "",
+}
 
 COMPILE_CASES = (
-    _case(_lora_reduce_kernel, 4, WANT_T=True, WANT_D=True, **_TILE),
-    _case(_lora_reduce_kernel, 4, WANT_T=False, WANT_D=True, **{**_TILE, "BLOCK_R": 64, "EVEN_N": False}),
-    _case(_lora_sum_kernel, 4, TRANSPOSED=False, BLOCK_N=128, BLOCK_R=16, SIZE=256, CHUNK=16),
-    _case(_lora_down_kernel, 4, EVEN_K=True, BLOCK_M=64, BLOCK_K=128, BLOCK_R=64, STAGES=3),
+    _case(_lora_reduce_kernel, **_TILE),
+    _case(_lora_reduce_kernel, **{**_TILE, "BLOCK_R": 64, "EVEN_N": False}),
+    _case(_lora_sum_kernel, BLOCK_N=128, BLOCK_R=16, SIZE=256, CHUNK=16),
 )

@@ -69,12 +69,13 @@ def _forward_heads(
     eps, offset, m, mask_m, cos, sin, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, REST: tl.constexpr,
     BLOCK_REST: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, BLOCK_R: tl.constexpr,
     BIAS: tl.constexpr, NORM: tl.constexpr, ROTATE: tl.constexpr, COPY_REST: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """A group of the H heads that begin with head ``first`` of the product, for a block of rows."""
     x = None
     if BLOCK_R:
         x = _low_rank_rows(x_ptr, m, x_m, mask_m, R, BLOCK_R)
-    for i in tl.range(0, HEADS, num_stages=1):
+    for i in tl.range(0, HEADS, num_stages=STAGES):
         head = (group * HEADS + i).to(tl.int64)
         mask = mask_m & (head < H)
         source, target = m * qkv_m + (first + head) * D, m * out_m + (first + head) * D
@@ -129,7 +130,7 @@ def _qkv_forward_kernel(
     POSITIONS: tl.constexpr, ROTATE: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr,
     HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, REST: tl.constexpr, BLOCK_REST: tl.constexpr,
     D: tl.constexpr, BLOCK_RQ: tl.constexpr, BLOCK_RK: tl.constexpr, BLOCK_RV: tl.constexpr,
-    BLOCK_M: tl.constexpr, HEADS: tl.constexpr,
+    BLOCK_M: tl.constexpr, HEADS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Programs run along groups of HEADS heads first (those of q, then of k, then of v), then along rows."""
     groups_q, groups_k, groups_v = tl.cdiv(HQ, HEADS), tl.cdiv(HK, HEADS), tl.cdiv(HV, HEADS)
@@ -147,19 +148,19 @@ def _qkv_forward_kernel(
         _forward_heads(
             group, 0, HQ, qkv_ptr, out_ptr, xq_ptr, wq_ptr, bias_ptr, weight_q_ptr, qkv_m, out_m, xq_m, wq_n,
             wq_r, RQ, eps, offset, m, mask_m, cos, sin, HALF, BLOCK_HALF, REST, BLOCK_REST, D, HEADS,
-            BLOCK_RQ, BIAS, NORM, ROTATE, NORM or BIAS or BLOCK_RQ > 0,
+            BLOCK_RQ, BIAS, NORM, ROTATE, NORM or BIAS or BLOCK_RQ > 0, STAGES,
         )  # fmt: skip
     elif group < groups_q + groups_k:
         _forward_heads(
             group - groups_q, HQ, HK, qkv_ptr, out_ptr, xk_ptr, wk_ptr, bias_ptr, weight_k_ptr, qkv_m, out_m,
             xk_m, wk_n, wk_r, RK, eps, offset, m, mask_m, cos, sin, HALF, BLOCK_HALF, REST, BLOCK_REST, D,
-            HEADS, BLOCK_RK, BIAS, NORM, ROTATE, NORM or BIAS or BLOCK_RK > 0,
+            HEADS, BLOCK_RK, BIAS, NORM, ROTATE, NORM or BIAS or BLOCK_RK > 0, STAGES,
         )  # fmt: skip
     else:
         _forward_heads(
             group - groups_q - groups_k, HQ + HK, HV, qkv_ptr, qkv_ptr, xv_ptr, wv_ptr, bias_ptr,
             weight_q_ptr, qkv_m, qkv_m, xv_m, wv_n, wv_r, RV, eps, offset, m, mask_m, cos, sin, HALF,
-            BLOCK_HALF, REST, BLOCK_REST, D, HEADS, BLOCK_RV, BIAS, False, False, True,
+            BLOCK_HALF, REST, BLOCK_REST, D, HEADS, BLOCK_RV, BIAS, False, False, True, STAGES,
         )  # fmt: skip
 
 
@@ -204,7 +205,7 @@ def _backward_heads(
     qkv_m, out_m, x_m, w_n, w_r, R, eps, offset, m, S, mask_m, cos, sin, HALF: tl.constexpr,
     BLOCK_HALF: tl.constexpr, REST: tl.constexpr, BLOCK_REST: tl.constexpr, D: tl.constexpr,
     HEADS: tl.constexpr, BLOCK_R: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr,
-    ROTATE: tl.constexpr, WEIGHT_GRADIENT: tl.constexpr,
+    ROTATE: tl.constexpr, WEIGHT_GRADIENT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The gradient of a group of heads; dw_ptr is where this program's share of the weight's goes."""
     x = None
@@ -212,7 +213,7 @@ def _backward_heads(
         x = _low_rank_rows(x_ptr, m, x_m, mask_m, R, BLOCK_R)
     dw_a, dw_c = tl.zeros((BLOCK_HALF,), tl.float32), tl.zeros((BLOCK_HALF,), tl.float32)
     dw_rest = tl.zeros((BLOCK_REST,), tl.float32)
-    for i in tl.range(0, HEADS, num_stages=1):
+    for i in tl.range(0, HEADS, num_stages=STAGES):
         head = (group * HEADS + i).to(tl.int64)
         mask = mask_m & (head < H)
         source = (m // S) * dy_b + (m % S) * dy_s + head * dy_h
@@ -260,7 +261,7 @@ def _qkv_backward_kernel(
     POSITIONS: tl.constexpr, ROTATE: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr,
     WEIGHT_GRADIENT: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, REST: tl.constexpr,
     BLOCK_REST: tl.constexpr, D: tl.constexpr, BLOCK_RQ: tl.constexpr, BLOCK_RK: tl.constexpr,
-    BLOCK_M: tl.constexpr, HEADS: tl.constexpr,
+    BLOCK_M: tl.constexpr, HEADS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Programs as in the forward kernel; dw_ptr has a row of D for each program."""
     groups_q, groups_k = tl.cdiv(HQ, HEADS), tl.cdiv(HK, HEADS)
@@ -280,19 +281,21 @@ def _qkv_backward_kernel(
             group, 0, HQ, dq_ptr, qkv_ptr, out_ptr, dw_ptr, xq_ptr, wq_ptr, bias_ptr, weight_q_ptr, dq_b,
             dq_h, dq_s, qkv_m, out_m, xq_m, wq_n, wq_r, RQ, eps, offset, m, S, mask_m, cos, sin, HALF,
             BLOCK_HALF, REST, BLOCK_REST, D, HEADS, BLOCK_RQ, BIAS, NORM, ROTATE, WEIGHT_GRADIENT,
+            STAGES,
         )  # fmt: skip
     elif group < groups_q + groups_k:
         _backward_heads(
             group - groups_q, HQ, HK, dk_ptr, qkv_ptr, out_ptr, dw_ptr, xk_ptr, wk_ptr, bias_ptr,
             weight_k_ptr, dk_b, dk_h, dk_s, qkv_m, out_m, xk_m, wk_n, wk_r, RK, eps, offset, m, S, mask_m,
             cos, sin, HALF, BLOCK_HALF, REST, BLOCK_REST, D, HEADS, BLOCK_RK, BIAS, NORM, ROTATE,
-            WEIGHT_GRADIENT,
+            WEIGHT_GRADIENT, STAGES,
         )  # fmt: skip
     else:
         _backward_heads(
             group - groups_q - groups_k, HQ + HK, HK, dv_ptr, qkv_ptr, out_ptr, dw_ptr, xk_ptr, wk_ptr,
             bias_ptr, weight_k_ptr, dv_b, dv_h, dv_s, qkv_m, out_m, xk_m, wk_n, wk_r, RK, eps, offset, m, S,
             mask_m, cos, sin, HALF, BLOCK_HALF, REST, BLOCK_REST, D, HEADS, 0, False, False, False, False,
+            STAGES,
         )  # fmt: skip
 
 
@@ -300,11 +303,12 @@ def _qkv_backward_kernel(
 
 
 class QKVTile(NamedTuple):
-    """Rows of a program, the heads it takes with one set of cosines, and its warps."""
+    """Rows of a program, the heads it takes with one set of cosines, its warps, and the heads in flight."""
 
     block_m: int
     heads: int
     num_warps: int
+    stages: int = 1
 
 
 class Operands(NamedTuple):
@@ -333,16 +337,15 @@ class Operands(NamedTuple):
     tables: Tables | None
 
 
-def qkv_tile(D: int, norm: bool, backward: bool) -> QKVTile:
-    """About 2048 values of a half head a program, so that they and their angles stay in registers."""
-    rows = 2048 // next_power_of_2(D // 2)
-    return QKVTile(max(16, min(64, rows // 2 if norm and backward else rows)), 4, 4)
+def qkv_tile(D: int) -> QKVTile:
+    """About 1024 values of a half head a program: many small programs keep the most bytes in flight."""
+    return QKVTile(max(16, min(64, 1024 // next_power_of_2(D // 2))), 4, 4)
 
 
 def launch_fwd(qkv: Tensor, out: Tensor, operands: Operands, tile: QKVTile | None = None) -> None:
     """q and k of ``qkv`` (M, >= (H + 2 Hk) D) to ``out`` (M, >= (H + Hk) D), which may be qkv; v in place."""
     o, M = operands, qkv.shape[0]
-    tile = tile or qkv_tile(o.D, bool(o.weights), False)
+    tile = tile or qkv_tile(o.D)
     heads = list(o.heads)
     if o.bias is None and o.low_rank[2][0].shape[1] == 0:
         heads[2] = 0
@@ -359,7 +362,7 @@ def launch_fwd(qkv: Tensor, out: Tensor, operands: Operands, tile: QKVTile | Non
             *(n for w in ws for n in w.stride()[:2]), *_table_strides(o.tables),
             NORM=bool(o.weights), BIAS=o.bias is not None, **_shape_constants(o),
             **{f"BLOCK_R{n}": _rank_block(r) for n, r in zip("QKV", ranks, strict=True)},
-            BLOCK_M=tile.block_m, HEADS=tile.heads, num_warps=tile.num_warps,
+            BLOCK_M=tile.block_m, HEADS=tile.heads, STAGES=tile.stages, num_warps=tile.num_warps,
         )  # fmt: skip
 
 
@@ -372,7 +375,7 @@ def launch_bwd(
     Returns the gradients of the norms' weights (2, D) in float32, or (0, D).
     """
     o, M = operands, dqkv.shape[0]
-    tile = tile or qkv_tile(o.D, bool(o.weights), True)
+    tile = tile or qkv_tile(o.D)
     groups = [cdiv(h, tile.heads) for h in o.heads]
     blocks = cdiv(M, tile.block_m)
     weight_gradient = weight_gradient and bool(o.weights)
@@ -389,7 +392,7 @@ def launch_bwd(
             NORM=bool(o.weights), BIAS=o.bias is not None, WEIGHT_GRADIENT=weight_gradient,
             **_shape_constants(o),
             **{f"BLOCK_R{n}": _rank_block(r) for n, r in zip("QK", ranks, strict=True)},
-            BLOCK_M=tile.block_m, HEADS=tile.heads, num_warps=tile.num_warps,
+            BLOCK_M=tile.block_m, HEADS=tile.heads, STAGES=tile.stages, num_warps=tile.num_warps,
         )  # fmt: skip
     if not weight_gradient:
         return parts.new_empty(0, o.D)
@@ -458,6 +461,7 @@ def _case(kernel: Any, norm: bool, **constants: Any) -> CompileCase:
     every = {
         "POSITIONS": False, "ROTATE": True, "NORM": norm, "BIAS": False, "HALF": 64, "BLOCK_HALF": 64,
         "REST": 0, "BLOCK_REST": 16, "D": 128, "BLOCK_RQ": 16, "BLOCK_RK": 16, "BLOCK_M": 32, "HEADS": 4,
+        "STAGES": 1,
         **({"BLOCK_RV": 16} if kernel is _qkv_forward_kernel else {"WEIGHT_GRADIENT": norm}), **constants,
     }  # fmt: skip
     signature = _signature(kernel, every)

@@ -1,6 +1,6 @@
-"""The thin products of a LoRA linear: the branch's inner values, and in one read of dy both of its gradients.
+"""The thin products of a LoRA linear's backward pass: both of its branch's gradients in one read of dy.
 
-    xa = s * x @ A^T          t_i = s_i * dy_i @ B_i          dB_i = dy_i^T @ xa_i          dA = t^T @ x
+    t_i = s_i * dy_i @ B_i          dB_i = dy_i^T @ xa_i          dA = t^T @ x          xa_i = s_i * x @ A_i^T
 
 Shapes: x (M, K), A (R, K), xa (M, R), dy (M, N). Linears side by side have slices of dy, dy_i (M, N_i), a B_i
 (N_i, r_i) each, and columns of xa and t each, in the same order; R is the sum of r_i. With xa scaled as it is
@@ -8,12 +8,11 @@ here, dB_i is the gradient of B_i, and t that of ``x @ A^T``: dA follows from it
 
 Rounding: each product is summed in float32, multiplied by its scaling, and rounded once.
 
-Floor: x or dy is read once. 8192 rows in bfloat16, at the 4.28 TB/s that a copy reaches on an H200: 16 us for
-4096 columns, 23 us for the 6144 of q, k and v, 110 us for the 28672 of gate and up. One product after the
-other reads dy twice.
+Floor: dy is read once. 8192 rows in bfloat16, at the 4.28 TB/s that a copy reaches on an H200: 16 us for 4096
+columns, 23 us for the 6144 of q, k and v, 110 us for the 28672 of gate and up. One product after the other
+reads dy twice. xa and dA are left to cuBLAS: a kernel of our own that reads x once took as long there.
 
-The kernels are in _lora_reduce_triton.py, the measured choice between them and cuBLAS is in `reduce_tile`,
-`gradient_tile` and `down_tile`.
+The kernels are in _lora_reduce_triton.py; where they are not the faster way (`reduce_tile`), cuBLAS runs.
 """
 
 from __future__ import annotations
@@ -29,9 +28,6 @@ from fewbits.kernels._lora_reduce_triton import (
     KERNEL_DTYPES,
     MAX_SLICES,
     ReduceSlice,
-    down_tile,
-    gradient_tile,
-    launch_down,
     launch_reduce,
     reduce_tile,
 )
@@ -39,8 +35,6 @@ from fewbits.kernels._lora_reduce_triton import (
 __all__ = [
     "LoRAGradients",
     "ReduceSlice",
-    "lora_a_gradient",
-    "lora_down",
     "lora_gradients",
     "lora_reduce",
     "lora_reduce_ref",
@@ -48,7 +42,7 @@ __all__ = [
 
 
 class LoRAGradients(NamedTuple):
-    """t (M, R) in dy's dtype, dA (R, K) or None, and dB_i (N_i, r_i) in B_i's dtype."""
+    """t (M, R) and dA (R, K) in dy's dtype, dA perhaps None, and dB_i (N_i, r_i) in B_i's dtype."""
 
     t: Tensor
     da: Tensor | None
@@ -69,18 +63,6 @@ def lora_reduce_ref(dy: Tensor, xa: Tensor, slices: Sequence[ReduceSlice]) -> tu
         dbs.append((part.t() @ xa[:, column : column + r].to(wide)).to(b.dtype))
         column += r
     return torch.cat(ts, 1).to(dy.dtype), dbs
-
-
-def lora_a_gradient_ref(t: Tensor, x: Tensor) -> Tensor:
-    """dA (R, K), at least float32."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    return t.to(wide).t() @ x.to(wide)
-
-
-def lora_down_ref(x: Tensor, a: Tensor, scaling: float) -> Tensor:
-    """xa (M, R) in x's dtype, from sums in float32 or wider."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    return (scaling * (x.to(wide) @ a.to(wide).t())).to(x.dtype)
 
 
 # 2. The ops: on a CPU they run the definition, on CUDA the kernel where it is the faster way, else cuBLAS.
@@ -142,47 +124,6 @@ def _scaled_product(left: Tensor, right: Tensor, scaling: float, out: Tensor) ->
     return torch.addmm(out, left, right, beta=0, alpha=scaling, out=out)
 
 
-@torch.library.custom_op("fewbits::lora_a_gradient", mutates_args=())
-def _lora_a_gradient(t: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
-    return lora_a_gradient_ref(t, x).to(dtype)
-
-
-@_lora_a_gradient.register_kernel("cuda")
-def _(t: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
-    tile = gradient_tile(x.device, x.shape, t.shape[1]) if _fits(x, t) else None
-    if tile is None:
-        return (t.t().to(x.dtype) @ x).to(dtype)
-    da = torch.empty(t.shape[1], x.shape[1], dtype=dtype, device=x.device)
-    shape_of_b = da.t()  # nothing but its shape is read
-    launch_reduce(x, t, [ReduceSlice(0, shape_of_b, 1.0)], None, [da], tile, transposed=True)
-    return da
-
-
-@_lora_a_gradient.register_fake
-def _(t: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
-    return x.new_empty(t.shape[1], x.shape[1], dtype=dtype)
-
-
-@torch.library.custom_op("fewbits::lora_down", mutates_args=())
-def _lora_down(x: Tensor, a: Tensor, scaling: float) -> Tensor:
-    return lora_down_ref(x, a, scaling)
-
-
-@_lora_down.register_kernel("cuda")
-def _(x: Tensor, a: Tensor, scaling: float) -> Tensor:
-    out = x.new_empty(x.shape[0], a.shape[0])
-    tile = down_tile(x.device, x.shape, a.shape[0]) if _fits(x, x) and a.stride(1) == 1 else None
-    if tile is None:
-        return _scaled_product(x, a.to(x.dtype).t(), scaling, out)
-    launch_down(x, a, out, scaling, tile)
-    return out
-
-
-@_lora_down.register_fake
-def _(x: Tensor, a: Tensor, scaling: float) -> Tensor:
-    return x.new_empty(x.shape[0], a.shape[0])
-
-
 def _slices(bs: Sequence[Tensor], starts: Sequence[int], scalings: Sequence[float]) -> list[ReduceSlice]:
     return [ReduceSlice(*of) for of in zip(starts, bs, scalings, strict=True)]
 
@@ -228,26 +169,10 @@ def lora_reduce(
     return t, dbs
 
 
-def lora_a_gradient(t: Tensor, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """dA (R, K) = t^T @ x for t (M, R) and x (M, K), rows perhaps apart, in ``dtype`` or x's."""
-    if t.shape[0] != x.shape[0]:
-        raise BadInput(f"t and x must have as many rows; got {tuple(t.shape)} and {tuple(x.shape)}.")
-    made: Tensor = _lora_a_gradient(t, x, dtype or x.dtype)
-    return made
-
-
-def lora_down(x: Tensor, a: Tensor, scaling: float = 1.0) -> Tensor:
-    """xa (M, R) = scaling * x @ a^T for x (M, K), rows perhaps apart, and a (R, K)."""
-    if x.shape[1] != a.shape[1]:
-        raise BadInput(f"x (M, K) and a (R, K) must agree in K; got {tuple(x.shape)} and {tuple(a.shape)}.")
-    made: Tensor = _lora_down(x, a, float(scaling))
-    return made
-
-
 def lora_gradients(
     dy: Tensor, x: Tensor | None, xa: Tensor, slices: Sequence[ReduceSlice], *, out: Tensor | None = None
 ) -> LoRAGradients:
-    """t, dA and every dB of linears side by side, as `lora_reduce` and `lora_a_gradient` give them.
+    """t, dA and every dB of linears side by side.
 
     Args:
         dy: as in `lora_reduce`.
@@ -260,4 +185,4 @@ def lora_gradients(
         BadInput: shapes do not fit.
     """
     t, dbs = lora_reduce(dy, xa, slices, out=out)
-    return LoRAGradients(t, None if x is None else lora_a_gradient(t, x, slices[0].b.dtype), dbs)
+    return LoRAGradients(t, None if x is None else t.t() @ x, dbs)
