@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import io
+import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from fewbits.errors import BadInput, Unsupported
@@ -163,3 +165,26 @@ def test_cuda_equals_the_definition_on_a_cpu() -> None:
             optimizer.step()
         made.append(weight.detach().cpu())
     assert torch.equal(*made)
+
+
+def test_a_run_with_it_resumes_to_the_same_bits(tiny_folder, tiny_data, tmp_path) -> None:
+    from fewbits.training.config import TrainConfig
+    from fewbits.training.run import train
+
+    def run(name: str, **options) -> Tensor:
+        config = TrainConfig(
+            model=str(tiny_folder), train_data=str(tiny_data), output_dir=str(tmp_path / name), device="cpu",
+            load_in_4bit=False, lora_r=0, optimizer="adamw_8bit", learning_rate=5e-3, report=False, samples=0,
+            batch_size=4, save_steps=3, keep_checkpoints=9, epochs=1.0, **options,
+        )  # fmt: skip
+        train(config, resume=bool((tmp_path / name).exists()))
+        return load_file(tmp_path / name / "final" / "model.safetensors")["model.embed_tokens.weight"]
+
+    whole = run("whole")
+    newest = max((tmp_path / "whole" / "checkpoints").iterdir(), key=lambda p: int(p.name.rpartition("-")[2]))
+    state = torch.load(newest / "optimizer.pt", weights_only=True)["state"]
+    assert {s["m"].dtype for s in state.values()} == {torch.uint8, torch.float32}
+    for folder in (tmp_path / "whole" / "final", *(tmp_path / "whole" / "checkpoints").iterdir()):
+        if folder.name != "checkpoint-3":
+            shutil.rmtree(folder)
+    assert torch.equal(run("whole"), whole)
