@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import json
 import shutil
 
 import pytest
@@ -187,4 +188,6 @@ def test_a_run_with_it_resumes_to_the_same_bits(tiny_folder, tiny_data, tmp_path
     for folder in (tmp_path / "whole" / "final", *(tmp_path / "whole" / "checkpoints").iterdir()):
         if folder.name != "checkpoint-3":
             shutil.rmtree(folder)
+    record = tmp_path / "whole" / "run.json"
+    record.write_text(json.dumps({**json.loads(record.read_text()), "status": "running"}))
     assert torch.equal(run("whole"), whole)
