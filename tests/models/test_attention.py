@@ -176,6 +176,22 @@ def test_with_adapters_and_recomputed_layers():
     assert_same(loss_and_gradients(model, **inputs), want)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("variant", ["llama", "mistral", "gemma2"])
+def test_under_autocast(variant, device):
+    """Weights in float32, products in bfloat16: queries come in float32 and values in bfloat16."""
+    model = tiny(variant, **VARIANTS[variant]).to(device)
+    ids = tokens(2, 30).to(device)
+    packed = {"input_ids": ids, "position_ids": positions(LENGTHS).to(device)}
+    packed |= Segments.from_lengths([n for row in LENGTHS for n in row], device=device).keywords()
+    use_attention(model)
+    exact = [loss_and_gradients(model, **inputs) for inputs in ({"input_ids": ids}, packed)]
+    for inputs, want in zip(({"input_ids": ids}, packed), exact, strict=True):
+        with torch.autocast(device, torch.bfloat16):
+            got = loss_and_gradients(model, **inputs)
+        assert 1e-4 < (got[0].float() - want[0]).norm() / want[0].norm() < 0.1
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_fused_layers_see_the_same_rows(variant):
     """Windows, caps and segments, with one attention under both kinds of layers."""

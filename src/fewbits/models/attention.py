@@ -151,14 +151,14 @@ def attention_receipt(
         model: a Hugging Face model of a known family; a PeftModel will do.
         seq_len: the longest row; None: as long as the model allows.
         packed: several rows in a sequence.
-        dtype: of the activations; None: the model's.
+        dtype: of the activations; None: the embedding's.
         device: None: the model's.
     """
     if model_type_of(model) not in SPECS:
         return []
     state = used_attention(model)
     where = torch.device(device) if device is not None else next(model.parameters()).device
-    dtype = dtype or _decoder(model).config.dtype or torch.get_default_dtype()
+    dtype = dtype or model.get_input_embeddings().weight.dtype
     groups: dict[tuple[AttentionFacts, Choice], int] = {}
     for module in _attentions(model):
         facts = attention_facts(module)
@@ -250,10 +250,12 @@ def _attention_function(fallback: Callable[[Any], Callable[..., Any]]) -> Callab
         if kwargs.get("dropout"):
             raise Unsupported("attention with dropout needs a mask; give none and let the model build it.")
         segments = Segments.from_keywords(kwargs, query.shape[0] * query.shape[2])
+        kind = query.device.type  # rotary positions are in float32 under autocast, and values are not
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else value.dtype
         out = attention(
-            query,
-            key,
-            value,
+            query.to(dtype),
+            key.to(dtype),
+            value.to(dtype),
             scale=scaling,
             window=kwargs.get("sliding_window"),
             soft_cap=kwargs.get("softcap"),

@@ -146,7 +146,7 @@ def varlen(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
     arguments, window = _ragged(q, k, v, pattern)
-    # torch 2.12 began to ask whether fewer heads of keys are meant
+    # later versions of torch ask whether fewer heads of keys are meant
     grouped: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in _parameters(varlen_attn) else {}
     out: Any = varlen_attn(*arguments, scale=pattern.scale, window_size=window, **grouped)
     return _as_batch(out, q)

@@ -130,7 +130,8 @@ def load_model(config: TrainConfig) -> Built:
             " lora_r for adapters, or load_in_4bit=false without a recipe to train all weights."
         )
     lines = ["" if conversion is None else str(conversion.receipt), use_attention(model)]
-    lines += attention_receipt(model, seq_len=config.max_seq_length, packed=config.packing)
+    autocast = torch.bfloat16 if on_gpu and lora is None and config.dtype == "auto" else None
+    lines += attention_receipt(model, seq_len=config.max_seq_length, packed=config.packing, dtype=autocast)
     return Built(model, tokenizer, recipe, lora, "\n".join(line for line in lines if line))
 
 
