@@ -9,8 +9,14 @@ import torch
 from torch import Tensor
 
 from fewbits.bench.problem import Case, Problem, Run, Variant, randn
+from fewbits.kernels._gated_triton import Quantized8
+from fewbits.kernels.gated_activation import (
+    gated_activation_backward_into,
+    gated_activation_backward_ref,
+    gated_activation_into,
+)
 from fewbits.kernels.matmul_float8 import float8_linear, float8_weight, scale_row, weight_scale
-from fewbits.kernels.quantize_float8 import quantize_blocks, quantize_rows, quantize_tensor
+from fewbits.kernels.quantize_float8 import quantize_blocks, quantize_rows, quantize_tensor, scale_of_amax
 from fewbits.kernels.rmsnorm import rmsnorm_backward_ref, rmsnorm_backward_rows, rmsnorm_ref, rmsnorm_rows
 
 _EPS = 1e-5
@@ -118,6 +124,52 @@ def _codes(x: Tensor) -> Tensor:
     return x / (x.abs().amax(1, keepdim=True) / _LARGEST)
 
 
+# Gated activations.
+
+
+def gated_cases(max_size: int) -> list[Case]:
+    """Llama-3.1-8B's SwiGLU to float8 under one scale: h, also in 16 bits, or dgate and dup."""
+    M, N = min(8192, max_size), min(14336, max_size)
+    forward = Case(
+        op="gated_activation", part="float8_forward", format="float8_e4m3", M=M, N=N, bytes_moved=7 * M * N,
+        tolerance=_ONE_ROUNDING, build=_gated_problem,
+    )  # fmt: skip
+    return [forward, replace(forward, part="float8_backward", bytes_moved=8 * M * N)]
+
+
+def _gated_problem(case: Case, device: torch.device) -> Problem:
+    gate_up = randn(device, torch.bfloat16, case.M, 2 * case.N)
+    dh = randn(device, torch.bfloat16, case.M, case.N)
+    gate, up = gate_up.chunk(2, 1)
+    forward = case.part == "float8_forward"
+
+    def exact() -> Sequence[Tensor]:
+        de, du, h = gated_activation_backward_ref(dh.double(), gate.double(), up.double(), "silu")
+        return ((h if forward else torch.cat([de, du], 1)) / scale,)
+
+    scale = scale_of_amax(torch.full((1,), 64.0, device=device))
+    inverse, dense, amax = 1 / scale, torch.empty_like(dh), torch.zeros(1, device=device)
+    q = torch.empty(case.M, case.N if forward else 2 * case.N, dtype=torch.float8_e4m3fn, device=device)
+
+    def ours() -> Sequence[Tensor]:
+        made = Quantized8(q, inverse, amax)
+        if forward:
+            gated_activation_into(gate, up, dense, quantized=made)
+        else:
+            gated_activation_backward_into(dh, gate, up, None, None, quantized=made)
+        return (q,)
+
+    def apart() -> Sequence[Tensor]:  # the same kernel in 16 bits, and another one to 8
+        if forward:
+            gated_activation_into(gate, up, dense)
+            return quantize_tensor(dense, scale=scale)[:1]
+        both = torch.empty_like(gate_up)
+        gated_activation_backward_into(dh, gate, up, *both.chunk(2, 1))
+        return quantize_tensor(both, scale=scale)[:1]
+
+    return Problem({"fewbits": _plain(ours), "fewbits_apart": _plain(apart)}, exact)
+
+
 # Products.
 
 
@@ -185,4 +237,4 @@ def _weight_problem(case: Case, device: torch.device) -> Problem:
     return Problem({"fewbits": _plain(ours), "torch_eager": _plain(eager)}, exact)
 
 
-MAKERS = (quantize_cases, norm_cases, product_cases)
+MAKERS = (quantize_cases, norm_cases, gated_cases, product_cases)

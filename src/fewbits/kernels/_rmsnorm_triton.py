@@ -94,14 +94,16 @@ def _rmsnorm_bwd_kernel(
         mask = mask_m[:, None] & mask_n[None, :]
         dy = tl.load(dy_ptr + offs_m[:, None] * stride_dym + offs_n[None, :], mask=mask, other=0.0)
         x = tl.load(x_ptr + offs_m[:, None] * stride_xm + offs_n[None, :], mask=mask, other=0.0)
+        if RESIDUAL:  # before the sum, which every warp waits for: 70 us, after it 86 us (9 bytes a value)
+            at = offs_m[:, None] * stride_rm + offs_n[None, :]
+            residual = tl.load(residual_ptr + at, mask=mask, other=0.0)
         r = tl.load(r_ptr + offs_m, mask=mask_m, other=0.0)
         dy = dy.to(tl.float32)
         xhat = x.to(tl.float32) * r[:, None]
         g = dy * w[None, :]
         dx = r[:, None] * (g - xhat * (tl.sum(g * xhat, 1) / N)[:, None])
         if RESIDUAL:
-            at = offs_m[:, None] * stride_rm + offs_n[None, :]
-            dx += tl.load(residual_ptr + at, mask=mask, other=0.0).to(tl.float32)
+            dx += residual.to(tl.float32)
         dx = dx.to(dx_ptr.dtype.element_ty)
         tl.store(dx_ptr + offs_m[:, None] * N + offs_n[None, :], dx, mask=mask)
         if QUANTIZE:
