@@ -28,7 +28,7 @@ KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 MAX_RANK = 128
 MAX_SLICES = 3
 _SHARED_BYTES = 200 * 1024  # what programs of one multiprocessor may hold
-_CHUNK = 16  # shares that the second kernel reads at once
+_UNROLL = 8  # shares that the second kernel reads at once
 
 
 # 1. The kernels.
@@ -53,7 +53,7 @@ def _lora_reduce_kernel(
     start0, start1, start2, N0, N1, N2, R0, R1, R2, slabs0, slabs1, slabs2,
     b0_n, b0_r, b1_n, b1_r, b2_n, b2_r,
     EVEN_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
-    STAGES: tl.constexpr, EVICT: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program has ``tiles`` tiles of a slab. Shares: t (slabs, M, R), d (splits, slabs, N, R)."""
     slabs = slabs0 + slabs1 + slabs2
@@ -79,7 +79,7 @@ def _lora_reduce_kernel(
         m = first + tile * BLOCK_M + offs_m
         mask_m = m < M
         mask = mask_m[:, None] if EVEN_N else mask_m[:, None] & (n < N)[None, :]
-        y = tl.load(y_ptrs, mask=mask, other=0.0, eviction_policy=EVICT)
+        y = tl.load(y_ptrs, mask=mask, other=0.0)
         y_ptrs += BLOCK_M * y_m
         t = tl.dot(y, b)
         u = tl.load(u_ptrs, mask=mask_m[:, None] & (offs_r < R)[None, :], other=0.0)
@@ -92,13 +92,13 @@ def _lora_reduce_kernel(
 
 
 @jit
-def _sum(ptr, count, stride, at, CHUNK: tl.constexpr, SIZE: tl.constexpr):
-    """The sum of ``count`` shares, each ``stride`` numbers after the one before."""
+def _sum(ptr, count, stride, at, SIZE: tl.constexpr, UNROLL: tl.constexpr):
+    """The sum of ``count`` shares, each ``stride`` numbers after the one before; UNROLL loads at a time."""
     total = tl.zeros((SIZE,), tl.float32)
-    for first in tl.range(0, count, CHUNK):
-        share = first + tl.arange(0, CHUNK)
-        offs = share.to(tl.int64)[:, None] * stride + at[None, :]
-        total += tl.sum(tl.load(ptr + offs, mask=(share < count)[:, None], other=0.0), 0)
+    for first in tl.range(0, count, UNROLL):
+        for j in tl.static_range(UNROLL):
+            there = (at >= 0) & (first + j < count)
+            total += tl.load(ptr + tl.cast(first + j, tl.int64) * stride + at, mask=there, other=0.0)
     return total
 
 
@@ -106,7 +106,7 @@ def _sum(ptr, count, stride, at, CHUNK: tl.constexpr, SIZE: tl.constexpr):
 def _lora_sum_kernel(
     t_ptr, d_ptr, t_out_ptr, d0_ptr, d1_ptr, d2_ptr, M, splits, slices, blocks, out_m, s0, s1, s2,
     N0, N1, N2, R0, R1, R2, slabs0, slabs1, slabs2,
-    BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, SIZE: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, SIZE: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """The first ``slices * blocks`` programs add shares of t and write SIZE numbers each, the others db's."""
     pid = tl.program_id(0)
@@ -118,7 +118,7 @@ def _lora_sum_kernel(
         inside = m < M
         stride = tl.cast(M, tl.int64) * BLOCK_R
         shares = t_ptr + _pick(i, 0, slabs0, slabs0 + slabs1) * stride
-        total = _sum(shares, _pick(i, slabs0, slabs1, slabs2), stride, tl.where(inside, at, 0), CHUNK, SIZE)
+        total = _sum(shares, _pick(i, slabs0, slabs1, slabs2), stride, tl.where(inside, at, -1), SIZE, UNROLL)
         total *= _pick(i, s0, s1, s2)
         t_ptrs = t_out_ptr + m * out_m + _pick(i, 0, R0, R0 + R1) + r
         tl.store(t_ptrs, total.to(t_out_ptr.dtype.element_ty), mask=inside & (r < _pick(i, R0, R1, R2)))
@@ -127,7 +127,7 @@ def _lora_sum_kernel(
         slabs = slabs0 + slabs1 + slabs2
         slab = first // (BLOCK_R * BLOCK_N)
         at = first + offs
-        total = _sum(d_ptr, splits, tl.cast(slabs, tl.int64) * (BLOCK_N * BLOCK_R), at, CHUNK, SIZE)
+        total = _sum(d_ptr, splits, tl.cast(slabs, tl.int64) * (BLOCK_N * BLOCK_R), at, SIZE, UNROLL)
         i = (slab >= slabs0).to(tl.int32) + (slab >= slabs0 + slabs1).to(tl.int32)
         n, r = at // BLOCK_R - _pick(i, 0, slabs0, slabs0 + slabs1) * BLOCK_N, at % BLOCK_R
         N, R = _pick(i, N0, N1, N2), _pick(i, R0, R1, R2)
@@ -150,7 +150,6 @@ class ReduceTile(NamedTuple):
     num_warps: int
     stages: int
     splits: int = 0
-    evict: str = ""
 
 
 class ReduceSlice(NamedTuple):
@@ -165,7 +164,7 @@ class ReduceSlice(NamedTuple):
 def reduce_tile(device: torch.device, M: int, widths: tuple[int, ...], rank: int) -> ReduceTile | None:
     """The tile, or None where two products by cuBLAS are the better or the only known choice."""
     wide = torch.cuda.get_device_capability(device)[0] == 9  # its shared memory holds the tiles
-    if not wide or rank > 16 or M < 4096 or sum(widths) < 4096:
+    if not wide or rank > 16 or M < 4096 or sum(widths) < 2048:
         return None
     return ReduceTile(64, 512, 8, 3)
 
@@ -205,19 +204,19 @@ def launch_reduce(
     d_shares = dy.new_empty(splits * sum(slabs) * tile.block_n * block_r, dtype=torch.float32)
     bs = _three([s.b for s in slices], slices[0].b)
     numbers = [n for of in (widths, ranks, slabs) for n in _three(of, 0)]
-    size = min(256, tile.block_n * block_r)
+    size = min(512, tile.block_n * block_r)
     blocks = cdiv(M * block_r, size)
     with on_device_of(dy):
         _lora_reduce_kernel[(sum(slabs) * splits,)](
             dy, u, *bs, t_shares, d_shares, M, tiles_each, dy.stride(0), u.stride(0),
             *_three([s.start for s in slices], 0), *numbers, *(n for b in bs for n in b.stride()),
             EVEN_N=all(n % tile.block_n == 0 for n in widths), BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
-            BLOCK_R=block_r, STAGES=tile.stages, EVICT=tile.evict, num_warps=tile.num_warps,
+            BLOCK_R=block_r, STAGES=tile.stages, num_warps=tile.num_warps,
         )  # fmt: skip
         _lora_sum_kernel[(len(slices) * blocks + sum(slabs) * tile.block_n * block_r // size,)](
             t_shares, d_shares, t, *_three(ds, ds[0]), M, splits, len(slices), blocks, t.stride(0),
             *_three([float(s.scaling) for s in slices], 1.0), *numbers, BLOCK_N=tile.block_n, BLOCK_R=block_r,
-            SIZE=size, CHUNK=min(_CHUNK, next_power_of_2(max(splits, *slabs))), num_warps=4,
+            SIZE=size, UNROLL=_UNROLL, num_warps=4,
         )  # fmt: skip
 
 
@@ -248,11 +247,10 @@ _TILE: dict[str, Any] = {
     "BLOCK_N": 128,
     "BLOCK_R": 16,
     "STAGES": 3,
-    "EVICT": "",
 }
 
 COMPILE_CASES = (
     _case(_lora_reduce_kernel, **_TILE),
     _case(_lora_reduce_kernel, **{**_TILE, "BLOCK_R": 64, "EVEN_N": False}),
-    _case(_lora_sum_kernel, BLOCK_N=128, BLOCK_R=16, SIZE=256, CHUNK=16),
+    _case(_lora_sum_kernel, BLOCK_N=128, BLOCK_R=16, SIZE=512, UNROLL=8),
 )

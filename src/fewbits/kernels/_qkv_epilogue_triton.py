@@ -337,15 +337,24 @@ class Operands(NamedTuple):
     tables: Tables | None
 
 
-def qkv_tile(D: int) -> QKVTile:
-    """About 1024 values of a half head a program: many small programs keep the most bytes in flight."""
-    return QKVTile(max(16, min(64, 1024 // next_power_of_2(D // 2))), 4, 4)
+def qkv_tile(D: int, rank: int, normed_backward: bool = False) -> QKVTile:
+    """As measured on an H200, with branches of the largest ``rank``.
+
+    Without branches many small programs keep the most bytes in flight. A branch's product stands in the way
+    of the next head's loads: these are made ahead, as far as shared memory goes.
+    """
+    half = next_power_of_2(D // 2)
+    if rank == 0:
+        return QKVTile(max(16, min(64, 1024 // half)), 4 if normed_backward else 2, 4)
+    if rank <= 64 and D <= 128:
+        return QKVTile(max(16, min(64, 2048 // half)), 8, 4, 3 if rank <= 16 else 2)
+    return QKVTile(max(16, min(64, 1024 // half)), 4, 4)
 
 
 def launch_fwd(qkv: Tensor, out: Tensor, operands: Operands, tile: QKVTile | None = None) -> None:
     """q and k of ``qkv`` (M, >= (H + 2 Hk) D) to ``out`` (M, >= (H + Hk) D), which may be qkv; v in place."""
     o, M = operands, qkv.shape[0]
-    tile = tile or qkv_tile(o.D)
+    tile = tile or qkv_tile(o.D, max(x.shape[1] for x, _ in o.low_rank))
     heads = list(o.heads)
     if o.bias is None and o.low_rank[2][0].shape[1] == 0:
         heads[2] = 0
@@ -375,7 +384,8 @@ def launch_bwd(
     Returns the gradients of the norms' weights (2, D) in float32, or (0, D).
     """
     o, M = operands, dqkv.shape[0]
-    tile = tile or qkv_tile(o.D)
+    rank = max(x.shape[1] for x, _ in o.low_rank) if o.weights else 0
+    tile = tile or qkv_tile(o.D, rank, bool(o.weights))
     groups = [cdiv(h, tile.heads) for h in o.heads]
     blocks = cdiv(M, tile.block_m)
     weight_gradient = weight_gradient and bool(o.weights)
@@ -471,11 +481,12 @@ def _case(kernel: Any, norm: bool, **constants: Any) -> CompileCase:
 
 
 COMPILE_CASES = (
-    _case(_qkv_forward_kernel, False),
+    _case(_qkv_forward_kernel, False, HEADS=8, STAGES=3),
+    _case(_qkv_forward_kernel, False, HEADS=8, STAGES=2, BLOCK_RQ=64, BLOCK_RK=64, BLOCK_RV=64),
     _case(_qkv_forward_kernel, True, BLOCK_RQ=0, BLOCK_RK=0, BLOCK_RV=0),
     _case(_qkv_forward_kernel, True, BIAS=True, HALF=48, REST=32, BLOCK_REST=32, BLOCK_RQ=128),
     _case(_qkv_forward_kernel, False, BLOCK_RQ=0, BLOCK_RK=0, BLOCK_RV=0, POSITIONS=True),
     _case(_qkv_backward_kernel, False, BLOCK_RQ=0, BLOCK_RK=0),
-    _case(_qkv_backward_kernel, True, HALF=48, REST=32, BLOCK_REST=32),
+    _case(_qkv_backward_kernel, True, HALF=48, REST=32, BLOCK_REST=32, HEADS=8, STAGES=3),
     _case(_qkv_backward_kernel, True, BLOCK_RQ=128, BIAS=True, HALF=128, BLOCK_HALF=128, D=256, BLOCK_M=16),
 )
