@@ -17,7 +17,7 @@ from fewbits.bench.train import builders, parity, results, schedule
 from fewbits.bench.train.builders import Job
 from fewbits.bench.train.command import _without
 from fewbits.bench.train.configurations import CONFIGURATIONS, choose, configuration
-from fewbits.bench.train.longest import bisect, line_through
+from fewbits.bench.train.longest import Line, bisect, find, line_through
 from fewbits.bench.train.reference import Decoder, rope_of, token_losses
 from fewbits.bench.train.schedule import Outcome, Task, waves
 from fewbits.bench.train.shapes import SHAPES, Shape, batch_of, batches, flops_per_token, shape_of
@@ -227,6 +227,27 @@ def test_bisect_where_nothing_fits() -> None:
 def test_line() -> None:
     line = line_through([(1, 5.0), (2, 8.0), (3, 9.0)])
     assert line(1) == 5 and line(3) == 9 and line(5) == 13
+
+
+class FakeTrial:
+    """32 layers of 100 bytes a token, 9 a token beside them, and 1000 bytes of weights."""
+
+    layers = 32
+
+    def cut(self) -> None:
+        self.layers = 1
+
+    def peak(self, tokens: int, layers: int | str) -> int:
+        assert layers == ("all" if self.layers == 32 else 1)
+        return 1000 + (9 + 100 * self.layers) * tokens
+
+    def fits(self, tokens: int, rest: Line) -> bool:
+        return self.peak(tokens, 1) + rest(tokens) <= 1_000_000
+
+
+def test_the_longest_sequence_counts_the_layers_that_are_cut() -> None:
+    found = find(FakeTrial(), 4, 1_000_000)
+    assert found["tokens"] == (1_000_000 - 1000) // 3209 // 4 * 4 and found["bytes_per_token"] == 3209
 
 
 def outcome(name: str, ms: float | None, *, failures: tuple[str, ...] = (), gib: float = 4.0) -> Outcome:

@@ -11,7 +11,7 @@ grows layer by layer is a line through measured points.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from rich.table import Table
@@ -83,24 +83,39 @@ def search(job: Job, tell: Callable[..., None], wait: Callable[[str], None]) -> 
         return
     trainer.start()
     wait("warm")
-    trial = _Trial(trainer, built.model, tell)
+    total = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+    found = find(_Trial(trainer, built.model, tell), grain, total)
+    tell("longest", layers=config.num_hidden_layers, memory_gib=round(total / 2**30, 2), **found)
+
+
+class Trial(Protocol):
+    """Steps of one model at many lengths."""
+
+    def cut(self) -> None:
+        """Run one layer from now on."""
+
+    def peak(self, tokens: int, layers: int | str) -> int:
+        """Peak of allocated bytes of a step."""
+
+    def fits(self, tokens: int, rest: Line) -> bool:
+        """Whether a step fits beside what the layers that are cut hold at this length."""
+
+
+def find(trial: Trial, grain: int, total: int) -> dict[str, Any]:
+    """The longest multiple of ``grain`` tokens whose step fits, and the lines that led to it."""
     whole = [(m * grain, float(trial.peak(m * grain, "all"))) for m in _MULTIPLES]
     trial.cut()
     part = [(m * grain, float(trial.peak(m * grain, 1))) for m in _MULTIPLES]
     rest = line_through([(x, y - z) for (x, y), (_, z) in zip(whole, part, strict=True)])
-    line, total = line_through(whole), torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+    line = line_through(whole)
     guess = int((total - line.fixed) / line.slope)
-    found = bisect(lambda tokens: trial.fits(tokens, rest), guess, grain)
-    tell(
-        "longest",
-        tokens=found,
-        predicted=guess,
-        layers=config.num_hidden_layers,
-        memory_gib=round(total / 2**30, 2),
-        fixed_gib=round(line.fixed / 2**30, 3),
-        bytes_per_token=round(line.slope),
-        points=[[x, round(y / 2**30, 3)] for x, y in whole],
-    )
+    return {
+        "tokens": bisect(lambda tokens: trial.fits(tokens, rest), guess, grain),
+        "predicted": guess,
+        "fixed_gib": round(line.fixed / 2**30, 3),
+        "bytes_per_token": round(line.slope),
+        "points": [[x, round(y / 2**30, 3)] for x, y in whole],
+    }
 
 
 class _Trial:
