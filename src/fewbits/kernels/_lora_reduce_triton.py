@@ -81,10 +81,10 @@ def _lora_reduce_kernel(
         mask = mask_m[:, None] if EVEN_N else mask_m[:, None] & (n < N)[None, :]
         y = tl.load(y_ptrs, mask=mask, other=0.0)
         y_ptrs += BLOCK_M * y_m
-        t = tl.dot(y, b)
+        t = tl.dot(y, b, input_precision="ieee")
         u = tl.load(u_ptrs, mask=mask_m[:, None] & (offs_r < R)[None, :], other=0.0)
         u_ptrs += BLOCK_M * u_m
-        d = tl.dot(tl.trans(y), u, d)
+        d = tl.dot(tl.trans(y), u, d, input_precision="ieee")
         to = t_ptr + (slab.to(tl.int64) * M + m)[:, None] * BLOCK_R + offs_r[None, :]
         tl.store(to, t, mask=mask_m[:, None])
     row = (split * slabs + slab).to(tl.int64) * BLOCK_N + offs_n
