@@ -55,9 +55,11 @@ def test_less_memory_never_costs_fewer_seconds() -> None:
     plans = [of_8b().plan(int(gib * GIB)) for gib in (40, 34, 30, 24, 20, 16, 12, 10, 8.1)]
     assert all(p.fits for p in plans)
     assert [p.seconds for p in plans] == sorted(p.seconds for p in plans)
-    some = plans[3]  # 24 GiB: the MLP again in some layers only
-    assert 0 < sum(not keep.mlp for keep in some.keeps) < 8 and not some.offloads
+    some = plans[3]  # 24 GiB: attention again in some layers only
+    assert 0 < sum(not keep.attention for keep in some.keeps) < 32 and all(keep.mlp for keep in some.keeps)
     assert plans[-1].offloads
+    alone = of_8b(can_offload=False).plan(24 * GIB)  # and the MLP in some, without the host's help
+    assert alone.fits and 0 < sum(not keep.mlp for keep in alone.keeps) < 8 and alone.seconds > some.seconds
 
 
 def test_what_never_fits_is_said() -> None:

@@ -180,3 +180,26 @@ def test_the_order_depends_on_seed_and_epoch_only():
     sampler.set_epoch(1)
     assert list(sampler) != first
     assert list(EpochSampler(50, seed=4)) != first
+
+
+def test_batches_of_a_graph_differ_in_values_alone():
+    examples = make_examples([5, 9, 3, 12, 7, 4, 10, 6, 2, 2, 2])
+    bins = pack([len(e) for e in examples], 16)
+    data = SequenceDataset(examples, bins)
+    assert data.longest() == 16 and data.most_rows() == max(map(len, bins))
+    collate = Collator(0, packed=True, width=16, segments=2 * (data.most_rows() + 1))
+    plain = Collator(0, packed=True, width=16)
+    shapes = set()
+    for i in range(0, len(bins) - 1, 2):
+        batch, other = (c([data[i], data[i + 1]]) for c in (collate, plain))
+        shapes.add(
+            tuple(
+                (k, v.shape if torch.is_tensor(v) else v)
+                for k, v in batch.items()
+                if k != "rows" and k != "num_tokens"
+            )
+        )
+        ends, expected = batch["cu_seq_lens_q"].tolist(), other["cu_seq_lens_q"].tolist()
+        assert sorted(set(ends)) == sorted(set(expected)) and len(ends) == 2 * (data.most_rows() + 1) + 1
+        assert batch["max_length_q"] == 16
+    assert len(shapes) == 1

@@ -234,6 +234,9 @@ def training_arguments(
         bf16=on_gpu and lora is None and config.dtype == "auto",
         fp16=on_gpu and lora is None and config.dtype == "float16",
         dataloader_pin_memory=on_gpu,
+        accelerator_config={
+            "non_blocking": on_gpu
+        },  # batches come from pinned memory: nobody waits for a copy
     )
     if args.n_gpu > 1:
         args._n_gpu = 1  # otherwise the host would wrap the model in DataParallel

@@ -49,15 +49,25 @@ class CudaBackend:
     def capture(self, work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
         """Record without running: what replays it, and where its result will be."""
         graph = torch.cuda.CUDAGraph()
-        # Threads of the data loader may allocate pinned memory meanwhile.
-        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
-            result = work()
+        here = torch.cuda.current_stream(self.device)
+        try:
+            # Threads of the data loader may allocate pinned memory meanwhile.
+            with torch.cuda.graph(
+                graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"
+            ):
+                result = work()
+        finally:
+            torch.cuda.set_stream(here)  # torch leaves its own stream behind when a capture breaks off
         self.pool = graph.pool()
         return graph.replay, result
 
     def failed(self) -> None:
-        """After a capture that broke off."""
+        """After a capture that broke off: torch's random generator believes in it until another one ends."""
         torch.cuda.synchronize(self.device)
+        empty = torch.cuda.CUDAGraph()
+        one = torch.zeros((), device=self.device)
+        with torch.cuda.graph(empty, stream=self.stream, capture_error_mode="thread_local"):
+            one.add_(1)
         torch.cuda.empty_cache()
 
 

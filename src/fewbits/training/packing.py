@@ -75,6 +75,10 @@ class SequenceDataset(Dataset[list[Example]]):
         """Tokens of the longest sequence."""
         return max(sum(len(self.examples[i]) for i in rows) for rows in self.bins)
 
+    def most_rows(self) -> int:
+        """Rows of the sequence that has the most."""
+        return max(map(len, self.bins))
+
     def __getitem__(self, index: int) -> list[Example]:
         return [self.examples[i] for i in self.bins[index]]
 
@@ -94,6 +98,7 @@ class Collator:
         flatten: bool = False,
         multiple_of: int = 1,
         width: int = 0,
+        segments: int | None = None,
     ) -> None:
         """What a batch looks like.
 
@@ -104,12 +109,15 @@ class Collator:
             multiple_of: the tokens of a sequence are.
             width: a packed sequence has at least so many tokens, so that one batch is as long as the next and
                 nothing is compiled again.
+            segments: boundaries are given for so many rows in all, whatever their number, so that batches
+                differ in values alone; padding of a sequence counts as one. None: for as few as fit.
         """
         self.pad_id = pad_id
         self.packed = packed
         self.flatten = flatten
         self.multiple_of = multiple_of
         self.width = width if packed else 0
+        self.segments = segments
 
     def __call__(self, sequences: list[list[Example]]) -> Batch:
         """The batch: input_ids, labels (B, T); where packed position_ids (B, T) and the rows' boundaries."""
@@ -139,15 +147,19 @@ class Collator:
         batch: Batch = {"input_ids": input_ids, "labels": labels}
         if self.packed:
             batch |= {"position_ids": positions, "use_cache": False}  # with a cache, no packed mask is built
-            batch |= _boundaries(sequences, width).keywords()
+            batch |= _boundaries(sequences, width, self.segments).keywords()
         batch["rows"] = [[e.row for e in sequence] for sequence in sequences]
         batch["num_tokens"] = num_tokens
         return batch
 
 
-def _boundaries(sequences: list[list[Example]], width: int) -> Segments:
+def _boundaries(sequences: list[list[Example]], width: int, num_segments: int | None) -> Segments:
     lengths = [[len(example) for example in sequence] for sequence in sequences]
-    return Segments.from_lengths([n for row in lengths for n in (*row, width - sum(row))])
+    return Segments.from_lengths(
+        [n for row in lengths for n in (*row, width - sum(row))],
+        num_segments=num_segments,
+        max_seqlen=None if num_segments is None else width,
+    )
 
 
 class EpochSampler(Sampler[int]):

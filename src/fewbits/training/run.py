@@ -281,7 +281,7 @@ class _Run:
             args=args,
             train_dataset=dataset,
             eval_dataset=evaluation,
-            data_collator=self._collator(),
+            data_collator=self._collator([dataset, *([] if evaluation is None else [evaluation])]),
             callbacks=[schedule, MetricsFile(self.folder.metrics, progress), self.bar],
             keep_checkpoints=config.keep_checkpoints,
             progress=progress,
@@ -325,13 +325,20 @@ class _Run:
             fixed_shapes=self.config.packing,
         )
 
-    def _collator(self) -> Collator:
-        tokenizer = self.built.tokenizer
+    def _collator(self, datasets: list[SequenceDataset]) -> Collator:
+        tokenizer, config = self.built.tokenizer, self.config
         pad = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
         flash = "flash" in str(getattr(self.built.model.config, "_attn_implementation", ""))
-        width = self.length if uses_gpu(self.config) else 0  # a CPU would only compute more padding
-        padded = self.length if self.config.cuda_graph == "true" else 1  # a graph is good for one shape
-        return Collator(pad, packed=self.config.packing, flatten=flash, width=width, multiple_of=padded)
+        graphed = self._uses_graph()
+        rows = max(dataset.most_rows() for dataset in datasets)
+        return Collator(
+            pad,
+            packed=config.packing,
+            flatten=flash,
+            width=self.length if uses_gpu(config) else 0,  # a CPU would only compute more padding
+            multiple_of=self.length if config.cuda_graph == "true" else 1,  # a graph is good for one shape
+            segments=config.batch_size * (rows + 1) if graphed else None,
+        )
 
     def _end_record(self, trainer: Trainer, progress: Progress, *, keep_best: bool) -> None:
         state = trainer.state
