@@ -20,7 +20,7 @@ the product, the branch, the norm, and three times in the rotation.)
 
 Floor, 8192 tokens of 32 + 8 + 8 heads of 128 in bfloat16, at the 4.28 TB/s that a copy reaches on an H200:
 forward, q and k alone 168 MB, 39 us; with branches also on v 201 MB, 47 us. Backward 201 MB, 47 us, and where
-q and k are normed 285 MB, 67 us.
+q and k are normed 285 MB, 67 us. Measured: 90 % of the floor without branches, 82 % with branches of rank 16.
 
 The kernels are in _qkv_epilogue_triton.py.
 """
