@@ -69,7 +69,7 @@ def _lora_reduce_kernel(
         b = _slab_of_b(b1_ptr, n, N, R, b1_n, b1_r, BLOCK_R)
     else:
         b = _slab_of_b(b2_ptr, n, N, R, b2_n, b2_r, BLOCK_R)
-    b = b.to(y_ptr.dtype.element_ty)
+    b = b.to(u_ptr.dtype.element_ty)
     first = split * tiles * BLOCK_M
     offs_m = tl.arange(0, BLOCK_M)
     y_ptrs = y_ptr + (first + offs_m).to(tl.int64)[:, None] * y_m + (start + n)[None, :]
@@ -79,7 +79,7 @@ def _lora_reduce_kernel(
         m = first + tile * BLOCK_M + offs_m
         mask_m = m < M
         mask = mask_m[:, None] if EVEN_N else mask_m[:, None] & (n < N)[None, :]
-        y = tl.load(y_ptrs, mask=mask, other=0.0)
+        y = tl.load(y_ptrs, mask=mask, other=0.0).to(u_ptr.dtype.element_ty)
         y_ptrs += BLOCK_M * y_m
         t = tl.dot(y, b, input_precision="ieee")
         u = tl.load(u_ptrs, mask=mask_m[:, None] & (offs_r < R)[None, :], other=0.0)

@@ -41,6 +41,9 @@ __all__ = [
 ]
 
 
+_E4M3 = torch.float8_e4m3fn
+
+
 class LoRAGradients(NamedTuple):
     """t (M, R) and dA (R, K) in dy's dtype, dA perhaps None, and dB_i (N_i, r_i) in B_i's dtype."""
 
@@ -54,7 +57,8 @@ class LoRAGradients(NamedTuple):
 
 def lora_reduce_ref(dy: Tensor, xa: Tensor, slices: Sequence[ReduceSlice]) -> tuple[Tensor, list[Tensor]]:
     """t (M, R) in dy's dtype and every dB_i in B_i's, from sums in float32 or wider."""
-    wide = torch.promote_types(dy.dtype, torch.float32)
+    dtype = xa.dtype if dy.dtype == _E4M3 else dy.dtype
+    wide = torch.promote_types(dtype, torch.float32)
     ts, dbs, column = [], [], 0
     for start, b, scaling in slices:
         N, r = b.shape
@@ -62,7 +66,7 @@ def lora_reduce_ref(dy: Tensor, xa: Tensor, slices: Sequence[ReduceSlice]) -> tu
         ts.append(scaling * (part @ b.to(wide)))
         dbs.append((part.t() @ xa[:, column : column + r].to(wide)).to(b.dtype))
         column += r
-    return torch.cat(ts, 1).to(dy.dtype), dbs
+    return torch.cat(ts, 1).to(dtype), dbs
 
 
 # 2. The ops: on a CPU they run the definition, on CUDA the kernel where it is the faster way, else cuBLAS.
@@ -107,7 +111,7 @@ def _products(
     dy: Tensor, xa: Tensor, t: Tensor, dbs: Sequence[Tensor], slices: Sequence[ReduceSlice]
 ) -> None:
     """One after the other, by cuBLAS."""
-    column = 0
+    column, dy = 0, dy.to(xa.dtype) if dy.dtype == _E4M3 else dy
     for db, (start, b, scaling) in zip(dbs, slices, strict=True):
         part, at = dy[:, start : start + b.shape[0]], slice(column, column + b.shape[1])
         _scaled_product(part, b.to(dy.dtype), scaling, t[:, at])
@@ -129,9 +133,13 @@ def _slices(bs: Sequence[Tensor], starts: Sequence[int], scalings: Sequence[floa
 
 
 def _fits(wide: Tensor, *thin: Tensor) -> bool:
-    """True if the kernels can read these: of one 16-bit dtype, rows contiguous."""
-    return wide.dtype in KERNEL_DTYPES and all(
-        t.dtype == wide.dtype and t.stride(1) == 1 and t.numel() > 0 for t in (wide, *thin)
+    """True if the kernels can read these: of one 16-bit dtype, the wide one also E4M3; rows contiguous."""
+    dtype = thin[0].dtype
+    return (
+        dtype in KERNEL_DTYPES
+        and wide.dtype in (dtype, _E4M3)
+        and all(t.dtype == dtype for t in thin)
+        and all(t.stride(1) == 1 and t.numel() > 0 for t in (wide, *thin))
     )
 
 
@@ -144,7 +152,7 @@ def lora_reduce(
     """t (M, R) and the gradient of every B.
 
     Args:
-        dy: (M, >= N), rows perhaps apart.
+        dy: (M, >= N), rows perhaps apart; may be E4M3, whose scale is then the caller's matter.
         xa: (M, R), ``s_i * x @ A_i^T`` side by side; rows perhaps apart.
         slices: for each linear with a branch, where its columns of dy begin, its B (N_i, r_i), and its s.
         out: where t goes, (M, R) in dy's dtype, rows perhaps apart; None makes it.
@@ -153,7 +161,8 @@ def lora_reduce(
         BadInput: shapes do not fit.
     """
     M, R = dy.shape[0], sum(s.b.shape[1] for s in slices)
-    t = dy.new_empty(M, R) if out is None else out
+    t = xa.new_empty(M, R) if out is None and dy.dtype == _E4M3 else out
+    t = dy.new_empty(M, R) if t is None else t
     ends = [s.start + s.b.shape[0] for s in slices]
     if not slices or xa.shape != (M, R) or t.shape != (M, R) or max(ends) > dy.shape[1]:
         raise BadInput(

@@ -17,9 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from fewbits.errors import Unsupported
+from fewbits.models.attention import restore_attention, use_attention
 from fewbits.models.fused_parts import LayerParts, NotFused, check_layer
 from fewbits.models.receipt import Change, Receipt
 from fewbits.models.spec import layer_names, spec_for
+from fewbits.nn.delayed import DelayedScales, Slot
 from fewbits.nn.fused_attention import fused_attention
 from fewbits.nn.fused_mlp import fused_mlp
 from fewbits.nn.keep import KEEP_NONE, Keep
@@ -38,6 +40,8 @@ class Fusion:
         fallbacks: how many layer calls took their own forward, by reason.
         use_cache: what the configuration said before.
         stash: where inputs wait that are kept on the host.
+        delayed_scaling: whether float8 scales are known before the tensor is.
+        scales: those, for each device that holds layers.
     """
 
     receipt: Receipt
@@ -45,6 +49,8 @@ class Fusion:
     fallbacks: Counter[str] = field(default_factory=Counter)
     use_cache: bool | None = None
     stash: HostStash = field(default_factory=HostStash)
+    delayed_scaling: bool = False
+    scales: dict[torch.device, DelayedScales] = field(default_factory=dict)
 
 
 class FusedForward:
@@ -106,8 +112,22 @@ class FusedForward:
         if getattr(self.layer, "gradient_checkpointing", False) and self.layer.training:
             keep = replace(KEEP_NONE, offload=keep.offload)
         attention = self.parts.attention(x, rotary, mask, kwargs, keep, self.fusion.stash)
-        mlp = self.parts.mlp(x, keep, self.fusion.stash)
+        mlp = self.parts.mlp(x, keep, self.fusion.stash, self._delayed(x))
         return fused_mlp(fused_attention(x, attention), mlp)
+
+    def _delayed(self, x: Tensor) -> tuple[Slot, Slot] | None:
+        """The slots of this layer, under delayed scaling; the first layer of a pass begins it."""
+        fusion = self.fusion
+        if not fusion.delayed_scaling:
+            return None
+        known = fusion.scales.get(x.device)
+        if known is None:
+            known = fusion.scales[x.device] = DelayedScales(2 * len(fusion.layers), x.device)
+        i = fusion.layers.index(self)
+        if i == 0:
+            for scales in fusion.scales.values():
+                scales.advance()
+        return known.slot(2 * i), known.slot(2 * i + 1)
 
     def _note(self, reason: str) -> None:
         if reason not in self.fusion.fallbacks:
@@ -118,7 +138,9 @@ class FusedForward:
         self.fusion.fallbacks[reason] += 1
 
 
-def fuse(model: nn.Module, *, keep: Keep | None = None, loss: bool = True) -> Receipt:
+def fuse(
+    model: nn.Module, *, keep: Keep | None = None, loss: bool = True, delayed_scaling: bool = False
+) -> Receipt:
     """Let the decoder layers compute as fused nodes, in training and wherever gradients are on.
 
     Args:
@@ -127,6 +149,8 @@ def fuse(model: nn.Module, *, keep: Keep | None = None, loss: bool = True) -> Re
         keep: what each layer keeps for its backward pass; None: everything of full size but the norms'
             outputs.
         loss: also compute the loss of a causal LM without its logits.
+        delayed_scaling: float8 products take the MLP's inner tensors under scales of earlier steps
+            (`fewbits.nn.delayed`), which saves passes over memory; False: under a scale for each row.
 
     Returns:
         The receipt.
@@ -139,7 +163,7 @@ def fuse(model: nn.Module, *, keep: Keep | None = None, loss: bool = True) -> Re
     if fusion_of(model) is not None:
         raise Unsupported("this model is fused already; call fewbits.unfuse first.")
     spec = spec_for(model)
-    fusion = Fusion(Receipt(f"{spec.model_type}, fused decoder"))
+    fusion = Fusion(Receipt(f"{spec.model_type}, fused decoder"), delayed_scaling=delayed_scaling)
     for name in layer_names(model, spec):
         layer = model.get_submodule(name)
         parts = LayerParts(layer, spec, name)
@@ -153,6 +177,7 @@ def fuse(model: nn.Module, *, keep: Keep | None = None, loss: bool = True) -> Re
         before = type(layer).__name__
         fusion.receipt.changes.append(Change(name, before, f"{before}, forward as two fused nodes", 0, 0))
     _no_cache(model, fusion)
+    fusion.receipt.notes.append(use_attention(model))
     if loss:
         fuse_loss(model, spec, fusion.receipt)
     object.__setattr__(_owner(model), _STATE, fusion)
@@ -175,6 +200,7 @@ def unfuse(model: nn.Module) -> None:
     if fusion.use_cache is not None:
         model.config.use_cache = fusion.use_cache  # type: ignore[union-attr]
     unfuse_loss(model)
+    restore_attention(model)
     delattr(_owner(model), _STATE)
 
 

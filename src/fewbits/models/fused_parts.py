@@ -16,6 +16,7 @@ from fewbits.kernels.qkv_epilogue import QKVLayout
 from fewbits.models.attention import is_plain_mask
 from fewbits.models.spec import ModelSpec
 from fewbits.nn.attention import attention
+from fewbits.nn.delayed import Slot
 from fewbits.nn.fake_quantize import FakeQuantizedLinear
 from fewbits.nn.fused_attention import AttentionHalf
 from fewbits.nn.fused_common import Norm
@@ -83,7 +84,7 @@ class LayerParts:
             stash=stash,
         )
 
-    def mlp(self, x: Tensor, keep: Keep, stash: Any) -> MLPHalf:
+    def mlp(self, x: Tensor, keep: Keep, stash: Any, delayed: tuple[Slot, Slot] | None) -> MLPHalf:
         """The MLP half of this call."""
         config: Any = self.layer.self_attn.config  # type: ignore[union-attr]
         name = getattr(config, "hidden_activation", None) or config.hidden_act
@@ -97,6 +98,7 @@ class LayerParts:
             post_norm=self._norm("post_feedforward_layernorm") if self._sandwich else None,
             keep=keep,
             stash=stash,
+            delayed=delayed,
         )
 
     def _attend(

@@ -143,17 +143,17 @@ def _backward(
     if graph is None:
         graph = _attend(half, n, xa)
 
-    inner = half.o.inner_gradients(dz, kept["xa_o"])
+    inner = half.o.inner_gradients(Rows(dz), kept["xa_o"])
     gradients_o = half.o.gradients(dz, inner, graph.rows, needs[split:])
-    do = half.o.backward_product(dz, inner[0]).view(graph.o.shape)
+    do = half.o.backward_product(Rows(dz), inner[0]).view(graph.o.shape)
     dqkv, head_norms = _attend_backward(half, graph, do, xa, needs[2:4])
     del graph, do
 
-    inner = half.qkv.inner_gradients(dqkv, xa)
+    inner = half.qkv.inner_gradients(Rows(dqkv), xa)
     gradients_qkv = half.qkv.gradients(dqkv, inner, n.dense, needs[4:split])
     dx = dnorm = None
     if needs_dx or needs[0]:
-        dn = half.qkv.backward_product(dqkv, inner[0])
+        dn = half.qkv.backward_product(Rows(dqkv), inner[0])
         dx, dnorm = backward_norm(dn, x, half.norm, kept["r"], residual=dy, needs_dw=needs[0])
     return dx, [dnorm, dpost, *head_norms, *gradients_qkv, *gradients_o]
 

@@ -121,6 +121,7 @@ class Kept:
             )
         taken, self._tensors = self._tensors, None
         for name, handle in self._handles.items():
+            assert self._stash is not None
             taken[name] = self._stash.get(handle)
         self._handles = {}
         return taken

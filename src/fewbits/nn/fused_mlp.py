@@ -24,9 +24,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fewbits.kernels._gated_triton import LowRank
-from fewbits.kernels.gated_activation import gated_activation_backward_into, gated_activation_into
+from fewbits.kernels._gated_triton import LowRank, Quantized8
+from fewbits.kernels.gated_activation import (
+    gated_activation_backward_into,
+    gated_activation_into,
+)
 from fewbits.kernels.quantize_float8 import quantize_rows
+from fewbits.nn.delayed import Slot
 from fewbits.nn.fused_common import Kept, Norm, Residual, backward_norm, normed_rows, on_own_dtype
 from fewbits.nn.keep import KEEP_PRODUCTS, Keep
 from fewbits.nn.projection import Projection, Rows
@@ -44,6 +48,7 @@ class MLPHalf:
         post_norm: the norm of the output before it is added to x, or None.
         keep: what is kept for the backward pass.
         stash: where x waits with ``keep.offload``.
+        delayed: float8 scales known beforehand, of h and of the gradient of gate and up; None: by row.
     """
 
     norm: Norm
@@ -53,6 +58,7 @@ class MLPHalf:
     post_norm: Norm | None = None
     keep: Keep = KEEP_PRODUCTS
     stash: Any = None
+    delayed: tuple[Slot, Slot] | None = None
 
     def tensors(self) -> list[Tensor | None]:
         """What may train, in the order of the gradients."""
@@ -73,9 +79,9 @@ class _MLP(torch.autograd.Function):
             n = normed_rows(x, half.norm, quantize=half.gate_up.is_float8)
             gate_up, xa = half.gate_up.product(n.rows), half.gate_up.branch_inputs(n.dense)
             half.gate_up.add_biases_(gate_up)
-            h, amax = _activate(half, gate_up, xa)
-            down = Rows(h, *quantize_rows(h, amax=amax)) if half.down.is_float8 else Rows(h)
-            z, xa_down = half.down.product(down), half.down.branch_inputs(h)
+            h = _activate(half, gate_up, xa)
+            assert h.dense is not None
+            z, xa_down = half.down.product(h), half.down.branch_inputs(h.dense)
             half.down.finish_(z, xa_down, x if half.post_norm is None else None)
             post = Residual(x, z, half.post_norm)
             y = post.forward()
@@ -110,51 +116,100 @@ def _backward(
     if gate_up is None:
         gate_up = half.gate_up.add_biases_(half.gate_up.product(n.rows))
 
-    inner = half.down.inner_gradients(dz, kept["xa_down"])
-    dh = half.down.backward_product(dz, None)  # the branch's part is added by the activation's kernel
-    dgate_up, h, amax = _activate_backward(half, gate_up, kept["xa"], dh, half.down.outside(inner[0]))
+    inner = half.down.inner_gradients(Rows(dz), kept["xa_down"])
+    dh = half.down.backward_product(Rows(dz), None)  # the branch's part is added by the activation's kernel
+    dense = any(need for i, need in enumerate(needs[2:split]) if i % 4 < 2)  # a weight or a bias trains
+    dgate_up, h = _activate_backward(half, gate_up, kept["xa"], dh, half.down.outside(inner[0]), dense=dense)
     del dh, gate_up
     gradients_down = half.down.gradients(dz, inner, h, needs[split:])
     del h
 
-    quantized = Rows(None, *quantize_rows(dgate_up, amax=amax)) if half.gate_up.is_float8 else None
     inner = half.gate_up.inner_gradients(dgate_up, kept["xa"])
-    gradients_up = half.gate_up.gradients(dgate_up, inner, n.dense, needs[2:split])
+    gradients_up = half.gate_up.gradients(dgate_up.dense, inner, n.dense, needs[2:split])
     dx = dnorm = None
     if needs_dx or needs[0]:
-        dn = half.gate_up.backward_product(dgate_up, inner[0], quantized)
+        dn = half.gate_up.backward_product(dgate_up, inner[0])
         dx, dnorm = backward_norm(dn, x, half.norm, kept["r"], residual=dy, needs_dw=needs[0])
     return dx, [dnorm, dpost, *gradients_up, *gradients_down]
 
 
-def _activate(half: MLPHalf, gate_up: Tensor, xa: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """h (M, I), and for float8 the largest magnitude of each row."""
+def _activate(half: MLPHalf, gate_up: Tensor, xa: Tensor | None) -> Rows:
+    """h (M, I), in float8 too where the down product takes it."""
     (gate, up), branches = _halves(gate_up), _low_rank(half.gate_up, gate_up, xa)
-    h = gate_up.new_empty(gate.shape)
-    amax = _zeros(h) if half.down.is_float8 else None
+    h, amax, quantized = gate_up.new_empty(gate.shape), None, None
+    slot = None if half.delayed is None else half.delayed[0]
+    if half.down.is_float8 and slot is not None and slot.known:
+        quantized = slot.buffer(h.shape)
+    elif half.down.is_float8:
+        amax = _zeros(h)
     gated_activation_into(
-        gate, up, h, activation=half.activation, low_rank_gate=branches[0], low_rank_up=branches[1], amax=amax
+        gate,
+        up,
+        h,
+        activation=half.activation,
+        low_rank_gate=branches[0],
+        low_rank_up=branches[1],
+        amax=amax,
+        quantized=quantized,
     )
-    return h, amax
+    return _with_float8(h, amax, quantized, slot)
 
 
 def _activate_backward(
-    half: MLPHalf, gate_up: Tensor, xa: Tensor | None, dh: Tensor, t_down: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The gradient of gate and up (M, 2 I), h again (M, I), and for float8 the largest magnitudes (M,)."""
+    half: MLPHalf,
+    gate_up: Tensor,
+    xa: Tensor | None,
+    dh: Tensor,
+    t_down: Tensor | None,
+    *,
+    dense: bool,
+) -> tuple[Rows, Tensor]:
+    """The gradient of gate and up (M, 2 I), and h again; in float8 alone where its scale is known.
+
+    ``dense`` asks for the gradient in dh's dtype all the same.
+    """
     branches = _low_rank(half.gate_up, gate_up, xa)
     into_dh = None
     if t_down is not None:
         (branch,) = (part.branch for part in half.down.parts if part.branch is not None)
         into_dh = LowRank(t_down, branch.a.to(dh.dtype).t())
     (gate, up), h = _halves(gate_up), torch.empty_like(dh)
-    dgate_up = half.gate_up.gradient_buffer(dh.shape[0], dh)
-    amax = _zeros(dh) if half.gate_up.is_float8 else None
-    dgate, dup = _halves(dgate_up)
+    amax = quantized = dgate_up = None
+    slot = None if half.delayed is None else half.delayed[1]
+    if half.gate_up.is_float8 and slot is not None and slot.known:
+        quantized = slot.buffer(gate_up.shape)
+    elif half.gate_up.is_float8:
+        amax = _zeros(dh)
+    if dense or quantized is None:
+        dgate_up = half.gate_up.gradient_buffer(dh.shape[0], dh)
+    dgate, dup = (None, None) if dgate_up is None else _halves(dgate_up)
     gated_activation_backward_into(
-        dh, gate, up, dgate, dup, activation=half.activation, low_rank=(*branches, into_dh), h=h, amax=amax
+        dh,
+        gate,
+        up,
+        dgate,
+        dup,
+        activation=half.activation,
+        low_rank=(*branches, into_dh),
+        h=h,
+        amax=amax,
+        quantized=quantized,
     )
-    return dgate_up, h, amax
+    return _with_float8(dgate_up, amax, quantized, slot), h
+
+
+def _with_float8(
+    dense: Tensor | None, amax: Tensor | None, quantized: Quantized8 | None, slot: Slot | None
+) -> Rows:
+    """Dense rows with their float8 form: the kernel's own, by row from its magnitudes, or none."""
+    if quantized is not None and slot is not None:
+        return Rows(dense, quantized.q, slot.rows(quantized.q.shape[0]), slot.scale)
+    assert dense is not None
+    if amax is None:
+        return Rows(dense)
+    if slot is not None:
+        slot.record(amax)
+    return Rows(dense, *quantize_rows(dense, amax=amax))
 
 
 def _halves(x: Tensor) -> tuple[Tensor, Tensor]:

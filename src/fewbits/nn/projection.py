@@ -40,11 +40,15 @@ class Rows(NamedTuple):
     """The rows of a product: dense (M, K), and in float8 also E4M3 values (M, K) with a scale (M, 1) each.
 
     Dense rows may be absent where only the float8 ones are needed.
+
+    Attributes:
+        one_scale: (1,), where all rows have the same scale.
     """
 
     dense: Tensor | None
     values: Tensor | None = None
     scale: Tensor | None = None
+    one_scale: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -217,10 +221,8 @@ class Projection:
         extra = self.rank if self._extended() else 0
         return like.new_empty(M, self.width + extra)[:, : self.width]
 
-    def inner_gradients(self, dy: Tensor, xa: Tensor | None) -> tuple[Tensor | None, list[Tensor]]:
-        """t (M, R), beside dy where `gradient_buffer` left room, and the gradient of every B; None and none
-        without branches.
-        """
+    def inner_gradients(self, dy: Rows, xa: Tensor | None) -> tuple[Tensor | None, list[Tensor]]:
+        """t (M, R), beside dy where `gradient_buffer` left room, and every dB; None, [] without branches."""
         if xa is None:
             return None, []
         slices = [
@@ -228,11 +230,18 @@ class Projection:
             for part, at in zip(self.parts, self.slices(), strict=True)
             if part.branch is not None
         ]
-        return lora_reduce(dy, xa, slices, out=self._beside(dy))
+        if dy.dense is not None:
+            return lora_reduce(dy.dense, xa, slices, out=self._beside(dy.dense))
+        # The values as they are, their one scale afterwards.
+        assert dy.values is not None and dy.one_scale is not None
+        t, dbs = lora_reduce(dy.values, xa, slices, out=torch.empty_like(xa))
+        for made in (t, *dbs):
+            made.mul_(dy.one_scale)
+        return t, dbs
 
     def gradients(
         self,
-        dy: Tensor,
+        dy: Tensor | None,
         inner: tuple[Tensor | None, list[Tensor]],
         x: Tensor | None,
         needs: Sequence[bool],
@@ -240,7 +249,7 @@ class Projection:
         """The gradients of `tensors`, in their dtypes; None where none is needed.
 
         Args:
-            dy: (M, N).
+            dy: (M, N); may be absent where no weight and no bias trains.
             inner: what `inner_gradients` gave.
             x: (M, K) the rows of the forward product; may be absent where no weight and no A trains.
             needs: which of `tensors` need a gradient.
@@ -251,9 +260,10 @@ class Projection:
         da = t.t() @ x if t is not None and x is not None and any(needs[2::4]) else None
         for i, (part, at) in enumerate(zip(self.parts, self.slices(), strict=True)):
             if needs[4 * i] and isinstance(part.weight, Tensor):
-                assert x is not None
+                assert x is not None and dy is not None
                 found[4 * i] = (dy[:, at].t() @ x).to(part.weight.dtype)
             if needs[4 * i + 1] and part.bias is not None:
+                assert dy is not None
                 found[4 * i + 1] = dy[:, at].sum(0, dtype=torch.float32).to(part.bias.dtype)
             if part.branch is None:
                 continue
@@ -271,16 +281,19 @@ class Projection:
         """What of t is still to be added to dx: nothing where branches are rounded into their weights."""
         return None if any(part.rounding is not None for part in self.parts) else t
 
-    def backward_product(self, dy: Tensor, t: Tensor | None, quantized: Rows | None = None) -> Tensor:
+    def backward_product(self, dy: Rows, t: Tensor | None) -> Tensor:
         """``dx = dy @ W + t @ A`` (M, K).
 
         Args:
-            dy: (M, N).
+            dy: (M, N); in float8 by row if it is not in float8 yet.
             t: (M, R) from `inner_gradients`; None without branches, or where its part is added elsewhere.
-            quantized: dy in float8, where it exists already.
         """
         if self.weight_scale is not None:
-            return self._backward_float8(dy, t, quantized)
+            return self._backward_float8(dy, t)
+        assert dy.dense is not None
+        return self._backward_dense(dy.dense, t)
+
+    def _backward_dense(self, dy: Tensor, t: Tensor | None) -> Tensor:
         t = self.outside(t)
         a = None if t is None else side_by_side([branch.a for branch in self._branches()], dy.dtype)
         wide = None if t is None else _joined(dy, t)
@@ -297,12 +310,15 @@ class Projection:
                 dx.addmm_(dy[:, columns], _dense(part.weight, dy.dtype))
         return dx if a is None or t is None else _add_product_(dx, t, a)
 
-    def _backward_float8(self, dy: Tensor, t: Tensor | None, quantized: Rows | None) -> Tensor:
+    def _backward_float8(self, dy: Rows, t: Tensor | None) -> Tensor:
         assert self.weight_scale is not None
-        if quantized is None or quantized.values is None or quantized.scale is None:
-            quantized = Rows(None, *quantize_rows(dy))
+        if dy.values is None:
+            assert dy.dense is not None
+            dy = Rows(dy.dense, *quantize_rows(dy.dense))
+        like = t if dy.dense is None else dy.dense
+        dtype = torch.bfloat16 if like is None else like.dtype
         weight = self._float8_weight(transposed=True)
-        dx = self._float8_product(quantized, weight, self.weight_scale.inputs, dy.dtype)
+        dx = self._float8_product(dy, weight, self.weight_scale.inputs, dtype)
         if t is not None:
             _add_product_(dx, t, side_by_side([branch.a for branch in self._branches()], dx.dtype))
         return dx

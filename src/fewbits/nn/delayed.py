@@ -1,0 +1,90 @@
+"""Scales for tensors that are written to float8 before their largest magnitude is known: delayed scaling.
+
+A kernel that makes a tensor in one pass cannot know its largest magnitude beforehand. It writes float8 under
+the scale that the magnitudes of earlier steps suggest, cuts what lies beyond, and records the magnitude for
+the steps to come (the "delayed" recipe of Transformer Engine). E4M3 is floating point, so that headroom costs
+no precision until values become subnormal: a scale for twice the largest magnitude of the last `HISTORY`
+steps is taken.
+
+Everything lives on the device: nothing waits for it, and a step can be captured as a graph. The first pass of
+a slot has no history; it quantises by row, exactly, and records.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fewbits.kernels._gated_triton import Quantized8
+
+HISTORY = 16
+HEADROOM = 2.0
+_LARGEST = 448.0
+
+
+class Slot(NamedTuple):
+    """One tensor of one layer: its scale, the inverse and the recorded magnitude, each (1,) float32."""
+
+    scale: Tensor
+    inverse: Tensor
+    amax: Tensor
+    known: bool
+
+    def buffer(self, shape: Sequence[int]) -> Quantized8:
+        """Where a kernel writes this tensor, (M, N)."""
+        q = torch.empty(tuple(shape), dtype=torch.float8_e4m3fn, device=self.scale.device)
+        return Quantized8(q, self.inverse, self.amax)
+
+    def rows(self, M: int) -> Tensor:
+        """The scale of every row (M, 1), as a product takes it."""
+        return self.scale.expand(M).contiguous().view(M, 1)
+
+    def record(self, row_amax: Tensor) -> None:
+        """Take part in the largest magnitude of this step: (M,) float32."""
+        torch.maximum(self.amax, row_amax.amax().view(1), out=self.amax)
+
+
+class DelayedScales:
+    """The scales of all layers of a model on one device; slots are numbered."""
+
+    def __init__(self, count: int, device: torch.device) -> None:
+        self._amax = torch.zeros(count, device=device)
+        self._history = torch.zeros(HISTORY, count, device=device)
+        self._scale, self._inverse = torch.ones(count, device=device), torch.ones(count, device=device)
+        self._recorded = [False] * count  # what the host knows: a pass has recorded, a later one has begun
+        self._known = [False] * count
+
+    def slot(self, i: int) -> Slot:
+        """Slot ``i``, for one pass."""
+        self._recorded[i] = True
+        at = slice(i, i + 1)
+        return Slot(self._scale[at], self._inverse[at], self._amax[at], self._known[i])
+
+    @torch.no_grad()
+    def advance(self) -> None:
+        """A forward pass begins: what was recorded becomes history, and the scales follow."""
+        self._known = list(self._recorded)
+        sound = self._amax.isfinite() & (self._amax > 0)
+        newest = torch.where(sound, self._amax, self._history[0])
+        self._history.copy_(torch.cat([newest[None], self._history[:-1]]))
+        self._amax.zero_()
+        largest = self._history.amax(0)
+        self._scale.copy_(torch.where(largest > 0, largest * (HEADROOM / _LARGEST), 1.0))
+        torch.reciprocal(self._scale, out=self._inverse)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a run resumes from."""
+        return {
+            "history": self._history.clone(),
+            "amax": self._amax.clone(),
+            "recorded": list(self._recorded),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` gave."""
+        self._history.copy_(state["history"])
+        self._amax.copy_(state["amax"])
+        self._recorded = list(state["recorded"])
