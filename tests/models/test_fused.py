@@ -240,7 +240,7 @@ def test_float8_products_err_as_their_definition_does(family: str) -> None:
 
 
 def test_delayed_scales_come_from_the_step_before() -> None:
-    """Step 1 has no history and is the row-scaled one; from step 2 on the error is as small, and cut values few."""
+    """Step 1 has no history and is the row-scaled one; from step 2 on the error is about as small."""
     ids = tokens(3, 20)
     exact = loss_and_gradients(adapted("llama"), ids)[1]
     by_row = adapted("llama", Recipe(name="nf4_float8", linear=FLOAT8))
