@@ -11,11 +11,13 @@ from fewbits.kernels import adamw as module
 from fewbits.kernels.adamw import (
     AdamWOptions,
     Moments,
+    Prepared,
     adamw,
     adamw_ref,
     dequantize_moment,
-    launch,
+    guess_index,
     quantize_moment,
+    scalars_on_device,
     stochastic_bfloat16,
 )
 
@@ -40,6 +42,10 @@ def problem(
         t if t is None else t.to(device) for t in (moments.m, moments.v, moments.m_scales, moments.v_scales)
     )
     return param.to(device), draw().to(device), Moments(*tensors)
+
+
+def on_device(options: AdamWOptions, device: str) -> Tensor:
+    return torch.tensor(options.scalars, dtype=torch.float32, device=device)
 
 
 def copied(moments: Moments) -> Moments:
@@ -95,16 +101,16 @@ def test_moment_that_is_not_finite_is_nan() -> None:
 
 
 def test_guesses_are_never_more_than_one_off() -> None:
-    """Every float32, by the 65536 ranges of its first 16 bits."""
-    for values in TABLES.values():
+    """Every float32 from -1 to 1, by the ends and the middles of the ranges of its first 16 bits."""
+    for signed, values in TABLES.items():
         thresholds = midpoints(values, torch.device("cpu"))
         guess = module._guesses(values, torch.device("cpu")).long()
         for low in (0, 0x7FFF, 0xFFFF):
             x = ((torch.arange(2**16) << 16) | low).to(torch.int32).view(torch.float32)
-            code = torch.bucketize(x, thresholds)
+            x = x[(x.abs() <= 1) & (signed | (x >= 0))]
+            found = guess[guess_index(x, signed=signed).long()]
             padded = torch.cat([thresholds, torch.tensor([torch.inf])])
-            possible = ~x.isinf()  # what is divided by its largest magnitude
-            assert torch.equal((guess + ~(padded[guess] >= x))[possible], code[possible])
+            assert torch.equal(found + ~(padded[found] >= x), torch.bucketize(x, thresholds))
 
 
 def test_float32_moments_are_torchs_adamw() -> None:
@@ -130,6 +136,14 @@ def test_stochastic_rounding_keeps_the_mean() -> None:
     torch.testing.assert_close(stochastic_bfloat16(odd, 3).float(), odd, equal_nan=True, rtol=0, atol=0)
     tiny = torch.tensor([-1.0 - 2.0**-9] * 999)
     assert set(stochastic_bfloat16(tiny, 5).float().tolist()) == {-1.0, -1.0 - 2.0**-7}
+
+
+def test_numbers_that_only_the_device_knows() -> None:
+    for step in (1, 7, 5000):
+        options = AdamWOptions(lr=3e-4, beta2=0.95, weight_decay=0.1, step=step)
+        lr, count = torch.tensor(options.lr, dtype=torch.float64), torch.tensor(float(step))
+        found = scalars_on_device(lr, count, options)
+        torch.testing.assert_close(found, on_device(options, "cpu"), rtol=2.0**-23, atol=0)
 
 
 def test_lists_take_the_definition_on_a_cpu() -> None:
@@ -161,7 +175,7 @@ def check_kernel(
     numbers = [11 * i + 2**40 for i in range(len(params))]
     for (p, k), g, seed in zip(need, grads, numbers, strict=True):
         adamw_ref(p, g, k, options, seed if seeds and p.dtype == torch.bfloat16 else None)
-    launch(params, grads, moments, options, numbers if seeds else None)
+    Prepared(params, grads, moments, numbers if seeds else None).step(on_device(options, device))
     for found, wanted in zip(zip(params, moments, strict=True), need, strict=True):
         assert_same(found, wanted)
 
@@ -188,15 +202,16 @@ def test_kernel_rounds_stochastically(kernel_device: str) -> None:
 def test_kernel_heeds_a_gradient_scaler_and_nan(kernel_device: str) -> None:
     options, one = AdamWOptions(lr=0.1, step=3), torch.ones((), device=kernel_device)
     param, grad, moments = problem((3, 200), True, device=kernel_device)
+    scalars = on_device(options, kernel_device)
     before = (param.clone(), copied(moments))
-    launch([param], [grad], [moments], options, guard=(one, one))
+    Prepared([param], [grad], [moments]).step(scalars, (one, one))
     assert_same((param, moments), before)
     adamw_ref(before[0], grad, before[1], options)
-    launch([param], [grad * 8], [moments], options, guard=(one * 0, one * 8))
+    Prepared([param], [grad * 8], [moments]).step(scalars, (one * 0, one * 8))
     assert_same((param, moments), before)
     grad[1, 3] = torch.nan
     adamw_ref(before[0], grad, before[1], options)
-    launch([param], [grad], [moments], options)
+    Prepared([param], [grad], [moments]).step(scalars)
     assert_same((param, moments), before)
     assert param.isnan().sum() == 1 and moments.m_scales.isnan().sum() == 1
 

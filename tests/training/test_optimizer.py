@@ -191,3 +191,37 @@ def test_a_run_with_it_resumes_to_the_same_bits(tiny_folder, tiny_data, tmp_path
     record = tmp_path / "whole" / "run.json"
     record.write_text(json.dumps({**json.loads(record.read_text()), "status": "running"}))
     assert torch.equal(run("whole"), whole)
+
+
+@pytest.mark.gpu
+def test_cuda_captured_steps_equal_others() -> None:
+    """A graph of one step, replayed under a falling learning rate, with a step that is skipped."""
+    torch.manual_seed(0)
+    start, gradients = torch.randn(64, 300).bfloat16(), torch.randn(6, 64, 300).bfloat16().cuda()
+    rates = [1e-2, 8e-3, 6e-3, 4e-3, 2e-3, 1e-3]
+    eager = nn.Parameter(start.cuda())
+    optimizer = AdamW8bit([eager], stochastic_rounding=True, seed=3)
+    for grad, rate in zip(gradients, rates, strict=True):
+        eager.grad, optimizer.param_groups[0]["lr"] = grad.clone(), rate
+        optimizer.step()
+    captured = nn.Parameter(start.cuda())
+    lr, found_inf = torch.zeros((), device="cuda"), torch.zeros((), device="cuda")
+    other = AdamW8bit([captured], stochastic_rounding=True, seed=3, capturable=True)
+    other.param_groups[0]["lr"], other.found_inf = lr, found_inf
+    captured.grad = gradients[0].clone()
+    lr.fill_(rates[0])
+    other.step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        other.step()
+    for i, rate in list(enumerate(rates))[1:]:
+        captured.grad.copy_(gradients[i])
+        lr.fill_(rate)
+        found_inf.fill_(1.0)
+        graph.replay()
+        found_inf.fill_(0.0)
+        graph.replay()
+    torch.testing.assert_close(captured, eager, rtol=2.0**-7, atol=0)
+    assert (captured != eager).float().mean() < 1e-3  # a float32 learning rate: a last bit may differ
+    state = other.state_dict()["state"][0]
+    assert float(state["step"]) == 6.0

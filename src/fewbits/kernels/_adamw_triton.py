@@ -6,17 +6,26 @@ All divisions and roots are IEEE's and no multiply-add is fused: results equal t
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fewbits.kernels._launch import CompileCase, jit, on_device_of, tl
+from fewbits.kernels._launch import CompileCase, cdiv, jit, on_device_of, tl
 
 BLOCK = 256
-_BLOCKS = 8  # of 256 values, one program's work: about 2 k values, as the other elementwise kernels
+SEED_STEP = (
+    -0x40A7B892E31B1A47
+)  # what a step adds to a seed, modulo 2**64: an odd number, so that none repeats
+_BLOCKS = 16  # of 256 values: one program's work
 _COLUMNS = 8  # param, grad, m, m's scales, v, v's scales, number of values, seed
+
+
+@jit
+def _gathered(values, index):
+    """Entries of a table by a tile of indices."""
+    flat = tl.reshape(index, (index.shape[0] * index.shape[1],))
+    return tl.reshape(tl.gather(values, flat, 0), index.shape)
 
 
 @jit
@@ -24,25 +33,32 @@ def _stored_value(codes_ptr, scales_ptr, values_ptr, offs, block, mask, block_ma
     """A tile (blocks, 256) of a moment in float32."""
     code = tl.load(codes_ptr + offs, mask=mask, other=0).to(tl.int32)
     scale = tl.load(scales_ptr + block, mask=block_mask, other=0.0)
-    return tl.load(values_ptr + code) * scale[:, None]
+    return _gathered(tl.load(values_ptr + tl.arange(0, 256)), code) * scale[:, None]
 
 
 @jit
 def _store_moment(
-    x, codes_ptr, scales_ptr, guess_ptr, thresholds_ptr, offs, block, mask, block_mask
-):  # fmt: skip
+    x, codes_ptr, scales_ptr, guess_ptr, thresholds_ptr, offs, block, mask, block_mask, SIGNED: tl.constexpr
+):
     """Write a tile of a moment in 8 bits: a block's scale is its largest magnitude.
 
-    The first 16 bits of a float32 leave at most two codes to choose from: a table says which is the lower,
-    one threshold which of the two it is.
+    A float32's exponent and first bits (`guess_index`) leave at most two codes to choose from: a table says
+    which is the lower, one threshold which of the two it is.
     """
     bits = tl.max(tl.where(mask, x, 0.0).to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
-    absmax = tl.where(bits >= 0x7F800000, float("nan"), bits.to(tl.float32, bitcast=True))
+    bad = bits >= 0x7F800000
+    absmax = tl.where(bad, float("nan"), bits.to(tl.float32, bitcast=True))
     scaled = x * tl.div_rn(1.0, tl.where(absmax < 2.0**-126, 2.0**-126, absmax))[:, None]
-    first = (scaled.to(tl.int32, bitcast=True) >> 16) & 0xFFFF
-    code = tl.load(guess_ptr + first).to(tl.int32)
-    above = tl.load(thresholds_ptr + code) >= scaled
-    code += tl.where(above, 0, 1)
+    bits = scaled.to(tl.int32, bitcast=True)
+    if SIGNED:
+        index = tl.minimum(tl.maximum(((bits & 0x7FFFFFFF) >> 17) - 104 * 64, 0), 23 * 64 - 1)
+        index += tl.where(bits < 0, 2048, 0)
+    else:
+        index = tl.minimum(tl.maximum(((bits & 0x7FFFFFFF) >> 16) - 104 * 128, 0), 23 * 128 - 1)
+    code = _gathered(tl.load(guess_ptr + tl.arange(0, 4096)), index).to(tl.int32)
+    threshold = _gathered(tl.load(thresholds_ptr + tl.arange(0, 256)), code)
+    code += tl.where(threshold >= scaled, 0, 1)
+    code = tl.where(bad[:, None], 255, code)
     tl.store(codes_ptr + offs, code.to(tl.uint8), mask=mask)
     tl.store(scales_ptr + block, absmax, mask=block_mask)
 
@@ -62,10 +78,9 @@ def _stochastic_bfloat16(x, seed, counter):
 @jit
 def _adamw_kernel(
     table_ptr, work_ptr, param_like_ptr, grad_like_ptr, found_inf_ptr, grad_scale_ptr,
-    m_values_ptr, v_values_ptr, m_guess_ptr, v_guess_ptr, m_thresholds_ptr, v_thresholds_ptr,
-    beta1, rest1, beta2, rest2, decay, step_size, correction2, eps,
+    m_values_ptr, v_values_ptr, m_guess_ptr, v_guess_ptr, m_thresholds_ptr, v_thresholds_ptr, scalars_ptr,
     PACKED: tl.constexpr, STOCHASTIC: tl.constexpr, GUARDED: tl.constexpr, EVEN: tl.constexpr,
-    BLOCKS: tl.constexpr, COLUMNS: tl.constexpr,
+    BLOCKS: tl.constexpr, COLUMNS: tl.constexpr, SEED_STEP: tl.constexpr,
 ):  # fmt: skip
     """One program takes BLOCKS blocks of 256 values of one tensor.
 
@@ -102,73 +117,77 @@ def _adamw_kernel(
         v_ptr = tl.multiple_of(tl.load(row + 4).to(m_values_ptr.dtype), 16)
         m = tl.load(m_ptr + offs, mask=mask, other=0.0)
         v = tl.load(v_ptr + offs, mask=mask, other=0.0)
-    m = m * beta1 + grad * rest1
-    v = v * beta2 + (grad * grad) * rest2
-    denominator = tl.div_rn(tl.sqrt_rn(v), correction2) + eps
-    param = param * decay - tl.div_rn(m, denominator) * step_size
+    m = m * tl.load(scalars_ptr) + grad * tl.load(scalars_ptr + 1)
+    v = v * tl.load(scalars_ptr + 2) + (grad * grad) * tl.load(scalars_ptr + 3)
+    correction2 = tl.broadcast_to(tl.load(scalars_ptr + 6), v.shape)
+    denominator = tl.div_rn(tl.sqrt_rn(v), correction2) + tl.load(scalars_ptr + 7)
+    param = param * tl.load(scalars_ptr + 4) - tl.div_rn(m, denominator) * tl.load(scalars_ptr + 5)
     if STOCHASTIC:
         counter = block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        tl.store(param_ptr + offs, _stochastic_bfloat16(param, tl.load(row + 7), counter), mask=mask)
+        seed = tl.load(row + 7) + tl.load(scalars_ptr + 8).to(tl.int64) * SEED_STEP
+        tl.store(param_ptr + offs, _stochastic_bfloat16(param, seed, counter), mask=mask)
     else:
         tl.store(param_ptr + offs, param.to(param_like_ptr.dtype.element_ty), mask=mask)
     if PACKED:
-        _store_moment(m, m_ptr, m_scales_ptr, m_guess_ptr, m_thresholds_ptr, offs, block, mask, block_mask)
-        _store_moment(v, v_ptr, v_scales_ptr, v_guess_ptr, v_thresholds_ptr, offs, block, mask, block_mask)
+        _store_moment(
+            m, m_ptr, m_scales_ptr, m_guess_ptr, m_thresholds_ptr, offs, block, mask, block_mask, True
+        )
+        _store_moment(
+            v, v_ptr, v_scales_ptr, v_guess_ptr, v_thresholds_ptr, offs, block, mask, block_mask, False
+        )
     else:
         tl.store(m_ptr + offs, m, mask=mask)
         tl.store(v_ptr + offs, v, mask=mask)
 
 
-@lru_cache(maxsize=64)
-def _work(sizes: tuple[int, ...], device: torch.device) -> Tensor:
+def to_device(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Numbers on the device, without waiting for it."""
+    return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+
+
+def work_list(sizes: list[int]) -> Tensor:
     """(programs, 2) int32: the tensor, and its first block, of each program."""
-    pieces = [(n + BLOCK * _BLOCKS - 1) // (BLOCK * _BLOCKS) for n in sizes]
-    counts = torch.tensor(pieces)
+    counts = torch.tensor([cdiv(n, BLOCK * _BLOCKS) for n in sizes])
     tensor = torch.repeat_interleave(torch.arange(len(sizes)), counts)
     first = torch.arange(int(counts.sum())) - (counts.cumsum(0) - counts)[tensor]
-    return torch.stack([tensor, first * _BLOCKS], 1).to(torch.int32).contiguous().to(device)
+    return torch.stack([tensor, first * _BLOCKS], 1).to(torch.int32).contiguous()
 
 
-def _to_device(rows: list[list[int]], device: torch.device) -> Tensor:
-    host = torch.tensor(rows, dtype=torch.int64, pin_memory=device.type == "cuda")
-    return host.to(device, non_blocking=True)
+class Tensors(NamedTuple):
+    """Tensors of one type of parameter, gradient and moments, as the kernel finds them.
+
+    ``table`` (tensors, 8) int64 and ``work`` (programs, 2) int32 are on the device; ``even``: all sizes are
+    multiples of 16. Addresses but those of scales are multiples of 16.
+    """
+
+    table: Tensor
+    work: Tensor
+    param_like: Tensor
+    grad_like: Tensor
+    packed: bool
+    stochastic: bool
+    even: bool
 
 
 def launch_adamw(
-    rows: list[list[int]],
-    like: tuple[Tensor, Tensor],
-    tables: dict[str, Tensor],
-    scalars: tuple[float, ...],
-    *,
-    packed: bool,
-    stochastic: bool,
-    guard: tuple[Tensor, Tensor] | None,
+    tensors: Tensors, tables: dict[str, Tensor], scalars: Tensor, guard: tuple[Tensor, Tensor] | None
 ) -> None:
-    """Update tensors of one type of parameter and one of gradient, in one launch.
+    """Update all ``tensors`` in one launch.
 
     Args:
-        rows: a list of the table's columns for each tensor; addresses but those of scales are multiples
-            of 16.
-        like: a parameter and a gradient, for their types and device.
+        tensors: what to update.
         tables: the 8-bit codes' tables by the kernel's names, less "_ptr".
-        scalars: beta1 to eps, as the kernel has them.
-        packed: moments are 8-bit codes, else float32.
-        stochastic: bfloat16 parameters are rounded stochastically.
+        scalars: (9,) float32 on the device, `AdamWOptions.scalars`.
         guard: float32 of one value each on the device: whether to do nothing, and the gradients' factor.
     """
-    param, grad = like
-    device = param.device
-    work = _work(tuple(row[6] for row in rows), device)
-    if not work.shape[0]:
-        return
     found_inf, grad_scale = guard or (tables["m_values"], tables["m_values"])
-    with on_device_of(param):
-        _adamw_kernel[(work.shape[0],)](
-            _to_device(rows, device), work, param, grad, found_inf, grad_scale,
+    with on_device_of(tensors.param_like):
+        _adamw_kernel[(tensors.work.shape[0],)](
+            tensors.table, tensors.work, tensors.param_like, tensors.grad_like, found_inf, grad_scale,
             tables["m_values"], tables["v_values"], tables["m_guess"], tables["v_guess"],
-            tables["m_thresholds"], tables["v_thresholds"], *scalars,
-            PACKED=packed, STOCHASTIC=stochastic, GUARDED=guard is not None,
-            EVEN=all(row[6] % 16 == 0 for row in rows), BLOCKS=_BLOCKS, COLUMNS=_COLUMNS, num_warps=4,
+            tables["m_thresholds"], tables["v_thresholds"], scalars,
+            PACKED=tensors.packed, STOCHASTIC=tensors.stochastic, GUARDED=guard is not None,
+            EVEN=tensors.even, BLOCKS=_BLOCKS, COLUMNS=_COLUMNS, SEED_STEP=SEED_STEP, num_warps=8,
             enable_fp_fusion=False,
         )  # fmt: skip
 
@@ -176,19 +195,19 @@ def launch_adamw(
 _POINTERS = {"table_ptr": "*i64", "work_ptr": "*i32", "param_like_ptr": "*bf16", "grad_like_ptr": "*bf16"}
 _POINTERS |= dict.fromkeys(("found_inf_ptr", "grad_scale_ptr", "m_values_ptr", "v_values_ptr"), "*fp32")
 _POINTERS |= {"m_guess_ptr": "*u8", "v_guess_ptr": "*u8", "m_thresholds_ptr": "*fp32"}
-_POINTERS |= {"v_thresholds_ptr": "*fp32"}
-_SCALARS = ("beta1", "rest1", "beta2", "rest2", "decay", "step_size", "correction2", "eps")
+_POINTERS |= {"v_thresholds_ptr": "*fp32", "scalars_ptr": "*fp32"}
 _CONSTANTS: dict[str, Any] = {"PACKED": True, "STOCHASTIC": True, "GUARDED": False, "EVEN": True}
-_CONSTANTS |= {"BLOCKS": _BLOCKS, "COLUMNS": _COLUMNS}
-_SIGNATURE = {**_POINTERS, **dict.fromkeys(_SCALARS, "fp32"), **dict.fromkeys(_CONSTANTS, "constexpr")}
+_CONSTANTS |= {"BLOCKS": _BLOCKS, "COLUMNS": _COLUMNS, "SEED_STEP": SEED_STEP}
+_SIGNATURE = {**_POINTERS, **dict.fromkeys(_CONSTANTS, "constexpr")}
 _FLOAT32 = {**_SIGNATURE, "param_like_ptr": "*fp32", "grad_like_ptr": "*fp32"}
 
 COMPILE_CASES = (
-    CompileCase(_adamw_kernel, _SIGNATURE, _CONSTANTS, tuple(_POINTERS)),
+    CompileCase(_adamw_kernel, _SIGNATURE, _CONSTANTS, tuple(_POINTERS), 8),
     CompileCase(
         _adamw_kernel,
         _FLOAT32,
         {**_CONSTANTS, "PACKED": False, "STOCHASTIC": False, "GUARDED": True},
         tuple(_POINTERS),
+        8,
     ),
 )

@@ -10,7 +10,6 @@ Divisions are IEEE's (`tl.div_rn`), and no multiply-add is fused: results equal 
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor
 from fewbits.formats.base import Format
 from fewbits.formats.codebook import Codebook
 from fewbits.formats.integer import Integer
-from fewbits.formats.tables import midpoints, table
+from fewbits.kernels._codebook_triton import code_of_zero, codebook_codes, codebook_tables, codebook_values
 from fewbits.kernels._launch import CompileCase, cdiv, jit, multiprocessors, next_power_of_2, on_device_of, tl
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -27,52 +26,6 @@ MAX_BLOCK = 1024  # values of a block that one program holds
 
 
 # 1. What the kernels share.
-
-
-@jit
-def _sixteenth(x, midpoints_ptr):
-    """How many of 15 ascending thresholds lie below x, 15 for NaN: int32, by a tree of 4 comparisons."""
-    m0, m1, m2 = tl.load(midpoints_ptr), tl.load(midpoints_ptr + 1), tl.load(midpoints_ptr + 2)
-    m3, m4, m5 = tl.load(midpoints_ptr + 3), tl.load(midpoints_ptr + 4), tl.load(midpoints_ptr + 5)
-    m6, m7, m8 = tl.load(midpoints_ptr + 6), tl.load(midpoints_ptr + 7), tl.load(midpoints_ptr + 8)
-    m9, m10, m11 = tl.load(midpoints_ptr + 9), tl.load(midpoints_ptr + 10), tl.load(midpoints_ptr + 11)
-    m12, m13, m14 = tl.load(midpoints_ptr + 12), tl.load(midpoints_ptr + 13), tl.load(midpoints_ptr + 14)
-    b3 = m7 >= x
-    b2 = tl.where(b3, m3, m11) >= x
-    b1 = tl.where(b3, tl.where(b2, m1, m5), tl.where(b2, m9, m13)) >= x
-    low = tl.where(b2, tl.where(b1, m0, m2), tl.where(b1, m4, m6))
-    high = tl.where(b2, tl.where(b1, m8, m10), tl.where(b1, m12, m14))
-    b0 = tl.where(b3, low, high) >= x
-    return tl.where(b3, 0, 8) + tl.where(b2, 0, 4) + tl.where(b1, 0, 2) + tl.where(b0, 0, 1)
-
-
-@jit
-def codebook_codes(x, midpoints_ptr, ORDER: tl.constexpr, DIVIDE: tl.constexpr):
-    """Codes (int32) and scales of blocks x (blocks, values); DIVIDE: as a tensor's short last block."""
-    bits = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
-    absmax = tl.where(bits >= 0x7F800000, float("nan"), bits.to(tl.float32, bitcast=True))
-    smallest = tl.full((), 1e-38, tl.float32)  # a plain 1e-38, below normal numbers, would be a float64
-    guarded = tl.where(absmax < smallest, smallest, absmax)
-    scaled = x * tl.div_rn(1.0, guarded)[:, None]
-    if DIVIDE:
-        scaled = tl.div_rn(x, tl.broadcast_to(guarded[:, None], x.shape))
-        absmax = guarded
-    # beyond -1 and 1 all thresholds are on one side: nothing need be cut
-    code = _sixteenth(scaled, midpoints_ptr)
-    if ORDER != 0xFEDCBA9876543210:
-        high: tl.constexpr = ORDER >> 32
-        low: tl.constexpr = ORDER & 0xFFFFFFFF
-        nibbles = tl.where(code >= 8, tl.full(code.shape, high, tl.int64), tl.full(code.shape, low, tl.int64))
-        code = ((nibbles >> ((code & 7) * 4).to(tl.int64)) & 15).to(tl.int32)
-    return code, absmax
-
-
-@jit
-def codebook_values(code, values_ptr):
-    """float32 values of 4-bit codes (blocks, values); see dequantize.py for the gather."""
-    entries = tl.load(values_ptr + tl.arange(0, 16))
-    flat = tl.reshape(code, (code.shape[0] * code.shape[1],))
-    return tl.reshape(tl.gather(entries, flat, 0), code.shape)
 
 
 @jit
@@ -359,19 +312,6 @@ def _is_block(size: int) -> bool:
     return 2 <= size <= MAX_BLOCK and size & (size - 1) == 0
 
 
-def codebook_tables(format: Codebook, device: torch.device) -> tuple[int, Tensor, Tensor]:
-    """The codes in ascending order of their values, as nibbles; the 15 thresholds; the 16 values."""
-    order = sorted(range(16), key=lambda i: format.values[i])
-    ascending = tuple(format.values[i] for i in order)
-    nibbles = sum(code << (4 * i) for i, code in enumerate(order))
-    return nibbles, midpoints(ascending, device), table(format.values, device)
-
-
-def _code_of_zero(values: tuple[float, ...]) -> int:
-    order = sorted(range(16), key=lambda i: values[i])
-    return order[sum(values[a] + values[b] < 0 for a, b in pairwise(order))]
-
-
 def launch_round(
     x: Tensor,
     format: Codebook | Integer,
@@ -425,7 +365,7 @@ def _launch_blocks(
     order, pad, thresholds, values = 0, 0, x, x
     if isinstance(format, Codebook):
         order, thresholds, values = codebook_tables(format, x.device)
-        pad = _code_of_zero(format.values)
+        pad = code_of_zero(format.values)
         block, bits, zero_point, K = format.block, 4, False, n
     else:
         block, bits, zero_point = format.block[1], format.bits, format.zero_point

@@ -35,7 +35,7 @@ from torch import Tensor
 from fewbits.formats.codebook import dynamic_map
 from fewbits.formats.rounding import random_words
 from fewbits.formats.tables import midpoints, table
-from fewbits.kernels._adamw_triton import BLOCK, launch_adamw
+from fewbits.kernels._adamw_triton import BLOCK, SEED_STEP, Tensors, launch_adamw, to_device, work_list
 
 _M_VALUES, _V_VALUES = dynamic_map(), dynamic_map(signed=False)
 
@@ -62,7 +62,7 @@ class AdamWOptions:
 
     @property
     def scalars(self) -> tuple[float, ...]:
-        """beta1, 1 - beta1, beta2, 1 - beta2, the decay's factor, the step's size, v's correction, eps."""
+        """beta1, 1 - beta1, beta2, 1 - beta2, the decay's factor, the step's size, v's correction, eps, t."""
         return (
             self.beta1,
             1 - self.beta1,
@@ -72,7 +72,12 @@ class AdamWOptions:
             self.lr / (1 - self.beta1**self.step),
             math.sqrt(1 - self.beta2**self.step),
             self.eps,
+            self.step,
         )
+
+    def seed_of(self, seed: int) -> int:
+        """A tensor's seed in this step."""
+        return (seed + self.step * SEED_STEP) % 2**64
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,8 +135,8 @@ def stochastic_bfloat16(x: Tensor, seed: int) -> Tensor:
 def adamw_ref(
     param: Tensor, grad: Tensor, moments: Moments, options: AdamWOptions, seed: int | None = None
 ) -> None:
-    """One tensor's step by the formulas above; with a seed, bfloat16 is rounded stochastically."""
-    beta1, rest1, beta2, rest2, decay, step_size, correction2, eps = options.scalars
+    """One tensor's step by the formulas above; with the tensor's seed, bfloat16 is rounded stochastically."""
+    beta1, rest1, beta2, rest2, decay, step_size, correction2, eps, _ = options.scalars
     g, m, v = grad.float(), moments.m, moments.v
     if moments.m_scales is not None and moments.v_scales is not None:
         m = dequantize_moment(m, moments.m_scales, signed=True)
@@ -142,7 +147,7 @@ def adamw_ref(
     root = v.double().sqrt().float()  # rounded once on every device; a CPU's float32 root may be one bit off
     denominator = root / divisor + eps
     updated = param.float() * decay - m / denominator * step_size
-    param.copy_(updated if seed is None else stochastic_bfloat16(updated, seed))
+    param.copy_(updated if seed is None else stochastic_bfloat16(updated, options.seed_of(seed)))
     if moments.m_scales is None or moments.v_scales is None:
         moments.m.copy_(m)
         moments.v.copy_(v)
@@ -158,18 +163,25 @@ def adamw_ref(
 # 2. The kernel is in _adamw_triton.py. 3. The launch.
 
 
+def guess_index(x: Tensor, *, signed: bool) -> Tensor:
+    """Where the kernel looks its guess up for x between -1 and 1 (float32): below 4096, by x's first bits."""
+    magnitude = x.view(torch.int32) & 0x7FFFFFFF
+    if not signed:
+        return ((magnitude >> 16) - 104 * 128).clamp(0, 23 * 128 - 1)
+    return ((magnitude >> 17) - 104 * 64).clamp(0, 23 * 64 - 1) + 2048 * (x.view(torch.int32) < 0)
+
+
 @lru_cache(maxsize=8)
 def _guesses(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """By the first 16 bits of a float32: the lowest code of all numbers that begin so. (65536,) uint8.
-
-    No number is more than one code above; NaN, which comes above all thresholds, gets the last but one.
-    """
+    """By `guess_index`: the lowest code of all numbers that have this index; none is more than one above."""
+    signed = values[0] < 0
     first = torch.arange(2**16, dtype=torch.int64)
-    ends = [((first << 16) | low).to(torch.int32).view(torch.float32) for low in (0, 0xFFFF)]
-    thresholds = midpoints(values, torch.device("cpu"))
-    codes = torch.minimum(*(torch.bucketize(end, thresholds) for end in ends))
-    nan = ends[0].isnan() | ends[1].isnan()
-    return codes.masked_fill(nan, len(values) - 2).to(torch.uint8).to(device)
+    x = torch.cat([((first << 16) | low).to(torch.int32) for low in (0, 0xFFFF)]).view(torch.float32)
+    x = x[(x.abs() <= 1) & (signed | ~x.signbit())]
+    codes = torch.bucketize(x, midpoints(values, torch.device("cpu")))
+    guesses = torch.full((4096,), 255)
+    guesses.scatter_reduce_(0, guess_index(x, signed=signed).long(), codes, "amin")
+    return guesses.to(torch.uint8).to(device)
 
 
 @lru_cache(maxsize=8)
@@ -183,38 +195,65 @@ def _kernel_tables(device: torch.device) -> dict[str, Tensor]:
     return made
 
 
-def launch(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    moments: Sequence[Moments],
-    options: AdamWOptions,
-    seeds: Sequence[int] | None = None,
-    guard: tuple[Tensor, Tensor] | None = None,
-) -> None:
-    """`adamw_ref` for each tensor; one launch for all of the same types and kind of moments.
+class Prepared:
+    """The launches of a step for given tensors, with tables of their addresses on the device.
 
-    Args:
-        params: contiguous; float32, bfloat16 or float16.
-        grads: contiguous, of the parameters' shapes.
-        moments: of each.
-        options: the step's numbers.
-        seeds: one a tensor, for bfloat16; None rounds to nearest.
-        guard: float32 of one value each: not zero means that nothing is to change; what gradients are
-            divided by.
+    It can be used again as long as parameters, gradients and moments stay where they are, and must live as
+    long as a graph in which a step was captured.
     """
-    groups: dict[tuple[torch.dtype, torch.dtype, bool, bool], list[int]] = defaultdict(list)
-    for i, (param, grad, kept) in enumerate(zip(params, grads, moments, strict=True)):
-        if param.numel():
-            groups[param.dtype, grad.dtype, kept.m_scales is not None, param.numel() % 16 == 0].append(i)
-    for (dtype, _, packed, _), members in groups.items():
-        stochastic = seeds is not None and dtype == torch.bfloat16
-        rows = [
-            _row(params[i], grads[i], moments[i], seeds[i] if stochastic and seeds else 0) for i in members
-        ]
-        launch_adamw(
-            rows, (params[members[0]], grads[members[0]]), _kernel_tables(params[members[0]].device),
-            options.scalars, packed=packed, stochastic=stochastic, guard=guard,
-        )  # fmt: skip
+
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        moments: Sequence[Moments],
+        seeds: Sequence[int] | None = None,
+    ) -> None:
+        """One launch for all tensors of the same types and kind of moments.
+
+        Args:
+            params: contiguous; float32, bfloat16 or float16; on one device.
+            grads: contiguous, of the parameters' shapes.
+            moments: of each.
+            seeds: one a tensor, for bfloat16; None rounds to nearest.
+        """
+        groups: dict[tuple[torch.dtype, torch.dtype, bool, bool], list[int]] = defaultdict(list)
+        for i, (param, grad, kept) in enumerate(zip(params, grads, moments, strict=True)):
+            if param.numel():
+                even = param.numel() % 16 == 0
+                groups[param.dtype, grad.dtype, kept.m_scales is not None, even].append(i)
+        self.launches: list[Tensors] = []
+        for (dtype, _, packed, even), members in groups.items():
+            first, stochastic = members[0], seeds is not None and dtype == torch.bfloat16
+            rows = [_row(params[i], grads[i], moments[i], seeds[i] if seeds else 0) for i in members]
+            device = params[first].device
+            self.launches.append(
+                Tensors(
+                    to_device(rows, torch.int64, device),
+                    work_list([params[i].numel() for i in members]).to(device),
+                    params[first].detach(),
+                    grads[first].detach(),
+                    packed,
+                    stochastic,
+                    even,
+                )
+            )
+
+    def step(self, scalars: Tensor, guard: tuple[Tensor, Tensor] | None = None) -> None:
+        """`adamw_ref` for each tensor.
+
+        Args:
+            scalars: (9,) float32 on the device, `AdamWOptions.scalars`.
+            guard: float32 of one value each: not zero means that nothing is to change; what gradients are
+                divided by.
+        """
+        for tensors in self.launches:
+            launch_adamw(tensors, _kernel_tables(tensors.work.device), scalars, guard)
+
+
+def scalars_to_device(options: AdamWOptions, device: torch.device) -> Tensor:
+    """`AdamWOptions.scalars` (9,), without waiting for the device."""
+    return to_device(options.scalars, torch.float32, device)
 
 
 def _row(param: Tensor, grad: Tensor, kept: Moments, seed: int) -> list[int]:
@@ -224,8 +263,40 @@ def _row(param: Tensor, grad: Tensor, kept: Moments, seed: int) -> list[int]:
     return [*addresses, param.numel(), seed]
 
 
-def _fits(*tensors: Tensor) -> bool:
-    return all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in tensors)
+def takes(param: Tensor, grad: Tensor, kept: Moments) -> bool:
+    """Whether the kernel can step this tensor."""
+    types = (torch.float32, torch.bfloat16, torch.float16)
+    tensors = (param, grad, kept.m, kept.v)
+    aligned = all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in tensors)
+    return param.is_cuda and param.dtype in types and grad.dtype in types and aligned
+
+
+@lru_cache(maxsize=16)
+def _constants(
+    beta1: float, beta2: float, eps: float, decay: float, device: torch.device
+) -> tuple[Tensor, ...]:
+    scalars = AdamWOptions(lr=0.0, beta1=beta1, beta2=beta2, eps=eps, step=1).scalars
+    numbers = torch.tensor([beta1, beta2, decay], dtype=torch.float64).to(device)
+    return torch.tensor(scalars, dtype=torch.float32).to(device), numbers
+
+
+def scalars_on_device(lr: Tensor, step: Tensor, options: AdamWOptions) -> Tensor:
+    """`AdamWOptions.scalars` (9,) for a learning rate and a step that only the device knows.
+
+    Args:
+        lr: () on the device.
+        step: () on the device.
+        options: the other numbers; its own ``lr`` and ``step`` are not used.
+    """
+    o = options
+    constants, numbers = _constants(o.beta1, o.beta2, o.eps, o.weight_decay, step.device)
+    corrections = 1 - numbers[:2] ** step.double()
+    rate, scalars = lr.double(), constants.clone()
+    scalars[4] = 1 - rate * numbers[2]
+    scalars[5] = rate / corrections[0]
+    scalars[6] = corrections[1].sqrt()
+    scalars[8] = step
+    return scalars
 
 
 # 5. The one public function.
@@ -241,15 +312,21 @@ def adamw(
     seeds: Sequence[int] | None = None,
     guard: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """One AdamW step of all ``params`` in place; see `launch` for the arguments.
+    """One AdamW step of all ``params`` in place.
 
     Tensors on a CPU, and those of other types, strides or odd addresses, take the definition.
+
+    Args:
+        params: contiguous or not.
+        grads: of the parameters' shapes.
+        moments: of each.
+        options: the step's numbers.
+        seeds: one a tensor, from 0 to 2**63 - 1, the same in all steps; None rounds to nearest.
+        guard: a gradient scaler's two numbers.
     """
     kernel: dict[torch.device, list[int]] = defaultdict(list)
     for i, (param, grad) in enumerate(zip(params, grads, strict=True)):
-        types = (torch.float32, torch.bfloat16, torch.float16)
-        known = param.is_cuda and param.dtype in types and grad.dtype in types
-        if known and _fits(param, grad, moments[i].m, moments[i].v):
+        if takes(param, grad, moments[i]):
             kernel[param.device].append(i)
             continue
         scaled = grad if guard is None else grad.float() / guard[1].to(grad.device)
@@ -257,11 +334,11 @@ def adamw(
             stochastic = seeds is not None and param.dtype == torch.bfloat16
             adamw_ref(param, scaled, moments[i], options, seeds[i] if stochastic and seeds else None)
     for device, members in kernel.items():
-        launch(
+        prepared = Prepared(
             [params[i] for i in members],
             [grads[i] for i in members],
             [moments[i] for i in members],
-            options,
             None if seeds is None else [seeds[i] for i in members],
-            None if guard is None else (guard[0].to(device), guard[1].to(device)),
         )
+        moved = None if guard is None else (guard[0].to(device), guard[1].to(device))
+        prepared.step(scalars_to_device(options, device), moved)

@@ -2,7 +2,8 @@
 
 How a step is computed is in `fewbits.kernels.adamw`: on a GPU one launch for all parameters of a group, on a
 CPU the definition. The class is an ordinary torch optimizer: schedules, gradient scalers (a step whose
-``found_inf`` is set changes nothing, without waiting for the device) and ``state_dict`` work as with torch's.
+``found_inf`` is set changes nothing, without waiting for the device), ``state_dict`` and capture in a CUDA
+graph (``capturable``) work as with torch's.
 """
 
 from __future__ import annotations
@@ -15,14 +16,18 @@ import torch
 from torch import Tensor
 
 from fewbits.errors import BadInput, Unsupported
-from fewbits.kernels.adamw import AdamWOptions, Moments, adamw
+from fewbits.kernels.adamw import (
+    AdamWOptions,
+    Moments,
+    Prepared,
+    adamw,
+    scalars_on_device,
+    scalars_to_device,
+    takes,
+)
 
 _PARTS = ("m", "v", "m_scales", "v_scales")
-_MIX = (
-    0x9E3779B97F4A7C15,
-    0xBF58476D1CE4E5B9,
-    0x94D049BB133111EB,
-)  # odd numbers: distinct seeds stay distinct
+_MIX = (0x9E3779B97F4A7C15, 0x94D049BB133111EB)  # odd numbers: distinct seeds stay distinct
 
 
 class AdamW8bit(torch.optim.Optimizer):
@@ -37,11 +42,12 @@ class AdamW8bit(torch.optim.Optimizer):
         stochastic_rounding: round bfloat16 parameters stochastically, so that small updates are not lost.
         seed: of that rounding.
         min_8bit_size: tensors of fewer values keep their moments in float32.
+        capturable: steps are counted on the device, where learning rates may be too; for CUDA graphs.
     """
 
     _step_supports_amp_scaling = True
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the names of torch's and bitsandbytes' AdamW
         self,
         params: Iterable[Any],
         lr: float = 1e-3,
@@ -52,6 +58,7 @@ class AdamW8bit(torch.optim.Optimizer):
         stochastic_rounding: bool = False,
         seed: int = 0,
         min_8bit_size: int = 4096,
+        capturable: bool = False,
     ) -> None:
         for name, value, bad in (
             ("lr", lr, lr < 0),
@@ -62,7 +69,10 @@ class AdamW8bit(torch.optim.Optimizer):
             if bad:
                 raise BadInput(f"{name}={value} is out of range; betas are in [0, 1), the others at least 0.")
         self.stochastic_rounding, self.seed, self.min_8bit_size = stochastic_rounding, seed, min_8bit_size
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self._prepared: dict[int, tuple[list[int], Prepared]] = {}
+        self._captured: list[Any] = []
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, {**defaults, "capturable": capturable})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -73,15 +83,14 @@ class AdamW8bit(torch.optim.Optimizer):
                 loss = closure()
         index = 0
         for group in self.param_groups:
-            by_step: dict[int, list[tuple[Tensor, int]]] = defaultdict(list)
+            by_step: dict[Any, list[tuple[Tensor, int]]] = defaultdict(list)
             for param in group["params"]:
                 index += 1
                 if param.grad is not None:
                     state = self.state[param] or self._begin(param)
-                    state["step"] += 1
-                    by_step[state["step"]].append((param, self._seed(state["step"], index)))
+                    by_step[state["step"]].append((param, index))
             for step, members in by_step.items():
-                self._update(group, step, members)
+                self._update(group, step, [p for p, _ in members], [i for _, i in members])
         return loss
 
     def _begin(self, param: Tensor) -> dict[str, Any]:
@@ -97,27 +106,73 @@ class AdamW8bit(torch.optim.Optimizer):
         state.update({name: getattr(moments, name) for name in _PARTS if getattr(moments, name) is not None})
         return state
 
-    def _seed(self, step: int, index: int) -> int:
-        return (self.seed * _MIX[0] + step * _MIX[1] + index * _MIX[2]) % 2**63
-
-    def _update(self, group: dict[str, Any], step: int, members: list[tuple[Tensor, int]]) -> None:
-        params = [param for param, _ in members]
+    def _update(
+        self, group: dict[str, Any], step: int | Tensor, params: list[Tensor], indices: list[int]
+    ) -> None:
+        """One step of parameters that have had equally many."""
+        device, guard = params[0].device, self._guard(params[0].device)
         options = AdamWOptions(
-            lr=float(group["lr"]),
+            lr=0.0 if group["capturable"] else float(group["lr"]),
             beta1=group["betas"][0],
             beta2=group["betas"][1],
             eps=group["eps"],
             weight_decay=group["weight_decay"],
-            step=step,
+            step=1 if isinstance(step, Tensor) else step + 1,
         )
-        adamw(
-            params,
-            [param.grad for param in params],  # type: ignore[misc]
-            [Moments(**{name: self.state[param].get(name) for name in _PARTS}) for param in params],
-            options,
-            seeds=[seed for _, seed in members] if self.stochastic_rounding else None,
-            guard=self._guard(params[0].device),
-        )
+        if group["capturable"]:
+            if not isinstance(step, Tensor):
+                step = torch.full((), float(step), device=device)
+                self._count(params, step)
+            step.add_(1.0 if guard is None else (guard[0] == 0).float())
+        else:
+            self._count(params, options.step)
+        prepared = self._prepare(params, indices, needed=group["capturable"])
+        if prepared is None:
+            grads, moments, seeds = self._tensors(params, indices)
+            adamw(params, grads, moments, options, seeds=seeds, guard=guard)
+        elif isinstance(step, Tensor):
+            lr = torch.as_tensor(group["lr"], dtype=torch.float32, device=device)
+            scalars = scalars_on_device(lr, step, options)
+            prepared.step(scalars, guard)
+            if torch.cuda.is_current_stream_capturing():
+                self._captured += [prepared, scalars]
+        else:
+            prepared.step(scalars_to_device(options, device), guard)
+
+    def _count(self, params: list[Tensor], step: int | Tensor) -> None:
+        for param in params:
+            self.state[param]["step"] = step
+
+    def _tensors(
+        self, params: list[Tensor], indices: list[int]
+    ) -> tuple[list[Tensor], list[Moments], list[int] | None]:
+        """Gradients, moments and seeds; the seed of a parameter is the same in all steps."""
+        moments = [Moments(**{name: self.state[param].get(name) for name in _PARTS}) for param in params]
+        seeds = None
+        if self.stochastic_rounding:
+            seeds = [(self.seed * _MIX[0] + index * _MIX[1]) % 2**63 for index in indices]
+        return [param.grad for param in params], moments, seeds  # type: ignore[misc]
+
+    def _prepare(self, params: list[Tensor], indices: list[int], *, needed: bool) -> Prepared | None:
+        """The kernel's launches, those of the last step if no address has changed; None: the definition."""
+        if not params[0].is_cuda and not needed:
+            return None
+        addresses = [t.data_ptr() for param in params for t in (param, param.grad)]  # type: ignore[union-attr]
+        before = self._prepared.get(indices[0])
+        if before is not None and before[0] == addresses:
+            return before[1]
+        grads, moments, seeds = self._tensors(params, indices)
+        fits = all(map(takes, params, grads, moments)) and len({param.device for param in params}) == 1
+        if needed and not fits:
+            raise Unsupported(
+                "capturable steps need contiguous float32, bfloat16 or float16 parameters on one CUDA "
+                "device; set capturable=False."
+            )
+        if not fits:
+            return None
+        made = Prepared(params, grads, moments, seeds)
+        self._prepared[indices[0]] = addresses, made
+        return made
 
     def _guard(self, device: torch.device) -> tuple[Tensor, Tensor] | None:
         """What a gradient scaler left here: whether to skip, and the gradients' scale."""
@@ -134,10 +189,13 @@ class AdamW8bit(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, but moments keep their types: torch would cast codes to the parameter's."""
         super().load_state_dict(state_dict)
+        self._prepared.clear()
         numbers = [i for group in state_dict["param_groups"] for i in group["params"]]
         params = [p for group in self.param_groups for p in group["params"]]
         for number, param in zip(numbers, params, strict=True):
             saved = state_dict["state"].get(number, {})
+            if "step" in saved:
+                self.state[param]["step"] = int(saved["step"])
             for name in _PARTS:
                 if saved.get(name) is not None:
                     self.state[param][name] = saved[name].to(param.device, copy=True)
