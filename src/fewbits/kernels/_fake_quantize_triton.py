@@ -16,9 +16,14 @@ from torch import Tensor
 from fewbits.formats.base import Format
 from fewbits.formats.codebook import Codebook
 from fewbits.formats.integer import Integer
-from fewbits.kernels._codebook_triton import codebook_codes, codebook_tables, codebook_values
+from fewbits.kernels._codebook_tables import codebook_tables
 from fewbits.kernels._launch import CompileCase, cdiv, jit, next_power_of_2, on_device_of, tl
-from fewbits.kernels._quantize_triton import KERNEL_DTYPES, integer_block_codes
+from fewbits.kernels._quantize_triton import (
+    KERNEL_DTYPES,
+    codebook_codes,
+    codebook_values,
+    integer_block_codes,
+)
 
 MAX_RANK = 128
 _CODEBOOK, _INTEGER = 1, 2
