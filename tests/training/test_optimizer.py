@@ -137,21 +137,21 @@ def test_refusals() -> None:
         AdamW8bit([weight]).step()
 
 
-@pytest.mark.gpu
-def test_cuda_close_to_bitsandbytes() -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_close_to_bitsandbytes(device: str) -> None:
     """The same maps and blocks; theirs decays after the update and gives tiny values of m their sign."""
     peers = pytest.importorskip("bitsandbytes.optim")
     start = torch.randn(256, 300)
     made = []
     for kind in (AdamW8bit, peers.AdamW8bit):
-        weight = nn.Parameter(start.cuda())
+        weight = nn.Parameter(start.to(device, copy=True))
         optimizer, generator = kind([weight], lr=1e-2, weight_decay=0.0), torch.Generator().manual_seed(0)
         for _ in range(10):
-            weight.grad = (torch.randn(256, 300, generator=generator) + 0.5).cuda()
+            weight.grad = (torch.randn(256, 300, generator=generator) + 0.5).to(device)
             optimizer.step()
         made.append(weight.detach().cpu() - start)
     difference = (made[0] - made[1]).norm() / made[1].norm()
-    assert difference < 0.03, difference
+    assert difference < 0.01, difference  # measured on a CPU: 0.0014
 
 
 @pytest.mark.gpu
