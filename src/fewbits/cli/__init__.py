@@ -22,7 +22,7 @@ OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    boundary = _Boundary(debug="--debug" in argv)
+    boundary = _Boundary(debug="--debug" in argv[: argv.index("--") if "--" in argv else None])
     with boundary:
         boundary.code = _run(argv)
     return boundary.code
@@ -34,6 +34,11 @@ def _run(argv: list[str]) -> int:
         from fewbits.cli.actions import bench
 
         return bench([a for a in argv[argv.index("bench") + 1 :] if a != "--debug"])
+    behind: list[str] = []
+    if command == "build":  # what stands behind -- is a command line of somebody else's
+        from fewbits.cli.build_flags import split_command
+
+        argv, behind = split_command(argv)
     parser = build_parser(with_train_flags=command == "train")
     args, rest = parser.parse_known_args(argv)
     if args.command is None:
@@ -41,6 +46,10 @@ def _run(argv: list[str]) -> int:
         return USAGE
     if args.command == "train":
         rest = _collect_overrides(args, rest)
+    if args.command == "build":
+        if (rest or not behind) and args.plan is None:
+            args.parser.error("write the command that builds behind --, as in fewbits build -- ninja -j8")
+        args.run = behind
     if rest:
         args.parser.error(f"unrecognized arguments: {' '.join(rest)}")
 

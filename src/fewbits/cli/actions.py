@@ -166,6 +166,13 @@ def doctor(args: Namespace) -> int:
     return int(any(item.status == "problem" for item in findings))
 
 
+def build(args: Namespace) -> int:
+    """``fewbits build``."""
+    from fewbits.cli.build import build as run
+
+    return run(args)
+
+
 def completion(args: Namespace) -> int:
     """``fewbits completion``."""
     from fewbits.cli.completion import script

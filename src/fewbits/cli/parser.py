@@ -64,6 +64,7 @@ def build_parser(*, with_train_flags: bool = False) -> Parser:
     report.add_argument("--open", action="store_true", help="show it in the web browser")
     _command(commands, "bench")
     _doctor(commands)
+    _build(commands)
     _command(commands, "completion").add_argument("shell", choices=("bash", "zsh", "fish"), help="your shell")
     return parser
 
@@ -185,3 +186,10 @@ def _doctor(commands: Any) -> None:
         "packages", nargs="*", metavar="PACKAGE", help="also say whether it has a wheel for here"
     )
     sub.add_argument("--json", action="store_true", help="print the findings as JSON")
+
+
+def _build(commands: Any) -> None:
+    from fewbits.cli.build_flags import add_build_flags
+
+    usage = "fewbits build [--memory SIZE] [--keep DIR] [options] -- COMMAND..."
+    add_build_flags(_command(commands, "build", usage=usage))

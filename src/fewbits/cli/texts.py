@@ -96,6 +96,17 @@ fewbits doctor transformer-engine flash-attn
 fewbits doctor --json > findings.json
 """,
     ),
+    "build": Text(
+        "run a source build within the memory there is",
+        "Run any build command so that its compilers never use more memory than there is: each starts when\n"
+        "it fits; what does not fit is paused, moved to the disk or run alone. Finished objects are kept.",
+        """
+fewbits build -- pip wheel --no-build-isolation transformer-engine
+fewbits build --memory 12G -- ninja -C build -j8
+fewbits build --keep /scratch/build -- python setup.py bdist_wheel
+fewbits build --plan profile.json --memory 32G
+""",
+    ),
     "completion": Text(
         "print a shell's completion script",
         "Print a completion script, made from this very command line. Save it where the shell finds it.",

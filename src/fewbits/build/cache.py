@@ -1,0 +1,354 @@
+"""Finished objects, kept by content: what was compiled is not compiled again after a kill or a reboot.
+
+An entry is found by what goes into a compilation: the tool (path, size, time), the arguments, the folder, the
+variables that compilers read, and the source's bytes. It then names every header that was read and the digest
+of each; only if all of them are the same does its object count. Random names of temporary folders do not
+count, so that pip's next unpacked copy of a package finds what the last one made.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+from fewbits.build.command import RANDOM_FOLDER, TEMPORARY, Command, normal
+from fewbits.build.depfile import read_depfile, write_depfile
+
+_VARIABLES = (
+    "CPATH",
+    "C_INCLUDE_PATH",
+    "CPLUS_INCLUDE_PATH",
+    "OBJC_INCLUDE_PATH",
+    "SOURCE_DATE_EPOCH",
+    "LANG",
+    "LC_ALL",
+    "NVCC_PREPEND_FLAGS",
+    "NVCC_APPEND_FLAGS",
+    "COMPILER_PATH",
+    "GCC_EXEC_PREFIX",
+)
+# What makes a result depend on more than its inputs, or writes more files than the object.
+_REFUSED = re.compile(
+    r"-(save-temps|fprofile|ftest-coverage|-coverage|gsplit-dwarf|fdump|-keep|ftime-trace|fmodules|"
+    r"fplugin|MJ|Wa,-a|Winvalid-pch|fdevice-time-trace|-time|pch|fpch)"
+)
+BLOCK_BYTES = 2**20
+_TEMPORARY_BYTES = re.compile(TEMPORARY.pattern.encode())
+_CLOCK = re.compile(rb"__(?:DATE|TIME|TIMESTAMP)__")
+_OUTPUTS = ("-o", "--gen_c_file_name", "--stub_file_name", "--gen_device_file_name", "--module_id_file_name")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How one compilation is looked up and stored.
+
+    Attributes:
+        key: of the entry.
+        command: what is compiled.
+        depfile: where the compiler lists what it read, or "" for a stage whose inputs are in its arguments.
+        args: the arguments to run instead of the command's own, or () for the same.
+        wanted_depfile: the depfile that the command itself asks for, when ``depfile`` is another.
+        temporaries: nvcc's random names in the arguments, in order of appearance.
+    """
+
+    key: str
+    command: Command
+    depfile: str = ""
+    args: tuple[str, ...] = ()
+    wanted_depfile: str = ""
+    temporaries: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+
+
+@dataclass
+class Cache:
+    """A folder of objects; safe for several builds at once, and for a kill at any moment."""
+
+    folder: Path
+    _digests: dict[str, tuple[tuple[int, int, int], str]] = field(default_factory=dict)
+    _clocks: set[str] = field(default_factory=set)  # files whose result depends on the time
+
+    def recipe(self, command: Command, environ: Mapping[str, str], scratch: str) -> Recipe | None:
+        """How to keep this command's result, or None if it cannot be kept safely."""
+        if any(_REFUSED.match(a) for a in command.args) or not command.output or command.output == "-":
+            return None
+        variables = [f"{name}={environ[name]}" for name in _VARIABLES if name in environ]
+        facts = [*variables, _identity(command.tool), normal(command.cwd), command.name]
+        if command.name in ("cicc", "ptxas"):
+            return self._stage_recipe(command, facts)
+        if not command.compiles or command.name not in ("c", "c++", "nvcc"):
+            return None
+        source = self.digest(command.path(command.source))
+        if not source:
+            return None
+        facts += [normal(a) for a in _without_outputs(command.args)]
+        key = hashlib.sha256("\0".join([*facts, source]).encode()).hexdigest()
+        return _with_depfile(Recipe(key, command, outputs=(command.output,)), scratch)
+
+    def _stage_recipe(self, command: Command, facts: list[str]) -> Recipe | None:
+        """One stage of nvcc: its input is one file, in which random names are replaced by their ordinal."""
+        names = tuple(dict.fromkeys(TEMPORARY.findall("\0".join(command.args))))
+        outputs = [command.args[i + 1] for i, a in enumerate(command.args[:-1]) if a in _OUTPUTS[:4]]
+        whole = hashlib.sha256()
+        try:
+            with command.path(command.source).open("rb") as file:
+                for block in _blocks(file):
+                    plain = _plain(block, names)
+                    if _TEMPORARY_BYTES.search(plain):
+                        return None  # a name that the arguments do not tell
+                    whole.update(plain)
+        except OSError:
+            return None
+        facts += [_plain(a.encode(), names).decode() for a in command.args]
+        for i, word in enumerate(command.args[:-1]):
+            if word == "--module_id_file_name":
+                facts.append(_read(command.path(command.args[i + 1])))
+        key = hashlib.sha256("\0".join([*facts, whole.hexdigest()]).encode()).hexdigest()
+        return Recipe(key, command, temporaries=names, outputs=tuple(outputs))
+
+    def known(self, recipe: Recipe) -> bool:
+        """Whether there is an entry at all, which is cheap to ask."""
+        return self._entry(recipe.key).exists()
+
+    def fetch(self, recipe: Recipe) -> tuple[str, str] | None:
+        """Put the outputs in their places; what the compiler printed, or None if there is no such object."""
+        entry = _json(self._entry(recipe.key))
+        for found in reversed(entry.get("results", [])):
+            if all(
+                self.digest(Path(name)) == digest for name, digest in self._places(found["inputs"], recipe)
+            ):
+                folder = self.folder / "objects" / found["object"]
+                try:
+                    for number, output in enumerate(recipe.outputs):
+                        self._restore(folder / str(number), recipe.command.path(output), recipe)
+                    self._write_depfile(found, recipe)
+                except OSError:
+                    return None
+                os.utime(folder)
+                return found.get("out", ""), found.get("err", "")
+        return None
+
+    def store(self, recipe: Recipe, *, started: float, out: str = "", err: str = "") -> bool:
+        """Keep the outputs of a compilation that has succeeded. ``started``: the clock at its beginning."""
+        inputs = self._inputs(recipe, started)
+        if inputs is None:
+            return False
+        made = self.folder / "new" / f"{os.getpid()}-{recipe.key[:16]}"
+        shutil.rmtree(made, ignore_errors=True)
+        made.mkdir(parents=True)
+        whole = hashlib.sha256(recipe.key.encode())
+        try:
+            for number, output in enumerate(recipe.outputs):
+                with recipe.command.path(output).open("rb") as file, (made / str(number)).open("wb") as kept:
+                    for block in _blocks(file):
+                        plain = _plain(block, recipe.temporaries)
+                        whole.update(plain)
+                        kept.write(plain)
+        except OSError:
+            shutil.rmtree(made, ignore_errors=True)
+            return False
+        digest = whole.hexdigest()
+        folder = self.folder / "objects" / digest[:2] / digest[2:]
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            made.rename(folder)
+        except OSError:  # it is there already
+            shutil.rmtree(made, ignore_errors=True)
+        self._add(recipe, {"inputs": inputs, "object": f"{digest[:2]}/{digest[2:]}", "out": out, "err": err})
+        return True
+
+    def _inputs(self, recipe: Recipe, started: float) -> dict[str, str] | None:
+        """Every file that was read, and its digest; None if the result may depend on more than these."""
+        if not recipe.depfile:
+            return {}
+        inputs: dict[str, str] = {}
+        for name in read_depfile(recipe.command.path(recipe.depfile)):
+            path = recipe.command.path(name)
+            try:
+                if path.stat().st_mtime > started:  # changed while it was read
+                    return None
+            except OSError:
+                return None
+            inputs[os.path.abspath(path)] = self.digest(path)  # noqa: PTH100 - links stay
+            if str(path) in self._clocks:
+                return None
+        return inputs or None
+
+    def _add(self, recipe: Recipe, result: dict) -> None:
+        place = self._entry(recipe.key)
+        entry = _json(place)
+        results = [r for r in entry.get("results", []) if r["inputs"] != result["inputs"]][-7:]
+        place.parent.mkdir(parents=True, exist_ok=True)
+        made = place.with_suffix(f".{os.getpid()}")
+        roots = {"cwd": recipe.command.cwd}
+        made.write_text(json.dumps({"results": [*results, {**result, **roots}]}), encoding="utf-8")
+        made.replace(place)
+
+    def _places(self, inputs: dict[str, str], recipe: Recipe) -> list[tuple[str, str]]:
+        """Inputs where they are now: a random folder of then is looked for under its name of now."""
+        here = [a for a in (*recipe.command.args, recipe.command.cwd) if "/" in a]
+        return [(_moved(name, here), digest) for name, digest in inputs.items()]
+
+    def _restore(self, kept: Path, place: Path, recipe: Recipe) -> None:
+        made = place.with_name(f".{place.name}.{os.getpid()}")
+        with kept.open("rb") as file, made.open("wb") as out:
+            for block in _blocks(file):
+                for number, name in enumerate(recipe.temporaries):
+                    block = block.replace(f"<temporary {number}>_".encode(), name.encode())
+                out.write(block)
+        made.replace(place)
+
+    def _write_depfile(self, found: dict, recipe: Recipe) -> None:
+        asked = recipe.wanted_depfile or recipe.depfile
+        if not recipe.depfile or (recipe.args and not recipe.wanted_depfile):
+            return  # the command asked for none
+        names = [name for name, _ in self._places(found["inputs"], recipe)]
+        write_depfile(recipe.command, recipe.command.path(asked), names)
+
+    def digest(self, path: Path) -> str:
+        """The digest of a file's bytes, remembered while size and times stay; "" if it cannot be read."""
+        try:
+            facts = Path(path).stat()
+            stamp = (facts.st_mtime_ns, facts.st_size, facts.st_ino)
+            known = self._digests.get(str(path))
+            if known is not None and known[0] == stamp:
+                return known[1]
+            data = Path(path).read_bytes()
+        except OSError:
+            return ""
+        found = hashlib.blake2b(data, digest_size=20).hexdigest()
+        self._digests[str(path)] = (stamp, found)
+        if _CLOCK.search(data):
+            self._clocks.add(str(path))
+        return found
+
+    def _entry(self, key: str) -> Path:
+        return self.folder / "entries" / key[:2] / f"{key[2:]}.json"
+
+    def trim(self, max_bytes: int) -> None:
+        """Remove the objects that were not used for the longest time until the rest fits."""
+        sizes = []
+        for folder in (self.folder / "objects").glob("*/*"):
+            try:
+                total = sum(file.stat().st_size for file in folder.iterdir())
+                sizes.append((folder.stat().st_mtime, total, folder))
+            except OSError:
+                continue
+        excess = sum(size for _, size, _ in sizes) - max_bytes
+        for _, size, folder in sorted(sizes):
+            if excess <= 0:
+                return
+            shutil.rmtree(folder, ignore_errors=True)
+            excess -= size
+
+
+def _identity(tool: str) -> str:
+    real = os.path.realpath(tool)
+    try:
+        facts = Path(real).stat()
+    except OSError:
+        return tool
+    return f"{tool} {real} {facts.st_size} {facts.st_mtime_ns}"
+
+
+def _blocks(file: IO[bytes]) -> Iterator[bytes]:
+    """A file in blocks that end with a line, so that no name is cut; a file may be larger than our memory."""
+    rest = b""
+    while block := file.read(BLOCK_BYTES):
+        cut = block.rfind(b"\n") + 1
+        if cut == 0 and len(rest) < 16 * BLOCK_BYTES:
+            rest += block
+            continue
+        yield rest + block[:cut]
+        rest = block[cut:]
+    if rest:
+        yield rest
+
+
+def _plain(data: bytes, names: Sequence[str]) -> bytes:
+    for number, name in enumerate(names):
+        data = data.replace(name.encode(), f"<temporary {number}>_".encode())
+    return data
+
+
+def _without_outputs(args: Sequence[str]) -> list[str]:
+    """The arguments without the names of depfiles, which say nothing about the object; its own name may."""
+    kept, skip = [], False
+    for word in args:
+        if skip:
+            skip = False
+        elif word in ("-MF", "-MT", "-MQ", "--dependency-output"):
+            skip = True
+        elif not re.match(r"-(MD|MMD|MF|MT|MQ|MP)", word):
+            kept.append(word)
+    return kept
+
+
+def _with_depfile(recipe: Recipe, scratch: str) -> Recipe:
+    """See to it that the compiler lists everything it reads, system headers too."""
+    command, args = recipe.command, list(recipe.command.args)
+    joined = [a for a in args if a.startswith(("-MF", "-Wp,-M")) and len(a) > 3]
+    wanted = ""
+    for i, word in enumerate(args):
+        if word in ("-MF", "--dependency-output") and i + 1 < len(args):
+            wanted = args[i + 1]
+    if joined:
+        return Recipe("", command)  # an unusual spelling: not kept
+    if any(a in ("-MD", "--generate-dependencies-with-compile") for a in args):
+        place = wanted or str(Path(command.output).with_suffix(".d"))
+        return Recipe(recipe.key, command, place, outputs=recipe.outputs)
+    if "-MMD" in args:
+        if not wanted:
+            return Recipe("", command)
+        new = [
+            "-MD" if a == "-MMD" else scratch if i and args[i - 1] == "-MF" else a for i, a in enumerate(args)
+        ]
+        return Recipe(recipe.key, command, scratch, tuple(new), wanted, outputs=recipe.outputs)
+    return Recipe(recipe.key, command, scratch, (*args, "-MD", "-MF", scratch), outputs=recipe.outputs)
+
+
+def _moved(name: str, here: Sequence[str]) -> str:
+    plain = normal(name)
+    if plain == name:
+        return name
+    head = plain[: plain.rindex("<random>") + len("<random>")]
+    for word in here:
+        at = word.find("/")
+        if normal(word)[at:].startswith(head[: head.index("<random>")]) and "<random>" in normal(word):
+            # Same random folders in the same order: take the names of now.
+            moved = _swap(plain, word[at:])
+            if moved is not None and Path(moved).exists():
+                return moved
+    return name
+
+
+def _swap(plain: str, word: str) -> str | None:
+    found = RANDOM_FOLDER.findall(word)
+    count = plain.count("/<random>")
+    if len(found) < count:
+        return None
+    for folder in found[:count]:
+        plain = plain.replace("/<random>", folder, 1)
+    return plain
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _json(path: Path) -> dict:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

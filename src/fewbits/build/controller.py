@@ -1,0 +1,315 @@
+"""The controller of a build: answers launchers, watches memory, decides. One thread, one loop, one socket."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from fewbits.build import schedule
+from fewbits.build.client import Client
+from fewbits.build.intake import Intake
+from fewbits.build.measures import Measures
+from fewbits.build.options import Options
+from fewbits.build.predict import History
+from fewbits.build.sample import Sampler
+from fewbits.build.stage import Stage, State
+from fewbits.build.trace import Trace
+from fewbits.build.verdict import Verdict
+from fewbits.build.watch import BudgetWatch, Others, sample_stage
+
+TICK_S = 0.05
+IDLE_TICK_S = 0.25
+CLOSE_SHARE = 0.7  # of the budget: from there on twice as often
+MAX_SHARE = 0.03  # of one core, for sampling
+HELD_QUIET_S = 2.0  # nobody else at work for so long: the failures that were held back are told
+
+
+@dataclass
+class Controller:
+    """Runs until `finished` says so; see `serve`."""
+
+    options: Options
+    history: History
+    intake: Intake
+    trace: Trace
+    budget: BudgetWatch
+    verdicts: list[Verdict] = field(default_factory=list)
+    on_tick: Callable[[Controller], None] | None = None
+
+    def __post_init__(self) -> None:
+        self.selector = selectors.DefaultSelector()
+        self.clients: dict[int, Client] = {}
+        self.groups: dict[int, Client] = {}
+        self.sampler = Sampler()
+        self.others = Others(self.sampler)
+        self.measures = Measures(self)
+        self.budget_bytes = 0
+        self.busy_s = self.now_s
+        self.ticks = 0
+        self.tick_cpu_s = 0.0
+        self._next_tick = 0.0
+        self.listener = self._listen()
+        self.selector.register(self.intake.wakes, selectors.EVENT_READ, self.intake.answer_ready)
+
+    @property
+    def now_s(self) -> float:
+        """Seconds since the build began."""
+        return time.monotonic() - self.trace.epoch
+
+    @property
+    def stages(self) -> Iterator[Stage]:
+        """All stages that have not ended."""
+        return (c.stage for c in self.clients.values() if c.stage is not None)
+
+    @property
+    def present(self) -> list[Stage]:
+        """Stages whose processes exist."""
+        return [s for s in self.stages if s.on_machine]
+
+    @property
+    def used_bytes(self) -> int:
+        """Memory of the whole build."""
+        return self.others.rss_bytes + sum(s.rss_bytes for s in self.present)
+
+    def _listen(self) -> socket.socket:
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        folder = os.open(self.options.folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:  # a socket's path may have 107 bytes only; through the descriptor any folder will do
+            listener.bind(f"/proc/self/fd/{folder}/sock")
+        finally:
+            os.close(folder)
+        listener.listen(1024)
+        listener.setblocking(False)
+        self.selector.register(listener, selectors.EVENT_READ, self._accept)
+        return listener
+
+    def serve(self, finished: Callable[[], bool]) -> None:
+        """Answer and watch until ``finished``."""
+        self._refresh_budget()
+        while not finished():
+            idle = not self.clients
+            pause = max(0.0, self._next_tick - self.now_s)
+            for key, _ in self.selector.select(min(pause, IDLE_TICK_S if idle else pause)):
+                key.data()
+            if self.now_s >= self._next_tick:
+                self._tick(idle)
+
+    def close(self) -> None:
+        """Stop listening, and let go of every launcher: they end their tools when they see that."""
+        self.selector.close()
+        self.listener.close()
+        for client in self.clients.values():
+            client.socket.close()
+        self.intake.close()
+
+    def watch(self, file: int, callback: Callable[[], None]) -> None:
+        """Call back when a file can be read."""
+        self.selector.register(file, selectors.EVENT_READ, callback)
+
+    def unwatch(self, file: int) -> None:
+        """Forget a file."""
+        self.selector.unregister(file)
+
+    # -- messages
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self.listener.accept()
+            except OSError:
+                return
+            credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+            pid, uid, _ = struct.unpack("3i", credentials)
+            if uid != os.getuid():
+                connection.close()
+                continue
+            client = Client(connection, pid)
+            self.clients[connection.fileno()] = client
+            self.selector.register(connection, selectors.EVENT_READ, lambda c=client: self._hear(c))
+            self._hear(client)
+
+    def _hear(self, client: Client) -> None:
+        text = client.receive()
+        if text is None:
+            return
+        if not text:
+            self._gone(client)
+        elif text[0] == "H":
+            self._asked(client, text[1:])
+        elif text[0] == "S":
+            client.pid_of_tool = int(text[2:])
+            self.groups[client.pid_of_tool] = client
+            if client.stage is not None:
+                client.stage.pid = client.pid_of_tool
+        elif text[0] == "E":
+            self._ended(client, [int(word) for word in text[2:].split()])
+
+    def _asked(self, client: Client, tool: str) -> None:
+        """A launcher asks: it passes through, gets a kept result, or becomes a stage that waits its turn."""
+        above = self.groups.get(client.group)
+        if above is not None and above.stage is not None:  # already part of a stage
+            client.send("P")
+            return
+        client.request = self.intake.read(client.pid, tool, above.request if above is not None else None)
+        if client.request is None:
+            client.send("P")
+            return
+        self.intake.look_up(client.request, lambda found: self._looked_up(client, found))
+
+    def _looked_up(self, client: Client, found: tuple[str, str] | None) -> None:
+        request = client.request
+        if client.closed or request is None:
+            return
+        if found is not None:
+            self.trace.from_cache(request, self.now_s)
+            if not client.send("X", "0", *found):
+                client.send("X", "0", "", "")
+            return
+        if request.is_driver:
+            client.send("R", "0", "", "", "", *self.intake.replaced(request))
+            return
+        stage = client.stage = request.stage
+        stage.queued_s = stage.since_s = self.now_s
+        self.history.predict(stage, budget_bytes=self.budget_bytes, slots=self.options.slots)
+        self.trace.add(stage)
+        self.admit()
+
+    def admit(self) -> None:
+        """Let those start that fit."""
+        waiting = {c.stage: c for c in self.clients.values() if c.stage and c.stage.state is State.WAITING}
+        if not waiting:
+            return
+        started = schedule.admit(
+            list(waiting),
+            self.present,
+            budget_bytes=self.budget_bytes,
+            other_bytes=self.others.rss_bytes,
+            slots=self.options.slots,
+            now_s=self.now_s,
+        )
+        for stage in started:
+            self._start(waiting[stage], stage)
+
+    def _start(self, client: Client, stage: Stage) -> None:
+        now = self.now_s
+        stage.waited_s += now - stage.since_s
+        stage.state, stage.started_s, stage.since_s = State.RUNNING, now, now
+        stage.attempts += 1
+        stage.reset()
+        pager, options = self.options.pager, self.options
+        cap = 2 * (options.stage_limit_bytes or stage.class_bytes) if options.caps else 0
+        preload = (str(pager), str(options.pages)) if pager is not None else ("", "")
+        client.began = time.time()
+        replaced = self.intake.replaced(client.request) if client.request is not None else ("0",)
+        client.send("R", str(cap), "600", *preload, *replaced)
+        self.others.forget(client.pid)
+
+    def _ended(self, client: Client, facts: list[int]) -> None:
+        code, max_rss_kib, user_us, system_us, out, err, signal_seen = facts
+        self.groups.pop(client.pid_of_tool, None)
+        stage, request = client.stage, client.request
+        if stage is None:
+            if request is not None and code == 0:
+                self.intake.finished(request, client, (out, err), self.now_s - request.asked_s)
+            client.send("X", "", "", "")
+            return
+        stage.cpu_s += (user_us + system_us) / 1e6
+        stage.peak_bytes = max(stage.peak_bytes, max_rss_kib * 1024)
+        stage.rss_bytes = stage.anon_bytes = stage.pid = 0
+        self.busy_s = self.now_s
+        if self.measures.again(client, stage, code, (out, err), signal_seen=bool(signal_seen)):
+            stage.state, stage.since_s = State.WAITING, self.now_s
+        elif stage.state is not State.HELD:
+            self._done(client, stage, code, (out, err))
+        self.admit()
+
+    def _done(self, client: Client, stage: Stage, code: int, printed: tuple[int, int]) -> None:
+        stage.state, stage.code, stage.ended_s = State.DONE, code, self.now_s
+        seconds = stage.ended_s - stage.started_s - stage.paused_s
+        if code == 0:
+            self.history.learn(stage, peak_bytes=max(stage.peak_bytes, stage.high_bytes), seconds=seconds)
+            if client.request is not None:
+                self.intake.finished(client.request, client, printed, seconds)
+        self.trace.ended(stage, self.now_s)
+        client.stage = None
+        client.send("X", "", "", "")
+
+    def _gone(self, client: Client) -> None:
+        """The launcher has ended, or was killed: then its tool goes with it."""
+        client.closed = True
+        self.selector.unregister(client.socket)
+        self.clients.pop(client.socket.fileno(), None)
+        client.socket.close()
+        self.groups.pop(client.pid_of_tool, None)
+        stage = client.stage
+        if stage is not None and stage.state is not State.DONE:
+            if stage.on_machine and stage.pid:
+                kill_group(stage.pid, signal.SIGKILL)
+            stage.state, stage.ended_s = State.DONE, self.now_s
+            self.trace.ended(stage, self.now_s, "its launcher was killed")
+            self.admit()
+
+    # -- time
+
+    def _tick(self, idle: bool) -> None:
+        begun_s = self.now_s
+        begun = time.thread_time()  # not the clock: on a busy machine we wait, too
+        self.ticks += 1
+        if self.ticks % 10 == 1 or idle:
+            self.others.scan({c.pid for c in self.clients.values()}, self.groups)
+            self._refresh_budget()
+        present = self.present
+        for stage in present:
+            sample_stage(self.sampler, stage, self.now_s, look=self.ticks % 5 == 0)
+        self.measures.take(present)
+        self.admit()
+        self._tell_held()
+        self.trace.note(self.now_s, self.used_bytes, self.budget_bytes, len(present))
+        if self.on_tick is not None:
+            self.on_tick(self)
+        cost = time.thread_time() - begun
+        self.tick_cpu_s += cost
+        self._next_tick = begun_s + max(self._pause(idle), self.tick_cpu_s / self.ticks / MAX_SHARE)
+
+    def _pause(self, idle: bool) -> float:
+        """The time between two samples: short where it matters."""
+        if idle:
+            return IDLE_TICK_S
+        return TICK_S / 2 if self.used_bytes > CLOSE_SHARE * self.budget_bytes else TICK_S
+
+    def _refresh_budget(self) -> None:
+        anon = self.others.rss_bytes + sum(s.anon_bytes for s in self.present)
+        budget = self.budget.now(anon)
+        if abs(budget - self.budget_bytes) > 0.02 * max(1, self.budget_bytes):
+            self.trace.budget(self.now_s, budget, self.budget.why)
+        self.budget_bytes = budget
+
+    def _tell_held(self) -> None:
+        """Tell the build tool of failures that were held back, once nobody else is at work."""
+        held = [c for c in self.clients.values() if c.stage is not None and c.stage.state is State.HELD]
+        if not held or any(s.state is not State.HELD for s in self.stages):
+            self.busy_s = self.now_s if not held or len(held) < len(list(self.stages)) else self.busy_s
+            return
+        if self.now_s - self.busy_s < HELD_QUIET_S:
+            return
+        for client in held:
+            stage = client.stage
+            assert stage is not None
+            stage.state, stage.ended_s, stage.code = State.DONE, self.now_s, 1
+            self.trace.ended(stage, self.now_s)
+            client.stage = None
+            client.send("X", "1", "", client.message)
+
+
+def kill_group(pid: int, number: int) -> None:
+    """Send a signal to a tool's process group, if it is still there."""
+    try:
+        os.killpg(pid, number)
+    except OSError:
+        return

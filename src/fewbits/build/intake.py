@@ -1,0 +1,139 @@
+"""What a launcher asks for: its command line is read, its result is looked for among those that are kept."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+from fewbits.build.cache import Cache
+from fewbits.build.client import Client
+from fewbits.build.command import read_command, threads_of, unit_name
+from fewbits.build.depfile import read_depfile, write_depfile
+from fewbits.build.predict import keys_of
+from fewbits.build.request import Request
+from fewbits.build.stage import Stage
+
+WORTH_KEEPING_S = 0.25  # what compiles faster is not worth a look at its headers
+LARGE_INPUT_BYTES = 4 * 2**20  # read beside the loop, which has to keep sampling
+Found = tuple[str, str] | None
+
+
+class Intake:
+    """Reads requests, and asks the cache.
+
+    Args:
+        cache: finished objects, or None.
+        scratch: folder for depfiles that only we asked for.
+        clock: seconds of the build.
+    """
+
+    def __init__(self, cache: Cache | None, scratch: Path, clock: Callable[[], float]) -> None:
+        self.cache, self.scratch, self.clock = cache, scratch, clock
+        self._count = 0
+        self.nvcc_threads = 1
+        self.ready: deque[Callable[[], None]] = deque()
+        self.wakes, self._wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+
+    def close(self) -> None:
+        """Close the pipe."""
+        os.close(self.wakes)
+        os.close(self._wake)
+
+    def read(self, pid: int, tool: str, above: Request | None) -> Request | None:
+        """The request of a launcher, or None for a command that is none of ours."""
+        try:
+            words = (
+                Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="surrogateescape").split("\0")[:-1]
+            )
+            cwd = str(Path(f"/proc/{pid}/cwd").readlink())
+            pairs = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="surrogateescape").split("\0")
+        except OSError:
+            return None
+        through_launcher = os.path.basename(words[0]) == "fewbits-launch" if words else False  # noqa: PTH119
+        args = words[2:] if through_launcher else words[1:]
+        if words and words[0].endswith("sh") and not through_launcher and len(words) > 2:
+            return None
+        command = read_command(tool, args, cwd)
+        unit = above.unit if above is not None else unit_name(command)
+        if command.name == "nvcc":
+            self.nvcc_threads = max(self.nvcc_threads, threads_of(command.args))
+        is_driver = command.name == "nvcc" and "/tools/" in command.tool
+        arch = "" if command.name == "nvcc" and is_driver else command.arch
+        digest = ""
+        if self.cache is not None and command.source and above is None:
+            digest = self.cache.digest(command.path(command.source))
+        keys = () if is_driver else keys_of(command, unit, command.name, arch, digest)
+        stage = Stage(unit, arch, command.name, command.tool, keys)
+        if above is not None and command.source:
+            try:
+                stage.input_bytes = command.path(command.source).stat().st_size
+            except OSError:
+                stage.input_bytes = 0
+        environ = dict(pair.partition("=")[::2] for pair in pairs if "=" in pair)
+        return Request(command, unit, stage, is_driver, environ, asked_s=self.clock())
+
+    def look_up(self, request: Request, answer: Callable[[Found], None]) -> None:
+        """Ask the cache; the answer comes at once, or through ``ready`` when much has to be read."""
+        if self.cache is None:
+            answer(None)
+        elif request.stage.input_bytes < LARGE_INPUT_BYTES or request.command.name not in ("cicc", "ptxas"):
+            answer(self._find(request))
+        else:
+            threading.Thread(target=self._find_beside, args=(request, answer), daemon=True).start()
+
+    def _find_beside(self, request: Request, answer: Callable[[Found], None]) -> None:
+        found = self._find(request)
+        self.ready.append(lambda: answer(found))
+        with contextlib.suppress(OSError):
+            os.write(self._wake, b".")
+
+    def answer_ready(self) -> None:
+        """Give the answers that have been found beside the loop."""
+        with contextlib.suppress(OSError):
+            os.read(self.wakes, 4096)
+        while self.ready:
+            self.ready.popleft()()
+
+    def _find(self, request: Request) -> Found:
+        assert self.cache is not None
+        self._count += 1
+        scratch = str(self.scratch / f"{self._count}.d")
+        recipe = self.cache.recipe(request.command, request.environ, scratch)
+        request.recipe = recipe if recipe is not None and recipe.key else None
+        if request.recipe is None or not self.cache.known(request.recipe):
+            return None
+        return self.cache.fetch(request.recipe)
+
+    def replaced(self, request: Request) -> tuple[str, ...]:
+        """The number of arguments to run instead of the command's own, and these; ("0",) for the same."""
+        if request.recipe is None or not request.recipe.args or request.command.tool == "":
+            return ("0",)
+        args = request.recipe.args
+        if sum(map(len, args)) > 60_000 or not request.command.plain:
+            request.recipe = None  # too long to send, or the words came from a response file
+            return ("0",)
+        return (str(len(args)), *args)
+
+    def finished(self, request: Request, client: Client, printed: tuple[int, int], seconds: float) -> None:
+        """Keep the result of a command that has succeeded, if that saves time."""
+        recipe = request.recipe
+        if recipe is None or self.cache is None:
+            return
+        if recipe.wanted_depfile:
+            names = read_depfile(Path(recipe.depfile))
+            write_depfile(recipe.command, recipe.command.path(recipe.wanted_depfile), names)
+        if seconds >= WORTH_KEEPING_S:
+            out = client.printed(printed[0])
+            err = out if printed[1] == printed[0] else client.printed(printed[1])
+            if out is not None and err is not None:
+                together = printed[0] == printed[1]
+                started = client.began or time.time() - seconds - 1
+                with contextlib.suppress(OSError):  # a full disk: the build folder has the object
+                    self.cache.store(recipe, started=started, out="" if together else out, err=err)
+        if recipe.args:
+            Path(recipe.depfile).unlink(missing_ok=True)

@@ -1,0 +1,135 @@
+"""What to do when memory runs short, in this order: pause, hibernate, requeue, run alone and page.
+
+The youngest stage gives way first: it has the least to lose. Decisions are taken from figures alone, so that
+tests can stage any situation; the controller carries them out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import NamedTuple
+
+from fewbits.build.schedule import margin
+from fewbits.build.stage import PLATEAU_S, Stage, State
+
+HORIZON_S = 0.3  # growth is carried on for so long: six samples
+SETTLE_S = 0.4  # between two measures against the same stage
+RISING_S = 1.0  # growth without a step back for so long, beyond the class, is a runaway
+
+
+class Kind(Enum):
+    """A measure."""
+
+    PAUSE = "paused"
+    RESUME = "resumed"
+    HIBERNATE = "hibernated"
+    PAGE = "paged"
+    REQUEUE = "requeued"
+    TOO_LARGE = "too large"
+    RUNAWAY = "runaway"
+
+
+class Action(NamedTuple):
+    """One measure against one stage."""
+
+    kind: Kind
+    stage: Stage
+
+
+def runaways(present: Sequence[Stage], *, now_s: float, limit_bytes: int | None = None) -> list[Action]:
+    """Stages past their class that have only grown for the last second."""
+    found = []
+    for stage in present:
+        bound = stage.class_bytes if limit_bytes is None else limit_bytes
+        grows = now_s - stage.rising_s >= RISING_S and now_s - stage.grew_s <= PLATEAU_S
+        if stage.size_bytes > bound and (grows or stage.size_bytes > 2 * bound):
+            found.append(Action(Kind.RUNAWAY, stage))
+    return found
+
+
+def relieve(
+    present: Sequence[Stage], *, budget_bytes: int, other_bytes: int, now_s: float, fixed: bool = True
+) -> list[Action]:
+    """What to do now, if anything.
+
+    Args:
+        present: stages whose processes exist.
+        budget_bytes: memory of the whole build.
+        other_bytes: what the build's other processes hold.
+        now_s: the time.
+        fixed: the budget is the user's own, so waiting does not make it larger.
+    """
+    top = budget_bytes - margin(budget_bytes)
+    used = other_bytes + sum(s.rss_bytes for s in present)
+    active = sorted((s for s in present if s.state is State.RUNNING), key=lambda s: -s.started_s)
+    paging = [s for s in present if s.state is State.PAGING]
+    resting = [s for s in present if s.state in (State.PAUSED, State.HIBERNATED)]
+    ahead = used + sum(map(_growth, active))
+    if ahead <= top:
+        return _resume(active, paging, resting, used=used, top=top, now_s=now_s)
+    if len(active) > 1:
+        # As many as it takes; beyond the top itself, all but the oldest.
+        victims = []
+        for stage in active[:-1]:
+            if ahead <= top and used <= top:
+                break
+            victims.append(Action(Kind.PAUSE, stage))
+            ahead -= _growth(stage)
+        return victims
+    return _squeeze(active, paging, resting, used=used, top=top, now_s=now_s, fixed=fixed)
+
+
+def _growth(stage: Stage) -> float:
+    """What it will take very soon: as it goes now, but no more than it is known to need."""
+    soon = max(0.0, stage.rate) * HORIZON_S
+    if stage.source == "history" and stage.size_bytes < stage.predicted_bytes:
+        return min(soon, stage.predicted_bytes - stage.size_bytes)
+    return soon
+
+
+def _squeeze(
+    active: list[Stage],
+    paging: list[Stage],
+    resting: list[Stage],
+    *,
+    used: int,
+    top: int,
+    now_s: float,
+    fixed: bool,
+) -> list[Action]:
+    """One stage runs at most, and it is still too much."""
+    smallest_gain = max(top // 50, 4 * 2**20)
+    paused = [s for s in resting if s.state is State.PAUSED and s.rss_bytes > smallest_gain]
+    if paging:  # memory is on its way out: hold the rest until it has gone
+        return [Action(Kind.PAUSE, stage) for stage in active if used > top]
+    for stage in sorted(paused, key=lambda s: -s.rss_bytes):
+        if stage.can_page and not stage.page_failed:
+            return [Action(Kind.HIBERNATE, stage)] + [Action(Kind.PAUSE, s) for s in active if used > top]
+    if paused:
+        return [Action(Kind.REQUEUE, max(paused, key=lambda s: s.started_s))]
+    if not active:
+        return []
+    stage = active[0]
+    if stage.pageouts and now_s - stage.since_s < SETTLE_S and stage.rss_bytes > 0.8 * stage.paged_bytes:
+        return []  # the pager has hardly begun
+    if stage.can_page and not stage.page_failed:
+        return [Action(Kind.PAGE, stage)]
+    if used <= top:
+        return []
+    return [Action(Kind.TOO_LARGE, stage) if fixed else Action(Kind.REQUEUE, stage)]
+
+
+def _resume(
+    active: list[Stage], paging: list[Stage], resting: list[Stage], *, used: int, top: int, now_s: float
+) -> list[Action]:
+    if not resting or paging:
+        return []
+    oldest = min(resting, key=lambda s: s.started_s)
+    if active and now_s - oldest.since_s < SETTLE_S:
+        return []
+    growth = sum(max(0, s.expected_bytes - s.rss_bytes) for s in active)
+    needs = max(0, oldest.expected_bytes - oldest.rss_bytes)
+    if not active or used + growth + needs <= top:
+        return [Action(Kind.RESUME, oldest)]
+    return []

@@ -1,0 +1,31 @@
+"""One command that wants to run, as the controller sees it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fewbits.build.cache import Recipe
+from fewbits.build.command import Command
+from fewbits.build.stage import Stage
+
+
+@dataclass(eq=False)
+class Request:
+    """One command that wants to run.
+
+    Attributes:
+        command: what it is.
+        unit: what it makes, as people call it.
+        stage: what is to be admitted; a driver's is not used.
+        is_driver: nvcc itself, whose stages ask on their own.
+        recipe: how its result is kept, or None.
+        asked_s: when.
+    """
+
+    command: Command
+    unit: str
+    stage: Stage
+    is_driver: bool
+    environ: dict[str, str]
+    recipe: Recipe | None = None
+    asked_s: float = 0.0

@@ -1,0 +1,149 @@
+"""Memory of processes, read cheaply from /proc: a few microseconds each, twenty times a second."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+SIGURG_BIT = 1 << (23 - 1)
+
+
+class Memory(NamedTuple):
+    """What one process holds, in bytes."""
+
+    rss: int
+    anon: int
+    data: int  # private writable addresses, touched or not, in memory or not
+
+
+class Sampler:
+    """Reads statm of many processes again and again, through files that stay open."""
+
+    def __init__(self) -> None:
+        self._files: dict[int, int] = {}
+
+    def memory(self, pid: int) -> Memory | None:
+        """The memory of a process, or None once it has gone."""
+        try:
+            file = self._files.get(pid)
+            if file is None:
+                file = self._files[pid] = os.open(f"/proc/{pid}/statm", os.O_RDONLY | os.O_CLOEXEC)
+            fields = os.pread(file, 128, 0).split()
+        except OSError:
+            self.forget(pid)
+            return None
+        if len(fields) < 6:
+            self.forget(pid)
+            return None
+        resident, shared = int(fields[1]), int(fields[2])
+        return Memory(
+            resident * PAGE_BYTES, max(0, resident - shared) * PAGE_BYTES, int(fields[5]) * PAGE_BYTES
+        )
+
+    def forget(self, pid: int) -> None:
+        """Close what was opened for a process."""
+        file = self._files.pop(pid, None)
+        if file is not None:
+            os.close(file)
+
+    def keep_only(self, pids: Iterable[int]) -> None:
+        """Close the files of all others."""
+        for pid in set(self._files) - set(pids):
+            self.forget(pid)
+
+
+def children(pid: int) -> list[int]:
+    """The processes that a process has started, and that have not ended."""
+    found: list[int] = []
+    try:
+        tasks = os.listdir(f"/proc/{pid}/task")  # noqa: PTH208 - the quicker one, twenty times a second
+    except OSError:
+        return found
+    for task in tasks:
+        try:
+            file = os.open(f"/proc/{pid}/task/{task}/children", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            continue
+        try:
+            found += map(int, os.read(file, 1 << 16).split())
+        except OSError:
+            pass
+        finally:
+            os.close(file)
+    return found
+
+
+def descendants(pid: int) -> Iterator[int]:
+    """All processes below one, the nearest first."""
+    if not has_children_files():
+        yield from _by_parents(pid)
+        return
+    waiting = children(pid)
+    while waiting:
+        child = waiting.pop(0)
+        yield child
+        waiting += children(child)
+
+
+def has_children_files() -> bool:
+    """Whether this kernel lists children (CONFIG_PROC_CHILDREN)."""
+    return Path(f"/proc/self/task/{os.getpid()}/children").exists()
+
+
+def _by_parents(pid: int) -> Iterator[int]:
+    below: dict[int, list[int]] = {}
+    for name in (entry.name for entry in Path("/proc").iterdir()):
+        if name.isdigit():
+            below.setdefault(parent(int(name)), []).append(int(name))
+    waiting = list(below.get(pid, ()))
+    while waiting:
+        child = waiting.pop(0)
+        yield child
+        waiting += below.get(child, ())
+
+
+def _stat(pid: int) -> list[str]:
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return []
+    return text[text.rfind(")") + 2 :].split()
+
+
+def parent(pid: int) -> int:
+    """The parent of a process, or 0."""
+    fields = _stat(pid)
+    return int(fields[1]) if len(fields) > 1 else 0
+
+
+def state(pid: int) -> str:
+    """The state letter of a process: R, S, D, T, Z; "" once it has gone."""
+    fields = _stat(pid)
+    return fields[0] if fields else ""
+
+
+def cpu_seconds(pid: int) -> float:
+    """Processor time of a process and of its children that have ended."""
+    fields = _stat(pid)
+    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK") if len(fields) > 15 else 0.0
+
+
+def name_of(pid: int) -> str:
+    """The short name of a process."""
+    try:
+        return Path(f"/proc/{pid}/comm").read_text(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def has_pager(pid: int) -> bool:
+    """Whether a process handles SIGURG, as one does that has loaded our pager."""
+    try:
+        text = Path(f"/proc/{pid}/status").read_text(errors="replace")
+    except OSError:
+        return False
+    caught = text.partition("\nSigCgt:")[2].split("\n", 1)[0].strip()
+    return bool(caught) and bool(int(caught, 16) & SIGURG_BIT)

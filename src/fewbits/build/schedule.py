@@ -1,0 +1,114 @@
+"""Who may start: what fits in the budget, the biggest first, smaller ones in the gaps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+from typing import NamedTuple
+
+from fewbits.build.stage import Stage, State
+
+PATIENCE_S = 20.0  # a stage that was passed over for so long lets nobody pass any more
+EARLY, LATE = 0.8, 1.25  # how much faster or slower than last time a stage may go
+MARGIN_SHARE, MARGIN_BYTES = 0.04, 12 * 2**20
+
+
+def margin(budget_bytes: int) -> int:
+    """What is left free, as figures are up to a twentieth of a second old."""
+    return max(min(MARGIN_BYTES, budget_bytes // 10), int(budget_bytes * MARGIN_SHARE))
+
+
+def admit(
+    waiting: Sequence[Stage],
+    present: Sequence[Stage],
+    *,
+    budget_bytes: int,
+    other_bytes: int,
+    slots: int,
+    now_s: float,
+) -> list[Stage]:
+    """The waiting stages that may start now.
+
+    Args:
+        waiting: stages that have asked.
+        present: stages whose processes exist, paused ones included.
+        budget_bytes: memory of the whole build.
+        other_bytes: what the build's other processes hold.
+        slots: how many may run at once.
+        now_s: the time.
+    """
+    if any(stage.alone for stage in present):
+        return []
+    room = budget_bytes - margin(budget_bytes) - other_bytes
+    course = [stage_course(stage, now_s) for stage in present]
+    busy = sum(stage.state in (State.RUNNING, State.PAGING) for stage in present)
+    started: list[Stage] = []
+    for stage in sorted(waiting, key=lambda s: (-s.predicted_bytes, s.queued_s)):
+        count = len(present) + len(started)
+        if busy + len(started) >= slots:
+            break
+        if stage.alone:
+            # Retried after a kill: it waits until everybody else has gone, and keeps newcomers out.
+            if count == 0:
+                return [stage]
+            continue
+        fresh = Course(stage.predicted_bytes, stage.parts, 0.0, stage.predicted_s)
+        if fits(fresh, course, room) or (count == 0 and not started):
+            started.append(stage)
+            course.append(fresh)
+        elif now_s - stage.queued_s > PATIENCE_S + 2 * stage.predicted_s:
+            break
+    if any(stage.alone for stage in waiting):
+        oldest = min(s.queued_s for s in waiting if s.alone)
+        return [s for s in started if now_s - oldest < PATIENCE_S]
+    return started
+
+
+class Course(NamedTuple):
+    """How a stage's memory is supposed to go on: an eighth of its length for each part, from ``done`` on.
+
+    Without parts it holds ``most`` for an unknown time.
+    """
+
+    most: int
+    parts: tuple[int, ...]
+    done: float
+    seconds: float
+
+    def highest(self, from_s: float, to_s: float, *, slack: float) -> int:
+        """The most between two moments from now, if it goes slower than supposed by ``slack``."""
+        if not self.parts:
+            return self.most
+        pace = len(self.parts) / (self.seconds * slack)
+        first = int(self.done * len(self.parts) + from_s * pace)
+        last = len(self.parts) if to_s == inf else int(self.done * len(self.parts) + to_s * pace)
+        return max(self.parts[first : last + 1], default=0)
+
+
+def stage_course(stage: Stage, now_s: float) -> Course:
+    """What a present stage will still need."""
+    most = max(stage.expected_bytes, stage.rss_bytes)
+    if stage.state is State.HIBERNATED:
+        return Course(stage.rss_bytes, (), 0.0, 0.0)
+    known = stage.parts and stage.state is State.RUNNING and stage.size_bytes <= stage.predicted_bytes
+    if not known or stage.attempts > 1 or stage.pauses:
+        return Course(most, (), 0.0, 0.0)
+    done = (now_s - stage.started_s) / stage.predicted_s
+    # Its memory says how far it has come, too: on a busy machine that is less far than the clock says.
+    reached = sum(part <= stage.rss_bytes for part in stage.parts) / len(stage.parts)
+    done = min(done, reached + 1 / len(stage.parts))
+    if done >= 1:
+        return Course(most, (), 0.0, 0.0)
+    return Course(most, stage.parts, done, stage.predicted_s)
+
+
+def fits(fresh: Course, present: Sequence[Course], room: int) -> bool:
+    """Whether a stage may begin now: at no moment of its course all of them together pass the room."""
+    if not fresh.parts:
+        return fresh.most + sum(c.highest(0.0, inf, slack=1.0) for c in present) <= room
+    step = fresh.seconds / len(fresh.parts)
+    for i, part in enumerate(fresh.parts):
+        begins, ends = step * i * EARLY, step * (i + 1) * LATE
+        if part + sum(c.highest(begins, ends, slack=LATE) for c in present) > room:
+            return False
+    return True

@@ -1,0 +1,175 @@
+"""One step of a build that needs memory: a compiler process, and what it starts, for one unit."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+from enum import Enum
+
+# The largest process that was measured for each stage, in Transformer Engine's sources with CUDA 13.0, and
+# what is supposed of one that was never seen. Bytes. A linker's and a plain compiler's are of large projects.
+LARGEST_SEEN = {
+    "cudafe++": 2_130_000_000,
+    "cicc": 4_370_000_000,
+    "ptxas": 6_160_000_000,
+    "c++": 2_270_000_000,
+    "c": 1_000_000_000,
+    "link": 8_000_000_000,
+    "nvcc": 6_160_000_000,
+}
+PRIOR = {
+    "cudafe++": 450_000_000,
+    "cicc": 500_000_000,
+    "ptxas": 200_000_000,
+    "c++": 300_000_000,
+    "c": 100_000_000,
+    "link": 200_000_000,
+    "fatbinary": 30_000_000,
+    "nvlink": 100_000_000,
+    "nvcc": 600_000_000,
+}
+PLATEAU_S = 1.5  # no growth for so long is a plateau
+PARTS, SHORT_S = 8, 0.5
+OTHER_PRIOR, OTHER_LARGEST = 200_000_000, 4_000_000_000
+
+
+class State(Enum):
+    """Where a stage is."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    PAUSED = "paused"
+    PAGING = "paging"  # writing its memory to the disk, to be paused then
+    HIBERNATED = "hibernated"
+    HELD = "held"  # ended in failure; its build tool is told when the others are through
+    DONE = "done"
+
+
+ON_MACHINE = (State.RUNNING, State.PAUSED, State.PAGING, State.HIBERNATED)
+
+
+@dataclass(eq=False)
+class Stage:
+    """What is known of one step.
+
+    Attributes:
+        unit: the source file, as the build names it.
+        arch: the GPU architecture ("90", "100a"), or "" for the host.
+        name: "c++", "c", "cudafe++", "cicc", "ptxas", "fatbinary", "nvlink", "link", or the tool's name.
+        tool: the path of the tool.
+        keys: under which its history is kept, the most exact first.
+        input_bytes: size of what it reads, if that is one intermediate file.
+        predicted_bytes: what it is supposed to need.
+        queued_s: when it asked, started and ended, in seconds of the build.
+        pid: the tool's process, which leads a group of its own.
+        rss_bytes: resident memory of the group now; ``size_bytes`` counts what was paged out, too.
+        curve: times and resident bytes, alternating.
+    """
+
+    unit: str
+    arch: str = ""
+    name: str = "c++"
+    tool: str = ""
+    keys: tuple[str, ...] = ()
+    input_bytes: int = 0
+    predicted_bytes: int = 0
+    predicted_s: float = 0.0
+    parts: tuple[int, ...] = ()  # the most in each eighth of its length, last time
+    source: str = "prior"
+    queued_s: float = 0.0
+    started_s: float = 0.0
+    ended_s: float = 0.0
+    waited_s: float = 0.0
+    paused_s: float = 0.0
+    pid: int = 0
+    state: State = State.WAITING
+    rss_bytes: int = 0
+    anon_bytes: int = 0
+    size_bytes: int = 0
+    peak_bytes: int = 0
+    rate: float = 0.0  # bytes a second
+    high_bytes: int = 0  # the largest size so far, when it was last passed, and since when it only grows
+    grew_s: float = 0.0
+    rising_s: float = 0.0
+    cpu_s: float = 0.0
+    code: int | None = None
+    attempts: int = 0
+    pauses: int = 0
+    hibernations: int = 0
+    pageouts: int = 0
+    requeues: int = 0
+    cached: bool = False
+    can_page: bool = False
+    alone: bool = False
+    paged_bytes: int = 0  # resident when the pager was called, and the lowest since
+    lowest_bytes: int = 0
+    since_s: float = 0.0  # in this state
+    sampled_s: float = 0.0
+    page_failed: bool = False
+    futile: int = 0  # pagings that gave nothing back
+    kills: int = 0  # by others than us
+    members: list[int] = field(default_factory=list)
+    leaf: int = 0  # the process that holds most of the memory
+    curve: array[float] = field(default_factory=lambda: array("d"))
+
+    @property
+    def label(self) -> str:
+        """Unit, architecture and stage, for people."""
+        return f"{self.unit}{f' [sm_{self.arch}]' if self.arch else ''} {self.name}"
+
+    @property
+    def expected_bytes(self) -> int:
+        """What to count with until it ends."""
+        return max(self.predicted_bytes, self.size_bytes)
+
+    @property
+    def on_machine(self) -> bool:
+        """Whether its processes exist."""
+        return self.state in ON_MACHINE
+
+    @property
+    def class_bytes(self) -> int:
+        """Twice the largest that is known of its kind: beyond, growth without end is suspected."""
+        return 2 * max(LARGEST_SEEN.get(self.name, OTHER_LARGEST), self.predicted_bytes)
+
+    def reset(self) -> None:
+        """Begin an attempt."""
+        self.rss_bytes = self.anon_bytes = self.size_bytes = self.high_bytes = self.leaf = 0
+        self.rate = self.sampled_s = 0.0
+        self.grew_s = self.rising_s = self.started_s
+        self.can_page = self.page_failed = False
+        self.paged_bytes = self.futile = 0
+        self.members = []
+
+    def sized(self, now_s: float, size_bytes: int) -> None:
+        """Take a new sample of the size: how fast it grows, and since when without a step back."""
+        if now_s > self.sampled_s > 0:
+            rate = (size_bytes - self.size_bytes) / (now_s - self.sampled_s)
+            self.rate = rate if self.rate == 0 else 0.5 * self.rate + 0.5 * rate
+        self.size_bytes, self.sampled_s = size_bytes, now_s
+        if size_bytes < 0.95 * self.high_bytes or now_s - self.grew_s > PLATEAU_S:
+            self.rising_s = now_s
+        if size_bytes > 1.002 * self.high_bytes or size_bytes < 0.95 * self.high_bytes:
+            self.high_bytes, self.grew_s = size_bytes, now_s
+
+    def course(self) -> tuple[int, ...]:
+        """The most in each eighth of its length; () if it was disturbed or too short to tell."""
+        length = self.ended_s - self.started_s
+        if self.attempts > 1 or self.pauses or self.pageouts or self.hibernations or length < SHORT_S:
+            return ()
+        highest = [0.0] * PARTS
+        for at, held in zip(self.curve[::2], self.curve[1::2], strict=True):
+            part = min(PARTS - 1, max(0, int((at - self.started_s) / length * PARTS)))
+            highest[part] = max(highest[part], held)
+        for i in range(1, PARTS):  # nothing new was noted: as before
+            highest[i] = highest[i] or highest[i - 1]
+        missed = max(1.0, self.peak_bytes / max(1.0, *highest))  # between two samples
+        return tuple(int(h * missed) for h in highest)
+
+    def note(self, now_s: float, rss_bytes: int) -> None:
+        """Keep a point of the curve if it says something new."""
+        if len(self.curve) >= 2:
+            last_s, last = self.curve[-2], self.curve[-1]
+            if now_s - last_s < 1.0 and abs(rss_bytes - last) <= 0.02 * max(last, rss_bytes):
+                return
+        self.curve.extend((now_s, float(rss_bytes)))
