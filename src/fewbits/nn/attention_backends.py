@@ -205,6 +205,7 @@ def flex(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> Tensor:
         block_mask=_block_mask(pattern, S, q.device),
         scale=pattern.scale,
         enable_gqa=q.shape[1] != k.shape[1],
+        kernel_options={"FORCE_USE_FLEX_ATTENTION": True},  # short rows, too, are not decoding
     )
     return out.transpose(1, 2).reshape(B, S, H, D)
 
