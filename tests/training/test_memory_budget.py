@@ -10,6 +10,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fewbits.errors import BadInput
+from fewbits.models.fused import fuse
 from fewbits.nn.keep import KEEP_ALL, Keep
 from fewbits.recipes import qlora_nf4
 from fewbits.training.memory_budget import MemoryBudget, Target, auto_budget, budget_for
@@ -120,3 +121,19 @@ def test_a_model_of_unknown_shapes_is_refused_for_a_number() -> None:
     del model.config.intermediate_size
     with pytest.raises(BadInput, match="intermediate_size"):
         budget_for(model, 1.0, recipe=None, lora=None, batch=(2, 16))
+
+
+def test_fused_layers_that_run_unfused_are_planned_as_such() -> None:
+    model = tiny(attention_dropout=0.1)
+    fuse(model)
+    budget = budget_for(model, 1.0, recipe=None, lora=None, batch=(2, 16))
+    assert budget.plan.keeps
+    budget.meter = FakeMeter(1 << 20)
+    budget.begin(32)
+    ids = torch.randint(0, 96, (2, 16))
+    with pytest.warns(UserWarning, match="dropout"):
+        model(input_ids=ids, labels=ids).loss.backward()
+    budget.end_step()
+    assert not budget.plan.keeps and "run unfused (the configuration asks for dropout)" in budget.notes[-1]
+    assert not budget.plan.checkpointing
+    assert budget.step_down("again", 2) and checkpointed(model)

@@ -153,7 +153,7 @@ class FastLanguageModel:
     @staticmethod
     def for_inference(model: Any) -> Any:
         """Ready to generate: evaluation mode, key-value cache on, no gradient checkpointing."""
-        _set_checkpointing(model, False)
+        checkpoint_layers(model, False)
         model.config.use_cache = True
         return model.eval()
 
@@ -170,13 +170,14 @@ class FastLanguageModel:
         keep, layers = keep_for(choice), fused_layers(model)
         for layer in layers:
             layer.keep = keep
-        _set_checkpointing(model, not layers and not keep.mlp)
+        checkpoint_layers(model, not layers and not keep.mlp)
         if not layers:
             model.config.use_cache = keep.mlp
         return model.train()
 
 
-def _set_checkpointing(model: Any, on: bool) -> None:
+def checkpoint_layers(model: Any, on: bool) -> None:
+    """Have transformers recompute every decoder layer as a whole, or not."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if on:
         # transformers 5.2x renames these methods

@@ -24,6 +24,8 @@ from fewbits.training.packing import Batch
 from fewbits.training.rerun import Pass, first_sentence
 
 # Up to this width of the residual, layers of a few thousand tokens end before the host has launched the next.
+# On an H200, NF4 with LoRA, 4 x 2048 tokens: width 1024 (0.6B) takes 138.6 ms eagerly, 66.1 replayed; width
+# 2048 (1.7B) 133.0 and 131.1; wider models wait for the device.
 LAUNCH_BOUND_WIDTH = 2048
 _WARM_UP, _MAX_GRAPHS = 2, 4
 _ITEMS = "num_items"  # the step's token count, as one more input

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,7 +18,7 @@ from torch import nn
 
 from fewbits.errors import BadInput
 from fewbits.models.convert import conversion_of
-from fewbits.models.fast import FastLanguageModel
+from fewbits.models.fast import checkpoint_layers
 from fewbits.nn.keep import KEEP_ALL, KEEP_NONE, KEEP_ON_HOST, Keep
 from fewbits.nn.offload import HostStash
 from fewbits.recipes import LoRA, Recipe
@@ -70,12 +71,14 @@ class Target:
         layers: what has a ``keep`` for each of its decoder layers; none if the model is not fused.
         stash: where inputs wait that are kept on the host.
         on_change: called when layers compute in another way from now on, or a step has died.
+        fallbacks: how often a fused layer took its own forward, by reason; its ``keep`` does nothing then.
     """
 
     model: nn.Module
     layers: Sequence[Any]
     stash: HostStash | None = None
     on_change: list[Callable[[], None]] = field(default_factory=list)
+    fallbacks: Counter[str] = field(default_factory=Counter)
 
     @classmethod
     def of(cls, model: nn.Module) -> Target:
@@ -83,15 +86,30 @@ class Target:
         from fewbits.models.fused import fused_layers, fusion_of  # after fast.py, which may fuse itself
 
         fusion = fusion_of(model)
-        return cls(model, fused_layers(model), None if fusion is None else fusion.stash)
+        if fusion is None:
+            return cls(model, [])
+        return cls(model, fused_layers(model), fusion.stash, fallbacks=fusion.fallbacks)
+
+    def drop_unfused(self) -> str | None:
+        """Where fused layers turn out to run unfused, plan for that; the reason, once."""
+        if not self.layers or not self.fallbacks:
+            return None
+        self.layers = []
+        return self.fallbacks.most_common(1)[0][0]
 
     def apply(self, plan: Plan) -> None:
         """Put a plan in place."""
         if not plan.keeps:
-            FastLanguageModel.for_training(self.model, plan.checkpointing)
+            self.checkpoint(plan.checkpointing)
         for layer, keep in zip(self.layers, plan.keeps, strict=bool(plan.keeps)):
             layer.keep = keep
         self._tell()
+
+    def checkpoint(self, on: bool) -> None:
+        """Layers that are not fused, or do not run so, are recomputed as a whole, or not."""
+        checkpoint_layers(self.model, on)
+        if on:
+            self.model.config.use_cache = False  # type: ignore[union-attr]
 
     def release(self) -> None:
         """Let go of everything that a step which died has left."""
@@ -156,6 +174,8 @@ class MemoryBudget:
         if self._measured or self._before is None:
             return
         self._measured = True
+        if self._replan_unfused():
+            return
         expected = self.planner_for(self._largest).price_of(self.plan)
         measured = self.meter.peak() - self._before
         self._factor = measured / max(1, expected.predicted.dynamic)
@@ -172,6 +192,8 @@ class MemoryBudget:
 
     def step_down(self, why: str, step: int) -> bool:
         """Memory ran out: take the next smaller plan; False if there is none."""
+        if self._replan_unfused() and self.plan.checkpointing:
+            return True
         smaller = self._planner().smaller(self._planner().price_of(self.plan))
         if smaller is None:
             return False
@@ -188,6 +210,14 @@ class MemoryBudget:
         gc.collect()
         if self.meter is not None:
             self.meter.empty()
+
+    def _replan_unfused(self) -> bool:
+        reason = self.target.drop_unfused()
+        if reason is None:
+            return False
+        self._use(self._planner().plan(self.budget_bytes))
+        self._say(f"memory: layers run unfused ({reason}), so the plan is another: {self.plan}")
+        return True
 
     def _planner(self) -> Planner:
         return replace(self.planner_for(self.num_tokens), factor=self._factor)
@@ -263,10 +293,10 @@ def _planners(model: Any, target: Target, recipe: Recipe, length: int) -> Callab
     config = model.config.get_text_config().to_dict()
     device = next(model.parameters()).device
     dtype = getattr(model, "dtype", torch.float32)
-    fused = {"num_layers": len(target.layers)} if target.layers else {"is_fused": False}
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
     def planner_for(num_tokens: int, **known: Any) -> Planner:
+        fused = {"num_layers": len(target.layers)} if target.layers else {"is_fused": False}
         return planner(
             config,
             recipe,
@@ -286,4 +316,4 @@ def _set_all(target: Target, keep: Keep) -> None:
     for layer in target.layers:
         layer.keep = keep
     if not target.layers:
-        FastLanguageModel.for_training(target.model, keep != KEEP_ALL)
+        target.checkpoint(keep != KEEP_ALL)
