@@ -15,11 +15,17 @@ from fewbits.kernels.gated_activation import (
     gated_activation_backward_ref,
     gated_activation_into,
 )
+from fewbits.kernels.gated_lora_backward import (
+    LowRank,
+    gated_lora_backward,
+    gated_lora_backward_ref,
+)
 from fewbits.kernels.matmul_float8 import float8_linear, float8_weight, scale_row, weight_scale
 from fewbits.kernels.quantize_float8 import quantize_blocks, quantize_rows, quantize_tensor, scale_of_amax
 from fewbits.kernels.rmsnorm import rmsnorm_backward_ref, rmsnorm_backward_rows, rmsnorm_ref, rmsnorm_rows
 
 _EPS = 1e-5
+_RANK = 16
 # One rounding to 4 significant bits: 2**-4 at most, 0.026 on average over a binade (see matmul_float8.py).
 _ONE_ROUNDING = 0.04
 _LARGEST = 448.0
@@ -170,6 +176,54 @@ def _gated_problem(case: Case, device: torch.device) -> Problem:
     return Problem({"fewbits": _plain(ours), "fewbits_apart": _plain(apart)}, exact)
 
 
+# The gated activation's backward pass with the low-rank products of LoRA.
+
+
+def gated_lora_cases(max_size: int) -> list[Case]:
+    """Llama-3.1-8B's SwiGLU with branches of rank 16, its gradients to float8."""
+    M, N = min(8192, max_size), min(14336, max_size)
+    return [
+        Case(
+            op="gated_lora_backward", part="backward", format="float8_e4m3", M=M, N=N, bytes_moved=8 * M * N,
+            flops=12 * M * N * _RANK, tolerance=_ONE_ROUNDING, build=_gated_lora_problem,
+        )
+    ]  # fmt: skip
+
+
+def _gated_lora_problem(case: Case, device: torch.device) -> Problem:
+    gate_up = randn(device, torch.bfloat16, case.M, 2 * case.N)
+    (gate, up), dh = gate_up.chunk(2, 1), randn(device, torch.bfloat16, case.M, case.N)
+
+    def branch() -> LowRank:
+        x, w = (randn(device, torch.bfloat16, n, _RANK) * 0.3 for n in (case.M, case.N))
+        return LowRank(x, w)
+
+    low = branch(), branch(), branch()
+    scale = scale_of_amax(torch.full((1,), 64.0, device=device))
+    q = torch.empty(case.M, 2 * case.N, dtype=torch.float8_e4m3fn, device=device)
+    made = Quantized8(q, 1 / scale, torch.zeros(1, device=device))
+
+    def ours() -> Sequence[Tensor]:
+        return (q, *gated_lora_backward(dh, gate, up, low, quantized=made))
+
+    def apart() -> Sequence[Tensor]:  # the activation in 16 bits, then what reads it
+        both, h = torch.empty_like(gate_up), torch.empty_like(dh)
+        de, du = both.chunk(2, 1)
+        gated_activation_backward_into(dh, gate, up, de, du, low_rank=low, h=h)
+        t = torch.cat([de @ low[0].w, du @ low[1].w], 1)
+        codes, _ = quantize_tensor(both, scale=scale)
+        return codes, t, de.t() @ low[0].x, du.t() @ low[1].x, h.t() @ low[2].x
+
+    def exact() -> Sequence[Tensor]:
+        wide = [LowRank(b.x.double(), b.w.double()) for b in low]
+        de, du, rest = gated_lora_backward_ref(
+            dh.double(), gate.double(), up.double(), "silu", (wide[0], wide[1], wide[2])
+        )
+        return (torch.cat([de, du], 1) / scale, *rest)
+
+    return Problem({"fewbits": _plain(ours), "fewbits_apart": _plain(apart)}, exact)
+
+
 # Products.
 
 
@@ -237,4 +291,4 @@ def _weight_problem(case: Case, device: torch.device) -> Problem:
     return Problem({"fewbits": _plain(ours), "torch_eager": _plain(eager)}, exact)
 
 
-MAKERS = (quantize_cases, norm_cases, gated_cases, product_cases)
+MAKERS = (quantize_cases, norm_cases, gated_cases, gated_lora_cases, product_cases)
