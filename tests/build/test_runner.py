@@ -265,3 +265,17 @@ def test_kept_objects_know_their_headers(workshop: Workshop) -> None:
     header.write_text("#define N 2\n")
     assert workshop.build(*command).profile["counts"] == {}
     assert (workshop.folder / "a.o").read_bytes() != first
+
+
+def test_launchers_in_python_do_the_same(workshop: Workshop) -> None:
+    (workshop.folder / "bad.cpp").write_text("int f() { return x; }\n")
+    (workshop.folder / "a b.cpp").write_text("int f() { return 1; }\n")
+    command = "g++ -c 'a b.cpp' -o a.o; echo $?; g++ -c bad.cpp; echo $?; g++ --version > v; echo $?; exit 5"
+    plain = workshop.plain("sh", "-c", command)
+    ours = workshop.build("sh", "-c", command, compile_native=False)
+    assert (ours.code, ours.out, ours.err) == (5, plain.stdout, plain.stderr)
+    assert len(ours.profile["stages"]) == 2
+    big = workshop.unit("big.cpp", 150)
+    done = workshop.build("g++", "-O0", "-c", big.name, memory_bytes=100_000_000, compile_native=False)
+    assert done.code == 1
+    assert "it cannot be paged to the disk here" in done.err

@@ -54,10 +54,10 @@ class Intake:
             pairs = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="surrogateescape").split("\0")
         except OSError:
             return None
-        through_launcher = os.path.basename(words[0]) == "fewbits-launch" if words else False  # noqa: PTH119
-        args = words[2:] if through_launcher else words[1:]
-        if words and words[0].endswith("sh") and not through_launcher and len(words) > 2:
-            return None
+        if len(words) > 3 and words[2].endswith("launch.py"):  # the launcher in Python
+            words = words[3:]
+        first = words[0].rpartition("/")[2] if words else ""
+        args = words[2:] if first == "fewbits-launch" else words[1:]
         command = read_command(tool, args, cwd)
         unit = above.unit if above is not None else unit_name(command)
         if command.name == "nvcc":

@@ -20,7 +20,7 @@ from fewbits.build.watch import BudgetWatch, Others
 
 # Of what it had: so little is left, or half and it grows again; then it has come out of the pager.
 PAGED_SHARE, HALF_SHARE = 0.08, 0.5
-PAGING_TIMEOUT_S, FUTILE_S = 60.0, 3.0
+PAGING_TIMEOUT_S, FUTILE_S, FUTILE_TIMES = 60.0, 3.0, 8
 RETRIES = 3
 _KILLED = re.compile(r"[Kk]illed signal|died due to signal 9|signal 9|Killed\b|\(program \w+\).*Killed")
 
@@ -81,8 +81,8 @@ class Measures:
             self._enter(stage, State.RUNNING, now)
         elif kind is Kind.HIBERNATE:
             # A stopped process handles no signal: it wakes into the pager's handler, and is stopped after it.
-            stage.lowest_bytes = stage.rss_bytes
-            stage.paged_bytes, stage.hibernations = stage.rss_bytes, stage.hibernations + 1
+            stage.paged_bytes = stage.lowest_bytes = stage.anon_bytes
+            stage.hibernations += 1
             _signal(stage.leaf, signal.SIGURG)
             _signal(stage.leaf, signal.SIGCONT)
             stage.paused_s += now - stage.since_s
@@ -100,23 +100,21 @@ class Measures:
 
     def _page(self, stage: Stage, now: float) -> None:
         """It goes on, but out of the disk. If that gives nothing back, it is not tried again."""
-        if stage.paged_bytes and stage.rss_bytes > 0.9 * stage.paged_bytes and now - stage.since_s < FUTILE_S:
-            stage.futile += 1
-            stage.page_failed = stage.futile > 5
-        else:
-            stage.futile = 0
-        stage.paged_bytes, stage.pageouts, stage.since_s = stage.rss_bytes, stage.pageouts + 1, now
+        futile = stage.pageouts > 0 and stage.lowest_bytes > 0.9 * stage.paged_bytes > 8 * 2**20
+        stage.futile = stage.futile + 1 if futile else 0
+        stage.page_failed = stage.futile > FUTILE_TIMES
+        stage.paged_bytes = stage.lowest_bytes = stage.anon_bytes
+        stage.pageouts, stage.since_s = stage.pageouts + 1, now
         _signal(stage.leaf, signal.SIGURG)
 
     def _finish_paging(self, stage: Stage, now: float) -> None:
-        stage.lowest_bytes = min(stage.lowest_bytes, stage.rss_bytes)
-        falls = stage.rss_bytes <= 1.02 * stage.lowest_bytes
-        done = stage.rss_bytes < PAGED_SHARE * stage.paged_bytes
+        falls = stage.anon_bytes <= 1.02 * stage.lowest_bytes
+        done = stage.anon_bytes < PAGED_SHARE * stage.paged_bytes
         done = done or (not falls and stage.lowest_bytes < HALF_SHARE * stage.paged_bytes)
         took = now - stage.since_s
         if not done and took < FUTILE_S:
             return
-        if done or took > PAGING_TIMEOUT_S or stage.rss_bytes > 0.9 * stage.paged_bytes:
+        if done or took > PAGING_TIMEOUT_S or stage.anon_bytes > 0.9 * stage.paged_bytes:
             _signal_group(stage, signal.SIGSTOP)
             stage.page_failed = not done
             self._enter(stage, State.HIBERNATED if done else State.PAUSED, now)

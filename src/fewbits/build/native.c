@@ -432,7 +432,10 @@ static int list_regions(void) {
     return count;
 }
 
+static int wrote; /* whether the chunk had to be written */
+
 static int write_range(int fd, uintptr_t from, uintptr_t to, uint64_t offset) {
+    wrote = 1;
     while (from < to) {
         ssize_t n = pwrite(fd, (void *)from, to - from, offset);
         if (n < 0 && errno == EINTR) continue;
@@ -473,6 +476,7 @@ static void page_out(int map, region *r) {
         uintptr_t to = at + CHUNK < r->end ? at + CHUNK : r->end;
         uint64_t offset = base + (at - r->start);
         /* Nothing is given up before it is written: a full disk leaves the rest where it is. */
+        wrote = 0;
         if (!write_chunk(map, fd, at, to, offset, known < 0 && r->inode != 0)) return;
         if (known < 0) {
             if (mmap((void *)at, to - at, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE, fd, offset) == MAP_FAILED)
@@ -480,6 +484,7 @@ static void page_out(int map, region *r) {
         } else {
             syscall(SYS_madvise, at, to - at, MADV_DONTNEED);
         }
+        if (!wrote) continue; /* clean pages are the kernel's to drop */
         sync_file_range(fd, offset, to - at, SYNC_FILE_RANGE_WAIT_BEFORE | SYNC_FILE_RANGE_WRITE | SYNC_FILE_RANGE_WAIT_AFTER);
         posix_fadvise(fd, offset, to - at, POSIX_FADV_DONTNEED);
     }

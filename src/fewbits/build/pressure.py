@@ -111,7 +111,7 @@ def _squeeze(
     if not active:
         return []
     stage = active[0]
-    if stage.pageouts and now_s - stage.since_s < SETTLE_S and stage.rss_bytes > 0.8 * stage.paged_bytes:
+    if stage.pageouts and now_s - stage.since_s < SETTLE_S and stage.lowest_bytes > 0.8 * stage.paged_bytes:
         return []  # the pager has hardly begun
     if stage.can_page and not stage.page_failed:
         return [Action(Kind.PAGE, stage)]

@@ -21,7 +21,7 @@ from typing import Any
 from fewbits.build.cache import Cache
 from fewbits.build.controller import Controller
 from fewbits.build.intake import Intake
-from fewbits.build.native import build_native
+from fewbits.build.native import Native, build_native
 from fewbits.build.options import Options
 from fewbits.build.predict import History
 from fewbits.build.sample import descendants
@@ -48,6 +48,7 @@ class Settings:
         log: file for a line about everything that is done.
         pager: whether memory may be paged to the disk.
         cache: whether finished objects are kept.
+        compile_native: whether launcher and pager may be compiled; else launchers are Python scripts.
         stage_limit_bytes: growth of one stage past it is a runaway; None: past what is known of its kind.
         root: where ``proc`` and ``sys`` are.
     """
@@ -58,6 +59,7 @@ class Settings:
     log: Path | None = None
     pager: bool = True
     cache: bool = True
+    compile_native: bool = True
     stage_limit_bytes: int | None = None
     root: Path = Path("/")
 
@@ -161,7 +163,9 @@ class _Run:
     def go(self) -> Result:
         """Run it, and clean up whatever happens."""
         slots = self.settings.jobs or len(os.sched_getaffinity(0))
-        native = build_native(self.root / "native", self.environ)
+        native = Native(None, None, "not asked for")
+        if self.settings.compile_native:
+            native = build_native(self.root / "native", self.environ)
         if native.launcher is None:
             self.notes.append(f"launchers are Python scripts, 20 ms each: {native.reason}")
         pager = native.pager if self.settings.pager else None

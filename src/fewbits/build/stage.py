@@ -101,7 +101,7 @@ class Stage:
     cached: bool = False
     can_page: bool = False
     alone: bool = False
-    paged_bytes: int = 0  # resident when the pager was called, and the lowest since
+    paged_bytes: int = 0  # anonymous memory when the pager was called, and the lowest since
     lowest_bytes: int = 0
     since_s: float = 0.0  # in this state
     sampled_s: float = 0.0

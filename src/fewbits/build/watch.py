@@ -111,7 +111,8 @@ def sample_stage(sampler: Sampler, stage: Stage, now_s: float, *, look: bool) ->
     """Read the memory of a stage's processes; ``look`` for new ones among them."""
     if not stage.pid:
         return
-    if look or not stage.members or now_s - stage.started_s < 0.3 or stage.rss_bytes < 8 * 2**20:
+    fresh_look = look or not stage.members or now_s - stage.started_s < 0.3 or stage.rss_bytes < 8 * 2**20
+    if fresh_look:
         fresh = members(stage.pid)
         for gone in set(stage.members) - set(fresh):
             sampler.forget(gone)
@@ -125,9 +126,10 @@ def sample_stage(sampler: Sampler, stage: Stage, now_s: float, *, look: bool) ->
         rss, anon = rss + memory.rss, anon + memory.anon
         if memory.data > largest:
             largest, leaf, data = memory.data, pid, memory.data
-    if leaf != stage.leaf or (not stage.can_page and look and rss > 8 * 2**20):
+    if leaf != stage.leaf or (not stage.can_page and fresh_look and rss > 4 * 2**20):
         stage.leaf, stage.can_page = leaf, has_pager(leaf)
     stage.rss_bytes, stage.anon_bytes = rss, anon
+    stage.lowest_bytes = min(stage.lowest_bytes, anon)
     # Once something was paged out, resident memory says little: then the private addresses count.
     size = max(rss, data) if stage.pageouts or stage.hibernations else rss
     stage.sized(now_s, size)
