@@ -12,9 +12,12 @@ import pytest
 import torch
 import yaml
 from rich.console import Console
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from fewbits.errors import BadCheckpoint, BadInput, SpecMismatch, TrainingStopped, Unsupported
+from fewbits.models.fused import fused_layers
 from fewbits.training import packing, trainer
+from fewbits.training.build import fused_decoder
 from fewbits.training.callbacks import read_metrics
 from fewbits.training.config import TrainConfig
 from fewbits.training.run import train
@@ -406,3 +409,16 @@ def test_a_graph_that_cannot_be_says_why_and_changes_no_weight(make_config, tmp_
     )
     assert graphed.steps == plain.steps
     assert json.loads((plain.output_dir / "run.json").read_text())["cuda_graph"] is None
+
+
+def test_the_decoder_is_fused_once_or_the_receipt_says_why_not():
+    def made(family, **options):
+        config = AutoConfig.for_model(family, vocab_size=64, pad_token_id=0, **options)
+        return AutoModelForCausalLM.from_config(config)
+
+    small = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = made("llama", **small, num_key_value_heads=2)
+    told = fused_decoder(model)
+    assert "fused" in told and fused_decoder(model) == told and len(fused_layers(model)) == 2
+    other = made("gpt2", n_embd=32, n_layer=1, n_head=2)
+    assert fused_decoder(other).startswith("the decoder is not fused: ") and not fused_layers(other)

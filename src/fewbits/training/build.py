@@ -13,6 +13,7 @@ from fewbits.errors import BadInput, SpecMismatch, Unsupported
 from fewbits.models.attention import attention_receipt, use_attention
 from fewbits.models.convert import conversion_of
 from fewbits.models.fast import FastLanguageModel, is_packed
+from fewbits.models.fused import fuse, fusion_of
 from fewbits.nn.linear import QuantizedLinear
 from fewbits.recipes import LoRA, Recipe, get_recipe
 from fewbits.training.config import OPTIMIZERS, TrainConfig
@@ -132,7 +133,20 @@ def load_model(config: TrainConfig) -> Built:
     lines = ["" if conversion is None else str(conversion.receipt), use_attention(model)]
     autocast = torch.bfloat16 if on_gpu and lora is None and config.dtype == "auto" else None
     lines += attention_receipt(model, seq_len=config.max_seq_length, packed=config.packing, dtype=autocast)
+    if on_gpu:
+        lines.append(fused_decoder(model))
     return Built(model, tokenizer, recipe, lora, "\n".join(line for line in lines if line))
+
+
+def fused_decoder(model: Any) -> str:
+    """Let the decoder layers compute as fused nodes, unless they do; what was replaced, or why not."""
+    fusion = fusion_of(model)
+    if fusion is not None:
+        return str(fusion.receipt)
+    try:
+        return str(fuse(model))
+    except (Unsupported, SpecMismatch) as error:
+        return f"the decoder is not fused: {error}"
 
 
 def _dtype(config: TrainConfig, on_gpu: bool, *, trains_all: bool) -> torch.dtype:
