@@ -24,11 +24,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from fewbits.kernels._gated_lora_triton import MAX_RANK as ONE_PASS_RANK
 from fewbits.kernels._gated_triton import LowRank, Quantized8
 from fewbits.kernels.gated_activation import (
     gated_activation_backward_into,
     gated_activation_into,
 )
+from fewbits.kernels.gated_lora_backward import BranchGradients, gated_lora_backward
 from fewbits.kernels.quantize_float8 import quantize_rows
 from fewbits.nn.delayed import Slot
 from fewbits.nn.fused_common import Kept, Norm, Residual, backward_norm, normed_rows, on_own_dtype
@@ -119,12 +121,19 @@ def _backward(
     inner = half.down.inner_gradients(Rows(dz), kept["xa_down"])
     dh = half.down.backward_product(Rows(dz), None)  # the branch's part is added by the activation's kernel
     dense = any(need for i, need in enumerate(needs[2:split]) if i % 4 < 2)  # a weight or a bias trains
-    dgate_up, h = _activate_backward(half, gate_up, kept["xa"], dh, half.down.outside(inner[0]), dense=dense)
-    del dh, gate_up
-    gradients_down = half.down.gradients(dz, inner, h, needs[split:])
-    del h
-
-    inner = half.gate_up.inner_gradients(dgate_up, kept["xa"])
+    t_down = half.down.outside(inner[0])
+    if not needs[split] and _in_one_pass(half, t_down):
+        assert t_down is not None
+        dgate_up, made = _activate_backward_in_one_pass(half, gate_up, kept["xa"], dh, t_down, dense=dense)
+        del dh, gate_up
+        gradients_down = half.down.gradients(dz, inner, None, needs[split:], da=made.dw_down.t())
+        inner = _inner(half, dgate_up, made)
+    else:
+        dgate_up, h = _activate_backward(half, gate_up, kept["xa"], dh, t_down, dense=dense)
+        del dh, gate_up
+        gradients_down = half.down.gradients(dz, inner, h, needs[split:])
+        del h
+        inner = half.gate_up.inner_gradients(dgate_up, kept["xa"])
     gradients_up = half.gate_up.gradients(dgate_up.dense, inner, n.dense, needs[2:split])
     dx = dnorm = None
     if needs_dx or needs[0]:
@@ -196,6 +205,59 @@ def _activate_backward(
         quantized=quantized,
     )
     return _with_float8(dgate_up, amax, quantized, slot), h
+
+
+def _in_one_pass(half: MLPHalf, t_down: Tensor | None) -> bool:
+    """Whether one kernel gives the activation's gradients and all that the branches need of them."""
+    parts = (*half.gate_up.parts, *half.down.parts)
+    ranks = {0 if part.branch is None else part.branch.a.shape[0] for part in parts}
+    plain = all(part.rounding is None for part in parts)
+    return (
+        t_down is not None and plain and len(parts) == 3 and len(ranks) == 1 and max(ranks) <= ONE_PASS_RANK
+    )
+
+
+def _activate_backward_in_one_pass(
+    half: MLPHalf, gate_up: Tensor, xa: Tensor | None, dh: Tensor, t_down: Tensor, *, dense: bool
+) -> tuple[Rows, BranchGradients]:
+    """`_activate_backward`, with the products that the branches take from its results and from h."""
+    low_gate, low_up = _low_rank(half.gate_up, gate_up, xa)
+    (branch,) = (part.branch for part in half.down.parts if part.branch is not None)
+    assert low_gate is not None and low_up is not None
+    gate, up = _halves(gate_up)
+    slot = None if half.delayed is None else half.delayed[1]
+    known = half.gate_up.is_float8 and slot is not None and slot.known
+    quantized = slot.buffer(gate_up.shape) if known and slot is not None else None
+    dgate_up = half.gate_up.gradient_buffer(dh.shape[0], dh) if dense or not known else None
+    made = gated_lora_backward(
+        dh,
+        gate,
+        up,
+        (low_gate, low_up, LowRank(t_down, branch.a.to(dh.dtype).t())),
+        activation=half.activation,
+        into=None if dgate_up is None else _halves(dgate_up),
+        quantized=quantized,
+    )
+    if quantized is not None or not half.gate_up.is_float8:
+        return _with_float8(dgate_up, None, quantized, slot), made
+    assert dgate_up is not None
+    q, scale = quantize_rows(dgate_up)
+    if slot is not None:
+        slot.record(scale.view(-1) * torch.finfo(q.dtype).max)
+    return Rows(dgate_up, q, scale), made
+
+
+def _inner(half: MLPHalf, dgate_up: Rows, made: BranchGradients) -> tuple[Tensor, list[Tensor]]:
+    """What `Projection.inner_gradients` gives, from the kernel's results."""
+    branches = [part.branch for part in half.gate_up.parts if part.branch is not None]
+    t = made.t
+    for branch, columns in zip(branches, t.chunk(2, 1), strict=True):
+        if branch.scaling != 1:
+            columns.mul_(branch.scaling)
+    if dgate_up.dense is not None:
+        t = half.gate_up.beside(dgate_up.dense, t)
+    dbs = (made.dw_gate, made.dw_up)
+    return t, [db.to(branch.b.dtype) for db, branch in zip(dbs, branches, strict=True)]
 
 
 def _with_float8(

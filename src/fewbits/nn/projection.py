@@ -239,12 +239,18 @@ class Projection:
             made.mul_(dy.one_scale)
         return t, dbs
 
+    def beside(self, dy: Tensor, t: Tensor) -> Tensor:
+        """t (M, R) where `gradient_buffer` left room for it beside dy, else as it is."""
+        return self._beside(dy).copy_(t) if self._extended() else t
+
     def gradients(
         self,
         dy: Tensor | None,
         inner: tuple[Tensor | None, list[Tensor]],
         x: Tensor | None,
         needs: Sequence[bool],
+        *,
+        da: Tensor | None = None,
     ) -> list[Tensor | None]:
         """The gradients of `tensors`, in their dtypes; None where none is needed.
 
@@ -253,11 +259,13 @@ class Projection:
             inner: what `inner_gradients` gave.
             x: (M, K) the rows of the forward product; may be absent where no weight and no A trains.
             needs: which of `tensors` need a gradient.
+            da: (R, K), the gradient of all A's, where it is known already.
         """
         found: list[Tensor | None] = [None] * len(needs)
         (t, dbs), start = inner, 0
         of_b = iter(dbs)
-        da = t.t() @ x if t is not None and x is not None and any(needs[2::4]) else None
+        if da is None and t is not None and x is not None and any(needs[2::4]):
+            da = t.t() @ x
         for i, (part, at) in enumerate(zip(self.parts, self.slices(), strict=True)):
             if needs[4 * i] and isinstance(part.weight, Tensor):
                 assert x is not None and dy is not None
