@@ -99,10 +99,9 @@ def _rmsnorm_bwd_kernel(
             residual = tl.load(residual_ptr + at, mask=mask, other=0.0)
         r = tl.load(r_ptr + offs_m, mask=mask_m, other=0.0)
         dy = dy.to(tl.float32)
-        x = x.to(tl.float32)
+        xhat = x.to(tl.float32) * r[:, None]
         g = dy * w[None, :]
-        c = tl.sum(g * x, 1) * r / N * r  # so that only g and x, not x * r, live on over the sum
-        dx = r[:, None] * (g - x * c[:, None])
+        dx = r[:, None] * (g - xhat * (tl.sum(g * xhat, 1) / N)[:, None])
         if RESIDUAL:
             dx += residual.to(tl.float32)
         dx = dx.to(dx_ptr.dtype.element_ty)
@@ -110,7 +109,7 @@ def _rmsnorm_bwd_kernel(
         if QUANTIZE:
             _store_float8(dx, q_ptr, scale_ptr, offs_m, offs_n, mask_m, mask, N, LARGEST, CUT)
         if NEEDS_DW:
-            dw += dy * (x * r[:, None])
+            dw += dy * xhat
     if NEEDS_DW:
         tl.store(dw_ptr + tl.program_id(0).to(tl.int64) * N + offs_n, tl.sum(dw, 0), mask=mask_n)
 
