@@ -158,7 +158,7 @@ def test_close_to_bitsandbytes(device: str) -> None:
 def test_cuda_equals_the_definition_on_a_cpu() -> None:
     start, made = torch.randn(256, 300).bfloat16(), []
     for device in ("cpu", "cuda"):
-        weight = nn.Parameter(start.to(device))
+        weight = nn.Parameter(start.to(device, copy=True))
         optimizer = AdamW8bit([weight], lr=1e-2, stochastic_rounding=True, seed=9)
         generator = torch.Generator().manual_seed(0)
         for _ in range(5):

@@ -67,9 +67,9 @@ def _store_moment(
 def _stochastic_bfloat16(x, seed, counter):
     """x (blocks, 256) in bfloat16, rounded up with the probability of the part that is cut off."""
     r0, r1, r2, r3 = tl.randint4x(seed, counter)
-    random = tl.reshape(tl.join(tl.join(r0, r2), tl.join(r1, r3)), x.shape)
+    words = tl.join(tl.join(r0, r2), tl.join(r1, r3))
+    noise = tl.reshape(tl.join(words & 0xFFFF, words >> 16), x.shape).to(tl.int32)
     bits = x.to(tl.int32, bitcast=True)
-    noise = (random >> 16).to(tl.int32)
     finite = (bits & 0x7FFFFFFF) < 0x7F800000
     bits = tl.where(finite, (bits + noise) & -65536, bits)
     return bits.to(tl.float32, bitcast=True).to(tl.bfloat16)
@@ -123,7 +123,7 @@ def _adamw_kernel(
     denominator = tl.div_rn(tl.sqrt_rn(v), correction2) + tl.load(scalars_ptr + 7)
     param = param * tl.load(scalars_ptr + 4) - tl.div_rn(m, denominator) * tl.load(scalars_ptr + 5)
     if STOCHASTIC:
-        counter = block[:, None] * 64 + tl.arange(0, 64)[None, :]
+        counter = block[:, None] * 32 + tl.arange(0, 32)[None, :]
         seed = tl.load(row + 7) + tl.load(scalars_ptr + 8).to(tl.int64) * SEED_STEP
         tl.store(param_ptr + offs, _stochastic_bfloat16(param, seed, counter), mask=mask)
     else:

@@ -11,8 +11,8 @@ between two, to the lower one. A block with a value that is not finite has NaN a
 keep their moments in float32. All arithmetic is in float32, each step rounded.
 
 bfloat16 parameters can be rounded stochastically: an update far below a parameter's last bit then still
-counts, in the mean. Position i of a tensor takes the upper 16 bits of word i of the tensor's seed
-(`fewbits.formats.rounding`), so that every device gives the same.
+counts, in the mean. Positions 2 i and 2 i + 1 of a tensor take the lower and the upper 16 bits of word i of
+the tensor's seed (`fewbits.formats.rounding`), so that every device gives the same.
 
 There is no gradient and no op: the step reads and writes lists of tensors in place, outside of any graph.
 
@@ -127,7 +127,8 @@ def dequantize_moment(codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
 def stochastic_bfloat16(x: Tensor, seed: int) -> Tensor:
     """float32 to bfloat16, up or down with the probabilities that leave the mean as it is."""
     bits = x.contiguous().view(torch.int32)
-    noise = (random_words(x.numel(), seed, x.device) >> 16).to(torch.int32).view(x.shape)
+    words = random_words((x.numel() + 1) // 2, seed, x.device)
+    noise = torch.stack([words & 0xFFFF, words >> 16], -1).view(-1)[: x.numel()].to(torch.int32).view(x.shape)
     rounded = ((bits + noise) & -65536).view(torch.float32)
     return torch.where(x.isfinite(), rounded, x).to(torch.bfloat16)
 
