@@ -94,6 +94,10 @@ class Workshop:
         found = json.loads(profile.read_text()) if profile.exists() else {}
         return Done(process.returncode, out, err, found)
 
+    def last_profile(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self.home / "profile.json").read_text())
+        return found
+
     def plain(self, *words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             words, cwd=self.folder, env=self.env, capture_output=True, text=True, check=False

@@ -7,7 +7,6 @@ import ctypes
 import errno
 import os
 import re
-import resource
 import shutil
 import signal
 import subprocess
@@ -24,7 +23,7 @@ from fewbits.build.intake import Intake
 from fewbits.build.native import Native, build_native
 from fewbits.build.options import Options
 from fewbits.build.predict import History
-from fewbits.build.sample import descendants
+from fewbits.build.sample import descendants, own_peak_bytes
 from fewbits.build.tools import child_environment, make_tools
 from fewbits.build.trace import Trace
 from fewbits.build.verdict import Verdict
@@ -219,7 +218,7 @@ class _Run:
             "cpu_s": round(times.user + times.system - cpu_before, 3),
             "ticks": controller.ticks,
             "tick_ms": round(1000 * controller.tick_cpu_s / max(1, controller.ticks), 3),
-            "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            "peak_rss_bytes": own_peak_bytes(),
         }
         profile["facts"].update(binding=controller.budget.why, nvcc_threads=intake.nvcc_threads)
         return Result(code, profile, controller.verdicts, self.notes)

@@ -139,6 +139,15 @@ def name_of(pid: int) -> str:
         return ""
 
 
+def own_peak_bytes() -> int:
+    """The most that this process has held; getrusage would count the program that we were started from."""
+    try:
+        text = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return 0
+    return int(text.partition("\nVmHWM:")[2].split(maxsplit=1)[0] or 0) * 1024
+
+
 def has_pager(pid: int) -> bool:
     """Whether a process handles SIGURG, as one does that has loaded our pager."""
     try:

@@ -1,0 +1,298 @@
+"""Prediction, replay, advice and report on staged profiles."""
+
+from __future__ import annotations
+
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fewbits.build import plan as planning
+from fewbits.build.advice import advise
+from fewbits.build.plan import plan_text, read_profile
+from fewbits.build.predict import History
+from fewbits.build.replay import MOST_JOBS, items_of, lower_bound, plan, recommend, replay, units_of
+from fewbits.build.report import report, write_report
+from fewbits.build.stage import Stage
+from fewbits.build.trace import Trace, thin, write_profile
+from fewbits.build.verdict import judge, known_fault
+from fewbits.build.watch import BudgetWatch
+from fewbits.errors import BadInput
+
+MB, GIB = 10**6, 2**30
+
+
+def stage(
+    unit: str, name: str, peak: int, start: float, seconds: float, arch: str = "", **facts: Any
+) -> dict[str, Any]:
+    end = start + seconds
+    return {
+        "unit": unit, "arch": arch, "stage": name, "predicted_bytes": peak, "predicted_from": "prior",
+        "peak_bytes": peak, "resident_bytes": peak, "cpu_s": seconds, "queued_s": start, "started_s": start,
+        "ended_s": end, "waited_s": 0.0, "paused_s": 0.0, "attempts": 1, "pauses": 0, "hibernations": 0,
+        "pageouts": 0, "requeues": 0, "kills": 0, "code": 0,
+        "curve": [[start + seconds * k / 10, peak * k // 10] for k in range(11)], **facts,
+    }  # fmt: skip
+
+
+def profile(stages: list[dict[str, Any]], **facts: Any) -> dict[str, Any]:
+    end = max((s["ended_s"] for s in stages), default=1.0)
+    return {
+        "format": 1, "command": facts.pop("command", ["ninja"]), "folder": "/w", "began": 0.0,
+        "seconds": end, "exit_code": 0,
+        "machine": {"name": "x", "architecture": "aarch64", "cpus": 4, "toolkit": "12.8"}, "slots": 4,
+        "budget_bytes": facts.pop("budget_bytes", 8 * GIB), "peak_bytes": 4 * GIB,
+        "facts": {"temporary": "/tmp", "temporary_file_system": "ext4", "binding": "machine",
+                  **facts.pop("facts", {})},
+        "budget": [[0.0, 8 * GIB]], "memory": [[0.0, GIB], [end, 2 * GIB]], "stages": stages, "kept": [],
+        "events": [], "counts": {}, "verdicts": facts.pop("verdicts", []), "notes": [], **facts,
+    }  # fmt: skip
+
+
+def device_unit(
+    name: str, at: float, archs: tuple[str, ...] = ("90", "100a"), heavy: int = 900 * MB
+) -> list[dict[str, Any]]:
+    found = [stage(name, "cudafe++", 400 * MB, at, 2.0)]
+    for k, arch in enumerate(archs):
+        found += [
+            stage(name, "cicc", heavy, at + 2 + 7 * k, 4.0, arch),
+            stage(name, "ptxas", 300 * MB, at + 6 + 7 * k, 3.0, arch),
+        ]
+    return [*found, stage(name, "c++", 350 * MB, at + 2 + 7 * len(archs), 2.0)]
+
+
+@pytest.fixture
+def random_profile() -> dict[str, Any]:
+    stages, at = [], 0.0
+    for k in range(20):
+        heavy = random.randint(300, 4000) * MB
+        stages += device_unit(f"u{k}.cu", at, heavy=heavy)
+        at += 1.0
+    return profile(stages)
+
+
+def test_every_recommendation_holds_and_one_job_more_does_not(random_profile: dict[str, Any]) -> None:
+    units = units_of(items_of(random_profile))
+    checked = 0
+    for memory in planning.MEMORIES:
+        found = recommend(units, memory, cpus=4)
+        if found is None:
+            assert replay(units, jobs=1, cpus=4).peak_bytes > memory
+            continue
+        run = replay(units, jobs=found.jobs, threads=found.threads, cpus=4)
+        assert run.peak_bytes == found.peak_bytes <= memory
+        if found.jobs < min(MOST_JOBS, len(units)):
+            checked += 1
+            assert replay(units, jobs=found.jobs + 1, threads=found.threads, cpus=4).peak_bytes > memory
+    assert checked > 0
+
+
+def test_replay_of_one_job_is_the_sum_and_the_largest() -> None:
+    units = units_of(items_of(profile(device_unit("a.cu", 0.0) + device_unit("b.cu", 20.0))))
+    run = replay(units, jobs=1, threads=1, cpus=1)
+    assert run.seconds == pytest.approx(36.0)
+    assert run.peak_bytes == 900 * MB
+    together = replay(units, jobs=1, threads=2, cpus=2)
+    assert together.seconds == pytest.approx(22.0)
+    assert together.peak_bytes == 1800 * MB
+
+
+def test_more_jobs_than_processors_share_them() -> None:
+    items = [stage(f"{k}.cpp", "c++", 100 * MB, 0.0, 10.0) for k in range(4)]
+    units = units_of(items_of(profile(items)))
+    assert replay(units, jobs=4, cpus=2).seconds == pytest.approx(20.0)
+    assert replay(units, jobs=2, cpus=2).seconds == pytest.approx(20.0)
+
+
+def test_the_plan_stays_within_the_budget_and_near_the_bound(random_profile: dict[str, Any]) -> None:
+    items = items_of(random_profile)
+    largest = max(item.peak_bytes for item in items)
+    for budget in (int(largest * 1.1), 8 * GIB, 64 * GIB):
+        outcome = plan(items, budget_bytes=budget, slots=4)
+        assert outcome.peak_bytes <= budget
+        assert lower_bound(items, budget_bytes=budget, slots=4) <= outcome.seconds * 1.0001
+    assert outcome.seconds <= 1.2 * lower_bound(items, budget_bytes=budget, slots=4)
+
+
+def test_plan_as_text(tmp_path: Path, random_profile: dict[str, Any]) -> None:
+    write_profile(random_profile, tmp_path / "p.json")
+    text = plan_text(read_profile(tmp_path / "p.json"), memory_bytes=16 * GIB, jobs=4)
+    assert "fewbits build with 17.2 GB and 4 processors" in text
+    assert re.search(r"MAX_JOBS=\d+ NVCC_THREADS=\d", text)
+    (tmp_path / "q.json").write_text("{}")
+    with pytest.raises(BadInput, match="no profile"):
+        read_profile(tmp_path / "q.json")
+
+
+def rules(p: dict[str, Any]) -> list[str]:
+    return [a.rule for a in advise(p)]
+
+
+@pytest.mark.parametrize(
+    ("rule", "facts", "stages"),
+    [
+        ("TMPDIR in memory", {"temporary_file_system": "tmpfs"}, []),
+        ("container limit", {"binding": "cgroup v2 (/sys/fs/cgroup/memory.max)"}, []),
+        ("container limit", {"binding": "Slurm (SLURM_MEM_PER_NODE)"}, []),
+        ("--threads", {"nvcc_threads": 8}, []),
+        ("too many architectures", {"gpus": ["9.0"]}, device_unit("a.cu", 0.0, ("80", "90", "100a"))),
+        ("one giant unit", {}, [stage("big.cu", "ptxas", 6 * GIB, 0, 9, "90"),
+                                stage("s.cu", "ptxas", GIB, 0, 9, "90")]),
+        ("header-only .cu", {}, [stage("h.cu", "cicc", 4 * GIB, 0, 90, "90"),
+                                 stage("h.cu", "ptxas", 9 * MB, 90, 0.1, "90")]),
+    ],
+)  # fmt: skip
+def test_root_causes_are_named(rule: str, facts: dict[str, Any], stages: list[dict[str, Any]]) -> None:
+    assert rule in rules(profile(stages, facts=facts))
+
+
+def test_a_healthy_build_gets_no_advice() -> None:
+    items = [stage(f"{k}.cpp", "c++", 200 * MB, 0.0, 3.0) for k in range(4)]
+    assert rules(profile(items)) == []
+
+
+def test_the_architecture_nobody_owns_is_told() -> None:
+    p = profile(device_unit("a.cu", 0.0, ("80", "90")), facts={"gpus": ["9.0"]})
+    text = next(a.what for a in advise(p) if a.rule == "too many architectures")
+    assert "sm_80 50 %" in text
+    assert "No GPU here needs sm_80." in text
+
+
+def test_a_wheel_is_mentioned_for_named_packages() -> None:
+    assert "a wheel may exist" in rules(profile([], command=["pip", "wheel", "--no-deps", "flash-attn"]))
+    assert "a wheel may exist" not in rules(profile([], command=["pip", "wheel", "./here"]))
+
+
+def runaway() -> Stage:
+    found = Stage("transpose.cu", "", "cudafe++", predicted_bytes=450 * MB)
+    for k in range(100):
+        found.curve.extend((k * 0.3, k * 0.3 * 233e6))
+    found.high_bytes = int(100 * 0.3 * 233e6)
+    return found
+
+
+def test_the_verdict_names_stage_unit_growth_toolkit_and_bug(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fewbits.build.pressure import Kind
+
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    verdict = judge(runaway(), Kind.RUNAWAY, budget_bytes=GIB, toolkit="12.8", why="--memory", has_pager=True)
+    for word in (
+        "transpose.cu cudafe++",
+        "CUDA 12.8, aarch64",
+        "233 MB a second",
+        "TransformerEngine issue 1996",
+        "wheel",
+    ):
+        assert word in verdict.sentence
+    assert known_fault("cicc", "12.8", "aarch64") is None
+
+
+def test_the_report_is_whole_and_escaped(tmp_path: Path, random_profile: dict[str, Any]) -> None:
+    random_profile["stages"].append(
+        stage("<script>alert(1)</script>.cu", "cicc", GIB, 0.0, 1.0, "90", pauses=2)
+    )
+    random_profile["events"] = [[1.0, "paused", "u1.cu cicc"]]
+    random_profile["counts"] = {"paused": 1}
+    write_report(random_profile, tmp_path / "r.html")
+    text = (tmp_path / "r.html").read_text()
+    assert "<script" not in text
+    assert not re.search(r"(src|href)=|https?://", text)
+    for word in (
+        "Memory over time",
+        "<svg",
+        "<polyline",
+        "What each architecture costs",
+        "MAX_JOBS",
+        "Stages",
+        "2 pauses",
+    ):
+        assert word in text, word
+
+
+def test_a_report_of_nothing() -> None:
+    assert "0 stages compiled" in report(profile([]))
+
+
+def test_thinning_keeps_the_peak() -> None:
+    points = [[float(k), float(random.randint(0, 1000))] for k in range(5000)]
+    assert max(p[1] for p in thin(points, 100)) == max(p[1] for p in points)
+    assert len(thin(points, 100)) <= 102
+
+
+def test_history_first_then_siblings_then_kind(tmp_path: Path) -> None:
+    history = History(tmp_path / "h.jsonl")
+
+    def predicted(unit: str, size: int = 0, arch: str = "90") -> tuple[int, str]:
+        asked = Stage(unit, arch, "ptxas", keys=(unit,), input_bytes=size)
+        history.predict(asked, budget_bytes=8 * GIB, slots=4)
+        return asked.predicted_bytes, asked.source
+
+    assert predicted("new") == (200_000_000, "prior")
+    for k in range(1, 6):
+        known = Stage(f"u{k}", "90", "ptxas", keys=(f"u{k}",), input_bytes=k * MB)
+        history.learn(known, peak_bytes=(50 + 100 * k) * MB, seconds=1.0)
+    assert predicted("u3") == (int(350 * MB * 1.05), "history")
+    size, source = predicted("new", 10 * MB)
+    assert source == "siblings"
+    assert 800 * MB < size < 1600 * MB
+    with (tmp_path / "h.jsonl").open("a") as file:
+        file.write('{"keys": ["cut off')
+    again = History(tmp_path / "h.jsonl")
+    again.load()
+    asked = Stage("u5", "90", "ptxas", keys=("u5",))
+    again.predict(asked, budget_bytes=8 * GIB, slots=4)
+    assert asked.source == "history"
+
+
+def test_a_small_budget_tries_two_unknown_ones_at_once(tmp_path: Path) -> None:
+    asked = Stage("a.cpp", "", "c++")
+    History(tmp_path / "h").predict(asked, budget_bytes=400 * MB, slots=2)
+    assert asked.predicted_bytes == 200 * MB
+
+
+def stage_machine(root: Path, available: int, limit: int | None = None, used: int = 0) -> None:
+    (root / "proc/self").mkdir(parents=True, exist_ok=True)
+    (root / "proc/meminfo").write_text(f"MemTotal: {64 * 2**20} kB\nMemAvailable: {available // 1024} kB\n")
+    if limit is not None:
+        (root / "proc/self/cgroup").write_text("0::/job/step\n")
+        (root / "proc/self/mountinfo").write_text("31 23 0:28 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n")
+        parent = root / "sys/fs/cgroup/job"
+        parent.mkdir(parents=True, exist_ok=True)
+        (parent / "memory.max").write_text(f"{limit}\n")
+        (parent / "memory.current").write_text(f"{used}\n")
+
+
+def test_the_budget_follows_what_others_do(tmp_path: Path) -> None:
+    stage_machine(tmp_path, 48 * GIB)
+    watch = BudgetWatch(root=tmp_path, environ={})
+    first = watch.now(2 * GIB)
+    assert first == 50 * GIB - 256 * 2**20
+    assert not watch.fixed
+    stage_machine(tmp_path, 20 * GIB)
+    assert watch.now(2 * GIB) == first - 28 * GIB
+
+
+def test_a_limit_on_a_parent_that_changes_while_running(tmp_path: Path) -> None:
+    stage_machine(tmp_path, 48 * GIB, limit=8 * GIB, used=3 * GIB)
+    watch = BudgetWatch(root=tmp_path, environ={})
+    assert watch.now(3 * GIB) == 8 * GIB - 256 * 2**20
+    assert watch.why.startswith("cgroup v2")
+    stage_machine(tmp_path, 48 * GIB, limit=6 * GIB, used=3 * GIB)
+    assert watch.now(3 * GIB) == 6 * GIB - 256 * 2**20
+
+
+def test_the_flag_and_slurm_bind_when_they_are_smaller(tmp_path: Path) -> None:
+    stage_machine(tmp_path, 48 * GIB)
+    assert BudgetWatch(4 * GIB, root=tmp_path, environ={}).now(GIB) == 4 * GIB
+    slurm = BudgetWatch(None, root=tmp_path, environ={"SLURM_MEM_PER_NODE": "4096"})
+    assert slurm.now(0) == 4 * GIB - int(4 * GIB * 0.05)
+    assert slurm.why.startswith("Slurm")
+
+
+def test_a_trace_stays_small() -> None:
+    trace = Trace(["ninja"], 4)
+    for k in range(200_000):
+        trace.note(k * 0.05, 10**9 + k % 7, 2 * 10**9, 1)
+    assert len(trace.profile(code=0, budget_bytes=1)["memory"]) <= 4002
