@@ -23,6 +23,7 @@ class Stepper:
         self.trained = [p for p in self.model.parameters() if p.requires_grad]
         self.losses: list[Tensor] = []
         self.base_bytes = 0
+        self.graph = _graph_of(job, self)
 
     def start(self) -> None:
         """Make the optimizer, and note where memory and weights stand."""
@@ -31,6 +32,7 @@ class Stepper:
         self.free()
         if self.device.type == "cuda":
             self.base_bytes = torch.cuda.memory_allocated(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
 
     def forward_backward(self, ids: Tensor) -> Tensor:
         """The loss of a batch; gradients are where they belong."""
@@ -48,16 +50,23 @@ class Stepper:
         """One step of the optimizer."""
         if self.memory is not None:
             self.memory.begin(ids.numel())
-        self.losses.append(self.forward_backward(ids))
+        if self.graph is None:
+            self.losses.append(self.forward_backward(ids))
+        else:
+            self.losses.append(self.graph({"input_ids": ids}).detach())
         if self.memory is not None:
             self.memory.end_step()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
     def timed(self, data: list[Tensor]) -> tuple[list[float], int]:
-        """Milliseconds of each step, by events on the device, and the peak of allocated bytes."""
+        """Milliseconds of each step, by events on the device, and the peak of allocated bytes.
+
+        What a CUDA graph works on counts as allocated only while it is captured, so with one the peak is that
+        of all steps.
+        """
         cuda = self.device.type == "cuda"
-        if cuda:
+        if cuda and self.graph is None:
             torch.cuda.reset_peak_memory_stats(self.device)
         marks = [self._mark()]
         for ids in data:
@@ -89,7 +98,8 @@ class Stepper:
         fusion = fusion_of(self.model)
         fallbacks = {} if fusion is None else fusion.fallbacks
         unfused = [f"{count} layer calls ran unfused: {reason}" for reason, count in fallbacks.items()]
-        return [*unfused, *([] if self.memory is None else self.memory.notes)]
+        graph = [] if self.graph is None else [str(self.graph)]
+        return [*unfused, *graph, *([] if self.memory is None else self.memory.notes)]
 
     def sync(self) -> None:
         """Wait for the device."""
@@ -101,3 +111,19 @@ class Stepper:
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def _graph_of(job: Job, stepper: Stepper) -> Any:
+    """Our trainer's whole pass as a CUDA graph, where the model is so narrow that it waits for the host."""
+    from fewbits.training.graph import GraphedStep, wants_graph
+
+    config = job.shape.config()
+    narrow = wants_graph("auto", device=stepper.device, hidden_size=config.hidden_size, fixed_shapes=True)
+    if (
+        job.configuration.side != "ours"
+        or job.lengths is not None
+        or stepper.memory is not None
+        or not narrow
+    ):
+        return None
+    return GraphedStep(lambda batch, _: stepper.forward_backward(batch["input_ids"]), stepper.trained)
