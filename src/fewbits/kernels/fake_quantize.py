@@ -20,8 +20,8 @@ weight is made twice and held by nobody.
 Floor: beside its products a step reads W and writes the rounded weight, twice: 14336 x 4096 in bfloat16,
 234.9 MB, 55 us at the 4.28 TB/s of a copy on an H200, against 2.4 ms for the two products of 8192 rows at 800
 TFLOP/s. For Llama-3.1-8B all of it is 13 ms a step; the low-rank branch's two passes over y and dx fall away.
-Measured there: 80 us a pass with INT4 in groups of 32, 121 us with NF4, 61 us without rounding; of x alone, 61
-us to INT4, 70 us to INT8 by rows, 73 us to NF4.
+Measured there: 80 us a pass with INT4 in groups of 32, 121 us with NF4, 61 us without rounding; of x alone,
+61 us to INT4, 70 us to INT8 by rows, 73 us to NF4.
 """
 
 from __future__ import annotations

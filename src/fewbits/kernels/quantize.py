@@ -11,7 +11,8 @@ gradient: rounding for training is fake_quantize.py.
 Floor: the dense tensor is read once and the packed one written once. 14336 x 4096 in bfloat16 are 117.4 MB,
 in NF4 with double quantisation 30.3 MB: 34.5 us at the 4.28 TB/s that a copy reaches on an H200. A scale for
 the whole tensor needs a second reading; with double quantisation the mean of the scales (3.7 MB) stands
-between two kernels.
+between two kernels. Measured there: NF4 59 us, with double quantisation 93, INT4 in groups of 32 50, INT8 by
+rows 59, FP4 105 (its thresholds lie too close for the table that NF4 uses).
 """
 
 from __future__ import annotations
