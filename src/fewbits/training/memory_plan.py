@@ -30,7 +30,7 @@ _LOGITS_BYTES = 256 << 20  # one chunk of logits, as fewbits.kernels.linear_cros
 _STEP_DOWN = 0.85  # what the next smaller plan may use of the one that did not fit
 # What host traffic costs although it runs beside the products, of its own time: on an H200 at the 8B shape
 # less than could be measured.
-_HIDDEN_SHARE = 0.05
+_HIDDEN_SHARE = 0.02
 # Values that transformers' own Llama layer keeps for each token beside the linears' outputs, in widths of the
 # residual and of the MLP; fitted to the measured peak of HF + PEFT at the 8B shape (62.4 GiB, 8,192 tokens).
 _PLAIN_RESIDUALS, _PLAIN_INNERS = 8, 3
