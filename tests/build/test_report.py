@@ -186,7 +186,9 @@ def test_the_verdict_names_stage_unit_growth_toolkit_and_bug(monkeypatch: pytest
         "wheel",
     ):
         assert word in verdict.sentence
-    assert known_fault("cicc", "12.8", "aarch64") is None
+    assert known_fault("cicc", "12.8", "aarch64", "90") is None
+    assert known_fault("cicc", "12.8", "x86_64", "120a").source == "MFEM issue 5363"
+    assert known_fault("cudafe++", "12.6", "x86_64").source == "CLI11 issue 1378"
 
 
 def test_the_report_is_whole_and_escaped(tmp_path: Path, random_profile: dict[str, Any]) -> None:

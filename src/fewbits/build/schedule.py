@@ -9,7 +9,7 @@ from typing import NamedTuple
 from fewbits.build.stage import Stage, State
 
 PATIENCE_S = 20.0  # a stage that was passed over for so long lets nobody pass any more
-EARLY, LATE = 0.8, 1.25  # how much faster or slower than last time a stage may go
+EARLY, LATE = 0.9, 1.15  # how much faster or slower than last time a stage may go
 MARGIN_SHARE, MARGIN_BYTES = 0.04, 12 * 2**20
 
 

@@ -11,20 +11,22 @@ from fewbits.build.stage import LARGEST_SEEN, OTHER_LARGEST, Stage
 
 
 class KnownFault(NamedTuple):
-    """A compiler that is known to grow without end.
+    """A compiler that is known to grow without end, or nearly.
 
     Attributes:
         stage: which.
-        releases: CUDA releases that it was seen with; empty: not tied to one.
+        releases: CUDA releases that it was seen with.
         machine: the architecture that it was seen on, or "".
+        arch: the GPU architecture that it was compiling for, or "".
         what: what was seen.
         source: where that is written.
-        way_out: what helped.
+        way_out: what helped, or may.
     """
 
     stage: str
     releases: tuple[str, ...]
     machine: str
+    arch: str
     what: str
     source: str
     way_out: str
@@ -35,17 +37,35 @@ KNOWN_FAULTS = (
         "cudafe++",
         ("12.8",),
         "aarch64",
+        "",
         "eight cudafe++ of about 140 GB each, growing 14 GB a minute, building Transformer Engine 2.3",
         "TransformerEngine issue 1996",
-        "install the wheel for aarch64, or build with another CUDA 12 toolkit",
+        "install the wheel for aarch64, or build with another toolkit",
     ),
     KnownFault(
         "cudafe++",
-        (),
+        ("12.0", "12.1", "12.2", "12.3"),
         "",
-        "cudafe++ growing without end on certain headers",
-        "CLI11 issue 1378, MFEM issue 5363",
-        "include the header only in .cpp files, or use another release of the library or of the toolkit",
+        "cudafe++ killed for memory on C++20 sources, gone with 12.4",
+        "cmssw issue 43117",
+        "use CUDA 12.4 or newer, or -std=c++17",
+    ),
+    KnownFault(
+        "cudafe++",
+        ("12.0", "12.1", "12.2", "12.3", "12.4", "12.5", "12.6"),
+        "",
+        "cudafe++ taking all memory with -std=c++20 and CLI11's header",
+        "CLI11 issue 1378",
+        "use -std=c++17, or a newer toolkit",
+    ),
+    KnownFault(
+        "cicc",
+        ("12.8",),
+        "",
+        "120",
+        "46 GB for one unit of MFEM's element assembly; sm_90 compiles without trouble",
+        "MFEM issue 5363",
+        "use another toolkit, or leave sm_120 out and ship PTX of an older architecture",
     ),
 )
 
@@ -77,14 +97,19 @@ class Verdict:
         return asdict(self)
 
 
-def known_fault(stage: str, toolkit: str, machine: str) -> KnownFault | None:
-    """The closest entry of the table."""
+def known_fault(stage: str, toolkit: str, machine: str, arch: str = "") -> KnownFault | None:
+    """The entry of the table that fits all of these."""
     for fault in KNOWN_FAULTS:
-        if fault.stage != stage:
-            continue
-        if (not fault.releases or toolkit in fault.releases) and fault.machine in ("", machine):
+        fits = fault.stage == stage and toolkit in fault.releases
+        if fits and fault.machine in ("", machine) and (not fault.arch or arch.startswith(fault.arch)):
             return fault
     return None
+
+
+def _relatives(stage: str) -> str:
+    """Faults of the same stage under other conditions."""
+    sources = [fault.source for fault in KNOWN_FAULTS if fault.stage == stage]
+    return f"; seen elsewhere: {', '.join(sources)}" if sources else ""
 
 
 def judge(
@@ -97,8 +122,8 @@ def judge(
     release = f"CUDA {toolkit}, " if toolkit and stage.name not in ("c", "c++", "link") else ""
     what = f"{stage.label} ({release}{platform.machine()})"
     if kind is Kind.RUNAWAY:
-        fault = known_fault(stage.name, toolkit, platform.machine())
-        known = f"; known: {fault.what} ({fault.source})" if fault is not None else ""
+        fault = known_fault(stage.name, toolkit, platform.machine(), stage.arch)
+        known = _relatives(stage.name) if fault is None else f"; known: {fault.what} ({fault.source})"
         out = (
             fault.way_out if fault is not None else "try another version of the toolkit, or look for a wheel"
         )
