@@ -46,6 +46,7 @@ KNOWN_FAULTS = (
         "cudafe++",
         ("12.0", "12.1", "12.2", "12.3"),
         "",
+        "",
         "cudafe++ killed for memory on C++20 sources, gone with 12.4",
         "cmssw issue 43117",
         "use CUDA 12.4 or newer, or -std=c++17",
@@ -53,6 +54,7 @@ KNOWN_FAULTS = (
     KnownFault(
         "cudafe++",
         ("12.0", "12.1", "12.2", "12.3", "12.4", "12.5", "12.6"),
+        "",
         "",
         "cudafe++ taking all memory with -std=c++20 and CLI11's header",
         "CLI11 issue 1378",
