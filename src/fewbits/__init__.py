@@ -36,6 +36,8 @@ _HOMES = {
     "get_recipe": "fewbits.recipes",
     "convert": "fewbits.models.in_memory",
     "explain": "fewbits.models.convert",
+    "fuse": "fewbits.models.fused",
+    "unfuse": "fewbits.models.fused",
     "restore": "fewbits.models.in_memory",
     "get_peft_model": "fewbits.models.adapters",
     "load_adapter": "fewbits.models.adapters",
@@ -62,6 +64,7 @@ __all__ = [
     "convert",
     "convert_qat",
     "explain",
+    "fuse",
     "get_format",
     "get_peft_model",
     "get_recipe",
@@ -71,6 +74,7 @@ __all__ = [
     "restore",
     "sc_matmul",
     "train",
+    "unfuse",
 ]
 
 

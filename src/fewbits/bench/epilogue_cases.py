@@ -17,6 +17,7 @@ from fewbits.kernels.lora_reduce import (
     lora_gradients,
     lora_reduce_ref,
 )
+from fewbits.kernels.low_rank_add import low_rank_add_, low_rank_add_ref
 from fewbits.kernels.qkv_epilogue import QKNorm, QKVExtras, QKVLayout, Rotation
 from fewbits.kernels.rope import split_heads
 
@@ -144,4 +145,43 @@ def _lora_problem(case: Case, device: torch.device) -> Problem:
     return Problem(variants, exact)
 
 
-MAKERS = (qkv_epilogue_cases, lora_reduce_cases)
+# A branch and the residual after a product.
+
+
+def low_rank_add_cases(max_size: int) -> list[Case]:
+    """After the o and down products of Llama-3.1-8B: with the residual forward, without it backward."""
+    M = N = min(8192, max_size)
+    case = Case(
+        op="low_rank_add", part="forward", format="bfloat16", M=M, N=min(N, 4096), bytes_moved=0,
+        tolerance=8e-3, build=_low_rank_add_problem,
+    )  # fmt: skip
+    size = 2 * case.M * case.N
+    return [replace(case, bytes_moved=3 * size), replace(case, part="backward", bytes_moved=2 * size)]
+
+
+def _low_rank_add_problem(case: Case, device: torch.device) -> Problem:
+    z, residual = (randn(device, torch.bfloat16, case.M, case.N) for _ in range(2))
+    branch = LowRank(
+        randn(device, torch.bfloat16, case.M, _RANK), randn(device, torch.bfloat16, case.N, _RANK) * 0.1
+    )
+    rest = residual if case.part == "forward" else None
+    buffer = torch.empty_like(z)
+
+    def ours() -> Run:
+        """In place, so every run adds once more; the first result is the one compared."""
+        buffer.copy_(z)
+        return lambda: (low_rank_add_(buffer, branch, rest),)
+
+    def products() -> Sequence[Tensor]:
+        """cuBLAS: a copy and a product that adds, and an addition."""
+        y = torch.addmm(z, branch.x, branch.w.t())
+        return (y if rest is None else y.add_(rest),)
+
+    def exact() -> Sequence[Tensor]:
+        wide = LowRank(branch.x.double(), branch.w.double())
+        return (low_rank_add_ref(z.double(), wide, None if rest is None else rest.double()),)
+
+    return Problem({"fewbits": ours, "torch_addmm": lambda: products}, exact)
+
+
+MAKERS = (qkv_epilogue_cases, lora_reduce_cases, low_rank_add_cases)

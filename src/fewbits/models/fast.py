@@ -20,7 +20,7 @@ from fewbits.errors import BadCheckpoint, BadInput, SpecMismatch, Unsupported
 from fewbits.models.adapters import get_peft_model, load_adapter
 from fewbits.models.checkpoint import ADAPTER_CONFIG, Checkpoint, inspect_folder, is_adapter_folder, read_json
 from fewbits.models.convert import conversion_of
-from fewbits.models.fused import fused_layers
+from fewbits.models.fused import fuse, fused_layers, fusion_of
 from fewbits.models.merge import save_pretrained_merged
 from fewbits.models.options import PEFT_CHOOSES_NOTHING, PEFT_FIELDS, Loading, note_or_refuse, sort_options
 from fewbits.models.packed import check_device
@@ -146,6 +146,7 @@ class FastLanguageModel:
                 use_rslora=use_rslora,
                 **fields,
             )
+        notes.extend(_fused_on_gpu(peft_model))
         model.fewbits_notes = notes
         model.fewbits_checkpointing = checkpointing
         return FastLanguageModel.for_training(_with_methods(peft_model, model), checkpointing)
@@ -174,6 +175,16 @@ class FastLanguageModel:
         if not layers:
             model.config.use_cache = keep.mlp
         return model.train()
+
+
+def _fused_on_gpu(model: Any) -> list[str]:
+    """Fuse a model on a GPU whose family is known; the receipt's lines, or why not."""
+    if fusion_of(model) is not None or any(p.device.type != "cuda" for p in model.parameters()):
+        return []
+    try:
+        return str(fuse(model, delayed_scaling=True)).splitlines()
+    except (Unsupported, SpecMismatch) as error:
+        return [f"the decoder is not fused: {error}"]
 
 
 def checkpoint_layers(model: Any, on: bool) -> None:

@@ -42,6 +42,7 @@ class Fusion:
         stash: where inputs wait that are kept on the host.
         delayed_scaling: whether float8 scales are known before the tensor is.
         scales: those, for each device that holds layers.
+        saved_scales: what they go on from.
     """
 
     receipt: Receipt
@@ -51,6 +52,7 @@ class Fusion:
     stash: HostStash = field(default_factory=HostStash)
     delayed_scaling: bool = False
     scales: dict[torch.device, DelayedScales] = field(default_factory=dict)
+    saved_scales: dict[str, Tensor] = field(default_factory=dict)
 
 
 class FusedForward:
@@ -74,7 +76,7 @@ class FusedForward:
         **kwargs: Any,
     ) -> Tensor:
         """(B, S, H) to (B, S, H)."""
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or past_key_values is None:
             try:
                 return self._fused(
                     hidden_states, attention_mask, past_key_values, position_embeddings, kwargs
@@ -118,11 +120,13 @@ class FusedForward:
     def _delayed(self, x: Tensor) -> tuple[Slot, Slot] | None:
         """The slots of this layer, under delayed scaling; the first layer of a pass begins it."""
         fusion = self.fusion
-        if not fusion.delayed_scaling:
-            return None
+        if not fusion.delayed_scaling or not torch.is_grad_enabled():
+            return None  # an evaluation leaves no trace
         known = fusion.scales.get(x.device)
         if known is None:
             known = fusion.scales[x.device] = DelayedScales(2 * len(fusion.layers), x.device)
+            if fusion.saved_scales:
+                known.load_state_dict(fusion.saved_scales)
         i = fusion.layers.index(self)
         if i == 0:
             for scales in fusion.scales.values():
@@ -214,6 +218,24 @@ def fused_layers(model: nn.Module) -> list[FusedForward]:
     """The fused layers in order, each with its ``keep``; empty if the model is not fused."""
     fusion = fusion_of(model)
     return [] if fusion is None else fusion.layers
+
+
+def scales_of(model: nn.Module) -> dict[str, Tensor]:
+    """The float8 scales that a run must find again to go on with the same bits; none without such."""
+    fusion = fusion_of(model)
+    states = [] if fusion is None else [scales.state_dict() for scales in fusion.scales.values()]
+    if len(states) > 1:  # each device has recorded the layers that it holds
+        return {key: torch.stack([s[key].cpu() for s in states]).amax(0) for key in states[0]}
+    return {key: tensor.cpu() for key, tensor in states[0].items()} if states else {}
+
+
+def load_scales(model: nn.Module, saved: dict[str, Tensor]) -> None:
+    """Go on from what `scales_of` gave."""
+    fusion = fusion_of(model)
+    if fusion is not None:
+        fusion.saved_scales = saved
+        for scales in fusion.scales.values():
+            scales.load_state_dict(saved)
 
 
 def _owner(model: Any) -> Any:

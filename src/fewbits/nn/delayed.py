@@ -12,8 +12,8 @@ a slot has no history; it quantises by row, exactly, and records.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -75,16 +75,13 @@ class DelayedScales:
         self._scale.copy_(torch.where(largest > 0, largest * (HEADROOM / _LARGEST), 1.0))
         torch.reciprocal(self._scale, out=self._inverse)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Tensor]:
         """What a run resumes from."""
-        return {
-            "history": self._history.clone(),
-            "amax": self._amax.clone(),
-            "recorded": list(self._recorded),
-        }
+        recorded = torch.tensor(self._recorded, dtype=torch.uint8)
+        return {"history": self._history.clone(), "amax": self._amax.clone(), "recorded": recorded}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Go on from what `state_dict` gave."""
         self._history.copy_(state["history"])
         self._amax.copy_(state["amax"])
-        self._recorded = list(state["recorded"])
+        self._recorded = [bool(seen) for seen in state["recorded"].tolist()]

@@ -144,7 +144,7 @@ def fused_decoder(model: Any) -> str:
     if fusion is not None:
         return str(fusion.receipt)
     try:
-        return str(fuse(model))
+        return str(fuse(model, delayed_scaling=True))
     except (Unsupported, SpecMismatch) as error:
         return f"the decoder is not fused: {error}"
 

@@ -24,9 +24,11 @@ from torch import Tensor, nn
 
 from fewbits.errors import BadCheckpoint, SpecMismatch, TrainingStopped
 from fewbits.models.checkpoint import fsync, is_disk_full
+from fewbits.models.fused import load_scales, scales_of
 
 PREFIX = "checkpoint-"
 PROGRESS_FILE = "fewbits.json"
+SCALES_FILE = "float8_scales.safetensors"
 TRAINABLE_FILE = "trainable.safetensors"
 MODEL_FILE = "model.safetensors"
 _WRITING, _OLD = ".writing", ".old"
@@ -162,6 +164,9 @@ def save_weights(model: Any, folder: Path) -> None:
         weights, name = _whole(model), MODEL_FILE
     cpu = {key: tensor.detach().contiguous().cpu() for key, tensor in weights.items()}
     save_file(cpu, str(folder / name), metadata={"format": "pt"})
+    scales = scales_of(model)
+    if scales:
+        save_file(scales, str(folder / SCALES_FILE))
 
 
 def load_weights(model: Any, folder: Path) -> None:
@@ -186,6 +191,8 @@ def load_weights(model: Any, folder: Path) -> None:
     with torch.no_grad():
         for key, tensor in wanted.items():
             tensor.copy_(stored[key])
+    if (folder / SCALES_FILE).is_file():
+        load_scales(model, load_file(str(folder / SCALES_FILE)))
 
 
 def _trainable(model: nn.Module) -> dict[str, Tensor]:
