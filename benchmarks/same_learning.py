@@ -8,6 +8,10 @@ of the last tenth to evaluate. For each seed all three start from the same adapt
 in the same order. Evaluation loss every few steps goes to curves*.csv in --out; the summary says how far ours
 ends from bitsandbytes + PEFT, beside how far seeds are from each other. Models and seeds may run in processes
 of their own, with one --out; `--finish SVG` then draws all curves there and `--record FILE` appends rows.
+
+What was trained with FP8 products is evaluated twice: with bfloat16 products over the same NF4 weights, which is
+what was learnt and what one deploys, and with the FP8 products of its training ("fewbits_nf4_fp8_own"), which
+adds what FP8 itself costs a forward pass, before training too.
 """
 
 from __future__ import annotations
@@ -18,6 +22,8 @@ import statistics
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,9 +35,27 @@ from fewbits.bench.record import Row, append, conditions
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 RANK, LENGTH = 16, 256
 VARIANTS = ("bitsandbytes_peft", "fewbits_nf4", "fewbits_nf4_fp8")
-FORMATS = {"bitsandbytes_peft": "nf4_dq", "fewbits_nf4": "nf4_dq", "fewbits_nf4_fp8": "nf4_dq float8"}
+OWN = "fewbits_nf4_fp8_own"
+SHOWN = (*VARIANTS, OWN)
+FORMATS = {
+    "bitsandbytes_peft": "nf4_dq",
+    "fewbits_nf4": "nf4_dq",
+    "fewbits_nf4_fp8": "nf4_dq, trained with float8",
+    OWN: "nf4_dq, trained and evaluated with float8",
+}
+LABELS = {
+    "bitsandbytes_peft": "bitsandbytes + PEFT",
+    "fewbits_nf4": "fewbits NF4, bf16",
+    "fewbits_nf4_fp8": "fewbits NF4, trained in FP8",
+    OWN: "the same, evaluated in FP8",
+}
 INK = "#7f7f7f"
-COLOURS = {"bitsandbytes_peft": "#c76a2b", "fewbits_nf4": "#3b6fd4", "fewbits_nf4_fp8": "#2e9e6b"}
+COLOURS = {
+    "bitsandbytes_peft": "#c76a2b",
+    "fewbits_nf4": "#3b6fd4",
+    "fewbits_nf4_fp8": "#2e9e6b",
+    OWN: "#9a9a9a",
+}
 
 
 class Point(NamedTuple):
@@ -113,6 +137,32 @@ def loss_of(model: Any, ids: Tensor) -> Tensor:
         return model(input_ids=ids, labels=ids).loss
 
 
+@contextmanager
+def plain_products(model: Any) -> Iterator[None]:
+    """Products in bfloat16 over the same packed weights, for an evaluation."""
+    from fewbits.kernels.matmul_packed import PLAIN
+    from fewbits.nn.linear import QuantizedLinear
+
+    linears = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
+    before = [linear.operands for linear in linears]
+    for linear in linears:
+        linear.operands = PLAIN
+    try:
+        yield
+    finally:
+        for linear, operands in zip(linears, before, strict=True):
+            linear.operands = operands
+
+
+def measured(model: Any, windows: Tensor, name: str, variant: str, seed: int, step: int) -> list[Point]:
+    """The evaluations at a step."""
+    with plain_products(model):
+        points = [Point(name, variant, seed, step, evaluate(model, windows))]
+    if variant == "fewbits_nf4_fp8":
+        points.append(Point(name, OWN, seed, step, evaluate(model, windows)))
+    return points
+
+
 @torch.no_grad()
 def evaluate(model: Any, windows: Tensor) -> float:
     """Mean loss in nats per token."""
@@ -141,14 +191,14 @@ def fine_tune(
     order = torch.cat([torch.randperm(len(train), generator=generator) for _ in range(epochs)]).to(
         train.device
     )
-    points = [Point(name, variant, seed, 0, evaluate(model, held_out))]
+    points = measured(model, held_out, name, variant, seed, 0)
     for step in range(args.steps):
         loss_of(model, train[order[step * args.batch : (step + 1) * args.batch]]).backward()
         optimizer.step()
         schedule.step()
         optimizer.zero_grad(set_to_none=True)
         if (step + 1) % args.every == 0 or step + 1 == args.steps:
-            points.append(Point(name, variant, seed, step + 1, evaluate(model, held_out)))
+            points += measured(model, held_out, name, variant, seed, step + 1)
     report_unfused(model)
     return points
 
@@ -182,19 +232,22 @@ def summary(points: list[Point]) -> None:
         print(
             f"{model}: {start:.4f} before; seeds of bitsandbytes + PEFT differ by {noise:.4f} (one deviation)"
         )
-        for variant in VARIANTS:
+        for variant in SHOWN:
             values = by_variant[variant]
             pairs = [a - b for a, b in zip(values, base, strict=True)]
             mean = statistics.mean(values)
             print(
-                f"  {variant:<18} {mean:.4f} ({min(values):.4f} to {max(values):.4f}), "
+                f"  {variant:<20} {mean:.4f} ({min(values):.4f} to {max(values):.4f}), "
                 f"{100 * (mean / statistics.mean(base) - 1):+.3f} %, "
                 f"seed by seed {', '.join(f'{d:+.4f}' for d in pairs)}"
             )
         ours_bf16, ours_fp8 = (statistics.mean(by_variant[v]) for v in VARIANTS[1:])
         mean = statistics.mean(base)
         same, near = abs(ours_bf16 - mean) <= noise, ours_fp8 / mean - 1 <= 0.005
-        print(f"  NF4 + bf16 within seed noise: {same}; NF4 + FP8 within 0.5 %: {near}")
+        own = statistics.mean(by_variant[OWN]) / mean - 1 <= 0.005
+        print(
+            f"  NF4 + bf16 within seed noise: {same}; NF4 + FP8 within 0.5 %: {near}, in its own products: {own}"
+        )
 
 
 def table(points: list[Point]) -> list[Row]:
@@ -230,12 +283,12 @@ def plot(points: list[Point], path: Path) -> None:
     with plt.rc_context(settings):
         figure, axes = plt.subplots(1, len(names), figsize=(4.8 * len(names), 3.4), squeeze=False)
         for name, panel in zip(names, axes[0], strict=True):
-            for variant, style in zip(VARIANTS, ("-", "--", ":"), strict=True):
+            for variant, style in zip(SHOWN, ("-", "--", "-.", ":"), strict=True):
                 at: dict[int, list[float]] = defaultdict(list)
                 for p in points:
                     if (p.model, p.variant) == (name, variant):
                         at[p.step].append(p.loss)
-                steps, label = sorted(at), variant.replace("_", " ")
+                steps, label = sorted(at), LABELS[variant]
                 means = [statistics.mean(at[s]) for s in steps]
                 panel.plot(steps, means, style, color=COLOURS[variant], label=label, linewidth=1.8)
                 panel.fill_between(
@@ -263,7 +316,7 @@ def read(path: Path) -> list[Point]:
                 for r in csv.DictReader(file)
             ]
     return sorted(
-        found, key=lambda p: (p.model != "stories3m", p.model, p.seed, VARIANTS.index(p.variant), p.step)
+        found, key=lambda p: (p.model != "stories3m", p.model, p.seed, SHOWN.index(p.variant), p.step)
     )
 
 
@@ -308,7 +361,8 @@ def main() -> None:
                     file.flush()
                     points += run
                     print(
-                        f"{name} seed {seed} {variant}: {run[0].loss:.4f} -> {run[-1].loss:.4f}, "
+                        f"{name} seed {seed} {variant}: {run[0].loss:.4f} -> "
+                        f"{next(p for p in reversed(run) if p.variant == variant).loss:.4f}, "
                         f"{time.perf_counter() - began:.1f} s", flush=True,
                     )  # fmt: skip
     summary(points)

@@ -26,7 +26,12 @@ def load(name: str) -> ModuleType:
 
 
 def points(module: ModuleType) -> list:
-    losses = {"bitsandbytes_peft": 4.0, "fewbits_nf4": 4.001, "fewbits_nf4_fp8": 4.03}
+    losses = {
+        "bitsandbytes_peft": 4.0,
+        "fewbits_nf4": 4.001,
+        "fewbits_nf4_fp8": 4.001,
+        "fewbits_nf4_fp8_own": 4.03,
+    }
     return [
         module.Point("m", variant, seed, step, loss + 0.01 * seed + (step == 0))
         for variant, loss in losses.items()
@@ -40,13 +45,13 @@ def test_summary_says_what_holds_and_what_does_not(capsys, tmp_path: Path) -> No
     made = points(module)
     module.summary(made)
     printed = capsys.readouterr().out
-    assert "NF4 + bf16 within seed noise: True; NF4 + FP8 within 0.5 %: False" in printed
+    assert "within seed noise: True; NF4 + FP8 within 0.5 %: True, in its own products: False" in printed
     rows = {row.variant: row for row in module.table(made)}
     assert rows["fewbits_nf4"].value == pytest.approx(4.011) and rows[
         "bitsandbytes_peft"
     ].high == pytest.approx(4.02)
     module.plot(made, tmp_path / "x.svg")
-    assert "fewbits nf4 fp8" in (tmp_path / "x.svg").read_text()
+    assert "evaluated in FP8" in (tmp_path / "x.svg").read_text()
 
 
 def test_curves_of_several_processes_are_read_together(tmp_path: Path) -> None:
@@ -95,4 +100,4 @@ def test_both_scripts_run(tmp_path: Path) -> None:
     for command in ([*first, "--tiny"], second):
         subprocess.run([sys.executable, *map(str, command), "--device", "cpu"], check=True)
     module = load("same_learning")
-    assert {p.variant for p in module.read(tmp_path / "out")} == set(module.VARIANTS)
+    assert {p.variant for p in module.read(tmp_path / "out")} == set(module.SHOWN)
