@@ -9,9 +9,9 @@ in the same order. Evaluation loss every few steps goes to curves*.csv in --out;
 ends from bitsandbytes + PEFT, beside how far seeds are from each other. Models and seeds may run in processes
 of their own, with one --out; `--finish SVG` then draws all curves there and `--record FILE` appends rows.
 
-What was trained with FP8 products is evaluated twice: with bfloat16 products over the same NF4 weights, which is
-what was learnt and what one deploys, and with the FP8 products of its training ("fewbits_nf4_fp8_own"), which
-adds what FP8 itself costs a forward pass, before training too.
+What was trained with FP8 products is evaluated twice: with bfloat16 products over the same NF4 weights, which
+is what was learnt and what one deploys, and with the FP8 products of its training ("fewbits_nf4_fp8_own"),
+which adds what FP8 itself costs a forward pass, before training too.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def ours(path: str, device: str, recipe: str) -> Any:
     model.requires_grad_(False)
     model = get_peft_model(model, LoRA(r=RANK, alpha=RANK))
     if fusion_of(model) is None:
-        fuse(model)
+        fuse(model, delayed_scaling=recipe.endswith("fp8"))
     return model
 
 
@@ -245,9 +245,8 @@ def summary(points: list[Point]) -> None:
         mean = statistics.mean(base)
         same, near = abs(ours_bf16 - mean) <= noise, ours_fp8 / mean - 1 <= 0.005
         own = statistics.mean(by_variant[OWN]) / mean - 1 <= 0.005
-        print(
-            f"  NF4 + bf16 within seed noise: {same}; NF4 + FP8 within 0.5 %: {near}, in its own products: {own}"
-        )
+        fp8 = f"NF4 + FP8 within 0.5 %: {near}, in its own products: {own}"
+        print(f"  NF4 + bf16 within seed noise: {same}; {fp8}")
 
 
 def table(points: list[Point]) -> list[Row]:

@@ -83,6 +83,20 @@ def test_right_models_pass_and_stay_as_they_were(name: str) -> None:
     assert len(parity.base_of(made.model).model.layers) == made.model.config.num_hidden_layers == 2
 
 
+def test_scales_of_earlier_steps_are_checked_on_a_later_step() -> None:
+    job, made = built("ours:nf4-fp8")
+    passed: list[int] = []
+
+    def step(ids):
+        passed.append(int(ids[0, 0]))
+        return wrong_loss(made.model, ids) - 0.05
+
+    data = batches(128, (2, 24), 3, torch.device("cpu"))
+    found = parity.check(made.model, data[0], step, rounding=job.configuration.rounding, history=data[1:])
+    assert job.configuration.delayed and found.failures == ()
+    assert passed == [int(ids[0, 0]) for ids in (*data[1:], data[0])]
+
+
 def wrong_loss(model, ids):
     loss = model(input_ids=ids, labels=ids).loss
     loss.backward()

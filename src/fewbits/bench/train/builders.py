@@ -128,8 +128,10 @@ def _fuse(model: Any, job: Job, recipe: Any) -> tuple[list[str], Any]:
     config = job.configuration
     fused = import_module("fewbits.models.fused")
     fusion = fused.fusion_of(model)
-    receipt = fused.fuse(model) if fusion is None else fusion.receipt
+    receipt = fused.fuse(model, delayed_scaling=config.delayed) if fusion is None else fusion.receipt
     notes = [f"{len(fused.fused_layers(model))} layers fused", *map(str, receipt.notes)]
+    if config.delayed:
+        notes.append("FP8 scales of the MLP's inner tensors are those of earlier steps (delayed scaling)")
     if config.budget is None:
         return notes, None
     lora = None if config.trains_all else LoRA(r=RANK, alpha=ALPHA)

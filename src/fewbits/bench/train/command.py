@@ -200,7 +200,8 @@ def _report(
         here = conditions(device, command=command, commit=options.commit)
         append(options.record, rows, replace(here, packages=_packages(outcomes)))
     for outcome in outcomes:
-        for note in outcome.said.get("timed", {}).get("notes", []):
+        said = [outcome.said.get(state, {}).get("notes", []) for state in ("built", "timed")]
+        for note in [*said[0], *said[1]]:
             console.print(f"{outcome.task.name}: {note}", style="yellow", markup=False)
     failed = {outcome.task.name: failure(outcome) for outcome in outcomes}
     for name, sentence in failed.items():

@@ -14,6 +14,7 @@ absolute error of the tokens' losses. A NaN never passes.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -58,7 +59,9 @@ class Parity:
         return asdict(self)
 
 
-def check(model: Any, ids: Tensor, step: Any, *, rounding: str, layers: int = 2) -> Parity:
+def check(
+    model: Any, ids: Tensor, step: Any, *, rounding: str, layers: int = 2, history: Sequence[Tensor] = ()
+) -> Parity:
     """Compare the first ``layers`` of ``model``; weights stay what they were, without gradients.
 
     Args:
@@ -67,6 +70,7 @@ def check(model: Any, ids: Tensor, step: Any, *, rounding: str, layers: int = 2)
         step: runs forward and backward of ``model`` on a batch and gives its loss.
         rounding: see `Configuration.rounding`.
         layers: how many.
+        history: batches that pass before, for scales that are known from earlier steps.
     """
     base = base_of(model)
     inner = base.model
@@ -77,18 +81,25 @@ def check(model: Any, ids: Tensor, step: Any, *, rounding: str, layers: int = 2)
     try:
         named = _adapters(inner)
         _fill_b(named)
+        for earlier in history:
+            step(earlier)
+            _forget(model)
         loss = float(step(ids))
         leaves = _leaves(base, named)
         found = {name: p.grad for name, p in leaves.items()}
         exact = _decoder(base, named)
     finally:
         inner.layers, config.num_hidden_layers = every, depth
-    for p in model.parameters():
-        p.grad = None
+    _forget(model)
     with torch.no_grad():
         for adapter in named.values():
             adapter.b.zero_()
     return _compare(exact, found, loss, ids, rounding)
+
+
+def _forget(model: Any) -> None:
+    for p in model.parameters():
+        p.grad = None
 
 
 def base_of(model: Any) -> Any:

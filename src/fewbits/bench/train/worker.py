@@ -11,6 +11,7 @@ import json
 import statistics
 import sys
 import time
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -81,12 +82,11 @@ def _train(job: Job, device: torch.device) -> None:
     trainer = Stepper(job, built, device)
     tell("built", seconds=_since(began), notes=built.notes)
     data = batches(job.shape.config().vocab_size, job.batch, job.warm_up + _SETTLE + job.steps, device)
-    parity = check(
-        built.model, data[0], trainer.forward_backward, rounding=job.configuration.rounding, layers=job.layers
-    )
-    tell(
-        "parity", **parity.plain()
-    )  # the parent prints no speed of one that fails; its file keeps what it took
+    compare = partial(check, rounding=job.configuration.rounding, layers=job.layers)
+    parity = compare(built.model, data[0], trainer.forward_backward)
+    if job.configuration.delayed and not parity.failures:  # its scales come from the steps before
+        parity = compare(built.model, data[0], trainer.forward_backward, history=data[1:3])
+    tell("parity", **parity.plain())  # the parent prints no speed of one that fails; its file keeps it
     trainer.start()
     began = time.perf_counter()
     for ids in data[: job.warm_up]:
