@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fewbits.errors import BadInput
 from fewbits.formats import E4M3, E4M3_ROW, NF4
 from fewbits.models.adapters import get_peft_model
 from fewbits.models.convert import convert
@@ -280,3 +281,28 @@ def test_a_checkpoint_keeps_the_scales(tmp_path: Path) -> None:
     load_weights(resumed, tmp_path)
     again = loss_and_gradients(resumed, ids)[1]
     assert all(torch.equal(next_step[name], again[name]) for name in next_step)
+
+
+@pytest.mark.slow
+def test_compiled_or_not() -> None:
+    """torch.compile goes round the nodes, which are launched as they are."""
+    model, ids = adapted("llama"), tokens(2, 20)
+    plain = loss_and_gradients(model, ids)
+    fuse(model)
+    model.zero_grad()
+    loss = torch.compile(model, backend="aot_eager")(input_ids=ids, labels=ids, use_cache=False).loss
+    loss.backward()
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    assert_same((loss.detach(), gradients), plain)
+    assert not fusion_of(model).fallbacks
+
+
+def test_labels_that_do_not_count_cost_no_rows() -> None:
+    model, ids = adapted("llama"), tokens(2, 24)
+    labels = ids.clone()
+    labels[:, :20] = -100
+    plain = loss_and_gradients(model, ids, labels=labels)
+    fuse(model)
+    assert_same(loss_and_gradients(model, ids, labels=labels, valid_rows=12), plain)
+    with pytest.raises(BadInput, match="give a bound"):
+        loss_and_gradients(model, ids, labels=labels, valid_rows=4)

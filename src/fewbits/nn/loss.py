@@ -182,7 +182,10 @@ class LogitFreeLoss:
         shift_labels: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """The mean over the labels that count, each predicted from the position before it."""
+        """The mean over the labels that count, each predicted from the position before it.
+
+        ``valid_rows``, a bound on their number, leaves the others out of the head's products.
+        """
         cap = logits.soft_cap if isinstance(logits, LazyLogits) else None
         if cap is None or not isinstance(logits, LazyLogits):
             return self.original(
@@ -205,4 +208,5 @@ class LogitFreeLoss:
             ignore_index=ignore_index,
             num_items=num_items_in_batch,
             soft_cap=cap or None,
+            valid_rows=kwargs.get("valid_rows"),
         )

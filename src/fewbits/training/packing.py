@@ -86,8 +86,10 @@ class SequenceDataset(Dataset[list[Example]]):
 class Collator:
     """Sequences to a batch of tensors.
 
-    Besides the model's inputs a batch holds ``rows`` (where its rows stand in the file) and ``num_tokens``
-    (tokens without padding), which the Trainer takes out again.
+    ``valid_rows`` is there where many labels do not count: a bound on those that do, which spares
+    `fewbits.nn.loss.LogitFreeLoss` the others; other losses take no notice. Besides the model's inputs a batch
+    holds ``rows`` (where its rows stand in the file) and ``num_tokens`` (tokens without padding), which the
+    Trainer takes out again.
     """
 
     def __init__(
@@ -148,9 +150,22 @@ class Collator:
         if self.packed:
             batch |= {"position_ids": positions, "use_cache": False}  # with a cache, no packed mask is built
             batch |= _boundaries(sequences, width, self.segments).keywords()
+        if self.segments is None:  # else batches differ in values of tensors alone
+            batch |= _bound(labels)
         batch["rows"] = [[e.row for e in sequence] for sequence in sequences]
         batch["num_tokens"] = num_tokens
         return batch
+
+
+def _bound(labels: Tensor) -> Batch:
+    """A bound on the labels that count, where many do not: the loss need not look at the other rows.
+
+    In eighths of the batch, so that shapes stay few.
+    """
+    counted, total = int((labels[:, 1:] != IGNORED).sum()), labels.numel()
+    eighth = -(-total // 8)
+    bound = -(-counted // eighth) * eighth
+    return {"valid_rows": bound} if counted and bound <= total - eighth else {}
 
 
 def _boundaries(sequences: list[list[Example]], width: int, num_segments: int | None) -> Segments:
