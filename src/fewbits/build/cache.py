@@ -15,6 +15,7 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import IO
 
@@ -79,13 +80,17 @@ class Cache:
         """How to keep this command's result, or None if it cannot be kept safely."""
         if any(_REFUSED.match(a) for a in command.args) or not command.output or command.output == "-":
             return None
-        variables = [f"{name}={environ[name]}" for name in _VARIABLES if name in environ]
-        facts = [*variables, _identity(command.tool), normal(command.cwd), command.name]
+        facts = [
+            *(f"{name}={environ[name]}" for name in _VARIABLES if name in environ),
+            _identity(command.tool),
+            normal(command.cwd),
+            command.name,
+        ]
         if command.name in ("cicc", "ptxas"):
             return self._stage_recipe(command, facts)
         if not command.compiles or command.name not in ("c", "c++", "nvcc"):
             return None
-        source = self.digest(command.path(command.source))
+        source = self.digest(command.place(command.source))
         if not source:
             return None
         facts += [normal(a) for a in _without_outputs(command.args)]
@@ -115,15 +120,13 @@ class Cache:
 
     def known(self, recipe: Recipe) -> bool:
         """Whether there is an entry at all, which is cheap to ask."""
-        return self._entry(recipe.key).exists()
+        return os.path.exists(f"{self.folder}/entries/{recipe.key[:2]}/{recipe.key[2:]}.json")  # noqa: PTH110
 
     def fetch(self, recipe: Recipe) -> tuple[str, str] | None:
         """Put the outputs in their places; what the compiler printed, or None if there is no such object."""
         entry = _json(self._entry(recipe.key))
         for found in reversed(entry.get("results", [])):
-            if all(
-                self.digest(Path(name)) == digest for name, digest in self._places(found["inputs"], recipe)
-            ):
+            if all(self.digest(name) == digest for name, digest in self._places(found["inputs"], recipe)):
                 folder = self.folder / "objects" / found["object"]
                 try:
                     for number, output in enumerate(recipe.outputs):
@@ -170,14 +173,14 @@ class Cache:
             return {}
         inputs: dict[str, str] = {}
         for name in read_depfile(recipe.command.path(recipe.depfile)):
-            path = recipe.command.path(name)
+            path = recipe.command.place(name)
             try:
-                if path.stat().st_mtime > started:  # changed while it was read
+                if os.stat(path).st_mtime > started:  # noqa: PTH116 - changed while it was read
                     return None
             except OSError:
                 return None
             inputs[os.path.abspath(path)] = self.digest(path)  # noqa: PTH100 - links stay
-            if str(path) in self._clocks:
+            if path in self._clocks:
                 return None
         return inputs or None
 
@@ -212,21 +215,22 @@ class Cache:
         names = [name for name, _ in self._places(found["inputs"], recipe)]
         write_depfile(recipe.command, recipe.command.path(asked), names)
 
-    def digest(self, path: Path) -> str:
+    def digest(self, path: str) -> str:
         """The digest of a file's bytes, remembered while size and times stay; "" if it cannot be read."""
         try:
-            facts = Path(path).stat()
+            facts = os.stat(path)  # noqa: PTH116 - for every header of every compilation
             stamp = (facts.st_mtime_ns, facts.st_size, facts.st_ino)
-            known = self._digests.get(str(path))
+            known = self._digests.get(path)
             if known is not None and known[0] == stamp:
                 return known[1]
-            data = Path(path).read_bytes()
+            with open(path, "rb") as file:  # noqa: PTH123
+                data = file.read()
         except OSError:
             return ""
         found = hashlib.blake2b(data, digest_size=20).hexdigest()
-        self._digests[str(path)] = (stamp, found)
+        self._digests[path] = (stamp, found)
         if _CLOCK.search(data):
-            self._clocks.add(str(path))
+            self._clocks.add(path)
         return found
 
     def _entry(self, key: str) -> Path:
@@ -249,10 +253,19 @@ class Cache:
             excess -= size
 
 
+_realpath = cache(os.path.realpath)
+_VARIABLE = re.compile(rb"(?:^|\0)(" + "|".join(_VARIABLES).encode() + rb")=([^\0]*)")
+
+
+def variables(environ: bytes) -> dict[str, str]:
+    """The variables of a process's environment that change what compilers do."""
+    return {os.fsdecode(m[1]): os.fsdecode(m[2]) for m in _VARIABLE.finditer(environ)}
+
+
 def _identity(tool: str) -> str:
-    real = os.path.realpath(tool)
+    real = _realpath(tool)
     try:
-        facts = Path(real).stat()
+        facts = os.stat(real)  # noqa: PTH116
     except OSError:
         return tool
     return f"{tool} {real} {facts.st_size} {facts.st_mtime_ns}"

@@ -84,9 +84,13 @@ class Command:
             a in ("-c", "-S", "-dc", "-dw", "--compile", "-ptx", "-cubin") for a in self.args
         )
 
+    def place(self, name: str) -> str:
+        """A path that the command names, as text."""
+        return os.path.join(self.cwd, name)  # noqa: PTH118 - keeps ".." as it is
+
     def path(self, name: str) -> Path:
         """A path that the command names."""
-        return Path(os.path.join(self.cwd, name))  # noqa: PTH118 - keeps ".." as it is
+        return Path(self.place(name))
 
 
 def read_command(tool: str, args: Sequence[str], cwd: str) -> Command:

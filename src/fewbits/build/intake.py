@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
-from fewbits.build.cache import Cache
+from fewbits.build.cache import Cache, variables
 from fewbits.build.client import Client
 from fewbits.build.command import read_command, threads_of, unit_name
 from fewbits.build.depfile import read_depfile, write_depfile
@@ -21,6 +21,11 @@ from fewbits.build.stage import Stage
 WORTH_KEEPING_S = 0.25  # what compiles faster is not worth a look at its headers
 LARGE_INPUT_BYTES = 4 * 2**20  # read beside the loop, which has to keep sampling
 Found = tuple[str, str] | None
+
+
+def _bytes(path: str) -> bytes:
+    with open(path, "rb") as file:  # noqa: PTH123 - for every compilation
+        return file.read()
 
 
 class Intake:
@@ -47,11 +52,9 @@ class Intake:
     def read(self, pid: int, tool: str, above: Request | None) -> Request | None:
         """The request of a launcher, or None for a command that is none of ours."""
         try:
-            words = (
-                Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="surrogateescape").split("\0")[:-1]
-            )
-            cwd = str(Path(f"/proc/{pid}/cwd").readlink())
-            pairs = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="surrogateescape").split("\0")
+            words = [os.fsdecode(word) for word in _bytes(f"/proc/{pid}/cmdline").split(b"\0")[:-1]]
+            cwd = os.readlink(f"/proc/{pid}/cwd")  # noqa: PTH115 - for every compilation
+            environ = variables(_bytes(f"/proc/{pid}/environ"))
         except OSError:
             return None
         if len(words) > 3 and words[2].endswith("launch.py"):  # the launcher in Python
@@ -66,15 +69,14 @@ class Intake:
         arch = "" if command.name == "nvcc" and is_driver else command.arch
         digest = ""
         if self.cache is not None and command.source and above is None:
-            digest = self.cache.digest(command.path(command.source))
+            digest = self.cache.digest(command.place(command.source))
         keys = () if is_driver else keys_of(command, unit, command.name, arch, digest)
         stage = Stage(unit, arch, command.name, command.tool, keys)
-        if above is not None and command.source:
+        if command.source:
             try:
-                stage.input_bytes = command.path(command.source).stat().st_size
+                stage.input_bytes = os.stat(command.place(command.source)).st_size  # noqa: PTH116
             except OSError:
                 stage.input_bytes = 0
-        environ = dict(pair.partition("=")[::2] for pair in pairs if "=" in pair)
         return Request(command, unit, stage, is_driver, environ, asked_s=self.clock())
 
     def look_up(self, request: Request, answer: Callable[[Found], None]) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 from fewbits.build.command import Command, normal
@@ -15,6 +17,8 @@ from fewbits.build.stage import OTHER_PRIOR, PRIOR, Stage
 HEADROOM = 1.05  # what was measured once, and a little
 MAX_LINES = 60_000
 _SIBLINGS = 64
+QUANTILE = 0.6
+CORRELATED = 0.8  # share of the siblings' spread that the size of the input explains
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,7 @@ class History:
     """What was measured before, in a file of one line for each stage."""
 
     file: Path
+    _out: int = -1
     _past: dict[str, Past] = field(default_factory=dict)
     _siblings: dict[str, deque] = field(default_factory=lambda: defaultdict(lambda: deque(maxlen=_SIBLINGS)))
 
@@ -81,31 +86,42 @@ class History:
         row = {"keys": list(stage.keys), "peak": peak_bytes, "s": round(seconds, 3), "stage": stage.name}
         if parts:
             row["parts"] = parts
-        try:
-            self.file.parent.mkdir(parents=True, exist_ok=True)
-            with self.file.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
-        except OSError:
-            return  # a full disk loses a figure, not the build
+        with contextlib.suppress(OSError):  # a full disk loses a figure, not the build
+            if self._out < 0:
+                self.file.parent.mkdir(parents=True, exist_ok=True)
+                self._out = os.open(self.file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            os.write(self._out, json.dumps(row).encode() + b"\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._out >= 0:
+            os.close(self._out)
+            self._out = -1
 
 
 def _like(siblings: deque, input_bytes: int) -> int:
-    """Four of five siblings needed no more; if all read one file each, in proportion to its size."""
-    if input_bytes and all(size for _, size in siblings):
-        ratios = sorted((peak - _base(siblings)) / size for peak, size in siblings)
-        return int(_base(siblings) + input_bytes * ratios[len(ratios) * 4 // 5 - (len(ratios) == 1)])
+    """By the size of what it reads, where that explains the siblings' needs; else as most of them."""
     peaks = sorted(peak for peak, _ in siblings)
-    return int(peaks[min(len(peaks) - 1, len(peaks) * 4 // 5)])
+    typical = int(peaks[int(len(peaks) * QUANTILE)])
+    sizes = [size for _, size in siblings]
+    if not input_bytes or len(siblings) < 3 or min(sizes) <= 0 or min(sizes) == max(sizes):
+        return typical
+    mean_size, mean_peak = sum(sizes) / len(sizes), sum(peaks) / len(peaks)
+    together = sum((size - mean_size) * (peak - mean_peak) for peak, size in siblings)
+    spread_size = sum((size - mean_size) ** 2 for size in sizes)
+    spread_peak = sum((peak - mean_peak) ** 2 for peak in peaks)
+    if together <= 0 or together**2 < CORRELATED * spread_size * spread_peak:
+        return typical
+    line = mean_peak + together / spread_size * (input_bytes - mean_size)
+    return int(max(peaks[0] / 2, 1.1 * line))
 
 
-def _base(siblings: deque) -> int:
-    """What the stage needs for the smallest input, about."""
-    return int(0.8 * min(peak for peak, _ in siblings))
+_realpath = cache(os.path.realpath)
 
 
 def keys_of(command: Command, unit: str, stage_name: str, arch: str, digest: str) -> tuple[str, ...]:
     """The keys of a stage: by content and flags, by name and flags, by name."""
-    tool = os.path.realpath(command.tool)
+    tool = _realpath(command.tool)
     flags = " ".join(normal(a) for a in command.args if a.startswith("-"))
     folder = normal(command.cwd)
     wide = (stage_name, arch, unit)

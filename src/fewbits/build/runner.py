@@ -204,6 +204,8 @@ class _Run:
                 self._serve(controller, child)
         finally:
             controller.close()
+            history.close()
+            trace.close()
             _kill_all()
             shutil.rmtree(run_folder, ignore_errors=True)
         if controller.others.uncaught:

@@ -45,6 +45,7 @@ class Trace:
     _budget: array[float] = field(default_factory=lambda: array("d"))
     counts: dict[str, int] = field(default_factory=dict)
     peak_bytes: int = 0
+    _out: int = -1
 
     def add(self, stage: Stage) -> None:
         """A stage has asked to start."""
@@ -89,12 +90,20 @@ class Trace:
             self._budget.extend((now_s, float(budget_bytes)))
 
     def _write(self, line: str) -> None:
-        if self.log is not None:
-            try:
-                with self.log.open("a", encoding="utf-8") as file:
-                    file.write(line + "\n")
-            except OSError:
-                self.log = None
+        if self.log is None:
+            return
+        try:
+            if self._out < 0:
+                self._out = os.open(self.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            os.write(self._out, f"{line}\n".encode(errors="replace"))
+        except OSError:
+            self.log = None
+
+    def close(self) -> None:
+        """Close the log."""
+        if self._out >= 0:
+            os.close(self._out)
+            self._out = -1
 
     def profile(self, *, code: int, budget_bytes: int, verdicts: Sequence[Any] = ()) -> dict[str, Any]:
         """Everything, for JSON."""
