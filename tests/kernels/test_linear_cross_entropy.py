@@ -172,7 +172,8 @@ def test_refusals() -> None:
 
 
 def test_chunks() -> None:
-    assert default_chunk_rows(8192, 128256, 2) == 1024
+    assert default_chunk_rows(8192, 128256, 2) == 2048
+    assert default_chunk_rows(8192, 151936, 2, 151936 * 2048 * 4) == 4096
     assert default_chunk_rows(100, 128256, 2) == 100
     assert default_chunk_rows(8192, 2**31, 4) == 16
     assert default_chunk_rows(0, 9, 4) == 1

@@ -306,3 +306,20 @@ def test_labels_that_do_not_count_cost_no_rows() -> None:
     assert_same(loss_and_gradients(model, ids, labels=labels, valid_rows=12), plain)
     with pytest.raises(BadInput, match="give a bound"):
         loss_and_gradients(model, ids, labels=labels, valid_rows=4)
+
+
+def test_float8_full_fine_tuning() -> None:
+    """All three products take E4M3 operands: weights' gradients err as two roundings of 2**-4 do."""
+    rule = Rule(weight_operand=E4M3, activation=E4M3_ROW, gradient=E4M3_ROW)
+    ids = tokens(4, 24)
+    exact = loss_and_gradients(adapted("qwen3", None, lora=None), ids)[1]
+    model = adapted("qwen3", Recipe(name="float8", linear=rule), lora=None)
+    defined = loss_and_gradients(model, ids)[1]
+    fuse(model)
+    fused = loss_and_gradients(model, ids)[1]
+    assert not fusion_of(model).fallbacks and fused.keys() == exact.keys()
+    for name in exact:
+        norm = exact[name].norm()
+        assert (fused[name] - exact[name]).norm() < 1.5 * (
+            defined[name] - exact[name]
+        ).norm() + 0.02 * norm, name

@@ -47,7 +47,7 @@ from fewbits.kernels._cross_entropy_triton import KERNEL_DTYPES, launch
 from fewbits.kernels.matmul_packed import product_dtype
 
 REDUCTIONS = ("mean", "sum", "none")
-_CHUNK_BYTES = 2**28  # 1024 rows of Llama 3's vocabulary in 16 bits: large enough for products at full rate
+_CHUNK_BYTES = 2**29  # 2048 rows of Llama 3's vocabulary in 16 bits: large enough for products at full rate
 _SLAB = 2**16  # values that the definition of the pass over a chunk widens at a time
 _WEIGHT_ROWS = 16384  # rows of dW whose 16-bit product lives beside the sum
 
@@ -188,9 +188,12 @@ def _add_product_(dw: Tensor, dz: Tensor, h: Tensor) -> None:
         dw_rows.add_(dz_rows.t() @ h)
 
 
-def default_chunk_rows(M: int, V: int, itemsize: int) -> int:
-    """A power of two, at least 16, of which the logits take 256 MiB at most, or all rows."""
-    rows = max(_CHUNK_BYTES // (V * itemsize), 16)
+def default_chunk_rows(M: int, V: int, itemsize: int, sum_bytes: int = 0) -> int:
+    """A power of two, at least 16, of which the logits take 512 MiB at most, or all rows.
+
+    Where the head trains, every chunk reads and writes the sum of dW: the logits may then take as many bytes.
+    """
+    rows = max(max(_CHUNK_BYTES, sum_bytes) // (V * itemsize), 16)
     return max(min(1 << (rows.bit_length() - 1), M), 1)
 
 
@@ -362,7 +365,8 @@ def linear_cross_entropy(
         label_smoothing: share of the target spread evenly over the vocabulary.
         z_loss: weight of the squared log-sum-exp.
         soft_cap: largest magnitude of a logit, by tanh; None or 0 for none.
-        chunk_rows: rows whose logits are held at a time; None takes as many as fit in 256 MiB.
+        chunk_rows: rows whose logits are held at a time; None takes as many as fit in 512 MiB,
+            or in the bytes of dW.
         valid_rows: a bound on the number of labels that count: only so many rows are computed.
 
     Returns:
@@ -384,7 +388,8 @@ def linear_cross_entropy(
     trained = [t is not None and t.requires_grad for t in (rows, weight, bias)]
     if not torch.is_grad_enabled() or (reduction == "none" and any(trained[1:])):
         trained = [False] * 3
-    size = chunk_rows or default_chunk_rows(rows.shape[0], V, rows.dtype.itemsize)
+    sum_bytes = weight.numel() * max(weight.dtype.itemsize, 4) if trained[1] else 0
+    size = chunk_rows or default_chunk_rows(rows.shape[0], V, rows.dtype.itemsize, sum_bytes)
     options = [float(label_smoothing), float(z_loss), float(soft_cap or 0.0)]
     loss: Tensor = _linear_cross_entropy(
         rows, weight, flat, bias, None, ignore_index, options, size, trained, reduction != "none"

@@ -73,7 +73,7 @@ def launch(z: Tensor, branch: LowRank | None, residual: Tensor | None) -> None:
     (x, w, *strides), ranks = low_rank_arguments(branch, z)
     # The tile of the gated activation's forward pass, which moves the same three tensors of this size.
     block_n = min(max(8192 // (max(ranks.block, 16) * z.element_size()), 32), 128)
-    block_m, steps, stages = (32, 1, 1) if z.element_size() > 2 else (16, 8, 2)
+    block_m, steps, stages = (32, 1, 1) if z.element_size() > 2 else (16, 8, 3)
     with on_device_of(z):
         _low_rank_add_kernel[(cdiv(N, block_n) * cdiv(M, block_m * steps),)](
             z, z if residual is None else residual, x, w, M, N, ranks.rank, z.stride(0),
@@ -89,7 +89,7 @@ _TYPES |= dict.fromkeys(("stride_wr", "RESIDUAL", "BLOCK_R", "EVEN_R", "EVEN"), 
 _TYPES |= dict.fromkeys(("BLOCK_M", "BLOCK_N", "STEPS", "STAGES"), "constexpr")
 _CONSTANTS = {
     "stride_wr": 1, "RESIDUAL": True, "BLOCK_R": 16, "EVEN_R": True, "EVEN": True, "BLOCK_M": 16,
-    "BLOCK_N": 128, "STEPS": 8, "STAGES": 2,
+    "BLOCK_N": 128, "STEPS": 8, "STAGES": 3,
 }  # fmt: skip
 _ALIGNED = ("z_ptr", "res_ptr", "x_ptr", "w_ptr", "N", "stride_z", "stride_res", "stride_x", "stride_wn")
 COMPILE_CASES = (

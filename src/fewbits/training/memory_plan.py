@@ -26,7 +26,7 @@ from fewbits.recipes import Recipe, predict_memory
 from fewbits.recipes.memory import Memory, linear_shapes
 
 GIB = 2**30
-_LOGITS_BYTES = 256 << 20  # one chunk of logits, as fewbits.kernels.linear_cross_entropy cuts them
+_LOGITS_BYTES = 512 << 20  # one chunk of logits, as fewbits.kernels.linear_cross_entropy cuts them
 _STEP_DOWN = 0.85  # what the next smaller plan may use of the one that did not fit
 # What host traffic costs although it runs beside the products, of its own time: on an H200 at the 8B shape
 # less than could be measured.

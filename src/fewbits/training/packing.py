@@ -88,8 +88,8 @@ class Collator:
 
     ``valid_rows`` is there where many labels do not count: a bound on those that do, which spares
     `fewbits.nn.loss.LogitFreeLoss` the others; other losses take no notice. Besides the model's inputs a
-    batch holds ``rows`` (where its rows stand in the file) and ``num_tokens`` (tokens without padding), which the
-    Trainer takes out again.
+    batch holds ``rows`` (where its rows stand in the file) and ``num_tokens`` (tokens without padding), which
+    the Trainer takes out again.
     """
 
     def __init__(
