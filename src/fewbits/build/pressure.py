@@ -15,6 +15,7 @@ from fewbits.build.stage import PLATEAU_S, Stage, State
 
 HORIZON_S = 0.3  # growth is carried on for so long: six samples
 SETTLE_S = 0.4  # between two measures against the same stage
+KNOWN_SHARE = 0.02  # what a known stage may still surprise us with
 RISING_S = 1.0  # growth without a step back for so long, beyond the class, is a runaway
 
 
@@ -83,8 +84,8 @@ def relieve(
 def _growth(stage: Stage) -> float:
     """What it will take very soon: as it goes now, but no more than it is known to need."""
     soon = max(0.0, stage.rate) * HORIZON_S
-    if stage.source == "history" and stage.size_bytes < stage.predicted_bytes:
-        return min(soon, stage.predicted_bytes - stage.size_bytes)
+    if stage.source == "history" and stage.size_bytes < 1.1 * stage.predicted_bytes:
+        return min(soon, max(stage.predicted_bytes - stage.size_bytes, KNOWN_SHARE * stage.predicted_bytes))
     return soon
 
 

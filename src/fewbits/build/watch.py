@@ -24,6 +24,7 @@ COMPILERS = {
     "rustc",
     "ld",
 }
+UNCAUGHT_BYTES = 128 * 2**20  # preprocessors, which are let through, stay below
 RESERVE_SHARE, RESERVE_BYTES = 0.05, 256 * 2**20  # of the machine, left to everybody else
 
 
@@ -84,7 +85,7 @@ class Others:
                 continue
             seen.add(pid)
             total += memory.anon
-            if memory.anon > 32 * 2**20 and (name := name_of(pid)) in COMPILERS:
+            if memory.anon > UNCAUGHT_BYTES and (name := name_of(pid)) in COMPILERS:
                 self.uncaught.add(name)
                 total += memory.rss - memory.anon
         self._sampler.keep_only(seen)
