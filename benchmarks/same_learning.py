@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import csv
 import statistics
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -372,8 +371,11 @@ def main() -> None:
 
 def record(points: list[Point], args: argparse.Namespace) -> None:
     """Append the rows."""
+    settings = f"--steps {args.steps} --batch {args.batch} --lr {args.lr:g}"
     here = conditions(
-        torch.device(args.device), command="python " + " ".join(sys.argv), commit=args.commit,
+        torch.device(args.device),
+        command=f"python benchmarks/same_learning.py {settings}",
+        commit=args.commit,
         packages=("transformers", "peft", "bitsandbytes"),
     )  # fmt: skip
     append(args.record, table(points), here)

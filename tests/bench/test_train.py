@@ -17,6 +17,7 @@ from fewbits.bench.train import builders, parity, results, schedule
 from fewbits.bench.train.builders import Job
 from fewbits.bench.train.command import _without
 from fewbits.bench.train.configurations import CONFIGURATIONS, choose, configuration
+from fewbits.bench.train.kernels import summed, table_of_kernels
 from fewbits.bench.train.longest import Line, bisect, find, line_through
 from fewbits.bench.train.reference import Decoder, rope_of, token_losses
 from fewbits.bench.train.schedule import Outcome, Task, waves
@@ -298,6 +299,25 @@ def test_rows_and_failures(tmp_path: Path) -> None:
     )
 
 
+def test_kernels_are_added_up_by_what_they_do(tmp_path: Path) -> None:
+    kernels = [
+        ("nvjet_sm90_tst_256x128", 3.0, 2.0),
+        ("_gated_bwd_kernel", 1.0, 1.0),
+        ("nvjet_other", 1.0, 0.5),
+    ]
+    kernels += [
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop", 1.0, 4.0),
+        ("_cross_entropy_kernel", 1.0, 1.5),
+    ]
+    found = summed(kernels)
+    assert found["total_ms"] == 9 and found["top"][0][2] == 4.0
+    assert found["kinds"] == {"attention": 4.0, "products": 2.5, "head and loss": 1.5, "activation": 1.0}
+    one = outcome("ours:nf4", 9)
+    assert table_of_kernels([one]) is None
+    one.said["kernels"] = found
+    assert table_of_kernels([one, outcome("bnb:nf4", 10)]).row_count == 12
+
+
 def test_command_without_places() -> None:
     argv = ["--shape", "tiny", "--out", "x", "--record=y", "--peers", "hf"]
     assert _without(argv, ("--record", "--out")) == ["--shape", "tiny", "--peers", "hf"]
@@ -326,7 +346,15 @@ def test_command_runs_on_a_cpu(tmp_path: Path, capfd) -> None:
 
 def test_a_process_that_dies_says_why(tmp_path: Path) -> None:
     broken = Shape(name="broken", fields={"model_type": "llama", "hidden_size": 0})
-    facts = {"device": "cpu", "checkpoint": "", "warm_up": 1, "steps": 1, "layers": 1, "lengths": None}
+    facts = {
+        "device": "cpu",
+        "checkpoint": "",
+        "warm_up": 1,
+        "steps": 1,
+        "layers": 1,
+        "lengths": None,
+        "profiled": False,
+    }
     dying = Task(configuration=configuration("hf:bf16"), shape=broken, batch=(1, 8), peak_gib=1, facts=facts)
     (found,) = schedule.run(
         [dying], tmp_path, together=1, memory_gib=10, limits=(60, 60), heard=lambda outcome, line: None

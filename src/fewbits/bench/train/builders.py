@@ -36,6 +36,7 @@ class Job:
         warm_up, steps: optimizer steps before the clock runs, and on it.
         layers: how many layers the parity check takes.
         lengths: for the search of the longest sequence: first tokens and grain; None: time steps.
+        profiled: also say which kernels a step runs.
     """
 
     configuration: Configuration
@@ -47,6 +48,7 @@ class Job:
     steps: int = 8
     layers: int = 2
     lengths: tuple[int, int] | None = None
+    profiled: bool = False
 
 
 class Built(NamedTuple):

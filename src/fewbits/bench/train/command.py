@@ -16,6 +16,7 @@ from rich.console import Console
 
 from fewbits.bench.record import append, conditions
 from fewbits.bench.train.configurations import Configuration, choose, missing
+from fewbits.bench.train.kernels import table_of_kernels
 from fewbits.bench.train.longest import POSITIONS, table_of_longest
 from fewbits.bench.train.results import failure, plot, rows_of, table_of
 from fewbits.bench.train.schedule import Outcome, Task, run
@@ -23,6 +24,7 @@ from fewbits.bench.train.shapes import Shape, batch_of, shape_of
 from fewbits.device import describe
 from fewbits.errors import BadInput
 
+_QUIET = ("state", "times_ms", "losses", "packages", "failures", "top")  # in results.jsonl alone
 _EXAMPLES = """examples:
   fewbits bench train                         ours and all installed peers, Llama-3.1-8B's shape
   fewbits bench train --configs ours:nf4-fp8 --peers unsloth --batch 4x2048,1x8192
@@ -63,6 +65,11 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--turn", type=float, default=900, help="seconds after which a process is stopped")
     add("--limit", type=float, default=86400, help="seconds after which all is stopped")
+    add(
+        "--profile",
+        action="store_true",
+        help="also where a step's time goes, kernel by kernel, after the clock",
+    )
     add("--longest", action="store_true", help="search the longest sequence that trains at batch 1 instead")
     add("--grain", type=int, default=16384, help="with --longest: tokens to which the length is found")
     return made
@@ -140,6 +147,7 @@ def _tasks(options: argparse.Namespace, groups: list[Group], scratch: Path, devi
             "warm_up": options.warm_up,
             "steps": options.steps,
             "layers": options.layers,
+            "profiled": options.profile,
             "lengths": [options.grain, options.grain] if options.longest else None,
         }
         if any(c.side == "unsloth" for c in chosen) and shape.name not in loaded:
@@ -162,9 +170,7 @@ def _peak(config: Configuration, shape: Shape, batch: tuple[int, int]) -> float:
 
 def _say(console: Console) -> Any:
     def heard(outcome: Outcome, line: dict[str, Any]) -> None:
-        facts = {
-            k: v for k, v in line.items() if k not in ("state", "times_ms", "losses", "packages", "failures")
-        }
+        facts = {k: v for k, v in line.items() if k not in _QUIET}
         console.print(
             f"{outcome.task.name}: {line['state']} {json.dumps(facts)}"[:400], style="dim", markup=False
         )
@@ -190,9 +196,10 @@ def _report(
     else:
         table, rows = table_of(outcomes, describe(device).name), rows_of(outcomes)
         plot(outcomes, out / "train.svg")
-    console.print(table)
+    tables = [table, *filter(None, [table_of_kernels(outcomes)])]
+    console.print(*tables)
     with (out / "table.txt").open("w", encoding="utf-8") as file:
-        Console(file=file, width=170).print(table)
+        Console(file=file, width=170).print(*tables)
     if options.record and rows:
         command = "fewbits bench train " + shlex.join(
             _without(argv, ("--record", "--commit", "--out", "--scratch"))

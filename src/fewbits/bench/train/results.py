@@ -95,45 +95,51 @@ def table_of(outcomes: Sequence[Outcome], device: str) -> Table:
 
 
 def plot(outcomes: Sequence[Outcome], path: Path) -> None:
-    """Tokens a second over peak memory, a panel for each shape and batch; for light and dark pages."""
+    """Tokens a second, a panel of bars for each shape and batch, peak memory beside; light and dark pages."""
     import matplotlib
 
     matplotlib.use("svg")
     import matplotlib.pyplot as plt
 
-    keys = list(dict.fromkeys(_key(o) for o in outcomes if _timed(o)))
-    if not keys:
+    groups: dict[tuple[str, ...], list[Outcome]] = {}
+    for outcome in outcomes:
+        if _timed(outcome):
+            groups.setdefault(_key(outcome), []).append(outcome)
+    if not groups:
         return
     settings = {
-        "svg.fonttype": "none", "text.color": _INK, "axes.labelcolor": _INK, "axes.edgecolor": _INK,
-        "xtick.color": _INK, "ytick.color": _INK, "font.size": 9,
-    }  # fmt: skip
+        "svg.fonttype": "none",
+        "text.color": _INK,
+        "axes.edgecolor": _INK,
+        "xtick.color": _INK,
+        "ytick.color": _INK,
+        "font.size": 9,
+    }
+    heights = [0.28 * len(group) + 0.75 for group in groups.values()]
     with plt.rc_context(settings):
-        figure, axes = plt.subplots(1, len(keys), figsize=(5.4 * len(keys), 3.8), squeeze=False)
-        for key, panel in zip(keys, axes[0], strict=True):
-            _panel(panel, [o for o in outcomes if _timed(o) and _key(o) == key])
-            panel.set_title(" ".join(key), fontsize=10)
+        figure, axes = plt.subplots(
+            len(groups), 1, figsize=(7.2, sum(heights)), squeeze=False, gridspec_kw={"height_ratios": heights}
+        )
+        for (key, group), panel in zip(groups.items(), axes[:, 0], strict=True):
+            _panel(panel, sorted(group, key=lambda o: float(o.said["timed"]["tokens_per_second"])))
+            panel.set_title(f"{', '.join(key)}: tokens a second", fontsize=10, loc="left")
         figure.tight_layout()
         figure.savefig(path, transparent=True, metadata={"Date": None})
         plt.close(figure)
 
 
 def _panel(panel: Any, outcomes: Sequence[Outcome]) -> None:
-    for outcome in outcomes:
-        timed, ours = outcome.said["timed"], _side(outcome) == "ours"
-        x, y = timed["peak_gib"], timed["tokens_per_second"]
-        colour = _OURS if ours else _PEER
-        panel.scatter(x, y, color=colour, s=34, marker="o" if ours else "s", zorder=3)
-        panel.annotate(
-            _name(outcome), (x, y), xytext=(5, 4), textcoords="offset points", color=colour, fontsize=8
-        )
-    panel.set_xlabel("peak memory, GiB")
-    panel.set_ylabel("tokens a second")
-    panel.set_xlim(left=0)
-    panel.set_ylim(bottom=0)
-    panel.margins(x=0.15, y=0.15)
-    panel.grid(color=_INK, alpha=0.25, linewidth=0.6)
-    for side in ("top", "right"):
+    """Slowest below."""
+    speeds = [o.said["timed"]["tokens_per_second"] for o in outcomes]
+    colours = [_OURS if _side(o) == "ours" else _PEER for o in outcomes]
+    panel.barh([_name(o) for o in outcomes], speeds, color=colours, height=0.68)
+    for i, (outcome, speed) in enumerate(zip(outcomes, speeds, strict=True)):
+        text = f" {speed:,.0f}, {outcome.said['timed']['peak_gib']:.1f} GiB"
+        panel.text(speed, i, text, va="center", fontsize=8)
+    panel.set_xlim(0, max(speeds) * 1.25)
+    panel.xaxis.set_visible(False)
+    panel.tick_params(axis="y", length=0)
+    for side in ("top", "right", "bottom"):
         panel.spines[side].set_visible(False)
 
 

@@ -20,6 +20,7 @@ import torch
 
 from fewbits.bench.train.builders import Job, build, imports
 from fewbits.bench.train.configurations import configuration
+from fewbits.bench.train.kernels import profile
 from fewbits.bench.train.parity import check
 from fewbits.bench.train.shapes import Shape, batches, flops_per_token, random_model
 from fewbits.bench.train.stepper import Stepper
@@ -41,7 +42,7 @@ def main() -> int:
     job = Job(
         configuration=configuration(raw["configuration"]), shape=shape, batch=tuple(raw["batch"]),
         device=raw["device"], checkpoint=raw["checkpoint"], warm_up=raw["warm_up"], steps=raw["steps"],
-        layers=raw["layers"], lengths=None if lengths is None else tuple(lengths),
+        layers=raw["layers"], lengths=None if lengths is None else tuple(lengths), profiled=raw["profiled"],
     )  # fmt: skip
     imports(job.configuration.side)
     _wait("imported")
@@ -99,6 +100,10 @@ def _train(job: Job, device: torch.device) -> None:
         trainer.step(ids)
     trainer.sync()
     times, peak = trainer.timed(data[job.warm_up + _SETTLE :])
+    losses = [round(float(loss), 5) for loss in trainer.losses]
+    moved, notes = trainer.moved(), trainer.notes()
+    if job.profiled and device.type == "cuda":
+        tell("kernels", **profile(lambda: trainer.step(data[0])))
     tokens, median = job.batch[0] * job.batch[1], statistics.median(times)
     flops = flops_per_token(job.shape.config(), job.batch[1], full=job.configuration.trains_all)
     tell(
@@ -109,10 +114,10 @@ def _train(job: Job, device: torch.device) -> None:
         peak_gib=round(peak / 2**30, 3),
         base_gib=round(trainer.base_bytes / 2**30, 3),
         trainable=sum(p.numel() for p in trainer.trained),
-        moved=trainer.moved(),
-        losses=[round(float(loss), 5) for loss in trainer.losses],
+        moved=moved,
+        losses=losses,
         packages=_versions(),
-        notes=trainer.notes(),
+        notes=notes,
     )
 
 
