@@ -11,10 +11,11 @@ weight that trains ``dW_i = dy_i^T @ x``.
 Packed weights are decoded side by side into one buffer, so that one product serves all parts; where t fits
 beside dy in one buffer, and A below W, ``dy @ W + t @ A`` is one product too.
 
-In float8 both operands of a product are E4M3: x and dy with a scale per row, which their producers may have
-made already, the weight with one scale for all parts; for dW both x and dy have one scale each. (E4M3 is
-floating point: one scale serves a weight as well as many while its values lie within 2**15 of the largest,
-below which they are rounded in steps of 2**-18 of it.) The branches stay in x's dtype.
+In float8 both operands of the products for y and dx are E4M3: x and dy with a scale per row, which their
+producers may have made already, the weight with one scale for all parts. (E4M3 is floating point: one scale
+serves a weight as well as many while its values lie within 2**15 of the largest, below which they are rounded
+in steps of 2**-18 of it.) Branches and dW stay in x's dtype: for dW both operands would have to be read twice
+more and transposed, which cost more than the faster product gains (28 layers of 2048, 8192 tokens, H200).
 """
 
 from __future__ import annotations
@@ -269,7 +270,7 @@ class Projection:
         for i, (part, at) in enumerate(zip(self.parts, self.slices(), strict=True)):
             if needs[4 * i] and isinstance(part.weight, Tensor):
                 assert x is not None and dy is not None
-                found[4 * i] = self._weight_gradient(dy[:, at], x).to(part.weight.dtype)
+                found[4 * i] = (dy[:, at].t() @ x).to(part.weight.dtype)
             if needs[4 * i + 1] and part.bias is not None:
                 assert dy is not None
                 found[4 * i + 1] = dy[:, at].sum(0, dtype=torch.float32).to(part.bias.dtype)
@@ -284,19 +285,6 @@ class Projection:
                 found[4 * i + 3] = db
             start = end
         return found
-
-    def _weight_gradient(self, dy: Tensor, x: Tensor) -> Tensor:
-        """``dy^T @ x`` (N, K); in float8 both operands are transposed bytes under one scale each."""
-        if not self.is_float8 or dy.shape[0] % 16:
-            return dy.t() @ x
-        operands = []
-        for t in (dy, x):
-            scale = weight_scale(t)
-            values = float8_weight(t, transposed=True, inverse_scale=scale.reciprocal())
-            operands.append((values, scale))
-        (dy8, dy_scale), (x8, x_scale) = operands
-        rows = dy_scale.expand(dy8.shape[0], 1).contiguous()
-        return float8_linear(dy8, rows, x8, x_scale, out_dtype=dy.dtype, fast=self.fast_accumulation)
 
     def outside(self, t: Tensor | None) -> Tensor | None:
         """What of t is still to be added to dx: nothing where branches are rounded into their weights."""
