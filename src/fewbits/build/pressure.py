@@ -66,7 +66,7 @@ def relieve(
     active = sorted((s for s in present if s.state is State.RUNNING), key=lambda s: -s.started_s)
     paging = [s for s in present if s.state is State.PAGING]
     resting = [s for s in present if s.state in (State.PAUSED, State.HIBERNATED)]
-    ahead = used + sum(map(_growth, active))
+    ahead = used + sum(_growth(stage, now_s) for stage in active)
     if ahead <= top:
         return _resume(active, paging, resting, used=used, top=top, now_s=now_s)
     if len(active) > 1:
@@ -76,16 +76,20 @@ def relieve(
             if ahead <= top and used <= top:
                 break
             victims.append(Action(Kind.PAUSE, stage))
-            ahead -= _growth(stage)
+            ahead -= _growth(stage, now_s)
         return victims
     return _squeeze(active, paging, resting, used=used, top=top, now_s=now_s, fixed=fixed)
 
 
-def _growth(stage: Stage) -> float:
+def _growth(stage: Stage, now_s: float) -> float:
     """What it will take very soon: as it goes now, but no more than it is known to need."""
     soon = max(0.0, stage.rate) * HORIZON_S
     if stage.source == "history" and stage.size_bytes < 1.1 * stage.predicted_bytes:
-        return min(soon, max(stage.predicted_bytes - stage.size_bytes, KNOWN_SHARE * stage.predicted_bytes))
+        top = stage.predicted_bytes
+        if stage.parts and not stage.pauses and stage.attempts == 1:
+            done = (now_s + HORIZON_S - stage.started_s) / max(0.1, stage.predicted_s) * len(stage.parts)
+            top = max(stage.parts[: int(done) + 1])
+        return min(soon, max(top - stage.size_bytes, KNOWN_SHARE * stage.predicted_bytes))
     return soon
 
 

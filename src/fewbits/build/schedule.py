@@ -9,7 +9,7 @@ from typing import NamedTuple
 from fewbits.build.stage import Stage, State
 
 PATIENCE_S = 20.0  # a stage that was passed over for so long lets nobody pass any more
-EARLY, LATE = 0.9, 1.15  # how much faster or slower than last time a stage may go
+EARLY, LATE = 0.92, 1.12  # how much faster or slower than last time a stage may go
 MARGIN_SHARE, MARGIN_BYTES = 0.04, 12 * 2**20
 
 
@@ -67,22 +67,26 @@ def admit(
 class Course(NamedTuple):
     """How a stage's memory is supposed to go on: an eighth of its length for each part, from ``done`` on.
 
-    Without parts it holds ``most`` for an unknown time.
+    Without parts it holds ``most`` for an unknown time. ``held`` is what it holds now.
     """
 
     most: int
     parts: tuple[int, ...]
     done: float
     seconds: float
+    held: int = 0
 
-    def highest(self, from_s: float, to_s: float, *, slack: float) -> int:
-        """The most between two moments from now, if it goes slower than supposed by ``slack``."""
+    def highest(self, from_s: float, to_s: float) -> int:
+        """The most between two moments from now, whether it goes a little faster or slower than supposed."""
         if not self.parts:
             return self.most
-        pace = len(self.parts) / (self.seconds * slack)
-        first = int(self.done * len(self.parts) + from_s * pace)
-        last = len(self.parts) if to_s == inf else int(self.done * len(self.parts) + to_s * pace)
-        return max(self.parts[first : last + 1], default=0)
+        count = len(self.parts)
+        slowest = int(self.done * count / LATE + from_s * count / (self.seconds * LATE))
+        fastest = count if to_s == inf else int(self.done * count + to_s * count / (self.seconds * EARLY))
+        if slowest >= count:
+            return 0
+        soon = from_s <= self.seconds / count
+        return max(self.held if soon else 0, *self.parts[slowest : fastest + 1], 0)
 
 
 def stage_course(stage: Stage, now_s: float) -> Course:
@@ -99,16 +103,16 @@ def stage_course(stage: Stage, now_s: float) -> Course:
     done = min(done, reached + 1 / len(stage.parts))
     if done >= 1:
         return Course(most, (), 0.0, 0.0)
-    return Course(most, stage.parts, done, stage.predicted_s)
+    return Course(most, stage.parts, done, stage.predicted_s, stage.rss_bytes)
 
 
 def fits(fresh: Course, present: Sequence[Course], room: int) -> bool:
     """Whether a stage may begin now: at no moment of its course all of them together pass the room."""
     if not fresh.parts:
-        return fresh.most + sum(c.highest(0.0, inf, slack=1.0) for c in present) <= room
+        return fresh.most + sum(c.highest(0.0, inf) for c in present) <= room
     step = fresh.seconds / len(fresh.parts)
     for i, part in enumerate(fresh.parts):
         begins, ends = step * i * EARLY, step * (i + 1) * LATE
-        if part + sum(c.highest(begins, ends, slack=LATE) for c in present) > room:
+        if part + sum(c.highest(begins, ends) for c in present) > room:
             return False
     return True
