@@ -43,6 +43,9 @@ int main(int c, char **v) { /* megabytes, seconds, whether to fork */
     for (long i = 0; i < blocks; i++) memset(small[i] = malloc(size), (int)i, size);
     char *zero = mmap(NULL, whole, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     memset(zero, 7, whole);
+    size_t have = 4 << 20; /* neighbours that grow by mremap, over the other's place in the file */
+    char *low = malloc(have), *high = malloc(have), *other = malloc(have);
+    memset(low, 1, have), memset(high, 2, have), memset(other, 3, have);
     puts("ready");
     fflush(stdout);
     pid_t child = c > 3 ? (usleep(300000), fork()) : 1;
@@ -50,10 +53,18 @@ int main(int c, char **v) { /* megabytes, seconds, whether to fork */
     for (; round < 4 || now() < end; round++) {
         for (long i = 0; i < n; i++) a[i] += 3;
         usleep(20000);
+        if (round < 8) {
+            size_t more = 262144, at = have + round * more;
+            high = realloc(high, at + more), low = realloc(low, at + more);
+            memset(high + at, 2, more), memset(low + at, 1, more);
+        }
         if (round == 3) madvise(zero, whole, MADV_DONTNEED);
     }
     for (size_t i = 0; i < whole; i++)
         if (zero[i]) return 9;
+    size_t grown = have + (round < 8 ? round : 8) * 262144;
+    for (size_t i = 0; i < grown; i++)
+        if (low[i] != 1 || high[i] != 2 || (i < have && other[i] != 3)) return 5;
     x = 88172645463325252UL;
     for (long i = 0; i < n; i++) {
         x ^= x << 13, x ^= x >> 7, x ^= x << 17;

@@ -223,15 +223,17 @@ class Cache:
             known = self._digests.get(path)
             if known is not None and known[0] == stamp:
                 return known[1]
+            whole, clock = hashlib.blake2b(digest_size=20), False
             with open(path, "rb") as file:  # noqa: PTH123
-                data = file.read()
+                for block in _blocks(file):
+                    whole.update(block)
+                    clock = clock or _CLOCK.search(block) is not None
         except OSError:
             return ""
-        found = hashlib.blake2b(data, digest_size=20).hexdigest()
-        self._digests[path] = (stamp, found)
-        if _CLOCK.search(data):
+        self._digests[path] = (stamp, whole.hexdigest())
+        if clock:
             self._clocks.add(path)
-        return found
+        return whole.hexdigest()
 
     def _entry(self, key: str) -> Path:
         return self.folder / "entries" / key[:2] / f"{key[2:]}.json"
@@ -276,8 +278,11 @@ def _blocks(file: IO[bytes]) -> Iterator[bytes]:
     rest = b""
     while block := file.read(BLOCK_BYTES):
         cut = block.rfind(b"\n") + 1
-        if cut == 0 and len(rest) < 16 * BLOCK_BYTES:
-            rest += block
+        if cut == 0:  # one long line: a name ends at one of these
+            joined = rest + block
+            cut = max(joined.rfind(mark) for mark in (b" ", b'"', b",", b"\0")) + 1 or len(joined)
+            yield joined[:cut]
+            rest = joined[cut:]
             continue
         yield rest + block[:cut]
         rest = block[cut:]

@@ -344,7 +344,7 @@ int main(int argc, char **argv) {
 #define CHUNK (8UL << 20)
 #define SMALLEST (256UL << 10) /* regions below it are left alone */
 
-typedef struct { uintptr_t start, end; uint64_t offset, inode; } region;
+typedef struct { uintptr_t start, end; uint64_t offset, inode; int pageable; } region;
 static region regions[MAX_REGIONS];
 static struct { int fd; uint64_t inode; } files[MAX_FILES];
 static int num_files, num_regions;
@@ -399,7 +399,7 @@ static uint64_t number(const char **at, unsigned base) {
 static int parse_line(const char *line, region *r) {
     r->start = number(&line, 16);
     r->end = number((line++, &line), 16);
-    if (strncmp(line, " rw-p ", 6) != 0 || r->end - r->start < SMALLEST) return 0;
+    r->pageable = strncmp(line, " rw-p ", 6) == 0 && r->end - r->start >= SMALLEST;
     line += 6;
     r->offset = number(&line, 16);
     line = strchr(line + 1, ' '); /* past the device */
@@ -408,8 +408,8 @@ static int parse_line(const char *line, region *r) {
     while (*line == ' ') line++;
     uintptr_t ours = (uintptr_t)regions;
     if (r->start <= ours && ours < r->end) return 0;
-    if (r->inode) return strncmp(line, folder, strlen(folder)) == 0;
-    return !*line || strcmp(line, "[heap]") == 0 || strncmp(line, "[anon", 5) == 0;
+    if (r->inode) return strncmp(line, folder, strlen(folder)) == 0; /* ours: even the smallest counts */
+    return r->pageable && (!*line || strcmp(line, "[heap]") == 0 || strncmp(line, "[anon", 5) == 0);
 }
 
 static int list_regions(void) {
@@ -422,7 +422,10 @@ static int list_regions(void) {
         char *line = text, *end;
         while ((end = strchr(line, '\n'))) {
             *end = 0;
-            if (count < MAX_REGIONS && parse_line(line, &regions[count])) count++;
+            if (parse_line(line, &regions[count]) && ++count == MAX_REGIONS) { /* not all can be known */
+                close(fd);
+                return 0;
+            }
             line = end + 1;
         }
         held -= line - text;
@@ -467,8 +470,19 @@ static int write_chunk(int map, int fd, uintptr_t from, uintptr_t to, uint64_t o
     return !begun || write_range(fd, begun, to, offset + (begun - from));
 }
 
+/* Whether another mapping shows a part of the same file: mremap may have grown one over what follows it. Then
+ * neither may write there. */
+static int is_shared(const region *r) {
+    for (int i = 0; i < num_regions; i++) {
+        const region *o = &regions[i];
+        if (o == r || o->inode != r->inode) continue;
+        if (o->offset < r->offset + (r->end - r->start) && r->offset < o->offset + (o->end - o->start)) return 1;
+    }
+    return 0;
+}
+
 static void page_out(int map, region *r) {
-    int known = file_of(r->inode), file = known < 0 ? backing_file() : known;
+    int known = r->inode && !is_shared(r) ? file_of(r->inode) : -1, file = known < 0 ? backing_file() : known;
     if (file < 0) return;
     int fd = files[file].fd;
     uint64_t base = known < 0 ? 0 : r->offset;
@@ -488,6 +502,7 @@ static void page_out(int map, region *r) {
         sync_file_range(fd, offset, to - at, SYNC_FILE_RANGE_WAIT_BEFORE | SYNC_FILE_RANGE_WRITE | SYNC_FILE_RANGE_WAIT_AFTER);
         posix_fadvise(fd, offset, to - at, POSIX_FADV_DONTNEED);
     }
+    if (known < 0) r->inode = files[file].inode, r->offset = 0;
 }
 
 static int num_threads(void) {
@@ -508,7 +523,8 @@ static void on_request(int number) {
     if (num_threads() == 1) map = open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);
     if (map >= 0) {
         num_regions = list_regions();
-        for (int i = 0; i < num_regions; i++) page_out(map, &regions[i]);
+        for (int i = 0; i < num_regions; i++)
+            if (regions[i].pageable) page_out(map, &regions[i]);
         close(map);
     }
     errno = saved;
