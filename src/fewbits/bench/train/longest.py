@@ -74,6 +74,7 @@ def search(job: Job, tell: Callable[..., None], wait: Callable[[str], None]) -> 
     built = build(job)
     trainer = Stepper(job, built, device)
     grain, config = job.lengths[1], base_of(built.model).config
+    depth = config.num_hidden_layers
     ids = batches(config.vocab_size, (1, grain), 1, device)[0]
     parity = check(
         built.model, ids, trainer.forward_backward, rounding=job.configuration.rounding, layers=job.layers
@@ -85,7 +86,7 @@ def search(job: Job, tell: Callable[..., None], wait: Callable[[str], None]) -> 
     wait("warm")
     total = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
     found = find(_Trial(trainer, built.model, tell), grain, total)
-    tell("longest", layers=config.num_hidden_layers, memory_gib=round(total / 2**30, 2), **found)
+    tell("longest", layers=depth, memory_gib=round(total / 2**30, 2), **found)
 
 
 class Trial(Protocol):
