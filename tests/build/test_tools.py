@@ -109,6 +109,16 @@ def test_the_environment_of_the_child(tmp_path: Path, native: Native) -> None:
     assert set(before) == {"PATH", "CC", "CMAKE_C_COMPILER_LAUNCHER"}
 
 
+def test_a_cache_in_a_compilers_name_is_passed_over(tmp_path: Path, native: Native) -> None:
+    masks = tmp_path / "masks"
+    masks.mkdir()
+    (masks / "ccache").write_text("#!/bin/sh\nexit 9\n")
+    (masks / "ccache").chmod(0o755)
+    (masks / "g++").symlink_to(masks / "ccache")
+    tools = make_tools(tmp_path / "root", native, {"PATH": f"{masks}:/usr/bin:/bin"})
+    assert (tools.folder / "bin/.real/g++").readlink() == Path("/usr/bin/g++")
+
+
 def test_without_a_shadow_nvcc_takes_one_architecture_at_a_time(
     tmp_path: Path, native: Native, monkeypatch: pytest.MonkeyPatch
 ) -> None:

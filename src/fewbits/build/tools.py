@@ -21,6 +21,7 @@ from fewbits.build.native import FALLBACK, Native
 
 LAUNCHER = "fewbits-launch"
 _COMPILER = re.compile(r"([a-z0-9_]+-)*(gcc|g\+\+|cc|c\+\+|clang|clang\+\+)(-\d+(\.\d+)*)?$")
+_MASQUERADES = ("ccache", "sccache", "distcc", "icecc")
 _DEVICE_TOOLS = ("cudafe++", "ptxas", "fatbinary", "nvlink")
 
 
@@ -83,7 +84,10 @@ def _compilers(path: list[str], environ: Mapping[str, str]) -> Iterator[tuple[st
             continue
         for name in names:
             file = Path(folder, name)
-            if _COMPILER.fullmatch(name) and os.access(file, os.X_OK) and file.is_file():
+            if not _COMPILER.fullmatch(name) or not os.access(file, os.X_OK) or not file.is_file():
+                continue
+            # ccache in a compiler's name would look for the compiler on the PATH, and find us again.
+            if file.resolve().name not in _MASQUERADES:
                 yield name, file
 
 
