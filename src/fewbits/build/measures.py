@@ -15,7 +15,7 @@ from fewbits.build.options import Options
 from fewbits.build.pressure import Kind
 from fewbits.build.stage import Stage, State
 from fewbits.build.trace import Trace
-from fewbits.build.verdict import Verdict, judge
+from fewbits.build.verdict import Verdict, judge, mean_rate
 from fewbits.build.watch import BudgetWatch, Others
 
 # Of what it had: so little is left, or half and it grows again; then it has come out of the pager.
@@ -91,6 +91,7 @@ class Measures:
             self._page(stage, now)
         else:
             self._orders[stage] = kind
+            stage.growth = mean_rate(stage)  # afterwards its curve falls
             stage.requeues += kind is Kind.REQUEUE
             _signal_group(stage, signal.SIGKILL)
 

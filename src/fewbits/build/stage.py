@@ -88,6 +88,7 @@ class Stage:
     size_bytes: int = 0
     peak_bytes: int = 0
     rate: float = 0.0  # bytes a second
+    growth: float = 0.0  # the same over some seconds, when it was stopped
     high_bytes: int = 0  # the largest size so far, when it was last passed, and since when it only grows
     grew_s: float = 0.0
     rising_s: float = 0.0

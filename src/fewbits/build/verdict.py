@@ -119,7 +119,7 @@ def judge(
 ) -> Verdict:
     """The verdict on a stage that was stopped, or (kind None) killed again and again."""
     grown = max(stage.high_bytes, stage.peak_bytes)
-    rate = _mean_rate(stage)
+    rate = stage.growth or mean_rate(stage)
     seen = max(LARGEST_SEEN.get(stage.name, OTHER_LARGEST), stage.predicted_bytes)
     release = f"CUDA {toolkit}, " if toolkit and stage.name not in ("c", "c++", "link") else ""
     what = f"{stage.label} ({release}{platform.machine()})"
@@ -150,7 +150,7 @@ def judge(
     return Verdict("too large", stage.label, grown, rate, toolkit, sentence)
 
 
-def _mean_rate(stage: Stage) -> float:
+def mean_rate(stage: Stage) -> float:
     """Growth over the last few seconds."""
     curve = list(zip(stage.curve[::2], stage.curve[1::2], strict=True))
     recent = [point for point in curve if curve[-1][0] - point[0] <= 5.0]
