@@ -126,6 +126,8 @@ class GraphedStep:
 
     def __call__(self, batch: Batch, num_items: Any = None) -> Tensor:
         """The loss, () on the device; gradients are added to, or with an optimizer weights are updated."""
+        if self._given_up is None:  # a bound of its own would want a graph of its own
+            batch = {name: value for name, value in batch.items() if name != "valid_rows"}
         inputs, key, reason = self._sort(batch, num_items)
         if self._optimizer is not None:
             self._keep_rates()
