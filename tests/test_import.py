@@ -189,7 +189,7 @@ def everything() -> dict:
 def test_importing_everything_adds_little(everything: dict) -> None:
     assert len(everything["names"]) > 40
     assert everything["heavy"] == []
-    assert everything["seconds"] < 0.5
+    assert everything["seconds"] < 1.2  # of which Triton's own import and 60 kernels take most
 
 
 def test_importing_everything_changes_nothing_elsewhere(everything: dict) -> None:

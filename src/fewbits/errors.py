@@ -25,3 +25,7 @@ class BadCheckpoint(FewbitsError):
 
 class TrainingStopped(FewbitsError):
     """Training stopped itself: NaN loss, all-zero gradients, a full disk."""
+
+
+class NotFused(Exception):
+    """A reason, in words, why a decoder layer's own forward is taken; it never leaves the layer."""

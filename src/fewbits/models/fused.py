@@ -11,21 +11,20 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from fewbits.errors import Unsupported
-from fewbits.models.attention import restore_attention, use_attention
-from fewbits.models.fused_parts import LayerParts, NotFused, check_layer
+from fewbits.errors import NotFused, Unsupported
 from fewbits.models.receipt import Change, Receipt
 from fewbits.models.spec import layer_names, spec_for
-from fewbits.nn.delayed import DelayedScales, Slot
-from fewbits.nn.fused_attention import fused_attention
-from fewbits.nn.fused_mlp import fused_mlp
 from fewbits.nn.keep import KEEP_NONE, Keep
 from fewbits.nn.offload import HostStash
+
+if TYPE_CHECKING:  # they define kernels, which takes a fifth of a second: `fuse` imports them
+    from fewbits.models.fused_parts import LayerParts
+    from fewbits.nn.delayed import DelayedScales, Slot
 
 _STATE = "_fewbits_fusion"
 
@@ -53,6 +52,12 @@ class Fusion:
     delayed_scaling: bool = False
     scales: dict[torch.device, DelayedScales] = field(default_factory=dict)
     saved_scales: dict[str, Tensor] = field(default_factory=dict)
+
+    def new_scales(self, count: int, device: torch.device) -> DelayedScales:
+        """Scales of ``count`` tensors on a device that has none yet."""
+        from fewbits.nn.delayed import DelayedScales
+
+        return DelayedScales(count, device)
 
 
 class FusedForward:
@@ -113,9 +118,7 @@ class FusedForward:
         keep = self.keep
         if getattr(self.layer, "gradient_checkpointing", False) and self.layer.training:
             keep = replace(KEEP_NONE, offload=keep.offload)
-        attention = self.parts.attention(x, rotary, mask, kwargs, keep, self.fusion.stash)
-        mlp = self.parts.mlp(x, keep, self.fusion.stash, self._delayed(x))
-        return fused_mlp(fused_attention(x, attention), mlp)
+        return self.parts.run(x, rotary, mask, kwargs, keep, self.fusion.stash, self._delayed(x))
 
     def _delayed(self, x: Tensor) -> tuple[Slot, Slot] | None:
         """The slots of this layer, under delayed scaling; the first layer of a pass begins it."""
@@ -124,7 +127,7 @@ class FusedForward:
             return None  # an evaluation leaves no trace
         known = fusion.scales.get(x.device)
         if known is None:
-            known = fusion.scales[x.device] = DelayedScales(2 * len(fusion.layers), x.device)
+            known = fusion.scales[x.device] = fusion.new_scales(2 * len(fusion.layers), x.device)
             if fusion.saved_scales:
                 known.load_state_dict(fusion.saved_scales)
         i = fusion.layers.index(self)
@@ -162,7 +165,9 @@ def fuse(
     Raises:
         Unsupported: the model is fused already, or of no known family.
     """
+    from fewbits.models.attention import use_attention
     from fewbits.models.fused_loss import fuse_loss
+    from fewbits.models.fused_parts import LayerParts, check_layer
 
     if fusion_of(model) is not None:
         raise Unsupported("this model is fused already; call fewbits.unfuse first.")
@@ -194,6 +199,7 @@ def unfuse(model: nn.Module) -> None:
     Raises:
         Unsupported: the model is not fused.
     """
+    from fewbits.models.attention import restore_attention
     from fewbits.models.fused_loss import unfuse_loss
 
     fusion = fusion_of(model)

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fewbits.errors import NotFused
 from fewbits.formats import E4M3, E4M3_ROW
 from fewbits.kernels.matmul_packed import PLAIN, Operands
 from fewbits.kernels.qkv_epilogue import QKVLayout
@@ -18,9 +19,9 @@ from fewbits.models.spec import ModelSpec
 from fewbits.nn.attention import attention
 from fewbits.nn.delayed import Slot
 from fewbits.nn.fake_quantize import FakeQuantizedLinear
-from fewbits.nn.fused_attention import AttentionHalf
+from fewbits.nn.fused_attention import AttentionHalf, fused_attention
 from fewbits.nn.fused_common import Norm
-from fewbits.nn.fused_mlp import MLPHalf
+from fewbits.nn.fused_mlp import MLPHalf, fused_mlp
 from fewbits.nn.keep import Keep
 from fewbits.nn.linear import LowPrecisionLinear, QuantizedLinear
 from fewbits.nn.projection import Branch, Part, Projection, WeightScale, scale_of
@@ -37,10 +38,6 @@ _ACTIVATIONS = {
 }
 
 
-class NotFused(Exception):
-    """A reason, in words, why a layer's own forward is taken."""
-
-
 class LayerParts:
     """Finds norms and projections in one decoder layer, anew for each call: adapters come and go."""
 
@@ -52,6 +49,21 @@ class LayerParts:
         self._sandwich = "pre_feedforward_layernorm" in spec.norms
         self._head_norms = "self_attn.q_norm" in spec.norms
         self._scales: dict[tuple[str, ...], tuple[Any, WeightScale]] = {}
+
+    def run(
+        self,
+        x: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        mask: Tensor | None,
+        kwargs: dict[str, Any],
+        keep: Keep,
+        stash: Any,
+        delayed: tuple[Slot, Slot] | None,
+    ) -> Tensor:
+        """The layer's output for x (B, S, H); raises `NotFused` before anything is computed."""
+        attention = self.attention(x, rotary, mask, kwargs, keep, stash)
+        mlp = self.mlp(x, keep, stash, delayed)
+        return fused_mlp(fused_attention(x, attention), mlp)
 
     def attention(
         self,
