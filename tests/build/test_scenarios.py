@@ -111,8 +111,8 @@ def test_fourteen_units_in_a_box(workshop: Workshop, ninja: str, record_property
     figures["bound"] = bound
     record_property("figures", figures)
     sys.stderr.write(f"\n{figures}\n")
-    assert figures["warm all counts"].get("paused", 0) == 0
-    if os.environ.get("FEWBITS_QUIET_MACHINE"):
+    if os.environ.get("FEWBITS_QUIET_MACHINE"):  # beside other work, pauses and times say nothing
+        assert figures["warm all counts"].get("paused", 0) == 0
         assert figures["cold"] <= 0.75 * one
         assert figures["warm all"] <= 1.15 * bound
 
