@@ -63,6 +63,16 @@ def test_forward_is_the_sum_of_its_parts(dtype: torch.dtype) -> None:
     assert only.y is None and only.q is not None and same(only.q, quantize_rows_ref(plain.y)[0])
 
 
+def test_the_result_in_16_bits_of_float32() -> None:
+    """As under autocast: rounded once, and the float8 rows are those of what was rounded."""
+    x, _, _, w = operands((5, 24), torch.float32)
+    y = rmsnorm_ref(x, w, EPS)[0].bfloat16()
+    made = rmsnorm_rows(x, w, EPS, quantize=True, dtype=torch.bfloat16)
+    assert made.y is not None and made.y.dtype == torch.bfloat16 and torch.equal(made.y, y)
+    q, scale = quantize_rows_ref(y)
+    assert made.q is not None and same(made.q, q) and torch.equal(made.scale, scale)
+
+
 def test_gradients_equal_autograds() -> None:
     x, residual, dy, w = operands((5, 24), torch.float64)
     x, residual, w = (t.clone().requires_grad_() for t in (x, residual, w))
@@ -196,6 +206,22 @@ def check_backward(x: Tensor, dy: Tensor, w: Tensor, residual: Tensor) -> None:
             check(made.dx, need.dx, tolerance(x.dtype, largest))
             check(made.dw, need.dw, {"rtol": 2 * HALF_UNIT[w.dtype] + 2.0**-18, "atol": 2.0**-16})
         check_float8(float8, made.dx)
+
+
+@pytest.mark.gpu
+@pytest.mark.interpret
+def test_kernels_between_float32_and_16_bits(kernel_device: str) -> None:
+    """Under autocast: x, the weight and dx in float32, y and dy in float16."""
+    x, residual, dy, w = operands((5, 70), torch.float32, kernel_device)
+    y = torch.full((5, 70), torch.nan, dtype=torch.float16, device=kernel_device)
+    r, dx = torch.full((5,), torch.nan, device=kernel_device), torch.full((5, 70), torch.nan).to(x)
+    launch_rows(x, w, EPS, 1.0, y, r)
+    need = rmsnorm_rows_ref(x, w, EPS, 1.0, dtype=torch.float16)
+    check(y, need.y, tolerance(torch.float16))
+    dw = launch_backward_rows(dy.half(), x, w, r, 1.0, dx, needs_dw=True, residual=residual)
+    back = rmsnorm_backward_rows_ref(dy.half(), x, w, need.r, 1.0, residual, True)
+    check(dx, back.dx, tolerance(torch.float32, 8.0))
+    check(dw, back.dw, {"rtol": 2.0**-18, "atol": 2.0**-16})
 
 
 # On a GPU.

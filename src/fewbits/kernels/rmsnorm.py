@@ -73,7 +73,7 @@ def rmsnorm_backward_ref(
 class Normed(NamedTuple):
     """What `rmsnorm_rows` gives; None for what was not asked for."""
 
-    y: Tensor | None  # (M, N) in x's dtype
+    y: Tensor | None  # (M, N) in x's dtype, or in the one asked for
     q: Tensor | None  # (M, N) float8: quantize_rows(y)
     scale: Tensor | None  # (M, 1) float32
     r: Tensor  # (M,) float32
@@ -96,10 +96,12 @@ def rmsnorm_rows_ref(
     offset: float = 0.0,
     residual: Tensor | None = None,
     quantize: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> Normed:
     """The norm of ``x + residual``, which is rounded to x's dtype first, and of its rounded result q."""
     summed = None if residual is None else x + residual
     y, r = rmsnorm_ref(x if summed is None else summed, weight, eps, offset)
+    y = y if dtype is None else y.to(dtype)
     q, scale = quantize_rows_ref(y) if quantize else (None, None)
     return Normed(y, q, scale, r, summed)
 
@@ -212,7 +214,8 @@ def _rmsnorm_rows(
     r: Tensor,
     summed: Tensor | None,
 ) -> None:
-    made = rmsnorm_rows_ref(x, weight, eps, offset, residual, q is not None)
+    dtype = None if y is None else y.dtype
+    made = rmsnorm_rows_ref(x, weight, eps, offset, residual, q is not None, dtype)
     _copy((y, q, scale, r, summed), made)
 
 
@@ -254,7 +257,8 @@ def _cuda_rows(
     summed: Tensor | None,
 ) -> None:
     if x.dtype not in KERNEL_DTYPES or (q is not None and not converts_float8(x)):
-        made = rmsnorm_rows_ref(x, weight, eps, offset, residual, q is not None)
+        dtype = None if y is None else y.dtype
+        made = rmsnorm_rows_ref(x, weight, eps, offset, residual, q is not None, dtype)
         _copy((y, q, scale, r, summed), made)
         return
     float8 = None if q is None or scale is None else Float8Rows(q, scale)
@@ -369,6 +373,7 @@ def rmsnorm_rows(
     residual: Tensor | None = None,
     quantize: bool = False,
     keep_dense: bool = True,
+    dtype: torch.dtype | None = None,
 ) -> Normed:
     """The forward pass alone, with what stands beside a norm: for autograd nodes of half a decoder layer.
 
@@ -380,6 +385,8 @@ def rmsnorm_rows(
         residual: (M, N), added to x first; the sum is rounded to x's dtype and given back.
         quantize: give the result in E4M3 too, a scale for each row: that of quantize_rows(y), bit for bit.
         keep_dense: False gives float8 alone.
+        dtype: of the dense result, from which float8 is made; None is x's. Under autocast x and the weight
+            are float32, and the product that follows takes 16 bits.
 
     Returns:
         `Normed`.
@@ -390,7 +397,7 @@ def rmsnorm_rows(
             "rmsnorm_rows without float8 and without its dense result computes nothing: ask for one."
         )
     (M, N), made = x.shape, x.new_empty
-    y = made(M, N) if keep_dense else None
+    y = made(M, N, dtype=dtype or x.dtype) if keep_dense else None
     q, scale = _float8_rows(x) if quantize else (None, None)
     r = made(M, dtype=torch.promote_types(x.dtype, torch.float32))
     summed = None if residual is None else made(M, N)
@@ -414,7 +421,7 @@ def rmsnorm_backward_rows(
     """The backward pass alone, and in the same pass the gradient that goes round the norm.
 
     Args:
-        dy: (M, N); rows contiguous but perhaps apart, as are those of x and residual.
+        dy: (M, N), of any dtype; rows contiguous but perhaps apart, as are those of x and residual.
         x: (M, N), what was normalised (`Normed.summed` where there was a residual).
         weight: (N,).
         r: (M,) from `rmsnorm_rows`.

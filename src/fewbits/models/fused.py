@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from fewbits.errors import NotFused, Unsupported
 from fewbits.models.receipt import Change, Receipt
@@ -42,6 +43,7 @@ class Fusion:
         delayed_scaling: whether float8 scales are known before the tensor is.
         scales: those, for each device that holds layers.
         saved_scales: what they go on from.
+        guards: the hooks that refuse copies of the modules.
     """
 
     receipt: Receipt
@@ -52,6 +54,7 @@ class Fusion:
     delayed_scaling: bool = False
     scales: dict[torch.device, DelayedScales] = field(default_factory=dict)
     saved_scales: dict[str, Tensor] = field(default_factory=dict)
+    guards: list[RemovableHandle] = field(default_factory=list)
 
     def new_scales(self, count: int, device: torch.device) -> DelayedScales:
         """Scales of ``count`` tensors on a device that has none yet."""
@@ -112,8 +115,6 @@ class FusedForward:
             raise NotFused("the call has a KV cache")
         if rotary is None:
             raise NotFused("the call has no position embeddings")
-        if torch.is_autocast_enabled(x.device.type) and torch.get_autocast_dtype(x.device.type) != x.dtype:
-            raise NotFused(f"autocast is on and the hidden states are {x.dtype}")
         x = x.contiguous()
         keep = self.keep
         if getattr(self.layer, "gradient_checkpointing", False) and self.layer.training:
@@ -182,6 +183,7 @@ def fuse(
             continue
         forward = FusedForward(layer, parts, fusion, keep or Keep())
         layer.forward = forward  # type: ignore[assignment]
+        fusion.guards.append(layer.register_forward_pre_hook(_refuse_copies))
         fusion.layers.append(forward)
         before = type(layer).__name__
         fusion.receipt.changes.append(Change(name, before, f"{before}, forward as two fused nodes", 0, 0))
@@ -189,6 +191,7 @@ def fuse(
     fusion.receipt.notes.append(use_attention(model))
     if loss:
         fuse_loss(model, spec, fusion.receipt)
+    fusion.guards.append(_owner(model).register_forward_pre_hook(_refuse_copies))
     object.__setattr__(_owner(model), _STATE, fusion)
     return fusion.receipt
 
@@ -205,6 +208,8 @@ def unfuse(model: nn.Module) -> None:
     fusion = fusion_of(model)
     if fusion is None:
         raise Unsupported("this model is not fused; there is nothing to take out.")
+    for guard in fusion.guards:
+        guard.remove()
     for forward in fusion.layers:
         del forward.layer.forward
     if fusion.use_cache is not None:
@@ -248,6 +253,20 @@ def _owner(model: Any) -> Any:
     """The model itself, inside PEFT's wrappers."""
     inner = getattr(model, "get_base_model", None)
     return model if inner is None else inner()
+
+
+def _refuse_copies(module: nn.Module, _: Any) -> None:
+    """A forward pre-hook, which nn.DataParallel copies with the module that it gets.
+
+    Its copies share the forward of the layer that they are copies of, which computes with that one's
+    parameters: on the wrong device, or with gradients of one part of the batch.
+    """
+    if getattr(module, "_is_replica", False):
+        raise Unsupported(
+            "this model is fused, and nn.DataParallel (transformers' Trainer takes it where several GPUs are "
+            "visible) runs copies of its layers; start one process for each GPU (torchrun, accelerate "
+            "launch), or let the process see one GPU (CUDA_VISIBLE_DEVICES=0)."
+        )
 
 
 def _no_cache(model: Any, fusion: Fusion) -> None:

@@ -79,13 +79,14 @@ class LayerParts:
         config = module.config
         if self.layer.training and (module.attention_dropout or getattr(config, "resid_pdrop", 0.0)):
             raise NotFused("the configuration asks for dropout")
+        dtype = _products_dtype(x)
         layout = QKVLayout(
             x.shape[0], config.num_attention_heads, config.num_key_value_heads, module.head_dim
         )
         return AttentionHalf(
             norm=self._norm("input_layernorm"),
-            qkv=self._projection(self._qkv, x.dtype),
-            o=self._projection(("self_attn.o_proj",), x.dtype),
+            qkv=self._projection(self._qkv, dtype),
+            o=self._projection(("self_attn.o_proj",), dtype),
             layout=layout,
             rotary=rotary,
             attend=self._attend(x, module, mask, kwargs),
@@ -94,6 +95,7 @@ class LayerParts:
             post_norm=self._norm("post_attention_layernorm") if self._sandwich else None,
             keep=keep,
             stash=stash,
+            dtype=dtype,
         )
 
     def mlp(self, x: Tensor, keep: Keep, stash: Any, delayed: tuple[Slot, Slot] | None) -> MLPHalf:
@@ -102,15 +104,17 @@ class LayerParts:
         name = getattr(config, "hidden_activation", None) or config.hidden_act
         if name not in _ACTIVATIONS:
             raise NotFused(f"no kernel for the activation {name!r}")
+        dtype = _products_dtype(x)
         return MLPHalf(
             norm=self._norm("pre_feedforward_layernorm" if self._sandwich else "post_attention_layernorm"),
-            gate_up=self._projection(self._gate_up, x.dtype),
-            down=self._projection(("mlp.down_proj",), x.dtype),
+            gate_up=self._projection(self._gate_up, dtype),
+            down=self._projection(("mlp.down_proj",), dtype),
             activation=_ACTIVATIONS[name],
             post_norm=self._norm("post_feedforward_layernorm") if self._sandwich else None,
             keep=keep,
             stash=stash,
             delayed=delayed,
+            dtype=dtype,
         )
 
     def _attend(
@@ -152,12 +156,17 @@ class LayerParts:
         raise NotFused(f"{', '.join(paths)} have formats of their operands that no fused product takes")
 
     def _scale(self, paths: tuple[str, ...], parts: tuple[Part, ...]) -> WeightScale:
-        """One scale for the weights side by side; kept while they stay the same tensors, unchanged."""
+        """One scale for the weights side by side; kept while they stay the same tensors, unchanged.
+
+        FSDP2 fills one tensor over and over without counting its versions: there weights that train get their
+        scale anew, and frozen ones keep it though their address changes.
+        """
         weights = [part.weight for part in parts]
         tensors = [w if isinstance(w, Tensor) else w.codes for w in weights]
-        key = [(t.data_ptr(), t._version) for t in tensors]
+        sharded = getattr(self.layer, "_is_fsdp_managed_module", False)
+        key = [id(t) if sharded else (t.data_ptr(), t._version) for t in tensors]
         known = self._scales.get(paths)
-        if known is None or known[0] != key:
+        if known is None or known[0] != key or (sharded and any(t.requires_grad for t in tensors)):
             with torch.no_grad():
                 self._scales[paths] = known = (key, scale_of(weights))
         return known[1]
@@ -208,6 +217,16 @@ def _branch(module: Any, path: str) -> Branch | None:
         raise NotFused(f"the adapter's rank is {a.weight.shape[0]}, and the kernels add {MAX_RANK} at most")
     _refuse_hooks(path, a, b)
     return Branch(a.weight, b.weight, module.scaling[name])
+
+
+def _products_dtype(x: Tensor) -> torch.dtype:
+    """In which dtype the products of hidden states x are: autocast's where it is on, else x's."""
+    kind = x.device.type
+    if not torch.is_autocast_enabled(kind) or torch.get_autocast_dtype(kind) == x.dtype:
+        return x.dtype
+    if x.dtype != torch.float32:
+        raise NotFused(f"autocast is on and the hidden states are {x.dtype}")
+    return torch.get_autocast_dtype(kind)
 
 
 def _refuse_hooks(path: str, *modules: nn.Module) -> None:

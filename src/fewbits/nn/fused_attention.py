@@ -58,6 +58,7 @@ class AttentionHalf:
         post_norm: the norm of the output before it is added to x, or None.
         keep: what is kept for the backward pass.
         stash: where x waits with ``keep.offload``.
+        dtype: of the products and of all between them; None: x's (`fewbits.nn.fused_mlp.MLPHalf`).
     """
 
     norm: Norm
@@ -71,6 +72,7 @@ class AttentionHalf:
     post_norm: Norm | None = None
     keep: Keep = KEEP_PRODUCTS
     stash: Any = None
+    dtype: torch.dtype | None = None
 
     def tensors(self) -> list[Tensor | None]:
         """What may train, in the order of the gradients."""
@@ -106,14 +108,14 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, half: AttentionHalf, *tensors: Tensor | None) -> Tensor:
         with on_own_dtype(x):
-            n = normed_rows(x, half.norm, quantize=half.qkv.is_float8)
+            n = normed_rows(x, half.norm, quantize=half.qkv.is_float8, dtype=half.dtype)
             xa = half.qkv.branch_inputs(n.dense)
             graph = _attend(half, n, xa)
             o = graph.rows
             rows = Rows(o, *quantize_rows(o)) if half.o.is_float8 else Rows(o)
             z, xa_o = half.o.product(rows), half.o.branch_inputs(o)
-            half.o.finish_(z, xa_o, x if half.post_norm is None else None)
             post = Residual(x, z, half.post_norm)
+            half.o.finish_(z, xa_o, post.term)
             y = post.forward()
         kept = Kept(half.keep, half.stash)
         kept.inputs(x=x)
@@ -138,8 +140,10 @@ def _backward(
 ) -> tuple[Tensor | None, list[Tensor | None]]:
     split = 4 + len(half.qkv.tensors())
     x, graph, xa = kept["x"], kept.pop("graph"), kept["xa"]
-    dz, dpost = Residual(x, kept["z"], half.post_norm, kept["r_post"]).backward(dy, needs[1])
-    n = normed_rows(x, half.norm, quantize=graph is None and half.qkv.is_float8, dense=kept.pop("normed"))
+    dtype = half.dtype or x.dtype
+    dz, dpost = Residual(x, kept["z"], half.post_norm, kept["r_post"]).backward(dy, needs[1], dtype)
+    quantize, normed = graph is None and half.qkv.is_float8, kept.pop("normed")
+    n = normed_rows(x, half.norm, quantize=quantize, dense=normed, dtype=dtype)
     if graph is None:
         graph = _attend(half, n, xa)
 

@@ -32,23 +32,33 @@ class Normed(NamedTuple):
 
     @property
     def dense(self) -> Tensor:
-        """(M, K) in x's dtype."""
+        """(M, K) in the dtype of the products."""
         assert self.rows.dense is not None
         return self.rows.dense
 
 
-def normed_rows(x: Tensor, norm: Norm, *, quantize: bool = False, dense: Tensor | None = None) -> Normed:
-    """The norm of x (M, K), with float8 rows on request; ``dense`` is its output where it was kept."""
+def normed_rows(
+    x: Tensor,
+    norm: Norm,
+    *,
+    quantize: bool = False,
+    dense: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Normed:
+    """The norm of x (M, K) in ``dtype`` (None: x's), with float8 rows on request.
+
+    ``dense`` is its output where it was kept.
+    """
     if dense is not None and not quantize:
         return Normed(Rows(dense), x.new_empty(0))
-    made = rmsnorm_rows(x, norm.weight, norm.eps, offset=norm.offset, quantize=quantize)
+    made = rmsnorm_rows(x, norm.weight, norm.eps, offset=norm.offset, quantize=quantize, dtype=dtype)
     return Normed(Rows(made.y, made.q, made.scale), made.r)
 
 
 def backward_norm(
     dn: Tensor, x: Tensor, norm: Norm, r: Tensor, *, residual: Tensor | None = None, needs_dw: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """The gradient of the norm's input, plus ``residual``, and that of its weight."""
+    """The gradient of the norm's input, plus ``residual``, in x's dtype, and that of its weight."""
     made = rmsnorm_backward_rows(
         dn, x, norm.weight, r, offset=norm.offset, residual=residual, needs_dw=needs_dw
     )
@@ -57,28 +67,40 @@ def backward_norm(
 
 @dataclass
 class Residual:
-    """``y = x + post(z)``; without a norm the product that made z has added x already."""
+    """``y = x + post(z)`` in x's dtype, which is wider than z's under autocast.
+
+    Without a norm the product that makes z adds `term` to it.
+    """
 
     x: Tensor
     z: Tensor | None
     norm: Norm | None
     r: Tensor | None = None
 
+    @property
+    def term(self) -> Tensor | None:
+        """x, where the product of z's dtype can add it at no cost and without a rounding more."""
+        assert self.z is not None
+        return self.x if self.norm is None and self.z.dtype == self.x.dtype else None
+
     def forward(self) -> Tensor:
         """y (M, H); keeps 1/rms of z, and drops z where nothing needs it."""
         assert self.z is not None
         if self.norm is None:
-            y, self.z = self.z, None
+            y = self.z if self.z.dtype == self.x.dtype else self.x + self.z
+            self.z = None
             return y
-        normed = rmsnorm_rows(self.z, self.norm.weight, self.norm.eps, offset=self.norm.offset)
+        normed = rmsnorm_rows(
+            self.z, self.norm.weight, self.norm.eps, offset=self.norm.offset, dtype=self.x.dtype
+        )
         self.r = normed.r
         assert normed.y is not None
         return normed.y.add_(self.x)
 
-    def backward(self, dy: Tensor, needs_dw: bool) -> tuple[Tensor, Tensor | None]:
-        """dz (M, H), and the gradient of the norm's weight."""
+    def backward(self, dy: Tensor, needs_dw: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        """dz (M, H) in the products' dtype, and the gradient of the norm's weight."""
         if self.norm is None:
-            return dy, None
+            return dy.to(dtype), None
         assert self.z is not None and self.r is not None
         return backward_norm(dy, self.z, self.norm, self.r, needs_dw=needs_dw)
 

@@ -51,6 +51,8 @@ class MLPHalf:
         keep: what is kept for the backward pass.
         stash: where x waits with ``keep.offload``.
         delayed: float8 scales known beforehand, of h and of the gradient of gate and up; None: by row.
+        dtype: of the products and of all between them; None: x's. Under autocast x is float32 and this is
+            autocast's: the sum of the layers, and what the parameters receive, stay float32.
     """
 
     norm: Norm
@@ -61,6 +63,7 @@ class MLPHalf:
     keep: Keep = KEEP_PRODUCTS
     stash: Any = None
     delayed: tuple[Slot, Slot] | None = None
+    dtype: torch.dtype | None = None
 
     def tensors(self) -> list[Tensor | None]:
         """What may train, in the order of the gradients."""
@@ -71,21 +74,22 @@ class MLPHalf:
 def fused_mlp(x: Tensor, half: MLPHalf) -> Tensor:
     """``x + post(down(f(gate(norm(x))) * up(norm(x))))`` for x (..., H), contiguous."""
     y: Tensor = _MLP.apply(x.reshape(-1, x.shape[-1]), half, *half.tensors())
-    return y.view(x.shape)
+    # The layer's output; not `view`, because an in-place change of a view would lose FSDP2's hook on it.
+    return torch.ops.aten._unsafe_view(y, x.shape)  # type: ignore[no-any-return]
 
 
 class _MLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, half: MLPHalf, *tensors: Tensor | None) -> Tensor:
         with on_own_dtype(x):
-            n = normed_rows(x, half.norm, quantize=half.gate_up.is_float8)
+            n = normed_rows(x, half.norm, quantize=half.gate_up.is_float8, dtype=half.dtype)
             gate_up, xa = half.gate_up.product(n.rows), half.gate_up.branch_inputs(n.dense)
             half.gate_up.add_biases_(gate_up)
             h = _activate(half, gate_up, xa)
             assert h.dense is not None
             z, xa_down = half.down.product(h), half.down.branch_inputs(h.dense)
-            half.down.finish_(z, xa_down, x if half.post_norm is None else None)
             post = Residual(x, z, half.post_norm)
+            half.down.finish_(z, xa_down, post.term)
             y = post.forward()
         kept = Kept(half.keep, half.stash)
         kept.inputs(x=x)
@@ -110,11 +114,11 @@ def _backward(
 ) -> tuple[Tensor | None, list[Tensor | None]]:
     split = 2 + len(half.gate_up.tensors())
     x = kept["x"]
-    dz, dpost = Residual(x, kept["z"], half.post_norm, kept["r_post"]).backward(dy, needs[1])
-    gate_up = kept.pop("gate_up")
-    n = normed_rows(
-        x, half.norm, quantize=gate_up is None and half.gate_up.is_float8, dense=kept.pop("normed")
-    )
+    dtype = half.dtype or x.dtype
+    dz, dpost = Residual(x, kept["z"], half.post_norm, kept["r_post"]).backward(dy, needs[1], dtype)
+    gate_up, normed = kept.pop("gate_up"), kept.pop("normed")
+    quantize = gate_up is None and half.gate_up.is_float8
+    n = normed_rows(x, half.norm, quantize=quantize, dense=normed, dtype=dtype)
     if gate_up is None:
         gate_up = half.gate_up.add_biases_(half.gate_up.product(n.rows))
 

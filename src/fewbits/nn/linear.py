@@ -101,8 +101,8 @@ class QuantizedLinear(nn.Module):
     @property
     def packed(self) -> Packed:
         """The weight as it is stored."""
-        parts = {name: self._parameters[f"weight_{name}"] for name in self.part_names}
-        return Packed(self.format, (self.out_features, self.in_features), self.dtype, parts)  # type: ignore[arg-type]
+        parts = {name: getattr(self, f"weight_{name}") for name in self.part_names}
+        return Packed(self.format, (self.out_features, self.in_features), self.dtype, parts)
 
     @property
     def device(self) -> torch.device:
