@@ -15,6 +15,7 @@ import fewbits.formats as formats
 from fewbits.errors import BadInput
 from fewbits.formats import FORMATS, Codebook, Float8, Format, Integer, Packed, get_format
 from fewbits.formats.codebook import dynamic_map
+from fewbits.formats.stochastic import Stochastic
 
 SHAPES = [
     (),
@@ -53,6 +54,8 @@ def largest_error(format: Format) -> float:
         return max(b - a for a, b in pairwise(table)) / 2
     if isinstance(format, Float8):
         return 2.0**-4 if format.kind == "e4m3" else 2.0**-3
+    if isinstance(format, Stochastic):
+        return 1 / format.max_code / 2
     assert isinstance(format, Integer)
     step = 2 / (2 * format.max_code + 1) if format.zero_point else 1 / format.max_code
     # with a zero point the interval is moved to whole steps, so its ends lose up to one more half
@@ -178,6 +181,8 @@ def test_what_is_not_finite_is_never_a_plausible_number(format: Format, bad: flo
     assert torch.equal(decoded[untouched], clean[untouched])
     if isinstance(format, Codebook):
         assert (~untouched).sum() == format.block
+    elif isinstance(format, Stochastic):
+        assert (~untouched).sum() == format.chunk_d
     elif format.block == (1, 0):
         assert (~untouched).sum() == 520
     for seed in (None, 3):  # and the codes themselves are the same anywhere
@@ -200,7 +205,8 @@ def test_extremes(format: Format) -> None:
         x = torch.randn(2, 128) * magnitude
         decoded = format.fake_quantize(x)
         assert decoded.isfinite().all()
-        assert (decoded - x).abs().max() <= (largest_error(format) + 2**-20) * x.abs().max()
+        largest = x.abs().max().clamp(min=1e-5 if isinstance(format, Stochastic) else 0.0)  # its smallest range
+        assert (decoded - x).abs().max() <= (largest_error(format) + 2**-20) * largest
 
 
 @each
@@ -233,7 +239,10 @@ def test_decoding_to_another_dtype_rounds_once(format: Format) -> None:
 def test_plain_data_both_ways(format: Format) -> None:
     assert get_format(format.name) is format
     assert formats.format_to_config(format) == format.name
-    changed = dataclasses.replace(format, block=128 if isinstance(format, Codebook) else (1, 16))
+    other = {"block": 128 if isinstance(format, Codebook) else (1, 16)}
+    if isinstance(format, Stochastic):
+        other = {"seed_b": (1, 3, 5, 7, 11, 1, 9, 127), "stoc_len": 48}
+    changed = dataclasses.replace(format, **other)
     plain = json.loads(json.dumps(formats.format_to_config(changed)))
     assert get_format(plain) == changed
     assert hash(changed) != hash(format)

@@ -16,6 +16,7 @@ from fewbits.formats.base import PartSpec as PartSpec
 from fewbits.formats.codebook import *  # noqa: F403
 from fewbits.formats.float8 import *  # noqa: F403
 from fewbits.formats.integer import *  # noqa: F403
+from fewbits.formats.stochastic import *  # noqa: F403
 
 FORMATS: dict[str, Format] = {f.name: f for f in list(vars().values()) if isinstance(f, Format)}
 """Every format by name."""

@@ -15,53 +15,42 @@ With p = ``sc_prec``, Q the largest code, R the levels of the sequences' grid an
 * a's enabled steps: ``K_d(q) = #{t < L: ra_d[t] < B(q)}``; the product of two magnitudes
   ``T_d(qa, qb) = #{t < K_d(qa): rb_d[t] < B(qb)}``. Not symmetric in a and b.
 
-Here: the options as one frozen value, the quantiser, the sequences and the tables T, in plain torch; the
-matmul is in `fewbits.kernels.matmul_stochastic`. Not here yet: packed weights, so this is no `Format` of the
-registry; sequences other than the default pair of Sobol sequences; several stream lengths in one product.
+Sequences and tables are in `fewbits.formats.streams`, the matmul in `fewbits.kernels.matmul_stochastic`. Here:
+the options as one frozen value, which is also the `Format` of prepared operands (bipolar, per row, codes of at
+most 8 bits), and the quantiser of every granularity and mode.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fewbits.errors import BadInput, Unsupported
+from fewbits.formats.base import Format, Packed, PartSpec
+from fewbits.formats.blocks import check_floating, from_blocks, no_parts, scale_shape, to_blocks
+from fewbits.formats.rounding import random_uniform, round_to_integer
+from fewbits.formats.streams import KEPT_TABLE_BYTES as KEPT_TABLE_BYTES
+from fewbits.formats.streams import SEQUENCES, Seed, reversed_bits, seed_problem
+from fewbits.formats.streams import Streams as Streams
+from fewbits.formats.streams import boundaries as boundaries
+from fewbits.formats.streams import product_tables as product_tables
+from fewbits.formats.streams import sobol as sobol
+from fewbits.formats.streams import table_bytes as table_bytes
 
 GRANULARITIES = ("per_tensor", "per_row", "per_head")
 MODES = ("bipolar", "unipolar")
 SCRAMBLES = ("bitrev", "counter", "random", "off")
 
-# Direction seeds of b's sequence for 8 bits; a's are all ones.
-_SEEDS_B8 = (1, 1, 1, 1, 9, 1, 41, 255)
 _RANDOM_MASK_SEED = 0x5A5A5A5A
 _MAX_LEVELS = 2**24  # a boundary is a float32 in the hardware's model
 _SMALLEST_RANGE = 1e-5
-KEPT_TABLE_BYTES = 2**26  # of one set of masks
-
-
-@dataclass(frozen=True)
-class Streams:
-    """What a product table depends on, besides a dimension's mask.
-
-    Attributes:
-        sc_prec: bits of the sequences.
-        length: steps of a stream.
-        levels: size of the grid that sequences and boundaries share.
-        max_code: largest magnitude of a code.
-    """
-
-    sc_prec: int
-    length: int
-    levels: int
-    max_code: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stochastic:
+class Stochastic(Format):
     """Every option of a stochastic-computing product, by the names that scmp_kernels gives them.
 
     Attributes:
@@ -78,8 +67,20 @@ class Stochastic:
         scramble: masks of the dimensions: "bitrev", "counter", "random" or "off".
         scramble_rescale: whether masks also apply to sequences on a grid other than 2**sc_prec.
         n_masks: dimension d takes the mask of d mod n_masks; None for no such limit.
+        sequence: family of the sequences: "sobol", "lfsr" or "random", see `fewbits.formats.streams`.
+        seed_a: what a's sequence starts from (a tuple of direction seeds, a register's state, a number); None
+            for the family's default.
+        seed_b: the same for b.
+
+    The fields' own defaults are those of scmp_kernels' ``sc_matmul``. The registry's value `STOCHASTIC` is the
+    point at which scmp_llm runs a model: halved streams, chunks of 128, 64 masks.
+
+    As a format it holds an operand of a product, quantised by rows and chunks: ``codes`` int8 (..., D) in
+    -Q ... Q, a sign and a magnitude, and ``scales`` float32 (..., number of chunks). Stream lengths, grid,
+    masks and sequences change nothing in it. A row's chunk with a value that is not finite has the scale NaN.
     """
 
+    name: str = "stochastic"
     granularity: str = "per_row"
     mode: str = "bipolar"
     sc_prec: int = 8
@@ -92,9 +93,17 @@ class Stochastic:
     scramble: str = "bitrev"
     scramble_rescale: bool = True
     n_masks: int | None = None
+    sequence: str = "sobol"
+    seed_a: Seed = None
+    seed_b: Seed = None
 
     def __post_init__(self) -> None:
-        for field, known in (("granularity", GRANULARITIES), ("mode", MODES), ("scramble", SCRAMBLES)):
+        for field, known in (
+            ("granularity", GRANULARITIES),
+            ("mode", MODES),
+            ("scramble", SCRAMBLES),
+            ("sequence", SEQUENCES),
+        ):
             value = getattr(self, field)
             if value not in known:
                 raise BadInput(f"{field} {value!r} is unknown; choose one of {', '.join(known)}.")
@@ -127,6 +136,11 @@ class Stochastic:
                 _check_integer(field, getattr(self, field), low, high)
         for field, low in (("chunk_d", 0), ("group_a", 1), ("group_b", 1)):
             _check_integer(field, getattr(self, field), low, None)
+        for field in ("seed_a", "seed_b"):
+            seed = getattr(self, field)
+            problem = seed_problem(self.sequence, self.sc_prec, seed)
+            if problem is not None:
+                raise BadInput(f'{field}={seed!r} is refused for the sequence "{self.sequence}": {problem}.')
 
     @property
     def bipolar(self) -> bool:
@@ -150,7 +164,14 @@ class Stochastic:
             self._default_length if self.stoc_len is None else self.stoc_len,
             self._default_length if self.rng_levels is None else self.rng_levels,
             self.max_code,
+            self.sequence,
+            self.seed_a,
+            self.seed_b,
         )
+
+    def with_length(self, length: int) -> Stochastic:
+        """The same with another stream length; the grid stays."""
+        return replace(self, stoc_len=length, rng_levels=self.streams.levels)
 
     def chunks(self, D: int) -> list[slice]:
         """The parts of an inner dimension that are quantised and counted together."""
@@ -170,11 +191,67 @@ class Stochastic:
         if self.scramble == "counter":
             return tuple(index)
         if self.scramble == "bitrev":
-            return tuple(int(f"{i:0{self.sc_prec}b}"[::-1], 2) for i in index)
+            return tuple(reversed_bits(i, self.sc_prec) for i in index)
         # On every device the CPU's generator, so that the result is the same everywhere.
         generator = torch.Generator("cpu").manual_seed(_RANDOM_MASK_SEED)
         drawn = torch.randint(0, size, (min(period, D),), generator=generator).tolist()
         return tuple(drawn[i] for i in index)
+
+    # Prepared operands.
+
+    @property
+    def prepares(self) -> bool:
+        """Whether operands can be prepared, that is quantised once and kept as codes of 8 bits."""
+        grouped = not self.chunk_d and self.group_b != 1
+        return self.bipolar and self.granularity == "per_row" and self.sc_prec <= 8 and not grouped
+
+    def layout(self, shape: tuple[int, ...]) -> dict[str, PartSpec]:
+        """``codes`` int8 and ``scales`` float32, see the class.
+
+        Raises:
+            Unsupported: operands of these options cannot be prepared.
+        """
+        if not self.prepares:
+            raise Unsupported(
+                f"operands are prepared for bipolar streams, a scale per row and at most 8 bits, not for mode "
+                f'"{self.mode}", granularity "{self.granularity}", sc_prec={self.sc_prec} and '
+                f"group_b={self.group_b}; give sc_matmul the tensor itself."
+            )
+        return {
+            "codes": PartSpec(shape or (1,), torch.int8),
+            "scales": PartSpec(scale_shape(shape, (1, self.chunk_d)), torch.float32),
+        }
+
+    def quantize(self, x: Tensor, *, seed: int | None = None) -> Packed:
+        """Prepare an operand: codes and scales as `quantize_operand` gives them; see `Format.quantize`."""
+        check_floating(x)
+        shape = tuple(x.shape)
+        layout = self.layout(shape)
+        if x.numel() == 0:
+            return Packed(self, shape, x.dtype, no_parts(layout, x.device))
+        blocks = to_blocks(x.detach(), (1, self.chunk_d)).float()
+        scales = _row_scales(blocks.abs().amax(dim=(1, 3), keepdim=True), self.max_code)
+        chunked = 0 < self.chunk_d < (shape or (1,))[-1]
+        scaled = blocks * (1.0 / scales) if chunked else blocks / scales
+        uniform = None if seed is None else to_blocks(random_uniform(shape, seed, x.device), (1, self.chunk_d))
+        codes = round_to_integer(scaled, uniform).clamp_(-self.max_code, self.max_code)
+        codes = from_blocks(codes.nan_to_num_(0.0).to(torch.int8), shape or (1,), (1, self.chunk_d))
+        return Packed(self, shape, x.dtype, {"codes": codes, "scales": scales.reshape(layout["scales"].shape)})
+
+    def dequantize(self, packed: Packed, dtype: torch.dtype | None = None) -> Tensor:
+        """Codes times scales: what the streams approximate; see `Format.dequantize`."""
+        blocks = to_blocks(packed.codes, (1, self.chunk_d))
+        if packed.codes.numel() == 0:
+            return torch.empty(packed.shape, dtype=dtype or packed.dtype, device=packed.codes.device)
+        scaled = blocks * packed.scales.view(blocks.shape[0], 1, blocks.shape[2], 1)
+        return from_blocks(scaled, packed.shape, (1, self.chunk_d)).to(dtype or packed.dtype)
+
+
+def _row_scales(absmax: Tensor, max_code: int) -> Tensor:
+    """Scales of rows with these largest magnitudes; NaN where one is not finite."""
+    smallest = torch.tensor(_SMALLEST_RANGE, dtype=torch.float32, device=absmax.device)
+    Q = torch.tensor(float(max_code), device=absmax.device)  # a tensor: `/ number` multiplies on a GPU
+    return (torch.maximum(absmax, smallest) / Q).masked_fill_(~absmax.isfinite(), torch.nan)
 
 
 def _check_integer(field: str, value: object, low: int, high: int | None) -> None:
@@ -182,65 +259,6 @@ def _check_integer(field: str, value: object, low: int, high: int | None) -> Non
     if not whole or value < low or (high is not None and value > high):  # type: ignore[operator]
         bounds = f"of at least {low}" if high is None else f"from {low} to {high}"
         raise BadInput(f"{field}={value!r} is refused: give a whole number {bounds}.")
-
-
-# Sequences and tables.
-
-
-@lru_cache(maxsize=64)
-def sobol(sc_prec: int, operand: str) -> tuple[int, ...]:
-    """The 2**sc_prec integers of the sequence of operand "a" or "b", in Gray code order."""
-    seeds = [1] * sc_prec
-    if operand == "b":
-        if sc_prec == len(_SEEDS_B8):
-            seeds = list(_SEEDS_B8)
-        else:
-            seeds = [{4: 9, 6: 41}.get(i, 1) for i in range(sc_prec)]
-    directions = [seed << (sc_prec - 1 - i) for i, seed in enumerate(seeds)]
-    values = [0]
-    for t in range(2**sc_prec - 1):
-        lowest_zero_bit = (~t & (t + 1)).bit_length() - 1
-        values.append(values[-1] ^ directions[lowest_zero_bit])
-    return tuple(values)
-
-
-def boundaries(streams: Streams) -> Tensor:
-    """B(q) = round(q * levels / max_code) for q = 0 ... max_code, (max_code + 1,) int64."""
-    q = torch.arange(streams.max_code + 1)
-    return (2 * q * streams.levels + streams.max_code) // (2 * streams.max_code)
-
-
-def product_tables(streams: Streams, masks: tuple[int, ...], device: torch.device) -> Tensor:
-    """T(qa, qb) under each mask, (len(masks), max_code + 1, max_code + 1) int16; small ones are kept."""
-    if len(masks) * table_bytes(streams) <= KEPT_TABLE_BYTES:
-        return _kept_tables(streams, masks, device)
-    return torch.stack([_table(streams, mask) for mask in masks]).to(device)
-
-
-def table_bytes(streams: Streams) -> int:
-    """The size of one mask's table."""
-    return 2 * (streams.max_code + 1) ** 2
-
-
-@lru_cache(maxsize=8)
-def _kept_tables(streams: Streams, masks: tuple[int, ...], device: torch.device) -> Tensor:
-    return torch.stack([_table(streams, mask) for mask in masks]).to(device)
-
-
-def _table(streams: Streams, mask: int) -> Tensor:
-    bounds = boundaries(streams)
-    enabled = _sequence(streams, "a", mask).sort().values
-    steps = torch.searchsorted(enabled, bounds)  # how many lie strictly below
-    ones = _sequence(streams, "b", mask)[:, None] < bounds
-    counts = torch.zeros(streams.length + 1, len(bounds), dtype=torch.int16)
-    torch.cumsum(ones, 0, dtype=torch.int16, out=counts[1:])
-    return counts[steps]
-
-
-def _sequence(streams: Streams, operand: str, mask: int) -> Tensor:
-    x = torch.tensor(sobol(streams.sc_prec, operand)[: streams.length]) ^ mask
-    size = 2**streams.sc_prec
-    return x if streams.levels == size else x * streams.levels // size
 
 
 # Quantisation.
@@ -315,3 +333,8 @@ def _quantize_tensor(x: Tensor, options: Stochastic) -> Codes:
     zero_point = (-low / scale).round_().clamp_(0, options.max_code)
     codes = (x * (1.0 / scale).float()).add_(zero_point.float()).round_().clamp_(0, options.max_code)
     return Codes(codes.to(torch.int16), scale, zero_point)
+
+
+STOCHASTIC = Stochastic(halve_bipolar_stoc_len=True, chunk_d=128, n_masks=64)
+
+__all__ = ["STOCHASTIC", "Stochastic"]
