@@ -44,6 +44,7 @@ PUBLIC_NAME = {
     "matmul_float8": "float8_linear",
     "quantize_float8": "quantize_rows",
     "low_rank_add": "low_rank_add_",
+    "gradient_codec": "quantize_gradient",
 }
 
 ids = {"ids": lambda f: str(f.relative_to(SOURCE)) if isinstance(f, Path) else None}

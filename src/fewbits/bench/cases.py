@@ -20,6 +20,7 @@ from fewbits.bench.attention_cases import MAKERS as ATTENTION_MAKERS
 from fewbits.bench.epilogue_cases import MAKERS as EPILOGUE_MAKERS
 from fewbits.bench.float8_cases import MAKERS as FLOAT8_MAKERS
 from fewbits.bench.fused_cases import MAKERS as FUSED_MAKERS
+from fewbits.bench.gradient_cases import MAKERS as GRADIENT_MAKERS
 from fewbits.bench.problem import Case, Problem, differentiated, randn
 from fewbits.bench.quantize_cases import MAKERS as QUANTIZE_MAKERS
 from fewbits.bench.stochastic_cases import MAKERS as STOCHASTIC_MAKERS
@@ -246,5 +247,6 @@ _MAKERS = (
     *FLOAT8_MAKERS,
     *STOCHASTIC_MAKERS,
     *QUANTIZE_MAKERS,
+    *GRADIENT_MAKERS,
     *ATTENTION_MAKERS,
 )

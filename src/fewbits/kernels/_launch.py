@@ -23,9 +23,9 @@ try:
 except ImportError:
     triton, tl = None, None
 
-    def jit(fn: Callable[..., Any]) -> Any:
+    def jit(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
         """Leave ``fn`` as it is: there is no Triton to compile it."""
-        return fn
+        return (lambda later: later) if fn is None else fn
 
 
 __all__ = [

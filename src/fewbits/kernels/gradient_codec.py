@@ -1,0 +1,345 @@
+"""Gradients to messages of few bits and back, with error feedback.
+
+A flat gradient of N values is cut into W rows of ``row`` values, one for each rank; a row becomes a message:
+
+    x = gradient + residual        code = round(x / scale)        residual = x - code * scale
+
+with one scale for a block of values, as `fewbits.formats.integer` and `fewbits.formats.float8` define it.
+What rounding takes away in one step is so added in the next (Seide et al. 2014; Karimireddy et al. 2019,
+arXiv 1901.09847). The message of a row, of `Wire.row_bytes`; the W messages make one tensor:
+
+    codes (1 or 1/2 byte a value) | scales, float32 (4 bytes a block) | values left in float32 | padding to 16
+
+The rows are filled up with zeros to whole blocks. A block with a NaN or an infinity has NaN as its scale: it
+arrives as NaN on every rank, and its residual is 0. Stochastic rounding takes the random bits of position
+``w * padded_row + i`` (`fewbits.formats.rounding`): the same on every device.
+
+Four ops: `quantize_gradient` as above; `sum_gradients` decodes what came from W ranks for one row, adds it in
+float32 in the order of the ranks, multiplies by a factor, and quantises again with a residual of its own;
+`reduce_gradients` is the same without the second quantisation; `dequantize_gradient` decodes W rows.
+
+Floors, in bytes for N values of 4-byte gradients and residuals, and messages of m bytes a value (INT8 and
+E4M3 1.031, INT4 0.563): quantise (12 + m) N, one pass; sum and quantise again (W m + 8 + m) N / W; decode
+(m + 4) N. For 1 GiB of float32 gradients in INT8 at the 4.28 TB/s that a copy reaches on an H200: 0.82 ms,
+0.06 ms + 0.57 ms / W, 0.32 ms. None of this has been run on a GPU yet: the kernels are checked under Triton's
+interpreter and compiled for every architecture.
+
+There is no gradient: this is what happens to gradients. The kernels are in _gradient_codec_triton.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from fewbits.errors import Unsupported
+from fewbits.formats.base import Format, Packed
+from fewbits.formats.float8 import E4M3_1X128, Float8
+from fewbits.formats.integer import INT4_G64, INT8_G128, Integer
+from fewbits.kernels._gradient_codec_triton import launch_dequantize, launch_quantize, launch_sum
+from fewbits.kernels.dequantize import _from_text, _to_text
+
+_BLOCKS = (32, 64, 128, 256, 512, 1024)
+
+
+def wire_format(format: Format) -> Integer | Float8:
+    """The format in which gradients travel: that of ``format``'s codes, with blocks along a row.
+
+    Formats with one scale a row or a tensor get blocks of 128 values, INT4 of 64: a bucket of gradients holds
+    many tensors of unlike size.
+
+    Raises:
+        Unsupported: another family of formats; gradients travel in INT8, INT4 or FP8 E4M3.
+    """
+    if isinstance(format, Integer) and not format.zero_point:
+        if format.block[0] == 1 and format.block[1] in _BLOCKS:
+            return format
+        return INT8_G128 if format.bits == 8 else INT4_G64
+    if isinstance(format, Float8) and format.kind == "e4m3":
+        return E4M3_1X128
+    raise Unsupported(
+        f"gradients cannot travel in {format.name}; choose int8, int4 or float8_e4m3 for communication."
+    )
+
+
+@dataclass(frozen=True)
+class Wire:
+    """How one row of a gradient lies in its message.
+
+    Attributes:
+        format: from `wire_format`.
+        row: values of a row.
+        plain: float32 values behind the scales that travel as they are.
+    """
+
+    format: Integer | Float8
+    row: int
+    plain: int = 0
+
+    @property
+    def block(self) -> int:
+        """Values under one scale."""
+        return self.format.block[1]
+
+    @property
+    def bits(self) -> int:
+        """Bits of a code."""
+        return self.format.bits if isinstance(self.format, Integer) else 8
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of a row."""
+        return -(-self.row // self.block)
+
+    @property
+    def padded_row(self) -> int:
+        """Values of a row, filled up to whole blocks."""
+        return self.num_blocks * self.block
+
+    @property
+    def code_bytes(self) -> int:
+        """Bytes of a row's codes; the scales begin there."""
+        return self.padded_row * self.bits // 8
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a message."""
+        return -(-(self.code_bytes + 4 * (self.num_blocks + self.plain)) // 16) * 16
+
+    def scales(self, message: Tensor) -> Tensor:
+        """The scales in messages (W, row_bytes): a view (W, num_blocks), float32."""
+        first = self.code_bytes // 4
+        return message.view(torch.float32)[:, first : first + self.num_blocks]
+
+    def plain_values(self, message: Tensor) -> Tensor:
+        """The values that travel as they are: a view (W, plain), float32."""
+        first = self.code_bytes // 4 + self.num_blocks
+        return message.view(torch.float32)[:, first : first + self.plain]
+
+    def empty(self, rows: int, device: torch.device | str) -> Tensor:
+        """Room for the messages of ``rows`` rows; the padding at their end is 0."""
+        message = torch.empty(rows, self.row_bytes, dtype=torch.uint8, device=device)
+        used = self.code_bytes + 4 * (self.num_blocks + self.plain)
+        message[:, used:] = 0
+        return message
+
+    def packed(self, message: Tensor) -> Packed:
+        """Messages (W, row_bytes) as a packed tensor (W, padded_row)."""
+        rows = message.shape[0]
+        codes = message[:, : self.code_bytes]
+        if isinstance(self.format, Float8):
+            codes = codes.view(self.format.torch_dtype)
+        elif self.format.bits == 8:
+            codes = codes.view(torch.int8)
+        parts = {"codes": codes.contiguous(), "scales": self.scales(message).contiguous()}
+        return Packed(self.format, (rows, self.padded_row), torch.float32, parts)
+
+
+# 1. The definition. 2. has no backward.
+
+
+def quantize_gradient_ref(
+    gradient: Tensor, residual: Tensor, message: Tensor, wire: Wire, seed: int | None = None
+) -> None:
+    """Codes and scales of gradient + residual into ``message`` (W, row_bytes), and the new residual."""
+    x = gradient.float() + residual.float() if residual.numel() else gradient.float()
+    left = _write(_to_rows(x, message, wire), message, wire, seed)
+    if residual.numel():
+        residual.copy_(_from_rows(left, residual.numel(), wire).to(residual.dtype))
+
+
+def reduce_gradients_ref(received: Tensor, out: Tensor, wire: Wire, factor: float = 1.0) -> None:
+    """``out`` (row,) = factor * (the sum over ranks of what ``received`` (W, row_bytes) decodes to)."""
+    out.copy_(_sum(received, wire, factor)[: wire.row])
+
+
+def sum_gradients_ref(
+    received: Tensor,
+    residual: Tensor,
+    message: Tensor,
+    wire: Wire,
+    factor: float = 1.0,
+    seed: int | None = None,
+) -> None:
+    """`reduce_gradients_ref`, quantised again into ``message`` (1, row_bytes) with ``residual`` (row,)."""
+    quantize_gradient_ref(_sum(received, wire, factor)[: wire.row], residual, message, wire, seed)
+
+
+def dequantize_gradient_ref(messages: Tensor, out: Tensor, wire: Wire) -> None:
+    """``out`` (N,) = what ``messages`` (W, row_bytes) decode to, without the padding."""
+    out.copy_(_from_rows(wire.packed(messages).dequantize(torch.float32), out.numel(), wire))
+
+
+def _write(x: Tensor, message: Tensor, wire: Wire, seed: int | None) -> Tensor:
+    """Codes and scales of x (W, padded_row) into the messages; what they leave of it, 0 where not finite."""
+    packed = wire.format.quantize(x, seed=seed)
+    message[:, : wire.code_bytes] = packed.codes.view(torch.uint8)
+    wire.scales(message).copy_(packed.scales)
+    lost = packed.scales.isnan().repeat_interleave(wire.block, 1)
+    return (x - packed.dequantize(torch.float32)).masked_fill_(lost, 0.0)
+
+
+def _sum(received: Tensor, wire: Wire, factor: float) -> Tensor:
+    decoded = wire.packed(received).dequantize(torch.float32)
+    total = torch.zeros_like(decoded[0])
+    for part in decoded:  # in the order of the ranks, as the kernel
+        total += part
+    return total.mul_(torch.tensor(factor, dtype=torch.float32, device=total.device))
+
+
+def _to_rows(flat: Tensor, message: Tensor, wire: Wire) -> Tensor:
+    """(N,) to (W, padded_row), zeros where there is nothing."""
+    rows = message.shape[0]
+    whole = torch.nn.functional.pad(flat, (0, rows * wire.row - flat.numel())).view(rows, wire.row)
+    return torch.nn.functional.pad(whole, (0, wire.padded_row - wire.row))
+
+
+def _from_rows(rows: Tensor, count: int, wire: Wire) -> Tensor:
+    return rows[:, : wire.row].reshape(-1)[:count]
+
+
+# 3. The kernels are in _gradient_codec_triton.py. 4. The ops: on a CPU the definition, on CUDA the kernels.
+
+
+@torch.library.custom_op("fewbits::quantize_gradient", mutates_args=("residual", "message"))
+def _quantize(
+    gradient: Tensor, residual: Tensor, message: Tensor, row: int, format: str, seed: int | None
+) -> None:
+    quantize_gradient_ref(gradient, residual, message, _wire(row, format), seed)
+
+
+@torch.library.custom_op("fewbits::sum_gradients", mutates_args=("residual", "message"))
+def _sum_again(
+    received: Tensor,
+    residual: Tensor,
+    message: Tensor,
+    row: int,
+    format: str,
+    factor: float,
+    seed: int | None,
+) -> None:
+    sum_gradients_ref(received, residual, message, _wire(row, format), factor, seed)
+
+
+@torch.library.custom_op("fewbits::reduce_gradients", mutates_args=("out",))
+def _reduce(received: Tensor, out: Tensor, row: int, format: str, factor: float) -> None:
+    reduce_gradients_ref(received, out, _wire(row, format), factor)
+
+
+@torch.library.custom_op("fewbits::dequantize_gradient", mutates_args=("out",))
+def _dequantize(messages: Tensor, out: Tensor, row: int, format: str) -> None:
+    dequantize_gradient_ref(messages, out, _wire(row, format))
+
+
+@_quantize.register_kernel("cuda")
+def _(gradient: Tensor, residual: Tensor, message: Tensor, row: int, format: str, seed: int | None) -> None:
+    launch_quantize(gradient, residual, message, _wire(row, format), seed)
+
+
+@_sum_again.register_kernel("cuda")
+def _(
+    received: Tensor,
+    residual: Tensor,
+    message: Tensor,
+    row: int,
+    format: str,
+    factor: float,
+    seed: int | None,
+) -> None:
+    launch_sum(received, message, _wire(row, format), factor, residual=residual, seed=seed)
+
+
+@_reduce.register_kernel("cuda")
+def _(received: Tensor, out: Tensor, row: int, format: str, factor: float) -> None:
+    launch_sum(received, out, _wire(row, format), factor)
+
+
+@_dequantize.register_kernel("cuda")
+def _(messages: Tensor, out: Tensor, row: int, format: str) -> None:
+    launch_dequantize(messages, out, _wire(row, format))
+
+
+def _wire(row: int, format: str) -> Wire:
+    value = _from_text(format)
+    assert isinstance(value, Integer | Float8)
+    return Wire(value, row)
+
+
+# 5. The public functions. They write into given tensors.
+
+
+@torch.no_grad()
+def quantize_gradient(
+    gradient: Tensor, residual: Tensor | None, message: Tensor, wire: Wire, *, seed: int | None = None
+) -> None:
+    """A gradient to W messages; what they leave of it becomes the residual.
+
+    Args:
+        gradient: (N,) floating point, contiguous, N at most W * ``wire.row``.
+        residual: (N,) float32 or bfloat16, added first and renewed; None: no error feedback.
+        message: (W, ``wire.row_bytes``) uint8; codes and scales are written, the plain values are not.
+        wire: how a row lies in its message.
+        seed: None rounds to nearest; a whole number stochastically.
+    """
+    if wire.row:
+        format = _to_text(wire.format)
+        _quantize(gradient, _given(residual, gradient), message, wire.row, format, _signed(seed))
+
+
+@torch.no_grad()
+def sum_gradients(
+    received: Tensor,
+    residual: Tensor | None,
+    message: Tensor,
+    wire: Wire,
+    *,
+    factor: float = 1.0,
+    seed: int | None = None,
+) -> None:
+    """The messages of W ranks for one row, added in float32 times ``factor``, as one message again.
+
+    Args:
+        received: (W, ``wire.row_bytes``) uint8.
+        residual: (``wire.row``,) as in `quantize_gradient`.
+        message: (1, ``wire.row_bytes``) uint8, to be written; the sum of the plain values too.
+        wire: how a row lies in its message.
+        factor: 1 / W for the mean.
+        seed: as in `quantize_gradient`.
+    """
+    if wire.row:
+        format = _to_text(wire.format)
+        _sum_again(received, _given(residual, received), message, wire.row, format, factor, _signed(seed))
+    if wire.plain:
+        wire.plain_values(message).copy_(wire.plain_values(received).sum(0, keepdim=True).mul_(factor))
+
+
+@torch.no_grad()
+def reduce_gradients(received: Tensor, out: Tensor, wire: Wire, *, factor: float = 1.0) -> None:
+    """The messages of W ranks for one row, added in float32 times ``factor``, into ``out`` (row,)."""
+    if wire.row:
+        _reduce(received, out, wire.row, _to_text(wire.format), factor)
+
+
+@torch.no_grad()
+def dequantize_gradient(messages: Tensor, out: Tensor, wire: Wire) -> None:
+    """What W messages decode to, into ``out`` (N,) of any floating-point type, without the padding."""
+    if wire.row:
+        _dequantize(messages, out, wire.row, _to_text(wire.format))
+
+
+def wire_of(format: Format, count: int, rows: int, plain: int = 0) -> Wire:
+    """The wire of ``count`` values cut into ``rows`` rows of whole blocks, with ``plain`` values beside."""
+    made = Wire(wire_format(format), 0)
+    blocks = -(-count // (rows * made.block))
+    return replace(made, row=blocks * made.block, plain=-(-plain // rows))
+
+
+def _given(residual: Tensor | None, like: Tensor) -> Tensor:
+    return torch.empty(0, dtype=torch.float32, device=like.device) if residual is None else residual
+
+
+def _signed(seed: int | None) -> int | None:
+    """An op takes 64 bits with a sign; the generator reads them without one."""
+    return None if seed is None else (seed + 2**63) % 2**64 - 2**63
