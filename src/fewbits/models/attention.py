@@ -61,7 +61,7 @@ def use_attention(model: Any) -> str:
     """
     if model_type_of(model) not in SPECS:
         return f"attention: the host's own, because fewbits has no spec for {model_type_of(model)!r}"
-    decoder = _decoder(model)
+    decoder = decoder_of(model)
     config = decoder.config
     before = str(config._attn_implementation)
     if getattr(decoder, _STATE, None) is not None:
@@ -71,7 +71,7 @@ def use_attention(model: Any) -> str:
     if getattr(config, "use_bidirectional_attention", False):
         return f"attention: transformers' {before}, because {config.model_type} is not causal here"
     _register(before)
-    _set_name(decoder, NAMES[before])
+    set_attention_name(decoder, NAMES[before])
     state = UsedAttention(before, None)
     state.handle = decoder.register_forward_pre_hook(_PlainBatches(state.taken), with_kwargs=True)
     setattr(decoder, _STATE, state)
@@ -82,19 +82,19 @@ def use_attention(model: Any) -> str:
 
 def restore_attention(model: Any) -> str:
     """Undo `use_attention`; the sentence says what the attention is now."""
-    decoder = _decoder(model)
+    decoder = decoder_of(model)
     state = used_attention(model)
     if state is None:
         return f"attention: transformers' {decoder.config._attn_implementation}, as it was"
     state.handle.remove()
-    _set_name(decoder, state.before)
+    set_attention_name(decoder, state.before)
     delattr(decoder, _STATE)
     return f"attention: transformers' {state.before} again"
 
 
 def used_attention(model: Any) -> UsedAttention | None:
     """What `use_attention` left on this model, with the counts of its batches; None without it."""
-    state = getattr(_decoder(model), _STATE, None)
+    state = getattr(decoder_of(model), _STATE, None)
     return state if isinstance(state, UsedAttention) else None
 
 
@@ -160,7 +160,7 @@ def attention_receipt(
     where = torch.device(device) if device is not None else next(model.parameters()).device
     dtype = dtype or model.get_input_embeddings().weight.dtype
     groups: dict[tuple[AttentionFacts, Choice], int] = {}
-    for module in _attentions(model):
+    for _, module in attention_modules(model):
         facts = attention_facts(module)
         choice = choose_attention(where, dtype, facts.head_dim, facts.window, facts.soft_cap, packed, seq_len)
         groups[facts, choice] = groups.get((facts, choice), 0) + 1
@@ -170,7 +170,7 @@ def attention_receipt(
         kind += f", window {facts.window}" if facts.window is not None else ""
         kind += f", scores capped at {facts.soft_cap:g}" if facts.soft_cap is not None else ""
         if state is None:
-            name = _decoder(model).config._attn_implementation
+            name = decoder_of(model).config._attn_implementation
             lines.append(f"attention x{count} ({kind}): transformers' {name}")
         else:
             lines.append(f"attention x{count} ({kind}): {choice.name}, {choice.reason}")
@@ -282,18 +282,20 @@ def _register(before: str) -> None:
         AttentionMaskInterface.register(NAMES[before], ALL_MASK_ATTENTION_FUNCTIONS[before])
 
 
-def _decoder(model: Any) -> Any:
+def decoder_of(model: Any) -> Any:
     """The module that holds the decoder layers."""
     spec = spec_for(model)
     return model.get_submodule(locate(model, spec, spec.layers).rpartition(".")[0])
 
 
-def _attentions(model: Any) -> Iterator[Any]:
+def attention_modules(model: Any) -> Iterator[tuple[str, Any]]:
+    """Full name and module of each decoder layer's attention, in order."""
     for layer in layer_names(model, spec_for(model)):
-        yield model.get_submodule(f"{layer}.self_attn")
+        yield f"{layer}.self_attn", model.get_submodule(f"{layer}.self_attn")
 
 
-def _set_name(decoder: Any, name: str) -> None:
+def set_attention_name(decoder: Any, name: str) -> None:
+    """Give every config in a decoder this name of an attention function."""
     configs = {id(m.config): m.config for m in decoder.modules() if hasattr(m, "config")}
     for config in configs.values():
         config._attn_implementation = name

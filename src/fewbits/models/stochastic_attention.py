@@ -1,0 +1,240 @@
+"""Stochastic attention in a Hugging Face model, by the attention interface of transformers, on one instance.
+
+`use_stochastic_attention` gives the instance's config the name of our attention function and each attention
+module its products; masks are those that transformers builds for its eager attention, so a key-value cache,
+grouped heads, padding, packed rows and sliding windows are the host's own. Two hooks on the decoder make sure
+that nothing goes another way unseen: a forward pass raises if the config names another function by then, or
+if a layer's attention did not come through ours.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fewbits.errors import BadInput, Unsupported
+from fewbits.models.attention import (
+    attention_modules,
+    decoder_of,
+    is_plain_mask,
+    restore_attention,
+    set_attention_name,
+    use_attention,
+    used_attention,
+)
+from fewbits.models.fused import fused_layers
+from fewbits.nn.stochastic_attention import AttentionProducts, stochastic_attention
+
+NAME = "fewbits_stochastic"
+_STATE = "_fewbits_stochastic_attention"
+_PRODUCTS = "_fewbits_attention_products"
+
+
+@dataclass
+class StochasticAttentionState:
+    """What `use_stochastic_attention` left on a model.
+
+    Attributes:
+        before: the host's name of its attention function.
+        by_fewbits: whether `fewbits.models.attention.use_attention` was in force before.
+        wanted: names of the attention modules that have stochastic products.
+        ran: those of them whose attention ran in this forward pass.
+        handles: of the hooks.
+        listeners: called as ``listener(name, q, k, products)`` for each attention that runs.
+    """
+
+    before: str
+    by_fewbits: bool
+    wanted: frozenset[str]
+    ran: set[str] = field(default_factory=set)
+    handles: list[Any] = field(default_factory=list)
+    listeners: list[Callable[[str, Tensor, Tensor, AttentionProducts], None]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """What an attention module knows of itself: its name, its products, and the state that all share."""
+
+    name: str
+    products: AttentionProducts
+    state: StochasticAttentionState
+
+
+def use_stochastic_attention(
+    model: Any, products: AttentionProducts | Mapping[str, AttentionProducts]
+) -> list[str]:
+    """Compute the attention products of this model stochastically; in place, `restore` undoes it.
+
+    Args:
+        model: a Hugging Face model of a known family; a PeftModel will do.
+        products: for all layers, or by the full name of the attention module; a layer without an entry stays
+            exact.
+
+    Returns:
+        Sentences for a receipt.
+
+    Raises:
+        Unsupported: the model's layers are fused, or its attention is stochastic already.
+        BadInput: a name that is no attention module of this model.
+    """
+    modules = dict(attention_modules(model))
+    if not isinstance(products, Mapping):
+        products = dict.fromkeys(modules, products)
+    unknown = sorted(set(products) - set(modules))
+    if unknown:
+        raise BadInput(
+            f"{unknown[0]} is no attention module of this model; its first is {next(iter(modules))}."
+        )
+    if fused_layers(model):
+        raise Unsupported(
+            "fused decoder layers compute attention themselves, past the stochastic products; call "
+            "fewbits.unfuse first."
+        )
+    if stochastic_attention_of(model) is not None:
+        raise Unsupported(
+            "this model's attention is stochastic already; call restore_stochastic_attention first."
+        )
+    by_fewbits = used_attention(model) is not None
+    if by_fewbits:
+        restore_attention(model)
+    decoder = decoder_of(model)
+    wanted = frozenset(name for name, p in products.items() if p != AttentionProducts())
+    state = StochasticAttentionState(str(decoder.config._attn_implementation), by_fewbits, wanted)
+    _register()
+    for name in wanted:
+        setattr(modules[name], _PRODUCTS, _Place(name, products[name], state))
+    set_attention_name(decoder, NAME)
+    state.handles = [
+        decoder.register_forward_pre_hook(_Before(state)),
+        decoder.register_forward_hook(_After(state)),
+    ]
+    setattr(decoder, _STATE, state)
+    return stochastic_attention_receipt(model)
+
+
+def restore_stochastic_attention(model: Any) -> str:
+    """Undo `use_stochastic_attention`; the sentence says what the attention is now."""
+    decoder, state = decoder_of(model), stochastic_attention_of(model)
+    if state is None:
+        return f"attention: {decoder.config._attn_implementation}, as it was"
+    for handle in state.handles:
+        handle.remove()
+    for _, module in attention_modules(model):
+        module.__dict__.pop(_PRODUCTS, None)
+    set_attention_name(decoder, state.before)
+    delattr(decoder, _STATE)
+    return use_attention(model) if state.by_fewbits else f"attention: transformers' {state.before} again"
+
+
+def stochastic_attention_of(model: Any) -> StochasticAttentionState | None:
+    """What `use_stochastic_attention` left on this model; None without it."""
+    state = getattr(decoder_of(model), _STATE, None)
+    return state if isinstance(state, StochasticAttentionState) else None
+
+
+def attention_products(model: Any) -> dict[str, AttentionProducts]:
+    """The products of each attention module that has stochastic ones, by its full name."""
+    places = {name: module.__dict__.get(_PRODUCTS) for name, module in attention_modules(model)}
+    return {name: place.products for name, place in places.items() if place is not None}
+
+
+def stochastic_attention_receipt(model: Any) -> list[str]:
+    """Which layers' products are stochastic, in which options: sentences for a receipt."""
+    groups: dict[AttentionProducts, int] = {}
+    for products in attention_products(model).values():
+        groups[products] = groups.get(products, 0) + 1
+    lines = [
+        f"attention x{count}: QK^T {_name(p.scores)}, PV {_name(p.values)}, softmax as it was"
+        for p, count in groups.items()
+    ]
+    exact = sum(1 for _ in attention_modules(model)) - sum(groups.values())
+    return [*lines, f"attention x{exact}: exact"] if exact and groups else lines
+
+
+def _name(options: Any) -> str:
+    return "exact" if options is None else f"stochastic, {options.streams.length} cycles"
+
+
+class _Before:
+    """Hook: this forward pass has to come through our function."""
+
+    def __init__(self, state: StochasticAttentionState) -> None:
+        self.state = state
+
+    def __call__(self, decoder: Any, args: tuple[Any, ...]) -> None:
+        name = decoder.config._attn_implementation
+        if name != NAME:
+            raise Unsupported(
+                f"this model's attention was set to {name!r} after its products were made stochastic; call "
+                f"restore_stochastic_attention, or set it to {NAME!r} again."
+            )
+        self.state.ran.clear()
+
+
+class _After:
+    """Hook: every layer that was to compute stochastic products has done so."""
+
+    def __init__(self, state: StochasticAttentionState) -> None:
+        self.state = state
+
+    def __call__(self, decoder: Any, args: tuple[Any, ...], output: Any) -> None:
+        missed = self.state.wanted - self.state.ran
+        if missed and not torch.compiler.is_compiling():
+            raise Unsupported(
+                f"the attention of {min(missed)} was computed elsewhere, past its stochastic products; undo "
+                "what replaced this module's forward (fused layers, for one)."
+            )
+
+
+def _forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """What transformers calls for every layer of a model whose config bears our name."""
+    place = module.__dict__.get(_PRODUCTS)
+    if place is None:
+        eager: Any = sys.modules[type(module).__module__].eager_attention_forward  # type: ignore[attr-defined]
+        exact: tuple[Tensor, Tensor | None] = eager(
+            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
+        )
+        return exact
+    if is_plain_mask(attention_mask) or (attention_mask is None and query.shape[2] > 1):
+        raise Unsupported(
+            "stochastic attention needs the mask that transformers builds; pass a 2-D mask or none."
+        )
+    place.state.ran.add(place.name)
+    for listener in place.state.listeners:
+        listener(place.name, query, key, place.products)
+    kind = query.device.type  # rotary positions are in float32 under autocast, and values are not
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else value.dtype
+    return stochastic_attention(
+        query.to(dtype),
+        key.to(dtype),
+        value.to(dtype),
+        attention_mask,
+        place.products,
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        soft_cap=kwargs.get("softcap"),
+        dropout=dropout,
+    )
+
+
+def _register() -> None:
+    """Make our name known to transformers, which has one table of them; no entry of it is changed."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+
+    if NAME not in ALL_ATTENTION_FUNCTIONS.valid_keys():
+        AttentionInterface.register(NAME, _forward)
+        AttentionMaskInterface.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS["eager"])

@@ -1,0 +1,116 @@
+"""Attention with two stochastic products, ``scores = q k^T`` and ``out = p v``; each row has its own scale.
+
+    scores[b, h, i, :] = sc(q[b, h, i], k[b, g, :]) * scale         g = h * K // H: keys are never repeated
+    p = softmax(scores + mask)                                      as ever, in float32
+    out[b, h, i, :]    = sc(p[b, h, i], v[b, g].T)                  inner dimension: the keys
+
+Either product may stay exact. A row of p is quantised against its own largest value, a channel of v against
+the largest value of its keys, a chunk of ``chunk_d`` keys at a time: keys that a token does not see have the
+code 0 in p and count nothing, but those in the same chunk do take part in the scale of v. So a token's output
+depends, by rounding, on later tokens of its last chunk, as it does in the hardware that is modelled; with a
+key-value cache the last chunk is quantised anew at each step.
+
+Straight-through: the gradient of a stochastic product is that of the exact one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fewbits.errors import Unsupported
+from fewbits.formats.stochastic import Stochastic
+from fewbits.kernels.matmul_stochastic import sc_matmul_ref
+
+
+@dataclass(frozen=True)
+class AttentionProducts:
+    """How the two products of one layer's attention are computed; None: exactly.
+
+    Attributes:
+        scores: options of q k^T.
+        values: options of p v.
+    """
+
+    scores: Stochastic | None = None
+    values: Stochastic | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("scores", "values"):
+            options = getattr(self, name)
+            if options is not None and options.granularity != "per_row":
+                raise Unsupported(
+                    f'attention {name} with granularity "{options.granularity}"; both products are "per_row".'
+                )
+
+
+class _StraightThrough(torch.autograd.Function):
+    """A stochastic product with the gradient of the exact one."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor, options: Stochastic) -> Tensor:
+        ctx.save_for_backward(a, b)
+        if 0 < options.chunk_d < a.shape[-1]:  # chunks are defined for two dimensions
+            return torch.stack([sc_matmul_ref(x, y, options) for x, y in zip(a, b, strict=True)])
+        return sc_matmul_ref(a, b, _unchunked(options))
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+        a, b = ctx.saved_tensors
+        return (dy @ b.to(dy.dtype)).to(a.dtype), (dy.mT @ a.to(dy.dtype)).to(b.dtype), None
+
+
+def batched_product(a: Tensor, b: Tensor, options: Stochastic | None) -> Tensor:
+    """``a @ b^T`` of (B, N, D) and (B, M, D) in a's dtype: stochastic with options, exact without."""
+    if options is None:
+        return a @ b.mT
+    return _StraightThrough.apply(a, b, options).to(a.dtype)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def stochastic_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    products: AttentionProducts,
+    *,
+    scale: float,
+    soft_cap: float | None = None,
+    dropout: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """Attention of q (B, H, S, D) over k, v (B, K, T, D).
+
+    Args:
+        q: queries.
+        k: keys; K divides H.
+        v: values.
+        mask: added to the scores, broadcastable to (B, H, S, T), or bool (True is seen); None: all is seen.
+        products: how the two products are computed.
+        scale: of the scores.
+        soft_cap: scores go through ``soft_cap * tanh(score / soft_cap)``.
+        dropout: probability of dropping a weight.
+
+    Returns:
+        out (B, S, H, D) and the weights (B, H, S, T), both in q's dtype.
+    """
+    B, H, S, D = q.shape
+    K, T = k.shape[1:3]
+    grouped = (B * K, H // K * S)  # the heads of one group are rows of one product: each row has its scale
+    scores = batched_product(q.reshape(*grouped, D), k.reshape(B * K, T, D), products.scores)
+    scores = scores.view(B, H, S, T) * scale
+    if soft_cap is not None:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    weights = scores.float().softmax(-1).to(q.dtype)
+    if dropout:
+        weights = torch.nn.functional.dropout(weights, dropout)
+    out = batched_product(weights.view(*grouped, T), v.reshape(B * K, T, D).mT, products.values)
+    return out.view(B, H, S, D).transpose(1, 2).contiguous(), weights
+
+
+def _unchunked(options: Stochastic) -> Stochastic:
+    return replace(options, chunk_d=0) if options.chunk_d else options
