@@ -1,17 +1,26 @@
-"""Cases of the stochastic-computing matmul: against the plain product, whose error it has by design."""
+"""Cases of stochastic-computing products: against the plain product, whose error they have by design."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import product
 
 import torch
 from torch import Tensor
 
 from fewbits.bench.problem import Case, Problem, differentiated, randn
+from fewbits.formats.stochastic import STOCHASTIC, Stochastic
 from fewbits.kernels.matmul_stochastic import sc_matmul
+from fewbits.kernels.stochastic_codes import stochastic_codes
 
 # Measured on normal values: 0.022 for full streams, 0.038 for halved ones.
 _STREAM_ERROR = 0.06
+_SHORT_STREAM_ERROR = 0.2
+_OPTIONS = {
+    "sc8_halve": STOCHASTIC,
+    "sc8_full": Stochastic(chunk_d=128),
+    "sc8_l32": STOCHASTIC.with_length(32),
+}
 
 
 def stochastic_cases(max_size: int) -> list[Case]:
@@ -43,4 +52,38 @@ def _problem(case: Case, device: torch.device) -> Problem:
     return Problem({name: differentiated(f, (), x, 0) for name, f in functions.items()}, exact)
 
 
-MAKERS = (stochastic_cases,)
+def codes_cases(max_size: int) -> list[Case]:
+    """Prepared operands at the shapes of Llama-3.1-8B and 70B: few rows of decoding, many of a prompt."""
+    made = []
+    for N, K in ((14336, 4096), (4096, 14336), (28672, 8192), (8192, 28672)):
+        N, K = min(N, max_size), min(K, max_size)
+        for M, format in product((1, 4, 16, 2048), ("sc8_halve", "sc8_full", "sc8_l32")):
+            rows = min(M, max_size)
+            made.append(
+                Case(
+                    op="stochastic_codes", part="forward", format=format, M=rows, N=N, K=K,
+                    flops=2 * rows * N * K, bytes_moved=(N + rows) * (K + K // 32) + 4 * rows * N,
+                    tolerance=_SHORT_STREAM_ERROR if format == "sc8_l32" else _STREAM_ERROR,
+                    build=_codes_problem,
+                )
+            )  # fmt: skip
+    return made
+
+
+def _codes_problem(case: Case, device: torch.device) -> Problem:
+    options = _OPTIONS[case.format]
+    x = randn(device, torch.bfloat16, case.M, case.K)
+    weight = randn(device, torch.bfloat16, case.N, case.K)
+    a, b = (tuple(options.quantize(operand).parts.values()) for operand in (x, weight))
+    functions: dict[str, Callable[[], Tensor]] = {
+        "fewbits": lambda: stochastic_codes(*a, *b, options),
+        "torch_bfloat16": lambda: x @ weight.t(),
+    }
+
+    def exact() -> Sequence[Tensor]:
+        return (x.double() @ weight.double().t(),)
+
+    return Problem({name: differentiated(f, (), x, 0) for name, f in functions.items()}, exact)
+
+
+MAKERS = (stochastic_cases, codes_cases)

@@ -1,0 +1,217 @@
+"""``y = a b^T`` of prepared operands, as stochastic-computing hardware counts it, exactly.
+
+Shapes: codes qa (B, N, D) and qb (B or 1, M, D), int8 from -Q to Q; scales sa (B, N, C) and
+sb (B or 1, M, C), float32, for the C chunks of the inner dimension; y (B, N, M), float32. For chunks in
+ascending order:
+
+    acc = sum over the chunk's d of sign(qa[n, d]) sign(qb[m, d]) T_d(|qa[n, d]|, |qb[m, d]|)
+    y[n, m] = y[n, m] + (acc * (Q**2 / L)) * (sa[n] * sb[m])
+
+T is the product table of `fewbits.formats.streams` under the mask of dimension d of a chunk. acc is a whole
+number, exact in any order; the other operations are one float32 rounding each, in the written order, so that
+every device and every path below gives the same bits. L, the length of the streams, belongs to a's rows: to a
+row, a chunk, or a row's chunk. Streams of no steps count nothing and add nothing. A scale that is NaN makes
+its row or column NaN. There is no gradient here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fewbits.errors import BadInput, Unsupported
+from fewbits.formats.stochastic import Stochastic
+from fewbits.formats.streams import product_tables
+from fewbits.kernels.dequantize import _from_text, _to_text
+
+_EXACT_FLOAT32 = 2**24
+
+
+# 1. The definition.
+
+
+def stochastic_codes_ref(
+    qa: Tensor,
+    sa: Tensor,
+    qb: Tensor,
+    sb: Tensor,
+    options: Stochastic,
+    levels: Sequence[int],
+    level_index: Tensor | None = None,
+) -> Tensor:
+    """y as the module's text defines it; arguments as of `stochastic_codes`, all of three dimensions."""
+    y = torch.zeros(qa.shape[0], qa.shape[1], qb.shape[1], device=qa.device)
+    factors = count_factors(options, levels, qa.device)
+    for i, chunk in enumerate(options.chunks(qa.shape[-1])):
+        level = _levels_of_chunk(level_index, i, qa)  # (B, N)
+        acc = _counts(qa[..., chunk], qb[..., chunk], options, levels, level)
+        scales = sa[..., i, None] * sb[:, None, :, i]
+        y = y + (acc.float() * factors[level][..., None]) * scales
+    return y
+
+
+def count_factors(options: Stochastic, levels: Sequence[int], device: torch.device) -> Tensor:
+    """Q**2 / L of each length as float32; 0 for streams of no steps."""
+    factors = [options.max_code**2 / length if length else 0.0 for length in levels]
+    return torch.tensor(factors, dtype=torch.float64).float().to(device)
+
+
+def _levels_of_chunk(level_index: Tensor | None, chunk: int, qa: Tensor) -> Tensor:
+    shape = qa.shape[:2]
+    if level_index is None:
+        return torch.zeros(shape, dtype=torch.int64, device=qa.device)
+    return level_index[..., chunk if level_index.shape[-1] > 1 else 0].long().expand(shape)
+
+
+def _counts(qa: Tensor, qb: Tensor, options: Stochastic, levels: Sequence[int], level: Tensor) -> Tensor:
+    """acc of one chunk, (B, N, M) int64: one dimension after the other."""
+    masks = options.masks(qa.shape[-1])
+    distinct = tuple(dict.fromkeys(masks))
+    tables = torch.stack(
+        [_tables(options, length, distinct, qa.device) for length in levels]
+    )  # (levels, masks, Q + 1, Q + 1)
+    signed = torch.zeros(qa.shape[0], qa.shape[1], qb.shape[1], dtype=torch.int64, device=qa.device)
+    for d, mask in enumerate(masks):
+        a, b = qa[:, :, d].long(), qb[:, :, d].long()
+        rows = tables[level, distinct.index(mask), a.abs()] * a.sign()[..., None]  # (B, N, Q + 1)
+        columns = b.abs()[:, None, :].expand(len(a), a.shape[1], -1)
+        signed += torch.gather(rows, 2, columns) * b.sign()[:, None, :]
+    return signed
+
+
+def _tables(options: Stochastic, length: int, masks: tuple[int, ...], device: torch.device) -> Tensor:
+    if length:
+        return product_tables(options.with_length(length).streams, masks, device).long()
+    size = options.max_code + 1
+    return torch.zeros(len(masks), size, size, dtype=torch.int64, device=device)
+
+
+# 2. The op: on a CPU it runs the definition.
+
+
+@torch.library.custom_op("fewbits::stochastic_codes", mutates_args=())
+def _stochastic_codes(
+    qa: Tensor,
+    sa: Tensor,
+    qb: Tensor,
+    sb: Tensor,
+    options: str,
+    levels: Sequence[int],
+    level_index: Tensor | None,
+) -> Tensor:
+    return stochastic_codes_ref(qa, sa, qb, sb, _options(options), levels, level_index)
+
+
+@_stochastic_codes.register_fake
+def _(
+    qa: Tensor,
+    sa: Tensor,
+    qb: Tensor,
+    sb: Tensor,
+    options: str,
+    levels: Sequence[int],
+    level_index: Tensor | None,
+) -> Tensor:
+    return sa.new_empty(qa.shape[0], qa.shape[1], qb.shape[1])
+
+
+def _options(text: str) -> Stochastic:
+    value = _from_text(text)
+    assert isinstance(value, Stochastic)
+    return value
+
+
+# 3. The public function.
+
+
+def stochastic_codes(
+    qa: Tensor,
+    sa: Tensor,
+    qb: Tensor,
+    sb: Tensor,
+    options: Stochastic,
+    levels: Sequence[int] | None = None,
+    level_index: Tensor | None = None,
+) -> Tensor:
+    """``a b^T`` of operands that `Stochastic.quantize` or `quantize_stochastic` made.
+
+    Args:
+        qa: (N, D) or (B, N, D) int8 codes of a.
+        sa: (N, C) or (B, N, C) float32 scales of a.
+        qb: (M, D), (1, M, D) or (B, M, D) int8 codes of b, on a's device.
+        sb: the scales of b.
+        options: of the streams, which made the codes too. The length of its streams is not read where
+            ``levels`` are given.
+        levels: the lengths of streams in this product; None for that of ``options``.
+        level_index: uint8 of shape (B or 1, N or 1, C or 1), or without the first: which of the levels each
+            of a's rows and chunks has; None for the first. Not checked against the number of levels.
+
+    Returns:
+        (N, M) or (B, N, M) float32.
+
+    Raises:
+        BadInput: operands or levels do not fit.
+        Unsupported: options whose operands cannot be prepared, or counts that could exceed 32 bits.
+    """
+    if not options.prepares:
+        options.layout((1, 1))  # raises and says why
+    levels = (options.streams.length,) if levels is None else tuple(levels)
+    two = qa.dim() == 2
+    if two:
+        qa, sa = qa[None], sa[None]
+        qb, sb = (qb[None], sb[None]) if qb.dim() == 2 else (qb, sb)
+    elif qb.dim() == 2:
+        qb, sb = qb[None], sb[None]
+    if level_index is not None and level_index.dim() == 2:
+        level_index = level_index[None]
+    _check(qa, sa, qb, sb, options)
+    _check_levels(options, levels, level_index, (*qa.shape[:2], sa.shape[-1]))
+    y: Tensor = _stochastic_codes(qa, sa, qb, sb, _to_text(options), levels, level_index)
+    return y[0] if two else y
+
+
+def _check(qa: Tensor, sa: Tensor, qb: Tensor, sb: Tensor, options: Stochastic) -> None:
+    for name, codes, scales in (("a", qa, sa), ("b", qb, sb)):
+        if codes.dtype != torch.int8 or scales.dtype != torch.float32 or codes.dim() != 3:
+            raise BadInput(
+                f"{name} has codes {codes.dtype} of {codes.dim()} dimensions and scales {scales.dtype}; give "
+                "the int8 codes and float32 scales that quantize_stochastic makes."
+            )
+        wanted = (*codes.shape[:2], len(options.chunks(codes.shape[2])))
+        if tuple(scales.shape) != wanted:
+            raise BadInput(
+                f"{name} has scales {tuple(scales.shape)}, and codes {tuple(codes.shape)} in chunks of "
+                f"{options.chunk_d or 'all'} have {wanted}; quantise it with the same options."
+            )
+    if qa.shape[2] != qb.shape[2] or qb.shape[0] not in (1, qa.shape[0]):
+        raise BadInput(
+            f"a has codes {tuple(qa.shape)} and b {tuple(qb.shape)}; the last dimensions must be equal, and "
+            "b's first 1 or a's."
+        )
+    if len({x.device for x in (qa, sa, qb, sb)}) > 1:
+        raise BadInput(f"a is on {qa.device} and b on {qb.device}; move both to one device.")
+
+
+def _check_levels(
+    options: Stochastic, levels: Sequence[int], level_index: Tensor | None, shape: tuple[int, ...]
+) -> None:
+    longest = 2**options.sc_prec
+    if not 1 <= len(levels) <= 256 or not all(0 <= length <= longest for length in levels):
+        raise BadInput(f"levels={tuple(levels)} is refused: give 1 to 256 lengths from 0 to {longest}.")
+    if level_index is not None:
+        fits = level_index.dim() == 3 and all(
+            n in (1, m) for n, m in zip(level_index.shape, shape, strict=True)
+        )
+        if level_index.dtype != torch.uint8 or not fits:
+            raise BadInput(
+                f"level_index is {level_index.dtype} {tuple(level_index.shape)}; give uint8 that broadcasts "
+                f"to {shape}."
+            )
+    widest = shape[-1] and max(levels)
+    if widest and len({options.with_length(length).masks(256) for length in levels if length}) > 1:
+        raise Unsupported(
+            f"levels={tuple(levels)} have different masks (streams of {longest} steps on a grid of {longest} "
+            "have none); make two products."
+        )

@@ -1,0 +1,124 @@
+"""`stochastic_codes`: the definition against `sc_matmul`, lengths of rows and chunks, and what it refuses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from fewbits import sc_matmul
+from fewbits.errors import BadInput, Unsupported
+from fewbits.formats.stochastic import STOCHASTIC, Stochastic
+from fewbits.kernels.stochastic_codes import stochastic_codes, stochastic_codes_ref
+
+HALVE = replace(STOCHASTIC, chunk_d=16)
+FULL = Stochastic(chunk_d=16)
+WHOLE = Stochastic(halve_bipolar_stoc_len=True)
+
+
+def prepared(x: Tensor, options: Stochastic) -> tuple[Tensor, Tensor]:
+    packed = options.quantize(x)
+    return packed.parts["codes"], packed.parts["scales"]
+
+
+def of_options(options: Stochastic) -> dict:
+    names = ("chunk_d", "halve_bipolar_stoc_len", "n_masks", "stoc_len", "rng_levels")
+    return {name: getattr(options, name) for name in names}
+
+
+@pytest.mark.parametrize(
+    "options", [HALVE, FULL, WHOLE, replace(HALVE, stoc_len=37), replace(FULL, stoc_len=3)]
+)
+def test_prepared_operands_give_what_sc_matmul_gives(options: Stochastic) -> None:
+    a, b = torch.randn(5, 43), torch.randn(7, 43)
+    y = stochastic_codes(*prepared(a, options), *prepared(b, options), options)
+    assert torch.equal(y, sc_matmul(a, b, **of_options(options)))
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 3), (2, 1, 3), (1, 5, 1), (2, 5, 3), (1, 1, 1)])
+def test_each_row_and_chunk_has_its_own_length(shape: tuple[int, ...]) -> None:
+    """A row's chunk counts as in a product of its own with that length; the parts are added in order."""
+    levels = (128, 64, 17, 0)
+    index = torch.randint(0, 4, shape, dtype=torch.uint8)
+    a, b = torch.randn(2, 5, 43), torch.randn(7, 43)
+    qa, sa = prepared(a, HALVE)
+    qb, sb = prepared(b, HALVE)
+    y = stochastic_codes(qa, sa, qb, sb, HALVE, levels, index)
+    full = index.expand(2, 5, 3)
+    for i in range(2):
+        for n in range(5):
+            expected = torch.zeros(7)
+            for c in range(3):
+                part = slice(16 * c, min(16 * c + 16, 43))
+                length = levels[int(full[i, n, c])]
+                if length:
+                    one = replace(HALVE, stoc_len=length, rng_levels=128, chunk_d=0)
+                    x = (qa[i, n, part][None], sa[i, n, c].view(1, 1), qb[:, part], sb[:, c, None])
+                    expected = expected + stochastic_codes(*x, one)[0]
+            assert torch.equal(y[i, n], expected)
+
+
+def test_entries_of_a_batch_are_products_of_their_own() -> None:
+    a, b = torch.randn(3, 4, 40), torch.randn(3, 6, 40)
+    qa, sa = prepared(a, WHOLE)
+    qb, sb = prepared(b, WHOLE)
+    y = stochastic_codes(qa, sa, qb, sb, WHOLE)
+    assert torch.equal(
+        y, torch.stack([stochastic_codes(*x, WHOLE) for x in zip(qa, sa, qb, sb, strict=True)])
+    )
+    assert torch.equal(y, sc_matmul(a, b, halve_bipolar_stoc_len=True))
+
+
+def test_a_scale_that_is_not_a_number_marks_its_row_or_column() -> None:
+    qa, sa = prepared(torch.randn(4, 40), HALVE)
+    qb, sb = prepared(torch.randn(6, 40), HALVE)
+    sa[1, 2] = sb[3, 0] = torch.nan
+    y = stochastic_codes(qa, sa, qb, sb, HALVE)
+    marked = torch.zeros(4, 6, dtype=torch.bool)
+    marked[1], marked[:, 3] = True, True
+    assert torch.equal(y.isnan(), marked)
+
+
+@pytest.mark.parametrize(("N", "M", "D"), [(0, 3, 40), (3, 0, 40), (0, 0, 40)])
+def test_nothing_gives_nothing(N: int, M: int, D: int) -> None:
+    y = stochastic_codes(*prepared(torch.ones(N, D), HALVE), *prepared(torch.ones(M, D), HALVE), HALVE)
+    assert y.shape == (N, M)
+
+
+def test_op_is_what_torch_expects() -> None:
+    from fewbits.kernels.dequantize import _to_text
+
+    qa, sa = prepared(torch.randn(1, 3, 20), HALVE)
+    index = torch.zeros(1, 1, 2, dtype=torch.uint8)
+    for levels, of_rows in (([128], None), ([128, 5], index)):
+        torch.library.opcheck(
+            torch.ops.fewbits.stochastic_codes.default, (qa, sa, qa, sa, _to_text(HALVE), levels, of_rows)
+        )
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    qa, sa = prepared(torch.randn(3, 40), HALVE)
+    with pytest.raises(BadInput, match=r"a has codes torch\.int16"):
+        stochastic_codes(qa.short(), sa, qa, sa, HALVE)
+    with pytest.raises(BadInput, match=r"have \(1, 3, 5\); quantise it with the same options"):
+        stochastic_codes(qa, sa, qa, sa, replace(HALVE, chunk_d=8))
+    with pytest.raises(BadInput, match="the last dimensions must be equal"):
+        stochastic_codes(qa, sa, *prepared(torch.randn(3, 41), HALVE), HALVE)
+    with pytest.raises(BadInput, match="give 1 to 256 lengths from 0 to 256"):
+        stochastic_codes(qa, sa, qa, sa, HALVE, (257,))
+    with pytest.raises(BadInput, match=r"give uint8 that broadcasts to \(1, 3, 3\)"):
+        stochastic_codes(qa, sa, qa, sa, HALVE, (5, 6), torch.zeros(2, 1, dtype=torch.uint8))
+    with pytest.raises(Unsupported, match="make two products"):
+        stochastic_codes(qa, sa, qa, sa, FULL, (256, 64))
+    with pytest.raises(Unsupported, match="operands are prepared for bipolar streams"):
+        stochastic_codes(qa, sa, qa, sa, Stochastic(mode="unipolar"))
+
+
+def test_the_reference_alone() -> None:
+    """One dimension, codes at their ends: the table's corner, over the counts' factor."""
+    one = torch.tensor([[[127]]], dtype=torch.int8)
+    scale = torch.full((1, 1, 1), 1 / 127)
+    y = stochastic_codes_ref(one, scale, -one, scale, WHOLE, (128,))
+    assert torch.equal(y, -(torch.tensor(128.0) * (127**2 / 128)) * (scale * scale))
