@@ -1,0 +1,272 @@
+"""How a model runs under stochastic computing, layer by layer: one value, one YAML or JSON file.
+
+    fewbits_stochastic: 1
+    model: {model_type: llama, num_hidden_layers: 6, hidden_size: 192}
+    options: {halve_bipolar_stoc_len: true, chunk_d: 128, n_masks: 64, stoc_len: 32}
+    linears:
+      model.layers.5.*: {runs: int8}
+      "*.mlp.down_proj": {lengths: [[64, 48, 32, 32]], protected: [17]}
+      "*": {lengths: 32}
+    attention: {"*": {scores: 64, values: 64}}
+
+Names are globs over full names, and the first that matches decides; a linear that none matches takes the
+options as they are, an attention that none matches stays exact. ``options`` are the fields of `Stochastic`
+that differ from `STOCHASTIC`. Pure data: what fits a model is checked by `fewbits.models.stochastic`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from fewbits.errors import BadInput
+from fewbits.formats.stochastic import STOCHASTIC, Stochastic
+
+VERSION = 1
+RUNS = ("stochastic", "int8", "exact")
+CLASSIFY = ("row", "chunk")
+Lengths = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearSetting:
+    """How one linear runs.
+
+    Attributes:
+        runs: "stochastic", "int8" (weight and input INT8, a scale per row) or "exact".
+        lengths: stream lengths by (group of input rows, chunk of the inner dimension); either axis may have
+            one entry for all. None: the options'.
+        thresholds: descending; an input row belongs to the group whose number is how many of these exceed
+            its largest magnitude (after smoothing). One fewer than there are groups.
+        classify: whether that magnitude is of the whole "row" or of each "chunk" of it.
+        smooth_scales: one per input channel; None: ones.
+        protected: input channels whose products are exact.
+    """
+
+    runs: str = "stochastic"
+    lengths: Lengths | None = None
+    thresholds: tuple[float, ...] = ()
+    classify: str = "row"
+    smooth_scales: tuple[float, ...] | None = None
+    protected: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, value, known in (("runs", self.runs, RUNS), ("classify", self.classify, CLASSIFY)):
+            if value not in known:
+                raise BadInput(f"{name} {value!r} is unknown; choose one of {', '.join(known)}.")
+        groups = 1 if self.lengths is None else len(self.lengths)
+        if self.lengths is not None and len({len(row) for row in self.lengths}) != 1:
+            raise BadInput(
+                "lengths has rows of different sizes; give each group of rows every chunk's length."
+            )
+        if len(self.thresholds) != groups - 1:
+            raise BadInput(
+                f"{groups} groups of rows need {groups - 1} thresholds, not {len(self.thresholds)}; give one "
+                "between each two groups."
+            )
+        if list(self.thresholds) != sorted(self.thresholds, reverse=True):
+            raise BadInput(f"thresholds {list(self.thresholds)} are not descending; sort them.")
+        if self.runs != "stochastic" and (self.lengths or self.smooth_scales or self.protected):
+            raise BadInput(
+                f"a linear that runs {self.runs} has no lengths, smooth_scales or protected channels; leave "
+                "them out."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSetting:
+    """Stream lengths of the two products of one layer's attention; None: that product stays exact.
+
+    Attributes:
+        scores: of queries times keys.
+        values: of weights times values.
+    """
+
+    scores: int | None = None
+    values: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StochasticConfig:
+    """How a model runs under stochastic computing.
+
+    Attributes:
+        options: of every product; ``stoc_len`` is the length where nothing else is said.
+        linears: (glob over the full name, setting) pairs; the first that matches decides.
+        attention: (glob over the full name of an attention module, setting) pairs.
+        model: fields of the model's config.json that this was made for; what is named must agree.
+        calibration: where the numbers come from; not read by anything.
+    """
+
+    options: Stochastic = STOCHASTIC
+    linears: tuple[tuple[str, LinearSetting], ...] = ()
+    attention: tuple[tuple[str, AttentionSetting], ...] = ()
+    model: Mapping[str, Any] = field(default_factory=dict)
+    calibration: Mapping[str, Any] = field(default_factory=dict)
+
+    def linear(self, name: str) -> LinearSetting:
+        """The setting of the linear with this full name."""
+        return next((s for pattern, s in self.linears if fnmatchcase(name, pattern)), LinearSetting())
+
+    def attention_of(self, name: str) -> AttentionSetting:
+        """The setting of the attention module with this full name."""
+        return next((s for pattern, s in self.attention if fnmatchcase(name, pattern)), AttentionSetting())
+
+
+def config_to_plain(config: StochasticConfig) -> dict[str, Any]:
+    """The configuration as plain data, without what has its default."""
+    return {
+        "fewbits_stochastic": VERSION,
+        "model": dict(config.model),
+        "options": _changed(config.options, STOCHASTIC),
+        "linears": {name: _changed(setting, LinearSetting()) for name, setting in config.linears},
+        "attention": {name: _changed(setting, AttentionSetting()) for name, setting in config.attention},
+        "calibration": dict(config.calibration),
+    }
+
+
+def config_from_plain(plain: Any) -> StochasticConfig:
+    """The inverse of `config_to_plain`.
+
+    Raises:
+        BadInput: an unknown field or a value that cannot be, with the place where it stands.
+    """
+    if not isinstance(plain, Mapping) or "fewbits_stochastic" not in plain:
+        raise BadInput(
+            "this is no stochastic configuration: it lacks the field fewbits_stochastic; write one with "
+            "fewbits sc calibrate."
+        )
+    if plain["fewbits_stochastic"] != VERSION:
+        raise BadInput(
+            f"the stochastic configuration has version {plain['fewbits_stochastic']!r} and this fewbits "
+            f"reads {VERSION}; install the fewbits that wrote it."
+        )
+    known = ["fewbits_stochastic", *(f.name for f in dataclasses.fields(StochasticConfig))]
+    _check_known("the configuration", plain, known)
+    parts = {name: _mapping(name, plain.get(name) or {}) for name in known[1:]}
+    return StochasticConfig(
+        options=_make("options", parts["options"], STOCHASTIC),
+        linears=tuple(
+            (name, _make(f"linears, {name}", value, LinearSetting()))
+            for name, value in parts["linears"].items()
+        ),
+        attention=tuple(
+            (name, _make(f"attention, {name}", value, AttentionSetting()))
+            for name, value in parts["attention"].items()
+        ),
+        model=parts["model"],
+        calibration=parts["calibration"],
+    )
+
+
+def read_config(path: Path | str) -> StochasticConfig:
+    """Read a configuration from a .yaml, .yml or .json file.
+
+    Raises:
+        BadInput: not YAML or JSON, or not a configuration.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+        plain = json.loads(text) if path.suffix == ".json" else _yaml(text)
+    except UnicodeDecodeError as error:
+        raise BadInput(f"{path} is not UTF-8 text; give a YAML or JSON file.") from error
+    except ValueError as error:
+        raise BadInput(f"{path} cannot be read ({_first_line(error)}); give a YAML or JSON file.") from error
+    try:
+        return config_from_plain(plain)
+    except BadInput as error:
+        raise BadInput(f"{path}: {error}") from error
+
+
+def write_config(config: StochasticConfig, path: Path | str) -> None:
+    """Write a configuration as YAML, or as JSON where the name ends so."""
+    path, plain = Path(path), config_to_plain(config)
+    if path.suffix == ".json":
+        path.write_text(json.dumps(plain, indent=1) + "\n", encoding="utf-8")
+        return
+    import yaml
+
+    text = yaml.safe_dump(plain, sort_keys=False, default_flow_style=None, width=110)
+    path.write_text(text, encoding="utf-8")
+
+
+def _yaml(text: str) -> Any:
+    import yaml
+
+    try:
+        return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except yaml.YAMLError as error:
+        raise ValueError(_first_line(error)) from error
+
+
+def _first_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:120]
+
+
+def _changed(value: Any, default: Any) -> dict[str, Any]:
+    pairs = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+    return {name: _plain(v) for name, v in pairs.items() if v != getattr(default, name)}
+
+
+def _plain(value: Any) -> Any:
+    return [_plain(v) for v in value] if isinstance(value, tuple) else value
+
+
+def _make(where: str, plain: Any, default: Any) -> Any:
+    """``default`` with the fields that ``plain`` names; errors say where they are."""
+    plain = _mapping(where, plain)
+    _check_known(where, plain, [f.name for f in dataclasses.fields(default)])
+    try:
+        return dataclasses.replace(default, **{name: _value(name, v) for name, v in plain.items()})
+    except BadInput as error:
+        raise BadInput(f"{where}: {error}") from error
+
+
+def _value(name: str, value: Any) -> Any:
+    if name == "lengths" and value is not None:
+        rows = value if isinstance(value, Sequence) and not isinstance(value, str) else [value]
+        rows = rows if rows and isinstance(rows[0], Sequence) else [rows]
+        return tuple(tuple(_whole(name, v) for v in row) for row in rows)
+    if name in ("scores", "values") and value is not None:
+        return _whole(name, value)
+    if name == "protected":
+        return tuple(_whole(name, v) for v in _list(name, value))
+    if name in ("smooth_scales", "thresholds") and value is not None:
+        return tuple(_number(name, v) for v in _list(name, value))
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _list(name: str, value: Any) -> list[Any]:
+    if not isinstance(value, list | tuple):
+        raise BadInput(f"{name} must be a list, not {value!r}.")
+    return list(value)
+
+
+def _whole(name: str, value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise BadInput(f"{name} holds {value!r}; give whole numbers.")
+    return value
+
+
+def _number(name: str, value: Any) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or value != value:
+        raise BadInput(f"{name} holds {value!r}; give numbers.")
+    return float(value)
+
+
+def _mapping(where: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise BadInput(f"{where} must be a mapping, not {value!r}.")
+    return {str(k): v for k, v in value.items()}
+
+
+def _check_known(where: str, plain: Mapping[str, Any], known: list[str]) -> None:
+    unknown = sorted(set(map(str, plain)) - set(known))
+    if unknown:
+        raise BadInput(f"{where}: unknown field {', '.join(unknown)}; known: {', '.join(known)}.")

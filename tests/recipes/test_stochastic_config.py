@@ -1,0 +1,92 @@
+"""The stochastic configuration file: there and back, short forms, and what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from fewbits.errors import BadInput
+from fewbits.formats.stochastic import STOCHASTIC
+from fewbits.recipes.stochastic_config import (
+    AttentionSetting,
+    LinearSetting,
+    StochasticConfig,
+    config_from_plain,
+    read_config,
+    write_config,
+)
+
+CONFIG = StochasticConfig(
+    options=dataclasses.replace(STOCHASTIC, stoc_len=32, scramble="counter"),
+    linears=(
+        ("model.layers.1.*", LinearSetting(runs="int8")),
+        (
+            "model.layers.0.mlp.down_proj",
+            LinearSetting(
+                lengths=((128, 64), (64, 32)),
+                thresholds=(2.5,),
+                classify="chunk",
+                smooth_scales=(1.25, 0.1, 3.0),
+                protected=(1, 2),
+            ),
+        ),
+    ),
+    attention=(("*", AttentionSetting(scores=64)),),
+    model={"model_type": "llama"},
+    calibration={"budget": 48, "method": "smoothquant"},
+)
+
+
+@pytest.mark.parametrize("name", ["sc.yaml", "sc.json"])
+def test_there_and_back(tmp_path, name):
+    write_config(CONFIG, tmp_path / name)
+    assert read_config(tmp_path / name) == CONFIG
+
+
+def test_globs_and_short_forms():
+    config = config_from_plain(
+        {"fewbits_stochastic": 1, "linears": {"*.q_proj": {"lengths": 48}, "*": {"lengths": [64, 32]}}}
+    )
+    assert config.options == STOCHASTIC
+    assert config.linear("a.q_proj").lengths == ((48,),)
+    assert config.linear("a.k_proj").lengths == ((64, 32),)
+    assert config.attention_of("a.self_attn") == AttentionSetting()
+
+
+BAD = {
+    "no mapping": ([1], "no stochastic configuration"),
+    "another version": ({"fewbits_stochastic": 2}, "version 2 and this fewbits reads 1"),
+    "unknown field": ({"lineers": {}}, "unknown field lineers; known"),
+    "unknown option": ({"options": {"stok_len": 1}}, "options: unknown field stok_len"),
+    "wrong option": ({"options": {"stoc_len": 0}}, "options: stoc_len=0 is refused"),
+    "unknown run": ({"linears": {"*": {"runs": "fp4"}}}, r"linears, \*: runs 'fp4' is unknown"),
+    "half a length": ({"linears": {"*": {"lengths": [1.5]}}}, "lengths holds 1.5; give whole numbers"),
+    "ragged": ({"linears": {"*": {"lengths": [[1, 2], [3]]}}}, "rows of different sizes"),
+    "thresholds": ({"linears": {"*": {"lengths": [[1], [2]]}}}, "need 1 thresholds, not 0"),
+    "ascending": (
+        {"linears": {"*": {"lengths": [[3], [2], [1]], "thresholds": [1, 2]}}},
+        "are not descending",
+    ),
+    "int8 with lengths": ({"linears": {"*": {"runs": "int8", "lengths": 3}}}, "runs int8 has no lengths"),
+    "a word": ({"linears": {"*": {"smooth_scales": "all"}}}, "smooth_scales must be a list"),
+    "attention": ({"attention": {"*": {"scores": True}}}, "scores holds True"),
+    "no setting": ({"linears": {"*": 3}}, r"linears, \*: must be a mapping|linears, \* must be a mapping"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_refused_in_one_sentence(case):
+    plain, sentence = BAD[case]
+    if isinstance(plain, dict):
+        plain = {"fewbits_stochastic": 1, **plain}
+    with pytest.raises(BadInput, match=sentence):
+        config_from_plain(plain)
+
+
+@pytest.mark.parametrize("text", ["a: [", "{", "\x00"])
+def test_a_file_that_is_neither(tmp_path, text):
+    for name in ("sc.yaml", "sc.json"):
+        (tmp_path / name).write_text(text, encoding="utf-8")
+        with pytest.raises(BadInput, match=rf"{name}.*(cannot be read|no stochastic configuration)"):
+            read_config(tmp_path / name)
