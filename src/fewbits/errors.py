@@ -27,5 +27,9 @@ class TrainingStopped(FewbitsError):
     """Training stopped itself: NaN loss, all-zero gradients, a full disk."""
 
 
+class PeerLost(TrainingStopped):
+    """Another process of the same run was killed, has stopped, or does not answer."""
+
+
 class NotFused(Exception):
     """A reason, in words, why a decoder layer's own forward is taken; it never leaves the layer."""

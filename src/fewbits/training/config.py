@@ -24,6 +24,8 @@ OPTIMIZERS = {  # by the host's names; adamw_8bit is our own, see build.optimize
 SCHEDULERS = ("cosine", "linear", "constant", "constant_with_warmup", "polynomial", "cosine_with_min_lr")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 CUDA_GRAPH = ("auto", "true", "false")
+PARALLEL = ("auto", "ddp", "fsdp", "tensor")
+COMMUNICATION = ("auto", "none", "int8", "int4", "fp8")
 # The same for every layer, where a budget in GiB would choose layer by layer.
 MEMORY_BUDGETS = ("auto", "keep", "recompute", "offload")
 ALIASES = {
@@ -49,6 +51,9 @@ NOT_COMPARED = frozenset(
         "samples",
         "memory_budget",
         "cuda_graph",
+        "parallel",
+        "tensor_size",
+        "wait_seconds",
     }
 )
 
@@ -138,8 +143,13 @@ class TrainConfig:
         False, "data", "count and skip rows that cannot be used, where otherwise the run stops"
     )
 
-    batch_size: int = _option(8, "training", "rows (packed: sequences) in one forward pass")
-    gradient_accumulation: int = _option(1, "training", "forward passes for one optimizer step")
+    batch_size: int = _option(8, "training", "the most rows (packed: sequences) in one forward pass")
+    gradient_accumulation: int = _option(
+        1,
+        "training",
+        "forward passes for one optimizer step, by all processes together: a step has batch_size x"
+        " gradient_accumulation rows on any number of them",
+    )
     epochs: float = _option(1.0, "training", "passes over the data")
     max_steps: int | None = _option(None, "training", "optimizer steps; overrides epochs")
     learning_rate: float = _option(2e-4, "training", "largest learning rate (alias: lr)")
@@ -153,6 +163,29 @@ class TrainConfig:
         "adamw", "training", "adamw, adamw_8bit (moments of 8 bits), adafactor or sgd", OPTIMIZERS
     )
     seed: int = _option(42, "training", "of adapters, dropout, the split and the order of the data")
+
+    parallel: str = _option(
+        "auto",
+        "several GPUs",
+        "how processes share the model: ddp (each holds all of it), fsdp (each a share), tensor (each a part"
+        " of every layer); auto: ddp if that fits, else fsdp",
+        PARALLEL,
+    )
+    tensor_size: int | None = _option(
+        None,
+        "several GPUs",
+        "processes that share one layer, with tensor or fsdp; none: all with tensor, 1 with fsdp",
+    )
+    communication: str = _option(
+        "auto",
+        "several GPUs",
+        "format in which gradients travel between processes; auto: the one that the recipe names, if any;"
+        " none: as they are",
+        COMMUNICATION,
+    )
+    wait_seconds: int = _option(
+        1800, "several GPUs", "the longest that a process waits for another before the run stops"
+    )
 
     logging_steps: int = _option(1, "output", "steps between two lines of metrics.jsonl")
     eval_steps: int | None = _option(None, "output", "steps between evaluations; none: ten in a run")
@@ -190,8 +223,16 @@ class TrainConfig:
             "epochs",
             "learning_rate",
             "keep_checkpoints",
+            "wait_seconds",
         )
-        optional = ("max_steps", "eval_steps", "save_steps", "max_seq_length", "early_stopping_patience")
+        optional = (
+            "tensor_size",
+            "max_steps",
+            "eval_steps",
+            "save_steps",
+            "max_seq_length",
+            "early_stopping_patience",
+        )
         for name in (*positive, *(name for name in optional if getattr(self, name) is not None)):
             if not getattr(self, name) > 0:
                 raise BadInput(f"{name} is {getattr(self, name)}; it must be greater than 0.")

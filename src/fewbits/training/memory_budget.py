@@ -135,6 +135,7 @@ class MemoryBudget:
         budget_bytes: what a step may use, weights included.
         meter: reads the device's memory; None: predictions are not corrected.
         start: a plan to begin with, which no measurement changes; None: the best that fits.
+        agree: gives the same number of all processes of the run, so that all make the same plan.
         plan: the plan in place.
         notes: sentences for the log and the receipt, in the order in which they came about.
     """
@@ -145,12 +146,14 @@ class MemoryBudget:
     budget_bytes: int
     meter: Any = None
     start: Plan | None = None
+    agree: Callable[[float], list[float]] = lambda number: [number]
     plan: Plan = field(init=False)
     notes: list[str] = field(default_factory=list)
     _factor: float = 1.0
     _before: int | None = None
     _largest: int = 0
     _measured: bool = False
+    _ended: bool = False
 
     def __post_init__(self) -> None:
         self._measured = self.start is not None
@@ -171,14 +174,17 @@ class MemoryBudget:
 
     def end_step(self) -> None:
         """Forward and backward passes of a step are done; the first one's peak corrects the plan."""
-        if self._measured or self._before is None:
+        if self.meter is None or self._ended:
             return
+        self._ended = True
+        tells = not self._measured and self._before is not None and not self._replan_unfused()
         self._measured = True
-        if self._replan_unfused():
+        expected = self.planner_for(max(1, self._largest)).price_of(self.plan)
+        measured = self.meter.peak() - self._before if tells and self._before is not None else 0
+        factors = self.agree(measured / max(1, expected.predicted.dynamic))
+        if not all(factors):  # here, or on another rank, the first step was not a whole one under this plan
             return
-        expected = self.planner_for(self._largest).price_of(self.plan)
-        measured = self.meter.peak() - self._before
-        self._factor = measured / max(1, expected.predicted.dynamic)
+        self._factor = max(factors)
         finder = self._planner()
         current = finder.price_of(self.plan)
         found = finder.plan(self.budget_bytes)
@@ -239,6 +245,7 @@ def budget_for(
     lora: LoRA | None,
     batch: tuple[int, int],
     optimizer_bytes: int = 8,
+    agree: Callable[[float], list[float]] = lambda number: [number],
 ) -> MemoryBudget | None:
     """The budget of a model that is ready to train, its first plan put in place.
 
@@ -249,6 +256,7 @@ def budget_for(
         lora: its adapters.
         batch: sequences and tokens of each in the largest batch.
         optimizer_bytes: of the optimizer's states for each trained value.
+        agree: see `MemoryBudget`; the smallest device's budget is everyone's.
 
     Returns:
         None where there is nothing to plan with: on a CPU, unless the budget is a number; for a model whose
@@ -271,12 +279,13 @@ def budget_for(
         limit = auto_budget(meter.available())
     else:
         return None
+    limit = int(min(agree(limit)))
     num_tokens = batch[0] * batch[1]
     planner_for = _planners(model, target, replace(recipe or Recipe(name="plain"), lora=lora), batch[1])
     planner_for = partial(planner_for, static=static_of(model, optimizer_bytes=optimizer_bytes))
     try:
         start = None if same is None else planner_for(num_tokens).same_for_all(same, limit)
-        made = MemoryBudget(target, planner_for, num_tokens, limit, meter, start)
+        made = MemoryBudget(target, planner_for, num_tokens, limit, meter, start, agree)
     except BadInput as error:
         if not isinstance(budget, str):
             raise

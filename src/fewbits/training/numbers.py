@@ -5,14 +5,19 @@ it one step later, or before anything is logged, evaluated or saved. In the mean
 the weights: the same flag on the device makes a fused optimizer skip its update (``found_inf``, which
 torch's fused optimizers have for gradient scalers). Where the optimizer knows no such flag, or a scaler uses
 it, the host waits in each step.
+
+With several ranks a step is sound if it is so on every rank: one short sum over them a step tells, so all
+stop at the same step, with the sentence of the rank that saw the bad number.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from fewbits.errors import TrainingStopped
@@ -28,15 +33,31 @@ class _Pending:
     names: list[str]
     step: int
     scaled: bool
-    values: Tensor  # (losses + gradients,) on the host: mean losses, then the norm of each gradient
+    values: Tensor  # (1 + losses + gradients,) on the host: bad losses of all ranks, losses, gradients' norms
     event: Any
 
 
 class NumberCheck:
     """Watches one model's losses and gradients."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        num_ranks: int = 1,
+        is_sharded: bool = False,
+        exchange: Callable[[Any], list[Any]] = lambda value: [value],
+    ) -> None:
+        """Nothing is seen yet.
+
+        Args:
+            model: the model.
+            num_ranks: processes that train it.
+            is_sharded: a rank sees parts of the gradients only; otherwise all have the same ones.
+            exchange: gives every rank's value; called by all of them at a step that was not sound.
+        """
         self._model = model
+        self._num_ranks, self._is_sharded, self._exchange = num_ranks, is_sharded, exchange
         self._pending: _Pending | None = None
 
     def see(self, seen: Seen, step: int, optimizer: Any = None, *, scaled: bool = False) -> None:
@@ -54,16 +75,29 @@ class NumberCheck:
         self.settle()
         named = [(name, p.grad) for name, p in self._model.named_parameters() if p.grad is not None]
         losses = torch.stack([loss.float().mean() for loss, _ in seen])
-        norms = [g.float().to(losses.device) for g in torch._foreach_norm([g for _, g in named])]
-        values = torch.cat([losses, torch.stack(norms)]) if norms else losses
+        local = [_local(g) for _, g in named]
+        norms = [g.float().to(losses.device) for g in torch._foreach_norm(local)] if local else []
+        bad = (~losses.isfinite().all()).float()[None]
+        values = self._of_all(bad, torch.stack(norms) if norms else losses.new_zeros(0))
         skips = not scaled and can_skip(optimizer)
         if skips:
-            sound = values.isfinite().all() & (values[len(seen) :].sum() > 0)
+            sound = values.isfinite().all() & (values[0] == 0) & (values[1:].sum() > 0)
             inner_optimizer(optimizer).found_inf = (~sound).float()
-        host, event = _to_host(values)
+        host, event = _to_host(torch.cat([values[:1], losses, values[1:]]))
         self._pending = _Pending(seen, [name for name, _ in named], step, scaled, host, event)
         if not skips:
             self.settle()
+
+    def _of_all(self, bad: Tensor, norms: Tensor) -> Tensor:
+        """The number of ranks with a bad loss, and the gradients' norms, on every rank the same."""
+        if self._num_ranks == 1:
+            return torch.cat([bad, norms])
+        if not self._is_sharded:  # the norms are of the mean over all ranks
+            dist.all_reduce(bad)
+            return torch.cat([bad, norms])
+        values = torch.cat([bad, norms.square()])
+        dist.all_reduce(values)
+        return torch.cat([values[:1], values[1:].sqrt()])
 
     def settle(self) -> None:
         """Raise if the step seen last was not sound; waits for that step only."""
@@ -72,25 +106,30 @@ class NumberCheck:
             return
         if pending.event is not None:
             pending.event.synchronize()
-        losses, norms = pending.values[: len(pending.seen)], pending.values[len(pending.seen) :]
-        if not losses.isfinite().all():
-            raise TrainingStopped(self._bad_loss(pending, losses))
-        if pending.scaled:
+        bad, losses = pending.values[0], pending.values[1 : 1 + len(pending.seen)]
+        norms = pending.values[1 + len(pending.seen) :]
+        if bad or not losses.isfinite().all():
+            mine = "" if losses.isfinite().all() else self._bad_loss(pending, losses)
+            raise TrainingStopped(next(text for text in self._exchange(mine) if text))
+        if pending.scaled or (norms.any() and norms.isfinite().all()):
             return
-        rows = numbers_of([group for _, rows in pending.seen for group in rows])
+        raise TrainingStopped(self._bad_gradients(pending, norms))
+
+    def _bad_gradients(self, pending: _Pending, norms: Tensor) -> str:
+        mine = [group for _, rows in pending.seen for group in rows]
+        rows = numbers_of([group for groups in self._exchange(mine) for group in groups])
         if not norms.any():
-            raise TrainingStopped(
+            return (
                 f"all gradients are zero at step {pending.step} ({len(norms)} parameters with a gradient), so"
                 f" nothing would be learned from rows {rows}; check that the trained layers are part of the"
                 " forward pass."
             )
-        if not norms.isfinite().all():
-            name = pending.names[int((~norms.isfinite()).nonzero()[0])]
-            raise TrainingStopped(
-                f"the gradient of {name} is not finite at step {pending.step} on rows {rows} of the training"
-                " data; no weight was changed by it: lower the learning rate, or resume from the last"
-                " checkpoint."
-            )
+        name = pending.names[int((~norms.isfinite()).nonzero()[0])]
+        return (
+            f"the gradient of {name} is not finite at step {pending.step} on rows {rows} of the training"
+            " data; no weight was changed by it: lower the learning rate, or resume from the last"
+            " checkpoint."
+        )
 
     def _bad_loss(self, pending: _Pending, losses: Tensor) -> str:
         first = int((~losses.isfinite()).nonzero()[0])
@@ -110,6 +149,12 @@ def inner_optimizer(optimizer: Any) -> Any:
 def can_skip(optimizer: Any) -> bool:
     """Whether the optimizer skips a step whose ``found_inf`` is set."""
     return bool(getattr(inner_optimizer(optimizer), "_step_supports_amp_scaling", False))
+
+
+def _local(gradient: Tensor) -> Tensor:
+    """This rank's part of a sharded gradient."""
+    part: Tensor = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+    return part
 
 
 def _to_host(values: Tensor) -> tuple[Tensor, Any]:

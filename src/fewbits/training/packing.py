@@ -15,10 +15,13 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
@@ -79,8 +82,24 @@ class SequenceDataset(Dataset[list[Example]]):
         """Rows of the sequence that has the most."""
         return max(map(len, self.bins))
 
+    def num_tokens(self, indices: Sequence[int]) -> int:
+        """Tokens of these sequences, without padding."""
+        return int(self._sizes[0, indices].sum())
+
+    def num_trained(self, indices: Sequence[int]) -> int:
+        """Their tokens that the loss counts."""
+        return int(self._sizes[1, indices].sum())
+
+    @cached_property
+    def _sizes(self) -> NDArray[np.int64]:
+        """Tokens and trained tokens of each sequence: (2, sequences)."""
+        rows = [(len(e), int(e.trained[1:].sum())) for e in self.examples]
+        return np.array([np.sum([rows[i] for i in rows_of], 0) for rows_of in self.bins], np.int64).T
+
     def __getitem__(self, index: int) -> list[Example]:
-        return [self.examples[i] for i in self.bins[index]]
+        """The rows of a sequence; of ``~index`` the same without a trained token."""
+        rows = [self.examples[i] for i in self.bins[index if index >= 0 else ~index]]
+        return rows if index >= 0 else [replace(e, trained=np.zeros_like(e.trained)) for e in rows]
 
 
 class Collator:

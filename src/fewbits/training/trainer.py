@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from accelerate.data_loader import prepare_data_loader
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from fewbits.errors import TrainingStopped
+from fewbits.formats import Format
+from fewbits.training.averaging import GradientMean
+from fewbits.training.batches import StepBatches
 from fewbits.training.checkpointing import PREFIX, Progress, load_weights, rotate, save_weights, staged
 from fewbits.training.graph import GraphedStep
 from fewbits.training.memory_budget import MemoryBudget
 from fewbits.training.numbers import NumberCheck
 from fewbits.training.packing import Batch, EpochSampler, count_trained
+from fewbits.training.parallel import Layout
 from fewbits.training.rerun import Pass, Rerun, first_sentence
 
 
 class Trainer(transformers.Trainer):
     """Changes: the order of the data, what a checkpoint is, how an evaluation is averaged, when to stop.
 
-    The loss stays the model's own, divided by the number of trained tokens of all accumulated batches.
+    The loss stays the model's own, divided by the number of trained tokens of all batches of a step, on all
+    ranks: a step is the same on any number of them.
     """
 
     def __init__(
@@ -31,6 +40,9 @@ class Trainer(transformers.Trainer):
         progress: Progress | None = None,
         memory: MemoryBudget | None = None,
         cuda_graph: bool = False,
+        layout: Layout | None = None,
+        communication: Format | None = None,
+        per_step: int | None = None,
         **kwargs: Any,
     ) -> None:
         """Args: those of transformers.Trainer, and ours.
@@ -41,25 +53,111 @@ class Trainer(transformers.Trainer):
             progress: the counters to go on with.
             memory: the model's memory plan; a step that runs out of memory is repeated under a smaller one.
             cuda_graph: replay forward and backward passes as one CUDA graph, where batches have one shape.
+            layout: how several processes share the model; None: each holds all of it.
+            communication: the format in which gradients travel between processes.
+            per_step: sequences of an optimizer step on all processes together; None: as the host counts them.
             kwargs: of transformers.Trainer.
         """
         super().__init__(*args, **kwargs)
-        self.memory, self.cuda_graph = memory, cuda_graph
+        self.memory, self.cuda_graph, self.communication = memory, cuda_graph, communication
+        self.layout, self.per_step = layout or self._plain_layout(), per_step
         self.graphed: GraphedStep | None = None
+        self.exchange: Any = None  # a GradientExchange, once training has begun
         self.keep_checkpoints = keep_checkpoints
         self.progress = progress or Progress()
+        self.batches: StepBatches
         self.order: EpochSampler | None = None
         self.control: Any
         self._seen: list[tuple[Tensor, list[list[int]]]] = []
-        self._numbers = NumberCheck(self.model)
-        self._rerun = Rerun(memory) if memory is not None and self.accelerator.num_processes == 1 else None
+        self._resumed: Path | None = None
+        self._numbers = NumberCheck(
+            self.model,
+            num_ranks=self.accelerator.num_processes,
+            is_sharded=self.layout.is_sharded,
+            exchange=partial(self.layout.ranks.exchange, "bad numbers"),
+        )
+        self._mean = GradientMean(self.model.parameters(), self.layout.data_size) if self._waits() else None
+        alone = self.accelerator.num_processes == 1 or self._mean is not None
+        self._rerun = Rerun(memory) if memory is not None and alone else None
+        if memory is not None and not alone:
+            memory.notes.append(
+                "memory: a step that runs out of memory ends the run, for ranks that meet within a pass"
+                " cannot repeat it."
+            )
         self.remove_callback(transformers.PrinterCallback)
         self.add_callback(_EpochOrder(self))
+
+    def _plain_layout(self) -> Layout:
+        size = self.accelerator.num_processes
+        kind = "one" if size == 1 else "ddp"
+        return Layout(kind=kind, data_rank=self.accelerator.process_index, data_size=size)
+
+    def _waits(self) -> bool:
+        """Whether gradients are averaged after a step's last pass instead of during it."""
+        small = hasattr(self.model, "peft_config") or self.cuda_graph
+        return self.layout.kind == "ddp" and self.communication is None and small
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
+        """The host wraps in torch's DDP, where gradients are averaged during the pass."""
+        if training and (self._mean is not None or self.layout.is_sharded):
+            # the host's mixed precision without its wrapper
+            self.accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
+            return model
+        wrapped: nn.Module = super()._wrap_model(model, training, dataloader)
+        return wrapped
 
     def _get_train_sampler(self, train_dataset: Any = None) -> EpochSampler:
         dataset = self.train_dataset if train_dataset is None else train_dataset
         self.order = EpochSampler(len(dataset), self.args.seed)
         return self.order
+
+    def get_train_dataloader(self) -> Any:
+        """This rank's share of each step; accelerate brings it to the device, and shares out nothing more."""
+        args, layout = self.args, self.layout
+        passes = args.per_device_train_batch_size * args.gradient_accumulation_steps
+        self.batches = StepBatches(
+            self._get_train_sampler(),
+            per_step=self.per_step or passes * layout.data_size,
+            batch_size=args.per_device_train_batch_size,
+            rank=layout.data_rank,
+            size=layout.data_size,
+        )
+        return self._loader(self.train_dataset, self.batches)
+
+    def _loader(self, dataset: Any, batches: Any) -> Any:
+        args = self.args
+        loader = DataLoader(
+            dataset,
+            batch_sampler=batches,
+            collate_fn=self.data_collator,
+            num_workers=args.dataloader_num_workers,
+            pin_memory=args.dataloader_pin_memory,
+            persistent_workers=args.dataloader_persistent_workers,
+            prefetch_factor=args.dataloader_prefetch_factor,
+        )
+        return prepare_data_loader(
+            loader,
+            self.accelerator.device,
+            num_processes=1,
+            process_index=0,
+            put_on_device=True,
+            non_blocking=self.accelerator.non_blocking,
+        )
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Batch], num_batches: int, device: torch.device
+    ) -> tuple[list[Batch], Tensor]:
+        """The passes of a step, and what its loss is divided by.
+
+        That is the number of all ranks' trained tokens, which each rank knows; gradients are averaged over
+        the ranks, so each divides by an even share of it.
+        """
+        samples = [batch for _, batch in zip(range(num_batches), epoch_iterator, strict=False)]
+        sequences = self.batches.of_step(self.state.global_step % self.batches.num_steps)
+        self.progress.tokens += self.train_dataset.num_tokens(sequences)
+        count, size = self.train_dataset.num_trained(sequences), self.layout.data_size
+        dtype = torch.int64 if size == 1 else torch.float32
+        return samples, torch.full((), count if size == 1 else count / size, dtype=dtype, device=device)
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """Only matrices decay; biases and norms are vectors."""
@@ -68,8 +166,9 @@ class Trainer(transformers.Trainer):
     def training_step(self, model: nn.Module, inputs: Batch, num_items_in_batch: Any = None) -> Tensor:
         """One forward and backward pass; before the optimizer steps, loss and gradients must be sound."""
         rows = inputs.pop("rows", [])
-        self.progress.tokens += inputs.pop("num_tokens", 0)
+        inputs.pop("num_tokens", None)
         last, step = self.accelerator.sync_gradients, self.state.global_step + 1
+        torch.manual_seed(self.batches.seed_of(step, len(self._seen)))
         if self.memory is not None:
             self.memory.begin(inputs["input_ids"].numel())
 
@@ -80,6 +179,8 @@ class Trainer(transformers.Trainer):
             loss = once(inputs, num_items_in_batch)
         self._seen.append((loss, rows))
         if last:
+            if self._mean is not None:
+                self._mean()
             seen, self._seen = self._seen, []
             scaled = getattr(self.accelerator, "scaler", None) is not None
             self._numbers.see(seen, step, self.optimizer, scaled=scaled)
@@ -104,18 +205,19 @@ class Trainer(transformers.Trainer):
 
     def _no_graph(self) -> str | None:
         """Why this run may not capture passes now."""
-        if self.accelerator.num_processes > 1:
-            return "there are several processes"
+        if self.accelerator.num_processes > 1 and self._mean is None:
+            return "several processes meet within a pass"
         if getattr(self.accelerator, "scaler", None) is not None:
             return "a gradient scaler changes its factor"
         if self.memory is not None and self.memory.plan.offloads:
             return "the memory plan keeps inputs on the host"
         return None
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
+    def train(self, resume_from_checkpoint: str | None = None, *args: Any, **kwargs: Any) -> Any:
         """As the host's; no bad number is left unseen, and memory that ran out has one sentence."""
+        self._resumed = None if resume_from_checkpoint is None else Path(resume_from_checkpoint)
         try:
-            result = super().train(*args, **kwargs)
+            result = super().train(resume_from_checkpoint, *args, **kwargs)
         except torch.OutOfMemoryError as error:
             raise TrainingStopped(
                 f"memory ran out after step {self.state.global_step} ({first_sentence(error)}); the"
@@ -128,6 +230,19 @@ class Trainer(transformers.Trainer):
         """Nothing is logged of a step that was not sound; the host has waited for the device here already."""
         self._numbers.settle()
         super().log(logs, *args, **kwargs)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        """All sequences in their order, shared out like a step's."""
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        layout = self.layout
+        batches = StepBatches(
+            _InOrder(len(dataset)),
+            per_step=self.args.per_device_eval_batch_size * layout.data_size,
+            batch_size=self.args.per_device_eval_batch_size,
+            rank=layout.data_rank,
+            size=layout.data_size,
+        )
+        return self._loader(dataset, batches)
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
@@ -143,7 +258,8 @@ class Trainer(transformers.Trainer):
             with torch.no_grad(), self.compute_loss_context_manager():
                 loss = self.model(**inputs).loss
             count = count_trained(inputs)
-            total += torch.stack([loss.double() * count, count.double()])
+            part = torch.where(count > 0, loss.double() * count, 0.0)  # a rank without a batch has no token
+            total += torch.stack([part, count.double()])
         total = self.accelerator.gather(total).view(-1, 2).sum(0)
         metrics = {f"{metric_key_prefix}_loss": float(total[0] / total[1])}
         self.log(dict(metrics))
@@ -170,6 +286,17 @@ class Trainer(transformers.Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         load_weights(self.accelerator.unwrap_model(self.model), Path(resume_from_checkpoint))
+
+
+class _InOrder(EpochSampler):
+    """The sequences as they come."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size, 0)
+
+    def order(self, epoch: int) -> list[int]:
+        """The same in each epoch."""
+        return list(range(self.size))
 
 
 class _EpochOrder(transformers.TrainerCallback):

@@ -1,0 +1,164 @@
+"""No rank waits for one that is gone: heartbeats, and the sentence of the first rank that failed.
+
+torchrun ends the other processes of a machine when one of them dies, but it does not tell the other machines,
+and a process that waits in a collective of NCCL notices nothing. So a thread of each process writes a beat
+into the store and looks at its right neighbour's: one that has fallen silent is reported to all. A rank that
+fails by itself reports its own sentence. Whoever reads a report ends at once, with that sentence, even while
+its main thread waits.
+
+The cost: each rank makes about four short requests in a period, whatever the number of ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+from fewbits.errors import PeerLost
+from fewbits.training.ranks import Ranks, is_broken_connection
+
+_FAILED = "failed"
+_LEFT = b"left"
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How often a beat is written, and how long a silence is a death; in all less than a minute."""
+
+    period_s: float = 3.0
+    silence_s: float = 40.0
+
+
+def end_process(sentence: str) -> None:
+    """Say it, leave it for torchrun, and end, whatever the main thread is waiting for."""
+    get_error_handler().record_exception(PeerLost(sentence))
+    sys.stderr.write(f"error: {sentence}\n")
+    sys.stderr.flush()
+    os._exit(1)
+
+
+class Watch:
+    """The thread that beats and looks; a context around everything that may wait for other ranks."""
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        *,
+        pace: Pace | None = None,
+        end: Callable[[str], None] = end_process,
+        told: Callable[[str], None] = lambda sentence: None,
+    ) -> None:
+        """Nothing runs before the context begins.
+
+        Args:
+            ranks: this process; alone it has nobody to watch.
+            pace: of beats.
+            end: ends the process with a sentence.
+            told: gets the sentence before the end, such as to note it in the run's record.
+        """
+        self.ranks, self.pace = ranks, pace or Pace()
+        self._end, self._told = end, told
+        self._done = threading.Event()
+        self._thread: threading.Thread | None = None
+        # a connection of its own: a main thread that waits in the store holds the other one
+        self._store: Any = None if ranks.size == 1 else ranks.store.clone()
+
+    def __enter__(self) -> Watch:
+        if self._store is not None:
+            self._thread = threading.Thread(target=self._run, name="fewbits-watch", daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self._done.set()
+        if self._thread is not None:
+            self._thread.join(timeout=10 * self.pace.period_s)
+        if self._store is None:
+            return
+        if error is None:
+            self._store.set(self._key(self.ranks.rank), _LEFT)
+        elif is_broken_connection(error):
+            raise PeerLost(self._why_broken(error)) from error
+        elif not isinstance(error, PeerLost):
+            self._report(f"{self.ranks} stopped: {_sentence(error)}")
+
+    def _why_broken(self, error: BaseException) -> str:
+        """The report of the rank that is to blame, if it had the time for one."""
+        deadline = time.monotonic() + self.pace.period_s
+        while time.monotonic() < deadline:
+            try:
+                if self._store.check([_FAILED]):
+                    return str(self._store.get(_FAILED).decode())
+            except RuntimeError:  # the store went with the rank that held it
+                break
+            time.sleep(0.1)
+        return (
+            f"{self.ranks} lost the connection to another rank ({_first_line(error)}), which was probably"
+            " killed; the checkpoints are whole: look at the other ranks' logs, then go on with resume."
+        )
+
+    def _report(self, sentence: str) -> None:
+        try:
+            self._store.compare_set(_FAILED, "", sentence)
+        except RuntimeError:  # nobody is left to read it
+            return
+
+    def _run(self) -> None:
+        right = (self.ranks.rank + 1) % self.ranks.size
+        seen, since, reached, beat = b"", time.monotonic(), time.monotonic(), 0
+        while not self._done.wait(self.pace.period_s):
+            beat += 1
+            now = time.monotonic()
+            try:
+                self._store.set(self._key(self.ranks.rank), str(beat))
+                failed = self._store.check([_FAILED]) and self._store.get(_FAILED).decode()
+                found = self._store.get(self._key(right)) if self._store.check([self._key(right)]) else b""
+                reached = now
+            except RuntimeError as error:
+                if now - reached > self.pace.silence_s:
+                    return self._stop(self._store_gone(error))
+                continue
+            if failed:
+                return self._stop(failed)
+            if found != seen:
+                seen, since = found, now
+            elif found != _LEFT and now - since > self.pace.silence_s:
+                self._report(self._silent(right))
+        return None
+
+    def _stop(self, sentence: str) -> None:
+        if not self._done.is_set():
+            self._told(sentence)
+            self._end(sentence)
+
+    def _silent(self, rank: int) -> str:
+        return (
+            f"rank {rank} of {self.ranks.size} has given no sign of life for {self.pace.silence_s:g} s, so it"
+            " or its machine is gone; the checkpoints are whole: go on with resume."
+        )
+
+    def _store_gone(self, error: BaseException) -> str:
+        return (
+            f"{self.ranks} cannot reach the store of the first machine any more ({_first_line(error)}), so"
+            " the run's launcher there is gone; the checkpoints are whole: go on with resume."
+        )
+
+    @staticmethod
+    def _key(rank: int) -> str:
+        return f"beat/{rank}"
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0][:120] if str(error).strip() else type(error).__name__
+
+
+def _sentence(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return text if text.endswith(".") else f"{type(error).__name__}: {text}."
