@@ -12,7 +12,7 @@ import torch
 from fewbits import sc_matmul
 from fewbits.errors import BadInput, Unsupported
 from fewbits.formats.stochastic import Stochastic, product_tables
-from fewbits.kernels import matmul_stochastic
+from fewbits.kernels import _stochastic_counts
 from fewbits.kernels.matmul_stochastic import quantize_operands, sc_matmul_ref, stream_counts
 from formats.generated_streams import generated_matmul, random_case
 
@@ -119,9 +119,9 @@ def test_counts_do_not_depend_on_how_they_are_cut(monkeypatch, shape, precision:
         for m in {0, M - 1}:
             terms = T[d, qa[0, n].long().abs(), qb[0, m].long().abs()] * qa[0, n].sign() * qb[0, m].sign()
             assert whole[0, n, m] == terms.sum()
-    monkeypatch.setattr(matmul_stochastic, "_TABLE_VALUES", 1000)
+    monkeypatch.setattr(_stochastic_counts, "_TABLE_VALUES", 1000)
     assert torch.equal(stream_counts(qa, qb, options), whole)
-    monkeypatch.setattr(matmul_stochastic, "KEPT_TABLE_BYTES", 5000)
+    monkeypatch.setattr(_stochastic_counts, "KEPT_TABLE_BYTES", 5000)
     assert torch.equal(stream_counts(qa, qb, options), whole)
 
 
@@ -249,8 +249,12 @@ def test_a_gpu_gives_the_same_bits(seed: int) -> None:
         ({"chunk_d": 4, "mode": "unipolar"}, BadInput, "chunk_d=4 needs granularity"),
         ({"granularity": "per_head"}, BadInput, "needs operands of three dimensions"),
         ({"granularity": "per_head", "mode": "unipolar"}, BadInput, "is bipolar only"),
-        ({"config": {"rng_pool": []}}, Unsupported, "config chooses other sequences"),
-        ({"stoc_len": torch.tensor([8, 16])}, Unsupported, "Several stream lengths"),
+        ({"config": {"rng_pool": []}}, BadInput, 'config needs "rng_pool" and "sng"'),
+        (
+            {"stoc_len": torch.tensor([8, 16])},
+            BadInput,
+            r"stoc_len has shape \(2,\) and a has \(3, 1\) rows and",
+        ),
         (
             {"smooth_scales": torch.ones(7)},
             BadInput,

@@ -11,6 +11,7 @@ from torch import Tensor
 from fewbits.bench.problem import Case, Problem, differentiated, randn
 from fewbits.formats.stochastic import STOCHASTIC, Stochastic
 from fewbits.kernels.matmul_stochastic import sc_matmul
+from fewbits.kernels.quantize_stochastic import quantize_stochastic
 from fewbits.kernels.stochastic_codes import stochastic_codes
 
 # Measured on normal values: 0.022 for full streams, 0.038 for halved ones.
@@ -86,4 +87,31 @@ def _codes_problem(case: Case, device: torch.device) -> Problem:
     return Problem({name: differentiated(f, (), x, 0) for name, f in functions.items()}, exact)
 
 
-MAKERS = (stochastic_cases, codes_cases)
+def quantize_cases(max_size: int) -> list[Case]:
+    """Rows of activations to codes: a token of decoding, a prompt."""
+    K, made = min(4096, max_size), []
+    for M in (1, 2048):
+        rows = min(M, max_size)
+        made.append(
+            Case(
+                op="quantize_stochastic", part="forward", format="sc8_halve", M=rows, N=0, K=K,
+                flops=2 * rows * K, bytes_moved=3 * rows * K + rows * K // 32,
+                tolerance=2.0**-7, build=_quantize_problem,
+            )
+        )  # fmt: skip
+    return made
+
+
+def _quantize_problem(case: Case, device: torch.device) -> Problem:
+    x = randn(device, torch.bfloat16, case.M, case.K)
+
+    def quantized() -> Tensor:
+        return quantize_stochastic(x, STOCHASTIC)[0]
+
+    def exact() -> Sequence[Tensor]:
+        return (STOCHASTIC.quantize(x).codes.double(),)
+
+    return Problem({"fewbits": differentiated(quantized, (), x, 0)}, exact)
+
+
+MAKERS = (stochastic_cases, codes_cases, quantize_cases)

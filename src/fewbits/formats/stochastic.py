@@ -15,9 +15,9 @@ With p = ``sc_prec``, Q the largest code, R the levels of the sequences' grid an
 * a's enabled steps: ``K_d(q) = #{t < L: ra_d[t] < B(q)}``; the product of two magnitudes
   ``T_d(qa, qb) = #{t < K_d(qa): rb_d[t] < B(qb)}``. Not symmetric in a and b.
 
-Sequences and tables are in `fewbits.formats.streams`, the matmul in `fewbits.kernels.matmul_stochastic`. Here:
-the options as one frozen value, which is also the `Format` of prepared operands (bipolar, per row, codes of at
-most 8 bits), and the quantiser of every granularity and mode.
+Sequences and tables are in `fewbits.formats.streams`, the matmul in `fewbits.kernels.matmul_stochastic`.
+Here: the options as one frozen value, which is also the `Format` of prepared operands (bipolar, per row,
+codes of at most 8 bits), and the quantiser of every granularity and mode.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class Stochastic(Format):
             for the family's default.
         seed_b: the same for b.
 
-    The fields' own defaults are those of scmp_kernels' ``sc_matmul``. The registry's value `STOCHASTIC` is the
-    point at which scmp_llm runs a model: halved streams, chunks of 128, 64 masks.
+    The fields' own defaults are those of scmp_kernels' ``sc_matmul``. The registry's value `STOCHASTIC` is
+    the point at which scmp_llm runs a model: halved streams, chunks of 128, 64 masks.
 
     As a format it holds an operand of a product, quantised by rows and chunks: ``codes`` int8 (..., D) in
     -Q ... Q, a sign and a magnitude, and ``scales`` float32 (..., number of chunks). Stream lengths, grid,
@@ -202,8 +202,8 @@ class Stochastic(Format):
     @property
     def prepares(self) -> bool:
         """Whether operands can be prepared, that is quantised once and kept as codes of 8 bits."""
-        grouped = not self.chunk_d and self.group_b != 1
-        return self.bipolar and self.granularity == "per_row" and self.sc_prec <= 8 and not grouped
+        rows = self.granularity == "per_row" and self.group_a == self.group_b == 1
+        return self.bipolar and rows and self.sc_prec <= 8
 
     def layout(self, shape: tuple[int, ...]) -> dict[str, PartSpec]:
         """``codes`` int8 and ``scales`` float32, see the class.
@@ -213,9 +213,9 @@ class Stochastic(Format):
         """
         if not self.prepares:
             raise Unsupported(
-                f"operands are prepared for bipolar streams, a scale per row and at most 8 bits, not for mode "
-                f'"{self.mode}", granularity "{self.granularity}", sc_prec={self.sc_prec} and '
-                f"group_b={self.group_b}; give sc_matmul the tensor itself."
+                f"operands are prepared for bipolar streams, a scale per row and at most 8 bits, not for "
+                f'mode "{self.mode}", granularity "{self.granularity}", sc_prec={self.sc_prec} or '
+                f"groups of {self.group_a} and {self.group_b} rows; give sc_matmul the tensor itself."
             )
         return {
             "codes": PartSpec(shape or (1,), torch.int8),
@@ -233,10 +233,14 @@ class Stochastic(Format):
         scales = _row_scales(blocks.abs().amax(dim=(1, 3), keepdim=True), self.max_code)
         chunked = 0 < self.chunk_d < (shape or (1,))[-1]
         scaled = blocks * (1.0 / scales) if chunked else blocks / scales
-        uniform = None if seed is None else to_blocks(random_uniform(shape, seed, x.device), (1, self.chunk_d))
+        uniform = (
+            None if seed is None else to_blocks(random_uniform(shape, seed, x.device), (1, self.chunk_d))
+        )
         codes = round_to_integer(scaled, uniform).clamp_(-self.max_code, self.max_code)
         codes = from_blocks(codes.nan_to_num_(0.0).to(torch.int8), shape or (1,), (1, self.chunk_d))
-        return Packed(self, shape, x.dtype, {"codes": codes, "scales": scales.reshape(layout["scales"].shape)})
+        return Packed(
+            self, shape, x.dtype, {"codes": codes, "scales": scales.reshape(layout["scales"].shape)}
+        )
 
     def dequantize(self, packed: Packed, dtype: torch.dtype | None = None) -> Tensor:
         """Codes times scales: what the streams approximate; see `Format.dequantize`."""

@@ -85,7 +85,7 @@ def numbers(streams: Streams, operand: str) -> tuple[int, ...]:
 @lru_cache(maxsize=64)
 def sobol(sc_prec: int, operand: str, seed: Seed = None) -> tuple[int, ...]:
     """A Sobol sequence: 2**sc_prec numbers in Gray code order from direction seeds."""
-    seeds = _default_directions(sc_prec, operand) if seed is None else seed
+    seeds = default_directions(sc_prec, operand) if seed is None else seed
     assert isinstance(seeds, tuple)
     directions = [seed << (sc_prec - 1 - i) for i, seed in enumerate(seeds)]
     values = [0]
@@ -95,7 +95,8 @@ def sobol(sc_prec: int, operand: str, seed: Seed = None) -> tuple[int, ...]:
     return tuple(values)
 
 
-def _default_directions(sc_prec: int, operand: str) -> tuple[int, ...]:
+def default_directions(sc_prec: int, operand: str) -> tuple[int, ...]:
+    """The direction seeds of scmp_kernels."""
     if operand == "a":
         return (1,) * sc_prec
     if sc_prec == len(_SEEDS_B8):
@@ -142,8 +143,10 @@ def seed_problem(sequence: str, sc_prec: int, seed: object) -> str | None:
     if seed is None:
         return None
     if sequence == "sobol":
-        fits = isinstance(seed, tuple) and len(seed) == sc_prec
-        if fits and all(_is_whole(s, 1, 2 ** (i + 1) - 1) and s % 2 for i, s in enumerate(seed)):  # type: ignore[arg-type]
+        seeds: tuple[int, ...] = seed if isinstance(seed, tuple) else ()
+        if len(seeds) == sc_prec and all(
+            _is_whole(s, 1, 2 ** (i + 1) - 1) and s % 2 for i, s in enumerate(seeds)
+        ):
             return None
         return f"give {sc_prec} odd numbers, the i-th (from 0) below 2**(i + 1)"
     low, high = (1, 2**sc_prec - 1) if sequence == "lfsr" else (0, 2**64 - 1)

@@ -8,94 +8,111 @@ Shapes: a (N, D), b (M, D), y (N, M) float32, or each with a leading batch axis.
 
 Each float32 operation is one IEEE rounding in the written order, so every device gives the same bits.
 
-The counts need no streams: one operand becomes a table with a vector of row results per (dimension, code),
-and the codes of the other look vectors up and add them, ``N * M * D`` additions. The sums are whole numbers
-below 2**24, exact in float32 in any order.
+Three ways, all exact and bit for bit the same:
 
-What exists is this definition in plain torch. There is no gradient, no Triton kernel and no prepared weight
-yet.
+* `sc_matmul_ref` is the definition, for every option. The counts need no streams: they are looked up in
+  tables (`fewbits.formats.streams`) and added.
+* Bipolar products with a scale per row and codes of 8 bits go through two ops, `quantize_stochastic` and
+  `stochastic_codes`, which have fast kernels.
+* The second operand of such a product may be prepared, that is quantised once: `prepared_matmul`.
+
+There is no gradient; a layer that is trained through it has a straight-through one
+(`fewbits.nn.stochastic_linear`).
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from fewbits.errors import BadInput, Unsupported
-from fewbits.formats.stochastic import (
-    KEPT_TABLE_BYTES,
-    Codes,
-    Stochastic,
-    Streams,
-    product_tables,
-    quantize_operand,
-    table_bytes,
+from fewbits.formats.base import Packed
+from fewbits.formats.stochastic import Codes, Stochastic, quantize_operand
+from fewbits.formats.streams import Seed
+from fewbits.kernels._stochastic_counts import Lengths
+from fewbits.kernels._stochastic_cpu import codes_product, counts_of_lengths, factor
+from fewbits.kernels._stochastic_operands import (
+    LengthTable,
+    check_finite,
+    check_operands,
+    check_prepared,
+    check_smooth,
+    length_table,
+    sequences_of,
 )
+from fewbits.kernels.quantize_stochastic import quantize_stochastic, smoothed
+from fewbits.kernels.stochastic_codes import stochastic_codes
 
-# Values of the operand that becomes a table, and codes that are looked up at once. On a CPU a table of 2 MB
-# stays in its cache: 512 x 512 x 512 took 4.8 ns an addition where one of 32 MB took 12.8.
-_TABLE_VALUES = 2**19
-_TABLE_VALUES_CUDA = 2**24
-_EXACT_FLOAT32 = 2**24
-_COUNTER = 2**31
+_MAX_LEVELS = 256  # of one product by codes: their index is a byte
 
 
 def sc_matmul(
     a: Tensor,
-    b: Tensor,
+    b: Tensor | Packed,
     granularity: str = "per_row",
     *,
     mode: str = "bipolar",
     sc_prec: int = 8,
-    stoc_len: int | None = None,
+    stoc_len: int | Tensor | None = None,
     chunk_d: int = 0,
     group_a: int = 1,
     group_b: int = 1,
     rng_levels: int | None = None,
-    config: None = None,
+    config: Any = None,
     halve_bipolar_stoc_len: bool = False,
     smooth_scales: Tensor | None = None,
     scramble: str = "bitrev",
     scramble_rescale: bool = True,
     n_masks: int | None = None,
+    sequence: str = "sobol",
+    seed_a: Seed = None,
+    seed_b: Seed = None,
 ) -> Tensor:
     """``a @ b.T`` by stochastic computing, bit for bit as scmp_kernels defines it.
 
     Args:
         a: (N, D) or (B, N, D), floating point.
-        b: (M, D) or (B, M, D), floating point, on a's device.
+        b: (M, D) or (B, M, D), floating point, on a's device; or the same prepared by
+            ``Stochastic(...).quantize(b)`` with the same chunk_d and sc_prec, which gives the same bits.
         granularity: see `Stochastic`, as for all options not listed here.
         mode: see `Stochastic`.
         sc_prec: see `Stochastic`.
-        stoc_len: see `Stochastic`.
+        stoc_len: see `Stochastic`. Or a table of whole numbers: the lengths of a's rows (N,), or of rows and
+            chunks, of a shape that expands to (N, number of chunks); with a leading axis of (B, N). Each part
+            counts as it would in a call of its own with that length; one of length 0 adds nothing.
         chunk_d: see `Stochastic`; needs operands of two dimensions.
         group_a: see `Stochastic`.
         group_b: see `Stochastic`.
         rng_levels: see `Stochastic`.
-        config: scmp_kernels' choice of other sequences; only None is supported.
+        config: scmp_kernels' choice of other sequences: one Sobol generator an operand is understood.
         halve_bipolar_stoc_len: see `Stochastic`.
-        smooth_scales: (D,); a is divided and b multiplied by it first, each in its own dtype.
+        smooth_scales: (D,); a is divided and b multiplied by it first, each in its own dtype. A prepared b
+            is taken to be one of ``b * smooth_scales``.
         scramble: see `Stochastic`.
         scramble_rescale: see `Stochastic`.
         n_masks: see `Stochastic`.
+        sequence: see `Stochastic`.
+        seed_a: see `Stochastic`.
+        seed_b: see `Stochastic`.
 
     Returns:
         (N, M) or (B, N, M) float32, without a gradient.
 
     Raises:
         BadInput: an option or an operand is wrong.
-        Unsupported: the option is not there yet.
+        Unsupported: a combination that has no definition, or a ``config`` that has no equivalent here.
     """
+    table = stoc_len if isinstance(stoc_len, (Tensor, list, tuple)) else None
+    sequences: dict[str, Any] = {"sequence": sequence, "seed_a": seed_a, "seed_b": seed_b}
     if config is not None:
-        raise Unsupported("config chooses other sequences, which are not there yet; leave it None.")
-    if isinstance(stoc_len, (Tensor, list, tuple)):
-        raise Unsupported("Several stream lengths in one product are not there yet; give one whole number.")
+        sequences = sequences_of(config, sc_prec, a.shape[-1])
     options = Stochastic(
         granularity=granularity,
         mode=mode,
         sc_prec=sc_prec,
-        stoc_len=stoc_len,
+        stoc_len=None if isinstance(stoc_len, (Tensor, list, tuple)) else stoc_len,
         rng_levels=rng_levels,
         halve_bipolar_stoc_len=halve_bipolar_stoc_len,
         chunk_d=chunk_d,
@@ -104,28 +121,119 @@ def sc_matmul(
         scramble=scramble,
         scramble_rescale=scramble_rescale,
         n_masks=n_masks,
+        **sequences,
     )
-    return sc_matmul_ref(a, b, options, smooth_scales)
+    check_operands(a, b, options)
+    if smooth_scales is not None:
+        check_smooth(smooth_scales, a)
+    lengths = length_table(table, a, options)
+    if len(options.chunks(a.shape[-1])) > 1:
+        options = replace(options, group_a=1, group_b=1)  # chunks ignore them
+    if isinstance(b, Packed) or options.prepares:
+        return _by_codes(a, b, options, lengths, smooth_scales)
+    return sc_matmul_ref(a, b, options, smooth_scales, lengths)
 
 
 @torch.no_grad()
-def sc_matmul_ref(a: Tensor, b: Tensor, options: Stochastic, smooth_scales: Tensor | None = None) -> Tensor:
+def _by_codes(
+    a: Tensor, b: Tensor | Packed, options: Stochastic, lengths: LengthTable, smooth_scales: Tensor | None
+) -> Tensor:
+    """`sc_matmul` of checked operands through the two ops."""
+    qa, sa = quantize_stochastic(a, options, smooth_scales)
+    if isinstance(b, Packed):
+        qb, sb = b.codes, b.scales
+    else:
+        qb, sb = quantize_stochastic(b, options, smooth_scales, is_b=True)
+    check_finite({"a": sa, "b": sb}, smoothed=smooth_scales is not None)
+    y = _product(*((x if a.dim() == 3 else x[None]) for x in (qa, sa, qb, sb)), options, lengths)
+    return y if a.dim() == 3 else y[0]
+
+
+def _product(
+    qa: Tensor, sa: Tensor, qb: Tensor, sb: Tensor, options: Stochastic, lengths: LengthTable
+) -> Tensor:
+    """(B, N, M); lengths of different masks, which the op refuses, by its definition."""
+    levels, which = lengths
+    if not qa.numel() or not qb.numel():
+        return torch.zeros(qa.shape[0], qa.shape[1], qb.shape[1], device=qa.device)
+    masks = {options.with_length(length).masks(256) for length in levels if length}
+    if len(masks) > 1 or len(levels) > _MAX_LEVELS:
+        return codes_product(qa, sa, qb, sb, options, levels, which)
+    longest = options.with_length(max(1, *levels))
+    return stochastic_codes(qa, sa, qb, sb, longest, levels, None if which is None else which.to(torch.uint8))
+
+
+@torch.no_grad()
+def prepared_matmul(
+    a: Tensor,
+    b: Packed,
+    options: Stochastic | None = None,
+    *,
+    levels: tuple[int, ...] | None = None,
+    level_index: Tensor | None = None,
+    smooth_scales: Tensor | None = None,
+) -> Tensor:
+    """``a @ b.T`` for a prepared b, without waiting for the device: `sc_matmul` for layers.
+
+    Args:
+        a: (N, D). A row with a value that is not finite becomes NaN.
+        b: (M, D), prepared.
+        options: of the product; None: b's format.
+        levels: stream lengths that occur; None: the options' own.
+        level_index: which of them each row has in each chunk, whole numbers of shape (1, N or 1, C or 1).
+        smooth_scales: (D,); a is divided by it first.
+
+    Returns:
+        (N, M) float32.
+
+    Raises:
+        BadInput: b is of another format, or was prepared with other codes or chunks than the options say.
+    """
+    if options is None:
+        assert isinstance(b.format, Stochastic)
+        options = b.format
+    check_prepared(b, options)
+    codes, scales = quantize_stochastic(a, options, smooth_scales)
+    return product_of_codes(codes, scales, b, options, levels, level_index)
+
+
+def product_of_codes(
+    codes: Tensor,
+    scales: Tensor,
+    b: Packed,
+    options: Stochastic,
+    levels: tuple[int, ...] | None = None,
+    level_index: Tensor | None = None,
+) -> Tensor:
+    """`prepared_matmul` where a is quantised already: codes (N, D), scales (N, C)."""
+    lengths = LengthTable((options.streams.length,) if levels is None else levels, level_index)
+    return _product(codes[None], scales[None], b.codes[None], b.scales[None], options, lengths)[0]
+
+
+@torch.no_grad()
+def sc_matmul_ref(
+    a: Tensor,
+    b: Tensor,
+    options: Stochastic,
+    smooth_scales: Tensor | None = None,
+    lengths: LengthTable | None = None,
+) -> Tensor:
     """The definition, for operands as in `sc_matmul`."""
-    _check_operands(a, b, options)
-    if smooth_scales is not None:
-        a, b = _smooth(a, b, smooth_scales)
-    a, b = a.float(), b.float()
-    _check_finite(a, b, smooth_scales is not None)
+    check_operands(a, b, options)
+    a, b = smoothed(a, smooth_scales).float(), smoothed(b, smooth_scales, is_b=True).float()
+    check_finite({"a": a, "b": b}, smoothed=smooth_scales is not None)
     batched = a.dim() == 3
     a_BND, b_BMD = (a, b) if batched else (a[None], b[None])
+    levels, index = lengths or LengthTable((options.streams.length,), None)
     y = torch.zeros(a_BND.shape[0], a_BND.shape[1], b_BMD.shape[1], device=a.device)
     if y.numel() and a.shape[-1]:
         chunks = options.chunks(a.shape[-1])
-        for chunk in chunks:
+        for i, chunk in enumerate(chunks):
+            of_rows = None if index is None else index[..., i if index.shape[-1] > 1 else 0].long()
+            rows = Lengths(levels, of_rows)
             qa, qb = quantize_operands(a_BND[..., chunk], b_BMD[..., chunk], options, len(chunks) > 1)
-            acc = stream_counts(qa.codes, qb.codes, options)
-            part = dequantize_counts(acc, qa, qb, options)
-            y = part if len(chunks) == 1 else y + part
+            acc = counts_of_lengths(qa.codes, qb.codes, options, rows)
+            y = y + dequantize_counts(acc, qa, qb, options, rows)
     return y if batched else y[0]
 
 
@@ -138,63 +246,18 @@ def quantize_operands(a: Tensor, b: Tensor, options: Stochastic, chunked: bool) 
 
 
 def stream_counts(qa_BND: Tensor, qb_BMD: Tensor, options: Stochastic) -> Tensor:
-    """The signed sums of stream counts, (B, N, M) int32, of int16 codes (B, N, D) and (B, M, D)."""
-    B, N, D = qa_BND.shape
-    M, streams = qb_BMD.shape[1], options.streams
-    if D * streams.length >= _COUNTER:
-        raise Unsupported(
-            f"{D} dimensions of {streams.length} steps overflow a 32-bit counter; "
-            "set chunk_d to a smaller part."
-        )
-    swapped = N > M  # the operand with fewer rows becomes the table
-    tabled, other = (qb_BMD, qa_BND) if swapped else (qa_BND, qb_BMD)
-    masks = options.masks(D)
-    values = _TABLE_VALUES_CUDA if other.is_cuda else _TABLE_VALUES
-    step = _dimensions_at_once(streams, min(N, M), max(N, M), num_masks=len(set(masks)), values=values)
-    acc = torch.zeros(B, max(N, M), min(N, M), dtype=torch.int32, device=other.device)
-    for part in (slice(start, start + step) for start in range(0, D, step)):
-        T, index = _tables_of(masks[part], masks, streams, other.device)
-        T = T.transpose(-1, -2) if swapped else T
-        for i in range(B):
-            acc[i] += _looked_up(tabled[i, :, part], other[i, :, part], T, index)
-    return acc if swapped else acc.transpose(-1, -2)
+    """The signed sums of stream counts of codes, (B, N, M) int32, all of the options' length."""
+    return counts_of_lengths(qa_BND, qb_BMD, options, Lengths((options.streams.length,)))
 
 
-def _dimensions_at_once(streams: Streams, rows: int, other_rows: int, *, num_masks: int, values: int) -> int:
-    """How many inner dimensions make sums that float32 holds exactly and operands of modest size."""
-    limits = [values // ((streams.max_code + 1) * rows), values // other_rows]
-    limits.append((_EXACT_FLOAT32 - 1) // streams.length)
-    if num_masks * table_bytes(streams) > KEPT_TABLE_BYTES:
-        limits.append(KEPT_TABLE_BYTES // table_bytes(streams))
-    return max(1, min(limits))
-
-
-def _tables_of(
-    masks: tuple[int, ...], all_masks: tuple[int, ...], streams: Streams, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Product tables, and the index of each dimension's table; all dimensions' tables if they are kept."""
-    distinct = sorted(set(all_masks))
-    if len(distinct) * table_bytes(streams) > KEPT_TABLE_BYTES:
-        distinct = sorted(set(masks))
-    position = {mask: i for i, mask in enumerate(distinct)}
-    index = torch.tensor([position[mask] for mask in masks], device=device)
-    return product_tables(streams, tuple(distinct), device), index
-
-
-def _looked_up(tabled: Tensor, other: Tensor, T: Tensor, index: Tensor) -> Tensor:
-    """The sums (M, R) for codes (R, D) and (M, D); T is (tables, codes of tabled, codes of other)."""
-    (R, D), codes = tabled.shape, T.shape[-1]
-    vectors = T[index[:, None], tabled.t().abs().long()] * tabled.t().sign()[..., None]  # (D, R, codes) int16
-    vectors = vectors.transpose(1, 2).float().reshape(D * codes, R)
-    rows = other.abs().int() + torch.arange(0, D * codes, codes, dtype=torch.int32, device=other.device)
-    sums = F.embedding_bag(rows, vectors, mode="sum", per_sample_weights=other.sign().float())
-    return sums.int()
-
-
-def dequantize_counts(acc: Tensor, qa: Codes, qb: Codes, options: Stochastic) -> Tensor:
+def dequantize_counts(
+    acc: Tensor, qa: Codes, qb: Codes, options: Stochastic, lengths: Lengths | None = None
+) -> Tensor:
     """The values of counts (B, N, M), float32."""
     tensorwise = options.granularity == "per_tensor"
-    c = torch.tensor(options.max_code**2 / options.streams.length, dtype=torch.float32, device=acc.device)
+    levels, index = lengths or Lengths((options.streams.length,))
+    c = torch.tensor([factor(options, level) for level in levels], device=acc.device)
+    c = c[0] if index is None else c[index][..., None]
     if tensorwise:
         scales = (qa.scales * qb.scales).float()
     else:
@@ -219,62 +282,3 @@ def _zero_point_terms(qa: Codes, qb: Codes, za: Tensor, zb: Tensor, tensorwise: 
         za, zb = za[..., :, None], zb[..., None, :]
         last = (D * za) * zb
     return (-zb * sum_a - za * sum_b) + last
-
-
-# Checks.
-
-
-def _check_operands(a: Tensor, b: Tensor, options: Stochastic) -> None:
-    for name, x in (("a", a), ("b", b)):
-        if not isinstance(x, Tensor) or not x.is_floating_point():
-            kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
-            raise BadInput(f"{name} is {kind}, and a product needs floating-point tensors; convert it first.")
-    if a.device != b.device:
-        raise BadInput(f"a is on {a.device} and b on {b.device}; move both to one device.")
-    shapes = f"a is {tuple(a.shape)} and b {tuple(b.shape)}"
-    if a.dim() not in (2, 3) or a.dim() != b.dim():
-        raise BadInput(f"{shapes}; give both two dimensions, or both three.")
-    if a.shape[-1] != b.shape[-1]:
-        raise BadInput(f"{shapes}; the last dimensions must be equal.")
-    if a.shape[:-2] != b.shape[:-2]:
-        raise BadInput(f"{shapes}; the leading dimensions must be equal.")
-    _check_fit(a, b, options)
-
-
-def _check_fit(a: Tensor, b: Tensor, options: Stochastic) -> None:
-    """Refuse options that need operands of other dimensions."""
-    if options.granularity == "per_head" and a.dim() != 3:
-        raise BadInput('granularity "per_head" needs operands of three dimensions; add a leading one.')
-    if options.chunk_d and a.dim() != 2:
-        raise BadInput(
-            f"chunk_d={options.chunk_d} needs operands of two dimensions; give one batch at a time."
-        )
-    if a.dim() == 3 and options.granularity == "per_row" and options.bipolar:
-        for name, group, rows in (
-            ("group_a", options.group_a, a.shape[1]),
-            ("group_b", options.group_b, b.shape[1]),
-        ):
-            if 1 < group < rows:
-                raise Unsupported(
-                    f"{name}={group} with bipolar operands of three dimensions; "
-                    f"use 1, or at least {rows} rows."
-                )
-
-
-def _check_finite(a: Tensor, b: Tensor, smoothed: bool) -> None:
-    for name, x in (("a", a), ("b", b)):
-        if not x.isfinite().all():
-            after = " after smooth_scales" if smoothed else ""
-            raise BadInput(f"{name} has NaN or infinite values{after}; a scale needs finite ones.")
-
-
-def _smooth(a: Tensor, b: Tensor, smooth_scales: Tensor) -> tuple[Tensor, Tensor]:
-    """Both operands, scaled in their own dtypes."""
-    if not isinstance(smooth_scales, Tensor) or smooth_scales.shape != a.shape[-1:]:
-        shape = tuple(smooth_scales.shape) if isinstance(smooth_scales, Tensor) else smooth_scales
-        raise BadInput(f"smooth_scales is {shape}; give a tensor of shape ({a.shape[-1]},).")
-    if smooth_scales.device != a.device:
-        raise BadInput(
-            f"smooth_scales is on {smooth_scales.device} and a on {a.device}; move both to one device."
-        )
-    return a / smooth_scales.to(a.dtype), b * smooth_scales.to(b.dtype)

@@ -24,6 +24,7 @@ from torch import Tensor
 from fewbits.errors import BadInput, Unsupported
 from fewbits.formats.stochastic import Stochastic
 from fewbits.formats.streams import product_tables
+from fewbits.kernels._stochastic_cpu import codes_product
 from fewbits.kernels.dequantize import _from_text, _to_text
 
 _EXACT_FLOAT32 = 2**24
@@ -88,7 +89,7 @@ def _tables(options: Stochastic, length: int, masks: tuple[int, ...], device: to
     return torch.zeros(len(masks), size, size, dtype=torch.int64, device=device)
 
 
-# 2. The op: on a CPU it runs the definition.
+# 2. The op: on a CPU it runs the same with counts that are looked up.
 
 
 @torch.library.custom_op("fewbits::stochastic_codes", mutates_args=())
@@ -101,7 +102,7 @@ def _stochastic_codes(
     levels: Sequence[int],
     level_index: Tensor | None,
 ) -> Tensor:
-    return stochastic_codes_ref(qa, sa, qb, sb, _options(options), levels, level_index)
+    return codes_product(qa, sa, qb, sb, _options(options), levels, level_index)
 
 
 @_stochastic_codes.register_fake

@@ -1,0 +1,167 @@
+"""Stream counts by looking them up: exact, in plain torch, quick on a CPU.
+
+    acc[n, m] = sum over d of sign(qa[n, d]) sign(qb[m, d]) T_d(|qa[n, d]|, |qb[m, d]|)
+
+A code of a first becomes its number of enabled steps ``k = K_d(|qa|)``, with the code's sign: there the
+length of its stream has its effect, which may differ from row to row. What follows, ``T_d = C_d(k, |qb|)``,
+is the same for all lengths. One operand then becomes a table with a vector of results per (dimension, value
+of the other operand), and the other looks vectors up and adds them (`embedding_bag`): ``N * M * D``
+additions, beside ``(L + 1) * M * D`` values of the table. Sums are whole numbers below
+2**24, exact in float32 in any order.
+
+One core of an AMD EPYC (AVX2) takes 0.09 ns an addition and 0.65 ns a value of the table: 0.17 ns for each
+product of two codes at 2048 x 256 x 256 and 128 steps, 0.10 at 16.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fewbits.errors import Unsupported
+from fewbits.formats.streams import (
+    KEPT_TABLE_BYTES,
+    Streams,
+    prefix_bytes,
+    prefix_tables,
+    product_tables,
+    step_tables,
+    table_bytes,
+)
+
+# Values of the operand that becomes a table, and values that are looked up at once. On a CPU a table of 2 MB
+# stays in its cache.
+_TABLE_VALUES = 2**19
+_TABLE_VALUES_CUDA = 2**24
+_EXACT_FLOAT32 = 2**24
+_COUNTER = 2**31
+
+
+class Lengths(NamedTuple):
+    """The stream lengths of a product: ``lengths[of_rows[b, n]]`` for row n of entry b."""
+
+    lengths: tuple[int, ...]
+    of_rows: Tensor | None = None  # (B or 1, N or 1) int64; None: all rows have lengths[0]
+
+
+def stream_counts(
+    qa_BND: Tensor, qb_BMD: Tensor, streams: Streams, masks: tuple[int, ...], lengths: Lengths | None = None
+) -> Tensor:
+    """The signed sums of stream counts, (B, N, M) int32.
+
+    Args:
+        qa_BND: codes of a, whole numbers.
+        qb_BMD: codes of b, (B, M, D) or (1, M, D).
+        streams: the longest streams.
+        masks: the mask of each of the D dimensions, the same for streams of each length.
+        lengths: the lengths of a's rows, at most that of ``streams``; 0 counts nothing. None: all the same.
+
+    Raises:
+        Unsupported: a count could exceed 32 bits.
+    """
+    B, N, D = qa_BND.shape
+    M = qb_BMD.shape[1]
+    if D * streams.length >= _COUNTER:
+        raise Unsupported(
+            f"{D} dimensions of {streams.length} steps overflow a 32-bit counter; "
+            "set chunk_d to a smaller part."
+        )
+    lookup = _Lookup(streams, masks, lengths or Lengths((streams.length,)), qa_BND.device)
+    rows = (lookup.rows, streams.max_code + 1)  # of the table, if b or a becomes one
+    b_is_table = M * rows[0] <= N * rows[1]
+    table_rows, vector, others = (rows[0], M, N) if b_is_table else (rows[1], N, M)
+    step = _dimensions_at_once(lookup, table_rows * vector, others, qa_BND.is_cuda)
+    acc = torch.zeros(B, others, vector, dtype=torch.int32, device=qa_BND.device)
+    for part in (slice(start, min(start + step, D)) for start in range(0, D, step)):
+        tables = lookup.tables(part, transposed=not b_is_table)
+        for i in range(B):
+            a, b = lookup.enabled(qa_BND[i, :, part], part, i), qb_BMD[i % qb_BMD.shape[0], :, part]
+            tabled, other = (b, a) if b_is_table else (a, b)
+            acc[i] += _looked_up(tabled, other, tables)
+    return acc if b_is_table else acc.transpose(-1, -2)
+
+
+def _looked_up(tabled: Tensor, other: Tensor, tables: Tensor) -> Tensor:
+    """The sums (M, R) for values (R, D) and (M, D); tables (D, values of other, signed ones of tabled)."""
+    D, rows, columns = tables.shape
+    index = (tabled.t().long() + columns // 2)[:, None, :].expand(D, rows, len(tabled))
+    vectors = torch.gather(tables, 2, index).view(D * rows, len(tabled))
+    looked = other.abs().int() + torch.arange(0, D * rows, rows, dtype=torch.int32, device=other.device)
+    sums = F.embedding_bag(looked, vectors, mode="sum", per_sample_weights=other.sign().float())
+    return sums.int()
+
+
+def _dimensions_at_once(lookup: _Lookup, vectors: int, others: int, on_gpu: bool) -> int:
+    """How many inner dimensions make sums that float32 holds exactly and operands of modest size."""
+    values = _TABLE_VALUES_CUDA if on_gpu else _TABLE_VALUES
+    limits = [values // vectors, values // others, (_EXACT_FLOAT32 - 1) // max(1, lookup.streams.length)]
+    if not lookup.kept:
+        limits.append(KEPT_TABLE_BYTES // lookup.bytes_a_table)
+    return max(1, min(limits))
+
+
+class _Lookup:
+    """The tables of one product, for any part of its inner dimensions."""
+
+    def __init__(self, streams: Streams, masks: tuple[int, ...], lengths: Lengths, device: torch.device):
+        self.streams, self.masks, self.lengths, self.device = streams, masks, lengths, device
+        # By codes where that is shorter: for a single length of more steps than there are codes.
+        self.by_code = lengths.of_rows is None and lengths.lengths[0] > streams.max_code
+        self.rows = (streams.max_code if self.by_code else streams.length) + 1
+        self.bytes_a_table = table_bytes(streams) if self.by_code else prefix_bytes(streams)
+        self.distinct = tuple(dict.fromkeys(masks))  # in the order of the dimensions: parts are often slices
+        self.kept = len(self.distinct) * self.bytes_a_table <= KEPT_TABLE_BYTES
+        position = {mask: i for i, mask in enumerate(self.distinct)}
+        self.table_of = [position[mask] for mask in masks]
+
+    def tables(self, part: slice, *, transposed: bool) -> Tensor:
+        """Of each dimension in ``part``, float32.
+
+        (D, rows, signed codes of b), or with ``transposed`` (D, codes of b, signed rows).
+        """
+        if self.kept:
+            index = self.table_of[part]
+            tables = _kept(self.streams, self.distinct, self.by_code, transposed, self.device)
+            if index == list(range(index[0], index[0] + len(index))):
+                return tables[index[0] : index[0] + len(index)]
+            if len(self.distinct) == 1:
+                return tables.expand(len(index), -1, -1)
+            return tables[torch.tensor(index, device=self.device)]
+        few = tuple(dict.fromkeys(self.masks[part]))
+        tables = _signed_tables(self.streams, few, self.by_code, transposed, self.device)
+        position = {mask: i for i, mask in enumerate(few)}
+        return tables[torch.tensor([position[mask] for mask in self.masks[part]], device=self.device)]
+
+    def enabled(self, qa: Tensor, part: slice, entry: int) -> Tensor:
+        """The signed rows of the tables for codes (N, D) of one entry of the batch."""
+        if self.by_code:
+            return qa
+        few = tuple(dict.fromkeys(self.masks[part]))
+        position = {mask: i for i, mask in enumerate(few)}
+        steps = step_tables(self.streams, few, self.lengths.lengths, self.device)
+        num_masks, codes = steps.shape[1:]
+        table = torch.tensor([position[mask] for mask in self.masks[part]], device=self.device)
+        if self.lengths.of_rows is not None:
+            index = self.lengths.of_rows
+            table = index[entry % len(index)][:, None] * num_masks + table  # (N or 1, D)
+        return torch.take(steps, table * codes + qa.abs().long()) * qa.sign()
+
+
+@lru_cache(maxsize=8)
+def _kept(
+    streams: Streams, masks: tuple[int, ...], by_code: bool, transposed: bool, device: torch.device
+) -> Tensor:
+    return _signed_tables(streams, masks, by_code, transposed, device)
+
+
+def _signed_tables(
+    streams: Streams, masks: tuple[int, ...], by_code: bool, transposed: bool, device: torch.device
+) -> Tensor:
+    tables = (product_tables if by_code else prefix_tables)(streams, masks, device).float()
+    if transposed:
+        tables = tables.mT
+    return torch.cat([-tables[..., 1:].flip(-1), tables], -1).contiguous()
