@@ -62,7 +62,9 @@ def test_in_place_and_float8_on_a_cpu() -> None:
     dh, e, u, low = operands(5, 12, 3, torch.bfloat16)
     de, du, need = gated_lora_backward_ref(dh, e, u, "silu", low)
     q = Quantized8(torch.empty(5, 24).to(E4), torch.full((1,), 20.0), torch.zeros(1))
-    made = gated_lora_backward(dh, e, u, low, into=(e, u), quantized=q)
+    wide = torch.full((5, 9), 7.0, dtype=torch.bfloat16)
+    made = gated_lora_backward(dh, e, u, low, into=(e, u), quantized=q, out=wide[:, 2:8])
+    assert made.t.data_ptr() == wide[:, 2:].data_ptr() and wide[:, [0, 1, 8]].eq(7).all()
     assert torch.equal(e, de) and torch.equal(u, du) and torch.equal(made.t, need.t)
     both = torch.cat([de, du], 1)
     assert torch.equal(q.q.float(), (both.float() * 20).clamp(-448, 448).to(E4).float())
@@ -79,6 +81,8 @@ def test_what_does_not_fit_is_refused() -> None:
         gated_lora_backward(dh, e, u, (low[0], low[1], operands(4, 6, 3, torch.float32)[3][0]), into=(e, u))
     with pytest.raises(Unsupported, match="rank 32 at most"):
         gated_lora_backward(dh, e, u, operands(4, 6, 33, torch.float32)[3], into=(e, u))
+    with pytest.raises(BadInput, match=r"out must be \(4, 4\)"):
+        gated_lora_backward(dh, e, u, low, into=(e, u), out=torch.empty(4, 2))
     with pytest.raises(BadInput, match=r"quantized.q must be \(4, 12\)"):
         one = torch.ones(1)
         gated_lora_backward(dh, e, u, low, quantized=Quantized8(torch.empty(4, 6).to(E4), one, one))
@@ -88,17 +92,20 @@ def check(M: int, I: int, r: int, device: str, tile: GatedLoRATile | None) -> No
     """Every output against the definition; t and dw are sums in float32 of the same rounded values."""
     dtype = torch.float16 if device == "cpu" else torch.bfloat16  # the interpreter multiplies bfloat16's bits
     dh, e, u, low = operands(M, I, r, dtype, device)
-    de_ref, du_ref, need = gated_lora_backward_ref(dh, e, u, "silu", low)
+    de_ref, du_ref, need = gated_lora_backward_ref(dh, e, u, "silu", low, (1.0, 0.5))
     de, du = (torch.full((M, I + 5), torch.nan, dtype=dtype, device=device)[:, :I] for _ in range(2))
     q = Quantized8(
         torch.full((M, 2 * I), torch.nan, device=device).to(E4),
         torch.full((1,), 20.0, device=device),
         torch.zeros(1, device=device),
     )
-    t, dw = launch(dh, e, u, "silu", low, (de, du), q, tile)
+    wide = torch.full((M, 2 * r + 3), torch.nan, dtype=dtype, device=device)
+    t = wide[:, 1 : 2 * r + 1]
+    dw = launch(dh, e, u, "silu", low, (de, du), t, q, (1.0, 0.5), tile)
     assert error(de, de_ref) < 2.0**-9 and error(du, du_ref) < 2.0**-9
     # A value near a tie may be rounded the other way: 2^-9 of it at most, and few are.
-    assert error(t.flatten(1), need.t) < 2.0**-8
+    assert error(t, need.t) < 2.0**-8
+    assert wide[:, [0, -2, -1]].isnan().all()
     for have, want in zip(dw, need[1:], strict=True):
         assert error(have, want) < 2.0**-10
     both = torch.cat([de, du], 1)
@@ -108,8 +115,9 @@ def check(M: int, I: int, r: int, device: str, tile: GatedLoRATile | None) -> No
     else:
         torch.testing.assert_close(q.q.float(), codes.float(), rtol=0.5, atol=2.0**-6)
     assert q.amax == both.abs().max()
-    again = launch(dh, e, u, "silu", low, (None, None), q, tile)
-    assert torch.equal(again[0], t) and torch.equal(again[1], dw)  # no matter what else is written
+    t_again = torch.empty_like(t)
+    again = launch(dh, e, u, "silu", low, (None, None), t_again, q, (1.0, 0.5), tile)
+    assert torch.equal(t_again, t) and torch.equal(again, dw)  # no matter what else is written
 
 
 @pytest.mark.parametrize("shape", [(35, 70, 3), (64, 128, 16), (40, 130, 32)], ids=str)

@@ -135,7 +135,7 @@ def _rows(I, step, BLOCK_M: tl.constexpr, BLOCK_I: tl.constexpr, STEPS: tl.const
     return (first * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
 
 
-@jit
+@jit(do_not_specialize=("M",), do_not_specialize_on_alignment=("inverse_ptr", "qmax_ptr"))
 def _gated_fwd_kernel(
     e_ptr, u_ptr, xe_ptr, we_ptr, xu_ptr, wu_ptr, h_ptr, amax_ptr, q_ptr, inverse_ptr, qmax_ptr,
     M, I, RE, RU, stride_e, stride_u, stride_xe, stride_wei, stride_wer, stride_xu, stride_wui, stride_wur,
@@ -177,7 +177,7 @@ def _gated_fwd_kernel(
         tl.atomic_max(qmax_ptr, qmax, sem="relaxed")
 
 
-@jit
+@jit(do_not_specialize=("M",), do_not_specialize_on_alignment=("inverse_ptr", "qmax_ptr"))
 def _gated_bwd_kernel(
     dh_ptr, e_ptr, u_ptr, xd_ptr, wd_ptr, xe_ptr, we_ptr, xu_ptr, wu_ptr, de_ptr, du_ptr, h_ptr, amax_ptr,
     q_ptr, inverse_ptr, qmax_ptr, M, I, RD, RE, RU, stride_dh, stride_e, stride_u, stride_xd, stride_wdi,

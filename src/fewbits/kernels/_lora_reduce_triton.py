@@ -47,7 +47,7 @@ def _slab_of_b(b_ptr, n, N, R, b_n, b_r, BLOCK_R: tl.constexpr):
     return tl.load(b_ptr + n.to(tl.int64)[:, None] * b_n + offs_r[None, :] * b_r, mask=mask, other=0.0)
 
 
-@jit
+@jit(do_not_specialize=("M", "tiles"))
 def _lora_reduce_kernel(
     y_ptr, u_ptr, b0_ptr, b1_ptr, b2_ptr, t_ptr, d_ptr, M, tiles, y_m, u_m,
     start0, start1, start2, N0, N1, N2, R0, R1, R2, slabs0, slabs1, slabs2,
@@ -102,7 +102,7 @@ def _sum(ptr, count, stride, at, SIZE: tl.constexpr, UNROLL: tl.constexpr):
     return total
 
 
-@jit
+@jit(do_not_specialize=("M", "splits", "blocks"))
 def _lora_sum_kernel(
     t_ptr, d_ptr, t_out_ptr, d0_ptr, d1_ptr, d2_ptr, M, splits, slices, blocks, out_m, s0, s1, s2,
     N0, N1, N2, R0, R1, R2, slabs0, slabs1, slabs2,

@@ -122,7 +122,7 @@ def _angles(
     return cos, _load(sin_ptr, b * sin_b + position * sin_s, 0, mask_m, HALF, BLOCK_HALF)
 
 
-@jit
+@jit(do_not_specialize=("M", "S"))
 def _qkv_forward_kernel(
     qkv_ptr, out_ptr, xq_ptr, xk_ptr, xv_ptr, wq_ptr, wk_ptr, wv_ptr, bias_ptr, weight_q_ptr, weight_k_ptr,
     cos_ptr, sin_ptr, position_ptr, eps, offset, M, S, HQ, HK, HV, RQ, RK, RV, qkv_m, out_m, xq_m, xk_m,
@@ -252,7 +252,7 @@ def _backward_heads(
         tl.store(dw_ptr + 2 * HALF + offs_rest, dw_rest, mask=offs_rest < REST)
 
 
-@jit
+@jit(do_not_specialize=("M", "S"))
 def _qkv_backward_kernel(
     dq_ptr, dk_ptr, dv_ptr, qkv_ptr, out_ptr, dw_ptr, xq_ptr, xk_ptr, wq_ptr, wk_ptr, bias_ptr, weight_q_ptr,
     weight_k_ptr, cos_ptr, sin_ptr, position_ptr, eps, offset, M, S, HQ, HK, RQ, RK, dq_b, dq_h, dq_s, dk_b,

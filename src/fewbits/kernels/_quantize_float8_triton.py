@@ -76,7 +76,7 @@ def to_float8(x, inverse, to: tl.constexpr, LARGEST: tl.constexpr, KEEP: tl.cons
     return tl.where(inverse == inverse, y, 0.0).to(to)
 
 
-@jit
+@jit(do_not_specialize=("M",))
 def _quantize_kernel(
     x_ptr, given_ptr, q_ptr, scale_ptr, M, N, stride_xm, stride_qm,
     GIVEN: tl.constexpr, SHARED: tl.constexpr, LARGEST: tl.constexpr, CUT: tl.constexpr, EVEN: tl.constexpr,
@@ -113,7 +113,7 @@ def _quantize_kernel(
     tl.store(scale_ptr + offs_m, scale, mask=first)
 
 
-@jit
+@jit(do_not_specialize=("M",))
 def _quantize_blocks_kernel(
     x_ptr, q_ptr, scale_ptr, M, N, stride_xm, stride_qm, stride_sm,
     TILE: tl.constexpr, LARGEST: tl.constexpr, CUT: tl.constexpr,

@@ -38,7 +38,7 @@ def _store_float8(
     tl.store(scale_ptr + offs_m, scale, mask=mask_m)
 
 
-@jit
+@jit(do_not_specialize=("M",))
 def _rmsnorm_fwd_kernel(
     x_ptr, residual_ptr, w_ptr, y_ptr, r_ptr, sum_ptr, q_ptr, scale_ptr,
     M, N, stride_xm, stride_rm, eps, offset,
@@ -71,7 +71,7 @@ def _rmsnorm_fwd_kernel(
         _store_float8(y, q_ptr, scale_ptr, offs_m, offs_n, mask_m, mask, N, LARGEST, CUT)
 
 
-@jit
+@jit(do_not_specialize=("M",))
 def _rmsnorm_bwd_kernel(
     dy_ptr, x_ptr, w_ptr, r_ptr, residual_ptr, dx_ptr, dw_ptr, q_ptr, scale_ptr,
     M, N, stride_dym, stride_xm, stride_rm, offset,

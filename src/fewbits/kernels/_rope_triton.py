@@ -82,7 +82,7 @@ def _heads(
             _put(out_ptr, target, 2 * HALF, rest, mask, REST, BLOCK_REST)
 
 
-@jit
+@jit(do_not_specialize=("M", "S"))
 def _rope_kernel(
     q_ptr, k_ptr, v_ptr, oq_ptr, ok_ptr, ov_ptr, xq_ptr, xk_ptr, xv_ptr, wq_ptr, wk_ptr, wv_ptr,
     cos_ptr, sin_ptr, position_ptr, M, S, HQ, HK, HV, RQ, RK, RV,

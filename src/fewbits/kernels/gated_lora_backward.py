@@ -17,7 +17,8 @@ Floor: dh, e and u are read and de and du written, 10 bytes a value from 16 bits
 I = 14336 1174 MB, 274 us, or 939 MB, 219 us, at the 4.28 TB/s that a copy reaches on an H200. One after the
 other, with h written and read, de and du written, read by a quantiser and by the low-rank products, they
 are 24 bytes: 658 us. Beyond the floor, t's shares, float32 for each slab of 64 columns, are written and
-read again: 4 bytes a value, 110 us.
+read again: 4 bytes a value, 110 us. (A second kernel adds the shares; torch's sums and copies did before, in
+76 us a layer. The second kernel has not been timed.)
 
 The kernel is in _gated_lora_triton.py.
 """
@@ -81,6 +82,7 @@ def gated_lora_backward(
     scalings: tuple[float, float] = (1.0, 1.0),
     into: tuple[Tensor, Tensor] | None = None,
     quantized: Quantized8 | None = None,
+    out: Tensor | None = None,
 ) -> BranchGradients:
     """The backward pass and the low-rank products in one read of dh, gate and up.
 
@@ -94,6 +96,7 @@ def gated_lora_backward(
         into: where to write the gradients of gate and up, (M, I) each; they may be gate and up themselves.
         quantized: where to write them in E4M3, (M, 2 I) under one scale, as in
             `gated_activation_backward_into`; the two may be asked for together.
+        out: where t goes, (M, 2 r) in gate's dtype, rows contiguous but perhaps apart; None makes it.
 
     Returns:
         `BranchGradients`; the same whatever the order of the programs.
@@ -102,11 +105,11 @@ def gated_lora_backward(
         Unsupported: a rank above 32.
     """
     _check(dh, gate, up, low_rank, into, quantized)
+    t = _place_of_t(gate, low_rank, out)
     fits = gate.dtype in KERNEL_DTYPES and (quantized is None or converts_float8(gate))
     if gate.is_cuda and fits and gate.numel():
-        t, dw = launch(dh, gate, up, activation, low_rank, into or (None, None), quantized)
-        t = t * torch.tensor(scalings, device=t.device)[:, None] if scalings != (1.0, 1.0) else t
-        return BranchGradients(t.flatten(1).to(gate.dtype), *dw)
+        dw = launch(dh, gate, up, activation, low_rank, into or (None, None), t, quantized, scalings)
+        return BranchGradients(t, *dw)
     de, du, gradients = gated_lora_backward_ref(dh, gate, up, activation, low_rank, scalings)
     if into is not None:
         into[0].copy_(de)
@@ -115,7 +118,19 @@ def gated_lora_backward(
         both = torch.cat([de, du], 1)
         quantized.q.copy_(codes_under(both, quantized.inverse_scale))
         quantized.amax.copy_(torch.maximum(quantized.amax, both.abs().amax().float()))
-    return gradients
+    return gradients._replace(t=t.copy_(gradients.t))
+
+
+def _place_of_t(gate: Tensor, low_rank: tuple[LowRank, LowRank, LowRank], out: Tensor | None) -> Tensor:
+    shape = gate.shape[0], 2 * low_rank[0].x.shape[1]
+    if out is None:
+        return gate.new_empty(shape)
+    if out.shape != shape or out.dtype != gate.dtype or _gaps(out):
+        raise BadInput(
+            f"out must be {shape} {gate.dtype} with contiguous rows; it is {tuple(out.shape)} {out.dtype} "
+            f"{out.stride()}."
+        )
+    return out
 
 
 def _check(

@@ -42,7 +42,7 @@ def low_rank_add_ref(z: Tensor, branch: LowRank | None, residual: Tensor | None)
 # 2. The kernel.
 
 
-@jit
+@jit(do_not_specialize=("M",))
 def _low_rank_add_kernel(
     z_ptr, res_ptr, x_ptr, w_ptr, M, N, R, stride_z, stride_res, stride_x, stride_wn, stride_wr,
     RESIDUAL: tl.constexpr, BLOCK_R: tl.constexpr, EVEN_R: tl.constexpr, EVEN: tl.constexpr,

@@ -131,7 +131,7 @@ def _backward(
         dgate_up, made = _activate_backward_in_one_pass(half, gate_up, kept["xa"], dh, t_down, dense=dense)
         del dh, gate_up
         gradients_down = half.down.gradients(dz, inner, None, needs[split:], da=made.dw_down.t())
-        inner = _inner(half, dgate_up, made)
+        inner = _inner(half, made)
     else:
         dgate_up, h = _activate_backward(half, gate_up, kept["xa"], dh, t_down, dense=dense)
         del dh, gate_up
@@ -233,14 +233,18 @@ def _activate_backward_in_one_pass(
     known = half.gate_up.is_float8 and slot is not None and slot.known
     quantized = slot.buffer(gate_up.shape) if known and slot is not None else None
     dgate_up = half.gate_up.gradient_buffer(dh.shape[0], dh) if dense or not known else None
+    of_gate, of_up = (part.branch for part in half.gate_up.parts)
+    assert of_gate is not None and of_up is not None
     made = gated_lora_backward(
         dh,
         gate,
         up,
         (low_gate, low_up, LowRank(t_down, branch.a.to(dh.dtype).t())),
         activation=half.activation,
+        scalings=(of_gate.scaling, of_up.scaling),
         into=None if dgate_up is None else _halves(dgate_up),
         quantized=quantized,
+        out=None if dgate_up is None else half.gate_up.inner_buffer(dgate_up),
     )
     if quantized is not None or not half.gate_up.is_float8:
         return _with_float8(dgate_up, None, quantized, slot), made
@@ -251,17 +255,11 @@ def _activate_backward_in_one_pass(
     return Rows(dgate_up, q, scale), made
 
 
-def _inner(half: MLPHalf, dgate_up: Rows, made: BranchGradients) -> tuple[Tensor, list[Tensor]]:
+def _inner(half: MLPHalf, made: BranchGradients) -> tuple[Tensor, list[Tensor]]:
     """What `Projection.inner_gradients` gives, from the kernel's results."""
     branches = [part.branch for part in half.gate_up.parts if part.branch is not None]
-    t = made.t
-    for branch, columns in zip(branches, t.chunk(2, 1), strict=True):
-        if branch.scaling != 1:
-            columns.mul_(branch.scaling)
-    if dgate_up.dense is not None:
-        t = half.gate_up.beside(dgate_up.dense, t)
     dbs = (made.dw_gate, made.dw_up)
-    return t, [db.to(branch.b.dtype) for db, branch in zip(dbs, branches, strict=True)]
+    return made.t, [db.to(branch.b.dtype) for db, branch in zip(dbs, branches, strict=True)]
 
 
 def _with_float8(

@@ -232,7 +232,7 @@ class Projection:
             if part.branch is not None
         ]
         if dy.dense is not None:
-            return lora_reduce(dy.dense, xa, slices, out=self._beside(dy.dense))
+            return lora_reduce(dy.dense, xa, slices, out=self.inner_buffer(dy.dense))
         # The values as they are, their one scale afterwards.
         assert dy.values is not None and dy.one_scale is not None
         t, dbs = lora_reduce(dy.values, xa, slices, out=torch.empty_like(xa))
@@ -240,9 +240,11 @@ class Projection:
             made.mul_(dy.one_scale)
         return t, dbs
 
-    def beside(self, dy: Tensor, t: Tensor) -> Tensor:
-        """t (M, R) where `gradient_buffer` left room for it beside dy, else as it is."""
-        return self._beside(dy).copy_(t) if self._extended() else t
+    def inner_buffer(self, dy: Tensor) -> Tensor:
+        """Where t (M, R) is best written: beside dy, if `gradient_buffer` left room for it."""
+        if self._extended() and dy.stride(0) == self.width + self.rank:
+            return dy.as_strided((dy.shape[0], self.rank), dy.stride(), dy.storage_offset() + self.width)
+        return dy.new_empty(dy.shape[0], self.rank)
 
     def gradients(
         self,
@@ -350,11 +352,6 @@ class Projection:
         packed = all(isinstance(part.weight, Packed) for part in self.parts)
         return packed and not self.is_float8 and self.rank > 0 and self.rank % 8 == 0
 
-    def _beside(self, dy: Tensor) -> Tensor:
-        if self._extended() and dy.stride(0) == self.width + self.rank:
-            return dy.as_strided((dy.shape[0], self.rank), dy.stride(), dy.storage_offset() + self.width)
-        return dy.new_empty(dy.shape[0], self.rank)
-
     def _weight(self, dtype: torch.dtype, extra: int = 0) -> Tensor:
         """W (N + extra, K) of one buffer; the extra rows are not written."""
         first = self.parts[0]
@@ -386,6 +383,8 @@ def side_by_side(matrices: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """The rows of all ``matrices`` (r_i, K) in one (R, K), in ``dtype``."""
     if len(matrices) == 1:
         return matrices[0].to(dtype)
+    if len({m.dtype for m in matrices}) == 1:
+        return torch.cat(list(matrices)).to(dtype)  # two launches, however many there are
     return torch.cat([m.to(dtype) for m in matrices])
 
 
