@@ -1,0 +1,158 @@
+"""What ranks do in test_gradient_communication.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from fewbits.formats import get_format
+from fewbits.training.ddp import DDPExchange, quantize_gradients
+
+
+class Net(nn.Module):
+    """Matrices of sizes that are and are not multiples of a block, a norm, a bias, an odd vector."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first = nn.Linear(24, 40)
+        self.norm = nn.LayerNorm(40)
+        self.second = nn.Linear(40, 33, bias=False)
+        self.odd = nn.Parameter(torch.randn(3, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.norm(self.first(x)).relu()).sum() + (self.odd.sum() ** 2) * x.mean()
+
+
+class Aligned(nn.Module):
+    """Every size is a multiple of a block: in whatever order, the same values share a scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.Sequential(
+            nn.Linear(24, 128, bias=False), nn.LayerNorm(128), nn.Linear(128, 64, bias=False)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).square().sum()
+
+
+def inputs(step: int, rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randn(8, 24, generator=generator)
+
+
+def exact_mean(step: int, world_size: int) -> dict[str, Tensor]:
+    """The mean of all ranks' gradients, in float64, without any communication."""
+    model = Net()
+    total = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in model.named_parameters()}
+    for rank in range(world_size):
+        model.zero_grad()
+        model(inputs(step, rank)).backward()
+        for name, p in model.named_parameters():
+            total[name] += p.grad.double() / world_size
+    return total
+
+
+def wrapped(
+    format: str, net: type[nn.Module] = Net, **how: Any
+) -> tuple[DistributedDataParallel, DDPExchange]:
+    model = DistributedDataParallel(net(), bucket_cap_mb=0.003)
+    return model, quantize_gradients(model, get_format(format), **how)
+
+
+def steps(model: DistributedDataParallel, numbers: range) -> list[dict[str, Tensor]]:
+    """The gradients that arrive on this rank, step by step; the weights stay as they are."""
+    rank, found = distributed.get_rank(), []
+    for step in numbers:
+        model.zero_grad()
+        model(inputs(step, rank)).backward()
+        found.append({name: p.grad.clone() for name, p in model.module.named_parameters()})
+    return found
+
+
+def pending(exchange: DDPExchange) -> dict[str, Tensor]:
+    """All that has not arrived yet, of all ranks: what the mean still lacks."""
+    size = exchange.travel.size
+    states: list[Any] = [None] * size
+    distributed.all_gather_object(states, exchange._state())
+    total: dict[str, Tensor] = {}
+    for tensors, _ in states:
+        for key, tensor in tensors.items():
+            kind, _, name = key.partition("/")
+            if kind == "residual":
+                total[name] = total.get(name, 0) + tensor.double() / size
+    for tensors, starts in states:
+        for key, start in starts.items():
+            name = key.partition("/")[2]
+            total[name][start : start + tensors[key].numel()] += tensors[key].double()
+    return total
+
+
+def many_steps(format: str, count: int, how: dict[str, Any]) -> dict[str, Any]:
+    model, exchange = wrapped(format, **how)
+    found = steps(model, range(count))
+    buckets = [sorted(names) for names in exchange._buckets]
+    return {
+        "steps": found, "pending": pending(exchange) if exchange.error_feedback else {}, "buckets": buckets,
+        "bytes": exchange.travel.sent_bytes, "receipt": str(exchange), "counter": exchange.step,
+    }  # fmt: skip
+
+
+def bad_number(format: str, bad: float) -> list[dict[str, Tensor]]:
+    """Three steps; in the second, rank 1 has one bad number in a matrix and one in a bias."""
+    model, _ = wrapped(format)
+    found = steps(model, range(1))
+    model.zero_grad()
+    if distributed.get_rank() == 1:
+        for weight, at in ((model.module.second.weight, (3, 4)), (model.module.first.bias, (2,))):
+            hook = torch.zeros_like(weight)
+            hook[at] = bad
+            weight.register_hook(lambda g, add=hook: g + add if add.abs().nan_to_num(1).any() else g)
+    model(inputs(1, distributed.get_rank())).backward()
+    found.append({name: p.grad.clone() for name, p in model.module.named_parameters()})
+    for weight in (model.module.second.weight, model.module.first.bias):
+        weight._backward_hooks = None
+    return found + steps(model, range(2, 4))
+
+
+def saved_and_loaded(
+    format: str, folder: str, write: bool, numbers: list[int], how: dict[str, Any]
+) -> dict[str, Any]:
+    model, exchange = wrapped(format, **how)
+    before = None
+    if not write:
+        exchange.load(Path(folder))
+        before = pending(exchange)
+    found = steps(model, range(*numbers))
+    if write:
+        exchange.save(Path(folder))
+        distributed.barrier()
+    return {
+        "steps": found, "before": before, "pending": pending(exchange), "counter": exchange.step,
+        "receipt": str(exchange),
+    }  # fmt: skip
+
+
+def failing() -> list[str]:
+    """An error on the exchange's thread: the backward pass must not wait for ever, and neither the next."""
+    model, exchange = wrapped("int8")
+    steps(model, range(1))
+
+    def fails(out: Tensor, sent: Tensor) -> None:
+        raise KeyError("planted")
+
+    exchange.travel.all_gather = fails
+    told = []
+    for step in (1, 2):
+        try:
+            steps(model, range(step, step + 1))
+        except BaseException as error:  # noqa: BLE001 - told to the test
+            cause = f" <- {error.__cause__!r}" if error.__cause__ else ""
+            told.append(f"{type(error).__name__}: {error}{cause}")
+    return told

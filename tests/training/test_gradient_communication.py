@@ -1,0 +1,150 @@
+"""Gradients in few bits over DDP: two processes and more, gloo; what arrives, what is kept, what is saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from fewbits.errors import BadCheckpoint
+from fewbits.formats import get_format
+from fewbits.training.communication import Lane, Travel
+from fewbits.training.ddp import DDPExchange
+from training.communication_workers import (
+    Aligned,
+    Net,
+    bad_number,
+    exact_mean,
+    failing,
+    many_steps,
+    saved_and_loaded,
+)
+from training.processes import run_ranks
+
+SMALL = ("first.bias", "norm.weight", "norm.bias", "odd")  # what travels in float32
+
+
+def largest(x: dict[str, Tensor]) -> float:
+    return max(float(t.abs().max()) for t in x.values())
+
+
+@pytest.mark.parametrize(
+    ("format", "ranks", "how"),
+    [
+        ("int8", 2, {}),
+        ("int4", 3, {}),
+        ("float8_e4m3", 1, {}),
+        ("int4", 2, {"stochastic": True, "seed": 7}),
+    ],
+    ids=str,
+)
+def test_what_arrived_and_what_is_kept_are_all_gradients(format: str, ranks: int, how: dict) -> None:
+    """Also over the step at which DDP orders its buckets anew."""
+    count = 4
+    found = run_ranks(many_steps, ranks, format, count, how)
+    first = found[0]
+    for other in found[1:]:
+        for mine, theirs in zip(first["steps"], other["steps"], strict=True):
+            assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+    exact = [exact_mean(step, ranks) for step in range(count)]
+    for name in exact[0]:
+        arrived = sum(step[name].double() for step in first["steps"])
+        whole = sum(step[name] for step in exact)
+        kept = first["pending"][name].view(whole.shape)
+        # float32 sums of a few numbers below 30, a few roundings each step
+        torch.testing.assert_close(arrived + kept, whole, rtol=0, atol=count * 30 * 2**-22)
+        if name in SMALL:
+            assert not kept.any()
+        else:
+            assert kept.abs().max() > 100 * count * 30 * 2**-22  # without it the sum does not close
+    assert first["counter"] == count
+    assert len(first["buckets"]) > 1
+
+
+@pytest.mark.parametrize(("format", "most"), [("int8", 0.02), ("int4", 0.25), ("float8_e4m3", 0.08)])
+def test_one_step_is_near_the_mean(format: str, most: float) -> None:
+    """Two roundings of half a step, of 1/127 or 1/7 of a block's largest; E4M3: twice 2**-4 of a number."""
+    (got, _) = run_ranks(many_steps, 2, format, 1, {"error_feedback": False, "stochastic": False})
+    exact = exact_mean(0, 2)
+    for name, want in exact.items():
+        error = (got["steps"][0][name].double() - want).abs().max() / max(float(want.abs().max()), 1e-9)
+        assert error < (1e-6 if name in SMALL else most)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_bad_number_of_one_rank_is_seen_by_all_and_forgotten(bad: float) -> None:
+    found = run_ranks(bad_number, 2, "int8", bad)
+    for steps in found:
+        clean = [all(bool(g.isfinite().all()) for g in step.values()) for step in steps]
+        assert clean == [True, False, True, True]
+        assert not steps[1]["second.weight"][3, 4].isfinite()
+        assert not steps[1]["first.bias"][2].isfinite()
+        assert steps[1]["first.weight"].isfinite().all()
+
+
+def test_a_checkpoint_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
+    """Bit by bit, though DDP begins once more with its first order of buckets."""
+    how = {"net": Aligned}
+    whole = run_ranks(many_steps, 2, "int4", 5, how)[0]
+    run_ranks(saved_and_loaded, 2, "int4", str(tmp_path), True, [0, 3], how)
+    after = run_ranks(saved_and_loaded, 2, "int4", str(tmp_path), False, [3, 5], how)[0]
+    assert after["counter"] == whole["counter"] == 5
+    assert any(bool(t.any()) for t in after["before"].values())
+    for mine, theirs in zip(whole["steps"][3:], after["steps"], strict=True):
+        assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_another_number_of_ranks_takes_up_what_was_kept(ranks: int, tmp_path: Path) -> None:
+    written = run_ranks(saved_and_loaded, 2, "int8", str(tmp_path), True, [0, 3], {})[0]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "gradient_exchange_00000.safetensors", "gradient_exchange_00001.safetensors",
+    ]  # fmt: skip
+    read = run_ranks(saved_and_loaded, ranks, "int8", str(tmp_path), False, [3, 4], {})[0]
+    assert largest(written["pending"]) > 1e-3
+    for name, kept in written["pending"].items():
+        torch.testing.assert_close(read["before"][name], kept, rtol=0, atol=1e-6)
+    exact = exact_mean(3, ranks)
+    for name, want in exact.items():
+        arrived = read["steps"][0][name].double() + read["pending"][name].view(want.shape)
+        total = want + written["pending"][name].view(want.shape)
+        torch.testing.assert_close(arrived, total, rtol=0, atol=1e-4)
+    assert "2 ranks had kept" in read["receipt"]
+
+
+def test_bytes_and_receipt() -> None:
+    """A small model has padding and float32 vectors; what a large one sends is in the receipt."""
+    (got, _) = run_ranks(many_steps, 2, "int8", 1, {})
+    values = sum(p.numel() for p in Net().parameters())
+    assert got["bytes"] < 2 * values * 1.5  # float32 would be 4 * values for two ranks
+    assert "int8_g128 (asked: int8)" in got["receipt"] and "0.516 of bfloat16" in got["receipt"]
+
+
+def test_an_error_of_the_exchange_is_told_and_stays() -> None:
+    for told in run_ranks(failing, 2):
+        assert len(told) == 2 and "planted" in told[1]
+
+
+def test_what_a_checkpoint_lacks_is_said(tmp_path: Path) -> None:
+    exchange = DDPExchange(get_format("int8"), Travel(None), {}, Lane(torch.device("cpu")))
+    exchange.load(tmp_path)
+    assert "begun at zero" in str(exchange)
+    exchange.travel.size = 2
+    exchange.save(tmp_path)
+    with pytest.raises(BadCheckpoint, match="1 of 2 ranks"):
+        exchange.load(tmp_path)
+    (tmp_path / "gradient_exchange_00000.safetensors").write_bytes(b"no")
+    with pytest.raises(BadCheckpoint, match="cannot be read"):
+        exchange.load(tmp_path)
+
+
+def test_seeds_are_unlike() -> None:
+    exchange = DDPExchange(
+        get_format("int8"), Travel(None), {}, Lane(torch.device("cpu")), error_feedback=False, seed=5
+    )
+    seeds = {exchange.seed_of(a, b, c) for a in range(20) for b in (1, 2) for c in range(20)}
+    assert len(seeds) == 800 and all(2**62 <= seed < 2**63 for seed in seeds)
+    exchange.stochastic = False
+    assert exchange.seed_of(0, 1, 0) is None
