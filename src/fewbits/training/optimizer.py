@@ -4,6 +4,10 @@ How a step is computed is in `fewbits.kernels.adamw`: on a GPU one launch for al
 CPU the definition. The class is an ordinary torch optimizer: schedules, gradient scalers (a step whose
 ``found_inf`` is set changes nothing, without waiting for the device), ``state_dict`` and capture in a CUDA
 graph (``capturable``) work as with torch's.
+
+Of a DTensor (FSDP2, tensor parallelism) each rank steps its own slice and keeps that slice's moments, with
+blocks that begin at the slice's first value; `fewbits.training.sharded_checkpoint` saves them so that another
+number of ranks can go on.
 """
 
 from __future__ import annotations
@@ -100,7 +104,7 @@ class AdamW8bit(torch.optim.Optimizer):
                 f"AdamW8bit steps dense floating-point tensors, not {param.dtype} with a "
                 f"{param.grad.layout if param.grad is not None else None} gradient; use torch's optimizers."
             )
-        moments = Moments.zeros(param, packed=param.numel() >= self.min_8bit_size)
+        moments = Moments.zeros(_slice(param), packed=param.numel() >= self.min_8bit_size)
         state: dict[str, Any] = self.state[param]
         state["step"] = 0
         state.update({name: getattr(moments, name) for name in _PARTS if getattr(moments, name) is not None})
@@ -126,10 +130,26 @@ class AdamW8bit(torch.optim.Optimizer):
             step.add_(1.0 if guard is None else (guard[0] == 0).float())
         else:
             self._count(params, options.step)
+        # of a short tensor some ranks have nothing
+        held = [pair for pair in zip(params, indices, strict=True) if _slice(pair[0]).numel()]
+        if held:
+            self._step_held(group, step, [p for p, _ in held], [i for _, i in held], options, guard)
+
+    def _step_held(
+        self,
+        group: dict[str, Any],
+        step: int | Tensor,
+        params: list[Tensor],
+        indices: list[int],
+        options: AdamWOptions,
+        guard: tuple[Tensor, Tensor] | None,
+    ) -> None:
+        """The arithmetic, of parameters with values on this rank."""
+        slices, device = [_slice(param) for param in params], params[0].device
         prepared = self._prepare(params, indices, needed=group["capturable"])
         if prepared is None:
             grads, moments, seeds = self._tensors(params, indices)
-            adamw(params, grads, moments, options, seeds=seeds, guard=guard)
+            adamw(slices, grads, moments, options, seeds=seeds, guard=guard)
         elif isinstance(step, Tensor):
             lr = torch.as_tensor(group["lr"], dtype=torch.float32, device=device)
             scalars = scalars_on_device(lr, step, options)
@@ -138,6 +158,8 @@ class AdamW8bit(torch.optim.Optimizer):
                 self._captured += [prepared, scalars]
         else:
             prepared.step(scalars_to_device(options, device), guard)
+        if prepared is not None:  # torch did not see the kernel write, and scales are kept by this number
+            torch.autograd.graph.increment_version(slices)
 
     def _count(self, params: list[Tensor], step: int | Tensor) -> None:
         for param in params:
@@ -151,18 +173,20 @@ class AdamW8bit(torch.optim.Optimizer):
         seeds = None
         if self.stochastic_rounding:
             seeds = [(self.seed * _MIX[0] + index * _MIX[1]) % 2**63 for index in indices]
-        return [param.grad for param in params], moments, seeds  # type: ignore[misc]
+        return [_slice(param.grad) for param in params], moments, seeds  # type: ignore[arg-type]
 
     def _prepare(self, params: list[Tensor], indices: list[int], *, needed: bool) -> Prepared | None:
         """The kernel's launches, those of the last step if no address has changed; None: the definition."""
         if not params[0].is_cuda and not needed:
             return None
-        addresses = [t.data_ptr() for param in params for t in (param, param.grad)]  # type: ignore[union-attr]
+        slices = [_slice(param) for param in params]
+        grads = [_slice(param.grad) for param in params]  # type: ignore[arg-type]
+        addresses = [t.data_ptr() for pair in zip(slices, grads, strict=True) for t in pair]
         before = self._prepared.get(indices[0])
         if before is not None and before[0] == addresses:
             return before[1]
         grads, moments, seeds = self._tensors(params, indices)
-        fits = all(map(takes, params, grads, moments)) and len({param.device for param in params}) == 1
+        fits = all(map(takes, slices, grads, moments)) and len({param.device for param in params}) == 1
         if needed and not fits:
             raise Unsupported(
                 "capturable steps need contiguous float32, bfloat16 or float16 parameters on one CUDA "
@@ -170,7 +194,7 @@ class AdamW8bit(torch.optim.Optimizer):
             )
         if not fits:
             return None
-        made = Prepared(params, grads, moments, seeds)
+        made = Prepared(slices, grads, moments, seeds)
         self._prepared[indices[0]] = addresses, made
         return made
 
@@ -199,6 +223,13 @@ class AdamW8bit(torch.optim.Optimizer):
             for name in _PARTS:
                 if saved.get(name) is not None:
                     self.state[param][name] = saved[name].to(param.device, copy=True)
+
+
+def _slice(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor."""
+    return (
+        tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    )  # no import of torch.distributed.tensor
 
 
 __all__ = ["AdamW8bit"]

@@ -1,0 +1,203 @@
+"""`shard`: FSDP2 over a model as it is, packed weights, adapters, fused decoder and all.
+
+Every decoder layer is one group, the embedding another, the rest (final norm, output head) the root's. Each
+rank holds a slice along the first axis of every parameter: codes and scales of packed weights too, as they
+are, so that a layer travels in 4.5 bits a weight. What the fused nodes read in their forward and backward
+passes are the gathered tensors, which FSDP2 fills again under the same storage before the backward pass.
+
+* Parts of different dtypes travel in one all-gather, as bytes; parameters that train must have one dtype
+  within a group, because their gradients are reduced together.
+* Adapters are sharded like all else: their gradients are averaged by the same reduce-scatter.
+* Uneven slices (a double-quantised weight has one offset) are padded by FSDP2 while they travel.
+* `compute_dtype` casts what is gathered (float32 weights that train, bfloat16 products); with packed weights
+  it is refused, because it would cast their scales.
+
+Nothing here was run on a GPU; the tests run it over gloo.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from fewbits.errors import Unsupported
+from fewbits.models.receipt import Change, Receipt
+from fewbits.models.spec import find, layer_names, locate, spec_for
+from fewbits.nn.linear import QuantizedLinear
+
+
+def shard(
+    model: Any,
+    mesh: Any = None,
+    *,
+    reshard_after_forward: bool = True,
+    compute_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    float8_all_gather: bool = False,
+    offload: bool = False,
+) -> Receipt:
+    """Spread the parameters over the ranks of ``mesh`` (FSDP2), in place; before the optimizer is made.
+
+    Args:
+        model: the module that is called in training: with adapters the PeftModel itself, which calls what is
+            inside it past FSDP2's hooks. One on the meta device stays there.
+        mesh: a device mesh of one dimension, or of two (replicas, shards); None: all ranks.
+        reshard_after_forward: gather each layer again for the backward pass; False keeps it.
+        compute_dtype: what float parameters are cast to while they travel.
+        reduce_dtype: in which gradients are averaged; None: their own.
+        float8_all_gather: the weights of linears that train travel in E4M3
+            (`fewbits.training.float8_gather`).
+        offload: slices wait in host memory.
+
+    Returns:
+        What is sharded how; its notes say how many bytes stay on this rank.
+
+    Raises:
+        Unsupported: the model is sharded already, or lies on several devices, or a group has trained
+            parameters of several dtypes, or ``compute_dtype`` would cast packed scales.
+    """
+    from torch.distributed.fsdp import (
+        CPUOffloadPolicy,
+        MixedPrecisionPolicy,
+        OffloadPolicy,
+        fully_shard,
+        register_fsdp_forward_method,
+    )
+
+    mesh = data_mesh() if mesh is None else mesh
+    groups = _groups(model)
+    _refuse(model, groups, compute_dtype)
+    whole = _bytes(model)
+    options = {
+        "mesh": mesh,
+        "mp_policy": MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype),
+        "offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy(),
+    }
+    receipt = Receipt(f"{spec_for(model).model_type}, sharded over {mesh.size()} ranks (FSDP2)")
+    for name, module in groups.items():
+        change = _group_change(name, groups)
+        fully_shard(module, reshard_after_forward=reshard_after_forward and name != "", **options)
+        receipt.changes.append(change)
+        if isinstance(module, nn.Embedding) and not module.weight.requires_grad:
+            module.set_unshard_in_backward(False)  # type: ignore[operator]
+    if hasattr(model, "generate"):
+        register_fsdp_forward_method(model, "generate")
+    if float8_all_gather:
+        from fewbits.training.float8_gather import gather_in_float8
+
+        receipt.notes.append(gather_in_float8(model))
+    receipt.notes.append(
+        f"parameters: {whole / 2**20:,.2f} MiB in all, {local_bytes(model) / 2**20:,.2f} MiB on this rank"
+    )
+    return receipt
+
+
+def data_mesh(device_type: str | None = None) -> Any:
+    """All ranks in a row.
+
+    Raises:
+        Unsupported: there is no process group.
+    """
+    from torch import distributed
+    from torch.distributed.device_mesh import init_device_mesh
+
+    if not distributed.is_initialized():
+        raise Unsupported(
+            "there is no process group, and FSDP shards over its ranks; start with torchrun and call "
+            "torch.distributed.init_process_group first."
+        )
+    kind = device_type or ("cuda" if "nccl" in str(distributed.get_backend()) else "cpu")
+    return init_device_mesh(kind, (distributed.get_world_size(),), mesh_dim_names=("data",))
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """True if FSDP2 holds this model's parameters."""
+    return next(sharded_modules(model), None) is not None
+
+
+def sharded_modules(model: nn.Module) -> Iterator[Any]:
+    """The modules that FSDP2 gathers one by one: where a communication of few bits is set."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return (module for module in model.modules() if isinstance(module, FSDPModule))
+
+
+def reshard(model: nn.Module) -> None:
+    """Let go of gathered parameters: after a forward pass alone the root's still stand in for its slices."""
+    for module in sharded_modules(model):
+        module.reshard()
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a tensor; a plain one is all here."""
+    from torch.distributed.tensor import DTensor
+
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def local_bytes(model: nn.Module) -> int:
+    """Bytes of the parameters on this rank."""
+    return sum(local(p.detach()).nbytes for p in model.parameters())
+
+
+def _groups(model: Any) -> dict[str, nn.Module]:
+    """What is gathered together, by full name; the root, "", comes last."""
+    spec = spec_for(model)
+    groups = {name: model.get_submodule(name) for name in layer_names(model, spec)}
+    embed, head = (locate(model, spec, path) for path in (spec.embed, spec.head))
+    embedding, output = find(model, embed), find(model, head)
+    tied = output is not None and getattr(output, "weight", None) is getattr(embedding, "weight", None)
+    if isinstance(embedding, nn.Embedding) and not tied:  # a tied weight is the head's, so the root's, too
+        groups[embed] = embedding
+    return {**groups, "": model}
+
+
+def _held(name: str, groups: dict[str, nn.Module]) -> list[nn.Parameter]:
+    """The parameters of a group; the root has what is in no other."""
+    if name:
+        return list(groups[name].parameters())
+    inner = {id(p) for other, module in groups.items() if other for p in module.parameters()}
+    return [p for p in groups[name].parameters() if id(p) not in inner]
+
+
+def _group_change(name: str, groups: dict[str, nn.Module]) -> Change:
+    held = _held(name, groups)
+    kinds = sorted({str(p.dtype).removeprefix("torch.") for p in held})
+    trained = sum(p.requires_grad for p in held)
+    after = f"sharded ({', '.join(kinds)}; {trained} of {len(held)} parameters train)"
+    size = sum(p.nbytes for p in held)
+    return Change(name or "(root)", type(groups[name]).__name__, after, size, size)
+
+
+def _bytes(model: nn.Module) -> int:
+    return sum(p.nbytes for p in model.parameters())
+
+
+def _refuse(model: Any, groups: dict[str, nn.Module], compute_dtype: torch.dtype | None) -> None:
+    if is_sharded(model):
+        raise Unsupported("this model is sharded already; load it again to shard it in another way.")
+    devices = {p.device for p in model.parameters()}
+    if len(devices) > 1:
+        raise Unsupported(
+            f"the model lies on {', '.join(sorted(map(str, devices)))}, and sharding starts from one device; "
+            "load it without device_map."
+        )
+    if compute_dtype is not None and any(isinstance(m, QuantizedLinear) for m in model.modules()):
+        raise Unsupported(
+            f"compute_dtype={compute_dtype} would cast the scales of packed weights too; leave it out:"
+            " products are computed in the dtype of the activations."
+        )
+    for name in groups:
+        dtypes = {p.dtype for p in _held(name, groups) if p.requires_grad}
+        if len(dtypes) > 1:
+            listed = ", ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
+            raise Unsupported(
+                f"{name or 'the model'} trains parameters of {listed}, and FSDP2 reduces one dtype at a time;"
+                " bring the parameters that train to one dtype."
+            )
+
+
+__all__ = ["data_mesh", "is_sharded", "local", "local_bytes", "reshard", "shard", "sharded_modules"]

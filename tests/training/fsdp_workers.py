@@ -1,0 +1,117 @@
+"""What the ranks of tests/training/test_fsdp.py and its neighbours run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+
+from fewbits.formats import E4M3, E4M3_ROW, INT4_G32, NF4, NF4_DQ
+from fewbits.models.adapters import get_peft_model
+from fewbits.models.convert import convert
+from fewbits.models.fused import fuse, fusion_of
+from fewbits.recipes.recipe import LoRA, Recipe, Rule
+from fewbits.training.fsdp import local_bytes, shard
+from fewbits.training.optimizer import AdamW8bit
+from models.tiny import tiny, tokens
+
+ROWS, LENGTH = 4, 16
+FORMATS = {"nf4": NF4, "nf4_dq": NF4_DQ, "int4": INT4_G32}
+
+
+def build(kind: str, family: str = "llama", *, fused: bool = True) -> Any:
+    """A tiny model: "full", "float8" (full, E4M3 products), "lora", "lora_bf16", or a format (QLoRA)."""
+    dtype = torch.bfloat16 if kind == "lora_bf16" else torch.float32
+    model = tiny(family, dtype=dtype)
+    if kind in FORMATS:
+        convert(model, Recipe(name=kind, linear=Rule(weight=FORMATS[kind])))
+    if kind == "float8":
+        rule = Rule(weight_operand=E4M3, activation=E4M3_ROW, gradient=E4M3_ROW)
+        convert(model, Recipe(name=kind, linear=rule))
+    elif kind != "full":
+        model.requires_grad_(False)
+        torch.manual_seed(0)
+        model = get_peft_model(model, LoRA(r=4))
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:  # zeros would leave A without a gradient
+                parameter.data.normal_(0, 0.1)
+    if fused:
+        fuse(model)
+    return model.train()
+
+
+def train(
+    model: Any, steps: int, rows: slice = slice(None), optimizer: Any = None
+) -> tuple[list[float], Any]:
+    """Losses of some steps on this slice of the global batch; each step has a batch of its own."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = optimizer or torch.optim.AdamW(trained, lr=1e-2)
+    losses = []
+    for step in range(steps):
+        ids = tokens(ROWS, LENGTH, seed=step)[rows]
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses, optimizer
+
+
+def own_rows() -> slice:
+    """The part of the global batch that is this rank's."""
+    share = ROWS // distributed.get_world_size()
+    return slice(distributed.get_rank() * share, (distributed.get_rank() + 1) * share)
+
+
+def mean_over_ranks(losses: list[float]) -> list[float]:
+    """Of each loss."""
+    total = torch.tensor(losses, dtype=torch.float64)
+    distributed.all_reduce(total)
+    return [float(value) for value in total / distributed.get_world_size()]
+
+
+def full(model: Any, *, trained: bool = True) -> dict[str, Tensor]:
+    """The parameters as they are without shards."""
+    named = ((n, p) for n, p in model.named_parameters() if p.requires_grad or not trained)
+    return {n: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone() for n, p in named}
+
+
+def sharded_curves(cases: list[tuple[str, str, bool]], steps: int) -> dict[Any, Any]:
+    """Loss curve, weights and bytes of each case, sharded over all ranks."""
+    found = {}
+    for kind, family, fused in cases:
+        model = build(kind, family, fused=fused)
+        whole = local_bytes(model)
+        receipt = shard(model)
+        share = local_bytes(model) / whole
+        losses, _ = train(model, steps, own_rows())
+        model.eval()
+        with torch.no_grad():
+            logits = model(input_ids=tokens(2, 8)).logits
+        fallbacks = dict(fusion_of(model).fallbacks) if fused else {}
+        found[kind, family, fused] = {
+            "losses": mean_over_ranks(losses),
+            "weights": full(model),
+            "share": share,
+            "fallbacks": fallbacks,
+            "logits": logits,
+            "receipt": str(receipt),
+        }
+    return found
+
+
+def in_float8(steps: int) -> dict[str, Any]:
+    """Full fine-tuning whose weights travel in E4M3: bfloat16-like products, and E4M3 ones."""
+    found = {}
+    for kind in ("full", "float8"):
+        model = build(kind)
+        receipt = shard(model, float8_all_gather=True)
+        optimizer = AdamW8bit(model.parameters(), lr=1e-2) if kind == "float8" else None
+        losses, _ = train(model, steps, own_rows(), optimizer)
+        found[kind] = {"losses": mean_over_ranks(losses), "weights": full(model), "receipt": str(receipt)}
+        weight = model.model.layers[1].mlp.down_proj.weight
+        travel = weight._local_tensor.fsdp_pre_all_gather.__self__
+        found[kind]["scale"] = travel.scales.of(travel.number, weight.device_mesh.get_group())[0]
+    return found

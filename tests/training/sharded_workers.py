@@ -1,0 +1,84 @@
+"""What the ranks of tests/training/test_sharded_checkpoint.py run."""
+
+from __future__ import annotations
+
+import resource
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed
+
+from fewbits.errors import TrainingStopped
+from fewbits.training.fsdp import shard
+from fewbits.training.optimizer import AdamW8bit
+from fewbits.training.sharded_checkpoint import export, load_sharded, write_sharded
+from training.fsdp_workers import build, full, own_rows, train
+
+KINDS = ("nf4_dq", "full")
+
+
+def optimizer_of(kind: str, model: Any) -> Any:
+    """8-bit moments over adapters, torch's AdamW over whole models."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return (
+        AdamW8bit(trained, lr=1e-2, min_8bit_size=16)
+        if kind == "nf4_dq"
+        else torch.optim.AdamW(trained, lr=1e-2)
+    )
+
+
+def write(folder: str) -> dict[str, Any]:
+    """Two steps, a checkpoint, two more; and an export."""
+    found = {}
+    for kind in KINDS:
+        model = build(kind)
+        shard(model)
+        optimizer = optimizer_of(kind, model)
+        train(model, 2, own_rows(), optimizer)
+        with torch.no_grad():  # leaves the root's parameters gathered
+            model(input_ids=torch.ones(1, 4, dtype=torch.long))
+        path = Path(folder) / kind
+        write_sharded(path / "checkpoint-2", model, optimizer, {"step": 2})
+        saved = full(model)
+        (path / "hf").mkdir(exist_ok=True)
+        export(model, path / "hf", shard_bytes=20_000)
+        losses, _ = train(model, 2, own_rows(), optimizer)
+        found[kind] = {"saved": saved, "losses": losses, "weights": full(model)}
+        found[kind]["error"] = failed_write(path / "checkpoint-4", model, optimizer)
+    return found
+
+
+def failed_write(final: Path, model: Any, optimizer: Any) -> str:
+    """What a checkpoint ends with when the last rank's disk takes no more."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if distributed.get_rank() == distributed.get_world_size() - 1:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # the write fails with EFBIG, as on a full disk
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        write_sharded(final, model, optimizer)
+    except TrainingStopped as error:
+        return str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    return "it was written"
+
+
+def resume(folder: str) -> dict[str, Any]:
+    """From that checkpoint, in a model with other numbers, two steps."""
+    found = {}
+    for kind in KINDS:
+        model = build(kind)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.add_(1)
+        shard(model)
+        optimizer = optimizer_of(kind, model)
+        optimizer.param_groups[0]["lr"] = 7.0
+        extra = load_sharded(Path(folder) / kind / "checkpoint-2", model, optimizer)
+        loaded = full(model)
+        losses, _ = train(model, 2, own_rows(), optimizer)
+        found[kind] = {"loaded": loaded, "losses": losses, "weights": full(model), "extra": extra}
+    return found
