@@ -15,7 +15,8 @@ from fewbits.models.stochastic_attention import (
     stochastic_attention_of,
     use_stochastic_attention,
 )
-from fewbits.nn.stochastic_attention import AttentionProducts, batched_product, stochastic_attention
+from fewbits.nn.stochastic_attention import AttentionProducts, stochastic_attention
+from fewbits.nn.stochastic_product import stochastic_product
 from models.tiny import FAMILIES, tiny, tokens
 
 OPTIONS = Stochastic(halve_bipolar_stoc_len=True, chunk_d=8)
@@ -58,7 +59,7 @@ def test_one_product_alone_and_a_bool_mask():
 def test_gradient_is_that_of_the_exact_product():
     a, b = (torch.randn(3, n, 20, requires_grad=True) for n in (4, 6))
     dy = torch.randn(3, 4, 6)
-    batched_product(a, b, OPTIONS).backward(dy)
+    stochastic_product(a, b, OPTIONS).backward(dy)
     torch.testing.assert_close(a.grad, dy @ b)
     torch.testing.assert_close(b.grad, dy.mT @ a)
 

@@ -15,15 +15,14 @@ Straight-through: the gradient of a stochastic product is that of the exact one.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from fewbits.errors import Unsupported
 from fewbits.formats.stochastic import Stochastic
-from fewbits.kernels.matmul_stochastic import sc_matmul_ref
+from fewbits.nn.stochastic_product import stochastic_product
 
 
 @dataclass(frozen=True)
@@ -45,29 +44,6 @@ class AttentionProducts:
                 raise Unsupported(
                     f'attention {name} with granularity "{options.granularity}"; both products are "per_row".'
                 )
-
-
-class _StraightThrough(torch.autograd.Function):
-    """A stochastic product with the gradient of the exact one."""
-
-    @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor, options: Stochastic) -> Tensor:
-        ctx.save_for_backward(a, b)
-        if 0 < options.chunk_d < a.shape[-1]:  # chunks are defined for two dimensions
-            return torch.stack([sc_matmul_ref(x, y, options) for x, y in zip(a, b, strict=True)])
-        return sc_matmul_ref(a, b, _unchunked(options))
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
-        a, b = ctx.saved_tensors
-        return (dy @ b.to(dy.dtype)).to(a.dtype), (dy.mT @ a.to(dy.dtype)).to(b.dtype), None
-
-
-def batched_product(a: Tensor, b: Tensor, options: Stochastic | None) -> Tensor:
-    """``a @ b^T`` of (B, N, D) and (B, M, D) in a's dtype: stochastic with options, exact without."""
-    if options is None:
-        return a @ b.mT
-    return _StraightThrough.apply(a, b, options).to(a.dtype)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def stochastic_attention(
@@ -99,7 +75,7 @@ def stochastic_attention(
     B, H, S, D = q.shape
     K, T = k.shape[1:3]
     grouped = (B * K, H // K * S)  # the heads of one group are rows of one product: each row has its scale
-    scores = batched_product(q.reshape(*grouped, D), k.reshape(B * K, T, D), products.scores)
+    scores = stochastic_product(q.reshape(*grouped, D), k.reshape(B * K, T, D), products.scores)
     scores = scores.view(B, H, S, T) * scale
     if soft_cap is not None:
         scores = soft_cap * torch.tanh(scores / soft_cap)
@@ -108,9 +84,5 @@ def stochastic_attention(
     weights = scores.float().softmax(-1).to(q.dtype)
     if dropout:
         weights = torch.nn.functional.dropout(weights, dropout)
-    out = batched_product(weights.view(*grouped, T), v.reshape(B * K, T, D).mT, products.values)
+    out = stochastic_product(weights.view(*grouped, T), v.reshape(B * K, T, D).mT, products.values)
     return out.view(B, H, S, D).transpose(1, 2).contiguous(), weights
-
-
-def _unchunked(options: Stochastic) -> Stochastic:
-    return replace(options, chunk_d=0) if options.chunk_d else options

@@ -1,0 +1,64 @@
+"""``a b^T`` by stochastic computing with a straight-through gradient: that of the exact product.
+
+The forward pass is exactly what the hardware counts. Its error has no useful derivative (a count moves in
+steps, from one code to the next), so backward takes ``da = dy b`` and ``db = dy^T a``, with the operands as
+they came. Smoothing divides one operand by what it multiplies the other by and changes no gradient.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fewbits.formats.stochastic import Stochastic
+from fewbits.kernels.matmul_stochastic import sc_matmul_ref
+from fewbits.kernels.quantize_stochastic import quantize_stochastic
+from fewbits.kernels.stochastic_codes import stochastic_codes
+
+
+class _StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor, options: Stochastic, smooth_scales: Tensor | None) -> Tensor:
+        ctx.save_for_backward(a, b)
+        return _counted(a, b, options, smooth_scales)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:  # type: ignore[override]
+        a, b = ctx.saved_tensors
+        da = (dy @ b.to(dy.dtype)).to(a.dtype) if ctx.needs_input_grad[0] else None
+        db = (dy.mT @ a.to(dy.dtype)).to(b.dtype) if ctx.needs_input_grad[1] else None
+        return da, db, None, None
+
+
+def stochastic_product(
+    a: Tensor, b: Tensor, options: Stochastic | None, smooth_scales: Tensor | None = None
+) -> Tensor:
+    """``a @ b^T`` of (N, D) and (M, D), or batches of them, in a's dtype.
+
+    Args:
+        a: left operand.
+        b: right operand.
+        options: of the stochastic product; None: exact.
+        smooth_scales: (D,); inside the stochastic product a is divided and b multiplied by it.
+    """
+    if options is None:
+        return a @ b.mT
+    return _StraightThrough.apply(a, b, options, smooth_scales).to(a.dtype)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _counted(a: Tensor, b: Tensor, options: Stochastic, smooth_scales: Tensor | None) -> Tensor:
+    batched = a.dim() == 3
+    if not options.prepares:
+        if batched and options.chunk_d:  # the definition has chunks for two dimensions
+            pairs = zip(a, b, strict=True)
+            return torch.stack([sc_matmul_ref(x, y, options, smooth_scales) for x, y in pairs])
+        return sc_matmul_ref(a, b, options, smooth_scales)
+    a, b = (a, b) if batched else (a[None], b[None])
+    operands = (
+        *quantize_stochastic(a, options, smooth_scales),
+        *quantize_stochastic(b, options, smooth_scales, is_b=True),
+    )
+    y = stochastic_codes(*operands, options, (options.streams.length,))
+    return y if batched else y[0]
