@@ -38,9 +38,12 @@ def test_capture_sees_what_the_linear_sees():
 def test_importance_is_the_squared_gradient_of_the_summed_loss():
     model, ids = tiny("llama"), tokens(2, 12)
     outputs: list[torch.Tensor] = []
-    handle = model.get_submodule(NAME).register_forward_hook(
-        lambda m, a, y: (y.retain_grad(), outputs.append(y))
-    )
+
+    def keep(module, args, y):
+        y.retain_grad()
+        outputs.append(y)
+
+    handle = model.get_submodule(NAME).register_forward_hook(keep)
     logits = model(ids).logits[:, :-1].flatten(0, 1)
     torch.nn.functional.cross_entropy(logits, ids[:, 1:].flatten(), reduction="sum").backward()
     handle.remove()
