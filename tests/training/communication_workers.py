@@ -156,3 +156,50 @@ def failing() -> list[str]:
             cause = f" <- {error.__cause__!r}" if error.__cause__ else ""
             told.append(f"{type(error).__name__}: {error}{cause}")
     return told
+
+
+def sharded_net() -> nn.Module:
+    from torch.distributed.fsdp import fully_shard
+
+    model = Net()
+    fully_shard(model.first)
+    return fully_shard(model)
+
+
+def sharded_steps(
+    format: str, numbers: list[int], how: dict[str, Any], folder: str = "", write: bool = False, bad: int = -1
+) -> dict[str, Any]:
+    """Gradients of a sharded model step by step, whole; one bad number of rank 1's in step ``bad``."""
+    from fewbits.training.fsdp_communication import quantize_reduce_scatter
+
+    model = sharded_net()
+    exchange = quantize_reduce_scatter(model, get_format(format), **how)
+    if folder and not write:
+        exchange.load(Path(folder))
+    before, found, rank = kept_of(exchange), [], distributed.get_rank()
+    for step in range(*numbers):
+        model.zero_grad()
+        x = inputs(step, rank)
+        if step == bad and rank == 1:
+            x[0, 0] = torch.nan
+        model(x).backward()
+        found.append({name: p.grad.full_tensor() for name, p in model.named_parameters()})
+    if write:
+        exchange.save(Path(folder))
+        distributed.barrier()
+    return {
+        "steps": found, "before": before, "kept": kept_of(exchange), "receipt": str(exchange),
+        "bytes": exchange.travel.sent_bytes, "step": exchange.step,
+    }  # fmt: skip
+
+
+def kept_of(exchange: Any) -> dict[str, Tensor]:
+    """What the mean still lacks, of all ranks."""
+    states: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(states, exchange._state()[0])
+    total: dict[str, Tensor] = {}
+    for tensors in states:
+        for key, tensor in tensors.items():
+            name = key.partition("/")[2]
+            total[name] = total.get(name, 0) + tensor.double() / len(states)
+    return total

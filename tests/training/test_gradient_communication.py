@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from fewbits.errors import BadCheckpoint
+from fewbits.errors import BadCheckpoint, Unsupported
 from fewbits.formats import get_format
 from fewbits.training.communication import Lane, Travel
 from fewbits.training.ddp import DDPExchange
+from fewbits.training.fsdp_communication import quantize_reduce_scatter
 from training.communication_workers import (
     Aligned,
     Net,
@@ -20,6 +21,7 @@ from training.communication_workers import (
     failing,
     many_steps,
     saved_and_loaded,
+    sharded_steps,
 )
 from training.processes import run_ranks
 
@@ -148,3 +150,48 @@ def test_seeds_are_unlike() -> None:
     assert len(seeds) == 800 and all(2**62 <= seed < 2**63 for seed in seeds)
     exchange.stochastic = False
     assert exchange.seed_of(0, 1, 0) is None
+
+
+# FSDP2.
+
+
+@pytest.mark.parametrize(("format", "ranks"), [("int8", 2), ("int4", 3), ("float8_e4m3", 2)])
+def test_sharded_what_arrived_and_what_is_kept_are_all_gradients(format: str, ranks: int) -> None:
+    how = {"residual_dtype": torch.float32}
+    found = run_ranks(sharded_steps, ranks, format, [0, 3], how)[0]
+    exact = [exact_mean(step, ranks) for step in range(3)]
+    for name in exact[0]:
+        arrived = sum(step[name].double() for step in found["steps"])
+        whole = sum(step[name] for step in exact)
+        kept = found["kept"][name].view(whole.shape)
+        torch.testing.assert_close(arrived + kept, whole, rtol=0, atol=3 * 30 * 2**-22)
+        # an axis of 3 is cut in slices of 1 or 2: "odd" is a matrix here
+        assert bool(kept.any()) == (whole.dim() > 1)
+    assert found["step"] == 6 and f"{ranks} ranks" in found["receipt"]
+
+
+def test_sharded_without_feedback_a_bad_number_is_seen_by_all() -> None:
+    how = {"error_feedback": False, "seed": 3}
+    for found in run_ranks(sharded_steps, 2, "int8", [0, 3], how, "", False, 1):
+        clean = [all(bool(g.isfinite().all()) for g in step.values()) for step in found["steps"]]
+        assert clean == [True, False, True]
+        assert not found["kept"]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_sharded_a_checkpoint_goes_on(ranks: int, tmp_path: Path) -> None:
+    """With as many ranks bit by bit; with another number, nothing of what was kept is lost."""
+    written = run_ranks(sharded_steps, 2, "int4", [0, 2], {}, str(tmp_path), True)[0]
+    read = run_ranks(sharded_steps, ranks, "int4", [2, 4], {}, str(tmp_path), False)[0]
+    for name, kept in written["kept"].items():
+        torch.testing.assert_close(read["before"][name], kept, rtol=0, atol=1e-6)
+    if ranks == 2:
+        whole = run_ranks(sharded_steps, 2, "int4", [0, 4], {})[0]
+        assert read["step"] == whole["step"]
+        for mine, theirs in zip(whole["steps"][2:], read["steps"], strict=True):
+            assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def test_a_model_that_is_not_sharded_is_refused() -> None:
+    with pytest.raises(Unsupported, match="not sharded"):
+        quantize_reduce_scatter(Net(), get_format("int8"))

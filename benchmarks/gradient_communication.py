@@ -1,0 +1,295 @@
+"""Gradients in few bits over DDP: what is learnt, what is on the wire, how long a step takes on a slow network.
+
+    python benchmarks/gradient_communication.py learn   [--ranks 2] [--seeds 3] [--variants none,int8,int4]
+    python benchmarks/gradient_communication.py bytes   [--ranks 2]
+    python benchmarks/gradient_communication.py network [--rate 200mbit] [--delay 0ms] [--steps 6]
+    python benchmarks/gradient_communication.py plot
+
+From a checkout with ../shared beside it; processes meet over gloo on this machine's CPU. ``bytes`` and
+``network`` make a network namespace of their own (`unshare -n`, `tc`), which needs root; the loopback device
+there carries nothing else. Each result is a line of JSON in --out, and with --record a row of results.csv.
+
+learn: all weights of stories3m, trained on tiny_shakespeare with AdamW; every variant of a seed sees the same
+windows in the same order. The figure is the loss on text that was held out.
+
+bytes: three steps of the same model: the bytes counted at the collective calls, and the loopback device's own
+counter (with TCP's headers and acknowledgements, both directions).
+
+network: full fine-tuning of a Llama shape of 12.6 million values whose compute is small (one row of 16 tokens a
+rank), over a loopback device that is limited to --rate in all, both directions together; "compute" is a step of
+the same processes without any exchange (`no_sync`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed, multiprocessing
+from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from fewbits.bench.record import Row, append, conditions
+from fewbits.formats import get_format
+from fewbits.training.communication import Travel
+from fewbits.training.ddp import quantize_gradients
+
+HERE = Path(__file__).resolve()
+SHARED = HERE.parents[2] / "shared"
+MODEL = SHARED / "data/models/stories3m"
+TEXT = SHARED / "data/text/tiny_shakespeare.txt"
+RESULTS = HERE.parent / "results.csv"
+# name: format, error feedback, stochastic rounding
+VARIANTS = {
+    "int8": ("int8", True, False),
+    "int4": ("int4", True, False),
+    "float8_e4m3": ("float8_e4m3", True, False),
+    "int8_stochastic": ("int8", True, True),
+    "int4_stochastic": ("int4", True, True),
+    "int4_no_feedback": ("int4", False, False),
+    "int4_stochastic_no_feedback": ("int4", False, True),
+}
+WINDOW, BATCH, EVAL_WINDOWS = 128, 4, 64
+
+
+# The exchange of a variant.
+
+
+def plain_hook(state: tuple[Travel, torch.dtype], bucket: Any) -> Any:
+    """The mean by an all-reduce in a dtype, as torch's bf16_compress_hook (which refuses a CPU), counted."""
+    travel, dtype = state
+    buffer = bucket.buffer()
+    sent = buffer.to(dtype) if dtype != buffer.dtype else buffer
+    sent.div_(travel.size)
+    work = travel.all_reduce(sent)
+    return work.get_future().then(lambda _: buffer.copy_(sent) if sent is not buffer else buffer)
+
+
+plain_hook.__annotations__.clear()  # DDP refuses annotations that are texts
+
+
+def exchange_of(model: DistributedDataParallel, variant: str, seed: int = 0) -> Travel:
+    if variant in ("none", "float32", "bfloat16"):
+        travel = Travel(distributed.new_group())
+        dtype = torch.bfloat16 if variant == "bfloat16" else torch.float32
+        model.register_comm_hook((travel, dtype), plain_hook)
+        return travel
+    format, feedback, stochastic = VARIANTS[variant]
+    return quantize_gradients(
+        model, get_format(format), seed=seed, error_feedback=feedback, stochastic=stochastic
+    ).travel
+
+
+# The work of a rank.
+
+
+def rank_main(rank: int, ranks: int, store: str, work: str, args: dict[str, Any], out: str) -> None:
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    result = {"learn": learn, "bytes": count_bytes, "network": time_steps}[work](rank, ranks, args)
+    if rank == 0:
+        Path(out).write_text(json.dumps(result), encoding="utf-8")
+    distributed.barrier()
+    distributed.destroy_process_group()
+
+
+def on_ranks(work: str, ranks: int, args: dict[str, Any]) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        out = f"{folder}/out.json"
+        multiprocessing.spawn(rank_main, (ranks, f"{folder}/store", work, args, out), nprocs=ranks)
+        found: dict[str, Any] = json.loads(Path(out).read_text(encoding="utf-8"))
+        return found
+
+
+def windows() -> tuple[torch.Tensor, torch.Tensor]:
+    """Training windows and those held out, each of WINDOW tokens."""
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    ids = torch.tensor(tokenizer(TEXT.read_text(encoding="utf-8"), add_special_tokens=False)["input_ids"])
+    rows = ids[: len(ids) // WINDOW * WINDOW].view(-1, WINDOW)
+    return rows[:-EVAL_WINDOWS], rows[-EVAL_WINDOWS:]
+
+
+def learn(rank: int, ranks: int, args: dict[str, Any]) -> dict[str, Any]:
+    train, held_out = windows()
+    base = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    model = DistributedDataParallel(base, bucket_cap_mb=4)
+    travel = exchange_of(model, args["variant"], args["seed"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args["lr"], weight_decay=0.0, betas=(0.9, 0.95))
+    steps, warmup = args["steps"], max(args["steps"] // 10, 1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda s: min((s + 1) / warmup, max(0.02, 1 - (s - warmup) / (steps - warmup)))
+    )
+    generator = torch.Generator().manual_seed(args["seed"])
+    order = torch.randperm(len(train), generator=generator)
+    curve = []
+    for step in range(steps):
+        first = (step * ranks + rank) * BATCH
+        batch = train[order[torch.arange(first, first + BATCH) % len(order)]]
+        loss = model(batch, labels=batch, use_cache=False).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        mean = loss.detach() / ranks
+        distributed.all_reduce(mean)
+        curve.append(round(float(mean), 4))
+    base.eval()
+    with torch.no_grad():
+        part = held_out[rank::ranks]
+        total = torch.stack([base(row[None], labels=row[None], use_cache=False).loss for row in part]).sum()
+    distributed.all_reduce(total)
+    return {"loss": float(total) / len(held_out), "curve": curve, "sent_bytes": travel.sent_bytes}
+
+
+def loopback_bytes() -> int:
+    """Bytes that this namespace's loopback device has carried."""
+    for line in Path("/proc/net/dev").read_text(encoding="ascii").splitlines():
+        name, _, numbers = line.partition(":")
+        if name.strip() == "lo":
+            return int(numbers.split()[8])
+    raise SystemExit("there is no loopback device")
+
+
+def count_bytes(rank: int, ranks: int, args: dict[str, Any]) -> dict[str, Any]:
+    train, _ = windows()
+    base = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    model = DistributedDataParallel(base, bucket_cap_mb=4)
+    travel = exchange_of(model, args["variant"])
+
+    def step(number: int) -> None:
+        batch = train[number : number + 1, :16]
+        model(batch, labels=batch, use_cache=False).loss.backward()
+        base.zero_grad()
+
+    for number in range(2):  # DDP makes its buckets anew in the second
+        step(number)
+    distributed.barrier()
+    before, sent = loopback_bytes(), travel.sent_bytes
+    for number in range(3):
+        step(number)
+    distributed.barrier()
+    values = sum(p.numel() for p in base.parameters())
+    return {
+        "values": values,
+        "counted": (travel.sent_bytes - sent) / 3,
+        "loopback": (loopback_bytes() - before) / 3 / ranks,
+    }
+
+
+def time_steps(rank: int, ranks: int, args: dict[str, Any]) -> dict[str, Any]:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=1024, hidden_size=512, intermediate_size=1536, num_hidden_layers=3, num_attention_heads=8,
+        num_key_value_heads=8, tie_word_embeddings=True,
+    )  # fmt: skip
+    base = LlamaForCausalLM(config)
+    model = DistributedDataParallel(base)
+    travel = exchange_of(model, args["variant"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)
+    batch = torch.randint(1024, (1, 16), generator=torch.Generator().manual_seed(rank))
+
+    def step() -> float:
+        distributed.barrier()
+        start = time.perf_counter()
+        model(batch, labels=batch, use_cache=False).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return time.perf_counter() - start
+
+    for _ in range(2):
+        step()
+    sent = travel.sent_bytes
+    times = [step() for _ in range(args["steps"])]
+    sent = (travel.sent_bytes - sent) // args["steps"]
+    with model.no_sync():
+        compute = [step() for _ in range(args["steps"])][1:]
+    return {
+        "values": sum(p.numel() for p in base.parameters()), "times": times, "compute": compute,
+        "sent_bytes": sent, "seconds": statistics.median(times), "compute_seconds": statistics.median(compute),
+    }  # fmt: skip
+
+
+# The commands.
+
+
+def run_learn(args: argparse.Namespace) -> None:
+    for seed in range(args.seeds):
+        for variant in args.variants.split(","):
+            start = time.time()
+            how = {"variant": variant, "seed": seed, "steps": args.steps, "lr": args.lr}
+            result = on_ranks("learn", args.ranks, how)
+            write(args, {"what": "learn", "ranks": args.ranks, **how, **result, "took": time.time() - start})
+
+
+def run_bytes(args: argparse.Namespace) -> None:
+    for variant in args.variants.split(","):
+        result = on_ranks("bytes", args.ranks, {"variant": variant})
+        write(args, {"what": "bytes", "ranks": args.ranks, "variant": variant, **result})
+
+
+def run_network(args: argparse.Namespace) -> None:
+    for variant in args.variants.split(","):
+        result = on_ranks("network", args.ranks, {"variant": variant, "steps": args.steps})
+        write(
+            args,
+            {
+                "what": "network", "ranks": args.ranks, "variant": variant, "rate": args.rate,
+                "delay": args.delay, **result,
+            },
+        )  # fmt: skip
+
+
+def in_namespace(rate: str | None, delay: str) -> int:
+    """This very command once more, in a network namespace of its own; its exit code."""
+    setup = "ip link set lo up"
+    if rate:
+        setup += f" mtu 1500 && tc qdisc add dev lo root handle 1: tbf rate {rate} burst 64kb latency 2s"
+        if not delay.startswith("0"):
+            setup += f" && tc qdisc add dev lo parent 1:1 handle 10: netem delay {delay} limit 100000"
+    again = [sys.executable, str(HERE), *sys.argv[1:], "--inside"]
+    return subprocess.run(["unshare", "-n", "sh", "-c", f'{setup} && exec "$@"', "sh", *again]).returncode
+
+
+def write(args: argparse.Namespace, record: dict[str, Any]) -> None:
+    shown = {key: value for key, value in record.items() if key not in ("curve", "times", "compute")}
+    print(json.dumps(shown), flush=True)
+    with args.out.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(record) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=["learn", "bytes", "network", "plot", "record"])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--variants", default=None)
+    parser.add_argument("--steps", type=int, default=None)
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--rate", default="200mbit", help="what the loopback device carries in all")
+    parser.add_argument("--delay", default="0ms", help="of each packet, one way")
+    parser.add_argument("--out", type=Path, default=HERE.parent / "gradient_communication.jsonl")
+    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.what in ("bytes", "network") and not args.inside:
+        raise SystemExit(in_namespace(args.rate if args.what == "network" else None, args.delay))
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    defaults = {"learn": "none,int8,int4", "bytes": "float32,bfloat16,int8,float8_e4m3,int4"}
+    args.variants = args.variants or defaults.get(args.what, "float32,bfloat16,int8,int4")
+    args.steps = args.steps or {"learn": 120}.get(args.what, 6)
+    {"learn": run_learn, "bytes": run_bytes, "network": run_network}[args.what](args)
+
+
+if __name__ == "__main__":
+    main()
