@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import resource
 import signal
 from pathlib import Path
@@ -11,10 +12,14 @@ import torch
 from torch import distributed
 
 from fewbits.errors import TrainingStopped
-from fewbits.training.fsdp import shard
+from fewbits.formats import INT8, NF4, NF4_DQ
+from fewbits.nn.linear import QuantizedLinear
+from fewbits.recipes.recipe import LoRA, Recipe, Rule
+from fewbits.training.fsdp import local_bytes, shard
 from fewbits.training.optimizer import AdamW8bit
 from fewbits.training.sharded_checkpoint import export, load_sharded, write_sharded
-from training.fsdp_workers import build, full, own_rows, train
+from fewbits.training.sharded_loading import load_sharded_model
+from training.fsdp_workers import build, full, mean_over_ranks, own_rows, train
 
 KINDS = ("nf4_dq", "full")
 
@@ -82,3 +87,39 @@ def resume(folder: str) -> dict[str, Any]:
         losses, _ = train(model, 2, own_rows(), optimizer)
         found[kind] = {"loaded": loaded, "losses": losses, "weights": full(model), "extra": extra}
     return found
+
+
+RECIPES = {"nf4": NF4, "nf4_dq": NF4_DQ, "int8": INT8}
+
+
+def load(folder: str, steps: int) -> dict[str, Any]:
+    """Models read by slices: their parameters, what a step makes of them."""
+    found = {}
+    for kind in (*RECIPES, "packed", "full"):
+        recipe = Recipe(name=kind, linear=Rule(weight=RECIPES[kind])) if kind in RECIPES else None
+        model, receipt = load_sharded_model(
+            f"{folder}/{'packed' if kind == 'packed' else 'plain'}",
+            recipe=recipe,
+            lora=None if kind == "full" else LoRA(r=4),
+            dtype=torch.float32,
+        )
+        parameters = full(model, trained=False)
+        share = local_bytes(model) / sum(p.nbytes for p in parameters.values())
+        losses, _ = train(model, steps, own_rows())
+        found[kind] = {"parameters": parameters, "share": share, "receipt": str(receipt)}
+        found[kind]["losses"] = mean_over_ranks(losses)
+    return found
+
+
+def peak(config: Any) -> dict[str, Any]:
+    """Host memory that a random model took at most beyond what it then holds, beside the largest weight."""
+    tiny_one = copy.copy(config)
+    tiny_one.num_hidden_layers, tiny_one.hidden_size, tiny_one.intermediate_size = 1, 64, 64
+    options = {"recipe": Recipe(name="nf4", linear=Rule(weight=NF4)), "lora": LoRA(r=4)}
+    load_sharded_model(tiny_one, **options)  # what is imported and allocated once
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    model, _ = load_sharded_model(config, **options)
+    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    dense = sum(2 * m.in_features * m.out_features for m in model.modules() if isinstance(m, QuantizedLinear))
+    largest = max(2 * m.in_features * m.out_features for m in model.modules() if hasattr(m, "in_features"))
+    return {"grown": after - before, "held": local_bytes(model), "largest": largest, "dense": dense}

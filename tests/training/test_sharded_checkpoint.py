@@ -61,7 +61,7 @@ def test_one_process_goes_on(written, kind) -> None:
 
 
 def test_moments_of_other_slices_are_rounded_once(written) -> None:
-    """Against one process that never stopped: half a step of 8 bits, 0.007 of a block's largest, five times."""
+    """Against one process that never stopped: half an 8-bit step, 0.007 of a block's largest, five times."""
     folder, _ = written
     model, twin = build("nf4_dq"), build("nf4_dq")
     optimizer, other = optimizer_of("nf4_dq", model), optimizer_of("nf4_dq", twin)

@@ -138,6 +138,14 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def place_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Where this rank's slice begins in the whole tensor, and its shape."""
+    if not hasattr(tensor, "__create_chunk_list__"):
+        return (0,) * tensor.dim(), tuple(tensor.shape)
+    (chunk,) = tensor.__create_chunk_list__()
+    return tuple(chunk.offsets), tuple(chunk.sizes)
+
+
 def local_bytes(model: nn.Module) -> int:
     """Bytes of the parameters on this rank."""
     return sum(local(p.detach()).nbytes for p in model.parameters())
@@ -200,4 +208,13 @@ def _refuse(model: Any, groups: dict[str, nn.Module], compute_dtype: torch.dtype
             )
 
 
-__all__ = ["data_mesh", "is_sharded", "local", "local_bytes", "reshard", "shard", "sharded_modules"]
+__all__ = [
+    "data_mesh",
+    "is_sharded",
+    "local",
+    "local_bytes",
+    "place_of",
+    "reshard",
+    "shard",
+    "sharded_modules",
+]

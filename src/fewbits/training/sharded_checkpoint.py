@@ -36,7 +36,7 @@ from fewbits.kernels.adamw import dequantize_moment, quantize_moment
 from fewbits.models.checkpoint import INDEX, WEIGHTS
 from fewbits.models.fused import load_scales, scales_of
 from fewbits.training.checkpointing import staged
-from fewbits.training.fsdp import local, reshard
+from fewbits.training.fsdp import local, place_of, reshard
 from fewbits.training.optimizer import AdamW8bit
 
 _SCALES = ("m_scales", "v_scales")  # of AdamW8bit
@@ -171,16 +171,8 @@ def _optimizer_state(model: Any, optimizer: Any) -> dict[str, Tensor]:
     return state
 
 
-def _chunk(param: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Where this rank's slice begins in the whole tensor, and its shape."""
-    if not hasattr(param, "__create_chunk_list__"):
-        return (0,) * param.dim(), tuple(param.shape)
-    (chunk,) = param.__create_chunk_list__()
-    return tuple(chunk.offsets), tuple(chunk.sizes)
-
-
 def _place(param: Tensor) -> str:
-    return "@" + "_".join(map(str, _chunk(param)[0]))
+    return "@" + "_".join(map(str, place_of(param)[0]))
 
 
 def _like(param: Tensor, part: Tensor) -> Tensor:
@@ -276,7 +268,7 @@ def _fill_optimizer(
 
 def _moments(held: Mapping[str, Tensor], param: Tensor, chunks: Any) -> dict[str, Tensor]:
     """`AdamW8bit`'s moments of this rank's slice, from codes of it and the scales of the slices that were."""
-    place, shape = _chunk(param)
+    place, shape = place_of(param)
     found: dict[str, Tensor] = {}
     for key in ("m", "v"):
         codes = local(held[key])

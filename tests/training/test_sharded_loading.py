@@ -1,0 +1,67 @@
+"""Models read by slices are the models read whole, and no rank ever holds one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from fewbits import convert
+from fewbits.models.adapters import get_peft_model
+from fewbits.models.convert import convert as convert_modules
+from fewbits.models.fused import fuse
+from fewbits.recipes.recipe import LoRA, Recipe, Rule
+from models.tiny import tiny
+from training.fsdp_workers import FORMATS, train
+from training.processes import run_ranks
+from training.sharded_workers import RECIPES, load, peak
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """An unquantised model, its files small, with tied embeddings; and the same packed."""
+    path = tmp_path_factory.mktemp("models")
+    model = tiny("qwen2")
+    model.save_pretrained(path / "plain", max_shard_size="60KB")
+    convert(model, Recipe(name="nf4_dq", linear=Rule(weight=FORMATS["nf4_dq"])))
+    model.save_pretrained(path / "packed")
+    return path
+
+
+@pytest.fixture(scope="module")
+def loaded(folder):
+    return run_ranks(load, 2, str(folder), 2)[0]
+
+
+@pytest.mark.parametrize("kind", [*RECIPES, "packed", "full"])
+def test_slices_are_those_of_the_whole_model(loaded, kind) -> None:
+    model, found = tiny("qwen2"), loaded[kind]
+    if kind != "full":
+        format = RECIPES.get(kind, FORMATS["nf4_dq"])
+        convert_modules(model, Recipe(name=kind, linear=Rule(weight=format)))
+        model.requires_grad_(False)
+        model = get_peft_model(model, LoRA(r=4))
+    own = dict(model.named_parameters())
+    assert own.keys() == found["parameters"].keys()
+    for name, parameter in own.items():
+        if ".lora_" not in name:
+            assert torch.equal(parameter.detach(), found["parameters"][name]), name
+        elif ".lora_A." in name:
+            assert 0.5 < found["parameters"][name].std() / parameter.detach().std() < 1.5, name
+    with torch.no_grad():
+        for name, parameter in own.items():
+            parameter.copy_(found["parameters"][name])
+    fuse(model)
+    losses, _ = train(model.train(), 2)
+    assert found["losses"] == pytest.approx(losses, rel=1e-6)
+    assert (found["share"] < 0.505 and "loaded by slices" in found["receipt"]) or kind != "full"
+
+
+def test_no_rank_holds_the_whole_model() -> None:
+    """134 MB of bfloat16 in NF4: beyond its half, one weight and what packs it."""
+    config = LlamaConfig(
+        vocab_size=512, hidden_size=1024, intermediate_size=4096, num_hidden_layers=4, num_attention_heads=8
+    )
+    for found in run_ranks(peak, 2, config):
+        assert found["held"] < 0.16 * found["dense"]
+        assert found["grown"] < found["held"] + 6 * found["largest"] < 0.6 * found["dense"], found
