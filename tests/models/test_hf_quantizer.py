@@ -40,7 +40,7 @@ def test_loading_equals_converting_and_survives_saving(family, tmp_path):
     assert not any(p.requires_grad for n, p in again.named_parameters() if "weight_" in n)
 
 
-@pytest.mark.parametrize("name", sorted(set(CATALOG) - {"stochastic"}))
+@pytest.mark.parametrize("name", sorted(CATALOG))
 def test_every_recipe_of_the_catalog_loads(name, tmp_path):
     model = save_tiny(tmp_path / "plain")
     loaded = load(tmp_path / "plain", quantization_config=FewbitsConfig(name), attn_implementation="eager")

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import yaml
 
-from fewbits.errors import BadInput, Unsupported
+from fewbits.errors import BadInput
 from fewbits.formats import INT8, NF4, NF4_DQ
 from fewbits.recipes import (
     CATALOG,
@@ -24,8 +24,6 @@ from fewbits.recipes import (
 )
 from fewbits.recipes.memory import linear_shapes
 
-READY = [name for name in CATALOG if name != "stochastic"]
-
 LLAMA = {
     "hidden_size": 192,
     "intermediate_size": 512,
@@ -37,7 +35,7 @@ LLAMA = {
 }
 
 
-@pytest.mark.parametrize("name", READY)
+@pytest.mark.parametrize("name", CATALOG)
 def test_plain_data_both_ways(name: str) -> None:
     recipe = get_recipe(name)
     assert recipe.name == name
@@ -90,11 +88,6 @@ def test_a_catalog_name_supplies_what_is_left_out() -> None:
 def test_refusals(config, message: str) -> None:
     with pytest.raises(BadInput, match=message):
         get_recipe(config)
-
-
-def test_stochastic_is_not_there_yet() -> None:
-    with pytest.raises(Unsupported, match="not there yet"):
-        get_recipe("stochastic")
 
 
 def test_rules_in_order() -> None:

@@ -75,9 +75,9 @@ def _codes_problem(case: Case, device: torch.device) -> Problem:
     options = _OPTIONS[case.format]
     x = randn(device, torch.bfloat16, case.M, case.K)
     weight = randn(device, torch.bfloat16, case.N, case.K)
-    a, b = (tuple(options.quantize(operand).parts.values()) for operand in (x, weight))
+    a, b = options.quantize(x), options.quantize(weight)
     functions: dict[str, Callable[[], Tensor]] = {
-        "fewbits": lambda: stochastic_codes(*a, *b, options),
+        "fewbits": lambda: stochastic_codes(a.codes, a.scales, b.codes, b.scales, options),
         "torch_bfloat16": lambda: x @ weight.t(),
     }
 

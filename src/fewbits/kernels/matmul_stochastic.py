@@ -107,7 +107,7 @@ def sc_matmul(
     table = stoc_len if isinstance(stoc_len, (Tensor, list, tuple)) else None
     sequences: dict[str, Any] = {"sequence": sequence, "seed_a": seed_a, "seed_b": seed_b}
     if config is not None:
-        sequences = sequences_of(config, sc_prec, a.shape[-1])
+        sequences = sequences_of(config, sc_prec, a.shape[-1] if isinstance(a, Tensor) else 0)
     options = Stochastic(
         granularity=granularity,
         mode=mode,
@@ -123,6 +123,13 @@ def sc_matmul(
         n_masks=n_masks,
         **sequences,
     )
+    return _product_of(a, b, options, table, smooth_scales)
+
+
+def _product_of(
+    a: Tensor, b: Tensor | Packed, options: Stochastic, table: Any, smooth_scales: Tensor | None
+) -> Tensor:
+    """`sc_matmul` with its options as one value, and a table of lengths or None."""
     check_operands(a, b, options)
     if smooth_scales is not None:
         check_smooth(smooth_scales, a)
@@ -145,8 +152,9 @@ def _by_codes(
     else:
         qb, sb = quantize_stochastic(b, options, smooth_scales, is_b=True)
     check_finite({"a": sa, "b": sb}, smoothed=smooth_scales is not None)
-    y = _product(*((x if a.dim() == 3 else x[None]) for x in (qa, sa, qb, sb)), options, lengths)
-    return y if a.dim() == 3 else y[0]
+    if a.dim() == 3:
+        return _product(qa, sa, qb, sb, options, lengths)
+    return _product(qa[None], sa[None], qb[None], sb[None], options, lengths)[0]
 
 
 def _product(

@@ -6,7 +6,7 @@ a real one: its packed layers are then empty and wait for a checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -21,9 +21,11 @@ from fewbits.models.spec import ModelSpec, find, layer_names, locate, spec_for
 from fewbits.nn.fake_quantize import FakeQuantizedLinear
 from fewbits.nn.linear import LowPrecisionLinear, QuantizedLinear, take_parameters
 from fewbits.nn.norm import RMSNorm
+from fewbits.nn.packed_layers import fake_layer, packed_layer
 from fewbits.recipes.recipe import Recipe, Rule
 
 _STATE = "_fewbits_conversion"
+Builder = Callable[[str, nn.Linear, Rule], nn.Module | None]
 CONVERTED = (QuantizedLinear, LowPrecisionLinear, FakeQuantizedLinear)
 
 
@@ -43,6 +45,7 @@ def convert(
     strict: bool = False,
     keep_original: bool = False,
     fuse_norms: bool = True,
+    build: Builder | None = None,
 ) -> Receipt:
     """Replace the linears that ``recipe`` has a rule for, and the norms; in place.
 
@@ -54,6 +57,8 @@ def convert(
         keep_original: keep the replaced linears in host memory as they are, so that `restore` gives them back
             exactly.
         fuse_norms: replace the RMSNorms by the library's own.
+        build: makes the new layer from a linear's full name, the linear and its rule; where it gives None, or
+            is None itself, the layer is the usual one.
 
     Returns:
         The receipt; `explain` finds it again later.
@@ -78,10 +83,11 @@ def convert(
         )
     state = Conversion(recipe, receipt)
     for name, rule in rules.items():
-        linear = model.get_submodule(name)
-        _replace(
-            model, name, _new_linear(linear, rule, fake=recipe.qat is not None), state, keep=keep_original
-        )
+        linear: Any = model.get_submodule(name)
+        new = None if build is None else build(name, linear, rule)
+        if new is None:
+            new = _new_linear(linear, rule, fake=recipe.qat is not None)
+        _replace(model, name, new, state, keep=keep_original)
     for name in norms:
         norm: Any = model.get_submodule(name)
         new = RMSNorm(norm.weight, _eps(norm), spec.norm_offset).train(norm.training)
@@ -257,9 +263,7 @@ def _eps(norm: Any) -> Any:
 def _new_linear(linear: Any, rule: Rule, *, fake: bool) -> nn.Module:
     if rule.weight is None:
         return LowPrecisionLinear.from_linear(linear, rule)
-    if fake:
-        return FakeQuantizedLinear.from_linear(linear, rule.weight, rule.activation)
-    return QuantizedLinear.from_linear(linear, rule)
+    return fake_layer(linear, rule) if fake else packed_layer(linear, rule)
 
 
 def _replace(model: nn.Module, name: str, new: nn.Module, state: Conversion, *, keep: bool) -> None:

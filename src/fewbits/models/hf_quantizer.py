@@ -42,6 +42,7 @@ from fewbits.models.packed import check_device, check_parts, place_empty, put, q
 from fewbits.models.receipt import Change
 from fewbits.models.spec import model_type_of
 from fewbits.nn.linear import QuantizedLinear
+from fewbits.nn.packed_layers import packed_layer
 from fewbits.recipes import Recipe, Rule, get_recipe, recipe_from_config, recipe_to_config
 
 METHOD = "fewbits"
@@ -235,7 +236,7 @@ class FewbitsQuantizer(HfQuantizer):
         if self.quantization_config.source == "bitsandbytes":
             self.rules = _packed_by_bitsandbytes(model, tensors)
         elif self.pre_quantized:
-            place_empty(model, self._written_rules(model, tensors))
+            place_empty(model, self._written_rules(model, tensors), tensors)
         else:
             self.rules = {
                 n: r for n, r in linears_to_replace(model, self.recipe).items() if r.weight is not None
@@ -267,7 +268,7 @@ class FewbitsQuantizer(HfQuantizer):
             return
         rule = self.rules.pop(name)
         assert rule.weight is not None
-        layer = QuantizedLinear.from_linear(linear, rule)  # empty, on the meta device as the linear is
+        layer = packed_layer(linear, rule)  # empty, on the meta device as the linear is
         layer.dtype = weight.dtype
         layer.load_packed(quantize_by_rows(rule.weight, weight))
         put(model, name, layer)

@@ -12,9 +12,16 @@ from fewbits import device
 from fewbits.errors import BadCheckpoint, SpecMismatch
 from fewbits.formats.base import Format, Packed, PartSpec
 from fewbits.kernels.quantize import quantize
+from fewbits.models.checkpoint import TensorEntry
 from fewbits.nn.linear import QuantizedLinear
+from fewbits.nn.packed_layers import packed_layer
+from fewbits.nn.stochastic_linear import EXTRAS, StochasticLinear
 from fewbits.recipes import Recipe, Rule
 
+_DTYPES = {
+    "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64,
+    "I64": torch.int64, "I16": torch.int16, "U8": torch.uint8,
+}  # fmt: skip
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -79,8 +86,16 @@ def put(model: nn.Module, name: str, layer: nn.Module) -> None:
     setattr(model.get_submodule(parent), leaf, layer)
 
 
-def place_empty(model: nn.Module, rules: Mapping[str, Rule]) -> None:
-    """Replace linears by empty packed layers on the meta device, to be filled from a checkpoint."""
+def place_empty(
+    model: nn.Module, rules: Mapping[str, Rule], tensors: Mapping[str, TensorEntry] | None = None
+) -> None:
+    """Replace linears by empty packed layers on the meta device, to be filled from a checkpoint.
+
+    Args:
+        model: the model.
+        rules: the layers by full name.
+        tensors: what the checkpoint holds; it tells which extras stochastic layers have.
+    """
     for name, rule in rules.items():
         try:
             linear: Any = model.get_submodule(name)
@@ -94,7 +109,16 @@ def place_empty(model: nn.Module, rules: Mapping[str, Rule]) -> None:
             linear.in_features, linear.out_features, bias=False, dtype=linear.weight.dtype, device="meta"
         )
         meta.bias = linear.bias
-        put(model, name, QuantizedLinear.from_linear(meta, rule))
+        layer = packed_layer(meta, rule)
+        if isinstance(layer, StochasticLinear):
+            layer.expect_extras(_extras(name, tensors or {}))
+        put(model, name, layer)
+
+
+def _extras(name: str, tensors: Mapping[str, TensorEntry]) -> dict[str, PartSpec]:
+    """What the checkpoint holds of a stochastic layer beside its prepared weight."""
+    entries = {extra: tensors[f"{name}.{extra}"] for extra in EXTRAS if f"{name}.{extra}" in tensors}
+    return {extra: PartSpec(entry.shape, _DTYPES[entry.dtype]) for extra, entry in entries.items()}
 
 
 def check_parts(model: nn.Module, where: str) -> None:
@@ -111,6 +135,10 @@ def check_parts(model: nn.Module, where: str) -> None:
                     "different models."
                 )
             parameter.requires_grad_(False)
+        if isinstance(module, StochasticLinear):
+            problem = module.refresh()
+            if problem is not None:
+                raise BadCheckpoint(f"{where}: {name} {problem}; the two belong to different models.")
 
 
 def recipe_of(model: nn.Module, *, name: str) -> Recipe:

@@ -119,6 +119,14 @@ class QuantizedLinear(nn.Module):
         for name in self.part_names:
             self.register_parameter(f"weight_{name}", nn.Parameter(packed.parts[name], requires_grad=False))
 
+    def pack(self, weight: Tensor) -> None:
+        """Take ``weight`` (N, K), rounding it to the layer's format."""
+        self.load_packed(quantize(weight, self.format))
+
+    def stored(self) -> dict[str, Tensor]:
+        """The parameters that stand for the weight, by name: what `pack` replaces."""
+        return {f"weight_{name}": part for name, part in self.packed.parts.items()}
+
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The weight (N, K) that the layer multiplies by, in ``dtype`` (default: `self.dtype`)."""
         return self.packed.dequantize(self.dtype if dtype is None else dtype)

@@ -30,7 +30,6 @@ from fewbits.errors import Unsupported
 from fewbits.kernels.fake_quantize import lora_weight
 from fewbits.kernels.lora_linear import lora_linear
 from fewbits.kernels.matmul_packed import PLAIN, Operands
-from fewbits.kernels.quantize import quantize
 from fewbits.nn.fake_quantize import FakeQuantizedLinear
 from fewbits.nn.linear import QuantizedLinear
 
@@ -199,8 +198,8 @@ class LoRALinear(nn.Module, LoraLayer):
             stacklevel=2,
         )
         if not self.merged_adapters:
-            self._packed_before = {part: t.detach() for part, t in base.packed.parts.items()}
-        base.load_packed(quantize(merged, base.format))
+            self._packed_before = {name: t.detach() for name, t in base.stored().items()}
+        base.pack(merged)
 
     def unmerge(self) -> None:
         """Take all merged adapters out again; a packed base gets back the very bits it had."""
@@ -218,8 +217,8 @@ class LoRALinear(nn.Module, LoraLayer):
                 if self.lora_bias[name]:
                     base.bias.data -= (self.lora_B[name].bias * self.scaling[name]).to(base.bias.dtype)
         if self._packed_before:
-            for part, tensor in self._packed_before.items():
-                base.get_parameter(f"weight_{part}").data = tensor.to(base.device)
+            for name, tensor in self._packed_before.items():
+                base.get_parameter(name).data = tensor.to(base.device)
             self._packed_before = {}
 
     def __repr__(self) -> str:

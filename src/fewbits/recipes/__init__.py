@@ -11,6 +11,7 @@ from fewbits.recipes.catalog import (
     nf4_qat,
     qlora_nf4,
     qlora_nf4_fp8,
+    sc_qat,
     stochastic,
 )
 from fewbits.recipes.memory import Memory, predict_memory
@@ -35,5 +36,6 @@ __all__ = [
     "qlora_nf4_fp8",
     "recipe_from_config",
     "recipe_to_config",
+    "sc_qat",
     "stochastic",
 ]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from fewbits.errors import Unsupported
-from fewbits.formats import E4M3, E4M3_ROW, INT4_G32, INT8, NF4, NF4_DQ
+from fewbits.formats import E4M3, E4M3_ROW, INT4_G32, INT8, NF4, NF4_DQ, STOCHASTIC
 from fewbits.recipes.recipe import QAT, LoRA, Recipe, Rule
 
 
@@ -55,10 +54,20 @@ def nf4_qat() -> Recipe:
 
 
 def stochastic() -> Recipe:
-    """Stochastic-computing products: not there yet."""
-    raise Unsupported(
-        "the recipe 'stochastic' needs stochastic-computing formats, which are not there yet; use 'int8'."
-    )
+    """Products by stochastic computing, over weights prepared as INT8 codes with a scale per row and chunk.
+
+    scmp_llm's operating point: 8 bits, halved streams (128 cycles), chunks of 128, bit-reversed masks.
+    """
+    return Recipe(name="stochastic", linear=Rule(weight=STOCHASTIC))
+
+
+def sc_qat() -> Recipe:
+    """Adapters trained through stochastic products: forward exactly what the hardware counts.
+
+    The effective weight, adapter included, goes through the streams as one, so merging and preparing it after
+    the training changes nothing.
+    """
+    return Recipe(name="sc_qat", qat=QAT(weight=STOCHASTIC), lora=LoRA())
 
 
 CATALOG: dict[str, Callable[[], Recipe]] = {
@@ -72,5 +81,6 @@ CATALOG: dict[str, Callable[[], Recipe]] = {
         int4_qat,
         nf4_qat,
         stochastic,
+        sc_qat,
     )
 }

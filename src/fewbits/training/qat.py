@@ -21,7 +21,7 @@ from fewbits.models.convert import convert, record_change
 from fewbits.models.in_memory import mark_packed
 from fewbits.models.receipt import Receipt
 from fewbits.nn.fake_quantize import FakeQuantizedLinear
-from fewbits.nn.linear import QuantizedLinear
+from fewbits.nn.packed_layers import packed_layer
 from fewbits.recipes.recipe import Recipe, Rule
 
 
@@ -69,6 +69,6 @@ def convert_qat(model: Any) -> tuple[Any, Receipt]:
     for name in fake:
         linear = model.get_submodule(name)
         rule = Rule(weight=linear.weight_format, activation=linear.activation_format)
-        record_change(model, name, QuantizedLinear.from_linear(linear, rule), receipt)
+        record_change(model, name, packed_layer(linear, rule), receipt)
     mark_packed(model)
     return model, receipt

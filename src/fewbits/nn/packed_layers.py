@@ -1,0 +1,28 @@
+"""Which class of layer a format takes, packed and while it trains."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from fewbits.formats.stochastic import Stochastic
+from fewbits.nn.fake_quantize import FakeQuantizedLinear
+from fewbits.nn.linear import LinearFormats, QuantizedLinear
+
+
+def packed_layer(linear: nn.Linear, rule: LinearFormats) -> QuantizedLinear:
+    """The layer that holds ``linear``'s weight in ``rule.weight``; see `QuantizedLinear.from_linear`."""
+    if isinstance(rule.weight, Stochastic):
+        from fewbits.nn.stochastic_linear import StochasticLinear
+
+        return StochasticLinear.from_linear(linear, rule)
+    return QuantizedLinear.from_linear(linear, rule)
+
+
+def fake_layer(linear: nn.Linear, rule: LinearFormats) -> FakeQuantizedLinear:
+    """The trainable layer that computes what `packed_layer` will; see `FakeQuantizedLinear.from_linear`."""
+    assert rule.weight is not None
+    if isinstance(rule.weight, Stochastic):
+        from fewbits.nn.stochastic_qat import StochasticQATLinear
+
+        return StochasticQATLinear.from_linear(linear, rule.weight, rule.activation)
+    return FakeQuantizedLinear.from_linear(linear, rule.weight, rule.activation)
