@@ -48,10 +48,10 @@ class Lengths(NamedTuple):
     of_rows: Tensor | None = None  # (B or 1, N or 1) int64; None: all rows have lengths[0]
 
 
-def stream_counts(
+def stream_sums(
     qa_BND: Tensor, qb_BMD: Tensor, streams: Streams, masks: tuple[int, ...], lengths: Lengths | None = None
 ) -> Tensor:
-    """The signed sums of stream counts, (B, N, M) int32.
+    """The signed sums of stream counts, (B, N, M): float32 where that holds them exactly, else int32.
 
     Args:
         qa_BND: codes of a, whole numbers.
@@ -75,13 +75,15 @@ def stream_counts(
     b_is_table = M * rows[0] <= N * rows[1]
     table_rows, vector, others = (rows[0], M, N) if b_is_table else (rows[1], N, M)
     step = _dimensions_at_once(lookup, table_rows * vector, others, qa_BND.is_cuda)
-    acc = torch.zeros(B, others, vector, dtype=torch.int32, device=qa_BND.device)
+    exact = D * streams.length < _EXACT_FLOAT32
+    dtype = torch.float32 if exact else torch.int32
+    acc = torch.zeros(B, others, vector, dtype=dtype, device=qa_BND.device)
     for part in (slice(start, min(start + step, D)) for start in range(0, D, step)):
         tables = lookup.tables(part, transposed=not b_is_table)
         for i in range(B):
             a, b = lookup.enabled(qa_BND[i, :, part], part, i), qb_BMD[i % qb_BMD.shape[0], :, part]
             tabled, other = (b, a) if b_is_table else (a, b)
-            acc[i] += _looked_up(tabled, other, tables)
+            acc[i] += _looked_up(tabled, other, tables).to(dtype)
     return acc if b_is_table else acc.transpose(-1, -2)
 
 
@@ -91,8 +93,7 @@ def _looked_up(tabled: Tensor, other: Tensor, tables: Tensor) -> Tensor:
     index = (tabled.t().long() + columns // 2)[:, None, :].expand(D, rows, len(tabled))
     vectors = torch.gather(tables, 2, index).view(D * rows, len(tabled))
     looked = other.abs().int() + torch.arange(0, D * rows, rows, dtype=torch.int32, device=other.device)
-    sums = F.embedding_bag(looked, vectors, mode="sum", per_sample_weights=other.sign().float())
-    return sums.int()
+    return F.embedding_bag(looked, vectors, mode="sum", per_sample_weights=other.sign().float())
 
 
 def _dimensions_at_once(lookup: _Lookup, vectors: int, others: int, on_gpu: bool) -> int:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fewbits.formats.stochastic import Stochastic
-from fewbits.kernels._stochastic_counts import Lengths, stream_counts
+from fewbits.kernels._stochastic_counts import Lengths, stream_sums
 
 
 def codes_product(
@@ -60,12 +60,12 @@ def factor(options: Stochastic, length: int) -> float:
 
 
 def counts_of_lengths(qa_BND: Tensor, qb_BMD: Tensor, options: Stochastic, lengths: Lengths) -> Tensor:
-    """`stream_counts` of operands, or of a chunk of them, for any lengths that the options allow."""
+    """`stream_sums` of operands, or of a chunk of them, for any lengths that the options allow."""
     D = qa_BND.shape[-1]
     acc: Tensor | None = None
     for masks, levels in _by_masks(options, lengths.lengths, D).items():
         longest = max(1, *levels)
-        part = stream_counts(
+        part = stream_sums(
             qa_BND, qb_BMD, options.with_length(longest).streams, masks, Lengths(levels, lengths.of_rows)
         )
         acc = part if acc is None else acc + part

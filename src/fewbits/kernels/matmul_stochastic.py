@@ -255,7 +255,7 @@ def quantize_operands(a: Tensor, b: Tensor, options: Stochastic, chunked: bool) 
 
 def stream_counts(qa_BND: Tensor, qb_BMD: Tensor, options: Stochastic) -> Tensor:
     """The signed sums of stream counts of codes, (B, N, M) int32, all of the options' length."""
-    return counts_of_lengths(qa_BND, qb_BMD, options, Lengths((options.streams.length,)))
+    return counts_of_lengths(qa_BND, qb_BMD, options, Lengths((options.streams.length,))).int()
 
 
 def dequantize_counts(

@@ -14,7 +14,9 @@ def packed_layer(linear: nn.Linear, rule: LinearFormats) -> QuantizedLinear:
     if isinstance(rule.weight, Stochastic):
         from fewbits.nn.stochastic_linear import StochasticLinear
 
-        return StochasticLinear.from_linear(linear, rule)
+        return StochasticLinear.from_linear(
+            linear, rule, smooth_scales=getattr(linear, "smooth_scales", None)
+        )
     return QuantizedLinear.from_linear(linear, rule)
 
 
