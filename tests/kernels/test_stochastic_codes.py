@@ -11,7 +11,7 @@ from torch import Tensor
 from fewbits import sc_matmul
 from fewbits.errors import BadInput, Unsupported
 from fewbits.formats.stochastic import STOCHASTIC, Stochastic
-from fewbits.kernels.stochastic_codes import stochastic_codes, stochastic_codes_ref
+from fewbits.kernels.stochastic_codes import stochastic_codes, stochastic_codes_ref, stochastic_path
 
 HALVE = replace(STOCHASTIC, chunk_d=16)
 FULL = Stochastic(chunk_d=16)
@@ -122,3 +122,101 @@ def test_the_reference_alone() -> None:
     scale = torch.full((1, 1, 1), 1 / 127)
     y = stochastic_codes_ref(one, scale, -one, scale, WHOLE, (128,))
     assert torch.equal(y, -(torch.tensor(128.0) * (127**2 / 128)) * (scale * scale))
+
+
+def test_masks_are_those_of_the_longest_streams() -> None:
+    """A grid of 256 has masks for streams below 256 steps, whatever length the options name."""
+    a, b = torch.randn(3, 40), torch.randn(5, 40)
+    y = stochastic_codes(*prepared(a, FULL), *prepared(b, FULL), FULL, (64,))
+    assert torch.equal(y, sc_matmul(a, b, stoc_len=64, chunk_d=16))
+
+
+def test_a_cpu_takes_the_definition() -> None:
+    assert stochastic_path(torch.device("cpu"), 40, HALVE) == ("definition", "")
+
+
+# On GPUs.
+
+SHAPES_70B = [(14336, 4096), (4096, 14336), (28672, 8192), (8192, 28672)]
+
+
+def on_gpu(x: Tensor, options: Stochastic, device: str = "cuda") -> tuple[Tensor, Tensor]:
+    codes, scales = prepared(x.to(device), options)
+    return codes, scales
+
+
+def compared_outputs(x, w, options: Stochastic, y: Tensor, columns: Tensor, **of_rows) -> None:
+    """Some outputs of y against the definition on the CPU."""
+    qa, sa = (part.cpu() for part in x)
+    qb, sb = (part.cpu()[columns] for part in w)
+    assert torch.equal(y.cpu()[:, columns], stochastic_codes(qa, sa, qb, sb, options, **of_rows))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("N", [1, 2, 3, 4, 5, 16, 17, 128])
+@pytest.mark.parametrize("options", [STOCHASTIC, Stochastic(chunk_d=128), STOCHASTIC.with_length(32)])
+def test_gpu_is_exact_at_odd_shapes(N: int, options: Stochastic) -> None:
+    assert stochastic_path(torch.device("cuda", 0), 1000, options).name == "lookup"
+    for M, D in ((1, 128), (77, 1000), (1030, 91), (130, 3000)):
+        x, w = on_gpu(torch.randn(N, D), options), on_gpu(torch.randn(M, D), options)
+        compared_outputs(x, w, options, stochastic_codes(*x, *w, options), torch.arange(M))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("N", [1, 4, 16, 2048])
+@pytest.mark.parametrize(("M", "D"), SHAPES_70B)
+def test_gpu_is_exact_at_llama_shapes(N: int, M: int, D: int) -> None:
+    """Every row and every 16th multiple of outputs; the same bits twice."""
+    for options in (STOCHASTIC, Stochastic(chunk_d=128)):
+        x, w = on_gpu(torch.randn(N, D), options), on_gpu(torch.randn(M, D), options)
+        y = stochastic_codes(*x, *w, options)
+        compared_outputs(x, w, options, y, torch.randperm(M)[:24])
+        assert torch.equal(y, stochastic_codes(*x, *w, options))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("whole", [STOCHASTIC, replace(STOCHASTIC, chunk_d=0)])
+def test_gpu_batches_of_attention(whole: Stochastic) -> None:
+    for shape_a, shape_b in (((8, 33, 128), (8, 515, 128)), ((8, 4, 1000), (8, 128, 1000))):
+        a, b = torch.randn(shape_a), torch.randn(shape_b)
+        y = stochastic_codes(*on_gpu(a, whole), *on_gpu(b, whole), whole)
+        assert torch.equal(y.cpu(), stochastic_codes(*prepared(a, whole), *prepared(b, whole), whole))
+
+
+@pytest.mark.gpu
+def test_gpu_lengths_of_rows_and_chunks() -> None:
+    levels = (128, 96, 33, 0)
+    index = torch.randint(0, 4, (9, 24), dtype=torch.uint8)
+    x, w = on_gpu(torch.randn(9, 3000), STOCHASTIC), on_gpu(torch.randn(70, 3000), STOCHASTIC)
+    y = stochastic_codes(*x, *w, STOCHASTIC, levels, index.cuda())
+    compared_outputs(x, w, STOCHASTIC, y, torch.arange(70), levels=levels, level_index=index)
+
+
+@pytest.mark.gpu
+def test_gpu_streams_and_graphs() -> None:
+    """Launches go to the current stream, and into a graph."""
+    x, w = on_gpu(torch.randn(2, 512), STOCHASTIC), on_gpu(torch.randn(300, 512), STOCHASTIC)
+    expected = stochastic_codes(*x, *w, STOCHASTIC)
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        y = stochastic_codes(*x, *w, STOCHASTIC)
+    stream.synchronize()
+    assert torch.equal(y, expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = stochastic_codes(*x, *w, STOCHASTIC)
+    y.fill_(torch.nan)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(y, expected)
+
+
+@pytest.mark.multi
+def test_second_gpu_while_the_first_is_current() -> None:
+    torch.cuda.set_device(0)
+    a, b = torch.randn(5, 600), torch.randn(40, 600)
+    for options in (STOCHASTIC, replace(STOCHASTIC, chunk_d=0)):
+        y = stochastic_codes(*on_gpu(a, options, "cuda:1"), *on_gpu(b, options, "cuda:1"), options)
+        assert y.device == torch.device("cuda", 1) and torch.cuda.current_device() == 0
+        assert torch.equal(y.cpu(), stochastic_codes(*prepared(a, options), *prepared(b, options), options))

@@ -1,0 +1,114 @@
+// Enough of CUDA C++ to run a kernel's own source on a CPU: each thread of a block is a coroutine, a barrier or a
+// sum over a warp hands over to the next one until all have arrived. Shared memory starts as garbage.
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <ucontext.h>
+#include <vector>
+
+#define __global__
+#define __device__
+#define __forceinline__ inline
+#define __shared__ static
+#define __launch_bounds__(...)
+
+struct uint4 { unsigned x, y, z, w; };
+struct dim3 { unsigned x = 1, y = 1, z = 1; };
+
+namespace emulation {
+struct Thread { ucontext_t context; std::vector<char> stack; bool done = false; };
+struct Warp { unsigned arrived = 0, generation = 0, sum = 0, result = 0; };
+inline std::vector<Thread> threads;
+inline std::vector<Warp> warps;
+inline ucontext_t scheduler;
+inline unsigned current = 0, block_arrived = 0, block_generation = 0;
+inline unsigned alive = 0;
+inline std::vector<unsigned> memory;
+inline void (*body)();
+inline void yield() { swapcontext(&threads[current].context, &scheduler); }
+inline void enter() { body(); threads[current].done = true; alive--; yield(); }
+}  // namespace emulation
+
+inline dim3 threadIdx, blockIdx, blockDim, gridDim;
+
+inline void __syncthreads() {
+    using namespace emulation;
+    const unsigned mine = block_generation;
+    if (++block_arrived == threads.size()) { block_arrived = 0; block_generation++; }
+    while (block_generation == mine) yield();
+}
+
+inline unsigned __reduce_add_sync(unsigned mask, unsigned value) {
+    using namespace emulation;
+    if (mask != 0xffffffffu) abort();
+    Warp &warp = warps[threadIdx.x / 32];
+    const unsigned mine = warp.generation;
+    warp.sum += value;
+    if (++warp.arrived == 32) { warp.result = warp.sum; warp.sum = warp.arrived = 0; warp.generation++; }
+    while (warp.generation == mine) yield();
+    return warp.result;
+}
+
+inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
+    const uint64_t bytes = (uint64_t)y << 32 | x;
+    unsigned out = 0;
+    for (int i = 0; i < 4; i++) {
+        const unsigned s = selector >> (4 * i) & 15;
+        unsigned byte = bytes >> (8 * (s & 7)) & 255;
+        if (s & 8) byte = byte & 128 ? 255 : 0;
+        out |= byte << (8 * i);
+    }
+    return out;
+}
+inline int __dp4a(int x, int y, int sum) {
+    for (int i = 0; i < 4; i++) sum = (int)((unsigned)sum + (unsigned)((int8_t)(x >> 8 * i) * (int8_t)(y >> 8 * i)));
+    return sum;
+}
+inline unsigned __dp4a(unsigned x, unsigned y, unsigned sum) {
+    for (int i = 0; i < 4; i++) sum += (x >> 8 * i & 255) * (y >> 8 * i & 255);
+    return sum;
+}
+template <class T> inline T __ldg(const T *at) { return *at; }
+inline float __fmul_rn(float x, float y) { volatile float z = x * y; return z; }
+inline float __fadd_rn(float x, float y) { volatile float z = x + y; return z; }
+// Addresses in shared memory are offsets, and one beyond it ends the process.
+inline size_t __cvta_generic_to_shared(const void *at) { return (const char *)at - (const char *)emulation::memory.data(); }
+inline const void *__cvta_shared_to_generic(size_t at) {
+    if (at + 4 > emulation::memory.size() * 4) { fprintf(stderr, "shared memory: offset %zu\n", at); abort(); }
+    return (const char *)emulation::memory.data() + at;
+}
+
+namespace emulation {
+inline void launch(void (*kernel)(), dim3 grid, unsigned block, unsigned shared_bytes) {
+    body = kernel;
+    gridDim = grid;
+    blockDim.x = block;
+    memory.resize(shared_bytes / 4);
+    for (unsigned z = 0; z < grid.z; z++) for (unsigned y = 0; y < grid.y; y++) for (unsigned x = 0; x < grid.x; x++) {
+        blockIdx = {x, y, z};
+        for (unsigned &word : memory) word = 0xdeadbeefu;
+        threads.assign(block, {});
+        warps.assign(block / 32, {});
+        block_arrived = 0;
+        alive = block;
+        for (unsigned i = 0; i < block; i++) {
+            Thread &t = threads[i];
+            t.stack.resize(64 << 10);
+            getcontext(&t.context);
+            t.context.uc_stack.ss_sp = t.stack.data();
+            t.context.uc_stack.ss_size = t.stack.size();
+            t.context.uc_link = nullptr;
+            makecontext(&t.context, enter, 0);
+        }
+        while (alive)
+            for (current = 0; current < block; current++)
+                if (!threads[current].done) {
+                    threadIdx.x = current;
+                    swapcontext(&scheduler, &threads[current].context);
+                }
+    }
+}
+}  // namespace emulation

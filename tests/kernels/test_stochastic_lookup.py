@@ -1,0 +1,146 @@
+"""The CUDA lookup kernel: its own source, run on a CPU, equals the definition bit for bit; plans fit GPUs."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from fewbits.formats.stochastic import STOCHASTIC, Stochastic
+from fewbits.kernels import _stochastic_lookup as lookup
+from fewbits.kernels.stochastic_codes import stochastic_codes_ref
+from kernels import emulated
+
+FULL = Stochastic(chunk_d=128)
+WHOLE = Stochastic(halve_bipolar_stoc_len=True, n_masks=64)
+needs_compiler = pytest.mark.skipif(emulated.COMPILER is None, reason="needs g++")
+
+
+@pytest.fixture(scope="module")
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("emulated")
+
+
+def run(
+    libraries: Path, operands: tuple[Tensor, ...], options: Stochastic, levels, level_index=None, **how
+) -> Tensor:
+    """y by the kernel's source, with the plan that a small GPU would get; ``how`` changes it."""
+    qa, sa, qb, sb = operands
+    (B, N, D), M, C = qa.shape, qb.shape[1], sa.shape[2]
+    chunk = min(options.chunk_d or D, D)
+    tables = lookup.tables_of(options, tuple(levels), chunk, qa.device)
+    assert tables is not None
+    per_chunk = -(-chunk // lookup.SLICE)
+    shared = how.pop("shared", 227 * 1024)
+    plan = lookup.plan(B, N, M, C, per_chunk, multiprocessors=1, shared=shared)
+    plan = replace(plan, threads=64, **how)
+    if plan.direct:
+        plan = replace(plan, combine_grid=None, count_bytes=0)
+    y = torch.full((B, N, M), torch.nan)
+    argument, counts = lookup.product_of((qa, sa, qb, sb, y), tables, level_index, plan, chunk)
+    if counts is not None:
+        counts.fill_(-(2**31))
+    defines = plan.defines(tables, lookup.is_aligned(qb, chunk))
+    library = emulated.build(libraries, lookup.SOURCE, "lookup_emulation.cpp", defines)
+    triple = ctypes.c_int * 3
+    combine = None if plan.combine_grid is None else triple(*plan.combine_grid)
+    library.run(ctypes.byref(argument), triple(*plan.grid), plan.shared_bytes, combine)
+    return y
+
+
+def operands_of(options: Stochastic, B: int, N: int, M: int, D: int, *, shared_b: bool = False):
+    a, b = torch.randn(B, N, D), torch.randn(1 if shared_b else B, M, D)
+    a[0, 0] = b[0, 0] = 1.0  # all codes at their end: the largest counts there are
+    if M > 1:
+        b[0, 1] = -1.0
+    return tuple(part for x in (a, b) for part in options.quantize(x).parts.values())
+
+
+CASES = {
+    "one row": (STOCHASTIC, (1, 1, 21, 300), (128,)),
+    "two rows": (STOCHASTIC, (1, 2, 9, 256), (128,)),
+    "rows beyond a block": (STOCHASTIC, (2, 5, 19, 300), (128,)),
+    "full streams": (FULL, (1, 3, 10, 260), (256,)),
+    "full streams, one row": (FULL, (1, 1, 10, 128), (256,)),
+    "short streams": (STOCHASTIC, (1, 3, 10, 132), (32,)),
+    "no chunks": (WHOLE, (2, 3, 10, 300), (128,)),
+    "codes not aligned": (replace(STOCHASTIC, chunk_d=37), (1, 3, 10, 91), (100,)),
+    "small chunks": (replace(STOCHASTIC, chunk_d=64), (1, 4, 10, 200), (128,)),
+    "4 bits": (Stochastic(sc_prec=4, chunk_d=128), (1, 3, 10, 140), (16,)),
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", CASES)
+def test_the_source_gives_the_definition(libraries: Path, name: str) -> None:
+    options, shape, levels = CASES[name]
+    operands = operands_of(options, *shape)
+    y = run(libraries, operands, options, levels)
+    assert torch.equal(y, stochastic_codes_ref(*operands, options, levels))
+
+
+@needs_compiler
+@pytest.mark.parametrize("rows_shared", [(4, 227 * 1024), (3, 99 * 1024)])
+@pytest.mark.parametrize("index_shape", [(1, 1, 3), (1, 6, 1), (2, 6, 3)])
+def test_lengths_of_rows_and_chunks(libraries: Path, rows_shared, index_shape) -> None:
+    levels = (128, 0, 17)
+    operands = operands_of(STOCHASTIC, 2, 6, 11, 300, shared_b=True)
+    index = torch.randint(0, 3, index_shape, dtype=torch.uint8)
+    y = run(libraries, operands, STOCHASTIC, levels, index, shared=rows_shared[1])
+    assert torch.equal(y, stochastic_codes_ref(*operands, STOCHASTIC, levels, index))
+
+
+@needs_compiler
+@pytest.mark.parametrize("options", [STOCHASTIC, FULL], ids=["halve", "full"])
+def test_a_block_may_add_the_chunks_itself(libraries: Path, options: Stochastic) -> None:
+    """As it does for many rows."""
+    operands = operands_of(options, 1, 6, 30, 300)
+    levels = (options.streams.length,)
+    y = run(libraries, operands, options, levels, direct=True, outputs=16, grid=(2, 2, 1))
+    assert torch.equal(y, stochastic_codes_ref(*operands, options, levels))
+
+
+@pytest.mark.parametrize("shared", [99, 163, 227])
+@pytest.mark.parametrize("rows", [1, 2, 3, 16, 2048])
+@pytest.mark.parametrize(("M", "D"), [(14336, 4096), (4096, 14336), (8192, 28672), (1024, 128)])
+def test_plans_cover_all_outputs(shared: int, rows: int, M: int, D: int) -> None:
+    chunks = D // 128
+    plan = lookup.plan(1, rows, M, chunks, 1, multiprocessors=132, shared=shared * 1024)
+    splits = plan.grid[1] // (1 if plan.direct else chunks)
+    assert plan.grid[0] * plan.rows >= rows > (plan.grid[0] - 1) * plan.rows
+    assert splits * plan.outputs >= M > (splits - 1) * plan.outputs
+    assert plan.shared_bytes <= shared * 1024 and max(plan.grid[1:]) < 65536
+
+
+@pytest.mark.parametrize("options", [STOCHASTIC, FULL, STOCHASTIC.with_length(32)])
+def test_tables_are_counts(options: Stochastic) -> None:
+    from fewbits.formats.streams import product_tables
+
+    tables = lookup.tables_of(options, (options.streams.length,), 128, torch.device("cpu"))
+    assert tables is not None
+    masks = tuple(dict.fromkeys(options.masks(128)))
+    counts = product_tables(options.streams, masks, torch.device("cpu"))
+    line = torch.arange(128) * tables.slopes[0, ..., None]
+    assert torch.equal(tables.bytes[0].int() - 128 + line, counts.int())
+    assert tables.bytes.min() >= 1  # 256 less a byte is a byte
+
+
+@pytest.mark.parametrize(
+    "capability",
+    [pytest.param(sm, marks=[] if sm == 90 else pytest.mark.slow) for sm in (80, 89, 90, 100, 120)],
+)
+def test_compiles_to_machine_code(capability: int) -> None:
+    """By NVRTC, without a GPU; as for a decode step of 8 rows at 128 steps."""
+    from fewbits.kernels import _nvrtc
+
+    if _nvrtc.missing():
+        pytest.skip(str(_nvrtc.missing()))
+    tables = lookup.tables_of(STOCHASTIC, (128,), 128, torch.device("cpu"))
+    assert tables is not None
+    for rows, shared in ((1, 99), (8, 99), (8, 227)):
+        plan = lookup.plan(1, rows, 4096, 32, 1, multiprocessors=132, shared=shared * 1024)
+        assert _nvrtc.cubin(lookup.SOURCE, plan.defines(tables, True), capability)[:4] == b"\x7fELF"
