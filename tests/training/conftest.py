@@ -87,6 +87,16 @@ class Killer:
         self.process.stdin.flush()
         return json.loads(self.process.stdout.readline())
 
+    def run_ranks(self, configs: list[dict], *, resume: bool = False, **fate: object) -> list[dict]:
+        """The same for the ranks of one run. ``kill``: (rank, n), at its n-th fsync, or for -n in step n.
+
+        ``pace``: of the watch's heartbeats.
+        """
+        order = {"configs": configs, "resume": resume, **fate}
+        self.process.stdin.write(json.dumps(order) + "\n")
+        self.process.stdin.flush()
+        return json.loads(self.process.stdout.readline())
+
 
 @pytest.fixture(scope="session")
 def killer():

@@ -1,20 +1,23 @@
 """Reads orders for runs in forked children, which may be killed by the clock or at a write.
 
 The parent imports everything and computes nothing: a fork has no threads to lose, and a run costs no import.
+A run of several ranks is several children with torchrun's variables, each with a configuration of its own.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import resource
 import signal
+import socket
 import sys
 import time
 import traceback
 from pathlib import Path
 
-from fewbits.training import callbacks, checkpointing, run
+from fewbits.training import callbacks, checkpointing, run, trainer, watch
 from fewbits.training.config import TrainConfig
 
 
@@ -33,7 +36,81 @@ def child(order: dict, counter: int) -> None:
     if limit := order.get("file_limit"):
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # the write fails with EFBIG, as on a full disk
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    if step := order.get("at_step"):
+        kill_at(step)
+    if pace := order.get("pace"):
+        run.Watch = functools.partial(watch.Watch, pace=watch.Pace(**pace))
     run.train(TrainConfig.from_mapping(order["config"]), resume=order["resume"])
+
+
+def kill_at(step: int) -> None:
+    """Dies in the middle of an optimizer step, after its gradients and before the others have them."""
+    original = trainer.Trainer.training_step
+
+    def fatal(self, *arguments, **options):
+        if self.state.global_step + 1 == step and self.accelerator.sync_gradients:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(self, *arguments, **options)
+
+    trainer.Trainer.training_step = fatal
+
+
+class Run:
+    """A child process, what it counts and says, and its end."""
+
+    def __init__(self, order: dict, environment: dict[str, str]) -> None:
+        self.counter, self.message = os.memfd_create("count"), os.memfd_create("message")
+        self.start = time.perf_counter()
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.environ |= environment
+            try:
+                child(order, self.counter)
+            except BaseException as error:  # noqa: BLE001 - told to the test
+                traceback.print_exc()
+                os.pwrite(self.message, f"{type(error).__name__}: {error}".encode(), 0)
+                os._exit(1)
+            os._exit(0)
+
+    def kill_after(self, seconds: float, signal_number: int = signal.SIGKILL) -> None:
+        deadline = self.start + seconds
+        while (
+            time.perf_counter() < deadline
+            and os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None
+        ):
+            time.sleep(0.005)
+        os.kill(self.pid, signal_number)
+
+    def outcome(self) -> dict:
+        _, status = os.waitpid(self.pid, 0)
+        found = {
+            "status": os.waitstatus_to_exitcode(status),
+            "seconds": time.perf_counter() - self.start,
+            "fsyncs": int(os.pread(self.counter, 20, 0) or b"0"),
+            "error": os.pread(self.message, 10_000, 0).decode(),
+        }
+        os.close(self.counter)
+        os.close(self.message)
+        return found
+
+
+def several(order: dict) -> list[dict]:
+    """Ranks of one run: ``configs`` holds one for each; ``kill`` is [rank, at_fsync]."""
+    store = socket.socket()
+    store.bind(("127.0.0.1", 0))
+    port = store.getsockname()[1]
+    store.close()
+    size = len(order["configs"])
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size)}
+    shared |= {"LOCAL_WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1"}
+    rank_to_kill, at = order.get("kill") or (-1, 0)
+    runs = []
+    for rank, config in enumerate(order["configs"]):
+        alone = {"config": config, "resume": order["resume"], "pace": order.get("pace")}
+        if rank == rank_to_kill:
+            alone["at_fsync" if at > 0 else "at_step"] = abs(at)
+        runs.append(Run(alone, {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}))
+    return [run.outcome() for run in runs]
 
 
 def main() -> None:
@@ -46,38 +123,13 @@ def main() -> None:
     os.dup2(2, 1)
     for line in sys.stdin:
         order = json.loads(line)
-        counter, message = os.memfd_create("count"), os.memfd_create("message")
-        start = time.perf_counter()
-        pid = os.fork()
-        if pid == 0:
-            try:
-                child(order, counter)
-            except BaseException as error:  # noqa: BLE001 - told to the test
-                traceback.print_exc()
-                os.pwrite(message, f"{type(error).__name__}: {error}".encode(), 0)
-                os._exit(1)
-            os._exit(0)
+        if "configs" in order:
+            print(json.dumps(several(order)), file=out, flush=True)
+            continue
+        run = Run(order, {})
         if order.get("after") is not None:
-            deadline = start + order["after"]
-            while (
-                time.perf_counter() < deadline
-                and os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None
-            ):
-                time.sleep(0.005)
-            os.kill(pid, signal.SIGKILL)
-        _, status = os.waitpid(pid, 0)
-        seconds = time.perf_counter() - start
-        count = int(os.pread(counter, 20, 0) or b"0")
-        error = os.pread(message, 10_000, 0).decode()
-        os.close(counter)
-        os.close(message)
-        outcome = {
-            "status": os.waitstatus_to_exitcode(status),
-            "seconds": seconds,
-            "fsyncs": count,
-            "error": error,
-        }
-        print(json.dumps(outcome), file=out, flush=True)
+            run.kill_after(order["after"])
+        print(json.dumps(run.outcome()), file=out, flush=True)
 
 
 if __name__ == "__main__":

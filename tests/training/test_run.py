@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from fewbits.errors import BadCheckpoint, BadInput, SpecMismatch, TrainingStopped, Unsupported
 from fewbits.models.fused import fused_layers
-from fewbits.training import packing, trainer
+from fewbits.training import packing, restore
 from fewbits.training.build import fused_decoder
 from fewbits.training.callbacks import read_metrics
 from fewbits.training.config import TrainConfig
@@ -312,7 +312,7 @@ def test_a_run_that_stops_says_so_and_keeps_its_checkpoints(make_config, monkeyp
 
     monkeypatch.setattr(packing.Collator, "__call__", poisoned)
     config = make_config(max_steps=20, save_steps=2)
-    refused(TrainingStopped, "at step 7 on rows", config)
+    refused(TrainingStopped, "at step 7 .* rows", config)
     run = json.loads((Path(config.output_dir) / "run.json").read_text())
     assert run["status"] == "stopped" and "step 7" in run["error"]
     monkeypatch.undo()
@@ -323,8 +323,8 @@ def test_a_run_that_stops_says_so_and_keeps_its_checkpoints(make_config, monkeyp
 
 
 def fail_at(monkeypatch, name, error, which):
-    """The Trainer's function ``name`` raises from its call number ``which`` on."""
-    original = getattr(trainer, name)
+    """The function ``name`` of checkpoints raises from its call number ``which`` on."""
+    original = getattr(restore, name)
     calls = []
 
     def failing(*arguments):
@@ -333,7 +333,7 @@ def fail_at(monkeypatch, name, error, which):
             raise error
         return original(*arguments)
 
-    monkeypatch.setattr(trainer, name, failing)
+    monkeypatch.setattr(restore, name, failing)
 
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), "safetensors", "torch"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,11 @@ from fewbits.models.fast import FastLanguageModel, is_packed
 from fewbits.models.fused import fuse, fusion_of
 from fewbits.nn.linear import QuantizedLinear
 from fewbits.recipes import LoRA, Recipe, get_recipe
+from fewbits.training.batches import passes_of
 from fewbits.training.config import OPTIMIZERS, TrainConfig
 from fewbits.training.data import TokenData
 from fewbits.training.packing import SequenceDataset, pack
+from fewbits.training.parallel import Layout
 
 DEFAULT_LENGTH = 1024
 
@@ -63,8 +66,8 @@ def recipe_of_config(config: TrainConfig) -> tuple[Recipe | None, LoRA | None]:
     return recipe, replace(lora, **{key: value for key, value in given.items() if value is not None})
 
 
-def load_tokenizer(config: TrainConfig) -> tuple[Any, int | None] | None:
-    """Tokenizer and longest sequence without the weights, so that bad data is found before they are read.
+def load_tokenizer(config: TrainConfig) -> tuple[Any, Any] | None:
+    """Tokenizer and the model's configuration, so that bad data is found before the weights are read.
 
     None where only loading the whole model tells what is wrong.
     """
@@ -73,7 +76,7 @@ def load_tokenizer(config: TrainConfig) -> tuple[Any, int | None] | None:
     local = Path(config.model).is_dir()
     try:
         tokenizer = AutoTokenizer.from_pretrained(config.model, local_files_only=local)
-        return tokenizer, max_positions(AutoConfig.from_pretrained(config.model, local_files_only=local))
+        return tokenizer, AutoConfig.from_pretrained(config.model, local_files_only=local)
     except (OSError, ValueError, KeyError):
         return None
 
@@ -96,8 +99,13 @@ def sequence_length(config: TrainConfig, limit: int | None) -> int:
     return config.max_seq_length
 
 
-def load_model(config: TrainConfig) -> Built:
-    """Load, convert and adapt the model."""
+def load_model(config: TrainConfig, *, spread: Callable[[Any], str] | None = None) -> Built:
+    """Load, convert and adapt the model.
+
+    Args:
+        config: the run.
+        spread: shards the model, which then comes from host memory, in place; gives its receipt.
+    """
     recipe, lora = recipe_of_config(config)
     on_gpu = uses_gpu(config)
     qat = recipe if recipe is not None and recipe.qat is not None else None
@@ -106,7 +114,7 @@ def load_model(config: TrainConfig) -> Built:
         dtype=_dtype(config, on_gpu, trains_all=lora is None),
         load_in_4bit=False,
         recipe=None if qat else recipe,
-        device_map=None if on_gpu else "cpu",
+        device_map=None if on_gpu and spread is None else "cpu",
     )
     if qat is not None:
         from fewbits.training.qat import prepare_qat
@@ -135,6 +143,8 @@ def load_model(config: TrainConfig) -> Built:
     lines += attention_receipt(model, seq_len=config.max_seq_length, packed=config.packing, dtype=autocast)
     if on_gpu:
         lines.append(fused_decoder(model))
+    if spread is not None:
+        lines.append(spread(model))
     return Built(model, tokenizer, recipe, lora, "\n".join(line for line in lines if line))
 
 
@@ -188,10 +198,14 @@ def sequences(data: TokenData, config: TrainConfig, length: int) -> SequenceData
 
 
 def total_steps(config: TrainConfig, num_sequences: int) -> int:
-    """Optimizer steps of the run in one process."""
-    batches = math.ceil(num_sequences / config.batch_size)
-    per_epoch = max(1, math.ceil(batches / config.gradient_accumulation))
+    """Optimizer steps of the run, on any number of processes."""
+    per_epoch = max(1, math.ceil(num_sequences / sequences_per_step(config)))
     return config.max_steps or math.ceil(config.epochs * per_epoch)
+
+
+def sequences_per_step(config: TrainConfig) -> int:
+    """The global batch."""
+    return config.batch_size * config.gradient_accumulation
 
 
 def optimizer_class(config: TrainConfig) -> tuple[type, dict[str, Any]] | None:
@@ -208,9 +222,14 @@ def optimizer_class(config: TrainConfig) -> tuple[type, dict[str, Any]] | None:
 
 
 def training_arguments(
-    config: TrainConfig, folder: Path, steps: int, *, evaluates: bool, resumed: bool
+    config: TrainConfig, folder: Path, steps: int, *, evaluates: bool, resumed: bool, layout: Layout
 ) -> Any:
-    """The host's arguments."""
+    """The host's arguments.
+
+    Raises:
+        BadInput: a step has fewer sequences than there are ranks.
+        Unsupported: the host counts other processes than the run does.
+    """
     from transformers import TrainingArguments
 
     on_gpu = uses_gpu(config)
@@ -220,7 +239,9 @@ def training_arguments(
         output_dir=str(folder),
         per_device_train_batch_size=config.batch_size,
         per_device_eval_batch_size=config.batch_size,
-        gradient_accumulation_steps=config.gradient_accumulation,
+        gradient_accumulation_steps=passes_of(
+            sequences_per_step(config), config.batch_size, layout.data_size
+        ),
         num_train_epochs=config.epochs,
         max_steps=config.max_steps or -1,
         learning_rate=config.learning_rate,
@@ -245,7 +266,13 @@ def training_arguments(
         disable_tqdm=True,
         remove_unused_columns=False,
         use_cpu=not on_gpu,
-        bf16=on_gpu and lora is None and config.dtype == "auto",
+        ddp_find_unused_parameters=False,
+        ddp_broadcast_buffers=False,  # the same on all ranks, or a rank's own
+        ddp_timeout=config.wait_seconds,
+        bf16=on_gpu
+        and lora is None
+        and config.dtype == "auto"
+        and not layout.is_sharded,  # which casts itself
         fp16=on_gpu and lora is None and config.dtype == "float16",
         dataloader_pin_memory=on_gpu,
         accelerator_config={
@@ -254,4 +281,9 @@ def training_arguments(
     )
     if args.n_gpu > 1:
         args._n_gpu = 1  # otherwise the host would wrap the model in DataParallel
+    if args.world_size != layout.ranks.size:
+        raise Unsupported(
+            f"the environment names {args.world_size} processes, but not this one's number on its machine"
+            " (LOCAL_RANK); start the run with fewbits train --nproc-per-node N, or with torchrun."
+        )
     return args

@@ -125,9 +125,13 @@ class Ranks:
         self.exchange("barrier", None)
 
     def leave(self) -> None:
-        """The end of a run that went well."""
-        if self.size > 1 and dist.is_initialized():
-            self.barrier()
+        """The end of a run that went well; the leader, which may hold the store, goes last."""
+        if self.size == 1:
+            return
+        self.store.set(f"bye/{self.rank}", "")
+        for rank in range(self.size) if self.leads else ():
+            self._answer(f"bye/{rank}", "the end", rank)
+        if dist.is_initialized():
             dist.destroy_process_group()
 
     def _key(self, subject: str) -> str:
@@ -138,7 +142,7 @@ class Ranks:
         try:
             self.store.wait([key], timedelta(seconds=self.wait_seconds))
             return str(self.store.get(key).decode())
-        except RuntimeError as error:  # torch's own kinds for a time-out and for a lost store
+        except dist.DistStoreError as error:  # a time-out
             who = "another rank" if rank is None else f"rank {rank}"
             raise PeerLost(
                 f"{self} has waited {self.wait_seconds:g} s for {who} ({subject}) in vain; look at that"

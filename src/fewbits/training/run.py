@@ -6,7 +6,7 @@ import json
 import platform
 import sys
 from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +14,8 @@ import torch
 from rich.console import Console
 
 import fewbits
-from fewbits.errors import BadInput, SpecMismatch, TrainingStopped
-from fewbits.models.checkpoint import is_disk_full
+from fewbits.errors import BadInput, SpecMismatch
+from fewbits.training.batches import passes_of
 from fewbits.training.build import (
     Built,
     check_vocabulary,
@@ -26,29 +26,35 @@ from fewbits.training.build import (
     optimizer_class,
     sequence_length,
     sequences,
+    sequences_per_step,
     total_steps,
     training_arguments,
     uses_gpu,
 )
-from fewbits.training.checkpointing import (
-    Progress,
-    checkpoints,
-    load_weights,
-    remove_leftovers,
-    rotate,
-    staged,
-    step_of,
-    write_atomic,
-)
+from fewbits.training.checkpointing import Progress, checkpoints, rotate, staged, step_of, write_atomic
 from fewbits.training.config import TrainConfig, parse_memory_budget
 from fewbits.training.data import RowEncoder, TokenData, load_data, read_samples, split_rows
+from fewbits.training.distribute import (
+    check_loaded,
+    check_shared,
+    check_start,
+    communication_of,
+    gather_ranks,
+    layout_for,
+    load_distributed,
+)
 from fewbits.training.graph import wants_graph
 from fewbits.training.memory_budget import OPTIMIZER_BYTES, MemoryBudget, budget_for
 from fewbits.training.packing import Collator, SequenceDataset
+from fewbits.training.parallel import Layout
+from fewbits.training.ranks import Ranks
+from fewbits.training.restore import restore
+from fewbits.training.run_folder import FullDisk, Recorded, RunFolder, now
 from fewbits.training.samples import answer_all
+from fewbits.training.watch import Watch
 
 if TYPE_CHECKING:  # they import transformers, which a run does when it begins
-    from fewbits.training.callbacks import ProgressBar
+    from fewbits.training.callbacks import ProgressBar, Schedule
     from fewbits.training.trainer import Trainer
 
 
@@ -67,58 +73,6 @@ class TrainResult:
     stopped_early: bool = False
     merged: Path | None = None
     report: Path | None = None
-
-
-class RunFolder:
-    """The files of a run, by name."""
-
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
-        self.config = self.path / "config.yaml"
-        self.run = self.path / "run.json"
-        self.metrics = self.path / "metrics.jsonl"
-        self.samples = self.path / "samples.json"
-        self.checkpoints = self.path / "checkpoints"
-        self.final = self.path / "final"
-        self.merged = self.path / "merged"
-        self.is_ours = False  # until `open` has found that the folder may be written to
-
-    def check(self, config: TrainConfig, *, resume: bool) -> None:
-        """Refuse a folder that holds another run; writes nothing."""
-        if self.path.exists() and not self.path.is_dir():
-            raise BadInput(f"output_dir {self.path} is a file; choose another name.")
-        held = any(
-            path.exists() for path in (self.config, self.run, self.metrics, self.checkpoints, self.final)
-        )
-        if held and not resume:
-            raise BadInput(
-                f"output_dir {self.path} holds another run; choose another one, or go on with that run with"
-                " resume."
-            )
-        if held and self.config.is_file():
-            changed = config.differences(TrainConfig.from_yaml(self.config))
-            if changed:
-                raise BadInput(
-                    f"output_dir {self.path} holds another run, with another {', '.join(changed)}; choose"
-                    " another output_dir, or resume with the configuration in its config.yaml."
-                )
-
-    def open(self, config: TrainConfig, *, resume: bool) -> None:
-        """Begin a run here, or go on with the same one; another run's folder is refused."""
-        self.check(config, resume=resume)
-        self.checkpoints.mkdir(parents=True, exist_ok=True)
-        for folder in (self.path, self.checkpoints):
-            remove_leftovers(folder)
-        write_atomic(self.config, config.to_yaml())
-        self.is_ours = True
-
-    def read(self) -> dict[str, Any]:
-        """What run.json says so far."""
-        return json.loads(self.run.read_text(encoding="utf-8")) if self.run.is_file() else {}
-
-    def write(self, **facts: Any) -> None:
-        """Add facts to run.json."""
-        write_atomic(self.run, json.dumps({**self.read(), **facts}, indent=1, default=str) + "\n")
 
 
 def train(config: TrainConfig, *, resume: bool = False, console: Console | None = None) -> TrainResult:
@@ -141,16 +95,28 @@ def train(config: TrainConfig, *, resume: bool = False, console: Console | None 
     resume = resume or config.resume
     folder = RunFolder(config.output_dir)
     _check_paths(config)
-    folder.check(config, resume=resume)
-    if resume and folder.read().get("status") == "finished":
-        folder.open(config, resume=True)
-        return _result(folder)
-    run = _Run(config, folder, console, resume=resume)
-    with _Recorded(folder):
-        run.prepare()
-        run.train()
-        run.finish()
+    ranks = gather_ranks(config, console)
+    folder.is_written = ranks.leads
+    if not ranks.leads:
+        console = Console(quiet=True)
+    with Recorded(folder), Watch(ranks, told=folder.note_end), FullDisk(folder):
+        check_start(ranks, config, resume=resume)
+        if not ranks.led("run folder", lambda: _is_over(folder, config, resume=resume)):
+            run = _Run(config, folder, console, ranks, resume=resume)
+            run.prepare()
+            run.train()
+            run.finish()
+        ranks.leave()
     return _result(folder)
+
+
+def _is_over(folder: RunFolder, config: TrainConfig, *, resume: bool) -> bool:
+    """Whether the folder holds this run, finished; another run is refused."""
+    folder.check(config, resume=resume)
+    over = resume and folder.read().get("status") == "finished"
+    if over:
+        folder.open(config, resume=True)
+    return over
 
 
 def _check_paths(config: TrainConfig) -> None:
@@ -159,40 +125,19 @@ def _check_paths(config: TrainConfig) -> None:
             raise BadInput(f"there is no data file {path}; check the path.")
 
 
-class _Recorded:
-    """Notes in run.json how a run ended that did not end well; a full disk gets its sentence."""
-
-    def __init__(self, folder: RunFolder) -> None:
-        self.folder = folder
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is None:
-            return
-        try:
-            if self.folder.is_ours and self.folder.run.is_file():
-                self.folder.write(status="stopped", ended=_now(), error=f"{type(error).__name__}: {error}")
-        except OSError as second:
-            if not is_disk_full(second):
-                raise
-        if is_disk_full(error) and not isinstance(error, TrainingStopped):
-            raise TrainingStopped(
-                f"the disk is full, so {self.folder.path} cannot be written to; the checkpoints there are"
-                " whole: make room, then go on with resume."
-            ) from error
-
-
 class _Run:
     """The stages of a run and what they hand on."""
 
-    def __init__(self, config: TrainConfig, folder: RunFolder, console: Console, *, resume: bool) -> None:
+    def __init__(
+        self, config: TrainConfig, folder: RunFolder, console: Console, ranks: Ranks, *, resume: bool
+    ) -> None:
         self.config = config
         self.folder = folder
         self.console = console
+        self.ranks = ranks
         self.resume = resume
         self.built: Built
+        self.layout: Layout
         self.eval: TokenData | None = None
         self.bar: ProgressBar | None = None
 
@@ -204,9 +149,24 @@ class _Run:
         set_seed(config.seed)
         light = load_tokenizer(config)
         built = None if light else load_model(config)
-        tokenizer, limit = light or (built.tokenizer, max_positions(built.model.config))  # type: ignore[union-attr]
-        self.length = sequence_length(config, limit)
+        tokenizer, shapes = light or (built.tokenizer, built.model.config)  # type: ignore[union-attr]
+        self.length = sequence_length(config, max_positions(shapes))
+        self.layout = layout_for(config, self.ranks, shapes, (config.batch_size, self.length))
+        passes_of(sequences_per_step(config), config.batch_size, self.layout.data_size)  # refuses too few
+        if self.ranks.size > 1:
+            self.console.print(str(self.layout), highlight=False)
         self.encoder = RowEncoder(tokenizer, config, self.length)
+        self._read_data()
+        self.built = built or load_distributed(config, self.layout)
+        check_vocabulary(self.built.model, self.train_data)
+        facts = {name: data.fingerprint() for name, data in self._data().items()}
+        check_loaded(self.ranks, {**facts, "max_seq_length": self.length}, self.built.model)
+        self.ranks.led("run folder", lambda: self._open(facts["train_data"]))
+        check_shared(self.ranks, self.folder.path)
+        self._begin_record()
+
+    def _read_data(self) -> None:
+        config = self.config
         self.train_data = load_data(config.train_data, self.encoder)
         if config.eval_data is not None:
             self.eval = load_data(
@@ -214,36 +174,40 @@ class _Run:
             )
         elif config.eval_fraction:
             self.train_data, self.eval = split_rows(self.train_data, config.eval_fraction, config.seed)
-        for data in (self.train_data, self.eval):
-            if data is not None:
-                self.console.print(str(data.report), highlight=False)
-        self.built = built or load_model(config)
-        check_vocabulary(self.built.model, self.train_data)
-        self.folder.open(config, resume=self.resume)
-        self._begin_record()
+        for data in self._data().values():
+            self.console.print(str(data.report), highlight=False)
 
-    def _begin_record(self) -> None:
-        fingerprint = self.train_data.fingerprint()
+    def _data(self) -> dict[str, TokenData]:
+        both = {"train_data": self.train_data, "eval_data": self.eval}
+        return {name: data for name, data in both.items() if data is not None}
+
+    def _open(self, fingerprint: str) -> None:
+        """Begin or go on in the run folder."""
+        self.folder.open(self.config, resume=self.resume)
         earlier = self.folder.read().get("data", {}).get("fingerprint")
         if earlier is not None and earlier != fingerprint:
             raise SpecMismatch(
                 f"{self.config.train_data} or its tokenizer has changed since the run in {self.folder.path}"
                 " began; bring back the old data, or begin in another output_dir."
             )
+
+    def _begin_record(self) -> None:
         model = self.built.model
         self.folder.write(
             status="running",
             error=None,
-            started=self.folder.read().get("started", _now()),
+            started=self.folder.read().get("started", now()),
             versions=_versions(),
             device=_device(model),
+            ranks=self.ranks.size,
+            parallel=str(self.layout),
             model=self.config.model,
             recipe=_recipe_config(self.built),
             lora=None if self.built.lora is None else asdict(self.built.lora),
             receipt=self.built.receipt,
             parameters=count_weights(model),
             data={
-                "fingerprint": fingerprint,
+                "fingerprint": self.train_data.fingerprint(),
                 "max_seq_length": self.length,
                 "train": asdict(self.train_data.report),
                 "eval": None if self.eval is None else asdict(self.eval.report),
@@ -254,19 +218,20 @@ class _Run:
 
     def train(self) -> None:
         """Samples, then the training itself, from the newest checkpoint if there is one."""
-        from fewbits.training.callbacks import MetricsFile, ProgressBar, Schedule
+        from fewbits.training.callbacks import Schedule
         from fewbits.training.trainer import Trainer
 
         config, model = self.config, self.built.model
-        found = checkpoints(self.folder.checkpoints) if self.resume else []
+        found = self._checkpoints()
         progress = Progress.load(found[-1]) if found else Progress()
         self._samples_before(needs_base=bool(found))
         dataset = sequences(self.train_data, config, self.length)
         evaluation = None if self.eval is None else sequences(self.eval, config, self.length)
         steps = total_steps(config, len(dataset))
         args = training_arguments(
-            config, self.folder.checkpoints, steps, evaluates=evaluation is not None, resumed=bool(found)
-        )
+            config, self.folder.checkpoints, steps,
+            evaluates=evaluation is not None, resumed=bool(found), layout=self.layout,
+        )  # fmt: skip
         keep_best = config.keep_best and evaluation is not None
         schedule = Schedule(
             progress,
@@ -274,33 +239,51 @@ class _Run:
             keep_best=keep_best,
             patience=config.early_stopping_patience,
         )
-        self.bar = ProgressBar(self.console, progress)
-        memory = self._memory(dataset)
         trainer = Trainer(
             model=model,
             args=args,
             train_dataset=dataset,
             eval_dataset=evaluation,
             data_collator=self._collator([dataset, *([] if evaluation is None else [evaluation])]),
-            callbacks=[schedule, MetricsFile(self.folder.metrics, progress), self.bar],
+            callbacks=self._callbacks(schedule, progress),
             keep_checkpoints=config.keep_checkpoints,
             progress=progress,
-            memory=memory,
+            memory=self._memory(dataset),
             cuda_graph=self._uses_graph(),
+            layout=self.layout,
+            communication=communication_of(config, self.layout),
+            per_step=sequences_per_step(config),
             optimizer_cls_and_kwargs=optimizer_class(config),
         )
         over = found and (progress.stopped_early or step_of(found[-1]) >= steps)
         try:
             if over:
-                load_weights(model, found[-1])
+                restore(model, found[-1])
                 trainer.state = type(trainer.state).load_from_json(str(found[-1] / "trainer_state.json"))
                 # killed after its last checkpoint, before an older one was removed: remove it now
-                rotate(self.folder.checkpoints, config.keep_checkpoints, trainer.state.best_global_step)
+                if self.ranks.leads:
+                    rotate(self.folder.checkpoints, config.keep_checkpoints, trainer.state.best_global_step)
             else:
                 trainer.train(resume_from_checkpoint=str(found[-1]) if found else None)
         finally:
-            self.bar.close()
+            if self.bar is not None:
+                self.bar.close()
         self._end_record(trainer, progress, keep_best=keep_best)
+
+    def _checkpoints(self) -> list[Path]:
+        """Those to go on from, as the leader sees them."""
+        if not self.resume:
+            return []
+        names = self.ranks.led("checkpoints", lambda: [p.name for p in checkpoints(self.folder.checkpoints)])
+        return [self.folder.checkpoints / name for name in names]
+
+    def _callbacks(self, schedule: Schedule, progress: Progress) -> list[Any]:
+        from fewbits.training.callbacks import MetricsFile, ProgressBar
+
+        if not self.ranks.leads:
+            return [schedule]
+        self.bar = ProgressBar(self.console, progress)
+        return [schedule, MetricsFile(self.folder.metrics, progress), self.bar]
 
     def _memory(self, dataset: SequenceDataset) -> MemoryBudget | None:
         """What the layers keep for the backward pass, for the largest batch that may come."""
@@ -312,12 +295,15 @@ class _Run:
             lora=built.lora,
             batch=(config.batch_size, self.length if config.packing else dataset.longest()),
             optimizer_bytes=OPTIMIZER_BYTES.get(config.optimizer, 8),
+            agree=partial(self.ranks.exchange, "memory"),
         )
         if memory is not None:
             self.console.print(memory.notes[0], highlight=False)
         return memory
 
     def _uses_graph(self) -> bool:
+        if self.config.cuda_graph == "auto" and self.layout.is_sharded:
+            return False
         return wants_graph(
             self.config.cuda_graph,
             device=next(self.built.model.parameters()).device,
@@ -344,7 +330,7 @@ class _Run:
         state = trainer.state
         if keep_best and state.best_global_step and state.best_global_step != state.global_step:
             best = self.folder.checkpoints / f"checkpoint-{state.best_global_step}"
-            load_weights(self.built.model, best)
+            restore(self.built.model, best)
             self.console.print(
                 f"the best weights are those of step {state.best_global_step}", highlight=False
             )
@@ -357,10 +343,11 @@ class _Run:
             stopped_early=progress.stopped_early,
             memory=[] if trainer.memory is None else trainer.memory.notes,
             cuda_graph=None if trainer.graphed is None else str(trainer.graphed),
+            communication=None if trainer.exchange is None else str(trainer.exchange),
         )
 
     def _samples_before(self, *, needs_base: bool) -> None:
-        if self.folder.samples.is_file():
+        if self.ranks.led("samples", self.folder.samples.is_file):
             return
         samples = [self.encoder.prompt(self._format(), prompt) for prompt in self.config.sample_prompts]
         if self.eval is not None and self.config.samples:
@@ -370,12 +357,19 @@ class _Run:
             samples += read_samples(path, self.encoder, rows, self._format(), splits=splits)
         answers = self._answers([sample["prompt"] for sample in samples])
         records = [{**sample, "before": text} for sample, text in zip(samples, answers, strict=True)]
-        write_atomic(self.folder.samples, json.dumps(records, indent=1, ensure_ascii=False) + "\n")
+        self._write_samples(records)
+
+    def _write_samples(self, records: list[dict[str, Any]]) -> None:
+        if self.ranks.leads:
+            write_atomic(self.folder.samples, json.dumps(records, indent=1, ensure_ascii=False) + "\n")
 
     def _format(self) -> str:
         return self.train_data.report.format
 
     def _answers(self, prompts: list[str]) -> list[str]:
+        """By the leader; by all ranks where each holds a part of the model."""
+        if not (self.ranks.leads or self.layout.is_sharded):
+            return [""] * len(prompts)
         limit = max_positions(self.built.model.config)
         return answer_all(
             self.built.model, self.encoder, prompts, tokens=self.config.sample_tokens, limit=limit
@@ -383,22 +377,36 @@ class _Run:
 
     def finish(self) -> None:
         """Sample answers, the adapter or model in final/, the merged model, the report."""
-        samples = json.loads(self.folder.samples.read_text(encoding="utf-8"))
+        samples = self.ranks.led(
+            "samples", lambda: json.loads(self.folder.samples.read_text(encoding="utf-8"))
+        )
         for sample, text in zip(samples, self._answers([s["prompt"] for s in samples]), strict=True):
             sample["after"] = text
-        write_atomic(self.folder.samples, json.dumps(samples, indent=1, ensure_ascii=False) + "\n")
+        self._write_samples(samples)
+        if self.layout.is_sharded:
+            self._export()
+        if not self.ranks.leads:
+            return
         model = self._packed_if_qat()
         model.config.use_cache = True  # the host switched it off for training
-        with staged(self.folder.final) as folder:
-            model.save_pretrained(str(folder))
-            self.built.tokenizer.save_pretrained(str(folder))
+        if not self.layout.is_sharded:
+            with staged(self.folder.final) as folder:
+                model.save_pretrained(str(folder))
+                self.built.tokenizer.save_pretrained(str(folder))
         if self.config.merge and hasattr(model, "peft_config"):
             model.save_pretrained_merged(self.folder.merged, self.built.tokenizer)
-        self.folder.write(status="finished", ended=_now(), error=None)
+        self.folder.write(status="finished", ended=now(), error=None)
         if self.config.report:
             from fewbits.training.report import write_report
 
             self.folder.write(report=str(write_report(self.folder.path)))
+
+    def _export(self) -> None:
+        from fewbits.training.sharded_checkpoint import export
+
+        self.built.model.config.use_cache = True
+        with staged(self.folder.final, leader=self.ranks.leads, barrier=self.ranks.barrier) as folder:
+            export(self.built.model, folder, self.built.tokenizer)
 
     def _packed_if_qat(self) -> Any:
         if self.built.recipe is None or self.built.recipe.qat is None:
@@ -431,10 +439,6 @@ def _result(folder: RunFolder) -> TrainResult:
         merged=folder.merged if folder.merged.is_dir() else None,
         report=Path(report) if report else None,
     )
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def _versions() -> dict[str, str]:

@@ -15,15 +15,20 @@ from torch.utils.data import DataLoader
 
 from fewbits.errors import TrainingStopped
 from fewbits.formats import Format
+from fewbits.models.fused import load_scales, scales_of
 from fewbits.training.averaging import GradientMean
 from fewbits.training.batches import StepBatches
-from fewbits.training.checkpointing import PREFIX, Progress, load_weights, rotate, save_weights, staged
+from fewbits.training.checkpointing import PREFIX, Progress, rotate, staged
 from fewbits.training.graph import GraphedStep
 from fewbits.training.memory_budget import MemoryBudget
 from fewbits.training.numbers import NumberCheck
 from fewbits.training.packing import Batch, EpochSampler, count_trained
 from fewbits.training.parallel import Layout
 from fewbits.training.rerun import Pass, Rerun, first_sentence
+from fewbits.training.restore import keep, restore
+from fewbits.training.sharded_checkpoint import is_sharded_checkpoint
+
+_SCHEDULER_FILE = "scheduler.pt"  # as the host calls it
 
 
 class Trainer(transformers.Trainer):
@@ -59,6 +64,7 @@ class Trainer(transformers.Trainer):
             kwargs: of transformers.Trainer.
         """
         super().__init__(*args, **kwargs)
+        self.args.average_tokens_across_devices = False  # `get_batch_samples` has counted all ranks' tokens
         self.memory, self.cuda_graph, self.communication = memory, cuda_graph, communication
         self.layout, self.per_step = layout or self._plain_layout(), per_step
         self.graphed: GraphedStep | None = None
@@ -269,6 +275,7 @@ class Trainer(transformers.Trainer):
     def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:
         self._numbers.settle()
         self.store_flos()
+        self._share_scales()
         folder = Path(self.args.output_dir)
         final = folder / f"{PREFIX}{self.state.global_step}"
         with staged(
@@ -277,15 +284,71 @@ class Trainer(transformers.Trainer):
             self._save_rng_state(str(staging))
             self._save_optimizer_and_scheduler(str(staging))
             self._save_scaler(str(staging))
+            if self.exchange is not None:
+                self.exchange.save(staging)
+            keep(self._plain_model(), staging, self.optimizer, leads=self.args.should_save)
             if self.args.should_save:
-                save_weights(self.accelerator.unwrap_model(self.model), staging)
                 self.progress.save(staging)
                 self.state.save_to_json(str(staging / "trainer_state.json"))
         if self.args.should_save:
             rotate(folder, self.keep_checkpoints, self.state.best_global_step)
 
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if not self.layout.is_sharded:
+            super()._save_optimizer_and_scheduler(output_dir)
+        elif self.args.should_save:  # the optimizer's shares are written with the weights'
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / _SCHEDULER_FILE)
+
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        load_weights(self.accelerator.unwrap_model(self.model), Path(resume_from_checkpoint))
+        restore(self._plain_model(), Path(resume_from_checkpoint))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or not is_sharded_checkpoint(Path(checkpoint)):
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        restore(self._plain_model(), Path(checkpoint), self.optimizer)
+        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / _SCHEDULER_FILE, weights_only=True))
+
+    def _plain_model(self) -> Any:
+        return self.accelerator.unwrap_model(self.model)
+
+    def _share_scales(self) -> None:
+        """Ranks record float8 scales of their own; from a checkpoint on, all go on with the largest."""
+        scales = scales_of(self.model) if self.layout.kind == "ddp" else {}
+        for name in sorted(scales):
+            there = scales[name].to(self.args.device)
+            torch.distributed.all_reduce(there, torch.distributed.ReduceOp.MAX)
+            scales[name] = there.cpu()
+        if scales:
+            load_scales(self.model, scales)
+
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        norm = super()._clip_grad_norm(model)
+        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+
+    def get_tp_size(self) -> int:
+        """Ranks that see the same data."""
+        return int(self.accelerator.num_processes) // self.layout.data_size
+
+    def begin_communication(self) -> None:
+        """Gradients travel in few bits from here on, where that was asked for and there are other ranks."""
+        if self.communication is None or self.layout.data_size == 1:
+            return
+        if self.layout.kind == "ddp":
+            from fewbits.training.ddp import quantize_gradients
+
+            self.exchange = quantize_gradients(
+                self.model_wrapped,
+                self.communication,
+                seed=self.args.seed,
+                timeout=self.args.ddp_timeout_delta,
+            )
+        else:
+            from fewbits.training.fsdp_communication import quantize_reduce_scatter
+
+            self.exchange = quantize_reduce_scatter(self.model, self.communication, seed=self.args.seed)
+        if self._resumed is not None:
+            self.exchange.load(self._resumed)
 
 
 class _InOrder(EpochSampler):
@@ -300,10 +363,19 @@ class _InOrder(EpochSampler):
 
 
 class _EpochOrder(transformers.TrainerCallback):
-    """Tells the sampler the epoch, also where accelerate has wrapped it to skip batches."""
+    """Tells the sampler the epoch, also where accelerate has wrapped it; begins with few bits on the way.
+
+    Epochs are counted in steps, which are the same on any number of ranks; the host counts passes.
+    """
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trainer.begin_communication()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        state.epoch = state.global_step / self.trainer.batches.num_steps
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.trainer.order is not None:

@@ -83,11 +83,26 @@ class Watch:
         if self._store is None:
             return
         if error is None:
-            self._store.set(self._key(self.ranks.rank), _LEFT)
+            self._say_left()
         elif is_broken_connection(error):
-            raise PeerLost(self._why_broken(error)) from error
-        elif not isinstance(error, PeerLost):
-            self._report(f"{self.ranks} stopped: {_sentence(error)}")
+            sentence = self._why_broken(error)
+            self._let_others_read()
+            raise PeerLost(sentence) from error
+        else:
+            if not isinstance(error, PeerLost):
+                self._report(f"{self.ranks} stopped: {_sentence(error)}")
+            self._let_others_read()
+
+    def _let_others_read(self) -> None:
+        """Without torchrun the leader's process holds the store: others may still have to read in it."""
+        deadline = time.monotonic() + 2 * self.pace.period_s
+        others = [f"bye/{rank}" for rank in range(self.ranks.size)]
+        try:
+            self._store.set(f"bye/{self.ranks.rank}", "")
+            while self.ranks.leads and time.monotonic() < deadline and not self._store.check(others):
+                time.sleep(0.05)
+        except RuntimeError:  # it is gone already
+            return
 
     def _why_broken(self, error: BaseException) -> str:
         """The report of the rank that is to blame, if it had the time for one."""
@@ -108,6 +123,12 @@ class Watch:
         try:
             self._store.compare_set(_FAILED, "", sentence)
         except RuntimeError:  # nobody is left to read it
+            return
+
+    def _say_left(self) -> None:
+        try:
+            self._store.set(self._key(self.ranks.rank), _LEFT)
+        except RuntimeError:  # the rank that held the store has left too
             return
 
     def _run(self) -> None:

@@ -1,0 +1,211 @@
+"""A run on several processes, up to the first step: the same everything on all, and the model on each."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import secrets
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import fewbits
+from fewbits.errors import BadInput, SpecMismatch, Unsupported
+from fewbits.formats import Format, get_format
+from fewbits.training.build import Built, load_model, recipe_of_config, uses_gpu
+from fewbits.training.config import TrainConfig
+from fewbits.training.parallel import Layout, choose, data_share, need_of
+from fewbits.training.ranks import Ranks, join
+
+_ON_THE_WIRE = {"int8": "int8", "int4": "int4", "fp8": "float8_e4m3"}
+_PLACES = (
+    "model",
+    "train_data",
+    "eval_data",
+)  # may have other names on other machines: contents are compared
+_SAMPLED, _PATIENCE_S = 16, 20.0
+
+
+def gather_ranks(config: TrainConfig, console: Console) -> Ranks:
+    """Meet the other processes of the run, if there are any; nothing is spread over GPUs unasked."""
+    on_gpu = uses_gpu(config)
+    ranks = join(on_gpu=on_gpu, wait_seconds=config.wait_seconds)
+    if ranks.size == 1 and on_gpu and torch.cuda.device_count() > 1:
+        count = torch.cuda.device_count()
+        console.print(
+            f"{count} GPUs are visible, and one process uses one of them; --nproc-per-node {count} uses all.",
+            highlight=False,
+        )
+    if ranks.size == 1 and config.parallel not in ("auto", "ddp"):
+        raise BadInput(
+            f"parallel is {config.parallel}, but this is one process; start several with --nproc-per-node N,"
+            " or set parallel=auto."
+        )
+    return ranks
+
+
+def check_start(ranks: Ranks, config: TrainConfig, *, resume: bool) -> None:
+    """Before anything is read: the same settings and the same software on every rank."""
+    settings = {k: v for k, v in config.to_dict().items() if k not in _PLACES}
+    ranks.check_same({**settings, "resume": resume, **_software()})
+
+
+def check_loaded(ranks: Ranks, facts: Mapping[str, Any], model: nn.Module) -> None:
+    """Before the first step: the same data and the same model."""
+    if ranks.size > 1:
+        config = model.config.get_text_config().to_dict()  # type: ignore[operator, union-attr]
+        names = ("_name_or_path", "name_or_path")
+        known = {f"model.{k}": v for k, v in config.items() if k not in names}
+        ranks.check_same({**facts, **known, "weights": weights_fingerprint(model)})
+
+
+def check_shared(ranks: Ranks, folder: Path) -> None:
+    """Every rank must see the leader's run folder, which they write checkpoints into.
+
+    Raises:
+        SpecMismatch: one does not.
+    """
+    if ranks.size == 1:
+        return
+    mark = folder / f".ranks-{ranks.led('mark', lambda: secrets.token_hex(8))}"
+    if ranks.leads:
+        mark.touch()
+    ranks.barrier()
+    sees = ranks.exchange("run folder", [ranks.host, _appears(mark)])
+    if ranks.leads:
+        mark.unlink(missing_ok=True)
+    blind = [f"rank {rank} (on {host})" for rank, (host, found) in enumerate(sees) if not found]
+    if blind:
+        raise SpecMismatch(
+            f"{', '.join(blind)} cannot see the run folder {folder} of rank 0 (on {sees[0][0]}); set"
+            " output_dir to a folder on storage that all machines share."
+        )
+
+
+def _appears(path: Path) -> bool:
+    """Network storage may show a new file some seconds later."""
+    deadline = time.monotonic() + _PATIENCE_S
+    while not path.exists():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.2)
+    return True
+
+
+def layout_for(config: TrainConfig, ranks: Ranks, model: Any, batch: tuple[int, int]) -> Layout:
+    """What this rank does; all agree, for the smallest GPU decides.
+
+    Args:
+        config: the run.
+        ranks: this process among the others.
+        model: the model's configuration of transformers; None: not known without its weights.
+        batch: sequences and tokens of each in the largest pass.
+
+    Raises:
+        BadInput, Unsupported: the settings do not fit the processes, or each other.
+    """
+    recipe, lora = recipe_of_config(config)
+    free = torch.cuda.mem_get_info()[0] if uses_gpu(config) and ranks.size > 1 else None
+    smallest = None if free is None else min(ranks.exchange("free memory", free))
+    shapes = {} if model is None else model.get_text_config().to_dict()
+    need = need_of(shapes, recipe, lora, batch, config.optimizer)
+    kind, reason = choose(config.parallel, size=ranks.size, available=smallest, need=need)
+    data_rank, data_size = data_share(kind, rank=ranks.rank, size=ranks.size, tensor_size=config.tensor_size)
+    layout = Layout(
+        kind=kind,
+        data_rank=data_rank,
+        data_size=data_size,
+        ranks=ranks,
+        reason=f"{ranks.size} ranks, {reason}",
+    )
+    if layout.is_sharded:
+        _refuse(config, recipe)
+    return layout
+
+
+def _refuse(config: TrainConfig, recipe: Any) -> None:
+    """What a sharded model cannot do."""
+    if config.merge:
+        raise BadInput(
+            "merge is not made by ranks that hold parts of the model; leave it out, and use fewbits merge on"
+            " the finished run."
+        )
+    if recipe is not None and recipe.qat is not None:
+        raise Unsupported("quantisation-aware training needs the whole model on each rank; use parallel=ddp.")
+    if config.dtype == "float16":
+        raise Unsupported("float16 is not used with sharded models; set dtype to bfloat16 or auto.")
+
+
+def load_distributed(config: TrainConfig, layout: Layout) -> Built:
+    """The model of the configuration, spread as the layout says."""
+    if not layout.is_sharded:
+        return load_model(config)
+    return load_model(config, spread=lambda model: _spread(model, config, layout))
+
+
+def _spread(model: Any, config: TrainConfig, layout: Layout) -> str:
+    from fewbits.training.fsdp import shard
+
+    ranks, device = layout.ranks, "cuda" if uses_gpu(config) else "cpu"
+    width = ranks.size // layout.data_size
+    mesh = init_device_mesh(device, (layout.data_size, width), mesh_dim_names=("data", "tensor"))
+    lines = []
+    if width > 1:
+        from fewbits.training.tensor_parallel import tensor_parallel
+
+        lines.append(str(tensor_parallel(model, mesh["tensor"])))
+    if layout.data_size > 1:
+        _, lora = recipe_of_config(config)
+        options: dict[str, Any] = {}
+        if device == "cuda" and lora is None and config.dtype == "auto":  # float32 weights, 16-bit products
+            options = {"compute_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+        lines.append(str(shard(model, mesh["data"], **options)))
+    return "\n".join(lines)
+
+
+def communication_of(config: TrainConfig, layout: Layout) -> Format | None:
+    """The format in which gradients travel; None: their own."""
+    recipe, _ = recipe_of_config(config)
+    if config.communication != "auto":
+        name = _ON_THE_WIRE.get(config.communication)
+        chosen = None if name is None else get_format(name)
+    else:
+        chosen = None if recipe is None else recipe.communication
+    if chosen is not None and layout.kind == "tensor" and layout.data_size == 1:
+        raise BadInput(
+            "communication is set, but with parallel=tensor over all ranks no gradients travel; leave it out."
+        )
+    return chosen
+
+
+def weights_fingerprint(model: nn.Module) -> str:
+    """A hash of all parameters' names, shapes and dtypes, and of some values of each that is whole here."""
+    digest = hashlib.blake2b(digest_size=8)
+    for name, p in model.named_parameters():
+        digest.update(f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}\n".encode())
+        if not hasattr(p, "to_local") and p.numel():
+            flat = p.detach().reshape(-1)
+            chosen = flat[:: max(1, flat.numel() // _SAMPLED)][:_SAMPLED]
+            digest.update(chosen.double().cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _software() -> dict[str, str]:
+    import accelerate
+    import peft
+    import transformers
+
+    return {
+        "version of fewbits": fewbits.__version__,
+        "version of torch": str(torch.__version__),
+        "version of transformers": transformers.__version__,
+        "version of peft": peft.__version__,
+        "version of accelerate": accelerate.__version__,
+        "version of python": ".".join(platform.python_version_tuple()[:2]),
+    }

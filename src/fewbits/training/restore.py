@@ -1,0 +1,47 @@
+"""A model's weights back from a checkpoint, whole or sharded, and into one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from fewbits.errors import SpecMismatch
+from fewbits.training.checkpointing import load_weights, save_weights
+
+
+def restore(model: nn.Module, folder: Path, optimizer: Any = None) -> None:
+    """Put a checkpoint's weights into the model; of a sharded one also the optimizer's state, if it is given.
+
+    Raises:
+        BadCheckpoint, SpecMismatch: it is damaged, of another model, or whole where the model is sharded.
+    """
+    from fewbits.training.sharded_checkpoint import is_sharded_checkpoint, load_sharded
+
+    if is_sharded_checkpoint(folder):
+        load_sharded(folder, model, optimizer)
+    elif has_shards(model):
+        raise SpecMismatch(
+            f"{folder} was written by ranks that each held the whole model, and this run shards it; resume"
+            " with parallel=ddp."
+        )
+    else:
+        load_weights(model, folder)
+
+
+def keep(model: nn.Module, folder: Path, optimizer: Any, *, leads: bool) -> None:
+    """Write the weights into a checkpoint, of a sharded model the optimizer too; every rank calls."""
+    if has_shards(model):
+        from fewbits.training.sharded_checkpoint import save_sharded
+
+        save_sharded(folder, model, optimizer)
+    elif leads:
+        save_weights(model, folder)
+
+
+def has_shards(model: nn.Module) -> bool:
+    """Whether a rank holds parts of the parameters only."""
+    from torch.distributed.tensor import DTensor
+
+    return any(isinstance(p, DTensor) for p in model.parameters())

@@ -1,0 +1,140 @@
+"""Runs of several processes over gloo: the curve of one process, resumed, killed, with mismatches."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from training.test_resume import FULL, LORA, assert_same, remains, settings
+
+FAST = {"period_s": 0.2, "silence_s": 60.0}
+
+
+@pytest.fixture(scope="module")
+def still_folder(tiny_folder, tmp_path_factory):
+    """The tiny model without dropout, whose numbers do not depend on how a step is cut into passes."""
+    folder = shutil.copytree(tiny_folder, tmp_path_factory.mktemp("still") / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "attention_dropout": 0.0}))
+    return folder
+
+
+@pytest.fixture
+def make(tiny_data, tmp_path):
+    def make(folder, name, **options):
+        return settings(folder, tiny_data, tmp_path / name, **{"max_steps": 7, "epochs": 1, **options})
+
+    return make
+
+
+def ran(outcomes):
+    assert [outcome["status"] for outcome in outcomes] == [0] * len(outcomes), outcomes
+    return outcomes
+
+
+def curve(folder: Path) -> list[tuple]:
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [(r["step"], r["tokens"], r.get("loss", r.get("eval_loss"))) for r in records]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(next((folder / "final").glob("*model.safetensors")))
+
+
+@pytest.mark.parametrize("options", [LORA, {**FULL, "gradient_accumulation": 2}], ids=["lora", "full"])
+def test_two_ranks_are_one_process_to_the_bit(options, killer, make, tiny_folder, tmp_path):
+    """Two passes a step, one on each rank: a sum of two numbers knows no order. Dropout is on."""
+    assert killer.run(make(tiny_folder, "one", **options), resume=False)["status"] == 0
+    ran(killer.run_ranks([make(tiny_folder, "two", **options)] * 2))
+    one, two = remains(tmp_path / "one"), remains(tmp_path / "two")
+    # the evaluation is a sum in float64 of other parts
+    for records in (one["metrics"], two["metrics"]):
+        for record in records:
+            for name in ("eval_loss",):
+                if name in record:
+                    record[name] = round(record[name], 9)
+    for part in (one["facts"], two["facts"], one["state"], two["state"]):
+        if "best_metric" in part:
+            part["best_metric"] = round(part["best_metric"], 9)
+    assert_same(two, one)
+    assert json.loads((tmp_path / "two/run.json").read_text())["ranks"] == 2
+
+
+def test_three_ranks_with_uneven_ends_follow_the_same_curve(killer, make, still_folder, tmp_path):
+    """40 rows in steps of 9, on three ranks and on two: the epoch ends with ranks that have no rows."""
+    options = {**LORA, "lora_dropout": 0.0, "gradient_accumulation": 3, "max_steps": 12}
+    assert killer.run(make(still_folder, "one", **options), resume=False)["status"] == 0
+    want = curve(tmp_path / "one")
+    for size in (2, 3):
+        ran(killer.run_ranks([make(still_folder, f"by{size}", **options)] * size))
+        found = curve(tmp_path / f"by{size}")
+        assert [record[:2] for record in found] == [record[:2] for record in want]
+        torch.testing.assert_close([r[2] for r in found], [r[2] for r in want], rtol=1e-6, atol=0)
+        for name, tensor in weights(tmp_path / "one").items():
+            other = weights(tmp_path / f"by{size}")[name]
+            # Adam divides by the gradient's own size: where that is near zero, a rounding moves a whole step.
+            assert (other - tensor).norm() <= 1e-3 * tensor.norm() + 1e-6, name
+
+
+def test_a_killed_rank_ends_the_run_which_resumes_to_the_same_weights(killer, make, tiny_folder, tmp_path):
+    config = make(tiny_folder, "whole", **LORA)
+    ran(killer.run_ranks([config] * 2))
+    broken = make(tiny_folder, "broken", **LORA)
+    first, second = killer.run_ranks([broken] * 2, kill=(1, -6), pace=FAST)
+    assert second["status"] == -9 and first["status"] == 1
+    assert first["error"].startswith("PeerLost: rank 0 of 2") and "go on with resume" in first["error"]
+    assert first["seconds"] < 60
+    run = json.loads((tmp_path / "broken/run.json").read_text())
+    assert run["status"] == "stopped" and "lost the connection" in run["error"]
+    ran(killer.run_ranks([broken] * 2, resume=True))
+    assert_same(remains(tmp_path / "broken"), remains(tmp_path / "whole"))
+
+
+def test_resumed_on_another_number_of_ranks(killer, make, still_folder, tmp_path):
+    """Two ranks, then one, then four: batches stay where they were."""
+    options = {**LORA, "lora_dropout": 0.0, "gradient_accumulation": 4, "batch_size": 2}
+    assert killer.run(make(still_folder, "one", **options), resume=False)["status"] == 0
+    config = make(still_folder, "moved", **options)
+    killer.run_ranks([config] * 2, kill=(0, -5), pace=FAST)
+    assert max(p.name for p in (tmp_path / "moved/checkpoints").iterdir()) == "checkpoint-4"
+    ran(killer.run_ranks([config] * 4, resume=True))
+    found, want = curve(tmp_path / "moved"), curve(tmp_path / "one")
+    assert [record[:2] for record in found] == [record[:2] for record in want]
+    torch.testing.assert_close([r[2] for r in found], [r[2] for r in want], rtol=1e-6, atol=0)
+
+
+def test_ranks_that_differ_are_refused_with_the_field(
+    killer, make, tiny_folder, tiny_data, still_folder, tmp_path
+):
+    config = make(tiny_folder, "run", **LORA)
+    other = tmp_path / "rows.jsonl"
+    other.write_text(tiny_data.read_text().replace("plus", "and"))
+    for change, sentence in (
+        ({"learning_rate": 1e-4}, "learning_rate differs between the ranks: rank 0 (on "),
+        ({"train_data": str(other)}, "train_data differs between the ranks"),
+        ({"model": str(still_folder)}, "model.attention_dropout differs between the ranks"),
+    ):
+        outcomes = killer.run_ranks([config, {**config, **change}])
+        for outcome in outcomes:
+            assert outcome["status"] == 1
+            assert outcome["error"].startswith(f"SpecMismatch: {sentence}"), outcome["error"]
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_one_rank_refuses_all_refuse(killer, make, tiny_folder, tmp_path):
+    config = make(tiny_folder, "run", **LORA)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/metrics.jsonl").touch()
+    outcomes = killer.run_ranks([config] * 2)
+    assert [outcome["error"] for outcome in outcomes] == [
+        f"BadInput: output_dir {tmp_path / 'run'} holds another run; choose another one, or go on with that"
+        " run with resume."
+    ] * 2
+    few = make(tiny_folder, "few", **{**LORA, "batch_size": 1, "gradient_accumulation": 2})
+    for outcome in killer.run_ranks([few] * 3):
+        assert "one step has 2 sequences" in outcome["error"] and "too few for 3 ranks" in outcome["error"]
