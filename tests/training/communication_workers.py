@@ -78,19 +78,16 @@ def steps(model: DistributedDataParallel, numbers: range) -> list[dict[str, Tens
 
 def pending(exchange: DDPExchange) -> dict[str, Tensor]:
     """All that has not arrived yet, of all ranks: what the mean still lacks."""
-    size = exchange.travel.size
-    states: list[Any] = [None] * size
+    states: list[Any] = [None] * exchange.size
     distributed.all_gather_object(states, exchange._state())
     total: dict[str, Tensor] = {}
-    for tensors, _ in states:
+    for tensors, starts in states:
         for key, tensor in tensors.items():
             kind, _, name = key.partition("/")
-            if kind == "residual":
-                total[name] = total.get(name, 0) + tensor.double() / size
-    for tensors, starts in states:
-        for key, start in starts.items():
-            name = key.partition("/")[2]
-            total[name][start : start + tensors[key].numel()] += tensors[key].double()
+            share = 1 / exchange.size if kind == "residual" else 1
+            begin = starts.get(key, 0)
+            room = total.setdefault(name, torch.zeros(8192, dtype=torch.float64))
+            room[begin : begin + tensor.numel()] += tensor.double() * share
     return total
 
 

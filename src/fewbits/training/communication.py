@@ -10,6 +10,11 @@ So each rank sends 2 (W - 1) / W of its gradient in the few bits of the format, 
 as much in 16 or 32 bits. Each step keeps what rounding took away and adds it the next time (error feedback).
 With one rank the numbers are the same and nothing travels.
 
+Between nodes of several GPUs an all-to-all of all ranks would send from each node what its GPUs could have
+added before: as many times the bytes as a node has GPUs. So with ``node_size`` the GPUs of a node first add
+their gradients as they are (a reduce-scatter over NVLink), and each exchanges its part of the node's sum with
+its like in the other nodes; in the end the codes are gathered within the node.
+
 `fewbits.training.ddp` and `fewbits.training.fsdp_communication` attach this to torch's engines.
 """
 
@@ -71,6 +76,16 @@ class Travel:
         self.sent_bytes += sent.nbytes * (self.size - 1)
         gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
         work: distributed.Work = gather(out.view(-1), sent.reshape(-1), group=self.group, async_op=True)
+        return work
+
+    def reduce_scatter(self, out: Tensor, sent: Tensor) -> distributed.Work | None:
+        """``out`` is the sum of all ranks' row ``rank`` of ``sent``, as it is."""
+        if self.size == 1:
+            out.copy_(sent.view_as(out))
+            return None
+        self.sent_bytes += sent.nbytes // self.size * (self.size - 1)
+        reduce = getattr(distributed, "reduce_scatter_single", None) or distributed.reduce_scatter_tensor
+        work: distributed.Work = reduce(out.view(-1), sent.view(-1), group=self.group, async_op=True)
         return work
 
     def all_reduce(self, x: Tensor) -> distributed.Work | None:
@@ -159,7 +174,9 @@ class GradientExchange(ABC):
     Attributes:
         format: what the codes on the wire are, with blocks of its own (`wire_format`).
         step: exchanges so far; the counter of stochastic rounding.
-        travel: the collective calls and their bytes.
+        travel: the collective calls in few bits, and their bytes.
+        node_size: GPUs of a node, which add their gradients as they are; 1: none do.
+        rank: of all ranks, those of a node one after the other.
         notes: what was not as asked, for the receipt.
     """
 
@@ -171,10 +188,14 @@ class GradientExchange(ABC):
         seed: int = 0,
         error_feedback: bool = True,
         stochastic: bool | None = None,
+        node_size: int = 1,
+        rank: int | None = None,
     ) -> None:
         """See `fewbits.training.ddp.quantize_gradients`."""
         self.format = wire_format(format)
         self.travel = travel
+        self.node_size = node_size
+        self.rank = travel.rank if rank is None else rank
         self.seed = seed
         self.error_feedback = error_feedback
         self.stochastic = not error_feedback if stochastic is None else stochastic
@@ -187,9 +208,14 @@ class GradientExchange(ABC):
         if not self.stochastic:
             return None
         mixed = self.seed & _MASK
-        for number in (step, stage, index, self.travel.rank):
+        for number in (step, stage, index, self.rank):
             mixed = _mix(mixed ^ (number + 1))
         return mixed & ~(3 << 62) | (1 << 62)  # 63 bits, never a small number: see the kernels' launch
+
+    @property
+    def size(self) -> int:
+        """All ranks."""
+        return self.travel.size * self.node_size
 
     @property
     def share(self) -> float:
@@ -201,7 +227,9 @@ class GradientExchange(ABC):
         wire = wire_of(self.format, _MANY, 1)
         how = "stochastic rounding" if self.stochastic else "rounding to nearest"
         kept = "error feedback" if self.error_feedback else "no error feedback"
-        where = f"{self.travel.size} ranks" if self.travel.size > 1 else "one rank: nothing travels"
+        where = f"{self.size} ranks" if self.travel.size > 1 else "one rank: nothing travels"
+        if self.node_size > 1:
+            where = f"{self.travel.size} nodes of {self.node_size} ranks, which add theirs as they are first"
         other = "" if self._asked == self.format.name else f" (asked: {self._asked})"
         text = (
             f"gradients travel in {self.format.name}{other}, a scale for {wire.block} values:"
@@ -213,7 +241,7 @@ class GradientExchange(ABC):
     def _state(self) -> tuple[dict[str, Tensor], dict[str, int]]:
         """What is kept, by name ("residual/..." is this rank's, "shard/..." a part of the mean's), flat.
 
-        The second mapping says of "shard/" tensors where they begin.
+        The second mapping says of tensors that are a part of their parameter where it begins.
         """
 
     @abstractmethod
@@ -223,9 +251,10 @@ class GradientExchange(ABC):
     def save(self, folder: Path) -> None:
         """Write this rank's file into a checkpoint's folder; every rank calls it, and none waits."""
         tensors, starts = self._state()
-        metadata = {"step": self.step, "world_size": self.travel.size, "starts": starts}
+        sizes = {"world_size": self.size, "node_size": self.node_size}
+        metadata = {"step": self.step, **sizes, "starts": starts}
         cpu = {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}
-        path = Path(folder) / FILE.format(rank=self.travel.rank)
+        path = Path(folder) / FILE.format(rank=self.rank)
         save_file(cpu, str(path), metadata={"exchange": json.dumps(metadata)})
 
     def load(self, folder: Path) -> None:
@@ -243,31 +272,45 @@ class GradientExchange(ABC):
             self.notes.append(f"nothing was kept of earlier gradients in {Path(folder).name}: begun at zero")
             return
         headers = [_header(path) for path in files]
-        world = int(headers[0]["world_size"])
+        world, node = int(headers[0]["world_size"]), int(headers[0]["node_size"])
         if len(files) != world:
             raise BadCheckpoint(
                 f"{folder} has what {len(files)} of {world} ranks kept of their gradients; remove it to"
                 " resume from the checkpoint before."
             )
         self.step = int(headers[0]["step"])
-        same = world == self.travel.size
-        residuals: dict[str, Tensor] = {}
-        pieces: dict[str, list[tuple[int, Tensor]]] = {}
+        same = (world, node) == (self.size, self.node_size)
+        mine = range(self.rank // node * node, (self.rank // node + 1) * node) if same else range(world)
+        residuals: _Pieces = {}
+        shards: _Pieces = {}
         for rank, (path, header) in enumerate(zip(files, headers, strict=True)):
             with safe_open(str(path), "pt") as file:
                 for name in file.keys():  # noqa: SIM118 - not a mapping
                     kind, _, key = name.partition("/")
+                    begin = header["starts"].get(name, 0)
                     if kind == "shard":
-                        pieces.setdefault(key, []).append((header["starts"][name], file.get_tensor(name)))
-                    elif not same:
-                        part = file.get_tensor(name).float() / world
-                        residuals[key] = residuals[key] + part if key in residuals else part
-                    elif rank == self.travel.rank:
-                        residuals[key] = file.get_tensor(name)
+                        shards.setdefault(key, []).append((begin, file.get_tensor(name)))
+                    elif rank in mine:
+                        residuals.setdefault(key, []).append((begin, file.get_tensor(name)))
         if not same:
             self.notes.append(f"what {world} ranks had kept was divided anew")
-        shards = {key: torch.cat([t for _, t in sorted(found, key=_first)]) for key, found in pieces.items()}
-        self._set_state(residuals, shards)
+        share = 1.0 if same else self.node_size / world
+        self._set_state({k: _joined(p, share) for k, p in residuals.items()}, {
+            k: _joined(p, 1.0) for k, p in shards.items()
+        })  # fmt: skip
+
+
+_Pieces = dict[str, list[tuple[int, Tensor]]]
+
+
+def _joined(pieces: list[tuple[int, Tensor]], share: float) -> Tensor:
+    """The sum of pieces that begin somewhere, times ``share``."""
+    if len(pieces) == 1 and share == 1.0:
+        return pieces[0][1]
+    whole = torch.zeros(max(begin + piece.numel() for begin, piece in pieces))
+    for begin, piece in pieces:
+        whole[begin : begin + piece.numel()] += piece.float() * share
+    return whole
 
 
 def check_seed(seed: int) -> None:
@@ -282,10 +325,6 @@ def _mix(x: int) -> int:
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
     return x ^ (x >> 31)
-
-
-def _first(piece: tuple[int, Tensor]) -> int:
-    return piece[0]
 
 
 def _header(path: Path) -> dict[str, Any]:

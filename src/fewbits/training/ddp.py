@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, distributed
 from torch.nn.parallel import DistributedDataParallel
 
-from fewbits.errors import SpecMismatch
+from fewbits.errors import BadInput, SpecMismatch
 from fewbits.formats.base import Format
 from fewbits.kernels.gradient_codec import (
     Wire,
@@ -42,6 +42,7 @@ def quantize_gradients(
     seed: int = 0,
     error_feedback: bool = True,
     stochastic: bool | None = None,
+    node_size: int = 1,
     timeout: timedelta | None = None,
 ) -> DDPExchange:
     """Let the gradients of ``model`` travel in few bits. Every rank calls this, before the first backward.
@@ -52,6 +53,8 @@ def quantize_gradients(
         seed: of stochastic rounding.
         error_feedback: add to each gradient what rounding took from the one before.
         stochastic: round stochastically; None: only without error feedback.
+        node_size: GPUs of a node, if they are to add their gradients as they are before anything leaves the
+            node; worth it with several nodes of several GPUs (`fewbits.training.communication`).
         timeout: how long a rank waits for the others, on a CPU, where the exchange has a process group of its
             own; None: torch's.
 
@@ -60,16 +63,39 @@ def quantize_gradients(
     """
     check_seed(seed)
     device = next(p for p in model.parameters() if p.requires_grad).device
-    group = model.process_group
-    if device.type == "cpu":  # the thread's calls must not come between those of others
-        group = distributed.new_group(distributed.get_process_group_ranks(group), timeout, backend="gloo")
+    ranks = distributed.get_process_group_ranks(model.process_group)
+    if len(ranks) % node_size:
+        raise BadInput(f"{len(ranks)} ranks are no nodes of {node_size} each; give another node_size.")
     names = {id(p): name for name, p in model.module.named_parameters()}
+    local, cross = _groups(model.process_group, ranks, node_size, device, timeout)
     exchange = DDPExchange(
-        format, Travel(group), names, Lane(device),
+        format, cross, names, Lane(device), local=local, rank=ranks.index(distributed.get_rank()),
         seed=seed, error_feedback=error_feedback, stochastic=stochastic,
     )  # fmt: skip
     model.register_comm_hook(exchange, _hook)
     return exchange
+
+
+def _groups(
+    group: Any, ranks: list[int], node_size: int, device: torch.device, timeout: timedelta | None
+) -> tuple[Travel | None, Travel]:
+    """The collective calls within this rank's node (None: there is no need), and to its like in others.
+
+    On a CPU the groups are made for this, over gloo: calls of a thread must not come between those of others.
+    """
+    if node_size == 1 and device.type != "cpu":
+        return None, Travel(group)
+    backend = "gloo" if device.type == "cpu" else None
+    me = distributed.get_rank()
+
+    def mine(partition: list[list[int]]) -> Travel:
+        made = [(part, distributed.new_group(part, timeout, backend=backend)) for part in partition]
+        return next(Travel(group) for part, group in made if me in part)
+
+    cross = mine([ranks[first::node_size] for first in range(node_size)])
+    if node_size == 1:
+        return None, cross
+    return mine([ranks[i : i + node_size] for i in range(0, len(ranks), node_size)]), cross
 
 
 def _hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are texts
@@ -86,7 +112,9 @@ class _Kept:
         sizes: their values.
         wire: how a row of it travels.
         plain: which parameters travel in float32.
-        residual: (N,), what is left of this rank's gradient; None without error feedback.
+        residual: (n,), what is left of this rank's gradient, or of its part of its node's; None without error
+            feedback.
+        first: where in the bucket the residual begins.
         shard_residual: (row,), what is left of the mean of this rank's row.
     """
 
@@ -95,15 +123,26 @@ class _Kept:
     wire: Wire
     plain: tuple[int, ...]
     residual: Tensor | None
+    first: int
     shard_residual: Tensor | None
 
 
 class DDPExchange(GradientExchange):
     """See `quantize_gradients`."""
 
-    def __init__(self, format: Format, travel: Travel, names: dict[int, str], lane: Lane, **how: Any) -> None:
-        """Args: as of `GradientExchange`; names of the parameters by id; where it computes."""
-        super().__init__(format, travel, **how)
+    def __init__(
+        self,
+        format: Format,
+        travel: Travel,
+        names: dict[int, str],
+        lane: Lane,
+        *,
+        local: Travel | None = None,
+        **how: Any,
+    ) -> None:
+        """Args: as of `GradientExchange`; parameters' names by id; where it computes; this rank's node."""
+        super().__init__(format, travel, node_size=local.size if local else 1, **how)
+        self.local = local
         self.lane = lane
         self._names = names
         self._buckets: dict[tuple[str, ...], _Kept] = {}
@@ -153,26 +192,58 @@ class DDPExchange(GradientExchange):
     ) -> Iterator[None]:
         """One bucket; ``at`` is the step and the bucket's number."""
         kept = self._kept(names, buffer, gradients)
-        wire, travel = kept.wire, self.travel
-        messages = wire.empty(travel.size, buffer.device)
+        wire, travel, local = kept.wire, self.travel, self.local
         plain = [gradients[i] for i in kept.plain]
-        _take_out(plain, wire.plain_values(messages) if plain else None)
-        quantize_gradient(buffer, kept.residual, messages, wire, seed=self.seed_of(at[0], 1, at[1]))
+        values, shard = _take_out(plain, wire.plain * self.size, buffer.device), buffer
+        if local is not None:
+            shard, values, work = self._add_in_node(local, wire, buffer, values)
+            yield
+            wait(work)
+        messages = wire.empty(travel.size, buffer.device)
+        if plain:
+            wire.plain_values(messages).copy_(values.view(travel.size, wire.plain))
+        quantize_gradient(shard, kept.residual, messages, wire, seed=self.seed_of(at[0], 1, at[1]))
         received = torch.empty_like(messages)
         work = travel.all_to_all(received, messages)
         yield
         wait(work)
         mean = wire.empty(1, buffer.device)
         sum_gradients(
-            received, kept.shard_residual, mean, wire,
-            factor=1 / travel.size, seed=self.seed_of(at[0], 2, at[1]),
+            received, kept.shard_residual, mean, wire, factor=1 / self.size,
+            seed=self.seed_of(at[0], 2, at[1]),
         )  # fmt: skip
         work = travel.all_gather(messages, mean)
         yield
         wait(work)
+        if local is not None:
+            part, messages = messages, wire.empty(self.size, buffer.device)
+            work = local.all_gather(messages, part)
+            yield
+            wait(work)
         dequantize_gradient(messages, buffer, wire)
         _put_back(plain, wire.plain_values(messages) if plain else None)
         future.set_result(buffer)
+
+    def _add_in_node(
+        self, local: Travel, wire: Wire, buffer: Tensor, values: Tensor
+    ) -> tuple[Tensor, Tensor, Any]:
+        """This rank's part of the sum over its node, of the bucket and of what travels in float32."""
+        row = wire.row * self.travel.size
+        sent = buffer.new_zeros(local.size, row + values.numel() // local.size)
+        whole = torch.nn.functional.pad(buffer, (0, row * local.size - buffer.numel()))
+        sent[:, :row] = whole.view(local.size, row)
+        sent[:, row:] = values.view(local.size, values.numel() // local.size)
+        part = torch.empty_like(sent[0])
+        work = local.reduce_scatter(part, sent)
+        return part[: self._part(wire, buffer.numel())[1]], part[row:], work
+
+    def _part(self, wire: Wire, count: int) -> tuple[int, int]:
+        """Where in a bucket of ``count`` values this rank's part begins, and how many values it has."""
+        if self.local is None:
+            return 0, count
+        row = wire.row * self.travel.size
+        first = min(self.local.rank * row, count)
+        return first, min(row, count - first)
 
     def _kept(self, names: tuple[str, ...], buffer: Tensor, gradients: Sequence[Tensor]) -> _Kept:
         found = self._buckets.get(names)
@@ -184,67 +255,76 @@ class DDPExchange(GradientExchange):
         block = self.format.block[1]
         plain = tuple(i for i, g in enumerate(gradients) if g.dim() < 2 or g.numel() < block)
         wire = wire_of(self.format, buffer.numel(), self.travel.size, sum(sizes[i] for i in plain))
+        first, size = self._part(wire, buffer.numel())
         residual = shard = None
         if self.error_feedback:
-            residual, shard = self._residuals(names, sizes, wire, buffer.device)
-        self._buckets[names] = _Kept(names, sizes, wire, plain, residual, shard)
+            whole = [self._stored(names, sizes, kind, buffer.device) for kind in self._waiting]
+            residual = whole[0][first : first + size].clone()
+            row = min(first + self.travel.rank * wire.row, whole[1].numel())
+            part = whole[1][row : row + wire.row]
+            shard = torch.zeros(wire.row, device=buffer.device)
+            shard[: part.numel()] = part
+        self._buckets[names] = _Kept(names, sizes, wire, plain, residual, first, shard)
         return self._buckets[names]
 
-    def _residuals(
-        self, names: tuple[str, ...], sizes: tuple[int, ...], wire: Wire, device: torch.device
-    ) -> tuple[Tensor, Tensor]:
-        """Of a new bucket: zeros, or what is waiting for its parameters."""
-        whole = []
-        for waiting in self._waiting:
-            flat = torch.zeros(sum(sizes), device=device)
-            for name, view in zip(names, flat.split(sizes), strict=True):
-                stored = waiting.pop(name, None)
-                if stored is not None:
-                    if stored.numel() != view.numel():
-                        raise SpecMismatch(
-                            f"the checkpoint kept {stored.numel():,} values for {name}, which has"
-                            f" {view.numel():,}; resume with the model it was written for."
-                        )
-                    view.copy_(stored)
-            whole.append(flat)
-        first = min(self.travel.rank * wire.row, whole[1].numel())
-        shard = torch.zeros(wire.row, device=device)
-        part = whole[1][first : first + wire.row]
-        shard[: part.numel()] = part
-        return whole[0], shard
+    def _stored(
+        self, names: tuple[str, ...], sizes: tuple[int, ...], waiting: dict[str, Tensor], device: torch.device
+    ) -> Tensor:
+        """For a new bucket: zeros, or what is waiting for its parameters."""
+        flat = torch.zeros(sum(sizes), device=device)
+        for name, view in zip(names, flat.split(sizes), strict=True):
+            stored = waiting.pop(name, None)
+            if stored is None:
+                continue
+            if stored.numel() > view.numel():
+                raise SpecMismatch(
+                    f"the checkpoint kept {stored.numel():,} values for {name}, which has {view.numel():,};"
+                    " resume with the model it was written for."
+                )
+            view[: stored.numel()] = stored
+        return flat
 
     def _cut_anew(self) -> None:
-        """DDP has made other buckets: what was kept waits under its parameters' names."""
+        """DDP has made other buckets: what was kept waits, whole, under its parameters' names."""
         residuals, shards = self._waiting
         for kept in self._buckets.values():
             if kept.residual is None or kept.shard_residual is None:
                 continue
-            rows = torch.empty(self.travel.size, kept.wire.row, device=kept.residual.device)
-            wait(self.travel.all_gather(rows, kept.shard_residual))
-            mean = rows.view(-1)[: kept.residual.numel()]
-            residuals |= zip(kept.names, kept.residual.split(kept.sizes), strict=True)
-            shards |= zip(kept.names, mean.split(kept.sizes), strict=True)
+            count, row = sum(kept.sizes), kept.wire.row * self.travel.size
+            residual = kept.residual
+            mean = residual.new_empty(row)
+            wait(self.travel.all_gather(mean, kept.shard_residual))
+            if self.local is not None:
+                both = torch.stack([torch.nn.functional.pad(residual, (0, row - residual.numel())), mean])
+                nodes = residual.new_empty(self.node_size, 2, row)
+                wait(self.local.all_gather(nodes, both))
+                residual, mean = nodes[:, 0].reshape(-1)[:count], nodes[:, 1].reshape(-1)
+            residuals |= zip(kept.names, residual.split(kept.sizes), strict=True)
+            shards |= zip(kept.names, mean[:count].split(kept.sizes), strict=True)
         self._buckets.clear()
 
     def _state(self) -> tuple[dict[str, Tensor], dict[str, int]]:
-        tensors = {f"residual/{name}": tensor for name, tensor in self._waiting[0].items()}
+        tensors: dict[str, Tensor] = {}
         starts: dict[str, int] = {}
-        if self.travel.rank == 0:  # whole on every rank: one tells
-            starts = {f"shard/{name}": 0 for name in self._waiting[1]}
+        # whole on every rank: of a mean one tells, of a node's gradient one in each node
+        if self.rank % self.node_size == 0:
+            tensors |= {f"residual/{name}": tensor for name, tensor in self._waiting[0].items()}
+        if self.rank == 0:
             tensors |= {f"shard/{name}": tensor for name, tensor in self._waiting[1].items()}
         for kept in self._buckets.values():
-            if kept.residual is None or kept.shard_residual is None:
-                continue
-            begin, row = 0, self.travel.rank * kept.wire.row
-            for name, size, residual in zip(
-                kept.names, kept.sizes, kept.residual.split(kept.sizes), strict=True
+            row = kept.first + self.travel.rank * kept.wire.row
+            for kind, flat, first in (
+                ("residual", kept.residual, kept.first),
+                ("shard", kept.shard_residual, row),
             ):
-                tensors[f"residual/{name}"] = residual
-                low, high = max(begin, row), min(begin + size, row + kept.wire.row)
-                if low < high:
-                    tensors[f"shard/{name}"] = kept.shard_residual[low - row : high - row]
-                    starts[f"shard/{name}"] = low - begin
-                begin += size
+                begin = 0
+                for name, size in zip(kept.names, kept.sizes, strict=True):
+                    low = max(begin, first)
+                    high = min(begin + size, first + (0 if flat is None else flat.numel()))
+                    if flat is not None and low < high:
+                        tensors[f"{kind}/{name}"] = flat[low - first : high - first]
+                        starts[f"{kind}/{name}"] = low - begin
+                    begin += size
         return tensors, starts
 
     def _set_state(self, residuals: dict[str, Tensor], shards: dict[str, Tensor]) -> None:
@@ -252,13 +332,13 @@ class DDPExchange(GradientExchange):
         self._waiting = (residuals, shards)
 
 
-def _take_out(tensors: list[Tensor], room: Tensor | None) -> None:
-    """Small tensors into their room in the messages; where they were, zeros are quantised."""
-    if room is None:
-        return
+def _take_out(tensors: list[Tensor], room: int, device: torch.device) -> Tensor:
+    """Small tensors as (room,) float32, filled up with zeros; where they were, zeros are quantised."""
+    if not tensors:
+        return torch.empty(0, device=device)
     flat = torch.cat([t.reshape(-1) for t in tensors]).float()
-    room.copy_(torch.nn.functional.pad(flat, (0, room.numel() - flat.numel())).view(room.shape))
     torch._foreach_zero_(tensors)
+    return torch.nn.functional.pad(flat, (0, room - flat.numel()))
 
 
 def _put_back(tensors: list[Tensor], room: Tensor | None) -> None:
