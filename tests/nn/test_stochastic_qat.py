@@ -12,7 +12,9 @@ from fewbits.errors import BadInput, Unsupported
 from fewbits.formats import INT8
 from fewbits.formats.stochastic import Stochastic
 from fewbits.nn.lora import LoRALinear
+from fewbits.nn.packed_layers import packed_layer
 from fewbits.nn.stochastic_qat import StochasticQATLinear
+from fewbits.recipes.recipe import Rule
 
 OPTIONS = Stochastic(halve_bipolar_stoc_len=True, chunk_d=16, stoc_len=32)
 WORDS = {"halve_bipolar_stoc_len": True, "chunk_d": 16, "stoc_len": 32}
@@ -54,6 +56,16 @@ def test_adapters_pass_through_the_streams_and_merging_changes_nothing():
     assert lora.lora_A["default"].weight.grad.any() and lora.lora_B["default"].weight.grad.any()
     lora.merge()
     assert torch.equal(lora(x), y)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_prepared_layer_gives_the_same_bits(dtype):
+    _, layer = _layer(bias=True)
+    layer = layer.to(dtype)
+    layer.smooth(torch.rand(40) + 0.5)
+    x = torch.randn(3, 40, dtype=dtype)
+    with torch.no_grad():
+        assert torch.equal(packed_layer(layer, Rule(weight=OPTIONS))(x), layer(x))
 
 
 def test_half_precision_under_autocast():

@@ -35,12 +35,13 @@ from fewbits.errors import BadCheckpoint, SpecMismatch, Unsupported
 from fewbits.formats.base import Packed
 from fewbits.formats.bitsandbytes import from_bitsandbytes
 from fewbits.models.checkpoint import BITSANDBYTES_MARK, read_headers, whole_folder
-from fewbits.models.convert import convert, describe, linears_to_replace
+from fewbits.models.convert import conversion_of, convert, describe, linears_to_replace
 from fewbits.models.families import SPECS
 from fewbits.models.hf_config import check_formats, formats_of, spell_out
 from fewbits.models.packed import check_device, check_parts, place_empty, put, quantize_by_rows, recipe_of
 from fewbits.models.receipt import Change
 from fewbits.models.spec import model_type_of
+from fewbits.models.stochastic import adopt_saved, save_config
 from fewbits.nn.linear import QuantizedLinear
 from fewbits.nn.packed_layers import packed_layer
 from fewbits.recipes import Recipe, Rule, get_recipe, recipe_from_config, recipe_to_config
@@ -305,6 +306,10 @@ class FewbitsQuantizer(HfQuantizer):
         check_parts(model, str(where))
         _finish_conversion(model, self.recipe)
         attach(model, self)
+        notes = adopt_saved(model, where) if self.pre_quantized and where else []
+        conversion = conversion_of(model)
+        if conversion is not None:
+            conversion.receipt.notes.extend(notes)
         return model
 
     def _become_fewbits(self, model: Any) -> None:
@@ -396,3 +401,4 @@ def _save_pretrained(
         kwargs.setdefault("repo_id", Path(save_directory).name)
     with whole_folder(save_directory) as temporary:
         type(self).save_pretrained(self, temporary, **kwargs)
+        save_config(self, temporary)

@@ -1,7 +1,8 @@
 """`convert` and `restore` for a model in memory, so that it can be saved afterwards as what it then is.
 
 They are `fewbits.models.convert`'s, and tell transformers besides whether the model is quantised: without
-that, ``save_pretrained`` would write packed tensors under a config.json that knows nothing of them.
+that, ``save_pretrained`` would write packed tensors under a config.json that knows nothing of them. The same
+for a stochastic configuration: `apply_stochastic` and `restore_stochastic`.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ from typing import Any
 from torch import nn
 
 from fewbits.models import convert as modules
+from fewbits.models import stochastic
 from fewbits.models.packed import recipe_of
 from fewbits.models.receipt import Receipt
 from fewbits.nn.linear import QuantizedLinear
 from fewbits.recipes.recipe import Recipe
+from fewbits.recipes.stochastic_config import StochasticConfig
 
 
 def convert(
@@ -45,6 +48,35 @@ def restore(model: nn.Module) -> Receipt:
     from fewbits.models.hf_quantizer import detach
 
     receipt = modules.restore(model)
+    detach(model)
+    return receipt
+
+
+def apply_stochastic(
+    model: Any,
+    config: StochasticConfig,
+    *,
+    train: bool = False,
+    keep_original: bool = False,
+    fuse_norms: bool = True,
+) -> Receipt:
+    """Run ``model`` under stochastic computing as ``config`` says, in place.
+
+    Arguments, result and errors are those of `fewbits.models.stochastic.put_in`. The model's own
+    ``save_pretrained`` then writes the prepared weights and the configuration.
+    """
+    receipt = stochastic.put_in(
+        model, config, train=train, keep_original=keep_original, fuse_norms=fuse_norms
+    )
+    mark_packed(model)
+    return receipt
+
+
+def restore_stochastic(model: Any) -> Receipt:
+    """Undo `apply_stochastic`; see `fewbits.models.stochastic.take_out`."""
+    from fewbits.models.hf_quantizer import detach
+
+    receipt = stochastic.take_out(model)
     detach(model)
     return receipt
 

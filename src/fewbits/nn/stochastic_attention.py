@@ -85,4 +85,4 @@ def stochastic_attention(
     if dropout:
         weights = torch.nn.functional.dropout(weights, dropout)
     out = stochastic_product(weights.view(*grouped, T), v.reshape(B * K, T, D).mT, products.values)
-    return out.view(B, H, S, D).transpose(1, 2).contiguous(), weights
+    return out.to(q.dtype).view(B, H, S, D).transpose(1, 2).contiguous(), weights

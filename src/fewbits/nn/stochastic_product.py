@@ -35,7 +35,7 @@ class _StraightThrough(torch.autograd.Function):
 def stochastic_product(
     a: Tensor, b: Tensor, options: Stochastic | None, smooth_scales: Tensor | None = None
 ) -> Tensor:
-    """``a @ b^T`` of (N, D) and (M, D), or batches of them, in a's dtype.
+    """``a @ b^T`` of (N, D) and (M, D), or batches of them: float32 if stochastic, in a's dtype if exact.
 
     Args:
         a: left operand.
@@ -45,7 +45,7 @@ def stochastic_product(
     """
     if options is None:
         return a @ b.mT
-    return _StraightThrough.apply(a, b, options, smooth_scales).to(a.dtype)  # type: ignore[no-any-return, no-untyped-call]
+    return _StraightThrough.apply(a, b, options, smooth_scales)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _counted(a: Tensor, b: Tensor, options: Stochastic, smooth_scales: Tensor | None) -> Tensor:

@@ -67,5 +67,5 @@ class StochasticQATLinear(FakeQuantizedLinear):
         if torch.is_autocast_enabled(kind):
             x = x.to(torch.get_autocast_dtype(kind))
         y = stochastic_product(x.flatten(0, -2), weight, self.weight_format, self.smooth_scales)
-        y = y.view(*x.shape[:-1], weight.shape[0])
-        return y if self.bias is None else y + self.bias.to(y.dtype)
+        y = y if self.bias is None else y + self.bias.float()  # and one rounding, as the prepared layer does
+        return y.to(x.dtype).view(*x.shape[:-1], weight.shape[0])

@@ -38,7 +38,7 @@ class LinearSetting:
     """How one linear runs.
 
     Attributes:
-        runs: "stochastic", "int8" (weight and input INT8, a scale per row) or "exact".
+        runs: "stochastic", "int8" (the same codes, multiplied as integers) or "exact".
         lengths: stream lengths by (group of input rows, chunk of the inner dimension); either axis may have
             one entry for all. None: the options'.
         thresholds: descending; an input row belongs to the group whose number is how many of these exceed
@@ -71,11 +71,10 @@ class LinearSetting:
             )
         if list(self.thresholds) != sorted(self.thresholds, reverse=True):
             raise BadInput(f"thresholds {list(self.thresholds)} are not descending; sort them.")
-        if self.runs != "stochastic" and (self.lengths or self.smooth_scales or self.protected):
-            raise BadInput(
-                f"a linear that runs {self.runs} has no lengths, smooth_scales or protected channels; leave "
-                "them out."
-            )
+        if self.runs != "stochastic" and self.lengths is not None:
+            raise BadInput(f"a linear that runs {self.runs} has no streams; leave its lengths out.")
+        if self.runs == "exact" and (self.smooth_scales or self.protected):
+            raise BadInput("a linear that runs exact has no smooth_scales or protected; leave them out.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,299 @@
+"""A `StochasticConfig` in a Hugging Face model: checked against it, put in, saved beside it, found again.
+
+`put_in` converts the linears by `fewbits.models.convert` and the attention by
+`fewbits.models.stochastic_attention`; one receipt for both, and `take_out` undoes both. What users call is
+`apply_stochastic` and `restore_stochastic` of `fewbits.models.in_memory`, which also see to saving: a saved
+model's folder holds the configuration in `FILE`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fewbits.errors import BadCheckpoint, BadInput, SpecMismatch, Unsupported
+from fewbits.formats.stochastic import Stochastic
+from fewbits.models.attention import attention_modules
+from fewbits.models.convert import conversion_of, convert, linears_to_replace, restore
+from fewbits.models.receipt import Receipt
+from fewbits.models.stochastic_attention import (
+    restore_stochastic_attention,
+    stochastic_attention_of,
+    use_stochastic_attention,
+)
+from fewbits.nn.stochastic_attention import AttentionProducts
+from fewbits.nn.stochastic_linear import StochasticLinear
+from fewbits.recipes.recipe import Recipe, Rule
+from fewbits.recipes.stochastic_config import LinearSetting, StochasticConfig, read_config, write_config
+
+FILE = "fewbits_stochastic.json"
+_CONFIG = "_fewbits_stochastic_config"
+_FACTS = ("model_type", "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")
+
+
+def facts_of(model: Any) -> dict[str, Any]:
+    """The fields of a model's config that a configuration names to say what it was made for."""
+    config = model.config.get_text_config()
+    return {name: getattr(config, name) for name in _FACTS if getattr(config, name, None) is not None}
+
+
+def check_config(model: Any, config: StochasticConfig) -> None:
+    """Compare a configuration with a model that is not converted yet.
+
+    Raises:
+        SpecMismatch: it was made for another model, names what this one lacks, or a table has another shape.
+        BadInput: a stream length that the options cannot have.
+    """
+    there = facts_of(model)
+    for name, value in config.model.items():
+        if there.get(name) != value:
+            raise SpecMismatch(
+                f"the stochastic configuration is for a model with {name} {value!r} and this one has "
+                f"{there.get(name)!r}; calibrate this model."
+            )
+    linears = list(linears_to_replace(model, _recipe(config, ())))
+    attentions = [name for name, _ in attention_modules(model)]
+    for kind, patterns, names in (
+        ("linears", config.linears, linears),
+        ("attention", config.attention, attentions),
+    ):
+        for pattern, _ in patterns:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                raise SpecMismatch(
+                    f"{kind}: {pattern!r} matches nothing in this model; its first is {names[0]}."
+                )
+    for name in linears:
+        linear: Any = model.get_submodule(name)
+        _check_linear(name, config.linear(name), config.options, linear.in_features)
+    for name in attentions:
+        setting = config.attention_of(name)
+        _check_lengths(name, [v for v in (setting.scores, setting.values) if v is not None], config.options)
+
+
+def _check_linear(name: str, setting: LinearSetting, options: Stochastic, inputs: int) -> None:
+    chunks = len(options.chunks(inputs))
+    if setting.lengths is not None:
+        columns = len(setting.lengths[0])
+        if columns not in (1, chunks):
+            raise SpecMismatch(
+                f"{name}: lengths for {columns} chunks, and {inputs} inputs in chunks of "
+                f"{options.chunk_d or inputs} make {chunks}; calibrate this model, or give one length "
+                "for all."
+            )
+        _check_lengths(name, [v for row in setting.lengths for v in row], options, lowest=0)
+    if setting.smooth_scales is not None:
+        if len(setting.smooth_scales) != inputs:
+            raise SpecMismatch(
+                f"{name}: {len(setting.smooth_scales)} smooth_scales for {inputs} inputs; calibrate this "
+                "model."
+            )
+        if min(setting.smooth_scales) <= 0:
+            raise BadInput(
+                f"{name}: smooth_scales must be above zero; the least is {min(setting.smooth_scales):g}."
+            )
+    wrong = [channel for channel in setting.protected if channel >= inputs]
+    if wrong or len(set(setting.protected)) != len(setting.protected):
+        what = f"channel {wrong[0]} of {inputs}" if wrong else "a channel twice"
+        raise SpecMismatch(f"{name}: protected names {what}; calibrate this model.")
+
+
+def _check_lengths(name: str, lengths: Iterable[int], options: Stochastic, lowest: int = 1) -> None:
+    for length in lengths:
+        if not lowest <= length <= 2**options.sc_prec:
+            raise BadInput(
+                f"{name}: a stream length of {length} is out of range; choose from {lowest} to "
+                f"{2**options.sc_prec}."
+            )
+
+
+def put_in(
+    model: Any,
+    config: StochasticConfig,
+    *,
+    train: bool = False,
+    keep_original: bool = False,
+    fuse_norms: bool = True,
+) -> Receipt:
+    """Run a model under stochastic computing as ``config`` says; in place.
+
+    Args:
+        model: a Hugging Face model of a known family, without adapters.
+        config: the configuration.
+        train: keep the weights as they are and trainable, and multiply by what they are at each step
+            (SC-QAT); else they are prepared once.
+        keep_original: as of `fewbits.convert`.
+        fuse_norms: as of `fewbits.convert`.
+
+    Returns:
+        The receipt; `fewbits.explain` finds it again.
+
+    Raises:
+        SpecMismatch, BadInput: the configuration does not fit the model.
+        Unsupported: the model is converted already, or ``train`` with what does not train.
+    """
+    if conversion_of(model) is not None:
+        raise Unsupported("this model is converted already; call fewbits.restore first.")
+    check_config(model, config)
+    names = list(linears_to_replace(model, _recipe(config, ())))
+    recipe = _recipe(config, names)
+
+    def build(name: str, linear: Any, rule: Rule) -> nn.Module | None:
+        if not isinstance(rule.weight, Stochastic):
+            return None
+        setting = config.linear(name)
+        return (
+            _trained(name, linear, rule.weight, setting) if train else _prepared(linear, rule.weight, setting)
+        )
+
+    receipt = convert(model, recipe, keep_original=keep_original, fuse_norms=fuse_norms, build=build)
+    products = attention_products_of(model, config)
+    if products:
+        receipt.notes.extend(use_stochastic_attention(model, products))
+    else:
+        receipt.notes.append("attention: both products exact")
+    setattr(model, _CONFIG, config)
+    return receipt
+
+
+def attention_products_of(model: Any, config: StochasticConfig) -> dict[str, AttentionProducts]:
+    """The products of every attention module for which the configuration has any."""
+    found = {}
+    for name, _ in attention_modules(model):
+        setting = config.attention_of(name)
+        lengths = (setting.scores, setting.values)
+        if lengths != (None, None):
+            found[name] = AttentionProducts(
+                *(None if n is None else config.options.with_length(n) for n in lengths)
+            )
+    return found
+
+
+def take_out(model: Any) -> Receipt:
+    """Undo `put_in`; see `fewbits.restore` for what the linears become."""
+    notes = []
+    if stochastic_attention_of(model) is not None:
+        notes.append(restore_stochastic_attention(model))
+    receipt = restore(model)
+    receipt.notes.extend(notes)
+    model.__dict__.pop(_CONFIG, None)
+    return receipt
+
+
+def stochastic_config_of(model: Any) -> StochasticConfig | None:
+    """The configuration that this model runs under; None without one."""
+    config = getattr(model, _CONFIG, None)
+    return config if isinstance(config, StochasticConfig) else None
+
+
+def saved_config(folder: Path | str) -> StochasticConfig | None:
+    """The configuration in a model's folder; None if there is none."""
+    file = Path(folder) / FILE
+    return read_config(file) if file.is_file() else None
+
+
+def save_config(model: Any, folder: Path | str) -> None:
+    """Write the configuration that this model runs under, if any, into a folder."""
+    config = stochastic_config_of(model)
+    if config is not None:
+        write_config(config, Path(folder) / FILE)
+
+
+def adopt_saved(model: Any, folder: Path | str) -> list[str]:
+    """Bring a model with prepared weights, just loaded, under the configuration that was saved with it.
+
+    The linears stay as the checkpoint has them; their lengths and the attention are set.
+
+    Returns:
+        Sentences for a receipt.
+
+    Raises:
+        BadCheckpoint: the configuration does not belong to these weights.
+    """
+    config = saved_config(folder)
+    prepared = {name: m for name, m in model.named_modules() if isinstance(m, StochasticLinear)}
+    if config is None or not prepared:
+        return []
+    file = Path(folder) / FILE
+    for name, layer in prepared.items():
+        _check_adopted(file, name, layer, config)
+        _set_lengths(layer, config.linear(name), config.options)
+    products = attention_products_of(model, config)
+    setattr(model, _CONFIG, config)
+    return use_stochastic_attention(model, products) if products else ["attention: both products exact"]
+
+
+def _check_adopted(file: Path, name: str, layer: StochasticLinear, config: StochasticConfig) -> None:
+    setting = config.linear(name)
+    try:
+        _check_linear(name, setting, config.options, layer.in_features)
+    except (SpecMismatch, BadInput) as error:
+        raise BadCheckpoint(f"{file} does not belong to these weights: {error}") from error
+    stored: Any = layer.format
+    same = (stored.chunk_d, stored.sc_prec, stored.mode, stored.granularity) == (
+        config.options.chunk_d,
+        config.options.sc_prec,
+        config.options.mode,
+        config.options.granularity,
+    )
+    scales = None if layer.smooth_scales is None else layer.smooth_scales.cpu()
+    wanted = None if setting.smooth_scales is None else torch.tensor(setting.smooth_scales)
+    smoothed_alike = (scales is None) == (wanted is None) and (
+        scales is None or wanted is None or torch.allclose(scales.float(), wanted)
+    )
+    runs = "int8" if layer.int8 else "stochastic"
+    if setting.runs != runs or not same or not smoothed_alike:
+        raise BadCheckpoint(
+            f"{file} and the prepared weight of {name} were made with other settings; prepare the original "
+            "model again with this configuration."
+        )
+
+
+def _recipe(config: StochasticConfig, names: Iterable[str]) -> Recipe:
+    """The options for every linear of ``names`` but those that run exact."""
+    skip = tuple(name for name in names if config.linear(name).runs == "exact")
+    return Recipe(name="stochastic", linear=Rule(weight=config.options), skip=skip)
+
+
+def _prepared(linear: Any, options: Stochastic, setting: LinearSetting) -> StochasticLinear:
+    made = StochasticLinear.from_linear(
+        linear,
+        options,
+        smooth_scales=_scales(setting, linear),
+        protected=setting.protected or None,
+        int8=setting.runs == "int8",
+    )
+    _set_lengths(made, setting, options)
+    return made
+
+
+def _set_lengths(layer: StochasticLinear, setting: LinearSetting, options: Stochastic) -> None:
+    thresholds = setting.thresholds or None
+    if setting.lengths is not None:
+        layer.set_lengths(setting.lengths, thresholds, classify=setting.classify)
+    elif layer.format.streams.length != options.streams.length:
+        layer.set_lengths([[options.streams.length]])
+
+
+def _trained(name: str, linear: Any, options: Stochastic, setting: LinearSetting) -> nn.Module:
+    from fewbits.nn.stochastic_qat import StochasticQATLinear
+
+    lengths = {v for row in setting.lengths or () for v in row}
+    if len(lengths) > 1 or setting.protected or setting.runs == "int8":
+        raise Unsupported(
+            f"{name}: training has one stream length for a linear, no INT8 and no protected channels; give "
+            "such a setting."
+        )
+    made = StochasticQATLinear.from_linear(linear, options.with_length(*lengths) if lengths else options)
+    made.smooth(_scales(setting, linear))
+    return made
+
+
+def _scales(setting: LinearSetting, linear: Any) -> torch.Tensor | None:
+    if setting.smooth_scales is None:
+        return None
+    return torch.tensor(setting.smooth_scales, device=linear.weight.device)
