@@ -239,6 +239,7 @@ def test_history_first_then_siblings_then_kind(tmp_path: Path) -> None:
     size, source = predicted("new", 10 * MB)
     assert source == "siblings"
     assert 800 * MB < size < 1600 * MB
+    history.write()
     with (tmp_path / "h.jsonl").open("a") as file:
         file.write('{"keys": ["cut off')
     again = History(tmp_path / "h.jsonl")

@@ -113,13 +113,17 @@ def test_a_build_within_a_build(workshop: Workshop) -> None:
     assert (done.code, len(done.profile["stages"])) == (0, 1)
 
 
-def test_a_compiler_that_starts_compilers_counts_once(workshop: Workshop) -> None:
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("how", ['"$@"', 'exec "$@"', 'sh -c \'"$@"; true\' sh "$@"'])
+def test_a_compiler_that_starts_compilers_counts_once(workshop: Workshop, how: str, compiled: bool) -> None:
+    # The inner one asks before the controller has heard of the outer one's process: with one slot, an inner
+    # one that was taken for another stage would wait for its own parent for ever.
     (workshop.folder / "a.cpp").write_text("int f(){return 1;}\n")
-    wrapper = script(workshop.home / "bin/ccache", '#!/bin/sh\n"$@"\n')
-    done = workshop.build(
-        "sh", "-c", f"{workshop.root}/tools/*/bin/fewbits-launch {wrapper} g++ -c a.cpp -o a.o"
-    )
+    wrapper = script(workshop.home / "bin/ccache", f"#!/bin/sh\n{how}\n")
+    line = f"{workshop.root}/tools/*/bin/fewbits-launch {wrapper} g++ -c a.cpp -o a.o"
+    done = workshop.build("sh", "-c", line, jobs=1, compile_native=compiled)
     assert (done.code, [s["stage"] for s in done.profile["stages"]]) == (0, ["c++"])
+    assert (workshop.folder / "a.o").exists()
 
 
 def test_compilers_wait_until_they_fit(workshop: Workshop, ninja: str) -> None:

@@ -13,9 +13,10 @@ import json
 import os
 import re
 import shutil
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import dataclass, field, replace
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import IO
 
@@ -41,8 +42,10 @@ _REFUSED = re.compile(
     r"fplugin|MJ|Wa,-a|Winvalid-pch|fdevice-time-trace|-time|pch|fpch)"
 )
 BLOCK_BYTES = 2**20
+NAMES, MAX_NAMES = "names", 200_000  # file of the sources' names
 _TEMPORARY_BYTES = re.compile(TEMPORARY.pattern.encode())
 _CLOCK = re.compile(rb"__(?:DATE|TIME|TIMESTAMP)__")
+_COARSE = getattr(time, "CLOCK_REALTIME_COARSE", 5)  # Linux's number; Python has no name for it
 _OUTPUTS = ("-o", "--gen_c_file_name", "--stub_file_name", "--gen_device_file_name", "--module_id_file_name")
 
 
@@ -75,11 +78,26 @@ class Cache:
     folder: Path
     _digests: dict[str, tuple[tuple[int, int, int], str]] = field(default_factory=dict)
     _clocks: set[str] = field(default_factory=set)  # files whose result depends on the time
+    _names: set[str] | None = None
 
     def recipe(self, command: Command, environ: Mapping[str, str], scratch: str) -> Recipe | None:
         """How to keep this command's result, or None if it cannot be kept safely."""
-        if any(_REFUSED.match(a) for a in command.args) or not command.output or command.output == "-":
+        draft = self.draft(command, scratch)
+        return None if draft is None else self.keyed(draft, environ)
+
+    def draft(self, command: Command, scratch: str) -> Recipe | None:
+        """The recipe without its key, needed only for what is worth keeping; None as in `recipe`."""
+        if _refused(command.args) or not command.output or command.output == "-":
             return None
+        if command.name in ("cicc", "ptxas"):
+            return Recipe("", command)
+        if not command.compiles or command.name not in ("c", "c++", "nvcc"):
+            return None
+        return _with_depfile(Recipe("", command, outputs=(command.output,)), scratch)
+
+    def keyed(self, draft: Recipe, environ: Mapping[str, str]) -> Recipe | None:
+        """The same with its key; made afterwards, `store` sees to it that the source is the same."""
+        command = draft.command
         facts = [
             *(f"{name}={environ[name]}" for name in _VARIABLES if name in environ),
             _identity(command.tool),
@@ -88,14 +106,39 @@ class Cache:
         ]
         if command.name in ("cicc", "ptxas"):
             return self._stage_recipe(command, facts)
-        if not command.compiles or command.name not in ("c", "c++", "nvcc"):
-            return None
         source = self.digest(command.place(command.source))
         if not source:
             return None
         facts += [normal(a) for a in _without_outputs(command.args)]
         key = hashlib.sha256("\0".join([*facts, source]).encode()).hexdigest()
-        return _with_depfile(Recipe(key, command, outputs=(command.output,)), scratch)
+        return replace(draft, key=key)
+
+    def may_know(self, command: Command) -> bool:
+        """Whether an object was ever kept for a source of that name: else nothing has to be looked up."""
+        if command.name in ("cicc", "ptxas"):
+            return True
+        if self._names is None:
+            self._names = self._read_names()
+        return not self._names or os.path.basename(command.source) in self._names  # noqa: PTH119
+
+    def _read_names(self) -> set[str]:
+        """Names of sources whose objects were kept; empty: not known, any may have been."""
+        try:
+            with open(f"{self.folder}/{NAMES}", encoding="utf-8", errors="surrogateescape") as file:  # noqa: PTH123
+                names = set(file.read().split("\n"))
+        except OSError:
+            return set() if os.path.exists(f"{self.folder}/entries") else {""}  # noqa: PTH110
+        return names if len(names) < MAX_NAMES else set()
+
+    def _note_name(self, command: Command) -> None:
+        name = os.path.basename(command.source)  # noqa: PTH119
+        if self._names is None:
+            self._names = self._read_names()
+        if not self._names or name in self._names:
+            return
+        self._names.add(name)
+        with open(f"{self.folder}/{NAMES}", "a", encoding="utf-8", errors="surrogateescape") as file:  # noqa: PTH123
+            file.write(f"{name}\n")
 
     def _stage_recipe(self, command: Command, facts: list[str]) -> Recipe | None:
         """One stage of nvcc: its input is one file, in which random names are replaced by their ordinal."""
@@ -139,7 +182,7 @@ class Cache:
         return None
 
     def store(self, recipe: Recipe, *, started: float, out: str = "", err: str = "") -> bool:
-        """Keep the outputs of a compilation that has succeeded. ``started``: the clock at its beginning."""
+        """Keep the outputs of a compilation that has succeeded; ``started``: `file_clock` when it began."""
         inputs = self._inputs(recipe, started)
         if inputs is None:
             return False
@@ -164,6 +207,7 @@ class Cache:
             made.rename(folder)
         except OSError:  # it is there already
             shutil.rmtree(made, ignore_errors=True)
+        self._note_name(recipe.command)
         self._add(recipe, {"inputs": inputs, "object": f"{digest[:2]}/{digest[2:]}", "out": out, "err": err})
         return True
 
@@ -175,7 +219,7 @@ class Cache:
         for name in read_depfile(recipe.command.path(recipe.depfile)):
             path = recipe.command.place(name)
             try:
-                if os.stat(path).st_mtime > started:  # noqa: PTH116 - changed while it was read
+                if os.stat(path).st_mtime >= started:  # noqa: PTH116 - changed while it was read
                     return None
             except OSError:
                 return None
@@ -256,6 +300,17 @@ class Cache:
 
 
 _realpath = cache(os.path.realpath)
+
+
+@lru_cache(4096)
+def _refused_word(word: str) -> bool:
+    return _REFUSED.match(word) is not None
+
+
+def _refused(args: Sequence[str]) -> bool:
+    return any(_refused_word(a) for a in args if a.startswith("-"))
+
+
 _VARIABLE = re.compile(rb"(?:^|\0)(" + "|".join(_VARIABLES).encode() + rb")=([^\0]*)")
 
 
@@ -290,6 +345,11 @@ def _blocks(file: IO[bytes]) -> Iterator[bytes]:
         yield rest
 
 
+def file_clock() -> float:
+    """The clock that files get their times from: some milliseconds behind, never ahead of a later file."""
+    return time.clock_gettime(_COARSE)
+
+
 def _plain(data: bytes, names: Sequence[str]) -> bytes:
     for number, name in enumerate(names):
         data = data.replace(name.encode(), f"<temporary {number}>_".encode())
@@ -309,7 +369,7 @@ def _without_outputs(args: Sequence[str]) -> list[str]:
     return kept
 
 
-def _with_depfile(recipe: Recipe, scratch: str) -> Recipe:
+def _with_depfile(recipe: Recipe, scratch: str) -> Recipe | None:
     """See to it that the compiler lists everything it reads, system headers too."""
     command, args = recipe.command, list(recipe.command.args)
     joined = [a for a in args if a.startswith(("-MF", "-Wp,-M")) and len(a) > 3]
@@ -318,13 +378,13 @@ def _with_depfile(recipe: Recipe, scratch: str) -> Recipe:
         if word in ("-MF", "--dependency-output") and i + 1 < len(args):
             wanted = args[i + 1]
     if joined:
-        return Recipe("", command)  # an unusual spelling: not kept
+        return None  # an unusual spelling: not kept
     if any(a in ("-MD", "--generate-dependencies-with-compile") for a in args):
         place = wanted or str(Path(command.output).with_suffix(".d"))
         return Recipe(recipe.key, command, place, outputs=recipe.outputs)
     if "-MMD" in args:
         if not wanted:
-            return Recipe("", command)
+            return None
         new = [
             "-MD" if a == "-MMD" else scratch if i and args[i - 1] == "-MF" else a for i, a in enumerate(args)
         ]

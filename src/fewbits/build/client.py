@@ -55,7 +55,7 @@ class Client:
 
     def send(self, *fields: str) -> bool:
         """Give an order; False if it is too long or the launcher is gone."""
-        data = b"".join(os.fsencode(field) + b"\0" for field in fields)
+        data = os.fsencode("\0".join([*fields, ""]))
         if len(data) > MAX_MESSAGE:
             return False
         try:

@@ -200,6 +200,8 @@ def unit_name(command: Command) -> str:
                 ".cu",
                 TEMPORARY.sub("", Path(name).name),
             )
+        elif not name.startswith(("/", ".")) and "/." not in name and "//" not in name:
+            return normal(name)
     else:
         name = command.output or "a.out"
     path = os.path.normpath(command.path(name))

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import os
-import selectors
+import select
 import signal
 import socket
 import struct
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 from fewbits.build import schedule
+from fewbits.build.cache import file_clock
 from fewbits.build.client import Client
-from fewbits.build.intake import Intake
+from fewbits.build.intake import WORTH_KEEPING_S, Intake
 from fewbits.build.measures import Measures
 from fewbits.build.options import Options
 from fewbits.build.predict import History
-from fewbits.build.sample import Sampler
+from fewbits.build.sample import Sampler, children, parent, state
 from fewbits.build.stage import Stage, State
 from fewbits.build.trace import Trace
 from fewbits.build.verdict import Verdict
@@ -25,6 +27,9 @@ from fewbits.build.watch import BudgetWatch, Others, sample_stage
 
 TICK_S = 0.05
 IDLE_TICK_S = 0.25
+LOOK_S = 0.5  # between two looks at the budget, and at the processes that are no stage
+SMALL_BYTES, SMALL_SHARE = 100e6, 0.05  # of the budget: who stays below does not need the pager
+FASTEST = 3e9  # bytes a second that one process can touch
 CLOSE_SHARE = 0.7  # of the budget: from there on twice as often
 MAX_SHARE = 0.03  # of one core, for sampling
 HELD_QUIET_S = 2.0  # nobody else at work for so long: the failures that were held back are told
@@ -43,9 +48,11 @@ class Controller:
     on_tick: Callable[[Controller], None] | None = None
 
     def __post_init__(self) -> None:
-        self.selector = selectors.DefaultSelector()
+        self.poller = select.epoll()
+        self.callbacks: dict[int, Callable[[], None]] = {}
         self.clients: dict[int, Client] = {}
         self.groups: dict[int, Client] = {}
+        self.launchers: dict[int, Client] = {}
         self.sampler = Sampler()
         self.others = Others(self.sampler)
         self.measures = Measures(self)
@@ -53,9 +60,9 @@ class Controller:
         self.busy_s = self.now_s
         self.ticks = 0
         self.tick_cpu_s = 0.0
-        self._next_tick = 0.0
+        self._next_tick = self._next_look = 0.0
         self.listener = self._listen()
-        self.selector.register(self.intake.wakes, selectors.EVENT_READ, self.intake.answer_ready)
+        self.watch(self.intake.wakes, self.intake.answer_ready)
 
     @property
     def now_s(self) -> float:
@@ -86,7 +93,7 @@ class Controller:
             os.close(folder)
         listener.listen(1024)
         listener.setblocking(False)
-        self.selector.register(listener, selectors.EVENT_READ, self._accept)
+        self.watch(listener.fileno(), self._accept)
         return listener
 
     def serve(self, finished: Callable[[], bool]) -> None:
@@ -95,14 +102,15 @@ class Controller:
         while not finished():
             idle = not self.clients
             pause = max(0.0, self._next_tick - self.now_s)
-            for key, _ in self.selector.select(min(pause, IDLE_TICK_S if idle else pause)):
-                key.data()
+            for file, _ in self.poller.poll(min(pause, IDLE_TICK_S) if idle else pause):
+                if (callback := self.callbacks.get(file)) is not None:
+                    callback()
             if self.now_s >= self._next_tick:
                 self._tick(idle)
 
     def close(self) -> None:
         """Stop listening, and let go of every launcher: they end their tools when they see that."""
-        self.selector.close()
+        self.poller.close()
         self.listener.close()
         for client in self.clients.values():
             client.socket.close()
@@ -110,11 +118,13 @@ class Controller:
 
     def watch(self, file: int, callback: Callable[[], None]) -> None:
         """Call back when a file can be read."""
-        self.selector.register(file, selectors.EVENT_READ, callback)
+        self.callbacks[file] = callback
+        self.poller.register(file, select.EPOLLIN)
 
     def unwatch(self, file: int) -> None:
         """Forget a file."""
-        self.selector.unregister(file)
+        del self.callbacks[file]
+        self.poller.unregister(file)
 
     # -- messages
 
@@ -130,29 +140,40 @@ class Controller:
                 connection.close()
                 continue
             client = Client(connection, pid)
-            self.clients[connection.fileno()] = client
-            self.selector.register(connection, selectors.EVENT_READ, lambda c=client: self._hear(c))
+            self.clients[connection.fileno()] = self.launchers[pid] = client
+            self.watch(connection.fileno(), partial(self._hear, client))
             self._hear(client)
 
     def _hear(self, client: Client) -> None:
-        text = client.receive()
-        if text is None:
-            return
-        if not text:
-            self._gone(client)
-        elif text[0] == "H":
-            self._asked(client, text[1:])
-        elif text[0] == "S":
-            client.pid_of_tool = int(text[2:])
-            self.groups[client.pid_of_tool] = client
-            if client.stage is not None:
-                client.stage.pid = client.pid_of_tool
-        elif text[0] == "E":
-            self._ended(client, [int(word) for word in text[2:].split()])
+        """Everything that a launcher has said by now: one that ends says several things at once."""
+        while not client.closed and (text := client.receive()) is not None:
+            if not text:
+                self._gone(client)
+            elif text[0] == "H":
+                above, _, tool = text[1:].partition(" ")
+                self._asked(client, tool, int(above))
+            elif text[0] == "S":
+                self._started(client, int(text[2:]))
+            elif text[0] == "E":
+                self._ended(client, [int(word) for word in text[2:].split()])
 
-    def _asked(self, client: Client, tool: str) -> None:
+    def _started(self, client: Client, pid: int) -> None:
+        self.groups.pop(client.pid_of_tool, None)
+        client.pid_of_tool = pid
+        self.groups[pid] = client
+        if client.stage is not None:
+            client.stage.pid = pid
+
+    def _above(self, client: Client, parent_pid: int) -> Client | None:
+        """The launcher in whose tool's group this one is; it may not have told us of its tool yet."""
+        group = client.group
+        if group in self.groups:
+            return self.groups[group]
+        return self.launchers.get(parent_pid if group == client.pid else parent(group))
+
+    def _asked(self, client: Client, tool: str, parent_pid: int) -> None:
         """A launcher asks: it passes through, gets a kept result, or becomes a stage that waits its turn."""
-        above = self.groups.get(client.group)
+        above = self._above(client, parent_pid)
         if above is not None and above.stage is not None:  # already part of a stage
             client.send("P")
             return
@@ -176,6 +197,8 @@ class Controller:
             return
         stage = client.stage = request.stage
         stage.queued_s = stage.since_s = self.now_s
+        if self.history.may_know(stage.unit):
+            self.intake.find_keys(request)
         self.history.predict(stage, budget_bytes=self.budget_bytes, slots=self.options.slots)
         self.trace.add(stage)
         self.admit()
@@ -204,11 +227,21 @@ class Controller:
         stage.reset()
         pager, options = self.options.pager, self.options
         cap = 2 * (options.stage_limit_bytes or stage.class_bytes) if options.caps else 0
-        preload = (str(pager), str(options.pages)) if pager is not None else ("", "")
-        client.began = time.time()
-        replaced = self.intake.replaced(client.request) if client.request is not None else ("0",)
-        client.send("R", str(cap), "600", *preload, *replaced)
+        stage.without_pager = pager is not None and self._is_small(stage)
+        preload = ("", "")
+        if pager is not None and not stage.without_pager:
+            preload = (str(pager), str(options.pages))
+        client.began = file_clock()
+        request = client.request
+        replaced = self.intake.replaced(request) if request is not None else ("0",)
+        waits = request is None or self.intake.is_waited_for(request)
+        client.send("R" if waits else "RQ", str(cap), "600", *preload, *replaced)
         self.others.forget(client.pid)
+
+    def _is_small(self, stage: Stage) -> bool:
+        """Whether it would never use the pager, whose loading takes a tenth of what a tiny unit does."""
+        bound = min(SMALL_BYTES, SMALL_SHARE * self.budget_bytes)
+        return stage.attempts == 1 and stage.source != "prior" and stage.predicted_bytes < bound
 
     def _ended(self, client: Client, facts: list[int]) -> None:
         code, max_rss_kib, user_us, system_us, out, err, signal_seen = facts
@@ -233,6 +266,8 @@ class Controller:
         stage.state, stage.code, stage.ended_s = State.DONE, code, self.now_s
         seconds = stage.ended_s - stage.started_s - stage.paused_s
         if code == 0:
+            if client.request is not None:
+                self.intake.find_keys(client.request, by_content=seconds >= WORTH_KEEPING_S)
             self.history.learn(stage, peak_bytes=max(stage.peak_bytes, stage.high_bytes), seconds=seconds)
             if client.request is not None:
                 self.intake.finished(client.request, client, printed, seconds)
@@ -243,9 +278,11 @@ class Controller:
     def _gone(self, client: Client) -> None:
         """The launcher has ended, or was killed: then its tool goes with it."""
         client.closed = True
-        self.selector.unregister(client.socket)
+        self.unwatch(client.socket.fileno())
         self.clients.pop(client.socket.fileno(), None)
         client.socket.close()
+        if self.launchers.get(client.pid) is client:
+            del self.launchers[client.pid]
         self.groups.pop(client.pid_of_tool, None)
         stage = client.stage
         if stage is not None and stage.state is not State.DONE:
@@ -261,9 +298,12 @@ class Controller:
         begun_s = self.now_s
         begun = time.thread_time()  # not the clock: on a busy machine we wait, too
         self.ticks += 1
-        if self.ticks % 10 == 1 or idle:
+        self._find_tools()
+        if begun_s >= self._next_look or idle:
+            self._next_look = begun_s + LOOK_S
             self.others.scan({c.pid for c in self.clients.values()}, self.groups)
             self._refresh_budget()
+            self.history.write()
         present = self.present
         for stage in present:
             sample_stage(self.sampler, stage, self.now_s, look=self.ticks % 5 == 0)
@@ -277,11 +317,24 @@ class Controller:
         self.tick_cpu_s += cost
         self._next_tick = begun_s + max(self._pause(idle), self.tick_cpu_s / self.ticks / MAX_SHARE)
 
+    def _find_tools(self) -> None:
+        """The processes of tools that their launchers have not told of, as they have just begun."""
+        for client in self.clients.values():
+            if client.stage is not None and client.stage.on_machine and not client.stage.pid:
+                for pid in children(client.pid):
+                    if state(pid) not in ("", "Z"):  # one that has ended and is to run again
+                        self._started(client, pid)
+
     def _pause(self, idle: bool) -> float:
         """The time between two samples: short where it matters."""
         if idle:
             return IDLE_TICK_S
-        return TICK_S / 2 if self.used_bytes > CLOSE_SHARE * self.budget_bytes else TICK_S
+        used = self.used_bytes
+        if used > CLOSE_SHARE * self.budget_bytes:
+            return TICK_S / 2
+        # Four samples at least while everything grows as fast as memory can be touched.
+        fills_s = (self.budget_bytes - used) / (FASTEST * max(1, self.options.slots))
+        return max(TICK_S, min(2 * TICK_S, fills_s / 4))
 
     def _refresh_budget(self) -> None:
         anon = self.others.rss_bytes + sum(s.anon_bytes for s in self.present)

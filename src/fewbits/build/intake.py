@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
-from fewbits.build.cache import Cache, variables
+from fewbits.build.cache import Cache, file_clock, variables
 from fewbits.build.client import Client
-from fewbits.build.command import read_command, threads_of, unit_name
+from fewbits.build.command import TEMPORARY, read_command, threads_of, unit_name
 from fewbits.build.depfile import read_depfile, write_depfile
 from fewbits.build.predict import keys_of
 from fewbits.build.request import Request
@@ -38,7 +37,7 @@ class Intake:
     """
 
     def __init__(self, cache: Cache | None, scratch: Path, clock: Callable[[], float]) -> None:
-        self.cache, self.scratch, self.clock = cache, scratch, clock
+        self.cache, self.scratch, self.clock = cache, str(scratch), clock
         self._count = 0
         self.nvcc_threads = 1
         self.ready: deque[Callable[[], None]] = deque()
@@ -52,9 +51,8 @@ class Intake:
     def read(self, pid: int, tool: str, above: Request | None) -> Request | None:
         """The request of a launcher, or None for a command that is none of ours."""
         try:
-            words = [os.fsdecode(word) for word in _bytes(f"/proc/{pid}/cmdline").split(b"\0")[:-1]]
+            words = os.fsdecode(_bytes(f"/proc/{pid}/cmdline")).split("\0")[:-1]
             cwd = os.readlink(f"/proc/{pid}/cwd")  # noqa: PTH115 - for every compilation
-            environ = variables(_bytes(f"/proc/{pid}/environ"))
         except OSError:
             return None
         if len(words) > 3 and words[2].endswith("launch.py"):  # the launcher in Python
@@ -67,17 +65,23 @@ class Intake:
             self.nvcc_threads = max(self.nvcc_threads, threads_of(command.args))
         is_driver = command.name == "nvcc" and "/tools/" in command.tool
         arch = "" if command.name == "nvcc" and is_driver else command.arch
-        digest = ""
-        if self.cache is not None and command.source and above is None:
-            digest = self.cache.digest(command.place(command.source))
-        keys = () if is_driver else keys_of(command, unit, command.name, arch, digest)
-        stage = Stage(unit, arch, command.name, command.tool, keys)
+        stage = Stage(unit, arch, command.name, command.tool)
         if command.source:
             try:
                 stage.input_bytes = os.stat(command.place(command.source)).st_size  # noqa: PTH116
             except OSError:
                 stage.input_bytes = 0
-        return Request(command, unit, stage, is_driver, environ, asked_s=self.clock())
+        return Request(command, unit, stage, is_driver, pid, asked_s=self.clock())
+
+    def find_keys(self, request: Request, *, by_content: bool = True) -> None:
+        """Fill in under which keys the history of its stage is kept: by names and the source's content."""
+        command, stage = request.command, request.stage
+        if stage.keys or request.is_driver:
+            return
+        digest = ""
+        if by_content and self.cache is not None and command.source and not TEMPORARY.search(command.source):
+            digest = self.cache.digest(command.place(command.source))
+        stage.keys = keys_of(command, request.unit, command.name, stage.arch, digest)
 
     def look_up(self, request: Request, answer: Callable[[Found], None]) -> None:
         """Ask the cache; the answer comes at once, or through ``ready`` when much has to be read."""
@@ -104,12 +108,30 @@ class Intake:
     def _find(self, request: Request) -> Found:
         assert self.cache is not None
         self._count += 1
-        scratch = str(self.scratch / f"{self._count}.d")
-        recipe = self.cache.recipe(request.command, request.environ, scratch)
-        request.recipe = recipe if recipe is not None and recipe.key else None
+        scratch = f"{self.scratch}/{self._count}.d"
+        request.recipe = self.cache.draft(request.command, scratch)
+        if request.recipe is None or not self.cache.may_know(request.command):
+            return None
+        self._find_key(request)
         if request.recipe is None or not self.cache.known(request.recipe):
             return None
         return self.cache.fetch(request.recipe)
+
+    def _find_key(self, request: Request) -> None:
+        """The key of its recipe, while its launcher is there; without one nothing is kept."""
+        assert self.cache is not None
+        if request.recipe is None or request.recipe.key:
+            return
+        try:
+            environ = variables(_bytes(f"/proc/{request.pid}/environ"))
+        except OSError:
+            request.recipe = None
+            return
+        request.recipe = self.cache.keyed(request.recipe, environ)
+
+    def is_waited_for(self, request: Request) -> bool:
+        """Whether something has to be done for the command before its launcher may end."""
+        return request.recipe is not None and bool(request.recipe.wanted_depfile)
 
     def replaced(self, request: Request) -> tuple[str, ...]:
         """The number of arguments to run instead of the command's own, and these; ("0",) for the same."""
@@ -123,6 +145,8 @@ class Intake:
 
     def finished(self, request: Request, client: Client, printed: tuple[int, int], seconds: float) -> None:
         """Keep the result of a command that has succeeded, if that saves time."""
+        if seconds >= WORTH_KEEPING_S and self.cache is not None:
+            self._find_key(request)
         recipe = request.recipe
         if recipe is None or self.cache is None:
             return
@@ -134,8 +158,9 @@ class Intake:
             err = out if printed[1] == printed[0] else client.printed(printed[1])
             if out is not None and err is not None:
                 together = printed[0] == printed[1]
-                started = client.began or time.time() - seconds - 1
+                started = client.began or file_clock() - seconds - 1
                 with contextlib.suppress(OSError):  # a full disk: the build folder has the object
                     self.cache.store(recipe, started=started, out="" if together else out, err=err)
         if recipe.args:
-            Path(recipe.depfile).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                os.unlink(recipe.depfile)  # noqa: PTH108 - for every compilation

@@ -86,7 +86,7 @@ def hear(link: socket.socket) -> list[str]:
 def obey(link: socket.socket, tool: str, args: list[str], order: list[str]) -> int:
     """Run the tool until the controller is content; its code, or minus the signal that ended it."""
     code = 0
-    while order[0] == "R":
+    while order[0].startswith("R"):
         pid = start(tool, args, order)
         signals: list[int] = []
 
@@ -120,13 +120,13 @@ def main(argv: list[str]) -> int:
         except OSError:
             sys.stderr.write(GONE)
             return 1
-        link.send(b"H" + os.fsencode(tool))
+        link.send(b"H%d %s" % (os.getppid(), os.fsencode(tool)))
         order = hear(link)
         if order[0] == "X":
             sys.stdout.write(order[2])
             sys.stderr.write(order[3])
             return int(order[1])
-        if order[0] == "R":
+        if order[0].startswith("R"):
             code = obey(link, tool, args, order)
             return code if code >= 0 else 128 - code
     os.execvp(tool, [tool, *args])

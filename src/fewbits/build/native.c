@@ -26,12 +26,15 @@
 #include <sys/syscall.h>
 #include <sys/un.h>
 #include <sys/wait.h>
+#include <time.h>
 #include <unistd.h>
 
 #ifdef LAUNCHER
 #include <sys/signalfd.h>
 
 #define FIELDS 8
+#define TELL_AFTER_MS 60
+#define QUICK_NS 250000000L /* what succeeds sooner is not kept: no word from the controller is awaited */
 static char message[1 << 18];
 static char self[4096], run_folder[4096];
 
@@ -170,9 +173,29 @@ static void capture(int kept[3]) {
         kept[2] = memfd_create("err", MFD_CLOEXEC);
 }
 
-static void prepare_child(char **order, const int kept[3]) {
+/* The tool's environment: ours, and the pager in front of what is preloaded already. */
+static char **environment(char **order) {
+    static char preload[8192], pages[4096];
+    size_t count = 0;
+    if (!*order[3]) return environ;
+    while (environ[count]) count++;
+    char **made = calloc(count + 3, sizeof *made), **last = made;
+    if (!made) return environ;
+    const char *before = getenv("LD_PRELOAD");
+    snprintf(preload, sizeof preload, "LD_PRELOAD=%s%s%s", order[3], before && *before ? ":" : "", before ? before : "");
+    snprintf(pages, sizeof pages, "FEWBITS_PAGER=%s", order[4]);
+    for (char **e = environ; *e; e++)
+        if (strncmp(*e, "LD_PRELOAD=", 11) != 0 && strncmp(*e, "FEWBITS_PAGER=", 14) != 0) *last++ = *e;
+    *last++ = preload;
+    *last++ = pages;
+    return made;
+}
+
+/* In the child, which shares our memory until it becomes the tool: nothing here may write to it. */
+static void prepare_child(char **order, const int kept[3], pid_t parent) {
     setpgid(0, 0);
     prctl(PR_SET_PDEATHSIG, SIGKILL);
+    if (getppid() != parent) _exit(127); /* it was gone before that took effect */
     unsigned long long cap = strtoull(order[1], NULL, 10);
     struct rlimit limit;
     if (cap && getrlimit(RLIMIT_DATA, &limit) == 0) {
@@ -184,15 +207,21 @@ static void prepare_child(char **order, const int kept[3]) {
         write_all(fd, order[2], strlen(order[2]));
         close(fd);
     }
-    if (*order[3]) {
-        const char *before = getenv("LD_PRELOAD");
-        static char joined[8192];
-        snprintf(joined, sizeof joined, "%s%s%s", order[3], before && *before ? ":" : "", before ? before : "");
-        setenv("LD_PRELOAD", joined, 1);
-        setenv("FEWBITS_PAGER", order[4], 1);
-    }
     for (int i = 1; i <= 2; i++)
         if (kept[i] >= 0) dup2(kept[i], i);
+}
+
+__attribute__((noinline)) static pid_t spawn(const char *tool, char **args, char **variables, char **order,
+                                            const int kept[3], const sigset_t *before) {
+    pid_t parent = getpid(), pid = vfork();
+    if (pid == 0) {
+        prepare_child(order, kept, parent);
+        sigprocmask(SIG_SETMASK, before, NULL);
+        execve(tool, args, variables);
+        dprintf(2, "fewbits build: cannot run %s: %s\n", tool, strerror(errno));
+        _exit(127);
+    }
+    return pid;
 }
 
 static pid_t start(const char *tool, char **argv, char **order, int count, const int kept[3], const sigset_t *before) {
@@ -204,27 +233,29 @@ static pid_t start(const char *tool, char **argv, char **order, int count, const
         char *p = order[5] + strlen(order[5]) + 1;
         for (int i = 1; i <= replaced; i++, p += strlen(p) + 1) args[i] = p;
     }
-    pid_t pid = fork();
-    if (pid == 0) {
-        prepare_child(order, kept);
-        sigprocmask(SIG_SETMASK, before, NULL);
-        execv(tool, args);
-        fprintf(stderr, "fewbits build: cannot run %s: %s\n", tool, strerror(errno));
-        _exit(127);
-    }
+    char **variables = environment(order);
+    pid_t pid = spawn(tool, args, variables, order, kept, before);
     if (args != argv) free(args);
+    if (variables != environ) free(variables);
     setpgid(pid, pid);
     return pid;
 }
 
-/* Wait for the tool; pass signals on to its group. Returns the signal that came, if any. */
+/* Wait for the tool; pass signals on to its group. Returns the signal that came, if any. The controller is told
+ * of the tool's process only when it lives for a while: of short ones it need not know. */
 static int attend(int fd, int signals, pid_t pid) {
     struct pollfd waits[2] = {{.fd = signals, .events = POLLIN}, {.fd = fd, .events = POLLIN}};
-    int ended = 0;
+    int ended = 0, told = 0;
     for (;;) {
         siginfo_t info = {0};
         if (waitid(P_PID, pid, &info, WEXITED | WNOWAIT | WNOHANG) == 0 && info.si_pid == pid) return ended;
-        if (poll(waits, 2, -1) < 0) continue;
+        int ready = poll(waits, 2, told ? -1 : TELL_AFTER_MS);
+        if (ready < 0) continue;
+        if (ready == 0) {
+            tell(fd, "S %d", pid);
+            told = 1;
+            continue;
+        }
         if (waits[1].revents) { /* only its end comes unasked */
             kill(-pid, SIGKILL);
             while (waitpid(pid, NULL, 0) < 0 && errno == EINTR) {}
@@ -237,6 +268,12 @@ static int attend(int fd, int signals, pid_t pid) {
             kill(-pid, SIGCONT);
         }
     }
+}
+
+static long since(const struct timespec *begun) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec - begun->tv_sec > 1 ? 2000000000L : (now.tv_sec - begun->tv_sec) * 1000000000L + now.tv_nsec - begun->tv_nsec;
 }
 
 static void end_as(int status, const sigset_t *before) {
@@ -259,9 +296,10 @@ static void obey(int fd, const char *tool, char **argv, char **order, int count)
     int signals = signalfd(-1, &watched, SFD_CLOEXEC), kept[3], status = 0;
     capture(kept);
     while (count > 4 && order[0][0] == 'R') {
+        struct timespec begun;
+        clock_gettime(CLOCK_MONOTONIC, &begun);
         pid_t pid = start(tool, argv, order, count, kept, &before);
         if (pid < 0) refuse("cannot start another process; see ulimit -u.");
-        tell(fd, "S %d", pid);
         int signal_seen = attend(fd, signals, pid);
         siginfo_t info;
         struct rusage used = {0};
@@ -269,7 +307,12 @@ static void obey(int fd, const char *tool, char **argv, char **order, int count)
         int code = info.si_code == CLD_EXITED ? info.si_status : -info.si_status;
         tell(fd, "E %d %ld %ld %ld %d %d %d", code, used.ru_maxrss, used.ru_utime.tv_sec * 1000000L + used.ru_utime.tv_usec,
              used.ru_stime.tv_sec * 1000000L + used.ru_stime.tv_usec, kept[1], kept[2], signal_seen);
-        count = hear(fd, order, FIELDS - 1);
+        if (order[0][1] == 'Q' && code == 0 && !signal_seen && info.si_code == CLD_EXITED && since(&begun) < QUICK_NS) {
+            close(fd);
+            count = 0;
+        } else {
+            count = hear(fd, order, FIELDS - 1);
+        }
         while (waitpid(pid, &status, 0) < 0 && errno == EINTR) {}
         if (signal_seen || !count) break;
         if (order[0][0] == 'R') {
@@ -320,7 +363,7 @@ int main(int argc, char **argv) {
     if (!is_light(argc, argv) && find_run()) {
         int fd = connect_to(run_folder), count = 0;
         if (fd < 0) refuse("its controller is gone, so this build has stopped; start it again, what is finished is kept.");
-        tell(fd, "H%s", tool);
+        tell(fd, "H%d %s", (int)getppid(), tool);
         count = hear(fd, order, FIELDS - 1);
         if (!count) refuse("its controller is gone, so this build has stopped; start it again, what is finished is kept.");
         if (order[0][0] == 'X') { /* X, code, standard output, error stream */

@@ -6,9 +6,10 @@ import contextlib
 import hashlib
 import json
 import os
+from bisect import bisect_left, insort
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 from fewbits.build.command import Command, normal
@@ -16,7 +17,7 @@ from fewbits.build.stage import OTHER_PRIOR, PRIOR, Stage
 
 HEADROOM = 1.05  # what was measured once, and a little
 MAX_LINES = 60_000
-_SIBLINGS = 64
+MOST_SIBLINGS = 64
 QUANTILE = 0.6
 CORRELATED = 0.8  # share of the siblings' spread that the size of the input explains
 
@@ -31,13 +32,62 @@ class Past:
 
 
 @dataclass
+class Siblings:
+    """Peaks of the last stages of one kind, each with the size of what it read, and sums of these."""
+
+    last: deque[tuple[int, int]] = field(default_factory=deque)
+    peaks: list[int] = field(default_factory=list)  # the same, in order
+    sizes: list[int] = field(default_factory=list)
+    _size: int = 0
+    _peak: int = 0
+    _size_size: int = 0
+    _peak_peak: int = 0
+    _size_peak: int = 0
+
+    def add(self, peak: int, size: int) -> None:
+        """One more; beyond `MOST_SIBLINGS` the oldest goes."""
+        self.last.append((peak, size))
+        insort(self.peaks, peak)
+        insort(self.sizes, size)
+        self._count(peak, size, 1)
+        if len(self.last) > MOST_SIBLINGS:
+            peak, size = self.last.popleft()
+            del self.peaks[bisect_left(self.peaks, peak)], self.sizes[bisect_left(self.sizes, size)]
+            self._count(peak, size, -1)
+
+    def _count(self, peak: int, size: int, sign: int) -> None:
+        self._size += sign * size
+        self._peak += sign * peak
+        self._size_size += sign * size * size
+        self._peak_peak += sign * peak * peak
+        self._size_peak += sign * size * peak
+
+    def like(self, input_bytes: int) -> int:
+        """By the size of what it reads, where that explains the siblings' needs; else as most of them."""
+        count, peaks, sizes = len(self.peaks), self.peaks, self.sizes
+        typical = peaks[int(count * QUANTILE)]
+        if not input_bytes or count < 3 or sizes[0] <= 0 or sizes[0] == sizes[-1]:
+            return typical
+        together = count * self._size_peak - self._size * self._peak  # exact: these are whole numbers
+        spread_size = count * self._size_size - self._size**2
+        spread_peak = count * self._peak_peak - self._peak**2
+        if together <= 0 or together**2 < CORRELATED * spread_size * spread_peak:
+            return typical
+        line = self._peak / count + together / spread_size * (input_bytes - self._size / count)
+        return int(max(peaks[0] / 2, 1.1 * line))
+
+
+@dataclass
 class History:
     """What was measured before, in a file of one line for each stage."""
 
     file: Path
     _out: int = -1
+    _unwritten: list[str] = field(default_factory=list)
     _past: dict[str, Past] = field(default_factory=dict)
-    _siblings: dict[str, deque] = field(default_factory=lambda: defaultdict(lambda: deque(maxlen=_SIBLINGS)))
+    _names: set[str] = field(default_factory=set)  # of units; a row of an older version has none
+    _nameless: bool = False
+    _siblings: dict[str, Siblings] = field(default_factory=lambda: defaultdict(Siblings))
 
     def load(self) -> None:
         """Read the file; a line that a kill has cut short is passed over."""
@@ -50,12 +100,18 @@ class History:
                 row = json.loads(line)
                 past = Past(int(row["peak"]), float(row["s"]), tuple(map(int, row.get("parts", ()))))
                 self._past.update(dict.fromkeys(row["keys"], past))
+                self._nameless = self._nameless or "unit" not in row
+                self._names.add(row.get("unit", ""))
             except (ValueError, KeyError, TypeError):
                 continue
         if len(lines) > 2 * MAX_LINES:
             made = self.file.with_suffix(f".{os.getpid()}")
             made.write_text("\n".join(lines[-MAX_LINES:]) + "\n", encoding="utf-8")
             made.replace(self.file)
+
+    def may_know(self, unit: str) -> bool:
+        """Whether a unit of that name was ever measured: else its keys need not be made."""
+        return self._nameless or os.path.basename(unit) in self._names  # noqa: PTH119
 
     def predict(self, stage: Stage, *, budget_bytes: int, slots: int) -> None:
         """Fill in what the stage is supposed to need."""
@@ -66,9 +122,11 @@ class History:
                 stage.source = "history"
                 stage.parts = tuple(int(part * HEADROOM) for part in past.parts)
                 return
-        siblings = self._siblings[f"{stage.name} {stage.arch}"] or self._siblings[stage.name]
-        if len(siblings) >= 2:
-            stage.predicted_bytes, stage.source = _like(siblings, stage.input_bytes), "siblings"
+        siblings = self._siblings[f"{stage.name} {stage.arch}"]
+        if not siblings.peaks:
+            siblings = self._siblings[stage.name]
+        if len(siblings.peaks) >= 2:
+            stage.predicted_bytes, stage.source = siblings.like(stage.input_bytes), "siblings"
             return
         # Unknown: as its kind, but never so much that a small budget could not try two at once.
         prior = PRIOR.get(stage.name, OTHER_PRIOR)
@@ -82,47 +140,42 @@ class History:
         )
         self._past.update(dict.fromkeys(stage.keys, Past(peak_bytes, seconds, parts)))
         for group in (f"{stage.name} {stage.arch}", stage.name):
-            self._siblings[group].append((peak_bytes, stage.input_bytes))
+            self._siblings[group].add(peak_bytes, stage.input_bytes)
         row = {"keys": list(stage.keys), "peak": peak_bytes, "s": round(seconds, 3), "stage": stage.name}
+        row["unit"] = os.path.basename(stage.unit)  # noqa: PTH119
+        self._names.add(str(row["unit"]))
         if parts:
             row["parts"] = parts
+        self._unwritten.append(json.dumps(row))
+
+    def write(self) -> None:
+        """Write what was learned since the last time."""
+        if not self._unwritten:
+            return
+        text = "\n".join([*self._unwritten, ""]).encode()
+        self._unwritten.clear()
         with contextlib.suppress(OSError):  # a full disk loses a figure, not the build
             if self._out < 0:
                 self.file.parent.mkdir(parents=True, exist_ok=True)
                 self._out = os.open(self.file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            os.write(self._out, json.dumps(row).encode() + b"\n")
+            os.write(self._out, text)
 
     def close(self) -> None:
-        """Close the file."""
+        """Write the rest, and close the file."""
+        self.write()
         if self._out >= 0:
             os.close(self._out)
             self._out = -1
 
 
-def _like(siblings: deque, input_bytes: int) -> int:
-    """By the size of what it reads, where that explains the siblings' needs; else as most of them."""
-    peaks = sorted(peak for peak, _ in siblings)
-    typical = int(peaks[int(len(peaks) * QUANTILE)])
-    sizes = [size for _, size in siblings]
-    if not input_bytes or len(siblings) < 3 or min(sizes) <= 0 or min(sizes) == max(sizes):
-        return typical
-    mean_size, mean_peak = sum(sizes) / len(sizes), sum(peaks) / len(peaks)
-    together = sum((size - mean_size) * (peak - mean_peak) for peak, size in siblings)
-    spread_size = sum((size - mean_size) ** 2 for size in sizes)
-    spread_peak = sum((peak - mean_peak) ** 2 for peak in peaks)
-    if together <= 0 or together**2 < CORRELATED * spread_size * spread_peak:
-        return typical
-    line = mean_peak + together / spread_size * (input_bytes - mean_size)
-    return int(max(peaks[0] / 2, 1.1 * line))
-
-
 _realpath = cache(os.path.realpath)
+_normal = lru_cache(4096)(normal)
 
 
 def keys_of(command: Command, unit: str, stage_name: str, arch: str, digest: str) -> tuple[str, ...]:
     """The keys of a stage: by content and flags, by name and flags, by name."""
     tool = _realpath(command.tool)
-    flags = " ".join(normal(a) for a in command.args if a.startswith("-"))
+    flags = " ".join([_normal(a) for a in command.args if a.startswith("-")])
     folder = normal(command.cwd)
     wide = (stage_name, arch, unit)
     parts = [(*wide, folder), (*wide, folder, tool, flags)]

@@ -122,7 +122,7 @@ def _squeeze(
         return [Action(Kind.PAGE, stage)]
     if used <= top:
         return []
-    return [Action(Kind.TOO_LARGE, stage) if fixed else Action(Kind.REQUEUE, stage)]
+    return [Action(Kind.TOO_LARGE if fixed and not stage.without_pager else Kind.REQUEUE, stage)]
 
 
 def _resume(

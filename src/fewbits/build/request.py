@@ -18,7 +18,8 @@ class Request:
         unit: what it makes, as people call it.
         stage: what is to be admitted; a driver's is not used.
         is_driver: nvcc itself, whose stages ask on their own.
-        recipe: how its result is kept, or None.
+        pid: the launcher.
+        recipe: how its result is kept, or None; without a key as long as that is not needed.
         asked_s: when.
     """
 
@@ -26,6 +27,6 @@ class Request:
     unit: str
     stage: Stage
     is_driver: bool
-    environ: dict[str, str]
+    pid: int = 0
     recipe: Recipe | None = None
     asked_s: float = 0.0

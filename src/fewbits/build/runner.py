@@ -238,10 +238,17 @@ class _Run:
             os.close(writer)
             controller.watch(reader, lambda: self._relay(controller, reader))
         try:
+            with contextlib.suppress(OSError):  # before Linux 5.3 its end is seen at the next tick
+                end = os.pidfd_open(self.pid)
+                controller.watch(end, lambda: self._wake(controller, end))
             controller.serve(self._finished)
         finally:
             if reader >= 0:
                 self._drain(reader)
+
+    def _wake(self, controller: Controller, end: int) -> None:
+        controller.unwatch(end)
+        os.close(end)
 
     def _relay(self, controller: Controller, reader: int) -> None:
         data = os.read(reader, 1 << 16)

@@ -101,6 +101,7 @@ class Stage:
     requeues: int = 0
     cached: bool = False
     can_page: bool = False
+    without_pager: bool = False  # it was supposed to be too small to need one; another attempt has it
     alone: bool = False
     paged_bytes: int = 0  # anonymous memory when the pager was called, and the lowest since
     lowest_bytes: int = 0

@@ -79,12 +79,12 @@ def _compilers(path: list[str], environ: Mapping[str, str]) -> Iterator[tuple[st
             yield Path(found).name, Path(found)
     for folder in reversed(path):  # the first on the PATH comes last, and stays
         try:
-            names = [entry.name for entry in Path(folder).iterdir()]
+            names = [name for name in os.listdir(folder) if _COMPILER.fullmatch(name)]  # noqa: PTH208 - thousands
         except OSError:
             continue
         for name in names:
             file = Path(folder, name)
-            if not _COMPILER.fullmatch(name) or not os.access(file, os.X_OK) or not file.is_file():
+            if not os.access(file, os.X_OK) or not file.is_file():
                 continue
             # ccache in a compiler's name would look for the compiler on the PATH, and find us again.
             if file.resolve().name not in _MASQUERADES:
