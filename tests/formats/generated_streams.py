@@ -11,10 +11,12 @@ import numpy as np
 f32 = np.float32
 
 
-def _gray_sobol(p: int, b_side: bool) -> list[int]:
+def _gray_sobol(p: int, b_side: bool, own: tuple[int, ...] | None = None) -> list[int]:
     """x[t] = XOR of the direction numbers at the ones of t's Gray code."""
-    seeds = [1] * p
-    if b_side and p == 8:
+    seeds = [1] * p if own is None else list(own)
+    if own is not None:
+        pass
+    elif b_side and p == 8:
         seeds = [1, 1, 1, 1, 9, 1, 41, 255]
     elif b_side:
         seeds[4:5] = [9] * (p > 4)
@@ -27,6 +29,54 @@ def _gray_sobol(p: int, b_side: bool) -> list[int]:
                 x ^= seeds[i] * 2 ** (p - 1 - i)
         out.append(x)
     return out
+
+
+def _register(p: int, b_side: bool, state: int | None) -> list[int]:
+    """A Fibonacci register: stage 1 takes the parity of the fed back stages, all others move on by one.
+
+    The stages are those of the maximal registers in Xilinx's XAPP 052; stage p is the lowest bit.
+    """
+    fed_back = {
+        1: [1],
+        2: [1, 2],
+        3: [2, 3],
+        4: [3, 4],
+        5: [3, 5],
+        6: [5, 6],
+        7: [6, 7],
+        8: [4, 5, 6, 8],
+        9: [5, 9],
+    }
+    number = 125 % 2**p if state is None else state
+    stages = [number >> (p - 1 - i) & 1 for i in range(p)]  # stage 1 first
+    out = []
+    for _ in range(2**p):
+        bits = stages if not b_side else stages[::-1]
+        out.append(int("".join(map(str, bits)), 2))
+        stages = [sum(stages[s - 1] for s in fed_back[p]) % 2, *stages[:-1]]
+    return out
+
+
+def _philox(counter: int, seed: int) -> list[int]:
+    """The four words of Philox-4x32-10 (Salmon et al. 2011) for a counter below 2**32."""
+    word, (x0, x1, x2, x3) = 2**32, (counter, 0, 0, 0)
+    k0, k1 = seed % word, seed // word % word
+    for _ in range(10):
+        p0, p1 = x0 * 0xD2511F53, x2 * 0xCD9E8D57
+        x0, x1, x2, x3 = p1 // word ^ x1 ^ k0, p1 % word, p0 // word ^ x3 ^ k1, p0 % word
+        k0, k1 = (k0 + 0x9E3779B9) % word, (k1 + 0xBB67AE85) % word
+    return [x0, x1, x2, x3]
+
+
+def _drawn(p: int, b_side: bool, seed: int | None) -> list[int]:
+    seed = int(b_side) if seed is None else seed
+    words = [word for i in range(2**p // 4 + 1) for word in _philox(i, seed)]
+    return [word // 2 ** (32 - p) for word in words[: 2**p]]
+
+
+def _sequence(o: dict[str, Any], b_side: bool) -> list[int]:
+    family = {"sobol": _gray_sobol, "lfsr": _register, "random": _drawn}[o.get("sequence", "sobol")]
+    return family(o["sc_prec"], b_side, o.get("seed_b" if b_side else "seed_a"))
 
 
 def _mask(d: int, o: dict[str, Any]) -> int:
@@ -44,17 +94,18 @@ def _mask(d: int, o: dict[str, Any]) -> int:
     return sum(((d >> i) & 1) << (p - 1 - i) for i in range(p))
 
 
-def _grid(o: dict[str, Any]) -> tuple[int, int, int]:
-    """Q, L, R."""
+def _grid(o: dict[str, Any], length: int | None = None) -> tuple[int, int, int]:
+    """Q, L, R; ``length`` stands in place of the options' own."""
     bipolar, p = o["mode"] == "bipolar", o["sc_prec"]
     default = 2 ** (p - 1) if bipolar and o["halve_bipolar_stoc_len"] else 2**p
-    L = default if o["stoc_len"] is None else o["stoc_len"]
+    own = o["stoc_len"] if isinstance(o["stoc_len"], int) else None
+    L = length if length is not None else default if own is None else own
     R = default if o["rng_levels"] is None else o["rng_levels"]
     return (2 ** (p - 1) - 1 if bipolar else 2**p - 1), L, R
 
 
-def _numbers(x: list[int], d: int, o: dict[str, Any]) -> list[int]:
-    _, L, R = _grid(o)
+def _numbers(x: list[int], d: int, o: dict[str, Any], length: int | None = None) -> list[int]:
+    _, L, R = _grid(o, length)
     size, mask = 2 ** o["sc_prec"], _mask(d, o)
     if size == R:
         return x[:L] if size == L else [v ^ mask for v in x[:L]]
@@ -116,8 +167,17 @@ def _quantize_tensor(x: np.ndarray, whole: np.ndarray, o: dict[str, Any]) -> tup
     return codes, [s] * len(x), [z] * len(x)
 
 
-def _part(a: np.ndarray, b: np.ndarray, whole: Any, o: dict[str, Any], chunked: bool) -> np.ndarray:
-    Q, L, R = _grid(o)
+def _part(
+    a: np.ndarray,
+    b: np.ndarray,
+    whole: Any,
+    o: dict[str, Any],
+    chunked: bool,
+    lengths: list[int] | None = None,
+) -> np.ndarray:
+    """One chunk; ``lengths`` are those of a's rows."""
+    Q, own, R = _grid(o)
+    lengths = [own] * len(a) if lengths is None else lengths
     tensorwise, unipolar = o["granularity"] == "per_tensor", o["mode"] == "unipolar"
     if tensorwise:
         (qa, sa, za), (qb, sb, zb) = (_quantize_tensor(x, w, o) for x, w in zip((a, b), whole, strict=True))
@@ -127,12 +187,17 @@ def _part(a: np.ndarray, b: np.ndarray, whole: Any, o: dict[str, Any], chunked: 
         (qa, sa, za), (qb, sb, zb) = (
             _quantize(x, o, g, chunked) for x, g in zip((a, b), groups, strict=True)
         )
-    D, p = a.shape[1], o["sc_prec"]
-    xa, xb = _gray_sobol(p, False), _gray_sobol(p, True)
-    ra, rb = ([_numbers(x, d, o) for d in range(D)] for x in (xa, xb))
-    c = f32(Q * Q / L)
+    D = a.shape[1]
+    sequences = [_sequence(o, b_side) for b_side in (False, True)]
+    streams = {
+        length: [[_numbers(x, d, o, length) for d in range(D)] for x in sequences] for length in set(lengths)
+    }
     y = np.zeros((len(a), len(b)), f32)
-    for n in range(len(a)):
+    for n, length in enumerate(lengths):
+        if not length:
+            continue
+        ra, rb = streams[length]
+        c = f32(Q * Q / length)
         for m in range(len(b)):
             acc = f32(sum(_count(qa[n][d], qb[m][d], ra[d], rb[d], Q, R) for d in range(D)))
             scale = f32(sa[n] * sb[m])
@@ -150,15 +215,22 @@ def _part(a: np.ndarray, b: np.ndarray, whole: Any, o: dict[str, Any], chunked: 
 
 def generated_matmul(a: np.ndarray, b: np.ndarray, o: dict[str, Any]) -> np.ndarray:
     """a b^T for float32 operands of two or three dimensions and every option by name."""
+    table = None if o["stoc_len"] is None or isinstance(o["stoc_len"], int) else np.array(o["stoc_len"])
     if a.ndim == 3:
-        return np.stack([_part(x, z, (a, b), o, False) for x, z in zip(a, b, strict=True)])
+        of_entries = [None] * len(a) if table is None else np.broadcast_to(table, a.shape[:2]).tolist()
+        parts = zip(a, b, of_entries, strict=True)
+        return np.stack([_part(x, z, (a, b), o, False, lengths) for x, z, lengths in parts])
+    if table is not None:
+        table = table[:, None] if table.ndim == 1 else table
+        table = np.broadcast_to(table, (len(a), -(-a.shape[1] // (o["chunk_d"] or a.shape[1]))))
     D, size = a.shape[1], o["chunk_d"]
     if not 0 < size < D:
-        return _part(a, b, (a, b), o, False)
+        return _part(a, b, (a, b), o, False, None if table is None else table[:, 0].tolist())
     y = np.zeros((len(a), len(b)), f32)
     for start in range(0, D, size):
         part = slice(start, start + size)
-        y = y + _part(a[:, part], b[:, part], None, o, True)
+        lengths = None if table is None else table[:, start // size].tolist()
+        y = y + _part(a[:, part], b[:, part], None, o, True, lengths)
     return y
 
 
@@ -200,4 +272,28 @@ def random_case(seed: int) -> tuple[np.ndarray, np.ndarray, dict[str, Any]]:
     elif kind == "zeros":
         a[..., 0, :] = 0
         b[..., -1] = 0
+    options |= _random_sequences(rng, p)
+    if rng.random() < 0.4:
+        chunks = -(-D // options["chunk_d"]) if options["chunk_d"] else 1
+        shapes = (
+            [(N,), (1, chunks), (N, 1), (N, chunks)]
+            if not batched
+            else [(N,), (*lead, N), (1, N), (*lead, 1)]
+        )
+        low, levels = int(mode == "unipolar"), rng.choice([2, 3, 2**p])
+        choices = [rng.randint(low, 2**p) for _ in range(levels)] + [2**p] * (rng.random() < 0.2)
+        options["stoc_len"] = values.choice(choices, rng.choice(shapes)).tolist()
     return a.astype(f32), b.astype(f32), options
+
+
+def _random_sequences(rng: random.Random, p: int) -> dict[str, Any]:
+    family = rng.choice(["sobol", "sobol", "lfsr", "random"])
+    chosen: dict[str, Any] = {"sequence": family}
+    for name in ("seed_a", "seed_b"):
+        if rng.random() < 0.5:
+            continue
+        if family == "sobol":
+            chosen[name] = tuple(rng.randrange(1, 2 ** (i + 1), 2) for i in range(p))
+        else:
+            chosen[name] = rng.randint(1, 2**p - 1) if family == "lfsr" else rng.getrandbits(64)
+    return chosen

@@ -97,8 +97,13 @@ def test_random_configurations_reach_every_option() -> None:
         "scramble": {"bitrev", "counter", "random", "off"},
         "scramble_rescale": {True, False},
         "halve_bipolar_stoc_len": {True, False},
+        "sequence": {"sobol", "lfsr", "random"},
     }.items():
         assert {o[name] for o in seen} == values
+    tables = [o for o in seen if isinstance(o["stoc_len"], list)]
+    assert {o["granularity"] for o in tables} == {"per_row", "per_tensor", "per_head"}
+    assert any(len(np.shape(o["stoc_len"])) == 2 and np.shape(o["stoc_len"])[1] > 1 for o in tables)
+    assert any(o.get("seed_b") is not None and o["sequence"] == "sobol" for o in seen)
     assert any(o["chunk_d"] for o in seen) and any(o["n_masks"] for o in seen)
 
 
