@@ -56,7 +56,7 @@ def _run(argv: list[str]) -> int:
     from fewbits.cli import actions
     from fewbits.cli.quiet import quiet
 
-    action = getattr(actions, args.command)
+    action = getattr(actions, args.command.replace("-", "_"))
     if not args.loads_models:
         return int(action(args))
     with quiet(enabled=not args.debug):

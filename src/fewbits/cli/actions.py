@@ -173,6 +173,13 @@ def build(args: Namespace) -> int:
     return run(args)
 
 
+def plan_gpus(args: Namespace) -> int:
+    """``fewbits plan-gpus``."""
+    from fewbits.cli.plan_gpus import plan_gpus as run
+
+    return run(args)
+
+
 def completion(args: Namespace) -> int:
     """``fewbits completion``."""
     from fewbits.cli.completion import script

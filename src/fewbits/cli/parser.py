@@ -65,6 +65,7 @@ def build_parser(*, with_train_flags: bool = False) -> Parser:
     _command(commands, "bench")
     _doctor(commands)
     _build(commands)
+    _plan_gpus(commands)
     _command(commands, "completion").add_argument("shell", choices=("bash", "zsh", "fish"), help="your shell")
     return parser
 
@@ -193,3 +194,30 @@ def _build(commands: Any) -> None:
 
     usage = "fewbits build [--memory SIZE] [--keep DIR] [options] -- COMMAND..."
     add_build_flags(_command(commands, "build", usage=usage))
+
+
+def _plan_gpus(commands: Any) -> None:
+    sub = _command(commands, "plan-gpus")
+    work = sub.add_argument_group("the step")
+    work.add_argument(
+        "--values", type=float, required=True, metavar="N", help="trained values: 8e9 for an 8B model"
+    )
+    work.add_argument(
+        "--step-ms", type=float, required=True, metavar="MS", help="a step's time on one GPU, no exchange"
+    )
+    work.add_argument(
+        "--gradient-bytes", type=int, choices=(4, 2), default=4, help="of a gradient in memory (default: 4)"
+    )
+    machines = sub.add_argument_group("the machines")
+    machines.add_argument(
+        "--network-gbit", type=float, required=True, metavar="G", help="all network cards of a node together"
+    )
+    machines.add_argument("--latency-us", type=float, default=15, metavar="US", help="default: %(default)s")
+    machines.add_argument("--node-size", type=int, default=8, metavar="N", help="GPUs of a node (default: 8)")
+    machines.add_argument(
+        "--inside-gbyte", type=float, metavar="G", help="GB/s of a GPU within its node (default: 350)"
+    )
+    machines.add_argument(
+        "--gpus", default="8,64,128,256,512,1024", metavar="LIST", help="how many (default: %(default)s)"
+    )
+    sub.add_argument("--json", action="store_true", help="print the parts of every step as JSON")

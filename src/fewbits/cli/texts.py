@@ -107,6 +107,17 @@ fewbits build --keep /scratch/build -- python setup.py bdist_wheel
 fewbits build --plan profile.json --memory 32G
 """,
     ),
+    "plan-gpus": Text(
+        "how long a step takes on many GPUs, on paper",
+        "What a step of data-parallel training costs on many GPUs, with gradients in 32, 16, 8 or 4 bits: from\n"
+        "the step's time on one GPU, the trained values and the network. What the model leaves out, and how\n"
+        "far it was off where we could measure: docs/gradient-communication.md.",
+        """
+fewbits plan-gpus --values 8e9 --step-ms 980 --network-gbit 100
+fewbits plan-gpus --values 1.7e9 --step-ms 400 --network-gbit 10 --node-size 1 --gpus 2,4,8
+fewbits plan-gpus --values 8e9 --step-ms 980 --network-gbit 3200 --gpus 64,256,1024 --json
+""",
+    ),
     "completion": Text(
         "print a shell's completion script",
         "Print a completion script, made from this very command line. Save it where the shell finds it.",
