@@ -109,7 +109,7 @@ fewbits build --plan profile.json --memory 32G
     ),
     "plan-gpus": Text(
         "how long a step takes on many GPUs, on paper",
-        "What a step of data-parallel training costs on many GPUs, with gradients in 32, 16, 8 or 4 bits: from\n"
+        "What a step of data-parallel training costs on many GPUs, with gradients in 32 to 4 bits: from\n"
         "the step's time on one GPU, the trained values and the network. What the model leaves out, and how\n"
         "far it was off where we could measure: docs/gradient-communication.md.",
         """
