@@ -92,6 +92,56 @@ def perplexity(
     Raises:
         BadInput: an empty text, or a window or stride that cannot be.
     """
+    cut = text_windows(model, tokenizer, text, window=window, stride=stride, max_tokens=max_tokens)
+
+    started = time.perf_counter()
+    total, scored = 0.0, 0
+    with evaluating(model):
+        for at in range(0, len(cut.windows), batch_size):
+            batch = cut.windows[at : at + batch_size]
+            total += batch_nll(model, cut, batch)
+            scored += sum(w.end - w.first for w in batch)
+            if progress is not None:
+                progress(scored, cut.num_tokens)
+    nll = total / scored
+    return PerplexityResult(
+        nll=nll,
+        perplexity=math.exp(nll) if nll < 700 else math.inf,
+        tokens=scored,
+        characters=cut.characters,
+        bits_per_character=total / math.log(2) / cut.characters if cut.characters else None,
+        window=cut.window,
+        stride=cut.stride,
+        seconds=time.perf_counter() - started,
+    )
+
+
+class TextWindows(NamedTuple):
+    """A text's tokens and the windows in which they are scored."""
+
+    ids: Tensor
+    windows: list[Window]
+    bos: int | None
+    characters: int
+    window: int
+    stride: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are scored."""
+        return sum(w.end - w.first for w in self.windows)
+
+
+def text_windows(
+    model: Any,
+    tokenizer: Any,
+    text: str,
+    *,
+    window: int | None = None,
+    stride: int | None = None,
+    max_tokens: int | None = None,
+) -> TextWindows:
+    """Cut a text as `perplexity` does; arguments and errors are its own."""
     bos = tokenizer.bos_token_id
     window = _checked_window(model, window)
     content = window - (bos is not None)
@@ -103,28 +153,7 @@ def perplexity(
     windows = list(plan_windows(len(ids), content, stride, first=0 if bos is not None else 1))
     if not windows:
         raise BadInput(f"the text has {len(ids)} tokens, which leaves none to predict; give a longer text.")
-
-    started = time.perf_counter()
-    total, scored = 0.0, 0
-    num_tokens = sum(w.end - w.first for w in windows)
-    with _evaluating(model):
-        for at in range(0, len(windows), batch_size):
-            batch = windows[at : at + batch_size]
-            total += _batch_nll(model, ids, batch, bos)
-            scored += sum(w.end - w.first for w in batch)
-            if progress is not None:
-                progress(scored, num_tokens)
-    nll = total / scored
-    return PerplexityResult(
-        nll=nll,
-        perplexity=math.exp(nll) if nll < 700 else math.inf,
-        tokens=scored,
-        characters=characters,
-        bits_per_character=total / math.log(2) / characters if characters else None,
-        window=window,
-        stride=stride,
-        seconds=time.perf_counter() - started,
-    )
+    return TextWindows(ids, windows, bos, characters, window, stride)
 
 
 def plan_windows(num_tokens: int, content: int, stride: int, *, first: int = 0) -> Iterator[Window]:
@@ -171,7 +200,8 @@ def _encode(tokenizer: Any, text: str, max_tokens: int | None) -> tuple[Tensor, 
 
 
 @contextmanager
-def _evaluating(model: Any) -> Iterator[None]:
+def evaluating(model: Any) -> Iterator[None]:
+    """Inside the block the model is in evaluation mode and keeps no gradients."""
     was_training = model.training
     model.eval()
     try:
@@ -181,11 +211,12 @@ def _evaluating(model: Any) -> Iterator[None]:
         model.train(was_training)
 
 
-def _batch_nll(model: Any, ids: Tensor, batch: list[Window], bos: int | None) -> float:
+def batch_nll(model: Any, text: TextWindows, batch: list[Window]) -> float:
     """Summed negative log-likelihood of the scored tokens of a batch of windows, in nats.
 
     Rows are padded on the right, which a causal model's earlier positions cannot see.
     """
+    ids, bos = text.ids, text.bos
     lead = 0 if bos is None else 1
     width = max(w.end - w.begin for w in batch) + lead
     input_ids = torch.zeros(len(batch), width, dtype=torch.long)
