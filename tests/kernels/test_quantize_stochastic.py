@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fewbits.errors import BadInput, Unsupported
 from fewbits.formats.stochastic import STOCHASTIC, Stochastic
+from fewbits.kernels._quantize_stochastic_triton import launch
 from fewbits.kernels.quantize_stochastic import quantize_stochastic, quantize_stochastic_ref
 
 f32 = np.float32
@@ -89,3 +90,48 @@ def test_refusals() -> None:
         quantize_stochastic(torch.ones(2, 2), Stochastic(mode="unipolar"))
     with pytest.raises(Unsupported, match="sc_prec=9"):
         quantize_stochastic(torch.ones(2, 2), Stochastic(sc_prec=9))
+
+
+@pytest.mark.gpu
+@pytest.mark.interpret
+@pytest.mark.parametrize(
+    ("shape", "options", "dtype"),
+    [
+        ((2, 3, 300), STOCHASTIC, torch.float32),
+        ((2, 3, 300), STOCHASTIC, torch.float16),
+        ((3, 260), STOCHASTIC, torch.bfloat16),
+        ((5, 130), Stochastic(), torch.bfloat16),
+        ((3, 4100), Stochastic(sc_prec=6), torch.float32),
+        ((4, 45), Stochastic(chunk_d=20), torch.bfloat16),
+    ],
+)
+def test_kernel_is_the_definition(kernel_device: str, poisoned_memory, shape, options, dtype) -> None:
+    x = (torch.randn(shape) * 3).to(kernel_device, dtype)
+    x[..., 0, :] *= 1e-6
+    x.view(-1, shape[-1])[1, 7] = torch.nan
+    x.view(-1, shape[-1])[2, 3] = torch.inf
+    smooth = (torch.rand(shape[-1]) + 0.5).to(kernel_device)
+    for scales, is_b in ((None, False), (smooth, False), (smooth, True)):
+        codes, of_rows = launch(x, scales, options, is_b=is_b)
+        expected, expected_scales = quantize_stochastic_ref(x, options, scales, is_b=is_b)
+        assert torch.equal(codes, expected)
+        assert torch.equal(of_rows.nan_to_num(-1), expected_scales.nan_to_num(-1))
+
+
+@pytest.mark.gpu
+@pytest.mark.interpret
+def test_kernel_reads_strided_rows(kernel_device: str) -> None:
+    x = torch.randn(40, 6, device=kernel_device)
+    for view in (x.t(), x[::2], x[:, 1:5]):
+        expected = quantize_stochastic_ref(view, Stochastic(chunk_d=16))
+        got = launch(view, None, Stochastic(chunk_d=16), is_b=False)
+        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(1, 4096), (2048, 4096), (1, 28672), (300, 28672)])
+def test_kernel_on_shapes_of_llama(shape: tuple[int, int]) -> None:
+    x = torch.randn(shape, dtype=torch.bfloat16, device="cuda")
+    for options in (STOCHASTIC, Stochastic()):
+        got, expected = quantize_stochastic(x, options), quantize_stochastic_ref(x.cpu(), options)
+        assert all(torch.equal(a.cpu(), b) for a, b in zip(got, expected, strict=True))

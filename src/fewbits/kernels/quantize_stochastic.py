@@ -9,7 +9,8 @@ For x (..., D) and C chunks of at most ``chunk_d`` of the D dimensions, with Q t
 Each step is one IEEE float32 operation in this order, so every device gives the same bits. A row's chunk with
 a value that is not finite has the scale NaN and codes 0. There is no gradient.
 
-Bytes moved: x once, a byte for each code, 4 for each scale.
+Floor: x is read once, a byte is written for each code and 4 for each scale: 2048 x 4096 in bfloat16 are
+25.4 MB, 5.9 us at the 4.28 TB/s that a copy reaches on an H200; for few rows a launch is all.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from fewbits.errors import BadInput
 from fewbits.formats.stochastic import Stochastic
+from fewbits.kernels._quantize_stochastic_triton import launch, takes
 from fewbits.kernels.dequantize import _from_text, _to_text
 
 # 1. The definition.
@@ -40,12 +42,19 @@ def smoothed(x: Tensor, smooth_scales: Tensor | None, *, is_b: bool = False) -> 
     return x * scales if is_b else x / scales
 
 
-# 4. The op.
+# 2. The kernel is in _quantize_stochastic_triton.py. 4. The op: on a CPU the definition, on CUDA the kernel.
 
 
 @torch.library.custom_op("fewbits::quantize_stochastic", mutates_args=())
 def _quantize(x: Tensor, smooth_scales: Tensor | None, options: str, is_b: bool) -> tuple[Tensor, Tensor]:
     return quantize_stochastic_ref(x, _options(options), smooth_scales, is_b=is_b)
+
+
+@_quantize.register_kernel("cuda")
+def _(x: Tensor, smooth_scales: Tensor | None, options: str, is_b: bool) -> tuple[Tensor, Tensor]:
+    if x.numel() == 0 or not takes(x):
+        return quantize_stochastic_ref(x, _options(options), smooth_scales, is_b=is_b)
+    return launch(x, smooth_scales, _options(options), is_b=is_b)
 
 
 @_quantize.register_fake
