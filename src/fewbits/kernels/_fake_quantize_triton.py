@@ -27,6 +27,7 @@ from fewbits.kernels._quantize_triton import (
 
 MAX_RANK = 128
 _CODEBOOK, _INTEGER = 1, 2
+_FLOAT32_PART = 32  # ranks that products without tensor cores take at once: 128 spill 8 KB a thread
 
 
 class WeightTile(NamedTuple):
@@ -42,30 +43,32 @@ def _lora_weight_kernel(
     w_ptr, a_ptr, b_ptr, out_ptr, midpoints_ptr, values_ptr, N, K, rank, scaling,
     stride_wn, stride_ar, stride_bn, stride_on,
     KIND: tl.constexpr, ORDER: tl.constexpr, BITS: tl.constexpr, ZERO_POINT: tl.constexpr,
-    BLOCK: tl.constexpr, EVEN: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    BLOCK: tl.constexpr, EVEN: tl.constexpr, BLOCK_R: tl.constexpr, PART_R: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """``out = round(W + scaling * B @ A)``, a tile; KIND 0 writes W's dtype, 1 and 2 a format's values.
 
-    EVEN: tiles and rank are all whole.
+    EVEN: tiles and rank are all whole. PART_R of BLOCK_R ranks are multiplied at a time.
     """
     tiles_k = tl.cdiv(K, BLOCK_K)
     offs_n = tl.program_id(0) // tiles_k * BLOCK_N + tl.arange(0, BLOCK_N)
     offs_k = tl.program_id(0) % tiles_k * BLOCK_K + tl.arange(0, BLOCK_K)
-    offs_r = tl.arange(0, BLOCK_R)
-    b_at = b_ptr + offs_n[:, None] * stride_bn + offs_r[None, :]
-    a_at = a_ptr + offs_r[:, None] * stride_ar + offs_k[None, :]
     w_at = offs_n[:, None].to(tl.int64) * stride_wn + offs_k[None, :]
     out_at = offs_n[:, None].to(tl.int64) * stride_on + offs_k[None, :]
     mask = (offs_n < N)[:, None] & (offs_k < K)[None, :]
-    if EVEN:
-        b, a, w = tl.load(b_at), tl.load(a_at), tl.load(w_ptr + w_at)
-    else:
-        b = tl.load(b_at, mask=(offs_n < N)[:, None] & (offs_r < rank)[None, :], other=0.0)
-        a = tl.load(a_at, mask=(offs_r < rank)[:, None] & (offs_k < K)[None, :], other=0.0)
-        w = tl.load(w_ptr + w_at, mask=mask, other=0.0)
-    delta = tl.dot(b, a, input_precision="ieee") * scaling
-    x = (w.to(tl.float32) + delta).to(w_ptr.dtype.element_ty)
+    w = tl.load(w_ptr + w_at) if EVEN else tl.load(w_ptr + w_at, mask=mask, other=0.0)
+    delta = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    for first in tl.range(0, BLOCK_R, PART_R, num_stages=1):
+        offs_r = first + tl.arange(0, PART_R)
+        b_at = b_ptr + offs_n[:, None] * stride_bn + offs_r[None, :]
+        a_at = a_ptr + offs_r[:, None] * stride_ar + offs_k[None, :]
+        if EVEN:
+            b, a = tl.load(b_at), tl.load(a_at)
+        else:
+            b = tl.load(b_at, mask=(offs_n < N)[:, None] & (offs_r < rank)[None, :], other=0.0)
+            a = tl.load(a_at, mask=(offs_r < rank)[:, None] & (offs_k < K)[None, :], other=0.0)
+        delta = tl.dot(b, a, delta, input_precision="ieee")
+    x = (w.to(tl.float32) + delta * scaling).to(w_ptr.dtype.element_ty)
     if KIND:
         blocks = tl.reshape(x.to(tl.float32), (BLOCK_N * BLOCK_K // BLOCK, BLOCK))
         if KIND == 1:
@@ -127,8 +130,9 @@ def launch_lora(
         _lora_weight_kernel[(cdiv(N, tile.block_n) * cdiv(K, tile.block_k),)](
             weight, a, b, out, thresholds, values, N, K, rank, float(scaling),
             weight.stride(0), a.stride(0), b.stride(0), out.stride(0), KIND=kind, ORDER=order, BITS=bits,
-            ZERO_POINT=zero_point, BLOCK=block, EVEN=even, BLOCK_R=block_r, BLOCK_N=tile.block_n,
-            BLOCK_K=tile.block_k, num_warps=tile.num_warps, enable_fp_fusion=False,
+            ZERO_POINT=zero_point, BLOCK=block, EVEN=even, BLOCK_R=block_r,
+            PART_R=min(block_r, _FLOAT32_PART) if a.dtype == torch.float32 else block_r,
+            BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, num_warps=tile.num_warps, enable_fp_fusion=False,
         )  # fmt: skip
 
 
@@ -138,7 +142,7 @@ _SIZES = dict.fromkeys(("N", "K", "rank"), "i32") | {"scaling": "fp32"}
 _SIZES |= dict.fromkeys(("stride_wn", "stride_ar", "stride_bn", "stride_on"), "i32")
 _CONSTANTS = {
     "KIND": _INTEGER, "ORDER": 0, "BITS": 4, "ZERO_POINT": False, "BLOCK": 128, "EVEN": True, "BLOCK_R": 16,
-    "BLOCK_N": 64, "BLOCK_K": 128,
+    "PART_R": 16, "BLOCK_N": 64, "BLOCK_K": 128,
 }  # fmt: skip
 _SIGNATURE = {**_POINTERS, **_SIZES, **dict.fromkeys(_CONSTANTS, "constexpr")}
 _ALIGNED = (*_POINTERS, "N", "K", "stride_wn", "stride_ar", "stride_bn", "stride_on")
@@ -153,7 +157,7 @@ COMPILE_CASES = (
     CompileCase(
         _lora_weight_kernel,
         {**_SIGNATURE, **_FLOAT32},
-        {**_CONSTANTS, "BLOCK_R": 128, "BLOCK_N": 32},
+        {**_CONSTANTS, "BLOCK_R": 128, "PART_R": _FLOAT32_PART, "BLOCK_N": 32},
         _ALIGNED,
     ),
 )
