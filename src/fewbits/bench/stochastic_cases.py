@@ -13,6 +13,7 @@ from fewbits.formats.stochastic import STOCHASTIC, Stochastic
 from fewbits.kernels.matmul_stochastic import sc_matmul
 from fewbits.kernels.quantize_stochastic import quantize_stochastic
 from fewbits.kernels.stochastic_codes import stochastic_codes
+from fewbits.kernels.stochastic_emulated import stochastic_emulated
 
 # Measured on normal values: 0.022 for full streams, 0.038 for halved ones.
 _STREAM_ERROR = 0.06
@@ -114,4 +115,33 @@ def _quantize_problem(case: Case, device: torch.device) -> Problem:
     return Problem({"fewbits": differentiated(quantized, (), x, 0)}, exact)
 
 
-MAKERS = (stochastic_cases, codes_cases, quantize_cases)
+def emulated_cases(max_size: int) -> list[Case]:
+    """The model of rank 16 for a prompt of 2048 tokens: the plain product and 16 times its operations."""
+    N, K, M = min(14336, max_size), min(4096, max_size), min(2048, max_size)
+    return [
+        Case(
+            op="stochastic_emulated", part="forward", format="sc8_halve_r16", M=M, N=N, K=K,
+            flops=2 * M * N * K * 17, bytes_moved=(N + M) * (K + K // 32) + 4 * M * N,
+            tolerance=_STREAM_ERROR, build=_emulated_problem,
+        )
+    ]  # fmt: skip
+
+
+def _emulated_problem(case: Case, device: torch.device) -> Problem:
+    x = randn(device, torch.bfloat16, case.M, case.K)
+    weight = randn(device, torch.bfloat16, case.N, case.K)
+    qa, sa = STOCHASTIC.quantize(x).parts.values()
+    qb, sb = STOCHASTIC.quantize(weight).parts.values()
+    functions: dict[str, Callable[[], Tensor]] = {
+        "fewbits": lambda: stochastic_emulated(qa, sa, qb, sb, STOCHASTIC, 16),
+        "fewbits_exact": lambda: stochastic_codes(qa, sa, qb, sb, STOCHASTIC),
+        "torch_bfloat16": lambda: x @ weight.t(),
+    }
+
+    def exact() -> Sequence[Tensor]:
+        return (x.double() @ weight.double().t(),)
+
+    return Problem({name: differentiated(f, (), x, 0) for name, f in functions.items()}, exact)
+
+
+MAKERS = (stochastic_cases, codes_cases, emulated_cases, quantize_cases)

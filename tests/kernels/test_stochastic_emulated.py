@@ -1,0 +1,78 @@
+"""The model of low rank: its definition, its error by rank, and that it is an approximation of the counts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fewbits.errors import BadInput
+from fewbits.formats.stochastic import STOCHASTIC, Stochastic
+from fewbits.kernels.stochastic_codes import stochastic_codes
+from fewbits.kernels.stochastic_emulated import stochastic_emulated, stochastic_emulated_ref
+
+FULL = Stochastic(chunk_d=128)
+
+
+def operands_of(options: Stochastic, N: int, M: int, D: int, device: str = "cpu"):
+    made = (options.quantize(torch.randn(rows, D, device=device)) for rows in (N, M))
+    return [part for packed in made for part in packed.parts.values()]
+
+
+@pytest.mark.parametrize("options", [STOCHASTIC, FULL, replace(STOCHASTIC, chunk_d=0), Stochastic(sc_prec=5)])
+@pytest.mark.parametrize("rank", [0, 1, 8])
+def test_equals_its_definition(options: Stochastic, rank: int) -> None:
+    """Features are rounded to 8 bits, 2**-4 each at most: a share of the error, not of the product."""
+    operands = operands_of(options, 6, 20, 300)
+    y, exact = (
+        stochastic_emulated(*operands, options, rank),
+        stochastic_emulated_ref(*operands, options, rank),
+    )
+    plain = stochastic_emulated_ref(*operands, options, 0)
+    bound = 1e-6 * exact.norm() + 2**-3 * (exact - plain).norm() + 1e-3 * exact.norm()
+    assert (y - exact).norm() <= bound
+    if rank == 0:
+        assert (y - exact).norm() <= 1e-6 * exact.norm()
+
+
+def test_full_rank_is_what_is_counted() -> None:
+    operands = operands_of(STOCHASTIC, 5, 9, 200)
+    counted = stochastic_codes(*operands, STOCHASTIC).double()
+    assert (stochastic_emulated_ref(*operands, STOCHASTIC, 128) - counted).norm() < 1e-5 * counted.norm()
+
+
+@pytest.mark.parametrize(
+    ("options", "errors"),
+    [
+        (STOCHASTIC, (0.0349, 0.0204, 0.0158, 0.0099, 0.0054, 0.0029)),
+        (FULL, (0.0195, 0.0111, 0.0090, 0.0060, 0.0033, 0.0018)),
+        (STOCHASTIC.with_length(32), (0.1285, 0.0624, 0.0416, 0.0217, 0.0105, 0.0049)),
+    ],
+)
+def test_errors_are_those_of_the_text(options: Stochastic, errors: tuple[float, ...]) -> None:
+    """A quarter of the published size's rows and outputs; within a tenth."""
+    operands = operands_of(options, 32, 128, 2048)
+    counted = stochastic_codes(*operands, options)
+    for rank, error in zip((0, 2, 4, 8, 16, 32), errors, strict=True):
+        y = stochastic_emulated(*operands, options, rank)
+        measured = float((y - counted).norm() / counted.norm())
+        assert measured == pytest.approx(error, rel=0.1), rank
+
+
+def test_nothing_and_what_is_refused() -> None:
+    assert stochastic_emulated(*operands_of(STOCHASTIC, 0, 4, 128), STOCHASTIC).shape == (0, 4)
+    operands = operands_of(STOCHASTIC, 2, 4, 128)
+    with pytest.raises(BadInput, match="emulate_rank=129 is refused"):
+        stochastic_emulated(*operands, STOCHASTIC, 129)
+    with pytest.raises(BadInput, match=r"are no \(N, D\) and \(M, D\)"):
+        stochastic_emulated(*operands[:2], operands[2][:, 1:], operands[3], STOCHASTIC)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("M", [256, 250])
+def test_on_a_gpu(M: int) -> None:
+    """16-bit sums: 2**-8 of the product more."""
+    operands = operands_of(STOCHASTIC, 64, M, 2048, "cuda")
+    y, exact = stochastic_emulated(*operands, STOCHASTIC), stochastic_emulated_ref(*operands, STOCHASTIC, 16)
+    assert (y - exact).norm() < 1.5e-2 * exact.norm()
