@@ -23,6 +23,7 @@ codes of at most 8 bits), and the quantiser of every granularity and mode.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -157,11 +158,16 @@ class Stochastic(Format):
         return int(2 ** (self.sc_prec - (self.halve_bipolar_stoc_len and self.bipolar)))
 
     @property
+    def length(self) -> int:
+        """L, the steps of a stream."""
+        return self._default_length if self.stoc_len is None else self.stoc_len
+
+    @property
     def streams(self) -> Streams:
         """What the product tables depend on."""
         return Streams(
             self.sc_prec,
-            self._default_length if self.stoc_len is None else self.stoc_len,
+            self.length,
             self._default_length if self.rng_levels is None else self.rng_levels,
             self.max_code,
             self.sequence,
@@ -180,6 +186,9 @@ class Stochastic(Format):
 
     def masks(self, D: int) -> tuple[int, ...]:
         """The mask of each inner dimension of one chunk; the same for both operands."""
+        return _masks(self, D)
+
+    def _new_masks(self, D: int) -> tuple[int, ...]:
         size, streams = 2**self.sc_prec, self.streams
         scrambled = streams.length < size if streams.levels == size else self.scramble_rescale
         if self.scramble == "off" or not scrambled:
@@ -249,6 +258,11 @@ class Stochastic(Format):
             return torch.empty(packed.shape, dtype=dtype or packed.dtype, device=packed.codes.device)
         scaled = blocks * packed.scales.view(blocks.shape[0], 1, blocks.shape[2], 1)
         return from_blocks(scaled, packed.shape, (1, self.chunk_d)).to(dtype or packed.dtype)
+
+
+@lru_cache(maxsize=64)
+def _masks(options: Stochastic, D: int) -> tuple[int, ...]:
+    return options._new_masks(D)
 
 
 def _row_scales(absmax: Tensor, max_code: int) -> Tensor:

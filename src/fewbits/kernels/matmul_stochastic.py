@@ -43,7 +43,7 @@ from fewbits.kernels._stochastic_operands import (
     sequences_of,
 )
 from fewbits.kernels.quantize_stochastic import quantize_stochastic, smoothed
-from fewbits.kernels.stochastic_codes import stochastic_codes
+from fewbits.kernels.stochastic_codes import same_masks, stochastic_codes
 
 _MAX_LEVELS = 256  # of one product by codes: their index is a byte
 
@@ -164,11 +164,9 @@ def _product(
     levels, which = lengths
     if not qa.numel() or not qb.numel():
         return torch.zeros(qa.shape[0], qa.shape[1], qb.shape[1], device=qa.device)
-    masks = {options.with_length(length).masks(256) for length in levels if length}
-    if len(masks) > 1 or len(levels) > _MAX_LEVELS:
+    if not same_masks(options, levels) or len(levels) > _MAX_LEVELS:
         return codes_product(qa, sa, qb, sb, options, levels, which)
-    longest = options.with_length(max(1, *levels))
-    return stochastic_codes(qa, sa, qb, sb, longest, levels, None if which is None else which.to(torch.uint8))
+    return stochastic_codes(qa, sa, qb, sb, options, levels, None if which is None else which.to(torch.uint8))
 
 
 @torch.no_grad()
@@ -214,7 +212,7 @@ def product_of_codes(
     level_index: Tensor | None = None,
 ) -> Tensor:
     """`prepared_matmul` where a is quantised already: codes (N, D), scales (N, C)."""
-    lengths = LengthTable((options.streams.length,) if levels is None else levels, level_index)
+    lengths = LengthTable((options.length,) if levels is None else levels, level_index)
     return _product(codes[None], scales[None], b.codes[None], b.scales[None], options, lengths)[0]
 
 
@@ -232,7 +230,7 @@ def sc_matmul_ref(
     check_finite({"a": a, "b": b}, smoothed=smooth_scales is not None)
     batched = a.dim() == 3
     a_BND, b_BMD = (a, b) if batched else (a[None], b[None])
-    levels, index = lengths or LengthTable((options.streams.length,), None)
+    levels, index = lengths or LengthTable((options.length,), None)
     y = torch.zeros(a_BND.shape[0], a_BND.shape[1], b_BMD.shape[1], device=a.device)
     if y.numel() and a.shape[-1]:
         chunks = options.chunks(a.shape[-1])
@@ -255,7 +253,7 @@ def quantize_operands(a: Tensor, b: Tensor, options: Stochastic, chunked: bool) 
 
 def stream_counts(qa_BND: Tensor, qb_BMD: Tensor, options: Stochastic) -> Tensor:
     """The signed sums of stream counts of codes, (B, N, M) int32, all of the options' length."""
-    return counts_of_lengths(qa_BND, qb_BMD, options, Lengths((options.streams.length,))).int()
+    return counts_of_lengths(qa_BND, qb_BMD, options, Lengths((options.length,))).int()
 
 
 def dequantize_counts(
@@ -263,7 +261,7 @@ def dequantize_counts(
 ) -> Tensor:
     """The values of counts (B, N, M), float32."""
     tensorwise = options.granularity == "per_tensor"
-    levels, index = lengths or Lengths((options.streams.length,))
+    levels, index = lengths or Lengths((options.length,))
     c = torch.tensor([factor(options, level) for level in levels], device=acc.device)
     c = c[0] if index is None else c[index][..., None]
     if tensorwise:

@@ -36,6 +36,7 @@ interpreter.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -45,7 +46,7 @@ from fewbits.errors import BadInput, Unsupported
 from fewbits.formats.stochastic import Stochastic
 from fewbits.formats.streams import product_tables
 from fewbits.kernels import _nvrtc, _stochastic_lookup, _stochastic_thermometer
-from fewbits.kernels._launch import triton
+from fewbits.kernels._launch import constant_when_compiled, triton
 from fewbits.kernels._stochastic_cpu import codes_product
 from fewbits.kernels.dequantize import _from_text, _to_text
 
@@ -127,7 +128,7 @@ def stochastic_path(
     """The way a product of D inner dimensions takes on a device; all give the same bits."""
     if device.type != "cuda":
         return Path("definition")
-    levels = (options.streams.length,) if levels is None else tuple(levels)
+    levels = (options.length,) if levels is None else tuple(levels)
     options, chunk = _longest(options, levels), _chunk(options, D)
     why = _nvrtc.missing()
     if torch.cuda.get_device_capability(device) < _REDUX:
@@ -146,6 +147,22 @@ def stochastic_path(
 def _longest(options: Stochastic, levels: Sequence[int]) -> Stochastic:
     """The options with the masks that streams of these lengths have."""
     return options.with_length(max(levels)) if max(levels) else options
+
+
+# torch.compile traces through lru_cache, and a frozen value's constructor wrongly: it calls these two.
+
+
+@lru_cache(maxsize=64)
+@constant_when_compiled
+def _longest_text(options: Stochastic, levels: tuple[int, ...]) -> str:
+    return _to_text(_longest(options, levels))
+
+
+@lru_cache(maxsize=64)
+@constant_when_compiled
+def same_masks(options: Stochastic, levels: tuple[int, ...]) -> bool:
+    """Whether streams of these lengths have the same masks, as the streams of one product must."""
+    return len({options.with_length(length).masks(256) for length in levels if length}) <= 1
 
 
 def _chunk(options: Stochastic, D: int) -> int:
@@ -244,7 +261,7 @@ def stochastic_codes(
     """
     if not options.prepares:
         options.layout((1, 1))  # raises and says why
-    levels = (options.streams.length,) if levels is None else tuple(levels)
+    levels = (options.length,) if levels is None else tuple(levels)
     two = qa.dim() == 2
     if two:
         qa, sa = qa[None], sa[None]
@@ -255,8 +272,7 @@ def stochastic_codes(
         level_index = level_index[None]
     _check(qa, sa, qb, sb, options)
     _check_levels(options, levels, level_index, (*qa.shape[:2], sa.shape[-1]))
-    options = _longest(options, levels)
-    y: Tensor = _stochastic_codes(qa, sa, qb, sb, _to_text(options), levels, level_index)
+    y: Tensor = _stochastic_codes(qa, sa, qb, sb, _longest_text(options, levels), levels, level_index)
     return y[0] if two else y
 
 
@@ -297,8 +313,7 @@ def _check_levels(
                 f"level_index is {level_index.dtype} {tuple(level_index.shape)}; give uint8 that broadcasts "
                 f"to {shape}."
             )
-    widest = shape[-1] and max(levels)
-    if widest and len({options.with_length(length).masks(256) for length in levels if length}) > 1:
+    if shape[-1] and not same_masks(options, tuple(levels)):
         raise Unsupported(
             f"levels={tuple(levels)} have different masks (streams of {longest} steps on a grid of {longest} "
             "have none); make two products."

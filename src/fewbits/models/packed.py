@@ -136,7 +136,8 @@ def check_parts(model: nn.Module, where: str) -> None:
                 )
             parameter.requires_grad_(False)
         if isinstance(module, StochasticLinear):
-            problem = module.refresh()
+            module.refresh()
+            problem = module.problem()
             if problem is not None:
                 raise BadCheckpoint(f"{where}: {name} {problem}; the two belong to different models.")
 

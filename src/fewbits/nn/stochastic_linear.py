@@ -71,7 +71,7 @@ class StochasticLinear(QuantizedLinear):
                 self.register_buffer(name, None)
         self.int8 = False
         self.by_chunk = False
-        self.levels: tuple[int, ...] = (format.streams.length,)
+        self.levels: tuple[int, ...] = (format.length,)
         self.register_buffer("level_index", None, persistent=False)
         self.register_load_state_dict_post_hook(lambda module, _: module.refresh())
 
@@ -208,21 +208,23 @@ class StochasticLinear(QuantizedLinear):
             else:
                 setattr(self, name, empty)
 
-    def refresh(self) -> str | None:
-        """Read again what is kept beside the buffers, after they were loaded.
-
-        Returns:
-            What in them does not fit this layer, if something does not.
-        """
+    def refresh(self) -> None:
+        """Read again what is kept beside the buffers, after they were loaded."""
         if self.settings is not None and self.settings.device.type != "meta":
             self.int8, self.by_chunk = (bool(flag) for flag in self.settings.tolist())
-        self.levels, self.level_index = (self.format.streams.length,), None
+        self.levels, self.level_index = (self.format.length,), None
         if self.length_table is not None and self.length_table.device.type != "meta":
             levels, index = torch.unique(self.length_table, return_inverse=True)
             self.levels, self.level_index = tuple(levels.tolist()), index.to(torch.uint8)
-        return self._problem()
 
-    def _problem(self) -> str | None:
+    def problem(self) -> str | None:
+        """What was loaded and does not fit this layer: the rest of a sentence, or None."""
+        codes, largest = self.packed.codes, self.format.max_code
+        if codes.numel() and not -largest <= int(codes.min()) <= int(codes.max()) <= largest:
+            return (
+                f"was prepared with codes beyond {largest}, the largest of the sc_prec="
+                f"{self.format.sc_prec} in its config.json"
+            )
         protected = 0 if self.protected is None else len(self.protected)
         held = {"smooth_scales": self.smooth_scales, "weight_protected": self.weight_protected}
         wanted = {"smooth_scales": (self.in_features,), "weight_protected": (self.out_features, protected)}
