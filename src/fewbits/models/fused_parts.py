@@ -26,6 +26,7 @@ from fewbits.nn.keep import Keep
 from fewbits.nn.linear import LowPrecisionLinear, QuantizedLinear
 from fewbits.nn.projection import Branch, Part, Projection, WeightScale, scale_of
 from fewbits.nn.segments import Segments
+from fewbits.nn.tensor_group import own_weight
 
 MAX_RANK = 128  # of one branch: wider ones do not fit beside the tiles that they are added to
 FLOAT8 = Operands(activation=E4M3_ROW, gradient=E4M3_ROW, weight_operand=E4M3)
@@ -80,9 +81,10 @@ class LayerParts:
         if self.layer.training and (module.attention_dropout or getattr(config, "resid_pdrop", 0.0)):
             raise NotFused("the configuration asks for dropout")
         dtype = _products_dtype(x)
-        layout = QKVLayout(
-            x.shape[0], config.num_attention_heads, config.num_key_value_heads, module.head_dim
-        )
+        group = vars(self.layer).get("tensor_group")
+        ranks = 1 if group is None else group.size  # each has its own heads
+        heads = config.num_attention_heads // ranks, config.num_key_value_heads // ranks
+        layout = QKVLayout(x.shape[0], *heads, module.head_dim)
         return AttentionHalf(
             norm=self._norm("input_layernorm"),
             qkv=self._projection(self._qkv, dtype),
@@ -96,6 +98,7 @@ class LayerParts:
             keep=keep,
             stash=stash,
             dtype=dtype,
+            group=group,
         )
 
     def mlp(self, x: Tensor, keep: Keep, stash: Any, delayed: tuple[Slot, Slot] | None) -> MLPHalf:
@@ -115,6 +118,7 @@ class LayerParts:
             stash=stash,
             delayed=delayed,
             dtype=dtype,
+            group=vars(self.layer).get("tensor_group"),
         )
 
     def _attend(
@@ -139,7 +143,7 @@ class LayerParts:
         module: Any = self.layer.get_submodule(path)
         _refuse_hooks(path, module)
         eps = getattr(module, "variance_epsilon", None)
-        return Norm(module.weight, module.eps if eps is None else eps, self.spec.norm_offset)
+        return Norm(own_weight(module), module.eps if eps is None else eps, self.spec.norm_offset)
 
     def _projection(self, paths: tuple[str, ...], dtype: torch.dtype) -> Projection:
         found = [part_of(self.layer.get_submodule(path), path) for path in paths]
@@ -216,7 +220,7 @@ def _branch(module: Any, path: str) -> Branch | None:
     if a.weight.shape[0] > MAX_RANK:
         raise NotFused(f"the adapter's rank is {a.weight.shape[0]}, and the kernels add {MAX_RANK} at most")
     _refuse_hooks(path, a, b)
-    return Branch(a.weight, b.weight, module.scaling[name])
+    return Branch(own_weight(a), own_weight(b), module.scaling[name])
 
 
 def _products_dtype(x: Tensor) -> torch.dtype:

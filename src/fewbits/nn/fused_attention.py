@@ -38,6 +38,7 @@ from fewbits.kernels.quantize_float8 import quantize_rows
 from fewbits.nn.fused_common import Kept, Norm, Normed, Residual, backward_norm, normed_rows, on_own_dtype
 from fewbits.nn.keep import KEEP_PRODUCTS, Keep
 from fewbits.nn.projection import Projection, Rows
+from fewbits.nn.tensor_group import TensorGroup
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v (B, heads, S, D) to o (B, S, heads, D)
 
@@ -59,6 +60,7 @@ class AttentionHalf:
         keep: what is kept for the backward pass.
         stash: where x waits with ``keep.offload``.
         dtype: of the products and of all between them; None: x's (`fewbits.nn.fused_mlp.MLPHalf`).
+        group: ranks that have the other heads; None: all heads are here.
     """
 
     norm: Norm
@@ -73,6 +75,7 @@ class AttentionHalf:
     keep: Keep = KEEP_PRODUCTS
     stash: Any = None
     dtype: torch.dtype | None = None
+    group: TensorGroup | None = None
 
     def tensors(self) -> list[Tensor | None]:
         """What may train, in the order of the gradients."""
@@ -115,7 +118,10 @@ class _Attention(torch.autograd.Function):
             rows = Rows(o, *quantize_rows(o)) if half.o.is_float8 else Rows(o)
             z, xa_o = half.o.product(rows), half.o.branch_inputs(o)
             post = Residual(x, z, half.post_norm)
-            half.o.finish_(z, xa_o, post.term)
+            if half.group is None:
+                half.o.finish_(z, xa_o, post.term)
+            else:
+                half.group.sum_(half.o.finish_(z, xa_o, half.group.once(post.term)))
             y = post.forward()
         kept = Kept(half.keep, half.stash)
         kept.inputs(x=x)
@@ -158,6 +164,8 @@ def _backward(
     dx = dnorm = None
     if needs_dx or needs[0]:
         dn = half.qkv.backward_product(Rows(dqkv), inner[0])
+        if half.group is not None:
+            half.group.sum_(dn)
         dx, dnorm = backward_norm(dn, x, half.norm, kept["r"], residual=dy, needs_dw=needs[0])
     return dx, [dnorm, dpost, *head_norms, *gradients_qkv, *gradients_o]
 

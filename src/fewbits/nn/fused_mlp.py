@@ -36,6 +36,7 @@ from fewbits.nn.delayed import Slot
 from fewbits.nn.fused_common import Kept, Norm, Residual, backward_norm, normed_rows, on_own_dtype
 from fewbits.nn.keep import KEEP_PRODUCTS, Keep
 from fewbits.nn.projection import Projection, Rows
+from fewbits.nn.tensor_group import TensorGroup
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ class MLPHalf:
         delayed: float8 scales known beforehand, of h and of the gradient of gate and up; None: by row.
         dtype: of the products and of all between them; None: x's. Under autocast x is float32 and this is
             autocast's: the sum of the layers, and what the parameters receive, stay float32.
+        group: ranks that have the other columns of I; None: all are here.
     """
 
     norm: Norm
@@ -64,6 +66,7 @@ class MLPHalf:
     stash: Any = None
     delayed: tuple[Slot, Slot] | None = None
     dtype: torch.dtype | None = None
+    group: TensorGroup | None = None
 
     def tensors(self) -> list[Tensor | None]:
         """What may train, in the order of the gradients."""
@@ -89,7 +92,10 @@ class _MLP(torch.autograd.Function):
             assert h.dense is not None
             z, xa_down = half.down.product(h), half.down.branch_inputs(h.dense)
             post = Residual(x, z, half.post_norm)
-            half.down.finish_(z, xa_down, post.term)
+            if half.group is None:
+                half.down.finish_(z, xa_down, post.term)
+            else:
+                half.group.sum_(half.down.finish_(z, xa_down, half.group.once(post.term)))
             y = post.forward()
         kept = Kept(half.keep, half.stash)
         kept.inputs(x=x)
@@ -142,6 +148,8 @@ def _backward(
     dx = dnorm = None
     if needs_dx or needs[0]:
         dn = half.gate_up.backward_product(dgate_up, inner[0])
+        if half.group is not None:
+            half.group.sum_(dn)
         dx, dnorm = backward_norm(dn, x, half.norm, kept["r"], residual=dy, needs_dw=needs[0])
     return dx, [dnorm, dpost, *gradients_up, *gradients_down]
 

@@ -32,6 +32,7 @@ from fewbits.kernels.lora_linear import lora_linear
 from fewbits.kernels.matmul_packed import PLAIN, Operands
 from fewbits.nn.fake_quantize import FakeQuantizedLinear
 from fewbits.nn.linear import QuantizedLinear
+from fewbits.nn.tensor_group import own_weight
 
 
 class LoRALinear(nn.Module, LoraLayer):
@@ -112,8 +113,8 @@ class LoRALinear(nn.Module, LoraLayer):
                 x,
                 weight,
                 self.base_layer.bias,
-                self.lora_A[name].weight,
-                self.lora_B[name].weight,
+                own_weight(self.lora_A[name]),
+                own_weight(self.lora_B[name]),
                 scaling=self.scaling[name],
                 dropped=dropped,
                 operands=operands,

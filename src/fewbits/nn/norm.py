@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from fewbits.kernels.rmsnorm import rmsnorm
+from fewbits.nn.tensor_group import own_weight
 
 
 class RMSNorm(nn.Module):
@@ -21,7 +22,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., K) to (..., K)."""
-        return rmsnorm(x, self.weight, self.eps, offset=self.offset)
+        return rmsnorm(x, own_weight(self), self.eps, offset=self.offset)
 
     def extra_repr(self) -> str:
         """One line for ``print(model)``."""

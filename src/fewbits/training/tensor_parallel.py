@@ -1,0 +1,260 @@
+"""`tensor_parallel`: the ranks of a mesh share every layer, by the model's own plan, packed or not.
+
+transformers' configurations name the linears that are cut by outputs ("colwise") and by inputs ("rowwise").
+What is cut here are the modules themselves: each rank then has smaller linears, packed ones too
+(`fewbits.training.packed_slices`), and its own heads; the fused nodes and the layers' own forward sum over
+the ranks where `fewbits.nn.tensor_group` says. Of an adapter, the side that touches the cut axis is cut with
+its linear, the other is whole on all ranks. Embeddings, norms and the output head are whole.
+
+All ranks of a group see the same batch. `fewbits.training.fsdp.shard` over the other dimension of a mesh
+comes after it. The norm of all gradients is known to no rank alone: `clip_grad_norm` finds it. Not run on a
+GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+
+from fewbits.errors import Unsupported
+from fewbits.models.receipt import Change, Receipt
+from fewbits.models.spec import find, layer_names, spec_for
+from fewbits.nn.linear import LowPrecisionLinear, QuantizedLinear
+from fewbits.nn.norm import RMSNorm
+from fewbits.nn.tensor_group import TensorGroup, sum_gradient, sum_value
+from fewbits.training.fsdp import is_sharded, local
+from fewbits.training.packed_slices import cut
+
+_STATE = "_fewbits_tensor_parallel"
+_AXES = {"colwise": 0, "rowwise": 1}  # the axis of the weight (N, K) that is cut
+
+
+@dataclass
+class TensorParallel:
+    """What `tensor_parallel` left on a model.
+
+    Attributes:
+        group: the ranks that share its layers.
+        cuts: the axis along which a parameter was cut, by its full name; the others are whole on each rank.
+    """
+
+    group: TensorGroup
+    cuts: dict[str, int] = field(default_factory=dict)
+
+
+def tensor_parallel(model: Any, mesh: Any) -> Receipt:
+    """Cut the layers of ``model`` for the ranks of ``mesh``, in place; before it is sharded.
+
+    Args:
+        model: a model that is whole and the same on all these ranks; with adapters the PeftModel.
+        mesh: a device mesh of one dimension.
+
+    Returns:
+        What was cut, and how.
+
+    Raises:
+        Unsupported: the plan, the number of heads or a packed weight does not allow it.
+    """
+    spec = spec_for(model)
+    group = TensorGroup(mesh.get_group(), mesh.get_local_rank(), mesh.size())
+    _refuse(model, group)
+    state = TensorParallel(group)
+    receipt = Receipt(f"{spec.model_type}, layers shared by {group.size} ranks (tensor parallelism)")
+    axes = _axes(model, spec.linears)
+    for name in layer_names(model, spec):
+        layer: Any = model.get_submodule(name)
+        for path, axis in axes.items():
+            _cut_linear(model, f"{name}.{path}", axis, state, receipt)
+        layer.tensor_group = group
+        for norm in ("self_attn.q_norm", "self_attn.k_norm"):
+            _share_norm(find(layer, norm), group)
+        _sum_unfused(layer.self_attn, layer.mlp, group)
+    _same_on_all(model, state)
+    receipt.notes.append("embeddings, norms and the output head are whole on each rank")
+    setattr(model, _STATE, state)
+    return receipt
+
+
+def tensor_parallel_of(model: Any) -> TensorParallel | None:
+    """What `tensor_parallel` left on this model."""
+    state = getattr(model, _STATE, None)
+    return state if isinstance(state, TensorParallel) else None
+
+
+@torch.no_grad()
+def clip_grad_norm(model: Any, max_norm: float) -> Tensor:
+    """``torch.nn.utils.clip_grad_norm_`` of a model that is sharded, shared, both or neither.
+
+    Returns:
+        The norm of all gradients before, the same on all ranks.
+    """
+    state = tensor_parallel_of(model)
+    cuts = {} if state is None else state.cuts
+    named = [(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]
+    if not named:
+        return torch.zeros(())
+    mesh = next((grad.device_mesh for _, grad in named if hasattr(grad, "device_mesh")), None)
+    squares = torch.zeros(2, device=named[0][1].device)  # of what is whole on the ranks of a layer, and cut
+    for name, grad in named:
+        squares[int(name in cuts)] += local(grad).float().square().sum()
+    if mesh is not None:
+        distributed.all_reduce(squares, group=mesh.get_group(mesh.ndim - 1))  # the slices; replicas are equal
+    if state is not None:
+        state.group.sum_(squares[1:])
+    norm = squares.sum().sqrt()
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for _, grad in named:
+        local(grad).mul_(factor.to(grad.dtype))
+    return norm
+
+
+def _axes(model: Any, linears: tuple[str, ...]) -> dict[str, int]:
+    """By the configuration's plan, whose names begin with "layers"."""
+    plan = getattr(model.config.get_text_config(), "base_model_tp_plan", None) or {}
+    axes = {}
+    for path in linears:
+        style = next((s for name, s in plan.items() if fnmatchcase(f"layers.0.{path}", name)), None)
+        if style not in _AXES:
+            raise Unsupported(
+                f"the plan of {model.config.model_type} for {path} is {style!r}, and layers are shared by"
+                " rows ('colwise') and columns ('rowwise') only; use parallel=fsdp for this family."
+            )
+        axes[path] = _AXES[style]
+    return axes
+
+
+def _refuse(model: Any, group: TensorGroup) -> None:
+    if tensor_parallel_of(model) is not None or is_sharded(model):
+        raise Unsupported("this model is shared or sharded already; share its layers first, and once.")
+    config = model.config.get_text_config()
+    for what in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        count = getattr(config, what)
+        if count % group.size:
+            raise Unsupported(
+                f"{what} is {count}, which {group.size} ranks cannot share equally; use a number of ranks"
+                " that divides it."
+            )
+
+
+def _cut_linear(model: Any, name: str, axis: int, state: TensorParallel, receipt: Receipt) -> None:
+    outer: Any = model.get_submodule(name)
+    base = outer.base_layer if hasattr(outer, "base_layer") else outer
+    before, size = type(base).__name__, _bytes(outer)
+    length = (base.out_features, base.in_features)[axis] // state.group.size
+    begin = state.group.rank * length
+    made = _smaller(name, base, axis, begin, length, first=state.group.rank == 0)
+    if outer is base:
+        parent, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, made)
+        prefix = name
+    else:
+        outer.base_layer, prefix = made, f"{name}.base_layer"
+        _cut_adapters(name, outer, axis, begin, length, state)
+    for leaf, parameter in made.named_parameters():
+        if leaf != "bias" or axis == 0:
+            _note_cut(state, f"{prefix}.{leaf}", axis, parameter, base.get_parameter(leaf))
+    after = f"{'outputs' if axis == 0 else 'inputs'} {length} of {length * state.group.size}"
+    receipt.changes.append(Change(name, before, after, size, _bytes(model.get_submodule(name))))
+
+
+def _note_cut(state: TensorParallel, name: str, axis: int, part: Tensor, whole: Tensor) -> None:
+    if part.shape != whole.shape:
+        state.cuts[name] = axis if part.dim() == 2 else 0
+
+
+def _smaller(name: str, base: Any, axis: int, begin: int, length: int, *, first: bool) -> nn.Module:
+    """The linear with some of its outputs, or some of its inputs; the bias of the latter is added once."""
+    outputs, inputs = (length, base.in_features) if axis == 0 else (base.out_features, length)
+    if type(base) is QuantizedLinear:
+        packed = cut(base.packed, axis, begin, begin + length)
+        made: Any = QuantizedLinear(inputs, outputs, packed.format, dtype=base.dtype, device="meta")
+        made.operands = base.operands
+        made.load_packed(packed)
+    elif type(base) in (nn.Linear, LowPrecisionLinear):
+        made = type(base)(inputs, outputs, bias=False, device="meta")
+        made.weight = _slice(base.weight, axis, begin, length)
+        if isinstance(base, LowPrecisionLinear):
+            made.operands = base.operands
+    else:
+        raise Unsupported(
+            f"{name} is a {type(base).__name__}, which is not shared by ranks yet; use parallel=fsdp or ddp."
+        )
+    if base.bias is not None:
+        made.bias = base.bias if axis else _slice(base.bias, 0, begin, length)
+        if axis and base.bias.requires_grad:
+            raise Unsupported(f"the bias of {name} trains, and it is added on one rank only; freeze it.")
+        if axis and not first:
+            made.bias = nn.Parameter(torch.zeros_like(base.bias), requires_grad=False)
+    made.train(base.training)
+    return made  # type: ignore[no-any-return]
+
+
+def _cut_adapters(name: str, outer: Any, axis: int, begin: int, length: int, state: TensorParallel) -> None:
+    from fewbits.nn.lora import LoRALinear
+
+    if type(outer) is not LoRALinear or any(outer.lora_bias.values()) or outer.merged:
+        raise Unsupported(
+            f"the adapter on {name} is merged, has a bias, or is not a plain LoRA of fewbits; only those are"
+            " shared by ranks."
+        )
+    outer.in_features, outer.out_features = outer.base_layer.in_features, outer.base_layer.out_features
+    for adapter in outer.lora_A:
+        a, b = outer.lora_A[adapter], outer.lora_B[adapter]
+        own, whole = (b, a) if axis == 0 else (a, b)  # which touches the cut axis
+        own.weight = _slice(own.weight, axis, begin, length)
+        own.in_features, own.out_features = own.weight.shape[1], own.weight.shape[0]
+        whole.tensor_group = state.group
+        state.cuts[f"{name}.lora_{'B' if axis == 0 else 'A'}.{adapter}.weight"] = axis
+
+
+def _slice(parameter: Tensor, axis: int, begin: int, length: int) -> nn.Parameter:
+    part = parameter.detach().narrow(axis, begin, length).clone(memory_format=torch.contiguous_format)
+    return nn.Parameter(part, requires_grad=parameter.requires_grad)
+
+
+def _share_norm(norm: Any, group: TensorGroup) -> None:
+    """The norm of a head: each rank has some of the heads that its weight's gradient comes from."""
+    if norm is None:
+        return
+    if norm.weight.requires_grad and not isinstance(norm, RMSNorm):
+        raise Unsupported(
+            f"a {type(norm).__name__} of heads trains, whose gradient is summed in fewbits' own norm only;"
+            " convert the model with fuse_norms, or freeze the norm."
+        )
+    norm.tensor_group = group
+
+
+def _sum_unfused(attention: nn.Module, mlp: nn.Module, group: TensorGroup) -> None:
+    """Hooks for the layers' own forward; the fused nodes call neither module."""
+
+    def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        if args:
+            return (sum_gradient(args[0], group), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": sum_gradient(kwargs["hidden_states"], group)}
+
+    def after(module: nn.Module, args: Any, output: Any) -> Any:
+        if isinstance(output, tuple):
+            return sum_value(output[0], group), *output[1:]
+        return sum_value(output, group)
+
+    for module in (attention, mlp):
+        module.register_forward_pre_hook(before, with_kwargs=True)
+        module.register_forward_hook(after)
+
+
+def _same_on_all(model: Any, state: TensorParallel) -> None:
+    """What trains and is whole has the first rank's values."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and name not in state.cuts:
+            distributed.broadcast(parameter.data, group=state.group.process_group, group_src=0)
+
+
+def _bytes(module: nn.Module) -> int:
+    return sum(p.nbytes for p in module.parameters())
+
+
+__all__ = ["TensorParallel", "clip_grad_norm", "tensor_parallel", "tensor_parallel_of"]

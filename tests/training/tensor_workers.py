@@ -1,0 +1,106 @@
+"""What the ranks of tests/training/test_tensor_parallel.py run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+
+from fewbits.models.adapters import get_peft_model
+from fewbits.models.convert import convert
+from fewbits.models.fused import fuse, fusion_of
+from fewbits.recipes.recipe import LoRA, Recipe, Rule
+from fewbits.training.fsdp import local_bytes, shard
+from fewbits.training.tensor_parallel import clip_grad_norm, tensor_parallel, tensor_parallel_of
+from models.tiny import tiny, tokens
+from training.fsdp_workers import FORMATS, ROWS, full, mean_over_ranks, train
+
+# wide enough for blocks of 64 along half of the columns
+SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
+
+
+def build(kind: str, family: str, *, fused: bool) -> Any:
+    """As in fsdp_workers, wider."""
+    model = tiny(family, **SIZES)
+    if kind in FORMATS:
+        convert(model, Recipe(name=kind, linear=Rule(weight=FORMATS[kind])))
+    else:
+        convert(model, Recipe(name="plain"))  # fewbits' own norms
+    if kind != "full":
+        model.requires_grad_(False)
+        model = get_peft_model(model, LoRA(r=4))
+        torch.manual_seed(0)
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.data.normal_(0, 0.1)
+    if fused:
+        fuse(model)
+    return model.train()
+
+
+def curves(cases: list[tuple[str, str, bool]], steps: int) -> dict[Any, Any]:
+    """Each case over all ranks of one tensor group."""
+    mesh = init_device_mesh("cpu", (distributed.get_world_size(),), mesh_dim_names=("tensor",))
+    found = {}
+    for kind, family, fused in cases:
+        model = build(kind, family, fused=fused)
+        whole = local_bytes(model)
+        receipt = tensor_parallel(model, mesh)
+        share = local_bytes(model) / whole
+        losses, _ = train_without_clipping(model, steps)
+        model.eval()
+        with torch.no_grad():
+            logits = model(input_ids=tokens(2, 8)).logits
+            made = model.generate(input_ids=tokens(2, 8), max_new_tokens=5, do_sample=False)
+        found[kind, family, fused] = {
+            "losses": losses,
+            "weights": full(model),
+            "cuts": tensor_parallel_of(model).cuts,
+            "share": share,
+            "fallbacks": dict(fusion_of(model).fallbacks) if fused else {},
+            "logits": logits,
+            "made": made,
+            "receipt": str(receipt),
+        }
+    return found
+
+
+def train_without_clipping(model: Any, steps: int, rows: slice = slice(None)) -> tuple[list[float], Any]:
+    """A norm over all weights would need sums over the group; SGD shows each gradient as it is."""
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
+    losses = []
+    for step in range(steps):
+        ids = tokens(ROWS, 16, seed=step)[rows]
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses, optimizer
+
+
+def both(kind: str, family: str, steps: int) -> dict[str, Any]:
+    """Two ranks share layers, two such pairs share the rest."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    model = build(kind, family, fused=True)
+    tensor_parallel(model, mesh["tensor"])
+    shard(model, mesh["data"])
+    share = ROWS // 2
+    first = mesh["data"].get_local_rank() * share
+    losses, _ = train_without_clipping(model, steps, slice(first, first + share))
+    found = {"losses": mean_over_ranks(losses), "weights": full(model)}
+    found["norm"] = norm_of(model, slice(first, first + share))
+    return {**found, "tensor": mesh["tensor"].get_local_rank()}
+
+
+def norm_of(model: Any, rows: slice = slice(None)) -> tuple[float, float]:
+    """The norm of one step's gradients, and what clipping leaves of it."""
+    ids = tokens(ROWS, 16, seed=9)[rows]
+    model(input_ids=ids, labels=ids).loss.backward()
+    norm = clip_grad_norm(model, 1e-3)
+    return float(norm), float(clip_grad_norm(model, 1.0))
+
+
+__all__ = ["both", "build", "curves", "norm_of", "train", "train_without_clipping"]
