@@ -6,17 +6,15 @@ type. Divisions are IEEE's and no multiply-add is fused: results equal the forma
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fewbits.formats.integer import Integer
+from fewbits.kernels._gradient_wire import Wire
 from fewbits.kernels._launch import CompileCase, cdiv, jit, on_device_of, tl
 from fewbits.kernels._quantize_float8_triton import inverse_of, row_largest, scale_of_largest
-
-if TYPE_CHECKING:
-    from fewbits.kernels.gradient_codec import Wire
 
 _TILE = 4096  # values of a program
 _LARGEST = {8: 127, 4: 7, 0: 448}  # by KIND: the bits of whole numbers, 0 for E4M3

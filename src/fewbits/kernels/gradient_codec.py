@@ -29,113 +29,28 @@ There is no gradient: this is what happens to gradients. The kernels are in _gra
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-
 import torch
 from torch import Tensor
 
-from fewbits.errors import Unsupported
-from fewbits.formats.base import Format, Packed
-from fewbits.formats.float8 import E4M3_1X128, Float8
-from fewbits.formats.integer import INT4_G64, INT8_G128, Integer
+from fewbits.formats.float8 import Float8
+from fewbits.formats.integer import Integer
 from fewbits.kernels._gradient_codec_triton import launch_dequantize, launch_quantize, launch_sum
+from fewbits.kernels._gradient_wire import Wire, wire_format, wire_of
 from fewbits.kernels.dequantize import _from_text, _to_text
 
-_BLOCKS = (32, 64, 128, 256, 512, 1024)
-
-
-def wire_format(format: Format) -> Integer | Float8:
-    """The format in which gradients travel: that of ``format``'s codes, with blocks along a row.
-
-    Formats with one scale a row or a tensor get blocks of 128 values, INT4 of 64: a bucket of gradients holds
-    many tensors of unlike size.
-
-    Raises:
-        Unsupported: another family of formats; gradients travel in INT8, INT4 or FP8 E4M3.
-    """
-    if isinstance(format, Integer) and not format.zero_point:
-        if format.block[0] == 1 and format.block[1] in _BLOCKS:
-            return format
-        return INT8_G128 if format.bits == 8 else INT4_G64
-    if isinstance(format, Float8) and format.kind == "e4m3":
-        return E4M3_1X128
-    raise Unsupported(
-        f"gradients cannot travel in {format.name}; choose int8, int4 or float8_e4m3 for communication."
-    )
-
-
-@dataclass(frozen=True)
-class Wire:
-    """How one row of a gradient lies in its message.
-
-    Attributes:
-        format: from `wire_format`.
-        row: values of a row.
-        plain: float32 values behind the scales that travel as they are.
-    """
-
-    format: Integer | Float8
-    row: int
-    plain: int = 0
-
-    @property
-    def block(self) -> int:
-        """Values under one scale."""
-        return self.format.block[1]
-
-    @property
-    def bits(self) -> int:
-        """Bits of a code."""
-        return self.format.bits if isinstance(self.format, Integer) else 8
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks of a row."""
-        return -(-self.row // self.block)
-
-    @property
-    def padded_row(self) -> int:
-        """Values of a row, filled up to whole blocks."""
-        return self.num_blocks * self.block
-
-    @property
-    def code_bytes(self) -> int:
-        """Bytes of a row's codes; the scales begin there."""
-        return self.padded_row * self.bits // 8
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of a message."""
-        return -(-(self.code_bytes + 4 * (self.num_blocks + self.plain)) // 16) * 16
-
-    def scales(self, message: Tensor) -> Tensor:
-        """The scales in messages (W, row_bytes): a view (W, num_blocks), float32."""
-        first = self.code_bytes // 4
-        return message.view(torch.float32)[:, first : first + self.num_blocks]
-
-    def plain_values(self, message: Tensor) -> Tensor:
-        """The values that travel as they are: a view (W, plain), float32."""
-        first = self.code_bytes // 4 + self.num_blocks
-        return message.view(torch.float32)[:, first : first + self.plain]
-
-    def empty(self, rows: int, device: torch.device | str) -> Tensor:
-        """Room for the messages of ``rows`` rows; the padding at their end is 0."""
-        message = torch.empty(rows, self.row_bytes, dtype=torch.uint8, device=device)
-        used = self.code_bytes + 4 * (self.num_blocks + self.plain)
-        message[:, used:] = 0
-        return message
-
-    def packed(self, message: Tensor) -> Packed:
-        """Messages (W, row_bytes) as a packed tensor (W, padded_row)."""
-        rows = message.shape[0]
-        codes = message[:, : self.code_bytes]
-        if isinstance(self.format, Float8):
-            codes = codes.view(self.format.torch_dtype)
-        elif self.format.bits == 8:
-            codes = codes.view(torch.int8)
-        parts = {"codes": codes.contiguous(), "scales": self.scales(message).contiguous()}
-        return Packed(self.format, (rows, self.padded_row), torch.float32, parts)
-
+__all__ = [
+    "Wire",
+    "dequantize_gradient",
+    "dequantize_gradient_ref",
+    "quantize_gradient",
+    "quantize_gradient_ref",
+    "reduce_gradients",
+    "reduce_gradients_ref",
+    "sum_gradients",
+    "sum_gradients_ref",
+    "wire_format",
+    "wire_of",
+]
 
 # 1. The definition. 2. has no backward.
 
@@ -327,13 +242,6 @@ def dequantize_gradient(messages: Tensor, out: Tensor, wire: Wire) -> None:
     """What W messages decode to, into ``out`` (N,) of any floating-point type, without the padding."""
     if wire.row:
         _dequantize(messages, out, wire.row, _to_text(wire.format))
-
-
-def wire_of(format: Format, count: int, rows: int, plain: int = 0) -> Wire:
-    """The wire of ``count`` values cut into ``rows`` rows of whole blocks, with ``plain`` values beside."""
-    made = Wire(wire_format(format), 0)
-    blocks = -(-count // (rows * made.block))
-    return replace(made, row=blocks * made.block, plain=-(-plain // rows))
 
 
 def _given(residual: Tensor | None, like: Tensor) -> Tensor:
