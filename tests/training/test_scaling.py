@@ -43,7 +43,7 @@ def test_parts_add_up(gpus: int, format: str) -> None:
     assert step.seconds == step.compute + step.exposed and 0 < step.efficiency <= 1
     assert 0 <= step.exposed <= step.exchange
     parts = (step.inside, step.between, step.latency, step.codec)
-    assert min(parts) >= 0 and sum(parts) == pytest.approx(step.exchange)
+    assert min(parts) >= 0 and max(parts) <= step.exchange <= sum(parts) * (1 + 1e-12)
     if gpus == 1:
         assert step.inside == step.between == step.latency == step.bytes_between == 0
 

@@ -13,7 +13,10 @@ single GPUs, an all-to-all and an all-gather of (W - 1) / W * b each. Between no
 inside (all-gather). Without it the all-to-all alone sends g times b (W - g) / W from every node, more than
 bfloat16's ring in all once g > 3 in INT8: `hierarchical=False` shows it.
 
-Quantising, adding and decoding cost memory traffic (`fewbits.kernels.gradient_codec`) at ``memory_rate``.
+Quantising, adding and decoding cost memory traffic (`fewbits.kernels.gradient_codec`) at ``memory_rate``. A
+bucket is coded while another travels, so of codec and network the shorter is hidden but for one bucket:
+
+    exchange = max(network, codec) + min(network, codec) / b        network = inside + between + latencies
 
 Every bucket pays latencies: 2 (g - 1) inside and 2 log2(n) between, for a ring within and a tree between
 nodes; in few bits 2 inside, and 1 + log2(n) between. Rates are goodput: what is left of a line's bits for
@@ -130,6 +133,7 @@ class Step:
         between: on the network between nodes.
         latency: of all messages.
         codec: of quantising, adding and decoding.
+        exchange: all of it, were nothing computed beside it.
         exposed: what of the exchange the backward pass does not hide.
         bytes_between: bytes that leave a node.
     """
@@ -141,13 +145,9 @@ class Step:
     between: float
     latency: float
     codec: float
+    exchange: float
     exposed: float
     bytes_between: float
-
-    @property
-    def exchange(self) -> float:
-        """All of it, one after the other."""
-        return self.inside + self.between + self.latency + self.codec
 
     @property
     def seconds(self) -> float:
@@ -181,12 +181,13 @@ def step_time(work: Work, cluster: Cluster, format: str, *, hierarchical: bool =
         hops = 2 * (cluster.in_node > 1), (cluster.nodes > 1) * (1 + math.log2(cluster.nodes))
         codec = _codec(work, cluster, format, cluster.in_node if hierarchical and cluster.nodes > 1 else 1)
     latency = buckets * (hops[0] * cluster.inside.latency + hops[1] * cluster.between.latency)
-    exchange = inside + between + latency + codec
+    network = inside + between + latency
+    exchange = max(network, codec) + min(network, codec) / buckets
     hidden = work.compute * work.backward_share * (1 - 1 / buckets)
     exposed = max(exchange / buckets, exchange - hidden)
     return Step(
         format=format, gpus=cluster.gpus, compute=work.compute, inside=inside, between=between,
-        latency=latency, codec=codec, exposed=exposed, bytes_between=sent,
+        latency=latency, codec=codec, exchange=exchange, exposed=exposed, bytes_between=sent,
     )  # fmt: skip
 
 
