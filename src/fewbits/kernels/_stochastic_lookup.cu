@@ -5,14 +5,15 @@
 // Lane l of a warp owns dimensions 4l ... 4l+3 of the slice and bank l of the tables, so 32 lanes that look up
 // 32 different codes never meet in a bank. An output is one weight word a lane, 4 lookups, one sum over the warp.
 //
-// A byte is 128 + T - k |w| with a whole slope k for each (row, dimension): what is left of counts up to 256
+// A byte is MIDDLE + T - k |w| with a whole slope k for each (row, dimension): what is left of counts up to 256
 // fits 8 bits, and the sum of k w is one dot product of bytes (LINEAR; counts below 128 need none). Bytes are
-// added in 16-bit fields, two to a word. WIDE: streams of 256 steps, whose sums can need 17 bits.
+// added in 16-bit fields, two to a word; those of short streams first in 8 bits, ADDED words at a time. WIDE:
+// streams of 256 steps, whose sums can need 17 bits.
 //
 // Out come whole counts per slice (DIRECT 0; stochastic_combine adds them in the order of the chunks), or, where
 // a block runs through all slices and a slice is a chunk, y itself (DIRECT 1).
 //
-// Compiled at run time with ROWS, LINEAR, WIDE, DIRECT, ALIGNED, THREADS and MIN_BLOCKS defined.
+// Compiled at run time with ROWS, ADDED, LINEAR, WIDE, DIRECT, ALIGNED, THREADS and MIN_BLOCKS defined.
 
 typedef unsigned int u32;
 typedef unsigned char u8;
@@ -23,8 +24,10 @@ typedef long long i64;
 #define SLICE 128                      // inner dimensions of a table
 #define PLANE (256 * LANES * 4)        // bytes: a word for each code and lane
 #define PLANES ROWS                    // a word holds the 4 bytes of ROWS rows and 4 / ROWS dimensions
-#define TILE 8                         // outputs that a warp has in flight
-#define BIAS (128 * SLICE)             // what the bytes' 128 add up to
+#define TILE 16                        // outputs that a warp has in flight
+#define MIDDLE (128 / ADDED)           // the byte of a count of 0
+#define BIAS (MIDDLE * SLICE)          // what that adds up to
+#define TWICE (MIDDLE * 0x02020202u)   // a word of it less one of counts is that of the negative counts
 
 struct Product {
     const s8 *qa;          // (B, N, D)
@@ -32,7 +35,7 @@ struct Product {
     const s8 *qb;          // (B or 1, M, D)
     const float *sb;       // (B or 1, M, C)
     const u8 *levels;      // (B or 1, N or 1, C or 1), or null
-    const u8 *tables;      // (levels, masks, 128, 128): 128 + T - k w
+    const u8 *tables;      // (levels, masks, 128, 128): MIDDLE + T - k w
     const s8 *slopes;      // (levels, masks, 128): k
     const u8 *masks;       // (dimensions of a chunk,): which mask
     const float *factors;  // (levels,): Q^2 / L
@@ -99,7 +102,7 @@ static __device__ __forceinline__ void store_columns(u32 *plane, const uint4 *v,
         for (int j = 0; j < 4; j++) {
             int code = first + 4 * i + j;
             plane[code * LANES + lane] = of_code[j];
-            if (code) plane[(256 - code) * LANES + lane] = 0x01010100u - of_code[j];  // 256 - each byte
+            if (code) plane[(256 - code) * LANES + lane] = TWICE - of_code[j];
         }
     }
 }
@@ -116,10 +119,10 @@ static __device__ __forceinline__ void build(const Product &p, const Slice &slic
             const int code = code_of(p, slice, b, row, i);
             v[k] = ((const uint4 *)(p.tables + row_of(p, slice, b, row, i, code) * 128))[group];
             if (code < 0) {
-                v[k].x = 0x01010100u - v[k].x;
-                v[k].y = 0x01010100u - v[k].y;
-                v[k].z = 0x01010100u - v[k].z;
-                v[k].w = 0x01010100u - v[k].w;
+                v[k].x = TWICE - v[k].x;
+                v[k].y = TWICE - v[k].y;
+                v[k].z = TWICE - v[k].z;
+                v[k].w = TWICE - v[k].w;
             }
         }
         store_columns(table + plane * (PLANE / 4), v, 16 * group, lane);
@@ -138,10 +141,9 @@ static __device__ __forceinline__ void build(const Product &p, const Slice &slic
 #endif
 }
 
-// Four codes of output i of a tile for a lane's dimensions. Lanes beyond the slice and outputs beyond the last read codes
-// of others: the former look up bytes that are 128 for every code, the latter are not written.
-static __device__ __forceinline__ u32 weights_at(const Product &p, const s8 *first, int length, int i, int last) {
-    const s8 *at = first + (unsigned long long)(u32)(i < last ? i : last) * (u32)p.D;  // one instruction
+// Four codes of one output for a lane's dimensions. Lanes beyond the slice and outputs beyond the last read codes
+// of others: the former look up bytes that are MIDDLE for every code, the latter are not written.
+static __device__ __forceinline__ u32 weights_at(const s8 *at, int length) {
 #if ALIGNED
     return __ldg((const u32 *)at);
 #else
@@ -152,6 +154,19 @@ static __device__ __forceinline__ u32 weights_at(const Product &p, const s8 *fir
         if (4 * lane + j < length) word |= (u32)(at[j] & 255) << (8 * j);
     return word;
 #endif
+}
+
+// Those of a tile's outputs, from m on.
+static __device__ __forceinline__ void load_tile(const Product &p, const s8 *weights, int length, int m, u32 *w) {
+    if (m + TILE <= p.M) {
+        const s8 *row = weights + (i64)m * p.D;
+#pragma unroll
+        for (int i = 0; i < TILE; i++) w[i] = weights_at(row + (unsigned long long)((u32)i * (u32)p.D), length);
+    } else {
+#pragma unroll
+        for (int i = 0; i < TILE; i++)
+            w[i] = weights_at(weights + (i64)(m + i < p.M ? m + i : p.M - 1) * p.D, length);
+    }
 }
 
 struct Sums {
@@ -172,8 +187,12 @@ static __device__ __forceinline__ Sums look_up(u32 own, const u32 *k, u32 w) {
     const u32 all = x[0] + x[1] + x[2] + x[3];
     u32 odd = 0, even = all;
     if (ROWS == 4) {
+        // As many words as their bytes' sums allow are added before the odd bytes are set apart.
+        if (ADDED == 1)
 #pragma unroll
-        for (int j = 0; j < 4; j++) odd += __byte_perm(x[j], 0, 0x4341);
+            for (int j = 0; j < 4; j++) odd += __byte_perm(x[j], 0, 0x4341);
+        if (ADDED == 2) odd = __byte_perm(x[0] + x[1], 0, 0x4341) + __byte_perm(x[2] + x[3], 0, 0x4341);
+        if (ADDED == 4) odd = __byte_perm(all, 0, 0x4341);
         even = all - (odd << 8);
     }
     u32 pair[2] = {even, odd};  // rows 0 and 2, 1 and 3; with two rows 0 and 1
@@ -212,22 +231,48 @@ static __device__ __forceinline__ int count_of(const Sums &sums, int r) {
 #endif
 }
 
-// One output's counts for ROWS rows to memory, or to y.
-static __device__ __forceinline__ void write(const Product &p, const Slice &slice, int s, int b, int n, int m,
-                                             const Sums &sums) {
+// Where one output's counts of a slice go, or its values.
+struct Target {
+    int rows;          // of these ROWS that exist
+    float *y;          // of the first row and output
+    int *counts;
+    const float *scales_b;
+    float scale_a[DIRECT ? ROWS : 1], factor[DIRECT ? ROWS : 1];
+    bool first;        // chunk
+};
+
+static __device__ __forceinline__ Target target_of(const Product &p, const Slice &slice, int s, int b, int n) {
+    Target to;
+    to.rows = p.N - n < ROWS ? p.N - n : ROWS;
+    to.y = p.y + ((i64)b * p.N + n) * p.M;
+    to.counts = DIRECT ? 0 : p.counts + (((i64)b * p.per_chunk * p.C + s) * p.N + n) * p.M;
+    to.scales_b = p.sb + (p.shared_b ? 0 : (i64)b * p.M * p.C) + slice.chunk;
+    to.first = s == 0;
+#if DIRECT
 #pragma unroll
     for (int r = 0; r < ROWS; r++) {
-        if (n + r >= p.N) break;
+        const int row = r < to.rows ? n + r : n;
+        to.scale_a[r] = p.sa[((i64)b * p.N + row) * p.C + slice.chunk];
+        to.factor[r] = p.factors[level_of(p, b, row, slice.chunk)];
+    }
+#endif
+    return to;
+}
+
+static __device__ __forceinline__ void write(const Product &p, const Target &to, int m, const Sums &sums) {
 #if DIRECT
-        const i64 row = (i64)b * p.N + n + r;
-        const float scale_b = p.sb[((i64)(p.shared_b ? 0 : b) * p.M + m) * p.C + slice.chunk];
-        const float scales = __fmul_rn(p.sa[row * p.C + slice.chunk], scale_b);
-        const float raw = __fmul_rn((float)count_of(sums, r), p.factors[level_of(p, b, n + r, slice.chunk)]);
-        float *y = p.y + row * p.M + m;
-        *y = __fadd_rn(s ? *y : 0.0f, __fmul_rn(raw, scales));
+    const float scale_b = to.scales_b[(i64)m * p.C];
+#endif
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) {
+        if (r >= to.rows) break;
+#if DIRECT
+        const float scales = __fmul_rn(to.scale_a[r], scale_b);
+        const float raw = __fmul_rn((float)count_of(sums, r), to.factor[r]);
+        float *y = to.y + (i64)r * p.M + m;
+        *y = __fadd_rn(to.first ? 0.0f : *y, __fmul_rn(raw, scales));
 #else
-        const i64 slices = (i64)p.per_chunk * p.C;
-        p.counts[(((i64)b * slices + s) * p.N + n + r) * p.M + m] = count_of(sums, r);
+        to.counts[(i64)r * p.M + m] = count_of(sums, r);
 #endif
     }
 }
@@ -248,12 +293,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) stochastic_loo
 
     for (int s = first_slice; s < last_slice; s++) {
         const Slice slice = slice_of(p, s);
+        const Target to = target_of(p, slice, s, b, n);
         if (slice.length <= 0) {  // the last chunk is shorter: these slices count nothing
             for (int m = begin + threadIdx.x; m < end; m += THREADS) {
                 Sums none;
                 for (int i = 0; i < (int)(sizeof(none) / 4); i++)
                     none.word[i] = WIDE || ROWS == 1 ? BIAS : BIAS * 0x10001u;
-                write(p, slice, s, b, n, m, none);
+                write(p, to, m, none);
             }
             continue;
         }
@@ -261,31 +307,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) stochastic_loo
         if (4 * lane < slice.length) weights += 4 * lane;
         u32 next[TILE];
         int m = begin + warp * TILE;
-        const int now = m < p.M ? m : p.M - 1;
-#pragma unroll
-        for (int i = 0; i < TILE; i++)
-            next[i] = weights_at(p, weights + (i64)now * p.D, slice.length, i, p.M - 1 - now);
+        load_tile(p, weights, slice.length, m, next);
         build(p, slice, b, n, shared, slopes);
         __syncthreads();
         u32 k[ROWS];
 #pragma unroll
         for (int r = 0; r < ROWS; r++) k[r] = LINEAR ? slopes[r * LANES + lane] : 0;
         for (; m < end; m += warps * TILE) {
-            const int ahead = m + warps * TILE < p.M ? m + warps * TILE : p.M - 1;
-            const s8 *row = weights + (i64)ahead * p.D;
             u32 w[TILE];
 #pragma unroll
-            for (int i = 0; i < TILE; i++) {
-                w[i] = next[i];
-                next[i] = weights_at(p, row, slice.length, i, p.M - 1 - ahead);
-            }
+            for (int i = 0; i < TILE; i++) w[i] = next[i];
+            load_tile(p, weights, slice.length, m + warps * TILE, next);
             Sums mine;
 #pragma unroll
             for (int i = 0; i < TILE; i++) {
                 const Sums sums = look_up(own, k, w[i]);
                 if (lane == i || i == 0) mine = sums;
             }
-            if (lane < TILE && m + lane < end) write(p, slice, s, b, n, m + lane, mine);
+            if (lane < TILE && m + lane < end) write(p, to, m + lane, mine);
         }
         __syncthreads();
     }

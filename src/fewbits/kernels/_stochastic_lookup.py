@@ -24,7 +24,7 @@ SOURCE = "_stochastic_lookup.cu"
 CODES = 128  # magnitudes of codes, 0 ... 127
 SLICE = 128  # inner dimensions of a table
 _PLANE_BYTES = 256 * 32 * 4
-_TILE = 8
+_TILE = 16
 _WORKSPACE_BYTES = 2**28
 _DIRECT_OUTPUTS = 1024  # fewer do not pay for a table of their own
 
@@ -32,12 +32,13 @@ _DIRECT_OUTPUTS = 1024  # fewer do not pay for a table of their own
 class Tables(NamedTuple):
     """What the kernel looks up; see the text of _stochastic_lookup.cu."""
 
-    bytes: Tensor  # (levels, masks, 128, 128) uint8: 128 + T - slope * |qb|
+    bytes: Tensor  # (levels, masks, 128, 128) uint8: 128 / added + T - slope * |qb|
     slopes: Tensor  # (levels, masks, 128) int8
     masks: Tensor  # (chunk,) uint8
     factors: Tensor  # (levels,) float32
     linear: bool  # whether a slope is not 0
     wide: bool  # whether a count of 256 occurs
+    added: int  # bytes whose sum always fits a byte: 1, 2 or 4
 
 
 @lru_cache(maxsize=16)
@@ -54,18 +55,21 @@ def tables_of(
             of_length = product_tables(options.with_length(length).streams, distinct, torch.device("cpu"))
             counts[i, :, :codes, :codes] = of_length
     rest, slopes = _straightened(counts)
-    if int(rest.abs().amax()) > 127:
+    largest = int(rest.abs().amax())
+    if largest > 127:
         return None
+    added = 4 if largest < 32 else 2 if largest < 64 else 1
     position = {mask: i for i, mask in enumerate(distinct)}
     index = torch.tensor([position[mask] for mask in masks], dtype=torch.uint8)
     factors = [options.max_code**2 / length if length else 0.0 for length in levels]
     return Tables(
-        (rest + 128).to(torch.uint8).to(device),
+        (rest + 128 // added).to(torch.uint8).to(device),
         slopes.to(torch.int8).to(device),
         index.to(device),
         torch.tensor(factors, dtype=torch.float64).float().to(device),
         bool(slopes.any()),
         int(counts.max()) > 255,
+        added,
     )
 
 
@@ -115,6 +119,7 @@ class Plan:
         """The source's macros."""
         return (
             ("ROWS", self.rows),
+            ("ADDED", tables.added),
             ("LINEAR", int(tables.linear)),
             ("WIDE", int(tables.wide)),
             ("DIRECT", int(self.direct)),
