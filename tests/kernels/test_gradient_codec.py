@@ -168,6 +168,26 @@ def test_formats_of_the_wire() -> None:
 
 
 @pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(("count", "rows", "row"), SHAPES)
+def test_a_part_at_a_time_is_the_definition(
+    format: str, count: int, rows: int, row: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_PART", 128)
+    wire = wires(format, count, rows, row)
+    x = gradients(count)
+    x[count // 3] = torch.inf
+    (left, need), (residual, message) = ((gradients(count, 1) * 0.01, wire.empty(rows, "cpu")) for _ in "ab")
+    quantize_gradient_ref(x, left, need, wire)
+    quantize_gradient(x, residual, message, wire)
+    assert _same_messages(message, need, wire) and torch.equal(residual, left)
+
+    (left, need), (residual, again) = ((gradients(wire.row, 2), wire.empty(1, "cpu")) for _ in "ab")
+    sum_gradients_ref(message, left, need, wire, 1 / rows)
+    sum_gradients(message, residual, again, wire, factor=1 / rows)
+    assert _same_messages(again, need, wire) and torch.equal(residual, left)
+
+
+@pytest.mark.parametrize("format", FORMATS)
 def test_opcheck(format: str) -> None:
     wire = wires(format, 300, 2, None)
     text = module._to_text(wire.format)
