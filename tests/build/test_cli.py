@@ -15,7 +15,7 @@ from build.conftest import ROOT, Workshop, write_ninja
 def fewbits(workshop: Workshop, *words: str) -> subprocess.CompletedProcess[str]:
     env = {**workshop.env, "PYTHONPATH": str(ROOT / "src")}
     command = [sys.executable, "-m", "fewbits.cli", "build", *words]
-    return subprocess.run(command, cwd=workshop.folder, env=env, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, cwd=workshop.folder, env=env, capture_output=True, text=True, timeout=200)
 
 
 def test_report_and_profile_are_written(workshop: Workshop, tmp_path: Path) -> None:
@@ -61,6 +61,6 @@ def test_a_terminal_shows_a_table_and_the_build_above(workshop: Workshop, ninja:
             break
         text += data
     os.close(leader)
-    assert process.wait(30) == 0, text.decode()
+    assert process.wait(200) == 0, text.decode()
     for word in ("[3/3]", "supposed", "u1.cpp", "of 629 MB (--memory)", "waiting", "report"):
         assert word in text.decode(), word

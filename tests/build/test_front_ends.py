@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from build.conftest import Workshop, write_ninja, write_unit
+from build.conftest import Workshop, full, write_ninja, write_unit
 
 # -- pip wheel, in a temporary environment and a temporary folder
 
@@ -111,7 +111,7 @@ def without_debug(workshop: Workshop, library: bytes) -> bytes:
 
 
 @pytest.mark.slow  # pip makes three environments
-@pytest.mark.parametrize("debug", ["-g0", "-g"])
+@pytest.mark.parametrize("debug", ["-g0", pytest.param("-g", marks=full)])
 def test_pip_wheel_with_build_isolation(workshop: Workshop, tmp_path: Path, debug: str) -> None:
     if importlib.util.find_spec("pip") is None or shutil.which("objcopy") is None:
         pytest.skip("needs pip and objcopy")
@@ -123,7 +123,7 @@ def test_pip_wheel_with_build_isolation(workshop: Workshop, tmp_path: Path, debu
     done = workshop.plain(*pip)
     assert done.returncode == 0, done.stderr
     plain, _, _ = open_wheel(workshop)
-    ours = workshop.build(*pip)
+    ours = workshop.build(*pip, worth_keeping_s=0)
     assert ours.code == 0, ours.err
     made, cwd, by = open_wheel(workshop)
     assert "pip-build-env-" in by
@@ -132,8 +132,7 @@ def test_pip_wheel_with_build_isolation(workshop: Workshop, tmp_path: Path, debu
     assert {("a.cpp", "c++"), ("b.cpp", "c++"), ("m.c", "c")} <= stages
     again = workshop.build(*pip)
     assert again.code == 0, again.err
-    # m.c takes less than what is worth keeping, unless the machine is slow.
-    assert again.profile["counts"]["kept result"] in (2, 3)
+    assert again.profile["counts"]["kept result"] == 3
     assert not {"a.cpp", "b.cpp"} & {Path(s["unit"]).name for s in again.profile["stages"]}
     kept, cwd_again, _ = open_wheel(workshop)
     assert cwd_again != cwd
@@ -215,7 +214,7 @@ def test_ninja_with_and_without_jobs(workshop: Workshop, version: str, way: str)
     done = workshop.build(*command, memory_bytes=160_000_000, jobs=4)
     assert done.code == 0, done.err
     assert sorted(s["unit"] for s in done.profile["stages"]) == [f"u{i}.cpp" for i in range(4)]
-    assert done.profile["peak_bytes"] <= 190_000_000
+    assert done.profile["peak_bytes"] <= 0.9 * sum(s["peak_bytes"] for s in done.profile["stages"])
     assert {name: (workshop.folder / name).read_bytes() for name in names} == plain
     still = workshop.build(*command)
     assert (still.code, still.profile["stages"]) == (0, [])

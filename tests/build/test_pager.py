@@ -99,34 +99,41 @@ def start(hog: Path, native: Native, *args: str, name: str = "ptxas") -> subproc
     return process
 
 
+def lowest_during(
+    process: subprocess.Popen[str], sampler: Sampler, below: float, signals: list[int]
+) -> float:
+    """The least memory that is seen after these signals, which are sent again until it is below a bound.
+
+    The program touches all of its memory when the pager is through, so a busy machine may hide a moment.
+    """
+    lowest = 1e12
+    while lowest >= below and process.poll() is None:
+        for number in signals:
+            os.kill(process.pid, number)
+        end = time.monotonic() + 0.25
+        while (
+            lowest >= below and time.monotonic() < end and (memory := sampler.memory(process.pid)) is not None
+        ):
+            lowest = min(lowest, memory.rss or lowest)
+    return lowest
+
+
 def test_memory_leaves_and_comes_back(hog: Path, native: Native) -> None:
-    process, sampler = start(hog, native, "64", "1.5"), Sampler()
+    process, sampler = start(hog, native, "64", "3"), Sampler()
     assert has_pager(process.pid)
     before = sampler.memory(process.pid)
-    lowest = before.rss
-    for _ in range(5):
-        os.kill(process.pid, signal.SIGURG)
-        for _ in range(20):
-            time.sleep(0.01)
-            memory = sampler.memory(process.pid)
-            lowest = min(lowest, memory.rss if memory else lowest)
-    assert process.wait(20) == 0
+    lowest = lowest_during(process, sampler, 0.6 * before.rss, [signal.SIGURG])
+    assert process.wait(60) == 0
     assert before.rss > 60e6
     assert lowest < before.rss * 0.6
     assert [p for p in hog.iterdir() if p.name.startswith("page-")] == []
 
 
 def test_a_stopped_one_wakes_into_the_pager(hog: Path, native: Native) -> None:
-    process, sampler = start(hog, native, "64", "0.5"), Sampler()
-    os.kill(process.pid, signal.SIGSTOP)
-    os.kill(process.pid, signal.SIGURG)
-    os.kill(process.pid, signal.SIGCONT)
-    deadline = time.monotonic() + 10
-    lowest = 1e9
-    while lowest > 12e6 and time.monotonic() < deadline:
-        lowest = min(lowest, sampler.memory(process.pid).rss)
+    process, sampler = start(hog, native, "64", "3"), Sampler()
+    lowest = lowest_during(process, sampler, 12e6, [signal.SIGSTOP, signal.SIGURG, signal.SIGCONT])
     assert lowest < 12e6
-    assert process.wait(20) == 0
+    assert process.wait(60) == 0
 
 
 def test_a_fork_in_between_keeps_both_intact(hog: Path, native: Native) -> None:
@@ -136,11 +143,11 @@ def test_a_fork_in_between_keeps_both_intact(hog: Path, native: Native) -> None:
         for child in children(process.pid):
             os.kill(child, signal.SIGURG)
         time.sleep(0.05)
-    assert process.wait(20) == 0
+    assert process.wait(60) == 0
 
 
 def test_other_programs_are_left_alone(hog: Path, native: Native) -> None:
     process = start(hog, native, "8", "0.2", name="other")
     assert not has_pager(process.pid)
     os.kill(process.pid, signal.SIGURG)
-    assert process.wait(20) == 0
+    assert process.wait(60) == 0

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from build.conftest import Workshop
+from build.conftest import QUIET, Workshop
 from fewbits.build.native import Native, build_native
 from fewbits.build.tools import child_environment, make_tools
 
@@ -93,7 +93,10 @@ def test_a_false_front_end_that_grows_is_named(workshop: Workshop, toolkit: Path
     assert "TransformerEngine issue 1996" in done.err
     stage = done.profile["stages"][0]
     left_class = next(at for at, held in stage["curve"] if held > 120_000_000)
-    assert stage["curve"][-1][0] - left_class < 5.0
+    if QUIET:
+        assert stage["curve"][-1][0] - left_class < 5.0
+    # It grows by some 150 MB a second, and more slowly where the machine is busy.
+    assert done.profile["verdicts"][0]["grown_bytes"] < 120_000_000 + 5 * 150_000_000
 
 
 def test_the_environment_of_the_child(tmp_path: Path, native: Native) -> None:

@@ -25,6 +25,8 @@ class Client:
         stage: what was made of it, while that is not done.
         message: the sentence that is told with a failure.
         began: the clock when the tool started.
+        is_unit: it belongs to no other launcher's tool.
+        at_work: a driver that was told to run.
     """
 
     socket: socket.socket
@@ -35,6 +37,8 @@ class Client:
     message: str = ""
     began: float = 0.0
     closed: bool = False
+    is_unit: bool = True
+    at_work: bool = False
 
     @cached_property
     def group(self) -> int:

@@ -8,6 +8,7 @@ import signal
 import socket
 import struct
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,7 +16,7 @@ from functools import partial
 from fewbits.build import schedule
 from fewbits.build.cache import file_clock
 from fewbits.build.client import Client
-from fewbits.build.intake import WORTH_KEEPING_S, Intake
+from fewbits.build.intake import Intake
 from fewbits.build.measures import Measures
 from fewbits.build.options import Options
 from fewbits.build.predict import History
@@ -53,6 +54,7 @@ class Controller:
         self.clients: dict[int, Client] = {}
         self.groups: dict[int, Client] = {}
         self.launchers: dict[int, Client] = {}
+        self.drivers: deque[Client] = deque()  # nvcc itself, which needs a turn only among the units
         self.sampler = Sampler()
         self.others = Others(self.sampler)
         self.measures = Measures(self)
@@ -177,6 +179,7 @@ class Controller:
         if above is not None and above.stage is not None:  # already part of a stage
             client.send("P")
             return
+        client.is_unit = above is None
         client.request = self.intake.read(client.pid, tool, above.request if above is not None else None)
         if client.request is None:
             client.send("P")
@@ -193,7 +196,8 @@ class Controller:
                 client.send("X", "0", "", "")
             return
         if request.is_driver:
-            client.send("R", "0", "", "", "", *self.intake.replaced(request))
+            self.drivers.append(client)
+            self._let_drivers_start()
             return
         stage = client.stage = request.stage
         stage.queued_s = stage.since_s = self.now_s
@@ -216,8 +220,30 @@ class Controller:
             slots=self.options.slots,
             now_s=self.now_s,
         )
+        room = self._room_for_units()
         for stage in started:
-            self._start(waiting[stage], stage)
+            client = waiting[stage]
+            if client.is_unit and room <= 0:
+                continue
+            room -= client.is_unit
+            self._start(client, stage)
+
+    def _room_for_units(self) -> int:
+        """How many more units may begin: each is a stage of its own or a driver with several."""
+        if not self.options.units:
+            return len(self.clients)
+        busy = sum(
+            c.is_unit and (c.at_work or (c.stage is not None and c.stage.on_machine))
+            for c in self.clients.values()
+        )
+        return self.options.units - busy
+
+    def _let_drivers_start(self) -> None:
+        while self.drivers and self._room_for_units() > 0:
+            client = self.drivers.popleft()
+            if not client.closed and client.request is not None:
+                client.at_work = True
+                client.send("R", "0", "", "", "", *self.intake.replaced(client.request))
 
     def _start(self, client: Client, stage: Stage) -> None:
         now = self.now_s
@@ -250,7 +276,9 @@ class Controller:
         if stage is None:
             if request is not None and code == 0:
                 self.intake.finished(request, client, (out, err), self.now_s - request.asked_s)
+            client.at_work = False
             client.send("X", "", "", "")
+            self._let_drivers_start()
             return
         stage.cpu_s += (user_us + system_us) / 1e6
         stage.peak_bytes = max(stage.peak_bytes, max_rss_kib * 1024)
@@ -267,7 +295,7 @@ class Controller:
         seconds = stage.ended_s - stage.started_s - stage.paused_s
         if code == 0:
             if client.request is not None:
-                self.intake.find_keys(client.request, by_content=seconds >= WORTH_KEEPING_S)
+                self.intake.find_keys(client.request, by_content=seconds >= self.intake.worth_keeping_s)
             self.history.learn(stage, peak_bytes=max(stage.peak_bytes, stage.high_bytes), seconds=seconds)
             if client.request is not None:
                 self.intake.finished(client.request, client, printed, seconds)
@@ -291,6 +319,8 @@ class Controller:
             stage.state, stage.ended_s = State.DONE, self.now_s
             self.trace.ended(stage, self.now_s, "its launcher was killed")
             self.admit()
+        if self.drivers:
+            self._let_drivers_start()
 
     # -- time
 

@@ -34,9 +34,17 @@ class Intake:
         cache: finished objects, or None.
         scratch: folder for depfiles that only we asked for.
         clock: seconds of the build.
+        worth_keeping_s: what compiles faster is not kept.
     """
 
-    def __init__(self, cache: Cache | None, scratch: Path, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        cache: Cache | None,
+        scratch: Path,
+        clock: Callable[[], float],
+        worth_keeping_s: float = WORTH_KEEPING_S,
+    ) -> None:
+        self.worth_keeping_s = worth_keeping_s
         self.cache, self.scratch, self.clock = cache, str(scratch), clock
         self._count = 0
         self.nvcc_threads = 1
@@ -131,7 +139,8 @@ class Intake:
 
     def is_waited_for(self, request: Request) -> bool:
         """Whether something has to be done for the command before its launcher may end."""
-        return request.recipe is not None and bool(request.recipe.wanted_depfile)
+        recipe = request.recipe
+        return recipe is not None and (bool(recipe.wanted_depfile) or self.worth_keeping_s < WORTH_KEEPING_S)
 
     def replaced(self, request: Request) -> tuple[str, ...]:
         """The number of arguments to run instead of the command's own, and these; ("0",) for the same."""
@@ -145,7 +154,7 @@ class Intake:
 
     def finished(self, request: Request, client: Client, printed: tuple[int, int], seconds: float) -> None:
         """Keep the result of a command that has succeeded, if that saves time."""
-        if seconds >= WORTH_KEEPING_S and self.cache is not None:
+        if seconds >= self.worth_keeping_s and self.cache is not None:
             self._find_key(request)
         recipe = request.recipe
         if recipe is None or self.cache is None:
@@ -153,7 +162,7 @@ class Intake:
         if recipe.wanted_depfile:
             names = read_depfile(Path(recipe.depfile))
             write_depfile(recipe.command, recipe.command.path(recipe.wanted_depfile), names)
-        if seconds >= WORTH_KEEPING_S:
+        if seconds >= self.worth_keeping_s:
             out = client.printed(printed[0])
             err = out if printed[1] == printed[0] else client.printed(printed[1])
             if out is not None and err is not None:

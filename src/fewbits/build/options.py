@@ -17,6 +17,7 @@ class Options:
         pager: the pager's library, or None.
         pages: where memory is paged out to.
         stage_limit_bytes: growth past it is a runaway; None: by the stage's class.
+        units: how many units may be at work at once, however many stages each has; 0: any number.
     """
 
     folder: Path
@@ -26,3 +27,4 @@ class Options:
     pages: Path = Path("/var/tmp")
     stage_limit_bytes: int | None = None
     caps: bool = True
+    units: int = 0

@@ -19,7 +19,7 @@ from typing import Any
 
 from fewbits.build.cache import Cache
 from fewbits.build.controller import Controller
-from fewbits.build.intake import Intake
+from fewbits.build.intake import WORTH_KEEPING_S, Intake
 from fewbits.build.native import Native, build_native
 from fewbits.build.options import Options
 from fewbits.build.predict import History
@@ -28,6 +28,7 @@ from fewbits.build.tools import child_environment, make_tools
 from fewbits.build.trace import Trace
 from fewbits.build.verdict import Verdict
 from fewbits.build.watch import BudgetWatch
+from fewbits.build.window import Window, widen
 from fewbits.errors import BadInput, Unsupported
 
 CACHE_BYTES = 20 * 2**30
@@ -49,6 +50,8 @@ class Settings:
         cache: whether finished objects are kept.
         compile_native: whether launcher and pager may be compiled; else launchers are Python scripts.
         stage_limit_bytes: growth of one stage past it is a runaway; None: past what is known of its kind.
+        exact_jobs: the command's number of jobs is left alone.
+        worth_keeping_s: an object that took less time is not kept.
         root: where ``proc`` and ``sys`` are.
     """
 
@@ -60,6 +63,8 @@ class Settings:
     cache: bool = True
     compile_native: bool = True
     stage_limit_bytes: int | None = None
+    exact_jobs: bool = False
+    worth_keeping_s: float = WORTH_KEEPING_S
     root: Path = Path("/")
 
 
@@ -195,13 +200,20 @@ class _Run:
             self.settings.stage_limit_bytes,
         )
         budget = BudgetWatch(self.settings.memory_bytes, self.settings.root, self.environ)
-        intake = Intake(cache, run_folder, lambda: time.monotonic() - trace.epoch)
-        child = child_environment(tools, self.environ, run_folder=run_folder, jobs=slots + 2, keep=self.keep)
+        keep_s = self.settings.worth_keeping_s
+        intake = Intake(cache, run_folder, lambda: time.monotonic() - trace.epoch, keep_s)
+        window = self._window(slots)
+        options.units = window.units or slots + 2
+        environ = {**self.environ, **window.variables}
+        child = child_environment(tools, environ, run_folder=run_folder, jobs=slots + 2, keep=self.keep)
         cpu_before = sum(os.times()[:2])
         controller = Controller(options, history, intake, trace, budget, on_tick=self.on_tick)
         try:
+            if window.note:
+                trace.say(window.note)
+                self.notes.append(window.note)
             with _subreaper(), self._signals():
-                self._serve(controller, child)
+                self._serve(controller, window.command, child)
         finally:
             controller.close()
             history.close()
@@ -225,15 +237,20 @@ class _Run:
         profile["facts"].update(binding=controller.budget.why, nvcc_threads=intake.nvcc_threads)
         return Result(code, profile, controller.verdicts, self.notes)
 
-    def _serve(self, controller: Controller, child: dict[str, str]) -> None:
+    def _window(self, slots: int) -> Window:
+        if self.settings.exact_jobs:
+            return Window(list(self.command), {})
+        return widen(self.command, self.environ, slots)
+
+    def _serve(self, controller: Controller, command: list[str], child: dict[str, str]) -> None:
         actions, reader = [], -1
         if self.output is not None:
             reader, writer = os.pipe2(os.O_CLOEXEC)
             actions = [(os.POSIX_SPAWN_DUP2, writer, 1), (os.POSIX_SPAWN_DUP2, writer, 2)]
         defaults = [signal.SIGPIPE, signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
         # The command is looked for on the user's PATH: ours begins with launchers.
-        path = shutil.which(self.command[0], path=child["PATH"]) or self.command[0]
-        self.pid = os.posix_spawn(path, list(self.command), child, file_actions=actions, setsigdef=defaults)
+        path = shutil.which(command[0], path=child["PATH"]) or command[0]
+        self.pid = os.posix_spawn(path, command, child, file_actions=actions, setsigdef=defaults)
         if reader >= 0:
             os.close(writer)
             controller.watch(reader, lambda: self._relay(controller, reader))

@@ -74,6 +74,10 @@ class Trace:
             f"{stage.peak_bytes / 1e6:.0f} MB (supposed {stage.predicted_bytes / 1e6:.0f}, {stage.source})"
         )
 
+    def say(self, text: str) -> None:
+        """A line of the log that is about no stage."""
+        self._write(f"{time.monotonic() - self.epoch:9.2f} s  {text}")
+
     def budget(self, now_s: float, budget_bytes: int, why: str) -> None:
         """The budget has changed."""
         self._write(f"{now_s:9.2f} s  budget: {budget_bytes / 1e6:.0f} MB, {why}")

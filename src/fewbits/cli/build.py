@@ -48,6 +48,7 @@ def build(args: Namespace) -> int:
         log=log.absolute(),
         pager=not args.no_paging,
         cache=not args.no_cache,
+        exact_jobs=args.exact_jobs,
         stage_limit_bytes=parse_bytes(args.stage_limit) if args.stage_limit is not None else None,
     )
     screen = console(stderr=True)

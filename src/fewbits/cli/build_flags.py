@@ -17,6 +17,9 @@ def add_build_flags(sub: Any) -> None:
     sub.add_argument("--log", metavar="FILE", help="where a line about each event goes")
     sub.add_argument("--no-paging", action="store_true", help="never move memory to the disk")
     sub.add_argument("--no-cache", action="store_true", help="keep no finished objects")
+    sub.add_argument(
+        "--exact-jobs", action="store_true", help="leave the command's -j, MAX_JOBS and the like as they are"
+    )
     sub.add_argument("--quiet", action="store_true", help="neither table nor last lines")
 
 
