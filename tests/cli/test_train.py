@@ -24,6 +24,7 @@ def trained(monkeypatch, tmp_path):
             report=tmp_path / "r.html",
             best_metric=1.25,
             best_step=7,
+            leads=True,
         )
 
     module = ModuleType("fewbits.training.run")

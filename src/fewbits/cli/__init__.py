@@ -22,7 +22,8 @@ OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    boundary = _Boundary(debug="--debug" in argv[: argv.index("--") if "--" in argv else None])
+    ours = argv[: argv.index("--") if "--" in argv else None]
+    boundary = _Boundary(debug="--debug" in ours, launched="--launched" in ours)
     with boundary:
         boundary.code = _run(argv)
     return boundary.code
@@ -41,6 +42,7 @@ def _run(argv: list[str]) -> int:
         argv, behind = split_command(argv)
     parser = build_parser(with_train_flags=command == "train")
     args, rest = parser.parse_known_args(argv)
+    args.argv = argv
     if args.command is None:
         parser.print_help(sys.stderr)
         return USAGE
@@ -75,8 +77,9 @@ def _collect_overrides(args: Namespace, rest: list[str]) -> list[str]:
 class _Boundary:
     """Turns what a command raises into an exit code and one sentence."""
 
-    def __init__(self, *, debug: bool) -> None:
+    def __init__(self, *, debug: bool, launched: bool = False) -> None:
         self.debug = debug
+        self.launched = launched
         self.code = OK
 
     def __enter__(self) -> None:
@@ -94,12 +97,14 @@ class _Boundary:
             self.code = FAILED
             _discard_stdout()
             return True
-        if self.debug and not isinstance(error, KeyboardInterrupt):
+        unforeseen = self.launched and not isinstance(error, FewbitsError)
+        if (self.debug or unforeseen) and not isinstance(error, KeyboardInterrupt):
             import traceback
 
             traceback.print_exception(kind, error, trace)
         self.code, sentence = describe(error)
-        sys.stderr.write(f"{sentence}\n")
+        if not self.launched:  # who has started this process tells it
+            sys.stderr.write(f"{sentence}\n")
         return True
 
 

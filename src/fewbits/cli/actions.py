@@ -31,16 +31,28 @@ def demo(args: Namespace) -> int:
 
 def train(args: Namespace) -> int:
     """``fewbits train``."""
+    from fewbits.cli.launch import as_rank, launch, wants_launch
+    from fewbits.cli.launch_flags import without_launch_flags
     from fewbits.cli.train_flags import train_overrides
     from fewbits.training.config import TrainConfig
-    from fewbits.training.run import train as run_training
 
     overrides = train_overrides(args)
     if args.config is None:
         config = TrainConfig.from_mapping(overrides)
     else:
         config = TrainConfig.from_yaml(args.config, overrides)
+    if wants_launch(args):
+        words = without_launch_flags(args.argv)
+        return launch(args, words, device=config.device, output_dir=config.output_dir)
+    return int(as_rank(args, lambda: _train_here(args, config)))
+
+
+def _train_here(args: Namespace, config: Any) -> int:
+    from fewbits.training.run import train as run_training
+
     result = run_training(config, resume=args.resume or config.resume, console=console(stderr=True))
+    if not result.leads:
+        return 0
     facts: dict[str, object] = {"model": result.final, "merged": result.merged, "report": result.report}
     if result.best_metric is not None:
         facts = {"evaluation loss": f"{result.best_metric:.4f} at step {result.best_step}", **facts}
@@ -79,7 +91,7 @@ def eval(args: Namespace) -> int:
     from fewbits.cli.models import load
     from fewbits.inference.evaluate import perplexity
 
-    text = _read(args.text)
+    text = read_text(args.text)
     if args.batch_size < 1:
         args.parser.error("--batch-size must be at least 1")
     model, tokenizer = load(args)
@@ -180,6 +192,13 @@ def plan_gpus(args: Namespace) -> int:
     return run(args)
 
 
+def sc(args: Namespace) -> int:
+    """``fewbits sc``."""
+    from fewbits.cli.sc import sc as run
+
+    return run(args)
+
+
 def completion(args: Namespace) -> int:
     """``fewbits completion``."""
     from fewbits.cli.completion import script
@@ -190,7 +209,8 @@ def completion(args: Namespace) -> int:
     return 0
 
 
-def _read(path: str) -> str:
+def read_text(path: str) -> str:
+    """A file's text, or standard input's for "-"."""
     if path == "-":
         return sys.stdin.read()
     try:
@@ -203,7 +223,7 @@ def _prompt(args: Namespace) -> Any:
     if args.prompt is not None:
         return sys.stdin.read() if args.prompt == "-" else args.prompt
     try:
-        messages = json.loads(_read(args.messages))
+        messages = json.loads(read_text(args.messages))
     except json.JSONDecodeError as error:
         raise BadInput(
             f"{args.messages}, line {error.lineno}: not JSON ({error.msg.lower()}); see --help."

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import fewbits
-from fewbits.cli.texts import TEXTS
+from fewbits.cli.texts import TEXTS, Text
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
@@ -66,12 +66,20 @@ def build_parser(*, with_train_flags: bool = False) -> Parser:
     _doctor(commands)
     _build(commands)
     _plan_gpus(commands)
+    _sc(commands)
     _command(commands, "completion").add_argument("shell", choices=("bash", "zsh", "fish"), help="your shell")
     return parser
 
 
-def _command(commands: Any, name: str, *, loads_models: bool = False, usage: str | None = None) -> Parser:
-    text = TEXTS[name]
+def _command(
+    commands: Any,
+    name: str,
+    *,
+    loads_models: bool = False,
+    usage: str | None = None,
+    text: Text | None = None,
+) -> Parser:
+    text = text or TEXTS[name]
     examples = "\n".join(f"  {line}" for line in text.examples.strip().splitlines())
     sub: Parser = commands.add_parser(
         name, help=text.help, description=text.description, epilog=f"examples:\n{examples}", usage=usage
@@ -81,15 +89,18 @@ def _command(commands: Any, name: str, *, loads_models: bool = False, usage: str
     return sub
 
 
-def _model_options(sub: Parser) -> None:
+def _model_options(sub: Parser, *, required: bool = True, plain: bool = False) -> None:
     group = sub.add_argument_group("model")
     group.add_argument(
-        "--model", required=True, metavar="PATH", help="folder of a model, an adapter or a training run"
+        "--model", required=required, metavar="PATH", help="folder of a model, an adapter or a training run"
     )
-    group.add_argument("--adapter", metavar="PATH", help="LoRA adapter to put on the model")
-    group.add_argument(
-        "--recipe", metavar="RECIPE", help="quantize while loading, such as qlora_nf4 (default: as stored)"
-    )
+    if not plain:
+        group.add_argument("--adapter", metavar="PATH", help="LoRA adapter to put on the model")
+        group.add_argument(
+            "--recipe",
+            metavar="RECIPE",
+            help="quantize while loading, such as qlora_nf4 (default: as stored)",
+        )
     group.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
@@ -113,14 +124,16 @@ def _demo(commands: Any) -> None:
 
 
 def _train(commands: Any, with_flags: bool) -> None:
-    usage = "fewbits train [CONFIG] [key=value ...] [--resume] [settings]"
+    usage = "fewbits train [CONFIG] [key=value ...] [--resume] [--nproc-per-node N] [settings]"
     sub = _command(commands, "train", loads_models=True, usage=usage)
     sub.add_argument("config", nargs="?", metavar="CONFIG", help="YAML file")
     sub.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the file's")
     sub.add_argument("--resume", action="store_true", help="go on where an interrupted run stopped")
     if with_flags:
+        from fewbits.cli.launch_flags import add_launch_flags
         from fewbits.cli.train_flags import add_train_flags
 
+        add_launch_flags(sub)
         add_train_flags(sub)
 
 
@@ -221,3 +234,16 @@ def _plan_gpus(commands: Any) -> None:
         "--gpus", default="8,64,128,256,512,1024", metavar="LIST", help="how many (default: %(default)s)"
     )
     sub.add_argument("--json", action="store_true", help="print the parts of every step as JSON")
+
+
+def _sc(commands: Any) -> None:
+    from fewbits.cli.sc_flags import add_sc_flags
+
+    def command(sub: Any, name: str, text: Text) -> Parser:
+        return _command(sub, name, loads_models=True, text=text)
+
+    def model_options(sub: Parser, required: bool) -> None:
+        _model_options(sub, required=required, plain=True)
+        sub.set_defaults(adapter=None, recipe=None)
+
+    add_sc_flags(_command(commands, "sc", loads_models=True), command, model_options)

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from rich.console import Console
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import fewbits
 from fewbits.errors import BadInput, SpecMismatch, Unsupported
@@ -150,6 +149,8 @@ def load_distributed(config: TrainConfig, layout: Layout) -> Built:
 
 
 def _spread(model: Any, config: TrainConfig, layout: Layout) -> str:
+    from torch.distributed.device_mesh import init_device_mesh
+
     from fewbits.training.fsdp import shard
 
     ranks, device = layout.ranks, "cuda" if uses_gpu(config) else "cpu"

@@ -73,6 +73,7 @@ class TrainResult:
     stopped_early: bool = False
     merged: Path | None = None
     report: Path | None = None
+    leads: bool = True  # of several processes, one does, and tells
 
 
 def train(config: TrainConfig, *, resume: bool = False, console: Console | None = None) -> TrainResult:
@@ -107,7 +108,7 @@ def train(config: TrainConfig, *, resume: bool = False, console: Console | None 
             run.train()
             run.finish()
         ranks.leave()
-    return _result(folder)
+    return replace(_result(folder), leads=ranks.leads)
 
 
 def _is_over(folder: RunFolder, config: TrainConfig, *, resume: bool) -> bool:

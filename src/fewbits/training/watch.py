@@ -19,8 +19,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
 from fewbits.errors import PeerLost
 from fewbits.training.ranks import Ranks, is_broken_connection
 
@@ -38,6 +36,8 @@ class Pace:
 
 def end_process(sentence: str) -> None:
     """Say it, leave it for torchrun, and end, whatever the main thread is waiting for."""
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
     get_error_handler().record_exception(PeerLost(sentence))
     sys.stderr.write(f"error: {sentence}\n")
     sys.stderr.flush()

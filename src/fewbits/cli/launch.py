@@ -1,0 +1,217 @@
+"""``fewbits train --nproc-per-node``: torch's own launcher, with one bar, one log a rank and one sentence.
+
+Rank 0 keeps the terminal, with its progress bar. The others write into files under the run folder, which are
+removed when all went well and had nothing to say. When a rank fails, torch's launcher ends the others; then
+the end of the failed rank's log is shown, and one sentence: that of the rank that is to blame.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import shutil
+import signal
+import sys
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fewbits.errors import BadInput, Unsupported
+
+LOGS = "logs"
+_TAIL = 25  # lines shown of a failed rank's log
+_OUR_OWN = re.compile(r"^(BadInput|BadCheckpoint|SpecMismatch|Unsupported|TrainingStopped|PeerLost): ")
+
+
+def wants_launch(args: Namespace) -> bool:
+    """Whether this command line starts processes instead of training itself."""
+    if args.launched:
+        return False
+    given = [
+        name
+        for name in ("nnodes", "node_rank", "rdzv_endpoint", "rdzv_id")
+        if getattr(args, name) is not None
+    ]
+    if given and args.nproc_per_node is None:
+        raise BadInput(
+            f"--{given[0].replace('_', '-')} says how machines meet, but not how many processes each starts;"
+            " add --nproc-per-node N (or gpu)."
+        )
+    return args.nproc_per_node is not None
+
+
+def launch(args: Namespace, words: Sequence[str], *, device: str, output_dir: str | Path) -> int:
+    """Start the processes and wait for them.
+
+    Args:
+        args: the parsed flags.
+        words: what each process gets on its command line, behind ``fewbits``.
+        device: of the run's configuration.
+        output_dir: the run folder, for the logs.
+
+    Returns:
+        The exit code: 0; of the process that failed; 128 and the signal that killed it; 130 for Ctrl-C.
+    """
+    import torch
+
+    count = processes(args.nproc_per_node, device)
+    threads = args.threads or max(1, torch.get_num_threads() // count)
+    command = [sys.executable, "-m", "fewbits.cli", *words, "--launched", "--threads", str(threads)]
+    return run_processes(command, args, count=count, logs=Path(output_dir) / LOGS)
+
+
+def processes(asked: str, device: str) -> int:
+    """How many to start here.
+
+    Raises:
+        BadInput: not a number.
+        Unsupported: more than there are GPUs, on which the run would be.
+    """
+    import torch
+
+    gpus = torch.cuda.device_count() if device != "cpu" else 0
+    if asked == "gpu":
+        if not gpus:
+            raise Unsupported("--nproc-per-node is gpu, but torch sees no GPU here; give a number.")
+        return gpus
+    if not asked.isdigit() or int(asked) < 1:
+        raise BadInput(f"--nproc-per-node is {asked!r}; it must be a number of processes, or gpu.")
+    if gpus and int(asked) > gpus:
+        raise Unsupported(
+            f"--nproc-per-node is {asked}, but torch sees {gpus} GPUs here, and each process needs one; start"
+            f" at most {gpus}, or set device=cpu."
+        )
+    return int(asked)
+
+
+def run_processes(command: Sequence[str], args: Namespace, *, count: int, logs: Path) -> int:
+    """Any command in ``count`` processes, with torch's variables; its failure told in one sentence."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous.api import RendezvousError
+
+    logs.mkdir(parents=True, exist_ok=True)
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the sentence is ours
+    try:
+        _torchrun(command, args, count=count, logs=logs)
+    except ChildFailedError as error:
+        code = _tell(error.failures, logs)
+        _remove_empty(logs)
+        return code
+    except SignalException as error:
+        told = "interrupted." if error.sigval == signal.SIGINT else f"ended by {error.sigval.name}."
+        sys.stderr.write(f"{told}\n")
+        return 128 + int(error.sigval)
+    except RendezvousError as error:
+        raise Unsupported(
+            f"the machines did not meet at {args.rdzv_endpoint} ({_first_line(error)}); check that the first"
+            " machine's name and port can be reached from all, and that all were started."
+        ) from error
+    _remove_empty(logs)
+    return 0
+
+
+def _torchrun(command: Sequence[str], args: Namespace, *, count: int, logs: Path) -> None:
+    from torch.distributed import run as torchrun
+
+    quiet = ",".join(f"{rank}:{0 if rank == 0 else 3}" for rank in range(count))
+    flags = ["--nproc-per-node", str(count), "--nnodes", str(args.nnodes or 1), "--max-restarts", "0"]
+    flags += ["--log-dir", str(logs), "--redirects", quiet]
+    if (args.nnodes or 1) == 1:
+        flags += ["--standalone"]
+    else:
+        flags += _meeting(args)
+    torchrun.run(torchrun.parse_args([*flags, "--no-python", *command]))
+
+
+def _meeting(args: Namespace) -> list[str]:
+    """Where several machines meet; with numbers of their own, in that order."""
+    if args.rdzv_endpoint is None:
+        raise BadInput(
+            f"--nnodes is {args.nnodes}, but not where the machines meet; add --rdzv-endpoint HOST:PORT, the"
+            " first machine's name and a free port, the same on all."
+        )
+    flags = ["--rdzv-endpoint", args.rdzv_endpoint, "--rdzv-id", args.rdzv_id or "fewbits"]
+    if args.node_rank is None:
+        return [*flags, "--rdzv-backend", "c10d"]
+    return [*flags, "--rdzv-backend", "static", "--node-rank", str(args.node_rank)]
+
+
+def _tell(failures: Mapping[int, Any], logs: Path) -> int:
+    """The log's end and the sentence of the rank that is to blame; its exit code."""
+    rank = min(failures, key=lambda number: (_blame(failures[number]), failures[number].timestamp, number))
+    failure = failures[rank]
+    log = newest_log(logs, failure.local_rank)
+    ours = _OUR_OWN.match(_message(failure))
+    if not ours and log is not None:
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+        shown = [line for line in lines if line.strip()][-_TAIL:]
+        if shown:
+            sys.stderr.write("\n".join([f"the end of rank {rank}'s log, {log}:", *shown, ""]))
+    sys.stderr.write(f"error: {sentence_of(rank, failure)}\n")
+    return 128 - failure.exitcode if failure.exitcode < 0 else int(failure.exitcode)
+
+
+def _blame(failure: Any) -> int:
+    """Killed ranks before those that say why, and these before those that only lost another one."""
+    if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
+        return 0
+    return 2 if _message(failure).startswith("PeerLost: ") or failure.exitcode == -signal.SIGTERM else 1
+
+
+def sentence_of(rank: int, failure: Any) -> str:
+    """What became of a rank."""
+    text = " ".join(_message(failure).split())
+    if failure.exitcode < 0:
+        name = signal.Signals(-failure.exitcode).name
+        full = ", perhaps because the machine's memory was full" if name == "SIGKILL" else ""
+        return (
+            f"rank {rank} (process {failure.pid}) was killed by {name}{full}; the checkpoints are whole: go"
+            " on with --resume."
+        )
+    if match := _OUR_OWN.match(text):
+        return text[match.end() :]
+    if len(text) > 300:
+        text = f"{text[:297]}..."
+    return (
+        f"rank {rank} (process {failure.pid}) ended with code {failure.exitcode}: {text or 'it said nothing'}"
+    )
+
+
+def _message(failure: Any) -> str:
+    """The exception as the rank left it; empty where it could not."""
+    message = failure.error_file_data.get("message")
+    return str(message.get("message", "")) if isinstance(message, dict) else ""
+
+
+def newest_log(logs: Path, local_rank: int) -> Path | None:
+    """The error stream of a process of the newest launch; rank 0 writes to the terminal instead."""
+    found = sorted(logs.glob(f"*/attempt_*/{local_rank}/stderr.log"), key=lambda path: path.stat().st_mtime)
+    return found[-1] if found else None
+
+
+def _remove_empty(logs: Path) -> None:
+    """Folders of launches in which nobody wrote anything."""
+    for folder in logs.iterdir():
+        if not any(path.stat().st_size for path in folder.rglob("*.log")):
+            shutil.rmtree(folder, ignore_errors=True)
+    for folder in (logs, logs.parent):  # the run folder too, if the run was refused at the start
+        if not any(folder.iterdir()):
+            folder.rmdir()
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0][:120] if str(error).strip() else type(error).__name__
+
+
+def as_rank(args: Namespace, work: Any) -> Any:
+    """Run the training of one process: its failure is left for the launcher, which tells it."""
+    import torch
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    if not torch.distributed.is_torchelastic_launched():
+        return work()
+    return record(work)()

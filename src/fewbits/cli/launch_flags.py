@@ -1,0 +1,36 @@
+"""Flags of ``fewbits train`` that start several processes; settings of the run itself are `TrainConfig`'s."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+
+def add_launch_flags(parser: argparse.ArgumentParser) -> None:
+    """Add them, all without effect unless they are given."""
+    group: Any = parser.add_argument_group("several processes")
+    group.add_argument(
+        "--nproc-per-node",
+        metavar="N",
+        help="start N processes on this machine, one for each GPU; gpu: for all that are visible",
+    )
+    group.add_argument("--nnodes", metavar="M", type=int, help="machines of the run (default: 1)")
+    group.add_argument(
+        "--node-rank", metavar="R", type=int, help="number of this machine, from 0 (default: as they come)"
+    )
+    group.add_argument(
+        "--rdzv-endpoint", metavar="HOST:PORT", help="where machines meet: the first one's name, a free port"
+    )
+    group.add_argument("--rdzv-id", metavar="TEXT", help="name of the job, the same on all its machines")
+    group.add_argument(
+        "--threads", metavar="N", type=int, help="CPU threads of a process (default: the machine's, divided)"
+    )
+    group.add_argument("--launched", action="store_true", help=argparse.SUPPRESS)  # started by ourselves
+
+
+def without_launch_flags(argv: Sequence[str]) -> list[str]:
+    """The words of a command line that are left for each process."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    add_launch_flags(parser)
+    return parser.parse_known_args(list(argv))[1]
