@@ -1,4 +1,4 @@
-"""Stochastic products on a GPU, in one call: whether all paths are exact, then their times beside torch's bf16.
+"""Stochastic products on a GPU, in one call: whether all paths are exact, then times beside bf16.
 
 python benchmarks/stochastic_h200.py                 # about 4 minutes on an H200, the table last
 python benchmarks/stochastic_h200.py --quick         # the 8B shapes, fewer repetitions

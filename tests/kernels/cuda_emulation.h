@@ -15,12 +15,13 @@
 #define __shared__ static
 #define __launch_bounds__(...)
 
+struct uint2 { unsigned x, y; };
 struct uint4 { unsigned x, y, z, w; };
 struct dim3 { unsigned x = 1, y = 1, z = 1; };
 
 namespace emulation {
 struct Thread { ucontext_t context; std::vector<char> stack; bool done = false; };
-struct Warp { unsigned arrived = 0, generation = 0, sum = 0, result = 0; };
+struct Warp { unsigned arrived = 0, generation = 0, sum = 0, result = 0, lanes[2][32]; };
 inline std::vector<Thread> threads;
 inline std::vector<Warp> warps;
 inline ucontext_t scheduler;
@@ -50,6 +51,17 @@ inline unsigned __reduce_add_sync(unsigned mask, unsigned value) {
     if (++warp.arrived == 32) { warp.result = warp.sum; warp.sum = warp.arrived = 0; warp.generation++; }
     while (warp.generation == mine) yield();
     return warp.result;
+}
+
+inline unsigned __shfl_xor_sync(unsigned mask, unsigned value, int bits) {
+    using namespace emulation;
+    if (mask != 0xffffffffu) abort();
+    Warp &warp = warps[threadIdx.x / 32];
+    const unsigned mine = warp.generation;
+    warp.lanes[mine & 1][threadIdx.x % 32] = value;
+    if (++warp.arrived == 32) { warp.arrived = 0; warp.generation++; }
+    while (warp.generation == mine) yield();
+    return warp.lanes[mine & 1][threadIdx.x % 32 ^ bits];
 }
 
 inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {

@@ -34,12 +34,9 @@ def run(
     chunk = min(options.chunk_d or D, D)
     tables = lookup.tables_of(options, tuple(levels), chunk, qa.device)
     assert tables is not None
-    per_chunk = -(-chunk // lookup.SLICE)
     shared = how.pop("shared", 227 * 1024)
-    plan = lookup.plan(B, N, M, C, per_chunk, multiprocessors=1, shared=shared)
+    plan = lookup.plan(B, N, M, C, chunk, multiprocessors=how.pop("multiprocessors", 200), shared=shared)
     plan = replace(plan, threads=64, **how)
-    if plan.direct:
-        plan = replace(plan, combine_grid=None, count_bytes=0)
     y = torch.full((B, N, M), torch.nan)
     argument, counts = lookup.product_of((qa, sa, qb, sb, y), tables, level_index, plan, chunk)
     if counts is not None:
@@ -96,14 +93,32 @@ def test_lengths_of_rows_and_chunks(libraries: Path, rows_shared, index_shape) -
     assert torch.equal(y, stochastic_codes_ref(*operands, STOCHASTIC, levels, index))
 
 
+MANY = {
+    "halve": (STOCHASTIC, (1, 13, 37, 300), (128,)),
+    "full": (FULL, (1, 9, 37, 300), (256,)),
+    "40 steps": (STOCHASTIC, (2, 8, 20, 260), (40,)),
+    "20 steps": (STOCHASTIC, (1, 16, 33, 128), (20,)),
+    "no chunks": (WHOLE, (2, 11, 20, 300), (128,)),
+    "codes not aligned": (replace(STOCHASTIC, chunk_d=37), (1, 10, 10, 91), (100,)),
+    "lengths": (STOCHASTIC, (2, 9, 20, 300), (128, 0, 17)),
+}
+
+
 @needs_compiler
-@pytest.mark.parametrize("options", [STOCHASTIC, FULL], ids=["halve", "full"])
-def test_a_block_may_add_the_chunks_itself(libraries: Path, options: Stochastic) -> None:
-    """As it does for many rows."""
-    operands = operands_of(options, 1, 6, 30, 300)
-    levels = (options.streams.length,)
-    y = run(libraries, operands, options, levels, direct=True, outputs=16, grid=(2, 2, 1))
-    assert torch.equal(y, stochastic_codes_ref(*operands, options, levels))
+@pytest.mark.parametrize("name", MANY)
+def test_many_rows_in_blocks_that_add_the_chunks(libraries: Path, name: str) -> None:
+    options, shape, levels = MANY[name]
+    operands = operands_of(options, *shape)
+    index = None
+    if len(levels) > 1:
+        index = torch.randint(0, 3, (*shape[:2], 3), dtype=torch.uint8)
+    how = (
+        {"multiprocessors": 1}
+        if name != "halve"
+        else {"multiprocessors": 1, "outputs": 16, "grid": (2, 3, 1)}
+    )
+    y = run(libraries, operands, options, levels, index, **how)
+    assert torch.equal(y, stochastic_codes_ref(*operands, options, levels, index))
 
 
 @pytest.mark.parametrize("shared", [99, 163, 227])
@@ -111,7 +126,8 @@ def test_a_block_may_add_the_chunks_itself(libraries: Path, options: Stochastic)
 @pytest.mark.parametrize(("M", "D"), [(14336, 4096), (4096, 14336), (8192, 28672), (1024, 128)])
 def test_plans_cover_all_outputs(shared: int, rows: int, M: int, D: int) -> None:
     chunks = D // 128
-    plan = lookup.plan(1, rows, M, chunks, 1, multiprocessors=132, shared=shared * 1024)
+    plan = lookup.plan(1, rows, M, chunks, 128, multiprocessors=132, shared=shared * 1024)
+    assert plan.direct == (rows == 2048 and shared > 99)
     splits = plan.grid[1] // (1 if plan.direct else chunks)
     assert plan.grid[0] * plan.rows >= rows > (plan.grid[0] - 1) * plan.rows
     assert splits * plan.outputs >= M > (splits - 1) * plan.outputs
@@ -143,6 +159,6 @@ def test_compiles_to_machine_code(capability: int) -> None:
         pytest.skip(str(_nvrtc.missing()))
     tables = lookup.tables_of(STOCHASTIC, (128,), 128, torch.device("cpu"))
     assert tables is not None
-    for rows, shared in ((1, 99), (8, 99), (8, 227)):
-        plan = lookup.plan(1, rows, 4096, 32, 1, multiprocessors=132, shared=shared * 1024)
+    for rows, shared in ((1, 99), (8, 99), (8, 227), (4096, 227)):
+        plan = lookup.plan(1, rows, 4096, 32, 128, multiprocessors=132, shared=shared * 1024)
         assert _nvrtc.cubin(lookup.SOURCE, plan.defines(tables, True), capability)[:4] == b"\x7fELF"

@@ -10,8 +10,11 @@
 // added in 16-bit fields, two to a word; those of short streams first in 8 bits, ADDED words at a time. WIDE:
 // streams of 256 steps, whose sums can need 17 bits.
 //
-// Out come whole counts per slice (DIRECT 0; stochastic_combine adds them in the order of the chunks), or, where
-// a block runs through all slices and a slice is a chunk, y itself (DIRECT 1).
+// Out come whole counts per slice (DIRECT 0; stochastic_combine adds them in the order of the chunks), or, from
+// a block that runs through all slices, y itself (DIRECT 1).
+//
+// 8 rows are for many: entries of 8 bytes, a slice of 64 dimensions, and each half of a warp has outputs of its
+// own. There sums go through shuffles that leave each lane with two rows' counts of one output.
 //
 // Compiled at run time with ROWS, ADDED, LINEAR, WIDE, DIRECT, ALIGNED, THREADS and MIN_BLOCKS defined.
 
@@ -21,11 +24,12 @@ typedef signed char s8;
 typedef long long i64;
 
 #define LANES 32
-#define SLICE 128                      // inner dimensions of a table
+#define SLICE (ROWS == 8 ? 64 : 128)   // inner dimensions of a table
 #define PLANE (256 * LANES * 4)        // bytes: a word for each code and lane
-#define PLANES ROWS                    // a word holds the 4 bytes of ROWS rows and 4 / ROWS dimensions
+#define PLANES (ROWS == 8 ? 4 : ROWS)  // a word holds the 4 bytes of up to 4 rows and 4 / ROWS dimensions
 #define TILE 16                        // outputs that a warp has in flight
 #define MIDDLE (128 / ADDED)           // the byte of a count of 0
+#define HALVES (ROWS == 8 ? 2 : 1)     // outputs that a warp looks up at once
 #define BIAS (MIDDLE * SLICE)          // what that adds up to
 #define TWICE (MIDDLE * 0x02020202u)   // a word of it less one of counts is that of the negative counts
 
@@ -39,7 +43,7 @@ struct Product {
     const s8 *slopes;      // (levels, masks, 128): k
     const u8 *masks;       // (dimensions of a chunk,): which mask
     const float *factors;  // (levels,): Q^2 / L
-    int *counts;           // (B, slices, N, M), or null
+    int *counts;           // (B, slices, N, M); DIRECT: (B, N, M), or null where a slice is a chunk
     float *y;              // (B, N, M)
     int N, M, D, C;
     int chunk;             // inner dimensions of a chunk
@@ -115,7 +119,8 @@ static __device__ __forceinline__ void build(const Product &p, const Slice &slic
         uint4 v[4];
 #pragma unroll
         for (int k = 0; k < 4; k++) {
-            const int row = n + k % ROWS, i = 4 * lane + plane * (4 / ROWS) + k / ROWS;
+            const int row = ROWS == 8 ? n + 4 * (lane % 2) + k : n + k % ROWS;
+            const int i = ROWS == 8 ? 4 * (lane / 2) + plane : 4 * lane + plane * (4 / ROWS) + k / ROWS;
             const int code = code_of(p, slice, b, row, i);
             v[k] = ((const uint4 *)(p.tables + row_of(p, slice, b, row, i, code) * 128))[group];
             if (code < 0) {
@@ -147,28 +152,81 @@ static __device__ __forceinline__ u32 weights_at(const s8 *at, int length) {
 #if ALIGNED
     return __ldg((const u32 *)at);
 #else
-    const int lane = threadIdx.x % LANES;
+    const int group = threadIdx.x % (LANES / HALVES);
     u32 word = 0;
 #pragma unroll
     for (int j = 0; j < 4; j++)
-        if (4 * lane + j < length) word |= (u32)(at[j] & 255) << (8 * j);
+        if (4 * group + j < length) word |= (u32)(at[j] & 255) << (8 * j);
     return word;
 #endif
 }
 
-// Those of a tile's outputs, from m on.
+// Those of a tile's outputs, from m on; with 8 rows each half of the warp has every second output.
 static __device__ __forceinline__ void load_tile(const Product &p, const s8 *weights, int length, int m, u32 *w) {
+    const int half = HALVES == 2 ? threadIdx.x / 16 % 2 : 0;
     if (m + TILE <= p.M) {
-        const s8 *row = weights + (i64)m * p.D;
+        const s8 *row = weights + (i64)(m + half) * p.D;
 #pragma unroll
-        for (int i = 0; i < TILE; i++) w[i] = weights_at(row + (unsigned long long)((u32)i * (u32)p.D), length);
+        for (int i = 0; i < TILE / HALVES; i++)
+            w[i] = weights_at(row + (unsigned long long)((u32)(HALVES * i) * (u32)p.D), length);
     } else {
 #pragma unroll
-        for (int i = 0; i < TILE; i++)
-            w[i] = weights_at(weights + (i64)(m + i < p.M ? m + i : p.M - 1) * p.D, length);
+        for (int i = 0; i < TILE / HALVES; i++) {
+            const int output = m + HALVES * i + half;
+            w[i] = weights_at(weights + (i64)(output < p.M ? output : p.M - 1) * p.D, length);
+        }
     }
 }
 
+// The second and fourth bytes of 4 words, added in 16-bit fields: as many words as their bytes' sums allow are
+// added before these bytes are set apart.
+static __device__ __forceinline__ u32 odd_bytes(const u32 *x) {
+    if (ADDED == 4) return __byte_perm(x[0] + x[1] + x[2] + x[3], 0, 0x4341);
+    if (ADDED == 2) return __byte_perm(x[0] + x[1], 0, 0x4341) + __byte_perm(x[2] + x[3], 0, 0x4341);
+    return __byte_perm(x[0], 0, 0x4341) + __byte_perm(x[1], 0, 0x4341) + __byte_perm(x[2], 0, 0x4341) +
+           __byte_perm(x[3], 0, 0x4341);
+}
+
+#if ROWS == 8
+// The counts of one output for 8 rows, this lane's 4 dimensions: rows 0 and 2, 1 and 3, 4 and 6, 5 and 7.
+static __device__ __forceinline__ void look_up(u32 own, const u32 *k, u32 w, u32 *pair) {
+    uint2 x[4];
+#pragma unroll
+    for (int j = 0; j < 4; j++)
+        x[j] = *(const uint2 *)((const u8 *)__cvta_shared_to_generic(__dp4a(w, 128u << (8 * j), own)) + j * PLANE);
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const u32 word[4] = {i ? x[0].y : x[0].x, i ? x[1].y : x[1].x, i ? x[2].y : x[2].x, i ? x[3].y : x[3].x};
+        const u32 all = word[0] + word[1] + word[2] + word[3];
+        const u32 odd = odd_bytes(word);
+        pair[2 * i] = all - (odd << 8);
+        pair[2 * i + 1] = odd;
+    }
+#pragma unroll
+    for (int i = 0; LINEAR && i < 4; i++) {
+        const int r = i / 2 * 4 + i % 2;
+        pair[i] = (u32)__dp4a((int)w, (int)k[r], (int)pair[i]);
+        pair[i] += (u32)__dp4a((int)w, (int)k[r + 2], 0) << 16;
+    }
+}
+
+static __device__ __forceinline__ u32 exchanged(u32 mine, u32 other, int bit) {
+    const bool upper = threadIdx.x & bit;
+    return (upper ? other : mine) + __shfl_xor_sync(0xffffffffu, upper ? mine : other, bit);
+}
+
+// Of 4 outputs a half of the warp: lane 16h + 4i + j ends with pair i of output j, summed over the half.
+static __device__ __forceinline__ u32 look_up_four(u32 own, const u32 *k, const u32 *w) {
+    u32 of_output[4];
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        u32 pair[4];
+        look_up(own, k, w[j], pair);
+        of_output[j] = exchanged(exchanged(pair[0], pair[2], 8), exchanged(pair[1], pair[3], 8), 4);
+    }
+    return exchanged(exchanged(of_output[0], of_output[2], 2), exchanged(of_output[1], of_output[3], 2), 1);
+}
+#else
 struct Sums {
     u32 word[WIDE ? ROWS : (ROWS + 1) / 2];  // of the whole warp: a row each, or two rows in 16-bit fields
 };
@@ -187,12 +245,7 @@ static __device__ __forceinline__ Sums look_up(u32 own, const u32 *k, u32 w) {
     const u32 all = x[0] + x[1] + x[2] + x[3];
     u32 odd = 0, even = all;
     if (ROWS == 4) {
-        // As many words as their bytes' sums allow are added before the odd bytes are set apart.
-        if (ADDED == 1)
-#pragma unroll
-            for (int j = 0; j < 4; j++) odd += __byte_perm(x[j], 0, 0x4341);
-        if (ADDED == 2) odd = __byte_perm(x[0] + x[1], 0, 0x4341) + __byte_perm(x[2] + x[3], 0, 0x4341);
-        if (ADDED == 4) odd = __byte_perm(all, 0, 0x4341);
+        odd = odd_bytes(x);
         even = all - (odd << 8);
     }
     u32 pair[2] = {even, odd};  // rows 0 and 2, 1 and 3; with two rows 0 and 1
@@ -231,50 +284,45 @@ static __device__ __forceinline__ int count_of(const Sums &sums, int r) {
 #endif
 }
 
-// Where one output's counts of a slice go, or its values.
-struct Target {
-    int rows;          // of these ROWS that exist
-    float *y;          // of the first row and output
-    int *counts;
-    const float *scales_b;
-    float scale_a[DIRECT ? ROWS : 1], factor[DIRECT ? ROWS : 1];
-    bool first;        // chunk
+#endif
+
+// Where one row's counts of a slice go, or its values.
+struct Row {
+    bool exists, first_chunk, first_part, last_part;  // of the chunk's slices
+    int *counts;                                       // of output 0
+    float *y;
+    float scale, factor;
 };
 
-static __device__ __forceinline__ Target target_of(const Product &p, const Slice &slice, int s, int b, int n) {
-    Target to;
-    to.rows = p.N - n < ROWS ? p.N - n : ROWS;
-    to.y = p.y + ((i64)b * p.N + n) * p.M;
-    to.counts = DIRECT ? 0 : p.counts + (((i64)b * p.per_chunk * p.C + s) * p.N + n) * p.M;
-    to.scales_b = p.sb + (p.shared_b ? 0 : (i64)b * p.M * p.C) + slice.chunk;
-    to.first = s == 0;
-#if DIRECT
-#pragma unroll
-    for (int r = 0; r < ROWS; r++) {
-        const int row = r < to.rows ? n + r : n;
-        to.scale_a[r] = p.sa[((i64)b * p.N + row) * p.C + slice.chunk];
-        to.factor[r] = p.factors[level_of(p, b, row, slice.chunk)];
-    }
-#endif
-    return to;
+static __device__ __forceinline__ Row row_at(const Product &p, const Slice &slice, int s, int b, int n) {
+    Row row;
+    row.exists = n < p.N;
+    const int at = row.exists ? n : 0;
+    row.first_chunk = slice.chunk == 0;
+    row.first_part = s == slice.chunk * p.per_chunk;
+    row.last_part = s + 1 == (slice.chunk + 1) * p.per_chunk;
+    row.counts = p.counts + ((DIRECT ? b : (i64)b * p.per_chunk * p.C + s) * p.N + at) * p.M;
+    row.y = p.y + ((i64)b * p.N + at) * p.M;
+    row.scale = DIRECT ? p.sa[((i64)b * p.N + at) * p.C + slice.chunk] : 0;
+    row.factor = DIRECT ? p.factors[level_of(p, b, at, slice.chunk)] : 0;
+    return row;
 }
 
-static __device__ __forceinline__ void write(const Product &p, const Target &to, int m, const Sums &sums) {
+// The count of output m. DIRECT: added to those of the chunk's slices before; after the last one to y.
+static __device__ __forceinline__ void write(const Row &row, int m, const float *scale_b, int count) {
+    if (!row.exists) return;
 #if DIRECT
-    const float scale_b = to.scales_b[(i64)m * p.C];
-#endif
-#pragma unroll
-    for (int r = 0; r < ROWS; r++) {
-        if (r >= to.rows) break;
-#if DIRECT
-        const float scales = __fmul_rn(to.scale_a[r], scale_b);
-        const float raw = __fmul_rn((float)count_of(sums, r), to.factor[r]);
-        float *y = to.y + (i64)r * p.M + m;
-        *y = __fadd_rn(to.first ? 0.0f : *y, __fmul_rn(raw, scales));
-#else
-        to.counts[(i64)r * p.M + m] = count_of(sums, r);
-#endif
+    if (!row.first_part) count += row.counts[m];
+    if (!row.last_part) {
+        row.counts[m] = count;
+        return;
     }
+    const float raw = __fmul_rn((float)count, row.factor);
+    const float term = __fmul_rn(raw, __fmul_rn(row.scale, *scale_b));
+    row.y[m] = __fadd_rn(row.first_chunk ? 0.0f : row.y[m], term);
+#else
+    row.counts[m] = count;
+#endif
 }
 
 #ifndef EMULATED
@@ -283,8 +331,9 @@ extern __shared__ u32 shared[];
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) stochastic_lookup(const Product p) {
     u32 *slopes = shared + PLANES * (PLANE / 4);
-    const u32 own = (u32)__cvta_generic_to_shared(shared) + 4 * (threadIdx.x % LANES);
-    const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES, warps = THREADS / LANES;
+    const int lane = threadIdx.x % LANES, group = lane % (LANES / HALVES);
+    const u32 own = (u32)__cvta_generic_to_shared(shared) + 4 * HALVES * group;
+    const int warp = threadIdx.x / LANES, warps = THREADS / LANES;
     const int b = blockIdx.z, n = blockIdx.x * ROWS;
     const int slices = p.per_chunk * p.C;
     const int first_slice = DIRECT ? 0 : blockIdx.y % slices, last_slice = DIRECT ? slices : first_slice + 1;
@@ -293,38 +342,63 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) stochastic_loo
 
     for (int s = first_slice; s < last_slice; s++) {
         const Slice slice = slice_of(p, s);
-        const Target to = target_of(p, slice, s, b, n);
+        const float *scales_b = p.sb + (p.shared_b ? 0 : (i64)b * p.M * p.C) + slice.chunk;
         if (slice.length <= 0) {  // the last chunk is shorter: these slices count nothing
-            for (int m = begin + threadIdx.x; m < end; m += THREADS) {
-                Sums none;
-                for (int i = 0; i < (int)(sizeof(none) / 4); i++)
-                    none.word[i] = WIDE || ROWS == 1 ? BIAS : BIAS * 0x10001u;
-                write(p, to, m, none);
+            for (int r = 0; r < ROWS; r++) {
+                const Row row = row_at(p, slice, s, b, n + r);
+                for (int m = begin + threadIdx.x; m < end; m += THREADS)
+                    write(row, m, scales_b + (i64)m * p.C, 0);
             }
             continue;
         }
         const s8 *weights = p.qb + (p.shared_b ? 0 : (i64)b * p.M * p.D) + slice.first;
-        if (4 * lane < slice.length) weights += 4 * lane;
-        u32 next[TILE];
+        if (4 * group < slice.length) weights += 4 * group;
+        u32 next[TILE / HALVES];
         int m = begin + warp * TILE;
         load_tile(p, weights, slice.length, m, next);
         build(p, slice, b, n, shared, slopes);
         __syncthreads();
         u32 k[ROWS];
 #pragma unroll
-        for (int r = 0; r < ROWS; r++) k[r] = LINEAR ? slopes[r * LANES + lane] : 0;
-        for (; m < end; m += warps * TILE) {
-            u32 w[TILE];
+        for (int r = 0; r < ROWS; r++) k[r] = LINEAR ? slopes[r * LANES + group] : 0;
+#if ROWS == 8  // this lane ends with the counts of two rows: 0 and 2, 1 and 3, 4 and 6, 5 and 7
+        const int r = lane / 8 % 2 * 4 + lane / 4 % 2;
+        const Row rows[2] = {row_at(p, slice, s, b, n + r), row_at(p, slice, s, b, n + r + 2)};
+#else
+        Row rows[ROWS];
 #pragma unroll
-            for (int i = 0; i < TILE; i++) w[i] = next[i];
+        for (int r = 0; r < ROWS; r++) rows[r] = row_at(p, slice, s, b, n + r);
+#endif
+        for (; m < end; m += warps * TILE) {
+            u32 w[TILE / HALVES];
+#pragma unroll
+            for (int i = 0; i < TILE / HALVES; i++) w[i] = next[i];
             load_tile(p, weights, slice.length, m + warps * TILE, next);
+#if ROWS == 8
+#pragma unroll
+            for (int i = 0; i < TILE / 2; i += 4) {
+                const u32 word = look_up_four(own, k, w + i);
+                const int output = m + 2 * (i + lane % 4) + lane / 16;
+                if (output < end) {
+                    const int low = (short)((word & 0xffffu) - BIAS);
+                    const int high = (short)(((word - (u32)(low + BIAS)) >> 16) - BIAS);
+                    const float *scale_b = scales_b + (u32)output * (unsigned long long)(u32)p.C;
+                    write(rows[0], output, scale_b, low);
+                    write(rows[1], output, scale_b, high);
+                }
+            }
+#else
             Sums mine;
 #pragma unroll
             for (int i = 0; i < TILE; i++) {
                 const Sums sums = look_up(own, k, w[i]);
                 if (lane == i || i == 0) mine = sums;
             }
-            if (lane < TILE && m + lane < end) write(p, to, m + lane, mine);
+            if (lane < TILE && m + lane < end)
+#pragma unroll
+                for (int r = 0; r < ROWS; r++)
+                    write(rows[r], m + lane, scales_b + (i64)(m + lane) * p.C, count_of(mine, r));
+#endif
         }
         __syncthreads();
     }

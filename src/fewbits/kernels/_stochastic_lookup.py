@@ -22,11 +22,10 @@ from fewbits.kernels._launch import cdiv, on_device_of
 
 SOURCE = "_stochastic_lookup.cu"
 CODES = 128  # magnitudes of codes, 0 ... 127
-SLICE = 128  # inner dimensions of a table
 _PLANE_BYTES = 256 * 32 * 4
 _TILE = 16
 _WORKSPACE_BYTES = 2**28
-_DIRECT_OUTPUTS = 1024  # fewer do not pay for a table of their own
+_DIRECT_OUTPUTS = 4096  # of a block: enough to pay for its tables, few enough that their sums stay in the L2
 
 
 class Tables(NamedTuple):
@@ -111,9 +110,14 @@ class Plan:
     count_bytes: int  # of the workspace
 
     @property
+    def slice(self) -> int:
+        """Inner dimensions of a table."""
+        return slice_of(self.rows)
+
+    @property
     def shared_bytes(self) -> int:
         """Tables, and the slopes of each lane's dimensions."""
-        return self.rows * (_PLANE_BYTES + 128)
+        return _shared_bytes(self.rows)
 
     def defines(self, tables: Tables, aligned: bool) -> _nvrtc.Defines:
         """The source's macros."""
@@ -121,7 +125,7 @@ class Plan:
             ("ROWS", self.rows),
             ("ADDED", tables.added),
             ("LINEAR", int(tables.linear)),
-            ("WIDE", int(tables.wide)),
+            ("WIDE", int(tables.wide and self.rows < 8)),  # 64 dimensions count to 2**14 at most
             ("DIRECT", int(self.direct)),
             ("ALIGNED", int(aligned)),
             ("THREADS", self.threads),
@@ -129,23 +133,48 @@ class Plan:
         )
 
 
+def slice_of(rows: int) -> int:
+    """Inner dimensions of a table for blocks of so many rows."""
+    return 64 if rows == 8 else 128
+
+
+def _shared_bytes(rows: int) -> int:
+    return min(rows, 4) * _PLANE_BYTES + 128 * rows
+
+
 def plan(
-    batch: int, rows: int, outputs: int, chunks: int, per_chunk: int, *, multiprocessors: int, shared: int
+    batch: int, rows: int, outputs: int, chunks: int, chunk: int, *, multiprocessors: int, shared: int
 ) -> Plan:
-    """Rows of a block by what its shared memory holds; then enough blocks for every multiprocessor."""
-    of_block = 1 if rows == 1 else 4 if rows > 2 and shared >= 4 * (_PLANE_BYTES + 128) else 2
+    """Rows of a block by how many there are and what shared memory holds; then blocks for all of the GPU.
+
+    Many rows go through all slices in one block, which adds the chunks itself; few leave a slice to a block.
+    """
+    if (
+        shared >= _shared_bytes(8)
+        and cdiv(rows, 8) * batch * cdiv(outputs, _DIRECT_OUTPUTS) >= multiprocessors
+    ):
+        return _direct_plan(batch, rows, outputs, chunk, multiprocessors)
+    of_block = 1 if rows == 1 else 4 if rows > 2 and shared >= _shared_bytes(4) else 2
     threads, min_blocks = (512, 1) if of_block == 4 else (256, 4 if of_block == 1 else 3)
-    resident = multiprocessors * max(1, min(min_blocks, shared // (of_block * (_PLANE_BYTES + 128))))
-    groups, slices = cdiv(rows, of_block), chunks * per_chunk
-    direct = per_chunk == 1 and groups * batch * cdiv(outputs, _DIRECT_OUTPUTS) >= 2 * resident
-    units = groups * batch * (1 if direct else slices)
-    splits = max(1, cdiv(resident, units) if direct else resident // units)
-    per_block = cdiv(cdiv(outputs, splits), _TILE) * _TILE
-    splits = cdiv(outputs, per_block)
-    grid = (groups, splits if direct else splits * slices, batch)
-    combine = None if direct else (cdiv(outputs, 32), rows, batch)
-    count_bytes = 0 if direct else 4 * batch * slices * rows * outputs
-    return Plan(of_block, direct, threads, min_blocks, per_block, grid, combine, count_bytes)
+    resident = multiprocessors * max(1, min(min_blocks, shared // _shared_bytes(of_block)))
+    groups, slices = cdiv(rows, of_block), chunks * cdiv(chunk, slice_of(of_block))
+    per_block, splits = _split(outputs, max(1, resident // (groups * batch * slices)))
+    combine = (cdiv(outputs, 32), rows, batch)
+    grid, count_bytes = (groups, splits * slices, batch), 4 * batch * slices * rows * outputs
+    return Plan(of_block, False, threads, min_blocks, per_block, grid, combine, count_bytes)
+
+
+def _direct_plan(batch: int, rows: int, outputs: int, chunk: int, multiprocessors: int) -> Plan:
+    groups = cdiv(rows, 8) * batch
+    per_block, splits = _split(outputs, max(cdiv(outputs, _DIRECT_OUTPUTS), cdiv(multiprocessors, groups)))
+    count_bytes = 4 * batch * rows * outputs if chunk > slice_of(8) else 0
+    return Plan(8, True, 512, 1, per_block, (cdiv(rows, 8), splits, batch), None, count_bytes)
+
+
+def _split(outputs: int, parts: int) -> tuple[int, int]:
+    """Outputs of a block, in whole tiles, and the number of blocks."""
+    per_block = cdiv(cdiv(outputs, parts), _TILE) * _TILE
+    return per_block, cdiv(outputs, per_block)
 
 
 def product_of(
@@ -162,7 +191,7 @@ def product_of(
     pointers = [None if x is None else x.data_ptr() for x in (qa, sa, qb, sb, level_index)]
     pointers += [x.data_ptr() for x in (tables.bytes, tables.slopes, tables.masks, tables.factors)]
     pointers += [None if counts is None else counts.data_ptr(), y.data_ptr()]
-    sizes = (qa.shape[1], qb.shape[1], qa.shape[2], sa.shape[2], chunk, cdiv(chunk, SLICE))
+    sizes = (qa.shape[1], qb.shape[1], qa.shape[2], sa.shape[2], chunk, cdiv(chunk, plan.slice))
     return Product(
         *pointers, *sizes, tables.bytes.shape[1], int(qb.shape[0] == 1), *strides, plan.outputs
     ), counts
@@ -179,11 +208,10 @@ def launch(
     """y of contiguous qa, sa, qb and sb on a GPU, on its current stream."""
     qa, sa, qb, sb = operands
     gpu = describe(qa.device)
-    per_chunk = cdiv(chunk, SLICE)
-    for batch, rows in _parts(qa, qb, sa.shape[2], per_chunk, gpu):
+    for batch, rows in _parts(qa, qb, sa.shape[2], chunk, gpu):
         own_b = slice(None) if qb.shape[0] == 1 else batch
         part = (qa[batch, rows], sa[batch, rows], qb[own_b], sb[own_b], y[batch, rows])
-        how = _plan(part[0], qb, sa.shape[2], per_chunk, gpu)
+        how = _plan(part[0], qb, sa.shape[2], chunk, gpu)
         index = None
         if level_index is not None:
             of_batch = batch if level_index.shape[0] > 1 else slice(None)
@@ -198,20 +226,21 @@ def launch(
                 _nvrtc.launch(combine, how.combine_grid, 256, 0, argument)
 
 
-def _plan(qa: Tensor, qb: Tensor, chunks: int, per_chunk: int, gpu: Device) -> Plan:
+def _plan(qa: Tensor, qb: Tensor, chunks: int, chunk: int, gpu: Device) -> Plan:
     B, N, M = qa.shape[0], qa.shape[1], qb.shape[1]
     shared = gpu.shared_memory_bytes
-    return plan(B, N, M, chunks, per_chunk, multiprocessors=gpu.multiprocessors, shared=shared)
+    return plan(B, N, M, chunks, chunk, multiprocessors=gpu.multiprocessors, shared=shared)
 
 
-def _parts(qa: Tensor, qb: Tensor, chunks: int, per_chunk: int, gpu: Device) -> list[tuple[slice, slice]]:
+def _parts(qa: Tensor, qb: Tensor, chunks: int, chunk: int, gpu: Device) -> list[tuple[slice, slice]]:
     """Batches and rows whose counts fit the workspace; all at once where they do."""
-    B, N, M = qa.shape[0], qa.shape[1], qb.shape[1]
-    if _plan(qa, qb, chunks, per_chunk, gpu).count_bytes <= _WORKSPACE_BYTES:
+    B, N = qa.shape[:2]
+    whole = _plan(qa, qb, chunks, chunk, gpu).count_bytes
+    if whole <= _WORKSPACE_BYTES:
         return [(slice(None), slice(None))]
-    of_row = 4 * chunks * per_chunk * M
-    if of_row * N <= _WORKSPACE_BYTES:
-        entries = _WORKSPACE_BYTES // (of_row * N)
+    of_entry = whole // B
+    if of_entry <= _WORKSPACE_BYTES:
+        entries = _WORKSPACE_BYTES // of_entry
         return [(slice(b, min(b + entries, B)), slice(None)) for b in range(0, B, entries)]
-    rows = max(4, _WORKSPACE_BYTES // of_row // 4 * 4)
+    rows = max(8, _WORKSPACE_BYTES * N // of_entry // 8 * 8)
     return [(slice(b, b + 1), slice(n, min(n + rows, N))) for b in range(B) for n in range(0, N, rows)]
