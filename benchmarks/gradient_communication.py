@@ -335,8 +335,8 @@ def run_record(args: argparse.Namespace) -> None:
             )
         )  # fmt: skip
     for what, rows in made.items():
-        run = conditions(torch.device("cpu"), command=f"{command} {what}", commit=args.commit)
-        append(RESULTS, rows, run)
+        commit = records(args, what)[-1]["commit"]
+        append(RESULTS, rows, conditions(torch.device("cpu"), command=f"{command} {what}", commit=commit))
 
 
 def run_plot(args: argparse.Namespace) -> None:
@@ -368,7 +368,11 @@ def run_plot(args: argparse.Namespace) -> None:
         right.plot([p[0] for p in points], [p[2] for p in points], "k_", markersize=9)
     right.plot([], [], "k_", label="the model")
     right.set_yscale("log")
-    right.set_xticks(range(len(rates)), [r.replace("bit", "bit/s") for r in rates])
+    right.set_yticks([0.5, 1, 2, 5], ["0.5", "1", "2", "5"])
+    right.minorticks_off()
+    right.set_xticks(
+        range(len(rates)), [r.replace("mbit", " Mbit/s").replace("gbit", " Gbit/s") for r in rates]
+    )
     right.set(ylabel="seconds a step", title="10.8 million gradients, two ranks")
     right.legend(frameon=False, fontsize=8)
     figure.savefig(DOCS / "gradient-communication.svg", metadata={"Date": None})
@@ -389,7 +393,7 @@ def run_plot(args: argparse.Namespace) -> None:
         axis.set_xticks([8, 64, 1024], ["8", "64", "1,024"])
         axis.set(xlabel="GPUs", title=title, ylim=(0, 1.05))
     axes[0].set_ylabel("share of linear speed, on paper")
-    axes[0].legend(frameon=False, fontsize=8)
+    axes[2].legend(frameon=False, fontsize=8, loc="lower left")
     figure.savefig(DOCS / "gradient-communication-plan.svg", metadata={"Date": None})
 
 
@@ -407,8 +411,9 @@ def in_namespace(rate: str | None, delay: str) -> int:
 def write(args: argparse.Namespace, record: dict[str, Any]) -> None:
     shown = {key: value for key, value in record.items() if key not in ("curve", "times", "compute")}
     print(json.dumps(shown), flush=True)
+    commit = args.commit or conditions(torch.device("cpu"), command="").commit
     with args.out.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(record) + "\n")
+        file.write(json.dumps({**record, "commit": commit}) + "\n")
 
 
 COMMANDS = {
@@ -430,7 +435,9 @@ def main() -> None:
     parser.add_argument("--rate", default="200mbit", help="what the loopback device carries in all; none")
     parser.add_argument("--delay", default="0ms", help="of each packet, one way")
     parser.add_argument("--out", type=Path, default=HERE.parent / "gradient_communication.jsonl")
-    parser.add_argument("--commit", default=None, help="for record: the commit that ran")
+    parser.add_argument(
+        "--commit", default=None, help="the commit that runs, where there is no git checkout to ask"
+    )
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.what in ("bytes", "network") and not args.inside:
