@@ -174,9 +174,8 @@ def sentence_of(rank: int, failure: Any) -> str:
         return text[match.end() :]
     if len(text) > 300:
         text = f"{text[:297]}..."
-    return (
-        f"rank {rank} (process {failure.pid}) ended with code {failure.exitcode}: {text or 'it said nothing'}"
-    )
+    said = f": {text}" if text else ", and its log tells why"
+    return f"rank {rank} (process {failure.pid}) ended with code {failure.exitcode}{said}"
 
 
 def _message(failure: Any) -> str:

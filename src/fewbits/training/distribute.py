@@ -145,7 +145,39 @@ def load_distributed(config: TrainConfig, layout: Layout) -> Built:
     """The model of the configuration, spread as the layout says."""
     if not layout.is_sharded:
         return load_model(config)
+    if layout.kind == "fsdp" and layout.data_size == layout.ranks.size and _comes_in_shares(config):
+        return _load_in_shares(config)
     return load_model(config, spread=lambda model: _spread(model, config, layout))
+
+
+def _comes_in_shares(config: TrainConfig) -> bool:
+    """Whether no rank needs the whole model in its host memory: a folder, on GPUs."""
+    recipe, _ = recipe_of_config(config)
+    return uses_gpu(config) and Path(config.model).is_dir() and (recipe is None or recipe.qat is None)
+
+
+def _load_in_shares(config: TrainConfig) -> Built:
+    """Each rank reads and packs its share of the weights alone; not run on GPUs yet."""
+    from transformers import AutoTokenizer
+
+    from fewbits.models.attention import attention_receipt, use_attention
+    from fewbits.training.sharded_loading import load_sharded_model
+
+    recipe, lora = recipe_of_config(config)
+    options: dict[str, Any] = {"recipe": recipe, "lora": lora, "seed": config.seed}
+    if lora is None and config.dtype == "auto":  # float32 weights, 16-bit products
+        options |= {"dtype": torch.float32, "compute_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    elif config.dtype != "auto":
+        options["dtype"] = getattr(torch, config.dtype)
+    try:
+        model, receipt = load_sharded_model(config.model, **options)
+    except SpecMismatch as error:  # a family whose decoder is not fused
+        model, receipt = load_sharded_model(config.model, fused=False, **options)
+        receipt.notes.append(f"the decoder is not fused: {error}")
+    lines = [str(receipt), use_attention(model)]
+    lines += attention_receipt(model, seq_len=config.max_seq_length, packed=config.packing, dtype=None)
+    tokenizer = AutoTokenizer.from_pretrained(config.model, local_files_only=True)
+    return Built(model, tokenizer, recipe, lora, "\n".join(line for line in lines if line))
 
 
 def _spread(model: Any, config: TrainConfig, layout: Layout) -> str:

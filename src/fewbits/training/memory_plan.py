@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from fewbits.errors import BadInput
 from fewbits.models.families import SPECS
@@ -189,18 +189,31 @@ def head_bytes(
 
 
 def static_of(model: nn.Module, *, optimizer_bytes: int = 8) -> Memory:
-    """Bytes of a loaded model: its weights, and gradients and optimizer states of what trains."""
-    trained = [p for p in model.parameters() if p.requires_grad]
+    """Bytes of a loaded model: its weights, and gradients and optimizer states of what trains.
+
+    Of a sharded one, what this rank holds, and two layers that are gathered at a time.
+    """
+    whole = sum(p.nbytes for p in model.parameters())
+    trained = [_local(p) for p in model.parameters() if p.requires_grad]
     size = sum(p.numel() for p in trained)
     lora = sum(p.nbytes for p in trained) if hasattr(model, "peft_config") else 0
-    tensors = {t.data_ptr(): t.nbytes for t in (*model.parameters(), *model.buffers())}
+    tensors = {t.data_ptr(): t.nbytes for t in map(_local, (*model.parameters(), *model.buffers()))}
+    is_sharded = any(hasattr(p, "to_local") for p in model.parameters())
+    config = model.config.get_text_config() if is_sharded else None  # type: ignore[operator, union-attr]
+    gathered = 0 if config is None else 2 * whole // int(config.num_hidden_layers)
     return Memory(
-        weights=sum(tensors.values()) - lora,
+        weights=sum(tensors.values()) - lora + gathered,
         lora=lora,
         gradients=sum(p.nbytes for p in trained),
         optimizer=size * optimizer_bytes,
         kv_cache=0,
     )
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """A sharded tensor's part on this rank."""
+    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part.detach()
 
 
 @dataclass(frozen=True, kw_only=True)

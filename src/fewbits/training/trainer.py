@@ -323,12 +323,28 @@ class Trainer(transformers.Trainer):
             load_scales(self.model, scales)
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
+        if self.get_tp_size() > 1:  # some gradients are whole on the ranks of a layer, some are cut
+            from fewbits.training.tensor_parallel import clip_grad_norm
+
+            return clip_grad_norm(model, self.args.max_grad_norm or float("inf"))
         norm = super()._clip_grad_norm(model)
         return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        if grad_norm is None and self.get_tp_size() > 1:
+            grad_norm = self._clip_grad_norm(model)
+        return super()._get_grad_norm(model, grad_norm=grad_norm)
 
     def get_tp_size(self) -> int:
         """Ranks that see the same data."""
         return int(self.accelerator.num_processes) // self.layout.data_size
+
+    def _ranks_per_machine(self) -> int:
+        """Where there are several machines, with as many ranks each; they add up among themselves first."""
+        ranks = self.layout.ranks
+        hosts = ranks.exchange("hosts", ranks.host)
+        counts = {hosts.count(host) for host in hosts}
+        return counts.pop() if len(set(hosts)) > 1 and len(counts) == 1 else 1
 
     def begin_communication(self) -> None:
         """Gradients travel in few bits from here on, where that was asked for and there are other ranks."""
@@ -342,6 +358,7 @@ class Trainer(transformers.Trainer):
                 self.communication,
                 seed=self.args.seed,
                 timeout=self.args.ddp_timeout_delta,
+                node_size=self._ranks_per_machine(),
             )
         else:
             from fewbits.training.fsdp_communication import quantize_reduce_scatter

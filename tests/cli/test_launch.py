@@ -1,0 +1,162 @@
+"""Processes that the command line starts: how many, their logs, and the one sentence when one fails."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from fewbits.cli.launch import processes, run_processes, wants_launch
+from fewbits.cli.launch_flags import add_launch_flags, without_launch_flags
+from fewbits.errors import BadInput, Unsupported
+
+HEAD = """
+import json, os, signal, sys, time
+rank = int(os.environ["RANK"])
+def fail(text):
+    told = {"message": {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}}
+    open(os.environ["TORCHELASTIC_ERROR_FILE"], "w").write(json.dumps(told))
+    sys.exit(1)
+"""
+
+
+def flags(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_launch_flags(parser)
+    return parser.parse_args(words)
+
+
+@pytest.fixture
+def launched(tmp_path, capsys):
+    """Exit code and error stream of two processes with some code, which imports nothing heavy."""
+
+    def launch(code: str) -> tuple[int, str]:
+        command = [sys.executable, "-c", HEAD + textwrap.dedent(code)]
+        result = run_processes(command, flags("--nproc-per-node", "2"), count=2, logs=tmp_path / "run/logs")
+        return result, capsys.readouterr().err
+
+    return launch
+
+
+def test_a_killed_rank_is_to_blame_and_not_the_one_that_lost_it(launched):
+    code, told = launched(
+        """
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(0.5)
+        fail("PeerLost: rank 0 of 2 lost the connection to another rank.")
+        """
+    )
+    assert code == 128 + 9
+    assert re.fullmatch(
+        r"error: rank 1 \(process \d+\) was killed by SIGKILL, perhaps because the machine's memory was full;"
+        r" the checkpoints are whole: go on with --resume\.\n",
+        told,
+    ), told
+
+
+def test_a_refusal_is_told_once_and_leaves_no_folder(launched, tmp_path):
+    code, told = launched('fail("BadInput: there is no data file rows.jsonl; check the path.")')
+    assert (code, told) == (1, "error: there is no data file rows.jsonl; check the path.\n")
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_log_of_the_failed_rank_comes_first(launched, tmp_path):
+    code, told = launched(
+        """
+        if rank == 1:
+            print("layer 7 went up in smoke", file=sys.stderr, flush=True)
+            fail("RuntimeError: no smoke detector")
+        time.sleep(60)
+        """
+    )
+    lines = told.splitlines()
+    assert code == 1 and len(lines) == 3
+    assert lines[0].startswith("the end of rank 1's log, ") and lines[1] == "layer 7 went up in smoke"
+    assert re.fullmatch(
+        r"error: rank 1 \(process \d+\) ended with code 1: RuntimeError: no smoke detector", lines[2]
+    )
+    assert list((tmp_path / "run/logs").rglob("stderr.log"))
+
+
+def test_nothing_remains_of_processes_that_end_well(launched, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/config.yaml").touch()
+    assert launched("sys.exit(0)") == (0, "")
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["config.yaml"]
+
+
+def test_the_words_of_each_process():
+    words = ["train", "c.yaml", "lr=1", "--nproc-per-node", "2", "--nnodes=2", "--resume", "--max-steps", "3"]
+    assert without_launch_flags(words) == ["train", "c.yaml", "lr=1", "--resume", "--max-steps", "3"]
+
+
+def test_how_many():
+    assert processes("3", "cpu") == 3
+    with pytest.raises(Unsupported, match="torch sees no GPU"):
+        processes("gpu", "cpu")
+    with pytest.raises(BadInput, match="must be a number of processes, or gpu"):
+        processes("many", "cpu")
+
+
+def test_what_is_started():
+    assert not wants_launch(flags())
+    assert wants_launch(flags("--nproc-per-node", "2"))
+    assert not wants_launch(flags("--nproc-per-node", "2", "--launched"))
+    with pytest.raises(BadInput, match="not how many processes each starts"):
+        wants_launch(flags("--nnodes", "2"))
+
+
+def test_machines_need_a_meeting_place(tmp_path):
+    with pytest.raises(BadInput, match="add --rdzv-endpoint HOST:PORT"):
+        run_processes(["true"], flags("--nnodes", "2"), count=1, logs=tmp_path / "logs")
+
+
+@pytest.mark.slow
+def test_two_machines_train_one_run(tmp_path, run_folders):
+    """Two launchers on this machine, one process each, as on two machines; the YAML says nothing of it."""
+    config, port = run_folders
+    command = [
+        sys.executable, "-m", "fewbits.cli", "train", str(config), "--nproc-per-node", "1", "--nnodes", "2",
+        "--rdzv-endpoint", f"127.0.0.1:{port}",
+    ]  # fmt: skip
+    machines = [
+        subprocess.Popen([*command, "--node-rank", str(n)], stderr=subprocess.PIPE, text=True) for n in (0, 1)
+    ]
+    told = [machine.communicate(timeout=280)[1] for machine in machines]
+    assert [machine.returncode for machine in machines] == [0, 0], told
+    run = json.loads((tmp_path / "run/run.json").read_text())
+    assert run["status"] == "finished" and run["ranks"] == 2 and run["parallel"].startswith("ddp: 2 ranks")
+
+
+@pytest.fixture
+def run_folders(tmp_path):
+    """A tiny run's configuration, and a free port."""
+    import socket
+
+    import yaml
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from training.conftest import byte_tokenizer
+
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=260, max_position_embeddings=64, **shape))
+    model.save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    rows = [{"prompt": f"{i} plus 1 is ", "completion": str(i + 1)} for i in range(16)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = {
+        "model": str(tmp_path / "model"), "train_data": str(tmp_path / "rows.jsonl"), "batch_size": 2,
+        "gradient_accumulation": 2, "max_steps": 2, "device": "cpu", "load_in_4bit": False, "report": False,
+        "samples": 0, "output_dir": str(tmp_path / "run"),
+    }  # fmt: skip
+    path = tmp_path / "c.yaml"
+    path.write_text(yaml.safe_dump(settings))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return path, free.getsockname()[1]
