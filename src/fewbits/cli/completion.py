@@ -63,8 +63,20 @@ def describe(parser: Parser, recipes: tuple[str, ...]) -> Iterator[Command]:
     yield Command("", "", tuple(_argument(a, recipes) for a in parser._actions if a is not commands))
     helps = {a.dest: a.help or "" for a in commands._choices_actions}
     for name, sub in commands.choices.items():
-        shown = (a for a in sub._actions if a.help != argparse.SUPPRESS)
+        shown = (a for a in _with_nested(sub) if a.help != argparse.SUPPRESS)
         yield Command(name, helps[name], tuple(_argument(a, recipes) for a in shown))
+
+
+def _with_nested(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    """A subcommand's arguments; where it has subcommands of its own, their options too, each once."""
+    yield from parser._actions
+    seen = {flag for a in parser._actions for flag in a.option_strings}
+    nested = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+    for sub in (sub for a in nested for sub in a.choices.values()):
+        for action in sub._actions:
+            if action.option_strings and not seen & set(action.option_strings):
+                seen |= set(action.option_strings)
+                yield action
 
 
 def _argument(action: argparse.Action, recipes: tuple[str, ...]) -> Argument:

@@ -118,6 +118,17 @@ fewbits plan-gpus --values 1.7e9 --step-ms 400 --network-gbit 10 --node-size 1 -
 fewbits plan-gpus --values 8e9 --step-ms 980 --network-gbit 3200 --gpus 64,256,1024 --json
 """,
     ),
+    "sc": Text(
+        "stochastic computing: errors, perplexities, calibration",
+        "See what stochastic-computing hardware does to a model: the error of its products, perplexities\n"
+        "under many settings, and a configuration with stream lengths under a budget of cycles.",
+        """
+fewbits sc error --model models/stories3m --text story.txt --length 32
+fewbits sc sweep --model models/stories3m --text story.txt --plot sweep.svg
+fewbits sc eval --model models/stories3m --text story.txt --lengths 16,32,64,128 --output eval.jsonl
+fewbits sc calibrate --model models/stories3m --text story.txt --budget 48 --output mixed.yaml
+""",
+    ),
     "completion": Text(
         "print a shell's completion script",
         "Print a completion script, made from this very command line. Save it where the shell finds it.",

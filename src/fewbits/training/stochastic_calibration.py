@@ -58,6 +58,8 @@ class Calibration:
     def __post_init__(self) -> None:
         if self.smoothing not in SMOOTHING:
             raise BadInput(f"smoothing {self.smoothing!r} is unknown; choose one of {', '.join(SMOOTHING)}.")
+        if not 0 <= self.alpha <= 1:
+            raise BadInput(f"alpha={self.alpha:g} is refused: give a number from 0 to 1.")
         if not 0 <= self.int8_share < 1:
             raise BadInput(f"int8_share={self.int8_share} is refused: give a share from 0 to below 1.")
         for name in ("groups", "rows"):

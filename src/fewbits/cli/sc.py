@@ -1,0 +1,274 @@
+"""``fewbits sc``: the arguments, the library's answer, tables and plots. No arithmetic here."""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import Namespace
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.markup import escape
+from rich.table import Table
+
+from fewbits.cli.console import Progress, console
+from fewbits.errors import BadInput
+
+
+def sc(args: Namespace) -> int:
+    """Run the subcommand; without one, show the help."""
+    if args.sc_command is None:
+        args.parser.print_help(sys.stderr)
+        return 2
+    return {"error": _error, "sweep": _sweep, "eval": _eval, "calibrate": _calibrate}[args.sc_command](args)
+
+
+def _error(args: Namespace) -> int:
+    from fewbits.inference.stochastic_error import product_error
+
+    options = _options(args, halve=not args.full, scramble=args.scramble, length=args.length)
+    operands = _operands(args)
+    rows = {name: product_error({name: pair}, options) for name, pair in operands.items()}
+    whole = product_error(operands, options)
+    if args.heatmap is not None:
+        from fewbits.cli.sc_plots import draw_table_error
+
+        widest = max(a.shape[-1] for a, _ in operands.values())
+        draw_table_error(options, options.chunk_d or widest, Path(args.heatmap))
+    if args.json:
+        return _print_json({"all": whole.as_dict(), **{name: e.as_dict() for name, e in rows.items()}})
+    table = _table("operands", "MSE", "rel. error", "bias", "worst")
+    for name, found in [*rows.items(), ("all", whole)]:
+        table.add_row(
+            escape(name),
+            f"{found.mse:.4g}",
+            f"{found.relative:.4f}",
+            f"{found.bias:+.2g}",
+            f"{found.worst:.4g}",
+        )
+    console().print(table)
+    return 0
+
+
+def _sweep(args: Namespace) -> int:
+    from fewbits.inference.stochastic_error import product_error
+
+    settings = list(_grid(args))
+    operands = _operands(args)
+    rows = []
+    with Progress("settings") as advance:
+        for done, options in enumerate(settings):
+            rows.append({**_words(options), **product_error(operands, options).as_dict()})
+            advance(done + 1, len(settings))
+    if args.plot is not None:
+        from fewbits.cli.sc_plots import draw_lines
+
+        draw_lines(rows, "relative", "relative error", Path(args.plot))
+    if args.json:
+        return _print_json(rows)
+    table = _table("cycles", "scramble", "streams", "MSE", "rel. error", "bias", "worst")
+    for row in rows:
+        table.add_row(
+            str(row["length"]),
+            row["scramble"],
+            "halved" if row["halve"] else "full",
+            *(f"{row[k]:.4g}" for k in ("mse", "relative", "bias", "worst")),
+        )
+    console().print(table)
+    return 0
+
+
+def _eval(args: Namespace) -> int:
+    from fewbits.cli.models import load
+    from fewbits.inference.evaluate import text_windows
+    from fewbits.inference.stochastic_eval import EvalSetting, Ledger, evaluate_setting
+    from fewbits.recipes.stochastic_config import read_config
+
+    text = _read_text(args)
+    settings = [] if args.no_baselines else [EvalSetting("as it is"), EvalSetting("int8", recipe="int8")]
+    grid = [(options, _config_of(options, args.attention)) for options in _grid(args)]
+    settings += [EvalSetting(_name_of(options), config) for options, config in grid]
+    settings += [EvalSetting(path, read_config(path)) for path in args.settings]
+    if args.batch_size < 1:
+        args.parser.error("--batch-size must be at least 1")
+    ledger = Ledger(args.output)
+    model, tokenizer = load(args)
+    cut = text_windows(model, tokenizer, text, window=args.window, max_tokens=args.max_tokens)
+    facts = {"model": str(args.model), "text": str(args.text), "dtype": str(model.dtype)}
+    words = {_name_of(options): _words(options) for options, _ in grid}
+    rows = []
+    with Progress("tokens of all settings") as advance:
+        for done, setting in enumerate(settings):
+            before = done * cut.num_tokens
+
+            def show(scored: int, _: int, before: int = before) -> None:
+                advance(before + scored, len(settings) * cut.num_tokens)
+
+            row = evaluate_setting(
+                model, cut, setting, ledger, facts=facts, batch_size=args.batch_size, progress=show
+            )
+            rows.append({**words.get(setting.name, {}), **row})
+    if args.plot is not None:
+        from fewbits.cli.sc_plots import draw_lines
+
+        drawn = [r for r in rows if "length" in r and r["perplexity"] is not None]
+        base = {r["setting"]: r["perplexity"] for r in rows if r["setting"] in ("as it is", "int8")}
+        draw_lines(drawn, "perplexity", "perplexity", Path(args.plot), levels=base)
+    if args.json:
+        return _print_json(rows)
+    table = _table("setting", "perplexity", "nats/token", "tokens")
+    for row in rows:
+        shown = "-" if row["perplexity"] is None else f"{row['perplexity']:.3f}"
+        table.add_row(escape(row["setting"]), shown, f"{row['nll']:.4f}", f"{row['tokens']:,}")
+    console().print(table)
+    return 0
+
+
+def _calibrate(args: Namespace) -> int:
+    from fewbits.cli.models import load
+    from fewbits.recipes.stochastic_config import write_config
+    from fewbits.training.stochastic_calibration import Calibration, calibrate_stochastic
+
+    output = Path(args.output)
+    if output.suffix not in (".yaml", ".yml", ".json"):
+        raise BadInput(f"--output {output} is neither .yaml nor .json; name such a file.")
+    settings = Calibration(
+        budget=args.budget,
+        levels=_numbers("--levels", args.levels),
+        groups=args.groups,
+        smoothing=args.smoothing,
+        alpha=args.alpha,
+        protected=args.protected,
+        int8_share=args.int8_share,
+        attention=args.attention,
+        rows=args.rows,
+        gradients=not args.no_gradients,
+    )
+    options = _options(args, halve=True, scramble="bitrev", length=None)
+    text = _read_text(args)
+    model, tokenizer = load(args)
+    batches = _batches(model, tokenizer, text, args)
+    with Progress("linears") as advance:
+        config = calibrate_stochastic(model, batches, settings, options=options, progress=advance)
+    write_config(config, output)
+    found = config.calibration
+    if args.json:
+        return _print_json({"output": str(output), **found})
+    console().print(
+        f"[bold]{escape(str(output))}[/]   {found['mean_cycles']:.2f} cycles a product, on "
+        f"{found['tokens']:,} tokens, {100 * found['int8_macs_share']:.1f} % of MACs INT8",
+        highlight=False,
+        soft_wrap=True,
+    )
+    return 0
+
+
+def _options(args: Namespace, *, halve: bool, scramble: str, length: int | None) -> Any:
+    from fewbits.formats.stochastic import Stochastic
+
+    return Stochastic(
+        sc_prec=args.prec,
+        stoc_len=length,
+        halve_bipolar_stoc_len=halve,
+        chunk_d=args.chunk,
+        scramble=scramble,
+        n_masks=args.masks or None,
+    )
+
+
+def _grid(args: Namespace) -> Iterator[Any]:
+    from fewbits.inference.stochastic_error import settings_of
+
+    base = _options(args, halve=False, scramble="bitrev", length=None)
+    halves = {"both": (True, False), "yes": (True,), "no": (False,)}[args.halve]
+    scrambles = tuple(word.strip() for word in args.scrambles.split(",") if word.strip())
+    yield from settings_of(base, _numbers("--lengths", args.lengths), scrambles, halves)
+
+
+def _words(options: Any) -> dict[str, Any]:
+    return {
+        "length": options.streams.length,
+        "scramble": options.scramble,
+        "halve": options.halve_bipolar_stoc_len,
+    }
+
+
+def _name_of(options: Any) -> str:
+    grid = "halved" if options.halve_bipolar_stoc_len else "full"
+    return f"{options.streams.length} cycles, {options.scramble}, {grid}"
+
+
+def _config_of(options: Any, attention: bool) -> Any:
+    from fewbits.recipes.stochastic_config import AttentionSetting, StochasticConfig
+
+    length = options.streams.length
+    products = (("*", AttentionSetting(scores=length, values=length)),) if attention else ()
+    return StochasticConfig(options=options, attention=products)
+
+
+def _numbers(flag: str, text: str) -> tuple[int, ...]:
+    try:
+        numbers = tuple(sorted({int(word) for word in text.split(",") if word.strip()}))
+    except ValueError:
+        numbers = ()
+    if not numbers or numbers[0] < 1:
+        raise BadInput(f"{flag} {text!r} is refused: give whole numbers above zero, as in 16,32,64.")
+    return numbers
+
+
+def _operands(args: Namespace) -> Any:
+    from fewbits.inference.stochastic_error import capture_operands, read_operands
+
+    if (args.operands is None) == (args.model is None):
+        args.parser.error("give either --operands, or --model and --text")
+    if args.operands is not None:
+        return read_operands(args.operands)
+    if args.text is None:
+        args.parser.error("--model needs --text, which it is run over")
+    if args.rows < 1:
+        args.parser.error("--rows must be at least 1")
+    from fewbits.cli.models import load
+    from fewbits.formats.stochastic import STOCHASTIC
+    from fewbits.models.convert import linears_to_replace
+    from fewbits.recipes.recipe import Recipe, Rule
+
+    text = _read_text(args)
+    model, tokenizer = load(args)
+    linears = linears_to_replace(model, Recipe(name="all", linear=Rule(weight=STOCHASTIC)))
+    names = [name for name in linears if fnmatchcase(name, args.layers)]
+    if not names:
+        raise BadInput(f"--layers {args.layers!r} matches no linear; the first is {next(iter(linears))}.")
+    return capture_operands(model, _batches(model, tokenizer, text, args)[0], names, rows=args.rows)
+
+
+def _batches(model: Any, tokenizer: Any, text: str, args: Namespace) -> list[Any]:
+    """Token ids in windows as `perplexity` cuts them, without a shorter last one if there are others."""
+    import torch
+
+    from fewbits.inference.evaluate import text_windows
+
+    cut = text_windows(model, tokenizer, text, window=args.window, max_tokens=args.max_tokens)
+    lead = [] if cut.bos is None else [cut.bos]
+    rows = [torch.tensor([*lead, *cut.ids[w.begin : w.end].tolist()])[None] for w in cut.windows]
+    return [row for row in rows if row.shape == rows[0].shape]
+
+
+def _read_text(args: Namespace) -> str:
+    from fewbits.cli.actions import read_text
+
+    return read_text(args.text)
+
+
+def _table(*headings: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1))
+    for i, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if i else "left", no_wrap=True)
+    return table
+
+
+def _print_json(plain: Any) -> int:
+    sys.stdout.write(json.dumps(plain, indent=2) + "\n")
+    return 0

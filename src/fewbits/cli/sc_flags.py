@@ -1,0 +1,233 @@
+"""The arguments of ``fewbits sc``. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+from fewbits.cli.texts import Text
+
+SC_TEXTS = {
+    "error": Text(
+        "the error of one setting on given or captured operands",
+        "Mean squared error, bias and worst case of stochastic products against exact ones, on the operands\n"
+        "of a file or on what a model's linears multiply, and a heat map of the product table.",
+        """
+fewbits sc error --operands ab.safetensors --length 32
+fewbits sc error --model models/stories3m --text story.txt --length 64 --heatmap table.svg
+""",
+    ),
+    "sweep": Text(
+        "the error over stream length, scramble and halving",
+        "The error of every combination of stream length, scramble and halving, as a table and a plot.",
+        """
+fewbits sc sweep --model models/stories3m --text story.txt --plot sweep.svg
+fewbits sc sweep --operands ab.npz --lengths 16,32,64 --scrambles bitrev,off --json
+""",
+    ),
+    "eval": Text(
+        "perplexity per setting, beside the original and INT8",
+        "Perplexity of a model on a text under stochastic settings, beside the model as it is and INT8.\n"
+        "With --output a run that was stopped goes on where it stopped; what is done is not done again.",
+        """
+fewbits sc eval --model models/stories3m --text story.txt --lengths 16,32,64,128 --attention
+fewbits sc eval --model models/llama --text wiki.txt --settings mixed.yaml --output eval.jsonl
+""",
+    ),
+    "calibrate": Text(
+        "write a configuration: smoothing, stream lengths, INT8 mask",
+        "Run a model over text and write the configuration of its stochastic products: SmoothQuant or AWQ\n"
+        "scales, protected channels, an INT8 mask, and stream lengths under a budget of cycles.",
+        """
+fewbits sc calibrate --model models/stories3m --text story.txt --budget 48 --output mixed.yaml
+fewbits sc calibrate --model models/llama --text wiki.txt --budget 32 --smoothing awq --output mixed.json
+""",
+    ),
+}
+
+
+def add_sc_flags(
+    sub: Any, new_command: Callable[..., Any], model_options: Callable[[Any, bool], None]
+) -> None:
+    """Give ``sub`` its own subcommands.
+
+    Args:
+        sub: the parser of ``sc``.
+        new_command: makes one, from (subparsers, name, text).
+        model_options: adds --model and its kin; (parser, whether --model is required).
+    """
+    commands = sub.add_subparsers(title="commands", dest="sc_command", metavar="COMMAND")
+    for name, text in SC_TEXTS.items():
+        command = new_command(commands, name, text)
+        model_options(command, name in ("eval", "calibrate"))
+        _text_options(command, required=name in ("eval", "calibrate"))
+        if name in ("error", "sweep"):
+            command.add_argument(
+                "--operands", metavar="FILE", help=".npz or .safetensors with a and b, or NAME.a and NAME.b"
+            )
+            command.add_argument(
+                "--rows",
+                type=int,
+                default=64,
+                metavar="N",
+                help="input rows to capture of each linear (default: %(default)s)",
+            )
+            command.add_argument(
+                "--layers", default="*", metavar="GLOB", help="which linears to capture (default: all)"
+            )
+        _FLAGS[name](command)
+        _options(command)
+        command.add_argument("--json", action="store_true", help="print the result as JSON")
+
+
+def _text_options(command: argparse.ArgumentParser, *, required: bool) -> None:
+    group = command.add_argument_group("text")
+    group.add_argument(
+        "--text", required=required, metavar="FILE", help="plain text, UTF-8; - is standard input"
+    )
+    group.add_argument(
+        "--window",
+        type=int,
+        metavar="N",
+        help="tokens in a window, BOS included (default: the context, at most 2048)",
+    )
+    group.add_argument(
+        "--max-tokens",
+        type=int,
+        default=4096,
+        metavar="N",
+        help="only the first N tokens (default: %(default)s)",
+    )
+
+
+def _options(command: argparse.ArgumentParser) -> None:
+    group = command.add_argument_group("streams")
+    group.add_argument(
+        "--prec", type=int, default=8, metavar="P", help="bits of an operand (default: %(default)s)"
+    )
+    group.add_argument(
+        "--chunk",
+        type=int,
+        default=128,
+        metavar="N",
+        help="inner dimensions that share a scale; 0: all (default: %(default)s)",
+    )
+    group.add_argument(
+        "--masks",
+        type=int,
+        default=64,
+        metavar="N",
+        help="scramble masks; 0: no limit (default: %(default)s)",
+    )
+
+
+def _error_flags(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--length", type=int, metavar="N", help="stream length (default: the full one)")
+    command.add_argument(
+        "--scramble",
+        default="bitrev",
+        metavar="NAME",
+        help="bitrev, counter, random or off (default: %(default)s)",
+    )
+    command.add_argument("--full", action="store_true", help="streams on the full grid, not the halved one")
+    command.add_argument("--heatmap", metavar="FILE", help="draw the product table's error (.svg or .png)")
+
+
+def _sweep_flags(command: argparse.ArgumentParser) -> None:
+    _grid(command, "16,32,64,128,256", "bitrev,counter,random,off")
+    command.add_argument("--plot", metavar="FILE", help="draw it (.svg or .png)")
+
+
+def _eval_flags(command: argparse.ArgumentParser) -> None:
+    _grid(command, "16,32,64,128,256", "bitrev")
+    command.add_argument(
+        "--attention", action="store_true", help="both attention products too, at the same length"
+    )
+    command.add_argument(
+        "--settings",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="a configuration to evaluate as well; may be repeated",
+    )
+    command.add_argument("--no-baselines", action="store_true", help="leave out the model as it is and INT8")
+    command.add_argument(
+        "--batch-size", type=int, default=4, metavar="N", help="windows at once (default: %(default)s)"
+    )
+    command.add_argument("--output", metavar="FILE", help="JSONL file that keeps results and progress")
+    command.add_argument("--plot", metavar="FILE", help="draw it (.svg or .png)")
+
+
+def _grid(command: argparse.ArgumentParser, lengths: str, scrambles: str) -> None:
+    command.add_argument(
+        "--lengths", default=lengths, metavar="A,B", help="stream lengths (default: %(default)s)"
+    )
+    command.add_argument(
+        "--scrambles", default=scrambles, metavar="A,B", help="scrambles (default: %(default)s)"
+    )
+    command.add_argument(
+        "--halve",
+        choices=("both", "yes", "no"),
+        default="both",
+        help="halved streams, full ones (default: %(default)s)",
+    )
+
+
+def _calibrate_flags(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--output", required=True, metavar="FILE", help=".yaml or .json file to write")
+    command.add_argument(
+        "--budget",
+        type=float,
+        default=64.0,
+        metavar="X",
+        help="mean cycles of a product (default: %(default)s)",
+    )
+    command.add_argument(
+        "--levels",
+        default="16,24,32,48,64,96,128",
+        metavar="A,B",
+        help="stream lengths to choose from (default: %(default)s)",
+    )
+    command.add_argument(
+        "--groups",
+        type=int,
+        default=1,
+        metavar="N",
+        help="groups of input rows by magnitude (default: %(default)s)",
+    )
+    command.add_argument(
+        "--smoothing",
+        choices=("smoothquant", "awq", "none"),
+        default="smoothquant",
+        help="default: %(default)s",
+    )
+    command.add_argument(
+        "--alpha", type=float, default=0.5, metavar="X", help="of SmoothQuant (default: %(default)s)"
+    )
+    command.add_argument(
+        "--protected",
+        type=int,
+        default=0,
+        metavar="N",
+        help="exact input channels of each linear (default: %(default)s)",
+    )
+    command.add_argument(
+        "--int8-share",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="share of MACs that may run INT8 (default: %(default)s)",
+    )
+    command.add_argument(
+        "--attention", type=int, metavar="N", help="stream length of both attention products (default: exact)"
+    )
+    command.add_argument(
+        "--rows", type=int, default=256, metavar="N", help="input rows to measure on (default: %(default)s)"
+    )
+    command.add_argument(
+        "--no-gradients", action="store_true", help="weigh all outputs alike; needs no backward pass"
+    )
+
+
+_FLAGS = {"error": _error_flags, "sweep": _sweep_flags, "eval": _eval_flags, "calibrate": _calibrate_flags}

@@ -1,0 +1,89 @@
+"""Plots of ``fewbits sc``, by matplotlib."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fewbits.errors import BadInput, Unsupported
+
+
+def draw_lines(
+    rows: Sequence[Mapping[str, Any]],
+    key: str,
+    label: str,
+    path: Path,
+    *,
+    levels: Mapping[str, float] | None = None,
+) -> None:
+    """One line for each (scramble, halve) over the stream length, on logarithmic axes.
+
+    Args:
+        rows: with "length", "scramble", "halve" and ``key``.
+        key: what is drawn.
+        label: of the vertical axis.
+        path: .svg or .png.
+        levels: horizontal lines, by their names.
+    """
+    figure, axes = _axes(path)
+    colors = {name: f"C{i}" for i, name in enumerate(dict.fromkeys(r["scramble"] for r in rows))}
+    for scramble, halve in dict.fromkeys((r["scramble"], r["halve"]) for r in rows):
+        points = sorted(
+            (r["length"], r[key]) for r in rows if (r["scramble"], r["halve"]) == (scramble, halve)
+        )
+        axes.plot(
+            *zip(*points, strict=True),
+            color=colors[scramble],
+            marker="o" if halve else "s",
+            linestyle="-" if halve else "--",
+            markersize=4,
+            label=f"{scramble}, {'halved' if halve else 'full'}",
+        )
+    for (name, level), style in zip((levels or {}).items(), (":", "-."), strict=False):
+        axes.axhline(level, color="0.4", linestyle=style, label=name)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    lengths = sorted({r["length"] for r in rows})
+    axes.set_xticks(lengths, [str(n) for n in lengths])
+    axes.set_xlabel("stream length (cycles)")
+    axes.set_ylabel(label)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    _save(figure, path)
+
+
+def draw_table_error(options: Any, dimensions: int, path: Path) -> None:
+    """The heat map of `table_error`."""
+    from fewbits.inference.stochastic_error import table_error
+
+    figure, axes = _axes(path)
+    error = table_error(options, dimensions).numpy()
+    limit = max(float(abs(error).max()), 1e-9)
+    image = axes.imshow(error, origin="lower", cmap="RdBu_r", vmin=-limit, vmax=limit)
+    axes.set_xlabel("magnitude of b")
+    axes.set_ylabel("magnitude of a")
+    axes.set_title(
+        f"{options.streams.length} cycles, {options.scramble}: product - exact, share of full scale"
+    )
+    axes.title.set_fontsize(9)
+    figure.colorbar(image)
+    _save(figure, path)
+
+
+def _axes(path: Path) -> tuple[Any, Any]:
+    if path.suffix not in (".svg", ".png"):
+        raise BadInput(f"a plot is written as .svg or .png, not {path.name!r}; name such a file.")
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise Unsupported("plots need matplotlib, which is not installed: pip install matplotlib.") from error
+    figure = Figure(figsize=(6.4, 4.2), layout="constrained")
+    return figure, figure.subplots()
+
+
+def _save(figure: Any, path: Path) -> None:
+    from matplotlib import rc_context
+
+    with rc_context({"svg.hashsalt": "fewbits"}):  # the same drawing gives the same file
+        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)

@@ -1,0 +1,117 @@
+"""``fewbits sc`` on a small real model and on files of operands."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from fewbits.recipes.stochastic_config import read_config
+
+
+@pytest.fixture(scope="module")
+def model(shared):
+    return shared / "data/models/stories260k"
+
+
+@pytest.fixture(scope="module")
+def text(shared, tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "story.txt"
+    path.write_text((shared / "data/text/tinystories_val.txt").read_text()[:3000])
+    return path
+
+
+@pytest.fixture(scope="module")
+def operands(tmp_path_factory):
+    path = tmp_path_factory.mktemp("operands") / "ab.safetensors"
+    save_file({"a": torch.randn(6, 40), "b": torch.randn(4, 40)}, path)
+    return path
+
+
+def test_error_and_heat_map(run, operands, tmp_path):
+    shown = run("sc", "error", "--operands", operands, "--length", "32", "--heatmap", tmp_path / "t.svg")
+    assert shown.code == 0 and "rel. error" in shown.out and "a b^T" in shown.out
+    assert (tmp_path / "t.svg").read_text().startswith("<?xml")
+    plain = json.loads(run("sc", "error", "--operands", operands, "--json", "--full").out)
+    assert 0 < plain["all"]["relative"] < 0.1 and plain["all"]["values"] == 24
+
+
+def test_error_on_a_model(run, model, text):
+    plain = json.loads(
+        run("sc", "error", "--model", model, "--text", text, "--max-tokens", "60", "--layers", "*.up_proj",
+            "--rows", "8", "--json").out
+    )  # fmt: skip
+    assert len(plain) == 6 and plain["model.layers.0.mlp.up_proj"]["mse"] > 0
+
+
+def test_sweep(run, operands, tmp_path):
+    rows = json.loads(
+        run("sc", "sweep", "--operands", operands, "--lengths", "16,256", "--scrambles", "bitrev,off",
+            "--plot", tmp_path / "s.png", "--json").out
+    )  # fmt: skip
+    assert [(r["length"], r["scramble"], r["halve"]) for r in rows] == [
+        (16, "bitrev", True), (16, "off", True), (16, "bitrev", False), (256, "bitrev", False),
+        (16, "off", False), (256, "off", False),
+    ]  # fmt: skip
+    assert rows[3]["mse"] < rows[2]["mse"]
+    assert (tmp_path / "s.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_calibrate_then_eval_and_again_from_the_ledger(run, model, text, tmp_path):
+    mixed, ledger = tmp_path / "mixed.yaml", tmp_path / "eval.jsonl"
+    done = run("sc", "calibrate", "--model", model, "--text", text, "--window", "64", "--max-tokens", "126",
+               "--budget", "40", "--attention", "64", "--rows", "32", "--output", mixed)  # fmt: skip
+    assert done.code == 0 and "cycles a product" in done.out
+    assert read_config(mixed).calibration["budget"] == 40
+    command = ("sc", "eval", "--model", model, "--text", text, "--window", "64", "--max-tokens", "126",
+               "--lengths", "32,128", "--halve", "yes", "--settings", mixed, "--output", ledger, "--json",
+               "--plot", tmp_path / "e.svg")  # fmt: skip
+    rows = json.loads(run(*command).out)
+    names = [row["setting"] for row in rows]
+    assert names == [
+        "as it is",
+        "int8",
+        "32 cycles, bitrev, halved",
+        "128 cycles, bitrev, halved",
+        str(mixed),
+    ]
+    perplexity = {row["setting"]: row["perplexity"] for row in rows}
+    assert perplexity["as it is"] < perplexity["128 cycles, bitrev, halved"] < perplexity[names[2]]
+    size = ledger.stat().st_size
+    assert json.loads(run(*command).out) == rows and ledger.stat().st_size == size
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "sentence"),
+    [
+        (("error",), 2, "give either --operands, or --model and --text"),
+        (("error", "--model", "here"), 2, "--model needs --text"),
+        (("sweep", "--operands", "no.npz"), 1, "there is no file no.npz"),
+        (("sweep", "--operands", "ab", "--lengths", "x"), 1, "--lengths 'x' is refused"),
+        (("sweep", "--operands", "ab", "--scrambles", "owen"), 1, "scramble 'owen' is unknown"),
+        (("error", "--operands", "AB", "--length", "300"), 1, "stoc_len=300 is refused"),
+        (("error", "--operands", "AB", "--heatmap", "t.pdf"), 1, "written as .svg or .png"),
+        (("eval", "--model", "m", "--text", "TEXT", "--settings", "TEXT"), 1, "no stochastic configuration"),
+        (("calibrate", "--model", "m", "--text", "t", "--output", "c.txt"), 1, "neither .yaml nor .json"),
+        (
+            ("calibrate", "--model", "m", "--text", "t", "--output", "c.yaml", "--alpha", "2"),
+            1,
+            "alpha=2 is refused",
+        ),
+        (("eval",), 2, "required: --model, --text"),
+    ],
+)
+def test_refused_in_one_sentence(run, operands, text, argv, code, sentence):
+    words = [str({"AB": operands, "TEXT": text}.get(a, a)) for a in argv]
+    shown = run("sc", *words)
+    assert shown.code == code and sentence in shown.err, shown.err
+    assert len(shown.err.strip().splitlines()) == 1
+
+
+def test_help(run):
+    assert run("sc").code == 2
+    shown = run("sc", "--help").out
+    assert all(name in shown for name in ("error", "sweep", "eval", "calibrate"))
+    assert "fewbits sc eval --model" in run("sc", "eval", "--help").out

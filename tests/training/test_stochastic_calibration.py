@@ -1,0 +1,92 @@
+"""Calibration from a model to a configuration that fits it, meets its budget and makes errors smaller."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from fewbits.errors import BadInput, Unsupported
+from fewbits.formats.stochastic import STOCHASTIC
+from fewbits.models.in_memory import apply_stochastic
+from fewbits.models.stochastic import check_config
+from fewbits.recipes.stochastic_config import (
+    LinearSetting,
+    StochasticConfig,
+    config_from_plain,
+    config_to_plain,
+)
+from fewbits.training.stochastic_calibration import Calibration, calibrate_stochastic
+from models.tiny import tiny, tokens
+
+OPTIONS = dataclasses.replace(STOCHASTIC, chunk_d=32)
+LEVELS = (16, 32, 64, 128)
+
+
+def _calibrate(model, **settings):
+    made = Calibration(levels=LEVELS, rows=64, **settings)
+    return calibrate_stochastic(model, [tokens(4, 24)], made, options=OPTIONS)
+
+
+@pytest.mark.parametrize("smoothing", ["smoothquant", "awq", "none"])
+def test_a_configuration_that_fits_and_meets_its_budget(smoothing):
+    model = tiny("llama")
+    config = _calibrate(
+        model, budget=40, groups=2, smoothing=smoothing, protected=2, int8_share=0.2, attention=64
+    )
+    check_config(model, config)
+    assert config_from_plain(config_to_plain(config)) == config
+    assert config.calibration["mean_cycles"] <= 40
+    runs = [s.runs for _, s in config.linears]
+    assert 0 < runs.count("int8") < len(runs) == 14
+    assert 0 < config.calibration["int8_macs_share"] <= 0.2
+    found = [s for _, s in config.linears if s.runs == "stochastic"]
+    assert all(len(s.lengths) == 2 and len(s.thresholds) == 1 and len(s.protected) == 2 for s in found)
+    assert len({n for s in found for row in s.lengths for n in row}) > 1
+    if smoothing == "smoothquant":
+        assert all(s.smooth_scales is not None for s in found)
+    receipt = apply_stochastic(model, config)
+    with torch.no_grad():
+        assert model(tokens()).logits.isfinite().all()
+    assert any("64 cycles" in note for note in receipt.notes)
+
+
+def test_mixed_lengths_change_the_loss_less_than_a_uniform_one():
+    ids = tokens(8, 24, seed=5)
+
+    def change(config):
+        exact, model = tiny("llama"), tiny("llama")
+        apply_stochastic(model, config, fuse_norms=False)
+        with torch.no_grad():
+            p, q = exact(ids).logits.log_softmax(-1), model(ids).logits.log_softmax(-1)
+        return float((p.exp() * (p - q)).sum(-1).mean())
+
+    uniform = change(StochasticConfig(options=OPTIONS.with_length(32)))
+    mixed = change(_calibrate(tiny("llama"), budget=32, smoothing="none"))
+    assert mixed < uniform
+
+
+def test_the_budget_decides():
+    few = _calibrate(tiny("llama"), budget=16)
+    assert {n for _, s in few.linears for row in s.lengths for n in row} == {16}
+    many = _calibrate(tiny("llama"), budget=1000)
+    assert many.calibration["mean_cycles"] > 100
+
+
+def test_refusals():
+    for settings, sentence in (
+        ({"smoothing": "gptq"}, "smoothing 'gptq' is unknown"),
+        ({"int8_share": 1.0}, "from 0 to below 1"),
+        ({"groups": 0}, "groups=0 is refused"),
+    ):
+        with pytest.raises(BadInput, match=sentence):
+            Calibration(**settings)
+    with pytest.raises(BadInput, match="256 is out of range; choose from 1 to 128"):
+        calibrate_stochastic(tiny("llama"), [tokens()], Calibration(levels=(16, 256)), options=OPTIONS)
+    with pytest.raises(BadInput, match="below the shortest"):
+        _calibrate(tiny("llama"), budget=8)
+    model = tiny("llama")
+    apply_stochastic(model, StochasticConfig(options=OPTIONS, linears=(("*", LinearSetting()),)))
+    with pytest.raises(Unsupported, match="calibrate its original form"):
+        _calibrate(model)
