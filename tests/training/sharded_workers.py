@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 import resource
 import signal
+import weakref
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import distributed
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fewbits.errors import TrainingStopped
 from fewbits.formats import INT8, NF4, NF4_DQ
@@ -111,15 +113,39 @@ def load(folder: str, steps: int) -> dict[str, Any]:
     return found
 
 
+class Allocations(TorchDispatchMode):
+    """Bytes of host tensors that live while it is on, and the most there were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[int] = set()
+        self.bytes = self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in pytree.tree_leaves(result):
+            if type(tensor) is torch.Tensor and tensor.device.type == "cpu":
+                self.note(tensor.untyped_storage())
+        return result
+
+    def note(self, storage: Any) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self.seen:
+            self.seen.add(key)
+            self.bytes += size
+            self.most = max(self.most, self.bytes)
+            weakref.finalize(storage, self.gone, key, size)
+
+    def gone(self, key: int, size: int) -> None:
+        self.seen.discard(key)
+        self.bytes -= size
+
+
 def peak(config: Any) -> dict[str, Any]:
-    """Host memory that a random model took at most beyond what it then holds, beside the largest weight."""
-    tiny_one = copy.copy(config)
-    tiny_one.num_hidden_layers, tiny_one.hidden_size, tiny_one.intermediate_size = 1, 64, 64
-    options = {"recipe": Recipe(name="nf4", linear=Rule(weight=NF4)), "lora": LoRA(r=4)}
-    load_sharded_model(tiny_one, **options)  # what is imported and allocated once
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    model, _ = load_sharded_model(config, **options)
-    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    dense = sum(2 * m.in_features * m.out_features for m in model.modules() if isinstance(m, QuantizedLinear))
-    largest = max(2 * m.in_features * m.out_features for m in model.modules() if hasattr(m, "in_features"))
-    return {"grown": after - before, "held": local_bytes(model), "largest": largest, "dense": dense}
+    """Bytes of tensors that a random model took at most, what it then holds, its largest weight and all."""
+    with Allocations() as allocations:
+        model, _ = load_sharded_model(
+            config, recipe=Recipe(name="nf4", linear=Rule(weight=NF4)), lora=LoRA(r=4)
+        )
+    dense = [2 * m.in_features * m.out_features for m in model.modules() if isinstance(m, QuantizedLinear)]
+    return {"most": allocations.most, "held": local_bytes(model), "largest": max(dense), "dense": sum(dense)}

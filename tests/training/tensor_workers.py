@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,9 +14,12 @@ from fewbits.models.convert import convert
 from fewbits.models.fused import fuse, fusion_of
 from fewbits.recipes.recipe import LoRA, Recipe, Rule
 from fewbits.training.fsdp import local_bytes, shard
+from fewbits.training.optimizer import AdamW8bit
+from fewbits.training.sharded_checkpoint import export, load_sharded, write_sharded
 from fewbits.training.tensor_parallel import clip_grad_norm, tensor_parallel, tensor_parallel_of
+from fewbits.training.whole_views import whole_views
 from models.tiny import tiny, tokens
-from training.fsdp_workers import FORMATS, ROWS, full, mean_over_ranks, train
+from training.fsdp_workers import FORMATS, ROWS, full, mean_over_ranks
 
 # wide enough for blocks of 64 along half of the columns
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
@@ -67,9 +71,12 @@ def curves(cases: list[tuple[str, str, bool]], steps: int) -> dict[Any, Any]:
     return found
 
 
-def train_without_clipping(model: Any, steps: int, rows: slice = slice(None)) -> tuple[list[float], Any]:
-    """A norm over all weights would need sums over the group; SGD shows each gradient as it is."""
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
+def train_without_clipping(
+    model: Any, steps: int, rows: slice = slice(None), optimizer: Any = None
+) -> tuple[list[float], Any]:
+    """torch's norm is of one rank's gradients; SGD shows each gradient as it is."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = optimizer or torch.optim.SGD(trained, lr=0.05)
     losses = []
     for step in range(steps):
         ids = tokens(ROWS, 16, seed=step)[rows]
@@ -103,4 +110,51 @@ def norm_of(model: Any, rows: slice = slice(None)) -> tuple[float, float]:
     return float(norm), float(clip_grad_norm(model, 1.0))
 
 
-__all__ = ["both", "build", "curves", "norm_of", "train", "train_without_clipping"]
+def optimizer_of(kind: str, model: Any) -> Any:
+    """As in sharded_workers."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return (
+        AdamW8bit(trained, lr=1e-2, min_8bit_size=16)
+        if kind != "full"
+        else torch.optim.AdamW(trained, lr=1e-2)
+    )
+
+
+def spread(kind: str, data: int) -> Any:
+    """A model over ``data`` times two ranks, its trained weights moved, and its optimizer."""
+    model = build(kind, "llama", fused=False)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(1)
+    mesh = init_device_mesh("cpu", (data, 2), mesh_dim_names=("data", "tensor"))
+    tensor_parallel(model, mesh["tensor"])
+    if data > 1:
+        shard(model, mesh["data"])
+    return model, optimizer_of(kind, model)
+
+
+def write(folder: str) -> None:
+    """A step by two pairs of ranks, a checkpoint, an export."""
+    for kind in ("nf4", "full"):
+        model, optimizer = spread(kind, 2)
+        train_without_clipping(model, 1, optimizer=optimizer)
+        path = Path(folder) / kind
+        write_sharded(path / "checkpoint-1", model, optimizer)
+        (path / "hf").mkdir(exist_ok=True)
+        export(model, path / "hf")
+
+
+def read(folder: str, data: int) -> list[Any]:
+    """What ranks find there: weights, and moments as they step with them."""
+    found = []
+    for kind in ("nf4", "full"):
+        model, optimizer = spread(kind, data)
+        load_sharded(Path(folder) / kind / "checkpoint-1", model, optimizer)
+        views = {n: v.full_tensor().clone() for n, v in whole_views(model).items() if "weight_" not in n}
+        losses, _ = train_without_clipping(model, 2, optimizer=optimizer)
+        found.append((views, losses))
+    return found
+
+
+__all__ = ["both", "build", "curves", "norm_of", "optimizer_of", "read", "train_without_clipping", "write"]

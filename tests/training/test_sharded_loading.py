@@ -58,10 +58,12 @@ def test_slices_are_those_of_the_whole_model(loaded, kind) -> None:
 
 
 def test_no_rank_holds_the_whole_model() -> None:
-    """134 MB of bfloat16 in NF4: beyond its half, one weight and what packs it."""
+    """34 MB of bfloat16 in NF4: at no time more than its half, the largest weight and what packs it."""
     config = LlamaConfig(
-        vocab_size=512, hidden_size=1024, intermediate_size=4096, num_hidden_layers=4, num_attention_heads=8
+        vocab_size=512, hidden_size=512, intermediate_size=2048, num_hidden_layers=4, num_attention_heads=8
     )
+    packing = 6 * 256 * 2048 * 4  # float32 copies of 256 rows, whatever the weight's size
     for found in run_ranks(peak, 2, config):
-        assert found["held"] < 0.16 * found["dense"]
-        assert found["grown"] < found["held"] + 6 * found["largest"] < 0.6 * found["dense"], found
+        assert found["held"] < 0.18 * found["dense"]
+        assert found["held"] < found["most"] < found["held"] + 2 * found["largest"] + packing, found
+        assert found["most"] < 0.5 * found["dense"], found

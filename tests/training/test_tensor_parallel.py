@@ -6,14 +6,27 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from fewbits.errors import Unsupported
 from fewbits.formats import E4M3, INT4_G32, INT8, NF4, NF4_DQ
+from fewbits.models.adapters import load_adapter
 from fewbits.training.packed_slices import cut
+from fewbits.training.sharded_checkpoint import load_sharded
 from fewbits.training.tensor_parallel import tensor_parallel
 from models.tiny import tiny, tokens
 from training.processes import run_ranks
-from training.tensor_workers import both, build, curves, norm_of, train_without_clipping
+from training.tensor_workers import (
+    SIZES,
+    both,
+    build,
+    curves,
+    norm_of,
+    optimizer_of,
+    read,
+    train_without_clipping,
+    write,
+)
 
 CASES = [
     ("full", "qwen3", True),
@@ -97,6 +110,29 @@ def test_fsdp_over_shared_layers() -> None:
     assert expected[1] == pytest.approx(1e-3, rel=1e-2)
     for rank in found:
         assert rank["norm"] == pytest.approx(expected, rel=1e-4)
+
+
+def test_checkpoints_of_shared_layers(tmp_path) -> None:
+    """Written by two pairs of ranks; read by them, by one pair, by one process; exported."""
+    run_ranks(write, 4, str(tmp_path))
+    four, two = run_ranks(read, 4, str(tmp_path), 2), run_ranks(read, 2, str(tmp_path), 1)
+    for number, kind in enumerate(("nf4", "full")):
+        model = build(kind, "llama", fused=False)
+        optimizer = optimizer_of(kind, model)
+        load_sharded(tmp_path / kind / "checkpoint-1", model, optimizer)
+        own = {n: p.detach().clone() for n, p in model.named_parameters() if "weight_" not in n}
+        losses, _ = train_without_clipping(model, 2, optimizer=optimizer)
+        for rank in (*four, *two):
+            weights, found = rank[number]
+            assert weights.keys() == own.keys()
+            assert all(torch.equal(weights[name], own[name]) for name in own)
+            assert found == pytest.approx(losses, rel=2e-6 if kind == "full" else 2e-3)
+        if kind == "full":
+            exported = AutoModelForCausalLM.from_pretrained(tmp_path / kind / "hf")
+            assert all(torch.equal(p, own[n]) for n, p in exported.named_parameters())
+        else:
+            exported = load_adapter(tiny("llama", **SIZES), tmp_path / kind / "hf", is_trainable=True)
+            assert all(torch.equal(p, own[n]) for n, p in exported.named_parameters() if ".lora_" in n)
 
 
 def test_a_plan_that_gathers_is_refused() -> None:

@@ -8,6 +8,8 @@ whoever needs a part of it, so 2 ranks go on where 4 stopped, and one process wi
 * `AdamW8bit`'s codes are slices as the parameters are; its scales, whose blocks begin at a slice's first
   value, stand beside them under the slice's place. Read by the same slices they come back to the bit; other
   slices decode what overlaps theirs and round it once more.
+* Layers that ranks share (`fewbits.training.tensor_parallel`) are written as slices of the whole ones, so
+  that another way to share them, or none, goes on from there.
 * Scales of delayed float8 are those of each rank; another number of ranks goes on from their maximum.
 
 `export` writes one Hugging Face (or PEFT) folder, tensor by tensor: no rank holds the whole model, and rank 0
@@ -38,6 +40,7 @@ from fewbits.models.fused import load_scales, scales_of
 from fewbits.training.checkpointing import staged
 from fewbits.training.fsdp import local, place_of, reshard
 from fewbits.training.optimizer import AdamW8bit
+from fewbits.training.whole_views import slice_like, whole_views
 
 _SCALES = ("m_scales", "v_scales")  # of AdamW8bit
 FOLDER, FACTS = "sharded", "sharded.json"
@@ -130,12 +133,11 @@ def is_sharded_checkpoint(folder: Path) -> bool:
 
 def _kept(model: Any) -> dict[str, Tensor]:
     """What a checkpoint holds of the model: trained parameters with adapters, else all, each once."""
-    named = dict(model.named_parameters())  # a tied weight is there once
+    views = whole_views(model)
     if hasattr(model, "peft_config"):
-        return {name: p.detach() for name, p in named.items() if p.requires_grad}
+        return {name: views[name] for name, p in model.named_parameters() if p.requires_grad}
     persistent = model.state_dict().keys()
-    buffers = {name: b for name, b in model.named_buffers() if name in persistent}
-    return {name: t.detach() for name, t in {**named, **buffers}.items()}
+    return {**views, **{name: b.detach() for name, b in model.named_buffers() if name in persistent}}
 
 
 def _inner(optimizer: Any) -> Any:
@@ -143,8 +145,9 @@ def _inner(optimizer: Any) -> Any:
     return getattr(optimizer, "optimizer", optimizer)
 
 
-def _named(model: Any, optimizer: Any) -> Iterator[tuple[str, Tensor]]:
-    names = {id(p): name for name, p in model.named_parameters()}
+def _named(model: Any, optimizer: Any) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Name, parameter, and the parameter as a slice of the whole one."""
+    names, views = {id(p): name for name, p in model.named_parameters()}, whole_views(model)
     for group in optimizer.param_groups:
         for param in group["params"]:
             if id(param) not in names:
@@ -152,38 +155,27 @@ def _named(model: Any, optimizer: Any) -> Iterator[tuple[str, Tensor]]:
                     "the optimizer steps a parameter that the model does not have; make it after the model is"
                     " sharded."
                 )
-            yield names[id(param)], param
+            yield names[id(param)], param, views[names[id(param)]]
 
 
 def _optimizer_state(model: Any, optimizer: Any) -> dict[str, Tensor]:
     """Every tensor of the state under its parameter's name; moments are sliced as the parameter is."""
     state: dict[str, Tensor] = {}
-    for name, param in _named(model, optimizer):
+    for name, param, view in _named(model, optimizer):
         for key, value in optimizer.state.get(param, {}).items():
             tensor = torch.as_tensor(value)
             if key in _SCALES:
                 if tensor.numel():
-                    state[f"optimizer.{name}.{key}{_place(param)}"] = tensor
-            elif isinstance(optimizer, AdamW8bit) and key in ("m", "v"):
-                state[f"optimizer.{name}.{key}"] = _like(param, tensor)
-            else:
+                    state[f"optimizer.{name}.{key}{_place(view)}"] = tensor
+            elif key == "step":
                 state[f"optimizer.{name}.{key}"] = tensor
+            else:
+                state[f"optimizer.{name}.{key}"] = slice_like(view, local(tensor))
     return state
 
 
-def _place(param: Tensor) -> str:
-    return "@" + "_".join(map(str, place_of(param)[0]))
-
-
-def _like(param: Tensor, part: Tensor) -> Tensor:
-    """A tensor of the parameter's shape and slices, of which ``part`` is this rank's."""
-    from torch.distributed.tensor import DTensor
-
-    if not isinstance(param, DTensor):
-        return part
-    return DTensor.from_local(
-        part, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
-    )
+def _place(view: Tensor) -> str:
+    return "@" + "_".join(map(str, place_of(view)[0]))
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -232,7 +224,7 @@ def _empty_optimizer_state(folder: Path, model: Any, sizes: Mapping[str, Any]) -
     stored = {key: meta for key, meta in sizes.items() if key.startswith("optimizer.")}
     if not stored:
         raise SpecMismatch(f"{folder} has no optimizer's state; load it without an optimizer to begin anew.")
-    params = dict(model.named_parameters())
+    params = whole_views(model)
     state = {}
     for key, meta in stored.items():
         name = key.removeprefix("optimizer.").rpartition(".")[0]
@@ -242,7 +234,7 @@ def _empty_optimizer_state(folder: Path, model: Any, sizes: Mapping[str, Any]) -
             )
         param, dtype = params[name], meta.properties.dtype
         if tuple(meta.size) == tuple(param.shape) and not key.endswith(".step"):
-            state[key] = _like(param, torch.empty_like(local(param.detach()), dtype=dtype))
+            state[key] = slice_like(param, torch.empty_like(local(param), dtype=dtype))
         else:
             state[key] = torch.empty(meta.size, dtype=dtype)
     return state
@@ -251,7 +243,7 @@ def _empty_optimizer_state(folder: Path, model: Any, sizes: Mapping[str, Any]) -
 def _fill_optimizer(
     model: Any, optimizer: Any, state: Mapping[str, Tensor], groups: list[Any], sizes: Mapping[str, Any]
 ) -> None:
-    for name, param in _named(model, optimizer):
+    for name, param, view in _named(model, optimizer):
         prefix = f"optimizer.{name}."
         if f"{prefix}step" not in state:
             continue  # it had no gradient yet
@@ -259,16 +251,19 @@ def _fill_optimizer(
             k.rpartition(".")[2]: t for k, t in state.items() if k.rpartition(".")[0] + "." == prefix
         }
         if isinstance(optimizer, AdamW8bit):
-            held = {"step": int(held["step"]), **_moments(held, param, sizes[f"{prefix}m"].chunks)}
+            held = {"step": int(held["step"]), **_moments(held, view, sizes[f"{prefix}m"].chunks)}
+        else:  # sliced as the optimizer has made them, on this rank's own mesh
+            same = {k: slice_like(param, local(t)) for k, t in held.items() if t.shape == view.shape}
+            held |= {k: t for k, t in same.items() if k != "step"}
         optimizer.state[param] = held
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
         for key, value in saved.items():
             group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
 
 
-def _moments(held: Mapping[str, Tensor], param: Tensor, chunks: Any) -> dict[str, Tensor]:
+def _moments(held: Mapping[str, Tensor], view: Tensor, chunks: Any) -> dict[str, Tensor]:
     """`AdamW8bit`'s moments of this rank's slice, from codes of it and the scales of the slices that were."""
-    place, shape = place_of(param)
+    place, shape = place_of(view)
     found: dict[str, Tensor] = {}
     for key in ("m", "v"):
         codes = local(held[key])
@@ -338,11 +333,11 @@ def _gathered(model: Any, *, adapters_only: bool = False) -> Iterator[tuple[str,
     """Every parameter and persistent buffer, whole; on the host of rank 0, elsewhere empty."""
     persistent = model.state_dict().keys()
     buffers = [] if adapters_only else [(n, b) for n, b in model.named_buffers() if n in persistent]
-    for name, tensor in [*model.named_parameters(), *buffers]:
+    views, trained = whole_views(model), {n for n, p in model.named_parameters() if p.requires_grad}
+    for name, tensor in [*views.items(), *buffers]:
         marks = (".lora_", ".modules_to_save.")
-        if adapters_only and not tensor.requires_grad and not any(mark in name for mark in marks):
+        if adapters_only and name not in trained and not any(mark in name for mark in marks):
             continue
-        tensor = tensor.detach()
         whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
         yield name, whole.cpu() if _rank() == 0 else whole.new_empty(0)
 

@@ -40,10 +40,12 @@ class TensorParallel:
     Attributes:
         group: the ranks that share its layers.
         cuts: the axis along which a parameter was cut, by its full name; the others are whole on each rank.
+        mesh: all ranks, for checkpoints (`fewbits.training.whole_views`).
     """
 
     group: TensorGroup
     cuts: dict[str, int] = field(default_factory=dict)
+    mesh: Any = None
 
 
 def tensor_parallel(model: Any, mesh: Any) -> Receipt:
