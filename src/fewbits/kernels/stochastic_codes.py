@@ -15,22 +15,22 @@ its row or column NaN. There is no gradient here.
 
 Paths, all exact; `stochastic_path` says which one a product takes, and why not a faster one:
 
-* "lookup", on CUDA: counts looked up in shared memory, a table for each row and 128 dimensions, in CUDA C++
-  compiled at run time (_stochastic_lookup.cu): 1, 2 or 4 rows a block, for one row as for thousands.
+* "lookup", on CUDA: counts looked up in shared memory, a table for each row and 128 (with 8 rows 64)
+  dimensions, in CUDA C++ compiled at run time (_stochastic_lookup.cu): 1, 2, 4 or, for many, 8 rows a block.
 * "thermometer", on CUDA: streams as one INT8 matrix product in Triton (_stochastic_thermometer.py); where
   NVRTC is missing, or counts do not fit the tables of the first.
 * "definition": plain torch (_stochastic_cpu.py), on a CPU, and where there is no Triton.
 
-Floors on an H200 (4.28 TB/s of a copy, 132 multiprocessors at 1.85 GHz):
+Floors on an H200 (4.28 TB/s of a copy, 132 multiprocessors at 1.85 GHz), for Llama-3.1-8B's gate projection:
 
-* bytes: weights once, ``M * D * (1 + 4 / chunk_d)``: 8B gate/up 60.6 MB, 14.2 us; 70B gate/up 242 MB, 57 us
-* lookups, 32 words a clock and multiprocessor, a word holding 1 or 4 rows: ``M * D * ceil(rows / 4)`` words:
-  8B gate/up 7.5 us for up to 4 rows, 3.85 ms for 2048
-* instructions that issue, from the SASS of sm_90, per output and 128 dimensions of 4 rows: 44 (35 for streams
-  below 128 steps), of one row 31; 4 issue a clock: 8B gate/up 21 us for 4 rows, 10.6 ms for 2048 (estimates)
+* bytes: weights once, ``M * D * (1 + 4 / chunk_d)``: 60.6 MB, 14.1 us
+* lookups, 32 words a clock and multiprocessor, a word holding 1 row or 4: ``M * D * ceil(N / 4)`` words:
+  7.5 us for up to 4 rows, 3.85 ms for 2048
+* instructions, 4 a clock and multiprocessor, counted in the SASS of sm_90: 10.9 us for a row, 18.8 us for 4,
+  9.1 ms for 2048, 7.5 ms below 128 steps, 6.3 ms below 32. This is what binds but for one row.
 
-No path has been run on a GPU yet; the lookup's own source runs on a CPU in the tests, the other in Triton's
-interpreter.
+No path has been run on a GPU yet: the lookup's own source runs on a CPU in the tests, the other in Triton's
+interpreter, and these times are estimates. docs/stochastic-kernels.md has all of them.
 """
 
 from __future__ import annotations
