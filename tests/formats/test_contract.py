@@ -205,7 +205,8 @@ def test_extremes(format: Format) -> None:
         x = torch.randn(2, 128) * magnitude
         decoded = format.fake_quantize(x)
         assert decoded.isfinite().all()
-        largest = x.abs().max().clamp(min=1e-5 if isinstance(format, Stochastic) else 0.0)  # its smallest range
+        smallest_range = 1e-5 if isinstance(format, Stochastic) else 0.0
+        largest = x.abs().max().clamp(min=smallest_range)
         assert (decoded - x).abs().max() <= (largest_error(format) + 2**-20) * largest
 
 
