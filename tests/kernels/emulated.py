@@ -22,7 +22,7 @@ def build(folder: Path, source: str, wrapper: str, defines: Sequence[tuple[str, 
     library = folder / f"{name}.so"
     if not library.exists():
         macros = [f"-D{k}={v}" for k, v in defines] + [f'-DSOURCE="{KERNELS / source}"']
-        flags = ["-std=c++17", "-O1", "-fPIC", "-shared", "-fwrapv", "-ffp-contract=off", "-w"]
+        flags = ["-std=c++17", "-O0", "-fPIC", "-shared", "-fwrapv", "-ffp-contract=off", "-w"]
         command = [COMPILER, *flags, *macros, "-o", str(library), str(HERE / wrapper)]
         run = subprocess.run(command, capture_output=True, text=True)
         assert run.returncode == 0, run.stderr

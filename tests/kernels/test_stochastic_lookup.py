@@ -97,6 +97,7 @@ MANY = {
     "halve": (STOCHASTIC, (1, 13, 37, 300), (128,)),
     "full": (FULL, (1, 9, 37, 300), (256,)),
     "40 steps": (STOCHASTIC, (2, 8, 20, 260), (40,)),
+    "32 steps": (STOCHASTIC, (1, 8, 33, 128), (32,)),
     "20 steps": (STOCHASTIC, (1, 16, 33, 128), (20,)),
     "no chunks": (WHOLE, (2, 11, 20, 300), (128,)),
     "codes not aligned": (replace(STOCHASTIC, chunk_d=37), (1, 10, 10, 91), (100,)),

@@ -111,15 +111,20 @@ static __device__ __forceinline__ void store_columns(u32 *plane, const uint4 *v,
     }
 }
 
+// With 8 rows, the row in the first byte of a lane's entries, byte i being that of row i ^ first_row: a lane sends
+// half of its sums to another one, then half of the rest, and so on; this way it is always the latter half.
+static __device__ __forceinline__ int first_row(int group) { return group / 8 * 4 + group / 4 % 2; }
+
 // The tables of a slice for rows n ... n + ROWS - 1, and the slopes of each lane's dimensions.
-static __device__ __forceinline__ void build(const Product &p, const Slice &slice, int b, int n, u32 *table, u32 *slopes) {
+static __device__ __forceinline__ void build(const Product &p, const Slice &slice, int b, int n, u32 *table,
+                                             u32 *slopes) {
     const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES, warps = THREADS / LANES;
     for (int task = warp; task < PLANES * 8; task += warps) {
         const int plane = task % PLANES, group = task / PLANES;
         uint4 v[4];
 #pragma unroll
         for (int k = 0; k < 4; k++) {
-            const int row = ROWS == 8 ? n + 4 * (lane % 2) + k : n + k % ROWS;
+            const int row = n + (ROWS == 8 ? (4 * (lane % 2) + k) ^ first_row(lane / 2) : k % ROWS);
             const int i = ROWS == 8 ? 4 * (lane / 2) + plane : 4 * lane + plane * (4 / ROWS) + k / ROWS;
             const int code = code_of(p, slice, b, row, i);
             v[k] = ((const uint4 *)(p.tables + row_of(p, slice, b, row, i, code) * 128))[group];
@@ -161,18 +166,23 @@ static __device__ __forceinline__ u32 weights_at(const s8 *at, int length) {
 #endif
 }
 
-// Those of a tile's outputs, from m on; with 8 rows each half of the warp has every second output.
+// The place in a tile of a lane's i-th output: with 8 rows each half of the warp has every second one, and lanes
+// begin with different ones, see look_up_four.
+static __device__ __forceinline__ int place_of(int i) {
+    return ROWS == 8 ? 2 * (i ^ threadIdx.x % 4) + threadIdx.x / 16 % 2 : i;
+}
+
+// The weights of a tile's outputs, from m on.
 static __device__ __forceinline__ void load_tile(const Product &p, const s8 *weights, int length, int m, u32 *w) {
-    const int half = HALVES == 2 ? threadIdx.x / 16 % 2 : 0;
     if (m + TILE <= p.M) {
-        const s8 *row = weights + (i64)(m + half) * p.D;
+        const s8 *row = weights + (i64)m * p.D;
 #pragma unroll
         for (int i = 0; i < TILE / HALVES; i++)
-            w[i] = weights_at(row + (unsigned long long)((u32)(HALVES * i) * (u32)p.D), length);
+            w[i] = weights_at(row + (unsigned long long)(u32)place_of(i) * (u32)p.D, length);
     } else {
 #pragma unroll
         for (int i = 0; i < TILE / HALVES; i++) {
-            const int output = m + HALVES * i + half;
+            const int output = m + place_of(i);
             w[i] = weights_at(weights + (i64)(output < p.M ? output : p.M - 1) * p.D, length);
         }
     }
@@ -182,6 +192,7 @@ static __device__ __forceinline__ void load_tile(const Product &p, const s8 *wei
 // added before these bytes are set apart.
 static __device__ __forceinline__ u32 odd_bytes(const u32 *x) {
     if (ADDED == 4) return __byte_perm(x[0] + x[1] + x[2] + x[3], 0, 0x4341);
+    if (ADDED == 3) return __byte_perm(x[0] + x[1] + x[2], 0, 0x4341) + __byte_perm(x[3], 0, 0x4341);
     if (ADDED == 2) return __byte_perm(x[0] + x[1], 0, 0x4341) + __byte_perm(x[2] + x[3], 0, 0x4341);
     return __byte_perm(x[0], 0, 0x4341) + __byte_perm(x[1], 0, 0x4341) + __byte_perm(x[2], 0, 0x4341) +
            __byte_perm(x[3], 0, 0x4341);
@@ -210,12 +221,12 @@ static __device__ __forceinline__ void look_up(u32 own, const u32 *k, u32 w, u32
     }
 }
 
-static __device__ __forceinline__ u32 exchanged(u32 mine, u32 other, int bit) {
-    const bool upper = threadIdx.x & bit;
-    return (upper ? other : mine) + __shfl_xor_sync(0xffffffffu, upper ? mine : other, bit);
+static __device__ __forceinline__ u32 exchanged(u32 kept, u32 sent, int bit) {
+    return kept + __shfl_xor_sync(0xffffffffu, sent, bit);
 }
 
-// Of 4 outputs a half of the warp: lane 16h + 4i + j ends with pair i of output j, summed over the half.
+// Of 4 outputs a half of the warp, w[j] of output j ^ (lane % 4): a lane ends with the sums over the half of rows
+// first_row and first_row ^ 2 for output lane % 4.
 static __device__ __forceinline__ u32 look_up_four(u32 own, const u32 *k, const u32 *w) {
     u32 of_output[4];
 #pragma unroll
@@ -360,9 +371,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) stochastic_loo
         __syncthreads();
         u32 k[ROWS];
 #pragma unroll
-        for (int r = 0; r < ROWS; r++) k[r] = LINEAR ? slopes[r * LANES + group] : 0;
+        for (int r = 0; r < ROWS; r++)
+            k[r] = LINEAR ? slopes[(ROWS == 8 ? r ^ first_row(group) : r) * LANES + group] : 0;
 #if ROWS == 8  // this lane ends with the counts of two rows: 0 and 2, 1 and 3, 4 and 6, 5 and 7
-        const int r = lane / 8 % 2 * 4 + lane / 4 % 2;
+        const int r = first_row(group);
         const Row rows[2] = {row_at(p, slice, s, b, n + r), row_at(p, slice, s, b, n + r + 2)};
 #else
         Row rows[ROWS];

@@ -37,7 +37,7 @@ class Tables(NamedTuple):
     factors: Tensor  # (levels,) float32
     linear: bool  # whether a slope is not 0
     wide: bool  # whether a count of 256 occurs
-    added: int  # bytes whose sum always fits a byte: 1, 2 or 4
+    added: int  # bytes whose sum always fits a byte: 1 to 4
 
 
 @lru_cache(maxsize=16)
@@ -57,7 +57,7 @@ def tables_of(
     largest = int(rest.abs().amax())
     if largest > 127:
         return None
-    added = 4 if largest < 32 else 2 if largest < 64 else 1
+    added = max(1, min(4, 127 // max(largest, 1)))  # bytes up to 2 * largest, and their sum up to 255
     position = {mask: i for i, mask in enumerate(distinct)}
     index = torch.tensor([position[mask] for mask in masks], dtype=torch.uint8)
     factors = [options.max_code**2 / length if length else 0.0 for length in levels]
