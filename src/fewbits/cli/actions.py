@@ -15,6 +15,7 @@ from typing import Any
 from rich.markup import escape
 
 from fewbits.cli.console import Progress, console
+from fewbits.cli.files import read_text
 from fewbits.errors import BadInput, Unsupported
 
 
@@ -207,16 +208,6 @@ def completion(args: Namespace) -> int:
 
     sys.stdout.write(script(args.shell, build_parser(with_train_flags=True), CATALOG))
     return 0
-
-
-def read_text(path: str) -> str:
-    """A file's text, or standard input's for "-"."""
-    if path == "-":
-        return sys.stdin.read()
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise BadInput(f"{path} is not UTF-8 text (byte {error.start}); convert it first.") from error
 
 
 def _prompt(args: Namespace) -> Any:

@@ -15,6 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from fewbits.cli.console import Progress, console
+from fewbits.cli.files import read_text
 from fewbits.errors import BadInput
 
 
@@ -87,7 +88,7 @@ def _eval(args: Namespace) -> int:
     from fewbits.inference.stochastic_eval import EvalSetting, Ledger, evaluate_setting
     from fewbits.recipes.stochastic_config import read_config
 
-    text = _read_text(args)
+    text = read_text(args.text)
     settings = [] if args.no_baselines else [EvalSetting("as it is"), EvalSetting("int8", recipe="int8")]
     grid = [(options, _config_of(options, args.attention)) for options in _grid(args)]
     settings += [EvalSetting(_name_of(options), config) for options, config in grid]
@@ -148,7 +149,7 @@ def _calibrate(args: Namespace) -> int:
         gradients=not args.no_gradients,
     )
     options = _options(args, halve=True, scramble="bitrev", length=None)
-    text = _read_text(args)
+    text = read_text(args.text)
     model, tokenizer = load(args)
     batches = _batches(model, tokenizer, text, args)
     with Progress("linears") as advance:
@@ -235,7 +236,7 @@ def _operands(args: Namespace) -> Any:
     from fewbits.models.convert import linears_to_replace
     from fewbits.recipes.recipe import Recipe, Rule
 
-    text = _read_text(args)
+    text = read_text(args.text)
     model, tokenizer = load(args)
     linears = linears_to_replace(model, Recipe(name="all", linear=Rule(weight=STOCHASTIC)))
     names = [name for name in linears if fnmatchcase(name, args.layers)]
@@ -254,12 +255,6 @@ def _batches(model: Any, tokenizer: Any, text: str, args: Namespace) -> list[Any
     lead = [] if cut.bos is None else [cut.bos]
     rows = [torch.tensor([*lead, *cut.ids[w.begin : w.end].tolist()])[None] for w in cut.windows]
     return [row for row in rows if row.shape == rows[0].shape]
-
-
-def _read_text(args: Namespace) -> str:
-    from fewbits.cli.actions import read_text
-
-    return read_text(args.text)
 
 
 def _table(*headings: str) -> Table:
