@@ -27,7 +27,7 @@ Floors on an H200 (4.28 TB/s of a copy, 132 multiprocessors at 1.85 GHz), for Ll
 * lookups, 32 words a clock and multiprocessor, a word holding 1 row or 4: ``M * D * ceil(N / 4)`` words:
   7.5 us for up to 4 rows, 3.85 ms for 2048
 * instructions, 4 a clock and multiprocessor, counted in the SASS of sm_90: 10.9 us for a row, 18.8 us for 4,
-  9.1 ms for 2048, 7.5 ms below 128 steps, 6.3 ms below 32. This is what binds but for one row.
+  7.95 ms for 2048, 6.4 ms below 128 steps, 5.2 ms below 32. This is what binds but for one row.
 
 No path has been run on a GPU yet: the lookup's own source runs on a CPU in the tests, the other in Triton's
 interpreter, and these times are estimates. docs/stochastic-kernels.md has all of them.
