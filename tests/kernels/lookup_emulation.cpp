@@ -8,9 +8,12 @@ static Product product;
 static void look_up_block() { stochastic_lookup(product); }
 static void combine_block() { stochastic_combine(product); }
 
-extern "C" void run(const Product *p, const int *grid, int shared_bytes, const int *combine_grid) {
+extern "C" void run(const Product *p, const int *grid, int shared_bytes) {
     product = *p;
     emulation::launch(look_up_block, {(unsigned)grid[0], (unsigned)grid[1], (unsigned)grid[2]}, THREADS, shared_bytes);
-    if (combine_grid)
-        emulation::launch(combine_block, {(unsigned)combine_grid[0], (unsigned)combine_grid[1], (unsigned)combine_grid[2]}, 256, 0);
+}
+
+extern "C" void combine(const Product *p, const int *grid) {
+    product = *p;
+    emulation::launch(combine_block, {(unsigned)grid[0], (unsigned)grid[1], (unsigned)grid[2]}, 256, 0);
 }

@@ -17,6 +17,7 @@ from kernels import emulated
 
 FULL = Stochastic(chunk_d=128)
 WHOLE = Stochastic(halve_bipolar_stoc_len=True, n_masks=64)
+Triple = ctypes.c_int * 3
 needs_compiler = pytest.mark.skipif(emulated.COMPILER is None, reason="needs g++")
 
 
@@ -43,9 +44,9 @@ def run(
         counts.fill_(-(2**31))
     defines = plan.defines(tables, lookup.is_aligned(qb, chunk))
     library = emulated.build(libraries, lookup.SOURCE, "lookup_emulation.cpp", defines)
-    triple = ctypes.c_int * 3
-    combine = None if plan.combine_grid is None else triple(*plan.combine_grid)
-    library.run(ctypes.byref(argument), triple(*plan.grid), plan.shared_bytes, combine)
+    library.run(ctypes.byref(argument), Triple(*plan.grid), plan.shared_bytes)
+    if plan.combine_grid is not None:
+        library.combine(ctypes.byref(argument), Triple(*plan.combine_grid))
     return y
 
 
@@ -120,6 +121,57 @@ def test_many_rows_in_blocks_that_add_the_chunks(libraries: Path, name: str) -> 
     )
     y = run(libraries, operands, options, levels, index, **how)
     assert torch.equal(y, stochastic_codes_ref(*operands, options, levels, index))
+
+
+class Emulated:
+    """Stands for the driver: a kernel is its library's function, a launch runs it."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.launches = folder, []
+
+    def kernel(self, source: str, name: str, defines, device, shared_bytes: int):
+        return name, emulated.build(self.folder, source, "lookup_emulation.cpp", defines)
+
+    def launch(self, handle, grid, threads: int, shared_bytes: int, argument) -> None:
+        name, library = handle
+        self.launches.append((name, grid))
+        if name == "stochastic_lookup":
+            library.run(ctypes.byref(argument), Triple(*grid), shared_bytes)
+        else:
+            library.combine(ctypes.byref(argument), Triple(*grid))
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("name", "B", "workspace", "launches"),
+    [
+        ("all at once", 2, 2**28, 2),
+        ("entry by entry", 2, 4 * 3 * 6 * 20, 4),
+        ("rows of an entry", 1, 4 * 3 * 8 * 20, 4),
+        ("many rows", 2, 2**28, 1),
+    ],
+)
+def test_launches_cover_the_product(
+    libraries: Path, monkeypatch: pytest.MonkeyPatch, name: str, B: int, workspace: int, launches: int
+) -> None:
+    """The launches of a GPU that is not there, each run by the kernel's own source."""
+    from fewbits.device import Device
+
+    gpu = Device(
+        type="cuda", name="", memory_bytes=0, capability=(9, 0),
+        multiprocessors=1 if name == "many rows" else 132, shared_memory_bytes=227 * 1024,
+    )  # fmt: skip
+    driver, N = Emulated(libraries), 13 if name == "rows of an entry" else 6
+    monkeypatch.setattr(lookup, "describe", lambda device: gpu)
+    monkeypatch.setattr(lookup, "_nvrtc", driver)
+    monkeypatch.setattr(lookup, "_WORKSPACE_BYTES", workspace)
+    operands, levels = operands_of(STOCHASTIC, B, N, 20, 300), (128, 17)
+    index = torch.randint(0, 2, (B, N, 3), dtype=torch.uint8)
+    tables = lookup.tables_of(STOCHASTIC, levels, 128, torch.device("cpu"))
+    y = torch.full((B, N, 20), torch.nan)
+    lookup.launch(operands, tables, index, 128, y)
+    assert torch.equal(y, stochastic_codes_ref(*operands, STOCHASTIC, levels, index))
+    assert len(driver.launches) == launches, driver.launches
 
 
 @pytest.mark.parametrize("shared", [99, 163, 227])
