@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import product
 
 import torch
@@ -115,6 +116,45 @@ def _quantize_problem(case: Case, device: torch.device) -> Problem:
     return Problem({"fewbits": differentiated(quantized, (), x, 0)}, exact)
 
 
+_GROUPS = 8  # of Llama-3.1-8B's heads; 4 query heads of a group are rows of one product
+
+
+def attention_cases(max_size: int) -> list[Case]:
+    """QK^T and PV over 2048 keys, one token and a prompt: operands quantised on the fly, a scale per row."""
+    made = []
+    for part, rows in product(("qk", "pv"), (4, 8192)):
+        keys, rows = min(2048, max_size), min(rows, max_size)
+        M, N, K = (rows, keys, 128) if part == "qk" else (rows, 128, keys)
+        made.append(
+            Case(
+                op="stochastic_codes", part=part, format="sc8_halve", M=_GROUPS * M, N=N, K=K,
+                flops=2 * _GROUPS * M * N * K, bytes_moved=_GROUPS * (2 * (M * K + N * K) + 4 * M * N),
+                tolerance=_STREAM_ERROR, build=_attention_problem,
+            )
+        )  # fmt: skip
+    return made
+
+
+def _attention_problem(case: Case, device: torch.device) -> Problem:
+    options = replace(STOCHASTIC, chunk_d=0)
+    a = randn(device, torch.bfloat16, _GROUPS, case.M // _GROUPS, case.K)
+    b = randn(device, torch.bfloat16, _GROUPS, case.N, case.K)
+
+    def stochastic() -> Tensor:
+        (qa, sa), (qb, sb) = quantize_stochastic(a, options), quantize_stochastic(b, options)
+        return stochastic_codes(qa, sa, qb, sb, options)
+
+    functions: dict[str, Callable[[], Tensor]] = {
+        "fewbits": stochastic,
+        "torch_bfloat16": lambda: a @ b.mT,
+    }
+
+    def exact() -> Sequence[Tensor]:
+        return (a.double() @ b.double().mT,)
+
+    return Problem({name: differentiated(f, (), a, 0) for name, f in functions.items()}, exact)
+
+
 def emulated_cases(max_size: int) -> list[Case]:
     """The model of rank 16 for a prompt of 2048 tokens: the plain product and 16 times its operations."""
     N, K, M = min(14336, max_size), min(4096, max_size), min(2048, max_size)
@@ -144,4 +184,4 @@ def _emulated_problem(case: Case, device: torch.device) -> Problem:
     return Problem({name: differentiated(f, (), x, 0) for name, f in functions.items()}, exact)
 
 
-MAKERS = (stochastic_cases, codes_cases, emulated_cases, quantize_cases)
+MAKERS = (stochastic_cases, codes_cases, attention_cases, emulated_cases, quantize_cases)
