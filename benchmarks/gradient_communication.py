@@ -335,7 +335,7 @@ def run_record(args: argparse.Namespace) -> None:
             )
         )  # fmt: skip
     for what, rows in made.items():
-        commit = records(args, what)[-1]["commit"]
+        commit = ", ".join(dict.fromkeys(record["commit"] for record in records(args, what)))
         append(RESULTS, rows, conditions(torch.device("cpu"), command=f"{command} {what}", commit=commit))
 
 

@@ -59,10 +59,14 @@ def exact_mean(step: int, world_size: int) -> dict[str, Tensor]:
     return total
 
 
+def device() -> str:
+    return "cuda" if distributed.get_backend() == "nccl" else "cpu"
+
+
 def wrapped(
     format: str, net: type[nn.Module] = Net, **how: Any
 ) -> tuple[DistributedDataParallel, DDPExchange]:
-    model = DistributedDataParallel(net(), bucket_cap_mb=0.003)
+    model = DistributedDataParallel(net().to(device()), bucket_cap_mb=0.003)
     return model, quantize_gradients(model, get_format(format), **how)
 
 
@@ -71,15 +75,16 @@ def steps(model: DistributedDataParallel, numbers: range) -> list[dict[str, Tens
     rank, found = distributed.get_rank(), []
     for step in numbers:
         model.zero_grad()
-        model(inputs(step, rank)).backward()
-        found.append({name: p.grad.clone() for name, p in model.module.named_parameters()})
+        model(inputs(step, rank).to(device())).backward()
+        found.append({name: p.grad.cpu().clone() for name, p in model.module.named_parameters()})
     return found
 
 
 def pending(exchange: DDPExchange) -> dict[str, Tensor]:
     """All that has not arrived yet, of all ranks: what the mean still lacks."""
     states: list[Any] = [None] * exchange.size
-    distributed.all_gather_object(states, exchange._state())
+    tensors, starts = exchange._state()
+    distributed.all_gather_object(states, ({key: t.cpu() for key, t in tensors.items()}, starts))
     total: dict[str, Tensor] = {}
     for tensors, starts in states:
         for key, tensor in tensors.items():
