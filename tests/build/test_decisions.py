@@ -135,3 +135,13 @@ def test_a_saw_is_no_runaway() -> None:
 
 def test_the_class_follows_what_was_measured() -> None:
     assert Stage("x", name="cudafe++", predicted_bytes=6 * 10**9).class_bytes == 12 * 10**9
+
+
+def test_what_it_took_is_known_though_it_was_paged_out_and_shrank_again() -> None:
+    stage = Stage("x.cpp", state=State.RUNNING, hibernations=1, peak_bytes=400 * MB)
+    stage.reset()
+    grow(stage, [500e6] * 26 + [-450e6] * 20)  # 650 MB, most of it on the disk; then the assembler alone
+    assert stage.size_bytes < 250 * MB
+    assert stage.most_bytes == pytest.approx(650 * MB, rel=0.01)
+    stage.reset()
+    assert stage.most_bytes == 0

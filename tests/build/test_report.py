@@ -12,7 +12,7 @@ import pytest
 from fewbits.build import plan as planning
 from fewbits.build.advice import advise
 from fewbits.build.plan import plan_text, read_profile
-from fewbits.build.predict import History
+from fewbits.build.predict import MOST_SIBLINGS, History, Siblings
 from fewbits.build.replay import MOST_JOBS, items_of, lower_bound, plan, recommend, replay, units_of
 from fewbits.build.report import report, write_report
 from fewbits.build.stage import Stage
@@ -299,3 +299,29 @@ def test_a_trace_stays_small() -> None:
     for k in range(200_000):
         trace.note(k * 0.05, 10**9 + k % 7, 2 * 10**9, 1)
     assert len(trace.profile(code=0, budget_bytes=1)["memory"]) <= 4002
+
+
+def test_a_new_unit_has_the_course_of_its_siblings(tmp_path: Path) -> None:
+    history = History(tmp_path / "h.jsonl")
+    for k in range(1, 5):
+        peak = 100 * k * MB
+        known = Stage(f"u{k}", name="c++", keys=(f"u{k}",), input_bytes=k * MB, attempts=1, ended_s=float(k))
+        known.peak_bytes = peak
+        for part in range(9):  # half of it until its last quarter
+            known.curve.extend((k * part / 8, float(peak if part >= 6 else peak // 2)))
+        history.learn(known, peak_bytes=peak, seconds=float(k))
+    asked = Stage("new", name="c++", input_bytes=6 * MB)
+    history.predict(asked, budget_bytes=8 * GIB, slots=4)
+    assert asked.source == "siblings"
+    assert asked.predicted_bytes == pytest.approx(660 * MB, rel=0.01)
+    assert asked.predicted_s == pytest.approx(6.6, rel=0.01)
+    assert [round(part / asked.predicted_bytes, 2) for part in asked.parts] == [0.5] * 6 + [1.0] * 2
+
+
+def test_siblings_sums_forget_the_oldest() -> None:
+    siblings = Siblings()
+    for k in range(500):
+        siblings.add(10**9 - k * MB, 10**6 + k)  # a line that falls explains nothing
+    for k in range(1, MOST_SIBLINGS + 1):
+        siblings.add(50 * MB + 2 * k * MB, k * MB)
+    assert siblings.like(200 * MB) == (pytest.approx(1.1 * 450 * MB, rel=1e-6), True)

@@ -296,7 +296,7 @@ class Controller:
         if code == 0:
             if client.request is not None:
                 self.intake.find_keys(client.request, by_content=seconds >= self.intake.worth_keeping_s)
-            self.history.learn(stage, peak_bytes=max(stage.peak_bytes, stage.high_bytes), seconds=seconds)
+            self.history.learn(stage, peak_bytes=max(stage.peak_bytes, stage.most_bytes), seconds=seconds)
             if client.request is not None:
                 self.intake.finished(client.request, client, printed, seconds)
         self.trace.ended(stage, self.now_s)
@@ -362,6 +362,8 @@ class Controller:
         used = self.used_bytes
         if used > CLOSE_SHARE * self.budget_bytes:
             return TICK_S / 2
+        if not all(self._is_small(stage) for stage in self.present):
+            return TICK_S
         # Four samples at least while everything grows as fast as memory can be touched.
         fills_s = (self.budget_bytes - used) / (FASTEST * max(1, self.options.slots))
         return max(TICK_S, min(2 * TICK_S, fills_s / 4))

@@ -129,7 +129,7 @@ class Measures:
             return False
         c, now = self.controller, self.controller.now_s
         if kind is Kind.REQUEUE and stage.requeues <= RETRIES:
-            stage.predicted_bytes = max(stage.predicted_bytes, int(1.2 * stage.high_bytes))
+            stage.predicted_bytes = max(stage.predicted_bytes, int(1.2 * stage.most_bytes))
             return True
         if kind is None and not self._killed(client, code, printed):
             if not self._capped(stage):
@@ -138,7 +138,7 @@ class Measures:
         elif kind is None and stage.kills < RETRIES - 1:
             stage.kills += 1
             stage.alone = True
-            stage.predicted_bytes = max(stage.predicted_bytes, int(1.2 * stage.high_bytes))
+            stage.predicted_bytes = max(stage.predicted_bytes, int(1.2 * stage.most_bytes))
             c.trace.event(now, "killed by the kernel", stage)
             return True
         verdict = judge(
@@ -168,7 +168,7 @@ class Measures:
         """Whether it failed at the hard cap on its private memory."""
         c = self.controller
         bound = c.options.stage_limit_bytes or stage.class_bytes
-        return c.options.caps and stage.high_bytes > 1.5 * bound
+        return c.options.caps and stage.most_bytes > 1.5 * bound
 
 
 def _oom_kills() -> int:

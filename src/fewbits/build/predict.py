@@ -8,6 +8,7 @@ import json
 import os
 from bisect import bisect_left, insort
 from collections import defaultdict, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from pathlib import Path
@@ -17,7 +18,7 @@ from fewbits.build.stage import OTHER_PRIOR, PRIOR, Stage
 
 HEADROOM = 1.05  # what was measured once, and a little
 MAX_LINES = 60_000
-MOST_SIBLINGS = 64
+MOST_SIBLINGS, MOST_SHAPES = 64, 12
 QUANTILE = 0.6
 CORRELATED = 0.8  # share of the siblings' spread that the size of the input explains
 
@@ -43,9 +44,14 @@ class Siblings:
     _size_size: int = 0
     _peak_peak: int = 0
     _size_peak: int = 0
+    shapes: deque[tuple[float, ...]] = field(default_factory=lambda: deque(maxlen=MOST_SHAPES))
+    paces: deque[float] = field(default_factory=lambda: deque(maxlen=MOST_SHAPES))
 
-    def add(self, peak: int, size: int) -> None:
-        """One more; beyond `MOST_SIBLINGS` the oldest goes."""
+    def add(self, peak: int, size: int, *, seconds: float = 0.0, parts: Sequence[int] = ()) -> None:
+        """One more; beyond `MOST_SIBLINGS` the oldest goes. ``parts``: its course, if it was undisturbed."""
+        if parts:
+            self.shapes.append(tuple(part / peak for part in parts))
+            self.paces.append(seconds / peak)
         self.last.append((peak, size))
         insort(self.peaks, peak)
         insort(self.sizes, size)
@@ -62,19 +68,29 @@ class Siblings:
         self._peak_peak += sign * peak * peak
         self._size_peak += sign * size * peak
 
-    def like(self, input_bytes: int) -> int:
-        """By the size of what it reads, where that explains the siblings' needs; else as most of them."""
+    def course(self, peak_bytes: int) -> tuple[tuple[int, ...], float]:
+        """How one with that peak is supposed to go on: the highest of its siblings' shapes; its length."""
+        if not self.shapes:
+            return (), 0.0
+        parts = tuple(int(peak_bytes * max(shares)) for shares in zip(*self.shapes, strict=True))
+        return parts, peak_bytes * sorted(self.paces)[len(self.paces) // 2]
+
+    def like(self, input_bytes: int) -> tuple[int, bool]:
+        """By the size of what it reads, where that explains the siblings' needs; else as most of them.
+
+        The second value says which.
+        """
         count, peaks, sizes = len(self.peaks), self.peaks, self.sizes
         typical = peaks[int(count * QUANTILE)]
         if not input_bytes or count < 3 or sizes[0] <= 0 or sizes[0] == sizes[-1]:
-            return typical
+            return typical, False
         together = count * self._size_peak - self._size * self._peak  # exact: these are whole numbers
         spread_size = count * self._size_size - self._size**2
         spread_peak = count * self._peak_peak - self._peak**2
         if together <= 0 or together**2 < CORRELATED * spread_size * spread_peak:
-            return typical
+            return typical, False
         line = self._peak / count + together / spread_size * (input_bytes - self._size / count)
-        return int(max(peaks[0] / 2, 1.1 * line))
+        return int(max(peaks[0] / 2, 1.1 * line)), True
 
 
 @dataclass
@@ -126,7 +142,10 @@ class History:
         if not siblings.peaks:
             siblings = self._siblings[stage.name]
         if len(siblings.peaks) >= 2:
-            stage.predicted_bytes, stage.source = siblings.like(stage.input_bytes), "siblings"
+            stage.predicted_bytes, is_explained = siblings.like(stage.input_bytes)
+            stage.source = "siblings"
+            if is_explained:
+                stage.parts, stage.predicted_s = siblings.course(stage.predicted_bytes)
             return
         # Unknown: as its kind, but never so much that a small budget could not try two at once.
         prior = PRIOR.get(stage.name, OTHER_PRIOR)
@@ -140,7 +159,7 @@ class History:
         )
         self._past.update(dict.fromkeys(stage.keys, Past(peak_bytes, seconds, parts)))
         for group in (f"{stage.name} {stage.arch}", stage.name):
-            self._siblings[group].add(peak_bytes, stage.input_bytes)
+            self._siblings[group].add(peak_bytes, stage.input_bytes, seconds=seconds, parts=stage.course())
         row = {"keys": list(stage.keys), "peak": peak_bytes, "s": round(seconds, 3), "stage": stage.name}
         row["unit"] = os.path.basename(stage.unit)  # noqa: PTH119
         self._names.add(str(row["unit"]))

@@ -16,6 +16,7 @@ from fewbits.build.stage import PLATEAU_S, Stage, State
 HORIZON_S = 0.3  # growth is carried on for so long: six samples
 SETTLE_S = 0.4  # between two measures against the same stage
 KNOWN_SHARE = 0.02  # what a known stage may still surprise us with
+SURE_SHARE = 0.75  # of the budget: a stage that is alone is not paged before that is used
 RISING_S = 1.0  # growth without a step back for so long, beyond the class, is a runaway
 
 
@@ -84,7 +85,7 @@ def relieve(
 def _growth(stage: Stage, now_s: float) -> float:
     """What it will take very soon: as it goes now, but no more than it is known to need."""
     soon = max(0.0, stage.rate) * HORIZON_S
-    if stage.source == "history" and stage.size_bytes < 1.1 * stage.predicted_bytes:
+    if (stage.source == "history" or stage.parts) and stage.size_bytes < 1.1 * stage.predicted_bytes:
         top = stage.predicted_bytes
         if stage.parts and not stage.pauses and stage.attempts == 1:
             done = (now_s + HORIZON_S - stage.started_s) / max(0.1, stage.predicted_s) * len(stage.parts)
@@ -116,6 +117,8 @@ def _squeeze(
     if not active:
         return []
     stage = active[0]
+    if used < SURE_SHARE * top:
+        return []  # a burst at its beginning; nobody else can make room, so there is time to see
     if stage.pageouts and now_s - stage.since_s < SETTLE_S and stage.lowest_bytes > 0.8 * stage.paged_bytes:
         return []  # the pager has hardly begun
     if stage.can_page and not stage.page_failed:

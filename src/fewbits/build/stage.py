@@ -89,7 +89,10 @@ class Stage:
     peak_bytes: int = 0
     rate: float = 0.0  # bytes a second
     growth: float = 0.0  # the same over some seconds, when it was stopped
-    high_bytes: int = 0  # the largest size so far, when it was last passed, and since when it only grows
+    most_bytes: int = 0  # the largest size of this attempt, paged out or not
+    high_bytes: int = (
+        0  # the same since it last shrank, when it was last passed, and since when it only grows
+    )
     grew_s: float = 0.0
     rising_s: float = 0.0
     cpu_s: float = 0.0
@@ -136,7 +139,7 @@ class Stage:
 
     def reset(self) -> None:
         """Begin an attempt."""
-        self.rss_bytes = self.anon_bytes = self.size_bytes = self.high_bytes = self.leaf = 0
+        self.rss_bytes = self.anon_bytes = self.size_bytes = self.high_bytes = self.most_bytes = self.leaf = 0
         self.rate = self.sampled_s = 0.0
         self.grew_s = self.rising_s = self.started_s
         self.can_page = self.page_failed = False
@@ -149,6 +152,7 @@ class Stage:
             rate = (size_bytes - self.size_bytes) / (now_s - self.sampled_s)
             self.rate = rate if self.rate == 0 else 0.5 * self.rate + 0.5 * rate
         self.size_bytes, self.sampled_s = size_bytes, now_s
+        self.most_bytes = max(self.most_bytes, size_bytes)
         if size_bytes < 0.95 * self.high_bytes or now_s - self.grew_s > PLATEAU_S:
             self.rising_s = now_s
         if size_bytes > 1.002 * self.high_bytes or size_bytes < 0.95 * self.high_bytes:

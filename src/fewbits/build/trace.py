@@ -151,7 +151,7 @@ def _stage(stage: Stage) -> dict[str, Any]:
         "stage": stage.name,
         "predicted_bytes": stage.predicted_bytes,
         "predicted_from": stage.source,
-        "peak_bytes": max(stage.peak_bytes, stage.high_bytes if stage.pageouts or stage.hibernations else 0),
+        "peak_bytes": max(stage.peak_bytes, stage.most_bytes if stage.pageouts or stage.hibernations else 0),
         "resident_bytes": stage.peak_bytes,
         "cpu_s": round(stage.cpu_s, 3),
         "queued_s": round(stage.queued_s, 3),

@@ -118,7 +118,7 @@ def judge(
     stage: Stage, kind: Kind | None, *, budget_bytes: int, toolkit: str, why: str, has_pager: bool
 ) -> Verdict:
     """The verdict on a stage that was stopped, or (kind None) killed again and again."""
-    grown = max(stage.high_bytes, stage.peak_bytes)
+    grown = max(stage.most_bytes, stage.high_bytes, stage.peak_bytes)
     rate = stage.growth or mean_rate(stage)
     seen = max(LARGEST_SEEN.get(stage.name, OTHER_LARGEST), stage.predicted_bytes)
     release = f"CUDA {toolkit}, " if toolkit and stage.name not in ("c", "c++", "link") else ""
