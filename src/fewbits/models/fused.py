@@ -11,6 +11,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -182,7 +183,7 @@ def fuse(
             fusion.receipt.notes.append(f"{name} stays unfused: {reason}")
             continue
         forward = FusedForward(layer, parts, fusion, keep or Keep())
-        layer.forward = forward  # type: ignore[assignment]
+        _put_forward(layer, forward)
         fusion.guards.append(layer.register_forward_pre_hook(_refuse_copies))
         fusion.layers.append(forward)
         before = type(layer).__name__
@@ -211,7 +212,7 @@ def unfuse(model: nn.Module) -> None:
     for guard in fusion.guards:
         guard.remove()
     for forward in fusion.layers:
-        del forward.layer.forward
+        _take_forward(forward.layer)
     if fusion.use_cache is not None:
         model.config.use_cache = fusion.use_cache  # type: ignore[union-attr]
     unfuse_loss(model)
@@ -253,6 +254,21 @@ def _owner(model: Any) -> Any:
     """The model itself, inside PEFT's wrappers."""
     inner = getattr(model, "get_base_model", None)
     return model if inner is None else inner()
+
+
+def _put_forward(layer: Any, forward: FusedForward) -> None:
+    """In the layer's place, or where accelerate's hook (device_map) calls it, with inputs on its device."""
+    if "_hf_hook" in vars(layer):
+        layer._old_forward = forward
+    else:
+        layer.forward = forward
+
+
+def _take_forward(layer: Any) -> None:
+    if "_hf_hook" in vars(layer):
+        layer._old_forward = MethodType(type(layer).forward, layer)
+    else:
+        del layer.forward
 
 
 def _refuse_copies(module: nn.Module, _: Any) -> None:

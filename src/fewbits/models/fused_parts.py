@@ -237,7 +237,8 @@ def _refuse_hooks(path: str, *modules: nn.Module) -> None:
     for module in modules:
         if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
             raise NotFused(f"{path} has hooks")
-        if "forward" in vars(module):
+        hook = vars(module).get("_hf_hook")  # a device map's: the layer's inputs are on this device already
+        if "forward" in vars(module) and (hook is None or getattr(hook, "offload", False)):
             raise NotFused(f"{path} has a forward of its own")
 
 
@@ -267,8 +268,11 @@ def _window(module: Any, model_type: str) -> int | None:
 
 def check_layer(layer: nn.Module, parts: LayerParts) -> str | None:
     """Why this layer can never be fused, or None."""
-    if "forward" in vars(layer):
-        return "it has a forward of its own (accelerate's device map, or another library's patch)"
+    hook = vars(layer).get("_hf_hook")  # accelerate's, of a device map
+    if getattr(hook, "offload", False):
+        return "its weights wait on another device (a device map with cpu or disk)"
+    if "forward" in vars(layer) and hook is None:
+        return "it has a forward of its own (another library's patch)"
     for path in (*parts.spec.linears, *parts.spec.norms):
         try:
             layer.get_submodule(path)
