@@ -115,3 +115,14 @@ def in_float8(steps: int) -> dict[str, Any]:
         travel = weight._local_tensor.fsdp_pre_all_gather.__self__
         found[kind]["scale"] = travel.scales.of(travel.number, weight.device_mesh.get_group())[0]
     return found
+
+
+def in_bfloat16(steps: int) -> dict[str, Any]:
+    """float32 masters that travel in bfloat16; generation by all ranks."""
+    model = build("full")
+    shard(model, compute_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    losses, _ = train(model, steps, own_rows())
+    dtypes = {p.dtype for p in model.parameters()} | {p.to_local().dtype for p in model.parameters()}
+    model.eval()
+    made = model.generate(input_ids=tokens(2, 8), max_new_tokens=4, do_sample=False)
+    return {"losses": mean_over_ranks(losses), "dtypes": dtypes, "made": made}

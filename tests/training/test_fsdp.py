@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ from fewbits.errors import Unsupported
 from fewbits.training.fsdp import shard
 from fewbits.training.optimizer import AdamW8bit
 from models.tiny import tokens
-from training.fsdp_workers import build, in_float8, sharded_curves, train
+from training.fsdp_workers import build, in_bfloat16, in_float8, sharded_curves, train
 from training.processes import run_ranks
 
 CASES = [
@@ -117,6 +119,23 @@ def test_the_scale_follows_the_weight(float8_curves, kind) -> None:
     torch.testing.assert_close(found["scale"], weight.abs().amax().view(1) / 448, rtol=1e-6, atol=0)
 
 
+def test_masters_in_float32_products_in_bfloat16() -> None:
+    """Beside a whole model in bfloat16 products, under autocast: two roundings of 2**-9 or so."""
+    found = run_ranks(in_bfloat16, 2, STEPS)
+    assert found[0]["dtypes"] == {torch.float32}
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        losses, _ = train(build("full"), STEPS)
+    assert found[0]["losses"] == pytest.approx(losses, rel=1e-2)
+    assert torch.equal(found[0]["made"], found[1]["made"]) and found[0]["made"].shape == (2, 12)
+
+
 def test_refusals() -> None:
     with pytest.raises(Unsupported, match="no process group"):
         shard(build("full"))
+    mesh = SimpleNamespace(size=lambda: 2)
+    with pytest.raises(Unsupported, match="would cast the scales of packed weights"):
+        shard(build("nf4"), mesh, compute_dtype=torch.bfloat16)
+    model = build("full")
+    model.model.norm.to(torch.bfloat16)
+    with pytest.raises(Unsupported, match="the model trains parameters of bfloat16, float32"):
+        shard(model, mesh)

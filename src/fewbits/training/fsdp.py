@@ -37,7 +37,6 @@ def shard(
     compute_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
     float8_all_gather: bool = False,
-    offload: bool = False,
 ) -> Receipt:
     """Spread the parameters over the ranks of ``mesh`` (FSDP2), in place; before the optimizer is made.
 
@@ -50,7 +49,6 @@ def shard(
         reduce_dtype: in which gradients are averaged; None: their own.
         float8_all_gather: the weights of linears that train travel in E4M3
             (`fewbits.training.float8_gather`).
-        offload: slices wait in host memory.
 
     Returns:
         What is sharded how; its notes say how many bytes stay on this rank.
@@ -60,9 +58,7 @@ def shard(
             parameters of several dtypes, or ``compute_dtype`` would cast packed scales.
     """
     from torch.distributed.fsdp import (
-        CPUOffloadPolicy,
         MixedPrecisionPolicy,
-        OffloadPolicy,
         fully_shard,
         register_fsdp_forward_method,
     )
@@ -74,7 +70,6 @@ def shard(
     options = {
         "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype),
-        "offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy(),
     }
     receipt = Receipt(f"{spec_for(model).model_type}, sharded over {mesh.size()} ranks (FSDP2)")
     for name, module in groups.items():
