@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fewbits.errors import BadInput
+from fewbits import sc_matmul
+from fewbits.errors import BadInput, Unsupported
 from fewbits.formats.stochastic import STOCHASTIC, Stochastic
 from fewbits.kernels.stochastic_codes import stochastic_codes
 from fewbits.kernels.stochastic_emulated import stochastic_emulated, stochastic_emulated_ref
@@ -58,6 +59,21 @@ def test_errors_are_those_of_the_text(options: Stochastic, errors: tuple[float, 
         y = stochastic_emulated(*operands, options, rank)
         measured = float((y - counted).norm() / counted.norm())
         assert measured == pytest.approx(error, rel=0.1), rank
+
+
+def test_through_sc_matmul() -> None:
+    """Close to the counts, and closer than their error; a prepared b gives the same."""
+    a, b = torch.randn(8, 512), torch.randn(40, 512)
+    options = {"chunk_d": 128, "halve_bipolar_stoc_len": True, "n_masks": 64}
+    counted, y = sc_matmul(a, b, **options), sc_matmul(a, b, **options, emulate_rank=16)
+    off = (counted - sc_matmul(a, b, **options, emulate_rank=0)).norm()
+    assert 0 < (counted - y).norm() < 0.25 * off
+    assert torch.equal(y, sc_matmul(a, STOCHASTIC.quantize(b), **options, emulate_rank=16))
+    for other in ({"mode": "unipolar"}, {"stoc_len": torch.full((8,), 64)}, {"granularity": "per_tensor"}):
+        with pytest.raises(Unsupported, match="leave it None for the exact counts"):
+            sc_matmul(a, b, **other, emulate_rank=4)
+    with pytest.raises(Unsupported, match="in two dimensions"):
+        sc_matmul(a[None], b[None], emulate_rank=4)
 
 
 def test_nothing_and_what_is_refused() -> None:

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fewbits.errors import Unsupported
 from fewbits.formats.base import Packed
 from fewbits.formats.stochastic import Codes, Stochastic, quantize_operand
 from fewbits.formats.streams import Seed
@@ -44,6 +45,7 @@ from fewbits.kernels._stochastic_operands import (
 )
 from fewbits.kernels.quantize_stochastic import quantize_stochastic, smoothed
 from fewbits.kernels.stochastic_codes import same_masks, stochastic_codes
+from fewbits.kernels.stochastic_emulated import stochastic_emulated
 
 _MAX_LEVELS = 256  # of one product by codes: their index is a byte
 
@@ -69,6 +71,7 @@ def sc_matmul(
     sequence: str = "sobol",
     seed_a: Seed = None,
     seed_b: Seed = None,
+    emulate_rank: int | None = None,
 ) -> Tensor:
     """``a @ b.T`` by stochastic computing, bit for bit as scmp_kernels defines it.
 
@@ -96,6 +99,7 @@ def sc_matmul(
         sequence: see `Stochastic`.
         seed_a: see `Stochastic`.
         seed_b: see `Stochastic`.
+        emulate_rank: None counts exactly; a number models the error instead, see `stochastic_emulated`.
 
     Returns:
         (N, M) or (B, N, M) float32, without a gradient.
@@ -123,7 +127,32 @@ def sc_matmul(
         n_masks=n_masks,
         **sequences,
     )
+    if emulate_rank is not None:
+        return _emulated(a, b, options, table, smooth_scales, emulate_rank)
     return _product_of(a, b, options, table, smooth_scales)
+
+
+@torch.no_grad()
+def _emulated(
+    a: Tensor, b: Tensor | Packed, options: Stochastic, table: Any, smooth_scales: Tensor | None, rank: int
+) -> Tensor:
+    """`sc_matmul` with ``emulate_rank``: about what would be counted."""
+    check_operands(a, b, options)
+    if smooth_scales is not None:
+        check_smooth(smooth_scales, a)
+    if table is not None or a.dim() != 2 or not (isinstance(b, Packed) or options.prepares):
+        raise Unsupported(
+            "emulate_rank models bipolar rows of at most 8 bits, in two dimensions and of one stream length; "
+            "leave it None for the exact counts of anything else."
+        )
+    qa, sa = quantize_stochastic(a, options, smooth_scales)
+    qb, sb = (
+        (b.codes, b.scales)
+        if isinstance(b, Packed)
+        else quantize_stochastic(b, options, smooth_scales, is_b=True)
+    )
+    check_finite({"a": sa, "b": sb}, smoothed=smooth_scales is not None)
+    return stochastic_emulated(qa, sa, qb, sb, options, rank)
 
 
 def _product_of(
