@@ -169,7 +169,7 @@ def test_a_lost_store_is_told_once_the_patience_ends():
 def test_a_broken_collective_gets_the_sentence_of_who_is_to_blame():
     store = Store()
     store.set("failed", "rank 1 of 2 stopped: it was tired.")
-    watch, _ = watching(0, store, pace=Pace(period_s=5, silence_s=60))
+    watch, _ = watching(1, store, pace=Pace(period_s=5, silence_s=60))
     with pytest.raises(PeerLost, match="rank 1 of 2 stopped: it was tired"), watch:
         raise RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1")
     assert not is_broken_connection(RuntimeError("shapes do not match"))

@@ -8,9 +8,11 @@ the end of the failed rank's log is shown, and one sentence: that of the rank th
 from __future__ import annotations
 
 import logging
+import os
 import re
 import shutil
 import signal
+import socket
 import sys
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
@@ -91,15 +93,17 @@ def run_processes(command: Sequence[str], args: Namespace, *, count: int, logs: 
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous.api import RendezvousError
 
-    logs.mkdir(parents=True, exist_ok=True)
+    own = logs / f"{socket.gethostname()}-{os.getpid()}"  # machines share the run folder
+    own.mkdir(parents=True, exist_ok=True)
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the sentence is ours
     try:
-        _torchrun(command, args, count=count, logs=logs)
+        _torchrun(command, args, count=count, logs=own)
     except ChildFailedError as error:
-        code = _tell(error.failures, logs)
-        _remove_empty(logs)
+        code = _tell(error.failures, own)
+        _remove_empty(own)
         return code
     except SignalException as error:
+        _remove_empty(own)
         told = "interrupted." if error.sigval == signal.SIGINT else f"ended by {error.sigval.name}."
         sys.stderr.write(f"{told}\n")
         return 128 + int(error.sigval)
@@ -108,7 +112,7 @@ def run_processes(command: Sequence[str], args: Namespace, *, count: int, logs: 
             f"the machines did not meet at {args.rdzv_endpoint} ({_first_line(error)}); check that the first"
             " machine's name and port can be reached from all, and that all were started."
         ) from error
-    _remove_empty(logs)
+    _remove_empty(own)
     return 0
 
 
@@ -190,14 +194,16 @@ def newest_log(logs: Path, local_rank: int) -> Path | None:
     return found[-1] if found else None
 
 
-def _remove_empty(logs: Path) -> None:
-    """Folders of launches in which nobody wrote anything."""
-    for folder in logs.iterdir():
-        if not any(path.stat().st_size for path in folder.rglob("*.log")):
-            shutil.rmtree(folder, ignore_errors=True)
-    for folder in (logs, logs.parent):  # the run folder too, if the run was refused at the start
-        if not any(folder.iterdir()):
+def _remove_empty(own: Path) -> None:
+    """Leave nothing of a launch in which nobody wrote anything; other machines' logs stay."""
+    if any(path.stat().st_size for path in own.rglob("*.log")):
+        return
+    shutil.rmtree(own, ignore_errors=True)
+    for folder in (own.parent, own.parent.parent):  # the run folder too, if the run was refused at the start
+        try:
             folder.rmdir()
+        except OSError:  # it holds something, or another machine was faster
+            return
 
 
 def _first_line(error: BaseException) -> str:

@@ -42,9 +42,14 @@ def gather_ranks(config: TrainConfig, console: Console) -> Ranks:
             highlight=False,
         )
     if ranks.size == 1 and config.parallel not in ("auto", "ddp"):
-        raise BadInput(
-            f"parallel is {config.parallel}, but this is one process; start several with --nproc-per-node N,"
-            " or set parallel=auto."
+        console.print(
+            f"parallel is {config.parallel}, but this is one process, which holds the whole model.",
+            highlight=False,
+        )
+    if ranks.size == 1 and config.communication not in ("auto", "none"):
+        console.print(
+            f"communication is {config.communication}, but this is one process: nothing travels.",
+            highlight=False,
         )
     return ranks
 

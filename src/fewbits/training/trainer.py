@@ -105,7 +105,8 @@ class Trainer(transformers.Trainer):
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         """The host wraps in torch's DDP, where gradients are averaged during the pass."""
-        if training and (self._mean is not None or self.layout.is_sharded):
+        alone = self.layout.kind == "one" and torch.distributed.is_initialized()
+        if training and (alone or self._mean is not None or self.layout.is_sharded):
             # the host's mixed precision without its wrapper
             self.accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
             return model

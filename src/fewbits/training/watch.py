@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,16 +121,12 @@ class Watch:
         )
 
     def _report(self, sentence: str) -> None:
-        try:
+        with suppress(RuntimeError):  # nobody is left to read it
             self._store.compare_set(_FAILED, "", sentence)
-        except RuntimeError:  # nobody is left to read it
-            return
 
     def _say_left(self) -> None:
-        try:
+        with suppress(RuntimeError):  # the rank that held the store has left too
             self._store.set(self._key(self.ranks.rank), _LEFT)
-        except RuntimeError:  # the rank that held the store has left too
-            return
 
     def _run(self) -> None:
         right = (self.ranks.rank + 1) % self.ranks.size
@@ -155,9 +152,12 @@ class Watch:
         return None
 
     def _stop(self, sentence: str) -> None:
-        if not self._done.is_set():
-            self._told(sentence)
-            self._end(sentence)
+        if self._done.is_set():
+            return
+        self._told(sentence)
+        with suppress(RuntimeError):  # the store may be gone, with its rank
+            self._store.set(f"bye/{self.ranks.rank}", "")
+        self._end(sentence)
 
     def _silent(self, rank: int) -> str:
         return (
