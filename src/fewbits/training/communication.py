@@ -125,7 +125,9 @@ class Lane:
             failed: on a thread, told of the error; on CUDA errors rise here.
         """
         if self.error is not None:
-            raise RuntimeError("an earlier exchange of gradients failed.") from self.error
+            raise RuntimeError(
+                f"an earlier exchange of gradients failed ({type(self.error).__name__}: {self.error})."
+            ) from self.error
         if self.stream is not None:
             with self.on():
                 job()
