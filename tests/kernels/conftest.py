@@ -7,12 +7,37 @@ marked `interpret` in a process of their own with TRITON_INTERPRET=1.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@pytest.fixture(scope="session", autouse=INTERPRETED)
+def _language_patched_once() -> Iterator[None]:
+    """The interpreter patches triton.language again in each call within a kernel, a third of its time.
+
+    In a process that only interprets, once for each module of kernels is enough.
+    """
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    patch, known = interpreter._patch_lang, set()
+
+    class Stays:
+        def restore(self) -> None:
+            """Nothing is taken back."""
+
+    def once(fn: Callable[..., Any]) -> Any:
+        if fn.__module__ not in known:
+            known.add(fn.__module__)
+            patch(fn)
+        return Stays()
+
+    with mock.patch.object(interpreter, "_patch_lang", once):
+        yield
 
 
 @pytest.fixture

@@ -162,3 +162,20 @@ def test_other_mixtures_take_the_layers_own_forward() -> None:
     with pytest.warns(UserWarning, match=r"the hidden states are torch\.bfloat16"):
         under_autocast(model, ids, torch.float16)
     assert sum(fusion_of(model).fallbacks.values()) == 1
+
+
+@pytest.mark.gpu
+def test_on_a_gpu() -> None:
+    """The kernels between float32 and 16 bits, against float32 and the layers' own forward."""
+    for lora in (LoRA(r=8), None):
+        model, ids = adapted("llama", None, lora=lora).cuda(), tokens(3, 20).cuda()
+        loss, exact = loss_and_gradients(model, ids)
+        found = []
+        for step in range(2):
+            with torch.autocast("cuda", dtype=BF16):
+                low, gradients = loss_and_gradients(model, ids)
+            found.append({**gradients, "loss": low})
+            if step == 0:
+                fuse(model)
+        assert not fusion_of(model).fallbacks
+        assert_as_exact(found[1], found[0], {**exact, "loss": loss})
