@@ -10,7 +10,7 @@ import torch
 import fewbits
 from fewbits.errors import BadCheckpoint, BadInput, FewbitsError, SpecMismatch, Unsupported
 from fewbits.formats.stochastic import STOCHASTIC, Stochastic
-from fewbits.models.in_memory import apply_stochastic, restore_stochastic
+from fewbits.models.in_memory import apply_stochastic
 from fewbits.models.stochastic import (
     FILE,
     adopt_saved,
@@ -85,7 +85,7 @@ def test_taking_it_out_gives_the_model_back():
         before = model(tokens()).logits
         apply_stochastic(model, CONFIG, keep_original=True)
         during = model(tokens()).logits
-        receipt = restore_stochastic(model)
+        receipt = fewbits.restore(model)
         after = model(tokens()).logits
     assert not torch.equal(before, during)
     assert torch.equal(before, after)

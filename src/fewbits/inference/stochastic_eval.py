@@ -17,7 +17,7 @@ from typing import Any
 
 from fewbits.errors import BadInput
 from fewbits.inference.evaluate import TextWindows, batch_nll, evaluating
-from fewbits.models.in_memory import apply_stochastic, convert, restore, restore_stochastic
+from fewbits.models.in_memory import apply_stochastic, convert, restore
 from fewbits.recipes import get_recipe
 from fewbits.recipes.stochastic_config import StochasticConfig, config_to_plain
 
@@ -175,8 +175,8 @@ def _run(
 def _put_in(model: Any, setting: EvalSetting) -> Callable[[], Any]:
     if setting.config is not None:
         apply_stochastic(model, setting.config, keep_original=True, fuse_norms=False)
-        return lambda: restore_stochastic(model)
-    if setting.recipe is not None:
+    elif setting.recipe is not None:
         convert(model, get_recipe(setting.recipe), keep_original=True, fuse_norms=False)
-        return lambda: restore(model)
-    return lambda: None
+    else:
+        return lambda: None
+    return lambda: restore(model)

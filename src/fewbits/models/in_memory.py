@@ -2,7 +2,7 @@
 
 They are `fewbits.models.convert`'s, and tell transformers besides whether the model is quantised: without
 that, ``save_pretrained`` would write packed tensors under a config.json that knows nothing of them. The same
-for a stochastic configuration: `apply_stochastic` and `restore_stochastic`.
+for a stochastic configuration: `apply_stochastic`; `restore` undoes that as well.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ def convert(
     strict: bool = False,
     keep_original: bool = False,
     fuse_norms: bool = True,
+    build: modules.Builder | None = None,
 ) -> Receipt:
     """Put ``recipe`` into ``model``, in place.
 
@@ -34,7 +35,7 @@ def convert(
     then saved by its own ``save_pretrained`` as a packed checkpoint.
     """
     receipt = modules.convert(
-        model, recipe, strict=strict, keep_original=keep_original, fuse_norms=fuse_norms
+        model, recipe, strict=strict, keep_original=keep_original, fuse_norms=fuse_norms, build=build
     )
     mark_packed(model, recipe)
     return receipt
@@ -43,11 +44,12 @@ def convert(
 def restore(model: nn.Module) -> Receipt:
     """Bring back modules of the original classes, in place; it is then saved as a plain checkpoint.
 
-    See `fewbits.models.convert.restore`.
+    See `fewbits.models.convert.restore`; stochastic attention is taken out, too.
     """
     from fewbits.models.hf_quantizer import detach
 
-    receipt = modules.restore(model)
+    configured = stochastic.stochastic_config_of(model) is not None
+    receipt = stochastic.take_out(model) if configured else modules.restore(model)
     detach(model)
     return receipt
 
@@ -69,15 +71,6 @@ def apply_stochastic(
         model, config, train=train, keep_original=keep_original, fuse_norms=fuse_norms
     )
     mark_packed(model)
-    return receipt
-
-
-def restore_stochastic(model: Any) -> Receipt:
-    """Undo `apply_stochastic`; see `fewbits.models.stochastic.take_out`."""
-    from fewbits.models.hf_quantizer import detach
-
-    receipt = stochastic.take_out(model)
-    detach(model)
     return receipt
 
 

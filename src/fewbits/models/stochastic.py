@@ -2,8 +2,8 @@
 
 `put_in` converts the linears by `fewbits.models.convert` and the attention by
 `fewbits.models.stochastic_attention`; one receipt for both, and `take_out` undoes both. What users call is
-`apply_stochastic` and `restore_stochastic` of `fewbits.models.in_memory`, which also see to saving: a saved
-model's folder holds the configuration in `FILE`.
+`apply_stochastic` and `restore` of `fewbits.models.in_memory`, which also see to saving: a saved model's
+folder holds the configuration in `FILE`.
 """
 
 from __future__ import annotations
