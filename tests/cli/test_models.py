@@ -184,6 +184,15 @@ def test_quantize(run, model, tmp_path):
     )
 
 
+def test_quantize_for_stochastic_computing(run, model, text, tmp_path):
+    shown = run("quantize", model, tmp_path / "sc", "--recipe", "stochastic")
+    assert shown.code == 0, shown.err
+    assert "35 weights" in shown.out
+    shown = run("eval", "--model", tmp_path / "sc", "--text", text, "--max-tokens", 300)
+    assert shown.code == 0, shown.err
+    assert shown.out.startswith("perplexity ")
+
+
 def test_report(run, tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.5}\n')
     shown = run("report", tmp_path)

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from fewbits.errors import BadInput
+from fewbits.formats import FORMATS, STOCHASTIC, get_format
+from fewbits.formats.rounding import random_words
 from fewbits.formats.stochastic import (
     Stochastic,
     boundaries,
@@ -15,6 +17,7 @@ from fewbits.formats.stochastic import (
     quantize_operand,
     sobol,
 )
+from fewbits.formats.streams import lfsr, numbers, prefix_tables, reversed_bits, step_tables, uniform
 from formats.generated_streams import _count, _gray_sobol, _numbers
 
 CPU = torch.device("cpu")
@@ -139,6 +142,79 @@ def test_zeros_are_zero() -> None:
     for options in (Stochastic(), Stochastic(granularity="per_tensor"), Stochastic(mode="unipolar")):
         q = quantize_operand(x, options)
         assert not q.codes.any() and (q.scales > 0).all()
+
+
+def test_registers_are_maximal() -> None:
+    """Every state but 0 once, then the first again: XAPP 052's stages for all numbers of bits."""
+    for p in range(1, 13):
+        a, b = lfsr(p, "a"), lfsr(p, "b")
+        assert sorted(a[:-1]) == list(range(1, 2**p)) and a[-1] == a[0]
+        assert b == tuple(reversed_bits(x, p) for x in a)
+        assert sorted(lfsr(p, "a", 1)[:-1]) == list(range(1, 2**p))
+    assert lfsr(8, "a")[0] == 125 and lfsr(8, "a", 1)[:3] == (1, 128, 64)
+
+
+def test_random_numbers_come_from_a_counter() -> None:
+    assert uniform(8, "a") != uniform(8, "b") and uniform(8, "b") == uniform(8, "a", 1)
+    assert set(uniform(4, "a", 2**64 - 1)) <= set(range(16))
+    words = random_words(256, 5).tolist()
+    assert uniform(8, "a", 5) == tuple(word // 2**24 for word in words)
+    assert abs(sum(uniform(12, "a")) / 2**24 - 0.5) < 0.03
+
+
+def test_sobol_seeds_give_permutations() -> None:
+    seed = (1, 3, 7, 15, 31, 63, 127, 255)
+    values = sobol(8, "b", seed)
+    assert sorted(values) == list(range(256)) and values != sobol(8, "b")
+    options = Stochastic(seed_b=seed, stoc_len=64)
+    assert numbers(options.streams, "b") == values and numbers(options.streams, "a") == sobol(8, "a")
+    assert not torch.equal(
+        product_tables(options.streams, (0,), CPU), product_tables(Stochastic(stoc_len=64).streams, (0,), CPU)
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"sequence": "halton"}, "sequence 'halton' is unknown; choose one of sobol, lfsr, random"),
+        ({"seed_a": 3}, 'seed_a=3 is refused for the sequence "sobol": give 8 odd numbers'),
+        ({"seed_b": (1, 2, 1, 1, 1, 1, 1, 1)}, "give 8 odd numbers, the i-th"),
+        ({"seed_b": (1, 5, 1, 1, 1, 1, 1, 1)}, "give 8 odd numbers"),
+        ({"seed_b": (1, 1)}, "give 8 odd numbers"),
+        ({"sequence": "lfsr", "seed_a": 0}, "give a whole number from 1 to 255"),
+        ({"sequence": "lfsr", "seed_a": 256}, "give a whole number from 1 to 255"),
+        ({"sequence": "random", "seed_b": -1}, "give a whole number from 0 to"),
+        ({"sequence": "random", "seed_b": True}, "give a whole number from 0 to"),
+    ],
+)
+def test_sequences_that_are_refused(fields, words: str) -> None:
+    with pytest.raises(BadInput, match=words) as caught:
+        Stochastic(**fields)
+    assert str(caught.value).endswith(".") and "\n" not in str(caught.value)
+
+
+def test_prefix_and_step_tables_make_every_length() -> None:
+    options = Stochastic(sc_prec=6, rng_levels=32, sequence="lfsr")
+    masks = options.masks(5)
+    lengths = (0, 1, 17, 40, 64)
+    prefixes = prefix_tables(options.streams, masks, CPU).long()
+    steps = step_tables(options.streams, masks, lengths, CPU).long()
+    for i, length in enumerate(lengths):
+        for m in range(len(masks)):
+            T = prefixes[m][steps[i, m]]
+            if length:
+                assert torch.equal(
+                    T, product_tables(options.with_length(length).streams, masks, CPU)[m].long()
+                )
+            else:
+                assert not T.any()
+
+
+def test_the_registrys_operating_point() -> None:
+    assert FORMATS["stochastic"] == STOCHASTIC == get_format("stochastic")
+    assert (STOCHASTIC.length, STOCHASTIC.chunk_d, STOCHASTIC.n_masks) == (128, 128, 64)
+    assert STOCHASTIC.streams.levels == STOCHASTIC.with_length(32).streams.levels == 128
+    assert STOCHASTIC.bits_per_value((64, 1024)) == 8 + 32 / 128
 
 
 def test_numbers_are_whole_numbers() -> None:

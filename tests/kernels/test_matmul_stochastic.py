@@ -11,6 +11,7 @@ import torch
 
 from fewbits import sc_matmul
 from fewbits.errors import BadInput, Unsupported
+from fewbits.formats import FORMATS
 from fewbits.formats.stochastic import Stochastic, product_tables
 from fewbits.kernels import _stochastic_counts
 from fewbits.kernels.matmul_stochastic import quantize_operands, sc_matmul_ref, stream_counts
@@ -227,6 +228,116 @@ def test_a_gpu_gives_the_same_bits(seed: int) -> None:
     assert torch.equal(sc_matmul(a.cuda(), b.cuda(), **options).cpu(), sc_matmul(a, b, **options))
 
 
+# Prepared operands and tables of lengths.
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"chunk_d": 16}, {"chunk_d": 128, "halve_bipolar_stoc_len": True, "n_masks": 64}]
+)
+@pytest.mark.parametrize("batched", [False, True])
+def test_a_prepared_operand_gives_the_same_bits(options, batched: bool) -> None:
+    if batched and options:
+        options = {"stoc_len": 50}
+    lead = (2,) if batched else ()
+    a, b, s = torch.randn(*lead, 5, 70), torch.randn(*lead, 9, 70).bfloat16(), torch.rand(70) + 0.5
+    prepared = Stochastic(**options).quantize(b)
+    assert torch.equal(sc_matmul(a, prepared, **options), sc_matmul(a, b, **options))
+    smoothed = Stochastic(**options).quantize(b * s.bfloat16())
+    expected = sc_matmul(a, b, smooth_scales=s, **options)
+    assert torch.equal(sc_matmul(a, smoothed, smooth_scales=s, **options), expected)
+    with_length = {**options, "stoc_len": 33}  # streams change nothing in what is prepared
+    assert torch.equal(sc_matmul(a, prepared, **with_length), sc_matmul(a, b, **with_length))
+
+
+def test_a_prepared_operand_of_other_options_is_refused() -> None:
+    a, prepared = torch.ones(3, 70), Stochastic(chunk_d=16).quantize(torch.ones(2, 70))
+    for options, words in (
+        ({}, "b was prepared with chunk_d=16 and the product asks for chunk_d=0; give both the same"),
+        ({"chunk_d": 16, "sc_prec": 7}, "b was prepared with sc_prec=8 and the product asks for sc_prec=7"),
+        ({"mode": "unipolar"}, "b was prepared with mode='bipolar'"),
+    ):
+        with pytest.raises(BadInput, match=words):
+            sc_matmul(a, prepared, **options)
+    with pytest.raises(BadInput, match="group_a=2 and group_b=1 must be 1"):
+        sc_matmul(a, Stochastic().quantize(torch.ones(2, 70)), group_a=2)
+    with pytest.raises(BadInput, match="b is packed as 'int8', not prepared for stochastic computing"):
+        sc_matmul(a, FORMATS["int8"].quantize(torch.ones(2, 70)))
+    bad = Stochastic().quantize(torch.full((2, 70), torch.nan))
+    with pytest.raises(BadInput, match="b has NaN or infinite values"):
+        sc_matmul(a, bad)
+
+
+def test_chunks_that_are_the_whole_are_the_same_prepared_operand() -> None:
+    a, b = torch.randn(3, 70), torch.randn(2, 70)
+    prepared = Stochastic(chunk_d=128).quantize(b)
+    assert torch.equal(sc_matmul(a, prepared), sc_matmul(a, b))
+
+
+@pytest.mark.parametrize("options", [{"chunk_d": 16}, {"chunk_d": 16, "halve_bipolar_stoc_len": True}])
+def test_every_row_and_chunk_counts_as_alone(options) -> None:
+    a, b = torch.randn(4, 40), torch.randn(3, 40)
+    lengths = torch.tensor([[256, 100, 3], [0, 256, 17], [64, 64, 64], [0, 0, 0]])
+    y = sc_matmul(a, b, stoc_len=lengths, **options)
+    expected = torch.zeros(4, 3)
+    for n in range(4):
+        for c in range(3):
+            only = torch.zeros(1, 3, dtype=torch.int64)
+            only[0, c] = lengths[n, c]
+            expected[n] = expected[n] + sc_matmul(a[n : n + 1], b, stoc_len=only, **options)[0]
+    assert torch.equal(y, expected) and not y[3].any()
+    rows = sc_matmul(a, b, stoc_len=[256, 100, 3, 17], **options)
+    for n, length in enumerate([256, 100, 3, 17]):
+        assert torch.equal(rows[n : n + 1], sc_matmul(a[n : n + 1], b, stoc_len=length, **options))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "words"),
+    [
+        ([300, 1, 1], "stoc_len holds 300; give stream lengths from 0 to 256"),
+        ([-1, 1, 1], "stoc_len holds -1; give stream lengths from 0 to 256"),
+        ([1.5, 1, 1], "its numbers are torch.float32, give whole ones"),
+        (
+            torch.ones(3, 7, dtype=torch.int64),
+            r"stoc_len has shape \(3, 7\) and a has \(3, 5\) rows and chunks",
+        ),
+        (["x"], "give a whole number or a tensor of them"),
+    ],
+)
+def test_tables_of_lengths_that_are_refused(lengths, words: str) -> None:
+    with pytest.raises(BadInput, match=words):
+        sc_matmul(torch.ones(3, 40), torch.ones(2, 40), chunk_d=8, stoc_len=lengths)
+
+
+def test_unipolar_streams_of_no_steps_are_refused() -> None:
+    with pytest.raises(BadInput, match="stoc_len holds 0; give stream lengths from 1 to 256"):
+        sc_matmul(torch.ones(2, 4), torch.ones(2, 4), mode="unipolar", stoc_len=[0, 3])
+
+
+def config_of(pool: list[dict], entry: dict | None = None, D: int = 8) -> dict:
+    entry = entry or {"rng_id": 1, "scramble": None}
+    return {"rng_pool": pool, "sng": {"q": [{"rng_id": 0, "scramble": None}] * D, "k": [entry] * D}}
+
+
+def test_configs_of_scmp_kernels() -> None:
+    a, b = torch.randn(3, 8), torch.randn(2, 8)
+    simple = [{"type": "sobol", "seed_type": "q"}, {"type": "sobol", "seed_type": "k"}]
+    assert torch.equal(sc_matmul(a, b, stoc_len=64, config=config_of(simple)), sc_matmul(a, b, stoc_len=64))
+    seed = [1, 3, 7, 15, 31, 63, 127, 255]
+    other = [simple[0], {"type": "sobol", "seed": seed}]
+    expected = sc_matmul(a, b, stoc_len=64, seed_b=tuple(seed))
+    assert torch.equal(sc_matmul(a, b, stoc_len=64, config=config_of(other)), expected)
+    for pool, entry in (
+        ([{"type": "lfsr", "seed": 125, "taps": [0, 2]}, simple[1]], None),
+        (simple, {"rng_id": 1, "scramble": [7, 6, 5, 4, 3, 2, 1, 0]}),
+    ):
+        with pytest.raises(Unsupported, match="one Sobol generator an operand and no bit permutations"):
+            sc_matmul(a, b, config=config_of(pool, entry))
+    with pytest.raises(
+        BadInput, match="config has generators for 5 inner dimensions and the operands have 8"
+    ):
+        sc_matmul(a, b, config=config_of(simple, D=5))
+
+
 # Bad input.
 
 
@@ -325,3 +436,18 @@ def test_a_range_beyond_float32(granularity: str) -> None:
             sc_matmul(a, torch.ones(1, 2), granularity, mode="unipolar")
     else:
         assert sc_matmul(a, torch.ones(1, 2), granularity, mode="unipolar").isfinite().all()
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("granularity", ["per_row", "per_tensor", "per_head"])
+def test_a_second_gpu_gives_the_same_bits_and_the_current_one_stays(granularity: str) -> None:
+    """With the current device left at 0."""
+    a, b = torch.randn(2, 5, 70), torch.randn(2, 9, 70)
+    options = {"stoc_len": [64, 30, 64, 9, 128]}
+    expected = sc_matmul(a, b, granularity, **options)
+    for device in ("cuda:0", "cuda:1"):
+        y = sc_matmul(a.to(device), b.to(device), granularity, **options)
+        assert y.device == torch.device(device) and torch.equal(y.cpu(), expected)
+        assert torch.cuda.current_device() == 0
+    with pytest.raises(BadInput, match="a is on cuda:0 and b on cuda:1; move both to one device"):
+        sc_matmul(a.cuda(0), b.cuda(1), granularity)

@@ -26,6 +26,7 @@ from fewbits.models.branches import branches_of, effective_state, plain_name, sa
 from fewbits.models.checkpoint import INDEX, WEIGHTS, Checkpoint, inspect_folder, whole_folder
 from fewbits.models.packed import recipe_of
 from fewbits.nn.linear import QuantizedLinear
+from fewbits.nn.stochastic_linear import exact_products
 
 SAVE_METHODS = ("merged_16bit", "merged_4bit", "lora")
 _SHARD_BYTES = 5_000_000_000
@@ -183,7 +184,7 @@ class _Merger:
         for name, module in self.base.named_modules():
             if isinstance(module, QuantizedLinear):
                 self.packed[plain_name(name)] = module
-        skip = {f"{n}.weight_{part}" for n, m in self.packed.items() for part in m.part_names}
+        skip = {f"{n}.{part}" for n, m in self.packed.items() for part in m.state_dict() if part != "bias"}
         for name, tensor in effective_state(self.base):
             if name not in skip:
                 self.live[name] = tensor
@@ -346,7 +347,8 @@ class _Merger:
         logits: Tensor
         if self.original is None:
             training = self.base.training
-            logits = self.base.eval()(input_ids=ids.to(self.base.device)).logits
+            with exact_products(self.base):
+                logits = self.base.eval()(input_ids=ids.to(self.base.device)).logits
             self.base.train(training)
             return logits.float().cpu()
         source = self.original.folder

@@ -110,9 +110,21 @@ def place_empty(
         )
         meta.bias = linear.bias
         layer = packed_layer(meta, rule)
+        _check_shapes(name, layer, tensors or {})
         if isinstance(layer, StochasticLinear):
             layer.expect_extras(_extras(name, tensors or {}))
         put(model, name, layer)
+
+
+def _check_shapes(name: str, layer: QuantizedLinear, tensors: Mapping[str, TensorEntry]) -> None:
+    """Refuse a checkpoint whose parts have other shapes, before it is read."""
+    for part, spec in layer.format.layout((layer.out_features, layer.in_features)).items():
+        entry = tensors.get(f"{name}.weight_{part}")
+        if entry is not None and entry.shape != spec.shape:
+            raise BadCheckpoint(
+                f"{entry.file.parent}: {name}.weight_{part} has shape {entry.shape} and the settings in "
+                f"config.json make it {spec.shape}; restore the config.json that was saved with it."
+            )
 
 
 def _extras(name: str, tensors: Mapping[str, TensorEntry]) -> dict[str, PartSpec]:

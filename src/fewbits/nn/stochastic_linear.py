@@ -20,10 +20,12 @@ weight has none.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fewbits.errors import BadInput, Unsupported
@@ -50,6 +52,7 @@ class StochasticLinear(QuantizedLinear):
         protected: p (P,) int64, ascending, or None.
         weight_protected: W[:, p] (N, P) in the dtype of the weight, or None.
         int8: whether the product is that of the codes as integers, in place of their streams.
+        exact: whether it is that of x and the dequantised weight, for `exact_products`.
         levels: the stream lengths that occur.
         length_table: (G, C or 1) int16, or None: all streams have the length of ``format``.
         length_thresholds: (G - 1,) float32, descending, or None.
@@ -70,6 +73,7 @@ class StochasticLinear(QuantizedLinear):
             else:
                 self.register_buffer(name, None)
         self.int8 = False
+        self.exact = False
         self.by_chunk = False
         self.levels: tuple[int, ...] = (format.length,)
         self.register_buffer("level_index", None, persistent=False)
@@ -273,6 +277,9 @@ class StochasticLinear(QuantizedLinear):
     def forward(self, x: Tensor) -> Tensor:
         """(..., K) to (..., N)."""
         dtype = product_dtype(x)
+        if self.exact:
+            bias = None if self.bias is None else self.bias.to(dtype)
+            return F.linear(x.to(dtype), self.dequantize(dtype), bias)
         rows = x.to(dtype).reshape(-1, self.in_features)
         packed = self.packed
         y = _Product.apply(rows, self, signature(packed), *packed.parts.values())  # type: ignore[no-untyped-call]
@@ -336,6 +343,20 @@ class StochasticLinear(QuantizedLinear):
             assert moved is not None
             self._buffers[name] = buffer.to(moved.device) if moved.dtype != buffer.dtype else moved
         return self
+
+
+@contextmanager
+def exact_products(model: nn.Module) -> Iterator[None]:
+    """Within it, stochastic layers multiply their inputs by their dequantised weights, without streams."""
+    layers = [module for module in model.modules() if isinstance(module, StochasticLinear)]
+    before = [layer.exact for layer in layers]
+    try:
+        for layer in layers:
+            layer.exact = True
+        yield
+    finally:
+        for layer, exact in zip(layers, before, strict=True):
+            layer.exact = exact
 
 
 def _operands(rule: LinearFormats) -> dict[str, Any]:
