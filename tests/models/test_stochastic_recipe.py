@@ -193,7 +193,7 @@ def change_format(folder, **fields) -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"chunk_d": 64}, r"weight_scales has shape \(64, 1\) and the settings in config.json make it"),
+        ({"chunk_d": 64}, r"weight_scales has shape \(64, 1\) and its settings make it"),
         ({"sc_prec": 7, "rng_levels": 64}, "prepared with codes beyond 63, the largest of the sc_prec=7"),
         ({"mode": "unipolar", "chunk_d": 0}, 'not for mode "unipolar"'),
     ],

@@ -122,8 +122,8 @@ def _check_shapes(name: str, layer: QuantizedLinear, tensors: Mapping[str, Tenso
         entry = tensors.get(f"{name}.weight_{part}")
         if entry is not None and entry.shape != spec.shape:
             raise BadCheckpoint(
-                f"{entry.file.parent}: {name}.weight_{part} has shape {entry.shape} and the settings in "
-                f"config.json make it {spec.shape}; restore the config.json that was saved with it."
+                f"{entry.file.parent}: {name}.weight_{part} has shape {entry.shape} and its settings make it "
+                f"{spec.shape}; the weights and config.json belong to different models."
             )
 
 
