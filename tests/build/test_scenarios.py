@@ -294,7 +294,7 @@ def test_torch_extension(workshop: Workshop, ninja: str) -> None:
 def test_hibernation_every_half_second(workshop: Workshop) -> None:
     if workshop.native.pager is None:
         pytest.skip(workshop.native.reason)
-    unit = write_unit(workshop.folder / "a.cpp", 180 if FULL else 110)
+    unit = write_unit(workshop.folder / "a.cpp", 180 if FULL else 85)
     optimised = "template<int N> int f(int x){return f<N-1>(x)*N+x;} template<> int f<0>(int x){return x;}\n"
     (workshop.folder / "b.cpp").write_text(
         optimised
