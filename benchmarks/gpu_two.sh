@@ -10,7 +10,7 @@ export PYTHONPATH=src PYTHONUNBUFFERED=1
 python=${PYTHON:-python3}
 run=(-m pytest -m multi --timeout 200 -rfE)
 [ -n "${CPU:-}" ] && run+=(--collect-only)
-for room in kernels formats models training nn; do
+for room in kernels models training; do
     timeout 300 "$python" "${run[@]}" "tests/$room" > "$out/multi_$room.log" 2>&1
     echo "$room: exit $?, $(tail -n 1 "$out/multi_$room.log")" | tee -a "$out/multi_table.txt.new"
 done

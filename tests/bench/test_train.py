@@ -328,7 +328,7 @@ def test_command_runs_on_a_cpu(tmp_path: Path, capfd) -> None:
     code = main(
         ["train", "--shape", "tiny", "--device", "cpu", "--batch", "2x16", "--configs", "ours:nf4",
          "--peers", "bnb", "--steps", "2", "--warm-up", "1", "--layers", "1", "--together", "2",
-         "--out", str(out),
+         "--profile", "--out", str(out),
          "--record", str(rows), "--commit", "abc"]
     )  # fmt: skip
     printed = capfd.readouterr().out
@@ -341,7 +341,12 @@ def test_command_runs_on_a_cpu(tmp_path: Path, capfd) -> None:
         and "peft" in written[0]["packages"]
     )
     assert "--record" not in written[0]["command"] and (out / "train.svg").is_file()
-    assert "tokens/s" in (out / "table.txt").read_text()
+    table = " ".join((out / "table.txt").read_text().split())  # a narrow table breaks its title
+    assert "tokens/s" in table and "milliseconds a step, by what the kernels do" in table
+    for line in map(json.loads, (out / "results.jsonl").read_text().splitlines()):
+        kernels = line["said"]["kernels"]
+        assert kernels["total_ms"] == pytest.approx(sum(kernels["kinds"].values()), abs=0.1)
+        assert any("mm" in name and launches > 0 for name, launches, _ in kernels["top"])
 
 
 def test_a_process_that_dies_says_why(tmp_path: Path) -> None:
@@ -360,6 +365,14 @@ def test_a_process_that_dies_says_why(tmp_path: Path) -> None:
         [dying], tmp_path, together=1, memory_gib=10, limits=(60, 60), heard=lambda outcome, line: None
     )
     assert found.error is not None and "exit code 1" in found.error and results.failure(found) == found.error
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+@pytest.mark.parametrize("what", ["train", "kernels"])
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+def test_without_a_gpu_one_sentence_says_so(what: str, device: str) -> None:
+    with pytest.raises(Unsupported, match="no GPU is here" if device == "auto" else "0 CUDA devices"):
+        main([what, "--device", device])
 
 
 def test_unknown_words_are_refused() -> None:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from fewbits.bench.problem import Problem, Variant
+from fewbits.device import pick
 from fewbits.errors import Unsupported
 
 _FLUSH_BYTES = 256 * 2**20
@@ -43,6 +44,21 @@ class Timer(Protocol):
 
     def __call__(self, variant: Variant, repeats: int) -> list[float]:
         """Microseconds of each run."""
+
+
+def device_to_time(name: str) -> torch.device:
+    """The device of this name; "auto" is a GPU, for a CPU is only timed where it is asked for.
+
+    Raises:
+        Unsupported: there is no such device here.
+    """
+    device = pick(name)
+    if device.type == "cpu" and name == "auto":
+        raise Unsupported(
+            "no GPU is here, and these sizes would take a CPU hours: run this on a machine with one, or try "
+            "it out with --device cpu and small sizes (see the examples of --help)."
+        )
+    return device
 
 
 def relative_error(out: Tensor, exact: Tensor) -> float:

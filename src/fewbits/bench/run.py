@@ -12,10 +12,18 @@ from rich.console import Console
 from rich.table import Table
 
 from fewbits.bench.cases import cases
-from fewbits.bench.measure import CudaTimer, HostTimer, Timer, copy_bytes_per_second, measure, worst_errors
+from fewbits.bench.measure import (
+    CudaTimer,
+    HostTimer,
+    Timer,
+    copy_bytes_per_second,
+    device_to_time,
+    measure,
+    worst_errors,
+)
 from fewbits.bench.problem import Case
 from fewbits.bench.record import Row, append, conditions, rows_of
-from fewbits.device import describe, pick
+from fewbits.device import describe
 from fewbits.errors import BadInput
 
 _EXAMPLES = """examples:
@@ -34,7 +42,7 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     made.add_argument("what", choices=["kernels", "train"], help="what to time; train has options of its own")
     made.add_argument("--op", help="only this op, such as rmsnorm")
-    made.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1 (default: auto)")
+    made.add_argument("--device", default="auto", help="auto (a GPU), cpu, cuda, cuda:1 (default: auto)")
     made.add_argument("--max-size", type=int, help="cut every dimension to this, for a quick look")
     made.add_argument("--rounds", type=int, default=10, help="turns of ten runs that each variant takes")
     made.add_argument("--record", type=Path, metavar="CSV", help="append the rows to this file")
@@ -55,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         return train(given[1:])
     options = parser().parse_args(given)
-    device, console = pick(options.device), Console(width=150)
+    device, console = device_to_time(options.device), Console(width=150)
     chosen = cases(options.op, max_size=options.max_size)
     if not chosen:
         raise BadInput(

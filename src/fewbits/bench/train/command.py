@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from fewbits.bench.measure import device_to_time
 from fewbits.bench.record import append, conditions
 from fewbits.bench.train.configurations import Configuration, choose, missing
 from fewbits.bench.train.kernels import table_of_kernels
@@ -55,7 +56,7 @@ def parser() -> argparse.ArgumentParser:
     add("--steps", type=int, default=8, help="timed steps")
     add("--warm-up", type=int, default=3, help="steps before")
     add("--layers", type=int, default=2, help="layers in the parity check")
-    add("--device", default="auto", help="auto, cpu or cuda (default: auto)")
+    add("--device", default="auto", help="auto (a GPU), cpu or cuda (default: auto)")
     add("--out", type=Path, help="folder for the table, the plot, results and logs")
     add("--record", type=Path, metavar="CSV", help="append the rows to this file")
     add("--commit", help="the commit that runs, where there is no git checkout to ask")
@@ -80,9 +81,10 @@ def main(argv: Sequence[str]) -> int:
 
     Raises:
         BadInput: an option does not fit.
+        Unsupported: there is no such device here.
     """
     options = parser().parse_args(argv)
-    on_cpu = options.device == "cpu" or (options.device == "auto" and not torch.cuda.is_available())
+    on_cpu = device_to_time(options.device).type == "cpu"
     console = Console(width=170)
     shapes = [shape_of(name) for name in options.shape.split(",")]
     sizes = [batch_of(text) for text in options.batch.split(",")]
@@ -126,8 +128,11 @@ def _installed(chosen: list[Configuration], console: Console) -> list[Configurat
 
 def _memory_gib() -> float:
     """The device's, asked without making a context on it that would stay."""
+    import shutil
     import subprocess
 
+    if shutil.which("nvidia-smi") is None:
+        return 80.0
     answer = subprocess.run(
         ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"],
         capture_output=True, text=True, check=False,

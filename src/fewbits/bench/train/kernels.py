@@ -30,14 +30,24 @@ def kind_of(kernel: str) -> str:
     return next((kind for kind, pattern in KINDS if re.search(pattern, name)), "other")
 
 
-def profile(step: Callable[[], None], steps: int = 2) -> dict[str, Any]:
-    """Milliseconds a step by kind of kernel, and the longest as [name, launches, milliseconds]."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+def profile(step: Callable[[], None], device: torch.device, steps: int = 2) -> dict[str, Any]:
+    """Milliseconds a step by kind of kernel, and the longest as [name, launches, milliseconds].
+
+    On a CPU, for a trial, torch's operators stand for kernels.
+    """
+    on_gpu = device.type == "cuda"
+    activity = torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[activity]) as found:
         for _ in range(steps):
             step()
-        torch.cuda.synchronize()
-    events = [e for e in found.key_averages() if e.self_device_time_total > 0]
-    return summed((e.key, e.count / steps, e.self_device_time_total / steps / 1e3) for e in events)
+        if on_gpu:
+            torch.cuda.synchronize(device)
+    rows = []
+    for event in found.key_averages():
+        us = event.self_device_time_total if on_gpu else event.self_cpu_time_total
+        if us > 0:
+            rows.append((event.key, event.count / steps, us / steps / 1e3))
+    return summed(rows)
 
 
 def summed(kernels: Any) -> dict[str, Any]:

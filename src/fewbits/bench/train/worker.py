@@ -102,8 +102,8 @@ def _train(job: Job, device: torch.device) -> None:
     times, peak = trainer.timed(data[job.warm_up + _SETTLE :])
     losses = [round(float(loss), 5) for loss in trainer.losses]
     moved, notes = trainer.moved(), trainer.notes()
-    if job.profiled and device.type == "cuda":
-        tell("kernels", **profile(lambda: trainer.step(data[0])))
+    if job.profiled:
+        tell("kernels", **profile(lambda: trainer.step(data[0]), device))
     tokens, median = job.batch[0] * job.batch[1], statistics.median(times)
     flops = flops_per_token(job.shape.config(), job.batch[1], full=job.configuration.trains_all)
     tell(
