@@ -215,7 +215,7 @@ def fsdp(bench: Bench) -> None:
 
 def full(bench: Bench) -> None:
     """All weights of a 1B (3B) shape: three ways for gradients to travel."""
-    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
     name = "3b" if bench.options.large else "1b"
     want = "int8 no slower than bf16"
@@ -224,7 +224,9 @@ def full(bench: Bench) -> None:
         ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
         exchange = None
         if way == "bf16":
-            ddp.register_comm_hook(None, bf16_compress_hook)
+            # torch has the one for bfloat16 on CUDA only
+            hooks = default_hooks
+            ddp.register_comm_hook(None, hooks.fp16_compress_hook if bench.dry else hooks.bf16_compress_hook)
         elif way == "int8":
             exchange = quantize_gradients(ddp, INT8)
         ids, optimizer = bench.batch(), torch.optim.AdamW(trained(model), lr=1e-5, fused=True)
@@ -273,10 +275,8 @@ def main(argv: list[str] | None = None) -> None:
         PARTS[name](bench)
         bench.free()
     if bench.rank == 0:
-        out = Path(os.environ.get("OUT", ".")) / "multi_gpu.json"
-        out.write_text(
-            json.dumps({"dry_run": bench.dry, "torch": torch.__version__, "rows": bench.rows}, indent=1)
-        )
+        facts = {"dry_run": bench.dry, "torch": torch.__version__, "rows": bench.rows}
+        (Path(options.out) / "multi_gpu.json").write_text(json.dumps(facts, indent=1))
         print(table(bench.rows))
     dist.barrier()
     if bench.began:

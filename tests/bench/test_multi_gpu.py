@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-from pathlib import Path
+
+import pytest
 
 from training.processes import run_ranks
-
-SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "multi_gpu.py"
-
-
-def dry_run(folder: str) -> None:
-    spec = importlib.util.spec_from_file_location("multi_gpu", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    module.main(["--dry-run", "--steps", "1", "--warm-up", "1", "--out", folder])
+from training.rank_workers import dry_run
 
 
+@pytest.mark.slow
 def test_every_part_runs_and_is_noted(tmp_path):
     run_ranks(dry_run, 2, str(tmp_path))
     found = json.loads((tmp_path / "multi_gpu.json").read_text())

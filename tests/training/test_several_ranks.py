@@ -10,6 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from training.processes import run_ranks
+from training.rank_workers import short_of_memory
 from training.test_resume import FULL, LORA, assert_same, remains, settings
 
 FAST = {"period_s": 0.2, "silence_s": 60.0}
@@ -138,3 +140,37 @@ def test_what_one_rank_refuses_all_refuse(killer, make, tiny_folder, tmp_path):
     few = make(tiny_folder, "few", **{**LORA, "batch_size": 1, "gradient_accumulation": 2})
     for outcome in killer.run_ranks([few] * 3):
         assert "one step has 2 sequences" in outcome["error"] and "too few for 3 ranks" in outcome["error"]
+
+
+def test_sharded_and_killed_and_resumed_on_more_ranks(killer, make, still_folder, tmp_path):
+    """FSDP2 on two ranks, killed, and on three: the curve of one process that holds the whole model."""
+    options = {**LORA, "lora_dropout": 0.0, "gradient_accumulation": 3}
+    assert killer.run(make(still_folder, "one", **options), resume=False)["status"] == 0
+    config = make(still_folder, "shares", parallel="fsdp", **options)
+    killer.run_ranks([config] * 2, kill=(1, -6), pace=FAST)
+    ran(killer.run_ranks([config] * 3, resume=True))
+    found, want = curve(tmp_path / "shares"), curve(tmp_path / "one")
+    assert [record[:2] for record in found] == [record[:2] for record in want]
+    torch.testing.assert_close([r[2] for r in found], [r[2] for r in want], rtol=1e-6, atol=0)
+    run = json.loads((tmp_path / "shares/run.json").read_text())
+    assert run["parallel"] == "fsdp: 3 ranks, as configured" and "sharded over 3 ranks" in run["receipt"]
+    assert weights(tmp_path / "shares").keys() == weights(tmp_path / "one").keys()
+
+
+def test_layers_cut_between_two_ranks_follow_one_process(killer, make, still_folder, tmp_path):
+    """Tensor parallelism: both ranks see the same rows, and sums over a layer's halves have another order."""
+    options = {**LORA, "lora_dropout": 0.0, "max_steps": 3}
+    assert killer.run(make(still_folder, "one", **options), resume=False)["status"] == 0
+    ran(killer.run_ranks([make(still_folder, "halves", parallel="tensor", **options)] * 2))
+    found, want = curve(tmp_path / "halves"), curve(tmp_path / "one")
+    assert [record[:2] for record in found] == [record[:2] for record in want]
+    torch.testing.assert_close([r[2] for r in found], [r[2] for r in want], rtol=1e-5, atol=0)
+
+
+def test_a_rank_that_runs_out_of_memory_repeats_its_step_alone(tmp_path):
+    plain = run_ranks(short_of_memory, 2, str(tmp_path / "plain"), False)
+    short = run_ranks(short_of_memory, 2, str(tmp_path / "short"), True)
+    assert [found[2] for found in short] == [0, 2]
+    for found in (*plain, *short):
+        assert found[0] == plain[0][0]
+        assert all(torch.equal(p, q) for p, q in zip(found[1], plain[0][1], strict=True))

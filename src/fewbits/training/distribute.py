@@ -60,13 +60,14 @@ def check_start(ranks: Ranks, config: TrainConfig, *, resume: bool) -> None:
     ranks.check_same({**settings, "resume": resume, **_software()})
 
 
-def check_loaded(ranks: Ranks, facts: Mapping[str, Any], model: nn.Module) -> None:
+def check_loaded(layout: Layout, facts: Mapping[str, Any], model: nn.Module) -> None:
     """Before the first step: the same data and the same model."""
-    if ranks.size > 1:
+    if layout.ranks.size > 1:
         config = model.config.get_text_config().to_dict()  # type: ignore[operator, union-attr]
         names = ("_name_or_path", "name_or_path")
         known = {f"model.{k}": v for k, v in config.items() if k not in names}
-        ranks.check_same({**facts, **known, "weights": weights_fingerprint(model)})
+        weights = weights_fingerprint(model, values=not layout.is_sharded)
+        layout.ranks.check_same({**facts, **known, "weights": weights})
 
 
 def check_shared(ranks: Ranks, folder: Path) -> None:
@@ -222,12 +223,13 @@ def communication_of(config: TrainConfig, layout: Layout) -> Format | None:
     return chosen
 
 
-def weights_fingerprint(model: nn.Module) -> str:
-    """A hash of all parameters' names, shapes and dtypes, and of some values of each that is whole here."""
+def weights_fingerprint(model: nn.Module, *, values: bool = True) -> str:
+    """A hash of all parameters' names and dtypes, and of shapes and some values where they are whole here."""
     digest = hashlib.blake2b(digest_size=8)
     for name, p in model.named_parameters():
-        digest.update(f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}\n".encode())
-        if not hasattr(p, "to_local") and p.numel():
+        digest.update(f"{name} {p.dtype} {p.requires_grad}\n".encode())
+        if values and p.numel():
+            digest.update(str(tuple(p.shape)).encode())
             flat = p.detach().reshape(-1)
             chosen = flat[:: max(1, flat.numel() // _SAMPLED)][:_SAMPLED]
             digest.update(chosen.double().cpu().numpy().tobytes())

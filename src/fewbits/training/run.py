@@ -161,7 +161,7 @@ class _Run:
         self.built = built or load_distributed(config, self.layout)
         check_vocabulary(self.built.model, self.train_data)
         facts = {name: data.fingerprint() for name, data in self._data().items()}
-        check_loaded(self.ranks, {**facts, "max_seq_length": self.length}, self.built.model)
+        check_loaded(self.layout, {**facts, "max_seq_length": self.length}, self.built.model)
         self.ranks.led("run folder", lambda: self._open(facts["train_data"]))
         check_shared(self.ranks, self.folder.path)
         self._begin_record()

@@ -1,0 +1,46 @@
+"""What processes of `training.processes` run for other tests: a module that they can import."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+
+import torch
+
+SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "multi_gpu.py"
+
+
+def dry_run(folder: str) -> None:
+    """The script for several GPUs, on tiny shapes."""
+    spec = importlib.util.spec_from_file_location("multi_gpu", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.main(["--dry-run", "--steps", "1", "--warm-up", "1", "--out", folder])
+
+
+def short_of_memory(folder: str, short: bool) -> tuple:
+    """A run of two ranks of which the second runs out of memory twice, or not."""
+    from fewbits.training.packing import Collator, SequenceDataset
+    from fewbits.training.parallel import Layout
+    from fewbits.training.trainer import Trainer
+    from training.test_packing import make_examples
+    from training.test_rerun import LENGTHS, Shortage, budget_of, model_with_dropout
+    from training.test_trainer import arguments, losses
+
+    rank = torch.distributed.get_rank()
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    model = model_with_dropout()
+    if short and rank == 1:
+        Shortage(model, {3, 21})
+    trainer = Trainer(
+        model=model,
+        args=arguments(folder),
+        train_dataset=SequenceDataset(make_examples(LENGTHS)),
+        data_collator=Collator(0),
+        memory=budget_of(model),
+        cuda_graph=True,  # hence gradients are averaged after the pass
+        layout=Layout(kind="ddp", data_rank=rank, data_size=2),
+    )
+    trainer.train()
+    return losses(trainer), [p.detach() for p in model.parameters()], trainer._rerun.count
