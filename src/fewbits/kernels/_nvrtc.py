@@ -80,12 +80,24 @@ def launch(
 ) -> None:
     """Start a kernel of one argument, a structure by value, on the current stream of the current device."""
     driver = _bindings("driver")
+    _ensure_context(driver)
     pointers = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
     stream = torch.cuda.current_stream().cuda_stream
     status = driver.cuLaunchKernel(
         handle, *grid, threads, 1, 1, shared_bytes, stream, ctypes.addressof(pointers), 0
     )
     _checked(status, "cuLaunchKernel")
+
+
+def _ensure_context(driver: Any) -> None:
+    """Give a thread that has launched nothing yet the current device's context.
+
+    A launch by the runtime, as torch's are, does this by itself; one by the driver fails.
+    """
+    if not int(_checked(driver.cuCtxGetCurrent(), "cuCtxGetCurrent")):
+        device = _checked(driver.cuDeviceGet(torch.cuda.current_device()), "cuDeviceGet")
+        context = _checked(driver.cuDevicePrimaryCtxRetain(device), "cuDevicePrimaryCtxRetain")
+        _checked(driver.cuCtxSetCurrent(context), "cuCtxSetCurrent")
 
 
 def _bindings(name: str) -> Any:

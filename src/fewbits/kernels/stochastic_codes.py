@@ -202,7 +202,7 @@ def _(
     module = _stochastic_lookup if path == "lookup" else _stochastic_thermometer
     chunk = _chunk(value, D)
     tables = module.tables_of(_longest(value, levels), levels, chunk, qa.device)
-    y = torch.empty(qa.shape[0], qa.shape[1], qb.shape[1], device=qa.device)
+    y = sa.new_empty(qa.shape[0], qa.shape[1], qb.shape[1])  # float32, whatever torch's default is
     operands = [x.contiguous() for x in (qa, sa, qb, sb)]
     module.launch(operands, tables, level_index, chunk, y)
     return y
@@ -272,6 +272,10 @@ def stochastic_codes(
         level_index = level_index[None]
     _check(qa, sa, qb, sb, options)
     _check_levels(options, levels, level_index, (*qa.shape[:2], sa.shape[-1]))
+    if level_index is not None and level_index.device != qa.device:
+        raise BadInput(
+            f"level_index is on {level_index.device} and a on {qa.device}; move both to one device."
+        )
     y: Tensor = _stochastic_codes(qa, sa, qb, sb, _longest_text(options, levels), levels, level_index)
     return y[0] if two else y
 
