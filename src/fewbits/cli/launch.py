@@ -158,8 +158,11 @@ def _tell(failures: Mapping[int, Any], logs: Path) -> int:
 
 
 def _blame(failure: Any) -> int:
-    """Killed ranks before those that say why, and these before those that only lost another one."""
-    if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
+    """Killed ranks before those that say why, and these before those that only lost another one.
+
+    NCCL's own watch aborts a rank whose neighbour is gone, so an abort comes no earlier than a sentence.
+    """
+    if failure.exitcode < 0 and failure.exitcode not in (-signal.SIGTERM, -signal.SIGABRT):
         return 0
     return 2 if _message(failure).startswith("PeerLost: ") or failure.exitcode == -signal.SIGTERM else 1
 

@@ -140,7 +140,13 @@ def load_model(config: TrainConfig, *, spread: Callable[[Any], str] | None = Non
         )
     lines = ["" if conversion is None else str(conversion.receipt), use_attention(model)]
     autocast = torch.bfloat16 if on_gpu and lora is None and config.dtype == "auto" else None
-    lines += attention_receipt(model, seq_len=config.max_seq_length, packed=config.packing, dtype=autocast)
+    lines += attention_receipt(
+        model,
+        seq_len=config.max_seq_length,
+        packed=config.packing,
+        dtype=autocast,
+        device=torch.device("cuda", torch.cuda.current_device()) if on_gpu else None,  # where it will be
+    )
     if on_gpu:
         lines.append(fused_decoder(model))
     if spread is not None:

@@ -205,6 +205,8 @@ def _spread(model: Any, config: TrainConfig, layout: Layout) -> str:
         if device == "cuda" and lora is None and config.dtype == "auto":  # float32 weights, 16-bit products
             options = {"compute_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
         lines.append(str(shard(model, mesh["data"], **options)))
+    else:
+        model.to(device)  # from the host, as sharding does
     return "\n".join(lines)
 
 

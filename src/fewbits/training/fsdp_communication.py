@@ -167,6 +167,11 @@ class FSDPExchange(GradientExchange):
         self.groups: list[_Group] = []
         self.waiting: dict[str, Tensor] = {}
 
+    @property
+    def size(self) -> int:
+        """All ranks of the run, where layers are shared as well more than meet in a reduce-scatter."""
+        return distributed.get_world_size() if distributed.is_initialized() else 1
+
     def _state(self) -> tuple[dict[str, Tensor], dict[str, int]]:
         kept = dict(self.waiting)
         for group in self.groups:

@@ -243,6 +243,15 @@ def _empty_optimizer_state(folder: Path, model: Any, sizes: Mapping[str, Any]) -
 def _fill_optimizer(
     model: Any, optimizer: Any, state: Mapping[str, Tensor], groups: list[Any], sizes: Mapping[str, Any]
 ) -> None:
+    for group, saved in zip(optimizer.param_groups, groups, strict=True):
+        for key, value in saved.items():
+            group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+    # fused and captured steps read their number on the device
+    on_device = {
+        id(p): bool(group.get("fused") or group.get("capturable"))
+        for group in optimizer.param_groups
+        for p in group["params"]
+    }
     for name, param, view in _named(model, optimizer):
         prefix = f"optimizer.{name}."
         if f"{prefix}step" not in state:
@@ -255,10 +264,9 @@ def _fill_optimizer(
         else:  # sliced as the optimizer has made them, on this rank's own mesh
             same = {k: slice_like(param, local(t)) for k, t in held.items() if t.shape == view.shape}
             held |= {k: t for k, t in same.items() if k != "step"}
+            if on_device[id(param)]:
+                held["step"] = held["step"].to(param.device)
         optimizer.state[param] = held
-    for group, saved in zip(optimizer.param_groups, groups, strict=True):
-        for key, value in saved.items():
-            group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
 
 
 def _moments(held: Mapping[str, Tensor], view: Tensor, chunks: Any) -> dict[str, Tensor]:

@@ -75,7 +75,7 @@ def tensor_parallel(model: Any, mesh: Any) -> Receipt:
         for norm in ("self_attn.q_norm", "self_attn.k_norm"):
             _share_norm(find(layer, norm), group)
         _sum_unfused(layer.self_attn, layer.mlp, group)
-    _same_on_all(model, state)
+    _same_on_all(model, state, mesh.device_type)
     receipt.notes.append("embeddings, norms and the output head are whole on each rank")
     setattr(model, _STATE, state)
     return receipt
@@ -248,11 +248,13 @@ def _sum_unfused(attention: nn.Module, mlp: nn.Module, group: TensorGroup) -> No
         module.register_forward_hook(after)
 
 
-def _same_on_all(model: Any, state: TensorParallel) -> None:
-    """What trains and is whole has the first rank's values."""
+def _same_on_all(model: Any, state: TensorParallel, device_type: str) -> None:
+    """What trains and is whole has the first rank's values; a model on the host is sent through the GPUs."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and name not in state.cuts:
-            distributed.broadcast(parameter.data, group=state.group.process_group, group_src=0)
+            sent = parameter.data.to(device_type)
+            distributed.broadcast(sent, group=state.group.process_group, group_src=0)
+            parameter.data.copy_(sent)
 
 
 def _bytes(module: nn.Module) -> int:
