@@ -101,7 +101,7 @@ def _sum(received: Tensor, wire: Wire, factor: float) -> Tensor:
     total = torch.zeros_like(decoded[0])
     for part in decoded:  # in the order of the ranks, as the kernel
         total += part
-    return total.mul_(torch.tensor(factor, dtype=torch.float32, device=total.device))
+    return total.mul_(total.new_full((), factor))
 
 
 def _to_rows(flat: Tensor, message: Tensor, wire: Wire) -> Tensor:

@@ -131,8 +131,9 @@ def stochastic_emulated(
 
 
 def _dequantized(codes: Tensor, scales: Tensor, options: Stochastic) -> Tensor:
-    lengths = [c.stop - c.start for c in options.chunks(codes.shape[1])]
-    return codes * scales.repeat_interleave(torch.tensor(lengths, device=codes.device), dim=1)
+    D = codes.shape[1]
+    size = options.chunk_d if 0 < options.chunk_d < D else D
+    return codes * scales.repeat_interleave(size, dim=1)[:, :D]  # a tensor of sizes would wait for the device
 
 
 def _expanded(
