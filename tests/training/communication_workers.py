@@ -204,3 +204,12 @@ def kept_of(exchange: Any) -> dict[str, Tensor]:
             name = key.partition("/")[2]
             total[name] = total.get(name, 0) + tensor.double() / len(states)
     return total
+
+
+def nccl_rank(rank: int, size: int, folder: str, format: str, how: dict[str, Any]) -> None:
+    """A whole process of test_gradient_communication_gpu.py, which can be imported by its name here."""
+    torch.cuda.set_device(rank)
+    distributed.init_process_group("nccl", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+    torch.save(many_steps(format, 4, how), f"{folder}/{rank}.pt")
+    distributed.barrier()
+    distributed.destroy_process_group()

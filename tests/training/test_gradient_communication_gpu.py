@@ -7,21 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import distributed, multiprocessing
+from torch import multiprocessing
 
-from training.communication_workers import exact_mean, many_steps
-
-
-def _rank(rank: int, size: int, folder: str, format: str, how: dict[str, Any]) -> None:
-    torch.cuda.set_device(rank)
-    distributed.init_process_group("nccl", init_method=f"file://{folder}/store", rank=rank, world_size=size)
-    torch.save(many_steps(format, 4, how), f"{folder}/{rank}.pt")
-    distributed.barrier()
-    distributed.destroy_process_group()
+from training.communication_workers import exact_mean, nccl_rank
 
 
 def check(size: int, folder: Path, format: str, how: dict[str, Any]) -> None:
-    multiprocessing.spawn(_rank, (size, str(folder), format, how), nprocs=size)
+    multiprocessing.spawn(nccl_rank, (size, str(folder), format, how), nprocs=size)
     found = [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(size)]
     exact = [exact_mean(step, size) for step in range(4)]
     for name in exact[0]:
