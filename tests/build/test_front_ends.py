@@ -6,6 +6,7 @@ import ensurepip
 import importlib.util
 import io
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -221,6 +222,8 @@ def test_ninja_with_and_without_jobs(workshop: Workshop, version: str, way: str)
     assert "no work to do" in still.out
     (workshop.folder / "u2.cpp").write_text("int f() { return x; }\n")
     ours, theirs = workshop.build(*command), workshop.plain(*command)
-    assert (ours.code, ours.out, ours.err) == (theirs.returncode, theirs.stdout, theirs.stderr)
+    # ninja 1.13 repeats make's flags, and fewbits shows make more jobs than two (see window.py).
+    told = [re.sub(r"( -j)\d+( --jobserver)", r"\1N\2", out) for out in (ours.out, theirs.stdout)]
+    assert (ours.code, told[0], ours.err) == (theirs.returncode, told[1], theirs.stderr)
     assert ours.code != 0
     assert "'x' was not declared" in ours.out
