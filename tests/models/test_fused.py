@@ -323,3 +323,17 @@ def test_float8_full_fine_tuning() -> None:
         assert (fused[name] - exact[name]).norm() < 1.5 * (
             defined[name] - exact[name]
         ).norm() + 0.02 * norm, name
+
+
+def test_float8_scales_follow_weights_that_a_fused_optimizer_changed() -> None:
+    rule = Rule(weight_operand=E4M3, activation=E4M3_ROW, gradient=E4M3_ROW)
+    ids = tokens(2, 12)
+    model = adapted("llama", Recipe(name="float8", linear=rule), lora=None)
+    fuse(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5, fused=True)  # counts no versions
+    loss_and_gradients(model, ids)
+    optimizer.step()
+    kept = loss_and_gradients(model, ids)
+    unfuse(model)
+    fuse(model)
+    assert_same(loss_and_gradients(model, ids), kept)

@@ -160,20 +160,26 @@ class LayerParts:
         raise NotFused(f"{', '.join(paths)} have formats of their operands that no fused product takes")
 
     def _scale(self, paths: tuple[str, ...], parts: tuple[Part, ...]) -> WeightScale:
-        """One scale for the weights side by side; kept while they stay the same tensors, unchanged.
+        """One scale for the weights side by side; kept while they stay the same frozen tensors.
 
-        FSDP2 fills one tensor over and over without counting its versions: there weights that train get their
-        scale anew, and frozen ones keep it though their address changes.
+        Weights that train get theirs anew: torch's fused optimizers write them without counting a version.
+        FSDP2 fills one tensor over and over: there frozen ones keep their scale though their address changes.
         """
         weights = [part.weight for part in parts]
         tensors = [w if isinstance(w, Tensor) else w.codes for w in weights]
+        if any(t.requires_grad for t in tensors):
+            return _scale_now(weights)
         sharded = getattr(self.layer, "_is_fsdp_managed_module", False)
         key = [id(t) if sharded else (t.data_ptr(), t._version) for t in tensors]
         known = self._scales.get(paths)
-        if known is None or known[0] != key or (sharded and any(t.requires_grad for t in tensors)):
-            with torch.no_grad():
-                self._scales[paths] = known = (key, scale_of(weights))
+        if known is None or known[0] != key:
+            self._scales[paths] = known = (key, _scale_now(weights))
         return known[1]
+
+
+@torch.no_grad()
+def _scale_now(weights: list[Any]) -> WeightScale:
+    return scale_of(weights)
 
 
 def part_of(module: Any, path: str) -> tuple[Part, Operands]:

@@ -5,7 +5,7 @@
 One scale s = largest magnitude / 448 for the linears of one product (q, k and v; gate and up), over all
 ranks: the one that a float8 product takes (`fewbits.nn.projection`), so that rounding there again changes
 nothing.
-The largest magnitudes of all weights are found in one all-reduce after each step of the optimizer.
+The largest magnitudes of all weights are found in one all-reduce in each pass over the model.
 
 The master weights stay as they are, and so do gradients. An all-gather moves a quarter of what float32
 weights take, half of bfloat16's. Norms, embeddings and the output head travel unchanged.
@@ -49,6 +49,7 @@ def gather_in_float8(model: Any) -> str:
     owner = torch.tensor([number for number, group in enumerate(groups) for _ in group])
     # the very tensors that FSDP2 asks, where to_local() of a parameter gives others
     scales = _Scales(weights, [weight._local_tensor for weight in weights], owner)
+    model.register_forward_pre_hook(scales.begin, prepend=True)  # before FSDP2's own, which gather
     for number, weight in enumerate(weights):
         rows, ranks = weight.shape[0], weight.device_mesh.shape[-1]
         if -(-rows // ranks) * (ranks - 1) >= rows:
@@ -66,20 +67,27 @@ def gather_in_float8(model: Any) -> str:
 
 
 class _Scales:
-    """The scales of all weights; found again once a weight has changed.
+    """The scales of all weights; found again in each pass over the model, and once a weight has changed.
 
-    Whether that is so has one answer on all ranks: they step together, and each has a part of every weight.
+    Torch's fused optimizers change weights without counting a version, hence each pass. Whether it is time
+    has one answer on all ranks: they step together, and each has a part of every weight.
     """
 
     def __init__(self, weights: Sequence[Tensor], parts: Sequence[Tensor], owner: Tensor) -> None:
         self.weights, self.parts, self.owner = list(weights), list(parts), owner
         self._versions: list[tuple[int, int]] = []
+        self._pass_began = True
         self._scales = self._inverses = torch.empty(0)
+
+    def begin(self, *_: Any) -> None:
+        """A pass over the model begins (a hook)."""
+        self._pass_began = True
 
     def of(self, number: int, group: Any) -> tuple[Tensor, Tensor]:
         """The scale of a weight and its inverse, (1,) float32 each."""
-        if not self._versions or self._versions[number] != self._version(number):
+        if self._pass_began or self._versions[number] != self._version(number):
             self._find(group)
+            self._pass_began = False
             self._versions = [self._version(i) for i in range(len(self.parts))]
         at = slice(number, number + 1)
         return self._scales[at], self._inverses[at]
