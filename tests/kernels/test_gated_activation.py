@@ -138,11 +138,12 @@ def test_opcheck(fused: bool) -> None:
     branch = (randn(3, 2), randn(8, 2))
     x = [randn(3, 8) for _ in range(6)]
     torch.library.opcheck(
-        module._gated_activation_into, (x[0], x[1], "gelu_tanh", *branch, None, None, x[2], torch.zeros(3))
+        module._gated_activation_into,
+        (x[0], x[1], "gelu_tanh", *branch, None, None, x[2], torch.zeros(3), None, None, None),
     )
     torch.library.opcheck(
         module._gated_activation_backward_into,
-        (*x[:3], "silu", None, None, *branch, *branch, x[3], x[4], None if fused else x[5], None),
+        (*x[:3], "silu", None, None, *branch, *branch, x[3], x[4], None if fused else x[5], *[None] * 4),
     )
 
 

@@ -140,9 +140,9 @@ def _gated_activation_into(
     wu: Tensor | None,
     h: Tensor | None,
     amax: Tensor | None,
-    q: Tensor | None = None,
-    inverse_scale: Tensor | None = None,
-    q_amax: Tensor | None = None,
+    q: Tensor | None,
+    inverse_scale: Tensor | None,
+    q_amax: Tensor | None,
 ) -> None:
     result = gated_activation_ref(e, u, activation, _branch(xe, we), _branch(xu, wu))
     _into((h,), (result,), amax, (result,), _quantized(q, inverse_scale, q_amax))
@@ -166,9 +166,9 @@ def _gated_activation_backward_into(
     du: Tensor | None,
     h: Tensor | None,
     amax: Tensor | None,
-    q: Tensor | None = None,
-    inverse_scale: Tensor | None = None,
-    q_amax: Tensor | None = None,
+    q: Tensor | None,
+    inverse_scale: Tensor | None,
+    q_amax: Tensor | None,
 ) -> None:
     branches = _branch(xe, we), _branch(xu, wu), _branch(xd, wd)
     results = gated_activation_backward_ref(dh, e, u, activation, *branches)

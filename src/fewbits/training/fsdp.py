@@ -72,10 +72,12 @@ def shard(
         "mp_policy": MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype),
     }
     receipt = Receipt(f"{spec_for(model).model_type}, sharded over {mesh.size()} ranks (FSDP2)")
+    receipt.changes.extend(_group_change(name, groups) for name in groups)
+    whole_numbers = _view_as_floats(model)
     for name, module in groups.items():
-        change = _group_change(name, groups)
         fully_shard(module, reshard_after_forward=reshard_after_forward and name != "", **options)
-        receipt.changes.append(change)
+    _view_as_whole_numbers(model, whole_numbers)
+    for module in groups.values():
         if isinstance(module, nn.Embedding) and not module.weight.requires_grad:
             module.set_unshard_in_backward(False)  # type: ignore[operator]
     if hasattr(model, "generate"):
@@ -88,6 +90,39 @@ def shard(
         f"parameters: {whole / 2**20:,.2f} MiB in all, {local_bytes(model) / 2**20:,.2f} MiB on this rank"
     )
     return receipt
+
+
+# Torch 2.11 makes each sharded parameter with a gradient first and takes it away after, which only floats may
+# have: codes are floats of as many bytes while `fully_shard` looks at them. It takes up what stands in a
+# module's place when the first pass begins.
+_FLOATS = {1: torch.float8_e4m3fn, 2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
+
+
+def _view_as_floats(model: nn.Module) -> dict[str, torch.dtype]:
+    """Parameters of whole numbers become views of floats; their names and dtypes."""
+    found = {name: p.dtype for name, p in model.named_parameters() if not p.is_floating_point()}
+    for name, dtype in found.items():
+        data = model.get_parameter(name).data
+        _set_parameter(model, name, data.view(_FLOATS[dtype.itemsize]))
+    return found
+
+
+def _view_as_whole_numbers(model: nn.Module, dtypes: dict[str, torch.dtype]) -> None:
+    """What `_view_as_floats` found, sharded since, has its own dtype again."""
+    from torch.distributed.tensor import DTensor
+
+    for name, dtype in dtypes.items():
+        p: Any = model.get_parameter(name)
+        part = p.to_local().view(dtype).clone()  # with a storage of its own FSDP2 sees that it is another
+        whole = DTensor.from_local(
+            part, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
+        )
+        _set_parameter(model, name, whole)
+
+
+def _set_parameter(model: nn.Module, name: str, data: torch.Tensor) -> None:
+    module, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(module), leaf, nn.Parameter(data, requires_grad=False))
 
 
 def data_mesh(device_type: str | None = None) -> Any:

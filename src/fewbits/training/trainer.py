@@ -28,6 +28,7 @@ from fewbits.training.rerun import Pass, Rerun, first_sentence
 from fewbits.training.restore import keep, restore
 from fewbits.training.sharded_checkpoint import is_sharded_checkpoint
 
+_OPTIMIZER_FILE = "optimizer.pt"
 _SCHEDULER_FILE = "scheduler.pt"  # as the host calls it
 
 
@@ -304,10 +305,16 @@ class Trainer(transformers.Trainer):
         restore(self._plain_model(), Path(resume_from_checkpoint))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None or not is_sharded_checkpoint(Path(checkpoint)):
+        is_whole = checkpoint is None or not is_sharded_checkpoint(Path(checkpoint))
+        several_cpus = self.args.device.type == "cpu" and self.args.world_size > 1
+        if checkpoint is None or (is_whole and not several_cpus):
             super()._load_optimizer_and_scheduler(checkpoint)
             return
-        restore(self._plain_model(), Path(checkpoint), self.optimizer)
+        if is_whole:  # the base class loads to "cpu:0", which torch 2.11 knows no way to
+            state = torch.load(Path(checkpoint) / _OPTIMIZER_FILE, map_location="cpu", weights_only=True)
+            self.optimizer.load_state_dict(state)
+        else:
+            restore(self._plain_model(), Path(checkpoint), self.optimizer)
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / _SCHEDULER_FILE, weights_only=True))
 
     def _plain_model(self) -> Any:
