@@ -1,65 +1,79 @@
-"""Several GPUs of one host: weak scaling of QLoRA, a sharded 70B model, gradients in INT8.
+"""Several GPUs of one host: weak scaling of QLoRA, a sharded 70B model and its peer, gradients in INT8.
 
 Checks come first, the table last.
 
-    torchrun --nproc-per-node 2 benchmarks/multi_gpu.py [weak fsdp full]     # on two and on four H200s
+    torchrun --nproc-per-node 2 benchmarks/multi_gpu.py [weak fsdp full sharded exchange peer]
     torchrun --nproc-per-node 2 benchmarks/multi_gpu.py --dry-run            # two CPU processes, tiny shapes
 
-weak: QLoRA of the Llama-3.1-8B shape (random weights, NF4 with double quantisation, LoRA r=16, 4 x 2048
-tokens on each GPU). A step of rank 0 alone while the others idle, then of all with the same load each; the
-figure is the first over the second. Gradients are averaged after the pass, as `fewbits train` does with
-adapters.
+weak: QLoRA of the Llama-3.1-8B shape as `fewbits bench train` has it (--configs), 4 x 2048 tokens on each
+GPU. Steps of rank 0 alone while the others idle, before and after those of all with the same load each; the
+figure is the mean of the first over the second. Gradients are averaged after the pass, as `fewbits train`
+does with adapters.
 
-fsdp: QLoRA of the Llama-3.1-70B shape, random weights made shard by shard, FSDP2 with packed weights: whether
-it fits, tokens a second, the peak of memory. No peer is run: Hugging Face + PEFT + bitsandbytes under FSDP is
-not part of this script yet.
+fsdp: QLoRA of the Llama-3.1-70B shape, random weights made shard by shard, FSDP2 with packed weights: tokens
+a second, the peak of memory, and of one profiled step how long the GPU computed, how long NCCL ran, and how
+long it did neither or only that.
 
-full: all weights of a 1.2B shape (--large: 3.2B), float32 with bfloat16 autocast, under DDP: gradients as
-they are, in bfloat16 by torch's own hook, and in INT8.
+peer: the same by Hugging Face, PEFT and bitsandbytes (`multi_gpu_peer`), which must be installed.
 
-A step is the median of --steps after --warm-up; all ranks begin together, and the slowest one counts. Nothing
-of this had been run on GPUs when it was written. Results: a table on rank 0, and multi_gpu.json in --out.
+full: all weights of a 1.2B shape (--large: 3.2B), float32 with bfloat16 autocast, fused, under DDP: gradients
+as they are, in bfloat16 by torch's own hook, in INT8, and not exchanged at all. A batch of --batches each.
+
+sharded: the same shape under FSDP2 in bfloat16: as it is, weights gathered in E4M3, gradients in INT8.
+
+exchange: the collective calls and the codec alone, for one bucket and for 1 GiB of float32 gradients: what
+`fewbits.training.scaling` needs to know.
+
+A step's time is by events on the device, --steps of them one behind the other after --warm-up; the median,
+of the slowest rank. Results: a table on rank 0, multi_gpu.json in --out, with --record rows of
+benchmarks/results.csv.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from multi_gpu_probes import exchange_calls, profiled
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from fewbits import convert, get_peft_model
-from fewbits.formats import INT8, NF4_DQ
+from fewbits.bench.measure import quantiles
+from fewbits.bench.record import Row, append, conditions
+from fewbits.bench.train.builders import Job, build
+from fewbits.bench.train.configurations import configuration
+from fewbits.bench.train.shapes import SHAPES, batch_of, shape_of
+from fewbits.formats import INT8
 from fewbits.models.fused import fuse
-from fewbits.recipes.recipe import LoRA, Recipe, Rule
+from fewbits.nn.keep import KEEP_ALL
+from fewbits.recipes import LoRA, get_recipe
 from fewbits.training.averaging import GradientMean
+from fewbits.training.communication import Travel
 from fewbits.training.ddp import quantize_gradients
+from fewbits.training.fsdp import shard, sharded_modules
+from fewbits.training.fsdp_communication import quantize_reduce_scatter
 from fewbits.training.sharded_loading import load_sharded_model
 
-_VOCABULARY = {"vocab_size": 128256, "max_position_embeddings": 131072, "rope_theta": 5e5}
-SHAPES: dict[str, dict[str, Any]] = {
-    "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-           "num_attention_heads": 32, "num_key_value_heads": 8, **_VOCABULARY},
+_ROPE = dict(SHAPES["llama-3.1-8b"])
+LARGER: dict[str, dict[str, Any]] = {
     "70b": {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80,
-            "num_attention_heads": 64, "num_key_value_heads": 8, **_VOCABULARY},
+            "num_attention_heads": 64, "num_key_value_heads": 8},
     "1b": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "head_dim": 64,
-           "num_attention_heads": 32, "num_key_value_heads": 8, "tie_word_embeddings": True, **_VOCABULARY},
+           "num_attention_heads": 32, "num_key_value_heads": 8, "tie_word_embeddings": True},
     "3b": {"hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28,
-           "num_attention_heads": 24, "num_key_value_heads": 8, "tie_word_embeddings": True, **_VOCABULARY},
-    "tiny": {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
-             "num_key_value_heads": 2, "vocab_size": 512, "max_position_embeddings": 256},
+           "num_attention_heads": 24, "num_key_value_heads": 8, "tie_word_embeddings": True},
 }  # fmt: skip
-RECIPE = Recipe(name="qlora_nf4", linear=Rule(weight=NF4_DQ), lora=LoRA(r=16))
 
 
 class Bench:
@@ -67,20 +81,28 @@ class Bench:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options, self.dry = options, options.dry_run
+        self.device = torch.device("cpu" if self.dry else f"cuda:{os.environ.get('LOCAL_RANK', 0)}")
         self.began = not dist.is_initialized()
-        if self.began:
-            dist.init_process_group("gloo" if self.dry else "nccl")
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self.device = torch.device("cpu" if self.dry else f"cuda:{dist.get_node_local_rank(0)}")
         if not self.dry:
             torch.cuda.set_device(self.device)
-        self.rows: list[dict[str, Any]] = []
+        if self.began:
+            named = {} if self.dry else {"device_id": self.device}
+            dist.init_process_group("gloo" if self.dry else "nccl", **named)
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.notes: list[dict[str, Any]] = []
+        self.rows: list[Row] = []
 
-    def shape(self, name: str) -> dict[str, Any]:
-        return SHAPES["tiny" if self.dry else name]
+    def config(self, name: str) -> Any:
+        """The configuration of a larger or smaller sister of the 8B shape; tiny in a dry run."""
+        fields = dict(SHAPES["tiny"]) if self.dry else {**_ROPE, **LARGER[name]}
+        return AutoConfig.for_model(fields.pop("model_type"), **fields)
 
-    def batch(self) -> Tensor:
-        rows, length = (2, 32) if self.dry else (4, 2048)
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float32 if self.dry else torch.bfloat16
+
+    def batch(self, rows: int, length: int) -> Tensor:
+        rows, length = (2, 32) if self.dry else (rows, length)
         generator = torch.Generator(self.device).manual_seed(self.rank)
         return torch.randint(3, 500, (rows, length), device=self.device, generator=generator)
 
@@ -88,33 +110,72 @@ class Bench:
         if not self.dry:
             torch.cuda.synchronize()
 
-    def step_ms(self, step: Callable[[], Any], *, together: bool = True) -> float:
-        """The median of a step, of the slowest rank where all take part."""
-        times = []
-        for i in range(self.options.warm_up + self.options.steps):
-            if together:
-                dist.barrier()
-            self.wait()
-            began = time.perf_counter()
+    def mark(self) -> Any:
+        if self.dry:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def times_ms(self, step: Callable[[], Any], *, together: bool = True) -> list[float]:
+        """Of steps one behind the other; where all take part, of the rank whose median is the largest."""
+        for _ in range(self.options.warm_up):
             step()
-            self.wait()
-            if i >= self.options.warm_up:
-                times.append((time.perf_counter() - began) * 1e3)
-        mine = torch.tensor(statistics.median(times), device=self.device)
+        self.wait()
         if together:
-            dist.all_reduce(mine, dist.ReduceOp.MAX)
-        return float(mine)
+            dist.barrier()
+        marks = [self.mark()]
+        for _ in range(self.options.steps):
+            step()
+            marks.append(self.mark())
+        self.wait()
+        times = [(b - a) * 1e3 if self.dry else a.elapsed_time(b) for a, b in pairwise(marks)]
+        if not together:
+            return times
+        everyones: list[Any] = [None] * self.size
+        dist.all_gather_object(everyones, times)
+        return max(everyones, key=statistics.median)
+
+    def profiled(self, step: Callable[[], None]) -> dict[str, float]:
+        """What the GPU did in one step."""
+        return {} if self.dry else profiled(step)
 
     def peak_gib(self) -> float:
-        return 0.0 if self.dry else torch.cuda.max_memory_allocated(self.device) / 2**30
+        """Since `free`, of the rank with the most."""
+        peak = torch.tensor(0.0 if self.dry else torch.cuda.max_memory_allocated() / 2**30)
+        peaks: list[Any] = [None] * self.size
+        dist.all_gather_object(peaks, float(peak))
+        return max(peaks)
 
     def free(self) -> None:
         if not self.dry:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.device)
 
-    def note(self, part: str, what: str, **figures: Any) -> None:
-        self.rows.append({"part": part, "what": what, "gpus": self.size, **figures})
+    def note(
+        self, part: str, what: str, times: Sequence[float] = (), *, tokens: int = 0, **more: Any
+    ) -> None:
+        """A line of the table; with times rows, too: ``format`` and ``variant`` name them."""
+        variant, number = more.pop("variant", "fewbits"), more.pop("format", "")
+        figures: dict[str, Any] = {}
+        if times:
+            p20, p50, p80 = (round(value, 3) for value in quantiles(list(times)))
+            figures = {"ms": p50, "p20": p20, "p80": p80}
+            if tokens:
+                figures["tokens_s"] = round(tokens * self.size / p50 * 1e3)
+            head = {"op": f"multi_gpu_{part}", "part": f"{what}, {self.size} GPUs", "variant": variant}
+            self.rows.append(
+                Row(**head, format=number, metric="time", unit="ms", low=p20, value=p50, high=p80)
+            )
+            for metric, unit in (("peak_gib", "GiB"), ("scaling", "share of linear"), ("idle_ms", "ms")):
+                if metric in more:
+                    value = {"low": more[metric], "value": more[metric], "high": more[metric]}
+                    name = {"peak_gib": "peak memory", "idle_ms": "not computing"}.get(metric, metric)
+                    self.rows.append(Row(**head, format=number, metric=name, unit=unit, **value))
+        line = {"part": part, "what": what, "variant": variant, "format": number, "gpus": self.size}
+        self.notes.append({**line, **figures, **more})
+        if self.rank == 0:
+            print(table(self.notes[-1:]), flush=True)
 
 
 def checks(bench: Bench) -> None:
@@ -142,85 +203,146 @@ def checks(bench: Bench) -> None:
     bench.note("check", names[0], mean="exact", int8_error=round(float(error), 5))
 
 
-def random_model(bench: Bench, name: str, dtype: torch.dtype) -> Any:
-    """The same random weights on every rank, made on its device."""
-    torch.manual_seed(0)
-    with torch.device(bench.device):
-        config = LlamaConfig(**bench.shape(name))
-        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
-
-
-def training_step(model: Any, ids: Tensor, optimizer: Any, mean: Any = None) -> Callable[[], None]:
-    """Forward, backward, the mean, the update."""
+def training_step(
+    model: Any, ids: Tensor, optimizer: Any, *, mean: Any = None, memory: Any = None, autocast: bool = False
+) -> Callable[[], None]:
+    """Forward, backward, the mean, the update; ``step.losses`` has the losses so far."""
+    losses: list[Tensor] = []
 
     def step() -> None:
-        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        if memory is not None:
+            memory.begin(ids.numel())
+        with torch.autocast(ids.device.type, torch.bfloat16, enabled=autocast):
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        if memory is not None:
+            memory.end_step()
+        losses.append(loss.detach())
         if mean is not None:
             mean()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
+    step.losses = losses  # type: ignore[attr-defined]
     return step
+
+
+def loss_range(step: Any) -> str:
+    """The first loss and the last."""
+    return f"{float(step.losses[0]):.4f} -> {float(step.losses[-1]):.4f}"
 
 
 def trained(model: Any) -> list[torch.nn.Parameter]:
     return [p for p in model.parameters() if p.requires_grad]
 
 
+def adamw(model: Any, rate: float) -> Any:
+    return torch.optim.AdamW(trained(model), lr=rate, fused=True)
+
+
 def weak(bench: Bench) -> None:
     """QLoRA of the 8B shape: one GPU alone against all of them."""
-    model = random_model(bench, "8b", torch.float32 if bench.dry else torch.bfloat16)
-    convert(model.requires_grad_(False), RECIPE)
-    model = get_peft_model(model, LoRA(r=16)).train()
-    fuse(model)
-    ids, optimizer = bench.batch(), torch.optim.AdamW(trained(model), lr=1e-4, fused=True)
-    alone = torch.zeros((), device=bench.device)
-    if bench.rank == 0:
-        alone.fill_(bench.step_ms(training_step(model, ids, optimizer), together=False))
-    dist.broadcast(alone, 0)
-    for p in trained(model):  # rank 0 has trained alone
-        dist.broadcast(p.data, 0)
-    mean = GradientMean(model.parameters(), bench.size)
-    together = bench.step_ms(training_step(model, ids, optimizer, mean))
-    bench.note(
-        "weak",
-        "QLoRA 8B, 4 x 2048 a GPU",
-        alone_ms=round(float(alone), 2),
-        all_ms=round(together, 2),
-        scaling=round(float(alone) / together, 4),
-        tokens_s=round(ids.numel() * bench.size / together * 1e3),
-        peak_gib=round(bench.peak_gib(), 2),
-        want="scaling >= 0.975 at four",
-    )
+    names = ["ours:nf4"] if bench.dry else bench.options.configs.split(",")
+    for name in names:
+        shape = shape_of("tiny" if bench.dry else "llama-3.1-8b")
+        config = configuration(name)
+        job = Job(configuration=config, shape=shape, batch=(4, 2048), device=str(bench.device), checkpoint="")
+        built = build(job)
+        model, memory = built.model, built.memory
+        ids, optimizer = bench.batch(4, 2048), adamw(model, 1e-4)
+        mean = GradientMean(model.parameters(), bench.size)
+        step = training_step(model, ids, optimizer, memory=memory)
+        first = bench.times_ms(step, together=False) if bench.rank == 0 else []
+        for p in trained(model):  # rank 0 has trained alone
+            dist.broadcast(p.data, 0)
+        times = bench.times_ms(training_step(model, ids, optimizer, mean=mean, memory=memory))
+        second = bench.times_ms(step, together=False) if bench.rank == 0 else []
+        alone: list[Any] = [None if bench.rank else statistics.median([*first, *second])]
+        dist.broadcast_object_list(alone, 0)
+        bench.note(
+            "weak", "QLoRA 8B, 4 x 2048 a GPU", times, tokens=ids.numel(), variant=name, format=config.format,
+            alone_ms=round(alone[0], 2), scaling=round(alone[0] / statistics.median(times), 4),
+            peak_gib=round(bench.peak_gib(), 2), want="scaling >= 0.975 at four",
+        )  # fmt: skip
+        del built, model, memory, optimizer, mean, step
+        bench.free()
 
 
 def fsdp(bench: Bench) -> None:
     """QLoRA of the 70B shape, sharded."""
-    config = LlamaConfig(**bench.shape("70b"))
-    dtype = torch.float32 if bench.dry else torch.bfloat16
-    model, receipt = load_sharded_model(config, recipe=RECIPE, lora=LoRA(r=16), dtype=dtype)
-    model.train()
-    ids, optimizer = bench.batch()[:1], torch.optim.AdamW(trained(model), lr=1e-4, fused=True)
-    ms = bench.step_ms(training_step(model, ids, optimizer))
-    bench.note(
-        "fsdp",
-        "QLoRA 70B, 1 x 2048 a GPU",
-        all_ms=round(ms, 2),
-        tokens_s=round(ids.numel() * bench.size / ms * 1e3),
-        peak_gib=round(bench.peak_gib(), 2),
-        receipt=str(receipt).splitlines()[-1],
-        want="fits",
-    )
+    for name in bench.options.recipes.split(","):
+        began = time.perf_counter()
+        recipe = get_recipe(name)
+        model, receipt = load_sharded_model(
+            bench.config("70b"), recipe=recipe, lora=LoRA(r=16, alpha=16), dtype=bench.dtype
+        )
+        bench.wait()
+        more: dict[str, Any] = {"load_s": round(time.perf_counter() - began, 1)}
+        optimizer = adamw(model.train(), 1e-4)
+        for text in bench.options.batches.split(","):
+            for gathered in ("for each pass", "once a step") if bench.options.keep else ("for each pass",):
+                for module in sharded_modules(model):
+                    module.set_reshard_after_forward(gathered == "for each pass", recurse=False)
+                ids = bench.batch(*batch_of(text))
+                step = training_step(model, ids, optimizer)
+                bench.free()
+                times = bench.times_ms(step)
+                more |= {"peak_gib": round(bench.peak_gib(), 2), "loss": loss_range(step)}
+                more |= bench.profiled(step)
+                bench.note(
+                    "fsdp", f"QLoRA 70B, {text} a GPU, gathered {gathered}", times, tokens=ids.numel(),
+                    format=name, **more, receipt=str(receipt).splitlines()[-1], want="fits",
+                )  # fmt: skip
+        del model, optimizer, step
+        bench.free()
+
+
+def peer(bench: Bench) -> None:
+    """The same by Hugging Face, PEFT and bitsandbytes; what does not fit is said."""
+    other = importlib.import_module("multi_gpu_peer")
+    for engine in bench.options.engines.split(","):
+        began = time.perf_counter()
+        model, recompute = other.sharded(bench.config("70b"), bench.device, engine)
+        bench.wait()
+        load_s = round(time.perf_counter() - began, 1)
+        optimizer = adamw(model, 1e-4)
+        for text in bench.options.batches.split(","):
+            for recomputes in (False, True):
+                recompute(recomputes)
+                ids = bench.batch(*batch_of(text))
+                step = training_step(model, ids, optimizer)
+                bench.free()
+                what = f"QLoRA 70B, {text} a GPU{', layers recomputed' if recomputes else ''}"
+                try:
+                    times = bench.times_ms(step)
+                except torch.cuda.OutOfMemoryError as error:
+                    bench.note("peer", what, variant=engine, failed=str(error).split(". ")[0])
+                    return  # the ranks no longer agree on where they are
+                bench.note(
+                    "peer", what, times, tokens=ids.numel(), variant=engine, format="nf4_dq",
+                    peak_gib=round(bench.peak_gib(), 2), loss=loss_range(step), load_s=load_s,
+                    **bench.profiled(step),
+                )  # fmt: skip
+        del model, optimizer, step, recompute
+        bench.free()
+
+
+def random_model(bench: Bench, dtype: torch.dtype) -> tuple[str, Any]:
+    """All weights of the 1B or 3B shape, the same on every rank, made on its device; fused."""
+    name = "3b" if bench.options.large else "1b"
+    torch.manual_seed(0)
+    with torch.device(bench.device):
+        model = AutoModelForCausalLM.from_config(bench.config(name), dtype=dtype, attn_implementation="sdpa")
+    fuse(model, keep=KEEP_ALL)
+    return name, model.train()
 
 
 def full(bench: Bench) -> None:
-    """All weights of a 1B (3B) shape: three ways for gradients to travel."""
+    """All weights of a 1B (3B) shape: four ways for gradients to travel."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-    name = "3b" if bench.options.large else "1b"
-    want = "int8 no slower than bf16"
-    for way in ("float32", "bf16", "int8"):
-        model = random_model(bench, name, torch.float32).train()
+    for way in bench.options.ways.split(","):
+        name, model = random_model(bench, torch.float32)
         ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
         exchange = None
         if way == "bf16":
@@ -229,55 +351,117 @@ def full(bench: Bench) -> None:
             ddp.register_comm_hook(None, hooks.fp16_compress_hook if bench.dry else hooks.bf16_compress_hook)
         elif way == "int8":
             exchange = quantize_gradients(ddp, INT8)
-        ids, optimizer = bench.batch(), torch.optim.AdamW(trained(model), lr=1e-5, fused=True)
-        with torch.autocast(bench.device.type, torch.bfloat16, enabled=not bench.dry):
-            ms = bench.step_ms(training_step(ddp, ids, optimizer))
-        bench.note(
-            "full",
-            f"all weights, {name}, gradients in {way}",
-            all_ms=round(ms, 2),
-            tokens_s=round(ids.numel() * bench.size / ms * 1e3),
-            peak_gib=round(bench.peak_gib(), 2),
-            receipt="" if exchange is None else str(exchange).splitlines()[0],
-            want=want if way == "int8" else "",
-        )
-        del model, ddp, optimizer, exchange
+        elif way == "none":
+            ddp.register_comm_hook(None, _keep)
+        optimizer = adamw(ddp, 1e-5)
+        for text in bench.options.batches.split(","):
+            ids = bench.batch(*batch_of(text))
+            step = training_step(ddp, ids, optimizer, autocast=not bench.dry)
+            bench.free()
+            times = bench.times_ms(step)
+            more = {"peak_gib": round(bench.peak_gib(), 2), **bench.profiled(step)}
+            bench.note(
+                "full", f"all weights, {name}, {text} a GPU, gradients in {way}", times, tokens=ids.numel(),
+                format=way, **more, receipt="" if exchange is None else str(exchange).splitlines()[0],
+            )  # fmt: skip
+        del model, ddp, optimizer, exchange, step
         bench.free()
 
 
-PARTS = {"weak": weak, "fsdp": fsdp, "full": full}
+def _keep(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are texts
+    """A hook that sends nothing: what the exchange costs is the difference to this."""
+    future: Any = torch.futures.Future(devices=[bucket.buffer().device] if bucket.buffer().is_cuda else None)
+    future.set_result(bucket.buffer())
+    return future
 
 
-def table(rows: list[dict[str, Any]]) -> str:
+def sharded(bench: Bench) -> None:
+    """All weights under FSDP2: as they are in bfloat16, gathered in E4M3, gradients in INT8."""
+    for way in ("bf16", "float8 gather", "int8 reduce", "float8 gather, int8 reduce"):
+        name, model = random_model(bench, torch.float32)
+        shard(model, compute_dtype=bench.dtype, reduce_dtype=torch.float32, float8_all_gather="float8" in way)
+        if "int8" in way:
+            quantize_reduce_scatter(model, INT8, error_feedback=True)
+        optimizer = adamw(model, 1e-5)
+        for text in bench.options.batches.split(","):
+            ids = bench.batch(*batch_of(text))
+            step = training_step(model, ids, optimizer)
+            bench.free()
+            times = bench.times_ms(step)
+            more = {"peak_gib": round(bench.peak_gib(), 2), **bench.profiled(step)}
+            what = f"all weights, {name}, {text} a GPU, {way}"
+            bench.note("sharded", what, times, tokens=ids.numel(), format=way, **more)
+        del model, optimizer, step
+        bench.free()
+
+
+def exchange(bench: Bench) -> None:
+    """Each call of an exchange alone."""
+    travel = Travel(None)
+    for values in (2**10,) if bench.dry else (25 * 2**18, 2**28):
+        gradient = torch.randn(values, device=bench.device)
+        calls = exchange_calls(travel, gradient)
+        for name, call in calls.items():
+            times = bench.times_ms(call)
+            bench.note("exchange", f"{name}, {values * 4 / 2**20:g} MiB of float32", times, format=name)
+            gradient.normal_()
+        del calls
+        bench.free()
+
+
+PARTS = {
+    "weak": weak, "fsdp": fsdp, "full": full, "sharded": sharded, "exchange": exchange, "peer": peer,
+}  # fmt: skip
+
+
+def table(notes: list[dict[str, Any]]) -> str:
     lines = []
-    for row in rows:
-        head = f"{row['part']:<6} {row['what']:<44} {row['gpus']} GPUs"
-        rest = {k: v for k, v in row.items() if k not in ("part", "what", "gpus") and v != ""}
+    for note in notes:
+        head = f"{note['part']:<8} {note['what']:<52} {note['variant']:<16} {note['gpus']} GPUs"
+        names = ("part", "what", "gpus", "variant", "format")
+        rest = {k: v for k, v in note.items() if k not in names and v != ""}
         lines.append(f"{head}  {'  '.join(f'{k} {v}' for k, v in rest.items())}")
     return "\n".join(lines)
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Check, measure what was asked for, print."""
+def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("parts", nargs="*", default=[], help=f"of {', '.join(PARTS)} (default: all)")
+    parser.add_argument("parts", nargs="*", default=[], help=f"of {', '.join(PARTS)} (default: all but peer)")
     parser.add_argument(
         "--dry-run", action="store_true", help="tiny shapes over gloo; no figure of it counts"
     )
-    parser.add_argument("--large", action="store_true", help="full: the 3.2B shape")
+    parser.add_argument("--configs", default="ours:nf4@36,ours:nf4-fp8", help="weak: of fewbits bench train")
+    parser.add_argument("--recipes", default="qlora_nf4", help="fsdp: with commas between")
+    parser.add_argument("--engines", default="fsdp2,fsdp1", help="peer: torch's FSDP2, FSDP1")
+    parser.add_argument("--ways", default="none,float32,bf16,int8", help="full: what gradients travel in")
+    parser.add_argument("--batches", default="1x2048", help="fsdp, peer, full: of a GPU, as 1x2048,4x2048")
+    parser.add_argument("--keep", action="store_true", help="fsdp: also with layers gathered once a step")
+    parser.add_argument("--large", action="store_true", help="full, sharded: the 3.2B shape")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--warm-up", type=int, default=3)
     parser.add_argument("--out", default=os.environ.get("OUT", "."), help="folder (default: $OUT, or here)")
-    options = parser.parse_args(argv)
+    parser.add_argument("--record", type=Path, help="append rows to this CSV file")
+    parser.add_argument("--commit", help="for the rows, where there is no git checkout")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Check, measure what was asked for, print."""
+    options = arguments(argv)
     bench = Bench(options)
     checks(bench)
-    for name in options.parts or PARTS:
+    for name in options.parts or [name for name in PARTS if name != "peer"]:
         PARTS[name](bench)
         bench.free()
     if bench.rank == 0:
-        facts = {"dry_run": bench.dry, "torch": torch.__version__, "rows": bench.rows}
+        facts = {"dry_run": bench.dry, "torch": torch.__version__, "rows": bench.notes}
         (Path(options.out) / "multi_gpu.json").write_text(json.dumps(facts, indent=1))
-        print(table(bench.rows))
+        if options.record is not None:
+            chosen = f"benchmarks/multi_gpu.py {' '.join(options.parts)}{' --large' if options.large else ''}"
+            command = f"torchrun --nproc-per-node {bench.size} {chosen}"
+            packages = ("transformers", "peft", *(("bitsandbytes",) if "peer" in options.parts else ()))
+            run = conditions(bench.device, command=command, commit=options.commit, packages=packages)
+            append(options.record, bench.rows, run)
     dist.barrier()
     if bench.began:
         dist.destroy_process_group()

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from fewbits.formats import E4M3, E4M3_ROW, INT4_G32, NF4, NF4_DQ
+from fewbits.formats import E4M3, E4M3_ROW, INT4_G32, INT8, NF4, NF4_DQ
 from fewbits.models.adapters import get_peft_model
 from fewbits.models.convert import convert
 from fewbits.models.fused import fuse, fusion_of
 from fewbits.recipes.recipe import LoRA, Recipe, Rule
 from fewbits.training.fsdp import local_bytes, shard
+from fewbits.training.fsdp_communication import quantize_reduce_scatter
 from fewbits.training.optimizer import AdamW8bit
 from models.tiny import tiny, tokens
 
@@ -50,7 +51,7 @@ def train(
     optimizer = optimizer or torch.optim.AdamW(trained, lr=1e-2)
     losses = []
     for step in range(steps):
-        ids = tokens(ROWS, LENGTH, seed=step)[rows]
+        ids = tokens(ROWS, LENGTH, seed=step)[rows].to(trained[0].device)
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
@@ -130,3 +131,28 @@ def in_bfloat16(steps: int) -> dict[str, Any]:
     model.eval()
     made = model.generate(input_ids=tokens(2, 8), max_new_tokens=4, do_sample=False)
     return {"losses": mean_over_ranks(losses), "dtypes": dtypes, "made": made}
+
+
+def nccl_rank(rank: int, size: int, folder: str, kinds: list[str], steps: int) -> None:
+    """Loss curves over NCCL: without steps, unsharded on all rows, and sharded on this rank's."""
+    torch.cuda.set_device(rank)
+    device = torch.device("cuda", rank)
+    where = {"rank": rank, "world_size": size, "device_id": device}
+    distributed.init_process_group("nccl", init_method=f"file://{folder}/store", **where)
+    found = {}
+    for kind in kinds:
+        plain, *how = kind.split("+")
+        alone, _ = train(build(plain).to(device), steps)
+        model = build(plain).to(device)
+        untrained, _ = train(model, steps, optimizer=torch.optim.SGD(model.parameters(), lr=0.0))
+        model = build(plain).to(device)
+        shard(model, float8_all_gather="float8_gather" in how)
+        if "int8_reduce" in how:
+            quantize_reduce_scatter(model, INT8)
+        losses, _ = train(model, steps, own_rows())
+        everyone = torch.tensor(losses, dtype=torch.float64, device=device)
+        distributed.all_reduce(everyone)
+        mean = [float(loss) for loss in everyone / size]
+        found[kind] = untrained, alone, mean, dict(fusion_of(model).fallbacks)
+    torch.save(found, f"{folder}/{rank}.pt")
+    distributed.destroy_process_group()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 from pathlib import Path
 
 import torch
@@ -14,9 +15,11 @@ SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "multi_gpu.py"
 def dry_run(folder: str) -> None:
     """The script for several GPUs, on tiny shapes."""
     spec = importlib.util.spec_from_file_location("multi_gpu", SCRIPT)
+    sys.path.insert(0, str(SCRIPT.parent))  # as a script has it
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    module.main(["--dry-run", "--steps", "1", "--warm-up", "1", "--out", folder])
+    recorded = ["--record", f"{folder}/rows.csv", "--commit", "none"]
+    module.main(["--dry-run", "--steps", "1", "--warm-up", "1", "--out", folder, *recorded])
 
 
 def short_of_memory(folder: str, short: bool) -> tuple:
