@@ -2,13 +2,15 @@
 
     python benchmarks/sc_qat_stories3m.py [--method lora|full] [--cycles 32] [--seed 0] [--out FILE]
 
-From a checkout with ../shared beside it; about ten minutes on one core of a CPU. All 42 linears of the blocks
-of stories3m and both attention products run at ``--cycles`` cycles (halved bipolar streams, chunks of 128, 64
-masks). The forward pass in training is exactly that of the hardware, the backward pass straight-through.
+From a checkout with ../shared beside it (or ``--data``); about ten minutes on one core of a CPU. All 42
+linears of the blocks of stories3m and both attention products run at ``--cycles`` cycles (halved bipolar
+streams, chunks of 128, 64 masks). The forward pass in training is exactly that of the hardware, the backward
+pass straight-through.
 
-Measured: perplexity on the first 4,088 tokens of tinystories_val.txt and of wikitext2_raw_test.txt, windows
-of 512. Trained on: tokens of tinystories_val.txt after the 20,000th, which no measurement here sees; WikiText
-is not trained on. Rows: float32; the same weights under SC; under SC after SC-QAT, prepared as it is stored.
+Measured: perplexity on the first 4,088 tokens (``--eval-tokens``) of tinystories_val.txt and of
+wikitext2_raw_test.txt, windows of 512. Trained on: tokens of tinystories_val.txt after the 20,000th, which no
+measurement here sees; ``--train-text`` trains on WikiText's, or on as many of both. Rows: float32; the same
+weights under SC; under SC after SC-QAT, prepared as it is stored.
 And two controls with the same data and steps, so that nobody takes adaptation to the text for the effect of
 SC-QAT: the float32 model trained on, and that one under SC. "recovered" is the share of the loss between
 float32 and SC, in nats; "recovered, trained" is the same between the two controls.
@@ -34,25 +36,27 @@ from fewbits.recipes.recipe import LoRA
 from fewbits.recipes.stochastic_config import AttentionSetting, StochasticConfig
 from fewbits.training.qat import convert_qat
 
-SHARED = Path(__file__).resolve().parents[2] / "shared"
-MODEL = SHARED / "data/models/stories3m"
-TEXTS = {
-    "tinystories": SHARED / "data/text/tinystories_val.txt",
-    "wikitext": SHARED / "data/text/wikitext2_raw_test.txt",
-}
-EVAL_TOKENS, WINDOW, TRAIN_FROM = 4_088, 512, 20_000
+SHARED = Path(__file__).resolve().parents[2] / "shared/data"
+TEXTS = {"tinystories": "text/tinystories_val.txt", "wikitext": "text/wikitext2_raw_test.txt"}
+WINDOW, TRAIN_FROM = 512, 20_000
 
 
-def load() -> Any:
-    return AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+def load(args: argparse.Namespace) -> Any:
+    model = AutoModelForCausalLM.from_pretrained(args.data / "models/stories3m", dtype=torch.float32)
+    return model.to(args.device)
 
 
-def windows_of(tokenizer: Any, num_tokens: int) -> torch.Tensor:
+def windows_of(tokenizer: Any, args: argparse.Namespace) -> torch.Tensor:
     """(rows, 512) token ids for training, each row begun with BOS."""
-    text = TEXTS["tinystories"].read_text(encoding="utf-8")
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"][TRAIN_FROM:][:num_tokens]
-    rows = torch.tensor(ids[: len(ids) // (WINDOW - 1) * (WINDOW - 1)]).view(-1, WINDOW - 1)
-    return torch.cat([torch.full((len(rows), 1), tokenizer.bos_token_id), rows], dim=1)
+    names = list(TEXTS) if args.train_text == "both" else [args.train_text]
+    rows = []
+    for name in names:
+        text = (args.data / TEXTS[name]).read_text(encoding="utf-8")
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"][TRAIN_FROM:]
+        ids = ids[: args.train_tokens // len(names)]
+        rows.append(torch.tensor(ids[: len(ids) // (WINDOW - 1) * (WINDOW - 1)]).view(-1, WINDOW - 1))
+    found = torch.cat(rows)
+    return torch.cat([torch.full((len(found), 1), tokenizer.bos_token_id), found], dim=1)
 
 
 def train(model: Any, windows: torch.Tensor, args: argparse.Namespace) -> None:
@@ -73,7 +77,7 @@ def train(model: Any, windows: torch.Tensor, args: argparse.Namespace) -> None:
     order = torch.cat([torch.randperm(len(windows), generator=generator) for _ in range(args.epochs)])
     model.train()
     for step in range(steps):
-        batch = windows[order[step * args.batch : (step + 1) * args.batch]]
+        batch = windows[order[step * args.batch : (step + 1) * args.batch]].to(args.device)
         loss = model(input_ids=batch, labels=batch, use_cache=False).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
@@ -104,14 +108,18 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--lr", type=float, default=None, help="default: 2e-3 with adapters, 3e-4 without")
     parser.add_argument("--train-tokens", type=int, default=150_234, help="at most")
+    parser.add_argument("--train-text", choices=(*TEXTS, "both"), default="tinystories")
+    parser.add_argument("--eval-tokens", type=int, default=4_088)
+    parser.add_argument("--data", type=Path, default=SHARED, help="folder of models/stories3m and text")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=None, help="write the figures as JSON")
     parser.add_argument("--save", type=Path, default=None, help="write the prepared model after SC-QAT")
     args = parser.parse_args()
     args.lr = args.lr or (2e-3 if args.method == "lora" else 3e-4)
 
-    tokenizer = AutoTokenizer.from_pretrained(MODEL)
-    windows = windows_of(tokenizer, args.train_tokens)
+    tokenizer = AutoTokenizer.from_pretrained(args.data / "models/stories3m")
+    windows = windows_of(tokenizer, args)
     config = StochasticConfig(
         options=dataclasses.replace(STOCHASTIC, stoc_len=args.cycles),
         attention=(("*", AttentionSetting(scores=args.cycles, values=args.cycles)),),
@@ -123,8 +131,8 @@ def main() -> None:
     def measure(name: str, model: Any) -> dict[str, float]:
         nats = {}
         for text, path in TEXTS.items():
-            words = path.read_text(encoding="utf-8")
-            result = perplexity(model, tokenizer, words, window=WINDOW, max_tokens=EVAL_TOKENS)
+            words = (args.data / path).read_text(encoding="utf-8")[: 12 * args.eval_tokens]
+            result = perplexity(model, tokenizer, words, window=WINDOW, max_tokens=args.eval_tokens)
             row = {"row": name, "text": text, "perplexity": round(result.perplexity, 3)}
             row |= {"nats": round(result.nll, 4), "seconds": round(time.time() - start)}
             figures["rows"].append(row)
@@ -132,19 +140,19 @@ def main() -> None:
             nats[text] = result.nll
         return nats
 
-    exact = measure("float32", load())
-    model = load()
+    exact = measure("float32", load(args))
+    model = load(args)
     apply_stochastic(model, config)
     counted = measure("SC", model)
 
-    model = adapted(load(), args)
+    model = adapted(load(args), args)
     train(model, windows, args)
-    model = model.merge_and_unload() if args.method == "lora" else model
+    model = model.merge_and_unload(args) if args.method == "lora" else model
     exact_trained = measure("control: float32 trained", model)
     apply_stochastic(model, config)
     counted_trained = measure("control: that one under SC", model)
 
-    model = load()
+    model = load(args)
     apply_stochastic(model, config, train=True)
     model = adapted(model, args)
     train(model, windows, args)
