@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fewbits.bench.problem import Case, Problem, Run, randn
 from fewbits.kernels.linear_cross_entropy import linear_cross_entropy
+from fewbits.kernels.linear_cross_entropy_float8 import head_operands, linear_cross_entropy_float8
 
 _Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -22,6 +23,23 @@ def linear_cross_entropy_cases(max_size: int) -> list[Case]:
     frozen = Case(
         op="linear_cross_entropy", part="backward", format="bfloat16", M=M, N=V, K=K, flops=4 * M * V * K,
         bytes_moved=2 * (V * K + 2 * M * K) + 8 * M, tolerance=2e-2, build=_problem,
+    )  # fmt: skip
+    moved = frozen.bytes_moved + 2 * V * K
+    return [frozen, replace(frozen, part="backward_all", flops=6 * M * V * K, bytes_moved=moved)]
+
+
+def linear_cross_entropy_float8_cases(max_size: int) -> list[Case]:
+    """The same with 8-bit products for logits and dh; a head that trains is rounded in each pass.
+
+    The tolerance is that of two operands rounded to E4M3, 0.0375 of a product's norm (matmul_float8.py), for
+    the loss, too, whose logits are off by as much; a quarter on top for what else is rounded.
+    """
+    M, V, K = (
+        max(size, 16) // 16 * 16 for size in (min(8192, max_size), min(128256, max_size), min(4096, max_size))
+    )
+    frozen = Case(
+        op="linear_cross_entropy_float8", part="backward", format="float8_e4m3_row", M=M, N=V, K=K,
+        flops=4 * M * V * K, bytes_moved=2 * V * K + 4 * M * K + 8 * M, tolerance=5e-2, build=_problem,
     )  # fmt: skip
     moved = frozen.bytes_moved + 2 * V * K
     return [frozen, replace(frozen, part="backward_all", flops=6 * M * V * K, bytes_moved=moved)]
@@ -38,6 +56,13 @@ def _problem(case: Case, device: torch.device) -> Problem:
         return F.cross_entropy(F.linear(h, w).float(), y)
 
     functions: dict[str, _Loss] = {"fewbits": linear_cross_entropy, "torch_eager": eager}
+    if case.op == "linear_cross_entropy_float8":
+        kept = head_operands(weight) if trained == 1 else None
+
+        def float8(h: Tensor, w: Tensor, y: Tensor) -> Tensor:
+            return linear_cross_entropy_float8(h, w, y, kept or head_operands(w))
+
+        functions = {"fewbits": float8, "fewbits_bfloat16": linear_cross_entropy}
     if device.type == "cuda" and find_spec("liger_kernel"):
         from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
@@ -72,4 +97,4 @@ def _problem(case: Case, device: torch.device) -> Problem:
     return Problem({name: variant(f) for name, f in functions.items()}, exact)
 
 
-MAKERS = (linear_cross_entropy_cases,)
+MAKERS = (linear_cross_entropy_cases, linear_cross_entropy_float8_cases)

@@ -34,7 +34,7 @@ The kernel is in _cross_entropy_triton.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -43,15 +43,18 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fewbits.errors import BadInput
-from fewbits.kernels._cross_entropy_triton import KERNEL_DTYPES, launch
+from fewbits.kernels._cross_entropy_triton import KERNEL_DTYPES, Gradient8, launch
 from fewbits.kernels.matmul_packed import product_dtype
+from fewbits.kernels.quantize_float8 import codes_under, scale_of_amax
 
 REDUCTIONS = ("mean", "sum", "none")
 _CHUNK_BYTES = 2**29  # 2048 rows of Llama 3's vocabulary in 16 bits: large enough for products at full rate
 _SLAB = 2**16  # values that the definition of the pass over a chunk widens at a time
 _WEIGHT_ROWS = 16384  # rows of dW whose 16-bit product lives beside the sum
 
-_Pass = Callable[[Tensor, Tensor, Tensor | None, Tensor, int, tuple[float, float, float], bool], None]
+_LEAST = 2.0**-20  # what a gradient in 8 bits is scaled for at least: below it nothing is lost to speak of
+
+Pass = Callable[..., None]  # `rows_ref`, or the kernel
 
 
 # 1. The definition.
@@ -89,50 +92,62 @@ def rows_ref(
     loss: Tensor,
     ignore_index: int,
     options: tuple[float, float, float],
-    gradient: bool,
+    dense: bool,
+    gradient8: Gradient8 | None = None,
 ) -> None:
-    """The pass over a chunk: z (M, V) becomes its gradient, times ``dloss`` (M,); ``loss`` takes (M,) values.
+    """The pass over a chunk: ``loss`` takes (M,) values, z (M, V) if ``dense`` its gradient.
 
-    ``options`` are label smoothing, z-loss and soft cap (0: none). A label that is neither ignored nor below
-    V gives NaN.
+    The gradient is times ``dloss`` (M,), and goes to ``gradient8`` too where there is one: see
+    linear_cross_entropy_float8.py. ``options`` are label smoothing, z-loss and soft cap (0: none). A label
+    that is neither ignored nor below V gives NaN.
     """
     V = z.shape[1]
     label_smoothing, z_loss, soft_cap = options
-    rows = max(_SLAB // V, 1)
-    for z_rows, y, out, factor in zip(
-        z.split(rows),
-        labels.split(rows),
-        loss.split(rows),
-        [None] * len(z) if dloss is None else dloss.split(rows),
-        strict=False,
-    ):
-        s = z_rows.to(loss.dtype)
+    for start in range(0, len(z), max(_SLAB // V, 1)):
+        rows = slice(start, start + max(_SLAB // V, 1))
+        s, y = z[rows].to(loss.dtype), labels[rows]
+        factor = torch.ones_like(loss[rows]) if dloss is None else dloss[rows]
         if soft_cap:
             s = soft_cap * torch.tanh(s / soft_cap)
         lse = s.logsumexp(1)
         kept, known = y != ignore_index, (y >= 0) & (y < V)
         at = y.where(known, 0).unsqueeze(1)
-        value = lse - (1 - label_smoothing) * s.gather(1, at).squeeze(1) + z_loss * lse.square()
+        picked = s.gather(1, at).squeeze(1)
+        value = lse - (1 - label_smoothing) * picked + z_loss * lse.square()
         if label_smoothing:
             value = value - label_smoothing * s.mean(1)
-        out.copy_(value.where(known, float("nan")).where(kept, 0.0))
-        if gradient:
-            ds = (s - lse.unsqueeze(1)).exp_().mul_((1 + 2 * z_loss * lse).unsqueeze(1))
-            ds.scatter_add_(1, at, torch.full_like(at, -1, dtype=ds.dtype) * (1 - label_smoothing))
-            if label_smoothing:
-                ds.sub_(label_smoothing / V)
-            if soft_cap:
-                ds.mul_(1 - (s / soft_cap).square())
-            if factor is not None:
-                ds.mul_(factor.unsqueeze(1))
-            z_rows.copy_(ds.where(kept.unsqueeze(1), 0.0))
+        loss[rows] = value.where(known, float("nan")).where(kept, 0.0)
+        if not dense and gradient8 is None:
+            continue
+        slope = 1 + 2 * z_loss * lse
+        ds = (s - lse.unsqueeze(1)).exp_().mul_(slope.unsqueeze(1))
+        ds.scatter_add_(1, at, torch.full_like(at, -1, dtype=ds.dtype) * (1 - label_smoothing))
+        if label_smoothing:
+            ds.sub_(label_smoothing / V)
+        if soft_cap:
+            ds.mul_(1 - (s / soft_cap).square())
+        ds, factor = ds.where(kept.unsqueeze(1), 0.0), factor.where(kept, 0.0)
+        if gradient8 is not None:
+            p = torch.minimum((s.amax(1) - lse).exp(), 1 - (picked - lse).exp())
+            bound = slope.abs() * p + label_smoothing / V
+            _to_float8(ds, at, bound, factor, Gradient8(*(part[rows] for part in gradient8)))
+        if dense:  # the last: s may be z itself
+            z[rows] = (ds * factor.unsqueeze(1)).to(z.dtype)
+
+
+def _to_float8(ds: Tensor, at: Tensor, bound: Tensor, factor: Tensor, out: Gradient8) -> None:
+    """The gradient ds (M, V) in 8 bits under ``bound`` (M,), that of the labels ``at`` (M, 1) apart."""
+    scale = scale_of_amax(bound.clamp(min=_LEAST), out.q.dtype)
+    out.own.copy_(ds.gather(1, at).squeeze(1) * factor)
+    out.scale.copy_((scale * factor).unsqueeze(1))
+    out.q.copy_(codes_under(ds.scatter(1, at, 0.0), scale.reciprocal().unsqueeze(1), out.q.dtype))
 
 
 # 2. The chunks.
 
 
 def chunked(
-    over_rows: _Pass,
+    over_rows: Pass,
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
@@ -147,17 +162,10 @@ def chunked(
 
     ``over_rows`` is `rows_ref` or the kernel. One chunk of logits lives at a time.
     """
-    M, V = hidden.shape[0], weight.shape[0]
-    acc = torch.promote_types(hidden.dtype, torch.float32)
+    losses, dh, dw, db = outputs(hidden, weight, bias, needs)
     needs_dh, needs_dw, needs_db = needs
-    losses = torch.empty(M, dtype=acc, device=hidden.device)
-    dh = torch.empty(hidden.shape if needs_dh else (0,), dtype=hidden.dtype, device=hidden.device)
-    dw_dtype = torch.promote_types(weight.dtype, torch.float32)
-    dw = torch.zeros(weight.shape if needs_dw else (0,), dtype=dw_dtype, device=hidden.device)
-    db_dtype = dw_dtype if bias is None else torch.promote_types(bias.dtype, torch.float32)
-    db = torch.zeros(V if needs_db else 0, dtype=db_dtype, device=hidden.device)
     hidden, weight, labels = hidden.contiguous(), weight.to(hidden.dtype), labels.contiguous()
-    dloss = None if dloss is None else dloss.to(acc).contiguous()
+    dloss = None if dloss is None else dloss.to(losses.dtype).contiguous()
 
     def chunk(rows: slice) -> None:  # a function, so that its logits are gone before the next one's
         h = hidden[rows]
@@ -169,17 +177,32 @@ def chunked(
         if needs_dh:
             torch.mm(z, weight, out=dh[rows])
         if needs_dw:
-            _add_product_(dw, z, h)
+            add_product_(dw, z, h)
         if needs_db:
             db.add_(z.sum(0, dtype=db.dtype))
 
     with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
-        for start in range(0, M, chunk_rows):
-            chunk(slice(start, min(start + chunk_rows, M)))
+        for start in range(0, len(hidden), chunk_rows):
+            chunk(slice(start, min(start + chunk_rows, len(hidden))))
     return losses, dh, dw, db
 
 
-def _add_product_(dw: Tensor, dz: Tensor, h: Tensor) -> None:
+def outputs(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: Sequence[bool]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Where losses (M,), dh (M, K), dW (V, K) and db (V,) go: the sums zero, what is not needed empty."""
+    needs_dh, needs_dw, needs_db = needs
+    acc, dw_dtype = (torch.promote_types(t.dtype, torch.float32) for t in (hidden, weight))
+    db_dtype = dw_dtype if bias is None else torch.promote_types(bias.dtype, torch.float32)
+    return (
+        hidden.new_empty(hidden.shape[0], dtype=acc),
+        hidden.new_empty(hidden.shape if needs_dh else (0,)),
+        hidden.new_zeros(weight.shape if needs_dw else (0,), dtype=dw_dtype),
+        hidden.new_zeros(weight.shape[0] if needs_db else 0, dtype=db_dtype),
+    )
+
+
+def add_product_(dw: Tensor, dz: Tensor, h: Tensor) -> None:
     """``dw += dz^T @ h``, a block of rows at a time where the product has another dtype than the sum."""
     if dw.dtype == h.dtype:
         dw.addmm_(dz.t(), h)
@@ -213,7 +236,7 @@ def _linear_cross_entropy(
     needs: list[bool],
     reduce: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    _check_labels(labels, weight.shape[0], ignore_index)
+    check_labels(labels, weight.shape[0], ignore_index)
     return _op(
         rows_ref, hidden, weight, labels, bias, dloss, ignore_index, options, chunk_rows, needs, reduce
     )
@@ -239,7 +262,7 @@ def _(
 
 
 def _op(
-    over_rows: _Pass,
+    over_rows: Pass,
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
@@ -273,17 +296,16 @@ def _(
     needs: list[bool],
     reduce: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    acc, dw_dtype = (torch.promote_types(t.dtype, torch.float32) for t in (hidden, weight))
-    db_dtype = dw_dtype if bias is None else torch.promote_types(bias.dtype, torch.float32)
-    return (
-        hidden.new_empty(() if reduce else (hidden.shape[0],), dtype=acc),
-        hidden.new_empty(hidden.shape if needs[0] else (0,)),
-        hidden.new_empty(weight.shape if needs[1] else (0,), dtype=dw_dtype),
-        hidden.new_empty(weight.shape[0] if needs[2] else 0, dtype=db_dtype),
-    )
+    losses, *gradients = outputs(hidden, weight, bias, needs)
+    return (losses.new_empty(()) if reduce else losses, *gradients)  # type: ignore[return-value]
 
 
-def _check_labels(labels: Tensor, V: int, ignore_index: int) -> None:
+def check_labels(labels: Tensor, V: int, ignore_index: int) -> None:
+    """Refuse labels that are neither ignored nor below V; waits for the device.
+
+    Raises:
+        BadInput: there is one.
+    """
     wrong = ((labels < 0) | (labels >= V)) & (labels != ignore_index)
     if wrong.any():
         raise BadInput(
@@ -295,38 +317,46 @@ def _check_labels(labels: Tensor, V: int, ignore_index: int) -> None:
 # 4. The gradient, and the one public function.
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    hidden, weight, labels, bias, _, *ctx.arguments = inputs
-    ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.again = not any(ctx.arguments[-2])
-    ctx.save_for_backward(*((hidden, weight, labels, bias) if ctx.again else output[1:]))
+def register_gradient(op: Any) -> None:
+    """Give ``op``, this one or one that takes further operands after the same arguments, its gradient."""
 
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        hidden, weight, labels, bias, _, *rest = inputs
+        ctx.arguments, operands = rest[:5], rest[5:]
+        ctx.count = len(inputs)
+        ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.again = not any(ctx.arguments[-2])
+        ctx.save_for_backward(*((hidden, weight, labels, bias, *operands) if ctx.again else output[1:]))
 
-@once_differentiable
-def _backward(ctx: Any, dloss: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-    needs = [ctx.needs_input_grad[i] for i in (0, 1, 3)]
-    if ctx.again:  # dW of rows with factors of their own: nothing made before them can be scaled
-        ignore_index, options, chunk_rows, _, _ = ctx.arguments
-        factors = dloss.expand(ctx.saved_tensors[2].shape)
-        _, dh, dw, db = _linear_cross_entropy(
-            *ctx.saved_tensors, factors, ignore_index, options, chunk_rows, needs, False
+    @once_differentiable
+    def backward(ctx: Any, dloss: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+        needs = [ctx.needs_input_grad[i] for i in (0, 1, 3)]
+        if ctx.again:  # dW of rows with factors of their own: nothing made before them can be scaled
+            ignore_index, options, chunk_rows, _, _ = ctx.arguments
+            hidden, weight, labels, bias, *operands = ctx.saved_tensors
+            factors = dloss.expand(labels.shape)
+            _, dh, dw, db = op(
+                hidden, weight, labels, bias, factors, ignore_index, options, chunk_rows, needs, False,
+                *operands,
+            )  # fmt: skip
+        else:
+            dh, dw, db = ctx.saved_tensors
+            factor = dloss if dloss.dim() == 0 else dloss.unsqueeze(1)
+            dh = (dh.to(dloss.dtype) * factor).to(dh.dtype) if needs[0] else dh
+            dw, db = (d * dloss if needed else d for d, needed in zip((dw, db), needs[1:], strict=True))
+        return (
+            dh if needs[0] else None,
+            dw.to(ctx.dtypes[0]) if needs[1] else None,
+            None,
+            db.to(ctx.dtypes[1]) if needs[2] else None,
+            *(None for _ in range(ctx.count - 4)),
         )
-    else:
-        dh, dw, db = ctx.saved_tensors
-        factor = dloss if dloss.dim() == 0 else dloss.unsqueeze(1)
-        dh = (dh.to(dloss.dtype) * factor).to(dh.dtype) if needs[0] else dh
-        dw, db = (d * dloss if needed else d for d, needed in zip((dw, db), needs[1:], strict=True))
-    return (
-        dh if needs[0] else None,
-        dw.to(ctx.dtypes[0]) if needs[1] else None,
-        None,
-        db.to(ctx.dtypes[1]) if needs[2] else None,
-        *(None for _ in range(6)),
-    )
+
+    op.register_autograd(backward, setup_context=setup_context)
 
 
-_linear_cross_entropy.register_autograd(_backward, setup_context=_setup_context)
+register_gradient(_linear_cross_entropy)
 
 
 def linear_cross_entropy(
@@ -372,6 +402,38 @@ def linear_cross_entropy(
     Returns:
         A scalar, or with "none" (...), in float32 (float64 for float64).
     """
+    options = [float(label_smoothing), float(z_loss), float(soft_cap or 0.0)]
+
+    def loss_of(rows: Tensor, flat: Tensor, size: int, trained: list[bool]) -> Tensor:
+        made: Tensor = _linear_cross_entropy(
+            rows, weight, flat, bias, None, ignore_index, options, size, trained, reduction != "none"
+        )[0]
+        return made
+
+    return over_labels(
+        loss_of, hidden, weight, labels, bias=bias, ignore_index=ignore_index, reduction=reduction,
+        num_items=num_items, chunk_rows=chunk_rows, valid_rows=valid_rows,
+    )  # fmt: skip
+
+
+def over_labels(
+    loss_of: Callable[[Tensor, Tensor, int, list[bool]], Tensor],
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None,
+    ignore_index: int,
+    reduction: str,
+    num_items: int | Tensor | None,
+    chunk_rows: int | None,
+    valid_rows: int | None,
+) -> Tensor:
+    """`linear_cross_entropy` around its op, whose arguments these are.
+
+    ``loss_of`` gets rows (M, K), labels (M,), the rows of a chunk and what of hidden, weight and bias trains,
+    and gives the losses (M,), or for another reduction than "none" their sum.
+    """
     _check(hidden, weight, labels, bias, reduction, num_items, chunk_rows)
     rows = hidden.reshape(-1, hidden.shape[-1]).to(product_dtype(hidden))
     flat = labels.reshape(-1).long()
@@ -384,16 +446,12 @@ def linear_cross_entropy(
             raise BadInput(
                 f"valid_rows is {valid_rows}, but {int(count)} labels count: give a bound on them."
             )
-    V = weight.shape[0]
     trained = [t is not None and t.requires_grad for t in (rows, weight, bias)]
     if not torch.is_grad_enabled() or (reduction == "none" and any(trained[1:])):
         trained = [False] * 3
     sum_bytes = weight.numel() * max(weight.dtype.itemsize, 4) if trained[1] else 0
-    size = chunk_rows or default_chunk_rows(rows.shape[0], V, rows.dtype.itemsize, sum_bytes)
-    options = [float(label_smoothing), float(z_loss), float(soft_cap or 0.0)]
-    loss: Tensor = _linear_cross_entropy(
-        rows, weight, flat, bias, None, ignore_index, options, size, trained, reduction != "none"
-    )[0]
+    size = chunk_rows or default_chunk_rows(rows.shape[0], weight.shape[0], rows.dtype.itemsize, sum_bytes)
+    loss = loss_of(rows, flat, size, trained)
     if order is not None:
         loss = loss.where(count <= order.shape[0], float("nan"))
         if reduction == "none":

@@ -6,15 +6,23 @@ from typing import Any
 
 from torch import nn
 
+from fewbits.formats import E4M3, E4M3_ROW
+from fewbits.models.convert import conversion_of
 from fewbits.models.receipt import Change, Receipt
 from fewbits.models.spec import ModelSpec, find, locate
-from fewbits.nn.loss import LazyHead, LogitFreeLoss
+from fewbits.nn.loss import Float8Head, LazyHead, LogitFreeLoss
+from fewbits.recipes.recipe import Rule
 
 _CAUSAL = "ForCausalLM"
+_FLOAT8 = Rule(weight_operand=E4M3, activation=E4M3_ROW)
+_FLOAT8_BOTH = Rule(weight_operand=E4M3, activation=E4M3_ROW, gradient=E4M3_ROW)
 
 
 def fuse_loss(model: Any, spec: ModelSpec, receipt: Receipt) -> None:
-    """Give head and loss of ``model``, perhaps inside a PeftModel, their logit-free forms."""
+    """Give head and loss of ``model``, perhaps inside a PeftModel, their logit-free forms.
+
+    The recipe that ``model`` was converted with says in which formats their products are.
+    """
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     name = locate(model, spec, spec.head)
     head = find(model, name)
@@ -23,10 +31,24 @@ def fuse_loss(model: Any, spec: ModelSpec, receipt: Receipt) -> None:
         receipt.notes.append(f"the loss holds all logits: {reason}")
         return
     assert isinstance(head, nn.Linear)
-    head.forward = LazyHead(head)  # type: ignore[method-assign,assignment]
+    conversion = conversion_of(model)
+    rule = Rule() if conversion is None else conversion.recipe.head
+    reason = None if rule.is_plain else _why_not_float8(head, rule)
+    if reason is not None:
+        receipt.notes.append(f"{name} multiplies in its own dtype: {reason}")
+        rule = Rule()
+    float8 = None if rule.is_plain else Float8Head(head, gradient=rule.gradient is not None)
+    head.forward = LazyHead(head, float8)  # type: ignore[method-assign,assignment]
     inner.loss_function = LogitFreeLoss(inner.loss_function)
     before = type(head).__name__
-    receipt.changes.append(Change(name, before, f"{before}, loss without logits", 0, 0))
+    after = f"{before}, loss without logits"
+    receipt.changes.append(Change(name, before, after if float8 is None else f"{after}, in float8", 0, 0))
+
+
+def float8_head_of(model: Any) -> Float8Head | None:
+    """What `fuse_loss` gave the head of ``model``, if its products take 8-bit operands."""
+    forwards = (vars(module).get("forward") for module in model.modules())
+    return next((f.float8 for f in forwards if isinstance(f, LazyHead)), None)
 
 
 def unfuse_loss(model: Any) -> None:
@@ -39,6 +61,14 @@ def unfuse_loss(model: Any) -> None:
     for module in inner.modules():
         if isinstance(vars(module).get("forward"), LazyHead):
             del module.forward
+
+
+def _why_not_float8(head: nn.Linear, rule: Rule) -> str | None:
+    if rule not in (_FLOAT8, _FLOAT8_BOTH):
+        return f"there is no product of a head for {rule}"
+    if head.in_features % 16 or head.out_features % 16:
+        return f"8-bit products need sides that are multiples of 16, not {tuple(head.weight.shape)}"
+    return None
 
 
 def _why_not(model: Any, head: nn.Module | None) -> str | None:

@@ -3,6 +3,7 @@
 In training a causal LM makes its logits only to hand them to its loss, which can do without them
 (`fewbits.kernels.linear_cross_entropy`). Whoever else reads them, a metric or another loss, gets the true
 values, with their gradient: any use of a `LazyLogits` other than its shape, dtype or device computes it.
+With a `Float8Head` the loss's products take 8-bit operands; logits that somebody reads do not.
 """
 
 from __future__ import annotations
@@ -15,6 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fewbits.kernels.linear_cross_entropy import linear_cross_entropy
+from fewbits.kernels.linear_cross_entropy_float8 import (
+    HeadOperands,
+    head_operands,
+    linear_cross_entropy_float8,
+)
 
 # What can be read of logits that do not exist.
 _FACTS = frozenset(
@@ -47,6 +53,40 @@ _TANHS = frozenset({torch.tanh, torch.Tensor.tanh})
 _WIDENINGS = frozenset({torch.Tensor.float})
 
 
+class Float8Head:
+    """The 8-bit operands of a head: made once of a frozen weight, anew in each pass of one that trains.
+
+    FSDP2 gathers a weight for each pass, so that what it manages is made anew as well, and not kept.
+    """
+
+    def __init__(self, head: nn.Linear, *, gradient: bool) -> None:
+        """``gradient``: the product of the backward pass takes 8 bits, too."""
+        self.head, self.gradient = head, gradient
+        self._known: tuple[Any, HeadOperands] | None = None
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the operands stay from step to step."""
+        return not self.head.weight.requires_grad and not getattr(self.head, "_is_fsdp_managed_module", False)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the operands, made or not."""
+        return self.head.weight.numel() * (2 if self.gradient else 1)
+
+    def operands(self) -> HeadOperands:
+        """Those of the weight as it is."""
+        weight = self.head.weight
+        if not self.is_kept:
+            self._known = None
+            return head_operands(weight, gradient=self.gradient)
+        key = weight.data_ptr(), weight._version
+        if self._known is None or self._known[0] != key:
+            self._known = None  # two of them would need twice the memory
+            self._known = (key, head_operands(weight, gradient=self.gradient))
+        return self._known[1]
+
+
 class LazyLogits(torch.Tensor):
     """``hidden @ weight^T + bias`` (..., V), computed when it is first used.
 
@@ -58,6 +98,7 @@ class LazyLogits(torch.Tensor):
     weight: Tensor
     bias: Tensor | None
     steps: tuple[tuple[str, float], ...]
+    float8: Float8Head | None
 
     @staticmethod
     def __new__(
@@ -67,13 +108,17 @@ class LazyLogits(torch.Tensor):
         bias: Tensor | None = None,
         steps: tuple[tuple[str, float], ...] = (),
         dtype: torch.dtype | None = None,
+        float8: Float8Head | None = None,
     ) -> LazyLogits:
-        """Logits of hidden (..., K) under weight (V, K); ``steps`` are what was put off so far."""
+        """Logits of hidden (..., K) under weight (V, K); ``steps`` are what was put off so far.
+
+        ``float8``: what the loss multiplies by in place of the weight.
+        """
         shape = (*hidden.shape[:-1], weight.shape[0])
         made: LazyLogits = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, shape, dtype=dtype or hidden.dtype, device=hidden.device
         )
-        made.hidden, made.weight, made.bias, made.steps = hidden, weight, bias, steps
+        made.hidden, made.weight, made.bias, made.steps, made.float8 = hidden, weight, bias, steps, float8
         return made
 
     @property
@@ -130,7 +175,7 @@ def _later(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> LazyL
     if func in _TANHS:
         return _with(x, ("tanh", 0.0))
     if func in _WIDENINGS:
-        return LazyLogits(x.hidden, x.weight, x.bias, x.steps, torch.float32)
+        return LazyLogits(x.hidden, x.weight, x.bias, x.steps, torch.float32, x.float8)
     if len(rest) == 1 and isinstance(rest[0], (int, float)):
         if func in _DIVISIONS:
             return _with(x, ("div", float(rest[0])))
@@ -140,7 +185,7 @@ def _later(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> LazyL
 
 
 def _with(x: LazyLogits, step: tuple[str, float]) -> LazyLogits:
-    return LazyLogits(x.hidden, x.weight, x.bias, (*x.steps, step), x.dtype)
+    return LazyLogits(x.hidden, x.weight, x.bias, (*x.steps, step), x.dtype, x.float8)
 
 
 def _computed(x: Any) -> Any:
@@ -156,13 +201,13 @@ def _computed(x: Any) -> Any:
 class LazyHead:
     """The forward of an output head: lazy logits where gradients are on, else the head's own."""
 
-    def __init__(self, head: nn.Linear) -> None:
-        self.head = head
+    def __init__(self, head: nn.Linear, float8: Float8Head | None = None) -> None:
+        self.head, self.float8 = head, float8
 
     def __call__(self, x: Tensor) -> Tensor:
         """(..., K) to (..., V)."""
         if torch.is_grad_enabled() and self.head.training:
-            return LazyLogits(x, self.head.weight, self.head.bias)
+            return LazyLogits(x, self.head.weight, self.head.bias, float8=self.float8)
         return type(self.head).forward(self.head, x)
 
 
@@ -199,14 +244,15 @@ class LogitFreeLoss:
             )
         if shift_labels is None:
             shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-        hidden = logits.hidden
-        return linear_cross_entropy(
-            hidden,
-            logits.weight,
-            shift_labels.to(hidden.device).reshape(hidden.shape[:-1]),
-            bias=logits.bias,
-            ignore_index=ignore_index,
-            num_items=num_items_in_batch,
-            soft_cap=cap or None,
-            valid_rows=kwargs.get("valid_rows"),
-        )
+        hidden, weight, float8 = logits.hidden, logits.weight, logits.float8
+        targets = shift_labels.to(hidden.device).reshape(hidden.shape[:-1])
+        options: dict[str, Any] = {
+            "bias": logits.bias,
+            "ignore_index": ignore_index,
+            "num_items": num_items_in_batch,
+            "soft_cap": cap or None,
+            "valid_rows": kwargs.get("valid_rows"),
+        }
+        if float8 is None:
+            return linear_cross_entropy(hidden, weight, targets, **options)
+        return linear_cross_entropy_float8(hidden, weight, targets, float8.operands(), **options)

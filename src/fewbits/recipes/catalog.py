@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from fewbits.formats import E4M3, E4M3_ROW, INT4_G32, INT8, NF4, NF4_DQ, STOCHASTIC
 from fewbits.recipes.recipe import QAT, LoRA, Recipe, Rule
+
+_HEAD = Rule(weight_operand=E4M3, activation=E4M3_ROW, gradient=E4M3_ROW)
 
 
 def qlora_nf4() -> Recipe:
@@ -36,6 +39,21 @@ def float8_full() -> Recipe:
     return Recipe(
         name="float8_full", linear=Rule(weight_operand=E4M3, activation=E4M3_ROW, gradient=E4M3_ROW)
     )
+
+
+def qlora_nf4_fp8_head() -> Recipe:
+    """`qlora_nf4_fp8` whose output head multiplies in FP8 too, where a step needs no logits.
+
+    The gradient of the logits is E4M3 with a scale for each row, the label's entry in 16 bits beside it: see
+    `fewbits.kernels.linear_cross_entropy_float8`. A frozen head keeps two FP8 copies, 2 bytes a weight.
+    ``head=Rule(weight_operand=E4M3, activation=E4M3_ROW)`` leaves that gradient's product in 16 bits.
+    """
+    return replace(qlora_nf4_fp8(), name="qlora_nf4_fp8_head", head=_HEAD)
+
+
+def float8_full_head() -> Recipe:
+    """`float8_full` whose output head, tied or not, multiplies for y and dx in FP8 too; dW in 16 bits."""
+    return replace(float8_full(), name="float8_full_head", head=_HEAD)
 
 
 def int8() -> Recipe:
@@ -77,6 +95,8 @@ CATALOG: dict[str, Callable[[], Recipe]] = {
         lora_bf16,
         qlora_nf4_fp8,
         float8_full,
+        qlora_nf4_fp8_head,
+        float8_full_head,
         int8,
         int4_qat,
         nf4_qat,

@@ -1,8 +1,8 @@
 """Predicted bytes of a model under a recipe, from its config.json alone.
 
-Counted: weights (packed ones with their scales), LoRA adapters, gradients and AdamW's two float32 moments of
-whatever trains, and the KV cache. Not counted: activations, the workspace of kernels, what the allocator
-wastes.
+Counted: weights (packed ones with their scales, a frozen head's 8-bit copies), LoRA adapters, gradients and
+AdamW's two float32 moments of whatever trains, and the KV cache. Not counted: activations, the workspace of
+kernels, what the allocator wastes.
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ def predict_memory(
     values += vocabulary * (1 if config.get("tie_word_embeddings", False) else 2)
     values += (2 * layers + 1) * hidden
     if training:
+        packed += vocabulary * head_copies(recipe) if recipe.lora is not None else 0
         trained = adapters if recipe.lora is not None else values
     return Memory(
         weights=packed + values * dtype_bytes,
@@ -76,6 +77,11 @@ def predict_memory(
         optimizer=trained * _OPTIMIZER_BYTES,
         kv_cache=layers * 2 * _kv_bytes(config, recipe, num_tokens, dtype_bytes),
     )
+
+
+def head_copies(recipe: Recipe) -> int:
+    """How many 8-bit copies of the head's weight its products in training take: one for each direction."""
+    return sum(format is not None for format in (recipe.head.weight_operand, recipe.head.gradient))
 
 
 def linear_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, int]]:

@@ -58,8 +58,8 @@ def recipe_from_config(config: Mapping[str, Any]) -> Recipe:
     for key, value in config.items():
         if key == "overrides":
             fields[key] = tuple((str(pattern), _rule(Rule(), rule)) for pattern, rule in value)
-        elif key == "linear":
-            fields[key] = _rule(base.linear, value)
+        elif key in ("linear", "head"):
+            fields[key] = _rule(getattr(base, key), value)
         elif key == "lora":
             fields[key] = None if value is None else _replace(base.lora or LoRA(), value)
         elif key == "qat":

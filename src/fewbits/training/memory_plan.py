@@ -23,7 +23,7 @@ from fewbits.errors import BadInput
 from fewbits.models.families import SPECS
 from fewbits.nn.keep import KEEP_ALL, Keep
 from fewbits.recipes import Recipe, predict_memory
-from fewbits.recipes.memory import Memory, linear_shapes
+from fewbits.recipes.memory import Memory, head_copies, linear_shapes
 
 GIB = 2**30
 _LOGITS_BYTES = 512 << 20  # one chunk of logits, as fewbits.kernels.linear_cross_entropy cuts them
@@ -179,20 +179,37 @@ _QKV = ("q_proj", "k_proj", "v_proj", "qkv_proj")
 
 
 def head_bytes(
-    config: Mapping[str, Any], num_tokens: int, *, dtype_bytes: int = 2, fused: bool = True
+    config: Mapping[str, Any],
+    num_tokens: int,
+    *,
+    dtype_bytes: int = 2,
+    fused: bool = True,
+    recipe: Recipe | None = None,
 ) -> int:
-    """Working bytes of head and loss: one chunk of logits, or with the model's own loss all of them."""
-    states = 3 * num_tokens * int(config["hidden_size"]) * dtype_bytes
-    logits = num_tokens * int(config["vocab_size"]) * dtype_bytes
-    # transformers keeps the logits, widens them to float32 and takes the gradient of that
-    return states + (min(_LOGITS_BYTES, logits) if fused else logits + logits // dtype_bytes * 8)
+    """Working bytes of head and loss: one chunk of logits, or with the model's own loss all of them.
+
+    With 8-bit products also their gradient and the rows; copies of a weight that trains are made each time.
+    """
+    hidden, vocabulary = int(config["hidden_size"]), int(config["vocab_size"])
+    states = 3 * num_tokens * hidden * dtype_bytes
+    logits = num_tokens * vocabulary * dtype_bytes
+    if not fused:  # transformers keeps the logits, widens them to float32 and takes the gradient of that
+        return states + logits + logits // dtype_bytes * 8
+    chunk = min(_LOGITS_BYTES, logits)
+    if recipe is None or recipe.head.is_plain:
+        return states + chunk
+    made = 0 if recipe.lora is not None else head_copies(recipe) * hidden * vocabulary
+    return states + chunk + num_tokens * hidden + made + (chunk // dtype_bytes if recipe.head.gradient else 0)
 
 
 def static_of(model: nn.Module, *, optimizer_bytes: int = 8) -> Memory:
     """Bytes of a loaded model: its weights, and gradients and optimizer states of what trains.
 
-    Of a sharded one, what this rank holds, and two layers that are gathered at a time.
+    Of a sharded one, what this rank holds, and two layers that are gathered at a time. A frozen head's 8-bit
+    copies count, made or not.
     """
+    from fewbits.models.fused_loss import float8_head_of  # it defines kernels, which takes time
+
     whole = sum(p.nbytes for p in model.parameters())
     trained = [_local(p) for p in model.parameters() if p.requires_grad]
     size = sum(p.numel() for p in trained)
@@ -201,8 +218,10 @@ def static_of(model: nn.Module, *, optimizer_bytes: int = 8) -> Memory:
     is_sharded = any(hasattr(p, "to_local") for p in model.parameters())
     config = model.config.get_text_config() if is_sharded else None  # type: ignore[operator, union-attr]
     gathered = 0 if config is None else 2 * whole // int(config.num_hidden_layers)
+    head = float8_head_of(model)
+    copies = head.nbytes if head is not None and head.is_kept else 0
     return Memory(
-        weights=sum(tensors.values()) - lora + gathered,
+        weights=sum(tensors.values()) - lora + gathered + copies,
         lora=lora,
         gradients=sum(p.nbytes for p in trained),
         optimizer=size * optimizer_bytes,
@@ -444,7 +463,9 @@ def planner(
             dtype_bytes=dtype_bytes,
         ),
         "num_layers": int(config["num_hidden_layers"]),
-        "head": head_bytes(config, num_tokens, dtype_bytes=dtype_bytes, fused=options.get("is_fused", True)),
+        "head": head_bytes(
+            config, num_tokens, dtype_bytes=dtype_bytes, fused=options.get("is_fused", True), recipe=recipe
+        ),
     }
     return Planner(**{**fields, **options})
 

@@ -107,16 +107,17 @@ def _recipe(config: Configuration) -> Any:
     from fewbits.formats import E4M3_128X128
     from fewbits.recipes import Recipe, get_recipe
 
-    is_float8 = config.compute == "float8"
+    is_float8, head = config.compute == "float8", "_head" if config.float8_head else ""
     if config.trains_all:
-        return get_recipe("float8_full") if is_float8 else None
+        return get_recipe(f"float8_full{head}") if is_float8 else None
     if config.weights == "nf4_dq":
-        return get_recipe("qlora_nf4_fp8" if is_float8 else "qlora_nf4")
+        return get_recipe(f"qlora_nf4_fp8{head}" if is_float8 else "qlora_nf4")
     if not is_float8:
         return None
     weight = E4M3_128X128 if config.weights == "e4m3_128x128" else None
-    rule = replace(get_recipe("qlora_nf4_fp8").linear, weight=weight)
-    return Recipe(name=f"lora_{config.weights}_fp8", linear=rule)
+    like = get_recipe(f"qlora_nf4_fp8{head}")
+    rule = replace(like.linear, weight=weight)
+    return Recipe(name=f"lora_{config.weights}_fp8{head}", linear=rule, head=like.head)
 
 
 def _fuse(model: Any, job: Job, recipe: Any) -> tuple[list[str], Any]:

@@ -18,13 +18,15 @@ class Configuration:
         weights: the format in which the base weights are stored.
         compute: "bf16" or "float8": the operands of the products.
         rounding: what the parity check rounds in its own arithmetic to find out how far this may be off:
-            "bf16", "fp8_row" (E4M3, a scale a row) or "fp8_tensor" (E4M3, gradients E5M2, one scale each).
+            "bf16", "fp8_row" (E4M3, a scale a row), "fp8_row_head" (the head's products as well) or
+            "fp8_tensor" (E4M3, gradients E5M2, one scale each).
         packages: must be installed.
         adapters: dtype of the LoRA parameters; None: all weights train.
         autocast: whether the step runs under autocast(bfloat16).
         recompute: "none", "layers" (gradient checkpointing of each) or the side's own word.
         compiled: torch.compile of each decoder layer.
         liger_loss: Liger's head and loss without logits.
+        float8_head: the output head multiplies in FP8 too.
         delayed: FP8 scales of the MLP's inner tensors come from earlier steps; the parity check then looks at
             the first step and at a later one.
         budget: what ours may take: GiB, "auto", or "keep", "recompute", "offload" for all layers alike; None:
@@ -44,6 +46,7 @@ class Configuration:
     recompute: str = "none"
     compiled: bool = False
     liger_loss: bool = False
+    float8_head: bool = False
     delayed: bool = False
     budget: float | str | None = None
     runs_on_cpu: bool = False
@@ -62,7 +65,9 @@ class Configuration:
     @property
     def format(self) -> str:
         """Weights, and the products' operands where they are not bfloat16."""
-        return self.weights if self.compute == "bf16" else f"{self.weights} {self.compute}"
+        if self.compute == "bf16":
+            return self.weights
+        return f"{self.weights} {self.compute}{' head too' if self.float8_head else ''}"
 
 
 _TRL: dict[str, Any] = {"adapters": "bfloat16", "autocast": True}  # the dtypes TRL's trainer gives QLoRA
@@ -113,7 +118,7 @@ def _ours() -> list[Configuration]:
     nf4: dict[str, Any] = {"weights": "nf4_dq", "packages": ("peft",), "runs_on_cpu": True}
     bf16: dict[str, Any] = {"weights": "bf16", "packages": ("peft",), "runs_on_cpu": True}
     delayed: dict[str, Any] = {**_FP8, "delayed": True}
-    return [
+    plain = [
         Configuration(name="ours:nf4", peak_gib=38, **nf4),
         Configuration(name="ours:nf4-fp8", peak_gib=42, **nf4, **delayed),
         Configuration(
@@ -129,6 +134,12 @@ def _ours() -> list[Configuration]:
         Configuration(name="ours:full-bf16", runs_on_cpu=True, **_FULL),
         Configuration(name="ours:full-fp8", runs_on_cpu=True, **_FULL, **_FP8),
     ]
+    heads = [
+        replace(c, name=f"{c.name}-head", float8_head=True, rounding="fp8_row_head", peak_gib=c.peak_gib + 2)
+        for c in plain
+        if c.compute == "float8"
+    ]
+    return plain + heads
 
 
 def _peers() -> list[Configuration]:

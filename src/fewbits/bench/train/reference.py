@@ -99,8 +99,9 @@ def token_losses(decoder: Decoder, ids_BT: Tensor, rounding: str | None = None) 
         decoder: its tensors all of one dtype.
         ids_BT: tokens, which are also the labels.
         rounding: None or "bf16": the dtype's own arithmetic; "fp8_row", "fp8_tensor": the products with
-            the layers' base weights take operands rounded to FP8.
+            the layers' base weights take operands rounded to FP8, with "fp8_row_head" the head's too.
     """
+    is_head, rounding = rounding == "fp8_row_head", "fp8_row" if rounding == "fp8_row_head" else rounding
     mode = rounding if rounding in ("fp8_row", "fp8_tensor") else None
     weights = decoder.tensors
     x = F.embedding(ids_BT, weights["embed_tokens.weight"], decoder.padding_id)
@@ -112,14 +113,18 @@ def token_losses(decoder: Decoder, ids_BT: Tensor, rounding: str | None = None) 
     x = _rmsnorm(x, weights["norm.weight"], decoder.eps)[:, :-1].flatten(0, 1)
     labels, head = ids_BT[:, 1:].flatten(), weights["lm_head.weight"]
     pieces = [
-        checkpoint(_head_losses, x[i : i + _HEAD_ROWS], head, labels[i : i + _HEAD_ROWS], use_reentrant=False)
+        checkpoint(
+            _head_losses, x[i : i + _HEAD_ROWS], head, labels[i : i + _HEAD_ROWS], mode if is_head else None,
+            use_reentrant=False,
+        )
         for i in range(0, len(x), _HEAD_ROWS)
-    ]
+    ]  # fmt: skip
     return torch.cat(pieces).view(ids_BT.shape[0], -1)  # type: ignore[arg-type]
 
 
-def _head_losses(x: Tensor, head: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(F.linear(x, head).float(), labels, reduction="none")
+def _head_losses(x: Tensor, head: Tensor, labels: Tensor, mode: str | None) -> Tensor:
+    z = F.linear(x, head) if mode is None else _RoundedLinear.apply(x, head, mode)
+    return F.cross_entropy(z.float(), labels, reduction="none")
 
 
 def _layer(decoder: Decoder, name: str, x: Tensor, rope: tuple[Tensor, Tensor], mode: str | None) -> Tensor:
