@@ -33,6 +33,34 @@ def test_biggest_first_and_smaller_ones_in_the_gap() -> None:
     assert admitted([waiting(s) for s in (100, 700, 300, 150)]) == [700, 150, 100]
 
 
+def test_of_unknown_ones_the_median_input_is_first_then_the_smallest() -> None:
+    stages = [waiting(100, source="prior", input_bytes=size) for size in (50, 10, 90, 30, 70)]
+    chosen = admit(stages, [], budget_bytes=250 * MB, other_bytes=0, slots=2, now_s=1.0)
+    assert [s.input_bytes for s in chosen] == [50, 10]
+    known = waiting(120, source="siblings")
+    assert admit([*stages, known], [], budget_bytes=250 * MB, other_bytes=0, slots=1, now_s=1.0) == [known]
+
+
+def on_its_way(used_cpu_s: float, since_s: float, held: int) -> Stage:
+    parts = tuple(part * MB for part in (100, 100, 100, 100, 100, 100, 600, 600))
+    stage = running(held, 0.0, predicted=600, source="history", attempts=1, predicted_s=8.0)
+    stage.parts, stage.predicted_cpu_s, stage.used_cpu_s, stage.sampled_s = parts, 8.0, used_cpu_s, since_s
+    return stage
+
+
+def test_how_far_a_stage_has_come_is_told_by_its_processor_time() -> None:
+    # Eight seconds after its start, of which it has had one: its peak is still far away.
+    short = waiting(500, predicted_s=2.0)
+    short.parts = (500 * MB,) * 8
+    slow = on_its_way(1.0, 8.0, 100)
+    assert slow.done_share(8.0) == pytest.approx(1 / 8)
+    assert admitted([short], [slow], now=8.0) == [500]
+    assert admitted([short], [on_its_way(5.0, 8.0, 100)], now=8.0) == []
+    # On a machine that goes at a third of the speed everything takes longer, the course of others too.
+    started = admit([short], [slow], budget_bytes=1000 * MB, other_bytes=0, slots=8, now_s=8.0, pace=3.0)
+    assert started == [short]
+
+
 def test_no_more_than_slots() -> None:
     assert admitted([waiting(s) for s in (10, 20, 30)], slots=2) == [30, 20]
     assert admitted([waiting(10)], [running(5, 0.0)], slots=1) == []
@@ -43,6 +71,7 @@ def test_what_is_present_counts_with_what_it_will_need() -> None:
     assert admitted([waiting(500)], [running(50, 0.0, predicted=400)]) == [500]
     hibernated = replace(running(5, 0.0, predicted=900), state=State.HIBERNATED)
     assert admitted([waiting(500)], [hibernated]) == [500]
+    assert admitted([waiting(500)], [hibernated], now=10.0) == []  # it has rested long enough
 
 
 def test_a_stage_larger_than_the_budget_runs_alone() -> None:
@@ -77,8 +106,27 @@ def test_nothing_while_there_is_room() -> None:
 
 
 def test_the_youngest_is_paused_before_the_limit_is_reached() -> None:
-    old, young = running(500, 1.0, rate=400 * MB), running(400, 2.0, rate=0.0)
+    old, young = running(500, 1.0, rate=600 * MB), running(400, 2.0, rate=0.0)
     assert decide(old, young) == [(Kind.PAUSE, 400)]
+    old.rate = 200 * MB
+    assert decide(old, young) == []
+    actions = relieve([old, young], budget_bytes=1000 * MB, other_bytes=0, now_s=10.0, horizon_s=0.4)
+    assert [a.stage for a in actions] == [young]  # where samples come late
+
+
+def test_what_is_known_may_come_nearer_to_the_limit() -> None:
+    facts = {"source": "history", "rate": 100 * MB}
+    assert decide(running(560, 1.0, predicted=561, **facts), running(395, 2.0, predicted=396, **facts)) == []
+    assert decide(running(560, 1.0, rate=100 * MB), running(395, 2.0, rate=0.0)) == [(Kind.PAUSE, 395)]
+
+
+def test_the_first_moment_of_a_compiler_is_no_growth() -> None:
+    stage = Stage("x.cpp", state=State.RUNNING)
+    for now, held in ((0.05, 5), (0.10, 29), (0.15, 30)):
+        stage.sized(now, held * MB)
+    assert stage.rate == 0
+    stage.sized(0.20, 50 * MB)
+    assert stage.rate == pytest.approx(400 * MB)
 
 
 def test_past_the_limit_all_but_the_oldest_stop_at_once() -> None:

@@ -9,7 +9,7 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -33,6 +33,10 @@ SMALL_BYTES, SMALL_SHARE = 100e6, 0.05  # of the budget: who stays below does no
 FASTEST = 3e9  # bytes a second that one process can touch
 CLOSE_SHARE = 0.7  # of the budget: from there on twice as often
 MAX_SHARE = 0.03  # of one core, for sampling
+GATHER_S, MOST_GATHER_S = 0.015, 0.3  # the first large units wait for each other
+LARGE_INPUT_BYTES = 10**6
+SURE_CPU_S = 0.1  # stages that took so much tell how fast the machine is
+FEW = 8  # so many results, and each says much about the stages that wait
 HELD_QUIET_S = 2.0  # nobody else at work for so long: the failures that were held back are told
 
 
@@ -61,6 +65,11 @@ class Controller:
         self.budget_bytes = 0
         self.busy_s = self.now_s
         self.ticks = 0
+        self.pace = 1.0
+        self.late_s = 0.0  # how late samples came of late
+        self._to_admit = self._has_begun = False
+        self._ended_now: deque[tuple[Client, Stage, tuple[int, int], float]] = deque()
+        self._learned = 0
         self.tick_cpu_s = 0.0
         self._next_tick = self._next_look = 0.0
         self.listener = self._listen()
@@ -103,12 +112,32 @@ class Controller:
         self._refresh_budget()
         while not finished():
             idle = not self.clients
-            pause = max(0.0, self._next_tick - self.now_s)
-            for file, _ in self.poller.poll(min(pause, IDLE_TICK_S) if idle else pause):
+            for file, _ in self.poller.poll(self._next_look_in(idle)):
                 if (callback := self.callbacks.get(file)) is not None:
                     callback()
+            if self._to_admit and not self._gathers():
+                self.admit()
+            if self._ended_now:
+                self._keep(*self._ended_now.popleft())
             if self.now_s >= self._next_tick:
                 self._tick(idle)
+        while self._ended_now:
+            self._keep(*self._ended_now.popleft())
+
+    def _next_look_in(self, idle: bool) -> float:
+        if self._ended_now:
+            return 0.0
+        pause = max(0.0, self._next_tick - self.now_s)
+        if self._to_admit:  # at the beginning
+            return min(pause, GATHER_S)
+        return min(pause, IDLE_TICK_S) if idle else pause
+
+    def _gathers(self) -> bool:
+        """Whether the first large units wait a moment for each other, so that the biggest may begin."""
+        if self._has_begun or self.now_s - self.trace.stages[0].queued_s > MOST_GATHER_S:
+            return False
+        last = self.trace.stages[-1]
+        return last.input_bytes >= LARGE_INPUT_BYTES and self.now_s - last.queued_s < GATHER_S
 
     def close(self) -> None:
         """Stop listening, and let go of every launcher: they end their tools when they see that."""
@@ -203,15 +232,23 @@ class Controller:
         stage.queued_s = stage.since_s = self.now_s
         if self.history.may_know(stage.unit):
             self.intake.find_keys(request)
-        self.history.predict(stage, budget_bytes=self.budget_bytes, slots=self.options.slots)
+        self._predict(stage)
         self.trace.add(stage)
-        self.admit()
+        self._to_admit = True
+
+    def _predict(self, stage: Stage) -> None:
+        room = self.budget_bytes - schedule.margin(self.budget_bytes) - self.others.rss_bytes
+        self.history.predict(stage, room_bytes=max(0, room), slots=self.options.slots)
 
     def admit(self) -> None:
         """Let those start that fit."""
+        self._to_admit = False
         waiting = {c.stage: c for c in self.clients.values() if c.stage and c.stage.state is State.WAITING}
         if not waiting:
             return
+        self._has_begun = True
+        if self._learned < self.history.learned <= FEW:
+            self._predict_again(waiting)
         started = schedule.admit(
             list(waiting),
             self.present,
@@ -219,6 +256,7 @@ class Controller:
             other_bytes=self.others.rss_bytes,
             slots=self.options.slots,
             now_s=self.now_s,
+            pace=self.pace,
         )
         room = self._room_for_units()
         for stage in started:
@@ -228,12 +266,19 @@ class Controller:
             room -= client.is_unit
             self._start(client, stage)
 
+    def _predict_again(self, waiting: Iterable[Stage]) -> None:
+        """What was learned since they asked may say more about those that still wait."""
+        self._learned = self.history.learned
+        for stage in waiting:
+            if stage.source != "history" and not stage.attempts:
+                self._predict(stage)
+
     def _room_for_units(self) -> int:
         """How many more units may begin: each is a stage of its own or a driver with several."""
         if not self.options.units:
             return len(self.clients)
         busy = sum(
-            c.is_unit and (c.at_work or (c.stage is not None and c.stage.on_machine))
+            c.is_unit and (c.at_work or (c.stage is not None and c.stage.is_at_work))
             for c in self.clients.values()
         )
         return self.options.units - busy
@@ -288,20 +333,29 @@ class Controller:
             stage.state, stage.since_s = State.WAITING, self.now_s
         elif stage.state is not State.HELD:
             self._done(client, stage, code, (out, err))
-        self.admit()
+        self._to_admit = True
 
     def _done(self, client: Client, stage: Stage, code: int, printed: tuple[int, int]) -> None:
         stage.state, stage.code, stage.ended_s = State.DONE, code, self.now_s
-        seconds = stage.ended_s - stage.started_s - stage.paused_s
-        if code == 0:
-            if client.request is not None:
-                self.intake.find_keys(client.request, by_content=seconds >= self.intake.worth_keeping_s)
-            self.history.learn(stage, peak_bytes=max(stage.peak_bytes, stage.most_bytes), seconds=seconds)
-            if client.request is not None:
-                self.intake.finished(client.request, client, printed, seconds)
-        self.trace.ended(stage, self.now_s)
         client.stage = None
+        self.trace.ended(stage, self.now_s)
+        if stage.cpu_s > SURE_CPU_S and stage.attempts == 1:
+            slower = (stage.ended_s - stage.started_s - stage.paused_s) / stage.cpu_s
+            self.pace += 0.2 * (min(3.0, max(1.0, slower)) - self.pace)
+        if code == 0:  # the next one starts before that is looked at
+            self._ended_now.append((client, stage, printed, stage.ended_s - stage.started_s - stage.paused_s))
+        else:
+            client.send("X", "", "", "")
+
+    def _keep(self, client: Client, stage: Stage, printed: tuple[int, int], seconds: float) -> None:
+        """Learn from a stage that has succeeded, keep what it made, and let its launcher end."""
+        if client.request is not None:
+            self.intake.find_keys(client.request, by_content=seconds >= self.intake.worth_keeping_s)
+        self.history.learn(stage, peak_bytes=max(stage.peak_bytes, stage.most_bytes), seconds=seconds)
+        if client.request is not None:
+            self.intake.finished(client.request, client, printed, seconds)
         client.send("X", "", "", "")
+        self._to_admit = self._to_admit or self.history.learned <= FEW
 
     def _gone(self, client: Client) -> None:
         """The launcher has ended, or was killed: then its tool goes with it."""
@@ -318,7 +372,7 @@ class Controller:
                 kill_group(stage.pid, signal.SIGKILL)
             stage.state, stage.ended_s = State.DONE, self.now_s
             self.trace.ended(stage, self.now_s, "its launcher was killed")
-            self.admit()
+            self._to_admit = True
         if self.drivers:
             self._let_drivers_start()
 
@@ -328,6 +382,7 @@ class Controller:
         begun_s = self.now_s
         begun = time.thread_time()  # not the clock: on a busy machine we wait, too
         self.ticks += 1
+        self.late_s = max(begun_s - self._next_tick if self.ticks > 1 else 0.0, 0.9 * self.late_s)
         self._find_tools()
         if begun_s >= self._next_look or idle:
             self._next_look = begun_s + LOOK_S
@@ -338,7 +393,7 @@ class Controller:
         for stage in present:
             sample_stage(self.sampler, stage, self.now_s, look=self.ticks % 5 == 0)
         self.measures.take(present)
-        self.admit()
+        self._admit_again()
         self._tell_held()
         self.trace.note(self.now_s, self.used_bytes, self.budget_bytes, len(present))
         if self.on_tick is not None:
@@ -346,6 +401,13 @@ class Controller:
         cost = time.thread_time() - begun
         self.tick_cpu_s += cost
         self._next_tick = begun_s + max(self._pause(idle), self.tick_cpu_s / self.ticks / MAX_SHARE)
+
+    def _admit_again(self) -> None:
+        waiting = [s for s in self.stages if s.state is State.WAITING]
+        if self.history.learned > self._learned:
+            self._predict_again(waiting)
+        if waiting and not self._gathers():
+            self.admit()
 
     def _find_tools(self) -> None:
         """The processes of tools that their launchers have not told of, as they have just begun."""

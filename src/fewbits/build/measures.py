@@ -22,6 +22,7 @@ from fewbits.build.watch import BudgetWatch, Others
 PAGED_SHARE, HALF_SHARE = 0.08, 0.5
 PAGING_TIMEOUT_S, FUTILE_S, FUTILE_TIMES = 60.0, 3.0, 8
 RETRIES = 3
+SAMPLE_S = 0.025  # between two samples near the limit, where they come in time
 _KILLED = re.compile(r"[Kk]illed signal|died due to signal 9|signal 9|Killed\b|\(program \w+\).*Killed")
 
 
@@ -34,6 +35,7 @@ class Build(Protocol):
     others: Others
     verdicts: list[Verdict]
     budget_bytes: int
+    late_s: float
 
     @property
     def now_s(self) -> float:
@@ -64,6 +66,7 @@ class Measures:
                 other_bytes=c.others.rss_bytes,
                 now_s=now,
                 fixed=c.budget.fixed,
+                horizon_s=max(pressure.HORIZON_S, pressure.SAMPLES_AHEAD * (SAMPLE_S + c.late_s)),
             )
         for action in actions:
             if action.stage not in self._orders and action.stage.pid:

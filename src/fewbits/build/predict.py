@@ -11,15 +11,19 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
+from math import sqrt
 from pathlib import Path
 
 from fewbits.build.command import Command, normal
 from fewbits.build.stage import OTHER_PRIOR, PRIOR, Stage
 
-HEADROOM = 1.05  # what was measured once, and a little
+HEADROOM = 1.03  # what was measured once, and a little
+FEW, LINE_HEADROOM, FEW_HEADROOM = 4, 1.04, 1.15  # what follows from the input's size; far from few siblings
 MAX_LINES = 60_000
-MOST_SIBLINGS, MOST_SHAPES = 64, 12
+MOST_SIBLINGS, MOST_SHAPES = 64, 24
+ALIKE, ENOUGH_ALIKE = 1.5, 4  # courses are of the nearest siblings: so much larger or smaller, so many
 QUANTILE = 0.6
+ROOMY = 0.95  # the build's other processes may grow a little
 CORRELATED = 0.8  # share of the siblings' spread that the size of the input explains
 
 
@@ -29,6 +33,7 @@ class Past:
 
     peak_bytes: int
     seconds: float
+    cpu_s: float
     parts: tuple[int, ...] = ()
 
 
@@ -44,14 +49,14 @@ class Siblings:
     _size_size: int = 0
     _peak_peak: int = 0
     _size_peak: int = 0
-    shapes: deque[tuple[float, ...]] = field(default_factory=lambda: deque(maxlen=MOST_SHAPES))
-    paces: deque[float] = field(default_factory=lambda: deque(maxlen=MOST_SHAPES))
+    shapes: deque[tuple[int, float, tuple[float, ...]]] = field(
+        default_factory=lambda: deque(maxlen=MOST_SHAPES)
+    )  # peak, seconds for each byte of it, the course as shares of it
 
     def add(self, peak: int, size: int, *, seconds: float = 0.0, parts: Sequence[int] = ()) -> None:
         """One more; beyond `MOST_SIBLINGS` the oldest goes. ``parts``: its course, if it was undisturbed."""
         if parts:
-            self.shapes.append(tuple(part / peak for part in parts))
-            self.paces.append(seconds / peak)
+            self.shapes.append((peak, seconds / peak, tuple(part / peak for part in parts)))
         self.last.append((peak, size))
         insort(self.peaks, peak)
         insort(self.sizes, size)
@@ -69,11 +74,16 @@ class Siblings:
         self._size_peak += sign * size * peak
 
     def course(self, peak_bytes: int) -> tuple[tuple[int, ...], float]:
-        """How one with that peak is supposed to go on: the highest of its siblings' shapes; its length."""
-        if not self.shapes:
+        """How one with that peak is supposed to go on: as the highest of its nearest siblings; its length.
+
+        What is twice as large goes on in another way: the first tens of megabytes come at once.
+        """
+        alike = [s for s in self.shapes if peak_bytes < ALIKE * s[0] and s[0] < ALIKE * peak_bytes]
+        alike = sorted(alike, key=lambda s: abs(s[0] - peak_bytes))[:ENOUGH_ALIKE]
+        if len(alike) < 2:
             return (), 0.0
-        parts = tuple(int(peak_bytes * max(shares)) for shares in zip(*self.shapes, strict=True))
-        return parts, peak_bytes * sorted(self.paces)[len(self.paces) // 2]
+        parts = tuple(int(peak_bytes * max(shares)) for shares in zip(*(s[2] for s in alike), strict=True))
+        return parts, peak_bytes * sorted(s[1] for s in alike)[len(alike) // 2]
 
     def like(self, input_bytes: int) -> tuple[int, bool]:
         """By the size of what it reads, where that explains the siblings' needs; else as most of them.
@@ -82,7 +92,7 @@ class Siblings:
         """
         count, peaks, sizes = len(self.peaks), self.peaks, self.sizes
         typical = peaks[int(count * QUANTILE)]
-        if not input_bytes or count < 3 or sizes[0] <= 0 or sizes[0] == sizes[-1]:
+        if not input_bytes or count < 2 or sizes[0] <= 0 or sizes[0] == sizes[-1]:
             return typical, False
         together = count * self._size_peak - self._size * self._peak  # exact: these are whole numbers
         spread_size = count * self._size_size - self._size**2
@@ -90,7 +100,9 @@ class Siblings:
         if together <= 0 or together**2 < CORRELATED * spread_size * spread_peak:
             return typical, False
         line = self._peak / count + together / spread_size * (input_bytes - self._size / count)
-        return int(max(peaks[0] / 2, 1.1 * line)), True
+        missed = sqrt(max(0.0, spread_peak - together**2 / spread_size)) / count
+        sure = LINE_HEADROOM if count >= FEW or input_bytes < 2 * sizes[-1] else FEW_HEADROOM
+        return int(max(peaks[0] / 2, sure * line + 2 * missed)), True
 
 
 @dataclass
@@ -98,6 +110,7 @@ class History:
     """What was measured before, in a file of one line for each stage."""
 
     file: Path
+    learned: int = 0  # stages of this build
     _out: int = -1
     _unwritten: list[str] = field(default_factory=list)
     _past: dict[str, Past] = field(default_factory=dict)
@@ -114,7 +127,8 @@ class History:
         for line in lines[-MAX_LINES:]:
             try:
                 row = json.loads(line)
-                past = Past(int(row["peak"]), float(row["s"]), tuple(map(int, row.get("parts", ()))))
+                parts, cpu_s = tuple(map(int, row.get("parts", ()))), float(row.get("cpu", 0))
+                past = Past(int(row["peak"]), float(row["s"]), cpu_s, parts)
                 self._past.update(dict.fromkeys(row["keys"], past))
                 self._nameless = self._nameless or "unit" not in row
                 self._names.add(row.get("unit", ""))
@@ -129,13 +143,13 @@ class History:
         """Whether a unit of that name was ever measured: else its keys need not be made."""
         return self._nameless or os.path.basename(unit) in self._names  # noqa: PTH119
 
-    def predict(self, stage: Stage, *, budget_bytes: int, slots: int) -> None:
-        """Fill in what the stage is supposed to need."""
+    def predict(self, stage: Stage, *, room_bytes: int, slots: int) -> None:
+        """Fill in what the stage is supposed to need; ``room_bytes``: what all stages may have together."""
         for key in stage.keys:
             past = self._past.get(key)
             if past is not None:
-                stage.predicted_bytes, stage.predicted_s = int(past.peak_bytes * HEADROOM), past.seconds
-                stage.source = "history"
+                stage.predicted_bytes, stage.source = int(past.peak_bytes * HEADROOM), "history"
+                stage.predicted_s, stage.predicted_cpu_s = past.seconds, past.cpu_s
                 stage.parts = tuple(int(part * HEADROOM) for part in past.parts)
                 return
         siblings = self._siblings[f"{stage.name} {stage.arch}"]
@@ -146,22 +160,35 @@ class History:
             stage.source = "siblings"
             if is_explained:
                 stage.parts, stage.predicted_s = siblings.course(stage.predicted_bytes)
+                stage.predicted_cpu_s = stage.predicted_s
             return
         # Unknown: as its kind, but never so much that a small budget could not try two at once.
         prior = PRIOR.get(stage.name, OTHER_PRIOR)
-        stage.predicted_bytes, stage.source = min(prior, budget_bytes // max(2, slots)), "prior"
+        stage.predicted_bytes, stage.source = min(prior, int(ROOMY * room_bytes / max(2, slots))), "prior"
 
     def learn(self, stage: Stage, *, peak_bytes: int, seconds: float) -> None:
         """Keep what was measured, for siblings now and for the next build."""
+        self.learned += 1
         known = next((self._past[key] for key in stage.keys if key in self._past), None)
         parts = stage.course() or (
             known.parts if known is not None and peak_bytes <= known.peak_bytes else ()
         )
-        self._past.update(dict.fromkeys(stage.keys, Past(peak_bytes, seconds, parts)))
+        seconds = min(seconds, stage.cpu_s or seconds)  # a busy machine does not count
+        self._past.update(dict.fromkeys(stage.keys, Past(peak_bytes, seconds, stage.cpu_s, parts)))
         for group in (f"{stage.name} {stage.arch}", stage.name):
-            self._siblings[group].add(peak_bytes, stage.input_bytes, seconds=seconds, parts=stage.course())
-        row = {"keys": list(stage.keys), "peak": peak_bytes, "s": round(seconds, 3), "stage": stage.name}
-        row["unit"] = os.path.basename(stage.unit)  # noqa: PTH119
+            siblings = self._siblings[group]
+            if len(siblings.peaks) < FEW or not (
+                stage.pageouts or stage.hibernations
+            ):  # else it is not exact
+                siblings.add(peak_bytes, stage.input_bytes, seconds=seconds, parts=stage.course())
+        row = {
+            "keys": list(stage.keys),
+            "peak": peak_bytes,
+            "s": round(seconds, 3),
+            "cpu": round(stage.cpu_s, 3),
+            "stage": stage.name,
+            "unit": os.path.basename(stage.unit),  # noqa: PTH119
+        }
         self._names.add(str(row["unit"]))
         if parts:
             row["parts"] = parts

@@ -11,10 +11,12 @@ from enum import Enum
 from typing import NamedTuple
 
 from fewbits.build.schedule import margin
-from fewbits.build.stage import PLATEAU_S, Stage, State
+from fewbits.build.stage import PLATEAU_S, START_BYTES, Stage, State
 
-HORIZON_S = 0.3  # growth is carried on for so long: six samples
+HORIZON_S = 0.12  # growth is carried on for so long at least: the time of five samples near the limit
+SAMPLES_AHEAD = 4  # for the time of so many samples where they come more slowly
 SETTLE_S = 0.4  # between two measures against the same stage
+REST_S = 0.1  # a pause lasts so long at least
 KNOWN_SHARE = 0.02  # what a known stage may still surprise us with
 SURE_SHARE = 0.75  # of the budget: a stage that is alone is not paged before that is used
 RISING_S = 1.0  # growth without a step back for so long, beyond the class, is a runaway
@@ -51,7 +53,13 @@ def runaways(present: Sequence[Stage], *, now_s: float, limit_bytes: int | None 
 
 
 def relieve(
-    present: Sequence[Stage], *, budget_bytes: int, other_bytes: int, now_s: float, fixed: bool = True
+    present: Sequence[Stage],
+    *,
+    budget_bytes: int,
+    other_bytes: int,
+    now_s: float,
+    fixed: bool = True,
+    horizon_s: float = HORIZON_S,
 ) -> list[Action]:
     """What to do now, if anything.
 
@@ -61,34 +69,45 @@ def relieve(
         other_bytes: what the build's other processes hold.
         now_s: the time.
         fixed: the budget is the user's own, so waiting does not make it larger.
+        horizon_s: how far growth is carried on.
     """
-    top = budget_bytes - margin(budget_bytes)
+    spare = margin(budget_bytes)
+    if all(is_known(stage) for stage in present if stage.is_at_work):
+        spare //= 2  # what they will take is known: the other half is left free when one begins
+    top = budget_bytes - spare
     used = other_bytes + sum(s.rss_bytes for s in present)
     active = sorted((s for s in present if s.state is State.RUNNING), key=lambda s: -s.started_s)
     paging = [s for s in present if s.state is State.PAGING]
     resting = [s for s in present if s.state in (State.PAUSED, State.HIBERNATED)]
-    ahead = used + sum(_growth(stage, now_s) for stage in active)
+    growths = [growth(stage, now_s, horizon_s) for stage in active]
+    ahead = used + sum(growths)
     if ahead <= top:
         return _resume(active, paging, resting, used=used, top=top, now_s=now_s)
     if len(active) > 1:
         # As many as it takes; beyond the top itself, all but the oldest.
         victims = []
-        for stage in active[:-1]:
+        for stage, grows in zip(active[:-1], growths, strict=False):
             if ahead <= top and used <= top:
                 break
             victims.append(Action(Kind.PAUSE, stage))
-            ahead -= _growth(stage, now_s)
+            ahead -= grows
         return victims
     return _squeeze(active, paging, resting, used=used, top=top, now_s=now_s, fixed=fixed)
 
 
-def _growth(stage: Stage, now_s: float) -> float:
+def is_known(stage: Stage) -> bool:
+    """Whether it goes on as is known of it, as far as can be seen."""
+    return (stage.source == "history" or bool(stage.parts)) and stage.size_bytes < 1.1 * stage.predicted_bytes
+
+
+def growth(stage: Stage, now_s: float, horizon_s: float) -> float:
     """What it will take very soon: as it goes now, but no more than it is known to need."""
-    soon = max(0.0, stage.rate) * HORIZON_S
-    if (stage.source == "history" or stage.parts) and stage.size_bytes < 1.1 * stage.predicted_bytes:
+    begins = max(0, min(START_BYTES, stage.predicted_bytes) - stage.size_bytes)
+    soon = max(0.0, stage.rate) * horizon_s + begins
+    if is_known(stage):
         top = stage.predicted_bytes
-        if stage.parts and not stage.pauses and stage.attempts == 1:
-            done = (now_s + HORIZON_S - stage.started_s) / max(0.1, stage.predicted_s) * len(stage.parts)
+        if stage.follows_course:
+            done = stage.done_share(now_s, horizon_s) * len(stage.parts)
             top = max(stage.parts[: int(done) + 1])
         return min(soon, max(top - stage.size_bytes, KNOWN_SHARE * stage.predicted_bytes))
     return soon
@@ -134,10 +153,10 @@ def _resume(
     if not resting or paging:
         return []
     oldest = min(resting, key=lambda s: s.started_s)
-    if active and now_s - oldest.since_s < SETTLE_S:
+    if active and now_s - oldest.since_s < REST_S:
         return []
-    growth = sum(max(0, s.expected_bytes - s.rss_bytes) for s in active)
+    taken = sum(max(0, s.expected_bytes - s.rss_bytes) for s in active)
     needs = max(0, oldest.expected_bytes - oldest.rss_bytes)
-    if not active or used + growth + needs <= top:
+    if not active or used + taken + needs <= top:
         return [Action(Kind.RESUME, oldest)]
     return []

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from fewbits.build.stage import Stage, State
 
 PATIENCE_S = 20.0  # a stage that was passed over for so long lets nobody pass any more
+RESTING_S = 2.0
 EARLY, LATE = 0.92, 1.12  # how much faster or slower than last time a stage may go
 MARGIN_SHARE, MARGIN_BYTES = 0.04, 12 * 2**20
 
@@ -26,6 +27,7 @@ def admit(
     other_bytes: int,
     slots: int,
     now_s: float,
+    pace: float = 1.0,
 ) -> list[Stage]:
     """The waiting stages that may start now.
 
@@ -36,14 +38,15 @@ def admit(
         other_bytes: what the build's other processes hold.
         slots: how many may run at once.
         now_s: the time.
+        pace: how much slower stages go than on a processor of their own.
     """
     if any(stage.alone for stage in present):
         return []
     room = budget_bytes - margin(budget_bytes) - other_bytes
-    course = [stage_course(stage, now_s) for stage in present]
-    busy = sum(stage.state in (State.RUNNING, State.PAGING) for stage in present)
+    course = [stage_course(stage, now_s, pace) for stage in present]
+    busy = sum(stage.is_at_work for stage in present)
     started: list[Stage] = []
-    for stage in sorted(waiting, key=lambda s: (-s.predicted_bytes, s.queued_s)):
+    for stage in _in_order(waiting):
         count = len(present) + len(started)
         if busy + len(started) >= slots:
             break
@@ -52,7 +55,7 @@ def admit(
             if count == 0:
                 return [stage]
             continue
-        fresh = Course(stage.predicted_bytes, stage.parts, 0.0, stage.predicted_s)
+        fresh = Course(stage.predicted_bytes, stage.parts, 0.0, stage.predicted_s * pace)
         if fits(fresh, course, room) or (count == 0 and not started):
             started.append(stage)
             course.append(fresh)
@@ -62,6 +65,21 @@ def admit(
         oldest = min(s.queued_s for s in waiting if s.alone)
         return [s for s in started if now_s - oldest < PATIENCE_S]
     return started
+
+
+def _in_order(waiting: Sequence[Stage]) -> list[Stage]:
+    """The biggest first; of those of whose kind nothing is known, the one of median input, then the smallest.
+
+    These end soon, and tell how the need follows from the input.
+    """
+    inputs = sorted(s.input_bytes for s in waiting if s.source == "prior")
+    middle = inputs[len(inputs) // 2] if len(inputs) > 2 else -1
+
+    def rank(stage: Stage) -> tuple[int, int, float]:
+        unknown = stage.source == "prior" and stage.input_bytes != middle
+        return -stage.predicted_bytes, stage.input_bytes if unknown else 0, stage.queued_s
+
+    return sorted(waiting, key=rank)
 
 
 class Course(NamedTuple):
@@ -89,21 +107,21 @@ class Course(NamedTuple):
         return max(self.held if soon else 0, *self.parts[slowest : fastest + 1], 0)
 
 
-def stage_course(stage: Stage, now_s: float) -> Course:
+def stage_course(stage: Stage, now_s: float, pace: float = 1.0) -> Course:
     """What a present stage will still need."""
     most = max(stage.expected_bytes, stage.rss_bytes)
-    if stage.state is State.HIBERNATED:
+    patience = RESTING_S + 2 * stage.predicted_s  # then newcomers leave it room to go on
+    if stage.state is State.HIBERNATED and now_s - stage.since_s < patience:
         return Course(stage.rss_bytes, (), 0.0, 0.0)
-    known = stage.parts and stage.state is State.RUNNING and stage.size_bytes <= stage.predicted_bytes
-    if not known or stage.attempts > 1 or stage.pauses:
+    known = stage.state is State.RUNNING and stage.size_bytes <= stage.predicted_bytes
+    if not known or not stage.follows_course:
         return Course(most, (), 0.0, 0.0)
-    done = (now_s - stage.started_s) / stage.predicted_s
     # Its memory says how far it has come, too: on a busy machine that is less far than the clock says.
     reached = sum(part <= stage.rss_bytes for part in stage.parts) / len(stage.parts)
-    done = min(done, reached + 1 / len(stage.parts))
+    done = min(stage.done_share(now_s), reached + 1 / len(stage.parts))
     if done >= 1:
         return Course(most, (), 0.0, 0.0)
-    return Course(most, stage.parts, done, stage.predicted_s, stage.rss_bytes)
+    return Course(most, stage.parts, done, stage.predicted_s * pace, stage.rss_bytes)
 
 
 def fits(fresh: Course, present: Sequence[Course], room: int) -> bool:

@@ -29,6 +29,7 @@ PRIOR = {
     "nvcc": 600_000_000,
 }
 PLATEAU_S = 1.5  # no growth for so long is a plateau
+START_BYTES = 30_000_000  # a compiler reaches that in its first moment, which says nothing about its growth
 PARTS, SHORT_S = 8, 0.5
 OTHER_PRIOR, OTHER_LARGEST = 200_000_000, 4_000_000_000
 
@@ -73,7 +74,8 @@ class Stage:
     keys: tuple[str, ...] = ()
     input_bytes: int = 0
     predicted_bytes: int = 0
-    predicted_s: float = 0.0
+    predicted_s: float = 0.0  # on a processor of its own
+    predicted_cpu_s: float = 0.0
     parts: tuple[int, ...] = ()  # the most in each eighth of its length, last time
     source: str = "prior"
     queued_s: float = 0.0
@@ -96,6 +98,7 @@ class Stage:
     grew_s: float = 0.0
     rising_s: float = 0.0
     cpu_s: float = 0.0
+    used_cpu_s: float = 0.0  # so far, at the last sample
     code: int | None = None
     attempts: int = 0
     pauses: int = 0
@@ -108,6 +111,7 @@ class Stage:
     alone: bool = False
     paged_bytes: int = 0  # anonymous memory when the pager was called, and the lowest since
     lowest_bytes: int = 0
+    file_bytes: int = 0  # of the memory that is no private one, the most before anything was paged out
     since_s: float = 0.0  # in this state
     sampled_s: float = 0.0
     page_failed: bool = False
@@ -133,9 +137,19 @@ class Stage:
         return self.state in ON_MACHINE
 
     @property
+    def is_at_work(self) -> bool:
+        """Whether it takes a processor."""
+        return self.state in (State.RUNNING, State.PAGING)
+
+    @property
     def class_bytes(self) -> int:
         """Twice the largest that is known of its kind: beyond, growth without end is suspected."""
         return 2 * max(LARGEST_SEEN.get(self.name, OTHER_LARGEST), self.predicted_bytes)
+
+    @property
+    def follows_course(self) -> bool:
+        """Whether its memory may be expected to go on as that of last time."""
+        return bool(self.parts) and self.attempts <= 1 and not (self.pageouts or self.hibernations)
 
     def reset(self) -> None:
         """Begin an attempt."""
@@ -143,13 +157,15 @@ class Stage:
         self.rate = self.sampled_s = 0.0
         self.grew_s = self.rising_s = self.started_s
         self.can_page = self.page_failed = False
-        self.paged_bytes = self.futile = 0
+        self.paged_bytes = self.futile = self.file_bytes = 0
+        self.used_cpu_s = 0.0
         self.members = []
 
     def sized(self, now_s: float, size_bytes: int) -> None:
         """Take a new sample of the size: how fast it grows, and since when without a step back."""
         if now_s > self.sampled_s > 0:
-            rate = (size_bytes - self.size_bytes) / (now_s - self.sampled_s)
+            grown = max(size_bytes, START_BYTES) - max(self.size_bytes, START_BYTES)
+            rate = grown / (now_s - self.sampled_s)
             self.rate = rate if self.rate == 0 else 0.5 * self.rate + 0.5 * rate
         self.size_bytes, self.sampled_s = size_bytes, now_s
         self.most_bytes = max(self.most_bytes, size_bytes)
@@ -157,6 +173,13 @@ class Stage:
             self.rising_s = now_s
         if size_bytes > 1.002 * self.high_bytes or size_bytes < 0.95 * self.high_bytes:
             self.high_bytes, self.grew_s = size_bytes, now_s
+
+    def done_share(self, now_s: float, ahead_s: float = 0.0) -> float:
+        """How far it has come, as a share of its length: by the processor's time, as others slow it down."""
+        if self.predicted_cpu_s and self.used_cpu_s:
+            speed = max(1.0, self.predicted_cpu_s / max(0.001, self.predicted_s))  # more threads than one
+            return (self.used_cpu_s + speed * (now_s - self.sampled_s + ahead_s)) / self.predicted_cpu_s
+        return (now_s - self.started_s + ahead_s) / max(0.05, self.predicted_s)
 
     def course(self) -> tuple[int, ...]:
         """The most in each eighth of its length; () if it was disturbed or too short to tell."""

@@ -130,9 +130,15 @@ def sample_stage(sampler: Sampler, stage: Stage, now_s: float, *, look: bool) ->
     if leaf != stage.leaf or (not stage.can_page and fresh_look and rss > 4 * 2**20):
         stage.leaf, stage.can_page = leaf, has_pager(leaf)
     stage.rss_bytes, stage.anon_bytes = rss, anon
+    if stage.predicted_cpu_s and stage.parts:
+        stage.used_cpu_s = max(stage.used_cpu_s, sampler.cpu_seconds(stage.members))
     stage.lowest_bytes = min(stage.lowest_bytes, anon)
-    # Once something was paged out, resident memory says little: then the private addresses count.
-    size = max(rss, data) if stage.pageouts or stage.hibernations else rss
+    size = rss
+    if stage.pageouts or stage.hibernations:
+        # Once something was paged out, resident memory says little: then the private addresses count.
+        size = max(rss, data + stage.file_bytes)
+    else:
+        stage.file_bytes = max(stage.file_bytes, rss - anon)
     stage.sized(now_s, size)
     stage.peak_bytes = max(stage.peak_bytes, rss)
     stage.note(now_s, rss)
