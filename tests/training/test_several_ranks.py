@@ -157,11 +157,33 @@ def test_sharded_and_killed_and_resumed_on_more_ranks(killer, make, still_folder
     assert weights(tmp_path / "shares").keys() == weights(tmp_path / "one").keys()
 
 
+@pytest.mark.parametrize("options", [{**LORA, "optimizer": "adamw_8bit"}, FULL], ids=["lora 8 bit", "full"])
+def test_whole_and_then_in_shares_or_cut(options, killer, make, still_folder, tmp_path):
+    """Two ranks that hold the whole model each, killed; then three that hold shares; then two that cut layers."""
+    options = {**options, "lora_dropout": 0.0, "gradient_accumulation": 3, "max_steps": 6, "save_steps": 2}
+    assert killer.run(make(still_folder, "one", **options), resume=False)["status"] == 0
+    config = make(still_folder, "moved", **options)
+    killer.run_ranks([config] * 2, kill=(1, -3), pace=FAST)
+    assert not (newest(tmp_path / "moved") / "sharded.json").exists()
+    killer.run_ranks([{**config, "parallel": "fsdp"}] * 3, resume=True, kill=(1, -5), pace=FAST)
+    assert (newest(tmp_path / "moved") / "sharded.json").exists()
+    ran(killer.run_ranks([{**config, "parallel": "tensor"}] * 2, resume=True))
+    found, want = curve(tmp_path / "moved"), curve(tmp_path / "one")
+    assert [record[:2] for record in found] == [record[:2] for record in want]
+    torch.testing.assert_close([r[2] for r in found], [r[2] for r in want], rtol=1e-4, atol=0)
+
+
+def newest(run: Path) -> Path:
+    return max((run / "checkpoints").iterdir(), key=lambda path: int(path.name.split("-")[1]))
+
+
 def test_layers_cut_between_two_ranks_follow_one_process(killer, make, still_folder, tmp_path):
     """Tensor parallelism: both ranks see the same rows, and sums over a layer's halves have another order."""
     options = {**LORA, "lora_dropout": 0.0, "max_steps": 3}
     assert killer.run(make(still_folder, "one", **options), resume=False)["status"] == 0
-    ran(killer.run_ranks([make(still_folder, "halves", parallel="tensor", **options)] * 2))
+    config = make(still_folder, "halves", parallel="tensor", **options)
+    killer.run_ranks([config] * 2, kill=(1, -2), pace=FAST)
+    ran(killer.run_ranks([config] * 2, resume=True))
     found, want = curve(tmp_path / "halves"), curve(tmp_path / "one")
     assert [record[:2] for record in found] == [record[:2] for record in want]
     torch.testing.assert_close([r[2] for r in found], [r[2] for r in want], rtol=1e-5, atol=0)

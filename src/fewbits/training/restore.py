@@ -7,25 +7,23 @@ from typing import Any
 
 from torch import nn
 
-from fewbits.errors import SpecMismatch
 from fewbits.training.checkpointing import load_weights, save_weights
 
 
 def restore(model: nn.Module, folder: Path, optimizer: Any = None) -> None:
-    """Put a checkpoint's weights into the model; of a sharded one also the optimizer's state, if it is given.
+    """Put a checkpoint's weights into the model; where either is sharded the optimizer's state, too.
 
     Raises:
-        BadCheckpoint, SpecMismatch: it is damaged, of another model, or whole where the model is sharded.
+        BadCheckpoint, SpecMismatch: it is damaged, or of another model.
     """
     from fewbits.training.sharded_checkpoint import is_sharded_checkpoint, load_sharded
 
     if is_sharded_checkpoint(folder):
         load_sharded(folder, model, optimizer)
     elif has_shards(model):
-        raise SpecMismatch(
-            f"{folder} was written by ranks that each held the whole model, and this run shards it; resume"
-            " with parallel=ddp."
-        )
+        from fewbits.training.whole_checkpoint import load_whole
+
+        load_whole(folder, model, optimizer)
     else:
         load_weights(model, folder)
 
@@ -44,4 +42,6 @@ def has_shards(model: nn.Module) -> bool:
     """Whether a rank holds parts of the parameters only."""
     from torch.distributed.tensor import DTensor
 
-    return any(isinstance(p, DTensor) for p in model.parameters())
+    from fewbits.training.tensor_parallel import tensor_parallel_of
+
+    return tensor_parallel_of(model) is not None or any(isinstance(p, DTensor) for p in model.parameters())

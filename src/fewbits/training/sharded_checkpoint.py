@@ -72,7 +72,7 @@ def save_sharded(
 
     reshard(model)
     optimizer = _inner(optimizer)
-    state: dict[str, Any] = {f"model.{name}": tensor for name, tensor in _kept(model).items()}
+    state: dict[str, Any] = {f"model.{name}": tensor for name, tensor in kept(model).items()}
     if optimizer is not None:
         state |= _optimizer_state(model, optimizer)
     state |= {f"scales.{_rank()}.{name}": tensor for name, tensor in scales_of(model).items()}
@@ -105,7 +105,7 @@ def load_sharded(folder: Path, model: Any, optimizer: Any = None) -> dict[str, A
     reshard(model)
     optimizer = _inner(optimizer)
     facts, sizes = _read(folder)
-    state: dict[str, Any] = {f"model.{name}": tensor for name, tensor in _kept(model).items()}
+    state: dict[str, Any] = {f"model.{name}": tensor for name, tensor in kept(model).items()}
     _check(folder, state, sizes)
     if optimizer is not None:
         state |= _empty_optimizer_state(folder, model, sizes)
@@ -115,7 +115,7 @@ def load_sharded(folder: Path, model: Any, optimizer: Any = None) -> dict[str, A
     with _Together(f"{folder} could not be read"), torch.no_grad():
         load(state, checkpoint_id=str(folder / FOLDER), no_dist=not distributed.is_initialized())
     if optimizer is not None:
-        _fill_optimizer(model, optimizer, state, facts["optimizer"], sizes)
+        fill_optimizer(model, optimizer, state, facts["optimizer"], sizes)
     if scales:
         names = dict.fromkeys(key.split(".", 2)[2] for key in scales)
         found = {n: [t for k, t in state.items() if k in scales and k.endswith(f".{n}")] for n in names}
@@ -131,7 +131,7 @@ def is_sharded_checkpoint(folder: Path) -> bool:
 # 1. What is kept.
 
 
-def _kept(model: Any) -> dict[str, Tensor]:
+def kept(model: Any) -> dict[str, Tensor]:
     """What a checkpoint holds of the model: trained parameters with adapters, else all, each once."""
     views = whole_views(model)
     if hasattr(model, "peft_config"):
@@ -156,6 +156,11 @@ def _named(model: Any, optimizer: Any) -> Iterator[tuple[str, Tensor, Tensor]]:
                     " sharded."
                 )
             yield names[id(param)], param, views[names[id(param)]]
+
+
+def whole_slices(model: Any, optimizer: Any) -> list[tuple[str, Tensor]]:
+    """Names of the parameters that an optimizer steps, in its order, and each as a slice of the whole one."""
+    return [(name, view) for name, _, view in _named(model, _inner(optimizer))]
 
 
 def _optimizer_state(model: Any, optimizer: Any) -> dict[str, Tensor]:
@@ -240,9 +245,19 @@ def _empty_optimizer_state(folder: Path, model: Any, sizes: Mapping[str, Any]) -
     return state
 
 
-def _fill_optimizer(
+def fill_optimizer(
     model: Any, optimizer: Any, state: Mapping[str, Tensor], groups: list[Any], sizes: Mapping[str, Any]
 ) -> None:
+    """Give the optimizer its settings and state.
+
+    Args:
+        model: its model.
+        optimizer: what steps it.
+        state: "optimizer.<parameter>.<key>": tensors, moments as slices of this rank.
+        groups: the settings of each group.
+        sizes: for each moment the ``chunks`` that it was written in (of `AdamW8bit`).
+    """
+    optimizer = _inner(optimizer)
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
         for key, value in saved.items():
             group[key] = tuple(value) if isinstance(group.get(key), tuple) else value

@@ -305,16 +305,18 @@ class Trainer(transformers.Trainer):
         restore(self._plain_model(), Path(resume_from_checkpoint))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        is_whole = checkpoint is None or not is_sharded_checkpoint(Path(checkpoint))
         several_cpus = self.args.device.type == "cpu" and self.args.world_size > 1
-        if checkpoint is None or (is_whole and not several_cpus):
+        shards = checkpoint is not None and (
+            self.layout.is_sharded or is_sharded_checkpoint(Path(checkpoint))
+        )
+        if checkpoint is None or not (shards or several_cpus):
             super()._load_optimizer_and_scheduler(checkpoint)
             return
-        if is_whole:  # the base class loads to "cpu:0", which torch 2.11 knows no way to
+        if shards:
+            restore(self._plain_model(), Path(checkpoint), self.optimizer)
+        else:  # the base class loads to "cpu:0", which torch 2.11 knows no way to
             state = torch.load(Path(checkpoint) / _OPTIMIZER_FILE, map_location="cpu", weights_only=True)
             self.optimizer.load_state_dict(state)
-        else:
-            restore(self._plain_model(), Path(checkpoint), self.optimizer)
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / _SCHEDULER_FILE, weights_only=True))
 
     def _plain_model(self) -> Any:
