@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fewbits.bench.measure import CudaTimer, measure
+from fewbits.errors import Unsupported
 from fewbits.formats.stochastic import STOCHASTIC, Stochastic
 from fewbits.kernels import _stochastic_thermometer as thermometer
 from fewbits.kernels.quantize_stochastic import quantize_stochastic, quantize_stochastic_ref
@@ -52,7 +53,14 @@ def same(what: str, got: Tensor, expected: Tensor) -> None:
 def check_products(device: torch.device) -> None:
     """Against the definition on the CPU, over row counts, options, odd shapes and both paths."""
     for name, options in OPTIONS.items():
-        for N, M, D in ((1, 300, 1000), (2, 65, 384), (4, 1030, 4096), (17, 77, 91), (600, 2100, 1024)):
+        for N, M, D in (
+            (1, 300, 1000),
+            (2, 65, 384),
+            (4, 1030, 4096),
+            (17, 77, 91),
+            (100, 2600, 4100),
+            (600, 2100, 1024),
+        ):
             a, b = (options.quantize(torch.randn(rows, D, device=device)) for rows in (N, M))
             expected = stochastic_codes(*(x.cpu() for p in (a, b) for x in p.parts.values()), options)
             got = stochastic_codes(a.codes, a.scales, b.codes, b.scales, options)
@@ -85,20 +93,22 @@ def check_the_rest(device: torch.device) -> None:
                 same(f"quantize {dtype} smooth={smooth is not None} is_b={is_b}", part, want)
 
 
-def ratio_row(timer: CudaTimer, label: str, N: int, bf16, variants: dict, repeats: int) -> list[str]:
-    """One shape's times, and their ratio to bf16's."""
-    times = measure({"bf16": bf16} | variants, timer, rounds=4, repeats=repeats)
-    base = times["bf16"].p50
-    rows = []
-    for name, t in times.items():
+def print_rows(timer: CudaTimer, label: str, N: int, bf16, variants: dict, repeats: int) -> None:
+    """One shape's times, each with bf16's taking turns, and their ratio."""
+    for name, variant in variants.items():
+        head = f"{label:14s} {N:5d} {name:14s}"
+        try:
+            times = measure({"bf16": bf16, name: variant}, timer, rounds=4, repeats=repeats)
+        except Unsupported as error:
+            print(f"{head} {error}", flush=True)
+            continue
+        base, mine = times["bf16"].p50, times[name].p50
         goal = GOALS.get((N, name))
-        verdict = "" if goal is None else f"{goal:6.1f} {'met' if t.p50 / base <= goal else 'MISSED'}"
-        rows.append(f"{label:14s} {N:5d} {name:14s} {t.p50:12.1f} {t.p50 / base:8.2f}  {verdict}")
-    return rows
+        verdict = "" if goal is None else f"{goal:6.1f} {'met' if mine / base <= goal else 'MISSED'}"
+        print(f"{head} {base:10.1f} {mine:12.1f} {mine / base:8.2f}  {verdict}", flush=True)
 
 
-def linears(timer: CudaTimer, shapes: dict, device: torch.device, repeats: int) -> list[str]:
-    rows = []
+def linears(timer: CudaTimer, shapes: dict, device: torch.device, repeats: int) -> None:
     for label, (D, M) in shapes.items():
         weight = torch.randn(M, D, device=device, dtype=torch.bfloat16)
         qb = {name: quantize_stochastic(weight, options) for name, options in OPTIONS.items()}
@@ -123,7 +133,7 @@ def linears(timer: CudaTimer, shapes: dict, device: torch.device, repeats: int) 
                 variants["thermometer 32"] = lambda o=operands, t=tables, y=y: partial(
                     thermometer.launch, o, t, None, 128, y
                 )
-            rows += ratio_row(
+            print_rows(
                 timer,
                 label,
                 N,
@@ -131,12 +141,11 @@ def linears(timer: CudaTimer, shapes: dict, device: torch.device, repeats: int) 
                 variants,
                 repeats if N < 2048 else 2,
             )
-    return rows
 
 
-def attention(timer: CudaTimer, device: torch.device, repeats: int) -> list[str]:
+def attention(timer: CudaTimer, device: torch.device, repeats: int) -> None:
     """Llama-3.1-8B: 8 groups of 4 query heads of 128, over 2048 keys; both operands quantised on the fly."""
-    whole, rows = replace(STOCHASTIC, chunk_d=0), []
+    whole = replace(STOCHASTIC, chunk_d=0)
     for label, N, M, D in (
         ("QK^T decode", 4, 2048, 128),
         ("PV decode", 4, 128, 2048),
@@ -148,7 +157,7 @@ def attention(timer: CudaTimer, device: torch.device, repeats: int) -> list[str]
         def run(a=a, b=b) -> Tensor:
             return stochastic_codes(*quantize_stochastic(a, whole), *quantize_stochastic(b, whole), whole)
 
-        rows += ratio_row(
+        print_rows(
             timer,
             label,
             N,
@@ -156,7 +165,6 @@ def attention(timer: CudaTimer, device: torch.device, repeats: int) -> list[str]
             {"halve": lambda r=run: r},
             repeats,
         )
-    return rows
 
 
 def main() -> None:
@@ -176,9 +184,11 @@ def main() -> None:
         assert torch.cuda.current_device() == 0
     timer, repeats = CudaTimer(device), 4 if args.quick else 8
     shapes = dict(list(SHAPES.items())[:2]) if args.quick else SHAPES
-    rows = linears(timer, shapes, device, repeats) + attention(timer, device, repeats)
-    print(f"{'shape':14s} {'N':>5s} {'variant':14s} {'us':>12s} {'x bf16':>8s}  {'goal':>6s}")
-    print("\n".join(rows))
+    print(
+        f"{'shape':14s} {'N':>5s} {'variant':14s} {'bf16 us':>10s} {'us':>12s} {'x bf16':>8s}  {'goal':>6s}"
+    )
+    linears(timer, shapes, device, repeats)
+    attention(timer, device, repeats)
 
 
 if __name__ == "__main__":

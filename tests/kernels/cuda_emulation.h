@@ -64,6 +64,32 @@ inline unsigned __shfl_xor_sync(unsigned mask, unsigned value, int bits) {
     return warp.lanes[mine & 1][threadIdx.x % 32 ^ bits];
 }
 
+namespace emulation {
+// mma.sync.m16n8k32 of bytes, T's signedness: the operands' fragments as PTX ISA lays them out over the lanes.
+struct Fragments { unsigned word[6]; };  // 4 of the first operand (16, 32), 2 of the second (32, 8)
+template <class T> inline void mma(int *d, Fragments own) {
+    static std::vector<Fragments> lanes[2];
+    static std::vector<unsigned> arrived, generation;
+    for (auto &of_warps : lanes) of_warps.resize(threads.size());
+    arrived.resize(warps.size()), generation.resize(warps.size());
+    const unsigned warp = threadIdx.x / 32, lane = threadIdx.x % 32, mine = generation[warp];
+    lanes[mine & 1][threadIdx.x] = own;
+    if (++arrived[warp] == 32) { arrived[warp] = 0; generation[warp]++; }
+    while (generation[warp] == mine) yield();
+    const Fragments *of = &lanes[mine & 1][warp * 32];
+    for (int r = 0; r < 4; r++) {
+        const int row = lane / 4 + 8 * (r / 2), column = 2 * (lane % 4) + r % 2;
+        int sum = d[r];
+        for (int k = 0; k < 32; k++) {
+            const unsigned x = of[row % 8 * 4 + k % 16 / 4].word[row / 8 + k / 16 * 2] >> 8 * (k % 4);
+            const unsigned y = of[column * 4 + k % 16 / 4].word[4 + k / 16] >> 8 * (k % 4);
+            sum += (int)(T)x * (int)(T)y;
+        }
+        d[r] = sum;
+    }
+}
+}  // namespace emulation
+
 inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
     const uint64_t bytes = (uint64_t)y << 32 | x;
     unsigned out = 0;

@@ -85,6 +85,37 @@ def test_nothing_and_what_is_refused() -> None:
         stochastic_emulated(*operands[:2], operands[2][:, 1:], operands[3], STOCHASTIC)
 
 
+@pytest.mark.interpret
+def test_kernels_make_values_and_features(kernel_device: str) -> None:
+    """To the step of bfloat16 and of E4M3."""
+    from fewbits.kernels import _stochastic_features_triton as kernels
+    from fewbits.kernels.stochastic_emulated import _expanded, features_of
+
+    options, D = replace(STOCHASTIC, chunk_d=16), 40
+    codes, scales, _, _ = (x.to(kernel_device) for x in operands_of(options, 3, 2, D))
+    made = kernels.values(codes, scales, 16)
+    torch.testing.assert_close(
+        made.float(), codes * scales.repeat_interleave(16, 1)[:, :D], rtol=2**-7, atol=0
+    )
+    features = features_of(options, 3, 16, torch.device(kernel_device))
+    shares = scales / scales.amax(1, keepdim=True)
+    for part in (range(0, 2), range(1, 3)):
+        got = kernels.features(codes, shares, features.a16, features.masks, 16, part).float()
+        want = _expanded(codes, shares, features.a16.float(), features, options.chunks(D), part).float()
+        assert got.shape == want.shape
+        near = (got - want).abs() <= 2**-3 * want.abs() + 2**-9
+        # The interpreter's cast loses the carry of a mantissa that rounds up to the next power of two.
+        assert near.all() if kernel_device == "cuda" else near.float().mean() > 0.9
+        assert (got.sign() == want.sign()).all()
+    base, error = torch.randn(3, 50, dtype=torch.bfloat16), torch.randn(3, 50, dtype=torch.bfloat16)
+    base, error, a, b = (x.to(kernel_device) for x in (base, error, torch.rand(3, 1), torch.rand(50, 1)))
+    y = torch.full((3, 50), torch.nan, device=kernel_device)
+    kernels.add(y, base, error, a, b)
+    kernels.add(y, None, error, a, b)
+    want = base.float() + 2 * (error.float() * (a * b.t()))
+    torch.testing.assert_close(y, want, rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("M", [256, 250])
 def test_on_a_gpu(M: int) -> None:

@@ -28,13 +28,15 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fewbits.errors import BadInput
 from fewbits.formats.stochastic import Stochastic
 from fewbits.formats.streams import product_tables
+from fewbits.kernels import _stochastic_features_triton
 
-_FEATURE_BYTES = 2**28  # of b's features at once
+_FEATURE_BYTES = 2**30  # of b's features at once
 _LARGEST = 224.0  # of a feature: half of what E4M3 holds
 _DEVIATION = 47.0  # of the codes of normal values, 128 under a scale
 
@@ -44,6 +46,8 @@ class Features(NamedTuple):
 
     a: Tensor  # (masks, 128, R) float32, divided by c and scaled up
     b: Tensor  # (masks, 128, R) float32, scaled up
+    a16: Tensor  # the same in bfloat16
+    b16: Tensor
     factor: float  # brings the product of both back
     masks: Tensor  # (chunk,) int64: which mask
 
@@ -65,8 +69,8 @@ def features_of(options: Stochastic, rank: int, chunk: int, device: torch.device
     up_a, up_b = (_LARGEST / max(float(x.abs().amax()), 1e-30) if rank else 1.0 for x in (a, b))
     position = {mask: i for i, mask in enumerate(distinct)}
     index = torch.tensor([position[mask] for mask in masks], device=device)
-    a, b = (a * up_a).float().to(device), (b * up_b).float().to(device)
-    return Features(a, b, 1.0 / (up_a * up_b), index)
+    a, b = ((x * up).float().contiguous().to(device) for x, up in ((a, up_a), (b, up_b)))
+    return Features(a, b, a.bfloat16(), b.bfloat16(), 1.0 / (up_a * up_b), index)
 
 
 # 1. The definition: the approximated table itself, one dimension after the other, in float64.
@@ -114,46 +118,77 @@ def stochastic_emulated(
         raise BadInput(f"emulate_rank={rank} is refused: give a whole number from 0 to 128.")
     if qa.dim() != 2 or qb.dim() != 2 or qa.shape[1] != qb.shape[1]:
         raise BadInput(f"codes {tuple(qa.shape)} and {tuple(qb.shape)} are no (N, D) and (M, D).")
-    D, dtype = qa.shape[1], torch.bfloat16 if qa.is_cuda else torch.float32
-    y = (_dequantized(qa, sa, options).to(dtype) @ _dequantized(qb, sb, options).to(dtype).t()).float()
-    if rank == 0 or y.numel() == 0:
-        return y
+    D, (qa, sa, qb, sb) = qa.shape[1], (x.contiguous() for x in (qa, sa, qb, sb))
+    base = _dequantized(qa, sa, options) @ _dequantized(qb, sb, options).t()
+    if rank == 0 or base.numel() == 0:
+        return base.float()
     chunks = options.chunks(D)
     features = features_of(options, rank, chunks[0].stop - chunks[0].start, qa.device)
     top_a, top_b = sa.amax(1, keepdim=True), sb.amax(1, keepdim=True)
     at_once = max(1, _FEATURE_BYTES // max(1, len(qb) * rank * (chunks[0].stop - chunks[0].start)))
-    for first in range(0, len(chunks), at_once):
-        part = range(first, min(first + at_once, len(chunks)))
-        a = _expanded(qa, sa / top_a, features.a, features, chunks, part)
+    parts = [range(i, min(i + at_once, len(chunks))) for i in range(0, len(chunks), at_once)]
+    top_a = top_a * features.factor
+    chunk = chunks[0].stop
+    widths = [(min(D, part.stop * chunk) - part.start * chunk) * rank for part in parts]
+    whole = len(qb) % 16 == 0 and all(width % 16 == 0 for width in widths)  # what float8 units take
+    if whole and _stochastic_features_triton.takes(qa.device):
+        return _on_units_of_8_bits((qa, sa, top_a), (qb, sb, top_b), base, features, options, parts)
+    y = base.float()
+    for part in parts:
+        a = _expanded(qa, sa * (features.factor / top_a), features.a, features, chunks, part)
         b = _expanded(qb, sb / top_b, features.b, features, chunks, part)
-        y += _product(a, b, top_a * features.factor, top_b)
+        y += _product(a, b) * top_a * top_b.t()
+    return y
+
+
+def _on_units_of_8_bits(
+    a: tuple[Tensor, Tensor, Tensor],
+    b: tuple[Tensor, Tensor, Tensor],
+    base: Tensor,
+    features: Features,
+    options: Stochastic,
+    parts: list[range],
+) -> Tensor:
+    """y of both operands' codes, scales and rows' scales, and the product of what they stand for."""
+    (qa, sa, top_a), (qb, sb, top_b) = a, b
+    D, one = qa.shape[1], torch.ones((), device=qa.device)
+    chunk = options.chunk_d if 0 < options.chunk_d < D else D
+    shares_a, shares_b = sa * (features.factor / top_a), sb / top_b
+    y = torch.empty(base.shape, device=qa.device, dtype=torch.float32)
+    for part in parts:
+        made_a = _stochastic_features_triton.features(qa, shares_a, features.a16, features.masks, chunk, part)
+        made_b = _stochastic_features_triton.features(qb, shares_b, features.b16, features.masks, chunk, part)
+        error = torch._scaled_mm(made_a, made_b.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
+        _stochastic_features_triton.add(y, None if part.start else base, error, top_a, top_b)
     return y
 
 
 def _dequantized(codes: Tensor, scales: Tensor, options: Stochastic) -> Tensor:
+    """In bfloat16 on a GPU, float32 elsewhere."""
     D = codes.shape[1]
     size = options.chunk_d if 0 < options.chunk_d < D else D
-    return codes * scales.repeat_interleave(size, dim=1)[:, :D]  # a tensor of sizes would wait for the device
+    if _stochastic_features_triton.takes(codes.device) and codes.numel():
+        return _stochastic_features_triton.values(codes, scales, size)
+    # A tensor of sizes would wait for the device.
+    made = codes * scales.repeat_interleave(size, dim=1)[:, :D]
+    return made.bfloat16() if codes.is_cuda else made
 
 
 def _expanded(
     codes: Tensor, shares: Tensor, table: Tensor, features: Features, chunks: list[slice], part: range
 ) -> Tensor:
     """Features (rows, D * R) in E4M3 of some chunks."""
-    made = []
+    made, rows = [], table.flatten(0, 1)
     for i in part:
         q = codes[:, chunks[i]]
-        values = table[features.masks[: q.shape[1]], q.abs().long()]  # (rows, D, R)
+        which = features.masks[: q.shape[1]] * 128
+        values = F.embedding(which + q.abs().long(), rows)  # (rows, D, R)
         values = values * (q.sign() * shares[:, i, None])[..., None]
         made.append(values.to(torch.float8_e4m3fn).flatten(1))
     return torch.cat(made, 1)
 
 
-def _product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> Tensor:
-    """``a b^T`` times the rows' scales, float32: on float8 units where they take these shapes."""
-    takes = a.is_cuda and torch.cuda.get_device_capability(a.device) >= (8, 9)
-    if takes and a.shape[1] % 16 == 0 and b.shape[0] % 16 == 0:
-        scales = scale_a.contiguous(), scale_b.t().contiguous()
-        return torch._scaled_mm(a, b.t(), *scales, out_dtype=torch.bfloat16).float()
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """``a b^T`` of features, float32, where there are no float8 units for these shapes."""
     dtype = torch.bfloat16 if a.is_cuda else torch.float32
-    return (a.to(dtype) @ b.to(dtype).t()).float() * scale_a * scale_b.t()
+    return (a.to(dtype) @ b.to(dtype).t()).float()

@@ -1,0 +1,314 @@
+// Products of prepared stochastic operands with many rows: counts looked up in shared memory, sums made by matrix
+// units; see stochastic_codes.py.
+//
+// A block serves 16 rows of a and up to 8 TILES outputs a warp. For 16 inner dimensions at a time (a slice) shared
+// memory holds, for each of the 256 codes of a weight, the counts of all 16 rows: 16 bytes, read by one load.
+// A quarter of a warp reads at once: its 8 lanes own 8 dimensions, each 4 banks, so they never meet. The other
+// 8 dimensions are a second plane. While a slice is looked up, the next one's tables are built beside it.
+//
+// Sums: the 16 bytes that a lane has looked up are its part of the first operand of an 8-bit matrix product,
+// and the second operand, a constant, adds those of the 4 lanes that look up one output:
+//
+//     row l / 4 of D, for lane l's output:        rows 0 ... 7 of a     (the first and third word)
+//     row l / 4 + 8, for the same output:         rows 8 ... 15 of a    (the other two)
+//
+// so 8 outputs, 16 rows and 4 dimensions an instruction, and sums stay in its 32-bit accumulators for a chunk.
+//
+// A byte is MIDDLE + T - k |w| with a whole slope k for each (row, dimension), as in _stochastic_lookup.cu; the sum
+// of k w is one more matrix product, of the weights' own bytes (LINEAR; counts below 128 need none).
+//
+// Weights come in the order in which lanes read them (pack_b), and rows of a as places in the tables (pack_a).
+//
+// Compiled at run time with TILES (a multiple of 4), LINEAR, MIDDLE (of _stochastic_lookup.cu) and THREADS defined.
+
+typedef unsigned int u32;
+typedef unsigned char u8;
+typedef signed char s8;
+typedef long long i64;
+typedef unsigned long long u64;
+
+#define LANES 32
+#define WARPS (THREADS / LANES)
+#define ROWS 16
+#define SLICE 16
+#define PLANE (256 * LANES * 4)      // bytes: 16 for each code and 8 dimensions
+#define UNITS (512 / THREADS)        // parts of a table that a thread builds: 4 rows, 16 codes
+#define TWICE (MIDDLE * 0x02020202u) // a word of it less one of counts is that of the negative counts
+#define GROUPS (TILES / 4)           // of 4 tiles of 8 outputs
+
+struct Product {
+    const s8 *qa;          // (B, N, D)
+    const float *sa;       // (B, N, C)
+    const s8 *qb;          // (B or 1, M, D)
+    const float *sb;       // (B or 1, C, M)
+    const u8 *levels;      // (B or 1, N or 1, C or 1), or null
+    const u8 *tables;      // (levels, masks, 128, 128): MIDDLE + T - k w
+    const s8 *slopes;      // (levels, masks, 128): k
+    const u8 *masks;       // (dimensions of a chunk,): which mask
+    const float *factors;  // (levels,): Q^2 / L
+    u32 *weights;          // (B or 1, slices, quads, 32 lanes, 4 tiles): 4 codes each
+    u32 *places;           // (B, row groups, slices, 16 dimensions, 16 bytes): row of the tables, 1 << 31 if negative
+    u32 *linear;           // (B, row groups, slices, 16 rows, 4): k of 4 dimensions, signed
+    float *y;              // (B, N, M)
+    int N, M, D, C;
+    int chunk;             // inner dimensions of a chunk
+    int per_chunk;         // slices of a chunk
+    int num_masks;
+    int shared_b;          // 1: b has one entry for all of the batch
+    int level_b, level_n, level_c;  // strides of levels; 0 broadcasts
+    int quads;             // of tiles: 32 outputs each
+};
+
+static __device__ __forceinline__ int level_of(const Product &p, int b, int n, int c) {
+    return p.levels ? p.levels[(i64)b * p.level_b + (i64)n * p.level_n + (i64)c * p.level_c] : 0;
+}
+
+// How many inner dimensions a slice has, and which is its first.
+static __device__ __forceinline__ int length_of(const Product &p, int s, i64 *first) {
+    const int c = s / p.per_chunk, offset = (s - c * p.per_chunk) * SLICE;
+    *first = (i64)c * p.chunk + offset;
+    int left = p.chunk - offset;
+    if (p.D - *first < left) left = (int)(p.D - *first);
+    return left < SLICE ? left : SLICE;
+}
+
+// Thread (slice, lane) of a block: the words of 4 tiles.
+extern "C" __global__ void __launch_bounds__(256) stochastic_pack_b(const Product p) {
+    const int lane = threadIdx.x % LANES, s = blockIdx.x * 8 + threadIdx.x / LANES;
+    const int quad = blockIdx.y, b = blockIdx.z, slices = p.per_chunk * p.C;
+    if (s >= slices) return;
+    i64 first;
+    const int length = length_of(p, s, &first), at = 4 * (lane % 4);
+    u32 word[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const int m = 32 * quad + 8 * i + lane / 4;
+        word[i] = 0;
+        if (m >= p.M) continue;
+        const s8 *codes = p.qb + ((i64)b * p.M + m) * p.D + first + at;
+        if (at + 4 <= length && (i64)codes % 4 == 0) {
+            word[i] = *(const u32 *)codes;
+        } else {
+            for (int j = 0; j < 4 && at + j < length; j++) word[i] |= (u32)(codes[j] & 255) << (8 * j);
+        }
+    }
+    ((uint4 *)p.weights)[(((i64)b * slices + s) * p.quads + quad) * LANES + lane] =
+        uint4{word[0], word[1], word[2], word[3]};
+}
+
+// Thread (dimension, row) of a slice and 16 rows.
+extern "C" __global__ void __launch_bounds__(256) stochastic_pack_a(const Product p) {
+    const int i = threadIdx.x % SLICE, row = threadIdx.x / SLICE;
+    const int s = blockIdx.x, b = blockIdx.z, n = blockIdx.y * ROWS + row, slices = p.per_chunk * p.C;
+    i64 first;
+    const int length = length_of(p, s, &first);
+    int code = 0;
+    if (n < p.N && i < length) code = p.qa[((i64)b * p.N + n) * p.D + first + i];
+    u32 place = 0;  // all tables' first rows are alike
+    if (code) {
+        const int c = s / p.per_chunk, offset = (s - c * p.per_chunk) * SLICE;
+        place = ((u32)level_of(p, b, n, c) * p.num_masks + p.masks[offset + i]) * 128 + (code < 0 ? -code : code);
+    }
+    const i64 block = ((i64)b * gridDim.y + blockIdx.y) * slices + s;
+    const int byte = row % 4 + row / 4 % 2 * 8 + row / 8 * 4;  // of the 16: rows 0-3, 8-11, 4-7, 12-15
+    p.places[block * 256 + i * ROWS + byte] = place | (code < 0 ? 1u << 31 : 0u);
+#if LINEAR
+    const int k = p.slopes[place];
+    ((s8 *)p.linear)[block * 256 + row * SLICE + i] = (s8)(code < 0 ? -k : k);
+#endif
+}
+
+// The bytes of 16 codes of 4 rows and a dimension, to 16 words; then the same for the negative codes.
+static __device__ __forceinline__ void store_columns(u32 *plane, const uint4 *v, int first, int lane) {
+    const u32 words[4][4] = {{v[0].x, v[1].x, v[2].x, v[3].x},
+                             {v[0].y, v[1].y, v[2].y, v[3].y},
+                             {v[0].z, v[1].z, v[2].z, v[3].z},
+                             {v[0].w, v[1].w, v[2].w, v[3].w}};
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        u32 low01 = __byte_perm(words[i][0], words[i][1], 0x5140);
+        u32 high01 = __byte_perm(words[i][0], words[i][1], 0x7362);
+        u32 low23 = __byte_perm(words[i][2], words[i][3], 0x5140);
+        u32 high23 = __byte_perm(words[i][2], words[i][3], 0x7362);
+        u32 of_code[4] = {__byte_perm(low01, low23, 0x5410), __byte_perm(low01, low23, 0x7632),
+                          __byte_perm(high01, high23, 0x5410), __byte_perm(high01, high23, 0x7632)};
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            int code = first + 4 * i + j;
+            plane[code * LANES + lane] = of_code[j];
+            if (code) plane[(256 - code) * LANES + lane] = TWICE - of_code[j];
+        }
+    }
+}
+
+// A unit of a table: a warp has one plane and 16 codes, a lane one dimension (its 4 banks) and 4 rows (one of them).
+static __device__ __forceinline__ int unit_of(int i) { return threadIdx.x + i * THREADS; }
+
+static __device__ __forceinline__ uint4 places_of(const u32 *places, int i) {
+    const int unit = unit_of(i), lane = unit % LANES, plane = unit / LANES % 2, owner = lane / 4;
+    const int dimension = 4 * (owner % 4) + 2 * plane + owner / 4;
+    return __ldg((const uint4 *)(places + dimension * ROWS + 4 * (lane % 4)));
+}
+
+static __device__ __forceinline__ uint4 part_of(const Product &p, u32 place, int i) {
+    return __ldg((const uint4 *)(p.tables + (u64)(place & 0x7fffffffu) * 128) + unit_of(i) / (2 * LANES));
+}
+
+static __device__ __forceinline__ uint4 with_sign(uint4 v, u32 place) {
+    if (place >> 31) {
+        v.x = TWICE - v.x;
+        v.y = TWICE - v.y;
+        v.z = TWICE - v.z;
+        v.w = TWICE - v.w;
+    }
+    return v;
+}
+
+#ifndef EMULATED
+static __device__ __forceinline__ void mma_u8(int *d, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k32.row.col.s32.u8.u8.s32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+        : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+static __device__ __forceinline__ void mma_s8(int *d, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+        : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+extern __shared__ u32 shared[];
+#endif
+
+// The terms of a chunk for one warp's outputs, added to y.
+static __device__ __forceinline__ void add_chunk(const Product &p, int c, int b, int n, int tile, int (*acc)[4]) {
+    const int lane = threadIdx.x % LANES;
+    const float *scales_b = p.sb + ((i64)(p.shared_b ? 0 : b) * p.C + c) * p.M;
+    float scale[4], factor[4];
+    float *row[4];
+#pragma unroll
+    for (int r = 0; r < 4; r++) {
+        const int mine = n + 2 * (lane % 4) + r % 2 + 8 * (r / 2), at = mine < p.N ? mine : 0;
+        scale[r] = p.sa[((i64)b * p.N + at) * p.C + c];
+        factor[r] = p.factors[level_of(p, b, at, c)];
+        row[r] = mine < p.N ? p.y + ((i64)b * p.N + at) * p.M : nullptr;
+    }
+#pragma unroll
+    for (int t = 0; t < TILES; t++) {
+        const int m = 8 * (tile + t) + lane / 4;
+        if (m < p.M) {
+            const float scale_b = __ldg(scales_b + m);
+            float before[4];
+#pragma unroll
+            for (int r = 0; r < 4; r++) before[r] = c && row[r] ? row[r][m] : 0.0f;
+#pragma unroll
+            for (int r = 0; r < 4; r++) {
+                const float raw = __fmul_rn((float)acc[t][r], factor[r]);
+                const float term = __fmul_rn(raw, __fmul_rn(scale[r], scale_b));
+                if (row[r]) row[r][m] = __fadd_rn(before[r], term);
+            }
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) stochastic_many(const Product p) {
+    const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
+    const int b = blockIdx.z, slices = p.per_chunk * p.C;
+    const int tile = (blockIdx.y * WARPS + warp) * TILES;
+    // Step t of a lane looks up byte t of its word, with every second output byte t ^ 1: then 8 lanes have 8 owners.
+    const int odd = lane / 4 % 2;
+    const u32 base = (u32)__cvta_generic_to_shared(shared) + 16 * (lane % 4);
+    const u32 own[2] = {base + 64 * odd, base + 64 * (1 - odd)};
+    const u32 select[4] = {odd ? 128u << 8 : 128u, odd ? 128u : 128u << 8, odd ? 128u << 24 : 128u << 16,
+                           odd ? 128u << 16 : 128u << 24};
+    const int column = lane / 4;
+    const u32 ones0 = column < 4 ? 1u << (8 * column) : 0, ones1 = column < 4 ? 0 : 1u << (8 * (column - 4));
+    const i64 block = ((i64)b * gridDim.x + blockIdx.x) * slices;
+    const u32 *places = p.places + block * 256, *linear = p.linear + block * 64 + lane;
+    const uint4 *weights = (const uint4 *)p.weights +
+                           ((i64)(p.shared_b ? 0 : b) * slices * p.quads + tile / 4) * LANES + lane;
+    int groups = p.quads - tile / 4;  // of 4 tiles that this warp has
+    groups = groups < 0 ? 0 : groups < GROUPS ? groups : GROUPS;
+
+    const int start = -MIDDLE * SLICE * p.per_chunk;
+    int acc[TILES][4];
+#pragma unroll
+    for (int t = 0; t < TILES; t++)
+#pragma unroll
+        for (int r = 0; r < 4; r++) acc[t][r] = start;
+
+#pragma unroll
+    for (int i = 0; i < UNITS; i++) {
+        const uint4 place = places_of(places, i);
+        const uint4 v[4] = {with_sign(part_of(p, place.x, i), place.x), with_sign(part_of(p, place.y, i), place.y),
+                            with_sign(part_of(p, place.z, i), place.z), with_sign(part_of(p, place.w, i), place.w)};
+        const int unit = unit_of(i);
+        store_columns(shared + unit / LANES % 2 * (PLANE / 4), v, unit / (2 * LANES) * 16, lane);
+    }
+    uint4 next = groups ? __ldg(weights) : uint4{0, 0, 0, 0};
+    __syncthreads();
+    int c = 0, part = 0;
+    for (int s = 0; s < slices; s++) {
+        const u32 buffer = s % 2 * (2 * PLANE);
+        const bool more = s + 1 < slices;
+        uint4 place[UNITS], v[UNITS][4];
+#pragma unroll
+        for (int i = 0; i < UNITS; i++)
+            place[i] = more ? places_of(places + (s + 1) * 256, i) : uint4{0, 0, 0, 0};
+        u32 k0 = 0, k1 = 0;
+        if (LINEAR) k0 = __ldg(linear + s * 64), k1 = __ldg(linear + s * 64 + 32);
+        const uint4 *weights_after = weights + (more ? (i64)p.quads * LANES : 0);
+#pragma unroll
+        for (int g = 0; g < GROUPS; g++) {
+            if (g == GROUPS - 1) {
+#pragma unroll
+                for (int i = 0; i < UNITS; i++) {
+                    v[i][0] = part_of(p, place[i].x, i);
+                    v[i][1] = part_of(p, place[i].y, i);
+                    v[i][2] = part_of(p, place[i].z, i);
+                    v[i][3] = part_of(p, place[i].w, i);
+                }
+            }
+            if (g < groups) {
+                const u32 w[4] = {next.x, next.y, next.z, next.w};
+                next = __ldg(g + 1 < groups ? weights + (g + 1) * LANES : weights_after);
+#pragma unroll
+                for (int t = 0; t < 4; t++) {
+                    uint4 x[4];
+#pragma unroll
+                    for (int j = 0; j < 4; j++)
+                        x[j] = *(const uint4 *)((const u8 *)__cvta_shared_to_generic(
+                                                    __dp4a(w[t], select[j], own[j % 2] + buffer)) +
+                                                j / 2 * PLANE);
+                    int *d = acc[4 * g + t];
+                    if (LINEAR) mma_s8(d, w[t], 0, 0, w[t], k0, k1);
+#pragma unroll
+                    for (int j = 0; j < 4; j++) mma_u8(d, x[j].x, x[j].y, x[j].z, x[j].w, ones0, ones1);
+                }
+            }
+        }
+        weights = weights_after;
+        if (++part == p.per_chunk) {
+            add_chunk(p, c, b, blockIdx.x * ROWS, tile, acc);
+#pragma unroll
+            for (int t = 0; t < TILES; t++)
+#pragma unroll
+                for (int r = 0; r < 4; r++) acc[t][r] = start;
+            part = 0;
+            c++;
+        }
+        if (more) {
+            u32 *table = shared + (s + 1) % 2 * (2 * PLANE / 4);
+#pragma unroll
+            for (int i = 0; i < UNITS; i++) {
+                const uint4 signed_v[4] = {with_sign(v[i][0], place[i].x), with_sign(v[i][1], place[i].y),
+                                           with_sign(v[i][2], place[i].z), with_sign(v[i][3], place[i].w)};
+                const int unit = unit_of(i);
+                store_columns(table + unit / LANES % 2 * (PLANE / 4), signed_v, unit / (2 * LANES) * 16, lane);
+            }
+        }
+        __syncthreads();
+    }
+}

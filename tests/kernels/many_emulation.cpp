@@ -1,0 +1,23 @@
+// Runs _stochastic_many.cu on a CPU; built by emulated.py with the kernels' macros defined.
+#include "cuda_emulation.h"
+#define shared ((u32 *)emulation::memory.data())
+#define EMULATED 1
+static inline void mma_u8(int *d, unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
+    emulation::mma<unsigned char>(d, {a0, a1, a2, a3, b0, b1});
+}
+static inline void mma_s8(int *d, unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
+    emulation::mma<signed char>(d, {a0, a1, a2, a3, b0, b1});
+}
+#include SOURCE
+
+static Product product;
+static void many() { stochastic_many(product); }
+static void pack_a() { stochastic_pack_a(product); }
+static void pack_b() { stochastic_pack_b(product); }
+
+extern "C" void run(const Product *p, const char *name, const int *grid, int threads, int shared_bytes) {
+    product = *p;
+    const bool a = !strcmp(name, "stochastic_pack_a"), b = !strcmp(name, "stochastic_pack_b");
+    emulation::launch(a ? pack_a : b ? pack_b : many, {(unsigned)grid[0], (unsigned)grid[1], (unsigned)grid[2]}, threads,
+                      shared_bytes);
+}
