@@ -7,6 +7,9 @@ instructions with their answers (dolly, OpenAssistant): some 5 MB of text, in a 
 is trained on it first. The model sees it about ten times, so it is a small model of that text and no general
 one. tiny_shakespeare.txt is left out: it is the text that `same_learning.py` fine-tunes on. The weights
 are not kept in the repository; this file makes them again.
+
+What FP8 does to a training from the start: no recipe, `--recipe float8_full` and `--recipe float8_full_head`
+see the same windows in the same order and are evaluated in bfloat16.
 """
 
 from __future__ import annotations
@@ -106,6 +109,25 @@ def loss_of(model: Any, ids: Tensor) -> Tensor:
         return model(input_ids=ids, labels=ids).loss
 
 
+def put_in(model: Any, recipe: str) -> None:
+    """Train through fewbits."""
+    from fewbits import convert, fuse, get_recipe
+
+    convert(model, get_recipe(recipe), fuse_norms=False)
+    print(fuse(model))
+
+
+def take_out(model: Any) -> None:
+    """What was trained, as a plain model; what fell back in training is said."""
+    from fewbits import restore, unfuse
+    from fewbits.models.fused import fusion_of
+
+    for reason, count in fusion_of(model).fallbacks.items():
+        print(f"{count} layer calls ran unfused: {reason}")
+    unfuse(model)
+    restore(model)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--data", type=Path, required=True, help="the folder shared/data")
@@ -115,6 +137,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=8e-4)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--recipe", help="a recipe of full fine-tuning, such as float8_full_head")
     parser.add_argument("--tiny", action="store_true", help="a trial of this script")
     args = parser.parse_args()
     began = time.perf_counter()
@@ -136,6 +159,8 @@ def main() -> None:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa").to(
         args.device
     )
+    if args.recipe:
+        put_in(model, args.recipe)
     parameters = sum(p.numel() for p in model.parameters())
     wide = [p for p in model.parameters() if p.dim() > 1]
     narrow = [p for p in model.parameters() if p.dim() <= 1]
@@ -166,6 +191,8 @@ def main() -> None:
         if step % 50 == 0:
             now = time.perf_counter() - began
             print(f"step {step}: loss {float(loss.detach()):.3f}, {now:.0f} s", flush=True)
+    if args.recipe:
+        take_out(model)
     held = evaluate(model, held_out, args.batch)
     model.to(torch.bfloat16).save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)

@@ -31,6 +31,7 @@ def points(module: ModuleType) -> list:
         "fewbits_nf4": 4.001,
         "fewbits_nf4_fp8": 4.001,
         "fewbits_nf4_fp8_own": 4.03,
+        "fewbits_nf4_fp8_head": 4.01,
     }
     return [
         module.Point("m", variant, seed, step, loss + 0.01 * seed + (step == 0))
@@ -46,12 +47,22 @@ def test_summary_says_what_holds_and_what_does_not(capsys, tmp_path: Path) -> No
     module.summary(made)
     printed = capsys.readouterr().out
     assert "within seed noise: True; NF4 + FP8 within 0.5 %: True, in its own products: False" in printed
+    assert "with an FP8 head: True" in printed
     rows = {row.variant: row for row in module.table(made)}
     assert rows["fewbits_nf4"].value == pytest.approx(4.011) and rows[
         "bitsandbytes_peft"
     ].high == pytest.approx(4.02)
     module.plot(made, tmp_path / "x.svg")
     assert "evaluated in FP8" in (tmp_path / "x.svg").read_text()
+
+
+def test_some_of_the_variants_alone(capsys, tmp_path: Path) -> None:
+    module = load("same_learning")
+    made = [p for p in points(module) if p.variant in ("bitsandbytes_peft", "fewbits_nf4_fp8_head")]
+    module.summary(made)
+    assert "with an FP8 head: True" in capsys.readouterr().out
+    assert len(module.table(made)) == 2
+    module.plot(made, tmp_path / "x.svg")
 
 
 def test_curves_of_several_processes_are_read_together(tmp_path: Path) -> None:
