@@ -63,6 +63,7 @@ from fewbits.training.communication import Travel
 from fewbits.training.ddp import quantize_gradients
 from fewbits.training.fsdp import shard, sharded_modules
 from fewbits.training.fsdp_communication import quantize_reduce_scatter
+from fewbits.training.memory_budget import budget_for
 from fewbits.training.sharded_loading import load_sharded_model
 
 _ROPE = dict(SHAPES["llama-3.1-8b"])
@@ -132,9 +133,13 @@ class Bench:
         times = [(b - a) * 1e3 if self.dry else a.elapsed_time(b) for a, b in pairwise(marks)]
         if not together:
             return times
-        everyones: list[Any] = [None] * self.size
-        dist.all_gather_object(everyones, times)
-        return max(everyones, key=statistics.median)
+        return max(self.everyones(times), key=statistics.median)
+
+    def everyones(self, mine: Any) -> list[Any]:
+        """By rank."""
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, mine)
+        return found
 
     def profiled(self, step: Callable[[], None]) -> dict[str, float]:
         """What the GPU did in one step."""
@@ -142,10 +147,7 @@ class Bench:
 
     def peak_gib(self) -> float:
         """Since `free`, of the rank with the most."""
-        peak = torch.tensor(0.0 if self.dry else torch.cuda.max_memory_allocated() / 2**30)
-        peaks: list[Any] = [None] * self.size
-        dist.all_gather_object(peaks, float(peak))
-        return max(peaks)
+        return max(self.everyones(0.0 if self.dry else torch.cuda.max_memory_allocated() / 2**30))
 
     def free(self) -> None:
         if not self.dry:
@@ -181,8 +183,7 @@ class Bench:
 def checks(bench: Bench) -> None:
     """What must hold before anything is measured."""
     assert bench.size >= 2, "start at least two processes: torchrun --nproc-per-node 2 ..."
-    names = [None] * bench.size
-    dist.all_gather_object(names, "CPU" if bench.dry else torch.cuda.get_device_name(bench.device))
+    names = bench.everyones("CPU" if bench.dry else torch.cuda.get_device_name(bench.device))
     assert len(set(names)) == 1, f"the GPUs differ: {names}"
     p = torch.nn.Parameter(torch.zeros(1000, device=bench.device))
     p.grad = torch.full_like(p, float(bench.rank))
@@ -284,11 +285,16 @@ def fsdp(bench: Bench) -> None:
                 for module in sharded_modules(model):
                     module.set_reshard_after_forward(gathered == "for each pass", recurse=False)
                 ids = bench.batch(*batch_of(text))
-                step = training_step(model, ids, optimizer)
                 bench.free()
+                memory = budget_for(
+                    model, bench.options.budget, recipe=recipe, lora=LoRA(r=16, alpha=16),
+                    batch=batch_of(text), optimizer_bytes=4, agree=bench.everyones,
+                )  # fmt: skip
+                step = training_step(model, ids, optimizer, memory=memory)
                 times = bench.times_ms(step)
                 more |= {"peak_gib": round(bench.peak_gib(), 2), "loss": loss_range(step)}
                 more |= bench.profiled(step)
+                more["memory"] = "" if memory is None else memory.notes[-1]
                 bench.note(
                     "fsdp", f"QLoRA 70B, {text} a GPU, gathered {gathered}", times, tokens=ids.numel(),
                     format=name, **more, receipt=str(receipt).splitlines()[-1], want="fits",
@@ -307,7 +313,8 @@ def peer(bench: Bench) -> None:
         load_s = round(time.perf_counter() - began, 1)
         optimizer = adamw(model, 1e-4)
         for text in bench.options.batches.split(","):
-            for recomputes in (False, True):
+            # more rows than one do not fit without, and ranks that run out of memory no longer agree
+            for recomputes in (False, True) if batch_of(text)[0] == 1 else (True,):
                 recompute(recomputes)
                 ids = bench.batch(*batch_of(text))
                 step = training_step(model, ids, optimizer)
@@ -435,6 +442,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--engines", default="fsdp2,fsdp1", help="peer: torch's FSDP2, FSDP1")
     parser.add_argument("--ways", default="none,float32,bf16,int8", help="full: what gradients travel in")
     parser.add_argument("--batches", default="1x2048", help="fsdp, peer, full: of a GPU, as 1x2048,4x2048")
+    parser.add_argument("--budget", default="auto", help="fsdp: the memory plan's (default: auto)")
     parser.add_argument("--keep", action="store_true", help="fsdp: also with layers gathered once a step")
     parser.add_argument("--large", action="store_true", help="full, sharded: the 3.2B shape")
     parser.add_argument("--steps", type=int, default=8)

@@ -159,7 +159,7 @@ def test_sharded_and_killed_and_resumed_on_more_ranks(killer, make, still_folder
 
 @pytest.mark.parametrize("options", [{**LORA, "optimizer": "adamw_8bit"}, FULL], ids=["lora 8 bit", "full"])
 def test_whole_and_then_in_shares_or_cut(options, killer, make, still_folder, tmp_path):
-    """Two ranks that hold the whole model each, killed; then three that hold shares; then two that cut layers."""
+    """Two ranks with the whole model each, killed; three with shares, killed; two that cut layers."""
     options = {**options, "lora_dropout": 0.0, "gradient_accumulation": 3, "max_steps": 6, "save_steps": 2}
     assert killer.run(make(still_folder, "one", **options), resume=False)["status"] == 0
     config = make(still_folder, "moved", **options)
