@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import fewbits.kernels
+import fewbits.kernels._nvrtc
 from fewbits.kernels._launch import multiprocessors
 
 triton = pytest.importorskip("triton")
@@ -142,6 +142,7 @@ def pretended_gpu(capability: int = 90) -> Iterator[Recorder]:
             (torch.Tensor, "is_cuda", property(lambda _: True)),
             (torch.cuda, "get_device_capability", lambda *_: pair),
             (torch.cuda, "device", lambda *_: contextlib.nullcontext()),
+            (fewbits.kernels._nvrtc, "missing", lambda: "no memory is there"),
             (JITFunction, "run", lambda kernel, *a, **k: recorder.run(kernel, *a, **k)),
         ]
         for module in modules:

@@ -37,6 +37,7 @@ from fewbits.formats.codebook import Codebook
 from fewbits.formats.float8 import Float8
 from fewbits.formats.integer import Integer
 from fewbits.formats.tables import table
+from fewbits.kernels import _dequantize_cuda
 from fewbits.kernels._launch import (
     CompileCase,
     cdiv,
@@ -248,6 +249,8 @@ def launch(
         return
     if N * K == 0:
         return
+    if transposed and tile is None and _dequantize_cuda.turned(format, named, (N, K), inverse_scale, out):
+        return
     inverse_rows, inverse_columns = (0, 0) if inverse_scale is None else _tile_size(inverse_scale, N, K)
     group = _group(layout, K, inverse_columns)
     code_pitch = K if isinstance(format, Codebook) else named["codes"].shape[-1] * (8 // layout.bits)
@@ -295,14 +298,8 @@ _CONSTANTS = {
 }  # fmt: skip
 _PLAIN |= dict.fromkeys(_CONSTANTS, "constexpr")
 _DOUBLE = {**_PLAIN, "scales_ptr": "*u8"}
-_INT4 = {
-    **_CONSTANTS,
-    "VALUES": False,
-    "FLAT_BLOCK": 0,
-    "SCALE_ROWS": 1,
-    "SCALE_COLUMNS": 64,
-    "SCALE_BLOCK": 0,
-}
+_INT4 = {**_CONSTANTS, "VALUES": False, "FLAT_BLOCK": 0, "SCALE_BLOCK": 0}
+_INT4 |= {"SCALE_ROWS": 1, "SCALE_COLUMNS": 64}
 _ALIGNED = (*(name for name in _PLAIN if name.endswith("_ptr")), "N", "K", "code_pitch", "stride_out")
 
 COMPILE_CASES = (

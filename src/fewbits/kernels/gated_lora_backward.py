@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from fewbits.errors import BadInput, Unsupported
+from fewbits.kernels import _gated_lora_cuda
 from fewbits.kernels._gated_lora_triton import KERNEL_DTYPES, MAX_RANK, launch
 from fewbits.kernels._gated_triton import LowRank, Quantized8
 from fewbits.kernels._quantize_float8_triton import has_kernel as converts_float8
@@ -108,8 +109,9 @@ def gated_lora_backward(
     t = _place_of_t(gate, low_rank, out)
     fits = gate.dtype in KERNEL_DTYPES and (quantized is None or converts_float8(gate))
     if gate.is_cuda and fits and gate.numel():
-        dw = launch(dh, gate, up, activation, low_rank, into or (None, None), t, quantized, scalings)
-        return BranchGradients(t, *dw)
+        operands = dh, gate, up, activation, low_rank, into or (None, None), t, quantized
+        by_hand = _gated_lora_cuda.is_faster(gate.device) and _gated_lora_cuda.fits(*operands)
+        return BranchGradients(t, *(_gated_lora_cuda.launch if by_hand else launch)(*operands, scalings))
     de, du, gradients = gated_lora_backward_ref(dh, gate, up, activation, low_rank, scalings)
     if into is not None:
         into[0].copy_(de)
