@@ -281,8 +281,9 @@ def fsdp(bench: Bench) -> None:
         more: dict[str, Any] = {"load_s": round(time.perf_counter() - began, 1)}
         optimizer = adamw(model.train(), 1e-4)
         for text in bench.options.batches.split(","):
-            for gathered in ("for each pass", "once a step") if bench.options.keep else ("for each pass",):
-                for module in sharded_modules(model):
+            once = bench.options.keep and batch_of(text)[0] == 1  # the plan knows nothing of its bytes
+            for gathered in ("for each pass", "once a step") if once else ("for each pass",):
+                for module in list(sharded_modules(model))[1:]:  # the root stays gathered
                     module.set_reshard_after_forward(gathered == "for each pass", recurse=False)
                 ids = bench.batch(*batch_of(text))
                 bench.free()
