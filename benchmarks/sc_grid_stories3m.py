@@ -26,6 +26,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fewbits.bench.record import Row, append, conditions
+from fewbits.cli.sc_plots import draw_lines
 from fewbits.formats.stochastic import STOCHASTIC, Stochastic
 from fewbits.inference.evaluate import TextWindows, text_windows
 from fewbits.inference.stochastic_error import settings_of
@@ -180,6 +181,19 @@ def _shown(value: float | None) -> str:
     return "-" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.2f}"
 
 
+def draw(rows: list[dict[str, Any]], text: str, path: Path) -> None:
+    """The uniform settings of one text over the stream length."""
+    drawn, levels = [], {}
+    for row in rows:
+        if (row["table"], row["text"]) == ("baseline", text):
+            levels[row["name"]] = row["perplexity"]
+        if (row["table"], row["text"]) == ("uniform", text) and row["cycles"] in LENGTHS:
+            scramble, grid = row["name"].split(", ")
+            of_row = {"length": row["cycles"], "scramble": scramble, "halve": grid == "halved"}
+            drawn.append(of_row | {"perplexity": row["perplexity"]})
+    draw_lines(drawn, "perplexity", f"perplexity, {text}", path, levels=levels)
+
+
 def finish(args: argparse.Namespace) -> None:
     order = [(job.table, job.name, job.cycles, text) for job in jobs() for text in TEXTS]
     done = done_rows(args.out)
@@ -188,6 +202,9 @@ def finish(args: argparse.Namespace) -> None:
     for what, text in itertools.product(("baseline", "uniform", "mixed", "variants"), TEXTS):
         table(rows, what, text)
     (args.out / "grid.json").write_text(json.dumps(rows, indent=1) + "\n")
+    if args.plot is not None:
+        for text in TEXTS:
+            draw(rows, text, args.plot / f"stochastic-perplexity-{text.lower()}.svg")
     if args.record is None:
         return
     made = []
@@ -224,6 +241,7 @@ def main() -> None:
     parser.add_argument("--finish", action="store_true", help="print the tables of what is there")
     parser.add_argument("--record", type=Path, default=None, help="with --finish: a CSV file to add rows to")
     parser.add_argument("--commit", default=None)
+    parser.add_argument("--plot", type=Path, default=None, help="with --finish: a folder for the plots")
     args = parser.parse_args()
     if args.finish:
         finish(args)
