@@ -8,6 +8,11 @@ static inline void mma_u8(int *d, unsigned a0, unsigned a1, unsigned a2, unsigne
 static inline void mma_s8(int *d, unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
     emulation::mma<signed char>(d, {a0, a1, a2, a3, b0, b1});
 }
+static inline void copy_16(unsigned to, const void *from) {
+    if (to % 16 || (size_t)from % 16 || to + 16 > emulation::memory.size() * 4) abort();
+    memcpy((char *)emulation::memory.data() + to, from, 16);
+}
+static inline void wait_for_copies() {}
 #include SOURCE
 
 static Product product;

@@ -4,7 +4,8 @@
 // A block serves 16 rows of a and up to 8 TILES outputs a warp. For 16 inner dimensions at a time (a slice) shared
 // memory holds, for each of the 256 codes of a weight, the counts of all 16 rows: 16 bytes, read by one load.
 // A quarter of a warp reads at once: its 8 lanes own 8 dimensions, each 4 banks, so they never meet. The other
-// 8 dimensions are a second plane. While a slice is looked up, the next one's tables are built beside it.
+// 8 dimensions are a second plane. While a slice is looked up, the next one's rows of tables arrive, copied past
+// the registers to a place of their own, row after row; then they are turned into the other of two tables.
 //
 // Sums: the 16 bytes that a lane has looked up are its part of the first operand of an 8-bit matrix product,
 // and the second operand, a constant, adds those of the 4 lanes that look up one output:
@@ -33,6 +34,9 @@ typedef unsigned long long u64;
 #define SLICE 16
 #define PLANE (256 * LANES * 4)      // bytes: 16 for each code and 8 dimensions
 #define UNITS (512 / THREADS)        // parts of a table that a thread builds: 4 rows, 16 codes
+#define COPIES (2048 / THREADS)      // of 16 bytes that a thread makes
+#define STRIDE 144                   // bytes of a row that has arrived: neighbours in different banks
+#define ARRIVED (4 * PLANE)          // where they are, after both tables
 #define TWICE (MIDDLE * 0x02020202u) // a word of it less one of counts is that of the negative counts
 #define GROUPS (TILES / 4)           // of 4 tiles of 8 outputs
 
@@ -47,7 +51,7 @@ struct Product {
     const u8 *masks;       // (dimensions of a chunk,): which mask
     const float *factors;  // (levels,): Q^2 / L
     u32 *weights;          // (B or 1, slices, quads, 32 lanes, 4 tiles): 4 codes each
-    u32 *places;           // (B, row groups, slices, 16 dimensions, 16 bytes): row of the tables, 1 << 31 if negative
+    u32 *places;           // (B, row groups, slices, 256): row of the tables, 1 << 31 if negative; see pack_a
     u32 *linear;           // (B, row groups, slices, 16 rows, 4): k of 4 dimensions, signed
     float *y;              // (B, N, M)
     int N, M, D, C;
@@ -111,7 +115,8 @@ extern "C" __global__ void __launch_bounds__(256) stochastic_pack_a(const Produc
     }
     const i64 block = ((i64)b * gridDim.y + blockIdx.y) * slices + s;
     const int byte = row % 4 + row / 4 % 2 * 8 + row / 8 * 4;  // of the 16: rows 0-3, 8-11, 4-7, 12-15
-    p.places[block * 256 + i * ROWS + byte] = place | (code < 0 ? 1u << 31 : 0u);
+    const int plane = i / 2 % 2, owner = i / 4 + i % 2 * 4;    // lanes 4 owner ... 4 owner + 3 build its tables
+    p.places[block * 256 + (plane * 4 + byte % 4) * LANES + owner * 4 + byte / 4] = place | (code < 0 ? 1u << 31 : 0u);
 #if LINEAR
     const int k = p.slopes[place];
     ((s8 *)p.linear)[block * 256 + row * SLICE + i] = (s8)(code < 0 ? -k : k);
@@ -141,27 +146,66 @@ static __device__ __forceinline__ void store_columns(u32 *plane, const uint4 *v,
     }
 }
 
-// A unit of a table: a warp has one plane and 16 codes, a lane one dimension (its 4 banks) and 4 rows (one of them).
-static __device__ __forceinline__ int unit_of(int i) { return threadIdx.x + i * THREADS; }
-
-static __device__ __forceinline__ uint4 places_of(const u32 *places, int i) {
-    const int unit = unit_of(i), lane = unit % LANES, plane = unit / LANES % 2, owner = lane / 4;
-    const int dimension = 4 * (owner % 4) + 2 * plane + owner / 4;
-    return __ldg((const uint4 *)(places + dimension * ROWS + 4 * (lane % 4)));
+#ifndef EMULATED
+static __device__ __forceinline__ void copy_16(u32 to, const void *from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 
-static __device__ __forceinline__ uint4 part_of(const Product &p, u32 place, int i) {
-    return __ldg((const uint4 *)(p.tables + (u64)(place & 0x7fffffffu) * 128) + unit_of(i) / (2 * LANES));
+static __device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+#endif
+
+// Start the copies of a slice's rows: 8 threads a row.
+static __device__ __forceinline__ void fetch(const Product &p, const u32 *place, u32 arrived) {
+#pragma unroll
+    for (int i = 0; i < COPIES; i++) {
+        const int row = threadIdx.x / 8 + i * (THREADS / 8), part = threadIdx.x % 8;
+        copy_16(arrived + row * STRIDE + part * 16, p.tables + (u64)(place[i] & 0x7fffffffu) * 128 + part * 16);
+    }
 }
 
-static __device__ __forceinline__ uint4 with_sign(uint4 v, u32 place) {
-    if (place >> 31) {
+static __device__ __forceinline__ void places_of(const u32 *places, u32 *place) {
+#pragma unroll
+    for (int i = 0; i < COPIES; i++) place[i] = __ldg(places + threadIdx.x / 8 + i * (THREADS / 8));
+}
+
+// Whether the rows of this thread's units are of negative codes: bit 4 i + k.
+static __device__ __forceinline__ u32 signs_of(const u32 *places) {
+    u32 signs = 0;
+#pragma unroll
+    for (int i = 0; i < UNITS; i++)
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            const int unit = threadIdx.x + i * THREADS;
+            signs |= __ldg(places + (unit / LANES % 2 * 4 + k) * LANES + unit % LANES) >> 31 << (4 * i + k);
+        }
+    return signs;
+}
+
+static __device__ __forceinline__ uint4 with_sign(uint4 v, bool negative) {
+    if (negative) {
         v.x = TWICE - v.x;
         v.y = TWICE - v.y;
         v.z = TWICE - v.z;
         v.w = TWICE - v.w;
     }
     return v;
+}
+
+// A table of the rows that have arrived. A warp has one plane and 16 codes, a lane one dimension (its 4 banks) and
+// 4 rows (one of the banks).
+static __device__ __forceinline__ void build(u32 *table, const u8 *arrived, u32 signs) {
+#pragma unroll
+    for (int i = 0; i < UNITS; i++) {
+        const int unit = threadIdx.x + i * THREADS, lane = unit % LANES, plane = unit / LANES % 2;
+        const int part = unit / (2 * LANES);
+        uint4 v[4];
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            const u8 *row = arrived + ((plane * 4 + k) * LANES + lane) * STRIDE;
+            v[k] = with_sign(*(const uint4 *)(row + part * 16), signs >> (4 * i + k) & 1);
+        }
+        store_columns(table + plane * (PLANE / 4), v, 16 * part, lane);
+    }
 }
 
 #ifndef EMULATED
@@ -239,38 +283,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) stochastic_many(const P
 #pragma unroll
         for (int r = 0; r < 4; r++) acc[t][r] = start;
 
-#pragma unroll
-    for (int i = 0; i < UNITS; i++) {
-        const uint4 place = places_of(places, i);
-        const uint4 v[4] = {with_sign(part_of(p, place.x, i), place.x), with_sign(part_of(p, place.y, i), place.y),
-                            with_sign(part_of(p, place.z, i), place.z), with_sign(part_of(p, place.w, i), place.w)};
-        const int unit = unit_of(i);
-        store_columns(shared + unit / LANES % 2 * (PLANE / 4), v, unit / (2 * LANES) * 16, lane);
-    }
+    const u32 arrived = (u32)__cvta_generic_to_shared(shared) + ARRIVED;
+    u32 place[COPIES];
+    places_of(places, place);
+    fetch(p, place, arrived);
+    const u32 signs = signs_of(places);
+    if (slices > 1) places_of(places + 256, place);
     uint4 next = groups ? __ldg(weights) : uint4{0, 0, 0, 0};
+    wait_for_copies();
+    __syncthreads();
+    build(shared, (const u8 *)(shared + ARRIVED / 4), signs);
     __syncthreads();
     int c = 0, part = 0;
     for (int s = 0; s < slices; s++) {
         const u32 buffer = s % 2 * (2 * PLANE);
         const bool more = s + 1 < slices;
-        uint4 place[UNITS], v[UNITS][4];
-#pragma unroll
-        for (int i = 0; i < UNITS; i++)
-            place[i] = more ? places_of(places + (s + 1) * 256, i) : uint4{0, 0, 0, 0};
+        if (more) fetch(p, place, arrived);
+        if (s + 2 < slices) places_of(places + (s + 2) * 256, place);
         u32 k0 = 0, k1 = 0;
         if (LINEAR) k0 = __ldg(linear + s * 64), k1 = __ldg(linear + s * 64 + 32);
         const uint4 *weights_after = weights + (more ? (i64)p.quads * LANES : 0);
 #pragma unroll
         for (int g = 0; g < GROUPS; g++) {
-            if (g == GROUPS - 1) {
-#pragma unroll
-                for (int i = 0; i < UNITS; i++) {
-                    v[i][0] = part_of(p, place[i].x, i);
-                    v[i][1] = part_of(p, place[i].y, i);
-                    v[i][2] = part_of(p, place[i].z, i);
-                    v[i][3] = part_of(p, place[i].w, i);
-                }
-            }
             if (g < groups) {
                 const u32 w[4] = {next.x, next.y, next.z, next.w};
                 next = __ldg(g + 1 < groups ? weights + (g + 1) * LANES : weights_after);
@@ -300,15 +334,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) stochastic_many(const P
             c++;
         }
         if (more) {
-            u32 *table = shared + (s + 1) % 2 * (2 * PLANE / 4);
-#pragma unroll
-            for (int i = 0; i < UNITS; i++) {
-                const uint4 signed_v[4] = {with_sign(v[i][0], place[i].x), with_sign(v[i][1], place[i].y),
-                                           with_sign(v[i][2], place[i].z), with_sign(v[i][3], place[i].w)};
-                const int unit = unit_of(i);
-                store_columns(table + unit / LANES % 2 * (PLANE / 4), signed_v, unit / (2 * LANES) * 16, lane);
-            }
+            const u32 signs = signs_of(places + (s + 1) * 256);
+            wait_for_copies();
+            __syncthreads();
+            build(shared + (s + 1) % 2 * (2 * PLANE / 4), (const u8 *)(shared + ARRIVED / 4), signs);
+            __syncthreads();
         }
-        __syncthreads();
     }
 }

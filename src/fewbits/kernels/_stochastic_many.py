@@ -21,7 +21,7 @@ from fewbits.kernels._stochastic_lookup import Tables
 SOURCE = "_stochastic_many.cu"
 ROWS = 16  # of a block
 _SLICE = 16  # inner dimensions of a table
-SHARED_BYTES = 4 * 256 * 128  # two tables of two planes
+SHARED_BYTES = 4 * 256 * 128 + 256 * 144  # two tables of two planes, and rows that have arrived
 _WORKSPACE_BYTES = 2**28  # of places in tables
 
 # What a block takes for a slice, in clocks: each load of a warp keeps shared memory for 4; and the rest.
