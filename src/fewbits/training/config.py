@@ -53,6 +53,7 @@ NOT_COMPARED = frozenset(
         "cuda_graph",
         "parallel",
         "tensor_size",
+        "shard_size",
         "wait_seconds",
     }
 )
@@ -176,6 +177,12 @@ class TrainConfig:
         "several GPUs",
         "processes that share one layer, with tensor or fsdp; none: all with tensor, 1 with fsdp",
     )
+    shard_size: int | None = _option(
+        None,
+        "several GPUs",
+        "with fsdp: neighbouring processes that share one copy of the weights, as the GPUs of a machine; each"
+        " such group has a copy; none: all share one",
+    )
     communication: str = _option(
         "auto",
         "several GPUs",
@@ -227,6 +234,7 @@ class TrainConfig:
         )
         optional = (
             "tensor_size",
+            "shard_size",
             "max_steps",
             "eval_steps",
             "save_steps",

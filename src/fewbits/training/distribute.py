@@ -129,9 +129,25 @@ def layout_for(config: TrainConfig, ranks: Ranks, model: Any, batch: tuple[int, 
         ranks=ranks,
         reason=f"{ranks.size} ranks, {reason}",
     )
+    _check_shard_size(config, layout)
     if layout.is_sharded:
         _refuse(config, recipe)
     return layout
+
+
+def _check_shard_size(config: TrainConfig, layout: Layout) -> None:
+    size = config.shard_size
+    if size is None or layout.kind == "one" or (config.parallel == "auto" and layout.kind == "ddp"):
+        return
+    if layout.kind != "fsdp" or layout.data_size != layout.ranks.size:
+        raise BadInput(
+            f"shard_size is {size}, and groups of ranks that hold a copy each are for parallel=fsdp without"
+            " tensor_size; leave one of them out."
+        )
+    if layout.ranks.size % size:
+        raise BadInput(
+            f"shard_size is {size}, which does not divide the {layout.ranks.size} ranks; choose a divisor."
+        )
 
 
 def _refuse(config: TrainConfig, recipe: Any) -> None:
@@ -152,7 +168,7 @@ def load_distributed(config: TrainConfig, layout: Layout) -> Built:
     if not layout.is_sharded:
         return load_model(config)
     if layout.kind == "fsdp" and layout.data_size == layout.ranks.size and _comes_in_shares(config):
-        return _load_in_shares(config)
+        return _load_in_shares(config, layout)
     return load_model(config, spread=lambda model: _spread(model, config, layout))
 
 
@@ -162,7 +178,7 @@ def _comes_in_shares(config: TrainConfig) -> bool:
     return uses_gpu(config) and Path(config.model).is_dir() and (recipe is None or recipe.qat is None)
 
 
-def _load_in_shares(config: TrainConfig) -> Built:
+def _load_in_shares(config: TrainConfig, layout: Layout) -> Built:
     """Each rank reads and packs its share of the weights alone; not run on GPUs yet."""
     from transformers import AutoTokenizer
 
@@ -171,6 +187,7 @@ def _load_in_shares(config: TrainConfig) -> Built:
 
     recipe, lora = recipe_of_config(config)
     options: dict[str, Any] = {"recipe": recipe, "lora": lora, "seed": config.seed}
+    options["mesh"] = _meshes(config, layout)[0]
     if lora is None and config.dtype == "auto":  # float32 weights, 16-bit products
         options |= {"dtype": torch.float32, "compute_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
     elif config.dtype != "auto":
@@ -187,27 +204,36 @@ def _load_in_shares(config: TrainConfig) -> Built:
 
 
 def _spread(model: Any, config: TrainConfig, layout: Layout) -> str:
-    from torch.distributed.device_mesh import init_device_mesh
-
     from fewbits.training.fsdp import shard
 
-    ranks, device = layout.ranks, "cuda" if uses_gpu(config) else "cpu"
-    width = ranks.size // layout.data_size
-    mesh = init_device_mesh(device, (layout.data_size, width), mesh_dim_names=("data", "tensor"))
+    device = "cuda" if uses_gpu(config) else "cpu"
+    data, tensor = _meshes(config, layout)
     lines = []
-    if width > 1:
+    if tensor.size() > 1:
         from fewbits.training.tensor_parallel import tensor_parallel
 
-        lines.append(str(tensor_parallel(model, mesh["tensor"])))
+        lines.append(str(tensor_parallel(model, tensor)))
     if layout.data_size > 1:
         _, lora = recipe_of_config(config)
         options: dict[str, Any] = {}
         if device == "cuda" and lora is None and config.dtype == "auto":  # float32 weights, 16-bit products
             options = {"compute_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-        lines.append(str(shard(model, mesh["data"], **options)))
+        lines.append(str(shard(model, data, **options)))
     else:
         model.to(device)  # from the host, as sharding does
     return "\n".join(lines)
+
+
+def _meshes(config: TrainConfig, layout: Layout) -> tuple[Any, Any]:
+    """The ranks that share or copy the weights, and those that share a layer."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    width = layout.ranks.size // layout.data_size
+    shards = config.shard_size or layout.data_size
+    shape = (layout.data_size // shards, shards, width)
+    device = "cuda" if uses_gpu(config) else "cpu"
+    mesh = init_device_mesh(device, shape, mesh_dim_names=("replica", "data", "tensor"))
+    return (mesh["replica", "data"] if shape[0] > 1 else mesh["data"]), mesh["tensor"]
 
 
 def communication_of(config: TrainConfig, layout: Layout) -> Format | None:

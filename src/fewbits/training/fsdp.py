@@ -71,7 +71,9 @@ def shard(
         "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype),
     }
-    receipt = Receipt(f"{spec_for(model).model_type}, sharded over {mesh.size()} ranks (FSDP2)")
+    copies, ranks = (mesh.shape[0] if mesh.ndim > 1 else 1), mesh.shape[-1]
+    how = f"sharded over {ranks} ranks" if copies == 1 else f"in {copies} copies over {ranks} ranks each"
+    receipt = Receipt(f"{spec_for(model).model_type}, {how} (FSDP2)")
     receipt.changes.extend(_group_change(name, groups) for name in groups)
     whole_numbers = _view_as_floats(model)
     for name, module in groups.items():
