@@ -281,6 +281,19 @@ def test_cuda_op_and_autograd(shape: tuple[int, int, int], in_8_bits: bool) -> N
 
 
 @pytest.mark.gpu
+def test_the_sum_over_the_vocabulary_keeps_the_tail() -> None:
+    """The tail's share is a direction that all rows of W have: an accumulator of 14 bits loses it."""
+    V, K = 2**17, 64
+    w = (torch.randn(V, K, device="cuda") + 1).bfloat16()
+    h = (torch.randn(64, K, device="cuda") / 16).bfloat16().requires_grad_()
+    y = torch.randint(V, (64,), device="cuda")
+    (got,) = torch.autograd.grad(linear_cross_entropy_float8(h, w, y, head_operands(w)), h)
+    exact = h.detach().double().requires_grad_()
+    (want,) = torch.autograd.grad(linear_cross_entropy(exact, w.double(), y), exact)
+    assert error(got.mean(0), want.mean(0)) < ROUNDING
+
+
+@pytest.mark.gpu
 def test_cuda_waits_for_nothing() -> None:
     h, w, b, y = operands(300, 512, 64, torch.bfloat16, "cuda")
     n = torch.tensor(200, device="cuda")

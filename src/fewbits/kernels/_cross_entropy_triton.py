@@ -107,26 +107,25 @@ def _cross_entropy_kernel(
             tl.store(scale_ptr + row, 0.0)
             tl.store(own_ptr + row, 0.0)
     else:
+        known = (label >= 0) & (label < V)
+        picked = _logits(z_ptr, label, known, soft_cap, SOFT_CAP)  # before anyone writes over it
         largest = -3.0e38  # finite: a block that is all -inf must not give inf - inf
-        exp_sum = 0.0
-        plain_sum = 0.0
-        picked = 0.0
+        exp_sums = tl.zeros((BLOCK_V,), dtype=tl.float32)
+        plain_sums = tl.zeros((BLOCK_V,), dtype=tl.float32)
         for start in range(0, V, BLOCK_V):
             offs = start + tl.arange(0, BLOCK_V)
             mask = offs < V
             z = _logits(z_ptr, offs, mask, soft_cap, SOFT_CAP)
             new = tl.maximum(largest, tl.max(z, 0))
-            exp_sum = exp_sum * tl.exp(largest - new) + tl.sum(tl.exp(z - new), 0)
+            exp_sums = exp_sums * tl.exp(largest - new) + tl.exp(z - new)
             largest = new
-            picked += tl.sum(tl.where(offs == label, z, 0.0), 0)
             if SMOOTH:
-                plain_sum += tl.sum(tl.where(mask, z, 0.0), 0)
-        lse = largest + tl.log(exp_sum)
+                plain_sums += tl.where(mask, z, 0.0)
+        lse = largest + tl.log(tl.sum(exp_sums, 0))
         loss = lse - (1 - label_smoothing) * picked + z_loss * lse * lse
         if SMOOTH:
-            loss -= label_smoothing * (plain_sum / V)
-        loss = tl.where((label >= 0) & (label < V), loss, float("nan"))
-        tl.store(loss_ptr + row, loss)
+            loss -= label_smoothing * (tl.sum(plain_sums, 0) / V)
+        tl.store(loss_ptr + row, tl.where(known, loss, float("nan")))
         if DENSE or LARGEST:
             factor, inverse = 1.0, 1.0
             if SCALED:
