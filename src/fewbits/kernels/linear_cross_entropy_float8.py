@@ -16,11 +16,11 @@ label's row of W rounded to 8 bits, which would add W's own 0.0265 (see matmul_f
 What FP8 does to dh is then mostly what it does to z: 0.005 to 0.042 in all, 0.004 to 0.041 through z alone.
 
 Why dh adds up in float32. Its sums have V terms, and Hopper's own accumulator of 8-bit products keeps about
-14 bits, cut off at every 32 terms: what is below 2^-13 of the running sum is lost, and that is the tail again.
-In a simulation of that on a CPU, the same heads, dh was off by 0.05 to 0.07 and the mean of its rows by 0.16
-to 0.49; in slices of 4096 terms by 0.004 to 0.008 and 0.013 to 0.027; added up in float32 at every 128 terms,
-as ``fast=False`` has it, by 0.003 to 0.007 and 0.008 to 0.017, no more than in float32 throughout. z has K
-terms and takes the fast one.
+14 bits, cut off at every 32 terms: what is below 2^-13 of the running sum is lost, and that is the tail once
+more. In a simulation of that on a CPU, the same heads, dh was off by 0.05 to 0.07 and the mean of its rows by
+0.16 to 0.49; in slices of 4096 terms by 0.004 to 0.008 and 0.013 to 0.027; added up in float32 at every 128
+terms, as ``fast=False`` has it, by 0.003 to 0.007 and 0.008 to 0.017, no more than in float32 throughout. z
+has K terms and takes the fast one.
 
 The scale of a row of dz' is known before dz' is: no entry exceeds |1 + 2 a lse| * min(softmax of the largest
 logit, 1 - softmax of the label's) + e / V. So one pass over z writes 8 bits, and it writes dz over z only
