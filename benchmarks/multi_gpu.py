@@ -60,7 +60,7 @@ from fewbits.nn.keep import KEEP_ALL
 from fewbits.recipes import LoRA, get_recipe
 from fewbits.training.averaging import GradientMean
 from fewbits.training.communication import Travel
-from fewbits.training.ddp import quantize_gradients
+from fewbits.training.ddp import bucket_mib, quantize_gradients
 from fewbits.training.fsdp import shard, sharded_modules
 from fewbits.training.fsdp_communication import quantize_reduce_scatter
 from fewbits.training.memory_budget import budget_for
@@ -351,7 +351,7 @@ def full(bench: Bench) -> None:
 
     for way in bench.options.ways.split(","):
         name, model = random_model(bench, torch.float32)
-        ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=bucket_mib(model))
         exchange = None
         if way == "bf16":
             # torch has the one for bfloat16 on CUDA only

@@ -11,7 +11,7 @@ from torch import Tensor
 from fewbits.errors import BadCheckpoint, Unsupported
 from fewbits.formats import get_format
 from fewbits.training.communication import Lane, Travel
-from fewbits.training.ddp import DDPExchange
+from fewbits.training.ddp import DDPExchange, bucket_mib
 from fewbits.training.fsdp_communication import quantize_reduce_scatter
 from training.communication_workers import (
     Aligned,
@@ -198,3 +198,10 @@ def test_sharded_a_checkpoint_goes_on(ranks: int, tmp_path: Path) -> None:
 def test_a_model_that_is_not_sharded_is_refused() -> None:
     with pytest.raises(Unsupported, match="not sharded"):
         quantize_reduce_scatter(Net(), get_format("int8"))
+
+
+def test_buckets_are_large_where_there_are_many() -> None:
+    def of(mib: int) -> int:
+        return bucket_mib(torch.nn.Linear(mib, 2**18, bias=False, device="meta"))
+
+    assert [of(mib) for mib in (100, 800, 1600, 100_000)] == [25, 25, 50, 128]

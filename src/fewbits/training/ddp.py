@@ -20,7 +20,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fewbits.errors import BadInput, SpecMismatch
@@ -74,6 +74,16 @@ def quantize_gradients(
     )  # fmt: skip
     model.register_comm_hook(exchange, _hook)
     return exchange
+
+
+def bucket_mib(model: nn.Module) -> int:
+    """The size of DDP's buckets in MiB: 32 of them, but none below torch's 25 or above 128.
+
+    A bucket costs the host time, whatever its size, which is time of the backward pass on a fast GPU: half a
+    millisecond in few bits. What is left of the last one when that pass ends is exposed.
+    """
+    whole = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    return min(max(whole // (32 << 20), 25), 128)
 
 
 def _groups(

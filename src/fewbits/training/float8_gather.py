@@ -23,11 +23,11 @@ import torch
 from torch import Tensor, distributed, nn
 
 from fewbits.errors import Unsupported
+from fewbits.formats import E4M3, Packed
+from fewbits.kernels.dequantize import dequantize
 from fewbits.kernels.matmul_float8 import float8_weight
 from fewbits.kernels.quantize_float8 import scale_of_amax
 from fewbits.models.spec import ModelSpec, layer_names, spec_for
-
-_SLAB = 1 << 24  # values that are decoded at a time
 
 
 def gather_in_float8(model: Any) -> str:
@@ -99,7 +99,7 @@ class _Scales:
     @torch.no_grad()
     def _find(self, group: Any) -> None:
         owner = self.owner = self.owner.to(self.parts[0].device)
-        largest = torch.stack([part.abs().amax().float() for part in self.parts])
+        largest = torch.stack(torch._foreach_norm(self.parts, float("inf"))).float()
         distributed.all_reduce(largest, op=distributed.ReduceOp.MAX, group=group)
         shared = torch.zeros_like(largest).scatter_reduce_(0, owner, largest, "amax")
         self._scales = scale_of_amax(shared)[owner]
@@ -130,9 +130,8 @@ class _Travel:
         """The weight in ``dtype``: a new tensor, or the one from before filled again."""
         codes = gathered[0].view(torch.float8_e4m3fn)[: self.shape[0]]
         made = torch.empty(self.shape, dtype=dtype, device=codes.device) if out is None else out.data
-        rows = max(_SLAB // max(self.shape[1], 1), 1)
-        for target, values in zip(made.split(rows), codes.split(rows), strict=True):
-            target.copy_(values.float() * scale)
+        parts = {"codes": codes, "scales": scale.view(E4M3.layout(self.shape)["scales"].shape)}
+        dequantize(Packed(E4M3, self.shape, dtype, parts), out=made)
         return (made, (made,)) if out is None else None
 
 

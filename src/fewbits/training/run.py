@@ -233,6 +233,10 @@ class _Run:
             config, self.folder.checkpoints, steps,
             evaluates=evaluation is not None, resumed=bool(found), layout=self.layout,
         )  # fmt: skip
+        if self.layout.kind == "ddp":
+            from fewbits.training.ddp import bucket_mib
+
+            args.ddp_bucket_cap_mb = bucket_mib(model)
         keep_best = config.keep_best and evaluation is not None
         schedule = Schedule(
             progress,
