@@ -5,9 +5,10 @@
 
 Every model is made on the GPU and runs alone there: transformers' in bfloat16; the same with our norms, which
 the stochastic one has as well; all decoder linears stochastic (recipe "stochastic": halved streams, prepared
-weights); and both attention products besides. `fewbits.inference.decode.Decoding` runs all of them. Checked
-first: linears against the definition on the CPU, bit for bit, and a graph against launches one by one, by
-tokens and by the last layer's keys. A context is the tokens of the prompt; steps that are timed come on top.
+weights), each apart; the same with q, k, v and gate, up multiplied as one (`share_inputs`); that, with both
+attention products besides. `fewbits.inference.decode.Decoding` runs all of them. Checked first: linears
+against the definition on the CPU, bit for bit, and a graph against launches one by one, by tokens and by the
+last layer's keys. A context is the tokens of the prompt; steps that are timed come on top.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from fewbits.kernels.matmul_stochastic import product_of_codes
 from fewbits.kernels.quantize_stochastic import quantize_stochastic
 from fewbits.models.in_memory import convert
 from fewbits.models.stochastic_attention import use_stochastic_attention
+from fewbits.models.stochastic_sharing import share_inputs
 from fewbits.nn.stochastic_attention import AttentionProducts
 from fewbits.nn.stochastic_linear import StochasticLinear
 from fewbits.recipes import get_recipe
@@ -187,6 +189,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=16, help="of one repetition")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--prefill", type=int, default=2048)
+    parser.add_argument("--quick", action="store_true", help="leave out two variants")
     parser.add_argument("--out", type=Path, default=None, help="CSV file to add rows to")
     parser.add_argument("--commit", default=None)
     args = parser.parse_args()
@@ -198,6 +201,9 @@ def main() -> None:
     made = bench.peak()
     check_linears(bench, model)
     counted = first_logits(bench, model)
+    if not args.quick:
+        measure(bench, model, "stochastic, each apart")
+    say(*share_inputs(model))
     measure(bench, model, "stochastic")
     use_stochastic_attention(model, AttentionProducts(STOCHASTIC, STOCHASTIC))
     measure(bench, model, "stochastic, attention too")
@@ -206,7 +212,8 @@ def main() -> None:
 
     model = bench.model(None)
     exact = first_logits(bench, model)
-    measure(bench, model, "bf16")
+    if not args.quick:
+        measure(bench, model, "bf16")
     convert(model, Recipe(name="as it is"))
     measure(bench, model, "bf16, our norms")
     likeness = float(torch.nn.functional.cosine_similarity(counted, exact, dim=0))

@@ -27,6 +27,7 @@ from random_model import config_of, empty_model, fill
 
 from fewbits.bench.record import Row, append, conditions
 from fewbits.inference.decode import Decoding
+from fewbits.models.stochastic_sharing import share_inputs
 from fewbits.recipes import get_recipe
 
 GIB = 2**30
@@ -196,6 +197,7 @@ def main() -> None:
 
     model = split_model(config, "stochastic")
     calls = record_calls(model)
+    say(*share_inputs(model))
     decode(model, args, "stochastic", rows)
     compare(model, calls)
     del model, calls

@@ -36,6 +36,7 @@ from fewbits.kernels.matmul_stochastic import product_of_codes
 from fewbits.kernels.quantize import quantize
 from fewbits.kernels.quantize_stochastic import quantize_stochastic
 from fewbits.nn.linear import LinearFormats, QuantizedLinear
+from fewbits.nn.stochastic_group import StochasticGroup
 
 # What a layer may hold beside its codes and scales; all are saved with the model.
 EXTRAS = ("smooth_scales", "protected", "weight_protected", "length_table", "length_thresholds", "settings")
@@ -54,6 +55,7 @@ class StochasticLinear(QuantizedLinear):
         int8: whether the product is that of the codes as integers, in place of their streams.
         exact: whether it is that of x and the dequantised weight, for `exact_products`.
         levels: the stream lengths that occur.
+        group: layers that may be multiplied with this one, or None.
         length_table: (G, C or 1) int16, or None: all streams have the length of ``format``.
         length_thresholds: (G - 1,) float32, descending, or None.
     """
@@ -75,6 +77,7 @@ class StochasticLinear(QuantizedLinear):
         self.int8 = False
         self.exact = False
         self.by_chunk = False
+        self.group: StochasticGroup | None = None
         self.levels: tuple[int, ...] = (format.length,)
         self.register_buffer("level_index", None, persistent=False)
         self.register_load_state_dict_post_hook(lambda module, _: module.refresh())
@@ -219,7 +222,8 @@ class StochasticLinear(QuantizedLinear):
         self.levels, self.level_index = (self.format.length,), None
         if self.length_table is not None and self.length_table.device.type != "meta":
             levels, index = torch.unique(self.length_table, return_inverse=True)
-            self.levels, self.level_index = tuple(levels.tolist()), index.to(torch.uint8)
+            self.levels = tuple(levels.tolist())
+            self.level_index = index.to(torch.uint8) if len(self.levels) > 1 else None
 
     def problem(self) -> str | None:
         """What was loaded and does not fit this layer: the rest of a sentence, or None."""
@@ -280,9 +284,10 @@ class StochasticLinear(QuantizedLinear):
         if self.exact:
             bias = None if self.bias is None else self.bias.to(dtype)
             return F.linear(x.to(dtype), self.dequantize(dtype), bias)
-        rows = x.to(dtype).reshape(-1, self.in_features)
-        packed = self.packed
-        y = _Product.apply(rows, self, signature(packed), *packed.parts.values())  # type: ignore[no-untyped-call]
+        y = None if self.group is None else self.group.product(self, x)
+        if y is None:
+            rows, packed = x.to(dtype).reshape(-1, self.in_features), self.packed
+            y = _Product.apply(rows, self, signature(packed), *packed.parts.values())  # type: ignore[no-untyped-call]
         if self.bias is not None:
             y = y + self.bias.float()
         return y.to(dtype).view(*x.shape[:-1], self.out_features)  # type: ignore[no-any-return]
