@@ -23,6 +23,7 @@ from fewbits.bench.train.reference import Decoder, rope_of, token_losses
 from fewbits.bench.train.schedule import Outcome, Task, waves
 from fewbits.bench.train.shapes import SHAPES, Shape, batch_of, batches, flops_per_token, shape_of
 from fewbits.errors import BadInput, Unsupported
+from fewbits.models.fused_loss import float8_head_of
 
 TINY = shape_of("tiny")
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -96,6 +97,23 @@ def test_scales_of_earlier_steps_are_checked_on_a_later_step() -> None:
     found = parity.check(made.model, data[0], step, rounding=job.configuration.rounding, history=data[1:])
     assert job.configuration.delayed and found.failures == ()
     assert passed == [int(ids[0, 0]) for ids in (*data[1:], data[0])]
+
+
+@pytest.mark.parametrize("name", ["ours:nf4-fp8-head", "ours:full-fp8-head"])
+def test_a_head_in_fp8_is_checked_by_its_own_arithmetic(name: str) -> None:
+    """What the decoder alone may be off by is less; and a scale that is twice what it must be does not pass."""
+    job, made = built(name)
+    right = check(job, made.model)
+    assert right.failures == () and "head too" in job.configuration.format
+    ids = batches(128, (2, 24), 1, torch.device("cpu"))[0]
+    plain = parity.check(
+        made.model, ids, lambda ids: wrong_loss(made.model, ids) - 0.05, rounding="fp8_row", layers=1
+    )
+    assert plain.loss_tolerance < right.loss_tolerance
+    head = float8_head_of(made.model)
+    made_right = head.operands
+    head.operands = lambda: made_right()._replace(scale=made_right().scale * 2)
+    assert check(job, made.model).failures
 
 
 def wrong_loss(model, ids):

@@ -18,6 +18,7 @@ from fewbits.formats import E4M3, E4M3_ROW, NF4_DQ
 from fewbits.models.adapters import get_peft_model
 from fewbits.models.convert import convert
 from fewbits.models.fused import fuse, fusion_of
+from fewbits.models.fused_loss import float8_head_of
 from fewbits.recipes.recipe import LoRA, Recipe, Rule
 from kernels.pretended import Launch, Recorder, pretended_gpu, without_memory
 from models.tiny import tiny_config
@@ -31,18 +32,28 @@ LLAMA_8B |= {"num_attention_heads": 32, "num_key_value_heads": 8}
 pytestmark = pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 
 
-def adapted(family: str, shape: dict[str, Any], layers: int, *, float8: bool = False, rank: int = 16) -> Any:
-    """A fused model with adapters over NF4, in bfloat16, without memory."""
+def adapted(
+    family: str,
+    shape: dict[str, Any],
+    layers: int,
+    *,
+    float8: bool = False,
+    head: bool = False,
+    rank: int = 16,
+) -> Any:
+    """A fused model with adapters over NF4, in bfloat16, without memory; ``head``: in float8 as well."""
     from transformers import AutoModelForCausalLM
 
     rule = Rule(weight=NF4_DQ, **(FLOAT8 if float8 else {}))
+    shape = {**shape, "vocab_size": 1024} if head else shape
     with torch.device("meta"):
         config = tiny_config(family, **{**shape, "num_hidden_layers": layers})
         kind = "eager" if family == "gemma2" else "sdpa"
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=kind)
-        convert(model, Recipe(name="nf4", linear=rule))
+        convert(model, Recipe(name="nf4", linear=rule, head=Rule(**FLOAT8) if head else Rule()))
         model = get_peft_model(model, LoRA(r=rank)).train()
         fuse(model, delayed_scaling=float8)
+        assert (float8_head_of(model) is not None) == head
     return model
 
 
@@ -71,7 +82,7 @@ def binaries(recorder: Recorder) -> dict[Any, Launch]:
 )
 def test_other_lengths_ask_for_no_other_binary(family: str, float8: bool) -> None:
     """One length that is a multiple of all tiles and one that is not ask for all that there will ever be."""
-    model = adapted(family, SMALL, 1, float8=float8)
+    model = adapted(family, SMALL, 1, float8=float8, head=float8)
     with pretended_gpu() as recorder:
         without_memory(model)
         for _ in range(2):  # the first step under delayed scaling quantises by row
