@@ -286,11 +286,15 @@ class StochasticLinear(QuantizedLinear):
             return F.linear(x.to(dtype), self.dequantize(dtype), bias)
         y = None if self.group is None else self.group.product(self, x)
         if y is None:
-            rows, packed = x.to(dtype).reshape(-1, self.in_features), self.packed
-            y = _Product.apply(rows, self, signature(packed), *packed.parts.values())  # type: ignore[no-untyped-call]
+            rows = x.to(dtype).reshape(-1, self.in_features)
+            y = self._differentiated(rows) if torch.is_grad_enabled() else self.product(rows)
         if self.bias is not None:
             y = y + self.bias.float()
         return y.to(dtype).view(*x.shape[:-1], self.out_features)  # type: ignore[no-any-return]
+
+    def _differentiated(self, rows: Tensor) -> Tensor:
+        packed = self.packed
+        return _Product.apply(rows, self, signature(packed), *packed.parts.values())  # type: ignore[no-any-return, no-untyped-call]
 
     def product(self, rows: Tensor) -> Tensor:
         """(rows, K) to (rows, N) float32, without the bias and without a gradient."""
