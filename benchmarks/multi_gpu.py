@@ -60,6 +60,7 @@ from fewbits.nn.keep import KEEP_ALL
 from fewbits.recipes import LoRA, get_recipe
 from fewbits.training.averaging import GradientMean
 from fewbits.training.communication import Travel
+from fewbits.training.config import parse_memory_budget
 from fewbits.training.ddp import bucket_mib, quantize_gradients
 from fewbits.training.fsdp import shard, sharded_modules
 from fewbits.training.fsdp_communication import quantize_reduce_scatter
@@ -287,8 +288,9 @@ def fsdp(bench: Bench) -> None:
                     module.set_reshard_after_forward(gathered == "for each pass", recurse=False)
                 ids = bench.batch(*batch_of(text))
                 bench.free()
+                budget = parse_memory_budget(bench.options.budget)
                 memory = budget_for(
-                    model, bench.options.budget, recipe=recipe, lora=LoRA(r=16, alpha=16),
+                    model, budget, recipe=recipe, lora=LoRA(r=16, alpha=16),
                     batch=batch_of(text), optimizer_bytes=4, agree=bench.everyones,
                 )  # fmt: skip
                 step = training_step(model, ids, optimizer, memory=memory)
@@ -451,7 +453,11 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", default=os.environ.get("OUT", "."), help="folder (default: $OUT, or here)")
     parser.add_argument("--record", type=Path, help="append rows to this CSV file")
     parser.add_argument("--commit", help="for the rows, where there is no git checkout")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    said = [*options.parts, *(f"--{name} {getattr(options, name)}" for name in ("batches", "recipes", "ways")
+            if getattr(options, name) != parser.get_default(name))]  # fmt: skip
+    options.command = " ".join([*said, *(["--large"] if options.large else [])])
+    return options
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -459,21 +465,28 @@ def main(argv: list[str] | None = None) -> None:
     options = arguments(argv)
     bench = Bench(options)
     checks(bench)
-    for name in options.parts or [name for name in PARTS if name != "peer"]:
-        PARTS[name](bench)
-        bench.free()
+    try:
+        for name in options.parts or [name for name in PARTS if name != "peer"]:
+            PARTS[name](bench)
+            bench.free()
+    finally:
+        save(bench)
+    dist.barrier()
+    if bench.began:
+        dist.destroy_process_group()
+
+
+def save(bench: Bench) -> None:
+    """What was measured, also if something went wrong after it."""
+    options = bench.options
     if bench.rank == 0:
         facts = {"dry_run": bench.dry, "torch": torch.__version__, "rows": bench.notes}
         (Path(options.out) / "multi_gpu.json").write_text(json.dumps(facts, indent=1))
         if options.record is not None:
-            chosen = f"benchmarks/multi_gpu.py {' '.join(options.parts)}{' --large' if options.large else ''}"
-            command = f"torchrun --nproc-per-node {bench.size} {chosen}"
+            command = f"torchrun --nproc-per-node {bench.size} benchmarks/multi_gpu.py {options.command}"
             packages = ("transformers", "peft", *(("bitsandbytes",) if "peer" in options.parts else ()))
             run = conditions(bench.device, command=command, commit=options.commit, packages=packages)
             append(options.record, bench.rows, run)
-    dist.barrier()
-    if bench.began:
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from fewbits.training.memory_plan import GIB, Plan, Planner, planner, static_of
 logger = logging.getLogger("fewbits")
 
 _MARGIN_BYTES, _MARGIN_SHARE = 1 << 29, 0.03  # left free by "auto": the allocator's waste, other processes
+_MARGIN_SHARDED = 0.05  # as well: gathered layers of several streams tear memory, and no step is repeated
 _WORTH = 0.02  # a corrected plan replaces a sound one if it saves this share of a step
 OPTIMIZER_BYTES = {"adamw": 8, "adamw_8bit": 2, "adafactor": 1, "sgd": 0}  # for each trained value
 ALL_ALIKE = {"keep": KEEP_ALL, "recompute": KEEP_NONE, "offload": KEEP_ON_HOST}
@@ -277,6 +278,8 @@ def budget_for(
         limit = int(budget * GIB)
     elif meter is not None:
         limit = auto_budget(meter.available())
+        if any(hasattr(p, "to_local") for p in model.parameters()):
+            limit -= int(_MARGIN_SHARDED * limit)
     else:
         return None
     limit = int(min(agree(limit)))

@@ -205,8 +205,8 @@ def head_bytes(
 def static_of(model: nn.Module, *, optimizer_bytes: int = 8) -> Memory:
     """Bytes of a loaded model: its weights, and gradients and optimizer states of what trains.
 
-    Of a sharded one, what this rank holds, and two layers that are gathered at a time. A frozen head's 8-bit
-    copies count, made or not.
+    Of a sharded one, what this rank holds, and what is gathered at a time. A frozen head's 8-bit copies
+    count, made or not.
     """
     from fewbits.models.fused_loss import float8_head_of  # it defines kernels, which takes time
 
@@ -215,9 +215,7 @@ def static_of(model: nn.Module, *, optimizer_bytes: int = 8) -> Memory:
     size = sum(p.numel() for p in trained)
     lora = sum(p.nbytes for p in trained) if hasattr(model, "peft_config") else 0
     tensors = {t.data_ptr(): t.nbytes for t in map(_local, (*model.parameters(), *model.buffers()))}
-    is_sharded = any(hasattr(p, "to_local") for p in model.parameters())
-    config = model.config.get_text_config() if is_sharded else None  # type: ignore[operator, union-attr]
-    gathered = 0 if config is None else 2 * whole // int(config.num_hidden_layers)
+    gathered = _gathered_bytes(model, whole) if any(hasattr(p, "to_local") for p in model.parameters()) else 0
     head = float8_head_of(model)
     copies = head.nbytes if head is not None and head.is_kept else 0
     return Memory(
@@ -227,6 +225,15 @@ def static_of(model: nn.Module, *, optimizer_bytes: int = 8) -> Memory:
         optimizer=size * optimizer_bytes,
         kv_cache=0,
     )
+
+
+def _gathered_bytes(model: nn.Module, whole: int) -> int:
+    """Of parameters that FSDP2 gathers: two layers, and as many on their way; embedding and head."""
+    config = model.config.get_text_config()  # type: ignore[operator, union-attr]
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())  # type: ignore[operator]
+    tables = {id(p): int(p.nbytes) for module in ends if module is not None for p in module.parameters()}
+    layers = (whole - sum(tables.values())) // int(config.num_hidden_layers)
+    return 4 * layers + sum(tables.values())
 
 
 def _local(tensor: Tensor) -> Tensor:
