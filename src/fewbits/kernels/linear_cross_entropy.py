@@ -48,7 +48,7 @@ from fewbits.kernels.matmul_packed import product_dtype
 from fewbits.kernels.quantize_float8 import codes_under, scale_of_amax
 
 REDUCTIONS = ("mean", "sum", "none")
-_CHUNK_BYTES = 2**29  # 2048 rows of Llama 3's vocabulary in 16 bits: large enough for products at full rate
+CHUNK_BYTES = 2**29  # 2048 rows of Llama 3's vocabulary in 16 bits: large enough for products at full rate
 _SLAB = 2**16  # values that the definition of the pass over a chunk widens at a time
 _WEIGHT_ROWS = 16384  # rows of dW whose 16-bit product lives beside the sum
 
@@ -211,12 +211,14 @@ def add_product_(dw: Tensor, dz: Tensor, h: Tensor) -> None:
         dw_rows.add_(dz_rows.t() @ h)
 
 
-def default_chunk_rows(M: int, V: int, itemsize: int, sum_bytes: int = 0) -> int:
-    """A power of two, at least 16, of which the logits take 512 MiB at most, or all rows.
+def default_chunk_rows(
+    M: int, V: int, itemsize: int, sum_bytes: int = 0, chunk_bytes: int = CHUNK_BYTES
+) -> int:
+    """A power of two, at least 16, of which the logits take ``chunk_bytes`` at most, or all rows.
 
     Where the head trains, every chunk reads and writes the sum of dW: the logits may then take as many bytes.
     """
-    rows = max(max(_CHUNK_BYTES, sum_bytes) // (V * itemsize), 16)
+    rows = max(max(chunk_bytes, sum_bytes) // (V * itemsize), 16)
     return max(min(1 << (rows.bit_length() - 1), M), 1)
 
 
@@ -428,11 +430,13 @@ def over_labels(
     num_items: int | Tensor | None,
     chunk_rows: int | None,
     valid_rows: int | None,
+    chunk_bytes: int = CHUNK_BYTES,
 ) -> Tensor:
     """`linear_cross_entropy` around its op, whose arguments these are.
 
     ``loss_of`` gets rows (M, K), labels (M,), the rows of a chunk and what of hidden, weight and bias trains,
-    and gives the losses (M,), or for another reduction than "none" their sum.
+    and gives the losses (M,), or for another reduction than "none" their sum. ``chunk_bytes``: see
+    `default_chunk_rows`.
     """
     _check(hidden, weight, labels, bias, reduction, num_items, chunk_rows)
     rows = hidden.reshape(-1, hidden.shape[-1]).to(product_dtype(hidden))
@@ -450,7 +454,9 @@ def over_labels(
     if not torch.is_grad_enabled() or (reduction == "none" and any(trained[1:])):
         trained = [False] * 3
     sum_bytes = weight.numel() * max(weight.dtype.itemsize, 4) if trained[1] else 0
-    size = chunk_rows or default_chunk_rows(rows.shape[0], weight.shape[0], rows.dtype.itemsize, sum_bytes)
+    size = chunk_rows or default_chunk_rows(
+        rows.shape[0], weight.shape[0], rows.dtype.itemsize, sum_bytes, chunk_bytes
+    )
     loss = loss_of(rows, flat, size, trained)
     if order is not None:
         loss = loss.where(count <= order.shape[0], float("nan"))

@@ -61,6 +61,9 @@ from fewbits.kernels.matmul_float8 import (
 )
 from fewbits.kernels.quantize_float8 import quantize_rows, quantize_rows_ref
 
+# 1024 rows of Llama 3's vocabulary: 14.0 ms a step on one H200, 14.9 with twice as many.
+CHUNK_BYTES = 2**28
+
 
 class HeadOperands(NamedTuple):
     """A head's weight W (V, K) in 8 bits: what its products take.
@@ -114,16 +117,15 @@ def linear_cross_entropy_float8_ref(
     if transposed is None:
         rows_ref(z, labels, None, loss, ignore_index, options, True)
         return loss, z @ weight.to(z.dtype)
-    out = _gradient8(z)
+    out = _gradient8(z, loss.new_empty(len(z), dtype=torch.float32))
     rows_ref(z, labels, None, loss, ignore_index, options, False, out)
     dh = float8_linear_ref(out.q, out.scale, transposed, scale, None, hidden.dtype)
     return loss, _add_labels_(dh, out.own, weight, labels)
 
 
-def _gradient8(z: Tensor) -> Gradient8:
+def _gradient8(z: Tensor, own: Tensor) -> Gradient8:
     q = torch.empty(z.shape, dtype=E4M3, device=z.device)
-    scale = torch.empty((z.shape[0], 1), dtype=torch.float32, device=z.device)
-    return Gradient8(q, scale, torch.empty(z.shape[0], dtype=torch.float32, device=z.device))
+    return Gradient8(q, torch.empty((z.shape[0], 1), dtype=torch.float32, device=z.device), own)
 
 
 def _add_labels_(dh: Tensor, own: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
@@ -160,11 +162,12 @@ def chunked_float8(
     of_z, of_dh = scale_row(scale, w8.shape[0]), scale_row(scale, w8.shape[1])
     same = weight.to(hidden.dtype) if needs_dh and transposed is None else weight
     h8, h_scale = quantize_rows(hidden)
+    own = torch.zeros(len(hidden), dtype=torch.float32, device=hidden.device)
 
     def chunk(rows: slice) -> None:  # a function, so that its logits are gone before the next one's
         z = float8_linear(h8[rows], h_scale[rows], w8, of_z, bias=bias, out_dtype=hidden.dtype)
         part = None if dloss is None else dloss[rows]
-        dz8 = _gradient8(z) if needs_dh and transposed is not None else None
+        dz8 = _gradient8(z, own[rows]) if needs_dh and transposed is not None else None
         over_rows(z, labels[rows], part, losses[rows], ignore_index, options, has_dense, dz8)
         if needs_dw:
             add_product_(dw, z, hidden[rows])
@@ -172,17 +175,17 @@ def chunked_float8(
             db.add_(z.sum(0, dtype=db.dtype))
         if dz8 is not None and transposed is not None:
             del z
-            out = dh[rows]
             float8_linear(
-                dz8.q, dz8.scale, transposed, of_dh, out_dtype=hidden.dtype, fast=False, out=out
+                dz8.q, dz8.scale, transposed, of_dh, out_dtype=hidden.dtype, fast=False, out=dh[rows]
             )  # fmt: skip
-            _add_labels_(out, dz8.own, weight, labels[rows])
         elif needs_dh:
             torch.mm(z, same, out=dh[rows])
 
     with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
         for start in range(0, len(hidden), chunk_rows):
             chunk(slice(start, min(start + chunk_rows, len(hidden))))
+        if needs_dh and transposed is not None:
+            _add_labels_(dh, own, weight, labels)
     return losses, dh, dw, db
 
 
@@ -275,7 +278,8 @@ def linear_cross_entropy_float8(
         label_smoothing: there.
         z_loss: there.
         soft_cap: there.
-        chunk_rows: there.
+        chunk_rows: rows whose logits are held at a time, with their gradient in 8 bits; None takes as many as
+            fit in 256 MiB and half of that, or in the bytes of dW.
         valid_rows: there.
 
     Returns:
@@ -304,5 +308,5 @@ def linear_cross_entropy_float8(
 
     return over_labels(
         loss_of, hidden, weight, labels, bias=bias, ignore_index=ignore_index, reduction=reduction,
-        num_items=num_items, chunk_rows=chunk_rows, valid_rows=valid_rows,
+        num_items=num_items, chunk_rows=chunk_rows, valid_rows=valid_rows, chunk_bytes=CHUNK_BYTES,
     )  # fmt: skip

@@ -26,7 +26,8 @@ from fewbits.recipes import Recipe, predict_memory
 from fewbits.recipes.memory import Memory, head_copies, linear_shapes
 
 GIB = 2**30
-_LOGITS_BYTES = 512 << 20  # one chunk of logits, as fewbits.kernels.linear_cross_entropy cuts them
+# One chunk of logits, as fewbits.kernels.linear_cross_entropy cuts them, and its form with 8-bit products.
+_LOGITS_BYTES, _LOGITS8_BYTES = 512 << 20, 256 << 20
 _STEP_DOWN = 0.85  # what the next smaller plan may use of the one that did not fit
 # What host traffic costs although it runs beside the products, of its own time: on an H200 at the 8B shape
 # less than could be measured.
@@ -195,9 +196,9 @@ def head_bytes(
     logits = num_tokens * vocabulary * dtype_bytes
     if not fused:  # transformers keeps the logits, widens them to float32 and takes the gradient of that
         return states + logits + logits // dtype_bytes * 8
-    chunk = min(_LOGITS_BYTES, logits)
     if recipe is None or recipe.head.is_plain:
-        return states + chunk
+        return states + min(_LOGITS_BYTES, logits)
+    chunk = min(_LOGITS8_BYTES, logits)
     made = 0 if recipe.lora is not None else head_copies(recipe) * hidden * vocabulary
     return states + chunk + num_tokens * hidden + made + (chunk // dtype_bytes if recipe.head.gradient else 0)
 
