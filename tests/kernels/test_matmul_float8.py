@@ -18,8 +18,10 @@ from fewbits.kernels.matmul_float8 import (
     launch_weight,
     scale_row,
     weight_scale,
+    weight_scales,
 )
 from fewbits.kernels.quantize_float8 import quantize_rows
+from fewbits.nn.projection import scale_of, scales_of
 
 E4 = torch.float8_e4m3fn
 # See matmul_float8.py: rounding of both operands; on top, the sum in float32, or in Hopper's 14 bits, cut off
@@ -88,6 +90,46 @@ def test_a_weight_of_zeros_or_nan() -> None:
     assert float8_weight(zeros, inverse_scale=1 / weight_scale(zeros)).float().eq(0).all()
     zeros[3, 3] = torch.inf
     assert weight_scale(zeros).isnan().all()
+
+
+def groups_of_weights(dtype: torch.dtype, device: str = "cpu") -> list[list[Tensor]]:
+    made = [[torch.randn(n, 40, device=device) * torch.rand(()).exp() for n in rows] for rows in SIZES]
+    made[1][0][3, 3], made[2][1][0, 39], made[4][0][7] = -1e4, torch.inf, torch.nan
+    made[5][0].zero_()
+    return [[w.to(dtype) for w in group] for group in made]
+
+
+SIZES = ((48, 16, 16), (48,), (80, 80), (1,), (33,), (16,), (70000,))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
+def test_scales_of_many_weights_at_once(dtype: torch.dtype) -> None:
+    groups = groups_of_weights(dtype)
+    found = weight_scales(groups)
+    for scale, group in zip(found, groups, strict=True):
+        torch.testing.assert_close(scale, weight_scale(*group)[0, 0], rtol=0, atol=0, equal_nan=True)
+    assert found.isnan().tolist() == [False, False, True, False, True, False, False]
+    for made, group in zip(scales_of(groups), groups, strict=True):
+        alone = scale_of(group)
+        for a, b in zip(made, alone, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+            assert a.is_contiguous() and a.data_ptr() % 16 == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_scales_of_many_weights_at_once_on_a_gpu(dtype: torch.dtype) -> None:
+    """In a CUDA graph too, whose replays see the weights as they are then."""
+    groups = groups_of_weights(dtype, "cuda")
+    weight_scales(groups)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = weight_scales(groups)
+    for _ in range(2):
+        graph.replay()
+        alone = torch.stack([weight_scale(*group)[0, 0] for group in groups])
+        torch.testing.assert_close(found, alone, rtol=0, atol=0, equal_nan=True)
+        groups[3][0].mul_(3)
 
 
 # The product.

@@ -24,6 +24,7 @@ product reaches on an H200. float8_weight reads a dense bfloat16 weight once and
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -151,6 +152,25 @@ def weight_scale(*weights: Packed | Tensor) -> Tensor:
     """
     largest = torch.stack([_largest(weight) for weight in weights]).amax(0)
     return scale_of_amax(largest).view(1, 1)
+
+
+def weight_scales(groups: Sequence[Sequence[Tensor]]) -> Tensor:
+    """`weight_scale` of each group of dense weights, all of them read once, in few launches.
+
+    On a GPU one launch reads up to 21 million values, whatever weights they belong to, and nothing comes from
+    the host, so that a graph can hold it.
+
+    Args:
+        groups: the weights of each product; all on one device.
+
+    Returns:
+        (G,) float32, bit for bit what `weight_scale` gives.
+    """
+    widest = max(len(group) for group in groups)
+    largest = iter(torch._foreach_norm([weight.detach() for group in groups for weight in group], torch.inf))
+    rows = [[next(largest) for _ in group] for group in groups]
+    padded = [value for row in rows for value in (*row, *row[:1] * (widest - len(row)))]
+    return scale_of_amax(torch.stack(padded).view(-1, widest).amax(1))
 
 
 def float8_weight(

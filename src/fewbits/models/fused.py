@@ -25,7 +25,7 @@ from fewbits.nn.keep import KEEP_NONE, Keep
 from fewbits.nn.offload import HostStash
 
 if TYPE_CHECKING:  # they define kernels, which takes a fifth of a second: `fuse` imports them
-    from fewbits.models.fused_parts import LayerParts
+    from fewbits.models.fused_parts import LayerParts, PassScales
     from fewbits.nn.delayed import DelayedScales, Slot
 
 _STATE = "_fewbits_fusion"
@@ -45,6 +45,7 @@ class Fusion:
         scales: those, for each device that holds layers.
         saved_scales: what they go on from.
         guards: the hooks that refuse copies of the modules.
+        pass_scales: finds the float8 scales of weights that train.
     """
 
     receipt: Receipt
@@ -56,6 +57,16 @@ class Fusion:
     scales: dict[torch.device, DelayedScales] = field(default_factory=dict)
     saved_scales: dict[str, Tensor] = field(default_factory=dict)
     guards: list[RemovableHandle] = field(default_factory=list)
+    pass_scales: PassScales | None = None
+
+    def begin_layer(self, forward: FusedForward, device: torch.device) -> None:
+        """Have the scales of weights that train found for all layers at once, where a pass begins."""
+        if self.pass_scales is None:
+            from fewbits.models.fused_parts import PassScales
+
+            self.pass_scales = PassScales()
+        parts = [f.parts for f in self.layers]
+        self.pass_scales.before(self.layers.index(forward), parts, device)
 
     def new_scales(self, count: int, device: torch.device) -> DelayedScales:
         """Scales of ``count`` tensors on a device that has none yet."""
@@ -117,6 +128,7 @@ class FusedForward:
         if rotary is None:
             raise NotFused("the call has no position embeddings")
         x = x.contiguous()
+        self.fusion.begin_layer(self, x.device)
         keep = self.keep
         if getattr(self.layer, "gradient_checkpointing", False) and self.layer.training:
             keep = replace(KEEP_NONE, offload=keep.offload)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,7 @@ from fewbits.nn.fused_common import Norm
 from fewbits.nn.fused_mlp import MLPHalf, fused_mlp
 from fewbits.nn.keep import Keep
 from fewbits.nn.linear import LowPrecisionLinear, QuantizedLinear
-from fewbits.nn.projection import Branch, Part, Projection, WeightScale, scale_of
+from fewbits.nn.projection import Branch, Part, Projection, WeightScale, scale_of, scales_of
 from fewbits.nn.segments import Segments
 from fewbits.nn.tensor_group import own_weight
 
@@ -50,6 +50,7 @@ class LayerParts:
         self._sandwich = "pre_feedforward_layernorm" in spec.norms
         self._head_norms = "self_attn.q_norm" in spec.norms
         self._scales: dict[tuple[str, ...], tuple[Any, WeightScale]] = {}
+        self.found: dict[tuple[str, ...], tuple[list[Any], WeightScale]] = {}  # see `PassScales`
 
     def run(
         self,
@@ -168,13 +169,66 @@ class LayerParts:
         weights = [part.weight for part in parts]
         tensors = [w if isinstance(w, Tensor) else w.codes for w in weights]
         if any(t.requires_grad for t in tensors):
-            return _scale_now(weights)
+            of, scale = self.found.pop(paths, (None, None))
+            same = of is not None and all(a is b for a, b in zip(of, weights, strict=True))
+            return scale if same and scale is not None else _scale_now(weights)
         sharded = getattr(self.layer, "_is_fsdp_managed_module", False)
         key = [id(t) if sharded else (t.data_ptr(), t._version) for t in tensors]
         known = self._scales.get(paths)
         if known is None or known[0] != key:
             self._scales[paths] = known = (key, _scale_now(weights))
         return known[1]
+
+    def trained(self, device: torch.device) -> list[tuple[tuple[str, ...], list[Any]]]:
+        """Float8 products whose weights train and lie on ``device`` as they are, by the linears' paths.
+
+        FSDP2 gathers a layer's weights when the layer runs, so that they are not there yet.
+        """
+        if getattr(self.layer, "_is_fsdp_managed_module", False):
+            return []
+        found = []
+        for paths in (self._qkv, ("self_attn.o_proj",), self._gate_up, ("mlp.down_proj",)):
+            modules = [self.layer.get_submodule(path) for path in paths]
+            if all(type(m) is LowPrecisionLinear and m.operands == FLOAT8 for m in modules):
+                weights: list[Any] = [m.weight for m in modules]
+                here = all(type(w) in (Tensor, nn.Parameter) and w.device == device for w in weights)
+                if here and any(w.requires_grad for w in weights):
+                    found.append((paths, weights))
+        return found
+
+
+class PassScales:
+    """The float8 scales of all weights that train, found at once when a pass over the layers begins.
+
+    A layer takes its own once, and only if the layers before it have just run. Called in any other order (one
+    by itself, or in a backward pass that computes it again) it finds them at that moment: scales of an
+    earlier pass would be those of other weights.
+    """
+
+    def __init__(self) -> None:
+        self._next = 0
+
+    def before(self, number: int, layers: Sequence[LayerParts], device: torch.device) -> None:
+        """The layer of this number is about to run."""
+        if number == 0:
+            self._begin(layers, device)
+        elif number != self._next:
+            _forget(layers)
+        self._next = number + 1
+
+    @torch.no_grad()
+    def _begin(self, layers: Sequence[LayerParts], device: torch.device) -> None:
+        _forget(layers)
+        if not layers[0].trained(device) and not layers[-1].trained(device):
+            return  # nothing trains but adapters
+        found = [(parts, *product) for parts in layers for product in parts.trained(device)]
+        for (parts, paths, weights), scale in zip(found, scales_of([w for *_, w in found]), strict=True):
+            parts.found[paths] = weights, scale
+
+
+def _forget(layers: Sequence[LayerParts]) -> None:
+    for parts in layers:
+        parts.found.clear()
 
 
 @torch.no_grad()

@@ -33,7 +33,13 @@ from fewbits.kernels.dequantize import dequantize
 from fewbits.kernels.fake_quantize import fake_quantize, fake_quantize_lora
 from fewbits.kernels.lora_reduce import ReduceSlice, lora_reduce
 from fewbits.kernels.low_rank_add import low_rank_add_
-from fewbits.kernels.matmul_float8 import float8_linear, float8_weight, scale_row, weight_scale
+from fewbits.kernels.matmul_float8 import (
+    float8_linear,
+    float8_weight,
+    scale_row,
+    weight_scale,
+    weight_scales,
+)
 from fewbits.kernels.quantize_float8 import quantize_rows
 
 
@@ -94,6 +100,19 @@ def scale_of(weights: Sequence[Packed | Tensor]) -> WeightScale:
     one = weight_scale(*weights)
     N, K = sum(int(w.shape[0]) for w in weights), int(weights[0].shape[1])
     return WeightScale(one.reciprocal(), scale_row(one, N), scale_row(one, K))
+
+
+def scales_of(groups: Sequence[Sequence[Tensor]]) -> list[WeightScale]:
+    """`scale_of` the dense weights of each product: all of a model's on one device, in few launches."""
+    scales = weight_scales(groups)
+    sides = [(sum(int(w.shape[0]) for w in group), int(group[0].shape[1])) for group in groups]
+    widest = -(-max(max(side) for side in sides) // 4) * 4  # rows begin at multiples of 16 bytes
+    rows = scales[:, None].expand(-1, widest).contiguous()
+    inverses = scales.reciprocal()[:, None].expand(-1, 4).contiguous()
+    return [
+        WeightScale(inverse[:1].view(1, 1), row[:N].view(1, N), row[:K].view(1, K))
+        for inverse, row, (N, K) in zip(inverses, rows, sides, strict=True)
+    ]
 
 
 @dataclass(frozen=True)
