@@ -21,7 +21,7 @@ KINDS = (
     ("optimizer", r"adam|multi_tensor"),
     ("copies", r"memcpy|memset|copy"),
 )
-_TOP = 30
+_TOP = 80
 
 
 def kind_of(kernel: str) -> str:
@@ -59,7 +59,7 @@ def summed(kernels: Any) -> dict[str, Any]:
     return {
         "total_ms": round(sum(ms for _, _, ms in rows), 2),
         "kinds": {kind: round(ms, 2) for kind, ms in sorted(kinds.items(), key=lambda x: -x[1])},
-        "top": [[name[:90], count, round(ms, 3)] for name, count, ms in rows[:_TOP]],
+        "top": [[name[:160], count, round(ms, 3)] for name, count, ms in rows[:_TOP]],
     }
 
 
