@@ -2,7 +2,8 @@
 
     python benchmarks/kernel_variants.py [--device cpu]        on a CPU only what needs no kernel is tried
 
-- gated: SwiGLU's backward pass with its branches, by Triton and by CUDA C++ with 4, 8 or 16 warps a block.
+- gated: SwiGLU's backward pass with its branches, by Triton and CUDA C++ with (warps of a block, parts of M).
+- forward: SwiGLU with its branches and down's inner values, by Triton and cuBLAS, and at once by CUDA C++.
 - turned: NF4 to transposed float8, by Triton and by CUDA C++.
 - shares: t and dW of SwiGLU's backward pass, added by one kernel, beside torch's sums, copies and casts.
 - rank: W + s B A in float32 at rank 128, 32 ranks at a time, beside all at once (8 KB of spills a thread).
@@ -27,10 +28,15 @@ from fewbits.formats import NF4_DQ
 from fewbits.kernels import _dequantize_cuda as turned_by_hand
 from fewbits.kernels import _fake_quantize_triton as fake
 from fewbits.kernels import _gated_lora_cuda as by_hand
+from fewbits.kernels import _gated_lora_forward_cuda as forward_by_hand
 from fewbits.kernels import _gated_lora_triton as gated
+from fewbits.kernels._gated_lora_cuda import Plan
 from fewbits.kernels._gated_triton import LowRank, Quantized8
 from fewbits.kernels.dequantize import DecodeTile, dequantize_ref
 from fewbits.kernels.dequantize import launch as decode
+from fewbits.kernels.gated_activation import gated_activation_into
+
+PLANS = (Plan(14, 4), Plan(7, 4), Plan(8, 9), Plan(16, 9), Plan(16, 4))
 
 
 def microseconds(run: Callable[[], object]) -> float:
@@ -102,10 +108,10 @@ def gated_lora(device: str) -> None:
         need_d, need_q = ([x.clone() for x in d], q.q.clone()) if quantized is None else ([], q.q.clone())
         need_amax = q.amax.clone()
         say(f"gated {name}, Triton", before, device, floor)
-        for warps in (4, 8, 16):
+        for how in PLANS:
 
-            def after(warps: int = warps) -> Tensor:
-                return by_hand.launch(*operands, (1.0, 1.0), warps)  # noqa: B023
+            def after(how: Plan = how) -> Tensor:
+                return by_hand.launch(*operands, (1.0, 1.0), how)  # noqa: B023
 
             for x in (*d, t):
                 x.fill_(torch.nan)
@@ -118,9 +124,56 @@ def gated_lora(device: str) -> None:
                 errors.append(float((q.amax - need_amax).abs() / need_amax))
             again_t = t.clone()
             same = torch.equal(after(), have) and torch.equal(t, again_t)
-            print(f"  {warps} warps: apart {', '.join(f'{x:.1e}' for x in errors)}; again the same: {same}")
+            print(f"  {tuple(how)}: apart {', '.join(f'{x:.1e}' for x in errors)}; again the same: {same}")
             if max(errors) < 2.0**-7 and same:
-                say(f"gated {name}, CUDA, {warps} warps", after, device, floor)
+                say(f"gated {name}, CUDA {tuple(how)}", after, device, floor)
+            else:
+                print("  WRONG: not timed")
+
+
+def forward(device: str) -> None:
+    """M = 8192, I = 14336, rank 16: h in bfloat16, then in E4M3."""
+    if device == "cpu":
+        return
+    _, (e, u), (gate, up, down), (h, _), _ = gated_operands(device)
+    M, I = e.shape
+    h = h.contiguous()
+    q = Quantized8(
+        torch.empty_like(h, dtype=torch.float8_e4m3fn),
+        torch.full((1,), 20.0, device=device),
+        torch.zeros(1, device=device),
+    )
+    for name, quantized, floor in (("bfloat16", None, 6 * M * I / 4.28e6), ("E4M3", q, 5 * M * I / 4.28e6)):
+
+        def before() -> Tensor:
+            gated_activation_into(
+                e,
+                u,
+                h,
+                activation="silu",
+                low_rank_gate=gate,
+                low_rank_up=up,
+                quantized=quantized,  # noqa: B023
+            )
+            return h @ down.w
+
+        need, need_h, need_q = before(), h.clone(), q.q.clone()
+        say(f"forward {name}, Triton and cuBLAS", before, device, floor)
+        for how in PLANS:
+            out = h if quantized is None else None
+
+            def after(how: Plan = how, out: Tensor | None = out, q: Any = quantized) -> Tensor:
+                return forward_by_hand.launch(e, u, "silu", (gate, up), down.w, out, q, 1.0, how)
+
+            h.fill_(torch.nan)
+            errors = [apart(after(), need)]
+            if quantized is None:
+                errors.append(apart(h, need_h))
+            else:
+                errors.append(float((q.q.view(torch.uint8) != need_q.view(torch.uint8)).float().mean()))
+            print(f"  {tuple(how)}: apart {', '.join(f'{x:.1e}' for x in errors)}")
+            if max(errors) < 2.0**-7:
+                say(f"forward {name}, CUDA {tuple(how)}", after, device, floor)
             else:
                 print("  WRONG: not timed")
 
@@ -216,7 +269,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--device", default="cuda")
     options = parser.parse_args()
-    for part in (shares, rank, decoding, gated_lora, turned):
+    for part in (shares, rank, decoding, gated_lora, forward, turned):
         part(options.device)
 
 

@@ -60,15 +60,25 @@ inline u32 to_e4m3(float x) {  // nearest even, cut to 448
 }
 }  // namespace emulation
 
+// prmt: four of eight bytes; with a selector's high bit the byte's sign, eight times.
+inline u32 bytes_of(u32 low, u32 high, u32 selector) {
+    u32 out = 0;
+    for (int i = 0; i < 4; i++) {
+        const u32 s = selector >> (4 * i) & 15, byte = ((uint64_t)high << 32 | low) >> (8 * (s & 7)) & 255;
+        out |= (s & 8 ? (byte & 128 ? 255u : 0u) : byte) << (8 * i);
+    }
+    return out;
+}
+
 inline u32 shared_address() { return 0; }
 // With EARLY a copy arrives at once, else only when it is waited for.
 inline void copy_async(u32 to, const void *from, bool there) {
     if (EARLY) emulation::copy({to, from, there}); else emulation::own_copies().groups.back().push_back({to, from, there});
 }
 inline void commit_copies() { emulation::own_copies().groups.emplace_back(); }
-inline void wait_copies() {  // all but the last group that was committed
+template <int LEFT> inline void wait_copies() {  // all but the last groups that were committed
     auto &groups = emulation::own_copies().groups;
-    while (groups.size() > 2) {
+    while (groups.size() > LEFT + 1) {
         for (const auto &c : groups.front()) emulation::copy(c);
         groups.erase(groups.begin());
     }

@@ -20,6 +20,7 @@ from fewbits.kernels.gated_lora_backward import (
     gated_lora_backward,
     gated_lora_backward_ref,
 )
+from fewbits.kernels.gated_lora_forward import gated_lora_forward, gated_lora_forward_ref
 from fewbits.kernels.matmul_float8 import float8_linear, float8_weight, scale_row, weight_scale
 from fewbits.kernels.quantize_float8 import quantize_blocks, quantize_rows, quantize_tensor, scale_of_amax
 from fewbits.kernels.rmsnorm import rmsnorm_backward_ref, rmsnorm_backward_rows, rmsnorm_ref, rmsnorm_rows
@@ -224,6 +225,44 @@ def _gated_lora_problem(case: Case, device: torch.device) -> Problem:
     return Problem({"fewbits": _plain(ours), "fewbits_apart": _plain(apart)}, exact)
 
 
+def gated_lora_forward_cases(max_size: int) -> list[Case]:
+    """Llama-3.1-8B's SwiGLU with branches of rank 16, to float8, and what down's branch takes of it."""
+    M, N = min(8192, max_size), min(14336, max_size)
+    return [
+        Case(
+            op="gated_lora_forward", part="forward", format="float8_e4m3", M=M, N=N, bytes_moved=5 * M * N,
+            flops=6 * M * N * _RANK, tolerance=_ONE_ROUNDING, build=_gated_lora_forward_problem,
+        )
+    ]  # fmt: skip
+
+
+def _gated_lora_forward_problem(case: Case, device: torch.device) -> Problem:
+    gate, up = randn(device, torch.bfloat16, case.M, 2 * case.N).chunk(2, 1)
+    x = [randn(device, torch.bfloat16, case.M, _RANK) * 0.3 for _ in range(2)]
+    w = [randn(device, torch.bfloat16, case.N, _RANK) * 0.3 for _ in range(3)]
+    low, down = (LowRank(x[0], w[0]), LowRank(x[1], w[1])), w[2]
+    scale = scale_of_amax(torch.full((1,), 64.0, device=device))
+    q = torch.empty(case.M, case.N, dtype=torch.float8_e4m3fn, device=device)
+    made = Quantized8(q, 1 / scale, torch.zeros(1, device=device))
+
+    def ours() -> Sequence[Tensor]:
+        return q, gated_lora_forward(gate, up, low, down, h=None, quantized=made)
+
+    def apart() -> Sequence[Tensor]:
+        h = torch.empty_like(gate, memory_format=torch.contiguous_format)
+        gated_activation_into(gate, up, h, low_rank_gate=low[0], low_rank_up=low[1], quantized=made)
+        return q, h @ down
+
+    def exact() -> Sequence[Tensor]:
+        wide = [LowRank(b.x.double(), b.w.double()) for b in low]
+        h, xa = gated_lora_forward_ref(
+            gate.double(), up.double(), "silu", (wide[0], wide[1]), down.double(), 1.0
+        )
+        return h / scale, xa
+
+    return Problem({"fewbits": _plain(ours), "fewbits_apart": _plain(apart)}, exact)
+
+
 # Products.
 
 
@@ -291,4 +330,4 @@ def _weight_problem(case: Case, device: torch.device) -> Problem:
     return Problem({"fewbits": _plain(ours), "torch_eager": _plain(eager)}, exact)
 
 
-MAKERS = (quantize_cases, norm_cases, gated_cases, gated_lora_cases, product_cases)
+MAKERS = (quantize_cases, norm_cases, gated_cases, gated_lora_cases, gated_lora_forward_cases, product_cases)

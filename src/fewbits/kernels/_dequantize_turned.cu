@@ -29,6 +29,12 @@ struct Arguments {
 };
 
 #ifndef EMULATED
+// __byte_perm, which leaves a selector's high bit out; here it asks for the byte's sign, eight times.
+static __device__ __forceinline__ u32 bytes_of(u32 low, u32 high, u32 selector) {
+    u32 out;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(out) : "r"(low), "r"(high), "r"(selector));
+    return out;
+}
 static __device__ __forceinline__ u32 e4m3_pair(float low, float high) {
     u16 out;
     asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(out) : "f"(high), "f"(low));
@@ -47,10 +53,10 @@ static __device__ __forceinline__ float scale_of(const Arguments &p, u32 block) 
 
 // Four values of as many codes, from a table of 16 bytes.
 static __device__ __forceinline__ u32 look_up(const u32 *table, u32 codes) {
-    const u32 low = __byte_perm(table[0], table[1], codes & 0x7777u);
-    const u32 high = __byte_perm(table[2], table[3], codes & 0x7777u);
+    const u32 low = bytes_of(table[0], table[1], codes & 0x7777u);
+    const u32 high = bytes_of(table[2], table[3], codes & 0x7777u);
     // Bytes of ones where a code's highest bit is set: the sign of 0x80, over and over, beside zeros.
-    const u32 mask = __byte_perm(0x8000u, 0, (codes & 0x8888u) | (codes >> 3 & 0x1111u));
+    const u32 mask = bytes_of(0x8000u, 0, (codes & 0x8888u) | (codes >> 3 & 0x1111u));
     return (high & mask) | (low & ~mask);
 }
 

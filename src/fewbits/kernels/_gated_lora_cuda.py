@@ -6,6 +6,7 @@ Nothing here needs a GPU but `launch`: the tests run the same source on a CPU wi
 from __future__ import annotations
 
 import ctypes
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -17,9 +18,9 @@ from fewbits.kernels._launch import cdiv, multiprocessors, on_device_of
 
 SOURCE = "_gated_lora.cu"
 RANK, STEP = 16, 16  # as in the source
-WARPS = 8  # of a block
+WARPS = (14, 7, 16, 8, 12)  # of a block, the best first
 _TIMED = False  # nobody has yet
-_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
+ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 _POINTERS = (
     "dh e u xd xe xu wd we wu de du q inverse qmax t_shares dw_shares t dw".split()  # noqa: SIM905
 )
@@ -33,7 +34,7 @@ class Arguments(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in _POINTERS),
         *((name, ctypes.c_float) for name in ("scale_e", "scale_u")),
-        *((name, ctypes.c_int) for name in ("M", "I", "blocks")),
+        *((name, ctypes.c_int) for name in ("M", "I", "splits")),
         *((f"pitch_{name}", ctypes.c_int) for name in _PITCHES),
         *((f"stride_{name}", ctypes.c_int) for name in _STRIDES),
     ]
@@ -47,6 +48,26 @@ def is_faster(device: torch.device) -> bool:
 def shared_bytes(warps: int) -> int:
     """Of a block: two steps of dh, e and u, two shares of t, w and three steps of x."""
     return warps * (2 * 3072 + 2 * 2048 + 3 * 1024) + 3 * 1792
+
+
+class Plan(NamedTuple):
+    """Warps of a block, each with 32 columns, and into how many parts the rows go."""
+
+    warps: int
+    splits: int
+
+
+@lru_cache(maxsize=64)
+def plan(M: int, I: int, processors: int) -> Plan | None:
+    """The plan that leaves fewest multiprocessors idle; None: no plan fits I."""
+    found, best = None, 0.0
+    for warps in WARPS:
+        slabs, slots = I // (32 * warps), processors * (16 // warps)
+        for splits in range(1, min(cdiv(M, STEP), 16) + 1) if I % (32 * warps) == 0 else ():
+            busy = slabs * splits / (cdiv(slabs * splits, slots) * slots) - 0.005 * splits  # shares of dw
+            if busy > best:
+                found, best = Plan(warps, splits), busy
+    return found
 
 
 class Call(NamedTuple):
@@ -76,12 +97,12 @@ def fits(
     wide = [dh, e, u, *thin, *(d for d in outputs if d is not None)]
     wide += [] if quantized is None else [quantized.q]
     return (
-        activation in _ACTIVATIONS
+        activation in ACTIVATIONS
         and e.dtype == torch.bfloat16
         and all(branch.x.shape[1] == RANK for branch in low_rank)
         and all(w.dtype == e.dtype for branch in low_rank for w in branch)
-        and I % (32 * WARPS) == 0
-        and M > STEP
+        and M > 0
+        and plan(M, I, 1) is not None
         and all(x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0 for x in wide)
         and all(x.stride(1) == 1 for x in (*wide, t))
         and t.data_ptr() % 8 == 0
@@ -99,17 +120,16 @@ def call_of(
     t: Tensor,
     quantized: Quantized8 | None,
     scalings: tuple[float, float],
-    blocks: int,
-    warps: int = WARPS,
+    how: Plan,
 ) -> Call:
-    """The call for operands that `fits` has passed; ``blocks`` share the steps."""
+    """The call for operands that `fits` has passed."""
     (M, I), (de, du) = e.shape, outputs
     (xe, we), (xu, wu), (xd, wd) = low_rank
-    slabs, threads, float32 = I // (32 * warps), 32 * warps, torch.float32
-    steps = cdiv(M, STEP) * slabs
-    blocks = cdiv(steps, cdiv(steps, blocks))
+    threads, splits, float32 = 32 * how.warps, how.splits, torch.float32
+    splits = cdiv(cdiv(M, STEP), cdiv(cdiv(M, STEP), splits))  # none without rows
+    slabs = I // threads
     t_shares = torch.empty(slabs, M, 2 * RANK, dtype=float32, device=e.device)
-    dw_shares = torch.empty(blocks + slabs, 3, 32 * warps, RANK, dtype=float32, device=e.device)
+    dw_shares = torch.empty(splits, slabs, 3, threads, RANK, dtype=float32, device=e.device)
     dw = torch.empty(3, I, RANK, dtype=float32, device=e.device)
     q, inverse, qmax = (None, None, None) if quantized is None else quantized
     tensors = (dh, e, u, xd, xe, xu, wd, we, wu, de, du, q, inverse, qmax, t_shares, dw_shares, t, dw)
@@ -117,15 +137,15 @@ def call_of(
     rows = (dh, e, u, xd, xe, xu, de, du, q, t)
     pitches = [0 if x is None else x.stride(0) * x.element_size() for x in rows]
     strides = [*wd.stride(), *we.stride(), *wu.stride()]
-    argument = Arguments(*pointers, *scalings, M, I, blocks, *pitches, *strides)
+    argument = Arguments(*pointers, *scalings, M, I, splits, *pitches, *strides)
     defines = (
-        ("ACTIVATION", _ACTIVATIONS[activation]),
+        ("ACTIVATION", ACTIVATIONS[activation]),
         ("WRITE_D", int(de is not None)),
         ("FLOAT8", int(q is not None)),
-        ("WARPS", warps),
+        ("WARPS", how.warps),
     )
     sum_blocks = cdiv(M * 2 * RANK // 4, threads) + cdiv(3 * I * RANK // 4, threads)
-    return Call(argument, defines, blocks, sum_blocks, dw, (t_shares, dw_shares))
+    return Call(argument, defines, slabs * splits, sum_blocks, dw, (t_shares, dw_shares))
 
 
 def launch(
@@ -138,15 +158,16 @@ def launch(
     t: Tensor,
     quantized: Quantized8 | None,
     scalings: tuple[float, float],
-    warps: int = WARPS,
+    how: Plan | None = None,
 ) -> Tensor:
     """As `_gated_lora_triton.launch`, for operands that `fits` has passed."""
-    blocks = 16 // warps * multiprocessors(e.device)
-    call = call_of(dh, e, u, activation, low_rank, outputs, t, quantized, scalings, blocks, warps)
+    how = how or plan(*e.shape, multiprocessors(e.device))
+    assert how is not None
+    call = call_of(dh, e, u, activation, low_rank, outputs, t, quantized, scalings, how)
+    threads, shared = 32 * how.warps, shared_bytes(how.warps)
     with on_device_of(e):
-        shared = shared_bytes(warps)
         main = _nvrtc.kernel(SOURCE, "gated_lora_backward", call.defines, e.device.index, shared)
-        _nvrtc.launch(main, (call.blocks, 1, 1), 32 * warps, shared, call.argument)
+        _nvrtc.launch(main, (call.blocks, 1, 1), threads, shared, call.argument)
         add = _nvrtc.kernel(SOURCE, "gated_lora_sum", call.defines, e.device.index, 0)
-        _nvrtc.launch(add, (call.sum_blocks, 1, 1), 32 * warps, 0, call.argument)
+        _nvrtc.launch(add, (call.sum_blocks, 1, 1), threads, 0, call.argument)
     return call.dw

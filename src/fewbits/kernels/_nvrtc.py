@@ -36,11 +36,12 @@ def missing() -> str | None:
 
 @lru_cache(maxsize=64)
 def cubin(source: str, defines: Defines, capability: int) -> bytes:
-    """Machine code of a file beside this one, for ``sm_{capability}``; needs no GPU."""
-    nvrtc = _bindings("nvrtc")
-    text = (Path(__file__).parent / source).read_bytes()
+    """Machine code of a file beside this one for ``sm_{capability}``; needs no GPU."""
+    nvrtc, here = _bindings("nvrtc"), Path(__file__).parent
+    text = (here / source).read_bytes()
     program = _checked(nvrtc.nvrtcCreateProgram(text, source.encode(), 0, [], []), "nvrtcCreateProgram")
-    options = [f"--gpu-architecture=sm_{capability}", "--std=c++17", *(f"-D{k}={v}" for k, v in defines)]
+    options = [f"--gpu-architecture=sm_{capability}", "--std=c++17", f"--include-path={here}"]
+    options += [f"-D{k}={v}" for k, v in defines]
     try:
         (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [o.encode() for o in options])
         if int(status):
@@ -76,17 +77,46 @@ def _module(source: str, defines: Defines, device: int, capability: int) -> Any:
 
 
 def launch(
-    handle: Any, grid: tuple[int, int, int], threads: int, shared_bytes: int, argument: ctypes.Structure
+    handle: Any,
+    grid: tuple[int, int, int],
+    threads: int,
+    shared_bytes: int,
+    argument: ctypes.Structure,
+    *,
+    early: bool = False,
 ) -> None:
-    """Start a kernel of one argument, a structure by value, on the current stream of the current device."""
+    """Start a kernel of one argument, a structure by value, on the current stream of the current device.
+
+    ``early`` lets its blocks start before those of the stream's last kernel have ended; the kernel itself
+    awaits what that one writes (griddepcontrol.wait; from compute capability 9.0).
+    """
     driver = _bindings("driver")
     _ensure_context(driver)
     pointers = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
     stream = torch.cuda.current_stream().cuda_stream
+    if early:
+        config = _early_config(grid, threads, shared_bytes, stream)
+        status = driver.cuLaunchKernelEx(config, handle, ctypes.addressof(pointers), 0)
+        _checked(status, "cuLaunchKernelEx")
+        return
     status = driver.cuLaunchKernel(
         handle, *grid, threads, 1, 1, shared_bytes, stream, ctypes.addressof(pointers), 0
     )
     _checked(status, "cuLaunchKernel")
+
+
+@lru_cache(maxsize=1024)
+def _early_config(grid: tuple[int, int, int], threads: int, shared_bytes: int, stream: int) -> Any:
+    driver = _bindings("driver")
+    attribute = driver.CUlaunchAttribute()
+    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    attribute.value.programmaticStreamSerializationAllowed = 1
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = grid
+    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+    config.sharedMemBytes, config.hStream = shared_bytes, stream
+    config.attrs, config.numAttrs = [attribute], 1
+    return config
 
 
 def _ensure_context(driver: Any) -> None:

@@ -31,11 +31,12 @@ from fewbits.kernels.gated_activation import (
     gated_activation_into,
 )
 from fewbits.kernels.gated_lora_backward import BranchGradients, gated_lora_backward
+from fewbits.kernels.gated_lora_forward import gated_lora_forward
 from fewbits.kernels.quantize_float8 import quantize_rows
 from fewbits.nn.delayed import Slot
 from fewbits.nn.fused_common import Kept, Norm, Residual, backward_norm, normed_rows, on_own_dtype
 from fewbits.nn.keep import KEEP_PRODUCTS, Keep
-from fewbits.nn.projection import Projection, Rows
+from fewbits.nn.projection import Branch, Projection, Rows
 from fewbits.nn.tensor_group import TensorGroup
 
 
@@ -88,9 +89,8 @@ class _MLP(torch.autograd.Function):
             n = normed_rows(x, half.norm, quantize=half.gate_up.is_float8, dtype=half.dtype)
             gate_up, xa = half.gate_up.product(n.rows), half.gate_up.branch_inputs(n.dense)
             half.gate_up.add_biases_(gate_up)
-            h = _activate(half, gate_up, xa)
-            assert h.dense is not None
-            z, xa_down = half.down.product(h), half.down.branch_inputs(h.dense)
+            h, xa_down = _activate(half, gate_up, xa)
+            z = half.down.product(h)
             post = Residual(x, z, half.post_norm)
             if half.group is None:
                 half.down.finish_(z, xa_down, post.term)
@@ -154,26 +154,36 @@ def _backward(
     return dx, [dnorm, dpost, *gradients_up, *gradients_down]
 
 
-def _activate(half: MLPHalf, gate_up: Tensor, xa: Tensor | None) -> Rows:
-    """h (M, I), in float8 too where the down product takes it."""
+def _activate(half: MLPHalf, gate_up: Tensor, xa: Tensor | None) -> tuple[Rows, Tensor | None]:
+    """h (M, I), in float8 too where the down product takes it, perhaps only so; down's inner values."""
     (gate, up), branches = _halves(gate_up), _low_rank(half.gate_up, gate_up, xa)
-    h, amax, quantized = gate_up.new_empty(gate.shape), None, None
+    amax = quantized = None
     slot = None if half.delayed is None else half.delayed[0]
     if half.down.is_float8 and slot is not None and slot.known:
-        quantized = slot.buffer(h.shape)
+        quantized = slot.buffer(gate.shape)
     elif half.down.is_float8:
-        amax = _zeros(h)
+        amax = _zeros(gate)
+    branch, (low_gate, low_up) = _only_branch(half.down), branches
+    if branch is not None and low_gate is not None and low_up is not None and amax is None:
+        # The product's result has the dtype of its dense rows, bfloat16 without them.
+        h = None if quantized is not None and gate.dtype == torch.bfloat16 else gate_up.new_empty(gate.shape)
+        inner = gated_lora_forward(
+            gate, up, (low_gate, low_up), branch.a.to(gate.dtype).t(), h=h, activation=half.activation,
+            scaling=branch.scaling, quantized=quantized,
+        )  # fmt: skip
+        return _with_float8(h, None, quantized, slot), inner
+    h = gate_up.new_empty(gate.shape)
     gated_activation_into(
-        gate,
-        up,
-        h,
-        activation=half.activation,
-        low_rank_gate=branches[0],
-        low_rank_up=branches[1],
-        amax=amax,
+        gate, up, h, activation=half.activation, low_rank_gate=low_gate, low_rank_up=low_up, amax=amax,
         quantized=quantized,
-    )
-    return _with_float8(h, amax, quantized, slot)
+    )  # fmt: skip
+    return _with_float8(h, amax, quantized, slot), half.down.branch_inputs(h)
+
+
+def _only_branch(projection: Projection) -> Branch | None:
+    """The branch of a single linear, where it stands beside its weight."""
+    (part, *others) = projection.parts
+    return None if others or part.rounding is not None else part.branch
 
 
 def _activate_backward(
