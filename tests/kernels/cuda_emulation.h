@@ -65,9 +65,11 @@ inline unsigned __shfl_xor_sync(unsigned mask, unsigned value, int bits) {
 }
 
 namespace emulation {
-// mma.sync.m16n8k32 of bytes, T's signedness: the operands' fragments as PTX ISA lays them out over the lanes.
-struct Fragments { unsigned word[6]; };  // 4 of the first operand (16, 32), 2 of the second (32, 8)
-template <class T> inline void mma(int *d, Fragments own) {
+// mma.sync: the fragments of a warp's lanes, 4 words of the first operand (16 rows), 2 of the second (8 columns). Lane l
+// has words of rows l / 4 and l / 4 + 8 in turn, and of column l / 4; of the 8 words of a row the (l % 4)-th and
+// the (l % 4 + 4)-th.
+struct Fragments { unsigned word[6]; };
+template <class Dot> inline void mma(int *d, Fragments own, Dot dot) {
     static std::vector<Fragments> lanes[2];
     static std::vector<unsigned> arrived, generation;
     for (auto &of_warps : lanes) of_warps.resize(threads.size());
@@ -79,25 +81,25 @@ template <class T> inline void mma(int *d, Fragments own) {
     const Fragments *of = &lanes[mine & 1][warp * 32];
     for (int r = 0; r < 4; r++) {
         const int row = lane / 4 + 8 * (r / 2), column = 2 * (lane % 4) + r % 2;
-        int sum = d[r];
-        for (int k = 0; k < 32; k++) {
-            const unsigned x = of[row % 8 * 4 + k % 16 / 4].word[row / 8 + k / 16 * 2] >> 8 * (k % 4);
-            const unsigned y = of[column * 4 + k % 16 / 4].word[4 + k / 16] >> 8 * (k % 4);
-            sum += (int)(T)x * (int)(T)y;
-        }
-        d[r] = sum;
+        for (int k = 0; k < 8; k++)
+            d[r] += dot(of[row % 8 * 4 + k % 4].word[row / 8 + k / 4 * 2], of[column * 4 + k % 4].word[4 + k / 4]);
     }
 }
+// m16n8k32 of bytes, T's signedness; m16n8k256 of bits.
+template <class T> inline int bytes(unsigned x, unsigned y) {
+    int sum = 0;
+    for (int i = 0; i < 4; i++) sum += (int)(T)(x >> 8 * i) * (int)(T)(y >> 8 * i);
+    return sum;
+}
+inline int bits(unsigned x, unsigned y) { return __builtin_popcount(x & y); }
 }  // namespace emulation
 
 inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
     const uint64_t bytes = (uint64_t)y << 32 | x;
     unsigned out = 0;
     for (int i = 0; i < 4; i++) {
-        const unsigned s = selector >> (4 * i) & 15;
-        unsigned byte = bytes >> (8 * (s & 7)) & 255;
-        if (s & 8) byte = byte & 128 ? 255 : 0;
-        out |= byte << (8 * i);
+        const unsigned s = selector >> (4 * i) & 7;  // a GPU's __byte_perm leaves the high bit out
+        out |= (unsigned)(bytes >> (8 * s) & 255) << (8 * i);
     }
     return out;
 }
@@ -118,6 +120,13 @@ inline const void *__cvta_shared_to_generic(size_t at) {
     if (at + 4 > emulation::memory.size() * 4) { fprintf(stderr, "shared memory: offset %zu\n", at); abort(); }
     return (const char *)emulation::memory.data() + at;
 }
+
+// Asynchronous copies arrive at once.
+inline void copy_16(unsigned to, const void *from) {
+    if (to % 16 || (size_t)from % 16 || to + 16 > emulation::memory.size() * 4) abort();
+    memcpy((char *)emulation::memory.data() + to, from, 16);
+}
+inline void wait_for_copies() {}
 
 namespace emulation {
 inline void launch(void (*kernel)(), dim3 grid, unsigned block, unsigned shared_bytes) {

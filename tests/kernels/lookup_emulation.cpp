@@ -2,6 +2,16 @@
 #include "cuda_emulation.h"
 #define shared ((u32 *)emulation::memory.data())
 #define EMULATED 1
+struct int2 { int x, y; };
+static inline void mma_u8(int *d, unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
+    emulation::mma(d, {a0, a1, a2, a3, b0, b1}, emulation::bytes<unsigned char>);
+}
+static inline void mma_s8(int *d, unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
+    emulation::mma(d, {a0, a1, a2, a3, b0, b1}, emulation::bytes<signed char>);
+}
+static inline uint4 load_once(const void *at) { return *(const uint4 *)at; }
+static inline void let_next_start() {}
+static inline void await_previous() {}
 #include SOURCE
 
 static Product product;

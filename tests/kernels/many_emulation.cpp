@@ -3,16 +3,15 @@
 #define shared ((u32 *)emulation::memory.data())
 #define EMULATED 1
 static inline void mma_u8(int *d, unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
-    emulation::mma<unsigned char>(d, {a0, a1, a2, a3, b0, b1});
+    emulation::mma(d, {a0, a1, a2, a3, b0, b1}, emulation::bytes<unsigned char>);
 }
 static inline void mma_s8(int *d, unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
-    emulation::mma<signed char>(d, {a0, a1, a2, a3, b0, b1});
+    emulation::mma(d, {a0, a1, a2, a3, b0, b1}, emulation::bytes<signed char>);
 }
-static inline void copy_16(unsigned to, const void *from) {
-    if (to % 16 || (size_t)from % 16 || to + 16 > emulation::memory.size() * 4) abort();
-    memcpy((char *)emulation::memory.data() + to, from, 16);
+static inline uint4 load_16(unsigned at) {
+    if (at % 16) abort();
+    return *(const uint4 *)__cvta_shared_to_generic(at);
 }
-static inline void wait_for_copies() {}
 #include SOURCE
 
 static Product product;

@@ -1,22 +1,27 @@
-// Products of prepared stochastic operands by lookups in shared memory; see stochastic_codes.py.
+// Products of prepared stochastic operands with few rows: counts looked up in shared memory, sums made by matrix
+// units; see stochastic_codes.py.
 //
-// A block serves ROWS rows of a. For a slice of 128 inner dimensions it builds, once for all outputs, the vector
-// of counts T_d(|qa|, .) of every (row, dimension): a byte for each of the 256 codes of a weight, sign included.
-// Lane l of a warp owns dimensions 4l ... 4l+3 of the slice and bank l of the tables, so 32 lanes that look up
-// 32 different codes never meet in a bank. An output is one weight word a lane, 4 lookups, one sum over the warp.
+// A block serves ROWS rows of a. For GROUP slices of 128 inner dimensions it builds, once for all its outputs, the
+// counts T_d(|qa|, .) of every (row, dimension): a byte for each of the 256 codes of a weight, sign included.
 //
-// A byte is MIDDLE + T - k |w| with a whole slope k for each (row, dimension): what is left of counts up to 256
-// fits 8 bits, and the sum of k w is one dot product of bytes (LINEAR; counts below 128 need none). Bytes are
-// added in 16-bit fields, two to a word; those of short streams first in 8 bits, ADDED words at a time. WIDE:
-// streams of 256 steps, whose sums can need 17 bits.
+// A warp takes 16 outputs and a slice at a time. The 4 lanes of a quarter (lane / 4) have 2 outputs, and lane
+// t = lane % 4 of them the dimensions 64 h + 16 t ... 64 h + 16 t + 15, h = 0 and 1: two loads of 16 bytes an output.
+// These are 4 pairs of words, 8 dimensions each; dimension e of a pair is in bank 8 t + e of the tables. In step s
+// a lane looks up dimension (s + lane / 4) % 8 of each pair, so that 32 lanes never meet in a bank.
 //
-// Out come whole counts per slice (DIRECT 0; stochastic_combine adds them in the order of the chunks), or, from
-// a block that runs through all slices, y itself (DIRECT 1).
+// Sums: 4 words that were looked up are the first operand of an 8-bit matrix product over 16 outputs, and the second
+// one, a constant, sends byte r to column r: the counts of row r, added over the 4 lanes. They stay in its 32-bit
+// accumulators for the slice.
 //
-// 8 rows are for many: entries of 8 bytes, a slice of 64 dimensions, and each half of a warp has outputs of its
-// own. There sums go through shuffles that leave each lane with two rows' counts of one output.
+// A byte is MIDDLE + T - k |w| with a whole slope k for each (row, dimension): what is left of counts up to 256 fits
+// 8 bits, and the sum of k w is one more matrix product, of the weights' own bytes (LINEAR; counts below 128 need none).
 //
-// Compiled at run time with ROWS, ADDED, LINEAR, WIDE, DIRECT, ALIGNED, THREADS and MIN_BLOCKS defined.
+// Out come whole counts per slice; stochastic_combine adds them in the order of the chunks. Where there is but one
+// slice (ONLY), out comes y.
+//
+// Compiled at run time with ROWS (1, 2, 4), GROUP, STAGES (a multiple of GROUP), MIDDLE, LINEAR, WIDE (counts of a
+// slice need more than 16 bits), ONLY, ALIGNED (16, 4, 1: bytes that can be loaded at once), THREADS and MIN_BLOCKS
+// defined.
 
 typedef unsigned int u32;
 typedef unsigned char u8;
@@ -24,14 +29,20 @@ typedef signed char s8;
 typedef long long i64;
 
 #define LANES 32
-#define SLICE (ROWS == 8 ? 64 : 128)   // inner dimensions of a table
-#define PLANE (256 * LANES * 4)        // bytes: a word for each code and lane
-#define PLANES (ROWS == 8 ? 4 : ROWS)  // a word holds the 4 bytes of up to 4 rows and 4 / ROWS dimensions
-#define TILE 16                        // outputs that a warp has in flight
-#define MIDDLE (128 / ADDED)           // the byte of a count of 0
-#define HALVES (ROWS == 8 ? 2 : 1)     // outputs that a warp looks up at once
-#define BIAS (MIDDLE * SLICE)          // what that adds up to
-#define TWICE (MIDDLE * 0x02020202u)   // a word of it less one of counts is that of the negative counts
+#define WARPS (THREADS / LANES)
+#define SLICE 128                  // inner dimensions of a table
+#define PLANE (256 * LANES * 4)    // bytes: a word for each code and bank
+#define PLANES ROWS                // a word holds the bytes of ROWS rows and 4 / ROWS pairs
+#define TILE 16                    // outputs of a warp
+#define BIAS (MIDDLE * SLICE)      // what the bytes of a count of 0 add up to
+#define TWICE (MIDDLE * 0x02020202u)  // a word of them less one of counts is that of the negative counts
+#define SLOPES 36                  // words of a row's slopes: 32, and rows in other banks
+
+#if WIDE
+typedef int Count;
+#else
+typedef short Count;
+#endif
 
 struct Product {
     const s8 *qa;          // (B, N, D)
@@ -43,7 +54,7 @@ struct Product {
     const s8 *slopes;      // (levels, masks, 128): k
     const u8 *masks;       // (dimensions of a chunk,): which mask
     const float *factors;  // (levels,): Q^2 / L
-    int *counts;           // (B, slices, N, M); DIRECT: (B, N, M), or null where a slice is a chunk
+    Count *counts;         // (B, slices, N, stride)
     float *y;              // (B, N, M)
     int N, M, D, C;
     int chunk;             // inner dimensions of a chunk
@@ -52,13 +63,54 @@ struct Product {
     int shared_b;          // 1: b has one entry for all of the batch
     int level_b, level_n, level_c;  // strides of levels; 0 broadcasts
     int outputs;           // of a block: a multiple of TILE
+    int stride;            // of a row of counts: M and up to a multiple of TILE
 };
 
+#ifndef EMULATED
+static __device__ __forceinline__ void mma_u8(int *d, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k32.row.col.s32.u8.u8.s32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+        : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+static __device__ __forceinline__ void mma_s8(int *d, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+        : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// Weights are read once: they need not stay in the first cache.
+static __device__ __forceinline__ uint4 load_once(const void *at) {
+    uint4 v;
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(at));
+    return v;
+}
+
+// From here on the next kernel's blocks may start; and what the kernels before this one wrote is there.
+static __device__ __forceinline__ void let_next_start() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
+static __device__ __forceinline__ void await_previous() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+extern __shared__ u32 shared[];
+#endif
+
 struct Slice {
-    int chunk;   // which
     int offset;  // of its first dimension in the chunk
+    int chunk;   // which
     i64 first;   // its first dimension
-    int length;  // 1 ... 128
+    int length;  // 1 ... 128; 0 and less: the last chunk is shorter
 };
 
 static __device__ __forceinline__ Slice slice_of(const Product &p, int s) {
@@ -76,16 +128,13 @@ static __device__ __forceinline__ int level_of(const Product &p, int b, int n, i
     return p.levels ? p.levels[(i64)b * p.level_b + (i64)n * p.level_n + (i64)c * p.level_c] : 0;
 }
 
-// The code of row n in the slice's dimension i, 0 outside of it, and the row of its table.
-static __device__ __forceinline__ int code_of(const Product &p, const Slice &slice, int b, int n, int i) {
-    if (n >= p.N || i >= slice.length) return 0;
-    return p.qa[((i64)b * p.N + n) * p.D + slice.first + i];
-}
-
-static __device__ __forceinline__ i64 row_of(const Product &p, const Slice &slice, int b, int n, int i, int code) {
-    if (code == 0) return 0;  // all tables' first rows are alike
-    int level = level_of(p, b, n, slice.chunk);
-    return ((i64)level * p.num_masks + p.masks[slice.offset + i]) * 128 + (code < 0 ? -code : code);
+// The row of the tables for row n of a in the slice's dimension i; and the code there, 0 outside of the slice.
+static __device__ __forceinline__ i64 row_of(const Product &p, const Slice &slice, int b, int n, int i, int *code) {
+    *code = 0;
+    if (n >= p.N || i >= slice.length) return 0;  // all tables' first rows are alike
+    const int mask = p.masks[slice.offset + i], level = level_of(p, b, n, slice.chunk);
+    *code = p.qa[((i64)b * p.N + n) * p.D + slice.first + i];
+    return ((i64)level * p.num_masks + mask) * 128 + (*code < 0 ? -*code : *code);
 }
 
 // The bytes of 16 codes of 4 columns of a word, to 16 words; then the same for the negative codes.
@@ -111,335 +160,259 @@ static __device__ __forceinline__ void store_columns(u32 *plane, const uint4 *v,
     }
 }
 
-// With 8 rows, the row in the first byte of a lane's entries, byte i being that of row i ^ first_row: a lane sends
-// half of its sums to another one, then half of the rest, and so on; this way it is always the latter half.
-static __device__ __forceinline__ int first_row(int group) { return group / 8 * 4 + group / 4 % 2; }
-
-// The tables of a slice for rows n ... n + ROWS - 1, and the slopes of each lane's dimensions.
-static __device__ __forceinline__ void build(const Product &p, const Slice &slice, int b, int n, u32 *table,
-                                             u32 *slopes) {
-    const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES, warps = THREADS / LANES;
-    for (int task = warp; task < PLANES * 8; task += warps) {
-        const int plane = task % PLANES, group = task / PLANES;
+// The tables of the block's slices, from the s-th on, for rows n ... n + ROWS - 1; and their slopes.
+static __device__ __forceinline__ void build(const Product &p, int s, int b, int n, u32 *table, u32 *slopes) {
+    const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
+#pragma unroll 2
+    for (int task = warp; task < GROUP * PLANES * 8; task += WARPS) {
+        const int plane = task % PLANES, index = task / PLANES % GROUP, group = task / (PLANES * GROUP);
+        const Slice slice = slice_of(p, s + index);
         uint4 v[4];
+        int code[4];
 #pragma unroll
         for (int k = 0; k < 4; k++) {
-            const int row = n + (ROWS == 8 ? (4 * (lane % 2) + k) ^ first_row(lane / 2) : k % ROWS);
-            const int i = ROWS == 8 ? 4 * (lane / 2) + plane : 4 * lane + plane * (4 / ROWS) + k / ROWS;
-            const int code = code_of(p, slice, b, row, i);
-            v[k] = ((const uint4 *)(p.tables + row_of(p, slice, b, row, i, code) * 128))[group];
-            if (code < 0) {
+            const int pair = plane * (4 / ROWS) + k / ROWS;
+            const int i = 64 * (pair / 2) + 16 * (lane / 8) + 8 * (pair % 2) + lane % 8;
+            const i64 row = row_of(p, slice, b, n + k % ROWS, i, code + k);
+            v[k] = ((const uint4 *)(p.tables + row * 128))[group];
+        }
+#pragma unroll
+        for (int k = 0; k < 4; k++)
+            if (code[k] < 0) {
                 v[k].x = TWICE - v[k].x;
                 v[k].y = TWICE - v[k].y;
                 v[k].z = TWICE - v[k].z;
                 v[k].w = TWICE - v[k].w;
             }
-        }
-        store_columns(table + plane * (PLANE / 4), v, 16 * group, lane);
+        store_columns(table + (index * PLANES + plane) * (PLANE / 4), v, 16 * group, lane);
     }
 #if LINEAR
-    for (int r = warp; r < ROWS; r += warps) {
-        u32 word = 0;
+    for (int task = warp; task < GROUP * (ROWS + 1); task += WARPS) {
+        const int index = task / (ROWS + 1), r = task % (ROWS + 1);
+        const Slice slice = slice_of(p, s + index);
+        u32 word = 0;  // of the columns without a row, too
 #pragma unroll
-        for (int j = 0; j < 4; j++) {
-            const int code = code_of(p, slice, b, n + r, 4 * lane + j);
-            int k = p.slopes[row_of(p, slice, b, n + r, 4 * lane + j, code)];
+        for (int j = 0; j < 4 && r < ROWS; j++) {
+            int code;
+            const int k = p.slopes[row_of(p, slice, b, n + r, 4 * lane + j, &code)];
             word |= (u32)((code < 0 ? -k : k) & 255) << (8 * j);
         }
-        slopes[r * LANES + lane] = word;
+        slopes[task * SLOPES + lane] = word;
     }
 #endif
 }
 
-// Four codes of one output for a lane's dimensions. Lanes beyond the slice and outputs beyond the last read codes
-// of others: the former look up bytes that are MIDDLE for every code, the latter are not written.
-static __device__ __forceinline__ u32 weights_at(const s8 *at, int length) {
-#if ALIGNED
-    return __ldg((const u32 *)at);
+// 16 codes of one output, of which the first ``left`` exist (the others are not read and may be any).
+static __device__ __forceinline__ void load_16(const s8 *at, int left, uint4 *w) {
+#if ALIGNED == 16
+    if (left > 0) *w = load_once(at);
 #else
-    const int group = threadIdx.x % (LANES / HALVES);
-    u32 word = 0;
+    u32 word[4] = {0, 0, 0, 0};
 #pragma unroll
-    for (int j = 0; j < 4; j++)
-        if (4 * group + j < length) word |= (u32)(at[j] & 255) << (8 * j);
-    return word;
+    for (int j = 0; j < 4; j++) {
+#if ALIGNED == 4
+        if (4 * j < left) word[j] = __ldg((const u32 *)at + j);
+#else
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            if (4 * j + i < left) word[j] |= (u32)(__ldg(at + 4 * j + i) & 255) << (8 * i);
+#endif
+    }
+    *w = {word[0], word[1], word[2], word[3]};
 #endif
 }
 
-// The place in a tile of a lane's i-th output: with 8 rows each half of the warp has every second one, and lanes
-// begin with different ones, see look_up_four.
-static __device__ __forceinline__ int place_of(int i) {
-    return ROWS == 8 ? 2 * (i ^ threadIdx.x % 4) + threadIdx.x / 16 % 2 : i;
-}
+struct Weights {
+    uint4 of[2][2];  // output, half of the slice
+};
 
-// The weights of a tile's outputs, from m on.
-static __device__ __forceinline__ void load_tile(const Product &p, const s8 *weights, int length, int m, u32 *w) {
-    if (m + TILE <= p.M) {
-        const s8 *row = weights + (i64)m * p.D;
-#pragma unroll
-        for (int i = 0; i < TILE / HALVES; i++)
-            w[i] = weights_at(row + (unsigned long long)(u32)place_of(i) * (u32)p.D, length);
-    } else {
-#pragma unroll
-        for (int i = 0; i < TILE / HALVES; i++) {
-            const int output = m + place_of(i);
-            w[i] = weights_at(weights + (i64)(output < p.M ? output : p.M - 1) * p.D, length);
-        }
-    }
-}
-
-// The second and fourth bytes of 4 words, added in 16-bit fields: as many words as their bytes' sums allow are
-// added before these bytes are set apart.
-static __device__ __forceinline__ u32 odd_bytes(const u32 *x) {
-    if (ADDED == 4) return __byte_perm(x[0] + x[1] + x[2] + x[3], 0, 0x4341);
-    if (ADDED == 3) return __byte_perm(x[0] + x[1] + x[2], 0, 0x4341) + __byte_perm(x[3], 0, 0x4341);
-    if (ADDED == 2) return __byte_perm(x[0] + x[1], 0, 0x4341) + __byte_perm(x[2] + x[3], 0, 0x4341);
-    return __byte_perm(x[0], 0, 0x4341) + __byte_perm(x[1], 0, 0x4341) + __byte_perm(x[2], 0, 0x4341) +
-           __byte_perm(x[3], 0, 0x4341);
-}
-
-#if ROWS == 8
-// The counts of one output for 8 rows, this lane's 4 dimensions: rows 0 and 2, 1 and 3, 4 and 6, 5 and 7.
-static __device__ __forceinline__ void look_up(u32 own, const u32 *k, u32 w, u32 *pair) {
-    uint2 x[4];
-#pragma unroll
-    for (int j = 0; j < 4; j++)
-        x[j] = *(const uint2 *)((const u8 *)__cvta_shared_to_generic(__dp4a(w, 128u << (8 * j), own)) + j * PLANE);
+// The codes of a lane's outputs m and m + 1 for its dimensions of a slice; outputs beyond the last read the last.
+static __device__ __forceinline__ void load_tile(const Product &p, const s8 *weights, int left, int m, Weights *w) {
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-        const u32 word[4] = {i ? x[0].y : x[0].x, i ? x[1].y : x[1].x, i ? x[2].y : x[2].x, i ? x[3].y : x[3].x};
-        const u32 all = word[0] + word[1] + word[2] + word[3];
-        const u32 odd = odd_bytes(word);
-        pair[2 * i] = all - (odd << 8);
-        pair[2 * i + 1] = odd;
-    }
+        const int output = m + i < p.M ? m + i : p.M - 1;
+        const s8 *at = weights + (i64)output * p.D;
 #pragma unroll
-    for (int i = 0; LINEAR && i < 4; i++) {
-        const int r = i / 2 * 4 + i % 2;
-        pair[i] = (u32)__dp4a((int)w, (int)k[r], (int)pair[i]);
-        pair[i] += (u32)__dp4a((int)w, (int)k[r + 2], 0) << 16;
+        for (int h = 0; h < 2; h++) load_16(at + 64 * h, left - 64 * h, &w->of[i][h]);
     }
 }
 
-static __device__ __forceinline__ u32 exchanged(u32 kept, u32 sent, int bit) {
-    return kept + __shfl_xor_sync(0xffffffffu, sent, bit);
+static __device__ __forceinline__ u32 word_of(const uint4 &v, int i) {
+    return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
 }
 
-// Of 4 outputs a half of the warp, w[j] of output j ^ (lane % 4): a lane ends with the sums over the half of rows
-// first_row and first_row ^ 2 for output lane % 4.
-static __device__ __forceinline__ u32 look_up_four(u32 own, const u32 *k, const u32 *w) {
-    u32 of_output[4];
-#pragma unroll
-    for (int j = 0; j < 4; j++) {
-        u32 pair[4];
-        look_up(own, k, w[j], pair);
-        of_output[j] = exchanged(exchanged(pair[0], pair[2], 8), exchanged(pair[1], pair[3], 8), 4);
-    }
-    return exchanged(exchanged(of_output[0], of_output[2], 2), exchanged(of_output[1], of_output[3], 2), 1);
-}
+// The word of a code's counts: byte ``shift`` of w is the code, own the address of its bank in the first table.
+static __device__ __forceinline__ u32 look_up(u32 own, u32 w, int shift, int pair, int index) {
+    // code * 128 + the bank, by a dot product of bytes: the units that add are the busier ones.
+    const u8 *at = (const u8 *)__cvta_shared_to_generic(__dp4a(w, 128u << (8 * shift), own));
+    at += (index * PLANES + pair * ROWS / 4) * PLANE + pair * ROWS % 4;
+#if ROWS == 4
+    return *(const u32 *)at;
+#elif ROWS == 2
+    return *(const unsigned short *)at;
 #else
-struct Sums {
-    u32 word[WIDE ? ROWS : (ROWS + 1) / 2];  // of the whole warp: a row each, or two rows in 16-bit fields
-};
+    return *at;
+#endif
+}
 
-// The counts of one output for ROWS rows, over the slice's 128 dimensions.
-static __device__ __forceinline__ Sums look_up(u32 own, const u32 *k, u32 w) {
-    u32 x[4];
+// Counts of 16 outputs in a slice: acc[0] is row 2 t of the lane's first output, acc[1] row 2 t + 1, then the second.
+static __device__ __forceinline__ void count(const u32 *own, const u32 *slopes, const Weights &w, int index, int *acc) {
+    const int lane = threadIdx.x % LANES, quarter = lane / 4;
+    const u32 ones = quarter < ROWS ? 1u << (8 * quarter) : 0;
+    const u32 turn = 0x11111111u * quarter + 0x76543210u;  // bytes quarter ... quarter + 7, modulo 8
+    const u32 turned = turn & 0x77777777u;
 #pragma unroll
-    for (int j = 0; j < 4; j++) {
-        // code * 128 + the lane's own words, by a dot product of bytes: the units that add are the busier ones.
-        const u8 *at = (const u8 *)__cvta_shared_to_generic(__dp4a(w, 128u << (8 * j), own));
-        if (ROWS == 4) x[j] = *(const u32 *)(at + j * PLANE);
-        if (ROWS == 2) x[j] = __byte_perm(*(const unsigned short *)(at + (j / 2) * PLANE + 2 * (j % 2)), 0, 0x4140);
-        if (ROWS == 1) x[j] = at[j];
-    }
-    const u32 all = x[0] + x[1] + x[2] + x[3];
-    u32 odd = 0, even = all;
-    if (ROWS == 4) {
-        odd = odd_bytes(x);
-        even = all - (odd << 8);
-    }
-    u32 pair[2] = {even, odd};  // rows 0 and 2, 1 and 3; with two rows 0 and 1
-    Sums sums;
-#if WIDE
+    for (int i = 0; i < 4; i++) acc[i] = -BIAS;
 #pragma unroll
-    for (int r = 0; r < ROWS; r++) {
-        u32 field = ROWS == 1 ? pair[0] : ROWS == 2 ? pair[0] >> (16 * r) : pair[r % 2] >> (16 * (r / 2));
-        if (ROWS > 1) field &= 0xffffu;
-        if (LINEAR) field += (u32)__dp4a((int)w, (int)k[r], 0);
-        sums.word[r] = __reduce_add_sync(0xffffffffu, field);
-    }
-#else
+    for (int pair = 0; pair < 4; pair++) {
+        u32 codes[2][2];
 #pragma unroll
-    for (int i = 0; i < (ROWS + 1) / 2; i++) {
-        if (LINEAR) {
-            const int low = ROWS == 4 ? i : 0, high = ROWS == 4 ? i + 2 : 1;
-            pair[i] = (u32)__dp4a((int)w, (int)k[low], (int)pair[i]);
-            if (ROWS > 1) pair[i] += (u32)__dp4a((int)w, (int)k[high % ROWS], 0) << 16;
+        for (int i = 0; i < 2; i++) {
+            const u32 low = word_of(w.of[i][pair / 2], pair % 2 * 2), high = word_of(w.of[i][pair / 2], pair % 2 * 2 + 1);
+            codes[i][0] = __byte_perm(low, high, turned & 0xffffu);
+            codes[i][1] = __byte_perm(low, high, turned >> 16);
         }
-        sums.word[i] = __reduce_add_sync(0xffffffffu, pair[i]);
+#pragma unroll
+        for (int s = 0; s < 8; s += 2) {
+            u32 x[2][2];
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                x[i % 2][i / 2] = look_up(own[s + i / 2], codes[i % 2][s / 4], s % 4 + i / 2, pair, index);
+            mma_u8(acc, x[0][0], x[1][0], x[0][1], x[1][1], ones, ones);
+        }
+    }
+#if LINEAR
+    slopes += (index * (ROWS + 1) + (quarter < ROWS ? quarter : ROWS)) * SLOPES + 4 * (lane % 4);
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        const uint4 k = *(const uint4 *)(slopes + 16 * h);
+#pragma unroll
+        for (int j = 0; j < 4; j += 2)
+            mma_s8(acc, word_of(w.of[0][h], j), word_of(w.of[1][h], j), word_of(w.of[0][h], j + 1),
+                   word_of(w.of[1][h], j + 1), word_of(k, j), word_of(k, j + 1));
     }
 #endif
-    return sums;
 }
 
-static __device__ __forceinline__ int count_of(const Sums &sums, int r) {
+static __device__ __forceinline__ float term_of(int count, float factor, float scale_a, float scale_b) {
+    return __fmul_rn(__fmul_rn((float)count, factor), __fmul_rn(scale_a, scale_b));
+}
+
+// Counts of a tile from output m on, the lane's first: to the slice's counts, or as y.
+static __device__ __forceinline__ void write(const Product &p, int b, int n, int s, int m, const int *acc) {
+    const int lane = threadIdx.x % LANES;
+#pragma unroll
+    for (int j = 0; j < 2 && j < ROWS; j++) {
+        const int r = 2 * (lane % 4) + j;
+        if (r >= ROWS || n + r >= p.N) continue;
+        const i64 row = (i64)b * p.N + n + r;
+#if ONLY
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+            if (m + i < p.M) {
+                const float scale_b = p.sb[(i64)(p.shared_b ? 0 : b) * p.M + m + i];
+                const float factor = p.factors[level_of(p, b, n + r, 0)];
+                p.y[row * p.M + m + i] = __fadd_rn(0.0f, term_of(acc[2 * i + j], factor, p.sa[row], scale_b));
+            }
+#else
+        Count *at = p.counts + (((i64)b * p.per_chunk * p.C + s) * p.N + n + r) * p.stride + m;
 #if WIDE
-    return (int)sums.word[r] - BIAS;
+        *(int2 *)at = {acc[j], acc[2 + j]};
 #else
-    if (ROWS == 1) return (int)sums.word[0] - BIAS;
-    const u32 word = sums.word[ROWS == 4 ? r % 2 : 0];
-    const int low = (short)((word & 0xffffu) - BIAS);
-    if (ROWS == 4 ? r < 2 : r == 0) return low;
-    return (short)(((word - (u32)(low + BIAS)) >> 16) - BIAS);
+        *(u32 *)at = (u32)(acc[j] & 0xffff) | (u32)acc[2 + j] << 16;
 #endif
-}
-
 #endif
-
-// Where one row's counts of a slice go, or its values.
-struct Row {
-    bool exists, first_chunk, first_part, last_part;  // of the chunk's slices
-    int *counts;                                       // of output 0
-    float *y;
-    float scale, factor;
-};
-
-static __device__ __forceinline__ Row row_at(const Product &p, const Slice &slice, int s, int b, int n) {
-    Row row;
-    row.exists = n < p.N;
-    const int at = row.exists ? n : 0;
-    row.first_chunk = slice.chunk == 0;
-    row.first_part = s == slice.chunk * p.per_chunk;
-    row.last_part = s + 1 == (slice.chunk + 1) * p.per_chunk;
-    row.counts = p.counts + ((DIRECT ? b : (i64)b * p.per_chunk * p.C + s) * p.N + at) * p.M;
-    row.y = p.y + ((i64)b * p.N + at) * p.M;
-    row.scale = DIRECT ? p.sa[((i64)b * p.N + at) * p.C + slice.chunk] : 0;
-    row.factor = DIRECT ? p.factors[level_of(p, b, at, slice.chunk)] : 0;
-    return row;
-}
-
-// The count of output m. DIRECT: added to those of the chunk's slices before; after the last one to y.
-static __device__ __forceinline__ void write(const Row &row, int m, const float *scale_b, int count) {
-    if (!row.exists) return;
-#if DIRECT
-    if (!row.first_part) count += row.counts[m];
-    if (!row.last_part) {
-        row.counts[m] = count;
-        return;
     }
-    const float raw = __fmul_rn((float)count, row.factor);
-    const float term = __fmul_rn(raw, __fmul_rn(row.scale, *scale_b));
-    row.y[m] = __fadd_rn(row.first_chunk ? 0.0f : row.y[m], term);
-#else
-    row.counts[m] = count;
-#endif
 }
-
-#ifndef EMULATED
-extern __shared__ u32 shared[];
-#endif
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) stochastic_lookup(const Product p) {
-    u32 *slopes = shared + PLANES * (PLANE / 4);
-    const int lane = threadIdx.x % LANES, group = lane % (LANES / HALVES);
-    const u32 own = (u32)__cvta_generic_to_shared(shared) + 4 * HALVES * group;
-    const int warp = threadIdx.x / LANES, warps = THREADS / LANES;
+    u32 *slopes = shared + GROUP * PLANES * (PLANE / 4);
+    const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
     const int b = blockIdx.z, n = blockIdx.x * ROWS;
-    const int slices = p.per_chunk * p.C;
-    const int first_slice = DIRECT ? 0 : blockIdx.y % slices, last_slice = DIRECT ? slices : first_slice + 1;
-    const int part = DIRECT ? blockIdx.y : blockIdx.y / slices;
-    const int begin = part * p.outputs, end = begin + p.outputs < p.M ? begin + p.outputs : p.M;
-
-    for (int s = first_slice; s < last_slice; s++) {
-        const Slice slice = slice_of(p, s);
-        const float *scales_b = p.sb + (p.shared_b ? 0 : (i64)b * p.M * p.C) + slice.chunk;
-        if (slice.length <= 0) {  // the last chunk is shorter: these slices count nothing
-            for (int r = 0; r < ROWS; r++) {
-                const Row row = row_at(p, slice, s, b, n + r);
-                for (int m = begin + threadIdx.x; m < end; m += THREADS)
-                    write(row, m, scales_b + (i64)m * p.C, 0);
-            }
-            continue;
+    const int slices = p.per_chunk * p.C, groups = (slices + GROUP - 1) / GROUP;
+    const int first = blockIdx.y % groups * GROUP;
+    const int begin = blockIdx.y / groups * p.outputs, end = begin + p.outputs < p.M ? begin + p.outputs : p.M;
+    const s8 *weights[GROUP];
+    int left[GROUP];  // of the slice's dimensions from the lane's first one on
+#pragma unroll
+    for (int i = 0; i < GROUP; i++) {
+        const Slice slice = slice_of(p, first + i);
+        weights[i] = p.qb + (p.shared_b ? 0 : (i64)b * p.M * p.D) + slice.first + 16 * (lane % 4);
+        left[i] = slice.length - 16 * (lane % 4);
+    }
+    await_previous();
+    let_next_start();
+    Weights w[STAGES];  // a ring: slices of a tile, then those of the warp's next tile
+    int m = begin + warp * TILE;
+#pragma unroll
+    for (int i = 0; i < STAGES; i++) {
+        const int tile = m + i / GROUP * WARPS * TILE;
+        w[i] = {};
+        if (tile < end) load_tile(p, weights[i % GROUP], left[i % GROUP], tile + lane / 4 * 2, w + i);
+    }
+    build(p, first, b, n, shared, slopes);
+    __syncthreads();
+    u32 own[8];
+#pragma unroll
+    for (int s = 0; s < 8; s++)
+        own[s] = (u32)__cvta_generic_to_shared(shared) + 4 * (lane % 4 * 8 + (s + lane / 4) % 8);
+    for (; m < end; m += STAGES / GROUP * WARPS * TILE) {
+#pragma unroll
+        for (int i = 0; i < STAGES; i++) {
+            const int tile = m + i / GROUP * WARPS * TILE, next = tile + STAGES / GROUP * WARPS * TILE;
+            if (tile >= end) break;
+            int acc[4];
+            count(own, slopes, w[i], i % GROUP, acc);
+            if (next < end) load_tile(p, weights[i % GROUP], left[i % GROUP], next + lane / 4 * 2, w + i);
+            if (first + i % GROUP < slices) write(p, b, n, first + i % GROUP, tile + lane / 4 * 2, acc);
         }
-        const s8 *weights = p.qb + (p.shared_b ? 0 : (i64)b * p.M * p.D) + slice.first;
-        if (4 * group < slice.length) weights += 4 * group;
-        u32 next[TILE / HALVES];
-        int m = begin + warp * TILE;
-        load_tile(p, weights, slice.length, m, next);
-        build(p, slice, b, n, shared, slopes);
-        __syncthreads();
-        u32 k[ROWS];
-#pragma unroll
-        for (int r = 0; r < ROWS; r++)
-            k[r] = LINEAR ? slopes[(ROWS == 8 ? r ^ first_row(group) : r) * LANES + group] : 0;
-#if ROWS == 8  // this lane ends with the counts of two rows: 0 and 2, 1 and 3, 4 and 6, 5 and 7
-        const int r = first_row(group);
-        const Row rows[2] = {row_at(p, slice, s, b, n + r), row_at(p, slice, s, b, n + r + 2)};
-#else
-        Row rows[ROWS];
-#pragma unroll
-        for (int r = 0; r < ROWS; r++) rows[r] = row_at(p, slice, s, b, n + r);
-#endif
-        for (; m < end; m += warps * TILE) {
-            u32 w[TILE / HALVES];
-#pragma unroll
-            for (int i = 0; i < TILE / HALVES; i++) w[i] = next[i];
-            load_tile(p, weights, slice.length, m + warps * TILE, next);
-#if ROWS == 8
-#pragma unroll
-            for (int i = 0; i < TILE / 2; i += 4) {
-                const u32 word = look_up_four(own, k, w + i);
-                const int output = m + 2 * (i + lane % 4) + lane / 16;
-                if (output < end) {
-                    const int low = (short)((word & 0xffffu) - BIAS);
-                    const int high = (short)(((word - (u32)(low + BIAS)) >> 16) - BIAS);
-                    const float *scale_b = scales_b + (u32)output * (unsigned long long)(u32)p.C;
-                    write(rows[0], output, scale_b, low);
-                    write(rows[1], output, scale_b, high);
-                }
-            }
-#else
-            Sums mine;
-#pragma unroll
-            for (int i = 0; i < TILE; i++) {
-                const Sums sums = look_up(own, k, w[i]);
-                if (lane == i || i == 0) mine = sums;
-            }
-            if (lane < TILE && m + lane < end)
-#pragma unroll
-                for (int r = 0; r < ROWS; r++)
-                    write(rows[r], m + lane, scales_b + (i64)(m + lane) * p.C, count_of(mine, r));
-#endif
-        }
-        __syncthreads();
     }
 }
 
-// y of the slices' counts, chunks in ascending order: thread (x, y) makes the terms of output x.
-#define COMBINED 64  // chunks whose terms are in shared memory at once
+// y of the slices' counts, chunks in ascending order: a block has 32 outputs of TERM_ROWS rows.
+#define TERM_ROWS (ROWS == 1 ? 1 : 4)
+#define PARTS (8 / TERM_ROWS)     // threads that share the chunks of a (row, output)
+#define CHUNKS (ROWS == 1 ? 128 : 64)  // whose terms are in shared memory at once
 
 extern "C" __global__ void __launch_bounds__(256) stochastic_combine(const Product p) {
-    __shared__ float terms[COMBINED][LANES];
-    const int x = threadIdx.x % LANES, row_of_threads = threadIdx.x / LANES;
-    const int m = blockIdx.x * LANES + x, n = blockIdx.y, b = blockIdx.z;
+    __shared__ float scales[CHUNKS][LANES + 1], terms[TERM_ROWS][CHUNKS][LANES + 1];
+    const int x = threadIdx.x % LANES, r = threadIdx.x / LANES % TERM_ROWS, part = threadIdx.x / LANES / TERM_ROWS;
+    const int m = blockIdx.x * LANES + x, n = blockIdx.y * TERM_ROWS + r, b = blockIdx.z;
+    const bool exists = m < p.M && n < p.N;
     const i64 row = (i64)b * p.N + n, slices = (i64)p.per_chunk * p.C;
     float y = 0.0f;
-    for (int first = 0; first < p.C; first += COMBINED) {
-        for (int i = row_of_threads; i < COMBINED && first + i < p.C && m < p.M; i += 8) {
-            const int c = first + i;
-            int acc = 0;
-            for (int s = c * p.per_chunk; s < (c + 1) * p.per_chunk; s++)
-                acc += p.counts[(((i64)b * slices + s) * p.N + n) * p.M + m];
-            const float scale_b = p.sb[((i64)(p.shared_b ? 0 : b) * p.M + m) * p.C + c];
-            const float scales = __fmul_rn(p.sa[row * p.C + c], scale_b);
-            const float raw = __fmul_rn((float)acc, p.factors[level_of(p, b, n, c)]);
-            terms[i][x] = __fmul_rn(raw, scales);
+    for (int first = 0; first < p.C; first += CHUNKS) {
+#pragma unroll
+        for (int i = threadIdx.x; i < LANES * CHUNKS; i += 256) {
+            const int c = i % CHUNKS, output = blockIdx.x * LANES + i / CHUNKS;
+            if (first + c < p.C && output < p.M)
+                scales[c][i / CHUNKS] = p.sb[((i64)(p.shared_b ? 0 : b) * p.M + output) * p.C + first + c];
+        }
+        if (first == 0) await_previous();
+        int acc[CHUNKS / PARTS];
+#pragma unroll
+        for (int i = 0; i < CHUNKS / PARTS; i++) acc[i] = 0;
+#pragma unroll 4
+        for (int s = 0; s < p.per_chunk; s++)
+#pragma unroll
+            for (int i = 0; i < CHUNKS / PARTS; i++) {
+                const int c = first + part + i * PARTS;
+                if (exists && c < p.C)
+                    acc[i] += p.counts[(((i64)b * slices + (i64)c * p.per_chunk + s) * p.N + n) * p.stride + m];
+            }
+        __syncthreads();
+#pragma unroll
+        for (int i = 0; i < CHUNKS / PARTS; i++) {
+            const int c = part + i * PARTS;
+            if (exists && first + c < p.C) {
+                const float factor = p.factors[level_of(p, b, n, first + c)];
+                terms[r][c][x] = term_of(acc[i], factor, p.sa[row * p.C + first + c], scales[c][x]);
+            }
         }
         __syncthreads();
-        if (row_of_threads == 0)
-            for (int i = 0; i < COMBINED && first + i < p.C; i++) y = __fadd_rn(y, terms[i][x]);
+        if (part == 0)
+            for (int i = 0; i < CHUNKS && first + i < p.C; i++) y = __fadd_rn(y, terms[r][i][x]);
         __syncthreads();
     }
-    if (row_of_threads == 0 && m < p.M) p.y[row * p.M + m] = y;
+    if (part == 0 && exists) p.y[row * p.M + m] = y;
 }

@@ -22,10 +22,13 @@ from fewbits.kernels._launch import cdiv, on_device_of
 
 SOURCE = "_stochastic_lookup.cu"
 CODES = 128  # magnitudes of codes, 0 ... 127
+SLICE = 128  # inner dimensions of a table
 _PLANE_BYTES = 256 * 32 * 4
+_SLOPE_BYTES = 36 * 4
 _TILE = 16
-_WORKSPACE_BYTES = 2**28
-_DIRECT_OUTPUTS = 4096  # of a block: enough to pay for its tables, few enough that their sums stay in the L2
+_OUTPUTS_OF_BUILDING = 200  # that a block could serve in the time it takes to build its tables
+_WORKSPACE = 2**26  # counts
+_EARLY = (9, 0)  # the first GPUs that start a kernel's blocks before the one before has ended
 
 
 class Tables(NamedTuple):
@@ -40,7 +43,7 @@ class Tables(NamedTuple):
     added: int  # bytes whose sum always fits a byte: 1 to 4
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=256)
 def tables_of(
     options: Stochastic, levels: tuple[int, ...], chunk: int, device: torch.device
 ) -> Tables | None:
@@ -92,7 +95,10 @@ class Product(ctypes.Structure):
         ),
         *((name, ctypes.c_void_p) for name in ("factors", "counts", "y")),
         *((name, ctypes.c_int) for name in ("N", "M", "D", "C", "chunk", "per_chunk", "num_masks")),
-        *((name, ctypes.c_int) for name in ("shared_b", "level_b", "level_n", "level_c", "outputs")),
+        *(
+            (name, ctypes.c_int)
+            for name in ("shared_b", "level_b", "level_n", "level_c", "outputs", "stride")
+        ),
     ]
 
 
@@ -101,78 +107,81 @@ class Plan:
     """How a product is launched."""
 
     rows: int  # of a block
-    direct: bool  # whether a block adds the chunks itself
+    group: int  # slices of a block
+    stages: int  # slices of a tile that a warp has in flight
     threads: int
     min_blocks: int  # of a multiprocessor
     outputs: int  # of a block
+    slices: int
     grid: tuple[int, int, int]
-    combine_grid: tuple[int, int, int] | None
-    count_bytes: int  # of the workspace
-
-    @property
-    def slice(self) -> int:
-        """Inner dimensions of a table."""
-        return slice_of(self.rows)
+    combine_grid: tuple[int, int, int] | None  # None: there is but one slice
+    counts: int  # of the workspace
 
     @property
     def shared_bytes(self) -> int:
-        """Tables, and the slopes of each lane's dimensions."""
-        return _shared_bytes(self.rows)
+        """Tables, and the slopes of each row and of none."""
+        return _shared_bytes(self.rows, self.group)
 
-    def defines(self, tables: Tables, aligned: bool) -> _nvrtc.Defines:
+    def defines(self, tables: Tables, aligned: int) -> _nvrtc.Defines:
         """The source's macros."""
         return (
             ("ROWS", self.rows),
-            ("ADDED", tables.added),
+            ("GROUP", self.group),
+            ("STAGES", self.stages),
+            ("MIDDLE", 128 // tables.added),
             ("LINEAR", int(tables.linear)),
-            ("WIDE", int(tables.wide and self.rows < 8)),  # 64 dimensions count to 2**14 at most
-            ("DIRECT", int(self.direct)),
-            ("ALIGNED", int(aligned)),
+            ("WIDE", int(tables.wide)),
+            ("ONLY", int(self.combine_grid is None)),
+            ("ALIGNED", aligned),
             ("THREADS", self.threads),
             ("MIN_BLOCKS", self.min_blocks),
         )
 
 
-def slice_of(rows: int) -> int:
-    """Inner dimensions of a table for blocks of so many rows."""
-    return 64 if rows == 8 else 128
+def _shared_bytes(rows: int, group: int) -> int:
+    return group * (rows * _PLANE_BYTES + (rows + 1) * _SLOPE_BYTES)
 
 
-def _shared_bytes(rows: int) -> int:
-    return min(rows, 4) * _PLANE_BYTES + 128 * rows
+class Shape(NamedTuple):
+    """What a block is, by its rows: measured on an H200."""
+
+    group: int
+    stages: int
+    threads: int
+    min_blocks: int
+
+
+SHAPES = {1: Shape(2, 2, 256, 3), 2: Shape(1, 2, 256, 3), 4: Shape(1, 3, 512, 1)}
 
 
 def plan(
     batch: int, rows: int, outputs: int, chunks: int, chunk: int, *, multiprocessors: int, shared: int
 ) -> Plan:
-    """Rows of a block by how many there are and what shared memory holds; then blocks for all of the GPU.
-
-    Many rows go through all slices in one block, which adds the chunks itself; few leave a slice to a block.
-    """
-    if (
-        shared >= _shared_bytes(8)
-        and cdiv(rows, 8) * batch * cdiv(outputs, _DIRECT_OUTPUTS) >= multiprocessors
-    ):
-        return _direct_plan(batch, rows, outputs, chunk, multiprocessors)
-    of_block = 1 if rows == 1 else 4 if rows > 2 and shared >= _shared_bytes(4) else 2
-    threads, min_blocks = (512, 1) if of_block == 4 else (256, 4 if of_block == 1 else 3)
-    resident = multiprocessors * max(1, min(min_blocks, shared // _shared_bytes(of_block)))
-    groups, slices = cdiv(rows, of_block), chunks * cdiv(chunk, slice_of(of_block))
-    per_block, splits = _split(outputs, max(1, resident // (groups * batch * slices)))
-    combine = (cdiv(outputs, 32), rows, batch)
-    grid, count_bytes = (groups, splits * slices, batch), 4 * batch * slices * rows * outputs
-    return Plan(of_block, False, threads, min_blocks, per_block, grid, combine, count_bytes)
+    """Rows of a block by how many there are and what shared memory holds; then blocks for all of the GPU."""
+    of_block = 1 if rows == 1 else 4 if rows > 2 and shared >= _shared_bytes(4, 1) else 2
+    shape, slices = SHAPES[of_block], chunks * cdiv(chunk, SLICE)
+    if slices < shape.group or shared < _shared_bytes(of_block, shape.group):
+        shape = shape._replace(group=1)
+    resident = multiprocessors * max(1, min(shape.min_blocks, shared // _shared_bytes(of_block, shape.group)))
+    blocks = cdiv(rows, of_block) * batch * cdiv(slices, shape.group)
+    per_block, splits = _split(outputs, blocks, resident)
+    combine = None if slices == 1 else (cdiv(outputs, 32), cdiv(rows, 1 if of_block == 1 else 4), batch)
+    counts = 0 if slices == 1 else batch * slices * rows * _stride(outputs)
+    grid = (cdiv(rows, of_block), splits * cdiv(slices, shape.group), batch)
+    return Plan(of_block, *shape, per_block, slices, grid, combine, counts)
 
 
-def _direct_plan(batch: int, rows: int, outputs: int, chunk: int, multiprocessors: int) -> Plan:
-    groups = cdiv(rows, 8) * batch
-    per_block, splits = _split(outputs, max(cdiv(outputs, _DIRECT_OUTPUTS), cdiv(multiprocessors, groups)))
-    count_bytes = 4 * batch * rows * outputs if chunk > slice_of(8) else 0
-    return Plan(8, True, 512, 1, per_block, (cdiv(rows, 8), splits, batch), None, count_bytes)
+def _stride(outputs: int) -> int:
+    return cdiv(outputs, _TILE) * _TILE
 
 
-def _split(outputs: int, parts: int) -> tuple[int, int]:
-    """Outputs of a block, in whole tiles, and the number of blocks."""
+def _split(outputs: int, blocks: int, resident: int) -> tuple[int, int]:
+    """Outputs of a block, in whole tiles, and into how many parts that splits them: the least time."""
+
+    def time(parts: int) -> int:
+        return cdiv(blocks * parts, resident) * (cdiv(outputs, parts) + _OUTPUTS_OF_BUILDING)
+
+    parts = min(range(1, min(cdiv(outputs, _TILE), resident) + 1), key=time)
     per_block = cdiv(cdiv(outputs, parts), _TILE) * _TILE
     return per_block, cdiv(outputs, per_block)
 
@@ -183,23 +192,26 @@ def product_of(
     """The kernels' argument for qa, sa, qb, sb and y, all contiguous; and the workspace that it points to."""
     qa, sa, qb, sb, y = operands
     counts = None
-    if plan.count_bytes:
-        counts = torch.empty(plan.count_bytes // 4, dtype=torch.int32, device=qa.device)
+    if plan.counts:
+        dtype = torch.int32 if tables.wide else torch.int16
+        counts = torch.empty(plan.counts, dtype=dtype, device=qa.device)
     strides = [0, 0, 0]
     if level_index is not None:
         strides = [s if n > 1 else 0 for n, s in zip(level_index.shape, level_index.stride(), strict=True)]
     pointers = [None if x is None else x.data_ptr() for x in (qa, sa, qb, sb, level_index)]
     pointers += [x.data_ptr() for x in (tables.bytes, tables.slopes, tables.masks, tables.factors)]
     pointers += [None if counts is None else counts.data_ptr(), y.data_ptr()]
-    sizes = (qa.shape[1], qb.shape[1], qa.shape[2], sa.shape[2], chunk, cdiv(chunk, plan.slice))
+    M = qb.shape[1]
+    sizes = (qa.shape[1], M, qa.shape[2], sa.shape[2], chunk, cdiv(chunk, SLICE))
     return Product(
-        *pointers, *sizes, tables.bytes.shape[1], int(qb.shape[0] == 1), *strides, plan.outputs
+        *pointers, *sizes, tables.bytes.shape[1], int(qb.shape[0] == 1), *strides, plan.outputs, _stride(M)
     ), counts
 
 
-def is_aligned(qb: Tensor, chunk: int) -> bool:
-    """Whether four codes can be read at once."""
-    return qb.shape[-1] % 4 == 0 and chunk % 4 == 0 and qb.data_ptr() % 4 == 0
+def alignment(qb: Tensor, chunk: int) -> int:
+    """How many codes can be read at once: 16, 4 or 1."""
+    places = (qb.shape[-1], chunk, qb.data_ptr())
+    return next(n for n in (16, 4, 1) if all(x % n == 0 for x in places))
 
 
 def launch(
@@ -208,6 +220,7 @@ def launch(
     """y of contiguous qa, sa, qb and sb on a GPU, on its current stream."""
     qa, sa, qb, sb = operands
     gpu = describe(qa.device)
+    early = gpu.capability is not None and gpu.capability >= _EARLY
     for batch, rows in _parts(qa, qb, sa.shape[2], chunk, gpu):
         own_b = slice(None) if qb.shape[0] == 1 else batch
         part = (qa[batch, rows], sa[batch, rows], qb[own_b], sb[own_b], y[batch, rows])
@@ -218,12 +231,12 @@ def launch(
             index = level_index[of_batch, rows if level_index.shape[1] > 1 else slice(None)]
         argument, _counts = product_of(part, tables, index, how, chunk)
         with on_device_of(qa):
-            defines = how.defines(tables, is_aligned(part[2], chunk))
+            defines = how.defines(tables, alignment(part[2], chunk))
             main = _nvrtc.kernel(SOURCE, "stochastic_lookup", defines, qa.device.index, how.shared_bytes)
-            _nvrtc.launch(main, how.grid, how.threads, how.shared_bytes, argument)
+            _nvrtc.launch(main, how.grid, how.threads, how.shared_bytes, argument, early=early)
             if how.combine_grid is not None:
                 combine = _nvrtc.kernel(SOURCE, "stochastic_combine", defines, qa.device.index, 0)
-                _nvrtc.launch(combine, how.combine_grid, 256, 0, argument)
+                _nvrtc.launch(combine, how.combine_grid, 256, 0, argument, early=early)
 
 
 def _plan(qa: Tensor, qb: Tensor, chunks: int, chunk: int, gpu: Device) -> Plan:
@@ -235,12 +248,12 @@ def _plan(qa: Tensor, qb: Tensor, chunks: int, chunk: int, gpu: Device) -> Plan:
 def _parts(qa: Tensor, qb: Tensor, chunks: int, chunk: int, gpu: Device) -> list[tuple[slice, slice]]:
     """Batches and rows whose counts fit the workspace; all at once where they do."""
     B, N = qa.shape[:2]
-    whole = _plan(qa, qb, chunks, chunk, gpu).count_bytes
-    if whole <= _WORKSPACE_BYTES:
+    whole = _plan(qa, qb, chunks, chunk, gpu).counts
+    if whole <= _WORKSPACE:
         return [(slice(None), slice(None))]
     of_entry = whole // B
-    if of_entry <= _WORKSPACE_BYTES:
-        entries = _WORKSPACE_BYTES // of_entry
+    if of_entry <= _WORKSPACE:
+        entries = _WORKSPACE // of_entry
         return [(slice(b, min(b + entries, B)), slice(None)) for b in range(0, B, entries)]
-    rows = max(8, _WORKSPACE_BYTES * N // of_entry // 8 * 8)
+    rows = max(8, _WORKSPACE * N // of_entry // 8 * 8)
     return [(slice(b, b + 1), slice(n, min(n + rows, N))) for b in range(B) for n in range(0, N, rows)]
