@@ -8,7 +8,9 @@ passes are the gathered tensors, which FSDP2 fills again under the same storage 
 * Parts of different dtypes travel in one all-gather, as bytes; parameters that train must have one dtype
   within a group, because their gradients are reduced together.
 * Adapters are sharded like all else: their gradients are averaged by the same reduce-scatter.
-* Uneven slices (a double-quantised weight has one offset) are padded by FSDP2 while they travel.
+* Uneven slices are padded by FSDP2 while they travel. A frozen vector shorter than there are ranks (the one
+  offset of a double-quantised weight) stays whole on all of them: its 4 bytes would move all others in the
+  buffers of a gathered layer off the addresses at which copies are fast.
 * `compute_dtype` casts what is gathered (float32 weights that train, bfloat16 products); with packed weights
   it is refused, because it would cast their scales.
 
@@ -70,6 +72,7 @@ def shard(
     options = {
         "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype),
+        "ignored_params": _whole(model, mesh),
     }
     copies, ranks = (mesh.shape[0] if mesh.ndim > 1 else 1), mesh.shape[-1]
     how = f"sharded over {ranks} ranks" if copies == 1 else f"in {copies} copies over {ranks} ranks each"
@@ -92,6 +95,16 @@ def shard(
         f"parameters: {whole / 2**20:,.2f} MiB in all, {local_bytes(model) / 2**20:,.2f} MiB on this rank"
     )
     return receipt
+
+
+def _whole(model: nn.Module, mesh: Any) -> set[nn.Parameter]:
+    """Frozen vectors of which some ranks would hold nothing; they are brought to the ranks' device."""
+    found = {
+        p for p in model.parameters() if not p.requires_grad and p.dim() < 2 and p.numel() < mesh.shape[-1]
+    }
+    for p in found:
+        p.data = p.data if p.is_meta else p.data.to(mesh.device_type)
+    return found
 
 
 # Torch 2.11 makes each sharded parameter with a gradient first and takes it away after, which only floats may
