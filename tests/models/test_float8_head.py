@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fewbits.formats import E4M3, E4M3_ROW, E5M2_ROW, NF4
 from fewbits.models.adapters import get_peft_model
-from fewbits.models.convert import convert
+from fewbits.models.convert import convert, explain
 from fewbits.models.fused import fuse, fusion_of, unfuse
 from fewbits.models.fused_loss import float8_head_of
 from fewbits.recipes import LoRA, Recipe, Rule, predict_memory, qlora_nf4, qlora_nf4_fp8_head
@@ -93,6 +93,7 @@ def test_logits_that_one_reads_are_the_plain_heads() -> None:
 
 def test_unfuse_takes_it_out() -> None:
     model = trained("llama", BOTH)
+    assert "until the decoder is fused" in str(explain(model))
     unfuse(model)
     assert float8_head_of(model) is None
 

@@ -76,6 +76,8 @@ def convert(
     norms = _plan_norms(model, spec, left) if fuse_norms else []
     receipt = Receipt(f"{spec.model_type}, recipe {recipe.name}", left=left)
     receipt.notes.extend(notes)
+    if not recipe.head.is_plain:
+        receipt.notes.append("the head's products keep their dtype until the decoder is fused (fewbits.fuse)")
     if strict and receipt.mismatches:
         wrong = "; ".join(f"{entry.name}: {entry.reason}" for entry in receipt.mismatches)
         raise SpecMismatch(
