@@ -19,8 +19,9 @@ waits for the device.
 
 Rounding: z and dz in h's dtype, everything between them in float32 (float64 for float64). dW and db are
 summed over chunks and kept until the backward pass in float32, or in W's dtype if wider; in 16 bits each
-chunk's own product is rounded once before it is added. dh is kept in h's dtype, unscaled, so that float16
-does not lose it to division by the number of labels.
+chunk's own product is rounded once before it is added. Where all rows are one chunk, and W has h's dtype, dW
+is that product. dh is kept in h's dtype, unscaled, so that float16 does not lose it to division by the number
+of labels.
 
 Floor: 2 M V K operations a product, two products for a frozen head and three for one that trains. The pass
 over z reads it (twice, the second time from the L2 cache) and writes it, 2 * M * V * itemsize bytes.
@@ -162,7 +163,7 @@ def chunked(
 
     ``over_rows`` is `rows_ref` or the kernel. One chunk of logits lives at a time.
     """
-    losses, dh, dw, db = outputs(hidden, weight, bias, needs)
+    losses, dh, dw, db = outputs(hidden, weight, bias, needs, chunk_rows)
     needs_dh, needs_dw, needs_db = needs
     hidden, weight, labels = hidden.contiguous(), weight.to(hidden.dtype), labels.contiguous()
     dloss = None if dloss is None else dloss.to(losses.dtype).contiguous()
@@ -177,7 +178,7 @@ def chunked(
         if needs_dh:
             torch.mm(z, weight, out=dh[rows])
         if needs_dw:
-            add_product_(dw, z, h)
+            add_product_(dw, z, h, is_all=len(hidden) <= chunk_rows)
         if needs_db:
             db.add_(z.sum(0, dtype=db.dtype))
 
@@ -188,22 +189,33 @@ def chunked(
 
 
 def outputs(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: Sequence[bool]
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: Sequence[bool], chunk_rows: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Where losses (M,), dh (M, K), dW (V, K) and db (V,) go: the sums zero, what is not needed empty."""
+    """Where losses (M,), dh (M, K), dW (V, K) and db (V,) go: the sums zero, what is not needed empty.
+
+    In one chunk dW is one product, in the dtype of its operands if that is W's.
+    """
     needs_dh, needs_dw, needs_db = needs
     acc, dw_dtype = (torch.promote_types(t.dtype, torch.float32) for t in (hidden, weight))
     db_dtype = dw_dtype if bias is None else torch.promote_types(bias.dtype, torch.float32)
     return (
         hidden.new_empty(hidden.shape[0], dtype=acc),
         hidden.new_empty(hidden.shape if needs_dh else (0,)),
-        hidden.new_zeros(weight.shape if needs_dw else (0,), dtype=dw_dtype),
+        hidden.new_empty(weight.shape)
+        if needs_dw and 0 < hidden.shape[0] <= chunk_rows and weight.dtype == hidden.dtype
+        else hidden.new_zeros(weight.shape if needs_dw else (0,), dtype=dw_dtype),
         hidden.new_zeros(weight.shape[0] if needs_db else 0, dtype=db_dtype),
     )
 
 
-def add_product_(dw: Tensor, dz: Tensor, h: Tensor) -> None:
-    """``dw += dz^T @ h``, a block of rows at a time where the product has another dtype than the sum."""
+def add_product_(dw: Tensor, dz: Tensor, h: Tensor, *, is_all: bool) -> None:
+    """``dw += dz^T @ h``, a block of rows at a time where the product has another dtype than the sum.
+
+    ``is_all``: there is one chunk, and a dw of the product's dtype holds nothing yet (see `outputs`).
+    """
+    if dw.dtype == h.dtype and is_all:
+        torch.mm(dz.t(), h, out=dw)
+        return
     if dw.dtype == h.dtype:
         dw.addmm_(dz.t(), h)
         return
@@ -212,12 +224,22 @@ def add_product_(dw: Tensor, dz: Tensor, h: Tensor) -> None:
 
 
 def default_chunk_rows(
-    M: int, V: int, itemsize: int, sum_bytes: int = 0, chunk_bytes: int = CHUNK_BYTES
+    M: int,
+    V: int,
+    itemsize: int,
+    sum_bytes: int = 0,
+    chunk_bytes: int = CHUNK_BYTES,
+    *,
+    one_product: bool = False,
 ) -> int:
     """A power of two, at least 16, of which the logits take ``chunk_bytes`` at most, or all rows.
 
     Where the head trains, every chunk reads and writes the sum of dW: the logits may then take as many bytes.
+    ``one_product``: in one chunk there is no such sum (see `outputs`), so that all rows may take its bytes
+    too.
     """
+    if one_product and M * V * itemsize <= max(chunk_bytes, sum_bytes) + sum_bytes:
+        return max(M, 1)
     rows = max(max(chunk_bytes, sum_bytes) // (V * itemsize), 16)
     return max(min(1 << (rows.bit_length() - 1), M), 1)
 
@@ -298,7 +320,7 @@ def _(
     needs: list[bool],
     reduce: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    losses, *gradients = outputs(hidden, weight, bias, needs)
+    losses, *gradients = outputs(hidden, weight, bias, needs, chunk_rows)
     return (losses.new_empty(()) if reduce else losses, *gradients)  # type: ignore[return-value]
 
 
@@ -455,8 +477,9 @@ def over_labels(
         trained = [False] * 3
     sum_bytes = weight.numel() * max(weight.dtype.itemsize, 4) if trained[1] else 0
     size = chunk_rows or default_chunk_rows(
-        rows.shape[0], weight.shape[0], rows.dtype.itemsize, sum_bytes, chunk_bytes
-    )
+        rows.shape[0], weight.shape[0], rows.dtype.itemsize, sum_bytes, chunk_bytes,
+        one_product=trained[1] and weight.dtype == rows.dtype and rows.dtype.itemsize == 2,
+    )  # fmt: skip
     loss = loss_of(rows, flat, size, trained)
     if order is not None:
         loss = loss.where(count <= order.shape[0], float("nan"))

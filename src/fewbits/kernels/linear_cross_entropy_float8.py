@@ -153,7 +153,7 @@ def chunked_float8(
     `linear_cross_entropy.chunked`. One chunk of logits lives at a time.
     """
     hidden, weight, labels, bias, dloss = tensors
-    losses, dh, dw, db = outputs(hidden, weight, bias, needs)
+    losses, dh, dw, db = outputs(hidden, weight, bias, needs, chunk_rows)
     needs_dh, needs_dw, needs_db = needs
     hidden, labels = hidden.contiguous(), labels.contiguous()
     dloss = None if dloss is None else dloss.to(losses.dtype).contiguous()
@@ -170,7 +170,7 @@ def chunked_float8(
         dz8 = _gradient8(z, own[rows]) if needs_dh and transposed is not None else None
         over_rows(z, labels[rows], part, losses[rows], ignore_index, options, has_dense, dz8)
         if needs_dw:
-            add_product_(dw, z, hidden[rows])
+            add_product_(dw, z, hidden[rows], is_all=len(hidden) <= chunk_rows)
         if needs_db:
             db.add_(z.sum(0, dtype=db.dtype))
         if dz8 is not None and transposed is not None:
@@ -238,7 +238,7 @@ def _(
     transposed: Tensor | None,
     scale: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    losses, *gradients = outputs(hidden, weight, bias, needs)
+    losses, *gradients = outputs(hidden, weight, bias, needs, chunk_rows)
     return (losses.new_empty(()) if reduce else losses, *gradients)  # type: ignore[return-value]
 
 
