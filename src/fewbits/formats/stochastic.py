@@ -184,6 +184,11 @@ class Stochastic(Format):
         size = self.chunk_d if 0 < self.chunk_d < D else D
         return [slice(start, min(start + size, D)) for start in range(0, D, max(size, 1))]
 
+    def num_chunks(self, D: int) -> int:
+        """How many `chunks` there are."""
+        size = self.chunk_d if 0 < self.chunk_d < D else D
+        return -(-D // max(size, 1))
+
     def masks(self, D: int) -> tuple[int, ...]:
         """The mask of each inner dimension of one chunk; the same for both operands."""
         return _masks(self, D)

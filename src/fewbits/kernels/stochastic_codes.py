@@ -145,7 +145,8 @@ def stochastic_path(
     return Path("thermometer", why)
 
 
-def _longest(options: Stochastic, levels: Sequence[int]) -> Stochastic:
+@lru_cache(maxsize=256)
+def _longest(options: Stochastic, levels: tuple[int, ...]) -> Stochastic:
     """The options with the masks that streams of these lengths have."""
     return options.with_length(max(levels)) if max(levels) else options
 
@@ -291,7 +292,7 @@ def _check(qa: Tensor, sa: Tensor, qb: Tensor, sb: Tensor, options: Stochastic) 
                 f"{name} has codes {codes.dtype} of {codes.dim()} dimensions and scales {scales.dtype}; give "
                 "the int8 codes and float32 scales that quantize_stochastic makes."
             )
-        wanted = (*codes.shape[:2], len(options.chunks(codes.shape[2])))
+        wanted = (*codes.shape[:2], options.num_chunks(codes.shape[2]))
         if tuple(scales.shape) != wanted:
             raise BadInput(
                 f"{name} has scales {tuple(scales.shape)}, and codes {tuple(codes.shape)} in chunks of "

@@ -204,7 +204,7 @@ class StochasticLinear(QuantizedLinear):
     @property
     def num_chunks(self) -> int:
         """C."""
-        return len(self.format.chunks(self.in_features))
+        return self.format.num_chunks(self.in_features)
 
     def expect_extras(self, extras: Mapping[str, PartSpec]) -> None:
         """Make room, on the meta device, for what a checkpoint holds beside codes and scales."""
