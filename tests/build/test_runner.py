@@ -81,6 +81,36 @@ def test_names_with_spaces_and_quotes(workshop: Workshop) -> None:
     assert [s["unit"] for s in done.profile["stages"]] == ["o d'd.cpp"] * 2
 
 
+def test_long_lists_of_arguments_and_odd_ones(workshop: Workshop) -> None:
+    # Short lists come with the launcher's question, long ones are read from /proc.
+    (workshop.folder / "a.cpp").write_text("const char *f(){return TEXT;}\n")
+    for count in (1, 6000):
+        words = [
+            "g++",
+            *(f"-DNAME_{i}={i}" for i in range(count)),
+            '-DTEXT="\udcff \t\'x"',
+            "-I",
+            "",
+            "-c",
+            "a.cpp",
+        ]
+        assert workshop.plain(*words, "-o", "plain.o").returncode == 0
+        done = workshop.build(*words, "-o", "a.o")
+        assert (done.code, done.err, [s["unit"] for s in done.profile["stages"]]) == (0, "", ["a.cpp"])
+        assert (workshop.folder / "a.o").read_bytes() == (workshop.folder / "plain.o").read_bytes()
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_launcher_in_front_of_a_name(workshop: Workshop, compiled: bool) -> None:
+    (workshop.folder / "a.cpp").write_text("int f(){return 1;}\n")
+    launcher = f"{workshop.root}/tools/*/bin/fewbits-launch"
+    done = workshop.build("sh", "-c", f"{launcher} g++ -c a.cpp -o a.o", compile_native=compiled)
+    assert (done.code, [s["unit"] for s in done.profile["stages"]]) == (0, ["a.cpp"])
+    missing = workshop.build("sh", "-c", f"{launcher} no-such-compiler -c a.cpp", compile_native=compiled)
+    assert missing.code == 127
+    assert "cannot run no-such-compiler" in missing.err
+
+
 def test_listing_and_preprocessing_are_not_held_up(workshop: Workshop) -> None:
     (workshop.folder / "a.cpp").write_text("#include <cstddef>\nint f(){return 1;}\n")
     command = "g++ -M a.cpp > a.d && g++ -MM a.cpp >> a.d && g++ -E a.cpp > a.ii && g++ --version"

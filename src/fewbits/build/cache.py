@@ -110,7 +110,7 @@ class Cache:
         if not source:
             return None
         facts += [normal(a) for a in _without_outputs(command.args)]
-        key = hashlib.sha256("\0".join([*facts, source]).encode()).hexdigest()
+        key = hashlib.sha256(os.fsencode("\0".join([*facts, source]))).hexdigest()
         return replace(draft, key=key)
 
     def may_know(self, command: Command) -> bool:
@@ -154,11 +154,11 @@ class Cache:
                     whole.update(plain)
         except OSError:
             return None
-        facts += [_plain(a.encode(), names).decode() for a in command.args]
+        facts += [os.fsdecode(_plain(os.fsencode(a), names)) for a in command.args]
         for i, word in enumerate(command.args[:-1]):
             if word == "--module_id_file_name":
                 facts.append(_read(command.path(command.args[i + 1])))
-        key = hashlib.sha256("\0".join([*facts, whole.hexdigest()]).encode()).hexdigest()
+        key = hashlib.sha256(os.fsencode("\0".join([*facts, whole.hexdigest()]))).hexdigest()
         return Recipe(key, command, temporaries=names, outputs=tuple(outputs))
 
     def known(self, recipe: Recipe) -> bool:

@@ -26,7 +26,6 @@ class Client:
         message: the sentence that is told with a failure.
         began: the clock when the tool started.
         is_unit: it belongs to no other launcher's tool.
-        at_work: a driver that was told to run.
     """
 
     socket: socket.socket
@@ -38,7 +37,6 @@ class Client:
     began: float = 0.0
     closed: bool = False
     is_unit: bool = True
-    at_work: bool = False
 
     @cached_property
     def group(self) -> int:
@@ -51,7 +49,7 @@ class Client:
     def receive(self) -> str | None:
         """A message, "" at the end, None if there is none yet."""
         try:
-            return self.socket.recv(8192, socket.MSG_DONTWAIT).decode(errors="replace")
+            return os.fsdecode(self.socket.recv(1 << 16, socket.MSG_DONTWAIT))
         except BlockingIOError:
             return None
         except OSError:

@@ -171,6 +171,8 @@ def _source_of(args: Sequence[str]) -> str:
 
 def _value_of(args: Sequence[str], *names: str) -> str:
     for i, word in enumerate(args):
+        if not word.startswith(names):
+            continue
         for name in names:
             if word == name and i + 1 < len(args):
                 return args[i + 1]

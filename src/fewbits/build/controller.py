@@ -9,7 +9,7 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -31,10 +31,13 @@ IDLE_TICK_S = 0.25
 LOOK_S = 0.5  # between two looks at the budget, and at the processes that are no stage
 SMALL_BYTES, SMALL_SHARE = 100e6, 0.05  # of the budget: who stays below does not need the pager
 FASTEST = 3e9  # bytes a second that one process can touch
+TELLS_AFTER_S = 0.08  # by then the launcher of a tool that still runs has told of it
+FAR_SHARE = 0.3  # of the budget: below, the rest of the machine is looked at half as often
 CLOSE_SHARE = 0.7  # of the budget: from there on twice as often
 MAX_SHARE = 0.03  # of one core, for sampling
 GATHER_S, MOST_GATHER_S = 0.015, 0.3  # the first large units wait for each other
 LARGE_INPUT_BYTES = 10**6
+CREDENTIALS = struct.Struct("3i")
 SURE_CPU_S = 0.1  # stages that took so much tell how fast the machine is
 FEW = 8  # so many results, and each says much about the stages that wait
 HELD_QUIET_S = 2.0  # nobody else at work for so long: the failures that were held back are told
@@ -56,9 +59,13 @@ class Controller:
         self.poller = select.epoll()
         self.callbacks: dict[int, Callable[[], None]] = {}
         self.clients: dict[int, Client] = {}
+        self.waiting: dict[Stage, Client] = {}  # in the order in which they asked
+        self._present: dict[Stage, Client] = {}
+        self._uid = os.getuid()
         self.groups: dict[int, Client] = {}
         self.launchers: dict[int, Client] = {}
         self.drivers: deque[Client] = deque()  # nvcc itself, which needs a turn only among the units
+        self._at_work: set[Client] = set()  # drivers that were told to run
         self.sampler = Sampler()
         self.others = Others(self.sampler)
         self.measures = Measures(self)
@@ -88,12 +95,12 @@ class Controller:
     @property
     def present(self) -> list[Stage]:
         """Stages whose processes exist."""
-        return [s for s in self.stages if s.on_machine]
+        return list(self._present)
 
     @property
     def used_bytes(self) -> int:
         """Memory of the whole build."""
-        return self.others.rss_bytes + sum(s.rss_bytes for s in self.present)
+        return self.others.rss_bytes + sum(s.rss_bytes for s in self._present)
 
     def _listen(self) -> socket.socket:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
@@ -160,29 +167,31 @@ class Controller:
     # -- messages
 
     def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self.listener.accept()
-            except OSError:
-                return
-            credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-            pid, uid, _ = struct.unpack("3i", credentials)
-            if uid != os.getuid():
-                connection.close()
-                continue
-            client = Client(connection, pid)
-            self.clients[connection.fileno()] = self.launchers[pid] = client
-            self.watch(connection.fileno(), partial(self._hear, client))
-            self._hear(client)
+        try:
+            connection, _ = self.listener.accept()
+        except OSError:
+            return
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
+        pid, uid, _ = CREDENTIALS.unpack(credentials)
+        if uid != self._uid:
+            connection.close()
+            return
+        client = Client(connection, pid)
+        file = connection.fileno()
+        self.clients[file] = self.launchers[pid] = client
+        self.watch(file, partial(self._hear, client))
+        self._hear(client)
 
     def _hear(self, client: Client) -> None:
         """Everything that a launcher has said by now: one that ends says several things at once."""
         while not client.closed and (text := client.receive()) is not None:
             if not text:
                 self._gone(client)
-            elif text[0] == "H":
-                above, _, tool = text[1:].partition(" ")
-                self._asked(client, tool, int(above))
+            elif text[0] == "H":  # nothing follows before it has an answer
+                head, *words = text.split("\0")
+                above, _, tool = head[1:].partition(" ")
+                self._asked(client, tool, int(above), words)
+                return
             elif text[0] == "S":
                 self._started(client, int(text[2:]))
             elif text[0] == "E":
@@ -202,14 +211,15 @@ class Controller:
             return self.groups[group]
         return self.launchers.get(parent_pid if group == client.pid else parent(group))
 
-    def _asked(self, client: Client, tool: str, parent_pid: int) -> None:
+    def _asked(self, client: Client, tool: str, parent_pid: int, words: Sequence[str]) -> None:
         """A launcher asks: it passes through, gets a kept result, or becomes a stage that waits its turn."""
         above = self._above(client, parent_pid)
         if above is not None and above.stage is not None:  # already part of a stage
             client.send("P")
             return
         client.is_unit = above is None
-        client.request = self.intake.read(client.pid, tool, above.request if above is not None else None)
+        request_above = above.request if above is not None else None
+        client.request = self.intake.read(client.pid, tool, request_above, words)
         if client.request is None:
             client.send("P")
             return
@@ -234,6 +244,7 @@ class Controller:
             self.intake.find_keys(request)
         self._predict(stage)
         self.trace.add(stage)
+        self.waiting[stage] = client
         self._to_admit = True
 
     def _predict(self, stage: Stage) -> None:
@@ -243,15 +254,15 @@ class Controller:
     def admit(self) -> None:
         """Let those start that fit."""
         self._to_admit = False
-        waiting = {c.stage: c for c in self.clients.values() if c.stage and c.stage.state is State.WAITING}
-        if not waiting:
+        waiting = self.waiting
+        if not waiting or sum([stage.is_at_work for stage in self._present]) >= self.options.slots:
             return
         self._has_begun = True
         if self._learned < self.history.learned <= FEW:
             self._predict_again(waiting)
         started = schedule.admit(
             list(waiting),
-            self.present,
+            list(self._present),
             budget_bytes=self.budget_bytes,
             other_bytes=self.others.rss_bytes,
             slots=self.options.slots,
@@ -264,6 +275,8 @@ class Controller:
             if client.is_unit and room <= 0:
                 continue
             room -= client.is_unit
+            del waiting[stage]
+            self._present[stage] = client
             self._start(client, stage)
 
     def _predict_again(self, waiting: Iterable[Stage]) -> None:
@@ -277,17 +290,14 @@ class Controller:
         """How many more units may begin: each is a stage of its own or a driver with several."""
         if not self.options.units:
             return len(self.clients)
-        busy = sum(
-            c.is_unit and (c.at_work or (c.stage is not None and c.stage.is_at_work))
-            for c in self.clients.values()
-        )
-        return self.options.units - busy
+        busy = sum([c.is_unit and s.is_at_work for s, c in self._present.items()])
+        return self.options.units - busy - sum([c.is_unit for c in self._at_work])
 
     def _let_drivers_start(self) -> None:
         while self.drivers and self._room_for_units() > 0:
             client = self.drivers.popleft()
             if not client.closed and client.request is not None:
-                client.at_work = True
+                self._at_work.add(client)
                 client.send("R", "0", "", "", "", *self.intake.replaced(client.request))
 
     def _start(self, client: Client, stage: Stage) -> None:
@@ -321,7 +331,7 @@ class Controller:
         if stage is None:
             if request is not None and code == 0:
                 self.intake.finished(request, client, (out, err), self.now_s - request.asked_s)
-            client.at_work = False
+            self._at_work.discard(client)
             client.send("X", "", "", "")
             self._let_drivers_start()
             return
@@ -329,8 +339,10 @@ class Controller:
         stage.peak_bytes = max(stage.peak_bytes, max_rss_kib * 1024)
         stage.rss_bytes = stage.anon_bytes = stage.pid = 0
         self.busy_s = self.now_s
+        self._present.pop(stage, None)
         if self.measures.again(client, stage, code, (out, err), signal_seen=bool(signal_seen)):
             stage.state, stage.since_s = State.WAITING, self.now_s
+            self.waiting[stage] = client
         elif stage.state is not State.HELD:
             self._done(client, stage, code, (out, err))
         self._to_admit = True
@@ -354,20 +366,25 @@ class Controller:
         self.history.learn(stage, peak_bytes=max(stage.peak_bytes, stage.most_bytes), seconds=seconds)
         if client.request is not None:
             self.intake.finished(client.request, client, printed, seconds)
-        client.send("X", "", "", "")
+        if not client.closed:
+            client.send("X", "", "", "")
         self._to_admit = self._to_admit or self.history.learned <= FEW
 
     def _gone(self, client: Client) -> None:
         """The launcher has ended, or was killed: then its tool goes with it."""
         client.closed = True
-        self.unwatch(client.socket.fileno())
-        self.clients.pop(client.socket.fileno(), None)
-        client.socket.close()
+        file = client.socket.fileno()
+        self.clients.pop(file, None)
+        self.callbacks.pop(file, None)
+        client.socket.close()  # which takes it out of the poller, too
         if self.launchers.get(client.pid) is client:
             del self.launchers[client.pid]
         self.groups.pop(client.pid_of_tool, None)
+        self._at_work.discard(client)
         stage = client.stage
         if stage is not None and stage.state is not State.DONE:
+            self.waiting.pop(stage, None)
+            self._present.pop(stage, None)
             if stage.on_machine and stage.pid:
                 kill_group(stage.pid, signal.SIGKILL)
             stage.state, stage.ended_s = State.DONE, self.now_s
@@ -385,7 +402,8 @@ class Controller:
         self.late_s = max(begun_s - self._next_tick if self.ticks > 1 else 0.0, 0.9 * self.late_s)
         self._find_tools()
         if begun_s >= self._next_look or idle:
-            self._next_look = begun_s + LOOK_S
+            far = self.used_bytes < FAR_SHARE * self.budget_bytes
+            self._next_look = begun_s + (2 * LOOK_S if far else LOOK_S)
             self.others.scan({c.pid for c in self.clients.values()}, self.groups)
             self._refresh_budget()
             self.history.write()
@@ -403,16 +421,16 @@ class Controller:
         self._next_tick = begun_s + max(self._pause(idle), self.tick_cpu_s / self.ticks / MAX_SHARE)
 
     def _admit_again(self) -> None:
-        waiting = [s for s in self.stages if s.state is State.WAITING]
         if self.history.learned > self._learned:
-            self._predict_again(waiting)
-        if waiting and not self._gathers():
+            self._predict_again(self.waiting)
+        if self.waiting and not self._gathers():
             self.admit()
 
     def _find_tools(self) -> None:
         """The processes of tools that their launchers have not told of, as they have just begun."""
-        for client in self.clients.values():
-            if client.stage is not None and client.stage.on_machine and not client.stage.pid:
+        for stage, client in list(self._present.items()):
+            quick = self.now_s - stage.started_s < TELLS_AFTER_S and self._is_small(stage)
+            if not stage.pid and not quick:
                 for pid in children(client.pid):
                     if state(pid) not in ("", "Z"):  # one that has ended and is to run again
                         self._started(client, pid)
@@ -424,14 +442,14 @@ class Controller:
         used = self.used_bytes
         if used > CLOSE_SHARE * self.budget_bytes:
             return TICK_S / 2
-        if not all(self._is_small(stage) for stage in self.present):
+        if not all(self._is_small(stage) for stage in self._present):
             return TICK_S
         # Four samples at least while everything grows as fast as memory can be touched.
         fills_s = (self.budget_bytes - used) / (FASTEST * max(1, self.options.slots))
         return max(TICK_S, min(2 * TICK_S, fills_s / 4))
 
     def _refresh_budget(self) -> None:
-        anon = self.others.rss_bytes + sum(s.anon_bytes for s in self.present)
+        anon = self.others.rss_bytes + sum(s.anon_bytes for s in self._present)
         budget = self.budget.now(anon)
         if abs(budget - self.budget_bytes) > 0.02 * max(1, self.budget_bytes):
             self.trace.budget(self.now_s, budget, self.budget.why)

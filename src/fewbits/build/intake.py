@@ -6,7 +6,7 @@ import contextlib
 import os
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fewbits.build.cache import Cache, file_clock, variables
@@ -56,11 +56,18 @@ class Intake:
         os.close(self.wakes)
         os.close(self._wake)
 
-    def read(self, pid: int, tool: str, above: Request | None) -> Request | None:
-        """The request of a launcher, or None for a command that is none of ours."""
+    def read(self, pid: int, tool: str, above: Request | None, said: Sequence[str] = ()) -> Request | None:
+        """The request of a launcher, or None for a command that is none of ours.
+
+        Args:
+            pid: the launcher.
+            tool: what it is to run.
+            above: the request that this is a part of.
+            said: its folder and arguments, where it has told them.
+        """
         try:
-            words = os.fsdecode(_bytes(f"/proc/{pid}/cmdline")).split("\0")[:-1]
-            cwd = os.readlink(f"/proc/{pid}/cwd")  # noqa: PTH115 - for every compilation
+            cwd = said[0] if said else os.readlink(f"/proc/{pid}/cwd")  # noqa: PTH115 - for every compilation
+            words = said[1:] or os.fsdecode(_bytes(f"/proc/{pid}/cmdline")).split("\0")[:-1]
         except OSError:
             return None
         if len(words) > 3 and words[2].endswith("launch.py"):  # the launcher in Python

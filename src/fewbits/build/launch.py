@@ -20,13 +20,24 @@ LIGHT = {
 GONE = "fewbits build: its controller is gone, so this build has stopped; start it again.\n"
 
 
+def on_path(name: str) -> str:
+    """A tool that is given by its name: past our own folders, as it would look for itself there."""
+    for folder in os.environ.get("PATH", os.defpath).split(os.pathsep):
+        if "/tools/" not in folder and os.access(f"{folder}/{name}", os.X_OK):
+            return f"{folder}/{name}"
+    return name
+
+
 def tool_of(shim: str, args: list[str]) -> tuple[str, list[str]]:
     """The real tool, and its arguments."""
     folder, name = os.path.split(shim)
     if name == "fewbits-launch":
         shim, args = args[0], args[1:]
         folder, name = os.path.split(shim)
-    link = os.path.join(folder, ".real", name)  # noqa: PTH118 - this script starts for every compilation
+        if not folder:
+            shim = on_path(name)
+            folder = os.path.dirname(shim)  # noqa: PTH120 - this script starts for every compilation
+    link = os.path.join(folder, ".real", name)  # noqa: PTH118
     return (os.readlink(link) if os.path.islink(link) else shim), args  # noqa: PTH114, PTH115
 
 

@@ -30,118 +30,149 @@
 #include <unistd.h>
 
 #ifdef LAUNCHER
+/* It starts for every compilation, and a C library's own start takes longer than all it does: so it talks to
+ * the kernel itself, on the two processors that this is for. */
 #include <sys/signalfd.h>
 
 #define FIELDS 8
-#define TELL_AFTER_MS 60
+#define TELL_AFTER_NS 60000000L
 #define QUICK_NS 250000000L /* what succeeds sooner is not kept: no word from the controller is awaited */
+#define MOST_WORDS (60 << 10)
 static char message[1 << 18];
 static char self[4096], run_folder[4096];
+static char **variables;
 
-static void refuse(const char *text) {
-    fprintf(stderr, "fewbits build: %s\n", text);
-    exit(1);
+#if defined(__x86_64__)
+__asm__(".globl _start\n_start:\n xor %ebp, %ebp\n mov %rsp, %rdi\n and $-16, %rsp\n call begin\n hlt\n");
+static inline long call6(long n, long a, long b, long c, long d, long e, long f) {
+    register long r10 __asm__("r10") = d, r8 __asm__("r8") = e, r9 __asm__("r9") = f;
+    long result;
+    __asm__ volatile("syscall" : "=a"(result) : "a"(n), "D"(a), "S"(b), "d"(c), "r"(r10), "r"(r8), "r"(r9)
+                     : "rcx", "r11", "memory");
+    return result;
 }
+#elif defined(__aarch64__)
+__asm__(".globl _start\n_start:\n mov x29, #0\n mov x30, #0\n mov x0, sp\n and sp, x0, #-16\n bl begin\n brk #1\n");
+static inline long call6(long n, long a, long b, long c, long d, long e, long f) {
+    register long x8 __asm__("x8") = n, x0 __asm__("x0") = a, x1 __asm__("x1") = b, x2 __asm__("x2") = c;
+    register long x3 __asm__("x3") = d, x4 __asm__("x4") = e, x5 __asm__("x5") = f;
+    __asm__ volatile("svc 0" : "+r"(x0) : "r"(x8), "r"(x1), "r"(x2), "r"(x3), "r"(x4), "r"(x5) : "memory");
+    return x0;
+}
+#else
+#error "the launcher knows x86-64 and aarch64"
+#endif
+/* Each returns minus an error number where the C library would return -1. */
+#define CALL_(n, a, b, c, d, e, f, ...) call6(SYS_##n, (long)(a), (long)(b), (long)(c), (long)(d), (long)(e), (long)(f))
+#define CALL(n, ...) CALL_(n, __VA_ARGS__, 0, 0, 0, 0, 0, 0)
+#define NOTHING __asm__ volatile("") /* so that a loop is not made a call of the function that it is */
 
-/* Runs that only print or list something: they need little memory and are not held up. */
-static int is_light(int argc, char **argv) {
-    static const char *const words[] = {"-E", "-M", "-MM", "--version", "-V", "-dumpversion", "-dumpmachine",
-                                        "-dumpfullversion", "-###", "--dryrun", "-dryrun", "--help", "-h", "-qversion",
-                                        "--list-gpu-arch", "--list-gpu-code", "-dumpspecs", "--preprocess",
-                                        "--generate-dependencies"};
-    if (argc < 2 || (argc == 2 && (strcmp(argv[1], "-v") == 0 || strcmp(argv[1], "-vV") == 0))) return 1;
-    for (int i = 1; i < argc; i++) {
-        if (argv[i][0] != '-') continue;
-        if (strncmp(argv[i], "-print-", 7) == 0 || strncmp(argv[i], "--print-", 8) == 0) return 1;
-        for (size_t k = 0; k < sizeof words / sizeof *words; k++)
-            if (strcmp(argv[i], words[k]) == 0) return 1;
+void *memcpy(void *to, const void *from, size_t n) {
+    for (size_t i = 0; i < n; i++) {
+        ((char *)to)[i] = ((const char *)from)[i];
+        NOTHING;
     }
-    return 0;
+    return to;
 }
 
-static int parent_of(int pid) {
-    char path[64], text[512];
-    snprintf(path, sizeof path, "/proc/%d/stat", pid);
-    int fd = open(path, O_RDONLY | O_CLOEXEC);
-    if (fd < 0) return 0;
-    ssize_t n = read(fd, text, sizeof text - 1);
-    close(fd);
-    if (n <= 0) return 0;
-    text[n] = 0;
-    char *end = strrchr(text, ')'), state;
-    int parent = 0;
-    return end && sscanf(end + 1, " %c %d", &state, &parent) == 2 ? parent : 0;
-}
-
-/* The folder of the run that we belong to: named by the environment, or, where that was cleaned, by the
- * process id of one of our ancestors. */
-static int find_run(void) {
-    const char *named = getenv("FEWBITS_BUILD");
-    if (named && *named) {
-        snprintf(run_folder, sizeof run_folder, "%s", named);
-        return 1;
+void *memset(void *to, int byte, size_t n) {
+    for (size_t i = 0; i < n; i++) {
+        ((char *)to)[i] = (char)byte;
+        NOTHING;
     }
-    char root[4096];
-    snprintf(root, sizeof root, "%s", self);
-    char *tools = NULL;
-    for (char *p = root; (p = strstr(p, "/tools/")); p++) tools = p;
-    if (!tools) return 0;
-    *tools = 0;
-    for (int pid = getppid(); pid > 1; pid = parent_of(pid)) {
-        if (snprintf(run_folder, sizeof run_folder, "%s/runs/%d", root, pid) >= (int)sizeof run_folder) return 0;
-        if (access(run_folder, F_OK) == 0) return 1;
-    }
-    return 0;
+    return to;
 }
 
-static int connect_to(const char *folder) {
-    struct sockaddr_un address = {.sun_family = AF_UNIX};
-    int dir = open(folder, O_PATH | O_DIRECTORY | O_CLOEXEC);
-    if (dir < 0) return -1;
-    int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
-    snprintf(address.sun_path, sizeof address.sun_path, "/proc/self/fd/%d/sock", dir);
-    while (connect(fd, (struct sockaddr *)&address, sizeof address) < 0) {
-        if (errno == EINTR) continue;
-        if (errno == EAGAIN) { /* the queue of new connections is full */
-            usleep(2000);
-            continue;
+size_t strlen(const char *text) {
+    size_t n = 0;
+    for (; text[n]; n++) NOTHING;
+    return n;
+}
+
+static int same(const char *a, const char *b) {
+    while (*a && *a == *b) a++, b++;
+    return *a == *b;
+}
+
+/* What follows a beginning, or NULL. */
+static const char *after(const char *text, const char *beginning) {
+    while (*beginning && *text == *beginning) text++, beginning++;
+    return *beginning ? NULL : text;
+}
+
+static char *last_of(char *text, char sought) {
+    char *found = NULL;
+    for (; *text; text++)
+        if (*text == sought) found = text;
+    return found;
+}
+
+static char *find(char *text, const char *sought) {
+    for (; *text; text++)
+        if (after(text, sought)) return text;
+    return NULL;
+}
+
+static long number(const char *text) {
+    long value = 0, sign = *text == '-' ? -1 : 1;
+    for (text += sign < 0; *text >= '0' && *text <= '9'; text++) value = 10 * value + *text - '0';
+    return sign * value;
+}
+
+/* Put texts, up to a NULL, one behind the other; 0 if there is no room for them. */
+static size_t join(char *to, size_t size, ...) {
+    va_list texts;
+    size_t used = 0;
+    va_start(texts, size);
+    for (const char *text; (text = va_arg(texts, const char *));) {
+        size_t n = strlen(text);
+        if (used + n >= size) {
+            used = 0;
+            break;
         }
-        close(fd);
-        fd = -1;
-        break;
+        memcpy(to + used, text, n);
+        used += n;
     }
-    close(dir);
-    return fd;
+    va_end(texts);
+    to[used] = 0;
+    return used;
 }
 
-static void tell(int fd, const char *format, ...) {
-    char text[8192];
-    va_list args;
-    va_start(args, format);
-    int n = vsnprintf(text, sizeof text, format, args);
-    va_end(args);
-    if (n >= (int)sizeof text) n = sizeof text - 1;
-    while (send(fd, text, n, MSG_NOSIGNAL) < 0 && errno == EINTR) {}
+/* A number as text, in one of a few places that are used in turn. */
+static const char *decimal(long value) {
+    static char places[8][24];
+    static int turn;
+    char *end = places[turn++ % 8] + 23;
+    unsigned long rest = value < 0 ? -(unsigned long)value : (unsigned long)value;
+    *end = 0;
+    do *--end = (char)('0' + rest % 10);
+    while (rest /= 10);
+    if (value < 0) *--end = '-';
+    return end;
 }
 
-/* Wait for an order; its NUL-separated fields. Returns their number, or 0 when the controller is gone. */
-static int hear(int fd, char **fields, int max) {
-    ssize_t n;
-    while ((n = recv(fd, message, sizeof message - 1, 0)) < 0 && errno == EINTR) {}
-    if (n <= 0) return 0;
-    message[n] = 0;
-    int count = 0;
-    for (char *p = message; p < message + n && count < max; p += strlen(p) + 1) fields[count++] = p;
-    return count;
+static const char *variable(const char *name) {
+    for (char **e = variables; *e; e++) {
+        const char *rest = after(*e, name);
+        if (rest && *rest == '=') return rest + 1;
+    }
+    return NULL;
+}
+
+static long open_file(const char *path, int flags) { return CALL(openat, AT_FDCWD, path, flags | O_CLOEXEC, 0); }
+static void close_file(long fd) { CALL(close, fd); }
+
+__attribute__((noreturn)) static void leave(int code) {
+    for (;;) CALL(exit_group, code);
 }
 
 static void write_all(int fd, const char *data, size_t size) {
     while (size > 0) {
-        ssize_t n = write(fd, data, size);
-        if (n < 0 && errno == EINTR) continue;
-        if (n < 0 && errno == EAGAIN) {
+        long n = CALL(write, fd, data, size);
+        if (n == -EINTR) continue;
+        if (n == -EAGAIN) {
             struct pollfd wait = {.fd = fd, .events = POLLOUT};
-            poll(&wait, 1, -1);
+            CALL(ppoll, &wait, 1, NULL, NULL, 0);
             continue;
         }
         if (n <= 0) return;
@@ -150,170 +181,300 @@ static void write_all(int fd, const char *data, size_t size) {
     }
 }
 
+static void say(const char *a, const char *b, const char *c) {
+    char text[8192];
+    write_all(2, text, join(text, sizeof text, "fewbits build: ", a, b, c, "\n", NULL));
+}
+
+__attribute__((noreturn)) static void refuse(const char *text) {
+    say(text, "", "");
+    leave(1);
+}
+
+__attribute__((noreturn)) static void left_alone(void) {
+    refuse("its controller is gone, so this build has stopped; start it again, what is finished is kept.");
+}
+
+/* Runs that only print or list something: they need little memory and are not held up. */
+static int is_light(int argc, char **argv) {
+    static const char words[][28] = {"-E", "-M", "-MM", "--version", "-V", "-dumpversion", "-dumpmachine",
+                                     "-dumpfullversion", "-###", "--dryrun", "-dryrun", "--help", "-h", "-qversion",
+                                     "--list-gpu-arch", "--list-gpu-code", "-dumpspecs", "--preprocess",
+                                     "--generate-dependencies"};
+    if (argc < 2 || (argc == 2 && (same(argv[1], "-v") || same(argv[1], "-vV")))) return 1;
+    for (int i = 1; i < argc; i++) {
+        if (argv[i][0] != '-') continue;
+        if (after(argv[i], "-print-") || after(argv[i], "--print-")) return 1;
+        for (size_t k = 0; k < sizeof words / sizeof *words; k++)
+            if (same(argv[i], words[k])) return 1;
+    }
+    return 0;
+}
+
+static int parent_of(int pid) {
+    char path[64], text[512];
+    join(path, sizeof path, "/proc/", decimal(pid), "/stat", NULL);
+    long fd = open_file(path, O_RDONLY);
+    if (fd < 0) return 0;
+    long n = CALL(read, fd, text, sizeof text - 1);
+    close_file(fd);
+    if (n <= 0) return 0;
+    text[n] = 0;
+    char *end = last_of(text, ')'); /* ") S 123": the state, and the parent */
+    return end && end + 4 < text + n ? (int)number(end + 4) : 0;
+}
+
+/* The folder of the run that we belong to: named by the environment, or, where that was cleaned, by the
+ * process id of one of our ancestors. */
+static int find_run(void) {
+    const char *named = variable("FEWBITS_BUILD");
+    if (named && *named) return join(run_folder, sizeof run_folder, named, NULL) > 0;
+    char root[sizeof self], *tools = NULL;
+    join(root, sizeof root, self, NULL);
+    for (char *p = root; (p = find(p, "/tools/")); p++) tools = p;
+    if (!tools) return 0;
+    *tools = 0;
+    for (int pid = (int)CALL(getppid, 0); pid > 1; pid = parent_of(pid)) {
+        if (!join(run_folder, sizeof run_folder, root, "/runs/", decimal(pid), NULL)) return 0;
+        if (CALL(faccessat, AT_FDCWD, run_folder, F_OK) == 0) return 1;
+    }
+    return 0;
+}
+
+static int connect_to(const char *folder) {
+    struct sockaddr_un address = {.sun_family = AF_UNIX};
+    long dir = open_file(folder, O_PATH | O_DIRECTORY);
+    if (dir < 0) return -1;
+    long fd = CALL(socket, AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0), failed;
+    join(address.sun_path, sizeof address.sun_path, "/proc/self/fd/", decimal(dir), "/sock", NULL);
+    while ((failed = CALL(connect, fd, &address, sizeof address)) < 0) {
+        if (failed == -EINTR) continue;
+        if (failed == -EAGAIN) { /* the queue of new connections is full */
+            struct timespec soon = {0, 2000000};
+            CALL(nanosleep, &soon, NULL);
+            continue;
+        }
+        close_file(fd);
+        fd = -1;
+        break;
+    }
+    close_file(dir);
+    return (int)fd;
+}
+
+static void tell(int fd, const char *text, size_t size) {
+    while (CALL(sendto, fd, text, size, MSG_NOSIGNAL, NULL, 0) == -EINTR) NOTHING;
+}
+
+/* Ask for a turn: our parent, the tool, and, if it is not too much, our folder and arguments. */
+static void ask(int fd, const char *tool, int argc, char **argv) {
+    size_t size = join(message, sizeof message, "H", decimal(CALL(getppid, 0)), " ", tool, NULL) + 1, whole = size;
+    for (int i = 0; i < argc && whole < MOST_WORDS; i++) whole += strlen(argv[i]) + 1;
+    if (size > 1 && whole < MOST_WORDS) {
+        long n = CALL(getcwd, message + size, sizeof message - whole); /* with its NUL */
+        if (n > 0 && message[size] == '/') {
+            size += (size_t)n;
+            for (int i = 0; i < argc; i++) {
+                size_t length = strlen(argv[i]) + 1;
+                memcpy(message + size, argv[i], length);
+                size += length;
+            }
+        }
+    }
+    tell(fd, message, size - 1);
+}
+
+/* Wait for an order; its NUL-separated fields. Returns their number, or 0 when the controller is gone. */
+static int hear(int fd, char **fields, int max) {
+    long n;
+    while ((n = CALL(recvfrom, fd, message, sizeof message - 1, 0, NULL, NULL)) == -EINTR) NOTHING;
+    if (n <= 0) return 0;
+    message[n] = 0;
+    int count = 0;
+    for (char *p = message; p < message + n && count < max; p += strlen(p) + 1) fields[count++] = p;
+    return count;
+}
+
 static void pour(int from, int to) {
-    ssize_t n;
+    long n;
     if (from < 0) return;
-    lseek(from, 0, SEEK_SET);
-    while ((n = read(from, message, sizeof message)) > 0) write_all(to, message, n);
+    CALL(lseek, from, 0, SEEK_SET);
+    while ((n = CALL(read, from, message, sizeof message)) > 0) write_all(to, message, (size_t)n);
 }
 
 static void forget(int fd) {
-    if (fd >= 0 && ftruncate(fd, 0) == 0) lseek(fd, 0, SEEK_SET);
+    if (fd >= 0 && CALL(ftruncate, fd, 0) == 0) CALL(lseek, fd, 0, SEEK_SET);
+}
+
+static int is_terminal(int fd) {
+    char settings[256];
+    return CALL(ioctl, fd, 0x5401 /* TCGETS */, settings) == 0;
 }
 
 /* What a tool prints is held back until it is known that the attempt counts; a terminal gets it at once. */
 static void capture(int kept[3]) {
     struct stat out, err;
+    int has_out = CALL(fstat, 1, &out) == 0;
     kept[1] = kept[2] = -1;
-    if (!isatty(1) && fstat(1, &out) == 0) kept[1] = memfd_create("out", MFD_CLOEXEC);
-    if (isatty(2) || fstat(2, &err) != 0) return;
+    if (has_out && !is_terminal(1)) kept[1] = (int)CALL(memfd_create, "out", 1 /* MFD_CLOEXEC */);
+    if (CALL(fstat, 2, &err) != 0 || is_terminal(2)) return;
     if (kept[1] >= 0 && out.st_dev == err.st_dev && out.st_ino == err.st_ino)
         kept[2] = kept[1];
     else
-        kept[2] = memfd_create("err", MFD_CLOEXEC);
+        kept[2] = (int)CALL(memfd_create, "err", 1);
 }
 
 /* The tool's environment: ours, and the pager in front of what is preloaded already. */
 static char **environment(char **order) {
     static char preload[8192], pages[4096];
     size_t count = 0;
-    if (!*order[3]) return environ;
-    while (environ[count]) count++;
-    char **made = calloc(count + 3, sizeof *made), **last = made;
-    if (!made) return environ;
-    const char *before = getenv("LD_PRELOAD");
-    snprintf(preload, sizeof preload, "LD_PRELOAD=%s%s%s", order[3], before && *before ? ":" : "", before ? before : "");
-    snprintf(pages, sizeof pages, "FEWBITS_PAGER=%s", order[4]);
-    for (char **e = environ; *e; e++)
-        if (strncmp(*e, "LD_PRELOAD=", 11) != 0 && strncmp(*e, "FEWBITS_PAGER=", 14) != 0) *last++ = *e;
+    if (!*order[3]) return variables;
+    while (variables[count]) count++;
+    size_t size = (count + 3) * sizeof(char *);
+    char **made = (char **)CALL(mmap, NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0), **last = made;
+    if ((unsigned long)made > -4096UL) return variables;
+    const char *before = variable("LD_PRELOAD");
+    int has = before && *before;
+    if (!join(preload, sizeof preload, "LD_PRELOAD=", order[3], has ? ":" : "", has ? before : "", NULL)) return variables;
+    join(pages, sizeof pages, "FEWBITS_PAGER=", order[4], NULL);
+    for (char **e = variables; *e; e++)
+        if (!after(*e, "LD_PRELOAD=") && !after(*e, "FEWBITS_PAGER=")) *last++ = *e;
     *last++ = preload;
     *last++ = pages;
     return made;
 }
 
 /* In the child, which shares our memory until it becomes the tool: nothing here may write to it. */
-static void prepare_child(char **order, const int kept[3], pid_t parent) {
-    setpgid(0, 0);
-    prctl(PR_SET_PDEATHSIG, SIGKILL);
-    if (getppid() != parent) _exit(127); /* it was gone before that took effect */
-    unsigned long long cap = strtoull(order[1], NULL, 10);
+__attribute__((noreturn, noinline)) static void become(const char *tool, char **args, char **environ_, char **order,
+                                                      const int kept[3], long parent, const uint64_t *before) {
+    CALL(setpgid, 0, 0);
+    CALL(prctl, PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0);
+    if (CALL(getppid, 0) != parent) leave(127); /* it was gone before that took effect */
+    unsigned long cap = (unsigned long)number(order[1]);
     struct rlimit limit;
-    if (cap && getrlimit(RLIMIT_DATA, &limit) == 0) {
+    if (cap && CALL(prlimit64, 0, RLIMIT_DATA, NULL, &limit) == 0) {
         if (limit.rlim_max == RLIM_INFINITY || limit.rlim_max > cap) limit.rlim_cur = cap;
-        setrlimit(RLIMIT_DATA, &limit);
+        CALL(prlimit64, 0, RLIMIT_DATA, &limit, NULL);
     }
-    int fd = *order[2] ? open("/proc/self/oom_score_adj", O_WRONLY | O_CLOEXEC) : -1;
+    long fd = *order[2] ? open_file("/proc/self/oom_score_adj", O_WRONLY) : -1;
     if (fd >= 0) {
-        write_all(fd, order[2], strlen(order[2]));
-        close(fd);
+        write_all((int)fd, order[2], strlen(order[2]));
+        close_file(fd);
     }
     for (int i = 1; i <= 2; i++)
-        if (kept[i] >= 0) dup2(kept[i], i);
+        if (kept[i] >= 0) CALL(dup3, kept[i], i, 0);
+    CALL(rt_sigprocmask, SIG_SETMASK, before, NULL, 8);
+    long failed = CALL(execve, tool, args, environ_);
+    say("cannot run ", tool, failed == -ENOENT ? ": No such file or directory" : failed == -EACCES ? ": Permission denied" : "");
+    leave(127);
 }
 
-__attribute__((noinline)) static pid_t spawn(const char *tool, char **args, char **variables, char **order,
-                                            const int kept[3], const sigset_t *before) {
-    pid_t parent = getpid(), pid = vfork();
-    if (pid == 0) {
-        prepare_child(order, kept, parent);
-        sigprocmask(SIG_SETMASK, before, NULL);
-        execve(tool, args, variables);
-        dprintf(2, "fewbits build: cannot run %s: %s\n", tool, strerror(errno));
-        _exit(127);
-    }
+/* The child goes on in our stack below this frame, and never returns from here. */
+__attribute__((noinline)) static long spawn(const char *tool, char **args, char **environ_, char **order,
+                                           const int kept[3], const uint64_t *before) {
+    long parent = CALL(getpid, 0), pid = CALL(clone, 0x4100 | SIGCHLD /* CLONE_VM, CLONE_VFORK */, 0, 0, 0, 0);
+    if (pid == 0) become(tool, args, environ_, order, kept, parent, before);
     return pid;
 }
 
-static pid_t start(const char *tool, char **argv, char **order, int count, const int kept[3], const sigset_t *before) {
+static long start(const char *tool, char **argv, char **order, int count, const int kept[3], const uint64_t *before) {
     char **args = argv;
-    int replaced = count > 5 ? atoi(order[5]) : 0;
+    long replaced = count > 5 ? number(order[5]) : 0;
     if (replaced > 0) {
-        args = calloc(replaced + 2, sizeof *args);
+        size_t size = (size_t)(replaced + 2) * sizeof *args;
+        args = (char **)CALL(mmap, NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        if ((unsigned long)args > -4096UL) return -ENOMEM;
         args[0] = argv[0];
         char *p = order[5] + strlen(order[5]) + 1;
-        for (int i = 1; i <= replaced; i++, p += strlen(p) + 1) args[i] = p;
+        for (long i = 1; i <= replaced; i++, p += strlen(p) + 1) args[i] = p;
     }
-    char **variables = environment(order);
-    pid_t pid = spawn(tool, args, variables, order, kept, before);
-    if (args != argv) free(args);
-    if (variables != environ) free(variables);
-    setpgid(pid, pid);
+    long pid = spawn(tool, args, environment(order), order, kept, before);
+    if (pid > 0) CALL(setpgid, pid, pid);
     return pid;
 }
 
 /* Wait for the tool; pass signals on to its group. Returns the signal that came, if any. The controller is told
  * of the tool's process only when it lives for a while: of short ones it need not know. */
-static int attend(int fd, int signals, pid_t pid) {
+static int attend(int fd, int signals, long pid) {
     struct pollfd waits[2] = {{.fd = signals, .events = POLLIN}, {.fd = fd, .events = POLLIN}};
     int ended = 0, told = 0;
     for (;;) {
         siginfo_t info = {0};
-        if (waitid(P_PID, pid, &info, WEXITED | WNOWAIT | WNOHANG) == 0 && info.si_pid == pid) return ended;
-        int ready = poll(waits, 2, told ? -1 : TELL_AFTER_MS);
+        struct timespec patience = {0, TELL_AFTER_NS};
+        if (CALL(waitid, P_PID, pid, &info, WEXITED | WNOWAIT | WNOHANG, NULL) == 0 && info.si_pid == pid) return ended;
+        long ready = CALL(ppoll, waits, 2, told ? NULL : &patience, NULL, 8);
         if (ready < 0) continue;
         if (ready == 0) {
-            tell(fd, "S %d", pid);
+            char text[32];
+            tell(fd, text, join(text, sizeof text, "S ", decimal(pid), NULL));
             told = 1;
             continue;
         }
         if (waits[1].revents) { /* only its end comes unasked */
-            kill(-pid, SIGKILL);
-            while (waitpid(pid, NULL, 0) < 0 && errno == EINTR) {}
-            refuse("its controller is gone, so this build has stopped; start it again, what is finished is kept.");
+            CALL(kill, -pid, SIGKILL);
+            while (CALL(wait4, pid, NULL, 0, NULL) == -EINTR) NOTHING;
+            left_alone();
         }
         struct signalfd_siginfo got;
-        if (waits[0].revents && read(signals, &got, sizeof got) == sizeof got && got.ssi_signo != SIGCHLD) {
-            ended = got.ssi_signo;
-            kill(-pid, got.ssi_signo);
-            kill(-pid, SIGCONT);
+        if (waits[0].revents && CALL(read, signals, &got, sizeof got) == sizeof got && got.ssi_signo != SIGCHLD) {
+            ended = (int)got.ssi_signo;
+            CALL(kill, -pid, got.ssi_signo);
+            CALL(kill, -pid, SIGCONT);
         }
     }
 }
 
+static void now(struct timespec *time) { CALL(clock_gettime, CLOCK_MONOTONIC, time); }
+
 static long since(const struct timespec *begun) {
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return now.tv_sec - begun->tv_sec > 1 ? 2000000000L : (now.tv_sec - begun->tv_sec) * 1000000000L + now.tv_nsec - begun->tv_nsec;
+    struct timespec time;
+    now(&time);
+    return (time.tv_sec - begun->tv_sec) * 1000000000L + time.tv_nsec - begun->tv_nsec;
 }
 
-static void end_as(int status, const sigset_t *before) {
+__attribute__((noreturn)) static void end_as(int status, const uint64_t *before) {
     if (WIFSIGNALED(status)) { /* the build tool sees the same end as without us */
         struct rlimit none = {0, 0};
-        setrlimit(RLIMIT_CORE, &none);
-        signal(WTERMSIG(status), SIG_DFL);
-        sigprocmask(SIG_SETMASK, before, NULL);
-        kill(getpid(), WTERMSIG(status));
-        exit(128 + WTERMSIG(status));
+        unsigned long plain[8] = {0}; /* the kernel's struct sigaction: SIG_DFL and nothing else */
+        CALL(prlimit64, 0, RLIMIT_CORE, &none, NULL);
+        CALL(rt_sigaction, WTERMSIG(status), plain, NULL, 8);
+        CALL(rt_sigprocmask, SIG_SETMASK, before, NULL, 8);
+        CALL(kill, CALL(getpid, 0), WTERMSIG(status));
+        leave(128 + WTERMSIG(status));
     }
-    exit(WEXITSTATUS(status));
+    leave(WEXITSTATUS(status));
 }
 
-static void obey(int fd, const char *tool, char **argv, char **order, int count) {
-    sigset_t watched, before;
-    sigemptyset(&watched);
-    for (const int *s = (const int[]){SIGCHLD, SIGTERM, SIGINT, SIGHUP, SIGQUIT, 0}; *s; s++) sigaddset(&watched, *s);
-    sigprocmask(SIG_BLOCK, &watched, &before);
-    int signals = signalfd(-1, &watched, SFD_CLOEXEC), kept[3], status = 0;
+static long micros(const struct timeval *time) { return time->tv_sec * 1000000L + time->tv_usec; }
+
+__attribute__((noreturn)) static void obey(int fd, const char *tool, char **argv, char **order, int count) {
+    uint64_t watched = 0, before = 0; /* the kernel's sets of signals */
+    static const int numbers[] = {SIGCHLD, SIGTERM, SIGINT, SIGHUP, SIGQUIT};
+    for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++) watched |= (uint64_t)1 << (numbers[i] - 1);
+    CALL(rt_sigprocmask, SIG_BLOCK, &watched, &before, 8);
+    int signals = (int)CALL(signalfd4, -1, &watched, 8, SFD_CLOEXEC), kept[3], status = 0;
     capture(kept);
     while (count > 4 && order[0][0] == 'R') {
         struct timespec begun;
-        clock_gettime(CLOCK_MONOTONIC, &begun);
-        pid_t pid = start(tool, argv, order, count, kept, &before);
+        now(&begun);
+        long pid = start(tool, argv, order, count, kept, &before);
         if (pid < 0) refuse("cannot start another process; see ulimit -u.");
         int signal_seen = attend(fd, signals, pid);
         siginfo_t info;
         struct rusage used = {0};
-        syscall(SYS_waitid, P_PID, pid, &info, WEXITED | WNOWAIT, &used);
+        CALL(waitid, P_PID, pid, &info, WEXITED | WNOWAIT, &used);
         int code = info.si_code == CLD_EXITED ? info.si_status : -info.si_status;
-        tell(fd, "E %d %ld %ld %ld %d %d %d", code, used.ru_maxrss, used.ru_utime.tv_sec * 1000000L + used.ru_utime.tv_usec,
-             used.ru_stime.tv_sec * 1000000L + used.ru_stime.tv_usec, kept[1], kept[2], signal_seen);
+        char text[256];
+        tell(fd, text, join(text, sizeof text, "E ", decimal(code), " ", decimal(used.ru_maxrss), " ",
+                            decimal(micros(&used.ru_utime)), " ", decimal(micros(&used.ru_stime)), " ", decimal(kept[1]),
+                            " ", decimal(kept[2]), " ", decimal(signal_seen), NULL));
         if (order[0][1] == 'Q' && code == 0 && !signal_seen && info.si_code == CLD_EXITED && since(&begun) < QUICK_NS) {
-            close(fd);
+            close_file(fd);
             count = 0;
         } else {
             count = hear(fd, order, FIELDS - 1);
         }
-        while (waitpid(pid, &status, 0) < 0 && errno == EINTR) {}
+        while (CALL(wait4, pid, &status, 0, NULL) == -EINTR) NOTHING;
         if (signal_seen || !count) break;
         if (order[0][0] == 'R') {
             forget(kept[1]);
@@ -321,62 +482,91 @@ static void obey(int fd, const char *tool, char **argv, char **order, int count)
         }
     }
     char last[4096] = "";
-    int override = count > 1 && order[0][0] == 'X' && *order[1] ? atoi(order[1]) : -1;
-    if (count > 3 && order[0][0] == 'X') snprintf(last, sizeof last, "%s", order[3]);
+    int override = count > 1 && order[0][0] == 'X' && *order[1] ? (int)number(order[1]) : -1;
+    if (count > 3 && order[0][0] == 'X') join(last, sizeof last, order[3], NULL);
     pour(kept[1], 1);
     if (kept[2] != kept[1]) pour(kept[2], 2);
     write_all(2, last, strlen(last));
-    if (override >= 0) exit(override);
+    if (override >= 0) leave(override);
     end_as(status, &before);
 }
 
-int main(int argc, char **argv) {
-    static char real[4096];
-    ssize_t n = readlink("/proc/self/exe", self, sizeof self - 1);
-    if (n <= 0) refuse("/proc is not mounted; mount it, or build without fewbits build.");
-    char *name = strrchr(self, '/') + 1, *tool = real;
-    if (strcmp(name, "fewbits-launch") == 0) {
+/* Where a link leads; 0 if it is none. */
+static int follow(const char *link, char *target, size_t size) {
+    long n = CALL(readlinkat, AT_FDCWD, link, target, size - 1);
+    if (n <= 0) return 0;
+    target[n] = 0;
+    return 1;
+}
+
+/* A launcher's argument is looked for as a shell does, past our own folders. */
+static char *on_path(char *tool) {
+    static char found[4096];
+    const char *path = variable("PATH");
+    for (path = path ? path : "/usr/bin:/bin"; path;) {
+        char dir[4096];
+        size_t n = 0;
+        for (; *path && *path != ':'; path++)
+            if (n < sizeof dir - 1) dir[n++] = *path;
+        dir[n] = 0;
+        path = *path ? path + 1 : NULL;
+        if (!find(dir, "/tools/") && join(found, sizeof found, dir, "/", tool, NULL) &&
+            CALL(faccessat, AT_FDCWD, found, X_OK) == 0)
+            return found;
+    }
+    return tool;
+}
+
+static int run(int argc, char **argv) {
+    static char real[4096], direct[4096], link[8192];
+    if (!follow("/proc/self/exe", self, sizeof self)) refuse("/proc is not mounted; mount it, or build without fewbits build.");
+    char *name = last_of(self, '/') + 1, *tool = real;
+    if (same(name, "fewbits-launch")) {
         if (argc < 2) refuse("this is the launcher of compilers; see fewbits build --help.");
         argv++, argc--;
         tool = argv[0];
     } else {
-        char link[sizeof self + 16];
-        snprintf(link, sizeof link, "%.*s.real/%s", (int)(name - self), self, name);
-        if (readlink(link, real, sizeof real - 1) <= 0) refuse("the real tool is not known; start fewbits build again.");
+        char kept = *name;
+        *name = 0; /* the folder */
+        join(link, sizeof link, self, ".real/", NULL);
+        *name = kept;
+        join(link + strlen(link), sizeof link - strlen(link), name, NULL);
+        if (!follow(link, real, sizeof real)) refuse("the real tool is not known; start fewbits build again.");
         argv[0] = real;
     }
-    char *inside = strstr(tool, "/tools/") ? strrchr(tool, '/') : NULL;
+    char *inside = find(tool, "/tools/") ? last_of(tool, '/') : NULL;
     if (inside) { /* CMake was given one of our names as the compiler: one launcher is enough */
-        static char direct[4096];
-        char link[8192];
-        snprintf(link, sizeof link, "%.*s/.real/%s", (int)(inside - tool), tool, inside + 1);
-        if (readlink(link, direct, sizeof direct - 1) > 0) tool = argv[0] = direct;
+        *inside = 0;
+        join(link, sizeof link, tool, "/.real/", inside + 1, NULL);
+        *inside = '/';
+        if (follow(link, direct, sizeof direct)) tool = argv[0] = direct;
     }
-    if (!strchr(tool, '/')) { /* a launcher's argument: look for it as a shell does, past our own folder */
-        static char found[4096];
-        char *path = strdup(getenv("PATH") ? getenv("PATH") : "/usr/bin:/bin"), *rest = path, *dir;
-        while ((dir = strsep(&rest, ":")))
-            if (!strstr(dir, "/tools/") && snprintf(found, sizeof found, "%s/%s", dir, tool) > 0 && access(found, X_OK) == 0) break;
-        if (dir) tool = found;
-    }
+    if (!find(tool, "/")) tool = argv[0] = on_path(tool); /* by its name gcc would look for itself, and find us */
     char *order[FIELDS];
     if (!is_light(argc, argv) && find_run()) {
         int fd = connect_to(run_folder), count = 0;
-        if (fd < 0) refuse("its controller is gone, so this build has stopped; start it again, what is finished is kept.");
-        tell(fd, "H%d %s", (int)getppid(), tool);
+        if (fd < 0) left_alone();
+        ask(fd, tool, argc, argv);
         count = hear(fd, order, FIELDS - 1);
-        if (!count) refuse("its controller is gone, so this build has stopped; start it again, what is finished is kept.");
+        if (!count) left_alone();
         if (order[0][0] == 'X') { /* X, code, standard output, error stream */
             if (count > 2) write_all(1, order[2], strlen(order[2]));
             if (count > 3) write_all(2, order[3], strlen(order[3]));
-            exit(atoi(order[1]));
+            return (int)number(order[1]);
         }
         if (order[0][0] == 'R') obey(fd, tool, argv, order, count);
-        close(fd);
+        close_file(fd);
     }
-    execvp(tool, argv);
-    fprintf(stderr, "fewbits build: cannot run %s: %s\n", tool, strerror(errno));
+    long failed = CALL(execve, tool, argv, variables);
+    say("cannot run ", tool, failed == -ENOENT ? ": No such file or directory" : ": it is no program for this machine");
     return 127;
+}
+
+/* The kernel leaves the number of arguments, these, and the variables on the stack. */
+__attribute__((noreturn, used)) void begin(long *stack) {
+    char **argv = (char **)(stack + 1);
+    variables = argv + stack[0] + 1;
+    leave(run((int)stack[0], argv));
 }
 
 #else /* the pager */

@@ -12,6 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SOURCE = Path(__file__).with_name("native.c")
+# Without a C library, static or not: what would start one would cost more than the launcher does.
+LAUNCHER_FLAGS = (
+    *("-DLAUNCHER", "-static", "-nostdlib", "-ffreestanding", "-fno-stack-protector", "-U_FORTIFY_SOURCE"),
+    *("-fno-asynchronous-unwind-tables", "-Wl,--build-id=none", "-Wl,-z,noseparate-code"),
+)
 FALLBACK = Path(__file__).with_name("launch.py")
 
 
@@ -45,10 +50,7 @@ def build_native(root: Path, environ: Mapping[str, str]) -> Native:
     digest = hashlib.sha256(SOURCE.read_bytes() + identity.encode()).hexdigest()[:16]
     folder = root / digest
     folder.mkdir(parents=True, exist_ok=True)
-    # A static program starts three times as fast, but not every machine has what it takes to link one.
-    launcher, why = _compile(compiler, folder / "fewbits-launch", ("-DLAUNCHER", "-static"), environ)
-    if launcher is None:
-        launcher, why = _compile(compiler, folder / "fewbits-launch", ("-DLAUNCHER",), environ)
+    launcher, why = _compile(compiler, folder / "fewbits-launch", LAUNCHER_FLAGS, environ)
     pager, why_not = _compile(compiler, folder / "pager.so", ("-shared", "-fPIC", "-pthread"), environ)
     return Native(launcher, pager, why or why_not)
 

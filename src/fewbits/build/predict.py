@@ -152,9 +152,9 @@ class History:
                 stage.predicted_s, stage.predicted_cpu_s = past.seconds, past.cpu_s
                 stage.parts = tuple(int(part * HEADROOM) for part in past.parts)
                 return
-        siblings = self._siblings[f"{stage.name} {stage.arch}"]
-        if not siblings.peaks:
-            siblings = self._siblings[stage.name]
+        siblings = self._siblings[stage.name]
+        if stage.arch and self._siblings[f"{stage.name} {stage.arch}"].peaks:
+            siblings = self._siblings[f"{stage.name} {stage.arch}"]
         if len(siblings.peaks) >= 2:
             stage.predicted_bytes, is_explained = siblings.like(stage.input_bytes)
             stage.source = "siblings"
@@ -175,7 +175,7 @@ class History:
         )
         seconds = min(seconds, stage.cpu_s or seconds)  # a busy machine does not count
         self._past.update(dict.fromkeys(stage.keys, Past(peak_bytes, seconds, stage.cpu_s, parts)))
-        for group in (f"{stage.name} {stage.arch}", stage.name):
+        for group in (f"{stage.name} {stage.arch}", stage.name) if stage.arch else (stage.name,):
             siblings = self._siblings[group]
             if len(siblings.peaks) < FEW or not (
                 stage.pageouts or stage.hibernations
@@ -227,4 +227,4 @@ def keys_of(command: Command, unit: str, stage_name: str, arch: str, digest: str
     parts = [(*wide, folder), (*wide, folder, tool, flags)]
     if digest:
         parts.append((stage_name, arch, tool, flags, digest))
-    return tuple(hashlib.sha256("\0".join(p).encode()).hexdigest()[:20] for p in reversed(parts))
+    return tuple(hashlib.sha256(os.fsencode("\0".join(p))).hexdigest()[:20] for p in reversed(parts))

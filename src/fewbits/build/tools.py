@@ -51,9 +51,8 @@ def make_tools(root: Path, native: Native, environ: Mapping[str, str]) -> Tools:
     compilers = dict(_compilers(path, environ))
     home, release = cuda_home(environ, path)
     names = [*(f"{name}={real}" for name, real in sorted(compilers.items())), str(home), release, str(native)]
-    digest = hashlib.sha256("\n".join([*names, _stamp(native.launcher or FALLBACK)]).encode()).hexdigest()[
-        :12
-    ]
+    names.append(_stamp(native.launcher or FALLBACK))
+    digest = hashlib.sha256(os.fsencode("\n".join(names))).hexdigest()[:12]
     folder = root / "tools" / digest
     _put(folder / "bin" / LAUNCHER, native, None)
     for name, real in compilers.items():
@@ -218,6 +217,6 @@ def child_environment(
         made["TMPDIR"] = str(keep / "tmp")
         made.setdefault("TORCH_EXTENSIONS_DIR", str(keep / "torch_extensions"))
         if (Path.cwd() / "transformer_engine").is_dir():
-            here = hashlib.sha256(str(Path.cwd()).encode()).hexdigest()[:8]
+            here = hashlib.sha256(os.fsencode(Path.cwd())).hexdigest()[:8]
             made.setdefault("NVTE_CMAKE_BUILD_DIR", str(keep / f"transformer-engine-{here}"))
     return made

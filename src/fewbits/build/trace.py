@@ -68,6 +68,8 @@ class Trace:
 
     def ended(self, stage: Stage, now_s: float, why: str = "") -> None:
         """A stage is over."""
+        if self.log is None:
+            return
         how = why or ("done" if stage.code == 0 else f"failed with {stage.code}")
         self._write(
             f"{now_s:9.2f} s  {how}: {stage.label}, {stage.ended_s - stage.started_s:.2f} s, peak "
