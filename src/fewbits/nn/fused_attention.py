@@ -35,7 +35,17 @@ from fewbits.kernels.qkv_epilogue import (
     qkv_epilogue_backward,
 )
 from fewbits.kernels.quantize_float8 import quantize_rows
-from fewbits.nn.fused_common import Kept, Norm, Normed, Residual, backward_norm, normed_rows, on_own_dtype
+from fewbits.nn.fused_common import (
+    Kept,
+    Norm,
+    Normed,
+    Residual,
+    backward_norm,
+    gradient_of_a,
+    normed_rows,
+    on_own_dtype,
+    reads_output,
+)
 from fewbits.nn.keep import KEEP_PRODUCTS, Keep
 from fewbits.nn.projection import Projection, Rows
 from fewbits.nn.tensor_group import TensorGroup
@@ -126,7 +136,8 @@ class _Attention(torch.autograd.Function):
         kept = Kept(half.keep, half.stash)
         kept.inputs(x=x)
         kept.always(r=n.r, xa=xa, xa_o=xa_o, z=post.z, r_post=post.r)
-        kept.where(half.keep.normed, normed=n.dense)
+        needs = ctx.needs_input_grad[6 : 6 + len(half.qkv.tensors())]
+        kept.where(half.keep.normed and reads_output(x, n.dense.dtype, needs), normed=n.dense)
         kept.where(half.keep.attention, graph=graph)
         ctx.kept, ctx.half = kept, half
         return y
@@ -148,9 +159,12 @@ def _backward(
     x, graph, xa = kept["x"], kept.pop("graph"), kept["xa"]
     dtype = half.dtype or x.dtype
     dz, dpost = Residual(x, kept["z"], half.post_norm, kept["r_post"]).backward(dy, needs[1], dtype)
-    quantize, normed = graph is None and half.qkv.is_float8, kept.pop("normed")
-    n = normed_rows(x, half.norm, quantize=quantize, dense=normed, dtype=dtype)
+    n, normed, outer = None, kept.pop("normed"), reads_output(x, dtype, needs[4:split])
+    if graph is None or outer:
+        quantize = graph is None and half.qkv.is_float8
+        n = normed_rows(x, half.norm, quantize=quantize, dense=normed, dtype=dtype)
     if graph is None:
+        assert n is not None
         graph = _attend(half, n, xa)
 
     inner = half.o.inner_gradients(Rows(dz), kept["xa_o"])
@@ -160,7 +174,9 @@ def _backward(
     del graph, do
 
     inner = half.qkv.inner_gradients(Rows(dqkv), xa)
-    gradients_qkv = half.qkv.gradients(dqkv, inner, n.dense, needs[4:split])
+    rows = n.dense if n is not None and outer else None
+    da = None if outer else gradient_of_a(inner[0], x, half.norm, kept["r"], needs[4:split])
+    gradients_qkv = half.qkv.gradients(dqkv, inner, rows, needs[4:split], da=da)
     dx = dnorm = None
     if needs_dx or needs[0]:
         dn = half.qkv.backward_product(Rows(dqkv), inner[0])

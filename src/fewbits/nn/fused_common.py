@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -53,6 +54,26 @@ def normed_rows(
         return Normed(Rows(dense), x.new_empty(0))
     made = rmsnorm_rows(x, norm.weight, norm.eps, offset=norm.offset, quantize=quantize, dtype=dtype)
     return Normed(Rows(made.y, made.q, made.scale), made.r)
+
+
+def reads_output(x: Tensor, dtype: torch.dtype, needs: Sequence[bool]) -> bool:
+    """Whether the gradients of a projection, four for each part, are made from the norm's output.
+
+    Those of a weight are; those of A follow from the norm's input, unless that has another dtype than the
+    products, or r * t may be too large for it: see `gradient_of_a`.
+    """
+    return any(needs[::4]) or (any(needs[2::4]) and (x.dtype != dtype or dtype == torch.float16))
+
+
+def gradient_of_a(t: Tensor | None, x: Tensor, norm: Norm, r: Tensor, needs: Sequence[bool]) -> Tensor | None:
+    """``t^T @ norm(x)``, from x: ``((r t)^T @ x) * (offset + weight)``; None where no A trains.
+
+    t (M, R), x (M, K), r (M,). The norm's output need be neither kept nor made again.
+    """
+    if t is None or not any(needs[2::4]):
+        return None
+    scaled = torch.mul(t, r[:, None], out=t.new_empty(t.shape))
+    return (scaled.t() @ x) * (norm.weight + norm.offset if norm.offset else norm.weight)
 
 
 def backward_norm(

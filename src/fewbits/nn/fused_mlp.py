@@ -7,8 +7,9 @@ their LoRA branches (`fewbits.nn.projection`), whose products with e, u and dh a
 the activation.
 
 Kept for the backward pass: x, 1/rms, the product of gate and up without its branches, the branches' inner
-values. h and n are made again, one pass over memory each (`Keep.normed` keeps n). With ``Keep.mlp`` False the
-product is made again too, and nothing of width I is kept. The down product never runs twice.
+values. h is made again, and n where a weight trains (`Keep.normed` keeps it), one pass over memory each. With
+``Keep.mlp`` False the product is made again too, and nothing of width I is kept. The down product never runs
+twice.
 
 In float8 the norm's output, h, and the gradients of both products are quantised by row; what is kept stays in
 x's dtype.
@@ -34,7 +35,16 @@ from fewbits.kernels.gated_lora_backward import BranchGradients, gated_lora_back
 from fewbits.kernels.gated_lora_forward import gated_lora_forward
 from fewbits.kernels.quantize_float8 import quantize_rows
 from fewbits.nn.delayed import Slot
-from fewbits.nn.fused_common import Kept, Norm, Residual, backward_norm, normed_rows, on_own_dtype
+from fewbits.nn.fused_common import (
+    Kept,
+    Norm,
+    Residual,
+    backward_norm,
+    gradient_of_a,
+    normed_rows,
+    on_own_dtype,
+    reads_output,
+)
 from fewbits.nn.keep import KEEP_PRODUCTS, Keep
 from fewbits.nn.projection import Branch, Projection, Rows
 from fewbits.nn.tensor_group import TensorGroup
@@ -100,7 +110,8 @@ class _MLP(torch.autograd.Function):
         kept = Kept(half.keep, half.stash)
         kept.inputs(x=x)
         kept.always(r=n.r, xa=xa, xa_down=xa_down, z=post.z, r_post=post.r)
-        kept.where(half.keep.normed, normed=n.dense)
+        needs = ctx.needs_input_grad[4 : 4 + len(half.gate_up.tensors())]
+        kept.where(half.keep.normed and reads_output(x, n.dense.dtype, needs), normed=n.dense)
         kept.where(half.keep.mlp, gate_up=gate_up)
         ctx.kept, ctx.half = kept, half
         return y
@@ -123,9 +134,12 @@ def _backward(
     dtype = half.dtype or x.dtype
     dz, dpost = Residual(x, kept["z"], half.post_norm, kept["r_post"]).backward(dy, needs[1], dtype)
     gate_up, normed = kept.pop("gate_up"), kept.pop("normed")
-    quantize = gate_up is None and half.gate_up.is_float8
-    n = normed_rows(x, half.norm, quantize=quantize, dense=normed, dtype=dtype)
+    n, outer = None, reads_output(x, dtype, needs[2:split])
+    if gate_up is None or outer:
+        quantize = gate_up is None and half.gate_up.is_float8
+        n = normed_rows(x, half.norm, quantize=quantize, dense=normed, dtype=dtype)
     if gate_up is None:
+        assert n is not None
         gate_up = half.gate_up.add_biases_(half.gate_up.product(n.rows))
 
     inner = half.down.inner_gradients(Rows(dz), kept["xa_down"])
@@ -144,7 +158,9 @@ def _backward(
         gradients_down = half.down.gradients(dz, inner, h, needs[split:])
         del h
         inner = half.gate_up.inner_gradients(dgate_up, kept["xa"])
-    gradients_up = half.gate_up.gradients(dgate_up.dense, inner, n.dense, needs[2:split])
+    rows = n.dense if n is not None and outer else None
+    da = None if outer else gradient_of_a(inner[0], x, half.norm, kept["r"], needs[2:split])
+    gradients_up = half.gate_up.gradients(dgate_up.dense, inner, rows, needs[2:split], da=da)
     dx = dnorm = None
     if needs_dx or needs[0]:
         dn = half.gate_up.backward_product(dgate_up, inner[0])
