@@ -126,12 +126,16 @@ def _fuse(model: Any, job: Job, recipe: Any) -> tuple[list[str], Any]:
     Raises:
         Unsupported: a budget was asked for and nothing here keeps to one.
     """
+    from fewbits.nn.keep import KEEP_ALL, KEEP_PRODUCTS
     from fewbits.training.memory_budget import budget_for
 
     config = job.configuration
     fused = import_module("fewbits.models.fused")
     fusion = fused.fusion_of(model)
-    receipt = fused.fuse(model, delayed_scaling=config.delayed) if fusion is None else fusion.receipt
+    # Beside gradients and states of all weights the norms' outputs are little; LoRA's memory is compared.
+    keep = KEEP_ALL if config.trains_all else KEEP_PRODUCTS
+    made = fusion is None
+    receipt = fused.fuse(model, keep=keep, delayed_scaling=config.delayed) if made else fusion.receipt
     notes = [f"{len(fused.fused_layers(model))} layers fused", *map(str, receipt.notes)]
     if config.delayed:
         notes.append("FP8 scales of the MLP's inner tensors are those of earlier steps (delayed scaling)")

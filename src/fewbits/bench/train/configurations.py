@@ -132,7 +132,7 @@ def _ours() -> list[Configuration]:
         Configuration(name="ours:bf16", peak_gib=50, **bf16),
         Configuration(name="ours:bf16-fp8", peak_gib=54, **bf16, **delayed),
         Configuration(name="ours:full-bf16", runs_on_cpu=True, **_FULL),
-        Configuration(name="ours:full-fp8", runs_on_cpu=True, **_FULL, **_FP8),
+        Configuration(name="ours:full-fp8", runs_on_cpu=True, **_FULL, **delayed),
     ]
     heads = [
         replace(c, name=f"{c.name}-head", float8_head=True, rounding="fp8_row_head", peak_gib=c.peak_gib + 2)
