@@ -1,4 +1,4 @@
-"""The CUDA kernels for many rows: their own source, run on a CPU, equals the definition bit for bit."""
+"""The CUDA kernels for many rows, by lookups and bits: their source, run on a CPU, equals the definition."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fewbits.device import Device
 from fewbits.formats.stochastic import STOCHASTIC, Stochastic
+from fewbits.kernels import _stochastic_bits as bits
 from fewbits.kernels import _stochastic_lookup as lookup
 from fewbits.kernels import _stochastic_many as many
 from fewbits.kernels.stochastic_codes import stochastic_codes_ref
@@ -36,7 +37,8 @@ class Emulated:
         self.folder, self.launches = folder, []
 
     def kernel(self, source: str, name: str, defines, device, shared_bytes: int):
-        return name, emulated.build(self.folder, source, "many_emulation.cpp", defines)
+        wrapper = source.removeprefix("_stochastic_").removesuffix(".cu") + "_emulation.cpp"
+        return name, emulated.build(self.folder, source, wrapper, defines)
 
     def launch(self, handle, grid, threads: int, shared_bytes: int, argument) -> None:
         name, library = handle
@@ -52,7 +54,8 @@ def driver(libraries: Path, monkeypatch: pytest.MonkeyPatch) -> Emulated:
     )  # fmt: skip
     driver, plan = Emulated(libraries), many.plan
     monkeypatch.setattr(many, "describe", lambda device: gpu)
-    monkeypatch.setattr(many, "_nvrtc", driver)
+    for module in (many, bits):
+        monkeypatch.setattr(module, "_nvrtc", driver)
     monkeypatch.setattr(many, "plan", lambda *args, **kwargs: plan(*args, **kwargs, threads=64))
     # What a kernel does not write must not look right.
     new = torch.empty
@@ -88,4 +91,28 @@ def test_the_source_gives_the_definition(driver: Emulated, name: str) -> None:
     operands = operands_of(options, *shape)
     index = torch.randint(0, 3, (*shape[:2], 3), dtype=torch.uint8) if len(levels) > 1 else None
     y = run(operands, options, levels, index)
+    assert torch.equal(y, stochastic_codes_ref(*operands, options, levels, index))
+
+
+BITS = {
+    "32 steps": (STOCHASTIC, (1, 5, 140, 140), (32,)),
+    "31 steps of full streams": (FULL, (1, 130, 9, 64), (31,)),
+    "64 steps": (STOCHASTIC, (1, 9, 20, 140), (64,)),
+    "33 steps, no chunks": (WHOLE, (2, 17, 20, 150), (33,)),
+    "16 steps, codes not aligned": (replace(STOCHASTIC, chunk_d=37), (1, 3, 10, 91), (16,)),
+    "lengths": (STOCHASTIC, (2, 17, 20, 300), (32, 0, 17)),
+    "4 bits": (Stochastic(sc_prec=4, chunk_d=128), (1, 3, 10, 140), (16,)),
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", BITS)
+def test_bits_give_the_definition(driver: Emulated, name: str) -> None:
+    options, shape, levels = BITS[name]
+    operands = operands_of(options, *shape)
+    index = torch.randint(0, 3, (*shape[:2], 3), dtype=torch.uint8) if len(levels) > 1 else None
+    chunk = min(options.chunk_d or shape[3], shape[3])
+    tables = bits.tables_of(options, levels, chunk, torch.device("cpu"))
+    y = torch.full(shape[:3], torch.nan)
+    bits.launch(operands, tables, index, chunk, y)
     assert torch.equal(y, stochastic_codes_ref(*operands, options, levels, index))

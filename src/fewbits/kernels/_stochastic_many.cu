@@ -51,7 +51,8 @@ struct Product {
     const u8 *masks;       // (dimensions of a chunk,): which mask
     const float *factors;  // (levels,): Q^2 / L
     u32 *weights;          // (B or 1, slices, quads, 32 lanes, 4 tiles): 4 codes each
-    u32 *places;           // (B, row groups, slices, 256): row of the tables, 1 << 31 if negative; see pack_a
+    u32 *places;           // (B, row groups, slices, 256): rows of the tables, see pack_a
+    u8 *signs;             // (B, row groups, slices, 64): bit k if the code of the k-th of 4 rows is negative
     u32 *linear;           // (B, row groups, slices, 16 rows, 4): k of 4 dimensions, signed
     float *y;              // (B, N, M)
     int N, M, D, C;
@@ -100,27 +101,35 @@ extern "C" __global__ void __launch_bounds__(256) stochastic_pack_b(const Produc
         uint4{word[0], word[1], word[2], word[3]};
 }
 
-// Thread (dimension, row) of a slice and 16 rows.
+// Thread (slice, dimension, 4 rows) of a block of 16 rows.
 extern "C" __global__ void __launch_bounds__(256) stochastic_pack_a(const Product p) {
-    const int i = threadIdx.x % SLICE, row = threadIdx.x / SLICE;
-    const int s = blockIdx.x, b = blockIdx.z, n = blockIdx.y * ROWS + row, slices = p.per_chunk * p.C;
+    const int i = threadIdx.x % SLICE, four = threadIdx.x / SLICE % 4, s = blockIdx.x * 4 + threadIdx.x / 64;
+    const int b = blockIdx.z, slices = p.per_chunk * p.C;
+    if (s >= slices) return;
     i64 first;
-    const int length = length_of(p, s, &first);
-    int code = 0;
-    if (n < p.N && i < length) code = p.qa[((i64)b * p.N + n) * p.D + first + i];
-    u32 place = 0;  // all tables' first rows are alike
-    if (code) {
-        const int c = s / p.per_chunk, offset = (s - c * p.per_chunk) * SLICE;
-        place = ((u32)level_of(p, b, n, c) * p.num_masks + p.masks[offset + i]) * 128 + (code < 0 ? -code : code);
-    }
+    const int length = length_of(p, s, &first), c = s / p.per_chunk, offset = (s - c * p.per_chunk) * SLICE;
+    const int plane = i / 2 % 2, owner = i / 4 + i % 2 * 4;  // lanes 4 owner ... 4 owner + 3 build its tables
+    const int lane = owner * 4 + four % 2 * 2 + four / 2;    // words of the 16 bytes: rows 0-3, 8-11, 4-7, 12-15
     const i64 block = ((i64)b * gridDim.y + blockIdx.y) * slices + s;
-    const int byte = row % 4 + row / 4 % 2 * 8 + row / 8 * 4;  // of the 16: rows 0-3, 8-11, 4-7, 12-15
-    const int plane = i / 2 % 2, owner = i / 4 + i % 2 * 4;    // lanes 4 owner ... 4 owner + 3 build its tables
-    p.places[block * 256 + (plane * 4 + byte % 4) * LANES + owner * 4 + byte / 4] = place | (code < 0 ? 1u << 31 : 0u);
+    u32 negative = 0;
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+        const int row = four * 4 + k, n = blockIdx.y * ROWS + row;
+        int code = 0;
+        if (n < p.N && i < length) code = p.qa[((i64)b * p.N + n) * p.D + first + i];
+        u32 place = 0;  // all tables' first rows are alike
+        if (code) {
+            const u32 table = (u32)level_of(p, b, n, c) * p.num_masks + p.masks[offset + i];
+            place = table * 128 + (code < 0 ? -code : code);
+        }
+        negative |= (u32)(code < 0) << k;
+        p.places[block * 256 + (plane * 4 + k) * LANES + lane] = place;
 #if LINEAR
-    const int k = p.slopes[place];
-    ((s8 *)p.linear)[block * 256 + row * SLICE + i] = (s8)(code < 0 ? -k : k);
+        const int slope = p.slopes[place];
+        ((s8 *)p.linear)[block * 256 + row * SLICE + i] = (s8)(code < 0 ? -slope : slope);
 #endif
+    }
+    p.signs[block * 64 + plane * LANES + lane] = (u8)negative;
 }
 
 // The bytes of 16 codes of 4 rows and a dimension, to 16 words; then the same for the negative codes.
@@ -159,7 +168,7 @@ static __device__ __forceinline__ void fetch(const Product &p, const u32 *place,
 #pragma unroll
     for (int i = 0; i < COPIES; i++) {
         const int row = threadIdx.x / 8 + i * (THREADS / 8), part = threadIdx.x % 8;
-        copy_16(arrived + row * STRIDE + part * 16, p.tables + (u64)(place[i] & 0x7fffffffu) * 128 + part * 16);
+        copy_16(arrived + row * STRIDE + part * 16, p.tables + (u64)place[i] * 128 + part * 16);
     }
 }
 
@@ -168,18 +177,8 @@ static __device__ __forceinline__ void places_of(const u32 *places, u32 *place) 
     for (int i = 0; i < COPIES; i++) place[i] = __ldg(places + threadIdx.x / 8 + i * (THREADS / 8));
 }
 
-// Whether the rows of this thread's units are of negative codes: bit 4 i + k.
-static __device__ __forceinline__ u32 signs_of(const u32 *places) {
-    u32 signs = 0;
-#pragma unroll
-    for (int i = 0; i < UNITS; i++)
-#pragma unroll
-        for (int k = 0; k < 4; k++) {
-            const int unit = threadIdx.x + i * THREADS;
-            signs |= __ldg(places + (unit / LANES % 2 * 4 + k) * LANES + unit % LANES) >> 31 << (4 * i + k);
-        }
-    return signs;
-}
+// Of this thread's units: all have the same plane and lane.
+static __device__ __forceinline__ u32 signs_of(const u8 *signs) { return __ldg(signs + threadIdx.x % (2 * LANES)); }
 
 static __device__ __forceinline__ uint4 with_sign(uint4 v, bool negative) {
     if (negative) {
@@ -202,7 +201,7 @@ static __device__ __forceinline__ void build(u32 *table, const u8 *arrived, u32 
 #pragma unroll
         for (int k = 0; k < 4; k++) {
             const u8 *row = arrived + ((plane * 4 + k) * LANES + lane) * STRIDE;
-            v[k] = with_sign(*(const uint4 *)(row + part * 16), signs >> (4 * i + k) & 1);
+            v[k] = with_sign(*(const uint4 *)(row + part * 16), signs >> k & 1);
         }
         store_columns(table + plane * (PLANE / 4), v, 16 * part, lane);
     }
@@ -223,8 +222,20 @@ static __device__ __forceinline__ void mma_s8(int *d, u32 a0, u32 a1, u32 a2, u3
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
+static __device__ __forceinline__ uint4 load_16(u32 at) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at));
+    return v;
+}
+
 extern __shared__ u32 shared[];
 #endif
+
+// The counts of 16 rows with 4 codes of a lane's output.
+static __device__ __forceinline__ void look_up(u32 w, const u32 *select, u32 even, u32 odd, uint4 *x) {
+#pragma unroll
+    for (int j = 0; j < 4; j++) x[j] = load_16(__dp4a(w, select[j], j % 2 ? odd : even) + j / 2 * PLANE);
+}
 
 // The terms of a chunk for one warp's outputs, added to y.
 static __device__ __forceinline__ void add_chunk(const Product &p, int c, int b, int n, int tile, int (*acc)[4]) {
@@ -271,6 +282,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) stochastic_many(const P
     const u32 ones0 = column < 4 ? 1u << (8 * column) : 0, ones1 = column < 4 ? 0 : 1u << (8 * (column - 4));
     const i64 block = ((i64)b * gridDim.x + blockIdx.x) * slices;
     const u32 *places = p.places + block * 256, *linear = p.linear + block * 64 + lane;
+    const u8 *signs = p.signs + block * 64;
     const uint4 *weights = (const uint4 *)p.weights +
                            ((i64)(p.shared_b ? 0 : b) * slices * p.quads + tile / 4) * LANES + lane;
     int groups = p.quads - tile / 4;  // of 4 tiles that this warp has
@@ -287,12 +299,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) stochastic_many(const P
     u32 place[COPIES];
     places_of(places, place);
     fetch(p, place, arrived);
-    const u32 signs = signs_of(places);
+    u32 negative = signs_of(signs);
     if (slices > 1) places_of(places + 256, place);
     uint4 next = groups ? __ldg(weights) : uint4{0, 0, 0, 0};
     wait_for_copies();
     __syncthreads();
-    build(shared, (const u8 *)(shared + ARRIVED / 4), signs);
+    build(shared, (const u8 *)(shared + ARRIVED / 4), negative);
     __syncthreads();
     int c = 0, part = 0;
     for (int s = 0; s < slices; s++) {
@@ -303,6 +315,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) stochastic_many(const P
         u32 k0 = 0, k1 = 0;
         if (LINEAR) k0 = __ldg(linear + s * 64), k1 = __ldg(linear + s * 64 + 32);
         const uint4 *weights_after = weights + (more ? (i64)p.quads * LANES : 0);
+        if (more) negative = signs_of(signs + (s + 1) * 64);
+        uint4 x[2][4];  // of a tile, and of the one after it: looked up while the first one's sums are made
+        if (groups) look_up(next.x, select, own[0] + buffer, own[1] + buffer, x[0]);
 #pragma unroll
         for (int g = 0; g < GROUPS; g++) {
             if (g < groups) {
@@ -310,16 +325,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) stochastic_many(const P
                 next = __ldg(g + 1 < groups ? weights + (g + 1) * LANES : weights_after);
 #pragma unroll
                 for (int t = 0; t < 4; t++) {
-                    uint4 x[4];
-#pragma unroll
-                    for (int j = 0; j < 4; j++)
-                        x[j] = *(const uint4 *)((const u8 *)__cvta_shared_to_generic(
-                                                    __dp4a(w[t], select[j], own[j % 2] + buffer)) +
-                                                j / 2 * PLANE);
+                    if (t < 3 || g + 1 < groups)
+                        look_up(t < 3 ? w[t + 1] : next.x, select, own[0] + buffer, own[1] + buffer, x[(t + 1) % 2]);
                     int *d = acc[4 * g + t];
                     if (LINEAR) mma_s8(d, w[t], 0, 0, w[t], k0, k1);
 #pragma unroll
-                    for (int j = 0; j < 4; j++) mma_u8(d, x[j].x, x[j].y, x[j].z, x[j].w, ones0, ones1);
+                    for (int j = 0; j < 4; j++) {
+                        const uint4 v = x[t % 2][j];
+                        mma_u8(d, v.x, v.y, v.z, v.w, ones0, ones1);
+                    }
                 }
             }
         }
@@ -334,10 +348,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) stochastic_many(const P
             c++;
         }
         if (more) {
-            const u32 signs = signs_of(places + (s + 1) * 256);
             wait_for_copies();
             __syncthreads();
-            build(shared + (s + 1) % 2 * (2 * PLANE / 4), (const u8 *)(shared + ARRIVED / 4), signs);
+            build(shared + (s + 1) % 2 * (2 * PLANE / 4), (const u8 *)(shared + ARRIVED / 4), negative);
             __syncthreads();
         }
     }

@@ -23,6 +23,7 @@ ROWS = 16  # of a block
 _SLICE = 16  # inner dimensions of a table
 SHARED_BYTES = 4 * 256 * 128 + 256 * 144  # two tables of two planes, and rows that have arrived
 _WORKSPACE_BYTES = 2**28  # of places in tables
+_FEWEST_ROWS = 256
 
 # What a block takes for a slice, in clocks: each load of a warp keeps shared memory for 4; and the rest.
 _CLOCKS_OF_TILE, _CLOCKS_OF_TABLE = 16, 900
@@ -33,6 +34,7 @@ class Workspace(NamedTuple):
 
     weights: Tensor  # (B or 1, slices, quads, 32, 4) int32: codes in the order of the lanes
     places: Tensor  # (B, row groups, slices, 256) int32: rows of the tables
+    signs: Tensor  # (B, row groups, slices, 64) uint8: of a's codes, 4 at a time
     linear: Tensor  # (B, row groups, slices, 256) int8: slopes
 
 
@@ -44,7 +46,7 @@ class Product(ctypes.Structure):
             (name, ctypes.c_void_p)
             for name in ("qa", "sa", "qb", "sb", "levels", "tables", "slopes", "masks", "factors")
         ),
-        *((name, ctypes.c_void_p) for name in ("weights", "places", "linear", "y")),
+        *((name, ctypes.c_void_p) for name in ("weights", "places", "signs", "linear", "y")),
         *((name, ctypes.c_int) for name in ("N", "M", "D", "C", "chunk", "per_chunk", "num_masks")),
         *((name, ctypes.c_int) for name in ("shared_b", "level_b", "level_n", "level_c", "quads")),
     ]
@@ -72,7 +74,7 @@ class Plan:
     @property
     def grid_a(self) -> tuple[int, int, int]:
         """Blocks of stochastic_pack_a."""
-        return self.slices, self.grid[0], self.grid[2]
+        return cdiv(self.slices, 4), self.grid[0], self.grid[2]
 
     def grid_b(self, batch: int) -> tuple[int, int, int]:
         """Blocks of stochastic_pack_b."""
@@ -81,7 +83,7 @@ class Plan:
 
 def takes(rows: int, shared: int) -> bool:
     """Whether these kernels are the ones for so many rows on a GPU with so much shared memory for a block."""
-    return rows > ROWS and shared >= SHARED_BYTES
+    return rows >= _FEWEST_ROWS and shared >= SHARED_BYTES
 
 
 def plan(
@@ -107,8 +109,9 @@ def workspace(plan: Plan, batch_b: int, device: torch.device) -> Workspace:
     groups, _, batch = plan.grid
     weights = torch.empty(batch_b, plan.slices, plan.quads, 128, dtype=torch.int32, device=device)
     places = torch.empty(batch, groups, plan.slices, 256, dtype=torch.int32, device=device)
+    signs = torch.empty(batch, groups, plan.slices, 64, dtype=torch.uint8, device=device)
     linear = torch.empty(batch, groups, plan.slices, 256, dtype=torch.int8, device=device)
-    return Workspace(weights, places, linear)
+    return Workspace(weights, places, signs, linear)
 
 
 def product_of(
