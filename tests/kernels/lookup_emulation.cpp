@@ -10,6 +10,16 @@ static inline void mma_s8(int *d, unsigned a0, unsigned a1, unsigned a2, unsigne
     emulation::mma(d, {a0, a1, a2, a3, b0, b1}, emulation::bytes<signed char>);
 }
 static inline uint4 load_once(const void *at) { return *(const uint4 *)at; }
+static inline unsigned __reduce_max_sync(unsigned mask, unsigned x) {
+    for (int bit = 1; bit < 32; bit *= 2) {
+        const unsigned other = __shfl_xor_sync(mask, x, bit);
+        x = other > x ? other : x;
+    }
+    return x;
+}
+static inline float __fdiv_rn(float x, float y) { volatile float z = x / y; return z; }
+static inline unsigned __float_as_uint(float x) { unsigned bits; memcpy(&bits, &x, 4); return bits; }
+static inline float __uint_as_float(unsigned bits) { float x; memcpy(&x, &bits, 4); return x; }
 static inline void let_next_start() {}
 static inline void await_previous() {}
 #include SOURCE

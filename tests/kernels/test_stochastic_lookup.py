@@ -39,10 +39,10 @@ def run(
     plan = lookup.plan(B, N, M, C, chunk, multiprocessors=how.pop("multiprocessors", 8), shared=shared)
     plan = replace(plan, threads=64, **how)
     y = torch.full((B, N, M), torch.nan)
-    argument, counts = lookup.product_of((qa, sa, qb, sb, y), tables, level_index, plan, chunk)
+    argument, counts = lookup.product_of(lookup.Rows(qa, sa), (qb, sb), y, tables, level_index, plan, chunk)
     if counts is not None:
         counts.fill_(-(2**15))
-    defines = plan.defines(tables, lookup.alignment(qb, chunk))
+    defines = plan.defines(tables, lookup.alignment(qb, chunk), lookup.Rows(qa, sa), y.dtype)
     library = emulated.build(libraries, lookup.SOURCE, "lookup_emulation.cpp", defines)
     library.run(ctypes.byref(argument), Triple(*plan.grid), plan.shared_bytes)
     if plan.combine_grid is not None:
@@ -208,6 +208,9 @@ def test_compiles_to_machine_code(capability: int) -> None:
         pytest.skip(str(_nvrtc.missing()))
     tables = lookup.tables_of(STOCHASTIC, (128,), 128, torch.device("cpu"))
     assert tables is not None
-    for rows, shared in ((1, 99), (8, 99), (8, 227)):
-        plan = lookup.plan(1, rows, 4096, 32, 128, multiprocessors=132, shared=shared * 1024)
-        assert _nvrtc.cubin(lookup.SOURCE, plan.defines(tables, 16), capability)[:4] == b"\x7fELF"
+    for N, shared in ((1, 99), (8, 99), (8, 227)):
+        plan = lookup.plan(1, N, 4096, 32, 128, multiprocessors=132, shared=shared * 1024)
+        for dtype in (torch.int8, torch.bfloat16):
+            rows = lookup.Rows(torch.empty(1, N, 4096, dtype=dtype), torch.empty(1, N, 32))
+            defines = plan.defines(tables, 16, rows, torch.bfloat16)
+            assert _nvrtc.cubin(lookup.SOURCE, defines, capability)[:4] == b"\x7fELF"

@@ -14,6 +14,7 @@ from fewbits.formats.stochastic import STOCHASTIC, Stochastic
 from fewbits.kernels.quantize_stochastic import quantize_stochastic
 from fewbits.kernels.stochastic_codes import stochastic_codes
 from fewbits.kernels.stochastic_emulated import stochastic_emulated
+from fewbits.kernels.stochastic_rows import stochastic_rows
 
 # Measured on normal values: 0.022 for full streams, 0.038 for halved ones.
 _STREAM_ERROR = 0.06
@@ -87,6 +88,37 @@ def _codes_problem(case: Case, device: torch.device) -> Problem:
     a, b = options.quantize(x), options.quantize(weight)
     functions: dict[str, Callable[[], Tensor]] = {
         "fewbits": lambda: stochastic_codes(a.codes, a.scales, b.codes, b.scales, options),
+        "torch_bfloat16": lambda: x @ weight.t(),
+    }
+
+    def exact() -> Sequence[Tensor]:
+        return (x.double() @ weight.double().t(),)
+
+    return Problem({name: differentiated(f, (), x, 0) for name, f in functions.items()}, exact)
+
+
+def rows_cases(max_size: int) -> list[Case]:
+    """The linears of a decoding step of Llama-3.1-8B, q + k + v and gate + up as one: rows quantised too."""
+    made = []
+    for N, K in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)):
+        N, K = min(N, max_size), min(K, max_size)
+        for M in (1, 4):
+            made.append(
+                Case(
+                    op="stochastic_rows", part="forward", format="sc8_halve", M=M, N=N, K=K,
+                    flops=2 * M * N * K, bytes_moved=N * (K + K // 32) + 2 * M * (N + K),
+                    tolerance=_STREAM_ERROR, build=_rows_problem,
+                )
+            )  # fmt: skip
+    return made
+
+
+def _rows_problem(case: Case, device: torch.device) -> Problem:
+    x = randn(device, torch.bfloat16, case.M, case.K)
+    weight = randn(device, torch.bfloat16, case.N, case.K)
+    b = STOCHASTIC.quantize(weight)
+    functions: dict[str, Callable[[], Tensor]] = {
+        "fewbits": lambda: stochastic_rows(x, b.codes, b.scales, STOCHASTIC, dtype=torch.bfloat16),
         "torch_bfloat16": lambda: x @ weight.t(),
     }
 
@@ -191,4 +223,4 @@ def _emulated_problem(case: Case, device: torch.device) -> Problem:
     return Problem({name: differentiated(f, (), x, 0) for name, f in functions.items()}, exact)
 
 
-MAKERS = (stochastic_cases, codes_cases, attention_cases, emulated_cases, quantize_cases)
+MAKERS = (stochastic_cases, codes_cases, rows_cases, attention_cases, emulated_cases, quantize_cases)

@@ -19,7 +19,11 @@
 // Out come whole counts per slice; stochastic_combine adds them in the order of the chunks. Where there is but one
 // slice (ONLY), out comes y.
 //
-// Compiled at run time with ROWS (1, 2, 4), GROUP, STAGES (a multiple of GROUP), MIDDLE, LINEAR, WIDE (counts of a
+// With X the block makes its codes itself, of the rows of x (quantize_stochastic.py has the definition): a slice is a
+// whole chunk then, and the first block of each slice writes the scales.
+//
+// Compiled at run time with X (0: codes are given; 1: x is float32, 2: bfloat16), SMOOTH (x is divided by smooth
+// scales), OUT (of y: 1 float32, 2 bfloat16), ROWS (1, 2, 4), GROUP, STAGES (a multiple of GROUP), MIDDLE, LINEAR, WIDE (counts of a
 // slice need more than 16 bits), ONLY, ALIGNED (16, 4, 1: bytes that can be loaded at once), THREADS and MIN_BLOCKS
 // defined.
 
@@ -45,8 +49,9 @@ typedef short Count;
 #endif
 
 struct Product {
-    const s8 *qa;          // (B, N, D)
-    const float *sa;       // (B, N, C)
+    const void *qa;        // (B, N, D): codes, or x
+    const float *smooth;   // (D,), or null
+    float *sa;             // (B, N, C)
     const s8 *qb;          // (B or 1, M, D)
     const float *sb;       // (B or 1, M, C)
     const u8 *levels;      // (B or 1, N or 1, C or 1), or null
@@ -55,7 +60,7 @@ struct Product {
     const u8 *masks;       // (dimensions of a chunk,): which mask
     const float *factors;  // (levels,): Q^2 / L
     Count *counts;         // (B, slices, N, stride)
-    float *y;              // (B, N, M)
+    void *y;               // (B, N, M)
     int N, M, D, C;
     int chunk;             // inner dimensions of a chunk
     int per_chunk;         // slices of a chunk
@@ -64,6 +69,7 @@ struct Product {
     int level_b, level_n, level_c;  // strides of levels; 0 broadcasts
     int outputs;           // of a block: a multiple of TILE
     int stride;            // of a row of counts: M and up to a multiple of TILE
+    float max_code;        // Q
 };
 
 #ifndef EMULATED
@@ -128,12 +134,70 @@ static __device__ __forceinline__ int level_of(const Product &p, int b, int n, i
     return p.levels ? p.levels[(i64)b * p.level_b + (i64)n * p.level_n + (i64)c * p.level_c] : 0;
 }
 
-// The row of the tables for row n of a in the slice's dimension i; and the code there, 0 outside of the slice.
-static __device__ __forceinline__ i64 row_of(const Product &p, const Slice &slice, int b, int n, int i, int *code) {
+// float32 rounded to nearest even as bfloat16, and a value of that type.
+static __device__ __forceinline__ float rounded(float x) {
+    const u32 bits = __float_as_uint(x);
+    return x == x ? __uint_as_float((bits + 32767 + (bits >> 16 & 1)) & 0xffff0000u) : x;
+}
+
+static __device__ __forceinline__ float value_at(const void *x, i64 at) {
+#if X == 2
+    return __uint_as_float((u32)((const unsigned short *)x)[at] << 16);
+#else
+    return ((const float *)x)[at];
+#endif
+}
+
+// Codes (GROUP, ROWS, 128) of the block's slices and rows, 0 outside of them, and their scales.
+static __device__ __forceinline__ void quantize(const Product &p, int s, int b, int n, s8 *codes, float *scales) {
+    const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
+    for (int task = warp; task < GROUP * ROWS; task += WARPS) {
+        const Slice slice = slice_of(p, s + task / ROWS);
+        const int row = n + task % ROWS;
+        float x[4];
+        u32 largest = 0;
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            const int i = LANES * j + lane;
+            x[j] = 0.0f;
+            if (row < p.N && i < slice.length) {
+                x[j] = value_at(p.qa, ((i64)b * p.N + row) * p.D + slice.first + i);
+#if SMOOTH
+                const float smooth = p.smooth[slice.first + i];
+                x[j] = X == 2 ? rounded(__fdiv_rn(x[j], rounded(smooth))) : __fdiv_rn(x[j], smooth);
+#endif
+            }
+            const u32 bits = __float_as_uint(x[j]) & 0x7fffffffu;
+            largest = bits > largest ? bits : largest;
+        }
+        largest = __reduce_max_sync(0xffffffffu, largest);
+        const bool finite = largest < 0x7f800000u;
+        const float scale = __fdiv_rn(fmaxf(__uint_as_float(largest), 1e-5f), p.max_code);
+        const float inverse = __fdiv_rn(1.0f, scale);
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            float code = p.C > 1 ? __fmul_rn(x[j], inverse) : __fdiv_rn(x[j], scale);
+            code = fminf(fmaxf(rintf(code), -p.max_code), p.max_code);
+            codes[task * SLICE + LANES * j + lane] = finite ? (s8)code : 0;
+        }
+        const float kept = finite ? scale : __uint_as_float(0x7fc00000u);
+        if (lane == 0) scales[task] = kept;
+        if (lane == 0 && blockIdx.y < (p.C + GROUP - 1) / GROUP && row < p.N && slice.chunk < p.C)
+            p.sa[((i64)b * p.N + row) * p.C + slice.chunk] = kept;
+    }
+}
+
+// The row of the tables for row n + r of a in the slice's dimension i; and the code there, 0 outside of the slice.
+static __device__ __forceinline__ i64 row_of(const Product &p, const Slice &slice, int b, int n, int r, int i,
+                                             const s8 *codes, int *code) {
     *code = 0;
-    if (n >= p.N || i >= slice.length) return 0;  // all tables' first rows are alike
-    const int mask = p.masks[slice.offset + i], level = level_of(p, b, n, slice.chunk);
-    *code = p.qa[((i64)b * p.N + n) * p.D + slice.first + i];
+    if (n + r >= p.N || i >= slice.length) return 0;  // all tables' first rows are alike
+    const int mask = p.masks[slice.offset + i], level = level_of(p, b, n + r, slice.chunk);
+#if X
+    *code = codes[r * SLICE + i];
+#else
+    *code = ((const s8 *)p.qa)[((i64)b * p.N + n + r) * p.D + slice.first + i];
+#endif
     return ((i64)level * p.num_masks + mask) * 128 + (*code < 0 ? -*code : *code);
 }
 
@@ -161,7 +225,8 @@ static __device__ __forceinline__ void store_columns(u32 *plane, const uint4 *v,
 }
 
 // The tables of the block's slices, from the s-th on, for rows n ... n + ROWS - 1; and their slopes.
-static __device__ __forceinline__ void build(const Product &p, int s, int b, int n, u32 *table, u32 *slopes) {
+static __device__ __forceinline__ void build(const Product &p, int s, int b, int n, const s8 *codes, u32 *table,
+                                             u32 *slopes) {
     const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
 #pragma unroll 2
     for (int task = warp; task < GROUP * PLANES * 8; task += WARPS) {
@@ -173,7 +238,7 @@ static __device__ __forceinline__ void build(const Product &p, int s, int b, int
         for (int k = 0; k < 4; k++) {
             const int pair = plane * (4 / ROWS) + k / ROWS;
             const int i = 64 * (pair / 2) + 16 * (lane / 8) + 8 * (pair % 2) + lane % 8;
-            const i64 row = row_of(p, slice, b, n + k % ROWS, i, code + k);
+            const i64 row = row_of(p, slice, b, n, k % ROWS, i, codes + index * ROWS * SLICE, code + k);
             v[k] = ((const uint4 *)(p.tables + row * 128))[group];
         }
 #pragma unroll
@@ -194,7 +259,7 @@ static __device__ __forceinline__ void build(const Product &p, int s, int b, int
 #pragma unroll
         for (int j = 0; j < 4 && r < ROWS; j++) {
             int code;
-            const int k = p.slopes[row_of(p, slice, b, n + r, 4 * lane + j, &code)];
+            const int k = p.slopes[row_of(p, slice, b, n, r, 4 * lane + j, codes + index * ROWS * SLICE, &code)];
             word |= (u32)((code < 0 ? -k : k) & 255) << (8 * j);
         }
         slopes[task * SLOPES + lane] = word;
@@ -298,8 +363,17 @@ static __device__ __forceinline__ float term_of(int count, float factor, float s
     return __fmul_rn(__fmul_rn((float)count, factor), __fmul_rn(scale_a, scale_b));
 }
 
+static __device__ __forceinline__ void store(const Product &p, i64 at, float y) {
+#if OUT == 2
+    ((unsigned short *)p.y)[at] = y == y ? __float_as_uint(rounded(y)) >> 16 : 0x7fc0;
+#else
+    ((float *)p.y)[at] = y;
+#endif
+}
+
 // Counts of a tile from output m on, the lane's first: to the slice's counts, or as y.
-static __device__ __forceinline__ void write(const Product &p, int b, int n, int s, int m, const int *acc) {
+static __device__ __forceinline__ void write(const Product &p, int b, int n, int s, int m, const float *scales,
+                                             const int *acc) {
     const int lane = threadIdx.x % LANES;
 #pragma unroll
     for (int j = 0; j < 2 && j < ROWS; j++) {
@@ -312,7 +386,8 @@ static __device__ __forceinline__ void write(const Product &p, int b, int n, int
             if (m + i < p.M) {
                 const float scale_b = p.sb[(i64)(p.shared_b ? 0 : b) * p.M + m + i];
                 const float factor = p.factors[level_of(p, b, n + r, 0)];
-                p.y[row * p.M + m + i] = __fadd_rn(0.0f, term_of(acc[2 * i + j], factor, p.sa[row], scale_b));
+                const float scale_a = X ? scales[r] : p.sa[row];
+                store(p, row * p.M + m + i, __fadd_rn(0.0f, term_of(acc[2 * i + j], factor, scale_a, scale_b)));
             }
 #else
         Count *at = p.counts + (((i64)b * p.per_chunk * p.C + s) * p.N + n + r) * p.stride + m;
@@ -327,6 +402,8 @@ static __device__ __forceinline__ void write(const Product &p, int b, int n, int
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) stochastic_lookup(const Product p) {
     u32 *slopes = shared + GROUP * PLANES * (PLANE / 4);
+    s8 *codes = (s8 *)(slopes + GROUP * (ROWS + 1) * SLOPES);
+    float *scales = (float *)(codes + GROUP * ROWS * SLICE);
     const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
     const int b = blockIdx.z, n = blockIdx.x * ROWS;
     const int slices = p.per_chunk * p.C, groups = (slices + GROUP - 1) / GROUP;
@@ -350,7 +427,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) stochastic_loo
         w[i] = {};
         if (tile < end) load_tile(p, weights[i % GROUP], left[i % GROUP], tile + lane / 4 * 2, w + i);
     }
-    build(p, first, b, n, shared, slopes);
+#if X
+    quantize(p, first, b, n, codes, scales);
+    __syncthreads();
+#endif
+    build(p, first, b, n, codes, shared, slopes);
     __syncthreads();
     u32 own[8];
 #pragma unroll
@@ -364,7 +445,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) stochastic_loo
             int acc[4];
             count(own, slopes, w[i], i % GROUP, acc);
             if (next < end) load_tile(p, weights[i % GROUP], left[i % GROUP], next + lane / 4 * 2, w + i);
-            if (first + i % GROUP < slices) write(p, b, n, first + i % GROUP, tile + lane / 4 * 2, acc);
+            if (first + i % GROUP < slices)
+                write(p, b, n, first + i % GROUP, tile + lane / 4 * 2, scales, acc);
         }
     }
 }
@@ -414,5 +496,5 @@ extern "C" __global__ void __launch_bounds__(256) stochastic_combine(const Produ
             for (int i = 0; i < CHUNKS && first + i < p.C; i++) y = __fadd_rn(y, terms[r][i][x]);
         __syncthreads();
     }
-    if (part == 0 && exists) p.y[row * p.M + m] = y;
+    if (part == 0 && exists) store(p, row * p.M + m, y);
 }

@@ -28,6 +28,7 @@ _SLOPE_BYTES = 36 * 4
 _TILE = 16
 _OUTPUTS_OF_BUILDING = 200  # that a block could serve in the time it takes to build its tables
 _WORKSPACE = 2**26  # counts
+_KINDS = {torch.float32: 1, torch.bfloat16: 2}  # of values and results, as the source numbers them
 _EARLY = (9, 0)  # the first GPUs that start a kernel's blocks before the one before has ended
 
 
@@ -91,7 +92,7 @@ class Product(ctypes.Structure):
     _fields_ = [
         *(
             (name, ctypes.c_void_p)
-            for name in ("qa", "sa", "qb", "sb", "levels", "tables", "slopes", "masks")
+            for name in ("qa", "smooth", "sa", "qb", "sb", "levels", "tables", "slopes", "masks")
         ),
         *((name, ctypes.c_void_p) for name in ("factors", "counts", "y")),
         *((name, ctypes.c_int) for name in ("N", "M", "D", "C", "chunk", "per_chunk", "num_masks")),
@@ -99,7 +100,21 @@ class Product(ctypes.Structure):
             (name, ctypes.c_int)
             for name in ("shared_b", "level_b", "level_n", "level_c", "outputs", "stride")
         ),
+        ("max_code", ctypes.c_float),
     ]
+
+
+class Rows(NamedTuple):
+    """The operand a: codes that are there, or values to be quantised, each slice a chunk."""
+
+    values: Tensor  # (B, N, D): int8 codes, or what a key of _KINDS says
+    scales: Tensor  # (B, N, C): read, or written
+    smooth: Tensor | None = None  # (D,) float32: values are divided by it first
+    max_code: int = 127
+
+    def part(self, batch: slice, rows: slice) -> Rows:
+        """Some of the rows."""
+        return self._replace(values=self.values[batch, rows], scales=self.scales[batch, rows])
 
 
 @dataclass(frozen=True)
@@ -122,9 +137,12 @@ class Plan:
         """Tables, and the slopes of each row and of none."""
         return _shared_bytes(self.rows, self.group)
 
-    def defines(self, tables: Tables, aligned: int) -> _nvrtc.Defines:
+    def defines(self, tables: Tables, aligned: int, rows: Rows, out: torch.dtype) -> _nvrtc.Defines:
         """The source's macros."""
         return (
+            ("X", _KINDS.get(rows.values.dtype, 0)),
+            ("SMOOTH", int(rows.smooth is not None)),
+            ("OUT", _KINDS[out]),
             ("ROWS", self.rows),
             ("GROUP", self.group),
             ("STAGES", self.stages),
@@ -139,7 +157,7 @@ class Plan:
 
 
 def _shared_bytes(rows: int, group: int) -> int:
-    return group * (rows * _PLANE_BYTES + (rows + 1) * _SLOPE_BYTES)
+    return group * (rows * (_PLANE_BYTES + SLICE + 4) + (rows + 1) * _SLOPE_BYTES)
 
 
 class Shape(NamedTuple):
@@ -187,25 +205,28 @@ def _split(outputs: int, blocks: int, resident: int) -> tuple[int, int]:
 
 
 def product_of(
-    operands: Sequence[Tensor], tables: Tables, level_index: Tensor | None, plan: Plan, chunk: int
+    a: Rows,
+    b: Sequence[Tensor],
+    y: Tensor,
+    tables: Tables,
+    level_index: Tensor | None,
+    plan: Plan,
+    chunk: int,
 ) -> tuple[Product, Tensor | None]:
-    """The kernels' argument for qa, sa, qb, sb and y, all contiguous; and the workspace that it points to."""
-    qa, sa, qb, sb, y = operands
+    """The kernels' argument for a, qb and sb, and y, all contiguous; and the workspace that it points to."""
+    (N, D), (M, C), device = a.values.shape[1:], b[1].shape[1:], y.device
     counts = None
     if plan.counts:
-        dtype = torch.int32 if tables.wide else torch.int16
-        counts = torch.empty(plan.counts, dtype=dtype, device=qa.device)
+        counts = torch.empty(plan.counts, dtype=torch.int32 if tables.wide else torch.int16, device=device)
     strides = [0, 0, 0]
     if level_index is not None:
         strides = [s if n > 1 else 0 for n, s in zip(level_index.shape, level_index.stride(), strict=True)]
-    pointers = [None if x is None else x.data_ptr() for x in (qa, sa, qb, sb, level_index)]
-    pointers += [x.data_ptr() for x in (tables.bytes, tables.slopes, tables.masks, tables.factors)]
-    pointers += [None if counts is None else counts.data_ptr(), y.data_ptr()]
-    M = qb.shape[1]
-    sizes = (qa.shape[1], M, qa.shape[2], sa.shape[2], chunk, cdiv(chunk, SLICE))
+    pointed = (a.values, a.smooth, a.scales, *b, level_index, *tables[:4], counts, y)
+    sizes = (N, M, D, C, chunk, cdiv(chunk, SLICE), tables.bytes.shape[1], int(b[0].shape[0] == 1))
     return Product(
-        *pointers, *sizes, tables.bytes.shape[1], int(qb.shape[0] == 1), *strides, plan.outputs, _stride(M)
-    ), counts
+        *(None if x is None else x.data_ptr() for x in pointed), *sizes, *strides, plan.outputs, _stride(M),
+        a.max_code,
+    ), counts  # fmt: skip
 
 
 def alignment(qb: Tensor, chunk: int) -> int:
@@ -219,36 +240,43 @@ def launch(
 ) -> None:
     """y of contiguous qa, sa, qb and sb on a GPU, on its current stream."""
     qa, sa, qb, sb = operands
-    gpu = describe(qa.device)
+    launch_rows(Rows(qa, sa), (qb, sb), tables, level_index, chunk, y)
+
+
+def launch_rows(
+    a: Rows, b: Sequence[Tensor], tables: Tables, level_index: Tensor | None, chunk: int, y: Tensor
+) -> None:
+    """y (B, N, M) in float32 or bfloat16 of a and contiguous qb and sb on a GPU, on its current stream."""
+    gpu = describe(y.device)
     early = gpu.capability is not None and gpu.capability >= _EARLY
-    for batch, rows in _parts(qa, qb, sa.shape[2], chunk, gpu):
-        own_b = slice(None) if qb.shape[0] == 1 else batch
-        part = (qa[batch, rows], sa[batch, rows], qb[own_b], sb[own_b], y[batch, rows])
-        how = _plan(part[0], qb, sa.shape[2], chunk, gpu)
+    for batch, rows in _parts(y, a.scales.shape[2], chunk, gpu):
+        own_b = slice(None) if b[0].shape[0] == 1 else batch
+        of_a, of_b, of_y = a.part(batch, rows), [x[own_b] for x in b], y[batch, rows]
+        how = _plan(of_y, a.scales.shape[2], chunk, gpu)
         index = None
         if level_index is not None:
             of_batch = batch if level_index.shape[0] > 1 else slice(None)
             index = level_index[of_batch, rows if level_index.shape[1] > 1 else slice(None)]
-        argument, _counts = product_of(part, tables, index, how, chunk)
-        with on_device_of(qa):
-            defines = how.defines(tables, alignment(part[2], chunk))
-            main = _nvrtc.kernel(SOURCE, "stochastic_lookup", defines, qa.device.index, how.shared_bytes)
+        argument, _counts = product_of(of_a, of_b, of_y, tables, index, how, chunk)
+        with on_device_of(y):
+            defines = how.defines(tables, alignment(of_b[0], chunk), a, y.dtype)
+            main = _nvrtc.kernel(SOURCE, "stochastic_lookup", defines, y.device.index, how.shared_bytes)
             _nvrtc.launch(main, how.grid, how.threads, how.shared_bytes, argument, early=early)
             if how.combine_grid is not None:
-                combine = _nvrtc.kernel(SOURCE, "stochastic_combine", defines, qa.device.index, 0)
+                combine = _nvrtc.kernel(SOURCE, "stochastic_combine", defines, y.device.index, 0)
                 _nvrtc.launch(combine, how.combine_grid, 256, 0, argument, early=early)
 
 
-def _plan(qa: Tensor, qb: Tensor, chunks: int, chunk: int, gpu: Device) -> Plan:
-    B, N, M = qa.shape[0], qa.shape[1], qb.shape[1]
+def _plan(y: Tensor, chunks: int, chunk: int, gpu: Device) -> Plan:
     shared = gpu.shared_memory_bytes
+    B, N, M = y.shape
     return plan(B, N, M, chunks, chunk, multiprocessors=gpu.multiprocessors, shared=shared)
 
 
-def _parts(qa: Tensor, qb: Tensor, chunks: int, chunk: int, gpu: Device) -> list[tuple[slice, slice]]:
+def _parts(y: Tensor, chunks: int, chunk: int, gpu: Device) -> list[tuple[slice, slice]]:
     """Batches and rows whose counts fit the workspace; all at once where they do."""
-    B, N = qa.shape[:2]
-    whole = _plan(qa, qb, chunks, chunk, gpu).counts
+    B, N = y.shape[:2]
+    whole = _plan(y, chunks, chunk, gpu).counts
     if whole <= _WORKSPACE:
         return [(slice(None), slice(None))]
     of_entry = whole // B
