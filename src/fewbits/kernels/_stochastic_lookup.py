@@ -172,6 +172,7 @@ class Shape(NamedTuple):
 SHAPES = {1: Shape(2, 2, 256, 3), 2: Shape(1, 2, 256, 3), 4: Shape(1, 3, 512, 1)}
 
 
+@lru_cache(maxsize=4096)
 def plan(
     batch: int, rows: int, outputs: int, chunks: int, chunk: int, *, multiprocessors: int, shared: int
 ) -> Plan:
@@ -247,24 +248,33 @@ def launch_rows(
     a: Rows, b: Sequence[Tensor], tables: Tables, level_index: Tensor | None, chunk: int, y: Tensor
 ) -> None:
     """y (B, N, M) in float32 or bfloat16 of a and contiguous qb and sb on a GPU, on its current stream."""
-    gpu = describe(y.device)
-    early = gpu.capability is not None and gpu.capability >= _EARLY
-    for batch, rows in _parts(y, a.scales.shape[2], chunk, gpu):
+    gpu, C = describe(y.device), a.scales.shape[2]
+    parts = _parts(y, C, chunk, gpu)
+    if len(parts) == 1:
+        _launch_part(a, b, tables, level_index, chunk, y, gpu)
+        return
+    for batch, rows in parts:
         own_b = slice(None) if b[0].shape[0] == 1 else batch
-        of_a, of_b, of_y = a.part(batch, rows), [x[own_b] for x in b], y[batch, rows]
-        how = _plan(of_y, a.scales.shape[2], chunk, gpu)
         index = None
         if level_index is not None:
             of_batch = batch if level_index.shape[0] > 1 else slice(None)
             index = level_index[of_batch, rows if level_index.shape[1] > 1 else slice(None)]
-        argument, _counts = product_of(of_a, of_b, of_y, tables, index, how, chunk)
-        with on_device_of(y):
-            defines = how.defines(tables, alignment(of_b[0], chunk), a, y.dtype)
-            main = _nvrtc.kernel(SOURCE, "stochastic_lookup", defines, y.device.index, how.shared_bytes)
-            _nvrtc.launch(main, how.grid, how.threads, how.shared_bytes, argument, early=early)
-            if how.combine_grid is not None:
-                combine = _nvrtc.kernel(SOURCE, "stochastic_combine", defines, y.device.index, 0)
-                _nvrtc.launch(combine, how.combine_grid, 256, 0, argument, early=early)
+        _launch_part(a.part(batch, rows), [x[own_b] for x in b], tables, index, chunk, y[batch, rows], gpu)
+
+
+def _launch_part(
+    a: Rows, b: Sequence[Tensor], tables: Tables, index: Tensor | None, chunk: int, y: Tensor, gpu: Device
+) -> None:
+    how = _plan(y, a.scales.shape[2], chunk, gpu)
+    early = gpu.capability is not None and gpu.capability >= _EARLY
+    argument, _counts = product_of(a, b, y, tables, index, how, chunk)
+    defines = how.defines(tables, alignment(b[0], chunk), a, y.dtype)
+    with on_device_of(y):
+        main = _nvrtc.kernel(SOURCE, "stochastic_lookup", defines, y.device.index, how.shared_bytes)
+        _nvrtc.launch(main, how.grid, how.threads, how.shared_bytes, argument, early=early)
+        if how.combine_grid is not None:
+            combine = _nvrtc.kernel(SOURCE, "stochastic_combine", defines, y.device.index, 0)
+            _nvrtc.launch(combine, how.combine_grid, 256, 0, argument, early=early)
 
 
 def _plan(y: Tensor, chunks: int, chunk: int, gpu: Device) -> Plan:

@@ -174,7 +174,7 @@ def stochastic_rows(
     if len(levels) != 1 or not same_masks(options, levels) or 0 in (*x.shape, *qb.shape):
         codes, scales = quantize_stochastic(x, options, smooth_scales)  # which check what is left
         return stochastic_codes(codes, scales, qb, sb, options, levels).to(dtype)
-    wanted = (len(qb), len(options.chunks(x.shape[1])))
+    wanted = (len(qb), options.num_chunks(x.shape[1]))
     if tuple(sb.shape) != wanted or qb.dtype != torch.int8 or sb.dtype != torch.float32:
         raise BadInput(
             f"b has codes {qb.dtype} and scales {sb.dtype} {tuple(sb.shape)}, and {tuple(qb.shape)} codes in "
