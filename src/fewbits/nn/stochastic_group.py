@@ -24,8 +24,7 @@ from torch import Tensor, nn
 from fewbits.errors import Unsupported
 from fewbits.formats.base import Packed
 from fewbits.kernels.matmul_packed import product_dtype
-from fewbits.kernels.matmul_stochastic import product_of_codes
-from fewbits.kernels.quantize_stochastic import quantize_stochastic
+from fewbits.kernels.stochastic_rows import stochastic_rows
 
 MOST_ROWS = 16
 Member = Any  # a StochasticLinear, whose module imports this one
@@ -98,9 +97,11 @@ class StochasticGroup:
     def _computed(self, x: Tensor) -> Tensor:
         first, dtype = self.layers[0], product_dtype(x)
         rows = x.to(dtype).reshape(-1, first.in_features)
-        codes, scales = quantize_stochastic(rows, first.format, first.smooth_scales)
-        y = product_of_codes(codes, scales, self.packed, first.format, first.levels)
-        return y if any(layer.bias is not None for layer in self.layers) else y.to(dtype)
+        biased = any(layer.bias is not None for layer in self.layers)
+        b, smooth, levels = self.packed, first.smooth_scales, first.levels
+        return stochastic_rows(
+            rows, b.codes, b.scales, first.format, smooth, levels, torch.float32 if biased else dtype
+        )
 
     def _applies(self, x: Tensor) -> bool:
         if x[..., 0].numel() > MOST_ROWS or x.device != self.packed.codes.device:

@@ -35,6 +35,7 @@ from fewbits.kernels.matmul_packed import decode, product_dtype, signature
 from fewbits.kernels.matmul_stochastic import product_of_codes
 from fewbits.kernels.quantize import quantize
 from fewbits.kernels.quantize_stochastic import quantize_stochastic
+from fewbits.kernels.stochastic_rows import stochastic_rows
 from fewbits.nn.linear import LinearFormats, QuantizedLinear
 from fewbits.nn.stochastic_group import StochasticGroup
 
@@ -287,7 +288,7 @@ class StochasticLinear(QuantizedLinear):
         y = None if self.group is None else self.group.product(self, x)
         if y is None:
             rows = x.to(dtype).reshape(-1, self.in_features)
-            y = self._differentiated(rows) if torch.is_grad_enabled() else self.product(rows)
+            y = self._differentiated(rows) if torch.is_grad_enabled() else self._rounded(rows, dtype)
         if self.bias is not None:
             y = y + self.bias.float()
         return y.to(dtype).view(*x.shape[:-1], self.out_features)  # type: ignore[no-any-return]
@@ -295,6 +296,14 @@ class StochasticLinear(QuantizedLinear):
     def _differentiated(self, rows: Tensor) -> Tensor:
         packed = self.packed
         return _Product.apply(rows, self, signature(packed), *packed.parts.values())  # type: ignore[no-any-return, no-untyped-call]
+
+    def _rounded(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """`product`, in ``dtype`` already where nothing is added to it; in fewer launches if rows are few."""
+        if self.int8 or self.protected is not None or self.level_index is not None:
+            return self.product(rows)
+        dtype = dtype if self.bias is None else torch.float32
+        b, smooth = self.packed, self.smooth_scales
+        return stochastic_rows(rows, b.codes, b.scales, self.format, smooth, self.levels, dtype)
 
     def product(self, rows: Tensor) -> Tensor:
         """(rows, K) to (rows, N) float32, without the bias and without a gradient."""
