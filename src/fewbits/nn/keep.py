@@ -20,8 +20,9 @@ class Keep:
             not.
         mlp: the gate_up product. False: the norm and the gate_up product run again; the down product does
             not.
-        normed: the outputs of both norms. False: they are made again from the input and 1/rms, one pass over
-            memory each.
+        normed: the outputs of both norms, where a weight trains, whose gradient is made from them (that of
+            a LoRA branch is made from their inputs). False: they are made again from the input and 1/rms,
+            one pass over memory each.
         offload: the two inputs wait in pinned host memory (`fewbits.nn.offload`) for the backward pass.
     """
 
