@@ -62,7 +62,7 @@ from fewbits.training.averaging import GradientMean
 from fewbits.training.communication import Travel
 from fewbits.training.config import parse_memory_budget
 from fewbits.training.ddp import bucket_mib, quantize_gradients
-from fewbits.training.fsdp import shard, sharded_modules
+from fewbits.training.fsdp import keep_gathered, shard
 from fewbits.training.fsdp_communication import quantize_reduce_scatter
 from fewbits.training.memory_budget import budget_for
 from fewbits.training.sharded_loading import load_sharded_model
@@ -282,10 +282,8 @@ def fsdp(bench: Bench) -> None:
         more: dict[str, Any] = {"load_s": round(time.perf_counter() - began, 1)}
         optimizer = adamw(model.train(), 1e-4)
         for text in bench.options.batches.split(","):
-            once = bench.options.keep and batch_of(text)[0] == 1  # the plan knows nothing of its bytes
-            for gathered in ("for each pass", "once a step") if once else ("for each pass",):
-                for module in list(sharded_modules(model))[1:]:  # the root stays gathered
-                    module.set_reshard_after_forward(gathered == "for each pass", recurse=False)
+            for gathered in ("for each pass", "once a step") if bench.options.keep else ("for each pass",):
+                keep_gathered(model, on=gathered == "once a step")
                 ids = bench.batch(*batch_of(text))
                 bench.free()
                 budget = parse_memory_budget(bench.options.budget)

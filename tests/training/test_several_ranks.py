@@ -148,7 +148,7 @@ def test_sharded_and_killed_and_resumed_on_more_ranks(killer, make, still_folder
     assert killer.run(make(still_folder, "one", **options), resume=False)["status"] == 0
     config = make(still_folder, "shares", parallel="fsdp", **options)
     killer.run_ranks([config] * 2, kill=(1, -6), pace=FAST)
-    ran(killer.run_ranks([config] * 3, resume=True))
+    ran(killer.run_ranks([{**config, "keep_gathered": True}] * 3, resume=True))
     found, want = curve(tmp_path / "shares"), curve(tmp_path / "one")
     assert [record[:2] for record in found] == [record[:2] for record in want]
     torch.testing.assert_close([r[2] for r in found], [r[2] for r in want], rtol=1e-6, atol=0)

@@ -54,6 +54,7 @@ NOT_COMPARED = frozenset(
         "parallel",
         "tensor_size",
         "shard_size",
+        "keep_gathered",
         "wait_seconds",
     }
 )
@@ -182,6 +183,12 @@ class TrainConfig:
         "several GPUs",
         "with fsdp: neighbouring processes that share one copy of the weights, as the GPUs of a machine; each"
         " such group has a copy; none: all share one",
+    )
+    keep_gathered: bool = _option(
+        False,
+        "several GPUs",
+        "with fsdp: layers stay gathered from the forward to the backward pass, for which each GPU needs room"
+        " for all weights; faster",
     )
     communication: str = _option(
         "auto",

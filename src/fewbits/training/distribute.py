@@ -187,7 +187,7 @@ def _load_in_shares(config: TrainConfig, layout: Layout) -> Built:
 
     recipe, lora = recipe_of_config(config)
     options: dict[str, Any] = {"recipe": recipe, "lora": lora, "seed": config.seed}
-    options["mesh"] = _meshes(config, layout)[0]
+    options |= {"mesh": _meshes(config, layout)[0], "reshard_after_forward": not config.keep_gathered}
     if lora is None and config.dtype == "auto":  # float32 weights, 16-bit products
         options |= {"dtype": torch.float32, "compute_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
     elif config.dtype != "auto":
@@ -215,9 +215,9 @@ def _spread(model: Any, config: TrainConfig, layout: Layout) -> str:
         lines.append(str(tensor_parallel(model, tensor)))
     if layout.data_size > 1:
         _, lora = recipe_of_config(config)
-        options: dict[str, Any] = {}
+        options: dict[str, Any] = {"reshard_after_forward": not config.keep_gathered}
         if device == "cuda" and lora is None and config.dtype == "auto":  # float32 weights, 16-bit products
-            options = {"compute_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+            options |= {"compute_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
         lines.append(str(shard(model, data, **options)))
     else:
         model.to(device)  # from the host, as sharding does

@@ -30,6 +30,8 @@ from fewbits.models.receipt import Change, Receipt
 from fewbits.models.spec import find, layer_names, locate, spec_for
 from fewbits.nn.linear import QuantizedLinear
 
+_STAYS = "_fewbits_stays_gathered"
+
 
 def shard(
     model: Any,
@@ -82,6 +84,7 @@ def shard(
     for name, module in groups.items():
         fully_shard(module, reshard_after_forward=reshard_after_forward and name != "", **options)
     _view_as_whole_numbers(model, whole_numbers)
+    setattr(model, _STAYS, not reshard_after_forward)
     for module in groups.values():
         if isinstance(module, nn.Embedding) and not module.weight.requires_grad:
             module.set_unshard_in_backward(False)  # type: ignore[operator]
@@ -170,6 +173,19 @@ def sharded_modules(model: nn.Module) -> Iterator[Any]:
     return (module for module in model.modules() if isinstance(module, FSDPModule))
 
 
+def keep_gathered(model: nn.Module, *, on: bool) -> None:
+    """Layers stay gathered from the forward to the backward pass from now on, or not."""
+    _, *groups = sharded_modules(model)  # the root's parameters stay in any case
+    for module in groups:
+        module.set_reshard_after_forward(not on, recurse=False)
+    setattr(model, _STAYS, on)
+
+
+def stays_gathered(model: nn.Module) -> bool:
+    """Whether a rank holds the whole model between a forward and a backward pass."""
+    return bool(getattr(model, _STAYS, False))
+
+
 def reshard(model: nn.Module) -> None:
     """Let go of gathered parameters: after a forward pass alone the root's still stand in for its slices."""
     for module in sharded_modules(model):
@@ -256,10 +272,12 @@ def _refuse(model: Any, groups: dict[str, nn.Module], compute_dtype: torch.dtype
 __all__ = [
     "data_mesh",
     "is_sharded",
+    "keep_gathered",
     "local",
     "local_bytes",
     "place_of",
     "reshard",
     "shard",
     "sharded_modules",
+    "stays_gathered",
 ]

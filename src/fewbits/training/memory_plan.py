@@ -207,7 +207,7 @@ def static_of(model: nn.Module, *, optimizer_bytes: int = 8) -> Memory:
     """Bytes of a loaded model: its weights, and gradients and optimizer states of what trains.
 
     Of a sharded one, what this rank holds, and what is gathered at a time. A frozen head's 8-bit copies
-    count, made or not.
+    count, made or not, kept or made anew; `head_bytes` has those of one that trains.
     """
     from fewbits.models.fused_loss import float8_head_of  # it defines kernels, which takes time
 
@@ -218,7 +218,7 @@ def static_of(model: nn.Module, *, optimizer_bytes: int = 8) -> Memory:
     tensors = {t.data_ptr(): t.nbytes for t in map(_local, (*model.parameters(), *model.buffers()))}
     gathered = _gathered_bytes(model, whole) if any(hasattr(p, "to_local") for p in model.parameters()) else 0
     head = float8_head_of(model)
-    copies = head.nbytes if head is not None and head.is_kept else 0
+    copies = 0 if head is None or head.head.weight.requires_grad else head.nbytes
     return Memory(
         weights=sum(tensors.values()) - lora + gathered + copies,
         lora=lora,
@@ -229,12 +229,14 @@ def static_of(model: nn.Module, *, optimizer_bytes: int = 8) -> Memory:
 
 
 def _gathered_bytes(model: nn.Module, whole: int) -> int:
-    """Of parameters that FSDP2 gathers: two layers, and as many on their way; embedding and head."""
+    """Of parameters that FSDP2 gathers: two layers, and as many on their way; embedding and head; or all."""
+    from fewbits.training.fsdp import stays_gathered
+
     config = model.config.get_text_config()  # type: ignore[operator, union-attr]
     ends = (model.get_input_embeddings(), model.get_output_embeddings())  # type: ignore[operator]
     tables = {id(p): int(p.nbytes) for module in ends if module is not None for p in module.parameters()}
     layers = (whole - sum(tables.values())) // int(config.num_hidden_layers)
-    return 4 * layers + sum(tables.values())
+    return (whole + 2 * layers) if stays_gathered(model) else 4 * layers + sum(tables.values())
 
 
 def _local(tensor: Tensor) -> Tensor:

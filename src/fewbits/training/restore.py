@@ -40,8 +40,7 @@ def keep(model: nn.Module, folder: Path, optimizer: Any, *, leads: bool) -> None
 
 def has_shards(model: nn.Module) -> bool:
     """Whether a rank holds parts of the parameters only."""
-    from torch.distributed.tensor import DTensor
-
+    from fewbits.training.fsdp import is_sharded
     from fewbits.training.tensor_parallel import tensor_parallel_of
 
-    return tensor_parallel_of(model) is not None or any(isinstance(p, DTensor) for p in model.parameters())
+    return tensor_parallel_of(model) is not None or is_sharded(model)
