@@ -18,6 +18,7 @@ from fewbits.kernels._launch import CompileCase, jit, next_power_of_2, on_device
 from fewbits.kernels._quantize_float8_triton import inverse_of, scale_of_largest, to_float8
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_BLOCK = 4096  # on an H200, 8 bits written: 1.59 ms for 8192 x 128256, 1.57 in blocks of 2048, 1.74 of 8192
 
 
 # 1. The kernel.
@@ -180,7 +181,7 @@ def launch(
     if M == 0:
         return
     label_smoothing, z_loss, soft_cap = options
-    block = block_v or min(max(next_power_of_2(V), 128), 8192)
+    block = block_v or min(max(next_power_of_2(V), 128), _BLOCK)
     q, scale, own = (loss, loss, loss) if gradient8 is None else gradient8
     with on_device_of(z):
         _cross_entropy_kernel[(M,)](
@@ -199,7 +200,7 @@ _SIGNATURE |= dict.fromkeys(("label_smoothing", "z_loss", "soft_cap"), "fp32")
 _CONSTANTS = ("SMOOTH", "SOFT_CAP", "SCALED", "DENSE", "LARGEST", "CUT", "BLOCK_V")
 _SIGNATURE |= dict.fromkeys(_CONSTANTS, "constexpr")
 _ALIGNED = (*(name for name in _SIGNATURE if name.endswith("_ptr")), "V", "stride_z", "stride_q")
-_PLAIN = dict(zip(_CONSTANTS, (False, False, False, True, 0, False, 8192), strict=True))
+_PLAIN = dict(zip(_CONSTANTS, (False, False, False, True, 0, False, _BLOCK), strict=True))
 _ALL = {**_PLAIN, "SMOOTH": True, "SOFT_CAP": True, "SCALED": True}
 _E4M3 = {**_SIGNATURE, "q_ptr": "*fp8e4nv"}
 
