@@ -83,11 +83,12 @@ class StochasticGroup:
 
         In float32, or rounded already if no layer of the group has a bias to add.
         """
-        if torch.is_grad_enabled() or torch.compiler.is_compiling() or not self._applies(x):
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
             return None
-        place = next(i for i, member in enumerate(self.layers) if member is layer)
-        pending = self._pending
+        place, pending = self.layers.index(layer), self._pending
         if pending is None or pending.x is not x or pending.parts[place] is None:
+            if not self._applies(x):
+                return None
             pending = self._pending = _Pending(x, list(self._computed(x).split(self.sizes, dim=1)))
         y, pending.parts[place] = pending.parts[place], None
         if all(part is None for part in pending.parts):
@@ -104,11 +105,12 @@ class StochasticGroup:
         )
 
     def _applies(self, x: Tensor) -> bool:
-        if x[..., 0].numel() > MOST_ROWS or x.device != self.packed.codes.device:
+        codes = self.packed.codes
+        if x.numel() > MOST_ROWS * x.shape[-1] or x.device != codes.device:
             return False
-        at, step = self.packed.codes.data_ptr(), self.packed.codes.stride(0)
+        at, step = codes.data_ptr(), codes.stride(0)
         for layer, size in zip(self.layers, self.sizes, strict=True):
-            if layer.packed.codes.data_ptr() != at or obstacle_of(layer) is not None:
+            if layer.weight_codes.data_ptr() != at or obstacle_of(layer) is not None:
                 return False
             at += size * step
         return True
