@@ -135,12 +135,13 @@ def check_graph(bench: Bench, model: Any, variant: str) -> None:
         say("WRONG:", bench.wrong[-1])
 
 
-def measure(bench: Bench, model: Any, variant: str) -> None:
+def measure(bench: Bench, model: Any, variant: str, *, few: bool = False) -> None:
+    """All of a variant; ``few``: without the larger batches and without prefill and single launches."""
     args = bench.args
     if bench.cuda:
         torch.cuda.reset_peak_memory_stats()
     check_graph(bench, model, variant)
-    for batch in args.batches:
+    for batch in args.batches[:1] if few else args.batches:
         for context in args.contexts:
             room = -(-(context + args.steps * (args.repeats + 1) + 1) // 16) * 16
             decoding = Decoding(model, batch_size=batch, max_tokens=room)
@@ -150,6 +151,8 @@ def measure(bench: Bench, model: Any, variant: str) -> None:
             found = [t / args.steps for t in bench.times(run, args.repeats)]
             bench.note(variant, f"batch {batch}, context {context}", "time", "ms per token", found)
             del decoding, run
+    if few:
+        return
     once = Decoding(model, batch_size=1, max_tokens=args.prefill + 16, cuda_graph=False)
     run = lambda: once.prefill(bench.prompt(1, args.prefill))  # noqa: E731
     run()
@@ -202,11 +205,11 @@ def main() -> None:
     check_linears(bench, model)
     counted = first_logits(bench, model)
     if not args.quick:
-        measure(bench, model, "stochastic, each apart")
+        measure(bench, model, "stochastic, each apart", few=True)
     say(*share_inputs(model))
     measure(bench, model, "stochastic")
     use_stochastic_attention(model, AttentionProducts(STOCHASTIC, STOCHASTIC))
-    measure(bench, model, "stochastic, attention too")
+    measure(bench, model, "stochastic, attention too", few=True)
     del model
     say(f"making the stochastic model took {made:.2f} GiB at most")
 
