@@ -179,6 +179,19 @@ class Bench:
         self.notes.append({**line, **figures, **more})
         if self.rank == 0:
             print(table(self.notes[-1:]), flush=True)
+            self.save()
+
+    def save(self) -> None:
+        """What was measured so far: nothing of it is lost if the next row fails."""
+        options = self.options
+        facts = {"dry_run": self.dry, "torch": torch.__version__, "rows": self.notes}
+        (Path(options.out) / "multi_gpu.json").write_text(json.dumps(facts, indent=1))
+        if options.record is not None and self.rows:
+            command = f"torchrun --nproc-per-node {self.size} benchmarks/multi_gpu.py {options.command}"
+            packages = ("transformers", "peft", *(("bitsandbytes",) if "peer" in options.parts else ()))
+            run = conditions(self.device, command=command, commit=options.commit, packages=packages)
+            append(options.record, self.rows, run)
+            self.rows.clear()
 
 
 def checks(bench: Bench) -> None:
@@ -282,7 +295,8 @@ def fsdp(bench: Bench) -> None:
         more: dict[str, Any] = {"load_s": round(time.perf_counter() - began, 1)}
         optimizer = adamw(model.train(), 1e-4)
         for text in bench.options.batches.split(","):
-            for gathered in ("for each pass", "once a step") if bench.options.keep else ("for each pass",):
+            once = bench.options.keep and batch_of(text)[0] == 1
+            for gathered in ("for each pass", "once a step") if once else ("for each pass",):
                 keep_gathered(model, on=gathered == "once a step")
                 ids = bench.batch(*batch_of(text))
                 bench.free()
@@ -444,7 +458,9 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--ways", default="none,float32,bf16,int8", help="full: what gradients travel in")
     parser.add_argument("--batches", default="1x2048", help="fsdp, peer, full: of a GPU, as 1x2048,4x2048")
     parser.add_argument("--budget", default="auto", help="fsdp: the memory plan's (default: auto)")
-    parser.add_argument("--keep", action="store_true", help="fsdp: also with layers gathered once a step")
+    parser.add_argument(
+        "--keep", action="store_true", help="fsdp: one row also with layers gathered once a step"
+    )
     parser.add_argument("--large", action="store_true", help="full, sharded: the 3.2B shape")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--warm-up", type=int, default=3)
@@ -452,8 +468,9 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--record", type=Path, help="append rows to this CSV file")
     parser.add_argument("--commit", help="for the rows, where there is no git checkout")
     options = parser.parse_args(argv)
-    said = [*options.parts, *(f"--{name} {getattr(options, name)}" for name in ("batches", "recipes", "ways")
-            if getattr(options, name) != parser.get_default(name))]  # fmt: skip
+    names = ("batches", "recipes", "ways", "engines", "configs")
+    chosen = [name for name in names if getattr(options, name) != parser.get_default(name)]
+    said = [*options.parts, *(f"--{name} {getattr(options, name)}" for name in chosen)]
     options.command = " ".join([*said, *(["--large"] if options.large else [])])
     return options
 
@@ -463,28 +480,12 @@ def main(argv: list[str] | None = None) -> None:
     options = arguments(argv)
     bench = Bench(options)
     checks(bench)
-    try:
-        for name in options.parts or [name for name in PARTS if name != "peer"]:
-            PARTS[name](bench)
-            bench.free()
-    finally:
-        save(bench)
+    for name in options.parts or [name for name in PARTS if name != "peer"]:
+        PARTS[name](bench)
+        bench.free()
     dist.barrier()
     if bench.began:
         dist.destroy_process_group()
-
-
-def save(bench: Bench) -> None:
-    """What was measured, also if something went wrong after it."""
-    options = bench.options
-    if bench.rank == 0:
-        facts = {"dry_run": bench.dry, "torch": torch.__version__, "rows": bench.notes}
-        (Path(options.out) / "multi_gpu.json").write_text(json.dumps(facts, indent=1))
-        if options.record is not None:
-            command = f"torchrun --nproc-per-node {bench.size} benchmarks/multi_gpu.py {options.command}"
-            packages = ("transformers", "peft", *(("bitsandbytes",) if "peer" in options.parts else ()))
-            run = conditions(bench.device, command=command, commit=options.commit, packages=packages)
-            append(options.record, bench.rows, run)
 
 
 if __name__ == "__main__":

@@ -9,8 +9,7 @@ passes are the gathered tensors, which FSDP2 fills again under the same storage 
   within a group, because their gradients are reduced together.
 * Adapters are sharded like all else: their gradients are averaged by the same reduce-scatter.
 * Uneven slices are padded by FSDP2 while they travel. A frozen vector shorter than there are ranks (the one
-  offset of a double-quantised weight) stays whole on all of them: its 4 bytes would move all others in the
-  buffers of a gathered layer off the addresses at which copies are fast.
+  offset of a double-quantised weight) stays whole on all of them.
 * `compute_dtype` casts what is gathered (float32 weights that train, bfloat16 products); with packed weights
   it is refused, because it would cast their scales.
 
@@ -101,7 +100,7 @@ def shard(
 
 
 def _whole(model: nn.Module, mesh: Any) -> set[nn.Parameter]:
-    """Frozen vectors of which some ranks would hold nothing; they are brought to the ranks' device."""
+    """Frozen vectors of which some ranks would hold nothing: whole, on the ranks' device."""
     found = {
         p for p in model.parameters() if not p.requires_grad and p.dim() < 2 and p.numel() < mesh.shape[-1]
     }
