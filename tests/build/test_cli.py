@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from build.conftest import ROOT, Workshop, write_ninja
 
 
@@ -30,6 +32,20 @@ def test_report_and_profile_are_written(workshop: Workshop, tmp_path: Path) -> N
     assert found["controller"]["peak_rss_bytes"] < 60e6
     planned = fewbits(workshop, "--plan", str(tmp_path / "p.json"), "--memory", "8G")
     assert "MAX_JOBS=1" in planned.stdout
+
+
+def test_the_memory_there_is(workshop: Workshop, tmp_path: Path) -> None:
+    (workshop.folder / "a.cpp").write_text("int f(){return 1;}\n")
+    budgets = []
+    for words in ((), ("--memory", "auto")):
+        profile = tmp_path / "p.json"
+        done = fewbits(workshop, *words, "--profile", str(profile), "--", "g++", "-c", "a.cpp")
+        assert done.returncode == 0, done.stderr
+        found = json.loads(profile.read_text())
+        assert found["facts"]["binding"] != "--memory"
+        budgets.append(found["budget_bytes"])
+    assert budgets[0] == pytest.approx(budgets[1], rel=0.5)
+    assert min(budgets) > 0
 
 
 def test_wrong_usage_is_one_sentence(workshop: Workshop) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +16,8 @@ from pathlib import Path
 import pytest
 
 from build.conftest import ROOT, Workshop, write_ninja
+from fewbits.build.sample import descendants
+from fewbits.build.stage import LARGEST_SEEN
 
 GROWING = """#!/usr/bin/env python3
 import sys, time
@@ -109,6 +114,57 @@ def test_a_launcher_in_front_of_a_name(workshop: Workshop, compiled: bool) -> No
     missing = workshop.build("sh", "-c", f"{launcher} no-such-compiler -c a.cpp", compile_native=compiled)
     assert missing.code == 127
     assert "cannot run no-such-compiler" in missing.err
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_each_tool_has_a_hard_cap_and_is_first_in_line_for_the_kernel(
+    workshop: Workshop, compiled: bool
+) -> None:
+    said = "cat /proc/self/oom_score_adj; grep 'Max data size' /proc/self/limits; ps -o pgid= $$"
+    fake = script(workshop.home / "fake/x-clang++", f"#!/bin/sh\n{said}; echo $$\n")
+    env = {"PATH": f"{fake.parent}:/usr/bin:/bin"}
+    line = "ulimit -S -d unlimited; x-clang++ -c a.cpp; ulimit -S -d 300000; x-clang++ -c a.cpp"
+    done = workshop.build("sh", "-c", line, env=env, compile_native=compiled)
+    score, limit, group, pid, _, second, *_ = done.out.splitlines()
+    largest = 2 * LARGEST_SEEN["c++"]
+    assert (score, limit.split()[3], group.strip()) == ("600", str(2 * largest), pid)
+    assert int(second.split()[3]) == 300_000 * 1024  # the user's own is lower, and stays
+
+
+def test_who_waits_takes_little(workshop: Workshop, ninja: str) -> None:
+    units = [workshop.unit(f"u{i}.cpp", 170) for i in range(2)]
+    write_ninja(workshop, units)
+    process = workshop.start(ninja, "-j2", memory_bytes=220_000_000)
+    held = set()
+    while process.poll() is None:
+        for pid in descendants(process.pid):
+            with contextlib.suppress(OSError, IndexError):
+                if "/tools/" in str(Path(f"/proc/{pid}/exe").readlink()):
+                    status = Path(f"/proc/{pid}/status").read_text()
+                    held.add(int(status.partition("VmHWM:")[2].split()[0]))
+        time.sleep(0.05)
+    assert held
+    assert max(held) < 600  # KiB; one in Python takes 10 MB
+
+
+def test_a_setup_script(workshop: Workshop) -> None:
+    if importlib.util.find_spec("setuptools") is None:
+        pytest.skip("needs setuptools")
+    (workshop.folder / "m.c").write_text("int f(void) { return 1; }\n")
+    workshop.unit("a.cpp", 60)
+    (workshop.folder / "setup.py").write_text(
+        "from setuptools import Extension, setup\n"
+        "heavy = Extension('heavy', ['m.c', 'a.cpp'], extra_compile_args=['-O0'])\n"
+        "setup(name='heavy', version='1', ext_modules=[heavy])\n"
+    )
+    command = (sys.executable, "setup.py", "-q", "build_ext", "--build-lib")
+    assert workshop.plain(*command, "plain", "--build-temp", "t").returncode == 0
+    shutil.rmtree(workshop.folder / "t")
+    done = workshop.build(*command, "ours", "--build-temp", "t")
+    assert done.code == 0, done.err
+    assert {"m.c", "a.cpp"} <= {s["unit"] for s in done.profile["stages"]}
+    plain, ours = (next((workshop.folder / name).glob("heavy*.so")) for name in ("plain", "ours"))
+    assert ours.read_bytes() == plain.read_bytes()
 
 
 def test_listing_and_preprocessing_are_not_held_up(workshop: Workshop) -> None:

@@ -71,8 +71,9 @@ def start(tool: str, args: list[str], order: list[str]) -> int:
     if pid:
         return pid
     os.setpgid(0, 0)
-    if int(order[1]):
-        resource.setrlimit(resource.RLIMIT_DATA, (int(order[1]), resource.getrlimit(resource.RLIMIT_DATA)[1]))
+    cap, (soft, hard) = int(order[1]), resource.getrlimit(resource.RLIMIT_DATA)
+    if cap and (soft == resource.RLIM_INFINITY or soft > cap):
+        resource.setrlimit(resource.RLIMIT_DATA, (cap, hard))
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:  # noqa: PTH123
         file.write(order[2] or "0")
     if order[3]:

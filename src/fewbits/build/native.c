@@ -352,8 +352,8 @@ __attribute__((noreturn, noinline)) static void become(const char *tool, char **
     if (CALL(getppid, 0) != parent) leave(127); /* it was gone before that took effect */
     unsigned long cap = (unsigned long)number(order[1]);
     struct rlimit limit;
-    if (cap && CALL(prlimit64, 0, RLIMIT_DATA, NULL, &limit) == 0) {
-        if (limit.rlim_max == RLIM_INFINITY || limit.rlim_max > cap) limit.rlim_cur = cap;
+    if (cap && CALL(prlimit64, 0, RLIMIT_DATA, NULL, &limit) == 0 && limit.rlim_cur > cap) { /* infinity is the largest */
+        limit.rlim_cur = cap;
         CALL(prlimit64, 0, RLIMIT_DATA, &limit, NULL);
     }
     long fd = *order[2] ? open_file("/proc/self/oom_score_adj", O_WRONLY) : -1;
