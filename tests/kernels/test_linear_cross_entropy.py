@@ -184,6 +184,16 @@ def test_dw_of_one_chunk_is_one_product(shape: tuple[int, int, int], poisoned_me
     assert errors[0] < 1.2 * errors[1] + 2.0**-8 and max(errors) < 0.05
 
 
+def test_no_zeros_are_made_for_what_has_no_gradient() -> None:
+    """The op's other outputs: dh, dW and db, whose gradients would be as large as they are."""
+    h, w, b, y = operands(16, 64, 8, torch.float32)
+    loss = linear_cross_entropy(h, w, y, bias=b)
+    with _LiveTensors(64 * 8) as mode:
+        made = torch.autograd.grad(loss, (h, w, b))
+    assert mode.peak == 64 * 8, "dW alone"
+    assert all(t.isfinite().all() for t in made)
+
+
 def test_chunks() -> None:
     assert default_chunk_rows(8192, 128256, 2) == 2048
     assert default_chunk_rows(8192, 151936, 2, 151936 * 2048 * 4) == 4096

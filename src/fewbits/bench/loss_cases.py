@@ -13,6 +13,7 @@ from torch import Tensor
 from fewbits.bench.problem import Case, Problem, Run, randn
 from fewbits.kernels.linear_cross_entropy import linear_cross_entropy
 from fewbits.kernels.linear_cross_entropy_float8 import head_operands, linear_cross_entropy_float8
+from fewbits.kernels.scaled import scaled
 
 _Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -43,6 +44,33 @@ def linear_cross_entropy_float8_cases(max_size: int) -> list[Case]:
     )  # fmt: skip
     moved = frozen.bytes_moved + 2 * V * K
     return [frozen, replace(frozen, part="backward_all", flops=6 * M * V * K, bytes_moved=moved)]
+
+
+def scaled_cases(max_size: int) -> list[Case]:
+    """The gradient of Qwen3-1.7B's head times that of the loss."""
+    M, N = min(151936, max_size), min(2048, max_size)
+    return [
+        Case(
+            op="scaled", part="", format="bfloat16", M=M, N=N, bytes_moved=4 * M * N,
+            tolerance=4e-3, build=_scaled_problem,
+        )
+    ]  # fmt: skip
+
+
+def _scaled_problem(case: Case, device: torch.device) -> Problem:
+    x = randn(device, torch.bfloat16, case.M, case.N)
+    factor = torch.tensor(1 / 8188, device=device)
+
+    def ours() -> Sequence[Tensor]:
+        return (scaled(x, factor),)
+
+    def eager() -> Sequence[Tensor]:
+        return (x * factor,)
+
+    def exact() -> Sequence[Tensor]:
+        return (x.double() * factor.double(),)
+
+    return Problem({"fewbits": lambda: ours, "torch_eager": lambda: eager}, exact)
 
 
 def _problem(case: Case, device: torch.device) -> Problem:
@@ -97,4 +125,4 @@ def _problem(case: Case, device: torch.device) -> Problem:
     return Problem({name: variant(f) for name, f in functions.items()}, exact)
 
 
-MAKERS = (linear_cross_entropy_cases, linear_cross_entropy_float8_cases)
+MAKERS = (linear_cross_entropy_cases, linear_cross_entropy_float8_cases, scaled_cases)

@@ -36,14 +36,13 @@ The kernel is in _cross_entropy_triton.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fewbits.errors import BadInput
+from fewbits.kernels._cross_entropy_gradient import register_gradient
 from fewbits.kernels._cross_entropy_triton import KERNEL_DTYPES, Gradient8, launch
 from fewbits.kernels.matmul_packed import product_dtype
 from fewbits.kernels.quantize_float8 import codes_under, scale_of_amax
@@ -339,45 +338,6 @@ def check_labels(labels: Tensor, V: int, ignore_index: int) -> None:
 
 
 # 4. The gradient, and the one public function.
-
-
-def register_gradient(op: Any) -> None:
-    """Give ``op``, this one or one that takes further operands after the same arguments, its gradient."""
-
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        hidden, weight, labels, bias, _, *rest = inputs
-        ctx.arguments, operands = rest[:5], rest[5:]
-        ctx.count = len(inputs)
-        ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
-        ctx.mark_non_differentiable(*output[1:])
-        ctx.again = not any(ctx.arguments[-2])
-        ctx.save_for_backward(*((hidden, weight, labels, bias, *operands) if ctx.again else output[1:]))
-
-    @once_differentiable
-    def backward(ctx: Any, dloss: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-        needs = [ctx.needs_input_grad[i] for i in (0, 1, 3)]
-        if ctx.again:  # dW of rows with factors of their own: nothing made before them can be scaled
-            ignore_index, options, chunk_rows, _, _ = ctx.arguments
-            hidden, weight, labels, bias, *operands = ctx.saved_tensors
-            factors = dloss.expand(labels.shape)
-            _, dh, dw, db = op(
-                hidden, weight, labels, bias, factors, ignore_index, options, chunk_rows, needs, False,
-                *operands,
-            )  # fmt: skip
-        else:
-            dh, dw, db = ctx.saved_tensors
-            factor = dloss if dloss.dim() == 0 else dloss.unsqueeze(1)
-            dh = (dh.to(dloss.dtype) * factor).to(dh.dtype) if needs[0] else dh
-            dw, db = (d * dloss if needed else d for d, needed in zip((dw, db), needs[1:], strict=True))
-        return (
-            dh if needs[0] else None,
-            dw.to(ctx.dtypes[0]) if needs[1] else None,
-            None,
-            db.to(ctx.dtypes[1]) if needs[2] else None,
-            *(None for _ in range(ctx.count - 4)),
-        )
-
-    op.register_autograd(backward, setup_context=setup_context)
 
 
 register_gradient(_linear_cross_entropy)
