@@ -33,7 +33,7 @@ extern "C" void run(const Product *p, const int *grid, int shared_bytes) {
     emulation::launch(look_up_block, {(unsigned)grid[0], (unsigned)grid[1], (unsigned)grid[2]}, THREADS, shared_bytes);
 }
 
-extern "C" void combine(const Product *p, const int *grid) {
+extern "C" void combine(const Product *p, const int *grid, int threads) {
     product = *p;
-    emulation::launch(combine_block, {(unsigned)grid[0], (unsigned)grid[1], (unsigned)grid[2]}, 256, 0);
+    emulation::launch(combine_block, {(unsigned)grid[0], (unsigned)grid[1], (unsigned)grid[2]}, threads, 0);
 }

@@ -46,7 +46,7 @@ def run(
     library = emulated.build(libraries, lookup.SOURCE, "lookup_emulation.cpp", defines)
     library.run(ctypes.byref(argument), Triple(*plan.grid), plan.shared_bytes)
     if plan.combine_grid is not None:
-        library.combine(ctypes.byref(argument), Triple(*plan.combine_grid))
+        library.combine(ctypes.byref(argument), Triple(*plan.combine_grid), plan.combine_threads)
     return y
 
 
@@ -136,7 +136,7 @@ class Emulated:
         if name == "stochastic_lookup":
             library.run(ctypes.byref(argument), Triple(*grid), shared_bytes)
         else:
-            library.combine(ctypes.byref(argument), Triple(*grid))
+            library.combine(ctypes.byref(argument), Triple(*grid), threads)
 
 
 @needs_compiler

@@ -40,6 +40,8 @@ typedef long long i64;
 #define TILE 16                    // outputs of a warp
 #define BIAS (MIDDLE * SLICE)      // what the bytes of a count of 0 add up to
 #define TWICE (MIDDLE * 0x02020202u)  // a word of them less one of counts is that of the negative counts
+#define TASKS (GROUP * ROWS)       // rows of a in a slice, each for a warp
+#define ROUNDS ((TASKS + WARPS - 1) / WARPS)
 #define SLOPES 36                  // words of a row's slopes: 32, and rows in other banks
 
 #if WIDE
@@ -121,13 +123,21 @@ struct Slice {
 
 static __device__ __forceinline__ Slice slice_of(const Product &p, int s) {
     Slice slice;
-    slice.chunk = s / p.per_chunk;
+    slice.chunk = p.per_chunk == 1 ? s : s / p.per_chunk;
     slice.offset = (s - slice.chunk * p.per_chunk) * SLICE;
     slice.first = (i64)slice.chunk * p.chunk + slice.offset;
     int left = p.chunk - slice.offset;
     if (p.D - slice.first < left) left = (int)(p.D - slice.first);
     slice.length = left < SLICE ? left : SLICE;
     return slice;
+}
+
+static __device__ __forceinline__ Slice chosen(const Slice *slice, int index) {
+    Slice found = slice[0];
+#pragma unroll
+    for (int i = 1; i < GROUP; i++)
+        if (index == i) found = slice[i];
+    return found;
 }
 
 static __device__ __forceinline__ int level_of(const Product &p, int b, int n, int c) {
@@ -148,57 +158,66 @@ static __device__ __forceinline__ float value_at(const void *x, i64 at) {
 #endif
 }
 
-// Codes (GROUP, ROWS, 128) of the block's slices and rows, 0 outside of them, and their scales.
-static __device__ __forceinline__ void quantize(const Product &p, int s, int b, int n, s8 *codes, float *scales) {
-    const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
-    for (int task = warp; task < GROUP * ROWS; task += WARPS) {
-        const Slice slice = slice_of(p, s + task / ROWS);
-        const int row = n + task % ROWS;
-        float x[4];
-        u32 largest = 0;
+// What a lane reads of one row of a in a slice, for the dimensions lane, lane + 32, ...
+struct Row {
+    float x[4];  // with X values, else codes
+    int mask[4];
+};
+
+static __device__ __forceinline__ Row load_row(const Product &p, const Slice &slice, int b, int n) {
+    Row row;
 #pragma unroll
-        for (int j = 0; j < 4; j++) {
-            const int i = LANES * j + lane;
-            x[j] = 0.0f;
-            if (row < p.N && i < slice.length) {
-                x[j] = value_at(p.qa, ((i64)b * p.N + row) * p.D + slice.first + i);
-#if SMOOTH
-                const float smooth = p.smooth[slice.first + i];
-                x[j] = X == 2 ? rounded(__fdiv_rn(x[j], rounded(smooth))) : __fdiv_rn(x[j], smooth);
+    for (int j = 0; j < 4; j++) {
+        const int i = LANES * j + threadIdx.x % LANES;
+        const bool exists = n < p.N && i < slice.length;
+        const i64 at = ((i64)b * p.N + n) * p.D + slice.first + i;
+        row.mask[j] = exists ? p.masks[slice.offset + i] : 0;
+#if X
+        row.x[j] = exists ? value_at(p.qa, at) : 0.0f;
+#else
+        row.x[j] = exists ? ((const s8 *)p.qa)[at] : 0;
 #endif
-            }
-            const u32 bits = __float_as_uint(x[j]) & 0x7fffffffu;
-            largest = bits > largest ? bits : largest;
-        }
-        largest = __reduce_max_sync(0xffffffffu, largest);
-        const bool finite = largest < 0x7f800000u;
-        const float scale = __fdiv_rn(fmaxf(__uint_as_float(largest), 1e-5f), p.max_code);
-        const float inverse = __fdiv_rn(1.0f, scale);
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-            float code = p.C > 1 ? __fmul_rn(x[j], inverse) : __fdiv_rn(x[j], scale);
-            code = fminf(fmaxf(rintf(code), -p.max_code), p.max_code);
-            codes[task * SLICE + LANES * j + lane] = finite ? (s8)code : 0;
-        }
-        const float kept = finite ? scale : __uint_as_float(0x7fc00000u);
-        if (lane == 0) scales[task] = kept;
-        if (lane == 0 && blockIdx.y < (p.C + GROUP - 1) / GROUP && row < p.N && slice.chunk < p.C)
-            p.sa[((i64)b * p.N + row) * p.C + slice.chunk] = kept;
     }
+    return row;
 }
 
-// The row of the tables for row n + r of a in the slice's dimension i; and the code there, 0 outside of the slice.
-static __device__ __forceinline__ i64 row_of(const Product &p, const Slice &slice, int b, int n, int r, int i,
-                                             const s8 *codes, int *code) {
-    *code = 0;
-    if (n + r >= p.N || i >= slice.length) return 0;  // all tables' first rows are alike
-    const int mask = p.masks[slice.offset + i], level = level_of(p, b, n + r, slice.chunk);
-#if X
-    *code = codes[r * SLICE + i];
-#else
-    *code = ((const s8 *)p.qa)[((i64)b * p.N + n + r) * p.D + slice.first + i];
+// Values to codes; their scale.
+static __device__ __forceinline__ float quantize(const Product &p, const Slice &slice, Row *row) {
+    u32 largest = 0;
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+#if SMOOTH
+        const int i = LANES * j + threadIdx.x % LANES;
+        const float smooth = i < slice.length ? p.smooth[slice.first + i] : 1.0f;
+        row->x[j] = X == 2 ? rounded(__fdiv_rn(row->x[j], rounded(smooth))) : __fdiv_rn(row->x[j], smooth);
 #endif
-    return ((i64)level * p.num_masks + mask) * 128 + (*code < 0 ? -*code : *code);
+        const u32 bits = __float_as_uint(row->x[j]) & 0x7fffffffu;
+        largest = bits > largest ? bits : largest;
+    }
+    largest = __reduce_max_sync(0xffffffffu, largest);
+    const bool finite = largest < 0x7f800000u;
+    const float scale = __fdiv_rn(fmaxf(__uint_as_float(largest), 1e-5f), p.max_code);
+    const float inverse = __fdiv_rn(1.0f, scale);
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        const float code = rintf(p.C > 1 ? __fmul_rn(row->x[j], inverse) : __fdiv_rn(row->x[j], scale));
+        row->x[j] = finite ? fminf(fmaxf(code, -p.max_code), p.max_code) : 0.0f;
+    }
+    return finite ? scale : __uint_as_float(0x7fc00000u);
+}
+
+// Where the counts of a row's codes are: the row of the tables, and the highest bit for a negative code. All tables'
+// first rows are alike, so that 0 serves what is not there.
+static __device__ __forceinline__ void place_row(const Product &p, const Slice &slice, int b, int n, const Row &row,
+                                                 u32 *places) {
+    const u32 level = n < p.N && slice.length > 0 ? level_of(p, b, n, slice.chunk) : 0;
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        const int code = (int)row.x[j];
+        const u32 magnitude = code < 0 ? -code : code;
+        const u32 place = (level * p.num_masks + row.mask[j]) * 128 + magnitude;
+        places[LANES * j + threadIdx.x % LANES] = magnitude ? place | (code < 0 ? 1u << 31 : 0) : 0;
+    }
 }
 
 // The bytes of 16 codes of 4 columns of a word, to 16 words; then the same for the negative codes.
@@ -224,26 +243,37 @@ static __device__ __forceinline__ void store_columns(u32 *plane, const uint4 *v,
     }
 }
 
-// The tables of the block's slices, from the s-th on, for rows n ... n + ROWS - 1; and their slopes.
-static __device__ __forceinline__ void build(const Product &p, int s, int b, int n, const s8 *codes, u32 *table,
-                                             u32 *slopes) {
+// The tables of the block's slices, from their places (GROUP, ROWS, 128); and their slopes.
+static __device__ __forceinline__ void build(const Product &p, const u32 *places, u32 *table, u32 *slopes) {
     const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
+#if LINEAR
+    for (int task = warp; task < GROUP * (ROWS + 1); task += WARPS) {
+        const int index = task / (ROWS + 1), r = task % (ROWS + 1);
+        u32 word = 0;  // of the columns without a row, too
+#pragma unroll
+        for (int j = 0; j < 4 && r < ROWS; j++) {
+            const u32 place = places[(index * ROWS + r) * SLICE + 4 * lane + j];
+            const int k = p.slopes[place & 0x7fffffffu];
+            word |= (u32)(((int)place < 0 ? -k : k) & 255) << (8 * j);
+        }
+        slopes[task * SLOPES + lane] = word;
+    }
+#endif
 #pragma unroll 2
     for (int task = warp; task < GROUP * PLANES * 8; task += WARPS) {
         const int plane = task % PLANES, index = task / PLANES % GROUP, group = task / (PLANES * GROUP);
-        const Slice slice = slice_of(p, s + index);
         uint4 v[4];
-        int code[4];
+        u32 place[4];
 #pragma unroll
         for (int k = 0; k < 4; k++) {
             const int pair = plane * (4 / ROWS) + k / ROWS;
             const int i = 64 * (pair / 2) + 16 * (lane / 8) + 8 * (pair % 2) + lane % 8;
-            const i64 row = row_of(p, slice, b, n, k % ROWS, i, codes + index * ROWS * SLICE, code + k);
-            v[k] = ((const uint4 *)(p.tables + row * 128))[group];
+            place[k] = places[(index * ROWS + k % ROWS) * SLICE + i];
+            v[k] = ((const uint4 *)p.tables)[(place[k] & 0x7fffffffu) * 8 + group];
         }
 #pragma unroll
         for (int k = 0; k < 4; k++)
-            if (code[k] < 0) {
+            if ((int)place[k] < 0) {
                 v[k].x = TWICE - v[k].x;
                 v[k].y = TWICE - v[k].y;
                 v[k].z = TWICE - v[k].z;
@@ -251,20 +281,6 @@ static __device__ __forceinline__ void build(const Product &p, int s, int b, int
             }
         store_columns(table + (index * PLANES + plane) * (PLANE / 4), v, 16 * group, lane);
     }
-#if LINEAR
-    for (int task = warp; task < GROUP * (ROWS + 1); task += WARPS) {
-        const int index = task / (ROWS + 1), r = task % (ROWS + 1);
-        const Slice slice = slice_of(p, s + index);
-        u32 word = 0;  // of the columns without a row, too
-#pragma unroll
-        for (int j = 0; j < 4 && r < ROWS; j++) {
-            int code;
-            const int k = p.slopes[row_of(p, slice, b, n, r, 4 * lane + j, codes + index * ROWS * SLICE, &code)];
-            word |= (u32)((code < 0 ? -k : k) & 255) << (8 * j);
-        }
-        slopes[task * SLOPES + lane] = word;
-    }
-#endif
 }
 
 // 16 codes of one output, of which the first ``left`` exist (the others are not read and may be any).
@@ -402,23 +418,30 @@ static __device__ __forceinline__ void write(const Product &p, int b, int n, int
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) stochastic_lookup(const Product p) {
     u32 *slopes = shared + GROUP * PLANES * (PLANE / 4);
-    s8 *codes = (s8 *)(slopes + GROUP * (ROWS + 1) * SLOPES);
-    float *scales = (float *)(codes + GROUP * ROWS * SLICE);
+    u32 *places = slopes + GROUP * (ROWS + 1) * SLOPES;
+    float *scales = (float *)(places + TASKS * SLICE);
     const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
     const int b = blockIdx.z, n = blockIdx.x * ROWS;
     const int slices = p.per_chunk * p.C, groups = (slices + GROUP - 1) / GROUP;
     const int first = blockIdx.y % groups * GROUP;
     const int begin = blockIdx.y / groups * p.outputs, end = begin + p.outputs < p.M ? begin + p.outputs : p.M;
+    Slice slice[GROUP];
     const s8 *weights[GROUP];
     int left[GROUP];  // of the slice's dimensions from the lane's first one on
 #pragma unroll
     for (int i = 0; i < GROUP; i++) {
-        const Slice slice = slice_of(p, first + i);
-        weights[i] = p.qb + (p.shared_b ? 0 : (i64)b * p.M * p.D) + slice.first + 16 * (lane % 4);
-        left[i] = slice.length - 16 * (lane % 4);
+        slice[i] = slice_of(p, first + i);
+        weights[i] = p.qb + (p.shared_b ? 0 : (i64)b * p.M * p.D) + slice[i].first + 16 * (lane % 4);
+        left[i] = slice[i].length - 16 * (lane % 4);
     }
     await_previous();
     let_next_start();
+    Row rows[ROUNDS];  // first of all, for what is read next waits behind the weights
+#pragma unroll
+    for (int i = 0; i < ROUNDS; i++) {
+        const int task = warp + i * WARPS;
+        if (task < TASKS) rows[i] = load_row(p, chosen(slice, task / ROWS), b, n + task % ROWS);
+    }
     Weights w[STAGES];  // a ring: slices of a tile, then those of the warp's next tile
     int m = begin + warp * TILE;
 #pragma unroll
@@ -427,11 +450,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) stochastic_loo
         w[i] = {};
         if (tile < end) load_tile(p, weights[i % GROUP], left[i % GROUP], tile + lane / 4 * 2, w + i);
     }
+#pragma unroll
+    for (int i = 0; i < ROUNDS; i++) {
+        const int task = warp + i * WARPS, row = n + task % ROWS;
+        if (task < TASKS) {
+            const Slice own = chosen(slice, task / ROWS);
 #if X
-    quantize(p, first, b, n, codes, scales);
-    __syncthreads();
+            const float scale = quantize(p, own, rows + i);
+            if (lane == 0) scales[task] = scale;
+            if (lane == 0 && begin == 0 && row < p.N && own.chunk < p.C)
+                p.sa[((i64)b * p.N + row) * p.C + own.chunk] = scale;
 #endif
-    build(p, first, b, n, codes, shared, slopes);
+            place_row(p, own, b, row, rows[i], places + task * SLICE);
+        }
+    }
+    __syncthreads();
+    build(p, places, shared, slopes);
     __syncthreads();
     u32 own[8];
 #pragma unroll
@@ -451,50 +485,41 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) stochastic_loo
     }
 }
 
-// y of the slices' counts, chunks in ascending order: a block has 32 outputs of TERM_ROWS rows.
-#define TERM_ROWS (ROWS == 1 ? 1 : 4)
-#define PARTS (8 / TERM_ROWS)     // threads that share the chunks of a (row, output)
-#define CHUNKS (ROWS == 1 ? 128 : 64)  // whose terms are in shared memory at once
+// y of the slices' counts, chunks in ascending order: a block has 32 outputs of a row, a thread 4 of their chunks.
+#define CHUNKS 128  // whose terms are in shared memory at once
 
-extern "C" __global__ void __launch_bounds__(256) stochastic_combine(const Product p) {
-    __shared__ float scales[CHUNKS][LANES + 1], terms[TERM_ROWS][CHUNKS][LANES + 1];
-    const int x = threadIdx.x % LANES, r = threadIdx.x / LANES % TERM_ROWS, part = threadIdx.x / LANES / TERM_ROWS;
-    const int m = blockIdx.x * LANES + x, n = blockIdx.y * TERM_ROWS + r, b = blockIdx.z;
-    const bool exists = m < p.M && n < p.N;
-    const i64 row = (i64)b * p.N + n, slices = (i64)p.per_chunk * p.C;
+extern "C" __global__ void __launch_bounds__(1024) stochastic_combine(const Product p) {
+    __shared__ float terms[CHUNKS][LANES + 1];
+    const int x = threadIdx.x % LANES, part = threadIdx.x / LANES, at_once = blockDim.x / LANES * 4;
+    const int m = blockIdx.x * LANES + x, n = blockIdx.y, b = blockIdx.z;
+    const int output = m < p.M ? m : p.M - 1;
+    const i64 row = (i64)b * p.N + n, step = (i64)p.N * p.stride;
+    const float *scales_b = p.sb + ((i64)(p.shared_b ? 0 : b) * p.M + output) * p.C;
     float y = 0.0f;
-    for (int first = 0; first < p.C; first += CHUNKS) {
+    for (int first = 0; first < p.C; first += at_once) {
+        const int c = first + 4 * part;
+        float scale[4];
 #pragma unroll
-        for (int i = threadIdx.x; i < LANES * CHUNKS; i += 256) {
-            const int c = i % CHUNKS, output = blockIdx.x * LANES + i / CHUNKS;
-            if (first + c < p.C && output < p.M)
-                scales[c][i / CHUNKS] = p.sb[((i64)(p.shared_b ? 0 : b) * p.M + output) * p.C + first + c];
-        }
+        for (int j = 0; j < 4; j++) scale[j] = c + j < p.C ? scales_b[c + j] : 0.0f;
         if (first == 0) await_previous();
-        int acc[CHUNKS / PARTS];
-#pragma unroll
-        for (int i = 0; i < CHUNKS / PARTS; i++) acc[i] = 0;
+        const Count *counts = p.counts + ((i64)b * p.C + c) * p.per_chunk * step + (i64)n * p.stride + output;
+        int acc[4] = {0, 0, 0, 0};
 #pragma unroll 4
         for (int s = 0; s < p.per_chunk; s++)
 #pragma unroll
-            for (int i = 0; i < CHUNKS / PARTS; i++) {
-                const int c = first + part + i * PARTS;
-                if (exists && c < p.C)
-                    acc[i] += p.counts[(((i64)b * slices + (i64)c * p.per_chunk + s) * p.N + n) * p.stride + m];
-            }
-        __syncthreads();
+            for (int j = 0; j < 4; j++)
+                if (c + j < p.C) acc[j] += counts[((i64)j * p.per_chunk + s) * step];
 #pragma unroll
-        for (int i = 0; i < CHUNKS / PARTS; i++) {
-            const int c = part + i * PARTS;
-            if (exists && first + c < p.C) {
-                const float factor = p.factors[level_of(p, b, n, first + c)];
-                terms[r][c][x] = term_of(acc[i], factor, p.sa[row * p.C + first + c], scales[c][x]);
-            }
-        }
+        for (int j = 0; j < 4; j++)
+            if (c + j < p.C)
+                terms[4 * part + j][x] = term_of(acc[j], p.factors[level_of(p, b, n, c + j)],
+                                                 p.sa[row * p.C + c + j], scale[j]);
         __syncthreads();
+        const int last = p.C - first < at_once ? p.C - first : at_once;
         if (part == 0)
-            for (int i = 0; i < CHUNKS && first + i < p.C; i++) y = __fadd_rn(y, terms[r][i][x]);
+#pragma unroll 8
+            for (int i = 0; i < last; i++) y = __fadd_rn(y, terms[i][x]);
         __syncthreads();
     }
-    if (part == 0 && exists) store(p, row * p.M + m, y);
+    if (part == 0 && m < p.M) store(p, row * p.M + m, y);
 }

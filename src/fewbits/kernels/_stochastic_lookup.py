@@ -130,6 +130,7 @@ class Plan:
     slices: int
     grid: tuple[int, int, int]
     combine_grid: tuple[int, int, int] | None  # None: there is but one slice
+    combine_threads: int
     counts: int  # of the workspace
 
     @property
@@ -157,7 +158,7 @@ class Plan:
 
 
 def _shared_bytes(rows: int, group: int) -> int:
-    return group * (rows * (_PLANE_BYTES + SLICE + 4) + (rows + 1) * _SLOPE_BYTES)
+    return group * (rows * (_PLANE_BYTES + 4 * SLICE + 4) + (rows + 1) * _SLOPE_BYTES)
 
 
 class Shape(NamedTuple):
@@ -169,7 +170,7 @@ class Shape(NamedTuple):
     min_blocks: int
 
 
-SHAPES = {1: Shape(2, 2, 256, 3), 2: Shape(1, 2, 256, 3), 4: Shape(1, 3, 512, 1)}
+SHAPES = {1: Shape(2, 4, 256, 2), 2: Shape(1, 4, 256, 2), 4: Shape(1, 3, 512, 1)}
 
 
 @lru_cache(maxsize=4096)
@@ -181,13 +182,14 @@ def plan(
     shape, slices = SHAPES[of_block], chunks * cdiv(chunk, SLICE)
     if slices < shape.group or shared < _shared_bytes(of_block, shape.group):
         shape = shape._replace(group=1)
+    threads = 32 * min(32, cdiv(chunks, 4))
     resident = multiprocessors * max(1, min(shape.min_blocks, shared // _shared_bytes(of_block, shape.group)))
     blocks = cdiv(rows, of_block) * batch * cdiv(slices, shape.group)
     per_block, splits = _split(outputs, blocks, resident)
-    combine = None if slices == 1 else (cdiv(outputs, 32), cdiv(rows, 1 if of_block == 1 else 4), batch)
+    combine = None if slices == 1 else (cdiv(outputs, 32), rows, batch)
     counts = 0 if slices == 1 else batch * slices * rows * _stride(outputs)
     grid = (cdiv(rows, of_block), splits * cdiv(slices, shape.group), batch)
-    return Plan(of_block, *shape, per_block, slices, grid, combine, counts)
+    return Plan(of_block, *shape, per_block, slices, grid, combine, threads, counts)
 
 
 def _stride(outputs: int) -> int:
@@ -274,7 +276,7 @@ def _launch_part(
         _nvrtc.launch(main, how.grid, how.threads, how.shared_bytes, argument, early=early)
         if how.combine_grid is not None:
             combine = _nvrtc.kernel(SOURCE, "stochastic_combine", defines, y.device.index, 0)
-            _nvrtc.launch(combine, how.combine_grid, 256, 0, argument, early=early)
+            _nvrtc.launch(combine, how.combine_grid, how.combine_threads, 0, argument, early=early)
 
 
 def _plan(y: Tensor, chunks: int, chunk: int, gpu: Device) -> Plan:
