@@ -8,7 +8,6 @@ typedef uint16_t u16;
 typedef uint8_t u8;
 
 struct float2 { float x, y; };
-struct float4 { float x, y, z, w; };
 
 #define __noinline__
 inline float __uint_as_float(u32 x) { float y; memcpy(&y, &x, 4); return y; }

@@ -151,7 +151,9 @@ def test_plans_fill_a_gpu() -> None:
             assert how is not None and I % (32 * how.warps) == 0
             blocks, slots = I // (32 * how.warps) * how.splits, 132 * (16 // how.warps)
             assert blocks / (-(-blocks // slots) * slots) > 0.9
+            assert {by_hand.plan(M, I, 132).warps for M in range(1, 999, 7)} == {how.warps}
     assert by_hand.plan(8192, 14336, 132) == Plan(14, 4) and by_hand.plan(8192, 100, 132) is None
+    assert by_hand.plan(7, 14336, 132) == Plan(14, 1)
 
 
 @pytest.mark.skipif(_nvrtc.missing() is not None, reason="needs NVRTC")

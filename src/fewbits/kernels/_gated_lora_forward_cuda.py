@@ -17,7 +17,6 @@ from fewbits.kernels._gated_triton import LowRank, Quantized8
 from fewbits.kernels._launch import cdiv, multiprocessors, on_device_of
 
 SOURCE = "_gated_lora_forward.cu"
-_TIMED = False  # nobody has yet
 _POINTERS = "e u xe xu we wu wd h q inverse qmax shares xa".split()  # noqa: SIM905
 _PITCHES = "e u xe xu h q xa".split()  # noqa: SIM905
 _STRIDES = "wei wer wui wur wdi wdr".split()  # noqa: SIM905
@@ -36,8 +35,11 @@ class Arguments(ctypes.Structure):
 
 
 def is_faster(device: torch.device) -> bool:
-    """Whether the kernel is the one to take on this GPU: a Hopper, whose shared memory has room for it."""
-    return _TIMED and torch.cuda.get_device_capability(device)[0] == 9 and _nvrtc.missing() is None
+    """Whether the kernel is the one to take on this GPU: a Hopper, whose shared memory has room for it.
+
+    At M = 8192, I = 14336 on an H200 204 us, where the activation and cuBLAS take 234; to E4M3 212 and 272.
+    """
+    return torch.cuda.get_device_capability(device)[0] == 9 and _nvrtc.missing() is None
 
 
 def shared_bytes(warps: int) -> int:
