@@ -42,6 +42,8 @@ typedef long long i64;
 #define TWICE (MIDDLE * 0x02020202u)  // a word of them less one of counts is that of the negative counts
 #define TASKS (GROUP * ROWS)       // rows of a in a slice, each for a warp
 #define ROUNDS ((TASKS + WARPS - 1) / WARPS)
+#define SLOPE_TASKS (GROUP * (ROWS + 1))
+#define SLOPE_ROUNDS ((SLOPE_TASKS + WARPS - 1) / WARPS)
 #define SLOPES 36                  // words of a row's slopes: 32, and rows in other banks
 
 #if WIDE
@@ -221,7 +223,7 @@ static __device__ __forceinline__ void place_row(const Product &p, const Slice &
 }
 
 // The bytes of 16 codes of 4 columns of a word, to 16 words; then the same for the negative codes.
-static __device__ __forceinline__ void store_columns(u32 *plane, const uint4 *v, int first, int lane) {
+static __device__ __forceinline__ void store_codes(u32 *plane, const uint4 *v, int first, int lane) {
     const u32 words[4][4] = {{v[0].x, v[1].x, v[2].x, v[3].x},
                              {v[0].y, v[1].y, v[2].y, v[3].y},
                              {v[0].z, v[1].z, v[2].z, v[3].z},
@@ -243,44 +245,77 @@ static __device__ __forceinline__ void store_columns(u32 *plane, const uint4 *v,
     }
 }
 
-// The tables of the block's slices, from their places (GROUP, ROWS, 128); and their slopes.
+// What a lane reads of the tables for one plane of a slice and 16 codes: four columns, and their places.
+struct Columns {
+    uint4 v[4];
+    u32 place[4];
+};
+
+static __device__ __forceinline__ Columns load_columns(const Product &p, const u32 *places, int task) {
+    const int lane = threadIdx.x % LANES, plane = task % PLANES, index = task / PLANES % GROUP;
+    Columns columns;
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+        const int pair = plane * (4 / ROWS) + k / ROWS;
+        const int i = 64 * (pair / 2) + 16 * (lane / 8) + 8 * (pair % 2) + lane % 8;
+        columns.place[k] = places[(index * ROWS + k % ROWS) * SLICE + i];
+    }
+#pragma unroll
+    for (int k = 0; k < 4; k++)
+        columns.v[k] = ((const uint4 *)p.tables)[(columns.place[k] & 0x7fffffffu) * 8 + task / (PLANES * GROUP)];
+    return columns;
+}
+
+static __device__ __forceinline__ void store_columns(Columns columns, int task, u32 *table) {
+    const int plane = task % PLANES, index = task / PLANES % GROUP;
+#pragma unroll
+    for (int k = 0; k < 4; k++)
+        if ((int)columns.place[k] < 0) {
+            uint4 &v = columns.v[k];
+            v.x = TWICE - v.x;
+            v.y = TWICE - v.y;
+            v.z = TWICE - v.z;
+            v.w = TWICE - v.w;
+        }
+    store_codes(table + (index * PLANES + plane) * (PLANE / 4), columns.v, 16 * (task / (PLANES * GROUP)),
+                threadIdx.x % LANES);
+}
+
+// The tables of the block's slices, from their places (GROUP, ROWS, 128); and their slopes. All that a warp reads is
+// under way before it writes, but for blocks of fewer threads than usual.
 static __device__ __forceinline__ void build(const Product &p, const u32 *places, u32 *table, u32 *slopes) {
     const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
 #if LINEAR
-    for (int task = warp; task < GROUP * (ROWS + 1); task += WARPS) {
-        const int index = task / (ROWS + 1), r = task % (ROWS + 1);
-        u32 word = 0;  // of the columns without a row, too
+    u32 slope[SLOPE_ROUNDS][4];
 #pragma unroll
-        for (int j = 0; j < 4 && r < ROWS; j++) {
+    for (int i = 0; i < SLOPE_ROUNDS; i++) {
+        const int task = warp + i * WARPS, index = task / (ROWS + 1), r = task % (ROWS + 1);
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            slope[i][j] = 0;  // of the columns without a row, too
+            if (task >= SLOPE_TASKS || r == ROWS) continue;
             const u32 place = places[(index * ROWS + r) * SLICE + 4 * lane + j];
             const int k = p.slopes[place & 0x7fffffffu];
-            word |= (u32)(((int)place < 0 ? -k : k) & 255) << (8 * j);
+            slope[i][j] = (u32)((int)place < 0 ? -k : k) & 255;
         }
-        slopes[task * SLOPES + lane] = word;
     }
 #endif
-#pragma unroll 2
-    for (int task = warp; task < GROUP * PLANES * 8; task += WARPS) {
-        const int plane = task % PLANES, index = task / PLANES % GROUP, group = task / (PLANES * GROUP);
-        uint4 v[4];
-        u32 place[4];
-#pragma unroll
-        for (int k = 0; k < 4; k++) {
-            const int pair = plane * (4 / ROWS) + k / ROWS;
-            const int i = 64 * (pair / 2) + 16 * (lane / 8) + 8 * (pair % 2) + lane % 8;
-            place[k] = places[(index * ROWS + k % ROWS) * SLICE + i];
-            v[k] = ((const uint4 *)p.tables)[(place[k] & 0x7fffffffu) * 8 + group];
-        }
-#pragma unroll
-        for (int k = 0; k < 4; k++)
-            if ((int)place[k] < 0) {
-                v[k].x = TWICE - v[k].x;
-                v[k].y = TWICE - v[k].y;
-                v[k].z = TWICE - v[k].z;
-                v[k].w = TWICE - v[k].w;
-            }
-        store_columns(table + (index * PLANES + plane) * (PLANE / 4), v, 16 * group, lane);
+    for (int task = warp; task < GROUP * PLANES * 8; task += 2 * WARPS) {
+        const int other = task + WARPS;
+        Columns columns[2];
+        columns[0] = load_columns(p, places, task);
+        if (other < GROUP * PLANES * 8) columns[1] = load_columns(p, places, other);
+        store_columns(columns[0], task, table);
+        if (other < GROUP * PLANES * 8) store_columns(columns[1], other, table);
     }
+#if LINEAR
+#pragma unroll
+    for (int i = 0; i < SLOPE_ROUNDS; i++) {
+        const int task = warp + i * WARPS;
+        const u32 *k = slope[i];
+        if (task < SLOPE_TASKS) slopes[task * SLOPES + lane] = k[0] | k[1] << 8 | k[2] << 16 | k[3] << 24;
+    }
+#endif
 }
 
 // 16 codes of one output, of which the first ``left`` exist (the others are not read and may be any).
@@ -502,6 +537,12 @@ extern "C" __global__ void __launch_bounds__(1024) stochastic_combine(const Prod
 #pragma unroll
         for (int j = 0; j < 4; j++) scale[j] = c + j < p.C ? scales_b[c + j] : 0.0f;
         if (first == 0) await_previous();
+        float factor[4], scale_a[4];
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            factor[j] = c + j < p.C ? p.factors[level_of(p, b, n, c + j)] : 0.0f;
+            scale_a[j] = c + j < p.C ? p.sa[row * p.C + c + j] : 0.0f;
+        }
         const Count *counts = p.counts + ((i64)b * p.C + c) * p.per_chunk * step + (i64)n * p.stride + output;
         int acc[4] = {0, 0, 0, 0};
 #pragma unroll 4
@@ -511,9 +552,7 @@ extern "C" __global__ void __launch_bounds__(1024) stochastic_combine(const Prod
                 if (c + j < p.C) acc[j] += counts[((i64)j * p.per_chunk + s) * step];
 #pragma unroll
         for (int j = 0; j < 4; j++)
-            if (c + j < p.C)
-                terms[4 * part + j][x] = term_of(acc[j], p.factors[level_of(p, b, n, c + j)],
-                                                 p.sa[row * p.C + c + j], scale[j]);
+            if (c + j < p.C) terms[4 * part + j][x] = term_of(acc[j], factor[j], scale_a[j], scale[j]);
         __syncthreads();
         const int last = p.C - first < at_once ? p.C - first : at_once;
         if (part == 0)
