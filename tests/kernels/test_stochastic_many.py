@@ -13,6 +13,7 @@ from torch import Tensor
 from fewbits.device import Device
 from fewbits.formats.stochastic import STOCHASTIC, Stochastic
 from fewbits.kernels import _stochastic_bits as bits
+from fewbits.kernels import _stochastic_choice as choice
 from fewbits.kernels import _stochastic_lookup as lookup
 from fewbits.kernels import _stochastic_many as many
 from fewbits.kernels.stochastic_codes import stochastic_codes_ref
@@ -102,6 +103,8 @@ BITS = {
     "16 steps, codes not aligned": (replace(STOCHASTIC, chunk_d=37), (1, 3, 10, 91), (16,)),
     "lengths": (STOCHASTIC, (2, 17, 20, 300), (32, 0, 17)),
     "4 bits": (Stochastic(sc_prec=4, chunk_d=128), (1, 3, 10, 140), (16,)),
+    "128 steps": (WHOLE, (1, 3, 10, 40), (128,)),
+    "256 steps": (FULL, (1, 3, 10, 20), (256,)),
 }
 
 
@@ -116,3 +119,58 @@ def test_bits_give_the_definition(driver: Emulated, name: str) -> None:
     y = torch.full(shape[:3], torch.nan)
     bits.launch(operands, tables, index, chunk, y)
     assert torch.equal(y, stochastic_codes_ref(*operands, options, levels, index))
+
+
+@needs_compiler
+@pytest.mark.parametrize("module", [many, bits])
+def test_parts_are_the_whole(driver: Emulated, monkeypatch: pytest.MonkeyPatch, module) -> None:
+    monkeypatch.setattr(module, "_WORKSPACE_BYTES", 1)
+    operands, levels = operands_of(STOCHASTIC, 1, 130 if module is bits else 33, 130, 64), (32,)
+    tables = (bits if module is bits else lookup).tables_of(STOCHASTIC, levels, 64, torch.device("cpu"))
+    y = torch.full((1, operands[0].shape[1], 130), torch.nan)
+    module.launch(operands, tables, None, 64, y)
+    assert torch.equal(y, stochastic_codes_ref(*operands, STOCHASTIC, levels))
+    assert len(driver.launches) == (4 if module is bits else 3) * 3
+
+
+@pytest.mark.parametrize("workspace", [1, 2**20, 2**23, 2**30])
+@pytest.mark.parametrize(("B", "B_b", "N", "M"), [(1, 1, 2048, 1000), (6, 6, 300, 400), (5, 1, 40, 700)])
+def test_parts_cover_each_value_once(monkeypatch: pytest.MonkeyPatch, workspace: int, B, B_b, N, M) -> None:
+    monkeypatch.setattr(bits, "_WORKSPACE_BYTES", workspace)
+    monkeypatch.setattr(many, "_WORKSPACE_BYTES", workspace)
+    by_bits, by_tables = torch.zeros(B, N, M), torch.zeros(B, N)
+    for part in bits._parts(B, N, B_b, M, 4):
+        by_bits[part.batch, part.rows, part.outputs] += 1
+    for batch, rows in many._parts(B, N, 16):
+        by_tables[batch, rows] += 1
+    assert (by_bits == 1).all() and (by_tables == 1).all()
+
+
+def gpu_of(shared: int) -> Device:
+    return Device(
+        type="cuda", name="", memory_bytes=0, capability=(9, 0), multiprocessors=132,
+        shared_memory_bytes=shared,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("sizes", "longest", "module"),
+    [
+        ((1, 16, 14336, 4096), 32, lookup),
+        ((1, 32, 14336, 4096), 32, lookup),
+        ((1, 64, 14336, 4096), 32, bits),
+        ((1, 64, 4096, 14336), 32, lookup),
+        ((1, 2048, 14336, 4096), 32, bits),
+        ((1, 2048, 14336, 4096), 31, bits),
+        ((1, 2048, 14336, 4096), 128, many),
+        ((1, 2048, 4096, 14336), 256, many),
+        ((1, 128, 4096, 14336), 128, lookup),
+        ((1, 2048, 14336, 4096), 0, many),
+        ((8, 8192, 128, 2048), 128, bits),
+    ],
+)
+def test_the_kernels_of_a_product(sizes, longest: int, module) -> None:
+    """Those that were the quickest when all were measured; lookups where shared memory is small."""
+    chunked = choice.Sizes(*sizes, min(128, sizes[3]) if sizes[0] == 1 else sizes[3])
+    assert choice.kernels_for(chunked, longest, gpu_of(227 * 1024)) is module
+    assert choice.kernels_for(chunked, longest, gpu_of(99 * 1024)) is lookup

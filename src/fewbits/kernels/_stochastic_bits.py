@@ -20,13 +20,11 @@ from fewbits.kernels._launch import cdiv, next_power_of_2, on_device_of
 
 SOURCE = "_stochastic_bits.cu"
 CODES = 128
-LONGEST = 64  # steps of a stream; longer ones are quicker by lookups
 RECORD_BYTES = 8 * 32 * 16 + 128
 SHARED_BYTES = 2 * 16 * RECORD_BYTES + 128 * 128 * 4
 _TILE = 128  # rows and outputs of a block
 _WORDS = 64  # of a code's row in a record
 _WORKSPACE_BYTES = 2**30  # of a's and of b's bits
-_FEWEST_ROWS = 64
 
 
 class Tables(NamedTuple):
@@ -45,14 +43,14 @@ class Tables(NamedTuple):
 
 @lru_cache(maxsize=256)
 def tables_of(options: Stochastic, levels: tuple[int, ...], chunk: int, device: torch.device) -> Tables:
-    """The tables of a product of streams of at most `LONGEST` steps."""
+    """The tables of a product."""
     longest = max(levels)
     masks = options.masks(chunk)
     distinct, cpu, codes = tuple(dict.fromkeys(masks)), torch.device("cpu"), options.max_code + 1
     streams = options.with_length(longest).streams
     steps = torch.zeros(len(levels), len(distinct), CODES, dtype=torch.int64)
     steps[..., :codes] = step_tables(streams, distinct, levels, cpu)
-    width = 32 * next_power_of_2(cdiv(longest, 32))
+    width = 32 * words_of(longest)
     ones = torch.zeros(len(distinct), CODES, width, dtype=torch.bool)
     ones[:, :codes, :longest] = prefix_tables(streams, distinct, cpu).diff(dim=1).mT.bool()
     enabled = torch.arange(width) < steps[..., None]
@@ -93,9 +91,9 @@ class Part(NamedTuple):
     outputs: slice
 
 
-def takes(rows: int, levels: Sequence[int], shared: int) -> bool:
-    """Whether these kernels are the ones for so many rows, these stream lengths and a block's shared memory."""
-    return rows >= _FEWEST_ROWS and 1 <= max(levels) <= LONGEST and shared >= SHARED_BYTES
+def words_of(longest: int) -> int:
+    """Words of a code for streams of so many steps."""
+    return next_power_of_2(cdiv(longest, 32))
 
 
 def launch(

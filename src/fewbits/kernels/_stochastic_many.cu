@@ -18,7 +18,8 @@
 // A byte is MIDDLE + T - k |w| with a whole slope k for each (row, dimension), as in _stochastic_lookup.cu; the sum
 // of k w is one more matrix product, of the weights' own bytes (LINEAR; counts below 128 need none).
 //
-// Weights come in the order in which lanes read them (pack_b), and rows of a as places in the tables (pack_a).
+// Weights come in the order in which lanes read them (pack_b), and rows of a as places in the tables (pack_a). A
+// lane's outputs of 4 tiles are neighbours, so that y is read and written in whole lines.
 //
 // Compiled at run time with TILES (a multiple of 4), LINEAR, MIDDLE (of _stochastic_lookup.cu) and THREADS defined.
 
@@ -61,7 +62,7 @@ struct Product {
     int num_masks;
     int shared_b;          // 1: b has one entry for all of the batch
     int level_b, level_n, level_c;  // strides of levels; 0 broadcasts
-    int quads;             // of tiles: 32 outputs each
+    int quads;             // of tiles, 32 outputs each: of whole blocks
 };
 
 static __device__ __forceinline__ int level_of(const Product &p, int b, int n, int c) {
@@ -87,7 +88,7 @@ extern "C" __global__ void __launch_bounds__(256) stochastic_pack_b(const Produc
     u32 word[4];
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        const int m = 32 * quad + 8 * i + lane / 4;
+        const int m = 32 * quad + 4 * (lane / 4) + i;
         word[i] = 0;
         if (m >= p.M) continue;
         const s8 *codes = p.qb + ((i64)b * p.M + m) * p.D + first + at;
@@ -231,39 +232,60 @@ static __device__ __forceinline__ uint4 load_16(u32 at) {
 extern __shared__ u32 shared[];
 #endif
 
-// The counts of 16 rows with 4 codes of a lane's output.
-static __device__ __forceinline__ void look_up(u32 w, const u32 *select, u32 even, u32 odd, uint4 *x) {
+// The counts of 16 rows with one code of each of 2 outputs.
+static __device__ __forceinline__ void look_up(u32 w0, u32 w1, u32 select, u32 own, uint4 *x) {
+    x[0] = load_16(__dp4a(w0, select, own));
+    x[1] = load_16(__dp4a(w1, select, own));
+}
+
+// Values m ... m + 3 of a row of p.M, 0 beyond it; and the other way round.
+static __device__ __forceinline__ void load_4(const Product &p, const float *row, int m, float *value) {
+    if (p.M % 4 == 0 && m < p.M) {
+        const float4 v = *(const float4 *)(row + m);
+        value[0] = v.x, value[1] = v.y, value[2] = v.z, value[3] = v.w;
+    } else {
 #pragma unroll
-    for (int j = 0; j < 4; j++) x[j] = load_16(__dp4a(w, select[j], j % 2 ? odd : even) + j / 2 * PLANE);
+        for (int t = 0; t < 4; t++) value[t] = m + t < p.M ? row[m + t] : 0.0f;
+    }
+}
+
+static __device__ __forceinline__ void store_4(const Product &p, float *row, int m, const float *value) {
+    if (p.M % 4 == 0 && m < p.M) {
+        *(float4 *)(row + m) = float4{value[0], value[1], value[2], value[3]};
+    } else {
+#pragma unroll
+        for (int t = 0; t < 4; t++)
+            if (m + t < p.M) row[m + t] = value[t];
+    }
 }
 
 // The terms of a chunk for one warp's outputs, added to y.
 static __device__ __forceinline__ void add_chunk(const Product &p, int c, int b, int n, int tile, int (*acc)[4]) {
     const int lane = threadIdx.x % LANES;
     const float *scales_b = p.sb + ((i64)(p.shared_b ? 0 : b) * p.C + c) * p.M;
-    float scale[4], factor[4];
-    float *row[4];
 #pragma unroll
     for (int r = 0; r < 4; r++) {
-        const int mine = n + 2 * (lane % 4) + r % 2 + 8 * (r / 2), at = mine < p.N ? mine : 0;
-        scale[r] = p.sa[((i64)b * p.N + at) * p.C + c];
-        factor[r] = p.factors[level_of(p, b, at, c)];
-        row[r] = mine < p.N ? p.y + ((i64)b * p.N + at) * p.M : nullptr;
-    }
+        const int row = n + 2 * (lane % 4) + r % 2 + 8 * (r / 2);
+        if (row >= p.N) continue;
+        const float scale = p.sa[((i64)b * p.N + row) * p.C + c], factor = p.factors[level_of(p, b, row, c)];
+        float *y = p.y + ((i64)b * p.N + row) * p.M;
+        float sum[GROUPS][4];
 #pragma unroll
-    for (int t = 0; t < TILES; t++) {
-        const int m = 8 * (tile + t) + lane / 4;
-        if (m < p.M) {
-            const float scale_b = __ldg(scales_b + m);
-            float before[4];
+        for (int g = 0; g < GROUPS; g++) {  // all of a row's loads, then its sums
+            sum[g][0] = sum[g][1] = sum[g][2] = sum[g][3] = 0.0f;
+            if (c) load_4(p, y, 8 * (tile + 4 * g) + lane / 4 * 4, sum[g]);
+        }
 #pragma unroll
-            for (int r = 0; r < 4; r++) before[r] = c && row[r] ? row[r][m] : 0.0f;
+        for (int g = 0; g < GROUPS; g++) {
+            const int m = 8 * (tile + 4 * g) + lane / 4 * 4;
+            float scale_b[4];
+            load_4(p, scales_b, m, scale_b);
 #pragma unroll
-            for (int r = 0; r < 4; r++) {
-                const float raw = __fmul_rn((float)acc[t][r], factor[r]);
-                const float term = __fmul_rn(raw, __fmul_rn(scale[r], scale_b));
-                if (row[r]) row[r][m] = __fadd_rn(before[r], term);
+            for (int t = 0; t < 4; t++) {
+                const float raw = __fmul_rn((float)acc[4 * g + t][r], factor);
+                sum[g][t] = __fadd_rn(sum[g][t], __fmul_rn(raw, __fmul_rn(scale, scale_b[t])));
             }
+            store_4(p, y, m, sum[g]);
         }
     }
 }
@@ -281,12 +303,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) stochastic_many(const P
     const int column = lane / 4;
     const u32 ones0 = column < 4 ? 1u << (8 * column) : 0, ones1 = column < 4 ? 0 : 1u << (8 * (column - 4));
     const i64 block = ((i64)b * gridDim.x + blockIdx.x) * slices;
-    const u32 *places = p.places + block * 256, *linear = p.linear + block * 64 + lane;
-    const u8 *signs = p.signs + block * 64;
     const uint4 *weights = (const uint4 *)p.weights +
                            ((i64)(p.shared_b ? 0 : b) * slices * p.quads + tile / 4) * LANES + lane;
-    int groups = p.quads - tile / 4;  // of 4 tiles that this warp has
-    groups = groups < 0 ? 0 : groups < GROUPS ? groups : GROUPS;
 
     const int start = -MIDDLE * SLICE * p.per_chunk;
     int acc[TILES][4];
@@ -297,47 +315,54 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) stochastic_many(const P
 
     const u32 arrived = (u32)__cvta_generic_to_shared(shared) + ARRIVED;
     u32 place[COPIES];
-    places_of(places, place);
+    places_of(p.places + block * 256, place);
     fetch(p, place, arrived);
-    u32 negative = signs_of(signs);
-    if (slices > 1) places_of(places + 256, place);
-    uint4 next = groups ? __ldg(weights) : uint4{0, 0, 0, 0};
+    u32 negative = signs_of(p.signs + block * 64);
+    if (slices > 1) places_of(p.places + (block + 1) * 256, place);
+    u32 w[4];
+    uint4 next = __ldg(weights);
     wait_for_copies();
     __syncthreads();
     build(shared, (const u8 *)(shared + ARRIVED / 4), negative);
     __syncthreads();
     int c = 0, part = 0;
     for (int s = 0; s < slices; s++) {
-        const u32 buffer = s % 2 * (2 * PLANE);
         const bool more = s + 1 < slices;
         if (more) fetch(p, place, arrived);
-        if (s + 2 < slices) places_of(places + (s + 2) * 256, place);
         u32 k0 = 0, k1 = 0;
-        if (LINEAR) k0 = __ldg(linear + s * 64), k1 = __ldg(linear + s * 64 + 32);
-        const uint4 *weights_after = weights + (more ? (i64)p.quads * LANES : 0);
-        if (more) negative = signs_of(signs + (s + 1) * 64);
-        uint4 x[2][4];  // of a tile, and of the one after it: looked up while the first one's sums are made
-        if (groups) look_up(next.x, select, own[0] + buffer, own[1] + buffer, x[0]);
+        if (LINEAR) k0 = __ldg(p.linear + (block + s) * 64 + lane), k1 = __ldg(p.linear + (block + s) * 64 + 32 + lane);
+        const u32 own0 = own[0] + s % 2 * (2 * PLANE), own1 = own[1] + s % 2 * (2 * PLANE);
+        const uint4 *after = more ? weights + (i64)p.quads * LANES : weights;
+        uint4 x[2][2];  // what a code of 2 tiles finds: a step's sums are made while the next is looked up
+        w[0] = next.x, w[1] = next.y, w[2] = next.z, w[3] = next.w;
+        look_up(w[0], w[1], select[0], own0, x[0]);
 #pragma unroll
         for (int g = 0; g < GROUPS; g++) {
-            if (g < groups) {
-                const u32 w[4] = {next.x, next.y, next.z, next.w};
-                next = __ldg(g + 1 < groups ? weights + (g + 1) * LANES : weights_after);
+            next = __ldg(g + 1 < GROUPS ? weights + (g + 1) * LANES : after);
 #pragma unroll
-                for (int t = 0; t < 4; t++) {
-                    if (t < 3 || g + 1 < groups)
-                        look_up(t < 3 ? w[t + 1] : next.x, select, own[0] + buffer, own[1] + buffer, x[(t + 1) % 2]);
-                    int *d = acc[4 * g + t];
-                    if (LINEAR) mma_s8(d, w[t], 0, 0, w[t], k0, k1);
+            for (int i = 0; i < 8; i++) {
+                const int t = i / 4 * 2, j = i % 4;
+                int (*d)[4] = acc + 4 * g + t;
+                if (LINEAR && j == 0) {
+                    mma_s8(d[0], w[t], 0, 0, w[t], k0, k1);
+                    mma_s8(d[1], w[t + 1], 0, 0, w[t + 1], k0, k1);
+                }
+                if (j < 3) {
+                    look_up(w[t], w[t + 1], select[j + 1], (j % 2 ? own0 : own1) + (j + 1) / 2 * PLANE, x[(j + 1) % 2]);
+                } else if (t == 0) {
+                    look_up(w[2], w[3], select[0], own0, x[0]);
+                } else if (g + 1 < GROUPS) {
+                    w[0] = next.x, w[1] = next.y, w[2] = next.z, w[3] = next.w;
+                    look_up(w[0], w[1], select[0], own0, x[0]);
+                }
 #pragma unroll
-                    for (int j = 0; j < 4; j++) {
-                        const uint4 v = x[t % 2][j];
-                        mma_u8(d, v.x, v.y, v.z, v.w, ones0, ones1);
-                    }
+                for (int h = 0; h < 2; h++) {
+                    const uint4 v = x[j % 2][h];
+                    mma_u8(d[h], v.x, v.y, v.z, v.w, ones0, ones1);
                 }
             }
         }
-        weights = weights_after;
+        weights = after;
         if (++part == p.per_chunk) {
             add_chunk(p, c, b, blockIdx.x * ROWS, tile, acc);
 #pragma unroll
@@ -348,6 +373,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) stochastic_many(const P
             c++;
         }
         if (more) {
+            negative = signs_of(p.signs + (block + s + 1) * 64);
+            if (s + 2 < slices) places_of(p.places + (block + s + 2) * 256, place);
             wait_for_copies();
             __syncthreads();
             build(shared + (s + 1) % 2 * (2 * PLANE / 4), (const u8 *)(shared + ARRIVED / 4), negative);

@@ -23,10 +23,9 @@ ROWS = 16  # of a block
 _SLICE = 16  # inner dimensions of a table
 SHARED_BYTES = 4 * 256 * 128 + 256 * 144  # two tables of two planes, and rows that have arrived
 _WORKSPACE_BYTES = 2**28  # of places in tables
-_FEWEST_ROWS = 256
 
-# What a block takes for a slice, in clocks: each load of a warp keeps shared memory for 4; and the rest.
-_CLOCKS_OF_TILE, _CLOCKS_OF_TABLE = 16, 900
+# What a block takes for a slice, in clocks of an H200: its 16 warps' tiles, and the tables and y.
+_CLOCKS_OF_TILE, _CLOCKS_OF_TABLE = 320, 2000
 
 
 class Workspace(NamedTuple):
@@ -59,7 +58,7 @@ class Plan:
     tiles: int  # of 8 outputs, a warp's
     threads: int
     slices: int
-    quads: int  # of tiles in all
+    quads: int  # of tiles, in whole blocks
     grid: tuple[int, int, int]
 
     def defines(self, tables: Tables) -> _nvrtc.Defines:
@@ -81,27 +80,23 @@ class Plan:
         return cdiv(self.slices, 8), self.quads, batch
 
 
-def takes(rows: int, shared: int) -> bool:
-    """Whether these kernels are the ones for so many rows on a GPU with so much shared memory for a block."""
-    return rows >= _FEWEST_ROWS and shared >= SHARED_BYTES
-
-
 def plan(
     batch: int, rows: int, outputs: int, chunks: int, chunk: int, *, multiprocessors: int, threads: int = 512
 ) -> Plan:
     """As many outputs a block as make the least time in whole rounds of the GPU."""
-    groups, of_tile = (
-        cdiv(rows, ROWS) * batch,
-        threads // 32 * 8,
-    )  # outputs of a block that has one tile a warp
+    groups, of_tile = cdiv(rows, ROWS), threads // 32 * 8  # outputs of a block that has one tile a warp
 
-    def clocks(tiles: int) -> int:
-        blocks = groups * cdiv(outputs, of_tile * tiles)
-        return cdiv(blocks, multiprocessors) * (tiles * _CLOCKS_OF_TILE * threads // 32 + _CLOCKS_OF_TABLE)
+    def planned(tiles: int) -> Plan:
+        grid = (groups, cdiv(outputs, of_tile * tiles), batch)
+        return Plan(tiles, threads, chunks * cdiv(chunk, _SLICE), grid[1] * of_tile * tiles // 32, grid)
 
-    tiles = min((16, 12, 8, 4), key=clocks)
-    grid = (cdiv(rows, ROWS), cdiv(outputs, of_tile * tiles), batch)
-    return Plan(tiles, threads, chunks * cdiv(chunk, _SLICE), cdiv(outputs, 32), grid)
+    return min((planned(tiles) for tiles in (16, 12, 8, 4)), key=lambda plan: clocks(plan, multiprocessors))
+
+
+def clocks(plan: Plan, multiprocessors: int) -> int:
+    """About what a plan takes: whole rounds of the GPU."""
+    x, y, z = plan.grid
+    return cdiv(x * y * z, multiprocessors) * plan.slices * (plan.tiles * _CLOCKS_OF_TILE + _CLOCKS_OF_TABLE)
 
 
 def workspace(plan: Plan, batch_b: int, device: torch.device) -> Workspace:

@@ -37,7 +37,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,14 +47,9 @@ from fewbits.device import describe
 from fewbits.errors import BadInput, Unsupported
 from fewbits.formats.stochastic import Stochastic
 from fewbits.formats.streams import product_tables
-from fewbits.kernels import (
-    _nvrtc,
-    _stochastic_bits,
-    _stochastic_lookup,
-    _stochastic_many,
-    _stochastic_thermometer,
-)
+from fewbits.kernels import _nvrtc, _stochastic_lookup, _stochastic_many, _stochastic_thermometer
 from fewbits.kernels._launch import constant_when_compiled, triton
+from fewbits.kernels._stochastic_choice import Sizes, kernels_for
 from fewbits.kernels._stochastic_cpu import codes_product
 from fewbits.kernels.dequantize import _from_text, _to_text
 
@@ -207,22 +203,17 @@ def _(
     path = stochastic_path(qa.device, D, value, levels).name
     if path == "definition" or 0 in (*qa.shape, *qb.shape):
         return codes_product(qa, sa, qb, sb, value, levels, level_index)
-    module = _module(path, qa.shape[1], value, levels, describe(qa.device).shared_memory_bytes)
-    chunk, module_of_tables = _chunk(value, D), _stochastic_lookup if module is _stochastic_many else module
+    chunk = _chunk(value, D)
+    module: ModuleType = _stochastic_thermometer
+    if path == "lookup":
+        sizes = Sizes(qa.shape[0], qa.shape[1], qb.shape[1], D, chunk)
+        module = kernels_for(sizes, max(levels), describe(qa.device))
+    module_of_tables = _stochastic_lookup if module is _stochastic_many else module
     tables = module_of_tables.tables_of(_longest(value, levels), levels, chunk, qa.device)
     y = sa.new_empty(qa.shape[0], qa.shape[1], qb.shape[1])  # float32, whatever torch's default is
     operands = [x.contiguous() for x in (qa, sa, qb, sb)]
     module.launch(operands, tables, level_index, chunk, y)
     return y
-
-
-def _module(path: str, rows: int, options: Stochastic, levels: tuple[int, ...], shared: int) -> Any:
-    """What launches a product of so many rows; path "lookup" or "thermometer"."""
-    if path == "thermometer":
-        return _stochastic_thermometer
-    if _stochastic_bits.takes(rows, levels, shared):
-        return _stochastic_bits
-    return _stochastic_many if _stochastic_many.takes(rows, shared) else _stochastic_lookup
 
 
 @_stochastic_codes.register_fake
