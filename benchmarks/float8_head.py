@@ -170,7 +170,8 @@ def main() -> None:
             rows.append(
                 Row(
                     op="float8_head", part=shape, variant=name, format="float8_e4m3", M=M, N=V, K=K,
-                    metric="time", unit="us", low=round(t.p20, 2), value=round(t.p50, 2), high=round(t.p80, 2),
+                    metric="time", unit="us",
+                    low=round(t.p20, 2), value=round(t.p50, 2), high=round(t.p80, 2),
                 )
             )  # fmt: skip
     if args.record:
