@@ -155,15 +155,17 @@ def layer_cost(
     forward_s = qkv_s + product(q) + gate_up_s + product(inner) + attention_s
     travel_s = 2 * T * H * e / machine.host_bandwidth  # one way; the other way hides behind the backward pass
     decoded = max(2 * inner * H, qkv * H) * e if is_packed else 0
+    turns = recipe.lora is None and not is_packed and recipe.linear.weight_operand is not None
+    values = sum(n * k for n, k in shapes.values()) if turns else 0  # kept beside the norms' outputs
     return LayerCost(
         always=2 * T * 4 + 7 * rank * T * e + added,
         inputs=2 * T * H * e,
         attention=T * (qkv + q + turned) * e + T * heads * 4,
         mlp=T * 2 * inner * e,
-        normed=2 * T * H * e,
+        normed=2 * T * H * e + values,
         attention_s=qkv_s + attention_s + norm_s,
         mlp_s=gate_up_s + norm_s,
-        normed_s=2 * norm_s,
+        normed_s=2 * norm_s + 2 * values / machine.bandwidth,
         offload_s=2 * travel_s * _HIDDEN_SHARE + max(0.0, travel_s - forward_s),
         working=max(4 * inner, 2 * qkv + q) * T * e + 3 * T * H * e + decoded,
         plain=T * e * (_PLAIN_RESIDUALS * H + 2 * qkv + _PLAIN_INNERS * inner + q),
@@ -190,17 +192,21 @@ def head_bytes(
     """Working bytes of head and loss: one chunk of logits, or with the model's own loss all of them.
 
     With 8-bit products also their gradient and the rows; copies of a weight that trains are made each time.
+    Where it trains, dW is summed in float32, and a chunk may take as many bytes.
     """
     hidden, vocabulary = int(config["hidden_size"]), int(config["vocab_size"])
     states = 3 * num_tokens * hidden * dtype_bytes
     logits = num_tokens * vocabulary * dtype_bytes
     if not fused:  # transformers keeps the logits, widens them to float32 and takes the gradient of that
         return states + logits + logits // dtype_bytes * 8
-    if recipe is None or recipe.head.is_plain:
-        return states + min(_LOGITS_BYTES, logits)
-    chunk = min(_LOGITS8_BYTES, logits)
-    made = 0 if recipe.lora is not None else head_copies(recipe) * hidden * vocabulary
-    return states + chunk + num_tokens * hidden + made + (chunk // dtype_bytes if recipe.head.gradient else 0)
+    is_plain = recipe is None or recipe.head.is_plain
+    sum_bytes = 0 if recipe is None or recipe.lora is not None else 4 * hidden * vocabulary
+    chunk = min(max(_LOGITS_BYTES if is_plain else _LOGITS8_BYTES, sum_bytes), logits)
+    if recipe is None or is_plain:
+        return states + chunk + sum_bytes
+    copies = 0 if recipe.lora is not None else head_copies(recipe) * hidden * vocabulary
+    gradient = chunk // dtype_bytes if recipe.head.gradient else 0
+    return states + chunk + sum_bytes + num_tokens * hidden + copies + gradient
 
 
 def static_of(model: nn.Module, *, optimizer_bytes: int = 8) -> Memory:
