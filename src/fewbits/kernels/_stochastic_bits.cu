@@ -11,9 +11,10 @@
 //
 // stochastic_bits_a and _b write all words in the order in which lanes of stochastic_bits read them: a record is 16
 // rows and 64 words of each, in 8 steps of the matrix units: 4 words a lane and step, then a lane's signs, bit 7 - k of
-// byte i for word i of step k. A block has 128 rows and 128 outputs, a warp 32 and 64; y stays in shared memory.
+// byte i for word i of step k. A block has 128 rows and 128 outputs, a warp 32 and 16 PAIRS; y stays in shared
+// memory.
 //
-// Compiled at run time with WORDS (a power of 2) defined.
+// Compiled at run time with WORDS (a power of 2) and PAIRS (of tiles of 8 outputs, a warp's: 2 or 4) defined.
 
 typedef unsigned int u32;
 typedef unsigned char u8;
@@ -21,7 +22,7 @@ typedef signed char s8;
 typedef long long i64;
 
 #define LANES 32
-#define THREADS 256
+#define THREADS (1024 / PAIRS)
 #define STEPS 8                           // of the matrix units, a record's
 #define RECORD (STEPS * LANES * 16 + 128)  // bytes
 #define STAGE (16 * RECORD)               // 8 records of a, 8 of b
@@ -120,12 +121,12 @@ static __device__ __forceinline__ void mma_b1(int *d, const u32 *a, u32 b0, u32 
 extern __shared__ u32 shared[];
 #endif
 
-// Start the copies of a stage: a warp has two records.
+// Start the copies of a stage: a warp has one record or two.
 static __device__ __forceinline__ void fetch(const Product &p, int stage, int stages, i64 tile_a, i64 tile_b, u32 to) {
     const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-        const int record = 2 * warp + i;
+    for (int i = 0; i < 512 / THREADS; i++) {
+        const int record = warp * (512 / THREADS) + i;
         const i64 tile = record < 8 ? tile_a + record : tile_b + record - 8;
         const u8 *from = (const u8 *)(record < 8 ? p.bits_a : p.bits_b) + (tile * stages + stage) * RECORD;
         for (int j = lane; j < RECORD / 16; j += LANES) copy_16(to + record * RECORD + j * 16, from + j * 16);
@@ -142,8 +143,8 @@ static __device__ __forceinline__ void negative_of(const u32 *word, u32 signs, u
 }
 
 // The terms of a chunk, added to y.
-static __device__ __forceinline__ void add_chunk(const Product &p, int c, int b, int n, int m, int (*all)[8][4],
-                                                 int (*opposite)[8][4], float *y) {
+static __device__ __forceinline__ void add_chunk(const Product &p, int c, int b, int n, int m, int (*all)[2 * PAIRS][4],
+                                                 int (*opposite)[2 * PAIRS][4], float *y) {
     const float *scales_b = p.sb + ((i64)(p.shared_b ? 0 : b) * p.C + c) * p.M;
     float scale[4], factor[4];
 #pragma unroll
@@ -153,7 +154,7 @@ static __device__ __forceinline__ void add_chunk(const Product &p, int c, int b,
         factor[i] = p.factors[level_of(p, b, at, c)];
     }
 #pragma unroll
-    for (int j = 0; j < 8; j++) {
+    for (int j = 0; j < 2 * PAIRS; j++) {
         float scale_b[2];
 #pragma unroll
         for (int h = 0; h < 2; h++) scale_b[h] = m + 8 * j + h < p.M ? __ldg(scales_b + m + 8 * j + h) : 0.0f;
@@ -164,7 +165,7 @@ static __device__ __forceinline__ void add_chunk(const Product &p, int c, int b,
                 const int count = all[i][j][r] - 2 * opposite[i][j][r], row = 2 * i + r / 2;
                 const float raw = __fmul_rn((float)count, factor[row]);
                 const float term = __fmul_rn(raw, __fmul_rn(scale[row], scale_b[r % 2]));
-                float *sum = y + ((i * 8 + j) * 4 + r) * THREADS;
+                float *sum = y + ((i * 2 * PAIRS + j) * 4 + r) * THREADS;
                 *sum = __fadd_rn(*sum, term);
                 all[i][j][r] = opposite[i][j][r] = 0;
             }
@@ -178,10 +179,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) stochastic_bits(const P
     const i64 tile_b = (p.shared_b ? 0 : (i64)b * p.tiles_b) + 8 * blockIdx.y;
     const u32 base = (u32)__cvta_generic_to_shared(shared);
     float *y = (float *)(shared + SUMS / 4) + threadIdx.x;
-    const int n = 128 * blockIdx.x + 32 * wn + lane / 4, m = 128 * blockIdx.y + 64 * wm + 2 * (lane % 4);
-    int all[2][8][4], opposite[2][8][4];
+    const int n = 128 * blockIdx.x + 32 * wn + lane / 4, m = 128 * blockIdx.y + 16 * PAIRS * wm + 2 * (lane % 4);
+    int all[2][2 * PAIRS][4], opposite[2][2 * PAIRS][4];
 #pragma unroll
-    for (int i = 0; i < 64; i++) {
+    for (int i = 0; i < 16 * PAIRS; i++) {
         (&all[0][0][0])[i] = (&opposite[0][0][0])[i] = 0;
         y[i * THREADS] = 0.0f;
     }
@@ -192,12 +193,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) stochastic_bits(const P
         __syncthreads();
         if (stage + 1 < stages) fetch(p, stage + 1, stages, tile_a, tile_b, base + (stage + 1) % 2 * STAGE);
         const u32 *words = shared + stage % 2 * (STAGE / 4);
-        const u32 *words_a = words + 2 * wn * (RECORD / 4), *words_b = words + (8 + 4 * wm) * (RECORD / 4);
-        u32 signs_a[2], signs_b[4];
+        const u32 *words_a = words + 2 * wn * (RECORD / 4), *words_b = words + (8 + PAIRS * wm) * (RECORD / 4);
+        u32 signs_a[2], signs_b[PAIRS];
 #pragma unroll
         for (int i = 0; i < 2; i++) signs_a[i] = words_a[i * (RECORD / 4) + STEPS * LANES * 4 + lane];
 #pragma unroll
-        for (int j = 0; j < 4; j++) signs_b[j] = words_b[j * (RECORD / 4) + STEPS * LANES * 4 + lane];
+        for (int j = 0; j < PAIRS; j++) signs_b[j] = words_b[j * (RECORD / 4) + STEPS * LANES * 4 + lane];
 #pragma unroll 2
         for (int k = 0; k < STEPS; k++) {
             u32 a[2][4], a0[2][4], a1[2][4];
@@ -209,7 +210,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) stochastic_bits(const P
                 signs_a[i] <<= 1;
             }
 #pragma unroll
-            for (int j = 0; j < 4; j++) {
+            for (int j = 0; j < PAIRS; j++) {
                 const uint4 v = ((const uint4 *)(words_b + j * (RECORD / 4)))[k * LANES + lane];
                 const u32 w[4] = {v.x, v.y, v.z, v.w};
                 u32 w0[4], w1[4];
@@ -234,13 +235,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) stochastic_bits(const P
         }
     }
 #pragma unroll
-    for (int j = 0; j < 8; j++)
+    for (int j = 0; j < 2 * PAIRS; j++)
 #pragma unroll
         for (int i = 0; i < 2; i++)
 #pragma unroll
             for (int r = 0; r < 4; r++) {
                 const int row = n + 16 * i + 8 * (r / 2), output = m + 8 * j + r % 2;
                 if (row < p.N && output < p.M)
-                    p.y[((i64)b * p.N + row) * p.M + output] = y[((i * 8 + j) * 4 + r) * THREADS];
+                    p.y[((i64)b * p.N + row) * p.M + output] = y[((i * 2 * PAIRS + j) * 4 + r) * THREADS];
             }
 }

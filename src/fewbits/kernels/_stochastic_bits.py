@@ -24,6 +24,7 @@ RECORD_BYTES = 8 * 32 * 16 + 128
 SHARED_BYTES = 2 * 16 * RECORD_BYTES + 128 * 128 * 4
 _TILE = 128  # rows and outputs of a block
 _WORDS = 64  # of a code's row in a record
+_PAIRS = 2  # of 8 outputs, a warp's: 16 warps in a block
 _WORKSPACE_BYTES = 2**30  # of a's and of b's bits
 
 
@@ -137,13 +138,13 @@ def _launch_part(
     argument = Product(
         *pointers, *sizes, tables.words_b.shape[0], int(qb.shape[0] == 1), *strides, *(8 * n for n in blocks)
     )
-    defines: _nvrtc.Defines = (("WORDS", tables.words),)
+    defines: _nvrtc.Defines = (("WORDS", tables.words), ("PAIRS", _PAIRS))
     with on_device_of(qa):
         for name, x, n in (("a", qa, blocks[0]), ("b", qb, blocks[1])):
             kernel = _nvrtc.kernel(SOURCE, f"stochastic_bits_{name}", defines, qa.device.index, 0)
             _nvrtc.launch(kernel, (cdiv(stages, 8), 8 * n, x.shape[0]), 256, 0, argument)
         kernel = _nvrtc.kernel(SOURCE, "stochastic_bits", defines, qa.device.index, SHARED_BYTES)
-        _nvrtc.launch(kernel, (blocks[0], blocks[1], qa.shape[0]), 256, SHARED_BYTES, argument)
+        _nvrtc.launch(kernel, (blocks[0], blocks[1], qa.shape[0]), 1024 // _PAIRS, SHARED_BYTES, argument)
 
 
 def _parts(B: int, N: int, B_b: int, M: int, stages: int) -> list[Part]:
