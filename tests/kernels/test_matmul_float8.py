@@ -14,6 +14,7 @@ from fewbits.kernels.matmul_float8 import (
     float8_linear,
     float8_linear_ref,
     float8_weight,
+    float8_weight_pair,
     float8_weight_ref,
     launch_weight,
     scale_row,
@@ -90,6 +91,36 @@ def test_a_weight_of_zeros_or_nan() -> None:
     assert float8_weight(zeros, inverse_scale=1 / weight_scale(zeros)).float().eq(0).all()
     zeros[3, 3] = torch.inf
     assert weight_scale(zeros).isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", [(16, 16), (130, 70), (48, 33)], ids=str)
+def test_a_weight_and_its_transpose_in_one_pass(
+    shape: tuple[int, int], dtype: torch.dtype, kernel_device: str, poisoned_memory: None
+) -> None:
+    N, K = shape
+    wide = torch.randn(N, K + 8, device=kernel_device).to(dtype)
+    wide[1, 2] = torch.nan
+    w = wide[:, :K]
+    inverse = torch.tensor([[100.0]], device=kernel_device)  # some are cut
+    out = torch.empty(N, K, dtype=E4, device=kernel_device)
+    buffer = torch.zeros(K, N + 16, dtype=torch.uint8, device=kernel_device).view(E4)
+    module.launch_weight_pair(w, inverse, out, buffer[:, 8 : 8 + N])
+    alone = torch.empty_like(out)
+    module.launch_weight(w, inverse, alone, False)  # has its own comparison with the definition
+    assert same(out, alone) and same(buffer[:, 8 : 8 + N], out.t())
+    assert buffer[:, :8].float().eq(0).all() and buffer[:, 8 + N :].float().eq(0).all()
+
+
+def test_the_op_of_a_weight_and_its_transpose() -> None:
+    w = torch.randn(32, 48, dtype=torch.bfloat16)
+    inverse = 1 / weight_scale(w)
+    out, turned = torch.zeros(32, 48).to(E4), torch.zeros(48, 40).to(E4)
+    float8_weight_pair(w.t().contiguous().t(), inverse_scale=inverse, out=out, turned=turned[:, :32])
+    assert same(out, float8_weight(w, inverse_scale=inverse)) and same(turned[:, :32], out.t())
+    assert turned[:, 32:].float().eq(0).all()
+    with pytest.raises(BadInput, match="float8_weight_pair writes"):
+        float8_weight_pair(w, inverse_scale=inverse, out=out, turned=turned)
 
 
 def groups_of_weights(dtype: torch.dtype, device: str = "cpu") -> list[list[Tensor]]:

@@ -10,8 +10,10 @@ import torch
 from fewbits.formats import E4M3, E4M3_ROW
 from fewbits.models import fused_parts
 from fewbits.models.fused import fuse, fused_layers
+from fewbits.nn import projection
+from fewbits.nn.keep import KEEP_ALL
 from fewbits.recipes.recipe import Recipe, Rule
-from models.test_fused import adapted
+from models.test_fused import adapted, loss_and_gradients
 from models.tiny import tokens
 
 FULL = Recipe(name="float8", linear=Rule(weight_operand=E4M3, activation=E4M3_ROW, gradient=E4M3_ROW))
@@ -104,3 +106,32 @@ def test_frozen_weights_ask_for_nothing(found: Any) -> None:
     for _ in range(2):
         model(input_ids=ids, labels=ids).loss.backward()
     assert not found["at once"] and len(found["alone"]) == 8, "once each, and kept"
+
+
+@pytest.mark.parametrize("family", ["qwen3", "phi3"])
+def test_keeping_all_keeps_the_transposed_weights_and_changes_nothing(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, ids = adapted(family, FULL, lora=None), tokens(2, 12)
+    fuse(model)
+    made: list[Any] = []
+    true = projection.Projection._float8_weight
+
+    def noted(self: Any, transposed: bool = False) -> Any:
+        made.append(transposed)
+        return true(self, transposed)
+
+    monkeypatch.setattr(projection.Projection, "_float8_weight", noted)
+    products = loss_and_gradients(model, ids)
+    assert len(made) == 2 * 8
+    made.clear()
+    for layer in fused_layers(model):
+        layer.keep = KEEP_ALL
+    everything = loss_and_gradients(model, ids)
+    assert not made, "both ways in one pass"
+    torch.testing.assert_close(everything[0], products[0], rtol=0, atol=0)
+    for name, gradient in products[1].items():
+        torch.testing.assert_close(everything[1][name], gradient, rtol=0, atol=0)
+    with torch.no_grad():
+        model(input_ids=ids)
+    assert made == [False] * 8, "nothing is kept where no backward pass follows"

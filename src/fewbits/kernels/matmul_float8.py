@@ -93,6 +93,37 @@ def _float8_weight_kernel(
         tl.store(out_ptr + offs_n[:, None] * stride_out + offs_k[None, :], w, mask=mask)
 
 
+@jit
+def _float8_weight_pair_kernel(
+    w_ptr, inverse_ptr, out_ptr, turned_ptr, N, K, stride_wn, stride_out, stride_turned,
+    CUT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """A tile of w to 8 bits, written as it is and transposed."""
+    offs_n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    offs_k = tl.program_id(1).to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)
+    mask = (offs_n < N)[:, None] & (offs_k < K)[None, :]
+    w = tl.load(w_ptr + offs_n[:, None] * stride_wn + offs_k[None, :], mask=mask, other=0.0)
+    w = w.to(tl.float32) * tl.load(inverse_ptr)
+    if CUT:
+        w = tl.clamp(w, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
+    w = w.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + offs_n[:, None] * stride_out + offs_k[None, :], w, mask=mask)
+    at = offs_k[:, None] * stride_turned + offs_n[None, :]
+    tl.store(turned_ptr + at, tl.trans(w), mask=tl.trans(mask))
+
+
+def launch_weight_pair(weight: Tensor, inverse_scale: Tensor, out: Tensor, turned: Tensor) -> None:
+    """`float8_weight_ref` of a dense weight (N, K), into ``out``, and transposed, into ``turned``."""
+    N, K = weight.shape
+    if weight.numel() == 0:
+        return
+    with on_device_of(weight):
+        _float8_weight_pair_kernel[(cdiv(N, _TILE_N), cdiv(K, _TILE_K))](
+            weight, inverse_scale, out, turned, N, K, weight.stride(0), out.stride(0), turned.stride(0),
+            CUT=not weight.is_cuda, BLOCK_N=_TILE_N, BLOCK_K=_TILE_K, num_warps=4,
+        )  # fmt: skip
+
+
 def launch_weight(weight: Tensor, inverse_scale: Tensor, out: Tensor, transposed: bool) -> None:
     """`float8_weight_ref` of a dense weight (N, K), rows contiguous, into ``out``, whose rows are too."""
     N, K = weight.shape
@@ -117,7 +148,20 @@ def _case(transposed: bool, block_n: int, block_k: int) -> CompileCase:
     return CompileCase(_float8_weight_kernel, _WEIGHT, constants, _ALIGNED, 4, 89)
 
 
-COMPILE_CASES = (_case(False, 4, 1024), _case(True, _TILE_N, _TILE_K))
+_PAIR = {"w_ptr": "*bf16", "inverse_ptr": "*fp32", "out_ptr": "*fp8e4nv", "turned_ptr": "*fp8e4nv"}
+_PAIR |= dict.fromkeys(("N", "K", "stride_wn", "stride_out", "stride_turned"), "i32")
+_PAIR |= dict.fromkeys(("CUT", "BLOCK_N", "BLOCK_K"), "constexpr")
+_PAIR_ALIGNED = (*(name for name in _PAIR if name.islower()), "N", "K")
+_PAIR_CONSTANTS = {"CUT": False, "BLOCK_N": _TILE_N, "BLOCK_K": _TILE_K}
+
+COMPILE_CASES = (
+    _case(False, 4, 1024),
+    _case(True, _TILE_N, _TILE_K),
+    CompileCase(_float8_weight_pair_kernel, _PAIR, _PAIR_CONSTANTS, _PAIR_ALIGNED, 4, 89),
+    CompileCase(
+        _float8_weight_pair_kernel, _PAIR | {"w_ptr": "*fp32"}, _PAIR_CONSTANTS, _PAIR_ALIGNED, 4, 89
+    ),
+)
 
 
 # 3. The op of a dense weight. The product is torch's own, which the compiler knows.
@@ -134,6 +178,21 @@ def _cuda_weight(weight: Tensor, inverse_scale: Tensor, out: Tensor, transposed:
         out.copy_(float8_weight_ref(weight, transposed, inverse_scale))
     else:
         launch_weight(weight, inverse_scale, out, transposed)
+
+
+@torch.library.custom_op("fewbits::float8_weight_pair", mutates_args=("out", "turned"))
+def _float8_weight_pair(weight: Tensor, inverse_scale: Tensor, out: Tensor, turned: Tensor) -> None:
+    out.copy_(float8_weight_ref(weight, False, inverse_scale))
+    turned.copy_(out.t())
+
+
+@_float8_weight_pair.register_kernel("cuda")
+def _cuda_pair(weight: Tensor, inverse_scale: Tensor, out: Tensor, turned: Tensor) -> None:
+    if weight.dtype == torch.float64:
+        out.copy_(float8_weight_ref(weight, False, inverse_scale))
+        turned.copy_(out.t())
+    else:
+        launch_weight_pair(weight, inverse_scale, out, turned)
 
 
 # 4. The public functions. They have no gradient: they are what autograd nodes of whole layers are made of.
@@ -209,6 +268,29 @@ def float8_weight(
     direct = weight.is_cuda and not torch.compiler.is_compiling()
     (_cuda_weight if direct else _float8_weight)(rows, inverse_scale, out, transposed)
     return out
+
+
+def float8_weight_pair(weight: Tensor, *, inverse_scale: Tensor, out: Tensor, turned: Tensor) -> None:
+    """`float8_weight` of a dense weight (N, K) and of its transpose, which is read once for both.
+
+    Args:
+        weight: rows contiguous.
+        inverse_scale: as in `float8_weight`.
+        out: (N, K) float8_e4m3fn, its rows contiguous but perhaps apart.
+        turned: (K, N), likewise.
+    """
+    _require(weight.device)
+    weight = weight.detach()
+    rows = weight if weight.stride(1) == 1 else weight.contiguous()
+    N, K = rows.shape
+    for made, shape in ((out, (N, K)), (turned, (K, N))):
+        if made.shape != shape or made.dtype != E4M3 or (made.stride(1) != 1 and made.shape[1] != 1):
+            raise BadInput(
+                f"float8_weight_pair writes {shape} of float8_e4m3fn with contiguous rows; it got "
+                f"{tuple(made.shape)}, strides {made.stride()} and {made.dtype}."
+            )
+    direct = rows.is_cuda and not torch.compiler.is_compiling()
+    (_cuda_pair if direct else _float8_weight_pair)(rows, inverse_scale, out, turned)
 
 
 def float8_linear(

@@ -88,8 +88,8 @@ class LayerParts:
         layout = QKVLayout(x.shape[0], *heads, module.head_dim)
         return AttentionHalf(
             norm=self._norm("input_layernorm"),
-            qkv=self._projection(self._qkv, dtype),
-            o=self._projection(("self_attn.o_proj",), dtype),
+            qkv=self._projection(self._qkv, dtype, keep),
+            o=self._projection(("self_attn.o_proj",), dtype, keep),
             layout=layout,
             rotary=rotary,
             attend=self._attend(x, module, mask, kwargs),
@@ -111,8 +111,8 @@ class LayerParts:
         dtype = _products_dtype(x)
         return MLPHalf(
             norm=self._norm("pre_feedforward_layernorm" if self._sandwich else "post_attention_layernorm"),
-            gate_up=self._projection(self._gate_up, dtype),
-            down=self._projection(("mlp.down_proj",), dtype),
+            gate_up=self._projection(self._gate_up, dtype, keep),
+            down=self._projection(("mlp.down_proj",), dtype, keep),
             activation=_ACTIVATIONS[name],
             post_norm=self._norm("post_feedforward_layernorm") if self._sandwich else None,
             keep=keep,
@@ -146,7 +146,7 @@ class LayerParts:
         eps = getattr(module, "variance_epsilon", None)
         return Norm(own_weight(module), module.eps if eps is None else eps, self.spec.norm_offset)
 
-    def _projection(self, paths: tuple[str, ...], dtype: torch.dtype) -> Projection:
+    def _projection(self, paths: tuple[str, ...], dtype: torch.dtype, keep: Keep) -> Projection:
         found = [part_of(self.layer.get_submodule(path), path) for path in paths]
         parts = tuple(part for part, _ in found)
         operands = {o for _, o in found}
@@ -157,8 +157,17 @@ class LayerParts:
         if operands == {FLOAT8}:
             if dtype not in (torch.bfloat16, torch.float32):
                 raise NotFused(f"float8 products come out in bfloat16 or float32, not in {dtype}")
-            return Projection(parts, self._scale(paths, parts))
+            return Projection(parts, self._scale(paths, parts), turned=self._turned(parts, keep))
         raise NotFused(f"{', '.join(paths)} have formats of their operands that no fused product takes")
+
+    def _turned(self, parts: tuple[Part, ...], keep: Keep) -> list[Tensor] | None:
+        """A place for the transposed float8 weights, where all is kept and every weight is made anew anyway.
+
+        FSDP2 gives a gathered layer back after its forward pass: keeping its values would keep them all.
+        """
+        made = all(isinstance(part.weight, Tensor) and part.weight.requires_grad for part in parts)
+        sharded = getattr(self.layer, "_is_fsdp_managed_module", False)
+        return [] if made and keep.normed and not sharded and torch.is_grad_enabled() else None
 
     def _scale(self, paths: tuple[str, ...], parts: tuple[Part, ...]) -> WeightScale:
         """One scale for the weights side by side; kept while they stay the same frozen tensors.

@@ -22,7 +22,8 @@ class Keep:
             not.
         normed: the outputs of both norms, where a weight trains, whose gradient is made from them (that of
             a LoRA branch is made from their inputs). False: they are made again from the input and 1/rms,
-            one pass over memory each.
+            one pass over memory each. With float8 products and weights that train also these weights'
+            transposed values, which are otherwise made from the weights again.
         offload: the two inputs wait in pinned host memory (`fewbits.nn.offload`) for the backward pass.
     """
 
