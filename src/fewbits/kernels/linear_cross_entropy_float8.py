@@ -42,6 +42,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fewbits.kernels._cross_entropy_gradient import register_gradient
 from fewbits.kernels._cross_entropy_triton import KERNEL_DTYPES, Gradient8, launch
 from fewbits.kernels.linear_cross_entropy import (
     Pass,
@@ -49,7 +50,6 @@ from fewbits.kernels.linear_cross_entropy import (
     check_labels,
     outputs,
     over_labels,
-    register_gradient,
     rows_ref,
 )
 from fewbits.kernels.matmul_float8 import (
