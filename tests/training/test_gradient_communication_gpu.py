@@ -1,4 +1,4 @@
-"""The DDP hook over NCCL: the same promise as over gloo. Written without a GPU at hand; not run yet."""
+"""The DDP hook over NCCL: the same promise as over gloo."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ The master weights stay as they are, and so do gradients. An all-gather moves a 
 weights take, half of bfloat16's. Norms, embeddings and the output head travel unchanged.
 
 FSDP2 asks the sharded tensor for ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``; they are put on these
-very tensors, which stay plain ones. Not run on a GPU.
+very tensors, which stay plain ones.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ trained value of the model on every rank (bfloat16; `residual_dtype` can be floa
 weights. Without it the gradient is rounded stochastically, which is right in the mean.
 
 The all-gather of parameters in few bits is `fewbits.training.float8_gather`. With replicas as well (HSDP),
-the all-reduce between replicas stays as it is. With one rank FSDP2 itself calls no communication. Not run on
-a GPU yet; the tests run it over gloo.
+the all-reduce between replicas stays as it is. With one rank FSDP2 itself calls no communication. The
+tests run it over gloo; on four H200s its step took what bfloat16's did.
 """
 
 from __future__ import annotations
