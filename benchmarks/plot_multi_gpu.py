@@ -50,9 +50,7 @@ def main() -> None:
             panel.barh(names, values, color=colours, height=0.68)
             for i, value in enumerate(values):
                 panel.text(value, i, f" {value:,.0f}", va="center", fontsize=8)
-            panel.set_title(
-                f"70B, {options.batch} tokens on each of two H200s: {title}", fontsize=9, loc="left"
-            )
+            panel.set_title(title, fontsize=9, loc="left")
             panel.set_xlim(0, max(values) * 1.2)
             panel.xaxis.set_visible(False)
             panel.tick_params(axis="y", length=0)
