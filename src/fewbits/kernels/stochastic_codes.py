@@ -15,22 +15,23 @@ its row or column NaN. There is no gradient here.
 
 Paths, all exact; `stochastic_path` says which one a product takes, and why not a faster one:
 
-* "lookup", on CUDA: counts looked up in shared memory, a table for each row and 128 (with 8 rows 64)
-  dimensions, in CUDA C++ compiled at run time (_stochastic_lookup.cu): 1, 2, 4 or, for many, 8 rows a block.
+* "lookup", on CUDA, in CUDA C++ compiled at run time: the quickest of three by estimate (_stochastic_choice.py).
+  Few rows look up counts in shared memory, a table for each row and 128 dimensions (_stochastic_lookup.cu).
+  Many rows do so for 16 rows at a time (_stochastic_many.cu); with short streams they multiply the streams'
+  own bits on matrix units (_stochastic_bits.cu). In all of these matrix units make the sums.
 * "thermometer", on CUDA: streams as one INT8 matrix product in Triton (_stochastic_thermometer.py); where
   NVRTC is missing, or counts do not fit the tables of the first.
 * "definition": plain torch (_stochastic_cpu.py), on a CPU, and where there is no Triton.
 
-Floors on an H200 (4.28 TB/s of a copy, 132 multiprocessors at 1.85 GHz), for Llama-3.1-8B's gate projection:
+Floors on an H200 (4.28 TB/s of a copy, 132 multiprocessors at 1.8 GHz), for Llama-3.1-8B's gate projection:
 
 * bytes: weights once, ``M * D * (1 + 4 / chunk_d)``: 60.6 MB, 14.1 us
-* lookups, 32 words a clock and multiprocessor, a word holding 1 row or 4: ``M * D * ceil(N / 4)`` words:
-  7.5 us for up to 4 rows, 3.85 ms for 2048
-* instructions, 4 a clock and multiprocessor, counted in the SASS of sm_90: 10.9 us for a row, 18.8 us for 4,
-  7.95 ms for 2048, 6.4 ms below 128 steps, 5.2 ms below 32. This is what binds but for one row.
+* lookups, 32 words a clock and multiprocessor, a word holding 4 rows: ``M * D * ceil(N / 4)`` words: 7.7 us
+  for up to 4 rows, 4.0 ms for 2048
+* bits, three products of ``N * M * D * L`` at the 5.1e15 multiply-adds a second that mma.sync reaches with
+  them: 2.3 ms for 2048 rows and 32 steps, 4.5 ms for 64
 
-No path has been run on a GPU yet: the lookup's own source runs on a CPU in the tests, the other in Triton's
-interpreter, and these times are estimates. docs/stochastic-kernels.md has all of them.
+docs/stochastic-kernels.md has what was measured beside them.
 """
 
 from __future__ import annotations
