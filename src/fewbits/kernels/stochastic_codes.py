@@ -16,9 +16,10 @@ its row or column NaN. There is no gradient here.
 Paths, all exact; `stochastic_path` says which one a product takes, and why not a faster one:
 
 * "lookup", on CUDA, in CUDA C++ compiled at run time: the quickest of three by estimate
-  (_stochastic_choice.py). Few rows look up counts in shared memory, a table for each row and 128 dimensions (_stochastic_lookup.cu).
-  Many rows do so for 16 rows at a time (_stochastic_many.cu); with short streams they multiply the streams'
-  own bits on matrix units (_stochastic_bits.cu). In all of these matrix units make the sums.
+  (_stochastic_choice.py). Few rows look up counts in shared memory, a table for each row and 128 dimensions
+  (_stochastic_lookup.cu). Many rows do so for 16 rows at a time (_stochastic_many.cu); with short streams
+  they multiply the streams' own bits on matrix units (_stochastic_bits.cu). In all, matrix units make the
+  sums.
 * "thermometer", on CUDA: streams as one INT8 matrix product in Triton (_stochastic_thermometer.py); where
   NVRTC is missing, or counts do not fit the tables of the first.
 * "definition": plain torch (_stochastic_cpu.py), on a CPU, and where there is no Triton.
