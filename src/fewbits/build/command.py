@@ -17,6 +17,7 @@ _SOURCES = {
     **dict.fromkeys((".cc", ".cpp", ".cxx", ".c++", ".ii", ".C", ".cp", ".mm", ".cu"), "c++"),
     **dict.fromkeys((".s", ".S", ".asm"), "as"),
 }
+_COMPILES = frozenset(("-c", "-S", "-dc", "-dw", "--compile", "-ptx", "-cubin"))
 _DEVICE_STAGES = ("cicc", "ptxas", "cudafe++", "fatbinary", "nvlink")
 # Options whose value is the next word; a value is never taken for a source file.
 _VALUED = {
@@ -80,9 +81,7 @@ class Command:
     @property
     def compiles(self) -> bool:
         """Whether it turns one source into one object."""
-        return bool(self.source) and any(
-            a in ("-c", "-S", "-dc", "-dw", "--compile", "-ptx", "-cubin") for a in self.args
-        )
+        return bool(self.source) and not _COMPILES.isdisjoint(self.args)
 
     def place(self, name: str) -> str:
         """A path that the command names, as text."""
@@ -111,8 +110,7 @@ def read_command(tool: str, args: Sequence[str], cwd: str) -> Command:
         return Command(tool, tuple(args), cwd, name, source, output, ",".join(archs), plain)
     kind = "c++" if _CXX.search(name) else "c" if _C.search(name) else name
     if kind in ("c", "c++"):
-        compiles = any(a in ("-c", "-S") for a in args)
-        kind = _language(args, source, kind) if compiles else "link"
+        kind = "link" if {"-c", "-S"}.isdisjoint(args) else _language(args, source, kind)
     return Command(tool, tuple(args), cwd, kind, source if kind != "link" else "", output, plain=plain)
 
 

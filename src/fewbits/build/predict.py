@@ -218,11 +218,16 @@ _realpath = cache(os.path.realpath)
 _normal = lru_cache(4096)(normal)
 
 
+@lru_cache(4096)
+def _flags(words: tuple[str, ...]) -> str:
+    return " ".join([normal(word) for word in words])
+
+
 def keys_of(command: Command, unit: str, stage_name: str, arch: str, digest: str) -> tuple[str, ...]:
     """The keys of a stage: by content and flags, by name and flags, by name."""
     tool = _realpath(command.tool)
-    flags = " ".join([_normal(a) for a in command.args if a.startswith("-")])
-    folder = normal(command.cwd)
+    flags = _flags(tuple([a for a in command.args if a.startswith("-")]))
+    folder = _normal(command.cwd)
     wide = (stage_name, arch, unit)
     parts = [(*wide, folder), (*wide, folder, tool, flags)]
     if digest:
