@@ -95,6 +95,8 @@ def test_a_weight_of_zeros_or_nan() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("shape", [(16, 16), (130, 70), (48, 33)], ids=str)
+@pytest.mark.gpu
+@pytest.mark.interpret
 def test_a_weight_and_its_transpose_in_one_pass(
     shape: tuple[int, int], dtype: torch.dtype, kernel_device: str, poisoned_memory: None
 ) -> None:

@@ -14,6 +14,8 @@ DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 @pytest.mark.parametrize("to", DTYPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(1,), (3, 17), (2, 4096), (4097,), (0, 5)], ids=str)
+@pytest.mark.gpu
+@pytest.mark.interpret
 def test_kernel_equals_the_definition(
     shape: tuple[int, ...],
     dtype: torch.dtype,
