@@ -282,8 +282,10 @@ static __device__ __forceinline__ void store_columns(Columns columns, int task, 
 }
 
 // The tables of the block's slices, from their places (GROUP, ROWS, 128); and their slopes. All that a warp reads is
-// under way before it writes, but for blocks of fewer threads than usual.
-static __device__ __forceinline__ void build(const Product &p, const u32 *places, u32 *table, u32 *slopes) {
+// under way before it writes, but for blocks of fewer threads than usual; ``then`` comes in between.
+template <class Then>
+static __device__ __forceinline__ void build(const Product &p, const u32 *places, u32 *table, u32 *slopes, Then then) {
+    static_assert(GROUP * PLANES * 8 >= WARPS, "each warp builds");
     const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
 #if LINEAR
     u32 slope[SLOPE_ROUNDS][4];
@@ -305,6 +307,7 @@ static __device__ __forceinline__ void build(const Product &p, const u32 *places
         Columns columns[2];
         columns[0] = load_columns(p, places, task);
         if (other < GROUP * PLANES * 8) columns[1] = load_columns(p, places, other);
+        if (task == warp) then();
         store_columns(columns[0], task, table);
         if (other < GROUP * PLANES * 8) store_columns(columns[1], other, table);
     }
@@ -471,7 +474,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) stochastic_loo
     }
     await_previous();
     let_next_start();
-    Row rows[ROUNDS];  // first of all, for what is read next waits behind the weights
+    Row rows[ROUNDS];  // first of all, for what is read later waits behind the weights
 #pragma unroll
     for (int i = 0; i < ROUNDS; i++) {
         const int task = warp + i * WARPS;
@@ -479,12 +482,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) stochastic_loo
     }
     Weights w[STAGES];  // a ring: slices of a tile, then those of the warp's next tile
     int m = begin + warp * TILE;
-#pragma unroll
-    for (int i = 0; i < STAGES; i++) {
+    const auto load = [&](int i) {
         const int tile = m + i / GROUP * WARPS * TILE;
         w[i] = {};
         if (tile < end) load_tile(p, weights[i % GROUP], left[i % GROUP], tile + lane / 4 * 2, w + i);
-    }
+    };
+#pragma unroll
+    for (int i = 0; i < STAGES / 2; i++) load(i);
 #pragma unroll
     for (int i = 0; i < ROUNDS; i++) {
         const int task = warp + i * WARPS, row = n + task % ROWS;
@@ -500,7 +504,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) stochastic_loo
         }
     }
     __syncthreads();
-    build(p, places, shared, slopes);
+    build(p, places, shared, slopes, [&] {  // tables first: they would wait behind so many weights
+#pragma unroll
+        for (int i = STAGES / 2; i < STAGES; i++) load(i);
+    });
     __syncthreads();
     u32 own[8];
 #pragma unroll
