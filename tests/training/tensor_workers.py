@@ -16,10 +16,13 @@ from fewbits.recipes.recipe import LoRA, Recipe, Rule
 from fewbits.training.fsdp import local_bytes, shard
 from fewbits.training.optimizer import AdamW8bit
 from fewbits.training.sharded_checkpoint import export, load_sharded, write_sharded
+from fewbits.training.sharded_loading import load_sharded_model
+from fewbits.training.tensor_loading import load_tensor_parallel_model
 from fewbits.training.tensor_parallel import clip_grad_norm, tensor_parallel, tensor_parallel_of
 from fewbits.training.whole_views import whole_views
 from models.tiny import tiny, tokens
 from training.fsdp_workers import FORMATS, ROWS, full, mean_over_ranks
+from training.sharded_workers import Allocations
 
 # wide enough for blocks of 64 along half of the columns
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
@@ -158,3 +161,28 @@ def read(folder: str, data: int) -> list[Any]:
 
 
 __all__ = ["both", "build", "curves", "norm_of", "optimizer_of", "read", "train_without_clipping", "write"]
+
+
+def loaded(folder: str, steps: int) -> dict[str, Any]:
+    """Models whose linears are cut as soon as they are read: all they hold, and what they learn."""
+    mesh = init_device_mesh("cpu", (distributed.get_world_size(),), mesh_dim_names=("tensor",))
+    found = {}
+    for kind in ("nf4", "nf4_dq", "packed", "full"):
+        packs = {"linear": Rule(weight=FORMATS[kind])} if kind in FORMATS else {}
+        how = {
+            "recipe": None if kind == "packed" else Recipe(name=kind, **packs),
+            "lora": None if kind == "full" else LoRA(r=4),
+            "dtype": torch.float32,
+        }
+        where = f"{folder}/{'packed' if kind == 'packed' else 'plain'}"
+        reference, _ = load_sharded_model(where, **how)
+        want = full(reference, trained=False)
+        alone, _ = train_without_clipping(reference, steps)
+        with Allocations() as allocations:
+            model, receipt = load_tensor_parallel_model(where, mesh, **how)
+        held = {name: view.full_tensor().clone() for name, view in whole_views(model).items()}
+        losses, _ = train_without_clipping(model, steps)
+        odd = [n for n, t in held.items() if n not in want or not torch.equal(t, want[n])]
+        found[kind] = {"odd": odd, "losses": losses, "alone": alone, "receipt": str(receipt)}
+        found[kind] |= {"most": allocations.most, "bytes": local_bytes(model)}
+    return found

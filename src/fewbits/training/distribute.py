@@ -7,6 +7,7 @@ import platform
 import secrets
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -167,7 +168,7 @@ def load_distributed(config: TrainConfig, layout: Layout) -> Built:
     """The model of the configuration, spread as the layout says."""
     if not layout.is_sharded:
         return load_model(config)
-    if layout.kind == "fsdp" and layout.data_size == layout.ranks.size and _comes_in_shares(config):
+    if _comes_in_shares(config):
         return _load_in_shares(config, layout)
     return load_model(config, spread=lambda model: _spread(model, config, layout))
 
@@ -184,18 +185,24 @@ def _load_in_shares(config: TrainConfig, layout: Layout) -> Built:
 
     from fewbits.models.attention import attention_receipt, use_attention
     from fewbits.training.sharded_loading import load_sharded_model
+    from fewbits.training.tensor_loading import load_tensor_parallel_model
 
     recipe, lora = recipe_of_config(config)
+    data, tensor = _meshes(config, layout)
     options: dict[str, Any] = {"recipe": recipe, "lora": lora, "seed": config.seed}
-    options |= {"mesh": _meshes(config, layout)[0], "reshard_after_forward": not config.keep_gathered}
+    options["reshard_after_forward"] = not config.keep_gathered
+    if tensor.size() > 1:
+        load = partial(load_tensor_parallel_model, config.model, tensor, data)
+    else:
+        load = partial(load_sharded_model, config.model, mesh=data)
     if lora is None and config.dtype == "auto":  # float32 weights, 16-bit products
         options |= {"dtype": torch.float32, "compute_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
     elif config.dtype != "auto":
         options["dtype"] = getattr(torch, config.dtype)
     try:
-        model, receipt = load_sharded_model(config.model, **options)
+        model, receipt = load(**options)
     except SpecMismatch as error:  # a family whose decoder is not fused
-        model, receipt = load_sharded_model(config.model, fused=False, **options)
+        model, receipt = load(fused=False, **options)
         receipt.notes.append(f"the decoder is not fused: {error}")
     lines = [str(receipt), use_attention(model)]
     lines += attention_receipt(model, seq_len=config.max_seq_length, packed=config.packing, dtype=None)

@@ -76,17 +76,16 @@ def load_sharded_model(
         Unsupported: packed weights without adapters, or what `shard` refuses.
     """
     mesh = data_mesh() if mesh is None else mesh
-    device = _device(mesh)
-    source, config = _open(where, seed, device)
-    recipe = _written_recipe(config) or recipe
-    model, receipt = _empty(config, recipe, lora, dtype)
+    device = mesh_device(mesh)
+    source, config, recipe = open_source(where, seed, device, recipe)
+    model, receipt = empty_model(config, recipe, lora, dtype)
     if fused:
         receipt.notes.extend(str(fuse(model)).splitlines())
     float8 = options.pop("float8_all_gather", False)
     sharded = shard(model, mesh, **options)
     _make_room(model, device)
     with source:
-        _fill(model, source, seed)
+        fill(model, source, seed)
     if float8:  # it is asked of the tensors that now are
         from fewbits.training.float8_gather import gather_in_float8
 
@@ -98,9 +97,18 @@ def load_sharded_model(
 # 1. A model without values.
 
 
-def _device(mesh: Any) -> torch.device:
+def mesh_device(mesh: Any) -> torch.device:
+    """This rank's device."""
     kind = mesh.device_type
     return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+
+
+def open_source(
+    where: Any, seed: int, device: torch.device, recipe: Recipe | None
+) -> tuple[_Folder | _Random, Any, Recipe | None]:
+    """Where values come from, the model's configuration, and the recipe: the folder's own or the given."""
+    source, config = _open(where, seed, device)
+    return source, config, _written_recipe(config) or recipe
 
 
 def _open(where: Any, seed: int, device: torch.device) -> tuple[_Folder | _Random, Any]:
@@ -127,7 +135,9 @@ def _written_recipe(config: Any) -> Recipe | None:
     return FewbitsConfig(**dict(written)).recipe
 
 
-def _empty(config: Any, recipe: Recipe | None, lora: LoRA | None, dtype: torch.dtype) -> tuple[Any, Receipt]:
+def empty_model(
+    config: Any, recipe: Recipe | None, lora: LoRA | None, dtype: torch.dtype
+) -> tuple[Any, Receipt]:
     """The model on the meta device; its buffers (rotary frequencies) are real, for nobody stores them."""
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
@@ -240,8 +250,17 @@ def _generator(seed: int, name: str, device: torch.device | str = "cpu") -> torc
 
 
 @torch.no_grad()
-def _fill(model: nn.Module, source: _Folder | _Random, seed: int) -> None:
+def fill(
+    model: nn.Module,
+    source: _Folder | _Random,
+    seed: int,
+    begin: str = "",
+    without: tuple[str, ...] = (),
+) -> None:
+    """Give parameters their values: those whose names begin so, and not so."""
     for full_name, parameter in model.named_parameters():  # a tied weight is there once
+        if not full_name.startswith(begin) or (without and full_name.startswith(without)):
+            continue
         name = _plain(full_name)
         path, _, leaf = full_name.rpartition(".")
         module = model.get_submodule(path)

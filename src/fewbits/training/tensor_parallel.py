@@ -13,6 +13,7 @@ GPU.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -48,12 +49,13 @@ class TensorParallel:
     mesh: Any = None
 
 
-def tensor_parallel(model: Any, mesh: Any) -> Receipt:
+def tensor_parallel(model: Any, mesh: Any, *, before: Callable[[str], None] | None = None) -> Receipt:
     """Cut the layers of ``model`` for the ranks of ``mesh``, in place; before it is sharded.
 
     Args:
         model: a model that is whole and the same on all these ranks; with adapters the PeftModel.
         mesh: a device mesh of one dimension.
+        before: called with the name of each linear before it is cut, where that has no values until then.
 
     Returns:
         What was cut, and how.
@@ -70,6 +72,8 @@ def tensor_parallel(model: Any, mesh: Any) -> Receipt:
     for name in layer_names(model, spec):
         layer: Any = model.get_submodule(name)
         for path, axis in axes.items():
+            if before is not None:
+                before(f"{name}.{path}")
             _cut_linear(model, f"{name}.{path}", axis, state, receipt)
         layer.tensor_group = group
         for norm in ("self_attn.q_norm", "self_attn.k_norm"):
