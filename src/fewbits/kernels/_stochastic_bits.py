@@ -20,10 +20,10 @@ from fewbits.kernels._launch import cdiv, next_power_of_2, on_device_of
 
 SOURCE = "_stochastic_bits.cu"
 CODES = 128
-RECORD_BYTES = 8 * 32 * 16 + 128
+RECORD_BYTES = 4 * 32 * 32
 SHARED_BYTES = 2 * 16 * RECORD_BYTES + 128 * 128 * 4
 _TILE = 128  # rows and outputs of a block
-_WORDS = 64  # of a code's row in a record
+_WORDS = 32  # of a row in a record
 _PAIRS = 4  # of 8 outputs, a warp's: 8 warps in a block, quicker than 16
 _WORKSPACE_BYTES = 2**30  # of a's and of b's bits
 

@@ -55,6 +55,6 @@ def estimated_clocks(sizes: Sizes, longest: int, gpu: Device) -> dict[ModuleType
         words = _stochastic_bits.words_of(longest)
         waves = cdiv(batch * cdiv(rows, 128) * cdiv(outputs, 128), gpu.multiprocessors)
         expansion = batch * (rows + outputs) * inner * words * _EXPANSION_CLOCKS / gpu.multiprocessors
-        padded = cdiv(inner, chunk) * 64 * cdiv(chunk * words, 64)
+        padded = cdiv(inner, chunk) * 32 * cdiv(chunk * words, 32)
         clocks[_stochastic_bits] = waves * padded * _BITS_CLOCKS + expansion
     return clocks
