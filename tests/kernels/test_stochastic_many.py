@@ -174,3 +174,20 @@ def test_the_kernels_of_a_product(sizes, longest: int, module) -> None:
     chunked = choice.Sizes(*sizes, min(128, sizes[3]) if sizes[0] == 1 else sizes[3])
     assert choice.kernels_for(chunked, longest, gpu_of(227 * 1024)) is module
     assert choice.kernels_for(chunked, longest, gpu_of(99 * 1024)) is lookup
+
+
+@pytest.mark.parametrize(
+    "capability",
+    [pytest.param(sm, marks=[] if sm == 90 else pytest.mark.slow) for sm in (80, 90, 100)],
+)
+def test_compiles_to_machine_code(capability: int) -> None:
+    """By NVRTC, without a GPU, where shared memory holds a block."""
+    from fewbits.kernels import _nvrtc
+
+    if _nvrtc.missing():
+        pytest.skip(str(_nvrtc.missing()))
+    tables = lookup.tables_of(STOCHASTIC, (128,), 128, torch.device("cpu"))
+    assert tables is not None
+    plan = many.plan(1, 2048, 4096, 32, 128, multiprocessors=132)
+    assert _nvrtc.cubin(many.SOURCE, plan.defines(tables), capability)[:4] == b"\x7fELF"
+    assert _nvrtc.cubin(bits.SOURCE, bits.defines_of(1), capability)[:4] == b"\x7fELF"
