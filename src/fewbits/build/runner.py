@@ -207,7 +207,7 @@ class _Run:
         options.units = window.units or slots + 2
         environ = {**self.environ, **window.variables}
         child = child_environment(tools, environ, run_folder=run_folder, jobs=slots + 2, keep=self.keep)
-        cpu_before = sum(os.times()[:2])
+        cpu_before = time.process_time()
         controller = Controller(options, history, intake, trace, budget, on_tick=self.on_tick)
         try:
             if window.note:
@@ -226,11 +226,11 @@ class _Run:
             self.notes.append(f"not caught, and only counted: {names}; they were started by their own paths")
         code = 128 + self.asked_to_stop if self.asked_to_stop else _code(self.status or 0)
         given = self.settings.memory_bytes or controller.budget_bytes
+        cpu_s = time.process_time() - cpu_before  # for the seconds that the profile names, without making it
         profile = trace.profile(code=code, budget_bytes=given, verdicts=controller.verdicts)
         profile["notes"] = self.notes
-        times = os.times()
         profile["controller"] = {
-            "cpu_s": round(times.user + times.system - cpu_before, 3),
+            "cpu_s": round(cpu_s, 3),
             "ticks": controller.ticks,
             "tick_ms": round(1000 * controller.tick_cpu_s / max(1, controller.ticks), 3),
             "peak_rss_bytes": own_peak_bytes(),
