@@ -17,6 +17,7 @@ _FEW_ROWS = 16  # for which nothing else than lookups comes into question
 _LOOKUP_CLOCKS = 0.037  # of a multiprocessor, for a product of two codes
 _TABLE_CLOCKS = 2500  # for the tables of 4 rows and 128 dimensions
 _BITS_CLOCKS = 137  # of a block of 128 rows and outputs, for a word of 32 steps
+_WITHOUT_BITS = (10, 0)  # from here on products of bits are made of other instructions
 _EXPANSION_CLOCKS = 0.45  # of a multiprocessor, for a word of an operand
 
 
@@ -51,7 +52,8 @@ def estimated_clocks(sizes: Sizes, longest: int, gpu: Device) -> dict[ModuleType
             batch, rows, outputs, cdiv(inner, chunk), chunk, multiprocessors=gpu.multiprocessors
         )
         clocks[_stochastic_many] = _stochastic_many.clocks(plan, gpu.multiprocessors)
-    if longest and gpu.shared_memory_bytes >= _stochastic_bits.SHARED_BYTES:
+    has_bits = gpu.capability is not None and gpu.capability < _WITHOUT_BITS
+    if longest and has_bits and gpu.shared_memory_bytes >= _stochastic_bits.SHARED_BYTES:
         words = _stochastic_bits.words_of(longest)
         waves = cdiv(batch * cdiv(rows, 128) * cdiv(outputs, 128), gpu.multiprocessors)
         expansion = batch * (rows + outputs) * inner * words * _EXPANSION_CLOCKS / gpu.multiprocessors
