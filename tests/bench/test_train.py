@@ -101,7 +101,7 @@ def test_scales_of_earlier_steps_are_checked_on_a_later_step() -> None:
 
 @pytest.mark.parametrize("name", ["ours:nf4-fp8-head", "ours:full-fp8-head"])
 def test_a_head_in_fp8_is_checked_by_its_own_arithmetic(name: str) -> None:
-    """What the decoder alone may be off by is less; and a scale that is twice what it must be does not pass."""
+    """What the decoder alone may be off by is less; a scale twice what it must be does not pass."""
     job, made = built(name)
     right = check(job, made.model)
     assert right.failures == () and "head too" in job.configuration.format

@@ -14,10 +14,11 @@ Terms used throughout the library:
 from __future__ import annotations
 
 import dataclasses
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,9 +37,16 @@ class Format(ABC):
 
     Attributes:
         name: the registry's name; with no field changed it resolves to this very value.
+        text: the value as JSON for `format_from_config`, which is how an op takes a format. It is made with
+            the value: torch 2.11's compiler reads attributes but calls no function with a frozen value.
     """
 
     name: str
+    text: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        object.__setattr__(self, "text", json.dumps(fields))
 
     @abstractmethod
     def layout(self, shape: tuple[int, ...]) -> dict[str, PartSpec]:

@@ -119,6 +119,7 @@ class Stochastic(Format):
                 f'chunk_d={self.chunk_d} needs granularity "per_row" and mode "bipolar", not '
                 f'"{self.granularity}" and "{self.mode}"; use chunk_d=0.'
             )
+        super().__post_init__()
 
     def _check_numbers(self) -> None:
         lowest, highest = (2, 12) if self.bipolar else (1, 11)

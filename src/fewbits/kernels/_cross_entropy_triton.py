@@ -9,6 +9,7 @@ first pass knows what the gradient will not exceed.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -205,7 +206,9 @@ _ALL = {**_PLAIN, "SMOOTH": True, "SOFT_CAP": True, "SCALED": True}
 _E4M3 = {**_SIGNATURE, "q_ptr": "*fp8e4nv"}
 
 
-def _case(signature: dict[str, str], constants: dict[str, object], aligned: tuple[str, ...]) -> CompileCase:
+def _case(
+    signature: Mapping[str, str], constants: Mapping[str, object], aligned: tuple[str, ...]
+) -> CompileCase:
     warps = min(max(int(str(constants["BLOCK_V"])) // 512, 1), 16)
     capability = 89 if constants["LARGEST"] else 80
     return CompileCase(_cross_entropy_kernel, signature, constants, aligned, warps, capability)

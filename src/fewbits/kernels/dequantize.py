@@ -32,7 +32,7 @@ from torch import Tensor
 
 from fewbits.errors import BadInput
 from fewbits.formats import FORMATS
-from fewbits.formats.base import Format, Packed, format_from_config, format_to_config
+from fewbits.formats.base import Format, Packed, format_from_config
 from fewbits.formats.codebook import Codebook
 from fewbits.formats.float8 import Float8
 from fewbits.formats.integer import Integer
@@ -41,7 +41,6 @@ from fewbits.kernels import _dequantize_cuda
 from fewbits.kernels._launch import (
     CompileCase,
     cdiv,
-    constant_when_compiled,
     jit,
     next_power_of_2,
     on_device_of,
@@ -360,11 +359,9 @@ def _named(parts: Sequence[Tensor], format: str, shape: Sequence[int]) -> Packed
     return Packed(value, tuple(shape), torch.float32, dict(zip(names, parts, strict=True)))
 
 
-@lru_cache(maxsize=64)
-@constant_when_compiled
 def _to_text(format: Format) -> str:
     """A format as an op's argument."""
-    return json.dumps(format_to_config(format, FORMATS))
+    return format.text
 
 
 @lru_cache(maxsize=64)

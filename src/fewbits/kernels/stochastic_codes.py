@@ -160,15 +160,20 @@ def _longest(options: Stochastic, levels: tuple[int, ...]) -> Stochastic:
 
 @lru_cache(maxsize=64)
 @constant_when_compiled
-def _longest_text(options: Stochastic, levels: tuple[int, ...]) -> str:
-    return _to_text(_longest(options, levels))
+def _longest_text(options: str, levels: tuple[int, ...]) -> str:
+    return _to_text(_longest(_options(options), levels))
 
 
 @lru_cache(maxsize=64)
 @constant_when_compiled
+def _same_masks(options: str, levels: tuple[int, ...]) -> bool:
+    stochastic = _options(options)
+    return len({stochastic.with_length(length).masks(256) for length in levels if length}) <= 1
+
+
 def same_masks(options: Stochastic, levels: tuple[int, ...]) -> bool:
     """Whether streams of these lengths have the same masks, as the streams of one product must."""
-    return len({options.with_length(length).masks(256) for length in levels if length}) <= 1
+    return _same_masks(options.text, levels)
 
 
 def _chunk(options: Stochastic, D: int) -> int:
@@ -286,7 +291,7 @@ def stochastic_codes(
         raise BadInput(
             f"level_index is on {level_index.device} and a on {qa.device}; move both to one device."
         )
-    y: Tensor = _stochastic_codes(qa, sa, qb, sb, _longest_text(options, levels), levels, level_index)
+    y: Tensor = _stochastic_codes(qa, sa, qb, sb, _longest_text(options.text, levels), levels, level_index)
     return y[0] if two else y
 
 
