@@ -17,7 +17,7 @@ Measured on a CPU, normal values, 64 x 256 x 2048 in chunks of 128, ``|y - count
     full  (256 steps)      0.0195  0.0111  0.0090  0.0060  0.0033  0.0018
     halve, 32 steps        0.1285  0.0624  0.0416  0.0217  0.0105  0.0049
 
-Operations: ``2 N M D`` in bfloat16 and R times that in float8, at twice the rate, beside writing the features,
+Operations: ``2 N M D`` in bfloat16 and R times that in float8, at twice the rate, beside writing features,
 R bytes for each code. Rank 16 takes 11.2 times torch's bf16 product at 2048 x 4096 x 14336 on an H200
 (docs/stochastic-kernels.md). There is no gradient.
 """
