@@ -1,77 +1,56 @@
 #!/usr/bin/env bash
-# What no GPU has run yet, in one call of at most nine minutes; the table comes last.
+# What waits for GPUs, in one call of five minutes on four H200s; the table comes last.
 #   benchmarks/gpu_next.sh COMMIT [FOLDER]     logs and rows go to FOLDER, default ./outputs
-#   CPU=1 benchmarks/gpu_next.sh COMMIT        a trial of the script itself, without a GPU
-# A stage that fails or runs out of time is named in the table and stops nothing. No row of results.csv may be
-# published from a run whose tests failed.
+#   PEERS=/folder/of/packages ...              where Unsloth, torchao and bitsandbytes are, if they are not installed
+# Three lanes run side by side: the first GPU, the second, and the last two. A stage that fails or runs out of time is
+# named in the table and stops nothing. No row may be published from a run whose tests failed.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 commit=${1:?which commit is this?}
 out=${2:-outputs}
-mkdir -p "$out"
-rm -f "$out/results.csv" "$out/table.txt"
-export PYTHONPATH=src PYTHONUNBUFFERED=1
+mkdir -p "$out/fsdp" "$out/peer"
+rm -f "$out/table.txt"
+export PYTHONPATH=src PYTHONUNBUFFERED=1 OMP_NUM_THREADS=4
 python=${PYTHON:-python3}
+peers=(env "PYTHONPATH=src${PEERS:+:$PEERS}")
+marked=("$python" -m pytest -q -p no:cacheprovider --timeout 100 -rfE --ignore tests/models/test_trl.py)
+folders=(tests/kernels tests/nn tests/models tests/inference tests/training)
 
-stage() { # NAME SECONDS COMMAND...: its last lines, and a line of the table
-    local name=$1 limit=$2 began=$SECONDS
+stage() { # NAME SECONDS COMMAND...: a log, and a line of the table
+    local name=$1 limit=$2 began=$SECONDS code
     shift 2
-    local left=$((530 - began)) code=skipped
-    if [ "$left" -ge 10 ]; then
-        timeout $((limit < left ? limit : left)) "$@" > "$out/$name.log" 2>&1
-        code=$?
-    else
-        echo "no time was left" > "$out/$name.log"
-    fi
-    echo "== $name: exit $code after $((SECONDS - began)) s"
-    tail -n 12 "$out/$name.log"
-    printf '%-16s exit %-4s %4s s  %s\n' "$name" "$code" "$((SECONDS - began))" "$(tail -n 1 "$out/$name.log")" >> "$out/table.txt"
+    timeout "$limit" "$@" > "$out/$name.log" 2>&1
+    code=$?
+    printf '%-14s exit %-4s from %4s for %4s s  %s\n' "$name" "$code" "$began" "$((SECONDS - began))" \
+        "$(tail -n 1 "$out/$name.log" | cut -c1-150)" >> "$out/table.txt"
 }
 
-# 1. Kernels written or changed without a GPU: RMSNorm's backward pass and its mixed dtypes, low_rank_add's stages,
-#    gated tiles and the kernel that adds shares, q/k/v after their product, float32 adapters of high rank,
-#    stochastic kernels, gradient codec; fused layers under autocast.
-tests="tests/kernels/test_rmsnorm_rows.py tests/kernels/test_rmsnorm.py tests/kernels/test_low_rank_add.py
-    tests/kernels/test_gated_activation.py tests/kernels/test_gated_lora_backward.py
-    tests/kernels/test_lora_reduce.py tests/kernels/test_qkv_epilogue.py tests/kernels/test_fake_quantize.py
-    tests/kernels/test_matmul_stochastic.py tests/kernels/test_stochastic_codes.py
-    tests/kernels/test_stochastic_emulated.py tests/kernels/test_stochastic_thermometer.py
-    tests/kernels/test_quantize_stochastic.py tests/kernels/test_gradient_codec.py
-    tests/models/test_fused_autocast.py tests/bench/test_bench.py"
-marks=(-m gpu)
-device=cuda
-size=()
-layers=32
-if [ -n "${CPU:-}" ]; then
-    marks=(-m "not gpu and not multi and not slow" -k opcheck)
-    device=cpu
-    size=(--max-size 32)
-    layers=1
-fi
-# shellcheck disable=SC2086
-stage tests 150 "$python" -m pytest "${marks[@]}" $tests
+steps() { # the 8B step beside the peers: what docs/training-speed.md only chains from two runs
+    local shape=llama-3.1-8b
+    stage train 280 "${peers[@]}" "$python" -m fewbits.bench train --shape $shape --batch 4x2048 --peers none \
+        --configs unsloth:nf4,ours:nf4@36,torchao:fp8,ours:nf4-fp8-head,ours:nf4-fp8,unsloth:nf4-gc \
+        --also "$shape 1x8192 unsloth:nf4,ours:nf4-fp8-head" --also "$shape 4x2048 ours:fp8-head,ours:bf16-fp8-head" \
+        --also "qwen3-1.7b 4x2048 torchao:full-fp8,ours:full-fp8-head" --together 4 --limit 270 \
+        --out "$out/train" --record "$out/rows_train.csv" --commit "$commit"
+}
 
-# 2. The first step, with an empty cache of kernels and with a warm one; a length not seen before.
-trial=()
-[ "$device" = cpu ] && trial=(--tiny)
-stage first_bf16 60 "$python" benchmarks/first_step.py --device "$device" "${trial[@]}"
-stage first_float8 60 "$python" benchmarks/first_step.py --device "$device" --float8 "${trial[@]}"
+stochastic() { # products, decoding; then every test that needs one GPU
+    stage products 80 "$python" benchmarks/stochastic_h200.py
+    stage decode 110 "$python" benchmarks/stochastic_decode.py --out "$out/rows_decode.csv" --commit "$commit"
+    stage tests 100 "${marked[@]}" -m gpu "${folders[@]}"
+}
 
-# 3. Times of the ops that have no row yet, beside their floors; rows go to results.csv.
-for op in gated_lora_backward low_rank_add qkv_epilogue lora_reduce quantize_float8 matmul_float8 linear_cross_entropy \
-    quantize fake_quantize adamw matmul_stochastic; do
-    stage "op_$op" 25 "$python" -m fewbits.bench kernels --op "$op" --device "$device" "${size[@]}" --rounds 3 \
-        --record "$out/results.csv" --commit "$commit"
-done
+several() { # 70B shapes on two GPUs, and every test that needs two
+    stage fsdp 80 torchrun --nproc-per-node 2 --master-port 29621 benchmarks/multi_gpu.py fsdp --batches 1x2048,4x2048 \
+        --keep --steps 4 --warm-up 2 --out "$out/fsdp" --record "$out/rows_fsdp.csv" --commit "$commit"
+    stage peer 60 "${peers[@]}" torchrun --nproc-per-node 2 --master-port 29622 benchmarks/multi_gpu.py peer \
+        --engines fsdp2 --batches 1x2048 --steps 4 --warm-up 2 --out "$out/peer" --record "$out/rows_peer.csv" --commit "$commit"
+    stage two_gpus 90 "$python" benchmarks/stochastic_two_gpus.py --bf16 --out "$out/rows_two_gpus.csv" --commit "$commit"
+    stage multi 120 "${marked[@]}" -m multi "${folders[@]}"
+}
 
-# 4. New kernels beside what they replaced; 32 layers of quantisation-aware training; where a step's time goes.
-stage variants 40 "$python" benchmarks/kernel_variants.py --device "$device"
-stage qat_step 75 "$python" benchmarks/qat_step.py --fused --layers "$layers" --formats int4_g32 --device "$device" "${trial[@]}"
-bench=("$python" -m fewbits.bench train --peers none --profile --record "$out/results.csv" --commit "$commit")
-[ "$device" = cpu ] && bench+=(--device cpu --shape tiny --batch 2x16 --steps 1 --warm-up 1 --layers 1)
-stage train 100 "${bench[@]}" --configs ours:nf4@36,ours:nf4-fp8 --together 2
-
-# 5. The longest sequence takes longer than what is left here; alone, in a call of its own:
-#    python3 -m fewbits.bench train --longest --configs ours:nf4@offload --peers none --limit 540
-echo
-cat "$out/table.txt"
+(export CUDA_VISIBLE_DEVICES=0 && steps) &
+(export CUDA_VISIBLE_DEVICES=1 && stochastic) &
+(export CUDA_VISIBLE_DEVICES=2,3 && several) &
+wait
+sort "$out/table.txt"
