@@ -1,4 +1,4 @@
-"""What people build with: pip with build isolation, torch's cpp_extension, every ninja that is here."""
+"""What people build with: pip and uv with build isolation, torch's extensions, every ninja that is here."""
 
 from __future__ import annotations
 
@@ -147,6 +147,32 @@ def test_pip_wheel_with_build_isolation(workshop: Workshop, tmp_path: Path, debu
         assert without_debug(workshop, made) == without_debug(workshop, plain)
         assert without_debug(workshop, kept) == without_debug(workshop, plain)
     assert not list(tmp_path.glob("pip-*"))
+
+
+@pytest.mark.slow  # uv makes three environments
+def test_uv_build(workshop: Workshop, tmp_path: Path) -> None:
+    uv = shutil.which("uv") or shutil.which("uv", path=str(Path(sys.executable).parent))
+    if uv is None:
+        pytest.skip("needs uv")
+    links = setuptools_wheels(tmp_path / "links")
+    workshop.env |= {"UV_CACHE_DIR": str(tmp_path / "cache"), "UV_NO_CONFIG": "1", "TMPDIR": str(tmp_path)}
+    archive = heavy_sdist(workshop, "-g0").name
+    places = ("-f", str(links), "--python", sys.executable, "-o", "wheels")
+    build = (uv, "build", "--wheel", "--offline", "--no-index", "-q", *places, archive)
+    done = workshop.plain(*build)
+    assert done.returncode == 0, done.stderr
+    plain, _, _ = open_wheel(workshop)
+    ours = workshop.build(*build, worth_keeping_s=0)
+    assert ours.code == 0, ours.err
+    made, _, _ = open_wheel(workshop)
+    stages = {(Path(s["unit"]).name, s["stage"]) for s in ours.profile["stages"]}
+    assert {("a.cpp", "c++"), ("b.cpp", "c++"), ("m.c", "c")} <= stages
+    again = workshop.build(*build)
+    assert again.code == 0, again.err
+    assert again.profile["counts"]["kept result"] == 3
+    kept, _, _ = open_wheel(workshop)
+    assert made == plain
+    assert kept == plain
 
 
 # -- torch
