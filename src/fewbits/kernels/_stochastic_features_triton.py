@@ -1,7 +1,7 @@
 """Triton kernels of stochastic_emulated.py: codes to values, to features in 8 bits, and a sum of products.
 
 A code becomes R values of E4M3: its row of a table (in bfloat16) times its sign and its chunk's share of
-the row's largest scale. Not run on a GPU yet.
+the row's largest scale.
 """
 
 from __future__ import annotations
