@@ -28,7 +28,7 @@ def carried() -> int:
 
 
 def exchanged(format: str) -> dict[str, Any]:
-    """Of one backward pass, the one that sent least: bytes on the device by rank, and as counted at the calls."""
+    """Of the backward pass that sent least: bytes on the device by rank, and as counted at the calls."""
     if format == "bfloat16":
         travel, gradient = Travel(None), torch.ones(SIZE * SIZE + SIZE, dtype=torch.bfloat16)
 
