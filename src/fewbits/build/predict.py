@@ -162,9 +162,10 @@ class History:
                 stage.parts, stage.predicted_s = siblings.course(stage.predicted_bytes)
                 stage.predicted_cpu_s = stage.predicted_s
             return
-        # Unknown: as its kind, but never so much that a small budget could not try two at once.
-        prior = PRIOR.get(stage.name, OTHER_PRIOR)
-        stage.predicted_bytes, stage.source = min(prior, int(ROOMY * room_bytes / max(2, slots))), "prior"
+        # Unknown: as its kind, but never so much that a small budget could not try two at once. Where that is less
+        # than its kind needs, not all slots begin at once: small units grow faster than they can be paused.
+        prior, share = PRIOR.get(stage.name, OTHER_PRIOR), int(ROOMY * room_bytes / max(2.0, slots - 0.5))
+        stage.predicted_bytes, stage.source = min(prior, share), "prior"
 
     def learn(self, stage: Stage, *, peak_bytes: int, seconds: float) -> None:
         """Keep what was measured, for siblings now and for the next build."""
