@@ -177,7 +177,7 @@ def test_the_public_names_add_little_to_torch() -> None:
     """
     out = fastest(code, 0.7)
     assert "FastLanguageModel" in out["names"] and out["loaded"] == []
-    assert out["seconds"] < 0.7  # of which Triton's own import and reading its kernels' source take two thirds
+    assert out["seconds"] < 0.7  # two thirds of it: Triton's own import, and its kernels' source
 
 
 @pytest.fixture(scope="module")
