@@ -162,8 +162,8 @@ class History:
                 stage.parts, stage.predicted_s = siblings.course(stage.predicted_bytes)
                 stage.predicted_cpu_s = stage.predicted_s
             return
-        # Unknown: as its kind, but never so much that a small budget could not try two at once. Where that is less
-        # than its kind needs, not all slots begin at once: small units grow faster than they can be paused.
+        # Unknown: as its kind, but never so much that a small budget could not try two at once. Where that is
+        # less than its kind needs, not all slots begin at once: small units outgrow it before a pause.
         prior, share = PRIOR.get(stage.name, OTHER_PRIOR), int(ROOMY * room_bytes / max(2.0, slots - 0.5))
         stage.predicted_bytes, stage.source = min(prior, share), "prior"
 
