@@ -140,21 +140,7 @@ static __device__ __forceinline__ void step(const Arguments &p, Carried &carried
         u32 de[2][2], du[2][2], h[2][2];
         float in[2][3][4];
         u32 left[4], right[4];
-#pragma unroll
-        for (int branch = 0; branch < 3; branch++) {
-            const uint2 low = load_pair(stage + 2 * branch * 512 + 8 * s);
-            const uint2 high = load_pair(stage + (2 * branch + 1) * 512 + 8 * s);
-            load_matrices(left, x + branch * 32);
-            load_matrices(right, w + branch * (WARPS * W_BYTES) + 512 * s);
-            const u32 rows[4] = {left[0], left[2], left[1], left[3]};
-#pragma unroll
-            for (int j = 0; j < 2; j++) {
-                float *c = in[j][branch];
-                c[0] = low_half(j ? low.y : low.x), c[1] = high_half(j ? low.y : low.x);
-                c[2] = low_half(j ? high.y : high.x), c[3] = high_half(j ? high.y : high.x);
-                multiply_add(c, rows, right[2 * j], right[2 * j + 1]);
-            }
-        }
+        load_branches(in, stage, x, w, s);
         if (s == 1) refill();
 #pragma unroll
         for (int j = 0; j < 2; j++) activate(in[j][1], in[j][2], in[j][0], de[j], du[j], h[j]);

@@ -133,28 +133,7 @@ extern "C" __global__ void __launch_bounds__(256) stochastic_pack_a(const Produc
     p.signs[block * 64 + plane * LANES + lane] = (u8)negative;
 }
 
-// The bytes of 16 codes of 4 rows and a dimension, to 16 words; then the same for the negative codes.
-static __device__ __forceinline__ void store_columns(u32 *plane, const uint4 *v, int first, int lane) {
-    const u32 words[4][4] = {{v[0].x, v[1].x, v[2].x, v[3].x},
-                             {v[0].y, v[1].y, v[2].y, v[3].y},
-                             {v[0].z, v[1].z, v[2].z, v[3].z},
-                             {v[0].w, v[1].w, v[2].w, v[3].w}};
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        u32 low01 = __byte_perm(words[i][0], words[i][1], 0x5140);
-        u32 high01 = __byte_perm(words[i][0], words[i][1], 0x7362);
-        u32 low23 = __byte_perm(words[i][2], words[i][3], 0x5140);
-        u32 high23 = __byte_perm(words[i][2], words[i][3], 0x7362);
-        u32 of_code[4] = {__byte_perm(low01, low23, 0x5410), __byte_perm(low01, low23, 0x7632),
-                          __byte_perm(high01, high23, 0x5410), __byte_perm(high01, high23, 0x7632)};
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-            int code = first + 4 * i + j;
-            plane[code * LANES + lane] = of_code[j];
-            if (code) plane[(256 - code) * LANES + lane] = TWICE - of_code[j];
-        }
-    }
-}
+#include "_stochastic_tables.cu"
 
 #ifndef EMULATED
 static __device__ __forceinline__ void copy_16(u32 to, const void *from) {
@@ -204,7 +183,7 @@ static __device__ __forceinline__ void build(u32 *table, const u8 *arrived, u32 
             const u8 *row = arrived + ((plane * 4 + k) * LANES + lane) * STRIDE;
             v[k] = with_sign(*(const uint4 *)(row + part * 16), signs >> k & 1);
         }
-        store_columns(table + plane * (PLANE / 4), v, 16 * part, lane);
+        store_codes(table + plane * (PLANE / 4), v, 16 * part, lane);
     }
 }
 

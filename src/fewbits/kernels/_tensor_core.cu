@@ -136,6 +136,28 @@ static __device__ __forceinline__ u32 lane_of_weight() {
     return row * 32 + (lane / 8 % 2 ^ row / 4 % 2) * 16;
 }
 
+// Tile s of each branch's numbers and of its product x w: what the block has read at ``stage``, in float32, the two
+// tiles of 8 columns; x and w are this lane's places in shared memory.
+template <int BRANCHES>
+static __device__ __forceinline__ void load_branches(float (&in)[2][BRANCHES][4], u32 stage, u32 x, u32 w, int s) {
+    u32 left[4], right[4];
+#pragma unroll
+    for (int branch = 0; branch < BRANCHES; branch++) {
+        const uint2 low = load_pair(stage + 2 * branch * 512 + 8 * s);
+        const uint2 high = load_pair(stage + (2 * branch + 1) * 512 + 8 * s);
+        load_matrices(left, x + branch * 32);
+        load_matrices(right, w + branch * (WARPS * W_BYTES) + 512 * s);
+        const u32 rows[4] = {left[0], left[2], left[1], left[3]};
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+            float *c = in[j][branch];
+            c[0] = low_half(j ? low.y : low.x), c[1] = high_half(j ? low.y : low.x);
+            c[2] = low_half(j ? high.y : high.x), c[3] = high_half(j ? high.y : high.x);
+            multiply_add(c, rows, right[2 * j], right[2 * j + 1]);
+        }
+    }
+}
+
 #if FLOAT8
 // Four values of a row in E4M3, from two pairs.
 static __device__ __forceinline__ u32 float8_of(u32 first, u32 second, float inverse) {
