@@ -121,6 +121,10 @@ class Stochastic(Format):
             )
         super().__post_init__()
 
+    def chunk_size(self, D: int) -> int:
+        """Dimensions of a chunk of D: all of them where nothing is cut."""
+        return self.chunk_d if 0 < self.chunk_d < D else D
+
     def _check_numbers(self) -> None:
         lowest, highest = (2, 12) if self.bipolar else (1, 11)
         _check_integer("sc_prec", self.sc_prec, 1, None)
@@ -182,12 +186,12 @@ class Stochastic(Format):
 
     def chunks(self, D: int) -> list[slice]:
         """The parts of an inner dimension that are quantised and counted together."""
-        size = self.chunk_d if 0 < self.chunk_d < D else D
+        size = self.chunk_size(D)
         return [slice(start, min(start + size, D)) for start in range(0, D, max(size, 1))]
 
     def num_chunks(self, D: int) -> int:
         """How many `chunks` there are."""
-        size = self.chunk_d if 0 < self.chunk_d < D else D
+        size = self.chunk_size(D)
         return -(-D // max(size, 1))
 
     def masks(self, D: int) -> tuple[int, ...]:

@@ -91,7 +91,7 @@ def launch(
     rows = x.reshape(-1, D)
     if rows.stride(1) != 1 and D > 1:
         rows = rows.contiguous()
-    chunk, num_chunks = (options.chunk_d if 0 < options.chunk_d < D else D), scales.shape[-1]
+    chunk, num_chunks = options.chunk_size(D), scales.shape[-1]
     block = min(_TILE, next_power_of_2(chunk))
     num_parts = rows.shape[0] * num_chunks
     # Few rows: a part each, so that they spread over the GPU.

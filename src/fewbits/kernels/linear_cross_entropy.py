@@ -306,8 +306,7 @@ def _op(
     return losses.sum() if reduce else losses, dh, dw, db
 
 
-@_linear_cross_entropy.register_fake
-def _(
+def fake_op(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
@@ -318,9 +317,14 @@ def _(
     chunk_rows: int,
     needs: list[bool],
     reduce: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    *operands: Tensor | None,
+) -> tuple[Tensor, ...]:
+    """The shapes of the op, and of the one whose products take 8-bit ``operands`` besides."""
     losses, *gradients = outputs(hidden, weight, bias, needs, chunk_rows)
-    return (losses.new_empty(()) if reduce else losses, *gradients)  # type: ignore[return-value]
+    return (losses.new_empty(()) if reduce else losses, *gradients)
+
+
+_linear_cross_entropy.register_fake(fake_op)
 
 
 def check_labels(labels: Tensor, V: int, ignore_index: int) -> None:

@@ -48,6 +48,7 @@ from fewbits.kernels.linear_cross_entropy import (
     Pass,
     add_product_,
     check_labels,
+    fake_op,
     outputs,
     over_labels,
     rows_ref,
@@ -225,24 +226,7 @@ def _linear_cross_entropy_float8(
     return losses.sum() if reduce else losses, dh, dw, db
 
 
-@_linear_cross_entropy_float8.register_fake
-def _(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    bias: Tensor | None,
-    dloss: Tensor | None,
-    ignore_index: int,
-    options: list[float],
-    chunk_rows: int,
-    needs: list[bool],
-    reduce: bool,
-    w8: Tensor,
-    transposed: Tensor | None,
-    scale: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    losses, *gradients = outputs(hidden, weight, bias, needs, chunk_rows)
-    return (losses.new_empty(()) if reduce else losses, *gradients)  # type: ignore[return-value]
+_linear_cross_entropy_float8.register_fake(fake_op)
 
 
 # 4. The gradient, and the one public function.

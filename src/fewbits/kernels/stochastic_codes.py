@@ -134,7 +134,7 @@ def stochastic_path(
     if device.type != "cuda":
         return Path("definition")
     levels = (options.length,) if levels is None else tuple(levels)
-    options, chunk = _longest(options, levels), _chunk(options, D)
+    options, chunk = _longest(options, levels), options.chunk_size(D)
     why = _nvrtc.missing()
     if torch.cuda.get_device_capability(device) < _REDUX:
         why = "the lookups need compute capability 8.0"
@@ -176,10 +176,6 @@ def same_masks(options: Stochastic, levels: tuple[int, ...]) -> bool:
     return _same_masks(options.text, levels)
 
 
-def _chunk(options: Stochastic, D: int) -> int:
-    return options.chunk_d if 0 < options.chunk_d < D else D
-
-
 # 3. The op: on a CPU the definition's counts, quicker; on CUDA the path.
 
 
@@ -210,7 +206,7 @@ def _(
     path = stochastic_path(qa.device, D, value, levels).name
     if path == "definition" or 0 in (*qa.shape, *qb.shape):
         return codes_product(qa, sa, qb, sb, value, levels, level_index)
-    chunk = _chunk(value, D)
+    chunk = value.chunk_size(D)
     module: ModuleType = _stochastic_thermometer
     if path == "lookup":
         sizes = Sizes(qa.shape[0], qa.shape[1], qb.shape[1], D, chunk)

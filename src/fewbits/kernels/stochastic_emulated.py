@@ -83,7 +83,7 @@ def stochastic_emulated_ref(
     D = qa.shape[1]
     y = torch.zeros(len(qa), len(qb), dtype=torch.float64, device=qa.device)
     for i, chunk in enumerate(options.chunks(D)):
-        made = features_of(options, rank, options.chunk_d if 0 < options.chunk_d < D else D, qa.device)
+        made = features_of(options, rank, options.chunk_size(D), qa.device)
         a, b = qa[:, chunk].long(), qb[:, chunk].long()
         product = a.double() @ b.double().t()
         for d in range(a.shape[1]):
@@ -152,7 +152,7 @@ def _on_units_of_8_bits(
     """y of both operands' codes, scales and rows' scales, and the product of what they stand for."""
     (qa, sa, top_a), (qb, sb, top_b) = a, b
     D, one = qa.shape[1], torch.ones((), device=qa.device)
-    chunk = options.chunk_d if 0 < options.chunk_d < D else D
+    chunk = options.chunk_size(D)
     shares_a, shares_b = sa * (features.factor / top_a), sb / top_b
     y = torch.empty(base.shape, device=qa.device, dtype=torch.float32)
     for part in parts:
@@ -166,7 +166,7 @@ def _on_units_of_8_bits(
 def _dequantized(codes: Tensor, scales: Tensor, options: Stochastic) -> Tensor:
     """In bfloat16 on a GPU, float32 elsewhere."""
     D = codes.shape[1]
-    size = options.chunk_d if 0 < options.chunk_d < D else D
+    size = options.chunk_size(D)
     if _stochastic_features_triton.takes(codes.device) and codes.numel():
         return _stochastic_features_triton.values(codes, scales, size)
     # A tensor of sizes would wait for the device.

@@ -22,10 +22,11 @@ from torch import Tensor
 from fewbits.errors import BadInput
 from fewbits.formats.stochastic import Stochastic
 from fewbits.kernels import _stochastic_lookup
-from fewbits.kernels.dequantize import _from_text, _to_text
+from fewbits.kernels.dequantize import _to_text
 from fewbits.kernels.quantize_stochastic import quantize_stochastic, quantize_stochastic_ref
 from fewbits.kernels.stochastic_codes import (
     _longest,
+    _options,
     same_masks,
     stochastic_codes,
     stochastic_codes_ref,
@@ -56,19 +57,6 @@ def stochastic_rows_ref(
 # 4. The op: on a CPU, and where the kernel does not apply, the two ops.
 
 
-@torch.library.custom_op("fewbits::stochastic_rows", mutates_args=())
-def _stochastic_rows(
-    x: Tensor,
-    smooth_scales: Tensor | None,
-    qb: Tensor,
-    sb: Tensor,
-    options: str,
-    levels: Sequence[int],
-    dtype: torch.dtype,
-) -> Tensor:
-    return _by_two_ops(x, smooth_scales, qb, sb, options, levels, dtype)
-
-
 def _by_two_ops(
     x: Tensor,
     smooth_scales: Tensor | None,
@@ -81,6 +69,9 @@ def _by_two_ops(
     value = _options(options)
     codes, scales = quantize_stochastic(x, value, smooth_scales)
     return stochastic_codes(codes, scales, qb, sb, value, levels).to(dtype)
+
+
+_stochastic_rows = torch.library.custom_op("fewbits::stochastic_rows", _by_two_ops, mutates_args=())
 
 
 @_stochastic_rows.register_kernel("cuda")
@@ -96,7 +87,7 @@ def _(
     value, levels, D = _options(options), tuple(levels), x.shape[1]
     if not takes(x, value, dtype) or stochastic_path(x.device, D, value, levels).name != "lookup":
         return _by_two_ops(x, smooth_scales, qb, sb, options, levels, dtype)
-    chunk = value.chunk_d if 0 < value.chunk_d < D else D
+    chunk = value.chunk_size(D)
     tables = _stochastic_lookup.tables_of(_longest(value, levels), levels, chunk, x.device)
     scales = sb.new_empty(1, x.shape[0], sb.shape[1])
     smooth = None if smooth_scales is None else smooth_scales.float().contiguous()
@@ -125,15 +116,8 @@ def _(
 def takes(x: Tensor, options: Stochastic, dtype: torch.dtype) -> bool:
     """Whether the kernel that quantises knows such rows and results."""
     kinds = (torch.float32, torch.bfloat16)
-    chunk = options.chunk_d if 0 < options.chunk_d < x.shape[1] else x.shape[1]
-    known = x.dtype in kinds and dtype in kinds and chunk <= _stochastic_lookup.SLICE
+    known = x.dtype in kinds and dtype in kinds and options.chunk_size(x.shape[1]) <= _stochastic_lookup.SLICE
     return known and x.numel() > 0 and x.shape[0] <= MOST_ROWS
-
-
-def _options(text: str) -> Stochastic:
-    value = _from_text(text)
-    assert isinstance(value, Stochastic)
-    return value
 
 
 # 5. The public function.
