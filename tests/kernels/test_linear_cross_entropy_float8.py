@@ -19,15 +19,8 @@ from fewbits.kernels.linear_cross_entropy_float8 import (
     linear_cross_entropy_float8,
     linear_cross_entropy_float8_ref,
 )
+from kernels.test_linear_cross_entropy import each_option
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "smooth": {"label_smoothing": 0.1},
-    "z_loss": {"z_loss": 1e-2},
-    "cap": {"soft_cap": 3.0},
-    "all": {"label_smoothing": 0.2, "z_loss": 1e-2, "soft_cap": 2.0},
-}
-each_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 # Two operands rounded to E4M3 (matmul_float8.py) move a logit, and with it softmax, by up to 0.0375 of the
 # logits' norm; so is the tail of dh, whose product takes two such operands as well.
 ROUNDING = 0.0375
