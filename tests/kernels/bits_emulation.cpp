@@ -5,7 +5,6 @@
 static inline void mma_b1(int *d, const unsigned *a, unsigned b0, unsigned b1) {
     emulation::mma(d, {a[0], a[1], a[2], a[3], b0, b1}, emulation::bits);
 }
-static inline unsigned mask_of(unsigned signs, int i) { return signs >> (8 * i) & 128 ? 0xffffffffu : 0; }
 #include SOURCE
 
 static Product product;

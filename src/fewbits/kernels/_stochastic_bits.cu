@@ -10,9 +10,9 @@
 // three products of bits, two of them into one sum.
 //
 // stochastic_bits_a and _b write all words in the order in which lanes of stochastic_bits read them: a record is 16
-// rows and 64 words of each, in 8 steps of the matrix units: 4 words a lane and step, then a lane's signs, bit 7 - k of
-// byte i for word i of step k. A block has 128 rows and 128 outputs, a warp 32 and 16 PAIRS; y stays in shared
-// memory.
+// rows and 32 words of each, in 4 steps of the matrix units: for each step a lane's 4 words of positive codes,
+// then those of negative ones. Other instructions take time from these units, so no bits are made in the loop but
+// |A| and |B|. A block has 128 rows and 128 outputs, a warp 32 and 16 PAIRS; y stays in shared memory.
 //
 // Compiled at run time with WORDS (a power of 2) and PAIRS (of tiles of 8 outputs, a warp's: 2 or 4) defined.
 
@@ -23,10 +23,10 @@ typedef long long i64;
 
 #define LANES 32
 #define THREADS (1024 / PAIRS)
-#define STEPS 8                           // of the matrix units, a record's
-#define RECORD (STEPS * LANES * 16 + 128)  // bytes
-#define STAGE (16 * RECORD)               // 8 records of a, 8 of b
-#define SUMS (2 * STAGE)                  // where y is, after both stages
+#define STEPS 4                  // of the matrix units, a record's
+#define RECORD (STEPS * LANES * 32)  // bytes
+#define STAGE (16 * RECORD)      // 8 records of a, 8 of b
+#define SUMS (2 * STAGE)         // where y is, after both stages
 
 struct Product {
     const s8 *qa;          // (B, N, D)
@@ -60,7 +60,7 @@ template <bool OF_A> static __device__ __forceinline__ void write_record(const P
     const int lane = threadIdx.x % LANES, stage = blockIdx.x * 8 + threadIdx.x / LANES, stages = p.per_chunk * p.C;
     const int tile = blockIdx.y, b = blockIdx.z, rows = OF_A ? p.N : p.M, tiles = OF_A ? p.tiles_a : p.tiles_b;
     if (stage >= stages) return;
-    const int c = stage / p.per_chunk, offset = (stage - c * p.per_chunk) * 64;
+    const int c = stage / p.per_chunk, offset = (stage - c * p.per_chunk) * (8 * STEPS);
     const i64 first = (i64)c * p.chunk;
     const int left = (int)(p.D - first < p.chunk ? p.D - first : p.chunk);
     const s8 *codes = (OF_A ? p.qa : p.qb) + (i64)b * rows * p.D + first;
@@ -73,24 +73,25 @@ template <bool OF_A> static __device__ __forceinline__ void write_record(const P
         table[h] = OF_A ? p.words_a : p.words_b;
         if (OF_A && row[h] < rows) table[h] += (i64)level_of(p, b, row[h], c) * p.num_masks * (128 * WORDS);
     }
-    u32 signs = 0;
 #pragma unroll
     for (int k = 0; k < STEPS; k++) {
-        u32 word[4];
+        u32 positive[4], negative[4];
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const int h = OF_A ? i % 2 : i / 2, at = offset + 8 * k + 4 * (OF_A ? i / 2 : i % 2) + lane % 4;
             const int d = at / WORDS;
-            word[i] = 0;
+            positive[i] = negative[i] = 0;
             if (row[h] < rows && d < left) {
                 const int code = codes[(i64)row[h] * p.D + d];
-                word[i] = __ldg(table[h] + ((int)p.masks[d] * 128 + (code < 0 ? -code : code)) * WORDS + at % WORDS);
-                signs |= (u32)(code < 0) << (8 * i + 7 - k);
+                const int entry = (int)p.masks[d] * 128 + (code < 0 ? -code : code);
+                const u32 word = __ldg(table[h] + entry * WORDS + at % WORDS);
+                positive[i] = code < 0 ? 0 : word;
+                negative[i] = code < 0 ? word : 0;
             }
         }
-        ((uint4 *)record)[k * LANES + lane] = uint4{word[0], word[1], word[2], word[3]};
+        ((uint4 *)record)[2 * k * LANES + lane] = uint4{positive[0], positive[1], positive[2], positive[3]};
+        ((uint4 *)record)[(2 * k + 1) * LANES + lane] = uint4{negative[0], negative[1], negative[2], negative[3]};
     }
-    record[STEPS * LANES * 4 + lane] = signs;
 }
 
 extern "C" __global__ void __launch_bounds__(256) stochastic_bits_a(const Product p) { write_record<true>(p); }
@@ -102,13 +103,6 @@ static __device__ __forceinline__ void copy_16(u32 to, const void *from) {
 }
 
 static __device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-
-// All ones if byte i has its highest bit set. (__byte_perm leaves this mode out.)
-static __device__ __forceinline__ u32 mask_of(u32 signs, int i) {
-    u32 mask;
-    asm("prmt.b32 %0, %1, 0, %2;" : "=r"(mask) : "r"(signs), "r"(0x8888 + 0x1111 * i));
-    return mask;
-}
 
 // d += popc(a & b) for 16 rows of a, 8 of b and 256 bits.
 static __device__ __forceinline__ void mma_b1(int *d, const u32 *a, u32 b0, u32 b1) {
@@ -133,13 +127,15 @@ static __device__ __forceinline__ void fetch(const Product &p, int stage, int st
     }
 }
 
-// Words of negative codes: byte i of signs has its highest bit set if word i's code is.
-static __device__ __forceinline__ void negative_of(const u32 *word, u32 signs, u32 *negative, u32 *positive) {
+// A lane's words of a step: of positive and negative codes, and both.
+static __device__ __forceinline__ void words_of(const u32 *record, int k, u32 *positive, u32 *negative, u32 *both) {
+    const int lane = threadIdx.x % LANES;
+    const uint4 v = ((const uint4 *)record)[2 * k * LANES + lane];
+    const uint4 w = ((const uint4 *)record)[(2 * k + 1) * LANES + lane];
+    positive[0] = v.x, positive[1] = v.y, positive[2] = v.z, positive[3] = v.w;
+    negative[0] = w.x, negative[1] = w.y, negative[2] = w.z, negative[3] = w.w;
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-        negative[i] = word[i] & mask_of(signs, i);
-        positive[i] = word[i] ^ negative[i];
-    }
+    for (int i = 0; i < 4; i++) both[i] = positive[i] | negative[i];
 }
 
 // The terms of a chunk, added to y.
@@ -194,28 +190,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) stochastic_bits(const P
         if (stage + 1 < stages) fetch(p, stage + 1, stages, tile_a, tile_b, base + (stage + 1) % 2 * STAGE);
         const u32 *words = shared + stage % 2 * (STAGE / 4);
         const u32 *words_a = words + 2 * wn * (RECORD / 4), *words_b = words + (8 + PAIRS * wm) * (RECORD / 4);
-        u32 signs_a[2], signs_b[PAIRS];
-#pragma unroll
-        for (int i = 0; i < 2; i++) signs_a[i] = words_a[i * (RECORD / 4) + STEPS * LANES * 4 + lane];
-#pragma unroll
-        for (int j = 0; j < PAIRS; j++) signs_b[j] = words_b[j * (RECORD / 4) + STEPS * LANES * 4 + lane];
 #pragma unroll 2
         for (int k = 0; k < STEPS; k++) {
             u32 a[2][4], a0[2][4], a1[2][4];
 #pragma unroll
-            for (int i = 0; i < 2; i++) {
-                const uint4 v = ((const uint4 *)(words_a + i * (RECORD / 4)))[k * LANES + lane];
-                a[i][0] = v.x, a[i][1] = v.y, a[i][2] = v.z, a[i][3] = v.w;
-                negative_of(a[i], signs_a[i], a1[i], a0[i]);
-                signs_a[i] <<= 1;
-            }
+            for (int i = 0; i < 2; i++) words_of(words_a + i * (RECORD / 4), k, a0[i], a1[i], a[i]);
 #pragma unroll
             for (int j = 0; j < PAIRS; j++) {
-                const uint4 v = ((const uint4 *)(words_b + j * (RECORD / 4)))[k * LANES + lane];
-                const u32 w[4] = {v.x, v.y, v.z, v.w};
-                u32 w0[4], w1[4];
-                negative_of(w, signs_b[j], w1, w0);
-                signs_b[j] <<= 1;
+                u32 w[4], w0[4], w1[4];
+                words_of(words_b + j * (RECORD / 4), k, w0, w1, w);
 #pragma unroll
                 for (int product = 0; product < 3; product++)
 #pragma unroll

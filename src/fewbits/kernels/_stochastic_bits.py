@@ -20,11 +20,11 @@ from fewbits.kernels._launch import cdiv, next_power_of_2, on_device_of
 
 SOURCE = "_stochastic_bits.cu"
 CODES = 128
-RECORD_BYTES = 8 * 32 * 16 + 128
+RECORD_BYTES = 4 * 32 * 32
 SHARED_BYTES = 2 * 16 * RECORD_BYTES + 128 * 128 * 4
 _TILE = 128  # rows and outputs of a block
-_WORDS = 64  # of a code's row in a record
-_PAIRS = 2  # of 8 outputs, a warp's: 16 warps in a block
+_WORDS = 32  # of a row in a record
+_PAIRS = 4  # of 8 outputs, a warp's: 8 warps in a block, quicker than 16
 _WORKSPACE_BYTES = 2**30  # of a's and of b's bits
 
 
@@ -97,6 +97,11 @@ def words_of(longest: int) -> int:
     return next_power_of_2(cdiv(longest, 32))
 
 
+def defines_of(words: int) -> _nvrtc.Defines:
+    """The source's macros for codes of so many words."""
+    return (("WORDS", words), ("PAIRS", _PAIRS))
+
+
 def launch(
     operands: Sequence[Tensor], tables: Tables, level_index: Tensor | None, chunk: int, y: Tensor
 ) -> None:
@@ -138,7 +143,7 @@ def _launch_part(
     argument = Product(
         *pointers, *sizes, tables.words_b.shape[0], int(qb.shape[0] == 1), *strides, *(8 * n for n in blocks)
     )
-    defines: _nvrtc.Defines = (("WORDS", tables.words), ("PAIRS", _PAIRS))
+    defines = defines_of(tables.words)
     with on_device_of(qa):
         for name, x, n in (("a", qa, blocks[0]), ("b", qb, blocks[1])):
             kernel = _nvrtc.kernel(SOURCE, f"stochastic_bits_{name}", defines, qa.device.index, 0)

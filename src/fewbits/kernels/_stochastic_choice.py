@@ -14,11 +14,11 @@ from fewbits.kernels import _stochastic_bits, _stochastic_lookup, _stochastic_ma
 from fewbits.kernels._launch import cdiv
 
 _FEW_ROWS = 16  # for which nothing else than lookups comes into question
-_LOOKUP_CLOCKS = 0.033  # of a multiprocessor, for a product of two codes
+_LOOKUP_CLOCKS = 0.037  # of a multiprocessor, for a product of two codes
 _TABLE_CLOCKS = 2500  # for the tables of 4 rows and 128 dimensions
-_BITS_CLOCKS = 130  # of a block of 128 rows and outputs, for a word of 32 steps
+_BITS_CLOCKS = 137  # of a block of 128 rows and outputs, for a word of 32 steps
 _WITHOUT_BITS = (10, 0)  # from here on products of bits are made of other instructions
-_EXPANSION_CLOCKS = 0.35  # of a multiprocessor, for a word of an operand
+_EXPANSION_CLOCKS = 0.45  # of a multiprocessor, for a word of an operand
 
 
 class Sizes(NamedTuple):
@@ -57,6 +57,6 @@ def estimated_clocks(sizes: Sizes, longest: int, gpu: Device) -> dict[ModuleType
         words = _stochastic_bits.words_of(longest)
         waves = cdiv(batch * cdiv(rows, 128) * cdiv(outputs, 128), gpu.multiprocessors)
         expansion = batch * (rows + outputs) * inner * words * _EXPANSION_CLOCKS / gpu.multiprocessors
-        padded = cdiv(inner, chunk) * 64 * cdiv(chunk * words, 64)
+        padded = cdiv(inner, chunk) * 32 * cdiv(chunk * words, 32)
         clocks[_stochastic_bits] = waves * padded * _BITS_CLOCKS + expansion
     return clocks

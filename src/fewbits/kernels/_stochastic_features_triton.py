@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fewbits.kernels._launch import CompileCase, cdiv, jit, next_power_of_2, on_device_of, tl, triton
 
-_CODES = 256  # of a program
+_ROWS, _DIMENSIONS = 16, 16  # of a program
 
 
 def takes(device: torch.device) -> bool:
@@ -21,24 +21,29 @@ def takes(device: torch.device) -> bool:
 
 @jit
 def _features_kernel(
-    codes_ptr, shares_ptr, table_ptr, masks_ptr, out_ptr, D, num_chunks, chunk, first_chunk, num_codes,
-    RANK: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK: tl.constexpr,
+    codes_ptr, shares_ptr, table_ptr, masks_ptr, out_ptr, rows, D, num_chunks, chunk, first_chunk, num_codes,
+    RANK: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Some codes of a row, from chunk ``first_chunk`` on; their features lie one code after the other."""
-    row = tl.program_id(0).to(tl.int64)
-    offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    """Some rows' codes of a few dimensions, from chunk ``first_chunk`` on.
+
+    Neighbouring programs have the same dimensions, so that few rows of the table are in use at a time.
+    """
+    at = tl.arange(0, BLOCK_M * BLOCK_D)
+    row = (tl.program_id(0) * BLOCK_M + at // BLOCK_D).to(tl.int64)
+    offs = tl.program_id(1) * BLOCK_D + at % BLOCK_D
     offs_r = tl.arange(0, BLOCK_R)
-    mask = offs < num_codes
+    mask = (offs < num_codes) & (row < rows)
     d = first_chunk * chunk + offs
     code = tl.load(codes_ptr + row * D + d, mask=mask, other=0).to(tl.int32)
     share = tl.load(shares_ptr + row * num_chunks + d // chunk, mask=mask, other=0.0)
     share = tl.where(code < 0, -share, share)
     which = tl.load(masks_ptr + d % chunk, mask=mask, other=0).to(tl.int32)
-    at = (which * 128 + tl.abs(code)) * RANK
+    entry = (which * 128 + tl.abs(code)) * RANK
     both = mask[:, None] & (offs_r < RANK)[None, :]
-    values = tl.load(table_ptr + at[:, None] + offs_r[None, :], mask=both, other=0.0).to(tl.float32)
+    values = tl.load(table_ptr + entry[:, None] + offs_r[None, :], mask=both, other=0.0).to(tl.float32)
     made = (values * share[:, None]).to(tl.float8e4nv)
-    tl.store(out_ptr + (row * num_codes + offs[:, None]) * RANK + offs_r[None, :], made, mask=both)
+    to = (row * num_codes + offs) * RANK
+    tl.store(out_ptr + to[:, None] + offs_r[None, :], made, mask=both)
 
 
 def features(codes: Tensor, shares: Tensor, table: Tensor, masks: Tensor, chunk: int, part: range) -> Tensor:
@@ -56,9 +61,9 @@ def features(codes: Tensor, shares: Tensor, table: Tensor, masks: Tensor, chunk:
     num_codes = min(D, part.stop * chunk) - part.start * chunk
     out = torch.empty(rows, num_codes * rank, dtype=torch.float8_e4m3fn, device=codes.device)
     with on_device_of(codes):
-        _features_kernel[rows, cdiv(num_codes, _CODES)](
-            codes, shares, table, masks, out, D, shares.shape[1], chunk, part.start, num_codes, RANK=rank,
-            BLOCK_R=next_power_of_2(rank), BLOCK=_CODES, num_warps=4,
+        _features_kernel[cdiv(rows, _ROWS), cdiv(num_codes, _DIMENSIONS)](
+            codes, shares, table, masks, out, rows, D, shares.shape[1], chunk, part.start, num_codes,
+            RANK=rank, BLOCK_R=next_power_of_2(rank), BLOCK_M=_ROWS, BLOCK_D=_DIMENSIONS, num_warps=4,
         )  # fmt: skip
     return out
 
@@ -115,8 +120,8 @@ def _cases() -> tuple[CompileCase, ...]:
         "codes_ptr": "*i8", "shares_ptr": "*fp32", "table_ptr": "*bf16", "masks_ptr": "*i64",
         "out_ptr": "*fp8e4nv",
     }  # fmt: skip
-    sizes = dict.fromkeys(("D", "num_chunks", "chunk", "first_chunk", "num_codes"), "i32")
-    constants = {"RANK": 16, "BLOCK_R": 16, "BLOCK": _CODES}
+    sizes = dict.fromkeys(("rows", "D", "num_chunks", "chunk", "first_chunk", "num_codes"), "i32")
+    constants = {"RANK": 16, "BLOCK_R": 16, "BLOCK_M": _ROWS, "BLOCK_D": _DIMENSIONS}
     signature = pointers | sizes | dict.fromkeys(constants, "constexpr")
     aligned = ("codes_ptr", "table_ptr", "out_ptr", "D", "chunk", "num_codes")
     made = [CompileCase(_features_kernel, signature, constants, aligned, 4, 89)]

@@ -261,8 +261,10 @@ static __device__ __forceinline__ void store_columns(Columns columns, int task, 
 }
 
 // The tables of the block's slices, from their places (GROUP, ROWS, 128); and their slopes. All that a warp reads is
-// under way before it writes, but for blocks of fewer threads than usual.
-static __device__ __forceinline__ void build(const Product &p, const u32 *places, u32 *table, u32 *slopes) {
+// under way before it writes, but for blocks of fewer threads than usual; ``then`` comes in between.
+template <class Then>
+static __device__ __forceinline__ void build(const Product &p, const u32 *places, u32 *table, u32 *slopes, Then then) {
+    static_assert(GROUP * PLANES * 8 >= WARPS, "each warp builds");
     const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
 #if LINEAR
     u32 slope[SLOPE_ROUNDS][4];
@@ -284,6 +286,7 @@ static __device__ __forceinline__ void build(const Product &p, const u32 *places
         Columns columns[2];
         columns[0] = load_columns(p, places, task);
         if (other < GROUP * PLANES * 8) columns[1] = load_columns(p, places, other);
+        if (task == warp) then();
         store_columns(columns[0], task, table);
         if (other < GROUP * PLANES * 8) store_columns(columns[1], other, table);
     }
@@ -450,7 +453,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) stochastic_loo
     }
     await_previous();
     let_next_start();
-    Row rows[ROUNDS];  // first of all, for what is read next waits behind the weights
+    Row rows[ROUNDS];  // first of all, for what is read later waits behind the weights
 #pragma unroll
     for (int i = 0; i < ROUNDS; i++) {
         const int task = warp + i * WARPS;
@@ -458,12 +461,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) stochastic_loo
     }
     Weights w[STAGES];  // a ring: slices of a tile, then those of the warp's next tile
     int m = begin + warp * TILE;
-#pragma unroll
-    for (int i = 0; i < STAGES; i++) {
+    const auto load = [&](int i) {
         const int tile = m + i / GROUP * WARPS * TILE;
         w[i] = {};
         if (tile < end) load_tile(p, weights[i % GROUP], left[i % GROUP], tile + lane / 4 * 2, w + i);
-    }
+    };
+#pragma unroll
+    for (int i = 0; i < STAGES / 2; i++) load(i);
 #pragma unroll
     for (int i = 0; i < ROUNDS; i++) {
         const int task = warp + i * WARPS, row = n + task % ROWS;
@@ -479,7 +483,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) stochastic_loo
         }
     }
     __syncthreads();
-    build(p, places, shared, slopes);
+    build(p, places, shared, slopes, [&] {  // tables first: they would wait behind so many weights
+#pragma unroll
+        for (int i = STAGES / 2; i < STAGES; i++) load(i);
+    });
     __syncthreads();
     u32 own[8];
 #pragma unroll
@@ -499,45 +506,55 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) stochastic_loo
     }
 }
 
-// y of the slices' counts, chunks in ascending order: a block has 32 outputs of a row, a thread 4 of their chunks.
-#define CHUNKS 128  // whose terms are in shared memory at once
+// y of the slices' counts, chunks in ascending order: a block has 32 outputs of up to 4 rows, a thread 4 of their
+// chunks; the rows' sums are those of different warps, where there are several.
+#define CHUNKS 112  // whose terms are in shared memory at once
+#define ROWS_AT_ONCE 4
 
-extern "C" __global__ void __launch_bounds__(1024) stochastic_combine(const Product p) {
-    __shared__ float terms[CHUNKS][LANES + 1];
-    const int x = threadIdx.x % LANES, part = threadIdx.x / LANES, at_once = blockDim.x / LANES * 4;
-    const int m = blockIdx.x * LANES + x, n = blockIdx.y, b = blockIdx.z;
-    const int output = m < p.M ? m : p.M - 1;
-    const i64 row = (i64)b * p.N + n, step = (i64)p.N * p.stride;
-    const float *scales_b = p.sb + ((i64)(p.shared_b ? 0 : b) * p.M + output) * p.C;
-    float y = 0.0f;
+extern "C" __global__ void __launch_bounds__(8 * CHUNKS) stochastic_combine(const Product p) {
+    __shared__ float scales[CHUNKS][LANES + 1], terms[2][CHUNKS][LANES + 1], sums[ROWS_AT_ONCE][LANES];
+    const int x = threadIdx.x % LANES, part = threadIdx.x / LANES, parts = blockDim.x / LANES, at_once = 4 * parts;
+    const int m = blockIdx.x * LANES + x, begin = blockIdx.y * ROWS_AT_ONCE, b = blockIdx.z;
+    const int rows = p.N - begin < ROWS_AT_ONCE ? p.N - begin : ROWS_AT_ONCE;
+    const i64 step = (i64)p.N * p.stride;
     for (int first = 0; first < p.C; first += at_once) {
-        const int c = first + 4 * part;
-        float scale[4];
-#pragma unroll
-        for (int j = 0; j < 4; j++) scale[j] = c + j < p.C ? scales_b[c + j] : 0.0f;
-        if (first == 0) await_previous();
-        float factor[4], scale_a[4];
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-            factor[j] = c + j < p.C ? p.factors[level_of(p, b, n, c + j)] : 0.0f;
-            scale_a[j] = c + j < p.C ? p.sa[row * p.C + c + j] : 0.0f;
+        const int chunks = p.C - first < at_once ? p.C - first : at_once, c = first + 4 * part;
+        for (int i = part; i < LANES; i += parts) {  // along the chunks
+            const int output = blockIdx.x * LANES + i < p.M ? blockIdx.x * LANES + i : p.M - 1;
+            const float *from = p.sb + ((i64)(p.shared_b ? 0 : b) * p.M + output) * p.C + first;
+            for (int j = x; j < chunks; j += LANES) scales[j][i] = from[j];
         }
-        const Count *counts = p.counts + ((i64)b * p.C + c) * p.per_chunk * step + (i64)n * p.stride + output;
-        int acc[4] = {0, 0, 0, 0};
+        if (first == 0) await_previous();
+        __syncthreads();
+        for (int r = 0; r < rows; r++) {
+            const int n = begin + r;
+            const i64 row = (i64)b * p.N + n;
+            const Count *counts =
+                p.counts + ((i64)b * p.C + c) * p.per_chunk * step + (i64)n * p.stride + (m < p.stride ? m : 0);
+            float factor[4], scale_a[4];
+            int acc[4] = {0, 0, 0, 0};
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                factor[j] = c + j < p.C ? p.factors[level_of(p, b, n, c + j)] : 0.0f;
+                scale_a[j] = c + j < p.C ? p.sa[row * p.C + c + j] : 0.0f;
+            }
 #pragma unroll 4
-        for (int s = 0; s < p.per_chunk; s++)
+            for (int s = 0; s < p.per_chunk; s++)
+#pragma unroll
+                for (int j = 0; j < 4; j++)
+                    if (c + j < p.C) acc[j] += counts[((i64)j * p.per_chunk + s) * step];
 #pragma unroll
             for (int j = 0; j < 4; j++)
-                if (c + j < p.C) acc[j] += counts[((i64)j * p.per_chunk + s) * step];
-#pragma unroll
-        for (int j = 0; j < 4; j++)
-            if (c + j < p.C) terms[4 * part + j][x] = term_of(acc[j], factor[j], scale_a[j], scale[j]);
-        __syncthreads();
-        const int last = p.C - first < at_once ? p.C - first : at_once;
-        if (part == 0)
+                terms[r % 2][4 * part + j][x] = term_of(acc[j], factor[j], scale_a[j], scales[4 * part + j][x]);
+            __syncthreads();  // and whoever added the row before the last one is done with it
+            if (part == r % parts) {
+                float y = first == 0 ? 0.0f : sums[r][x];
 #pragma unroll 8
-            for (int i = 0; i < last; i++) y = __fadd_rn(y, terms[i][x]);
+                for (int i = 0; i < chunks; i++) y = __fadd_rn(y, terms[r % 2][i][x]);
+                sums[r][x] = y;
+                if (first + chunks == p.C && m < p.M) store(p, row * p.M + m, y);
+            }
+        }
         __syncthreads();
     }
-    if (part == 0 && m < p.M) store(p, row * p.M + m, y);
 }

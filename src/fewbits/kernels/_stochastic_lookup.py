@@ -182,11 +182,11 @@ def plan(
     shape, slices = SHAPES[of_block], chunks * cdiv(chunk, SLICE)
     if slices < shape.group or shared < _shared_bytes(of_block, shape.group):
         shape = shape._replace(group=1)
-    threads = 32 * min(32, cdiv(chunks, 4))
+    threads = 32 * min(28, cdiv(chunks, 4))
     resident = multiprocessors * max(1, min(shape.min_blocks, shared // _shared_bytes(of_block, shape.group)))
     blocks = cdiv(rows, of_block) * batch * cdiv(slices, shape.group)
     per_block, splits = _split(outputs, blocks, resident)
-    combine = None if slices == 1 else (cdiv(outputs, 32), rows, batch)
+    combine = None if slices == 1 else (cdiv(outputs, 32), cdiv(rows, 4), batch)
     counts = 0 if slices == 1 else batch * slices * rows * _stride(outputs)
     grid = (cdiv(rows, of_block), splits * cdiv(slices, shape.group), batch)
     return Plan(of_block, *shape, per_block, slices, grid, combine, threads, counts)

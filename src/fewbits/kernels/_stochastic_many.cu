@@ -317,6 +317,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) stochastic_many(const P
         look_up(w[0], w[1], select[0], own0, x[0]);
 #pragma unroll
         for (int g = 0; g < GROUPS; g++) {
+            if (g == GROUPS - 1) {  // no later: who is done here first goes on to build the next tables
+                wait_for_copies();
+                __syncthreads();
+            }
             next = __ldg(g + 1 < GROUPS ? weights + (g + 1) * LANES : after);
 #pragma unroll
             for (int i = 0; i < 8; i++) {
@@ -354,8 +358,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) stochastic_many(const P
         if (more) {
             negative = signs_of(p.signs + (block + s + 1) * 64);
             if (s + 2 < slices) places_of(p.places + (block + s + 2) * 256, place);
-            wait_for_copies();
-            __syncthreads();
             build(shared + (s + 1) % 2 * (2 * PLANE / 4), (const u8 *)(shared + ARRIVED / 4), negative);
             __syncthreads();
         }
