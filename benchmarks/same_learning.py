@@ -182,8 +182,8 @@ def evaluate(model: Any, windows: Tensor) -> float:
 
 def fine_tune(
     name: str, path: str, variant: str, seed: int, args: argparse.Namespace, data: Any
-) -> list[Point]:
-    """One run; the evaluations in order."""
+) -> Iterator[list[Point]]:
+    """One run; the evaluations at each step that has some, as they come."""
     train, held_out = data
     model = build(variant, path, args.device)
     same_adapters(model, seed)
@@ -199,16 +199,15 @@ def fine_tune(
     order = torch.cat([torch.randperm(len(train), generator=generator) for _ in range(epochs)]).to(
         train.device
     )
-    points = measured(model, held_out, name, variant, seed, 0)
+    yield measured(model, held_out, name, variant, seed, 0)
     for step in range(args.steps):
         loss_of(model, train[order[step * args.batch : (step + 1) * args.batch]]).backward()
         optimizer.step()
         schedule.step()
         optimizer.zero_grad(set_to_none=True)
         if (step + 1) % args.every == 0 or step + 1 == args.steps:
-            points += measured(model, held_out, name, variant, seed, step + 1)
+            yield measured(model, held_out, name, variant, seed, step + 1)
     report_unfused(model)
-    return points
 
 
 def report_unfused(model: Any) -> None:
@@ -221,13 +220,22 @@ def report_unfused(model: Any) -> None:
 
 
 def final(points: list[Point]) -> dict[str, dict[str, list[float]]]:
-    """The last loss of each seed, by model and variant."""
+    """The last loss of each seed, by model and variant, without seeds that a variant did not finish."""
     last: dict[tuple[str, str, int], Point] = {}
     for p in points:
         last[p.model, p.variant, p.seed] = p
     found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for p in last.values():
-        found[p.model][p.variant].append(p.loss)
+    for model in dict.fromkeys(p.model for p in points):
+        mine = [p for p in last.values() if p.model == model]
+        end = max(p.step for p in mine)
+        variants = {p.variant for p in mine}
+        done: dict[int, set[str]] = defaultdict(set)
+        for p in mine:
+            if p.step == end:
+                done[p.seed].add(p.variant)
+        for p in mine:
+            if done[p.seed] == variants:
+                found[model][p.variant].append(p.loss)
     return found
 
 
@@ -360,7 +368,7 @@ def main() -> None:
             record(points, args)
         return
     names = "_".join(entry.split("=", 1)[0] for entry in args.model)
-    chosen = [v for v in VARIANTS if v in args.variants.split(",")]
+    chosen = [v for v in args.variants.split(",") if v in VARIANTS]
     part = "" if len(chosen) == len(VARIANTS) else f"_{len(chosen)}_{chosen[-1]}"
     curves = args.out / f"curves_{names}_{args.seeds.replace(',', '')}{part}.csv"
     points = []
@@ -373,9 +381,11 @@ def main() -> None:
             for seed in map(int, args.seeds.split(",")):
                 for variant in chosen:
                     began = time.perf_counter()
-                    run = fine_tune(name, path, variant, seed, args, data)
-                    writer.writerows(run)
-                    file.flush()
+                    run: list[Point] = []
+                    for found in fine_tune(name, path, variant, seed, args, data):
+                        writer.writerows(found)
+                        file.flush()  # a time limit loses what is under way only
+                        run += found
                     points += run
                     print(
                         f"{name} seed {seed} {variant}: {run[0].loss:.4f} -> "

@@ -56,6 +56,14 @@ def test_summary_says_what_holds_and_what_does_not(capsys, tmp_path: Path) -> No
     assert "evaluated in FP8" in (tmp_path / "x.svg").read_text()
 
 
+def test_a_seed_that_did_not_end_is_left_out(capsys) -> None:
+    module = load("same_learning")
+    made = [p for p in points(module) if (p.variant, p.seed, p.step) != ("fewbits_nf4_fp8_head", 2, 10)]
+    module.summary(made)
+    assert "4.0050 (4.0000 to 4.0100)" in capsys.readouterr().out
+    assert all(len(values) == 2 for values in module.final(made)["m"].values())
+
+
 def test_some_of_the_variants_alone(capsys, tmp_path: Path) -> None:
     module = load("same_learning")
     made = [p for p in points(module) if p.variant in ("bitsandbytes_peft", "fewbits_nf4_fp8_head")]
