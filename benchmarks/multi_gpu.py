@@ -17,9 +17,10 @@ long it did neither or only that.
 peer: the same by Hugging Face, PEFT and bitsandbytes (`multi_gpu_peer`), which must be installed.
 
 full: all weights of a 1.2B shape (--large: 3.2B), float32 with bfloat16 autocast, fused, under DDP: gradients
-as they are, in bfloat16 by torch's own hook, in INT8, and not exchanged at all. A batch of --batches each.
+as they are, in bfloat16 by torch's own hook, in INT8, and not exchanged at all (--ways). A batch of --batches
+each. All of them are there at once and take turns, so that what changes with time changes all.
 
-sharded: the same shape under FSDP2 in bfloat16: as it is, weights gathered in E4M3, gradients in INT8.
+sharded: the same under FSDP2 in bfloat16: as it is, weights gathered in E4M3, gradients in INT8 (--shards).
 
 exchange: the collective calls and the codec alone, for one bucket and for 1 GiB of float32 gradients: what
 `fewbits.training.scaling` needs to know.
@@ -35,6 +36,7 @@ import argparse
 import importlib
 import json
 import os
+import shlex
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -44,10 +46,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from multi_gpu_probes import exchange_calls, profiled
+from multi_gpu_full import full, sharded
+from multi_gpu_probes import adamw, exchange_calls, loss_range, profiled, trained, training_step
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from fewbits.bench.measure import quantiles
 from fewbits.bench.record import Row, append, conditions
@@ -55,15 +58,12 @@ from fewbits.bench.train.builders import Job, build
 from fewbits.bench.train.configurations import configuration
 from fewbits.bench.train.shapes import SHAPES, batch_of, shape_of
 from fewbits.formats import INT8
-from fewbits.models.fused import fuse
-from fewbits.nn.keep import KEEP_ALL
 from fewbits.recipes import LoRA, get_recipe
 from fewbits.training.averaging import GradientMean
 from fewbits.training.communication import Travel
 from fewbits.training.config import parse_memory_budget
-from fewbits.training.ddp import bucket_mib, quantize_gradients
-from fewbits.training.fsdp import keep_gathered, shard
-from fewbits.training.fsdp_communication import quantize_reduce_scatter
+from fewbits.training.ddp import quantize_gradients
+from fewbits.training.fsdp import keep_gathered
 from fewbits.training.memory_budget import budget_for
 from fewbits.training.sharded_loading import load_sharded_model
 
@@ -119,9 +119,11 @@ class Bench:
         event.record()
         return event
 
-    def times_ms(self, step: Callable[[], Any], *, together: bool = True) -> list[float]:
+    def times_ms(
+        self, step: Callable[[], Any], *, together: bool = True, warm_up: int | None = None
+    ) -> list[float]:
         """Of steps one behind the other; where all take part, of the rank whose median is the largest."""
-        for _ in range(self.options.warm_up):
+        for _ in range(self.options.warm_up if warm_up is None else warm_up):
             step()
         self.wait()
         if together:
@@ -146,9 +148,14 @@ class Bench:
         """What the GPU did in one step."""
         return {} if self.dry else profiled(step)
 
-    def peak_gib(self) -> float:
-        """Since `free`, of the rank with the most."""
-        return max(self.everyones(0.0 if self.dry else torch.cuda.max_memory_allocated() / 2**30))
+    def held_gib(self) -> float:
+        """What is allocated on this rank."""
+        return 0.0 if self.dry else torch.cuda.memory_allocated() / 2**30
+
+    def peak_gib(self, beside: float = 0.0) -> float:
+        """Since `free`, of the rank with the most; without what was ``beside`` it."""
+        peak = 0.0 if self.dry else torch.cuda.max_memory_allocated() / 2**30
+        return max(self.everyones(peak - beside))
 
     def free(self) -> None:
         if not self.dry:
@@ -216,43 +223,6 @@ def checks(bench: Bench) -> None:
     error = (linear.weight.grad - want).norm() / want.norm()
     assert error < 0.02, f"INT8 gradients are off by {error:.3f} of their norm"
     bench.note("check", names[0], mean="exact", int8_error=round(float(error), 5))
-
-
-def training_step(
-    model: Any, ids: Tensor, optimizer: Any, *, mean: Any = None, memory: Any = None, autocast: bool = False
-) -> Callable[[], None]:
-    """Forward, backward, the mean, the update; ``step.losses`` has the losses so far."""
-    losses: list[Tensor] = []
-
-    def step() -> None:
-        if memory is not None:
-            memory.begin(ids.numel())
-        with torch.autocast(ids.device.type, torch.bfloat16, enabled=autocast):
-            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-        loss.backward()
-        if memory is not None:
-            memory.end_step()
-        losses.append(loss.detach())
-        if mean is not None:
-            mean()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    step.losses = losses  # type: ignore[attr-defined]
-    return step
-
-
-def loss_range(step: Any) -> str:
-    """The first loss and the last."""
-    return f"{float(step.losses[0]):.4f} -> {float(step.losses[-1]):.4f}"
-
-
-def trained(model: Any) -> list[torch.nn.Parameter]:
-    return [p for p in model.parameters() if p.requires_grad]
-
-
-def adamw(model: Any, rate: float) -> Any:
-    return torch.optim.AdamW(trained(model), lr=rate, fused=True)
 
 
 def weak(bench: Bench) -> None:
@@ -349,74 +319,6 @@ def peer(bench: Bench) -> None:
         bench.free()
 
 
-def random_model(bench: Bench, dtype: torch.dtype) -> tuple[str, Any]:
-    """All weights of the 1B or 3B shape, the same on every rank, made on its device; fused."""
-    name = "3b" if bench.options.large else "1b"
-    torch.manual_seed(0)
-    with torch.device(bench.device):
-        model = AutoModelForCausalLM.from_config(bench.config(name), dtype=dtype, attn_implementation="sdpa")
-    fuse(model, keep=KEEP_ALL)
-    return name, model.train()
-
-
-def full(bench: Bench) -> None:
-    """All weights of a 1B (3B) shape: four ways for gradients to travel."""
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-
-    for way in bench.options.ways.split(","):
-        name, model = random_model(bench, torch.float32)
-        ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=bucket_mib(model))
-        exchange = None
-        if way == "bf16":
-            # torch has the one for bfloat16 on CUDA only
-            hooks = default_hooks
-            ddp.register_comm_hook(None, hooks.fp16_compress_hook if bench.dry else hooks.bf16_compress_hook)
-        elif way == "int8":
-            exchange = quantize_gradients(ddp, INT8)
-        elif way == "none":
-            ddp.register_comm_hook(None, _keep)
-        optimizer = adamw(ddp, 1e-5)
-        for text in bench.options.batches.split(","):
-            ids = bench.batch(*batch_of(text))
-            step = training_step(ddp, ids, optimizer, autocast=not bench.dry)
-            bench.free()
-            times = bench.times_ms(step)
-            more = {"peak_gib": round(bench.peak_gib(), 2), **bench.profiled(step)}
-            bench.note(
-                "full", f"all weights, {name}, {text} a GPU, gradients in {way}", times, tokens=ids.numel(),
-                format=way, **more, receipt="" if exchange is None else str(exchange).splitlines()[0],
-            )  # fmt: skip
-        del model, ddp, optimizer, exchange, step
-        bench.free()
-
-
-def _keep(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are texts
-    """A hook that sends nothing: what the exchange costs is the difference to this."""
-    future: Any = torch.futures.Future(devices=[bucket.buffer().device] if bucket.buffer().is_cuda else None)
-    future.set_result(bucket.buffer())
-    return future
-
-
-def sharded(bench: Bench) -> None:
-    """All weights under FSDP2: as they are in bfloat16, gathered in E4M3, gradients in INT8."""
-    for way in ("bf16", "float8 gather", "int8 reduce", "float8 gather, int8 reduce"):
-        name, model = random_model(bench, torch.float32)
-        shard(model, compute_dtype=bench.dtype, reduce_dtype=torch.float32, float8_all_gather="float8" in way)
-        if "int8" in way:
-            quantize_reduce_scatter(model, INT8, error_feedback=True)
-        optimizer = adamw(model, 1e-5)
-        for text in bench.options.batches.split(","):
-            ids = bench.batch(*batch_of(text))
-            step = training_step(model, ids, optimizer)
-            bench.free()
-            times = bench.times_ms(step)
-            more = {"peak_gib": round(bench.peak_gib(), 2), **bench.profiled(step)}
-            what = f"all weights, {name}, {text} a GPU, {way}"
-            bench.note("sharded", what, times, tokens=ids.numel(), format=way, **more)
-        del model, optimizer, step
-        bench.free()
-
-
 def exchange(bench: Bench) -> None:
     """Each call of an exchange alone."""
     travel = Travel(None)
@@ -456,6 +358,11 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--recipes", default="qlora_nf4", help="fsdp: with commas between")
     parser.add_argument("--engines", default="fsdp2,fsdp1", help="peer: torch's FSDP2, FSDP1")
     parser.add_argument("--ways", default="none,float32,bf16,int8", help="full: what gradients travel in")
+    parser.add_argument(
+        "--shards",
+        default="bf16,float8 gather,int8 reduce,float8 gather + int8 reduce",
+        help="sharded: of these",
+    )
     parser.add_argument("--batches", default="1x2048", help="fsdp, peer, full: of a GPU, as 1x2048,4x2048")
     parser.add_argument("--budget", default="auto", help="fsdp: the memory plan's (default: auto)")
     parser.add_argument(
@@ -468,10 +375,13 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--record", type=Path, help="append rows to this CSV file")
     parser.add_argument("--commit", help="for the rows, where there is no git checkout")
     options = parser.parse_args(argv)
-    names = ("batches", "recipes", "ways", "engines", "configs")
+    names = ("batches", "recipes", "ways", "shards", "engines", "configs", "steps", "warm_up")
     chosen = [name for name in names if getattr(options, name) != parser.get_default(name)]
-    said = [*options.parts, *(f"--{name} {getattr(options, name)}" for name in chosen)]
-    options.command = " ".join([*said, *(["--large"] if options.large else [])])
+    said = [*options.parts]
+    said += [f"--{name.replace('_', '-')} {shlex.quote(str(getattr(options, name)))}" for name in chosen]
+    options.command = " ".join(
+        [*said, *(f"--{flag}" for flag in ("large", "keep") if getattr(options, flag))]
+    )
     return options
 
 

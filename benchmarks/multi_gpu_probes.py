@@ -1,4 +1,4 @@
-"""What `multi_gpu` looks at more closely: one step under the profiler, the calls of an exchange alone."""
+"""What the parts of `multi_gpu` share: a step, the same under the profiler, the calls of an exchange."""
 
 from __future__ import annotations
 
@@ -60,3 +60,40 @@ def exchange_calls(travel: Travel, gradient: Tensor) -> dict[str, Callable[[], A
         "dequantize": lambda: dequantize_gradient(messages, gradient, wire),
         "copy": lambda: residual.copy_(gradient),
     }
+
+
+def training_step(
+    model: Any, ids: Tensor, optimizer: Any, *, mean: Any = None, memory: Any = None, autocast: bool = False
+) -> Callable[[], None]:
+    """Forward, backward, the mean, the update; ``step.losses`` has the losses so far."""
+    losses: list[Tensor] = []
+
+    def step() -> None:
+        if memory is not None:
+            memory.begin(ids.numel())
+        with torch.autocast(ids.device.type, torch.bfloat16, enabled=autocast):
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        if memory is not None:
+            memory.end_step()
+        losses.append(loss.detach())
+        if mean is not None:
+            mean()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    step.losses = losses  # type: ignore[attr-defined]
+    return step
+
+
+def loss_range(step: Any) -> str:
+    """The first loss and the last."""
+    return f"{float(step.losses[0]):.4f} -> {float(step.losses[-1]):.4f}"
+
+
+def trained(model: Any) -> list[torch.nn.Parameter]:
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def adamw(model: Any, rate: float) -> Any:
+    return torch.optim.AdamW(trained(model), lr=rate, fused=True)

@@ -79,6 +79,16 @@ def test_the_first_step_corrects_the_plan(factor: float, word: str, tokens: int)
     assert len(budget.notes) == 2 and budget.meter.resets == 1, "once is enough"
 
 
+@pytest.mark.parametrize(("factor", "word"), [(1.0, "stays"), (0.7, "new plan")])
+def test_gathered_layers_are_weights_and_not_what_a_step_takes(factor: float, word: str) -> None:
+    budget = made(20, factor)
+    budget.gathered = 6 * GIB
+    budget.meter.dynamic += 6 * GIB
+    budget.begin(8192)
+    budget.end_step()
+    assert word in budget.notes[-1]
+
+
 def test_steps_down_from_what_was_measured() -> None:
     budget = made(24)
     assert budget.step_down("Tried to allocate 1 GiB", 5)

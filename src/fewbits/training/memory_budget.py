@@ -22,7 +22,7 @@ from fewbits.models.fast import checkpoint_layers
 from fewbits.nn.keep import KEEP_ALL, KEEP_NONE, KEEP_ON_HOST, Keep
 from fewbits.nn.offload import HostStash
 from fewbits.recipes import LoRA, Recipe
-from fewbits.training.memory_plan import GIB, Plan, Planner, planner, static_of
+from fewbits.training.memory_plan import GIB, Plan, Planner, gathered_bytes, planner, static_of
 
 logger = logging.getLogger("fewbits")
 
@@ -137,6 +137,7 @@ class MemoryBudget:
         meter: reads the device's memory; None: predictions are not corrected.
         start: a plan to begin with, which no measurement changes; None: the best that fits.
         agree: gives the same number of all processes of the run, so that all make the same plan.
+        gathered: bytes of a sharded model that come and go within a step, and count as weights.
         plan: the plan in place.
         notes: sentences for the log and the receipt, in the order in which they came about.
     """
@@ -148,6 +149,7 @@ class MemoryBudget:
     meter: Any = None
     start: Plan | None = None
     agree: Callable[[float], list[float]] = lambda number: [number]
+    gathered: int = 0
     plan: Plan = field(init=False)
     notes: list[str] = field(default_factory=list)
     _factor: float = 1.0
@@ -181,7 +183,9 @@ class MemoryBudget:
         tells = not self._measured and self._before is not None and not self._replan_unfused()
         self._measured = True
         expected = self.planner_for(max(1, self._largest)).price_of(self.plan)
-        measured = self.meter.peak() - self._before if tells and self._before is not None else 0
+        measured = 0
+        if tells and self._before is not None:
+            measured = max(0, self.meter.peak() - self._before - self.gathered)
         factors = self.agree(measured / max(1, expected.predicted.dynamic))
         if not all(factors):  # here, or on another rank, the first step was not a whole one under this plan
             return
@@ -288,7 +292,8 @@ def budget_for(
     planner_for = partial(planner_for, static=static_of(model, optimizer_bytes=optimizer_bytes))
     try:
         start = None if same is None else planner_for(num_tokens).same_for_all(same, limit)
-        made = MemoryBudget(target, planner_for, num_tokens, limit, meter, start, agree)
+        gathered = gathered_bytes(model)
+        made = MemoryBudget(target, planner_for, num_tokens, limit, meter, start, agree, gathered)
     except BadInput as error:
         if not isinstance(budget, str):
             raise

@@ -217,12 +217,11 @@ def static_of(model: nn.Module, *, optimizer_bytes: int = 8) -> Memory:
     """
     from fewbits.models.fused_loss import float8_head_of  # it defines kernels, which takes time
 
-    whole = sum(p.nbytes for p in model.parameters())
     trained = [_local(p) for p in model.parameters() if p.requires_grad]
     size = sum(p.numel() for p in trained)
     lora = sum(p.nbytes for p in trained) if hasattr(model, "peft_config") else 0
     tensors = {t.data_ptr(): t.nbytes for t in map(_local, (*model.parameters(), *model.buffers()))}
-    gathered = _gathered_bytes(model, whole) if any(hasattr(p, "to_local") for p in model.parameters()) else 0
+    gathered = gathered_bytes(model)
     head = float8_head_of(model)
     copies = 0 if head is None or head.head.weight.requires_grad else head.nbytes
     return Memory(
@@ -234,13 +233,16 @@ def static_of(model: nn.Module, *, optimizer_bytes: int = 8) -> Memory:
     )
 
 
-def _gathered_bytes(model: nn.Module, whole: int) -> int:
+def gathered_bytes(model: nn.Module) -> int:
     """Of parameters that FSDP2 gathers: two layers, and as many on their way; embedding and head; or all."""
     from fewbits.training.fsdp import stays_gathered
 
+    if not any(hasattr(p, "to_local") for p in model.parameters()):
+        return 0
     config = model.config.get_text_config()  # type: ignore[operator, union-attr]
     ends = (model.get_input_embeddings(), model.get_output_embeddings())  # type: ignore[operator]
     tables = {id(p): int(p.nbytes) for module in ends if module is not None for p in module.parameters()}
+    whole = sum(p.nbytes for p in model.parameters())
     layers = (whole - sum(tables.values())) // int(config.num_hidden_layers)
     return (whole + 2 * layers) if stays_gathered(model) else 4 * layers + sum(tables.values())
 
