@@ -1,5 +1,7 @@
 """Draws the rows `multi_gpu_fsdp` and `multi_gpu_peer` of results.csv: step and memory of the 70B shape.
 
+Of the last run of both: rows of one commit and day.
+
 python benchmarks/plot_multi_gpu.py --svg docs/several-gpus-70b.svg
 """
 
@@ -15,19 +17,20 @@ matplotlib.use("svg")
 import matplotlib.pyplot as plt
 
 _OURS, _PEER, _INK = "#3b6fd4", "#c76a2b", "#7f7f7f"  # as in fewbits.bench.train.results
-_NAMES = {"fewbits": "fewbits", "fsdp2": "bitsandbytes FSDP2 *", "fsdp1": "bitsandbytes FSDP1 *"}
+_NAMES = {"fewbits": "fewbits", "fsdp2": "bitsandbytes, FSDP2", "fsdp1": "bitsandbytes, FSDP1"}
 
 
 def read(path: Path, batch: str) -> dict[tuple[str, str], dict[str, float]]:
-    """By variant and what was done: milliseconds and GiB, the last row of each."""
-    found: dict[tuple[str, str], dict[str, float]] = {}
+    """By variant and what was done: milliseconds and GiB, of the last run that has both sides."""
+    runs: dict[tuple[str, str], dict[tuple[str, str], dict[str, float]]] = {}
     with path.open(newline="") as file:
         for row in csv.DictReader(file):
             if row["op"] in ("multi_gpu_fsdp", "multi_gpu_peer") and f" {batch} " in row["part"]:
                 how = row["part"].split(f"{batch} a GPU")[1].removeprefix(", ").removesuffix("2 GPUs")
                 key = (row["variant"], how.removesuffix(", "))
+                found = runs.setdefault((row["date"], row["commit"]), {})
                 found.setdefault(key, {})[row["metric"]] = float(row["value"])
-    return found
+    return [found for found in runs.values() if len({variant for variant, _ in found}) > 1][-1]
 
 
 def main() -> None:
@@ -56,7 +59,6 @@ def main() -> None:
             panel.tick_params(axis="y", length=0)
             for side in ("top", "right", "bottom"):
                 panel.spines[side].set_visible(False)
-        figure.text(0.01, 0.01, "* in another call than fewbits", fontsize=7)
         figure.tight_layout()
         figure.savefig(options.svg, transparent=True, metadata={"Date": None})
 
