@@ -1,13 +1,15 @@
 """CUDA C++ compiled at run time, for kernels that Triton cannot express; launches on the operand's stream.
 
 `cuda.bindings` is NVIDIA's own Python face of NVRTC and the driver; torch's CUDA wheels bring it and NVRTC
-along. Nothing is compiled at installation and nothing is kept on disk: a kernel's first use in a process
-takes about a second.
+along. Nothing is compiled at installation. A kernel's first use takes up to a second; its machine code is
+then kept where Triton keeps its own, in the user's cache folder (~/.triton/cache, or TRITON_CACHE_DIR).
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import hashlib
 from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -17,9 +19,11 @@ from typing import Any
 import torch
 
 from fewbits.errors import Unsupported
+from fewbits.kernels._launch import triton
 
 Defines = tuple[tuple[str, int], ...]
 _DYNAMIC_SHARED_BYTES = 48 * 1024  # above, a kernel must ask first
+_ELF = b"\x7fELF"
 
 
 @lru_cache(maxsize=1)
@@ -36,19 +40,56 @@ def missing() -> str | None:
 
 @lru_cache(maxsize=64)
 def cubin(source: str, defines: Defines, capability: int) -> bytes:
-    """Machine code of a file beside this one for ``sm_{capability}``; needs no GPU."""
+    """Machine code of a file beside this one for ``sm_{capability}``; needs no GPU.
+
+    From the user's cache folder if an earlier process left it there; a folder that cannot be read or written
+    costs the time to compile again and nothing else.
+    """
+    options = [f"--gpu-architecture=sm_{capability}", "--std=c++17", *(f"-D{k}={v}" for k, v in defines)]
+    cache, name = _cache_of(source, options), f"{Path(source).stem}.cubin"
+    with contextlib.suppress(OSError):
+        found = None if cache is None else cache.get_file(name)
+        if found is not None and (code := Path(found).read_bytes())[:4] == _ELF:
+            return code
+    code = _compiled(source, options)
+    with contextlib.suppress(OSError):
+        if cache is not None:
+            cache.put(code, name)  # a file of its own first, then renamed: no process sees half of it
+    return code
+
+
+def _cache_of(source: str, options: list[str]) -> Any:
+    """Triton's own keeper of files for this source, what it may include, the options and the compiler."""
+    if triton is None:
+        return None
+    from triton.runtime.cache import get_cache_manager
+
+    parts = [source, *options, str(_version())]
+    parts += [path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.glob("*.cu"))]
+    try:
+        return get_cache_manager(hashlib.sha256("\0".join(parts).encode()).hexdigest())
+    except (OSError, RuntimeError):  # there is no such folder, and none can be made
+        return None
+
+
+def _version() -> tuple[int, ...]:
+    status, *numbers = _bindings("nvrtc").nvrtcVersion()
+    _checked((status,), "nvrtcVersion")
+    return tuple(numbers)
+
+
+def _compiled(source: str, options: list[str]) -> bytes:
     nvrtc, here = _bindings("nvrtc"), Path(__file__).parent
     text = (here / source).read_bytes()
     program = _checked(nvrtc.nvrtcCreateProgram(text, source.encode(), 0, [], []), "nvrtcCreateProgram")
-    options = [f"--gpu-architecture=sm_{capability}", "--std=c++17", f"--include-path={here}"]
-    options += [f"-D{k}={v}" for k, v in defines]
+    words = [*options, f"--include-path={here}"]
     try:
-        (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [o.encode() for o in options])
+        (status,) = nvrtc.nvrtcCompileProgram(program, len(words), [o.encode() for o in words])
         if int(status):
             log = b" " * _checked(nvrtc.nvrtcGetProgramLogSize(program), "nvrtcGetProgramLogSize")
             nvrtc.nvrtcGetProgramLog(program, log)
             said = log.decode(errors="replace")
-            raise Unsupported(f"{source} does not compile for sm_{capability}: {said}")
+            raise Unsupported(f"{source} does not compile with {options[0]}: {said}")
         code = b" " * _checked(nvrtc.nvrtcGetCUBINSize(program), "nvrtcGetCUBINSize")
         _checked(nvrtc.nvrtcGetCUBIN(program, code), "nvrtcGetCUBIN")
     finally:

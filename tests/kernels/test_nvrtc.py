@@ -1,0 +1,70 @@
+"""CUDA C++ compiled at run time: what is kept in the user's cache folder. Kernels have their own tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fewbits.kernels import _nvrtc
+
+pytest.importorskip("triton")
+SOURCE = "_gated_lora.cu"
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]]:
+    """Options of every compilation, with an empty cache folder and a compiler that only answers."""
+    asked: list[list[str]] = []
+
+    def answer(source: str, options: list[str]) -> bytes:
+        asked.append(options)
+        return b"\x7fELF " + " ".join(options).encode()
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(_nvrtc, "_compiled", answer)
+    monkeypatch.setattr(_nvrtc, "_version", lambda: (13, 0))
+    _nvrtc.cubin.cache_clear()
+    return asked
+
+
+def another_process() -> None:
+    _nvrtc.cubin.cache_clear()
+
+
+def test_an_earlier_process_left_it(compiled: list[list[str]]) -> None:
+    first = _nvrtc.cubin(SOURCE, (("WARPS", 14),), 90)
+    another_process()
+    assert _nvrtc.cubin(SOURCE, (("WARPS", 14),), 90) == first
+    assert len(compiled) == 1 and compiled[0][0] == "--gpu-architecture=sm_90"
+
+
+def test_other_settings_gpus_and_compilers_have_their_own(
+    compiled: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = [_nvrtc.cubin(SOURCE, (("WARPS", warps),), sm) for warps in (8, 14) for sm in (80, 90)]
+    assert len(set(made)) == len(compiled) == 4
+    another_process()
+    monkeypatch.setattr(_nvrtc, "_version", lambda: (13, 1))
+    _nvrtc.cubin(SOURCE, (("WARPS", 8),), 80)
+    assert len(compiled) == 5
+
+
+def test_a_damaged_file_is_compiled_again(compiled: list[list[str]], tmp_path: Path) -> None:
+    first = _nvrtc.cubin(SOURCE, (), 90)
+    (kept,) = (tmp_path / "cache").rglob("*.cubin")
+    kept.write_bytes(b"")
+    another_process()
+    assert _nvrtc.cubin(SOURCE, (), 90) == first == kept.read_bytes()
+    assert len(compiled) == 2
+
+
+def test_a_folder_that_cannot_be_made_costs_time_only(
+    compiled: list[list[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    for _ in range(2):
+        assert _nvrtc.cubin(SOURCE, (), 90)[:4] == b"\x7fELF"
+        another_process()
+    assert len(compiled) == 2
