@@ -8,7 +8,9 @@ import re
 import subprocess
 import sys
 import textwrap
+import time
 
+import psutil
 import pytest
 
 from fewbits.cli.launch import processes, run_processes, wants_launch
@@ -132,6 +134,36 @@ def test_two_machines_train_one_run(tmp_path, run_folders):
     assert [machine.returncode for machine in machines] == [0, 0], told
     run = json.loads((tmp_path / "run/run.json").read_text())
     assert run["status"] == "finished" and run["ranks"] == 2 and run["parallel"].startswith("ddp: 2 ranks")
+
+
+@pytest.mark.slow
+def test_a_machine_whose_launcher_is_killed_ends_the_run(tmp_path, run_folders):
+    """Two launchers that meet as they come; of one only the launcher is killed, and its process goes too."""
+    config, port = run_folders
+    command = [
+        sys.executable, "-m", "fewbits.cli", "train", str(config), "max_steps=100000", "save_steps=5",
+        "--nproc-per-node", "1", "--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{port}",
+    ]  # fmt: skip
+    first, second = (subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(2))
+    try:
+        deadline = time.monotonic() + 240
+        while not list(tmp_path.glob("run/checkpoints/checkpoint-*")):
+            assert time.monotonic() < deadline and first.poll() is second.poll() is None
+            time.sleep(0.2)
+        holds_store = port in {c.laddr.port for c in psutil.Process(first.pid).net_connections("tcp")}
+        killed, left = (second, first) if holds_store else (first, second)
+        (orphan,) = psutil.Process(killed.pid).children()
+        killed.kill()
+        told = left.communicate(timeout=60)[1]  # what is promised: a minute
+        orphan.wait(timeout=60)
+    finally:
+        first.kill()
+        second.kill()
+    assert left.returncode == 1
+    assert re.search(
+        rf"error: the launcher of rank \d of 2 \(on .+\) \(process {killed.pid}\) is gone; the checkpoints"
+        " are whole: go on with resume", told
+    ), told  # fmt: skip
 
 
 @pytest.fixture

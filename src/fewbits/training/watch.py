@@ -3,8 +3,8 @@
 torchrun ends the other processes of a machine when one of them dies, but it does not tell the other machines,
 and a process that waits in a collective of NCCL notices nothing. So a thread of each process writes a beat
 into the store and looks at its right neighbour's: one that has fallen silent is reported to all. A rank that
-fails by itself reports its own sentence. Whoever reads a report ends at once, with that sentence, even while
-its main thread waits.
+fails by itself reports its own sentence, and so does one whose launcher is gone, which nobody would end with
+the others. Whoever reads a report ends at once, with that sentence, even while its main thread waits.
 
 The cost: each rank makes about four short requests in a period, whatever the number of ranks.
 """
@@ -19,6 +19,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
+
+import torch.distributed as dist
 
 from fewbits.errors import PeerLost
 from fewbits.training.ranks import Ranks, is_broken_connection
@@ -70,6 +72,7 @@ class Watch:
         self._thread: threading.Thread | None = None
         # a connection of its own: a main thread that waits in the store holds the other one
         self._store: Any = None if ranks.size == 1 else ranks.store.clone()
+        self._launcher = os.getppid() if dist.is_torchelastic_launched() else None
 
     def __enter__(self) -> Watch:
         if self._store is not None:
@@ -134,6 +137,9 @@ class Watch:
         while not self._done.wait(self.pace.period_s):
             beat += 1
             now = time.monotonic()
+            if self._launcher is not None and os.getppid() != self._launcher:
+                self._report(self._orphaned())
+                return self._stop(self._orphaned())
             try:
                 self._store.set(self._key(self.ranks.rank), str(beat))
                 failed = self._store.check([_FAILED]) and self._store.get(_FAILED).decode()
@@ -163,6 +169,12 @@ class Watch:
         return (
             f"rank {rank} of {self.ranks.size} has given no sign of life for {self.pace.silence_s:g} s, so it"
             " or its machine is gone; the checkpoints are whole: go on with resume."
+        )
+
+    def _orphaned(self) -> str:
+        return (
+            f"the launcher of {self.ranks} (process {self._launcher}) is gone; the checkpoints are whole: go"
+            " on with resume."
         )
 
     def _store_gone(self, error: BaseException) -> str:
