@@ -15,7 +15,7 @@ import pytest
 
 from fewbits.cli.launch import processes, run_processes, wants_launch
 from fewbits.cli.launch_flags import add_launch_flags, without_launch_flags
-from fewbits.errors import BadInput, Unsupported
+from fewbits.errors import BadInput, PeerLost, Unsupported
 
 HEAD = """
 import json, os, signal, sys, time
@@ -134,6 +134,24 @@ def test_two_machines_train_one_run(tmp_path, run_folders):
     assert [machine.returncode for machine in machines] == [0, 0], told
     run = json.loads((tmp_path / "run/run.json").read_text())
     assert run["status"] == "finished" and run["ranks"] == 2 and run["parallel"].startswith("ddp: 2 ranks")
+
+
+def test_a_meeting_that_fails_and_one_that_is_lost(monkeypatch, tmp_path):
+    from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
+
+    def lose(command, args, *, count, logs):
+        for name in folders:
+            (logs / name).mkdir(parents=True)
+        raise RendezvousConnectionError("The connection to the C10d store has failed.")
+
+    monkeypatch.setattr("fewbits.cli.launch._torchrun", lose)
+    there = flags("--nnodes", "2", "--rdzv-endpoint", "node0:29500")
+    folders = []
+    with pytest.raises(Unsupported, match=r"did not meet at node0:29500 \(The connection"):
+        run_processes(["true"], there, count=1, logs=tmp_path / "early")
+    folders = ["fewbits_x/attempt_0/0"]
+    with pytest.raises(PeerLost, match=r"the launcher at node0:29500, where the machines met, is gone"):
+        run_processes(["true"], there, count=1, logs=tmp_path / "late")
 
 
 @pytest.mark.slow

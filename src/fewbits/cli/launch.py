@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fewbits.errors import BadInput, Unsupported
+from fewbits.errors import BadInput, PeerLost, Unsupported
 
 LOGS = "logs"
 _TAIL = 25  # lines shown of a failed rank's log
@@ -108,6 +108,12 @@ def run_processes(command: Sequence[str], args: Namespace, *, count: int, logs: 
         sys.stderr.write(f"{told}\n")
         return 128 + int(error.sigval)
     except RendezvousError as error:
+        if any(own.glob("*/attempt_*")):  # they had met: processes were started
+            _remove_empty(own)
+            raise PeerLost(
+                f"the launcher at {args.rdzv_endpoint}, where the machines met, is gone"
+                f" ({_first_line(error)}); the checkpoints are whole: go on with --resume."
+            ) from error
         raise Unsupported(
             f"the machines did not meet at {args.rdzv_endpoint} ({_first_line(error)}); check that the first"
             " machine's name and port can be reached from all, and that all were started."
