@@ -1,10 +1,11 @@
-"""Greedy decoding with buffers that stay in place, so that one CUDA graph is a step.
+"""Greedy decoding with buffers that stay in place, so that one CUDA graph is a step, or one on each device.
 
 A step of a small batch is some thousand launches, and the host gives them out more slowly than a GPU runs
 them. `Decoding` puts everything that changes from token to token (the tokens, their position, keys and
 values) into tensors that stay where they are and are written by the step itself, records the step once, and
-replays it. Any model of transformers will do whose layers attend to all that came before; quantised and
-stochastic layers need nothing of their own. Nothing is read back to the host.
+replays it: as one graph, or, where the layers lie on several GPUs, as graphs of one GPU each with copies
+between them (pieces.py). Any model of transformers will do whose layers attend to all that came before;
+quantised and stochastic layers need nothing of their own. Nothing is read back to the host.
 
     decoding = Decoding(model, batch_size=1, max_tokens=2048)
     decoding.prefill(input_ids)
@@ -12,7 +13,7 @@ stochastic layers need nothing of their own. Nothing is read back to the host.
 
 On a CPU, where there is no graph, tests compare the step with transformers' own ``generate`` and see that it
 reads nothing back; on a GPU they compare the graph with launches one by one. benchmarks/stochastic_decode.py
-times it.
+times it, benchmarks/stochastic_two_gpus.py over two GPUs.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor
 
 from fewbits.errors import BadInput, Unsupported
+from fewbits.inference.pieces import Gpus, Pieces
 
 
 class Decoding:
@@ -33,7 +35,7 @@ class Decoding:
         cache: transformers' StaticCache of ``max_tokens``.
         length: tokens whose keys and values are in the cache.
         tokens: (batch_size, 1) the next ones, which are not.
-        without_graph: why steps are not replayed from a CUDA graph; "" if they are.
+        without_graph: why steps are not replayed from CUDA graphs; "" if they are.
     """
 
     def __init__(self, model: Any, *, batch_size: int = 1, max_tokens: int, cuda_graph: bool = True) -> None:
@@ -58,7 +60,7 @@ class Decoding:
         self.tokens = torch.zeros(batch_size, 1, dtype=torch.long, device=device)
         self._position = torch.zeros(1, 1, dtype=torch.long, device=device)
         self._places = torch.arange(max_tokens, device=device)
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self._graph: torch.cuda.CUDAGraph | Pieces | None = None
         self.without_graph = "" if cuda_graph else "it was not asked for"
         if cuda_graph:
             self.without_graph = _obstacle(model)
@@ -131,11 +133,19 @@ class Decoding:
         self.tokens.copy_(logits[:, -1:].argmax(-1))
         self._position.add_(1)
 
-    def _recorded(self) -> torch.cuda.CUDAGraph:
-        """The graph of a step; it has not run, and all is as it was."""
+    def _recorded(self) -> torch.cuda.CUDAGraph | Pieces:
+        """The graph of a step, or its pieces; it has not run, and all is as it was."""
         state = [self.tokens, self._position, *(layer.cumulative_length for layer in self.cache.layers)]
         before = [x.clone() for x in state]
+
+        def restore() -> None:
+            for x, saved in zip(state, before, strict=True):
+                x.copy_(saved)
+
         device = self.tokens.device
+        devices = dict.fromkeys([device, *(p.device for p in self.model.parameters())])
+        if len(devices) > 1:
+            return Gpus(list(devices)).record(self._advance, restore)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.device(device):
             side, current = torch.cuda.Stream(device), torch.cuda.current_stream(device)
@@ -143,8 +153,7 @@ class Decoding:
             with torch.cuda.stream(side):
                 for _ in range(2):  # kernels are compiled and tables made by the first
                     self._advance()
-                    for x, saved in zip(state, before, strict=True):
-                        x.copy_(saved)
+                    restore()
             current.wait_stream(side)
             with torch.cuda.graph(graph):
                 self._advance()
@@ -152,10 +161,8 @@ class Decoding:
 
 
 def _obstacle(model: Any) -> str:
-    """Why a model's step cannot be one CUDA graph; "" if it can."""
-    devices = {p.device for p in model.parameters()}
-    if len(devices) > 1:
-        return f"the model lies on {len(devices)} devices, and a CUDA graph on one"
-    if all(device.type != "cuda" for device in devices):
-        return "the model is not on a GPU"
-    return ""
+    """Why a model's step cannot be recorded in CUDA graphs; "" if it can."""
+    kinds = {p.device.type for p in model.parameters()}
+    if kinds == {"cuda"}:
+        return ""
+    return "the model is not on a GPU" if "cuda" not in kinds else "a part of the model is not on a GPU"
