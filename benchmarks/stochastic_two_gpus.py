@@ -6,8 +6,8 @@
 Random weights, prepared one after the other where they stay (recipe "stochastic"); accelerate's balanced map
 and its hooks. With the current device left at 0: text is decoded and timed; then every layer of the second
 GPU is moved to the first and must give, for the inputs that it had there, the same bits. With ``--bf16`` the
-plain model goes through the same loop afterwards. Layers on several devices are launched one by one, without
-a CUDA graph.
+plain model goes through the same loop afterwards. A step is recorded in CUDA graphs of one GPU each with
+copies between them, and must give the tokens of single launches, which are timed as well.
 """
 
 from __future__ import annotations
@@ -133,12 +133,15 @@ def compare(model: Any, calls: dict[int, list[tuple[Any, Any, torch.Tensor]]]) -
 
 
 def decode(model: Any, args: argparse.Namespace, variant: str, rows: list[Row]) -> None:
-    for batch in (1, 4):
-        decoding = Decoding(model, batch_size=batch, max_tokens=args.prompt + 3 * args.steps + 8)
+    """Times of prompts and tokens, from graphs and launched one by one: the same tokens."""
+    for batch, graph in ((1, False), (1, True), (4, True)):
+        decoding = Decoding(
+            model, batch_size=batch, max_tokens=args.prompt + args.steps + 8, cuda_graph=graph
+        )
         generator = torch.Generator().manual_seed(0)
         prompt = torch.randint(3, model.config.vocab_size, (batch, args.prompt), generator=generator)
         times: dict[str, list[float]] = {"prefill": [], "token": []}
-        for _ in range(3):
+        for _ in range(4 if graph else 3):
             synchronize()
             begin = time.perf_counter()
             decoding.prefill(prompt)
@@ -150,12 +153,19 @@ def decode(model: Any, args: argparse.Namespace, variant: str, rows: list[Row]) 
             times["token"].append(1e3 * (time.perf_counter() - middle) / args.steps)
         if not bool(((ids >= 0) & (ids < model.config.vocab_size)).all()):
             raise SystemExit(f"{variant}: no tokens of the vocabulary")
+        if not graph:
+            launched = ids
+            del times["prefill"]
+        elif batch == 1 and not torch.equal(ids, launched):
+            raise SystemExit(f"{variant}: graphs and single launches give other tokens; nothing is recorded")
+        how = f"({decoding.without_graph or decoding.recorded})"
         for what, found in times.items():
             found = sorted(found[1:])  # the first compiles
             part = f"{args.shape} of {len(model.model.layers)} layers, batch {batch}"
             part += f", prompt of {args.prompt}" if what == "prefill" else f", after {args.prompt} tokens"
+            part += "" if graph else ", without graphs"
             value = statistics.median(found)
-            say(f"{variant:12s} {part:60s} {what:8s} {value:9.2f} ms   ({decoding.without_graph})")
+            say(f"{variant:12s} {part:76s} {what:8s} {value:9.2f} ms   {how}")
             rows.append(
                 Row(
                     op="stochastic_two_gpus", part=part, variant=variant, format=variant,
@@ -163,6 +173,7 @@ def decode(model: Any, args: argparse.Namespace, variant: str, rows: list[Row]) 
                     low=round(found[0], 3), value=round(value, 3), high=round(found[-1], 3),
                 )
             )  # fmt: skip
+        del decoding
     for i in range(torch.cuda.device_count()):
         peak = torch.cuda.max_memory_allocated(i) / GIB
         say(f"{variant:12s} peak memory of cuda:{i} {peak:8.2f} GiB")
@@ -182,7 +193,7 @@ def main() -> None:
     parser.add_argument("--shape", default="llama-3.1-70b")
     parser.add_argument("--layers", type=int, default=None, help="fewer, for less memory or time")
     parser.add_argument("--prompt", type=int, default=128)
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--bf16", action="store_true", help="the plain model as well")
     parser.add_argument("--out", type=Path, default=None, help="CSV file to add rows to")
     parser.add_argument("--commit", default=None)
@@ -209,9 +220,9 @@ def main() -> None:
             torch.cuda.reset_peak_memory_stats(i)
         model = split_model(config, None)
         decode(model, args, "bf16", rows)
-    print(f"\n{'':60s} {'variant':12s} {'value':>10s}")
+    print(f"\n{'':76s} {'variant':12s} {'value':>10s}")
     for row in rows:
-        print(f"{row.part:60s} {row.variant:12s} {row.value:10.2f} {row.metric}, {row.unit}")
+        print(f"{row.part:76s} {row.variant:12s} {row.value:10.2f} {row.metric}, {row.unit}")
     if args.out is not None:
         command = "python benchmarks/stochastic_two_gpus.py" + (" --bf16" if args.bf16 else "")
         run = conditions(device, command=command, commit=args.commit, packages=("transformers", "accelerate"))

@@ -36,6 +36,7 @@ class Decoding:
         length: tokens whose keys and values are in the cache.
         tokens: (batch_size, 1) the next ones, which are not.
         without_graph: why steps are not replayed from CUDA graphs; "" if they are.
+        recorded: in a few words, what a step is replayed from; "" before the first.
     """
 
     def __init__(self, model: Any, *, batch_size: int = 1, max_tokens: int, cuda_graph: bool = True) -> None:
@@ -61,6 +62,7 @@ class Decoding:
         self._position = torch.zeros(1, 1, dtype=torch.long, device=device)
         self._places = torch.arange(max_tokens, device=device)
         self._graph: torch.cuda.CUDAGraph | Pieces | None = None
+        self.recorded = ""
         self.without_graph = "" if cuda_graph else "it was not asked for"
         if cuda_graph:
             self.without_graph = _obstacle(model)
@@ -145,7 +147,10 @@ class Decoding:
         device = self.tokens.device
         devices = dict.fromkeys([device, *(p.device for p in self.model.parameters())])
         if len(devices) > 1:
-            return Gpus(list(devices)).record(self._advance, restore)
+            pieces = Gpus(list(devices)).record(self._advance, restore)
+            self.recorded = f"{pieces.graphs} CUDA graphs, {len(pieces.items) - pieces.graphs} copies"
+            return pieces
+        self.recorded = "one CUDA graph"
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.device(device):
             side, current = torch.cuda.Stream(device), torch.cuda.current_stream(device)
