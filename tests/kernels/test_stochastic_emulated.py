@@ -11,7 +11,12 @@ from fewbits import sc_matmul
 from fewbits.errors import BadInput, Unsupported
 from fewbits.formats.stochastic import STOCHASTIC, Stochastic
 from fewbits.kernels.stochastic_codes import stochastic_codes
-from fewbits.kernels.stochastic_emulated import stochastic_emulated, stochastic_emulated_ref
+from fewbits.kernels.stochastic_emulated import (
+    emulated_product,
+    prepare_emulated,
+    stochastic_emulated,
+    stochastic_emulated_ref,
+)
 
 FULL = Stochastic(chunk_d=128)
 
@@ -35,6 +40,34 @@ def test_equals_its_definition(options: Stochastic, rank: int) -> None:
     assert (y - exact).norm() <= bound
     if rank == 0:
         assert (y - exact).norm() <= 1e-6 * exact.norm()
+
+
+@pytest.mark.parametrize("rank", [0, 8])
+def test_a_prepared_weight_gives_the_same(rank: int) -> None:
+    """For any number of rows, twice, and in the dtype asked for."""
+    qa, sa, qb, sb = operands_of(STOCHASTIC, 6, 20, 300)
+    weight = prepare_emulated(qb, sb, STOCHASTIC, rank)
+    for rows in (6, 1, 0):
+        y = emulated_product(qa[:rows], sa[:rows], weight)
+        assert y.dtype == torch.float32 and y.shape == (rows, 20)
+        torch.testing.assert_close(y, stochastic_emulated(qa[:rows], sa[:rows], qb, sb, STOCHASTIC, rank))
+    assert torch.equal(
+        emulated_product(qa, sa, weight, torch.bfloat16), emulated_product(qa, sa, weight).bfloat16()
+    )
+    with pytest.raises(BadInput, match=r"codes \(6, 200\), and b is prepared for \(N, 300\)"):
+        emulated_product(qa[:, :200], sa[:, :2], weight)
+    with pytest.raises(BadInput, match=r"are no \(M, D\)"):
+        prepare_emulated(qb[None], sb[None], STOCHASTIC)
+
+
+def test_features_of_several_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where they do not fit the memory that is set apart for them."""
+    operands = operands_of(STOCHASTIC, 6, 20, 700)
+    whole = stochastic_emulated(*operands, STOCHASTIC, 8)
+    monkeypatch.setattr("fewbits.kernels.stochastic_emulated._FEATURE_BYTES", 2 * 20 * 8 * 128)
+    weight = prepare_emulated(*operands[2:], STOCHASTIC, 8)
+    assert [x.shape[1] for x in weight.features] == [2048, 2048, 1504]
+    torch.testing.assert_close(stochastic_emulated(*operands, STOCHASTIC, 8), whole)
 
 
 def test_full_rank_is_what_is_counted() -> None:
@@ -107,19 +140,22 @@ def test_kernels_make_values_and_features(kernel_device: str) -> None:
         # The interpreter's cast loses the carry of a mantissa that rounds up to the next power of two.
         assert near.all() if kernel_device == "cuda" else near.float().mean() > 0.9
         assert (got.sign() == want.sign()).all()
-    base, error = torch.randn(3, 50, dtype=torch.bfloat16), torch.randn(3, 50, dtype=torch.bfloat16)
-    base, error, a, b = (x.to(kernel_device) for x in (base, error, torch.rand(3, 1), torch.rand(50, 1)))
-    y = torch.full((3, 50), torch.nan, device=kernel_device)
-    kernels.add(y, base, error, a, b)
-    kernels.add(y, None, error, a, b)
-    want = base.float() + 2 * (error.float() * (a * b.t()))
-    torch.testing.assert_close(y, want, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("M", [256, 250])
-def test_on_a_gpu(M: int) -> None:
-    """16-bit sums: 2**-8 of the product more."""
-    operands = operands_of(STOCHASTIC, 64, M, 2048, "cuda")
-    y, exact = stochastic_emulated(*operands, STOCHASTIC), stochastic_emulated_ref(*operands, STOCHASTIC, 16)
-    assert (y - exact).norm() < 1.5e-2 * exact.norm()
+@pytest.mark.parametrize("parts", [1, 4])
+def test_on_a_gpu(M: int, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """16-bit sums: 2**-8 of the product more. Rows of very different sizes; prepared, the same bits."""
+    qa, sa, qb, sb = operands_of(STOCHASTIC, 64, M, 2048, "cuda")
+    sa, sb = (s * torch.logspace(-3, 3, len(s), device="cuda")[:, None] for s in (sa, sb))
+    monkeypatch.setattr("fewbits.kernels.stochastic_emulated._FEATURE_BYTES", M * 16 * 2048 // parts)
+    y, exact = (
+        stochastic_emulated(qa, sa, qb, sb, STOCHASTIC),
+        stochastic_emulated_ref(qa, sa, qb, sb, STOCHASTIC, 16),
+    )
+    each = (y - exact).norm(dim=1) / exact.norm(dim=1)
+    assert each.max() < 1.5e-2 and ((y - exact).norm(dim=0) / exact.norm(dim=0)).max() < 3e-2
+    weight = prepare_emulated(qb, sb, STOCHASTIC)
+    assert torch.equal(emulated_product(qa, sa, weight), y)
+    assert torch.equal(emulated_product(qa, sa, weight, torch.bfloat16), y.bfloat16())

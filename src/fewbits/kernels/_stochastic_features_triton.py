@@ -1,4 +1,4 @@
-"""Triton kernels of stochastic_emulated.py: codes to values, to features in 8 bits, and a sum of products.
+"""Triton kernels of stochastic_emulated.py: codes to values, and to features in 8 bits.
 
 A code becomes R values of E4M3: its row of a table (in bfloat16) times its sign and its chunk's share of
 the row's largest scale.
@@ -91,30 +91,6 @@ def values(codes: Tensor, scales: Tensor, chunk: int) -> Tensor:
     return out
 
 
-@jit
-def _add_kernel(y_ptr, base_ptr, error_ptr, sa_ptr, sb_ptr, M, BASE: tl.constexpr, BLOCK: tl.constexpr):
-    """A row's part of y: the plain product, or y so far, and the error times the scales of row and column."""
-    row = tl.program_id(0).to(tl.int64)
-    offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = offs < M
-    at = row * M + offs
-    scale = tl.load(sa_ptr + row) * tl.load(sb_ptr + offs, mask=mask, other=0.0)
-    error = tl.load(error_ptr + at, mask=mask, other=0.0).to(tl.float32) * scale
-    before = tl.load(base_ptr + at if BASE else y_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    tl.store(y_ptr + at, before + error, mask=mask)
-
-
-def add(y: Tensor, base: Tensor | None, error: Tensor, scale_a: Tensor, scale_b: Tensor) -> None:
-    """y (N, M) float32 = base (bfloat16; None: y) + error (bfloat16) times the scales of rows and columns."""
-    N, M = y.shape
-    block = min(1024, next_power_of_2(M))
-    with on_device_of(y):
-        _add_kernel[N, cdiv(M, block)](
-            y, y if base is None else base, error, scale_a, scale_b, M, BASE=base is not None, BLOCK=block,
-            num_warps=4,
-        )  # fmt: skip
-
-
 def _cases() -> tuple[CompileCase, ...]:
     pointers = {
         "codes_ptr": "*i8", "shares_ptr": "*fp32", "table_ptr": "*bf16", "masks_ptr": "*i64",
@@ -131,16 +107,6 @@ def _cases() -> tuple[CompileCase, ...]:
     made.append(
         CompileCase(_values_kernel, signature, {"BLOCK": 4096}, ("codes_ptr", "out_ptr", "D", "chunk"))
     )
-    for base in (True, False):
-        pointers = {
-            "y_ptr": "*fp32", "base_ptr": "*bf16" if base else "*fp32", "error_ptr": "*bf16",
-            "sa_ptr": "*fp32", "sb_ptr": "*fp32",
-        }  # fmt: skip
-        constants = {"BASE": base, "BLOCK": 1024}
-        signature = pointers | {"M": "i32"} | dict.fromkeys(constants, "constexpr")
-        made.append(
-            CompileCase(_add_kernel, signature, constants, ("y_ptr", "base_ptr", "error_ptr", "M"), 4)
-        )
     return tuple(made)
 
 

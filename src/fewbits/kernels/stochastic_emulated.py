@@ -18,12 +18,13 @@ Measured on a CPU, normal values, 64 x 256 x 2048 in chunks of 128, ``|y - count
     halve, 32 steps        0.1285  0.0624  0.0416  0.0217  0.0105  0.0049
 
 Operations: ``2 N M D`` in bfloat16 and R times that in float8, at twice the rate, beside writing features,
-R bytes for each code. Rank 16 takes 11.2 times torch's bf16 product at 2048 x 4096 x 14336 on an H200
-(docs/stochastic-kernels.md). There is no gradient.
+R bytes for each code; those of a weight can be kept (`prepare_emulated`). Times: docs/stochastic-kernels.md.
+There is no gradient.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -97,6 +98,20 @@ def stochastic_emulated_ref(
 # 2. The product: no kernel of its own, torch's matrix products.
 
 
+class EmulatedWeight(NamedTuple):
+    """b, as `emulated_product` takes it; made by `prepare_emulated`.
+
+    On a GPU it takes 2 + rank bytes for each code.
+    """
+
+    options: Stochastic
+    rank: int
+    values: Tensor  # (M, D) what the codes stand for
+    top: Tensor  # (M, 1) each row's largest scale
+    features: Iterable[Tensor]  # of each of `parts`, (M, codes * rank) E4M3
+    parts: list[range]  # chunks
+
+
 @torch.no_grad()
 def stochastic_emulated(
     qa: Tensor, sa: Tensor, qb: Tensor, sb: Tensor, options: Stochastic, rank: int = 16
@@ -114,53 +129,99 @@ def stochastic_emulated(
     Returns:
         (N, M) float32.
     """
-    if not 0 <= rank <= 128:
-        raise BadInput(f"emulate_rank={rank} is refused: give a whole number from 0 to 128.")
     if qa.dim() != 2 or qb.dim() != 2 or qa.shape[1] != qb.shape[1]:
         raise BadInput(f"codes {tuple(qa.shape)} and {tuple(qb.shape)} are no (N, D) and (M, D).")
-    D, (qa, sa, qb, sb) = qa.shape[1], (x.contiguous() for x in (qa, sa, qb, sb))
-    base = _dequantized(qa, sa, options) @ _dequantized(qb, sb, options).t()
-    if rank == 0 or base.numel() == 0:
-        return base.float()
-    chunks = options.chunks(D)
-    features = features_of(options, rank, chunks[0].stop - chunks[0].start, qa.device)
-    top_a, top_b = sa.amax(1, keepdim=True), sb.amax(1, keepdim=True)
-    at_once = max(1, _FEATURE_BYTES // max(1, len(qb) * rank * (chunks[0].stop - chunks[0].start)))
+    return emulated_product(qa, sa, _weight(qb, sb, options, rank))
+
+
+@torch.no_grad()
+def prepare_emulated(qb: Tensor, sb: Tensor, options: Stochastic, rank: int = 16) -> EmulatedWeight:
+    """b's half of `stochastic_emulated`, computed once; the arguments are those."""
+    if qb.dim() != 2:
+        raise BadInput(f"codes {tuple(qb.shape)} are no (M, D).")
+    weight = _weight(qb, sb, options, rank)
+    return weight._replace(features=tuple(weight.features))
+
+
+@torch.no_grad()
+def emulated_product(qa: Tensor, sa: Tensor, b: EmulatedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
+    """`stochastic_emulated` with a prepared b, in ``dtype``. On a GPU the sum is rounded to bfloat16 first.
+
+    Args:
+        qa: (N, D) int8 codes of a, made with b's options.
+        sa: (N, C) float32 scales of a.
+        b: from `prepare_emulated`.
+        dtype: of the result.
+
+    Returns:
+        (N, M).
+    """
+    if qa.dim() != 2 or qa.shape[1] != b.values.shape[1]:
+        raise BadInput(f"a has codes {tuple(qa.shape)}, and b is prepared for (N, {b.values.shape[1]}).")
+    qa, sa = qa.contiguous(), sa.contiguous()
+    values, options = _dequantized(qa, sa, b.options), b.options
+    if b.rank == 0 or not len(qa) or not b.values.numel():
+        return (values @ b.values.t()).to(dtype)
+    D, chunk = qa.shape[1], options.chunk_size(qa.shape[1])
+    features = features_of(options, b.rank, chunk, qa.device)
+    top = sa.amax(1, keepdim=True)
+    shares, top = sa / top, top * features.factor
+    if _fits_units(b.values, b.rank, chunk, b.parts):
+        return _on_units_of_8_bits((qa, values, shares, top), b, features, dtype)
+    y = (values @ b.values.t()).float()
+    for part, of_b in zip(b.parts, b.features, strict=True):
+        y += (
+            _product(_expanded(qa, shares, features.a, features, options.chunks(D), part), of_b)
+            * top
+            * b.top.t()
+        )
+    return y.to(dtype)
+
+
+def _weight(qb: Tensor, sb: Tensor, options: Stochastic, rank: int) -> EmulatedWeight:
+    """b, whose features are made when they are asked for."""
+    if not 0 <= rank <= 128:
+        raise BadInput(f"emulate_rank={rank} is refused: give a whole number from 0 to 128.")
+    qb, sb = qb.contiguous(), sb.contiguous()
+    D, values = qb.shape[1], _dequantized(qb, sb, options)
+    if rank == 0 or not qb.numel():
+        return EmulatedWeight(options, rank, values, sb.new_empty(0, 1), (), [])
+    chunks, chunk = options.chunks(D), options.chunk_size(D)
+    at_once = max(1, _FEATURE_BYTES // (len(qb) * rank * chunk))
     parts = [range(i, min(i + at_once, len(chunks))) for i in range(0, len(chunks), at_once)]
-    top_a = top_a * features.factor
-    chunk = chunks[0].stop
+    top, features = sb.amax(1, keepdim=True), features_of(options, rank, chunk, qb.device)
+    shares = sb / top
+    if _fits_units(values, rank, chunk, parts):
+        made = (
+            _stochastic_features_triton.features(qb, shares, features.b16, features.masks, chunk, part)
+            for part in parts
+        )
+    else:
+        made = (_expanded(qb, shares, features.b, features, chunks, part) for part in parts)
+    return EmulatedWeight(options, rank, values, top, made, parts)
+
+
+def _fits_units(values: Tensor, rank: int, chunk: int, parts: list[range]) -> bool:
+    """Whether float8 units take b (M, D) in these parts."""
+    M, D = values.shape
     widths = [(min(D, part.stop * chunk) - part.start * chunk) * rank for part in parts]
-    whole = len(qb) % 16 == 0 and all(width % 16 == 0 for width in widths)  # what float8 units take
-    if whole and _stochastic_features_triton.takes(qa.device):
-        return _on_units_of_8_bits((qa, sa, top_a), (qb, sb, top_b), base, features, options, parts)
-    y = base.float()
-    for part in parts:
-        a = _expanded(qa, sa * (features.factor / top_a), features.a, features, chunks, part)
-        b = _expanded(qb, sb / top_b, features.b, features, chunks, part)
-        y += _product(a, b) * top_a * top_b.t()
-    return y
+    whole = M % 16 == 0 and all(width % 16 == 0 for width in widths)
+    return whole and _stochastic_features_triton.takes(values.device)
 
 
 def _on_units_of_8_bits(
-    a: tuple[Tensor, Tensor, Tensor],
-    b: tuple[Tensor, Tensor, Tensor],
-    base: Tensor,
-    features: Features,
-    options: Stochastic,
-    parts: list[range],
+    a: tuple[Tensor, Tensor, Tensor, Tensor], b: EmulatedWeight, features: Features, dtype: torch.dtype
 ) -> Tensor:
-    """y of both operands' codes, scales and rows' scales, and the product of what they stand for."""
-    (qa, sa, top_a), (qb, sb, top_b) = a, b
-    D, one = qa.shape[1], torch.ones((), device=qa.device)
-    chunk = options.chunk_size(D)
-    shares_a, shares_b = sa * (features.factor / top_a), sb / top_b
-    y = torch.empty(base.shape, device=qa.device, dtype=torch.float32)
-    for part in parts:
-        made_a = _stochastic_features_triton.features(qa, shares_a, features.a16, features.masks, chunk, part)
-        made_b = _stochastic_features_triton.features(qb, shares_b, features.b16, features.masks, chunk, part)
-        error = torch._scaled_mm(made_a, made_b.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
-        _stochastic_features_triton.add(y, None if part.start else base, error, top_a, top_b)
-    return y
+    """y of a's codes, values, shares and rows' scales: the errors, and the plain product added to them."""
+    qa, values, shares, top = a
+    chunk, columns = b.options.chunk_size(qa.shape[1]), b.top.t().contiguous()
+    y = None
+    for part, of_b in zip(b.parts, b.features, strict=True):
+        of_a = _stochastic_features_triton.features(qa, shares, features.a16, features.masks, chunk, part)
+        error = torch._scaled_mm(of_a, of_b.t(), top, columns, out_dtype=torch.bfloat16, use_fast_accum=True)
+        y = error if y is None else y.add_(error)
+    assert y is not None
+    return y.addmm_(values, b.values.t()).to(dtype)
 
 
 def _dequantized(codes: Tensor, scales: Tensor, options: Stochastic) -> Tensor:
