@@ -54,7 +54,9 @@ inline unsigned __reduce_add_sync(unsigned mask, unsigned value) {
     return warp.result;
 }
 
-inline unsigned __shfl_xor_sync(unsigned mask, unsigned value, int bits) {
+inline void __syncwarp() { __reduce_add_sync(0xffffffffu, 0); }
+
+inline unsigned __shfl_sync(unsigned mask, unsigned value, int from) {
     using namespace emulation;
     if (mask != 0xffffffffu) abort();
     Warp &warp = warps[threadIdx.x / 32];
@@ -62,7 +64,11 @@ inline unsigned __shfl_xor_sync(unsigned mask, unsigned value, int bits) {
     warp.lanes[mine & 1][threadIdx.x % 32] = value;
     if (++warp.arrived == 32) { warp.arrived = 0; warp.generation++; }
     while (warp.generation == mine) yield();
-    return warp.lanes[mine & 1][threadIdx.x % 32 ^ bits];
+    return warp.lanes[mine & 1][from % 32];
+}
+
+inline unsigned __shfl_xor_sync(unsigned mask, unsigned value, int bits) {
+    return __shfl_sync(mask, value, threadIdx.x % 32 ^ bits);
 }
 
 namespace emulation {

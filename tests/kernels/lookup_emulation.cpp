@@ -20,12 +20,38 @@ static inline unsigned __reduce_max_sync(unsigned mask, unsigned x) {
 static inline float __fdiv_rn(float x, float y) { volatile float z = x / y; return z; }
 static inline unsigned __float_as_uint(float x) { unsigned bits; memcpy(&bits, &x, 4); return bits; }
 static inline float __uint_as_float(unsigned bits) { float x; memcpy(&x, &bits, 4); return x; }
+// Asynchronous copies arrive as late as they may: when the thread awaits their group; until then their place is garbage.
+struct Copy { unsigned to; const void *from; };
+static std::vector<std::vector<Copy>> groups[2048];
+static inline void copy_async(unsigned to, const void *from) {
+    if (to % 16 || (size_t)from % 16 || to + 16 > emulation::memory.size() * 4) abort();
+    auto &own = groups[threadIdx.x];
+    if (own.empty()) own.emplace_back();
+    own.back().push_back({to, from});
+    memset((char *)emulation::memory.data() + to, 0xee, 16);
+}
+#define copy_16 copy_async
+static inline void end_group() {
+    auto &own = groups[threadIdx.x];
+    if (own.empty()) own.emplace_back();
+    own.emplace_back();
+}
+template <int newer> static inline void await_groups() {
+    auto &own = groups[threadIdx.x];
+    while ((int)own.size() > newer + 1) {  // the last one has not ended
+        for (const Copy &c : own.front()) memcpy((char *)emulation::memory.data() + c.to, c.from, 16);
+        own.erase(own.begin());
+    }
+}
 static inline void let_next_start() {}
 static inline void await_previous() {}
 #include SOURCE
 
 static Product product;
-static void look_up_block() { stochastic_lookup(product); }
+static void look_up_block() {
+    groups[threadIdx.x].clear();
+    stochastic_lookup(product);
+}
 static void combine_block() { stochastic_combine(product); }
 
 extern "C" void run(const Product *p, const int *grid, int shared_bytes) {
@@ -33,7 +59,7 @@ extern "C" void run(const Product *p, const int *grid, int shared_bytes) {
     emulation::launch(look_up_block, {(unsigned)grid[0], (unsigned)grid[1], (unsigned)grid[2]}, THREADS, shared_bytes);
 }
 
-extern "C" void combine(const Product *p, const int *grid, int threads) {
+extern "C" void combine(const Product *p, const int *grid, int threads, int shared_bytes) {
     product = *p;
-    emulation::launch(combine_block, {(unsigned)grid[0], (unsigned)grid[1], (unsigned)grid[2]}, threads, 0);
+    emulation::launch(combine_block, {(unsigned)grid[0], (unsigned)grid[1], (unsigned)grid[2]}, threads, shared_bytes);
 }

@@ -45,8 +45,9 @@ def run(
     defines = plan.defines(tables, lookup.alignment(qb, chunk), lookup.Rows(qa, sa), y.dtype)
     library = emulated.build(libraries, lookup.SOURCE, "lookup_emulation.cpp", defines)
     library.run(ctypes.byref(argument), Triple(*plan.grid), plan.shared_bytes)
-    if plan.combine_grid is not None:
-        library.combine(ctypes.byref(argument), Triple(*plan.combine_grid), plan.combine_threads)
+    if plan.combine is not None:
+        _, _, threads, shared, grid = plan.combine
+        library.combine(ctypes.byref(argument), Triple(*grid), threads, shared)
     return y
 
 
@@ -136,7 +137,7 @@ class Emulated:
         if name == "stochastic_lookup":
             library.run(ctypes.byref(argument), Triple(*grid), shared_bytes)
         else:
-            library.combine(ctypes.byref(argument), Triple(*grid), threads)
+            library.combine(ctypes.byref(argument), Triple(*grid), threads, shared_bytes)
 
 
 @needs_compiler

@@ -73,6 +73,7 @@ struct Product {
     int level_b, level_n, level_c;  // strides of levels; 0 broadcasts
     int outputs;           // of a block: a multiple of TILE
     int stride;            // of a row of counts: M and up to a multiple of TILE
+    int at_once;           // chunks whose terms stochastic_combine has in shared memory; 0: few chunks of many slices
     float max_code;        // Q
 };
 
@@ -98,6 +99,18 @@ static __device__ __forceinline__ uint4 load_once(const void *at) {
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                  : "l"(at));
     return v;
+}
+
+// 16 bytes to shared memory, without a register; each thread's copies in groups.
+static __device__ __forceinline__ void copy_16(u32 to, const void *from) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+
+static __device__ __forceinline__ void end_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+template <int newer>
+static __device__ __forceinline__ void await_groups() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(newer) : "memory");
 }
 
 // From here on the next kernel's blocks may start; and what the kernels before this one wrote is there.
@@ -264,7 +277,6 @@ static __device__ __forceinline__ void store_columns(Columns columns, int task, 
 // under way before it writes, but for blocks of fewer threads than usual; ``then`` comes in between.
 template <class Then>
 static __device__ __forceinline__ void build(const Product &p, const u32 *places, u32 *table, u32 *slopes, Then then) {
-    static_assert(GROUP * PLANES * 8 >= WARPS, "each warp builds");
     const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
 #if LINEAR
     u32 slope[SLOPE_ROUNDS][4];
@@ -281,6 +293,7 @@ static __device__ __forceinline__ void build(const Product &p, const u32 *places
         }
     }
 #endif
+    if (warp >= GROUP * PLANES * 8) then();
     for (int task = warp; task < GROUP * PLANES * 8; task += 2 * WARPS) {
         const int other = task + WARPS;
         Columns columns[2];
@@ -324,6 +337,34 @@ struct Weights {
     uint4 of[2][2];  // output, half of the slice
 };
 
+#define SLOT (TILE * SLICE)  // bytes of a tile in shared memory
+
+// A tile's codes to a slot, in whole lines: 8 lanes a row. Rows whose number has the second bit set have their
+// halves exchanged, so that lanes that read side by side do so from different banks. ``from`` is the lane's piece of the first row.
+static __device__ __forceinline__ void copy_tile(const Product &p, const s8 *from, int length, int m, u32 slot) {
+    const int lane = threadIdx.x % LANES, row = lane / 8, piece = lane % 8;
+    slot += row * SLICE + (piece ^ (row & 2) * 2) * 16;
+    if (16 * piece >= length) return;
+    if (m + TILE <= p.M) {
+        from += (i64)m * p.D;
+#pragma unroll
+        for (int j = 0; j < 4; j++) copy_16(slot + j * 4 * SLICE, from + j * 4 * (i64)p.D);
+    } else {
+#pragma unroll
+        for (int j = 0; j < 4; j++)
+            copy_16(slot + j * 4 * SLICE, from + ((i64)(m + row + 4 * j < p.M ? m + 4 * j : p.M - 1 - row)) * p.D);
+    }
+}
+
+static __device__ __forceinline__ void read_tile(u32 slot, Weights *w) {
+    const int lane = threadIdx.x % LANES, quarter = lane / 4;
+    const u8 *at = (const u8 *)__cvta_shared_to_generic(slot + quarter * 2 * SLICE + lane % 4 * 16);
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+#pragma unroll
+        for (int h = 0; h < 2; h++) w->of[i][h] = *(const uint4 *)(at + i * SLICE + (quarter % 2 ? 64 - 64 * h : 64 * h));
+}
+
 // The codes of a lane's outputs m and m + 1 for its dimensions of a slice; outputs beyond the last read the last.
 static __device__ __forceinline__ void load_tile(const Product &p, const s8 *weights, int left, int m, Weights *w) {
 #pragma unroll
@@ -359,24 +400,27 @@ static __device__ __forceinline__ void count(const u32 *own, const u32 *slopes, 
     const u32 ones = quarter < ROWS ? 1u << (8 * quarter) : 0;
     const u32 turn = 0x11111111u * quarter + 0x76543210u;  // bytes quarter ... quarter + 7, modulo 8
     const u32 turned = turn & 0x77777777u;
+    int sum[CHAINS][4];
 #pragma unroll
-    for (int i = 0; i < 4; i++) acc[i] = -BIAS;
+    for (int i = 0; i < 4 * CHAINS; i++) sum[i / 4][i % 4] = i < 4 ? -BIAS : 0;
+    u32 codes[2][2], x[AHEAD + 1][4];
 #pragma unroll
-    for (int pair = 0; pair < 4; pair++) {
-        u32 codes[2][2];
+    for (int k = 0; k < 16 + AHEAD; k++) {  // look-ups run ahead of the products
+        const int pair = k / 4, s = k % 4 * 2;
+        if (k < 16 && s == 0)
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const u32 low = word_of(w.of[i][pair / 2], pair % 2 * 2), high = word_of(w.of[i][pair / 2], pair % 2 * 2 + 1);
-            codes[i][0] = __byte_perm(low, high, turned & 0xffffu);
-            codes[i][1] = __byte_perm(low, high, turned >> 16);
-        }
-#pragma unroll
-        for (int s = 0; s < 8; s += 2) {
-            u32 x[2][2];
+            for (int i = 0; i < 2; i++) {
+                const u32 low = word_of(w.of[i][pair / 2], pair % 2 * 2), high = word_of(w.of[i][pair / 2], pair % 2 * 2 + 1);
+                codes[i][0] = __byte_perm(low, high, turned & 0xffffu);
+                codes[i][1] = __byte_perm(low, high, turned >> 16);
+            }
+        if (k < 16)
 #pragma unroll
             for (int i = 0; i < 4; i++)
-                x[i % 2][i / 2] = look_up(own[s + i / 2], codes[i % 2][s / 4], s % 4 + i / 2, pair, index);
-            mma_u8(acc, x[0][0], x[1][0], x[0][1], x[1][1], ones, ones);
+                x[k % (AHEAD + 1)][i] = look_up(own[s + i / 2], codes[i % 2][s / 4], s % 4 + i / 2, pair, index);
+        if (k >= AHEAD) {
+            const u32 *found = x[(k - AHEAD) % (AHEAD + 1)];
+            mma_u8(sum[k % CHAINS], found[0], found[1], found[2], found[3], ones, ones);
         }
     }
 #if LINEAR
@@ -386,10 +430,12 @@ static __device__ __forceinline__ void count(const u32 *own, const u32 *slopes, 
         const uint4 k = *(const uint4 *)(slopes + 16 * h);
 #pragma unroll
         for (int j = 0; j < 4; j += 2)
-            mma_s8(acc, word_of(w.of[0][h], j), word_of(w.of[1][h], j), word_of(w.of[0][h], j + 1),
+            mma_s8(sum[j / 2 % CHAINS], word_of(w.of[0][h], j), word_of(w.of[1][h], j), word_of(w.of[0][h], j + 1),
                    word_of(w.of[1][h], j + 1), word_of(k, j), word_of(k, j + 1));
     }
 #endif
+#pragma unroll
+    for (int i = 0; i < 4; i++) acc[i] = CHAINS == 1 ? sum[0][i] : sum[0][i] + sum[CHAINS - 1][i];
 }
 
 static __device__ __forceinline__ float term_of(int count, float factor, float scale_a, float scale_b) {
@@ -412,8 +458,8 @@ static __device__ __forceinline__ void write(const Product &p, int b, int n, int
     for (int j = 0; j < 2 && j < ROWS; j++) {
         const int r = 2 * (lane % 4) + j;
         if (r >= ROWS || n + r >= p.N) continue;
-        const i64 row = (i64)b * p.N + n + r;
 #if ONLY
+        const i64 row = (i64)b * p.N + n + r;
 #pragma unroll
         for (int i = 0; i < 2; i++)
             if (m + i < p.M) {
@@ -434,7 +480,8 @@ static __device__ __forceinline__ void write(const Product &p, int b, int n, int
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) stochastic_lookup(const Product p) {
-    u32 *slopes = shared + GROUP * PLANES * (PLANE / 4);
+    u32 *ring = shared + GROUP * PLANES * (PLANE / 4);
+    u32 *slopes = ring + RING * WARPS * STAGES * (SLOT / 4);
     u32 *places = slopes + GROUP * (ROWS + 1) * SLOPES;
     float *scales = (float *)(places + TASKS * SLICE);
     const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
@@ -459,13 +506,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) stochastic_loo
         const int task = warp + i * WARPS;
         if (task < TASKS) rows[i] = load_row(p, chosen(slice, task / ROWS), b, n + task % ROWS);
     }
-    Weights w[STAGES];  // a ring: slices of a tile, then those of the warp's next tile
     int m = begin + warp * TILE;
+#if RING
+    static_assert(GROUP == 1, "a ring is of one slice");
+    const s8 *tiles = weights[0] - 16 * (lane % 4) + lane / 8 * (i64)p.D + 16 * (lane % 8);
+    const u32 slots = (u32)__cvta_generic_to_shared(ring) + warp * STAGES * SLOT;
+    const auto load = [&](int i) {
+        const int tile = m + i * WARPS * TILE;
+        if (tile < end) copy_tile(p, tiles, slice[0].length, tile, slots + i * SLOT);
+        end_group();
+    };
+#else
+    Weights w[STAGES];  // a ring: slices of a tile, then those of the warp's next tile
     const auto load = [&](int i) {
         const int tile = m + i / GROUP * WARPS * TILE;
         w[i] = {};
         if (tile < end) load_tile(p, weights[i % GROUP], left[i % GROUP], tile + lane / 4 * 2, w + i);
     };
+#endif
 #pragma unroll
     for (int i = 0; i < STAGES / 2; i++) load(i);
 #pragma unroll
@@ -492,6 +550,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) stochastic_loo
 #pragma unroll
     for (int s = 0; s < 8; s++)
         own[s] = (u32)__cvta_generic_to_shared(shared) + 4 * (lane % 4 * 8 + (s + lane / 4) % 8);
+#if RING
+    for (u32 slot = slots; m < end; m += WARPS * TILE, slot = slot + SLOT < slots + STAGES * SLOT ? slot + SLOT : slots) {
+        Weights w;
+        await_groups<STAGES - 1>();
+        __syncwarp();  // other lanes' copies, too
+        read_tile(slot, &w);
+        __syncwarp();
+        const int next = m + STAGES * WARPS * TILE;
+        if (next < end) copy_tile(p, tiles, slice[0].length, next, slot);
+        end_group();
+        int acc[4];
+        count(own, slopes, w, 0, acc);
+        write(p, b, n, first, m + lane / 4 * 2, scales, acc);
+    }
+#else
     for (; m < end; m += STAGES / GROUP * WARPS * TILE) {
 #pragma unroll
         for (int i = 0; i < STAGES; i++) {
@@ -504,57 +577,138 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) stochastic_loo
                 write(p, b, n, first + i % GROUP, tile + lane / 4 * 2, scales, acc);
         }
     }
+#endif
 }
 
-// y of the slices' counts, chunks in ascending order: a block has 32 outputs of up to 4 rows, a thread 4 of their
-// chunks; the rows' sums are those of different warps, where there are several.
-#define CHUNKS 112  // whose terms are in shared memory at once
-#define ROWS_AT_ONCE 4
+struct Pair {
+    int x, y;
+};
 
-extern "C" __global__ void __launch_bounds__(8 * CHUNKS) stochastic_combine(const Product p) {
-    __shared__ float scales[CHUNKS][LANES + 1], terms[2][CHUNKS][LANES + 1], sums[ROWS_AT_ONCE][LANES];
-    const int x = threadIdx.x % LANES, part = threadIdx.x / LANES, parts = blockDim.x / LANES, at_once = 4 * parts;
-    const int m = blockIdx.x * LANES + x, begin = blockIdx.y * ROWS_AT_ONCE, b = blockIdx.z;
-    const int rows = p.N - begin < ROWS_AT_ONCE ? p.N - begin : ROWS_AT_ONCE;
-    const i64 step = (i64)p.N * p.stride;
-    for (int first = 0; first < p.C; first += at_once) {
-        const int chunks = p.C - first < at_once ? p.C - first : at_once, c = first + 4 * part;
-        for (int i = part; i < LANES; i += parts) {  // along the chunks
-            const int output = blockIdx.x * LANES + i < p.M ? blockIdx.x * LANES + i : p.M - 1;
-            const float *from = p.sb + ((i64)(p.shared_b ? 0 : b) * p.M + output) * p.C + first;
-            for (int j = x; j < chunks; j += LANES) scales[j][i] = from[j];
-        }
-        if (first == 0) await_previous();
-        __syncthreads();
-        for (int r = 0; r < rows; r++) {
-            const int n = begin + r;
-            const i64 row = (i64)b * p.N + n;
-            const Count *counts =
-                p.counts + ((i64)b * p.C + c) * p.per_chunk * step + (i64)n * p.stride + (m < p.stride ? m : 0);
-            float factor[4], scale_a[4];
-            int acc[4] = {0, 0, 0, 0};
-#pragma unroll
-            for (int j = 0; j < 4; j++) {
-                factor[j] = c + j < p.C ? p.factors[level_of(p, b, n, c + j)] : 0.0f;
-                scale_a[j] = c + j < p.C ? p.sa[row * p.C + c + j] : 0.0f;
-            }
+static __device__ __forceinline__ Pair load_pair(const Count *at) {
+#if WIDE
+    const int2 v = *(const int2 *)at;
+    return {v.x, v.y};
+#else
+    const u32 v = *(const u32 *)at;
+    return {(int)(v << 16) >> 16, (int)v >> 16};
+#endif
+}
+
+// y of the slices' counts, chunks in ascending order: a block has 32 outputs of up to COMBINED rows. Half a warp has a
+// chunk, a lane two outputs: all that it reads is under way at once. Terms go to shared memory, where a warp adds those of a row.
+#define WIDTH (LANES + 1)  // of an array there
+#define AT_ONCE (COMBINED == 4 ? 2 : 4)  // chunks of a thread
+
+// Scales of b, to (chunks, outputs): read along the chunks.
+static __device__ __forceinline__ void load_scales(const Product &p, int b, int first, int chunks, float *scales) {
+    const int lane = threadIdx.x % LANES, warps = blockDim.x / LANES;
 #pragma unroll 4
-            for (int s = 0; s < p.per_chunk; s++)
-#pragma unroll
-                for (int j = 0; j < 4; j++)
-                    if (c + j < p.C) acc[j] += counts[((i64)j * p.per_chunk + s) * step];
-#pragma unroll
-            for (int j = 0; j < 4; j++)
-                terms[r % 2][4 * part + j][x] = term_of(acc[j], factor[j], scale_a[j], scales[4 * part + j][x]);
-            __syncthreads();  // and whoever added the row before the last one is done with it
-            if (part == r % parts) {
-                float y = first == 0 ? 0.0f : sums[r][x];
-#pragma unroll 8
-                for (int i = 0; i < chunks; i++) y = __fadd_rn(y, terms[r % 2][i][x]);
-                sums[r][x] = y;
-                if (first + chunks == p.C && m < p.M) store(p, row * p.M + m, y);
-            }
-        }
-        __syncthreads();
+    for (int i = threadIdx.x / LANES; i < LANES; i += warps) {
+        const int output = blockIdx.x * LANES + i < p.M ? blockIdx.x * LANES + i : p.M - 1;
+        const float *from = p.sb + ((i64)(p.shared_b ? 0 : b) * p.M + output) * p.C + first;
+        for (int c = lane; c < chunks; c += LANES) scales[c * WIDTH + i] = from[c];
     }
+}
+
+// Terms of the chunks from ``first`` on, to (rows, chunks, outputs).
+static __device__ __forceinline__ void make_terms(const Product &p, int b, int n, int rows, int first, int chunks,
+                                                  const float *scales, float *terms) {
+    const int lane = threadIdx.x % LANES, x = lane % 16 * 2, m = blockIdx.x * LANES + x;
+    const int own = threadIdx.x / LANES * 2 + lane / 16, step = blockDim.x / LANES * 2;
+    const i64 slice = (i64)p.N * p.stride, between = step * p.per_chunk * slice;
+    const float whole = p.levels ? 0.0f : p.factors[0];
+    for (int begin = own; begin < chunks; begin += AT_ONCE * step) {
+        Pair acc[AT_ONCE][COMBINED];
+        float scale_a[AT_ONCE][COMBINED], factor[AT_ONCE][COMBINED];
+        const Count *counts = p.counts + ((i64)b * p.C + first + begin) * p.per_chunk * slice + (i64)n * p.stride + m;
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; j++)
+#pragma unroll
+            for (int r = 0; r < COMBINED; r++) {
+                const int c = first + begin + j * step;
+                const bool exists = begin + j * step < chunks && r < rows;
+                acc[j][r] = {0, 0};
+                factor[j][r] = exists && p.levels ? p.factors[level_of(p, b, n + r, c)] : whole;
+                scale_a[j][r] = exists ? p.sa[((i64)b * p.N + n + r) * p.C + c] : 0.0f;
+            }
+        for (int s = 0; s < p.per_chunk; s++, counts += slice)
+#pragma unroll
+            for (int j = 0; j < AT_ONCE; j++)
+#pragma unroll
+                for (int r = 0; r < COMBINED; r++)
+                    if (begin + j * step < chunks && r < rows && m < p.stride) {
+                        const Pair found = load_pair(counts + j * between + r * p.stride);
+                        acc[j][r].x += found.x;
+                        acc[j][r].y += found.y;
+                    }
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; j++)
+#pragma unroll
+            for (int r = 0; r < COMBINED; r++)
+                if (begin + j * step < chunks) {
+                    const float *scale_b = scales + (begin + j * step) * WIDTH + x;
+                    float *term = terms + (r * chunks + begin + j * step) * WIDTH + x;
+                    term[0] = term_of(acc[j][r].x, factor[j][r], scale_a[j][r], scale_b[0]);
+                    term[1] = term_of(acc[j][r].y, factor[j][r], scale_a[j][r], scale_b[1]);
+                }
+    }
+}
+
+// Counts of a chunk of many slices: of half a warp's slices, to (rows, halves of warps, outputs).
+static __device__ __forceinline__ void add_slices(const Product &p, int b, int n, int rows, int c, int *parts) {
+    const int lane = threadIdx.x % LANES, x = lane % 16 * 2, m = blockIdx.x * LANES + x;
+    const int own = threadIdx.x / LANES * 2 + lane / 16, step = blockDim.x / LANES * 2;
+    Pair acc[COMBINED] = {};
+    const Count *counts = p.counts + (((i64)b * p.C + c) * p.per_chunk * p.N + n) * p.stride + m;
+#pragma unroll 4
+    for (int s = own; s < p.per_chunk; s += step)
+#pragma unroll
+        for (int r = 0; r < COMBINED; r++)
+            if (r < rows && m < p.stride) {
+                const Pair found = load_pair(counts + ((i64)s * p.N + r) * p.stride);
+                acc[r].x += found.x;
+                acc[r].y += found.y;
+            }
+#pragma unroll
+    for (int r = 0; r < COMBINED; r++) {
+        parts[(r * step + own) * WIDTH + x] = acc[r].x;
+        parts[(r * step + own) * WIDTH + x + 1] = acc[r].y;
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(512) stochastic_combine(const Product p) {
+    float *scales = (float *)shared, *terms = scales + p.at_once * WIDTH;
+    const int lane = threadIdx.x % LANES, r = threadIdx.x / LANES, halves = blockDim.x / LANES * 2;
+    const int m = blockIdx.x * LANES + lane, n = blockIdx.y * COMBINED, b = blockIdx.z;
+    const int rows = p.N - n < COMBINED ? p.N - n : COMBINED;
+    float y = 0.0f;
+    let_next_start();
+    if (p.at_once) {
+        for (int first = 0; first < p.C; first += p.at_once) {
+            const int chunks = p.C - first < p.at_once ? p.C - first : p.at_once;
+            load_scales(p, b, first, chunks, scales);
+            if (first == 0) await_previous();
+            __syncthreads();
+            make_terms(p, b, n, rows, first, chunks, scales, terms);
+            __syncthreads();
+            if (r < rows)
+#pragma unroll 16
+                for (int c = 0; c < chunks; c++) y = __fadd_rn(y, terms[(r * chunks + c) * WIDTH + lane]);
+        }
+    } else {
+        const float *from = p.sb + ((i64)(p.shared_b ? 0 : b) * p.M + (m < p.M ? m : p.M - 1)) * p.C;
+        await_previous();
+        for (int c = 0; c < p.C; c++) {
+            int *parts = (int *)shared + c % 2 * COMBINED * halves * WIDTH;
+            add_slices(p, b, n, rows, c, parts);
+            __syncthreads();
+            if (r >= rows) continue;
+            const float factor = p.factors[level_of(p, b, n + r, c)], scale_a = p.sa[((i64)b * p.N + n + r) * p.C + c], scale_b = from[c];
+            int acc = 0;
+#pragma unroll 8
+            for (int i = 0; i < halves; i++) acc += parts[(r * halves + i) * WIDTH + lane];
+            y = __fadd_rn(y, term_of(acc, factor, scale_a, scale_b));
+        }
+    }
+    if (r < rows && m < p.M) store(p, ((i64)b * p.N + n + r) * p.M + m, y);
 }

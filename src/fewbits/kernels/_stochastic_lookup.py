@@ -28,6 +28,9 @@ _SLOPE_BYTES = 36 * 4
 _TILE = 16
 _OUTPUTS_OF_BUILDING = 200  # that a block could serve in the time it takes to build its tables
 _WORKSPACE = 2**26  # counts
+_WIDTH_BYTES = 33 * 4  # of 32 outputs' terms in shared memory
+_COMBINED = 2  # rows of a block that adds
+_COMBINE_BYTES = 48 * 1024  # of such a block at most: more must be asked for
 _KINDS = {torch.float32: 1, torch.bfloat16: 2}  # of values and results, as the source numbers them
 _EARLY = (9, 0)  # the first GPUs that start a kernel's blocks before the one before has ended
 
@@ -98,7 +101,7 @@ class Product(ctypes.Structure):
         *((name, ctypes.c_int) for name in ("N", "M", "D", "C", "chunk", "per_chunk", "num_masks")),
         *(
             (name, ctypes.c_int)
-            for name in ("shared_b", "level_b", "level_n", "level_c", "outputs", "stride")
+            for name in ("shared_b", "level_b", "level_n", "level_c", "outputs", "stride", "at_once")
         ),
         ("max_code", ctypes.c_float),
     ]
@@ -117,6 +120,16 @@ class Rows(NamedTuple):
         return self._replace(values=self.values[batch, rows], scales=self.scales[batch, rows])
 
 
+class Combine(NamedTuple):
+    """How the slices of a product are added."""
+
+    rows: int  # of a block
+    at_once: int  # chunks whose terms are in shared memory; 0: few chunks of many slices
+    threads: int
+    shared_bytes: int
+    grid: tuple[int, int, int]
+
+
 @dataclass(frozen=True)
 class Plan:
     """How a product is launched."""
@@ -126,17 +139,19 @@ class Plan:
     stages: int  # slices of a tile that a warp has in flight
     threads: int
     min_blocks: int  # of a multiprocessor
+    ring: int
+    chains: int
+    ahead: int
     outputs: int  # of a block
     slices: int
     grid: tuple[int, int, int]
-    combine_grid: tuple[int, int, int] | None  # None: there is but one slice
-    combine_threads: int
+    combine: Combine | None  # None: there is but one slice
     counts: int  # of the workspace
 
     @property
     def shared_bytes(self) -> int:
         """Tables, and the slopes of each row and of none."""
-        return _shared_bytes(self.rows, self.group)
+        return _shared_bytes(self.rows, self.group) + self.ring * self.stages * self.threads * 64
 
     def defines(self, tables: Tables, aligned: int, rows: Rows, out: torch.dtype) -> _nvrtc.Defines:
         """The source's macros."""
@@ -150,8 +165,12 @@ class Plan:
             ("MIDDLE", 128 // tables.added),
             ("LINEAR", int(tables.linear)),
             ("WIDE", int(tables.wide)),
-            ("ONLY", int(self.combine_grid is None)),
+            ("ONLY", int(self.combine is None)),
+            ("COMBINED", self.combine.rows if self.combine else 1),
             ("ALIGNED", aligned),
+            ("RING", int(self.ring > 0 and aligned == 16)),
+            ("CHAINS", self.chains),
+            ("AHEAD", self.ahead),
             ("THREADS", self.threads),
             ("MIN_BLOCKS", self.min_blocks),
         )
@@ -168,6 +187,9 @@ class Shape(NamedTuple):
     stages: int
     threads: int
     min_blocks: int
+    ring: int = 0
+    chains: int = 1
+    ahead: int = 1
 
 
 SHAPES = {1: Shape(1, 4, 256, 2), 2: Shape(1, 2, 256, 2), 4: Shape(1, 3, 512, 1)}
@@ -182,14 +204,24 @@ def plan(
     shape, slices = SHAPES[of_block], chunks * cdiv(chunk, SLICE)
     if slices < shape.group or shared < _shared_bytes(of_block, shape.group):
         shape = shape._replace(group=1)
-    threads = 32 * min(28, cdiv(chunks, 4))
     resident = multiprocessors * max(1, min(shape.min_blocks, shared // _shared_bytes(of_block, shape.group)))
     blocks = cdiv(rows, of_block) * batch * cdiv(slices, shape.group)
     per_block, splits = _split(outputs, blocks, resident)
-    combine = None if slices == 1 else (cdiv(outputs, 32), cdiv(rows, 4), batch)
+    combine = None if slices == 1 else _combine(batch, rows, outputs, chunks, slices // chunks)
     counts = 0 if slices == 1 else batch * slices * rows * _stride(outputs)
     grid = (cdiv(rows, of_block), splits * cdiv(slices, shape.group), batch)
-    return Plan(of_block, *shape, per_block, slices, grid, combine, threads, counts)
+    return Plan(of_block, *shape, per_block, slices, grid, combine, counts)
+
+
+def _combine(batch: int, rows: int, outputs: int, chunks: int, per_chunk: int) -> Combine:
+    """Half a warp has four chunks, or two slices of one; as many warps as rows, which add."""
+    of_block = min(rows, _COMBINED)
+    most = _COMBINE_BYTES // (_WIDTH_BYTES * (1 + of_block))
+    at_once = 0 if per_chunk > 1 and chunks < 8 else cdiv(chunks, cdiv(chunks, most))
+    warps = min(16, max(of_block, cdiv(at_once, 8) if at_once else cdiv(per_chunk, 4)))
+    kept = at_once * (1 + of_block) if at_once else 2 * of_block * 2 * warps
+    grid = (cdiv(outputs, 32), cdiv(rows, of_block), batch)
+    return Combine(of_block, at_once, 32 * warps, kept * _WIDTH_BYTES, grid)
 
 
 def _stride(outputs: int) -> int:
@@ -228,7 +260,7 @@ def product_of(
     sizes = (N, M, D, C, chunk, cdiv(chunk, SLICE), tables.bytes.shape[1], int(b[0].shape[0] == 1))
     return Product(
         *(None if x is None else x.data_ptr() for x in pointed), *sizes, *strides, plan.outputs, _stride(M),
-        a.max_code,
+        plan.combine.at_once if plan.combine else 0, a.max_code,
     ), counts  # fmt: skip
 
 
@@ -274,9 +306,10 @@ def _launch_part(
     with on_device_of(y):
         main = _nvrtc.kernel(SOURCE, "stochastic_lookup", defines, y.device.index, how.shared_bytes)
         _nvrtc.launch(main, how.grid, how.threads, how.shared_bytes, argument, early=early)
-        if how.combine_grid is not None:
-            combine = _nvrtc.kernel(SOURCE, "stochastic_combine", defines, y.device.index, 0)
-            _nvrtc.launch(combine, how.combine_grid, how.combine_threads, 0, argument, early=early)
+        if how.combine is not None:
+            _, _, threads, shared, grid = how.combine
+            combine = _nvrtc.kernel(SOURCE, "stochastic_combine", defines, y.device.index, shared)
+            _nvrtc.launch(combine, grid, threads, shared, argument, early=early)
 
 
 def _plan(y: Tensor, chunks: int, chunk: int, gpu: Device) -> Plan:
