@@ -11,5 +11,5 @@ export PYTHONPATH=src PYTHONUNBUFFERED=1
 python3 -m pytest -m gpu tests/kernels/test_rmsnorm.py tests/test_device.py tests/bench > "$out/tests.log" 2>&1 ||
     { tail -60 "$out/tests.log"; exit 1; }
 tail -1 "$out/tests.log"
-python3 benchmarks/sweep_rmsnorm.py 2>&1 | tee "$out/sweep.log"
+python3 -m fewbits.bench tune --dry-run 2>&1 | tee "$out/sweep.log"
 python3 -m fewbits.bench kernels --op rmsnorm --record "$out/results.csv" --commit "$commit"

@@ -208,7 +208,7 @@ def turned(device: str) -> None:
 def shares(device: str) -> None:
     """The sums of split shares, M = 8192, I = 14336, rank 16."""
     M, I, R = (8192, 14336, 16) if device != "cpu" else (1024, 256, 16)
-    each = gated.HOPPER_TILE.block_m * gated.HOPPER_TILE.steps
+    each = 64 * 16  # rows of a program on Hopper
     t_shares = torch.randn(I // 64, 2, R, M, device=device)
     dw_shares = torch.randn(M // each, 3, I, R, device=device)
     t = torch.empty(M, 2 * R, dtype=torch.bfloat16, device=device)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fewbits.kernels._nvrtc
+import fewbits.kernels._tuning
 from fewbits.kernels._launch import multiprocessors
 
 triton = pytest.importorskip("triton")
@@ -143,6 +144,7 @@ def pretended_gpu(capability: int = 90) -> Iterator[Recorder]:
             (torch.cuda, "get_device_capability", lambda *_: pair),
             (torch.cuda, "device", lambda *_: contextlib.nullcontext()),
             (fewbits.kernels._nvrtc, "missing", lambda: "no memory is there"),
+            (fewbits.kernels._tuning, "measured", lambda _: {}),
             (JITFunction, "run", lambda kernel, *a, **k: recorder.run(kernel, *a, **k)),
         ]
         for module in modules:

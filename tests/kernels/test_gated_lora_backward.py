@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from fewbits.errors import BadInput, Unsupported
-from fewbits.kernels._gated_lora_triton import COMPILE_CASES, HOPPER_TILE, GatedLoRATile, launch
+from fewbits.kernels._gated_lora_triton import COMPILE_CASES, GatedLoRATile, launch
 from fewbits.kernels._launch import CompileCase
+from fewbits.kernels._tuning import SHIPPED
 from fewbits.kernels.gated_activation import gated_activation_ref
 from fewbits.kernels.gated_lora_backward import (
     LowRank,
@@ -136,7 +137,8 @@ def test_cuda_real_shapes() -> None:
 
 @pytest.mark.parametrize("case", COMPILE_CASES[:2], ids=["16 bits", "float8"])
 def test_hoppers_tile_compiles(case: CompileCase) -> None:
-    tile = {"BLOCK_M": 64, "BLOCK_I": 64, "STEPS": 16, "STAGES": 3}
-    source = replace(case, constants={**case.constants, **tile}, num_warps=HOPPER_TILE.num_warps)
+    tile = GatedLoRATile(*SHIPPED[90]["gated_lora 16"])
+    constants = {"BLOCK_M": tile.block_m, "BLOCK_I": tile.block_i, "STEPS": tile.steps, "STAGES": tile.stages}
+    source = replace(case, constants={**case.constants, **constants}, num_warps=tile.num_warps)
     built = build(source, 90)
     assert built.asm["cubin"][:4] == b"\x7fELF" and built.metadata.shared < 227 * 1024

@@ -1,4 +1,4 @@
-"""``fewbits bench``: kernels are checked, timed, printed and recorded here; train has a room of its own."""
+"""``fewbits bench``: kernels are checked, timed and recorded here; train and tune have their own rooms."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ _EXAMPLES = """examples:
   fewbits bench kernels --record benchmarks/results.csv
   fewbits bench kernels --device cpu --max-size 256
   fewbits bench train --help
+  fewbits bench tune --help
 """
 
 
@@ -40,7 +41,11 @@ def parser() -> argparse.ArgumentParser:
         prog="fewbits bench", description="Time kernels beside their peers, after checking both.",
         epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    made.add_argument("what", choices=["kernels", "train"], help="what to time; train has options of its own")
+    made.add_argument(
+        "what",
+        choices=["kernels", "train", "tune"],
+        help="train and tune have their own options",
+    )
     made.add_argument("--op", help="only this op, such as rmsnorm")
     made.add_argument("--device", default="auto", help="auto (a GPU), cpu, cuda, cuda:1 (default: auto)")
     made.add_argument("--max-size", type=int, help="cut every dimension to this, for a quick look")
@@ -62,6 +67,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from fewbits.bench.train.command import main as train
 
         return train(given[1:])
+    if given[:1] == ["tune"]:
+        from fewbits.bench.tune import main as tune
+
+        return tune(given[1:])
     options = parser().parse_args(given)
     device, console = device_to_time(options.device), Console(width=150)
     chosen = cases(options.op, max_size=options.max_size)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fewbits.kernels._launch import CompileCase, cdiv, jit, next_power_of_2, on_device_of, tl
 from fewbits.kernels._quantize_float8_triton import to_float8
+from fewbits.kernels._tuning import tile_for
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_RANK = 128  # x and w tiles of this rank still fit beside the others
@@ -243,7 +244,7 @@ class GatedTile(NamedTuple):
 
 
 def gated_tile(backward: bool, ranks: tuple[_Ranks, ...], itemsize: int, float8: bool = False) -> GatedTile:
-    """The best of a sweep (benchmarks/sweep_kernels.py) on an H200 at M = 8192, I = 14336, bfloat16.
+    """The best of a sweep (`fewbits bench tune`) on an H200 at M = 8192, I = 14336, bfloat16.
 
     With branches of rank 16: 97 % of a copy's bandwidth forward, 92 % backward, also with rows' maxima;
     without: all of it. Wider branches take narrower tiles, so that 3 branches' weights fit into 48 KB of
@@ -259,6 +260,12 @@ def gated_tile(backward: bool, ranks: tuple[_Ranks, ...], itemsize: int, float8:
     if not backward:
         return GatedTile(16, block_i, 4, 8, 3)
     return GatedTile(16 if float8 else 32, block_i, 4, 16, 3)
+
+
+def _tile_of(backward: bool, ranks: tuple[_Ranks, ...], like: Tensor, float8: bool) -> GatedTile:
+    rule = gated_tile(backward, ranks, like.element_size(), float8)
+    facts = (max(rank.block for rank in ranks), like.element_size(), float8)
+    return tile_for("gated_backward" if backward else "gated_forward", facts, like, rule)
 
 
 def launch_fwd(
@@ -281,7 +288,7 @@ def launch_fwd(
         return
     (xe, we, *strides_e), ranks_e = low_rank_arguments(low_rank_e, e)
     (xu, wu, *strides_u), ranks_u = low_rank_arguments(low_rank_u, e)
-    tile = tile or gated_tile(False, (ranks_e, ranks_u), e.element_size(), quantized is not None)
+    tile = tile or _tile_of(False, (ranks_e, ranks_u), e, quantized is not None)
     with on_device_of(e):
         _gated_fwd_kernel[_grid(M, I, tile)](
             e, u, xe, we, xu, wu, e if h is None else h, _bits(amax, e), *_float8_arguments(quantized, e),
@@ -315,7 +322,7 @@ def launch_bwd(
     (xe, we, *strides_e), ranks_e = low_rank_arguments(low_rank[0], e)
     (xu, wu, *strides_u), ranks_u = low_rank_arguments(low_rank[1], e)
     (xd, wd, *strides_d), ranks_d = low_rank_arguments(low_rank[2], e)
-    tile = tile or gated_tile(True, (ranks_e, ranks_u, ranks_d), e.element_size(), quantized is not None)
+    tile = tile or _tile_of(True, (ranks_e, ranks_u, ranks_d), e, quantized is not None)
     with on_device_of(e):
         _gated_bwd_kernel[_grid(M, I, tile)](
             dh, e, u, xd, wd, xe, we, xu, wu, *(e if t is None else t for t in outputs), _bits(amax, e),

@@ -19,6 +19,7 @@ from fewbits.kernels._launch import (
     tl,
 )
 from fewbits.kernels._quantize_float8_triton import inverse_of, row_largest, scale_of_largest, to_float8
+from fewbits.kernels._tuning import tile_for
 
 _MAX_N = 65536  # one program holds a whole row in registers
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -172,7 +173,7 @@ def launch_rows(
         )
     if x.numel() == 0:
         return
-    tile = tile or row_tile(N)
+    tile = tile or tile_for("rmsnorm_forward", (N, x.element_size()), x, row_tile(N))
     with on_device_of(x):
         _rmsnorm_fwd_kernel[(cdiv(M, tile.block_m),)](
             x, x if residual is None else residual, weight, x if y is None else y, r,
@@ -201,7 +202,7 @@ def launch_backward_rows(
     M, N = x.shape
     if x.numel() == 0:
         return weight.new_zeros(N) if needs_dw else None
-    tile = tile or row_tile(N)
+    tile = tile or tile_for("rmsnorm_backward", (N, x.element_size(), needs_dw), x, row_tile(N))
     sum_tile = sum_tile or sum_tile_of(tile, x.element_size())
     blocks = cdiv(M, tile.block_m)
     programs = min(blocks, sum_tile.programs * multiprocessors(x.device)) if needs_dw else blocks

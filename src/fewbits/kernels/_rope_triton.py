@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fewbits.kernels._launch import CompileCase, cdiv, jit, next_power_of_2, on_device_of, tl
+from fewbits.kernels._tuning import tile_for
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_RANK = 128
@@ -179,7 +180,7 @@ def launch(
     tensors += [tensors[0]] * (3 - len(tensors))
     half = tables.rotary_dim // 2
     rest = D - 2 * half
-    tile = tile or rope_tile(half)
+    tile = tile or tile_for("rope", (half,), q, rope_tile(half))
     groups = sum(cdiv(h, tile.heads) for h in heads)
     if groups * B * S * D == 0:
         return

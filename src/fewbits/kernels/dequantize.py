@@ -46,6 +46,7 @@ from fewbits.kernels._launch import (
     on_device_of,
     tl,
 )
+from fewbits.kernels._tuning import tile_for
 
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16, *_FLOAT8)
@@ -264,7 +265,8 @@ def launch(
             table(format.scale_table, codes.device) if format.double else scales,
             table(format.values, codes.device),
         )
-    tile = tile or decode_tile(group, K, transposed, out.element_size())
+    rule = decode_tile(group, K, transposed, out.element_size())
+    tile = tile or tile_for("dequantize", (group, out.element_size(), transposed), codes, rule)
     with on_device_of(codes):
         _dequantize_kernel[(cdiv(N, tile.rows), cdiv(K, group * tile.groups))](
             codes, scales, named.get("zero_points", scales), second, named.get("scale_offset", second),
