@@ -28,9 +28,11 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="fewbits bench tune",
         description="Measure with which tiles the kernels run fastest on this GPU, and keep the winners "
-        "in the user's cache folder (Triton's), where every later process finds them.",
+        "in the user's cache folder (Triton's), where every later process finds them. Takes minutes: "
+        "every tile is compiled.",
     )  # fmt: skip
     made.add_argument("--widths", choices=WIDTHS, default="8b", help="of which model (default: 8b)")
+    made.add_argument("--op", default="", help="only kernels whose name begins so, such as rmsnorm")
     made.add_argument("--device", default="auto", help="auto, cuda, cuda:1 (default: auto)")
     made.add_argument("--rounds", type=int, default=3, help="turns of five runs that each tile takes")
     made.add_argument("--dry-run", action="store_true", help="measure and print, keep nothing")
@@ -53,6 +55,8 @@ def main(argv: Sequence[str]) -> int:
     for column in ("kernel", "rule", "us", "best", "us", "floor", "refused"):
         table.add_column(column, no_wrap=True)
     for sweep in sweeps(WIDTHS[options.widths], device):
+        if not sweep.key.startswith(options.op):
+            continue
         console.print(sweep.title, style="dim")
         times, refused = timed(sweep, timer, options.rounds)
         best = chosen(sweep, times)
