@@ -55,8 +55,9 @@ def test_the_source_quantises_too(libraries: Path, name: str) -> None:
     defines = plan.defines(tables, lookup.alignment(b.codes, chunk), rows, out)
     library = emulated.build(libraries, lookup.SOURCE, "lookup_emulation.cpp", defines)
     library.run(ctypes.byref(argument), Triple(*plan.grid), plan.shared_bytes)
-    if plan.combine_grid is not None:
-        library.combine(ctypes.byref(argument), Triple(*plan.combine_grid), plan.combine_threads)
+    if plan.combine is not None:
+        _, _, threads, shared, grid = plan.combine
+        library.combine(ctypes.byref(argument), Triple(*grid), threads, shared)
     expected = stochastic_rows_ref(x, b.codes, b.scales, options, f, dtype=out)
     assert torch.equal(y[0], expected)
     assert torch.equal(stochastic_rows(x, b.codes, b.scales, options, f, dtype=out), expected)
@@ -75,7 +76,9 @@ def test_rows_that_are_not_finite_become_nan(libraries: Path) -> None:
     defines = plan.defines(tables, 16, rows, torch.float32)
     library = emulated.build(libraries, lookup.SOURCE, "lookup_emulation.cpp", defines)
     library.run(ctypes.byref(argument), Triple(*plan.grid), plan.shared_bytes)
-    library.combine(ctypes.byref(argument), Triple(*plan.combine_grid), plan.combine_threads)
+    assert plan.combine is not None
+    _, _, threads, shared, grid = plan.combine
+    library.combine(ctypes.byref(argument), Triple(*grid), threads, shared)
     expected = stochastic_rows_ref(x, b.codes, b.scales, STOCHASTIC)
     assert torch.equal(y[0].isnan(), expected.isnan())
     assert torch.equal(y[0].nan_to_num(), expected.nan_to_num())
