@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from fewbits.training.sharded_checkpoint import export, load_sharded, write_shar
 from fewbits.training.sharded_loading import load_sharded_model
 from fewbits.training.tensor_loading import load_tensor_parallel_model
 from fewbits.training.tensor_parallel import clip_grad_norm, tensor_parallel, tensor_parallel_of
-from fewbits.training.whole_views import whole_views
+from fewbits.training.whole_checkpoint import load_whole
+from fewbits.training.whole_views import gathered, whole_views
 from models.tiny import tiny, tokens
 from training.fsdp_workers import FORMATS, ROWS, full, mean_over_ranks
 from training.sharded_workers import Allocations
@@ -28,9 +30,9 @@ from training.sharded_workers import Allocations
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
 
 
-def build(kind: str, family: str, *, fused: bool) -> Any:
+def build(kind: str, family: str, *, fused: bool, **changes: Any) -> Any:
     """As in fsdp_workers, wider."""
-    model = tiny(family, **SIZES)
+    model = tiny(family, **SIZES, **changes)
     if kind in FORMATS:
         convert(model, Recipe(name=kind, linear=Rule(weight=FORMATS[kind])))
     else:
@@ -47,12 +49,14 @@ def build(kind: str, family: str, *, fused: bool) -> Any:
     return model.train()
 
 
-def curves(cases: list[tuple[str, str, bool]], steps: int) -> dict[Any, Any]:
+def curves(
+    cases: list[tuple[str, str, bool]], steps: int, changes: dict[str, Any] | None = None
+) -> dict[Any, Any]:
     """Each case over all ranks of one tensor group."""
     mesh = init_device_mesh("cpu", (distributed.get_world_size(),), mesh_dim_names=("tensor",))
     found = {}
     for kind, family, fused in cases:
-        model = build(kind, family, fused=fused)
+        model = build(kind, family, fused=fused, **(changes or {}))
         whole = local_bytes(model)
         receipt = tensor_parallel(model, mesh)
         share = local_bytes(model) / whole
@@ -64,6 +68,7 @@ def curves(cases: list[tuple[str, str, bool]], steps: int) -> dict[Any, Any]:
         found[kind, family, fused] = {
             "losses": losses,
             "weights": full(model),
+            "whole": {n: gathered(v).clone() for n, v in whole_views(model).items()},
             "cuts": tensor_parallel_of(model).cuts,
             "share": share,
             "fallbacks": dict(fusion_of(model).fallbacks) if fused else {},
@@ -123,9 +128,9 @@ def optimizer_of(kind: str, model: Any) -> Any:
     )
 
 
-def spread(kind: str, data: int) -> Any:
+def spread(kind: str, family: str, data: int) -> Any:
     """A model over ``data`` times two ranks, its trained weights moved, and its optimizer."""
-    model = build(kind, "llama", fused=False)
+    model = build(kind, family, fused=False)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -137,10 +142,10 @@ def spread(kind: str, data: int) -> Any:
     return model, optimizer_of(kind, model)
 
 
-def write(folder: str) -> None:
+def write(folder: str, family: str) -> None:
     """A step by two pairs of ranks, a checkpoint, an export."""
     for kind in ("nf4", "full"):
-        model, optimizer = spread(kind, 2)
+        model, optimizer = spread(kind, family, 2)
         train_without_clipping(model, 1, optimizer=optimizer)
         path = Path(folder) / kind
         write_sharded(path / "checkpoint-1", model, optimizer)
@@ -148,19 +153,39 @@ def write(folder: str) -> None:
         export(model, path / "hf")
 
 
-def read(folder: str, data: int) -> list[Any]:
+def read(folder: str, family: str, data: int) -> list[Any]:
     """What ranks find there: weights, and moments as they step with them."""
     found = []
     for kind in ("nf4", "full"):
-        model, optimizer = spread(kind, data)
+        model, optimizer = spread(kind, family, data)
         load_sharded(Path(folder) / kind / "checkpoint-1", model, optimizer)
-        views = {n: v.full_tensor().clone() for n, v in whole_views(model).items() if "weight_" not in n}
+        views = {n: gathered(v).clone() for n, v in whole_views(model).items() if "weight_" not in n}
         losses, _ = train_without_clipping(model, 2, optimizer=optimizer)
         found.append((views, losses))
     return found
 
 
-__all__ = ["both", "build", "curves", "norm_of", "optimizer_of", "read", "train_without_clipping", "write"]
+def filled(folder: str) -> dict[str, Any]:
+    """A whole checkpoint, read by ranks that share layers; put together again."""
+    mesh = init_device_mesh("cpu", (distributed.get_world_size(),), mesh_dim_names=("tensor",))
+    model = build("full", "phi3", fused=False)
+    tensor_parallel(model, mesh)
+    copy.deepcopy(model.model.layers[0].self_attn.config)
+    load_whole(Path(folder), model)
+    return {name: gathered(view).clone() for name, view in whole_views(model).items()}
+
+
+__all__ = [
+    "both",
+    "build",
+    "curves",
+    "filled",
+    "norm_of",
+    "optimizer_of",
+    "read",
+    "train_without_clipping",
+    "write",
+]
 
 
 def loaded(folder: str, steps: int) -> dict[str, Any]:
@@ -180,7 +205,7 @@ def loaded(folder: str, steps: int) -> dict[str, Any]:
         alone, _ = train_without_clipping(reference, steps)
         with Allocations() as allocations:
             model, receipt = load_tensor_parallel_model(where, mesh, **how)
-        held = {name: view.full_tensor().clone() for name, view in whole_views(model).items()}
+        held = {name: gathered(view).clone() for name, view in whole_views(model).items()}
         losses, _ = train_without_clipping(model, steps)
         odd = [n for n, t in held.items() if n not in want or not torch.equal(t, want[n])]
         found[kind] = {"odd": odd, "losses": losses, "alone": alone, "receipt": str(receipt)}

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from fewbits import convert
@@ -13,6 +14,7 @@ from fewbits.errors import Unsupported
 from fewbits.formats import E4M3, INT4_G32, INT8, NF4, NF4_DQ
 from fewbits.models.adapters import load_adapter
 from fewbits.recipes.recipe import Recipe, Rule
+from fewbits.training.checkpointing import MODEL_FILE
 from fewbits.training.packed_slices import cut
 from fewbits.training.sharded_checkpoint import load_sharded
 from fewbits.training.tensor_parallel import tensor_parallel
@@ -23,6 +25,7 @@ from training.tensor_workers import (
     both,
     build,
     curves,
+    filled,
     loaded,
     norm_of,
     optimizer_of,
@@ -37,6 +40,10 @@ CASES = [
     ("nf4", "llama", True),
     ("nf4_dq", "gemma2", True),
     ("int4", "qwen2", False),
+    ("full", "phi3", True),
+    ("full", "phi3", False),
+    ("nf4", "phi3", True),
+    ("nf4_dq", "phi3", False),
 ]
 STEPS = 3
 
@@ -47,20 +54,31 @@ def test_a_cut_weight_is_the_same_numbers(format, axis) -> None:
     weight = torch.randn(256, 512)
     packed = format.quantize(weight)
     for begin, end in ((0, 128), (128, 256), (64, 256)):
-        made = cut(packed, axis, begin, end)
+        made = cut(packed, axis, (begin, end))
         expected = packed.dequantize(torch.float32).narrow(axis, begin, end - begin)
         assert torch.equal(made.dequantize(torch.float32), expected)
         layout = made.format.layout(tuple(expected.shape))
         assert {n: (tuple(t.shape), t.dtype) for n, t in made.parts.items()} == dict(layout)
         assert all(t.is_contiguous() for t in made.parts.values())
     aligned = axis == 0 and format is NF4_DQ  # 8 scales a row: 32 rows share a second-level scale
-    assert cut(packed, axis, 64, 256).format is format or (format is NF4_DQ and not aligned)
+    assert cut(packed, axis, (64, 256)).format is format or (format is NF4_DQ and not aligned)
+
+
+@pytest.mark.parametrize("format", [NF4, NF4_DQ, INT4_G32, INT8, E4M3], ids=lambda f: f.name)
+def test_pieces_of_rows_are_the_same_numbers(format) -> None:
+    """As of q, k and v in one linear."""
+    packed = format.quantize(torch.randn(256, 512))
+    pieces = ((64, 128), (160, 192), (224, 256))
+    made = cut(packed, 0, *pieces)
+    whole = packed.dequantize(torch.float32)
+    assert torch.equal(made.dequantize(torch.float32), torch.cat([whole[a:b] for a, b in pieces]))
+    assert all(t.is_contiguous() for t in made.parts.values())
 
 
 def test_a_block_is_not_cut() -> None:
     packed = NF4.quantize(torch.randn(64, 128))
     with pytest.raises(Unsupported, match="columns 0 to 32, because values that share a scale"):
-        cut(packed, 1, 0, 32)
+        cut(packed, 1, (0, 32))
 
 
 @pytest.fixture(scope="module")
@@ -71,8 +89,19 @@ def shared():
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_two_ranks_learn_what_one_process_learns(shared, case) -> None:
     kind, family, fused = case
-    found = [rank[case] for rank in shared]
-    model = build(kind, family, fused=fused)
+    check(build(kind, family, fused=fused), [rank[case] for rank in shared])
+
+
+@pytest.mark.parametrize("kind", ["full", "int4"])
+def test_four_ranks_share_linears_that_hold_several(kind) -> None:
+    """Phi's qkv_proj and gate_up_proj, without groups of queries."""
+    heads = {"num_key_value_heads": 4}
+    found = run_ranks(curves, 4, [(kind, "phi3", True)], STEPS, heads)
+    check(build(kind, "phi3", fused=True, **heads), [rank[kind, "phi3", True] for rank in found])
+
+
+def check(model, found) -> None:
+    """What ranks learned is what one process with the whole model learns."""
     losses, _ = train_without_clipping(model, STEPS)
     assert losses[0] - losses[-1] != 0
     for rank in found:
@@ -80,12 +109,13 @@ def test_two_ranks_learn_what_one_process_learns(shared, case) -> None:
         assert not rank["fallbacks"]
     trained = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
     for name, weight in trained.items():
-        parts = [rank["weights"][name] for rank in found]
-        axis = found[0]["cuts"].get(name)
-        together = parts[0] if axis is None else torch.cat(parts, axis)
+        axis, parts = found[0]["cuts"].get(name), [rank["weights"][name] for rank in found]
         if axis is None:
-            assert torch.equal(*parts), name
-        assert (together - weight).norm() <= 1e-5 * weight.norm(), name
+            assert all(torch.equal(part, parts[0]) for part in parts), name
+        else:
+            assert parts[0].shape[axis] * len(found) == weight.shape[axis]
+        for rank in found:
+            assert (rank["whole"][name] - weight).norm() <= 1e-5 * weight.norm(), name
     model.eval()
     with torch.no_grad():
         logits = model(input_ids=tokens(2, 8)).logits
@@ -93,7 +123,7 @@ def test_two_ranks_learn_what_one_process_learns(shared, case) -> None:
     for rank in found:
         torch.testing.assert_close(rank["logits"], logits, rtol=1e-4, atol=1e-4)
         assert torch.equal(rank["made"], made)
-        assert "shared by 2 ranks" in rank["receipt"]
+        assert f"shared by {len(found)} ranks" in rank["receipt"]
 
 
 def test_fsdp_over_shared_layers() -> None:
@@ -116,12 +146,14 @@ def test_fsdp_over_shared_layers() -> None:
 
 
 @pytest.mark.slow
-def test_checkpoints_of_shared_layers(tmp_path) -> None:
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+def test_checkpoints_of_shared_layers(family, tmp_path) -> None:
     """Written by two pairs of ranks; read by them, by one pair, by one process; exported."""
-    run_ranks(write, 4, str(tmp_path))
-    four, two = run_ranks(read, 4, str(tmp_path), 2), run_ranks(read, 2, str(tmp_path), 1)
+    run_ranks(write, 4, str(tmp_path), family)
+    four = run_ranks(read, 4, str(tmp_path), family, 2)
+    two = run_ranks(read, 2, str(tmp_path), family, 1)
     for number, kind in enumerate(("nf4", "full")):
-        model = build(kind, "llama", fused=False)
+        model = build(kind, family, fused=False)
         optimizer = optimizer_of(kind, model)
         load_sharded(tmp_path / kind / "checkpoint-1", model, optimizer)
         own = {n: p.detach().clone() for n, p in model.named_parameters() if "weight_" not in n}
@@ -135,14 +167,28 @@ def test_checkpoints_of_shared_layers(tmp_path) -> None:
             exported = AutoModelForCausalLM.from_pretrained(tmp_path / kind / "hf")
             assert all(torch.equal(p, own[n]) for n, p in exported.named_parameters())
         else:
-            exported = load_adapter(tiny("llama", **SIZES), tmp_path / kind / "hf", is_trainable=True)
+            exported = load_adapter(tiny(family, **SIZES), tmp_path / kind / "hf", is_trainable=True)
             assert all(torch.equal(p, own[n]) for n, p in exported.named_parameters() if ".lora_" in n)
 
 
-def test_a_plan_that_gathers_is_refused() -> None:
+def test_a_whole_checkpoint_into_linears_in_pieces(tmp_path) -> None:
+    model = build("full", "phi3", fused=False)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter))
+    whole = {name: p.detach() for name, p in model.named_parameters()}
+    save_file(whole, tmp_path / MODEL_FILE)
+    for found in run_ranks(filled, 2, str(tmp_path)):
+        assert found.keys() == whole.keys()
+        assert all(torch.equal(found[name], whole[name]) for name in whole)
+
+
+def test_what_cannot_be_shared_is_refused() -> None:
     mesh = SimpleNamespace(get_group=lambda: None, get_local_rank=lambda: 0, size=lambda: 2)
-    with pytest.raises(Unsupported, match="colwise_gather_output"):
-        tensor_parallel(tiny("phi3"), mesh)
+    model = tiny("llama")
+    model.config.base_model_tp_plan = {"layers.*.self_attn.q_proj": "colwise_gather_output"}
+    with pytest.raises(Unsupported, match=r"self_attn\.q_proj is 'colwise_gather_output'"):
+        tensor_parallel(model, mesh)
     mesh.size = lambda: 3
     with pytest.raises(Unsupported, match="num_attention_heads is 4, which 3 ranks cannot share"):
         tensor_parallel(tiny("llama"), mesh)

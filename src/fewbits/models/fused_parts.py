@@ -84,8 +84,8 @@ class LayerParts:
         dtype = _products_dtype(x)
         group = vars(self.layer).get("tensor_group")
         ranks = 1 if group is None else group.size  # each has its own heads
-        heads = config.num_attention_heads // ranks, config.num_key_value_heads // ranks
-        layout = QKVLayout(x.shape[0], *heads, module.head_dim)
+        keys = config.num_key_value_heads // ranks
+        layout = QKVLayout(x.shape[0], keys * module.num_key_value_groups, keys, module.head_dim)
         return AttentionHalf(
             norm=self._norm("input_layernorm"),
             qkv=self._projection(self._qkv, dtype, keep),

@@ -1,12 +1,14 @@
 """Rows or columns of a packed weight, as a packed weight of their own: the same numbers, to the bit.
 
-Rows can always be cut, columns between blocks. The parts are cut where a block's values end; where the second
-level of double-quantised scales does not allow it, the cut weight keeps those scales in float32, which costs
-half a bit a value and changes none. Every cut is decoded and compared before it is used.
+Rows can always be cut, in several pieces too, columns between blocks. The parts are cut where a block's
+values end; where the second level of double-quantised scales does not allow it, the cut weight keeps those
+scales in float32, which costs half a bit a value and changes none. Every cut is decoded and compared before
+it is used.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -17,43 +19,61 @@ from fewbits.formats.base import Packed
 from fewbits.formats.codebook import Codebook
 from fewbits.kernels.dequantize import dequantize
 
+Pieces = Sequence[tuple[int, int]]  # begin and end of each
 
-def cut(packed: Packed, axis: int, begin: int, end: int) -> Packed:
-    """Rows (axis 0) or columns (axis 1) from ``begin`` to before ``end`` of a packed (N, K).
+
+def cut(packed: Packed, axis: int, *pieces: tuple[int, int]) -> Packed:
+    """Pieces of a packed (N, K), one behind the other: rows (axis 0) or columns (axis 1) from to before.
 
     Raises:
         Unsupported: columns within a block.
     """
-    length = end - begin
-    shape = (length, packed.shape[1]) if axis == 0 else (packed.shape[0], length)
-    expected = dequantize(packed, torch.float32).narrow(axis, begin, length)
+    whole = dequantize(packed, torch.float32)
+    expected = torch.cat([whole.narrow(axis, begin, end - begin) for begin, end in pieces], axis)
     for candidate in (packed, _with_plain_scales(packed)):
-        made = None if candidate is None else _cut(candidate, shape, axis, begin)
+        made = None if candidate is None else _cut(candidate, axis, pieces)
         if made is not None and torch.equal(dequantize(made, torch.float32), expected):
             return made
+    said = ", ".join(f"{begin} to {end}" for begin, end in pieces)
     raise Unsupported(
         f"a weight of {packed.shape[0]} x {packed.shape[1]} in {packed.format.name} cannot be cut into"
-        f" {'rows' if axis == 0 else 'columns'} {begin} to {end}, because values that share a scale lie on"
-        " both sides; use fewer ranks for one layer, or a format with smaller blocks."
+        f" {'rows' if axis == 0 else 'columns'} {said}, because values that share a scale lie on both sides;"
+        " use fewer ranks for one layer, or a format with smaller blocks."
     )
 
 
-def _cut(packed: Packed, shape: tuple[int, int], axis: int, begin: int) -> Packed | None:
-    layout = packed.format.layout(shape)
+def _cut(packed: Packed, axis: int, pieces: Pieces) -> Packed | None:
+    """None: some part does not end where a piece does."""
+    shape = _shape(packed, axis, sum(end - begin for begin, end in pieces))
+    layouts = [packed.format.layout(_shape(packed, axis, end - begin)) for begin, end in pieces]
     parts = {}
-    for name, part in packed.parts.items():
-        found = _part(part, layout[name].shape, packed.shape, axis, begin)
-        if found is None:
+    for name, spec in packed.format.layout(shape).items():
+        part, found = packed.parts[name], []
+        for (begin, _), layout in zip(pieces, layouts, strict=True):
+            piece = _part(part, layout[name].shape, packed.shape, axis, begin)
+            if piece is None:
+                return None
+            found.append(piece)
+        # one scale for all that is cut, or rows and columns side by side
+        parts[name] = found[0] if found[0].shape == spec.shape else torch.cat(found, _along(part, axis))
+        if parts[name].shape != spec.shape:
             return None
-        parts[name] = found
     return Packed(packed.format, shape, packed.dtype, parts)
+
+
+def _shape(packed: Packed, axis: int, length: int) -> tuple[int, int]:
+    return (length, packed.shape[1]) if axis == 0 else (packed.shape[0], length)
+
+
+def _along(part: Tensor, axis: int) -> int:
+    return axis if part.dim() == 2 else 0
 
 
 def _part(
     part: Tensor, shape: tuple[int, ...], whole: tuple[int, ...], axis: int, begin: int
 ) -> Tensor | None:
     """The entries of one part, if they begin where the values do."""
-    along = axis if part.dim() == 2 else 0
+    along = _along(part, axis)
     if tuple(part.shape) == shape and part.shape[along] == 1:
         return part.detach().clone()  # one scale for all that is cut
     if part.dim() == 1 and axis == 1:

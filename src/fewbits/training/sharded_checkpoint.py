@@ -9,7 +9,8 @@ whoever needs a part of it, so 2 ranks go on where 4 stopped, and one process wi
   value, stand beside them under the slice's place. Read by the same slices they come back to the bit; other
   slices decode what overlaps theirs and round it once more.
 * Layers that ranks share (`fewbits.training.tensor_parallel`) are written as slices of the whole ones, so
-  that another way to share them, or none, goes on from there.
+  that another way to share them, or none, goes on from there. Of linears that were cut part by part
+  `AdamW8bit`'s moments are written in float32: their blocks go from one part into the next.
 * Scales of delayed float8 are those of each rank; another number of ranks goes on from their maximum.
 
 `export` writes one Hugging Face (or PEFT) folder, tensor by tensor: no rank holds the whole model, and rank 0
@@ -40,7 +41,7 @@ from fewbits.models.fused import load_scales, scales_of
 from fewbits.training.checkpointing import staged
 from fewbits.training.fsdp import local, place_of, reshard
 from fewbits.training.optimizer import AdamW8bit
-from fewbits.training.whole_views import slice_like, whole_views
+from fewbits.training.whole_views import gathered, pieces_of, places_of, slice_like, whole_views
 
 _SCALES = ("m_scales", "v_scales")  # of AdamW8bit
 FOLDER, FACTS = "sharded", "sharded.json"
@@ -167,15 +168,20 @@ def _optimizer_state(model: Any, optimizer: Any) -> dict[str, Tensor]:
     """Every tensor of the state under its parameter's name; moments are sliced as the parameter is."""
     state: dict[str, Tensor] = {}
     for name, param, view in _named(model, optimizer):
-        for key, value in optimizer.state.get(param, {}).items():
+        held = optimizer.state.get(param, {})
+        in_pieces = pieces_of(view) is not None
+        for key, value in held.items():
             tensor = torch.as_tensor(value)
             if key in _SCALES:
-                if tensor.numel():
+                if tensor.numel() and not in_pieces:
                     state[f"optimizer.{name}.{key}{_place(view)}"] = tensor
             elif key == "step":
                 state[f"optimizer.{name}.{key}"] = tensor
             else:
-                state[f"optimizer.{name}.{key}"] = slice_like(view, local(tensor))
+                part = local(tensor)
+                if in_pieces and part.dtype == torch.uint8:
+                    part = dequantize_moment(part, held[f"{key}_scales"], signed=key == "m").view(part.shape)
+                state[f"optimizer.{name}.{key}"] = slice_like(view, part)
     return state
 
 
@@ -275,7 +281,8 @@ def fill_optimizer(
             k.rpartition(".")[2]: t for k, t in state.items() if k.rpartition(".")[0] + "." == prefix
         }
         if isinstance(optimizer, AdamW8bit):
-            held = {"step": int(held["step"]), **_moments(held, view, sizes[f"{prefix}m"].chunks)}
+            packs = param.numel() >= optimizer.min_8bit_size
+            held = {"step": int(held["step"]), **_moments(held, view, sizes[f"{prefix}m"].chunks, packs)}
         else:  # sliced as the optimizer has made them, on this rank's own mesh
             same = {k: slice_like(param, local(t)) for k, t in held.items() if t.shape == view.shape}
             held |= {k: t for k, t in same.items() if k != "step"}
@@ -284,34 +291,39 @@ def fill_optimizer(
         optimizer.state[param] = held
 
 
-def _moments(held: Mapping[str, Tensor], view: Tensor, chunks: Any) -> dict[str, Tensor]:
-    """`AdamW8bit`'s moments of this rank's slice, from codes of it and the scales of the slices that were."""
-    place, shape = place_of(view)
+def _moments(held: Mapping[str, Tensor], view: Tensor, chunks: Any, packs: bool) -> dict[str, Tensor]:
+    """`AdamW8bit`'s moments of this rank's slice, from codes of it and the scales of the slices that were.
+
+    Those in float32, which pieces of linears are written in, are packed if this optimizer packs them.
+    """
+    places = places_of(view)
     found: dict[str, Tensor] = {}
     for key in ("m", "v"):
         codes = local(held[key])
         found[key] = codes
         if codes.dtype != torch.uint8:
+            if packs and codes.numel():
+                found[key], found[f"{key}_scales"] = quantize_moment(codes, signed=key == "m")
             continue
         if not codes.numel():
             found[f"{key}_scales"] = torch.zeros(0, device=codes.device)
             continue
         ones = torch.ones(-(-codes.numel() // BLOCK), device=codes.device)
-        values, moment = (
-            dequantize_moment(codes, ones, signed=key == "m"),
-            torch.empty(shape).to(codes.device),
-        )
+        values = dequantize_moment(codes, ones, signed=key == "m").view(codes.shape)
+        moment = torch.empty_like(values)
+        rows = [shape[0] for _, shape in places] if len(places) > 1 else [len(values)]
         for chunk in chunks:
             offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
             scales = held.get(f"{key}_scales@" + "_".join(map(str, offsets)))
             if scales is None:
                 continue  # an empty slice
-            if (offsets, sizes) == (place, shape):
+            if ((offsets, sizes),) == places:
                 found[f"{key}_scales"] = scales.to(codes.device)
                 break
-            mine, theirs = _overlap(place, shape, offsets, sizes)
-            each = scales.to(codes.device).repeat_interleave(BLOCK)[: math.prod(sizes)].view(sizes)[theirs]
-            moment[mine] = values[mine] * each
+            each = scales.to(codes.device).repeat_interleave(BLOCK)[: math.prod(sizes)].view(sizes)
+            for place, piece, into in zip(places, values.split(rows), moment.split(rows), strict=True):
+                mine, theirs = _overlap(*place, offsets, sizes)
+                into[mine] = piece[mine] * each[theirs]
         else:
             found[key], found[f"{key}_scales"] = quantize_moment(moment, signed=key == "m")
     return found
@@ -361,7 +373,7 @@ def _gathered(model: Any, *, adapters_only: bool = False) -> Iterator[tuple[str,
         marks = (".lora_", ".modules_to_save.")
         if adapters_only and name not in trained and not any(mark in name for mark in marks):
             continue
-        whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        whole = gathered(tensor)
         yield name, whole.cpu() if _rank() == 0 else whole.new_empty(0)
 
 

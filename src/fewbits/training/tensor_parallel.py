@@ -6,6 +6,9 @@ What is cut here are the modules themselves: each rank then has smaller linears,
 the ranks where `fewbits.nn.tensor_group` says. Of an adapter, the side that touches the cut axis is cut with
 its linear, the other is whole on all ranks. Embeddings, norms and the output head are whole.
 
+A linear that holds several (Phi's qkv_proj and gate_up_proj) is cut part by part: each rank has rows of q, of
+k and of v. transformers' plan for it gathers the outputs of all ranks instead; here nothing is gathered.
+
 All ranks of a group see the same batch. `fewbits.training.fsdp.shard` over the other dimension of a mesh
 comes after it. The norm of all gradients is known to no rank alone: `clip_grad_norm` finds it. Not run on a
 GPU.
@@ -23,7 +26,7 @@ from torch import Tensor, distributed, nn
 
 from fewbits.errors import Unsupported
 from fewbits.models.receipt import Change, Receipt
-from fewbits.models.spec import find, layer_names, spec_for
+from fewbits.models.spec import ModelSpec, find, layer_names, spec_for
 from fewbits.nn.linear import LowPrecisionLinear, QuantizedLinear
 from fewbits.nn.norm import RMSNorm
 from fewbits.nn.tensor_group import TensorGroup, sum_gradient, sum_value
@@ -32,6 +35,8 @@ from fewbits.training.packed_slices import cut
 
 _STATE = "_fewbits_tensor_parallel"
 _AXES = {"colwise": 0, "rowwise": 1}  # the axis of the weight (N, K) that is cut
+# of a family whose linears hold several: transformers gathers what it has cut, and cuts it again
+_GATHERED = {"colwise_gather_output": 0, "colwise_rep": 0, "rowwise_split_input": 1, "rowwise_rep": 1}
 
 
 @dataclass
@@ -41,12 +46,50 @@ class TensorParallel:
     Attributes:
         group: the ranks that share its layers.
         cuts: the axis along which a parameter was cut, by its full name; the others are whole on each rank.
+        parts: rows of the parts of a parameter that was cut part by part along axis 0, by its full name.
         mesh: all ranks, for checkpoints (`fewbits.training.whole_views`).
     """
 
     group: TensorGroup
     cuts: dict[str, int] = field(default_factory=dict)
+    parts: dict[str, tuple[int, ...]] = field(default_factory=dict)
     mesh: Any = None
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """Where a linear is cut.
+
+    Attributes:
+        axis: 0, its outputs, or 1, its inputs.
+        sizes: of the parts along that axis that are cut each.
+        group: by whom.
+    """
+
+    axis: int
+    sizes: tuple[int, ...]
+    group: TensorGroup
+
+    @property
+    def pieces(self) -> list[tuple[int, int]]:
+        """Begin and end of what is this rank's."""
+        found, begin = [], 0
+        for size in self.sizes:
+            length = size // self.group.size
+            first = begin + self.group.rank * length
+            found.append((first, first + length))
+            begin += size
+        return found
+
+    @property
+    def length(self) -> int:
+        """Of what is this rank's."""
+        return sum(self.sizes) // self.group.size
+
+    def of(self, parameter: Tensor) -> nn.Parameter:
+        """This rank's pieces of a parameter, in memory of their own."""
+        found = [parameter.detach().narrow(self.axis, a, b - a) for a, b in self.pieces]
+        return nn.Parameter(torch.cat(found, self.axis), requires_grad=parameter.requires_grad)
 
 
 def tensor_parallel(model: Any, mesh: Any, *, before: Callable[[str], None] | None = None) -> Receipt:
@@ -68,14 +111,16 @@ def tensor_parallel(model: Any, mesh: Any, *, before: Callable[[str], None] | No
     _refuse(model, group)
     state = TensorParallel(group)
     receipt = Receipt(f"{spec.model_type}, layers shared by {group.size} ranks (tensor parallelism)")
-    axes = _axes(model, spec.linears)
+    axes = _axes(model, spec)
     for name in layer_names(model, spec):
         layer: Any = model.get_submodule(name)
         for path, axis in axes.items():
             if before is not None:
                 before(f"{name}.{path}")
-            _cut_linear(model, f"{name}.{path}", axis, state, receipt)
+            _cut_linear(model, f"{name}.{path}", axis, _parts(layer, path, spec), state, receipt)
         layer.tensor_group = group
+        if spec.fused:
+            _own_heads(layer.self_attn, group)
         for norm in ("self_attn.q_norm", "self_attn.k_norm"):
             _share_norm(find(layer, norm), group)
         _sum_unfused(layer.self_attn, layer.mlp, group)
@@ -118,19 +163,49 @@ def clip_grad_norm(model: Any, max_norm: float) -> Tensor:
     return norm
 
 
-def _axes(model: Any, linears: tuple[str, ...]) -> dict[str, int]:
+def _axes(model: Any, spec: ModelSpec) -> dict[str, int]:
     """By the configuration's plan, whose names begin with "layers"."""
     plan = getattr(model.config.get_text_config(), "base_model_tp_plan", None) or {}
+    known = {**_AXES, **_GATHERED} if spec.fused else _AXES
     axes = {}
-    for path in linears:
+    for path in spec.linears:
         style = next((s for name, s in plan.items() if fnmatchcase(f"layers.0.{path}", name)), None)
-        if style not in _AXES:
+        if style not in known:
             raise Unsupported(
                 f"the plan of {model.config.model_type} for {path} is {style!r}, and layers are shared by"
                 " rows ('colwise') and columns ('rowwise') only; use parallel=fsdp for this family."
             )
-        axes[path] = _AXES[style]
+        axes[path] = known[style]
     return axes
+
+
+def _parts(layer: Any, path: str, spec: ModelSpec) -> tuple[int, ...] | None:
+    """Outputs of each linear that this one holds; None: it is one."""
+    names = spec.fused.get(path.rpartition(".")[2])
+    if names is None:
+        return None
+    config, head = layer.self_attn.config, layer.self_attn.head_dim
+    keys, inner = config.num_key_value_heads * head, config.intermediate_size
+    sizes = {"q_proj": config.num_attention_heads * head, "k_proj": keys, "v_proj": keys}
+    return tuple({**sizes, "gate_proj": inner, "up_proj": inner}[name] for name in names)
+
+
+class _OwnHeads:
+    """A configuration, but for the number of heads: this rank's."""
+
+    def __init__(self, config: Any, size: int) -> None:
+        self._config, self.num_attention_heads = config, config.num_attention_heads // size
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_config":  # asked of what copy has not filled yet
+            raise AttributeError(name)
+        return getattr(self._config, name)
+
+
+def _own_heads(attention: Any, group: TensorGroup) -> None:
+    """For its own forward, which finds where the queries end by their number."""
+    attention.config = _OwnHeads(attention.config, group.size)
+    attention.num_key_value_heads //= group.size
 
 
 def _refuse(model: Any, group: TensorGroup) -> None:
@@ -146,43 +221,49 @@ def _refuse(model: Any, group: TensorGroup) -> None:
             )
 
 
-def _cut_linear(model: Any, name: str, axis: int, state: TensorParallel, receipt: Receipt) -> None:
+def _cut_linear(
+    model: Any, name: str, axis: int, parts: tuple[int, ...] | None, state: TensorParallel, receipt: Receipt
+) -> None:
     outer: Any = model.get_submodule(name)
     base = outer.base_layer if hasattr(outer, "base_layer") else outer
     before, size = type(base).__name__, _bytes(outer)
-    length = (base.out_features, base.in_features)[axis] // state.group.size
-    begin = state.group.rank * length
-    made = _smaller(name, base, axis, begin, length, first=state.group.rank == 0)
+    where = _Cut(axis, parts or ((base.out_features, base.in_features)[axis],), state.group)
+    made = _smaller(name, base, where)
     if outer is base:
         parent, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, made)
         prefix = name
     else:
         outer.base_layer, prefix = made, f"{name}.base_layer"
-        _cut_adapters(name, outer, axis, begin, length, state)
+        _cut_adapters(name, outer, where, state)
     for leaf, parameter in made.named_parameters():
         if leaf != "bias" or axis == 0:
-            _note_cut(state, f"{prefix}.{leaf}", axis, parameter, base.get_parameter(leaf))
-    after = f"{'outputs' if axis == 0 else 'inputs'} {length} of {length * state.group.size}"
+            _note_cut(state, f"{prefix}.{leaf}", where, parameter, base.get_parameter(leaf))
+    what = f"{'outputs' if axis == 0 else 'inputs'} {where.length} of {sum(where.sizes)}"
+    after = what if parts is None else f"{what} in {len(parts)} parts"
     receipt.changes.append(Change(name, before, after, size, _bytes(model.get_submodule(name))))
 
 
-def _note_cut(state: TensorParallel, name: str, axis: int, part: Tensor, whole: Tensor) -> None:
-    if part.shape != whole.shape:
-        state.cuts[name] = axis if part.dim() == 2 else 0
+def _note_cut(state: TensorParallel, name: str, where: _Cut, part: Tensor, whole: Tensor) -> None:
+    if part.shape == whole.shape:
+        return
+    state.cuts[name] = along = where.axis if part.dim() == 2 else 0
+    if len(where.sizes) > 1:  # of a vector through all rows, so many entries a row
+        state.parts[name] = tuple(part.shape[along] * size // where.length for size in where.sizes)
 
 
-def _smaller(name: str, base: Any, axis: int, begin: int, length: int, *, first: bool) -> nn.Module:
+def _smaller(name: str, base: Any, where: _Cut) -> nn.Module:
     """The linear with some of its outputs, or some of its inputs; the bias of the latter is added once."""
+    axis, length = where.axis, where.length
     outputs, inputs = (length, base.in_features) if axis == 0 else (base.out_features, length)
     if type(base) is QuantizedLinear:
-        packed = cut(base.packed, axis, begin, begin + length)
+        packed = cut(base.packed, axis, *where.pieces)
         made: Any = QuantizedLinear(inputs, outputs, packed.format, dtype=base.dtype, device="meta")
         made.operands = base.operands
         made.load_packed(packed)
     elif type(base) in (nn.Linear, LowPrecisionLinear):
         made = type(base)(inputs, outputs, bias=False, device="meta")
-        made.weight = _slice(base.weight, axis, begin, length)
+        made.weight = where.of(base.weight)
         if isinstance(base, LowPrecisionLinear):
             made.operands = base.operands
     else:
@@ -190,16 +271,16 @@ def _smaller(name: str, base: Any, axis: int, begin: int, length: int, *, first:
             f"{name} is a {type(base).__name__}, which is not shared by ranks yet; use parallel=fsdp or ddp."
         )
     if base.bias is not None:
-        made.bias = base.bias if axis else _slice(base.bias, 0, begin, length)
+        made.bias = base.bias if axis else where.of(base.bias)
         if axis and base.bias.requires_grad:
             raise Unsupported(f"the bias of {name} trains, and it is added on one rank only; freeze it.")
-        if axis and not first:
+        if axis and where.group.rank:
             made.bias = nn.Parameter(torch.zeros_like(base.bias), requires_grad=False)
     made.train(base.training)
     return made  # type: ignore[no-any-return]
 
 
-def _cut_adapters(name: str, outer: Any, axis: int, begin: int, length: int, state: TensorParallel) -> None:
+def _cut_adapters(name: str, outer: Any, where: _Cut, state: TensorParallel) -> None:
     from fewbits.nn.lora import LoRALinear
 
     if type(outer) is not LoRALinear or any(outer.lora_bias.values()) or outer.merged:
@@ -210,16 +291,12 @@ def _cut_adapters(name: str, outer: Any, axis: int, begin: int, length: int, sta
     outer.in_features, outer.out_features = outer.base_layer.in_features, outer.base_layer.out_features
     for adapter in outer.lora_A:
         a, b = outer.lora_A[adapter], outer.lora_B[adapter]
-        own, whole = (b, a) if axis == 0 else (a, b)  # which touches the cut axis
-        own.weight = _slice(own.weight, axis, begin, length)
+        own, whole = (b, a) if where.axis == 0 else (a, b)  # which touches the cut axis
+        before, own.weight = own.weight, where.of(own.weight)
         own.in_features, own.out_features = own.weight.shape[1], own.weight.shape[0]
         whole.tensor_group = state.group
-        state.cuts[f"{name}.lora_{'B' if axis == 0 else 'A'}.{adapter}.weight"] = axis
-
-
-def _slice(parameter: Tensor, axis: int, begin: int, length: int) -> nn.Parameter:
-    part = parameter.detach().narrow(axis, begin, length).clone(memory_format=torch.contiguous_format)
-    return nn.Parameter(part, requires_grad=parameter.requires_grad)
+        side = "B" if where.axis == 0 else "A"
+        _note_cut(state, f"{name}.lora_{side}.{adapter}.weight", where, own.weight, before)
 
 
 def _share_norm(norm: Any, group: TensorGroup) -> None:

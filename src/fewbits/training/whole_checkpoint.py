@@ -20,9 +20,9 @@ from torch import Tensor
 from fewbits.errors import BadCheckpoint, SpecMismatch
 from fewbits.models.fused import load_scales
 from fewbits.training.checkpointing import MODEL_FILE, SCALES_FILE, TRAINABLE_FILE
-from fewbits.training.fsdp import local, place_of, reshard
+from fewbits.training.fsdp import local, reshard
 from fewbits.training.sharded_checkpoint import fill_optimizer, kept, whole_slices
-from fewbits.training.whole_views import slice_like
+from fewbits.training.whole_views import places_of, slice_like
 
 OPTIMIZER_FILE = "optimizer.pt"  # as the host calls it
 _SCALES = ("m_scales", "v_scales")  # of AdamW8bit: of a whole parameter's blocks
@@ -42,9 +42,8 @@ def load_whole(folder: Path, model: Any, optimizer: Any = None) -> None:
         with safe_open(str(path), "pt") as file, torch.no_grad():
             _check(folder, file, wanted)
             for name, tensor in wanted.items():
-                local(tensor).copy_(
-                    file.get_slice(name)[_index(tensor)] if tensor.dim() else file.get_tensor(name)
-                )
+                found = _rows(file.get_slice(name), tensor) if tensor.dim() else file.get_tensor(name)
+                local(tensor).copy_(found)
     except (OSError, SafetensorError) as error:
         raise _damaged(path, error) from error
     if (folder / SCALES_FILE).is_file():
@@ -99,15 +98,19 @@ def _load_optimizer(path: Path, model: Any, optimizer: Any) -> None:
                 full_name += "@" + "_".join("0" * view.dim())
             elif tensor.shape == view.shape and key != "step":
                 sizes[full_name] = _Chunks((_Chunk((0,) * view.dim(), tuple(view.shape)),))
-                tensor = slice_like(view, tensor[_index(view)].to(local(view).device))
+                tensor = slice_like(view, _rows(tensor, view).to(local(view).device))
             state[full_name] = tensor
     groups = [{k: v for k, v in group.items() if k != "params"} for group in saved["param_groups"]]
     fill_optimizer(model, optimizer, state, groups, sizes)
 
 
-def _index(tensor: Tensor) -> tuple[slice, ...]:
-    offsets, sizes = place_of(tensor)
-    return tuple(slice(begin, begin + size) for begin, size in zip(offsets, sizes, strict=True))
+def _rows(whole: Any, view: Tensor) -> Tensor:
+    """This rank's rows of a tensor, or of a file's."""
+    found = []
+    for offsets, sizes in places_of(view):
+        index = tuple(slice(begin, begin + size) for begin, size in zip(offsets, sizes, strict=True))
+        found.append(whole[index])
+    return found[0] if len(found) == 1 else torch.cat(found)
 
 
 def _damaged(path: Path, error: Exception) -> BadCheckpoint:
