@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from fewbits import FastLanguageModel, convert, restore, sc_matmul
-from fewbits.errors import BadCheckpoint, Unsupported
+from fewbits.errors import BadCheckpoint, SpecMismatch, Unsupported
 from fewbits.formats import STOCHASTIC
 from fewbits.formats.stochastic import Stochastic
 from fewbits.inference.evaluate import perplexity
@@ -22,9 +22,10 @@ from fewbits.inference.export import quantize_checkpoint
 from fewbits.models.convert import convert as convert_modules
 from fewbits.models.fused import fuse, fusion_of
 from fewbits.models.hf_quantizer import FewbitsConfig
-from fewbits.models.in_memory import mark_packed
+from fewbits.models.in_memory import apply_stochastic, mark_packed
 from fewbits.nn.stochastic_linear import StochasticLinear
 from fewbits.recipes import Recipe, Rule, get_recipe, stochastic
+from fewbits.recipes.stochastic_config import AttentionSetting, StochasticConfig
 from models.loading import logits, packed_state, perturb, same, save_tiny
 from models.tiny import FAMILIES, tiny, tokens
 
@@ -170,6 +171,25 @@ def test_options_that_cannot_be_prepared_are_refused_before_anything_changes() -
         assert not stochastic_layers(model) and type(model.model.layers[0].mlp.up_proj) is nn.Linear
 
 
+def test_modules_of_a_shape_without_a_stochastic_product() -> None:
+    """They are named in the receipt, or refused before anything changes; all others run."""
+    sentence = "q_proj: it is a Conv1d, not a plain nn.Linear"
+    model = tiny("llama")
+    odd = model.model.layers[1].self_attn.q_proj = nn.Conv1d(64, 64, 1)
+    with pytest.raises(SpecMismatch, match=sentence):
+        convert(model, get_recipe("stochastic"), strict=True)
+    assert not stochastic_layers(model)
+    config = StochasticConfig(options=STOCHASTIC)
+    for made in (
+        lambda: convert(model, get_recipe("stochastic")),
+        lambda: apply_stochastic(model, config),
+    ):
+        receipt = made()
+        assert [str(left.reason) for left in receipt.mismatches] == [sentence.split(": ")[1]]
+        assert len(stochastic_layers(model)) == 13 and model.model.layers[1].self_attn.q_proj is odd
+        restore(model)
+
+
 def packed_folder(tmp_path, **linear):
     model = save_tiny(tmp_path / "plain")
     convert(model, get_recipe("stochastic"))
@@ -214,3 +234,24 @@ def test_a_table_of_lengths_of_another_model(tmp_path) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(BadCheckpoint, match="stream lengths for 5 chunks, and its 128 inputs make 1"):
         load(folder)
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("attention", [False, True])
+def test_multi_a_prepared_checkpoint_over_two_gpus(attention: bool, tmp_path) -> None:
+    """``device_map="auto"`` with room for half of the model on the first; the current device is left at 0."""
+    model = save_tiny(tmp_path / "plain")
+    options = {"attention": (("*", AttentionSetting(scores=64, values=64)),)} if attention else {}
+    apply_stochastic(model, StochasticConfig(options=STOCHASTIC, **options))
+    model.save_pretrained(tmp_path / "packed")
+    bytes_of = sum(t.numel() * t.element_size() for t in model.state_dict().values())
+    torch.cuda.set_device(0)
+    split = load(tmp_path / "packed", device_map="auto", max_memory={0: int(0.6 * bytes_of), 1: 2**30})
+    assert set(split.hf_device_map.values()) == {0, 1}
+    whole = load(tmp_path / "packed", device_map={"": 0})
+    ids = tokens().cuda(0)
+    with torch.inference_mode():
+        found = [m(input_ids=ids).logits for m in (split, whole)]
+    assert torch.equal(*(x.cpu() for x in found)) and torch.cuda.current_device() == 0
+    made = [m.generate(ids, max_new_tokens=8, do_sample=False).cpu() for m in (split, whole)]
+    assert torch.equal(*made)
