@@ -220,21 +220,17 @@ def report_unfused(model: Any) -> None:
 
 
 def final(points: list[Point]) -> dict[str, dict[str, list[float]]]:
-    """The last loss of each seed, by model and variant, without seeds that a variant did not finish."""
+    """The last losses by model and variant: of the variants that ended, those seeds that all of these did."""
     last: dict[tuple[str, str, int], Point] = {}
     for p in points:
         last[p.model, p.variant, p.seed] = p
     found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for model in dict.fromkeys(p.model for p in points):
         mine = [p for p in last.values() if p.model == model]
-        end = max(p.step for p in mine)
+        mine = [p for p in mine if p.step == max(p.step for p in mine)]
         variants = {p.variant for p in mine}
-        done: dict[int, set[str]] = defaultdict(set)
         for p in mine:
-            if p.step == end:
-                done[p.seed].add(p.variant)
-        for p in mine:
-            if done[p.seed] == variants:
+            if {q.variant for q in mine if q.seed == p.seed} == variants:
                 found[model][p.variant].append(p.loss)
     return found
 
@@ -303,7 +299,7 @@ def plot(points: list[Point], path: Path) -> None:
     with plt.rc_context(settings):
         figure, axes = plt.subplots(1, len(names), figsize=(4.8 * len(names), 3.4), squeeze=False)
         for name, panel in zip(names, axes[0], strict=True):
-            shown = {p.variant for p in points if p.model == name}
+            shown = set(final(points)[name])
             styles = dict(zip(SHOWN, ("-", "--", "-.", ":", (0, (3, 1, 1, 1))), strict=True))
             for variant, style in ((v, s) for v, s in styles.items() if v in shown):
                 at: dict[int, list[float]] = defaultdict(list)

@@ -62,6 +62,10 @@ def test_a_seed_that_did_not_end_is_left_out(capsys) -> None:
     module.summary(made)
     assert "4.0050 (4.0000 to 4.0100)" in capsys.readouterr().out
     assert all(len(values) == 2 for values in module.final(made)["m"].values())
+    made = [p for p in made if (p.variant, p.step) != ("fewbits_nf4_fp8_head", 10)]  # nowhere at its end
+    assert {v: len(values) for v, values in module.final(made)["m"].items()} == dict.fromkeys(
+        ("bitsandbytes_peft", "fewbits_nf4", "fewbits_nf4_fp8", "fewbits_nf4_fp8_own"), 3
+    )
 
 
 def test_some_of_the_variants_alone(capsys, tmp_path: Path) -> None:
