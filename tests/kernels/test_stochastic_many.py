@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from fewbits.kernels import _stochastic_bits as bits
 from fewbits.kernels import _stochastic_choice as choice
 from fewbits.kernels import _stochastic_lookup as lookup
 from fewbits.kernels import _stochastic_many as many
+from fewbits.kernels import _stochastic_nibbles as nibbles
 from fewbits.kernels.stochastic_codes import stochastic_codes_ref
 from kernels import emulated
 from kernels.test_stochastic_lookup import operands_of
@@ -53,11 +55,12 @@ def driver(libraries: Path, monkeypatch: pytest.MonkeyPatch) -> Emulated:
         type="cuda", name="", memory_bytes=0, capability=(9, 0),
         multiprocessors=1, shared_memory_bytes=227 * 1024,
     )  # fmt: skip
-    driver, plan = Emulated(libraries), many.plan
-    monkeypatch.setattr(many, "describe", lambda device: gpu)
-    for module in (many, bits):
+    driver = Emulated(libraries)
+    for module in (many, bits, nibbles):
         monkeypatch.setattr(module, "_nvrtc", driver)
-    monkeypatch.setattr(many, "plan", lambda *args, **kwargs: plan(*args, **kwargs, threads=64))
+    for module in (many, nibbles):
+        monkeypatch.setattr(module, "describe", lambda device: gpu)
+        monkeypatch.setattr(module, "plan", partial(module.plan, threads=64))
     # What a kernel does not write must not look right.
     new = torch.empty
     monkeypatch.setattr(many.torch, "empty", lambda *args, **kwargs: new(*args, **kwargs).fill_(77))
@@ -93,6 +96,31 @@ def test_the_source_gives_the_definition(driver: Emulated, name: str) -> None:
     index = torch.randint(0, 3, (*shape[:2], 3), dtype=torch.uint8) if len(levels) > 1 else None
     y = run(operands, options, levels, index)
     assert torch.equal(y, stochastic_codes_ref(*operands, options, levels, index))
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", CASES)
+def test_tables_of_4_bits_give_the_definition(driver: Emulated, name: str) -> None:
+    options, shape, levels = CASES[name]
+    operands = operands_of(options, *shape)
+    index = torch.randint(0, 3, (*shape[:2], 3), dtype=torch.uint8) if len(levels) > 1 else None
+    chunk = min(options.chunk_d or shape[3], shape[3])
+    tables = nibbles.tables_of(options, levels, chunk, torch.device("cpu"))
+    assert tables is not None
+    y = torch.full(shape[:3], torch.nan)
+    nibbles.launch(operands, tables, index, chunk, y)
+    assert torch.equal(y, stochastic_codes_ref(*operands, options, levels, index))
+
+
+@needs_compiler
+@pytest.mark.parametrize("shared_b", [False, True])
+def test_turned_tables_give_the_definition(driver: Emulated, shared_b: bool) -> None:
+    operands = operands_of(WHOLE, 2, 70, 37, 150, shared_b=shared_b)
+    tables = nibbles.tables_of(WHOLE, (128,), 150, torch.device("cpu"), turned=True)
+    assert tables is not None
+    y = torch.full((2, 70, 37), torch.nan)
+    nibbles.launch_turned(operands, tables, 150, y)
+    assert torch.equal(y, stochastic_codes_ref(*operands, WHOLE, (128,)))
 
 
 BITS = {
