@@ -67,6 +67,19 @@ def test_what_arrived_and_what_is_kept_are_all_gradients(format: str, ranks: int
     assert len(first["buckets"]) > 1
 
 
+def test_what_is_kept_in_half_the_memory() -> None:
+    """bfloat16 rounds what is kept to 2**-9 of itself: of half a code of a number below 30, twice."""
+    count = 4
+    found = run_ranks(many_steps, 2, "int8", count, {"residual_dtype": torch.bfloat16})[0]
+    exact, lost = [exact_mean(step, 2) for step in range(count)], count * 2 * 30 / 127 / 2 * 2**-9
+    for name in exact[0]:
+        arrived = sum(step[name].double() for step in found["steps"])
+        whole = sum(step[name] for step in exact)
+        kept = found["pending"][name][: whole.numel()].view(whole.shape)
+        torch.testing.assert_close(arrived + kept, whole, rtol=0, atol=lost)
+        assert name in SMALL or kept.abs().max() > 2 * lost
+
+
 @pytest.mark.parametrize(("format", "most"), [("int8", 0.02), ("int4", 0.25), ("float8_e4m3", 0.08)])
 def test_one_step_is_near_the_mean(format: str, most: float) -> None:
     """Two roundings of half a step, of 1/127 or 1/7 of a block's largest; E4M3: twice 2**-4 of a number."""

@@ -44,6 +44,7 @@ def quantize_gradients(
     stochastic: bool | None = None,
     node_size: int = 1,
     timeout: timedelta | None = None,
+    residual_dtype: torch.dtype = torch.float32,
 ) -> DDPExchange:
     """Let the gradients of ``model`` travel in few bits. Every rank calls this, before the first backward.
 
@@ -57,6 +58,8 @@ def quantize_gradients(
             node; worth it with several nodes of several GPUs (`fewbits.training.communication`).
         timeout: how long a rank waits for the others, on a CPU, where the exchange has a process group of its
             own; None: torch's.
+        residual_dtype: of what error feedback keeps: float32, or bfloat16, which is half of the memory and a
+            quarter less traffic in it, and loses at most 2**-9 of what rounding took.
 
     Returns:
         The exchange; `save` and `load` belong into checkpoints, ``str()`` into the receipt.
@@ -70,7 +73,7 @@ def quantize_gradients(
     local, cross = _groups(model.process_group, ranks, node_size, device, timeout)
     exchange = DDPExchange(
         format, cross, names, Lane(device), local=local, rank=ranks.index(distributed.get_rank()),
-        seed=seed, error_feedback=error_feedback, stochastic=stochastic,
+        seed=seed, error_feedback=error_feedback, stochastic=stochastic, residual_dtype=residual_dtype,
     )  # fmt: skip
     model.register_comm_hook(exchange, _hook)
     return exchange
@@ -148,11 +151,13 @@ class DDPExchange(GradientExchange):
         lane: Lane,
         *,
         local: Travel | None = None,
+        residual_dtype: torch.dtype = torch.float32,
         **how: Any,
     ) -> None:
         """Args: as of `GradientExchange`; parameters' names by id; where it computes; this rank's node."""
         super().__init__(format, travel, node_size=local.size if local else 1, **how)
         self.local = local
+        self.residual_dtype = residual_dtype
         self.lane = lane
         self._names = names
         self._buckets: dict[tuple[str, ...], _Kept] = {}
@@ -269,10 +274,10 @@ class DDPExchange(GradientExchange):
         residual = shard = None
         if self.error_feedback:
             whole = [self._stored(names, sizes, kind, buffer.device) for kind in self._waiting]
-            residual = whole[0][first : first + size].clone()
+            residual = whole[0][first : first + size].to(self.residual_dtype, copy=True)
             row = min(first + self.travel.rank * wire.row, whole[1].numel())
             part = whole[1][row : row + wire.row]
-            shard = torch.zeros(wire.row, device=buffer.device)
+            shard = torch.zeros(wire.row, dtype=self.residual_dtype, device=buffer.device)
             shard[: part.numel()] = part
         self._buckets[names] = _Kept(names, sizes, wire, plain, residual, first, shard)
         return self._buckets[names]
