@@ -17,6 +17,10 @@ static inline unsigned __reduce_max_sync(unsigned mask, unsigned x) {
     }
     return x;
 }
+static inline unsigned __reduce_or_sync(unsigned mask, unsigned x) {
+    for (int bit = 1; bit < 32; bit *= 2) x |= __shfl_xor_sync(mask, x, bit);
+    return x;
+}
 static inline float __fdiv_rn(float x, float y) { volatile float z = x / y; return z; }
 static inline unsigned __float_as_uint(float x) { unsigned bits; memcpy(&bits, &x, 4); return bits; }
 static inline float __uint_as_float(unsigned bits) { float x; memcpy(&x, &bits, 4); return x; }

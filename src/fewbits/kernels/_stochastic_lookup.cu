@@ -394,8 +394,18 @@ static __device__ __forceinline__ u32 look_up(u32 own, u32 w, int shift, int pai
 #endif
 }
 
+// Which of a slice's four products with slopes have one that is not 0: most are, where counts hardly exceed 127.
+static __device__ __forceinline__ u32 used_slopes(const u32 *slopes, int index) {
+    const int lane = threadIdx.x % LANES;
+    u32 any = 0;
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) any |= slopes[(index * (ROWS + 1) + r) * SLOPES + lane];
+    return __reduce_or_sync(0xffffffffu, any ? 1u << (lane / 16 * 2 + lane % 4 / 2) : 0);
+}
+
 // Counts of 16 outputs in a slice: acc[0] is row 2 t of the lane's first output, acc[1] row 2 t + 1, then the second.
-static __device__ __forceinline__ void count(const u32 *own, const u32 *slopes, const Weights &w, int index, int *acc) {
+static __device__ __forceinline__ void count(const u32 *own, const u32 *slopes, u32 used, const Weights &w, int index,
+                                             int *acc) {
     const int lane = threadIdx.x % LANES, quarter = lane / 4;
     const u32 ones = quarter < ROWS ? 1u << (8 * quarter) : 0;
     const u32 turn = 0x11111111u * quarter + 0x76543210u;  // bytes quarter ... quarter + 7, modulo 8
@@ -426,13 +436,13 @@ static __device__ __forceinline__ void count(const u32 *own, const u32 *slopes, 
 #if LINEAR
     slopes += (index * (ROWS + 1) + (quarter < ROWS ? quarter : ROWS)) * SLOPES + 4 * (lane % 4);
 #pragma unroll
-    for (int h = 0; h < 2; h++) {
-        const uint4 k = *(const uint4 *)(slopes + 16 * h);
-#pragma unroll
-        for (int j = 0; j < 4; j += 2)
-            mma_s8(sum[j / 2 % CHAINS], word_of(w.of[0][h], j), word_of(w.of[1][h], j), word_of(w.of[0][h], j + 1),
-                   word_of(w.of[1][h], j + 1), word_of(k, j), word_of(k, j + 1));
-    }
+    for (int i = 0; i < 4; i++)
+        if (used >> i & 1) {
+            const int h = i / 2, j = i % 2 * 2;
+            const uint2 k = *(const uint2 *)(slopes + 16 * h + j);
+            mma_s8(sum[i % CHAINS], word_of(w.of[0][h], j), word_of(w.of[1][h], j), word_of(w.of[0][h], j + 1),
+                   word_of(w.of[1][h], j + 1), k.x, k.y);
+        }
 #endif
 #pragma unroll
     for (int i = 0; i < 4; i++) acc[i] = CHAINS == 1 ? sum[0][i] : sum[0][i] + sum[CHAINS - 1][i];
@@ -550,6 +560,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) stochastic_loo
 #pragma unroll
     for (int s = 0; s < 8; s++)
         own[s] = (u32)__cvta_generic_to_shared(shared) + 4 * (lane % 4 * 8 + (s + lane / 4) % 8);
+    u32 used[GROUP] = {};
+#if LINEAR
+#pragma unroll
+    for (int i = 0; i < GROUP; i++) used[i] = used_slopes(slopes, i);
+#endif
 #if RING
     for (u32 slot = slots; m < end; m += WARPS * TILE, slot = slot + SLOT < slots + STAGES * SLOT ? slot + SLOT : slots) {
         Weights w;
@@ -561,7 +576,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) stochastic_loo
         if (next < end) copy_tile(p, tiles, slice[0].length, next, slot);
         end_group();
         int acc[4];
-        count(own, slopes, w, 0, acc);
+        count(own, slopes, used[0], w, 0, acc);
         write(p, b, n, first, m + lane / 4 * 2, scales, acc);
     }
 #else
@@ -571,7 +586,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) stochastic_loo
             const int tile = m + i / GROUP * WARPS * TILE, next = tile + STAGES / GROUP * WARPS * TILE;
             if (tile >= end) break;
             int acc[4];
-            count(own, slopes, w[i], i % GROUP, acc);
+            count(own, slopes, used[i % GROUP], w[i], i % GROUP, acc);
             if (next < end) load_tile(p, weights[i % GROUP], left[i % GROUP], next + lane / 4 * 2, w + i);
             if (first + i % GROUP < slices)
                 write(p, b, n, first + i % GROUP, tile + lane / 4 * 2, scales, acc);

@@ -80,13 +80,11 @@ def tables_of(
 
 
 def _straightened(counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Counts less ``slope * |qb|``, the slope of each row 0, 1 or 2: whichever leaves the smallest rest."""
-    if int(counts.max()) <= 127:
-        return counts, torch.zeros(counts.shape[:-1], dtype=torch.int32)
+    """Counts less ``slope * |qb|``, the slope of each row 0, 1 or 2: the least whose rest fits 8 bits."""
     line = torch.arange(CODES, dtype=torch.int32)
     rests = torch.stack([counts - slope * line for slope in range(3)])
-    slopes = rests.abs().amax(-1).argmin(0)
-    return torch.gather(rests, 0, slopes[None, ..., None].expand(1, *counts.shape))[0], slopes
+    slopes = (rests.abs().amax(-1) <= 127).int().argmax(0).int()  # the first; 0 where none fits
+    return torch.gather(rests, 0, slopes.long()[None, ..., None].expand(1, *counts.shape))[0], slopes
 
 
 class Product(ctypes.Structure):
