@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from fewbits import sc_matmul
 from fewbits.errors import BadInput, Unsupported
 from fewbits.formats.stochastic import STOCHASTIC, Stochastic
+from fewbits.kernels import _nvrtc
+from fewbits.kernels import _stochastic_features as kernel
 from fewbits.kernels.stochastic_codes import stochastic_codes
 from fewbits.kernels.stochastic_emulated import (
     emulated_product,
+    features_of,
     prepare_emulated,
     stochastic_emulated,
     stochastic_emulated_ref,
 )
+from kernels.emulated import COMPILER, build
 
 FULL = Stochastic(chunk_d=128)
 
@@ -118,28 +125,62 @@ def test_nothing_and_what_is_refused() -> None:
         stochastic_emulated(*operands[:2], operands[2][:, 1:], operands[3], STOCHASTIC)
 
 
-@pytest.mark.interpret
-def test_kernels_make_values_and_features(kernel_device: str) -> None:
-    """To the step of bfloat16 and of E4M3."""
-    from fewbits.kernels import _stochastic_features_triton as kernels
-    from fewbits.kernels.stochastic_emulated import _expanded, features_of
+@pytest.fixture(scope="module")
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if COMPILER is None:
+        pytest.skip("needs g++, to run the CUDA source on a CPU")
+    return tmp_path_factory.mktemp("features")
 
-    options, D = replace(STOCHASTIC, chunk_d=16), 40
-    codes, scales, _, _ = (x.to(kernel_device) for x in operands_of(options, 3, 2, D))
-    made = kernels.values(codes, scales, 16)
-    torch.testing.assert_close(
-        made.float(), codes * scales.repeat_interleave(16, 1)[:, :D], rtol=2**-7, atol=0
-    )
-    features = features_of(options, 3, 16, torch.device(kernel_device))
-    shares = scales / scales.amax(1, keepdim=True)
-    for part in (range(0, 2), range(1, 3)):
-        got = kernels.features(codes, shares, features.a16, features.masks, 16, part).float()
-        want = _expanded(codes, shares, features.a16.float(), features, options.chunks(D), part).float()
-        assert got.shape == want.shape
-        near = (got - want).abs() <= 2**-3 * want.abs() + 2**-9
-        # The interpreter's cast loses the carry of a mantissa that rounds up to the next power of two.
-        assert near.all() if kernel_device == "cuda" else near.float().mean() > 0.9
-        assert (got.sign() == want.sign()).all()
+
+@pytest.mark.parametrize(
+    ("rows", "D", "chunk", "rank", "part", "shared"),
+    [
+        (3, 40, 40, 16, range(0, 1), 2**18),
+        (150, 70, 20, 8, range(1, 4), 2**15),
+        (2, 33, 16, 24, range(1, 3), 2**18),
+        (70, 36, 16, 13, range(0, 2), 2**16),
+    ],
+)
+def test_the_source_makes_values_and_features(libraries, rows, D, chunk, rank, part, shared) -> None:
+    """To the step of E4M3, exactly but for the rounding to 16 bits between; poisoned outputs."""
+    options = replace(STOCHASTIC, chunk_d=chunk)
+    codes, scales, _, _ = operands_of(options, rows, 2, D)
+    codes[0, 0], codes[-1, -1] = 127, -127
+    made, padded = features_of(options, rank, chunk, torch.device("cpu")), kernel.padded(rank)
+    first, width = part.start * chunk, min(D, part.stop * chunk) - part.start * chunk
+    out = torch.full((rows, width * padded), 0x7F, dtype=torch.uint8)
+    values = torch.full((rows, D), torch.nan, dtype=torch.bfloat16)
+    top = scales.amax(1, keepdim=True)
+    inverse = (1 / top).contiguous()
+    how = kernel.plan(rows, width, padded, multiprocessors=2, shared=shared)
+    assert how.shared_bytes <= shared and how.grid[1] * how.per_block >= rows
+    argument = kernel.operand_of(codes, scales, inverse, made.a16, made.masks, (out, values))
+    argument.chunk, argument.first, argument.width, argument.per_block = chunk, first, width, how.per_block
+    library = build(libraries, kernel.SOURCE, "features_emulation.cpp", how.defines(padded))
+    library.run(ctypes.byref(argument), (ctypes.c_int * 3)(*how.grid), how.shared_bytes)
+
+    got = out.view(torch.float8_e4m3fn).float().view(rows, width, padded)
+    table = F.pad(made.a, (0, padded - rank))
+    which = made.masks[(first + torch.arange(width)) % chunk]
+    q = codes[:, first : first + width].long()
+    share = (scales * inverse).repeat_interleave(chunk, 1)[:, first : first + width]
+    exact = table[which, q.abs()] * (q.sign() * share)[..., None]
+    want = (table.half()[which, q.abs()] * (q.sign() * share).half()[..., None]).to(torch.float8_e4m3fn)
+    assert torch.equal(got, want.float())
+    assert ((got - exact).abs() <= 2**-4 * 1.01 * exact.abs() + 2**-10).all()
+    dequantised = (codes * scales.repeat_interleave(chunk, 1)[:, :D]).bfloat16()
+    inside = slice(first, first + width)
+    assert torch.equal(values[:, inside], dequantised[:, inside])
+    assert values[:, :first].isnan().all() and values[:, first + width :].isnan().all()
+
+
+@pytest.mark.parametrize("capability", [89, 90, 100, 120])
+def test_it_compiles(capability: int) -> None:
+    if _nvrtc.missing():
+        pytest.skip(str(_nvrtc.missing()))
+    for rank, shared in ((16, 232448), (24, 101376)):
+        how = kernel.plan(2048, 4096, rank, multiprocessors=132, shared=shared)
+        assert _nvrtc.cubin(kernel.SOURCE, how.defines(rank), capability)[:4] == b"\x7fELF"
 
 
 @pytest.mark.gpu

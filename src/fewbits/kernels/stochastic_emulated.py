@@ -35,7 +35,7 @@ from torch import Tensor
 from fewbits.errors import BadInput
 from fewbits.formats.stochastic import Stochastic
 from fewbits.formats.streams import product_tables
-from fewbits.kernels import _stochastic_features_triton
+from fewbits.kernels import _stochastic_features
 
 _FEATURE_BYTES = 2**30  # of b's features at once
 _LARGEST = 224.0  # of a feature: half of what E4M3 holds
@@ -47,7 +47,7 @@ class Features(NamedTuple):
 
     a: Tensor  # (masks, 128, R) float32, divided by c and scaled up
     b: Tensor  # (masks, 128, R) float32, scaled up
-    a16: Tensor  # the same in bfloat16
+    a16: Tensor  # the same in float16, of a rank that the kernel takes
     b16: Tensor
     factor: float  # brings the product of both back
     masks: Tensor  # (chunk,) int64: which mask
@@ -71,7 +71,9 @@ def features_of(options: Stochastic, rank: int, chunk: int, device: torch.device
     position = {mask: i for i, mask in enumerate(distinct)}
     index = torch.tensor([position[mask] for mask in masks], device=device)
     a, b = ((x * up).float().contiguous().to(device) for x, up in ((a, up_a), (b, up_b)))
-    return Features(a, b, a.bfloat16(), b.bfloat16(), 1.0 / (up_a * up_b), index)
+    more = _stochastic_features.padded(rank) - rank
+    a16, b16 = (F.pad(x, (0, more)).half() for x in (a, b))
+    return Features(a, b, a16, b16, 1.0 / (up_a * up_b), index)
 
 
 # 1. The definition: the approximated table itself, one dimension after the other, in float64.
@@ -158,23 +160,17 @@ def emulated_product(qa: Tensor, sa: Tensor, b: EmulatedWeight, dtype: torch.dty
     """
     if qa.dim() != 2 or qa.shape[1] != b.values.shape[1]:
         raise BadInput(f"a has codes {tuple(qa.shape)}, and b is prepared for (N, {b.values.shape[1]}).")
-    qa, sa = qa.contiguous(), sa.contiguous()
-    values, options = _dequantized(qa, sa, b.options), b.options
+    qa, sa, options = qa.contiguous(), sa.contiguous(), b.options
     if b.rank == 0 or not len(qa) or not b.values.numel():
-        return (values @ b.values.t()).to(dtype)
+        return (_dequantized(qa, sa, options) @ b.values.t()).to(dtype)
     D, chunk = qa.shape[1], options.chunk_size(qa.shape[1])
-    features = features_of(options, b.rank, chunk, qa.device)
-    top = sa.amax(1, keepdim=True)
-    shares, top = sa / top, top * features.factor
+    features, top = features_of(options, b.rank, chunk, qa.device), sa.amax(1, keepdim=True)
     if _fits_units(b.values, b.rank, chunk, b.parts):
-        return _on_units_of_8_bits((qa, values, shares, top), b, features, dtype)
-    y = (values @ b.values.t()).float()
+        return _on_units_of_8_bits((qa, sa, top), b, features, dtype)
+    y, shares, top = (_dequantized(qa, sa, options) @ b.values.t()).float(), sa / top, top * features.factor
     for part, of_b in zip(b.parts, b.features, strict=True):
-        y += (
-            _product(_expanded(qa, shares, features.a, features, options.chunks(D), part), of_b)
-            * top
-            * b.top.t()
-        )
+        of_a = _expanded(qa, shares, features.a, features, options.chunks(D), part)
+        y += _product(of_a, of_b) * top * b.top.t()
     return y.to(dtype)
 
 
@@ -182,43 +178,41 @@ def _weight(qb: Tensor, sb: Tensor, options: Stochastic, rank: int) -> EmulatedW
     """b, whose features are made when they are asked for."""
     if not 0 <= rank <= 128:
         raise BadInput(f"emulate_rank={rank} is refused: give a whole number from 0 to 128.")
-    qb, sb = qb.contiguous(), sb.contiguous()
-    D, values = qb.shape[1], _dequantized(qb, sb, options)
+    qb, sb, D = qb.contiguous(), sb.contiguous(), qb.shape[1]
     if rank == 0 or not qb.numel():
-        return EmulatedWeight(options, rank, values, sb.new_empty(0, 1), (), [])
+        return EmulatedWeight(options, rank, _dequantized(qb, sb, options), sb.new_empty(0, 1), (), [])
     chunks, chunk = options.chunks(D), options.chunk_size(D)
-    at_once = max(1, _FEATURE_BYTES // (len(qb) * rank * chunk))
+    at_once = max(1, _FEATURE_BYTES // (len(qb) * _stochastic_features.padded(rank) * chunk))
     parts = [range(i, min(i + at_once, len(chunks))) for i in range(0, len(chunks), at_once)]
     top, features = sb.amax(1, keepdim=True), features_of(options, rank, chunk, qb.device)
-    shares = sb / top
-    if _fits_units(values, rank, chunk, parts):
-        made = (
-            _stochastic_features_triton.features(qb, shares, features.b16, features.masks, chunk, part)
-            for part in parts
-        )
+    if _fits_units(qb, rank, chunk, parts):
+        values = torch.empty_like(qb, dtype=torch.bfloat16)  # filled with the features
+        operand, table, masks = (qb, sb, 1 / top), features.b16, features.masks
+        made = (_stochastic_features.launch(operand, table, masks, chunk, part, values) for part in parts)
     else:
+        values, shares = _dequantized(qb, sb, options), sb / top
         made = (_expanded(qb, shares, features.b, features, chunks, part) for part in parts)
     return EmulatedWeight(options, rank, values, top, made, parts)
 
 
-def _fits_units(values: Tensor, rank: int, chunk: int, parts: list[range]) -> bool:
+def _fits_units(b: Tensor, rank: int, chunk: int, parts: list[range]) -> bool:
     """Whether float8 units take b (M, D) in these parts."""
-    M, D = values.shape
+    (M, D), rank = b.shape, _stochastic_features.padded(rank)
     widths = [(min(D, part.stop * chunk) - part.start * chunk) * rank for part in parts]
     whole = M % 16 == 0 and all(width % 16 == 0 for width in widths)
-    return whole and _stochastic_features_triton.takes(values.device)
+    return whole and _stochastic_features.takes(b.device)
 
 
 def _on_units_of_8_bits(
-    a: tuple[Tensor, Tensor, Tensor, Tensor], b: EmulatedWeight, features: Features, dtype: torch.dtype
+    a: tuple[Tensor, Tensor, Tensor], b: EmulatedWeight, features: Features, dtype: torch.dtype
 ) -> Tensor:
-    """y of a's codes, values, shares and rows' scales: the errors, and the plain product added to them."""
-    qa, values, shares, top = a
-    chunk, columns = b.options.chunk_size(qa.shape[1]), b.top.t().contiguous()
-    y = None
+    """y of a's codes, scales and rows' scales: the errors, and the plain product added to them."""
+    qa, sa, top = a
+    chunk, columns, rows = b.options.chunk_size(qa.shape[1]), b.top.t().contiguous(), top * features.factor
+    operand, values, y = (qa, sa, 1 / top), torch.empty_like(qa, dtype=torch.bfloat16), None
     for part, of_b in zip(b.parts, b.features, strict=True):
-        of_a = _stochastic_features_triton.features(qa, shares, features.a16, features.masks, chunk, part)
-        error = torch._scaled_mm(of_a, of_b.t(), top, columns, out_dtype=torch.bfloat16, use_fast_accum=True)
+        of_a = _stochastic_features.launch(operand, features.a16, features.masks, chunk, part, values)
+        error = torch._scaled_mm(of_a, of_b.t(), rows, columns, out_dtype=torch.bfloat16, use_fast_accum=True)
         y = error if y is None else y.add_(error)
     assert y is not None
     return y.addmm_(values, b.values.t()).to(dtype)
@@ -228,8 +222,6 @@ def _dequantized(codes: Tensor, scales: Tensor, options: Stochastic) -> Tensor:
     """In bfloat16 on a GPU, float32 elsewhere."""
     D = codes.shape[1]
     size = options.chunk_size(D)
-    if _stochastic_features_triton.takes(codes.device) and codes.numel():
-        return _stochastic_features_triton.values(codes, scales, size)
     # A tensor of sizes would wait for the device.
     made = codes * scales.repeat_interleave(size, dim=1)[:, :D]
     return made.bfloat16() if codes.is_cuda else made
