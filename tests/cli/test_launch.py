@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import pty
 import re
 import subprocess
 import sys
 import textwrap
 import time
+from contextlib import suppress
 
 import psutil
 import pytest
@@ -119,6 +122,30 @@ def test_machines_need_a_meeting_place(tmp_path):
         run_processes(["true"], flags("--nnodes", "2"), count=1, logs=tmp_path / "logs")
 
 
+class Terminal:
+    """A process that sees a terminal of its own."""
+
+    def __init__(self, command: list[str]) -> None:
+        self.screen, terminal = pty.openpty()
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=terminal,
+            stderr=terminal,
+            env={**os.environ, "TERM": "xterm"},
+        )
+        os.close(terminal)
+
+    def all_it_says(self) -> str:
+        said = b""
+        with suppress(OSError):  # the end of a terminal that nobody holds any more
+            while some := os.read(self.screen, 65536):
+                said += some
+        self.process.wait(280)
+        os.close(self.screen)
+        return said.decode()
+
+
 @pytest.mark.slow
 def test_two_machines_train_one_run(tmp_path, run_folders):
     """Two launchers on this machine, one process each, as on two machines; the YAML says nothing of it."""
@@ -127,11 +154,10 @@ def test_two_machines_train_one_run(tmp_path, run_folders):
         sys.executable, "-m", "fewbits.cli", "train", str(config), "--nproc-per-node", "1", "--nnodes", "2",
         "--rdzv-endpoint", f"127.0.0.1:{port}",
     ]  # fmt: skip
-    machines = [
-        subprocess.Popen([*command, "--node-rank", str(n)], stderr=subprocess.PIPE, text=True) for n in (0, 1)
-    ]
-    told = [machine.communicate(timeout=280)[1] for machine in machines]
-    assert [machine.returncode for machine in machines] == [0, 0], told
+    machines = [Terminal([*command, "--node-rank", str(n)]) for n in (0, 1)]
+    told = [machine.all_it_says() for machine in machines]
+    assert [machine.process.returncode for machine in machines] == [0, 0], told
+    assert re.search(r"2/2 .*loss", told[0]) and not told[1], told  # one progress bar
     run = json.loads((tmp_path / "run/run.json").read_text())
     assert run["status"] == "finished" and run["ranks"] == 2 and run["parallel"].startswith("ddp: 2 ranks")
 
