@@ -32,8 +32,13 @@ def _error(args: Namespace) -> int:
 
     options = _options(args, halve=not args.full, scramble=args.scramble, length=args.length)
     operands = _operands(args)
-    rows = {name: product_error({name: pair}, options) for name, pair in operands.items()}
-    whole = product_error(operands, options)
+    rows = {}
+    with Progress("operands") as advance:
+        for done, (name, pair) in enumerate(operands.items()):
+            rows[name] = product_error({name: pair}, options)
+            advance(done + 1, len(operands) + 1)
+        whole = product_error(operands, options)
+        advance(len(operands) + 1, len(operands) + 1)
     if args.heatmap is not None:
         from fewbits.cli.sc_plots import draw_table_error
 
