@@ -8,7 +8,9 @@ With a `Float8Head` the loss's products take 8-bit operands; logits that somebod
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -145,15 +147,8 @@ class LazyLogits(torch.Tensor):
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Facts are answered, a soft cap and a widening are put off, all else computes the logits."""
-        kwargs = kwargs or {}
-        if func in _FACTS:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        later = _later(func, args, kwargs)
-        if later is not None:
-            return later
-        args, kwargs = _computed(args), _computed(kwargs)
-        return func(*args, **kwargs)
+        answer = _uncompiled() if "torch._dynamo" in sys.modules else _answer
+        return answer(func, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -165,6 +160,28 @@ class LazyLogits(torch.Tensor):
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         """Without computing them."""
         return f"LazyLogits(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+
+def _answer(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    if func in _FACTS:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+    later = _later(func, args, kwargs)
+    if later is not None:
+        return later
+    args, kwargs = _computed(args), _computed(kwargs)
+    return func(*args, **kwargs)
+
+
+@lru_cache(maxsize=1)
+def _uncompiled() -> Callable[..., Any]:
+    """`_answer`, for torch.compile to leave alone: it would burn in which function was asked for first.
+
+    Without a guard on it: torch 2.13 took Gemma 2's product for the division before. Not made at import, for
+    this imports the compiler.
+    """
+    made: Callable[..., Any] = torch.compiler.disable(_answer)
+    return made
 
 
 def _later(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> LazyLogits | None:
