@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,15 @@ import torch
 
 from fewbits.bench import run
 from fewbits.bench.cases import cases
-from fewbits.bench.measure import CudaTimer, HostTimer, measure, quantiles, relative_error, worst_errors
+from fewbits.bench.measure import (
+    CudaTimer,
+    HostTimer,
+    Peaks,
+    measure,
+    quantiles,
+    relative_error,
+    worst_errors,
+)
 from fewbits.bench.problem import Case, Problem
 from fewbits.bench.record import COLUMNS, Conditions, append, conditions, rows_of
 from fewbits.errors import BadInput
@@ -88,8 +97,27 @@ def test_a_wrong_result_is_not_timed(monkeypatch, tmp_path: Path, capsys, wrong:
 
 def test_rows_carry_share_and_ratio() -> None:
     times = {"fewbits": quantiles([10.0]), "peer": quantiles([20.0])}
-    ours, peer = rows_of(make_case(), times, 48 / 5e-6)
+    ours, peer = rows_of(make_case(), times, Peaks(48 / 5e-6, 1e12, 2e12))
     assert (ours.peak_share, ours.ratio) == (0.5, 1.0) and (peer.peak_share, peer.ratio) == (0.25, 2.0)
+
+
+def test_the_floor_is_of_bytes_or_of_products() -> None:
+    peaks = Peaks(48 / 5e-6, 1e12, 2e12)
+    assert peaks.floor_s(replace(make_case(), flops=int(8e6))) == pytest.approx(8e-6)
+    assert peaks.floor_s(replace(make_case(), flops=int(8e6), format="float8_e4m3")) == 5e-6
+    assert peaks._replace(float8_flops=0).floor_s(
+        replace(make_case(), flops=int(8e6), format="float8_e4m3")
+    ) == pytest.approx(8e-6)
+
+
+def test_peers_are_left_out_and_ops_are_chosen(monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(run, "cases", lambda op=None, max_size=None: [replace(make_case(), op=op)])
+    target = tmp_path / "rows.csv"
+    argv = ["kernels", "--device", "cpu", "--rounds", "1", "--record", str(target), "--commit", "abc"]
+    assert run.main([*argv, "--op", "x,y", "--without", "peer"]) == 0
+    with target.open(newline="") as file:
+        rows = [(row["op"], row["variant"]) for row in csv.DictReader(file)]
+    assert rows == [("x", "fewbits"), ("y", "fewbits")]
 
 
 def test_rows_are_appended_under_one_header(tmp_path: Path) -> None:

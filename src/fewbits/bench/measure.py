@@ -16,12 +16,12 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from fewbits.bench.problem import Problem, Variant
+from fewbits.bench.problem import Case, Problem, Variant
 from fewbits.device import pick
 from fewbits.errors import Unsupported
 
@@ -29,6 +29,7 @@ _FLUSH_BYTES = 256 * 2**20
 _CYCLES_PER_SECOND = 2e9  # about what an SM runs at; only the length of a sleep depends on it
 _LONGEST_SLEEP_S = 2.0
 _COPY_BYTES = 4 * 2**30
+_SIDE = 8192  # of the products that stand for the peak rate
 
 
 class Quantiles(NamedTuple):
@@ -152,6 +153,37 @@ class CudaTimer:
         kept_busy = not slept.query()
         torch.cuda.synchronize(self.device)
         return [start.elapsed_time(end) * 1e3 for start, end in events] if kept_busy else None
+
+
+class Peaks(NamedTuple):
+    """What this device reached in this run: the ceilings under which kernels are measured.
+
+    ``bytes_per_second`` of a copy within its memory, read plus written; ``flops`` a second of cuBLAS's square
+    products of bfloat16, ``float8_flops`` of E4M3 (0 where there are none).
+    """
+
+    bytes_per_second: float
+    flops: float
+    float8_flops: float
+
+    def floor_s(self, case: Case) -> float:
+        """Seconds that a case takes at least: its bytes moved once, or its products at the library's rate."""
+        rate = self.float8_flops if "float8" in case.format and self.float8_flops else self.flops
+        return max(case.bytes_moved / self.bytes_per_second, case.flops / rate)
+
+
+def peaks_of(device: torch.device) -> Peaks:
+    """Measure the ceilings of a CUDA device."""
+    a, b = (torch.randn(_SIDE, _SIDE, device=device, dtype=torch.bfloat16) for _ in range(2))
+    variants: dict[str, Variant] = {"bf16": lambda: lambda: (a @ b,)}
+    if torch.cuda.get_device_capability(device) >= (8, 9):
+        a8, b8 = (t.to(torch.float8_e4m3fn) for t in (a, b))
+        one = torch.ones((), device=device)
+        kinds: dict[str, Any] = {"out_dtype": torch.bfloat16, "use_fast_accum": True}
+        variants["float8"] = lambda: lambda: (torch._scaled_mm(a8, b8.t(), one, one, **kinds),)
+    times = measure(variants, CudaTimer(device), rounds=3, repeats=5)
+    rates = {name: 2 * _SIDE**3 / (found.p50 * 1e-6) for name, found in times.items()}
+    return Peaks(copy_bytes_per_second(device), rates["bf16"], rates.get("float8", 0.0))
 
 
 def copy_bytes_per_second(device: torch.device) -> float:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from fewbits.bench.measure import Quantiles
+from fewbits.bench.measure import Peaks, Quantiles
 from fewbits.bench.problem import Case
 from fewbits.device import describe
 from fewbits.errors import BadInput
@@ -61,7 +61,9 @@ class Row:
         unit: its unit.
         low, value, high: of a time the 20 %, 50 %, 80 % quantiles; over seeds the least, mean and largest.
         bytes_moved, flops: what the operation cannot do without.
-        peak_share: the time that bytes_moved take at the rate of a copy in the same run, over the time.
+        peak_share: the floor over the time. The floor is bytes_moved at the rate of a copy in the same run or
+            the flops at that of cuBLAS's large products, whichever takes longer (bytes alone in rows of the
+            commits before d57a533).
         ratio: value over fewbits' value in the same run; above 1 is slower than fewbits, or more.
     """
 
@@ -86,12 +88,12 @@ class Row:
 COLUMNS = [f.name for f in (*fields(Row), *fields(Conditions))]
 
 
-def rows_of(case: Case, times: dict[str, Quantiles], peak_bytes_per_second: float | None) -> list[Row]:
+def rows_of(case: Case, times: dict[str, Quantiles], peaks: Peaks | None) -> list[Row]:
     """One row for each variant of a case."""
     ours = times["fewbits"].p50 if "fewbits" in times else None
     made = []
     for variant, (p20, p50, p80) in times.items():
-        share = case.bytes_moved / peak_bytes_per_second / (p50 * 1e-6) if peak_bytes_per_second else None
+        share = peaks.floor_s(case) / (p50 * 1e-6) if peaks else None
         made.append(
             Row(
                 op=case.op, part=case.part, variant=variant, format=case.format, M=case.M, N=case.N, K=case.K,

@@ -15,10 +15,11 @@ from fewbits.bench.cases import cases
 from fewbits.bench.measure import (
     CudaTimer,
     HostTimer,
+    Peaks,
     Timer,
-    copy_bytes_per_second,
     device_to_time,
     measure,
+    peaks_of,
     worst_errors,
 )
 from fewbits.bench.problem import Case
@@ -46,7 +47,8 @@ def parser() -> argparse.ArgumentParser:
         choices=["kernels", "train", "tune"],
         help="train and tune have their own options",
     )
-    made.add_argument("--op", help="only this op, such as rmsnorm")
+    made.add_argument("--op", help="only this op, such as rmsnorm; several with commas between")
+    made.add_argument("--without", default="", help="peers to leave out, such as torch_compile")
     made.add_argument("--device", default="auto", help="auto (a GPU), cpu, cuda, cuda:1 (default: auto)")
     made.add_argument("--max-size", type=int, help="cut every dimension to this, for a quick look")
     made.add_argument("--rounds", type=int, default=10, help="turns of ten runs that each variant takes")
@@ -73,34 +75,49 @@ def main(argv: Sequence[str] | None = None) -> int:
         return tune(given[1:])
     options = parser().parse_args(given)
     device, console = device_to_time(options.device), Console(width=150)
-    chosen = cases(options.op, max_size=options.max_size)
-    if not chosen:
-        raise BadInput(
-            f"no case for op {options.op!r}: known are {', '.join(sorted({c.op for c in cases()}))}."
-        )
-    peak = copy_bytes_per_second(device) if device.type == "cuda" else None
+    chosen = _chosen(options)
+    peaks = peaks_of(device) if device.type == "cuda" else None
     timer: Timer = CudaTimer(device) if device.type == "cuda" else HostTimer()
     rows: list[Row] = []
     wrong: list[str] = []
     for case in chosen:
         console.print(case.name, style="dim")
-        rows += _run_case(case, device, timer, options.rounds, peak, wrong)
-    if options.record:
-        command = "fewbits bench kernels" + (f" --op {options.op}" if options.op else "")
-        append(options.record, rows, conditions(device, command=command, commit=options.commit))
-    console.print(_table(rows, describe(device).name, peak))
+        found = _run_case(case, device, timer, options, peaks, wrong)
+        if options.record:  # at once: a time limit loses the case under way
+            command = f"fewbits bench kernels --op {case.op}"
+            append(options.record, found, conditions(device, command=command, commit=options.commit))
+        rows += found
+    console.print(_table(rows, describe(device).name, peaks))
     for sentence in wrong:
         console.print(sentence, style="red")
     return 1 if any(sentence.startswith("fewbits") for sentence in wrong) else 0
 
 
+def _chosen(options: argparse.Namespace) -> list[Case]:
+    chosen: list[Case] = []
+    for op in options.op.split(",") if options.op else [None]:
+        found = cases(op, max_size=options.max_size)
+        if not found:
+            known = ", ".join(sorted({c.op for c in cases()}))
+            raise BadInput(f"no case for op {op!r}: known are {known}.")
+        chosen += found
+    return chosen
+
+
 def _run_case(
-    case: Case, device: torch.device, timer: Timer, rounds: int, peak: float | None, wrong: list[str]
+    case: Case,
+    device: torch.device,
+    timer: Timer,
+    options: argparse.Namespace,
+    peaks: Peaks | None,
+    wrong: list[str],
 ) -> list[Row]:
     """Rows of the variants that are right; a sentence in ``wrong`` for each that is not."""
     torch.manual_seed(0)
     torch.compiler.reset()  # a shape of its own is compiled, not one for all shapes
     problem = case.build(case, device)
+    left_out = options.without.split(",")
+    problem = problem._replace(variants={n: v for n, v in problem.variants.items() if n not in left_out})
     errors = worst_errors(problem)
     for name, error in errors.items():
         if error > case.tolerance:
@@ -108,15 +125,18 @@ def _run_case(
                 f"{name} is wrong in {case.name}: relative error {error:.2g} > {case.tolerance:.2g}."
             )
     right = {name: variant for name, variant in problem.variants.items() if errors[name] <= case.tolerance}
-    return rows_of(case, measure(right, timer, rounds=rounds), peak)
+    return rows_of(case, measure(right, timer, rounds=options.rounds), peaks)
 
 
-def _table(rows: list[Row], device: str, peak: float | None) -> Table:
-    """A line for each case: fewbits' time, its share of the peak, and how many times slower each peer is."""
-    title = device + (f", copy {peak / 1e12:.2f} TB/s" if peak else "")
+def _table(rows: list[Row], device: str, peaks: Peaks | None) -> Table:
+    """A line for each case: fewbits' time, what share of it the floor is, how many times slower a peer is."""
+    title = device
+    if peaks:
+        title += f", copy {peaks.bytes_per_second / 1e12:.2f} TB/s, products {peaks.flops / 1e12:.0f}"
+        title += f" and in float8 {peaks.float8_flops / 1e12:.0f} TFLOP/s"
     table = Table(title=title, caption="peers: their time over ours; above 1 is slower", box=None)
-    for column in ("case", "shape", "us", "p20-p80", "peak", "peers"):
-        table.add_column(column, justify="right" if column in ("us", "peak") else "left", no_wrap=True)
+    for column in ("case", "shape", "us", "p20-p80", "floor", "peers"):
+        table.add_column(column, justify="right" if column in ("us", "floor") else "left", no_wrap=True)
     by_case: dict[tuple[object, ...], list[Row]] = {}
     for row in rows:
         by_case.setdefault((row.op, row.part, row.format, row.M, row.N, row.K), []).append(row)
