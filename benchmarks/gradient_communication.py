@@ -59,6 +59,8 @@ VARIANTS = {
     "float8_e4m3": ("float8_e4m3", True, False),
     "int8_stochastic": ("int8", True, True),
     "int4_stochastic": ("int4", True, True),
+    "int8_kept_in_bfloat16": ("int8", True, False),
+    "int4_kept_in_bfloat16": ("int4", True, False),
     "int4_no_feedback": ("int4", False, False),
     "int4_stochastic_no_feedback": ("int4", False, True),
 }
@@ -88,8 +90,14 @@ def exchange_of(model: DistributedDataParallel, variant: str, seed: int = 0) -> 
         model.register_comm_hook((travel, dtype), plain_hook)
         return travel
     format, feedback, stochastic = VARIANTS[variant]
+    kept = torch.bfloat16 if variant.endswith("_kept_in_bfloat16") else torch.float32
     return quantize_gradients(
-        model, get_format(format), seed=seed, error_feedback=feedback, stochastic=stochastic
+        model,
+        get_format(format),
+        seed=seed,
+        error_feedback=feedback,
+        stochastic=stochastic,
+        residual_dtype=kept,
     ).travel
 
 

@@ -107,12 +107,13 @@ def _ddp(bench: Any, way: str) -> Contestant:
     if way == "bf16":
         # torch has the one for bfloat16 on CUDA only
         ddp.register_comm_hook(None, hooks.fp16_compress_hook if bench.dry else hooks.bf16_compress_hook)
-    elif way == "int8":
-        receipt = str(quantize_gradients(ddp, INT8)).splitlines()[0]
+    elif way in ("int8", "int8 kept in float32"):
+        kept = torch.float32 if way != "int8" else torch.bfloat16
+        receipt = str(quantize_gradients(ddp, INT8, residual_dtype=kept)).splitlines()[0]
     elif way == "none":
         ddp.register_comm_hook(None, _keep)
     elif way != "float32":
-        raise SystemExit(f"--ways has {way!r}; known: none, float32, bf16, int8.")
+        raise SystemExit(f"--ways has {way!r}; known: none, float32, bf16, int8, int8 kept in float32.")
     return Contestant(way, ddp, autocast=not bench.dry, receipt=receipt)
 
 

@@ -101,10 +101,14 @@ def test_a_bad_number_of_one_rank_is_seen_by_all_and_forgotten(bad: float) -> No
         assert steps[1]["first.weight"].isfinite().all()
 
 
-@pytest.mark.parametrize(("ranks", "node_size"), [(2, 1), (4, 2)])
-def test_a_checkpoint_goes_on_as_if_nothing_had_been(ranks: int, node_size: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "node_size", "kept"), [(2, 1, torch.bfloat16), (4, 2, torch.bfloat16), (2, 1, torch.float32)]
+)
+def test_a_checkpoint_goes_on_as_if_nothing_had_been(
+    ranks: int, node_size: int, kept: torch.dtype, tmp_path: Path
+) -> None:
     """Bit by bit, though DDP begins once more with its first order of buckets."""
-    how = {"net": Aligned, "node_size": node_size}
+    how = {"net": Aligned, "node_size": node_size, "residual_dtype": kept}
     whole = run_ranks(many_steps, ranks, "int4", 5, how)[0]
     run_ranks(saved_and_loaded, ranks, "int4", str(tmp_path), True, [0, 3], how)
     after = run_ranks(saved_and_loaded, ranks, "int4", str(tmp_path), False, [3, 5], how)[0]
