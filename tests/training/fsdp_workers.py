@@ -12,6 +12,7 @@ from fewbits.formats import E4M3, E4M3_ROW, INT4_G32, INT8, NF4, NF4_DQ
 from fewbits.models.adapters import get_peft_model
 from fewbits.models.convert import convert
 from fewbits.models.fused import fuse, fusion_of
+from fewbits.recipes import get_recipe
 from fewbits.recipes.recipe import LoRA, Recipe, Rule
 from fewbits.training.fsdp import local_bytes, shard
 from fewbits.training.fsdp_communication import quantize_reduce_scatter
@@ -23,11 +24,13 @@ FORMATS = {"nf4": NF4, "nf4_dq": NF4_DQ, "int4": INT4_G32}
 
 
 def build(kind: str, family: str = "llama", *, fused: bool = True) -> Any:
-    """A tiny model: "full", "float8" (full, E4M3 products), "lora", "lora_bf16", or a format (QLoRA)."""
+    """A tiny model: "full", "float8" (E4M3 products), "lora", "lora_bf16", a format or "nf4_float8" (QLoRA)."""
     dtype = torch.bfloat16 if kind == "lora_bf16" else torch.float32
     model = tiny(family, dtype=dtype)
     if kind in FORMATS:
         convert(model, Recipe(name=kind, linear=Rule(weight=FORMATS[kind])))
+    if kind == "nf4_float8":  # E4M3 products of weights that stay in NF4
+        convert(model, get_recipe("qlora_nf4_fp8"))
     if kind == "float8":
         rule = Rule(weight_operand=E4M3, activation=E4M3_ROW, gradient=E4M3_ROW)
         convert(model, Recipe(name=kind, linear=rule))

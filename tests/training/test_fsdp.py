@@ -22,6 +22,7 @@ CASES = [
     ("nf4_dq", "llama", True),
     ("nf4_dq", "gemma2", False),
     ("int4", "phi3", True),
+    ("nf4_float8", "qwen3", True),
 ]
 STEPS = 3
 
@@ -36,10 +37,10 @@ def test_two_ranks_learn_what_one_process_learns(curves, case) -> None:
     """Each value is the same sum in another order: 1e-6 in float32.
 
     In bfloat16 each rank rounds its own gradients before they are averaged: 2**-9 of each, and what AdamW
-    makes of that.
+    makes of that. In E4M3 a last bit of a weight or a state moves a few values to the next code.
     """
     kind, family, fused = case
-    found, rel = curves[case], 2e-3 if kind == "lora_bf16" else 1e-6
+    found, rel = curves[case], {"lora_bf16": 2e-3, "nf4_float8": 2e-4}.get(kind, 1e-6)
     model = build(kind, family, fused=fused)
     losses, _ = train(model, STEPS)
     assert found["losses"] == pytest.approx(losses, rel=rel)
