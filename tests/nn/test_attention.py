@@ -106,6 +106,26 @@ def test_flex_equals_the_reference(window, soft_cap, packed):
     torch.testing.assert_close(ours, attention_ref(q, k, v, **options), rtol=1e-4, atol=1e-5)
 
 
+def test_more_kinds_of_flex_attention_than_torch_compiles_of_its_own(monkeypatch):
+    """After 8 it computes uncompiled, or fails; here reaching that limit is an error."""
+    import torch._dynamo
+
+    make = attention_backends._flex_attention.__wrapped__
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    compiled = make(True)
+    monkeypatch.setattr(attention_backends, "_flex_attention", lambda _: compiled)
+    torch.compiler.reset()
+    kinds = product((torch.float32, torch.bfloat16), (1, 2), (None, 5), (None, 5.0))
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        for dtype, K, window, cap in kinds:
+            q, k, v, _ = operands(1, 8, 2, K, 16, dtype=dtype)
+            q, k, v = (t.detach() for t in (q, k, v))
+            ours = run("flex", q, k, v, window=window, soft_cap=cap)
+            want = attention_ref(q, k, v, window=window, soft_cap=cap)
+            torch.testing.assert_close(ours, want, rtol=2e-2, atol=2e-2)
+    torch.compiler.reset()
+
+
 @pytest.mark.parametrize("window", [None, 1, 100, 128, 300])
 @pytest.mark.parametrize("lengths", [[640], [128, 512], [3, 125, 129, 40, 343], [1] * 640, [500, 77]])
 def test_block_masks_list_exactly_the_blocks_that_are_seen(lengths, window):

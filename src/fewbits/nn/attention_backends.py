@@ -21,6 +21,7 @@ from fewbits.errors import Unsupported
 from fewbits.nn.segments import Segments, uniform_segments
 
 _BLOCK = 128
+_FLEX_KINDS = 128  # windows, caps, head sizes, dtypes, with and without gradients, that one process compiles
 
 
 @dataclass(frozen=True)
@@ -215,7 +216,17 @@ def _flex_attention(compiled: bool) -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention
 
     function: Any = flex_attention
-    return torch.compile(function) if compiled else function
+    return _with_room(torch.compile(function)) if compiled else function
+
+
+def _with_room(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """``compiled`` for more kinds of calls than the 8 after which torch computes uncompiled, or fails."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch._dynamo.config.patch(recompile_limit=_FLEX_KINDS):
+            return compiled(*args, **kwargs)
+
+    return call
 
 
 @lru_cache(maxsize=16)
