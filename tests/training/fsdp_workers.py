@@ -24,7 +24,7 @@ FORMATS = {"nf4": NF4, "nf4_dq": NF4_DQ, "int4": INT4_G32}
 
 
 def build(kind: str, family: str = "llama", *, fused: bool = True) -> Any:
-    """A tiny model: "full", "float8" (E4M3 products), "lora", "lora_bf16", a format or "nf4_float8" (QLoRA)."""
+    """A tiny model: "full", "float8" (E4M3 products), "lora", "lora_bf16", a format, "nf4_float8" (QLoRA)."""
     dtype = torch.bfloat16 if kind == "lora_bf16" else torch.float32
     model = tiny(family, dtype=dtype)
     if kind in FORMATS:

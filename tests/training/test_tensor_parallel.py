@@ -194,9 +194,10 @@ def test_what_cannot_be_shared_is_refused() -> None:
         tensor_parallel(tiny("llama"), mesh)
 
 
-def test_linears_are_cut_as_soon_as_they_are_read(tmp_path) -> None:
+@pytest.mark.parametrize("family", ["qwen3", "phi3"])
+def test_linears_are_cut_as_soon_as_they_are_read(family, tmp_path) -> None:
     """Against the same folder read by FSDP2's slices: the same values, on no rank more than its part."""
-    model = tiny("qwen3", **SIZES)
+    model = tiny(family, **SIZES)
     model.save_pretrained(tmp_path / "plain")
     convert(model, Recipe(name="nf4", linear=Rule(weight=NF4)))
     model.save_pretrained(tmp_path / "packed")
