@@ -133,7 +133,7 @@ def stochastic_emulated(
     """
     if qa.dim() != 2 or qb.dim() != 2 or qa.shape[1] != qb.shape[1]:
         raise BadInput(f"codes {tuple(qa.shape)} and {tuple(qb.shape)} are no (N, D) and (M, D).")
-    return emulated_product(qa, sa, _weight(qb, sb, options, rank))
+    return emulated_product(qa, sa, _weight(qb, sb, options, rank, _FEATURE_BYTES))
 
 
 @torch.no_grad()
@@ -141,7 +141,7 @@ def prepare_emulated(qb: Tensor, sb: Tensor, options: Stochastic, rank: int = 16
     """b's half of `stochastic_emulated`, computed once; the arguments are those."""
     if qb.dim() != 2:
         raise BadInput(f"codes {tuple(qb.shape)} are no (M, D).")
-    weight = _weight(qb, sb, options, rank)
+    weight = _weight(qb, sb, options, rank, None)
     return weight._replace(features=tuple(weight.features))
 
 
@@ -174,15 +174,19 @@ def emulated_product(qa: Tensor, sa: Tensor, b: EmulatedWeight, dtype: torch.dty
     return y.to(dtype)
 
 
-def _weight(qb: Tensor, sb: Tensor, options: Stochastic, rank: int) -> EmulatedWeight:
-    """b, whose features are made when they are asked for."""
+def _weight(
+    qb: Tensor, sb: Tensor, options: Stochastic, rank: int, at_once_bytes: int | None
+) -> EmulatedWeight:
+    """b, whose features are made when they are asked for, of at most so many bytes in a part."""
     if not 0 <= rank <= 128:
         raise BadInput(f"emulate_rank={rank} is refused: give a whole number from 0 to 128.")
     qb, sb, D = qb.contiguous(), sb.contiguous(), qb.shape[1]
     if rank == 0 or not qb.numel():
         return EmulatedWeight(options, rank, _dequantized(qb, sb, options), sb.new_empty(0, 1), (), [])
     chunks, chunk = options.chunks(D), options.chunk_size(D)
-    at_once = max(1, _FEATURE_BYTES // (len(qb) * _stochastic_features.padded(rank) * chunk))
+    at_once = len(chunks)
+    if at_once_bytes is not None:
+        at_once = max(1, at_once_bytes // (len(qb) * _stochastic_features.padded(rank) * chunk))
     parts = [range(i, min(i + at_once, len(chunks))) for i in range(0, len(chunks), at_once)]
     top, features = sb.amax(1, keepdim=True), features_of(options, rank, chunk, qb.device)
     if _fits_units(qb, rank, chunk, parts):
