@@ -119,7 +119,7 @@ def test_turned_tables_give_the_definition(driver: Emulated, shared_b: bool) -> 
     tables = nibbles.tables_of(WHOLE, (128,), 150, torch.device("cpu"), turned=True)
     assert tables is not None
     y = torch.full((2, 70, 37), torch.nan)
-    nibbles.launch_turned(operands, tables, 150, y)
+    nibbles.launch_turned(operands, tables, None, 150, y)
     assert torch.equal(y, stochastic_codes_ref(*operands, WHOLE, (128,)))
 
 
@@ -182,26 +182,43 @@ def gpu_of(shared: int) -> Device:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "longest", "module"),
+    ("sizes", "longest", "name"),
     [
-        ((1, 16, 14336, 4096), 32, lookup),
-        ((1, 32, 14336, 4096), 32, lookup),
-        ((1, 64, 14336, 4096), 32, bits),
-        ((1, 64, 4096, 14336), 32, lookup),
-        ((1, 2048, 14336, 4096), 32, bits),
-        ((1, 2048, 14336, 4096), 31, bits),
-        ((1, 2048, 14336, 4096), 128, many),
-        ((1, 2048, 4096, 14336), 256, many),
-        ((1, 128, 4096, 14336), 128, lookup),
-        ((1, 2048, 14336, 4096), 0, many),
-        ((8, 8192, 128, 2048), 128, bits),
+        ((1, 16, 14336, 4096), 32, "few rows"),
+        ((1, 2048, 14336, 4096), 128, "32 rows"),
+        ((1, 2048, 4096, 14336), 256, "32 rows"),
+        ((1, 2048, 14336, 4096), 0, "32 rows"),
+        ((8, 8192, 2048, 128), 128, "32 rows"),
+        ((8, 8192, 128, 2048), 128, "32 rows of b"),
     ],
 )
-def test_the_kernels_of_a_product(sizes, longest: int, module) -> None:
-    """Those that were the quickest when all were measured; lookups where shared memory is small."""
+def test_the_kernels_of_a_product(sizes, longest: int, name: str) -> None:
+    """Those that were the quickest when all were measured; few rows' where shared memory is small."""
     chunked = choice.Sizes(*sizes, min(128, sizes[3]) if sizes[0] == 1 else sizes[3])
-    assert choice.kernels_for(chunked, longest, gpu_of(227 * 1024)) is module
-    assert choice.kernels_for(chunked, longest, gpu_of(99 * 1024)) is lookup
+    assert choice.ways(chunked, longest, gpu_of(227 * 1024))[0].name == name
+    assert [way.name for way in choice.ways(chunked, longest, gpu_of(64 * 1024))] == ["few rows"]
+
+
+def test_counts_that_do_not_fit_take_the_next_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Independent numbers are too far from straight lines for 4 bits, and the choice says so."""
+    monkeypatch.setattr(choice, "describe", lambda device: gpu_of(227 * 1024))
+    sizes, cpu = choice.Sizes(1, 2048, 14336, 4096, 128), torch.device("cpu")
+    chosen = choice.choose(sizes, STOCHASTIC, (128,), cpu, mixed=False)
+    assert (chosen.way.name, chosen.reason) == ("32 rows", "")
+    chosen = choice.choose(sizes, replace(STOCHASTIC, sequence="random"), (128,), cpu, mixed=False)
+    assert chosen.way.name == "16 rows"
+    assert chosen.reason == "counts are too far from lines of two slopes for tables of 4 bits"
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("scramble", ["bitrev", "counter", "random", "off"])
+def test_sobol_counts_fit_4_bits(scramble: str, turned: bool) -> None:
+    """At any length: a line of two slopes leaves at most 15 values, in both operands' tables."""
+    for options, longest in ((STOCHASTIC, 128), (FULL, 256)):
+        options = replace(options, scramble=scramble)
+        for length in (0, 1, int(torch.randint(2, longest, ())), longest):
+            tables = nibbles.tables_of(options, (length,), 128, torch.device("cpu"), turned=turned)
+            assert tables is not None
 
 
 @pytest.mark.parametrize(
@@ -218,4 +235,7 @@ def test_compiles_to_machine_code(capability: int) -> None:
     assert tables is not None
     plan = many.plan(1, 2048, 4096, 32, 128, multiprocessors=132)
     assert _nvrtc.cubin(many.SOURCE, plan.defines(tables), capability)[:4] == b"\x7fELF"
+    for shared in (227 * 1024, 163 * 1024, 99 * 1024):
+        small = nibbles.plan(1, 2048, 4096, 32, 128, multiprocessors=132, shared=shared)
+        assert _nvrtc.cubin(nibbles.SOURCE, small.defines, capability)[:4] == b"\x7fELF"
     assert _nvrtc.cubin(bits.SOURCE, bits.defines_of(1), capability)[:4] == b"\x7fELF"

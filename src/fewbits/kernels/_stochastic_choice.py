@@ -5,12 +5,15 @@ The rates were measured on an H200 (docs/stochastic-kernels.md); on other GPUs t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
-from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from fewbits.device import Device
-from fewbits.kernels import _stochastic_bits, _stochastic_lookup, _stochastic_many
+import torch
+
+from fewbits.device import Device, describe
+from fewbits.formats.stochastic import Stochastic
+from fewbits.kernels import _stochastic_bits, _stochastic_lookup, _stochastic_many, _stochastic_nibbles
 from fewbits.kernels._launch import cdiv
 
 _FEW_ROWS = 16  # for which nothing else than lookups comes into question
@@ -19,6 +22,7 @@ _TABLE_CLOCKS = 2500  # for the tables of 4 rows and 128 dimensions
 _BITS_CLOCKS = 137  # of a block of 128 rows and outputs, for a word of 32 steps
 _WITHOUT_BITS = (10, 0)  # from here on products of bits are made of other instructions
 _EXPANSION_CLOCKS = 0.45  # of a multiprocessor, for a word of an operand
+_TURNING_CLOCKS = 0.5  # of a multiprocessor, for a value of y
 
 
 class Sizes(NamedTuple):
@@ -31,32 +35,81 @@ class Sizes(NamedTuple):
     chunk: int
 
 
+class Way(NamedTuple):
+    """One kind of kernels."""
+
+    name: str
+    tables_of: Callable[..., Any]  # None where they cannot hold the counts
+    launch: Callable[..., None]  # operands, tables, index of levels, chunk, y
+    turned: bool = False  # tables are of b's codes, so all of a's rows have one stream length
+
+
+FEW_ROWS = Way("few rows", _stochastic_lookup.tables_of, _stochastic_lookup.launch)
+ROWS_16 = Way("16 rows", _stochastic_lookup.tables_of, _stochastic_many.launch)
+ROWS_32 = Way("32 rows", _stochastic_nibbles.tables_of, _stochastic_nibbles.launch)
+TURNED = Way("32 rows of b", _stochastic_nibbles.turned_tables_of, _stochastic_nibbles.launch_turned, True)
+BITS = Way("bits", _stochastic_bits.tables_of, _stochastic_bits.launch)
+
+
+class Choice(NamedTuple):
+    """Kernels, their tables, and why they are not those of the least time ("" if they are)."""
+
+    way: Way
+    tables: Any
+    reason: str
+
+
+def choose(
+    sizes: Sizes, options: Stochastic, levels: tuple[int, ...], device: torch.device, *, mixed: bool
+) -> Choice:
+    """The quickest kernels whose tables hold the counts; ``mixed``: rows or chunks differ in stream length.
+
+    Some must hold them: those of few rows, which are always among the ways.
+    """
+    reason = ""
+    for way in ways(sizes, max(levels), describe(device)):
+        if way.turned and mixed:
+            continue
+        tables = way.tables_of(options, levels, sizes.chunk, device)
+        if tables is not None:
+            return Choice(way, tables, reason)
+        reason = "counts are too far from lines of two slopes for tables of 4 bits"
+    raise AssertionError(reason)  # the path "lookup" has tables for few rows
+
+
 @lru_cache(maxsize=1024)
-def kernels_for(sizes: Sizes, longest: int, gpu: Device) -> ModuleType:
-    """The module whose `launch` is the quickest for streams of at most ``longest`` steps."""
+def ways(sizes: Sizes, longest: int, gpu: Device) -> tuple[Way, ...]:
+    """By time, the least first, for streams of at most ``longest`` steps."""
     if sizes.rows <= _FEW_ROWS:
-        return _stochastic_lookup
-    return min(estimated_clocks(sizes, longest, gpu).items(), key=lambda item: item[1])[0]
+        return (FEW_ROWS,)
+    clocks = estimated_clocks(sizes, longest, gpu)
+    return tuple(sorted(clocks, key=lambda way: clocks[way]))
 
 
-def estimated_clocks(sizes: Sizes, longest: int, gpu: Device) -> dict[ModuleType, float]:
+def estimated_clocks(sizes: Sizes, longest: int, gpu: Device) -> dict[Way, float]:
     """Clocks of each way that the GPU's shared memory allows."""
     batch, rows, outputs, inner, chunk = sizes
     products, slices = batch * rows * outputs * inner, cdiv(inner, chunk) * cdiv(chunk, 128)
     tables = batch * cdiv(rows, 4) * slices * _TABLE_CLOCKS
-    clocks: dict[ModuleType, float] = {
-        _stochastic_lookup: (products * _LOOKUP_CLOCKS + tables) / gpu.multiprocessors
-    }
-    if gpu.shared_memory_bytes >= _stochastic_many.SHARED_BYTES:
+    clocks: dict[Way, float] = {FEW_ROWS: (products * _LOOKUP_CLOCKS + tables) / gpu.multiprocessors}
+    shared, multiprocessors = gpu.shared_memory_bytes, gpu.multiprocessors
+    if shared >= _stochastic_many.SHARED_BYTES:
         plan = _stochastic_many.plan(
-            batch, rows, outputs, cdiv(inner, chunk), chunk, multiprocessors=gpu.multiprocessors
+            batch, rows, outputs, cdiv(inner, chunk), chunk, multiprocessors=multiprocessors
         )
-        clocks[_stochastic_many] = _stochastic_many.clocks(plan, gpu.multiprocessors)
+        clocks[ROWS_16] = _stochastic_many.clocks(plan, multiprocessors)
+    if shared >= _stochastic_nibbles.SHARED_BYTES:
+        turning = batch * rows * outputs * _TURNING_CLOCKS / multiprocessors
+        for way, n, m, more in ((ROWS_32, rows, outputs, 0.0), (TURNED, outputs, rows, turning)):
+            small = _stochastic_nibbles.plan(
+                batch, n, m, cdiv(inner, chunk), chunk, multiprocessors=multiprocessors, shared=shared
+            )
+            clocks[way] = _stochastic_nibbles.clocks(small, multiprocessors) + more
     has_bits = gpu.capability is not None and gpu.capability < _WITHOUT_BITS
-    if longest and has_bits and gpu.shared_memory_bytes >= _stochastic_bits.SHARED_BYTES:
+    if longest and has_bits and shared >= _stochastic_bits.SHARED_BYTES:
         words = _stochastic_bits.words_of(longest)
-        waves = cdiv(batch * cdiv(rows, 128) * cdiv(outputs, 128), gpu.multiprocessors)
-        expansion = batch * (rows + outputs) * inner * words * _EXPANSION_CLOCKS / gpu.multiprocessors
+        waves = cdiv(batch * cdiv(rows, 128) * cdiv(outputs, 128), multiprocessors)
+        expansion = batch * (rows + outputs) * inner * words * _EXPANSION_CLOCKS / multiprocessors
         padded = cdiv(inner, chunk) * 32 * cdiv(chunk * words, 32)
-        clocks[_stochastic_bits] = waves * padded * _BITS_CLOCKS + expansion
+        clocks[BITS] = waves * padded * _BITS_CLOCKS + expansion
     return clocks

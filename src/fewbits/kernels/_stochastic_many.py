@@ -25,7 +25,7 @@ SHARED_BYTES = 4 * 256 * 128 + 256 * 144  # two tables of two planes, and rows t
 _WORKSPACE_BYTES = 2**28  # of places in tables
 
 # What a block takes for a slice, in clocks of an H200: its 16 warps' tiles, and the tables and y.
-_CLOCKS_OF_TILE, _CLOCKS_OF_TABLE = 320, 2000
+_CLOCKS_OF_TILE, _CLOCKS_OF_TABLE = 380, 2380
 
 
 class Workspace(NamedTuple):

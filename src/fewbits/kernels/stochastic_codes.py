@@ -15,11 +15,12 @@ its row or column NaN. There is no gradient here.
 
 Paths, all exact; `stochastic_path` says which one a product takes, and why not a faster one:
 
-* "lookup", on CUDA, in CUDA C++ compiled at run time: the quickest of three by estimate
+* "lookup", on CUDA, in CUDA C++ compiled at run time: the quickest of five ways by estimate
   (_stochastic_choice.py). Few rows look up counts in shared memory, a table for each row and 128 dimensions
-  (_stochastic_lookup.cu). Many rows do so for 16 rows at a time (_stochastic_many.cu); with short streams
-  they multiply the streams' own bits on matrix units (_stochastic_bits.cu). In all, matrix units make the
-  sums.
+  (_stochastic_lookup.cu). Many rows do so for 32 rows at a time by what 4 bits hold of a count
+  (_stochastic_nibbles.cu; of a's rows, or of b's where a has the more), or, where a count does not fit them,
+  for 16 (_stochastic_many.cu); with short streams they multiply the streams' own bits on matrix units
+  (_stochastic_bits.cu). In all, matrix units make the sums.
 * "thermometer", on CUDA: streams as one INT8 matrix product in Triton (_stochastic_thermometer.py); where
   NVRTC is missing, or counts do not fit the tables of the first.
 * "definition": plain torch (_stochastic_cpu.py), on a CPU, and where there is no Triton.
@@ -39,19 +40,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from types import ModuleType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fewbits.device import describe
 from fewbits.errors import BadInput, Unsupported
 from fewbits.formats.stochastic import Stochastic
 from fewbits.formats.streams import product_tables
-from fewbits.kernels import _nvrtc, _stochastic_lookup, _stochastic_many, _stochastic_thermometer
+from fewbits.kernels import _nvrtc, _stochastic_lookup, _stochastic_thermometer
 from fewbits.kernels._launch import constant_when_compiled, triton
-from fewbits.kernels._stochastic_choice import Sizes, kernels_for
+from fewbits.kernels._stochastic_choice import Sizes, choose
 from fewbits.kernels._stochastic_cpu import codes_product
 from fewbits.kernels.dequantize import _from_text, _to_text
 
@@ -206,16 +205,17 @@ def _(
     path = stochastic_path(qa.device, D, value, levels).name
     if path == "definition" or 0 in (*qa.shape, *qb.shape):
         return codes_product(qa, sa, qb, sb, value, levels, level_index)
-    chunk = value.chunk_size(D)
-    module: ModuleType = _stochastic_thermometer
-    if path == "lookup":
-        sizes = Sizes(qa.shape[0], qa.shape[1], qb.shape[1], D, chunk)
-        module = kernels_for(sizes, max(levels), describe(qa.device))
-    module_of_tables = _stochastic_lookup if module is _stochastic_many else module
-    tables = module_of_tables.tables_of(_longest(value, levels), levels, chunk, qa.device)
+    longest, chunk = _longest(value, levels), value.chunk_size(D)
     y = sa.new_empty(qa.shape[0], qa.shape[1], qb.shape[1])  # float32, whatever torch's default is
     operands = [x.contiguous() for x in (qa, sa, qb, sb)]
-    module.launch(operands, tables, level_index, chunk, y)
+    if path == "lookup":
+        sizes = Sizes(qa.shape[0], qa.shape[1], qb.shape[1], D, chunk)
+        choice = choose(sizes, longest, levels, qa.device, mixed=level_index is not None)
+        choice.way.launch(operands, choice.tables, level_index, chunk, y)
+    else:
+        tables = _stochastic_thermometer.tables_of(longest, levels, chunk, qa.device)
+        assert tables is not None  # or the path were another
+        _stochastic_thermometer.launch(operands, tables, level_index, chunk, y)
     return y
 
 
