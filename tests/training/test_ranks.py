@@ -137,6 +137,17 @@ def test_a_silent_neighbour_is_found_and_told_to_all():
     assert store.get("failed").decode() == ended[0]
 
 
+def test_a_rank_without_its_launcher_ends_and_says_so_to_all():
+    store = Store()
+    first, ended = watching(0, store)
+    second, others = watching(1, store)
+    first._launcher = -1  # whoever started this process has another number
+    with first, second:
+        until(lambda: ended and others)
+    assert ended[0] == others[0]
+    assert ended[0].startswith("the launcher of rank 0 of 2 (on ") and "(process -1) is gone" in ended[0]
+
+
 def test_a_neighbour_that_has_left_is_no_dead_one():
     store = Store()
     watch, ended = watching(0, store)
