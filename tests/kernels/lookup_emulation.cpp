@@ -25,16 +25,17 @@ static inline float __fdiv_rn(float x, float y) { volatile float z = x / y; retu
 static inline unsigned __float_as_uint(float x) { unsigned bits; memcpy(&bits, &x, 4); return bits; }
 static inline float __uint_as_float(unsigned bits) { float x; memcpy(&x, &bits, 4); return x; }
 // Asynchronous copies arrive as late as they may: when the thread awaits their group; until then their place is garbage.
-struct Copy { unsigned to; const void *from; };
+struct Copy { unsigned to; const void *from; int bytes; };
 static std::vector<std::vector<Copy>> groups[2048];
-static inline void copy_async(unsigned to, const void *from) {
-    if (to % 16 || (size_t)from % 16 || to + 16 > emulation::memory.size() * 4) abort();
+template <int bytes> static inline void copy_async(unsigned to, const void *from) {
+    if (to % bytes || (size_t)from % bytes || to + bytes > emulation::memory.size() * 4) abort();
     auto &own = groups[threadIdx.x];
     if (own.empty()) own.emplace_back();
-    own.back().push_back({to, from});
-    memset((char *)emulation::memory.data() + to, 0xee, 16);
+    own.back().push_back({to, from, bytes});
+    memset((char *)emulation::memory.data() + to, 0xee, bytes);
 }
-#define copy_16 copy_async
+#define copy_16 copy_async<16>
+static inline void copy_4(unsigned to, const void *from) { copy_async<4>(to, from); }
 static inline void end_group() {
     auto &own = groups[threadIdx.x];
     if (own.empty()) own.emplace_back();
@@ -43,10 +44,11 @@ static inline void end_group() {
 template <int newer> static inline void await_groups() {
     auto &own = groups[threadIdx.x];
     while ((int)own.size() > newer + 1) {  // the last one has not ended
-        for (const Copy &c : own.front()) memcpy((char *)emulation::memory.data() + c.to, c.from, 16);
+        for (const Copy &c : own.front()) memcpy((char *)emulation::memory.data() + c.to, c.from, c.bytes);
         own.erase(own.begin());
     }
 }
+static inline void prefetch(const void *at) { (void)*(const volatile char *)at; }
 static inline void let_next_start() {}
 static inline void await_previous() {}
 #include SOURCE
@@ -56,7 +58,10 @@ static void look_up_block() {
     groups[threadIdx.x].clear();
     stochastic_lookup(product);
 }
-static void combine_block() { stochastic_combine(product); }
+static void combine_block() {
+    groups[threadIdx.x].clear();
+    stochastic_combine(product);
+}
 
 extern "C" void run(const Product *p, const int *grid, int shared_bytes) {
     product = *p;

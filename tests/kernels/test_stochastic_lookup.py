@@ -46,7 +46,7 @@ def run(
     library = emulated.build(libraries, lookup.SOURCE, "lookup_emulation.cpp", defines)
     library.run(ctypes.byref(argument), Triple(*plan.grid), plan.shared_bytes)
     if plan.combine is not None:
-        _, _, threads, shared, grid = plan.combine
+        *_, threads, shared, grid = plan.combine
         library.combine(ctypes.byref(argument), Triple(*grid), threads, shared)
     return y
 

@@ -56,7 +56,7 @@ def test_the_source_quantises_too(libraries: Path, name: str) -> None:
     library = emulated.build(libraries, lookup.SOURCE, "lookup_emulation.cpp", defines)
     library.run(ctypes.byref(argument), Triple(*plan.grid), plan.shared_bytes)
     if plan.combine is not None:
-        _, _, threads, shared, grid = plan.combine
+        *_, threads, shared, grid = plan.combine
         library.combine(ctypes.byref(argument), Triple(*grid), threads, shared)
     expected = stochastic_rows_ref(x, b.codes, b.scales, options, f, dtype=out)
     assert torch.equal(y[0], expected)
@@ -77,7 +77,7 @@ def test_rows_that_are_not_finite_become_nan(libraries: Path) -> None:
     library = emulated.build(libraries, lookup.SOURCE, "lookup_emulation.cpp", defines)
     library.run(ctypes.byref(argument), Triple(*plan.grid), plan.shared_bytes)
     assert plan.combine is not None
-    _, _, threads, shared, grid = plan.combine
+    *_, threads, shared, grid = plan.combine
     library.combine(ctypes.byref(argument), Triple(*grid), threads, shared)
     expected = stochastic_rows_ref(x, b.codes, b.scales, STOCHASTIC)
     assert torch.equal(y[0].isnan(), expected.isnan())

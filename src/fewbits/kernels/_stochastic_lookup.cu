@@ -73,6 +73,7 @@ struct Product {
     int level_b, level_n, level_c;  // strides of levels; 0 broadcasts
     int outputs;           // of a block: a multiple of TILE
     int stride;            // of a row of counts: M and up to a multiple of TILE
+    int rows_added;        // of a block of stochastic_combine
     int at_once;           // chunks whose terms stochastic_combine has in shared memory; 0: few chunks of many slices
     float max_code;        // Q
 };
@@ -106,12 +107,19 @@ static __device__ __forceinline__ void copy_16(u32 to, const void *from) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 
+static __device__ __forceinline__ void copy_4(u32 to, const void *from) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
+}
+
 static __device__ __forceinline__ void end_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 template <int newer>
 static __device__ __forceinline__ void await_groups() {
     asm volatile("cp.async.wait_group %0;" ::"n"(newer) : "memory");
 }
+
+// Brings a line into the second cache, which all that is written passes: it never shows what was there before.
+static __device__ __forceinline__ void prefetch(const void *at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
 
 // From here on the next kernel's blocks may start; and what the kernels before this one wrote is there.
 static __device__ __forceinline__ void let_next_start() {
@@ -288,8 +296,7 @@ static __device__ __forceinline__ void build(const Product &p, const u32 *places
             slope[i][j] = 0;  // of the columns without a row, too
             if (task >= SLOPE_TASKS || r == ROWS) continue;
             const u32 place = places[(index * ROWS + r) * SLICE + 4 * lane + j];
-            const int k = p.slopes[place & 0x7fffffffu];
-            slope[i][j] = (u32)((int)place < 0 ? -k : k) & 255;
+            slope[i][j] = (u8)p.slopes[place & 0x7fffffffu] | (place & 1u << 31);  // and the code's sign
         }
     }
 #endif
@@ -307,7 +314,9 @@ static __device__ __forceinline__ void build(const Product &p, const u32 *places
 #pragma unroll
     for (int i = 0; i < SLOPE_ROUNDS; i++) {
         const int task = warp + i * WARPS;
-        const u32 *k = slope[i];
+        u32 k[4];
+#pragma unroll
+        for (int j = 0; j < 4; j++) k[j] = ((int)slope[i][j] < 0 ? -slope[i][j] : slope[i][j]) & 255;
         if (task < SLOPE_TASKS) slopes[task * SLOPES + lane] = k[0] | k[1] << 8 | k[2] << 16 | k[3] << 24;
     }
 #endif
@@ -413,24 +422,22 @@ static __device__ __forceinline__ void count(const u32 *own, const u32 *slopes, 
     int sum[CHAINS][4];
 #pragma unroll
     for (int i = 0; i < 4 * CHAINS; i++) sum[i / 4][i % 4] = i < 4 ? -BIAS : 0;
-    u32 codes[2][2], x[AHEAD + 1][4];
 #pragma unroll
-    for (int k = 0; k < 16 + AHEAD; k++) {  // look-ups run ahead of the products
-        const int pair = k / 4, s = k % 4 * 2;
-        if (k < 16 && s == 0)
+    for (int pair = 0; pair < 4; pair++) {
+        u32 codes[2][2];
 #pragma unroll
-            for (int i = 0; i < 2; i++) {
-                const u32 low = word_of(w.of[i][pair / 2], pair % 2 * 2), high = word_of(w.of[i][pair / 2], pair % 2 * 2 + 1);
-                codes[i][0] = __byte_perm(low, high, turned & 0xffffu);
-                codes[i][1] = __byte_perm(low, high, turned >> 16);
-            }
-        if (k < 16)
+        for (int i = 0; i < 2; i++) {
+            const u32 low = word_of(w.of[i][pair / 2], pair % 2 * 2), high = word_of(w.of[i][pair / 2], pair % 2 * 2 + 1);
+            codes[i][0] = __byte_perm(low, high, turned & 0xffffu);
+            codes[i][1] = __byte_perm(low, high, turned >> 16);
+        }
+#pragma unroll
+        for (int s = 0; s < 8; s += 2) {
+            u32 x[2][2];
 #pragma unroll
             for (int i = 0; i < 4; i++)
-                x[k % (AHEAD + 1)][i] = look_up(own[s + i / 2], codes[i % 2][s / 4], s % 4 + i / 2, pair, index);
-        if (k >= AHEAD) {
-            const u32 *found = x[(k - AHEAD) % (AHEAD + 1)];
-            mma_u8(sum[k % CHAINS], found[0], found[1], found[2], found[3], ones, ones);
+                x[i % 2][i / 2] = look_up(own[s + i / 2], codes[i % 2][s / 4], s % 4 + i / 2, pair, index);
+            mma_u8(sum[s / 2 % CHAINS], x[0][0], x[1][0], x[0][1], x[1][1], ones, ones);
         }
     }
 #if LINEAR
@@ -445,7 +452,11 @@ static __device__ __forceinline__ void count(const u32 *own, const u32 *slopes, 
         }
 #endif
 #pragma unroll
-    for (int i = 0; i < 4; i++) acc[i] = CHAINS == 1 ? sum[0][i] : sum[0][i] + sum[CHAINS - 1][i];
+    for (int i = 0; i < 4; i++) {
+        acc[i] = sum[0][i];
+#pragma unroll
+        for (int j = 1; j < CHAINS; j++) acc[i] += sum[j][i];
+    }
 }
 
 static __device__ __forceinline__ float term_of(int count, float factor, float scale_a, float scale_b) {
@@ -489,6 +500,15 @@ static __device__ __forceinline__ void write(const Product &p, int b, int n, int
     }
 }
 
+// While the kernel before this one may still run: the block's first weights, and its share of the tables.
+static __device__ __forceinline__ void prefetch_all(const Product &p, const s8 *weights, int length, int begin, int end) {
+    const i64 block = ((i64)blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
+    const i64 line = block * THREADS + threadIdx.x;
+    if (line < p.num_masks * 128) prefetch(p.tables + line * 128);
+    for (int m = begin + threadIdx.x; m < end && m < begin + STAGES * WARPS * TILE && length > 0; m += THREADS)
+        prefetch(weights + (i64)m * p.D);
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) stochastic_lookup(const Product p) {
     u32 *ring = shared + GROUP * PLANES * (PLANE / 4);
     u32 *slopes = ring + RING * WARPS * STAGES * (SLOT / 4);
@@ -508,6 +528,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) stochastic_loo
         weights[i] = p.qb + (p.shared_b ? 0 : (i64)b * p.M * p.D) + slice[i].first + 16 * (lane % 4);
         left[i] = slice[i].length - 16 * (lane % 4);
     }
+    prefetch_all(p, weights[0] - 16 * (lane % 4), slice[0].length, begin, end);
     await_previous();
     let_next_start();
     Row rows[ROUNDS];  // first of all, for what is read later waits behind the weights
@@ -609,63 +630,115 @@ static __device__ __forceinline__ Pair load_pair(const Count *at) {
 #endif
 }
 
-// y of the slices' counts, chunks in ascending order: a block has 32 outputs of up to COMBINED rows. Half a warp has a
-// chunk, a lane two outputs: all that it reads is under way at once. Terms go to shared memory, where a warp adds those of a row.
+// y of the slices' counts, chunks in ascending order. A block has 32 outputs of some rows, COMBINED of which and some
+// chunks at a time: half a warp has a chunk, a lane two outputs, and what it reads next is under way before it makes
+// terms of what it has. Terms go to shared memory, where a warp adds those of a row.
 #define WIDTH (LANES + 1)  // of an array there
-#define AT_ONCE (COMBINED == 4 ? 2 : 4)  // chunks of a thread
+#define OWN 4              // chunks of a thread at a time
+#define ROWS_ADDED 16      // of a block, at most
 
 // Scales of b, to (chunks, outputs): read along the chunks.
-static __device__ __forceinline__ void load_scales(const Product &p, int b, int first, int chunks, float *scales) {
-    const int lane = threadIdx.x % LANES, warps = blockDim.x / LANES;
-#pragma unroll 4
-    for (int i = threadIdx.x / LANES; i < LANES; i += warps) {
+static __device__ __forceinline__ void copy_scales(const Product &p, int b, int first, float *scales) {
+    const int lane = threadIdx.x % LANES, chunks = p.C - first < p.at_once ? p.C - first : p.at_once;
+    const u32 to = (u32)__cvta_generic_to_shared(scales);
+    for (int i = threadIdx.x / LANES; i < LANES; i += blockDim.x / LANES) {
         const int output = blockIdx.x * LANES + i < p.M ? blockIdx.x * LANES + i : p.M - 1;
         const float *from = p.sb + ((i64)(p.shared_b ? 0 : b) * p.M + output) * p.C + first;
-        for (int c = lane; c < chunks; c += LANES) scales[c * WIDTH + i] = from[c];
+        for (int c = lane; c < chunks; c += LANES) copy_4(to + (c * WIDTH + i) * 4, from + c);
+    }
+    end_group();
+}
+
+struct Terms {
+    Pair count[OWN][COMBINED];
+    float scale_a[OWN][COMBINED], factor[OWN][COMBINED];
+};
+
+// Of a thread's chunks from ``first`` on and COMBINED rows from n on; ``end`` is the first row that is not the block's.
+static __device__ __forceinline__ void load_terms(const Product &p, int b, int n, int end, int first, float whole, Terms *t) {
+    const int lane = threadIdx.x % LANES, m = blockIdx.x * LANES + lane % 16 * 2;
+    const int own = threadIdx.x / LANES * 2 + lane / 16, step = blockDim.x / LANES * 2;
+    const int chunks = p.C - first < p.at_once ? p.C - first : p.at_once;
+    const i64 slice = (i64)p.N * p.stride, between = step * p.per_chunk * slice;
+    const Count *counts = p.counts + ((i64)b * p.C + first + own) * p.per_chunk * slice + (i64)n * p.stride + m;
+    const i64 place = ((i64)b * p.N + n) * p.C + first + own;
+#pragma unroll
+    for (int j = 0; j < OWN; j++)
+#pragma unroll
+        for (int r = 0; r < COMBINED; r++) {
+            const bool exists = own + j * step < chunks && n + r < end;
+            t->count[j][r] = exists && m < p.stride ? load_pair(counts + j * between + r * p.stride) : Pair{0, 0};
+            t->scale_a[j][r] = exists ? p.sa[place + r * p.C + j * step] : 0.0f;
+            t->factor[j][r] = exists && p.levels ? p.factors[level_of(p, b, n + r, first + own + j * step)] : whole;
+        }
+    for (int s = 1; s < p.per_chunk; s++)
+#pragma unroll
+        for (int j = 0; j < OWN; j++)
+#pragma unroll
+            for (int r = 0; r < COMBINED; r++)
+                if (own + j * step < chunks && n + r < end && m < p.stride) {
+                    const Pair found = load_pair(counts + s * slice + j * between + r * p.stride);
+                    t->count[j][r].x += found.x;
+                    t->count[j][r].y += found.y;
+                }
+}
+
+// To (rows, chunks, outputs).
+static __device__ __forceinline__ void make_terms(const Product &p, const Terms &t, const float *scales, float *terms) {
+    const int lane = threadIdx.x % LANES, x = lane % 16 * 2;
+    const int own = threadIdx.x / LANES * 2 + lane / 16, step = blockDim.x / LANES * 2;
+#pragma unroll
+    for (int j = 0; j < OWN; j++) {
+        const int c = own + j * step;
+        if (c >= p.at_once) continue;
+        const float *scale_b = scales + c * WIDTH + x;
+#pragma unroll
+        for (int r = 0; r < COMBINED; r++) {
+            float *term = terms + (r * p.at_once + c) * WIDTH + x;
+            term[0] = term_of(t.count[j][r].x, t.factor[j][r], t.scale_a[j][r], scale_b[0]);
+            term[1] = term_of(t.count[j][r].y, t.factor[j][r], t.scale_a[j][r], scale_b[1]);
+        }
     }
 }
 
-// Terms of the chunks from ``first`` on, to (rows, chunks, outputs).
-static __device__ __forceinline__ void make_terms(const Product &p, int b, int n, int rows, int first, int chunks,
-                                                  const float *scales, float *terms) {
-    const int lane = threadIdx.x % LANES, x = lane % 16 * 2, m = blockIdx.x * LANES + x;
-    const int own = threadIdx.x / LANES * 2 + lane / 16, step = blockDim.x / LANES * 2;
-    const i64 slice = (i64)p.N * p.stride, between = step * p.per_chunk * slice;
-    const float whole = p.levels ? 0.0f : p.factors[0];
-    for (int begin = own; begin < chunks; begin += AT_ONCE * step) {
-        Pair acc[AT_ONCE][COMBINED];
-        float scale_a[AT_ONCE][COMBINED], factor[AT_ONCE][COMBINED];
-        const Count *counts = p.counts + ((i64)b * p.C + first + begin) * p.per_chunk * slice + (i64)n * p.stride + m;
+// Chunks of few slices.
+static __device__ __forceinline__ void add_chunks(const Product &p, int b, int begin, int end) {
+    __shared__ float sums[ROWS_ADDED][LANES];
+    const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES, warps = blockDim.x / LANES;
+    const int groups = (end - begin + COMBINED - 1) / COMBINED, items = (p.C + p.at_once - 1) / p.at_once * groups;
+    const int kept = p.at_once * WIDTH, m = blockIdx.x * LANES + lane;
+    float *scales = (float *)shared, *terms = scales + (items > groups ? 2 : 1) * kept;
+    copy_scales(p, b, 0, scales);
+    const float whole = p.factors[0];
+    await_previous();
+    Terms next;
+    load_terms(p, b, begin, end, 0, whole, &next);
+    for (int item = 0, first = 0, n = begin; item < items; item++) {
+        const bool last = p.C - first <= p.at_once;
+        float *own = scales + first / p.at_once % 2 * kept, *made = terms + item % 2 * COMBINED * kept;
+        const Terms t = next;
+        if (n == begin) {
+            await_groups<0>();
+            __syncthreads();
+            if (!last) copy_scales(p, b, first + p.at_once, scales + (first / p.at_once + 1) % 2 * kept);
+        }
+        const bool over = n + COMBINED >= end;
+        const int row = over ? begin : n + COMBINED, chunk = over ? first + p.at_once : first;
+        if (item + 1 < items) load_terms(p, b, row, end, chunk, whole, &next);
+        make_terms(p, t, own, made);
+        __syncthreads();
 #pragma unroll
-        for (int j = 0; j < AT_ONCE; j++)
-#pragma unroll
-            for (int r = 0; r < COMBINED; r++) {
-                const int c = first + begin + j * step;
-                const bool exists = begin + j * step < chunks && r < rows;
-                acc[j][r] = {0, 0};
-                factor[j][r] = exists && p.levels ? p.factors[level_of(p, b, n + r, c)] : whole;
-                scale_a[j][r] = exists ? p.sa[((i64)b * p.N + n + r) * p.C + c] : 0.0f;
+        for (int r = 0; r < COMBINED; r++)
+            if (warp == (item * COMBINED + r) % warps && n + r < end) {
+                const int chunks = last ? p.C - first : p.at_once;
+                float y = first ? sums[n + r - begin][lane] : 0.0f;
+#pragma unroll 16
+                for (int c = 0; c < chunks; c++) y = __fadd_rn(y, made[(r * p.at_once + c) * WIDTH + lane]);
+                sums[n + r - begin][lane] = y;
+                if (last && m < p.M) store(p, ((i64)b * p.N + n + r) * p.M + m, y);
             }
-        for (int s = 0; s < p.per_chunk; s++, counts += slice)
-#pragma unroll
-            for (int j = 0; j < AT_ONCE; j++)
-#pragma unroll
-                for (int r = 0; r < COMBINED; r++)
-                    if (begin + j * step < chunks && r < rows && m < p.stride) {
-                        const Pair found = load_pair(counts + j * between + r * p.stride);
-                        acc[j][r].x += found.x;
-                        acc[j][r].y += found.y;
-                    }
-#pragma unroll
-        for (int j = 0; j < AT_ONCE; j++)
-#pragma unroll
-            for (int r = 0; r < COMBINED; r++)
-                if (begin + j * step < chunks) {
-                    const float *scale_b = scales + (begin + j * step) * WIDTH + x;
-                    float *term = terms + (r * chunks + begin + j * step) * WIDTH + x;
-                    term[0] = term_of(acc[j][r].x, factor[j][r], scale_a[j][r], scale_b[0]);
-                    term[1] = term_of(acc[j][r].y, factor[j][r], scale_a[j][r], scale_b[1]);
-                }
+        n = row;
+        first = chunk;
     }
 }
 
@@ -691,39 +764,34 @@ static __device__ __forceinline__ void add_slices(const Product &p, int b, int n
     }
 }
 
-extern "C" __global__ void __launch_bounds__(512) stochastic_combine(const Product p) {
-    float *scales = (float *)shared, *terms = scales + p.at_once * WIDTH;
+// Few chunks of many slices.
+static __device__ __forceinline__ void add_whole(const Product &p, int b, int n, int end) {
     const int lane = threadIdx.x % LANES, r = threadIdx.x / LANES, halves = blockDim.x / LANES * 2;
-    const int m = blockIdx.x * LANES + lane, n = blockIdx.y * COMBINED, b = blockIdx.z;
-    const int rows = p.N - n < COMBINED ? p.N - n : COMBINED;
+    const int m = blockIdx.x * LANES + lane, rows = end - n;
+    const float *from = p.sb + ((i64)(p.shared_b ? 0 : b) * p.M + (m < p.M ? m : p.M - 1)) * p.C;
     float y = 0.0f;
-    let_next_start();
-    if (p.at_once) {
-        for (int first = 0; first < p.C; first += p.at_once) {
-            const int chunks = p.C - first < p.at_once ? p.C - first : p.at_once;
-            load_scales(p, b, first, chunks, scales);
-            if (first == 0) await_previous();
-            __syncthreads();
-            make_terms(p, b, n, rows, first, chunks, scales, terms);
-            __syncthreads();
-            if (r < rows)
-#pragma unroll 16
-                for (int c = 0; c < chunks; c++) y = __fadd_rn(y, terms[(r * chunks + c) * WIDTH + lane]);
-        }
-    } else {
-        const float *from = p.sb + ((i64)(p.shared_b ? 0 : b) * p.M + (m < p.M ? m : p.M - 1)) * p.C;
-        await_previous();
-        for (int c = 0; c < p.C; c++) {
-            int *parts = (int *)shared + c % 2 * COMBINED * halves * WIDTH;
-            add_slices(p, b, n, rows, c, parts);
-            __syncthreads();
-            if (r >= rows) continue;
-            const float factor = p.factors[level_of(p, b, n + r, c)], scale_a = p.sa[((i64)b * p.N + n + r) * p.C + c], scale_b = from[c];
-            int acc = 0;
+    await_previous();
+    for (int c = 0; c < p.C; c++) {
+        int *parts = (int *)shared + c % 2 * COMBINED * halves * WIDTH;
+        add_slices(p, b, n, rows, c, parts);
+        __syncthreads();
+        if (r >= rows) continue;
+        const float factor = p.factors[level_of(p, b, n + r, c)], scale_b = from[c];
+        const float scale_a = p.sa[((i64)b * p.N + n + r) * p.C + c];
+        int acc = 0;
 #pragma unroll 8
-            for (int i = 0; i < halves; i++) acc += parts[(r * halves + i) * WIDTH + lane];
-            y = __fadd_rn(y, term_of(acc, factor, scale_a, scale_b));
-        }
+        for (int i = 0; i < halves; i++) acc += parts[(r * halves + i) * WIDTH + lane];
+        y = __fadd_rn(y, term_of(acc, factor, scale_a, scale_b));
     }
     if (r < rows && m < p.M) store(p, ((i64)b * p.N + n + r) * p.M + m, y);
+}
+
+extern "C" __global__ void __launch_bounds__(512) stochastic_combine(const Product p) {
+    const int b = blockIdx.z, begin = blockIdx.y * p.rows_added;
+    const int end = p.N - begin < p.rows_added ? p.N : begin + p.rows_added;
+    let_next_start();
+    if (p.at_once)
+        add_chunks(p, b, begin, end);
+    else
+        add_whole(p, b, begin, end);
 }

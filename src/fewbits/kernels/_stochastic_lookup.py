@@ -26,10 +26,12 @@ SLICE = 128  # inner dimensions of a table
 _PLANE_BYTES = 256 * 32 * 4
 _SLOPE_BYTES = 36 * 4
 _TILE = 16
+_TILE_BYTES = _TILE * SLICE
+_RESERVED_BYTES = 1024  # of shared memory for each block
 _OUTPUTS_OF_BUILDING = 200  # that a block could serve in the time it takes to build its tables
 _WORKSPACE = 2**26  # counts
 _WIDTH_BYTES = 33 * 4  # of 32 outputs' terms in shared memory
-_COMBINED = 2  # rows of a block that adds
+_MOST_AT_ONCE = 128  # chunks of a block that adds: four for each half of 16 warps
 _COMBINE_BYTES = 48 * 1024  # of such a block at most: more must be asked for
 _KINDS = {torch.float32: 1, torch.bfloat16: 2}  # of values and results, as the source numbers them
 _EARLY = (9, 0)  # the first GPUs that start a kernel's blocks before the one before has ended
@@ -99,8 +101,9 @@ class Product(ctypes.Structure):
         *((name, ctypes.c_int) for name in ("N", "M", "D", "C", "chunk", "per_chunk", "num_masks")),
         *(
             (name, ctypes.c_int)
-            for name in ("shared_b", "level_b", "level_n", "level_c", "outputs", "stride", "at_once")
+            for name in ("shared_b", "level_b", "level_n", "level_c", "outputs", "stride", "rows_added")
         ),
+        ("at_once", ctypes.c_int),
         ("max_code", ctypes.c_float),
     ]
 
@@ -121,8 +124,9 @@ class Rows(NamedTuple):
 class Combine(NamedTuple):
     """How the slices of a product are added."""
 
-    rows: int  # of a block
     at_once: int  # chunks whose terms are in shared memory; 0: few chunks of many slices
+    rows_added: int  # of a block
+    rows: int  # of them at a time
     threads: int
     shared_bytes: int
     grid: tuple[int, int, int]
@@ -139,7 +143,6 @@ class Plan:
     min_blocks: int  # of a multiprocessor
     ring: int
     chains: int
-    ahead: int
     outputs: int  # of a block
     slices: int
     grid: tuple[int, int, int]
@@ -149,7 +152,8 @@ class Plan:
     @property
     def shared_bytes(self) -> int:
         """Tables, and the slopes of each row and of none."""
-        return _shared_bytes(self.rows, self.group) + self.ring * self.stages * self.threads * 64
+        shape = Shape(self.group, self.stages, self.threads, self.min_blocks, self.ring)
+        return shape.bytes(self.rows)
 
     def defines(self, tables: Tables, aligned: int, rows: Rows, out: torch.dtype) -> _nvrtc.Defines:
         """The source's macros."""
@@ -168,7 +172,6 @@ class Plan:
             ("ALIGNED", aligned),
             ("RING", int(self.ring > 0 and aligned == 16)),
             ("CHAINS", self.chains),
-            ("AHEAD", self.ahead),
             ("THREADS", self.threads),
             ("MIN_BLOCKS", self.min_blocks),
         )
@@ -179,18 +182,26 @@ def _shared_bytes(rows: int, group: int) -> int:
 
 
 class Shape(NamedTuple):
-    """What a block is, by its rows: measured on an H200."""
+    """What a block is."""
 
     group: int
     stages: int
     threads: int
     min_blocks: int
-    ring: int = 0
-    chains: int = 1
-    ahead: int = 1
+    ring: int = 0  # 1: weights come by way of shared memory, where their rows are aligned
+    chains: int = 2  # sums of products of matrices, independent of each other
+
+    def bytes(self, rows: int) -> int:
+        """Of shared memory."""
+        return _shared_bytes(rows, self.group) + self.ring * self.stages * self.threads * _TILE_BYTES // 32
 
 
-SHAPES = {1: Shape(1, 4, 256, 2), 2: Shape(1, 2, 256, 2), 4: Shape(1, 3, 512, 1)}
+# By the rows of a block, measured on an H200; the second where shared memory does not hold the first.
+SHAPES = {
+    1: (Shape(1, 3, 256, 2, 1), Shape(1, 4, 256, 2)),
+    2: (Shape(1, 2, 256, 2, 1), Shape(1, 2, 256, 2)),
+    4: (Shape(1, 2, 512, 1, 1), Shape(1, 3, 512, 1)),
+}
 
 
 @lru_cache(maxsize=4096)
@@ -199,27 +210,39 @@ def plan(
 ) -> Plan:
     """Rows of a block by how many there are and what shared memory holds; then blocks for all of the GPU."""
     of_block = 1 if rows == 1 else 4 if rows > 2 and shared >= _shared_bytes(4, 1) else 2
-    shape, slices = SHAPES[of_block], chunks * cdiv(chunk, SLICE)
-    if slices < shape.group or shared < _shared_bytes(of_block, shape.group):
+    slices = chunks * cdiv(chunk, SLICE)
+    first, shape = SHAPES[of_block]
+    if first.min_blocks * (first.bytes(of_block) + _RESERVED_BYTES) <= shared + _RESERVED_BYTES:
+        shape = first
+    if slices < shape.group or shared < shape.bytes(of_block):
         shape = shape._replace(group=1)
-    resident = multiprocessors * max(1, min(shape.min_blocks, shared // _shared_bytes(of_block, shape.group)))
+    resident = multiprocessors * max(1, min(shape.min_blocks, shared // shape.bytes(of_block)))
     blocks = cdiv(rows, of_block) * batch * cdiv(slices, shape.group)
     per_block, splits = _split(outputs, blocks, resident)
-    combine = None if slices == 1 else _combine(batch, rows, outputs, chunks, slices // chunks)
+    combine = None
+    if slices > 1:
+        combine = _combine(batch, rows, outputs, chunks, slices // chunks, resident=2 * multiprocessors)
     counts = 0 if slices == 1 else batch * slices * rows * _stride(outputs)
     grid = (cdiv(rows, of_block), splits * cdiv(slices, shape.group), batch)
     return Plan(of_block, *shape, per_block, slices, grid, combine, counts)
 
 
-def _combine(batch: int, rows: int, outputs: int, chunks: int, per_chunk: int) -> Combine:
-    """Half a warp has four chunks, or two slices of one; as many warps as rows, which add."""
-    of_block = min(rows, _COMBINED)
-    most = _COMBINE_BYTES // (_WIDTH_BYTES * (1 + of_block))
-    at_once = 0 if per_chunk > 1 and chunks < 8 else cdiv(chunks, cdiv(chunks, most))
-    warps = min(16, max(of_block, cdiv(at_once, 8) if at_once else cdiv(per_chunk, 4)))
-    kept = at_once * (1 + of_block) if at_once else 2 * of_block * 2 * warps
-    grid = (cdiv(outputs, 32), cdiv(rows, of_block), batch)
-    return Combine(of_block, at_once, 32 * warps, kept * _WIDTH_BYTES, grid)
+def _combine(batch: int, rows: int, outputs: int, chunks: int, per_chunk: int, *, resident: int) -> Combine:
+    """Half a warp has four chunks, or some slices of one; as many warps as rows at a time, which add."""
+    tiles, together = batch * cdiv(outputs, 32), min(rows, 2)
+    if per_chunk > 1 and chunks < 8:
+        warps = min(16, max(together, cdiv(per_chunk, 4)))
+        grid = (cdiv(outputs, 32), cdiv(rows, together), batch)
+        return Combine(0, together, together, 32 * warps, 2 * together * 2 * warps * _WIDTH_BYTES, grid)
+    added = min(rows, next((n for n in (16, 8, 4) if tiles * cdiv(rows, n) >= resident), 2))
+    kept = 1 + together  # arrays of at_once lines: scales, and terms of each row
+    most = min(_MOST_AT_ONCE, _COMBINE_BYTES // (kept * _WIDTH_BYTES))
+    if chunks > most or added > together:  # a second one of each, for what comes next
+        kept, most = 2 * kept, min(most, _COMBINE_BYTES // (2 * kept * _WIDTH_BYTES))
+    at_once = cdiv(chunks, cdiv(chunks, most))
+    warps = max(together, cdiv(at_once, 8))
+    grid = (cdiv(outputs, 32), cdiv(rows, added), batch)
+    return Combine(at_once, added, together, 32 * warps, at_once * kept * _WIDTH_BYTES, grid)
 
 
 def _stride(outputs: int) -> int:
@@ -258,7 +281,7 @@ def product_of(
     sizes = (N, M, D, C, chunk, cdiv(chunk, SLICE), tables.bytes.shape[1], int(b[0].shape[0] == 1))
     return Product(
         *(None if x is None else x.data_ptr() for x in pointed), *sizes, *strides, plan.outputs, _stride(M),
-        plan.combine.at_once if plan.combine else 0, a.max_code,
+        *((plan.combine.rows_added, plan.combine.at_once) if plan.combine else (0, 0)), a.max_code,
     ), counts  # fmt: skip
 
 
@@ -305,7 +328,7 @@ def _launch_part(
         main = _nvrtc.kernel(SOURCE, "stochastic_lookup", defines, y.device.index, how.shared_bytes)
         _nvrtc.launch(main, how.grid, how.threads, how.shared_bytes, argument, early=early)
         if how.combine is not None:
-            _, _, threads, shared, grid = how.combine
+            *_, threads, shared, grid = how.combine
             combine = _nvrtc.kernel(SOURCE, "stochastic_combine", defines, y.device.index, shared)
             _nvrtc.launch(combine, grid, threads, shared, argument, early=early)
 
