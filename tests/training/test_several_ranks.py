@@ -207,13 +207,18 @@ def test_two_copies_of_two_shares_each(options, killer, make, still_folder, tmp_
         assert "shard_size is 3, which does not divide the 4 ranks" in outcome["error"]
 
 
-def test_layers_cut_between_two_ranks_follow_one_process(killer, make, still_folder, tmp_path):
-    """Tensor parallelism: both ranks see the same rows, and sums over a layer's halves have another order."""
-    options = {**LORA, "lora_dropout": 0.0, "max_steps": 3}
+@pytest.mark.parametrize("then", [{}, {"parallel": "fsdp", "tensor_size": 2}], ids=["two", "two pairs"])
+def test_layers_cut_between_two_ranks_follow_one_process(then, killer, make, still_folder, tmp_path):
+    """Tensor parallelism: both ranks see the same rows, and sums over a layer's halves have another order.
+
+    Resumed by the same two, or by two such pairs that share the rest by FSDP2.
+    """
+    options = {**LORA, "lora_dropout": 0.0, "max_steps": 3, "save_steps": 1}
     assert killer.run(make(still_folder, "one", **options), resume=False)["status"] == 0
     config = make(still_folder, "halves", parallel="tensor", **options)
     killer.run_ranks([config] * 2, kill=(1, -2), pace=FAST)
-    ran(killer.run_ranks([config] * 2, resume=True))
+    assert newest(tmp_path / "halves").name == "checkpoint-1"
+    ran(killer.run_ranks([{**config, **then}] * (4 if then else 2), resume=True))
     found, want = curve(tmp_path / "halves"), curve(tmp_path / "one")
     assert [record[:2] for record in found] == [record[:2] for record in want]
     torch.testing.assert_close([r[2] for r in found], [r[2] for r in want], rtol=1e-5, atol=0)
