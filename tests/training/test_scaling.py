@@ -24,6 +24,19 @@ def test_four_h200s() -> None:
     assert travel.inside / 2 == pytest.approx(2.5e-3, rel=0.09)  # two steps, of 1 GiB of messages each
 
 
+def test_steps_of_h200s() -> None:
+    """All weights of a 1.2B shape, 4 x 2048 tokens each: on four the slowdown's measurement, two a check."""
+    measured = {
+        4: (138.2, {"float32": 152.5, "bfloat16": 156.1}),
+        2: (137.1, {"bfloat16": 151.8, "int8": 153.7}),
+    }
+    for gpus, (alone, steps) in measured.items():
+        work = Work(values=1.236e9, compute=alone / 1e3, buckets=38)
+        for name, ms in steps.items():
+            told = step_time(work, Cluster(gpus=gpus, between=SLOW), name)
+            assert told.seconds * 1e3 == pytest.approx(ms, rel=0.03)
+
+
 def test_bytes_of_a_node() -> None:
     """What `Travel` counts for two ranks, and what a node of eight sends."""
     two = Cluster(gpus=2, node_size=1, between=SLOW)
@@ -40,7 +53,8 @@ def test_bytes_of_a_node() -> None:
 def test_parts_add_up(gpus: int, format: str) -> None:
     cluster = replace(MANY, gpus=gpus)
     step = step_time(WORK, cluster, format)
-    assert step.seconds == step.compute + step.exposed and 0 < step.efficiency <= 1
+    assert step.seconds == step.compute + step.slowed + step.exposed and 0 < step.efficiency <= 1
+    assert step.slowed == (0 if gpus == 1 else 0.1 * step.compute)
     assert 0 <= step.exposed <= step.exchange
     parts = (step.inside, step.between, step.latency, step.codec)
     assert min(parts) >= 0 and max(parts) <= step.exchange <= sum(parts) * (1 + 1e-12)
@@ -61,7 +75,7 @@ def test_a_fast_network_needs_no_few_bits() -> None:
     fast = replace(MANY, between=Link(rate=400e9, latency=0), inside=replace(NVLINK, latency=0))
     steps = plan(WORK, fast, [64], FORMATS)
     assert all(step.exposed == pytest.approx(step.exchange / WORK.num_buckets) for step in steps)
-    assert all(step.efficiency > 0.999 for step in steps)
+    assert all(0.999 / 1.1 < step.efficiency <= 1 / 1.1 for step in steps)
 
 
 def test_no_cluster_is_refused() -> None:

@@ -231,6 +231,9 @@ def _plan_gpus(commands: Any) -> None:
         "--inside-gbyte", type=float, metavar="G", help="GB/s of a GPU within its node (default: 350)"
     )
     machines.add_argument(
+        "--slowdown", type=float, metavar="S", help="of computing beside an exchange (default: 0.1, measured)"
+    )
+    machines.add_argument(
         "--gpus", default="8,64,128,256,512,1024", metavar="LIST", help="how many (default: %(default)s)"
     )
     sub.add_argument("--json", action="store_true", help="print the parts of every step as JSON")

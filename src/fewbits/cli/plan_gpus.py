@@ -12,7 +12,7 @@ from rich.table import Table
 
 from fewbits.cli.console import console
 from fewbits.errors import BadInput
-from fewbits.training.scaling import ETHERNET, NVLINK, Cluster, Link, Step, Work, plan
+from fewbits.training.scaling import ETHERNET, NVLINK, SLOWDOWN, Cluster, Link, Step, Work, plan
 
 FORMATS = ("float32", "bfloat16", "int8", "int4")
 
@@ -27,7 +27,8 @@ def plan_gpus(args: Namespace) -> int:
         raise BadInput("--values and --step-ms must be above 0.")
     between = Link(rate=args.network_gbit / 8 * 1e9 * ETHERNET, latency=args.latency_us * 1e-6)
     inside = NVLINK if args.inside_gbyte is None else replace(NVLINK, rate=args.inside_gbyte * 1e9)
-    cluster = Cluster(gpus=1, node_size=args.node_size, inside=inside, between=between)
+    slowdown = SLOWDOWN if args.slowdown is None else args.slowdown
+    cluster = Cluster(gpus=1, node_size=args.node_size, inside=inside, between=between, slowdown=slowdown)
     work = Work(values=args.values, compute=args.step_ms / 1e3, gradient_bytes=args.gradient_bytes)
     steps = plan(work, cluster, gpus, FORMATS)
     if args.json:
