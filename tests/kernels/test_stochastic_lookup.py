@@ -178,10 +178,11 @@ def test_launches_cover_the_product(
 def test_plans_cover_all_outputs(shared: int, rows: int, M: int, D: int) -> None:
     chunks = D // 128
     plan = lookup.plan(1, rows, M, chunks, 128, multiprocessors=132, shared=shared * 1024)
-    splits = plan.grid[1] // -(-chunks // plan.group)
-    assert plan.grid[0] * plan.rows >= rows > (plan.grid[0] - 1) * plan.rows
+    splits = plan.splits
+    assert plan.items == plan.row_groups * splits * chunks >= plan.grid[0]
+    assert plan.row_groups * plan.rows >= rows > (plan.row_groups - 1) * plan.rows
     assert splits * plan.outputs >= M > (splits - 1) * plan.outputs
-    assert plan.shared_bytes <= shared * 1024 and max(plan.grid[1:]) < 65536
+    assert plan.shared_bytes <= shared * 1024 and plan.grid[1:] == (1, 1)
 
 
 @pytest.mark.parametrize("options", [STOCHASTIC, FULL, STOCHASTIC.with_length(32)])

@@ -1,7 +1,7 @@
 // Products of prepared stochastic operands with few rows: counts looked up in shared memory, sums made by matrix
 // units; see stochastic_codes.py.
 //
-// A block serves ROWS rows of a. For GROUP slices of 128 inner dimensions it builds, once for all its outputs, the
+// A block serves ROWS rows of a. For slices of 128 inner dimensions, one after the other, it builds, once for many outputs, the
 // counts T_d(|qa|, .) of every (row, dimension): a byte for each of the 256 codes of a weight, sign included.
 //
 // A warp takes 16 outputs and a slice at a time. The 4 lanes of a quarter (lane / 4) have 2 outputs, and lane
@@ -23,7 +23,7 @@
 // whole chunk then, and the first block of each slice writes the scales.
 //
 // Compiled at run time with X (0: codes are given; 1: x is float32, 2: bfloat16), SMOOTH (x is divided by smooth
-// scales), OUT (of y: 1 float32, 2 bfloat16), ROWS (1, 2, 4), GROUP, STAGES (a multiple of GROUP), MIDDLE, LINEAR, WIDE (counts of a
+// scales), OUT (of y: 1 float32, 2 bfloat16), ROWS (1, 2, 4), STAGES, MIDDLE, LINEAR, WIDE (counts of a
 // slice need more than 16 bits), ONLY, ALIGNED (16, 4, 1: bytes that can be loaded at once), THREADS and MIN_BLOCKS
 // defined.
 
@@ -40,10 +40,8 @@ typedef long long i64;
 #define TILE 16                    // outputs of a warp
 #define BIAS (MIDDLE * SLICE)      // what the bytes of a count of 0 add up to
 #define TWICE (MIDDLE * 0x02020202u)  // a word of them less one of counts is that of the negative counts
-#define TASKS (GROUP * ROWS)       // rows of a in a slice, each for a warp
-#define ROUNDS ((TASKS + WARPS - 1) / WARPS)
-#define SLOPE_TASKS (GROUP * (ROWS + 1))
-#define SLOPE_ROUNDS ((SLOPE_TASKS + WARPS - 1) / WARPS)
+#define ROUNDS ((ROWS + WARPS - 1) / WARPS)  // in which a warp has a row of a
+#define SLOPE_ROUNDS ((ROWS + WARPS) / WARPS)
 #define SLOPES 36                  // words of a row's slopes: 32, and rows in other banks
 
 #if WIDE
@@ -71,7 +69,10 @@ struct Product {
     int num_masks;
     int shared_b;          // 1: b has one entry for all of the batch
     int level_b, level_n, level_c;  // strides of levels; 0 broadcasts
-    int outputs;           // of a block: a multiple of TILE
+    int outputs;           // of a table: a multiple of TILE
+    int splits;            // of all outputs into such parts
+    int row_groups;        // N / ROWS, up
+    int items;             // tables to build: one after the other by a block
     int stride;            // of a row of counts: M and up to a multiple of TILE
     int rows_added;        // of a block of stochastic_combine
     int at_once;           // chunks whose terms stochastic_combine has in shared memory; 0: few chunks of many slices
@@ -155,12 +156,21 @@ static __device__ __forceinline__ Slice slice_of(const Product &p, int s) {
     return slice;
 }
 
-static __device__ __forceinline__ Slice chosen(const Slice *slice, int index) {
-    Slice found = slice[0];
-#pragma unroll
-    for (int i = 1; i < GROUP; i++)
-        if (index == i) found = slice[i];
-    return found;
+// A table, and what is looked up in it.
+struct Item {
+    int b, n, s;     // entry of the batch, first row, slice
+    int begin, end;  // outputs
+};
+
+static __device__ __forceinline__ Item item_of(const Product &p, int index) {
+    const int slices = p.per_chunk * p.C, of_groups = index / p.row_groups, of_slices = of_groups / slices;
+    Item item;
+    item.n = (index - of_groups * p.row_groups) * ROWS;
+    item.s = of_groups - of_slices * slices;
+    item.b = of_slices / p.splits;
+    item.begin = (of_slices - item.b * p.splits) * p.outputs;
+    item.end = item.begin + p.outputs < p.M ? item.begin + p.outputs : p.M;
+    return item;
 }
 
 static __device__ __forceinline__ int level_of(const Product &p, int b, int n, int c) {
@@ -252,22 +262,22 @@ struct Columns {
 };
 
 static __device__ __forceinline__ Columns load_columns(const Product &p, const u32 *places, int task) {
-    const int lane = threadIdx.x % LANES, plane = task % PLANES, index = task / PLANES % GROUP;
+    const int lane = threadIdx.x % LANES, plane = task % PLANES;
     Columns columns;
 #pragma unroll
     for (int k = 0; k < 4; k++) {
         const int pair = plane * (4 / ROWS) + k / ROWS;
         const int i = 64 * (pair / 2) + 16 * (lane / 8) + 8 * (pair % 2) + lane % 8;
-        columns.place[k] = places[(index * ROWS + k % ROWS) * SLICE + i];
+        columns.place[k] = places[k % ROWS * SLICE + i];
     }
 #pragma unroll
     for (int k = 0; k < 4; k++)
-        columns.v[k] = ((const uint4 *)p.tables)[(columns.place[k] & 0x7fffffffu) * 8 + task / (PLANES * GROUP)];
+        columns.v[k] = ((const uint4 *)p.tables)[(columns.place[k] & 0x7fffffffu) * 8 + task / PLANES];
     return columns;
 }
 
 static __device__ __forceinline__ void store_columns(Columns columns, int task, u32 *table) {
-    const int plane = task % PLANES, index = task / PLANES % GROUP;
+    const int plane = task % PLANES;
 #pragma unroll
     for (int k = 0; k < 4; k++)
         if ((int)columns.place[k] < 0) {
@@ -277,11 +287,10 @@ static __device__ __forceinline__ void store_columns(Columns columns, int task, 
             v.z = TWICE - v.z;
             v.w = TWICE - v.w;
         }
-    store_codes(table + (index * PLANES + plane) * (PLANE / 4), columns.v, 16 * (task / (PLANES * GROUP)),
-                threadIdx.x % LANES);
+    store_codes(table + plane * (PLANE / 4), columns.v, 16 * (task / PLANES), threadIdx.x % LANES);
 }
 
-// The tables of the block's slices, from their places (GROUP, ROWS, 128); and their slopes. All that a warp reads is
+// The table of a slice, from its places (ROWS, 128); and its slopes. All that a warp reads is
 // under way before it writes, but for blocks of fewer threads than usual; ``then`` comes in between.
 template <class Then>
 static __device__ __forceinline__ void build(const Product &p, const u32 *places, u32 *table, u32 *slopes, Then then) {
@@ -290,34 +299,34 @@ static __device__ __forceinline__ void build(const Product &p, const u32 *places
     u32 slope[SLOPE_ROUNDS][4];
 #pragma unroll
     for (int i = 0; i < SLOPE_ROUNDS; i++) {
-        const int task = warp + i * WARPS, index = task / (ROWS + 1), r = task % (ROWS + 1);
+        const int r = warp + i * WARPS;
 #pragma unroll
         for (int j = 0; j < 4; j++) {
             slope[i][j] = 0;  // of the columns without a row, too
-            if (task >= SLOPE_TASKS || r == ROWS) continue;
-            const u32 place = places[(index * ROWS + r) * SLICE + 4 * lane + j];
+            if (r >= ROWS) continue;
+            const u32 place = places[r * SLICE + 4 * lane + j];
             slope[i][j] = (u8)p.slopes[place & 0x7fffffffu] | (place & 1u << 31);  // and the code's sign
         }
     }
 #endif
-    if (warp >= GROUP * PLANES * 8) then();
-    for (int task = warp; task < GROUP * PLANES * 8; task += 2 * WARPS) {
+    if (warp >= PLANES * 8) then();
+    for (int task = warp; task < PLANES * 8; task += 2 * WARPS) {
         const int other = task + WARPS;
         Columns columns[2];
         columns[0] = load_columns(p, places, task);
-        if (other < GROUP * PLANES * 8) columns[1] = load_columns(p, places, other);
+        if (other < PLANES * 8) columns[1] = load_columns(p, places, other);
         if (task == warp) then();
         store_columns(columns[0], task, table);
-        if (other < GROUP * PLANES * 8) store_columns(columns[1], other, table);
+        if (other < PLANES * 8) store_columns(columns[1], other, table);
     }
 #if LINEAR
 #pragma unroll
     for (int i = 0; i < SLOPE_ROUNDS; i++) {
-        const int task = warp + i * WARPS;
+        const int r = warp + i * WARPS;
         u32 k[4];
 #pragma unroll
         for (int j = 0; j < 4; j++) k[j] = ((int)slope[i][j] < 0 ? -slope[i][j] : slope[i][j]) & 255;
-        if (task < SLOPE_TASKS) slopes[task * SLOPES + lane] = k[0] | k[1] << 8 | k[2] << 16 | k[3] << 24;
+        if (r <= ROWS) slopes[r * SLOPES + lane] = k[0] | k[1] << 8 | k[2] << 16 | k[3] << 24;
     }
 #endif
 }
@@ -390,10 +399,10 @@ static __device__ __forceinline__ u32 word_of(const uint4 &v, int i) {
 }
 
 // The word of a code's counts: byte ``shift`` of w is the code, own the address of its bank in the first table.
-static __device__ __forceinline__ u32 look_up(u32 own, u32 w, int shift, int pair, int index) {
+static __device__ __forceinline__ u32 look_up(u32 own, u32 w, int shift, int pair) {
     // code * 128 + the bank, by a dot product of bytes: the units that add are the busier ones.
     const u8 *at = (const u8 *)__cvta_shared_to_generic(__dp4a(w, 128u << (8 * shift), own));
-    at += (index * PLANES + pair * ROWS / 4) * PLANE + pair * ROWS % 4;
+    at += pair * ROWS / 4 * PLANE + pair * ROWS % 4;
 #if ROWS == 4
     return *(const u32 *)at;
 #elif ROWS == 2
@@ -404,16 +413,16 @@ static __device__ __forceinline__ u32 look_up(u32 own, u32 w, int shift, int pai
 }
 
 // Which of a slice's four products with slopes have one that is not 0: most are, where counts hardly exceed 127.
-static __device__ __forceinline__ u32 used_slopes(const u32 *slopes, int index) {
+static __device__ __forceinline__ u32 used_slopes(const u32 *slopes) {
     const int lane = threadIdx.x % LANES;
     u32 any = 0;
 #pragma unroll
-    for (int r = 0; r < ROWS; r++) any |= slopes[(index * (ROWS + 1) + r) * SLOPES + lane];
+    for (int r = 0; r < ROWS; r++) any |= slopes[r * SLOPES + lane];
     return __reduce_or_sync(0xffffffffu, any ? 1u << (lane / 16 * 2 + lane % 4 / 2) : 0);
 }
 
 // Counts of 16 outputs in a slice: acc[0] is row 2 t of the lane's first output, acc[1] row 2 t + 1, then the second.
-static __device__ __forceinline__ void count(const u32 *own, const u32 *slopes, u32 used, const Weights &w, int index,
+static __device__ __forceinline__ void count(const u32 *own, const u32 *slopes, u32 used, const Weights &w,
                                              int *acc) {
     const int lane = threadIdx.x % LANES, quarter = lane / 4;
     const u32 ones = quarter < ROWS ? 1u << (8 * quarter) : 0;
@@ -436,12 +445,12 @@ static __device__ __forceinline__ void count(const u32 *own, const u32 *slopes, 
             u32 x[2][2];
 #pragma unroll
             for (int i = 0; i < 4; i++)
-                x[i % 2][i / 2] = look_up(own[s + i / 2], codes[i % 2][s / 4], s % 4 + i / 2, pair, index);
+                x[i % 2][i / 2] = look_up(own[s + i / 2], codes[i % 2][s / 4], s % 4 + i / 2, pair);
             mma_u8(sum[s / 2 % CHAINS], x[0][0], x[1][0], x[0][1], x[1][1], ones, ones);
         }
     }
 #if LINEAR
-    slopes += (index * (ROWS + 1) + (quarter < ROWS ? quarter : ROWS)) * SLOPES + 4 * (lane % 4);
+    slopes += (quarter < ROWS ? quarter : ROWS) * SLOPES + 4 * (lane % 4);
 #pragma unroll
     for (int i = 0; i < 4; i++)
         if (used >> i & 1) {
@@ -472,25 +481,25 @@ static __device__ __forceinline__ void store(const Product &p, i64 at, float y) 
 }
 
 // Counts of a tile from output m on, the lane's first: to the slice's counts, or as y.
-static __device__ __forceinline__ void write(const Product &p, int b, int n, int s, int m, const float *scales,
+static __device__ __forceinline__ void write(const Product &p, const Item &item, int m, const float *scales,
                                              const int *acc) {
     const int lane = threadIdx.x % LANES;
 #pragma unroll
     for (int j = 0; j < 2 && j < ROWS; j++) {
         const int r = 2 * (lane % 4) + j;
-        if (r >= ROWS || n + r >= p.N) continue;
+        if (r >= ROWS || item.n + r >= p.N) continue;
 #if ONLY
-        const i64 row = (i64)b * p.N + n + r;
+        const i64 row = (i64)item.b * p.N + item.n + r;
 #pragma unroll
         for (int i = 0; i < 2; i++)
             if (m + i < p.M) {
-                const float scale_b = p.sb[(i64)(p.shared_b ? 0 : b) * p.M + m + i];
-                const float factor = p.factors[level_of(p, b, n + r, 0)];
+                const float scale_b = p.sb[(i64)(p.shared_b ? 0 : item.b) * p.M + m + i];
+                const float factor = p.factors[level_of(p, item.b, item.n + r, 0)];
                 const float scale_a = X ? scales[r] : p.sa[row];
                 store(p, row * p.M + m + i, __fadd_rn(0.0f, term_of(acc[2 * i + j], factor, scale_a, scale_b)));
             }
 #else
-        Count *at = p.counts + (((i64)b * p.per_chunk * p.C + s) * p.N + n + r) * p.stride + m;
+        Count *at = p.counts + (((i64)item.b * p.per_chunk * p.C + item.s) * p.N + item.n + r) * p.stride + m;
 #if WIDE
         *(int2 *)at = {acc[j], acc[2 + j]};
 #else
@@ -501,119 +510,120 @@ static __device__ __forceinline__ void write(const Product &p, int b, int n, int
 }
 
 // While the kernel before this one may still run: the block's first weights, and its share of the tables.
-static __device__ __forceinline__ void prefetch_all(const Product &p, const s8 *weights, int length, int begin, int end) {
-    const i64 block = ((i64)blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
-    const i64 line = block * THREADS + threadIdx.x;
+static __device__ __forceinline__ void prefetch_all(const Product &p, const s8 *weights, const Slice &slice, const Item &item) {
+    const i64 line = (i64)blockIdx.x * THREADS + threadIdx.x;
     if (line < p.num_masks * 128) prefetch(p.tables + line * 128);
-    for (int m = begin + threadIdx.x; m < end && m < begin + STAGES * WARPS * TILE && length > 0; m += THREADS)
-        prefetch(weights + (i64)m * p.D);
+    for (int m = item.begin + threadIdx.x; m < item.end && m < item.begin + STAGES * WARPS * TILE; m += THREADS)
+        if (slice.length > 0) prefetch(weights + (i64)m * p.D);
+}
+
+static __device__ __forceinline__ void load_rows(const Product &p, const Item &item, const Slice &slice, Row *rows) {
+#pragma unroll
+    for (int i = 0; i < ROUNDS; i++) {
+        const int r = threadIdx.x / LANES + i * WARPS;
+        if (r < ROWS) rows[i] = load_row(p, slice, item.b, item.n + r);
+    }
+}
+
+static __device__ __forceinline__ void place_rows(const Product &p, const Item &item, const Slice &slice, Row *rows,
+                                                  u32 *places, float *scales) {
+#pragma unroll
+    for (int i = 0; i < ROUNDS; i++) {
+        const int r = threadIdx.x / LANES + i * WARPS, row = item.n + r;
+        if (r >= ROWS) continue;
+#if X
+        const float scale = quantize(p, slice, rows + i);
+        if (threadIdx.x % LANES == 0) scales[r] = scale;
+        if (threadIdx.x % LANES == 0 && item.begin == 0 && row < p.N && slice.chunk < p.C)
+            p.sa[((i64)item.b * p.N + row) * p.C + slice.chunk] = scale;
+#endif
+        place_row(p, slice, item.b, row, rows[i], places + r * SLICE);
+    }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) stochastic_lookup(const Product p) {
-    u32 *ring = shared + GROUP * PLANES * (PLANE / 4);
+    u32 *ring = shared + PLANES * (PLANE / 4);
     u32 *slopes = ring + RING * WARPS * STAGES * (SLOT / 4);
-    u32 *places = slopes + GROUP * (ROWS + 1) * SLOPES;
-    float *scales = (float *)(places + TASKS * SLICE);
+    u32 *places = slopes + (ROWS + 1) * SLOPES;
+    float *scales = (float *)(places + ROWS * SLICE);  // of two items
     const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
-    const int b = blockIdx.z, n = blockIdx.x * ROWS;
-    const int slices = p.per_chunk * p.C, groups = (slices + GROUP - 1) / GROUP;
-    const int first = blockIdx.y % groups * GROUP;
-    const int begin = blockIdx.y / groups * p.outputs, end = begin + p.outputs < p.M ? begin + p.outputs : p.M;
-    Slice slice[GROUP];
-    const s8 *weights[GROUP];
-    int left[GROUP];  // of the slice's dimensions from the lane's first one on
-#pragma unroll
-    for (int i = 0; i < GROUP; i++) {
-        slice[i] = slice_of(p, first + i);
-        weights[i] = p.qb + (p.shared_b ? 0 : (i64)b * p.M * p.D) + slice[i].first + 16 * (lane % 4);
-        left[i] = slice[i].length - 16 * (lane % 4);
-    }
-    prefetch_all(p, weights[0] - 16 * (lane % 4), slice[0].length, begin, end);
-    await_previous();
-    let_next_start();
-    Row rows[ROUNDS];  // first of all, for what is read later waits behind the weights
-#pragma unroll
-    for (int i = 0; i < ROUNDS; i++) {
-        const int task = warp + i * WARPS;
-        if (task < TASKS) rows[i] = load_row(p, chosen(slice, task / ROWS), b, n + task % ROWS);
-    }
-    int m = begin + warp * TILE;
-#if RING
-    static_assert(GROUP == 1, "a ring is of one slice");
-    const s8 *tiles = weights[0] - 16 * (lane % 4) + lane / 8 * (i64)p.D + 16 * (lane % 8);
-    const u32 slots = (u32)__cvta_generic_to_shared(ring) + warp * STAGES * SLOT;
-    const auto load = [&](int i) {
-        const int tile = m + i * WARPS * TILE;
-        if (tile < end) copy_tile(p, tiles, slice[0].length, tile, slots + i * SLOT);
-        end_group();
-    };
-#else
-    Weights w[STAGES];  // a ring: slices of a tile, then those of the warp's next tile
-    const auto load = [&](int i) {
-        const int tile = m + i / GROUP * WARPS * TILE;
-        w[i] = {};
-        if (tile < end) load_tile(p, weights[i % GROUP], left[i % GROUP], tile + lane / 4 * 2, w + i);
-    };
-#endif
-#pragma unroll
-    for (int i = 0; i < STAGES / 2; i++) load(i);
-#pragma unroll
-    for (int i = 0; i < ROUNDS; i++) {
-        const int task = warp + i * WARPS, row = n + task % ROWS;
-        if (task < TASKS) {
-            const Slice own = chosen(slice, task / ROWS);
-#if X
-            const float scale = quantize(p, own, rows + i);
-            if (lane == 0) scales[task] = scale;
-            if (lane == 0 && begin == 0 && row < p.N && own.chunk < p.C)
-                p.sa[((i64)b * p.N + row) * p.C + own.chunk] = scale;
-#endif
-            place_row(p, own, b, row, rows[i], places + task * SLICE);
-        }
-    }
-    __syncthreads();
-    build(p, places, shared, slopes, [&] {  // tables first: they would wait behind so many weights
-#pragma unroll
-        for (int i = STAGES / 2; i < STAGES; i++) load(i);
-    });
-    __syncthreads();
     u32 own[8];
 #pragma unroll
     for (int s = 0; s < 8; s++)
         own[s] = (u32)__cvta_generic_to_shared(shared) + 4 * (lane % 4 * 8 + (s + lane / 4) % 8);
-    u32 used[GROUP] = {};
-#if LINEAR
+    Item item = item_of(p, blockIdx.x);
+    Slice slice = slice_of(p, item.s);
+    const s8 *weights = p.qb + (p.shared_b ? 0 : (i64)item.b * p.M * p.D) + slice.first;
+    prefetch_all(p, weights, slice, item);
+    await_previous();
+    let_next_start();
+    for (int index = blockIdx.x; index < p.items; scales += index / gridDim.x % 2 ? -ROWS : ROWS, index += gridDim.x) {
+        Row rows[ROUNDS];  // first of all, for what is read later waits behind the weights
+        load_rows(p, item, slice, rows);
+        int m = item.begin + warp * TILE;
+#if RING
+        const s8 *from = weights + lane / 8 * (i64)p.D + 16 * (lane % 8);
+        const u32 slots = (u32)__cvta_generic_to_shared(ring) + warp * STAGES * SLOT;
+        const auto load = [&](int i) {
+            const int tile = m + i * WARPS * TILE;
+            if (tile < item.end) copy_tile(p, from, slice.length, tile, slots + i * SLOT);
+            end_group();
+        };
+#else
+        const s8 *from = weights + 16 * (lane % 4);
+        const int left = slice.length - 16 * (lane % 4);  // of the slice's dimensions from the lane's first one on
+        Weights w[STAGES];                                // a ring
+        const auto load = [&](int i) {
+            const int tile = m + i * WARPS * TILE;
+            w[i] = {};
+            if (tile < item.end) load_tile(p, from, left, tile + lane / 4 * 2, w + i);
+        };
+#endif
 #pragma unroll
-    for (int i = 0; i < GROUP; i++) used[i] = used_slopes(slopes, i);
+        for (int i = 0; i < STAGES / 2; i++) load(i);
+        place_rows(p, item, slice, rows, places, scales);
+        __syncthreads();  // and all are done with the table before
+        build(p, places, shared, slopes, [&] {  // tables first: they would wait behind so many weights
+#pragma unroll
+            for (int i = STAGES / 2; i < STAGES; i++) load(i);
+        });
+        __syncthreads();
+        u32 used = 0;
+#if LINEAR
+        used = used_slopes(slopes);
 #endif
 #if RING
-    for (u32 slot = slots; m < end; m += WARPS * TILE, slot = slot + SLOT < slots + STAGES * SLOT ? slot + SLOT : slots) {
-        Weights w;
-        await_groups<STAGES - 1>();
-        __syncwarp();  // other lanes' copies, too
-        read_tile(slot, &w);
-        __syncwarp();
-        const int next = m + STAGES * WARPS * TILE;
-        if (next < end) copy_tile(p, tiles, slice[0].length, next, slot);
-        end_group();
-        int acc[4];
-        count(own, slopes, used[0], w, 0, acc);
-        write(p, b, n, first, m + lane / 4 * 2, scales, acc);
-    }
-#else
-    for (; m < end; m += STAGES / GROUP * WARPS * TILE) {
-#pragma unroll
-        for (int i = 0; i < STAGES; i++) {
-            const int tile = m + i / GROUP * WARPS * TILE, next = tile + STAGES / GROUP * WARPS * TILE;
-            if (tile >= end) break;
+        for (u32 slot = slots; m < item.end;
+             m += WARPS * TILE, slot = slot + SLOT < slots + STAGES * SLOT ? slot + SLOT : slots) {
+            Weights w;
+            await_groups<STAGES - 1>();
+            __syncwarp();  // other lanes' copies, too
+            read_tile(slot, &w);
+            __syncwarp();
+            const int later = m + STAGES * WARPS * TILE;
+            if (later < item.end) copy_tile(p, from, slice.length, later, slot);
+            end_group();
             int acc[4];
-            count(own, slopes, used[i % GROUP], w[i], i % GROUP, acc);
-            if (next < end) load_tile(p, weights[i % GROUP], left[i % GROUP], next + lane / 4 * 2, w + i);
-            if (first + i % GROUP < slices)
-                write(p, b, n, first + i % GROUP, tile + lane / 4 * 2, scales, acc);
+            count(own, slopes, used, w, acc);
+            write(p, item, m + lane / 4 * 2, scales, acc);
         }
-    }
+#else
+        for (; m < item.end; m += STAGES * WARPS * TILE) {
+#pragma unroll
+            for (int i = 0; i < STAGES; i++) {
+                const int tile = m + i * WARPS * TILE, later = tile + STAGES * WARPS * TILE;
+                if (tile >= item.end) break;
+                int acc[4];
+                count(own, slopes, used, w[i], acc);
+                if (later < item.end) load_tile(p, from, left, later + lane / 4 * 2, w + i);
+                write(p, item, tile + lane / 4 * 2, scales, acc);
+            }
+        }
 #endif
+        item = item_of(p, index + gridDim.x);
+        slice = slice_of(p, item.s);
+        weights = p.qb + (p.shared_b ? 0 : (i64)item.b * p.M * p.D) + slice.first;
+    }
 }
 
 struct Pair {

@@ -28,7 +28,7 @@ _SLOPE_BYTES = 36 * 4
 _TILE = 16
 _TILE_BYTES = _TILE * SLICE
 _RESERVED_BYTES = 1024  # of shared memory for each block
-_OUTPUTS_OF_BUILDING = 200  # that a block could serve in the time it takes to build its tables
+_OUTPUTS_OF_BUILDING = 500  # that a block could serve in the time it takes to build its tables
 _WORKSPACE = 2**26  # counts
 _WIDTH_BYTES = 33 * 4  # of 32 outputs' terms in shared memory
 _MOST_AT_ONCE = 128  # chunks of a block that adds: four for each half of 16 warps
@@ -101,7 +101,18 @@ class Product(ctypes.Structure):
         *((name, ctypes.c_int) for name in ("N", "M", "D", "C", "chunk", "per_chunk", "num_masks")),
         *(
             (name, ctypes.c_int)
-            for name in ("shared_b", "level_b", "level_n", "level_c", "outputs", "stride", "rows_added")
+            for name in (
+                "shared_b",
+                "level_b",
+                "level_n",
+                "level_c",
+                "outputs",
+                "splits",
+                "row_groups",
+                "items",
+                "stride",
+                "rows_added",
+            )
         ),
         ("at_once", ctypes.c_int),
         ("max_code", ctypes.c_float),
@@ -137,13 +148,15 @@ class Plan:
     """How a product is launched."""
 
     rows: int  # of a block
-    group: int  # slices of a block
-    stages: int  # slices of a tile that a warp has in flight
+    stages: int  # tiles that a warp has in flight
     threads: int
     min_blocks: int  # of a multiprocessor
     ring: int
     chains: int
-    outputs: int  # of a block
+    outputs: int  # of a table
+    splits: int  # of all outputs into such parts
+    row_groups: int
+    items: int  # tables
     slices: int
     grid: tuple[int, int, int]
     combine: Combine | None  # None: there is but one slice
@@ -152,7 +165,7 @@ class Plan:
     @property
     def shared_bytes(self) -> int:
         """Tables, and the slopes of each row and of none."""
-        shape = Shape(self.group, self.stages, self.threads, self.min_blocks, self.ring)
+        shape = Shape(self.stages, self.threads, self.min_blocks, self.ring)
         return shape.bytes(self.rows)
 
     def defines(self, tables: Tables, aligned: int, rows: Rows, out: torch.dtype) -> _nvrtc.Defines:
@@ -162,7 +175,6 @@ class Plan:
             ("SMOOTH", int(rows.smooth is not None)),
             ("OUT", _KINDS[out]),
             ("ROWS", self.rows),
-            ("GROUP", self.group),
             ("STAGES", self.stages),
             ("MIDDLE", 128 // tables.added),
             ("LINEAR", int(tables.linear)),
@@ -177,14 +189,13 @@ class Plan:
         )
 
 
-def _shared_bytes(rows: int, group: int) -> int:
-    return group * (rows * (_PLANE_BYTES + 4 * SLICE + 4) + (rows + 1) * _SLOPE_BYTES)
+def _shared_bytes(rows: int) -> int:
+    return rows * (_PLANE_BYTES + 4 * SLICE + 2 * 4) + (rows + 1) * _SLOPE_BYTES
 
 
 class Shape(NamedTuple):
     """What a block is."""
 
-    group: int
     stages: int
     threads: int
     min_blocks: int
@@ -193,14 +204,14 @@ class Shape(NamedTuple):
 
     def bytes(self, rows: int) -> int:
         """Of shared memory."""
-        return _shared_bytes(rows, self.group) + self.ring * self.stages * self.threads * _TILE_BYTES // 32
+        return _shared_bytes(rows) + self.ring * self.stages * self.threads * _TILE_BYTES // 32
 
 
 # By the rows of a block, measured on an H200; the second where shared memory does not hold the first.
 SHAPES = {
-    1: (Shape(1, 3, 256, 2, 1), Shape(1, 4, 256, 2)),
-    2: (Shape(1, 2, 256, 2, 1), Shape(1, 2, 256, 2)),
-    4: (Shape(1, 2, 512, 1, 1), Shape(1, 3, 512, 1)),
+    1: (Shape(3, 256, 2, 1), Shape(4, 256, 2)),
+    2: (Shape(2, 256, 2, 1), Shape(2, 256, 2)),
+    4: (Shape(2, 512, 1, 1), Shape(3, 512, 1)),
 }
 
 
@@ -209,22 +220,21 @@ def plan(
     batch: int, rows: int, outputs: int, chunks: int, chunk: int, *, multiprocessors: int, shared: int
 ) -> Plan:
     """Rows of a block by how many there are and what shared memory holds; then blocks for all of the GPU."""
-    of_block = 1 if rows == 1 else 4 if rows > 2 and shared >= _shared_bytes(4, 1) else 2
+    of_block = 1 if rows == 1 else 4 if rows > 2 and shared >= _shared_bytes(4) else 2
     slices = chunks * cdiv(chunk, SLICE)
     first, shape = SHAPES[of_block]
     if first.min_blocks * (first.bytes(of_block) + _RESERVED_BYTES) <= shared + _RESERVED_BYTES:
         shape = first
-    if slices < shape.group or shared < shape.bytes(of_block):
-        shape = shape._replace(group=1)
     resident = multiprocessors * max(1, min(shape.min_blocks, shared // shape.bytes(of_block)))
-    blocks = cdiv(rows, of_block) * batch * cdiv(slices, shape.group)
-    per_block, splits = _split(outputs, blocks, resident)
+    row_groups = cdiv(rows, of_block)
+    of_table, splits = _split(outputs, row_groups * batch * slices, resident)
+    items = row_groups * batch * slices * splits
     combine = None
     if slices > 1:
         combine = _combine(batch, rows, outputs, chunks, slices // chunks, resident=2 * multiprocessors)
     counts = 0 if slices == 1 else batch * slices * rows * _stride(outputs)
-    grid = (cdiv(rows, of_block), splits * cdiv(slices, shape.group), batch)
-    return Plan(of_block, *shape, per_block, slices, grid, combine, counts)
+    grid = (min(items, resident), 1, 1)
+    return Plan(of_block, *shape, of_table, splits, row_groups, items, slices, grid, combine, counts)
 
 
 def _combine(batch: int, rows: int, outputs: int, chunks: int, per_chunk: int, *, resident: int) -> Combine:
@@ -279,9 +289,11 @@ def product_of(
         strides = [s if n > 1 else 0 for n, s in zip(level_index.shape, level_index.stride(), strict=True)]
     pointed = (a.values, a.smooth, a.scales, *b, level_index, *tables[:4], counts, y)
     sizes = (N, M, D, C, chunk, cdiv(chunk, SLICE), tables.bytes.shape[1], int(b[0].shape[0] == 1))
+    of_plan = (plan.outputs, plan.splits, plan.row_groups, plan.items, _stride(M))
+    of_combine = (plan.combine.rows_added, plan.combine.at_once) if plan.combine else (0, 0)
     return Product(
-        *(None if x is None else x.data_ptr() for x in pointed), *sizes, *strides, plan.outputs, _stride(M),
-        *((plan.combine.rows_added, plan.combine.at_once) if plan.combine else (0, 0)), a.max_code,
+        *(None if x is None else x.data_ptr() for x in pointed), *sizes, *strides, *of_plan, *of_combine,
+        a.max_code,
     ), counts  # fmt: skip
 
 
