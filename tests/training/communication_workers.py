@@ -66,7 +66,7 @@ def device() -> str:
 def wrapped(
     format: str, net: type[nn.Module] = Net, **how: Any
 ) -> tuple[DistributedDataParallel, DDPExchange]:
-    """What is kept is float32 here unless a test says otherwise: then sums close."""
+    """What is kept is float32 unless a test says otherwise, on a GPU too: then sums close."""
     model = DistributedDataParallel(net().to(device()), bucket_cap_mb=0.003)
     return model, quantize_gradients(model, get_format(format), **{"residual_dtype": torch.float32, **how})
 

@@ -9,7 +9,7 @@ Matrices travel in codes. Biases, norms and other small tensors travel in float3
 they are few, and large beside the values that would share their scale.
 
 What error feedback keeps belongs to parameters, not to buckets: DDP orders its buckets anew after the first
-step, and then what was kept is cut anew too. It costs 2 bytes a trained value on every rank, and 2 / W more.
+step, and then what was kept is cut anew too. It costs 2 bytes a trained value on every GPU, and 2 / W more.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def quantize_gradients(
     stochastic: bool | None = None,
     node_size: int = 1,
     timeout: timedelta | None = None,
-    residual_dtype: torch.dtype = torch.bfloat16,
+    residual_dtype: torch.dtype | None = None,
 ) -> DDPExchange:
     """Let the gradients of ``model`` travel in few bits. Every rank calls this, before the first backward.
 
@@ -59,7 +59,8 @@ def quantize_gradients(
         timeout: how long a rank waits for the others, on a CPU, where the exchange has a process group of its
             own; None: torch's.
         residual_dtype: of what error feedback keeps: bfloat16, or float32, which is twice the memory and
-            loses nothing, where bfloat16 loses at most 2**-9 of what rounding took.
+            loses nothing, where bfloat16 loses at most 2**-9 of what rounding took; None: bfloat16 on a GPU,
+            whose memory's traffic is what coding takes, float32 on a CPU, which would convert.
 
     Returns:
         The exchange; `save` and `load` belong into checkpoints, ``str()`` into the receipt.
@@ -70,6 +71,8 @@ def quantize_gradients(
     if len(ranks) % node_size:
         raise BadInput(f"{len(ranks)} ranks are no nodes of {node_size} each; give another node_size.")
     names = {id(p): name for name, p in model.module.named_parameters()}
+    if residual_dtype is None:
+        residual_dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     local, cross = _groups(model.process_group, ranks, node_size, device, timeout)
     exchange = DDPExchange(
         format, cross, names, Lane(device), local=local, rank=ranks.index(distributed.get_rank()),
@@ -151,7 +154,7 @@ class DDPExchange(GradientExchange):
         lane: Lane,
         *,
         local: Travel | None = None,
-        residual_dtype: torch.dtype = torch.bfloat16,
+        residual_dtype: torch.dtype = torch.float32,
         **how: Any,
     ) -> None:
         """Args: as of `GradientExchange`; parameters' names by id; where it computes; this rank's node."""
