@@ -76,14 +76,21 @@ class Fusion:
 
 
 class FusedForward:
-    """The forward of one decoder layer: two nodes where they apply, else the layer's own.
-
-    Attributes:
-        keep: what the layer keeps for its backward pass.
-    """
+    """The forward of one decoder layer: two nodes where they apply, else the layer's own."""
 
     def __init__(self, layer: nn.Module, parts: LayerParts, fusion: Fusion, keep: Keep) -> None:
         self.layer, self.parts, self.fusion, self.keep = layer, parts, fusion, keep
+
+    @property
+    def keep(self) -> Keep:
+        """What the layer keeps for its backward pass, and of its weights; to be set at any time."""
+        return self._keep
+
+    @keep.setter
+    def keep(self, keep: Keep) -> None:
+        self._keep = keep
+        if not keep.weights:
+            self.parts.forget_values()
 
     def __call__(
         self,

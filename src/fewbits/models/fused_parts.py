@@ -50,6 +50,7 @@ class LayerParts:
         self._sandwich = "pre_feedforward_layernorm" in spec.norms
         self._head_norms = "self_attn.q_norm" in spec.norms
         self._scales: dict[tuple[str, ...], tuple[Any, WeightScale]] = {}
+        self._decoded: dict[tuple[str, ...], tuple[Any, dict[object, Tensor]]] = {}
         self.found: dict[tuple[str, ...], tuple[list[Any], WeightScale]] = {}  # see `PassScales`
 
     def run(
@@ -152,12 +153,14 @@ class LayerParts:
         operands = {o for _, o in found}
         if len({part.rounding is None for part in parts}) > 1:
             raise NotFused(f"of {', '.join(paths)} some are rounded in training and some are not")
+        decoded = self._values(paths, parts) if keep.weights else None
         if operands == {PLAIN}:
-            return Projection(parts)
+            return Projection(parts, decoded=decoded)
         if operands == {FLOAT8}:
             if dtype not in (torch.bfloat16, torch.float32):
                 raise NotFused(f"float8 products come out in bfloat16 or float32, not in {dtype}")
-            return Projection(parts, self._scale(paths, parts), turned=self._turned(parts, keep))
+            scale, turned = self._scale(paths, parts), self._turned(parts, keep)
+            return Projection(parts, scale, turned=turned, decoded=decoded)
         raise NotFused(f"{', '.join(paths)} have formats of their operands that no fused product takes")
 
     def _turned(self, parts: tuple[Part, ...], keep: Keep) -> list[Tensor] | None:
@@ -168,6 +171,25 @@ class LayerParts:
         made = all(isinstance(part.weight, Tensor) and part.weight.requires_grad for part in parts)
         sharded = getattr(self.layer, "_is_fsdp_managed_module", False)
         return [] if made and keep.normed and not sharded and torch.is_grad_enabled() else None
+
+    def forget_values(self) -> None:
+        """Let go of all values of weights that were kept (`Keep.weights`)."""
+        self._decoded.clear()
+
+    def _values(self, paths: tuple[str, ...], parts: tuple[Part, ...]) -> dict[object, Tensor] | None:
+        """Where values of frozen weights stay while these are the same tensors; None where some may change.
+
+        FSDP2 gives a gathered layer back, and fills one tensor over and over.
+        """
+        tensors = [part.weight if isinstance(part.weight, Tensor) else part.weight.codes for part in parts]
+        changing = any(t.requires_grad for t in tensors) or any(part.rounding is not None for part in parts)
+        if changing or getattr(self.layer, "_is_fsdp_managed_module", False):
+            return None
+        key = [(t.data_ptr(), t._version) for t in tensors]
+        known = self._decoded.get(paths)
+        if known is None or known[0] != key:
+            self._decoded[paths] = known = (key, {})
+        return known[1]
 
     def _scale(self, paths: tuple[str, ...], parts: tuple[Part, ...]) -> WeightScale:
         """One scale for the weights side by side; kept while they stay the same frozen tensors.

@@ -25,19 +25,23 @@ class Keep:
             one pass over memory each. With float8 products and weights that train also these weights'
             transposed values, which are otherwise made from the weights again.
         offload: the two inputs wait in pinned host memory (`fewbits.nn.offload`) for the backward pass.
+        weights: values of frozen weights as the products take them stay from step to step: decoded, and in
+            float8 transposed as well. False: they are made anew in each pass.
     """
 
     attention: bool = True
     mlp: bool = True
     normed: bool = False
     offload: bool = False
+    weights: bool = False
 
     def __str__(self) -> str:
         """``attention+mlp``, ``mlp, inputs on the host``, ``inputs``."""
-        kept = "+".join(name for name in ("attention", "mlp", "normed") if getattr(self, name))
+        kept = "+".join(name for name in ("attention", "mlp", "normed", "weights") if getattr(self, name))
         return (kept or "inputs") + (", inputs on the host" if self.offload else "")
 
 
+KEEP_EVERYTHING = Keep(normed=True, weights=True)
 KEEP_ALL = Keep(normed=True)
 KEEP_PRODUCTS = Keep()
 KEEP_MLP = Keep(attention=False)
@@ -46,7 +50,7 @@ KEEP_NONE = Keep(attention=False, mlp=False)
 KEEP_ON_HOST = Keep(attention=False, mlp=False, offload=True)
 
 # From the fastest to the smallest; the planner mixes them layer by layer.
-KEEPS = (KEEP_ALL, KEEP_PRODUCTS, KEEP_MLP, KEEP_ATTENTION, KEEP_NONE, KEEP_ON_HOST)
+KEEPS = (KEEP_EVERYTHING, KEEP_ALL, KEEP_PRODUCTS, KEEP_MLP, KEEP_ATTENTION, KEEP_NONE, KEEP_ON_HOST)
 
 
 def keep_for(choice: bool | float | str) -> Keep:

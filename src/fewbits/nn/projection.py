@@ -20,7 +20,7 @@ more and transposed, which cost more than the faster product gains (28 layers of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -126,12 +126,14 @@ class Projection:
         fast_accumulation: float8 products add up in the tensor cores' own, shorter, accumulator.
         turned: None, or where `product` leaves the transposed float8 values of dense weights for
             `backward_product`: one pass over the weights less, for a byte a value in between.
+        decoded: None, or where values of frozen weights stay, as the products take them, from call to call.
     """
 
     parts: tuple[Part, ...]
     weight_scale: WeightScale | None = None
     fast_accumulation: bool = True
     turned: list[Tensor] | None = None
+    decoded: dict[object, Tensor] | None = None
 
     @property
     def width(self) -> int:
@@ -381,6 +383,18 @@ class Projection:
         first = self.parts[0]
         if len(self.parts) == 1 and isinstance(first.weight, Tensor) and first.rounding is None:
             return first.weight.to(dtype)
+        room = self.rank if self._extended() else 0
+        return self._kept(dtype, lambda n: self._decode(dtype, max(n, extra)), room)[: self.width + extra]
+
+    def _kept(self, key: object, make: Callable[[int], Tensor], room: int = 0) -> Tensor:
+        """What ``make`` gives; of what is kept, what it gave before, with this much room below."""
+        if self.decoded is None or torch.is_inference_mode_enabled():
+            return make(0)
+        if key not in self.decoded:
+            self.decoded[key] = make(room)
+        return self.decoded[key]
+
+    def _decode(self, dtype: torch.dtype, extra: int) -> Tensor:
         device = _device(self.parts[0].weight)
         weight = torch.empty(self.width + extra, self.depth, dtype=dtype, device=device)
         for part, at in zip(self.parts, self.slices(), strict=True):
@@ -392,6 +406,9 @@ class Projection:
 
     def _float8_weight(self, transposed: bool = False) -> Tensor:
         """E4M3 values of W (N, K), or of its transpose (K, N)."""
+        return self._kept(("float8", transposed), lambda _: self._make_float8(transposed))
+
+    def _make_float8(self, transposed: bool) -> Tensor:
         assert self.weight_scale is not None
         inverse = self.weight_scale.inverse
         device = _device(self.parts[0].weight)

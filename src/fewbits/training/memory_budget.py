@@ -311,6 +311,7 @@ def _planners(model: Any, target: Target, recipe: Recipe, length: int) -> Callab
     device = next(model.parameters()).device
     dtype = getattr(model, "dtype", torch.float32)
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    sharded = any(hasattr(p, "to_local") for p in model.parameters())
 
     def planner_for(num_tokens: int, **known: Any) -> Planner:
         fused = {"num_layers": len(target.layers)} if target.layers else {"is_fused": False}
@@ -321,6 +322,7 @@ def _planners(model: Any, target: Target, recipe: Recipe, length: int) -> Callab
             sequence_length=min(length, num_tokens),
             capability=capability,
             dtype_bytes=dtype.itemsize,
+            can_keep_weights=not sharded,
             **fused,
             **known,
         )

@@ -1,0 +1,183 @@
+"""What one decoder layer's items take in bytes, and seconds to have them again: what a memory plan weighs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fewbits.models.families import SPECS
+from fewbits.nn.keep import Keep
+from fewbits.recipes import Recipe
+from fewbits.recipes.memory import linear_shapes
+
+# What host traffic costs although it runs beside the products, of its own time: on an H200 at the 8B shape
+# less than could be measured.
+_HIDDEN_SHARE = 0.02
+# Values that transformers' own Llama layer keeps for each token beside the linears' outputs, in widths of the
+# residual and of the MLP; fitted to the measured peak of HF + PEFT at the 8B shape (62.4 GiB, 8,192 tokens).
+_PLAIN_RESIDUALS, _PLAIN_INNERS = 8, 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """The rates that seconds are predicted with: what large products and copies reach, not the data sheet."""
+
+    flops: float
+    bandwidth: float  # bytes a second of the device's memory
+    host_bandwidth: float  # bytes a second to or from pinned host memory
+
+
+_MACHINES = {
+    (8, 0): Machine(flops=240e12, bandwidth=1.4e12, host_bandwidth=22e9),
+    (8, 6): Machine(flops=65e12, bandwidth=0.8e12, host_bandwidth=22e9),
+    (8, 9): Machine(flops=150e12, bandwidth=0.8e12, host_bandwidth=22e9),
+    (9, 0): Machine(flops=600e12, bandwidth=3.6e12, host_bandwidth=45e9),
+    (10, 0): Machine(flops=1400e12, bandwidth=6e12, host_bandwidth=45e9),
+    (12, 0): Machine(flops=180e12, bandwidth=1.4e12, host_bandwidth=45e9),
+}
+_PLAIN_MACHINE = Machine(flops=1e11, bandwidth=2e10, host_bandwidth=1e10)
+
+
+def machine_of(capability: tuple[int, int] | None) -> Machine:
+    """The rates of a GPU by its compute capability, of the nearest older one that is known; None: a CPU's."""
+    known = [c for c in _MACHINES if capability is not None and c <= capability]
+    return _MACHINES[max(known)] if known else _PLAIN_MACHINE
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerCost:
+    """Bytes that one decoder layer's items take and seconds that making them again takes.
+
+    Attributes:
+        always: bytes that stay whatever is chosen: statistics of the norms, the adapters' inner products.
+        inputs, attention, mlp, normed, weights: bytes of the items of `Keep`.
+        attention_s, mlp_s, normed_s, offload_s, weights_s: seconds of giving each one up.
+        working: bytes of the backward pass through the layer while it is at work.
+        plain: bytes that transformers' own layer keeps without recomputation.
+        forward_s: the layer's forward pass.
+    """
+
+    always: int
+    inputs: int
+    attention: int
+    mlp: int
+    normed: int
+    attention_s: float
+    mlp_s: float
+    normed_s: float
+    offload_s: float
+    working: int
+    plain: int
+    forward_s: float
+    weights: int = 0
+    weights_s: float = 0.0
+
+    def kept(self, keep: Keep) -> int:
+        """Bytes that stay on the device from the forward to the backward pass."""
+        chosen = (
+            (self.inputs, not keep.offload),
+            (self.attention, keep.attention),
+            (self.mlp, keep.mlp),
+            (self.normed, keep.normed),
+            (self.weights, keep.weights),
+        )
+        return self.always + sum(size for size, stays in chosen if stays)
+
+    def remade(self, keep: Keep) -> int:
+        """Bytes that are there only while the layer's backward pass is at work."""
+        half = max(0 if keep.attention else self.attention, 0 if keep.mlp else self.mlp)
+        return half + (0 if keep.normed else self.normed // 2) + (self.inputs if keep.offload else 0)
+
+    def seconds(self, keep: Keep) -> float:
+        """What giving up costs in one step."""
+        costs = (
+            (self.attention_s, not keep.attention),
+            (self.mlp_s, not keep.mlp),
+            (self.normed_s, not keep.normed),
+            (self.offload_s, keep.offload),
+            (self.weights_s, not keep.weights),
+        )
+        return sum(cost for cost, pays in costs if pays)
+
+
+def layer_cost(
+    config: Mapping[str, Any],
+    recipe: Recipe,
+    machine: Machine,
+    *,
+    num_tokens: int,
+    sequence_length: int,
+    dtype_bytes: int = 2,
+) -> LayerCost:
+    """The cost of one layer of a decoder of the Llama family.
+
+    Args:
+        config: the mapping in config.json.
+        recipe: tells whether weights are decoded for each product, and the adapters' rank.
+        machine: the rates.
+        num_tokens: tokens of a batch, padding included.
+        sequence_length: tokens that attend to each other; that of the longest sequence.
+        dtype_bytes: bytes of a value in activations.
+    """
+    T, e, H = num_tokens, dtype_bytes, int(config["hidden_size"])
+    heads, inner = int(config["num_attention_heads"]), int(config["intermediate_size"])
+    shapes = linear_shapes(config)
+    q = next(shape[1] for name, shape in shapes.items() if name.endswith("o_proj"))
+    qkv = sum(n for name, (n, _) in shapes.items() if name.split(".")[-1] in _QKV)
+    norms = _norms_of(config)
+    turned = qkv - (qkv - q) // 2 if "self_attn.q_norm" in norms else 0  # normed q and k beside the product
+    added = 2 * T * H * e if "post_feedforward_layernorm" in norms else 0  # what the second norms read
+    rank = 0 if recipe.lora is None else recipe.lora.r
+    is_packed = recipe.linear.weight is not None
+
+    def product(outputs: int) -> float:
+        decode = outputs * H * (e + 0.6) / machine.bandwidth if is_packed else 0.0
+        return 2 * T * outputs * H / machine.flops + decode
+
+    norm_s = 2 * T * H * e / machine.bandwidth
+    attention_s = 2 * T * min(sequence_length, T) * q / (0.6 * machine.flops)  # causal: half of 4 T S q
+    qkv_s, gate_up_s = product(qkv), product(2 * inner)
+    forward_s = qkv_s + product(q) + gate_up_s + product(inner) + attention_s
+    travel_s = 2 * T * H * e / machine.host_bandwidth  # one way; the other way hides behind the backward pass
+    decoded = max(2 * inner * H, qkv * H) * e if is_packed else 0
+    turns = recipe.lora is None and not is_packed and recipe.linear.weight_operand is not None
+    values = sum(n * k for n, k in shapes.values()) if turns else 0  # kept beside the norms' outputs
+    # the gradients of adapters come from the norms' inputs where these are in the products' own 16 bits
+    normed = 2 * T * H * e + values if recipe.lora is None or e != 2 else 0
+    weights, weights_s = _weight_values(recipe, sum(n * k for n, k in shapes.values()), e, machine)
+    return LayerCost(
+        always=2 * T * 4 + 7 * rank * T * e + added,
+        inputs=2 * T * H * e,
+        attention=T * (qkv + q + turned) * e + T * heads * 4,
+        mlp=T * 2 * inner * e,
+        normed=normed,
+        attention_s=qkv_s + attention_s + norm_s,
+        mlp_s=gate_up_s + norm_s,
+        normed_s=2 * norm_s + 2 * values / machine.bandwidth if normed else 0.0,
+        offload_s=2 * travel_s * _HIDDEN_SHARE + max(0.0, travel_s - forward_s),
+        working=max(4 * inner, 2 * qkv + q) * T * e + 3 * T * H * e + decoded,
+        plain=T * e * (_PLAIN_RESIDUALS * H + 2 * qkv + _PLAIN_INNERS * inner + q),
+        forward_s=forward_s,
+        weights=weights,
+        weights_s=weights_s,
+    )
+
+
+def _weight_values(recipe: Recipe, values: int, dtype_bytes: int, machine: Machine) -> tuple[int, float]:
+    """Bytes of a layer's frozen weights as the products take them, and seconds to make them twice a step."""
+    rule = recipe.linear
+    in_float8 = rule.weight_operand is not None
+    if recipe.lora is None or recipe.qat is not None or not (in_float8 or rule.weight is not None):
+        return 0, 0.0
+    stored = 0.6 if rule.weight is not None else dtype_bytes
+    made = 1 if in_float8 else dtype_bytes
+    return values * (2 if in_float8 else dtype_bytes), 2 * values * (stored + made) / machine.bandwidth
+
+
+def _norms_of(config: Mapping[str, Any]) -> tuple[str, ...]:
+    spec = SPECS.get(str(config.get("model_type")))
+    return () if spec is None else spec.norms
+
+
+_QKV = ("q_proj", "k_proj", "v_proj", "qkv_proj")
