@@ -23,7 +23,7 @@ from fewbits.bench.measure import (
 )
 from fewbits.bench.problem import Case, Problem
 from fewbits.bench.record import COLUMNS, Conditions, append, conditions, rows_of
-from fewbits.errors import BadInput
+from fewbits.errors import BadInput, Unsupported
 
 CPU = torch.device("cpu")
 SMALL = [c for c in cases(max_size=128) if c.op != "attention"] + cases("attention", max_size=32)
@@ -162,3 +162,43 @@ def test_cuda_times_are_those_of_the_device() -> None:
         {"one": lambda: lambda: (x.clone(),), "two": lambda: lambda: (x.clone(), x.clone())}, timer
     )
     assert 1.8 < times["two"].p50 / times["one"].p50 < 2.2
+
+
+def test_runs_that_overfill_the_queue_are_taken_in_parts(monkeypatch) -> None:
+    """A variant of many kernels: the host waits for the queue, so that the device runs dry in every batch."""
+    timer = object.__new__(CudaTimer)
+    batches: list[int] = []
+
+    def batch(self, variant, repeats: int, sleep_s: float) -> list[float] | None:
+        batches.append(repeats)
+        return [1.0] * repeats if repeats <= 3 else None
+
+    monkeypatch.setattr(CudaTimer, "_batch", batch)
+    assert timer(lambda: lambda: (), 10) == [1.0] * 10
+    assert sum(n for n in batches if n <= 3) == 10
+    monkeypatch.setattr(CudaTimer, "_batch", lambda *_: None)
+    with pytest.raises(Unsupported, match="to queue 1 runs"):
+        timer(lambda: lambda: (), 10)
+
+
+def test_a_case_that_cannot_be_timed_is_said_and_the_others_go_on(
+    monkeypatch, tmp_path: Path, capsys
+) -> None:
+    monkeypatch.setattr(
+        run, "cases", lambda op=None, max_size=None: [make_case(), replace(make_case(), op="y")]
+    )
+    real, calls = run.measure, []
+
+    def measured(*args, **kwargs):
+        calls.append(args)
+        if len(calls) == 1:
+            raise Unsupported("the device would wait.")
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(run, "measure", measured)
+    target = tmp_path / "rows.csv"
+    argv = ["kernels", "--device", "cpu", "--rounds", "1", "--record", str(target), "--commit", "abc"]
+    assert run.main(argv) == 0
+    assert "x.forward float32 2x3 is not timed: the device would wait." in capsys.readouterr().out
+    with target.open(newline="") as file:
+        assert {row["op"] for row in csv.DictReader(file)} == {"y"}
