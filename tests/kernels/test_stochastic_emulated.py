@@ -176,6 +176,26 @@ def test_the_source_makes_values_and_features(libraries, rows, D, chunk, rank, p
     assert values[:, :first].isnan().all() and values[:, first + width :].isnan().all()
 
 
+@pytest.mark.gpu
+@pytest.mark.interpret
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("based", [True, False])
+def test_the_sum_of_both_products(kernel_device: str, dtype: torch.dtype, based: bool) -> None:
+    """Poisoned where it is not added to; M is no multiple of a block."""
+    from fewbits.kernels._stochastic_add_triton import add
+
+    base, error = (torch.randn(3, 50, dtype=torch.bfloat16, device=kernel_device) for _ in range(2))
+    a, b = (torch.rand(n, 1, device=kernel_device) for n in (3, 50))
+    y = torch.full((3, 50), torch.nan, device=kernel_device, dtype=dtype)
+    add(y, base if based else None, error, a, b, onto=False)
+    want = error.float() * (a * b.t()) + (base.float() if based else 0.0)
+    # The interpreter cuts to bfloat16 where a GPU rounds.
+    rtol, atol = (2**-7, 0.05) if dtype == torch.bfloat16 else (1e-6, 1e-6)
+    torch.testing.assert_close(y.float(), want, rtol=rtol, atol=1e-6)
+    add(y, None, error, a, b, onto=True)
+    torch.testing.assert_close(y.float(), want + error.float() * (a * b.t()), rtol=rtol, atol=atol)
+
+
 @pytest.mark.parametrize("capability", [89, 90, 100, 120])
 def test_it_compiles(capability: int) -> None:
     if _nvrtc.missing():

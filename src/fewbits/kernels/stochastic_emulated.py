@@ -35,7 +35,7 @@ from torch import Tensor
 from fewbits.errors import BadInput
 from fewbits.formats.stochastic import Stochastic
 from fewbits.formats.streams import product_tables
-from fewbits.kernels import _stochastic_features
+from fewbits.kernels import _stochastic_add_triton, _stochastic_features
 
 _FEATURE_BYTES = 2**30  # of b's features at once
 _LARGEST = 224.0  # of a feature: half of what E4M3 holds
@@ -147,7 +147,7 @@ def prepare_emulated(qb: Tensor, sb: Tensor, options: Stochastic, rank: int = 16
 
 @torch.no_grad()
 def emulated_product(qa: Tensor, sa: Tensor, b: EmulatedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
-    """`stochastic_emulated` with a prepared b, in ``dtype``. On a GPU the sum is rounded to bfloat16 first.
+    """`stochastic_emulated` with a prepared b, in ``dtype``. On a GPU both products are rounded to bfloat16.
 
     Args:
         qa: (N, D) int8 codes of a, made with b's options.
@@ -204,7 +204,7 @@ def _fits_units(b: Tensor, rank: int, chunk: int, parts: list[range]) -> bool:
     (M, D), rank = b.shape, _stochastic_features.padded(rank)
     widths = [(min(D, part.stop * chunk) - part.start * chunk) * rank for part in parts]
     whole = M % 16 == 0 and all(width % 16 == 0 for width in widths)
-    return whole and _stochastic_features.takes(b.device)
+    return whole and _stochastic_add_triton.available and _stochastic_features.takes(b.device)
 
 
 def _on_units_of_8_bits(
@@ -212,14 +212,17 @@ def _on_units_of_8_bits(
 ) -> Tensor:
     """y of a's codes, scales and rows' scales: the errors, and the plain product added to them."""
     qa, sa, top = a
-    chunk, columns, rows = b.options.chunk_size(qa.shape[1]), b.top.t().contiguous(), top * features.factor
-    operand, values, y = (qa, sa, 1 / top), torch.empty_like(qa, dtype=torch.bfloat16), None
-    for part, of_b in zip(b.parts, b.features, strict=True):
+    one, rows = torch.ones((), device=qa.device), top * features.factor
+    chunk, last = b.options.chunk_size(qa.shape[1]), len(b.parts) - 1
+    operand, values = (qa, sa, 1 / top), torch.empty_like(qa, dtype=torch.bfloat16)
+    kind = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+    y = torch.empty(len(qa), len(b.values), dtype=kind, device=qa.device)
+    for i, (part, of_b) in enumerate(zip(b.parts, b.features, strict=True)):
         of_a = _stochastic_features.launch(operand, features.a16, features.masks, chunk, part, values)
-        error = torch._scaled_mm(of_a, of_b.t(), rows, columns, out_dtype=torch.bfloat16, use_fast_accum=True)
-        y = error if y is None else y.add_(error)
-    assert y is not None
-    return y.addmm_(values, b.values.t()).to(dtype)
+        error = torch._scaled_mm(of_a, of_b.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
+        base = values @ b.values.t() if i == last else None  # all values are there with the last part
+        _stochastic_add_triton.add(y, base, error, rows, b.top, onto=i > 0)
+    return y.to(dtype)
 
 
 def _dequantized(codes: Tensor, scales: Tensor, options: Stochastic) -> Tensor:
