@@ -1,8 +1,9 @@
 """The table and the plot of docs/kernels.md, from rows of results.csv that `fewbits bench kernels` made.
 
-python benchmarks/plot_kernels.py --commit 8c86704 --svg docs/kernels.svg
+python benchmarks/plot_kernels.py --commits 2cf8954,8c86704 --svg docs/kernels.svg
 
-A line for each case: our time, what share of it the floor is, and the peers' times over ours.
+A line for each case: our time, what share of it the floor is, and the peers' times over ours. Of several
+commits the later one's rows replace the earlier one's.
 """
 
 from __future__ import annotations
@@ -29,8 +30,16 @@ class Kernel(NamedTuple):
         return float(self.row["peak_share"])
 
 
-def read(path: Path, commit: str) -> list[Kernel]:
-    """The cases of a commit, in the order of their rows."""
+def read(path: Path, commits: list[str]) -> list[Kernel]:
+    """The cases of these commits, in the order of their rows."""
+    found: dict[tuple[str, str], Kernel] = {}
+    for commit in commits:
+        found |= {(k.name, k.shape): k for k in read_one(path, commit)}
+    return list(found.values())
+
+
+def read_one(path: Path, commit: str) -> list[Kernel]:
+    """The cases of one commit."""
     cases: dict[tuple[str, ...], dict[str, dict[str, str]]] = {}
     with path.open(newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):
@@ -89,10 +98,10 @@ def plot(kernels: list[Kernel], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rows", type=Path, default=Path("benchmarks/results.csv"))
-    parser.add_argument("--commit", required=True)
+    parser.add_argument("--commits", required=True, help="with commas between")
     parser.add_argument("--svg", type=Path)
     args = parser.parse_args()
-    kernels = read(args.rows, args.commit)
+    kernels = read(args.rows, args.commits.split(","))
     print(table(kernels))
     if args.svg:
         plot(kernels, args.svg)
