@@ -6,6 +6,11 @@ struct int2 { int x, y; };
 static inline void mma_u8(int *d, unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
     emulation::mma(d, {a0, a1, a2, a3, b0, b1}, emulation::bytes<unsigned char>);
 }
+static inline void mma_u8_first(int *d, unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
+    for (int i = 0; i < 4; i++) d[i] = 0;
+    mma_u8(d, a0, a1, a2, a3, b0, b1);
+}
+static inline unsigned kept(unsigned x) { return x; }
 static inline void mma_s8(int *d, unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
     emulation::mma(d, {a0, a1, a2, a3, b0, b1}, emulation::bytes<signed char>);
 }

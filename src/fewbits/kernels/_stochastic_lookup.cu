@@ -87,6 +87,14 @@ static __device__ __forceinline__ void mma_u8(int *d, u32 a0, u32 a1, u32 a2, u3
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
+// The first of a sum.
+static __device__ __forceinline__ void mma_u8_first(int *d, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k32.row.col.s32.u8.u8.s32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%10,%10,%10,%10};"
+        : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "r"(0));
+}
+
 static __device__ __forceinline__ void mma_s8(int *d, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     asm volatile(
         "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
@@ -101,6 +109,13 @@ static __device__ __forceinline__ uint4 load_once(const void *at) {
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                  : "l"(at));
     return v;
+}
+
+// Stays in its register: the compiler would work it out again for each tile.
+static __device__ __forceinline__ u32 kept(u32 x) {
+    u32 same;
+    asm volatile("mov.b32 %0, %1;" : "=r"(same) : "r"(x));
+    return same;
 }
 
 // 16 bytes to shared memory, without a register; each thread's copies in groups.
@@ -357,32 +372,6 @@ struct Weights {
 
 #define SLOT (TILE * SLICE)  // bytes of a tile in shared memory
 
-// A tile's codes to a slot, in whole lines: 8 lanes a row. Rows whose number has the second bit set have their
-// halves exchanged, so that lanes that read side by side do so from different banks. ``from`` is the lane's piece of the first row.
-static __device__ __forceinline__ void copy_tile(const Product &p, const s8 *from, int length, int m, u32 slot) {
-    const int lane = threadIdx.x % LANES, row = lane / 8, piece = lane % 8;
-    slot += row * SLICE + (piece ^ (row & 2) * 2) * 16;
-    if (16 * piece >= length) return;
-    if (m + TILE <= p.M) {
-        from += (i64)m * p.D;
-#pragma unroll
-        for (int j = 0; j < 4; j++) copy_16(slot + j * 4 * SLICE, from + j * 4 * (i64)p.D);
-    } else {
-#pragma unroll
-        for (int j = 0; j < 4; j++)
-            copy_16(slot + j * 4 * SLICE, from + ((i64)(m + row + 4 * j < p.M ? m + 4 * j : p.M - 1 - row)) * p.D);
-    }
-}
-
-static __device__ __forceinline__ void read_tile(u32 slot, Weights *w) {
-    const int lane = threadIdx.x % LANES, quarter = lane / 4;
-    const u8 *at = (const u8 *)__cvta_shared_to_generic(slot + quarter * 2 * SLICE + lane % 4 * 16);
-#pragma unroll
-    for (int i = 0; i < 2; i++)
-#pragma unroll
-        for (int h = 0; h < 2; h++) w->of[i][h] = *(const uint4 *)(at + i * SLICE + (quarter % 2 ? 64 - 64 * h : 64 * h));
-}
-
 // The codes of a lane's outputs m and m + 1 for its dimensions of a slice; outputs beyond the last read the last.
 static __device__ __forceinline__ void load_tile(const Product &p, const s8 *weights, int left, int m, Weights *w) {
 #pragma unroll
@@ -396,6 +385,61 @@ static __device__ __forceinline__ void load_tile(const Product &p, const s8 *wei
 
 static __device__ __forceinline__ u32 word_of(const uint4 &v, int i) {
     return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
+}
+
+// What a lane needs for each tile.
+struct Lane {
+    u32 own[8];     // addresses of its banks, in the order in which it looks up
+    u32 turn[2];    // bytes of a pair of words in that order
+    u32 ones[2];    // of the constant operand
+    u32 slopes;     // addresses: of its slopes;
+    u32 put;        // of its piece of a slot to copy to;
+    u32 take[2];    // and of its pieces to read, of the first slot
+};
+
+static __device__ __forceinline__ Lane make_lane(const u32 *table, const u32 *ring, const u32 *slopes) {
+    const int i = threadIdx.x % LANES, quarter = i / 4, row = i / 8;
+    const u32 turn = 0x11111111u * quarter + 0x76543210u;  // bytes quarter ... quarter + 7, modulo 8
+    const u32 slots = (u32)__cvta_generic_to_shared(ring) + threadIdx.x / LANES * STAGES * SLOT;
+    Lane lane;
+#pragma unroll
+    for (int s = 0; s < 8; s++)
+        lane.own[s] = kept((u32)__cvta_generic_to_shared(table) + 4 * (i % 4 * 8 + (s + quarter) % 8));
+    lane.turn[0] = kept(turn & 0x7777u);
+    lane.turn[1] = kept(turn >> 16 & 0x7777u);
+#pragma unroll
+    for (int j = 0; j < 2; j++) lane.ones[j] = kept(quarter < ROWS ? 1u << (8 * quarter) : 0);
+    lane.slopes = kept((u32)__cvta_generic_to_shared(slopes) + 4 * ((quarter < ROWS ? quarter : ROWS) * SLOPES + 4 * (i % 4)));
+    // Rows whose number has the second bit set have their halves exchanged, so that lanes that read side by side
+    // do so from different banks.
+    lane.put = kept(slots + row * SLICE + (i % 8 ^ (row & 2) * 2) * 16);
+#pragma unroll
+    for (int h = 0; h < 2; h++) lane.take[h] = kept(slots + quarter * 2 * SLICE + i % 4 * 16 + 64 * (h ^ quarter % 2));
+    return lane;
+}
+
+// A tile's codes to a slot, in whole lines: 8 lanes a row. ``from`` is the lane's piece of the first output's.
+static __device__ __forceinline__ void copy_tile(const Product &p, const s8 *from, int length, int m, u32 to) {
+    const int row = threadIdx.x % LANES / 8;
+    if (16 * (int)(threadIdx.x % 8) >= length) return;
+    if (m + TILE <= p.M) {
+        from += (i64)m * p.D;
+#pragma unroll
+        for (int j = 0; j < 4; j++) copy_16(to + j * 4 * SLICE, from + j * 4 * (i64)p.D);
+    } else {
+#pragma unroll 1
+        for (int j = 0; j < 4; j++)
+            copy_16(to + j * 4 * SLICE, from + (i64)(m + row + 4 * j < p.M ? m + 4 * j : p.M - 1 - row) * p.D);
+    }
+}
+
+static __device__ __forceinline__ void read_tile(const Lane &lane, u32 slot, Weights *w) {
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        const u8 *at = (const u8 *)__cvta_shared_to_generic(lane.take[h] + slot);
+#pragma unroll
+        for (int i = 0; i < 2; i++) w->of[i][h] = *(const uint4 *)(at + i * SLICE);
+    }
 }
 
 // The word of a code's counts: byte ``shift`` of w is the code, own the address of its bank in the first table.
@@ -422,50 +466,41 @@ static __device__ __forceinline__ u32 used_slopes(const u32 *slopes) {
 }
 
 // Counts of 16 outputs in a slice: acc[0] is row 2 t of the lane's first output, acc[1] row 2 t + 1, then the second.
-static __device__ __forceinline__ void count(const u32 *own, const u32 *slopes, u32 used, const Weights &w,
-                                             int *acc) {
-    const int lane = threadIdx.x % LANES, quarter = lane / 4;
-    const u32 ones = quarter < ROWS ? 1u << (8 * quarter) : 0;
-    const u32 turn = 0x11111111u * quarter + 0x76543210u;  // bytes quarter ... quarter + 7, modulo 8
-    const u32 turned = turn & 0x77777777u;
-    int sum[CHAINS][4];
-#pragma unroll
-    for (int i = 0; i < 4 * CHAINS; i++) sum[i / 4][i % 4] = i < 4 ? -BIAS : 0;
+static __device__ __forceinline__ void count(const Lane &lane, u32 used, const Weights &w, int *acc) {
+    int sum[2][4];  // in turn: a product need not await the one before it
 #pragma unroll
     for (int pair = 0; pair < 4; pair++) {
         u32 codes[2][2];
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             const u32 low = word_of(w.of[i][pair / 2], pair % 2 * 2), high = word_of(w.of[i][pair / 2], pair % 2 * 2 + 1);
-            codes[i][0] = __byte_perm(low, high, turned & 0xffffu);
-            codes[i][1] = __byte_perm(low, high, turned >> 16);
+            codes[i][0] = __byte_perm(low, high, lane.turn[0]);
+            codes[i][1] = __byte_perm(low, high, lane.turn[1]);
         }
 #pragma unroll
         for (int s = 0; s < 8; s += 2) {
             u32 x[2][2];
 #pragma unroll
             for (int i = 0; i < 4; i++)
-                x[i % 2][i / 2] = look_up(own[s + i / 2], codes[i % 2][s / 4], s % 4 + i / 2, pair);
-            mma_u8(sum[s / 2 % CHAINS], x[0][0], x[1][0], x[0][1], x[1][1], ones, ones);
+                x[i % 2][i / 2] = look_up(lane.own[s + i / 2], codes[i % 2][s / 4], s % 4 + i / 2, pair);
+            if (pair == 0 && s < 4)
+                mma_u8_first(sum[s / 2], x[0][0], x[1][0], x[0][1], x[1][1], lane.ones[0], lane.ones[1]);
+            else
+                mma_u8(sum[s / 2 % 2], x[0][0], x[1][0], x[0][1], x[1][1], lane.ones[0], lane.ones[1]);
         }
     }
 #if LINEAR
-    slopes += (quarter < ROWS ? quarter : ROWS) * SLOPES + 4 * (lane % 4);
 #pragma unroll
     for (int i = 0; i < 4; i++)
         if (used >> i & 1) {
             const int h = i / 2, j = i % 2 * 2;
-            const uint2 k = *(const uint2 *)(slopes + 16 * h + j);
-            mma_s8(sum[i % CHAINS], word_of(w.of[0][h], j), word_of(w.of[1][h], j), word_of(w.of[0][h], j + 1),
+            const uint2 k = *(const uint2 *)__cvta_shared_to_generic(lane.slopes + 4 * (16 * h + j));
+            mma_s8(sum[i % 2], word_of(w.of[0][h], j), word_of(w.of[1][h], j), word_of(w.of[0][h], j + 1),
                    word_of(w.of[1][h], j + 1), k.x, k.y);
         }
 #endif
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-        acc[i] = sum[0][i];
-#pragma unroll
-        for (int j = 1; j < CHAINS; j++) acc[i] += sum[j][i];
-    }
+    for (int i = 0; i < 4; i++) acc[i] = sum[0][i] + sum[1][i] - BIAS;
 }
 
 static __device__ __forceinline__ float term_of(int count, float factor, float scale_a, float scale_b) {
@@ -480,41 +515,53 @@ static __device__ __forceinline__ void store(const Product &p, i64 at, float y) 
 #endif
 }
 
-// Counts of a tile from output m on, the lane's first: to the slice's counts, or as y.
-static __device__ __forceinline__ void write(const Product &p, const Item &item, int m, const float *scales,
-                                             const int *acc) {
-    const int lane = threadIdx.x % LANES;
+// Where the lane's counts of an item's first output go.
+static __device__ __forceinline__ Count *counts_of(const Product &p, const Item &item) {
+    const i64 row = ((i64)item.b * p.per_chunk * p.C + item.s) * p.N + item.n + threadIdx.x % 4 * 2;
+    return p.counts + row * p.stride + threadIdx.x % LANES / 4 * 2;
+}
+
+// Counts of a tile from output m on: to the slice's counts, or as y.
+static __device__ __forceinline__ void write(const Product &p, const Item &item, Count *counts, int m,
+                                             const float *scales, const int *acc) {
 #pragma unroll
     for (int j = 0; j < 2 && j < ROWS; j++) {
-        const int r = 2 * (lane % 4) + j;
+        const int r = threadIdx.x % 4 * 2 + j;
         if (r >= ROWS || item.n + r >= p.N) continue;
 #if ONLY
         const i64 row = (i64)item.b * p.N + item.n + r;
+        const int first = m + threadIdx.x % LANES / 4 * 2;
 #pragma unroll
         for (int i = 0; i < 2; i++)
-            if (m + i < p.M) {
-                const float scale_b = p.sb[(i64)(p.shared_b ? 0 : item.b) * p.M + m + i];
+            if (first + i < p.M) {
+                const float scale_b = p.sb[(i64)(p.shared_b ? 0 : item.b) * p.M + first + i];
                 const float factor = p.factors[level_of(p, item.b, item.n + r, 0)];
                 const float scale_a = X ? scales[r] : p.sa[row];
-                store(p, row * p.M + m + i, __fadd_rn(0.0f, term_of(acc[2 * i + j], factor, scale_a, scale_b)));
+                store(p, row * p.M + first + i, __fadd_rn(0.0f, term_of(acc[2 * i + j], factor, scale_a, scale_b)));
             }
 #else
-        Count *at = p.counts + (((i64)item.b * p.per_chunk * p.C + item.s) * p.N + item.n + r) * p.stride + m;
+        Count *at = counts + m + (j ? p.stride : 0);
 #if WIDE
         *(int2 *)at = {acc[j], acc[2 + j]};
 #else
-        *(u32 *)at = (u32)(acc[j] & 0xffff) | (u32)acc[2 + j] << 16;
+        *(u32 *)at = __byte_perm(acc[j], acc[2 + j], 0x5410);
 #endif
 #endif
     }
 }
 
-// While the kernel before this one may still run: the block's first weights, and its share of the tables.
+// While the kernel before this one may still run: what the block reads first, in this order, and its share of the
+// tables. A row that is not there yet passes the second cache when it is written.
 static __device__ __forceinline__ void prefetch_all(const Product &p, const s8 *weights, const Slice &slice, const Item &item) {
+    const int i = threadIdx.x % 64, r = threadIdx.x / 64;
+    if (slice.length <= 0) return;
+    if (r < ROWS && item.n + r < p.N && 16 * i < slice.length * (X == 1 ? 4 : X == 2 ? 2 : 1))
+        prefetch((const u8 *)p.qa + (((i64)item.b * p.N + item.n + r) * p.D + slice.first) * (X == 1 ? 4 : X == 2 ? 2 : 1) + 16 * i);
+    if (threadIdx.x == THREADS - 1) prefetch(p.masks + slice.offset);
     const i64 line = (i64)blockIdx.x * THREADS + threadIdx.x;
     if (line < p.num_masks * 128) prefetch(p.tables + line * 128);
     for (int m = item.begin + threadIdx.x; m < item.end && m < item.begin + STAGES * WARPS * TILE; m += THREADS)
-        if (slice.length > 0) prefetch(weights + (i64)m * p.D);
+        prefetch(weights + (i64)m * p.D);
 }
 
 static __device__ __forceinline__ void load_rows(const Product &p, const Item &item, const Slice &slice, Row *rows) {
@@ -546,11 +593,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) stochastic_loo
     u32 *slopes = ring + RING * WARPS * STAGES * (SLOT / 4);
     u32 *places = slopes + (ROWS + 1) * SLOPES;
     float *scales = (float *)(places + ROWS * SLICE);  // of two items
-    const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
-    u32 own[8];
-#pragma unroll
-    for (int s = 0; s < 8; s++)
-        own[s] = (u32)__cvta_generic_to_shared(shared) + 4 * (lane % 4 * 8 + (s + lane / 4) % 8);
+    const int warp = threadIdx.x / LANES;
+    const Lane lane = make_lane(shared, ring, slopes);
     Item item = item_of(p, blockIdx.x);
     Slice slice = slice_of(p, item.s);
     const s8 *weights = p.qb + (p.shared_b ? 0 : (i64)item.b * p.M * p.D) + slice.first;
@@ -562,21 +606,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) stochastic_loo
         load_rows(p, item, slice, rows);
         int m = item.begin + warp * TILE;
 #if RING
-        const s8 *from = weights + lane / 8 * (i64)p.D + 16 * (lane % 8);
-        const u32 slots = (u32)__cvta_generic_to_shared(ring) + warp * STAGES * SLOT;
+        const s8 *from = weights + threadIdx.x % LANES / 8 * (i64)p.D + 16 * (threadIdx.x % 8);
         const auto load = [&](int i) {
             const int tile = m + i * WARPS * TILE;
-            if (tile < item.end) copy_tile(p, from, slice.length, tile, slots + i * SLOT);
+            if (tile < item.end) copy_tile(p, from, slice.length, tile, lane.put + i * SLOT);
             end_group();
         };
 #else
-        const s8 *from = weights + 16 * (lane % 4);
-        const int left = slice.length - 16 * (lane % 4);  // of the slice's dimensions from the lane's first one on
-        Weights w[STAGES];                                // a ring
+        const s8 *from = weights + 16 * (threadIdx.x % 4);
+        const int left = slice.length - 16 * (int)(threadIdx.x % 4);  // of the slice's dimensions from the lane's first one on
+        Weights w[STAGES];                                            // a ring
         const auto load = [&](int i) {
             const int tile = m + i * WARPS * TILE;
             w[i] = {};
-            if (tile < item.end) load_tile(p, from, left, tile + lane / 4 * 2, w + i);
+            if (tile < item.end) load_tile(p, from, left, tile + threadIdx.x % LANES / 4 * 2, w + i);
         };
 #endif
 #pragma unroll
@@ -588,24 +631,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) stochastic_loo
             for (int i = STAGES / 2; i < STAGES; i++) load(i);
         });
         __syncthreads();
+        Count *counts = counts_of(p, item);
         u32 used = 0;
 #if LINEAR
         used = used_slopes(slopes);
 #endif
 #if RING
-        for (u32 slot = slots; m < item.end;
-             m += WARPS * TILE, slot = slot + SLOT < slots + STAGES * SLOT ? slot + SLOT : slots) {
+        for (u32 slot = 0; m < item.end; m += WARPS * TILE, slot = slot + SLOT < STAGES * SLOT ? slot + SLOT : 0) {
             Weights w;
             await_groups<STAGES - 1>();
             __syncwarp();  // other lanes' copies, too
-            read_tile(slot, &w);
+            read_tile(lane, slot, &w);
             __syncwarp();
             const int later = m + STAGES * WARPS * TILE;
-            if (later < item.end) copy_tile(p, from, slice.length, later, slot);
+            if (later < item.end) copy_tile(p, from, slice.length, later, lane.put + slot);
             end_group();
             int acc[4];
-            count(own, slopes, used, w, acc);
-            write(p, item, m + lane / 4 * 2, scales, acc);
+            count(lane, used, w, acc);
+            write(p, item, counts, m, scales, acc);
         }
 #else
         for (; m < item.end; m += STAGES * WARPS * TILE) {
@@ -614,9 +657,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) stochastic_loo
                 const int tile = m + i * WARPS * TILE, later = tile + STAGES * WARPS * TILE;
                 if (tile >= item.end) break;
                 int acc[4];
-                count(own, slopes, used, w[i], acc);
-                if (later < item.end) load_tile(p, from, left, later + lane / 4 * 2, w + i);
-                write(p, item, tile + lane / 4 * 2, scales, acc);
+                count(lane, used, w[i], acc);
+                if (later < item.end) load_tile(p, from, left, later + threadIdx.x % LANES / 4 * 2, w + i);
+                write(p, item, counts, tile, scales, acc);
             }
         }
 #endif
@@ -626,16 +669,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) stochastic_loo
     }
 }
 
+// Counts of two outputs, as they are stored.
+#if WIDE
+typedef int2 Stored;
+#else
+typedef u32 Stored;
+#endif
+
 struct Pair {
     int x, y;
 };
 
-static __device__ __forceinline__ Pair load_pair(const Count *at) {
+static __device__ __forceinline__ Pair pair_of(const Stored &v) {
 #if WIDE
-    const int2 v = *(const int2 *)at;
     return {v.x, v.y};
 #else
-    const u32 v = *(const u32 *)at;
     return {(int)(v << 16) >> 16, (int)v >> 16};
 #endif
 }
@@ -660,53 +708,58 @@ static __device__ __forceinline__ void copy_scales(const Product &p, int b, int 
 }
 
 struct Terms {
-    Pair count[OWN][COMBINED];
+    Stored count[OWN][COMBINED];  // of a chunk's first slice
     float scale_a[OWN][COMBINED], factor[OWN][COMBINED];
 };
 
-// Of a thread's chunks from ``first`` on and COMBINED rows from n on; ``end`` is the first row that is not the block's.
-static __device__ __forceinline__ void load_terms(const Product &p, int b, int n, int end, int first, float whole, Terms *t) {
+// Of a thread's chunks from ``first`` on and COMBINED rows from n on, of which ``last`` is the block's last one. What
+// is not there reads what is, so that all is asked for at once.
+static __device__ __forceinline__ void load_terms(const Product &p, int b, int n, int last, int first, float whole, Terms *t) {
     const int lane = threadIdx.x % LANES, m = blockIdx.x * LANES + lane % 16 * 2;
-    const int own = threadIdx.x / LANES * 2 + lane / 16, step = blockDim.x / LANES * 2;
-    const int chunks = p.C - first < p.at_once ? p.C - first : p.at_once;
-    const i64 slice = (i64)p.N * p.stride, between = step * p.per_chunk * slice;
-    const Count *counts = p.counts + ((i64)b * p.C + first + own) * p.per_chunk * slice + (i64)n * p.stride + m;
-    const i64 place = ((i64)b * p.N + n) * p.C + first + own;
+    const int own = first + threadIdx.x / LANES * 2 + lane / 16, step = blockDim.x / LANES * 2;
+    const Count *counts = p.counts + (m < p.stride ? m : p.stride - 2);
 #pragma unroll
     for (int j = 0; j < OWN; j++)
 #pragma unroll
         for (int r = 0; r < COMBINED; r++) {
-            const bool exists = own + j * step < chunks && n + r < end;
-            t->count[j][r] = exists && m < p.stride ? load_pair(counts + j * between + r * p.stride) : Pair{0, 0};
-            t->scale_a[j][r] = exists ? p.sa[place + r * p.C + j * step] : 0.0f;
-            t->factor[j][r] = exists && p.levels ? p.factors[level_of(p, b, n + r, first + own + j * step)] : whole;
+            const int c = own + j * step < p.C ? own + j * step : p.C - 1, row = n + r < last ? n + r : last;
+            const i64 chunk = (i64)b * p.C + c;
+            t->count[j][r] = *(const Stored *)(counts + (chunk * p.per_chunk * p.N + row) * p.stride);
+            t->scale_a[j][r] = p.sa[((i64)b * p.N + row) * p.C + c];
+            t->factor[j][r] = whole;
         }
-    for (int s = 1; s < p.per_chunk; s++)
+    if (!p.levels) return;
 #pragma unroll
-        for (int j = 0; j < OWN; j++)
+    for (int j = 0; j < OWN; j++)
 #pragma unroll
-            for (int r = 0; r < COMBINED; r++)
-                if (own + j * step < chunks && n + r < end && m < p.stride) {
-                    const Pair found = load_pair(counts + s * slice + j * between + r * p.stride);
-                    t->count[j][r].x += found.x;
-                    t->count[j][r].y += found.y;
-                }
+        for (int r = 0; r < COMBINED; r++) {
+            const int c = own + j * step < p.C ? own + j * step : p.C - 1, row = n + r < last ? n + r : last;
+            t->factor[j][r] = p.factors[level_of(p, b, row, c)];
+        }
 }
 
 // To (rows, chunks, outputs).
-static __device__ __forceinline__ void make_terms(const Product &p, const Terms &t, const float *scales, float *terms) {
-    const int lane = threadIdx.x % LANES, x = lane % 16 * 2;
+static __device__ __forceinline__ void make_terms(const Product &p, const Terms &t, int b, int n, int last, int first,
+                                                  const float *scales, float *terms) {
+    const int lane = threadIdx.x % LANES, x = lane % 16 * 2, m = blockIdx.x * LANES + x;
     const int own = threadIdx.x / LANES * 2 + lane / 16, step = blockDim.x / LANES * 2;
 #pragma unroll
     for (int j = 0; j < OWN; j++) {
         const int c = own + j * step;
-        if (c >= p.at_once) continue;
+        if (c >= p.at_once || first + c >= p.C) continue;
         const float *scale_b = scales + c * WIDTH + x;
 #pragma unroll
         for (int r = 0; r < COMBINED; r++) {
+            Pair count = pair_of(t.count[j][r]);
+            for (int s = 1; s < p.per_chunk && n + r <= last && m < p.stride; s++) {
+                const i64 slice = ((i64)b * p.C + first + c) * p.per_chunk + s;
+                const Pair found = pair_of(*(const Stored *)(p.counts + (slice * p.N + n + r) * p.stride + m));
+                count.x += found.x;
+                count.y += found.y;
+            }
             float *term = terms + (r * p.at_once + c) * WIDTH + x;
-            term[0] = term_of(t.count[j][r].x, t.factor[j][r], t.scale_a[j][r], scale_b[0]);
-            term[1] = term_of(t.count[j][r].y, t.factor[j][r], t.scale_a[j][r], scale_b[1]);
+            term[0] = term_of(count.x, t.factor[j][r], t.scale_a[j][r], scale_b[0]);
+            term[1] = term_of(count.y, t.factor[j][r], t.scale_a[j][r], scale_b[1]);
         }
     }
 }
@@ -719,10 +772,10 @@ static __device__ __forceinline__ void add_chunks(const Product &p, int b, int b
     const int kept = p.at_once * WIDTH, m = blockIdx.x * LANES + lane;
     float *scales = (float *)shared, *terms = scales + (items > groups ? 2 : 1) * kept;
     copy_scales(p, b, 0, scales);
-    const float whole = p.factors[0];
+    const float whole = p.levels ? 0.0f : p.factors[0];
     await_previous();
     Terms next;
-    load_terms(p, b, begin, end, 0, whole, &next);
+    load_terms(p, b, begin, end - 1, 0, whole, &next);
     for (int item = 0, first = 0, n = begin; item < items; item++) {
         const bool last = p.C - first <= p.at_once;
         float *own = scales + first / p.at_once % 2 * kept, *made = terms + item % 2 * COMBINED * kept;
@@ -734,8 +787,8 @@ static __device__ __forceinline__ void add_chunks(const Product &p, int b, int b
         }
         const bool over = n + COMBINED >= end;
         const int row = over ? begin : n + COMBINED, chunk = over ? first + p.at_once : first;
-        if (item + 1 < items) load_terms(p, b, row, end, chunk, whole, &next);
-        make_terms(p, t, own, made);
+        if (item + 1 < items) load_terms(p, b, row, end - 1, chunk, whole, &next);
+        make_terms(p, t, b, n, end - 1, first, own, made);
         __syncthreads();
 #pragma unroll
         for (int r = 0; r < COMBINED; r++)
@@ -763,7 +816,7 @@ static __device__ __forceinline__ void add_slices(const Product &p, int b, int n
 #pragma unroll
         for (int r = 0; r < COMBINED; r++)
             if (r < rows && m < p.stride) {
-                const Pair found = load_pair(counts + ((i64)s * p.N + r) * p.stride);
+                const Pair found = pair_of(*(const Stored *)(counts + ((i64)s * p.N + r) * p.stride));
                 acc[r].x += found.x;
                 acc[r].y += found.y;
             }

@@ -152,7 +152,6 @@ class Plan:
     threads: int
     min_blocks: int  # of a multiprocessor
     ring: int
-    chains: int
     outputs: int  # of a table
     splits: int  # of all outputs into such parts
     row_groups: int
@@ -183,7 +182,6 @@ class Plan:
             ("COMBINED", self.combine.rows if self.combine else 1),
             ("ALIGNED", aligned),
             ("RING", int(self.ring > 0 and aligned == 16)),
-            ("CHAINS", self.chains),
             ("THREADS", self.threads),
             ("MIN_BLOCKS", self.min_blocks),
         )
@@ -200,7 +198,6 @@ class Shape(NamedTuple):
     threads: int
     min_blocks: int
     ring: int = 0  # 1: weights come by way of shared memory, where their rows are aligned
-    chains: int = 2  # sums of products of matrices, independent of each other
 
     def bytes(self, rows: int) -> int:
         """Of shared memory."""
