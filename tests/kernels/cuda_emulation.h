@@ -93,9 +93,9 @@ template <class Dot> inline void mma(int *d, Fragments own, Dot dot) {
     }
 }
 // m16n8k32 of bytes, T's signedness; m16n8k256 of bits.
-template <class T> inline int bytes(unsigned x, unsigned y) {
+template <class T, class U = T> inline int bytes(unsigned x, unsigned y) {
     int sum = 0;
-    for (int i = 0; i < 4; i++) sum += (int)(T)(x >> 8 * i) * (int)(T)(y >> 8 * i);
+    for (int i = 0; i < 4; i++) sum += (int)(T)(x >> 8 * i) * (int)(U)(y >> 8 * i);
     return sum;
 }
 inline int bits(unsigned x, unsigned y) { return __builtin_popcount(x & y); }

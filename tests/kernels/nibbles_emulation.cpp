@@ -2,8 +2,8 @@
 #include "cuda_emulation.h"
 #define shared ((u32 *)emulation::memory.data())
 #define EMULATED 1
-static inline void mma_u8(int *d, unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
-    emulation::mma(d, {a0, a1, a2, a3, b0, b1}, emulation::bytes<unsigned char>);
+static inline void mma_u8_s8(int *d, unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
+    emulation::mma(d, {a0, a1, a2, a3, b0, b1}, emulation::bytes<unsigned char, signed char>);
 }
 static inline void mma_s8(int *d, unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
     emulation::mma(d, {a0, a1, a2, a3, b0, b1}, emulation::bytes<signed char>);
@@ -12,15 +12,7 @@ static inline uint4 load_16(unsigned at) {
     if (at % 16) abort();
     return *(const uint4 *)__cvta_shared_to_generic(at);
 }
-static inline unsigned bytes_of(unsigned x, unsigned selector) {
-    unsigned out = 0;
-    for (int i = 0; i < 4; i++) {
-        const unsigned s = selector >> (4 * i) & 15, byte = x >> (8 * (s & 3)) & 255;
-        out |= (s & 8 ? (byte & 128 ? 255u : 0u) : byte) << (8 * i);
-    }
-    return out;
-}
-static inline unsigned signed_part(unsigned x, unsigned sign, unsigned mask) { return (x ^ sign) & mask; }
+static inline unsigned either(unsigned mask, unsigned x, unsigned y) { return mask & x | ~mask & y; }
 #include SOURCE
 
 static Product product;

@@ -73,7 +73,7 @@ def choose(
         tables = way.tables_of(options, levels, sizes.chunk, device)
         if tables is not None:
             return Choice(way, tables, reason)
-        reason = "counts are too far from lines of two slopes for tables of 4 bits"
+        reason = "counts lie too far from straight lines, or chunks are too long, for tables of 4 bits"
     raise AssertionError(reason)  # the path "lookup" has tables for few rows
 
 
@@ -104,7 +104,7 @@ def estimated_clocks(sizes: Sizes, longest: int, gpu: Device) -> dict[Way, float
             small = _stochastic_nibbles.plan(
                 batch, n, m, cdiv(inner, chunk), chunk, multiprocessors=multiprocessors, shared=shared
             )
-            clocks[way] = _stochastic_nibbles.clocks(small, multiprocessors) + more
+            clocks[way] = small.clocks + more
     has_bits = gpu.capability is not None and gpu.capability < _WITHOUT_BITS
     if longest and has_bits and shared >= _stochastic_bits.SHARED_BYTES:
         words = _stochastic_bits.words_of(longest)

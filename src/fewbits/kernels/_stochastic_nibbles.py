@@ -6,9 +6,11 @@ Nothing here needs a GPU but `launch`: the tests run the same source on a CPU wi
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from itertools import product
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -22,24 +24,26 @@ from fewbits.kernels._launch import cdiv, on_device_of
 
 SOURCE = "_stochastic_nibbles.cu"
 ROWS = 32  # of a block
-LONGEST_CHUNK = 2**17  # inner dimensions whose sums in sixteenths fit 32 bits
+LONGEST_CHUNK = 2**16  # inner dimensions whose sums in 64ths fit 32 bits
 _CODES = 128  # magnitudes of codes, 0 ... 127
 _SLICE = 16  # inner dimensions of a table
-_TABLES_BYTES = 2 * 128 * 32 * 4 * 2  # two tables of two planes
-_ARRIVED_BYTES = ROWS * _SLICE * 64  # rows of tables on their way
+_TABLES_BYTES = 2 * 256 * 32 * 4  # of two planes
+_ARRIVED_BYTES = ROWS * _SLICE * 64  # rows of tables on their way, of two planes
 _WORKSPACE_BYTES = 2**28  # of places in tables
-_HALVES = 8  # a count lies within so many halves less one of its line
-_SLOPES, _SMALL_SLOPES = range(-1, 6), range(-9, 10)
+_LARGEST = 7  # of what is left of a count beside its line
+_SHIFTS = (1, 2, 4, 6)  # of a magnitude, for each slope
+# Of the first two slopes and the last; the third follows from them. The small ones suffice nearly always.
+_COMBINATIONS = sorted(product(range(4), range(-4, 7), range(-5, 6)), key=lambda g: abs(g[1]) + abs(g[2]))
 
-# What a block takes for a slice, in clocks of an H200: its 16 warps' tiles, and the tables and y.
-_CLOCKS_OF_TILE, _CLOCKS_OF_TABLE = 426, 3670
+# What a block takes for a slice, in clocks of an H200, by its threads and tiles a warp.
+_SHAPES = {(256, 16): 5560, (512, 4): 4100, (256, 4): 3200}
 
 
 class Tables(NamedTuple):
     """What the kernel looks up; see the text of _stochastic_nibbles.cu."""
 
-    nibbles: Tensor  # (levels, masks, 256, 64) uint8: by code of a, 16 magnitudes in 8 bytes
-    slopes: Tensor  # (levels, masks, 256, 2) int8: 8 g and h
+    nibbles: Tensor  # (levels, masks, 256, 64) uint8: by code of a, 8 magnitudes in 4 bytes
+    slopes: Tensor  # (levels, masks, 256, 4) int8: coefficients
     masks: Tensor  # (chunk,) uint8
     factors: Tensor  # (levels,) float32
 
@@ -48,7 +52,7 @@ class Tables(NamedTuple):
 def tables_of(
     options: Stochastic, levels: tuple[int, ...], chunk: int, device: torch.device, *, turned: bool = False
 ) -> Tables | None:
-    """The tables of a product; None if a count is too far from a line of two slopes for 4 bits.
+    """The tables of a product; None if a count is too far from a line of four slopes for 3 bits.
 
     ``turned`` ones are of b's codes, to be looked up by a's.
     """
@@ -75,7 +79,7 @@ turned_tables_of = partial(tables_of, turned=True)
 def _fitted(
     options: Stochastic, length: int, masks: tuple[int, ...], turned: bool
 ) -> tuple[Tensor, Tensor] | None:
-    """Of streams of one length: nibbles (masks, 256, 64) and slopes (masks, 256, 2)."""
+    """Of streams of one length: nibbles (masks, 256, 64) and slopes (masks, 256, 4)."""
     codes = options.max_code + 1
     counts = torch.zeros(len(masks), _CODES, _CODES, dtype=torch.int16)
     if length:
@@ -83,34 +87,45 @@ def _fitted(
         counts[:, :codes, :codes] = product_tables(streams, masks, torch.device("cpu"))
     if turned:
         counts = counts.mT
-    lines, slopes = _lines()
-    nearest = torch.full(counts.shape[:2], 2**15 - 1, dtype=torch.int16)
-    which = torch.zeros(counts.shape[:2], dtype=torch.int64)
-    twice = 2 * counts[:, :, :codes]
-    for i, line in enumerate(lines):
-        distance = (twice - line[:codes]).abs_().amax(-1)
-        closer = distance < nearest
-        nearest[closer], which[closer] = distance[closer], i
-    if int(nearest.max()) >= 2 * _HALVES:
+    slopes = _slopes_of(counts[:, :, :codes])
+    if slopes is None:
         return None
-    rest = (2 * counts - lines[which] + 2 * _HALVES - 1) // 2
+    line = (slopes[..., None] * _steps()).sum(2)
+    rest = (2 * counts - line + _LARGEST) // 2
     rest[:, :, codes:] = 0
-    rest = rest.view(*rest.shape[:2], -1, 2, 2, 4)  # 8 bytes, 2 words of them, halves of a byte, 4 bytes
+    rest = rest.view(*rest.shape[:2], -1, 2, 4)  # words, halves of a byte, 4 bytes
     nibbles = (rest[..., 0, :] + 16 * rest[..., 1, :]).to(torch.uint8).view(len(masks), _CODES, 64)
-    found = slopes[which]
+    found = (slopes * 2 ** (max(_SHIFTS) - torch.tensor(_SHIFTS))).to(torch.int8)
     # Codes of a as bytes: the negative ones after 127, and -128, which there is not.
-    nibbles = torch.cat([nibbles, ~nibbles[:, :1], ~nibbles[:, 1:].flip(1)], 1)
+    negative = 0x77 - nibbles
+    nibbles = torch.cat([nibbles, negative[:, :1], negative[:, 1:].flip(1)], 1)
     return nibbles, torch.cat([found, -found[:, :1], -found[:, 1:].flip(1)], 1)
 
 
+def _slopes_of(counts: Tensor) -> Tensor | None:
+    """Slopes (masks, codes of a, 4) whose line is within 7/2 of each count; None if a row has none."""
+    rows, last = 2 * counts.reshape(-1, counts.shape[-1]), counts.shape[-1] - 1
+    steps = _steps()[:, : last + 1]
+    slopes, left = torch.zeros(len(rows), 4, dtype=torch.int16), torch.arange(len(rows))
+    for first, second, fourth in _COMBINATIONS:
+        rest = rows - first * steps[0] - second * steps[1] - fourth * steps[3]
+        about = torch.round(rest[:, last] / steps[2, last]).to(torch.int16)
+        for third in (about, about + 1, about - 1):
+            near = (rest - third[:, None] * steps[2]).abs().amax(1) <= _LARGEST
+            fits = near & ((first + second + third + fourth) % 2 == 1) & (third.abs() < 32)
+            found = [torch.full_like(third, slope) for slope in (first, second, fourth)]
+            slopes[left[fits]] = torch.stack([found[0], found[1], third, found[2]], 1)[fits]
+        missing = (slopes[left] == 0).all(1)
+        rows, left = rows[missing], left[missing]
+        if not len(left):
+            return slopes.view(*counts.shape[:2], 4)
+    return None
+
+
 @lru_cache(maxsize=1)
-def _lines() -> tuple[Tensor, Tensor]:
-    """Twice the lines (lines, 128) of all pairs of slopes, and the slopes as the kernel has them."""
-    pairs = [(g, h) for g in _SLOPES for h in _SMALL_SLOPES if (g + h) % 2]
-    code = torch.arange(_CODES)
-    lines = [g * (2 * (code // 2) + 1) + h * (2 * (code // 16) + 1) for g, h in pairs]
-    slopes = torch.tensor([(8 * g, h) for g, h in pairs], dtype=torch.int8)
-    return torch.stack(lines).to(torch.int16), slopes
+def _steps() -> Tensor:
+    """Twice what a slope of one adds to a count, (4, 128)."""
+    return (2 * (torch.arange(_CODES) >> torch.tensor(_SHIFTS)[:, None]) + 1).to(torch.int16)
 
 
 class Workspace(NamedTuple):
@@ -118,7 +133,7 @@ class Workspace(NamedTuple):
 
     weights: Tensor  # (B or 1, slices, quads, 32, 4) int32: codes in the order of the lanes
     places: Tensor  # (B, row groups, slices, 512) int32: rows of the tables
-    linear: Tensor  # (B, row groups, slices, 1024) int8: slopes
+    linear: Tensor  # (B, row groups, slices, 2048) int8: slopes
 
 
 class Product(ctypes.Structure):
@@ -142,10 +157,10 @@ class Plan:
     tiles: int  # of 8 outputs, a warp's
     threads: int
     keep: bool  # y in shared memory until it is whole
-    arrivals: int
     slices: int
     quads: int  # of tiles, in whole blocks
     grid: tuple[int, int, int]
+    clocks: int  # that it takes, about
 
     @property
     def defines(self) -> _nvrtc.Defines:
@@ -154,14 +169,13 @@ class Plan:
             ("TILES", self.tiles),
             ("THREADS", self.threads),
             ("KEEP", int(self.keep)),
-            ("ARRIVALS", self.arrivals),
         )
 
     @property
     def shared_bytes(self) -> int:
         """Tables, rows that arrive, and y."""
         kept = self.tiles * 8 * self.threads * 4 if self.keep else 0
-        return _TABLES_BYTES + self.arrivals * _ARRIVED_BYTES + kept
+        return SHARED_BYTES + kept
 
     @property
     def grid_a(self) -> tuple[int, int, int]:
@@ -173,32 +187,24 @@ class Plan:
         return cdiv(self.slices, 8), self.quads, batch
 
 
-SHARED_BYTES = _TABLES_BYTES + _ARRIVED_BYTES  # at least
+SHARED_BYTES = _TABLES_BYTES + _ARRIVED_BYTES + 2048  # at least: tables, rows on their way and coefficients
 
 
 def plan(
     batch: int, rows: int, outputs: int, chunks: int, chunk: int, *, multiprocessors: int, shared: int,
-    threads: int = 512,
+    shapes: Mapping[tuple[int, int], int] = MappingProxyType(_SHAPES),
 ) -> Plan:  # fmt: skip
-    """As many outputs a block as make the least time in whole rounds of the GPU."""
-    groups, of_tile = cdiv(rows, ROWS), threads // 32 * 8  # outputs of a block that has one tile a warp
+    """The blocks that take the least time in whole rounds of the GPU."""
+    groups, slices = cdiv(rows, ROWS), chunks * cdiv(chunk, _SLICE)
 
-    def planned(tiles: int) -> Plan:
-        grid = (groups, cdiv(outputs, of_tile * tiles), batch)
-        slices = chunks * cdiv(chunk, _SLICE)
-        how = Plan(tiles, threads, True, 1, slices, grid[1] * of_tile * tiles // 32, grid)
-        if chunks > 1 and how.shared_bytes <= shared:
-            return how
-        arrivals = 2 if shared >= SHARED_BYTES + _ARRIVED_BYTES else 1
-        return Plan(tiles, threads, False, arrivals, slices, how.quads, grid)
+    def planned(threads: int, tiles: int) -> Plan:
+        of_block = threads // 32 * 8 * tiles
+        grid = (groups, cdiv(outputs, of_block), batch)
+        clocks = cdiv(grid[0] * grid[1] * batch, multiprocessors) * slices * shapes[threads, tiles]
+        how = Plan(tiles, threads, chunks > 1, slices, grid[1] * of_block // 32, grid, clocks)
+        return how if how.shared_bytes <= shared else replace(how, keep=False)
 
-    return min((planned(tiles) for tiles in (8, 4)), key=lambda plan: clocks(plan, multiprocessors))
-
-
-def clocks(plan: Plan, multiprocessors: int) -> int:
-    """About what a plan takes: whole rounds of the GPU."""
-    x, y, z = plan.grid
-    return cdiv(x * y * z, multiprocessors) * plan.slices * (plan.tiles * _CLOCKS_OF_TILE + _CLOCKS_OF_TABLE)
+    return min((planned(*shape) for shape in shapes), key=lambda plan: plan.clocks)
 
 
 def workspace(plan: Plan, batch_b: int, device: torch.device) -> Workspace:
@@ -206,7 +212,7 @@ def workspace(plan: Plan, batch_b: int, device: torch.device) -> Workspace:
     groups, _, batch = plan.grid
     weights = torch.empty(batch_b, plan.slices, plan.quads, 128, dtype=torch.int32, device=device)
     places = torch.empty(batch, groups, plan.slices, ROWS * _SLICE, dtype=torch.int32, device=device)
-    linear = torch.empty(batch, groups, plan.slices, 2 * ROWS * _SLICE, dtype=torch.int8, device=device)
+    linear = torch.empty(batch, groups, plan.slices, 4 * ROWS * _SLICE, dtype=torch.int8, device=device)
     return Workspace(weights, places, linear)
 
 
