@@ -147,6 +147,29 @@ def test_dropout_takes_the_layers_own_forward() -> None:
     assert sum(fusion_of(model).fallbacks.values()) == 2
 
 
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"use_dora": True}, "an adapter of the kind"),
+        ({"lora_bias": True}, "has a bias"),
+        ({"r": 129}, "rank is 129"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+def test_adapters_that_no_node_takes_are_said_and_left_to_the_layer(
+    settings: dict[str, Any], reason: str
+) -> None:
+    model, ids = get_peft_model(tiny("llama"), **settings).train(), tokens(2, 12)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.05)
+    plain = loss_and_gradients(model, ids)
+    fuse(model)
+    with pytest.warns(UserWarning, match=reason):
+        assert_same(loss_and_gradients(model, ids), plain)
+    assert sum(fusion_of(model).fallbacks.values()) == 2
+
+
 def test_generation_and_hidden_states_stay_as_they_were() -> None:
     model, ids = adapted("llama"), tokens(2, 12)
     model.eval()
