@@ -29,7 +29,7 @@ Floors on an H200 (4.28 TB/s of a copy, 132 multiprocessors at 1.8 GHz), for Lla
 
 * bytes: weights once, ``M * D * (1 + 4 / chunk_d)``: 60.6 MB, 14.1 us
 * lookups, 32 words a clock and multiprocessor, a word holding 4 rows: ``M * D * ceil(N / 4)`` words: 7.7 us
-  for up to 4 rows, 4.0 ms for 2048
+  for up to 4 rows; of 8 rows for many: 2.0 ms for 2048
 * bits, three products of ``N * M * D * L`` at the 5.1e15 multiply-adds a second that mma.sync reaches with
   them: 2.3 ms for 2048 rows and 32 steps, 4.5 ms for 64
 
