@@ -42,7 +42,7 @@ typedef long long i64;
 #define TWICE (MIDDLE * 0x02020202u)  // a word of them less one of counts is that of the negative counts
 #define ROUNDS ((ROWS + WARPS - 1) / WARPS)  // in which a warp has a row of a
 #define SLOPE_ROUNDS ((ROWS + WARPS) / WARPS)
-#define SLOPES 36                  // words of a row's slopes: 32, and rows in other banks
+#define SLOPES 36  // words of a row: 32 slopes, then the constant operand's two; the same words of rows in other banks
 
 #if WIDE
 typedef int Count;
@@ -334,16 +334,18 @@ static __device__ __forceinline__ void build(const Product &p, const u32 *places
         store_columns(columns[0], task, table);
         if (other < PLANES * 8) store_columns(columns[1], other, table);
     }
-#if LINEAR
 #pragma unroll
     for (int i = 0; i < SLOPE_ROUNDS; i++) {
         const int r = warp + i * WARPS;
+        if (r > ROWS) continue;
+        if (lane < 2) slopes[r * SLOPES + LANES + lane] = r < ROWS ? 1u << (8 * r) : 0;
+#if LINEAR
         u32 k[4];
 #pragma unroll
         for (int j = 0; j < 4; j++) k[j] = ((int)slope[i][j] < 0 ? -slope[i][j] : slope[i][j]) & 255;
-        if (r <= ROWS) slopes[r * SLOPES + lane] = k[0] | k[1] << 8 | k[2] << 16 | k[3] << 24;
-    }
+        slopes[r * SLOPES + lane] = k[0] | k[1] << 8 | k[2] << 16 | k[3] << 24;
 #endif
+    }
 }
 
 // 16 codes of one output, of which the first ``left`` exist (the others are not read and may be any).
@@ -391,8 +393,7 @@ static __device__ __forceinline__ u32 word_of(const uint4 &v, int i) {
 struct Lane {
     u32 own[8];     // addresses of its banks, in the order in which it looks up
     u32 turn[2];    // bytes of a pair of words in that order
-    u32 ones[2];    // of the constant operand
-    u32 slopes;     // addresses: of its slopes;
+    u32 slopes;     // addresses: of its row of slopes;
     u32 put;        // of its piece of a slot to copy to;
     u32 take[2];    // and of its pieces to read, of the first slot
 };
@@ -407,9 +408,7 @@ static __device__ __forceinline__ Lane make_lane(const u32 *table, const u32 *ri
         lane.own[s] = kept((u32)__cvta_generic_to_shared(table) + 4 * (i % 4 * 8 + (s + quarter) % 8));
     lane.turn[0] = kept(turn & 0x7777u);
     lane.turn[1] = kept(turn >> 16 & 0x7777u);
-#pragma unroll
-    for (int j = 0; j < 2; j++) lane.ones[j] = kept(quarter < ROWS ? 1u << (8 * quarter) : 0);
-    lane.slopes = kept((u32)__cvta_generic_to_shared(slopes) + 4 * ((quarter < ROWS ? quarter : ROWS) * SLOPES + 4 * (i % 4)));
+    lane.slopes = kept((u32)__cvta_generic_to_shared(slopes) + 4 * SLOPES * (quarter < ROWS ? quarter : ROWS));
     // Rows whose number has the second bit set have their halves exchanged, so that lanes that read side by side
     // do so from different banks.
     lane.put = kept(slots + row * SLICE + (i % 8 ^ (row & 2) * 2) * 16);
@@ -466,7 +465,7 @@ static __device__ __forceinline__ u32 used_slopes(const u32 *slopes) {
 }
 
 // Counts of 16 outputs in a slice: acc[0] is row 2 t of the lane's first output, acc[1] row 2 t + 1, then the second.
-static __device__ __forceinline__ void count(const Lane &lane, u32 used, const Weights &w, int *acc) {
+static __device__ __forceinline__ void count(const Lane &lane, const u32 *ones, u32 used, const Weights &w, int *acc) {
     int sum[2][4];  // in turn: a product need not await the one before it
 #pragma unroll
     for (int pair = 0; pair < 4; pair++) {
@@ -484,9 +483,9 @@ static __device__ __forceinline__ void count(const Lane &lane, u32 used, const W
             for (int i = 0; i < 4; i++)
                 x[i % 2][i / 2] = look_up(lane.own[s + i / 2], codes[i % 2][s / 4], s % 4 + i / 2, pair);
             if (pair == 0 && s < 4)
-                mma_u8_first(sum[s / 2], x[0][0], x[1][0], x[0][1], x[1][1], lane.ones[0], lane.ones[1]);
+                mma_u8_first(sum[s / 2], x[0][0], x[1][0], x[0][1], x[1][1], ones[0], ones[1]);
             else
-                mma_u8(sum[s / 2 % 2], x[0][0], x[1][0], x[0][1], x[1][1], lane.ones[0], lane.ones[1]);
+                mma_u8(sum[s / 2 % 2], x[0][0], x[1][0], x[0][1], x[1][1], ones[0], ones[1]);
         }
     }
 #if LINEAR
@@ -494,7 +493,7 @@ static __device__ __forceinline__ void count(const Lane &lane, u32 used, const W
     for (int i = 0; i < 4; i++)
         if (used >> i & 1) {
             const int h = i / 2, j = i % 2 * 2;
-            const uint2 k = *(const uint2 *)__cvta_shared_to_generic(lane.slopes + 4 * (16 * h + j));
+            const uint2 k = *(const uint2 *)__cvta_shared_to_generic(lane.slopes + 4 * (16 * h + 4 * (threadIdx.x % 4) + j));
             mma_s8(sum[i % 2], word_of(w.of[0][h], j), word_of(w.of[1][h], j), word_of(w.of[0][h], j + 1),
                    word_of(w.of[1][h], j + 1), k.x, k.y);
         }
@@ -632,6 +631,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) stochastic_loo
         });
         __syncthreads();
         Count *counts = counts_of(p, item);
+        const uint2 constant = *(const uint2 *)__cvta_shared_to_generic(lane.slopes + 4 * LANES);
+        const u32 ones[2] = {kept(constant.x), kept(constant.y)};  // side by side, as a product wants them
         u32 used = 0;
 #if LINEAR
         used = used_slopes(slopes);
@@ -647,7 +648,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) stochastic_loo
             if (later < item.end) copy_tile(p, from, slice.length, later, lane.put + slot);
             end_group();
             int acc[4];
-            count(lane, used, w, acc);
+            count(lane, ones, used, w, acc);
             write(p, item, counts, m, scales, acc);
         }
 #else
@@ -657,7 +658,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) stochastic_loo
                 const int tile = m + i * WARPS * TILE, later = tile + STAGES * WARPS * TILE;
                 if (tile >= item.end) break;
                 int acc[4];
-                count(lane, used, w[i], acc);
+                count(lane, ones, used, w[i], acc);
                 if (later < item.end) load_tile(p, from, left, later + threadIdx.x % LANES / 4 * 2, w + i);
                 write(p, item, counts, tile, scales, acc);
             }
