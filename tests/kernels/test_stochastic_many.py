@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from fewbits.device import Device
+from fewbits.device import Device, describe
 from fewbits.formats.stochastic import STOCHASTIC, Stochastic
 from fewbits.kernels import _stochastic_bits as bits
 from fewbits.kernels import _stochastic_choice as choice
 from fewbits.kernels import _stochastic_lookup as lookup
 from fewbits.kernels import _stochastic_many as many
 from fewbits.kernels import _stochastic_nibbles as nibbles
-from fewbits.kernels.stochastic_codes import stochastic_codes_ref
+from fewbits.kernels.stochastic_codes import stochastic_codes, stochastic_codes_ref
 from kernels import emulated
 from kernels.test_stochastic_lookup import operands_of
 
@@ -248,3 +248,25 @@ def test_compiles_to_machine_code(capability: int) -> None:
         small = nibbles.plan(1, 2048, 4096, 32, 128, multiprocessors=132, shared=shared)
         assert _nvrtc.cubin(nibbles.SOURCE, small.defines, capability)[:4] == b"\x7fELF"
     assert _nvrtc.cubin(bits.SOURCE, bits.defines_of(1), capability)[:4] == b"\x7fELF"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+def test_gpu_every_way_is_exact(name: str) -> None:
+    """All kernels that many rows may take, whatever the estimate, at the cases' shapes and larger ones."""
+    options, (B, N, M, D), levels = CASES[name]
+    for shape in ((B, N, M, D), (B, 130, 1100, 700)):
+        operands = operands_of(options, *shape)
+        on_gpu = [x.cuda().contiguous() for x in operands]
+        index = torch.randint(0, 3, (*shape[:2], operands[1].shape[2]), dtype=torch.uint8)
+        mixed = len(levels) > 1
+        want = stochastic_codes(*operands, options, levels, index if mixed else None)
+        chunk = options.chunk_size(shape[3])
+        sizes = choice.Sizes(*shape, chunk)
+        for way in choice.ways(sizes._replace(rows=2048), max(levels), describe(on_gpu[0].device)):
+            tables = way.tables_of(options, levels, chunk, on_gpu[0].device)
+            if tables is None or (way.turned and mixed):
+                continue
+            y = torch.full(want.shape, torch.nan, device="cuda")
+            way.launch(on_gpu, tables, index.cuda() if mixed else None, chunk, y)
+            assert torch.equal(y.cpu(), want), way.name
