@@ -850,7 +850,7 @@ static __device__ __forceinline__ void add_whole(const Product &p, int b, int n,
     if (r < rows && m < p.M) store(p, ((i64)b * p.N + n + r) * p.M + m, y);
 }
 
-extern "C" __global__ void __launch_bounds__(512) stochastic_combine(const Product p) {
+extern "C" __global__ void __launch_bounds__(512, COMBINED == 1 ? 2 : 1) stochastic_combine(const Product p) {
     const int b = blockIdx.z, begin = blockIdx.y * p.rows_added;
     const int end = p.N - begin < p.rows_added ? p.N : begin + p.rows_added;
     let_next_start();
