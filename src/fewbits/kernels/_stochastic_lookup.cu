@@ -1,31 +1,36 @@
 // Products of prepared stochastic operands with few rows: counts looked up in shared memory, sums made by matrix
 // units; see stochastic_codes.py.
 //
-// A block serves ROWS rows of a. For slices of 128 inner dimensions, one after the other, it builds, once for many outputs, the
-// counts T_d(|qa|, .) of every (row, dimension): a byte for each of the 256 codes of a weight, sign included.
+// A block serves ROWS rows of a. For a slice of 128 inner dimensions it builds, once for many outputs, the counts
+// T_d(|qa|, .) of every (row, dimension): a byte for each of the 256 codes of a weight, sign included. Where there are
+// more such items than blocks that run at once, a block takes one after the other.
 //
 // A warp takes 16 outputs and a slice at a time. The 4 lanes of a quarter (lane / 4) have 2 outputs, and lane
-// t = lane % 4 of them the dimensions 64 h + 16 t ... 64 h + 16 t + 15, h = 0 and 1: two loads of 16 bytes an output.
-// These are 4 pairs of words, 8 dimensions each; dimension e of a pair is in bank 8 t + e of the tables. In step s
-// a lane looks up dimension (s + lane / 4) % 8 of each pair, so that 32 lanes never meet in a bank.
+// t = lane % 4 of them the dimensions 64 h + 16 t ... 64 h + 16 t + 15, h = 0 and 1: 16 bytes twice an output. Weights
+// come by way of shared memory (RING): each warp has STAGES tiles under way there, in asynchronous copies of whole
+// lines, the first before there is a table.
+//
+// A lane's weights are 4 pairs of words, 8 dimensions each; dimension e of a pair is in bank 8 t + e of the tables. In
+// step s a lane looks up dimension (s + lane / 4) % 8 of each pair, so that 32 lanes never meet in a bank.
 //
 // Sums: 4 words that were looked up are the first operand of an 8-bit matrix product over 16 outputs, and the second
 // one, a constant, sends byte r to column r: the counts of row r, added over the 4 lanes. They stay in its 32-bit
 // accumulators for the slice.
 //
 // A byte is MIDDLE + T - k |w| with a whole slope k for each (row, dimension): what is left of counts up to 256 fits
-// 8 bits, and the sum of k w is one more matrix product, of the weights' own bytes (LINEAR; counts below 128 need none).
+// 8 bits, and the sum of k w is one more matrix product, of the weights' own bytes (LINEAR). Counts below 128 need
+// none, and those of 128 steps only for codes of 127: most of these products are skipped.
 //
-// Out come whole counts per slice; stochastic_combine adds them in the order of the chunks. Where there is but one
-// slice (ONLY), out comes y.
+// Out come whole counts per slice; stochastic_combine (_stochastic_adding.cu) adds them in the order of the chunks.
+// Where there is but one slice (ONLY), out comes y.
 //
 // With X the block makes its codes itself, of the rows of x (quantize_stochastic.py has the definition): a slice is a
 // whole chunk then, and the first block of each slice writes the scales.
 //
 // Compiled at run time with X (0: codes are given; 1: x is float32, 2: bfloat16), SMOOTH (x is divided by smooth
-// scales), OUT (of y: 1 float32, 2 bfloat16), ROWS (1, 2, 4), STAGES, MIDDLE, LINEAR, WIDE (counts of a
-// slice need more than 16 bits), ONLY, ALIGNED (16, 4, 1: bytes that can be loaded at once), THREADS and MIN_BLOCKS
-// defined.
+// scales), OUT (of y: 1 float32, 2 bfloat16), ROWS (1, 2, 4), COMBINED, STAGES, RING, MIDDLE, LINEAR,
+// WIDE (counts of a slice need more than 16 bits), ONLY, ALIGNED (16, 4, 1: bytes that can be loaded at once), THREADS
+// and MIN_BLOCKS defined.
 
 typedef unsigned int u32;
 typedef unsigned char u8;
@@ -472,7 +477,8 @@ static __device__ __forceinline__ void count(const Lane &lane, const u32 *ones, 
         u32 codes[2][2];
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            const u32 low = word_of(w.of[i][pair / 2], pair % 2 * 2), high = word_of(w.of[i][pair / 2], pair % 2 * 2 + 1);
+            const u32 low = word_of(w.of[i][pair / 2], pair % 2 * 2);
+            const u32 high = word_of(w.of[i][pair / 2], pair % 2 * 2 + 1);
             codes[i][0] = __byte_perm(low, high, lane.turn[0]);
             codes[i][1] = __byte_perm(low, high, lane.turn[1]);
         }
@@ -493,7 +499,8 @@ static __device__ __forceinline__ void count(const Lane &lane, const u32 *ones, 
     for (int i = 0; i < 4; i++)
         if (used >> i & 1) {
             const int h = i / 2, j = i % 2 * 2;
-            const uint2 k = *(const uint2 *)__cvta_shared_to_generic(lane.slopes + 4 * (16 * h + 4 * (threadIdx.x % 4) + j));
+            const u32 word = 16 * h + 4 * (threadIdx.x % 4) + j;
+            const uint2 k = *(const uint2 *)__cvta_shared_to_generic(lane.slopes + 4 * word);
             mma_s8(sum[i % 2], word_of(w.of[0][h], j), word_of(w.of[1][h], j), word_of(w.of[0][h], j + 1),
                    word_of(w.of[1][h], j + 1), k.x, k.y);
         }
@@ -536,7 +543,8 @@ static __device__ __forceinline__ void write(const Product &p, const Item &item,
                 const float scale_b = p.sb[(i64)(p.shared_b ? 0 : item.b) * p.M + first + i];
                 const float factor = p.factors[level_of(p, item.b, item.n + r, 0)];
                 const float scale_a = X ? scales[r] : p.sa[row];
-                store(p, row * p.M + first + i, __fadd_rn(0.0f, term_of(acc[2 * i + j], factor, scale_a, scale_b)));
+                const float term = term_of(acc[2 * i + j], factor, scale_a, scale_b);
+                store(p, row * p.M + first + i, __fadd_rn(0.0f, term));
             }
 #else
         Count *at = counts + m + (j ? p.stride : 0);
@@ -551,11 +559,12 @@ static __device__ __forceinline__ void write(const Product &p, const Item &item,
 
 // While the kernel before this one may still run: what the block reads first, in this order, and its share of the
 // tables. A row that is not there yet passes the second cache when it is written.
-static __device__ __forceinline__ void prefetch_all(const Product &p, const s8 *weights, const Slice &slice, const Item &item) {
-    const int i = threadIdx.x % 64, r = threadIdx.x / 64;
+static __device__ __forceinline__ void prefetch_all(const Product &p, const s8 *weights, const Slice &slice,
+                                                    const Item &item) {
+    const int i = threadIdx.x % 64, r = threadIdx.x / 64, size = X == 1 ? 4 : X == 2 ? 2 : 1;
     if (slice.length <= 0) return;
-    if (r < ROWS && item.n + r < p.N && 16 * i < slice.length * (X == 1 ? 4 : X == 2 ? 2 : 1))
-        prefetch((const u8 *)p.qa + (((i64)item.b * p.N + item.n + r) * p.D + slice.first) * (X == 1 ? 4 : X == 2 ? 2 : 1) + 16 * i);
+    if (r < ROWS && item.n + r < p.N && 16 * i < slice.length * size)
+        prefetch((const u8 *)p.qa + (((i64)item.b * p.N + item.n + r) * p.D + slice.first) * size + 16 * i);
     if (threadIdx.x == THREADS - 1) prefetch(p.masks + slice.offset);
     const i64 line = (i64)blockIdx.x * THREADS + threadIdx.x;
     if (line < p.num_masks * 128) prefetch(p.tables + line * 128);
@@ -613,7 +622,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) stochastic_loo
         };
 #else
         const s8 *from = weights + 16 * (threadIdx.x % 4);
-        const int left = slice.length - 16 * (int)(threadIdx.x % 4);  // of the slice's dimensions from the lane's first one on
+        const int left = slice.length - 16 * (int)(threadIdx.x % 4);  // of the dimensions from the lane's first one on
         Weights w[STAGES];                                            // a ring
         const auto load = [&](int i) {
             const int tile = m + i * WARPS * TILE;
@@ -670,192 +679,4 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) stochastic_loo
     }
 }
 
-// Counts of two outputs, as they are stored.
-#if WIDE
-typedef int2 Stored;
-#else
-typedef u32 Stored;
-#endif
-
-struct Pair {
-    int x, y;
-};
-
-static __device__ __forceinline__ Pair pair_of(const Stored &v) {
-#if WIDE
-    return {v.x, v.y};
-#else
-    return {(int)(v << 16) >> 16, (int)v >> 16};
-#endif
-}
-
-// y of the slices' counts, chunks in ascending order. A block has 32 outputs of some rows, COMBINED of which and some
-// chunks at a time: half a warp has a chunk, a lane two outputs, and what it reads next is under way before it makes
-// terms of what it has. Terms go to shared memory, where a warp adds those of a row.
-#define WIDTH (LANES + 1)  // of an array there
-#define OWN 4              // chunks of a thread at a time
-#define ROWS_ADDED 16      // of a block, at most
-
-// Scales of b, to (chunks, outputs): read along the chunks.
-static __device__ __forceinline__ void copy_scales(const Product &p, int b, int first, float *scales) {
-    const int lane = threadIdx.x % LANES, chunks = p.C - first < p.at_once ? p.C - first : p.at_once;
-    const u32 to = (u32)__cvta_generic_to_shared(scales);
-    for (int i = threadIdx.x / LANES; i < LANES; i += blockDim.x / LANES) {
-        const int output = blockIdx.x * LANES + i < p.M ? blockIdx.x * LANES + i : p.M - 1;
-        const float *from = p.sb + ((i64)(p.shared_b ? 0 : b) * p.M + output) * p.C + first;
-        for (int c = lane; c < chunks; c += LANES) copy_4(to + (c * WIDTH + i) * 4, from + c);
-    }
-    end_group();
-}
-
-struct Terms {
-    Stored count[OWN][COMBINED];  // of a chunk's first slice
-    float scale_a[OWN][COMBINED], factor[OWN][COMBINED];
-};
-
-// Of a thread's chunks from ``first`` on and COMBINED rows from n on, of which ``last`` is the block's last one. What
-// is not there reads what is, so that all is asked for at once.
-static __device__ __forceinline__ void load_terms(const Product &p, int b, int n, int last, int first, float whole, Terms *t) {
-    const int lane = threadIdx.x % LANES, m = blockIdx.x * LANES + lane % 16 * 2;
-    const int own = first + threadIdx.x / LANES * 2 + lane / 16, step = blockDim.x / LANES * 2;
-    const Count *counts = p.counts + (m < p.stride ? m : p.stride - 2);
-#pragma unroll
-    for (int j = 0; j < OWN; j++)
-#pragma unroll
-        for (int r = 0; r < COMBINED; r++) {
-            const int c = own + j * step < p.C ? own + j * step : p.C - 1, row = n + r < last ? n + r : last;
-            const i64 chunk = (i64)b * p.C + c;
-            t->count[j][r] = *(const Stored *)(counts + (chunk * p.per_chunk * p.N + row) * p.stride);
-            t->scale_a[j][r] = p.sa[((i64)b * p.N + row) * p.C + c];
-            t->factor[j][r] = whole;
-        }
-    if (!p.levels) return;
-#pragma unroll
-    for (int j = 0; j < OWN; j++)
-#pragma unroll
-        for (int r = 0; r < COMBINED; r++) {
-            const int c = own + j * step < p.C ? own + j * step : p.C - 1, row = n + r < last ? n + r : last;
-            t->factor[j][r] = p.factors[level_of(p, b, row, c)];
-        }
-}
-
-// To (rows, chunks, outputs).
-static __device__ __forceinline__ void make_terms(const Product &p, const Terms &t, int b, int n, int last, int first,
-                                                  const float *scales, float *terms) {
-    const int lane = threadIdx.x % LANES, x = lane % 16 * 2, m = blockIdx.x * LANES + x;
-    const int own = threadIdx.x / LANES * 2 + lane / 16, step = blockDim.x / LANES * 2;
-#pragma unroll
-    for (int j = 0; j < OWN; j++) {
-        const int c = own + j * step;
-        if (c >= p.at_once || first + c >= p.C) continue;
-        const float *scale_b = scales + c * WIDTH + x;
-#pragma unroll
-        for (int r = 0; r < COMBINED; r++) {
-            Pair count = pair_of(t.count[j][r]);
-            for (int s = 1; s < p.per_chunk && n + r <= last && m < p.stride; s++) {
-                const i64 slice = ((i64)b * p.C + first + c) * p.per_chunk + s;
-                const Pair found = pair_of(*(const Stored *)(p.counts + (slice * p.N + n + r) * p.stride + m));
-                count.x += found.x;
-                count.y += found.y;
-            }
-            float *term = terms + (r * p.at_once + c) * WIDTH + x;
-            term[0] = term_of(count.x, t.factor[j][r], t.scale_a[j][r], scale_b[0]);
-            term[1] = term_of(count.y, t.factor[j][r], t.scale_a[j][r], scale_b[1]);
-        }
-    }
-}
-
-// Chunks of few slices.
-static __device__ __forceinline__ void add_chunks(const Product &p, int b, int begin, int end) {
-    __shared__ float sums[ROWS_ADDED][LANES];
-    const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES, warps = blockDim.x / LANES;
-    const int groups = (end - begin + COMBINED - 1) / COMBINED, items = (p.C + p.at_once - 1) / p.at_once * groups;
-    const int kept = p.at_once * WIDTH, m = blockIdx.x * LANES + lane;
-    float *scales = (float *)shared, *terms = scales + (items > groups ? 2 : 1) * kept;
-    copy_scales(p, b, 0, scales);
-    const float whole = p.levels ? 0.0f : p.factors[0];
-    await_previous();
-    Terms next;
-    load_terms(p, b, begin, end - 1, 0, whole, &next);
-    for (int item = 0, first = 0, n = begin; item < items; item++) {
-        const bool last = p.C - first <= p.at_once;
-        float *own = scales + first / p.at_once % 2 * kept, *made = terms + item % 2 * COMBINED * kept;
-        const Terms t = next;
-        if (n == begin) {
-            await_groups<0>();
-            __syncthreads();
-            if (!last) copy_scales(p, b, first + p.at_once, scales + (first / p.at_once + 1) % 2 * kept);
-        }
-        const bool over = n + COMBINED >= end;
-        const int row = over ? begin : n + COMBINED, chunk = over ? first + p.at_once : first;
-        if (item + 1 < items) load_terms(p, b, row, end - 1, chunk, whole, &next);
-        make_terms(p, t, b, n, end - 1, first, own, made);
-        __syncthreads();
-#pragma unroll
-        for (int r = 0; r < COMBINED; r++)
-            if (warp == (item * COMBINED + r) % warps && n + r < end) {
-                const int chunks = last ? p.C - first : p.at_once;
-                float y = first ? sums[n + r - begin][lane] : 0.0f;
-#pragma unroll 16
-                for (int c = 0; c < chunks; c++) y = __fadd_rn(y, made[(r * p.at_once + c) * WIDTH + lane]);
-                sums[n + r - begin][lane] = y;
-                if (last && m < p.M) store(p, ((i64)b * p.N + n + r) * p.M + m, y);
-            }
-        n = row;
-        first = chunk;
-    }
-}
-
-// Counts of a chunk of many slices: of half a warp's slices, to (rows, halves of warps, outputs).
-static __device__ __forceinline__ void add_slices(const Product &p, int b, int n, int rows, int c, int *parts) {
-    const int lane = threadIdx.x % LANES, x = lane % 16 * 2, m = blockIdx.x * LANES + x;
-    const int own = threadIdx.x / LANES * 2 + lane / 16, step = blockDim.x / LANES * 2;
-    Pair acc[COMBINED] = {};
-    const Count *counts = p.counts + (((i64)b * p.C + c) * p.per_chunk * p.N + n) * p.stride + m;
-#pragma unroll 4
-    for (int s = own; s < p.per_chunk; s += step)
-#pragma unroll
-        for (int r = 0; r < COMBINED; r++)
-            if (r < rows && m < p.stride) {
-                const Pair found = pair_of(*(const Stored *)(counts + ((i64)s * p.N + r) * p.stride));
-                acc[r].x += found.x;
-                acc[r].y += found.y;
-            }
-#pragma unroll
-    for (int r = 0; r < COMBINED; r++) {
-        parts[(r * step + own) * WIDTH + x] = acc[r].x;
-        parts[(r * step + own) * WIDTH + x + 1] = acc[r].y;
-    }
-}
-
-// Few chunks of many slices.
-static __device__ __forceinline__ void add_whole(const Product &p, int b, int n, int end) {
-    const int lane = threadIdx.x % LANES, r = threadIdx.x / LANES, halves = blockDim.x / LANES * 2;
-    const int m = blockIdx.x * LANES + lane, rows = end - n;
-    const float *from = p.sb + ((i64)(p.shared_b ? 0 : b) * p.M + (m < p.M ? m : p.M - 1)) * p.C;
-    float y = 0.0f;
-    await_previous();
-    for (int c = 0; c < p.C; c++) {
-        int *parts = (int *)shared + c % 2 * COMBINED * halves * WIDTH;
-        add_slices(p, b, n, rows, c, parts);
-        __syncthreads();
-        if (r >= rows) continue;
-        const float factor = p.factors[level_of(p, b, n + r, c)], scale_b = from[c];
-        const float scale_a = p.sa[((i64)b * p.N + n + r) * p.C + c];
-        int acc = 0;
-#pragma unroll 8
-        for (int i = 0; i < halves; i++) acc += parts[(r * halves + i) * WIDTH + lane];
-        y = __fadd_rn(y, term_of(acc, factor, scale_a, scale_b));
-    }
-    if (r < rows && m < p.M) store(p, ((i64)b * p.N + n + r) * p.M + m, y);
-}
-
-extern "C" __global__ void __launch_bounds__(512, COMBINED == 1 ? 2 : 1) stochastic_combine(const Product p) {
-    const int b = blockIdx.z, begin = blockIdx.y * p.rows_added;
-    const int end = p.N - begin < p.rows_added ? p.N : begin + p.rows_added;
-    let_next_start();
-    if (p.at_once)
-        add_chunks(p, b, begin, end);
-    else
-        add_whole(p, b, begin, end);
-}
+#include "_stochastic_adding.cu"
