@@ -181,24 +181,25 @@ def test_runs_that_overfill_the_queue_are_taken_in_parts(monkeypatch) -> None:
         timer(lambda: lambda: (), 10)
 
 
-def test_a_case_that_cannot_be_timed_is_said_and_the_others_go_on(
+def test_a_variant_that_cannot_be_timed_is_said_and_the_others_are(
     monkeypatch, tmp_path: Path, capsys
 ) -> None:
-    monkeypatch.setattr(
-        run, "cases", lambda op=None, max_size=None: [make_case(), replace(make_case(), op="y")]
-    )
-    real, calls = run.measure, []
+    calls = []
 
-    def measured(*args, **kwargs):
-        calls.append(args)
-        if len(calls) == 1:
+    def timer(variant, repeats: int) -> list[float]:
+        calls.append(variant)
+        if len(calls) == 2:  # the peer's first
             raise Unsupported("the device would wait.")
-        return real(*args, **kwargs)
+        return [1.0] * repeats
 
-    monkeypatch.setattr(run, "measure", measured)
+    monkeypatch.setattr(run, "cases", lambda op=None, max_size=None: [make_case()])
+    monkeypatch.setattr(run, "HostTimer", lambda: timer)
     target = tmp_path / "rows.csv"
-    argv = ["kernels", "--device", "cpu", "--rounds", "1", "--record", str(target), "--commit", "abc"]
+    argv = ["kernels", "--device", "cpu", "--rounds", "2", "--record", str(target), "--commit", "abc"]
     assert run.main(argv) == 0
-    assert "x.forward float32 2x3 is not timed: the device would wait." in capsys.readouterr().out
+    assert "peer of x.forward float32 2x3 is not timed: the device would wait." in capsys.readouterr().out
     with target.open(newline="") as file:
-        assert {row["op"] for row in csv.DictReader(file)} == {"y"}
+        assert [row["variant"] for row in csv.DictReader(file)] == ["fewbits"]
+    del calls[:]
+    with pytest.raises(Unsupported, match="would wait"):
+        measure({name: lambda: lambda: () for name in "ab"}, timer)

@@ -81,16 +81,32 @@ def worst_errors(problem: Problem) -> dict[str, float]:
 
 
 def measure(
-    variants: Mapping[str, Variant], timer: Timer, *, rounds: int = 10, repeats: int = 10
+    variants: Mapping[str, Variant],
+    timer: Timer,
+    *,
+    rounds: int = 10,
+    repeats: int = 10,
+    refused: dict[str, str] | None = None,
 ) -> dict[str, Quantiles]:
-    """``rounds * repeats`` runs of every variant, taking turns."""
-    times: dict[str, list[float]] = {name: [] for name in variants}
-    for variant in variants.values():
+    """``rounds * repeats`` runs of every variant, taking turns.
+
+    ``refused`` gets the variants that cannot be timed, such as one that waits for the device within a run,
+    and why; without it the first of them is an error.
+    """
+    times: dict[str, list[float]] = {}
+    for name, variant in variants.items():
         variant()()  # compiles, where there is something to compile
-        timer(variant, 3)
+        try:
+            timer(variant, 3)
+        except Unsupported as reason:
+            if refused is None:
+                raise
+            refused[name] = str(reason)
+        else:
+            times[name] = []
     for _ in range(rounds):
-        for name, variant in variants.items():
-            times[name] += timer(variant, repeats)
+        for name in times:
+            times[name] += timer(variants[name], repeats)
     return {name: quantiles(samples) for name, samples in times.items()}
 
 
