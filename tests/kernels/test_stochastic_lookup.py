@@ -105,6 +105,7 @@ ROWS = {
     "40 steps": (STOCHASTIC, (2, 8, 20, 260), (40,)),
     "no chunks": (WHOLE, (2, 11, 20, 304), (128,)),
     "one slice": (WHOLE, (2, 5, 35, 128), (128,)),
+    "one slice of few dimensions": (WHOLE, (2, 5, 35, 48), (128,)),
     "lengths": (STOCHASTIC, (2, 9, 20, 300), (128, 0, 17)),
 }
 
@@ -183,6 +184,15 @@ def test_plans_cover_all_outputs(shared: int, rows: int, M: int, D: int) -> None
     assert plan.row_groups * plan.rows >= rows > (plan.row_groups - 1) * plan.rows
     assert splits * plan.outputs >= M > (splits - 1) * plan.outputs
     assert plan.shared_bytes <= shared * 1024 and plan.grid[1:] == (1, 1)
+
+
+def test_blocks_that_add_need_not_ask_for_shared_memory() -> None:
+    for chunks in range(1, 400):
+        for rows in (1, 2, 3, 16):
+            for chunk in (128, 256):
+                plan = lookup.plan(1, rows, 4096, chunks, chunk, multiprocessors=132, shared=227 * 1024)
+                assert plan.combine is None or plan.combine.shared_bytes + 2048 <= 48 * 1024
+                assert plan.combine is None or plan.combine.at_once <= plan.combine.threads // 32 * 8
 
 
 @pytest.mark.parametrize("options", [STOCHASTIC, FULL, STOCHASTIC.with_length(32)])

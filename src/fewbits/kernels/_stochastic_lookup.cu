@@ -329,6 +329,10 @@ static __device__ __forceinline__ void build(const Product &p, const u32 *places
         }
     }
 #endif
+    // No weight has the code -128. What stands beyond a slice's dimensions in a tile is any byte, this one too: there,
+    // whatever is looked up counts nothing.
+    for (int plane = warp; plane < PLANES; plane += WARPS)
+        table[plane * (PLANE / 4) + 128 * LANES + lane] = MIDDLE * 0x01010101u;
     if (warp >= PLANES * 8) then();
     for (int task = warp; task < PLANES * 8; task += 2 * WARPS) {
         const int other = task + WARPS;

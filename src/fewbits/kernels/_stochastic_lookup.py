@@ -32,7 +32,7 @@ _OUTPUTS_OF_BUILDING = 500  # that a block could serve in the time it takes to b
 _WORKSPACE = 2**26  # counts
 _WIDTH_BYTES = 33 * 4  # of 32 outputs' terms in shared memory
 _MOST_AT_ONCE = 128  # chunks of a block that adds: four for each half of 16 warps
-_COMBINE_BYTES = 48 * 1024  # of such a block at most: more must be asked for
+_COMBINE_BYTES = 46 * 1024  # of such a block at most, and 2 KiB of its own: more than 48 must be asked for
 _KINDS = {torch.float32: 1, torch.bfloat16: 2}  # of values and results, as the source numbers them
 _EARLY = (9, 0)  # the first GPUs that start a kernel's blocks before the one before has ended
 
