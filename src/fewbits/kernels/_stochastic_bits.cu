@@ -50,9 +50,7 @@ struct Product {
     int tiles_a, tiles_b;  // of 16 rows, in whole blocks
 };
 
-static __device__ __forceinline__ int level_of(const Product &p, int b, int n, int c) {
-    return p.levels ? p.levels[(i64)b * p.level_b + (i64)n * p.level_n + (i64)c * p.level_c] : 0;
-}
+#include "_stochastic_slices.cu"
 
 // One record; a warp each. OF_A: word i of a lane is row 8 (i % 2) + lane / 4 and word 4 (i / 2) + lane % 4 of a step,
 // else row 8 (i / 2) + lane / 4 and word 4 (i % 2) + lane % 4.

@@ -65,18 +65,7 @@ struct Product {
     int quads;             // of tiles, 32 outputs each: of whole blocks
 };
 
-static __device__ __forceinline__ int level_of(const Product &p, int b, int n, int c) {
-    return p.levels ? p.levels[(i64)b * p.level_b + (i64)n * p.level_n + (i64)c * p.level_c] : 0;
-}
-
-// How many inner dimensions a slice has, and which is its first.
-static __device__ __forceinline__ int length_of(const Product &p, int s, i64 *first) {
-    const int c = s / p.per_chunk, offset = (s - c * p.per_chunk) * SLICE;
-    *first = (i64)c * p.chunk + offset;
-    int left = p.chunk - offset;
-    if (p.D - *first < left) left = (int)(p.D - *first);
-    return left < SLICE ? left : SLICE;
-}
+#include "_stochastic_slices.cu"
 
 // Thread (slice, lane) of a block: the words of 4 tiles.
 extern "C" __global__ void __launch_bounds__(256) stochastic_pack_b(const Product p) {
@@ -91,12 +80,7 @@ extern "C" __global__ void __launch_bounds__(256) stochastic_pack_b(const Produc
         const int m = 32 * quad + 4 * (lane / 4) + i;
         word[i] = 0;
         if (m >= p.M) continue;
-        const s8 *codes = p.qb + ((i64)b * p.M + m) * p.D + first + at;
-        if (at + 4 <= length && (i64)codes % 4 == 0) {
-            word[i] = *(const u32 *)codes;
-        } else {
-            for (int j = 0; j < 4 && at + j < length; j++) word[i] |= (u32)(codes[j] & 255) << (8 * j);
-        }
+        load_codes(p, b, m, first, at, length, word + i);
     }
     ((uint4 *)p.weights)[(((i64)b * slices + s) * p.quads + quad) * LANES + lane] =
         uint4{word[0], word[1], word[2], word[3]};
