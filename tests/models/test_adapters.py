@@ -238,6 +238,58 @@ def test_variants_that_change_packed_weights_are_refused_and_left_to_peft_elsewh
     assert any("lora_magnitude_vector" in n for n, p in dora.named_parameters() if p.grad is not None)
 
 
+def begun(model: nn.Module, **settings: Any) -> dict[str, torch.Tensor]:
+    """The first values of a seeded adapter."""
+    adapted = get_peft_model(model, **{"seed": 3, "r": 4, **settings})
+    return {n: p.detach().clone() for n, p in adapted.named_parameters() if ".lora_" in n}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"init_lora_weights": "gaussian", "rank_pattern": {"q_proj": 2}},
+        {"init_lora_weights": "orthogonal"},
+        {"init_lora_weights": False, "use_rslora": True},
+    ],
+    ids=lambda s: ",".join(s) or "plain",
+)
+def test_seeded_values_depend_on_names_alone(settings: dict[str, Any]) -> None:
+    """Not on the base's format or dtype, the other layers, the adapter before, or what was drawn before."""
+    want = begun(tiny("llama"), **settings)
+    torch.manual_seed(8)
+    for base in (packed(), tiny("llama", dtype=torch.bfloat16)):
+        found = begun(base, **settings)
+        assert found.keys() == want.keys()
+        assert all(torch.equal(tensor, want[name]) for name, tensor in found.items())
+    second = begun(packed(), **settings, adapter_name="second")
+    twice = begun(get_peft_model(packed(), r=4), **settings, adapter_name="second")
+    assert all(torch.equal(tensor, twice[name]) for name, tensor in second.items())
+    renamed = {name.replace(".second.", ".default."): tensor for name, tensor in second.items()}
+    assert not any(torch.equal(tensor, want[n]) for n, tensor in renamed.items() if "lora_A" in n)
+    some = begun(packed(), **settings, target_modules=["down_proj", "v_proj"])
+    assert 0 < len(some) < len(want) and all(torch.equal(tensor, want[n]) for n, tensor in some.items())
+    matrices = [tensor for name, tensor in want.items() if "lora_A" in name]
+    assert len({float(tensor.sum()) for tensor in matrices}) == len(matrices)
+    other = begun(packed(), **settings, seed=4)
+    assert not any(torch.equal(other[n], tensor) for n, tensor in want.items() if tensor.any())
+
+
+def test_seeded_values_leave_what_peft_computes() -> None:
+    """DoRA's magnitudes are the weight's norms, PiSSA's A and B the weight's own; both repeat by the seed."""
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight"
+    dora, plain = begun(tiny("llama"), use_dora=True), begun(tiny("llama"))
+    assert all(torch.equal(tensor, dora[n]) for n, tensor in plain.items())
+    magnitude = dora[name.replace("lora_A.default", "lora_magnitude_vector.default")]
+    weight = tiny("llama").model.layers[0].self_attn.q_proj.weight
+    torch.testing.assert_close(magnitude, weight.detach().norm(dim=1))
+    pissa, again = (begun(tiny("llama"), init_lora_weights="pissa_niter_2") for _ in range(2))
+    assert all(torch.equal(tensor, again[n]) for n, tensor in pissa.items())
+    b = pissa[name.replace("lora_A", "lora_B")]
+    torch.testing.assert_close(b.T @ b, torch.diag((b.T @ b).diag()), rtol=0, atol=1e-4)  # singular vectors
+    assert b.any() and not torch.equal(pissa[name], plain[name])
+
+
 def test_adapter_and_base_that_do_not_fit(tmp_path: Path) -> None:
     get_peft_model(packed(), r=4).save_pretrained(tmp_path)
     with pytest.raises(SpecMismatch, match=r"was made for 64 (in|out)puts of '.*', which has 32"):

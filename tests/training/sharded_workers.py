@@ -92,6 +92,7 @@ def resume(folder: str) -> dict[str, Any]:
 
 
 RECIPES = {"nf4": NF4, "nf4_dq": NF4_DQ, "int8": INT8}
+SEEDS = {"int8": 7}  # of adapters; 0 for the others
 
 
 def load(folder: str, steps: int) -> dict[str, Any]:
@@ -104,6 +105,7 @@ def load(folder: str, steps: int) -> dict[str, Any]:
             recipe=recipe,
             lora=None if kind == "full" else LoRA(r=4),
             dtype=torch.float32,
+            seed=SEEDS.get(kind, 0),
         )
         parameters = full(model, trained=False)
         share = local_bytes(model) / sum(p.nbytes for p in parameters.values())

@@ -14,7 +14,7 @@ from fewbits.recipes.recipe import LoRA, Recipe, Rule
 from models.tiny import tiny
 from training.fsdp_workers import FORMATS, train
 from training.processes import run_ranks
-from training.sharded_workers import RECIPES, load, peak
+from training.sharded_workers import RECIPES, SEEDS, load, peak
 
 
 @pytest.fixture(scope="module")
@@ -40,17 +40,11 @@ def test_slices_are_those_of_the_whole_model(loaded, kind) -> None:
         format = RECIPES.get(kind, FORMATS["nf4_dq"])
         convert_modules(model, Recipe(name=kind, linear=Rule(weight=format)))
         model.requires_grad_(False)
-        model = get_peft_model(model, LoRA(r=4))
+        model = get_peft_model(model, LoRA(r=4), seed=SEEDS.get(kind, 0))
     own = dict(model.named_parameters())
     assert own.keys() == found["parameters"].keys()
-    for name, parameter in own.items():
-        if ".lora_" not in name:
-            assert torch.equal(parameter.detach(), found["parameters"][name]), name
-        elif ".lora_A." in name:
-            assert 0.5 < found["parameters"][name].std() / parameter.detach().std() < 1.5, name
-    with torch.no_grad():
-        for name, parameter in own.items():
-            parameter.copy_(found["parameters"][name])
+    for name, parameter in own.items():  # adapters too
+        assert torch.equal(parameter.detach(), found["parameters"][name]), name
     fuse(model)
     losses, _ = train(model.train(), 2)
     assert found["losses"] == pytest.approx(losses, rel=1e-6)

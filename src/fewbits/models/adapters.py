@@ -8,16 +8,20 @@ function is called.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from fewbits.errors import BadCheckpoint, SpecMismatch, Unsupported
+from fewbits.models.branches import base_name
 from fewbits.models.families import SPECS, ModelSpec
 from fewbits.models.spec import model_type_of, spec_for
 from fewbits.nn.fake_quantize import FakeQuantizedLinear
+from fewbits.nn.first_values import first_values, generator_of, has_first_values, orthogonal_pair
 from fewbits.nn.linear import QuantizedLinear
 from fewbits.recipes.recipe import LoRA
 
@@ -27,7 +31,12 @@ _CONFIG = "adapter_config.json"
 
 
 def get_peft_model(
-    model: nn.Module, lora: Any = None, *, adapter_name: str = "default", **settings: Any
+    model: nn.Module,
+    lora: Any = None,
+    *,
+    adapter_name: str = "default",
+    seed: int | None = None,
+    **settings: Any,
 ) -> Any:
     """Wrap ``model`` with LoRA adapters.
 
@@ -35,6 +44,9 @@ def get_peft_model(
         model: a model, converted or not; a PeftModel gets one more adapter.
         lora: a `LoRA` (such as ``recipe.lora``), a ``peft.LoraConfig``, or None: the defaults of `LoRA`.
         adapter_name: the adapter's name.
+        seed: of the first values, which then depend on it and on the parameters' names alone
+            (`fewbits.nn.first_values`), on one process as on many; torch's own generator is left alone. None:
+            PEFT draws them in the order of layers, from that generator.
         settings: further fields of ``peft.LoraConfig`` (``rank_pattern``, ``modules_to_save``, ...), which
             win over ``lora``.
 
@@ -48,10 +60,64 @@ def get_peft_model(
     import peft
 
     config = lora_config(model, lora, **settings)
-    if isinstance(model, peft.PeftModel):
-        model.add_adapter(adapter_name, config)
-        return model
-    return peft.get_peft_model(model, config, adapter_name=adapter_name)  # type: ignore[arg-type]
+    with _own_random_numbers(seed):
+        if isinstance(model, peft.PeftModel):
+            model.add_adapter(adapter_name, config)
+            adapted: Any = model
+        else:
+            adapted = peft.get_peft_model(model, config, adapter_name=adapter_name)  # type: ignore[arg-type]
+    if seed is not None:
+        begin_adapter(adapted, seed, adapter_name)
+    return adapted
+
+
+@torch.no_grad()
+def begin_adapter(model: Any, seed: int, adapter_name: str = "default") -> None:
+    """Give an adapter its first values by the seed and its parameters' names (`fewbits.nn.first_values`).
+
+    What PEFT computes from weights or data stays as PEFT made it (PiSSA, EVA, ...; of DoRA the magnitudes),
+    and so do the other variants of LoRA.
+    """
+    from peft.tuners.lora import LoraLayer
+
+    init = model.peft_config[adapter_name].init_lora_weights
+    if not has_first_values(init):
+        return
+    for path, layer in model.named_modules():
+        if not isinstance(layer, LoraLayer) or not _is_plain(layer, adapter_name, init):
+            continue
+        if isinstance(init, str) and init.lower() == "orthogonal":
+            _begin_orthogonal(layer, seed, base_name(path), adapter_name)
+            continue
+        for leaf, parameter in layer.named_parameters():
+            if re.match(rf"lora_(embedding_)?[AB]\.{re.escape(adapter_name)}(\.|$)", leaf):
+                name, rank = base_name(f"{path}.{leaf}"), layer.r[adapter_name]
+                parameter.copy_(first_values(name, parameter.shape, seed=seed, init=init, rank=rank))
+
+
+def _is_plain(layer: Any, adapter_name: str, init: bool | str) -> bool:
+    """True if nothing but A and B depends on A and B: a magnitude of DoRA does, where B is not zero."""
+    variant = getattr(layer, "lora_variant", {}).get(adapter_name)
+    return variant is None or (layer.use_dora.get(adapter_name, False) and init in (True, "gaussian"))
+
+
+def _begin_orthogonal(layer: Any, seed: int, name: str, adapter_name: str) -> None:
+    a, b = layer.lora_A[adapter_name].weight, layer.lora_B[adapter_name].weight
+    generator = generator_of(seed, f"{name}.lora_A.{adapter_name}.weight")
+    pair = orthogonal_pair(a.shape[0], a.shape[1], b.shape[0], generator)
+    for parameter, values in zip((a, b), pair, strict=True):
+        parameter.copy_(values)
+
+
+@contextmanager
+def _own_random_numbers(seed: int | None) -> Iterator[None]:
+    """What is drawn inside follows the seed, and nothing outside is moved by it; None: nothing changes."""
+    if seed is None:
+        yield
+        return
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        torch.manual_seed(seed)
+        yield
 
 
 def lora_config(model: nn.Module, lora: Any = None, **settings: Any) -> Any:
@@ -232,13 +298,13 @@ def _register(config: Any, model: nn.Module) -> None:
 def _check_fit(model: nn.Module, weights: Mapping[str, Any], path: str | Path) -> None:
     """Each tensor must find a module of its size, before anything is changed."""
     linears = _linears(model)
-    shapes = {_base_name(name): tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    shapes = {base_name(name): tuple(parameter.shape) for name, parameter in model.named_parameters()}
     for key, tensor in weights.items():
         match = re.fullmatch(r"base_model\.model\.(.+)\.lora_([AB])(\..+)?\.weight", key)
         if match is not None:
             _check_pair(linears, match.group(1), match.group(2), tensor, path)
             continue
-        name = _base_name(key)
+        name = base_name(key)
         have, want = tuple(tensor.shape), shapes.get(name)
         if want is not None and have != want:
             raise SpecMismatch(
@@ -261,12 +327,6 @@ def _check_pair(linears: Mapping[str, Any], name: str, which: str, tensor: Any, 
             f"the adapter in {path} was made for {have} {side}puts of {name!r}, which has {want}; "
             "load its own base model."
         )
-
-
-def _base_name(name: str) -> str:
-    """A parameter's name in the base model, PEFT's wrappers left out."""
-    name = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
-    return re.sub(r"\.(original_module|modules_to_save\.[^.]+)\.", ".", name)
 
 
 def _linears(model: nn.Module) -> dict[str, nn.Module]:

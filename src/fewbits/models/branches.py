@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -77,6 +78,11 @@ def _check_adapter(module: Any, name: str, adapter: str) -> None:
 def plain_name(name: str) -> str:
     """A parameter's or module's name without what PEFT puts around it."""
     return name.replace(".base_layer", "").replace(".original_module", "")
+
+
+def base_name(name: str) -> str:
+    """What a parameter of a PeftModel is called in the base model; a trained copy has its original's name."""
+    return re.sub(r"\.modules_to_save\.[^.]+\.", ".", plain_name(name.removeprefix("base_model.model.")))
 
 
 def effective_state(base: nn.Module) -> Iterator[tuple[str, Tensor]]:

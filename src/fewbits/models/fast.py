@@ -121,8 +121,9 @@ class FastLanguageModel:
             lora_dropout: dropout of the branch's input while training.
             bias: "none", "all" or "lora_only".
             use_rslora: rank-stabilised scaling.
-            options: random_state (seeds the adapters), use_gradient_checkpointing (True, False, "unsloth"; or
-                "auto" and a number of GiB, which need a plan: fewbits.training.memory_budget.budget_for),
+            options: random_state (3407; the adapters' first values follow from it and from their names, as in
+                `fewbits.get_peft_model`), use_gradient_checkpointing (True, False, "unsloth"; or "auto" and
+                a number of GiB, which need a plan: fewbits.training.memory_budget.budget_for),
                 modules_to_save, layers_to_transform, init_lora_weights, and Unsloth's other names.
 
         Returns:
@@ -134,18 +135,17 @@ class FastLanguageModel:
         fields = {k: options.pop(k) for k in list(options) if k in PEFT_FIELDS}
         fields = {k: v for k, v in fields.items() if v is not None}
         note_or_refuse(options, notes, "get_peft_model", PEFT_CHOOSES_NOTHING)
-        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-            torch.manual_seed(seed)
-            peft_model = get_peft_model(
-                model,
-                r=r,
-                lora_alpha=lora_alpha,
-                lora_dropout=lora_dropout,
-                target_modules=target_modules if isinstance(target_modules, str) else list(target_modules),
-                bias=bias,
-                use_rslora=use_rslora,
-                **fields,
-            )
+        peft_model = get_peft_model(
+            model,
+            r=r,
+            lora_alpha=lora_alpha,
+            lora_dropout=lora_dropout,
+            target_modules=target_modules if isinstance(target_modules, str) else list(target_modules),
+            bias=bias,
+            use_rslora=use_rslora,
+            seed=seed,
+            **fields,
+        )
         notes.extend(_fused_on_gpu(peft_model))
         model.fewbits_notes = notes
         model.fewbits_checkpointing = checkpointing

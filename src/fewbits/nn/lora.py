@@ -18,6 +18,7 @@ Importing this module imports peft.
 
 from __future__ import annotations
 
+import copy
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,7 @@ from fewbits.kernels.fake_quantize import lora_weight
 from fewbits.kernels.lora_linear import lora_linear
 from fewbits.kernels.matmul_packed import PLAIN, Operands
 from fewbits.nn.fake_quantize import FakeQuantizedLinear
+from fewbits.nn.first_values import orthogonal_pair
 from fewbits.nn.linear import QuantizedLinear
 from fewbits.nn.tensor_group import own_weight
 
@@ -67,7 +69,19 @@ class LoRALinear(nn.Module, LoraLayer):
                 f"init_lora_weights={init!r} changes the base weight, which is packed or shared here; "
                 "use True, 'gaussian' or 'orthogonal'."
             )
+        if init != "orthogonal" or not isinstance(base, QuantizedLinear):
+            super().update_layer(adapter_name, r, *args, **kwargs)
+            return
+        # PEFT would ask for the weight's dtype, which a packed weight has not
+        if "config" in kwargs:
+            kwargs["config"] = copy.copy(kwargs["config"])
+            kwargs["config"].init_lora_weights = True
+        else:
+            kwargs["init_lora_weights"] = True
         super().update_layer(adapter_name, r, *args, **kwargs)
+        pair = orthogonal_pair(r, self.in_features, self.out_features)
+        for part, values in zip((self.lora_A, self.lora_B), pair, strict=True):
+            part[adapter_name].weight.data.copy_(values)
 
     def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:
         return module.in_features, module.out_features  # type: ignore[return-value]

@@ -17,8 +17,6 @@ from __future__ import annotations
 
 import copy
 import math
-import re
-import zlib
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -31,12 +29,13 @@ from torch import Tensor, nn
 from fewbits.errors import BadCheckpoint, Unsupported
 from fewbits.formats.base import Format
 from fewbits.models.adapters import get_peft_model
-from fewbits.models.branches import plain_name
+from fewbits.models.branches import base_name
 from fewbits.models.checkpoint import Checkpoint, inspect_folder
 from fewbits.models.convert import convert
 from fewbits.models.fused import fuse
 from fewbits.models.packed import quantize_by_rows
 from fewbits.models.receipt import Receipt
+from fewbits.nn.first_values import first_values, generator_of
 from fewbits.nn.linear import QuantizedLinear
 from fewbits.recipes import LoRA, Recipe
 from fewbits.training.fsdp import data_mesh, local, place_of, shard
@@ -237,13 +236,8 @@ class _Random:
         """A slice of the tensor (shape), on the device."""
         whole = torch.ones(tuple(shape), dtype=torch.bfloat16, device=self.device)
         if len(shape) > 1:
-            whole.normal_(0, 0.02, generator=_generator(self.seed, name, self.device))
+            whole.normal_(0, 0.02, generator=generator_of(self.seed, name, self.device))
         return whole[index]
-
-
-def _generator(seed: int, name: str, device: torch.device | str = "cpu") -> torch.Generator:
-    """Random numbers that depend on the seed and the name alone."""
-    return torch.Generator(device=device).manual_seed((seed << 32) + zlib.crc32(name.encode()))
 
 
 # 3. Filling the slices.
@@ -261,11 +255,11 @@ def fill(
     for full_name, parameter in model.named_parameters():  # a tied weight is there once
         if not full_name.startswith(begin) or (without and full_name.startswith(without)):
             continue
-        name = _plain(full_name)
+        name = base_name(full_name)
         path, _, leaf = full_name.rpartition(".")
         module = model.get_submodule(path)
         if ".lora_" in name:
-            _begin_adapter(name, parameter, seed)
+            _put(parameter, first_values(name, parameter.shape, seed=seed)[_index(*place_of(parameter))])
         elif not isinstance(module, QuantizedLinear) or not _is_part(name) or name in source:
             offsets, sizes = place_of(parameter)
             if math.prod(sizes):
@@ -303,15 +297,6 @@ def _rows_stand_alone(format: Format, shape: tuple[int, int]) -> bool:
     )
 
 
-def _begin_adapter(name: str, parameter: Tensor, seed: int) -> None:
-    """As PEFT begins: A uniform within 1 / sqrt(K), B and biases zero."""
-    whole = torch.zeros(parameter.shape)
-    if ".lora_A." in name and whole.dim() == 2:
-        bound = 1 / math.sqrt(whole.shape[1])
-        whole.uniform_(-bound, bound, generator=_generator(seed, name))
-    _put(parameter, whole[_index(*place_of(parameter))])
-
-
 def _put(parameter: Tensor, values: Tensor) -> None:
     local(parameter).copy_(values)
 
@@ -322,12 +307,6 @@ def _index(offsets: Sequence[int], sizes: Sequence[int]) -> Index:
 
 def _is_part(name: str) -> bool:
     return name.rpartition(".")[2].startswith("weight_")
-
-
-def _plain(name: str) -> str:
-    """A parameter's name in the base model, PEFT's wrappers left out."""
-    name = plain_name(name.removeprefix("base_model.model."))
-    return re.sub(r"\.modules_to_save\.[^.]+\.", ".", name)
 
 
 __all__ = ["load_sharded_model"]
