@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,17 @@ def _one_thread() -> None:
     import torch
 
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _old_objects_are_not_searched(_one_thread: None) -> None:
+    """What is there before a module's tests, above all millions of objects of imported libraries, stays.
+
+    Every training run collects garbage when it ends or runs out of memory: half a second with them, and
+    hundreds of times. What a module's own tests leave behind is found as ever.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -341,6 +341,7 @@ def test_command_without_places() -> None:
     assert _without(argv, ("--record", "--out")) == ["--shape", "tiny", "--peers", "hf"]
 
 
+@pytest.mark.slow  # three processes that import everything
 def test_command_runs_on_a_cpu(tmp_path: Path, capfd) -> None:
     rows, out = tmp_path / "rows.csv", tmp_path / "out"
     code = main(

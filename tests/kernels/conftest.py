@@ -6,6 +6,7 @@ marked `interpret` in a process of their own with TRITON_INTERPRET=1.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,7 +22,8 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 def _language_patched_once() -> Iterator[None]:
     """The interpreter patches triton.language again in each call within a kernel, a third of its time.
 
-    In a process that only interprets, once for each module of kernels is enough.
+    In a process that only interprets, once for each module of kernels is enough. Nor does it compute, a
+    quarter of its time, whether sums of integers overflow: it would tell so only to kernels being debugged.
     """
     interpreter = pytest.importorskip("triton.runtime.interpreter")
     patch, known = interpreter._patch_lang, set()
@@ -36,7 +38,10 @@ def _language_patched_once() -> Iterator[None]:
             patch(fn)
         return Stays()
 
-    with mock.patch.object(interpreter, "_patch_lang", once):
+    builder = interpreter.interpreter_builder
+    assert not builder.options.debug
+    plain = dataclasses.replace(builder.options, sanitize_overflow=False)
+    with mock.patch.object(interpreter, "_patch_lang", once), mock.patch.object(builder, "options", plain):
         yield
 
 

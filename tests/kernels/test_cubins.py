@@ -1,5 +1,8 @@
 """Every Triton kernel compiles to machine code for every supported GPU, on a machine without one.
 
+For one architecture here, for the other four in the slow tests: each takes most of a second that Triton's
+cache, in the user's home, does not save the first time.
+
 Each kernel file lists `COMPILE_CASES`; tests/test_architecture.py sees to it that no kernel is missing.
 """
 
@@ -7,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from typing import Any
 
 import pytest
 
@@ -46,9 +50,17 @@ def build(case: CompileCase, capability: int):
     )
 
 
+def cases_and_architectures() -> list[Any]:
+    pairs = [(case, sm) for case in compile_cases() for sm in ARCHITECTURES if sm >= case.capability]
+    return [
+        pytest.param(*pair, marks=[] if pair[1] == max(90, pair[0].capability) else pytest.mark.slow)
+        for pair in pairs
+    ]
+
+
 @pytest.mark.parametrize(
     ("case", "capability"),
-    [(case, sm) for case in compile_cases() for sm in ARCHITECTURES if sm >= case.capability],
+    cases_and_architectures(),
     ids=lambda v: case_id(v) if isinstance(v, CompileCase) else str(v),
 )
 def test_compiles_to_machine_code(case: CompileCase, capability: int) -> None:

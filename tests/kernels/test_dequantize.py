@@ -172,11 +172,14 @@ def names_of(value: object) -> str:
     return str(value)
 
 
-@pytest.mark.parametrize("format", KERNEL_FORMATS, ids=names_of)
+@pytest.mark.parametrize("number", range(len(KERNEL_FORMATS)), ids=lambda i: names_of(KERNEL_FORMATS[i]))
 @pytest.mark.gpu
 @pytest.mark.interpret
-def test_kernel_equals_the_definition(format: Format, kernel_device: str) -> None:
+def test_kernel_equals_the_definition(number: int, kernel_device: str) -> None:
+    format = KERNEL_FORMATS[number]
     for i, shape in enumerate(SHAPES):
+        if kernel_device == "cpu" and (number + i) % 2:
+            continue  # the interpreter takes its time: every other shape, the others with the next format
         packed = packed_of(format, shape, kernel_device)
         check_kernel(packed, DTYPES[i % 3])
         if len(shape) == 2:
@@ -188,12 +191,14 @@ def test_kernel_equals_the_definition(format: Format, kernel_device: str) -> Non
 @pytest.mark.gpu
 @pytest.mark.interpret
 def test_kernel_to_float8(format: Format, dtype: torch.dtype, kernel_device: str) -> None:
-    packed = packed_of(format, (24, 192), kernel_device)
-    for tiles in (None, (24, 1), (1, 192), (3, 3)):
+    shape = (24, 192) if kernel_device == "cuda" else (6, 128)
+    packed = packed_of(format, shape, kernel_device)
+    for tiles in (None, (shape[0], 1), (1, shape[1]), (3, 2)):
         inverse = None if tiles is None else torch.rand(tiles, device=kernel_device) * 300 + 10
         for transposed in (False, True):
             check_kernel(packed, dtype, transposed, inverse)
-            check_kernel(packed, torch.float32, transposed, inverse)
+            if kernel_device == "cuda" or dtype == FLOAT8[0]:
+                check_kernel(packed, torch.float32, transposed, inverse)
     odd = packed_of(format, (3, 35), kernel_device)
     check_kernel(odd, dtype, True, torch.full((1, 35), 200.0, device=kernel_device))
 

@@ -6,6 +6,7 @@ import. They meet through a file: no port is chosen that somebody else might tak
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import tempfile
@@ -69,6 +70,7 @@ def _rank(folder: str, rank: int, world_size: int, worker: Callable[..., Any], a
     from torch import distributed
 
     torch.set_num_threads(1)
+    gc.freeze()  # what the server has imported is no garbage, and is shared with it
     try:
         distributed.init_process_group(
             "gloo",
