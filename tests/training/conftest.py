@@ -90,7 +90,7 @@ class Killer:
     def run_ranks(self, configs: list[dict], *, resume: bool = False, **fate: object) -> list[dict]:
         """The same for the ranks of one run. ``kill``: (rank, n), at its n-th fsync, or for -n in step n.
 
-        ``pace``: of the watch's heartbeats.
+        ``pace``: of the watch's heartbeats. ``by_slices``: sharded models are read so, as they are on GPUs.
         """
         order = {"configs": configs, "resume": resume, **fate}
         self.process.stdin.write(json.dumps(order) + "\n")

@@ -7,6 +7,7 @@ A run of several ranks is several children with torchrun's variables, each with 
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import os
 import resource
@@ -17,11 +18,12 @@ import time
 import traceback
 from pathlib import Path
 
-from fewbits.training import callbacks, checkpointing, run, trainer, watch
+from fewbits.training import callbacks, checkpointing, distribute, run, trainer, watch
 from fewbits.training.config import TrainConfig
 
 
 def child(order: dict, counter: int) -> None:
+    gc.freeze()  # a run collects garbage now and then: not among all that the parent has imported
     original, count = checkpointing.fsync, 0
 
     def counted(path: Path) -> None:
@@ -40,6 +42,8 @@ def child(order: dict, counter: int) -> None:
         kill_at(step)
     if pace := order.get("pace"):
         run.Watch = functools.partial(watch.Watch, pace=watch.Pace(**pace))
+    if order.get("by_slices"):  # as on GPUs
+        distribute._comes_in_shares = lambda config: True
     run.train(TrainConfig.from_mapping(order["config"]), resume=order["resume"])
 
 
@@ -106,7 +110,7 @@ def several(order: dict) -> list[dict]:
     rank_to_kill, at = order.get("kill") or (-1, 0)
     runs = []
     for rank, config in enumerate(order["configs"]):
-        alone = {"config": config, "resume": order["resume"], "pace": order.get("pace")}
+        alone = {name: order.get(name) for name in ("resume", "pace", "by_slices")} | {"config": config}
         if rank == rank_to_kill:
             alone["at_fsync" if at > 0 else "at_step"] = abs(at)
         runs.append(Run(alone, {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}))

@@ -3,9 +3,14 @@
 One run at a time: NCCL's kernels wait on the GPU for each other, and those of several runs on the same two
 GPUs keep each other from being there at once.
 
-On two H200s both cases of ddp passed; qlora under fsdp and tensor did not within 2 %, all weights under fsdp
-and tensor were not reached. Where each rank reads its own share of a folder, adapters begin with other random
-numbers than one process gives them, so that curve is another draw: on a CPU it is 2.03 % off at one step.
+On two H200s both cases of ddp passed, within 2 %. qlora under fsdp and tensor did not: ranks that read their
+own shares of a folder began with other adapters than one process. All begin with the same now
+(fewbits.nn.first_values), which no GPU has run yet; all weights under fsdp and tensor were never reached.
+
+What is left are sums in another order, rounded to bfloat16, and what INT8 takes from gradients. These
+settings in bfloat16 on a CPU, two ranks of gloo that read shares, are off by at most 0.021 % for qlora (four
+seeds) and 0.14 % for all weights (three seeds; Adam moves a whole step where a gradient is near zero). Other
+adapters are off by 1.2 to 2.8 % (three seeds): more than is allowed here, and hardly more than 2 %.
 """
 
 from __future__ import annotations
@@ -36,6 +41,7 @@ CASES = [
     ("full", {"parallel": "fsdp", "communication": "int8"}),
     ("full", {"parallel": "tensor"}),
 ]
+LIMIT = {"qlora": 4e-3, "full": 1e-2}  # of a loss, relative
 SECONDS = 100
 
 
@@ -54,8 +60,7 @@ def test_two_gpus_follow_one(
     found = run(tmp_path, tiny_data, {**KINDS[kind], **way}, count=2)
     want = alone[kind]
     assert want[0] - want[-1] > 0.5, want  # it learns, by much more than what bfloat16 and INT8 round away
-    other_adapters = kind == "qlora" and way["parallel"] != "ddp"
-    assert found == pytest.approx(want, rel=5e-2 if other_adapters else 2e-2)
+    assert found == pytest.approx(want, rel=LIMIT[kind])
     record = json.loads((tmp_path / "run/run.json").read_text())
     assert record["ranks"] == 2 and record["parallel"].startswith(f"{way['parallel']}: 2 ranks")
     assert list((tmp_path / "run/final").glob("*model*.safetensors"))

@@ -224,6 +224,23 @@ def test_layers_cut_between_two_ranks_follow_one_process(then, killer, make, sti
     torch.testing.assert_close([r[2] for r in found], [r[2] for r in want], rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize("parallel", ["fsdp", "tensor"])
+def test_ranks_that_read_their_own_shares_follow_one_process(parallel, killer, make, still_folder, tmp_path):
+    """As ranks on GPUs load a folder; their adapters must begin with the very values of one process."""
+    options = {**LORA, "lora_dropout": 0.0, "max_steps": 4, "logging_steps": 1, "samples": 0, "seed": 11}
+    options |= {"dtype": "float32", "eval_fraction": 0.0}
+    assert killer.run(make(still_folder, "one", **options), resume=False)["status"] == 0
+    ran(killer.run_ranks([make(still_folder, "shares", parallel=parallel, **options)] * 2, by_slices=True))
+    assert "loaded by slices" in json.loads((tmp_path / "shares/run.json").read_text())["receipt"]
+    found, want = curve(tmp_path / "shares"), curve(tmp_path / "one")
+    assert [record[:2] for record in found] == [record[:2] for record in want] and len(want) > 1
+    torch.testing.assert_close([r[2] for r in found], [r[2] for r in want], rtol=1e-6, atol=0)
+    started, other = (weights(tmp_path / name) for name in ("one", "shares"))
+    for name, tensor in started.items():
+        if "lora_A" in name:  # nearly as they began: B was zero at the first step
+            assert (other[name] - tensor).norm() <= 1e-3 * tensor.norm(), name
+
+
 def test_a_rank_that_runs_out_of_memory_repeats_its_step_alone(tmp_path):
     plain = run_ranks(short_of_memory, 2, str(tmp_path / "plain"), False)
     short = run_ranks(short_of_memory, 2, str(tmp_path / "short"), True)
