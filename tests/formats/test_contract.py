@@ -287,7 +287,7 @@ def test_stochastic_rounding_is_unbiased(format: Format) -> None:
     """
     if isinstance(format, Codebook) and format.double:
         pytest.skip("codes are those of the format without double quantisation")
-    n = 200
+    n = 100
     x = torch.randn(2, 128)
     x[:, 0] = 4.0  # every block of a row begins with its largest magnitude, or a smaller one of its own
     mean = torch.stack([format.quantize(x, seed=s).dequantize() for s in range(n)]).double().mean(0)

@@ -327,11 +327,11 @@ def test_a_soft_cap_under_torch_compile() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "gemma2"])  # 20 s each; the other six were run once, by hand
-def test_compiled_or_not(family: str) -> None:
+@pytest.mark.parametrize(("family", "layers"), [("llama", 1), ("gemma2", 2)])  # the other six: once, by hand
+def test_compiled_or_not(family: str, layers: int) -> None:
     """torch.compile goes round the nodes, which are launched as they are."""
     torch.compiler.reset()
-    model, ids = adapted(family), tokens(2, 20)
+    model, ids = adapted(family, num_hidden_layers=layers), tokens(2, 20)
     plain = loss_and_gradients(model, ids)
     fuse(model)
     model.zero_grad()

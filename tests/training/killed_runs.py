@@ -18,6 +18,8 @@ import time
 import traceback
 from pathlib import Path
 
+import jinja2
+
 from fewbits.training import callbacks, checkpointing, distribute, run, trainer, watch
 from fewbits.training.config import TrainConfig
 
@@ -117,11 +119,22 @@ def several(order: dict) -> list[dict]:
     return [run.outcome() for run in runs]
 
 
+def remember() -> None:
+    """What each child would work out again: former names of weights, the template of PEFT's model cards."""
+    from huggingface_hub import ModelCard, ModelCardData
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    jinja2.Environment.compile = functools.cache(jinja2.Environment.compile)
+    ModelCard.from_template(ModelCardData())
+    get_checkpoint_conversion_mapping("llama")
+
+
 def main() -> None:
     import datasets  # noqa: F401 - what a run imports late
     import peft  # noqa: F401
     import transformers.models.llama.modeling_llama  # noqa: F401
 
+    remember()
     assert callbacks
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
