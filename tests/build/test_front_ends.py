@@ -178,6 +178,7 @@ def test_uv_build(workshop: Workshop, tmp_path: Path) -> None:
 # -- torch
 
 
+@pytest.mark.slow  # torch compiles and links twice
 def test_a_torch_extension_is_the_same_to_the_byte(workshop: Workshop, ninja: str) -> None:
     pytest.importorskip("torch")
     write_unit(workshop.folder / "a.cpp", 110, "ta")
