@@ -117,9 +117,7 @@ def _demo(commands: Any) -> None:
         "--output", metavar="DIR", default="fewbits-demo", help="run folder (default: %(default)s)"
     )
     sub.add_argument("--seed", type=int, metavar="N", help="default: another one each time")
-    sub.add_argument(
-        "--quick", action="store_true", help="a third of the steps and questions, and a lower bar"
-    )
+    sub.add_argument("--quick", action="store_true", help="fewer steps and questions, and a lower bar")
     sub.add_argument("--open", action="store_true", help="show the report in the web browser at the end")
 
 

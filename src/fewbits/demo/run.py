@@ -46,7 +46,7 @@ class Plan:
 
 
 FULL = Plan(steps=240, num_test=210, target=0.90)
-QUICK = Plan(steps=80, num_test=70, target=0.50)
+QUICK = Plan(steps=100, num_test=70, target=0.50)
 MOST_BEFORE = 0.05
 
 
