@@ -70,9 +70,19 @@ static void combine_block() {
     stochastic_combine(product);
 }
 
+static void add_block() {
+    groups[threadIdx.x].clear();
+    stochastic_add_row(product);
+}
+
 extern "C" void run(const Product *p, const int *grid, int shared_bytes) {
     product = *p;
     emulation::launch(look_up_block, {(unsigned)grid[0], (unsigned)grid[1], (unsigned)grid[2]}, THREADS, shared_bytes);
+}
+
+extern "C" void add_row(const Product *p, const int *grid, int threads, int shared_bytes) {
+    product = *p;
+    emulation::launch(add_block, {(unsigned)grid[0], (unsigned)grid[1], (unsigned)grid[2]}, threads, shared_bytes);
 }
 
 extern "C" void combine(const Product *p, const int *grid, int threads, int shared_bytes) {

@@ -36,8 +36,9 @@ def run(
     tables = lookup.tables_of(options, tuple(levels), chunk, qa.device)
     assert tables is not None
     shared = how.pop("shared", 227 * 1024)
-    plan = lookup.plan(B, N, M, C, chunk, multiprocessors=how.pop("multiprocessors", 8), shared=shared)
-    plan = replace(plan, threads=64, **how)
+    multiprocessors = how.pop("multiprocessors", 8)
+    plan = lookup.plan(B, N, M, C, chunk, multiprocessors=multiprocessors, shared=shared, wide=tables.wide)
+    plan = replace(plan, threads=how.pop("threads", 64), **how)
     y = torch.full((B, N, M), torch.nan)
     argument, counts = lookup.product_of(lookup.Rows(qa, sa), (qb, sb), y, tables, level_index, plan, chunk)
     if counts is not None:
@@ -45,10 +46,16 @@ def run(
     defines = plan.defines(tables, lookup.alignment(qb, chunk), lookup.Rows(qa, sa), y.dtype)
     library = emulated.build(libraries, lookup.SOURCE, "lookup_emulation.cpp", defines)
     library.run(ctypes.byref(argument), Triple(*plan.grid), plan.shared_bytes)
-    if plan.combine is not None:
-        *_, threads, shared, grid = plan.combine
-        library.combine(ctypes.byref(argument), Triple(*grid), threads, shared)
+    add(library, plan, argument)
     return y
+
+
+def add(library: ctypes.CDLL, plan: lookup.Plan, argument: lookup.Product) -> None:
+    """Run the kernel that adds the slices, where there are several."""
+    if plan.combine is not None:
+        name, *_, threads, shared, grid = plan.combine
+        adding = {"stochastic_combine": library.combine, "stochastic_add_row": library.add_row}
+        adding[name](ctypes.byref(argument), Triple(*grid), threads, shared)
 
 
 def operands_of(options: Stochastic, B: int, N: int, M: int, D: int, *, shared_b: bool = False):
@@ -122,13 +129,39 @@ def test_rows_of_several_blocks(libraries: Path, name: str) -> None:
     assert torch.equal(y, stochastic_codes_ref(*operands, options, levels, index))
 
 
+ONE_ROW = {  # of blocks as a GPU has them; options, M, D, levels, multiprocessors
+    "halve": (STOCHASTIC, 403, 400, (128,), 3),
+    "a block has several chunks": (STOCHASTIC, 290, 1040, (128,), 2),
+    "full streams": (FULL, 120, 640, (256,), 4),
+    "lengths": (STOCHASTIC, 200, 656, (128, 0, 17), 4),
+    "fewer tiles than warps": (STOCHASTIC, 17, 256, (40,), 8),
+    "a tile": (replace(STOCHASTIC, chunk_d=32), 5, 160, (128,), 2),
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize("at_once", [None, 2])
+@pytest.mark.parametrize("name", ONE_ROW)
+def test_one_row(libraries: Path, name: str, at_once: int | None) -> None:
+    """Rows of the tables staged, and a block that adds all of its chunks, or some at a time."""
+    options, M, D, levels, multiprocessors = ONE_ROW[name]
+    operands = operands_of(options, 1, 1, M, D)
+    C = operands[1].shape[2]
+    index = torch.randint(0, len(levels), (1, 1, C), dtype=torch.uint8) if len(levels) > 1 else None
+    plan = lookup.plan(1, 1, M, C, options.chunk_d, multiprocessors=multiprocessors, shared=227 * 1024)
+    assert plan.combine is not None and plan.combine.name == "stochastic_add_row" and plan.ring
+    how = {"combine": plan.combine._replace(at_once=at_once)} if at_once else {}
+    y = run(libraries, operands, options, levels, index, multiprocessors=multiprocessors, threads=256, **how)
+    assert torch.equal(y, stochastic_codes_ref(*operands, options, levels, index))
+
+
 class Emulated:
     """Stands for the driver: a kernel is its library's function, a launch runs it."""
 
     def __init__(self, folder: Path):
         self.folder, self.launches = folder, []
 
-    def kernel(self, source: str, name: str, defines, device, shared_bytes: int):
+    def kernel(self, source: str, name: str, defines, device, shared_bytes: int, *, beside: bool):
         return name, emulated.build(self.folder, source, "lookup_emulation.cpp", defines)
 
     def launch(self, handle, grid, threads: int, shared_bytes: int, argument, *, early: bool) -> None:
@@ -137,6 +170,8 @@ class Emulated:
         self.launches.append((name, grid))
         if name == "stochastic_lookup":
             library.run(ctypes.byref(argument), Triple(*grid), shared_bytes)
+        elif name == "stochastic_add_row":
+            library.add_row(ctypes.byref(argument), Triple(*grid), threads, shared_bytes)
         else:
             library.combine(ctypes.byref(argument), Triple(*grid), threads, shared_bytes)
 
@@ -191,8 +226,9 @@ def test_blocks_that_add_need_not_ask_for_shared_memory() -> None:
         for rows in (1, 2, 3, 16):
             for chunk in (128, 256):
                 plan = lookup.plan(1, rows, 4096, chunks, chunk, multiprocessors=132, shared=227 * 1024)
-                assert plan.combine is None or plan.combine.shared_bytes + 2048 <= 48 * 1024
-                assert plan.combine is None or plan.combine.at_once <= plan.combine.threads // 32 * 8
+                if plan.combine is not None and plan.combine.name == "stochastic_combine":
+                    assert plan.combine.shared_bytes + 2048 <= 48 * 1024
+                    assert plan.combine.at_once <= plan.combine.threads // 32 * 8
 
 
 @pytest.mark.parametrize("options", [STOCHASTIC, FULL, STOCHASTIC.with_length(32)])
@@ -220,7 +256,7 @@ def test_compiles_to_machine_code(capability: int) -> None:
         pytest.skip(str(_nvrtc.missing()))
     tables = lookup.tables_of(STOCHASTIC, (128,), 128, torch.device("cpu"))
     assert tables is not None
-    for N, shared in ((1, 99), (8, 99), (8, 227)):
+    for N, shared in ((1, 99), (1, 227), (8, 99), (8, 227)):
         plan = lookup.plan(1, N, 4096, 32, 128, multiprocessors=132, shared=shared * 1024)
         for dtype in (torch.int8, torch.bfloat16):
             rows = lookup.Rows(torch.empty(1, N, 4096, dtype=dtype), torch.empty(1, N, 32))

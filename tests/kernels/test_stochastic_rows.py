@@ -14,7 +14,7 @@ from fewbits.formats.stochastic import STOCHASTIC, Stochastic
 from fewbits.kernels import _stochastic_lookup as lookup
 from fewbits.kernels.stochastic_rows import stochastic_rows, stochastic_rows_ref, takes
 from kernels import emulated
-from kernels.test_stochastic_lookup import Triple, needs_compiler
+from kernels.test_stochastic_lookup import Triple, add, needs_compiler
 
 WHOLE = Stochastic(halve_bipolar_stoc_len=True, n_masks=64)
 FULL = Stochastic(chunk_d=128)
@@ -55,9 +55,7 @@ def test_the_source_quantises_too(libraries: Path, name: str) -> None:
     defines = plan.defines(tables, lookup.alignment(b.codes, chunk), rows, out)
     library = emulated.build(libraries, lookup.SOURCE, "lookup_emulation.cpp", defines)
     library.run(ctypes.byref(argument), Triple(*plan.grid), plan.shared_bytes)
-    if plan.combine is not None:
-        *_, threads, shared, grid = plan.combine
-        library.combine(ctypes.byref(argument), Triple(*grid), threads, shared)
+    add(library, plan, argument)
     expected = stochastic_rows_ref(x, b.codes, b.scales, options, f, dtype=out)
     assert torch.equal(y[0], expected)
     assert torch.equal(stochastic_rows(x, b.codes, b.scales, options, f, dtype=out), expected)
@@ -76,9 +74,7 @@ def test_rows_that_are_not_finite_become_nan(libraries: Path) -> None:
     defines = plan.defines(tables, 16, rows, torch.float32)
     library = emulated.build(libraries, lookup.SOURCE, "lookup_emulation.cpp", defines)
     library.run(ctypes.byref(argument), Triple(*plan.grid), plan.shared_bytes)
-    assert plan.combine is not None
-    *_, threads, shared, grid = plan.combine
-    library.combine(ctypes.byref(argument), Triple(*grid), threads, shared)
+    add(library, plan, argument)
     expected = stochastic_rows_ref(x, b.codes, b.scales, STOCHASTIC)
     assert torch.equal(y[0].isnan(), expected.isnan())
     assert torch.equal(y[0].nan_to_num(), expected.nan_to_num())

@@ -23,6 +23,7 @@ from fewbits.kernels._launch import triton
 
 Defines = tuple[tuple[str, int], ...]
 _DYNAMIC_SHARED_BYTES = 48 * 1024  # above, a kernel must ask first
+_ALL = 100  # percent of the first cache's memory as shared memory
 _ELF = b"\x7fELF"
 
 
@@ -98,15 +99,25 @@ def _compiled(source: str, options: list[str]) -> bytes:
 
 
 @lru_cache(maxsize=256)
-def kernel(source: str, name: str, defines: Defines, device: int, shared_bytes: int) -> Any:
-    """A kernel's handle on a device, which is the current one."""
+def kernel(
+    source: str, name: str, defines: Defines, device: int, shared_bytes: int, *, beside: bool = False
+) -> Any:
+    """A kernel's handle on a device, which is the current one.
+
+    ``beside``: all of a multiprocessor's first cache is shared memory while the kernel runs, so that others
+    for which this holds can run beside it.
+    """
     driver = _bindings("driver")
     major, minor = torch.cuda.get_device_capability(device)
     module = _module(source, defines, device, 10 * major + minor)
     handle = _checked(driver.cuModuleGetFunction(module, name.encode()), "cuModuleGetFunction")
+    attributes, wanted = driver.CUfunction_attribute, []
+    if beside:
+        wanted.append((attributes.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, _ALL))
     if shared_bytes > _DYNAMIC_SHARED_BYTES:
-        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        _checked(driver.cuFuncSetAttribute(handle, attribute, shared_bytes), "cuFuncSetAttribute")
+        wanted.append((attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes))
+    for attribute, value in wanted:
+        _checked(driver.cuFuncSetAttribute(handle, attribute, value), "cuFuncSetAttribute")
     return handle
 
 

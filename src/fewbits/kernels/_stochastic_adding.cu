@@ -1,5 +1,6 @@
 // Adds the slices that stochastic_lookup counted; included by its source, with its macros and COMBINED (1 or 2: rows at
 // a time). Sums of whole numbers are those of the slices of a chunk, in any order; chunks are added in theirs.
+// stochastic_add_row has one row whose slices are chunks, stochastic_combine all else.
 
 #pragma once
 
@@ -192,4 +193,58 @@ extern "C" __global__ void __launch_bounds__(512, COMBINED == 1 ? 2 : 1) stochas
         add_chunks(p, b, begin, end);
     else
         add_whole(p, b, begin, end);
+}
+
+#define ADDERS 256  // threads of stochastic_add_row
+
+// y of one row. There is a block for each multiprocessor, small enough to be there beside those that look up from
+// their start on: it has b's scales in shared memory, (outputs, chunks), when these end. Terms take their place. Its
+// code is short: what follows the wait comes from memory as counts do.
+extern "C" __global__ void __launch_bounds__(ADDERS, 4) stochastic_add_row(const Product p) {
+    const int b = blockIdx.y, begin = blockIdx.x * p.rows_added, width = p.at_once | 1;
+    const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
+    const int outputs = p.M - begin < p.rows_added ? p.M - begin : p.rows_added;
+    const int pieces = (p.stride - begin < p.rows_added ? p.stride - begin : p.rows_added) * (int)sizeof(Count) / 16;
+    const int row_bytes = p.rows_added * (int)sizeof(Count) + 16;  // of counts: in other banks than the row before
+    const float *scales_b = p.sb + ((i64)(p.shared_b ? 0 : b) * p.M + begin) * p.C;
+    u8 *counts = (u8 *)shared;
+    float *terms = (float *)(counts + p.at_once * row_bytes);
+    float *scales_a = terms + p.rows_added * width, *factors = scales_a + p.at_once;
+    float y = 0.0f;
+    let_next_start();
+    for (int first = 0; first < p.C; first += p.at_once) {
+        const int chunks = p.C - first < p.at_once ? p.C - first : p.at_once;
+        for (int c = lane; c < chunks; c += LANES)
+#pragma unroll 8
+            for (int o = warp; o < outputs; o += ADDERS / LANES)
+                terms[o * width + c] = scales_b[(i64)o * p.C + first + c];
+        for (int c = threadIdx.x; c < chunks; c += ADDERS) factors[c] = p.factors[level_of(p, b, 0, first + c)];
+        if (!first) await_previous();
+        const u8 *from = (const u8 *)(p.counts + ((i64)b * p.C + first) * p.stride + begin);
+        for (int i = threadIdx.x; i < chunks * pieces; i += ADDERS) {
+            const int c = i / pieces, piece = i - c * pieces;
+            copy_16((u32)__cvta_generic_to_shared(counts) + c * row_bytes + piece * 16,
+                    from + c * (i64)p.stride * sizeof(Count) + piece * 16);
+        }
+        end_group();
+        for (int c = threadIdx.x; c < chunks; c += ADDERS) scales_a[c] = p.sa[(i64)b * p.C + first + c];
+        await_groups<0>();
+        __syncthreads();
+        for (int c = lane; c < chunks; c += LANES) {
+            const float factor = factors[c], scale_a = scales_a[c];
+#pragma unroll 2
+            for (int o = 2 * warp; o < outputs; o += 2 * ADDERS / LANES) {
+                const Pair pair = pair_of(*(const Stored *)(counts + c * row_bytes + o * (int)sizeof(Count)));
+                float *term = terms + o * width + c;
+                term[0] = term_of(pair.x, factor, scale_a, term[0]);
+                term[width] = term_of(pair.y, factor, scale_a, term[width]);
+            }
+        }
+        __syncthreads();
+        if (threadIdx.x < outputs)
+#pragma unroll 8
+            for (int c = 0; c < chunks; c++) y = __fadd_rn(y, terms[threadIdx.x * width + c]);
+        __syncthreads();
+    }
+    if (threadIdx.x < outputs) store(p, (i64)b * p.M + begin + threadIdx.x, y);
 }

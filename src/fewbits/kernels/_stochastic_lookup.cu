@@ -21,7 +21,7 @@
 // 8 bits, and the sum of k w is one more matrix product, of the weights' own bytes (LINEAR). Counts below 128 need
 // none, and those of 128 steps only for codes of 127: most of these products are skipped.
 //
-// Out come whole counts per slice; stochastic_combine (_stochastic_adding.cu) adds them in the order of the chunks.
+// Out come whole counts per slice; a kernel of _stochastic_adding.cu adds them in the order of the chunks.
 // Where there is but one slice (ONLY), out comes y.
 //
 // With X the block makes its codes itself, of the rows of x (quantize_stochastic.py has the definition): a slice is a
@@ -48,6 +48,9 @@ typedef long long i64;
 #define ROUNDS ((ROWS + WARPS - 1) / WARPS)  // in which a warp has a row of a
 #define SLOPE_ROUNDS ((ROWS + WARPS) / WARPS)
 #define SLOPES 36  // words of a row: 32 slopes, then the constant operand's two; the same words of rows in other banks
+#define SLOT (TILE * SLICE)  // bytes of a tile in shared memory
+// Rows of p.tables come to shared memory in whole lines and are turned from there: to the last slots of the ring.
+#define STAGED (RING && ROWS == 1 && STAGES > 1 && WARPS * TILE >= SLICE)
 
 #if WIDE
 typedef int Count;
@@ -79,8 +82,8 @@ struct Product {
     int row_groups;        // N / ROWS, up
     int items;             // tables to build: one after the other by a block
     int stride;            // of a row of counts: M and up to a multiple of TILE
-    int rows_added;        // of a block of stochastic_combine
-    int at_once;           // chunks whose terms stochastic_combine has in shared memory; 0: few chunks of many slices
+    int rows_added;        // of a block of stochastic_combine; of one of stochastic_add_row, outputs
+    int at_once;           // chunks whose terms a block that adds has in shared memory; 0: few chunks of many slices
     float max_code;        // Q
 };
 
@@ -310,8 +313,39 @@ static __device__ __forceinline__ void store_columns(Columns columns, int task, 
     store_codes(table + plane * (PLANE / 4), columns.v, 16 * (task / PLANES), threadIdx.x % LANES);
 }
 
-// The table of a slice, from its places (ROWS, 128); and its slopes. All that a warp reads is
-// under way before it writes, but for blocks of fewer threads than usual; ``then`` comes in between.
+#if STAGED
+// Where the counts of a dimension's code arrive; pieces of 16 bytes stand in an order of the dimension's own, so that
+// lanes which read the same piece of dimensions side by side do so from different banks.
+static __device__ __forceinline__ u32 *staged(u32 *ring, int d, int piece) {
+    const int slot = d / TILE * STAGES + STAGES - 1;
+    return ring + slot * (SLOT / 4) + d % TILE * 32 + (piece ^ d % 8) * 4;
+}
+
+static __device__ __forceinline__ void fetch_rows(const Product &p, const u32 *places, u32 *ring) {
+    const int lane = threadIdx.x % LANES;
+    for (int d = threadIdx.x / 8; d < SLICE; d += THREADS / 8)
+        copy_16((u32)__cvta_generic_to_shared(staged(ring, d, lane % 8)),
+                p.tables + (i64)(places[d] & 0x7fffffffu) * 128 + lane % 8 * 16);
+    end_group();
+}
+
+static __device__ __forceinline__ void turn_rows(const u32 *places, u32 *ring, u32 *table) {
+    const int lane = threadIdx.x % LANES;
+    for (int piece = threadIdx.x / LANES; piece < 8; piece += WARPS) {
+        Columns columns;
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            const int d = 64 * (k / 2) + 16 * (lane / 8) + 8 * (k % 2) + lane % 8;
+            columns.place[k] = places[d];
+            columns.v[k] = *(const uint4 *)staged(ring, d, piece);
+        }
+        store_columns(columns, piece, table);
+    }
+}
+#endif
+
+// The table of a slice, from its places (ROWS, 128), where rows are not staged; and its slopes. All that a warp reads
+// is under way before it writes, but for blocks of fewer threads than usual; ``then`` comes in between.
 template <class Then>
 static __device__ __forceinline__ void build(const Product &p, const u32 *places, u32 *table, u32 *slopes, Then then) {
     const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
@@ -333,6 +367,9 @@ static __device__ __forceinline__ void build(const Product &p, const u32 *places
     // whatever is looked up counts nothing.
     for (int plane = warp; plane < PLANES; plane += WARPS)
         table[plane * (PLANE / 4) + 128 * LANES + lane] = MIDDLE * 0x01010101u;
+#if STAGED
+    then();
+#else
     if (warp >= PLANES * 8) then();
     for (int task = warp; task < PLANES * 8; task += 2 * WARPS) {
         const int other = task + WARPS;
@@ -343,6 +380,7 @@ static __device__ __forceinline__ void build(const Product &p, const u32 *places
         store_columns(columns[0], task, table);
         if (other < PLANES * 8) store_columns(columns[1], other, table);
     }
+#endif
 #pragma unroll
     for (int i = 0; i < SLOPE_ROUNDS; i++) {
         const int r = warp + i * WARPS;
@@ -380,8 +418,6 @@ static __device__ __forceinline__ void load_16(const s8 *at, int left, uint4 *w)
 struct Weights {
     uint4 of[2][2];  // output, half of the slice
 };
-
-#define SLOT (TILE * SLICE)  // bytes of a tile in shared memory
 
 // The codes of a lane's outputs m and m + 1 for its dimensions of a slice; outputs beyond the last read the last.
 static __device__ __forceinline__ void load_tile(const Product &p, const s8 *weights, int left, int m, Weights *w) {
@@ -561,19 +597,16 @@ static __device__ __forceinline__ void write(const Product &p, const Item &item,
     }
 }
 
-// While the kernel before this one may still run: what the block reads first, in this order, and its share of the
-// tables. A row that is not there yet passes the second cache when it is written.
-static __device__ __forceinline__ void prefetch_all(const Product &p, const s8 *weights, const Slice &slice,
-                                                    const Item &item) {
+// While the kernel before this one may still run: what the block reads first, and its share of the tables. A row that
+// is not there yet passes the second cache when it is written. Weights are left out: a table's rows would wait behind.
+static __device__ __forceinline__ void prefetch_all(const Product &p, const Slice &slice, const Item &item) {
     const int i = threadIdx.x % 64, r = threadIdx.x / 64, size = X == 1 ? 4 : X == 2 ? 2 : 1;
     if (slice.length <= 0) return;
     if (r < ROWS && item.n + r < p.N && 16 * i < slice.length * size)
         prefetch((const u8 *)p.qa + (((i64)item.b * p.N + item.n + r) * p.D + slice.first) * size + 16 * i);
     if (threadIdx.x == THREADS - 1) prefetch(p.masks + slice.offset);
-    const i64 line = (i64)blockIdx.x * THREADS + threadIdx.x;
-    if (line < p.num_masks * 128) prefetch(p.tables + line * 128);
-    for (int m = item.begin + threadIdx.x; m < item.end && m < item.begin + STAGES * WARPS * TILE; m += THREADS)
-        prefetch(weights + (i64)m * p.D);
+    for (int line = blockIdx.x + gridDim.x * threadIdx.x; line < p.num_masks * 128; line += gridDim.x * THREADS)
+        prefetch(p.tables + (i64)line * 128);
 }
 
 static __device__ __forceinline__ void load_rows(const Product &p, const Item &item, const Slice &slice, Row *rows) {
@@ -610,7 +643,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) stochastic_loo
     Item item = item_of(p, blockIdx.x);
     Slice slice = slice_of(p, item.s);
     const s8 *weights = p.qb + (p.shared_b ? 0 : (i64)item.b * p.M * p.D) + slice.first;
-    prefetch_all(p, weights, slice, item);
+    prefetch_all(p, slice, item);
     await_previous();
     let_next_start();
     for (int index = blockIdx.x; index < p.items; scales += index / gridDim.x % 2 ? -ROWS : ROWS, index += gridDim.x) {
@@ -638,11 +671,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) stochastic_loo
         for (int i = 0; i < STAGES / 2; i++) load(i);
         place_rows(p, item, slice, rows, places, scales);
         __syncthreads();  // and all are done with the table before
+#if STAGED
+        fetch_rows(p, places, ring);
+        build(p, places, shared, slopes, [&] {
+#pragma unroll
+            for (int i = STAGES / 2; i < STAGES - 1; i++) load(i);
+        });
+        await_groups<STAGES - 1 - STAGES / 2>();
+        __syncthreads();
+        turn_rows(places, ring, shared);
+        __syncthreads();
+        load(STAGES - 1);
+#else
         build(p, places, shared, slopes, [&] {  // tables first: they would wait behind so many weights
 #pragma unroll
             for (int i = STAGES / 2; i < STAGES; i++) load(i);
         });
         __syncthreads();
+#endif
         Count *counts = counts_of(p, item);
         const uint2 constant = *(const uint2 *)__cvta_shared_to_generic(lane.slopes + 4 * LANES);
         const u32 ones[2] = {kept(constant.x), kept(constant.y)};  // side by side, as a product wants them

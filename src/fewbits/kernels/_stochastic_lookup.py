@@ -33,6 +33,8 @@ _WORKSPACE = 2**26  # counts
 _WIDTH_BYTES = 33 * 4  # of 32 outputs' terms in shared memory
 _MOST_AT_ONCE = 128  # chunks of a block that adds: four for each half of 16 warps
 _COMBINE_BYTES = 46 * 1024  # of such a block at most, and 2 KiB of its own: more than 48 must be asked for
+_COMBINE, _ADD_ROW = "stochastic_combine", "stochastic_add_row"
+_ADDERS = 256  # threads of stochastic_add_row
 _KINDS = {torch.float32: 1, torch.bfloat16: 2}  # of values and results, as the source numbers them
 _EARLY = (9, 0)  # the first GPUs that start a kernel's blocks before the one before has ended
 
@@ -135,8 +137,9 @@ class Rows(NamedTuple):
 class Combine(NamedTuple):
     """How the slices of a product are added."""
 
+    name: str  # of the kernel
     at_once: int  # chunks whose terms are in shared memory; 0: few chunks of many slices
-    rows_added: int  # of a block
+    rows_added: int  # of a block; outputs for stochastic_add_row
     rows: int  # of them at a time
     threads: int
     shared_bytes: int
@@ -206,7 +209,7 @@ class Shape(NamedTuple):
 
 # By the rows of a block, measured on an H200; the second where shared memory does not hold the first.
 SHAPES = {
-    1: (Shape(3, 256, 2, 1), Shape(4, 256, 2)),
+    1: (Shape(2, 256, 2, 1), Shape(4, 256, 2)),
     2: (Shape(3, 512, 1, 1), Shape(2, 256, 2)),
     4: (Shape(2, 512, 1, 1), Shape(3, 512, 1)),
 }
@@ -214,7 +217,15 @@ SHAPES = {
 
 @lru_cache(maxsize=4096)
 def plan(
-    batch: int, rows: int, outputs: int, chunks: int, chunk: int, *, multiprocessors: int, shared: int
+    batch: int,
+    rows: int,
+    outputs: int,
+    chunks: int,
+    chunk: int,
+    *,
+    multiprocessors: int,
+    shared: int,
+    wide: bool = False,
 ) -> Plan:
     """Rows of a block by how many there are and what shared memory holds; then blocks for all of the GPU."""
     of_block = 1 if rows == 1 else 4 if rows > 2 and shared >= _shared_bytes(4) else 2
@@ -227,11 +238,32 @@ def plan(
     of_table, splits = _split(outputs, row_groups * batch * slices, resident)
     items = row_groups * batch * slices * splits
     combine = None
-    if slices > 1:
+    if slices > 1 and rows == 1 and slices == chunks:
+        blocks = resident // multiprocessors
+        left = shared + _RESERVED_BYTES - blocks * (shape.bytes(1) + _RESERVED_BYTES) - _RESERVED_BYTES
+        combine = _add_row(
+            batch, outputs, chunks, multiprocessors=multiprocessors, left=left, count_bytes=4 if wide else 2
+        )
+    elif slices > 1:
         combine = _combine(batch, rows, outputs, chunks, slices // chunks, resident=2 * multiprocessors)
     counts = 0 if slices == 1 else batch * slices * rows * _stride(outputs)
     grid = (min(items, resident), 1, 1)
     return Plan(of_block, *shape, of_table, splits, row_groups, items, slices, grid, combine, counts)
+
+
+def _add_row(
+    batch: int, outputs: int, chunks: int, *, multiprocessors: int, left: int, count_bytes: int
+) -> Combine:
+    """A block for each multiprocessor, in the shared memory that is left beside the blocks that look up."""
+    own = min(_ADDERS, cdiv(cdiv(outputs * batch, multiprocessors), _TILE) * _TILE)
+
+    def shared_bytes(at_once: int) -> int:
+        return at_once * (own * count_bytes + 16) + 4 * (own * (at_once | 1) + 2 * at_once)
+
+    parts = next(n for n in range(1, chunks + 1) if n == chunks or shared_bytes(cdiv(chunks, n)) <= left)
+    at_once = cdiv(chunks, parts)
+    grid = (cdiv(outputs, own), batch, 1)
+    return Combine(_ADD_ROW, at_once, own, 1, _ADDERS, shared_bytes(at_once), grid)
 
 
 def _combine(batch: int, rows: int, outputs: int, chunks: int, per_chunk: int, *, resident: int) -> Combine:
@@ -240,7 +272,9 @@ def _combine(batch: int, rows: int, outputs: int, chunks: int, per_chunk: int, *
     if per_chunk > 1 and chunks < 8:
         warps = min(16, max(together, cdiv(per_chunk, 4)))
         grid = (cdiv(outputs, 32), cdiv(rows, together), batch)
-        return Combine(0, together, together, 32 * warps, 2 * together * 2 * warps * _WIDTH_BYTES, grid)
+        return Combine(
+            _COMBINE, 0, together, together, 32 * warps, 2 * together * 2 * warps * _WIDTH_BYTES, grid
+        )
     added = min(rows, next((n for n in (16, 8, 4) if tiles * cdiv(rows, n) >= resident), 2))
     kept = 1 + together  # arrays of at_once lines: scales, and terms of each row
     most = min(_MOST_AT_ONCE, _COMBINE_BYTES // (kept * _WIDTH_BYTES))
@@ -249,7 +283,7 @@ def _combine(batch: int, rows: int, outputs: int, chunks: int, per_chunk: int, *
     at_once = cdiv(chunks, cdiv(chunks, most))
     warps = max(together, cdiv(at_once, 8))
     grid = (cdiv(outputs, 32), cdiv(rows, added), batch)
-    return Combine(at_once, added, together, 32 * warps, at_once * kept * _WIDTH_BYTES, grid)
+    return Combine(_COMBINE, at_once, added, together, 32 * warps, at_once * kept * _WIDTH_BYTES, grid)
 
 
 def _stride(outputs: int) -> int:
@@ -329,23 +363,25 @@ def launch_rows(
 def _launch_part(
     a: Rows, b: Sequence[Tensor], tables: Tables, index: Tensor | None, chunk: int, y: Tensor, gpu: Device
 ) -> None:
-    how = _plan(y, a.scales.shape[2], chunk, gpu)
+    how = _plan(y, a.scales.shape[2], chunk, gpu, wide=tables.wide)
     early = gpu.capability is not None and gpu.capability >= _EARLY
     argument, _counts = product_of(a, b, y, tables, index, how, chunk)
     defines = how.defines(tables, alignment(b[0], chunk), a, y.dtype)
     with on_device_of(y):
-        main = _nvrtc.kernel(SOURCE, "stochastic_lookup", defines, y.device.index, how.shared_bytes)
+        main = _nvrtc.kernel(
+            SOURCE, "stochastic_lookup", defines, y.device.index, how.shared_bytes, beside=True
+        )
         _nvrtc.launch(main, how.grid, how.threads, how.shared_bytes, argument, early=early)
         if how.combine is not None:
-            *_, threads, shared, grid = how.combine
-            combine = _nvrtc.kernel(SOURCE, "stochastic_combine", defines, y.device.index, shared)
+            name, *_, threads, shared, grid = how.combine
+            combine = _nvrtc.kernel(SOURCE, name, defines, y.device.index, shared, beside=True)
             _nvrtc.launch(combine, grid, threads, shared, argument, early=early)
 
 
-def _plan(y: Tensor, chunks: int, chunk: int, gpu: Device) -> Plan:
-    shared = gpu.shared_memory_bytes
+def _plan(y: Tensor, chunks: int, chunk: int, gpu: Device, *, wide: bool = False) -> Plan:
     B, N, M = y.shape
-    return plan(B, N, M, chunks, chunk, multiprocessors=gpu.multiprocessors, shared=shared)
+    multiprocessors, shared = gpu.multiprocessors, gpu.shared_memory_bytes
+    return plan(B, N, M, chunks, chunk, multiprocessors=multiprocessors, shared=shared, wide=wide)
 
 
 def _parts(y: Tensor, chunks: int, chunk: int, gpu: Device) -> list[tuple[slice, slice]]:
