@@ -367,14 +367,14 @@ def _launch_part(
     early = gpu.capability is not None and gpu.capability >= _EARLY
     argument, _counts = product_of(a, b, y, tables, index, how, chunk)
     defines = how.defines(tables, alignment(b[0], chunk), a, y.dtype)
+    beside = how.combine is not None and how.combine.name == _ADD_ROW
     with on_device_of(y):
-        main = _nvrtc.kernel(
-            SOURCE, "stochastic_lookup", defines, y.device.index, how.shared_bytes, beside=True
-        )
-        _nvrtc.launch(main, how.grid, how.threads, how.shared_bytes, argument, early=early)
+        device, bytes_of_block = y.device.index, how.shared_bytes
+        main = _nvrtc.kernel(SOURCE, "stochastic_lookup", defines, device, bytes_of_block, beside=beside)
+        _nvrtc.launch(main, how.grid, how.threads, bytes_of_block, argument, early=early)
         if how.combine is not None:
             name, *_, threads, shared, grid = how.combine
-            combine = _nvrtc.kernel(SOURCE, name, defines, y.device.index, shared, beside=True)
+            combine = _nvrtc.kernel(SOURCE, name, defines, device, shared, beside=beside)
             _nvrtc.launch(combine, grid, threads, shared, argument, early=early)
 
 
