@@ -368,6 +368,7 @@ def test_command_runs_on_a_cpu(tmp_path: Path, capfd) -> None:
         assert any("mm" in name and launches > 0 for name, launches, _ in kernels["top"])
 
 
+@pytest.mark.slow  # a process that imports everything
 def test_a_process_that_dies_says_why(tmp_path: Path) -> None:
     broken = Shape(name="broken", fields={"model_type": "llama", "hidden_size": 0})
     facts = {

@@ -76,7 +76,9 @@ def whole(killer, tiny_folder, tiny_data, tmp_path_factory):
     return runs
 
 
-@pytest.mark.parametrize("kind, options", [("lora", LORA), ("full", FULL)])
+@pytest.mark.parametrize(
+    "kind, options", [("lora", LORA), pytest.param("full", FULL, marks=pytest.mark.slow)]
+)
 def test_killed_at_writes(kind, options, whole, killer, tiny_folder, tiny_data, tmp_path):
     """Each attempt dies at an fsync: inside config, run.json, a checkpoint, before and after its rename."""
     want, outcome = whole[kind]

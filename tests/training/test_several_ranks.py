@@ -157,12 +157,10 @@ def test_sharded_and_killed_and_resumed_on_more_ranks(killer, make, still_folder
     assert weights(tmp_path / "shares").keys() == weights(tmp_path / "one").keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
-    [
-        pytest.param({**LORA, "optimizer": "adamw_8bit"}, id="lora 8 bit", marks=pytest.mark.slow),
-        pytest.param(FULL, id="full"),
-    ],
+    [pytest.param({**LORA, "optimizer": "adamw_8bit"}, id="lora 8 bit"), pytest.param(FULL, id="full")],
 )
 def test_whole_and_then_in_shares_or_cut(options, killer, make, still_folder, tmp_path):
     """Two ranks with the whole model each, killed; three with shares, killed; two that cut layers."""
@@ -207,7 +205,13 @@ def test_two_copies_of_two_shares_each(options, killer, make, still_folder, tmp_
         assert "shard_size is 3, which does not divide the 4 ranks" in outcome["error"]
 
 
-@pytest.mark.parametrize("then", [{}, {"parallel": "fsdp", "tensor_size": 2}], ids=["two", "two pairs"])
+@pytest.mark.parametrize(
+    "then",
+    [
+        pytest.param({}, id="two"),
+        pytest.param({"parallel": "fsdp", "tensor_size": 2}, id="two pairs", marks=pytest.mark.slow),
+    ],
+)
 def test_layers_cut_between_two_ranks_follow_one_process(then, killer, make, still_folder, tmp_path):
     """Tensor parallelism: both ranks see the same rows, and sums over a layer's halves have another order.
 
