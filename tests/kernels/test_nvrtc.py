@@ -68,3 +68,39 @@ def test_a_folder_that_cannot_be_made_costs_time_only(
         assert _nvrtc.cubin(SOURCE, (), 90)[:4] == b"\x7fELF"
         another_process()
     assert len(compiled) == 2
+
+
+class Driver:
+    """As much of the driver as a kernel's attributes need: one function, which keeps what it is given."""
+
+    class CUfunction_attribute:
+        CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES = "shared"
+        CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT = "carveout"
+
+    def __init__(self) -> None:
+        self.given = {"shared": 48 * 1024, "carveout": -1}
+
+    def cuModuleGetFunction(self, module: str, name: bytes) -> tuple[int, str]:
+        return 0, "the function"
+
+    def cuFuncGetAttribute(self, attribute: str, handle: str) -> tuple[int, int]:
+        return 0, self.given[attribute]
+
+    def cuFuncSetAttribute(self, handle: str, attribute: str, value: int) -> tuple[int]:
+        self.given[attribute] = value
+        return (0,)
+
+
+def test_launches_of_one_kernel_keep_the_most_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer whose blocks need less must not take away what another layer's launches were granted."""
+    driver = Driver()
+    monkeypatch.setattr(_nvrtc, "_bindings", lambda name: driver)
+    monkeypatch.setattr(_nvrtc, "_module", lambda *key: "a module")
+    monkeypatch.setattr(_nvrtc.torch.cuda, "get_device_capability", lambda device: (9, 0))
+    _nvrtc.kernel.cache_clear()
+    for bytes_of_block in (40, 90, 60, 20):
+        _nvrtc.kernel(SOURCE, "a kernel", (), 0, bytes_of_block * 1024)
+    assert driver.given == {"shared": 90 * 1024, "carveout": -1}
+    _nvrtc.kernel(SOURCE, "a kernel", (), 0, 100 * 1024, beside=True)
+    assert driver.given == {"shared": 100 * 1024, "carveout": 100}
+    _nvrtc.kernel.cache_clear()

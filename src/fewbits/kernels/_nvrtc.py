@@ -111,13 +111,15 @@ def kernel(
     major, minor = torch.cuda.get_device_capability(device)
     module = _module(source, defines, device, 10 * major + minor)
     handle = _checked(driver.cuModuleGetFunction(module, name.encode()), "cuModuleGetFunction")
-    attributes, wanted = driver.CUfunction_attribute, []
+    attributes, wanted = driver.CUfunction_attribute, {}
     if beside:
-        wanted.append((attributes.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, _ALL))
+        wanted[attributes.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT] = _ALL
     if shared_bytes > _DYNAMIC_SHARED_BYTES:
-        wanted.append((attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes))
-    for attribute, value in wanted:
-        _checked(driver.cuFuncSetAttribute(handle, attribute, value), "cuFuncSetAttribute")
+        wanted[attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES] = shared_bytes
+    for attribute, value in wanted.items():
+        # Never less than before: launches with more shared memory share this function.
+        if value > _checked(driver.cuFuncGetAttribute(attribute, handle), "cuFuncGetAttribute"):
+            _checked(driver.cuFuncSetAttribute(handle, attribute, value), "cuFuncSetAttribute")
     return handle
 
 
