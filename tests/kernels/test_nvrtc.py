@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -70,37 +71,36 @@ def test_a_folder_that_cannot_be_made_costs_time_only(
     assert len(compiled) == 2
 
 
-class Driver:
+def driver_of(given: dict[str, int]) -> SimpleNamespace:
     """As much of the driver as a kernel's attributes need: one function, which keeps what it is given."""
 
-    class CUfunction_attribute:
-        CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES = "shared"
-        CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT = "carveout"
-
-    def __init__(self) -> None:
-        self.given = {"shared": 48 * 1024, "carveout": -1}
-
-    def cuModuleGetFunction(self, module: str, name: bytes) -> tuple[int, str]:
-        return 0, "the function"
-
-    def cuFuncGetAttribute(self, attribute: str, handle: str) -> tuple[int, int]:
-        return 0, self.given[attribute]
-
-    def cuFuncSetAttribute(self, handle: str, attribute: str, value: int) -> tuple[int]:
-        self.given[attribute] = value
+    def give(handle: str, attribute: str, value: int) -> tuple[int]:
+        given[attribute] = value
         return (0,)
+
+    attributes = {
+        "CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES": "shared",
+        "CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT": "carveout",
+    }
+    return SimpleNamespace(
+        CUfunction_attribute=SimpleNamespace(**attributes),
+        cuModuleGetFunction=lambda module, name: (0, "the function"),
+        cuFuncGetAttribute=lambda attribute, handle: (0, given[attribute]),
+        cuFuncSetAttribute=give,
+    )
 
 
 def test_launches_of_one_kernel_keep_the_most_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer whose blocks need less must not take away what another layer's launches were granted."""
-    driver = Driver()
+    given = {"shared": 48 * 1024, "carveout": -1}
+    driver = driver_of(given)
     monkeypatch.setattr(_nvrtc, "_bindings", lambda name: driver)
     monkeypatch.setattr(_nvrtc, "_module", lambda *key: "a module")
     monkeypatch.setattr(_nvrtc.torch.cuda, "get_device_capability", lambda device: (9, 0))
     _nvrtc.kernel.cache_clear()
     for bytes_of_block in (40, 90, 60, 20):
         _nvrtc.kernel(SOURCE, "a kernel", (), 0, bytes_of_block * 1024)
-    assert driver.given == {"shared": 90 * 1024, "carveout": -1}
+    assert given == {"shared": 90 * 1024, "carveout": -1}
     _nvrtc.kernel(SOURCE, "a kernel", (), 0, 100 * 1024, beside=True)
-    assert driver.given == {"shared": 100 * 1024, "carveout": 100}
+    assert given == {"shared": 100 * 1024, "carveout": 100}
     _nvrtc.kernel.cache_clear()
