@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# What waits for GPUs, in one call of about four minutes on four H200s; the table comes last.
-#   benchmarks/gpu_next.sh COMMIT [FOLDER]     logs and rows go to FOLDER, default ./outputs
+# Every test that needs GPUs and the stochastic products' rows, in one call of about four minutes on four H200s; nothing
+# of today's code waits for it. The table comes last.
+#   benchmarks/gpu_tests.sh COMMIT [FOLDER]     logs and rows go to FOLDER, default ./outputs
 # Two lanes run side by side: every test that needs one GPU and the stochastic products on the first, every test that
 # needs two, one after the other (runs over NCCL must not share GPUs), on the last two. A stage that fails or runs out of
 # time is named in the table and stops nothing. No row may be published from a run whose tests failed.
@@ -24,14 +25,13 @@ stage() { # NAME SECONDS COMMAND...: a log, and a line of the table
         "$(tail -n 1 "$out/$name.log" | cut -c1-150)" >> "$out/table.txt"
 }
 
-alone() { # few stochastic rows of no multiple of 128 dimensions were mended without a GPU: their tests first
-    stage decode_tests 60 "${marked[@]}" -m gpu --timeout 50 tests/inference/test_decode.py
+alone() {
     stage tests 130 "${marked[@]}" -m gpu --timeout 60 "${folders[@]}" tests/training --ignore tests/models/test_trl.py
     stage products 90 "$python" benchmarks/stochastic_h200.py
     stage rows 60 "$python" -m fewbits.bench kernels --op stochastic_rows,stochastic_codes --record "$out/rows.csv" --commit "$commit"
 }
 
-several() { # whole runs of fewbits train under fsdp and tensor have not passed on two GPUs
+several() {
     stage runs 200 "${marked[@]}" -m multi --timeout 100 tests/training/test_several_gpus.py
     stage multi 200 "${marked[@]}" -m multi --timeout 60 "${folders[@]}" tests/training/test_gradient_communication_gpu.py \
         tests/training/test_fsdp_gpu.py --ignore tests/models/test_trl.py
