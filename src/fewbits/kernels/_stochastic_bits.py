@@ -17,6 +17,7 @@ from fewbits.formats.stochastic import Stochastic
 from fewbits.formats.streams import prefix_tables, step_tables
 from fewbits.kernels import _nvrtc
 from fewbits.kernels._launch import cdiv, next_power_of_2, on_device_of
+from fewbits.kernels._stochastic_parts import strides_of
 
 SOURCE = "_stochastic_bits.cu"
 CODES = 128
@@ -129,9 +130,6 @@ def _launch_part(
 ) -> None:
     """The same for operands whose bits fit the workspace, sb as (B or 1, C, M)."""
     qa, sa, qb, sb, y = (x.contiguous() for x in operands)
-    strides = [0, 0, 0]
-    if level_index is not None:
-        strides = [s if n > 1 else 0 for n, s in zip(level_index.shape, level_index.stride(), strict=True)]
     blocks = [cdiv(x.shape[1], _TILE) for x in (qa, qb)]
     bits = [
         torch.empty(x.shape[0], 8 * n, stages, RECORD_BYTES // 4, dtype=torch.int32, device=qa.device)
@@ -141,7 +139,12 @@ def _launch_part(
     pointers += [x.data_ptr() for x in (*tables, *bits, y)]
     sizes = (qa.shape[1], qb.shape[1], qa.shape[2], sa.shape[2], chunk, stages // sa.shape[2])
     argument = Product(
-        *pointers, *sizes, tables.words_b.shape[0], int(qb.shape[0] == 1), *strides, *(8 * n for n in blocks)
+        *pointers,
+        *sizes,
+        tables.words_b.shape[0],
+        int(qb.shape[0] == 1),
+        *strides_of(level_index),
+        *(8 * n for n in blocks),
     )
     defines = defines_of(tables.words)
     with on_device_of(qa):

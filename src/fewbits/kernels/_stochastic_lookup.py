@@ -19,6 +19,7 @@ from fewbits.formats.stochastic import Stochastic
 from fewbits.formats.streams import product_tables
 from fewbits.kernels import _nvrtc
 from fewbits.kernels._launch import cdiv, on_device_of
+from fewbits.kernels._stochastic_parts import index_of, strides_of
 
 SOURCE = "_stochastic_lookup.cu"
 CODES = 128  # magnitudes of codes, 0 ... 127
@@ -315,16 +316,13 @@ def product_of(
     counts = None
     if plan.counts:
         counts = torch.empty(plan.counts, dtype=torch.int32 if tables.wide else torch.int16, device=device)
-    strides = [0, 0, 0]
-    if level_index is not None:
-        strides = [s if n > 1 else 0 for n, s in zip(level_index.shape, level_index.stride(), strict=True)]
     pointed = (a.values, a.smooth, a.scales, *b, level_index, *tables[:4], counts, y)
     sizes = (N, M, D, C, chunk, cdiv(chunk, SLICE), tables.bytes.shape[1], int(b[0].shape[0] == 1))
     of_plan = (plan.outputs, plan.splits, plan.row_groups, plan.items, _stride(M))
     of_combine = (plan.combine.rows_added, plan.combine.at_once) if plan.combine else (0, 0)
     return Product(
-        *(None if x is None else x.data_ptr() for x in pointed), *sizes, *strides, *of_plan, *of_combine,
-        a.max_code,
+        *(None if x is None else x.data_ptr() for x in pointed), *sizes, *strides_of(level_index),
+        *of_plan, *of_combine, a.max_code,
     ), counts  # fmt: skip
 
 
@@ -353,11 +351,8 @@ def launch_rows(
         return
     for batch, rows in parts:
         own_b = slice(None) if b[0].shape[0] == 1 else batch
-        index = None
-        if level_index is not None:
-            of_batch = batch if level_index.shape[0] > 1 else slice(None)
-            index = level_index[of_batch, rows if level_index.shape[1] > 1 else slice(None)]
-        _launch_part(a.part(batch, rows), [x[own_b] for x in b], tables, index, chunk, y[batch, rows], gpu)
+        index, own = index_of(level_index, batch, rows), [x[own_b] for x in b]
+        _launch_part(a.part(batch, rows), own, tables, index, chunk, y[batch, rows], gpu)
 
 
 def _launch_part(

@@ -21,6 +21,7 @@ from fewbits.formats.stochastic import Stochastic
 from fewbits.formats.streams import product_tables
 from fewbits.kernels import _nvrtc
 from fewbits.kernels._launch import cdiv, on_device_of
+from fewbits.kernels._stochastic_parts import index_of, parts_of, strides_of
 
 SOURCE = "_stochastic_nibbles.cu"
 ROWS = 32  # of a block
@@ -226,13 +227,17 @@ def product_of(
 ) -> Product:
     """The kernels' argument for qa, sa, qb, sb as (B or 1, C, M), and y, all contiguous."""
     qa, sa, qb, sb, y = operands
-    strides = [0, 0, 0]
-    if level_index is not None:
-        strides = [s if n > 1 else 0 for n, s in zip(level_index.shape, level_index.stride(), strict=True)]
     pointers = [None if x is None else x.data_ptr() for x in (qa, sa, qb, sb, level_index)]
     pointers += [x.data_ptr() for x in (*tables, *memory, y)]
     sizes = (qa.shape[1], qb.shape[1], qa.shape[2], sa.shape[2], chunk, cdiv(chunk, _SLICE))
-    return Product(*pointers, *sizes, tables.nibbles.shape[1], int(qb.shape[0] == 1), *strides, plan.quads)
+    return Product(
+        *pointers,
+        *sizes,
+        tables.nibbles.shape[1],
+        int(qb.shape[0] == 1),
+        *strides_of(level_index),
+        plan.quads,
+    )
 
 
 def launch(
@@ -250,12 +255,8 @@ def launch(
             part[0].shape[0], part[0].shape[1], M, C, chunk,
             multiprocessors=gpu.multiprocessors, shared=gpu.shared_memory_bytes,
         )  # fmt: skip
-        index = None
-        if level_index is not None:
-            of_batch = batch if level_index.shape[0] > 1 else slice(None)
-            index = level_index[of_batch, rows if level_index.shape[1] > 1 else slice(None)]
         memory = workspace(how, part[2].shape[0], qa.device)
-        argument = product_of(part, tables, index, how, chunk, memory)
+        argument = product_of(part, tables, index_of(level_index, batch, rows), how, chunk, memory)
         with on_device_of(qa):
             device = qa.device.index
             for name, grid in (
@@ -283,9 +284,4 @@ def _parts(B: int, N: int, slices: int) -> list[tuple[slice, slice]]:
     """Batches and rows whose places fit the workspace; all at once where they do."""
     of_group = slices * 4 * ROWS * _SLICE
     groups = max(1, _WORKSPACE_BYTES // of_group)  # at once
-    of_entry = cdiv(N, ROWS)
-    if groups >= of_entry:
-        entries = groups // of_entry
-        return [(slice(b, min(b + entries, B)), slice(None)) for b in range(0, B, entries)]
-    rows = groups * ROWS
-    return [(slice(b, b + 1), slice(n, min(n + rows, N))) for b in range(B) for n in range(0, N, rows)]
+    return parts_of(B, N, ROWS, groups)

@@ -22,6 +22,7 @@ from torch import Tensor
 from fewbits.formats.stochastic import Stochastic
 from fewbits.formats.streams import prefix_tables, product_tables, step_tables
 from fewbits.kernels._launch import CompileCase, cdiv, jit, next_power_of_2, on_device_of, tl
+from fewbits.kernels._stochastic_parts import strides_of
 
 CODES = 128
 _INNER = 128  # steps of a product of tiles
@@ -121,15 +122,13 @@ def launch(
     (B, N, D), M, steps = qa.shape, qb.shape[1], tables.ones.shape[2]
     block_n = min(128, max(16, next_power_of_2(N)))
     block_m = min(128, max(16, next_power_of_2(M)))
-    strides = [0, 0, 0]
-    if level_index is not None:
-        strides = [s if n > 1 else 0 for n, s in zip(level_index.shape, level_index.stride(), strict=True)]
     with on_device_of(qa):
         _thermometer_kernel[cdiv(N, block_n), cdiv(M, block_m), B](
             qa, sa, qb, sb, qa if level_index is None else level_index, tables.steps, tables.ones,
             tables.masks, tables.factors, y, N, M, D, sa.shape[2], chunk, tables.steps.shape[1],
-            0 if qb.shape[0] == 1 else M, *strides, HAS_LEVELS=level_index is not None, STEPS=steps,
-            BLOCK_D=max(1, _INNER // steps), BLOCK_N=block_n, BLOCK_M=block_m,
+            0 if qb.shape[0] == 1 else M, *strides_of(level_index),
+            HAS_LEVELS=level_index is not None, STEPS=steps, BLOCK_D=max(1, _INNER // steps),
+            BLOCK_N=block_n, BLOCK_M=block_m,
             num_warps=8 if block_n * block_m > 4096 else 4, enable_fp_fusion=False,
         )  # fmt: skip
 
