@@ -1,7 +1,8 @@
 """Every Triton kernel compiles to machine code for every supported GPU, on a machine without one.
 
-For one architecture here, for the other four in the slow tests: each takes most of a second that Triton's
-cache, in the user's home, does not save the first time.
+For one architecture here; in the slow tests each kernel's first case for the other four, its further cases
+for one of these in turn: each takes most of a second that Triton's cache, in the user's home, does not save
+the first time.
 
 Each kernel file lists `COMPILE_CASES`; tests/test_architecture.py sees to it that no kernel is missing.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -51,11 +53,16 @@ def build(case: CompileCase, capability: int):
 
 
 def cases_and_architectures() -> list[Any]:
-    pairs = [(case, sm) for case in compile_cases() for sm in ARCHITECTURES if sm >= case.capability]
-    return [
-        pytest.param(*pair, marks=[] if pair[1] == max(90, pair[0].capability) else pytest.mark.slow)
-        for pair in pairs
-    ]
+    found, seen = [], Counter[str]()
+    for case in compile_cases():
+        first = max(90, case.capability)
+        others = [sm for sm in ARCHITECTURES if sm >= case.capability and sm != first]
+        count = seen[case.kernel.__name__]
+        seen[case.kernel.__name__] += 1
+        found.append(pytest.param(case, first))
+        for sm in others if not count else others[count % len(others) :][:1]:
+            found.append(pytest.param(case, sm, marks=pytest.mark.slow))
+    return found
 
 
 @pytest.mark.parametrize(

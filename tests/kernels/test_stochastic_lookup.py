@@ -219,6 +219,13 @@ def test_plans_cover_all_outputs(shared: int, rows: int, M: int, D: int) -> None
     assert plan.row_groups * plan.rows >= rows > (plan.row_groups - 1) * plan.rows
     assert splits * plan.outputs >= M > (splits - 1) * plan.outputs
     assert plan.shared_bytes <= shared * 1024 and plan.grid[1:] == (1, 1)
+    if (
+        rows == 1 and plan.combine is not None
+    ):  # beside the blocks that look up, at least where they have a ring
+        _, at_once, own, *_, bytes_of_block, grid = plan.combine
+        resident = plan.grid[0] // 132 + (plan.grid[0] % 132 > 0)
+        assert own * grid[0] >= M and 1 <= at_once <= chunks
+        assert bytes_of_block + resident * (plan.shared_bytes + 1024) <= shared * 1024 or at_once == 1
 
 
 def test_blocks_that_add_need_not_ask_for_shared_memory() -> None:

@@ -67,6 +67,7 @@ def test_two_ranks_are_one_process_to_the_bit(options, killer, make, tiny_folder
     assert json.loads((tmp_path / "two/run.json").read_text())["ranks"] == 2
 
 
+@pytest.mark.slow
 def test_three_ranks_with_uneven_ends_follow_the_same_curve(killer, make, still_folder, tmp_path):
     """40 rows in steps of 9, on three ranks and on two: the epoch ends with ranks that have no rows."""
     options = {**LORA, "lora_dropout": 0.0, "gradient_accumulation": 3, "max_steps": 12}
@@ -142,6 +143,7 @@ def test_what_one_rank_refuses_all_refuse(killer, make, tiny_folder, tmp_path):
         assert "one step has 2 sequences" in outcome["error"] and "too few for 3 ranks" in outcome["error"]
 
 
+@pytest.mark.slow
 def test_sharded_and_killed_and_resumed_on_more_ranks(killer, make, still_folder, tmp_path):
     """FSDP2 on two ranks, killed, and on three: the curve of one process that holds the whole model."""
     options = {**LORA, "lora_dropout": 0.0, "gradient_accumulation": 3}

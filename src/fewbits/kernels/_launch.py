@@ -44,7 +44,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class CompileCase:
-    """One way a kernel is compiled; tests/kernels/test_cubins.py builds each for every architecture.
+    """One way a kernel is compiled; tests/kernels/test_cubins.py builds each kernel for every architecture.
 
     Attributes:
         kernel: the ``@jit`` function.
