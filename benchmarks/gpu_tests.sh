@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Every test that needs GPUs and the stochastic products' rows, in one call of about four minutes on four H200s; nothing
-# of today's code waits for it. The table comes last.
+# The tests of kernels, layers, models, inference and training that need GPUs, and the stochastic products' rows, in one
+# call of about four minutes on four H200s. The table comes last.
 #   benchmarks/gpu_tests.sh COMMIT [FOLDER]     logs and rows go to FOLDER, default ./outputs
-# Two lanes run side by side: every test that needs one GPU and the stochastic products on the first, every test that
-# needs two, one after the other (runs over NCCL must not share GPUs), on the last two. A stage that fails or runs out of
+# Two lanes run side by side: those that need one GPU and the stochastic products on the first, those that
+# need two, one after the other (runs over NCCL must not share GPUs), on the last two. A stage that fails or runs out of
 # time is named in the table and stops nothing. No row may be published from a run whose tests failed.
 set -uo pipefail
 cd "$(dirname "$0")/.."

@@ -180,7 +180,7 @@ def _comes_in_shares(config: TrainConfig) -> bool:
 
 
 def _load_in_shares(config: TrainConfig, layout: Layout) -> Built:
-    """Each rank reads and packs its share of the weights alone; not run on GPUs yet."""
+    """Each rank reads and packs its share of the weights alone."""
     from transformers import AutoTokenizer
 
     from fewbits.models.attention import attention_receipt, use_attention

@@ -10,7 +10,7 @@ rank makes room for its slices and fills them, one weight at a time:
 So what a device holds at most is its slices and one weight with what packing it takes. Without a checkpoint
 the weights are random, the same for any number of ranks: for measurements at sizes nobody wants to download.
 
-Random weights of a 70B shape were made so on two H200s; files were read on CPUs only.
+Random weights of a 70B shape were made so on two H200s, and files of a small model read.
 """
 
 from __future__ import annotations

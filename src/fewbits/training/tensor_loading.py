@@ -4,7 +4,8 @@ The model is built without values, converted, given adapters and fused as it is.
 read first. Then every linear is read and packed, cut at once (`fewbits.training.tensor_parallel`), and what
 other ranks have of it is let go: at most a rank holds its part of the layers and one linear.
 
-Every rank reads the whole files, once. Not run on a GPU.
+Every rank reads the whole files, once. Run on two H200s, plain and packed
+(tests/training/test_several_gpus.py).
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ A linear that holds several (Phi's qkv_proj and gate_up_proj) is cut part by par
 k and of v. transformers' plan for it gathers the outputs of all ranks instead; here nothing is gathered.
 
 All ranks of a group see the same batch. `fewbits.training.fsdp.shard` over the other dimension of a mesh
-comes after it. The norm of all gradients is known to no rank alone: `clip_grad_norm` finds it. Not run on a
-GPU.
+comes after it. The norm of all gradients is known to no rank alone: `clip_grad_norm` finds it. Run on two
+H200s, plain and packed (tests/training/test_several_gpus.py).
 """
 
 from __future__ import annotations
