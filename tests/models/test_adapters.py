@@ -290,6 +290,19 @@ def test_seeded_values_leave_what_peft_computes() -> None:
     assert b.any() and not torch.equal(pissa[name], plain[name])
 
 
+def test_seeded_orthogonal_values_beside_an_embedding() -> None:
+    """Of which PEFT makes A zero and B normal, whatever the linears begin with."""
+    targets = {"target_modules": r".*\.(q_proj|embed_tokens)"}
+    found = begun(tiny("llama"), **targets, init_lora_weights="orthogonal")
+    embedding = {
+        name: tensor for name, tensor in begun(tiny("llama"), **targets).items() if "embedding" in name
+    }
+    assert len(embedding) == 2 < len(found)
+    assert all(torch.equal(tensor, found[name]) for name, tensor in embedding.items())
+    some = begun(tiny("llama"), target_modules=["q_proj"], init_lora_weights="orthogonal")
+    assert all(torch.equal(tensor, found[name]) and tensor.any() for name, tensor in some.items())
+
+
 def test_adapter_and_base_that_do_not_fit(tmp_path: Path) -> None:
     get_peft_model(packed(), r=4).save_pretrained(tmp_path)
     with pytest.raises(SpecMismatch, match=r"was made for 64 (in|out)puts of '.*', which has 32"):

@@ -86,7 +86,7 @@ def begin_adapter(model: Any, seed: int, adapter_name: str = "default") -> None:
     for path, layer in model.named_modules():
         if not isinstance(layer, LoraLayer) or not _is_plain(layer, adapter_name, init):
             continue
-        if isinstance(init, str) and init.lower() == "orthogonal":
+        if init == "orthogonal" and adapter_name in layer.lora_A:  # an embedding's begin as ever
             _begin_orthogonal(layer, seed, base_name(path), adapter_name)
             continue
         for leaf, parameter in layer.named_parameters():
