@@ -155,6 +155,19 @@ def test_one_row(libraries: Path, name: str, at_once: int | None) -> None:
     assert torch.equal(y, stochastic_codes_ref(*operands, options, levels, index))
 
 
+@needs_compiler
+@pytest.mark.parametrize(("options", "shared", "shared_b"), [(FULL, 227, False), (STOCHASTIC, 99, True)])
+def test_one_row_of_each_entry(libraries: Path, options: Stochastic, shared: int, shared_b: bool) -> None:
+    """Three blocks add for each, the last an odd number of outputs; a smaller GPU has no ring."""
+    levels = (options.streams.length, 17)
+    operands = operands_of(options, 3, 1, 75, 400, shared_b=shared_b)
+    index = torch.randint(0, 2, (3, 1, 4), dtype=torch.uint8)
+    plan = lookup.plan(3, 1, 75, 4, 128, multiprocessors=8, shared=shared * 1024, wide=options is FULL)
+    assert plan.combine is not None and plan.combine.grid == (3, 3, 1) and plan.ring == (shared == 227)
+    y = run(libraries, operands, options, levels, index, shared=shared * 1024, threads=256)
+    assert torch.equal(y, stochastic_codes_ref(*operands, options, levels, index))
+
+
 class Emulated:
     """Stands for the driver: a kernel is its library's function, a launch runs it."""
 
