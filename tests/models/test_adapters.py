@@ -290,6 +290,15 @@ def test_seeded_values_leave_what_peft_computes() -> None:
     assert b.any() and not torch.equal(pissa[name], plain[name])
 
 
+def test_seeded_values_that_say_nothing_are_those_of_false() -> None:
+    """PEFT takes None so."""
+    q_proj = {"target_modules": ["q_proj"]}
+    found, of_false = (begun(tiny("llama"), **q_proj, init_lora_weights=init) for init in (None, False))
+    assert found and all(
+        torch.equal(found[name], tensor) and tensor.any() for name, tensor in of_false.items()
+    )
+
+
 def test_seeded_orthogonal_values_beside_an_embedding() -> None:
     """Of which PEFT makes A zero and B normal, whatever the linears begin with."""
     targets = {"target_modules": r".*\.(q_proj|embed_tokens)"}

@@ -80,7 +80,7 @@ def begin_adapter(model: Any, seed: int, adapter_name: str = "default") -> None:
     """
     from peft.tuners.lora import LoraLayer
 
-    init = model.peft_config[adapter_name].init_lora_weights
+    init = model.peft_config[adapter_name].init_lora_weights or False  # as peft takes None
     if not has_first_values(init):
         return
     for path, layer in model.named_modules():
