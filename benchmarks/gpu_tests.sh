@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The tests of kernels, layers, models, inference and training that need GPUs, and the stochastic products' rows, in one
-# call of about four minutes on four H200s. The table comes last.
+# Every test that needs GPUs, and the stochastic products' rows, in one call on four H200s: seven minutes by the limits
+# of its stages, which ran one by one and never as a whole. The table comes last.
 #   benchmarks/gpu_tests.sh COMMIT [FOLDER]     logs and rows go to FOLDER, default ./outputs
 # Two lanes run side by side: those that need one GPU and the stochastic products on the first, those that
 # need two, one after the other (runs over NCCL must not share GPUs), on the last two. A stage that fails or runs out of
@@ -14,7 +14,7 @@ rm -f "$out/table.txt"
 export PYTHONPATH=src PYTHONUNBUFFERED=1 OMP_NUM_THREADS=4
 python=${PYTHON:-python3}
 marked=("$python" -W ignore -m pytest -o addopts= --import-mode=importlib -v -p no:cacheprovider -rfE --tb=short)
-folders=(tests/kernels tests/nn tests/models tests/inference)
+folders=(tests/kernels tests/nn tests/models tests/inference tests/bench tests/formats tests/test_device.py)
 
 stage() { # NAME SECONDS COMMAND...: a log, and a line of the table
     local name=$1 limit=$2 began=$SECONDS code

@@ -14,6 +14,7 @@ from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from fewbits.kernels._launch import triton
 Defines = tuple[tuple[str, int], ...]
 _DYNAMIC_SHARED_BYTES = 48 * 1024  # above, a kernel must ask first
 _ALL = 100  # percent of the first cache's memory as shared memory
+_GRANTING = Lock()  # two threads may ask for one function's attributes
 _ELF = b"\x7fELF"
 
 
@@ -116,10 +118,11 @@ def kernel(
         wanted[attributes.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT] = _ALL
     if shared_bytes > _DYNAMIC_SHARED_BYTES:
         wanted[attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES] = shared_bytes
-    for attribute, value in wanted.items():
-        # Never less than before: launches with more shared memory share this function.
-        if value > _checked(driver.cuFuncGetAttribute(attribute, handle), "cuFuncGetAttribute"):
-            _checked(driver.cuFuncSetAttribute(handle, attribute, value), "cuFuncSetAttribute")
+    with _GRANTING:
+        for attribute, value in wanted.items():
+            # Never less than before: launches with more shared memory share this function.
+            if value > _checked(driver.cuFuncGetAttribute(attribute, handle), "cuFuncGetAttribute"):
+                _checked(driver.cuFuncSetAttribute(handle, attribute, value), "cuFuncSetAttribute")
     return handle
 
 

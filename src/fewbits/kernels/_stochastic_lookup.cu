@@ -677,7 +677,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) stochastic_loo
 #pragma unroll
             for (int i = STAGES / 2; i < STAGES - 1; i++) load(i);
         });
-        await_groups<STAGES - 1 - STAGES / 2>();
+        await_groups<STAGES - 1 - STAGES / 2>();  // all but the tiles asked for since the rows
         __syncthreads();
         turn_rows(places, ring, shared);
         __syncthreads();

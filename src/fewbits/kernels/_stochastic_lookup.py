@@ -19,7 +19,7 @@ from fewbits.formats.stochastic import Stochastic
 from fewbits.formats.streams import product_tables
 from fewbits.kernels import _nvrtc
 from fewbits.kernels._launch import cdiv, on_device_of
-from fewbits.kernels._stochastic_parts import index_of, strides_of
+from fewbits.kernels._stochastic_parts import index_of, parts_of, strides_of
 
 SOURCE = "_stochastic_lookup.cu"
 CODES = 128  # magnitudes of codes, 0 ... 127
@@ -382,12 +382,6 @@ def _plan(y: Tensor, chunks: int, chunk: int, gpu: Device, *, wide: bool = False
 def _parts(y: Tensor, chunks: int, chunk: int, gpu: Device) -> list[tuple[slice, slice]]:
     """Batches and rows whose counts fit the workspace; all at once where they do."""
     B, N = y.shape[:2]
-    whole = _plan(y, chunks, chunk, gpu).counts
-    if whole <= _WORKSPACE:
-        return [(slice(None), slice(None))]
-    of_entry = whole // B
-    if of_entry <= _WORKSPACE:
-        entries = _WORKSPACE // of_entry
-        return [(slice(b, min(b + entries, B)), slice(None)) for b in range(0, B, entries)]
-    rows = max(8, _WORKSPACE * N // of_entry // 8 * 8)
-    return [(slice(b, b + 1), slice(n, min(n + rows, N))) for b in range(B) for n in range(0, N, rows)]
+    of_group = min(N, 8)  # rows
+    counts = _plan(y, chunks, chunk, gpu).counts // (B * N) * of_group
+    return parts_of(B, N, of_group, max(1, _WORKSPACE // max(1, counts)))
