@@ -163,6 +163,35 @@ def test_nothing_hidden(path: Path) -> None:
             assert not isinstance(node, ast.Global), f"{where}: global {getattr(node, 'names', '')}"
 
 
+def backward_functions(path: Path) -> Iterator[ast.FunctionDef]:
+    """Functions of a file that autograd calls with what a forward pass saved."""
+    registered = {
+        ast.unparse(node.args[0])
+        for node in nodes(path)
+        if isinstance(node, ast.Call) and called_name(node).endswith(".register_autograd")
+    }
+    for node in functions(path):
+        if isinstance(node, ast.FunctionDef) and (node.name == "backward" or node.name in registered):
+            yield node
+
+
+@pytest.mark.parametrize("path", FILES, **ids)
+def test_saved_tensors_are_read_once(path: Path) -> None:
+    """Gradient checkpointing computes them again for one reading, and refuses a second."""
+    everywhere = sum(1 for n in nodes(path) if isinstance(n, ast.Attribute) and n.attr == "saved_tensors")
+    saves = sum(1 for n in nodes(path) if isinstance(n, ast.Attribute) and n.attr == "save_for_backward")
+    inside = 0
+    for function in backward_functions(path):
+        reads = [n for n in ast.walk(function) if isinstance(n, ast.Attribute) and n.attr == "saved_tensors"]
+        assert len(reads) <= 1, f"line {function.lineno}: {len(reads)} readings of saved_tensors"
+        # A statement of the function itself: neither in a branch, which may not run, nor in a loop.
+        plain = [s.value for s in function.body if isinstance(s, ast.Assign)]
+        assert all(n in plain for n in reads), f"line {function.lineno}: read it into a name, at the top"
+        inside += len(reads)
+    assert inside == everywhere, "saved_tensors is read outside of a backward pass's own function"
+    assert inside == saves, f"{saves} functions save tensors and {inside} read them"
+
+
 @pytest.mark.parametrize("path", FILES, **ids)
 def test_public_names_have_docstrings(path: Path) -> None:
     private_file = path.stem.startswith("_") and path.stem not in ("__init__", "__main__")

@@ -358,13 +358,16 @@ def test_damaged_adapters(tmp_path: Path) -> None:
         load_adapter(packed(), tmp_path)
 
 
-def test_gradient_checkpointing_gives_the_same_gradients() -> None:
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("settings", [{}, {"target_modules": ["q_proj", "v_proj"]}], ids=["all", "two"])
+def test_gradient_checkpointing_gives_the_same_gradients(settings: dict[str, Any], reentrant: bool) -> None:
+    """Also through packed linears without an adapter, which PEFT's default targets leave."""
     gradients = []
     for checkpointing in (False, True):
-        model = get_peft_model(packed(), lora_dropout=0.1)
+        model = get_peft_model(packed(), lora_dropout=0.1, **settings)
         randomise(model)
         if checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
             model.enable_input_require_grads()
         model.train()
         torch.manual_seed(0)

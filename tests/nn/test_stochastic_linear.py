@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from fewbits import sc_matmul
 from fewbits.errors import BadInput, Unsupported
@@ -302,6 +303,17 @@ def test_refusals() -> None:
         StochasticLinear.from_linear(source, STOCHASTIC, smooth_scales=torch.zeros(300))
     with pytest.raises(BadInput, match="outside of 0 to 299"):
         StochasticLinear.from_linear(source, STOCHASTIC, protected=[300])
+
+
+def test_gradient_checkpointing_gives_the_same_gradient() -> None:
+    layer = StochasticLinear.from_linear(linear(), STOCHASTIC)
+    x = torch.randn(4, 300)
+    gradients = []
+    for run in (layer, lambda rows: checkpoint(layer, rows, use_reentrant=False)):
+        rows = x.clone().requires_grad_()
+        run(rows).sum().backward()
+        gradients.append(rows.grad)
+    assert torch.equal(*gradients)
 
 
 def test_what_trains_becomes_what_is_packed() -> None:

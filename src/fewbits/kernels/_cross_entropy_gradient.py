@@ -28,16 +28,17 @@ def register_gradient(op: Any) -> None:
         if dloss is None:
             return (None,) * ctx.count
         needs = [ctx.needs_input_grad[i] for i in (0, 1, 3)]
+        saved = ctx.saved_tensors
         if ctx.again:  # dW of rows with factors of their own: nothing made before them can be scaled
             ignore_index, options, chunk_rows, _, _ = ctx.arguments
-            hidden, weight, labels, bias, *operands = ctx.saved_tensors
+            hidden, weight, labels, bias, *operands = saved
             factors = dloss.expand(labels.shape)
             _, dh, dw, db = op(
                 hidden, weight, labels, bias, factors, ignore_index, options, chunk_rows, needs, False,
                 *operands,
             )  # fmt: skip
         else:
-            dh, dw, db = ctx.saved_tensors
+            dh, dw, db = saved
             factor = dloss if dloss.dim() == 0 else dloss.unsqueeze(1)
             dh = (dh.to(dloss.dtype) * factor).to(dh.dtype) if needs[0] else dh
             dw = scaled(dw, dloss, ctx.dtypes[0]) if needs[1] else dw

@@ -88,12 +88,12 @@ class _PackedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         dx = dbias = None
+        parts = ctx.saved_tensors  # once: gradient checkpointing makes them again for one reading
         if ctx.needs_input_grad[0]:
-            weight = decode(ctx.like, ctx.saved_tensors, dy.dtype)
-            dx = backward_product(dy, weight, ctx.operands)
+            dx = backward_product(dy, decode(ctx.like, parts, dy.dtype), ctx.operands)
         if ctx.needs_input_grad[1]:
             dbias = dy.reshape(-1, dy.shape[-1]).sum(0).to(ctx.bias_dtype)
-        return dx, dbias, *(None for _ in range(2 + len(ctx.saved_tensors)))
+        return dx, dbias, None, None, *(None for _ in parts)
 
 
 def signature(packed: Packed) -> tuple[Format, tuple[int, ...], torch.dtype, tuple[str, ...]]:
