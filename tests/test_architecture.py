@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.machinery
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "fewbits"
 FILES = sorted(SOURCE.rglob("*.py"))
+TESTS = ROOT / "tests"
 KERNEL_FILES = sorted(f for f in (SOURCE / "kernels").glob("*.py") if not f.name.startswith("_"))
 MAX_LINES = 500
 MAX_FUNCTION_LINES, MAX_KERNEL_LINES = 80, 150
@@ -235,3 +237,27 @@ def test_every_triton_kernel_has_a_compile_case() -> None:
         }
         launched = kernels - called  # a kernel that another kernel calls is compiled with it
         assert launched <= listed, f"{path.name}: COMPILE_CASES lacks {sorted(launched - listed)}"
+
+
+@pytest.mark.parametrize("name", sorted(p.stem for p in TESTS.iterdir() if p.is_dir() or p.suffix == ".py"))
+def test_nothing_of_tests_hides_a_package(name: str) -> None:
+    """Hugging Face's ``kernels`` and PyPA's ``build`` are packages of others: ours stand below ``tests``."""
+    found = importlib.machinery.PathFinder.find_spec(name)
+    places = [] if found is None else [found.origin or "", *(found.submodule_search_locations or ())]
+    hidden = [place for place in places if Path(place).is_relative_to(TESTS)]
+    assert not hidden, f"import {name} finds {hidden}"
+
+
+def test_the_checkout_adds_one_name_to_what_can_be_imported() -> None:
+    """pytest puts the checkout on the path: a module or package in it would hide another's of its name."""
+    packages = {path.parent.name for path in ROOT.glob("*/__init__.py")}
+    assert packages == {"tests"} and not list(ROOT.glob("*.py"))
+
+
+@pytest.mark.parametrize("path", sorted(TESTS.rglob("*.py")), ids=lambda path: str(path.relative_to(TESTS)))
+def test_helpers_are_imported_from_tests(path: Path) -> None:
+    for node in nodes(path):
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+            ours = [n for n in names if TESTS.joinpath(*n.split(".")).with_suffix(".py").is_file()]
+            assert not ours, f"line {node.lineno}: write from tests.{node.module} import ..."

@@ -17,7 +17,7 @@ def model_folder(tmp_path) -> Path:
     stories = Path(__file__).parents[2] / "shared" / "data" / "models" / "stories260k"
     if stories.is_dir():
         return stories
-    from models.loading import save_tiny
+    from tests.models.loading import save_tiny
 
     save_tiny(tmp_path / "base", max_position_embeddings=256)
     return tmp_path / "base"

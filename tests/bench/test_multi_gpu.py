@@ -7,8 +7,8 @@ import json
 
 import pytest
 
-from training.processes import run_ranks
-from training.rank_workers import dry_run
+from tests.training.processes import run_ranks
+from tests.training.rank_workers import dry_run
 
 
 @pytest.mark.slow

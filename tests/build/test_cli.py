@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from build.conftest import ROOT, Workshop, write_ninja
+from tests.build.conftest import ROOT, Workshop, write_ninja
 
 
 def fewbits(workshop: Workshop, *words: str) -> subprocess.CompletedProcess[str]:

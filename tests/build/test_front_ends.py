@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from build.conftest import Workshop, full, write_ninja, write_unit
+from tests.build.conftest import Workshop, full, write_ninja, write_unit
 
 # -- pip wheel, in a temporary environment and a temporary folder
 

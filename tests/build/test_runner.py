@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from build.conftest import ROOT, Workshop, write_ninja
 from fewbits.build.sample import descendants
 from fewbits.build.stage import LARGEST_SEEN
+from tests.build.conftest import ROOT, Workshop, write_ninja
 
 GROWING = """#!/usr/bin/env python3
 import sys, time

@@ -25,10 +25,10 @@ from typing import Any
 
 import pytest
 
-from build.conftest import FULL, QUIET, Workshop, full, write_ninja, write_unit
-from build.test_runner import descendants_of
 from fewbits.build.replay import items_of, lower_bound, plan
 from fewbits.build.sample import descendants
+from tests.build.conftest import FULL, QUIET, Workshop, full, write_ninja, write_unit
+from tests.build.test_runner import descendants_of
 
 pytestmark = pytest.mark.slow
 SIZES = (80, 100, 120, 150, 180, 200, 240, 280, 320, 400, 480, 560, 650, 750)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from build.conftest import QUIET, Workshop
 from fewbits.build.native import Native, build_native
 from fewbits.build.tools import child_environment, make_tools
+from tests.build.conftest import QUIET, Workshop
 
 # A toolkit of scripts: nvcc calls its stages for each architecture as the real one does, by its own folder.
 NVCC = """#!/bin/sh

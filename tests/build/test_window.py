@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from build.conftest import Workshop, write_ninja
 from fewbits.build.window import VARIABLES, widen
+from tests.build.conftest import Workshop, write_ninja
 
 
 @pytest.mark.parametrize(

@@ -219,7 +219,7 @@ def run_folders(tmp_path):
     import yaml
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from training.conftest import byte_tokenizer
+    from tests.training.conftest import byte_tokenizer
 
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=260, max_position_embeddings=64, **shape))

@@ -18,7 +18,7 @@ from fewbits.formats.stochastic import (
     sobol,
 )
 from fewbits.formats.streams import lfsr, numbers, prefix_tables, reversed_bits, step_tables, uniform
-from formats.generated_streams import _count, _gray_sobol, _numbers
+from tests.formats.generated_streams import _count, _gray_sobol, _numbers
 
 CPU = torch.device("cpu")
 HALVE = Stochastic(halve_bipolar_stoc_len=True)

@@ -14,7 +14,7 @@ from fewbits.inference.decode import Decoding
 from fewbits.models.in_memory import apply_stochastic, convert
 from fewbits.recipes import get_recipe
 from fewbits.recipes.stochastic_config import AttentionSetting, StochasticConfig
-from models.tiny import tiny, tokens
+from tests.models.tiny import tiny, tokens
 
 ATTENTION = (("*", AttentionSetting(scores=64, values=64)),)
 

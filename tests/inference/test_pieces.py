@@ -16,7 +16,7 @@ from fewbits.inference.pieces import Recorder
 from fewbits.models.in_memory import convert
 from fewbits.models.stochastic_sharing import share_inputs
 from fewbits.recipes import get_recipe
-from models.tiny import tiny, tokens
+from tests.models.tiny import tiny, tokens
 
 FIRST, SECOND = torch.float32, torch.float64
 

@@ -27,7 +27,7 @@ from fewbits.inference.stochastic_eval import EvalSetting, Ledger, evaluate_sett
 from fewbits.inference.stochastic_trace import Trace
 from fewbits.models.in_memory import apply_stochastic
 from fewbits.recipes.stochastic_config import AttentionSetting, LinearSetting, StochasticConfig
-from models.tiny import tiny, tokens
+from tests.models.tiny import tiny, tokens
 
 OPTIONS = dataclasses.replace(STOCHASTIC, chunk_d=16, stoc_len=32)
 WORDS = {"halve_bipolar_stoc_len": True, "chunk_d": 16, "n_masks": 64, "stoc_len": 32}

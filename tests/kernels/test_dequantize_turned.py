@@ -14,7 +14,7 @@ from fewbits.formats.base import Format, Packed
 from fewbits.kernels import _dequantize_cuda as turned
 from fewbits.kernels import _nvrtc
 from fewbits.kernels.dequantize import dequantize_ref
-from kernels import emulated
+from tests.kernels import emulated
 
 E4 = torch.float8_e4m3fn
 

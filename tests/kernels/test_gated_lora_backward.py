@@ -19,7 +19,7 @@ from fewbits.kernels.gated_lora_backward import (
     gated_lora_backward,
     gated_lora_backward_ref,
 )
-from kernels.test_cubins import build
+from tests.kernels.test_cubins import build
 
 E4 = torch.float8_e4m3fn
 

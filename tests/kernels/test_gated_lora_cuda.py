@@ -13,7 +13,7 @@ from fewbits.kernels import _gated_lora_cuda as by_hand
 from fewbits.kernels import _nvrtc
 from fewbits.kernels._gated_lora_cuda import Plan
 from fewbits.kernels.gated_lora_backward import LowRank, Quantized8, gated_lora_backward_ref
-from kernels import emulated
+from tests.kernels import emulated
 
 E4, BF16 = torch.float8_e4m3fn, torch.bfloat16
 SCALINGS = (1.0, 0.5)

@@ -19,7 +19,7 @@ from fewbits.kernels.gated_lora_forward import (
     gated_lora_forward,
     gated_lora_forward_ref,
 )
-from kernels import emulated
+from tests.kernels import emulated
 
 E4, BF16 = torch.float8_e4m3fn, torch.bfloat16
 

@@ -20,8 +20,8 @@ from fewbits.models.convert import convert
 from fewbits.models.fused import fuse, fusion_of
 from fewbits.models.fused_loss import float8_head_of
 from fewbits.recipes.recipe import LoRA, Recipe, Rule
-from kernels.pretended import Launch, Recorder, pretended_gpu, without_memory
-from models.tiny import tiny_config
+from tests.kernels.pretended import Launch, Recorder, pretended_gpu, without_memory
+from tests.models.tiny import tiny_config
 
 FLOAT8 = {"weight_operand": E4M3, "activation": E4M3_ROW, "gradient": E4M3_ROW}
 SMALL: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8}

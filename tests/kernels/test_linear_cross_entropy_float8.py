@@ -19,7 +19,7 @@ from fewbits.kernels.linear_cross_entropy_float8 import (
     linear_cross_entropy_float8,
     linear_cross_entropy_float8_ref,
 )
-from kernels.test_linear_cross_entropy import each_option
+from tests.kernels.test_linear_cross_entropy import each_option
 
 # Two operands rounded to E4M3 (matmul_float8.py) move a logit, and with it softmax, by up to 0.0375 of the
 # logits' norm; so is the tail of dh, whose product takes two such operands as well.

@@ -15,7 +15,7 @@ from fewbits.formats import FORMATS
 from fewbits.formats.stochastic import Stochastic, product_tables
 from fewbits.kernels import _stochastic_counts
 from fewbits.kernels.matmul_stochastic import quantize_operands, sc_matmul_ref, stream_counts
-from formats.generated_streams import generated_matmul, random_case
+from tests.formats.generated_streams import generated_matmul, random_case
 
 NUM_GOLDEN = 48
 

@@ -24,7 +24,7 @@ from fewbits.nn.stochastic_attention import AttentionProducts, stochastic_attent
 from fewbits.nn.stochastic_linear import StochasticLinear
 from fewbits.nn.stochastic_qat import StochasticQATLinear
 from fewbits.recipes.recipe import Rule
-from formats.generated_streams import random_case
+from tests.formats.generated_streams import random_case
 
 TWICE_AND_SECOND = ("cuda:0", "cuda:0", "cuda:1")  # a kernel that differs from itself is found out first
 SEEDS = range(60)

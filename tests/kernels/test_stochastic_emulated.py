@@ -24,7 +24,7 @@ from fewbits.kernels.stochastic_emulated import (
     stochastic_emulated,
     stochastic_emulated_ref,
 )
-from kernels.emulated import COMPILER, build
+from tests.kernels.emulated import COMPILER, build
 
 FULL = Stochastic(chunk_d=128)
 

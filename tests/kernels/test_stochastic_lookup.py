@@ -13,7 +13,7 @@ from torch import Tensor
 from fewbits.formats.stochastic import STOCHASTIC, Stochastic
 from fewbits.kernels import _stochastic_lookup as lookup
 from fewbits.kernels.stochastic_codes import stochastic_codes_ref
-from kernels import emulated
+from tests.kernels import emulated
 
 FULL = Stochastic(chunk_d=128)
 WHOLE = Stochastic(halve_bipolar_stoc_len=True, n_masks=64)

@@ -19,8 +19,8 @@ from fewbits.kernels import _stochastic_lookup as lookup
 from fewbits.kernels import _stochastic_many as many
 from fewbits.kernels import _stochastic_nibbles as nibbles
 from fewbits.kernels.stochastic_codes import stochastic_codes, stochastic_codes_ref
-from kernels import emulated
-from kernels.test_stochastic_lookup import operands_of
+from tests.kernels import emulated
+from tests.kernels.test_stochastic_lookup import operands_of
 
 FULL = Stochastic(chunk_d=128)
 WHOLE = Stochastic(halve_bipolar_stoc_len=True, n_masks=64)

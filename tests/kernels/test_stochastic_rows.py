@@ -13,8 +13,8 @@ from fewbits.errors import BadInput
 from fewbits.formats.stochastic import STOCHASTIC, Stochastic
 from fewbits.kernels import _stochastic_lookup as lookup
 from fewbits.kernels.stochastic_rows import stochastic_rows, stochastic_rows_ref, takes
-from kernels import emulated
-from kernels.test_stochastic_lookup import Triple, add, needs_compiler
+from tests.kernels import emulated
+from tests.kernels.test_stochastic_lookup import Triple, add, needs_compiler
 
 WHOLE = Stochastic(halve_bipolar_stoc_len=True, n_masks=64)
 FULL = Stochastic(chunk_d=128)

@@ -20,7 +20,7 @@ from fewbits.errors import Unsupported
 from fewbits.kernels import _tuning
 from fewbits.kernels._gated_lora_triton import SAFE_TILE
 from fewbits.kernels._launch import RowTile
-from kernels.test_cubins import ARCHITECTURES
+from tests.kernels.test_cubins import ARCHITECTURES
 
 pytest.importorskip("triton")
 RULE = RowTile(1, 4096, 4)

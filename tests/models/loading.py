@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from models.tiny import VOCAB, tiny
+from tests.models.tiny import VOCAB, tiny
 
 
 def tokenizer() -> Any:

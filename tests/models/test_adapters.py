@@ -21,7 +21,7 @@ from fewbits.models.spec import spec_for
 from fewbits.nn.linear import QuantizedLinear
 from fewbits.nn.lora import LoRALinear
 from fewbits.recipes.recipe import LoRA, Recipe, Rule
-from models.tiny import FAMILIES, tiny, tokens
+from tests.models.tiny import FAMILIES, tiny, tokens
 
 PACK = Recipe(name="pack", linear=Rule(weight=NF4))
 

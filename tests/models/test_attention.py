@@ -21,7 +21,7 @@ from fewbits.models.convert import convert, restore
 from fewbits.models.fused import fuse, fusion_of
 from fewbits.nn.segments import Segments
 from fewbits.recipes import get_recipe
-from models.tiny import FAMILIES, tiny, tokens
+from tests.models.tiny import FAMILIES, tiny, tokens
 
 QWEN_WINDOW = {
     "use_sliding_window": True,

@@ -20,7 +20,7 @@ from fewbits.formats import FORMATS
 from fewbits.models import packed
 from fewbits.models.hf_quantizer import FewbitsConfig
 from fewbits.recipes import Recipe, Rule
-from models.loading import save_tiny, tokenizer
+from tests.models.loading import save_tiny, tokenizer
 
 
 @pytest.fixture

@@ -20,8 +20,8 @@ from fewbits.models.checkpoint import inspect_folder, whole_folder
 from fewbits.models.hf_quantizer import FewbitsConfig, attach_recipe
 from fewbits.nn.linear import QuantizedLinear
 from fewbits.recipes import get_recipe
-from models.loading import logits, packed_state, same, save_tiny, tokenizer
-from models.tiny import tiny, tokens
+from tests.models.loading import logits, packed_state, same, save_tiny, tokenizer
+from tests.models.tiny import tiny, tokens
 
 load = AutoModelForCausalLM.from_pretrained
 

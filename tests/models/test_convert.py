@@ -18,7 +18,7 @@ from fewbits.nn.fake_quantize import FakeQuantizedLinear
 from fewbits.nn.linear import LowPrecisionLinear, QuantizedLinear
 from fewbits.nn.norm import RMSNorm
 from fewbits.recipes.recipe import QAT, Recipe, Rule
-from models.tiny import FAMILIES, tiny, tokens
+from tests.models.tiny import FAMILIES, tiny, tokens
 
 IDENTITY = Recipe(name="identity")
 PACK = Recipe(name="pack", linear=Rule(weight=NF4))

@@ -14,7 +14,7 @@ from fewbits.models.adapters import get_peft_model
 from fewbits.models.convert import convert
 from fewbits.models.fused import fuse, fusion_of, unfuse
 from fewbits.recipes.recipe import LoRA, Recipe, Rule
-from models.tiny import tiny, tokens
+from tests.models.tiny import tiny, tokens
 
 RECIPES = {
     "plain": None,

@@ -14,7 +14,7 @@ from fewbits.models.fused import fuse, fusion_of
 from fewbits.nn.keep import KEEP_ON_HOST, KEEP_PRODUCTS, Keep
 from fewbits.recipes.recipe import QAT, LoRA, Recipe, Rule
 from fewbits.training.optimizer import AdamW8bit
-from models.tiny import tiny, tokens
+from tests.models.tiny import tiny, tokens
 
 pytestmark = [pytest.mark.gpu, pytest.mark.multi]
 RECIPES = {

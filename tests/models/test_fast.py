@@ -17,8 +17,8 @@ from fewbits.models.fast import is_packed
 from fewbits.models.fused import fuse, fused_layers
 from fewbits.nn.keep import KEEP_ALL, KEEP_NONE, KEEP_ON_HOST, Keep
 from fewbits.nn.linear import QuantizedLinear
-from models.loading import logits, packed_state, perturb, same, save_tiny
-from models.tiny import tokens
+from tests.models.loading import logits, packed_state, perturb, same, save_tiny
+from tests.models.tiny import tokens
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 

@@ -19,7 +19,7 @@ from fewbits.nn.keep import KEEP_NONE, KEEPS
 from fewbits.nn.loss import LazyHead, LazyLogits, LogitFreeLoss
 from fewbits.recipes.recipe import LoRA, Recipe, Rule
 from fewbits.training.checkpointing import load_weights, save_weights
-from models.tiny import FAMILIES, tiny, tokens
+from tests.models.tiny import FAMILIES, tiny, tokens
 
 LORA = LoRA(r=8)
 NF4_ONLY = Recipe(name="nf4", linear=Rule(weight=NF4))

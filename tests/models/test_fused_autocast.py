@@ -14,8 +14,8 @@ from fewbits.models.fused import fuse, fused_layers, fusion_of
 from fewbits.nn.keep import KEEP_ALL, KEEPS
 from fewbits.recipes.recipe import QAT, LoRA, Recipe, Rule
 from fewbits.training.qat import prepare_qat
-from models.test_fused import NF4_ONLY, adapted, loss_and_gradients
-from models.tiny import FAMILIES, tiny, tokens
+from tests.models.test_fused import NF4_ONLY, adapted, loss_and_gradients
+from tests.models.tiny import FAMILIES, tiny, tokens
 
 BF16 = torch.bfloat16
 FLOAT8 = Rule(weight_operand=E4M3, activation=E4M3_ROW, gradient=E4M3_ROW)

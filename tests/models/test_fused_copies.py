@@ -11,8 +11,8 @@ from torch.nn.parallel import replicate as replicate_module
 
 from fewbits.errors import Unsupported
 from fewbits.models.fused import fuse, unfuse
-from models.test_fused import adapted, loss_and_gradients
-from models.tiny import tokens
+from tests.models.test_fused import adapted, loss_and_gradients
+from tests.models.tiny import tokens
 
 replicate = replicate_module.replicate if hasattr(replicate_module, "replicate") else replicate_module
 

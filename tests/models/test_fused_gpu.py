@@ -12,7 +12,7 @@ from fewbits.models.convert import convert
 from fewbits.models.fused import fuse, fused_layers, fusion_of
 from fewbits.nn.keep import KEEP_EVERYTHING, KEEP_NONE, KEEP_ON_HOST, Keep
 from fewbits.recipes import LoRA, get_recipe
-from models.tiny import tiny, tokens
+from tests.models.tiny import tiny, tokens
 
 SHAPE = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
 

@@ -11,8 +11,8 @@ from fewbits.models.fused import fuse, fused_layers, fusion_of, unfuse
 from fewbits.nn.keep import KEEP_NONE, KEEPS
 from fewbits.recipes.recipe import QAT, LoRA, Recipe
 from fewbits.training.qat import convert_qat, prepare_qat
-from models.test_fused import assert_same, loss_and_gradients
-from models.tiny import tiny, tokens
+from tests.models.test_fused import assert_same, loss_and_gradients
+from tests.models.tiny import tiny, tokens
 
 
 def prepared(family: str, weight: Format, lora: LoRA | None, activation: Format | None = None) -> nn.Module:

@@ -18,8 +18,8 @@ from fewbits.models.hf_quantizer import FewbitsConfig
 from fewbits.models.packed import quantize_by_rows
 from fewbits.nn.linear import QuantizedLinear
 from fewbits.recipes import CATALOG, Recipe, Rule, get_recipe, recipe_to_config
-from models.loading import logits, packed_state, same, save_tiny
-from models.tiny import FAMILIES, tokens
+from tests.models.loading import logits, packed_state, same, save_tiny
+from tests.models.tiny import FAMILIES, tokens
 
 load = AutoModelForCausalLM.from_pretrained
 

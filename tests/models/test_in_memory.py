@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM
 
 import fewbits
 from fewbits import FastLanguageModel, get_recipe
-from models.loading import logits, save_tiny
-from models.tiny import tokens
+from tests.models.loading import logits, save_tiny
+from tests.models.tiny import tokens
 
 
 def plain(folder):

@@ -11,7 +11,7 @@ from fewbits.models.fused import fuse, fused_layers, fusion_of
 from fewbits.nn import projection
 from fewbits.nn.keep import KEEP_EVERYTHING, KEEP_NONE, Keep
 from fewbits.recipes.recipe import LoRA, Recipe
-from models.test_fused import FLOAT8, NF4_ONLY, adapted, loss_and_gradients, tokens
+from tests.models.test_fused import FLOAT8, NF4_ONLY, adapted, loss_and_gradients, tokens
 
 RECIPES = (NF4_ONLY, Recipe(name="nf4_float8", linear=FLOAT8))
 

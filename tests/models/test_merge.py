@@ -16,8 +16,8 @@ from fewbits import FastLanguageModel
 from fewbits.errors import BadCheckpoint, BadInput, Unsupported
 from fewbits.models import merge
 from fewbits.models.merge import save_pretrained_merged
-from models.loading import logits, packed_state, perturb, save_tiny
-from models.tiny import tokens
+from tests.models.loading import logits, packed_state, perturb, save_tiny
+from tests.models.tiny import tokens
 
 load = AutoModelForCausalLM.from_pretrained
 

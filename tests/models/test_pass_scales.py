@@ -13,8 +13,8 @@ from fewbits.models.fused import fuse, fused_layers
 from fewbits.nn import projection
 from fewbits.nn.keep import KEEP_ALL
 from fewbits.recipes.recipe import Recipe, Rule
-from models.test_fused import adapted, loss_and_gradients
-from models.tiny import tokens
+from tests.models.test_fused import adapted, loss_and_gradients
+from tests.models.tiny import tokens
 
 FULL = Recipe(name="float8", linear=Rule(weight_operand=E4M3, activation=E4M3_ROW, gradient=E4M3_ROW))
 

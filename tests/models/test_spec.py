@@ -9,7 +9,7 @@ from torch import nn
 from fewbits.errors import SpecMismatch, Unsupported
 from fewbits.models.families import SPECS
 from fewbits.models.spec import find, layer_names, locate, spec_for
-from models.tiny import FAMILIES, tiny, tiny_config
+from tests.models.tiny import FAMILIES, tiny, tiny_config
 
 
 def test_every_spec_has_a_tiny_model() -> None:

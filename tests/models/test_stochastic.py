@@ -23,7 +23,7 @@ from fewbits.models.stochastic_attention import stochastic_attention_of
 from fewbits.nn.stochastic_linear import StochasticLinear
 from fewbits.nn.stochastic_qat import StochasticQATLinear
 from fewbits.recipes.stochastic_config import AttentionSetting, LinearSetting, StochasticConfig, write_config
-from models.tiny import tiny, tokens
+from tests.models.tiny import tiny, tokens
 
 OPTIONS = dataclasses.replace(STOCHASTIC, chunk_d=32, stoc_len=48)
 Q, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"

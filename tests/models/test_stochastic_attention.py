@@ -17,7 +17,7 @@ from fewbits.models.stochastic_attention import (
 )
 from fewbits.nn.stochastic_attention import AttentionProducts, stochastic_attention
 from fewbits.nn.stochastic_product import stochastic_product
-from models.tiny import FAMILIES, tiny, tokens
+from tests.models.tiny import FAMILIES, tiny, tokens
 
 OPTIONS = Stochastic(halve_bipolar_stoc_len=True, chunk_d=8)
 FINE = Stochastic(sc_prec=12, chunk_d=16)

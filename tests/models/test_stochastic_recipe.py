@@ -26,8 +26,8 @@ from fewbits.models.in_memory import apply_stochastic, mark_packed
 from fewbits.nn.stochastic_linear import StochasticLinear
 from fewbits.recipes import Recipe, Rule, get_recipe, stochastic
 from fewbits.recipes.stochastic_config import AttentionSetting, StochasticConfig
-from models.loading import logits, packed_state, perturb, same, save_tiny
-from models.tiny import FAMILIES, tiny, tokens
+from tests.models.loading import logits, packed_state, perturb, same, save_tiny
+from tests.models.tiny import FAMILIES, tiny, tokens
 
 load = AutoModelForCausalLM.from_pretrained
 

@@ -10,8 +10,8 @@ from transformers import Trainer, TrainingArguments
 
 from fewbits import FastLanguageModel, lora_config, restore
 from fewbits.nn.lora import LoRALinear
-from models.loading import logits, packed_state, same, save_tiny
-from models.tiny import tokens
+from tests.models.loading import logits, packed_state, same, save_tiny
+from tests.models.tiny import tokens
 
 trl = pytest.importorskip("trl")
 

@@ -1,4 +1,4 @@
-"""A tiny model of every family, made from its config; in a test: ``from models.tiny import tiny``."""
+"""A tiny model of every family, made from its config; in a test: ``from tests.models.tiny import tiny``."""
 
 from __future__ import annotations
 

@@ -196,7 +196,7 @@ def transformers_mask(config, sliding, positions, length):
 @pytest.mark.parametrize("window", [1, 2, 5, 23, 24, 25])
 @pytest.mark.parametrize("packed", [False, True])
 def test_windows_and_segments_are_those_of_transformers(window, packed):
-    from models.tiny import tiny_config
+    from tests.models.tiny import tiny_config
 
     config = tiny_config("mistral", sliding_window=window)
     config._attn_implementation = "eager"

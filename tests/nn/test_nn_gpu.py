@@ -12,7 +12,7 @@ from fewbits.models.adapters import get_peft_model
 from fewbits.models.convert import convert
 from fewbits.nn.linear import QuantizedLinear
 from fewbits.recipes.recipe import Recipe, Rule
-from models.tiny import tiny, tokens
+from tests.models.tiny import tiny, tokens
 
 pytestmark = [
     pytest.mark.gpu,

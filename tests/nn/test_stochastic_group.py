@@ -17,7 +17,7 @@ from fewbits.models.stochastic_sharing import share_inputs, unshare_inputs
 from fewbits.nn.stochastic_group import MOST_ROWS, StochasticGroup
 from fewbits.nn.stochastic_linear import StochasticLinear
 from fewbits.recipes import get_recipe
-from models.tiny import tiny, tokens
+from tests.models.tiny import tiny, tokens
 
 
 def layers(bias: bool = False, **settings: Any) -> list[StochasticLinear]:

@@ -95,7 +95,7 @@ def test_gradients_under_an_adapter() -> None:
     from peft import LoraConfig
 
     from fewbits.models.adapters import get_peft_model
-    from models.tiny import tiny, tokens
+    from tests.models.tiny import tiny, tokens
 
     model = tiny("llama")
     from fewbits.models.convert import convert
@@ -126,7 +126,7 @@ def test_merging_prepares_again_and_unmerging_gives_the_bits_back() -> None:
     from fewbits.models.adapters import get_peft_model
     from fewbits.models.convert import convert
     from fewbits.recipes import LoRA, get_recipe
-    from models.tiny import tiny
+    from tests.models.tiny import tiny
 
     model = tiny("llama")
     chosen = {"smooth_scales": torch.rand(64) + 0.5, "protected": [1, 5]}

@@ -17,7 +17,7 @@ from fewbits.recipes.recipe import LoRA, Recipe, Rule
 from fewbits.training.fsdp import local_bytes, shard
 from fewbits.training.fsdp_communication import quantize_reduce_scatter
 from fewbits.training.optimizer import AdamW8bit
-from models.tiny import tiny, tokens
+from tests.models.tiny import tiny, tokens
 
 ROWS, LENGTH = 4, 16
 FORMATS = {"nf4": NF4, "nf4_dq": NF4_DQ, "int4": INT4_G32}

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 from torch import distributed, nn
@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fewbits.formats import get_format
 from fewbits.training.communication import Travel, wait
 from fewbits.training.ddp import quantize_gradients
-from training.processes import run_ranks
+from tests.training.processes import run_ranks
 
 SIZE = 1024
 

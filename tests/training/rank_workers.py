@@ -27,9 +27,9 @@ def short_of_memory(folder: str, short: bool) -> tuple:
     from fewbits.training.packing import Collator, SequenceDataset
     from fewbits.training.parallel import Layout
     from fewbits.training.trainer import Trainer
-    from training.test_packing import make_examples
-    from training.test_rerun import LENGTHS, Shortage, budget_of, model_with_dropout
-    from training.test_trainer import arguments, losses
+    from tests.training.test_packing import make_examples
+    from tests.training.test_rerun import LENGTHS, Shortage, budget_of, model_with_dropout
+    from tests.training.test_trainer import arguments, losses
 
     rank = torch.distributed.get_rank()
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}

@@ -21,7 +21,7 @@ from fewbits.training.fsdp import local_bytes, shard
 from fewbits.training.optimizer import AdamW8bit
 from fewbits.training.sharded_checkpoint import export, load_sharded, write_sharded
 from fewbits.training.sharded_loading import load_sharded_model
-from training.fsdp_workers import build, full, mean_over_ranks, own_rows, train
+from tests.training.fsdp_workers import build, full, mean_over_ranks, own_rows, train
 
 KINDS = ("nf4_dq", "full")
 

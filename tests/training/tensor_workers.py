@@ -22,9 +22,9 @@ from fewbits.training.tensor_loading import load_tensor_parallel_model
 from fewbits.training.tensor_parallel import clip_grad_norm, tensor_parallel, tensor_parallel_of
 from fewbits.training.whole_checkpoint import load_whole
 from fewbits.training.whole_views import gathered, whole_views
-from models.tiny import tiny, tokens
-from training.fsdp_workers import FORMATS, ROWS, full, mean_over_ranks
-from training.sharded_workers import Allocations
+from tests.models.tiny import tiny, tokens
+from tests.training.fsdp_workers import FORMATS, ROWS, full, mean_over_ranks
+from tests.training.sharded_workers import Allocations
 
 # wide enough for blocks of 64 along half of the columns
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import multiprocessing
 
-from training.fsdp_workers import nccl_rank
+from tests.training.fsdp_workers import nccl_rank
 
 STEPS = 3
 KINDS = ["full", "lora", "lora_bf16", "nf4", "nf4_dq", "int4", "full+float8_gather", "full+int8_reduce"]

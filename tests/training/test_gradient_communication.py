@@ -13,7 +13,7 @@ from fewbits.formats import get_format
 from fewbits.training.communication import Lane, Travel
 from fewbits.training.ddp import DDPExchange, bucket_mib
 from fewbits.training.fsdp_communication import quantize_reduce_scatter
-from training.communication_workers import (
+from tests.training.communication_workers import (
     Aligned,
     Net,
     bad_number,
@@ -23,7 +23,7 @@ from training.communication_workers import (
     saved_and_loaded,
     sharded_steps,
 )
-from training.processes import run_ranks
+from tests.training.processes import run_ranks
 
 SMALL = ("first.bias", "norm.weight", "norm.bias", "odd")  # what travels in float32
 

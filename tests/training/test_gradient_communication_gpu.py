@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import multiprocessing
 
-from training.communication_workers import exact_mean, nccl_rank
+from tests.training.communication_workers import exact_mean, nccl_rank
 
 
 def check(size: int, folder: Path, format: str, how: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 
 from fewbits.errors import TrainingStopped
 from fewbits.training.numbers import NumberCheck, can_skip
-from training.test_trainer import make_examples, make_trainer, tiny
+from tests.training.test_trainer import make_examples, make_trainer, tiny
 
 OPTIMIZERS = {
     "fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),

@@ -21,9 +21,9 @@ from fewbits.training.memory_plan import planner
 from fewbits.training.packing import Collator, SequenceDataset
 from fewbits.training.rerun import first_sentence, is_out_of_memory
 from fewbits.training.trainer import Trainer
-from training.test_graph import CallingBackend
-from training.test_packing import TINY, make_examples
-from training.test_trainer import arguments, losses
+from tests.training.test_graph import CallingBackend
+from tests.training.test_packing import TINY, make_examples
+from tests.training.test_trainer import arguments, losses
 
 SAID = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 1 GiB.\nMore advice."
 LENGTHS = [5, 9, 3, 12, 7, 4, 10, 6, 8, 11, 5, 7]

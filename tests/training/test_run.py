@@ -21,7 +21,7 @@ from fewbits.training.build import fused_decoder
 from fewbits.training.callbacks import read_metrics
 from fewbits.training.config import TrainConfig
 from fewbits.training.run import train
-from training.conftest import byte_tokenizer
+from tests.training.conftest import byte_tokenizer
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from training.conftest import byte_tokenizer
+from tests.training.conftest import byte_tokenizer
 
 SHAPE = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
 KINDS: dict[str, dict[str, Any]] = {

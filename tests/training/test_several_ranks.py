@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from training.processes import run_ranks
-from training.rank_workers import short_of_memory
-from training.test_resume import FULL, LORA, assert_same, remains, settings
+from tests.training.processes import run_ranks
+from tests.training.rank_workers import short_of_memory
+from tests.training.test_resume import FULL, LORA, assert_same, remains, settings
 
 FAST = {"period_s": 0.2, "silence_s": 60.0}
 

@@ -10,10 +10,10 @@ from fewbits.errors import BadCheckpoint, SpecMismatch
 from fewbits.kernels.adamw import dequantize_moment
 from fewbits.models.adapters import load_adapter
 from fewbits.training.sharded_checkpoint import is_sharded_checkpoint, load_sharded, save_sharded
-from models.tiny import tiny
-from training.fsdp_workers import build, full, train
-from training.processes import run_ranks
-from training.sharded_workers import KINDS, optimizer_of, resume, write
+from tests.models.tiny import tiny
+from tests.training.fsdp_workers import build, full, train
+from tests.training.processes import run_ranks
+from tests.training.sharded_workers import KINDS, optimizer_of, resume, write
 
 
 def equal(a: dict, b: dict) -> bool:

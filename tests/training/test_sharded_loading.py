@@ -11,10 +11,10 @@ from fewbits.models.adapters import get_peft_model
 from fewbits.models.convert import convert as convert_modules
 from fewbits.models.fused import fuse
 from fewbits.recipes.recipe import LoRA, Recipe, Rule
-from models.tiny import tiny
-from training.fsdp_workers import FORMATS, train
-from training.processes import run_ranks
-from training.sharded_workers import RECIPES, SEEDS, load, peak
+from tests.models.tiny import tiny
+from tests.training.fsdp_workers import FORMATS, train
+from tests.training.processes import run_ranks
+from tests.training.sharded_workers import RECIPES, SEEDS, load, peak
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from fewbits.recipes.stochastic_config import (
     config_to_plain,
 )
 from fewbits.training.stochastic_calibration import Calibration, calibrate_stochastic
-from models.tiny import tiny, tokens
+from tests.models.tiny import tiny, tokens
 
 OPTIONS = dataclasses.replace(STOCHASTIC, chunk_d=32)
 LEVELS = (16, 32, 64, 128)

@@ -12,7 +12,7 @@ from fewbits.errors import BadInput
 from fewbits.formats.stochastic import Stochastic
 from fewbits.training.calibrate import awq_scales, capture, protected_channels, smoothquant_scales
 from fewbits.training.stochastic_lengths import ErrorTable, choose_lengths, chunk_errors, error_table
-from models.tiny import tiny, tokens
+from tests.models.tiny import tiny, tokens
 
 OPTIONS = Stochastic(halve_bipolar_stoc_len=True, chunk_d=16, n_masks=8)
 WORDS = {"halve_bipolar_stoc_len": True, "n_masks": 8}

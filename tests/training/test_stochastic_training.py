@@ -16,7 +16,7 @@ from fewbits.recipes import QAT, LoRA, sc_qat
 from fewbits.training.config import TrainConfig
 from fewbits.training.qat import convert_qat, prepare_qat
 from fewbits.training.run import train
-from models.tiny import tiny, tokens
+from tests.models.tiny import tiny, tokens
 
 
 @pytest.mark.parametrize("lora", [None, LoRA(r=4, alpha=8)], ids=["full", "lora"])

@@ -18,9 +18,9 @@ from fewbits.training.checkpointing import MODEL_FILE
 from fewbits.training.packed_slices import cut
 from fewbits.training.sharded_checkpoint import load_sharded
 from fewbits.training.tensor_parallel import tensor_parallel
-from models.tiny import tiny, tokens
-from training.processes import run_ranks
-from training.tensor_workers import (
+from tests.models.tiny import tiny, tokens
+from tests.training.processes import run_ranks
+from tests.training.tensor_workers import (
     SIZES,
     both,
     build,

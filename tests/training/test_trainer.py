@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments
 from fewbits.errors import TrainingStopped
 from fewbits.training.packing import Collator, SequenceDataset, pack
 from fewbits.training.trainer import Trainer
-from training.test_packing import FAMILIES, TINY, make_examples
+from tests.training.test_packing import FAMILIES, TINY, make_examples
 
 
 def tiny(family="llama"):
