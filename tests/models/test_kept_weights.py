@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from fewbits.models.fused import fuse, fused_layers, fusion_of
+from fewbits.models.adapters import get_peft_model
+from fewbits.models.fused import forget_weights, fuse, fused_layers, fusion_of, unfuse
 from fewbits.nn import projection
 from fewbits.nn.keep import KEEP_EVERYTHING, KEEP_NONE, Keep
+from fewbits.nn.tensor_state import state_of
 from fewbits.recipes.recipe import LoRA, Recipe
-from tests.models.test_fused import FLOAT8, NF4_ONLY, adapted, loss_and_gradients, tokens
+from tests.models.test_fused import FLOAT8, LORA, NF4_ONLY, adapted, loss_and_gradients, tokens
 
 RECIPES = (NF4_ONLY, Recipe(name="nf4_float8", linear=FLOAT8))
 
@@ -107,3 +110,155 @@ def test_weights_that_change_are_not_kept() -> None:
         layer.layer._is_fsdp_managed_module = True
     loss_and_gradients(model, ids)
     assert held(model) == 0
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: r.name)
+def test_a_first_pass_without_adapters(recipe: Recipe) -> None:
+    """DPO's reference pass: its weights have no room for A below them."""
+    model, ids = adapted("llama", recipe), tokens(2, 20)
+    fuse(model)
+    plain = loss_and_gradients(model, ids)
+    for layer in fused_layers(model):
+        layer.keep = KEEP_EVERYTHING
+    for _ in range(2):
+        with torch.no_grad(), model.disable_adapter():
+            model(input_ids=ids, use_cache=False)
+        loss, gradients = loss_and_gradients(model, ids)
+        assert torch.equal(loss, plain[0])
+        assert all(torch.equal(gradients[name], plain[1][name]) for name in plain[1])
+    assert not fusion_of(model).fallbacks
+
+
+def test_another_adapter_of_another_rank() -> None:
+    model, ids = adapted("llama"), tokens(2, 20)  # rank 8
+    get_peft_model(model, LoRA(r=24), adapter_name="wide")
+    get_peft_model(model, LoRA(r=3), adapter_name="odd")
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.05)
+    fuse(model)
+    plain = {}
+    for keep in (Keep(), KEEP_EVERYTHING):
+        for layer in fused_layers(model):
+            layer.keep = keep
+        for name in ("default", "odd", "wide", "odd", "default"):
+            model.set_adapter(name)
+            found = loss_and_gradients(model, ids)
+            loss, gradients = plain.setdefault(name, found)
+            assert torch.equal(found[0], loss)
+            assert all(torch.equal(found[1][n], gradients[n]) for n in gradients)
+
+
+FROZEN = Recipe(name="float8", linear=replace(FLOAT8, weight=None))
+
+
+def _merge(model: Any) -> None:
+    model.merge_adapter()
+
+
+def _merge_and_back(model: Any) -> None:
+    model.merge_adapter()
+    loss_of(model)
+    model.unmerge_adapter()
+
+
+def _merge_another(model: Any) -> None:
+    """The address that one merge frees may be the next one's."""
+    for _ in range(2):
+        model.merge_adapter()
+        loss_of(model)
+        model.unmerge_adapter()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora_B" in name:
+                    parameter.mul_(2)
+    model.merge_adapter()
+
+
+def _load(model: Any) -> None:
+    state = {n: v.clone() for n, v in model.state_dict().items()}
+    for name, value in state.items():
+        if "base_layer.weight" in name and value.is_floating_point():
+            value.mul_(1.5)
+    model.load_state_dict(state)
+
+
+def _load_assigned(model: Any) -> None:
+    state = {n: v * 1.5 if v.is_floating_point() else v.clone() for n, v in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+
+
+def _pack_again(model: Any) -> None:
+    for module in model.modules():
+        if hasattr(module, "pack") and hasattr(module, "dequantize"):
+            module.pack(module.dequantize() * 1.5)
+
+
+def _train_and_freeze(model: Any) -> None:
+    """torch's fused optimizer counts no version."""
+    bases = [m.base_layer for m in model.modules() if hasattr(m, "lora_A")]
+    weights = [base.weight for base in bases if hasattr(base, "weight")]
+    for weight in weights:
+        weight.requires_grad_(True)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=0.1, fused=True)
+    loss_of(model).backward()
+    optimizer.step()
+    model.zero_grad()
+    for weight in weights:
+        weight.requires_grad_(False)
+
+
+def _behind_the_back(model: Any) -> None:
+    for name, parameter in model.named_parameters():
+        if "base_layer.weight" in name and parameter.is_floating_point():
+            parameter.data.mul_(1.5)
+    forget_weights(model)
+
+
+def loss_of(model: Any) -> Any:
+    ids = tokens(2, 20)
+    return model(input_ids=ids, labels=ids, use_cache=False).loss
+
+
+@pytest.mark.parametrize("recipe", [*RECIPES, FROZEN], ids=lambda r: r.name)
+@pytest.mark.parametrize(
+    "change",
+    [
+        _merge,
+        _merge_and_back,
+        _merge_another,
+        _load,
+        _load_assigned,
+        _pack_again,
+        _train_and_freeze,
+        _behind_the_back,
+    ],
+)
+@pytest.mark.filterwarnings("ignore:merging into weights")
+def test_a_weight_that_changed_has_its_own_values(recipe: Recipe, change: Any) -> None:
+    """Kept ones, and scales, beside what the same model gives when nothing was kept before."""
+    model, ids = adapted("llama", recipe, lora=LORA), tokens(2, 20)
+    fuse(model, keep=KEEP_EVERYTHING)
+    loss_and_gradients(model, ids)
+    change(model)
+    loss = loss_of(model).detach()
+    unfuse(model)
+    fuse(model)
+    torch.testing.assert_close(loss, loss_of(model).detach(), rtol=1e-6, atol=0)
+
+
+def test_a_state_is_that_of_one_memory() -> None:
+    """Its address may be the next tensor's, and a write may leave it."""
+    x = torch.zeros(4)
+    state = state_of([x])
+    assert state_of([x]) == state and state_of([x[:2]]) != state
+    with torch.no_grad():
+        x.add_(1)
+    assert state_of([x]) != state
+    states = []
+    for _ in range(20):  # freed and made again: mostly at the same address
+        states.append(state_of([torch.zeros(1000)]))
+    assert all(a != b for i, a in enumerate(states) for b in states[:i])
+    with torch.inference_mode():
+        assert state_of([torch.zeros(4)])

@@ -53,6 +53,24 @@ def test_peaks_that_were_measured() -> None:
     assert plain.plan(30 * GIB).predicted.total / GIB == pytest.approx(19.5, rel=0.1)
 
 
+def test_what_the_last_layer_frees() -> None:
+    """While it is at work all others hold what they keep: one product given up is there again at the peak."""
+    sums = replace(of_8b(can_keep_weights=False), head=0)
+    everything = [Keep()] * 32
+
+    def total(last: Keep) -> int:
+        return sums.price([*everything[:-1], last]).predicted.total
+
+    whole, layer = total(Keep()), sums.layer
+    assert total(Keep(mlp=False)) == total(Keep(attention=False)) == whole
+    assert total(KEEP_NONE) == whole - min(layer.attention, layer.mlp)
+    head_first = replace(sums, head=64 * GIB)  # the peak lies before its backward pass
+    after = head_first.price([*everything[:-1], Keep(mlp=False)]).predicted.total
+    assert after == head_first.price(everything).predicted.total - layer.mlp
+    last = sums.plan(0).keeps[-1]
+    assert not (last.attention or last.mlp)
+
+
 def test_plenty_keeps_everything() -> None:
     chosen = of_8b().plan(139 * GIB)
     assert chosen.keeps == (Keep(weights=True),) * 32 and chosen.seconds == 0 and chosen.fits

@@ -251,6 +251,22 @@ def fused_layers(model: nn.Module) -> list[FusedForward]:
     return [] if fusion is None else fusion.layers
 
 
+def forget_weights(model: nn.Module) -> None:
+    """Let go of all that was made from frozen weights: scales, decoded and 8-bit values, of the head too.
+
+    To be called by whoever writes a frozen weight through ``tensor.data``, which leaves no trace: everything
+    else (a merge of ours, ``load_state_dict``, another parameter, any counted in-place operation) is seen. A
+    model that is not fused keeps nothing.
+    """
+    from fewbits.models.fused_loss import float8_head_of
+
+    for forward in fused_layers(model):
+        forward.parts.forget_weights()
+    head = float8_head_of(model)
+    if head is not None:
+        head.forget()
+
+
 def scales_of(model: nn.Module) -> dict[str, Tensor]:
     """The float8 scales that a run must find again to go on with the same bits; none without such."""
     fusion = fusion_of(model)

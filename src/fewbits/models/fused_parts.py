@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdRef
 
 from fewbits.errors import NotFused
 from fewbits.formats import E4M3, E4M3_ROW
@@ -27,6 +28,7 @@ from fewbits.nn.linear import LowPrecisionLinear, QuantizedLinear
 from fewbits.nn.projection import Branch, Part, Projection, WeightScale, scale_of, scales_of
 from fewbits.nn.segments import Segments
 from fewbits.nn.tensor_group import own_weight
+from fewbits.nn.tensor_state import state_of
 
 MAX_RANK = 128  # of one branch: wider ones do not fit beside the tiles that they are added to
 FLOAT8 = Operands(activation=E4M3_ROW, gradient=E4M3_ROW, weight_operand=E4M3)
@@ -148,7 +150,12 @@ class LayerParts:
         return Norm(own_weight(module), module.eps if eps is None else eps, self.spec.norm_offset)
 
     def _projection(self, paths: tuple[str, ...], dtype: torch.dtype, keep: Keep) -> Projection:
-        found = [part_of(self.layer.get_submodule(path), path) for path in paths]
+        try:
+            found = [part_of(self.layer.get_submodule(path), path) for path in paths]
+        except NotFused:  # perhaps for an adapter of PEFT's own kind, whose merge writes unseen
+            self._decoded.pop(paths, None)
+            self._scales.pop(paths, None)
+            raise
         parts = tuple(part for part, _ in found)
         operands = {o for _, o in found}
         if len({part.rounding is None for part in parts}) > 1:
@@ -176,16 +183,22 @@ class LayerParts:
         """Let go of all values of weights that were kept (`Keep.weights`)."""
         self._decoded.clear()
 
+    def forget_weights(self) -> None:
+        """Let go of all that was made from the weights, scales included."""
+        self.forget_values()
+        self._scales.clear()
+
     def _values(self, paths: tuple[str, ...], parts: tuple[Part, ...]) -> dict[object, Tensor] | None:
         """Where values of frozen weights stay while these are the same tensors; None where some may change.
 
         FSDP2 gives a gathered layer back, and fills one tensor over and over.
         """
-        tensors = [part.weight if isinstance(part.weight, Tensor) else part.weight.codes for part in parts]
+        tensors = _stored(part.weight for part in parts)
         changing = any(t.requires_grad for t in tensors) or any(part.rounding is not None for part in parts)
         if changing or getattr(self.layer, "_is_fsdp_managed_module", False):
+            self._decoded.pop(paths, None)
             return None
-        key = [(t.data_ptr(), t._version) for t in tensors]
+        key = state_of(tensors)
         known = self._decoded.get(paths)
         if known is None or known[0] != key:
             self._decoded[paths] = known = (key, {})
@@ -198,13 +211,14 @@ class LayerParts:
         FSDP2 fills one tensor over and over: there frozen ones keep their scale though their address changes.
         """
         weights = [part.weight for part in parts]
-        tensors = [w if isinstance(w, Tensor) else w.codes for w in weights]
+        tensors = _stored(weights)
         if any(t.requires_grad for t in tensors):
+            self._scales.pop(paths, None)  # frozen later, it is another weight
             of, scale = self.found.pop(paths, (None, None))
             same = of is not None and all(a is b for a, b in zip(of, weights, strict=True))
             return scale if same and scale is not None else _scale_now(weights)
         sharded = getattr(self.layer, "_is_fsdp_managed_module", False)
-        key = [id(t) if sharded else (t.data_ptr(), t._version) for t in tensors]
+        key = tuple(map(WeakIdRef, tensors)) if sharded else state_of(tensors)
         known = self._scales.get(paths)
         if known is None or known[0] != key:
             self._scales[paths] = known = (key, _scale_now(weights))
@@ -260,6 +274,11 @@ class PassScales:
 def _forget(layers: Sequence[LayerParts]) -> None:
     for parts in layers:
         parts.found.clear()
+
+
+def _stored(weights: Iterable[Any]) -> list[Tensor]:
+    """The tensors that hold these weights, all parts of packed ones."""
+    return [t for w in weights for t in ([w] if isinstance(w, Tensor) else w.parts.values())]
 
 
 @torch.no_grad()

@@ -203,7 +203,7 @@ class LoRALinear(nn.Module, LoraLayer):
                 raise ValueError(
                     f"adapter {name!r} has a bias and its base layer has none; it cannot be merged."
                 )
-            base.bias.data += (self.lora_B[name].bias * self.scaling[name]).to(base.bias.dtype)
+            base.bias.add_((self.lora_B[name].bias * self.scaling[name]).to(base.bias.dtype))
         if not isinstance(base, QuantizedLinear):
             base.weight.data = merged
             return
@@ -228,9 +228,9 @@ class LoRALinear(nn.Module, LoraLayer):
                 if name not in self.lora_A:
                     continue
                 if not isinstance(base, QuantizedLinear):
-                    base.weight.data -= self.get_delta_weight(name).to(base.weight.dtype)
+                    base.weight.sub_(self.get_delta_weight(name).to(base.weight.dtype))
                 if self.lora_bias[name]:
-                    base.bias.data -= (self.lora_B[name].bias * self.scaling[name]).to(base.bias.dtype)
+                    base.bias.sub_((self.lora_B[name].bias * self.scaling[name]).to(base.bias.dtype))
         if self._packed_before:
             for name, tensor in self._packed_before.items():
                 base.get_parameter(name).data = tensor.to(base.device)

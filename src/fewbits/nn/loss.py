@@ -23,6 +23,7 @@ from fewbits.kernels.linear_cross_entropy_float8 import (
     head_operands,
     linear_cross_entropy_float8,
 )
+from fewbits.nn.tensor_state import state_of
 
 # What can be read of logits that do not exist.
 _FACTS = frozenset(
@@ -76,13 +77,17 @@ class Float8Head:
         """Bytes of the operands, made or not."""
         return self.head.weight.numel() * (2 if self.gradient else 1)
 
+    def forget(self) -> None:
+        """Make the operands again when they are asked for."""
+        self._known = None
+
     def operands(self) -> HeadOperands:
         """Those of the weight as it is."""
         weight = self.head.weight
         if not self.is_kept:
             self._known = None
             return head_operands(weight, gradient=self.gradient)
-        key = weight.data_ptr(), weight._version
+        key = state_of([weight])
         if self._known is None or self._known[0] != key:
             self._known = None  # two of them would need twice the memory
             self._known = (key, head_operands(weight, gradient=self.gradient))

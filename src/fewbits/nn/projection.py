@@ -383,13 +383,18 @@ class Projection:
         first = self.parts[0]
         if len(self.parts) == 1 and isinstance(first.weight, Tensor) and first.rounding is None:
             return first.weight.to(dtype)
-        room = self.rank if self._extended() else 0
-        return self._kept(dtype, lambda n: self._decode(dtype, max(n, extra)), room)[: self.width + extra]
+        room, rows = self.rank if self._extended() else 0, self.width + extra
+        return self._kept(dtype, lambda n: self._decode(dtype, max(n, extra)), room, rows)[:rows]
 
-    def _kept(self, key: object, make: Callable[[int], Tensor], room: int = 0) -> Tensor:
-        """What ``make`` gives; of what is kept, what it gave before, with this much room below."""
+    def _kept(self, key: object, make: Callable[[int], Tensor], room: int = 0, rows: int = 0) -> Tensor:
+        """What ``make`` gives; of what is kept, what it gave before, with this much room below.
+
+        What was made without adapters, or for smaller ranks, has too few rows and is made again.
+        """
         if self.decoded is None or torch.is_inference_mode_enabled():
             return make(0)
+        if key in self.decoded and self.decoded[key].shape[0] < rows:
+            del self.decoded[key]  # first, for two of them would need twice the memory
         if key not in self.decoded:
             self.decoded[key] = make(room)
         return self.decoded[key]

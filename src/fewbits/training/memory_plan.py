@@ -4,7 +4,9 @@ Every layer has five things that it may give up, each with the bytes that it fre
 costs to have it again (`fewbits.nn.keep.Keep`). The planner gives them up in the order of bytes freed per
 second, one layer at a time and the first layers first, until the predicted peak fits; then it takes back what
 the last one freed in excess. The peak is that of the backward pass walking from the last layer to the first:
-what a layer makes again is there only while it is at work, so the last layer never needs to give up anything.
+what a layer makes again is there only while it is at work. The last layer is at work while all others still
+hold what they keep: giving up one of its products frees nothing then, but it does for the head and the loss,
+which come before, and giving up both products, a norm's output or values of weights always frees something.
 
 Predicted bytes come from shapes alone; the first step's measured peak corrects them (`Planner.corrected`).
 """

@@ -1,0 +1,35 @@
+"""Whether tensors hold what they held before: the key of values that are made from weights and kept.
+
+An address is not enough: a merge writes other values to the same one, and a freed one is given to the next
+tensor. So the key names the storage itself, which no later one is ever equal to, and the version, which every
+in-place operation raises. What it cannot see is a write through ``tensor.data`` (PEFT's own layers merge so)
+and that of torch's fused optimizers, which raises no version. Hence a weight that trains keeps nothing, and
+whoever else writes so lets go of what was kept (`fewbits.models.fused.forget_weights`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+TensorState = tuple[object, ...]
+
+
+def state_of(tensors: Iterable[Tensor]) -> tuple[TensorState, ...]:
+    """A key that is equal to an earlier one while all tensors are the same memory, unwritten since.
+
+    The key holds no memory: a tensor that is let go of is freed, and no later one is taken for it.
+    """
+    return tuple(
+        (
+            StorageWeakRef(t.untyped_storage()),
+            t.storage_offset(),
+            t.shape,
+            t.stride(),
+            t.dtype,
+            0 if t.is_inference() else t._version,
+        )
+        for t in tensors
+    )
