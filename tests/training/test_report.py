@@ -149,7 +149,7 @@ def test_a_killed_run(tmp_path):
         file.write('{"step": 41, "lo')
     (run / "samples.json").unlink()
     words = Page(write_report(run).read_text()).words
-    assert "not finished" in words
+    assert "was killed" in words
     assert "up to step 40" in words
     assert f"fewbits train {run}/config.yaml --resume" in words
     assert "could not be read" not in words  # half a line at the end is no fault

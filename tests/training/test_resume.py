@@ -10,6 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from fewbits.training.run_lock import RunLock
+
 LORA = {"load_in_4bit": False, "lora_r": 4, "lora_dropout": 0.2, "gradient_accumulation": 2, "batch_size": 3}
 FULL = {"load_in_4bit": False, "lora_r": 0, "packing": True, "max_seq_length": 64, "batch_size": 2}
 
@@ -122,3 +124,21 @@ def test_killed_many_times(kind, options, whole, killer, tiny_folder, tiny_data,
                 killer.run(config, at_fsync=choose.randrange(1, outcome["fsyncs"]), resume=True)
         assert killer.run(config, resume=True)["status"] == 0
         assert_same(remains(tmp_path / f"run{trial}"), want)
+
+
+def test_a_folder_in_use_is_left_alone(whole, killer, tiny_folder, tiny_data, tmp_path):
+    """A second run is refused and touches nothing; after a kill the folder is taken over."""
+    want, outcome = whole["lora"]
+    config = settings(tiny_folder, tiny_data, tmp_path / "run", **LORA)
+    assert killer.run(config, after=0.7 * outcome["seconds"])["status"] in (0, -9)
+    before = sorted((p, p.stat().st_mtime_ns) for p in (tmp_path / "run").rglob("*"))
+    with RunLock(tmp_path / "run") as lock:
+        lock.take()
+        for resume in (True, False):
+            refused = killer.run(config, resume=resume)
+            assert refused["status"] == 1 and ("in use by" if resume else "another run") in refused["error"]
+    after = sorted((p, p.stat().st_mtime_ns) for p in (tmp_path / "run").rglob("*"))
+    ours = tmp_path / "run", tmp_path / "run/run.lock"
+    assert [x for x in after if x[0] not in ours] == [x for x in before if x[0] not in ours]
+    assert killer.run(config)["status"] == 0
+    assert_same(remains(tmp_path / "run"), want)

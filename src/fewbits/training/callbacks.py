@@ -23,6 +23,7 @@ from rich.progress import (
 from transformers import TrainerCallback
 
 from fewbits.training.checkpointing import Progress, write_atomic
+from fewbits.training.run_lock import RunLock
 
 Args = Any  # transformers.TrainingArguments; beside it come its TrainerState and TrainerControl
 
@@ -32,6 +33,21 @@ def memory_bytes() -> int:
     if torch.cuda.is_available():
         return int(torch.cuda.max_memory_allocated())
     return int(psutil.Process().memory_info().rss)
+
+
+class StillOurs(TrainerCallback):
+    """Stops a run whose folder another process has taken over, before it writes there."""
+
+    def __init__(self, lock: RunLock) -> None:
+        self.lock = lock
+
+    def on_step_end(self, args: Args, state: Any, control: Any, **kwargs: Any) -> None:
+        """A checkpoint may follow each step."""
+        self.lock.confirm()
+
+    def on_evaluate(self, args: Args, state: Any, control: Any, **kwargs: Any) -> None:
+        """A new best may be kept."""
+        self.lock.confirm()
 
 
 class Schedule(TrainerCallback):

@@ -44,6 +44,7 @@ NOT_COMPARED = frozenset(
     {
         "output_dir",
         "resume",
+        "take_over",
         "report",
         "keep_checkpoints",
         "merge",
@@ -213,6 +214,11 @@ class TrainConfig:
     )
     output_dir: str = _option("outputs", "output", "the run folder")
     resume: bool = _option(False, "output", "go on from the last checkpoint in output_dir, if there is one")
+    take_over: bool = _option(
+        False,
+        "output",
+        "take the run folder from a process of another machine that ended without giving it back",
+    )
     merge: bool = _option(
         False, "output", "at the end also write the model with its adapters merged, in 16 bits"
     )

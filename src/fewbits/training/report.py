@@ -87,10 +87,27 @@ def _status(data: RunData) -> tuple[str, str, str]:
     shown = f"The page shows what was logged up to step {last:,}."
     if status == "stopped":
         return "note", "interrupted", f"This run was interrupted. {shown} {how}"
+    return _without_end(data, shown, how)
+
+
+def _without_end(data: RunData, shown: str, how: str) -> tuple[str, str, str]:
+    """A run that has noted no end: it runs, or was killed."""
+    holder = data.holder
+    if data.first("status") != "running":  # its beginning was not noted either
+        return "note", "not finished", f"This run has not ended. {shown} {how}"
+    who = "" if holder is None or holder.owner is None else str(holder.owner)
+    if holder is None or holder.is_alive is False:
+        process = who or f"process {data.first('process.pid')} on {data.first('process.host')}"
+        by = f" ({process})" if who or data.first("process.pid") else ""
+        return "bad", "was killed", f"The run's process{by} was killed before its end. {shown} {how}"
+    if holder.is_alive:
+        return "note", "running", f"This run is being trained by {who or 'another process'}. {shown}"
+    seen = holder.seen.strftime("%Y-%m-%d %H:%M UTC")
     return (
         "note",
         "not finished",
-        f"This run has not ended. {shown} If it was interrupted: {how[0].lower()}{how[1:]}",
+        f"This run was begun by {who}, whose last sign of life was at {seen}: from here it cannot be seen"
+        f" whether it still lives. {shown} If it was killed: {how[0].lower()}{how[1:]}",
     )
 
 

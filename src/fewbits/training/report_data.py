@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from fewbits.errors import BadInput
+from fewbits.training.run_lock import Holder, holder_of
 
 FILES = ("run.json", "metrics.jsonl", "samples.json", "config.yaml")
 
@@ -27,6 +28,7 @@ class RunData:
         samples: samples.json.
         config: config.yaml.
         problems: a sentence for each file that could not be read.
+        holder: the process that has the folder, or has left it behind.
     """
 
     folder: Path
@@ -35,6 +37,7 @@ class RunData:
     samples: tuple[Mapping[str, Any], ...]
     config: Mapping[str, Any]
     problems: tuple[str, ...] = field(default=())
+    holder: Holder | None = None
 
     def curve(self, name: str) -> list[tuple[float, float]]:
         """(step, value) of one metric, where it was measured and is finite."""
@@ -73,6 +76,7 @@ def read_run(folder: Path) -> RunData:
         samples=tuple(s for s in samples or () if isinstance(s, Mapping)),
         config=_load(folder / "config.yaml", yaml.safe_load, dict, problems) or {},
         problems=tuple(problems),
+        holder=holder_of(folder),
     )
 
 

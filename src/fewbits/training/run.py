@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import sys
 from dataclasses import asdict, dataclass, replace
@@ -50,6 +51,7 @@ from fewbits.training.parallel import Layout
 from fewbits.training.ranks import Ranks
 from fewbits.training.restore import restore
 from fewbits.training.run_folder import FullDisk, Recorded, RunFolder, now
+from fewbits.training.run_lock import RunLock
 from fewbits.training.samples import answer_all
 from fewbits.training.watch import Watch
 
@@ -94,13 +96,14 @@ def train(config: TrainConfig, *, resume: bool = False, console: Console | None 
     """
     console = console or Console(quiet=True)
     resume = resume or config.resume
-    folder = RunFolder(config.output_dir)
     _check_paths(config)
     ranks = gather_ranks(config, console)
-    folder.is_written = ranks.leads
     if not ranks.leads:
         console = Console(quiet=True)
-    with Recorded(folder), Watch(ranks, told=folder.note_end), FullDisk(folder):
+    tell = partial(console.print, highlight=False, markup=False)
+    folder = RunFolder(config.output_dir, RunLock(config.output_dir, take_over=config.take_over, tell=tell))
+    folder.is_written = ranks.leads
+    with folder.lock, Recorded(folder), Watch(ranks, told=folder.note_end), FullDisk(folder):
         check_start(ranks, config, resume=resume)
         if not ranks.led("run folder", lambda: _is_over(folder, config, resume=resume)):
             run = _Run(config, folder, console, ranks, resume=resume)
@@ -114,6 +117,8 @@ def train(config: TrainConfig, *, resume: bool = False, console: Console | None 
 def _is_over(folder: RunFolder, config: TrainConfig, *, resume: bool) -> bool:
     """Whether the folder holds this run, finished; another run is refused."""
     folder.check(config, resume=resume)
+    if folder.path.is_dir():
+        folder.lock.take()
     over = resume and folder.read().get("status") == "finished"
     if over:
         folder.open(config, resume=True)
@@ -196,6 +201,7 @@ class _Run:
         model = self.built.model
         self.folder.write(
             status="running",
+            process={"pid": os.getpid(), "host": self.ranks.host},
             error=None,
             started=self.folder.read().get("started", now()),
             versions=_versions(),
@@ -283,12 +289,12 @@ class _Run:
         return [self.folder.checkpoints / name for name in names]
 
     def _callbacks(self, schedule: Schedule, progress: Progress) -> list[Any]:
-        from fewbits.training.callbacks import MetricsFile, ProgressBar
+        from fewbits.training.callbacks import MetricsFile, ProgressBar, StillOurs
 
         if not self.ranks.leads:
             return [schedule]
         self.bar = ProgressBar(self.console, progress)
-        return [schedule, MetricsFile(self.folder.metrics, progress), self.bar]
+        return [StillOurs(self.folder.lock), schedule, MetricsFile(self.folder.metrics, progress), self.bar]
 
     def _memory(self, dataset: SequenceDataset) -> MemoryBudget | None:
         """What the layers keep for the backward pass, for the largest batch that may come."""

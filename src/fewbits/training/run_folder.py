@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,15 @@ from fewbits.errors import BadInput, TrainingStopped
 from fewbits.models.checkpoint import is_disk_full
 from fewbits.training.checkpointing import remove_leftovers, write_atomic
 from fewbits.training.config import TrainConfig
+from fewbits.training.run_lock import RunLock
 
 
 class RunFolder:
     """The files of a run, by name."""
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, lock: RunLock | None = None) -> None:
         self.path = Path(path)
+        self.lock = RunLock(self.path) if lock is None else lock
         self.config = self.path / "config.yaml"
         self.run = self.path / "run.json"
         self.metrics = self.path / "metrics.jsonl"
@@ -49,12 +52,13 @@ class RunFolder:
                 )
 
     def open(self, config: TrainConfig, *, resume: bool) -> None:
-        """Begin a run here, or go on with the same one; another run's folder is refused."""
+        """Begin a run here, or go on with the same one; another run's folder is refused, and one in use."""
+        self.lock.take()
         self.check(config, resume=resume)
         self.checkpoints.mkdir(parents=True, exist_ok=True)
         for folder in (self.path, self.checkpoints):
             remove_leftovers(folder)
-        write_atomic(self.config, config.to_yaml())
+        write_atomic(self.config, replace(config, take_over=False).to_yaml())
         self.is_ours = True
 
     def note_end(self, sentence: str) -> None:
@@ -70,6 +74,7 @@ class RunFolder:
         """Add facts to run.json."""
         if not self.is_written:
             return
+        self.lock.confirm()
         write_atomic(self.run, json.dumps({**self.read(), **facts}, indent=1, default=str) + "\n")
 
 
@@ -87,6 +92,8 @@ class Recorded:
             return
         try:
             self.folder.note_end(f"{type(error).__name__}: {error}")
+        except TrainingStopped:  # another process has the folder now: it is told already
+            return
         except OSError as second:
             if not is_disk_full(second):
                 raise
