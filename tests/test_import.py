@@ -158,7 +158,7 @@ def floors() -> dict:
     out["loaded by lower"] = [m for m in heavy if m in sys.modules]
 
     import fewbits
-    names = [name for name in fewbits.__all__ if name != "FewbitsConfig"]
+    names = [name for name in fewbits.__all__ if name not in ("FewbitsConfig", "register")]
     found = [getattr(fewbits, name) for name in names]
     out["public"] = time.process_time() - start
     out["names"] = names

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from fewbits.models.adapters import get_peft_model, load_adapter, lora_config
     from fewbits.models.convert import explain
     from fewbits.models.fast import FastLanguageModel
-    from fewbits.models.hf_quantizer import FewbitsConfig
+    from fewbits.models.hf_quantizer import FewbitsConfig, register
     from fewbits.models.in_memory import convert, restore
     from fewbits.recipes import CATALOG, QAT, LoRA, Recipe, Rule, get_recipe
     from fewbits.training.config import TrainConfig
@@ -44,6 +44,7 @@ _HOMES = {
     "lora_config": "fewbits.models.adapters",
     "FastLanguageModel": "fewbits.models.fast",
     "FewbitsConfig": "fewbits.models.hf_quantizer",
+    "register": "fewbits.models.hf_quantizer",
     "TrainConfig": "fewbits.training.config",
     "train": "fewbits.training.run",
     "prepare_qat": "fewbits.training.qat",
@@ -71,6 +72,7 @@ __all__ = [
     "load_adapter",
     "lora_config",
     "prepare_qat",
+    "register",
     "restore",
     "sc_matmul",
     "train",

@@ -81,6 +81,18 @@ def test_stochastic_rounding_keeps_whole_numbers() -> None:
     assert torch.equal(round_to_integer(x, random_uniform((100,), 1)), x)
 
 
+@pytest.mark.parametrize("x", [-2.3, -0.7, -0.3, -1e-9, 0.0, 1e-3, 0.7, 5.25])
+def test_probability_of_rounding_up(x: float) -> None:
+    """As the head of rounding.py has it: the ceiling of the fraction, but for x in (-0.5, 0) the nearest."""
+    value = torch.tensor(x)
+    fraction = (value.double() - value.double().floor()) * 2**24  # exact: 53 bits
+    steps = int(fraction.round() if -0.5 < x < 0 else fraction.ceil())
+    below, at = (torch.tensor(n * 2.0**-24) for n in (max(steps - 1, 0), min(steps, 2**24 - 1)))
+    up = value.floor() + 1
+    assert (round_to_integer(value, below) == up) == (steps > 0)
+    assert (round_to_integer(value, at) == up) == (steps == 2**24)
+
+
 @pytest.mark.parametrize("bits", [2, 4, 8])
 @pytest.mark.parametrize("shape", [(1,), (7,), (8,), (3, 5), (2, 3, 9), (0,), (4, 0)])
 def test_packing_both_ways(bits: int, shape: tuple[int, ...]) -> None:

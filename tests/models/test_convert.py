@@ -10,14 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fewbits.errors import SpecMismatch, Unsupported
+import fewbits
+from fewbits.errors import BadInput, SpecMismatch, Unsupported
 from fewbits.formats import E4M3, INT4_G64, INT8, NF4
 from fewbits.models.convert import convert, explain, linears_to_replace, restore
 from fewbits.models.spec import spec_for
 from fewbits.nn.fake_quantize import FakeQuantizedLinear
 from fewbits.nn.linear import LowPrecisionLinear, QuantizedLinear
 from fewbits.nn.norm import RMSNorm
-from fewbits.recipes.recipe import QAT, Recipe, Rule
+from fewbits.recipes import QAT, Recipe, Rule, get_recipe
 from tests.models.tiny import FAMILIES, tiny, tokens
 
 IDENTITY = Recipe(name="identity")
@@ -125,8 +126,8 @@ def test_receipt_says_what_and_why() -> None:
     assert "Gemma2RMSNorm -> RMSNorm" in text
     assert explain(model) is receipt
     assert model.lm_head.weight is model.model.embed_tokens.weight
-    with pytest.raises(Unsupported, match="not converted"):
-        explain(tiny("llama"))
+    plain = explain(tiny("llama"))
+    assert "without a recipe: 0 modules replaced" in str(plain) and "no linear is packed" in str(plain)
 
 
 class OddLinear(nn.Linear):
@@ -240,10 +241,28 @@ def test_casting_a_packed_model_leaves_its_codes_and_scales() -> None:
     assert copy.deepcopy(model)(tokens()).logits.equal(model(tokens()).logits)
 
 
-@pytest.mark.parametrize("field", ["kv_cache", "communication"])
-def test_what_a_recipe_asks_for_and_nothing_applies_is_said(field: str) -> None:
-    recipe = replace(PACK, **{field: INT8})
+def test_what_a_recipe_asks_for_and_nothing_applies_is_said() -> None:
+    recipe = replace(PACK, kv_cache=INT8)
     model = tiny("llama")
-    assert f"{field}=int8 is not applied" in str(convert(model, recipe))
-    with pytest.raises(SpecMismatch, match=f"{field}=int8 is not applied"):
+    assert "kv_cache=int8 is not applied" in str(convert(model, recipe))
+    with pytest.raises(SpecMismatch, match="kv_cache=int8 is not applied"):
         convert(tiny("llama"), recipe, strict=True)
+
+
+def test_communication_is_the_trainers_to_apply() -> None:
+    """`fewbits.training.distribute` reads it from the recipe."""
+    receipt = str(convert(tiny("llama"), replace(PACK, communication=INT8), strict=True))
+    assert "communication=int8: gradients travel so" in receipt and "not applied" not in receipt
+
+
+def test_a_recipe_by_name_and_as_plain_data() -> None:
+    by_value, by_name, by_data = tiny("llama"), tiny("llama"), tiny("llama")
+    convert(by_value, get_recipe("int8"))
+    assert "recipe int8" in str(fewbits.convert(by_name, "int8"))
+    fewbits.convert(by_data, {"name": "int8"})
+    for model in (by_name, by_data):
+        assert torch.equal(model(tokens()).logits, by_value(tokens()).logits)
+    with pytest.raises(BadInput, match="no recipe named 'int9'; known: "):
+        fewbits.convert(tiny("llama"), "int9")
+    qat = fewbits.prepare_qat(tiny("llama"), "int4_qat")
+    assert "FakeQuantizedLinear" in str(explain(qat))

@@ -6,8 +6,10 @@ in integer arithmetic, so every device gives the same. Exactly:
 * element ``i`` (row-major position in the tensor that is rounded) takes 32-bit word ``i % 4`` of
   ``philox(counter=(i // 4 mod 2**32, i // 4 >> 32, 0, 0), key=(seed mod 2**32, (seed >> 32) mod 2**32))``;
 * its uniform number is ``u = (word >> 8) * 2**-24``, a float32 in [0, 1), exact;
-* it rounds up exactly if ``u < x - floor(x)``, that is with probability ``ceil(frac * 2**24) / 2**24``: the
-  mean of the result differs from x by less than 2**-24 steps.
+* it rounds up if ``u < x - floor(x)``, a difference taken in float32: with probability
+  ``ceil(frac * 2**24) / 2**24``. The difference is exact but for x in (-0.5, 0), where ``x + 1`` is first
+  rounded to the nearest multiple of 2**-24, which is then the probability. Either way the mean of the result
+  differs from x by less than 2**-24 steps.
 
 In Triton the four words of counter ``j`` are ``tl.randint4x(seed, j)``.
 """
@@ -85,4 +87,4 @@ def round_to_integer(x: Tensor, uniform: Tensor | None = None) -> Tensor:
     if uniform is None:
         return x.round()
     low = x.floor()
-    return low + (uniform < x - low)  # x - floor(x) is exact in float32
+    return low + (uniform < x - low)  # exact in float32, but for x in (-0.5, 0): see the top of this file

@@ -23,6 +23,7 @@ from torch import Tensor
 from fewbits.errors import BadCheckpoint, BadInput, Unsupported
 from fewbits.formats import Format
 from fewbits.models.checkpoint import INDEX, WEIGHTS, Checkpoint, inspect_folder, whole_folder
+from fewbits.models.packed_folder import close_folder
 from fewbits.recipes import Recipe, Rule, get_recipe
 
 SHARD_BYTES = 2_000_000_000
@@ -126,6 +127,7 @@ def quantize_checkpoint(
                 progress(number, len(names))
         bytes_after = writer.close()
         _write_config(checkpoint, chosen, folder)
+        close_folder(folder)
         inspect_folder(folder)  # what was written reads back
     return QuantizeResult(
         folder=target,

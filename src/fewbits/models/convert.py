@@ -6,7 +6,7 @@ a real one: its packed layers are then empty and wait for a checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -22,7 +22,7 @@ from fewbits.nn.fake_quantize import FakeQuantizedLinear
 from fewbits.nn.linear import LowPrecisionLinear, QuantizedLinear, take_parameters
 from fewbits.nn.norm import RMSNorm
 from fewbits.nn.packed_layers import fake_layer, packed_layer
-from fewbits.recipes.recipe import Recipe, Rule
+from fewbits.recipes import Recipe, Rule, get_recipe
 
 _STATE = "_fewbits_conversion"
 Builder = Callable[[str, nn.Linear, Rule], nn.Module | None]
@@ -40,7 +40,7 @@ class Conversion:
 
 def convert(
     model: nn.Module,
-    recipe: Recipe,
+    recipe: str | Recipe | Mapping[str, Any],
     *,
     strict: bool = False,
     keep_original: bool = False,
@@ -51,7 +51,8 @@ def convert(
 
     Args:
         model: a Hugging Face model of a known family, without adapters.
-        recipe: which format where. With ``recipe.qat`` the linears are fake-quantised and stay trainable.
+        recipe: which format where, by name, value or plain data. With ``qat`` the linears are fake-quantised
+            and stay trainable.
         strict: raise where spec and model disagree, before anything is changed, in place of noting it in the
             receipt.
         keep_original: keep the replaced linears in host memory as they are, so that `restore` gives them back
@@ -64,9 +65,11 @@ def convert(
         The receipt; `explain` finds it again later.
 
     Raises:
+        BadInput: there is no recipe of that name.
         Unsupported: no spec for this model, or it has adapters already.
         SpecMismatch: with ``strict``, spec and model disagree, or the recipe asks for what is not applied.
     """
+    recipe = get_recipe(recipe)
     spec = spec_for(model)
     _refuse_converted(model)
     notes = _not_applied(recipe)
@@ -76,6 +79,11 @@ def convert(
     norms = _plan_norms(model, spec, left) if fuse_norms else []
     receipt = Receipt(f"{spec.model_type}, recipe {recipe.name}", left=left)
     receipt.notes.extend(notes)
+    if recipe.communication is not None:
+        receipt.notes.append(
+            f"communication={recipe.communication.name}: gradients travel so between processes, if "
+            "fewbits' trainer runs them"
+        )
     if not recipe.head.is_plain:
         receipt.notes.append("the head's products keep their dtype until the decoder is fused (fewbits.fuse)")
     if strict and receipt.mismatches:
@@ -119,15 +127,19 @@ def conversion_of(model: Any) -> Conversion | None:
 def explain(model: nn.Module) -> Receipt:
     """The receipt of this model's conversion; print it.
 
-    Raises:
-        Unsupported: the model was not converted.
+    Of a model that was not converted it says so, and lists what layers of ours it has all the same.
     """
     state = conversion_of(model)
-    if state is None:
-        raise Unsupported(
-            f"this {type(model).__name__} was not converted by fewbits; call fewbits.convert first."
-        )
-    return state.receipt
+    if state is not None:
+        return state.receipt
+    receipt = Receipt(f"{type(model).__name__}, without a recipe")
+    receipt.notes.extend(getattr(model, "fewbits_notes", ()))
+    ours = {name: layer for name, layer in model.named_modules() if isinstance(layer, CONVERTED)}
+    for name, layer in ours.items():
+        receipt.changes.append(loaded_change(name, layer))
+    if not ours:
+        receipt.notes.append("no linear is packed or rounded: its arithmetic is the host's")
+    return receipt
 
 
 def restore(model: nn.Module) -> Receipt:
@@ -172,12 +184,19 @@ def describe(module: nn.Module) -> str:
     return " ".join([type(module).__name__, " ".join(dict.fromkeys(f.name for f in formats))]).rstrip()
 
 
+def loaded_change(name: str, layer: nn.Module) -> Change:
+    """The change that a layer of ours stands for where it was loaded so, and no linear was there to count."""
+    if not isinstance(layer, QuantizedLinear):
+        return Change(name, "Linear", describe(layer), _bytes(layer), _bytes(layer))
+    bias = 0 if layer.bias is None else layer.bias.nbytes
+    plain = layer.in_features * layer.out_features * layer.dtype.itemsize
+    return Change(name, "Linear", describe(layer), plain + bias, layer.packed.nbytes + bias)
+
+
 def _not_applied(recipe: Recipe) -> list[str]:
-    """What a recipe may say and nothing in this version does."""
-    named = (("kv_cache", recipe.kv_cache), ("communication", recipe.communication))
-    return [
-        f"{name}={format.name} is not applied in this version" for name, format in named if format is not None
-    ]
+    """What a recipe may say and nothing in this version does; ``communication`` is the trainer's to apply."""
+    cache = recipe.kv_cache
+    return [] if cache is None else [f"kv_cache={cache.name} is not applied in this version"]
 
 
 def _plan(model: nn.Module, spec: ModelSpec, recipe: Recipe) -> tuple[dict[str, Rule], list[Left]]:
@@ -302,13 +321,16 @@ def _original(module: Any, original: Any) -> tuple[nn.Module, str]:
     if isinstance(module, QuantizedLinear):
         if original is not None:
             return original.to(module.device).train(module.training), "the original"
-        linear = nn.Linear(
-            module.in_features, module.out_features, bias=False, device="meta", dtype=module.dtype
-        )
-        linear.weight = nn.Parameter(module.dequantize(), requires_grad=torch.is_grad_enabled())
-        linear.register_parameter("bias", module.bias)
-        return linear.train(module.training), "dequantised weight"
+        return decoded_linear(module), "dequantised weight"
     return take_parameters(nn.Linear, module), "the same parameters"
+
+
+def decoded_linear(layer: QuantizedLinear) -> nn.Linear:
+    """A plain linear with the weight that ``layer`` stands for, in the dtype that it had."""
+    linear = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta", dtype=layer.dtype)
+    linear.weight = nn.Parameter(layer.dequantize(), requires_grad=torch.is_grad_enabled())
+    linear.register_parameter("bias", layer.bias)
+    return linear.train(layer.training)
 
 
 def _operand_formats(module: QuantizedLinear | LowPrecisionLinear) -> Iterator[Any]:

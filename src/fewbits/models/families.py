@@ -23,7 +23,6 @@ class ModelSpec:
         embed: path of the token embedding.
         head: path of the output head.
         norm_offset: what a norm adds to its weight; 1.0 where the weight is stored as its distance from one.
-        logits_are_final: False if the model changes its logits after the head (soft-capping).
         fused: name of a linear that holds several, and the names that other families give to those.
     """
 
@@ -35,7 +34,6 @@ class ModelSpec:
     embed: str = "model.embed_tokens"
     head: str = "lm_head"
     norm_offset: float = 0.0
-    logits_are_final: bool = True
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
@@ -55,7 +53,7 @@ MISTRAL = replace(LLAMA, model_type="mistral")
 QWEN2 = replace(LLAMA, model_type="qwen2")
 QWEN3 = replace(LLAMA, model_type="qwen3", norms=_NORMS + _HEAD_NORMS)
 GEMMA = replace(LLAMA, model_type="gemma", norm_offset=1.0)
-GEMMA2 = replace(GEMMA, model_type="gemma2", norms=_SANDWICH_NORMS, logits_are_final=False)
+GEMMA2 = replace(GEMMA, model_type="gemma2", norms=_SANDWICH_NORMS)
 GEMMA3_TEXT = replace(GEMMA2, model_type="gemma3_text", norms=_SANDWICH_NORMS + _HEAD_NORMS)
 PHI3 = ModelSpec(  # Phi-3 and Phi-4
     model_type="phi3",

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from types import MethodType
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from fewbits.errors import BadCheckpoint, BadInput, SpecMismatch, Unsupported
 from fewbits.models.adapters import get_peft_model, load_adapter
 from fewbits.models.checkpoint import ADAPTER_CONFIG, Checkpoint, inspect_folder, is_adapter_folder, read_json
+from fewbits.models.checkpointed_layers import checkpoint_layers
 from fewbits.models.convert import conversion_of
 from fewbits.models.fused import fuse, fused_layers, fusion_of
 from fewbits.models.merge import save_pretrained_merged
@@ -185,21 +186,6 @@ def _fused_on_gpu(model: Any) -> list[str]:
         return str(fuse(model, delayed_scaling=True)).splitlines()
     except (Unsupported, SpecMismatch) as error:
         return [f"the decoder is not fused: {error}"]
-
-
-def checkpoint_layers(model: Any, on: bool) -> None:
-    """Have transformers recompute every decoder layer as a whole, or not."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if on:
-        # transformers 5.2x renames these methods
-        enable = getattr(base, "activation_checkpointing_enable", None) or base.gradient_checkpointing_enable
-        enable({"use_reentrant": False})
-        base.enable_input_require_grads()
-    elif any(getattr(module, "gradient_checkpointing", False) for module in base.modules()):
-        disable = (
-            getattr(base, "activation_checkpointing_disable", None) or base.gradient_checkpointing_disable
-        )
-        disable()
 
 
 def _local_folder(model_name: str | Path) -> Path | None:
@@ -446,12 +432,15 @@ def _set_length(model: Any, tokenizer: Any, max_seq_length: int | None) -> None:
 
 
 def _with_methods(model: Any, inner: Any = None) -> Any:
-    """Bind ``save_pretrained_merged`` and the careful ``generate`` to these very instances."""
+    """Bind ``save_pretrained_merged`` and the careful ``generate`` to these very instances.
+
+    As partials: a bound method of another name than the function's cannot be read back by pickle.
+    """
     for target in (model, inner):
         if target is not None:
-            target.save_pretrained_merged = MethodType(save_pretrained_merged, target)
+            target.save_pretrained_merged = partial(save_pretrained_merged, target)
     base = model if inner is None else inner
-    base.generate = MethodType(_generate, base)
+    base.generate = partial(_generate, base)
     return model
 
 

@@ -15,8 +15,8 @@ method's name.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from types import MethodType
 from typing import Any
 
 import torch
@@ -35,11 +35,11 @@ from fewbits.errors import BadCheckpoint, SpecMismatch, Unsupported
 from fewbits.formats.base import Packed
 from fewbits.formats.bitsandbytes import from_bitsandbytes
 from fewbits.models.checkpoint import BITSANDBYTES_MARK, read_headers, whole_folder
-from fewbits.models.convert import conversion_of, convert, describe, linears_to_replace
+from fewbits.models.convert import conversion_of, convert, linears_to_replace, loaded_change
 from fewbits.models.families import SPECS
 from fewbits.models.hf_config import check_formats, formats_of, spell_out
 from fewbits.models.packed import check_device, check_parts, place_empty, put, quantize_by_rows, recipe_of
-from fewbits.models.receipt import Change
+from fewbits.models.packed_folder import close_folder, open_config
 from fewbits.models.spec import model_type_of
 from fewbits.models.stochastic import adopt_saved, save_config
 from fewbits.nn.linear import QuantizedLinear
@@ -49,6 +49,16 @@ from fewbits.recipes import Recipe, Rule, get_recipe, recipe_from_config, recipe
 METHOD = "fewbits"
 LAYOUT_VERSION = 1
 _CODES = ".weight_codes"
+_HUB_OPTIONS = (
+    "repo_id",
+    "commit_message",
+    "commit_description",
+    "private",
+    "token",
+    "revision",
+    "create_pr",
+    "tags",
+)
 # Longest first: transformers' patterns match from the front.
 _BITSANDBYTES_PARTS = (
     "weight.nested_absmax",
@@ -62,7 +72,11 @@ _BITSANDBYTES_PARTS = (
 
 
 def register() -> None:
-    """Tell transformers that `FewbitsQuantizer` reads ``quant_method: "fewbits"``; twice does no harm."""
+    """Let the classes of transformers open packed folders: ``AutoModelForCausalLM.from_pretrained(folder)``.
+
+    It enters ``quant_method: "fewbits"`` in transformers' two tables of quantisation methods, and changes
+    nothing else; twice does no harm. `FastLanguageModel` and `FewbitsConfig` call it themselves.
+    """
     if METHOD not in AUTO_QUANTIZATION_CONFIG_MAPPING:
         register_quantization_config(METHOD)(FewbitsConfig)
     if METHOD not in AUTO_QUANTIZER_MAPPING:
@@ -201,6 +215,12 @@ class FewbitsQuantizer(HfQuantizer):
         for place in places:
             check_device(self.recipe, place)
 
+    def update_attn_implementation(self, config: Any) -> Any:
+        """Called before the weight files are looked for: they can be read here; see `packed_folder`."""
+        return open_config(config)
+
+    update_tp_plan = update_attn_implementation  # what transformers 5.0 calls at that place
+
     def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:
         """Bytes per value: what the packed weight will take, for device maps and allocator warm-up."""
         if self.param_needs_quantization(model, param_name):
@@ -319,6 +339,23 @@ class FewbitsQuantizer(HfQuantizer):
         self.quantization_config = FewbitsConfig(recipe)
         model.config.quantization_config = self.quantization_config
 
+    def dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+        """``model.dequantize()``: the same instance with plain linears of the decoded weights.
+
+        Args:
+            model: the model; a fused decoder is taken apart first, adapters stay.
+            dtype: what all of it is cast to; None: each weight comes back in the dtype that it had.
+
+        Raises:
+            Unsupported: adapters are merged into packed weights; unmerge them first.
+        """
+        from fewbits.models.plain_again import make_plain
+
+        make_plain(model)
+        detach(model)
+        model.is_quantized = False
+        return model if dtype is None else model.to(dtype)
+
     def is_serializable(self, **kwargs: Any) -> bool:
         """Packed parts are ordinary tensors."""
         return True
@@ -354,17 +391,11 @@ def _finish_conversion(model: Any, recipe: Recipe) -> None:
     receipt = convert(model, recipe)
     packed = {n: m for n, m in model.named_modules() if isinstance(m, QuantizedLinear)}
     receipt.left = [left for left in receipt.left if left.name not in packed]
-    receipt.changes[:0] = [_loaded(name, layer) for name, layer in packed.items()]
+    receipt.changes[:0] = [loaded_change(name, layer) for name, layer in packed.items()]
 
 
 def _is_ours(conversion: Any) -> bool:
     return any(isinstance(op, _ReadBitsandbytes) for op in getattr(conversion, "operations", ()))
-
-
-def _loaded(name: str, layer: QuantizedLinear) -> Change:
-    bias = 0 if layer.bias is None else layer.bias.nbytes
-    plain = layer.in_features * layer.out_features * layer.dtype.itemsize
-    return Change(name, "Linear", describe(layer), plain + bias, layer.packed.nbytes + bias)
 
 
 def attach(model: Any, quantizer: FewbitsQuantizer) -> None:
@@ -373,7 +404,7 @@ def attach(model: Any, quantizer: FewbitsQuantizer) -> None:
     model.is_quantized = True
     model.quantization_method = METHOD
     model.config.quantization_config = quantizer.quantization_config
-    model.save_pretrained = MethodType(_save_pretrained, model)
+    model.save_pretrained = partial(_save_pretrained, model)  # a partial travels through pickle
 
 
 def detach(model: Any) -> None:
@@ -397,8 +428,23 @@ def _save_pretrained(
     """``save_pretrained`` of the model's class, into a folder that appears whole or not at all."""
     if not is_main_process:
         return
-    if kwargs.get("push_to_hub"):
-        kwargs.setdefault("repo_id", Path(save_directory).name)
+    push = kwargs.pop("push_to_hub", False)
+    hub = {name: kwargs.pop(name) for name in _HUB_OPTIONS if push and name in kwargs}
     with whole_folder(save_directory) as temporary:
-        type(self).save_pretrained(self, temporary, **kwargs)
-        save_config(self, temporary)
+        write_packed(self, temporary, published=Path(save_directory), **kwargs)
+    if push:  # once more, by transformers' own method, which calls this one: what goes up is closed as well
+        self.push_to_hub(hub.pop("repo_id", Path(save_directory).name), **hub)
+
+
+def write_packed(model: Any, folder: Path, *, published: Path | None = None, **options: Any) -> None:
+    """Write a packed model into a folder that is not published yet.
+
+    Args:
+        model: a model that `attach` knows.
+        folder: an empty folder, as `whole_folder` gives.
+        published: the folder whose place it will take.
+        options: of transformers' ``save_pretrained``.
+    """
+    type(model).save_pretrained(model, folder, **options)
+    save_config(model, folder)
+    close_folder(folder, published)

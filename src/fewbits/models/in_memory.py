@@ -7,6 +7,7 @@ for a stochastic configuration: `apply_stochastic`; `restore` undoes that as wel
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -16,24 +17,25 @@ from fewbits.models import stochastic
 from fewbits.models.packed import recipe_of
 from fewbits.models.receipt import Receipt
 from fewbits.nn.linear import QuantizedLinear
-from fewbits.recipes.recipe import Recipe
+from fewbits.recipes import Recipe, get_recipe
 from fewbits.recipes.stochastic_config import StochasticConfig
 
 
 def convert(
     model: nn.Module,
-    recipe: Recipe,
+    recipe: str | Recipe | Mapping[str, Any],
     *,
     strict: bool = False,
     keep_original: bool = False,
     fuse_norms: bool = True,
     build: modules.Builder | None = None,
 ) -> Receipt:
-    """Put ``recipe`` into ``model``, in place.
+    """Put ``recipe`` (its name, a value, or plain data) into ``model``, in place.
 
     Arguments, result and errors are those of `fewbits.models.convert.convert`. A model with packed weights is
     then saved by its own ``save_pretrained`` as a packed checkpoint.
     """
+    recipe = get_recipe(recipe)
     receipt = modules.convert(
         model, recipe, strict=strict, keep_original=keep_original, fuse_norms=fuse_norms, build=build
     )

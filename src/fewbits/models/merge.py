@@ -430,7 +430,7 @@ def _original_of(base: Any) -> tuple[Checkpoint | None, str]:
 
 def _pack(base: Any, source: Path, target: Path) -> None:
     """Load the merged 16-bit model in the base's own recipe and save it packed."""
-    from fewbits.models.hf_quantizer import FewbitsConfig
+    from fewbits.models.hf_quantizer import FewbitsConfig, write_packed
 
     recipe = (
         recipe_of(base, name="merged_4bit")
@@ -446,7 +446,7 @@ def _pack(base: Any, source: Path, target: Path) -> None:
         dtype=base.dtype,
         local_files_only=True,
     )
-    type(packed).save_pretrained(packed, target)
+    write_packed(packed, target)
     for pattern in _TOKENIZER_FILES:
         for file in source.glob(pattern):
             shutil.copyfile(file, target / file.name)

@@ -45,6 +45,11 @@ _CLASSIFIERS = ("row", "chunk")
 _INT8, _BY_CHUNK = 0, 1  # places in ``settings``
 
 
+def _refresh(module: StochasticLinear, _: Any) -> None:
+    """A function with a name, so that pickle finds it again."""
+    module.refresh()
+
+
 class StochasticLinear(QuantizedLinear):
     """A linear layer whose product is that of stochastic hardware; see the module's text.
 
@@ -81,7 +86,7 @@ class StochasticLinear(QuantizedLinear):
         self.group: StochasticGroup | None = None
         self.levels: tuple[int, ...] = (format.length,)
         self.register_buffer("level_index", None, persistent=False)
-        self.register_load_state_dict_post_hook(lambda module, _: module.refresh())
+        self.register_load_state_dict_post_hook(_refresh)
 
     @classmethod
     def from_linear(

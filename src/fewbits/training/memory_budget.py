@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from fewbits.errors import BadInput
+from fewbits.models.checkpointed_layers import checkpoint_layers
 from fewbits.models.convert import conversion_of
-from fewbits.models.fast import checkpoint_layers
 from fewbits.nn.keep import KEEP_ALL, KEEP_NONE, KEEP_ON_HOST, Keep
 from fewbits.nn.offload import HostStash
 from fewbits.recipes import LoRA, Recipe

@@ -11,6 +11,7 @@ themselves in every step, so nothing ever lies outside of the representable rang
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -22,17 +23,19 @@ from fewbits.models.in_memory import mark_packed
 from fewbits.models.receipt import Receipt
 from fewbits.nn.fake_quantize import FakeQuantizedLinear
 from fewbits.nn.packed_layers import packed_layer
-from fewbits.recipes.recipe import Recipe, Rule
+from fewbits.recipes import Recipe, Rule, get_recipe
 
 
-def prepare_qat(model: nn.Module, recipe: Recipe, *, fuse_norms: bool = True) -> Any:
+def prepare_qat(
+    model: nn.Module, recipe: str | Recipe | Mapping[str, Any], *, fuse_norms: bool = True
+) -> Any:
     """Fake-quantise a model as ``recipe.qat`` says, and add ``recipe.lora`` if there is one.
 
     With LoRA the effective weight is rounded as a whole, ``Q(W + s B A)``, and only the adapters train.
 
     Args:
         model: a Hugging Face model of a known family; changed in place.
-        recipe: a recipe with ``qat``.
+        recipe: a recipe with ``qat``, by name, value or plain data.
         fuse_norms: replace the RMSNorms by the library's own.
 
     Returns:
@@ -41,6 +44,7 @@ def prepare_qat(model: nn.Module, recipe: Recipe, *, fuse_norms: bool = True) ->
     Raises:
         Unsupported: the recipe has no ``qat``.
     """
+    recipe = get_recipe(recipe)
     if recipe.qat is None:
         raise Unsupported(f"recipe {recipe.name!r} has no qat; use int4_qat or nf4_qat, or set Recipe.qat.")
     convert(model, recipe, fuse_norms=fuse_norms)

@@ -1,0 +1,42 @@
+"""From a packed model back to a plain one that computes with the decoded weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from fewbits.errors import Unsupported
+from fewbits.models import stochastic
+from fewbits.models.convert import conversion_of, decoded_linear, restore
+from fewbits.models.fused import fusion_of, unfuse
+from fewbits.nn.linear import QuantizedLinear
+
+
+def make_plain(model: nn.Module) -> None:
+    """Replace every module of ours by one of the host's class, packed linears by their decoded weights.
+
+    In place. Adapters (PEFT's layers around the linears) stay, over plain weights.
+
+    Raises:
+        Unsupported: adapters are merged into packed weights, which PEFT could then not unmerge.
+    """
+    merged = next((name for name, m in model.named_modules() if getattr(m, "merged_adapters", None)), None)
+    if merged is not None:
+        raise Unsupported(
+            f"{merged} has adapters merged into its packed weight; unmerge them (unmerge_adapter()) before "
+            "dequantize(), or write the merged model with save_pretrained_merged."
+        )
+    if fusion_of(model) is not None:
+        unfuse(model)
+    state: Any = conversion_of(model)
+    if state is not None:  # decoded weights are asked for, not the originals that were kept
+        packed = {name for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
+        state.originals = {name: module for name, module in state.originals.items() if name not in packed}
+        if stochastic.stochastic_config_of(model) is not None:
+            stochastic.take_out(model)
+        else:
+            restore(model)
+    for name, module in list(model.named_modules()):
+        if isinstance(module, QuantizedLinear):  # of a family that fewbits has no spec for
+            model.set_submodule(name, decoded_linear(module))
