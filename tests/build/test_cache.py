@@ -23,7 +23,9 @@ def compile_once(cache: Cache, folder: Path, *args: str, environ: dict[str, str]
         return "kept"
     started = time.time()
     subprocess.run(["/usr/bin/g++", *(recipe.args or args)], cwd=folder, check=True)
-    return "stored" if cache.store(recipe, started=started, err="") else "compiled"
+    stored = cache.store(recipe, started=started, err="")
+    cache.flush()
+    return "stored" if stored else "compiled"
 
 
 @pytest.fixture
@@ -150,6 +152,7 @@ def test_a_stage_of_nvcc_under_other_temporary_names(tmp_path: Path) -> None:
         (tmp_path / f"{base}k.ptx").write_text("ptx\n")
         (tmp_path / f"{base}k.stub.c").write_text(f'#include "{base}k.fatbin.c"\n')
         assert cache.store(recipe, started=time.time())
+        cache.flush()
         return "stored"
 
     assert stage("00000001", "source\n") == "stored"

@@ -165,6 +165,27 @@ def test_a_wheel_is_mentioned_for_named_packages() -> None:
     assert "a wheel may exist" not in rules(profile([], command=["pip", "wheel", "./here"]))
 
 
+@pytest.mark.parametrize(
+    "line, packages",
+    [
+        ("pip wheel -w wheels flash-attn", "flash-attn"),
+        ("pip wheel --wheel-dir wheels flash-attn==2.8.3", "flash-attn"),
+        ("pip wheel --wheel-dir=wheels -q -v flash-attn[a,b]>=2", "flash-attn"),
+        ("python -m pip install -r requirements.txt -c limits -i index xformers", "xformers"),
+        ("pip wheel --no-deps --no-build-isolation -C k=v vllm apex", "vllm apex"),
+        ("uv pip install --no-build-isolation --python env zope.interface", "zope.interface"),
+        ("pip wheel -w wheels .", ""),
+        ("pip wheel -wwheels ./here here.tar.gz git+https://host/repository", ""),
+        ("pip install -e folder", ""),
+    ],
+)
+def test_the_packages_of_a_command_are_not_the_values_of_its_flags(line: str, packages: str) -> None:
+    found = [a for a in advise(profile([], command=line.split())) if a.rule == "a wheel may exist"]
+    assert [a.fix.partition(" says")[0] for a in found] == (
+        [f"fewbits doctor {packages}"] if packages else []
+    )
+
+
 def runaway() -> Stage:
     found = Stage("transpose.cu", "", "cudafe++", predicted_bytes=450 * MB)
     for k in range(100):

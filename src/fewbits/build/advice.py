@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from fewbits.build.verdict import size
@@ -154,16 +155,45 @@ def wheel(p: Profile) -> Iterator[Advice]:
     words = [str(w) for w in p["command"]]
     if not any("pip" in w or w == "uv" for w in words[:3]) or not {"install", "wheel"} & set(words):
         return
-    verbs = [i for i, w in enumerate(words) if w in ("install", "wheel")]
-    names = [
-        w for w in words[verbs[0] + 1 :] if w[:1].isalpha() and "/" not in w and "." not in w.split("==")[0]
-    ]
+    names = list(_packages(words))
     if names:
         yield Advice(
             "a wheel may exist",
             f"{', '.join(names[:3])} is built from source.",
             f"fewbits doctor {' '.join(names[:3])} says whether there is a wheel for this machine.",
         )
+
+
+_PACKAGE = re.compile(r"([A-Za-z0-9][\w.-]*)(?:\[[\w.,\s-]*\])?\s*(?:[=<>!~]=?=?[^/]*)?")
+_ARCHIVES = (".whl", ".gz", ".zip", ".bz2", ".xz")
+# Flags of pip and uv that stand alone; every other one takes the next word, or its value behind "=".
+_ALONE = set(
+    """
+    --all-extras --break-system-packages --check-build-dependencies --compile --debug --dry-run --exact
+    --force-reinstall --ignore-installed --ignore-requires-python --isolated --native-tls --no-build-isolation
+    --no-cache --no-cache-dir --no-clean --no-color --no-compile --no-deps --no-index --no-input --no-progress
+    --no-sources --no-use-pep517 --no-verify --no-warn-conflicts --no-warn-script-location --offline --pre
+    --prefer-binary --quiet --refresh --reinstall --require-hashes --require-virtualenv --strict --system
+    --upgrade --use-pep517 --user --verbose --disable-pip-version-check
+    """.split()  # noqa: SIM905 - forty lines otherwise
+)
+
+
+def _packages(words: Sequence[str]) -> Iterator[str]:
+    """The packages that a command names: neither values of flags, nor folders, files or addresses."""
+    verb = next(i for i, w in enumerate(words) if w in ("install", "wheel"))
+    is_value = False
+    for word in words[verb + 1 :]:
+        if is_value:
+            is_value = False
+        elif word.startswith("-"):
+            alone = (
+                word in _ALONE or "=" in word or (not word.startswith("--") and set(word[1:]) <= set("qvUIh"))
+            )
+            joined = not word.startswith("--") and len(word) > 2  # -wwheels
+            is_value = not alone and not joined
+        elif (match := _PACKAGE.fullmatch(word)) is not None and not match[1].endswith(_ARCHIVES):
+            yield match[1]
 
 
 RULES: tuple[Callable[[Profile], Iterator[Advice]], ...] = (

@@ -8,6 +8,7 @@ count, so that pip's next unpacked copy of a package finds what the last one mad
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -22,6 +23,8 @@ from typing import IO
 
 from fewbits.build.command import RANDOM_FOLDER, TEMPORARY, Command, normal
 from fewbits.build.depfile import read_depfile, write_depfile
+from fewbits.build.kept import Contents, Publisher, read_results, remove_leftovers, rename_synced, seal, sync
+from fewbits.build.tools import has_launchers
 
 _VARIABLES = (
     "CPATH",
@@ -43,6 +46,7 @@ _REFUSED = re.compile(
 )
 BLOCK_BYTES = 2**20
 NAMES, MAX_NAMES = "names", 200_000  # file of the sources' names
+NEW = "new"  # folder of what is not published yet, each with its process's number in front
 _TEMPORARY_BYTES = re.compile(TEMPORARY.pattern.encode())
 _CLOCK = re.compile(rb"__(?:DATE|TIME|TIMESTAMP)__")
 _COARSE = getattr(time, "CLOCK_REALTIME_COARSE", 5)  # Linux's number; Python has no name for it
@@ -79,6 +83,8 @@ class Cache:
     _digests: dict[str, tuple[tuple[int, int, int], str]] = field(default_factory=dict)
     _clocks: set[str] = field(default_factory=set)  # files whose result depends on the time
     _names: set[str] | None = None
+    _publisher: Publisher = field(default_factory=Publisher)
+    _stored: int = 0
 
     def recipe(self, command: Command, environ: Mapping[str, str], scratch: str) -> Recipe | None:
         """How to keep this command's result, or None if it cannot be kept safely."""
@@ -101,6 +107,7 @@ class Cache:
         facts = [
             *(f"{name}={environ[name]}" for name in _VARIABLES if name in environ),
             _identity(command.tool),
+            *_named_alike(command.name_of_tool, environ.get("PATH", "")),
             normal(command.cwd),
             command.name,
         ]
@@ -167,49 +174,84 @@ class Cache:
 
     def fetch(self, recipe: Recipe) -> tuple[str, str] | None:
         """Put the outputs in their places; what the compiler printed, or None if there is no such object."""
-        entry = _json(self._entry(recipe.key))
-        for found in reversed(entry.get("results", [])):
+        for found in reversed(read_results(self._entry(recipe.key))):
             if all(self.digest(name) == digest for name, digest in self._places(found["inputs"], recipe)):
-                folder = self.folder / "objects" / found["object"]
-                try:
-                    for number, output in enumerate(recipe.outputs):
-                        self._restore(folder / str(number), recipe.command.path(output), recipe)
-                    self._write_depfile(found, recipe)
-                except OSError:
+                if not self._restore_all(found, recipe):
                     return None
-                os.utime(folder)
-                return found.get("out", ""), found.get("err", "")
+                with contextlib.suppress(OSError):  # another build has just removed it
+                    os.utime(self.folder / "objects" / found["object"])
+                return found["out"], found["err"]
         return None
 
+    def _restore_all(self, found: dict, recipe: Recipe) -> bool:
+        """Put the outputs where they belong if they are what was kept; else remove the damaged object."""
+        folder = self.folder / "objects" / found["object"]
+        places = [recipe.command.path(output) for output in recipe.outputs]
+        beside = [place.with_name(f".{place.name}.{os.getpid()}") for place in places]
+        whole = Contents(recipe.key)
+        try:
+            for number, made in enumerate(beside):
+                self._restore(folder / str(number), made, recipe, whole)
+            if whole.digest() != found["object"].replace("/", ""):
+                shutil.rmtree(folder, ignore_errors=True)  # it is compiled and kept again
+                return False
+            for made, place in zip(beside, places, strict=True):
+                made.replace(place)
+            self._write_depfile(found, recipe)
+        except OSError:
+            return False
+        finally:
+            for made in beside:
+                made.unlink(missing_ok=True)
+        return True
+
     def store(self, recipe: Recipe, *, started: float, out: str = "", err: str = "") -> bool:
-        """Keep the outputs of a compilation that has succeeded; ``started``: `file_clock` when it began."""
+        """Keep the outputs of a compilation that has succeeded; ``started``: `file_clock` when it began.
+
+        They are copied now and published beside the loop, once they have reached the disk; `flush` waits for
+        that. So neither a kill nor a loss of power leaves an entry whose object is not whole.
+        """
         inputs = self._inputs(recipe, started)
         if inputs is None:
             return False
-        made = self.folder / "new" / f"{os.getpid()}-{recipe.key[:16]}"
+        self._stored += 1
+        made = self.folder / NEW / f"{os.getpid()}-{self._stored}"
         shutil.rmtree(made, ignore_errors=True)
-        made.mkdir(parents=True)
-        whole = hashlib.sha256(recipe.key.encode())
+        whole = Contents(recipe.key)
         try:
+            made.mkdir(parents=True)
             for number, output in enumerate(recipe.outputs):
                 with recipe.command.path(output).open("rb") as file, (made / str(number)).open("wb") as kept:
                     for block in _blocks(file):
                         plain = _plain(block, recipe.temporaries)
                         whole.update(plain)
                         kept.write(plain)
+                whole.end_file()
         except OSError:
             shutil.rmtree(made, ignore_errors=True)
             return False
-        digest = whole.hexdigest()
-        folder = self.folder / "objects" / digest[:2] / digest[2:]
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            made.rename(folder)
-        except OSError:  # it is there already
-            shutil.rmtree(made, ignore_errors=True)
-        self._note_name(recipe.command)
-        self._add(recipe, {"inputs": inputs, "object": f"{digest[:2]}/{digest[2:]}", "out": out, "err": err})
+        result = {
+            "inputs": inputs,
+            "object": f"{whole.digest()[:2]}/{whole.digest()[2:]}",
+            "out": out,
+            "err": err,
+        }
+        self._publisher.submit(lambda: self._publish(made, recipe, {**result, "cwd": recipe.command.cwd}))
         return True
+
+    def flush(self) -> None:
+        """Wait until everything that was stored can be found."""
+        self._publisher.flush()
+
+    def _publish(self, made: Path, recipe: Recipe, result: dict) -> None:
+        """Give what was copied its name, and enter it; a full disk leaves nothing behind."""
+        try:
+            rename_synced(made, self.folder / "objects" / result["object"])
+            self._note_name(recipe.command)
+            self._add(recipe, result, made.with_suffix(".json"))
+        finally:
+            shutil.rmtree(made, ignore_errors=True)
+            made.with_suffix(".json").unlink(missing_ok=True)
 
     def _inputs(self, recipe: Recipe, started: float) -> dict[str, str] | None:
         """Every file that was read, and its digest; None if the result may depend on more than these."""
@@ -228,14 +270,14 @@ class Cache:
                 return None
         return inputs or None
 
-    def _add(self, recipe: Recipe, result: dict) -> None:
+    def _add(self, recipe: Recipe, result: dict, made: Path) -> None:
         place = self._entry(recipe.key)
-        entry = _json(place)
-        results = [r for r in entry.get("results", []) if r["inputs"] != result["inputs"]][-7:]
+        results = [r for r in read_results(place) if r["inputs"] != result["inputs"]][-7:]
         place.parent.mkdir(parents=True, exist_ok=True)
-        made = place.with_suffix(f".{os.getpid()}")
-        roots = {"cwd": recipe.command.cwd}
-        made.write_text(json.dumps({"results": [*results, {**result, **roots}]}), encoding="utf-8")
+        made.write_text(
+            json.dumps({"results": [*results, {**result, "seal": seal(result)}]}), encoding="utf-8"
+        )
+        sync(made)
         made.replace(place)
 
     def _places(self, inputs: dict[str, str], recipe: Recipe) -> list[tuple[str, str]]:
@@ -243,14 +285,14 @@ class Cache:
         here = [a for a in (*recipe.command.args, recipe.command.cwd) if "/" in a]
         return [(_moved(name, here), digest) for name, digest in inputs.items()]
 
-    def _restore(self, kept: Path, place: Path, recipe: Recipe) -> None:
-        made = place.with_name(f".{place.name}.{os.getpid()}")
+    def _restore(self, kept: Path, made: Path, recipe: Recipe, whole: Contents) -> None:
         with kept.open("rb") as file, made.open("wb") as out:
             for block in _blocks(file):
+                whole.update(block)
                 for number, name in enumerate(recipe.temporaries):
                     block = block.replace(f"<temporary {number}>_".encode(), name.encode())
                 out.write(block)
-        made.replace(place)
+        whole.end_file()
 
     def _write_depfile(self, found: dict, recipe: Recipe) -> None:
         asked = recipe.wanted_depfile or recipe.depfile
@@ -283,7 +325,8 @@ class Cache:
         return self.folder / "entries" / key[:2] / f"{key[2:]}.json"
 
     def trim(self, max_bytes: int) -> None:
-        """Remove the objects that were not used for the longest time until the rest fits."""
+        """Remove what killed builds have left, and the least recently used objects until the rest fits."""
+        remove_leftovers(self.folder / NEW)
         sizes = []
         for folder in (self.folder / "objects").glob("*/*"):
             try:
@@ -311,12 +354,19 @@ def _refused(args: Sequence[str]) -> bool:
     return any(_refused_word(a) for a in args if a.startswith("-"))
 
 
-_VARIABLE = re.compile(rb"(?:^|\0)(" + "|".join(_VARIABLES).encode() + rb")=([^\0]*)")
+_VARIABLE = re.compile(rb"(?:^|\0)(" + "|".join((*_VARIABLES, "PATH")).encode() + rb")=([^\0]*)")
 
 
 def variables(environ: bytes) -> dict[str, str]:
     """The variables of a process's environment that change what compilers do."""
     return {os.fsdecode(m[1]): os.fsdecode(m[2]) for m in _VARIABLE.finditer(environ)}
+
+
+@lru_cache(64)
+def _named_alike(name: str, path: str) -> tuple[str, ...]:
+    """What a PATH has in a tool's name: the tool may be a wrapper that runs the next one of its own name."""
+    places = [f"{folder}/{name}" for folder in path.split(os.pathsep) if folder and not has_launchers(folder)]
+    return tuple(_identity(place) for place in places if os.access(place, os.X_OK))
 
 
 def _identity(tool: str) -> str:
@@ -422,11 +472,3 @@ def _read(path: Path) -> str:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
-
-
-def _json(path: Path) -> dict:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}

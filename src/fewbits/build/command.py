@@ -79,6 +79,11 @@ class Command:
     plain: bool = True
 
     @property
+    def name_of_tool(self) -> str:
+        """The tool's own name, such as "g++"."""
+        return self.tool.rpartition("/")[2]
+
+    @property
     def compiles(self) -> bool:
         """Whether it turns one source into one object."""
         return bool(self.source) and not _COMPILES.isdisjoint(self.args)

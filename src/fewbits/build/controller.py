@@ -329,10 +329,11 @@ class Controller:
         self.groups.pop(client.pid_of_tool, None)
         stage, request = client.stage, client.request
         if stage is None:
+            failed = ""
             if request is not None and code == 0:
-                self.intake.finished(request, client, (out, err), self.now_s - request.asked_s)
+                failed = self.intake.finished(request, client, (out, err), self.now_s - request.asked_s)
             self._at_work.discard(client)
-            client.send("X", "", "", "")
+            client.send("X", "1" if failed else "", "", failed)
             self._let_drivers_start()
             return
         stage.cpu_s += (user_us + system_us) / 1e6
@@ -364,10 +365,11 @@ class Controller:
         if client.request is not None:
             self.intake.find_keys(client.request, by_content=seconds >= self.intake.worth_keeping_s)
         self.history.learn(stage, peak_bytes=max(stage.peak_bytes, stage.most_bytes), seconds=seconds)
+        failed = ""
         if client.request is not None:
-            self.intake.finished(client.request, client, printed, seconds)
+            failed = self.intake.finished(client.request, client, printed, seconds)
         if not client.closed:
-            client.send("X", "", "", "")
+            client.send("X", "1" if failed else "", "", failed)
         self._to_admit = self._to_admit or self.history.learned <= FEW
 
     def _gone(self, client: Client) -> None:

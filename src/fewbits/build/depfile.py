@@ -43,5 +43,8 @@ def write_depfile(command: Command, place: Path, names: Sequence[str]) -> None:
     if "-MP" in command.args:
         text += "".join(f"\n{n}:\n" for n in shown[1:])
     made = place.with_name(f".{place.name}.{os.getpid()}")
-    made.write_text(text, encoding="utf-8", errors="surrogateescape")
-    made.replace(place)
+    try:
+        made.write_text(text, encoding="utf-8", errors="surrogateescape")
+        made.replace(place)
+    finally:
+        made.unlink(missing_ok=True)

@@ -16,6 +16,7 @@ from fewbits.build.depfile import read_depfile, write_depfile
 from fewbits.build.predict import keys_of
 from fewbits.build.request import Request
 from fewbits.build.stage import Stage
+from fewbits.build.tools import has_launchers
 
 WORTH_KEEPING_S = 0.25  # what compiles faster is not worth a look at its headers
 LARGE_INPUT_BYTES = 4 * 2**20  # read beside the loop, which has to keep sampling
@@ -78,7 +79,7 @@ class Intake:
         unit = above.unit if above is not None else unit_name(command)
         if command.name == "nvcc":
             self.nvcc_threads = max(self.nvcc_threads, threads_of(command.args))
-        is_driver = command.name == "nvcc" and "/tools/" in command.tool
+        is_driver = command.name == "nvcc" and has_launchers(command.tool.rpartition("/")[0])
         arch = "" if command.name == "nvcc" and is_driver else command.arch
         stage = Stage(unit, arch, command.name, command.tool)
         if command.source:
@@ -159,16 +160,22 @@ class Intake:
             return ("0",)
         return (str(len(args)), *args)
 
-    def finished(self, request: Request, client: Client, printed: tuple[int, int], seconds: float) -> None:
-        """Keep the result of a command that has succeeded, if that saves time."""
+    def finished(self, request: Request, client: Client, printed: tuple[int, int], seconds: float) -> str:
+        """Keep the result of a command that has succeeded, if that saves time.
+
+        Returns "", or a sentence why the command has not succeeded after all: its depfile cannot be written.
+        """
         if seconds >= self.worth_keeping_s and self.cache is not None:
             self._find_key(request)
         recipe = request.recipe
         if recipe is None or self.cache is None:
-            return
+            return ""
         if recipe.wanted_depfile:
             names = read_depfile(Path(recipe.depfile))
-            write_depfile(recipe.command, recipe.command.path(recipe.wanted_depfile), names)
+            try:
+                write_depfile(recipe.command, recipe.command.path(recipe.wanted_depfile), names)
+            except OSError as error:
+                return f"fewbits build: cannot write {recipe.wanted_depfile}: {error.strerror}\n"
         if seconds >= self.worth_keeping_s:
             out = client.printed(printed[0])
             err = out if printed[1] == printed[0] else client.printed(printed[1])
@@ -180,3 +187,4 @@ class Intake:
         if recipe.args:
             with contextlib.suppress(OSError):
                 os.unlink(recipe.depfile)  # noqa: PTH108 - for every compilation
+        return ""

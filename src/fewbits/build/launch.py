@@ -20,10 +20,30 @@ LIGHT = {
 GONE = "fewbits build: its controller is gone, so this build has stopped; start it again.\n"
 
 
+def has_launchers(folder: str) -> bool:
+    """Whether a folder of the PATH is one of ours."""
+    return "/tools/" in folder and os.path.isdir(f"{folder}/.real")  # noqa: PTH112
+
+
+def leave_our_folders_out(words: list[str]) -> None:
+    """Take our folders from the PATH, but for nvcc, as the compilers that it starts are stages of their own.
+
+    A wrapper that runs the next compiler of its own name would find us, and we would run it, for ever.
+    """
+    for word in words:
+        if word.startswith("-"):
+            break
+        if os.path.basename(word) == "nvcc":  # noqa: PTH119
+            return
+    if "PATH" in os.environ:
+        folders = os.environ["PATH"].split(os.pathsep)
+        os.environ["PATH"] = os.pathsep.join(folder for folder in folders if not has_launchers(folder))
+
+
 def on_path(name: str) -> str:
     """A tool that is given by its name: past our own folders, as it would look for itself there."""
     for folder in os.environ.get("PATH", os.defpath).split(os.pathsep):
-        if "/tools/" not in folder and os.access(f"{folder}/{name}", os.X_OK):
+        if not has_launchers(folder) and os.access(f"{folder}/{name}", os.X_OK):
             return f"{folder}/{name}"
     return name
 
@@ -124,6 +144,7 @@ def obey(link: socket.socket, tool: str, args: list[str], order: list[str]) -> i
 def main(argv: list[str]) -> int:
     """The whole of it."""
     shim, args = argv[0], argv[1:]
+    leave_our_folders_out(argv)
     tool, args = tool_of(shim, args)
     folder = "" if not args or LIGHT & set(args) else run_folder(shim)
     if folder:

@@ -499,18 +499,56 @@ static int follow(const char *link, char *target, size_t size) {
     return 1;
 }
 
+/* The next folder of a PATH, and what follows it; NULL behind the last. */
+static const char *next_folder(const char *path, char *dir, size_t size) {
+    size_t n = 0;
+    for (; *path && *path != ':'; path++)
+        if (n < size - 1) dir[n++] = *path;
+    dir[n] = 0;
+    return *path ? path + 1 : NULL;
+}
+
+/* Whether a folder of the PATH is one of ours. */
+static int has_launchers(char *dir) {
+    char real[4200];
+    return find(dir, "/tools/") && join(real, sizeof real, dir, "/.real", NULL) &&
+           CALL(faccessat, AT_FDCWD, real, F_OK) == 0;
+}
+
+/* Take our folders from the PATH: a wrapper that runs the next compiler of its own name would find us, and we it,
+ * for ever. nvcc keeps them, as the compilers that it starts are stages of their own. */
+static void leave_our_folders_out(int argc, char **argv) {
+    static char made[1 << 17]; /* no variable is longer */
+    for (int i = 0; i < argc && argv[i][0] != '-'; i++) {
+        char *name = last_of(argv[i], '/');
+        if (same(name ? name + 1 : argv[i], "nvcc")) return;
+    }
+    for (char **e = variables; *e; e++) {
+        const char *path = after(*e, "PATH=");
+        if (!path || strlen(*e) >= sizeof made) continue;
+        size_t used = join(made, sizeof made, "PATH=", NULL);
+        for (int first = 1; path;) {
+            char dir[4096];
+            const char *folder = path;
+            path = next_folder(path, dir, sizeof dir);
+            if (has_launchers(dir)) continue;
+            if (!first) made[used++] = ':';
+            for (first = 0; *folder && *folder != ':'; folder++) made[used++] = *folder;
+        }
+        made[used] = 0;
+        *e = made;
+        return;
+    }
+}
+
 /* A launcher's argument is looked for as a shell does, past our own folders. */
 static char *on_path(char *tool) {
     static char found[4096];
     const char *path = variable("PATH");
     for (path = path ? path : "/usr/bin:/bin"; path;) {
         char dir[4096];
-        size_t n = 0;
-        for (; *path && *path != ':'; path++)
-            if (n < sizeof dir - 1) dir[n++] = *path;
-        dir[n] = 0;
-        path = *path ? path + 1 : NULL;
-        if (!find(dir, "/tools/") && join(found, sizeof found, dir, "/", tool, NULL) &&
+        path = next_folder(path, dir, sizeof dir);
+        if (!has_launchers(dir) && join(found, sizeof found, dir, "/", tool, NULL) &&
             CALL(faccessat, AT_FDCWD, found, X_OK) == 0)
             return found;
     }
@@ -524,6 +562,7 @@ static int run(int argc, char **argv) {
     if (same(name, "fewbits-launch")) {
         if (argc < 2) refuse("this is the launcher of compilers; see fewbits build --help.");
         argv++, argc--;
+        leave_our_folders_out(argc, argv);
         tool = argv[0];
     } else {
         char kept = *name;
@@ -533,6 +572,7 @@ static int run(int argc, char **argv) {
         join(link + strlen(link), sizeof link - strlen(link), name, NULL);
         if (!follow(link, real, sizeof real)) refuse("the real tool is not known; start fewbits build again.");
         argv[0] = real;
+        leave_our_folders_out(argc, argv);
     }
     char *inside = find(tool, "/tools/") ? last_of(tool, '/') : NULL;
     if (inside) { /* CMake was given one of our names as the compiler: one launcher is enough */

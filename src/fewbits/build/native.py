@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from fewbits.build.kept import is_noted, publish_noted
+
 SOURCE = Path(__file__).with_name("native.c")
 # Without a C library, static or not: what would start one would cost more than the launcher does.
 LAUNCHER_FLAGS = (
@@ -66,27 +68,43 @@ def _compiler(environ: Mapping[str, str]) -> str | None:
 def _compile(
     compiler: str, target: Path, flags: tuple[str, ...], environ: Mapping[str, str]
 ) -> tuple[Path | None, str]:
-    if target.exists():
+    """The file that an earlier run has made, if it is whole and does what it should; else compile it."""
+    name = Path(compiler).name
+    if is_noted(target) and not _fault(target):
         return target, ""
-    with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f"{target.name}-", delete=False) as file:
-        made = Path(file.name)
-    command = [compiler, "-O2", *flags, "-o", str(made), str(SOURCE)]
     try:
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            env=dict(environ),
-            timeout=60,
-            check=False,
-        )
-        failed = done.stderr.strip().splitlines()[-1:] if done.returncode else []
-        if done.returncode == 0:
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=f"{target.name}-") as folder:
+            made = Path(folder, target.name)
+            command = [compiler, "-O2", *flags, "-o", str(made), str(SOURCE)]
+            done = _run(command, dict(environ))
+            if done.returncode:
+                said = done.stderr.strip().splitlines()[-1:]
+                return None, f"{name} cannot compile {SOURCE.name}: {' '.join(said)[:200]}"
             made.chmod(0o755)
-            made.replace(target)
-            return target, ""
+            fault = _fault(made)
+            if fault:  # CC is for another machine, or the disk was full
+                return None, f"what {name} makes of {SOURCE.name} does not work here: {fault[:200]}"
+            publish_noted(made, target)
     except (OSError, subprocess.TimeoutExpired) as error:
-        failed = [str(error)]
-    made.unlink(missing_ok=True)
-    return None, f"{Path(compiler).name} cannot compile {SOURCE.name}: {' '.join(failed)[:200]}"
+        return None, f"{name} cannot compile {SOURCE.name}: {error}"
+    return target, ""
+
+
+def _fault(made: Path) -> str:
+    """Why the compiled launcher or pager does not work, or "": each is tried as it is used."""
+    try:
+        if made.suffix == ".so":
+            done = _run(["/bin/sh", "-c", "exec true"], {"LD_PRELOAD": str(made), "PATH": "/usr/bin:/bin"})
+            return done.stderr.strip()
+        done = _run([str(made)], {})
+        return (
+            "" if "this is the launcher of compilers" in done.stderr else f"it ended with {done.returncode}"
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+
+
+def _run(command: list[str], environ: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, capture_output=True, text=True, errors="replace", env=environ, timeout=60, check=False
+    )

@@ -15,6 +15,7 @@ from math import sqrt
 from pathlib import Path
 
 from fewbits.build.command import Command, normal
+from fewbits.build.kept import write_whole
 from fewbits.build.stage import OTHER_PRIOR, PRIOR, Stage
 
 HEADROOM = 1.03  # what was measured once, and a little
@@ -132,12 +133,11 @@ class History:
                 self._past.update(dict.fromkeys(row["keys"], past))
                 self._nameless = self._nameless or "unit" not in row
                 self._names.add(row.get("unit", ""))
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
                 continue
         if len(lines) > 2 * MAX_LINES:
-            made = self.file.with_suffix(f".{os.getpid()}")
-            made.write_text("\n".join(lines[-MAX_LINES:]) + "\n", encoding="utf-8")
-            made.replace(self.file)
+            with contextlib.suppress(OSError):  # a full disk: it stays as long as it is
+                write_whole(self.file, ("\n".join(lines[-MAX_LINES:]) + "\n").encode())
 
     def may_know(self, unit: str) -> bool:
         """Whether a unit of that name was ever measured: else its keys need not be made."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import html
-import os
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from fewbits.build.advice import advise, architecture_seconds
+from fewbits.build.kept import write_whole
 from fewbits.build.plan import MEMORIES
 from fewbits.build.replay import items_of, recommend, units_of
 from fewbits.build.verdict import size
@@ -42,10 +42,7 @@ svg{width:100%;height:auto}
 
 def write_report(profile: Profile, path: Path) -> None:
     """Write the report; a kill leaves the old file or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    made = path.with_name(f".{path.name}.{os.getpid()}")
-    made.write_text(report(profile), encoding="utf-8", errors="replace")
-    made.replace(path)
+    write_whole(path, report(profile).encode(errors="replace"))
 
 
 def report(profile: Profile) -> str:

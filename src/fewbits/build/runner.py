@@ -157,9 +157,12 @@ class _Run:
     ) -> None:
         self.command, self.settings, self.environ, self.on_tick = command, settings, environ, on_tick
         self.output = output
-        self.root = _usable_root(environ)
+        self.root = usable_root(environ)
         self.keep = settings.keep.absolute() if settings.keep is not None else None
         self.notes: list[str] = []
+        wanted = cache_root(environ)
+        if self.root != wanted.resolve():
+            self.notes.append(f"{wanted} cannot be used; what is to be kept is in {self.root}")
         self.pid = 0
         self.status: int | None = None
         self.asked_to_stop = 0
@@ -220,6 +223,8 @@ class _Run:
             history.close()
             trace.close()
             _kill_all()
+            if cache is not None:
+                cache.flush()
             shutil.rmtree(run_folder, ignore_errors=True)
         if controller.others.uncaught:
             names = ", ".join(sorted(controller.others.uncaught))
@@ -248,7 +253,8 @@ class _Run:
         if self.output is not None:
             reader, writer = os.pipe2(os.O_CLOEXEC)
             actions = [(os.POSIX_SPAWN_DUP2, writer, 1), (os.POSIX_SPAWN_DUP2, writer, 2)]
-        defaults = [signal.SIGPIPE, signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+        # What Python ignores, too: a compiler ends as it would without us.
+        defaults = [signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
         # The command is looked for on the user's PATH: ours begins with launchers.
         path = shutil.which(command[0], path=child["PATH"]) or command[0]
         self.pid = os.posix_spawn(path, command, child, file_actions=actions, setsigdef=defaults)
@@ -322,16 +328,33 @@ class _Run:
                 signal.signal(number, handler)
 
 
-def _usable_root(environ: Mapping[str, str]) -> Path:
-    """The cache, or a folder beside the other temporary files where the home cannot be written."""
-    for root in (cache_root(environ), Path(tempfile.gettempdir(), f"fewbits-build-{os.getuid()}")):
-        try:
-            root.mkdir(parents=True, exist_ok=True, mode=0o700)
-            if root.stat().st_uid == os.getuid() and os.access(root, os.W_OK):
-                return root
-        except OSError:
-            continue
-    raise Unsupported("neither the cache folder nor the temporary one can be written; set XDG_CACHE_HOME.")
+def usable_root(environ: Mapping[str, str] | None = None) -> Path:
+    """The cache, or a folder beside the other temporary files where the home cannot be written.
+
+    Its real path: launchers know their own folder by it, and compare it with the PATH.
+    """
+    home = cache_root(environ)
+    with contextlib.suppress(OSError):
+        home.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if _is_ours(home):
+            return home.resolve()
+    with contextlib.suppress(OSError):  # also where there is no folder for temporary files
+        beside = Path(tempfile.gettempdir(), f"fewbits-build-{os.getuid()}")
+        beside.mkdir(exist_ok=True, mode=0o700)
+        if not beside.is_symlink() and _is_ours(beside):  # its name is known, and anybody may have taken it
+            return beside.resolve()
+    raise Unsupported(
+        f"neither {home} nor the folder for temporary files can be written to and run from; "
+        "set XDG_CACHE_HOME to a folder that can."
+    )
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether a folder belongs to us, may hold programs, and takes a file, which is tried."""
+    if folder.stat().st_uid != os.getuid() or os.statvfs(folder).f_flag & os.ST_NOEXEC:
+        return False
+    with tempfile.TemporaryFile(dir=folder):
+        return True
 
 
 def _run_folder(root: Path) -> Path:

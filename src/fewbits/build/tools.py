@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from fewbits.build.kept import is_whole, write_whole
 from fewbits.build.native import FALLBACK, Native
 
 LAUNCHER = "fewbits-launch"
@@ -47,35 +48,57 @@ class Tools:
 
 def make_tools(root: Path, native: Native, environ: Mapping[str, str]) -> Tools:
     """Make the launchers for the compilers that this environment would use."""
-    path = [p for p in environ.get("PATH", os.defpath).split(os.pathsep) if p and "/tools/" not in p]
-    compilers = dict(_compilers(path, environ))
+    path = [p for p in environ.get("PATH", os.defpath).split(os.pathsep) if p and not has_launchers(p)]
+    compilers = dict(_compilers(path))
+    chosen = dict(_chosen(path, environ))
+    for real in chosen.values():
+        compilers.setdefault(real.name, real)
     home, release = cuda_home(environ, path)
-    names = [*(f"{name}={real}" for name, real in sorted(compilers.items())), str(home), release, str(native)]
-    names.append(_stamp(native.launcher or FALLBACK))
+    launcher = _launcher(native)
+    names = [f"{name}={real}" for name, real in sorted((compilers | chosen).items())]
+    names += [str(home), release]
+    # By content: what is healed keeps its folder, whose paths build systems have written down.
+    names.append(hashlib.sha256(launcher).hexdigest())
     digest = hashlib.sha256(os.fsencode("\n".join(names))).hexdigest()[:12]
     folder = root / "tools" / digest
-    _put(folder / "bin" / LAUNCHER, native, None)
+    _put(folder / "bin" / LAUNCHER, launcher, None)
     for name, real in compilers.items():
-        _put(folder / "bin" / name, native, real)
+        _put(folder / "bin" / name, launcher, real)
+    for variable, real in chosen.items():
+        if compilers[real.name] != real:  # the PATH has another of that name
+            _put(folder / variable / real.name, launcher, real)
     cuda = None
     if home is not None and (home / "bin/nvcc").is_file():
         cuda = folder / "cuda"
-        _shadow(cuda, home, native)
-        _put(folder / "bin/nvcc", native, cuda / "driver/bin/nvcc")
+        _shadow(cuda, home, launcher)
+        _put(folder / "bin/nvcc", launcher, cuda / "driver/bin/nvcc")
     return Tools(folder, cuda, release)
 
 
-def _stamp(path: Path) -> str:
-    facts = path.stat()
-    return f"{path} {facts.st_size} {facts.st_mtime_ns}"
+def has_launchers(folder: str) -> bool:
+    """Whether a folder is one of ours, as launchers themselves tell (`native.c`, `launch.py`)."""
+    return "/tools/" in folder and os.path.isdir(f"{folder}/.real")  # noqa: PTH112 - of every folder of the PATH
 
 
-def _compilers(path: list[str], environ: Mapping[str, str]) -> Iterator[tuple[str, Path]]:
-    """Names of compilers, each with the program that the PATH gives for it now."""
+def _launcher(native: Native) -> bytes:
+    """What every launcher holds: the compiled program, or a script that starts the one in Python."""
+    if native.launcher is not None:
+        return native.launcher.read_bytes()
+    script = f'exec {shlex.quote(sys.executable)} -IS {shlex.quote(str(FALLBACK))} "$0" "$@"\n'
+    return os.fsencode(f"#!/bin/sh\n{script}")
+
+
+def _chosen(path: list[str], environ: Mapping[str, str]) -> Iterator[tuple[str, Path]]:
+    """CC and CXX where they are set, each with the program that it means."""
     for variable in ("CC", "CXX"):
         words = _words(environ.get(variable, ""))
-        if words and (found := shutil.which(words[0], path=os.pathsep.join(path))) is not None:
-            yield Path(found).name, Path(found)
+        found = shutil.which(words[0], path=os.pathsep.join(path)) if words else None
+        if found is not None and not has_launchers(str(Path(found).parent)):
+            yield variable, Path(found)
+
+
+def _compilers(path: list[str]) -> Iterator[tuple[str, Path]]:
+    """Names of compilers, each with the program that the PATH gives for it now."""
     for folder in reversed(path):  # the first on the PATH comes last, and stays
         try:
             names = [name for name in os.listdir(folder) if _COMPILER.fullmatch(name)]  # noqa: PTH208 - thousands
@@ -97,25 +120,26 @@ def _words(text: str) -> list[str]:
         return text.split()
 
 
-def _put(place: Path, native: Native, real: Path | None) -> None:
-    """A launcher at a place; a copy, as build tools follow links and would see another name."""
+def _put(place: Path, launcher: bytes, real: Path | None) -> None:
+    """A launcher at a place; a copy, as build tools follow links and would see another name.
+
+    One that stands there is read: an empty file is a shell script that succeeds, and nothing would be built.
+    """
     if real is not None:
-        link = place.parent / ".real" / place.name
-        link.parent.mkdir(parents=True, exist_ok=True)
-        if not link.is_symlink() or str(link.readlink()) != str(real):
-            link.unlink(missing_ok=True)
-            link.symlink_to(real)
-    if place.exists():
+        _link(place.parent / ".real" / place.name, real)
+    if not is_whole(place, launcher) or not os.access(place, os.X_OK):
+        write_whole(place, launcher, executable=True)
+
+
+def _link(link: Path, real: Path) -> None:
+    """A link to a place, at every moment: another build may be following it."""
+    if link.is_symlink() and str(link.readlink()) == str(real):
         return
-    place.parent.mkdir(parents=True, exist_ok=True)
-    made = place.with_name(f".{place.name}-{os.getpid()}")
-    if native.launcher is not None:
-        shutil.copy(native.launcher, made)
-    else:
-        script = f'exec {shlex.quote(sys.executable)} -IS {shlex.quote(str(FALLBACK))} "$0" "$@"\n'
-        made.write_text(f"#!/bin/sh\n{script}", encoding="utf-8")
-    made.chmod(0o755)
-    made.replace(place)
+    link.parent.mkdir(parents=True, exist_ok=True)
+    made = link.with_name(f".{link.name}-{os.getpid()}")
+    made.unlink(missing_ok=True)
+    made.symlink_to(real)
+    made.replace(link)
 
 
 def cuda_home(environ: Mapping[str, str], path: list[str]) -> tuple[Path | None, str]:
@@ -125,7 +149,7 @@ def cuda_home(environ: Mapping[str, str], path: list[str]) -> tuple[Path | None,
     places += [Path(found)] if found else []
     places += [Path("/usr/local/cuda/bin/nvcc")]
     for nvcc in places:
-        if not nvcc.is_file() or "/tools/" in str(nvcc):
+        if not nvcc.is_file() or has_launchers(str(nvcc.parent)):
             continue
         release = re.search(r"release ([\d.]+)", _said(nvcc, "--version"))
         # It may be a script somewhere else: nvcc itself knows where it is.
@@ -147,7 +171,7 @@ def _said(tool: Path, *args: str) -> str:
     return done.stdout + done.stderr
 
 
-def _shadow(cuda: Path, home: Path, native: Native) -> None:
+def _shadow(cuda: Path, home: Path, launcher: bytes) -> None:
     """A toolkit that is the real one but for launchers in the place of each stage.
 
     nvcc finds its stages where its profile says: the copy of the profile names our folders for programs, and
@@ -159,20 +183,21 @@ def _shadow(cuda: Path, home: Path, native: Native) -> None:
     _mirror(home / "bin", driver / "bin", except_for=("nvcc.profile", *_DEVICE_TOOLS))
     _mirror(home / "nvvm", cuda / "nvvm", except_for=("bin",))
     _mirror(home / "nvvm/bin", cuda / "nvvm/bin", except_for=("cicc",))
-    _put(cuda / "bin/nvcc", native, driver / "bin/nvcc")
+    _put(cuda / "bin/nvcc", launcher, driver / "bin/nvcc")
     for name in _DEVICE_TOOLS:
         if (home / "bin" / name).exists():
-            _put(cuda / "bin" / name, native, home / "bin" / name)
-            _put(driver / "bin" / name, native, home / "bin" / name)
+            _put(cuda / "bin" / name, launcher, home / "bin" / name)
+            _put(driver / "bin" / name, launcher, home / "bin" / name)
     if (home / "nvvm/bin/cicc").exists():
-        _put(cuda / "nvvm/bin/cicc", native, home / "nvvm/bin/cicc")
+        _put(cuda / "nvvm/bin/cicc", launcher, home / "nvvm/bin/cicc")
     profile = home / "bin/nvcc.profile"
     if profile.is_file():
-        text = profile.read_text(encoding="utf-8", errors="replace")
+        text = profile.read_text(encoding="utf-8", errors="surrogateescape")
         text = re.sub(r"(?m)^TOP(\s*)=.*$", lambda m: f"TOP{m[1]}= {home}/bin/..", text)
         text = re.sub(r"(?m)^CICC_PATH(\s*)=.*$", lambda m: f"CICC_PATH{m[1]}= {cuda}/nvvm/bin", text)
-        (driver / "bin").mkdir(parents=True, exist_ok=True)
-        (driver / "bin/nvcc.profile").write_text(text, encoding="utf-8")
+        made = text.encode(errors="surrogateescape")
+        if not is_whole(driver / "bin/nvcc.profile", made):  # another build may be reading it
+            write_whole(driver / "bin/nvcc.profile", made)
 
 
 def _mirror(real: Path, shadow: Path, except_for: tuple[str, ...]) -> None:
@@ -181,9 +206,8 @@ def _mirror(real: Path, shadow: Path, except_for: tuple[str, ...]) -> None:
     shadow.mkdir(parents=True, exist_ok=True)
     for entry in real.iterdir():
         link = shadow / entry.name
-        if entry.name in except_for or link.is_symlink() or link.exists():
-            continue
-        link.symlink_to(entry)
+        if entry.name not in except_for:
+            _link(link, entry)
 
 
 def child_environment(
@@ -197,8 +221,9 @@ def child_environment(
     for variable in ("CC", "CXX"):
         words = _words(environ.get(variable, ""))
         if words:
-            shim = bin_folder / Path(words[0]).name
-            made[variable] = shlex.join([str(shim) if shim.exists() else words[0], *words[1:]])
+            name = Path(words[0]).name
+            shims = [shim for shim in (tools.folder / variable / name, bin_folder / name) if shim.exists()]
+            made[variable] = shlex.join([str(shims[0]) if shims else words[0], *words[1:]])
     for language in ("C", "CXX", "CUDA"):
         name = f"CMAKE_{language}_COMPILER_LAUNCHER"
         before = environ.get(name, "")

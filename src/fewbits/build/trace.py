@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fewbits.build.kept import write_whole
 from fewbits.build.request import Request
 from fewbits.build.stage import Stage
 
@@ -183,7 +184,4 @@ def thin(points: list[list[float]], most: int) -> list[list[float]]:
 
 def write_profile(profile: dict[str, Any], path: Path) -> None:
     """Write a profile; a kill leaves the old file or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    made = path.with_name(f".{path.name}.{os.getpid()}")
-    made.write_text(json.dumps(profile) + "\n", encoding="utf-8")
-    made.replace(path)
+    write_whole(path, (json.dumps(profile) + "\n").encode())

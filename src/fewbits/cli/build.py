@@ -18,7 +18,7 @@ from fewbits.build.budget import parse_bytes
 from fewbits.build.controller import Controller
 from fewbits.build.plan import plan_text, read_profile
 from fewbits.build.report import write_report
-from fewbits.build.runner import Result, Settings, cache_root, run_build
+from fewbits.build.runner import Result, Settings, run_build, usable_root
 from fewbits.build.stage import State
 from fewbits.build.trace import write_profile
 from fewbits.build.verdict import size
@@ -37,7 +37,7 @@ def build(args: Namespace) -> int:
         console().print(escape(plan_text(profile, memory_bytes=memory, jobs=args.jobs)), highlight=False)
         return 0
     keep = Path(args.keep) if args.keep is not None else None
-    folder = (keep or cache_root()) / "last"
+    folder = (keep or usable_root()) / "last"
     folder.mkdir(parents=True, exist_ok=True)
     log = Path(args.log) if args.log is not None else folder / "build.log"
     log.unlink(missing_ok=True)
@@ -57,7 +57,12 @@ def build(args: Namespace) -> int:
             result = run_build(args.run, settings, on_tick=table.tick, output=table.output)
     else:
         result = run_build(args.run, settings)
-    _finish(result, args, screen, folder)
+    try:
+        _finish(result, args, screen, folder)
+    except OSError as error:  # a full disk: the build's own code counts, and it has been built
+        where = f"{error.filename}: " if error.filename else ""
+        said = f"fewbits build: report and profile could not be written: {where}{error.strerror}"
+        screen.print(escape(said), highlight=False, soft_wrap=True)
     return result.code
 
 
