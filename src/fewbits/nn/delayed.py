@@ -6,8 +6,9 @@ the steps to come (the "delayed" recipe of Transformer Engine). E4M3 is floating
 no precision until values become subnormal: a scale for twice the largest magnitude of the last `HISTORY`
 steps is taken.
 
-Everything lives on the device: nothing waits for it, and a step can be captured as a graph. The first pass of
-a slot has no history; it quantises by row, exactly, and records.
+Everything lives on the device, and a step can be captured as a graph. A slot without history quantises by
+row, exactly, and records. The host asks whether there is a history until each slot has one: a forward pass
+alone records no gradient, and one whose labels are all masked records zeros. From then on nothing waits.
 """
 
 from __future__ import annotations
@@ -18,23 +19,34 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fewbits.formats.blocks import SMALLEST_SCALE
 from fewbits.kernels._gated_triton import Quantized8
 
 HISTORY = 16
 HEADROOM = 2.0
 _LARGEST = 448.0
+_ZERO = _LARGEST * SMALLEST_SCALE  # what rows of zeros record by their scales
 
 
 class Slot(NamedTuple):
-    """One tensor of one layer: its scale, the inverse and the recorded magnitude, each (1,) float32."""
+    """One tensor of one layer: its scale, the inverse and the recorded magnitude, each (1,) float32.
+
+    Attributes:
+        known: whether the scale comes from a history.
+        recorded: of all slots: whether one was ever used.
+        number: which one this is.
+    """
 
     scale: Tensor
     inverse: Tensor
     amax: Tensor
     known: bool
+    recorded: list[bool]
+    number: int
 
     def buffer(self, shape: Sequence[int]) -> Quantized8:
-        """Where a kernel writes this tensor, (M, N)."""
+        """Where a kernel writes this tensor, (M, N), and its magnitude."""
+        self.recorded[self.number] = True
         q = torch.empty(tuple(shape), dtype=torch.float8_e4m3fn, device=self.scale.device)
         return Quantized8(q, self.inverse, self.amax)
 
@@ -44,6 +56,7 @@ class Slot(NamedTuple):
 
     def record(self, row_amax: Tensor) -> None:
         """Take part in the largest magnitude of this step: (M,) float32."""
+        self.recorded[self.number] = True
         torch.maximum(self.amax, row_amax.amax().view(1), out=self.amax)
 
 
@@ -54,26 +67,34 @@ class DelayedScales:
         self._amax = torch.zeros(count, device=device)
         self._history = torch.zeros(HISTORY, count, device=device)
         self._scale, self._inverse = torch.ones(count, device=device), torch.ones(count, device=device)
-        self._recorded = [False] * count  # what the host knows: a pass has recorded, a later one has begun
-        self._known = [False] * count
+        self._recorded = [False] * count  # a kernel was asked to record
+        self._known = [False] * count  # it has recorded a magnitude, and a later pass has begun
 
     def slot(self, i: int) -> Slot:
         """Slot ``i``, for one pass."""
-        self._recorded[i] = True
         at = slice(i, i + 1)
-        return Slot(self._scale[at], self._inverse[at], self._amax[at], self._known[i])
+        tensors = self._scale[at], self._inverse[at], self._amax[at]
+        return Slot(*tensors, self._known[i], self._recorded, i)
 
     @torch.no_grad()
     def advance(self) -> None:
         """A forward pass begins: what was recorded becomes history, and the scales follow."""
-        self._known = list(self._recorded)
-        sound = self._amax.isfinite() & (self._amax > 0)
-        newest = torch.where(sound, self._amax, self._history[0])
-        self._history.copy_(torch.cat([newest[None], self._history[:-1]]))
+        sound = self._amax.isfinite() & (self._amax > _ZERO)  # else nothing was recorded, or nothing to go by
+        longer = torch.cat([self._amax[None], self._history[:-1]])
+        self._history.copy_(torch.where(sound, longer, self._history))
         self._amax.zero_()
         largest = self._history.amax(0)
         self._scale.copy_(torch.where(largest > 0, largest * (HEADROOM / _LARGEST), 1.0))
         torch.reciprocal(self._scale, out=self._inverse)
+        self._look(largest)
+
+    def _look(self, largest: Tensor) -> None:
+        """Ask the device which of the slots that were used have a history by now, while any is in doubt."""
+        capturing = largest.is_cuda and torch.cuda.is_current_stream_capturing()
+        if capturing or self._known == self._recorded:
+            return
+        found = (largest > 0).tolist()
+        self._known = [used and has for used, has in zip(self._recorded, found, strict=True)]
 
     def state_dict(self) -> dict[str, Tensor]:
         """What a run resumes from."""
@@ -84,4 +105,5 @@ class DelayedScales:
         """Go on from what `state_dict` gave."""
         self._history.copy_(state["history"])
         self._amax.copy_(state["amax"])
-        self._recorded = [bool(seen) for seen in state["recorded"].tolist()]
+        self._recorded[:] = [bool(seen) for seen in state["recorded"].tolist()]
+        self._known = [False] * len(self._recorded)
