@@ -169,6 +169,24 @@ def test_merge(run, model, adapter, tmp_path):
     assert merged == run("generate", "--model", adapter, *options).out
 
 
+def test_merge_overwrites_only_what_it_may(run, model, adapter, tmp_path):
+    base, own = tmp_path / "base", tmp_path / "adapter"
+    shutil.copytree(model, base)
+    shutil.copytree(adapter, own)
+    (tmp_path / "link").symlink_to(base)
+    before = {p.name: p.read_bytes() for p in base.iterdir()}
+    for target in (base, f"{base}/", tmp_path / "link", own):
+        for flags in ((), ("--overwrite",)):
+            shown = run("merge", own, target, "--base", base, *flags)
+            assert shown.code != 0 and "never overwritten" in shown.err and "another folder" in shown.err
+    assert run("merge", own, tmp_path / "merged", "--base", base).code == 0
+    shown = run("merge", own, tmp_path / "merged", "--base", base)
+    assert shown.code != 0 and "--overwrite" in shown.err
+    assert run("merge", own, tmp_path / "merged", "--base", base, "--overwrite").code == 0
+    assert {p.name: p.read_bytes() for p in base.iterdir()} == before
+    assert {p.name for p in tmp_path.iterdir()} == {"base", "adapter", "link", "merged"}
+
+
 def test_quantize(run, model, tmp_path):
     shown = run("quantize", model, tmp_path / "packed", "--recipe", "qlora_nf4")
     assert shown.code == 0, shown.err

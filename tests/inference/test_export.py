@@ -96,8 +96,10 @@ def test_a_recipe_for_qat_gives_its_weight_format(source, tmp_path):
 def test_what_cannot_be(source, tmp_path):
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "file").touch()
-    with pytest.raises(BadInput, match="not an empty folder"):
+    with pytest.raises(BadInput, match="exists and is not empty"):
         quantize_checkpoint(source, tmp_path / "taken", "int8")
+    with pytest.raises(BadInput, match="never overwritten"):
+        quantize_checkpoint(source, source, "int8", overwrite=True)
     with pytest.raises(BadInput, match="there is no model folder"):
         quantize_checkpoint(tmp_path / "nowhere", tmp_path / "a", "int8")
     with pytest.raises(BadInput, match="packs no weight"):
@@ -105,6 +107,8 @@ def test_what_cannot_be(source, tmp_path):
     quantize_checkpoint(source, tmp_path / "packed", "int8")
     with pytest.raises(Unsupported, match="quantised already"):
         quantize_checkpoint(tmp_path / "packed", tmp_path / "c", "int8")
+    quantize_checkpoint(source, tmp_path / "packed", "qlora_nf4", overwrite=True)
+    assert "nf4" in (tmp_path / "packed" / "config.json").read_text()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["packed", "taken"]  # nothing half-written
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import resource
 import subprocess
@@ -16,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from fewbits import FastLanguageModel
 from fewbits.errors import BadInput
-from fewbits.models.checkpoint import inspect_folder, whole_folder
+from fewbits.models.checkpoint import inspect_folder
 from fewbits.models.hf_quantizer import FewbitsConfig, attach_recipe
 from fewbits.nn.linear import QuantizedLinear
 from fewbits.recipes import get_recipe
@@ -28,54 +27,6 @@ load = AutoModelForCausalLM.from_pretrained
 
 def names(folder: Path) -> set[str]:
     return {p.name for p in folder.iterdir()}
-
-
-def test_a_folder_appears_whole(tmp_path):
-    with whole_folder(tmp_path / "a" / "b") as folder:
-        (folder / "config.json").write_text("{}")
-        assert not (tmp_path / "a" / "b").exists()
-    assert names(tmp_path / "a") == {"b"} and names(tmp_path / "a" / "b") == {"config.json"}
-
-
-def test_an_error_leaves_nothing(tmp_path):
-    with pytest.raises(RuntimeError), whole_folder(tmp_path / "a") as folder:
-        (folder / "config.json").write_text("{}")
-        raise RuntimeError
-    assert names(tmp_path) == set()
-
-
-def test_an_existing_folder_keeps_its_other_files_and_loses_stale_weights(tmp_path):
-    target = tmp_path / "a"
-    target.mkdir()
-    for name in ("model.safetensors", "notes.txt", "config.json"):
-        (target / name).write_text("old")
-    with whole_folder(target) as folder:
-        for name in ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "config.json"):
-            (folder / name).write_text("new")
-    assert names(target) == {
-        "model-00001-of-00002.safetensors",
-        "model-00002-of-00002.safetensors",
-        "config.json",
-        "notes.txt",
-    }
-    assert (target / "config.json").read_text() == "new" and (target / "notes.txt").read_text() == "old"
-    assert names(tmp_path) == {"a"}
-
-
-def test_places_that_cannot_be_written(tmp_path):
-    (tmp_path / "file").write_text("")
-    for target in (tmp_path / "file", tmp_path / "file" / "model", Path("/proc/fewbits/model")):
-        with pytest.raises(BadInput, match=r"^[^\n]+$"), whole_folder(target):
-            pass
-
-
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
-def test_a_full_disk_is_one_sentence(tmp_path, code):
-    with pytest.raises(BadInput, match="disk is full") as caught, whole_folder(tmp_path / "a") as folder:
-        (folder / "part").write_text("half")
-        raise OSError(code, "No space left on device")
-    assert "\n" not in str(caught.value)
-    assert names(tmp_path) == set()
 
 
 def test_a_file_size_limit_while_saving_a_model_loses_nothing(tmp_path):
@@ -92,6 +43,16 @@ def test_a_file_size_limit_while_saving_a_model_loses_nothing(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert names(tmp_path) == {"plain", "packed"}
     inspect_folder(tmp_path / "packed")
+    assert same(packed_state(load(tmp_path / "packed")), packed_state(model))
+
+
+def test_a_packed_model_is_not_saved_over_its_original(tmp_path):
+    save_tiny(tmp_path / "plain")
+    model = load(tmp_path / "plain", quantization_config=FewbitsConfig())
+    with pytest.raises(BadInput, match="never overwritten"):
+        model.save_pretrained(tmp_path / "plain")
+    model.save_pretrained(tmp_path / "packed")
+    load(tmp_path / "packed").save_pretrained(tmp_path / "packed")  # the very same bits
     assert same(packed_state(load(tmp_path / "packed")), packed_state(model))
 
 

@@ -127,7 +127,9 @@ def quantize(args: Namespace) -> int:
     from fewbits.inference.export import quantize_checkpoint
 
     with Progress("tensors") as advance:
-        result = quantize_checkpoint(args.source, args.destination, args.recipe, progress=advance)
+        result = quantize_checkpoint(
+            args.source, args.destination, args.recipe, overwrite=args.overwrite, progress=advance
+        )
     if args.json:
         sys.stdout.write(json.dumps(result.as_dict(), indent=2) + "\n")
     else:
@@ -139,7 +141,7 @@ def merge(args: Namespace) -> int:
     """``fewbits merge``."""
     from fewbits.cli.models import merge_adapter
 
-    receipt = merge_adapter(args.adapter, args.destination, base=args.base)
+    receipt = merge_adapter(args.adapter, args.destination, base=args.base, overwrite=args.overwrite)
     console().print(receipt, soft_wrap=True, highlight=False, markup=False)
     return 0
 

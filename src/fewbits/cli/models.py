@@ -51,25 +51,27 @@ def load(args: Namespace) -> tuple[Any, Any]:
     return FastLanguageModel.for_inference(model), tokenizer
 
 
-def merge_adapter(adapter: str, destination: str, *, base: str | None = None) -> str:
+def merge_adapter(adapter: str, destination: str, *, base: str | None = None, overwrite: bool = False) -> str:
     """Fold an adapter into its base model, from the original weights; returns what was done, in one line.
 
     Raises:
-        BadInput: the folder is no adapter.
+        BadInput: the folder is no adapter, or the destination is taken, the base or the adapter.
     """
     from fewbits.models.checkpoint import is_adapter_folder
-    from fewbits.models.fast import FastLanguageModel
+    from fewbits.models.fast import FastLanguageModel, base_of
+    from fewbits.models.whole_folder import check_destination
 
     folder = resolve(adapter)
     if not is_adapter_folder(Path(folder)):
         raise BadInput(
             f"{folder} has no adapter_config.json, so it is not an adapter; give the folder of one."
         )
+    check_destination(destination, overwrite=overwrite, protected=(folder, base_of(Path(folder), base)))
     options: dict[str, Any] = {} if base is None else {"base_model": base}
     model, tokenizer = FastLanguageModel.from_pretrained(
         folder, load_in_4bit=False, device_map="cpu", **options
     )
-    return str(model.save_pretrained_merged(destination, tokenizer))
+    return str(model.save_pretrained_merged(destination, tokenizer, overwrite=overwrite))
 
 
 def _device(name: str | None) -> str:

@@ -180,6 +180,7 @@ def _quantize(commands: Any) -> None:
     sub.add_argument("source", metavar="SRC", help="folder of the model, in safetensors")
     sub.add_argument("destination", metavar="DST", help="folder to write")
     sub.add_argument("--recipe", required=True, metavar="RECIPE", help="recipe whose weight formats are used")
+    sub.add_argument("--overwrite", action="store_true", help="replace the model that is in DST")
     sub.add_argument("--json", action="store_true", help="print the table as JSON")
 
 
@@ -190,6 +191,7 @@ def _merge(commands: Any) -> None:
     sub.add_argument(
         "--base", metavar="PATH", help="the base model (default: the one that the adapter names)"
     )
+    sub.add_argument("--overwrite", action="store_true", help="replace the model that is in DST")
 
 
 def _doctor(commands: Any) -> None:

@@ -22,8 +22,9 @@ from torch import Tensor
 
 from fewbits.errors import BadCheckpoint, BadInput, Unsupported
 from fewbits.formats import Format
-from fewbits.models.checkpoint import INDEX, WEIGHTS, Checkpoint, inspect_folder, whole_folder
+from fewbits.models.checkpoint import INDEX, WEIGHTS, Checkpoint, inspect_folder
 from fewbits.models.packed_folder import close_folder
+from fewbits.models.whole_folder import check_destination, whole_folder
 from fewbits.recipes import Recipe, Rule, get_recipe
 
 SHARD_BYTES = 2_000_000_000
@@ -87,27 +88,29 @@ def quantize_checkpoint(
     recipe: str | Recipe | Mapping[str, Any],
     *,
     device: str | torch.device = "cpu",
+    overwrite: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> QuantizeResult:
     """Write a packed copy of a checkpoint.
 
     Args:
         source: a model folder with safetensors.
-        destination: the folder to write; it must be empty or not exist.
+        destination: the folder to write; never the source.
         recipe: which linears get which format, by name, value or plain data. Of one for quantisation-aware
             training the weight format is used.
         device: where the arithmetic is done.
+        overwrite: replace a model that is in the destination, by one rename; False refuses a folder that is
+            not empty.
         progress: called as ``progress(tensors done, tensors in all)``.
 
     Raises:
-        BadInput: the destination is taken, or the recipe packs no weight.
+        BadInput: the destination is taken or is the source, or the recipe packs no weight.
         BadCheckpoint: the source is damaged, a pickle, or lacks a weight.
         Unsupported: the source is quantised already, or its architecture is unknown.
     """
     chosen = _for_storage(get_recipe(recipe))
     target = Path(destination)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise BadInput(f"{target} exists and is not an empty folder; choose another destination.")
+    check_destination(target, overwrite=overwrite, protected=[source])
     checkpoint = inspect_folder(source)
     if checkpoint.quant_method is not None:
         raise Unsupported(
@@ -115,7 +118,7 @@ def quantize_checkpoint(
         )
     names, rules = _plan(checkpoint, chosen)
     order = {name: i for i, name in enumerate(rules)}
-    with whole_folder(target) as folder:
+    with whole_folder(target, overwrite=overwrite, protected=[source]) as folder:
         writer = _ShardWriter(folder)
         layers: list[LayerError] = []
         squared_error = squared_norm = 0.0

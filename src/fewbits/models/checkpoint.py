@@ -1,26 +1,18 @@
-"""Checkpoint folders: looked at before they are loaded, and written whole or not at all.
+"""Checkpoint folders, looked at before they are loaded.
 
 `inspect_folder` reads config.json, the index and the safetensors headers (a few kilobytes) and refuses, in
-one sentence, what could not be loaded or would load wrongly. `whole_folder` is the only way this library
-writes a model: into a hidden sibling, synced, then renamed.
+one sentence, what could not be loaded or would load wrongly.
 """
 
 from __future__ import annotations
 
-import errno
 import json
-import os
-import secrets
-import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from safetensors import SafetensorError
-
-from fewbits.errors import BadCheckpoint, BadInput, FewbitsError, Unsupported
+from fewbits.errors import BadCheckpoint, BadInput, Unsupported
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -28,7 +20,6 @@ ADAPTER_CONFIG = "adapter_config.json"
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 BITSANDBYTES_MARK = ".quant_state.bitsandbytes__"
 _MAX_HEADER_BYTES = 100_000_000  # the safetensors format's own limit
-_DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class TensorEntry(NamedTuple):
@@ -243,101 +234,3 @@ def check_vocabulary(checkpoint: Checkpoint) -> None:
                 f"{checkpoint.folder}: {name} has {entry.shape[0]:,} rows but config.json says vocab_size "
                 f"{vocab_size:,}; one of the two files belongs to another model, restore it."
             )
-
-
-def is_disk_full(error: BaseException) -> bool:
-    """True if the error, or one beneath it, says that the file system takes no more."""
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, OSError) and seen.errno in _DISK_FULL:
-            return True
-        if any(
-            f"os error {number}" in str(seen) for number in _DISK_FULL
-        ):  # safetensors tells it in the text only
-            return True
-        seen = seen.__cause__ or seen.__context__
-    return False
-
-
-def fsync(path: Path) -> None:
-    """Bring a file, or the names in a folder, to the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-@contextmanager
-def whole_folder(target: Path | str) -> Iterator[Path]:
-    """A hidden sibling of ``target`` to write into; on success it is synced and takes target's place.
-
-    If ``target`` does not exist (or is empty) it appears by one rename. If it holds other files they stay,
-    and the new ones replace theirs one by one, config.json last. On any error ``target`` is as it was.
-
-    Raises:
-        BadInput: the place cannot be written to, or the disk is full.
-    """
-    target = Path.cwd() / target
-    if target.exists() and not target.is_dir():
-        raise BadInput(f"{target} is a file, and a folder is to be written there; choose another name.")
-    temporary = target.parent / f".{target.name}.{secrets.token_hex(4)}.partial"
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        temporary.mkdir()
-    except OSError as error:
-        raise _write_error(target, error) from error
-    try:
-        yield temporary
-        _sync(temporary)
-        _publish(temporary, target)
-    except FewbitsError:
-        raise
-    except (OSError, SafetensorError) as error:
-        raise _write_error(target, error) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _write_error(target: Path, error: Exception) -> BadInput:
-    if is_disk_full(error):
-        free = shutil.disk_usage(_existing(target)).free
-        return BadInput(
-            f"the disk is full while writing {target} ({free / 1e6:,.0f} MB free); nothing was changed "
-            "there, free some space or choose another disk."
-        )
-    reason = getattr(error, "strerror", None) or str(error)
-    return BadInput(
-        f"cannot write to {target} ({reason}); nothing was changed there, choose a folder you may write to."
-    )
-
-
-def _existing(path: Path) -> Path:
-    return next(p for p in (path, *path.parents) if p.is_dir())
-
-
-def _sync(folder: Path) -> None:
-    for path in (*folder.rglob("*"), folder):
-        fsync(path)
-
-
-def _publish(temporary: Path, target: Path) -> None:
-    if not target.exists() or not any(target.iterdir()):
-        temporary.replace(target)
-        fsync(target.parent)
-        return
-    new = sorted(
-        (p for p in temporary.rglob("*") if p.is_file()),
-        key=lambda p: (p.suffix == ".json", p.name == "config.json"),
-    )
-    names = {p.relative_to(temporary) for p in new}
-    for path in new:
-        place = target / path.relative_to(temporary)
-        place.parent.mkdir(parents=True, exist_ok=True)
-        path.replace(place)
-    # A stale model.safetensors would win over new shards, and stale shards are dead weight.
-    if any(name.match("model*.safetensors") for name in names):
-        for old in (*target.glob("model*.safetensors"), *target.glob(INDEX)):
-            if old.relative_to(target) not in names:
-                old.unlink()
-    fsync(target)

@@ -73,7 +73,7 @@ class FastLanguageModel:
         loading = sort_options(options)
         path = _local_folder(model_name)
         if path is not None and is_adapter_folder(path):
-            base = _base_of(path, loading)
+            base = base_of(path, loading.base_model)
             given = (max_seq_length, dtype, load_in_4bit, load_in_8bit, full_finetuning, recipe)
             model, tokenizer = FastLanguageModel.from_pretrained(
                 base, *given, **{k: v for k, v in options.items() if k not in ("base_model", "is_trainable")}
@@ -208,8 +208,13 @@ def _local_folder(model_name: str | Path) -> Path | None:
     return None
 
 
-def _base_of(adapter: Path, loading: Loading) -> str:
-    base = loading.base_model or read_json(adapter / ADAPTER_CONFIG).get("base_model_name_or_path")
+def base_of(adapter: Path, base_model: str | Path | None = None) -> str:
+    """The folder or hub id of an adapter's base model, ``base_model`` if that is given.
+
+    Raises:
+        BadInput: the adapter does not say, or its base is gone.
+    """
+    base = base_model or read_json(adapter / ADAPTER_CONFIG).get("base_model_name_or_path")
     if not base:
         raise BadInput(f"{adapter / ADAPTER_CONFIG} does not say what its base model is; pass base_model=...")
     try:

@@ -34,14 +34,16 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from fewbits.errors import BadCheckpoint, SpecMismatch, Unsupported
 from fewbits.formats.base import Packed
 from fewbits.formats.bitsandbytes import from_bitsandbytes
-from fewbits.models.checkpoint import BITSANDBYTES_MARK, read_headers, whole_folder
+from fewbits.models.checkpoint import BITSANDBYTES_MARK, read_headers
 from fewbits.models.convert import conversion_of, convert, linears_to_replace, loaded_change
 from fewbits.models.families import SPECS
 from fewbits.models.hf_config import check_formats, formats_of, spell_out
+from fewbits.models.original import original_of
 from fewbits.models.packed import check_device, check_parts, place_empty, put, quantize_by_rows, recipe_of
 from fewbits.models.packed_folder import close_folder, open_config
 from fewbits.models.spec import model_type_of
 from fewbits.models.stochastic import adopt_saved, save_config
+from fewbits.models.whole_folder import whole_folder
 from fewbits.nn.linear import QuantizedLinear
 from fewbits.nn.packed_layers import packed_layer
 from fewbits.recipes import Recipe, Rule, get_recipe, recipe_from_config, recipe_to_config
@@ -425,12 +427,17 @@ def attach_recipe(model: Any, recipe: Recipe) -> None:
 def _save_pretrained(
     self: Any, save_directory: str | Path, is_main_process: bool = True, **kwargs: Any
 ) -> None:
-    """``save_pretrained`` of the model's class, into a folder that appears whole or not at all."""
+    """``save_pretrained`` of the model's class, into a folder that appears whole or not at all.
+
+    The packed model is not written over the original weights it was made from.
+    """
     if not is_main_process:
         return
     push = kwargs.pop("push_to_hub", False)
     hub = {name: kwargs.pop(name) for name in _HUB_OPTIONS if push and name in kwargs}
-    with whole_folder(save_directory) as temporary:
+    original, _ = original_of(self)
+    read = [] if original is None else [original.folder]
+    with whole_folder(save_directory, overwrite=None, protected=read) as temporary:
         write_packed(self, temporary, published=Path(save_directory), **kwargs)
     if push:  # once more, by transformers' own method, which calls this one: what goes up is closed as well
         self.push_to_hub(hub.pop("repo_id", Path(save_directory).name), **hub)

@@ -21,10 +21,12 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from fewbits.errors import BadCheckpoint, BadInput, FewbitsError, Unsupported
+from fewbits.errors import BadCheckpoint, BadInput, Unsupported
 from fewbits.models.branches import branches_of, effective_state, plain_name, same_storage, was_changed
-from fewbits.models.checkpoint import INDEX, WEIGHTS, Checkpoint, inspect_folder, whole_folder
+from fewbits.models.checkpoint import INDEX, WEIGHTS
+from fewbits.models.original import original_of, source_folder
 from fewbits.models.packed import recipe_of
+from fewbits.models.whole_folder import ADAPTER, check_destination, whole_folder
 from fewbits.nn.linear import QuantizedLinear
 from fewbits.nn.stochastic_linear import exact_products
 
@@ -78,25 +80,29 @@ def save_pretrained_merged(
     *,
     dtype: torch.dtype | None = None,
     max_shard_size: int | str = _SHARD_BYTES,
+    overwrite: bool = False,
     **options: Any,
 ) -> MergeReceipt | None:
     """Save base and adapter as one model, whole or not at all.
 
     Args:
         model: a PeftModel over a model of ours (or of transformers), or the model inside it.
-        save_directory: the folder to write.
+        save_directory: the folder to write; never the one that the model was loaded from.
         tokenizer: saved beside the weights; None copies the original's files where they exist.
         save_method: "merged_16bit", "merged_4bit" (packed again, by the model's own recipe) or "lora"
             (adapter only).
         dtype: of the 16-bit weights; None is float16 for a float16 model and bfloat16 for any other.
         max_shard_size: bytes of one file, where the original's shards do not decide it.
+        overwrite: replace a model (for "lora": an adapter) that is in the folder, by one rename; False
+            refuses a folder that is not empty.
         options: names that Unsloth's method takes; ``push_to_hub`` is refused, the rest choose nothing here.
 
     Returns:
         What was done; None for "lora".
 
     Raises:
-        BadInput, Unsupported: an unknown method or option, an adapter that is not a sum of low-rank products.
+        BadInput, Unsupported: a folder that is taken or was read, an unknown method or option, an adapter
+            that is not a sum of low-rank products.
         BadCheckpoint: the reloaded model's logits are not the expected ones; nothing was written.
     """
     method = {"merged_16bits": "merged_16bit", "merged_4bit_forced": "merged_4bit"}.get(
@@ -104,15 +110,17 @@ def save_pretrained_merged(
     )
     _check_options(method, options)
     if method == "lora":
-        _save_adapter(model, save_directory, tokenizer)
+        _save_adapter(model, save_directory, tokenizer, overwrite)
         return None
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    read = [folder for folder in (source_folder(base),) if folder is not None]
+    check_destination(save_directory, overwrite=overwrite, protected=read)
     merger = _Merger(base, dtype or (torch.float16 if base.dtype == torch.float16 else torch.bfloat16))
     if method == "merged_16bit":
-        with whole_folder(save_directory) as folder:
+        with whole_folder(save_directory, overwrite=overwrite, protected=read) as folder:
             error, tolerance = merger.write(folder, tokenizer, _as_bytes(max_shard_size))
         return merger.receipt(save_directory, method, error, tolerance)
-    with whole_folder(Path(save_directory)) as folder:
+    with whole_folder(save_directory, overwrite=overwrite, protected=read) as folder:
         error, tolerance = merger.write(folder / "16bit", tokenizer, _as_bytes(max_shard_size))
         _pack(base, folder / "16bit", folder)
         shutil.rmtree(folder / "16bit")
@@ -131,12 +139,12 @@ def _check_options(method: str, options: dict[str, Any]) -> None:
         raise BadInput(f"save_pretrained_merged knows no option {', '.join(unknown)}; leave it out.")
 
 
-def _save_adapter(model: Any, save_directory: str | Path, tokenizer: Any) -> None:
+def _save_adapter(model: Any, save_directory: str | Path, tokenizer: Any, overwrite: bool) -> None:
     from peft import PeftModel
 
     if not isinstance(model, PeftModel):
         raise BadInput("save_method='lora' needs the PeftModel; call it on what get_peft_model returned.")
-    with whole_folder(save_directory) as folder:
+    with whole_folder(save_directory, overwrite=overwrite, marker=ADAPTER) as folder:
         type(model).save_pretrained(model, folder)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
@@ -162,7 +170,7 @@ class _Merger:
         self.packed: dict[str, QuantizedLinear] = {}
         self.live: dict[str, Tensor] = {}
         self._look_at_model()
-        self.original, self.reason = _original_of(base)
+        self.original, self.reason = original_of(base)
         if self.original is not None:
             absent = [f"{n}.weight" for n in self.branches if f"{n}.weight" not in self._originals()]
             if absent:
@@ -403,29 +411,6 @@ def _compare_file(file: Path, tensors: dict[str, Tensor]) -> None:
         for name, tensor in tensors.items():
             if not torch.equal(stream.get_tensor(name), tensor) and not tensor.isnan().any():
                 raise BadCheckpoint(f"{name} reads back from {file} as other numbers; check the disk.")
-
-
-def _original_of(base: Any) -> tuple[Checkpoint | None, str]:
-    """The unquantised checkpoint that the model was loaded from, or None and the reason."""
-    where = str(getattr(base.config, "name_or_path", "") or "")
-    if not where:
-        return None, "the model was not loaded from a folder"
-    folder = Path(where)
-    if not folder.is_dir():
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-        try:
-            folder = Path(snapshot_download(where, local_files_only=True))
-        except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError):
-            return None, f"the original {where} is gone"
-    try:
-        checkpoint = inspect_folder(folder, remote_code=True)
-    except FewbitsError as error:
-        return None, str(error)
-    if checkpoint.quant_method is not None:
-        return None, f"{folder} is itself quantised"
-    return checkpoint, ""
 
 
 def _pack(base: Any, source: Path, target: Path) -> None:

@@ -23,15 +23,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from fewbits.errors import BadCheckpoint, SpecMismatch, TrainingStopped
-from fewbits.models.checkpoint import fsync, is_disk_full
 from fewbits.models.fused import load_scales, scales_of
+from fewbits.models.whole_folder import fsync, is_disk_full, take_place
 
 PREFIX = "checkpoint-"
 PROGRESS_FILE = "fewbits.json"
 SCALES_FILE = "float8_scales.safetensors"
 TRAINABLE_FILE = "trainable.safetensors"
 MODEL_FILE = "model.safetensors"
-_WRITING, _OLD = ".writing", ".old"
+_WRITING, _OLD, _REPLACED = ".writing", ".old", ".replaced"
 
 
 @dataclass
@@ -106,12 +106,10 @@ def _publish(staging: Path, final: Path) -> None:
         for name in names:
             fsync(Path(folder) / name)
         fsync(Path(folder))
-    old = final.with_name(f".{final.name}{_OLD}")
-    if final.exists():
-        final.rename(old)
-    staging.rename(final)
+    old = take_place(staging, final, aside=final.with_name(f".{final.name}{_REPLACED}"))
     fsync(final.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    if old is not None:
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def _reason(error: BaseException) -> str:
@@ -141,7 +139,12 @@ def step_of(checkpoint: Path) -> int:
 def remove_leftovers(folder: Path) -> None:
     """Remove what a killed run left half written."""
     for path in folder.glob(".*") if folder.is_dir() else ():
-        if path.name.endswith((_WRITING, _OLD)):
+        if path.name.endswith(_REPLACED) and path.is_dir():
+            wanted = path.with_name(path.name.removeprefix(".").removesuffix(_REPLACED))
+            if not wanted.exists():  # killed before the new folder had its name: the old one has it again
+                path.rename(wanted)
+                continue
+        if path.name.endswith((_WRITING, _OLD, _REPLACED)):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 

@@ -405,7 +405,7 @@ class _Run:
                 model.save_pretrained(str(folder))
                 self.built.tokenizer.save_pretrained(str(folder))
         if self.config.merge and hasattr(model, "peft_config"):
-            model.save_pretrained_merged(self.folder.merged, self.built.tokenizer)
+            model.save_pretrained_merged(self.folder.merged, self.built.tokenizer, overwrite=True)
         self.folder.write(status="finished", ended=now(), error=None)
         if self.config.report:
             from fewbits.training.report import write_report

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fewbits.errors import BadInput, TrainingStopped
-from fewbits.models.checkpoint import is_disk_full
+from fewbits.models.whole_folder import is_disk_full
 from fewbits.training.checkpointing import remove_leftovers, write_atomic
 from fewbits.training.config import TrainConfig
 from fewbits.training.run_lock import RunLock

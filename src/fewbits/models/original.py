@@ -1,0 +1,40 @@
+"""The checkpoint that a model was loaded from: where it lies, and if its weights are the original ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from fewbits.errors import FewbitsError
+from fewbits.models.checkpoint import Checkpoint, inspect_folder
+
+
+def source_folder(model: Any) -> Path | None:
+    """The folder a model was loaded from, also in the hub's cache; None if there is none any more."""
+    where = str(getattr(model.config, "name_or_path", "") or "")
+    if not where:
+        return None
+    if Path(where).is_dir():
+        return Path(where)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(where, local_files_only=True))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError):
+        return None
+
+
+def original_of(model: Any) -> tuple[Checkpoint | None, str]:
+    """The unquantised checkpoint that the model was loaded from, or None and the reason."""
+    folder = source_folder(model)
+    if folder is None:
+        where = str(getattr(model.config, "name_or_path", "") or "")
+        return None, f"the original {where} is gone" if where else "the model was not loaded from a folder"
+    try:
+        checkpoint = inspect_folder(folder, remote_code=True)
+    except FewbitsError as error:
+        return None, str(error)
+    if checkpoint.quant_method is not None:
+        return None, f"{folder} is itself quantised"
+    return checkpoint, ""
