@@ -39,7 +39,6 @@ class Fusion:
         receipt: what was replaced, what not, and why.
         layers: the forwards in place, in the order of the layers.
         fallbacks: how many layer calls took their own forward, by reason.
-        use_cache: what the configuration said before.
         stash: where inputs wait that are kept on the host.
         delayed_scaling: whether float8 scales are known before the tensor is.
         scales: those, for each device that holds layers.
@@ -51,7 +50,6 @@ class Fusion:
     receipt: Receipt
     layers: list[FusedForward] = field(default_factory=list)
     fallbacks: Counter[str] = field(default_factory=Counter)
-    use_cache: bool | None = None
     stash: HostStash = field(default_factory=HostStash)
     delayed_scaling: bool = False
     scales: dict[torch.device, DelayedScales] = field(default_factory=dict)
@@ -186,7 +184,7 @@ def fuse(
     Raises:
         Unsupported: the model is fused already, or of no known family.
     """
-    from fewbits.models.attention import use_attention
+    from fewbits.models.attention import decoder_of, use_attention
     from fewbits.models.fused_loss import fuse_loss
     from fewbits.models.fused_parts import LayerParts, check_layer
 
@@ -207,7 +205,11 @@ def fuse(
         fusion.layers.append(forward)
         before = type(layer).__name__
         fusion.receipt.changes.append(Change(name, before, f"{before}, forward as two fused nodes", 0, 0))
-    _no_cache(model, fusion)
+    fusion.guards.append(decoder_of(model).register_forward_pre_hook(_no_cache, with_kwargs=True))
+    fusion.receipt.notes.append(
+        "a pass with gradients, or in training mode, fills no KV cache unless it is called with "
+        "use_cache=True; generate() does"
+    )
     fusion.receipt.notes.append(use_attention(model))
     if loss:
         fuse_loss(model, spec, fusion.receipt)
@@ -232,8 +234,6 @@ def unfuse(model: nn.Module) -> None:
         guard.remove()
     for forward in fusion.layers:
         _take_forward(forward.layer)
-    if fusion.use_cache is not None:
-        model.config.use_cache = fusion.use_cache  # type: ignore[union-attr]
     unfuse_loss(model)
     restore_attention(model)
     delattr(_owner(model), _STATE)
@@ -320,12 +320,13 @@ def _refuse_copies(module: nn.Module, _: Any) -> None:
         )
 
 
-def _no_cache(model: Any, fusion: Fusion) -> None:
-    """Transformers fills a KV cache in training too unless its configuration says no."""
-    config: Any = getattr(model, "config", None)
-    if getattr(config, "use_cache", None):
-        fusion.use_cache = config.use_cache
-        config.use_cache = False
-        fusion.receipt.notes.append(
-            "config.use_cache is False now: a forward pass fills no KV cache; generate() still does."
-        )
+def _no_cache(decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    """A forward pre-hook: without a word from the caller, passes that train fill no KV cache.
+
+    Transformers fills one there too wherever the configuration says so, which is its default, and what
+    inference sets it to; the layers would then take their own forward.
+    """
+    asked = kwargs.get("use_cache") is not None or kwargs.get("past_key_values") is not None
+    if asked or not (torch.is_grad_enabled() or decoder.training):
+        return None
+    return args, {**kwargs, "use_cache": False}

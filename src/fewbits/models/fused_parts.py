@@ -16,6 +16,7 @@ from fewbits.formats import E4M3, E4M3_ROW
 from fewbits.kernels.matmul_packed import PLAIN, Operands
 from fewbits.kernels.qkv_epilogue import QKVLayout
 from fewbits.models.attention import is_plain_mask
+from fewbits.models.fused_guard import Guard, refuse_hooks
 from fewbits.models.spec import ModelSpec
 from fewbits.nn.attention import attention
 from fewbits.nn.delayed import Slot
@@ -30,6 +31,7 @@ from fewbits.nn.segments import Segments
 from fewbits.nn.tensor_group import own_weight
 from fewbits.nn.tensor_state import state_of
 
+FLOAT8_SIDES = 16  # what the sides of a float8 product's weight are multiples of
 MAX_RANK = 128  # of one branch: wider ones do not fit beside the tiles that they are added to
 FLOAT8 = Operands(activation=E4M3_ROW, gradient=E4M3_ROW, weight_operand=E4M3)
 _ACTIVATIONS = {
@@ -49,8 +51,10 @@ class LayerParts:
         paths = spec.linears
         self._qkv = tuple(p for p in paths if p.startswith("self_attn.") and not p.endswith(".o_proj"))
         self._gate_up = tuple(p for p in paths if p.startswith("mlp.") and not p.endswith(".down_proj"))
+        self._products = (self._qkv, ("self_attn.o_proj",), self._gate_up, ("mlp.down_proj",))
         self._sandwich = "pre_feedforward_layernorm" in spec.norms
         self._head_norms = "self_attn.q_norm" in spec.norms
+        self._guard = Guard(layer, spec)
         self._scales: dict[tuple[str, ...], tuple[Any, WeightScale]] = {}
         self._decoded: dict[tuple[str, ...], tuple[Any, dict[object, Tensor]]] = {}
         self.found: dict[tuple[str, ...], tuple[list[Any], WeightScale]] = {}  # see `PassScales`
@@ -66,6 +70,7 @@ class LayerParts:
         delayed: tuple[Slot, Slot] | None,
     ) -> Tensor:
         """The layer's output for x (B, S, H); raises `NotFused` before anything is computed."""
+        self._guard.check()
         attention = self.attention(x, rotary, mask, kwargs, keep, stash)
         mlp = self.mlp(x, keep, stash, delayed)
         return fused_mlp(fused_attention(x, attention), mlp)
@@ -128,7 +133,7 @@ class LayerParts:
     def _attend(
         self, x: Tensor, module: Any, mask: Tensor | None, kwargs: dict[str, Any]
     ) -> Callable[..., Tensor]:
-        if kwargs.get("output_attentions"):
+        if kwargs.get("output_attentions", getattr(module.config, "output_attentions", False)):
             raise NotFused("the call asks for attention weights")
         if not getattr(module, "is_causal", True):
             raise NotFused("attention is not causal")
@@ -141,11 +146,12 @@ class LayerParts:
             )
         if mask.dim() != 4:
             raise NotFused("the call has an attention mask that no fused attention takes")
-        return partial(_masked_attention, mask=mask, scale=module.scaling, soft_cap=soft_cap)
+        eager = str(module.config._attn_implementation).endswith("eager")
+        return partial(_masked_attention, mask=mask, scale=module.scaling, soft_cap=soft_cap, eager=eager)
 
     def _norm(self, path: str) -> Norm:
         module: Any = self.layer.get_submodule(path)
-        _refuse_hooks(path, module)
+        self._guard.check_norm(path, module)
         eps = getattr(module, "variance_epsilon", None)
         return Norm(own_weight(module), module.eps if eps is None else eps, self.spec.norm_offset)
 
@@ -166,9 +172,22 @@ class LayerParts:
         if operands == {FLOAT8}:
             if dtype not in (torch.bfloat16, torch.float32):
                 raise NotFused(f"float8 products come out in bfloat16 or float32, not in {dtype}")
+            _refuse_sides(paths, sum(part.width for part in parts), int(parts[0].weight.shape[1]))
             scale, turned = self._scale(paths, parts), self._turned(parts, keep)
             return Projection(parts, scale, turned=turned, decoded=decoded)
         raise NotFused(f"{', '.join(paths)} have formats of their operands that no fused product takes")
+
+    def why_never(self) -> str | None:
+        """Why no call can be fused, whatever its adapters; None if one may be."""
+        for paths in self._products:
+            modules = [self.layer.get_submodule(path) for path in paths]
+            bases: list[Any] = [getattr(m, "base_layer", m) for m in modules]
+            if all(getattr(base, "operands", None) == FLOAT8 for base in bases):
+                try:
+                    _refuse_sides(paths, sum(b.out_features for b in bases), bases[0].in_features)
+                except NotFused as reason:
+                    return str(reason)
+        return None
 
     def _turned(self, parts: tuple[Part, ...], keep: Keep) -> list[Tensor] | None:
         """A place for the transposed float8 weights, where all is kept and every weight is made anew anyway.
@@ -232,7 +251,7 @@ class LayerParts:
         if getattr(self.layer, "_is_fsdp_managed_module", False):
             return []
         found = []
-        for paths in (self._qkv, ("self_attn.o_proj",), self._gate_up, ("mlp.down_proj",)):
+        for paths in self._products:
             modules = [self.layer.get_submodule(path) for path in paths]
             if all(type(m) is LowPrecisionLinear and m.operands == FLOAT8 for m in modules):
                 weights: list[Any] = [m.weight for m in modules]
@@ -295,7 +314,7 @@ def part_of(module: Any, path: str) -> tuple[Part, Operands]:
     base, branch = module, None
     if hasattr(module, "base_layer"):
         base, branch = module.base_layer, _branch(module, path)
-    _refuse_hooks(path, module, base)
+    refuse_hooks(path, module, base)
     if type(base) is QuantizedLinear:
         return Part(base.packed, base.bias, branch), base.operands
     if type(base) is LowPrecisionLinear:
@@ -327,9 +346,11 @@ def _branch(module: Any, path: str) -> Branch | None:
         raise NotFused("the adapter has dropout")
     if module.lora_bias[name]:
         raise NotFused("the adapter has a bias")
+    if type(a) is not nn.Linear or type(b) is not nn.Linear:
+        raise NotFused(f"the adapter of {path} is made of {type(a).__name__} and {type(b).__name__}")
     if a.weight.shape[0] > MAX_RANK:
         raise NotFused(f"the adapter's rank is {a.weight.shape[0]}, and the kernels add {MAX_RANK} at most")
-    _refuse_hooks(path, a, b)
+    refuse_hooks(path, a, b, dropout)
     return Branch(own_weight(a), own_weight(b), module.scaling[name])
 
 
@@ -343,28 +364,45 @@ def _products_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind)
 
 
-def _refuse_hooks(path: str, *modules: nn.Module) -> None:
-    for module in modules:
-        if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
-            raise NotFused(f"{path} has hooks")
-        hook = vars(module).get("_hf_hook")  # a device map's: the layer's inputs are on this device already
-        if "forward" in vars(module) and (hook is None or getattr(hook, "offload", False)):
-            raise NotFused(f"{path} has a forward of its own")
-
-
 def _masked_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor, scale: float, soft_cap: float | None
+    q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor, scale: float, soft_cap: float | None, eager: bool
 ) -> Tensor:
-    """Attention under a mask that the model made: it holds the causal order and the window already."""
-    if not soft_cap:
-        mask = mask if mask.dtype == torch.bool else mask.to(q.dtype)
+    """Attention under a mask that the model made: it holds the causal order and the window already.
+
+    A mask that is added holds the lowest number of its dtype where a token may not look, and a token of the
+    padding may look nowhere. In "eager" its scores vanish beside that number and it sees all tokens alike,
+    which this computes as it stands. Kernels of `scaled_dot_product_attention` keep a logarithm for the
+    backward pass that vanishes beside it as well, and gradients explode: they get such a row from zero on.
+    """
+    added = mask.dtype != torch.bool
+    if not soft_cap and not (eager and added):
+        mask = _from_zero(mask, q.dtype) if added else mask
         o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
         return o.transpose(1, 2)
     groups = q.shape[1] // k.shape[1]
     k, v = (t.repeat_interleave(groups, 1) for t in (k, v))
-    scores = soft_cap * torch.tanh((q @ k.transpose(2, 3)).float() * (scale / soft_cap))
-    scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask.float()
+    scores = (q @ k.transpose(2, 3)).float() * scale
+    if soft_cap:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
+    scores = scores + mask.float() if added else scores.masked_fill(~mask, -torch.inf)
     return (scores.softmax(-1).to(q.dtype) @ v).transpose(1, 2)
+
+
+def _from_zero(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """An added mask in ``dtype``, finite where it was; rows without a place to look begin at zero."""
+    lowest = torch.finfo(dtype).min
+    top = mask.amax(-1, keepdim=True)
+    mask = torch.where((top < 0) & top.isfinite(), mask - top, mask)
+    return torch.where(mask.isfinite(), mask.clamp(min=lowest), mask).to(dtype)
+
+
+def _refuse_sides(paths: tuple[str, ...], N: int, K: int) -> None:
+    """Raise `NotFused` where the units multiply no float8 matrices of these sides."""
+    if N % FLOAT8_SIDES or K % FLOAT8_SIDES:
+        raise NotFused(
+            f"{', '.join(paths)} have {N} outputs and {K} inputs, and float8 products need multiples of"
+            f" {FLOAT8_SIDES}"
+        )
 
 
 def _window(module: Any, model_type: str) -> int | None:
@@ -388,4 +426,4 @@ def check_layer(layer: nn.Module, parts: LayerParts) -> str | None:
             layer.get_submodule(path)
         except AttributeError:
             return f"it has no {path}"
-    return None
+    return parts.why_never()

@@ -115,7 +115,7 @@ class LoRALinear(nn.Module, LoraLayer):
         return self._branch_forward(x, active)
 
     def _branch_forward(self, x: Tensor, active: list[str]) -> Tensor:
-        stored = self._frozen_weight()
+        stored = self._frozen_weight() if self._is_plain(active[0]) else None
         if stored is None:
             y, rest = self.base_layer(x), active
         else:
@@ -143,13 +143,19 @@ class LoRALinear(nn.Module, LoraLayer):
     def _frozen_weight(self) -> tuple[Any, Operands] | None:
         """The base's weight and the formats of its product, if the lean step can compute it."""
         base = self.base_layer
-        if base._forward_hooks or base._forward_pre_hooks:
+        if _is_called(base):
             return None
         if type(base) is QuantizedLinear:
             return base.packed, base.operands
         if type(base) is nn.Linear and not base.weight.requires_grad:
             return base.weight, PLAIN
         return None
+
+    def _is_plain(self, name: str) -> bool:
+        """Whether this branch is two linears' weights, so that no module of it need be called."""
+        a, b = self.lora_A[name], self.lora_B[name]
+        kinds = type(a) is nn.Linear and type(b) is nn.Linear
+        return kinds and not any(_is_called(module) for module in (a, b, self.lora_dropout[name]))
 
     def _add_biases(self, y: Tensor, active: list[str]) -> Tensor:
         for name in active:
@@ -238,3 +244,15 @@ class LoRALinear(nn.Module, LoraLayer):
 
     def __repr__(self) -> str:
         return "lora." + super().__repr__()
+
+
+def _is_called(module: nn.Module) -> bool:
+    """Whether calling this module does more than its class says: hooks, or a forward of this instance."""
+    hooks = (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    )
+    own = vars(module)
+    return any(hooks) or ("forward" in own and "_hf_hook" not in own)

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from fewbits.errors import Unsupported
+from fewbits.models.fused_guard import for_unfused_layers
 from fewbits.models.receipt import Change, Receipt
 from fewbits.models.spec import ModelSpec, find, layer_names, spec_for
 from fewbits.nn.linear import LowPrecisionLinear, QuantizedLinear
@@ -325,8 +326,8 @@ def _sum_unfused(attention: nn.Module, mlp: nn.Module, group: TensorGroup) -> No
         return sum_value(output, group)
 
     for module in (attention, mlp):
-        module.register_forward_pre_hook(before, with_kwargs=True)
-        module.register_forward_hook(after)
+        module.register_forward_pre_hook(for_unfused_layers(before), with_kwargs=True)
+        module.register_forward_hook(for_unfused_layers(after))
 
 
 def _same_on_all(model: Any, state: TensorParallel, device_type: str) -> None:
