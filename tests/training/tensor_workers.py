@@ -11,6 +11,7 @@ from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 
 from fewbits.models.adapters import get_peft_model
+from fewbits.models.attention import use_attention
 from fewbits.models.convert import convert
 from fewbits.models.fused import fuse, fusion_of
 from fewbits.recipes.recipe import LoRA, Recipe, Rule
@@ -110,6 +111,33 @@ def both(kind: str, family: str, steps: int) -> dict[str, Any]:
     return {**found, "tensor": mesh["tensor"].get_local_rank()}
 
 
+def with_dropout(kind: str, family: str) -> Any:
+    """A model that drops inputs of adapters, weights of attention and, of Phi, what a layer adds."""
+    extra = {"resid_pdrop": 0.2} if family == "phi3" else {}
+    model = build(kind, family, fused=False, attention_dropout=0.3, **extra)
+    for module in model.modules():
+        for name in getattr(module, "lora_dropout", {}):
+            module.lora_dropout[name] = torch.nn.Dropout(0.4)
+    use_attention(model)
+    return model
+
+
+def dropped(cases: list[tuple[str, str]], steps: int) -> dict[Any, Any]:
+    """Each case over all ranks of one tensor group: losses, the first gradients' norm, trained weights."""
+    mesh = init_device_mesh("cpu", (distributed.get_world_size(),), mesh_dim_names=("tensor",))
+    found = {}
+    for kind, family in cases:
+        model = with_dropout(kind, family)
+        tensor_parallel(model, mesh)
+        torch.manual_seed(3)
+        norm = norm_of(model)[0]
+        model.zero_grad()
+        losses, _ = train_without_clipping(model, steps)
+        whole = {n: gathered(v).clone() for n, v in whole_views(model).items()}
+        found[kind, family] = losses, norm, whole
+    return found
+
+
 def norm_of(model: Any, rows: slice = slice(None)) -> tuple[float, float]:
     """The norm of one step's gradients, and what clipping leaves of it."""
     ids = tokens(ROWS, 16, seed=9)[rows]
@@ -179,11 +207,13 @@ __all__ = [
     "both",
     "build",
     "curves",
+    "dropped",
     "filled",
     "norm_of",
     "optimizer_of",
     "read",
     "train_without_clipping",
+    "with_dropout",
     "write",
 ]
 

@@ -25,12 +25,14 @@ from tests.training.tensor_workers import (
     both,
     build,
     curves,
+    dropped,
     filled,
     loaded,
     norm_of,
     optimizer_of,
     read,
     train_without_clipping,
+    with_dropout,
     write,
 )
 
@@ -181,6 +183,31 @@ def test_a_whole_checkpoint_into_linears_in_pieces(tmp_path) -> None:
     for found in run_ranks(filled, 2, str(tmp_path)):
         assert found.keys() == whole.keys()
         assert all(torch.equal(found[name], whole[name]) for name in whole)
+
+
+def test_ranks_drop_what_one_process_drops() -> None:
+    """Columns of adapters' inputs and heads of attention: drawn whole, and each rank keeps its part."""
+    cases = [("lora", "llama"), ("nf4", "qwen3"), ("lora", "gemma2"), ("full", "phi3")]
+    found = run_ranks(dropped, 2, cases, STEPS)
+    for kind, family in cases:
+        model = with_dropout(kind, family)
+        torch.manual_seed(3)
+        norm = norm_of(model)[0]
+        model.zero_grad()
+        losses, _ = train_without_clipping(model, STEPS)
+        for rank in found:
+            others, other_norm, weights = rank[kind, family]
+            assert others == pytest.approx(losses, rel=5e-6), (kind, family)
+            assert other_norm == pytest.approx(norm, rel=1e-5), (kind, family)
+            for name, weight in model.named_parameters():
+                if weight.requires_grad:
+                    assert (weights[name] - weight).norm() <= 1e-4 * weight.norm(), name
+
+
+def test_attention_that_drops_is_not_shared_by_its_own_function() -> None:
+    mesh = SimpleNamespace(get_group=lambda: None, get_local_rank=lambda: 0, size=lambda: 2)
+    with pytest.raises(Unsupported, match=r"attention has dropout 0\.3, .*use_attention first"):
+        tensor_parallel(tiny("llama", attention_dropout=0.3), mesh)
 
 
 def test_what_cannot_be_shared_is_refused() -> None:

@@ -23,6 +23,7 @@ from fewbits.errors import Unsupported
 from fewbits.models.families import SPECS
 from fewbits.models.spec import layer_names, locate, model_type_of, spec_for
 from fewbits.nn.attention import Choice, attention, choose_attention
+from fewbits.nn.cut_dropout import attend_dropping
 from fewbits.nn.segments import KEYWORDS, Segments
 
 NAMES = {"sdpa": "fewbits", "eager": "fewbits_eager"}  # what the host had, and what it is called then
@@ -242,6 +243,13 @@ def _attention_function(fallback: Callable[[Any], Callable[..., Any]]) -> Callab
         scaling: float | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
+        group = vars(module).get("tensor_group")
+        if group is not None and kwargs.get("dropout") and not is_plain_mask(attention_mask):
+            dropped = attend_dropping(
+                query, key, value, attention_mask, group,
+                scale=scaling, dropout=kwargs["dropout"], soft_cap=kwargs.get("softcap"),
+            )  # fmt: skip
+            return dropped, None
         if not is_plain_mask(attention_mask):
             theirs: tuple[Tensor, Tensor | None] = fallback(module)(
                 module, query, key, value, attention_mask, scaling=scaling, **kwargs

@@ -25,9 +25,11 @@ import torch
 from torch import Tensor, distributed, nn
 
 from fewbits.errors import Unsupported
+from fewbits.models.attention import used_attention
 from fewbits.models.fused_guard import for_unfused_layers
 from fewbits.models.receipt import Change, Receipt
 from fewbits.models.spec import ModelSpec, find, layer_names, spec_for
+from fewbits.nn.cut_dropout import CutDropout
 from fewbits.nn.linear import LowPrecisionLinear, QuantizedLinear
 from fewbits.nn.norm import RMSNorm
 from fewbits.nn.tensor_group import TensorGroup, sum_gradient, sum_value
@@ -119,7 +121,7 @@ def tensor_parallel(model: Any, mesh: Any, *, before: Callable[[str], None] | No
             if before is not None:
                 before(f"{name}.{path}")
             _cut_linear(model, f"{name}.{path}", axis, _parts(layer, path, spec), state, receipt)
-        layer.tensor_group = group
+        layer.tensor_group = layer.self_attn.tensor_group = group
         if spec.fused:
             _own_heads(layer.self_attn, group)
         for norm in ("self_attn.q_norm", "self_attn.k_norm"):
@@ -213,6 +215,12 @@ def _refuse(model: Any, group: TensorGroup) -> None:
     if tensor_parallel_of(model) is not None or is_sharded(model):
         raise Unsupported("this model is shared or sharded already; share its layers first, and once.")
     config = model.config.get_text_config()
+    if getattr(config, "attention_dropout", 0.0) and used_attention(model) is None:
+        raise Unsupported(
+            f"attention has dropout {config.attention_dropout}, and ranks that share its heads would drop the"
+            " same places in each part; call fewbits.models.attention.use_attention first, or set"
+            " attention_dropout to 0."
+        )
     for what in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         count = getattr(config, what)
         if count % group.size:
@@ -290,6 +298,9 @@ def _cut_adapters(name: str, outer: Any, where: _Cut, state: TensorParallel) -> 
             " shared by ranks."
         )
     outer.in_features, outer.out_features = outer.base_layer.in_features, outer.base_layer.out_features
+    for adapter, drop in outer.lora_dropout.items():
+        if where.axis == 1 and isinstance(drop, nn.Dropout):
+            outer.lora_dropout[adapter] = CutDropout(drop.p, where.group).train(drop.training)
     for adapter in outer.lora_A:
         a, b = outer.lora_A[adapter], outer.lora_B[adapter]
         own, whole = (b, a) if where.axis == 0 else (a, b)  # which touches the cut axis
