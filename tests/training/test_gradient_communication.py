@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from fewbits.errors import BadCheckpoint, Unsupported
 from fewbits.formats import get_format
-from fewbits.training.communication import Lane, Travel
+from fewbits.training.communication import GradientExchange, Lane, Travel
 from fewbits.training.ddp import DDPExchange, bucket_mib
 from fewbits.training.fsdp_communication import quantize_reduce_scatter
 from tests.training.communication_workers import (
@@ -210,6 +211,29 @@ def test_sharded_a_checkpoint_goes_on(ranks: int, tmp_path: Path) -> None:
         assert read["step"] == whole["step"]
         for mine, theirs in zip(whole["steps"][2:], read["steps"], strict=True):
             assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def test_what_ddp_kept_goes_on_in_shares(tmp_path: Path) -> None:
+    """Of each rank's gradients and of their mean: nothing is lost."""
+    written = run_ranks(saved_and_loaded, 2, "int4", str(tmp_path), True, [0, 3], {})[0]
+    read = run_ranks(sharded_steps, 2, "int4", [3, 4], {}, str(tmp_path), False)[0]
+    assert any(bool(kept.any()) for kept in written["pending"].values())
+    for name, kept in written["pending"].items():
+        found = read["before"].get(name, torch.zeros_like(kept))
+        torch.testing.assert_close(found[: kept.numel()], kept[: found.numel()], rtol=0, atol=1e-6)
+
+
+def test_what_ranks_kept_of_parts_of_layers_is_not_added_to_other_parts(tmp_path: Path) -> None:
+    """Two ranks to a layer have residuals of other rows; other ranks begin at zero, and say so."""
+    run_ranks(sharded_steps, 2, "int4", [0, 2], {}, str(tmp_path), True)
+    files = sorted(tmp_path.glob("gradient_exchange_*"))
+    exchange = SimpleNamespace(size=2, rank=0, node_size=1, tensor_size=2, notes=[], step=0)
+    for number in (1, 2):
+        exchange.notes.clear()
+        exchange.size = 2 * number  # as many ranks, which now share layers; or more
+        GradientExchange.load(exchange, tmp_path)  # it has no _set_state: that would fail
+        assert exchange.step == 4 and len(files) == 2
+        assert "2 ranks, 1 to a layer" in exchange.notes[0] and "dropped, begun at zero" in exchange.notes[0]
 
 
 def test_a_model_that_is_not_sharded_is_refused() -> None:

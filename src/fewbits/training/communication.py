@@ -178,6 +178,7 @@ class GradientExchange(ABC):
         step: exchanges so far; the counter of stochastic rounding.
         travel: the collective calls in few bits, and their bytes.
         node_size: GPUs of a node, which add their gradients as they are; 1: none do.
+        tensor_size: ranks that share each layer, of which each has other parts of the gradients; 1: none do.
         rank: of all ranks, those of a node one after the other.
         notes: what was not as asked, for the receipt.
     """
@@ -197,6 +198,7 @@ class GradientExchange(ABC):
         self.format = wire_format(format)
         self.travel = travel
         self.node_size = node_size
+        self.tensor_size = 1
         self.rank = travel.rank if rank is None else rank
         self.seed = seed
         self.error_feedback = error_feedback
@@ -253,7 +255,7 @@ class GradientExchange(ABC):
     def save(self, folder: Path) -> None:
         """Write this rank's file into a checkpoint's folder; every rank calls it, and none waits."""
         tensors, starts = self._state()
-        sizes = {"world_size": self.size, "node_size": self.node_size}
+        sizes = {"world_size": self.size, "node_size": self.node_size, "tensor_size": self.tensor_size}
         metadata = {"step": self.step, **sizes, "starts": starts}
         cpu = {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}
         path = Path(folder) / FILE.format(rank=self.rank)
@@ -263,8 +265,10 @@ class GradientExchange(ABC):
         """Go on with the counter and with what was kept; before the first exchange, or between two.
 
         With another number of ranks, each takes the mean of what the old ones had kept: the mean gradient
-        gets all of it back. A checkpoint of a run that did not exchange in few bits leaves everything at
-        zero, and a note in the receipt.
+        gets all of it back. Where ranks shared layers, or do now, and are other ranks, what they had kept is
+        of other parts of the parameters: it is dropped, which loses what one step's rounding took. A
+        checkpoint of a run that did not exchange in few bits leaves everything at zero. Both are noted in
+        the receipt.
 
         Raises:
             BadCheckpoint: a rank's file is missing or damaged.
@@ -281,7 +285,14 @@ class GradientExchange(ABC):
                 " resume from the checkpoint before."
             )
         self.step = int(headers[0]["step"])
-        same = (world, node) == (self.size, self.node_size)
+        shared = int(headers[0].get("tensor_size", 1))
+        same = (world, node, shared) == (self.size, self.node_size, self.tensor_size)
+        if not same and max(shared, self.tensor_size) > 1:
+            self.notes.append(
+                f"what {world} ranks, {shared} to a layer, had kept of their gradients is of other parts than"
+                f" {self.size} ranks, {self.tensor_size} to a layer, would keep: dropped, begun at zero"
+            )
+            return
         mine = range(self.rank // node * node, (self.rank // node + 1) * node) if same else range(world)
         residuals: _Pieces = {}
         shards: _Pieces = {}

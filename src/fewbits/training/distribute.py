@@ -7,6 +7,7 @@ import platform
 import secrets
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -130,9 +131,12 @@ def layout_for(config: TrainConfig, ranks: Ranks, model: Any, batch: tuple[int, 
         ranks=ranks,
         reason=f"{ranks.size} ranks, {reason}",
     )
+    if layout.is_sharded and data_size == 1 and config.communication not in ("auto", "none"):
+        still = f"communication is {config.communication}, but ranks that share every layer send no gradients"
+        layout = replace(layout, reason=f"{layout.reason}; {still}")
     _check_shard_size(config, layout)
     if layout.is_sharded:
-        _refuse(config, recipe)
+        _refuse(config, recipe, layout.kind)
     return layout
 
 
@@ -151,8 +155,14 @@ def _check_shard_size(config: TrainConfig, layout: Layout) -> None:
         )
 
 
-def _refuse(config: TrainConfig, recipe: Any) -> None:
+def _refuse(config: TrainConfig, recipe: Any, kind: str) -> None:
     """What a sharded model cannot do."""
+    if config.optimizer == "adafactor":  # it would take means over the rows that a rank happens to hold
+        raise Unsupported(
+            "adafactor steps by means over rows and columns of whole matrices, and under"
+            f" parallel={kind} no rank has them; set optimizer to adamw, adamw_8bit or sgd, or use"
+            " parallel=ddp."
+        )
     if config.merge:
         raise BadInput(
             "merge is not made by ranks that hold parts of the model; leave it out, and use fewbits merge on"
@@ -251,10 +261,6 @@ def communication_of(config: TrainConfig, layout: Layout) -> Format | None:
         chosen = None if name is None else get_format(name)
     else:
         chosen = None if recipe is None else recipe.communication
-    if chosen is not None and layout.kind == "tensor" and layout.data_size == 1:
-        raise BadInput(
-            "communication is set, but with parallel=tensor over all ranks no gradients travel; leave it out."
-        )
     return chosen
 
 

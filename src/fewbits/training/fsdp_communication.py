@@ -25,6 +25,7 @@ from fewbits.formats.base import Format
 from fewbits.kernels.gradient_codec import Wire, quantize_gradient, reduce_gradients
 from fewbits.training.communication import GradientExchange, Travel, check_seed, wait
 from fewbits.training.fsdp import sharded_modules
+from fewbits.training.tensor_parallel import tensor_parallel_of
 
 
 def quantize_reduce_scatter(
@@ -62,6 +63,8 @@ def quantize_reduce_scatter(
     exchange = FSDPExchange(
         format, residual_dtype, seed=seed, error_feedback=error_feedback, stochastic=stochastic
     )
+    shared = tensor_parallel_of(model)
+    exchange.tensor_size = 1 if shared is None else shared.group.size
     names = {id(p): name for name, p in model.named_parameters()}
     for module in found:
         group = _Group(exchange, len(exchange.groups), _parameters(module, names))
@@ -179,7 +182,13 @@ class FSDPExchange(GradientExchange):
         return {f"residual/{name}": tensor for name, tensor in kept.items()}, {}
 
     def _set_state(self, residuals: dict[str, Tensor], shards: dict[str, Tensor]) -> None:
-        self.waiting = residuals
+        # what DDP kept of the mean gradient is given back by all ranks alike
+        names = dict.fromkeys((*residuals, *shards))
+        both = {name: [kept[name] for kept in (residuals, shards) if name in kept] for name in names}
+        self.waiting = {
+            name: kept[0] if len(kept) == 1 else torch.stack([t.float() for t in kept]).sum(0)
+            for name, kept in both.items()
+        }
         for group in self.groups:
             group.residual = None
 

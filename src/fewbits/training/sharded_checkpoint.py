@@ -109,6 +109,10 @@ def load_sharded(folder: Path, model: Any, optimizer: Any = None) -> dict[str, A
     state: dict[str, Any] = {f"model.{name}": tensor for name, tensor in kept(model).items()}
     _check(folder, state, sizes)
     if optimizer is not None:
+        if not facts["optimizer"]:  # the settings of its groups; SGD has these and no tensor
+            raise SpecMismatch(
+                f"{folder} has no optimizer's state; load it without an optimizer to begin anew."
+            )
         state |= _empty_optimizer_state(folder, model, sizes)
     ranks = [_rank()] if facts["ranks"] == _world_size() else range(facts["ranks"])
     scales = {k: v for k, v in sizes.items() if any(k.startswith(f"scales.{rank}.") for rank in ranks)}
@@ -233,8 +237,6 @@ def _check(folder: Path, state: Mapping[str, Tensor], sizes: Mapping[str, Any]) 
 
 def _empty_optimizer_state(folder: Path, model: Any, sizes: Mapping[str, Any]) -> dict[str, Tensor]:
     stored = {key: meta for key, meta in sizes.items() if key.startswith("optimizer.")}
-    if not stored:
-        raise SpecMismatch(f"{folder} has no optimizer's state; load it without an optimizer to begin anew.")
     params = whole_views(model)
     state = {}
     for key, meta in stored.items():
