@@ -88,8 +88,10 @@ def restore_attention(model: Any) -> str:
     if state is None:
         return f"attention: transformers' {decoder.config._attn_implementation}, as it was"
     state.handle.remove()
-    set_attention_name(decoder, state.before)
     delattr(decoder, _STATE)
+    if not _is_ours(decoder):
+        return f"attention: transformers' {decoder.config._attn_implementation}, as it was chosen since"
+    set_attention_name(decoder, state.before)
     return f"attention: transformers' {state.before} again"
 
 
@@ -210,6 +212,8 @@ class _PlainBatches:
 def _not_plain(decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """Why a batch needs a mask of the host's; "" if it does not."""
     mask = kwargs.get("attention_mask")
+    if not _is_ours(decoder):
+        return f"set_attn_implementation has chosen {decoder.config._attn_implementation!r} since"
     if len(args) > 1:
         return "its arguments came without names"
     if kwargs.get("past_key_values") is not None:
@@ -221,6 +225,11 @@ def _not_plain(decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> s
     if mask is not None and not is_plain_mask(mask) and not _pads_right(mask):
         return "its attention mask is more than padding at the right end"
     return ""
+
+
+def _is_ours(decoder: Any) -> bool:
+    """Whether the name of the attention function is still the one that `use_attention` set."""
+    return decoder.config._attn_implementation in NAMES.values()
 
 
 def _pads_right(mask: Any) -> bool:

@@ -38,7 +38,7 @@ def fuse_loss(model: Any, spec: ModelSpec, receipt: Receipt) -> None:
         receipt.notes.append(f"{name} multiplies in its own dtype: {reason}")
         rule = Rule()
     float8 = None if rule.is_plain else Float8Head(head, gradient=rule.gradient is not None)
-    head.forward = LazyHead(head, float8)  # type: ignore[method-assign,assignment]
+    head.forward = LazyHead(head, float8, inner)  # type: ignore[method-assign,assignment]
     inner.loss_function = LogitFreeLoss(inner.loss_function)
     before = type(head).__name__
     after = f"{before}, loss without logits"
@@ -54,10 +54,8 @@ def float8_head_of(model: Any) -> Float8Head | None:
 def unfuse_loss(model: Any) -> None:
     """Take out what `fuse_loss` put in, if it did."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    loss = vars(inner).get("_loss_function")
-    if not isinstance(loss, LogitFreeLoss):
-        return
-    del inner._loss_function
+    if isinstance(vars(inner).get("_loss_function"), LogitFreeLoss):  # else it has been replaced since
+        del inner._loss_function
     for module in inner.modules():
         if isinstance(vars(module).get("forward"), LazyHead):
             del module.forward

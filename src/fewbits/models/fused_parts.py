@@ -15,7 +15,7 @@ from fewbits.errors import NotFused
 from fewbits.formats import E4M3, E4M3_ROW
 from fewbits.kernels.matmul_packed import PLAIN, Operands
 from fewbits.kernels.qkv_epilogue import QKVLayout
-from fewbits.models.attention import is_plain_mask
+from fewbits.models.attention import attention_facts, is_plain_mask
 from fewbits.models.fused_guard import Guard, refuse_hooks
 from fewbits.models.spec import ModelSpec
 from fewbits.nn.attention import attention
@@ -137,14 +137,14 @@ class LayerParts:
             raise NotFused("the call asks for attention weights")
         if not getattr(module, "is_causal", True):
             raise NotFused("attention is not causal")
-        soft_cap = getattr(module, "attn_logit_softcapping", None)
+        facts = attention_facts(module)
+        window, soft_cap = int(facts.window or 0) or None, facts.soft_cap
         segments = Segments.from_keywords(kwargs, x.shape[0] * x.shape[1])
         if mask is None or is_plain_mask(mask) or segments is not None:
-            window = _window(module, self.spec.model_type)
             return partial(
                 attention, scale=module.scaling, window=window, soft_cap=soft_cap, segments=segments
             )
-        if mask.dim() != 4:
+        if not isinstance(mask, Tensor) or mask.dim() != 4:
             raise NotFused("the call has an attention mask that no fused attention takes")
         eager = str(module.config._attn_implementation).endswith("eager")
         return partial(_masked_attention, mask=mask, scale=module.scaling, soft_cap=soft_cap, eager=eager)
@@ -403,15 +403,6 @@ def _refuse_sides(paths: tuple[str, ...], N: int, K: int) -> None:
             f"{', '.join(paths)} have {N} outputs and {K} inputs, and float8 products need multiples of"
             f" {FLOAT8_SIDES}"
         )
-
-
-def _window(module: Any, model_type: str) -> int | None:
-    """The sliding window of this layer, as its attention passes it on."""
-    if model_type in ("mistral", "phi3"):
-        window = getattr(module.config, "sliding_window", None)
-    else:
-        window = getattr(module, "sliding_window", None)
-    return int(window) if window else None
 
 
 def check_layer(layer: nn.Module, parts: LayerParts) -> str | None:

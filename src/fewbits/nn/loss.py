@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fewbits.errors import Unsupported
 from fewbits.kernels.linear_cross_entropy import linear_cross_entropy
 from fewbits.kernels.linear_cross_entropy_float8 import (
     HeadOperands,
@@ -94,8 +95,40 @@ class Float8Head:
         return self._known[1]
 
 
+class _Then:
+    """The operands of logits that were put off, as they were then."""
+
+    _SAMPLES = 1024
+
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        """hidden (..., K), weight (V, K), bias (V,)."""
+        self.tensors = [t for t in (hidden, weight, bias) if t is not None]
+        self._state = state_of(self.tensors)
+        self._sample = self._some_of(weight) if weight.requires_grad else None
+
+    def check(self) -> None:
+        """Raise `Unsupported` if they are others by now.
+
+        torch's fused optimizers count no version, so that of a weight that trains some values are compared.
+        """
+        same = state_of(self.tensors) == self._state
+        if same and self._sample is not None:
+            same = torch.equal(self._some_of(self.tensors[1]), self._sample)
+        if not same:
+            raise Unsupported(
+                "these logits were put off until somebody reads them, and the output head has changed since "
+                "(an optimizer's step, a load, a merge); read outputs.logits before that, or call "
+                "fewbits.unfuse(model), after which logits are computed at once."
+            )
+
+    @classmethod
+    def _some_of(cls, weight: Tensor) -> Tensor:
+        values = weight.detach().view(-1)
+        return values[:: max(1, values.numel() // cls._SAMPLES)].clone()
+
+
 class LazyLogits(torch.Tensor):
-    """``hidden @ weight^T + bias`` (..., V), computed when it is first used.
+    """``hidden @ weight^T + bias`` (..., V), computed when it is first used, once.
 
     Division by a number, tanh, and multiplication by the same number, in this order, are put off as well:
     they are the soft cap that some families lay over their logits.
@@ -106,6 +139,8 @@ class LazyLogits(torch.Tensor):
     bias: Tensor | None
     steps: tuple[tuple[str, float], ...]
     float8: Float8Head | None
+    then: _Then | None
+    computed: tuple[Tensor, int] | None
 
     @staticmethod
     def __new__(
@@ -116,16 +151,22 @@ class LazyLogits(torch.Tensor):
         steps: tuple[tuple[str, float], ...] = (),
         dtype: torch.dtype | None = None,
         float8: Float8Head | None = None,
+        then: _Then | None = None,
     ) -> LazyLogits:
         """Logits of hidden (..., K) under weight (V, K); ``steps`` are what was put off so far.
 
-        ``float8``: what the loss multiplies by in place of the weight.
+        ``float8``: what the loss multiplies by in place of the weight. ``then``: the operands as they are;
+        None: as they are now.
         """
         shape = (*hidden.shape[:-1], weight.shape[0])
         made: LazyLogits = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, shape, dtype=dtype or hidden.dtype, device=hidden.device
         )
         made.hidden, made.weight, made.bias, made.steps, made.float8 = hidden, weight, bias, steps, float8
+        made.computed = None
+        made.then = then
+        if then is None and not torch.compiler.is_compiling():
+            made.then = _Then(hidden, weight, bias)
         return made
 
     @property
@@ -139,13 +180,34 @@ class LazyLogits(torch.Tensor):
                     return divisor
             return None
 
+    @property
+    def was_changed(self) -> bool:
+        """Whether somebody has computed the logits and written into them."""
+        return self.computed is not None and self.computed[0]._version != self.computed[1]
+
     def value(self) -> Tensor:
-        """The logits themselves, an ordinary tensor with its gradient."""
+        """The logits themselves, an ordinary tensor with its gradient; the same one each time.
+
+        Raises:
+            Unsupported: the head is another by now.
+        """
+        if self.computed is not None:
+            return self.computed[0]
+        if self.then is not None:
+            self.then.check()
         with torch._C.DisableTorchFunctionSubclass():
-            x = F.linear(self.hidden, self.weight, self.bias)
-            for step, number in self.steps:
-                x = x.tanh() if step == "tanh" else x / number if step == "div" else x * number
-            return x.to(self.dtype)
+            if torch.is_inference_mode_enabled():  # whose tensors are of no use afterwards
+                return self._compute()
+            with torch.enable_grad():  # as they were asked for where they were put off
+                made = self._compute()
+            self.computed = made, made._version
+            return made
+
+    def _compute(self) -> Tensor:
+        x = F.linear(self.hidden, self.weight, self.bias)
+        for step, number in self.steps:
+            x = x.tanh() if step == "tanh" else x / number if step == "div" else x * number
+        return x.to(self.dtype)
 
     @classmethod
     def __torch_function__(
@@ -193,11 +255,16 @@ def _later(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> LazyL
     """The logits with one more step put off, if ``func`` is such a step."""
     if kwargs or not args or not isinstance(args[0], LazyLogits):
         return None
-    x, *rest = args
+    x: LazyLogits = args[0]
+    rest = args[1:]
+    if x.computed is not None:
+        return None  # they are there, and somebody may have written into them
     if func in _TANHS:
         return _with(x, ("tanh", 0.0))
+    if func in _WIDENINGS and x.dtype == torch.float32:
+        return x
     if func in _WIDENINGS:
-        return LazyLogits(x.hidden, x.weight, x.bias, x.steps, torch.float32, x.float8)
+        return LazyLogits(x.hidden, x.weight, x.bias, x.steps, torch.float32, x.float8, x.then)
     if len(rest) == 1 and isinstance(rest[0], (int, float)):
         if func in _DIVISIONS:
             return _with(x, ("div", float(rest[0])))
@@ -207,7 +274,7 @@ def _later(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> LazyL
 
 
 def _with(x: LazyLogits, step: tuple[str, float]) -> LazyLogits:
-    return LazyLogits(x.hidden, x.weight, x.bias, (*x.steps, step), x.dtype, x.float8)
+    return LazyLogits(x.hidden, x.weight, x.bias, (*x.steps, step), x.dtype, x.float8, x.then)
 
 
 def _computed(x: Any) -> Any:
@@ -223,12 +290,16 @@ def _computed(x: Any) -> Any:
 class LazyHead:
     """The forward of an output head: lazy logits where gradients are on, else the head's own."""
 
-    def __init__(self, head: nn.Linear, float8: Float8Head | None = None) -> None:
-        self.head, self.float8 = head, float8
+    def __init__(
+        self, head: nn.Linear, float8: Float8Head | None = None, model: nn.Module | None = None
+    ) -> None:
+        """``model``: logits are lazy while its loss is a `LogitFreeLoss`; None: always."""
+        self.head, self.float8, self.model = head, float8, model
 
     def __call__(self, x: Tensor) -> Tensor:
         """(..., K) to (..., V)."""
-        if torch.is_grad_enabled() and self.head.training:
+        known = self.model is None or isinstance(vars(self.model).get("_loss_function"), LogitFreeLoss)
+        if known and torch.is_grad_enabled() and self.head.training:
             return LazyLogits(x, self.head.weight, self.head.bias, float8=self.float8)
         return type(self.head).forward(self.head, x)
 
@@ -254,7 +325,7 @@ class LogitFreeLoss:
         ``valid_rows``, a bound on their number, leaves the others out of the head's products.
         """
         cap = logits.soft_cap if isinstance(logits, LazyLogits) else None
-        if cap is None or not isinstance(logits, LazyLogits):
+        if cap is None or not isinstance(logits, LazyLogits) or logits.was_changed:
             return self.original(
                 logits=logits,
                 labels=labels,
