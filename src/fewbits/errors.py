@@ -23,6 +23,10 @@ class BadCheckpoint(FewbitsError):
     """A checkpoint is missing, truncated, corrupt, or in a form that is refused (a pickle, for one)."""
 
 
+class NotFinite(BadCheckpoint):
+    """A weight that is to be packed, or what a model computes, is NaN or infinite."""
+
+
 class TrainingStopped(FewbitsError):
     """Training stopped itself: NaN loss, all-zero gradients, a full disk."""
 

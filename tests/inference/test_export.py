@@ -118,7 +118,7 @@ def test_a_damaged_weight_is_named_and_nothing_is_left(source, tmp_path):
     weights = load_file(source / "model.safetensors")
     weights["model.layers.1.mlp.up_proj.weight"][3, 4] = float("nan")
     save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(BadCheckpoint, match=r"model\.layers\.1\.mlp\.up_proj\.weight holds a NaN"):
+    with pytest.raises(BadCheckpoint, match=r"model\.layers\.1\.mlp\.up_proj\.weight .* holds a NaN"):
         quantize_checkpoint(broken, tmp_path / "packed", "qlora_nf4")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["broken"]
 

@@ -22,7 +22,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fewbits.errors import BadInput
+from fewbits.errors import BadInput, NotFinite
+from fewbits.nn.finite import check_finite
 
 DEFAULT_WINDOW = 2048
 
@@ -91,6 +92,7 @@ def perplexity(
 
     Raises:
         BadInput: an empty text, or a window or stride that cannot be.
+        NotFinite: the model's loss is NaN or infinite; the message names the first weight that is.
     """
     cut = text_windows(model, tokenizer, text, window=window, stride=stride, max_tokens=max_tokens)
 
@@ -113,6 +115,19 @@ def perplexity(
         window=cut.window,
         stride=cut.stride,
         seconds=time.perf_counter() - started,
+    )
+
+
+def why_not_finite(model: Any) -> str:
+    """Why what a model computes is not finite: the end of a sentence, with the first weight that is not."""
+    for name, parameter in model.named_parameters():
+        try:
+            check_finite(parameter, name)
+        except NotFinite as error:
+            return f": {str(error).partition(';')[0]}; take an undamaged checkpoint."
+    return (
+        f", though every weight of this {type(model).__name__} is finite: it overflows in "
+        f"{str(model.dtype).removeprefix('torch.')}; load it in another dtype, such as float32."
     )
 
 
@@ -215,6 +230,9 @@ def batch_nll(model: Any, text: TextWindows, batch: list[Window]) -> float:
     """Summed negative log-likelihood of the scored tokens of a batch of windows, in nats.
 
     Rows are padded on the right, which a causal model's earlier positions cannot see.
+
+    Raises:
+        NotFinite: it is NaN or infinite; the message names the first weight that is.
     """
     ids, bos = text.ids, text.bos
     lead = 0 if bos is None else 1
@@ -237,4 +255,7 @@ def batch_nll(model: Any, text: TextWindows, batch: list[Window]) -> float:
         targets = ids[w.first : w.end].to(device)
         loss = torch.nn.functional.cross_entropy(logits[row, at].float(), targets, reduction="sum")
         total += float(loss)
+    if not math.isfinite(total):
+        tokens = f"tokens {batch[0].first:,} to {batch[-1].end - 1:,}"
+        raise NotFinite(f"the loss on {tokens} is {total}{why_not_finite(model)}")
     return total

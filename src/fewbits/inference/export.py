@@ -25,6 +25,7 @@ from fewbits.formats import Format
 from fewbits.models.checkpoint import INDEX, WEIGHTS, Checkpoint, inspect_folder
 from fewbits.models.packed_folder import close_folder
 from fewbits.models.whole_folder import check_destination, whole_folder
+from fewbits.nn.finite import check_finite
 from fewbits.recipes import Recipe, Rule, get_recipe
 
 SHARD_BYTES = 2_000_000_000
@@ -198,10 +199,7 @@ def _packed(
 
 def _pack(name: str, weight: Tensor, format: Format) -> _Item:
     linear = name.removesuffix(".weight")
-    if not bool(torch.isfinite(weight).all()):
-        raise BadCheckpoint(
-            f"{name} holds a NaN or an infinity; the checkpoint is damaged, download it again."
-        )
+    check_finite(weight, name)
     packed = format.quantize(weight)
     exact = weight.float()
     difference = torch.linalg.vector_norm(exact - packed.dequantize(torch.float32)).item()

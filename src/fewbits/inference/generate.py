@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fewbits.errors import BadInput
+from fewbits.errors import BadInput, NotFinite
+from fewbits.inference.evaluate import why_not_finite
 
 Prompt = str | Sequence[Mapping[str, str]]
 
@@ -92,6 +93,7 @@ def generate(
 
     Raises:
         BadInput: messages without a chat template, a prompt that fills the model's context, an empty prompt.
+        NotFinite: the model's logits are NaN.
     """
     sampling = sampling or Sampling()
     input_ids = encode_prompt(tokenizer, prompt).to(model.device)
@@ -205,7 +207,22 @@ def _end_tokens(model: Any, tokenizer: Any) -> list[int]:
     return list(end) if isinstance(end, list | tuple) else [int(end)]
 
 
+class _RefuseNaN:
+    """A logits processor that looks once, at the prompt's logits: argmax would take token 0 of NaNs."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.looked = model, False
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        if not self.looked and bool(scores.isnan().any()):
+            raise NotFinite(f"the model's logits for this prompt are NaN{why_not_finite(self.model)}")
+        self.looked = True
+        return scores
+
+
 def _options(model: Any, tokenizer: Any, sampling: Sampling, room: int) -> dict[str, Any]:
+    from transformers import LogitsProcessorList
+
     end = _end_tokens(model, tokenizer)
     pad = tokenizer.pad_token_id
     options: dict[str, Any] = {
@@ -214,6 +231,7 @@ def _options(model: Any, tokenizer: Any, sampling: Sampling, room: int) -> dict[
         "eos_token_id": end or None,
         "pad_token_id": pad if pad is not None else (end[0] if end else 0),
         "do_sample": sampling.temperature > 0,
+        "logits_processor": LogitsProcessorList([_RefuseNaN(model)]),
     }
     if sampling.temperature > 0:
         options |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}

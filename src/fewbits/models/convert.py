@@ -19,6 +19,7 @@ from fewbits.models.attention import restore_attention, used_attention
 from fewbits.models.receipt import Change, Left, Receipt
 from fewbits.models.spec import ModelSpec, find, layer_names, locate, spec_for
 from fewbits.nn.fake_quantize import FakeQuantizedLinear
+from fewbits.nn.finite import check_finite
 from fewbits.nn.linear import LowPrecisionLinear, QuantizedLinear, take_parameters
 from fewbits.nn.norm import RMSNorm
 from fewbits.nn.packed_layers import fake_layer, packed_layer
@@ -67,6 +68,7 @@ def convert(
     Raises:
         BadInput: there is no recipe of that name.
         Unsupported: no spec for this model, or it has adapters already.
+        NotFinite: a weight that is to be packed or rounded holds a NaN or an infinity.
         SpecMismatch: with ``strict``, spec and model disagree, or the recipe asks for what is not applied.
     """
     recipe = get_recipe(recipe)
@@ -91,6 +93,9 @@ def convert(
         raise SpecMismatch(
             f"spec {spec.model_type!r} and this model disagree ({wrong}); use strict=False to go on."
         )
+    for name, rule in rules.items():
+        if rule.weight is not None:  # before anything is changed
+            check_finite(model.get_submodule(name).weight, f"{name}.weight")  # type: ignore[arg-type]
     state = Conversion(recipe, receipt)
     for name, rule in rules.items():
         linear: Any = model.get_submodule(name)

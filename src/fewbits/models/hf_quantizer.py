@@ -31,7 +31,7 @@ from transformers.quantizers.auto import (
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from fewbits.errors import BadCheckpoint, SpecMismatch, Unsupported
+from fewbits.errors import BadCheckpoint, FewbitsError, NotFinite, SpecMismatch, Unsupported
 from fewbits.formats.base import Packed
 from fewbits.formats.bitsandbytes import from_bitsandbytes
 from fewbits.models.checkpoint import BITSANDBYTES_MARK, read_headers
@@ -44,6 +44,7 @@ from fewbits.models.packed_folder import close_folder, open_config
 from fewbits.models.spec import model_type_of
 from fewbits.models.stochastic import adopt_saved, save_config
 from fewbits.models.whole_folder import whole_folder
+from fewbits.nn.finite import check_finite
 from fewbits.nn.linear import QuantizedLinear
 from fewbits.nn.packed_layers import packed_layer
 from fewbits.recipes import Recipe, Rule, get_recipe, recipe_from_config, recipe_to_config
@@ -183,7 +184,10 @@ class _ReadBitsandbytes(ConversionOps):
             (key,) = parts
             wanted = model.get_parameter(full_layer_name).dtype
             return {key: parts[key].to(wanted) if parts[key].is_floating_point() else parts[key]}
-        self.hf_quantizer.take_packed(model, full_layer_name, from_bitsandbytes(parts))
+        try:
+            self.hf_quantizer.take_packed(model, full_layer_name, from_bitsandbytes(parts))
+        except FewbitsError as error:
+            self.hf_quantizer.problems.append(error)  # transformers would hide it behind a table
         if missing_keys is not None:
             missing_keys.discard(full_layer_name)
         return {}
@@ -198,7 +202,7 @@ class FewbitsQuantizer(HfQuantizer):
     def __init__(self, quantization_config: FewbitsConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
         self.rules: dict[str, Rule] = {}  # linears still to be packed, by full name
-        self.problems: list[str] = []
+        self.problems: list[FewbitsError] = []
 
     @property
     def recipe(self) -> Recipe:
@@ -284,10 +288,12 @@ class FewbitsQuantizer(HfQuantizer):
         name = param_name.removesuffix(".weight")
         linear: Any = model.get_submodule(name)
         if tuple(weight.shape) != tuple(linear.weight.shape):
-            self.problems.append(
-                f"{param_name} has shape {tuple(weight.shape)} in the checkpoint, but config.json makes it "
-                f"{tuple(linear.weight.shape)}"
-            )
+            self._other_shape(param_name, tuple(weight.shape), tuple(linear.weight.shape))
+            return
+        try:
+            check_finite(weight, param_name)
+        except NotFinite as error:
+            self.problems.append(error)  # raised once all is read: transformers hides what is raised here
             return
         rule = self.rules.pop(name)
         assert rule.weight is not None
@@ -301,10 +307,7 @@ class FewbitsQuantizer(HfQuantizer):
         name = param_name.removesuffix(".weight")
         linear: Any = model.get_submodule(name)
         if tuple(packed.shape) != tuple(linear.weight.shape):
-            self.problems.append(
-                f"{param_name} has shape {tuple(packed.shape)} in the checkpoint, but config.json makes it "
-                f"{tuple(linear.weight.shape)}"
-            )
+            self._other_shape(param_name, tuple(packed.shape), tuple(linear.weight.shape))
             return
         self.rules.pop(name)
         dtype = linear.weight.dtype
@@ -313,10 +316,18 @@ class FewbitsQuantizer(HfQuantizer):
         layer.load_packed(packed)
         put(model, name, layer)
 
+    def _other_shape(self, param_name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
+        self.problems.append(
+            BadCheckpoint(
+                f"{param_name} has shape {found} in the checkpoint, but config.json makes it {wanted}; the "
+                "two belong to different models."
+            )
+        )
+
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         where = model.config.name_or_path
         if self.problems:
-            raise BadCheckpoint(f"{where}: {self.problems[0]}; the two belong to different models.")
+            raise type(self.problems[0])(f"{where}: {self.problems[0]}") from self.problems[0]
         if self.rules:
             first = next(iter(self.rules))
             raise BadCheckpoint(

@@ -13,6 +13,7 @@ from fewbits.errors import BadCheckpoint, SpecMismatch
 from fewbits.formats.base import Format, Packed, PartSpec
 from fewbits.kernels.quantize import quantize
 from fewbits.models.checkpoint import TensorEntry
+from fewbits.nn.finite import check_finite
 from fewbits.nn.linear import QuantizedLinear
 from fewbits.nn.packed_layers import packed_layer
 from fewbits.nn.stochastic_linear import EXTRAS, StochasticLinear
@@ -146,6 +147,7 @@ def check_parts(model: nn.Module, where: str) -> None:
                     f"format needs {spec.shape} {spec.dtype}; the weights and config.json belong to "
                     "different models."
                 )
+            check_finite(parameter, f"{where}: {name}.weight_{part}")
             parameter.requires_grad_(False)
         if isinstance(module, StochasticLinear):
             module.refresh()

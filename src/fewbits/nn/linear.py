@@ -15,6 +15,7 @@ from fewbits.formats.base import Format, Packed
 from fewbits.kernels.matmul_operands import operand_linear
 from fewbits.kernels.matmul_packed import Operands, packed_linear
 from fewbits.kernels.quantize import quantize
+from fewbits.nn.finite import check_finite
 
 
 class LinearFormats(Protocol):
@@ -95,7 +96,7 @@ class QuantizedLinear(nn.Module):
         if linear.bias is not None:
             made.bias = linear.bias
         if weight.device.type != "meta":
-            made.load_packed(quantize(weight, format))
+            made.pack(weight)
         return made.train(linear.training)
 
     @property
@@ -120,7 +121,12 @@ class QuantizedLinear(nn.Module):
             self.register_parameter(f"weight_{name}", nn.Parameter(packed.parts[name], requires_grad=False))
 
     def pack(self, weight: Tensor) -> None:
-        """Take ``weight`` (N, K), rounding it to the layer's format."""
+        """Take ``weight`` (N, K), rounding it to the layer's format.
+
+        Raises:
+            NotFinite: it holds a NaN or an infinity.
+        """
+        check_finite(weight)
         self.load_packed(quantize(weight, self.format))
 
     def stored(self) -> dict[str, Tensor]:

@@ -202,7 +202,10 @@ class LoRALinear(nn.Module, LoraLayer):
 
     def _merge_one(self, base: Any, name: str, safe_merge: bool) -> None:
         merged = self._adapted(base.dequantize() if isinstance(base, QuantizedLinear) else base.weight, name)
-        if safe_merge and not torch.isfinite(merged).all():
+        must_be_finite = safe_merge or isinstance(
+            base, QuantizedLinear
+        )  # a packed one would be NaN by blocks
+        if must_be_finite and not torch.isfinite(merged).all():
             raise ValueError(f"adapter {name!r} gives weights that are not finite; nothing was merged.")
         if self.lora_bias[name]:
             if base.bias is None:

@@ -36,6 +36,7 @@ from fewbits.kernels.matmul_stochastic import product_of_codes
 from fewbits.kernels.quantize import quantize
 from fewbits.kernels.quantize_stochastic import quantize_stochastic
 from fewbits.kernels.stochastic_rows import stochastic_rows
+from fewbits.nn.finite import check_finite
 from fewbits.nn.linear import LinearFormats, QuantizedLinear
 from fewbits.nn.stochastic_group import StochasticGroup
 
@@ -146,6 +147,7 @@ class StochasticLinear(QuantizedLinear):
     def pack(self, weight: Tensor) -> None:
         """Prepare ``weight`` (N, K): smoothed, protected channels apart."""
         weight = weight.detach()
+        check_finite(weight)
         if self.protected is not None:
             apart = weight[:, self.protected].to(self.dtype)
             self.weight_protected = nn.Parameter(apart, requires_grad=False)

@@ -22,6 +22,7 @@ from fewbits.models.convert import convert, record_change
 from fewbits.models.in_memory import mark_packed
 from fewbits.models.receipt import Receipt
 from fewbits.nn.fake_quantize import FakeQuantizedLinear
+from fewbits.nn.finite import check_finite
 from fewbits.nn.packed_layers import packed_layer
 from fewbits.recipes import Recipe, Rule, get_recipe
 
@@ -62,6 +63,7 @@ def convert_qat(model: Any) -> tuple[Any, Receipt]:
 
     Raises:
         Unsupported: nothing in the model is fake-quantised.
+        NotFinite: a trained weight holds a NaN or an infinity.
     """
     fake = [name for name, module in model.named_modules() if isinstance(module, FakeQuantizedLinear)]
     if not fake:
@@ -69,6 +71,8 @@ def convert_qat(model: Any) -> tuple[Any, Receipt]:
     if hasattr(model, "merge_and_unload"):
         model = model.merge_and_unload()
         fake = [name for name, module in model.named_modules() if isinstance(module, FakeQuantizedLinear)]
+    for name in fake:  # before anything is changed
+        check_finite(model.get_submodule(name).weight, f"{name}.weight")
     receipt = Receipt("packed after quantisation-aware training")
     for name in fake:
         linear = model.get_submodule(name)

@@ -35,6 +35,7 @@ from fewbits.models.convert import convert
 from fewbits.models.fused import fuse
 from fewbits.models.packed import quantize_by_rows
 from fewbits.models.receipt import Receipt
+from fewbits.nn.finite import check_finite
 from fewbits.nn.first_values import first_values, generator_of
 from fewbits.nn.linear import QuantizedLinear
 from fewbits.recipes import LoRA, Recipe
@@ -280,6 +281,7 @@ def _pack(layer: QuantizedLinear, name: str, source: _Folder | _Random) -> None:
         if not math.prod(sizes):
             return
     dense = source.read(name, shape, (rows, slice(0, shape[1]))).to(device, layer.dtype)
+    check_finite(dense, name)
     packed = quantize_by_rows(layer.format, dense)
     del dense
     for part, parameter in parts.items():
