@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
+import time
 
 import pytest
 
 from fewbits.errors import BadInput
+from fewbits.formats import INT8
+from fewbits.recipes import LoRA, qlora_nf4
+from fewbits.training.build import recipe_of_config
 from fewbits.training.config import TrainConfig, help_of, parse_memory_budget, parse_overrides
 
 SMALL = {"model": "m", "train_data": "d.jsonl"}
@@ -130,3 +135,98 @@ def test_memory_budgets_and_older_names():
         )
         == []
     )
+
+
+# A recipe as a mapping, and YAML that is more than it looks
+
+RECIPE = {"name": "qlora_nf4", "linear": {"weight": "int8"}, "lora": {"r": 4}}
+
+
+def test_a_recipe_as_a_mapping(tmp_path):
+    (tmp_path / "c.yaml").write_text(
+        "model: m\ntrain_data: d\nrecipe: {name: qlora_nf4, linear: {weight: int8}, lora: {r: 4}}\n"
+    )
+    config = TrainConfig.from_yaml(tmp_path / "c.yaml")
+    recipe, lora = recipe_of_config(config)
+    assert recipe.linear.weight == INT8 and lora.r == 4 and config.recipe == RECIPE
+    (tmp_path / "again.yaml").write_text(config.to_yaml())
+    assert TrainConfig.from_yaml(tmp_path / "again.yaml") == config
+    words = ["recipe={name: qlora_nf4, linear: {weight: int8}, lora: {r: 4}}"]
+    assert TrainConfig.from_mapping({**SMALL, **parse_overrides(words)}).recipe == RECIPE
+    assert config.differences(TrainConfig.from_mapping({**SMALL, "recipe": "qlora_nf4"})) == [
+        "recipe",
+        "train_data",
+    ]
+
+
+def test_a_recipe_as_a_value():
+    recipe = dataclasses.replace(qlora_nf4(), lora=LoRA(r=3))
+    config = TrainConfig(**SMALL, recipe=recipe)
+    assert recipe_of_config(config)[0] == recipe and TrainConfig.from_mapping(config.to_dict()) == config
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        {},
+        {"name": 3},
+        {"name": "qlora_nf4", "linear": 3},
+        {"name": "qlora_nf4", "linear": {"weight": 3}},
+        {"name": "qlora_nf4", "linear": {"weight": "nf5"}},
+        {"name": "qlora_nf4", "linear": {"weights": "nf4"}},
+        {"name": "qlora_nf4", "overrides": 5},
+        {"name": "qlora_nf4", "overrides": [["a"]]},
+        {"name": "qlora_nf4", "overrides": {"a": 3}},
+        {"name": "qlora_nf4", "skip": "lm_head"},
+        {"name": "qlora_nf4", "lora": {"r": "x"}},
+        {"name": "qlora_nf4", "lora": {"targets": [3]}},
+        {"name": "qlora_nf4", "lora": [1]},
+        {"name": "qlora_nf4", 3: 4},
+        {"name": "x", "qat": {"activation": "int8"}},
+        {"name": "x", "communication": []},
+        datetime.date(2020, 1, 1),
+        ["qlora_nf4"],
+    ],
+    ids=str,
+)
+def test_a_recipe_that_is_none(recipe):
+    with pytest.raises(BadInput) as error:
+        recipe_of_config(TrainConfig.from_mapping({**SMALL, "recipe": recipe}))
+    assert "\n" not in str(error.value)
+
+
+LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 40)
+)
+MERGES = "a0: &a0 {k: 1}\n" + "".join(
+    f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 10)}]}}\n" for i in range(1, 40)
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (LAUGHS, "stands for more than 10..12 values, repeated anchors counted"),
+        (MERGES, "stands for more than 10..12 values, repeated anchors counted"),
+        ("model: &a [*a]\n", "an anchor that contains itself"),
+        ("model: " + "[" * 20_000, "nested too deeply"),
+        ("model: " + "x" * 2_000_000, "at most 1,000,000"),
+        ("started: 2020-99-99\n", "has a value that is none"),
+        ("? [1, 2]\n: x\n", "not valid YAML|no name"),
+        ("3: x\n", "which is no name"),
+        ("a: b: c\n", "line 1 is not valid YAML"),
+        ("learning_rate: .inf\nmodel: m\n", "learning_rate is inf; it must be a number"),
+        ("model: [" + "1, " * 9000 + "1]\n", r"model is \[1, 1.*\.\.\.; it must be a text"),
+    ],
+)
+def test_yaml_that_is_refused_at_once(tmp_path, text, sentence):
+    (tmp_path / "c.yaml").write_text(text)
+    began = time.monotonic()
+    with pytest.raises(BadInput, match=sentence) as error:
+        TrainConfig.from_yaml(tmp_path / "c.yaml")
+    assert time.monotonic() - began < 5 and len(str(error.value)) < 400
+
+
+def test_anchors_that_save_a_line_are_welcome(tmp_path):
+    (tmp_path / "c.yaml").write_text("model: &m folder\ntrain_data: *m\nsample_prompts: [a, b]\n")
+    assert TrainConfig.from_yaml(tmp_path / "c.yaml").train_data == "folder"

@@ -373,7 +373,8 @@ def test_a_damaged_checkpoint(make_config, tmp_path):
     (tmp_path / "run/checkpoints/checkpoint-2/trainable.safetensors").write_bytes(b"x" * 100)
     refused(
         BadCheckpoint,
-        "cannot be read .* remove .*checkpoint-2 to resume from the one before",
+        "trainable.safetensors has 100 bytes .* checkpoint-1 before it is whole, .*: rm -r .*/checkpoint-2"
+        " && fewbits train .*/config.yaml --resume$",
         config,
         resume=True,
     )
@@ -422,3 +423,18 @@ def test_the_decoder_is_fused_once_or_the_receipt_says_why_not():
     assert "fused" in told and fused_decoder(model) == told and len(fused_layers(model)) == 2
     other = made("gpt2", n_embd=32, n_layer=1, n_head=2)
     assert fused_decoder(other).startswith("the decoder is not fused: ") and not fused_layers(other)
+
+
+def test_a_recipe_as_a_mapping_is_recorded_resumed_and_reported(make_config):
+    recipe = {"name": "qlora_nf4", "linear": {"weight": "int8"}, "lora": {"r": 2}}
+    config = make_config(recipe=recipe, max_steps=2, save_steps=1, report=True)
+    folder = train(config).output_dir
+    run = json.loads((folder / "run.json").read_text())
+    assert "int8" in str(run["recipe"]["linear"]["weight"]) and run["recipe"]["lora"]["r"] == 2
+    assert "linear = (weight = int8)" in (folder / "report.html").read_text()
+    shutil.rmtree(folder / "checkpoints/checkpoint-2")
+    (folder / "run.json").write_text(json.dumps({**run, "status": "running"}))
+    refused(
+        BadInput, "with another recipe", make_config(max_steps=2, save_steps=1, recipe="int8"), resume=True
+    )
+    assert train(TrainConfig.from_yaml(folder / "config.yaml"), resume=True).steps == 2

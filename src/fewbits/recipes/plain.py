@@ -57,7 +57,7 @@ def recipe_from_config(config: Mapping[str, Any]) -> Recipe:
     fields: dict[str, Any] = {}
     for key, value in config.items():
         if key == "overrides":
-            fields[key] = tuple((str(pattern), _rule(Rule(), rule)) for pattern, rule in value)
+            fields[key] = tuple((str(pattern), _rule(Rule(), rule)) for pattern, rule in _pairs(value))
         elif key in ("linear", "head"):
             fields[key] = _rule(getattr(base, key), value)
         elif key == "lora":
@@ -66,9 +66,23 @@ def recipe_from_config(config: Mapping[str, Any]) -> Recipe:
             fields[key] = None if value is None else _qat(base.qat, value)
         elif key in ("kv_cache", "communication"):
             fields[key] = None if value is None else get_format(value)
+        elif key == "skip":
+            if not isinstance(value, list | tuple) or not all(isinstance(v, str) for v in value):
+                raise BadInput(f"the field 'skip' of a recipe is a list of names, not {value!r}.")
+            fields[key] = tuple(value)
         else:
-            fields[key] = tuple(value) if isinstance(value, list) else value
+            fields[key] = value
     return dataclasses.replace(base, **fields)
+
+
+def _pairs(value: Any) -> list[Any]:
+    """Patterns and their rules, from a list of pairs or, as one writes it in YAML, a mapping."""
+    pairs = list(value.items()) if isinstance(value, Mapping) else value
+    if not isinstance(pairs, list | tuple) or not all(
+        isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs
+    ):
+        raise BadInput(f"the field 'overrides' of a recipe maps patterns to rules; it is {value!r}.")
+    return list(pairs)
 
 
 def _to_plain(value: Any) -> Any:
@@ -105,13 +119,30 @@ def _replace(base: T, config: Any, *, formats: bool = False) -> T:
         if formats:
             fields[key] = None if value is None else get_format(value)
         else:
-            fields[key] = tuple(value) if isinstance(value, list) else value
+            fields[key] = _lora_value(key, tuple(value) if isinstance(value, list) else value)
     return dataclasses.replace(base, **fields)
+
+
+def _lora_value(key: str, value: Any) -> Any:
+    """A value of a `LoRA` field, of the kind that the field has."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    is_text = isinstance(value, str)
+    fits = {
+        "r": type(value) is int and value > 0,
+        "alpha": is_number,
+        "dropout": is_number and 0 <= value < 1,
+        "targets": is_text or (isinstance(value, tuple) and all(isinstance(name, str) for name in value)),
+        "bias": is_text,
+        "rslora": isinstance(value, bool),
+    }
+    if not fits[key]:
+        raise BadInput(f"the field '{key}' of a recipe's lora cannot be {value!r}.")
+    return value
 
 
 def _check_fields(kind: Any, config: Mapping[str, Any]) -> None:
     known = [f.name for f in dataclasses.fields(kind)]
-    unknown = sorted(set(config) - set(known))
+    unknown = sorted(str(key) for key in set(config) - set(known))
     if unknown:
         raise BadInput(
             f"a {kind.__name__} has no field {', '.join(unknown)}; its fields: {', '.join(known)}."

@@ -136,16 +136,28 @@ class MetricsFile(TrainerCallback):
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics file, without one that a kill cut short."""
+    """The lines of a metrics file that can be read."""
+    return [record for record in _lines(path) if record is not None]
+
+
+def damaged_metrics(path: Path) -> int:
+    """Lines of a metrics file that cannot be read, besides a last one that a kill cut short."""
+    return sum(record is None for record in _lines(path)[:-1])
+
+
+def _lines(path: Path) -> list[dict[str, Any] | None]:
     if not path.is_file():
         return []
-    records = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            records.append(json.loads(line))
-        except ValueError:
-            break
-    return records
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    return [_record(line) for line in lines if line.strip()]
+
+
+def _record(line: str) -> dict[str, Any] | None:
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) and type(found.get("step")) is int else None
 
 
 class ProgressBar(TrainerCallback):

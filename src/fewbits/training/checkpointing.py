@@ -2,7 +2,7 @@
 
 A checkpoint is written into a hidden sibling folder, every file and the folder are brought to the disk
 (fsync), and one rename gives it its name; only then are older ones removed. So what is named ``checkpoint-N``
-is whole.
+was whole when it was written; its manifest (`fewbits.training.manifest`) tells whether it still is.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from fewbits.errors import BadCheckpoint, SpecMismatch, TrainingStopped
 from fewbits.models.fused import load_scales, scales_of
 from fewbits.models.whole_folder import fsync, is_disk_full, take_place
+from fewbits.training.manifest import PROMISE, Writers, write_manifest
 
 PREFIX = "checkpoint-"
 PROGRESS_FILE = "fewbits.json"
@@ -45,14 +46,21 @@ class Progress:
 
     def save(self, folder: Path) -> None:
         """Write into a checkpoint."""
-        (folder / PROGRESS_FILE).write_text(json.dumps(asdict(self)), encoding="utf-8")
+        facts = {**asdict(self), PROMISE: True}
+        (folder / PROGRESS_FILE).write_text(json.dumps(facts), encoding="utf-8")
 
     @classmethod
     def load(cls, folder: Path) -> Progress:
         """Read from a checkpoint."""
         try:
-            return cls(**json.loads((folder / PROGRESS_FILE).read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError) as error:
+            facts = json.loads((folder / PROGRESS_FILE).read_text(encoding="utf-8"))
+            return cls(
+                tokens=int(facts["tokens"]),
+                seconds=float(facts["seconds"]),
+                evaluations_without_gain=int(facts["evaluations_without_gain"]),
+                stopped_early=bool(facts["stopped_early"]),
+            )
+        except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
             raise BadCheckpoint(
                 f"{folder} is not a checkpoint of this library or was damaged; remove it to resume from the"
                 " one before."
@@ -73,13 +81,20 @@ def _nothing() -> None:
 
 
 @contextmanager
-def staged(final: Path, *, leader: bool = True, barrier: Callable[[], None] = _nothing) -> Iterator[Path]:
+def staged(
+    final: Path,
+    *,
+    leader: bool = True,
+    barrier: Callable[[], None] = _nothing,
+    writers: Writers | None = None,
+) -> Iterator[Path]:
     """A folder to write into, which takes the name ``final`` when the block ends well and vanishes otherwise.
 
     Args:
         final: the folder's name in the end; one that exists is replaced.
         leader: whether this process makes and names the folder, where several write into it.
         barrier: waits for the other processes.
+        writers: the processes, where the folder gets a manifest; None: it gets none.
     """
     staging = final.with_name(f".{final.name}{_WRITING}")
     try:
@@ -89,6 +104,8 @@ def staged(final: Path, *, leader: bool = True, barrier: Callable[[], None] = _n
         barrier()
         yield staging
         barrier()
+        if writers is not None:
+            write_manifest(staging, writers)
         if leader:
             _publish(staging, final)
         barrier()
@@ -102,9 +119,12 @@ def staged(final: Path, *, leader: bool = True, barrier: Callable[[], None] = _n
 
 
 def _publish(staging: Path, final: Path) -> None:
+    mode = staging.stat().st_mode & 0o666  # what the umask leaves; some writers begin with a private file
     for folder, _, names in os.walk(staging, topdown=False):
         for name in names:
-            fsync(Path(folder) / name)
+            path = Path(folder) / name
+            path.chmod(path.stat().st_mode | mode)
+            fsync(path)
         fsync(Path(folder))
     old = take_place(staging, final, aside=final.with_name(f".{final.name}{_REPLACED}"))
     fsync(final.parent)

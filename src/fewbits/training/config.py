@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -12,6 +14,7 @@ from typing import Any
 import yaml
 
 from fewbits.errors import BadInput
+from fewbits.training.yaml_text import parse_yaml
 
 FORMATS = ("auto", "text", "completion", "instruction", "chat")
 LONG_ROWS = ("truncate", "drop", "refuse")
@@ -77,8 +80,14 @@ class TrainConfig:
         "auto", "model", "dtype of what is not quantised; auto: bfloat16 on a GPU, float32 on a CPU", DTYPES
     )
     device: str = _option("auto", "model", "auto, cpu or cuda", ("auto", "cpu", "cuda"))
-    recipe: str | None = _option(
-        None, "model", "which format where, by its name in the catalog (qlora_nf4, int8, ...)"
+    recipe: str | dict[str, Any] | None = field(
+        default=None,
+        metadata={
+            "group": "model",
+            "choices": (),
+            "help": "which format where, by its name in the catalog (qlora_nf4, int8, ...), or as a mapping:"
+            " {name: qlora_nf4, linear: {weight: int8}}",
+        },
     )
     load_in_4bit: bool = _option(True, "model", "without a recipe: keep the base weights in NF4 (QLoRA)")
     memory_budget: str = _option(
@@ -230,7 +239,11 @@ class TrainConfig:
     sample_tokens: int = _option(64, "output", "longest sample answer, in tokens")
 
     def __post_init__(self) -> None:
-        """Refuse values that no run can use."""
+        """Refuse values that no run can use; a recipe that is a value becomes plain data."""
+        if not isinstance(self.recipe, (str, dict, type(None))):
+            from fewbits.recipes import get_recipe, recipe_to_config
+
+            object.__setattr__(self, "recipe", recipe_to_config(get_recipe(self.recipe)))
         for item in dataclasses.fields(self):
             choices, value = item.metadata["choices"], getattr(self, item.name)
             if choices and value is not None and value not in choices:
@@ -279,6 +292,8 @@ class TrainConfig:
         plain: dict[str, Any] = {}
         nested: dict[str, str] = {}
         for key, value in values.items():
+            if not isinstance(key, str):
+                raise BadInput(f"the configuration has the key {_shown(key)}, which is no name; check it.")
             name = ALIASES.get(key, key).replace("-", "_")
             name, value = _as_written_before(ALIASES.get(name, name), value)
             if name.startswith("fields."):
@@ -299,13 +314,11 @@ class TrainConfig:
         """Read a YAML file of ``name: value`` lines; overrides (a mapping, or "name=value" texts) win."""
         path = Path(path)
         try:
-            values = yaml.safe_load(path.read_text(encoding="utf-8"))
+            values = parse_yaml(path.read_text(encoding="utf-8"), str(path))
         except FileNotFoundError as error:
             raise BadInput(f"there is no configuration file {path}; check the path.") from error
-        except (yaml.YAMLError, UnicodeDecodeError, IsADirectoryError) as error:
-            line = getattr(getattr(error, "problem_mark", None), "line", None)
-            where = "" if line is None else f", line {line + 1}"
-            raise BadInput(f"{path}{where} is not valid YAML; write one `name: value` a line.") from error
+        except (UnicodeDecodeError, IsADirectoryError) as error:
+            raise BadInput(f"{path} is not valid YAML; write one `name: value` a line.") from error
         if not isinstance(values, dict):
             raise BadInput(f"{path} holds no settings; write one `name: value` a line.")
         return cls.from_mapping({**values, **parse_overrides(overrides)})
@@ -396,7 +409,7 @@ def _as_int(value: Any) -> int:
 
 
 def _as_float(value: Any) -> float:
-    if isinstance(value, bool):
+    if isinstance(value, bool) or not math.isfinite(float(value)):
         raise ValueError
     return float(value)
 
@@ -419,11 +432,29 @@ def _as_text(value: Any) -> str:
     return str(value)
 
 
+def _as_recipe(value: Any) -> str | dict[str, Any]:
+    if isinstance(value, str) and value.lstrip().startswith("{"):  # a mapping on the command line
+        value = parse_yaml(value, "recipe")
+    if not isinstance(value, Mapping):
+        return _as_text(value)
+    if not isinstance(value.get("name"), str):
+        raise ValueError
+    plain: dict[str, Any] = json.loads(json.dumps(dict(value), allow_nan=False))
+    return plain
+
+
+def _shown(value: Any) -> str:
+    """A value in a sentence, however long it is."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
 _COERCE = {
     "bool": (_as_bool, "true or false"),
     "int": (_as_int, "a whole number"),
     "float": (_as_float, "a number"),
     "str": (_as_text, "a text"),
+    "str | dict[str, Any]": (_as_recipe, "a recipe's name, or a mapping of plain values with a field name"),
     "tuple[str, ...]": (_as_texts, "a list of texts"),
     "dict[str, str]": (_as_fields, "a mapping of names to columns"),
 }
@@ -439,4 +470,4 @@ def _coerce(name: str, value: Any, annotation: str) -> Any:
     try:
         return convert(value)
     except (TypeError, ValueError, OverflowError) as error:
-        raise BadInput(f"{name} is {value!r}; it must be {wanted}.") from error
+        raise BadInput(f"{name} is {_shown(value)}; it must be {wanted}.") from error

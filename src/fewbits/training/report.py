@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fewbits import errors
+from fewbits.errors import BadInput
 from fewbits.training import report_numbers as show
 from fewbits.training.report_chart import Series, line_chart, smoothed
 from fewbits.training.report_data import RunData, number, read_run
@@ -22,10 +23,12 @@ def write_report(output_dir: Path | str) -> Path:
     """Write report.html into a run folder, finished or not, and return its path.
 
     Raises:
-        BadInput: the folder holds no run.
+        BadInput: the folder holds no run, or a folder in the report's place.
     """
     data = read_run(Path(output_dir))
     path = data.folder / NAME
+    if path.is_dir():
+        raise BadInput(f"{path} is a folder, where the report belongs; move it away.")
     temporary = data.folder / f".{NAME}.partial"
     temporary.write_text(render(data), encoding="utf-8")
     temporary.replace(path)
@@ -246,7 +249,8 @@ def _plain(value: Any) -> str:
     if isinstance(value, list | tuple):
         return ", ".join(map(_plain, value))
     if isinstance(value, Mapping):
-        return ", ".join(f"{k} = {_plain(v)}" for k, v in value.items())
+        parts = ((k, f"({_plain(v)})" if isinstance(v, Mapping) else _plain(v)) for k, v in value.items())
+        return ", ".join(f"{k} = {text}" for k, text in parts)
     return str(value)
 
 

@@ -6,13 +6,13 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from fewbits.errors import BadInput
 from fewbits.training.run_lock import Holder, holder_of
+from fewbits.training.yaml_text import parse_yaml
 
 FILES = ("run.json", "metrics.jsonl", "samples.json", "config.yaml")
 
@@ -74,7 +74,7 @@ def read_run(folder: Path) -> RunData:
         run=_load(folder / "run.json", json.loads, dict, problems) or {},
         steps=_steps(folder / "metrics.jsonl", problems),
         samples=tuple(s for s in samples or () if isinstance(s, Mapping)),
-        config=_load(folder / "config.yaml", yaml.safe_load, dict, problems) or {},
+        config=_load(folder / "config.yaml", partial(parse_yaml, name="config.yaml"), dict, problems) or {},
         problems=tuple(problems),
         holder=holder_of(folder),
     )
@@ -92,7 +92,7 @@ def _load(path: Path, parse: Any, kind: type, problems: list[str]) -> Any:
         return None
     try:
         value = parse(path.read_text(encoding="utf-8"))
-    except (ValueError, yaml.YAMLError):
+    except (OSError, ValueError, RecursionError):
         value = None
     if not isinstance(value, kind):
         problems.append(f"{path.name} could not be read and was left out.")
@@ -123,6 +123,6 @@ def _steps(path: Path, problems: list[str]) -> tuple[Mapping[str, Any], ...]:
 def _record(line: str) -> dict[str, Any] | None:
     try:
         value = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None

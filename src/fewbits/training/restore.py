@@ -19,7 +19,7 @@ def restore(model: nn.Module, folder: Path, optimizer: Any = None) -> None:
     from fewbits.training.sharded_checkpoint import is_sharded_checkpoint, load_sharded
 
     if is_sharded_checkpoint(folder):
-        load_sharded(folder, model, optimizer)
+        load_sharded(folder, model, optimizer, compare=False)  # `fewbits.training.resume` has done so
     elif has_shards(model):
         from fewbits.training.whole_checkpoint import load_whole
 

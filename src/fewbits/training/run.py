@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 
 import fewbits
-from fewbits.errors import BadInput, SpecMismatch
+from fewbits.errors import BadInput
 from fewbits.training.batches import passes_of
 from fewbits.training.build import (
     Built,
@@ -32,7 +32,7 @@ from fewbits.training.build import (
     training_arguments,
     uses_gpu,
 )
-from fewbits.training.checkpointing import Progress, checkpoints, rotate, staged, step_of, write_atomic
+from fewbits.training.checkpointing import Progress, rotate, staged, step_of, write_atomic
 from fewbits.training.config import TrainConfig, parse_memory_budget
 from fewbits.training.data import RowEncoder, TokenData, load_data, read_samples, split_rows
 from fewbits.training.distribute import (
@@ -50,6 +50,7 @@ from fewbits.training.packing import Collator, SequenceDataset
 from fewbits.training.parallel import Layout
 from fewbits.training.ranks import Ranks
 from fewbits.training.restore import restore
+from fewbits.training.resume import check_best, check_unchanged, resumable, weights_of
 from fewbits.training.run_folder import FullDisk, Recorded, RunFolder, now
 from fewbits.training.run_lock import RunLock
 from fewbits.training.samples import answer_all
@@ -145,7 +146,11 @@ class _Run:
         self.built: Built
         self.layout: Layout
         self.eval: TokenData | None = None
+        self.facts: dict[str, str | None] = {}  # hashes of what the run is begun with; the leader's
         self.bar: ProgressBar | None = None
+
+    def _tell(self, sentence: str) -> None:
+        self.console.print(sentence, highlight=False, markup=False)
 
     def prepare(self) -> None:
         """Read the data, then load the model; nothing is written before both are known to be good."""
@@ -167,7 +172,7 @@ class _Run:
         check_vocabulary(self.built.model, self.train_data)
         facts = {name: data.fingerprint() for name, data in self._data().items()}
         check_loaded(self.layout, {**facts, "max_seq_length": self.length}, self.built.model)
-        self.ranks.led("run folder", lambda: self._open(facts["train_data"]))
+        self.ranks.led("run folder", lambda: self._open(facts))
         check_shared(self.ranks, self.folder.path)
         self._begin_record()
 
@@ -187,15 +192,13 @@ class _Run:
         both = {"train_data": self.train_data, "eval_data": self.eval}
         return {name: data for name, data in both.items() if data is not None}
 
-    def _open(self, fingerprint: str) -> None:
+    def _open(self, facts: dict[str, str]) -> None:
         """Begin or go on in the run folder."""
+        for path in self.folder.missing():
+            self._tell(f"{path} is missing, so what it would be compared with goes unseen on this resume.")
         self.folder.open(self.config, resume=self.resume)
-        earlier = self.folder.read().get("data", {}).get("fingerprint")
-        if earlier is not None and earlier != fingerprint:
-            raise SpecMismatch(
-                f"{self.config.train_data} or its tokenizer has changed since the run in {self.folder.path}"
-                " began; bring back the old data, or begin in another output_dir."
-            )
+        self.facts = {"eval_data": None, **facts, "weights": weights_of(self.config.model)}
+        check_unchanged(self.folder, self.config, self.facts)
 
     def _begin_record(self) -> None:
         model = self.built.model
@@ -214,7 +217,7 @@ class _Run:
             receipt=self.built.receipt,
             parameters=count_weights(model),
             data={
-                "fingerprint": self.train_data.fingerprint(),
+                "fingerprints": self.facts,
                 "max_seq_length": self.length,
                 "train": asdict(self.train_data.report),
                 "eval": None if self.eval is None else asdict(self.eval.report),
@@ -225,13 +228,15 @@ class _Run:
 
     def train(self) -> None:
         """Samples, then the training itself, from the newest checkpoint if there is one."""
-        from fewbits.training.callbacks import Schedule
+        from fewbits.training.callbacks import Schedule, damaged_metrics
         from fewbits.training.trainer import Trainer
 
         config, model = self.config, self.built.model
-        found = self._checkpoints()
+        found = resumable(self.folder, self.ranks, self._tell) if self.resume else []
         progress = Progress.load(found[-1]) if found else Progress()
-        self._samples_before(needs_base=bool(found))
+        if found and (count := damaged_metrics(self.folder.metrics)):
+            self._tell(f"{count} lines of {self.folder.metrics} cannot be read and are left out.")
+        self._samples_before()
         dataset = sequences(self.train_data, config, self.length)
         evaluation = None if self.eval is None else sequences(self.eval, config, self.length)
         steps = total_steps(config, len(dataset))
@@ -280,13 +285,6 @@ class _Run:
             if self.bar is not None:
                 self.bar.close()
         self._end_record(trainer, progress, keep_best=keep_best)
-
-    def _checkpoints(self) -> list[Path]:
-        """Those to go on from, as the leader sees them."""
-        if not self.resume:
-            return []
-        names = self.ranks.led("checkpoints", lambda: [p.name for p in checkpoints(self.folder.checkpoints)])
-        return [self.folder.checkpoints / name for name in names]
 
     def _callbacks(self, schedule: Schedule, progress: Progress) -> list[Any]:
         from fewbits.training.callbacks import MetricsFile, ProgressBar, StillOurs
@@ -340,11 +338,7 @@ class _Run:
     def _end_record(self, trainer: Trainer, progress: Progress, *, keep_best: bool) -> None:
         state = trainer.state
         if keep_best and state.best_global_step and state.best_global_step != state.global_step:
-            best = self.folder.checkpoints / f"checkpoint-{state.best_global_step}"
-            restore(self.built.model, best)
-            self.console.print(
-                f"the best weights are those of step {state.best_global_step}", highlight=False
-            )
+            self._take_best(self.folder.checkpoints / f"checkpoint-{state.best_global_step}")
         self.folder.write(
             steps=state.global_step,
             tokens=progress.tokens,
@@ -357,7 +351,18 @@ class _Run:
             communication=None if trainer.exchange is None else str(trainer.exchange),
         )
 
-    def _samples_before(self, *, needs_base: bool) -> None:
+    def _take_best(self, best: Path) -> None:
+        """End with the weights of the best checkpoint, unless somebody has removed it."""
+        if not self.ranks.led("best", best.is_dir):
+            note = f"the best weights, {best.name}, were removed: the run ends with its newest weights."
+            self.folder.write(best_weights=note)
+            self._tell(note)
+            return
+        check_best(best, self.folder, self.ranks, self._tell)
+        restore(self.built.model, best)
+        self._tell(f"the best weights are those of step {step_of(best)}")
+
+    def _samples_before(self) -> None:
         if self.ranks.led("samples", self.folder.samples.is_file):
             return
         samples = [self.encoder.prompt(self._format(), prompt) for prompt in self.config.sample_prompts]
@@ -388,9 +393,7 @@ class _Run:
 
     def finish(self) -> None:
         """Sample answers, the adapter or model in final/, the merged model, the report."""
-        samples = self.ranks.led(
-            "samples", lambda: json.loads(self.folder.samples.read_text(encoding="utf-8"))
-        )
+        samples = self.ranks.led("samples", self.folder.read_samples)
         for sample, text in zip(samples, self._answers([s["prompt"] for s in samples]), strict=True):
             sample["after"] = text
         self._write_samples(samples)

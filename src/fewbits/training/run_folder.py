@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 from fewbits.errors import BadInput, TrainingStopped
 from fewbits.models.whole_folder import is_disk_full
-from fewbits.training.checkpointing import remove_leftovers, write_atomic
+from fewbits.training.checkpointing import PREFIX, remove_leftovers, write_atomic
 from fewbits.training.config import TrainConfig
 from fewbits.training.run_lock import RunLock
 
@@ -35,6 +36,7 @@ class RunFolder:
         """Refuse a folder that holds another run; writes nothing."""
         if self.path.exists() and not self.path.is_dir():
             raise BadInput(f"output_dir {self.path} is a file; choose another name.")
+        self._check_kinds()
         held = any(
             path.exists() for path in (self.config, self.run, self.metrics, self.checkpoints, self.final)
         )
@@ -49,6 +51,27 @@ class RunFolder:
                 raise BadInput(
                     f"output_dir {self.path} holds another run, with another {', '.join(changed)}; choose"
                     " another output_dir, or resume with the configuration in its config.yaml."
+                )
+
+    def missing(self) -> list[Path]:
+        """Records that a run with checkpoints should have: settings, and hashes of data and weights."""
+        begun = self.checkpoints.is_dir() and any(self.checkpoints.glob(f"{PREFIX}*"))
+        return [path for path in (self.config, self.run) if begun and not path.is_file()]
+
+    def _check_kinds(self) -> None:
+        """A folder of a file's name, or a file of a folder's, is not ours to remove."""
+        files = (self.config, self.run, self.metrics, self.samples, self.path / "report.html")
+        for path in files:
+            if path.is_dir():
+                raise BadInput(
+                    f"{path} is a folder, where a file of the run belongs; move it away, or choose another"
+                    " output_dir."
+                )
+        for path in (self.checkpoints, self.final, self.merged):
+            if path.exists() and not path.is_dir():
+                raise BadInput(
+                    f"{path} is a file, where a folder of the run belongs; move it away, or choose another"
+                    " output_dir."
                 )
 
     def open(self, config: TrainConfig, *, resume: bool) -> None:
@@ -67,8 +90,28 @@ class RunFolder:
             self.write(status="stopped", ended=now(), error=sentence)
 
     def read(self) -> dict[str, Any]:
-        """What run.json says so far."""
-        return json.loads(self.run.read_text(encoding="utf-8")) if self.run.is_file() else {}
+        """What run.json says so far.
+
+        Raises:
+            BadInput: it is damaged.
+        """
+        if not self.run.is_file():
+            return {}
+        facts = read_json(self.run, dict)
+        if not isinstance(facts.get("data", {}), dict):
+            raise BadInput(_damaged(self.run))
+        return dict(facts)
+
+    def read_samples(self) -> list[dict[str, Any]]:
+        """The sample prompts and what was answered so far.
+
+        Raises:
+            BadInput: the file is damaged.
+        """
+        samples = read_json(self.samples, list)
+        if not all(isinstance(s, dict) and isinstance(s.get("prompt"), str) for s in samples):
+            raise BadInput(_damaged(self.samples))
+        return list(samples)
 
     def write(self, **facts: Any) -> None:
         """Add facts to run.json."""
@@ -76,6 +119,29 @@ class RunFolder:
             return
         self.lock.confirm()
         write_atomic(self.run, json.dumps({**self.read(), **facts}, indent=1, default=str) + "\n")
+
+
+def read_json(path: Path, kind: type) -> Any:
+    """A run's own file of JSON.
+
+    Raises:
+        BadInput: it cannot be read, or holds another kind of value; with the command that does without it.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise BadInput(_damaged(path)) from error
+    if not isinstance(value, kind):
+        raise BadInput(_damaged(path))
+    return value
+
+
+def _damaged(path: Path) -> str:
+    config = shlex.quote(str(path.parent / "config.yaml"))
+    return (
+        f"{path} is damaged; no checkpoint depends on it, so the run goes on without what it recorded:"
+        f" rm {shlex.quote(str(path))} && fewbits train {config} --resume"
+    )
 
 
 class Recorded:

@@ -40,6 +40,7 @@ from fewbits.models.checkpoint import INDEX, WEIGHTS
 from fewbits.models.fused import load_scales, scales_of
 from fewbits.training.checkpointing import staged
 from fewbits.training.fsdp import local, place_of, reshard
+from fewbits.training.manifest import Writers, fault_of, has_manifest
 from fewbits.training.optimizer import AdamW8bit
 from fewbits.training.whole_views import gathered, pieces_of, places_of, slice_like, whole_views
 
@@ -51,7 +52,8 @@ def write_sharded(
     final: Path, model: Any, optimizer: Any = None, extra: Mapping[str, Any] | None = None
 ) -> None:
     """`save_sharded` into a folder that takes the name ``final`` when it is whole; every rank calls."""
-    with staged(final, leader=_rank() == 0, barrier=_barrier) as folder:
+    writers = Writers(_rank(), _world_size(), _everyones)
+    with staged(final, leader=_rank() == 0, barrier=_barrier, writers=writers) as folder:
         save_sharded(folder, model, optimizer, extra)
 
 
@@ -86,13 +88,14 @@ def save_sharded(
         _save_configuration(model, folder)
 
 
-def load_sharded(folder: Path, model: Any, optimizer: Any = None) -> dict[str, Any]:
+def load_sharded(folder: Path, model: Any, optimizer: Any = None, *, compare: bool = True) -> dict[str, Any]:
     """Put a checkpoint's weights and the optimizer's state where they belong; every rank calls.
 
     Args:
         folder: what `save_sharded` wrote, with any number of ranks.
         model: of the same architecture and adapters, sharded in any way or not at all.
         optimizer: as in `save_sharded`.
+        compare: first compare all bytes with the folder's manifest, if it has one.
 
     Returns:
         ``extra``.
@@ -105,6 +108,10 @@ def load_sharded(folder: Path, model: Any, optimizer: Any = None) -> dict[str, A
 
     reshard(model)
     optimizer = _inner(optimizer)
+    if compare and has_manifest(folder):
+        faults = _everyones(fault_of(folder, _rank(), _world_size()))
+        if fault := next((fault for fault in faults if fault), None):
+            raise BadCheckpoint(f"{folder} is damaged: {fault}; remove it to resume from the one before.")
     facts, sizes = _read(folder)
     state: dict[str, Any] = {f"model.{name}": tensor for name, tensor in kept(model).items()}
     _check(folder, state, sizes)
@@ -439,6 +446,15 @@ def _rank() -> int:
 
 def _world_size() -> int:
     return distributed.get_world_size() if distributed.is_initialized() else 1
+
+
+def _everyones(value: Any) -> list[Any]:
+    """What each rank has, by rank."""
+    if not distributed.is_initialized():
+        return [value]
+    values: list[Any] = [None] * _world_size()
+    distributed.all_gather_object(values, value)
+    return values
 
 
 def _barrier() -> None:

@@ -20,6 +20,7 @@ from fewbits.training.averaging import GradientMean
 from fewbits.training.batches import StepBatches
 from fewbits.training.checkpointing import PREFIX, Progress, rotate, staged
 from fewbits.training.graph import GraphedStep
+from fewbits.training.manifest import Writers
 from fewbits.training.memory_budget import MemoryBudget
 from fewbits.training.numbers import NumberCheck
 from fewbits.training.packing import Batch, EpochSampler, count_trained
@@ -280,8 +281,12 @@ class Trainer(transformers.Trainer):
         self._share_scales()
         folder = Path(self.args.output_dir)
         final = folder / f"{PREFIX}{self.state.global_step}"
+        ranks = self.layout.ranks
         with staged(
-            final, leader=self.args.should_save, barrier=self.accelerator.wait_for_everyone
+            final,
+            leader=self.args.should_save,
+            barrier=self.accelerator.wait_for_everyone,
+            writers=Writers(ranks.rank, ranks.size, partial(ranks.exchange, "manifest")),
         ) as staging:
             self._save_rng_state(str(staging))
             self._save_optimizer_and_scheduler(str(staging))
