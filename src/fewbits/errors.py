@@ -35,5 +35,17 @@ class PeerLost(TrainingStopped):
     """Another process of the same run was killed, has stopped, or does not answer."""
 
 
+class StoppedBySignal(TrainingStopped):
+    """A signal asked the run to end; what is lost is nothing before the checkpoint that the message names.
+
+    Attributes:
+        number: of the signal; a process ends with 128 and it.
+    """
+
+    def __init__(self, text: str, number: int = 15) -> None:
+        super().__init__(text)
+        self.number = number
+
+
 class NotFused(Exception):
     """A reason, in words, why a decoder layer's own forward is taken; it never leaves the layer."""

@@ -7,6 +7,7 @@ import json
 import os
 import pty
 import re
+import signal
 import subprocess
 import sys
 import textwrap
@@ -16,8 +17,9 @@ from contextlib import suppress
 import psutil
 import pytest
 
-from fewbits.cli.launch import processes, run_processes, wants_launch
+from fewbits.cli.launch import check_tasks, processes, run_processes, wants_launch
 from fewbits.cli.launch_flags import add_launch_flags, without_launch_flags
+from fewbits.doctor.launchers import launched as launched_as
 from fewbits.errors import BadInput, PeerLost, Unsupported
 
 HEAD = """
@@ -63,6 +65,95 @@ def test_a_killed_rank_is_to_blame_and_not_the_one_that_lost_it(launched):
         r" the checkpoints are whole: go on with --resume\.\n",
         told,
     ), told
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_rank_that_somebody_else_ends_is_to_blame(number, launched):
+    """Not the other one, which the agent ends with the same signal, or which lost it."""
+    code, told = launched(
+        f"""
+        time.sleep(2)
+        if rank == 1:
+            os.kill(os.getpid(), {int(number)})
+        time.sleep(60)
+        """
+    )
+    assert code == 128 + number
+    assert re.match(rf"error: rank 1 \(process \d+\) was killed by {number.name}; ", told), told
+
+
+def test_a_stopped_rank_is_named_at_once_and_ended_in_good_time(launched, monkeypatch):
+    monkeypatch.setattr("fewbits.cli.rank_processes.STOPPED_S", 3.0)
+    began = time.monotonic()
+    code, told = launched(
+        """
+        time.sleep(1)
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(60)
+        """
+    )
+    first, last = told.splitlines()
+    assert code == 1 and time.monotonic() - began < 20
+    assert re.match(
+        r"rank 1 \(process (\d+)\) was stopped by SIGSTOP, .*; kill -CONT \1 lets it go on", first
+    )
+    assert re.match(r"error: rank 1 \(process \d+\) was stopped by SIGSTOP and stood still for [345] s", last)
+    assert "memory" not in told
+
+
+def test_a_stopped_rank_may_go_on(launched, capsys):
+    code, told = launched(
+        """
+        if rank == 1:
+            if os.fork() == 0:
+                time.sleep(3)
+                os.kill(os.getppid(), signal.SIGCONT)
+                os._exit(0)
+            os.kill(os.getpid(), signal.SIGSTOP)
+        """
+    )
+    assert code == 0 and "rank 1" in told and len(told.splitlines()) == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_to_the_launcher_is_handed_on_and_waited_for(number, tmp_path):
+    """As from a scheduler: the ranks take their time, and the launcher ends with what they say."""
+    code = HEAD + textwrap.dedent(
+        """
+        from pathlib import Path
+        def heard(number, frame):
+            time.sleep(1)
+            fail_with(f"StoppedBySignal: {signal.Signals(number).name} came: the checkpoint of step 3 of 9"
+                      " is written; go on with --resume.", 128 + number)
+        def fail_with(text, code):
+            told = {"message": {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}}
+            open(os.environ["TORCHELASTIC_ERROR_FILE"], "w").write(json.dumps(told))
+            os._exit(code)
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, heard)
+        Path(sys.argv[1], str(rank)).touch()
+        time.sleep(60)
+        """
+    )
+    starts = (
+        "import argparse, sys\n"
+        "from pathlib import Path\n"
+        "from fewbits.cli.launch import run_processes\n"
+        "args = argparse.Namespace(nnodes=None)\n"
+        "command = [sys.executable, '-c', sys.argv[1], sys.argv[2]]\n"
+        "sys.exit(run_processes(command, args, count=2, logs=Path(sys.argv[2]) / 'logs'))\n"
+    )
+    words = [sys.executable, "-c", starts, code, str(tmp_path)]
+    process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not all((tmp_path / str(rank)).exists() for rank in (0, 1)):
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(number)
+    told = process.communicate(timeout=60)[1]
+    assert process.returncode == 128 + number
+    assert told == f"{number.name} came: the checkpoint of step 3 of 9 is written; go on with --resume.\n"
 
 
 def test_a_refusal_is_told_once_and_leaves_no_folder(launched, tmp_path):
@@ -115,6 +206,28 @@ def test_what_is_started():
     assert not wants_launch(flags("--nproc-per-node", "2", "--launched"))
     with pytest.raises(BadInput, match="not how many processes each starts"):
         wants_launch(flags("--nnodes", "2"))
+    for flag, value in (("--node-rank", "1"), ("--rdzv-endpoint", "node0:29500"), ("--rdzv-id", "a")):
+        with pytest.raises(BadInput, match=f"{flag} says how machines meet, but not how many there are, .*"):
+            wants_launch(flags("--nproc-per-node", "2", flag, value))
+    with pytest.raises(BadInput, match=r"--node-rank is 2, and of 2 machines .* the numbers are 0 to 1"):
+        wants_launch(flags("--nproc-per-node", "2", "--nnodes", "2", "--node-rank", "2"))
+
+
+def test_tasks_that_do_not_know_of_each_other_are_refused():
+    """As `srun --ntasks=4 fewbits train`, one task a GPU: four runs on one folder."""
+    slurm = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "2"}
+    for words in ((), ("--nproc-per-node", "2")):
+        with pytest.raises(
+            Unsupported, match=r"srun has started this as task 2 of 4, .* add --nproc-per-node 1"
+        ):
+            check_tasks(flags(*words), launched_as(slurm))
+    with pytest.raises(Unsupported, match="mpirun has started this as task 0 of 2"):
+        check_tasks(flags(), launched_as({"OMPI_COMM_WORLD_SIZE": "2"}))
+    check_tasks(flags("--nproc-per-node", "1", "--nnodes", "1"), launched_as(slurm))
+    check_tasks(flags("--nproc-per-node", "4", "--nnodes", "4"), launched_as(slurm))
+    check_tasks(flags(), launched_as({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}))  # a batch script itself
+    check_tasks(flags(), launched_as({**slurm, "RANK": "2", "LOCAL_RANK": "2"}))
+    assert launched_as({"TORCHELASTIC_RESTART_COUNT": "3"}).restarts == 3
 
 
 def test_machines_need_a_meeting_place(tmp_path):

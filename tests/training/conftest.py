@@ -81,7 +81,8 @@ class Killer:
     def run(self, config: dict, *, resume: bool = True, **fate: float | None) -> dict:
         """One run: exit status (-9: killed), seconds, number of fsyncs, and the error if there was one.
 
-        ``after`` seconds or ``at_fsync`` it is killed; it writes no file larger than ``file_limit`` bytes.
+        ``after`` seconds, ``at_fsync`` or in ``at_step`` it is killed, in a step by ``signal``; it writes no
+        file larger than ``file_limit`` bytes.
         """
         self.process.stdin.write(json.dumps({"config": config, "resume": resume, **fate}) + "\n")
         self.process.stdin.flush()
@@ -90,7 +91,8 @@ class Killer:
     def run_ranks(self, configs: list[dict], *, resume: bool = False, **fate: object) -> list[dict]:
         """The same for the ranks of one run. ``kill``: (rank, n), at its n-th fsync, or for -n in step n.
 
-        ``pace``: of the watch's heartbeats. ``by_slices``: sharded models are read so, as they are on GPUs.
+        ``signal``: what it gets in that step instead of SIGKILL. ``pace``: of the watch's heartbeats.
+        ``by_slices``: sharded models are read so, as they are on GPUs.
         """
         order = {"configs": configs, "resume": resume, **fate}
         self.process.stdin.write(json.dumps(order) + "\n")

@@ -41,7 +41,7 @@ def child(order: dict, counter: int) -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # the write fails with EFBIG, as on a full disk
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     if step := order.get("at_step"):
-        kill_at(step)
+        kill_at(step, order.get("signal") or signal.SIGKILL)
     if pace := order.get("pace"):
         run.Watch = functools.partial(watch.Watch, pace=watch.Pace(**pace))
     if order.get("by_slices"):  # as on GPUs
@@ -49,13 +49,13 @@ def child(order: dict, counter: int) -> None:
     run.train(TrainConfig.from_mapping(order["config"]), resume=order["resume"])
 
 
-def kill_at(step: int) -> None:
-    """Dies in the middle of an optimizer step, after its gradients and before the others have them."""
+def kill_at(step: int, number: int) -> None:
+    """Sends itself a signal in an optimizer step, after its gradients and before the others have them."""
     original = trainer.Trainer.training_step
 
     def fatal(self, *arguments, **options):
         if self.state.global_step + 1 == step and self.accelerator.sync_gradients:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), number)
         return original(self, *arguments, **options)
 
     trainer.Trainer.training_step = fatal
@@ -114,6 +114,7 @@ def several(order: dict) -> list[dict]:
     for rank, config in enumerate(order["configs"]):
         alone = {name: order.get(name) for name in ("resume", "pace", "by_slices")} | {"config": config}
         if rank == rank_to_kill:
+            alone["signal"] = order.get("signal")
             alone["at_fsync" if at > 0 else "at_step"] = abs(at)
         runs.append(Run(alone, {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}))
     return [run.outcome() for run in runs]

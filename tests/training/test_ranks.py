@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import re
+import signal
+import subprocess
+import sys
 import threading
 import time
 
+import psutil
 import pytest
 import torch
 from torch.distributed import HashStore
@@ -13,6 +19,7 @@ from fewbits.errors import BadInput, PeerLost, SpecMismatch, TrainingStopped
 from fewbits.recipes import get_recipe
 from fewbits.training.averaging import GradientMean
 from fewbits.training.batches import StepBatches
+from fewbits.training.neighbours import Place
 from fewbits.training.numbers import NumberCheck
 from fewbits.training.packing import EpochSampler
 from fewbits.training.parallel import choose, data_share, need_of
@@ -135,6 +142,49 @@ def test_a_silent_neighbour_is_found_and_told_to_all():
     assert len(ended) == 2 and ended[0] == ended[1]
     assert ended[0].startswith("rank 1 of 2 has given no sign of life for 0.4 s")
     assert store.get("failed").decode() == ended[0]
+
+
+def neighbour(store, code):
+    """A process of this machine, which the store takes for rank 1."""
+    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
+    began = psutil.Process(process.pid).create_time()
+    store.set("place/1", json.dumps({**Place.here().as_dict(), "pid": process.pid, "began": began}))
+    return process
+
+
+def test_a_neighbour_whose_process_is_gone_is_found_without_silence():
+    store = Store()
+    process = neighbour(store, "import os; os.kill(os.getpid(), 9)")
+    watch, ended = watching(0, store, pace=Pace(period_s=0.02, silence_s=600))
+    with watch:
+        until(lambda: ended)
+    process.wait()
+    assert re.match(rf"rank 1 of 2 \(process {process.pid} on .+\) is gone, and has not said why; ", ended[0])
+
+
+def test_a_stopped_neighbour_is_named_and_may_go_on():
+    store = Store()
+    process = neighbour(store, "input()")
+    watch, ended = watching(0, store, pace=Pace(period_s=0.02, silence_s=600, stopped_s=0.5))
+    with watch:
+        time.sleep(0.3)
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(0.2)
+        process.send_signal(signal.SIGCONT)
+        time.sleep(0.6)
+        assert not ended
+        process.send_signal(signal.SIGSTOP)
+        until(lambda: ended)
+    process.kill()
+    process.wait()
+    assert re.match(rf"rank 1 of 2 \(process {process.pid} on .+\) has been stopped for [01] s; ", ended[0])
+
+
+def test_a_neighbour_of_another_machine_is_not_looked_for():
+    here = Place.here()
+    assert Place(2**22 + 1, here.began, here.machine).fate() == "gone"
+    assert Place(here.pid, here.began - 100, here.machine).fate() == "gone"  # its number came again
+    assert Place(2**22 + 1, here.began, "another kernel").fate() == "" == here.fate()
 
 
 def test_a_rank_without_its_launcher_ends_and_says_so_to_all():

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import random
+import signal
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from fewbits.cli import describe
+from fewbits.errors import StoppedBySignal
+from fewbits.training.ranks import Ranks
 from fewbits.training.run_lock import RunLock
+from fewbits.training.signals import StopRequest
 
 LORA = {"load_in_4bit": False, "lora_r": 4, "lora_dropout": 0.2, "gradient_accumulation": 2, "batch_size": 3}
 FULL = {"load_in_4bit": False, "lora_r": 0, "packing": True, "max_seq_length": 64, "batch_size": 2}
@@ -108,6 +113,40 @@ def test_killed_by_the_clock(whole, killer, tiny_folder, tiny_data, tmp_path):
         assert result["status"] in (0, -9)
     assert killer.run(config, resume=True)["status"] == 0
     assert_same(remains(tmp_path / "run"), want)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_asks_for_a_checkpoint_and_the_end(number, whole, killer, tiny_folder, tiny_data, tmp_path):
+    """As schedulers announce it: the step under way is ended; resumed, the run is one that nobody stopped."""
+    want, _ = whole["lora"]
+    config = settings(tiny_folder, tiny_data, tmp_path / "run", **LORA)
+    outcome = killer.run(config, at_step=6, signal=number, resume=True)
+    sentence = f"{number.name} came: the checkpoint of step 6 of 21 is written; go on with --resume."
+    assert (outcome["status"], outcome["error"]) == (1, f"StoppedBySignal: {sentence}")
+    assert (tmp_path / "run/checkpoints/checkpoint-6").is_dir()
+    run = json.loads((tmp_path / "run/run.json").read_text())
+    assert (run["status"], run["error"]) == ("stopped", f"StoppedBySignal: {sentence}")
+    assert killer.run(config, resume=True)["status"] == 0
+    assert_same(remains(tmp_path / "run"), want)
+
+
+def test_a_signal_before_the_training_ends_at_once():
+    said = r"SIGUSR1 came to rank 0 of 1 .*, which was not training"
+    with pytest.raises(StoppedBySignal, match=said) as stopped, StopRequest(Ranks()):
+        signal.raise_signal(signal.SIGUSR1)
+    assert stopped.value.number == signal.SIGUSR1 and describe(stopped.value)[0] == 128 + signal.SIGUSR1
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+
+
+def test_who_handles_these_signals_goes_on_handling_them():
+    heard = []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))
+    try:
+        with StopRequest(Ranks()) as stop:
+            signal.raise_signal(signal.SIGUSR1)
+        assert heard == [signal.SIGUSR1] and not stop()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 @pytest.mark.slow

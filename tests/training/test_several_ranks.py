@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -97,6 +98,28 @@ def test_a_killed_rank_ends_the_run_which_resumes_to_the_same_weights(killer, ma
     assert run["status"] == "stopped" and "lost the connection" in run["error"]
     ran(killer.run_ranks([broken] * 2, resume=True))
     assert_same(remains(tmp_path / "broken"), remains(tmp_path / "whole"))
+
+
+@pytest.mark.parametrize(
+    "parallel, rank",
+    [("ddp", 1), pytest.param("fsdp", 0, marks=pytest.mark.slow)],
+)
+def test_a_signal_to_one_rank_stops_all_behind_one_checkpoint(
+    parallel, rank, killer, make, tiny_folder, tmp_path
+):
+    options = {**LORA, "parallel": parallel, "logging_steps": 1}
+    ran(killer.run_ranks([make(tiny_folder, "whole", **options)] * 2))
+    config = make(tiny_folder, "asked", **options)
+    outcomes = killer.run_ranks([config] * 2, kill=(rank, -2), signal=int(signal.SIGTERM), pace=FAST)
+    step = int(newest(tmp_path / "asked").name.removeprefix("checkpoint-"))
+    assert step in (2, 3)  # what the ranks tell each other is read one step later
+    sentence = f"SIGTERM came to rank {rank} of 2: the checkpoint of step {step} of 7 is written;"
+    for outcome in outcomes:
+        assert outcome["status"] == 1 and outcome["error"].startswith(f"StoppedBySignal: {sentence}")
+    ran(killer.run_ranks([config] * 2, resume=True))
+    for name, tensor in weights(tmp_path / "whole").items():
+        assert torch.equal(weights(tmp_path / "asked")[name], tensor), name
+    assert curve(tmp_path / "asked") == curve(tmp_path / "whole")
 
 
 def test_resumed_on_another_number_of_ranks(killer, make, still_folder, tmp_path):

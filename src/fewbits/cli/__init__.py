@@ -1,6 +1,7 @@
 """The command line: ``fewbits COMMAND``. Nothing heavy is imported before a command needs it.
 
-Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted. A failure is one sentence on the error stream;
+Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted, 143 and 138 stopped by SIGTERM and SIGUSR1 (128
+and the signal's number). A failure is one sentence on the error stream;
 ``--debug`` adds the traceback.
 """
 
@@ -14,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 
 from fewbits.cli.parser import build_parser, command_of
-from fewbits.errors import FewbitsError
+from fewbits.errors import FewbitsError, StoppedBySignal
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
@@ -113,6 +114,8 @@ def describe(error: BaseException) -> tuple[int, str]:
     text = " ".join(str(error).split())
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED, "interrupted."
+    if isinstance(error, StoppedBySignal):
+        return 128 + error.number, text
     if isinstance(error, FewbitsError):
         return FAILED, f"error: {text}"
     if isinstance(error, OSError):

@@ -32,7 +32,7 @@ def demo(args: Namespace) -> int:
 
 def train(args: Namespace) -> int:
     """``fewbits train``."""
-    from fewbits.cli.launch import as_rank, launch, wants_launch
+    from fewbits.cli.launch import as_rank, check_tasks, launch, wants_launch
     from fewbits.cli.launch_flags import without_launch_flags
     from fewbits.cli.train_flags import train_overrides
     from fewbits.training.config import TrainConfig
@@ -42,16 +42,21 @@ def train(args: Namespace) -> int:
         config = TrainConfig.from_mapping(overrides)
     else:
         config = TrainConfig.from_yaml(args.config, overrides)
-    if wants_launch(args):
+    starts = wants_launch(args)
+    check_tasks(args)
+    if starts:
         words = without_launch_flags(args.argv)
         return launch(args, words, device=config.device, output_dir=config.output_dir)
     return int(as_rank(args, lambda: _train_here(args, config)))
 
 
 def _train_here(args: Namespace, config: Any) -> int:
+    from fewbits.doctor.launchers import launched
     from fewbits.training.run import train as run_training
 
-    result = run_training(config, resume=args.resume or config.resume, console=console(stderr=True))
+    # what torch's elastic agent starts again goes on by itself
+    resume = args.resume or config.resume or launched().restarts > 0
+    result = run_training(config, resume=resume, console=console(stderr=True))
     if not result.leads:
         return 0
     facts: dict[str, object] = {"model": result.final, "merged": result.merged, "report": result.report}

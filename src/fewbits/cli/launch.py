@@ -19,11 +19,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fewbits.cli.rank_processes import RankProcesses
+from fewbits.doctor.launchers import Launched, launched
 from fewbits.errors import BadInput, PeerLost, Unsupported
 
 LOGS = "logs"
 _TAIL = 25  # lines shown of a failed rank's log
-_OUR_OWN = re.compile(r"^(BadInput|BadCheckpoint|SpecMismatch|Unsupported|TrainingStopped|PeerLost): ")
+_STOPPED = "StoppedBySignal: "
+_OUR_OWN = re.compile(
+    r"^(BadInput|BadCheckpoint|SpecMismatch|Unsupported|TrainingStopped|PeerLost|StoppedBySignal): "
+)
 
 
 def wants_launch(args: Namespace) -> bool:
@@ -40,7 +45,38 @@ def wants_launch(args: Namespace) -> bool:
             f"--{given[0].replace('_', '-')} says how machines meet, but not how many processes each starts;"
             " add --nproc-per-node N (or gpu)."
         )
+    if given and args.nnodes is None:
+        raise BadInput(
+            f"--{given[0].replace('_', '-')} says how machines meet, but not how many there are, so each"
+            " would begin a run of its own in one folder; add --nnodes M, the same on all."
+        )
+    if args.node_rank is not None and not 0 <= args.node_rank < args.nnodes:
+        raise BadInput(
+            f"--node-rank is {args.node_rank}, and of {args.nnodes} machines (--nnodes) the numbers are 0 to"
+            f" {args.nnodes - 1}; give this machine one of these, each a different one."
+        )
     return args.nproc_per_node is not None
+
+
+def check_tasks(args: Namespace, told: Launched | None = None) -> None:
+    """Refuse to be one of several tasks that do not know of each other.
+
+    Args:
+        args: the parsed flags.
+        told: how this process was started; None: as its environment says.
+
+    Raises:
+        Unsupported: Slurm or MPI has started several tasks, each of which would train alone.
+    """
+    told = launched() if told is None else told
+    if told.by is None or told.has_rank or args.nnodes is not None:
+        return
+    raise Unsupported(
+        f"{told.by} has started this as task {told.task} of {told.tasks}, and each would begin a run of its"
+        " own; for one run start one task a machine, with --nproc-per-node gpu, --nnodes M and"
+        " --rdzv-endpoint (docs/several-gpus.md); for a run a task, each with an output_dir of its own, add"
+        " --nproc-per-node 1 --nnodes 1."
+    )
 
 
 def launch(args: Namespace, words: Sequence[str], *, device: str, output_dir: str | Path) -> int:
@@ -89,24 +125,19 @@ def processes(asked: str, device: str) -> int:
 
 def run_processes(command: Sequence[str], args: Namespace, *, count: int, logs: Path) -> int:
     """Any command in ``count`` processes, with torch's variables; its failure told in one sentence."""
-    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous.api import RendezvousError
 
     own = logs / f"{socket.gethostname()}-{os.getpid()}"  # machines share the run folder
     own.mkdir(parents=True, exist_ok=True)
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the sentence is ours
+    running = RankProcesses(lambda: _torchrun(command, args, count=count, logs=own))
     try:
-        _torchrun(command, args, count=count, logs=own)
+        running.run()
     except ChildFailedError as error:
-        code = _tell(error.failures, own)
+        code = _tell(error.failures, own, running)
         _remove_empty(own)
         return code
-    except SignalException as error:
-        _remove_empty(own)
-        told = "interrupted." if error.sigval == signal.SIGINT else f"ended by {error.sigval.name}."
-        sys.stderr.write(f"{told}\n")
-        return 128 + int(error.sigval)
     except RendezvousError as error:
         if any(own.glob("*/attempt_*")):  # they had met: processes were started
             _remove_empty(own)
@@ -119,7 +150,7 @@ def run_processes(command: Sequence[str], args: Namespace, *, count: int, logs: 
             " machine's name and port can be reached from all, and that all were started."
         ) from error
     _remove_empty(own)
-    return 0
+    return 0 if running.signal is None else _ended_by(running.signal)
 
 
 def _torchrun(command: Sequence[str], args: Namespace, *, count: int, logs: Path) -> None:
@@ -148,10 +179,28 @@ def _meeting(args: Namespace) -> list[str]:
     return [*flags, "--rdzv-backend", "static", "--node-rank", str(args.node_rank)]
 
 
-def _tell(failures: Mapping[int, Any], logs: Path) -> int:
+def _ended_by(by: signal.Signals) -> int:
+    """One line and the exit code, where a signal came and no rank has more to say."""
+    sys.stderr.write("interrupted.\n" if by == signal.SIGINT else f"ended by {by.name}.\n")
+    return 128 + int(by)
+
+
+def _tell(failures: Mapping[int, Any], logs: Path, running: RankProcesses) -> int:
     """The log's end and the sentence of the rank that is to blame; its exit code."""
-    rank = min(failures, key=lambda number: (_blame(failures[number]), failures[number].timestamp, number))
+
+    def order(number: int) -> tuple[int, float, int]:
+        return _blame(failures[number], running.first), failures[number].timestamp, number
+
+    rank = min(failures, key=order)
     failure = failures[rank]
+    if _message(failure).startswith(_STOPPED):  # it was asked to, and has written a checkpoint
+        sys.stderr.write(f"{sentence_of(rank, failure)}\n")
+        return int(failure.exitcode)
+    if running.signal is not None:
+        return _ended_by(running.signal)
+    if still := next((running.stopped[f.pid] for f in failures.values() if f.pid in running.stopped), None):
+        sys.stderr.write(f"error: {still}\n")
+        return 1
     log = newest_log(logs, failure.local_rank)
     ours = _OUR_OWN.match(_message(failure))
     if not ours and log is not None:
@@ -163,14 +212,16 @@ def _tell(failures: Mapping[int, Any], logs: Path) -> int:
     return 128 - failure.exitcode if failure.exitcode < 0 else int(failure.exitcode)
 
 
-def _blame(failure: Any) -> int:
+def _blame(failure: Any, first: int | None) -> int:
     """Killed ranks before those that say why, and these before those that only lost another one.
 
+    The agent ends the others with SIGTERM and at last SIGKILL: such an end counts only if it came first.
     NCCL's own watch aborts a rank whose neighbour is gone, so an abort comes no earlier than a sentence.
     """
-    if failure.exitcode < 0 and failure.exitcode not in (-signal.SIGTERM, -signal.SIGABRT):
-        return 0
-    return 2 if _message(failure).startswith("PeerLost: ") or failure.exitcode == -signal.SIGTERM else 1
+    if failure.exitcode < 0 and failure.exitcode != -signal.SIGABRT:
+        by_agent = failure.exitcode == -signal.SIGTERM if first is None else failure.pid != first
+        return 3 if by_agent else 0
+    return 2 if _message(failure).startswith("PeerLost: ") else 1
 
 
 def sentence_of(rank: int, failure: Any) -> str:

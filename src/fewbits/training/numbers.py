@@ -7,7 +7,8 @@ torch's fused optimizers have for gradient scalers). Where the optimizer knows n
 it, the host waits in each step.
 
 With several ranks a step is sound if it is so on every rank: one short sum over them a step tells, so all
-stop at the same step, with the sentence of the rank that saw the bad number.
+stop at the same step, with the sentence of the rank that saw the bad number. The same sum tells all of
+them that one was asked to stop by a signal.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class _Pending:
     names: list[str]
     step: int
     scaled: bool
-    values: Tensor  # (1 + losses + gradients,) on the host: bad losses of all ranks, losses, gradients' norms
+    values: Tensor  # on the host: of all ranks bad losses and wishes to stop, losses, gradients' norms
     event: Any
 
 
@@ -47,6 +48,7 @@ class NumberCheck:
         num_ranks: int = 1,
         is_sharded: bool = False,
         exchange: Callable[[Any], list[Any]] = lambda value: [value],
+        asked: Callable[[], bool] = lambda: False,
     ) -> None:
         """Nothing is seen yet.
 
@@ -55,7 +57,9 @@ class NumberCheck:
             num_ranks: processes that train it.
             is_sharded: a rank sees parts of the gradients only; otherwise all have the same ones.
             exchange: gives every rank's value; called by all of them at a step that was not sound.
+            asked: whether this rank was asked to stop.
         """
+        self._asked, self._others_asked = asked, False
         self._model = model
         self._num_ranks, self._is_sharded, self._exchange = num_ranks, is_sharded, exchange
         self._pending: _Pending | None = None
@@ -77,19 +81,20 @@ class NumberCheck:
         losses = torch.stack([loss.float().mean() for loss, _ in seen])
         local = [_local(g) for _, g in named]
         norms = [g.float().to(losses.device) for g in torch._foreach_norm(local)] if local else []
-        bad = (~losses.isfinite().all()).float()[None]
+        asked = losses.new_full((), float(self._asked()))
+        bad = torch.stack([(~losses.isfinite().all()).float(), asked])
         values = self._of_all(bad, torch.stack(norms) if norms else losses.new_zeros(0))
         skips = not scaled and can_skip(optimizer)
         if skips:
-            sound = values.isfinite().all() & (values[0] == 0) & (values[1:].sum() > 0)
+            sound = values.isfinite().all() & (values[0] == 0) & (values[2:].sum() > 0)
             inner_optimizer(optimizer).found_inf = (~sound).float()
-        host, event = _to_host(torch.cat([values[:1], losses, values[1:]]))
+        host, event = _to_host(torch.cat([values[:2], losses, values[2:]]))
         self._pending = _Pending(seen, [name for name, _ in named], step, scaled, host, event)
         if not skips:
             self.settle()
 
     def _of_all(self, bad: Tensor, norms: Tensor) -> Tensor:
-        """The number of ranks with a bad loss, and the gradients' norms, on every rank the same."""
+        """The numbers of ranks with a bad loss and with a wish, and the gradients' norms, the same on all."""
         if self._num_ranks == 1:
             return torch.cat([bad, norms])
         if not self._is_sharded:  # the norms are of the mean over all ranks
@@ -97,7 +102,7 @@ class NumberCheck:
             return torch.cat([bad, norms])
         values = torch.cat([bad, norms.square()])
         dist.all_reduce(values)
-        return torch.cat([values[:1], values[1:].sqrt()])
+        return torch.cat([values[:2], values[2:].sqrt()])
 
     def settle(self) -> None:
         """Raise if the step seen last was not sound; waits for that step only."""
@@ -106,14 +111,19 @@ class NumberCheck:
             return
         if pending.event is not None:
             pending.event.synchronize()
-        bad, losses = pending.values[0], pending.values[1 : 1 + len(pending.seen)]
-        norms = pending.values[1 + len(pending.seen) :]
+        bad, losses = pending.values[0], pending.values[2 : 2 + len(pending.seen)]
+        norms = pending.values[2 + len(pending.seen) :]
+        self._others_asked = self._others_asked or bool(pending.values[1])
         if bad or not losses.isfinite().all():
             mine = "" if losses.isfinite().all() else self._bad_loss(pending, losses)
             raise TrainingStopped(next(text for text in self._exchange(mine) if text))
         if pending.scaled or (norms.any() and norms.isfinite().all()):
             return
         raise TrainingStopped(self._bad_gradients(pending, norms))
+
+    def asked_to_stop(self) -> bool:
+        """Whether the run is to end behind this step: with several ranks the same on all of them."""
+        return self._others_asked if self._num_ranks > 1 else self._asked()
 
     def _bad_gradients(self, pending: _Pending, norms: Tensor) -> str:
         mine = [group for _, rows in pending.seen for group in rows]

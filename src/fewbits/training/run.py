@@ -54,6 +54,7 @@ from fewbits.training.resume import check_best, check_unchanged, resumable, weig
 from fewbits.training.run_folder import FullDisk, Recorded, RunFolder, now
 from fewbits.training.run_lock import RunLock
 from fewbits.training.samples import answer_all
+from fewbits.training.signals import StopRequest
 from fewbits.training.watch import Watch
 
 if TYPE_CHECKING:  # they import transformers, which a run does when it begins
@@ -104,14 +105,19 @@ def train(config: TrainConfig, *, resume: bool = False, console: Console | None 
     tell = partial(console.print, highlight=False, markup=False)
     folder = RunFolder(config.output_dir, RunLock(config.output_dir, take_over=config.take_over, tell=tell))
     folder.is_written = ranks.leads
-    with folder.lock, Recorded(folder), Watch(ranks, told=folder.note_end), FullDisk(folder):
-        check_start(ranks, config, resume=resume)
-        if not ranks.led("run folder", lambda: _is_over(folder, config, resume=resume)):
-            run = _Run(config, folder, console, ranks, resume=resume)
-            run.prepare()
-            run.train()
-            run.finish()
-        ranks.leave()
+    stop = StopRequest(ranks)
+    with folder.lock, Recorded(folder), stop:
+        with Watch(ranks, told=folder.note_end), FullDisk(folder):
+            check_start(ranks, config, resume=resume)
+            if not ranks.led("run folder", lambda: _is_over(folder, config, resume=resume)):
+                run = _Run(config, folder, console, ranks, stop, resume=resume)
+                run.prepare()
+                run.train()
+                if stop.answer is None:
+                    run.finish()
+            ranks.leave()
+        if stop.answer is not None:
+            stop.end(*run.reached)
     return replace(_result(folder), leads=ranks.leads)
 
 
@@ -136,12 +142,21 @@ class _Run:
     """The stages of a run and what they hand on."""
 
     def __init__(
-        self, config: TrainConfig, folder: RunFolder, console: Console, ranks: Ranks, *, resume: bool
+        self,
+        config: TrainConfig,
+        folder: RunFolder,
+        console: Console,
+        ranks: Ranks,
+        stop: StopRequest,
+        *,
+        resume: bool,
     ) -> None:
         self.config = config
         self.folder = folder
         self.console = console
         self.ranks = ranks
+        self.stop = stop
+        self.reached = (0, 0)  # the last step and that of the run's end
         self.resume = resume
         self.built: Built
         self.layout: Layout
@@ -270,6 +285,7 @@ class _Run:
             communication=communication_of(config, self.layout),
             per_step=sequences_per_step(config),
             optimizer_cls_and_kwargs=optimizer_class(config),
+            asked_to_stop=self.stop,
         )
         over = found and (progress.stopped_early or step_of(found[-1]) >= steps)
         try:
@@ -280,11 +296,14 @@ class _Run:
                 if self.ranks.leads:
                     rotate(self.folder.checkpoints, config.keep_checkpoints, trainer.state.best_global_step)
             else:
-                trainer.train(resume_from_checkpoint=str(found[-1]) if found else None)
+                with self.stop.noted():
+                    trainer.train(resume_from_checkpoint=str(found[-1]) if found else None)
         finally:
             if self.bar is not None:
                 self.bar.close()
-        self._end_record(trainer, progress, keep_best=keep_best)
+        self.reached = trainer.state.global_step, steps
+        if self.stop.answer is None:
+            self._end_record(trainer, progress, keep_best=keep_best)
 
     def _callbacks(self, schedule: Schedule, progress: Progress) -> list[Any]:
         from fewbits.training.callbacks import MetricsFile, ProgressBar, StillOurs

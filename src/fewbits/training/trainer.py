@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,7 @@ class Trainer(transformers.Trainer):
         layout: Layout | None = None,
         communication: Format | None = None,
         per_step: int | None = None,
+        asked_to_stop: Callable[[], bool] = lambda: False,
         **kwargs: Any,
     ) -> None:
         """Args: those of transformers.Trainer, and ours.
@@ -63,6 +64,7 @@ class Trainer(transformers.Trainer):
             layout: how several processes share the model; None: each holds all of it.
             communication: the format in which gradients travel between processes.
             per_step: sequences of an optimizer step on all processes together; None: as the host counts them.
+            asked_to_stop: whether this process was asked to; all then stop behind a checkpoint.
             kwargs: of transformers.Trainer.
         """
         super().__init__(*args, **kwargs)
@@ -83,6 +85,7 @@ class Trainer(transformers.Trainer):
             num_ranks=self.accelerator.num_processes,
             is_sharded=self.layout.is_sharded,
             exchange=partial(self.layout.ranks.exchange, "bad numbers"),
+            asked=asked_to_stop,
         )
         self._mean = GradientMean(self.model.parameters(), self.layout.data_size) if self._waits() else None
         alone = self.accelerator.num_processes == 1 or self._mean is not None
@@ -196,6 +199,10 @@ class Trainer(transformers.Trainer):
             if self.memory is not None:
                 self.memory.end_step()
         return loss
+
+    def asked_to_stop(self) -> bool:
+        """Whether the run ends behind this step, with a checkpoint, because a signal came to some rank."""
+        return self._numbers.asked_to_stop()
 
     def _pass_of(self, model: nn.Module) -> Pass:
         """The host's forward and backward pass, as a graph where that was asked for."""
@@ -408,6 +415,8 @@ class _EpochOrder(transformers.TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         state.epoch = state.global_step / self.trainer.batches.num_steps
+        if self.trainer.asked_to_stop():
+            control.should_log = control.should_save = control.should_training_stop = True
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.trainer.order is not None:

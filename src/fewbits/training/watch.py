@@ -11,6 +11,7 @@ The cost: each rank makes about four short requests in a period, whatever the nu
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import threading
@@ -23,6 +24,7 @@ from typing import Any
 import torch.distributed as dist
 
 from fewbits.errors import PeerLost
+from fewbits.training.neighbours import Place
 from fewbits.training.ranks import Ranks, is_broken_connection
 
 _FAILED = "failed"
@@ -35,6 +37,7 @@ class Pace:
 
     period_s: float = 3.0
     silence_s: float = 40.0
+    stopped_s: float = 15.0  # for which a process of this machine may be stopped
 
 
 def end_process(sentence: str) -> None:
@@ -72,10 +75,13 @@ class Watch:
         self._thread: threading.Thread | None = None
         # a connection of its own: a main thread that waits in the store holds the other one
         self._store: Any = None if ranks.size == 1 else ranks.store.clone()
+        self._places: dict[int, Place] = {}
+        self._still: dict[int, float] = {}  # since when a neighbour is stopped
         self._launcher = os.getppid() if dist.is_torchelastic_launched() else None
 
     def __enter__(self) -> Watch:
         if self._store is not None:
+            self._store.set(f"place/{self.ranks.rank}", json.dumps(Place.here().as_dict()))
             self._thread = threading.Thread(target=self._run, name="fewbits-watch", daemon=True)
             self._thread.start()
         return self
@@ -133,10 +139,15 @@ class Watch:
 
     def _run(self) -> None:
         right = (self.ranks.rank + 1) % self.ranks.size
-        seen, since, reached, beat = b"", time.monotonic(), time.monotonic(), 0
+        seen, beat = b"", 0
+        since = reached = before = time.monotonic()
         while not self._done.wait(self.pace.period_s):
             beat += 1
             now = time.monotonic()
+            if now - before > 3 * self.pace.period_s + 1:  # this process was stopped, or its machine
+                since = reached = now
+                self._still.clear()
+            before = now
             if self._launcher is not None and os.getppid() != self._launcher:
                 self._report(self._orphaned())
                 return self._stop(self._orphaned())
@@ -155,7 +166,36 @@ class Watch:
                 seen, since = found, now
             elif found != _LEFT and now - since > self.pace.silence_s:
                 self._report(self._silent(right))
+            self._look_beside(now)
         return None
+
+    def _look_beside(self, now: float) -> None:
+        """Both neighbours, where they are processes of this machine."""
+        size = self.ranks.size
+        for rank in {(self.ranks.rank + step) % size for step in (1, -1)} - {self.ranks.rank}:
+            try:
+                if rank not in self._places and self._store.check([f"place/{rank}"]):
+                    self._places[rank] = Place(**json.loads(self._store.get(f"place/{rank}").decode()))
+                place = self._places.get(rank)
+                fate = "" if place is None else place.fate()
+                # it may have left, and then ended, in the meantime
+                left = (
+                    fate
+                    and self._store.check([self._key(rank)])
+                    and self._store.get(self._key(rank)) == _LEFT
+                )
+            except RuntimeError:  # the store is gone, which is told elsewhere
+                return
+            if place is None or left or fate != "stopped":
+                self._still.pop(rank, None)
+            if place is None or left or not fate:
+                continue
+            who = f"rank {rank} of {size} (process {place.pid} on {self.ranks.host})"
+            whole = "the checkpoints are whole: go on with resume."
+            if fate == "gone":
+                self._report(f"{who} is gone, and has not said why; {whole}")
+            elif now - self._still.setdefault(rank, now) > self.pace.stopped_s:
+                self._report(f"{who} has been stopped for {now - self._still[rank]:.0f} s; {whole}")
 
     def _stop(self, sentence: str) -> None:
         if self._done.is_set():

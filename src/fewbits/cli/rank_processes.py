@@ -1,0 +1,199 @@
+"""Looks after the processes that torch's agent has started: signals go to them, and none stands still unseen.
+
+The agent waits in a thread. The main thread hands signals on: SIGTERM, SIGUSR1 and SIGHUP ask the ranks for a
+checkpoint and the end, for which they may take their time; Ctrl-C ends them at once. A second signal kills.
+
+A process that is stopped (SIGSTOP) is no dead one to the agent, and the others wait for it. The system tells
+its parent, so it is named within a second or two, and after `STOPPED_S` it is ended, and with it the run.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from types import FrameType
+from typing import Any
+
+import psutil
+
+STOPPED_S = 10.0  # for which a process may stand still
+_SAID_S = 1.0  # after which that is said
+_INTERRUPTED_S = 10.0  # within which a process must have ended after Ctrl-C
+_WAIT_S, _LOOK_S = 0.2, 1.0  # looking goes through all processes of the machine
+_HANDED_ON = {  # what came, and what the ranks get
+    "SIGTERM": signal.SIGTERM,
+    "SIGUSR1": signal.SIGUSR1,
+    "SIGHUP": signal.SIGTERM,
+    "SIGINT": signal.SIGINT,
+}
+
+
+class RankProcesses:
+    """The processes of one launch.
+
+    Attributes:
+        signal: the first that came; None: none did.
+        first: number of the process that ended first; None: not known.
+        stopped: sentences about processes that stood still and were ended for it, by process number.
+    """
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        """Args: what starts the processes and waits for them."""
+        self.signal: signal.Signals | None = None
+        self.stopped: dict[int, str] = {}
+        self.first: int | None = None
+        self._agent = _Agent(work)
+        self._handles: dict[int, int] = {}  # numbers of processes, by what is readable when they end
+        self._still: dict[int, float] = {}  # since when, by process number
+        self._said: set[int] = set()
+        self._signalled = 0.0
+        self._seen, self._started = time.monotonic(), False
+
+    def run(self) -> None:
+        """Wait until all have ended.
+
+        Raises:
+            BaseException: what the agent raised.
+        """
+        before = {name: signal.getsignal(getattr(signal, name)) for name in _HANDED_ON}
+        try:
+            for name, old in before.items():
+                if old is not signal.SIG_IGN:  # as nohup has it
+                    signal.signal(getattr(signal, name), self._heard)
+            self._agent.start()
+            while self._agent.is_alive():
+                self._wait()
+                if time.monotonic() - self._seen < _LOOK_S:
+                    continue
+                children = _children()
+                self._look(children)
+                self._watch_ends(children)
+                if self.signal is not None and not children and not self._started:
+                    break  # it waits for other machines, and cannot be told
+        finally:
+            for name, old in before.items():
+                signal.signal(getattr(signal, name), old)
+            for handle in self._handles:
+                os.close(handle)
+        if self._agent.error is not None:
+            raise self._agent.error
+
+    def _wait(self) -> None:
+        """A moment, or until a process ends: the first, before the agent ends the others, is to blame."""
+        if self.first is not None or not self._handles:
+            self._agent.join(_WAIT_S)
+            return
+        ended, _, _ = select.select(list(self._handles), [], [], _WAIT_S)
+        if ended:
+            self.first = self._handles[ended[0]]
+
+    def _watch_ends(self, children: list[psutil.Process]) -> None:
+        known = set(self._handles.values())
+        for child in children if hasattr(os, "pidfd_open") else ():
+            if child.pid not in known:
+                with suppress(OSError):  # it has ended, or the kernel is too old
+                    self._handles[os.pidfd_open(child.pid)] = child.pid
+
+    def _heard(self, number: int, frame: FrameType | None) -> None:
+        again, self.signal = self.signal is not None, self.signal or signal.Signals(number)
+        self._signalled = self._signalled or time.monotonic()
+        for child in _children():
+            _send(child.pid, signal.SIGKILL if again else _HANDED_ON[signal.Signals(number).name])
+
+    def _look(self, children: list[psutil.Process]) -> None:
+        """Who stands still, or goes on after Ctrl-C."""
+        now = time.monotonic()
+        if now - self._seen > 5 * _LOOK_S:  # this process itself was stopped
+            self._still.clear()
+        self._seen, self._started = now, self._started or bool(children)
+        if self.signal == signal.SIGINT and now - self._signalled > _INTERRUPTED_S:
+            for child in children:
+                _send(child.pid, signal.SIGKILL)
+        for child in children:
+            by = _stopped_by(child.pid)
+            if by is None:
+                self._still.pop(child.pid, None)
+            else:
+                self._judge(child, signal.Signals(by).name, now - self._still.setdefault(child.pid, now))
+
+    def _judge(self, child: psutil.Process, by: str, seconds: float) -> None:
+        who = f"{_rank_of(child)} (process {child.pid})"
+        if seconds >= _SAID_S and child.pid not in self._said:
+            self._said.add(child.pid)
+            sys.stderr.write(
+                f"{who} was stopped by {by}, and the others wait for it; kill -CONT {child.pid} lets it go"
+                f" on, otherwise the run ends in {STOPPED_S - seconds:.0f} s.\n"
+            )
+            sys.stderr.flush()
+        if seconds > STOPPED_S:
+            self.stopped[child.pid] = (
+                f"{who} was stopped by {by} and stood still for {seconds:.0f} s, so it was ended, and the run"
+                " with it; the checkpoints are whole: go on with --resume."
+            )
+            _send(child.pid, signal.SIGKILL)
+
+
+class _Agent(threading.Thread):
+    """torch's agent, whose signal handlers are for a main thread: here it sets none."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        super().__init__(name="fewbits-agent", daemon=True)
+        self.error: BaseException | None = None
+        self._work = work
+
+    def run(self) -> None:
+        with _Kept(self):
+            self._work()
+
+
+class _Kept:
+    """Keeps the error of a thread for who waits for it."""
+
+    def __init__(self, agent: _Agent) -> None:
+        self.agent = agent
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
+        self.agent.error = error
+        return True
+
+
+def _children() -> list[psutil.Process]:
+    """The ranks: what the agent has started."""
+    found = []
+    for child in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess):
+            if child.status() != psutil.STATUS_ZOMBIE:
+                found.append(child)
+    return found
+
+
+def _rank_of(child: psutil.Process) -> str:
+    with suppress(psutil.Error):
+        return f"rank {child.environ()['RANK']}"
+    return "a rank"
+
+
+def _stopped_by(pid: int) -> int | None:
+    """The signal by which a child is stopped; None: it is not."""
+    try:
+        found = os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return None
+    return None if found is None else found.si_status
+
+
+def _send(pid: int, number: signal.Signals) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+__all__ = ["STOPPED_S", "RankProcesses"]
