@@ -28,12 +28,12 @@ from fewbits.nn.segments import KEYWORDS, Segments
 
 NAMES = {"sdpa": "fewbits", "eager": "fewbits_eager"}  # what the host had, and what it is called then
 _STATE = "_fewbits_attention"
-_MASK_SHAPE = (1, 1, 0, 0)
+PLAIN_MASK_SHAPE = (1, 1, 0, 0)
 
 
 def is_plain_mask(attention_mask: Any) -> bool:
     """Whether a layer's attention mask is the empty one that stands for: causal, by window and segments."""
-    return isinstance(attention_mask, Tensor) and attention_mask.shape == _MASK_SHAPE
+    return isinstance(attention_mask, Tensor) and attention_mask.shape == PLAIN_MASK_SHAPE
 
 
 @dataclass
@@ -200,7 +200,10 @@ class _PlainBatches:
         mask = kwargs.get("attention_mask")
         ids = args[0] if args else kwargs.get("input_ids")
         x = kwargs["inputs_embeds"] if ids is None else ids
-        kwargs = {**kwargs, "attention_mask": torch.empty(_MASK_SHAPE, dtype=torch.bool, device=x.device)}
+        kwargs = {
+            **kwargs,
+            "attention_mask": torch.empty(PLAIN_MASK_SHAPE, dtype=torch.bool, device=x.device),
+        }
         positions = kwargs.get("position_ids")
         if mask is None and positions is not None and kwargs.get(KEYWORDS[0]) is None:  # as transformers does
             segments = Segments.from_position_ids(positions.expand(x.shape[0], -1), device="cpu")

@@ -26,6 +26,7 @@ from fewbits.nn.offload import HostStash
 
 if TYPE_CHECKING:  # they define kernels, which takes a fifth of a second: `fuse` imports them
     from fewbits.models.fused_parts import LayerParts, PassScales
+    from fewbits.models.fused_proof import Proofs
     from fewbits.nn.delayed import DelayedScales, Slot
 
 _STATE = "_fewbits_fusion"
@@ -74,7 +75,14 @@ class Fusion:
 
 
 class FusedForward:
-    """The forward of one decoder layer: two nodes where they apply, else the layer's own."""
+    """The forward of one decoder layer: two nodes where they apply, else the layer's own.
+
+    Attributes:
+        unproved: why the nodes could not be compared with the layer when it was fused; it then takes its own
+            forward for as long as it is fused.
+    """
+
+    unproved: str | None = None
 
     def __init__(self, layer: nn.Module, parts: LayerParts, fusion: Fusion, keep: Keep) -> None:
         self.layer, self.parts, self.fusion, self.keep = layer, parts, fusion, keep
@@ -128,6 +136,8 @@ class FusedForward:
         rotary: tuple[Tensor, Tensor] | None,
         kwargs: dict[str, Any],
     ) -> Tensor:
+        if self.unproved is not None:
+            raise NotFused(self.unproved)
         if past_key_values is not None:
             raise NotFused("the call has a KV cache")
         if rotary is None:
@@ -169,6 +179,9 @@ def fuse(
 ) -> Receipt:
     """Let the decoder layers compute as fused nodes, in training and wherever gradients are on.
 
+    One layer of each kind computes both ways first, on a few random tokens; layers whose outputs or gradients
+    differ stay as they are, and the receipt says by how much (`fewbits.models.fused_proof`).
+
     Args:
         model: a Hugging Face model of a known family, converted or not, with or without adapters (which may
             come later); the formats of its linears decide in which precision the products run.
@@ -186,25 +199,16 @@ def fuse(
     """
     from fewbits.models.attention import decoder_of, use_attention
     from fewbits.models.fused_loss import fuse_loss
-    from fewbits.models.fused_parts import LayerParts, check_layer
+    from fewbits.models.fused_proof import Proofs
 
     if fusion_of(model) is not None:
         raise Unsupported("this model is fused already; call fewbits.unfuse first.")
     spec = spec_for(model)
     fusion = Fusion(Receipt(f"{spec.model_type}, fused decoder"), delayed_scaling=delayed_scaling)
+    proofs = Proofs(decoder_of(model), spec, keep or Keep())
     for name in layer_names(model, spec):
-        layer = model.get_submodule(name)
-        parts = LayerParts(layer, spec, name)
-        reason = check_layer(layer, parts)
-        if reason is not None:
-            fusion.receipt.notes.append(f"{name} stays unfused: {reason}")
-            continue
-        forward = FusedForward(layer, parts, fusion, keep or Keep())
-        _put_forward(layer, forward)
-        fusion.guards.append(layer.register_forward_pre_hook(_refuse_copies))
-        fusion.layers.append(forward)
-        before = type(layer).__name__
-        fusion.receipt.changes.append(Change(name, before, f"{before}, forward as two fused nodes", 0, 0))
+        _fuse_layer(name, model.get_submodule(name), proofs, fusion)
+    fusion.receipt.notes.extend(proofs.notes())
     fusion.guards.append(decoder_of(model).register_forward_pre_hook(_no_cache, with_kwargs=True))
     fusion.receipt.notes.append(
         "a pass with gradients, or in training mode, fills no KV cache unless it is called with "
@@ -216,6 +220,29 @@ def fuse(
     fusion.guards.append(_owner(model).register_forward_pre_hook(_refuse_copies))
     object.__setattr__(_owner(model), _STATE, fusion)
     return fusion.receipt
+
+
+def _fuse_layer(name: str, layer: nn.Module, proofs: Proofs, fusion: Fusion) -> None:
+    """Put the fused forward into one layer, if it computes the same."""
+    from fewbits.models.fused_parts import LayerParts, check_layer
+
+    parts = LayerParts(layer, proofs.spec, name)
+    unproved = None
+    try:
+        reason = check_layer(layer, parts) or proofs.why_not(layer)
+    except NotFused as why:
+        reason, unproved = None, str(why)
+        proofs.pending.setdefault(unproved, []).append(name)
+    if reason is not None:
+        proofs.refused.setdefault(reason, []).append(name)
+        return
+    forward = FusedForward(layer, parts, fusion, proofs.keep)
+    forward.unproved = unproved
+    _put_forward(layer, forward)
+    fusion.guards.append(layer.register_forward_pre_hook(_refuse_copies))
+    fusion.layers.append(forward)
+    before = type(layer).__name__
+    fusion.receipt.changes.append(Change(name, before, f"{before}, forward as two fused nodes", 0, 0))
 
 
 def unfuse(model: nn.Module) -> None:

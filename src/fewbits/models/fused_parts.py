@@ -95,15 +95,15 @@ class LayerParts:
         keys = config.num_key_value_heads // ranks
         layout = QKVLayout(x.shape[0], keys * module.num_key_value_groups, keys, module.head_dim)
         return AttentionHalf(
-            norm=self._norm("input_layernorm"),
+            norm=self.norm("input_layernorm"),
             qkv=self._projection(self._qkv, dtype, keep),
             o=self._projection(("self_attn.o_proj",), dtype, keep),
             layout=layout,
             rotary=rotary,
             attend=self._attend(x, module, mask, kwargs),
-            q_norm=self._norm("self_attn.q_norm") if self._head_norms else None,
-            k_norm=self._norm("self_attn.k_norm") if self._head_norms else None,
-            post_norm=self._norm("post_attention_layernorm") if self._sandwich else None,
+            q_norm=self.norm("self_attn.q_norm") if self._head_norms else None,
+            k_norm=self.norm("self_attn.k_norm") if self._head_norms else None,
+            post_norm=self.norm("post_attention_layernorm") if self._sandwich else None,
             keep=keep,
             stash=stash,
             dtype=dtype,
@@ -118,11 +118,11 @@ class LayerParts:
             raise NotFused(f"no kernel for the activation {name!r}")
         dtype = _products_dtype(x)
         return MLPHalf(
-            norm=self._norm("pre_feedforward_layernorm" if self._sandwich else "post_attention_layernorm"),
+            norm=self.norm("pre_feedforward_layernorm" if self._sandwich else "post_attention_layernorm"),
             gate_up=self._projection(self._gate_up, dtype, keep),
             down=self._projection(("mlp.down_proj",), dtype, keep),
             activation=_ACTIVATIONS[name],
-            post_norm=self._norm("post_feedforward_layernorm") if self._sandwich else None,
+            post_norm=self.norm("post_feedforward_layernorm") if self._sandwich else None,
             keep=keep,
             stash=stash,
             delayed=delayed,
@@ -149,7 +149,8 @@ class LayerParts:
         eager = str(module.config._attn_implementation).endswith("eager")
         return partial(_masked_attention, mask=mask, scale=module.scaling, soft_cap=soft_cap, eager=eager)
 
-    def _norm(self, path: str) -> Norm:
+    def norm(self, path: str) -> Norm:
+        """One of the layer's norms; raises `NotFused` if it is not what it was."""
         module: Any = self.layer.get_submodule(path)
         self._guard.check_norm(path, module)
         eps = getattr(module, "variance_epsilon", None)

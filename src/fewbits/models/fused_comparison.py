@@ -1,0 +1,362 @@
+"""One decoder layer computed both ways, for `fewbits.models.fused_proof`: its own forward, the fused nodes.
+
+What is compared, and the bound for each difference, which follows from the dtype (`_tolerance`): see
+`compare_layer`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fewbits.errors import FewbitsError
+from fewbits.models.attention import PLAIN_MASK_SHAPE
+from fewbits.models.fused_parts import LayerParts
+from fewbits.models.spec import ModelSpec
+from fewbits.nn.fused_attention import fused_attention
+from fewbits.nn.fused_mlp import fused_mlp
+from fewbits.nn.keep import Keep
+
+_ROWS, _TOKENS = 2, 9
+_NAME = "fewbits_proof"
+_NOTES = "_fewbits_notes_of_proof"
+_ERRORS = (
+    ArithmeticError, AssertionError, AttributeError, FewbitsError, LookupError, RuntimeError, TypeError,
+    ValueError,
+)  # fmt: skip
+_CALLED_WITH = {  # what attention is called with beside scale, window and soft cap, and may be
+    "dropout", "position_ids", "use_cache", "past_key_values", "is_causal", "output_attentions",
+    "cache_position",
+}  # fmt: skip
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}
+
+
+class Differs(Exception):
+    """A layer's own forward and the fused nodes do not compute the same; in words."""
+
+
+class NothingToCompare(Differs):
+    """The values of this layer, not its arithmetic, leave nothing to compare."""
+
+
+@dataclass
+class _Pass:
+    """What one way of computing gave; tensors in float32.
+
+    Attributes:
+        values: q, k and v as attention gets them, what either half adds to its input, and gradients.
+        calls: what attention was called with, if transformers called it.
+        middle: what goes from the first half to the second.
+    """
+
+    values: dict[str, Tensor] = field(default_factory=dict)
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    middle: Tensor | None = None
+
+    def attention_gets(self, *qkv: Tensor) -> None:
+        """Note q, k and v (B, heads, S, D)."""
+        for name, tensor in zip(("queries", "keys", "values"), qkv, strict=True):
+            self.values[name] = tensor.detach().float()
+
+    def halves(self, x: Tensor, y: Tensor) -> None:
+        """Note what both halves add, of x and y (B, S, H)."""
+        if y.shape != x.shape or self.middle is None or self.middle.shape != x.shape:
+            raise Differs("it is not an attention half and an MLP half, one after the other")
+        middle = self.middle.detach()
+        self.values["attention"] = (middle - x.detach()).float()
+        self.values["MLP"] = (y.detach() - middle).float()
+
+    def gradients(self, layer: nn.Module, x: Tensor, y: Tensor, dy: Tensor) -> None:
+        """Note what the layer adds to dy, and the gradients of what trains."""
+        trained = {f"gradient of {name}": p for name, p in layer.named_parameters() if p.requires_grad}
+        dx, *others = torch.autograd.grad(y, [x, *trained.values()], dy, allow_unused=True)
+        self.values["gradient of the input"] = (dx - dy).float()
+        for (name, p), gradient in zip(trained.items(), others, strict=True):
+            self.values[name] = (torch.zeros_like(p) if gradient is None else gradient).float()
+
+
+def compare_layer(layer: Any, spec: ModelSpec, keep: Keep, rotary_width: int) -> float:
+    """Compute a layer that may be changed both ways.
+
+    Args:
+        layer: a copy, in evaluation mode; its attention is set to a definition of its own.
+        spec: of its family.
+        keep: what the nodes keep.
+        rotary_width: channels of a head that are turned.
+
+    Returns:
+        The largest relative error.
+
+    Raises:
+        Differs: the nodes compute something else, or nothing can be compared.
+        NotFused: the nodes do not take the layer as it is now.
+    """
+    parts = LayerParts(layer, spec, "")
+    keep = replace(keep, offload=False)
+    x, rotary = _inputs(layer, rotary_width)
+    mask = torch.empty(PLAIN_MASK_SHAPE, dtype=torch.bool, device=x.device)
+    try:
+        attention, mlp = parts.attention(x, rotary, mask, {}, keep, None), parts.mlp(x, keep, None, None)
+    except _ERRORS as error:
+        raise Differs(f"its parts are not those of its spec ({_words(error)})") from error
+    _compare_norms(layer, parts, spec)
+    _compare_activation(layer, mlp.activation)
+
+    def own(x: Tensor, notes: _Pass) -> Tensor:
+        return _own_forward(layer, x, spec, notes, mask, rotary)
+
+    def fused(x: Tensor, notes: _Pass) -> Tensor:
+        half = parts.attention(x, rotary, mask, {}, keep, None)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            notes.attention_gets(q, k, v)
+            return half.attend(q, k, v)
+
+        notes.middle = fused_attention(x, replace(half, attend=attend))
+        return fused_mlp(notes.middle, parts.mlp(x, keep, None, None))
+
+    _use_definition(layer)
+    x = x * _size_of_halves(own, x)
+    dy = random_like(tuple(x.shape), x)
+    expected = _pass(layer, own, x, dy, "its own forward")
+    _compare_attention(layer, expected.calls, attention.attend.keywords)  # type: ignore[attr-defined]
+    found = _pass(layer, fused, x, dy, "the fused nodes")
+    return _errors(expected.values, found.values, x, dy, _tolerance(x, layer))
+
+
+def _inputs(layer: Any, rotary_width: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    like = like_of(layer)
+    angles = random_like((1, _TOKENS, rotary_width // 2), like, torch.float32) * 3
+    angles = torch.cat([angles, angles], -1)
+    return random_like((_ROWS, _TOKENS, like.shape[-1]), like), (angles.cos().to(like), angles.sin().to(like))
+
+
+def _size_of_halves(own: Callable[[Tensor, _Pass], Tensor], x: Tensor) -> float:
+    """What to multiply x by to make it as large as what the halves add to it."""
+    notes = _Pass()
+    try:
+        with torch.no_grad():
+            notes.halves(x, own(x, notes))
+    except _ERRORS as error:
+        raise Differs(f"its own forward takes other arguments ({_words(error)})") from error
+    sizes = [float(notes.values[half].square().mean().sqrt()) for half in ("attention", "MLP")]
+    if not all(0 < size < float("inf") for size in sizes):
+        raise NothingToCompare(
+            f"its halves add {sizes[0]:.1g} and {sizes[1]:.1g} to a random input, which proves nothing"
+        )
+    return min(max(*sizes, 0.02), 1.0) if min(sizes) < 1e-3 else min(1.0, max(min(sizes), 0.02))
+
+
+def _own_forward(
+    layer: Any,
+    x: Tensor,
+    spec: ModelSpec,
+    notes: _Pass,
+    mask: Tensor,
+    rotary: tuple[Tensor, Tensor],
+) -> Tensor:
+    def between(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        notes.middle = args[0]
+
+    sandwich = "pre_feedforward_layernorm" in spec.norms
+    norm = layer.get_submodule("pre_feedforward_layernorm" if sandwich else "post_attention_layernorm")
+    handle = norm.register_forward_pre_hook(between)
+    setattr(layer.self_attn, _NOTES, notes)
+    try:
+        y = type(layer).forward(
+            layer,
+            x,
+            attention_mask=mask,
+            position_ids=torch.arange(x.shape[1], device=x.device)[None],
+            past_key_values=None,
+            use_cache=False,
+            position_embeddings=rotary,
+        )
+    finally:
+        handle.remove()
+    result: Tensor = y[0] if isinstance(y, tuple) else y
+    return result
+
+
+def _pass(layer: nn.Module, run: Callable[[Tensor, _Pass], Tensor], x: Tensor, dy: Tensor, who: str) -> _Pass:
+    notes, x = _Pass(), x.detach().requires_grad_()
+    try:
+        y = run(x, notes)
+        notes.halves(x, y)
+        notes.gradients(layer, x, y, dy)
+    except _ERRORS as error:
+        raise Differs(f"{who} cannot compute it ({_words(error)})") from error
+    return notes
+
+
+def _tolerance(x: Tensor, layer: nn.Module) -> float:
+    """How far two ways in this dtype may be apart, relative to what they give.
+
+    A value goes through some 16 roundings of u = eps / 2 on its way through a layer, and as many on the way
+    back; those of two ways are independent, which makes sqrt(2 * 32) * u = 8 u; sums of K terms in float32
+    add sqrt(K) * 2**-24 each. Softmax and norms may enlarge that by their condition, for which there is a
+    factor of 4. A GPU's float32 products may be TensorFloat-32, whose u is 2**-11.
+    """
+    u = float(torch.finfo(x.dtype).eps) / 2
+    if x.is_cuda and x.dtype == torch.float32:
+        u = 2**-11
+    terms = max(int(getattr(module, "in_features", 1)) for module in layer.modules())
+    return 32 * (u + math.sqrt(terms) * 2**-24)
+
+
+def _errors(
+    expected: Mapping[str, Tensor], found: Mapping[str, Tensor], x: Tensor, dy: Tensor, tolerance: float
+) -> float:
+    """The largest relative error; raises `Differs` where one is too large.
+
+    Differences of sums with x or dy have those sums' rounding, and small gradients that of the large ones.
+    """
+    eps = torch.finfo(x.dtype).eps
+    largest = max(float(v.norm()) for name, v in expected.items() if name.startswith("gradient of "))
+    of_sum = {"gradient of the input": dy, "attention": x, "MLP": x}
+    worst = 0.0
+    for name, b in expected.items():
+        a = found[name]
+        size, error = float(b.norm()), float((a - b).norm()) if a.shape == b.shape else float("nan")
+        rounding = 0.05 * largest * tolerance if name.startswith("gradient of ") else 0.0
+        if name in of_sum:
+            rounding = eps * (2 * float(of_sum[name].float().norm()) + size)
+        if not error <= tolerance * size + rounding:  # also where one is NaN
+            raise Differs(
+                f"the fused nodes compute something else than its own forward: {name} differs by"
+                f" {error / max(size, 1e-30):.2g} of its size, where rounding explains {tolerance:.1g}"
+            )
+        worst = max(worst, error / max(size, rounding, 1e-30))
+    return worst
+
+
+def _compare_attention(layer: Any, seen: list[dict[str, Any]], fused: Mapping[str, Any]) -> None:
+    attention = layer.self_attn
+    if len(seen) != 1:
+        raise Differs(f"it calls transformers' attention function {len(seen)} times, not once")
+    call = dict(seen[0])
+    scaling = call.pop("scaling", None)
+    window, cap = call.pop("sliding_window", None), call.pop("softcap", None)
+    own = {
+        "scale": attention.head_dim**-0.5 if scaling is None else scaling,
+        "window": int(window) if window else None,
+        "soft_cap": cap or None,
+    }
+    for name, value in own.items():
+        theirs = fused.get(name) or None
+        if value != theirs:
+            raise Differs(f"its attention has the {name} {value}, and the fused nodes would take {theirs}")
+    others = [k for k, v in call.items() if k not in _CALLED_WITH and v is not None]
+    if others:
+        raise Differs(f"its attention takes {', '.join(others)}, which the fused nodes do not")
+    kinds = getattr(attention.config, "layer_types", None)
+    kind = kinds[attention.layer_idx] if kinds else "full_attention"
+    if kind not in ("full_attention", "sliding_attention") or (
+        kind == "sliding_attention" and not own["window"]
+    ):
+        raise Differs(f"its attention is of the kind {kind!r} and says no window")
+
+
+def _compare_norms(layer: nn.Module, parts: LayerParts, spec: ModelSpec) -> None:
+    """Each norm in float32, on rows so small that eps counts as well."""
+    for path in spec.norms:
+        module, norm = layer.get_submodule(path), parts.norm(path)
+        sizes = torch.tensor([0.5 * norm.eps**0.5, 1.0, 30.0], device=norm.weight.device)
+        x = random_like((3, norm.weight.shape[0]), norm.weight, torch.float32) * sizes[:, None]
+        with torch.no_grad():
+            try:
+                y = module(x).double()
+            except _ERRORS as error:
+                raise Differs(
+                    f"{path} takes no float32 rows, as an RMSNorm does ({_words(error)})"
+                ) from error
+            wide = x.double()
+            scale = (wide.square().mean(-1, keepdim=True) + norm.eps).rsqrt()
+            apart = _relative(y, wide * scale * (norm.offset + norm.weight.double()))
+        if not apart < 1e-4:  # its weight may have been added to in its own dtype
+            raise Differs(f"{path} is no RMSNorm of its weight, offset {norm.offset:g} and eps {norm.eps:g}")
+
+
+def _compare_activation(layer: Any, name: str) -> None:
+    for path in ("act_fn", "activation_fn"):
+        module = getattr(layer.mlp, path, None)
+        if module is not None:
+            grid = torch.linspace(-6, 6, 193, device=like_of(layer).device)
+            with torch.no_grad():
+                error = _relative(module(grid), _ACTIVATIONS[name](grid))
+            if not error < 1e-5:
+                raise Differs(f"mlp.{path} is not the {name} that its configuration names")
+
+
+def _relative(a: Tensor, b: Tensor) -> float:
+    return float((a - b).norm()) / max(float(b.norm()), 1e-30)
+
+
+def like_of(layer: nn.Module) -> Tensor:
+    """The first norm's weight: the dtype, device and width of what goes through the layer."""
+    parameters = [
+        p for n, p in layer.named_parameters() if p.dim() == 1 and "norm" in n and "self_attn" not in n
+    ]
+    found: list[Tensor] = [p for p in layer.parameters() if p.is_floating_point()]
+    return (parameters or found)[0]
+
+
+def random_like(shape: tuple[int, ...], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Normal numbers that depend on the shape alone, and leave every generator as it is."""
+    generator = torch.Generator(device="cpu").manual_seed(sum(shape))
+    made = torch.randn(shape, generator=generator, device="cpu")
+    return made.to(device=like.device, dtype=dtype or like.dtype)
+
+
+def _words(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention by its definition; notes what it is called with."""
+    notes = getattr(module, _NOTES)
+    notes.calls.append({"scaling": scaling, **kwargs})
+    notes.attention_gets(query, key, value)
+    groups = query.shape[1] // key.shape[1]
+    k, v = (t.repeat_interleave(groups, 1).float() for t in (key, value))
+    scores = query.float() @ k.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    cap = kwargs.get("softcap")
+    scores = cap * torch.tanh(scores / cap) if cap else scores
+    steps = torch.arange(scores.shape[-1], device=scores.device)
+    behind = steps[:, None] - steps
+    seen = (behind >= 0) & (behind < (kwargs.get("sliding_window") or scores.shape[-1]))
+    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+    return (weights @ v).to(query.dtype).transpose(1, 2).contiguous(), None
+
+
+def _use_definition(layer: nn.Module) -> None:
+    """Have a copy's attention call it; transformers knows it by name, as those of `use_attention`."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+
+    if _NAME not in ALL_ATTENTION_FUNCTIONS.valid_keys():
+        AttentionInterface.register(_NAME, _attention)
+    for config in {id(m.config): m.config for m in layer.modules() if hasattr(m, "config")}.values():
+        config._attn_implementation = _NAME  # type: ignore[union-attr]
+
+
+__all__ = ["Differs", "NothingToCompare", "compare_layer", "like_of", "random_like"]
