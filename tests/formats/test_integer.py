@@ -1,34 +1,27 @@
-"""INT8 and INT4 against torchao's affine arithmetic."""
+"""INT8 and INT4 against torchao's affine arithmetic: its golden vectors (make_golden.py), and itself."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from fewbits.formats import FORMATS, Integer
 from fewbits.formats.blocks import from_blocks, to_blocks
+from tests import peers
+from tests.formats.make_golden import INTEGERS, torchao_numbers
 
-ao = pytest.importorskip("torchao.quantization.quant_primitives")
+try:
+    import torchao.quantization.quant_primitives as ao
+except ImportError:
+    ao = None
 
-INTEGERS = [f for f in FORMATS.values() if isinstance(f, Integer)]
+live = pytest.mark.skipif(ao is None, reason="needs torchao")
+GOLDEN = load_file(Path(__file__).with_name("golden") / "torchao.safetensors")
+
 each = pytest.mark.parametrize("format", INTEGERS, ids=lambda f: f.name)
-
-
-def theirs(x: torch.Tensor, format: Integer) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Scales, zero points, codes and decoded values of torchao, told to use the same range of codes."""
-    rows, columns = format.block
-    block = tuple(x.shape) if format.block == (0, 0) else (rows, columns or x.shape[1])
-    low = -format.max_code - (1 if format.zero_point else 0)
-    mapping = ao.MappingType.ASYMMETRIC if format.zero_point else ao.MappingType.SYMMETRIC
-    limits = {"quant_min": low, "quant_max": format.max_code}
-    scales, zero_points = ao.choose_qparams_affine(
-        x, mapping, block, torch.int8, **limits, scale_dtype=torch.float32, zero_point_dtype=torch.int8
-    )
-    codes = ao.quantize_affine(x, block, scales, zero_points, torch.int8, **limits)
-    decoded = ao.dequantize_affine(
-        codes, block, scales, zero_points, torch.int8, **limits, output_dtype=torch.float32
-    )
-    return scales, zero_points, codes, decoded
 
 
 def whole_codes(packed) -> torch.Tensor:
@@ -39,13 +32,55 @@ def whole_codes(packed) -> torch.Tensor:
     return torch.where(codes > 7, codes - 16, codes)[..., : packed.shape[-1]]
 
 
+def decoded_by_hand(x, format: Integer, scales, zero_points, codes) -> torch.Tensor:
+    """Codes less their zero points, times their scales."""
+    rows, columns = x.shape if format.block == (0, 0) else format.block
+    columns = columns or x.shape[1]
+
+    def spread(parts: torch.Tensor) -> torch.Tensor:
+        grid = parts.view(x.shape[0] // rows, x.shape[1] // columns)
+        return grid.repeat_interleave(rows, 0).repeat_interleave(columns, 1).float()
+
+    shifted = codes.float() - (spread(zero_points) if format.zero_point else 0)
+    return shifted * spread(scales)
+
+
+def live_or_skip(x: torch.Tensor, format: Integer) -> tuple[torch.Tensor, ...]:
+    """torchao's numbers, where it decodes as its own codes and scales say."""
+    scales, zero_points, codes, decoded = torchao_numbers(x, format)
+    need = decoded_by_hand(x, format, scales, zero_points, codes)
+    peers.same_or_skip("torchao", decoded, need, f"{tuple(x.shape)} {format.name}")
+    return scales, zero_points, codes, decoded
+
+
+@pytest.mark.parametrize("name", sorted({key.partition(".")[0] for key in GOLDEN} - {"x"}))
+def test_equals_golden_vectors(name: str) -> None:
+    packed = FORMATS[name].quantize(GOLDEN["x"])
+    assert torch.equal(packed.scales.flatten(), GOLDEN[f"{name}.scales"])
+    assert torch.equal(whole_codes(packed), GOLDEN[f"{name}.codes"])
+    assert torch.equal(packed.dequantize(), GOLDEN[f"{name}.decoded"])
+    if f"{name}.zero_points" in GOLDEN:
+        assert torch.equal(packed.parts["zero_points"].flatten(), GOLDEN[f"{name}.zero_points"])
+
+
+@live
+def test_a_peer_that_decodes_wrongly_is_no_judge(monkeypatch: pytest.MonkeyPatch) -> None:
+    format, x = FORMATS["int8_g64"], torch.randn(4, 128)
+    live_or_skip(x, format)
+    right = ao.dequantize_affine
+    monkeypatch.setattr(ao, "dequantize_affine", lambda *a, **k: right(*a, **k) + 1e-6)
+    with pytest.raises(pytest.skip.Exception, match=r"torchao .*int8_g64, 512 of 512 values differ"):
+        live_or_skip(x, format)
+
+
+@live
 @each
 @pytest.mark.parametrize("shift", [0.0, 0.7, 5.0])
 def test_equals_torchao(format: Integer, shift: float) -> None:
     """The same float32 arithmetic in the same order, so everything is equal, bit for bit."""
     x = torch.randn(64, 256) + shift
     packed = format.quantize(x)
-    scales, zero_points, codes, decoded = theirs(x, format)
+    scales, zero_points, codes, decoded = live_or_skip(x, format)
     assert torch.equal(packed.scales.flatten(), scales.flatten())
     assert torch.equal(whole_codes(packed), codes)
     assert torch.equal(packed.dequantize(), decoded)
@@ -53,6 +88,7 @@ def test_equals_torchao(format: Integer, shift: float) -> None:
         assert torch.equal(packed.parts["zero_points"].flatten(), zero_points.flatten())
 
 
+@live
 def test_sixteen_bit_input_is_near_torchao() -> None:
     """Torchao computes scales in x's dtype, we in float32.
 
@@ -62,7 +98,7 @@ def test_sixteen_bit_input_is_near_torchao() -> None:
     format = FORMATS["int8_g64"]
     assert isinstance(format, Integer)
     x = torch.randn(64, 256, dtype=torch.bfloat16)
-    scales, _, codes, _ = theirs(x, format)
+    scales, _, codes, _ = torchao_numbers(x, format)
     packed = format.quantize(x)
     assert (packed.scales.flatten() / scales.flatten() - 1).abs().max() <= 2**-8
     assert (packed.codes.int() - codes.int()).abs().max() < 3

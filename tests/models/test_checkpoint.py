@@ -19,6 +19,7 @@ from fewbits.models.checkpoint import inspect_folder
 from fewbits.models.hf_quantizer import FewbitsConfig, attach_recipe
 from fewbits.nn.linear import QuantizedLinear
 from fewbits.recipes import get_recipe
+from tests import peers
 from tests.models.loading import logits, packed_state, same, save_tiny, tokenizer
 from tests.models.tiny import tiny, tokens
 
@@ -93,20 +94,33 @@ def test_a_bitsandbytes_checkpoint_keeps_its_bits(quant_type, double, tmp_path):
     ours, _ = FastLanguageModel.from_pretrained(tmp_path / "bnb")
     packed = [(n, m) for n, m in ours.named_modules() if isinstance(m, QuantizedLinear)]
     assert len(packed) == 14
+    said = load(tmp_path / "plain")  # what the checkpoint's codes and scales say, in plain linears
     for name, module in packed:
         assert module.format.name == f"{quant_type}_dq" if double else quant_type
-        their = theirs.get_submodule(name)
-        import bitsandbytes.functional as bnb
-
-        decoded = bnb.dequantize_4bit(their.weight.data, their.weight.quant_state)
-        assert torch.equal(
-            module.dequantize(torch.float32), decoded.float().view(module.dequantize().shape)
-        ), name
+        their = theirs.get_submodule(name).weight
+        decoded = peers.bitsandbytes_decoded(their.data, their.quant_state).float()
+        assert torch.equal(module.dequantize(torch.float32), decoded), name
+        said.get_submodule(name).weight.data.copy_(decoded)
     ids = tokens()
-    torch.testing.assert_close(
-        logits(ours, ids), logits(theirs, ids), rtol=1e-4, atol=1e-4
-    )  # order of float32 sums
+    close = {"rtol": 1e-4, "atol": 1e-4}  # order of float32 sums
+    torch.testing.assert_close(logits(ours, ids), logits(said, ids), **close)
     assert any("bitsandbytes" in note for note in ours.fewbits_notes)
+
+
+def test_a_bitsandbytes_checkpoint_computes_as_bitsandbytes_does(tmp_path):
+    """Beside its own modules, where these decode and multiply as their codes and scales say."""
+    theirs = bitsandbytes_model(tmp_path / "bnb", "nf4", True)
+    ours, _ = FastLanguageModel.from_pretrained(tmp_path / "bnb")
+    for name, module in ours.named_modules():
+        if isinstance(module, QuantizedLinear):
+            their = theirs.get_submodule(name).weight
+            live = peers.live_bitsandbytes(their.data, their.quant_state).float()
+            assert torch.equal(module.dequantize(torch.float32), live), name
+            linear, x = theirs.get_submodule(name), torch.randn(5, module.in_features)
+            need = torch.nn.functional.linear(x, live, linear.bias)
+            peers.same_or_skip("bitsandbytes", linear(x), need, f"the forward pass of {name}", rtol=1e-4)
+    ids = tokens()
+    torch.testing.assert_close(logits(ours, ids), logits(theirs, ids), rtol=1e-4, atol=1e-4)
 
 
 def test_a_bitsandbytes_checkpoint_becomes_ours_when_saved(tmp_path):
@@ -145,7 +159,8 @@ assert "fewbits" in AUTO_QUANTIZER_MAPPING and "fewbits" in AUTO_QUANTIZATION_CO
 def test_packed_files_are_safetensors_only(tmp_path):
     save_tiny(tmp_path / "plain")
     load(tmp_path / "plain", quantization_config=FewbitsConfig()).save_pretrained(tmp_path / "packed")
-    assert names(tmp_path / "packed") == {"config.json", "generation_config.json", "model.safetensors"}
+    written = {"README.md", "config.json", "generation_config.json", "model.safetensors"}
+    assert names(tmp_path / "packed") == written
     keys = load_file(tmp_path / "packed" / "model.safetensors")
     assert "model.layers.0.mlp.up_proj.weight_codes" in keys
     assert "model.layers.0.mlp.up_proj.weight" not in keys
