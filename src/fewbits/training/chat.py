@@ -22,9 +22,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from fewbits.errors import BadInput, Unsupported
-
-Span = tuple[int, int]  # first character, one past the last
-Tokens = tuple[list[int], list[bool]]  # ids, and which of them are trained
+from fewbits.training.spans import Span, SpanEncoder, Tokens
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _ROLES = {
@@ -57,19 +55,13 @@ def normalize_messages(value: Any) -> list[dict[str, Any]]:
     return messages
 
 
-class ChatEncoder:
+class ChatEncoder(SpanEncoder):
     """Chats, and pairs of prompt and response, as token ids with a trainable mask."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        if not getattr(tokenizer, "is_fast", False):
-            raise Unsupported(
-                f"{type(tokenizer).__name__} gives no character offsets, which exact response spans need;"
-                " use a model with a tokenizer.json."
-            )
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, limit: int | None = None) -> None:
+        super().__init__(tokenizer, limit)
         self.template = tokenizer.chat_template
         self.marks_responses = isinstance(self.template, str) and bool(_GENERATION.search(self.template))
-        self.special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
 
     def require_template(self) -> None:
         """Refuse chat rows early where the tokenizer cannot write them."""
@@ -127,65 +119,18 @@ class ChatEncoder:
         return spans
 
     def _encode_marked(self, messages: Sequence[dict[str, Any]]) -> Tokens:
+        from transformers.utils.chat_template_utils import render_jinja_template
+
         try:
-            encoded = self.tokenizer.apply_chat_template(
-                list(messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+            texts, marks = render_jinja_template(
+                [list(messages)],
+                chat_template=self.template,
+                return_assistant_tokens_mask=True,
+                **self.tokenizer.special_tokens_map,
             )
         except TemplateError as error:
             raise BadInput(f"the chat template refuses the messages ({error})") from error
-        return list(encoded["input_ids"]), [bool(mark) for mark in encoded["assistant_masks"]]
-
-    def encode_spans(self, text: str, spans: Sequence[Span]) -> Tokens:
-        """The text's tokens; those inside the spans are trained."""
-        encoded = self._offsets(text)
-        edges = sorted({edge for span in spans for edge in span} - {0, len(text)})
-        if any(start < edge < end for start, end in encoded[1] for edge in edges):
-            return self._encode_apart(text, spans, edges)
-        ids, offsets = encoded
-        trained = [any(s <= start and end <= e for s, e in spans) for start, end in offsets]
-        return ids, self._without_tail(ids, trained, text, offsets)
-
-    def _encode_apart(self, text: str, spans: Sequence[Span], edges: list[int]) -> Tokens:
-        ids: list[int] = []
-        trained: list[bool] = []
-        for start, end in zip([0, *edges], [*edges, len(text)], strict=True):
-            part = self._offsets(text[start:end])[0] if start == 0 else self._continue(text[start:end])
-            inside = any(s <= start and end <= e for s, e in spans)
-            ids += part
-            trained += self._without_tail(part, [inside] * len(part), text[start:end], None)
-        return ids, trained
-
-    def _continue(self, text: str) -> list[int]:
-        """Tokens of a text that follows another, without the space that some tokenizers put first."""
-        for anchor in ("\n", ".", "x"):
-            ids, offsets = self._offsets(anchor + text)
-            first = next((i for i, (start, end) in enumerate(offsets) if end > len(anchor)), len(ids))
-            if all(start >= len(anchor) for start, _ in offsets[first:]):
-                return ids[first:]
-        return self._offsets(text)[0]
-
-    def _without_tail(
-        self, ids: list[int], trained: list[bool], text: str, offsets: list[Span] | None
-    ) -> list[bool]:
-        """White space that a template writes after the end-of-turn token is not something the model says."""
-        trained = list(trained)
-        last = len(ids)
-        while last > 0:  # walk over the runs of trained tokens, from the end
-            last -= 1
-            if not trained[last]:
-                continue
-            first = last
-            while first > 0 and trained[first - 1]:
-                first -= 1
-            marks = [i for i in range(first, last + 1) if ids[i] in self.special]
-            if marks and not self.tokenizer.decode(ids[marks[-1] + 1 : last + 1]).strip():
-                trained[marks[-1] + 1 : last + 1] = [False] * (last - marks[-1])
-            last = first
-        return trained
-
-    def _offsets(self, text: str) -> tuple[list[int], list[Span]]:
-        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        return list(encoded["input_ids"]), [tuple(pair) for pair in encoded["offset_mapping"]]
+        return self.encode_touched(texts[0], [(int(start), int(end)) for start, end in marks[0]])
 
     def encode_pair(self, prompt: str, response: str) -> Tokens:
         """A prompt and its response; spaces at the prompt's end go to the response, as tokenizers do."""

@@ -12,9 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fewbits.errors import BadInput
-from fewbits.training.chat import ChatEncoder, Tokens, normalize_messages
+from fewbits.training.chat import ChatEncoder, normalize_messages
 from fewbits.training.config import TrainConfig
 from fewbits.training.rows import BadRows, Row, read_rows
+from fewbits.training.spans import SpanEncoder, Tokens
 
 TEMPLATES = {
     "alpaca": (
@@ -38,6 +39,7 @@ _COLUMNS: dict[str, dict[str, tuple[str, ...]]] = {  # role: the columns it may 
     "document": {"document": ("document",)},
 }
 _OPTIONAL = {"input"}
+_LONGEST_PROMPT = 1_000_000  # characters of a sample's prompt; a longer one loses its beginning, as in tokens
 Sample = dict[str, str]  # prompt, and expected where the data tell it
 
 
@@ -59,11 +61,12 @@ class DataReport:
 
     path: str
     format: str = ""
-    rows: int = 0
+    rows: int = 0  # all, bad ones too
     examples: int = 0
     skipped: int = 0
     truncated: int = 0
     dropped: int = 0
+    inexact: int = 0  # rows whose prompt and response were tokenised apart: the tokenizer's offsets are wrong
     tokens: int = 0
     trained_tokens: int = 0
 
@@ -74,6 +77,10 @@ class DataReport:
             (self.skipped, "bad rows skipped"),
             (self.truncated, "rows truncated"),
             (self.dropped, "rows dropped for their length"),
+            (
+                self.inexact,
+                "rows whose prompt and response were tokenised apart (the tokenizer's offsets lag)",
+            ),
         ):
             if count:
                 parts.append(f"{count:,} {what}")
@@ -103,7 +110,8 @@ class RowEncoder:
         self.tokenizer = tokenizer
         self.config = config
         self.max_length = max_length
-        self.chat = ChatEncoder(tokenizer)
+        self.chat = ChatEncoder(tokenizer, max_length)
+        self.long = SpanEncoder(tokenizer)  # for documents, of which every token counts
         probe = tokenizer("a", verbose=False)["input_ids"]
         self.bos: int | None = tokenizer.bos_token_id
         self.adds_bos = self.bos is not None and probe[:1] == [self.bos]
@@ -235,7 +243,7 @@ class RowEncoder:
 
     def prompt_ids(self, prompt: str) -> list[int]:
         """A prompt's tokens, begun as in training."""
-        ids = list(self.tokenizer(prompt.rstrip(" "), add_special_tokens=False, verbose=False)["input_ids"])
+        ids = self.long.all_ids(prompt.rstrip(" ")[-_LONGEST_PROMPT:])
         if self.adds_bos and self.bos is not None and ids[:1] != [self.bos]:
             ids = [self.bos, *ids]
         return ids or ([self.eos] if self.eos is not None else [0])
@@ -243,7 +251,7 @@ class RowEncoder:
     def _closed(self, tokens: Tokens) -> Tokens:
         """Begin and end tokens, once each."""
         ids, trained = tokens
-        if not any(trained):
+        if not any(trained) and not self.chat.was_cut:
             raise BadInput("the row has no token to train on (it is empty)")
         if self.adds_bos and self.bos is not None and ids[:1] != [self.bos]:
             ids, trained = [self.bos, *ids], [False, *trained]
@@ -253,7 +261,7 @@ class RowEncoder:
 
     def _chunks(self, text: str) -> list[Tokens]:
         """A long text in windows, each begun as the model expects."""
-        ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        ids = self.long.all_ids(text)
         if self.eos is not None:
             ids = [*ids, self.eos]
         head = [self.bos] if self.adds_bos and self.bos is not None else []
@@ -266,21 +274,25 @@ def load_data(path: str | Path, encoder: RowEncoder, *, splits: tuple[str, ...] 
     """Read and tokenise a file or folder; bad rows stop the run, or are counted where that is asked for."""
     bad = BadRows(skip=encoder.config.skip_bad_rows)
     data = TokenData([], DataReport(str(path)))
-    name = ""
+    name, refused = "", 0
     for row in read_rows(path, bad, splits=splits):
         data.report.rows += 1
         if not name:
             name = data.report.format = encoder.choose_format(row.values, f"{path}, row {row.number}")
             _check_format(name, encoder)
+        encoder.chat.inexact = encoder.chat.was_cut = False
         try:
             encoded = encoder.encode(name, row.values)
-            if not any(any(trained[1:]) for _, trained in encoded):
+            if not any(any(trained[1:]) for _, trained in encoded) and not encoder.chat.was_cut:
                 raise BadInput("the row has no token to train on")
         except BadInput as error:
+            refused += 1
             bad.refuse(f"{path}, row {row.number}: {error}", error)
             continue
+        data.report.inexact += encoder.chat.inexact
         for tokens in encoded:
             _keep(tokens, row, data, encoder)
+    data.report.rows += bad.count - refused  # those that could not even be read are rows, too
     _finish(data, bad)
     return data
 
@@ -310,9 +322,10 @@ def _keep(tokens: Tokens, row: Row, data: TokenData, encoder: RowEncoder) -> Non
     report, limit = data.report, encoder.max_length
     if len(ids) > limit:
         if encoder.config.long_rows == "refuse":
+            least = "at least " if encoder.chat.was_cut else ""
             raise BadInput(
-                f"{report.path}, row {row.number} has {len(ids):,} tokens, but max_seq_length is {limit:,};"
-                " raise it, or set long_rows to truncate or drop."
+                f"{report.path}, row {row.number} has {least}{len(ids):,} tokens, but max_seq_length is"
+                f" {limit:,}; raise it, or set long_rows to truncate or drop."
             )
         report.truncated += encoder.config.long_rows == "truncate"
         ids, trained = ids[:limit], trained[:limit]
@@ -332,11 +345,11 @@ def _finish(data: TokenData, bad: BadRows) -> None:
     report.examples = len(data.examples)
     if data.examples:
         return
-    if report.rows == 0 and bad.count == 0:
+    if report.rows == 0:
         raise BadInput(f"{report.path} is empty; training and evaluation need at least one row.")
     raise BadInput(
         f"{report.path} has no usable row ({report.skipped:,} bad, {report.dropped:,} without a trained"
-        f" token within max_seq_length, of {report.rows + bad.count:,}); check format, columns and length."
+        f" token within max_seq_length, of {report.rows:,}); check format, columns and length."
     )
 
 

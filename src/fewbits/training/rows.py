@@ -74,7 +74,7 @@ def _read_jsonl(path: Path, bad: BadRows) -> Iterator[Row]:
                 continue
             try:
                 values = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:  # the latter: nested too deeply
                 bad.refuse(f"{path}, line {number} is not valid JSON ({_short(error)})", error)
                 continue
             if isinstance(values, dict):
@@ -86,7 +86,7 @@ def _read_jsonl(path: Path, bad: BadRows) -> Iterator[Row]:
 def _read_json(path: Path, bad: BadRows) -> Iterator[Row]:
     try:
         rows = json.loads(path.read_text(encoding="utf-8-sig"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         if len(_first_lines(path)) > 1 and _is_object(_first_lines(path)[0]):
             yield from _read_jsonl(path, bad)  # JSON lines under the name .json
             return
@@ -181,9 +181,11 @@ def _first_lines(path: Path) -> list[str]:
 def _is_object(line: str) -> bool:
     try:
         return isinstance(json.loads(line), dict)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
 
 
 def _short(error: BaseException) -> str:
+    if isinstance(error, RecursionError):
+        return "nested too deeply"
     return str(error).splitlines()[0][:120] if str(error) else type(error).__name__
