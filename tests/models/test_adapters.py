@@ -228,10 +228,12 @@ def test_targets_that_match_nothing_are_listed() -> None:
         get_peft_model(model, target_modules=[])
 
 
-def test_variants_that_change_packed_weights_are_refused_and_left_to_peft_elsewhere() -> None:
-    with pytest.raises(Unsupported, match="use_dora needs weights that are neither packed"):
-        get_peft_model(packed(), use_dora=True)
-    with pytest.raises(Unsupported, match="init_lora_weights='pissa' needs weights"):
+def test_variants_are_left_to_peft_and_refused_over_rounded_weights() -> None:
+    fake = tiny("llama")
+    convert(fake, "int4_qat")
+    with pytest.raises(Unsupported, match="use_dora needs the weight itself"):
+        get_peft_model(fake, use_dora=True)
+    with pytest.raises(Unsupported, match="init_lora_weights='pissa' takes a part"):
         get_peft_model(packed(), init_lora_weights="pissa")
     dora = get_peft_model(tiny("llama"), use_dora=True)
     dora(tokens(), labels=tokens()).loss.backward()
@@ -375,3 +377,59 @@ def test_gradient_checkpointing_gives_the_same_gradients(settings: dict[str, Any
         gradients.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
     assert gradients[0].keys() == gradients[1].keys()
     assert all(torch.equal(g, gradients[1][n]) for n, g in gradients[0].items())
+
+
+def _without(weights: dict[str, torch.Tensor], part: str) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in weights.items() if part not in name}
+
+
+def _damages() -> dict[str, Any]:
+    """What may be wrong with an adapter's file, and what the refusal names."""
+    wrong = torch.zeros(3, 3)
+    return {
+        "a tensor is missing": (
+            lambda w: _without(w, "layers.1.mlp.up_proj.lora_B"),
+            r"lacks '[^']*layers\.1\.mlp\.up_proj\.lora_B",
+        ),
+        "a layer is missing": (
+            lambda w: _without(w, "layers.0."),
+            r"lacks '[^']*layers\.0\.[^']*' \(and 13 more\)",
+        ),
+        "all are missing": (lambda w: {"x": wrong}, "lacks|holds 'x'"),
+        "one is left over": (
+            lambda w: {**w, "base_model.model.model.norm.lora_C": wrong},
+            "holds 'model.norm.lora_C",
+        ),
+        "an inner size differs": (
+            lambda w: {n: (t[:2] if "1.mlp.up_proj.lora_A" in n else t) for n, t in w.items()},
+            r"mismatch for [^ ]*layers\.1\.mlp\.up_proj\.lora_A",
+        ),
+        "a trained copy is missing": (lambda w: _without(w, "lm_head"), "lacks [^ ]*lm_head"),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("second", [False, True], ids=["first", "second"])
+@pytest.mark.parametrize("damage", _damages())
+def test_a_damaged_file_is_refused_by_name(tmp_path: Path, damage: str, second: bool) -> None:
+    from safetensors.torch import load_file, save_file
+
+    change, named = _damages()[damage]
+    saved = get_peft_model(packed(), r=4, modules_to_save=["lm_head"])
+    saved.save_pretrained(tmp_path)
+    file = tmp_path / "adapter_model.safetensors"
+    save_file(change(load_file(file)), file)
+    model = packed()
+    names = [name for name, _ in model.named_modules()]
+    plain = logits(model)
+    target = get_peft_model(model, r=4) if second else model
+    with pytest.raises(SpecMismatch, match=named) as caught:
+        load_adapter(target, tmp_path, adapter_name="second" if second else "default")
+    assert "\n" not in str(caught.value)
+    if second:
+        assert list(target.peft_config) == ["default"]
+        assert not any("second" in name for name, _ in target.named_parameters())
+    else:  # as it was
+        assert [name for name, _ in model.named_modules()] == names and not hasattr(model, "peft_config")
+        assert torch.equal(logits(model), plain)
+        saved.save_pretrained(tmp_path)
+        load_adapter(model, tmp_path)

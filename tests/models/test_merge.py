@@ -110,6 +110,67 @@ def test_modules_to_save_are_written(tmp_path):
     )
 
 
+@pytest.mark.parametrize("four_bits", [False, True])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"modules_to_save": ["embed_tokens", "lm_head"]},
+        {"modules_to_save": ["embed_tokens", "lm_head"], "ensure_weight_tying": True},
+        {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+        {"modules_to_save": ["embed_tokens"]},
+    ],
+    ids=["apart", "tied", "tied by the embedding", "embedding alone"],
+)
+def test_trained_embeddings_of_a_model_whose_head_is_tied(settings, four_bits, tmp_path):
+    save_tiny(tmp_path / "base", "qwen2")
+    model, tokenizer = FastLanguageModel.from_pretrained(tmp_path / "base", load_in_4bit=four_bits)
+    model = FastLanguageModel.get_peft_model(model, r=4, target_modules=["q_proj"], **settings)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
+    for _ in range(2):
+        model(input_ids=tokens(), labels=tokens()).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    copies = {
+        name.split(".modules_to_save")[0].rpartition(".")[2]: parameter
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if ".modules_to_save." in name
+    }
+    model.eval().save_pretrained(tmp_path / "adapter")
+    model.save_pretrained_merged(tmp_path / "merged", tokenizer)
+    merged = load(tmp_path / "merged", dtype="auto")
+    tied = bool(settings.get("ensure_weight_tying"))
+    assert merged.config.tie_word_embeddings == tied
+    original = load(tmp_path / "base")
+    for name, weight in (
+        ("embed_tokens", merged.model.embed_tokens.weight),
+        ("lm_head", merged.lm_head.weight),
+    ):
+        if name in copies:
+            assert torch.equal(weight, copies[name].detach().bfloat16())
+            assert not torch.equal(copies[name], original.lm_head.weight)
+        elif not tied:
+            assert torch.equal(weight, original.lm_head.weight.bfloat16())
+    again, _ = FastLanguageModel.from_pretrained(tmp_path / "adapter", load_in_4bit=four_bits)
+    assert torch.equal(logits(again.eval(), tokens()), logits(model, tokens()))
+
+
+@pytest.mark.parametrize("four_bits", [False, True])
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_dora_is_merged(family, four_bits, tmp_path):
+    save_tiny(tmp_path / "base", family)
+    model, tokenizer = FastLanguageModel.from_pretrained(tmp_path / "base", load_in_4bit=four_bits)
+    model = perturb(FastLanguageModel.get_peft_model(model, r=4, use_dora=True))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "magnitude" in name:
+                parameter.mul_(1 + 0.3 * torch.rand_like(parameter))
+    receipt = model.save_pretrained_merged(tmp_path / "merged", tokenizer)
+    assert receipt.num_merged == 14
+    expected = reference(tmp_path / "base", model, tmp_path / "adapter").state_dict()
+    for name, tensor in load(tmp_path / "merged", dtype="auto").state_dict().items():
+        torch.testing.assert_close(tensor.float(), expected[name], rtol=2**-7, atol=1e-7)
+
+
 def test_merged_4bit_is_packed_again(tmp_path):
     model, tokenizer = trained(tmp_path / "base")
     model.save_pretrained_merged(tmp_path / "m16", tokenizer)
@@ -165,11 +226,9 @@ def test_what_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(BadInput, match="is a file"):
         model.save_pretrained_merged(tmp_path / "file", tokenizer)
-    dora = peft.get_peft_model(
-        load(tmp_path / "base"), peft.LoraConfig(use_dora=True, target_modules=["q_proj"])
-    )
-    with pytest.raises(Unsupported, match="DoRA"):
-        save_pretrained_merged(dora, tmp_path / "m", tokenizer)
+    biased = peft.get_peft_model(load(tmp_path / "base"), peft.LoraConfig(target_modules=["embed_tokens"]))
+    with pytest.raises(Unsupported, match="on an embedding"):
+        save_pretrained_merged(biased, tmp_path / "m", tokenizer)
     with pytest.warns(UserWarning, match="rounds them again"):
         model.merge_adapter()
     with pytest.raises(BadInput, match="unmerge_adapter"):

@@ -8,8 +8,10 @@ function is called.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+import warnings
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields as fields_of
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,16 @@ import torch
 from torch import nn
 
 from fewbits.errors import BadCheckpoint, SpecMismatch, Unsupported
+from fewbits.models.adapter_files import (
+    CONFIG,
+    check_fit,
+    check_loaded,
+    linears_of,
+    listed,
+    named_errors,
+    read_adapter,
+    restored_on_error,
+)
 from fewbits.models.branches import base_name
 from fewbits.models.families import SPECS, ModelSpec
 from fewbits.models.spec import model_type_of, spec_for
@@ -25,9 +37,13 @@ from fewbits.nn.first_values import first_values, generator_of, has_first_values
 from fewbits.nn.linear import QuantizedLinear
 from fewbits.recipes.recipe import LoRA
 
-_WEIGHTS = "adapter_model.safetensors"
-_PICKLE = "adapter_model.bin"
-_CONFIG = "adapter_config.json"
+# What PEFT of before 0.18 did not mark as variants; layer_replication builds other layers.
+_VARIANTS = ("use_dora", "alora_invocation_tokens", "arrow_config", "layer_replication")
+# Initialisations (and KaSA) that subtract from the base weight or truncate it.
+_CHANGES_BASE = (
+    "kasa_config",
+    *(f"init_lora_weights={name!r}"[:-1] for name in ("pissa", "olora", "loftq", "corda", "lora_ga")),
+)
 
 
 def get_peft_model(
@@ -134,8 +150,7 @@ def lora_config(model: nn.Module, lora: Any = None, **settings: Any) -> Any:
     Raises:
         SpecMismatch, Unsupported: as `get_peft_model`.
     """
-    config = _lora_config(lora, settings)
-    config.target_modules = resolve_targets(model, config.target_modules)
+    config = _lora_config(model, lora, settings)
     _register(config, model)
     return config
 
@@ -165,48 +180,31 @@ def load_adapter(
         config = peft.PeftConfig.from_pretrained(str(path))
     except (ValueError, TypeError, KeyError) as error:
         raise BadCheckpoint(
-            f"{Path(path) / _CONFIG} is not an adapter's configuration ({error}); save it again."
+            f"{Path(path) / CONFIG} is not an adapter's configuration ({error}); save it again."
         ) from error
     if not isinstance(config, peft.LoraConfig):
         raise Unsupported(
             f"the adapter in {path} is a {config.peft_type}, and only LoRA adapters are supported."
         )
-    _check_fit(model, weights, path)
+    check_fit(model, weights, path)
     config.inference_mode = not is_trainable
     _register(config, model)
-    if not isinstance(model, peft.PeftModel):
-        return peft.PeftModel.from_pretrained(
+    if isinstance(model, peft.PeftModel):
+        model.add_adapter(adapter_name, config)
+        try:
+            with named_errors(path):
+                check_loaded(model, weights, adapter_name, path)
+        except SpecMismatch:
+            model.delete_adapter(adapter_name)
+            raise
+        return model
+    with restored_on_error(model), named_errors(path), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Found missing adapter keys")  # refused below
+        adapted = peft.PeftModel.from_pretrained(
             model, str(path), adapter_name=adapter_name, is_trainable=is_trainable, config=config
         )
-    model.add_adapter(adapter_name, config)
-    peft.set_peft_model_state_dict(model, weights, adapter_name=adapter_name)
-    return model
-
-
-def read_adapter(path: str | Path) -> dict[str, Any]:
-    """The tensors of an adapter folder, on the CPU.
-
-    Raises:
-        BadCheckpoint: there is none, it is damaged, or it is a pickle.
-    """
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    folder = Path(path)
-    if not (folder / _CONFIG).is_file():
-        raise BadCheckpoint(f"{folder} has no {_CONFIG}; give the folder that save_pretrained wrote.")
-    if not (folder / _WEIGHTS).is_file():
-        if (folder / _PICKLE).is_file():
-            raise BadCheckpoint(
-                f"{folder / _PICKLE} is a pickle, which can run code; convert it to {_WEIGHTS} first."
-            )
-        raise BadCheckpoint(f"{folder} has no {_WEIGHTS}; give the folder that save_pretrained wrote.")
-    try:
-        return dict(load_file(folder / _WEIGHTS))
-    except (SafetensorError, OSError) as error:
-        raise BadCheckpoint(
-            f"{folder / _WEIGHTS} is truncated or corrupt ({error}); copy or save it again."
-        ) from error
+        check_loaded(adapted, weights, adapter_name, path)
+    return adapted
 
 
 def resolve_targets(model: nn.Module, targets: Any, linears: Mapping[str, nn.Module] | None = None) -> Any:
@@ -223,7 +221,7 @@ def resolve_targets(model: nn.Module, targets: Any, linears: Mapping[str, nn.Mod
     Raises:
         SpecMismatch: a name, or the expression, matches no linear.
     """
-    linears = _linears(model) if linears is None else linears
+    linears = linears_of(model) if linears is None else linears
     spec = _spec_or_none(model)
     if targets is None or targets == "all-linear":
         return (
@@ -234,7 +232,7 @@ def resolve_targets(model: nn.Module, targets: Any, linears: Mapping[str, nn.Mod
     if isinstance(targets, str) and not re.fullmatch(r"\w+", targets):
         if not any(re.fullmatch(targets, name) for name in linears):
             raise SpecMismatch(
-                f"LoRA target {targets!r} matches no linear of this model; it has {_listed(linears)}."
+                f"LoRA target {targets!r} matches no linear of this model; it has {listed(linears)}."
             )
         return targets
     names = {targets} if isinstance(targets, str) else set(targets)
@@ -244,11 +242,11 @@ def resolve_targets(model: nn.Module, targets: Any, linears: Mapping[str, nn.Mod
     missing = sorted(n for n in names if not any(full == n or full.endswith("." + n) for full in linears))
     if missing or not names:
         wrong = ", ".join(missing) or "(none given)"
-        raise SpecMismatch(f"LoRA targets match no linear of this model: {wrong}; it has {_listed(linears)}.")
+        raise SpecMismatch(f"LoRA targets match no linear of this model: {wrong}; it has {listed(linears)}.")
     return sorted(names)
 
 
-def _lora_config(lora: Any, settings: dict[str, Any]) -> Any:
+def _lora_config(model: nn.Module, lora: Any, settings: dict[str, Any]) -> Any:
     import peft
 
     if isinstance(lora, peft.LoraConfig):
@@ -256,6 +254,7 @@ def _lora_config(lora: Any, settings: dict[str, Any]) -> Any:
             raise SpecMismatch(
                 "give a peft.LoraConfig or single settings, not both; the LoraConfig has all of them."
             )
+        lora.target_modules = _as_peft_has_them(resolve_targets(model, lora.target_modules))
         return lora
     lora = LoRA() if lora is None else lora
     fields = {
@@ -266,81 +265,59 @@ def _lora_config(lora: Any, settings: dict[str, Any]) -> Any:
         "bias": lora.bias,
         "use_rslora": lora.rslora,
         "task_type": "CAUSAL_LM",
+        **settings,
     }
-    return peft.LoraConfig(**{**fields, **settings})
+    # first, because PEFT takes layers_to_transform only with names
+    fields["target_modules"] = _as_peft_has_them(resolve_targets(model, fields["target_modules"]))
+    if isinstance(fields["target_modules"], str) and fields.get("layers_to_transform") is not None:
+        raise SpecMismatch(
+            "layers_to_transform goes with names in target_modules, and these are a regular expression; "
+            "write the layers into the expression."
+        )
+    return peft.LoraConfig(**fields)
+
+
+def _as_peft_has_them(targets: Any) -> Any:
+    """A set, which PEFT makes of any list, and which its add_weighted_adapter needs."""
+    return targets if isinstance(targets, str) else set(targets)
 
 
 def _register(config: Any, model: nn.Module) -> None:
-    """Tell PEFT, on this configuration alone, which layer class goes over which kind of linear."""
+    """Tell PEFT, on this configuration alone, which layer class goes over which kind of linear.
+
+    Variants of LoRA keep PEFT's own layers, which read the weight: a packed one is decoded for them.
+    """
     from fewbits.nn.lora import LoRALinear
 
-    ours = {QuantizedLinear: LoRALinear, FakeQuantizedLinear: LoRALinear}
-    variants = [
-        name
-        for name in ("use_dora", "alora_invocation_tokens", "layer_replication")
-        if getattr(config, name, None)
-    ]
-    changes_base = isinstance(config.init_lora_weights, str) and config.init_lora_weights not in (
-        "gaussian",
-        "orthogonal",
-    )
-    if variants or changes_base:
-        what = variants[0] if variants else f"init_lora_weights={config.init_lora_weights!r}"
-        if any(isinstance(module, tuple(ours)) for module in model.modules()):
-            raise Unsupported(
-                f"{what} needs weights that are neither packed nor fake-quantised, and this model has such; "
-                "use plain LoRA, or do not convert the model."
-            )
-        return  # PEFT's own layers know these variants
-    config._register_custom_module({**ours, nn.Linear: LoRALinear})
-
-
-def _check_fit(model: nn.Module, weights: Mapping[str, Any], path: str | Path) -> None:
-    """Each tensor must find a module of its size, before anything is changed."""
-    linears = _linears(model)
-    shapes = {base_name(name): tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    for key, tensor in weights.items():
-        match = re.fullmatch(r"base_model\.model\.(.+)\.lora_([AB])(\..+)?\.weight", key)
-        if match is not None:
-            _check_pair(linears, match.group(1), match.group(2), tensor, path)
-            continue
-        name = base_name(key)
-        have, want = tuple(tensor.shape), shapes.get(name)
-        if want is not None and have != want:
-            raise SpecMismatch(
-                f"the adapter in {path} holds {name!r} of shape {have}, and this model's is {want} (another "
-                "vocabulary?); load its own base model."
-            )
-
-
-def _check_pair(linears: Mapping[str, Any], name: str, which: str, tensor: Any, path: str | Path) -> None:
-    linear = linears.get(name)
-    if linear is None:
-        raise SpecMismatch(
-            f"the adapter in {path} adapts {name!r}, which this model does not have; "
-            f"it has {_listed(linears)}."
+    variant = _variant_of(config)
+    if variant is None:
+        config._register_custom_module(
+            {QuantizedLinear: LoRALinear, FakeQuantizedLinear: LoRALinear, nn.Linear: LoRALinear}
         )
-    axis, side = (1, "in") if which == "A" else (0, "out")
-    have, want = tensor.shape[axis], getattr(linear, f"{side}_features")
-    if have != want:
-        raise SpecMismatch(
-            f"the adapter in {path} was made for {have} {side}puts of {name!r}, which has {want}; "
-            "load its own base model."
+        return
+    kinds = {type(module) for module in model.modules()}
+    if any(issubclass(kind, FakeQuantizedLinear) for kind in kinds):
+        raise Unsupported(
+            f"{variant} needs the weight itself, and that of a fake-quantised layer is rounded in the "
+            "product; use plain LoRA, or do not convert the model."
+        )
+    if variant.startswith(_CHANGES_BASE) and any(issubclass(kind, QuantizedLinear) for kind in kinds):
+        raise Unsupported(
+            f"{variant} takes a part of the base weight away, and what remains of a packed one would be "
+            "rounded again; use another initialisation, or do not convert the model."
         )
 
 
-def _linears(model: nn.Module) -> dict[str, nn.Module]:
-    """Linears by the full name that the base model gives them, adapters and wrappers left out."""
-    found: dict[str, nn.Module] = {}
-    for name, module in model.named_modules():
-        if ".lora_" in name or not isinstance(module, (nn.Linear, QuantizedLinear)):
-            continue
-        found[name.removeprefix("base_model.model.").removesuffix(".base_layer")] = module
-    return found
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(sorted({_last(name) for name in names})) or "no linears"
+def _variant_of(config: Any) -> str | None:
+    """The setting that asks for a variant of LoRA, if there is one; PEFT marks its fields."""
+    for field in fields_of(config):
+        value = getattr(config, field.name, None)
+        if value and (field.metadata.get("is_lora_variant") or field.name in _VARIANTS):
+            return str(field.name)
+    init = config.init_lora_weights
+    if isinstance(init, str) and init not in ("gaussian", "orthogonal", "eva"):
+        return f"init_lora_weights={init!r}"
+    return None
 
 
 def _last(name: str) -> str:

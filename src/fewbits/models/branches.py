@@ -15,9 +15,14 @@ from fewbits.errors import BadInput, Unsupported
 
 @dataclass(frozen=True)
 class Branch:
-    """The low-rank branches of one linear: pairs A (r, K), B (N, r) with their scaling."""
+    """The low-rank branches of one linear: pairs A (r, K), B (N, r) with their scaling.
+
+    With DoRA's magnitude m (N,) the rows of the sum are brought to these lengths:
+    ``W' = m / ||W + s B A|| * (W + s B A)``.
+    """
 
     pairs: tuple[tuple[Tensor, Tensor, float], ...]
+    magnitude: Tensor | None = None
 
     def delta(self, device: torch.device | str = "cpu") -> Tensor:
         """(N, K) float32."""
@@ -27,21 +32,35 @@ class Branch:
         assert isinstance(total, Tensor)
         return total
 
-    def apply(self, x: Tensor) -> Tensor:
-        """(..., K) to (..., N): the branch's own output."""
-        y: Tensor | float = 0.0
+    def merged(self, weight: Tensor) -> Tensor:
+        """The weight (N, K) with the branches in it, float32, on its device."""
+        total = weight.detach().float() + self.delta(weight.device)
+        return total if self.magnitude is None else self._rows_scaled(weight)[:, None] * total
+
+    def _rows_scaled(self, weight: Tensor) -> Tensor:
+        """(N,) float32: by how much DoRA scales each row of the sum."""
+        assert self.magnitude is not None
+        total = weight.detach().float() + self.delta(weight.device)
+        rows: Tensor = self.magnitude.detach().to(total) / torch.linalg.vector_norm(total, dim=1)
+        return rows
+
+    def apply(self, x: Tensor, y: Tensor, linear: nn.Linear) -> Tensor:
+        """What becomes of a linear's output y (..., N) for the input x (..., K)."""
+        z: Tensor | float = 0.0
         for a, b, scaling in self.pairs:
-            y = y + scaling * (x @ a.detach().to(x).t() @ b.detach().to(x).t())
-        assert isinstance(y, Tensor)
-        return y
+            z = z + scaling * (x @ a.detach().to(x).t() @ b.detach().to(x).t())
+        if self.magnitude is None:
+            return y + z
+        rows = self._rows_scaled(linear.weight).to(y)
+        return rows * (y + z) if linear.bias is None else rows * (y - linear.bias + z) + linear.bias
 
 
 def branches_of(base: nn.Module) -> dict[str, Branch]:
     """The active adapters' branches, by the full name of the linear they adapt.
 
     Raises:
-        Unsupported: an adapter that is not a plain sum of low-rank products over a linear (DoRA,
-            embeddings, biases).
+        Unsupported: an adapter that is neither a plain sum of low-rank products over a linear nor one of
+            DoRA (embeddings, biases, other variants of LoRA).
         BadInput: an adapter that is merged already.
     """
     from peft.tuners.lora import LoraLayer
@@ -52,27 +71,37 @@ def branches_of(base: nn.Module) -> dict[str, Branch]:
             continue
         if getattr(module, "merged", False):
             raise BadInput(f"the adapter is merged into {name} already; call unmerge_adapter() first.")
-        pairs = []
+        pairs, magnitude = [], None
         for adapter in module.active_adapters:
             _check_adapter(module, name, adapter)
             if adapter in module.lora_A:
                 a, b = module.lora_A[adapter].weight, module.lora_B[adapter].weight
                 pairs.append((a, b, float(module.scaling[adapter])))
+                if _is_dora(module, adapter):
+                    magnitude = module.lora_magnitude_vector[adapter].weight
+        if magnitude is not None and len(pairs) > 1:
+            raise Unsupported(
+                f"several adapters are active on {name} and one is of DoRA, which scales the sum; make one "
+                "active with set_adapter()."
+            )
         if pairs:
-            found[plain_name(name)] = Branch(tuple(pairs))
+            found[plain_name(name)] = Branch(tuple(pairs), magnitude)
     return found
 
 
 def _check_adapter(module: Any, name: str, adapter: str) -> None:
-    is_variant = bool(getattr(module, "use_dora", {}).get(adapter)) or adapter in getattr(
-        module, "lora_variant", {}
-    )
+    is_variant = adapter in getattr(module, "lora_variant", {}) and not _is_dora(module, adapter)
     is_embedding = adapter in getattr(module, "lora_embedding_A", {})
     if is_variant or is_embedding or getattr(module, "lora_bias", {}).get(adapter):
         raise Unsupported(
-            f"the adapter {adapter!r} on {name} is not a plain sum of low-rank products (DoRA, an "
-            "embedding, or a LoRA bias); merge it with PEFT's merge_and_unload()."
+            f"the adapter {adapter!r} on {name} is neither a plain sum of low-rank products nor DoRA (it is "
+            "on an embedding, has a LoRA bias, or is another variant); merge it with PEFT's "
+            "merge_and_unload()."
         )
+
+
+def _is_dora(module: Any, adapter: str) -> bool:
+    return bool(getattr(module, "use_dora", {}).get(adapter))
 
 
 def plain_name(name: str) -> str:

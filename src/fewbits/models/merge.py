@@ -22,7 +22,14 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from fewbits.errors import BadCheckpoint, BadInput, Unsupported
-from fewbits.models.branches import branches_of, effective_state, plain_name, same_storage, was_changed
+from fewbits.models.branches import (
+    base_name,
+    branches_of,
+    effective_state,
+    plain_name,
+    same_storage,
+    was_changed,
+)
 from fewbits.models.checkpoint import INDEX, WEIGHTS
 from fewbits.models.original import original_of, source_folder
 from fewbits.models.packed import recipe_of
@@ -248,11 +255,12 @@ class _Merger:
     def _absent_from(self, names: set[str]) -> dict[str, Tensor]:
         """Live tensors that the original lacks and that are not another name of one it has."""
         tied = dict(getattr(self.base, "all_tied_weights_keys", {}) or {})
+        parameters = {base_name(name) for name, _ in self.base.named_parameters(remove_duplicate=False)}
         absent = {}
         for name, tensor in self.live.items():
             source = tied.get(name)
             same = source in self.live and same_storage(self.live[source], tensor)
-            if name not in names and not same and name in dict(self.base.named_parameters()):
+            if name not in names and not same and name in parameters:
                 absent[name] = tensor
         return absent
 
@@ -260,7 +268,7 @@ class _Merger:
         """What the tensor ``name`` of the original becomes."""
         module = name.removesuffix(".weight")
         if module in self.branches and name.endswith(".weight"):
-            return (weight.float() + self.branches[module].delta()).to(self.dtype)
+            return self.branches[module].merged(weight).to(self.dtype)
         live = self.live.get(name)
         if live is not None and live.device.type != "meta" and was_changed(live, weight):
             return self._as_saved(live)
@@ -290,7 +298,7 @@ class _Merger:
         module = name.removesuffix(".weight") if name.endswith(".weight") else ""
         weight = self.packed[module].dequantize(torch.float32) if module in self.packed else self.live[name]
         if module in self.branches:
-            weight = weight.detach().float() + self.branches[module].delta(weight.device)
+            weight = self.branches[module].merged(weight)
         return self._as_saved(weight)
 
     def _write_config(self, folder: Path, names: Iterable[str]) -> None:
@@ -369,7 +377,7 @@ class _Merger:
                 setattr(model.get_submodule(module), leaf, nn.Parameter(live.detach().to("cpu", dtype)))
         for name, branch in self.branches.items():
             model.get_submodule(name).register_forward_hook(
-                lambda module, args, output, branch=branch: output + branch.apply(args[0])
+                lambda module, args, output, branch=branch: branch.apply(args[0], output, module)
             )
         logits = model(input_ids=ids).logits
         return logits.float()

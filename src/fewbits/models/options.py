@@ -39,7 +39,6 @@ _REFUSED = {
     "unsloth_tiled_mlp": "the model's own MLP is used",
     "layers_pattern": "name layers with layers_to_transform, or target_modules as a regular expression",
     "loftq_config": "it changes the packed weights",
-    "ensure_weight_tying": "tied weights stay tied",
 }
 PEFT_CHOOSES_NOTHING = {
     "max_seq_length": "from_pretrained has set it",
@@ -53,6 +52,7 @@ PEFT_FIELDS = {
     "rank_pattern",
     "alpha_pattern",
     "use_dora",
+    "ensure_weight_tying",
 }
 
 

@@ -163,7 +163,7 @@ def recipe_of(model: nn.Module, *, name: str) -> Recipe:
         return Recipe(name=name)
     found = list(rules.values())
     common = max(found, key=found.count)
-    plain = tuple(n for n, m in model.named_modules() if isinstance(m, nn.Linear))
+    plain = tuple(n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n not in rules)
     return Recipe(
         name=name, linear=common, overrides=tuple((n, r) for n, r in rules.items() if r != common), skip=plain
     )

@@ -15,6 +15,7 @@ from fewbits.formats.base import Format, Packed
 from fewbits.kernels.matmul_operands import operand_linear
 from fewbits.kernels.matmul_packed import Operands, packed_linear
 from fewbits.kernels.quantize import quantize
+from fewbits.nn.decoded_weight import DecodedWeight
 from fewbits.nn.finite import check_finite
 
 
@@ -43,8 +44,11 @@ def operands_of(rule: LinearFormats) -> Operands:
     return Operands(activation=rule.activation, gradient=rule.gradient, weight_operand=rule.weight_operand)
 
 
-class QuantizedLinear(nn.Module):
+class QuantizedLinear(nn.Linear):
     """A linear layer whose frozen weight is stored in a number format.
+
+    It is a kind of ``torch.nn.Linear`` so that libraries which look for those find it (PEFT's own layers,
+    ``target_modules="all-linear"``); ``weight`` is then a `DecodedWeight`.
 
     The parts of the packed weight are parameters ``weight_<part>`` (``weight_codes``, ``weight_scales``, ...)
     that carry no gradient: they are saved, moved and sharded as parameters are, and keep their dtype when the
@@ -69,16 +73,17 @@ class QuantizedLinear(nn.Module):
         device: torch.device | str | None = None,
         **operands: Format | None,
     ) -> None:
-        super().__init__()
+        nn.Module.__init__(self)  # nn.Linear's own would make a weight
         self.in_features, self.out_features, self.format = in_features, out_features, format
         self.operands = Operands(**operands)
         self.dtype = torch.get_default_dtype() if dtype is None else dtype
         layout = format.layout((out_features, in_features))
         self.part_names = tuple(layout)
+        self.before: list[dict[str, Tensor]] = []  # what `weight.data = ...` replaced, for unmerging
         for name, part in layout.items():
             empty = torch.empty(part.shape, dtype=part.dtype, device=device)
             self.register_parameter(f"weight_{name}", nn.Parameter(empty, requires_grad=False))
-        self.bias = nn.Parameter(torch.empty(out_features, dtype=self.dtype, device=device)) if bias else None
+        self.bias = nn.Parameter(torch.empty(out_features, dtype=self.dtype, device=device)) if bias else None  # type: ignore[assignment]
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, rule: LinearFormats) -> QuantizedLinear:
@@ -104,6 +109,11 @@ class QuantizedLinear(nn.Module):
         """The weight as it is stored."""
         parts = {name: getattr(self, f"weight_{name}") for name in self.part_names}
         return Packed(self.format, (self.out_features, self.in_features), self.dtype, parts)
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        """The weight (N, K) as other libraries read a linear's: decoded when used, packed when assigned."""
+        return DecodedWeight(self)
 
     @property
     def device(self) -> torch.device:
@@ -132,6 +142,11 @@ class QuantizedLinear(nn.Module):
     def stored(self) -> dict[str, Tensor]:
         """The parameters that stand for the weight, by name: what `pack` replaces."""
         return {f"weight_{name}": part for name, part in self.packed.parts.items()}
+
+    def load_stored(self, parts: dict[str, Tensor]) -> None:
+        """Take back what `stored` gave, on the device where the layer is now."""
+        for name, part in parts.items():
+            self.register_parameter(name, nn.Parameter(part.detach().to(self.device), requires_grad=False))
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The weight (N, K) that the layer multiplies by, in ``dtype`` (default: `self.dtype`)."""

@@ -10,8 +10,8 @@ means for its base:
 * fake-quantised base: the effective weight is rounded as a whole, ``Q(W + s B A)``, so that merging and then
   packing changes nothing.
 
-DoRA, PiSSA and other variants that read or change the base weight stay with PEFT's own layers
-(`fewbits.models.adapters`).
+DoRA and other variants that read the base weight stay with PEFT's own layers, over packed bases too
+(`fewbits.models.adapters`, `fewbits.nn.decoded_weight`).
 
 Importing this module imports peft.
 """
@@ -224,6 +224,15 @@ class LoRALinear(nn.Module, LoraLayer):
         if not self.merged_adapters:
             self._packed_before = {name: t.detach() for name, t in base.stored().items()}
         base.pack(merged)
+
+    def enable_adapters(self, enabled: bool) -> None:
+        """Switch all adapters on or off (PEFT calls this); off, a merged layer is unmerged at once.
+
+        PEFT's layers do that in their next pass, which a fused decoder does not make.
+        """
+        if not enabled and self.merged:
+            self.unmerge()
+        super().enable_adapters(enabled)
 
     def unmerge(self) -> None:
         """Take all merged adapters out again; a packed base gets back the very bits it had."""

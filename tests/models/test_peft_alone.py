@@ -1,0 +1,186 @@
+"""PEFT's own calls, with its own configurations, over plain and packed bases; variants keep PEFT's layers."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from typing import Any
+
+import peft
+import pytest
+import torch
+from peft.tuners.lora.layer import Linear as PeftLinear
+from torch import nn
+
+from fewbits import convert, get_peft_model, load_adapter
+from fewbits.errors import Unsupported
+from fewbits.models.branches import base_name
+from fewbits.nn.linear import QuantizedLinear
+from fewbits.nn.lora import LoRALinear
+from tests.models.loading import logits, packed_state, perturb, same
+from tests.models.tiny import tiny, tokens
+
+NAMES = ["q_proj", "v_proj"]
+VARIANTS: dict[str, dict[str, Any]] = {
+    "use_dora": {"use_dora": True},
+    "alora_invocation_tokens": {"alora_invocation_tokens": [5], "task_type": "CAUSAL_LM"},
+    "use_bdlora": {"use_bdlora": "BdLoraConfig"},
+    "velora_config": {"velora_config": "VeloraConfig"},
+    "monteclora_config": {"monteclora_config": "MontecloraConfig"},
+    "kasa_config": {"kasa_config": "KasaConfig"},
+    "arrow_config": {"arrow_config": "ArrowConfig"},
+}
+MARKED = [f.name for f in dataclasses.fields(peft.LoraConfig) if f.metadata.get("is_lora_variant")]
+TESTED = [name for name in MARKED if name != "arrow_config"]  # that needs adapters to route between
+
+
+def base(recipe: str | None) -> Any:
+    model = tiny("llama")
+    if recipe is not None:
+        convert(model, recipe)
+    return model
+
+
+def settings(name: str) -> dict[str, Any]:
+    """What asks for a variant, with PEFT's default settings of it."""
+    found = dict(VARIANTS[name])
+    for key, value in found.items():
+        if isinstance(value, str) and value.endswith("Config"):
+            kind = getattr(peft, value, None) or getattr(peft.tuners.lora.config, value)
+            if value == "BdLoraConfig":
+                found[key] = kind(target_modules_bd_a=["v_proj"], target_modules_bd_b=["q_proj"], nblocks=2)
+            else:
+                found[key] = kind()
+    return found
+
+
+@pytest.mark.parametrize("recipe", ["qlora_nf4", "int8"])
+@pytest.mark.parametrize("targets", [NAMES, "all-linear"])
+def test_peft_alone_over_a_packed_base(recipe, targets, tmp_path):
+    config = peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False, task_type="CAUSAL_LM")
+    adapted = peft.get_peft_model(base(recipe), config)
+    wrapped = [m for m in adapted.modules() if isinstance(m, PeftLinear)]
+    assert len(wrapped) == 2 * (len(NAMES) if targets is NAMES else 7)
+    adapted(tokens(), labels=tokens()).loss.backward()
+    assert all(p.grad is not None for n, p in adapted.named_parameters() if ".lora_" in n)
+    expected = logits(adapted, tokens())
+    adapted.save_pretrained(tmp_path)
+    again = peft.PeftModel.from_pretrained(base(recipe), tmp_path)
+    assert torch.equal(logits(again, tokens()), expected)
+    # the same adapter by our own layers, and by PEFT's over the decoded weights
+    torch.testing.assert_close(logits(load_adapter(base(recipe), tmp_path), tokens()), expected)
+    decoded = base(recipe)
+    for name, layer in [(n, m) for n, m in decoded.named_modules() if isinstance(m, QuantizedLinear)]:
+        plain = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
+        plain.weight = nn.Parameter(layer.dequantize())
+        decoded.set_submodule(name, plain)
+    torch.testing.assert_close(logits(peft.PeftModel.from_pretrained(decoded, tmp_path), tokens()), expected)
+
+
+@pytest.mark.parametrize("safe", [True, False])
+def test_peft_merges_into_a_packed_base_and_back(safe):
+    model = base("qlora_nf4")
+    before, plain = packed_state(model), logits(model, tokens())
+    config = peft.LoraConfig(r=4, target_modules=NAMES, init_lora_weights=False)
+    adapted = peft.get_peft_model(model, config)
+    adapted.add_adapter("second", config)
+    adapted.base_model.set_adapter(["default", "second"])
+    expected = logits(adapted, tokens())
+    with pytest.warns(UserWarning, match="rounded to it again"):
+        adapted.merge_adapter(safe_merge=safe)
+    merged = logits(adapted, tokens())
+    assert not torch.equal(merged, plain)
+    assert (merged - expected).norm() < 0.5 * (expected - plain).norm()
+    with adapted.disable_adapter():  # PEFT unmerges first
+        assert torch.equal(logits(adapted, tokens()), plain)
+    adapted.base_model.unmerge_adapter()
+    now = {base_name(name): part for name, part in packed_state(adapted).items()}
+    assert same(now, before)
+    torch.testing.assert_close(logits(adapted, tokens()), expected)
+
+
+@pytest.mark.parametrize("recipe", [None, "qlora_nf4", "int8"])
+@pytest.mark.parametrize("variant", TESTED)
+def test_a_variant_has_pefts_own_layers(variant, recipe):
+    chosen = {"r": 4, "lora_alpha": 8, "target_modules": NAMES, **settings(variant)}
+    if variant == "kasa_config" and recipe is not None:
+        with pytest.raises(Unsupported, match="kasa_config takes a part of the base weight away"):
+            get_peft_model(base(recipe), **chosen)
+        return
+    torch.manual_seed(0)
+    ours = get_peft_model(base(recipe), **chosen)
+    torch.manual_seed(0)
+    alone = peft.get_peft_model(base(recipe), peft.LoraConfig(**{"task_type": "CAUSAL_LM", **chosen}))
+    assert not any(isinstance(m, LoRALinear) for m in ours.modules())
+    for model in (ours, alone):
+        perturb(model).eval()
+    options = {"alora_offsets": [3, 3]} if variant.startswith("alora") else {}
+    with torch.no_grad():
+        found, expected = (model(tokens(), **options).logits for model in (ours, alone))
+    assert torch.equal(found, expected)
+    loss = ours.train()(tokens(), labels=tokens(), **options).loss
+    loss.backward()
+    assert any(p.grad is not None and p.grad.any() for n, p in ours.named_parameters() if "lora_" in n)
+
+
+def test_every_marked_field_is_tested():
+    assert set(MARKED) == set(VARIANTS)
+
+
+@pytest.mark.parametrize("init", ["pissa", "pissa_niter_4", "olora", "corda", "lora_ga"])
+def test_what_changes_the_base_is_refused_over_a_packed_one(init):
+    with pytest.raises(Unsupported, match=f"init_lora_weights='{init}' takes a part of the base"):
+        get_peft_model(base("int8"), init_lora_weights=init)
+
+
+def test_dora_over_a_packed_base_is_dora_over_its_decoded_weights():
+    packed, decoded = base("qlora_nf4"), tiny("llama")
+    for name, layer in packed.named_modules():
+        if isinstance(layer, QuantizedLinear):
+            decoded.get_submodule(name).weight.data = layer.dequantize()
+    config = {"use_dora": True, "r": 4, "target_modules": NAMES, "seed": 1}
+    one, two = (perturb(get_peft_model(model, **config)) for model in (packed, decoded))
+    torch.testing.assert_close(logits(one, tokens()), logits(two, tokens()))
+
+
+def test_weighted_adapters_of_ours():
+    model = get_peft_model(base("qlora_nf4"), r=4, target_modules=NAMES)
+    get_peft_model(model, r=4, target_modules=NAMES, adapter_name="second")
+    perturb(model)
+    for kind in ("linear", "svd", "cat"):
+        model.add_weighted_adapter(["default", "second"], [0.25, 0.75], kind, combination_type=kind)
+    layer = model.base_model.model.model.layers[0].self_attn.q_proj
+    expected = 0.25 * layer.get_delta_weight("default") + 0.75 * layer.get_delta_weight("second")
+    torch.testing.assert_close(layer.get_delta_weight("cat"), expected)
+    model.set_adapter("cat")
+    assert logits(model, tokens()).isfinite().all()
+
+
+@pytest.mark.parametrize("recipe", [None, "qlora_nf4"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_disabled_while_merged_is_the_base(recipe, fused):
+    from fewbits import fuse
+
+    model = base(recipe)
+    plain = logits(model, tokens())
+    adapted = perturb(get_peft_model(model, r=4))
+    if fused:
+        fuse(adapted)
+    expected = logits(adapted, tokens())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        adapted.merge_adapter()
+    assert (logits(adapted, tokens()) - plain).norm() > 0.1 * plain.norm()
+    with adapted.disable_adapter():
+        torch.testing.assert_close(logits(adapted, tokens()), plain)
+    torch.testing.assert_close(logits(adapted, tokens()), expected)
+
+
+def test_layers_by_number_with_the_default_targets():
+    from fewbits.errors import SpecMismatch
+
+    model = get_peft_model(base("qlora_nf4"), layers_to_transform=[0])
+    names = [n for n, m in model.named_modules() if isinstance(m, LoRALinear)]
+    assert len(names) == 7 and all(".layers.0." in name for name in names)
+    with pytest.raises(SpecMismatch, match="layers_to_transform goes with names"):
+        get_peft_model(base(None), target_modules=".*q_proj", layers_to_transform=[0])
