@@ -381,3 +381,27 @@ def test_siblings_sums_forget_the_oldest() -> None:
     for k in range(1, MOST_SIBLINGS + 1):
         siblings.add(50 * MB + 2 * k * MB, k * MB)
     assert siblings.like(200 * MB) == (pytest.approx(LINE_HEADROOM * 450 * MB, rel=1e-6), True)
+
+
+def test_damaged_lines_of_the_history_are_left_out(tmp_path: Path) -> None:
+    history = History(tmp_path / "h.jsonl")
+    history.learn(Stage("u1", "90", "ptxas", keys=("u1",)), peak_bytes=100 * MB, seconds=1.0)
+    history.write()
+    whole = (tmp_path / "h.jsonl").read_text()
+    odd = [
+        "{",
+        "3",
+        "null",
+        "[]",
+        '{"keys": 3}',
+        '{"peak": "x", "s": 1, "keys": []}',
+        "[" * 100_000,
+        "\x00\ufffd",
+    ]
+    odd += ['{"peak": 1e999, "s": 1, "keys": ["a"]}', '{"peak": 1, "s": {}, "keys": [["a"]], "unit": []}']
+    (tmp_path / "h.jsonl").write_text("\n".join([*odd, whole]) + "\n")
+    again = History(tmp_path / "h.jsonl")
+    again.load()
+    asked = Stage("u1", "90", "ptxas", keys=("u1",))
+    again.predict(asked, room_bytes=8 * GIB, slots=4)
+    assert asked.source == "history"

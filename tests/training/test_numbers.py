@@ -94,3 +94,37 @@ def test_a_run_stops_with_the_weights_of_the_last_good_step(tmp_path, spoiled, l
         assert torch.equal(p, q)
     kept = sorted(p.name for p in (tmp_path / "bad").iterdir() if p.name.startswith("checkpoint"))
     assert kept == [f"checkpoint-{i}" for i in range(max(1, spoiled - 2), spoiled)]
+
+
+@pytest.mark.parametrize(
+    ("first", "step", "loss", "cause"),
+    [
+        (None, 1, 2.0, "check that the trained layers are part"),
+        (
+            None,
+            7,
+            9.0,
+            r"either the training had diverged before the checkpoint .* \(the loss is 9\): .*; or ",
+        ),
+        (
+            2.0,
+            7,
+            9.5,
+            r"probably diverged, for the loss has risen from 2 at step 1 to 9.5: lower the learning",
+        ),
+        (2.0, 7, 0.5, r"has fallen from 2 at step 1 to 0.5, so nothing may be left to learn"),
+    ],
+)
+def test_why_gradients_vanish(first, step, loss, cause):
+    model = nn.Linear(3, 2)
+    check = NumberCheck(model)
+
+    def see(value: float, scale: float, step: int) -> None:
+        for p in model.parameters():
+            p.grad = torch.full_like(p, scale)
+        check.see([(torch.tensor(value), [[step]])], step)
+
+    if first is not None:
+        see(first, 1.0, 1)
+    with pytest.raises(TrainingStopped, match=f"all gradients are zero at step {step} .*{cause}"):
+        see(loss, 0.0, step)

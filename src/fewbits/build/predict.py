@@ -133,7 +133,7 @@ class History:
                 self._past.update(dict.fromkeys(row["keys"], past))
                 self._nameless = self._nameless or "unit" not in row
                 self._names.add(row.get("unit", ""))
-            except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
+            except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
                 continue
         if len(lines) > 2 * MAX_LINES:
             with contextlib.suppress(OSError):  # a full disk: it stays as long as it is

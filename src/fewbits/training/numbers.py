@@ -63,6 +63,7 @@ class NumberCheck:
         self._model = model
         self._num_ranks, self._is_sharded, self._exchange = num_ranks, is_sharded, exchange
         self._pending: _Pending | None = None
+        self._first: tuple[int, float] | None = None  # the first sound step, and its loss
 
     def see(self, seen: Seen, step: int, optimizer: Any = None, *, scaled: bool = False) -> None:
         """After the backward passes of a step, before clipping: note what they gave, settle the step before.
@@ -118,6 +119,7 @@ class NumberCheck:
             mine = "" if losses.isfinite().all() else self._bad_loss(pending, losses)
             raise TrainingStopped(next(text for text in self._exchange(mine) if text))
         if pending.scaled or (norms.any() and norms.isfinite().all()):
+            self._first = self._first or (pending.step, float(losses.sum()))
             return
         raise TrainingStopped(self._bad_gradients(pending, norms))
 
@@ -131,13 +133,35 @@ class NumberCheck:
         if not norms.any():
             return (
                 f"all gradients are zero at step {pending.step} ({len(norms)} parameters with a gradient), so"
-                f" nothing would be learned from rows {rows}; check that the trained layers are part of the"
-                " forward pass."
+                f" nothing would be learned from rows {rows}; {self._why_zero(pending)}"
             )
         name = pending.names[int((~norms.isfinite()).nonzero()[0])]
         return (
             f"the gradient of {name} is not finite at step {pending.step} on rows {rows} of the training"
             " data; no weight was changed by it: lower the learning rate, or resume from the last"
+            " checkpoint."
+        )
+
+    def _why_zero(self, pending: _Pending) -> str:
+        """The probable cause, and what to do: gradients vanish where nothing is left, or all is lost."""
+        loss = float(pending.values[2 : 2 + len(pending.seen)].sum())
+        layers = "check that the trained layers are part of the forward pass."
+        if self._first is None:
+            if pending.step == 1:
+                return layers
+            return (
+                f"either the training had diverged before the checkpoint that it went on from (the loss is"
+                f" {loss:.4g}): begin anew with a lower learning rate; or {layers}"
+            )
+        step, before = self._first
+        if loss < before:
+            return (
+                f"the loss has fallen from {before:.4g} at step {step} to {loss:.4g}, so nothing may be left"
+                " to learn here: end the run earlier (max_steps, early_stopping_patience)."
+            )
+        return (
+            f"the training has probably diverged, for the loss has risen from {before:.4g} at step {step} to"
+            f" {loss:.4g}: lower the learning rate (or max_grad_norm), and begin anew or from an early"
             " checkpoint."
         )
 
