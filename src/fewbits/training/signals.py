@@ -54,12 +54,13 @@ class StopRequest:
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Signals are noted here; at the end all ranks agree on whether one came, in ``answer``."""
+        """Signals are noted here; at the end all ranks agree on whether one came, in ``answer``.
+
+        After an error they are noted on: a launcher sends them to ranks that lost another one.
+        """
         self._noting = True
-        try:
-            yield
-        finally:
-            self._noting = False
+        yield
+        self._noting = False
         for rank, number in enumerate(self._ranks.exchange("signals", self.number)):
             if number is not None:
                 who = "" if self._ranks.size == 1 else f" to rank {rank} of {self._ranks.size}"
