@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from fewbits.cli import describe
 from fewbits.errors import StoppedBySignal
+from fewbits.training.config import TrainConfig, prolongs
 from fewbits.training.ranks import Ranks
 from fewbits.training.run_lock import RunLock
 from fewbits.training.signals import StopRequest
@@ -128,6 +129,50 @@ def test_a_signal_asks_for_a_checkpoint_and_the_end(number, whole, killer, tiny_
     assert (run["status"], run["error"]) == ("stopped", f"StoppedBySignal: {sentence}")
     assert killer.run(config, resume=True)["status"] == 0
     assert_same(remains(tmp_path / "run"), want)
+
+
+@pytest.mark.slow  # five runs
+@pytest.mark.parametrize(
+    "scheduler, kind",
+    [("constant", {"epochs": 1.0}), ("cosine", {"max_steps": 4})],
+    ids=["constant", "cosine"],
+)
+def test_a_finished_run_is_prolonged(scheduler, kind, killer, tiny_folder, tiny_data, tmp_path):
+    """With a constant learning rate to the weights of a run that was as long from the beginning."""
+    options = {**LORA, "scheduler": scheduler, "warmup": 0, "logging_steps": 1, "eval_fraction": 0.0}
+    options |= {"learning_rate": 1e-3, "gradient_accumulation": 4, "save_steps": 2}
+    longer = {name: 2 * value for name, value in kind.items()}
+    run, whole = (settings(tiny_folder, tiny_data, tmp_path / n, **options) for n in ("run", "whole"))
+    assert killer.run({**whole, **longer}, resume=False)["status"] == 0
+    assert killer.run({**run, **kind}, resume=False)["status"] == 0
+    short = remains(tmp_path / "run")["facts"]["steps"]
+    assert killer.run({**run, **kind}, resume=True)["status"] == 0  # finished, and that is all
+    assert killer.run({**run, **longer}, resume=True, at_fsync=4)["status"] == -9  # before it has begun
+    assert killer.run({**run, **longer}, resume=True)["status"] == 0
+    found, want = remains(tmp_path / "run"), remains(tmp_path / "whole")
+    assert found["facts"]["steps"] == want["facts"]["steps"] > short
+    if scheduler == "constant":
+        assert_same(found, want)
+    rates = [[r["learning_rate"] for r in records["metrics"]][short:] for records in (found, want)]
+    assert rates[0] == pytest.approx(rates[1])
+    shorter = killer.run({**run, **kind}, resume=True)
+    assert f"with another {next(iter(kind))}" in shorter["error"]
+
+
+def test_what_prolongs_a_run():
+    def config(**changes):
+        return TrainConfig(model="m", train_data="d", **changes)
+
+    assert prolongs(config(max_steps=9), config(max_steps=8))
+    assert prolongs(config(epochs=2.0, report=False), config(epochs=1.5))
+    for now, earlier in (
+        ({"max_steps": 8}, {"max_steps": 9}),
+        ({"max_steps": 9}, {}),
+        ({"max_steps": 9, "seed": 1}, {"max_steps": 8}),
+        ({"seed": 2}, {"seed": 1}),
+        ({}, {}),
+    ):
+        assert not prolongs(config(**now), config(**earlier))
 
 
 def test_a_signal_before_the_training_ends_at_once():

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from fewbits.training.checkpointing import staged
 from fewbits.training.config import OPTIMIZERS
 from tests.training.processes import run_ranks
 from tests.training.rank_workers import short_of_memory
@@ -98,6 +99,17 @@ def test_a_killed_rank_ends_the_run_which_resumes_to_the_same_weights(killer, ma
     assert run["status"] == "stopped" and "lost the connection" in run["error"]
     ran(killer.run_ranks([broken] * 2, resume=True))
     assert_same(remains(tmp_path / "broken"), remains(tmp_path / "whole"))
+
+
+def test_a_rank_that_dies_while_a_checkpoint_is_written_is_no_full_disk(tmp_path):
+    """The others wait for it before the folder gets its name; who is gone is found out elsewhere."""
+
+    def lost():
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1")
+
+    with pytest.raises(RuntimeError, match="closed by peer"), staged(tmp_path / "checkpoint-3", barrier=lost):
+        pass
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from fewbits.errors import BadCheckpoint, SpecMismatch, TrainingStopped
 from fewbits.models.fused import load_scales, scales_of
 from fewbits.models.whole_folder import fsync, is_disk_full, take_place
 from fewbits.training.manifest import PROMISE, Writers, write_manifest
+from fewbits.training.ranks import is_broken_connection
 
 PREFIX = "checkpoint-"
 PROGRESS_FILE = "fewbits.json"
@@ -111,6 +112,8 @@ def staged(
         barrier()
     except (OSError, RuntimeError, SafetensorError) as error:
         shutil.rmtree(staging, ignore_errors=True)
+        if is_broken_connection(error):  # another rank is gone: the disk has nothing to do with it
+            raise
         kept = ", ".join(path.name for path in checkpoints(final.parent)) or "none yet"
         raise TrainingStopped(
             f"{final} could not be written because {_reason(error)}; the checkpoints before it are whole"

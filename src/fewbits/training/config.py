@@ -338,6 +338,14 @@ class TrainConfig:
         return [name for name in mine if mine[name] != theirs[name] and name not in NOT_COMPARED]
 
 
+def prolongs(config: TrainConfig, earlier: TrainConfig) -> bool:
+    """Whether a run is an earlier one with more steps, or more epochs, and nothing else of weight."""
+    changed = config.differences(earlier)
+    before, now = (getattr(c, changed[0], None) if changed else None for c in (earlier, config))
+    longer = before is not None and now is not None and now > before
+    return longer if changed in (["max_steps"], ["epochs"]) else False
+
+
 def help_of(name: str) -> str:
     """What the field means, in one line."""
     return str(next(item for item in dataclasses.fields(TrainConfig) if item.name == name).metadata["help"])

@@ -126,7 +126,7 @@ def _is_over(folder: RunFolder, config: TrainConfig, *, resume: bool) -> bool:
     folder.check(config, resume=resume)
     if folder.path.is_dir():
         folder.lock.take()
-    over = resume and folder.read().get("status") == "finished"
+    over = resume and folder.read().get("status") == "finished" and not folder.prolonged(config)
     if over:
         folder.open(config, resume=True)
     return over

@@ -12,7 +12,7 @@ from typing import Any
 from fewbits.errors import BadInput, TrainingStopped
 from fewbits.models.whole_folder import is_disk_full
 from fewbits.training.checkpointing import PREFIX, remove_leftovers, write_atomic
-from fewbits.training.config import TrainConfig
+from fewbits.training.config import TrainConfig, prolongs
 from fewbits.training.run_lock import RunLock
 
 
@@ -46,8 +46,9 @@ class RunFolder:
                 " resume."
             )
         if held and self.config.is_file():
-            changed = config.differences(TrainConfig.from_yaml(self.config))
-            if changed:
+            earlier = TrainConfig.from_yaml(self.config)
+            changed = config.differences(earlier)
+            if changed and not prolongs(config, earlier):
                 raise BadInput(
                     f"output_dir {self.path} holds another run, with another {', '.join(changed)}; choose"
                     " another output_dir, or resume with the configuration in its config.yaml."
@@ -74,6 +75,10 @@ class RunFolder:
                     " output_dir."
                 )
 
+    def prolonged(self, config: TrainConfig) -> bool:
+        """Whether these settings are those of the run here, with more steps or epochs."""
+        return self.config.is_file() and prolongs(config, TrainConfig.from_yaml(self.config))
+
     def open(self, config: TrainConfig, *, resume: bool) -> None:
         """Begin a run here, or go on with the same one; another run's folder is refused, and one in use."""
         self.lock.take()
@@ -81,6 +86,8 @@ class RunFolder:
         self.checkpoints.mkdir(parents=True, exist_ok=True)
         for folder in (self.path, self.checkpoints):
             remove_leftovers(folder)
+        if self.prolonged(config):  # before the settings: killed in between, it must not look finished
+            self.write(status="prolonged")
         write_atomic(self.config, replace(config, take_over=False).to_yaml())
         self.is_ours = True
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -323,6 +324,7 @@ class Trainer(transformers.Trainer):
         )
         if checkpoint is None or not (shards or several_cpus):
             super()._load_optimizer_and_scheduler(checkpoint)
+            self._take_schedule()
             return
         if shards:
             restore(self._plain_model(), Path(checkpoint), self.optimizer)
@@ -330,6 +332,17 @@ class Trainer(transformers.Trainer):
             state = torch.load(Path(checkpoint) / _OPTIMIZER_FILE, map_location="cpu", weights_only=True)
             self.optimizer.load_state_dict(state)
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / _SCHEDULER_FILE, weights_only=True))
+        self._take_schedule()
+
+    def _take_schedule(self) -> None:
+        """A prolonged run has another schedule than the one whose learning rates were stored."""
+        made, where = self.lr_scheduler, getattr(self.lr_scheduler, "last_epoch", 0)
+        rules = zip(getattr(made, "lr_lambdas", ()), getattr(made, "base_lrs", ()), strict=False)
+        for group, (rule, base) in zip(self.optimizer.param_groups, rules, strict=False):
+            rate = base * rule(where)
+            if not isinstance(group["lr"], Tensor) and not math.isclose(group["lr"], rate, rel_tol=1e-9):
+                group["lr"] = rate
+                made._last_lr = [g["lr"] for g in self.optimizer.param_groups]  # what is logged
 
     def _plain_model(self) -> Any:
         return self.accelerator.unwrap_model(self.model)
