@@ -59,6 +59,10 @@ class LayerParts:
         self._decoded: dict[tuple[str, ...], tuple[Any, dict[object, Tensor]]] = {}
         self.found: dict[tuple[str, ...], tuple[list[Any], WeightScale]] = {}  # see `PassScales`
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For a copy: what was kept is of the weights of this layer, and the copy has its own."""
+        return {**vars(self), "_scales": {}, "_decoded": {}, "found": {}}
+
     def run(
         self,
         x: Tensor,

@@ -17,6 +17,28 @@ from torch.multiprocessing.reductions import StorageWeakRef
 TensorState = tuple[object, ...]
 
 
+class _Storage:
+    """A tensor's memory, held by nobody here; a copy or a pickle of it names no memory at all.
+
+    Torch's own reference copies the number of a pointer and not the reference: both are given back, and the
+    process dies.
+    """
+
+    def __init__(self, tensor: Tensor | None = None) -> None:
+        self._reference = None if tensor is None else StorageWeakRef(tensor.untyped_storage())
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Storage) or self._reference is None or other._reference is None:
+            return False
+        return bool(self._reference == other._reference)
+
+    def __hash__(self) -> int:
+        return 0 if self._reference is None else hash(self._reference)
+
+    def __reduce__(self) -> tuple[type[_Storage], tuple[()]]:
+        return _Storage, ()
+
+
 def state_of(tensors: Iterable[Tensor]) -> tuple[TensorState, ...]:
     """A key that is equal to an earlier one while all tensors are the same memory, unwritten since.
 
@@ -24,7 +46,7 @@ def state_of(tensors: Iterable[Tensor]) -> tuple[TensorState, ...]:
     """
     return tuple(
         (
-            StorageWeakRef(t.untyped_storage()),
+            _Storage(t),
             t.storage_offset(),
             t.shape,
             t.stride(),

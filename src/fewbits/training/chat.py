@@ -24,16 +24,6 @@ from jinja2 import TemplateError
 from fewbits.errors import BadInput, Unsupported
 from fewbits.training.spans import Span, SpanEncoder, Tokens
 
-# a template computes: it may divide by zero, look for what is not there, or ask for too long a range
-_TEMPLATE_ERRORS = (
-    TemplateError,
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    RecursionError,
-    TypeError,
-    ValueError,
-)
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _ROLES = {
     "human": "user",
@@ -89,7 +79,7 @@ class ChatEncoder(SpanEncoder):
                     list(messages), tokenize=False, add_generation_prompt=for_answer
                 )
             )
-        except _TEMPLATE_ERRORS as error:
+        except TemplateError as error:
             raise BadInput(f"the chat template refuses the messages ({error})") from error
 
     def encode_chat(self, messages: Sequence[dict[str, Any]], *, responses_only: bool) -> list[Tokens]:
@@ -138,7 +128,7 @@ class ChatEncoder(SpanEncoder):
                 return_assistant_tokens_mask=True,
                 **self.tokenizer.special_tokens_map,
             )
-        except _TEMPLATE_ERRORS as error:
+        except TemplateError as error:
             raise BadInput(f"the chat template refuses the messages ({error})") from error
         return self.encode_touched(texts[0], [(int(start), int(end)) for start, end in marks[0]])
 
