@@ -1,22 +1,101 @@
-"""Whether transformers recomputes decoder layers in the backward pass, switched on one model."""
+"""What one model recomputes in its backward pass: by its fused layers, or by transformers, layer by layer.
+
+What the user chose (``use_gradient_checkpointing``) wins over a trainer's default: transformers' Trainer and
+TRL switch recomputation on through methods of the model, and `recompute_as` gives one instance its own.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import logging
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
+from fewbits.models.fused import fused_layers
+from fewbits.nn.keep import keep_for
+
+logger = logging.getLogger("fewbits")
+_CHOICE = "fewbits_checkpointing"
+# transformers 5.2x renames these methods
+_ENABLE, _ENABLE_BEFORE = "activation_checkpointing_enable", "gradient_checkpointing_enable"
 # Functions, local to methods of transformers and PEFT, that let gradients begin at the embeddings.
 _LOCAL_HOOK = "<locals>.make_inputs_require_grad"
 
 
+def recompute_as(model: Any, choice: bool | float | str) -> None:
+    """Recompute as ``use_gradient_checkpointing`` says, now and when a trainer asks for something else.
+
+    Fused layers recompute by themselves (`fewbits.nn.keep.keep_for` says what); others through transformers,
+    as a whole, for True and "unsloth". "auto" and a number of GiB say nothing of these: a trainer may.
+    """
+    keep, layers, base = keep_for(choice), fused_layers(model), _base(model)
+    for layer in layers:
+        layer.keep = keep
+    checkpoint_layers(model, not layers and not keep.mlp)
+    setattr(base, _CHOICE, choice)
+    for name in (_ENABLE, _ENABLE_BEFORE):
+        if hasattr(type(base), name):
+            setattr(base, name, _AsChosen(base))
+
+
+def chosen(model: Any) -> bool | float | str | None:
+    """What `recompute_as` was told last; None if nothing."""
+    choice: bool | float | str | None = getattr(_base(model), _CHOICE, None)
+    return choice
+
+
+class _AsChosen:
+    """A model's ``gradient_checkpointing_enable`` under which the user's choice holds; a line says so."""
+
+    def __init__(self, base: Any) -> None:
+        self.base, self.said = base, False
+
+    def __call__(self, gradient_checkpointing_kwargs: Any = None, **options: Any) -> None:
+        """With arguments of torch's checkpoint and of which layers, as transformers' methods take them."""
+        keywords = options.pop("activation_checkpointing_kwargs", gradient_checkpointing_kwargs)
+        choice, is_fused = chosen(self.base), bool(fused_layers(self.base))
+        if not is_fused and choice is not False:  # it recomputes whole layers, as the trainer asks it to
+            with _own_methods(self.base):
+                _enabling(self.base)(keywords, **options)
+            _name_hooks(self.base)
+        elif not self.said:
+            self.said = True
+            how = "fused layers recompute by themselves" if choice else "nothing is recomputed"
+            logger.warning(
+                f"use_gradient_checkpointing={choice!r}, as fewbits was told, wins over the trainer's "
+                f"gradient_checkpointing=True: {how}; FastLanguageModel.for_training(model, "
+                "use_gradient_checkpointing=...) chooses anew."
+            )
+
+
+@contextlib.contextmanager
+def _own_methods(base: Any) -> Iterator[None]:
+    """The class's methods in the place of `_AsChosen`."""
+    taken = {
+        n: vars(base).pop(n) for n in (_ENABLE, _ENABLE_BEFORE) if isinstance(vars(base).get(n), _AsChosen)
+    }
+    try:
+        yield
+    finally:
+        vars(base).update(taken)
+
+
+def _enabling(base: Any) -> Any:
+    return getattr(base, _ENABLE, None) or getattr(base, _ENABLE_BEFORE)
+
+
+def _base(model: Any) -> Any:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
 def checkpoint_layers(model: Any, on: bool) -> None:
     """Have transformers recompute every decoder layer as a whole, or not."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = _base(model)
     if on:
-        # transformers 5.2x renames these methods
-        enable = getattr(base, "activation_checkpointing_enable", None) or base.gradient_checkpointing_enable
-        enable({"use_reentrant": False})
+        with _own_methods(base):
+            _enabling(base)({"use_reentrant": False})
         base.enable_input_require_grads()
     elif any(getattr(module, "gradient_checkpointing", False) for module in base.modules()):
         disable = (

@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from fewbits.errors import BadCheckpoint, BadInput, SpecMismatch, Unsupported
 from fewbits.models.adapters import get_peft_model, load_adapter
 from fewbits.models.checkpoint import ADAPTER_CONFIG, Checkpoint, inspect_folder, is_adapter_folder, read_json
-from fewbits.models.checkpointed_layers import checkpoint_layers
+from fewbits.models.checkpointed_layers import checkpoint_layers, chosen, recompute_as
 from fewbits.models.convert import conversion_of
 from fewbits.models.fused import fuse, fused_layers, fusion_of
 from fewbits.models.merge import save_pretrained_merged
@@ -79,6 +79,8 @@ class FastLanguageModel:
                 base, *given, **{k: v for k, v in options.items() if k not in ("base_model", "is_trainable")}
             )
             peft_model = load_adapter(model, path, is_trainable=loading.is_trainable)
+            if loading.is_trainable:
+                _made_fast(peft_model, model, loading)
             return _with_methods(peft_model, model), _tokenizer_of(path, tokenizer)
         chosen = _choose_recipe(recipe, load_in_4bit, load_in_8bit, full_finetuning, loading)
         checkpoint = None
@@ -99,6 +101,8 @@ class FastLanguageModel:
             conversion.receipt.notes.extend(loading.notes)
         for note in loading.notes:
             logger.warning(note)
+        if full_finetuning:
+            _made_fast(model, model, loading)
         return _with_methods(model), tokenizer
 
     @staticmethod
@@ -149,7 +153,6 @@ class FastLanguageModel:
         )
         notes.extend(_fused_on_gpu(peft_model))
         model.fewbits_notes = notes
-        model.fewbits_checkpointing = checkpointing
         return FastLanguageModel.for_training(_with_methods(peft_model, model), checkpointing)
 
     @staticmethod
@@ -164,23 +167,32 @@ class FastLanguageModel:
         """Ready to train: training mode, and gradient checkpointing as here or to get_peft_model said.
 
         Fused layers recompute by themselves (`fewbits.nn.keep.keep_for` says what); others through
-        transformers, as a whole, for True and "unsloth".
+        transformers, as a whole, for True and "unsloth". The choice wins over a trainer's default.
         """
         choice = use_gradient_checkpointing
         if choice is None:
-            choice = getattr(model, "fewbits_checkpointing", True)
-        keep, layers = keep_for(choice), fused_layers(model)
-        for layer in layers:
-            layer.keep = keep
-        checkpoint_layers(model, not layers and not keep.mlp)
-        if not layers:
-            model.config.use_cache = keep.mlp
+            choice = chosen(model)
+        recompute_as(model, True if choice is None else choice)
+        if not fused_layers(model):
+            model.config.use_cache = keep_for(True if choice is None else choice).mlp
         return model.train()
+
+
+def _made_fast(model: Any, inner: Any, loading: Loading) -> None:
+    """Fuse what is loaded to be trained, on a GPU; it recomputes as from_pretrained was told."""
+    inner.fewbits_notes = [*getattr(inner, "fewbits_notes", []), *_fused_on_gpu(model)]
+    choice = loading.use_gradient_checkpointing
+    if choice is not None or fusion_of(model) is not None:
+        recompute_as(model, "unsloth" if choice is None else choice)
+
+
+def _is_on_gpu(model: Any) -> bool:
+    return all(p.device.type == "cuda" for p in model.parameters())
 
 
 def _fused_on_gpu(model: Any) -> list[str]:
     """Fuse a model on a GPU whose family is known; the receipt's lines, or why not."""
-    if fusion_of(model) is not None or any(p.device.type != "cuda" for p in model.parameters()):
+    if fusion_of(model) is not None or not _is_on_gpu(model):
         return []
     try:
         return str(fuse(model, delayed_scaling=True)).splitlines()

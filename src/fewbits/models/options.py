@@ -66,7 +66,7 @@ class Loading:
     trust_remote_code: bool = False
     local_files_only: bool = False
     device_map: Any = None
-    use_gradient_checkpointing: Any = "unsloth"
+    use_gradient_checkpointing: Any = None
     resize_model_vocab: int | None = None
     base_model: str | None = None
     is_trainable: bool = True
