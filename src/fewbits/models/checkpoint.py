@@ -106,7 +106,7 @@ def read_json(file: Path) -> dict[str, Any]:
     """
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise BadInput(
             f"{file} cannot be read as JSON ({error}); restore it from the original model."
         ) from error
