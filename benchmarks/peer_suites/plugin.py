@@ -51,12 +51,33 @@ def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
     """Of PEFT's parametrised tests, those of LoRA; the other methods share their functions."""
     import peft
 
+    _pack_when_built(items, config.getoption("--base"))
     if not any("test_custom_models" in item.nodeid or "test_decoder_models" in item.nodeid for item in items):
         return
     kept = [item for item in items if _is_of_lora(item, peft.LoraConfig)][:: config.getoption("--every")]
     chosen = set(map(id, kept))
     config.hook.pytest_deselected(items=[item for item in items if id(item) not in chosen])
     items[:] = kept
+
+
+def _pack_when_built(items: list[Any], base: str) -> None:
+    """Pack what the tests' own classes build, before a test compares with it."""
+
+    def packed(build: Any) -> Any:
+        @functools.wraps(build)
+        def packed_build(*args: Any, **kwargs: Any) -> Any:
+            model = build(*args, **kwargs)
+            _pack(model, base)
+            return model
+
+        return packed_build
+
+    for owner in {getattr(item, "cls", None) for item in items} - {None}:
+        kind = getattr(owner, "transformers_class", None)
+        if kind is not None and not getattr(kind, "_packs", False):
+            kind.from_pretrained, kind._packs = packed(kind.from_pretrained), True
+        if hasattr(owner, "resolve_model_cls"):
+            owner.resolve_model_cls = packed(owner.resolve_model_cls)
 
 
 def _is_of_lora(item: Any, kind: type) -> bool:

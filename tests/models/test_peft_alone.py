@@ -143,6 +143,14 @@ def test_dora_over_a_packed_base_is_dora_over_its_decoded_weights():
     torch.testing.assert_close(logits(one, tokens()), logits(two, tokens()))
 
 
+def test_a_packed_layer_cannot_be_a_trained_copy():
+    with pytest.raises(
+        Unsupported, match=r"copy of model\.layers\.0\.mlp\.up_proj, whose weight is stored as int8"
+    ):
+        get_peft_model(base("int8"), modules_to_save=["up_proj"])
+    get_peft_model(base("int8"), modules_to_save=["lm_head"])
+
+
 def test_weighted_adapters_of_ours():
     model = get_peft_model(base("qlora_nf4"), r=4, target_modules=NAMES)
     get_peft_model(model, r=4, target_modules=NAMES, adapter_name="second")

@@ -68,7 +68,9 @@ def test_sft_trainer(rows, tmp_path):
     )
 
 
-def test_sft_trainer_adds_the_adapters_itself(tmp_path):
+@pytest.mark.parametrize("plain", [False, True])
+def test_sft_trainer_adds_the_adapters_itself(tmp_path, plain):
+    """From this library's configuration, or from one of PEFT's own."""
     save_tiny(tmp_path / "base")
     model, tokenizer = FastLanguageModel.from_pretrained(tmp_path / "base")
     trainer = trl.SFTTrainer(
@@ -76,10 +78,16 @@ def test_sft_trainer_adds_the_adapters_itself(tmp_path):
         processing_class=tokenizer,
         train_dataset=Dataset.from_list([{"text": t} for t in TEXTS]),
         args=trl.SFTConfig(max_length=64, bf16=False, **arguments(tmp_path / "run", max_steps=2)),
-        peft_config=lora_config(model, r=4, lora_alpha=8),
+        peft_config=peft.LoraConfig(r=4, target_modules="all-linear")
+        if plain
+        else lora_config(model, r=4, lora_alpha=8),
     )
-    assert sum(isinstance(m, LoRALinear) for m in trainer.model.modules()) == 14
+    kind = peft.tuners.lora.Linear if plain else LoRALinear
+    assert sum(isinstance(m, kind) for m in trainer.model.modules()) == 14
+    before = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
     trainer.train()
+    moved = {n for n, p in trainer.model.named_parameters() if not torch.equal(p, before[n])}
+    assert moved and all(".lora_" in name for name in moved)
 
 
 def test_the_plain_trainer_resumes_from_its_own_checkpoint(tmp_path):

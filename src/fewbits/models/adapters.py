@@ -151,6 +151,7 @@ def lora_config(model: nn.Module, lora: Any = None, **settings: Any) -> Any:
         SpecMismatch, Unsupported: as `get_peft_model`.
     """
     config = _lora_config(model, lora, settings)
+    _check_trained_copies(config, model)
     _register(config, model)
     return config
 
@@ -280,6 +281,16 @@ def _lora_config(model: nn.Module, lora: Any, settings: dict[str, Any]) -> Any:
 def _as_peft_has_them(targets: Any) -> Any:
     """A set, which PEFT makes of any list, and which its add_weighted_adapter needs."""
     return targets if isinstance(targets, str) else set(targets)
+
+
+def _check_trained_copies(config: Any, model: nn.Module) -> None:
+    names = tuple(config.modules_to_save or ())
+    for path, module in model.named_modules():
+        if isinstance(module, QuantizedLinear) and path.rpartition(".")[2] in names:
+            raise Unsupported(
+                f"modules_to_save would train a copy of {path}, whose weight is stored as "
+                f"{module.format.name}; leave it as it is with the recipe's skip, or put an adapter on it."
+            )
 
 
 def _register(config: Any, model: nn.Module) -> None:
