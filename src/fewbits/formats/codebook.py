@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from math import prod
 
 import torch
@@ -29,6 +28,7 @@ from torch import Tensor
 from fewbits.formats.base import Format, Packed, PartSpec
 from fewbits.formats.bits import pack_bits, packed_size
 from fewbits.formats.blocks import ceil_div, check_floating
+from fewbits.formats.kept import keep_tables
 from fewbits.formats.rounding import random_uniform
 from fewbits.formats.tables import lookup_nibbles, midpoints, table
 
@@ -102,7 +102,7 @@ def quantize_dynamic(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
     return scale_codes(x.device).index_select(0, grid.to(torch.int32).view(-1))[:n], absmax
 
 
-@lru_cache(maxsize=16)
+@keep_tables(maxsize=16)
 def scale_codes(device: torch.device) -> Tensor:
     """The code of each of the 65536 points of [-1, 1] to which scales are rounded first: (65536,) uint8."""
     with torch.inference_mode(False):

@@ -33,6 +33,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from fewbits.formats.kept import keep_tables
 from fewbits.formats.rounding import random_words
 
 SEQUENCES = ("sobol", "lfsr", "random")
@@ -119,7 +120,7 @@ def lfsr(sc_prec: int, operand: str, seed: Seed = None) -> tuple[int, ...]:
     return tuple(values)
 
 
-@lru_cache(maxsize=64)
+@keep_tables(maxsize=64, of_numbers=True)
 def uniform(sc_prec: int, operand: str, seed: Seed = None) -> tuple[int, ...]:
     """2**sc_prec numbers drawn independently."""
     drawn = random_words(2**sc_prec, _RANDOM_SEEDS[operand] if seed is None else int(seed))  # type: ignore[arg-type]
@@ -180,7 +181,7 @@ def prefix_tables(streams: Streams, masks: tuple[int, ...], device: torch.device
     return torch.stack([_prefix(streams, mask) for mask in masks]).to(device)
 
 
-@lru_cache(maxsize=16)
+@keep_tables(maxsize=16)
 def step_tables(
     streams: Streams, masks: tuple[int, ...], lengths: tuple[int, ...], device: torch.device
 ) -> Tensor:
@@ -199,12 +200,12 @@ def prefix_bytes(streams: Streams) -> int:
     return 2 * (streams.length + 1) * (streams.max_code + 1)
 
 
-@lru_cache(maxsize=8)
+@keep_tables(maxsize=8)
 def _kept_products(streams: Streams, masks: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.stack([_product(streams, mask) for mask in masks]).to(device)
 
 
-@lru_cache(maxsize=8)
+@keep_tables(maxsize=8)
 def _kept_prefixes(streams: Streams, masks: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.stack([_prefix(streams, mask) for mask in masks]).to(device)
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
 
+from fewbits.formats.kept import keep_tables
 
-@lru_cache(maxsize=256)
+
+@keep_tables(maxsize=256)
 def table(values: tuple[float, ...], device: torch.device) -> Tensor:
     """``values`` as float32 on ``device``. Shared: never write to it."""
     with torch.inference_mode(
@@ -17,7 +17,7 @@ def table(values: tuple[float, ...], device: torch.device) -> Tensor:
         return torch.tensor(values, dtype=torch.float32, device=device)
 
 
-@lru_cache(maxsize=64)
+@keep_tables(maxsize=64)
 def midpoints(values: tuple[float, ...], device: torch.device) -> Tensor:
     """The float32 thresholds between neighbours of ascending ``values``."""
     with torch.inference_mode(False):
@@ -25,7 +25,7 @@ def midpoints(values: tuple[float, ...], device: torch.device) -> Tensor:
         return (t[:-1] + t[1:]) / 2
 
 
-@lru_cache(maxsize=64)
+@keep_tables(maxsize=64)
 def _pairs(values: tuple[float, ...], device: torch.device) -> Tensor:
     with torch.inference_mode(False):
         byte = torch.arange(256, device=device)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from fewbits.formats.codebook import Codebook
+from fewbits.formats.kept import keep_tables
 from fewbits.formats.tables import midpoints, table
 
 
@@ -26,7 +26,7 @@ def codebook_tables(format: Codebook, device: torch.device) -> tuple[int, Tensor
     return nibbles, _thresholds(ascending, device), table(format.values, device)
 
 
-@lru_cache(maxsize=64)
+@keep_tables(maxsize=64)
 def _thresholds(ascending: tuple[float, ...], device: torch.device) -> Tensor:
     """15 thresholds, a gap; each cell's own or infinity (64); how many lie in the cells below it (64)."""
     found = midpoints(ascending, torch.device("cpu"))
@@ -37,7 +37,7 @@ def _thresholds(ascending: tuple[float, ...], device: torch.device) -> Tensor:
     return torch.cat([found, found.new_zeros(1), own, below]).to(device)
 
 
-@lru_cache(maxsize=64)
+@keep_tables(maxsize=64, of_numbers=True)
 def _cells_differ(ascending: tuple[float, ...]) -> bool:
     found = midpoints(ascending, torch.device("cpu")).double()
     return len(set((found * 16).round().tolist())) == len(found)

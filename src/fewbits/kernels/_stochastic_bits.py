@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from fewbits.formats.kept import keep_tables
 from fewbits.formats.stochastic import Stochastic
 from fewbits.formats.streams import prefix_tables, step_tables
 from fewbits.kernels import _nvrtc
@@ -43,7 +43,7 @@ class Tables(NamedTuple):
         return self.words_b.shape[2]
 
 
-@lru_cache(maxsize=256)
+@keep_tables(maxsize=256)
 def tables_of(options: Stochastic, levels: tuple[int, ...], chunk: int, device: torch.device) -> Tables:
     """The tables of a product."""
     longest = max(levels)

@@ -15,7 +15,6 @@ product of two codes at 2048 x 256 x 256 and 128 steps, 0.10 at 16.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -23,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fewbits.errors import Unsupported
+from fewbits.formats.kept import keep_tables
 from fewbits.formats.streams import (
     KEPT_TABLE_BYTES,
     Streams,
@@ -152,7 +152,7 @@ class _Lookup:
         return torch.take(steps, table * codes + qa.abs().long()) * qa.sign()
 
 
-@lru_cache(maxsize=8)
+@keep_tables(maxsize=8)
 def _kept(
     streams: Streams, masks: tuple[int, ...], by_code: bool, transposed: bool, device: torch.device
 ) -> Tensor:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fewbits.device import Device, describe
+from fewbits.formats.kept import keep_tables
 from fewbits.formats.stochastic import Stochastic
 from fewbits.formats.streams import product_tables
 from fewbits.kernels import _nvrtc
@@ -52,7 +53,7 @@ class Tables(NamedTuple):
     added: int  # bytes whose sum always fits a byte: 1 to 4
 
 
-@lru_cache(maxsize=256)
+@keep_tables(maxsize=256)
 def tables_of(
     options: Stochastic, levels: tuple[int, ...], chunk: int, device: torch.device
 ) -> Tables | None:

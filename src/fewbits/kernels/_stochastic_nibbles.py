@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 from itertools import product
 from types import MappingProxyType
 from typing import NamedTuple
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fewbits.device import describe
+from fewbits.formats.kept import keep_tables
 from fewbits.formats.stochastic import Stochastic
 from fewbits.formats.streams import product_tables
 from fewbits.kernels import _nvrtc
@@ -49,7 +50,7 @@ class Tables(NamedTuple):
     factors: Tensor  # (levels,) float32
 
 
-@lru_cache(maxsize=256)
+@keep_tables(maxsize=256)
 def tables_of(
     options: Stochastic, levels: tuple[int, ...], chunk: int, device: torch.device, *, turned: bool = False
 ) -> Tables | None:
@@ -76,7 +77,7 @@ def tables_of(
 turned_tables_of = partial(tables_of, turned=True)
 
 
-@lru_cache(maxsize=256)
+@keep_tables(maxsize=256)
 def _fitted(
     options: Stochastic, length: int, masks: tuple[int, ...], turned: bool
 ) -> tuple[Tensor, Tensor] | None:
@@ -123,7 +124,7 @@ def _slopes_of(counts: Tensor) -> Tensor | None:
     return None
 
 
-@lru_cache(maxsize=1)
+@keep_tables(maxsize=1)
 def _steps() -> Tensor:
     """Twice what a slope of one adds to a count, (4, 128)."""
     return (2 * (torch.arange(_CODES) >> torch.tensor(_SHIFTS)[:, None]) + 1).to(torch.int16)

@@ -13,12 +13,12 @@ second, 3.9 ms for 32.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from fewbits.formats.kept import keep_tables
 from fewbits.formats.stochastic import Stochastic
 from fewbits.formats.streams import prefix_tables, product_tables, step_tables
 from fewbits.kernels._launch import CompileCase, cdiv, jit, next_power_of_2, on_device_of, tl
@@ -37,7 +37,7 @@ class Tables(NamedTuple):
     factors: Tensor  # (levels,) float32
 
 
-@lru_cache(maxsize=16)
+@keep_tables(maxsize=16)
 def tables_of(
     options: Stochastic, levels: tuple[int, ...], chunk: int, device: torch.device
 ) -> Tables | None:

@@ -29,12 +29,12 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from fewbits.formats.codebook import dynamic_map
+from fewbits.formats.kept import keep_tables
 from fewbits.formats.rounding import random_words
 from fewbits.formats.tables import midpoints, table
 from fewbits.kernels._adamw_triton import BLOCK, SEED_STEP, Tensors, launch_adamw, to_device, work_list
@@ -174,7 +174,7 @@ def guess_index(x: Tensor, *, signed: bool) -> Tensor:
     return ((magnitude >> 17) - 104 * 64).clamp(0, 23 * 64 - 1) + 2048 * (x.view(torch.int32) < 0)
 
 
-@lru_cache(maxsize=8)
+@keep_tables(maxsize=8)
 def _guesses(values: tuple[float, ...], device: torch.device) -> Tensor:
     """By `guess_index`: the lowest code of all numbers that have this index; none is more than one above."""
     signed = values[0] < 0
@@ -187,7 +187,7 @@ def _guesses(values: tuple[float, ...], device: torch.device) -> Tensor:
     return guesses.to(torch.uint8).to(device)
 
 
-@lru_cache(maxsize=8)
+@keep_tables(maxsize=8)
 def _kernel_tables(device: torch.device) -> dict[str, Tensor]:
     end = torch.full((1,), torch.inf, device=device)
     made = {}
@@ -274,7 +274,7 @@ def takes(param: Tensor, grad: Tensor, kept: Moments) -> bool:
     return param.is_cuda and param.dtype in types and grad.dtype in types and aligned
 
 
-@lru_cache(maxsize=16)
+@keep_tables(maxsize=16)
 def _constants(
     beta1: float, beta2: float, eps: float, decay: float, device: torch.device
 ) -> tuple[Tensor, ...]:

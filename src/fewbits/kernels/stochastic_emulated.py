@@ -25,7 +25,6 @@ There is no gradient.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -33,6 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fewbits.errors import BadInput
+from fewbits.formats.kept import keep_tables
 from fewbits.formats.stochastic import Stochastic
 from fewbits.formats.streams import product_tables
 from fewbits.kernels import _stochastic_add_triton, _stochastic_features
@@ -53,7 +53,7 @@ class Features(NamedTuple):
     masks: Tensor  # (chunk,) int64: which mask
 
 
-@lru_cache(maxsize=16)
+@keep_tables(maxsize=16)
 def features_of(options: Stochastic, rank: int, chunk: int, device: torch.device) -> Features:
     """The best factors of rank R of each mask's error."""
     masks = options.masks(chunk)

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fewbits.errors import Unsupported
+from fewbits.formats.kept import keep_tables
 from fewbits.nn.segments import Segments, uniform_segments
 
 _BLOCK = 128
@@ -132,7 +133,7 @@ def _ragged(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> tuple[tuple[An
     return (*operands, rows.cu_seqlens, rows.cu_seqlens, rows.max_seqlen, rows.max_seqlen), window
 
 
-@lru_cache(maxsize=64)
+@keep_tables(maxsize=64)
 def _uniform(rows: int, length: int, device: torch.device) -> Segments:
     return uniform_segments(rows, length, device)
 

@@ -1,0 +1,103 @@
+"""Tables that are kept are plain tensors where they belong, whatever was going on when they were made."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import fewbits
+from fewbits.formats import kept
+from fewbits.formats.codebook import NF4, NF4_DQ, Codebook, scale_codes
+from fewbits.formats.stochastic import Stochastic
+from fewbits.formats.streams import product_tables
+from fewbits.formats.tables import _pairs, midpoints, table
+from fewbits.kernels import _stochastic_lookup, _stochastic_nibbles, adamw
+
+TABLES = (table, midpoints, _pairs, scale_codes, adamw._guesses, adamw._kernel_tables, adamw._constants)
+X = torch.linspace(-3, 3, 4 * 512).view(4, -1)
+
+
+@pytest.fixture(autouse=True)
+def empty() -> Iterator[None]:
+    for made in TABLES:
+        made.cache_clear()
+    yield
+    for made in TABLES:
+        made.cache_clear()
+
+
+@pytest.mark.parametrize("format", [NF4, NF4_DQ], ids=lambda f: f.name)
+@pytest.mark.parametrize("mode", ["fake", "make_fx", "inference", "default device"])
+def test_a_format_works_after_whatever_came_first(format: Codebook, mode: str) -> None:
+    if mode == "fake":
+        with FakeTensorMode():
+            assert format.quantize(torch.empty(4, 512)).codes.shape[0] == 4
+    elif mode == "make_fx":
+        graph = make_fx(lambda x: format.quantize(x).codes, tracing_mode="fake")(X)
+        assert torch.equal(graph(X), format.quantize(X).codes)
+    elif mode == "inference":
+        with torch.inference_mode():
+            format.quantize(X)
+    else:
+        with torch.device("meta"):
+            format.quantize(X).dequantize()
+    packed = format.quantize(X)
+    assert all(type(part) is Tensor and part.device.type == "cpu" for part in packed.parts.values())
+    assert (packed.dequantize(torch.float32) - X).abs().max() < 0.6
+    assert not table(NF4.values, X.device).is_inference()
+
+
+def test_tables_of_kernels_under_another_default_device() -> None:
+    options, cpu = Stochastic(), torch.device("cpu")
+    with torch.device("meta"):
+        made = [*adamw._kernel_tables(cpu).values(), *adamw._constants(0.9, 0.99, 1e-8, 0.1, cpu)]
+        made += [scale_codes(cpu), product_tables(options.streams, (0,), cpu)]
+        for module in (_stochastic_lookup, _stochastic_nibbles):
+            made += module.tables_of(options, (options.streams.length,), 64, cpu) or ()
+    assert {x.device.type for x in made if isinstance(x, Tensor)} == {"cpu"}
+
+
+class Pair(NamedTuple):
+    one: Tensor
+    other: Tensor | None
+
+
+def test_the_least_recently_used_go_first_and_the_latest_stays() -> None:
+    calls = []
+
+    @kept.keep_tables(maxsize=3, max_bytes=4000)
+    def made(n: int) -> Pair:
+        calls.append(n)
+        return Pair(torch.zeros(n, dtype=torch.uint8), None)
+
+    for n in (1000, 2000, 1000, 1500, 1000, 2000):  # 2000 has to go for 1500
+        made(n)
+    assert calls == [1000, 2000, 1500, 2000]
+    made(9000)
+    made(9000)
+    assert calls[4:] == [9000]
+    for n in (1, 2, 3, 4, 1):
+        made(n)
+    assert calls[5:] == [1, 2, 3, 4, 1]
+
+
+def test_no_other_cache_holds_tensors() -> None:
+    """A plain cache with a result that is annotated as tensors or tables would hold them."""
+    found = set()
+    for path in Path(fewbits.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.FunctionDef):
+                continue
+            cached = any(ast.unparse(d).startswith(("lru_cache", "cache")) for d in node.decorator_list)
+            returns = ast.unparse(node.returns) if node.returns else ""
+            if cached and "Callable" not in returns and ("Tensor" in returns or "Tables" in returns):
+                found.add(f"{path.name}:{node.name}")
+    assert found == set()
