@@ -47,3 +47,45 @@ def short_of_memory(folder: str, short: bool) -> tuple:
     )
     trainer.train()
     return losses(trainer), [p.detach() for p in model.parameters()], trainer._rerun.count
+
+
+def with_an_idle_part(folder: str) -> list:
+    """All weights of a model train, of which some batches leave a part alone; one batch, on one rank only."""
+    from transformers import LlamaForCausalLM
+
+    from fewbits.training.ddp import fit_ddp
+    from fewbits.training.packing import Collator, SequenceDataset
+    from fewbits.training.parallel import Layout
+    from fewbits.training.trainer import Trainer
+    from tests.models.tiny import tiny_config
+    from tests.training.test_packing import make_examples
+    from tests.training.test_trainer import arguments
+
+    class Parts(LlamaForCausalLM):
+        def __init__(self, config):
+            super().__init__(config)
+            self.part = torch.nn.Linear(config.hidden_size, config.hidden_size)
+
+        def forward(self, input_ids=None, **kwargs):
+            embeds = self.model.embed_tokens(input_ids)
+            if int(input_ids.sum()) % 3 == 0:
+                embeds = embeds + self.part(embeds)
+            return super().forward(inputs_embeds=embeds, **kwargs)
+
+    rank = torch.distributed.get_rank()
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    torch.manual_seed(0)
+    config = tiny_config("llama")
+    config.model_type = "llama_of_parts"  # a family that is not known
+    model, args = Parts(config), arguments(folder)
+    args.max_steps = 6
+    fit_ddp(args, model)
+    trainer = Trainer(
+        model=model,
+        args=args,
+        train_dataset=SequenceDataset(make_examples([9, 7, 8, 12, 10, 11, 6, 9])),
+        data_collator=Collator(0),
+        layout=Layout(kind="ddp", data_rank=rank, data_size=2),
+    )
+    trainer.train()
+    return [p.detach() for p in model.parameters()]

@@ -6,6 +6,7 @@ import json
 import shutil
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,8 +14,10 @@ from safetensors.torch import load_file
 
 from fewbits.training.checkpointing import staged
 from fewbits.training.config import OPTIMIZERS
+from fewbits.training.ddp import fit_ddp
+from tests.models.tiny import tiny
 from tests.training.processes import run_ranks
-from tests.training.rank_workers import short_of_memory
+from tests.training.rank_workers import short_of_memory, with_an_idle_part
 from tests.training.test_resume import FULL, LORA, assert_same, remains, settings
 
 FAST = {"period_s": 0.2, "silence_s": 60.0}
@@ -352,3 +355,17 @@ def test_a_rank_that_runs_out_of_memory_repeats_its_step_alone(tmp_path):
     for found in (*plain, *short):
         assert found[0] == plain[0][0]
         assert all(torch.equal(p, q) for p, q in zip(found[1], plain[0][1], strict=True))
+
+
+def test_parts_that_a_batch_leaves_alone(tmp_path):
+    """DDP would wait for their gradients, and say at the next step that it had."""
+    first, second = run_ranks(with_an_idle_part, 2, str(tmp_path))
+    assert all(torch.equal(p, q) for p, q in zip(first, second, strict=True))
+
+
+def test_known_families_touch_all_their_weights():
+    for family, finds in (("llama", False), ("unheard_of", True)):
+        model, args = tiny("llama"), SimpleNamespace()
+        model.config.model_type = family
+        fit_ddp(args, model)
+        assert args.ddp_find_unused_parameters is finds and args.ddp_bucket_cap_mb == 25

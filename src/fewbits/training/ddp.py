@@ -32,6 +32,8 @@ from fewbits.kernels.gradient_codec import (
     sum_gradients,
     wire_of,
 )
+from fewbits.models.families import SPECS
+from fewbits.models.spec import model_type_of
 from fewbits.training.communication import GradientExchange, Lane, Travel, check_seed, wait
 
 
@@ -80,6 +82,23 @@ def quantize_gradients(
     )  # fmt: skip
     model.register_comm_hook(exchange, _hook)
     return exchange
+
+
+def fit_ddp(args: Any, model: Any) -> None:
+    """Set what the host's arguments say of DDP for this model: its buckets, and whether parts may go unused.
+
+    Of a family that fewbits knows each pass touches each weight. Elsewhere (experts one by one, a tower for
+    pictures over rows of text) it may not, and DDP looks which it did: a walk through the graph of each pass.
+
+    Args:
+        args: of transformers.Trainer.
+        model: what trains.
+    """
+    args.ddp_bucket_cap_mb = bucket_mib(model)
+    config = model.config
+    args.ddp_find_unused_parameters = (
+        model_type_of(model) not in SPECS or config.get_text_config() is not config
+    )
 
 
 def bucket_mib(model: nn.Module) -> int:

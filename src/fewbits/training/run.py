@@ -260,9 +260,9 @@ class _Run:
             evaluates=evaluation is not None, resumed=bool(found), layout=self.layout,
         )  # fmt: skip
         if self.layout.kind == "ddp":
-            from fewbits.training.ddp import bucket_mib
+            from fewbits.training.ddp import fit_ddp
 
-            args.ddp_bucket_cap_mb = bucket_mib(model)
+            fit_ddp(args, model)
         keep_best = config.keep_best and evaluation is not None
         schedule = Schedule(
             progress,
