@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -96,10 +97,12 @@ def test_a_killed_rank_ends_the_run_which_resumes_to_the_same_weights(killer, ma
     broken = make(tiny_folder, "broken", **LORA)
     first, second = killer.run_ranks([broken] * 2, kill=(1, -6), pace=FAST)
     assert second["status"] == -9 and first["status"] == 1
-    assert first["error"].startswith("PeerLost: rank 0 of 2") and "go on with resume" in first["error"]
+    # either by the broken connection, or by the system, which the watch asks
+    lost = r"rank 0 of 2 .* lost the connection|rank 1 of 2 \(process \d+ on .*\) is gone"
+    assert re.match(f"PeerLost: ({lost})", first["error"]) and "go on with resume" in first["error"]
     assert first["seconds"] < 60
     run = json.loads((tmp_path / "broken/run.json").read_text())
-    assert run["status"] == "stopped" and "lost the connection" in run["error"]
+    assert run["status"] == "stopped" and re.search(lost, run["error"])
     ran(killer.run_ranks([broken] * 2, resume=True))
     assert_same(remains(tmp_path / "broken"), remains(tmp_path / "whole"))
 

@@ -8,6 +8,7 @@ touch the GPUs. Gradients travel by collectives, elsewhere.
 from __future__ import annotations
 
 import json
+import secrets
 import socket
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -184,11 +185,14 @@ def join(*, on_gpu: bool, wait_seconds: float = WAIT_SECONDS) -> Ranks:
     state = PartialState(cpu=not on_gpu, timeout=timedelta(seconds=wait_seconds)) if _launched() else None
     if state is None or state.num_processes == 1:
         return Ranks(wait_seconds=wait_seconds)
+    # torch's elastic agent keeps its store when it starts ranks again, with all that an earlier attempt said
+    token = [secrets.token_hex(8)]
+    dist.broadcast_object_list(token)
     return Ranks(
         state.process_index,
         state.num_processes,
         local_rank=max(0, state.local_process_index),
-        store=PrefixStore("fewbits", dist.distributed_c10d._get_default_store()),
+        store=PrefixStore(f"fewbits/{token[0]}", dist.distributed_c10d._get_default_store()),
         wait_seconds=wait_seconds,
     )
 
