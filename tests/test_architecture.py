@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import importlib.machinery
+import re
 from collections.abc import Iterator
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,7 @@ _MODELS = {"formats", "recipes", "kernels", "nn", "models"}
 MAY_IMPORT = {
     "errors": set(),
     "device": set(),
+    "words": set(),
     "formats": set(),
     "kernels": {"formats"},
     "recipes": {"formats"},
@@ -37,7 +40,7 @@ MAY_IMPORT = {
 }
 # What the machine is told by environment variables (a toolkit's place, Slurm's memory) is read here alone.
 MAY_READ_ENVIRONMENT = {"build", "doctor"}
-EVERYONE_MAY_IMPORT = {"errors", "device", "__version__"}
+EVERYONE_MAY_IMPORT = {"errors", "device", "words", "__version__"}
 # Kernel files whose op has another public name than the file.
 PUBLIC_NAME = {
     "matmul_packed": "packed_linear",
@@ -192,6 +195,18 @@ def test_saved_tensors_are_read_once(path: Path) -> None:
         inside += len(reads)
     assert inside == everywhere, "saved_tensors is read outside of a backward pass's own function"
     assert inside == saves, f"{saves} functions save tensors and {inside} read them"
+
+
+@pytest.mark.parametrize("path", FILES, **ids)
+def test_sizes_are_said_in_powers_of_1024(path: Path) -> None:
+    """By fewbits.words.size: not in MB here and in MiB there."""
+    unit = re.compile(r" ?([kKMGT]B|epochs)\b(?!/s)")
+    for node in nodes(path):
+        if isinstance(node, ast.JoinedStr):
+            for value, text in pairwise(node.values):
+                said = text.value if isinstance(text, ast.Constant) else ""
+                wrong = isinstance(value, ast.FormattedValue) and unit.match(said)
+                assert not wrong, f"line {node.lineno}: write size(n) or counted(n, 'epoch')"
 
 
 @pytest.mark.parametrize("path", FILES, **ids)

@@ -78,5 +78,5 @@ def test_a_terminal_shows_a_table_and_the_build_above(workshop: Workshop, ninja:
         text += data
     os.close(leader)
     assert process.wait(200) == 0, text.decode()
-    for word in ("[3/3]", "supposed", "u1.cpp", "of 629 MB (--memory)", "waiting", "report"):
+    for word in ("[3/3]", "supposed", "u1.cpp", "of 600 MiB (--memory)", "waiting", "report"):
         assert word in text.decode(), word

@@ -251,7 +251,7 @@ def test_without_the_pager_it_says_what_it_needs(workshop: Workshop) -> None:
     workshop.unit("big.cpp", 150)
     done = workshop.build("g++", "-O0", "-c", "big.cpp", "-o", "b.o", memory_bytes=100_000_000, pager=False)
     assert done.code == 1
-    assert "needs more than the budget of 100 MB (--memory) even alone" in done.err
+    assert "needs more than the budget of 95.4 MiB (--memory) even alone" in done.err
     assert "give it at least" in done.err
     assert [v["kind"] for v in done.profile["verdicts"]] == ["too large"]
 

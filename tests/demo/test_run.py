@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import subprocess
 from types import SimpleNamespace
 
 import pytest
@@ -64,7 +66,7 @@ def test_batched_answers_equal_single_ones():
 
 @pytest.mark.slow
 def test_the_short_demo_reaches_its_bar(tmp_path):
-    console = Console(file=io.StringIO(), width=100)
+    console = Console(file=io.StringIO(), width=60)
     assert run_demo(tmp_path / "demo", seed=11, quick=True, console=console) == 0
     folder, shown = tmp_path / "demo", console.file.getvalue()
     assert "it learned" in shown
@@ -79,6 +81,19 @@ def test_the_short_demo_reaches_its_bar(tmp_path):
     ]
     assert len(test) == QUICK.num_test
     assert MOST_BEFORE <= 0.05
+    heading = "The demo: a tiny model learns a task"
+    assert f"<h1>{heading}</h1>" in (folder / "report.html").read_text(encoding="utf-8")
+
+    # The line to try it is one line, and runs where no environment is active.
+    (line,) = [line for line in shown.splitlines() if "generate --model" in line]
+    done = subprocess.run(
+        ["/bin/sh", "-c", line],
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": os.environ.get("PYTHONPATH", "")},
+        cwd="/",
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0 and done.stdout.strip(), done.stderr
 
 
 @pytest.mark.slow

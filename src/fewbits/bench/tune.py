@@ -19,6 +19,7 @@ from fewbits.device import describe
 from fewbits.errors import Unsupported
 from fewbits.kernels._launch import triton
 from fewbits.kernels._tuning import keep, tiles_of
+from fewbits.words import size
 
 _GAIN = 0.97  # of the rule's time: what a tile must beat to be kept
 
@@ -125,5 +126,5 @@ def _line(sweep: Sweep, times: Mapping[tuple[int, ...], Quantiles], refused: int
     return [
         sweep.title, str(tuple(sweep.rule)), f"{rule.p50:.1f}" if rule else "-",
         "-" if best is None else str(best), "-" if best is None else f"{times[best].p50:.1f}",
-        f"{sweep.bytes_moved / 1e6:.0f} MB", str(refused),
+        size(sweep.bytes_moved), str(refused),
     ]  # fmt: skip

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from fewbits.build.verdict import size
+from fewbits.words import size
 
 Profile = dict[str, Any]
 HEAVY_BYTES = 1_500_000_000

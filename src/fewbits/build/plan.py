@@ -10,8 +10,8 @@ from typing import Any
 from fewbits.build.budget import read_budget
 from fewbits.build.replay import items_of, plan, recommend, units_of
 from fewbits.build.trace import FORMAT
-from fewbits.build.verdict import size
 from fewbits.errors import BadInput
+from fewbits.words import size
 
 GIB = 2**30
 MEMORIES = tuple(n * GIB for n in (8, 16, 24, 32, 48, 64, 96, 128))

@@ -12,7 +12,7 @@ from fewbits.build.advice import advise, architecture_seconds
 from fewbits.build.kept import write_whole
 from fewbits.build.plan import MEMORIES
 from fewbits.build.replay import items_of, recommend, units_of
-from fewbits.build.verdict import size
+from fewbits.words import size
 
 Profile = dict[str, Any]
 WIDTH, HEIGHT, LEFT, BOTTOM = 960, 300, 70, 24

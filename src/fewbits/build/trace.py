@@ -15,6 +15,7 @@ from typing import Any
 from fewbits.build.kept import write_whole
 from fewbits.build.request import Request
 from fewbits.build.stage import Stage
+from fewbits.words import size
 
 FORMAT = 1
 MAX_EVENTS = 20_000
@@ -58,7 +59,7 @@ class Trace:
         self.counts[what] = self.counts.get(what, 0) + 1
         if len(self.events) < MAX_EVENTS:
             self.events.append((round(now_s, 3), what, label))
-        held = f" at {stage.rss_bytes / 1e6:.0f} MB" if stage is not None and stage.rss_bytes else ""
+        held = f" at {size(stage.rss_bytes)}" if stage is not None and stage.rss_bytes else ""
         self._write(f"{now_s:9.2f} s  {what}: {label}{held}")
 
     def from_cache(self, request: Request, now_s: float) -> None:
@@ -74,7 +75,7 @@ class Trace:
         how = why or ("done" if stage.code == 0 else f"failed with {stage.code}")
         self._write(
             f"{now_s:9.2f} s  {how}: {stage.label}, {stage.ended_s - stage.started_s:.2f} s, peak "
-            f"{stage.peak_bytes / 1e6:.0f} MB (supposed {stage.predicted_bytes / 1e6:.0f}, {stage.source})"
+            f"{size(stage.peak_bytes)} (supposed {size(stage.predicted_bytes)}, {stage.source})"
         )
 
     def say(self, text: str) -> None:
@@ -83,7 +84,7 @@ class Trace:
 
     def budget(self, now_s: float, budget_bytes: int, why: str) -> None:
         """The budget has changed."""
-        self._write(f"{now_s:9.2f} s  budget: {budget_bytes / 1e6:.0f} MB, {why}")
+        self._write(f"{now_s:9.2f} s  budget: {size(budget_bytes)}, {why}")
 
     def note(self, now_s: float, used_bytes: int, budget_bytes: int, running: int) -> None:
         """A point of the whole build's memory."""

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from fewbits.build.pressure import Kind
 from fewbits.build.stage import LARGEST_SEEN, OTHER_LARGEST, Stage
+from fewbits.words import size
 
 
 class KnownFault(NamedTuple):
@@ -157,11 +158,3 @@ def mean_rate(stage: Stage) -> float:
     if len(recent) < 2 or recent[-1][0] <= recent[0][0]:
         return max(0.0, stage.rate)
     return max(stage.rate, (recent[-1][1] - recent[0][1]) / (recent[-1][0] - recent[0][0]), 0.0)
-
-
-def size(count: float) -> str:
-    """A number of bytes as people say it."""
-    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if abs(count) >= factor:
-            return f"{count / factor:.1f} {unit}" if unit == "GB" else f"{count / factor:.0f} {unit}"
-    return f"{count:.0f} B"

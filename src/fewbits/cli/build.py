@@ -21,8 +21,8 @@ from fewbits.build.report import write_report
 from fewbits.build.runner import Result, Settings, run_build, usable_root
 from fewbits.build.stage import State
 from fewbits.build.trace import write_profile
-from fewbits.build.verdict import size
 from fewbits.cli.console import console
+from fewbits.words import size
 
 SHOW_S = 0.5
 SHOWN_STAGES = 12

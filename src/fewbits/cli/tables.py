@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fewbits.inference.export import QuantizeResult
-from fewbits.training.report_numbers import size
+from fewbits.words import size
 
 
 def quantization_table(result: QuantizeResult) -> Group:

@@ -10,6 +10,9 @@ from __future__ import annotations
 import json
 import math
 import secrets
+import shlex
+import sys
+import sysconfig
 import time
 import webbrowser
 from collections.abc import Iterator, Sequence
@@ -27,6 +30,7 @@ from rich.text import Text
 
 from fewbits.demo.task import KINDS, Question, Task, make_task
 from fewbits.errors import BadInput
+from fewbits.words import size
 
 ASSETS = Path(__file__).parent / "assets"
 RECIPE = "qlora_nf4"
@@ -205,8 +209,8 @@ class _Demo:
         model, tokenizer = self._load(FastLanguageModel, ASSETS)
         plain, packed = _linear_bytes(model)
         self._say(
-            f"{_num_parameters():,} parameters; its linear layers take {_size(plain)} in 16 bits and"
-            f" [bold]{_size(packed)}[/bold] packed ({plain / packed:.1f} times less)."
+            f"{_num_parameters():,} parameters; its linear layers take {size(plain)} in 16 bits and"
+            f" [bold]{size(packed)}[/bold] packed ({plain / packed:.1f} times less)."
         )
         before = score(model, tokenizer, task.test)
         self._say(f"exact answers before: [bold red]{before}[/bold red] of {len(task.test)} questions")
@@ -226,6 +230,7 @@ class _Demo:
         plan = self.plan
         config = TrainConfig(
             model=str(ASSETS),
+            title="The demo: a tiny model learns a task",
             recipe=RECIPE,
             dtype="float32",
             lora_r=16,
@@ -284,14 +289,10 @@ class _Demo:
         table = Table.grid(padding=(0, 2))
         rows = (
             ("exact answers", f"{before} before, {tuned} after, {merged} merged"),
-            ("adapter", f"{result.final}  {_size(_file_bytes(result.final))}"),
-            ("merged model", f"{self.folder / 'merged'}  {_size(_file_bytes(self.folder / 'merged'))}"),
+            ("adapter", f"{result.final}  {size(_file_bytes(result.final))}"),
+            ("merged model", f"{self.folder / 'merged'}  {size(_file_bytes(self.folder / 'merged'))}"),
             ("report", str(result.report.resolve() if result.report else "none")),
             ("time", f"{seconds:.0f} s in all, {result.seconds:.0f} s of it training"),
-            (
-                "try it",
-                f"fewbits generate --model {self.folder / 'merged'} --prompt - < {self._prompt_file()}",
-            ),
         )
         for name, value in rows:
             table.add_row(f"[bold]{name}[/bold]", escape(value))
@@ -299,6 +300,15 @@ class _Demo:
         style = "green" if good else "red"
         self.console.print(
             Panel(table, title="it learned" if good else "below the bar", border_style=style, expand=False)
+        )
+        # Not in the panel, which breaks lines: this one is there to be copied.
+        merged_folder, questions = (p.resolve() for p in (self.folder / "merged", self._prompt_file()))
+        generate = (
+            f"generate --model {shlex.quote(str(merged_folder))} --prompt - < {shlex.quote(str(questions))}"
+        )
+        self.console.print("try it:", style="bold")
+        self.console.print(
+            f"{_this_program()} {generate}", soft_wrap=True, markup=False, highlight=False, no_wrap=True
         )
         if not good:
             self._say(
@@ -338,8 +348,10 @@ def _file_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
-def _size(num_bytes: float) -> str:
-    return f"{num_bytes / 2**20:.2f} MiB" if num_bytes >= 2**20 else f"{num_bytes / 2**10:.0f} KiB"
+def _this_program() -> str:
+    """What a shell runs as this fewbits, also where no environment is active."""
+    beside = Path(sysconfig.get_path("scripts")) / "fewbits"
+    return shlex.quote(str(beside)) if beside.is_file() else f"{shlex.quote(sys.executable)} -m fewbits"
 
 
 def _short(text: str, limit: int = 44) -> str:

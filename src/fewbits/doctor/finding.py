@@ -29,8 +29,3 @@ class Finding:
     def as_dict(self) -> dict[str, str]:
         """The fields, for JSON."""
         return asdict(self)
-
-
-def gib(size: int) -> str:
-    """A number of bytes as people say it."""
-    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"

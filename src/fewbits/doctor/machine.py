@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 
 from fewbits.build import read_budget
-from fewbits.doctor.finding import Finding, gib
+from fewbits.doctor.finding import Finding
 from fewbits.doctor.host import Host
 from fewbits.errors import Unsupported
+from fewbits.words import size
 
 # The largest single compiler process that we measured in Transformer Engine's sources: ptxas, sm_100a.
 LARGEST_UNIT_BYTES = 6_200_000_000
@@ -36,8 +37,8 @@ def memory(host: Host) -> Finding:
         return Finding("memory", "warning", "unknown", str(error))
     tightest = budget.binding
     each = " for each process" if tightest.per_process else ""
-    what = f"{gib(budget.available_bytes)} may be used{each}; the limit is the {tightest.name}'s"
-    what += f", {gib(tightest.limit_bytes)} ({tightest.where})"
+    what = f"{size(budget.available_bytes)} may be used{each}; the limit is the {tightest.name}'s"
+    what += f", {size(tightest.limit_bytes)} ({tightest.where})"
     if budget.available_bytes < LARGEST_UNIT_BYTES:
         return Finding(
             "memory",
@@ -94,11 +95,11 @@ def shared_memory(host: Host) -> Finding:
     if space is None:
         return Finding("/dev/shm", "warning", "there is no /dev/shm", why, "Mount a tmpfs there.")
     if space[0] >= LOW_SHM_BYTES:
-        return Finding("/dev/shm", "ok", f"{gib(space[0])}, {gib(space[1])} free")
+        return Finding("/dev/shm", "ok", f"{size(space[0])}, {size(space[1])} free")
     return Finding(
         "/dev/shm",
         "warning",
-        f"{gib(space[0])} only",
+        f"{size(space[0])} only",
         why,
         "Start the container with more (docker run --shm-size=8g, or --ipc=host), or use num_workers=0.",
     )
@@ -112,7 +113,7 @@ def disk(host: Host) -> Finding:
         return Finding("disk", "note", "free space is unknown")
     name = min(spaces, key=lambda key: spaces[key][1])
     free = spaces[name][1]
-    what = f"{gib(free)} free in {places[name]} ({name})"
+    what = f"{size(free)} free in {places[name]} ({name})"
     if free >= LOW_DISK_BYTES:
         return Finding("disk", "ok", what)
     return Finding(
@@ -153,7 +154,7 @@ def process_limits(host: Host) -> Finding:
         return Finding(
             "ulimit",
             "warning",
-            f"a process may map {gib(found['Max address space'])} of addresses only",
+            f"a process may map {size(found['Max address space'])} of addresses only",
             "CUDA reserves far more addresses than it uses, and fails to start.",
             "Lift it: ulimit -v unlimited; to bound real memory use ulimit -d, or a cgroup.",
         )

@@ -6,6 +6,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from fewbits.words import counted, size
+
 
 @dataclass(frozen=True)
 class Change:
@@ -76,8 +78,8 @@ class Receipt:
         return "\n".join([self._headline(), *self._change_lines(), *self._left_lines(), *self.notes])
 
     def _headline(self) -> str:
-        size = f", {_mib(self.bytes_before)} -> {_mib(self.bytes_after)}" if self.changes else ""
-        return f"{self.title}: {len(self.changes)} modules replaced{size}"
+        bytes_of_all = f", {size(self.bytes_before)} -> {size(self.bytes_after)}" if self.changes else ""
+        return f"{self.title}: {counted(len(self.changes), 'module')} replaced{bytes_of_all}"
 
     def _change_lines(self) -> list[str]:
         groups: dict[tuple[str, str, str], list[Change]] = {}
@@ -88,7 +90,7 @@ class Receipt:
                 pattern,
                 f"x{len(group)}",
                 f"{before} -> {after}",
-                f"{_mib(sum(c.bytes_before for c in group))} -> {_mib(sum(c.bytes_after for c in group))}",
+                f"{size(sum(c.bytes_before for c in group))} -> {size(sum(c.bytes_after for c in group))}",
             )
             for (pattern, before, after), group in groups.items()
         ]
@@ -105,10 +107,6 @@ class Receipt:
 
 def _pattern(name: str) -> str:
     return re.sub(r"\.\d+(?=\.)", ".*", name)
-
-
-def _mib(n: int) -> str:
-    return f"{n / 2**20:.2f} MiB"
 
 
 def _align(rows: Sequence[tuple[str, ...]]) -> list[str]:

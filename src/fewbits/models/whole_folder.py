@@ -30,6 +30,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from fewbits.errors import BadInput, FewbitsError
+from fewbits.words import size
 
 MODEL, ADAPTER = "config.json", "adapter_config.json"  # the file that tells what a folder holds
 _OWNER, _NEW, _OLD = "owner.json", "new", "old"
@@ -348,7 +349,7 @@ def _write_error(target: Path, error: Exception) -> BadInput:
     if is_disk_full(error):
         free = shutil.disk_usage(_existing(target)).free
         return BadInput(
-            f"the disk is full while writing {target} ({free / 1e6:,.0f} MB free); nothing was changed "
+            f"the disk is full while writing {target} ({size(free)} free); nothing was changed "
             "there, free some space or choose another disk."
         )
     reason = getattr(error, "strerror", None) or str(error)

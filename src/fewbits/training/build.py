@@ -173,7 +173,10 @@ def _dtype(config: TrainConfig, on_gpu: bool, *, trains_all: bool) -> torch.dtyp
 
 
 def count_weights(model: Any) -> dict[str, int]:
-    """Weights in all and trained, and the bytes they take; a packed weight counts as what it stands for."""
+    """Weights in all and trained, and the bytes they take; a packed weight counts as what it stands for.
+
+    Bytes of the packed layers stand alone too, beside what these layers' weights would take in 16 bits.
+    """
     parameters = list(model.parameters())
     packed = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
     codes = {id(p) for module in packed for p in module.parameters(recurse=False)}
@@ -182,6 +185,8 @@ def count_weights(model: Any) -> dict[str, int]:
         "total": total + sum(p.numel() for p in parameters if id(p) not in codes),
         "trainable": sum(p.numel() for p in parameters if p.requires_grad),
         "bytes": sum(p.numel() * p.element_size() for p in parameters),
+        "packed_bytes": sum(p.numel() * p.element_size() for p in parameters if id(p) in codes),
+        "packed_bytes_in_16_bits": 2 * total,
     }
 
 

@@ -232,6 +232,7 @@ class TrainConfig:
         False, "output", "at the end also write the model with its adapters merged, in 16 bits"
     )
     report: bool = _option(True, "output", "at the end write report.html")
+    title: str | None = _option(None, "output", "heading of the report; none: the model's name")
     samples: int = _option(3, "output", "evaluation rows answered before and after, for the report")
     sample_prompts: tuple[str, ...] = _option(
         (), "output", "prompts answered before and after, for the report"

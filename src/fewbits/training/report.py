@@ -15,6 +15,7 @@ from fewbits.training.report_chart import Series, line_chart, smoothed
 from fewbits.training.report_data import RunData, number, read_run
 from fewbits.training.report_style import SCRIPT, STYLE
 from fewbits.training.report_tiles import tiles
+from fewbits.words import size
 
 NAME = "report.html"
 
@@ -55,6 +56,8 @@ def render(data: RunData) -> str:
 
 
 def _title(data: RunData) -> str:
+    if isinstance(title := data.config.get("title"), str) and title:
+        return title
     model = data.first("model") or data.config.get("model")
     return Path(str(model)).name if isinstance(model, str) and model else data.folder.resolve().name
 
@@ -145,7 +148,7 @@ def _small_charts(data: RunData) -> Iterator[str]:
         ("Learning rate", "", "learning_rate", show.small),
         ("Gradient norm", "before clipping", "grad_norm", show.decimal),
         ("Throughput", "tokens per second", "tokens_per_second", show.rate),
-        ("Memory", "", "memory_bytes", show.size),
+        ("Memory", "", "memory_bytes", size),
     )
     for (title, unit, metric, text), colour in zip(plots, (3, 4, 1, 2), strict=True):
         points = data.curve(metric)

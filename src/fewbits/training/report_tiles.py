@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from fewbits.training import report_numbers as show
 from fewbits.training.report_data import RunData, number
+from fewbits.words import counted, size
 
 Points = list[tuple[float, float]]
 
@@ -75,7 +76,7 @@ def _tokens(data: RunData) -> Tile | None:
     if not points:
         return None
     epochs = number(data.steps[-1].get("epoch"))
-    more = f"{points[-1][0]:,.0f} steps" + (f", {epochs:.3g} epochs" if epochs else "")
+    more = counted(points[-1][0], "step") + (f", {counted(epochs, 'epoch')}" if epochs else "")
     return Tile("Tokens", show.count(points[-1][1]), more)
 
 
@@ -93,7 +94,7 @@ def _memory(data: RunData) -> Tile | None:
     points = data.curve("memory_bytes")
     if not points:
         return None
-    return Tile("Peak memory", _units(show.size(max(y for _, y in points))), "highest that was logged")
+    return Tile("Peak memory", _units(size(max(y for _, y in points))), "highest that was logged")
 
 
 def _trainable(data: RunData) -> Tile | None:
@@ -105,11 +106,14 @@ def _trainable(data: RunData) -> Tile | None:
 
 
 def _model_size(data: RunData) -> Tile | None:
-    size, total = (number(data.first(f"parameters.{k}")) for k in ("bytes", "total"))
-    if size is None:
+    """All that the model holds, adapters too; of its packed weights what they would take in 16 bits."""
+    whole, packed, plain = (
+        number(data.first(f"parameters.{k}")) for k in ("bytes", "packed_bytes", "packed_bytes_in_16_bits")
+    )
+    if whole is None:
         return None
-    more = f"{show.size(2 * total)} in 16 bits" if total else "adapters included"
-    return Tile("Model size", _units(show.size(size)), more)
+    more = f"{size(packed)} of packed weights, {size(plain)} in 16 bits" if packed and plain else ""
+    return Tile("Model size", _units(size(whole)), more or "adapters included")
 
 
 _TILES = (
