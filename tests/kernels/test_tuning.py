@@ -74,11 +74,22 @@ def test_what_was_measured_is_found_by_a_later_process_on_the_same_gpu_only(gpu:
     assert _tuning.tile_for("rmsnorm_forward", (4096, 2), HERE, RULE) is RULE
 
 
-def test_a_damaged_table_is_none(gpu: Any) -> None:
+@pytest.mark.parametrize(
+    "text", ["{", "", "[]", "5", "null", "\udcff", "[" * 100_000, '{"rope 64": 5}', '{"rope 64": ["x"]}',
+             '{"rope 64": [-1, 2, 4]}', '{"rope 64": [1e400, 2, 4]}', '{"rope 64": []}', '{"rope 64": {}}'],
+)  # fmt: skip
+def test_a_damaged_table_is_left_out_with_a_warning(gpu: Any, text: str) -> None:
     path = _tuning.keep(0, {"rope 64": (16, 2, 4)})
     assert path is not None
-    path.write_text("{")
-    assert _tuning.measured(0) == {}
+    path.write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.warns(UserWarning, match="is damaged"):
+        assert _tuning.measured(0) == {}
+
+
+@pytest.mark.parametrize("tile", [(2,), (2, 4096, 8, 1), (0, 4096, 8), (2, 4096, 0)])
+def test_a_tile_of_another_kind_gives_way_to_the_rule(gpu: Any, tile: tuple[int, ...]) -> None:
+    _tuning.keep(0, {"rmsnorm_forward 4096 2": tile})
+    assert _tuning.tile_for("rmsnorm_forward", (4096, 2), HERE, RULE) is RULE
 
 
 def test_no_folder_keeps_nothing(gpu: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -140,6 +140,8 @@ def format_from_config(config: str | Mapping[str, Any], registry: Mapping[str, F
     Raises:
         ValueError: unknown name or field; the message lists the known ones.
     """
+    if not isinstance(config, (str, Mapping)):
+        raise ValueError(f"a number format is a name or a mapping with one, not {config!r}.")
     fields: dict[str, Any] = {"name": config} if isinstance(config, str) else dict(config)
     name = str(fields.pop("name", None))
     if name not in registry:

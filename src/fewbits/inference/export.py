@@ -23,7 +23,9 @@ from torch import Tensor
 from fewbits.errors import BadCheckpoint, BadInput, Unsupported
 from fewbits.formats import Format
 from fewbits.models.checkpoint import INDEX, WEIGHTS, Checkpoint, inspect_folder
+from fewbits.models.config_check import check_shapes
 from fewbits.models.packed_folder import close_folder
+from fewbits.models.reading import Reading
 from fewbits.models.whole_folder import check_destination, whole_folder
 from fewbits.nn.finite import check_finite
 from fewbits.recipes import Recipe, Rule, get_recipe
@@ -164,9 +166,11 @@ def _plan(checkpoint: Checkpoint, recipe: Recipe) -> tuple[dict[str, str], dict[
 
     from fewbits.models.convert import linears_to_replace
 
-    config = AutoConfig.from_pretrained(checkpoint.folder, local_files_only=True)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+    with Reading(checkpoint.folder):
+        config = AutoConfig.from_pretrained(checkpoint.folder, local_files_only=True)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        check_shapes(checkpoint, model)
     rules = {n: r.weight for n, r in linears_to_replace(model, recipe).items() if r.weight is not None}
     if not rules:
         raise BadInput(

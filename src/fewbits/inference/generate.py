@@ -20,6 +20,8 @@ from torch import Tensor
 
 from fewbits.errors import BadInput, NotFinite
 from fewbits.inference.evaluate import why_not_finite
+from fewbits.models.chat_template import check_template
+from fewbits.models.reading import Reading
 
 Prompt = str | Sequence[Mapping[str, str]]
 
@@ -182,7 +184,10 @@ def _encode_chat(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> list[
     for number, message in enumerate(messages, 1):
         if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
             raise BadInput(f"message {number} is not an object with a role and a content: {message!r}.")
-    text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+    check_template(tokenizer, messages)
+    name = getattr(tokenizer, "name_or_path", "") or "the model"
+    with Reading(name, tokenizer=True):
+        text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
@@ -223,7 +228,8 @@ class _RefuseNaN:
 def _options(model: Any, tokenizer: Any, sampling: Sampling, room: int) -> dict[str, Any]:
     from transformers import LogitsProcessorList
 
-    end = _end_tokens(model, tokenizer)
+    with Reading(getattr(model.config, "name_or_path", "") or "the model"):
+        end = _end_tokens(model, tokenizer)
     pad = tokenizer.pad_token_id
     options: dict[str, Any] = {
         "max_new_tokens": min(sampling.max_new_tokens, room),

@@ -8,9 +8,9 @@ this version of Triton and these kernels only.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
+import warnings
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -25,6 +25,7 @@ Tile = tuple[int, ...]
 T = TypeVar("T", bound=tuple)
 
 _FILE = "tiles.json"
+_LONGEST, _LARGEST = 16, 2**16  # numbers in a tile, and each of them
 # By compute capability times ten: what stands in place of a rule's tile. sm_90's were measured on an H200; of
 # the others no tile has been measured, and the rules', which the compiler fits into each of them, stand.
 SHIPPED: Mapping[int, Mapping[str, Tile]] = {
@@ -54,7 +55,10 @@ def tile_for(op: str, facts: tuple[object, ...], like: Tensor, rule: T) -> T:
         return rule
     found = tiles_of(like.device.index or 0).get(key_of(op, *facts))
     made: Any = type(rule)
-    return rule if found is None else cast(T, made(*found))
+    fits = found is not None and len(found) == len(rule)
+    if not fits or any(n == 0 and of_rule != 0 for n, of_rule in zip(found or (), rule, strict=False)):
+        return rule
+    return cast(T, made(*found or ()))
 
 
 @lru_cache(maxsize=16)
@@ -65,14 +69,36 @@ def tiles_of(index: int) -> Mapping[str, Tile]:
 
 
 def measured(index: int) -> dict[str, Tile]:
-    """What `keep` left for this GPU, here or in an earlier process; empty without it."""
+    """What `keep` left for this GPU, here or in an earlier process; empty without it.
+
+    A file that is damaged is left out with a warning: the rules' tiles give the same numbers.
+    """
     cache = _cache_of(index)
-    with contextlib.suppress(OSError, ValueError):
-        found = None if cache is None else cache.get_file(_FILE)
-        if found is not None:
-            table = json.loads(Path(found).read_text(encoding="utf-8"))
-            return {key: tuple(tile) for key, tile in table.items()}
-    return {}
+    found = None if cache is None else cache.get_file(_FILE)
+    if found is None:
+        return {}
+    try:
+        table = json.loads(Path(found).read_text(encoding="utf-8"))
+        tiles = {key: tuple(tile) for key, tile in table.items() if _is_tile(tile)}
+        damaged = len(tiles) < len(table)
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+        tiles, damaged = {}, True
+    if damaged:
+        warnings.warn(
+            f"{found} is damaged and what cannot be read of it is left out; fewbits bench tune measures the "
+            "tiles again.",
+            stacklevel=2,
+        )
+    return tiles
+
+
+def _is_tile(tile: object) -> bool:
+    """Whether a value from the file can be one: some whole numbers that a kernel can have as sizes."""
+    return (
+        isinstance(tile, list)
+        and 0 < len(tile) <= _LONGEST
+        and all(isinstance(n, int) and 0 <= n <= _LARGEST for n in tile)
+    )
 
 
 def keep(index: int, tiles: Mapping[str, Tile]) -> Path | None:

@@ -7,12 +7,16 @@ one sentence, what could not be loaded or would load wrongly.
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from fewbits.errors import BadCheckpoint, BadInput, Unsupported
+from fewbits.models.config_check import check_config
+from fewbits.models.reading import first_line
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -79,8 +83,8 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
         header = json.loads(text)
         header.pop("__metadata__", None)
         end = max((int(entry["data_offsets"][1]) for entry in header.values()), default=0)
-        entries = {k: TensorEntry(file, str(e["dtype"]), tuple(e["shape"])) for k, e in header.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        entries = {k: _entry(file, e) for k, e in header.items()}
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise BadCheckpoint(f"{file} has a corrupt header; copy or download it again.") from error
     if size != 8 + length + end:
         raise BadCheckpoint(
@@ -88,6 +92,17 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
             f"{'truncated' if size < 8 + length + end else 'corrupt'}; copy or download it again."
         )
     return entries
+
+
+def _entry(file: Path, written: Mapping[str, Any]) -> TensorEntry:
+    """One entry of a header; ValueError, TypeError or KeyError where it is none."""
+    dtype, shape, (begin, end) = written["dtype"], written["shape"], written["data_offsets"]
+    bits = next((int(n) for n in re.findall(r"\d+", str(dtype))), 8)  # BOOL has a byte
+    if not all(type(n) is int and n >= 0 for n in (*shape, begin, end)) or not isinstance(dtype, str):
+        raise ValueError("sizes are whole numbers")
+    if 8 * (end - begin) != math.prod(shape) * bits:
+        raise ValueError("another number of bytes than the shape needs")
+    return TensorEntry(file, dtype, tuple(shape))
 
 
 def read_headers(files: tuple[Path, ...]) -> dict[str, TensorEntry]:
@@ -108,7 +123,7 @@ def read_json(file: Path) -> dict[str, Any]:
         value = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, OSError, RecursionError) as error:
         raise BadInput(
-            f"{file} cannot be read as JSON ({error}); restore it from the original model."
+            f"{file} cannot be read as JSON ({first_line(error)}); restore it from the original model."
         ) from error
     if not isinstance(value, dict):
         raise BadInput(f"{file} holds no JSON object; restore it from the original model.")
@@ -144,8 +159,8 @@ def inspect_folder(path: Path | str, *, allow_pickle: bool = False, remote_code:
     tensors = read_headers(files) if files[0].suffix == ".safetensors" else {}
     checkpoint = Checkpoint(folder, config, files, tensors)
     _check_index(folder, checkpoint)
+    check_config(checkpoint)
     _check_quantization(checkpoint)
-    check_vocabulary(checkpoint)
     return checkpoint
 
 
@@ -153,7 +168,8 @@ def _check_model_type(folder: Path, config: Mapping[str, Any], remote_code: bool
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     model_type = config.get("model_type")
-    if model_type in CONFIG_MAPPING or (remote_code and "auto_map" in config):
+    known = isinstance(model_type, str) and model_type in CONFIG_MAPPING
+    if known or (remote_code and "auto_map" in config):
         return
     raise Unsupported(
         f"{folder / 'config.json'} has model_type {model_type!r}, which this version of transformers does "
@@ -168,7 +184,7 @@ def _weight_files(folder: Path, allow_pickle: bool) -> tuple[Path, ...]:
         weight_map = read_json(folder / INDEX).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise BadCheckpoint(f"{folder / INDEX} lists no weights; copy or download it again.")
-        files = tuple(folder / name for name in sorted(set(weight_map.values())))
+        files = tuple(folder / name for name in sorted({_shard(folder, v) for v in weight_map.values()}))
         missing = [f.name for f in files if not f.is_file()]
         if missing:
             raise BadCheckpoint(
@@ -185,6 +201,21 @@ def _weight_files(folder: Path, allow_pickle: bool) -> tuple[Path, ...]:
             "pass allow_pickle=True if you trust where it comes from."
         )
     return (pickles[0],)
+
+
+def _shard(folder: Path, name: Any) -> str:
+    """A file that the index names, if it may be read: a safetensors file inside of the folder."""
+    shown = repr(name) if len(repr(name)) < 100 else f"{repr(name)[:97]}..."
+    if not isinstance(name, str) or not name.isprintable() or not name.endswith(".safetensors"):
+        raise BadCheckpoint(
+            f"{folder / INDEX} names {shown}, which is no safetensors file (a pickle can run code while it "
+            "is read); copy or download the original index and shards."
+        )
+    if Path(name).is_absolute() or ".." in Path(name).parts or "\\" in name or len(name) > 250:
+        raise BadCheckpoint(
+            f"{folder / INDEX} names {shown}, which is not in the folder; shards lie beside their index."
+        )
+    return name
 
 
 def _check_index(folder: Path, checkpoint: Checkpoint) -> None:
@@ -215,22 +246,3 @@ def _check_quantization(checkpoint: Checkpoint) -> None:
         f"{checkpoint.folder} is quantised with {method!r}; fewbits reads unquantised, bitsandbytes 4-bit "
         "and its own checkpoints, so start from the original model."
     )
-
-
-def check_vocabulary(checkpoint: Checkpoint) -> None:
-    """Refuse a checkpoint whose embedding has another number of rows than config.json says.
-
-    Raises:
-        BadCheckpoint: the two disagree.
-    """
-    config = checkpoint.config
-    vocab_size = config.get("vocab_size", (config.get("text_config") or {}).get("vocab_size"))
-    for name in ("model.embed_tokens.weight", "embed_tokens.weight", "lm_head.weight"):
-        entry = checkpoint.tensors.get(name)
-        if vocab_size is None or entry is None or len(entry.shape) != 2:
-            continue
-        if entry.dtype.startswith(("F", "BF")) and entry.shape[0] != vocab_size:
-            raise BadCheckpoint(
-                f"{checkpoint.folder}: {name} has {entry.shape[0]:,} rows but config.json says vocab_size "
-                f"{vocab_size:,}; one of the two files belongs to another model, restore it."
-            )

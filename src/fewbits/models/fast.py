@@ -14,17 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 
 from fewbits.errors import BadCheckpoint, BadInput, SpecMismatch, Unsupported
 from fewbits.models.adapters import get_peft_model, load_adapter
 from fewbits.models.checkpoint import ADAPTER_CONFIG, Checkpoint, inspect_folder, is_adapter_folder, read_json
 from fewbits.models.checkpointed_layers import checkpoint_layers, chosen, recompute_as
+from fewbits.models.config_check import check_shapes
 from fewbits.models.convert import conversion_of
 from fewbits.models.fused import fuse, fused_layers, fusion_of
 from fewbits.models.merge import save_pretrained_merged
 from fewbits.models.options import PEFT_CHOOSES_NOTHING, PEFT_FIELDS, Loading, note_or_refuse, sort_options
 from fewbits.models.packed import check_device
+from fewbits.models.reading import Reading
 from fewbits.nn.keep import keep_for
 from fewbits.nn.linear import QuantizedLinear
 from fewbits.recipes import Recipe
@@ -73,23 +74,30 @@ class FastLanguageModel:
         loading = sort_options(options)
         path = _local_folder(model_name)
         if path is not None and is_adapter_folder(path):
-            base = base_of(path, loading.base_model)
+            with Reading(path):
+                base = base_of(path, loading.base_model)
             given = (max_seq_length, dtype, load_in_4bit, load_in_8bit, full_finetuning, recipe)
             model, tokenizer = FastLanguageModel.from_pretrained(
                 base, *given, **{k: v for k, v in options.items() if k not in ("base_model", "is_trainable")}
             )
-            peft_model = load_adapter(model, path, is_trainable=loading.is_trainable)
+            with Reading(path):
+                peft_model = load_adapter(model, path, is_trainable=loading.is_trainable)
             if loading.is_trainable:
                 _made_fast(peft_model, model, loading)
-            return _with_methods(peft_model, model), _tokenizer_of(path, tokenizer)
+            with Reading(path, tokenizer=True):
+                tokenizer = _tokenizer_of(path, tokenizer)
+            return _with_methods(peft_model, model), tokenizer
         chosen = _choose_recipe(recipe, load_in_4bit, load_in_8bit, full_finetuning, loading)
-        checkpoint = None
-        if path is not None:
-            checkpoint = inspect_folder(
-                path, allow_pickle=loading.allow_pickle, remote_code=loading.trust_remote_code
-            )
-        model = _load_model(str(path or model_name), checkpoint, chosen, dtype, loading)
-        tokenizer = _load_tokenizer(str(path or model_name), model, loading)
+        where = str(path or model_name)
+        with Reading(where):
+            checkpoint = None
+            if path is not None:
+                checkpoint = inspect_folder(
+                    path, allow_pickle=loading.allow_pickle, remote_code=loading.trust_remote_code
+                )
+            model = _load_model(where, checkpoint, chosen, dtype, loading)
+            with Reading(where, tokenizer=True):
+                tokenizer = _load_tokenizer(where, model, loading)
         _set_length(model, tokenizer, max_seq_length)
         if loading.resize_model_vocab:
             model.resize_token_embeddings(loading.resize_model_vocab)
@@ -270,22 +278,23 @@ def _load_model(where: str, checkpoint: Checkpoint | None, recipe: Any, dtype: A
     config_options = {
         k: v for k, v in common.items() if k not in ("attn_implementation", "max_memory", "variant")
     }
-    config = _one_sentence(where, lambda: AutoConfig.from_pretrained(where, **config_options))
+    config = AutoConfig.from_pretrained(where, **config_options)
+    if checkpoint is not None and checkpoint.quant_method in (None, "fewbits"):
+        with torch.device("meta"):
+            described = AutoModelForCausalLM.from_config(config, trust_remote_code=loading.trust_remote_code)
+        check_shapes(checkpoint, described)
     settings = _quantization_settings(config, checkpoint, recipe, where, loading)
     if settings.get("quantization_config") is not None:
         check_device(settings["quantization_config"].recipe, next(iter((device_map or {"": "cpu"}).values())))
-    model, info = _one_sentence(
+    model, info = AutoModelForCausalLM.from_pretrained(
         where,
-        lambda: AutoModelForCausalLM.from_pretrained(
-            where,
-            config=config,
-            dtype=_dtype(dtype, device_map),
-            device_map=device_map,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # so that the first one can be named in one sentence, below
-            **settings,
-            **common,
-        ),
+        config=config,
+        dtype=_dtype(dtype, device_map),
+        device_map=device_map,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # so that the first one can be named in one sentence, below
+        **settings,
+        **common,
     )
     _check_loaded(where, model, info)
     return model
@@ -322,34 +331,6 @@ def _quantization_settings(
             f"{where} is quantised with {method!r}, which fewbits does not read; use the original model."
         )
     return settings
-
-
-def _one_sentence(where: str, load: Any) -> Any:
-    """Run ``load``; what the libraries below raise becomes one sentence of ours."""
-    try:
-        return load()
-    except SafetensorError as error:
-        raise BadCheckpoint(
-            f"{where} has a truncated or corrupt safetensors file ({error}); download it again."
-        ) from error
-    except OSError as error:
-        if Path(where).is_dir():
-            raise BadCheckpoint(f"{where} cannot be read ({_first_line(error)}); check its files.") from error
-        raise BadInput(
-            f"{where!r} is neither a folder here nor a model that could be had from the hub "
-            f"({_first_line(error)}); check the name, or give the path of a folder."
-        ) from error
-    except (RuntimeError, ValueError, TypeError, KeyError) as error:
-        if isinstance(error, (BadInput, BadCheckpoint, SpecMismatch, Unsupported)):
-            raise
-        raise BadCheckpoint(
-            f"{where} could not be loaded ({_first_line(error)}); check its files, or load it with "
-            "transformers alone."
-        ) from error
-
-
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def _device_map(device_map: Any) -> Any:
@@ -404,15 +385,9 @@ def _load_tokenizer(where: str, model: Any, loading: Loading) -> Any:
 
     options = {k: v for k, v in loading.hf.items() if k in ("token", "revision", "cache_dir", "subfolder")}
     local = loading.local_files_only or Path(where).is_dir()
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            where, local_files_only=local, trust_remote_code=loading.trust_remote_code, **options
-        )
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise BadInput(
-            f"{where} has no tokenizer that transformers can read ({_first_line(error)}); put the model's "
-            "tokenizer.json and tokenizer_config.json there."
-        ) from error
+    tokenizer = AutoTokenizer.from_pretrained(
+        where, local_files_only=local, trust_remote_code=loading.trust_remote_code, **options
+    )
     rows = model.get_input_embeddings().weight.shape[0]
     largest = max(tokenizer.get_vocab().values(), default=0)
     if largest >= rows and not loading.resize_model_vocab:

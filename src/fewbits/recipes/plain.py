@@ -49,6 +49,16 @@ def recipe_from_config(config: Mapping[str, Any]) -> Recipe:
     Raises:
         BadInput: unknown field, or a value of the wrong kind.
     """
+    try:
+        return _from_config(config)
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+        if isinstance(error, BadInput):
+            raise
+        reason = " ".join(str(error).split()).rstrip(".")
+        raise BadInput(f"the recipe {config.get('name')!r} cannot be read ({reason}); correct it.") from error
+
+
+def _from_config(config: Mapping[str, Any]) -> Recipe:
     name = config.get("name")
     if not isinstance(name, str):
         raise BadInput("a recipe needs a field 'name'; a name from the catalog supplies what is left out.")

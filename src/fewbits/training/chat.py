@@ -22,8 +22,10 @@ from typing import Any
 from jinja2 import TemplateError
 
 from fewbits.errors import BadInput, Unsupported
+from fewbits.models.chat_template import check_template
 from fewbits.training.spans import Span, SpanEncoder, Tokens
 
+_TRIAL = ({"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"})
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _ROLES = {
     "human": "user",
@@ -70,6 +72,7 @@ class ChatEncoder(SpanEncoder):
                 f"the tokenizer of {self.tokenizer.name_or_path} has no chat template, which chat rows need;"
                 " use an instruct model, or write the rows as prompt and completion."
             )
+        check_template(self.tokenizer, _TRIAL)
 
     def render(self, messages: Sequence[dict[str, Any]], *, for_answer: bool = False) -> str:
         """The conversation as the template writes it; ``for_answer`` ends with the next response's head."""
