@@ -522,6 +522,8 @@ def main(first: int, last: int) -> int:
         if problem is not None:
             bad += 1
             print(f"seed {seed}: {problem}\n    {' | '.join(done)}", flush=True)
+        if (seed + 1 - first) % 20 == 0:
+            print(f"{seed + 1 - first} of {last - first} done, {bad} differ", flush=True)
     print(f"{last - first} sequences of {calls} calls, {bad} differ, {time.time() - began:.0f} s", flush=True)
     for reason, count in fallbacks.most_common():
         print(f"  unfused {count:6d} layer calls: {reason}")
