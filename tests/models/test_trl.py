@@ -9,6 +9,7 @@ from datasets import Dataset
 from transformers import Trainer, TrainingArguments
 
 from fewbits import FastLanguageModel, lora_config, restore
+from fewbits.models.fused import fuse, fusion_of
 from fewbits.nn.lora import LoRALinear
 from tests.models.loading import logits, packed_state, same, save_tiny
 from tests.models.tiny import tokens
@@ -106,3 +107,42 @@ def test_the_plain_trainer_resumes_from_its_own_checkpoint(tmp_path):
     whole = run(None)
     resumed = run(str(tmp_path / "run" / "checkpoint-6"))
     assert same(whole, resumed)
+
+
+@pytest.mark.parametrize("which", ["sft", "dpo"])
+def test_trainers_on_a_fused_model_learn_the_same(which, tmp_path):
+    """Loss, entropy, accuracy and mean logits of each step; and the fused model's own head gave them."""
+    save_tiny(tmp_path / "base")
+    logs = []
+    for fused in (False, True):
+        model, tokenizer = FastLanguageModel.from_pretrained(tmp_path / "base")
+        if fused:
+            fuse(model)
+        model = FastLanguageModel.get_peft_model(model, r=8, use_gradient_checkpointing=False)
+        options = arguments(tmp_path / "run", max_steps=3, logging_steps=1, learning_rate=1e-3)
+        if which == "sft":
+            rows, config = [{"prompt": t[:-2], "completion": t[-2:]} for t in TEXTS], trl.SFTConfig
+        else:
+            rows = [{"prompt": t[:-2], "chosen": t[-2:], "rejected": "99"} for t in TEXTS]
+            config = trl.DPOConfig
+        trainer = (trl.SFTTrainer if which == "sft" else trl.DPOTrainer)(
+            model=model,
+            processing_class=tokenizer,
+            train_dataset=Dataset.from_list(rows),
+            args=config(max_length=64, bf16=False, **options),
+        )
+        trainer.train()
+        timed = ("runtime", "per_second", "memory", "flos")
+        logs.append(
+            [
+                {k: float(v) for k, v in row.items() if not any(word in k for word in timed)}
+                for row in trainer.state.log_history
+            ]
+        )
+        if fused:
+            taken = fusion_of(model).trl_head.taken
+            assert taken["fused"] == 3, taken
+    for plain, quick in zip(*logs, strict=True):
+        assert plain.keys() == quick.keys()
+        for name, value in plain.items():
+            assert quick[name] == pytest.approx(value, rel=2e-3, abs=2e-3), name

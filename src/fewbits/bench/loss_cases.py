@@ -13,6 +13,7 @@ from torch import Tensor
 from fewbits.bench.problem import Case, Problem, Run, randn
 from fewbits.kernels.linear_cross_entropy import linear_cross_entropy
 from fewbits.kernels.linear_cross_entropy_float8 import head_operands, linear_cross_entropy_float8
+from fewbits.kernels.linear_log_probs import linear_log_probs
 from fewbits.kernels.scaled import scaled
 
 _Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -44,6 +45,12 @@ def linear_cross_entropy_float8_cases(max_size: int) -> list[Case]:
     )  # fmt: skip
     moved = frozen.bytes_moved + 2 * V * K
     return [frozen, replace(frozen, part="backward_all", flops=6 * M * V * K, bytes_moved=moved)]
+
+
+def linear_log_probs_cases(max_size: int) -> list[Case]:
+    """The frozen head once more, with the entropy and top 1 of each token; beside it TRL's own."""
+    (frozen, _) = linear_cross_entropy_cases(max_size)
+    return [replace(frozen, op="linear_log_probs", bytes_moved=frozen.bytes_moved + 5 * frozen.M)]
 
 
 def scaled_cases(max_size: int) -> list[Case]:
@@ -80,21 +87,7 @@ def _problem(case: Case, device: torch.device) -> Problem:
     labels[::4] = -100
     trained = 2 if case.part == "backward_all" else 1
 
-    def eager(h: Tensor, w: Tensor, y: Tensor) -> Tensor:  # what transformers' ForCausalLMLoss does
-        return F.cross_entropy(F.linear(h, w).float(), y)
-
-    functions: dict[str, _Loss] = {"fewbits": linear_cross_entropy, "torch_eager": eager}
-    if case.op == "linear_cross_entropy_float8":
-        kept = head_operands(weight) if trained == 1 else None
-
-        def float8(h: Tensor, w: Tensor, y: Tensor) -> Tensor:
-            return linear_cross_entropy_float8(h, w, y, kept or head_operands(w))
-
-        functions = {"fewbits": float8, "fewbits_bfloat16": linear_cross_entropy}
-    if device.type == "cuda" and find_spec("liger_kernel"):
-        from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
-
-        functions["liger"] = lambda h, w, y: liger_fused_linear_cross_entropy(h, w, y)
+    functions = _functions_of(case, weight if trained == 1 else None, device.type)
 
     def variant(f: _Loss) -> Callable[[], Run]:
         leaves = [t.detach().requires_grad_(i < trained) for i, t in enumerate((hidden, weight))]
@@ -125,4 +118,46 @@ def _problem(case: Case, device: torch.device) -> Problem:
     return Problem({name: variant(f) for name, f in functions.items()}, exact)
 
 
-MAKERS = (linear_cross_entropy_cases, linear_cross_entropy_float8_cases, scaled_cases)
+def _functions_of(case: Case, frozen: Tensor | None, device_type: str) -> dict[str, _Loss]:
+    """What is measured; ``frozen`` is the weight whose 8-bit operands are made once."""
+    functions: dict[str, _Loss] = {"fewbits": linear_cross_entropy, "torch_eager": _eager_loss}
+    if case.op == "linear_cross_entropy_float8":
+        kept = None if frozen is None else head_operands(frozen)
+
+        def float8(h: Tensor, w: Tensor, y: Tensor) -> Tensor:
+            return linear_cross_entropy_float8(h, w, y, kept or head_operands(w))
+
+        functions = {"fewbits": float8, "fewbits_bfloat16": linear_cross_entropy}
+    if case.op == "linear_log_probs":
+        functions["fewbits"] = _log_probs_loss
+        if device_type == "cuda" and find_spec("trl"):
+            functions["trl"] = _trl_loss
+    elif device_type == "cuda" and find_spec("liger_kernel"):
+        from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+
+        functions["liger"] = lambda h, w, y: liger_fused_linear_cross_entropy(h, w, y)
+    return functions
+
+
+def _eager_loss(h: Tensor, w: Tensor, y: Tensor) -> Tensor:
+    """What transformers' ForCausalLMLoss does."""
+    return F.cross_entropy(F.linear(h, w).float(), y)
+
+
+def _log_probs_loss(h: Tensor, w: Tensor, y: Tensor) -> Tensor:
+    return -linear_log_probs(h, w, y).log_probs.sum() / (y != -100).sum()
+
+
+def _trl_loss(h: Tensor, w: Tensor, y: Tensor) -> Tensor:
+    from trl.kernels import ChunkedLogProbFunction
+
+    kept = y != -100
+    outputs = ("log_probs", "entropy", "is_top1")
+    found = ChunkedLogProbFunction.apply(h, w, None, y.where(kept, 0), 1.0, 32768, None, 1.0, outputs)
+    log_probs: Tensor = found[0]
+    return -log_probs.where(kept, 0).sum() / kept.sum()
+
+
+MAKERS = (
+    linear_cross_entropy_cases, linear_cross_entropy_float8_cases, linear_log_probs_cases, scaled_cases,
+)  # fmt: skip

@@ -27,6 +27,7 @@ from fewbits.nn.offload import HostStash
 if TYPE_CHECKING:  # they define kernels, which takes a fifth of a second: `fuse` imports them
     from fewbits.models.fused_parts import LayerParts, PassScales
     from fewbits.models.fused_proof import Proofs
+    from fewbits.models.trl_head import TrlHead
     from fewbits.nn.delayed import DelayedScales, Slot
 
 _STATE = "_fewbits_fusion"
@@ -46,6 +47,7 @@ class Fusion:
         saved_scales: what they go on from.
         guards: the hooks that refuse copies of the modules.
         pass_scales: finds the float8 scales of weights that train.
+        trl_head: answers what TRL's trainers ask of the output head.
     """
 
     receipt: Receipt
@@ -57,6 +59,7 @@ class Fusion:
     saved_scales: dict[str, Tensor] = field(default_factory=dict)
     guards: list[RemovableHandle] = field(default_factory=list)
     pass_scales: PassScales | None = None
+    trl_head: TrlHead | None = None
 
     def begin_layer(self, forward: FusedForward, device: torch.device) -> None:
         """Have the scales of weights that train found for all layers at once, where a pass begins."""
@@ -216,7 +219,7 @@ def fuse(
     )
     fusion.receipt.notes.append(use_attention(model))
     if loss:
-        fuse_loss(model, spec, fusion.receipt)
+        fusion.trl_head = fuse_loss(model, spec, fusion.receipt)
     fusion.guards.append(_owner(model).register_forward_pre_hook(_refuse_copies))
     object.__setattr__(_owner(model), _STATE, fusion)
     return fusion.receipt
@@ -262,6 +265,8 @@ def unfuse(model: nn.Module) -> None:
     for forward in fusion.layers:
         _take_forward(forward.layer)
     unfuse_loss(model)
+    for handle in () if fusion.trl_head is None else fusion.trl_head.handles:
+        handle.remove()
     restore_attention(model)
     delattr(_owner(model), _STATE)
 

@@ -10,6 +10,7 @@ from fewbits.formats import E4M3, E4M3_ROW
 from fewbits.models.convert import conversion_of
 from fewbits.models.receipt import Change, Receipt
 from fewbits.models.spec import ModelSpec, find, locate
+from fewbits.models.trl_head import TrlHead
 from fewbits.nn.loss import Float8Head, LazyHead, LogitFreeLoss
 from fewbits.recipes.recipe import Rule
 
@@ -18,10 +19,11 @@ _FLOAT8 = Rule(weight_operand=E4M3, activation=E4M3_ROW)
 _FLOAT8_BOTH = Rule(weight_operand=E4M3, activation=E4M3_ROW, gradient=E4M3_ROW)
 
 
-def fuse_loss(model: Any, spec: ModelSpec, receipt: Receipt) -> None:
+def fuse_loss(model: Any, spec: ModelSpec, receipt: Receipt) -> TrlHead | None:
     """Give head and loss of ``model``, perhaps inside a PeftModel, their logit-free forms.
 
-    The recipe that ``model`` was converted with says in which formats their products are.
+    The recipe that ``model`` was converted with says in which formats their products are. Returns the hooks
+    that answer TRL's calls; None where head and loss stay as they are.
     """
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     name = locate(model, spec, spec.head)
@@ -29,7 +31,7 @@ def fuse_loss(model: Any, spec: ModelSpec, receipt: Receipt) -> None:
     reason = _why_not(inner, head)
     if reason is not None:
         receipt.notes.append(f"the loss holds all logits: {reason}")
-        return
+        return None
     assert isinstance(head, nn.Linear)
     conversion = conversion_of(model)
     rule = Rule() if conversion is None else conversion.recipe.head
@@ -43,6 +45,7 @@ def fuse_loss(model: Any, spec: ModelSpec, receipt: Receipt) -> None:
     before = type(head).__name__
     after = f"{before}, loss without logits"
     receipt.changes.append(Change(name, before, after if float8 is None else f"{after}, in float8", 0, 0))
+    return TrlHead(inner, head)
 
 
 def float8_head_of(model: Any) -> Float8Head | None:

@@ -1,0 +1,80 @@
+"""Log-probabilities, entropies and top 1 of labels, without the logits: against their definition."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from fewbits.errors import BadInput
+from fewbits.kernels._log_probs_triton import launch_statistics
+from fewbits.kernels.linear_log_probs import linear_log_probs, linear_log_probs_ref, statistics_ref
+
+M, K, V = 37, 24, 300
+
+
+def operands(dtype: torch.dtype = torch.float64, *, scale: float = 3.0) -> tuple[Tensor, Tensor, Tensor]:
+    hidden = (torch.randn(M, K, dtype=torch.float64) * scale).to(dtype).requires_grad_()
+    labels = torch.randint(V, (M,))
+    labels[::5] = -100
+    return hidden, torch.randn(V, K, dtype=torch.float64).to(dtype), labels
+
+
+@pytest.mark.parametrize("soft_cap", [0.0, 5.0])
+@pytest.mark.parametrize("chunk_rows", [None, 16])
+@pytest.mark.parametrize("entropy_trains", [False, True])
+def test_values_and_gradients(soft_cap: float, chunk_rows: int | None, entropy_trains: bool) -> None:
+    """Each row with its own factor, as losses of preference and reinforcement weight them."""
+    hidden, weight, labels = operands()
+    g, q = torch.randn(M), torch.randn(M) * entropy_trains
+    outputs = []
+    for function, more in ((linear_log_probs, {"chunk_rows": chunk_rows}), (linear_log_probs_ref, {})):
+        found = function(hidden, weight, labels, soft_cap=soft_cap, **more)
+        loss = (found.log_probs * g).sum() + (found.entropy * q).sum() * (1.0 if entropy_trains else 0.0)
+        if not entropy_trains:
+            loss = (found.log_probs * g).sum()
+        outputs.append((*found, *torch.autograd.grad(loss, hidden)))
+    for ours, need in zip(*outputs, strict=True):
+        # the definition is in float32 as the logits of a 16-bit model are widened
+        torch.testing.assert_close(ours.double(), need.double(), rtol=2e-5, atol=2e-5)
+    assert outputs[0][2].dtype == torch.bool and not outputs[0][0][::5].any() and not outputs[0][1][::5].any()
+
+
+def test_the_first_of_equal_logits_is_the_top() -> None:
+    hidden, weight = torch.ones(3, 1), torch.tensor([[1.0], [2.0], [2.0], [0.0]])
+    found = linear_log_probs(hidden, weight, torch.tensor([1, 2, 0]))
+    assert found.is_top.tolist() == [True, False, False]
+
+
+@pytest.mark.gpu
+@pytest.mark.interpret
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("columns", "soft_cap"), [(300, 0.0), (300, 5.0), (9000, 0.0)])  # 1 and 3 blocks
+def test_the_kernel_is_the_definition(
+    dtype: torch.dtype, columns: int, soft_cap: float, kernel_device: str
+) -> None:
+    z = (torch.randn(6, columns) * 8).to(dtype)
+    z[1, 7:] = -torch.inf
+    z[2] = 300.0  # all equal: the first is the top
+    z[3] -= 5000.0
+    labels = torch.tensor([z[0].argmax(), 3, 0, z[3].argmax(), -100, 11])
+    found, need = torch.full((2, 6), 7.0, device=kernel_device), torch.full((2, 6), 9.0)
+    launch_statistics(z.to(kernel_device), labels.to(kernel_device), *found, -100, soft_cap)
+    statistics_ref(z, labels, *need, -100, soft_cap)
+    torch.testing.assert_close(found.cpu(), need, rtol=1e-4, atol=1e-4)
+
+
+def test_a_head_that_trains_is_refused() -> None:
+    hidden, weight, labels = operands(torch.float32)
+    with pytest.raises(BadInput, match="a head that trains"):
+        linear_log_probs(hidden, weight.requires_grad_(), labels)
+
+
+def test_labels_outside_the_vocabulary_and_no_rows() -> None:
+    hidden, weight, labels = operands(torch.float32)
+    with pytest.raises(BadInput, match="labels must be"):
+        linear_log_probs(hidden, weight, labels + V)
+    empty = linear_log_probs(hidden[:0], weight, labels[:0])
+    assert all(part.shape == (0,) for part in empty)
+    empty.log_probs.sum().backward()
+    assert hidden.grad is not None and not hidden.grad.any()

@@ -1,0 +1,135 @@
+"""TRL's output head over a fused model: the same fields and gradients, without its second pass; unpatched."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from fewbits.kernels import linear_log_probs as ours
+from fewbits.models.fused import fuse, fusion_of, unfuse
+from tests.models.test_fused import adapted
+from tests.models.tiny import tokens
+
+utils = pytest.importorskip("trl.trainer.utils")
+ALL = ("log_probs", "entropy", "mean_logits", "is_top1")
+
+
+def with_head(family: str = "llama", outputs: tuple[str, ...] = ALL, **options: Any) -> Any:
+    model = adapted(family)
+    fuse(model)
+    utils.add_fused_lm_head(model.get_base_model(), outputs=outputs, **options)
+    return model
+
+
+def ask(model: Any, **kwargs: Any) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """All fields, and gradients of a loss that weights each token otherwise."""
+    ids = tokens(3, 20)
+    labels = ids.clone()
+    labels[0, 12:] = labels[1, :5] = -100
+    model.zero_grad()
+    batch = {"labels": labels, **kwargs}
+    if "shift_labels" in kwargs:
+        batch["labels"] = None
+    found = model(input_ids=ids, fused_lm_head=True, **batch)
+    weights = torch.linspace(-1, 2, found.log_probs.numel()).view(found.log_probs.shape)
+    if torch.is_grad_enabled():
+        (found.loss + (found.log_probs * weights).sum()).backward()
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return {name: value for name, value in found.items() if torch.is_tensor(value)}, gradients
+
+
+def taken(model: Any) -> dict[str, int]:
+    return dict(fusion_of(model).trl_head.taken)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2"])
+@pytest.mark.parametrize("more", [{}, {"num_items_in_batch": 7}, {"shift_labels": tokens(3, 20)}], ids=str)
+def test_the_same_as_trl_computes(family: str, more: dict[str, Any]) -> None:
+    outputs = ALL if family != "gemma2" else ("log_probs", "entropy", "is_top1")  # whose logits are capped
+    model = with_head(family, outputs)
+    found = ask(model, **more)
+    assert taken(model) == {"fused": 1}
+    unfuse(model)
+    need = ask(model, **more)
+    assert found[0].keys() == need[0].keys()
+    for name, value in need[0].items():
+        assert found[0][name].dtype == value.dtype and found[0][name].shape == value.shape, name
+        torch.testing.assert_close(found[0][name], value, rtol=1e-4, atol=1e-5)
+    assert found[1].keys() == need[1].keys() and found[1]
+    for name, value in need[1].items():
+        assert (found[1][name] - value).norm() <= 1e-4 * value.norm(), name
+
+
+def test_no_logits_are_computed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One product for the logits and one for the gradient; TRL's own function is not called."""
+    model = with_head()
+    monkeypatch.setattr(utils._ChunkedLogProbFunction, "apply", None)
+    products = []
+    true = ours.chunked
+
+    def counted(*args: Any) -> Any:
+        products.append(args[1].shape[0])
+        return true(*args)
+
+    monkeypatch.setattr(ours, "chunked", counted)
+    ask(model)
+    labels = tokens(3, 20)[:, 1:]
+    assert products == [labels.numel() - 8 - 4], "only rows that count, once"
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"temperature": 0.7}, "scaled"),
+        ({"cast_lm_head_to_fp32": True}, "float32"),
+        ({"outputs": (*ALL, "log_sum_sq_probs")}, "log_sum_sq_probs"),
+    ],
+)
+def test_what_trl_computes_itself(options: dict[str, Any], reason: str) -> None:
+    model = with_head(**options)
+    found = ask(model)
+    (why,) = taken(model)
+    assert reason in why
+    unfuse(model)
+    need = ask(model)
+    torch.testing.assert_close(found[0]["log_probs"], need[0]["log_probs"], rtol=1e-4, atol=1e-5)
+
+
+def test_evaluation_and_a_head_that_trains_take_trls_way() -> None:
+    model = with_head()
+    with torch.no_grad():
+        ask(model)
+    model.get_output_embeddings().weight.requires_grad_(True)
+    ask(model)
+    assert len(taken(model)) == 2 and "fused" not in taken(model)
+    assert model.get_output_embeddings().weight.grad is not None
+
+
+def test_ordinary_calls_stay_as_they_are() -> None:
+    model, ids = with_head(), tokens(2, 12)
+    outputs = model(input_ids=ids, labels=ids)
+    outputs.loss.backward()
+    assert outputs.logits.shape == (2, 12, 96) and not taken(model)
+
+
+def test_a_batch_without_a_label_that_counts() -> None:
+    model, ids = with_head(), tokens(2, 12)
+    found = model(input_ids=ids, labels=torch.full_like(ids, -100), fused_lm_head=True)
+    found.loss.backward()
+    assert found.loss == 0 and taken(model) == {"fused": 1}
+    assert all(not p.grad.any() for p in model.parameters() if p.grad is not None)
+
+
+def test_another_trl_is_left_alone() -> None:
+    """Where its settings cannot be read nothing is guessed."""
+    model = adapted("llama")
+    fuse(model)
+    inner = model.get_base_model()
+    true = type(inner).forward
+    inner.forward = lambda *args, fused_lm_head=False, **kwargs: true(inner, *args, **kwargs)
+    ids = tokens(2, 12)
+    model(input_ids=ids, labels=ids, fused_lm_head=True).loss.backward()
+    (why,) = taken(model)
+    assert "not where they were" in why
