@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fewbits.errors import BadInput
 from fewbits.formats.tables import midpoints
 from fewbits.kernels import adamw as module
 from fewbits.kernels.adamw import (
@@ -42,6 +43,45 @@ def problem(
         t if t is None else t.to(device) for t in (moments.m, moments.v, moments.m_scales, moments.v_scales)
     )
     return param.to(device), draw().to(device), Moments(*tensors)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("step", ["adamw", "Prepared"])
+def test_what_lies_elsewhere_is_refused_by_name(packed: bool, step: str) -> None:
+    """A kernel takes addresses: those of another device lead to nothing, or to what is another's."""
+    param, grad, kept = problem((300,), packed)
+    kept_tensors = {name: getattr(kept, name) for name in ("m", "v", "m_scales", "v_scales")}
+
+    def run(
+        params: list[Tensor], grads: list[Tensor], moments: list[Moments], seeds: list[int] | None
+    ) -> None:
+        if step == "adamw":
+            adamw(params, grads, moments, AdamWOptions(lr=0.1, step=3), seeds=seeds)
+        else:
+            Prepared(params, grads, moments, seeds)
+
+    def refused(said: str, grad: Tensor = grad, **changed: Tensor | None) -> None:
+        moments = Moments(**{**kept_tensors, **changed})
+        before = param.clone()
+        with pytest.raises(BadInput, match=said):
+            run([param, param], [grad, grad], [kept, moments], None)
+        assert torch.equal(param, before)
+
+    with pytest.raises(BadInput, match="gradient of parameter 0"):
+        run([param], [grad.to("meta")], [kept], None)
+    with pytest.raises(BadInput, match="gradient of parameter 0"):
+        run([param], [grad[:-1]], [kept], None)
+    refused("moment m of parameter 1 .*; it is .* on meta", m=kept.m.to("meta"))
+    refused("moment v of parameter 1", v=kept.v[:-1])
+    refused("moment v of parameter 1", v=kept.v.double())
+    if packed:
+        refused("m_scales of parameter 1 .* on meta", m_scales=kept.m_scales.to("meta"))
+        refused("v_scales of parameter 1 .*; it is missing", v_scales=None)
+        refused("v_scales of parameter 1", v_scales=kept.v_scales[:-1])
+    for seeds, said in ([0, 1], "2 seeds"), ([], "0 seeds"):
+        with pytest.raises(BadInput, match=said):
+            run([param], [grad], [kept], seeds)
+    run([param], [grad], [kept], None)
 
 
 def on_device(options: AdamWOptions, device: str) -> Tensor:

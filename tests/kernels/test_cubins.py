@@ -77,6 +77,26 @@ def test_compiles_to_machine_code(case: CompileCase, capability: int) -> None:
     assert built.metadata.shared <= SHARED_MEMORY_BYTES
 
 
+@pytest.mark.parametrize("capability", [80, 86])
+def test_float8_weights_decode_where_the_hardware_has_no_float8(capability: int) -> None:
+    from fewbits.kernels._dequantize_triton import COMPILE_CASES
+
+    cases = [c for c in COMPILE_CASES if c.constants["FLOAT8"] and not c.constants["NATIVE"]]
+    assert sorted(c.constants["FLOAT8"] for c in cases) == [1, 2]
+    for case in cases:
+        built = build(case, capability)
+        assert f".target sm_{capability}" in built.asm["ptx"] and built.asm["cubin"][:4] == b"\x7fELF"
+        assert ".e4m3" not in built.asm["ptx"] and ".e5m2" not in built.asm["ptx"]
+
+
+def test_float8_weights_decode_by_the_hardware_where_it_can() -> None:
+    from fewbits.kernels._dequantize_triton import COMPILE_CASES
+
+    (case,) = (c for c in COMPILE_CASES if c.constants["FLOAT8"] == 1 and c.constants["NATIVE"])
+    for capability in (89, 90):
+        assert "cvt.rn.f16x2.e4m3x2" in build(case, capability).asm["ptx"]
+
+
 def test_aligned_kernels_move_16_bytes_at_a_time() -> None:
     """The tile of a real launch loads and stores in the widest access there is."""
     from fewbits.kernels._rmsnorm_triton import COMPILE_CASES

@@ -24,7 +24,9 @@ from fewbits.formats.integer import (
     INT8_TENSOR,
     Integer,
 )
+from fewbits.kernels import _dequantize_triton
 from fewbits.kernels import dequantize as module
+from fewbits.kernels._dequantize_triton import launch_kernel, takes
 from fewbits.kernels.dequantize import dequantize, dequantize_ref, launch
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -214,6 +216,32 @@ def test_kernel_reads_float8_weights(kernel_device: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.interpret
+@pytest.mark.parametrize("native", [True, False])
+def test_kernel_decodes_all_256_codes_of_float8(
+    kernel_device: str, native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exactly, by the GPU's own conversion and, as before compute capability 8.9, by the bits."""
+    if kernel_device == "cpu" and native:
+        pytest.skip("the interpreter's own conversion of float8 forgets NaN")
+    monkeypatch.setattr(_dequantize_triton, "converts_float8", lambda _: native)
+    for format in (E4M3_128X128, E5M2_ROW):
+        codes = torch.arange(256, dtype=torch.uint8, device=kernel_device).view(2, 128)
+        scales = torch.ones(scale_shape((2, 128), format.block), device=kernel_device)
+        parts = {"codes": codes.view(format.torch_dtype), "scales": scales}
+        for dtype in DTYPES:
+            out = torch.empty(2, 128, dtype=dtype, device=kernel_device)
+            launch_kernel(parts, format, (2, 128), None, out, False)
+            need = codes.view(format.torch_dtype).to(dtype)
+            assert torch.equal(out.isnan(), need.isnan()) and need.isnan().any()
+            whole = {torch.float32: torch.int32}.get(dtype, torch.int16)
+            both = (
+                x.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf).view(whole) for x in (out, need)
+            )
+            assert torch.equal(*both)
+
+
+@pytest.mark.gpu
+@pytest.mark.interpret
 def test_kernel_takes_nan_and_infinity(kernel_device: str) -> None:
     x = torch.randn(4, 128)
     x[0, 3], x[2, 127] = torch.nan, torch.inf
@@ -244,6 +272,16 @@ def test_kernel_takes_no_values_and_falls_back(kernel_device: str) -> None:
     out = torch.empty(2 * 130, 8, device=kernel_device)
     launch(list(ragged.parts.values()), E4M3_128X128, (2, 130, 8), None, out.view(2, 130, 8), False)
     assert torch.equal(out, ragged.dequantize(torch.float32).view(-1, 8))
+
+
+def test_float8_is_written_by_the_definition_where_no_kernel_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = torch.empty(4, 64, dtype=torch.float8_e4m3fn)
+    assert takes(NF4, (4, 64), out)
+    monkeypatch.setattr(_dequantize_triton, "converts_float8", lambda _: False)  # compute capability 8.0
+    assert not takes(NF4, (4, 64), out) and takes(NF4, (4, 64), out.bfloat16())
+    packed = packed_of(NF4, (4, 64))
+    launch(list(packed.parts.values()), NF4, (4, 64), None, out, False)
+    assert same(out, dequantize_ref(packed, torch.float8_e4m3fn))
 
 
 # On a GPU.

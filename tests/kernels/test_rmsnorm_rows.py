@@ -47,6 +47,19 @@ def same(a: Tensor, b: Tensor) -> bool:
 # The definition, which a CPU runs.
 
 
+@pytest.mark.parametrize("keep_dense", [True, False])
+@pytest.mark.parametrize("dtype", [None, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_float8_alone_is_made_of_the_dtype_that_is_asked_for(
+    dtype: torch.dtype | None, keep_dense: bool
+) -> None:
+    x, _, _, w = operands((64, 96), torch.float32)
+    made = rmsnorm_rows(x, w, EPS, quantize=True, keep_dense=keep_dense, dtype=dtype)
+    y, _ = rmsnorm_ref(x, w, EPS)
+    q, scale = quantize_rows_ref(y if dtype is None else y.to(dtype))
+    assert made.q is not None and same(made.q, q) and torch.equal(made.scale, scale)
+    assert (made.y is not None) == keep_dense
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_forward_is_the_sum_of_its_parts(dtype: torch.dtype) -> None:
     x, residual, _, w = operands((5, 24), dtype)

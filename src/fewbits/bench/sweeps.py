@@ -13,6 +13,7 @@ from torch import Tensor
 from fewbits.bench.measure import relative_error
 from fewbits.formats import get_format
 from fewbits.kernels import dequantize as dequantize_module
+from fewbits.kernels._dequantize_triton import DecodeTile, decode_tile
 from fewbits.kernels._gated_lora_triton import SAFE_TILE, GatedLoRATile
 from fewbits.kernels._gated_lora_triton import launch as gated_lora_launch
 from fewbits.kernels._gated_triton import GatedTile, LowRank, gated_tile, low_rank_arguments
@@ -24,7 +25,7 @@ from fewbits.kernels._rmsnorm_triton import launch_rows as rmsnorm_fwd
 from fewbits.kernels._rope_triton import RopeTile, Tables, rope_tile
 from fewbits.kernels._rope_triton import launch as rope_launch
 from fewbits.kernels._tuning import key_of
-from fewbits.kernels.dequantize import DecodeTile, decode_tile, dequantize_ref
+from fewbits.kernels.dequantize import dequantize_ref
 from fewbits.kernels.gated_activation import gated_activation_backward_ref, gated_activation_ref
 from fewbits.kernels.gated_lora_backward import gated_lora_backward_ref
 from fewbits.kernels.rmsnorm import rmsnorm_backward_ref, rmsnorm_ref

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from fewbits.kernels._derivatives import once_differentiable
 from fewbits.kernels.scaled import scaled
 
 
@@ -23,7 +23,7 @@ def register_gradient(op: Any) -> None:
         ctx.again = not any(ctx.arguments[-2])
         ctx.save_for_backward(*((hidden, weight, labels, bias, *operands) if ctx.again else output[1:]))
 
-    @once_differentiable
+    @once_differentiable("linear_cross_entropy")
     def backward(ctx: Any, dloss: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
         if dloss is None:
             return (None,) * ctx.count

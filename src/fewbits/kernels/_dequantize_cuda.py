@@ -16,6 +16,7 @@ from fewbits.formats.base import Format
 from fewbits.formats.codebook import Codebook
 from fewbits.formats.tables import table
 from fewbits.kernels import _nvrtc
+from fewbits.kernels._grid import MAX_PROGRAMS
 from fewbits.kernels._launch import cdiv, on_device_of
 
 SOURCE = "_dequantize_turned.cu"
@@ -63,6 +64,7 @@ def fits(
         and N % 4 == 0
         and K % _BLOCK == 0
         and N * K < 2**31
+        and cdiv(K // _BLOCK, _WARPS) <= MAX_PROGRAMS[1]
         and out.stride(1) == 1
         and out.stride(0) % 4 == 0
         and out.data_ptr() % 4 == 0

@@ -33,6 +33,7 @@ __all__ = [
     "RowTile",
     "cdiv",
     "constant_when_compiled",
+    "converts_float8",
     "jit",
     "multiprocessors",
     "next_power_of_2",
@@ -88,6 +89,11 @@ def cdiv(a: int, b: int) -> int:
 def next_power_of_2(n: int) -> int:
     """The smallest power of two that is at least ``n``, and at least 1."""
     return 1 << max(n - 1, 0).bit_length()
+
+
+def converts_float8(x: Tensor) -> bool:
+    """Whether kernels on x's device may hold float8: the interpreter, and a GPU whose units convert it."""
+    return not x.is_cuda or torch.cuda.get_device_capability(x.device) >= (8, 9)
 
 
 @lru_cache(maxsize=64)

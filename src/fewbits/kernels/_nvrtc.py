@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from fewbits.errors import Unsupported
+from fewbits.kernels._grid import check_grid
 from fewbits.kernels._launch import triton
 
 Defines = tuple[tuple[str, int], ...]
@@ -147,6 +148,7 @@ def launch(
     ``early`` lets its blocks start before those of the stream's last kernel have ended; the kernel itself
     awaits what that one writes (griddepcontrol.wait; from compute capability 9.0).
     """
+    check_grid(grid, "this product")
     driver = _bindings("driver")
     _ensure_context(driver)
     pointers = (ctypes.c_void_p * 1)(ctypes.addressof(argument))

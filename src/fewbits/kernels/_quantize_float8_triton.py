@@ -11,7 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fewbits.kernels._launch import CompileCase, RowTile, cdiv, jit, next_power_of_2, on_device_of, tl
+from fewbits.kernels._grid import programs, split_program
+from fewbits.kernels._launch import (
+    CompileCase,
+    RowTile,
+    converts_float8,
+    jit,
+    next_power_of_2,
+    on_device_of,
+    tl,
+)
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_ROW = 65536  # the longest row that one program holds in registers
@@ -87,8 +96,9 @@ def _quantize_kernel(
     given_ptr has the largest magnitude (GIVEN 1) or the scale (GIVEN 2) of each row, or with SHARED one of
     all. The scale is written by the first program of a row, or of all.
     """
-    offs_m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    offs_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row_tile, column_tile = split_program(tl.cdiv(M, BLOCK_M))
+    offs_m = row_tile.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_n = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
     mask_m = offs_m < M
     at = offs_m[:, None] * stride_xm + offs_n[None, :]
     mask = mask_m[:, None] & (offs_n < N)[None, :]
@@ -107,7 +117,7 @@ def _quantize_kernel(
         tl.store(q_at, q)
     else:
         tl.store(q_at, q, mask=mask)
-    first = mask_m & (tl.program_id(1) == 0)
+    first = mask_m & (column_tile == 0)
     if SHARED:
         first = first & (offs_m == 0)
     tl.store(scale_ptr + offs_m, scale, mask=first)
@@ -120,19 +130,20 @@ def _quantize_blocks_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_N columns of BLOCK_M rows: each row's are one block, or with TILE all of them."""
-    offs_m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    offs_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row_tile, column_tile = split_program(tl.cdiv(M, BLOCK_M))
+    offs_m = row_tile.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_n = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
     x = tl.load(x_ptr + offs_m[:, None] * stride_xm + offs_n[None, :], mask=mask, other=0.0)
     bits = tl.max(magnitude_bits(x), 1)
     if TILE:
         largest = magnitude_of_bits(tl.max(bits, 0), x)
         scale = scale_of_largest(largest, LARGEST)
-        tl.store(scale_ptr + tl.program_id(0).to(tl.int64) * stride_sm + tl.program_id(1), scale)
+        tl.store(scale_ptr + row_tile.to(tl.int64) * stride_sm + column_tile, scale)
         inverse = inverse_of(scale)
     else:
         scale = scale_of_largest(magnitude_of_bits(bits, x), LARGEST)
-        tl.store(scale_ptr + offs_m * stride_sm + tl.program_id(1), scale, mask=offs_m < M)
+        tl.store(scale_ptr + offs_m * stride_sm + column_tile, scale, mask=offs_m < M)
         inverse = inverse_of(scale)[:, None]
     q = to_float8(x, inverse, q_ptr.dtype.element_ty, LARGEST, False, CUT)
     tl.store(q_ptr + offs_m[:, None] * stride_qm + offs_n[None, :], q, mask=mask)
@@ -160,11 +171,7 @@ def given_tile(N: int) -> RowTile:
 
 def has_kernel(x: Tensor) -> bool:
     """Whether a kernel takes x: not float64, and no GPU whose units do not convert to float8."""
-    return x.dtype in KERNEL_DTYPES and (not x.is_cuda or _converts_float8(x.device))
-
-
-def _converts_float8(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) >= (8, 9)
+    return x.dtype in KERNEL_DTYPES and converts_float8(x)
 
 
 def launch_rows(
@@ -197,10 +204,9 @@ def _launch(
     x: Tensor, given: Tensor, q: Tensor, scale: Tensor, source: int, shared: bool, tile: RowTile
 ) -> None:
     M, N = x.shape
-    columns = cdiv(N, tile.block_n)
     even = M % tile.block_m == 0 and N % tile.block_n == 0
     with on_device_of(x):
-        _quantize_kernel[(cdiv(M, tile.block_m), columns)](
+        _quantize_kernel[programs(M, N, tile.block_m, tile.block_n)](
             x, given, q, scale, M, N, x.stride(0), q.stride(0),
             GIVEN=source, SHARED=shared, LARGEST=_largest(q.dtype), CUT=not x.is_cuda, EVEN=even,
             BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, num_warps=tile.num_warps,
@@ -213,7 +219,7 @@ def launch_blocks(x: Tensor, q: Tensor, scale: Tensor, block: tuple[int, int]) -
     tile = block[0] > 1
     block_m = 128 if tile else 32
     with on_device_of(x):
-        _quantize_blocks_kernel[(cdiv(M, block_m), cdiv(N, block[1]))](
+        _quantize_blocks_kernel[programs(M, N, block_m, block[1])](
             x, q, scale, M, N, x.stride(0), q.stride(0), scale.stride(0),
             TILE=tile, LARGEST=_largest(q.dtype), CUT=not x.is_cuda,
             BLOCK_M=block_m, BLOCK_N=block[1], num_warps=8 if tile else 4,

@@ -19,6 +19,7 @@ from fewbits.formats.base import Format
 from fewbits.formats.codebook import Codebook
 from fewbits.formats.integer import Integer
 from fewbits.kernels._codebook_tables import code_of_zero, codebook_tables
+from fewbits.kernels._grid import programs, split_program
 from fewbits.kernels._launch import CompileCase, cdiv, jit, multiprocessors, next_power_of_2, on_device_of, tl
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -306,11 +307,12 @@ def _range_kernel(x_ptr, range_ptr, n, ZERO_POINT: tl.constexpr, BLOCK: tl.const
 
 @jit
 def _round_tensor_kernel(
-    x_ptr, out_ptr, scales_ptr, zero_points_ptr, range_ptr, K, code_pitch,
+    x_ptr, out_ptr, scales_ptr, zero_points_ptr, range_ptr, rows, K, code_pitch,
     BITS: tl.constexpr, ZERO_POINT: tl.constexpr, PACKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """BLOCK values of a row of K, under the scale of the whole tensor that `_range_kernel` found."""
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, part = split_program(rows)
+    row = row.to(tl.int64)
     scale, zero_point = _integer_scale(tl.load(range_ptr), tl.load(range_ptr + 1), BITS, ZERO_POINT)
     column = part * BLOCK
     offs = column + tl.arange(0, BLOCK)
@@ -363,7 +365,7 @@ DEFAULT_TILE = RoundTile(4096, 4)
 
 def takes(format: Format, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
     """Whether the kernels know ``format`` for a tensor of this shape; else its definition computes."""
-    if dtype not in KERNEL_DTYPES or not shape:
+    if dtype not in KERNEL_DTYPES or not shape or shape[-1] >= 2**31:
         return False
     if isinstance(format, Codebook):
         second = not format.double or format.scale_block <= MAX_BLOCK
@@ -415,11 +417,11 @@ def launch_round(
             )  # fmt: skip
             return
         found = torch.zeros(2, dtype=torch.int32, device=x.device)
-        programs = min(cdiv(x.numel(), 8192), 8 * multiprocessors(x.device))
-        _range_kernel[(programs,)](x, found, x.numel(), ZERO_POINT=format.zero_point, BLOCK=8192, num_warps=8)
-        _round_tensor_kernel[(rows, cdiv(K, block))](
-            x, out, scales, zero_points, found, K, pitch, **constants, BLOCK=block, num_warps=tile.num_warps,
-            enable_fp_fusion=False,
+        readers = min(cdiv(x.numel(), 8192), 8 * multiprocessors(x.device))
+        _range_kernel[(readers,)](x, found, x.numel(), ZERO_POINT=format.zero_point, BLOCK=8192, num_warps=8)
+        _round_tensor_kernel[programs(rows, K, 1, block)](
+            x, out, scales, zero_points, found, rows, K, pitch, **constants, BLOCK=block,
+            num_warps=tile.num_warps, enable_fp_fusion=False,
         )  # fmt: skip
 
 
@@ -478,7 +480,7 @@ _SCALES = {"absmax_ptr": "*fp32", "offset_ptr": "*fp32", "grid_ptr": "*u8", "cod
 _SCALES |= {"scales_ptr": "*fp32", "n": "i32"}
 _SCALE_CONSTANTS = {"SCALE_BLOCK": 256, "BLOCK": 256, "GRID": 65535}
 _SCALES |= dict.fromkeys(_SCALE_CONSTANTS, "constexpr")
-_TENSOR = {**_ROWS, "range_ptr": "*i32", **_SIZES}
+_TENSOR = {**_ROWS, "range_ptr": "*i32", "rows": "i32", **_SIZES}
 _VALUES = {"out_ptr": "*bf16"}
 
 COMPILE_CASES = (

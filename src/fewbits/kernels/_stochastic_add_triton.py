@@ -9,18 +9,29 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fewbits.kernels._launch import CompileCase, cdiv, jit, next_power_of_2, on_device_of, tl, triton
+from fewbits.kernels._grid import programs, split_program
+from fewbits.kernels._launch import CompileCase, jit, next_power_of_2, on_device_of, tl, triton
 
 available = triton is not None
 
 
 @jit
 def _add_kernel(
-    y_ptr, base_ptr, error_ptr, sa_ptr, sb_ptr, M, BASE: tl.constexpr, SUM: tl.constexpr, BLOCK: tl.constexpr
+    y_ptr,
+    base_ptr,
+    error_ptr,
+    sa_ptr,
+    sb_ptr,
+    N,
+    M,
+    BASE: tl.constexpr,
+    SUM: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """A row's part of y; see the module's text. BASE: there is a base; SUM: y is added to."""
-    row = tl.program_id(0).to(tl.int64)
-    offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row, part = split_program(N)
+    row = row.to(tl.int64)
+    offs = part * BLOCK + tl.arange(0, BLOCK)
     mask = offs < M
     at = row * M + offs
     scale = tl.load(sa_ptr + row) * tl.load(sb_ptr + offs, mask=mask, other=0.0)
@@ -48,8 +59,8 @@ def add(
     N, M = y.shape
     block = min(1024, next_power_of_2(M))
     with on_device_of(y):
-        _add_kernel[N, cdiv(M, block)](
-            y, error if base is None else base, error, scale_a, scale_b, M,
+        _add_kernel[programs(N, M, 1, block)](
+            y, error if base is None else base, error, scale_a, scale_b, N, M,
             BASE=base is not None, SUM=onto, BLOCK=block, num_warps=4,
         )  # fmt: skip
 
@@ -59,7 +70,7 @@ def _cases() -> tuple[CompileCase, ...]:
     for base, onto, dtype in ((True, False, "*fp32"), (True, False, "*bf16"), (False, True, "*fp32")):
         signature = {
             "y_ptr": dtype, "base_ptr": "*bf16", "error_ptr": "*bf16", "sa_ptr": "*fp32", "sb_ptr": "*fp32",
-            "M": "i32",
+            "N": "i32", "M": "i32",
         }  # fmt: skip
         constants = {"BASE": base, "SUM": onto, "BLOCK": 1024}
         signature |= dict.fromkeys(constants, "constexpr")

@@ -16,6 +16,7 @@ from fewbits.formats.kept import keep_tables
 from fewbits.formats.stochastic import Stochastic
 from fewbits.formats.streams import prefix_tables, step_tables
 from fewbits.kernels import _nvrtc
+from fewbits.kernels._grid import MAX_PROGRAMS
 from fewbits.kernels._launch import cdiv, next_power_of_2, on_device_of
 from fewbits.kernels._stochastic_parts import strides_of
 
@@ -158,7 +159,7 @@ def _launch_part(
 def _parts(B: int, N: int, B_b: int, M: int, stages: int) -> list[Part]:
     """Entries of the batch, rows and outputs whose bits fit the workspace."""
     of_tile = 8 * stages * RECORD_BYTES
-    tiles = max(1, _WORKSPACE_BYTES // of_tile)
+    tiles = max(1, min(_WORKSPACE_BYTES // of_tile, MAX_PROGRAMS[1] // 8))  # 8 programs make one's bits
     of_a, of_b = cdiv(N, _TILE), cdiv(M, _TILE)
     entries = max(1, min(B, tiles // of_a, B if B_b == 1 else tiles // of_b))
     rows, outputs = min(tiles, of_a) * _TILE, min(tiles, of_b) * _TILE

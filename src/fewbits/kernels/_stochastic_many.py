@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fewbits.device import describe
 from fewbits.kernels import _nvrtc
+from fewbits.kernels._grid import MAX_PROGRAMS
 from fewbits.kernels._launch import cdiv, on_device_of
 from fewbits.kernels._stochastic_lookup import Tables
 from fewbits.kernels._stochastic_parts import index_of, parts_of, strides_of
@@ -157,5 +158,5 @@ def launch(
 def _parts(B: int, N: int, slices: int) -> list[tuple[slice, slice]]:
     """Batches and rows whose places fit the workspace; all at once where they do."""
     of_group = slices * 4 * ROWS * _SLICE
-    groups = max(1, _WORKSPACE_BYTES // of_group)  # at once
+    groups = max(1, min(_WORKSPACE_BYTES // of_group, MAX_PROGRAMS[1]))  # at once
     return parts_of(B, N, ROWS, groups)

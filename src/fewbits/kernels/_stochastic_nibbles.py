@@ -21,6 +21,7 @@ from fewbits.formats.kept import keep_tables
 from fewbits.formats.stochastic import Stochastic
 from fewbits.formats.streams import product_tables
 from fewbits.kernels import _nvrtc
+from fewbits.kernels._grid import MAX_PROGRAMS
 from fewbits.kernels._launch import cdiv, on_device_of
 from fewbits.kernels._stochastic_parts import index_of, parts_of, strides_of
 
@@ -284,5 +285,5 @@ def launch_turned(
 def _parts(B: int, N: int, slices: int) -> list[tuple[slice, slice]]:
     """Batches and rows whose places fit the workspace; all at once where they do."""
     of_group = slices * 4 * ROWS * _SLICE
-    groups = max(1, _WORKSPACE_BYTES // of_group)  # at once
+    groups = max(1, min(_WORKSPACE_BYTES // of_group, MAX_PROGRAMS[1]))  # at once
     return parts_of(B, N, ROWS, groups)

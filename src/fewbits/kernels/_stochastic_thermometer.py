@@ -21,6 +21,7 @@ from torch import Tensor
 from fewbits.formats.kept import keep_tables
 from fewbits.formats.stochastic import Stochastic
 from fewbits.formats.streams import prefix_tables, product_tables, step_tables
+from fewbits.kernels._grid import check_grid
 from fewbits.kernels._launch import CompileCase, cdiv, jit, next_power_of_2, on_device_of, tl
 from fewbits.kernels._stochastic_parts import strides_of
 
@@ -122,8 +123,10 @@ def launch(
     (B, N, D), M, steps = qa.shape, qb.shape[1], tables.ones.shape[2]
     block_n = min(128, max(16, next_power_of_2(N)))
     block_m = min(128, max(16, next_power_of_2(M)))
+    grid = (cdiv(N, block_n), cdiv(M, block_m), B)
+    check_grid(grid, "this product")
     with on_device_of(qa):
-        _thermometer_kernel[cdiv(N, block_n), cdiv(M, block_m), B](
+        _thermometer_kernel[grid](
             qa, sa, qb, sb, qa if level_index is None else level_index, tables.steps, tables.ones,
             tables.masks, tables.factors, y, N, M, D, sa.shape[2], chunk, tables.steps.shape[1],
             0 if qb.shape[0] == 1 else M, *strides_of(level_index),

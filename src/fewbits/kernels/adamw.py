@@ -33,6 +33,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fewbits.errors import BadInput
 from fewbits.formats.codebook import dynamic_map
 from fewbits.formats.kept import keep_tables
 from fewbits.formats.rounding import random_words
@@ -103,6 +104,51 @@ class Moments:
             for values in (_M_VALUES, _V_VALUES)
         ]
         return cls(*codes, *(torch.zeros(count, device=param.device) for _ in range(2)))
+
+
+def check_placed(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    moments: Sequence[Moments],
+    seeds: Sequence[int] | None = None,
+) -> None:
+    """Refuse tensors that do not fit: a kernel takes their addresses, and would write wherever these lead.
+
+    Raises:
+        BadInput: numbers of tensors that differ; a gradient, moment or scale on another device than its
+            parameter, or of another size or type than it has to be; the message names it.
+    """
+    counts = {
+        "params": params,
+        "grads": grads,
+        "moments": moments,
+        **({} if seeds is None else {"seeds": seeds}),
+    }
+    if len({len(x) for x in counts.values()}) > 1:
+        told = ", ".join(f"{len(x)} {name}" for name, x in counts.items())
+        raise BadInput(f"adamw takes one of each for every parameter, not {told}.")
+    for i, (param, grad, kept) in enumerate(zip(params, grads, moments, strict=True)):
+        packed = kept.m_scales is not None or kept.v_scales is not None
+        of_moment = param.shape, torch.uint8 if packed else torch.float32
+        of_scales = torch.Size((-(-param.numel() // BLOCK),)), torch.float32
+        _check_one(i, param, "gradient", grad, param.shape, grad.dtype)
+        _check_one(i, param, "moment m", kept.m, *of_moment)
+        _check_one(i, param, "moment v", kept.v, *of_moment)
+        if packed:
+            _check_one(i, param, "m_scales", kept.m_scales, *of_scales)
+            _check_one(i, param, "v_scales", kept.v_scales, *of_scales)
+
+
+def _check_one(
+    i: int, param: Tensor, name: str, x: Tensor | None, shape: torch.Size, dtype: torch.dtype
+) -> None:
+    if x is not None and x.device == param.device and x.shape == shape and x.dtype == dtype:
+        return
+    found = "missing" if x is None else f"{x.dtype} {tuple(x.shape)} on {x.device}"
+    raise BadInput(
+        f"the {name} of parameter {i} ({param.dtype} {tuple(param.shape)} on {param.device}) must be {dtype} "
+        f"{tuple(shape)} on the same device; it is {found}: move it, or make it anew with Moments.zeros."
+    )
 
 
 # 1. The definition.
@@ -219,7 +265,11 @@ class Prepared:
             grads: contiguous, of the parameters' shapes.
             moments: of each.
             seeds: one a tensor, for bfloat16; None rounds to nearest.
+
+        Raises:
+            BadInput: tensors that do not lie where their parameters do, or do not fit them.
         """
+        check_placed(params, grads, moments, seeds)
         groups: dict[tuple[torch.dtype, torch.dtype, bool, bool], list[int]] = defaultdict(list)
         for i, (param, grad, kept) in enumerate(zip(params, grads, moments, strict=True)):
             if param.numel():
@@ -326,7 +376,11 @@ def adamw(
         options: the step's numbers.
         seeds: one a tensor, from 0 to 2**63 - 1, the same in all steps; None rounds to nearest.
         guard: a gradient scaler's two numbers.
+
+    Raises:
+        BadInput: gradients or moments that do not lie where their parameters do, or do not fit them.
     """
+    check_placed(params, grads, moments, seeds)
     kernel: dict[torch.device, list[int]] = defaultdict(list)
     for i, (param, grad) in enumerate(zip(params, grads, strict=True)):
         if takes(param, grad, moments[i]):

@@ -37,6 +37,7 @@ from fewbits.formats.base import Format
 from fewbits.formats.blocks import check_floating
 from fewbits.formats.codebook import Codebook
 from fewbits.formats.integer import Integer
+from fewbits.kernels._derivatives import once_differentiable
 from fewbits.kernels._fake_quantize_triton import launch_lora, rounds_in_tile, takes_lora
 from fewbits.kernels._quantize_triton import KERNEL_DTYPES, launch_round, takes
 from fewbits.kernels.dequantize import _from_text, _to_text, dequantize
@@ -260,6 +261,7 @@ class _FakeQuantizedLinear(torch.autograd.Function):
         return F.linear(_rounded_input(x, activation), rounded, None if bias is None else bias.to(x.dtype))
 
     @staticmethod
+    @once_differentiable("fake_quantized_linear")
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         x, weight, a, b = ctx.saved_tensors
         dx = dweight = dbias = da = db = None

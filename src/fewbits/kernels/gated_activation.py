@@ -45,6 +45,7 @@ import torch
 from torch import Tensor
 
 from fewbits.errors import BadInput, Unsupported
+from fewbits.kernels._derivatives import once_differentiable
 from fewbits.kernels._gated_triton import (
     KERNEL_DTYPES,
     MAX_RANK,
@@ -310,6 +311,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(e, u)
 
 
+@once_differentiable("gated_activation")
 def _backward(ctx: Any, dh: Tensor) -> tuple[Tensor, Tensor | None, None]:
     e, u = ctx.saved_tensors
     de, du = _gated_activation_backward(dh, e, u, ctx.activation)

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fewbits.formats.base import Packed
+from fewbits.kernels._derivatives import once_differentiable
 from fewbits.kernels.matmul_packed import (
     PLAIN,
     Operands,
@@ -61,6 +62,7 @@ class _LoRALinear(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable("lora_linear")
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         x_MK, h, a, b, *parts = ctx.saved_tensors
         branch_dtype = h.dtype

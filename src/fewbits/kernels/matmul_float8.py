@@ -34,7 +34,9 @@ from torch import Tensor
 from fewbits.device import describe
 from fewbits.errors import BadInput, Unsupported
 from fewbits.formats.base import Format, Packed
-from fewbits.kernels._launch import CompileCase, cdiv, constant_when_compiled, jit, on_device_of, tl
+from fewbits.kernels._grid import programs, split_program
+from fewbits.kernels._launch import CompileCase, constant_when_compiled, jit, on_device_of, tl
+from fewbits.kernels._quantize_float8_triton import has_kernel
 from fewbits.kernels.dequantize import dequantize, dequantize_ref
 from fewbits.kernels.quantize_float8 import scale_of_amax
 
@@ -78,8 +80,9 @@ def _float8_weight_kernel(
     TRANSPOSED: tl.constexpr, CUT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """A tile of w to 8 bits. CUT: the conversion does not cut by itself, as a GPU's does."""
-    offs_n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    offs_k = tl.program_id(1).to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)
+    row_tile, column_tile = split_program(tl.cdiv(N, BLOCK_N))
+    offs_n = row_tile.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    offs_k = column_tile.to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)
     mask = (offs_n < N)[:, None] & (offs_k < K)[None, :]
     w = tl.load(w_ptr + offs_n[:, None] * stride_wn + offs_k[None, :], mask=mask, other=0.0)
     w = w.to(tl.float32) * tl.load(inverse_ptr)
@@ -99,8 +102,9 @@ def _float8_weight_pair_kernel(
     CUT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """A tile of w to 8 bits, written as it is and transposed."""
-    offs_n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    offs_k = tl.program_id(1).to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)
+    row_tile, column_tile = split_program(tl.cdiv(N, BLOCK_N))
+    offs_n = row_tile.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    offs_k = column_tile.to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)
     mask = (offs_n < N)[:, None] & (offs_k < K)[None, :]
     w = tl.load(w_ptr + offs_n[:, None] * stride_wn + offs_k[None, :], mask=mask, other=0.0)
     w = w.to(tl.float32) * tl.load(inverse_ptr)
@@ -118,7 +122,7 @@ def launch_weight_pair(weight: Tensor, inverse_scale: Tensor, out: Tensor, turne
     if weight.numel() == 0:
         return
     with on_device_of(weight):
-        _float8_weight_pair_kernel[(cdiv(N, _TILE_N), cdiv(K, _TILE_K))](
+        _float8_weight_pair_kernel[programs(N, K, _TILE_N, _TILE_K)](
             weight, inverse_scale, out, turned, N, K, weight.stride(0), out.stride(0), turned.stride(0),
             CUT=not weight.is_cuda, BLOCK_N=_TILE_N, BLOCK_K=_TILE_K, num_warps=4,
         )  # fmt: skip
@@ -131,7 +135,7 @@ def launch_weight(weight: Tensor, inverse_scale: Tensor, out: Tensor, transposed
         return
     block_n, block_k = (_TILE_N, _TILE_K) if transposed else (4, 1024)
     with on_device_of(weight):
-        _float8_weight_kernel[(cdiv(N, block_n), cdiv(K, block_k))](
+        _float8_weight_kernel[programs(N, K, block_n, block_k)](
             weight, inverse_scale, out, N, K, weight.stride(0), out.stride(0),
             TRANSPOSED=transposed, CUT=not weight.is_cuda, BLOCK_N=block_n, BLOCK_K=block_k, num_warps=4,
         )  # fmt: skip
@@ -174,7 +178,7 @@ def _float8_weight(weight: Tensor, inverse_scale: Tensor, out: Tensor, transpose
 
 @_float8_weight.register_kernel("cuda")
 def _cuda_weight(weight: Tensor, inverse_scale: Tensor, out: Tensor, transposed: bool) -> None:
-    if weight.dtype == torch.float64:
+    if not has_kernel(weight):
         out.copy_(float8_weight_ref(weight, transposed, inverse_scale))
     else:
         launch_weight(weight, inverse_scale, out, transposed)
@@ -188,7 +192,7 @@ def _float8_weight_pair(weight: Tensor, inverse_scale: Tensor, out: Tensor, turn
 
 @_float8_weight_pair.register_kernel("cuda")
 def _cuda_pair(weight: Tensor, inverse_scale: Tensor, out: Tensor, turned: Tensor) -> None:
-    if weight.dtype == torch.float64:
+    if not has_kernel(weight):
         out.copy_(float8_weight_ref(weight, False, inverse_scale))
         turned.copy_(out.t())
     else:

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fewbits.formats.base import Format
+from fewbits.kernels._derivatives import once_differentiable
 from fewbits.kernels.matmul_packed import (
     PLAIN,
     Operands,
@@ -41,6 +42,7 @@ class _OperandLinear(torch.autograd.Function):
         return forward_product(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype), operands)
 
     @staticmethod
+    @once_differentiable("operand_linear with rounded operands", lambda ctx: ctx.operands != PLAIN)
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         dx = dweight = dbias = None

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fewbits.formats.base import Format, Packed
+from fewbits.kernels._derivatives import once_differentiable
 from fewbits.kernels.dequantize import dequantize
 
 
@@ -86,6 +87,9 @@ class _PackedLinear(torch.autograd.Function):
         return forward_product(x, weight, None if bias is None else bias.to(x.dtype), operands)
 
     @staticmethod
+    @once_differentiable(
+        "packed_linear with a rounded gradient", lambda ctx: ctx.operands.gradient is not None
+    )
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         dx = dbias = None
         parts = ctx.saved_tensors  # once: gradient checkpointing makes them again for one reading

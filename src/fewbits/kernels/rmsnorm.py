@@ -30,9 +30,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fewbits.errors import BadInput
+from fewbits.kernels._derivatives import once_differentiable
 from fewbits.kernels._launch import RowTile
 from fewbits.kernels._quantize_float8_triton import has_kernel as converts_float8
 from fewbits.kernels._rmsnorm_triton import (
@@ -312,6 +312,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     ctx.mark_non_differentiable(output[1])
 
 
+@once_differentiable("rmsnorm")
 def _backward(ctx: Any, dy: Tensor, _: Tensor | None) -> tuple[Tensor, Tensor | None, None, None]:
     x, weight, r = ctx.saved_tensors
     needs_dw = ctx.needs_input_grad[1]
@@ -336,7 +337,7 @@ class _OnCPU(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @once_differentiable("rmsnorm")
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         needs_dw = ctx.needs_input_grad[1]
         x, weight, r = ctx.saved_tensors
@@ -397,13 +398,14 @@ def rmsnorm_rows(
             "rmsnorm_rows without float8 and without its dense result computes nothing: ask for one."
         )
     (M, N), made = x.shape, x.new_empty
-    y = made(M, N, dtype=dtype or x.dtype) if keep_dense else None
+    # float8 is made of the dense result as ``dtype`` has it: where that is not x's, a buffer says so.
+    y = made(M, N, dtype=dtype or x.dtype) if keep_dense or dtype not in (None, x.dtype) else None
     q, scale = _float8_rows(x) if quantize else (None, None)
     r = made(M, dtype=torch.promote_types(x.dtype, torch.float32))
     summed = None if residual is None else made(M, N)
     f = _cuda_rows if x.is_cuda and not torch.compiler.is_compiling() else _rmsnorm_rows
     f(x, weight, eps, offset, residual, y, q, scale, r, summed)
-    return Normed(y, q, scale, r, summed)
+    return Normed(y if keep_dense else None, q, scale, r, summed)
 
 
 def rmsnorm_backward_rows(

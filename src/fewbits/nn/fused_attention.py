@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from fewbits.kernels._derivatives import once_differentiable
 from fewbits.kernels._gated_triton import LowRank
 from fewbits.kernels.qkv_epilogue import (
     QKNorm,
@@ -143,7 +143,7 @@ class _Attention(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @once_differentiable("the fused attention block")
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         half: AttentionHalf = ctx.half
         needs = list(ctx.needs_input_grad[2:])

@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from fewbits.kernels._derivatives import once_differentiable
 from fewbits.kernels._gated_lora_triton import MAX_RANK as ONE_PASS_RANK
 from fewbits.kernels._gated_triton import LowRank, Quantized8
 from fewbits.kernels.gated_activation import (
@@ -117,7 +117,7 @@ class _MLP(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @once_differentiable("the fused MLP block")
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         half: MLPHalf = ctx.half
         needs = list(ctx.needs_input_grad[2:])

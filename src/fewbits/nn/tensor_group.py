@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
+from fewbits.kernels._derivatives import once_differentiable
+
 
 @dataclass(frozen=True)
 class TensorGroup:
@@ -49,6 +51,7 @@ class _SumGradient(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
+    @once_differentiable("a sum over ranks")
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         return ctx.group.sum_(dy.clone(memory_format=torch.contiguous_format)), None
 
