@@ -73,3 +73,16 @@ def test_the_attribute_itself_cannot_be_replaced():
     for value in (nn.Parameter(torch.zeros(32, 64)), torch.zeros(32, 64)):
         with pytest.raises((KeyError, AttributeError)):
             linear.weight = value
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_output_may_be_written_into(bias):
+    """PEFT's aLoRA adds to some rows of it, in place, while training."""
+    torch.manual_seed(0)
+    linear = QuantizedLinear.from_linear(nn.Linear(64, 32, bias=bias), Rule(weight=NF4))
+    x = torch.randn(2, 3, 64, requires_grad=True)
+    y = linear(x)
+    y.view(-1, 32)[torch.tensor([0, 1, 0, 1, 0, 0]).bool()] *= 2
+    y.sum().backward()
+    rows = torch.tensor([[1.0, 2.0, 1.0], [2.0, 1.0, 1.0]])[..., None]
+    torch.testing.assert_close(x.grad, rows * linear.dequantize().sum(0))

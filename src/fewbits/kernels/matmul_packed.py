@@ -136,9 +136,10 @@ def packed_linear(
         weight_operand: format to which the decoded weight is rounded for both products.
     """
     operands = Operands(activation=activation, gradient=gradient, weight_operand=weight_operand)
-    return _PackedLinear.apply(
-        x.to(product_dtype(x)), bias, operands, signature(packed), *packed.parts.values()
-    )
+    # Rows, so that what the function returns is no view: PEFT's aLoRA, for one, writes into it.
+    rows = x.to(product_dtype(x)).reshape(-1, x.shape[-1])
+    y: Tensor = _PackedLinear.apply(rows, bias, operands, signature(packed), *packed.parts.values())
+    return y.view(*x.shape[:-1], y.shape[-1])
 
 
 def packed_linear_ref(x: Tensor, packed: Packed, bias: Tensor | None = None) -> Tensor:
