@@ -29,10 +29,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fewbits.errors import BadInput
 from fewbits.kernels._cross_entropy_triton import KERNEL_DTYPES, launch
+from fewbits.kernels._derivatives import once_differentiable
 from fewbits.kernels._log_probs_triton import launch_statistics
 from fewbits.kernels.linear_cross_entropy import (
     check_labels,
@@ -134,7 +134,7 @@ class _LogProbs(torch.autograd.Function):
         return -losses, entropy, is_top
 
     @staticmethod
-    @once_differentiable
+    @once_differentiable("linear_log_probs")
     def backward(ctx: Any, g: Tensor | None, q: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
         dh, hidden, weight, labels, entropy = ctx.saved_tensors
         ignore_index, soft_cap, rows = ctx.options
