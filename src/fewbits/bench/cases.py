@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fewbits.bench.attention_cases import MAKERS as ATTENTION_MAKERS
+from fewbits.bench.decode_cases import MAKERS as DECODE_MAKERS
 from fewbits.bench.epilogue_cases import MAKERS as EPILOGUE_MAKERS
 from fewbits.bench.float8_cases import MAKERS as FLOAT8_MAKERS
 from fewbits.bench.fused_cases import MAKERS as FUSED_MAKERS
@@ -249,4 +250,5 @@ _MAKERS = (
     *QUANTIZE_MAKERS,
     *GRADIENT_MAKERS,
     *ATTENTION_MAKERS,
+    *DECODE_MAKERS,
 )

@@ -21,6 +21,7 @@ from fewbits.models.checkpoint import ADAPTER_CONFIG, Checkpoint, inspect_folder
 from fewbits.models.checkpointed_layers import checkpoint_layers, chosen, recompute_as
 from fewbits.models.config_check import check_shapes
 from fewbits.models.convert import conversion_of
+from fewbits.models.decode_generate import loop_for
 from fewbits.models.fused import fuse, fused_layers, fusion_of
 from fewbits.models.merge import save_pretrained_merged
 from fewbits.models.options import PEFT_CHOOSES_NOTHING, PEFT_FIELDS, Loading, note_or_refuse, sort_options
@@ -86,7 +87,7 @@ class FastLanguageModel:
                 _made_fast(peft_model, model, loading)
             with Reading(path, tokenizer=True):
                 tokenizer = _tokenizer_of(path, tokenizer)
-            return _with_methods(peft_model, model), tokenizer
+            return with_methods(peft_model, model), tokenizer
         chosen = _choose_recipe(recipe, load_in_4bit, load_in_8bit, full_finetuning, loading)
         where = str(path or model_name)
         with Reading(where):
@@ -111,7 +112,7 @@ class FastLanguageModel:
             logger.warning(note)
         if full_finetuning:
             _made_fast(model, model, loading)
-        return _with_methods(model), tokenizer
+        return with_methods(model), tokenizer
 
     @staticmethod
     def get_peft_model(
@@ -161,7 +162,7 @@ class FastLanguageModel:
         )
         notes.extend(_fused_on_gpu(peft_model))
         model.fewbits_notes = notes
-        return FastLanguageModel.for_training(_with_methods(peft_model, model), checkpointing)
+        return FastLanguageModel.for_training(with_methods(peft_model, model), checkpointing)
 
     @staticmethod
     def for_inference(model: Any) -> Any:
@@ -423,7 +424,7 @@ def _set_length(model: Any, tokenizer: Any, max_seq_length: int | None) -> None:
         tokenizer.model_max_length = model.max_seq_length
 
 
-def _with_methods(model: Any, inner: Any = None) -> Any:
+def with_methods(model: Any, inner: Any = None) -> Any:
     """Bind ``save_pretrained_merged`` and the careful ``generate`` to these very instances.
 
     As partials: a bound method of another name than the function's cannot be read back by pickle.
@@ -443,6 +444,9 @@ def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     fluent nonsense.
     """
     generate = type(model).generate
+    loop = loop_for(model, args, kwargs)
+    if loop is not None:
+        kwargs["custom_generate"] = loop
     if not any(m.training and getattr(m, "gradient_checkpointing", False) for m in model.modules()):
         return generate(model, *args, **kwargs)
     training = [module for module in model.modules() if module.training]

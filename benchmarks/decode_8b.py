@@ -1,0 +1,116 @@
+"""Decoding of the Llama-3.1-8B shape with random weights: a step alone, and through ``model.generate``.
+
+    python benchmarks/decode_8b.py --recipes qlora_nf4,lora_bf16 --contexts 128,2048 --batches 1
+
+For each recipe, context and batch: milliseconds of a step replayed from its CUDA graph (the median of
+three rounds of 64), and of a token through ``model.generate`` (greedy; the difference of 264 and 8 new
+tokens over 256). Other engines on the same shape are timed by their own scripts; docs/generation.md has
+them side by side.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import logging as transformers_logging
+
+import fewbits
+from fewbits.models import decode_generate
+from fewbits.models.fast import with_methods
+
+SHAPE = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+}
+
+
+def build(recipe: str, rank: int) -> Any:
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device("cuda"):
+        model = LlamaForCausalLM(LlamaConfig(**SHAPE)).eval()
+    torch.set_default_dtype(torch.float32)
+    fewbits.convert(model, recipe)
+    with_methods(model)
+    if rank:
+        adapted = fewbits.get_peft_model(model, r=rank, target_modules="all-linear")
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.02)
+    return model
+
+
+def median_ms(run: Any, rounds: int) -> float:
+    times = []
+    for _ in range(rounds):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        run()
+        torch.cuda.synchronize()
+        times.append(1e3 * (time.perf_counter() - began))
+    return sorted(times)[len(times) // 2]
+
+
+def measure(model: Any, batch: int, context: int) -> tuple[float, float, int]:
+    ids = torch.randint(5, 1000, (batch, context), device="cuda")
+    options = {
+        "attention_mask": torch.ones_like(ids),
+        "do_sample": False,
+        "pad_token_id": 0,
+        "eos_token_id": None,
+    }
+
+    def generate(count: int) -> None:
+        model.generate(ids, max_new_tokens=count, **options)
+
+    generate(264)  # kernels are compiled, the graph is recorded
+    state = decode_generate.decoding_of(model)
+    if state.step is None:
+        raise SystemExit(f"no step: {state.refused}")
+    few, many = median_ms(lambda: generate(8), 3), median_ms(lambda: generate(264), 3)
+    step = state.step
+    step.position.fill_(context)
+
+    def steps() -> None:
+        for _ in range(64):
+            step.advance()
+
+    return median_ms(steps, 3) / 64, (many - few) / 256, step.launches
+
+
+@torch.no_grad()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--recipes", default="qlora_nf4,lora_bf16")
+    parser.add_argument("--contexts", default="128,2048")
+    parser.add_argument("--batches", default="1")
+    parser.add_argument("--rank", type=int, default=0, help="of an adapter, which stays unmerged")
+    options = parser.parse_args()
+    transformers_logging.set_verbosity_error()
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+    for recipe in options.recipes.split(","):
+        model = build(recipe, options.rank)
+        for batch in map(int, options.batches.split(",")):
+            for context in map(int, options.contexts.split(",")):
+                step, token, launches = measure(model, batch, context)
+                print(
+                    f"{recipe} rank {options.rank} batch {batch} context {context}: "
+                    f"step {step:.3f} ms, through generate {token:.3f} ms, {launches} kernels",
+                    flush=True,
+                )
+        del model
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""Cases of decoding: products of one row with packed weights, attention of a new token over its cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fewbits.bench.problem import Case, Problem, randn
+from fewbits.formats import get_format
+from fewbits.formats.base import Packed
+from fewbits.kernels.decode_attention import Cache, Rules, decode_attention, decode_attention_ref
+from fewbits.kernels.few_rows import few_rows, few_rows_ref
+
+_FORMATS = ("nf4_dq", "nf4", "int4_g64", "int8", "float8_e4m3_row", "bfloat16")
+_SHAPES = (
+    (6144, 4096),
+    (4096, 4096),
+    (28672, 4096),
+    (4096, 14336),
+)  # of the 8B shape: q, k, v; o; gate, up; down
+_HEADS, _KV_HEADS, _HEAD = 32, 8, 128
+
+
+def _few_rows_cases(max_size: int) -> list[Case]:
+    made = []
+    for format in _FORMATS:
+        for N, K in _SHAPES:
+            N, K = min(N, max_size), min(K, max_size)
+            weight = 2 * N * K if format == "bfloat16" else get_format(format).nbytes((N, K))
+            made.append(
+                Case(
+                    op="few_rows", part="forward", format=format, M=1, N=N, K=K,
+                    bytes_moved=weight + 2 * K + 4 * N, tolerance=2.0**-7, build=_few_rows_problem,
+                )
+            )  # fmt: skip
+    return made
+
+
+def _few_rows_problem(case: Case, device: torch.device) -> Problem:
+    x = randn(device, torch.bfloat16, case.M, case.K)
+    dense = randn(device, torch.bfloat16, case.N, case.K) * 0.02
+    weight: Packed | Tensor = dense if case.format == "bfloat16" else get_format(case.format).quantize(dense)
+
+    def ours() -> Sequence[Tensor]:
+        return (few_rows(x, [weight]),)
+
+    functions: dict[str, Callable[[], Sequence[Tensor]]] = {"fewbits": ours}
+    if isinstance(weight, Tensor):
+        functions["torch"] = lambda: (F.linear(x, dense),)
+    variants = {name: (lambda f=f: f) for name, f in functions.items()}
+    return Problem(variants, lambda: (few_rows_ref(x.double(), [weight]),))
+
+
+def _attention_cases(max_size: int) -> list[Case]:
+    made = []
+    for tokens in (128, 2048, 32768):
+        tokens = min(tokens, 8 * max_size)
+        cache = 2 * 2 * tokens * _KV_HEADS * _HEAD
+        made.append(
+            Case(
+                op="decode_attention", part="forward", format="bfloat16", M=1, N=tokens, bytes_moved=cache,
+                tolerance=2.0**-7, build=_attention_problem,
+            )
+        )  # fmt: skip
+    return made
+
+
+def _attention_problem(case: Case, device: torch.device) -> Problem:
+    tokens = case.N
+    qkv = randn(device, torch.float32, 1, (_HEADS + 2 * _KV_HEADS) * _HEAD)
+    keys, values = (randn(device, torch.bfloat16, 1, _KV_HEADS, tokens, _HEAD) for _ in range(2))
+    angle = (
+        torch.outer(torch.arange(tokens), 1e4 ** -torch.linspace(0, 1, _HEAD // 2)).to(device).repeat(1, 2)
+    )
+    position = torch.full((1,), tokens - 1, device=device)
+    cache = Cache(keys, values, angle.cos(), angle.sin(), position, torch.zeros_like(position))
+    rules = Rules(scale=_HEAD**-0.5)
+
+    def exact() -> Sequence[Tensor]:
+        return (decode_attention_ref(qkv, cache, rules),)
+
+    return Problem({"fewbits": lambda: lambda: (decode_attention(qkv, cache, rules),)}, exact)
+
+
+MAKERS = (_few_rows_cases, _attention_cases)

@@ -1,0 +1,307 @@
+// Attention of one new token a sequence over a cache of keys and values; decode_attention.py says what is computed.
+//
+// The floor is the cache: each key and value is read once. A block has one key head of one sequence, all GROUP query
+// heads that share it, and a part of the positions; there are as many parts as fill the GPU. How a block works:
+//
+// 1. It normalises and turns (rotary) the query heads, every block for itself: a few hundred values. The block whose part
+//    ends with the new position does the same to the new key, writes key and value to the cache and takes them from there.
+// 2. TILE positions at a time: a row of D values lies over LANES lanes (8 values, 16 bytes, each), so a warp reads
+//    32 / LANES positions at once, and several such reads before it multiplies. Scores go to shared memory, their maximum
+//    and sum of exponentials are those of an online softmax, and the same walk over the values adds them up.
+// 3. Each part leaves its sums, maximum and denominator in global memory. The block that comes last (a counter) adds the
+//    parts in their order, so equal calls give equal bits, and writes the result.
+//
+// Compiled at run time with GROUP, D, LANES (a power of two, at least D / 8), HALF (1: bfloat16, 2: float16), HEAD_NORM,
+// CAPPED, EARLY defined.
+
+typedef unsigned int u32;
+typedef unsigned short u16;
+typedef long long i64;
+
+#define WARPS 8
+#define THREADS (32 * WARPS)
+#define TILE 128                    // positions
+#define MOST_PARTS 64               // blocks of one head, as the launcher knows
+#define AT_ONCE (32 / LANES)        // positions that a warp reads with one instruction
+#define AHEAD 4                     // such reads before the first is used
+#define MIN_PART 128                // positions: fewer are not worth a block, whose sums have to be added
+#define LOWEST __int_as_float((int)0xff800000)  // minus infinity
+#define PARTIAL (D + 2)             // floats of a head and part: sums, maximum, denominator
+
+struct Arguments {
+    const float *qkv;               // (B, (heads + 2 kv_heads) D)
+    u16 *keys, *values;             // (B, kv_heads, room, D)
+    u16 *out;                       // (B, heads D)
+    const u16 *q_norm, *k_norm;     // (D,)
+    const float *cosines, *sines;   // (room, rotary)
+    const i64 *position, *first;    // (B,): where the new token goes; the first position that is seen
+    float *parts;                   // (B, kv_heads, splits, GROUP, PARTIAL)
+    u32 *arrived;                   // (B, kv_heads), zeros
+    i64 qkv_pitch, out_pitch, key_pitch, value_pitch;  // of a sequence, values; a head has room * D
+    float scale, cap, eps, norm_offset;
+    int kv_heads, room, rotary, window;
+};
+
+#ifndef EMULATED
+static __device__ __forceinline__ void wait_for_the_kernel_before() {
+#if EARLY
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+static __device__ __forceinline__ u16 to_16(float x) {
+    u32 out;
+#if HALF == 1
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(x), "f"(x));
+#else
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(x), "f"(x));
+#endif
+    return (u16)out;
+}
+static __device__ __forceinline__ float from_16(u32 x) {
+#if HALF == 1
+    return __uint_as_float(x << 16);
+#else
+    float out;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(out) : "h"((u16)x));
+    return out;
+#endif
+}
+static __device__ __forceinline__ uint4 load_16(const u16 *at) {
+    uint4 v;
+    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at) : "memory");
+    return v;
+}
+// Where a new value is read by a block that another one may have written: past the first cache.
+static __device__ __forceinline__ float load_fresh(const float *at) { return __ldcg(at); }
+#endif
+
+struct Eight {
+    float x[8];
+};
+static __device__ __forceinline__ Eight eight_of(const uint4 &v) {
+    return {from_16(v.x & 0xffff), from_16(v.x >> 16), from_16(v.y & 0xffff), from_16(v.y >> 16),
+            from_16(v.z & 0xffff), from_16(v.z >> 16), from_16(v.w & 0xffff), from_16(v.w >> 16)};
+}
+
+static __device__ __forceinline__ float sum_of_warp(float x) {
+#pragma unroll
+    for (int d = 16; d; d /= 2) x += __shfl_xor_sync(0xffffffffu, x, d);
+    return x;
+}
+
+// One head of D values by one warp: its norm, the rotation, rounding to 16 bits as a model does; to shared memory.
+static __device__ __forceinline__ void turn_head(const Arguments &p, const float *from, const u16 *norm, i64 position,
+                                                 float factor, float *scratch, float *to) {
+    const int lane = threadIdx.x % 32;
+    float squares = 0.0f;
+    for (int d = lane; d < D; d += 32) {
+        const float x = from[d];
+        scratch[d] = x;
+        squares += x * x;
+    }
+#if HEAD_NORM
+    if (norm) {
+        const float inverse = rsqrtf(sum_of_warp(squares) / D + p.eps);
+        for (int d = lane; d < D; d += 32) scratch[d] *= inverse * (from_16(norm[d]) + p.norm_offset);
+    }
+#endif
+    __syncwarp();
+    const int half = p.rotary / 2;
+    for (int d = lane; d < D; d += 32) {
+        float x = scratch[d];
+        if (d < p.rotary) {
+            const float other = d < half ? -scratch[d + half] : scratch[d - half];
+            x = x * p.cosines[position * p.rotary + d] + other * p.sines[position * p.rotary + d];
+        }
+        to[d] = from_16(to_16(x)) * factor;
+    }
+    __syncwarp();
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) decode_attention(const __grid_constant__ Arguments p) {
+    __shared__ __align__(16) float q[GROUP][D], scratch[WARPS][D], scores[GROUP][TILE], sums[WARPS][GROUP][D];
+    __shared__ float largest[GROUP], total[GROUP], rescale[GROUP];
+    __shared__ u32 last;
+    const int b = blockIdx.z, head = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int row = lane / LANES, column = lane % LANES * 8;
+    const i64 position = p.position[b], begin = p.first[b];
+    i64 first = begin;
+    if (p.window && position + 1 - p.window > first) first = position + 1 - p.window;
+    const int count = (int)(position + 1 - first);
+    int part = (count + gridDim.x - 1) / gridDim.x;
+    if (part < MIN_PART) part = MIN_PART;
+    const int parts = (count + part - 1) / part;
+    if ((int)blockIdx.x >= parts) return;
+    const i64 from = first + (i64)blockIdx.x * part;
+    const i64 to = from + part < position + 1 ? from + part : position + 1;
+    u16 *keys = p.keys + b * p.key_pitch + (i64)head * p.room * D, *values = p.values + b * p.value_pitch + (i64)head * p.room * D;
+    // What earlier steps wrote can be asked for before this step's queries are there: the first keys and values.
+    uint4 key[AHEAD], value[AHEAD];
+    const int until = (int)(to - from < TILE ? to - from : TILE) - (to == position + 1 && to - from <= TILE);
+#pragma unroll
+    for (int i = 0; i < AHEAD; i++) {
+        const int at = (warp + i * WARPS) * AT_ONCE + row;
+        const bool there = at < until && column < D;
+        key[i] = there ? load_16(keys + (from + at) * D + column) : uint4{0, 0, 0, 0};
+        value[i] = there ? load_16(values + (from + at) * D + column) : uint4{0, 0, 0, 0};
+    }
+    wait_for_the_kernel_before();
+    const float *mine = p.qkv + b * p.qkv_pitch;
+    const int heads = p.kv_heads * GROUP;
+    for (int g = warp; g < GROUP; g += WARPS)
+        turn_head(p, mine + (head * GROUP + g) * D, p.q_norm, position - begin, p.scale, scratch[warp], q[g]);
+    if (to == position + 1 && warp == WARPS - 1) {
+        float *key = sums[0][0];
+        turn_head(p, mine + (heads + head) * D, p.k_norm, position - begin, 1.0f, scratch[warp], key);
+        for (int d = lane; d < D; d += 32) {
+            keys[position * D + d] = to_16(key[d]);
+            values[position * D + d] = to_16(mine[(heads + p.kv_heads + head) * D + d]);
+        }
+    }
+    if (threadIdx.x < GROUP) largest[threadIdx.x] = LOWEST, total[threadIdx.x] = 0.0f;
+    __syncthreads();  // the new key and value too are there for all threads of the block
+    Eight own_q[GROUP];
+    float sum[GROUP][8] = {};
+#pragma unroll
+    for (int g = 0; g < GROUP; g++)
+#pragma unroll
+        for (int i = 0; i < 8; i++) own_q[g].x[i] = column < D ? q[g][column + i] : 0.0f;
+    for (i64 tile = from; tile < to; tile += TILE) {
+        const int here = to - tile < TILE ? (int)(to - tile) : TILE;
+        for (int n = warp * AT_ONCE; n < here; n += WARPS * AT_ONCE * AHEAD) {
+#pragma unroll
+            for (int i = 0; i < AHEAD; i++) {
+                const int at = n + i * WARPS * AT_ONCE + row;
+                if (tile == from && n == warp * AT_ONCE && at < until) continue;  // asked for already
+                key[i] = at < here && column < D ? load_16(keys + (tile + at) * D + column) : uint4{0, 0, 0, 0};
+            }
+#pragma unroll
+            for (int i = 0; i < AHEAD; i++) {
+                const int at = n + i * WARPS * AT_ONCE + row;
+                const Eight k = eight_of(key[i]);
+#pragma unroll
+                for (int g = 0; g < GROUP; g++) {
+                    float score = 0.0f;
+#pragma unroll
+                    for (int e = 0; e < 8; e++) score += own_q[g].x[e] * k.x[e];
+#pragma unroll
+                    for (int d = LANES / 2; d; d /= 2) score += __shfl_xor_sync(0xffffffffu, score, d);
+#if CAPPED
+                    score = p.cap * tanhf(score / p.cap);
+#endif
+                    if (lane % LANES == 0 && at < here) scores[g][at] = score;
+                }
+            }
+        }
+        __syncthreads();
+        for (int g = warp; g < GROUP; g += WARPS) {
+            float most = largest[g];
+            for (int n = lane; n < here; n += 32) most = fmaxf(most, scores[g][n]);
+#pragma unroll
+            for (int d = 16; d; d /= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, d));
+            float weights = 0.0f;
+            for (int n = lane; n < here; n += 32) {
+                const float weight = exp2f((scores[g][n] - most) * 1.4426950408889634f);
+                scores[g][n] = weight;
+                weights += weight;
+            }
+            weights = sum_of_warp(weights);
+            if (lane == 0) {
+                rescale[g] = exp2f((largest[g] - most) * 1.4426950408889634f);
+                total[g] = total[g] * rescale[g] + weights;
+                largest[g] = most;
+            }
+        }
+        __syncthreads();
+        if (tile > from) {
+#pragma unroll
+            for (int g = 0; g < GROUP; g++)
+#pragma unroll
+                for (int i = 0; i < 8; i++) sum[g][i] *= rescale[g];
+        }
+        for (int n = warp * AT_ONCE; n < here; n += WARPS * AT_ONCE * AHEAD) {
+#pragma unroll
+            for (int i = 0; i < AHEAD; i++) {
+                const int at = n + i * WARPS * AT_ONCE + row;
+                if (tile == from && n == warp * AT_ONCE && at < until) continue;
+                value[i] = at < here && column < D ? load_16(values + (tile + at) * D + column) : uint4{0, 0, 0, 0};
+            }
+#pragma unroll
+            for (int i = 0; i < AHEAD; i++) {
+                const int at = n + i * WARPS * AT_ONCE + row;
+                const Eight v = eight_of(value[i]);
+#pragma unroll
+                for (int g = 0; g < GROUP; g++) {
+                    const float weight = at < here ? scores[g][at] : 0.0f;
+#pragma unroll
+                    for (int e = 0; e < 8; e++) sum[g][e] += weight * v.x[e];
+                }
+            }
+        }
+        __syncthreads();  // scores are written again
+    }
+#pragma unroll
+    for (int g = 0; g < GROUP; g++)
+#pragma unroll
+        for (int e = 0; e < 8; e++) {
+#pragma unroll
+            for (int d = LANES; d < 32; d *= 2) sum[g][e] += __shfl_xor_sync(0xffffffffu, sum[g][e], d);
+            if (row == 0 && column < D) sums[warp][g][column + e] = sum[g][e];
+        }
+    __syncthreads();
+    float *parts_of_head = p.parts + ((i64)b * p.kv_heads + head) * gridDim.x * GROUP * PARTIAL;
+    float *part_of_block = parts_of_head + (i64)blockIdx.x * GROUP * PARTIAL;
+    for (int i = threadIdx.x; i < GROUP * D; i += THREADS) {
+        float x = 0.0f;
+#pragma unroll
+        for (int w = 0; w < WARPS; w++) x += sums[w][i / D][i % D];
+        if (parts == 1)
+            p.out[b * p.out_pitch + (i64)head * GROUP * D + i] = to_16(x / total[i / D]);
+        else
+            part_of_block[i / D * PARTIAL + i % D] = x;
+    }
+    if (parts == 1) return;
+    if (threadIdx.x < GROUP) {
+        part_of_block[threadIdx.x * PARTIAL + D] = largest[threadIdx.x];
+        part_of_block[threadIdx.x * PARTIAL + D + 1] = total[threadIdx.x];
+    }
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) last = atomicAdd(p.arrived + b * p.kv_heads + head, 1u) == (u32)parts - 1;
+    __syncthreads();
+    if (!last) return;
+    __threadfence();
+    // First each part's weight, a lane a part, then the sums: no load waits for another.
+    float *weights = &scores[0][0];  // (GROUP, MOST_PARTS)
+    for (int g = warp; g < GROUP; g += WARPS) {
+        float most = LOWEST, total_here = 0.0f, own_most[MOST_PARTS / 32], own_total[MOST_PARTS / 32];
+#pragma unroll
+        for (int j = 0; j < MOST_PARTS / 32; j++) {
+            const int s = j * 32 + lane;
+            const float *of = parts_of_head + ((i64)s * GROUP + g) * PARTIAL + D;
+            own_most[j] = s < parts ? load_fresh(of) : LOWEST;
+            own_total[j] = s < parts ? load_fresh(of + 1) : 0.0f;
+            most = fmaxf(most, own_most[j]);
+        }
+#pragma unroll
+        for (int d = 16; d; d /= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, d));
+#pragma unroll
+        for (int j = 0; j < MOST_PARTS / 32; j++) {
+            own_most[j] = exp2f((own_most[j] - most) * 1.4426950408889634f);
+            total_here += own_most[j] * own_total[j];
+        }
+        total_here = sum_of_warp(total_here);
+#pragma unroll
+        for (int j = 0; j < MOST_PARTS / 32; j++) weights[g * MOST_PARTS + j * 32 + lane] = own_most[j] / total_here;
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < GROUP * D; i += THREADS) {
+        float x = 0.0f;
+#pragma unroll 8
+        for (int s = 0; s < parts; s++)
+            x += weights[i / D * MOST_PARTS + s] * load_fresh(parts_of_head + ((i64)s * GROUP + i / D) * PARTIAL + i % D);
+        p.out[b * p.out_pitch + (i64)head * GROUP * D + i] = to_16(x);
+    }
+    if (threadIdx.x == 0) p.arrived[b * p.kv_heads + head] = 0;
+}

@@ -1,0 +1,309 @@
+"""``model.generate`` at the speed of `DecodeStep`: transformers prepares, this loop decodes.
+
+transformers' ``generate`` takes a decoding loop from outside (``custom_generate``): it has made logits
+processors, stopping criteria and special tokens by then, so sampling, repetition penalties, stop strings,
+streamers, several answers a prompt and left padding are its own. This loop has the prompt read by the model
+itself, copies its keys and values into the step's cache, and replays the step's CUDA graph for every token.
+
+Unless something has to see every token on the host (a streamer, a stopping criterion other than length and
+end tokens), it looks whether all sequences have ended only every `_LOOK_EVERY` tokens and drops what was
+too much, so that the GPU never waits.
+
+What it does not take goes to transformers' own loop, with one line that says why, once for each reason.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from fewbits.errors import Unsupported
+from fewbits.kernels.matmul_packed import PLAIN
+from fewbits.models.decode_step import DecodeStep, why_not
+from fewbits.nn.linear import QuantizedLinear
+
+logger = logging.getLogger("fewbits")
+# Beside the models and not on them: a CUDA graph can be neither copied nor pickled.
+_STATES: WeakKeyDictionary[Any, Decoding] = WeakKeyDictionary()
+_LOOK_EVERY = 16
+_ROOM_STEP = 256  # tokens: a longer prompt of the next call often finds room
+# Arguments of generate that ask for something else than one token a step from a cache of the loop's own.
+_OTHER_WAYS = {
+    "custom_generate": None,
+    "assistant_model": None,
+    "past_key_values": None,
+    "inputs_embeds": None,
+    "cache_implementation": None,
+    "prompt_lookup_num_tokens": None,
+    "penalty_alpha": None,
+    "dola_layers": None,
+    "constraints": None,
+    "force_words_ids": None,
+    "prefill_chunk_size": None,
+    "num_beams": 1,
+    "num_beam_groups": 1,
+    "use_cache": True,
+    "return_dict_in_generate": False,
+    "output_attentions": False,
+    "output_hidden_states": False,
+    "output_scores": False,
+    "output_logits": False,
+    "synced_gpus": False,
+}
+# The relative difference of logits that rounding to 16 bits explains for a model of one layer; it grows with
+# the square root of the number of layers. Measured with random weights: 0.004 with 3 layers, 0.012 with 32.
+_ROUNDING = 0.02
+
+
+class Decoding:
+    """What is kept on a model between calls: the step, whether it was proved, why there is none."""
+
+    def __init__(self) -> None:
+        self.step: DecodeStep | None = None
+        self.of_model: tuple[Any, ...] = ()
+        self.proved, self.apart = False, float("nan")
+        self.refused = ""
+        self.said: set[str] = set()
+
+    def say(self, reason: str) -> None:
+        """One line for each reason."""
+        if reason not in self.said:
+            self.said.add(reason)
+            logger.warning(f"generate() decodes through transformers' own loop: {reason}.")
+
+
+def decoding_of(model: Any) -> Decoding:
+    """What `loop_for` left on a model."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    found = _STATES.get(base)
+    if found is None:
+        found = _STATES[base] = Decoding()
+    return found
+
+
+def loop_for(model: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    """The decoding loop for a call of ``generate`` with these arguments; None: transformers' own."""
+    state = decoding_of(model)
+    bound = inspect.signature(type(model).generate).bind_partial(model, *args, **keywords).arguments
+    arguments = {**bound, **bound.pop("kwargs", {})}
+    if state.refused and state.of_model != _state_of(model):
+        state.refused = ""  # the model is another one now
+    reason = state.refused or why_not(model) or _other_way(model, arguments)
+    if not reason:
+        # transformers hands a loop from outside no streamer.
+        return partial(_decode, streamer=arguments.get("streamer"))
+    if torch.cuda.is_available():
+        state.say(reason)
+    return None
+
+
+def _other_way(model: Any, arguments: dict[str, Any]) -> str:
+    """What a call asks for that this loop does not do; "" if nothing."""
+    config = arguments.get("generation_config") or model.generation_config
+    for name, usual in _OTHER_WAYS.items():
+        chosen = arguments.get(name, getattr(config, name, usual))
+        same = chosen is None or chosen is usual or (usual is None and chosen is False)
+        if not same and (isinstance(chosen, Tensor) or chosen != usual):
+            return f"the call asks for {name}"
+    return ""
+
+
+@torch.no_grad()
+def _decode(
+    model: Any,
+    input_ids: Tensor,
+    logits_processor: Any,
+    stopping_criteria: Any,
+    generation_config: Any,
+    streamer: Any = None,
+    **keywords: Any,
+) -> Tensor:
+    """The loop that transformers calls; (batch, prompt and new tokens)."""
+    state = decoding_of(model)
+    mask = keywords.get("attention_mask")
+    try:
+        padding = _left_padding(input_ids, mask)
+        prompt = _prefill(model, input_ids, mask, padding)
+        step = _ready(state, model, input_ids, prompt, padding, mask, generation_config.max_length)
+    except Unsupported as error:
+        state.say(str(error).rstrip("."))
+        return model._sample(  # type: ignore[no-any-return]
+            input_ids,
+            logits_processor=logits_processor,
+            stopping_criteria=stopping_criteria,
+            generation_config=generation_config,
+            streamer=streamer,
+            **keywords,
+        )
+    choose = (logits_processor, stopping_criteria, generation_config, streamer)
+    return _tokens(step, prompt.logits, input_ids, *choose)
+
+
+class _Prompt:
+    """What the model made of the prompt."""
+
+    def __init__(self, logits: Tensor, cache: Any) -> None:
+        self.logits, self.cache = logits, cache
+
+
+def _left_padding(input_ids: Tensor, mask: Tensor | None) -> Tensor:
+    """How many tokens of padding stand before each sequence (batch,)."""
+    if mask is None:
+        return torch.zeros(len(input_ids), dtype=torch.long, device=input_ids.device)
+    if mask.dim() != 2 or mask.shape != input_ids.shape:
+        raise Unsupported("the attention mask is not one value a token.")
+    count = mask.long().sum(-1)
+    padding = mask.shape[1] - count
+    places = torch.arange(mask.shape[1], device=mask.device)
+    if not bool(((places >= padding[:, None]) == mask.bool()).all()) or int(count.min()) < 1:
+        raise Unsupported("the prompts are not padded on the left.")
+    return padding
+
+
+def _prefill(model: Any, input_ids: Tensor, mask: Tensor | None, padding: Tensor) -> _Prompt:
+    from transformers import DynamicCache
+
+    places = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
+    cache = DynamicCache()  # without a config: every layer keeps all tokens, also those of a sliding window
+    out = model(
+        input_ids=input_ids,
+        attention_mask=mask,
+        position_ids=(places - padding[:, None]).clamp(min=0),
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=1,
+    )
+    return _Prompt(out.logits[:, -1].float(), cache)
+
+
+def _ready(
+    state: Decoding,
+    model: Any,
+    input_ids: Tensor,
+    prompt: _Prompt,
+    padding: Tensor,
+    mask: Tensor | None,
+    end: int,
+) -> DecodeStep:
+    """The step for this call, its cache filled with the prompt's keys and values."""
+    batch, length = input_ids.shape
+    of_model = _state_of(model)
+    step = state.step
+    if step is None or step.batch != batch or step.room < end or state.of_model != of_model:
+        state.step = None  # its memory first
+        room = -(-max(end, length + 1) // _ROOM_STEP) * _ROOM_STEP
+        try:
+            step = DecodeStep(model, batch=batch, room=room)
+        except Unsupported as error:
+            state.refused, state.of_model = str(error).rstrip("."), of_model
+            raise
+        state.step, state.of_model, state.proved = step, of_model, False
+    step.refresh()
+    for i, layer in enumerate(prompt.cache.layers):
+        if layer.keys.shape[-2] != length:
+            raise Unsupported("the model's cache does not hold the whole prompt.")
+        step.keys[i][:, :, :length] = layer.keys
+        step.values[i][:, :, :length] = layer.values
+    step.position.fill_(length)
+    step.first.copy_(padding)
+    if not state.proved:
+        _prove(state, model, step, prompt, mask)
+    return step
+
+
+def _prove(state: Decoding, model: Any, step: DecodeStep, prompt: _Prompt, mask: Tensor | None) -> None:
+    """One token through both ways; refuses the step for good if they differ by more than rounding."""
+    step.tokens.copy_(prompt.logits.argmax(-1))
+    longer = None if mask is None else torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
+    with _products_in_16_bits(model):
+        apart = step.difference(model, deepcopy(prompt.cache), longer)
+    if not apart <= _ROUNDING * len(step.keys) ** 0.5:
+        state.step = None
+        state.refused = f"one step through its kernels gives logits {apart:.2g} apart from the model's own"
+        raise Unsupported(state.refused + ".")
+    state.proved, state.apart = True, apart
+
+
+@contextmanager
+def _products_in_16_bits(model: Any) -> Iterator[None]:
+    """Layers that round their inputs to 8 bits for speed take them as they are, as the step does."""
+    rounding = [m for m in model.modules() if isinstance(m, QuantizedLinear) and m.operands != PLAIN]
+    operands = [m.operands for m in rounding]
+    try:
+        for module in rounding:
+            module.operands = PLAIN
+        yield
+    finally:
+        for module, before in zip(rounding, operands, strict=True):
+            module.operands = before
+
+
+def _state_of(model: Any) -> tuple[Any, ...]:
+    """Which adapters take part, where weights lie, who listens or has a forward of its own.
+
+    A model that answers otherwise than before needs another step, and another proof.
+    """
+    found: list[Any] = []
+    for module in model.modules():
+        if hasattr(module, "lora_A") and hasattr(module, "merged"):
+            active = () if module.disable_adapters or module.merged else tuple(module.active_adapters)
+            found.append((active, tuple(module.scaling.get(a) for a in active), bool(module.merged)))
+        if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
+            listeners = (*module._forward_hooks, *module._forward_pre_hooks, id(vars(module).get("forward")))
+            found.append((id(module), listeners))
+    found.extend(p.data_ptr() for p in model.parameters())
+    return tuple(found)
+
+
+def _tokens(
+    step: DecodeStep,
+    logits: Tensor,
+    input_ids: Tensor,
+    logits_processor: Any,
+    stopping_criteria: Any,
+    generation_config: Any,
+    streamer: Any,
+) -> Tensor:
+    pad = getattr(generation_config, "_pad_token_tensor", None)
+    kinds = {type(c).__name__ for c in stopping_criteria}
+    ends = "EosTokenCriteria" in kinds or any(hasattr(c, "eos_token_id") for c in stopping_criteria)
+    look_every = (
+        1 if streamer is not None or kinds - {"MaxLengthCriteria", "EosTokenCriteria"} else _LOOK_EVERY
+    )
+    open_rows = torch.ones(len(input_ids), dtype=torch.long, device=input_ids.device)
+    all_ended: list[Tensor] = []
+    length = input_ids.shape[1]
+    while True:
+        scores = logits_processor(input_ids, logits)
+        if generation_config.do_sample:
+            chosen = torch.multinomial(scores.softmax(-1), num_samples=1).squeeze(1)
+        else:
+            chosen = scores.argmax(-1)
+        if ends and pad is not None:
+            chosen = chosen * open_rows + pad.to(chosen.device) * (1 - open_rows)
+        input_ids = torch.cat([input_ids, chosen[:, None]], dim=-1)
+        if streamer is not None:
+            streamer.put(chosen.cpu())
+        open_rows = open_rows & ~stopping_criteria(input_ids, None)
+        all_ended.append(open_rows.max() == 0)
+        full = input_ids.shape[1] >= generation_config.max_length
+        if full or len(all_ended) % look_every == 0:
+            ended = torch.stack(all_ended)
+            if full or bool(ended[-1]):
+                count = int(ended.long().argmax()) + 1 if bool(ended.any()) else len(all_ended)
+                input_ids = input_ids[:, : length + count]
+                break
+        step.tokens.copy_(chosen)
+        logits = step.advance().clone()
+    if streamer is not None:
+        streamer.end()
+    return input_ids

@@ -1,0 +1,368 @@
+"""One step of decoding as few kernels: from the next tokens to their logits, in one CUDA graph.
+
+A decoder layer is five launches: norm, q, k and v; attention over the cache with rotary and appending; the
+output projection, added to the residual stream; norm, gate, up and activation; down, added again. The stream
+stays in float32. Kernels of Hopper and later ask for their weights before the kernel before them has ended.
+Adapters stay unmerged: their inner values are one more small launch in front of each product, and their
+other side is added inside it.
+
+Which models: those whose layers are norm, attention, norm, gated MLP, each added to the stream, as the
+family's spec names them. Nothing is taken on trust: a `DecodeStep` can be compared with the model it is made
+for, by one token through both ways (`DecodeStep.difference`), and whoever uses it refuses it if the logits
+differ by more than rounding explains. `why_not` says in one sentence why a model has none.
+
+Inside a step nothing is read back to the host. Memory: keys and values in 16 bits for ``room`` tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fewbits.errors import NotFused, SpecMismatch, Unsupported
+from fewbits.formats.base import Packed
+from fewbits.kernels import _nvrtc
+from fewbits.kernels._few_rows_cut import max_rows
+from fewbits.kernels.decode_attention import Cache, DecodeAttention, Rules
+from fewbits.kernels.few_rows import FewRows, LowRankSum, RowNorm
+from fewbits.models.fused_parts import part_of
+from fewbits.models.spec import ModelSpec, layer_names, locate, spec_for
+from fewbits.nn.projection import Branch, Part
+
+_ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+}
+_SEPARATE = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+_PRE_NORMS = {"input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm"}
+
+
+def why_not(model: Any) -> str:
+    """Why decoding of ``model`` cannot be one of these steps; "" if nothing speaks against trying."""
+    try:
+        spec = spec_for(model)
+    except Unsupported as error:
+        return str(error)
+    if not set(_SEPARATE) <= set(spec.linears) or not set(spec.norms) <= _PRE_NORMS:
+        return f"layers of {spec.model_type} are built differently"
+    if getattr(model.config.get_text_config(), "final_logit_softcapping", None):
+        return f"{spec.model_type} changes its logits after the head"
+    if _rope_kind(model) in ("dynamic", "longrope"):
+        return f"the rotary embedding {_rope_kind(model)!r} depends on the length"
+    devices = {p.device for p in model.parameters()}
+    if len(devices) != 1 or next(iter(devices)).type != "cuda":
+        return "the model is not on one GPU"
+    if _nvrtc.missing() is not None:
+        return str(_nvrtc.missing())
+    if torch.cuda.get_device_capability(next(iter(devices))) < (8, 0):
+        return "its kernels need compute capability 8.0 or later"
+    return ""
+
+
+@dataclass
+class _Adapters:
+    """16-bit copies of adapters' weights, in which kernels find them; `refresh` takes over new values."""
+
+    copies: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # (copy, the adapter's own)
+
+    def copy_of(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """A copy of ``weight`` in ``dtype`` that `refresh` keeps equal to it."""
+        copy = weight.detach().to(dtype).contiguous().clone()
+        self.copies.append((copy, weight))
+        return copy
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Take over the newest values of all adapters."""
+        for copy, weight in self.copies:
+            copy.copy_(weight)
+
+
+class DecodeStep:
+    """The step of one model for a number of sequences.
+
+    Attributes:
+        tokens: (batch,) int64: what the next step takes in.
+        position: (batch,) int64: where in the cache it goes; `advance` counts on.
+        first: (batch,) int64: the first position of each sequence that is seen (padding stands before).
+        logits: (batch, vocabulary) float32: of the last step.
+        keys, values: of each layer (batch, kv_heads, room, head size).
+        launches: kernels of ours in a step.
+    """
+
+    def __init__(self, model: Any, *, batch: int, room: int) -> None:
+        """Make buffers and prepare all launches.
+
+        Args:
+            model: a causal language model for which `why_not` has nothing to say.
+            batch: sequences.
+            room: tokens of each, prompt included.
+
+        Raises:
+            Unsupported: something in the model that the kernels do not take; the message says what.
+        """
+        spec = spec_for(model)
+        self.batch, self.room, self.spec = batch, room, spec
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        self._embed = model.get_submodule(locate(model, spec, spec.embed))
+        weight = next(self._embed.parameters())
+        self.device, self.dtype = weight.device, base.get_submodule(spec.final_norm).weight.dtype
+        if self.dtype not in (torch.bfloat16, torch.float16):
+            raise Unsupported(f"the model computes in {self.dtype}; decoding's kernels take 16 bits.")
+        self._early = self.device.type == "cuda" and torch.cuda.get_device_capability(self.device) >= (9, 0)
+        self._calls: list[Callable[[], Tensor]] = []
+        self._adapters = _Adapters()
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+        whole = {"dtype": torch.long, "device": self.device}
+        self.tokens, self.position, self.first = (torch.zeros(batch, **whole) for _ in range(3))
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._hidden = self._buffer(self._embedded().shape[-1], torch.float32)
+        self._cosines, self._sines = _rotary_tables(base, spec, room, self.dtype, self.device)
+        try:
+            for name in layer_names(model, spec):
+                self._add_layer(model.get_submodule(name))
+            self._add_head(model)
+        except NotFused as error:
+            raise Unsupported(f"{error}.") from error
+
+    @property
+    def launches(self) -> int:
+        """Kernels of ours in a step."""
+        return len(self._calls)
+
+    def refresh(self) -> None:
+        """Take over the adapters' newest values."""
+        self._adapters.refresh()
+
+    @torch.no_grad()
+    def run(self) -> Tensor:
+        """One step, launch by launch; `logits`. The position stays."""
+        self._hidden.copy_(self._embedded())
+        for call in self._calls:
+            call()
+        return self.logits
+
+    def advance(self) -> Tensor:
+        """One step, then the position moves on; on a GPU from a CUDA graph, recorded at the first call."""
+        if self.device.type != "cuda":
+            self.run()
+            self.position.add_(1)
+            return self.logits
+        if self._graph is None:
+            self._graph = self._recorded()
+        self._graph.replay()
+        return self.logits
+
+    @torch.no_grad()
+    def difference(self, model: Any, cache: Any, attention_mask: Tensor | None) -> float:
+        """The relative difference of this step's logits to those of the model's own forward.
+
+        Args:
+            model: the model.
+            cache: its own cache of what stands before; it is changed by the model's forward.
+            attention_mask: (batch, tokens before and one more), or None.
+        """
+        ours = self.run().clone()
+        out = model(
+            input_ids=self.tokens[:, None],
+            position_ids=(self.position - self.first)[:, None],
+            attention_mask=attention_mask,
+            past_key_values=cache,
+            use_cache=True,
+        )
+        theirs = out.logits[:, -1].float()
+        return float((ours - theirs).norm() / theirs.norm())
+
+    def _embedded(self) -> Tensor:
+        return self._embed(self.tokens)  # type: ignore[no-any-return]
+
+    def _buffer(self, columns: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(self.batch, columns, dtype=dtype, device=self.device)
+
+    def _recorded(self) -> torch.cuda.CUDAGraph:
+        with torch.cuda.device(self.device), torch.no_grad():
+            side, current = torch.cuda.Stream(), torch.cuda.current_stream()
+            side.wait_stream(current)
+            with torch.cuda.stream(side):
+                self.run()  # kernels are compiled; it writes what the graph will write again
+            current.wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                self.run()
+                self.position.add_(1)
+        return graph
+
+    def _add_layer(self, layer: Any) -> None:
+        attention, config = layer.self_attn, layer.self_attn.config
+        D = attention.head_dim
+        kv_heads = config.num_key_value_heads
+        heads = kv_heads * attention.num_key_value_groups
+        qkv, attended = (
+            self._buffer((heads + 2 * kv_heads) * D, torch.float32),
+            self._buffer(heads * D, self.dtype),
+        )
+        parts = [_plain_part(layer, path) for path in _SEPARATE]
+        self._add_product(self._hidden, parts, qkv, norm=_norm(layer, "input_layernorm", self.spec))
+        shape = (self.batch, kv_heads, self.room, D)
+        self.keys.append(torch.zeros(shape, dtype=self.dtype, device=self.device))
+        self.values.append(torch.zeros(shape, dtype=self.dtype, device=self.device))
+        has_norms = "self_attn.q_norm" in self.spec.norms
+        rules = Rules(
+            scale=attention.scaling,
+            window=_window(attention, config),
+            q_norm=_norm(layer, "self_attn.q_norm", self.spec) if has_norms else None,
+            k_norm=_norm(layer, "self_attn.k_norm", self.spec) if has_norms else None,
+        )
+        cache = Cache(self.keys[-1], self.values[-1], self._cosines, self._sines, self.position, self.first)
+        self._calls.append(DecodeAttention(qkv, cache, attended, rules, early=self._early).launch)
+        self._add_product(attended, [_plain_part(layer, "self_attn.o_proj")], self._hidden, add=True)
+        self._add_mlp(layer, config)
+
+    def _add_mlp(self, layer: Any, config: Any) -> None:
+        activation = _ACTIVATIONS.get(getattr(config, "hidden_activation", None) or config.hidden_act)
+        if activation is None:
+            raise Unsupported(f"no kernel has the activation {config.hidden_act!r}.")
+        gate, up = (_plain_part(layer, path) for path in ("mlp.gate_proj", "mlp.up_proj"))
+        inner = self._buffer(gate.weight.shape[0], self.dtype)
+        norm = _norm(layer, "post_attention_layernorm", self.spec)
+        self._add_product(self._hidden, [gate, up], inner, norm=norm, activation=activation)
+        self._add_product(inner, [_plain_part(layer, "mlp.down_proj")], self._hidden, add=True)
+
+    def _add_head(self, model: Any) -> None:
+        head = _plain_part(model, locate(model, self.spec, self.spec.head))
+        norm = _norm(model, locate(model, self.spec, self.spec.final_norm), self.spec)
+        self.logits = self._buffer(head.weight.shape[0], torch.float32)
+        self._add_product(self._hidden, [head], self.logits, norm=norm)
+
+    def _add_product(
+        self,
+        x: Tensor,
+        parts: Sequence[Part],
+        out: Tensor,
+        *,
+        norm: RowNorm | None = None,
+        activation: str | None = None,
+        add: bool = False,
+    ) -> None:
+        """The launches of one product: adapters' inner values first, for as many rows at a time as fit."""
+        inner = self._add_inner_values(x, [part.branch for part in parts], norm)
+        weights = [part.weight for part in parts]
+        groups = (
+            [list(range(len(parts)))] if activation or _alike(weights) else [[i] for i in range(len(parts))]
+        )
+        begin = 0
+        for group in groups:
+            chosen = [weights[i] for i in group]
+            columns = out.shape[1] if len(groups) == 1 else chosen[0].shape[0]
+            rows = min(max_rows(w) for w in chosen)
+            if rows == 0:
+                raise Unsupported(f"the kernel for few rows does not read {_described(chosen[0])}.")
+            for m in range(0, self.batch, rows):
+                cut = slice(m, m + rows)
+                call = FewRows(
+                    x[cut],
+                    chosen,
+                    out[cut, begin : begin + columns],
+                    biases=[parts[i].bias for i in group],
+                    branches=[_cut_rows(inner[i], cut) for i in group],
+                    norm=norm,
+                    activation=activation,
+                    add=add,
+                    early=self._early,
+                )
+                self._calls.append(call.launch)
+            begin += columns
+
+    def _add_inner_values(
+        self, x: Tensor, branches: Sequence[Branch | None], norm: RowNorm | None
+    ) -> list[LowRankSum | None]:
+        """One launch that gives ``x A^T`` of all branches side by side."""
+        there = [branch for branch in branches if branch is not None]
+        if not there:
+            return [None] * len(branches)
+        ranks = [branch.a.shape[0] for branch in there]
+        inner = self._buffer(sum(ranks), torch.float32)
+        weights = [self._adapters.copy_of(branch.a, self.dtype) for branch in there]
+        rows = min(max_rows(w) for w in weights)
+        if rows == 0:
+            raise Unsupported(f"the kernel for few rows does not read {_described(weights[0])}.")
+        for m in range(0, self.batch, rows):
+            cut = slice(m, m + rows)
+            self._calls.append(FewRows(x[cut], weights, inner[cut], norm=norm, early=self._early).launch)
+        sums = iter(self._low_rank_sums(there, inner))
+        return [None if branch is None else next(sums) for branch in branches]
+
+    def _low_rank_sums(self, branches: Sequence[Branch], inner: Tensor) -> list[LowRankSum]:
+        sums, begin = [], 0
+        for branch in branches:
+            rank = branch.a.shape[0]
+            weight = self._adapters.copy_of(branch.b, self.dtype)
+            sums.append(LowRankSum(weight, inner[:, begin : begin + rank], branch.scaling))
+            begin += rank
+        return sums
+
+
+def _cut_rows(branch: LowRankSum | None, rows: slice) -> LowRankSum | None:
+    return None if branch is None else LowRankSum(branch.weight, branch.inner[rows], branch.scale)
+
+
+def _plain_part(module: nn.Module, path: str) -> Part:
+    part, _ = part_of(module.get_submodule(path), path)
+    if part.rounding is not None:
+        raise Unsupported(f"{path} is rounded in training; pack it first.")
+    return part
+
+
+def _norm(module: nn.Module, path: str, spec: ModelSpec) -> RowNorm:
+    norm: Any = module.get_submodule(path)
+    eps = getattr(norm, "variance_epsilon", None)
+    return RowNorm(norm.weight, norm.eps if eps is None else eps, spec.norm_offset)
+
+
+def _alike(weights: Sequence[Packed | Tensor]) -> bool:
+    kinds = {w.format if isinstance(w, Packed) else w.dtype for w in weights}
+    return len(kinds) == 1 and len(weights) <= 3
+
+
+def _described(weight: Packed | Tensor) -> str:
+    kind = weight.format.name if isinstance(weight, Packed) else str(weight.dtype)
+    return f"weights of {tuple(weight.shape)} in {kind}"
+
+
+def _window(attention: Any, config: Any) -> int:
+    """The sliding window of a layer; 0 if it has none."""
+    types = getattr(config, "layer_types", None)
+    if types is not None and types[attention.layer_idx] != "sliding_attention":
+        return 0
+    window = getattr(attention, "sliding_window", None)
+    if window is None and types is None:
+        window = getattr(config, "sliding_window", None)
+    return int(window or 0)
+
+
+def _rope_kind(model: Any) -> str:
+    config = model.config.get_text_config()
+    scaling = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    return str(scaling.get("rope_type", scaling.get("type", "default")))
+
+
+def _rotary_tables(
+    base: Any, spec: ModelSpec, room: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines (room, rotary) float32, rounded to ``dtype`` as the model's own are."""
+    path = spec.embed.rpartition(".")[0]
+    rotary = getattr(base.get_submodule(path), "rotary_emb", None)
+    if rotary is None:
+        raise SpecMismatch(f"{type(base).__name__} has no rotary embedding at {path}.rotary_emb.")
+    positions = torch.arange(room, device=device)[None]
+    with torch.no_grad():
+        cosines, sines = rotary(torch.zeros(1, dtype=dtype, device=device), positions)
+    return cosines[0].float().contiguous(), sines[0].float().contiguous()

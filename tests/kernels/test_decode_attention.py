@@ -1,0 +1,141 @@
+"""Attention of a new token: the definition, the CUDA source on a CPU, its machine code, and a GPU."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fewbits.errors import Unsupported
+from fewbits.kernels import _nvrtc
+from fewbits.kernels.decode_attention import (
+    Cache,
+    DecodeAttention,
+    Rules,
+    decode_attention,
+    decode_attention_ref,
+)
+from fewbits.kernels.few_rows import RowNorm
+from tests.kernels import emulated
+
+BF16 = torch.bfloat16
+
+
+class Problem:
+    """Sequences of different lengths, some padded on the left; what is not seen is NaN."""
+
+    def __init__(
+        self,
+        lengths: list[int],
+        *,
+        heads: int = 4,
+        kv_heads: int = 2,
+        D: int = 64,
+        rotary: int | None = None,
+        norms: bool = False,
+        device: str = "cpu",
+        **rules: Any,
+    ) -> None:
+        B, room = len(lengths), max(lengths) + 3
+        self.qkv = torch.randn(B, (heads + 2 * kv_heads) * D, device=device)
+        keys, values = (torch.randn(B, kv_heads, room, D, device=device).to(BF16) for _ in range(2))
+        position = torch.tensor([n - 1 for n in lengths], device=device)
+        first = torch.tensor([min(2 * b, lengths[b] - 1) for b in range(B)], device=device)
+        angle = torch.outer(torch.arange(room), 1e4 ** -torch.linspace(0, 1, (rotary or D) // 2)).to(device)
+        angle = torch.cat([angle, angle], dim=-1)
+        for b in range(B):
+            for cache in (keys, values):
+                cache[b, :, : first[b]] = cache[b, :, position[b] :] = torch.nan
+        self.cache = Cache(
+            keys, values, angle.cos().to(BF16).float(), angle.sin().to(BF16).float(), position, first
+        )
+        if norms:
+            weight = (torch.randn(D, device=device) * 0.1 + 1).to(BF16)
+            rules |= {"q_norm": RowNorm(weight, 1e-6), "k_norm": RowNorm(weight.flip(0), 1e-6)}
+        self.rules = Rules(scale=D**-0.5, **rules)
+        self.out = torch.full((B, heads * D), torch.nan, dtype=BF16, device=device)
+
+    def check(self, out: Tensor, cache: Cache, need: Tensor, after: Cache) -> None:
+        """Two roundings to bfloat16 and exponentials a last bit apart."""
+        assert float((out.float() - need.float()).norm() / need.float().norm()) < 2.0**-7
+        for ours, theirs in ((cache.keys, after.keys), (cache.values, after.values)):
+            torch.testing.assert_close(ours, theirs, rtol=2.0**-7, atol=1e-3, equal_nan=True)
+
+    def copied(self) -> Cache:
+        c = self.cache
+        return Cache(c.keys.clone(), c.values.clone(), c.cosines, c.sines, c.position, c.first)
+
+
+CASES: list[tuple[list[int], dict[str, Any]]] = [
+    ([1, 5, 37], {}),
+    ([130], {"heads": 8, "kv_heads": 1, "D": 96}),
+    ([300, 20], {"window": 33, "norms": True, "D": 128}),
+    ([700], {"cap": 5.0, "rotary": 32}),
+    ([260, 3], {"heads": 3, "kv_heads": 3, "D": 40}),
+]
+
+
+def test_the_definition_is_attention() -> None:
+    """Beside torch's own, with keys turned by hand."""
+    p = Problem([6], heads=2, kv_heads=1, D=8)
+    q, k, v = p.qkv.view(4, 8).split([2, 1, 1])
+    half = lambda x: torch.cat([-x[:, 4:], x[:, :4]], dim=-1)  # noqa: E731
+    cosines, sines = p.cache.cosines[5], p.cache.sines[5]
+    q, k = ((x * cosines + half(x) * sines).to(BF16) for x in (q, k))
+    keys = torch.cat([p.cache.keys[0, :, :5], k[None]], dim=1).float()
+    values = torch.cat([p.cache.values[0, :, :5], v[None].to(BF16)], dim=1).float()
+    need = torch.nn.functional.scaled_dot_product_attention(
+        q[:, None].float(), keys.expand(2, -1, -1), values.expand(2, -1, -1)
+    )
+    out = decode_attention(p.qkv, p.cache, p.rules)
+    torch.testing.assert_close(out.view(2, 8).float(), need[:, 0], rtol=2.0**-8, atol=2.0**-9)
+    assert torch.equal(p.cache.keys[0, 0, 5], k[0]) and p.cache.keys[0, 0, 6:].isnan().all()
+
+
+@pytest.mark.skipif(emulated.COMPILER is None, reason="needs g++")
+@pytest.mark.parametrize(("lengths", "what"), CASES, ids=str)
+def test_the_source_gives_the_definition(tmp_path: Path, lengths: list[int], what: dict[str, Any]) -> None:
+    p, after = Problem(lengths, **what), None
+    after = p.copied()
+    need = decode_attention_ref(p.qkv, after, p.rules)
+    call = DecodeAttention(p.qkv, p.cache, p.out, p.rules)
+    library = emulated.build(tmp_path, "_decode_attention.cu", "decode_attention_emulation.cpp", call.defines)
+    for _ in range(2):  # its counters are zeros again
+        p.out.fill_(torch.nan)
+        library.run(ctypes.byref(call.argument), *call.grid)
+        p.check(p.out, p.cache, need, after)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    p = Problem([4])
+    with pytest.raises(Unsupported, match="does not take heads of 264 values"):
+        big = Problem([4], heads=1, kv_heads=1, D=264)
+        DecodeAttention(big.qkv, big.cache, big.out, big.rules)
+    with pytest.raises(Unsupported, match=r"queries in torch\.bfloat16"):
+        DecodeAttention(p.qkv.to(BF16), p.cache, p.out, p.rules)
+
+
+@pytest.mark.skipif(_nvrtc.missing() is not None, reason="needs NVRTC")
+@pytest.mark.parametrize("capability", [80, 90, 120])
+def test_compiles_to_machine_code(capability: int) -> None:
+    p = Problem([4], norms=True, cap=2.0)
+    defines = dict(DecodeAttention(p.qkv, p.cache, p.out, p.rules).defines) | {"EARLY": int(capability >= 90)}
+    assert _nvrtc.cubin("_decode_attention.cu", tuple(defines.items()), capability)[:4] == b"\x7fELF"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("lengths", "what"), [*CASES, ([5000, 4999, 17], {"heads": 32, "kv_heads": 8, "D": 128})], ids=str
+)
+def test_on_a_gpu(lengths: list[int], what: dict[str, Any]) -> None:
+    p = Problem(lengths, device="cuda", **what)
+    after = p.copied()
+    need = decode_attention_ref(p.qkv, after, p.rules)
+    call = DecodeAttention(p.qkv, p.cache, p.out, p.rules)
+    first = call.launch().clone()
+    p.check(first, p.cache, need, after)
+    assert torch.equal(call.launch(), first)
