@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 from fewbits.errors import BadInput, Unsupported
 from fewbits.training.config import TrainConfig
 from fewbits.training.data import RowEncoder, load_data, read_samples, split_rows
+from tests.training.conftest import byte_tokenizer
 
 
 @pytest.fixture(scope="session")
@@ -341,3 +342,23 @@ def test_too_few_rows_to_hold_out(llama, tmp_path):
     data = load_data(write_jsonl(tmp_path / "d.jsonl", [{"text": "a"}]), encoder(llama))
     with pytest.raises(BadInput, match="too few to hold out"):
         split_rows(data, 0.5, seed=0)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for i in range(10 ** 12) %}x{% endfor %}",
+        "{{ 1 // 0 }}",
+        "{{ messages[99].content }}",
+        "{{ messages + 3 }}",
+        "{{ none.upper() }}",
+        "{{ raise_exception('no') }}",
+        "{% generation %}{{ 1 // 0 }}{% endgeneration %}",
+    ],
+)
+def test_a_template_that_fails_is_one_sentence(template):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    with pytest.raises(BadInput, match="the chat template refuses the messages"):
+        encoder(tokenizer).chat.encode_chat(messages, responses_only=True)

@@ -26,6 +26,16 @@ from fewbits.models.chat_template import check_template
 from fewbits.training.spans import Span, SpanEncoder, Tokens
 
 _TRIAL = ({"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"})
+# a template computes: it may divide by zero, look for what is not there, or ask for too long a range
+_TEMPLATE_ERRORS = (
+    TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _ROLES = {
     "human": "user",
@@ -82,7 +92,7 @@ class ChatEncoder(SpanEncoder):
                     list(messages), tokenize=False, add_generation_prompt=for_answer
                 )
             )
-        except TemplateError as error:
+        except _TEMPLATE_ERRORS as error:
             raise BadInput(f"the chat template refuses the messages ({error})") from error
 
     def encode_chat(self, messages: Sequence[dict[str, Any]], *, responses_only: bool) -> list[Tokens]:
@@ -131,7 +141,7 @@ class ChatEncoder(SpanEncoder):
                 return_assistant_tokens_mask=True,
                 **self.tokenizer.special_tokens_map,
             )
-        except TemplateError as error:
+        except _TEMPLATE_ERRORS as error:
             raise BadInput(f"the chat template refuses the messages ({error})") from error
         return self.encode_touched(texts[0], [(int(start), int(end)) for start, end in marks[0]])
 
