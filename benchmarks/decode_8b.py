@@ -2,10 +2,10 @@
 
     python benchmarks/decode_8b.py --recipes qlora_nf4,lora_bf16 --contexts 128,2048 --batches 1
 
-For each recipe, context and batch: milliseconds of a step replayed from its CUDA graph (the median of
-three rounds of 64), and of a token through ``model.generate`` (greedy; the difference of 264 and 8 new
-tokens over 256). Other engines on the same shape are timed by their own scripts; docs/generation.md has
-them side by side.
+For each recipe (or format of the weights, as int4_g64), context and batch: milliseconds of a step replayed
+from its CUDA graph (the median of three rounds of 64), and of a token through ``model.generate`` (greedy; the
+difference of 264 and 8 new tokens over 256). Other engines on the same shape are timed by their own scripts;
+docs/generation.md has them side by side.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers import logging as transformers_logging
 
 import fewbits
+from fewbits.formats import FORMATS
 from fewbits.models import decode_generate
 from fewbits.models.fast import with_methods
 
@@ -39,7 +40,9 @@ def build(recipe: str, rank: int) -> Any:
     with torch.device("cuda"):
         model = LlamaForCausalLM(LlamaConfig(**SHAPE)).eval()
     torch.set_default_dtype(torch.float32)
-    fewbits.convert(model, recipe)
+    fewbits.convert(
+        model, {"name": "qlora_nf4", "linear": {"weight": recipe}} if recipe in FORMATS else recipe
+    )
     with_methods(model)
     if rank:
         adapted = fewbits.get_peft_model(model, r=rank, target_modules="all-linear")

@@ -101,3 +101,18 @@ def test_no_other_cache_holds_tensors() -> None:
             if cached and "Callable" not in returns and ("Tensor" in returns or "Tables" in returns):
                 found.add(f"{path.name}:{node.name}")
     assert found == set()
+
+
+def test_a_captured_step_takes_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CUDA graph reads the table that the steps before it read; a copy to a GPU could not be captured."""
+    made = []
+
+    @kept.keep_tables()
+    def squares(n: int) -> Tensor:
+        made.append(n)
+        return torch.arange(n) ** 2
+
+    first = squares(4)
+    monkeypatch.setattr(kept, "_is_captured", lambda: True)
+    assert squares(4) is first and made == [4]
+    assert squares(5) is not squares(5) and made == [4, 5, 5]

@@ -29,7 +29,8 @@ def keep_tables(
 
     It is made without a gradient, outside of inference mode and of whatever mode is watching, with the CPU as
     the default device. Where tensors have no values (under FakeTensorMode, in make_fx and torch.compile), it
-    is made anew and not kept, so that a trace has it as a constant; and while a CUDA graph is captured.
+    is made anew and not kept, so that a trace has it as a constant. While a CUDA graph is captured, a result
+    that is there already is taken, and a new one is made and not kept.
 
     Args:
         maxsize: most results.
@@ -45,7 +46,7 @@ def keep_tables(
             if torch.compiler.is_compiling():
                 return make(*args, **options)
             key = (*args, *sorted(options.items()))
-            if of_numbers or (has_values() and not _is_captured()):
+            if of_numbers or (has_values() and (key in store or not _is_captured())):
                 found: T = store.get(key, lambda: make(*args, **options))
                 return found
             with torch.device("cpu"):
@@ -76,6 +77,10 @@ class _Store:
         self._results: OrderedDict[Any, tuple[Any, int]] = OrderedDict()
         self._bytes = 0
         self._lock = RLock()
+
+    def __contains__(self, key: Any) -> bool:
+        with self._lock:
+            return key in self._results
 
     def get(self, key: Any, make: Callable[[], Any]) -> Any:
         with self._lock:
