@@ -291,7 +291,6 @@ class _Demo:
             ("exact answers", f"{before} before, {tuned} after, {merged} merged"),
             ("adapter", f"{result.final}  {size(_file_bytes(result.final))}"),
             ("merged model", f"{self.folder / 'merged'}  {size(_file_bytes(self.folder / 'merged'))}"),
-            ("report", str(result.report.resolve() if result.report else "none")),
             ("time", f"{seconds:.0f} s in all, {result.seconds:.0f} s of it training"),
         )
         for name, value in rows:
@@ -301,21 +300,25 @@ class _Demo:
         self.console.print(
             Panel(table, title="it learned" if good else "below the bar", border_style=style, expand=False)
         )
-        # Not in the panel, which breaks lines: this one is there to be copied.
+        # Not in the panel, which breaks lines: these are there to be copied.
+        if result.report:
+            self._whole_line("report:", str(result.report.resolve()))
         merged_folder, questions = (p.resolve() for p in (self.folder / "merged", self._prompt_file()))
         generate = (
             f"generate --model {shlex.quote(str(merged_folder))} --prompt - < {shlex.quote(str(questions))}"
         )
-        self.console.print("try it:", style="bold")
-        self.console.print(
-            f"{_this_program()} {generate}", soft_wrap=True, markup=False, highlight=False, no_wrap=True
-        )
+        self._whole_line("try it:", f"{_this_program()} {generate}")
         if not good:
             self._say(
                 f"The demo needs at most {MOST_BEFORE:.0%} before and at least {self.plan.target:.0%} after;"
                 f" please report this seed, {self.seed}."
             )
         return 0 if good else 1
+
+    def _whole_line(self, name: str, text: str) -> None:
+        """A name, and below it a text that no width of the terminal breaks."""
+        self.console.print(name, style="bold")
+        self.console.print(text, soft_wrap=True, markup=False, highlight=False, no_wrap=True)
 
 
 def _free_folder(wanted: Path) -> Path:
