@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fewbits.kernels._nvrtc
 import fewbits.kernels._tuning
+import fewbits.nn.delayed
 from fewbits.kernels._launch import multiprocessors
 
 triton = pytest.importorskip("triton")
@@ -143,6 +144,9 @@ def pretended_gpu(capability: int = 90) -> Iterator[Recorder]:
             (torch.Tensor, "is_cuda", property(lambda _: True)),
             (torch.cuda, "get_device_capability", lambda *_: pair),
             (torch.cuda, "device", lambda *_: contextlib.nullcontext()),
+            (torch.cuda, "is_current_stream_capturing", lambda: False),
+            # Fake tensors have no values to ask for: whatever a kernel was told to record, it did.
+            (fewbits.nn.delayed, "which_have_history", lambda largest: [True] * len(largest)),
             (fewbits.kernels._nvrtc, "missing", lambda: "no memory is there"),
             (fewbits.kernels._tuning, "measured", lambda _: {}),
             (JITFunction, "run", lambda kernel, *a, **k: recorder.run(kernel, *a, **k)),

@@ -221,10 +221,10 @@ MERGES = "a0: &a0 {k: 1}\n" + "".join(
 )
 def test_yaml_that_is_refused_at_once(tmp_path, text, sentence):
     (tmp_path / "c.yaml").write_text(text)
-    began = time.monotonic()
+    began = time.process_time()  # work, and not what else the machine does meanwhile
     with pytest.raises(BadInput, match=sentence) as error:
         TrainConfig.from_yaml(tmp_path / "c.yaml")
-    assert time.monotonic() - began < 5 and len(str(error.value)) < 400
+    assert time.process_time() - began < 5 and len(str(error.value)) < 400
 
 
 def test_anchors_that_save_a_line_are_welcome(tmp_path):

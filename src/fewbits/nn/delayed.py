@@ -93,7 +93,7 @@ class DelayedScales:
         capturing = largest.is_cuda and torch.cuda.is_current_stream_capturing()
         if capturing or self._known == self._recorded:
             return
-        found = (largest > 0).tolist()
+        found = which_have_history(largest)
         self._known = [used and has for used, has in zip(self._recorded, found, strict=True)]
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -107,3 +107,8 @@ class DelayedScales:
         self._amax.copy_(state["amax"])
         self._recorded[:] = [bool(seen) for seen in state["recorded"].tolist()]
         self._known = [False] * len(self._recorded)
+
+
+def which_have_history(largest: Tensor) -> list[bool]:
+    """Of each slot, whether a magnitude stands in its history, whose largest are (slots,) float32: a wait."""
+    return [bool(has) for has in (largest > 0).tolist()]
