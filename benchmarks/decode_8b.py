@@ -52,7 +52,7 @@ def build(recipe: str, rank: int) -> Any:
     return model
 
 
-def median_ms(run: Any, rounds: int) -> float:
+def times_ms(run: Any, rounds: int) -> list[float]:
     times = []
     for _ in range(rounds):
         torch.cuda.synchronize()
@@ -60,10 +60,10 @@ def median_ms(run: Any, rounds: int) -> float:
         run()
         torch.cuda.synchronize()
         times.append(1e3 * (time.perf_counter() - began))
-    return sorted(times)[len(times) // 2]
+    return sorted(times)
 
 
-def measure(model: Any, batch: int, context: int) -> tuple[float, float, int]:
+def measure(model: Any, batch: int, context: int) -> tuple[list[float], float, int]:
     ids = torch.randint(5, 1000, (batch, context), device="cuda")
     options = {
         "attention_mask": torch.ones_like(ids),
@@ -79,7 +79,7 @@ def measure(model: Any, batch: int, context: int) -> tuple[float, float, int]:
     state = decode_generate.decoding_of(model)
     if state.step is None:
         raise SystemExit(f"no step: {state.refused}")
-    few, many = median_ms(lambda: generate(8), 3), median_ms(lambda: generate(264), 3)
+    few, many = times_ms(lambda: generate(8), 3)[1], times_ms(lambda: generate(264), 3)[1]
     step = state.step
     step.position.fill_(context)
 
@@ -87,7 +87,7 @@ def measure(model: Any, batch: int, context: int) -> tuple[float, float, int]:
         for _ in range(64):
             step.advance()
 
-    return median_ms(steps, 3) / 64, (many - few) / 256, step.launches
+    return [ms / 64 for ms in times_ms(steps, 3)], (many - few) / 256, step.launches
 
 
 @torch.no_grad()
@@ -107,7 +107,7 @@ def main() -> None:
                 step, token, launches = measure(model, batch, context)
                 print(
                     f"{recipe} rank {options.rank} batch {batch} context {context}: "
-                    f"step {step:.3f} ms, through generate {token:.3f} ms, {launches} kernels",
+                    f"step {step[1]:.3f} ms ({step[0]:.3f} to {step[2]:.3f}), through generate {token:.3f} ms, {launches} kernels",
                     flush=True,
                 )
         del model
