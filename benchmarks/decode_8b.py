@@ -107,7 +107,8 @@ def main() -> None:
                 step, token, launches = measure(model, batch, context)
                 print(
                     f"{recipe} rank {options.rank} batch {batch} context {context}: "
-                    f"step {step[1]:.3f} ms ({step[0]:.3f} to {step[2]:.3f}), through generate {token:.3f} ms, {launches} kernels",
+                    f"step {step[1]:.3f} ms ({step[0]:.3f} to {step[2]:.3f}), "
+                    f"through generate {token:.3f} ms, {launches} kernels",
                     flush=True,
                 )
         del model
