@@ -34,6 +34,8 @@ MAY_IMPORT = {
     "training": {*_MODELS, "inference"},
     "bench": {*_MODELS, "training"},
     "demo": {*_MODELS, "inference", "training"},
+    "front": {"models"},
+    "chat_templates": {"models", "front"},
     "build": set(),
     "doctor": {"build"},
     "cli": {*_MODELS, "inference", "training", "bench", "demo", "build", "doctor"},

@@ -11,6 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fewbits.formats import FORMATS, get_format
+    from fewbits.front.unsloth import (
+        FastModel,
+        FastVisionModel,
+        PatchDPOTrainer,
+        PatchFastRL,
+        PatchKTOTrainer,
+        is_bfloat16_supported,
+    )
     from fewbits.kernels.matmul_stochastic import sc_matmul
     from fewbits.models.adapters import get_peft_model, load_adapter, lora_config
     from fewbits.models.convert import explain
@@ -43,6 +51,14 @@ _HOMES = {
     "load_adapter": "fewbits.models.adapters",
     "lora_config": "fewbits.models.adapters",
     "FastLanguageModel": "fewbits.models.fast",
+    "FastModel": "fewbits.front.unsloth",
+    "FastVisionModel": "fewbits.front.unsloth",
+    "PatchDPOTrainer": "fewbits.front.unsloth",
+    "PatchFastRL": "fewbits.front.unsloth",
+    "PatchKTOTrainer": "fewbits.front.unsloth",
+    "is_bfloat16_supported": "fewbits.front.unsloth",
+    "UnslothTrainer": "fewbits.front.unsloth_trainer",
+    "UnslothTrainingArguments": "fewbits.front.unsloth_trainer",
     "FewbitsConfig": "fewbits.models.hf_quantizer",
     "register": "fewbits.models.hf_quantizer",
     "TrainConfig": "fewbits.training.config",
@@ -51,13 +67,19 @@ _HOMES = {
     "convert_qat": "fewbits.training.qat",
 }
 
+# Not among them: UnslothTrainer and UnslothTrainingArguments, which stand on TRL, an extra.
 __all__ = [
     "CATALOG",
     "FORMATS",
     "QAT",
     "FastLanguageModel",
+    "FastModel",
+    "FastVisionModel",
     "FewbitsConfig",
     "LoRA",
+    "PatchDPOTrainer",
+    "PatchFastRL",
+    "PatchKTOTrainer",
     "Recipe",
     "Rule",
     "TrainConfig",
@@ -69,6 +91,7 @@ __all__ = [
     "get_format",
     "get_peft_model",
     "get_recipe",
+    "is_bfloat16_supported",
     "load_adapter",
     "lora_config",
     "prepare_qat",

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from fewbits.errors import BadCheckpoint, BadInput, SpecMismatch, Unsupported
+from fewbits.models.adapter_words import fast_generate, load_lora, save_lora
 from fewbits.models.adapters import get_peft_model, load_adapter
 from fewbits.models.checkpoint import ADAPTER_CONFIG, Checkpoint, inspect_folder, is_adapter_folder, read_json
 from fewbits.models.checkpointed_layers import checkpoint_layers, chosen, recompute_as
@@ -24,6 +25,7 @@ from fewbits.models.convert import conversion_of
 from fewbits.models.decode_generate import loop_for
 from fewbits.models.fused import fuse, fused_layers, fusion_of
 from fewbits.models.merge import save_pretrained_merged
+from fewbits.models.named_templates import stop_at_turns
 from fewbits.models.options import PEFT_CHOOSES_NOTHING, PEFT_FIELDS, Loading, note_or_refuse, sort_options
 from fewbits.models.packed import check_device
 from fewbits.models.reading import Reading
@@ -87,6 +89,8 @@ class FastLanguageModel:
                 _made_fast(peft_model, model, loading)
             with Reading(path, tokenizer=True):
                 tokenizer = _tokenizer_of(path, tokenizer)
+            stop_at_turns(model, tokenizer)
+            model.fewbits_tokenizer = tokenizer
             return with_methods(peft_model, model), tokenizer
         chosen = _choose_recipe(recipe, load_in_4bit, load_in_8bit, full_finetuning, loading)
         where = str(path or model_name)
@@ -104,7 +108,7 @@ class FastLanguageModel:
             model.resize_token_embeddings(loading.resize_model_vocab)
         if full_finetuning:
             model.requires_grad_(True)
-        model.fewbits_notes = loading.notes
+        model.fewbits_notes, model.fewbits_tokenizer = loading.notes, tokenizer
         conversion = conversion_of(model)
         if conversion is not None:
             conversion.receipt.notes.extend(loading.notes)
@@ -425,13 +429,15 @@ def _set_length(model: Any, tokenizer: Any, max_seq_length: int | None) -> None:
 
 
 def with_methods(model: Any, inner: Any = None) -> Any:
-    """Bind ``save_pretrained_merged`` and the careful ``generate`` to these very instances.
+    """Bind ``save_pretrained_merged``, Unsloth's words and the careful ``generate`` to these very instances.
 
     As partials: a bound method of another name than the function's cannot be read back by pickle.
     """
     for target in (model, inner):
         if target is not None:
             target.save_pretrained_merged = partial(save_pretrained_merged, target)
+            target.fast_generate = partial(fast_generate, target)
+            target.load_lora, target.save_lora = partial(load_lora, target), partial(save_lora, target)
     base = model if inner is None else inner
     base.generate = partial(_generate, base)
     return model

@@ -1,0 +1,94 @@
+"""What Unsloth's notebooks import besides `FastLanguageModel`: the same by another name, or a refusal."""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+from typing import Any
+
+import torch
+
+from fewbits.errors import Unsupported
+from fewbits.models.fast import FastLanguageModel
+
+logger = logging.getLogger("fewbits")
+
+
+class FastModel(FastLanguageModel):
+    """`FastLanguageModel` by the name of Unsloth's newer notebooks; text models only."""
+
+
+class FastVisionModel:
+    """Refuses: models with images are not trained here."""
+
+    @staticmethod
+    def from_pretrained(*args: Any, **kwargs: Any) -> Any:
+        """Refuse.
+
+        Raises:
+            Unsupported: always, with the way out.
+        """
+        raise Unsupported(_NO_VISION)
+
+    @staticmethod
+    def get_peft_model(*args: Any, **kwargs: Any) -> Any:
+        """Refuse.
+
+        Raises:
+            Unsupported: always, with the way out.
+        """
+        raise Unsupported(_NO_VISION)
+
+    @staticmethod
+    def for_inference(*args: Any, **kwargs: Any) -> Any:
+        """Refuse.
+
+        Raises:
+            Unsupported: always, with the way out.
+        """
+        raise Unsupported(_NO_VISION)
+
+    @staticmethod
+    def for_training(*args: Any, **kwargs: Any) -> Any:
+        """Refuse.
+
+        Raises:
+            Unsupported: always, with the way out.
+        """
+        raise Unsupported(_NO_VISION)
+
+
+_NO_VISION = (
+    "FastVisionModel trains models with images, which fewbits does not; train the text model with"
+    " FastLanguageModel, or the vision model with transformers and PEFT."
+)
+
+
+def is_bfloat16_supported() -> bool:
+    """Whether the GPU computes in bfloat16; without a GPU False, as transformers' bf16 option then needs."""
+    return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def PatchDPOTrainer() -> None:  # noqa: N802 (as Unsloth has it)
+    """Nothing: TRL's DPOTrainer is used as it is."""
+    _say_once("PatchDPOTrainer", "DPOTrainer")
+
+
+def PatchKTOTrainer() -> None:  # noqa: N802 (as Unsloth has it)
+    """Nothing: TRL's KTOTrainer is used as it is."""
+    _say_once("PatchKTOTrainer", "KTOTrainer")
+
+
+def PatchFastRL(algorithm: Any = None, FastLanguageModel: Any = None) -> None:  # noqa: N802
+    """Nothing: TRL's trainers are used as they are.
+
+    Args:
+        algorithm: such as "GRPO"; chooses nothing.
+        FastLanguageModel: the class; it is left as it is.
+    """
+    _say_once("PatchFastRL", f"{algorithm or 'GRPO'}Trainer")
+
+
+@cache
+def _say_once(name: str, trainer: str) -> None:
+    logger.warning("%s patches nothing here: TRL's %s works on fewbits models as it is.", name, trainer)

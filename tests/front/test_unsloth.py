@@ -1,0 +1,117 @@
+"""The names that Unsloth's notebooks import, and what they do here."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+
+import pytest
+import torch
+from datasets import Dataset
+from trl import SFTConfig
+
+import fewbits
+from fewbits import FastLanguageModel, FastModel, UnslothTrainer, UnslothTrainingArguments
+from fewbits.errors import BadInput, Unsupported
+from fewbits.front import unsloth
+
+
+@pytest.fixture
+def loaded(shared):
+    path = shared / "data" / "models" / "stories260k"
+    return FastModel.from_pretrained(path, max_seq_length=64, load_in_4bit=True)
+
+
+def test_patches_say_once_that_they_patch_nothing(caplog):
+    unsloth._say_once.cache_clear()
+    with caplog.at_level(logging.WARNING, logger="fewbits"):
+        for _ in range(2):
+            fewbits.PatchDPOTrainer()
+            fewbits.PatchFastRL("GRPO", FastLanguageModel)
+    assert [record.message.split()[0] for record in caplog.records] == ["PatchDPOTrainer", "PatchFastRL"]
+    assert fewbits.is_bfloat16_supported() == (torch.cuda.is_available() and torch.cuda.is_bf16_supported())
+
+
+@pytest.mark.parametrize("word", ["from_pretrained", "get_peft_model", "for_inference", "for_training"])
+def test_vision_is_refused(word):
+    with pytest.raises(Unsupported, match="images"):
+        getattr(fewbits.FastVisionModel, word)("model")
+
+
+def test_fast_generate_and_load_lora(loaded, tmp_path):
+    model, tokenizer = loaded
+    model = FastModel.get_peft_model(model, r=4)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0, 0.5)
+    model.save_lora(tmp_path / "lora")
+    greedy = {"temperature": 0, "max_tokens": 8}
+    ids = tokenizer(["Once upon"], return_tensors="pt")
+    with torch.no_grad(), model.disable_adapter():
+        bare = model.eval().generate(**ids, max_new_tokens=8, do_sample=False)
+    adapted = model.generate(**ids, max_new_tokens=8, do_sample=False)
+    model.train()
+    active, training = model.active_adapter, [n for n, p in model.named_parameters() if p.requires_grad]
+    request = model.load_lora(tmp_path / "lora")
+    assert model.active_adapter == active
+    (base,) = model.fast_generate("Once upon", sampling_params=greedy)
+    (with_adapter,) = model.fast_generate(["Once upon"], sampling_params=greedy, lora_request=request)
+    length = ids["input_ids"].shape[1]
+    assert base.outputs[0].token_ids == bare[0, length:].tolist()
+    assert with_adapter.outputs[0].token_ids == adapted[0, length:].tolist()
+    assert base.outputs[0].text != with_adapter.outputs[0].text
+    assert model.training and model.active_adapter == active
+    assert [n for n, p in model.named_parameters() if p.requires_grad] == training
+    assert torch.equal(
+        model.fast_generate(**ids, max_new_tokens=2, do_sample=False)[0, :length], ids["input_ids"][0]
+    )
+    sampled = model.fast_generate("Once", sampling_params={"n": 2, "seed": 1, "max_tokens": 4})
+    assert len(sampled[0].outputs) == 2
+    with pytest.raises(BadInput, match="put it into sampling_params"):
+        model.fast_generate("Once", max_new_tokens=3)
+
+
+def test_load_lora_needs_adapters(loaded):
+    with pytest.raises(BadInput, match="get_peft_model"):
+        loaded[0].load_lora("nowhere")
+
+
+def arguments(tmp_path, **more):
+    return UnslothTrainingArguments(
+        output_dir=str(tmp_path), max_steps=1, per_device_train_batch_size=2, report_to="none",
+        save_strategy="no", use_cpu=True, max_length=32, learning_rate=1e-3, **more,
+    )  # fmt: skip
+
+
+def test_embeddings_learn_at_their_own_rate(loaded, tmp_path):
+    model, tokenizer = loaded
+    model = FastLanguageModel.get_peft_model(model, r=4, modules_to_save=["embed_tokens"])
+    data = Dataset.from_list([{"text": "Once upon a time"}] * 4)
+    trainer = UnslothTrainer(
+        model=model, processing_class=tokenizer, train_dataset=data,
+        args=arguments(tmp_path, embedding_learning_rate=1e-5),
+    )  # fmt: skip
+    trainer.create_optimizer()
+    groups = {group["lr"]: len(group["params"]) for group in trainer.optimizer.param_groups}
+    trained = [p for p in model.parameters() if p.requires_grad]
+    assert groups.keys() == {1e-3, 1e-5} and groups[1e-5] == 1 and sum(groups.values()) == len(trained)
+    trainer.train()
+    assert isinstance(trainer.args, SFTConfig)
+
+
+def test_an_embedding_rate_without_embeddings_is_refused(loaded, tmp_path):
+    model, tokenizer = loaded
+    model = FastLanguageModel.get_peft_model(model, r=4, target_modules=["q_proj"])
+    trainer = UnslothTrainer(
+        model=model, processing_class=tokenizer, train_dataset=Dataset.from_list([{"text": "Once"}] * 2),
+        args=arguments(tmp_path, embedding_learning_rate=1e-5),
+    )  # fmt: skip
+    with pytest.raises(BadInput, match="neither embeddings nor head train"):
+        trainer.create_optimizer()
+
+
+def test_arguments_can_be_saved_and_read(tmp_path):
+    args = arguments(tmp_path, embedding_learning_rate=1e-5)
+    again = pickle.loads(pickle.dumps(args))
+    assert type(again) is UnslothTrainingArguments and again.embedding_learning_rate == 1e-5
