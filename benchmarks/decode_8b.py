@@ -1,4 +1,4 @@
-"""Decoding of the Llama-3.1-8B shape with random weights: a step alone, and through ``model.generate``.
+"""Decoding of a shape (Llama-3.1-8B's) with random weights: a step alone, and through ``model.generate``.
 
     python benchmarks/decode_8b.py --recipes qlora_nf4,lora_bf16 --contexts 128,2048 --batches 1
 
@@ -16,30 +16,20 @@ import time
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 from transformers import logging as transformers_logging
 
 import fewbits
+from fewbits.bench.train.shapes import SHAPES, Shape
 from fewbits.formats import FORMATS
 from fewbits.models import decode_generate
 from fewbits.models.fast import with_methods
 
-SHAPE = {
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "max_position_embeddings": 131072,
-}
 
-
-def build(recipe: str, rank: int) -> Any:
-    torch.set_default_dtype(torch.bfloat16)
+def build(shape: str, recipe: str, rank: int) -> Any:
+    config = Shape(name=shape, fields=SHAPES[shape]).config()
     with torch.device("cuda"):
-        model = LlamaForCausalLM(LlamaConfig(**SHAPE)).eval()
-    torch.set_default_dtype(torch.float32)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     fewbits.convert(
         model, {"name": "qlora_nf4", "linear": {"weight": recipe}} if recipe in FORMATS else recipe
     )
@@ -93,6 +83,7 @@ def measure(model: Any, batch: int, context: int) -> tuple[list[float], float, i
 @torch.no_grad()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", default="llama-3.1-8b", choices=list(SHAPES))
     parser.add_argument("--recipes", default="qlora_nf4,lora_bf16")
     parser.add_argument("--contexts", default="128,2048")
     parser.add_argument("--batches", default="1")
@@ -101,7 +92,7 @@ def main() -> None:
     transformers_logging.set_verbosity_error()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     for recipe in options.recipes.split(","):
-        model = build(recipe, options.rank)
+        model = build(options.shape, recipe, options.rank)
         for batch in map(int, options.batches.split(",")):
             for context in map(int, options.contexts.split(",")):
                 step, token, launches = measure(model, batch, context)
