@@ -16,20 +16,17 @@ import time
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 from transformers import logging as transformers_logging
 
 import fewbits
-from fewbits.bench.train.shapes import SHAPES, Shape
+from fewbits.bench.train.shapes import random_model, shape_of
 from fewbits.formats import FORMATS
 from fewbits.models import decode_generate
 from fewbits.models.fast import with_methods
 
 
 def build(shape: str, recipe: str, rank: int) -> Any:
-    config = Shape(name=shape, fields=SHAPES[shape]).config()
-    with torch.device("cuda"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    model = random_model(shape_of(shape).config(), torch.device("cuda"), torch.bfloat16).eval()
     fewbits.convert(
         model, {"name": "qlora_nf4", "linear": {"weight": recipe}} if recipe in FORMATS else recipe
     )
@@ -83,7 +80,7 @@ def measure(model: Any, batch: int, context: int) -> tuple[list[float], float, i
 @torch.no_grad()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shape", default="llama-3.1-8b", choices=list(SHAPES))
+    parser.add_argument("--shape", default="llama-3.1-8b", help="a name, or a config.json")
     parser.add_argument("--recipes", default="qlora_nf4,lora_bf16")
     parser.add_argument("--contexts", default="128,2048")
     parser.add_argument("--batches", default="1")
