@@ -6,8 +6,8 @@ streamers, several answers a prompt and left padding are its own. This loop has 
 itself, copies its keys and values into the step's cache, and replays the step's CUDA graph for every token.
 
 Unless something has to see every token on the host (a streamer, a stopping criterion other than length and
-end tokens), it looks whether all sequences have ended only every `_LOOK_EVERY` tokens and drops what was
-too much, so that the GPU never waits.
+end tokens, a logits processor that is not transformers' own), it looks whether all sequences have ended only
+every `_LOOK_EVERY` tokens and drops what was too much, so that the GPU never waits.
 
 What it does not take goes to transformers' own loop, with one line that says why, once for each reason.
 """
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -24,7 +25,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fewbits.errors import Unsupported
 from fewbits.kernels.matmul_packed import PLAIN
@@ -59,15 +60,22 @@ _OTHER_WAYS = {
     "output_logits": False,
     "synced_gpus": False,
 }
+# What transformers hands a loop beside the ids: read here, or of no consequence for it.
+_READ_HERE = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "tokenizer"}
 # The relative difference of logits that rounding to 16 bits explains for a model of one layer; it grows with
 # the square root of the number of layers. Measured with random weights: 0.004 with 3 layers, 0.012 with 32.
 _ROUNDING = 0.02
 
 
 class Decoding:
-    """What is kept on a model between calls: the step, whether it was proved, why there is none."""
+    """What is kept on a model between calls: the step, whether it was proved, why there is none.
+
+    A step has one cache: ``busy`` is held while one call decodes, and another one, of a second thread or of a
+    stopping criterion that generates itself, goes to transformers' own loop meanwhile.
+    """
 
     def __init__(self) -> None:
+        self.busy = threading.Lock()
         self.step: DecodeStep | None = None
         self.of_model: tuple[Any, ...] = ()
         self.proved, self.apart = False, float("nan")
@@ -82,7 +90,7 @@ class Decoding:
 
 
 def decoding_of(model: Any) -> Decoding:
-    """What `loop_for` left on a model."""
+    """What is kept on a model."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     found = _STATES.get(base)
     if found is None:
@@ -90,30 +98,63 @@ def decoding_of(model: Any) -> Decoding:
     return found
 
 
-def loop_for(model: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-    """The decoding loop for a call of ``generate`` with these arguments; None: transformers' own."""
+def with_loop(model: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> dict[str, Any]:
+    """What transformers' ``generate`` is called with: the call's keywords, with this loop where it serves."""
     state = decoding_of(model)
     bound = inspect.signature(type(model).generate).bind_partial(model, *args, **keywords).arguments
     arguments = {**bound, **bound.pop("kwargs", {})}
     if state.refused and state.of_model != _state_of(model):
         state.refused = ""  # the model is another one now
-    reason = state.refused or why_not(model) or _other_way(model, arguments)
-    if not reason:
-        # transformers hands a loop from outside no streamer.
-        return partial(_decode, streamer=arguments.get("streamer"))
-    if torch.cuda.is_available():
-        state.say(reason)
-    return None
+    reason = state.refused or why_not(model) or _other_way(model, arguments) or _drops(model)
+    if reason:
+        if torch.cuda.is_available():
+            state.say(reason)
+        return keywords
+    # transformers hands a loop from outside no streamer.
+    loop = partial(_decode, streamer=arguments.get("streamer"))
+    return {**_with_stop_strings(keywords), "custom_generate": loop}
+
+
+def _with_stop_strings(keywords: dict[str, Any]) -> dict[str, Any]:
+    """The call's stop strings as a stopping criterion.
+
+    transformers takes the tokenizer that it needs for them out of a call that has a loop from outside.
+    """
+    if not keywords.get("stop_strings") or keywords.get("tokenizer") is None:
+        return keywords
+    from transformers import StoppingCriteriaList, StopStringCriteria
+
+    rest = {name: value for name, value in keywords.items() if name != "stop_strings"}
+    stop = StopStringCriteria(stop_strings=keywords["stop_strings"], tokenizer=keywords["tokenizer"])
+    return {**rest, "stopping_criteria": StoppingCriteriaList([*(rest.get("stopping_criteria") or ()), stop])}
 
 
 def _other_way(model: Any, arguments: dict[str, Any]) -> str:
-    """What a call asks for that this loop does not do; "" if nothing."""
-    config = arguments.get("generation_config") or model.generation_config
+    """What a call asks for that this loop does not do; "" if nothing.
+
+    What a call leaves open its generation config says, and what that leaves open the model's.
+    """
+    configs = (arguments.get("generation_config"), model.generation_config)
     for name, usual in _OTHER_WAYS.items():
-        chosen = arguments.get(name, getattr(config, name, usual))
+        said = (arguments.get(name), *(getattr(config, name, None) for config in configs))
+        chosen = next((value for value in said if value is not None), None)
         same = chosen is None or chosen is usual or (usual is None and chosen is False)
         if not same and (isinstance(chosen, Tensor) or chosen != usual):
             return f"the call asks for {name}"
+    if any(getattr(config, "stop_strings", None) for config in configs):
+        return "a generation config has stop_strings"
+    prepare: Any = model.prepare_inputs_for_generation
+    if getattr(prepare, "__func__", None) is not type(model).prepare_inputs_for_generation:
+        return "the model's inputs are prepared by another library (PEFT's prompt learning)"
+    return ""
+
+
+def _drops(model: Any) -> str:
+    """Whether the model is in training mode and something in it drops values; "" if not."""
+    for module in model.modules():
+        share = module.p if isinstance(module, nn.Dropout) else getattr(module, "attention_dropout", 0.0)
+        if module.training and share:
+            return "the model is in training mode and has dropout"
     return ""
 
 
@@ -130,22 +171,53 @@ def _decode(
     """The loop that transformers calls; (batch, prompt and new tokens)."""
     state = decoding_of(model)
     mask = keywords.get("attention_mask")
-    try:
-        padding = _left_padding(input_ids, mask)
-        prompt = _prefill(model, input_ids, mask, padding)
-        step = _ready(state, model, input_ids, prompt, padding, mask, generation_config.max_length)
-    except Unsupported as error:
-        state.say(str(error).rstrip("."))
-        return model._sample(  # type: ignore[no-any-return]
-            input_ids,
-            logits_processor=logits_processor,
-            stopping_criteria=stopping_criteria,
-            generation_config=generation_config,
-            streamer=streamer,
-            **keywords,
-        )
     choose = (logits_processor, stopping_criteria, generation_config, streamer)
-    return _tokens(step, prompt.logits, input_ids, *choose)
+    with _alone(state) as alone:
+        try:
+            if not alone:
+                raise Unsupported("another call of generate() runs on this model.")
+            padding = _left_padding(input_ids, mask)
+            _check_keywords(model, input_ids, padding, keywords)
+            prompt = _prefill(model, input_ids, mask, padding)
+            step = _ready(state, model, input_ids, prompt, padding, mask, generation_config.max_length)
+        except Unsupported as error:
+            state.say(str(error).rstrip("."))
+        else:
+            return _tokens(step, prompt.logits, input_ids, *choose)
+    return model._sample(  # type: ignore[no-any-return]
+        input_ids,
+        logits_processor=logits_processor,
+        stopping_criteria=stopping_criteria,
+        generation_config=generation_config,
+        streamer=streamer,
+        **keywords,
+    )
+
+
+@contextmanager
+def _alone(state: Decoding) -> Iterator[bool]:
+    """Whether no other call decodes on this model; others find this one meanwhile."""
+    alone = state.busy.acquire(blocking=False)
+    try:
+        yield alone
+    finally:
+        if alone:
+            state.busy.release()
+
+
+def _check_keywords(model: Any, input_ids: Tensor, padding: Tensor, keywords: dict[str, Any]) -> None:
+    """Raise `Unsupported` for what the model's own forward would be given and this loop does not give it."""
+    others = sorted(name for name in keywords.keys() - _READ_HERE if keywords[name] is not None)
+    if others:
+        raise Unsupported(f"the call passes {', '.join(others)} to the model.")
+    if input_ids.device != model.device:
+        raise Unsupported("the prompts are not on the model's device.")
+    places = torch.arange(input_ids.shape[1], device=input_ids.device) - padding[:, None]
+    given = keywords.get("position_ids")
+    if given is None:
+        return
+    if given.shape[-1] != places.shape[-1] or bool(((given.to(places) != places) & (places >= 0)).any()):
+        raise Unsupported("the call passes position_ids of its own.")
 
 
 class _Prompt:
@@ -202,10 +274,14 @@ def _ready(
         state.step = None  # its memory first
         room = -(-max(end, length + 1) // _ROOM_STEP) * _ROOM_STEP
         try:
-            step = DecodeStep(model, batch=batch, room=room)
+            # Inference mode's tensors could not be written by a later call outside of it.
+            with torch.inference_mode(False), torch.no_grad():
+                step = DecodeStep(model, batch=batch, room=room)
         except Unsupported as error:
             state.refused, state.of_model = str(error).rstrip("."), of_model
             raise
+        except torch.OutOfMemoryError as error:
+            raise Unsupported(f"there is no memory for the keys and values of {room:,} tokens.") from error
         state.step, state.of_model, state.proved = step, of_model, False
     step.refresh()
     for i, layer in enumerate(prompt.cache.layers):
@@ -248,7 +324,7 @@ def _products_in_16_bits(model: Any) -> Iterator[None]:
 
 
 def _state_of(model: Any) -> tuple[Any, ...]:
-    """Which adapters take part, where weights lie, who listens or has a forward of its own.
+    """Which modules it is made of, which adapters take part, where weights lie, who has a forward of its own.
 
     A model that answers otherwise than before needs another step, and another proof.
     """
@@ -257,11 +333,18 @@ def _state_of(model: Any) -> tuple[Any, ...]:
         if hasattr(module, "lora_A") and hasattr(module, "merged"):
             active = () if module.disable_adapters or module.merged else tuple(module.active_adapters)
             found.append((active, tuple(module.scaling.get(a) for a in active), bool(module.merged)))
+        found.append((id(module), type(module)))
         if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
             listeners = (*module._forward_hooks, *module._forward_pre_hooks, id(vars(module).get("forward")))
-            found.append((id(module), listeners))
-    found.extend(p.data_ptr() for p in model.parameters())
+            found.append(listeners)
+    found.extend(tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers()))
     return tuple(found)
+
+
+def _is_a_users(processor: Any) -> bool:
+    """Whether a logits processor runs code from outside, which nobody calls for a text that has ended."""
+    kind = type(processor)
+    return not kind.__module__.startswith("transformers.") or kind.__name__.startswith("PrefixConstrained")
 
 
 def _tokens(
@@ -276,9 +359,8 @@ def _tokens(
     pad = getattr(generation_config, "_pad_token_tensor", None)
     kinds = {type(c).__name__ for c in stopping_criteria}
     ends = "EosTokenCriteria" in kinds or any(hasattr(c, "eos_token_id") for c in stopping_criteria)
-    look_every = (
-        1 if streamer is not None or kinds - {"MaxLengthCriteria", "EosTokenCriteria"} else _LOOK_EVERY
-    )
+    at_once = streamer is not None or kinds - {"MaxLengthCriteria", "EosTokenCriteria"}
+    look_every = 1 if at_once or any(map(_is_a_users, logits_processor)) else _LOOK_EVERY
     open_rows = torch.ones(len(input_ids), dtype=torch.long, device=input_ids.device)
     all_ended: list[Tensor] = []
     length = input_ids.shape[1]

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fewbits.errors import NotFused, SpecMismatch, Unsupported
+from fewbits.errors import BadInput, NotFused, SpecMismatch, Unsupported
 from fewbits.formats.base import Packed
 from fewbits.kernels import _nvrtc
 from fewbits.kernels._few_rows_cut import max_rows
@@ -56,6 +56,10 @@ def why_not(model: Any) -> str:
         return f"{spec.model_type} changes its logits after the head"
     if _rope_kind(model) in ("dynamic", "longrope"):
         return f"the rotary embedding {_rope_kind(model)!r} depends on the length"
+    if any(hasattr(p, "placements") for p in model.parameters()) or any(
+        vars(m).get("tensor_group") is not None for m in model.modules()
+    ):
+        return "its weights are spread over several processes"
     devices = {p.device for p in model.parameters()}
     if len(devices) != 1 or next(iter(devices)).type != "cuda":
         return "the model is not on one GPU"
@@ -125,13 +129,14 @@ class DecodeStep:
         self.tokens, self.position, self.first = (torch.zeros(batch, **whole) for _ in range(3))
         self._graph: torch.cuda.CUDAGraph | None = None
         self._hidden = self._buffer(self._embedded().shape[-1], torch.float32)
-        self._cosines, self._sines = _rotary_tables(base, spec, room, self.dtype, self.device)
         try:
+            self._cosines, self._sines = _rotary_tables(base, spec, room, self.dtype, self.device)
             for name in layer_names(model, spec):
                 self._add_layer(model.get_submodule(name))
             self._add_head(model)
-        except NotFused as error:
-            raise Unsupported(f"{error}.") from error
+        except (NotFused, SpecMismatch, BadInput, AttributeError) as error:
+            # Of a module that was replaced by one of another build, attributes are missing.
+            raise Unsupported(f"{str(error).rstrip('.')}.") from error
 
     @property
     def launches(self) -> int:
@@ -195,7 +200,8 @@ class DecodeStep:
                 self.run()  # kernels are compiled; it writes what the graph will write again
             current.wait_stream(side)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+            # Other threads (of a data loader that pins memory, of NCCL) go on calling CUDA meanwhile.
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 self.run()
                 self.position.add_(1)
         return graph
@@ -255,6 +261,9 @@ class DecodeStep:
         """The launches of one product: adapters' inner values first, for as many rows at a time as fit."""
         inner = self._add_inner_values(x, [part.branch for part in parts], norm)
         weights = [part.weight for part in parts]
+        sizes = {w.shape[0] for w in weights} if activation else {sum(w.shape[0] for w in weights)}
+        if sizes != {out.shape[1]} or {w.shape[1] for w in weights} != {x.shape[1]}:
+            raise Unsupported(f"{_described(weights[0])} are not of the sizes that the config gives.")
         groups = (
             [list(range(len(parts)))] if activation or _alike(weights) else [[i] for i in range(len(parts))]
         )

@@ -22,7 +22,7 @@ from fewbits.models.checkpoint import ADAPTER_CONFIG, Checkpoint, inspect_folder
 from fewbits.models.checkpointed_layers import checkpoint_layers, chosen, recompute_as
 from fewbits.models.config_check import check_shapes
 from fewbits.models.convert import conversion_of
-from fewbits.models.decode_generate import loop_for
+from fewbits.models.decode_generate import with_loop
 from fewbits.models.fused import fuse, fused_layers, fusion_of
 from fewbits.models.merge import save_pretrained_merged
 from fewbits.models.named_templates import stop_at_turns
@@ -450,15 +450,12 @@ def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     fluent nonsense.
     """
     generate = type(model).generate
-    loop = loop_for(model, args, kwargs)
-    if loop is not None:
-        kwargs["custom_generate"] = loop
     if not any(m.training and getattr(m, "gradient_checkpointing", False) for m in model.modules()):
-        return generate(model, *args, **kwargs)
+        return generate(model, *args, **with_loop(model, args, kwargs))
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
-        return generate(model, *args, **{"use_cache": True, **kwargs})
+        return generate(model, *args, **with_loop(model, args, {"use_cache": True, **kwargs}))
     finally:
         for module in training:
             module.training = True
