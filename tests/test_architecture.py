@@ -199,6 +199,16 @@ def test_saved_tensors_are_read_once(path: Path) -> None:
     assert inside == saves, f"{saves} functions save tensors and {inside} read them"
 
 
+@pytest.mark.parametrize("path", [f for f in FILES if room(f) in ("kernels", "nn")], **ids)
+def test_rows_are_counted_and_not_left_to_reshape(path: Path) -> None:
+    """``x.reshape(-1, x.shape[-1])`` fails where the last axis is 0 long: `rows_of` does not."""
+    for node in nodes(path):
+        if isinstance(node, ast.Call) and called_name(node).endswith(".reshape") and len(node.args) == 2:
+            first, last = (ast.unparse(argument) for argument in node.args)
+            open_ended = first == "-1" and last.endswith(("shape[-1]", "_features"))
+            assert not open_ended, f"line {node.lineno}: write rows_of(x)"
+
+
 @pytest.mark.parametrize("path", FILES, **ids)
 def test_sizes_are_said_in_powers_of_1024(path: Path) -> None:
     """By fewbits.words.size: not in MB here and in MiB there."""

@@ -71,6 +71,11 @@ def _check_pair(name: str, a: Tensor, b: Tensor) -> None:
         raise BadInput(
             f"{name}: a is {tuple(a.shape)} and b {tuple(b.shape)}; give (N, D) and (M, D), or batches."
         )
+    if not (a.numel() and b.numel()):
+        raise BadInput(
+            f"{name}: a is {tuple(a.shape)} and b {tuple(b.shape)}, so there is nothing to multiply; leave"
+            " this pair out, or give at least one row of at least one value."
+        )
     if not (a.isfinite().all() and b.isfinite().all()):
         raise BadInput(f"{name} has NaN or infinite values; the error of a product needs finite ones.")
 

@@ -18,6 +18,7 @@ from fewbits.kernels._launch import (
     on_device_of,
     tl,
 )
+from fewbits.kernels._matrix import rows_of
 from fewbits.kernels._quantize_float8_triton import inverse_of, row_largest, scale_of_largest, to_float8
 from fewbits.kernels._tuning import tile_for
 
@@ -229,7 +230,7 @@ def _float8_constants(float8: Float8Rows | None, like: Tensor) -> dict[str, Any]
 
 def as_rows(x: Tensor) -> Tensor:
     """``x`` as (M, N) with contiguous rows: a view where its strides allow one."""
-    rows = x.reshape(-1, x.shape[-1])
+    rows = rows_of(x)
     return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
 
 

@@ -23,6 +23,7 @@ from fewbits.formats.streams import product_tables
 from fewbits.kernels import _nvrtc
 from fewbits.kernels._grid import MAX_PROGRAMS
 from fewbits.kernels._launch import cdiv, on_device_of
+from fewbits.kernels._matrix import rows_of
 from fewbits.kernels._stochastic_parts import index_of, parts_of, strides_of
 
 SOURCE = "_stochastic_nibbles.cu"
@@ -107,7 +108,7 @@ def _fitted(
 
 def _slopes_of(counts: Tensor) -> Tensor | None:
     """Slopes (masks, codes of a, 4) whose line is within 7/2 of each count; None if a row has none."""
-    rows, last = 2 * counts.reshape(-1, counts.shape[-1]), counts.shape[-1] - 1
+    rows, last = 2 * rows_of(counts), counts.shape[-1] - 1
     steps = _steps()[:, : last + 1]
     slopes, left = torch.zeros(len(rows), 4, dtype=torch.int16), torch.arange(len(rows))
     for first, second, fourth in _COMBINATIONS:

@@ -34,6 +34,7 @@ from fewbits.formats import FORMATS
 from fewbits.formats.base import Format, Packed, format_from_config
 from fewbits.kernels import _dequantize_cuda
 from fewbits.kernels._dequantize_triton import FLOAT8, DecodeTile, launch_kernel, matrix_of, takes
+from fewbits.kernels._matrix import rows_of
 
 # 1. The definition.
 
@@ -156,7 +157,7 @@ def _launch_whole(
     inverse_scale: Tensor | None,
 ) -> None:
     """`launch` into a new tensor of any number of axes."""
-    rows = out.view(-1, out.shape[-1]) if out.dim() else out.view(1, 1)
+    rows = rows_of(out) if out.dim() else out.view(1, 1)
     launch(parts, format, shape, inverse_scale, rows if out.numel() else out, transposed)
 
 

@@ -39,6 +39,7 @@ from fewbits.formats.codebook import Codebook
 from fewbits.formats.integer import Integer
 from fewbits.kernels._derivatives import once_differentiable
 from fewbits.kernels._fake_quantize_triton import launch_lora, rounds_in_tile, takes_lora
+from fewbits.kernels._matrix import rows_of
 from fewbits.kernels._quantize_triton import KERNEL_DTYPES, launch_round, takes
 from fewbits.kernels.dequantize import _from_text, _to_text, dequantize
 from fewbits.kernels.matmul_packed import product_dtype
@@ -265,13 +266,13 @@ class _FakeQuantizedLinear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         x, weight, a, b = ctx.saved_tensors
         dx = dweight = dbias = da = db = None
-        dy_MN = dy.reshape(-1, dy.shape[-1])
+        dy_MN = rows_of(dy)
         if ctx.needs_input_grad[0]:
             rounded = _rounded_weight(weight, a, b, ctx.scaling, ctx.weight_format, dy.dtype)
             dx = (dy_MN @ rounded).view(x.shape)
             del rounded
         if any(ctx.needs_input_grad[i] for i in (1, 3, 4)):
-            x_MK = _rounded_input(x, ctx.activation).reshape(-1, x.shape[-1])
+            x_MK = rows_of(_rounded_input(x, ctx.activation))
             if ctx.needs_input_grad[1]:
                 dweight = (dy_MN.t() @ x_MK).to(weight.dtype)
             if ctx.needs_input_grad[3]:
@@ -294,7 +295,7 @@ def _rounded_weight(
 def _rounded_input(x: Tensor, format: str | None) -> Tensor:
     if format is None:
         return x
-    return _fake_quantize(x.reshape(-1, x.shape[-1]), format, x.dtype).view(x.shape)
+    return _fake_quantize(rows_of(x), format, x.dtype).view(x.shape)
 
 
 def _gradient_of_a(dy: Tensor, x: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:

@@ -54,6 +54,7 @@ from fewbits.kernels._gated_triton import (
     launch_bwd,
     launch_fwd,
 )
+from fewbits.kernels._matrix import rows_of
 from fewbits.kernels._quantize_float8_triton import has_kernel as converts_float8
 from fewbits.kernels.quantize_float8 import codes_under
 
@@ -214,7 +215,7 @@ def _branch(x: Tensor | None, w: Tensor | None) -> LowRank | None:
 
 def _as_rows(x: Tensor) -> Tensor:
     """``x`` as (M, I) with contiguous rows: a view where its strides allow one."""
-    rows = x.reshape(-1, x.shape[-1])
+    rows = rows_of(x)
     return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
 
 
@@ -224,7 +225,7 @@ def _(e: Tensor, u: Tensor | None, activation: str) -> Tensor:
     if e.dtype not in KERNEL_DTYPES:
         return gated_activation_ref(gate, up, activation).contiguous()
     h = torch.empty(gate.shape, dtype=e.dtype, device=e.device)
-    launch_fwd(_as_rows(gate), _as_rows(up), activation, None, None, h.view(-1, h.shape[-1]), None)
+    launch_fwd(_as_rows(gate), _as_rows(up), activation, None, None, rows_of(h), None)
     return h
 
 
@@ -235,7 +236,7 @@ def _(dh: Tensor, e: Tensor, u: Tensor | None, activation: str) -> tuple[Tensor,
     gate, up = _halves(e, u)
     de = torch.empty(e.shape, dtype=e.dtype, device=e.device)
     du = e.new_empty(0) if u is None else torch.empty(u.shape, dtype=e.dtype, device=e.device)
-    out = _halves(de.view(-1, de.shape[-1]), None if u is None else du.view(-1, du.shape[-1]))
+    out = _halves(rows_of(de), None if u is None else rows_of(du))
     none = (None, None, None)
     launch_bwd(_as_rows(dh), _as_rows(gate), _as_rows(up), activation, none, (*out, None), None)
     return de, du

@@ -44,6 +44,7 @@ from torch import Tensor
 from fewbits.errors import BadInput
 from fewbits.kernels._cross_entropy_gradient import register_gradient
 from fewbits.kernels._cross_entropy_triton import KERNEL_DTYPES, Gradient8, launch
+from fewbits.kernels._matrix import rows_of
 from fewbits.kernels.matmul_packed import product_dtype
 from fewbits.kernels.quantize_float8 import codes_under, scale_of_amax
 
@@ -425,7 +426,7 @@ def over_labels(
     `default_chunk_rows`.
     """
     _check(hidden, weight, labels, bias, reduction, num_items, chunk_rows)
-    rows = hidden.reshape(-1, hidden.shape[-1]).to(product_dtype(hidden))
+    rows = rows_of(hidden).to(product_dtype(hidden))
     flat = labels.reshape(-1).long()
     count = (flat != ignore_index).sum()
     order, M = None, rows.shape[0]
@@ -475,6 +476,11 @@ def _check(
         have = tuple(weight.shape)
         raise BadInput(
             f"the head's weight must be (V, {hidden.shape[-1]}), as hidden's rows are; it is {have}."
+        )
+    if not weight.shape[0]:
+        raise BadInput(
+            f"the head's weight is {tuple(weight.shape)}: without a vocabulary no label has a loss; give a"
+            " weight (V, K) with at least one row."
         )
     if labels.shape != hidden.shape[:-1]:
         have, need = tuple(labels.shape), tuple(hidden.shape[:-1])

@@ -34,6 +34,7 @@ from fewbits.errors import BadInput
 from fewbits.kernels._cross_entropy_triton import KERNEL_DTYPES, launch
 from fewbits.kernels._derivatives import once_differentiable
 from fewbits.kernels._log_probs_triton import launch_statistics
+from fewbits.kernels._matrix import rows_of
 from fewbits.kernels.linear_cross_entropy import (
     check_labels,
     chunked,
@@ -196,7 +197,12 @@ def linear_log_probs(
         raise BadInput(
             "linear_log_probs gives a head that trains no gradient; use linear_cross_entropy, or freeze it."
         )
-    h = hidden.reshape(-1, hidden.shape[-1])
+    if not weight.shape[0]:
+        raise BadInput(
+            f"the head's weight is {tuple(weight.shape)}: without a vocabulary no label has a probability;"
+            " give a weight (V, K) with at least one row."
+        )
+    h = rows_of(hidden)
     h = h.to(product_dtype(h))
     rows = chunk_rows or default_chunk_rows(len(h), weight.shape[0], h.element_size())
     found = _LogProbs.apply(h, weight, labels.reshape(-1), ignore_index, float(soft_cap), rows)

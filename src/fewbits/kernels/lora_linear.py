@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fewbits.formats.base import Packed
 from fewbits.kernels._derivatives import once_differentiable
+from fewbits.kernels._matrix import rows_of
 from fewbits.kernels.matmul_packed import (
     PLAIN,
     Operands,
@@ -49,9 +50,9 @@ class _LoRALinear(torch.autograd.Function):
         weight = decode(like, parts, x.dtype) if like is not None else parts[0].to(x.dtype)
         y = forward_product(x, weight, None if bias is None else bias.to(x.dtype), operands)
         del weight
-        x_MK = _rows(x if dropped is None else dropped)
+        x_MK = rows_of(x if dropped is None else dropped)
         h = x_MK.to(branch_dtype) @ a.to(branch_dtype).t()
-        y_MN = _rows(y)
+        y_MN = rows_of(y)
         if branch_dtype == y.dtype:
             y_MN.addmm_(h, b.to(branch_dtype).t(), alpha=scaling)
         else:
@@ -67,7 +68,7 @@ class _LoRALinear(torch.autograd.Function):
         x_MK, h, a, b, *parts = ctx.saved_tensors
         branch_dtype = h.dtype
         dx = ddropped = da = db = dbias = None
-        dy_MN = _rows(dy)
+        dy_MN = rows_of(dy)
         dy_branch = dy_MN.to(branch_dtype)
         dh = (dy_branch @ b.to(branch_dtype)).mul_(ctx.scaling)
         if ctx.needs_input_grad[2]:
@@ -82,16 +83,12 @@ class _LoRALinear(torch.autograd.Function):
             del weight
             if not ctx.has_dropout:
                 _add_product_(dx_MK, dh, a)
-            dx = dx_MK.view(*dy.shape[:-1], -1)
+            dx = dx_MK.view(*dy.shape[:-1], dx_MK.shape[1])
         if ctx.needs_input_grad[1]:
-            ddropped = (dh @ a.to(branch_dtype)).to(dy.dtype).view(*dy.shape[:-1], -1)
+            ddropped = (dh @ a.to(branch_dtype)).to(dy.dtype).view(*dy.shape[:-1], a.shape[1])
         if ctx.needs_input_grad[4]:
             dbias = dy_MN.sum(0).to(ctx.bias_dtype)
         return dx, ddropped, da, db, dbias, *(None for _ in range(4 + len(parts)))
-
-
-def _rows(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1])
 
 
 def _add_product_(out: Tensor, left: Tensor, right: Tensor) -> None:

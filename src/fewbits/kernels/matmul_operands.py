@@ -23,6 +23,7 @@ from torch import Tensor
 
 from fewbits.formats.base import Format
 from fewbits.kernels._derivatives import once_differentiable
+from fewbits.kernels._matrix import rows_of
 from fewbits.kernels.matmul_packed import (
     PLAIN,
     Operands,
@@ -46,11 +47,11 @@ class _OperandLinear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         dx = dweight = dbias = None
-        rows = dy.reshape(-1, dy.shape[-1])
+        rows = rows_of(dy)
         if ctx.needs_input_grad[0]:
             dx = backward_product(dy, weight.to(dy.dtype), ctx.operands)
         if ctx.needs_input_grad[1]:
-            x_MK = x.reshape(-1, x.shape[-1])
+            x_MK = rows_of(x)
             dweight = weight_gradient(rows, x_MK, ctx.operands).to(weight.dtype)
         if ctx.needs_input_grad[2]:
             dbias = rows.sum(0).to(ctx.bias_dtype)

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from fewbits.formats.base import Format, Packed
 from fewbits.kernels._derivatives import once_differentiable
+from fewbits.kernels._matrix import rows_of
 from fewbits.kernels.dequantize import dequantize
 
 
@@ -46,7 +47,7 @@ def round_operand(x: Tensor, format: Format | None) -> Tensor:
         return x
     if x.dim() == 2:
         return format.fake_quantize(x)
-    return format.fake_quantize(x.reshape(-1, x.shape[-1])).view(x.shape)
+    return format.fake_quantize(rows_of(x)).view(x.shape)
 
 
 def forward_product(x: Tensor, weight: Tensor, bias: Tensor | None, operands: Operands) -> Tensor:
@@ -96,7 +97,7 @@ class _PackedLinear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             dx = backward_product(dy, decode(ctx.like, parts, dy.dtype), ctx.operands)
         if ctx.needs_input_grad[1]:
-            dbias = dy.reshape(-1, dy.shape[-1]).sum(0).to(ctx.bias_dtype)
+            dbias = rows_of(dy).sum(0).to(ctx.bias_dtype)
         return dx, dbias, None, None, *(None for _ in parts)
 
 
@@ -137,7 +138,7 @@ def packed_linear(
     """
     operands = Operands(activation=activation, gradient=gradient, weight_operand=weight_operand)
     # Rows, so that what the function returns is no view: PEFT's aLoRA, for one, writes into it.
-    rows = x.to(product_dtype(x)).reshape(-1, x.shape[-1])
+    rows = rows_of(x.to(product_dtype(x)))
     y: Tensor = _PackedLinear.apply(rows, bias, operands, signature(packed), *packed.parts.values())
     return y.view(*x.shape[:-1], y.shape[-1])
 

@@ -34,6 +34,7 @@ from torch import Tensor
 from fewbits.errors import BadInput
 from fewbits.kernels._derivatives import once_differentiable
 from fewbits.kernels._launch import RowTile
+from fewbits.kernels._matrix import rows_of
 from fewbits.kernels._quantize_float8_triton import has_kernel as converts_float8
 from fewbits.kernels._rmsnorm_triton import (
     KERNEL_DTYPES,
@@ -66,7 +67,7 @@ def rmsnorm_backward_ref(
     dx = r.unsqueeze(-1) * (g - xhat * (g * xhat).mean(-1, keepdim=True))
     if not needs_dw:
         return dx.to(x.dtype), weight.new_empty(0)
-    dw = (dyf * xhat).reshape(-1, x.shape[-1]).sum(0)
+    dw = rows_of(dyf * xhat).sum(0)
     return dx.to(x.dtype), dw.to(weight.dtype)
 
 

@@ -165,7 +165,12 @@ def attention(
         BadInput: shapes that do not fit each other.
     """
     B, H, S, D = q.shape
-    if k.shape != v.shape or k.shape[0] != B or k.shape[2:] != (S, D) or H % k.shape[1]:
+    if (
+        k.shape != v.shape
+        or k.shape[0] != B
+        or k.shape[2:] != (S, D)
+        or (H % k.shape[1] if k.shape[1] else H)
+    ):
         raise BadInput(
             f"attention of q {tuple(q.shape)} over k {tuple(k.shape)} and v {tuple(v.shape)}: give q "
             "(B, H, S, D) and k, v (B, K, S, D) with K a divisor of H."
@@ -183,4 +188,4 @@ def attention(
 
 
 def _scale(q: Tensor, scale: float | None) -> float:
-    return q.shape[-1] ** -0.5 if scale is None else float(scale)
+    return max(q.shape[-1], 1) ** -0.5 if scale is None else float(scale)

@@ -70,7 +70,7 @@ def _as_one_row(x: Tensor) -> Tensor:
 
 def _dense_ref(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, starts: Tensor | None = None) -> Tensor:
     wide = torch.promote_types(q.dtype, torch.float32)
-    groups = q.shape[1] // k.shape[1]
+    groups = q.shape[1] // max(k.shape[1], 1)
     kf, vf = (t.to(wide).repeat_interleave(groups, 1) for t in (k, v))
     scores = q.to(wide) @ kf.mT * pattern.scale
     if pattern.soft_cap is not None:

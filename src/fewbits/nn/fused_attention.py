@@ -26,6 +26,7 @@ from torch import Tensor
 
 from fewbits.kernels._derivatives import once_differentiable
 from fewbits.kernels._gated_triton import LowRank
+from fewbits.kernels._matrix import rows_of
 from fewbits.kernels.qkv_epilogue import (
     QKNorm,
     QKVExtras,
@@ -96,7 +97,7 @@ class AttentionHalf:
 
 def fused_attention(x: Tensor, half: AttentionHalf) -> Tensor:
     """``x + post(o(attend(q, k, v)))`` for x (B, S, H), contiguous."""
-    y: Tensor = _Attention.apply(x.reshape(-1, x.shape[-1]), half, *half.tensors())
+    y: Tensor = _Attention.apply(rows_of(x), half, *half.tensors())
     return y.view(x.shape)
 
 

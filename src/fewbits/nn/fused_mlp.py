@@ -27,6 +27,7 @@ from torch import Tensor
 from fewbits.kernels._derivatives import once_differentiable
 from fewbits.kernels._gated_lora_triton import MAX_RANK as ONE_PASS_RANK
 from fewbits.kernels._gated_triton import LowRank, Quantized8
+from fewbits.kernels._matrix import rows_of
 from fewbits.kernels.gated_activation import (
     gated_activation_backward_into,
     gated_activation_into,
@@ -87,7 +88,7 @@ class MLPHalf:
 
 def fused_mlp(x: Tensor, half: MLPHalf) -> Tensor:
     """``x + post(down(f(gate(norm(x))) * up(norm(x))))`` for x (..., H), contiguous."""
-    y: Tensor = _MLP.apply(x.reshape(-1, x.shape[-1]), half, *half.tensors())
+    y: Tensor = _MLP.apply(rows_of(x), half, *half.tensors())
     # The layer's output; not `view`, because an in-place change of a view would lose FSDP2's hook on it.
     return torch.ops.aten._unsafe_view(y, x.shape)  # type: ignore[no-any-return]
 

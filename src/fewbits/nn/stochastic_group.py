@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from fewbits.errors import Unsupported
 from fewbits.formats.base import Packed
+from fewbits.kernels._matrix import rows_of
 from fewbits.kernels.matmul_packed import product_dtype
 from fewbits.kernels.stochastic_rows import stochastic_rows
 
@@ -97,7 +98,7 @@ class StochasticGroup:
 
     def _computed(self, x: Tensor) -> Tensor:
         first, dtype = self.layers[0], product_dtype(x)
-        rows = x.to(dtype).reshape(-1, first.in_features)
+        rows = rows_of(x.to(dtype))
         biased = any(layer.bias is not None for layer in self.layers)
         b, smooth, levels = self.packed, first.smooth_scales, first.levels
         return stochastic_rows(

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from fewbits.errors import BadInput, Unsupported
 from fewbits.formats.base import Packed, PartSpec
 from fewbits.formats.stochastic import Stochastic
+from fewbits.kernels._matrix import rows_of
 from fewbits.kernels.matmul_packed import decode, product_dtype, signature
 from fewbits.kernels.matmul_stochastic import product_of_codes
 from fewbits.kernels.quantize import quantize
@@ -266,7 +267,7 @@ class StochasticLinear(QuantizedLinear):
         """The stream lengths that a forward pass with x (..., K) uses, (rows or 1, C or 1) int64."""
         if self.level_index is None:
             return torch.tensor([[self.levels[0]]], device=x.device)
-        _, scales = self._quantized(x.detach().reshape(-1, self.in_features))
+        _, scales = self._quantized(rows_of(x.detach()))
         index = self._level_index(scales)
         assert index is not None
         return torch.tensor(self.levels, device=x.device)[index[0].long()]
@@ -275,7 +276,7 @@ class StochasticLinear(QuantizedLinear):
         """(1, rows or 1, C or 1) uint8 for the scales (rows, C) of the input."""
         if self.level_index is None or self.length_thresholds is None:
             return None if self.level_index is None else self.level_index[None]
-        largest = scales if self.by_chunk else scales.amax(1, keepdim=True)
+        largest = scales if self.by_chunk or not scales.shape[1] else scales.amax(1, keepdim=True)
         groups = (self.length_thresholds > (largest * self.format.max_code)[..., None]).sum(-1)
         columns = torch.arange(max(groups.shape[1], self.level_index.shape[1]), device=groups.device)
         index: Tensor = self.level_index[groups, columns % self.level_index.shape[1]]
@@ -294,7 +295,7 @@ class StochasticLinear(QuantizedLinear):
             return F.linear(x.to(dtype), self.dequantize(dtype), bias)
         y = None if self.group is None else self.group.product(self, x)
         if y is None:
-            rows = x.to(dtype).reshape(-1, self.in_features)
+            rows = rows_of(x.to(dtype))
             y = self._differentiated(rows) if torch.is_grad_enabled() else self._rounded(rows, dtype)
         if self.bias is not None:
             y = y + self.bias.float()
