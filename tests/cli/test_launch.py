@@ -17,6 +17,7 @@ from contextlib import suppress
 import psutil
 import pytest
 
+from fewbits.build.oom_kills import OomKills
 from fewbits.cli.launch import check_tasks, processes, run_processes, wants_launch
 from fewbits.cli.launch_flags import add_launch_flags, without_launch_flags
 from fewbits.doctor.launchers import launched as launched_as
@@ -42,15 +43,17 @@ def flags(*words: str) -> argparse.Namespace:
 def launched(tmp_path, capsys):
     """Exit code and error stream of two processes with some code, which imports nothing heavy."""
 
-    def launch(code: str) -> tuple[int, str]:
+    def launch(code: str, *words: str) -> tuple[int, str]:
         command = [sys.executable, "-c", HEAD + textwrap.dedent(code)]
-        result = run_processes(command, flags("--nproc-per-node", "2"), count=2, logs=tmp_path / "run/logs")
+        args = flags("--nproc-per-node", "2", *words)
+        result = run_processes(command, args, count=2, logs=tmp_path / "run/logs")
         return result, capsys.readouterr().err
 
     return launch
 
 
-def test_a_killed_rank_is_to_blame_and_not_the_one_that_lost_it(launched):
+def test_a_killed_rank_is_to_blame_and_not_the_one_that_lost_it(launched, monkeypatch):
+    monkeypatch.setattr("fewbits.cli.launch.oom_kills", lambda: OomKills(None, 5))  # as before the launch
     code, told = launched(
         """
         if rank == 1:
@@ -61,10 +64,39 @@ def test_a_killed_rank_is_to_blame_and_not_the_one_that_lost_it(launched):
     )
     assert code == 128 + 9
     assert re.fullmatch(
-        r"error: rank 1 \(process \d+\) was killed by SIGKILL, perhaps because the machine's memory was full;"
-        r" the checkpoints are whole: go on with --resume\.\n",
+        r"error: rank 1 \(process \d+\) was killed by SIGKILL, from outside: the kernel has killed nothing"
+        r" for want of memory; the checkpoints are whole: go on with --resume\.\n",
         told,
     ), told
+
+
+def test_the_last_attempt_is_to_blame_and_a_stop_is_no_reason_for_another(launched):
+    again = 'attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])\n'
+    code, told = launched(
+        again
+        + """
+if rank == 1 - attempt:  # in the first attempt rank 1, in the second rank 0
+    time.sleep(2)
+    os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(5)
+fail("PeerLost: another rank is gone.")
+""",
+        "--max-restarts", "1",
+    )  # fmt: skip
+    assert code == 128 + 9 and re.match(r"error: rank 0 \(process \d+\) was killed by SIGKILL", told), told
+    code, told = launched(
+        again
+        + """
+if attempt:
+    fail("BadInput: started again.")
+open(os.environ["TORCHELASTIC_ERROR_FILE"], "w").write(json.dumps({"message": {"message":
+    "StoppedBySignal: SIGUSR1 came to rank 0 of 2: the checkpoint of step 3 of 9 is written."}}))
+""",
+        "--max-restarts", "1",
+    )  # fmt: skip
+    assert (code, told) == (
+        128 + signal.SIGUSR1, "SIGUSR1 came to rank 0 of 2: the checkpoint of step 3 of 9 is written.\n"
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
@@ -140,7 +172,7 @@ def test_a_signal_to_the_launcher_is_handed_on_and_waited_for(number, tmp_path):
         "import argparse, sys\n"
         "from pathlib import Path\n"
         "from fewbits.cli.launch import run_processes\n"
-        "args = argparse.Namespace(nnodes=None)\n"
+        "args = argparse.Namespace(nnodes=None, max_restarts=None)\n"
         "command = [sys.executable, '-c', sys.argv[1], sys.argv[2]]\n"
         "sys.exit(run_processes(command, args, count=2, logs=Path(sys.argv[2]) / 'logs'))\n"
     )
@@ -228,6 +260,32 @@ def test_tasks_that_do_not_know_of_each_other_are_refused():
     check_tasks(flags(), launched_as({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}))  # a batch script itself
     check_tasks(flags(), launched_as({**slurm, "RANK": "2", "LOCAL_RANK": "2"}))
     assert launched_as({"TORCHELASTIC_RESTART_COUNT": "3"}).restarts == 3
+
+
+def test_the_name_of_a_job():
+    """The same when it is requeued or its ranks start again, and no other's."""
+    slurm = {"SLURM_JOB_ID": "77"}
+    nobody = "2d3aa4ba-1f4b-4a71-9d0c-3a5e6a2f8c11"  # made anew for every launch on one machine
+    for named, name in (
+        ({"TORCHELASTIC_RUN_ID": "a"}, "run a"),
+        ({"TORCHELASTIC_RUN_ID": "a", **slurm}, "run a"),
+        ({"TORCHELASTIC_RUN_ID": "fewbits"}, None),
+        ({"TORCHELASTIC_RUN_ID": "none"}, None),
+        ({"TORCHELASTIC_RUN_ID": nobody}, None),
+        ({"TORCHELASTIC_RUN_ID": nobody, **slurm, "SLURM_STEP_ID": "0"}, "slurm 77.0"),
+        (slurm, "slurm 77.batch"),
+        ({**slurm, "SLURM_STEP_NUM_TASKS": "2"}, None),  # two tasks with one folder are two runs
+        ({}, None),
+    ):
+        assert launched_as(named).launch == name, named
+
+
+def test_what_may_start_again():
+    assert wants_launch(flags("--nproc-per-node", "2", "--max-restarts", "3"))
+    assert without_launch_flags(["train", "--max-restarts", "3", "--resume"]) == ["train", "--resume"]
+    for words in (("--max-restarts", "1"), ("--nproc-per-node", "2", "--max-restarts", "-1")):
+        with pytest.raises(BadInput, match=r"--max-restarts is -?1: .* give a number from 0"):
+            wants_launch(flags(*words))
 
 
 def test_machines_need_a_meeting_place(tmp_path):
@@ -322,6 +380,51 @@ def test_a_machine_whose_launcher_is_killed_ends_the_run(tmp_path, run_folders):
     lost = r"rank \d of 2 \(on .+\) lost the connection to another rank \(.+\), which was probably killed"
     then = r"the checkpoints are whole: (look at the other ranks' logs, then )?go on with resume"
     assert re.search(rf"error: ({gone}|{lost}); {then}", told), told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["torchrun", "ours"])
+def test_a_killed_rank_is_started_again_and_nothing_is_lost(launcher, tmp_path, run_folders):
+    """The store of the first attempt, with its dead addresses, is there for the second one too."""
+    from safetensors.torch import load_file
+
+    config, _ = run_folders
+    words = ["train", str(config), "max_steps=40", "save_steps=5"]
+    ours = [sys.executable, "-m", "fewbits.cli"]
+    whole = [*ours, *words, f"output_dir={tmp_path / 'whole'}", "--nproc-per-node", "2"]
+    assert subprocess.run(whole, timeout=240, check=False).returncode == 0
+    if launcher == "torchrun":
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        command = [sys.executable, *torchrun, "--max-restarts", "1", *ours[1:], *words]
+    else:
+        command = [*ours, *words, "--nproc-per-node", "2", "--max-restarts", "1"]
+    process = subprocess.Popen(command)
+    try:
+        deadline = time.monotonic() + 120
+        while not (tmp_path / "run/checkpoints/checkpoint-10").exists():
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.02)
+        os.kill(rank_of(process.pid, 1), signal.SIGKILL)
+        assert process.wait(150) == 0
+    finally:
+        process.kill()
+    run = json.loads((tmp_path / "run/run.json").read_text())
+    assert run["status"] == "finished" and run["steps"] == 40
+    steps = [json.loads(line)["step"] for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert steps == sorted(steps)
+    want, found = (
+        load_file(next((tmp_path / name / "final").glob("*model.safetensors"))) for name in ("whole", "run")
+    )
+    assert want.keys() == found.keys()
+    assert all((tensor == found[name]).all() for name, tensor in want.items())
+
+
+def rank_of(launcher: int, rank: int) -> int:
+    """The number of a rank's process."""
+    for child in psutil.Process(launcher).children():
+        if child.environ().get("RANK") == str(rank):
+            return child.pid
+    raise AssertionError(f"no rank {rank}")
 
 
 @pytest.fixture

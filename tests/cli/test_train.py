@@ -14,10 +14,15 @@ from fewbits.training.config import TrainConfig
 @pytest.fixture
 def trained(monkeypatch, tmp_path):
     """Calls of `train`, which is replaced."""
-    calls = []
 
-    def train(config, *, resume=False, console=None):
+    class Calls(list):
+        """With what the last one was told of its launcher."""
+
+    calls = Calls()
+
+    def train(config, *, resume=False, console=None, launch=None, attempt=0):
         calls.append((config, resume))
+        calls.launched = launch, attempt
         return SimpleNamespace(
             final=tmp_path / "run/final",
             merged=None,
@@ -55,6 +60,14 @@ def test_the_command_line_wins(run, trained, config):
     assert "evaluation loss 1.2500 at step 7" in shown.out
     assert "run/final" in shown.out
     assert "merged" not in shown.out
+
+
+def test_what_the_launcher_said_is_passed_on(run, trained, config, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    monkeypatch.setenv("SLURM_STEP_ID", "0")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
+    assert run("train", config).code == 0
+    assert trained.launched == ("slurm 12.0", 2)
 
 
 def test_without_a_file(run, trained):

@@ -78,11 +78,12 @@ class Killer:
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
 
-    def run(self, config: dict, *, resume: bool = True, **fate: float | None) -> dict:
+    def run(self, config: dict, *, resume: bool = True, **fate: float | str | None) -> dict:
         """One run: exit status (-9: killed), seconds, number of fsyncs, and the error if there was one.
 
         ``after`` seconds, ``at_fsync`` or in ``at_step`` it is killed, in a step by ``signal``; it writes no
-        file larger than ``file_limit`` bytes.
+        file larger than ``file_limit`` bytes. ``host``: the machine that it takes itself to be on; ``launch``
+        and ``attempt``: see `fewbits.training.run.train`.
         """
         self.process.stdin.write(json.dumps({"config": config, "resume": resume, **fate}) + "\n")
         self.process.stdin.flush()

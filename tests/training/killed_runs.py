@@ -20,7 +20,7 @@ from pathlib import Path
 
 import jinja2
 
-from fewbits.training import callbacks, checkpointing, distribute, run, trainer, watch
+from fewbits.training import callbacks, checkpointing, distribute, run, run_lock, trainer, watch
 from fewbits.training.config import TrainConfig
 
 
@@ -46,7 +46,18 @@ def child(order: dict, counter: int) -> None:
         run.Watch = functools.partial(watch.Watch, pace=watch.Pace(**pace))
     if order.get("by_slices"):  # as on GPUs
         distribute._comes_in_shares = lambda config: True
-    run.train(TrainConfig.from_mapping(order["config"]), resume=order["resume"])
+    if host := order.get("host"):
+        pretend(host)
+    config = TrainConfig.from_mapping(order["config"])
+    run.train(config, resume=order["resume"], launch=order.get("launch"), attempt=order.get("attempt") or 0)
+
+
+def pretend(host: str) -> None:
+    """To be on another machine, which has another name and another kernel."""
+    socket.gethostname = lambda: host
+    kernel = os.memfd_create("kernel")
+    os.write(kernel, host.encode())
+    run_lock._BOOT_ID = Path(f"/proc/self/fd/{kernel}")
 
 
 def kill_at(step: int, number: int) -> None:

@@ -210,6 +210,20 @@ def test_killed_many_times(kind, options, whole, killer, tiny_folder, tiny_data,
         assert_same(remains(tmp_path / f"run{trial}"), want)
 
 
+def test_a_job_that_goes_on_on_another_machine(whole, killer, tiny_folder, tiny_data, tmp_path):
+    """Requeued by its scheduler, or started again by its launcher; another job does not take the folder."""
+    want, outcome = whole["lora"]
+    config = settings(tiny_folder, tiny_data, tmp_path / "run", **LORA)
+    killed = killer.run(config, at_fsync=outcome["fsyncs"] // 2, host="node1", launch="run 7")
+    assert killed["status"] == -9
+    for launch in ("run 8", None):
+        refused = killer.run(config, host="node2", launch=launch)
+        assert "on node1, another machine" in refused["error"] and "take_over=true" in refused["error"]
+    gone_on = killer.run(config, resume=False, attempt=1, host="node2", launch="run 7")
+    assert gone_on["status"] == 0, gone_on
+    assert_same(remains(tmp_path / "run"), want)
+
+
 def test_a_folder_in_use_is_left_alone(whole, killer, tiny_folder, tiny_data, tmp_path):
     """A second run is refused and touches nothing; after a kill the folder is taken over."""
     want, outcome = whole["lora"]

@@ -106,7 +106,14 @@ def _machine(root: Path) -> Iterator[Limit]:
 
 
 def _cgroups(root: Path) -> Iterator[Limit]:
-    """A limit of every cgroup from ours to the top of what is mounted."""
+    for version, folder in cgroup_folders(root):
+        limit = _cgroup_limit(root, folder, version)
+        if limit is not None:
+            yield limit
+
+
+def cgroup_folders(root: Path = Path("/")) -> Iterator[tuple[str, str]]:
+    """Version ("v1", "v2") and folder of every cgroup that counts our memory, from ours to the top."""
     ours = dict(_our_cgroups(_read(root / "proc/self/cgroup")))
     for version, mounted_root, mount in _cgroup_mounts(_read(root / "proc/self/mountinfo")):
         if version not in ours:
@@ -117,10 +124,7 @@ def _cgroups(root: Path) -> Iterator[Limit]:
         steps = path[len(mounted_root.rstrip("/")) :].split("/") if inside else []
         names = [step for step in steps if step not in ("", "..")]
         for depth in range(len(names), -1, -1):
-            folder = "/".join((mount.rstrip("/"), *names[:depth]))
-            limit = _cgroup_limit(root, folder, version)
-            if limit is not None:
-                yield limit
+            yield version, "/".join((mount.rstrip("/"), *names[:depth]))
 
 
 def _our_cgroups(text: str) -> Iterator[tuple[str, str]]:

@@ -54,9 +54,14 @@ def _train_here(args: Namespace, config: Any) -> int:
     from fewbits.doctor.launchers import launched
     from fewbits.training.run import train as run_training
 
-    # what torch's elastic agent starts again goes on by itself
-    resume = args.resume or config.resume or launched().restarts > 0
-    result = run_training(config, resume=resume, console=console(stderr=True))
+    told = launched()
+    result = run_training(
+        config,
+        resume=args.resume,
+        console=console(stderr=True),
+        launch=told.launch,
+        attempt=told.restarts,  # what torch's elastic agent starts again goes on by itself
+    )
     if not result.leads:
         return 0
     facts: dict[str, object] = {"model": result.final, "merged": result.merged, "report": result.report}

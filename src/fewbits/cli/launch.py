@@ -7,6 +7,7 @@ the end of the failed rank's log is shown, and one sentence: that of the rank th
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
@@ -19,9 +20,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fewbits.build.oom_kills import UNKNOWN, OomKills, oom_kills
 from fewbits.cli.rank_processes import RankProcesses
 from fewbits.doctor.launchers import Launched, launched
-from fewbits.errors import BadInput, PeerLost, Unsupported
+from fewbits.errors import BadInput, PeerLost, StoppedBySignal, Unsupported
 
 LOGS = "logs"
 _TAIL = 25  # lines shown of a failed rank's log
@@ -40,6 +42,11 @@ def wants_launch(args: Namespace) -> bool:
         for name in ("nnodes", "node_rank", "rdzv_endpoint", "rdzv_id")
         if getattr(args, name) is not None
     ]
+    if args.max_restarts is not None and (args.max_restarts < 0 or args.nproc_per_node is None):
+        raise BadInput(
+            f"--max-restarts is {args.max_restarts}: how often the processes that --nproc-per-node starts may"
+            " be started again; give a number from 0, and --nproc-per-node N (or gpu)."
+        )
     if given and args.nproc_per_node is None:
         raise BadInput(
             f"--{given[0].replace('_', '-')} says how machines meet, but not how many processes each starts;"
@@ -96,6 +103,8 @@ def launch(args: Namespace, words: Sequence[str], *, device: str, output_dir: st
     count = processes(args.nproc_per_node, device)
     threads = args.threads or max(1, torch.get_num_threads() // count)
     command = [sys.executable, "-m", "fewbits.cli", *words, "--launched", "--threads", str(threads)]
+    if args.max_restarts:
+        command += ["--max-restarts", str(args.max_restarts)]
     return run_processes(command, args, count=count, logs=Path(output_dir) / LOGS)
 
 
@@ -131,11 +140,14 @@ def run_processes(command: Sequence[str], args: Namespace, *, count: int, logs: 
     own = logs / f"{socket.gethostname()}-{os.getpid()}"  # machines share the run folder
     own.mkdir(parents=True, exist_ok=True)
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the sentence is ours
-    running = RankProcesses(lambda: _torchrun(command, args, count=count, logs=own))
+    before = oom_kills()
+    running = RankProcesses(
+        lambda: _torchrun(command, args, count=count, logs=own), restarts=bool(args.max_restarts)
+    )
     try:
         running.run()
     except ChildFailedError as error:
-        code = _tell(error.failures, own, running)
+        code = _tell(error.failures, own, running, before)
         _remove_empty(own)
         return code
     except RendezvousError as error:
@@ -149,15 +161,30 @@ def run_processes(command: Sequence[str], args: Namespace, *, count: int, logs: 
             f"the machines did not meet at {args.rdzv_endpoint} ({_first_line(error)}); check that the first"
             " machine's name and port can be reached from all, and that all were started."
         ) from error
+    asked = _asked_to_stop(own) if args.max_restarts else None
     _remove_empty(own)
+    if asked is not None:
+        sys.stderr.write(f"{asked}\n")
+        return 128 + int(signal.Signals[asked.split()[0]])
     return 0 if running.signal is None else _ended_by(running.signal)
+
+
+def _asked_to_stop(own: Path) -> str | None:
+    """What the ranks of the last attempt have said if they stopped for a signal; see `as_rank`."""
+    attempts = sorted(own.glob("*/attempt_*"), key=lambda path: int(path.name.rpartition("_")[2]))
+    for path in attempts[-1].glob("*/error.json") if attempts else ():
+        text = str(json.loads(path.read_text(encoding="utf-8"))["message"]["message"])
+        if text.startswith(_STOPPED):
+            return text.removeprefix(_STOPPED)
+    return None
 
 
 def _torchrun(command: Sequence[str], args: Namespace, *, count: int, logs: Path) -> None:
     from torch.distributed import run as torchrun
 
     quiet = ",".join(f"{rank}:{0 if rank == 0 else 3}" for rank in range(count))
-    flags = ["--nproc-per-node", str(count), "--nnodes", str(args.nnodes or 1), "--max-restarts", "0"]
+    flags = ["--nproc-per-node", str(count), "--nnodes", str(args.nnodes or 1)]
+    flags += ["--max-restarts", str(args.max_restarts or 0)]
     flags += ["--log-dir", str(logs), "--redirects", quiet]
     if (args.nnodes or 1) == 1:
         flags += ["--standalone"]
@@ -185,7 +212,7 @@ def _ended_by(by: signal.Signals) -> int:
     return 128 + int(by)
 
 
-def _tell(failures: Mapping[int, Any], logs: Path, running: RankProcesses) -> int:
+def _tell(failures: Mapping[int, Any], logs: Path, running: RankProcesses, before: OomKills) -> int:
     """The log's end and the sentence of the rank that is to blame; its exit code."""
 
     def order(number: int) -> tuple[int, float, int]:
@@ -208,7 +235,7 @@ def _tell(failures: Mapping[int, Any], logs: Path, running: RankProcesses) -> in
         shown = [line for line in lines if line.strip()][-_TAIL:]
         if shown:
             sys.stderr.write("\n".join([f"the end of rank {rank}'s log, {log}:", *shown, ""]))
-    sys.stderr.write(f"error: {sentence_of(rank, failure)}\n")
+    sys.stderr.write(f"error: {sentence_of(rank, failure, oom_kills().since(before))}\n")
     return 128 - failure.exitcode if failure.exitcode < 0 else int(failure.exitcode)
 
 
@@ -224,14 +251,14 @@ def _blame(failure: Any, first: int | None) -> int:
     return 2 if _message(failure).startswith("PeerLost: ") else 1
 
 
-def sentence_of(rank: int, failure: Any) -> str:
-    """What became of a rank."""
+def sentence_of(rank: int, failure: Any, kills: OomKills = UNKNOWN) -> str:
+    """What became of a rank; ``kills``: what the kernel has killed for memory since the launch."""
     text = " ".join(_message(failure).split())
     if failure.exitcode < 0:
         name = signal.Signals(-failure.exitcode).name
-        full = ", perhaps because the machine's memory was full" if name == "SIGKILL" else ""
+        why = f", {kills.reason()}" if name == "SIGKILL" else ""
         return (
-            f"rank {rank} (process {failure.pid}) was killed by {name}{full}; the checkpoints are whole: go"
+            f"rank {rank} (process {failure.pid}) was killed by {name}{why}; the checkpoints are whole: go"
             " on with --resume."
         )
     if match := _OUR_OWN.match(text):
@@ -279,4 +306,17 @@ def as_rank(args: Namespace, work: Any) -> Any:
         torch.set_num_threads(args.threads)
     if not torch.distributed.is_torchelastic_launched():
         return work()
+    if args.max_restarts:
+        return record(lambda: _without_restart(work))()
     return record(work)()
+
+
+def _without_restart(work: Any) -> Any:
+    """A rank that has stopped for a signal ends well, or torch's agent would start it again."""
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    try:
+        return work()
+    except StoppedBySignal as error:
+        get_error_handler().record_exception(error)
+        return 0

@@ -24,6 +24,10 @@ def add_launch_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--rdzv-id", metavar="TEXT", help="name of the job, the same on all its machines")
     group.add_argument(
+        "--max-restarts", metavar="N", type=int,
+        help="start all processes again, up to N times, when one fails; they resume (default: 0)",
+    )  # fmt: skip
+    group.add_argument(
         "--threads", metavar="N", type=int, help="CPU threads of a process (default: the machine's, divided)"
     )
     group.add_argument("--launched", action="store_true", help=argparse.SUPPRESS)  # started by ourselves

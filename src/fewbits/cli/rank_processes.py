@@ -39,12 +39,13 @@ class RankProcesses:
 
     Attributes:
         signal: the first that came; None: none did.
-        first: number of the process that ended first; None: not known.
+        first: number of the process that ended first, of those started last; None: not known.
         stopped: sentences about processes that stood still and were ended for it, by process number.
     """
 
-    def __init__(self, work: Callable[[], None]) -> None:
-        """Args: what starts the processes and waits for them."""
+    def __init__(self, work: Callable[[], None], *, restarts: bool = False) -> None:
+        """Args: what starts the processes and waits for them; whether it may start them again."""
+        self.restarts = restarts
         self.signal: signal.Signals | None = None
         self.stopped: dict[int, str] = {}
         self.first: int | None = None
@@ -79,10 +80,14 @@ class RankProcesses:
         finally:
             for name, old in before.items():
                 signal.signal(getattr(signal, name), old)
-            for handle in self._handles:
-                os.close(handle)
+            self._close()
         if self._agent.error is not None:
             raise self._agent.error
+
+    def _close(self) -> None:
+        for handle in self._handles:
+            os.close(handle)
+        self._handles.clear()
 
     def _wait(self) -> None:
         """A moment, or until a process ends: the first, before the agent ends the others, is to blame."""
@@ -94,7 +99,12 @@ class RankProcesses:
             self.first = self._handles[ended[0]]
 
     def _watch_ends(self, children: list[psutil.Process]) -> None:
-        known = set(self._handles.values())
+        known, alive = set(self._handles.values()), {child.pid for child in children}
+        if known and alive and not known & alive and self.restarts:  # all were started again
+            self._close()
+            self.first, known = None, set()
+            for child in children if self.signal is not None else ():
+                _send(child.pid, signal.SIGTERM)  # the end was asked for, and the agent does not know
         for child in children if hasattr(os, "pidfd_open") else ():
             if child.pid not in known:
                 with suppress(OSError):  # it has ended, or the kernel is too old

@@ -18,9 +18,11 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from fewbits import errors
 from fewbits.errors import FewbitsError, PeerLost, SpecMismatch, Unsupported
+from fewbits.training.meeting import AGAIN_S, Met, meet
 
 T = TypeVar("T")
 WAIT_SECONDS = 1800
@@ -36,6 +38,8 @@ class Ranks:
         local_rank: its number on its machine.
         host: its machine's name.
         wait_seconds: the longest that one rank waits for another.
+        launch: a word that all attempts of one launch share, and no other launch has; None: not known.
+        again: whether a launcher has started these processes again.
     """
 
     def __init__(
@@ -46,8 +50,11 @@ class Ranks:
         local_rank: int = 0,
         store: Any = None,
         wait_seconds: float = WAIT_SECONDS,
+        launch: str | None = None,
+        again: bool = False,
     ) -> None:
         """A process alone, or one of several that share a store."""
+        self.launch, self.again = launch, again
         self.rank, self.size, self.local_rank = rank, size, local_rank
         self.host = socket.gethostname()
         self.store = store
@@ -166,13 +173,19 @@ class _Told:
             self.store.set(self.key, json.dumps(told))
 
 
-def join(*, on_gpu: bool, wait_seconds: float = WAIT_SECONDS) -> Ranks:
+def join(*, on_gpu: bool, wait_seconds: float = WAIT_SECONDS, attempt: int = 0) -> Ranks:
     """This process among those that torchrun (or another launcher that sets torch's variables) has started.
 
     Each gets the GPU of its number on its machine; a process that was started alone stays alone.
 
+    Args:
+        on_gpu: whether the run computes there.
+        wait_seconds: the longest that one rank waits for another.
+        attempt: how often a launcher says it has started this process again.
+
     Raises:
         Unsupported: a machine has fewer GPUs than processes.
+        PeerLost: others did not come; soon where they were started again.
     """
     from accelerate import PartialState
 
@@ -182,19 +195,53 @@ def join(*, on_gpu: bool, wait_seconds: float = WAIT_SECONDS) -> Ranks:
             f"process {local} of this machine has no GPU: {torch.cuda.device_count()} are visible here; start"
             " at most one process for each (--nproc-per-node)."
         )
+    met = None
+    if _launched() and not dist.is_initialized():
+        met = _meet("nccl" if on_gpu else "gloo", wait_seconds, attempt)
     state = PartialState(cpu=not on_gpu, timeout=timedelta(seconds=wait_seconds)) if _launched() else None
     if state is None or state.num_processes == 1:
-        return Ranks(wait_seconds=wait_seconds)
-    # torch's elastic agent keeps its store when it starts ranks again, with all that an earlier attempt said
-    token = [secrets.token_hex(8)]
-    dist.broadcast_object_list(token)
+        return Ranks(wait_seconds=wait_seconds, again=attempt > 0)
+    if met is None:  # the caller's own process group
+        token = [secrets.token_hex(8)]
+        dist.broadcast_object_list(token)
+        met = Met(PrefixStore(token[0], dist.distributed_c10d._get_default_store()), token[0], attempt > 0)
     return Ranks(
         state.process_index,
         state.num_processes,
         local_rank=max(0, state.local_process_index),
-        store=PrefixStore(f"fewbits/{token[0]}", dist.distributed_c10d._get_default_store()),
+        store=PrefixStore("fewbits", met.store),
         wait_seconds=wait_seconds,
+        launch=met.launch,
+        again=met.again,
     )
+
+
+def _meet(backend: str, wait_seconds: float, attempt: int) -> Met | None:
+    """The process group, over a part of the store that no earlier attempt used; None: a process alone."""
+    patience = timedelta(seconds=min(AGAIN_S, wait_seconds) if attempt else wait_seconds)
+    try:
+        store, rank, size = next(rendezvous("env://", timeout=patience))
+    except dist.DistError as error:
+        raise PeerLost(
+            f"the store at which the ranks meet did not answer ({_first_line(error)}); start all of them"
+            " again, with resume."
+        ) from error
+    if size == 1:
+        return None
+    met = meet(store, rank, size, attempt=attempt, wait_seconds=wait_seconds)
+    store.set_timeout(timedelta(seconds=wait_seconds))
+    dist.init_process_group(
+        backend,
+        store=PrefixStore("group", met.store),
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=wait_seconds),
+    )
+    return met
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
 
 
 def _local_rank() -> int:

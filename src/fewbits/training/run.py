@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import platform
-import sys
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from rich.console import Console
 
-import fewbits
 from fewbits.errors import BadInput
 from fewbits.training.batches import passes_of
 from fewbits.training.build import (
@@ -53,6 +49,7 @@ from fewbits.training.restore import restore
 from fewbits.training.resume import check_best, check_unchanged, resumable, weights_of
 from fewbits.training.run_folder import FullDisk, Recorded, RunFolder, now
 from fewbits.training.run_lock import RunLock
+from fewbits.training.run_record import TrainResult, device_of, recipe_of, result_of, versions
 from fewbits.training.samples import answer_all
 from fewbits.training.signals import StopRequest
 from fewbits.training.watch import Watch
@@ -62,25 +59,14 @@ if TYPE_CHECKING:  # they import transformers, which a run does when it begins
     from fewbits.training.trainer import Trainer
 
 
-@dataclass(frozen=True)
-class TrainResult:
-    """What a run left behind."""
-
-    output_dir: Path
-    final: Path  # the adapter or the model
-    steps: int
-    tokens: int
-    seconds: float
-    metrics: dict[str, Any]  # the newest of each of metrics.jsonl's numbers
-    best_metric: float | None = None  # the lowest evaluation loss
-    best_step: int | None = None
-    stopped_early: bool = False
-    merged: Path | None = None
-    report: Path | None = None
-    leads: bool = True  # of several processes, one does, and tells
-
-
-def train(config: TrainConfig, *, resume: bool = False, console: Console | None = None) -> TrainResult:
+def train(
+    config: TrainConfig,
+    *,
+    resume: bool = False,
+    console: Console | None = None,
+    launch: str | None = None,
+    attempt: int = 0,
+) -> TrainResult:
     """Train as the configuration says.
 
     Args:
@@ -88,6 +74,10 @@ def train(config: TrainConfig, *, resume: bool = False, console: Console | None 
         resume: go on from the newest checkpoint in ``output_dir``; without one, begin. A run that was killed
             and resumed ends with the weights of one that was not.
         console: where progress is shown; None: nowhere.
+        launch: a name of the job that this process belongs to, the same after the job was requeued or its
+            processes started again, and of no other job: such a process goes on in the folder that a process
+            of its job has left on another machine. None: none is known.
+        attempt: how often a launcher has started this process again; if it has, the run resumes.
 
     Returns:
         Where the results are, and the last figures.
@@ -99,16 +89,18 @@ def train(config: TrainConfig, *, resume: bool = False, console: Console | None 
     console = console or Console(quiet=True)
     resume = resume or config.resume
     _check_paths(config)
-    ranks = gather_ranks(config, console)
+    ranks = gather_ranks(config, console, attempt)
     if not ranks.leads:
         console = Console(quiet=True)
     tell = partial(console.print, highlight=False, markup=False)
-    folder = RunFolder(config.output_dir, RunLock(config.output_dir, take_over=config.take_over, tell=tell))
+    lock = RunLock(config.output_dir, launch=launch or ranks.launch, take_over=config.take_over, tell=tell)
+    folder = RunFolder(config.output_dir, lock)
     folder.is_written = ranks.leads
     stop = StopRequest(ranks)
     with folder.lock, Recorded(folder), stop:
         with Watch(ranks, told=folder.note_end), FullDisk(folder):
             check_start(ranks, config, resume=resume)
+            resume = resume or ranks.again
             if not ranks.led("run folder", lambda: _is_over(folder, config, resume=resume)):
                 run = _Run(config, folder, console, ranks, stop, resume=resume)
                 run.prepare()
@@ -118,7 +110,7 @@ def train(config: TrainConfig, *, resume: bool = False, console: Console | None 
             ranks.leave()
         if stop.answer is not None:
             stop.end(*run.reached)
-    return replace(_result(folder), leads=ranks.leads)
+    return replace(result_of(folder), leads=ranks.leads)
 
 
 def _is_over(folder: RunFolder, config: TrainConfig, *, resume: bool) -> bool:
@@ -222,12 +214,12 @@ class _Run:
             process={"pid": os.getpid(), "host": self.ranks.host},
             error=None,
             started=self.folder.read().get("started", now()),
-            versions=_versions(),
-            device=_device(model),
+            versions=versions(),
+            device=device_of(model),
             ranks=self.ranks.size,
             parallel=str(self.layout),
             model=self.config.model,
-            recipe=_recipe_config(self.built),
+            recipe=recipe_of(self.built),
             lora=None if self.built.lora is None else asdict(self.built.lora),
             receipt=self.built.receipt,
             parameters=count_weights(model),
@@ -449,52 +441,3 @@ class _Run:
         model, receipt = convert_qat(self.built.model)
         self.folder.write(receipt=f"{self.built.receipt}\n{receipt}")
         return model
-
-
-def _result(folder: RunFolder) -> TrainResult:
-    from fewbits.training.callbacks import read_metrics
-
-    facts = folder.read()
-    metrics: dict[str, Any] = {}
-    for record in read_metrics(folder.metrics):
-        metrics |= record
-    report = facts.get("report")
-    return TrainResult(
-        output_dir=folder.path,
-        final=folder.final,
-        steps=facts["steps"],
-        tokens=facts["tokens"],
-        seconds=facts["seconds"],
-        metrics=metrics,
-        best_metric=facts["best_metric"],
-        best_step=facts["best_step"],
-        stopped_early=facts["stopped_early"],
-        merged=folder.merged if folder.merged.is_dir() else None,
-        report=Path(report) if report else None,
-    )
-
-
-def _versions() -> dict[str, str]:
-    import peft
-    import transformers
-
-    return {
-        "fewbits": fewbits.__version__,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "peft": peft.__version__,
-        "python": platform.python_version(),
-    }
-
-
-def _device(model: Any) -> str:
-    device = next(model.parameters()).device
-    if device.type == "cuda":
-        return str(torch.cuda.get_device_name(device))
-    return f"CPU, {torch.get_num_threads()} threads ({platform.machine()}, {sys.platform})"
-
-
-def _recipe_config(built: Built) -> Any:
-    from fewbits.recipes import recipe_to_config
-
-    return None if built.recipe is None else recipe_to_config(replace(built.recipe, lora=built.lora))
