@@ -20,7 +20,7 @@ KERNEL_FILES = sorted(f for f in (SOURCE / "kernels").glob("*.py") if not f.name
 MAX_LINES = 500
 MAX_FUNCTION_LINES, MAX_KERNEL_LINES = 80, 150
 
-_MODELS = {"formats", "recipes", "kernels", "nn", "models"}
+_MODELS = {"formats", "recipes", "kernels", "nn", "export", "models"}
 MAY_IMPORT = {
     "errors": set(),
     "device": set(),
@@ -29,7 +29,8 @@ MAY_IMPORT = {
     "kernels": {"formats"},
     "recipes": {"formats"},
     "nn": {"formats", "kernels"},
-    "models": {"formats", "recipes", "kernels", "nn"},
+    "export": {"formats"},
+    "models": {"formats", "recipes", "kernels", "nn", "export"},
     "inference": _MODELS,
     "training": {*_MODELS, "inference"},
     "bench": {*_MODELS, "training"},

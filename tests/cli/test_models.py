@@ -258,3 +258,14 @@ def test_bad_input_is_one_sentence(run, model, tmp_path, argv, message):
     assert shown.err.startswith("error: ")
     assert shown.err.count("\n") == 1
     assert shown.out == ""
+
+
+def test_export_writes_gguf_and_prints_the_receipt(run, tmp_path):
+    from tests.models.test_exporting import pair_tokenizer, saved
+
+    base = saved(tmp_path / "base", "llama", pair_tokenizer())
+    done = run("export", base, tmp_path / "out", "--to", "gguf:q4_k_m")
+    assert done.code == 0 and "same likeliest token" in done.out
+    assert (tmp_path / "out" / "base-Q4_K_M.gguf").is_file()
+    wrong = run("export", base, tmp_path / "other", "--to", "onnx")
+    assert wrong.code == 1 and "gguf:q4_k_m" in wrong.err

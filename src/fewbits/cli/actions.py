@@ -156,6 +156,15 @@ def merge(args: Namespace) -> int:
     return 0
 
 
+def export(args: Namespace) -> int:
+    """``fewbits export``."""
+    from fewbits.cli.models import export_model
+
+    receipt = export_model(args.source, args.destination, args.to, base=args.base, overwrite=args.overwrite)
+    console().print(receipt, soft_wrap=True, highlight=False, markup=False)
+    return 0
+
+
 def report(args: Namespace) -> int:
     """``fewbits report``."""
     from fewbits.training.report import write_report

@@ -74,6 +74,35 @@ def merge_adapter(adapter: str, destination: str, *, base: str | None = None, ov
     return str(model.save_pretrained_merged(destination, tokenizer, overwrite=overwrite))
 
 
+def export_model(
+    source: str, destination: str, to: str, *, base: str | None = None, overwrite: bool = False
+) -> str:
+    """Write a model, an adapter merged into it, for another engine; returns the receipt's lines.
+
+    Args:
+        source: folder of a model, an adapter or a training run.
+        destination: the folder to write.
+        to: the kind of file and the method, "gguf:q4_k_m".
+        base: an adapter's base model, where it is not the one that the adapter names.
+        overwrite: replace an export that is in the destination.
+
+    Raises:
+        BadInput: an unknown kind or method, or a destination that is taken.
+    """
+    from fewbits.export.gguf_types import method_named
+    from fewbits.models.fast import FastLanguageModel
+
+    kind, _, method = to.partition(":")
+    if kind != "gguf" or not method:
+        raise BadInput(f"--to {to} names no format; write gguf:METHOD, such as gguf:q4_k_m.")
+    method = method_named(method)
+    options: dict[str, Any] = {} if base is None else {"base_model": base}
+    model, tokenizer = FastLanguageModel.from_pretrained(
+        resolve(source), load_in_4bit=False, device_map="cpu", **options
+    )
+    return str(model.save_pretrained_gguf(destination, tokenizer, method, overwrite=overwrite))
+
+
 def _device(name: str | None) -> str:
     """Where the model goes.
 

@@ -59,6 +59,7 @@ def build_parser(*, with_train_flags: bool = False) -> Parser:
     _eval(commands)
     _quantize(commands)
     _merge(commands)
+    _export(commands)
     report = _command(commands, "report")
     report.add_argument("run", metavar="RUN", help="folder of the run")
     report.add_argument("--open", action="store_true", help="show it in the web browser")
@@ -192,6 +193,15 @@ def _merge(commands: Any) -> None:
         "--base", metavar="PATH", help="the base model (default: the one that the adapter names)"
     )
     sub.add_argument("--overwrite", action="store_true", help="replace the model that is in DST")
+
+
+def _export(commands: Any) -> None:
+    sub = _command(commands, "export", loads_models=True)
+    sub.add_argument("source", metavar="SRC", help="folder of a model, an adapter or a training run")
+    sub.add_argument("destination", metavar="DST", help="folder to write")
+    sub.add_argument("--to", required=True, metavar="FORMAT", help="such as gguf:q4_k_m")
+    sub.add_argument("--base", metavar="PATH", help="an adapter's base model (default: the one it names)")
+    sub.add_argument("--overwrite", action="store_true", help="replace the export that is in DST")
 
 
 def _doctor(commands: Any) -> None:

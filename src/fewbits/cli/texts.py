@@ -72,6 +72,15 @@ fewbits merge runs/mine merged
 fewbits merge runs/mine/final merged --base models/llama
 """,
     ),
+    "export": Text(
+        "write a model for another engine",
+        "Write a model, its adapter merged, as GGUF for llama.cpp. The file is read back and its logits are\n"
+        "compared before it is called done. Methods: f16, bf16, q8_0, q6_k, q5_k_m, q4_k_m, q4_0, more.",
+        """
+fewbits export runs/mine exported --to gguf:q4_k_m
+fewbits export models/llama exported --to gguf:q8_0 --overwrite
+""",
+    ),
     "report": Text(
         "write a training run's report again",
         "Write report.html from the files of a training run, finished or not.",

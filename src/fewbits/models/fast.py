@@ -23,6 +23,7 @@ from fewbits.models.checkpointed_layers import checkpoint_layers, chosen, recomp
 from fewbits.models.config_check import check_shapes
 from fewbits.models.convert import conversion_of
 from fewbits.models.decode_generate import with_loop
+from fewbits.models.exporting import save_pretrained_gguf
 from fewbits.models.fused import fuse, fused_layers, fusion_of
 from fewbits.models.merge import save_pretrained_merged
 from fewbits.models.named_templates import stop_at_turns
@@ -429,13 +430,14 @@ def _set_length(model: Any, tokenizer: Any, max_seq_length: int | None) -> None:
 
 
 def with_methods(model: Any, inner: Any = None) -> Any:
-    """Bind ``save_pretrained_merged``, Unsloth's words and the careful ``generate`` to these very instances.
+    """Bind the savers of whole models, Unsloth's words and the careful ``generate`` to these instances.
 
     As partials: a bound method of another name than the function's cannot be read back by pickle.
     """
     for target in (model, inner):
         if target is not None:
             target.save_pretrained_merged = partial(save_pretrained_merged, target)
+            target.save_pretrained_gguf = partial(save_pretrained_gguf, target)
             target.fast_generate = partial(fast_generate, target)
             target.load_lora, target.save_lora = partial(load_lora, target), partial(save_lora, target)
     base = model if inner is None else inner

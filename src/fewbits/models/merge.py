@@ -11,8 +11,9 @@ import copy
 import json
 import math
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ _TOKENIZER_FILES = (
     "added_tokens.json",
 )
 # Names that Unsloth's method takes; these choose nothing here.
-_IGNORED = {
+IGNORED_OPTIONS = {
     "token",
     "is_main_process",
     "safe_serialization",
@@ -122,7 +123,7 @@ def save_pretrained_merged(
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     read = [folder for folder in (source_folder(base),) if folder is not None]
     check_destination(save_directory, overwrite=overwrite, protected=read)
-    merger = _Merger(base, dtype or (torch.float16 if base.dtype == torch.float16 else torch.bfloat16))
+    merger = Merger(base, dtype or (torch.float16 if base.dtype == torch.float16 else torch.bfloat16))
     if method == "merged_16bit":
         with whole_folder(save_directory, overwrite=overwrite, protected=read) as folder:
             error, tolerance = merger.write(folder, tokenizer, _as_bytes(max_shard_size))
@@ -141,7 +142,7 @@ def _check_options(method: str, options: dict[str, Any]) -> None:
         raise Unsupported(
             "save_pretrained_merged writes to a folder only; upload that folder with `hf upload`."
         )
-    unknown = sorted(set(options) - _IGNORED - {k for k, v in options.items() if v is None})
+    unknown = sorted(set(options) - IGNORED_OPTIONS - {k for k, v in options.items() if v is None})
     if unknown:
         raise BadInput(f"save_pretrained_merged knows no option {', '.join(unknown)}; leave it out.")
 
@@ -168,8 +169,13 @@ def _as_bytes(size: int | str) -> int:
     raise BadInput(f"max_shard_size is {size!r}; write bytes as a number, or a size such as '5GB'.")
 
 
-class _Merger:
-    """One merge: finds the branches and the source, writes, reloads, compares."""
+class Merger:
+    """One merge: finds the branches and the source, writes, reloads, compares.
+
+    Args:
+        base: the model inside a PeftModel, or one without adapters.
+        dtype: of the merged weights.
+    """
 
     def __init__(self, base: Any, dtype: torch.dtype) -> None:
         self.base, self.dtype = base, dtype
@@ -214,6 +220,33 @@ class _Merger:
             names = (key, prefix + key, key.removeprefix(prefix))
             found[next((n for n in names if n in known), key)] = key
         return found
+
+    def weights(self) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+        """Every tensor of the merged model: its name, and a call that makes it, on the CPU.
+
+        One tensor is decoded and merged for each call, and nothing is kept: the memory is that of a tensor.
+        """
+        if self.original is None:
+            for name in self._live_names():
+                yield name, partial(self._from_live, name)
+            return
+        names = {key: name for name, key in self._originals().items()}
+        for file in self.original.files:
+            with safe_open(file, framework="pt") as stream:
+                keys = list(stream.keys())
+            for key in keys:
+                yield names[key], partial(self._read_and_merge, file, key, names[key])
+        for name, tensor in self._absent_from(set(names.values())).items():
+            yield name, partial(self._as_saved, tensor)
+
+    def _read_and_merge(self, file: Path, key: str, name: str) -> Tensor:
+        with safe_open(file, framework="pt") as stream:
+            return self._merged(name, stream.get_tensor(key))
+
+    @property
+    def head_is_tied(self) -> bool:
+        """True if the embedding is the output head as well, and training did not part them."""
+        return bool(self.base.config.get_text_config().tie_word_embeddings) and not self._head_was_trained()
 
     def write(self, folder: Path, tokenizer: Any, shard_bytes: int) -> tuple[float, float]:
         """Write everything into ``folder``, reload it, and compare.
@@ -278,11 +311,13 @@ class _Merger:
         tensor = tensor.detach().to("cpu", self.dtype if tensor.is_floating_point() else tensor.dtype)
         return tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor.contiguous()
 
-    def _from_model(self, shard_bytes: int) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    def _live_names(self) -> list[str]:
         tied = set(getattr(self.base, "all_tied_weights_keys", {}) or {})
         names = [n for n in self.live if n not in tied or not _is_alias(self.base, self.live, n)]
-        names = sorted({*names, *(f"{n}.weight" for n in self.packed)})
-        groups = _split(names, self._size_of, shard_bytes)
+        return sorted({*names, *(f"{n}.weight" for n in self.packed)})
+
+    def _from_model(self, shard_bytes: int) -> Iterator[tuple[str, dict[str, Tensor]]]:
+        groups = _split(self._live_names(), self._size_of, shard_bytes)
         for number, group in enumerate(groups, 1):
             file_name = (
                 WEIGHTS if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"

@@ -1,0 +1,300 @@
+"""GGUF files: what llama.cpp reads, written tensor by tensor through the ``gguf`` package and read back.
+
+Names come from the package's table, the metadata from the model's configuration. llama.cpp's architecture
+"llama" turns neighbouring values of a head where transformers turns the two halves, so the rows of its query
+and key projections change places; Qwen's do not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fewbits.errors import BadCheckpoint, Unsupported
+from fewbits.export.gguf_types import METHODS, Sizes, encode, import_gguf, type_of
+from fewbits.export.gguf_vocabulary import Vocabulary
+
+# model_type of transformers: architecture of GGUF
+ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+_TURNED = ("q_proj.weight", "q_proj.bias", "k_proj.weight", "k_proj.bias")
+
+
+@dataclass(frozen=True)
+class PlannedTensor:
+    """One tensor of the file.
+
+    Attributes:
+        name: in transformers.
+        place: in GGUF.
+        shape: rows first.
+        kind: its GGUF type.
+        wanted: the type that the mix gives it, where its rows do not allow that one; else None.
+        turned_heads: heads whose halves are interleaved; 0 for none.
+    """
+
+    name: str
+    place: str
+    shape: tuple[int, ...]
+    kind: str
+    wanted: str | None
+    turned_heads: int
+
+
+def architecture_of(config: Any) -> str:
+    """GGUF's name of the architecture.
+
+    Raises:
+        Unsupported: a family, or a feature of one, that is not written.
+    """
+    kind = config.model_type
+    if kind not in ARCHITECTURES:
+        raise Unsupported(
+            f"models of the family {kind!r} are not written to GGUF yet; {', '.join(ARCHITECTURES)} are."
+        )
+    if getattr(config, "use_sliding_window", False):
+        raise Unsupported(
+            f"this {kind} model has layers with a sliding window, which the GGUF architecture "
+            f"{ARCHITECTURES[kind]!r} has not; set use_sliding_window=False if its texts are shorter."
+        )
+    if getattr(config, "hidden_act", "silu") != "silu":
+        raise Unsupported(
+            f"this model's MLP computes {config.hidden_act!r}, and llama.cpp computes silu there; it has no "
+            "GGUF form."
+        )
+    return ARCHITECTURES[kind]
+
+
+def head_dim_of(config: Any) -> int:
+    """Values of one attention head."""
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def plan_tensors(
+    config: Any, shapes: Mapping[str, tuple[int, ...]], method: str, *, head_is_tied: bool
+) -> list[PlannedTensor]:
+    """Name, type and row order of every tensor.
+
+    Args:
+        config: the model's text configuration.
+        shapes: every tensor's shape, by transformers' names.
+        method: a key of `METHODS`.
+        head_is_tied: the embedding is the output head too; then the latter is not written.
+
+    Raises:
+        Unsupported: GGUF's architecture has no place for a tensor.
+    """
+    gguf = import_gguf()
+    arch = architecture_of(config)
+    number = next(n for n, text in gguf.MODEL_ARCH_NAMES.items() if text == arch)
+    table = gguf.get_tensor_name_map(number, config.num_hidden_layers)
+    heads = {"q": config.num_attention_heads, "k": config.num_key_value_heads}
+    sizes = Sizes(config.num_hidden_layers, heads["q"] // heads["k"], head_is_tied)
+    planned = []
+    for name, shape in shapes.items():
+        if head_is_tied and name == "lm_head.weight":
+            continue
+        place = table.get_name(name, try_suffixes=(".weight", ".bias"))
+        if place is None:
+            raise Unsupported(f"GGUF's architecture {arch!r} has no place for the tensor {name}.")
+        kind, wanted = type_of(place, shape, method, sizes)
+        turned = arch == "llama" and name.endswith(_TURNED)
+        planned.append(
+            PlannedTensor(name, place, shape, kind, wanted, heads[name.split(".")[-2][0]] if turned else 0)
+        )
+    return planned
+
+
+def write_gguf(
+    file: Path,
+    config: Any,
+    vocabulary: Vocabulary,
+    planned: Iterable[PlannedTensor],
+    weight: Callable[[str], Tensor],
+    *,
+    method: str,
+) -> None:
+    """Write one file; the memory is that of one tensor.
+
+    Args:
+        file: to write.
+        config: the model's text configuration.
+        vocabulary: of its tokenizer.
+        planned: the tensors, in the file's order.
+        weight: gives a tensor by its name in transformers.
+        method: a key of `METHODS`, for the metadata.
+
+    Raises:
+        BadCheckpoint: a tensor is not finite, or of another shape than planned.
+        Unsupported: a way of stretching positions that is not written.
+    """
+    gguf = import_gguf()
+    planned = list(planned)
+    writer = gguf.GGUFWriter(file, architecture_of(config))
+    _describe(writer, config, method)
+    _describe_vocabulary(writer, vocabulary)
+    factors = _rope_factors(config)
+    if factors is not None:
+        writer.add_tensor_info("rope_freqs.weight", factors.shape, factors.dtype, factors.nbytes)
+    for tensor in planned:
+        kind = gguf.GGMLQuantizationType[tensor.kind]
+        count = math.prod(tensor.shape)
+        block, size = gguf.GGML_QUANT_SIZES[kind]
+        # The writer takes shapes in values for every dtype but uint8, whose shapes are in bytes.
+        dtype, nbytes = np.dtype(np.float32), count // block * size
+        writer.add_tensor_info(tensor.place, tensor.shape, dtype, nbytes, raw_dtype=kind)
+    try:
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        if factors is not None:
+            writer.write_tensor_data(factors)
+        for tensor in planned:
+            writer.write_tensor_data(encode(_for_file(tensor, weight(tensor.name)), tensor.kind))
+    finally:
+        writer.close()
+
+
+def _for_file(tensor: PlannedTensor, weight: Tensor) -> Tensor:
+    if tuple(weight.shape) != tensor.shape:
+        raise BadCheckpoint(
+            f"{tensor.name} has shape {tuple(weight.shape)}, but the configuration makes it {tensor.shape}; "
+            "nothing was written."
+        )
+    weight = weight.float()
+    if not bool(weight.isfinite().all()):
+        raise BadCheckpoint(f"{tensor.name} holds a NaN or an infinity; nothing was written.")
+    return interleave_halves(weight, tensor.turned_heads) if tensor.turned_heads else weight
+
+
+def interleave_halves(weight: Tensor, heads: int) -> Tensor:
+    """Rows of each head (h D, ...) from "first half, second half" to "pair by pair"."""
+    pairs = weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:])
+    return pairs.transpose(1, 2).reshape(weight.shape).contiguous()
+
+
+def separate_halves(weight: Tensor, heads: int) -> Tensor:
+    """The inverse of `interleave_halves`."""
+    pairs = weight.reshape(heads, weight.shape[0] // heads // 2, 2, *weight.shape[1:])
+    return pairs.transpose(1, 2).reshape(weight.shape).contiguous()
+
+
+def _describe(writer: Any, config: Any, method: str) -> None:
+    gguf = import_gguf()
+    name = Path(str(getattr(config, "name_or_path", "") or "model")).name
+    writer.add_type(gguf.GGUFType.MODEL)
+    writer.add_name(name)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(head_dim_of(config))
+    writer.add_value_length(head_dim_of(config))
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_dimension_count(head_dim_of(config))
+    rope = rope_of(config)
+    writer.add_rope_freq_base(float(rope["rope_theta"]))
+    _describe_stretching(writer, rope)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    writer.add_file_type(gguf.LlamaFileType[METHODS[method][1]])
+
+
+def rope_of(config: Any) -> dict[str, Any]:
+    """The rotary embedding's parameters; ``rope_theta`` and ``rope_type`` are always there."""
+    given = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    return {"rope_theta": getattr(config, "rope_theta", 10000.0), "rope_type": "default", **given}
+
+
+def _describe_stretching(writer: Any, rope: Mapping[str, Any]) -> None:
+    gguf = import_gguf()
+    kind = rope["rope_type"]
+    if kind == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(rope["factor"])
+    elif kind == "yarn":
+        if "original_max_position_embeddings" not in rope:
+            raise Unsupported(
+                "this model's yarn positions lack original_max_position_embeddings; add it to config.json."
+            )
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    elif kind not in ("default", "llama3"):  # llama3's are a tensor, see _rope_factors
+        raise Unsupported(f"positions stretched by {kind!r} are not written to GGUF yet.")
+
+
+def _rope_factors(config: Any) -> Any:
+    """Llama 3.1's divisor of each frequency, float32 (D / 2,); None for other models."""
+    rope = rope_of(config)
+    if rope["rope_type"] != "llama3":
+        return None
+    dim, low, high = head_dim_of(config), rope["low_freq_factor"], rope["high_freq_factor"]
+    frequencies = 1.0 / rope["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+    turns = rope["original_max_position_embeddings"] * frequencies / (2 * math.pi)
+    smooth = ((turns - low) / (high - low)).clamp(0, 1)
+    return (1 / ((1 - smooth) / rope["factor"] + smooth)).float().numpy()
+
+
+def _describe_vocabulary(writer: Any, vocabulary: Vocabulary) -> None:
+    writer.add_tokenizer_model(vocabulary.model)
+    writer.add_tokenizer_pre(vocabulary.pre)
+    writer.add_token_list(list(vocabulary.tokens))
+    writer.add_token_types(list(vocabulary.types))
+    if vocabulary.scores is not None:
+        writer.add_token_scores(list(vocabulary.scores))
+    if vocabulary.merges is not None:
+        writer.add_token_merges(list(vocabulary.merges))
+    for name, number in vocabulary.special.items():
+        getattr(writer, f"add_{name}_token_id")(number)
+    writer.add_add_bos_token(vocabulary.adds["bos"])
+    writer.add_add_eos_token(vocabulary.adds["eos"])
+    if "space_prefix" in vocabulary.adds:
+        writer.add_add_space_prefix(vocabulary.adds["space_prefix"])
+    if vocabulary.chat_template is not None:
+        writer.add_chat_template(vocabulary.chat_template)
+
+
+class GGUFFile:
+    """A file read back: tensors by transformers' names, metadata by GGUF's.
+
+    Args:
+        file: to read.
+        planned: what was written in it.
+    """
+
+    def __init__(self, file: Path, planned: Iterable[PlannedTensor]) -> None:
+        self.reader = import_gguf().GGUFReader(file)
+        self._tensors = {tensor.name: tensor for tensor in self.reader.tensors}
+        self._planned = {tensor.name: tensor for tensor in planned}
+
+    def weight(self, name: str) -> Tensor:
+        """The tensor with this name in transformers, float32.
+
+        Raises:
+            BadCheckpoint: the file lacks it.
+        """
+        plan = self._planned[name]
+        found = self._tensors.get(plan.place)
+        if found is None:
+            raise BadCheckpoint(f"the GGUF file lacks {plan.place} when it is read back.")
+        values = import_gguf().quants.dequantize(found.data, found.tensor_type)
+        weight = torch.from_numpy(values.reshape(plan.shape).copy())
+        return separate_halves(weight, plan.turned_heads) if plan.turned_heads else weight
+
+    def value(self, key: str) -> Any:
+        """A metadata value, None if it is not there."""
+        field = self.reader.get_field(key)
+        return None if field is None else field.contents()
+
+    def has(self, place: str) -> bool:
+        """True if the file holds a tensor of this GGUF name."""
+        return place in self._tensors

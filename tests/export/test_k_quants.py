@@ -1,0 +1,74 @@
+"""K-quants: the bytes decode by the gguf package to what the search chose, with less error than its peers."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from fewbits.export.k_quants import _KINDS, K_QUANTS, _search, quantize_k
+
+# What llama.cpp's own quantiser (libggml of August 2026, no importance matrix) leaves of these very values.
+LLAMA_CPP = {"Q2_K": 0.2977, "Q3_K": 0.1510, "Q4_K": 0.0716, "Q5_K": 0.0362, "Q6_K": 0.0178}
+
+
+def weights(kind: str) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(16, 512, generator=generator)
+    if kind == "one sign":
+        return x.abs() + 0.5
+    if kind == "outliers":
+        return x * torch.rand(16, 512, generator=generator).pow(8).mul(50)
+    if kind == "zeros":
+        return x.where(torch.arange(512) % 64 < 32, torch.zeros(()))
+    return x
+
+
+def decoded(data: torch.Tensor, kind: str) -> torch.Tensor:
+    return torch.from_numpy(gguf.quants.dequantize(data.numpy(), gguf.GGMLQuantizationType[kind]).copy())
+
+
+@pytest.mark.parametrize("kind", K_QUANTS)
+@pytest.mark.parametrize("values", ["normal", "one sign", "outliers", "zeros"])
+def test_the_bytes_hold_the_codes_that_were_chosen(kind: str, values: str) -> None:
+    x = weights(values)
+    sizes = _KINDS[kind]
+    codes = _search(x.reshape(-1, 256 // sizes.sub, sizes.sub), sizes)
+    back = decoded(quantize_k(x, kind), kind)
+    np.testing.assert_allclose(back.numpy(), codes.values().reshape(x.shape).numpy(), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", K_QUANTS)
+def test_the_error_is_no_larger_than_llama_cpps(kind: str) -> None:
+    x = torch.randn(256, 1024, generator=torch.Generator().manual_seed(0))[:64]
+    error = (decoded(quantize_k(x, kind), kind) - x).norm() / x.norm()
+    assert error < LLAMA_CPP[kind]
+
+
+@pytest.mark.parametrize("kind", K_QUANTS)
+def test_every_code_and_scale_keeps_its_place(kind: str) -> None:
+    """A value that is decoded at another place than its own would show as the other's size."""
+    x = torch.zeros(1, 256)
+    for place in range(0, 256, 7):
+        x[0, place] = 1.0 + place / 256
+        back = decoded(quantize_k(x, kind), kind)
+        assert back[0, place] == pytest.approx(x[0, place].item(), rel=0.02)
+        assert back.count_nonzero() == 1
+        x[0, place] = 0
+
+
+def test_numbers_no_float16_scale_can_hold_stay_finite() -> None:
+    for factor in (1e-9, 1e7):
+        back = decoded(quantize_k(weights("normal") * factor, "Q4_K"), "Q4_K")
+        assert bool(back.isfinite().all())
+
+
+def test_pieces_give_the_same_bytes_as_the_whole() -> None:
+    x = weights("normal")
+    assert torch.equal(quantize_k(x, "Q4_K", chunk=5), quantize_k(x, "Q4_K"))
+
+
+def test_a_row_that_is_no_multiple_of_256_is_refused() -> None:
+    with pytest.raises(ValueError, match="256"):
+        quantize_k(torch.zeros(2, 192), "Q4_K")
