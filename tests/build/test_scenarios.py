@@ -322,12 +322,21 @@ def test_hibernation_every_half_second(workshop: Workshop) -> None:
 
 @pytest.mark.timeout(400)
 def test_killed_at_thirty_moments(workshop: Workshop, ninja: str) -> None:
-    units = [write_unit(workshop.folder / f"u{i}.cpp", 75 + i % 7, f"t{i}") for i in range(24)]
+    """Spread over the length of a build, which is measured first; each fifth begins with an empty cache."""
+    units = [write_unit(workshop.folder / f"u{i}.cpp", 75 + i % 7, f"t{i}") for i in range(12)]
     write_ninja(workshop, units)
-    name, value = "MARK", workshop.home.parent.name
+    options: dict[str, Any] = {"memory_bytes": 400_000_000, "worth_keeping_s": 0}
+    begun = time.monotonic()
+    assert workshop.build(ninja, "-j3", **options).code == 0
+    whole_s = time.monotonic() - begun
+    name, value, midway = "MARK", workshop.home.parent.name, 0
     for moment in range(30):
-        process = workshop.start(ninja, "-j3", env={name: value}, memory_bytes=400_000_000, worth_keeping_s=0)
-        time.sleep(random.uniform(0.05, 0.8))
+        if moment % 5 == 0:
+            shutil.rmtree(workshop.root / "cache", ignore_errors=True)
+        if moment % 2 or not moment % 5:  # as if the build folder was a temporary one
+            clean_but_keep(workshop)
+        process = workshop.start(ninja, "-j3", env={name: value}, **options)
+        time.sleep((moment + random.random()) / 30 * whole_s)
         if moment % 3 == 2:  # compilers as well, by somebody else
             kill_compilers(process.pid)
             time.sleep(0.1)
@@ -337,21 +346,26 @@ def test_killed_at_thirty_moments(workshop: Workshop, ninja: str) -> None:
         while descendants_of(f"{name}={value}") and time.monotonic() < deadline:
             time.sleep(0.02)
         assert descendants_of(f"{name}={value}") == []
-        if moment % 2:  # as if the build folder was a temporary one
-            clean_but_keep(workshop)
+        midway += 0 < kept_in(workshop) < len(units)
     clean_but_keep(workshop)
-    stored = len(list((workshop.root / "cache/entries").glob("*/*.json")))
-    done = workshop.build(ninja, "-j3", memory_bytes=400_000_000)
+    stored = kept_in(workshop)
+    done = workshop.build(ninja, "-j3", **options)
     assert done.code == 0, done.err
     compiled, kept = len(done.profile["stages"]), done.profile["counts"].get("kept result", 0)
     sys.stderr.write(
-        f"\n{stored} of {len(units)} were finished in 30 killed runs; {kept} kept, {compiled} compiled\n"
+        f"\n{stored} of {len(units)} were finished in 30 killed runs of {whole_s:.1f} s, {midway} left a part"
+        f"; {kept} kept, {compiled} compiled\n"
     )
     assert (compiled, kept) == (len(units) - stored, stored)
-    for unit in units if FULL else random.sample(units, 8):
+    assert stored and midway >= 3  # or nothing was shown
+    for unit in units if FULL else random.sample(units, 4):
         workshop.plain("g++", "-O0", "-c", unit.name, "-o", "plain.o")
         made = workshop.folder / f"{unit.stem}.o"
         assert made.read_bytes() == (workshop.folder / "plain.o").read_bytes()
+
+
+def kept_in(workshop: Workshop) -> int:
+    return len(list((workshop.root / "cache/entries").glob("*/*.json")))
 
 
 def kill_compilers(root: int) -> None:

@@ -468,30 +468,30 @@ def load_plain(folder: Path) -> None:
 
 def generate(folder: Path) -> None:
     """``fewbits generate``."""
-    _command("generate", "--model", folder, "--prompt", "2+3=", "--max-new-tokens", "2", "--quiet")
+    command("generate", "--model", folder, "--prompt", "2+3=", "--max-new-tokens", "2", "--quiet")
 
 
 def generate_chat(folder: Path) -> None:
     """``fewbits generate`` of messages."""
     messages = folder.parent / "messages.json"
     messages.write_text('[{"role": "user", "content": "2+3="}]')
-    _command("generate", "--model", folder, "--messages", messages, "--max-new-tokens", "2", "--quiet")
+    command("generate", "--model", folder, "--messages", messages, "--max-new-tokens", "2", "--quiet")
 
 
 def evaluate(folder: Path) -> None:
     """``fewbits eval``."""
     text = folder.parent / "text.txt"
     text.write_text("Add 2 and 3. That is 5. Add 7 and 2.")
-    _command("eval", "--model", folder, "--text", text)
+    command("eval", "--model", folder, "--text", text)
 
 
 def quantize(folder: Path) -> None:
     """``fewbits quantize``."""
-    _command("quantize", folder, folder.parent / f"{folder.name}-out", "--recipe", "int8")
+    command("quantize", folder, folder.parent / f"{folder.name}-out", "--recipe", "int8")
 
 
-def _command(*words: Any) -> None:
-    """What a command says of its failure, as an error of ours; what it did not foresee as RuntimeError."""
+def command(*words: Any) -> None:
+    """Run a command of ``fewbits``: what it says of its failure, as an error of ours; what it did not foresee as RuntimeError."""
     from fewbits.cli import main
     from fewbits.errors import FewbitsError
 
@@ -514,14 +514,24 @@ def doors(base: str, number: int) -> list[Callable[[Path], None]]:
     return [*DOORS[:2], rest[number % len(rest)]]
 
 
-def outcome(door: Callable[[Path], None], folder: Path, seconds: int) -> tuple[str, str]:
-    """Try one door in a process of its own: ("fine" | "sentence" | "raw" | "hang", what was said)."""
+def is_sentence(text: str) -> bool:
+    """One sentence, of one line and no endless one."""
+    return "\n" not in text and text.endswith(".") and len(text) < 1500
+
+
+def outcome(
+    door: Callable[[Path], None], folder: Path, seconds: int, good: Callable[[str], bool] = is_sentence
+) -> tuple[str, str]:
+    """Try one door in a process of its own: ("fine" | "sentence" | "raw" | "hang", what was said).
+
+    ``good`` tells a sentence from what is none among the messages of our own errors.
+    """
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(reading)
         with contextlib.suppress(BaseException):
-            os.write(writing, json.dumps(_try(door, folder)).encode()[:60_000])
+            os.write(writing, json.dumps(_try(door, folder, good)).encode()[:60_000])
         os._exit(0)
     os.close(writing)
     with os.fdopen(reading, "rb") as stream:
@@ -533,7 +543,7 @@ def outcome(door: Callable[[Path], None], folder: Path, seconds: int) -> tuple[s
     return found[0], found[1]
 
 
-def _try(door: Callable[[Path], None], folder: Path) -> tuple[str, str]:
+def _try(door: Callable[[Path], None], folder: Path, good: Callable[[str], bool]) -> tuple[str, str]:
     from fewbits.errors import FewbitsError
 
     here = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
@@ -541,9 +551,7 @@ def _try(door: Callable[[Path], None], folder: Path) -> tuple[str, str]:
     try:
         door(folder)
     except FewbitsError as error:
-        text = str(error)
-        good = "\n" not in text and text.endswith(".") and len(text) < 1500
-        return ("sentence" if good else "raw"), text
+        return ("sentence" if good(str(error)) else "raw"), str(error)
     except BaseException as error:  # noqa: BLE001 (what is counted here)
         import traceback
 

@@ -34,10 +34,8 @@ def byte_tokenizer(*, chat: bool = True) -> PreTrainedTokenizerFast:
     return fast
 
 
-@pytest.fixture(scope="session")
-def tiny_folder(tmp_path_factory) -> Path:
-    """A Llama of 30 thousand weights in a folder, with dropout in its attention."""
-    folder = tmp_path_factory.mktemp("tiny")
+def make_tiny_folder(folder: Path) -> None:
+    """A Llama of 30 thousand weights in a folder, with dropout in its attention, and a tokenizer."""
     torch.manual_seed(1)
     config = LlamaConfig(
         vocab_size=260,
@@ -54,15 +52,25 @@ def tiny_folder(tmp_path_factory) -> Path:
     )
     LlamaForCausalLM(config).save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
+
+
+def write_tiny_data(path: Path) -> None:
+    """Fifty rows of prompt and completion."""
+    rows = [{"prompt": f"{i} plus {i % 7} is ", "completion": str(i + i % 7)} for i in range(50)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    make_tiny_folder(folder)
     return folder
 
 
 @pytest.fixture(scope="session")
 def tiny_data(tmp_path_factory) -> Path:
-    """Fifty rows of prompt and completion."""
     path = tmp_path_factory.mktemp("data") / "rows.jsonl"
-    rows = [{"prompt": f"{i} plus {i % 7} is ", "completion": str(i + i % 7)} for i in range(50)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_tiny_data(path)
     return path
 
 

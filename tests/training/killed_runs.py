@@ -141,12 +141,17 @@ def remember() -> None:
     get_checkpoint_conversion_mapping("llama")
 
 
-def main() -> None:
-    import datasets  # noqa: F401 - what a run imports late
+def import_all() -> None:
+    """What a run imports late, once and for every child."""
+    import datasets  # noqa: F401
     import peft  # noqa: F401
     import transformers.models.llama.modeling_llama  # noqa: F401
 
     remember()
+
+
+def main() -> None:
+    import_all()
     assert callbacks
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
