@@ -180,8 +180,14 @@ def measure(what: str, moments: int, choose: random.Random) -> dict[str, Any]:
             sys.stderr.write(f"kill: {json.dumps(line)}\n")
             faults += [line] if any(facts.values()) else []
             turn = 1 - turn
-    return {"what": what, "files": len(wants[0]), **counts, "faults": faults,
-            "lengths_s": {k: round(v, 3) for k, v in seconds.items()}, "seconds": round(time.monotonic() - began)}  # fmt: skip
+    return {
+        "what": what,
+        "files": len(wants[0]),
+        "lengths_s": {k: round(v, 3) for k, v in seconds.items()},
+        **counts,
+        "faults": faults,
+        "seconds": round(time.monotonic() - began),
+    }
 
 
 def leftovers(place: Path, names: set[str]) -> set[str]:

@@ -32,6 +32,7 @@ from typing import Any
 from tests.models.corrupt_folders import outcome
 from tests.training import killed_runs
 
+WRITTEN = (".checkpoint-", ".final.")
 END_S = 120.0  # a rank that has not ended so long after another one's death hangs
 
 
@@ -78,36 +79,37 @@ def alive(pid: int) -> bool:
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
 
 
-def being_written(folder: Path) -> list[str]:
-    """Checkpoints and final models of which a part is written: the names they have until they are whole."""
-    found = []
+def being_written(folder: Path) -> set[tuple[str, int]]:
+    """Checkpoints and final models of which a part is written: names until they are whole, and inodes."""
+    found = set()
     for parent in (folder / "checkpoints", folder):
         with contextlib.suppress(OSError):
-            found += [e.name for e in os.scandir(parent) if e.name.startswith((".checkpoint-", ".final."))]
-    return sorted(found)
+            found |= {(e.name, e.inode()) for e in os.scandir(parent) if e.name.startswith(WRITTEN)}
+    return found
 
 
 def wait_for_moment(trial: Trial, folder: Path, pid: int, choose: random.Random) -> str:
     """Waits until the run is to be killed; how the moment was chosen."""
-    if choose.random() < 0.5:
+    kind, before = choose.choices(("whole", "checkpoint", "final"), (45, 45, 10))[0], being_written(folder)
+    if kind == "whole":
         seconds = choose.uniform(0.02, trial.whole_s)
         time.sleep(seconds)
         return f"{seconds:.2f} s after its start"
-    # Of the 13 checkpoints that a whole run writes at most; one that goes on writes fewer.
-    before = set(being_written(folder))
-    wanted = choose.randrange(1, 4 if folder.exists() else 9)
-    seen: set[str] = set()
+    # A whole run writes at most nine checkpoints; one that goes on writes fewer.
+    wanted = choose.randrange(1, 4 if folder.exists() else 9) if kind == "checkpoint" else 1
+    seen: set[tuple[str, int]] = set()
     while alive(pid) and len(seen) < wanted:
-        seen |= set(being_written(folder)) - before
+        seen |= {entry for entry in being_written(folder) - before if entry[0].startswith(f".{kind}")}
         time.sleep(0.0005)
     delay = choose.uniform(0, 0.03)
     time.sleep(delay)
-    return f"{1000 * delay:.0f} ms into write {wanted}"
+    return f"{1000 * delay:.0f} ms into {kind} {wanted}"
 
 
 def kill_one(trial: Trial, name: str, number: int, choose: random.Random) -> dict[str, Any]:
     """One attempt at a run that gets a signal: where that fell, and how long the other ranks went on."""
     folder = trial.place / name
+    before = being_written(folder)  # what an earlier kill has left, until a run removes it
     runs = trial.start(name)
     victim = choose.randrange(trial.ranks)
     moment = wait_for_moment(trial, folder, runs[victim].pid, choose)
@@ -122,7 +124,7 @@ def kill_one(trial: Trial, name: str, number: int, choose: random.Random) -> dic
         if alive(run.pid) and (hangs or number == signal.SIGSTOP):
             os.kill(run.pid, signal.SIGKILL)
     found = [run.outcome() for run in runs]
-    inside = being_written(folder)
+    inside = sorted(entry[0] for entry in being_written(folder) - before)
     said = [f["error"].split("\n")[0] for f in found if f["error"]]
     return {"moment": moment, "victim": victim, "hit": hit, "hangs": hangs, "ended_s": round(ended_s, 1),
             "inside": inside, "status": [f["status"] for f in found], "said": said}  # fmt: skip
@@ -146,7 +148,7 @@ def run_one(trial: Trial, name: str, number: int, choose: random.Random) -> list
         kind, said = outcome(lambda folder: compare(folder, trial.place / "whole"), trial.place / name, 120)
         end = "bit-equal" if kind == "fine" else f"differs: {said}"
     if left := being_written(trial.place / name):
-        end += f", leaves {left}"
+        end += f", leaves {sorted(left)}"
     found[-1]["end"] = end
     return found
 
