@@ -115,6 +115,7 @@ def kill_one(trial: Trial, name: str, number: int, choose: random.Random) -> dic
     moment = wait_for_moment(trial, folder, runs[victim].pid, choose)
     hit, began = alive(runs[victim].pid), time.monotonic()
     os.kill(runs[victim].pid, number)  # a child that has ended is still there to be asked for its status
+    inside = sorted(entry[0] for entry in being_written(folder) - before)  # other ranks will tidy up
     others = [run for rank, run in enumerate(runs) if rank != victim]
     waited = others or (runs if number == signal.SIGTERM else [])
     while any(alive(run.pid) for run in waited) and time.monotonic() < began + END_S:
@@ -124,7 +125,6 @@ def kill_one(trial: Trial, name: str, number: int, choose: random.Random) -> dic
         if alive(run.pid) and (hangs or number == signal.SIGSTOP):
             os.kill(run.pid, signal.SIGKILL)
     found = [run.outcome() for run in runs]
-    inside = sorted(entry[0] for entry in being_written(folder) - before)
     said = [f["error"].split("\n")[0] for f in found if f["error"]]
     return {"moment": moment, "victim": victim, "hit": hit, "hangs": hangs, "ended_s": round(ended_s, 1),
             "inside": inside, "status": [f["status"] for f in found], "said": said}  # fmt: skip
