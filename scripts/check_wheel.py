@@ -1,0 +1,126 @@
+"""Is what an index would hand out whole? Builds both distributions and runs the demo from the wheel alone.
+
+The source distribution is built from the files that git knows (what lies beside them in a checkout would hide
+a file that is missing), the wheel from the source distribution. The wheel has to hold every file of src/, to
+the byte, and nothing else; it is installed into a new environment, where the packages of the environment that
+runs this are on the path and no fewbits of theirs, and `fewbits demo` runs there from a folder of its own.
+
+    python scripts/check_wheel.py [--keep FOLDER]
+
+Needs setuptools from pip's index or folders, as `pip install -e .` does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+import venv
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+BUILD_SDIST = "import sys; from setuptools import build_meta; print(build_meta.build_sdist(sys.argv[1]))"
+NEEDED_BESIDE = ("pyproject.toml", "README.md", "LICENSE", "PKG-INFO")  # in the source distribution
+WHERE = "import fewbits, fewbits.cli; print(fewbits.__file__)"
+
+
+def run(command: list[str], cwd: Path, **variables: str) -> str:
+    """What it wrote; ends this program where it fails. No fewbits comes in by the environment."""
+    env = {k: v for k, v in os.environ.items() if k not in {"PYTHONPATH", "PYTHONHOME"}}
+    done = subprocess.run(command, cwd=cwd, env={**env, **variables}, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise SystemExit(f"{' '.join(command)}\nended with {done.returncode}\n{done.stdout}\n{done.stderr}")
+    return done.stdout
+
+
+def tracked(folder: str = "") -> list[Path]:
+    """The files that git knows, below ``folder``, relative to the checkout."""
+    said = run(["git", "ls-files", "-z", "--", *([folder] if folder else [])], ROOT)
+    return [Path(name) for name in said.split("\0") if name and (ROOT / name).is_file()]
+
+
+def build(work: Path) -> tuple[Path, Path]:
+    """The source distribution and the wheel that is built from it."""
+    tree, tools, made = work / "tree", work / "tools", work / "dist"
+    for name in tracked():
+        (tree / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(ROOT / name, tree / name)
+    made.mkdir()
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+    run([*pip, "install", "-q", "--no-deps", "--target", str(tools), "setuptools>=77"], work)
+    said = run([sys.executable, "-c", BUILD_SDIST, str(made)], tree, PYTHONPATH=str(tools))
+    source = made / said.strip().splitlines()[-1]
+    run([*pip, "wheel", "-q", "--no-deps", "-w", str(made), str(source)], work)
+    (wheel,) = made.glob("*.whl")
+    return source, wheel
+
+
+def compare(source: Path, wheel: Path) -> list[str]:
+    """What is missing, too much or other than in the checkout, one sentence each."""
+    wanted = {path.relative_to("src").as_posix(): (ROOT / path).read_bytes() for path in tracked("src")}
+    with zipfile.ZipFile(wheel) as archive:
+        held = {name: archive.read(name) for name in archive.namelist() if not name.endswith("/")}
+    about = {name for name in held if ".dist-info/" in name}
+    found = [f"the wheel lacks {name}" for name in sorted(wanted.keys() - held.keys())]
+    found += [f"the wheel holds {name} besides" for name in sorted(held.keys() - wanted.keys() - about)]
+    same = wanted.keys() & held.keys()
+    found += [f"{name} in the wheel is other than here" for name in sorted(same) if wanted[name] != held[name]]
+    if not any(name.endswith("/LICENSE") for name in about):
+        found.append("the wheel lacks LICENSE")
+    with tarfile.open(source) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    needed = {f"src/{name}" for name in wanted} | set(NEEDED_BESIDE)
+    return found + [f"the source distribution lacks {name}" for name in sorted(needed - names)]
+
+
+def install(wheel: Path, folder: Path) -> Path:
+    """A new environment with this wheel; what it depends on is taken from where this program runs."""
+    venv.create(folder, with_pip=False)
+    python = folder / "bin" / "python"
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(python)]
+    run([*pip, "install", "-q", "--no-deps", "--no-index", str(wheel)], folder)
+    (site,) = folder.glob("lib/python*/site-packages")
+    # A folder that a .pth file names has no .pth file of its own read, so an editable fewbits stays out.
+    others = [p for p in sys.path if Path(p).name in {"site-packages", "dist-packages"} and Path(p).is_dir()]
+    (site / "packages_of_the_builder.pth").write_text("\n".join(others) + "\n", encoding="utf-8")
+    return python
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--keep", type=Path, help="copy both distributions into this folder")
+    options = parser.parse_args()
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as name:
+        work = Path(name).resolve()
+        source, wheel = build(work)
+        if options.keep:
+            options.keep.mkdir(parents=True, exist_ok=True)
+            for made in (source, wheel):
+                shutil.copy(made, options.keep)
+        print(f"{source.name}, {wheel.name}: built after {time.monotonic() - began:.0f} s")
+        if wrong := compare(source, wheel):
+            print("\n".join(wrong))
+            return 1
+        print(f"every one of the {len(tracked('src'))} files of src/ is in both")
+        elsewhere = work / "elsewhere"
+        elsewhere.mkdir()
+        python = install(wheel, work / "environment")
+        found = Path(run([str(python), "-c", WHERE], elsewhere).strip())
+        if work / "environment" not in found.parents:
+            print(f"fewbits was taken from {found}, not from the wheel")
+            return 1
+        said = run([str(python.with_name("fewbits")), "demo", "--quick"], elsewhere)
+        print(*[line.strip("│ ") for line in said.splitlines() if "exact answers  " in line])
+    print(f"the demo ran from the wheel alone; {time.monotonic() - began:.0f} s in all")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
