@@ -70,7 +70,9 @@ def compare(source: Path, wheel: Path) -> list[str]:
     found = [f"the wheel lacks {name}" for name in sorted(wanted.keys() - held.keys())]
     found += [f"the wheel holds {name} besides" for name in sorted(held.keys() - wanted.keys() - about)]
     same = wanted.keys() & held.keys()
-    found += [f"{name} in the wheel is other than here" for name in sorted(same) if wanted[name] != held[name]]
+    found += [
+        f"{name} in the wheel is other than here" for name in sorted(same) if wanted[name] != held[name]
+    ]
     if not any(name.endswith("/LICENSE") for name in about):
         found.append("the wheel lacks LICENSE")
     with tarfile.open(source) as archive:
