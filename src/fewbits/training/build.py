@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from fewbits.models.attention import attention_receipt, use_attention
 from fewbits.models.convert import conversion_of
 from fewbits.models.fast import FastLanguageModel, is_packed
 from fewbits.models.fused import fuse, fusion_of
+from fewbits.models.named_templates import set_template, stop_at_turns
 from fewbits.nn.linear import QuantizedLinear
 from fewbits.recipes import LoRA, Recipe, get_recipe
 from fewbits.training.batches import passes_of
@@ -76,9 +78,17 @@ def load_tokenizer(config: TrainConfig) -> tuple[Any, Any] | None:
     local = Path(config.model).is_dir()
     try:
         tokenizer = AutoTokenizer.from_pretrained(config.model, local_files_only=local)
-        return tokenizer, AutoConfig.from_pretrained(config.model, local_files_only=local)
+        shapes = AutoConfig.from_pretrained(config.model, local_files_only=local)
     except (OSError, ValueError, KeyError):
         return None
+    return with_template(tokenizer, config), shapes
+
+
+def with_template(tokenizer: Any, config: TrainConfig) -> Any:
+    """The tokenizer, with the chat template that the run asks for."""
+    if config.chat_template is not None:
+        set_template(tokenizer, config.chat_template, begins=True)
+    return tokenizer
 
 
 def max_positions(model_config: Any) -> int | None:
@@ -111,11 +121,13 @@ def load_model(config: TrainConfig, *, spread: Callable[[Any], str] | None = Non
     qat = recipe if recipe is not None and recipe.qat is not None else None
     model, tokenizer = FastLanguageModel.from_pretrained(
         config.model,
-        dtype=_dtype(config, on_gpu, trains_all=lora is None),
+        dtype=dtype_of(config, on_gpu, trains_all=lora is None),
         load_in_4bit=False,
         recipe=None if qat else recipe,
         device_map=None if on_gpu and spread is None else "cpu",
     )
+    if config.chat_template is not None:
+        stop_at_turns(model, with_template(tokenizer, config))
     if qat is not None:
         from fewbits.training.qat import prepare_qat
 
@@ -165,7 +177,8 @@ def fused_decoder(model: Any) -> str:
         return f"the decoder is not fused: {error}"
 
 
-def _dtype(config: TrainConfig, on_gpu: bool, *, trains_all: bool) -> torch.dtype:
+def dtype_of(config: TrainConfig, on_gpu: bool, *, trains_all: bool) -> torch.dtype:
+    """The dtype of what is not packed."""
     if config.dtype != "auto":
         return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[config.dtype]
     # Weights that train stay in float32: in bfloat16 a usual step is lost in the rounding.
@@ -233,9 +246,17 @@ def optimizer_class(config: TrainConfig) -> tuple[type, dict[str, Any]] | None:
 
 
 def training_arguments(
-    config: TrainConfig, folder: Path, steps: int, *, evaluates: bool, resumed: bool, layout: Layout
+    config: TrainConfig,
+    folder: Path,
+    steps: int,
+    *,
+    evaluates: bool,
+    resumed: bool,
+    layout: Layout,
+    kind: Any = None,
+    more: Mapping[str, Any] | None = None,
 ) -> Any:
-    """The host's arguments.
+    """The host's arguments; of another ``kind`` than its own (TRL's), with ``more`` of them.
 
     Raises:
         BadInput: a step has fewer sequences than there are ranks.
@@ -246,50 +267,51 @@ def training_arguments(
     on_gpu = uses_gpu(config)
     _, lora = recipe_of_config(config)
     tenth = max(1, steps // 10)
-    args = TrainingArguments(
-        output_dir=str(folder),
-        per_device_train_batch_size=config.batch_size,
-        per_device_eval_batch_size=config.batch_size,
-        gradient_accumulation_steps=passes_of(
+    settings: dict[str, Any] = {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": config.batch_size,
+        "per_device_eval_batch_size": config.batch_size,
+        "gradient_accumulation_steps": passes_of(
             sequences_per_step(config), config.batch_size, layout.data_size
         ),
-        num_train_epochs=config.epochs,
-        max_steps=config.max_steps or -1,
-        learning_rate=config.learning_rate,
-        lr_scheduler_type=config.scheduler,
-        lr_scheduler_kwargs={"min_lr_rate": 0.1} if config.scheduler == "cosine_with_min_lr" else None,
-        warmup_steps=config.warmup,
-        weight_decay=config.weight_decay,
-        max_grad_norm=config.max_grad_norm,
-        optim=OPTIMIZERS[config.optimizer],
-        seed=config.seed,
-        logging_steps=config.logging_steps,
-        logging_first_step=True,
-        logging_nan_inf_filter=False,  # a bad loss is shown and stops the run
-        eval_strategy="steps" if evaluates else "no",
-        eval_steps=config.eval_steps or tenth,
-        eval_on_start=evaluates and not resumed,
-        save_strategy="steps",
-        save_steps=config.save_steps or tenth,
-        metric_for_best_model="eval_loss" if evaluates else None,
-        greater_is_better=False,
-        report_to="none",
-        disable_tqdm=True,
-        remove_unused_columns=False,
-        use_cpu=not on_gpu,
-        ddp_find_unused_parameters=False,
-        ddp_broadcast_buffers=False,  # the same on all ranks, or a rank's own
-        ddp_timeout=config.wait_seconds,
-        bf16=on_gpu
+        "num_train_epochs": config.epochs,
+        "max_steps": config.max_steps or -1,
+        "learning_rate": config.learning_rate,
+        "lr_scheduler_type": config.scheduler,
+        "lr_scheduler_kwargs": {"min_lr_rate": 0.1} if config.scheduler == "cosine_with_min_lr" else None,
+        "warmup_steps": config.warmup,
+        "weight_decay": config.weight_decay,
+        "max_grad_norm": config.max_grad_norm,
+        "optim": OPTIMIZERS[config.optimizer],
+        "seed": config.seed,
+        "logging_steps": config.logging_steps,
+        "logging_first_step": True,
+        "logging_nan_inf_filter": False,  # a bad loss is shown and stops the run
+        "eval_strategy": "steps" if evaluates else "no",
+        "eval_steps": config.eval_steps or tenth,
+        "eval_on_start": evaluates and not resumed,
+        "save_strategy": "steps",
+        "save_steps": config.save_steps or tenth,
+        "metric_for_best_model": "eval_loss" if evaluates else None,
+        "greater_is_better": False,
+        "report_to": reporters(config),
+        "disable_tqdm": True,
+        "remove_unused_columns": False,
+        "use_cpu": not on_gpu,
+        "ddp_find_unused_parameters": False,
+        "ddp_broadcast_buffers": False,  # the same on all ranks, or a rank's own
+        "ddp_timeout": config.wait_seconds,
+        "bf16": on_gpu
         and lora is None
         and config.dtype == "auto"
         and not layout.is_sharded,  # which casts itself
-        fp16=on_gpu and lora is None and config.dtype == "float16",
-        dataloader_pin_memory=on_gpu,
-        accelerator_config={
+        "fp16": on_gpu and lora is None and config.dtype == "float16",
+        "dataloader_pin_memory": on_gpu,
+        "accelerator_config": {
             "non_blocking": on_gpu
         },  # batches come from pinned memory: nobody waits for a copy
-    )
+    }
+    args = (kind or TrainingArguments)(**{**settings, **(more or {})})
     if args.n_gpu > 1:
         args._n_gpu = 1  # otherwise the host would wrap the model in DataParallel
     if args.world_size != layout.ranks.size:
@@ -298,3 +320,16 @@ def training_arguments(
             " (LOCAL_RANK); start the run with fewbits train --nproc-per-node N, or with torchrun."
         )
     return args
+
+
+def reporters(config: TrainConfig) -> list[str]:
+    """Where the host's callbacks report to.
+
+    Raises:
+        Unsupported: the package of one is not installed.
+    """
+    for name in config.report_to:
+        names = ("tensorboard", "tensorboardX") if name == "tensorboard" else (name,)
+        if not any(find_spec(package) for package in names):
+            raise Unsupported(f"report_to is {name}, which is not installed; pip install {name}.")
+    return list(config.report_to) or ["none"]

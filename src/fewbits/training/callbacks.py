@@ -86,9 +86,10 @@ class Schedule(TrainerCallback):
 class MetricsFile(TrainerCallback):
     """One JSON object a line in metrics.jsonl, for each logging step and each evaluation."""
 
-    def __init__(self, path: Path, progress: Progress) -> None:
+    def __init__(self, path: Path, progress: Progress, *, all_figures: bool = False) -> None:
         self.path = path
         self.progress = progress
+        self.all_figures = all_figures  # what another trainer logs, its count of tokens too
         self._last_time = self._began = time.perf_counter()
         self._earlier = progress.seconds
         self._last_tokens = progress.tokens
@@ -114,15 +115,17 @@ class MetricsFile(TrainerCallback):
         """Write the line; the host's closing summary is not one."""
         if not state.is_world_process_zero or not ({"loss", "eval_loss"} & logs.keys()):
             return
+        if self.all_figures:
+            self.progress.tokens = int(logs.get("num_tokens", self.progress.tokens))
         record: dict[str, Any] = {
             "step": state.global_step,
             "epoch": state.epoch,
             "tokens": self.progress.tokens,
             "seconds": self._tick(),
         }
-        record |= {
-            key: logs[key] for key in ("loss", "eval_loss", "learning_rate", "grad_norm") if key in logs
-        }
+        usual = ("loss", "eval_loss", "learning_rate", "grad_norm")
+        wanted = [key for key in logs if key not in record] if self.all_figures else usual
+        record |= {key: logs[key] for key in wanted if key in logs}
         if "loss" in logs:
             now = time.perf_counter()
             rate = (self.progress.tokens - self._last_tokens) / max(now - self._last_time, 1e-9)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -14,9 +12,12 @@ from typing import Any
 import yaml
 
 from fewbits.errors import BadInput
+from fewbits.training.config_values import coerce, shown
 from fewbits.training.yaml_text import parse_yaml
 
 FORMATS = ("auto", "text", "completion", "instruction", "chat")
+METHODS = ("sft", "dpo", "kto", "orpo", "simpo", "grpo", "reward")
+REPORTERS = ("tensorboard", "wandb", "trackio", "mlflow")
 LONG_ROWS = ("truncate", "drop", "refuse")
 OPTIMIZERS = {  # by the host's names; adamw_8bit is our own, see build.optimizer_class
     "adamw": "adamw_torch_fused",
@@ -60,6 +61,7 @@ NOT_COMPARED = frozenset(
         "shard_size",
         "keep_gathered",
         "wait_seconds",
+        "report_to",
     }
 )
 
@@ -143,6 +145,12 @@ class TrainConfig:
         "how an instruction row is written: alpaca, question, chat (the tokenizer's template), or a text with"
         " {instruction} and {input}",
     )
+    chat_template: str | None = _option(
+        None,
+        "data",
+        "how chats are written: chatml, llama-3, mistral, gemma, qwen, phi, zephyr, alpaca, vicuna, a file of"
+        " a Jinja template, or tokenizer; none: the tokenizer's own; preference rows of texts are no chats",
+    )
     max_seq_length: int | None = _option(
         None, "data", "longest row in tokens; none: what the model allows, at most 1024"
     )
@@ -175,6 +183,26 @@ class TrainConfig:
         "adamw", "training", "adamw, adamw_8bit (moments of 8 bits), adafactor or sgd", OPTIMIZERS
     )
     seed: int = _option(42, "training", "of adapters, dropout, the split and the order of the data")
+
+    method: str = _option(
+        "sft",
+        "method",
+        "what is learnt: sft (rows as they are), dpo, orpo, simpo and reward (prompt, chosen, rejected), kto"
+        " (prompt, completion, label), grpo (prompt, and rewards)",
+        METHODS,
+    )
+    beta: float | None = _option(
+        None, "method", "how strongly the preference methods hold to their beginning; none: TRL's own value"
+    )
+    rewards: tuple[str, ...] = _option(
+        (), "method", "of grpo: functions that judge completions, as module:function"
+    )
+    num_generations: int | None = _option(
+        None, "method", "of grpo: completions for each prompt, which must divide a step's rows; none: 8"
+    )
+    max_completion_length: int | None = _option(
+        None, "method", "of grpo: longest completion in tokens; none: half of max_seq_length, at most 256"
+    )
 
     parallel: str = _option(
         "auto",
@@ -233,6 +261,9 @@ class TrainConfig:
     )
     report: bool = _option(True, "output", "at the end write report.html")
     title: str | None = _option(None, "output", "heading of the report; none: the model's name")
+    report_to: tuple[str, ...] = _option(
+        (), "output", "where the figures go besides metrics.jsonl: tensorboard, wandb, trackio, mlflow"
+    )
     samples: int = _option(3, "output", "evaluation rows answered before and after, for the report")
     sample_prompts: tuple[str, ...] = _option(
         (), "output", "prompts answered before and after, for the report"
@@ -245,6 +276,7 @@ class TrainConfig:
             from fewbits.recipes import get_recipe, recipe_to_config
 
             object.__setattr__(self, "recipe", recipe_to_config(get_recipe(self.recipe)))
+        self._check_reporters()
         for item in dataclasses.fields(self):
             choices, value = item.metadata["choices"], getattr(self, item.name)
             if choices and value is not None and value not in choices:
@@ -267,6 +299,9 @@ class TrainConfig:
             "save_steps",
             "max_seq_length",
             "early_stopping_patience",
+            "beta",
+            "num_generations",
+            "max_completion_length",
         )
         for name in (*positive, *(name for name in optional if getattr(self, name) is not None)):
             if not getattr(self, name) > 0:
@@ -286,6 +321,12 @@ class TrainConfig:
             if (getattr(self, name) or 0) >= 1:
                 raise BadInput(f"{name} is {getattr(self, name)}; it must be below 1.")
 
+    def _check_reporters(self) -> None:
+        object.__setattr__(self, "report_to", tuple(n for n in self.report_to if n.lower() != "none"))
+        for name in self.report_to:
+            if name not in REPORTERS:
+                raise BadInput(f"report_to is {name!r}; it must be some of {', '.join(REPORTERS)}, or none.")
+
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> TrainConfig:
         """A configuration from plain values; unknown keys are refused with the nearest name."""
@@ -294,7 +335,7 @@ class TrainConfig:
         nested: dict[str, str] = {}
         for key, value in values.items():
             if not isinstance(key, str):
-                raise BadInput(f"the configuration has the key {_shown(key)}, which is no name; check it.")
+                raise BadInput(f"the configuration has the key {shown(key)}, which is no name; check it.")
             name = ALIASES.get(key, key).replace("-", "_")
             name, value = _as_written_before(ALIASES.get(name, name), value)
             if name.startswith("fields."):
@@ -302,7 +343,7 @@ class TrainConfig:
             elif name not in known:
                 raise BadInput(_unknown_key(key, [*known, *ALIASES]))
             else:
-                plain[name] = _coerce(name, value, known[name])
+                plain[name] = coerce(name, value, known[name])
         if nested:
             plain["fields"] = {**plain.get("fields", {}), **nested}
         for required in ("model", "train_data"):
@@ -387,7 +428,7 @@ def parse_memory_budget(text: str) -> str | float:
 def _as_written_before(name: str, value: Any) -> tuple[str, Any]:
     """A field that had another name, and YAML's booleans where a text is meant."""
     if name == "gradient_checkpointing":
-        return "memory_budget", "recompute" if _coerce(name, value, "bool") else "auto"
+        return "memory_budget", "recompute" if coerce(name, value, "bool") else "auto"
     if name == "cuda_graph" and isinstance(value, bool):
         return name, str(value).lower()
     return name, value
@@ -397,86 +438,3 @@ def _unknown_key(key: str, known: list[str]) -> str:
     near = get_close_matches(key, known, n=1, cutoff=0.5)
     advice = f"did you mean {near[0]}?" if near else f"the names are {', '.join(sorted(known))}."
     return f"the configuration has an unknown key {key!r}; {advice}"
-
-
-_TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
-
-
-def _as_bool(value: Any) -> bool:
-    if isinstance(value, bool):
-        return value
-    text = str(value).lower()
-    if text not in (*_TRUE, *_FALSE):
-        raise ValueError
-    return text in _TRUE
-
-
-def _as_int(value: Any) -> int:
-    if isinstance(value, bool) or float(value) != int(float(value)):
-        raise ValueError
-    return int(float(value))
-
-
-def _as_float(value: Any) -> float:
-    if isinstance(value, bool) or not math.isfinite(float(value)):
-        raise ValueError
-    return float(value)
-
-
-def _as_texts(value: Any) -> tuple[str, ...]:
-    if isinstance(value, str):
-        return tuple(part.strip() for part in value.split(",") if part.strip())
-    return tuple(str(part) for part in value)
-
-
-def _as_fields(value: Any) -> dict[str, str]:
-    if isinstance(value, str):
-        value = dict(pair.split("=", 1) for pair in value.split(","))
-    return {str(key): str(column) for key, column in dict(value).items()}
-
-
-def _as_text(value: Any) -> str:
-    if isinstance(value, (dict, list, bool)):
-        raise ValueError
-    return str(value)
-
-
-def _as_recipe(value: Any) -> str | dict[str, Any]:
-    if isinstance(value, str) and value.lstrip().startswith("{"):  # a mapping on the command line
-        value = parse_yaml(value, "recipe")
-    if not isinstance(value, Mapping):
-        return _as_text(value)
-    if not isinstance(value.get("name"), str):
-        raise ValueError
-    plain: dict[str, Any] = json.loads(json.dumps(dict(value), allow_nan=False))
-    return plain
-
-
-def _shown(value: Any) -> str:
-    """A value in a sentence, however long it is."""
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-_COERCE = {
-    "bool": (_as_bool, "true or false"),
-    "int": (_as_int, "a whole number"),
-    "float": (_as_float, "a number"),
-    "str": (_as_text, "a text"),
-    "str | dict[str, Any]": (_as_recipe, "a recipe's name, or a mapping of plain values with a field name"),
-    "tuple[str, ...]": (_as_texts, "a list of texts"),
-    "dict[str, str]": (_as_fields, "a mapping of names to columns"),
-}
-
-
-def _coerce(name: str, value: Any, annotation: str) -> Any:
-    optional = annotation.endswith(" | None")
-    if value is None or (optional and name != "lora_bias" and str(value).lower() in ("none", "null", "")):
-        if optional:
-            return None
-        raise BadInput(f"{name} has no value; it must be {_COERCE[annotation][1]}.")
-    convert, wanted = _COERCE[annotation.removesuffix(" | None")]
-    try:
-        return convert(value)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise BadInput(f"{name} is {_shown(value)}; it must be {wanted}.") from error

@@ -44,6 +44,7 @@ from fewbits.training.graph import wants_graph
 from fewbits.training.memory_budget import OPTIMIZER_BYTES, MemoryBudget, budget_for
 from fewbits.training.packing import Collator, SequenceDataset
 from fewbits.training.parallel import Layout
+from fewbits.training.preferences import stages
 from fewbits.training.ranks import Ranks
 from fewbits.training.restore import restore
 from fewbits.training.resume import check_best, check_unchanged, resumable, weights_of
@@ -102,7 +103,7 @@ def train(
             check_start(ranks, config, resume=resume)
             resume = resume or ranks.again
             if not ranks.led("run folder", lambda: _is_over(folder, config, resume=resume)):
-                run = _Run(config, folder, console, ranks, stop, resume=resume)
+                run = stages(config, _Run)(config, folder, console, ranks, stop, resume=resume)
                 run.prepare()
                 run.train()
                 if stop.answer is None:
@@ -335,7 +336,6 @@ class _Run:
         tokenizer, config = self.built.tokenizer, self.config
         pad = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
         flash = "flash" in str(getattr(self.built.model.config, "_attn_implementation", ""))
-        graphed = self._uses_graph()
         rows = max(dataset.most_rows() for dataset in datasets)
         return Collator(
             pad,
@@ -343,7 +343,7 @@ class _Run:
             flatten=flash,
             width=self.length if uses_gpu(config) else 0,  # a CPU would only compute more padding
             multiple_of=self.length if config.cuda_graph == "true" else 1,  # a graph is good for one shape
-            segments=config.batch_size * (rows + 1) if graphed else None,
+            segments=config.batch_size * (rows + 1) if self._uses_graph() else None,
         )
 
     def _end_record(self, trainer: Trainer, progress: Progress, *, keep_best: bool) -> None:

@@ -1,0 +1,98 @@
+"""Values of a configuration as their fields have them: from YAML, or from the command line's texts."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from fewbits.errors import BadInput
+from fewbits.training.yaml_text import parse_yaml
+
+_TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
+
+
+def _as_bool(value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    text = str(value).lower()
+    if text not in (*_TRUE, *_FALSE):
+        raise ValueError
+    return text in _TRUE
+
+
+def _as_int(value: Any) -> int:
+    if isinstance(value, bool) or float(value) != int(float(value)):
+        raise ValueError
+    return int(float(value))
+
+
+def _as_float(value: Any) -> float:
+    if isinstance(value, bool) or not math.isfinite(float(value)):
+        raise ValueError
+    return float(value)
+
+
+def _as_texts(value: Any) -> tuple[str, ...]:
+    if isinstance(value, str):
+        return tuple(part.strip() for part in value.split(",") if part.strip())
+    return tuple(str(part) for part in value)
+
+
+def _as_fields(value: Any) -> dict[str, str]:
+    if isinstance(value, str):
+        value = dict(pair.split("=", 1) for pair in value.split(","))
+    return {str(key): str(column) for key, column in dict(value).items()}
+
+
+def _as_text(value: Any) -> str:
+    if isinstance(value, (dict, list, bool)):
+        raise ValueError
+    return str(value)
+
+
+def _as_recipe(value: Any) -> str | dict[str, Any]:
+    if isinstance(value, str) and value.lstrip().startswith("{"):  # a mapping on the command line
+        value = parse_yaml(value, "recipe")
+    if not isinstance(value, Mapping):
+        return _as_text(value)
+    if not isinstance(value.get("name"), str):
+        raise ValueError
+    plain: dict[str, Any] = json.loads(json.dumps(dict(value), allow_nan=False))
+    return plain
+
+
+def shown(value: Any) -> str:
+    """A value in a sentence, however long it is."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+_COERCE = {
+    "bool": (_as_bool, "true or false"),
+    "int": (_as_int, "a whole number"),
+    "float": (_as_float, "a number"),
+    "str": (_as_text, "a text"),
+    "str | dict[str, Any]": (_as_recipe, "a recipe's name, or a mapping of plain values with a field name"),
+    "tuple[str, ...]": (_as_texts, "a list of texts"),
+    "dict[str, str]": (_as_fields, "a mapping of names to columns"),
+}
+
+
+def coerce(name: str, value: Any, annotation: str) -> Any:
+    """The value as a field of this type holds it.
+
+    Raises:
+        BadInput: it is none of that type.
+    """
+    optional = annotation.endswith(" | None")
+    if value is None or (optional and name != "lora_bias" and str(value).lower() in ("none", "null", "")):
+        if optional:
+            return None
+        raise BadInput(f"{name} has no value; it must be {_COERCE[annotation][1]}.")
+    convert, wanted = _COERCE[annotation.removesuffix(" | None")]
+    try:
+        return convert(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise BadInput(f"{name} is {shown(value)}; it must be {wanted}.") from error
