@@ -72,6 +72,34 @@ def test_every_door_that_renders_looks_first():
         encode_prompt(bad, MESSAGES)
 
 
+def test_templates_are_tried_again_on_longer_conversations(monkeypatch):
+    """One that is quick for two messages, and for many has no end: also where rows hold such prompts."""
+    monkeypatch.setattr(chat_template, "SECONDS", 1)
+    tokenizer_ = tokenizer()
+    slow = f"{{% if messages | length > 6 %}}{ENDLESS}{{% endif %}}"
+    for marks in ("", "{% generation %}{% endgeneration %}"):
+        tokenizer_.chat_template = f"{slow}{marks}{{{{ messages | length }}}}"
+        encoder = ChatEncoder(tokenizer_)
+        encoder.require_template()
+        long = [{"role": role, "content": "x"} for _ in range(4) for role in ("user", "assistant")]
+        assert encoder.render(long[:4]) == "4"
+        with pytest.raises(BadCheckpoint, match="takes more than 1 s for 8 messages"):
+            encoder.encode_chat(long, responses_only=True)
+    tokenizer_.chat_template = None
+    with pytest.raises(BadInput, match="has no chat template"):
+        ChatEncoder(tokenizer_).render(MESSAGES)
+
+
+def test_a_template_that_blows_up_on_some_contents(monkeypatch):
+    monkeypatch.setattr("fewbits.training.chat.CHARACTERS", 1000)
+    tokenizer_ = tokenizer()
+    tokenizer_.chat_template = "{{ messages[0].content * (messages[0].content | length) }}"
+    encoder = ChatEncoder(tokenizer_)
+    assert len(encoder.render([{"role": "user", "content": "x" * 20}])) == 400
+    with pytest.raises(BadInput, match="makes 10,000 characters of messages of 100; correct chat_template"):
+        encoder.render([{"role": "user", "content": "x" * 100}])
+
+
 def test_the_command_says_one_sentence(tmp_path, capsys):
     save_tiny(tmp_path / "model")
     (tmp_path / "model" / "chat_template.jinja").write_text(HUGE["doubling"])

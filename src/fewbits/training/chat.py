@@ -22,7 +22,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from fewbits.errors import BadInput, Unsupported
-from fewbits.models.chat_template import check_template
+from fewbits.models.chat_template import CHARACTERS, check_template
 from fewbits.training.spans import Span, SpanEncoder, Tokens
 
 _TRIAL = ({"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"})
@@ -44,6 +44,16 @@ _ROLES = {
     "model": "assistant",
     "chatgpt": "assistant",
 }
+
+
+def _check_length(text: str, messages: Sequence[dict[str, Any]]) -> None:
+    """A template may write each content more than once, but not without end."""
+    given = sum(len(str(message.get("content", ""))) for message in messages)
+    if len(text) > CHARACTERS + 4 * given:
+        raise BadInput(
+            f"the chat template makes {len(text):,} characters of messages of {given:,}; correct"
+            " chat_template in the model's folder"
+        )
 
 
 def normalize_messages(value: Any) -> list[dict[str, Any]]:
@@ -73,27 +83,42 @@ class ChatEncoder(SpanEncoder):
     def __init__(self, tokenizer: Any, limit: int | None = None) -> None:
         super().__init__(tokenizer, limit)
         self.template = tokenizer.chat_template
+        self._tried = 0  # conversations of so many messages come to an end
         self.marks_responses = isinstance(self.template, str) and bool(_GENERATION.search(self.template))
 
     def require_template(self) -> None:
         """Refuse chat rows early where the tokenizer cannot write them."""
+        self._try(_TRIAL)
+
+    def _try(self, messages: Sequence[dict[str, Any]]) -> None:
+        """Refuse a template that is absent, or does not come to an end on so many messages.
+
+        What a template does grows with them, so it is tried again, in a process that can be stopped, when
+        they are more than twice as many as those it was tried on.
+        """
+        if len(messages) <= self._tried:
+            return
         if not self.template:
             raise BadInput(
                 f"the tokenizer of {self.tokenizer.name_or_path} has no chat template, which chat rows need;"
                 " use an instruct model, or write the rows as prompt and completion."
             )
-        check_template(self.tokenizer, _TRIAL)
+        check_template(self.tokenizer, messages)
+        self._tried = 2 * len(messages)
 
     def render(self, messages: Sequence[dict[str, Any]], *, for_answer: bool = False) -> str:
         """The conversation as the template writes it; ``for_answer`` ends with the next response's head."""
+        self._try(messages)
         try:
-            return str(
+            text = str(
                 self.tokenizer.apply_chat_template(
                     list(messages), tokenize=False, add_generation_prompt=for_answer
                 )
             )
         except _TEMPLATE_ERRORS as error:
             raise BadInput(f"the chat template refuses the messages ({error})") from error
+        _check_length(text, messages)
+        return text
 
     def encode_chat(self, messages: Sequence[dict[str, Any]], *, responses_only: bool) -> list[Tokens]:
         """One or, for templates that rewrite earlier turns, several rows of tokens."""
@@ -134,6 +159,7 @@ class ChatEncoder(SpanEncoder):
     def _encode_marked(self, messages: Sequence[dict[str, Any]]) -> Tokens:
         from transformers.utils.chat_template_utils import render_jinja_template
 
+        self._try(messages)
         try:
             texts, marks = render_jinja_template(
                 [list(messages)],
@@ -143,6 +169,7 @@ class ChatEncoder(SpanEncoder):
             )
         except _TEMPLATE_ERRORS as error:
             raise BadInput(f"the chat template refuses the messages ({error})") from error
+        _check_length(texts[0], messages)
         return self.encode_touched(texts[0], [(int(start), int(end)) for start, end in marks[0]])
 
     def encode_pair(self, prompt: str, response: str) -> Tokens:

@@ -115,9 +115,10 @@ def staged(
         if is_broken_connection(error):  # another rank is gone: the disk has nothing to do with it
             raise
         kept = ", ".join(path.name for path in checkpoints(final.parent)) or "none yet"
+        reason, way_out = _why(error)
         raise TrainingStopped(
-            f"{final} could not be written because {_reason(error)}; the checkpoints before it are whole"
-            f" ({kept}): make room, then go on with resume."
+            f"{final} could not be written because {reason}; the checkpoints before it are whole ({kept}):"
+            f" {way_out}, then go on with resume."
         ) from error
 
 
@@ -135,13 +136,15 @@ def _publish(staging: Path, final: Path) -> None:
         shutil.rmtree(old, ignore_errors=True)
 
 
-def _reason(error: BaseException) -> str:
+def _why(error: BaseException) -> tuple[str, str]:
+    """The reason, and what to do about it; room is made only where the disk has said that it is full."""
     if is_disk_full(error):
-        return "the disk is full"
+        return "the disk is full", "make room"
     # torch's writer of zip files does not pass on the system's reason.
     if any(name in str(error) for name in ("PytorchStreamWriter", "inline_container")):
-        return "the disk took no more bytes (it is probably full)"
-    return f"of {type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
+        return "the disk took no more bytes", "see whether it is full or failing"
+    first = (str(error).strip().splitlines() or ["no message"])[0]
+    return f"of {type(error).__name__}: {first}", "mend that"
 
 
 def checkpoints(folder: Path) -> list[Path]:
