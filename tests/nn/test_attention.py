@@ -392,3 +392,22 @@ def test_new_lengths_compile_nothing_and_wait_for_nothing():
         for lengths in ([5, 700], [100] * 5, [1, 2, 3, 4, 900]):
             step(lengths, **options)
         assert counters["stats"]["unique_graphs"] == before
+
+
+@pytest.mark.parametrize("around", ["fake", "inference", "another device"])
+def test_a_block_mask_that_was_made_elsewhere_is_good_for_training(around: str) -> None:
+    """Those of rows without segments are kept, for all layers and batches."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    pattern = attention_backends.Pattern(1.0, True, None, None, None)
+    cpu = torch.device("cpu")
+    attention_backends._plain_block_mask.cache_clear()
+    modes = {"fake": FakeTensorMode, "inference": torch.inference_mode}
+    with modes.get(around, lambda: torch.device("meta"))():
+        attention_backends._block_mask(pattern, 256, cpu)
+    mask = attention_backends._block_mask(pattern, 256, cpu)
+    assert type(mask.kv_num_blocks) is torch.Tensor and mask.kv_num_blocks.device == cpu
+    assert not mask.kv_num_blocks.is_inference()
+    q = torch.randn(1, 2, 256, 16)
+    assert attention_backends.flex(q, q, q, pattern).isfinite().all()
+    assert attention_backends._block_mask(pattern, 256, cpu) is mask

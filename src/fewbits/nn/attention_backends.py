@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fewbits.errors import Unsupported
@@ -245,6 +246,8 @@ _MASKS = WeakTensorKeyDictionary()  # boundaries -> window -> block mask: one fo
 
 def _block_mask(pattern: Pattern, length: int, device: torch.device) -> Any:
     if pattern.segments is None:
+        if torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None:
+            return _made_block_mask(length, pattern.window, device)  # of fake tensors, for one: not to keep
         return _plain_block_mask(length, pattern.window, device)
     starts = pattern.segments.starts
     if torch.compiler.is_compiling():
@@ -257,6 +260,11 @@ def _block_mask(pattern: Pattern, length: int, device: torch.device) -> Any:
 
 @lru_cache(maxsize=16)
 def _plain_block_mask(length: int, window: int | None, device: torch.device) -> Any:
+    with torch.inference_mode(False):  # a training pass that comes later saves it for its backward pass
+        return _made_block_mask(length, window, device)
+
+
+def _made_block_mask(length: int, window: int | None, device: torch.device) -> Any:
     return make_block_mask(length, window, torch.zeros(length, dtype=torch.int32, device=device))
 
 
