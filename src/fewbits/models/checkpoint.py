@@ -232,7 +232,7 @@ def _check_index(folder: Path, checkpoint: Checkpoint) -> None:
 
 def _check_quantization(checkpoint: Checkpoint) -> None:
     method = checkpoint.quant_method
-    if method in (None, "fewbits"):
+    if method in (None, "fewbits", "compressed-tensors"):
         return
     quantization = checkpoint.config["quantization_config"]
     if method == "bitsandbytes" and quantization.get("load_in_4bit"):
@@ -243,6 +243,6 @@ def _check_quantization(checkpoint: Checkpoint) -> None:
             "or download it again."
         )
     raise Unsupported(
-        f"{checkpoint.folder} is quantised with {method!r}; fewbits reads unquantised, bitsandbytes 4-bit "
-        "and its own checkpoints, so start from the original model."
+        f"{checkpoint.folder} is quantised with {method!r}; fewbits reads unquantised, bitsandbytes 4-bit, "
+        "compressed-tensors and its own checkpoints, so start from the original model."
     )

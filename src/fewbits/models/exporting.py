@@ -55,7 +55,7 @@ def save_pretrained_gguf(
             an adapter without a GGUF form; the package gguf is missing.
         BadCheckpoint: what was written does not read back as it should; nothing was written.
     """
-    _check_options("save_pretrained_gguf", options)
+    check_options("save_pretrained_gguf", options)
     one = isinstance(quantization_method, str)
     methods = [method_named(m) for m in _as_list(quantization_method)]
     import_gguf()
@@ -79,7 +79,8 @@ def _as_list(names: str | Sequence[str]) -> list[str]:
     return [names] if isinstance(names, str) else list(names)
 
 
-def _check_options(method: str, options: dict[str, Any]) -> None:
+def check_options(method: str, options: dict[str, Any]) -> None:
+    """Refuse what an export cannot do, and options that nobody knows."""
     if options.pop("push_to_hub", False):
         raise Unsupported(f"{method} writes to a folder only; upload that folder with `hf upload`.")
     known = IGNORED_OPTIONS | {"first_conversion", "max_shard_size"}
@@ -105,7 +106,7 @@ class ExportedWeights:
         self.tokenizer = _tokenizer(base) if tokenizer is None else tokenizer
         self.merger = Merger(base, torch.float32)
         self.head_is_tied = self.merger.head_is_tied
-        shapes = {n: tuple(t.shape) for n, t in self._skeleton().state_dict().items()}
+        shapes = {n: tuple(t.shape) for n, t in self.skeleton().state_dict().items()}
         found = dict(self.merger.weights())
         tied = {"lm_head.weight"} if self.head_is_tied else set()
         absent = sorted(set(shapes) - set(found) - tied)
@@ -116,7 +117,8 @@ class ExportedWeights:
         self._found = found
         self.shapes: Mapping[str, tuple[int, ...]] = {n: shapes[n] for n in shapes if n not in tied}
 
-    def _skeleton(self) -> Any:
+    def skeleton(self) -> Any:
+        """The plain model without weights, on the meta device."""
         return skeleton(self.base, head_is_tied=self.head_is_tied)
 
     def weight(self, name: str) -> Tensor:

@@ -16,16 +16,17 @@ from typing import Any
 import torch
 
 from fewbits.errors import BadCheckpoint, BadInput, SpecMismatch, Unsupported
+from fewbits.export.compressed import import_compressed_tensors
 from fewbits.models.adapter_words import fast_generate, load_lora, save_lora
 from fewbits.models.adapters import get_peft_model, load_adapter
 from fewbits.models.checkpoint import ADAPTER_CONFIG, Checkpoint, inspect_folder, is_adapter_folder, read_json
 from fewbits.models.checkpointed_layers import checkpoint_layers, chosen, recompute_as
+from fewbits.models.compressed_folder import save_pretrained_merged
 from fewbits.models.config_check import check_shapes
 from fewbits.models.convert import conversion_of
 from fewbits.models.decode_generate import with_loop
 from fewbits.models.exporting import save_pretrained_gguf
 from fewbits.models.fused import fuse, fused_layers, fusion_of
-from fewbits.models.merge import save_pretrained_merged
 from fewbits.models.named_templates import stop_at_turns
 from fewbits.models.options import PEFT_CHOOSES_NOTHING, PEFT_FIELDS, Loading, note_or_refuse, sort_options
 from fewbits.models.packed import check_device
@@ -290,7 +291,7 @@ def _load_model(where: str, checkpoint: Checkpoint | None, recipe: Any, dtype: A
             described = AutoModelForCausalLM.from_config(config, trust_remote_code=loading.trust_remote_code)
         check_shapes(checkpoint, described)
     settings = _quantization_settings(config, checkpoint, recipe, where, loading)
-    if settings.get("quantization_config") is not None:
+    if hasattr(settings.get("quantization_config"), "recipe"):
         check_device(settings["quantization_config"].recipe, next(iter((device_map or {"": "cpu"}).values())))
     model, info = AutoModelForCausalLM.from_pretrained(
         where,
@@ -331,6 +332,14 @@ def _quantization_settings(
     elif method == "fewbits":
         loading.notes.append(
             f"{where} is packed already, by the recipe {written['recipe']['name']!r}; it is used as it is."
+        )
+    elif method == "compressed-tensors":
+        import_compressed_tensors()
+        from transformers import CompressedTensorsConfig
+
+        settings["quantization_config"] = CompressedTensorsConfig(dequantize=True)
+        loading.notes.append(
+            f"{where} is packed by compressed-tensors; it is decoded to plain weights, no recipe packs it."
         )
     else:
         raise Unsupported(
