@@ -12,7 +12,7 @@ from torch import Tensor
 import fewbits
 from fewbits.models import decode_generate, decode_step
 from fewbits.models.decode_generate import decoding_of
-from fewbits.models.fast import with_methods
+from fewbits.models.fast import FastLanguageModel, with_methods
 from tests.models.tiny import tiny, tokens
 
 ROUNDING = 0.03
@@ -226,6 +226,26 @@ def test_without_memory_for_the_cache_transformers_decodes(monkeypatch: pytest.M
         assert torch.equal(greedy(model, ids), own(model, ids))
     assert not decoding_of(model).refused
     assert apart(model, ids) < ROUNDING
+
+
+def test_a_fused_model_that_trains_between_calls_has_a_step(made: list[int]) -> None:
+    """As GRPO does; `FastLanguageModel.get_peft_model` fuses on a GPU."""
+    model = fewbits.get_peft_model(model_of(), r=4, target_modules="all-linear")
+    fewbits.fuse(model)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer, ids = torch.optim.SGD(trained, lr=0.5), tokens(2, 8)
+    before = []
+    for _ in range(3):
+        FastLanguageModel.for_inference(model)
+        assert apart(model, ids) < ROUNDING
+        step: Any = decoding_of(model).step
+        before.append(step.logits.clone())
+        FastLanguageModel.for_training(model, "unsloth")
+        greedy(model, ids, 3)
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert made[0] == 12 and not torch.equal(before[0], before[2])
 
 
 def test_layers_of_another_build_are_transformers_own() -> None:

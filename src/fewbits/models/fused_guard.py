@@ -15,6 +15,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from fewbits.errors import NotFused
 from fewbits.models.spec import ModelSpec, find
+from fewbits.nn.loss import LazyHead
 from fewbits.nn.norm import RMSNorm
 
 # transformers puts these on every attention module when some call asks for attention weights, for good; they
@@ -40,7 +41,8 @@ def refuse_hooks(path: str, *modules: nn.Module) -> None:
         ):
             raise NotFused(f"{path} has hooks")
         attributes = vars(module)
-        if "forward" in attributes:
+        # A lazy head is our own: without gradients, as in decoding, it does what its class does.
+        if "forward" in attributes and not isinstance(attributes["forward"], LazyHead):
             hook = attributes.get("_hf_hook")  # a device map's: the inputs are on this device already
             if hook is None or getattr(hook, "offload", False):
                 raise NotFused(f"{path} has a forward of its own")
