@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoTokenizer
 
 from fewbits.errors import BadInput, StoppedBySignal, Unsupported
 from fewbits.models.fast import FastLanguageModel
@@ -77,7 +78,10 @@ def test_a_reward_model_learns_to_tell(config_of):
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_template_makes_chats_of_texts_and_stays_with_the_adapter(config_of):
-    result = train(config_of("dpo", chat_template="chatml", max_steps=1, eval_fraction=0.25))
+    result = train(config_of("dpo", chat_template="chatml", max_steps=1, eval_fraction=0.25, merge=True))
+    assert not (result.final / "ref").exists(), "TRL's copy of the beginning is nothing that was trained"
+    merged = AutoTokenizer.from_pretrained(result.merged, local_files_only=True)
+    assert "<|im_start|>" in merged.chat_template
     _, tokenizer = FastLanguageModel.from_pretrained(result.final)
     assert "<|im_start|>" in tokenizer.chat_template
     assert any("eval_loss" in line for line in read_metrics(result.output_dir / "metrics.jsonl"))

@@ -214,6 +214,8 @@ class PreferenceRun:
         """The adapter or model in final/, and the merged model."""
         model = self.built.model
         model.config.use_cache = True
+        if "ref" in getattr(model, "peft_config", {}):  # TRL's copy of the beginning, to compare with
+            model.delete_adapter("ref")
         with staged(self.folder.final) as folder:
             model.save_pretrained(str(folder))
             self.built.tokenizer.save_pretrained(str(folder))
