@@ -8,6 +8,7 @@ from torch import nn
 
 from fewbits.errors import Unsupported
 from fewbits.formats import INT8, NF4
+from fewbits.nn.fake_quantize import FakeQuantizedLinear
 from fewbits.nn.linear import QuantizedLinear
 from fewbits.recipes import Rule
 
@@ -86,3 +87,29 @@ def test_the_output_may_be_written_into(bias):
     y.sum().backward()
     rows = torch.tensor([[1.0, 2.0, 1.0], [2.0, 1.0, 1.0]])[..., None]
     torch.testing.assert_close(x.grad, rows * linear.dequantize().sum(0))
+
+
+@pytest.mark.parametrize("kind", ["packed", "few bits", "fake quantised", "packed with an adapter"])
+def test_a_host_may_add_to_the_output_of_any_layer_in_place(kind):
+    """Falcon's layers add attention to the MLP's output that way; a view from a Function refuses it."""
+    from fewbits.formats import E4M3
+    from fewbits.kernels.lora_linear import lora_linear
+    from fewbits.nn.linear import LowPrecisionLinear
+
+    torch.manual_seed(0)
+    plain = nn.Linear(64, 32)
+    x = torch.randn(2, 3, 64, requires_grad=True)
+    a, b = torch.randn(4, 64), torch.randn(32, 4)
+    packed = QuantizedLinear.from_linear(plain, Rule(weight=NF4))
+    layer = {
+        "packed": packed,
+        "few bits": LowPrecisionLinear.from_linear(plain, Rule(activation=E4M3)),
+        "fake quantised": FakeQuantizedLinear.from_linear(plain, NF4),
+        "packed with an adapter": lambda x: lora_linear(x, packed.packed, plain.bias, a, b, scaling=1.0),
+    }[kind]
+    expected = layer(x) + x.sum(-1, keepdim=True)
+    y = layer(x)
+    y += x.sum(-1, keepdim=True)
+    assert torch.equal(y, expected)
+    grads = [torch.autograd.grad(out.square().sum(), x)[0] for out in (y, expected)]
+    assert torch.equal(*grads)

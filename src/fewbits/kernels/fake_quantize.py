@@ -330,7 +330,10 @@ def fake_quantized_linear(
         adapter: A (r, K), B (N, r) and the factor of their product, or None.
     """
     a, b, scaling = (None, None, 0.0) if adapter is None else adapter
-    x = x.to(product_dtype(x))
+    rows = rows_of(x.to(product_dtype(x)))  # so that what the function returns is no view
     text = None if activation is None else _to_text(activation)
     with torch.autocast(x.device.type, enabled=False):
-        return _FakeQuantizedLinear.apply(x, weight, bias, a, b, scaling, _to_text(weight_format), text)
+        y: Tensor = _FakeQuantizedLinear.apply(
+            rows, weight, bias, a, b, scaling, _to_text(weight_format), text
+        )
+    return y.view(*x.shape[:-1], y.shape[-1])

@@ -128,11 +128,12 @@ def lora_linear(
         like, parts = signature(weight), tuple(weight.parts.values())
     else:
         like, parts = None, (weight,)
-    x = x.to(dtype)
-    if dropped is not None:
-        dropped = dropped.to(dtype)
+    shape, rows = x.shape[:-1], rows_of(x.to(dtype))  # rows, so that what the function returns is no view:
+    if dropped is not None:  # a host's layer (Falcon's, for one) may write into it
+        dropped = rows_of(dropped.to(dtype))
     with torch.autocast(x.device.type, enabled=False):
-        return _LoRALinear.apply(x, dropped, a, b, bias, scaling, branch_dtype, operands, like, *parts)
+        y = _LoRALinear.apply(rows, dropped, a, b, bias, scaling, branch_dtype, operands, like, *parts)
+    return y.view(*shape, y.shape[-1])  # type: ignore[no-any-return]
 
 
 def lora_linear_ref(

@@ -88,7 +88,9 @@ def operand_linear(
         gradient: format of dy in the products for dx and dW.
     """
     operands = Operands(activation=activation, gradient=gradient, weight_operand=weight_operand)
-    return _OperandLinear.apply(x.to(product_dtype(x)), weight, bias, operands)
+    rows = rows_of(x.to(product_dtype(x)))  # so that what the function returns is no view
+    y: Tensor = _OperandLinear.apply(rows, weight, bias, operands)
+    return y.view(*x.shape[:-1], y.shape[-1])
 
 
 def operand_linear_ref(
