@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from fewbits.kernels.matmul_stochastic import sc_matmul
     from fewbits.models.adapters import get_peft_model, load_adapter, lora_config
     from fewbits.models.convert import explain
+    from fewbits.models.families import ModelSpec, register_family
     from fewbits.models.fast import FastLanguageModel
     from fewbits.models.hf_quantizer import FewbitsConfig, register
     from fewbits.models.in_memory import convert, restore
@@ -59,6 +60,8 @@ _HOMES = {
     "is_bfloat16_supported": "fewbits.front.unsloth",
     "UnslothTrainer": "fewbits.front.unsloth_trainer",
     "UnslothTrainingArguments": "fewbits.front.unsloth_trainer",
+    "ModelSpec": "fewbits.models.families",
+    "register_family": "fewbits.models.families",
     "FewbitsConfig": "fewbits.models.hf_quantizer",
     "register": "fewbits.models.hf_quantizer",
     "TrainConfig": "fewbits.training.config",
@@ -77,6 +80,7 @@ __all__ = [
     "FastVisionModel",
     "FewbitsConfig",
     "LoRA",
+    "ModelSpec",
     "PatchDPOTrainer",
     "PatchFastRL",
     "PatchKTOTrainer",
@@ -96,6 +100,7 @@ __all__ = [
     "lora_config",
     "prepare_qat",
     "register",
+    "register_family",
     "restore",
     "sc_matmul",
     "train",

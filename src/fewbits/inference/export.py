@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,6 +26,7 @@ from fewbits.models.checkpoint import INDEX, WEIGHTS, Checkpoint, inspect_folder
 from fewbits.models.config_check import check_shapes
 from fewbits.models.packed_folder import close_folder
 from fewbits.models.reading import Reading
+from fewbits.models.transposed import is_transposed
 from fewbits.models.whole_folder import check_destination, whole_folder
 from fewbits.nn.finite import check_finite
 from fewbits.recipes import Recipe, Rule, get_recipe
@@ -119,13 +120,13 @@ def quantize_checkpoint(
         raise Unsupported(
             f"{checkpoint.folder} is quantised already ({checkpoint.quant_method}); use the original model."
         )
-    names, rules = _plan(checkpoint, chosen)
+    names, rules, transposed = _plan(checkpoint, chosen)
     order = {name: i for i, name in enumerate(rules)}
     with whole_folder(target, overwrite=overwrite, protected=[source]) as folder:
         writer = _ShardWriter(folder)
         layers: list[LayerError] = []
         squared_error = squared_norm = 0.0
-        for number, item in enumerate(_packed(checkpoint, names, rules, torch.device(device)), 1):
+        for number, item in enumerate(_packed(checkpoint, names, rules, transposed, torch.device(device)), 1):
             writer.add(item.tensors)
             layers += [] if item.error is None else [item.error]
             squared_error, squared_norm = squared_error + item.squared_error, squared_norm + item.squared_norm
@@ -160,8 +161,8 @@ def _for_storage(recipe: Recipe) -> Recipe:
     return replace(recipe, linear=Rule(weight=recipe.qat.weight, activation=recipe.qat.activation), qat=None)
 
 
-def _plan(checkpoint: Checkpoint, recipe: Recipe) -> tuple[dict[str, str], dict[str, Format]]:
-    """The model's name of each tensor of the source, and the format of each linear to pack."""
+def _plan(checkpoint: Checkpoint, recipe: Recipe) -> tuple[dict[str, str], dict[str, Format], frozenset[str]]:
+    """The model's name of each tensor of the source, each linear's format, and those stored as (K, N)."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from fewbits.models.convert import linears_to_replace
@@ -186,11 +187,15 @@ def _plan(checkpoint: Checkpoint, recipe: Recipe) -> tuple[dict[str, str], dict[
         raise BadCheckpoint(
             f"{checkpoint.folder} lacks {absent[0]}.weight; copy or download its files again."
         )
-    return names, rules
+    return names, rules, frozenset(name for name in rules if is_transposed(model.get_submodule(name)))
 
 
 def _packed(
-    checkpoint: Checkpoint, names: Mapping[str, str], rules: Mapping[str, Format], device: torch.device
+    checkpoint: Checkpoint,
+    names: Mapping[str, str],
+    rules: Mapping[str, Format],
+    transposed: Collection[str],
+    device: torch.device,
 ) -> Iterator[_Item]:
     for file in checkpoint.files:
         with safe_open(file, framework="pt") as stream:
@@ -198,6 +203,8 @@ def _packed(
                 name = names[key]
                 format = rules.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
                 tensor = stream.get_tensor(key)
+                if name.removesuffix(".weight") in transposed:
+                    tensor = tensor.t().contiguous()
                 yield (_Item({name: tensor}) if format is None else _pack(name, tensor.to(device), format))
 
 

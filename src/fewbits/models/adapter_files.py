@@ -16,6 +16,7 @@ from torch import nn
 from fewbits.errors import BadCheckpoint, FewbitsError, SpecMismatch
 from fewbits.models.branches import base_name
 from fewbits.models.packed import put
+from fewbits.models.transposed import as_linear, is_conv1d
 
 CONFIG = "adapter_config.json"
 _WEIGHTS = "adapter_model.safetensors"
@@ -52,7 +53,7 @@ def linears_of(model: nn.Module) -> dict[str, nn.Module]:
     """Linears by the full name that the base model gives them, adapters and wrappers left out."""
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        if ".lora_" in name or not isinstance(module, nn.Linear):
+        if ".lora_" in name or not (isinstance(module, nn.Linear) or is_conv1d(module)):
             continue
         found[name.removeprefix("base_model.model.").removesuffix(".base_layer")] = module
     return found
@@ -93,7 +94,7 @@ def _check_pair(linears: Mapping[str, Any], name: str, which: str, tensor: Any, 
             f"it has {listed(linears)}."
         )
     axis, side = (1, "in") if which == "A" else (0, "out")
-    have, want = tensor.shape[axis], getattr(linear, f"{side}_features")
+    have, want = tensor.shape[axis], getattr(as_linear(linear), f"{side}_features")
     if have != want:
         raise SpecMismatch(
             f"the adapter in {path} was made for {have} {side}puts of {name!r}, which has {want}; "

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from fewbits.errors import Unsupported
-from fewbits.models.families import SPECS
-from fewbits.models.spec import layer_names, locate, model_type_of, spec_for
+from fewbits.models.spec import layer_names, locate, model_type_of, spec_for, written_spec
 from fewbits.nn.attention import Choice, attention, choose_attention
 from fewbits.nn.cut_dropout import attend_dropping
 from fewbits.nn.segments import KEYWORDS, Segments
@@ -60,7 +59,7 @@ def use_attention(model: Any) -> str:
     Returns:
         One sentence for a receipt; a model that cannot take it is unchanged, and the sentence says why.
     """
-    if model_type_of(model) not in SPECS:
+    if written_spec(model) is None:
         return f"attention: the host's own, because fewbits has no spec for {model_type_of(model)!r}"
     decoder = decoder_of(model)
     config = decoder.config
@@ -157,7 +156,7 @@ def attention_receipt(
         dtype: of the activations; None: the embedding's.
         device: None: the model's.
     """
-    if model_type_of(model) not in SPECS:
+    if written_spec(model) is None:
         return []
     state = used_attention(model)
     where = torch.device(device) if device is not None else next(model.parameters()).device
@@ -309,8 +308,15 @@ def decoder_of(model: Any) -> Any:
 
 
 def attention_modules(model: Any) -> Iterator[tuple[str, Any]]:
-    """Full name and module of each decoder layer's attention, in order."""
-    for layer in layer_names(model, spec_for(model)):
+    """Full name and module of each decoder layer's attention, in order.
+
+    Raises:
+        Unsupported: nobody wrote a spec for the model's family, and how its attention works is not known.
+    """
+    spec = spec_for(model)
+    if spec.generic:
+        raise Unsupported(f"{spec.without_spec}, so its attention stays transformers' own.")
+    for layer in layer_names(model, spec):
         yield f"{layer}.self_attn", model.get_submodule(f"{layer}.self_attn")
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fewbits.errors import BadInput, Unsupported
+from fewbits.models.transposed import is_transposed
 
 
 @dataclass(frozen=True)
@@ -18,11 +19,12 @@ class Branch:
     """The low-rank branches of one linear: pairs A (r, K), B (N, r) with their scaling.
 
     With DoRA's magnitude m (N,) the rows of the sum are brought to these lengths:
-    ``W' = m / ||W + s B A|| * (W + s B A)``.
+    ``W' = m / ||W + s B A|| * (W + s B A)``. Where ``transposed`` is True, weights come and go as (K, N).
     """
 
     pairs: tuple[tuple[Tensor, Tensor, float], ...]
     magnitude: Tensor | None = None
+    transposed: bool = False
 
     def delta(self, device: torch.device | str = "cpu") -> Tensor:
         """(N, K) float32."""
@@ -33,9 +35,11 @@ class Branch:
         return total
 
     def merged(self, weight: Tensor) -> Tensor:
-        """The weight (N, K) with the branches in it, float32, on its device."""
+        """The weight (N, K), or (K, N) if `transposed`, with the branches in it, float32, on its device."""
+        weight = weight.t() if self.transposed else weight
         total = weight.detach().float() + self.delta(weight.device)
-        return total if self.magnitude is None else self._rows_scaled(weight)[:, None] * total
+        total = total if self.magnitude is None else self._rows_scaled(weight)[:, None] * total
+        return total.t().contiguous() if self.transposed else total
 
     def _rows_scaled(self, weight: Tensor) -> Tensor:
         """(N,) float32: by how much DoRA scales each row of the sum."""
@@ -51,7 +55,7 @@ class Branch:
             z = z + scaling * (x @ a.detach().to(x).t() @ b.detach().to(x).t())
         if self.magnitude is None:
             return y + z
-        rows = self._rows_scaled(linear.weight).to(y)
+        rows = self._rows_scaled(linear.weight.t() if self.transposed else linear.weight).to(y)
         return rows * (y + z) if linear.bias is None else rows * (y - linear.bias + z) + linear.bias
 
 
@@ -85,7 +89,8 @@ def branches_of(base: nn.Module) -> dict[str, Branch]:
                 "active with set_adapter()."
             )
         if pairs:
-            found[plain_name(name)] = Branch(tuple(pairs), magnitude)
+            base_layer = module.get_base_layer()
+            found[plain_name(name)] = Branch(tuple(pairs), magnitude, is_transposed(base_layer))
     return found
 
 

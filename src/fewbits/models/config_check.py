@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from fewbits.errors import BadCheckpoint
-from fewbits.models.families import SPECS
+from fewbits.models.spec import written_spec
 
 _SIZES = (
     "num_hidden_layers",
@@ -53,14 +53,14 @@ def check_config(checkpoint: _Checkpoint) -> None:
         if not isinstance(config.get(section) or {}, dict):
             raise _wrong(file, section, config[section], "an object or nothing")
     text = {**config, **(config.get("text_config") or {})}
-    for name in _SIZES if config.get("model_type") in SPECS else ():
+    for name in _SIZES if written_spec(config) is not None else ():
         value = text.get(name, 1)
         optional = value is None and name in ("num_key_value_heads", "head_dim")
         if not optional and not _is_size(value):
             raise _wrong(file, name, value, f"a whole number from 1 to {_LARGEST:,}")
     _check_layers(checkpoint, text)
     _check_vocabulary(checkpoint, text)
-    if config.get("model_type") in SPECS and config.get("quantization_config") is None:
+    if written_spec(config) is not None and config.get("quantization_config") is None:
         _check_dtypes(checkpoint)
 
 
@@ -103,7 +103,7 @@ def _check_layers(checkpoint: _Checkpoint, config: Mapping[str, Any]) -> None:
     if layers is None and wanted > _MOST_LAYERS:
         raise _wrong(file, "num_hidden_layers", wanted, f"a number up to {_MOST_LAYERS:,}")
     # other families may keep more there than the decoder, such as layers that predict further tokens
-    too_few = config.get("model_type") in SPECS and layers is not None and wanted < layers
+    too_few = written_spec(config) is not None and layers is not None and wanted < layers
     if layers is not None and (wanted > layers or too_few):
         raise BadCheckpoint(
             f"{file} says num_hidden_layers {wanted:,}, but the weights beside it have {layers:,} layers; "

@@ -16,8 +16,10 @@ from torch import nn
 
 from fewbits.errors import SpecMismatch, Unsupported
 from fewbits.models.attention import restore_attention, used_attention
+from fewbits.models.families import SAME_AS_LINEAR
 from fewbits.models.receipt import Change, Left, Receipt
 from fewbits.models.spec import ModelSpec, find, layer_names, locate, spec_for
+from fewbits.models.transposed import as_conv1d, as_linear, is_conv1d, is_transposed
 from fewbits.nn.fake_quantize import FakeQuantizedLinear
 from fewbits.nn.finite import check_finite
 from fewbits.nn.linear import LowPrecisionLinear, QuantizedLinear, take_parameters
@@ -51,7 +53,8 @@ def convert(
     """Replace the linears that ``recipe`` has a rule for, and the norms; in place.
 
     Args:
-        model: a Hugging Face model of a known family, without adapters.
+        model: a Hugging Face decoder without adapters. Of a family that nobody wrote a spec for, the layers'
+            linears are replaced and everything else stays (`fewbits.models.generic`).
         recipe: which format where, by name, value or plain data. With ``qat`` the linears are fake-quantised
             and stay trainable.
         strict: raise where spec and model disagree, before anything is changed, in place of noting it in the
@@ -67,7 +70,7 @@ def convert(
 
     Raises:
         BadInput: there is no recipe of that name.
-        Unsupported: no spec for this model, or it has adapters already.
+        Unsupported: the model is no dense decoder and has no spec, or it has adapters already.
         NotFinite: a weight that is to be packed or rounded holds a NaN or an infinity.
         SpecMismatch: with ``strict``, spec and model disagree, or the recipe asks for what is not applied.
     """
@@ -78,16 +81,10 @@ def convert(
     if strict and notes:
         raise SpecMismatch(f"{notes[0]}; use strict=False to go on without it.")
     rules, left = _plan(model, spec, recipe)
-    norms = _plan_norms(model, spec, left) if fuse_norms else []
+    norms = _plan_norms(model, spec, left) if fuse_norms and not spec.generic else []
+    left.extend(_untouched(model, spec, left))
     receipt = Receipt(f"{spec.model_type}, recipe {recipe.name}", left=left)
-    receipt.notes.extend(notes)
-    if recipe.communication is not None:
-        receipt.notes.append(
-            f"communication={recipe.communication.name}: gradients travel so between processes, if "
-            "fewbits' trainer runs them"
-        )
-    if not recipe.head.is_plain:
-        receipt.notes.append("the head's products keep their dtype until the decoder is fused (fewbits.fuse)")
+    receipt.notes.extend([*notes, *_notes(spec, recipe)])
     if strict and receipt.mismatches:
         wrong = "; ".join(f"{entry.name}: {entry.reason}" for entry in receipt.mismatches)
         raise SpecMismatch(
@@ -98,10 +95,7 @@ def convert(
             check_finite(model.get_submodule(name).weight, f"{name}.weight")  # type: ignore[arg-type]
     state = Conversion(recipe, receipt)
     for name, rule in rules.items():
-        linear: Any = model.get_submodule(name)
-        new = None if build is None else build(name, linear, rule)
-        if new is None:
-            new = _new_linear(linear, rule, fake=recipe.qat is not None)
+        new = _new_layer(name, as_linear(model.get_submodule(name)), rule, build, recipe)
         _replace(model, name, new, state, keep=keep_original)
     for name in norms:
         norm: Any = model.get_submodule(name)
@@ -204,6 +198,19 @@ def _not_applied(recipe: Recipe) -> list[str]:
     return [] if cache is None else [f"kv_cache={cache.name} is not applied in this version"]
 
 
+def _notes(spec: ModelSpec, recipe: Recipe) -> Iterator[str]:
+    """What a receipt says beside its tables."""
+    if spec.generic:
+        yield f"{spec.without_spec}: its linears are packed and trained through its own layers, unfused"
+    if recipe.communication is not None:
+        yield (
+            f"communication={recipe.communication.name}: gradients travel so between processes, if "
+            "fewbits' trainer runs them"
+        )
+    if not recipe.head.is_plain:
+        yield "the head's products keep their dtype until the decoder is fused (fewbits.fuse)"
+
+
 def _plan(model: nn.Module, spec: ModelSpec, recipe: Recipe) -> tuple[dict[str, Rule], list[Left]]:
     rules: dict[str, Rule] = {}
     left: list[Left] = []
@@ -214,8 +221,9 @@ def _plan(model: nn.Module, spec: ModelSpec, recipe: Recipe) -> tuple[dict[str, 
             left.append(Left(name, "the spec does not name it", intended=False))
         elif module is None:
             left.append(Left(name, "the spec names it and the model has none", intended=False))
-        elif type(module) is not nn.Linear:
-            left.append(Left(name, f"it is a {type(module).__name__}, not a plain nn.Linear", intended=False))
+        elif not _is_plain_linear(module):
+            reason = f"it is a {type(module).__name__}, not a plain nn.Linear"
+            left.append(Left(name, reason, intended=spec.generic))
         elif rule.is_plain:
             left.append(Left(name, "the recipe leaves it as it is"))
         else:
@@ -248,11 +256,34 @@ def _linear_names(model: nn.Module, spec: ModelSpec) -> Iterator[tuple[str, bool
     """Full names of the linears in the decoder layers, and whether the spec knows them."""
     for layer in layer_names(model, spec):
         named = [f"{layer}.{path}" for path in spec.linears]
+        if spec.generic:  # layers may differ, and nobody said that each has all of them
+            named = [name for name in named if find(model, name) is not None]
         yield from ((name, True) for name in named)
         for path, module in model.get_submodule(layer).named_modules():
             name = f"{layer}.{path}"
             if isinstance(module, nn.Linear) and name not in named:
                 yield name, False
+
+
+def _is_plain_linear(module: nn.Module) -> bool:
+    same = isinstance(module, nn.Linear) and type(module).__name__ in SAME_AS_LINEAR
+    return type(module) is nn.Linear or same or is_conv1d(module)
+
+
+def _untouched(model: nn.Module, spec: ModelSpec, left: list[Left]) -> Iterator[Left]:
+    """What has parameters and stands in no rule: a module without inner ones, or a parameter beside them."""
+    known = {entry.name for entry in left} | {name for name, _ in _linear_names(model, spec)}
+    known |= {f"{layer}.{path}" for layer in layer_names(model, spec) for path in spec.norms}
+    known |= {locate(model, spec, path) for path in (spec.head, *([] if spec.generic else [spec.final_norm]))}
+    for name, module in model.named_modules():
+        parameters = dict(module.named_parameters(recurse=False))
+        if name in known or isinstance(module, CONVERTED) or not parameters:
+            continue
+        if next(module.children(), None) is None and name:
+            yield Left(name, f"a {type(module).__name__} that no rule names: left as it is")
+        else:
+            for leaf in parameters:
+                yield Left(f"{name}.{leaf}".lstrip("."), "a parameter that no rule names: left as it is")
 
 
 def _rule(name: str, recipe: Recipe) -> Rule:
@@ -286,10 +317,15 @@ def _eps(norm: Any) -> Any:
     return getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
 
 
-def _new_linear(linear: Any, rule: Rule, *, fake: bool) -> nn.Module:
-    if rule.weight is None:
-        return LowPrecisionLinear.from_linear(linear, rule)
-    return fake_layer(linear, rule) if fake else packed_layer(linear, rule)
+def _new_layer(name: str, linear: nn.Linear, rule: Rule, build: Builder | None, recipe: Recipe) -> nn.Module:
+    new = None if build is None else build(name, linear, rule)
+    if new is None and rule.weight is None:
+        new = LowPrecisionLinear.from_linear(linear, rule)
+    elif new is None:
+        new = fake_layer(linear, rule) if recipe.qat is not None else packed_layer(linear, rule)
+    if is_transposed(linear):
+        new.transposed = True  # type: ignore[assignment]
+    return new
 
 
 def _replace(model: nn.Module, name: str, new: nn.Module, state: Conversion, *, keep: bool) -> None:
@@ -327,15 +363,20 @@ def _original(module: Any, original: Any) -> tuple[nn.Module, str]:
         if original is not None:
             return original.to(module.device).train(module.training), "the original"
         return decoded_linear(module), "dequantised weight"
-    return take_parameters(nn.Linear, module), "the same parameters"
+    linear = take_parameters(nn.Linear, module)
+    return as_conv1d(linear) if is_transposed(module) else linear, "the same parameters"
 
 
-def decoded_linear(layer: QuantizedLinear) -> nn.Linear:
-    """A plain linear with the weight that ``layer`` stands for, in the dtype that it had."""
+def decoded_linear(layer: QuantizedLinear) -> nn.Module:
+    """A plain linear with the weight that ``layer`` stands for, in the dtype that it had.
+
+    For a layer that took the place of a Conv1D, it is one.
+    """
     linear = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta", dtype=layer.dtype)
     linear.weight = nn.Parameter(layer.dequantize(), requires_grad=torch.is_grad_enabled())
     linear.register_parameter("bias", layer.bias)
-    return linear.train(layer.training)
+    linear.train(layer.training)
+    return as_conv1d(linear) if is_transposed(layer) else linear
 
 
 def _operand_formats(module: QuantizedLinear | LowPrecisionLinear) -> Iterator[Any]:

@@ -50,6 +50,8 @@ def why_not(model: Any) -> str:
         spec = spec_for(model)
     except Unsupported as error:
         return str(error)
+    if spec.generic:
+        return spec.without_spec
     if not set(_SEPARATE) <= set(spec.linears) or not set(spec.norms) <= _PRE_NORMS:
         return f"layers of {spec.model_type} are built differently"
     if getattr(model.config.get_text_config(), "final_logit_softcapping", None):

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from fewbits.errors import BadInput
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
@@ -24,6 +26,8 @@ class ModelSpec:
         head: path of the output head.
         norm_offset: what a norm adds to its weight; 1.0 where the weight is stored as its distance from one.
         fused: name of a linear that holds several, and the names that other families give to those.
+        generic: True if nobody wrote this spec: it was read from a model's modules and says only where its
+            linears are. Whatever needs to know the family's arithmetic leaves such a model alone.
     """
 
     model_type: str
@@ -35,6 +39,12 @@ class ModelSpec:
     head: str = "lm_head"
     norm_offset: float = 0.0
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    generic: bool = False
+
+    @property
+    def without_spec(self) -> str:
+        """How messages begin about a family that nobody wrote a spec for."""
+        return f"{self.model_type} has no spec"
 
     @property
     def linear_names(self) -> tuple[str, ...]:
@@ -65,3 +75,44 @@ PHI3 = ModelSpec(  # Phi-3 and Phi-4
 SPECS: dict[str, ModelSpec] = {
     spec.model_type: spec for spec in (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3_TEXT, PHI3)
 }
+
+# Classes of transformers that inherit from nn.Linear and compute exactly what it does; a layer of ours may
+# take their place. Other subclasses may do more, and stay as they are.
+SAME_AS_LINEAR = ("FalconLinear",)
+
+_REGISTERED: dict[str, ModelSpec] = {}  # what the user's own code has added, by calling `register_family`
+
+
+def register_family(spec: ModelSpec, *, replace: bool = False) -> None:
+    """Make a family known to this process: ``spec`` describes models of its ``model_type`` from now on.
+
+    Args:
+        spec: where things are in the family's models; often ``dataclasses.replace(LLAMA, model_type=...)``.
+        replace: take the place of a spec that the name has already, fewbits' own ones included.
+
+    Raises:
+        BadInput: it is no spec, it names no model_type or no linears, or the name has a spec already and
+            ``replace`` is False.
+    """
+    if not isinstance(spec, ModelSpec):
+        raise BadInput(
+            f"register_family takes a fewbits.ModelSpec, and this is a {type(spec).__name__}; write one with "
+            "the paths of the family's modules."
+        )
+    if not spec.model_type or not spec.linears:
+        raise BadInput("a spec needs a model_type and the paths of the linears inside a layer; add them.")
+    if family_of(spec.model_type) is not None and not replace:
+        raise BadInput(
+            f"there is a spec for {spec.model_type!r} already; pass replace=True to have yours in its place."
+        )
+    _REGISTERED[spec.model_type] = spec
+
+
+def family_of(model_type: str) -> ModelSpec | None:
+    """The spec that somebody wrote for this ``model_type``: the user's own, else fewbits'; else None."""
+    return _REGISTERED.get(model_type) or SPECS.get(model_type)
+
+
+def known_families() -> list[str]:
+    """The ``model_type`` of every family with a written spec, in alphabetical order."""
+    return sorted({*SPECS, *_REGISTERED})

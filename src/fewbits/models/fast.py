@@ -147,8 +147,11 @@ class FastLanguageModel:
                 modules_to_save, layers_to_transform, init_lora_weights, and Unsloth's other names.
 
         Returns:
-            A peft.PeftModel.
+            A peft.PeftModel in training mode. Where the base has dropout of its own (GPT-2, OPT), which that
+            mode switches on, the mode stays as it was, so that new adapters change no output by themselves;
+            a trainer switches it on, as for_training does, and ``fewbits_notes`` says so.
         """
+        training = model.training
         notes: list[str] = list(getattr(model, "fewbits_notes", []))
         checkpointing = options.pop("use_gradient_checkpointing", "unsloth")
         seed = options.pop("random_state", 3407)
@@ -167,8 +170,15 @@ class FastLanguageModel:
             **fields,
         )
         notes.extend(_fused_on_gpu(peft_model))
+        dropout = _dropout_of(model)
+        if dropout and not training:
+            notes.append(
+                f"the base has dropout ({dropout}), which stays off until a trainer, or "
+                "FastLanguageModel.for_training(model), switches it on"
+            )
         model.fewbits_notes = notes
-        return FastLanguageModel.for_training(with_methods(peft_model, model), checkpointing)
+        FastLanguageModel.for_training(with_methods(peft_model, model), checkpointing)
+        return peft_model.train(training or not dropout)
 
     @staticmethod
     def for_inference(model: Any) -> Any:
@@ -199,6 +209,14 @@ def _made_fast(model: Any, inner: Any, loading: Loading) -> None:
     choice = loading.use_gradient_checkpointing
     if choice is not None or fusion_of(model) is not None:
         recompute_as(model, "unsloth" if choice is None else choice)
+
+
+def _dropout_of(model: Any) -> str:
+    """The settings in a model's configuration by which it drops values in training; "" without any."""
+    settings = model.config.get_text_config().to_dict()
+    heads = ("summary_", "classifier_")  # of models for other tasks
+    dropped = {k: v for k, v in settings.items() if "drop" in k and not k.startswith(heads)}
+    return ", ".join(f"{k} {v}" for k, v in dropped.items() if isinstance(v, float) and v > 0)
 
 
 def _is_on_gpu(model: Any) -> bool:

@@ -207,6 +207,11 @@ def fuse(
     if fusion_of(model) is not None:
         raise Unsupported("this model is fused already; call fewbits.unfuse first.")
     spec = spec_for(model)
+    if spec.generic:
+        raise Unsupported(
+            f"{spec.without_spec}, so its layers run through their own forward; write one "
+            "(docs/adding-a-model.md) and call fewbits.register_family to have them fused."
+        )
     fusion = Fusion(Receipt(f"{spec.model_type}, fused decoder"), delayed_scaling=delayed_scaling)
     proofs = Proofs(decoder_of(model), spec, keep or Keep())
     for name in layer_names(model, spec):

@@ -36,13 +36,13 @@ from fewbits.formats.base import Packed
 from fewbits.formats.bitsandbytes import from_bitsandbytes
 from fewbits.models.checkpoint import BITSANDBYTES_MARK, read_headers
 from fewbits.models.convert import conversion_of, convert, linears_to_replace, loaded_change
-from fewbits.models.families import SPECS
 from fewbits.models.hf_config import check_formats, formats_of, spell_out
 from fewbits.models.original import original_of
 from fewbits.models.packed import check_device, check_parts, place_empty, put, quantize_by_rows, recipe_of
 from fewbits.models.packed_folder import close_folder, open_config
-from fewbits.models.spec import model_type_of
+from fewbits.models.spec import spec_for
 from fewbits.models.stochastic import adopt_saved, save_config
+from fewbits.models.transposed import as_linear, is_transposed, turned
 from fewbits.models.whole_folder import whole_folder
 from fewbits.nn.finite import check_finite
 from fewbits.nn.linear import QuantizedLinear
@@ -297,8 +297,9 @@ class FewbitsQuantizer(HfQuantizer):
             return
         rule = self.rules.pop(name)
         assert rule.weight is not None
-        layer = packed_layer(linear, rule)  # empty, on the meta device as the linear is
-        layer.dtype = weight.dtype
+        weight = turned(weight, linear)
+        layer = packed_layer(as_linear(linear), rule)  # empty, on the meta device as the linear is
+        layer.dtype, layer.transposed = weight.dtype, is_transposed(linear)
         layer.load_packed(quantize_by_rows(rule.weight, weight))
         put(model, name, layer)
 
@@ -397,9 +398,9 @@ def _packed_by_bitsandbytes(model: nn.Module, tensors: Mapping[str, Any]) -> dic
 
 def _finish_conversion(model: Any, recipe: Recipe) -> None:
     """What is done to loaded weights: norms, products of few bits, fake quantisation; one receipt for all."""
-    if (
-        model_type_of(model) not in SPECS
-    ):  # a bitsandbytes checkpoint of another family: its linears are all there is
+    try:
+        spec_for(model)
+    except Unsupported:  # a bitsandbytes checkpoint of experts, for one: its packed linears are all there is
         return
     receipt = convert(model, recipe)
     packed = {n: m for n, m in model.named_modules() if isinstance(m, QuantizedLinear)}

@@ -34,6 +34,7 @@ from fewbits.models.branches import (
 from fewbits.models.checkpoint import INDEX, WEIGHTS
 from fewbits.models.original import original_of, source_folder
 from fewbits.models.packed import recipe_of
+from fewbits.models.transposed import turned
 from fewbits.models.whole_folder import ADAPTER, check_destination, whole_folder
 from fewbits.nn.linear import QuantizedLinear
 from fewbits.nn.stochastic_linear import exact_products
@@ -331,7 +332,8 @@ class Merger:
 
     def _from_live(self, name: str) -> Tensor:
         module = name.removesuffix(".weight") if name.endswith(".weight") else ""
-        weight = self.packed[module].dequantize(torch.float32) if module in self.packed else self.live[name]
+        layer = self.packed.get(module)
+        weight = self.live[name] if layer is None else turned(layer.dequantize(torch.float32), layer)
         if module in self.branches:
             weight = self.branches[module].merged(weight)
         return self._as_saved(weight)
@@ -342,15 +344,21 @@ class Merger:
             del config.quantization_config
         config.dtype = self.dtype
         config.architectures = [type(self.base).__name__]
-        if "lm_head.weight" in set(names) and config.tie_word_embeddings and self._head_was_trained():
+        if config.tie_word_embeddings and self._head_was_trained(set(names)):
             config.tie_word_embeddings = False
         config.save_pretrained(folder)
         if getattr(self.base, "generation_config", None) is not None:
             self.base.generation_config.save_pretrained(folder)
 
-    def _head_was_trained(self) -> bool:
-        head, embedding = self.live.get("lm_head.weight"), self.live.get("model.embed_tokens.weight")
-        return head is not None and embedding is not None and not same_storage(head, embedding)
+    def _head_was_trained(self, written: set[str] | None = None) -> bool:
+        """Whether a tensor that the configuration takes for another name of the embedding is one of its own.
+
+        Of those in ``written`` only, if that is given.
+        """
+        tied = dict(getattr(self.base, "all_tied_weights_keys", {}) or {})
+        names = tied if written is None else written.intersection(tied)
+        pairs = [(self.live.get(n), self.live.get(tied[n])) for n in names]
+        return any(a is not None and b is not None and not same_storage(a, b) for a, b in pairs)
 
     def _write_tokenizer(self, folder: Path, tokenizer: Any) -> None:
         if tokenizer is not None:

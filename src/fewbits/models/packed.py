@@ -13,6 +13,7 @@ from fewbits.errors import BadCheckpoint, SpecMismatch
 from fewbits.formats.base import Format, Packed, PartSpec
 from fewbits.kernels.quantize import quantize
 from fewbits.models.checkpoint import TensorEntry
+from fewbits.models.transposed import as_linear, is_transposed
 from fewbits.nn.finite import check_finite
 from fewbits.nn.linear import QuantizedLinear
 from fewbits.nn.packed_layers import packed_layer
@@ -99,7 +100,7 @@ def place_empty(
     """
     for name, rule in rules.items():
         try:
-            linear: Any = model.get_submodule(name)
+            linear: Any = as_linear(model.get_submodule(name))
         except AttributeError as error:
             raise SpecMismatch(
                 f"the checkpoint holds a packed {name}, which the model that config.json describes does not "
@@ -111,6 +112,7 @@ def place_empty(
         )
         meta.bias = linear.bias
         layer = packed_layer(meta, rule)
+        layer.transposed = is_transposed(linear)
         _check_shapes(name, layer, tensors or {})
         if isinstance(layer, StochasticLinear):
             layer.expect_extras(_extras(name, tensors or {}))

@@ -11,8 +11,9 @@ from typing import Any
 from torch import nn
 
 from fewbits.errors import SpecMismatch, Unsupported
-from fewbits.models.families import SPECS
 from fewbits.models.families import ModelSpec as ModelSpec
+from fewbits.models.families import family_of, known_families
+from fewbits.models.generic import generic_spec
 
 
 def model_type_of(model_or_config: Any) -> str:
@@ -23,19 +24,30 @@ def model_type_of(model_or_config: Any) -> str:
     return str(getattr(config, "model_type", ""))
 
 
+def written_spec(model_or_config: Any) -> ModelSpec | None:
+    """The spec that somebody wrote for this model or config: fewbits, or the user; None without one."""
+    return family_of(model_type_of(model_or_config))
+
+
 def spec_for(model_or_config: Any) -> ModelSpec:
     """The spec of a model or of its config.
 
+    A model whose family nobody wrote a spec for gets a generic one, read from its modules
+    (`fewbits.models.generic`); a config alone cannot.
+
     Raises:
-        Unsupported: there is none for this model_type; the message lists the known ones.
+        Unsupported: there is none for this model_type, and the model's modules do not tell one; the message
+            says what is missing.
     """
-    model_type = model_type_of(model_or_config)
-    if model_type not in SPECS:
-        raise Unsupported(
-            f"no spec for model_type {model_type!r}; known: {', '.join(sorted(SPECS))}. "
-            "Add one in fewbits/models/families.py."
-        )
-    return SPECS[model_type]
+    spec = written_spec(model_or_config)
+    if spec is not None:
+        return spec
+    if isinstance(model_or_config, nn.Module) and model_type_of(model_or_config):
+        return generic_spec(model_or_config, model_type_of(model_or_config))
+    raise Unsupported(
+        f"no spec for model_type {model_type_of(model_or_config)!r}; known: {', '.join(known_families())}. "
+        "Write one and call fewbits.register_family, or give the model itself, whose modules may tell."
+    )
 
 
 def path_prefix(model: nn.Module, spec: ModelSpec) -> tuple[str, int]:

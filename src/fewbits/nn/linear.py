@@ -58,9 +58,13 @@ class QuantizedLinear(nn.Linear):
         format: how the weight is stored.
         dtype: the dtype that the weight had, and the one in which `dequantize` gives it back. The product
             itself is computed in the dtype of the input, or in autocast's.
+        transposed: whether the layer stands for one whose plain weight is stored as (K, N), as GPT-2's Conv1D
+            does; what is packed here is (N, K) all the same.
         operands: formats to which the operands of the product are rounded; in the constructor the keywords
             ``activation``, ``gradient`` and ``weight_operand``.
     """
+
+    transposed: bool = False
 
     def __init__(
         self,

@@ -32,8 +32,7 @@ from fewbits.kernels.gradient_codec import (
     sum_gradients,
     wire_of,
 )
-from fewbits.models.families import SPECS
-from fewbits.models.spec import model_type_of
+from fewbits.models.spec import written_spec
 from fewbits.training.communication import GradientExchange, Lane, Travel, check_seed, wait
 
 
@@ -96,9 +95,7 @@ def fit_ddp(args: Any, model: Any) -> None:
     """
     args.ddp_bucket_cap_mb = bucket_mib(model)
     config = model.config
-    args.ddp_find_unused_parameters = (
-        model_type_of(model) not in SPECS or config.get_text_config() is not config
-    )
+    args.ddp_find_unused_parameters = written_spec(model) is None or config.get_text_config() is not config
 
 
 def bucket_mib(model: nn.Module) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fewbits.models.families import SPECS
+from fewbits.models.spec import written_spec
 from fewbits.nn.keep import Keep
 from fewbits.recipes import Recipe
 from fewbits.recipes.memory import linear_shapes
@@ -176,7 +176,7 @@ def _weight_values(recipe: Recipe, values: int, dtype_bytes: int, machine: Machi
 
 
 def _norms_of(config: Mapping[str, Any]) -> tuple[str, ...]:
-    spec = SPECS.get(str(config.get("model_type")))
+    spec = written_spec(config)
     return () if spec is None else spec.norms
 
 

@@ -110,6 +110,8 @@ def tensor_parallel(model: Any, mesh: Any, *, before: Callable[[str], None] | No
         Unsupported: the plan, the number of heads or a packed weight does not allow it.
     """
     spec = spec_for(model)
+    if spec.generic:
+        raise Unsupported(f"{spec.without_spec}, so its layers cannot be cut among ranks; use parallel=fsdp.")
     group = TensorGroup(mesh.get_group(), mesh.get_local_rank(), mesh.size())
     _refuse(model, group)
     state = TensorParallel(group)
