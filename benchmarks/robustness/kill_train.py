@@ -125,6 +125,7 @@ def kill_one(trial: Trial, name: str, number: int, choose: random.Random) -> dic
         if alive(run.pid) and (hangs or number == signal.SIGSTOP):
             os.kill(run.pid, signal.SIGKILL)
     found = [run.outcome() for run in runs]
+    hit &= number != signal.SIGKILL or found[victim]["status"] == -number  # it may have been about to end
     said = [f["error"].split("\n")[0] for f in found if f["error"]]
     return {"moment": moment, "victim": victim, "hit": hit, "hangs": hangs, "ended_s": round(ended_s, 1),
             "inside": inside, "status": [f["status"] for f in found], "said": said}  # fmt: skip
@@ -179,8 +180,12 @@ def measure(args: argparse.Namespace, place: Path) -> dict[str, Any]:
         for entry in entries:
             sys.stderr.write(f"run {number}: {json.dumps(entry)}\n")
             kinds["hit a living run" if entry["hit"] else "after its end"] += 1
-            kinds["inside the writing of a checkpoint"] += any("checkpoint" in n for n in entry["inside"])
-            kinds["inside the writing of the final model"] += any("final" in n for n in entry["inside"])
+            kinds["inside the writing of a checkpoint"] += entry["hit"] and any(
+                "checkpoint" in n for n in entry["inside"]
+            )
+            kinds["inside the writing of the final model"] += entry["hit"] and any(
+                "final" in n for n in entry["inside"]
+            )
             kinds["hangs"] += entry["hangs"]
             longest = max(longest, entry["ended_s"] if args.ranks > 1 else 0.0)
         ends[entries[-1]["end"]] += 1
