@@ -1,37 +1,85 @@
-"""What fails in one log of pytest (``-r fE --tb=line``) and not in the other, counted by its reason."""
+"""What fails in one record and not in another, each failure with its reason; the status says if all have one.
+
+``python -m peer_suites.compare ALONE PACKED [UNROUNDED]``: records of the plugin's ``--record``. The third
+is of the second's failures, run again with ``--failed-in PACKED --unrounded-merges``. A failure's reason is
+
+* a refusal: one of this library's own errors, whose sentence is printed;
+* rounding: it passes once merged weights are not rounded again, and that rounding was to the nearest value;
+* FSDP1: torch's flat parameters hold one floating dtype, and packed weights are integers;
+* a trained copy of a packed layer, which torch refuses over bitsandbytes' layers in the same words.
+"""
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
-_LINE = re.compile(r"^(FAILED|ERROR) (?P<test>\S+(?:\[.*?\])?)(?: - (?P<why>.*))?$")
+_NEAREST = 1.001  # half steps; float32 arithmetic on top of one
+_OF_TORCH = (
+    (
+        "FSDP1's flat parameters hold one floating dtype (torch)",
+        r"Must flatten tensors with uniform dtype|Cannot flatten integer dtype tensors",
+    ),
+    (
+        "modules_to_save of a packed layer: torch refuses it, over bitsandbytes too",
+        r"only Tensors of floating point dtype can require gradients",
+    ),
+)
+UNEXPLAINED = "unexplained"
 
 
-def failures(log: str) -> dict[str, str]:
-    """Names of tests that failed, with pytest's short reason."""
-    found = {}
-    for line in Path(log).read_text(encoding="utf-8", errors="replace").splitlines():
-        match = _LINE.match(line)
-        if match is not None:
-            found[match["test"]] = match["why"] or ""
-    return found
+def read(path: str) -> dict[str, dict[str, Any]]:
+    """The lines of a record by the test's name; of a test's several lines the failed one."""
+    rows: dict[str, dict[str, Any]] = {}
+    for row in map(json.loads, Path(path).read_text(encoding="utf-8").splitlines()):
+        if row["test"] not in rows or row["outcome"] == "failed":
+            rows[row["test"]] = row
+    return rows
 
 
-def main(alone: str, packed: str) -> int:
-    """Print the net failures; the status is 1 if there are any."""
-    before, after = failures(alone), failures(packed)
-    net = {test: why for test, why in after.items() if test not in before}
-    gone = sum(test not in after for test in before)
-    print(f"{len(before)} fail alone, {len(after)} over the packed base; {len(net)} net, {gone} only alone")
-    for (function, why), count in Counter(
-        (test.split("::")[-1].split("[")[0], why) for test, why in net.items()
-    ).most_common():
-        print(f"{count:5}  {function}: {why}")
-    return int(bool(net))
+def reason(row: dict[str, Any], unrounded: dict[str, Any] | None) -> str:
+    """Why a test failed, or `UNEXPLAINED`."""
+    why = row["why"]
+    refused = re.match(r"fewbits\.errors\.\w+: (?P<sentence>.*)", why)
+    if refused:
+        return "refused: " + re.sub(r"\b(?!lm_head)\w+(\.\w+)+\b", "LAYER", refused["sentence"])
+    for name, pattern in _OF_TORCH:
+        if re.search(pattern, why):
+            return name
+    if unrounded is not None and unrounded["outcome"] == "passed" and "rounding" in unrounded:
+        return "rounding of a merge" if unrounded["rounding"] <= _NEAREST else UNEXPLAINED
+    return UNEXPLAINED
+
+
+def main(alone: str, packed: str, unrounded: str | None = None) -> int:
+    """Print the net failures by reason, and the unexplained ones by name; 1 if there are any of those."""
+    before, after = read(alone), read(packed)
+    again = read(unrounded) if unrounded else {}
+    for title, rows in (("alone", before), ("packed", after)):
+        counts = Counter(row["outcome"] for row in rows.values())
+        print(f"{title}: {len(rows)} run; " + ", ".join(f"{n} {what}" for what, n in sorted(counts.items())))
+    net = {
+        test: row
+        for test, row in after.items()
+        if row["outcome"] == "failed" and before.get(test, {}).get("outcome") == "passed"
+    }
+    reasons = {test: reason(row, again.get(test)) for test, row in net.items()}
+    print(f"net failures: {len(net)}")
+    for why, count in Counter(reasons.values()).most_common():
+        largest = max(
+            (again[t].get("rounding", 0) for t, w in reasons.items() if w == why and t in again), default=0
+        )
+        print(f"{count:5}  {why}" + (f" (at most {largest:.3f} half steps)" if "rounding" in why else ""))
+    unknown = [test for test, why in reasons.items() if why == UNEXPLAINED]
+    for test in unknown:
+        print(f"       {test}\n         {net[test]['why'][:300]}\n         {net[test]['places'][-1:]}")
+    print(f"unexplained: {len(unknown)}")
+    return int(bool(unknown))
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(*sys.argv[1:3]))
+    raise SystemExit(main(*sys.argv[1:4]))

@@ -99,6 +99,18 @@ def test_safe_merge_refuses_before_it_changes_anything() -> None:
 
 
 @pytest.mark.parametrize("index", [0, 1])
+def test_safe_merge_refuses_a_bias_that_is_not_finite(index: int) -> None:
+    base = bases()[index]
+    layer = adapted(base, lora_bias=True)
+    layer.lora_B["default"].bias.data[0] = float("inf")
+    before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
+    with pytest.raises(ValueError, match="^NaNs detected in the merged weights.*not finite"):
+        layer.merge(safe_merge=True)
+    assert not layer.merged
+    assert all(torch.equal(tensor, before[name]) for name, tensor in base.state_dict().items())
+
+
+@pytest.mark.parametrize("index", [0, 1])
 def test_compiles_to_one_graph(index: int) -> None:
     layer, x = adapted(bases()[index]), torch.randn(4, 64)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")

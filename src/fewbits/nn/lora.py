@@ -36,6 +36,12 @@ from fewbits.nn.first_values import orthogonal_pair
 from fewbits.nn.linear import QuantizedLinear
 from fewbits.nn.tensor_group import own_weight
 
+# begins as PEFT's own sentence does, for code that looks for it
+_NOT_FINITE = (
+    "NaNs detected in the merged weights, or infinities: adapter {name!r} gives {what} not finite; "
+    "nothing was merged."
+)
+
 
 class LoRALinear(nn.Module, LoraLayer):
     """``y = base(x) + s * B(A(drop(x)))`` in PEFT's terms; see the module's text for the kinds of base."""
@@ -206,13 +212,9 @@ class LoRALinear(nn.Module, LoraLayer):
             base, QuantizedLinear
         )  # a packed one would be NaN by blocks
         if must_be_finite and not torch.isfinite(merged).all():
-            raise ValueError(f"adapter {name!r} gives weights that are not finite; nothing was merged.")
+            raise ValueError(_NOT_FINITE.format(name=name, what="weights that are"))
         if self.lora_bias[name]:
-            if base.bias is None:
-                raise ValueError(
-                    f"adapter {name!r} has a bias and its base layer has none; it cannot be merged."
-                )
-            base.bias.add_((self.lora_B[name].bias * self.scaling[name]).to(base.bias.dtype))
+            base.bias.copy_(self._merged_bias(base, name, must_be_finite))
         if not isinstance(base, QuantizedLinear):
             base.weight.data = merged
             return
@@ -224,6 +226,14 @@ class LoRALinear(nn.Module, LoraLayer):
         if not self.merged_adapters:
             self._packed_before = {name: t.detach() for name, t in base.stored().items()}
         base.pack(merged)
+
+    def _merged_bias(self, base: Any, name: str, must_be_finite: bool) -> Tensor:
+        if base.bias is None:
+            raise ValueError(f"adapter {name!r} has a bias and its base layer has none; it cannot be merged.")
+        merged = base.bias + (self.lora_B[name].bias * self.scaling[name]).to(base.bias.dtype)
+        if must_be_finite and not torch.isfinite(merged).all():
+            raise ValueError(_NOT_FINITE.format(name=name, what="a bias that is"))
+        return merged  # type: ignore[no-any-return]
 
     def enable_adapters(self, enabled: bool) -> None:
         """Switch all adapters on or off (PEFT calls this); off, a merged layer is unmerged at once.
