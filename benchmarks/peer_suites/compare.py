@@ -52,7 +52,16 @@ def reason(row: dict[str, Any], unrounded: dict[str, Any] | None) -> str:
             return name
     if unrounded is not None and unrounded["outcome"] == "passed" and "rounding" in unrounded:
         return "rounding of a merge" if unrounded["rounding"] <= _NEAREST else UNEXPLAINED
+    if unrounded is not None and _comes_further(row, unrounded) and unrounded["rounding"] <= _NEAREST:
+        return "rounding of a merge; unrounded it passes there and fails further down"
     return UNEXPLAINED
+
+
+def _comes_further(row: dict[str, Any], unrounded: dict[str, Any]) -> bool:
+    if unrounded["outcome"] != "failed" or "rounding" not in unrounded:
+        return False
+    (file, _, first), (same, _, second) = (r["places"][-1].rpartition(":") for r in (row, unrounded))
+    return bool(file == same and int(second) > int(first))
 
 
 def main(alone: str, packed: str, unrounded: str | None = None) -> int:

@@ -104,7 +104,7 @@ def test_safe_merge_refuses_a_bias_that_is_not_finite(index: int) -> None:
     layer = adapted(base, lora_bias=True)
     layer.lora_B["default"].bias.data[0] = float("inf")
     before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
-    with pytest.raises(ValueError, match="^NaNs detected in the merged weights.*not finite"):
+    with pytest.raises(ValueError, match=r"^NaNs detected in the merged weights.*not finite"):
         layer.merge(safe_merge=True)
     assert not layer.merged
     assert all(torch.equal(tensor, before[name]) for name, tensor in base.state_dict().items())

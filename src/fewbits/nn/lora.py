@@ -38,8 +38,8 @@ from fewbits.nn.tensor_group import own_weight
 
 # begins as PEFT's own sentence does, for code that looks for it
 _NOT_FINITE = (
-    "NaNs detected in the merged weights, or infinities: adapter {name!r} gives {what} not finite; "
-    "nothing was merged."
+    "NaNs detected in the merged weights. The adapter {name} seems to be broken: {name!r} gives {what} "
+    "not finite; nothing was merged."
 )
 
 
