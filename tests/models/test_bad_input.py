@@ -66,14 +66,14 @@ def test_unknown_model_type(base):
     refuses((Unsupported, BadCheckpoint), "gpt2|lacks", base)
 
 
-def test_a_model_type_without_a_spec_names_the_known_ones(tmp_path):
-    from transformers import GPT2Config, GPT2LMHeadModel
+def test_a_model_type_that_cannot_be_taken_names_what_is_missing(tmp_path):
+    from transformers import MixtralConfig, MixtralForCausalLM
 
-    GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=32, vocab_size=96)).save_pretrained(
-        tmp_path / "gpt2"
-    )
-    tokenizer().save_pretrained(tmp_path / "gpt2")
-    refuses(Unsupported, "gpt2.*known: .*llama", tmp_path / "gpt2")
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
+    config = MixtralConfig(**sizes, num_hidden_layers=1, num_local_experts=2, vocab_size=96)
+    MixtralForCausalLM(config).save_pretrained(tmp_path / "mixtral")
+    tokenizer().save_pretrained(tmp_path / "mixtral")
+    refuses(Unsupported, "no spec for model_type 'mixtral'.*experts", tmp_path / "mixtral")
 
 
 def test_config_that_is_not_json(base):

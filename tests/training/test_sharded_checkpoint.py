@@ -107,7 +107,8 @@ def test_the_export_of_adapters_is_an_adapter_of_peft(written) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_rank_that_cannot_write_leaves_nothing(written, kind) -> None:
     folder, before = written
-    assert all("full); the ch" in r[kind]["error"] or "disk is full" in r[kind]["error"] for r in before)
+    told = ("full); the ch", "disk is full", "disk took no more bytes")  # torch's writer gives no number
+    assert all(any(words in ranks[kind]["error"] for words in told) for ranks in before)
     assert sorted(path.name for path in (folder / kind).iterdir()) == ["checkpoint-2", "hf"]
 
 

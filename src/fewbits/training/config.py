@@ -383,9 +383,10 @@ class TrainConfig:
 def prolongs(config: TrainConfig, earlier: TrainConfig) -> bool:
     """Whether a run is an earlier one with more steps, or more epochs, and nothing else of weight."""
     changed = config.differences(earlier)
-    before, now = (getattr(c, changed[0], None) if changed else None for c in (earlier, config))
-    longer = before is not None and now is not None and now > before
-    return longer if changed in (["max_steps"], ["epochs"]) else False
+    if changed not in (["max_steps"], ["epochs"]):
+        return False
+    before, now = (getattr(c, changed[0]) for c in (earlier, config))
+    return before is not None and now is not None and now > before
 
 
 def help_of(name: str) -> str:
