@@ -38,9 +38,11 @@ def test_some_corrupt_folders() -> None:
 
 
 @pytest.mark.slow
-def test_every_corrupt_folder() -> None:
-    found = tried("--seconds", "60")
-    assert found["folders"] >= 249
+@pytest.mark.timeout(900)
+def test_a_third_of_all_corrupt_folders() -> None:
+    """All of them take minutes: python -m tests.models.corrupt_folders."""
+    found = tried("--seconds", "60", "--every", "3")
+    assert found["folders"] >= 200
     check(found)
 
 

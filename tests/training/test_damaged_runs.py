@@ -263,6 +263,7 @@ def test_written_files_have_the_mode_that_the_umask_leaves(tmp_path, tiny_folder
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_a_fifth_of_all_damages():
     """All of them: benchmarks/robustness/README.md."""
     words = [sys.executable, "-W", "ignore", "-m", "tests.training.damaged_runs", "--every", "5"]
