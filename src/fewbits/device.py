@@ -71,6 +71,11 @@ class Device:
             )
 
 
+def lowest_capability(dtype: str) -> tuple[int, int]:
+    """The first compute capability whose units multiply "bfloat16", "float8" or "float4"."""
+    return _NEEDS[dtype]
+
+
 def pick(device: str | torch.device | None = None) -> torch.device:
     """A device by name; None or "auto" takes the current CUDA device where there is one, else the CPU.
 

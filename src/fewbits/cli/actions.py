@@ -73,6 +73,27 @@ def _train_here(args: Namespace, config: Any) -> int:
     return 0
 
 
+def init(args: Namespace) -> int:
+    """``fewbits init``."""
+    from fewbits.cli.init import init as run
+
+    return run(args)
+
+
+def recipes(args: Namespace) -> int:
+    """``fewbits recipes``."""
+    from fewbits.cli.listings import recipes as run
+
+    return run(args)
+
+
+def models(args: Namespace) -> int:
+    """``fewbits models``."""
+    from fewbits.cli.listings import models as run
+
+    return run(args)
+
+
 def generate(args: Namespace) -> int:
     """``fewbits generate``."""
     from fewbits.cli.chat import chat, write

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import fewbits
+from fewbits.cli.start_flags import START_FLAGS
 from fewbits.cli.texts import TEXTS, Text
 
 
@@ -54,6 +55,8 @@ def build_parser(*, with_train_flags: bool = False) -> Parser:
     parser.set_defaults(parser=parser)
     commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND")
     _demo(commands)
+    for name, (add, loads_models) in START_FLAGS.items():
+        add(_command(commands, name, loads_models=loads_models))
     _train(commands, with_train_flags)
     _generate(commands)
     _eval(commands)

@@ -23,6 +23,35 @@ fewbits demo
 fewbits demo --output /tmp/demo --seed 7
 """,
     ),
+    "init": Text(
+        "write a configuration: five questions, or flags",
+        "Ask five questions (model, data, method, recipe, folder) and write a commented YAML file for\n"
+        "fewbits train. What a flag answers is not asked; without a terminal the flags say all.",
+        """
+fewbits init
+fewbits init qlora.yaml --model models/stories3m --train-data rows.jsonl --yes
+fewbits init dpo.yaml --model models/qwen3 --train-data pairs.jsonl --method dpo --output-dir runs/dpo
+""",
+    ),
+    "recipes": Text(
+        "list the recipes: bits, what trains, what they run on",
+        "Every recipe of the catalog: stored bits, what a run changes, what the products multiply, and the\n"
+        "lowest GPU that has units for it. Read from the catalog itself.",
+        """
+fewbits recipes
+fewbits recipes --json
+""",
+    ),
+    "models": Text(
+        "say which model families are fused, unfused or refused",
+        "Try families of models: a tiny one of each is packed and fused here. Without a name, those that\n"
+        "fewbits has a written spec for; a folder stands for its model's family.",
+        """
+fewbits models
+fewbits models gpt2 mixtral models/stories3m
+fewbits models --all --json > families.json
+""",
+    ),
     "train": Text(
         "fine-tune a model",
         "Fine-tune a model as a YAML file says. Settings can be given on the command line too, as key=value\n"

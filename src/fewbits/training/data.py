@@ -103,6 +103,39 @@ class TokenData:
         return digest.hexdigest()
 
 
+def choose_format(config: TrainConfig, values: dict[str, Any], where: str) -> str:
+    """The format of rows with these columns.
+
+    Raises:
+        BadInput: none of the formats that the configuration allows; ``where`` begins the sentence.
+    """
+    wanted = config.format
+    if "document" in values and wanted in ("auto", "text"):
+        return "document"
+    names = [wanted] if wanted != "auto" else list(_COLUMNS)
+    for name in names:
+        required = [role for role in _COLUMNS[name] if role not in _OPTIONAL]
+        if all(_column(config, name, role, values) is not None for role in required):
+            return name
+    need = {
+        "chat": "messages",
+        "instruction": "instruction and response",
+        "completion": "prompt and completion",
+        "text": "text",
+    }
+    needs = need.get(wanted) or "; or ".join(need.values())
+    raise BadInput(
+        f"{where} has the columns {', '.join(map(str, values)) or '(none)'}, but {wanted} rows need"
+        f" {needs}; name your columns with fields, as in fields.text=body."
+    )
+
+
+def _column(config: TrainConfig, name: str, role: str, values: dict[str, Any]) -> str | None:
+    given = config.fields.get(role)
+    candidates = (given,) if given else _COLUMNS[name][role]
+    return next((column for column in candidates if column in values), None)
+
+
 class RowEncoder:
     """Writes rows of one format as tokens."""
 
@@ -119,34 +152,11 @@ class RowEncoder:
 
     def choose_format(self, values: dict[str, Any], where: str) -> str:
         """The format of rows with these columns."""
-        wanted = self.config.format
-        if "document" in values and wanted in ("auto", "text"):
-            return "document"
-        names = [wanted] if wanted != "auto" else list(_COLUMNS)
-        for name in names:
-            required = [role for role in _COLUMNS[name] if role not in _OPTIONAL]
-            if all(self._column(name, role, values) is not None for role in required):
-                return name
-        need = {
-            "chat": "messages",
-            "instruction": "instruction and response",
-            "completion": "prompt and completion",
-            "text": "text",
-        }
-        needs = need.get(wanted) or "; or ".join(need.values())
-        raise BadInput(
-            f"{where} has the columns {', '.join(map(str, values)) or '(none)'}, but {wanted} rows need"
-            f" {needs}; name your columns with fields, as in fields.text=body."
-        )
-
-    def _column(self, name: str, role: str, values: dict[str, Any]) -> str | None:
-        given = self.config.fields.get(role)
-        candidates = (given,) if given else _COLUMNS[name][role]
-        return next((column for column in candidates if column in values), None)
+        return choose_format(self.config, values, where)
 
     def value(self, name: str, role: str, values: dict[str, Any]) -> Any:
         """What the row holds for a role; an absent optional role is empty."""
-        column = self._column(name, role, values)
+        column = _column(self.config, name, role, values)
         if column is None and role not in _OPTIONAL:
             raise BadInput(f"the row has no {role}")
         value = "" if column is None else values[column]

@@ -41,6 +41,18 @@ def preference_rows(
     return rows
 
 
+def check_columns(config: TrainConfig, values: dict[str, Any], where: str) -> None:
+    """Refuse a row that the method cannot use.
+
+    Raises:
+        BadInput: a column is missing or holds something else; ``where`` begins the sentence.
+    """
+    try:
+        _row(config, values)
+    except BadInput as error:
+        raise BadInput(f"{where}: {error}.") from error
+
+
 def _needs(config: TrainConfig) -> str:
     return ", ".join(NEEDED[config.method])
 

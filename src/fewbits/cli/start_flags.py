@@ -1,0 +1,44 @@
+"""Flags of the commands that one begins with: which look before anything trains."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+
+def _json(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--json", action="store_true", help="print the answer as JSON")
+
+
+def _init(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument(
+        "config",
+        nargs="?",
+        default="fewbits.yaml",
+        metavar="CONFIG",
+        help="file to write (default: %(default)s)",
+    )
+    sub.add_argument("--model", metavar="PATH", help="folder or hub name of the base model")
+    sub.add_argument("--train-data", metavar="FILE", help="rows to learn from")
+    sub.add_argument(
+        "--method", metavar="NAME", help="sft, dpo, kto, orpo, simpo, grpo or reward (default: sft)"
+    )
+    sub.add_argument("--recipe", metavar="RECIPE", help="which format where (default: qlora_nf4)")
+    sub.add_argument("--output-dir", metavar="DIR", help="the run folder (default: runs/mine)")
+    sub.add_argument("--rewards", metavar="A:B", help="of grpo: functions that judge, as module:function")
+    sub.add_argument("--yes", action="store_true", help="ask nothing; take the defaults")
+    sub.add_argument("--overwrite", action="store_true", help="replace the file")
+
+
+def _models(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("families", nargs="*", metavar="FAMILY", help="a model_type, or a model's folder")
+    sub.add_argument("--all", action="store_true", help="every causal decoder of transformers (minutes)")
+    _json(sub)
+
+
+# command: (adds its flags, whether it loads models or their libraries, which are to be silent then)
+START_FLAGS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], bool]] = {
+    "init": (_init, False),
+    "recipes": (_json, False),
+    "models": (_models, True),
+}

@@ -1,0 +1,144 @@
+"""What fewbits does with a family of models: found out by trying it on a tiny one, in memory and in a blink.
+
+A family is `fused` (its decoder layers compute as hand-written nodes), `unfused` (packed, adapted and trained
+through its own forward) or `refused`. No list says which: a model of one layer is made from the family's own
+configuration, packed and fused, as a real one would be.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from huggingface_hub.errors import StrictDataclassError
+
+from fewbits.errors import BadInput, FewbitsError, SpecMismatch, Unsupported
+from fewbits.models.families import family_of, known_families
+
+# As small as the kernels' blocks allow; a configuration takes those of them that it knows.
+_SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "vocab_size": 96,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_MOST_VALUES = 20_000_000
+# What building a model of sizes that its authors did not think of may raise.
+_CANNOT_BUILD = (
+    ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NotImplementedError, OSError,
+    RuntimeError, StrictDataclassError, TypeError, ValueError,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """What became of a tiny model of one family.
+
+    Attributes:
+        model_type: as config.json calls it.
+        outcome: "fused", "unfused", "refused"; "untried" where no tiny model of it can be built.
+        has_spec: whether somebody wrote a spec for the family.
+        linears: names of the linears inside a layer that are packed and adapted; none if refused.
+        reason: why it is not fused; empty if it is.
+    """
+
+    model_type: str
+    outcome: str
+    has_spec: bool
+    linears: tuple[str, ...] = ()
+    reason: str = ""
+
+
+def decoder_types() -> list[str]:
+    """Every ``model_type`` that transformers has a causal decoder for, and the user's own families."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *known_families()})
+
+
+def try_family(model_type: str, *, recipe: str = "qlora_nf4") -> Trial:
+    """Pack and fuse a tiny model of a family.
+
+    Args:
+        model_type: as config.json calls it.
+        recipe: the recipe that it is packed with.
+
+    Raises:
+        BadInput: transformers has no causal decoder of that name.
+    """
+    if model_type not in decoder_types():
+        raise BadInput(
+            f"transformers has no causal decoder {model_type!r}; fewbits models --all lists the names."
+        )
+    known = family_of(model_type) is not None
+    try:
+        model = _tiny(model_type)
+    except _CANNOT_BUILD as error:
+        return Trial(model_type=model_type, outcome="untried", has_spec=known, reason=_first(error))
+    return _tried(model, model_type, known, recipe)
+
+
+def _tried(model: Any, model_type: str, known: bool, recipe: str) -> Trial:
+    from fewbits.models.convert import convert
+    from fewbits.models.fused import fuse, fusion_of
+    from fewbits.models.spec import spec_for
+
+    try:
+        spec = spec_for(model)
+        convert(model, recipe)
+    except FewbitsError as error:
+        return Trial(model_type=model_type, outcome="refused", has_spec=known, reason=_first(error))
+    names = tuple(dict.fromkeys(spec.linear_names))
+    try:
+        receipt = fuse(model)
+    except (Unsupported, SpecMismatch) as error:
+        return Trial(
+            model_type=model_type, outcome="unfused", has_spec=known, linears=names, reason=_first(error)
+        )
+    fusion = fusion_of(model)
+    if fusion is None or not fusion.layers:
+        reason = next((note for note in receipt.notes if "layer" in note), "its layers are not fused")
+        return Trial(model_type=model_type, outcome="unfused", has_spec=known, linears=names, reason=reason)
+    return Trial(model_type=model_type, outcome="fused", has_spec=known, linears=names)
+
+
+def _tiny(model_type: str) -> Any:
+    """A model of one layer with random float32 weights."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(model_type)
+    text = config.get_text_config()
+    for name, value in _SMALL.items():
+        if hasattr(text, name):
+            with suppress(AttributeError, NotImplementedError):  # some are computed from others
+                setattr(text, name, value)
+    if getattr(text, "layer_types", None):
+        text.layer_types = text.layer_types[:1]
+    with torch.device("meta"):
+        values = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+    if values > _MOST_VALUES:
+        raise ValueError(f"its configuration cannot be made small: {values:,} values are left")
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def _first(error: BaseException) -> str:
+    """The error's first sentence, on one line."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text.partition(". ")[0][:300]
