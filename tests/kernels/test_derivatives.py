@@ -18,11 +18,14 @@ from fewbits.formats.integer import INT8
 from fewbits.kernels.fake_quantize import fake_quantize, fake_quantized_linear, lora_weight
 from fewbits.kernels.gated_activation import gated_activation
 from fewbits.kernels.linear_cross_entropy import linear_cross_entropy
+from fewbits.kernels.linear_cross_entropy_float8 import head_operands, linear_cross_entropy_float8
+from fewbits.kernels.linear_log_probs import linear_log_probs
 from fewbits.kernels.lora_linear import lora_linear
 from fewbits.kernels.matmul_operands import operand_linear
 from fewbits.kernels.matmul_packed import Operands, packed_linear
 from fewbits.kernels.rmsnorm import rmsnorm
 from fewbits.kernels.rope import rope
+from fewbits.models.fused import fused_layers
 
 SOURCE = Path(fewbits.__file__).parent
 
@@ -42,6 +45,7 @@ W = NF4.quantize(draw(64, 64).detach())
 DENSE = W.dequantize()
 COS, SIN = torch.full((1, 4, 8), 0.6), torch.full((1, 4, 8), 0.8)
 ROWS, ADAPTER = draw(3, 64), (draw(4, 64), draw(64, 4))
+HEAD, LABELS = draw(16, 64), torch.tensor([1, 2, 3])
 REFUSED: dict[str, list[tuple[Callable[..., Tensor], tuple[Tensor, ...]]]] = {
     "lora_linear": [
         (lambda x, a, b: lora_linear(x, W, None, a, b, scaling=0.5), (ROWS, *ADAPTER)),
@@ -62,14 +66,24 @@ REFUSED: dict[str, list[tuple[Callable[..., Tensor], tuple[Tensor, ...]]]] = {
     "rmsnorm": [(lambda x, w: rmsnorm(x, w, 1e-6), (ROWS, draw(64)))],
     "gated_activation": [(gated_activation, (ROWS, draw(3, 64)))],
     "linear_cross_entropy": [
-        (lambda h, w: linear_cross_entropy(h, w, torch.tensor([1, 2, 3])), (ROWS, draw(11, 64)))
+        (lambda h, w: linear_cross_entropy(h, w, LABELS.view(h.shape[:-1])), (ROWS, draw(11, 64))),
+        (
+            lambda h, w: linear_cross_entropy(h, w, LABELS.view(h.shape[:-1]), reduction="none"),
+            (ROWS, draw(11, 64)),
+        ),
+        (
+            lambda h: linear_cross_entropy_float8(
+                h, HEAD.detach(), LABELS.view(h.shape[:-1]), operands=head_operands(HEAD.detach())
+            ),
+            (ROWS,),
+        ),
+    ],
+    "linear_log_probs": [
+        (lambda h: linear_log_probs(h, HEAD.detach(), LABELS.view(h.shape[:-1]))[0], (ROWS,))
     ],
 }
 
-
-# The first has a constant gradient, the second keeps gradients and none of what they were made from: torch
-# asks its node only in backward(), or where the loss is not linear in it.
-LINEAR_OR_KEPT = {"packed_linear with a rounded gradient", "linear_cross_entropy"}
+LINEAR = {"packed_linear with a rounded gradient"}  # its gradient depends on no input
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -78,7 +92,7 @@ def test_a_second_derivative_that_would_be_wrong_is_refused_by_name(name: str) -
         with pytest.raises(Unsupported, match=f"^{name} can be differentiated once"):
             double(f, *inputs)
         (dx, *_) = torch.autograd.grad(f(*inputs).sum(), inputs, create_graph=True)
-        if name not in LINEAR_OR_KEPT:  # neither a constant gradient nor another way to the inputs hides it
+        if name not in LINEAR:  # neither a constant gradient nor another way to the inputs hides it
             with pytest.raises(Unsupported):
                 torch.autograd.grad(dx.square().sum() + sum(x.sum() for x in inputs), inputs)
         with pytest.raises(Unsupported):
@@ -87,6 +101,55 @@ def test_a_second_derivative_that_would_be_wrong_is_refused_by_name(name: str) -
         first = torch.autograd.grad(f(*inputs).square().sum(), inputs, create_graph=True)  # unused: no harm
         for one, other in zip(plain, first, strict=True):
             assert torch.equal(one, other)
+
+
+def silent_pairs(loss: Tensor, inputs: list[Tensor]) -> list[tuple[int, int]]:
+    """Which gradient (first) can be differentiated by which input (second) although that is not right.
+
+    Another path leads from what is differentiated to the input: without it torch itself refuses.
+    """
+    gradients = torch.autograd.grad(loss, inputs, create_graph=True)
+    found = []
+    for i, gradient in enumerate(gradients):
+        for j, x in enumerate(inputs):
+            try:
+                torch.autograd.grad(gradient.square().sum() + x.sum(), x, retain_graph=True)
+            except Unsupported:
+                continue
+            found.append((i, j))
+    return found
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED.keys() - LINEAR))
+def test_another_way_to_any_input_does_not_hide_the_refusal(name: str) -> None:
+    for f, inputs in REFUSED[name]:
+        for shape in ((3, 64), (1, 3, 64)):
+            shaped = [x.detach().view(shape).requires_grad_() if x.shape == (3, 64) else x for x in inputs]
+            assert silent_pairs(f(*shaped).sum(), shaped) == []
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_nor_does_it_in_a_fused_decoder(checkpointing: bool) -> None:
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=16, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    model = get_peft_model(LlamaForCausalLM(config), LoraConfig(target_modules=targets, r=2))
+    fewbits.fuse(model)
+    assert len(fused_layers(model)) == 1
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    x = draw(1, 3, 16)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    for p in trained:
+        torch.nn.init.normal_(p)
+    output = model(inputs_embeds=x, use_cache=False).logits
+    assert silent_pairs(output.sum(), [x, *trained]) == []
 
 
 def turned(q: Tensor) -> Tensor:
@@ -123,7 +186,7 @@ def test_straight_through_is_the_identity_twice() -> None:
 
 
 # Nodes whose second derivative is right; every other one says @once_differentiable.
-TWICE = {"_SumValue", "_StraightThrough", "_Product", "_FakeQuantize", "_LoRAWeight", "_Refused"}
+TWICE = {"_SumValue", "_StraightThrough", "_Product", "_FakeQuantize", "_LoRAWeight", "_Refused", "_Way"}
 TWICE_OPS = {"rope.py"}
 
 

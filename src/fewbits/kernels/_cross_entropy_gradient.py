@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fewbits.kernels._derivatives import once_differentiable
+from fewbits.kernels._derivatives import keep_ways, once_differentiable
 from fewbits.kernels.scaled import scaled
 
 
@@ -21,6 +21,7 @@ def register_gradient(op: Any) -> None:
         ctx.mark_non_differentiable(*output[1:])
         ctx.set_materialize_grads(False)  # zeros for the gradient of dW would be as large as W
         ctx.again = not any(ctx.arguments[-2])
+        keep_ways(ctx, hidden, weight, bias)
         ctx.save_for_backward(*((hidden, weight, labels, bias, *operands) if ctx.again else output[1:]))
 
     @once_differentiable("linear_cross_entropy")

@@ -48,6 +48,34 @@ def refuse_second(name: str, gradients: tuple[Any, ...], sources: Iterable[Any])
     return tuple(made)
 
 
+class _Way(torch.autograd.Function):
+    """No value at all, but a way in the graph to the tensors given; holds none of them."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor | None) -> Tensor:
+        ctx.count = len(tensors)
+        some: Tensor = next(x for x in tensors if x is not None)
+        return some.new_empty(0, dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Any, ...]:  # only behind `_Refused`, which raises before
+        return (None,) * ctx.count
+
+
+def keep_ways(ctx: Any, *tensors: Tensor | None) -> None:
+    """Let a node that does not save its inputs remember the way to them, for `once_differentiable`.
+
+    Without it the refusal lies on no path to an input that the node saved nothing of, and
+    `torch.autograd.grad(..., inputs)` leaves its term out without a word where another path leads there.
+    To be called in ``forward`` or ``setup_context``; keeps no memory of the tensors.
+    """
+    ctx.way = None
+    if torch.compiler.is_compiling() or not any(x is not None and x.requires_grad for x in tensors):
+        return
+    with torch.enable_grad():
+        ctx.way = _Way.apply(*tensors)
+
+
 class _Reading:
     """A node's context that remembers the tensors that were read: checkpointing gives them only once."""
 
@@ -82,7 +110,7 @@ def once_differentiable(
             reading = _Reading(ctx)
             with torch.no_grad():  # the backward pass of a pass with create_graph
                 gradients = backward(reading, *grads)
-            return refuse_second(name, gradients, (*grads, *reading.tensors))
+            return refuse_second(name, gradients, (*grads, *reading.tensors, getattr(ctx, "way", None)))
 
         return once
 

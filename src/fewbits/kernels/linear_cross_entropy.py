@@ -28,7 +28,7 @@ over z reads it (twice, the second time from the L2 cache) and writes it, 2 * M 
 M = 8192, V = 128256, K = 4096 in bfloat16: 8.6 TFLOP a product, and 4.2 GB, 0.98 ms at the 4.28 TB/s that a
 copy reaches on an H200.
 
-Only first derivatives: to a further one the gradients are constants.
+Only first derivatives: a further one is refused, by whatever way to hidden, weight or bias it is asked for.
 
 The kernel is in _cross_entropy_triton.py.
 """

@@ -50,7 +50,7 @@ class _LoRALinear(torch.autograd.Function):
         weight = decode(like, parts, x.dtype) if like is not None else parts[0].to(x.dtype)
         y = forward_product(x, weight, None if bias is None else bias.to(x.dtype), operands)
         del weight
-        x_MK = rows_of(x if dropped is None else dropped)
+        x_MK = x if dropped is None else dropped  # rows already, and an input: a way for a second derivative
         h = x_MK.to(branch_dtype) @ a.to(branch_dtype).t()
         y_MN = rows_of(y)
         if branch_dtype == y.dtype:

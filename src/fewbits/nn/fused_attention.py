@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fewbits.kernels._derivatives import once_differentiable
+from fewbits.kernels._derivatives import keep_ways, once_differentiable
 from fewbits.kernels._gated_triton import LowRank
 from fewbits.kernels._matrix import rows_of
 from fewbits.kernels.qkv_epilogue import (
@@ -141,6 +141,7 @@ class _Attention(torch.autograd.Function):
         kept.where(half.keep.normed and reads_output(x, n.dense.dtype, needs), normed=n.dense)
         kept.where(half.keep.attention, graph=graph)
         ctx.kept, ctx.half = kept, half
+        keep_ways(ctx, x, *tensors)
         return y
 
     @staticmethod

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fewbits.kernels._derivatives import once_differentiable
+from fewbits.kernels._derivatives import keep_ways, once_differentiable
 from fewbits.kernels._gated_lora_triton import MAX_RANK as ONE_PASS_RANK
 from fewbits.kernels._gated_triton import LowRank, Quantized8
 from fewbits.kernels._matrix import rows_of
@@ -115,6 +115,7 @@ class _MLP(torch.autograd.Function):
         kept.where(half.keep.normed and reads_output(x, n.dense.dtype, needs), normed=n.dense)
         kept.where(half.keep.mlp, gate_up=gate_up)
         ctx.kept, ctx.half = kept, half
+        keep_ways(ctx, x, *tensors)
         return y
 
     @staticmethod
