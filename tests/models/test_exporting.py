@@ -173,7 +173,11 @@ def test_several_methods_give_a_file_each(tmp_path: Path) -> None:
     assert receipts[0].kl < receipts[1].kl
     with pytest.raises(BadInput, match="not empty"):
         model.save_pretrained_gguf(tmp_path / "out", tokenizer, "q8_0")
+    mine = tmp_path / "out" / "mine.gguf"
+    mine.write_text("not of that export")
     model.save_pretrained_gguf(tmp_path / "out", tokenizer, "q8_0", overwrite=True)
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert names == {"base-Q8_0.gguf", "export.json", "mine.gguf"}
 
 
 @pytest.mark.parametrize("fault", ["rows stay as they are", "two tensors change places"])

@@ -15,6 +15,7 @@ from torch import nn
 
 from fewbits.errors import BadCheckpoint, FewbitsError, SpecMismatch
 from fewbits.models.branches import base_name
+from fewbits.models.folder_manifest import check_folder
 from fewbits.models.packed import put
 from fewbits.models.transposed import as_linear, is_conv1d
 
@@ -35,6 +36,7 @@ def read_adapter(path: str | Path) -> dict[str, Any]:
     folder = Path(path)
     if not (folder / CONFIG).is_file():
         raise BadCheckpoint(f"{folder} has no {CONFIG}; give the folder that save_pretrained wrote.")
+    check_folder(folder)
     if not (folder / _WEIGHTS).is_file():
         if (folder / _PICKLE).is_file():
             raise BadCheckpoint(

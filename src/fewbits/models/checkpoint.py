@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from fewbits.errors import BadCheckpoint, BadInput, Unsupported
 from fewbits.models.config_check import check_config
+from fewbits.models.folder_manifest import check_folder
 from fewbits.models.reading import first_line
 
 WEIGHTS = "model.safetensors"
@@ -153,6 +154,7 @@ def inspect_folder(path: Path | str, *, allow_pickle: bool = False, remote_code:
         raise BadInput(f"there is no model folder {folder}; check the path.")
     if not (folder / "config.json").is_file():
         raise BadInput(f"{folder} has no config.json, so it is not a model folder; check the path.")
+    check_folder(folder)
     config = read_json(folder / "config.json")
     _check_model_type(folder, config, remote_code)
     files = _weight_files(folder, allow_pickle)

@@ -44,7 +44,8 @@ def save_pretrained_gguf(
         save_directory: the folder to write; never the one that the model was loaded from.
         tokenizer: the model's; None takes the one in the folder that the model was loaded from.
         quantization_method: such as "q8_0", "q4_k_m", "q6_k", "f16"; a list writes a file for each.
-        overwrite: replace an earlier export in the folder; False refuses a folder that is not empty.
+        overwrite: replace an earlier export in the folder with all files that it wrote, also those of other
+            methods; what else lies there stays. False refuses a folder that is not empty.
         options: names that Unsloth's method takes; ``push_to_hub`` is refused, the rest choose nothing here.
 
     Returns:
@@ -67,12 +68,24 @@ def save_pretrained_gguf(
     architecture_of(base.config.get_text_config())
     vocabulary = weights.vocabulary()
     receipts = []
-    with whole_folder(save_directory, overwrite=overwrite, marker=RECEIPT, protected=read) as folder:
+    earlier = _files_of_earlier(Path(save_directory)) if overwrite else []
+    with whole_folder(
+        save_directory, overwrite=overwrite, marker=RECEIPT, protected=read, replaced=earlier
+    ) as folder:
         for method in methods:
             receipts.append(_write_one(weights, vocabulary, folder, Path(save_directory), method))
         lines = {r.path.name: str(r).splitlines() for r in receipts}
         (folder / RECEIPT).write_text(json.dumps(lines, indent=2) + "\n", encoding="utf-8")
     return receipts[0] if one else receipts
+
+
+def _files_of_earlier(folder: Path) -> list[str]:
+    """The files that an export in ``folder`` names in its receipt; none where there is none."""
+    try:
+        lines = json.loads((folder.expanduser() / RECEIPT).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return []
+    return [name for name in lines if name.endswith(".gguf")] if isinstance(lines, dict) else []
 
 
 def _as_list(names: str | Sequence[str]) -> list[str]:

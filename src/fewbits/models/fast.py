@@ -26,6 +26,7 @@ from fewbits.models.config_check import check_shapes
 from fewbits.models.convert import conversion_of
 from fewbits.models.decode_generate import with_loop
 from fewbits.models.exporting import save_pretrained_gguf
+from fewbits.models.folder_manifest import check_folder
 from fewbits.models.fused import fuse, fused_layers, fusion_of
 from fewbits.models.named_templates import stop_at_turns
 from fewbits.models.options import PEFT_CHOOSES_NOTHING, PEFT_FIELDS, Loading, note_or_refuse, sort_options
@@ -147,11 +148,10 @@ class FastLanguageModel:
                 modules_to_save, layers_to_transform, init_lora_weights, and Unsloth's other names.
 
         Returns:
-            A peft.PeftModel in training mode. Where the base has dropout of its own (GPT-2, OPT), which that
-            mode switches on, the mode stays as it was, so that new adapters change no output by themselves;
-            a trainer switches it on, as for_training does, and ``fewbits_notes`` says so.
+            A peft.PeftModel in training mode, as Unsloth gives it: a loop of one's own trains with dropout
+            and checkpointing. (`fewbits.get_peft_model` leaves the mode alone, as PEFT does.) Where the base
+            has dropout of its own (GPT-2, OPT), ``fewbits_notes`` says that this mode switches it on.
         """
-        training = model.training
         notes: list[str] = list(getattr(model, "fewbits_notes", []))
         checkpointing = options.pop("use_gradient_checkpointing", "unsloth")
         seed = options.pop("random_state", 3407)
@@ -171,14 +171,13 @@ class FastLanguageModel:
         )
         notes.extend(_fused_on_gpu(peft_model))
         dropout = _dropout_of(model)
-        if dropout and not training:
+        if dropout:
             notes.append(
-                f"the base has dropout ({dropout}), which stays off until a trainer, or "
-                "FastLanguageModel.for_training(model), switches it on"
+                f"the base has dropout ({dropout}), which is on in training mode; "
+                "FastLanguageModel.for_inference(model) switches it off"
             )
         model.fewbits_notes = notes
-        FastLanguageModel.for_training(with_methods(peft_model, model), checkpointing)
-        return peft_model.train(training or not dropout)
+        return FastLanguageModel.for_training(with_methods(peft_model, model), checkpointing)
 
     @staticmethod
     def for_inference(model: Any) -> Any:
@@ -259,6 +258,7 @@ def base_of(adapter: Path, base_model: str | Path | None = None) -> str:
     Raises:
         BadInput: the adapter does not say, or its base is gone.
     """
+    check_folder(adapter)
     base = base_model or read_json(adapter / ADAPTER_CONFIG).get("base_model_name_or_path")
     if not base:
         raise BadInput(f"{adapter / ADAPTER_CONFIG} does not say what its base model is; pass base_model=...")

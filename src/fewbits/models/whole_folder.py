@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import glob
 import json
 import os
 import re
@@ -38,7 +39,7 @@ _PARTIAL = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{8}\.partial")
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _NO_EXCHANGE = {errno.ENOSYS, errno.EINVAL, errno.EPERM, errno.ENOTSUP}
 _EMPTY_AFTER_S = 60.0  # a partial folder without an owner is one that is being made, or was killed then
-_WEIGHTS = ("model*.safetensors", "model.safetensors.index.json")
+_WEIGHTS = ("model*.safetensors", "model.safetensors.index.json", "manifest.json")
 _BELONGS_TO_A_MODEL = (
     *_WEIGHTS,
     "pytorch_model*.bin*",
@@ -60,6 +61,7 @@ def whole_folder(
     overwrite: bool | None = False,
     marker: str = MODEL,
     protected: Iterable[Path | str] = (),
+    replaced: Iterable[str] = (),
 ) -> Iterator[Path]:
     """A hidden folder to write into; on success it is synced and takes target's place by one rename.
 
@@ -71,6 +73,7 @@ def whole_folder(
             only old weights vanish.
         marker: `MODEL` or `ADAPTER`, what is being written.
         protected: folders that are read for this; ``target`` may neither be nor hold one.
+        replaced: names of further files that go with what is replaced.
 
     Raises:
         BadInput: the place is taken, protected, or cannot be written to, or the disk is full. On any error
@@ -93,7 +96,9 @@ def whole_folder(
         if inside:
             _fill(new, target)
         else:
-            _carry_over(target, new, _BELONGS_TO_A_MODEL if overwrite else _WEIGHTS)
+            _carry_over(
+                target, new, (*_BELONGS_TO_A_MODEL, *map(glob.escape, replaced)) if overwrite else _WEIGHTS
+            )
             sync(new)
             take_place(new, target, aside=partial / _OLD)
             fsync(target.parent)

@@ -1,30 +1,27 @@
-"""What a checkpoint's bytes were when it was written, and whether they still are.
+"""Checkpoints and their manifests (`fewbits.models.folder_manifest`), with several ranks.
 
-``manifest.json`` is the last file of a checkpoint: for each other file its size in bytes and its SHA-256, as
-sha256sum prints it. Before a run goes on from a checkpoint all of them are read and compared, so a flipped
-bit, a truncated, emptied or missing file is found before it becomes a weight. Several ranks hash what each of
-them has written (a network file system may not show it to the others yet), and check a share each.
+The manifest is the last file of a checkpoint. Before a run goes on from one, all files are read and compared.
+Several ranks hash what each of them has written (a network file system may not show it to the others yet),
+and check a share each.
 
 Checkpoints of versions before manifests have none: what can be opened is opened, and the run says so.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import zipfile
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-FILE = "manifest.json"
+from fewbits.models.folder_manifest import FILE, facts_of, fault_in, names_in, write_facts
+
 PROMISE = "has_manifest"  # an entry of the file of counters: then a missing manifest is damage, too
 SHARDED = "sharded.json"  # stands in checkpoints of models that were spread over ranks
 _OF_RANK = re.compile(r"(?:__(\d+)_\d+\.distcp|rng_state_(\d+)\.pth|gradient_exchange_(\d+)\.safetensors)")
-_THREADS = 8  # hashing gives Python's lock back
 _NEEDED = ("trainer_state.json", "scheduler.pt", "fewbits.json")
 _NEEDED_WHOLE = ("optimizer.pt",)
 
@@ -50,12 +47,11 @@ class Writers:
 
 def write_manifest(folder: Path, writers: Writers) -> None:
     """Note the bytes of all files in a folder that is complete; every rank calls, and rank 0 writes."""
-    mine = [name for name in _names(folder) if _writer_of(name) % writers.size == writers.rank]
-    parts = writers.gather(_facts(folder, mine))
+    mine = [name for name in names_in(folder) if _writer_of(name) % writers.size == writers.rank]
+    parts = writers.gather(facts_of(folder, mine))
     if writers.rank == 0:
         files = {name: facts for part in parts for name, facts in part.items()}
-        text = json.dumps({"version": 1, "files": dict(sorted(files.items()))}, indent=1)
-        (folder / FILE).write_text(text + "\n", encoding="utf-8")
+        write_facts(folder, files)
 
 
 def fault_of(folder: Path, rank: int = 0, size: int = 1) -> str | None:
@@ -70,24 +66,7 @@ def fault_of(folder: Path, rank: int = 0, size: int = 1) -> str | None:
         return "it is no folder"
     if not (folder / FILE).exists():
         return _fault_without_manifest(folder) if rank == 0 else None
-    try:
-        found = json.loads((folder / FILE).read_text(encoding="utf-8"))
-        files = {str(name): (int(f["bytes"]), str(f["sha256"])) for name, f in found["files"].items()}
-        version = int(found["version"])
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
-        return f"its {FILE} cannot be read"
-    if not files:
-        return f"its {FILE} names no file"
-    if version != 1:
-        return f"its {FILE} has version {version}, which this version of fewbits does not know"
-    names = sorted(files)[rank::size]
-    sizes = (_fault_of_size(folder / name, name, files[name][0]) for name in names)
-    if fault := next((fault for fault in sizes if fault), None):
-        return fault
-    for name, facts in _facts(folder, names).items():
-        if facts["sha256"] != files[name][1]:
-            return f"the bytes of {name} are not those that were written"
-    return None
+    return fault_in(folder, rank, size)
 
 
 def has_manifest(folder: Path) -> bool:
@@ -95,33 +74,10 @@ def has_manifest(folder: Path) -> bool:
     return (folder / FILE).is_file()
 
 
-def _fault_of_size(path: Path, name: str, size: int) -> str | None:
-    if not path.is_file():
-        return f"{name} is missing"
-    found = path.stat().st_size
-    return None if found == size else f"{name} has {found:,} bytes where {size:,} were written"
-
-
-def _names(folder: Path) -> list[str]:
-    files = (path for path in folder.rglob("*") if path.is_file() and path.name != FILE)
-    return sorted(path.relative_to(folder).as_posix() for path in files)
-
-
 def _writer_of(name: str) -> int:
     """The rank that writes a file of this name."""
     match = _OF_RANK.fullmatch(name.rpartition("/")[2])
     return int(next(filter(None, match.groups()))) if match else 0
-
-
-def _facts(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    def one(name: str) -> dict[str, Any]:
-        with (folder / name).open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256")
-            return {"bytes": file.tell(), "sha256": digest.hexdigest()}
-
-    names = list(names)
-    with ThreadPoolExecutor(_THREADS) as pool:
-        return dict(zip(names, pool.map(one, names), strict=True))
 
 
 def _fault_without_manifest(folder: Path) -> str | None:

@@ -26,6 +26,7 @@ from fewbits.training.checkpointing import Progress, checkpoints, staged, step_o
 from fewbits.training.config import TrainConfig
 from fewbits.training.distribute import layout_for
 from fewbits.training.manifest import FILE as MANIFEST
+from fewbits.training.manifest import Writers
 from fewbits.training.preference_rows import preference_rows
 from fewbits.training.preference_trainers import (
     check_method,
@@ -216,7 +217,7 @@ class PreferenceRun:
         model.config.use_cache = True
         if "ref" in getattr(model, "peft_config", {}):  # TRL's copy of the beginning, to compare with
             model.delete_adapter("ref")
-        with staged(self.folder.final) as folder:
+        with staged(self.folder.final, writers=Writers()) as folder:
             model.save_pretrained(str(folder))
             self.built.tokenizer.save_pretrained(str(folder))
         if self.config.merge and hasattr(model, "save_pretrained_merged"):

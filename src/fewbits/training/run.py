@@ -41,6 +41,7 @@ from fewbits.training.distribute import (
     load_distributed,
 )
 from fewbits.training.graph import wants_graph
+from fewbits.training.manifest import Writers
 from fewbits.training.memory_budget import OPTIMIZER_BYTES, MemoryBudget, budget_for
 from fewbits.training.packing import Collator, SequenceDataset
 from fewbits.training.parallel import Layout
@@ -415,7 +416,7 @@ class _Run:
         model = self._packed_if_qat()
         model.config.use_cache = True  # the host switched it off for training
         if not self.layout.is_sharded:
-            with staged(self.folder.final) as folder:
+            with staged(self.folder.final, writers=Writers()) as folder:
                 model.save_pretrained(str(folder))
                 self.built.tokenizer.save_pretrained(str(folder))
         if self.config.merge and hasattr(model, "peft_config"):
@@ -430,7 +431,9 @@ class _Run:
         from fewbits.training.sharded_checkpoint import export
 
         self.built.model.config.use_cache = True
-        with staged(self.folder.final, leader=self.ranks.leads, barrier=self.ranks.barrier) as folder:
+        ranks = self.ranks
+        writers = Writers(ranks.rank, ranks.size, partial(ranks.exchange, "final's manifest"))
+        with staged(self.folder.final, leader=ranks.leads, barrier=ranks.barrier, writers=writers) as folder:
             export(self.built.model, folder, self.built.tokenizer)
 
     def _packed_if_qat(self) -> Any:
