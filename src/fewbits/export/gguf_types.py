@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from fewbits.errors import BadInput, Unsupported
-from fewbits.export.k_quants import K_QUANTS, quantize_k
+from fewbits.formats import FORMATS
+from fewbits.formats.gguf_layouts import LAYOUTS
 
 # method: (type of most weights, name in gguf.LlamaFileType)
 METHODS = {
@@ -37,6 +38,10 @@ METHODS = {
     "q3_k_m": ("Q3_K", "MOSTLY_Q3_K_M"),
     "q3_k_s": ("Q3_K", "MOSTLY_Q3_K_S"),
     "q2_k": ("Q2_K", "MOSTLY_Q2_K"),
+    "iq4_nl": ("IQ4_NL", "MOSTLY_IQ4_NL"),
+    "iq4_xs": ("IQ4_XS", "MOSTLY_IQ4_XS"),
+    "tq2_0": ("TQ2_0", "MOSTLY_TQ2_0"),
+    "tq1_0": ("TQ1_0", "MOSTLY_TQ1_0"),
 }
 _ALIASES = {
     "q5_k": "q5_k_m",
@@ -46,7 +51,11 @@ _ALIASES = {
     "fast_quantized": "q8_0",
     "quantized": "q4_k_m",
 }
-_FALLBACK = {"Q2_K": "Q4_0", "Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
+_FALLBACK = {
+    "Q2_K": "Q4_0", "Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0",
+    "IQ4_XS": "IQ4_NL", "TQ1_0": "Q4_0", "TQ2_0": "Q4_0",
+}  # fmt: skip
+_TERNARY, _TABLED = ("tq1_0", "tq2_0"), ("iq4_nl", "iq4_xs")
 _UNBLOCKED = ("F32", "F16", "BF16")
 
 
@@ -109,7 +118,7 @@ def type_of(name: str, shape: Sequence[int], method: str, sizes: Sizes) -> tuple
 
 
 def _block(kind: str) -> int:
-    return 256 if kind in K_QUANTS else 32
+    return LAYOUTS[kind].size
 
 
 def _wanted(name: str, columns: int, method: str, sizes: Sizes) -> str:
@@ -118,6 +127,8 @@ def _wanted(name: str, columns: int, method: str, sizes: Sizes) -> str:
         if columns % _block(common):
             return "Q8_0"
         return "Q8_0" if common == "Q8_0" else "Q6_K"
+    if name == "token_embd.weight" and method in _TERNARY:
+        return "Q4_K"
     if name.startswith("blk."):
         layer, tensor = int(name.split(".")[1]), name.split(".")[2]
         rule = _RULES.get(tensor)
@@ -142,6 +153,8 @@ def _value_type(method: str, layer: int, sizes: Sizes) -> str | None:
         found = "Q5_K"
     elif method in ("q4_k_m", "q5_k_m") and _has_more_bits(layer, sizes):
         found = "Q6_K"
+    elif method in _TABLED and sizes.num_heads_per_kv >= 4:
+        found = "Q5_K"
     if sizes.num_layers == 80 and (found or METHODS[method][0]) in ("Q3_K", "Q4_K"):
         return "Q5_K"  # a 70B model's value projection is small and counts much
     return found
@@ -151,7 +164,7 @@ def _down_type(method: str, layer: int, sizes: Sizes) -> str | None:
     n = sizes.num_layers
     if method in ("q4_k_m", "q5_k_m") and _has_more_bits(layer, sizes):
         return "Q6_K"
-    if method == "q4_k_s" and layer < n // 8:
+    if method in ("q4_k_s", *_TABLED) and layer < n // 8:
         return "Q5_K"
     if method == "q3_k_m":
         return "Q5_K" if layer < n // 16 else "Q4_K"
@@ -175,8 +188,8 @@ def encode(weight: Tensor, kind: str) -> Any:
     Returns:
         A numpy array: float32 or float16 of weight's shape, or uint8 (N, bytes of a row).
     """
+    if kind in LAYOUTS:
+        return FORMATS[f"gguf_{kind.lower()}"].quantize(weight).codes.cpu().numpy()
     gguf = import_gguf()
-    if kind in K_QUANTS:
-        return quantize_k(weight, kind).cpu().numpy()
     values = weight.detach().to("cpu", torch.float32).numpy()
     return gguf.quants.quantize(values, gguf.GGMLQuantizationType[kind])

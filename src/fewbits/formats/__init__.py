@@ -1,6 +1,7 @@
 """Number formats: what a number is. Pure torch, and the definition of everything else in the library.
 
-To add a format: write its file, whose ``__all__`` names its values, and import it with one more line below.
+To add a format: write its file, whose ``__all__`` names its values (or a `Family` of them), and import it
+with one more line below.
 """
 
 from __future__ import annotations
@@ -10,15 +11,26 @@ from typing import Any
 
 from fewbits.errors import BadInput
 from fewbits.formats import base
+from fewbits.formats.base import Family as Family
 from fewbits.formats.base import Format as Format
 from fewbits.formats.base import Packed as Packed
 from fewbits.formats.base import PartSpec as PartSpec
 from fewbits.formats.codebook import *  # noqa: F403
 from fewbits.formats.float8 import *  # noqa: F403
+from fewbits.formats.gguf_blocks import *  # noqa: F403
 from fewbits.formats.integer import *  # noqa: F403
+from fewbits.formats.integer_widths import *  # noqa: F403
+from fewbits.formats.microscaling import *  # noqa: F403
+from fewbits.formats.nvfp4 import *  # noqa: F403
 from fewbits.formats.stochastic import *  # noqa: F403
+from fewbits.formats.ternary import *  # noqa: F403
 
-FORMATS: dict[str, Format] = {f.name: f for f in list(vars().values()) if isinstance(f, Format)}
+FORMATS: dict[str, Format] = {}
+for _found in list(vars().values()):
+    if isinstance(_found, Format):
+        FORMATS[_found.name] = _found
+    elif isinstance(_found, Family):
+        FORMATS.update(_found)
 """Every format by name."""
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -80,6 +80,13 @@ class Format(ABC):
         """Stored bits per value of a tensor of ``shape``, scales included; 0 for an empty one."""
         n = _numel(shape)
         return 8.0 * self.nbytes(shape) / n if n else 0.0
+
+
+class Family(dict[str, Format]):
+    """Formats of one file by name, where a name for each in the file would be a long list."""
+
+    def __init__(self, formats: Iterable[Format]) -> None:
+        super().__init__((format.name, format) for format in formats)
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,8 +1,8 @@
-"""INT8 and INT4: whole numbers times a scale, with or without a zero point.
+"""Whole numbers of 2 to 8 bits times a scale, with or without a zero point.
 
-Symmetric: ``scale = absmax / qmax`` with qmax 127 or 7, ``code = round(x * (1 / scale))`` in -qmax ... qmax.
-The code -qmax - 1 is left unused: the grid is then symmetric, and the largest value of a block decodes to
-itself.
+Symmetric: ``scale = absmax / qmax`` with qmax ``2**(bits - 1) - 1``, ``code = round(x * (1 / scale))`` in
+-qmax ... qmax. The code -qmax - 1 is left unused: the grid is then symmetric, and the largest value of a
+block decodes to itself.
 
 With a zero point: ``low = min(x, 0)``, ``high = max(x, 0)``, ``scale = (high - low) / (2**bits - 1)``,
 ``zero_point = -2**(bits - 1) - round(low / scale)``, ``code = round(x * (1 / scale)) + zero_point``, cut to
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from fewbits.formats.base import Format, Packed, PartSpec
-from fewbits.formats.bits import pack_bits, packed_size
+from fewbits.formats.bits import pack_bits, packed_size, unpack_bits
 from fewbits.formats.blocks import (
     SMALLEST_SCALE,
     Block,
@@ -47,17 +47,18 @@ INT4_VALUES = (0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, -8.0, -7.0, -6.0, -5.0, -
 
 
 @dataclass(frozen=True, kw_only=True)
-class Integer(Format):
+class WholeNumbers(Format):
     """Whole numbers times a scale.
 
     Attributes:
-        bits: 8 or 4.
+        bits: 2 to 8.
         block: (rows, columns) that share a scale, see `fewbits.formats.blocks`: (0, 0) is per tensor, (1, 0)
             per row, (1, 64) 64 values along the last axis.
         zero_point: whether the grid is moved to cover an interval that is not symmetric.
 
-    Parts: ``codes`` (..., K) int8, or for 4 bits (..., ceil(K / 2)) uint8 with two's complement nibbles, the
-    first in the low one; ``scales`` float32; with a zero point ``zero_points`` int8, of the scales' shape.
+    Parts: ``codes`` (..., K) int8, or for fewer than 8 bits (..., ceil(K * bits / 8)) uint8 with two's
+        complement codes, the first in the lowest bits; ``scales`` float32; with a zero point ``zero_points``
+        int8, of the scales' shape.
     """
 
     bits: int = 8
@@ -66,7 +67,7 @@ class Integer(Format):
 
     @property
     def max_code(self) -> int:
-        """The largest code: 127 or 7."""
+        """The largest code: 127 for 8 bits, 7 for 4."""
         return int(2 ** (self.bits - 1) - 1)
 
     def layout(self, shape: tuple[int, ...]) -> dict[str, PartSpec]:
@@ -103,7 +104,9 @@ class Integer(Format):
         codes = codes.clamp_(lowest, self.max_code).nan_to_num_(0.0).to(torch.int8)
         codes = from_blocks(codes, shape or (1,), self.block)
         parts = {
-            "codes": codes if self.bits == 8 else pack_bits(codes.view(torch.uint8) & 15, 4),
+            "codes": codes
+            if self.bits == 8
+            else pack_bits(codes.view(torch.uint8) & (2**self.bits - 1), self.bits),
             "scales": scales,
         }
         if zero_points is not None:
@@ -121,6 +124,9 @@ class Integer(Format):
         if self.bits == 4:
             values = lookup_nibbles(codes.reshape(-1), INT4_VALUES)
             codes = values.view(*codes.shape[:-1], 2 * codes.shape[-1])[..., : whole[-1]]
+        elif self.bits < 8:
+            codes, sign = unpack_bits(codes, self.bits, whole[-1]).view(torch.int8), 2 ** (self.bits - 1)
+            codes = (codes ^ sign) - sign
         blocks = to_blocks(codes, self.block)
         like = (blocks.shape[0], 1, blocks.shape[2], 1)
         scales = packed.scales.view(like)
@@ -139,6 +145,11 @@ class Integer(Format):
         scales = scales.masked_fill_(scales.isinf(), torch.nan)
         zero_points = (-(low / scales).round()).nan_to_num_(0.0).clamp_(0, 2 * self.max_code + 1)
         return scales, zero_points - (self.max_code + 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Integer(WholeNumbers):
+    """`WholeNumbers` of 8 or 4 bits, the widths that the kernels know."""
 
 
 def _family(bits: int) -> dict[str, Integer]:
@@ -194,4 +205,5 @@ __all__ = [
     "INT8_TENSOR_ZP",
     "INT8_ZP",
     "Integer",
+    "WholeNumbers",
 ]

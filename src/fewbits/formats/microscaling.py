@@ -1,0 +1,131 @@
+"""MX formats of the OCP Microscaling specification 1.0: 32 values of few bits under a power of two.
+
+A block's scale is ``2 ** (floor(log2(absmax)) - emax)``, where emax is the exponent of the element's largest
+number (8 for E4M3, 15 for E5M2, 2 for E2M3 and E2M1, 4 for E3M2, 0 for INT8), stored as an E8M0 code, the
+exponent plus 127. An element is ``x / scale``, rounded to nearest (ties to even) and saturated. For INT8 an
+element is a whole number of 64ths from -127 to 127; the code -128 is left unused.
+
+A block with a NaN or an infinity has the scale 255, which means NaN, and codes 0. A block of zeros has the
+scale 0. What lies below the smallest scale, 2**-127, is rounded with that.
+
+Requantising a decoded tensor gives the same codes and scales, in float32 and in bfloat16, because the largest
+element keeps its exponent, and in float16 where its range suffices.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fewbits.formats.base import Format, Packed, PartSpec
+from fewbits.formats.bits import pack_bits, packed_size, unpack_bits
+from fewbits.formats.blocks import (
+    Block,
+    block_absmax,
+    check_floating,
+    from_blocks,
+    no_parts,
+    scale_shape,
+    to_blocks,
+)
+from fewbits.formats.minifloat import MINIFLOATS, exponential
+from fewbits.formats.rounding import random_uniform, round_to_integer
+from fewbits.formats.tables import table
+
+_NAN = 255  # the E8M0 code
+_INT8_VALUES = tuple((i if i < 128 else i - 256) / 64 for i in range(256))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Microscaling(Format):
+    """Elements of few bits in blocks with a power of two each.
+
+    Attributes:
+        element: "e4m3", "e5m2", "e2m3", "e3m2", "e2m1" or "int8".
+        block: (rows, columns) that share a scale, see `fewbits.formats.blocks`; the specification's is
+            (1, 32).
+
+    Parts: ``codes`` (..., ceil(K * bits / 8)) uint8, the first code in the lowest bits; ``scales`` uint8.
+    """
+
+    element: str
+    block: Block = (1, 32)
+
+    @property
+    def bits(self) -> int:
+        """Bits of a code."""
+        return 8 if self.element == "int8" else MINIFLOATS[self.element].bits
+
+    @property
+    def values(self) -> tuple[float, ...]:
+        """What each code stands for."""
+        return _INT8_VALUES if self.element == "int8" else MINIFLOATS[self.element].values
+
+    def layout(self, shape: tuple[int, ...]) -> dict[str, PartSpec]:
+        """The parts named above, for a tensor of ``shape``."""
+        *lead, K = shape or (1,)
+        return {
+            "codes": PartSpec((*lead, packed_size(K, self.bits)), torch.uint8),
+            "scales": PartSpec(scale_shape(shape, self.block), torch.uint8),
+        }
+
+    def quantize(self, x: Tensor, *, seed: int | None = None) -> Packed:
+        """Write x in this format; see `Format.quantize`."""
+        check_floating(x)
+        shape = tuple(x.shape)
+        layout = self.layout(shape)
+        if x.numel() == 0:
+            return Packed(self, shape, x.dtype, no_parts(layout, x.device))
+        blocks = to_blocks(x.detach(), self.block)
+        scales = self._scales(block_absmax(blocks))
+        scaled = (blocks.float() * exponential(-scales)).nan_to_num_(0.0)
+        uniform = None
+        if seed is not None:
+            uniform = to_blocks(random_uniform(shape, seed, x.device), self.block)
+        codes = from_blocks(self._codes(scaled, uniform), shape or (1,), self.block)
+        scales = torch.where(scales.isnan(), float(_NAN), scales + 127)
+        parts = {"codes": pack_bits(codes, self.bits), "scales": scales.to(torch.uint8)}
+        return Packed(self, shape, x.dtype, {n: parts[n].reshape(s.shape) for n, s in layout.items()})
+
+    def dequantize(self, packed: Packed, dtype: torch.dtype | None = None) -> Tensor:
+        """The tensor itself; see `Format.dequantize`."""
+        whole, codes = packed.shape or (1,), packed.codes
+        if codes.numel() == 0:
+            return torch.empty(packed.shape, dtype=dtype or packed.dtype, device=codes.device)
+        index = unpack_bits(codes, self.bits, whole[-1]).to(torch.int32)
+        values = table(self.values, codes.device).index_select(0, index.view(-1)).view(whole)
+        blocks = to_blocks(values, self.block)
+        scales = packed.scales.view(blocks.shape[0], 1, blocks.shape[2], 1).float()
+        scales = exponential(scales.masked_fill(scales == _NAN, torch.nan) - 127)
+        return from_blocks(blocks * scales, packed.shape, self.block).to(dtype or packed.dtype)
+
+    def _scales(self, absmax: Tensor) -> Tensor:
+        """The exponent of each block's scale as float32, NaN where absmax is NaN."""
+        highest = 0 if self.element == "int8" else MINIFLOATS[self.element].highest_exponent
+        exponent = ((absmax.view(torch.int32) >> 23) & 0xFF) - 127 - highest
+        return exponent.clamp_(min=-127).float().masked_fill_(absmax.isnan(), torch.nan)
+
+    def _codes(self, scaled: Tensor, uniform: Tensor | None) -> Tensor:
+        if self.element == "int8":
+            return round_to_integer(scaled * 64, uniform).clamp_(-127, 127).to(torch.int8).view(torch.uint8)
+        return MINIFLOATS[self.element].codes(scaled, uniform)
+
+
+MXFP8_E4M3 = Microscaling(name="mxfp8_e4m3", element="e4m3")
+MXFP8_E5M2 = Microscaling(name="mxfp8_e5m2", element="e5m2")
+MXFP6_E2M3 = Microscaling(name="mxfp6_e2m3", element="e2m3")
+MXFP6_E3M2 = Microscaling(name="mxfp6_e3m2", element="e3m2")
+MXFP4 = Microscaling(name="mxfp4", element="e2m1")
+MXINT8 = Microscaling(name="mxint8", element="int8")
+
+__all__ = [
+    "MXFP4",
+    "MXFP6_E2M3",
+    "MXFP6_E3M2",
+    "MXFP8_E4M3",
+    "MXFP8_E5M2",
+    "MXINT8",
+    "Microscaling",
+]

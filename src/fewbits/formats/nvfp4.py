@@ -1,0 +1,158 @@
+"""NVFP4: E2M1 codes in blocks of 16, an E4M3 scale for each block and a float32 scale for the tensor.
+
+    tensor_scale = absmax of the tensor / (448 * 6)
+    scale        = E4M3(absmax of the block / 6 / tensor_scale), at least 2**-6
+    code         = E2M1(x * ((1 / tensor_scale) / scale)), saturated
+    x            ~ code * (scale * tensor_scale)
+
+all in float32, to nearest, ties to even: torchao's arithmetic. With ``divides`` the tensor's scale is stored
+as its inverse, ``448 * 6 / absmax``, by which a block's scale is divided, as compressed-tensors does:
+``x ~ code * (scale / inverse_tensor_scale)``.
+
+With ``four_over_six`` (Cook et al., arXiv 2512.02010) each block chooses whether its largest magnitude
+becomes 6 or 4: with 4 the coarse step between them is not used. The choice with the smaller squared error is
+taken, 6 where both are equal, and 448 becomes 256 above, so that the scale of the largest block can be half
+as large again.
+
+A block with a NaN or an infinity has a NaN as its scale and codes 0. In a tensor of zeros all scales are the
+smallest ones. Requantising a decoded tensor gives the same codes, unless a block lies so far below the
+tensor's largest value that its scale is cut to 2**-6.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fewbits.formats.base import Format, Packed, PartSpec
+from fewbits.formats.bits import pack_bits, packed_size, unpack_bits
+from fewbits.formats.blocks import (
+    SMALLEST_SCALE,
+    Block,
+    block_absmax,
+    check_floating,
+    divide,
+    from_blocks,
+    no_parts,
+    scale_shape,
+    to_blocks,
+)
+from fewbits.formats.minifloat import E2M1
+from fewbits.formats.rounding import random_uniform
+from fewbits.formats.tables import table
+
+_SCALE = torch.float8_e4m3fn
+_LARGEST_SCALE, _SMALLEST_BLOCK_SCALE = 448.0, 2.0**-6
+_LARGEST_SCALE_OF_SIX = 256.0  # with four_over_six: 1.5 times as much is still an E4M3 number
+
+
+@dataclass(frozen=True, kw_only=True)
+class NVFP4Blocks(Format):
+    """E2M1 codes under two levels of scales.
+
+    Attributes:
+        block: (rows, columns) that share a scale, see `fewbits.formats.blocks`: (1, 16), or (16, 16) for a
+            weight that is multiplied by from both sides.
+        four_over_six: each block chooses between two scales.
+        divides: the tensor's scale is stored as its inverse.
+
+    Parts: ``codes`` (..., ceil(K / 2)) uint8, the first code in the low nibble; ``scales`` float8 E4M3;
+    ``tensor_scale``, or with ``divides`` ``inverse_tensor_scale``, (1,) float32.
+    """
+
+    block: Block = (1, 16)
+    four_over_six: bool = False
+    divides: bool = False
+
+    @property
+    def whole_scale(self) -> str:
+        """The name of the part that holds the tensor's scale."""
+        return "inverse_tensor_scale" if self.divides else "tensor_scale"
+
+    def layout(self, shape: tuple[int, ...]) -> dict[str, PartSpec]:
+        """The parts named above, for a tensor of ``shape``."""
+        *lead, K = shape or (1,)
+        return {
+            "codes": PartSpec((*lead, packed_size(K, 4)), torch.uint8),
+            "scales": PartSpec(scale_shape(shape, self.block), _SCALE),
+            self.whole_scale: PartSpec((1,), torch.float32),
+        }
+
+    def quantize(self, x: Tensor, *, seed: int | None = None) -> Packed:
+        """Write x in this format; see `Format.quantize`."""
+        check_floating(x)
+        shape = tuple(x.shape)
+        layout = self.layout(shape)
+        if x.numel() == 0:
+            return Packed(self, shape, x.dtype, no_parts(layout, x.device))
+        blocks = to_blocks(x.detach(), self.block).float()
+        whole = self._whole_scale(blocks)
+        absmax = block_absmax(blocks)
+        uniform = None
+        if seed is not None:
+            uniform = to_blocks(random_uniform(shape, seed, x.device), self.block)
+        codes, scales = self._round(blocks, absmax, whole, 6.0, uniform)
+        if self.four_over_six:
+            other_codes, other_scales = self._round(blocks, absmax, whole, 4.0, uniform)
+            error = self._error(blocks, codes, scales, whole)
+            better = self._error(blocks, other_codes, other_scales, whole) < error
+            codes = torch.where(better, other_codes, codes)
+            scales = torch.where(better, other_scales.float(), scales.float()).to(_SCALE)
+        parts = {
+            "codes": pack_bits(from_blocks(codes, shape or (1,), self.block), 4),
+            "scales": scales,
+            self.whole_scale: whole,
+        }
+        return Packed(self, shape, x.dtype, {n: parts[n].reshape(s.shape) for n, s in layout.items()})
+
+    def dequantize(self, packed: Packed, dtype: torch.dtype | None = None) -> Tensor:
+        """The tensor itself; see `Format.dequantize`."""
+        size, codes = packed.shape or (1,), packed.codes
+        if codes.numel() == 0:
+            return torch.empty(packed.shape, dtype=dtype or packed.dtype, device=codes.device)
+        blocks = to_blocks(unpack_bits(codes, 4, size[-1]).view(size), self.block)
+        scales = packed.scales.view(blocks.shape[0], 1, blocks.shape[2], 1)
+        x = self._values(blocks, scales, packed.parts[self.whole_scale])
+        return from_blocks(x, packed.shape, self.block).to(dtype or packed.dtype)
+
+    def _whole_scale(self, blocks: Tensor) -> Tensor:
+        """The tensor's scale, or its inverse, over what is finite: (1,)."""
+        absmax = blocks.nan_to_num(0.0, 0.0, 0.0).abs().amax().reshape(1)
+        largest = 6.0 * (_LARGEST_SCALE_OF_SIX if self.four_over_six else _LARGEST_SCALE)
+        if self.divides:
+            return largest / absmax.clamp_(min=largest * SMALLEST_SCALE)
+        return divide(absmax, largest).clamp_(min=SMALLEST_SCALE)
+
+    def _round(
+        self, blocks: Tensor, absmax: Tensor, whole: Tensor, top: float, uniform: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Codes (R, r, C, c) uint8 and scales (R, 1, C, 1) where a block's largest magnitude becomes top."""
+        wanted = divide(absmax, top)
+        wanted = wanted * whole if self.divides else wanted / whole
+        scales = wanted.clamp_(_SMALLEST_BLOCK_SCALE, _LARGEST_SCALE).to(_SCALE)
+        if self.divides:
+            scaled = blocks / (scales.float() / whole)
+        else:
+            scaled = blocks * ((1.0 / whole) / scales.float())
+        scaled = torch.where(absmax.isnan(), 0.0, scaled.clamp_(-6.0, 6.0))
+        return E2M1.codes(scaled, uniform), scales
+
+    def _values(self, codes: Tensor, scales: Tensor, whole: Tensor) -> Tensor:
+        values = table(E2M1.values, codes.device).index_select(0, codes.reshape(-1).to(torch.int32))
+        scale = scales.float() / whole if self.divides else scales.float() * whole
+        return values.view(codes.shape) * scale
+
+    def _error(self, blocks: Tensor, codes: Tensor, scales: Tensor, whole: Tensor) -> Tensor:
+        # relative to the tensor's largest value: squares of very small or large numbers would leave float32
+        inverse = whole if self.divides else 1.0 / whole
+        error = (self._values(codes, scales, whole) - blocks) * inverse
+        return error.square().sum(dim=(1, 3), keepdim=True)
+
+
+NVFP4 = NVFP4Blocks(name="nvfp4")
+NVFP4_4O6 = NVFP4Blocks(name="nvfp4_4o6", four_over_six=True)
+NVFP4_16X16 = NVFP4Blocks(name="nvfp4_16x16", block=(16, 16))
+
+__all__ = ["NVFP4", "NVFP4_4O6", "NVFP4_16X16", "NVFP4Blocks"]
