@@ -94,6 +94,13 @@ def models(args: Namespace) -> int:
     return run(args)
 
 
+def plan(args: Namespace) -> int:
+    """``fewbits plan``."""
+    from fewbits.cli.plan import plan as run
+
+    return run(args)
+
+
 def generate(args: Namespace) -> int:
     """``fewbits generate``."""
     from fewbits.cli.chat import chat, write

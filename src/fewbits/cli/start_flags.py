@@ -36,9 +36,28 @@ def _models(sub: argparse.ArgumentParser) -> None:
     _json(sub)
 
 
+def _plan(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument(
+        "model", metavar="PATH", help="a model's folder, its config.json, or its name on the hub"
+    )
+    sub.add_argument("--gpu", required=True, metavar="GPU", help="such as h200 or rtx4090, or memory: 24GiB")
+    sub.add_argument(
+        "--batch", default="1x2048", metavar="NxM", help="sequences x tokens of a pass (default: %(default)s)"
+    )
+    sub.add_argument("--recipe", metavar="RECIPE", help="this one alone (default: all that train)")
+    sub.add_argument(
+        "--optimizer",
+        default="adamw",
+        choices=("adamw", "adamw_8bit", "adafactor", "sgd"),
+        help="default: %(default)s",
+    )
+    _json(sub)
+
+
 # command: (adds its flags, whether it loads models or their libraries, which are to be silent then)
 START_FLAGS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], bool]] = {
     "init": (_init, False),
     "recipes": (_json, False),
     "models": (_models, True),
+    "plan": (_plan, True),
 }

@@ -52,6 +52,16 @@ fewbits models gpt2 mixtral models/stories3m
 fewbits models --all --json > families.json
 """,
     ),
+    "plan": Text(
+        "what training a model takes on a GPU, on paper",
+        "From config.json alone: bytes of weights, gradients, optimizer, activations of every recipe, the\n"
+        "largest batch, the longest sequence, and the fastest recipe that fits. Needs no GPU and no weights.",
+        """
+fewbits plan models/stories3m --gpu rtx4090
+fewbits plan models/llama --gpu h200 --batch 4x2048
+fewbits plan models/llama --gpu 24GiB --recipe qlora_nf4 --json
+""",
+    ),
     "train": Text(
         "fine-tune a model",
         "Fine-tune a model as a YAML file says. Settings can be given on the command line too, as key=value\n"

@@ -1,0 +1,117 @@
+"""`fewbits plan`: predicted peaks beside measured ones, and answers that hold at their own edges."""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fewbits.bench.train.shapes import SHAPES
+from fewbits.errors import BadInput, Unsupported
+from fewbits.formats import E4M3_128X128
+from fewbits.nn.keep import KEEP_ALL, KEEP_PRODUCTS
+from fewbits.recipes import LoRA, Recipe, get_recipe
+from fewbits.training.gpu_plan import (
+    GPUS,
+    fastest,
+    gpu_named,
+    plan_recipe,
+    planner_for,
+    text_config,
+    trainable_recipes,
+)
+from fewbits.training.memory_plan import GIB
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results.csv"
+H200 = GPUS["h200"]
+LLAMA = SHAPES["llama-3.1-8b"]
+
+
+def measured() -> list[tuple[str, str, str, float]]:
+    """Shape, batch, configuration and the newest measured GiB of each of our rows of training steps."""
+    newest = {}
+    with RESULTS.open() as lines:
+        for row in csv.DictReader(lines):
+            ours = row["op"].startswith("train_") and row["variant"].startswith("ours:")
+            if ours and row["metric"] == "peak memory" and row["part"].startswith("step "):
+                key = row["op"].removeprefix("train_"), row["part"].split()[1], row["variant"][5:]
+                newest[key] = float(row["value"])
+    return [(*key, value) for key, value in newest.items()]
+
+
+def recipe_of(weights: str) -> Recipe:
+    """What the bench trains under that name."""
+    head = "_head" if weights.endswith("-head") else ""
+    kind = weights.removesuffix("-head")
+    if kind == "full-bf16":
+        return Recipe(name="plain")
+    if kind == "full-fp8":
+        return get_recipe(f"float8_full{head}")
+    fp8 = get_recipe(f"qlora_nf4_fp8{head}")
+    stored = {"fp8": E4M3_128X128, "bf16-fp8": None}
+    if kind in stored:
+        return replace(fp8, linear=replace(fp8.linear, weight=stored[kind]), lora=LoRA())
+    return fp8 if kind == "nf4-fp8" else get_recipe("qlora_nf4")
+
+
+@pytest.mark.parametrize(("shape", "batch", "variant", "gib"), measured())
+def test_bytes_that_were_measured(shape, batch, variant, gib):
+    weights, _, budget = variant.partition("@")
+    sequences, tokens = map(int, batch.split("x"))
+    recipe = recipe_of(weights)
+    made = planner_for(SHAPES[shape], recipe, H200, batch=(sequences, tokens), dtype_bytes=2)
+    # a run corrects a plan under a budget by its first step, which a plan on paper has not seen: 10.2 % once
+    # the bench's AdamW keeps its states in the parameters' bfloat16
+    made = replace(made, static=replace(made.static, optimizer=made.static.optimizer // 2))
+    keep = KEEP_ALL if recipe.lora is None else KEEP_PRODUCTS
+    plan = made.plan(int(float(budget) * GIB)) if budget else made.same_for_all(keep, 0)
+    assert plan.predicted.total / GIB == pytest.approx(gib, rel=0.11 if budget else 0.10)
+
+
+def test_enough_was_measured():
+    shapes = {(shape, variant.split("@")[0]) for shape, _, variant, _ in measured()}
+    assert len({shape for shape, _ in shapes}) >= 3 and len({variant for _, variant in shapes}) >= 5
+
+
+@pytest.mark.parametrize("name", ["qlora_nf4", "float8_full"])
+def test_the_largest_is_the_largest(name):
+    found = plan_recipe(LLAMA, name, gpu_named("80GiB"), batch=(1, 2048))
+    gpu = gpu_named("80GiB")
+
+    def least(batch):
+        return planner_for(LLAMA, get_recipe(name), gpu, batch=batch).plan(0).predicted.total
+
+    if found.largest_batch:
+        assert least((found.largest_batch, 2048)) <= gpu.budget_bytes < least((found.largest_batch + 1, 2048))
+        assert found.longest == LLAMA["max_position_embeddings"] or (
+            least((1, found.longest)) <= gpu.budget_bytes < least((1, found.longest + 1))
+        )
+    else:  # all weights in float32, with gradients and moments: 16 bytes for each of 8 thousand million
+        assert name == "float8_full" and not found.fits and found.longest == 0
+
+
+def test_the_fastest_that_fits():
+    def best(gpu):
+        plans = [plan_recipe(LLAMA, name, gpu_named(gpu), batch=(1, 512)) for name in trainable_recipes()]
+        return fastest(plans)
+
+    assert best("h200").recipe.startswith("qlora_nf4_fp8") or best("h200").recipe == "lora_bf16"
+    assert best("rtx4090").recipe.startswith("qlora_nf4_fp8")  # has FP8 units
+    assert best("rtx3090").recipe in ("qlora_nf4", "lora_bf16")  # has none
+    assert best("4GiB") is None
+    assert best("t4") is None  # multiplies no bfloat16
+
+
+def test_sizes_and_names():
+    assert gpu_named("24GiB").memory_bytes == gpu_named("24").memory_bytes == 24 * GIB
+    assert gpu_named("24GB").memory_bytes == 24 * 10**9
+    assert gpu_named("RTX 4090").name == "rtx4090"
+    assert gpu_named("24GiB", (8, 6)).capability == (8, 6)
+    for wrong in ("gtx", "0GiB", "", "-3"):
+        with pytest.raises(BadInput, match="there is no GPU"):
+            gpu_named(wrong)
+    with pytest.raises(Unsupported, match="experts"):
+        text_config({**LLAMA, "num_experts": 64})
+    assert text_config({"text_config": {"hidden_size": 3}})["hidden_size"] == 3
