@@ -21,11 +21,11 @@ from torch import Tensor
 
 from fewbits.bench.measure import CudaTimer, HostTimer, device_to_time, measure
 from fewbits.bench.record import Row, append, conditions
-from fewbits.kernels._cross_entropy_triton import Gradient8, launch
-from fewbits.kernels.linear_cross_entropy import linear_cross_entropy, rows_ref
-from fewbits.kernels.linear_cross_entropy_float8 import head_operands, linear_cross_entropy_float8
-from fewbits.kernels.matmul_float8 import float8_linear, scale_row
-from fewbits.kernels.quantize_float8 import quantize_rows
+from fewbits.kernels.codec.quantize_float8 import quantize_rows
+from fewbits.kernels.loss.cross_entropy_triton import Gradient8, launch
+from fewbits.kernels.loss.linear_cross_entropy import linear_cross_entropy, rows_ref
+from fewbits.kernels.loss.linear_cross_entropy_float8 import head_operands, linear_cross_entropy_float8
+from fewbits.kernels.product.matmul_float8 import float8_linear, scale_row
 
 SHAPES = {"llama-3.1-8b": (128256, 4096), "qwen3-1.7b": (151936, 2048)}
 ROWS = 1024

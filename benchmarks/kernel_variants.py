@@ -25,16 +25,16 @@ import torch
 from torch import Tensor
 
 from fewbits.formats import NF4_DQ
-from fewbits.kernels import _dequantize_cuda as turned_by_hand
-from fewbits.kernels import _fake_quantize_triton as fake
-from fewbits.kernels import _gated_lora_cuda as by_hand
-from fewbits.kernels import _gated_lora_forward_cuda as forward_by_hand
-from fewbits.kernels import _gated_lora_triton as gated
-from fewbits.kernels._gated_lora_cuda import Plan
-from fewbits.kernels._gated_triton import LowRank, Quantized8
-from fewbits.kernels.dequantize import DecodeTile, dequantize_ref
-from fewbits.kernels.dequantize import launch as decode
-from fewbits.kernels.gated_activation import gated_activation_into
+from fewbits.kernels.codec import dequantize_cuda as turned_by_hand
+from fewbits.kernels.codec.dequantize import DecodeTile, dequantize_ref
+from fewbits.kernels.codec.dequantize import launch as decode
+from fewbits.kernels.decoder import gated_lora_backward_cuda as by_hand
+from fewbits.kernels.decoder import gated_lora_backward_triton as gated
+from fewbits.kernels.decoder import gated_lora_forward_cuda as forward_by_hand
+from fewbits.kernels.decoder.gated_activation import gated_activation_into
+from fewbits.kernels.decoder.gated_activation_triton import LowRank, Quantized8
+from fewbits.kernels.decoder.gated_lora_backward_cuda import Plan
+from fewbits.kernels.product import fake_quantize_triton as fake
 
 PLANS = (Plan(14, 4), Plan(8, 9), Plan(16, 4))
 

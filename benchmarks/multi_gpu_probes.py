@@ -10,7 +10,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fewbits.formats import INT8
-from fewbits.kernels.gradient_codec import dequantize_gradient, quantize_gradient, sum_gradients, wire_of
+from fewbits.kernels.codec.gradient_codec import (
+    dequantize_gradient,
+    quantize_gradient,
+    sum_gradients,
+    wire_of,
+)
 from fewbits.training.communication import Travel, wait
 
 

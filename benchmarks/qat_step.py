@@ -4,7 +4,7 @@
 
 The Llama-3.1-8B shape in bfloat16 with random weights and tokens, LoRA r=16 on all seven linears, torch's
 fused AdamW, no recomputation. ``plain`` trains adapters over the bfloat16 weights; a format's row rounds
-``W + s B A`` to it in every forward pass (`fewbits.kernels.fake_quantize`). Printed are medians
+``W + s B A`` to it in every forward pass (`fewbits.kernels.product.fake_quantize`). Printed are medians
 over the steps after the warm-up, their ratio to plain, and the peak of allocated memory. ``--fused`` measures
 all under the fused decoder instead. ``--tiny`` is a toy shape, for a CPU.
 """

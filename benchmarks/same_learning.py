@@ -148,7 +148,7 @@ def loss_of(model: Any, ids: Tensor) -> Tensor:
 @contextmanager
 def plain_products(model: Any) -> Iterator[None]:
     """Products in bfloat16 over the same packed weights, for an evaluation."""
-    from fewbits.kernels.matmul_packed import PLAIN
+    from fewbits.kernels.product.matmul_packed import PLAIN
     from fewbits.nn.linear import QuantizedLinear
 
     linears = [module for module in model.modules() if isinstance(module, QuantizedLinear)]

@@ -28,8 +28,8 @@ from fewbits.bench.record import Row, append, conditions
 from fewbits.formats.base import Packed
 from fewbits.formats.stochastic import STOCHASTIC
 from fewbits.inference.decode import Decoding
-from fewbits.kernels.matmul_stochastic import product_of_codes
-from fewbits.kernels.quantize_stochastic import quantize_stochastic
+from fewbits.kernels.stochastic.matmul import product_of_codes
+from fewbits.kernels.stochastic.quantize import quantize_stochastic
 from fewbits.models.in_memory import convert
 from fewbits.models.stochastic_attention import use_stochastic_attention
 from fewbits.models.stochastic_sharing import share_inputs

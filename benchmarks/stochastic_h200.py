@@ -20,10 +20,10 @@ from torch import Tensor
 from fewbits.bench.measure import CudaTimer, measure
 from fewbits.errors import Unsupported
 from fewbits.formats.stochastic import STOCHASTIC, Stochastic
-from fewbits.kernels import _stochastic_thermometer as thermometer
-from fewbits.kernels.quantize_stochastic import quantize_stochastic, quantize_stochastic_ref
-from fewbits.kernels.stochastic_codes import stochastic_codes, stochastic_path
-from fewbits.kernels.stochastic_emulated import emulated_product, prepare_emulated, stochastic_emulated
+from fewbits.kernels.stochastic import thermometer
+from fewbits.kernels.stochastic.codes import stochastic_codes, stochastic_path
+from fewbits.kernels.stochastic.emulated import emulated_product, prepare_emulated, stochastic_emulated
+from fewbits.kernels.stochastic.quantize import quantize_stochastic, quantize_stochastic_ref
 
 OPTIONS = {
     "halve": STOCHASTIC,

@@ -16,7 +16,8 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "fewbits"
 FILES = sorted(SOURCE.rglob("*.py"))
 TESTS = ROOT / "tests"
-KERNEL_FILES = sorted(f for f in (SOURCE / "kernels").glob("*.py") if not f.name.startswith("_"))
+CODE = sorted([*FILES, *SOURCE.rglob("*.cu")])  # compiled sources count in the rule of lines too
+KERNELS = SOURCE / "kernels"
 MAX_LINES = 500
 MAX_FUNCTION_LINES, MAX_KERNEL_LINES = 80, 150
 
@@ -44,7 +45,26 @@ MAY_IMPORT = {
 # What the machine is told by environment variables (a toolkit's place, Slurm's memory) is read here alone.
 MAY_READ_ENVIRONMENT = {"build", "doctor"}
 EVERYONE_MAY_IMPORT = {"errors", "device", "words", "__version__"}
-# Kernel files whose op has another public name than the file.
+# The rooms of kernels/, and what each may import of the others.
+ROOMS_OF_KERNELS = {
+    "launch": set(),
+    "codec": {"launch"},
+    "product": {"launch", "codec"},
+    "loss": {"launch", "codec", "product"},
+    "decoder": {"launch", "codec"},
+    "generation": {"launch", "decoder"},
+    "stochastic": {"launch", "codec"},
+    "optimizer": {"launch"},
+}
+# Ops that have a longer name than their file: the room says the rest.
+OP_OF = {
+    "stochastic/codes": "stochastic_codes",
+    "stochastic/emulated": "stochastic_emulated",
+    "stochastic/matmul": "matmul_stochastic",
+    "stochastic/quantize": "quantize_stochastic",
+    "stochastic/rows": "stochastic_rows",
+}
+# Ops whose public function has another name.
 PUBLIC_NAME = {
     "matmul_packed": "packed_linear",
     "matmul_operands": "operand_linear",
@@ -54,6 +74,12 @@ PUBLIC_NAME = {
     "low_rank_add": "low_rank_add_",
     "gradient_codec": "quantize_gradient",
 }
+
+
+def op_of(path: Path) -> str:
+    """The op of a kernel file: the name of its tests and benchmark cases."""
+    return OP_OF.get(path.relative_to(KERNELS).with_suffix("").as_posix(), path.stem)
+
 
 ids = {"ids": lambda f: str(f.relative_to(SOURCE)) if isinstance(f, Path) else None}
 
@@ -77,6 +103,10 @@ def is_name(node: ast.AST, name: str) -> bool:
     return isinstance(node, ast.Name) and node.id == name
 
 
+def module_file(name: str) -> Path:
+    return SOURCE.parent.joinpath(*name.split(".")).with_suffix(".py")
+
+
 def imported_modules(path: Path) -> Iterator[str]:
     """Every fewbits module that a file imports, at its top or inside a function."""
     for node in nodes(path):
@@ -88,7 +118,11 @@ def imported_modules(path: Path) -> Iterator[str]:
             if node.module == "fewbits":
                 yield from (f"fewbits.{alias.name}" for alias in node.names)
             else:
-                yield str(node.module)
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+                modules = [name for name in names if module_file(name).is_file()]
+                yield from modules  # from fewbits.kernels.launch import nvrtc
+                if len(modules) < len(names):
+                    yield str(node.module)
         elif isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name.startswith("fewbits."))
         elif isinstance(node, ast.Attribute) and is_name(node.value, "fewbits"):
@@ -140,10 +174,14 @@ def test_no_import_cycle() -> None:
         visit(name, ())
 
 
-@pytest.mark.parametrize("path", FILES, **ids)
-def test_files_and_functions_are_short(path: Path) -> None:
+@pytest.mark.parametrize("path", CODE, **ids)
+def test_files_are_short(path: Path) -> None:
     lines = len(path.read_text(encoding="utf-8").splitlines())
     assert lines <= MAX_LINES, f"{lines} lines: perhaps two rooms"
+
+
+@pytest.mark.parametrize("path", FILES, **ids)
+def test_functions_are_short(path: Path) -> None:
     for node in functions(path):
         length = (node.end_lineno or node.lineno) - node.lineno + 1
         limit = MAX_KERNEL_LINES if is_triton_kernel(node) else MAX_FUNCTION_LINES
@@ -231,39 +269,62 @@ def test_public_names_have_docstrings(path: Path) -> None:
     assert path.stem.startswith("__") or ast.get_docstring(tree(path)), "the file has no docstring"
 
 
-@pytest.mark.parametrize("path", KERNEL_FILES, **ids)
+def has_reference(path: Path) -> bool:
+    return any(node.name.endswith("_ref") for node in functions(path))
+
+
+KERNEL_FILES = [f for f in FILES if f.is_relative_to(KERNELS) and f.name != "__init__.py"]
+OP_FILES = [f for f in KERNEL_FILES if has_reference(f)]
+
+
+@pytest.mark.parametrize("path", OP_FILES, **ids)
 def test_kernel_file_has_its_parts(path: Path) -> None:
     names = [node.name for node in functions(path)]
-    public = PUBLIC_NAME.get(path.stem, path.stem)
+    public = PUBLIC_NAME.get(op_of(path), op_of(path))
     assert public in names, f"no public function {public}"
     assert any(name.startswith(public) and name.endswith("_ref") for name in names), (
         f"no reference {public}_ref"
     )
-    assert (ROOT / "tests" / "kernels" / f"test_{path.stem}.py").is_file(), "no test"
+    assert (ROOT / "tests" / "kernels" / f"test_{op_of(path)}.py").is_file(), "no test"
+
+
+def test_kernels_without_a_reference_serve_a_file_that_has_one() -> None:
+    imported = {module for path in KERNEL_FILES for module in imported_modules(path)}
+    names = {path: ".".join(path.relative_to(SOURCE.parent).with_suffix("").parts) for path in KERNEL_FILES}
+    alone = [name for path, name in names.items() if path not in OP_FILES and name not in imported]
+    assert not alone, f"no definition in plain torch (a function x_ref) says what these compute: {alone}"
+
+
+@pytest.mark.parametrize("path", KERNEL_FILES, **ids)
+def test_rooms_of_kernels_point_down(path: Path) -> None:
+    here = path.relative_to(KERNELS).parts[0]
+    allowed = ROOMS_OF_KERNELS[here] | {here}
+    for module in imported_modules(path):
+        if module.startswith("fewbits.kernels."):
+            assert module.split(".")[2] in allowed, f"{here} may import {sorted(allowed)}, not {module}"
 
 
 def test_every_kernel_file_has_a_bench_case() -> None:
     from fewbits.bench.cases import cases
 
     not_kernels = {"attention"}  # computed by the fastest of several libraries
-    assert {path.stem for path in KERNEL_FILES} == {case.op for case in cases()} - not_kernels
+    assert {op_of(path) for path in OP_FILES} == {case.op for case in cases()} - not_kernels
 
 
 def test_every_triton_kernel_has_a_compile_case() -> None:
     import importlib
 
-    paths = list((SOURCE / "kernels").glob("*.py"))
     called = {
         n.func.id
-        for path in paths
+        for path in KERNEL_FILES
         for n in ast.walk(tree(path))
         if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)
     }
-    for path in paths:
+    for path in KERNEL_FILES:
         kernels = {node.name for node in functions(path) if is_triton_kernel(node)}
         if not kernels:
             continue
-        module = importlib.import_module(f"fewbits.kernels.{path.stem}")
+        module = importlib.import_module(".".join(path.relative_to(SOURCE.parent).with_suffix("").parts))
         listed = {case.kernel.__name__ for case in getattr(module, "COMPILE_CASES", ())}
         launched = kernels - called  # a kernel that another kernel calls is compiled with it
         assert launched <= listed, f"{path.name}: COMPILE_CASES lacks {sorted(launched - listed)}"

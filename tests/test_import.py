@@ -152,7 +152,7 @@ def floors() -> dict:
 
     start = time.process_time()
     import fewbits.formats, fewbits.recipes, fewbits.device
-    import fewbits.kernels.rmsnorm, fewbits.kernels.matmul_packed
+    import fewbits.kernels.decoder.rmsnorm, fewbits.kernels.product.matmul_packed
     out["lower"] = time.process_time() - start
     heavy = ("transformers", "peft", "bitsandbytes", "torchao", "rich", "torch._dynamo")
     out["loaded by lower"] = [m for m in heavy if m in sys.modules]

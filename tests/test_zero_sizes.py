@@ -15,19 +15,19 @@ from torch import Tensor, nn
 from fewbits.errors import BadInput
 from fewbits.formats import FORMATS
 from fewbits.inference.stochastic_error import product_error
-from fewbits.kernels.fake_quantize import fake_quantized_linear, lora_weight
-from fewbits.kernels.gated_activation import gated_activation
-from fewbits.kernels.linear_cross_entropy import linear_cross_entropy
-from fewbits.kernels.linear_cross_entropy_float8 import head_operands, linear_cross_entropy_float8
-from fewbits.kernels.linear_log_probs import linear_log_probs
-from fewbits.kernels.lora_linear import lora_linear
-from fewbits.kernels.matmul_float8 import float8_linear, float8_weight, weight_scale
-from fewbits.kernels.matmul_operands import operand_linear
-from fewbits.kernels.matmul_packed import packed_linear
-from fewbits.kernels.matmul_stochastic import sc_matmul
-from fewbits.kernels.quantize import quantize
-from fewbits.kernels.quantize_float8 import quantize_rows
-from fewbits.kernels.rmsnorm import rmsnorm
+from fewbits.kernels.codec.quantize import quantize
+from fewbits.kernels.codec.quantize_float8 import quantize_rows
+from fewbits.kernels.decoder.gated_activation import gated_activation
+from fewbits.kernels.decoder.rmsnorm import rmsnorm
+from fewbits.kernels.loss.linear_cross_entropy import linear_cross_entropy
+from fewbits.kernels.loss.linear_cross_entropy_float8 import head_operands, linear_cross_entropy_float8
+from fewbits.kernels.loss.linear_log_probs import linear_log_probs
+from fewbits.kernels.product.fake_quantize import fake_quantized_linear, lora_weight
+from fewbits.kernels.product.lora_linear import lora_linear
+from fewbits.kernels.product.matmul_float8 import float8_linear, float8_weight, weight_scale
+from fewbits.kernels.product.matmul_operands import operand_linear
+from fewbits.kernels.product.matmul_packed import packed_linear
+from fewbits.kernels.stochastic.matmul import sc_matmul
 from fewbits.nn.attention import attention, attention_ref
 from fewbits.nn.fake_quantize import FakeQuantizedLinear
 from fewbits.nn.linear import LowPrecisionLinear, QuantizedLinear

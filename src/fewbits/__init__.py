@@ -19,7 +19,7 @@ if TYPE_CHECKING:
         PatchKTOTrainer,
         is_bfloat16_supported,
     )
-    from fewbits.kernels.matmul_stochastic import sc_matmul
+    from fewbits.kernels.stochastic.matmul import sc_matmul
     from fewbits.models.adapters import get_peft_model, load_adapter, lora_config
     from fewbits.models.convert import explain
     from fewbits.models.families import ModelSpec, register_family
@@ -35,7 +35,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "FORMATS": "fewbits.formats",
-    "sc_matmul": "fewbits.kernels.matmul_stochastic",
+    "sc_matmul": "fewbits.kernels.stochastic.matmul",
     "get_format": "fewbits.formats",
     "CATALOG": "fewbits.recipes",
     "LoRA": "fewbits.recipes",

@@ -19,7 +19,8 @@ from fewbits.formats.codebook import NF4, NF4_DQ, Codebook, scale_codes
 from fewbits.formats.stochastic import Stochastic
 from fewbits.formats.streams import product_tables
 from fewbits.formats.tables import _pairs, midpoints, table
-from fewbits.kernels import _stochastic_lookup, _stochastic_nibbles, adamw
+from fewbits.kernels.optimizer import adamw
+from fewbits.kernels.stochastic import lookup, nibbles
 
 TABLES = (table, midpoints, _pairs, scale_codes, adamw._guesses, adamw._kernel_tables, adamw._constants)
 X = torch.linspace(-3, 3, 4 * 512).view(4, -1)
@@ -60,7 +61,7 @@ def test_tables_of_kernels_under_another_default_device() -> None:
     with torch.device("meta"):
         made = [*adamw._kernel_tables(cpu).values(), *adamw._constants(0.9, 0.99, 1e-8, 0.1, cpu)]
         made += [scale_codes(cpu), product_tables(options.streams, (0,), cpu)]
-        for module in (_stochastic_lookup, _stochastic_nibbles):
+        for module in (lookup, nibbles):
             made += module.tables_of(options, (options.streams.length,), 64, cpu) or ()
     assert {x.device.type for x in made if isinstance(x, Tensor)} == {"cpu"}
 

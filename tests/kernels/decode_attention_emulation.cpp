@@ -1,4 +1,4 @@
-// Runs _decode_attention.cu on a CPU; built by emulated.py with the kernel's macros.
+// Runs generation/decode_attention.cu on a CPU; built by emulated.py with the kernel's macros.
 #undef EARLY
 #define EARLY 0
 #include "tensor_core_emulation.h"

@@ -21,7 +21,7 @@ def build(folder: Path, source: str, wrapper: str, defines: Sequence[tuple[str, 
     name = "_".join([Path(wrapper).stem, *(f"{v}" for _, v in defines)])
     library = folder / f"{name}.so"
     if not library.exists():
-        macros = [f"-D{k}={v}" for k, v in defines] + [f'-DSOURCE="{KERNELS / source}"']
+        macros = [f"-D{k}={v}" for k, v in defines] + [f'-DSOURCE="{KERNELS / source}"', f"-I{KERNELS}"]
         flags = ["-std=c++17", "-O0", "-fPIC", "-shared", "-fwrapv", "-ffp-contract=off", "-w"]
         command = [COMPILER, *flags, *macros, "-o", str(library), str(HERE / wrapper)]
         run = subprocess.run(command, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-// Runs _stochastic_features.cu on a CPU; built by emulated.py with the kernel's macros defined.
+// Runs stochastic/features.cu on a CPU; built by emulated.py with the kernel's macros defined.
 #include "cuda_emulation.h"
 #define shared ((uint4 *)emulation::memory.data())
 #define EMULATED 1

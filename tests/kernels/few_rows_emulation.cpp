@@ -1,4 +1,4 @@
-// Runs _few_rows.cu on a CPU; built by emulated.py with the kernel's macros. Copies arrive only when they are waited for.
+// Runs generation/few_rows.cu on a CPU; built by emulated.py with the kernel's macros. Copies arrive only when they are waited for.
 #undef EARLY
 #define EARLY 0
 #define multiply_add multiply_bfloat16

@@ -1,4 +1,4 @@
-// Runs _gated_lora.cu on a CPU; built by emulated.py with the kernel's macros and EARLY defined.
+// Runs decoder/gated_lora_backward.cu on a CPU; built by emulated.py with the kernel's macros and EARLY defined.
 #include "tensor_core_emulation.h"
 #define EMULATED 1
 #include SOURCE

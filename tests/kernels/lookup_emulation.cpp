@@ -1,4 +1,4 @@
-// Runs _stochastic_lookup.cu on a CPU; built by emulated.py with the kernel's macros defined.
+// Runs stochastic/lookup.cu on a CPU; built by emulated.py with the kernel's macros defined.
 #include "cuda_emulation.h"
 #define shared ((u32 *)emulation::memory.data())
 #define EMULATED 1

@@ -1,4 +1,4 @@
-// Runs _stochastic_many.cu on a CPU; built by emulated.py with the kernels' macros defined.
+// Runs stochastic/many.cu on a CPU; built by emulated.py with the kernels' macros defined.
 #include "cuda_emulation.h"
 #define shared ((u32 *)emulation::memory.data())
 #define EMULATED 1

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import fewbits.kernels._nvrtc
-import fewbits.kernels._tuning
+import fewbits.kernels.launch.nvrtc
+import fewbits.kernels.launch.tuning
 import fewbits.nn.delayed
-from fewbits.kernels._launch import multiprocessors
+from fewbits.kernels.launch.jit import multiprocessors
 
 triton = pytest.importorskip("triton")
 
@@ -133,8 +133,8 @@ def pretended_gpu(capability: int = 90) -> Iterator[Recorder]:
     recorder = Recorder(capability)
     pair = divmod(capability, 10)
     modules = [
-        importlib.import_module(f"fewbits.kernels.{m.name}")
-        for m in pkgutil.iter_modules(fewbits.kernels.__path__)
+        importlib.import_module(m.name)
+        for m in pkgutil.walk_packages(fewbits.kernels.__path__, "fewbits.kernels.")
     ]
     with contextlib.ExitStack() as stack:
         _forget()  # tables and facts of the true device
@@ -147,8 +147,8 @@ def pretended_gpu(capability: int = 90) -> Iterator[Recorder]:
             (torch.cuda, "is_current_stream_capturing", lambda: False),
             # Fake tensors have no values to ask for: whatever a kernel was told to record, it did.
             (fewbits.nn.delayed, "which_have_history", lambda largest: [True] * len(largest)),
-            (fewbits.kernels._nvrtc, "missing", lambda: "no memory is there"),
-            (fewbits.kernels._tuning, "measured", lambda _: {}),
+            (fewbits.kernels.launch.nvrtc, "missing", lambda: "no memory is there"),
+            (fewbits.kernels.launch.tuning, "measured", lambda _: {}),
             (JITFunction, "run", lambda kernel, *a, **k: recorder.run(kernel, *a, **k)),
         ]
         for module in modules:

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from fewbits.errors import BadInput
 from fewbits.formats.tables import midpoints
-from fewbits.kernels import adamw as module
-from fewbits.kernels.adamw import (
+from fewbits.kernels.optimizer import adamw as module
+from fewbits.kernels.optimizer.adamw import (
     AdamWOptions,
     Moments,
     Prepared,

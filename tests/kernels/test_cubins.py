@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import fewbits.kernels
-from fewbits.kernels._launch import CompileCase
+from fewbits.kernels.launch.jit import CompileCase
 
 triton = pytest.importorskip("triton")
 
@@ -27,8 +27,8 @@ SHARED_MEMORY_BYTES = 99 * 1024  # what the smallest of them, sm_89 and sm_120, 
 
 def compile_cases() -> list[CompileCase]:
     modules = [
-        importlib.import_module(f"fewbits.kernels.{m.name}")
-        for m in pkgutil.iter_modules(fewbits.kernels.__path__)
+        importlib.import_module(m.name)
+        for m in pkgutil.walk_packages(fewbits.kernels.__path__, "fewbits.kernels.")
     ]
     return [case for module in modules for case in getattr(module, "COMPILE_CASES", ())]
 
@@ -79,7 +79,7 @@ def test_compiles_to_machine_code(case: CompileCase, capability: int) -> None:
 
 @pytest.mark.parametrize("capability", [80, 86])
 def test_float8_weights_decode_where_the_hardware_has_no_float8(capability: int) -> None:
-    from fewbits.kernels._dequantize_triton import COMPILE_CASES
+    from fewbits.kernels.codec.dequantize_triton import COMPILE_CASES
 
     cases = [c for c in COMPILE_CASES if c.constants["FLOAT8"] and not c.constants["NATIVE"]]
     assert sorted(c.constants["FLOAT8"] for c in cases) == [1, 2]
@@ -90,7 +90,7 @@ def test_float8_weights_decode_where_the_hardware_has_no_float8(capability: int)
 
 
 def test_float8_weights_decode_by_the_hardware_where_it_can() -> None:
-    from fewbits.kernels._dequantize_triton import COMPILE_CASES
+    from fewbits.kernels.codec.dequantize_triton import COMPILE_CASES
 
     (case,) = (c for c in COMPILE_CASES if c.constants["FLOAT8"] == 1 and c.constants["NATIVE"])
     for capability in (89, 90):
@@ -99,7 +99,7 @@ def test_float8_weights_decode_by_the_hardware_where_it_can() -> None:
 
 def test_aligned_kernels_move_16_bytes_at_a_time() -> None:
     """The tile of a real launch loads and stores in the widest access there is."""
-    from fewbits.kernels._rmsnorm_triton import COMPILE_CASES
+    from fewbits.kernels.decoder.rmsnorm_triton import COMPILE_CASES
 
     for case in (c for c in COMPILE_CASES if c.aligned):
         ptx = build(case, 90).asm["ptx"]

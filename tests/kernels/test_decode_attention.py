@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 from fewbits.errors import Unsupported
-from fewbits.kernels import _nvrtc
-from fewbits.kernels.decode_attention import (
+from fewbits.kernels.generation.decode_attention import (
     Cache,
     DecodeAttention,
     Rules,
     decode_attention,
     decode_attention_ref,
 )
-from fewbits.kernels.few_rows import RowNorm
+from fewbits.kernels.generation.few_rows import RowNorm
+from fewbits.kernels.launch import nvrtc
 from tests.kernels import emulated
 
 BF16 = torch.bfloat16
@@ -103,7 +103,9 @@ def test_the_source_gives_the_definition(tmp_path: Path, lengths: list[int], wha
     after = p.copied()
     need = decode_attention_ref(p.qkv, after, p.rules)
     call = DecodeAttention(p.qkv, p.cache, p.out, p.rules)
-    library = emulated.build(tmp_path, "_decode_attention.cu", "decode_attention_emulation.cpp", call.defines)
+    library = emulated.build(
+        tmp_path, "generation/decode_attention.cu", "decode_attention_emulation.cpp", call.defines
+    )
     for _ in range(2):  # its counters are zeros again
         p.out.fill_(torch.nan)
         library.run(ctypes.byref(call.argument), *call.grid)
@@ -119,12 +121,12 @@ def test_what_does_not_fit_is_refused() -> None:
         DecodeAttention(p.qkv.to(BF16), p.cache, p.out, p.rules)
 
 
-@pytest.mark.skipif(_nvrtc.missing() is not None, reason="needs NVRTC")
+@pytest.mark.skipif(nvrtc.missing() is not None, reason="needs NVRTC")
 @pytest.mark.parametrize("capability", [80, 90, 120])
 def test_compiles_to_machine_code(capability: int) -> None:
     p = Problem([4], norms=True, cap=2.0)
     defines = dict(DecodeAttention(p.qkv, p.cache, p.out, p.rules).defines) | {"EARLY": int(capability >= 90)}
-    assert _nvrtc.cubin("_decode_attention.cu", tuple(defines.items()), capability)[:4] == b"\x7fELF"
+    assert nvrtc.cubin("generation/decode_attention.cu", tuple(defines.items()), capability)[:4] == b"\x7fELF"
 
 
 @pytest.mark.gpu

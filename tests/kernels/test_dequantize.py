@@ -24,10 +24,10 @@ from fewbits.formats.integer import (
     INT8_TENSOR,
     Integer,
 )
-from fewbits.kernels import _dequantize_triton
-from fewbits.kernels import dequantize as module
-from fewbits.kernels._dequantize_triton import launch_kernel, takes
-from fewbits.kernels.dequantize import dequantize, dequantize_ref, launch
+from fewbits.kernels.codec import dequantize as module
+from fewbits.kernels.codec import dequantize_triton
+from fewbits.kernels.codec.dequantize import dequantize, dequantize_ref, launch
+from fewbits.kernels.codec.dequantize_triton import launch_kernel, takes
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -220,14 +220,14 @@ def test_kernel_decodes_all_256_codes_of_float8_by_their_bits(
     kernel_device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As before compute capability 8.9."""
-    monkeypatch.setattr(_dequantize_triton, "converts_float8", lambda _: False)
+    monkeypatch.setattr(dequantize_triton, "converts_float8", lambda _: False)
     check_all_codes(kernel_device)
 
 
 @pytest.mark.gpu
 def test_cuda_decodes_all_256_codes_of_float8_by_its_own_conversion(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter's own forgets NaN."""
-    monkeypatch.setattr(_dequantize_triton, "converts_float8", lambda _: True)
+    monkeypatch.setattr(dequantize_triton, "converts_float8", lambda _: True)
     check_all_codes("cuda")
 
 
@@ -286,7 +286,7 @@ def test_kernel_takes_no_values_and_falls_back(kernel_device: str) -> None:
 def test_float8_is_written_by_the_definition_where_no_kernel_can(monkeypatch: pytest.MonkeyPatch) -> None:
     out = torch.empty(4, 64, dtype=torch.float8_e4m3fn)
     assert takes(NF4, (4, 64), out)
-    monkeypatch.setattr(_dequantize_triton, "converts_float8", lambda _: False)  # compute capability 8.0
+    monkeypatch.setattr(dequantize_triton, "converts_float8", lambda _: False)  # compute capability 8.0
     assert not takes(NF4, (4, 64), out) and takes(NF4, (4, 64), out.bfloat16())
     packed = packed_of(NF4, (4, 64))
     launch(list(packed.parts.values()), NF4, (4, 64), None, out, False)

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from fewbits.formats import FORMATS, NF4_DQ
 from fewbits.formats.base import Format, Packed
-from fewbits.kernels import _dequantize_cuda as turned
-from fewbits.kernels import _nvrtc
-from fewbits.kernels.dequantize import dequantize_ref
+from fewbits.kernels.codec import dequantize_cuda as turned
+from fewbits.kernels.codec.dequantize import dequantize_ref
+from fewbits.kernels.launch import nvrtc
 from tests.kernels import emulated
 
 E4 = torch.float8_e4m3fn
@@ -52,18 +52,18 @@ def test_what_the_kernel_does_not_write_is_left_to_triton() -> None:
     assert not turned.fits(packed.format, parts, 126, 128, inverse, out)
 
 
-@pytest.mark.skipif(_nvrtc.missing() is not None, reason="needs NVRTC")
+@pytest.mark.skipif(nvrtc.missing() is not None, reason="needs NVRTC")
 @pytest.mark.parametrize("capability", [89, 90, 100, 120])
 def test_compiles_to_machine_code(capability: int) -> None:
     for scale_block in (0, 256):
         defines = (("SCALE_BLOCK", scale_block),)
-        assert _nvrtc.cubin(turned.SOURCE, defines, capability)[:4] == b"\x7fELF"
+        assert nvrtc.cubin(turned.SOURCE, defines, capability)[:4] == b"\x7fELF"
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("N", "K"), [(1024, 4096), (132, 640), (14336, 1088)])
 def test_cuda_equals_the_definition(N: int, K: int) -> None:
-    if torch.cuda.get_device_capability() < (8, 9) or _nvrtc.missing():
+    if torch.cuda.get_device_capability() < (8, 9) or nvrtc.missing():
         pytest.skip("needs a GPU that converts to float8, and NVRTC")
     packed, inverse, out = problem(NF4_DQ, N, K, "cuda")
     turned.launch(packed.format, dict(packed.parts), N, K, inverse, out)

@@ -15,16 +15,16 @@ import fewbits
 from fewbits.errors import Unsupported
 from fewbits.formats.codebook import NF4
 from fewbits.formats.integer import INT8
-from fewbits.kernels.fake_quantize import fake_quantize, fake_quantized_linear, lora_weight
-from fewbits.kernels.gated_activation import gated_activation
-from fewbits.kernels.linear_cross_entropy import linear_cross_entropy
-from fewbits.kernels.linear_cross_entropy_float8 import head_operands, linear_cross_entropy_float8
-from fewbits.kernels.linear_log_probs import linear_log_probs
-from fewbits.kernels.lora_linear import lora_linear
-from fewbits.kernels.matmul_operands import operand_linear
-from fewbits.kernels.matmul_packed import Operands, packed_linear
-from fewbits.kernels.rmsnorm import rmsnorm
-from fewbits.kernels.rope import rope
+from fewbits.kernels.decoder.gated_activation import gated_activation
+from fewbits.kernels.decoder.rmsnorm import rmsnorm
+from fewbits.kernels.decoder.rope import rope
+from fewbits.kernels.loss.linear_cross_entropy import linear_cross_entropy
+from fewbits.kernels.loss.linear_cross_entropy_float8 import head_operands, linear_cross_entropy_float8
+from fewbits.kernels.loss.linear_log_probs import linear_log_probs
+from fewbits.kernels.product.fake_quantize import fake_quantize, fake_quantized_linear, lora_weight
+from fewbits.kernels.product.lora_linear import lora_linear
+from fewbits.kernels.product.matmul_operands import operand_linear
+from fewbits.kernels.product.matmul_packed import Operands, packed_linear
 from fewbits.models.fused import fused_layers
 
 SOURCE = Path(fewbits.__file__).parent

@@ -25,9 +25,8 @@ from fewbits.formats import (
 from fewbits.formats.codebook import FP4, Codebook
 from fewbits.formats.float8 import E4M3_ROW
 from fewbits.formats.integer import Integer
-from fewbits.kernels import fake_quantize as module
-from fewbits.kernels._fake_quantize_triton import WeightTile, launch_lora, rounds_in_tile, takes_lora
-from fewbits.kernels.fake_quantize import (
+from fewbits.kernels.product import fake_quantize as module
+from fewbits.kernels.product.fake_quantize import (
     fake_quantize,
     fake_quantize_lora,
     fake_quantize_lora_ref,
@@ -37,6 +36,7 @@ from fewbits.kernels.fake_quantize import (
     lora_weight,
     lora_weight_ref,
 )
+from fewbits.kernels.product.fake_quantize_triton import WeightTile, launch_lora, rounds_in_tile, takes_lora
 
 SCALING = 0.5
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from fewbits.errors import BadInput, Unsupported
 from fewbits.formats import FORMATS
 from fewbits.formats.base import Packed
-from fewbits.kernels import _nvrtc
-from fewbits.kernels._few_rows_cut import cut, max_rows, reading_of, shape_of
-from fewbits.kernels.few_rows import FewRows, LowRankSum, RowNorm, few_rows, few_rows_ref
+from fewbits.kernels.generation.cut import cut, max_rows, reading_of, shape_of
+from fewbits.kernels.generation.few_rows import FewRows, LowRankSum, RowNorm, few_rows, few_rows_ref
+from fewbits.kernels.launch import nvrtc
 from tests.kernels import emulated
 
 READ = [
@@ -96,7 +96,7 @@ def test_the_source_gives_the_definition(
 ) -> None:
     problem = Problem(name, M, K, N, **what)
     call = problem.call()
-    library = emulated.build(tmp_path, "_few_rows.cu", "few_rows_emulation.cpp", call.defines)
+    library = emulated.build(tmp_path, "generation/few_rows.cu", "few_rows_emulation.cpp", call.defines)
     library.run(ctypes.byref(call.argument), call.shape.blocks, call.shape.shared_bytes)
     rounding = 2.0**-8 if problem.out.dtype == torch.bfloat16 else 0.0
     assert error(problem.out, problem.exact) < problem.tolerance + rounding
@@ -112,7 +112,7 @@ def test_every_cut_gives_the_definition(
     """Also where chunks are left over, and where a block has several tiles."""
     problem = Problem("nf4_dq", 1, 704, (70,), norm=True)
     call = problem.call(shape=(warps, loads, depth, blocks))
-    library = emulated.build(tmp_path, "_few_rows.cu", "few_rows_emulation.cpp", call.defines)
+    library = emulated.build(tmp_path, "generation/few_rows.cu", "few_rows_emulation.cpp", call.defines)
     library.run(ctypes.byref(call.argument), call.shape.blocks, call.shape.shared_bytes)
     assert error(problem.out, problem.exact) < problem.tolerance
 
@@ -180,7 +180,7 @@ def test_a_cut_has_all_of_k_in_rounds() -> None:
     assert not cut(reading, 704, 1, 4, 2, 3, 2, 2).full and cut(reading, 704, 1, 4, 2, 11, 1, 2).full
 
 
-@pytest.mark.skipif(_nvrtc.missing() is not None, reason="needs NVRTC")
+@pytest.mark.skipif(nvrtc.missing() is not None, reason="needs NVRTC")
 @pytest.mark.parametrize("capability", [80, 90, 120])
 def test_compiles_to_machine_code(capability: int) -> None:
     for name, what in (
@@ -190,7 +190,7 @@ def test_compiles_to_machine_code(capability: int) -> None:
     ):
         problem = Problem(name, 1, 256, (16, 16) if what.get("activation") else (16,), **what)
         defines = dict(problem.call().defines) | {"EARLY": int(capability >= 90)}
-        assert _nvrtc.cubin("_few_rows.cu", tuple(defines.items()), capability)[:4] == b"\x7fELF"
+        assert nvrtc.cubin("generation/few_rows.cu", tuple(defines.items()), capability)[:4] == b"\x7fELF"
 
 
 @pytest.mark.gpu

@@ -10,9 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fewbits.errors import BadInput, Unsupported
-from fewbits.kernels import gated_activation as module
-from fewbits.kernels._gated_triton import GatedTile, launch_bwd, launch_fwd
-from fewbits.kernels.gated_activation import (
+from fewbits.kernels.decoder import gated_activation as module
+from fewbits.kernels.decoder.gated_activation import (
     ACTIVATIONS,
     LowRank,
     Quantized8,
@@ -22,6 +21,7 @@ from fewbits.kernels.gated_activation import (
     gated_activation_into,
     gated_activation_ref,
 )
+from fewbits.kernels.decoder.gated_activation_triton import GatedTile, launch_bwd, launch_fwd
 
 # One rounding of the output on each side; before it float32, with a 2-ulp exp and division on a GPU, and a
 # sum of r products in another order.

@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 from fewbits.errors import BadInput, Unsupported
-from fewbits.kernels._gated_lora_triton import COMPILE_CASES, GatedLoRATile, launch
-from fewbits.kernels._launch import CompileCase
-from fewbits.kernels._tuning import SHIPPED
-from fewbits.kernels.gated_activation import gated_activation_ref
-from fewbits.kernels.gated_lora_backward import (
+from fewbits.kernels.decoder.gated_activation import gated_activation_ref
+from fewbits.kernels.decoder.gated_lora_backward import (
     LowRank,
     Quantized8,
     gated_lora_backward,
     gated_lora_backward_ref,
 )
+from fewbits.kernels.decoder.gated_lora_backward_triton import COMPILE_CASES, GatedLoRATile, launch
+from fewbits.kernels.launch.jit import CompileCase
+from fewbits.kernels.launch.tuning import SHIPPED
 from tests.kernels.test_cubins import build
 
 E4 = torch.float8_e4m3fn

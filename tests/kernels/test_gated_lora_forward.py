@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from fewbits.errors import BadInput
-from fewbits.kernels import _gated_lora_forward_cuda as by_hand
-from fewbits.kernels import _nvrtc
-from fewbits.kernels._gated_lora_cuda import Plan
-from fewbits.kernels.gated_lora_forward import (
+from fewbits.kernels.decoder import gated_lora_forward_cuda as by_hand
+from fewbits.kernels.decoder.gated_lora_backward_cuda import Plan
+from fewbits.kernels.decoder.gated_lora_forward import (
     LowRank,
     Quantized8,
     gated_lora_forward,
     gated_lora_forward_ref,
 )
+from fewbits.kernels.launch import nvrtc
 from tests.kernels import emulated
 
 E4, BF16 = torch.float8_e4m3fn, torch.bfloat16
@@ -114,20 +114,20 @@ def test_the_source_gives_the_definition(
     problem.check(xa, need)
 
 
-@pytest.mark.skipif(_nvrtc.missing() is not None, reason="needs NVRTC")
+@pytest.mark.skipif(nvrtc.missing() is not None, reason="needs NVRTC")
 @pytest.mark.parametrize("capability", [80, 89, 90, 100, 120])
 def test_compiles_to_machine_code(capability: int) -> None:
     for dense, float8 in ((1, 0), (0, 1)):
         if capability >= 89 or not float8:
             defines = (("ACTIVATION", 0), ("WRITE_H", dense), ("FLOAT8", float8), ("WARPS", 14))
-            assert _nvrtc.cubin(by_hand.SOURCE, defines, capability)[:4] == b"\x7fELF"
+            assert nvrtc.cubin(by_hand.SOURCE, defines, capability)[:4] == b"\x7fELF"
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(1024, 14336), (999, 6144), (7, 256)], ids=str)
 @pytest.mark.parametrize("float8", [False, True])
 def test_cuda_equals_the_definition(shape: tuple[int, int], float8: bool) -> None:
-    if torch.cuda.get_device_capability()[0] != 9 or _nvrtc.missing():
+    if torch.cuda.get_device_capability()[0] != 9 or nvrtc.missing():
         pytest.skip("needs a Hopper GPU and NVRTC")
     problem = Problem(*shape, dense=not float8, float8=float8, device="cuda")
     need = gated_lora_forward_ref(problem.e, problem.u, "silu", problem.low, problem.down, 0.5)

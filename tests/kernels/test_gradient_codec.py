@@ -8,9 +8,8 @@ from torch import Tensor
 
 from fewbits.errors import Unsupported
 from fewbits.formats import E4M3, E5M2, INT4, INT4_G32, INT8, INT8_G128, INT8_ZP, NF4, get_format
-from fewbits.kernels import gradient_codec as module
-from fewbits.kernels._gradient_codec_triton import launch_dequantize, launch_quantize, launch_sum
-from fewbits.kernels.gradient_codec import (
+from fewbits.kernels.codec import gradient_codec as module
+from fewbits.kernels.codec.gradient_codec import (
     Wire,
     dequantize_gradient,
     dequantize_gradient_ref,
@@ -23,6 +22,7 @@ from fewbits.kernels.gradient_codec import (
     wire_format,
     wire_of,
 )
+from fewbits.kernels.codec.gradient_codec_triton import launch_dequantize, launch_quantize, launch_sum
 
 FORMATS = ("int8", "int4", "float8_e4m3")
 # values, rows, and values of a row: None cuts into whole blocks, as DDP does; FSDP's rows end anywhere

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fewbits.errors import BadInput, Unsupported
-from fewbits.kernels import linear_cross_entropy as module
-from fewbits.kernels._cross_entropy_triton import launch
-from fewbits.kernels.linear_cross_entropy import (
+from fewbits.kernels.loss import linear_cross_entropy as module
+from fewbits.kernels.loss.cross_entropy_triton import launch
+from fewbits.kernels.loss.linear_cross_entropy import (
     chunked,
     default_chunk_rows,
     linear_cross_entropy,

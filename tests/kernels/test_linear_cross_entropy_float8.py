@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from fewbits.errors import BadInput, Unsupported
-from fewbits.kernels import linear_cross_entropy_float8 as module
-from fewbits.kernels._cross_entropy_triton import Gradient8, launch
-from fewbits.kernels.linear_cross_entropy import linear_cross_entropy, rows_ref
-from fewbits.kernels.linear_cross_entropy_float8 import (
+from fewbits.kernels.loss import linear_cross_entropy_float8 as module
+from fewbits.kernels.loss.cross_entropy_triton import Gradient8, launch
+from fewbits.kernels.loss.linear_cross_entropy import linear_cross_entropy, rows_ref
+from fewbits.kernels.loss.linear_cross_entropy_float8 import (
     HeadOperands,
     chunked_float8,
     head_operands,

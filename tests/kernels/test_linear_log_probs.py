@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from fewbits.errors import BadInput
-from fewbits.kernels._log_probs_triton import launch_statistics
-from fewbits.kernels.linear_log_probs import linear_log_probs, linear_log_probs_ref, statistics_ref
+from fewbits.kernels.loss.linear_log_probs import linear_log_probs, linear_log_probs_ref, statistics_ref
+from fewbits.kernels.loss.log_probs_triton import launch_statistics
 
 M, K, V = 37, 24, 300
 

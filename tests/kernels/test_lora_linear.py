@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.autograd import gradcheck
 
 from fewbits.formats import FORMATS, INT4_G64, NF4, Format
-from fewbits.kernels.lora_linear import lora_linear, lora_linear_ref
-from fewbits.kernels.matmul_packed import packed_linear
+from fewbits.kernels.product.lora_linear import lora_linear, lora_linear_ref
+from fewbits.kernels.product.matmul_packed import packed_linear
 
 
 def packed_weight(format: Format, shape: tuple[int, int] = (24, 64), dtype: torch.dtype = torch.float32):

@@ -7,17 +7,17 @@ import torch
 from torch import Tensor
 
 from fewbits.errors import BadInput
-from fewbits.kernels import lora_reduce as module
-from fewbits.kernels._lora_reduce_triton import (
+from fewbits.kernels.product import lora_reduce as module
+from fewbits.kernels.product.lora_reduce import (
+    lora_gradients,
+    lora_reduce,
+    lora_reduce_ref,
+)
+from fewbits.kernels.product.lora_reduce_triton import (
     ReduceSlice,
     ReduceTile,
     launch_reduce,
     splits_of,
-)
-from fewbits.kernels.lora_reduce import (
-    lora_gradients,
-    lora_reduce,
-    lora_reduce_ref,
 )
 
 HALF_UNIT = {torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from fewbits.errors import BadInput, Unsupported
-from fewbits.kernels._gated_triton import LowRank
-from fewbits.kernels.low_rank_add import launch, low_rank_add_, low_rank_add_ref
+from fewbits.kernels.decoder.gated_activation_triton import LowRank
+from fewbits.kernels.decoder.low_rank_add import launch, low_rank_add_, low_rank_add_ref
 
 
 def operands(

@@ -9,8 +9,9 @@ from torch import Tensor
 from fewbits.errors import BadInput, Unsupported
 from fewbits.formats import FORMATS, get_format
 from fewbits.formats.base import Format
-from fewbits.kernels import matmul_float8 as module
-from fewbits.kernels.matmul_float8 import (
+from fewbits.kernels.codec.quantize_float8 import quantize_rows
+from fewbits.kernels.product import matmul_float8 as module
+from fewbits.kernels.product.matmul_float8 import (
     float8_linear,
     float8_linear_ref,
     float8_weight,
@@ -21,7 +22,6 @@ from fewbits.kernels.matmul_float8 import (
     weight_scale,
     weight_scales,
 )
-from fewbits.kernels.quantize_float8 import quantize_rows
 from fewbits.nn.projection import scale_of, scales_of
 
 E4 = torch.float8_e4m3fn

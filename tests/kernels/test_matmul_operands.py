@@ -7,8 +7,8 @@ import torch
 from torch.autograd import gradcheck
 
 from fewbits.formats import E4M3, E4M3_1X128, E4M3_ROW, E5M2, E5M2_ROW, INT8, Format
-from fewbits.kernels.matmul_operands import operand_linear, operand_linear_ref
-from fewbits.kernels.matmul_packed import Operands
+from fewbits.kernels.product.matmul_operands import operand_linear, operand_linear_ref
+from fewbits.kernels.product.matmul_packed import Operands
 
 
 def case(dtype: torch.dtype = torch.float32):

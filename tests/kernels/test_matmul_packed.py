@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fewbits.formats import E4M3, E4M3_1X128, E5M2, FORMATS, INT4_G64, INT8, NF4, Format
-from fewbits.kernels.matmul_packed import Operands, packed_linear, packed_linear_ref
+from fewbits.kernels.product.matmul_packed import Operands, packed_linear, packed_linear_ref
 
 EVERY = pytest.mark.parametrize("format", FORMATS.values(), ids=lambda f: f.name)
 

@@ -13,8 +13,8 @@ from fewbits import sc_matmul
 from fewbits.errors import BadInput, Unsupported
 from fewbits.formats import FORMATS
 from fewbits.formats.stochastic import Stochastic, product_tables
-from fewbits.kernels import _stochastic_counts
-from fewbits.kernels.matmul_stochastic import quantize_operands, sc_matmul_ref, stream_counts
+from fewbits.kernels.stochastic import counts
+from fewbits.kernels.stochastic.matmul import quantize_operands, sc_matmul_ref, stream_counts
 from tests.formats.generated_streams import generated_matmul, random_case
 
 NUM_GOLDEN = 48
@@ -125,9 +125,9 @@ def test_counts_do_not_depend_on_how_they_are_cut(monkeypatch, shape, precision:
         for m in {0, M - 1}:
             terms = T[d, qa[0, n].long().abs(), qb[0, m].long().abs()] * qa[0, n].sign() * qb[0, m].sign()
             assert whole[0, n, m] == terms.sum()
-    monkeypatch.setattr(_stochastic_counts, "_TABLE_VALUES", 1000)
+    monkeypatch.setattr(counts, "_TABLE_VALUES", 1000)
     assert torch.equal(stream_counts(qa, qb, options), whole)
-    monkeypatch.setattr(_stochastic_counts, "KEPT_TABLE_BYTES", 5000)
+    monkeypatch.setattr(counts, "KEPT_TABLE_BYTES", 5000)
     assert torch.equal(stream_counts(qa, qb, options), whole)
 
 

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from fewbits.errors import BadInput, Unsupported
-from fewbits.kernels import qkv_epilogue as module
-from fewbits.kernels._gated_triton import LowRank
-from fewbits.kernels._qkv_epilogue_triton import QKVTile, launch_bwd, launch_fwd
-from fewbits.kernels.qkv_epilogue import (
+from fewbits.kernels.decoder import qkv_epilogue as module
+from fewbits.kernels.decoder.gated_activation_triton import LowRank
+from fewbits.kernels.decoder.qkv_epilogue import (
     QKNorm,
     QKVExtras,
     QKVLayout,
@@ -22,7 +21,8 @@ from fewbits.kernels.qkv_epilogue import (
     qkv_epilogue_backward_ref,
     qkv_epilogue_ref,
 )
-from fewbits.kernels.rope import split_heads
+from fewbits.kernels.decoder.qkv_epilogue_triton import QKVTile, launch_bwd, launch_fwd
+from fewbits.kernels.decoder.rope import split_heads
 
 # Each side rounds once; before it sums of r and of D products in float32, in another order.
 HALF_UNIT = {torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}

@@ -24,9 +24,9 @@ from fewbits.formats.integer import (
     INT8_ZP,
     Integer,
 )
-from fewbits.kernels import quantize as module
-from fewbits.kernels._quantize_triton import RoundTile, takes
-from fewbits.kernels.quantize import launch, quantize, quantize_ref
+from fewbits.kernels.codec import quantize as module
+from fewbits.kernels.codec.quantize import launch, quantize, quantize_ref
+from fewbits.kernels.codec.quantize_triton import RoundTile, takes
 
 SMALL = RoundTile(256, 4)
 

@@ -17,22 +17,22 @@ from fewbits.formats.float8 import (
     E5M2_128X128,
     E5M2_ROW,
 )
-from fewbits.kernels import quantize_float8 as module
-from fewbits.kernels._quantize_float8_triton import (
-    MAX_ROW,
-    given_tile,
-    launch_blocks,
-    launch_rows,
-    launch_tensor,
-    row_tile,
-)
-from fewbits.kernels.quantize_float8 import (
+from fewbits.kernels.codec import quantize_float8 as module
+from fewbits.kernels.codec.quantize_float8 import (
     quantize_blocks,
     quantize_blocks_ref,
     quantize_rows,
     quantize_rows_ref,
     quantize_tensor,
     quantize_tensor_ref,
+)
+from fewbits.kernels.codec.quantize_float8_triton import (
+    MAX_ROW,
+    given_tile,
+    launch_blocks,
+    launch_rows,
+    launch_tensor,
+    row_tile,
 )
 
 E4, E5 = torch.float8_e4m3fn, torch.float8_e5m2

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from fewbits.errors import BadInput, Unsupported
 from fewbits.formats.stochastic import STOCHASTIC, Stochastic
-from fewbits.kernels._quantize_stochastic_triton import launch
-from fewbits.kernels.quantize_stochastic import quantize_stochastic, quantize_stochastic_ref
+from fewbits.kernels.stochastic.quantize import quantize_stochastic, quantize_stochastic_ref
+from fewbits.kernels.stochastic.quantize_triton import launch
 
 f32 = np.float32
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from fewbits.errors import BadInput, Unsupported
-from fewbits.kernels import rmsnorm as module
-from fewbits.kernels.rmsnorm import launch_bwd, launch_fwd, rmsnorm, rmsnorm_backward_ref, rmsnorm_ref
+from fewbits.kernels.decoder import rmsnorm as module
+from fewbits.kernels.decoder.rmsnorm import launch_bwd, launch_fwd, rmsnorm, rmsnorm_backward_ref, rmsnorm_ref
 
 EPS = 1e-5
 

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from fewbits.errors import BadInput
-from fewbits.kernels import rmsnorm as module
-from fewbits.kernels._rmsnorm_triton import Float8Rows, SumTile, launch_backward_rows, launch_rows
-from fewbits.kernels.quantize_float8 import quantize_rows_ref
-from fewbits.kernels.rmsnorm import (
+from fewbits.kernels.codec.quantize_float8 import quantize_rows_ref
+from fewbits.kernels.decoder import rmsnorm as module
+from fewbits.kernels.decoder.rmsnorm import (
     Normed,
     NormGradients,
     rmsnorm,
@@ -23,6 +22,7 @@ from fewbits.kernels.rmsnorm import (
     rmsnorm_rows,
     rmsnorm_rows_ref,
 )
+from fewbits.kernels.decoder.rmsnorm_triton import Float8Rows, SumTile, launch_backward_rows, launch_rows
 
 EPS = 1e-5
 HALF_UNIT = {torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from fewbits.errors import BadInput, Unsupported
-from fewbits.kernels import rope as module
-from fewbits.kernels._gated_triton import LowRank
-from fewbits.kernels._rope_triton import RopeTile, Tables, launch
-from fewbits.kernels.rope import apply_rope, rope, rope_into, rope_ref, split_heads
+from fewbits.kernels.decoder import rope as module
+from fewbits.kernels.decoder.gated_activation_triton import LowRank
+from fewbits.kernels.decoder.rope import apply_rope, rope, rope_into, rope_ref, split_heads
+from fewbits.kernels.decoder.rope_triton import RopeTile, Tables, launch
 
 # Each side rounds once; before it two products and a sum in float32, perhaps fused, and r products' order.
 HALF_UNIT = {torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}

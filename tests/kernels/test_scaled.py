@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fewbits.errors import BadInput
-from fewbits.kernels.scaled import launch, scaled, scaled_ref
+from fewbits.kernels.loss.scaled import launch, scaled, scaled_ref
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from fewbits import sc_matmul
 from fewbits.errors import BadInput, Unsupported
 from fewbits.formats.stochastic import STOCHASTIC, Stochastic
-from fewbits.kernels.stochastic_codes import stochastic_codes, stochastic_codes_ref, stochastic_path
+from fewbits.kernels.stochastic.codes import stochastic_codes, stochastic_codes_ref, stochastic_path
 
 HALVE = replace(STOCHASTIC, chunk_d=16)
 FULL = Stochastic(chunk_d=16)
@@ -89,7 +89,7 @@ def test_nothing_gives_nothing(N: int, M: int, D: int) -> None:
 
 
 def test_op_is_what_torch_expects() -> None:
-    from fewbits.kernels.dequantize import _to_text
+    from fewbits.kernels.codec.dequantize import _to_text
 
     qa, sa = prepared(torch.randn(1, 3, 20), HALVE)
     index = torch.zeros(1, 1, 2, dtype=torch.uint8)

@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from fewbits import sc_matmul
 from fewbits.errors import BadInput, Unsupported
 from fewbits.formats.stochastic import STOCHASTIC, Stochastic
-from fewbits.kernels import _nvrtc
-from fewbits.kernels import _stochastic_features as kernel
-from fewbits.kernels.stochastic_codes import stochastic_codes
-from fewbits.kernels.stochastic_emulated import (
+from fewbits.kernels.launch import nvrtc
+from fewbits.kernels.stochastic import features as kernel
+from fewbits.kernels.stochastic.codes import stochastic_codes
+from fewbits.kernels.stochastic.emulated import (
     _weight,
     emulated_product,
     features_of,
@@ -72,7 +72,7 @@ def test_features_of_several_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where they do not fit the memory that is set apart for them."""
     operands = operands_of(STOCHASTIC, 6, 20, 700)
     whole = stochastic_emulated(*operands, STOCHASTIC, 8)
-    monkeypatch.setattr("fewbits.kernels.stochastic_emulated._FEATURE_BYTES", 2 * 20 * 8 * 128)
+    monkeypatch.setattr("fewbits.kernels.stochastic.emulated._FEATURE_BYTES", 2 * 20 * 8 * 128)
     weight = _weight(*operands[2:], STOCHASTIC, 8, 2 * 20 * 8 * 128)
     assert [x.shape[1] for x in weight.features] == [2048, 2048, 1504]
     assert [x.shape[1] for x in prepare_emulated(*operands[2:], STOCHASTIC, 8).features] == [5600]
@@ -182,7 +182,7 @@ def test_the_source_makes_values_and_features(libraries, rows, D, chunk, rank, p
 @pytest.mark.parametrize("based", [True, False])
 def test_the_sum_of_both_products(kernel_device: str, dtype: torch.dtype, based: bool) -> None:
     """Poisoned where it is not added to; M is no multiple of a block."""
-    from fewbits.kernels._stochastic_add_triton import add
+    from fewbits.kernels.stochastic.add_triton import add
 
     base, error = (torch.randn(3, 50, dtype=torch.bfloat16, device=kernel_device) for _ in range(2))
     a, b = (torch.rand(n, 1, device=kernel_device) for n in (3, 50))
@@ -198,11 +198,11 @@ def test_the_sum_of_both_products(kernel_device: str, dtype: torch.dtype, based:
 
 @pytest.mark.parametrize("capability", [89, 90, 100, 120])
 def test_it_compiles(capability: int) -> None:
-    if _nvrtc.missing():
-        pytest.skip(str(_nvrtc.missing()))
+    if nvrtc.missing():
+        pytest.skip(str(nvrtc.missing()))
     for rank, shared in ((16, 232448), (24, 101376)):
         how = kernel.plan(2048, 4096, rank, multiprocessors=132, shared=shared)
-        assert _nvrtc.cubin(kernel.SOURCE, how.defines(rank), capability)[:4] == b"\x7fELF"
+        assert nvrtc.cubin(kernel.SOURCE, how.defines(rank), capability)[:4] == b"\x7fELF"
 
 
 @pytest.mark.gpu
@@ -212,7 +212,7 @@ def test_on_a_gpu(M: int, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """16-bit sums: 2**-8 of the product more. Rows of very different sizes; prepared, in one part."""
     qa, sa, qb, sb = operands_of(STOCHASTIC, 64, M, 2048, "cuda")
     sa, sb = (s * torch.logspace(-3, 3, len(s), device="cuda")[:, None] for s in (sa, sb))
-    monkeypatch.setattr("fewbits.kernels.stochastic_emulated._FEATURE_BYTES", M * 16 * 2048 // parts)
+    monkeypatch.setattr("fewbits.kernels.stochastic.emulated._FEATURE_BYTES", M * 16 * 2048 // parts)
     y, exact = (
         stochastic_emulated(qa, sa, qb, sb, STOCHASTIC),
         stochastic_emulated_ref(qa, sa, qb, sb, STOCHASTIC, 16),

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from fewbits.formats.stochastic import STOCHASTIC, Stochastic
-from fewbits.kernels import _stochastic_lookup as lookup
-from fewbits.kernels.stochastic_codes import stochastic_codes_ref
+from fewbits.kernels.stochastic import lookup
+from fewbits.kernels.stochastic.codes import stochastic_codes_ref
 from tests.kernels import emulated
 
 FULL = Stochastic(chunk_d=128)
@@ -210,7 +210,7 @@ def test_launches_cover_the_product(
     )  # fmt: skip
     driver, N = Emulated(libraries), 13 if name == "rows of an entry" else 6
     monkeypatch.setattr(lookup, "describe", lambda device: gpu)
-    monkeypatch.setattr(lookup, "_nvrtc", driver)
+    monkeypatch.setattr(lookup, "nvrtc", driver)
     monkeypatch.setattr(lookup, "_WORKSPACE", workspace)
     operands, levels = operands_of(STOCHASTIC, B, N, 20, 300), (128, 17)
     index = torch.randint(0, 2, (B, N, 3), dtype=torch.uint8)
@@ -270,10 +270,10 @@ def test_tables_are_counts(options: Stochastic) -> None:
 )
 def test_compiles_to_machine_code(capability: int) -> None:
     """By NVRTC, without a GPU; as for a decode step of 8 rows at 128 steps."""
-    from fewbits.kernels import _nvrtc
+    from fewbits.kernels.launch import nvrtc
 
-    if _nvrtc.missing():
-        pytest.skip(str(_nvrtc.missing()))
+    if nvrtc.missing():
+        pytest.skip(str(nvrtc.missing()))
     tables = lookup.tables_of(STOCHASTIC, (128,), 128, torch.device("cpu"))
     assert tables is not None
     for N, shared in ((1, 99), (1, 227), (8, 99), (8, 227)):
@@ -281,4 +281,4 @@ def test_compiles_to_machine_code(capability: int) -> None:
         for dtype in (torch.int8, torch.bfloat16):
             rows = lookup.Rows(torch.empty(1, N, 4096, dtype=dtype), torch.empty(1, N, 32))
             defines = plan.defines(tables, 16, rows, torch.bfloat16)
-            assert _nvrtc.cubin(lookup.SOURCE, defines, capability)[:4] == b"\x7fELF"
+            assert nvrtc.cubin(lookup.SOURCE, defines, capability)[:4] == b"\x7fELF"

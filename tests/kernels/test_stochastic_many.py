@@ -13,12 +13,8 @@ from torch import Tensor
 
 from fewbits.device import Device, describe
 from fewbits.formats.stochastic import STOCHASTIC, Stochastic
-from fewbits.kernels import _stochastic_bits as bits
-from fewbits.kernels import _stochastic_choice as choice
-from fewbits.kernels import _stochastic_lookup as lookup
-from fewbits.kernels import _stochastic_many as many
-from fewbits.kernels import _stochastic_nibbles as nibbles
-from fewbits.kernels.stochastic_codes import stochastic_codes, stochastic_codes_ref
+from fewbits.kernels.stochastic import bits, choice, lookup, many, nibbles
+from fewbits.kernels.stochastic.codes import stochastic_codes, stochastic_codes_ref
 from tests.kernels import emulated
 from tests.kernels.test_stochastic_lookup import operands_of
 
@@ -40,7 +36,7 @@ class Emulated:
         self.folder, self.launches = folder, []
 
     def kernel(self, source: str, name: str, defines, device, shared_bytes: int):
-        wrapper = source.removeprefix("_stochastic_").removesuffix(".cu") + "_emulation.cpp"
+        wrapper = Path(source).stem + "_emulation.cpp"
         return name, emulated.build(self.folder, source, wrapper, defines)
 
     def launch(self, handle, grid, threads: int, shared_bytes: int, argument) -> None:
@@ -57,7 +53,7 @@ def driver(libraries: Path, monkeypatch: pytest.MonkeyPatch) -> Emulated:
     )  # fmt: skip
     driver = Emulated(libraries)
     for module in (many, bits, nibbles):
-        monkeypatch.setattr(module, "_nvrtc", driver)
+        monkeypatch.setattr(module, "nvrtc", driver)
     for module in (many, nibbles):
         monkeypatch.setattr(module, "describe", lambda device: gpu)
     monkeypatch.setattr(many, "plan", partial(many.plan, threads=64))
@@ -237,18 +233,18 @@ def test_sobol_counts_fit_4_bits(scramble: str, turned: bool) -> None:
 )
 def test_compiles_to_machine_code(capability: int) -> None:
     """By NVRTC, without a GPU, where shared memory holds a block."""
-    from fewbits.kernels import _nvrtc
+    from fewbits.kernels.launch import nvrtc
 
-    if _nvrtc.missing():
-        pytest.skip(str(_nvrtc.missing()))
+    if nvrtc.missing():
+        pytest.skip(str(nvrtc.missing()))
     tables = lookup.tables_of(STOCHASTIC, (128,), 128, torch.device("cpu"))
     assert tables is not None
     plan = many.plan(1, 2048, 4096, 32, 128, multiprocessors=132)
-    assert _nvrtc.cubin(many.SOURCE, plan.defines(tables), capability)[:4] == b"\x7fELF"
+    assert nvrtc.cubin(many.SOURCE, plan.defines(tables), capability)[:4] == b"\x7fELF"
     for shared in (227 * 1024, 163 * 1024, 99 * 1024):
         small = nibbles.plan(1, 2048, 4096, 32, 128, multiprocessors=132, shared=shared)
-        assert _nvrtc.cubin(nibbles.SOURCE, small.defines, capability)[:4] == b"\x7fELF"
-    assert _nvrtc.cubin(bits.SOURCE, bits.defines_of(1), capability)[:4] == b"\x7fELF"
+        assert nvrtc.cubin(nibbles.SOURCE, small.defines, capability)[:4] == b"\x7fELF"
+    assert nvrtc.cubin(bits.SOURCE, bits.defines_of(1), capability)[:4] == b"\x7fELF"
 
 
 @pytest.mark.gpu

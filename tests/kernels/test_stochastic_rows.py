@@ -11,8 +11,8 @@ import torch
 
 from fewbits.errors import BadInput
 from fewbits.formats.stochastic import STOCHASTIC, Stochastic
-from fewbits.kernels import _stochastic_lookup as lookup
-from fewbits.kernels.stochastic_rows import stochastic_rows, stochastic_rows_ref, takes
+from fewbits.kernels.stochastic import lookup
+from fewbits.kernels.stochastic.rows import stochastic_rows, stochastic_rows_ref, takes
 from tests.kernels import emulated
 from tests.kernels.test_stochastic_lookup import Triple, add, needs_compiler
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from fewbits.formats.stochastic import STOCHASTIC, Stochastic
-from fewbits.kernels import _stochastic_thermometer as thermometer
-from fewbits.kernels.stochastic_codes import stochastic_codes_ref
+from fewbits.kernels.stochastic import thermometer
+from fewbits.kernels.stochastic.codes import stochastic_codes_ref
 
 CASES = {
     "halve": (replace(STOCHASTIC, chunk_d=40), (128,), 70),

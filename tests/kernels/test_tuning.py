@@ -17,9 +17,9 @@ from fewbits.bench.measure import Quantiles
 from fewbits.bench.sweeps import Sweep, Widths, sweeps
 from fewbits.bench.tune import chosen, main, timed
 from fewbits.errors import Unsupported
-from fewbits.kernels import _tuning
-from fewbits.kernels._gated_lora_triton import SAFE_TILE
-from fewbits.kernels._launch import RowTile
+from fewbits.kernels.decoder.gated_lora_backward_triton import SAFE_TILE
+from fewbits.kernels.launch import tuning
+from fewbits.kernels.launch.jit import RowTile
 from tests.kernels.test_cubins import ARCHITECTURES
 
 pytest.importorskip("triton")
@@ -36,42 +36,42 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: facts.name)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: facts.capability)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
-    _tuning.tiles_of.cache_clear()
+    tuning.tiles_of.cache_clear()
     yield facts
-    _tuning.tiles_of.cache_clear()
+    tuning.tiles_of.cache_clear()
 
 
 def another_process() -> None:
-    _tuning.tiles_of.cache_clear()
+    tuning.tiles_of.cache_clear()
 
 
 def test_every_architecture_has_a_table() -> None:
-    assert set(_tuning.SHIPPED) == set(ARCHITECTURES)
+    assert set(tuning.SHIPPED) == set(ARCHITECTURES)
 
 
 def test_a_cpu_takes_the_rule() -> None:
-    assert _tuning.tile_for("rmsnorm_forward", (4096, 2), torch.empty(0), RULE) is RULE
+    assert tuning.tile_for("rmsnorm_forward", (4096, 2), torch.empty(0), RULE) is RULE
 
 
 def test_shipped_for_the_architecture(gpu: Any) -> None:
-    assert _tuning.tile_for("gated_lora", (16,), HERE, SAFE_TILE) == (64, 64, 4, 16, 3)
+    assert tuning.tile_for("gated_lora", (16,), HERE, SAFE_TILE) == (64, 64, 4, 16, 3)
     another_process()
     gpu.capability = (10, 0)
-    assert _tuning.tile_for("gated_lora", (16,), HERE, SAFE_TILE) is SAFE_TILE
+    assert tuning.tile_for("gated_lora", (16,), HERE, SAFE_TILE) is SAFE_TILE
 
 
 def test_what_was_measured_is_found_by_a_later_process_on_the_same_gpu_only(gpu: Any) -> None:
-    path = _tuning.keep(0, {"rmsnorm_forward 4096 2": (2, 4096, 8)})
+    path = tuning.keep(0, {"rmsnorm_forward 4096 2": (2, 4096, 8)})
     assert path is not None and path.is_file()
-    _tuning.keep(0, {"rope 64": (16, 2, 4)})  # beside what is there
+    tuning.keep(0, {"rope 64": (16, 2, 4)})  # beside what is there
     another_process()
-    found = _tuning.tile_for("rmsnorm_forward", (4096, 2), HERE, RULE)
+    found = tuning.tile_for("rmsnorm_forward", (4096, 2), HERE, RULE)
     assert found == RowTile(2, 4096, 8) and isinstance(found, RowTile)
-    assert _tuning.tile_for("rmsnorm_forward", (2048, 2), HERE, RULE) is RULE
-    assert set(_tuning.measured(0)) == {"rmsnorm_forward 4096 2", "rope 64"}
+    assert tuning.tile_for("rmsnorm_forward", (2048, 2), HERE, RULE) is RULE
+    assert set(tuning.measured(0)) == {"rmsnorm_forward 4096 2", "rope 64"}
     another_process()
     gpu.name = "NVIDIA B200"
-    assert _tuning.tile_for("rmsnorm_forward", (4096, 2), HERE, RULE) is RULE
+    assert tuning.tile_for("rmsnorm_forward", (4096, 2), HERE, RULE) is RULE
 
 
 @pytest.mark.parametrize(
@@ -79,23 +79,23 @@ def test_what_was_measured_is_found_by_a_later_process_on_the_same_gpu_only(gpu:
              '{"rope 64": [-1, 2, 4]}', '{"rope 64": [1e400, 2, 4]}', '{"rope 64": []}', '{"rope 64": {}}'],
 )  # fmt: skip
 def test_a_damaged_table_is_left_out_with_a_warning(gpu: Any, text: str) -> None:
-    path = _tuning.keep(0, {"rope 64": (16, 2, 4)})
+    path = tuning.keep(0, {"rope 64": (16, 2, 4)})
     assert path is not None
     path.write_bytes(text.encode(errors="surrogateescape"))
     with pytest.warns(UserWarning, match="is damaged"):
-        assert _tuning.measured(0) == {}
+        assert tuning.measured(0) == {}
 
 
 @pytest.mark.parametrize("tile", [(2,), (2, 4096, 8, 1), (0, 4096, 8), (2, 4096, 0)])
 def test_a_tile_of_another_kind_gives_way_to_the_rule(gpu: Any, tile: tuple[int, ...]) -> None:
-    _tuning.keep(0, {"rmsnorm_forward 4096 2": tile})
-    assert _tuning.tile_for("rmsnorm_forward", (4096, 2), HERE, RULE) is RULE
+    tuning.keep(0, {"rmsnorm_forward 4096 2": tile})
+    assert tuning.tile_for("rmsnorm_forward", (4096, 2), HERE, RULE) is RULE
 
 
 def test_no_folder_keeps_nothing(gpu: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file" / "cache"))
-    assert _tuning.keep(0, {"rope 64": (16, 2, 4)}) is None and _tuning.measured(0) == {}
+    assert tuning.keep(0, {"rope 64": (16, 2, 4)}) is None and tuning.measured(0) == {}
 
 
 def sweep_of(run: Any, out: torch.Tensor, tiles: list[tuple[int, ...]]) -> Sweep:
@@ -161,13 +161,13 @@ def few_of(made: Any, *args: Any) -> Any:
 def test_it_tunes_this_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setitem(sweeps_module.WIDTHS, "8b", Widths(512, 1024, 2048, 16, 8, 64))
-    _tuning.tiles_of.cache_clear()
+    tuning.tiles_of.cache_clear()
     some = partial(few_of, tune_module.sweeps)
     monkeypatch.setattr(tune_module, "sweeps", some)
     assert main(["--rounds", "1", "--op", "rmsnorm"]) == 0
-    kept = _tuning.measured(torch.cuda.current_device())
-    assert _tuning.tiles_of(torch.cuda.current_device()).items() >= kept.items()
-    _tuning.tiles_of.cache_clear()
+    kept = tuning.measured(torch.cuda.current_device())
+    assert tuning.tiles_of(torch.cuda.current_device()).items() >= kept.items()
+    tuning.tiles_of.cache_clear()
 
 
 def test_without_a_gpu_one_sentence_says_so() -> None:

@@ -1,4 +1,4 @@
-// Runs _dequantize_turned.cu on a CPU; built by emulated.py with the kernel's macros defined.
+// Runs codec/dequantize_transposed.cu on a CPU; built by emulated.py with the kernel's macros defined.
 #define EARLY 1
 #include "tensor_core_emulation.h"
 #define EMULATED 1

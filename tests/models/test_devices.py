@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fewbits.formats import E4M3, E4M3_ROW, INT4_G32, NF4_DQ
-from fewbits.kernels.matmul_stochastic import sc_matmul
+from fewbits.kernels.stochastic.matmul import sc_matmul
 from fewbits.models.adapters import get_peft_model
 from fewbits.models.convert import convert
 from fewbits.models.fused import fuse, fusion_of

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from fewbits.kernels import linear_log_probs as ours
+from fewbits.kernels.loss import linear_log_probs as ours
 from fewbits.models.fused import fuse, fusion_of, unfuse
 from tests.models.test_fused import adapted
 from tests.models.tiny import tokens

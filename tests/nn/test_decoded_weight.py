@@ -93,7 +93,7 @@ def test_the_output_may_be_written_into(bias):
 def test_a_host_may_add_to_the_output_of_any_layer_in_place(kind):
     """Falcon's layers add attention to the MLP's output that way; a view from a Function refuses it."""
     from fewbits.formats import E4M3
-    from fewbits.kernels.lora_linear import lora_linear
+    from fewbits.kernels.product.lora_linear import lora_linear
     from fewbits.nn.linear import LowPrecisionLinear
 
     torch.manual_seed(0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fewbits.kernels.rmsnorm import rmsnorm_rows
+from fewbits.kernels.decoder.rmsnorm import rmsnorm_rows
 from fewbits.nn.fused_common import Norm, gradient_of_a, reads_output
 
 

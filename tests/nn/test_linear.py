@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fewbits.formats import E4M3, E5M2, FORMATS, INT4_G64, INT8, NF4, NF4_DQ, Format
-from fewbits.kernels.matmul_packed import Operands
+from fewbits.kernels.product.matmul_packed import Operands
 from fewbits.nn.linear import LowPrecisionLinear, QuantizedLinear
 from fewbits.recipes.recipe import Rule
 

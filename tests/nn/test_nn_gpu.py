@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from fewbits.formats import FORMATS, INT8, NF4, Format
-from fewbits.kernels.lora_linear import lora_linear, lora_linear_ref
+from fewbits.kernels.product.lora_linear import lora_linear, lora_linear_ref
 from fewbits.models.adapters import get_peft_model
 from fewbits.models.convert import convert
 from fewbits.nn.linear import QuantizedLinear

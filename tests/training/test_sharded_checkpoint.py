@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from fewbits.errors import BadCheckpoint, SpecMismatch
-from fewbits.kernels.adamw import dequantize_moment
+from fewbits.kernels.optimizer.adamw import dequantize_moment
 from fewbits.models.adapters import load_adapter
 from fewbits.training.sharded_checkpoint import is_sharded_checkpoint, load_sharded, save_sharded
 from tests.models.tiny import tiny

@@ -27,11 +27,11 @@ from fewbits.bench.quantize_cases import MAKERS as QUANTIZE_MAKERS
 from fewbits.bench.stochastic_cases import MAKERS as STOCHASTIC_MAKERS
 from fewbits.formats import get_format
 from fewbits.formats.base import Packed
-from fewbits.kernels.dequantize import dequantize, dequantize_ref
-from fewbits.kernels.lora_linear import lora_linear
-from fewbits.kernels.matmul_operands import operand_linear
-from fewbits.kernels.matmul_packed import packed_linear
-from fewbits.kernels.rmsnorm import rmsnorm, rmsnorm_backward_ref, rmsnorm_ref
+from fewbits.kernels.codec.dequantize import dequantize, dequantize_ref
+from fewbits.kernels.decoder.rmsnorm import rmsnorm, rmsnorm_backward_ref, rmsnorm_ref
+from fewbits.kernels.product.lora_linear import lora_linear
+from fewbits.kernels.product.matmul_operands import operand_linear
+from fewbits.kernels.product.matmul_packed import packed_linear
 
 _EPS = 1e-5
 _RANK = 16

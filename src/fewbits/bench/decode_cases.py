@@ -11,8 +11,8 @@ from torch import Tensor
 from fewbits.bench.problem import Case, Problem, randn
 from fewbits.formats import get_format
 from fewbits.formats.base import Packed
-from fewbits.kernels.decode_attention import Cache, Rules, decode_attention, decode_attention_ref
-from fewbits.kernels.few_rows import few_rows, few_rows_ref
+from fewbits.kernels.generation.decode_attention import Cache, Rules, decode_attention, decode_attention_ref
+from fewbits.kernels.generation.few_rows import few_rows, few_rows_ref
 
 _FORMATS = ("nf4_dq", "nf4", "int4_g64", "int8", "float8_e4m3_row", "bfloat16")
 _SHAPES = (

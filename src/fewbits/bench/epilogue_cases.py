@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 
 from fewbits.bench.problem import Case, Problem, Run, Variant, randn
-from fewbits.kernels import qkv_epilogue as epilogue
-from fewbits.kernels._gated_triton import LowRank
-from fewbits.kernels.lora_reduce import (
+from fewbits.kernels.decoder import qkv_epilogue as epilogue
+from fewbits.kernels.decoder.gated_activation_triton import LowRank
+from fewbits.kernels.decoder.low_rank_add import low_rank_add_, low_rank_add_ref
+from fewbits.kernels.decoder.qkv_epilogue import QKNorm, QKVExtras, QKVLayout, Rotation
+from fewbits.kernels.decoder.rope import split_heads
+from fewbits.kernels.product.lora_reduce import (
     ReduceSlice,
     _products,
     lora_gradients,
     lora_reduce_ref,
 )
-from fewbits.kernels.low_rank_add import low_rank_add_, low_rank_add_ref
-from fewbits.kernels.qkv_epilogue import QKNorm, QKVExtras, QKVLayout, Rotation
-from fewbits.kernels.rope import split_heads
 
 _RANK, _BATCH, _D = 16, 4, 128
 

@@ -9,21 +9,31 @@ import torch
 from torch import Tensor
 
 from fewbits.bench.problem import Case, Problem, Run, Variant, randn
-from fewbits.kernels._gated_triton import Quantized8
-from fewbits.kernels.gated_activation import (
+from fewbits.kernels.codec.quantize_float8 import (
+    quantize_blocks,
+    quantize_rows,
+    quantize_tensor,
+    scale_of_amax,
+)
+from fewbits.kernels.decoder.gated_activation import (
     gated_activation_backward_into,
     gated_activation_backward_ref,
     gated_activation_into,
 )
-from fewbits.kernels.gated_lora_backward import (
+from fewbits.kernels.decoder.gated_activation_triton import Quantized8
+from fewbits.kernels.decoder.gated_lora_backward import (
     LowRank,
     gated_lora_backward,
     gated_lora_backward_ref,
 )
-from fewbits.kernels.gated_lora_forward import gated_lora_forward, gated_lora_forward_ref
-from fewbits.kernels.matmul_float8 import float8_linear, float8_weight, scale_row, weight_scale
-from fewbits.kernels.quantize_float8 import quantize_blocks, quantize_rows, quantize_tensor, scale_of_amax
-from fewbits.kernels.rmsnorm import rmsnorm_backward_ref, rmsnorm_backward_rows, rmsnorm_ref, rmsnorm_rows
+from fewbits.kernels.decoder.gated_lora_forward import gated_lora_forward, gated_lora_forward_ref
+from fewbits.kernels.decoder.rmsnorm import (
+    rmsnorm_backward_ref,
+    rmsnorm_backward_rows,
+    rmsnorm_ref,
+    rmsnorm_rows,
+)
+from fewbits.kernels.product.matmul_float8 import float8_linear, float8_weight, scale_row, weight_scale
 
 _EPS = 1e-5
 _RANK = 16

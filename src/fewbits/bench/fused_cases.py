@@ -12,8 +12,8 @@ from torch import Tensor
 
 from fewbits.bench.loss_cases import MAKERS as LOSS_MAKERS
 from fewbits.bench.problem import Case, Problem, Run, differentiated, randn
-from fewbits.kernels.gated_activation import gated_activation, gated_activation_backward_ref
-from fewbits.kernels.rope import apply_rope, rope
+from fewbits.kernels.decoder.gated_activation import gated_activation, gated_activation_backward_ref
+from fewbits.kernels.decoder.rope import apply_rope, rope
 
 _Rotation = Callable[..., tuple[Tensor, Tensor]]
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fewbits.bench.problem import Case, Problem, Run, Variant, randn
 from fewbits.formats import get_format
-from fewbits.kernels.gradient_codec import (
+from fewbits.kernels.codec.gradient_codec import (
     dequantize_gradient,
     dequantize_gradient_ref,
     quantize_gradient,

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fewbits.bench.problem import Case, Problem, Run, randn
-from fewbits.kernels.linear_cross_entropy import linear_cross_entropy
-from fewbits.kernels.linear_cross_entropy_float8 import head_operands, linear_cross_entropy_float8
-from fewbits.kernels.linear_log_probs import linear_log_probs
-from fewbits.kernels.scaled import scaled
+from fewbits.kernels.loss.linear_cross_entropy import linear_cross_entropy
+from fewbits.kernels.loss.linear_cross_entropy_float8 import head_operands, linear_cross_entropy_float8
+from fewbits.kernels.loss.linear_log_probs import linear_log_probs
+from fewbits.kernels.loss.scaled import scaled
 
 _Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from fewbits.bench.problem import Case, Problem, Variant, differentiated, randn
 from fewbits.formats import get_format
-from fewbits.kernels.fake_quantize import (
+from fewbits.kernels.codec.quantize import quantize, quantize_ref
+from fewbits.kernels.product.fake_quantize import (
     fake_quantize,
     fake_quantize_lora,
     fake_quantize_lora_ref,
     fake_quantize_ref,
 )
-from fewbits.kernels.quantize import quantize, quantize_ref
 from fewbits.training.optimizer import AdamW8bit
 
 _RANK = 16

@@ -17,7 +17,7 @@ from fewbits.bench.measure import Peaks, Quantiles
 from fewbits.bench.problem import Case
 from fewbits.device import describe
 from fewbits.errors import BadInput
-from fewbits.kernels._launch import triton
+from fewbits.kernels.launch.jit import triton
 
 
 @dataclass(frozen=True, kw_only=True)

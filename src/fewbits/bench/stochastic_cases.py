@@ -11,10 +11,10 @@ from torch import Tensor
 
 from fewbits.bench.problem import Case, Problem, differentiated, randn
 from fewbits.formats.stochastic import STOCHASTIC, Stochastic
-from fewbits.kernels.quantize_stochastic import quantize_stochastic
-from fewbits.kernels.stochastic_codes import stochastic_codes
-from fewbits.kernels.stochastic_emulated import emulated_product, prepare_emulated, stochastic_emulated
-from fewbits.kernels.stochastic_rows import stochastic_rows
+from fewbits.kernels.stochastic.codes import stochastic_codes
+from fewbits.kernels.stochastic.emulated import emulated_product, prepare_emulated, stochastic_emulated
+from fewbits.kernels.stochastic.quantize import quantize_stochastic
+from fewbits.kernels.stochastic.rows import stochastic_rows
 
 # Measured on normal values: 0.022 for full streams, 0.038 for halved ones.
 _STREAM_ERROR = 0.06

@@ -12,24 +12,24 @@ from torch import Tensor
 
 from fewbits.bench.measure import relative_error
 from fewbits.formats import get_format
-from fewbits.kernels import dequantize as dequantize_module
-from fewbits.kernels._dequantize_triton import DecodeTile, decode_tile
-from fewbits.kernels._gated_lora_triton import SAFE_TILE, GatedLoRATile
-from fewbits.kernels._gated_lora_triton import launch as gated_lora_launch
-from fewbits.kernels._gated_triton import GatedTile, LowRank, gated_tile, low_rank_arguments
-from fewbits.kernels._gated_triton import launch_bwd as gated_bwd
-from fewbits.kernels._gated_triton import launch_fwd as gated_fwd
-from fewbits.kernels._launch import RowTile, next_power_of_2
-from fewbits.kernels._rmsnorm_triton import launch_backward_rows, row_tile
-from fewbits.kernels._rmsnorm_triton import launch_rows as rmsnorm_fwd
-from fewbits.kernels._rope_triton import RopeTile, Tables, rope_tile
-from fewbits.kernels._rope_triton import launch as rope_launch
-from fewbits.kernels._tuning import key_of
-from fewbits.kernels.dequantize import dequantize_ref
-from fewbits.kernels.gated_activation import gated_activation_backward_ref, gated_activation_ref
-from fewbits.kernels.gated_lora_backward import gated_lora_backward_ref
-from fewbits.kernels.rmsnorm import rmsnorm_backward_ref, rmsnorm_ref
-from fewbits.kernels.rope import rope_ref, split_heads
+from fewbits.kernels.codec import dequantize as dequantize_module
+from fewbits.kernels.codec.dequantize import dequantize_ref
+from fewbits.kernels.codec.dequantize_triton import DecodeTile, decode_tile
+from fewbits.kernels.decoder.gated_activation import gated_activation_backward_ref, gated_activation_ref
+from fewbits.kernels.decoder.gated_activation_triton import GatedTile, LowRank, gated_tile, low_rank_arguments
+from fewbits.kernels.decoder.gated_activation_triton import launch_bwd as gated_bwd
+from fewbits.kernels.decoder.gated_activation_triton import launch_fwd as gated_fwd
+from fewbits.kernels.decoder.gated_lora_backward import gated_lora_backward_ref
+from fewbits.kernels.decoder.gated_lora_backward_triton import SAFE_TILE, GatedLoRATile
+from fewbits.kernels.decoder.gated_lora_backward_triton import launch as gated_lora_launch
+from fewbits.kernels.decoder.rmsnorm import rmsnorm_backward_ref, rmsnorm_ref
+from fewbits.kernels.decoder.rmsnorm_triton import launch_backward_rows, row_tile
+from fewbits.kernels.decoder.rmsnorm_triton import launch_rows as rmsnorm_fwd
+from fewbits.kernels.decoder.rope import rope_ref, split_heads
+from fewbits.kernels.decoder.rope_triton import RopeTile, Tables, rope_tile
+from fewbits.kernels.decoder.rope_triton import launch as rope_launch
+from fewbits.kernels.launch.jit import RowTile, next_power_of_2
+from fewbits.kernels.launch.tuning import key_of
 
 _ROWS = 256  # of which the definition is computed: in float32 all rows of a wide tensor would take gigabytes
 _EPS = 1e-5
@@ -60,7 +60,7 @@ class Sweep:
     """One kernel on one set of operands.
 
     Attributes:
-        key: under which the best tile is kept; see `fewbits.kernels._tuning.key_of`.
+        key: under which the best tile is kept; see `fewbits.kernels.launch.tuning.key_of`.
         title: for the table.
         bytes_moved: inputs read once and outputs written once.
         tolerance: largest relative error of an output beside the definition.

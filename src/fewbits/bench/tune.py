@@ -17,8 +17,8 @@ from fewbits.bench.problem import Run, Variant
 from fewbits.bench.sweeps import WIDTHS, Sweep, sweeps
 from fewbits.device import describe
 from fewbits.errors import Unsupported
-from fewbits.kernels._launch import triton
-from fewbits.kernels._tuning import keep, tiles_of
+from fewbits.kernels.launch.jit import triton
+from fewbits.kernels.launch.tuning import keep, tiles_of
 from fewbits.words import size
 
 _GAIN = 0.97  # of the rule's time: what a tile must beat to be kept

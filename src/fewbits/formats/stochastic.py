@@ -15,7 +15,7 @@ With p = ``sc_prec``, Q the largest code, R the levels of the sequences' grid an
 * a's enabled steps: ``K_d(q) = #{t < L: ra_d[t] < B(q)}``; the product of two magnitudes
   ``T_d(qa, qb) = #{t < K_d(qa): rb_d[t] < B(qb)}``. Not symmetric in a and b.
 
-Sequences and tables are in `fewbits.formats.streams`, the matmul in `fewbits.kernels.matmul_stochastic`.
+Sequences and tables are in `fewbits.formats.streams`, the matmul in `fewbits.kernels.stochastic.matmul`.
 Here: the options as one frozen value, which is also the `Format` of prepared operands (bipolar, per row,
 codes of at most 8 bits), and the quantiser of every granularity and mode.
 """

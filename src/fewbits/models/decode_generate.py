@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from fewbits.errors import Unsupported
-from fewbits.kernels.matmul_packed import PLAIN
+from fewbits.kernels.product.matmul_packed import PLAIN
 from fewbits.models.decode_step import DecodeStep, why_not
 from fewbits.nn.linear import QuantizedLinear
 

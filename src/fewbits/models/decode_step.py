@@ -25,10 +25,10 @@ from torch import Tensor, nn
 
 from fewbits.errors import BadInput, NotFused, SpecMismatch, Unsupported
 from fewbits.formats.base import Packed
-from fewbits.kernels import _nvrtc
-from fewbits.kernels._few_rows_cut import max_rows
-from fewbits.kernels.decode_attention import Cache, DecodeAttention, Rules
-from fewbits.kernels.few_rows import FewRows, LowRankSum, RowNorm
+from fewbits.kernels.generation.cut import max_rows
+from fewbits.kernels.generation.decode_attention import Cache, DecodeAttention, Rules
+from fewbits.kernels.generation.few_rows import FewRows, LowRankSum, RowNorm
+from fewbits.kernels.launch import nvrtc
 from fewbits.models.fused_parts import part_of
 from fewbits.models.spec import ModelSpec, layer_names, locate, spec_for
 from fewbits.nn.projection import Branch, Part
@@ -65,8 +65,8 @@ def why_not(model: Any) -> str:
     devices = {p.device for p in model.parameters()}
     if len(devices) != 1 or next(iter(devices)).type != "cuda":
         return "the model is not on one GPU"
-    if _nvrtc.missing() is not None:
-        return str(_nvrtc.missing())
+    if nvrtc.missing() is not None:
+        return str(nvrtc.missing())
     if torch.cuda.get_device_capability(next(iter(devices))) < (8, 0):
         return "its kernels need compute capability 8.0 or later"
     return ""

@@ -13,8 +13,8 @@ from torch.utils.weak import WeakIdRef
 
 from fewbits.errors import NotFused
 from fewbits.formats import E4M3, E4M3_ROW
-from fewbits.kernels.matmul_packed import PLAIN, Operands
-from fewbits.kernels.qkv_epilogue import QKVLayout
+from fewbits.kernels.decoder.qkv_epilogue import QKVLayout
+from fewbits.kernels.product.matmul_packed import PLAIN, Operands
 from fewbits.models.attention import attention_facts, is_plain_mask
 from fewbits.models.fused_guard import Guard, refuse_hooks
 from fewbits.models.spec import ModelSpec

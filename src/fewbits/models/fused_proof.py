@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from fewbits.errors import NotFused
-from fewbits.kernels.matmul_packed import PLAIN
+from fewbits.kernels.product.matmul_packed import PLAIN
 from fewbits.models.fused_comparison import Differs, NothingToCompare, compare_layer, like_of, random_like
 from fewbits.models.spec import ModelSpec
 from fewbits.nn.keep import Keep

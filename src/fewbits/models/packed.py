@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fewbits import device
 from fewbits.errors import BadCheckpoint, SpecMismatch
 from fewbits.formats.base import Format, Packed, PartSpec
-from fewbits.kernels.quantize import quantize
+from fewbits.kernels.codec.quantize import quantize
 from fewbits.models.checkpoint import TensorEntry
 from fewbits.models.transposed import as_linear, is_transposed
 from fewbits.nn.finite import check_finite

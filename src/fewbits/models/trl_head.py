@@ -3,8 +3,9 @@
 TRL (from 1.16 on) gives the model that it trains a ``forward`` that takes ``fused_lm_head=True`` and returns,
 without holding the logits, the log-probability of each label and what its metrics need: entropy, top 1, mean
 logit. It computes the logits again in the backward pass. Two hooks of the model answer such calls with
-`fewbits.kernels.linear_log_probs`, which does not, where that computes the same: gradients are on, the head
-is frozen and has no bias, the temperature is 1, and no more is asked for. Everything else takes TRL's way.
+`fewbits.kernels.loss.linear_log_probs`, which does not, where that computes the same: gradients are on, the
+head is frozen and has no bias, the temperature is 1, and no more is asked for. Everything else takes TRL's
+way.
 
 Nothing of TRL is imported or replaced: what was asked for stands in the ``forward`` that it left on the
 model.
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from fewbits.kernels.linear_log_probs import LogProbs, linear_log_probs
+from fewbits.kernels.loss.linear_log_probs import LogProbs, linear_log_probs
 from fewbits.nn.loss import LazyHead, LogitFreeLoss
 
 _IGNORED = -100

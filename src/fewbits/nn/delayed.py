@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fewbits.formats.blocks import SMALLEST_SCALE
-from fewbits.kernels._gated_triton import Quantized8
+from fewbits.kernels.decoder.gated_activation_triton import Quantized8
 
 HISTORY = 16
 HEADROOM = 2.0

@@ -2,7 +2,7 @@
 
 The gradient is not clipped. The formats take their scales from the values themselves, afresh in each step, so
 no value ever lies outside of the representable range, and a clipped straight-through estimator would clip
-nothing. How it is computed is in `fewbits.kernels.fake_quantize`.
+nothing. How it is computed is in `fewbits.kernels.product.fake_quantize`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from fewbits.formats.base import Format
-from fewbits.kernels.fake_quantize import fake_quantize, fake_quantized_linear
+from fewbits.kernels.product.fake_quantize import fake_quantize, fake_quantized_linear
 from fewbits.nn.linear import take_parameters
 
 __all__ = ["FakeQuantizedLinear", "fake_quantize"]

@@ -24,10 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fewbits.kernels._derivatives import keep_ways, once_differentiable
-from fewbits.kernels._gated_triton import LowRank
-from fewbits.kernels._matrix import rows_of
-from fewbits.kernels.qkv_epilogue import (
+from fewbits.kernels.codec.quantize_float8 import quantize_rows
+from fewbits.kernels.decoder.gated_activation_triton import LowRank
+from fewbits.kernels.decoder.qkv_epilogue import (
     QKNorm,
     QKVExtras,
     QKVLayout,
@@ -35,7 +34,8 @@ from fewbits.kernels.qkv_epilogue import (
     qkv_epilogue,
     qkv_epilogue_backward,
 )
-from fewbits.kernels.quantize_float8 import quantize_rows
+from fewbits.kernels.launch.derivatives import keep_ways, once_differentiable
+from fewbits.kernels.launch.matrix import rows_of
 from fewbits.nn.fused_common import (
     Kept,
     Norm,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fewbits.errors import BadInput
-from fewbits.kernels.rmsnorm import rmsnorm_backward_rows, rmsnorm_rows
+from fewbits.kernels.decoder.rmsnorm import rmsnorm_backward_rows, rmsnorm_rows
 from fewbits.nn.keep import Keep
 from fewbits.nn.projection import Rows
 

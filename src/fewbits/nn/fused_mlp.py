@@ -24,17 +24,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fewbits.kernels._derivatives import keep_ways, once_differentiable
-from fewbits.kernels._gated_lora_triton import MAX_RANK as ONE_PASS_RANK
-from fewbits.kernels._gated_triton import LowRank, Quantized8
-from fewbits.kernels._matrix import rows_of
-from fewbits.kernels.gated_activation import (
+from fewbits.kernels.codec.quantize_float8 import quantize_rows
+from fewbits.kernels.decoder.gated_activation import (
     gated_activation_backward_into,
     gated_activation_into,
 )
-from fewbits.kernels.gated_lora_backward import BranchGradients, gated_lora_backward
-from fewbits.kernels.gated_lora_forward import gated_lora_forward
-from fewbits.kernels.quantize_float8 import quantize_rows
+from fewbits.kernels.decoder.gated_activation_triton import LowRank, Quantized8
+from fewbits.kernels.decoder.gated_lora_backward import BranchGradients, gated_lora_backward
+from fewbits.kernels.decoder.gated_lora_backward_triton import MAX_RANK as ONE_PASS_RANK
+from fewbits.kernels.decoder.gated_lora_forward import gated_lora_forward
+from fewbits.kernels.launch.derivatives import keep_ways, once_differentiable
+from fewbits.kernels.launch.matrix import rows_of
 from fewbits.nn.delayed import Slot
 from fewbits.nn.fused_common import (
     Kept,

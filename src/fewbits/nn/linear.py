@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from fewbits.formats.base import Format, Packed
-from fewbits.kernels.matmul_operands import operand_linear
-from fewbits.kernels.matmul_packed import Operands, packed_linear
-from fewbits.kernels.quantize import quantize
+from fewbits.kernels.codec.quantize import quantize
+from fewbits.kernels.product.matmul_operands import operand_linear
+from fewbits.kernels.product.matmul_packed import Operands, packed_linear
 from fewbits.nn.decoded_weight import DecodedWeight
 from fewbits.nn.finite import check_finite
 

@@ -4,7 +4,8 @@ It is a true PEFT layer: a PeftModel wraps the model, and saving, loading, addin
 merging adapters are PEFT's own, names included. This class only says how the layer computes, and what merging
 means for its base:
 
-* packed base: one lean autograd step (`fewbits.kernels.lora_linear`); merging decodes, adds, and rounds
+* packed base: one lean autograd step (`fewbits.kernels.product.lora_linear`); merging decodes, adds, and
+rounds
   again. The parts from before are kept while merged, so that unmerging gives them back bit for bit.
 * plain base: the same step without decoding.
 * fake-quantised base: the effective weight is rounded as a whole, ``Q(W + s B A)``, so that merging and then
@@ -28,9 +29,9 @@ from peft.tuners.tuners_utils import check_adapters_to_merge
 from torch import Tensor, nn
 
 from fewbits.errors import Unsupported
-from fewbits.kernels.fake_quantize import lora_weight
-from fewbits.kernels.lora_linear import lora_linear
-from fewbits.kernels.matmul_packed import PLAIN, Operands
+from fewbits.kernels.product.fake_quantize import lora_weight
+from fewbits.kernels.product.lora_linear import lora_linear
+from fewbits.kernels.product.matmul_packed import PLAIN, Operands
 from fewbits.nn.fake_quantize import FakeQuantizedLinear
 from fewbits.nn.first_values import orthogonal_pair
 from fewbits.nn.linear import QuantizedLinear

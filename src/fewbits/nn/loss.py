@@ -1,8 +1,8 @@
 """Logits that are not there until somebody looks: `LazyLogits`, their head, the loss that needs none.
 
 In training a causal LM makes its logits only to hand them to its loss, which can do without them
-(`fewbits.kernels.linear_cross_entropy`). Whoever else reads them, a metric or another loss, gets the true
-values, with their gradient: any use of a `LazyLogits` other than its shape, dtype or device computes it.
+(`fewbits.kernels.loss.linear_cross_entropy`). Whoever else reads them, a metric or another loss, gets the
+true values, with their gradient: any use of a `LazyLogits` other than its shape, dtype or device computes it.
 With a `Float8Head` the loss's products take 8-bit operands; logits that somebody reads do not.
 """
 
@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fewbits.errors import Unsupported
-from fewbits.kernels.linear_cross_entropy import linear_cross_entropy
-from fewbits.kernels.linear_cross_entropy_float8 import (
+from fewbits.kernels.loss.linear_cross_entropy import linear_cross_entropy
+from fewbits.kernels.loss.linear_cross_entropy_float8 import (
     HeadOperands,
     head_operands,
     linear_cross_entropy_float8,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from fewbits.kernels.rmsnorm import rmsnorm
+from fewbits.kernels.decoder.rmsnorm import rmsnorm
 from fewbits.nn.tensor_group import own_weight
 
 

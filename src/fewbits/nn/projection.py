@@ -28,12 +28,13 @@ import torch
 from torch import Tensor
 
 from fewbits.formats.base import Format, Packed
-from fewbits.kernels._gated_triton import MAX_RANK, LowRank
-from fewbits.kernels.dequantize import dequantize
-from fewbits.kernels.fake_quantize import fake_quantize, fake_quantize_lora
-from fewbits.kernels.lora_reduce import ReduceSlice, lora_reduce
-from fewbits.kernels.low_rank_add import low_rank_add_
-from fewbits.kernels.matmul_float8 import (
+from fewbits.kernels.codec.dequantize import dequantize
+from fewbits.kernels.codec.quantize_float8 import quantize_rows
+from fewbits.kernels.decoder.gated_activation_triton import MAX_RANK, LowRank
+from fewbits.kernels.decoder.low_rank_add import low_rank_add_
+from fewbits.kernels.product.fake_quantize import fake_quantize, fake_quantize_lora
+from fewbits.kernels.product.lora_reduce import ReduceSlice, lora_reduce
+from fewbits.kernels.product.matmul_float8 import (
     float8_linear,
     float8_weight,
     float8_weight_pair,
@@ -41,7 +42,6 @@ from fewbits.kernels.matmul_float8 import (
     weight_scale,
     weight_scales,
 )
-from fewbits.kernels.quantize_float8 import quantize_rows
 
 
 class Rows(NamedTuple):

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 from fewbits.errors import Unsupported
 from fewbits.formats.base import Packed
-from fewbits.kernels._matrix import rows_of
-from fewbits.kernels.matmul_packed import product_dtype
-from fewbits.kernels.stochastic_rows import stochastic_rows
+from fewbits.kernels.launch.matrix import rows_of
+from fewbits.kernels.product.matmul_packed import product_dtype
+from fewbits.kernels.stochastic.rows import stochastic_rows
 
 MOST_ROWS = 16
 Member = Any  # a StochasticLinear, whose module imports this one

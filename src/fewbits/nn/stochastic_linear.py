@@ -31,12 +31,12 @@ from torch import Tensor, nn
 from fewbits.errors import BadInput, Unsupported
 from fewbits.formats.base import Packed, PartSpec
 from fewbits.formats.stochastic import Stochastic
-from fewbits.kernels._matrix import rows_of
-from fewbits.kernels.matmul_packed import decode, product_dtype, signature
-from fewbits.kernels.matmul_stochastic import product_of_codes
-from fewbits.kernels.quantize import quantize
-from fewbits.kernels.quantize_stochastic import quantize_stochastic
-from fewbits.kernels.stochastic_rows import stochastic_rows
+from fewbits.kernels.codec.quantize import quantize
+from fewbits.kernels.launch.matrix import rows_of
+from fewbits.kernels.product.matmul_packed import decode, product_dtype, signature
+from fewbits.kernels.stochastic.matmul import product_of_codes
+from fewbits.kernels.stochastic.quantize import quantize_stochastic
+from fewbits.kernels.stochastic.rows import stochastic_rows
 from fewbits.nn.finite import check_finite
 from fewbits.nn.linear import LinearFormats, QuantizedLinear
 from fewbits.nn.stochastic_group import StochasticGroup

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from fewbits.formats.stochastic import Stochastic
-from fewbits.kernels.matmul_stochastic import sc_matmul_ref
-from fewbits.kernels.quantize_stochastic import quantize_stochastic
-from fewbits.kernels.stochastic_codes import stochastic_codes
+from fewbits.kernels.stochastic.codes import stochastic_codes
+from fewbits.kernels.stochastic.matmul import sc_matmul_ref
+from fewbits.kernels.stochastic.quantize import quantize_stochastic
 
 
 class _StraightThrough(torch.autograd.Function):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fewbits.errors import BadInput, Unsupported
 from fewbits.formats.base import Format
 from fewbits.formats.stochastic import Stochastic
-from fewbits.kernels.fake_quantize import lora_weight
+from fewbits.kernels.product.fake_quantize import lora_weight
 from fewbits.nn.fake_quantize import FakeQuantizedLinear
 from fewbits.nn.stochastic_product import stochastic_product
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from fewbits.kernels._derivatives import once_differentiable
+from fewbits.kernels.launch.derivatives import once_differentiable
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ def qlora_nf4_fp8_head() -> Recipe:
     """`qlora_nf4_fp8` whose output head multiplies in FP8 too, where a step needs no logits.
 
     The gradient of the logits is E4M3 with a scale for each row, the label's entry in 16 bits beside it: see
-    `fewbits.kernels.linear_cross_entropy_float8`. A frozen head keeps two FP8 copies, 2 bytes a weight.
+    `fewbits.kernels.loss.linear_cross_entropy_float8`. A frozen head keeps two FP8 copies, 2 bytes a weight.
     ``head=Rule(weight_operand=E4M3, activation=E4M3_ROW)`` leaves that gradient's product in 16 bits.
     """
     return replace(qlora_nf4_fp8(), name="qlora_nf4_fp8_head", head=_HEAD)

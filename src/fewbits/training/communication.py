@@ -36,7 +36,7 @@ from torch import Tensor, distributed
 
 from fewbits.errors import BadCheckpoint, BadInput
 from fewbits.formats.base import Format
-from fewbits.kernels.gradient_codec import wire_format, wire_of
+from fewbits.kernels.codec.gradient_codec import wire_format, wire_of
 
 FILE = "gradient_exchange_{rank:05d}.safetensors"
 _MASK = 2**64 - 1

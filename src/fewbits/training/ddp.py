@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fewbits.errors import BadInput, SpecMismatch
 from fewbits.formats.base import Format
-from fewbits.kernels.gradient_codec import (
+from fewbits.kernels.codec.gradient_codec import (
     Wire,
     dequantize_gradient,
     quantize_gradient,
@@ -51,7 +51,7 @@ def quantize_gradients(
 
     Args:
         model: wrapped by DDP; it takes one hook in its life.
-        format: INT8, INT4 or FP8 E4M3; see `fewbits.kernels.gradient_codec.wire_format` for its blocks.
+        format: INT8, INT4 or FP8 E4M3; see `fewbits.kernels.codec.gradient_codec.wire_format` for its blocks.
         seed: of stochastic rounding.
         error_feedback: add to each gradient what rounding took from the one before.
         stochastic: round stochastically; None: only without error feedback.

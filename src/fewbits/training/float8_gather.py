@@ -24,9 +24,9 @@ from torch import Tensor, distributed, nn
 
 from fewbits.errors import Unsupported
 from fewbits.formats import E4M3, Packed
-from fewbits.kernels.dequantize import dequantize
-from fewbits.kernels.matmul_float8 import float8_weight
-from fewbits.kernels.quantize_float8 import scale_of_amax
+from fewbits.kernels.codec.dequantize import dequantize
+from fewbits.kernels.codec.quantize_float8 import scale_of_amax
+from fewbits.kernels.product.matmul_float8 import float8_weight
 from fewbits.models.spec import ModelSpec, layer_names, spec_for
 
 

@@ -22,7 +22,7 @@ from torch import Tensor, distributed, nn
 
 from fewbits.errors import SpecMismatch, Unsupported
 from fewbits.formats.base import Format
-from fewbits.kernels.gradient_codec import Wire, quantize_gradient, reduce_gradients
+from fewbits.kernels.codec.gradient_codec import Wire, quantize_gradient, reduce_gradients
 from fewbits.training.communication import GradientExchange, Travel, check_seed, wait
 from fewbits.training.fsdp import sharded_modules
 from fewbits.training.tensor_parallel import tensor_parallel_of
@@ -41,7 +41,7 @@ def quantize_reduce_scatter(
 
     Args:
         model: sharded by FSDP2.
-        format: INT8, INT4 or FP8 E4M3; see `fewbits.kernels.gradient_codec.wire_format` for its blocks.
+        format: INT8, INT4 or FP8 E4M3; see `fewbits.kernels.codec.gradient_codec.wire_format` for its blocks.
         seed: of stochastic rounding.
         error_feedback: add to each gradient what rounding took from the one before.
         stochastic: round stochastically; None: only without error feedback.

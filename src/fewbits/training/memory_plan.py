@@ -28,7 +28,8 @@ from fewbits.recipes.memory import Memory, head_copies
 from fewbits.training.layer_cost import LayerCost, layer_cost, machine_of
 
 GIB = 2**30
-# One chunk of logits, as fewbits.kernels.linear_cross_entropy cuts them, and its form with 8-bit products.
+# One chunk of logits, as fewbits.kernels.loss.linear_cross_entropy cuts them, and its form with 8-bit
+# products.
 _LOGITS_BYTES, _LOGITS8_BYTES = 512 << 20, 256 << 20
 _STEP_DOWN = 0.85  # what the next smaller plan may use of the one that did not fit
 

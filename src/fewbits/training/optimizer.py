@@ -1,9 +1,9 @@
 """`AdamW8bit`: AdamW whose moments take two bytes a parameter instead of eight.
 
-How a step is computed is in `fewbits.kernels.adamw`: on a GPU one launch for all parameters of a group, on a
-CPU the definition. The class is an ordinary torch optimizer: schedules, gradient scalers (a step whose
-``found_inf`` is set changes nothing, without waiting for the device), ``state_dict`` and capture in a CUDA
-graph (``capturable``) work as with torch's.
+How a step is computed is in `fewbits.kernels.optimizer.adamw`: on a GPU one launch for all parameters of a
+group, on a CPU the definition. The class is an ordinary torch optimizer: schedules, gradient scalers (a step
+whose ``found_inf`` is set changes nothing, without waiting for the device), ``state_dict`` and capture in a
+CUDA graph (``capturable``) work as with torch's.
 
 Of a DTensor (FSDP2, tensor parallelism) each rank steps its own slice and keeps that slice's moments, with
 blocks that begin at the slice's first value; `fewbits.training.sharded_checkpoint` saves them so that another
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fewbits.errors import BadInput, Unsupported
-from fewbits.kernels.adamw import (
+from fewbits.kernels.optimizer.adamw import (
     AdamWOptions,
     Moments,
     Prepared,

@@ -17,7 +17,7 @@ from torch import Tensor
 from fewbits.errors import Unsupported
 from fewbits.formats.base import Packed
 from fewbits.formats.codebook import Codebook
-from fewbits.kernels.dequantize import dequantize
+from fewbits.kernels.codec.dequantize import dequantize
 
 Pieces = Sequence[tuple[int, int]]  # begin and end of each
 

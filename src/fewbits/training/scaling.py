@@ -13,8 +13,9 @@ single GPUs, an all-to-all and an all-gather of (W - 1) / W * b each. Between no
 inside (all-gather). Without it the all-to-all alone sends g times b (W - g) / W from every node, more than
 bfloat16's ring in all once g > 3 in INT8: `hierarchical=False` shows it.
 
-Quantising, adding and decoding cost memory traffic (`fewbits.kernels.gradient_codec`) at ``memory_rate``. A
-bucket is coded while another travels, so of codec and network the shorter is hidden but for one bucket:
+Quantising, adding and decoding cost memory traffic (`fewbits.kernels.codec.gradient_codec`) at
+``memory_rate``. A bucket is coded while another travels, so of codec and network the shorter is hidden but
+for one bucket:
 
     exchange = max(network, codec) + min(network, codec) / b        network = inside + between + latencies
 
@@ -34,7 +35,7 @@ from dataclasses import dataclass, replace
 
 from fewbits.errors import BadInput
 from fewbits.formats import get_format
-from fewbits.kernels.gradient_codec import wire_format, wire_of
+from fewbits.kernels.codec.gradient_codec import wire_format, wire_of
 
 PLAIN = {"float32": 4.0, "bfloat16": 2.0}
 _MANY = 2**24

@@ -34,8 +34,8 @@ from safetensors.torch import save_file
 from torch import Tensor, distributed
 
 from fewbits.errors import BadCheckpoint, SpecMismatch
-from fewbits.kernels._adamw_triton import BLOCK
-from fewbits.kernels.adamw import dequantize_moment, quantize_moment
+from fewbits.kernels.optimizer.adamw import dequantize_moment, quantize_moment
+from fewbits.kernels.optimizer.adamw_triton import BLOCK
 from fewbits.models.checkpoint import INDEX, WEIGHTS
 from fewbits.models.fused import load_scales, scales_of
 from fewbits.training.checkpointing import staged

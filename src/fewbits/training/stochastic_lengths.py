@@ -22,8 +22,8 @@ from torch import Tensor
 
 from fewbits.errors import BadInput
 from fewbits.formats.stochastic import Stochastic
-from fewbits.kernels.quantize_stochastic import quantize_stochastic
-from fewbits.kernels.stochastic_codes import stochastic_codes
+from fewbits.kernels.stochastic.codes import stochastic_codes
+from fewbits.kernels.stochastic.quantize import quantize_stochastic
 
 
 @dataclass(frozen=True)

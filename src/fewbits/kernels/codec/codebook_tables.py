@@ -1,0 +1,49 @@
+"""What the kernels of quantize_triton.py need to know of a codebook (NF4, FP4), as tensors."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from fewbits.formats.codebook import Codebook
+from fewbits.formats.kept import keep_tables
+from fewbits.formats.tables import midpoints, table
+
+
+def codebook_tables(format: Codebook, device: torch.device) -> tuple[int, Tensor, Tensor]:
+    """The codes in ascending order of their values, as nibbles; the thresholds, also by cell; the 16 values.
+
+    Order 0 stands for ascending values of which two thresholds share a cell.
+    """
+    order = sorted(range(16), key=lambda i: format.values[i])
+    ascending = tuple(format.values[i] for i in order)
+    sorted_already = order == list(range(16))
+    nibbles = sum(code << (4 * i) for i, code in enumerate(order))
+    if sorted_already and not _cells_differ(ascending):
+        nibbles = 0
+    return nibbles, _thresholds(ascending, device), table(format.values, device)
+
+
+@keep_tables(maxsize=64)
+def _thresholds(ascending: tuple[float, ...], device: torch.device) -> Tensor:
+    """15 thresholds, a gap; each cell's own or infinity (64); how many lie in the cells below it (64)."""
+    found = midpoints(ascending, torch.device("cpu"))
+    cells = (found.double() * 16).round().long() + 16  # to even, as the kernel's float32 sum
+    own = torch.full((64,), torch.inf)
+    own[cells] = found
+    below = (cells[None, :] < torch.arange(64)[:, None]).sum(1).float()
+    return torch.cat([found, found.new_zeros(1), own, below]).to(device)
+
+
+@keep_tables(maxsize=64, of_numbers=True)
+def _cells_differ(ascending: tuple[float, ...]) -> bool:
+    found = midpoints(ascending, torch.device("cpu")).double()
+    return len(set((found * 16).round().tolist())) == len(found)
+
+
+def code_of_zero(values: tuple[float, ...]) -> int:
+    """The code that 0 gets."""
+    order = sorted(range(16), key=lambda i: values[i])
+    return order[sum(values[a] + values[b] < 0 for a, b in pairwise(order))]

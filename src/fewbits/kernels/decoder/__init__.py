@@ -1,0 +1,6 @@
+"""What stands between a decoder layer's products: norms, rotary positions, gated activations, LoRA branches.
+
+Each file fuses several elementwise steps into one pass over memory, forward and backward. Imports
+`kernels.launch` and `kernels.codec`. Begin with `rmsnorm.py`; the layer that calls all of them is
+`fewbits.nn.fused_attention` and `fewbits.nn.fused_mlp`.
+"""

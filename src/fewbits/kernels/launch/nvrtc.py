@@ -1,0 +1,201 @@
+"""CUDA C++ compiled at run time, for kernels that Triton cannot express; launches on the operand's stream.
+
+`cuda.bindings` is NVIDIA's own Python face of NVRTC and the driver; torch's CUDA wheels bring it and NVRTC
+along. Nothing is compiled at installation. A kernel's first use takes up to a second; its machine code is
+then kept where Triton keeps its own, in the user's cache folder (~/.triton/cache, or TRITON_CACHE_DIR).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+from functools import lru_cache
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import torch
+
+from fewbits.errors import Unsupported
+from fewbits.kernels.launch.grid import check_grid
+from fewbits.kernels.launch.jit import triton
+
+Defines = tuple[tuple[str, int], ...]
+_KERNELS = Path(__file__).parents[1]  # a source is named by its path from here: "stochastic/lookup.cu"
+_DYNAMIC_SHARED_BYTES = 48 * 1024  # above, a kernel must ask first
+_ALL = 100  # percent of the first cache's memory as shared memory
+_GRANTING = Lock()  # two threads may ask for one function's attributes
+_ELF = b"\x7fELF"
+
+
+@lru_cache(maxsize=1)
+def missing() -> str | None:
+    """Why nothing can be compiled here; None if it can."""
+    if find_spec("cuda") is None or find_spec("cuda.bindings") is None:
+        return "the package cuda-bindings is not installed"
+    try:
+        _checked(_bindings("nvrtc").nvrtcVersion(), "nvrtcVersion")
+    except (ImportError, OSError, RuntimeError, Unsupported) as error:
+        return f"NVRTC cannot be loaded: {str(error).splitlines()[0]}"
+    return None
+
+
+@lru_cache(maxsize=64)
+def cubin(source: str, defines: Defines, capability: int) -> bytes:
+    """Machine code of a file of this package for ``sm_{capability}``; needs no GPU.
+
+    From the user's cache folder if an earlier process left it there; a folder that cannot be read or written
+    costs the time to compile again and nothing else.
+    """
+    options = [f"--gpu-architecture=sm_{capability}", "--std=c++17", *(f"-D{k}={v}" for k, v in defines)]
+    cache, name = _cache_of(source, options), f"{Path(source).stem}.cubin"
+    with contextlib.suppress(OSError):
+        found = None if cache is None else cache.get_file(name)
+        if found is not None and (code := Path(found).read_bytes())[:4] == _ELF:
+            return code
+    code = _compiled(source, options)
+    with contextlib.suppress(OSError):
+        if cache is not None:
+            cache.put(code, name)  # a file of its own first, then renamed: no process sees half of it
+    return code
+
+
+def _cache_of(source: str, options: list[str]) -> Any:
+    """Triton's own keeper of files for this source, what it may include, the options and the compiler."""
+    if triton is None:
+        return None
+    from triton.runtime.cache import get_cache_manager
+
+    parts = [source, *options, str(_version())]
+    parts += [path.read_text(encoding="utf-8") for path in sorted(_KERNELS.rglob("*.cu"))]
+    try:
+        return get_cache_manager(hashlib.sha256("\0".join(parts).encode()).hexdigest())
+    except (OSError, RuntimeError):  # there is no such folder, and none can be made
+        return None
+
+
+def _version() -> tuple[int, ...]:
+    status, *numbers = _bindings("nvrtc").nvrtcVersion()
+    _checked((status,), "nvrtcVersion")
+    return tuple(numbers)
+
+
+def _compiled(source: str, options: list[str]) -> bytes:
+    nvrtc, path = _bindings("nvrtc"), _KERNELS / source
+    text = path.read_bytes()
+    program = _checked(nvrtc.nvrtcCreateProgram(text, source.encode(), 0, [], []), "nvrtcCreateProgram")
+    words = [*options, f"--include-path={path.parent}", f"--include-path={_KERNELS}"]
+    try:
+        (status,) = nvrtc.nvrtcCompileProgram(program, len(words), [o.encode() for o in words])
+        if int(status):
+            log = b" " * _checked(nvrtc.nvrtcGetProgramLogSize(program), "nvrtcGetProgramLogSize")
+            nvrtc.nvrtcGetProgramLog(program, log)
+            said = log.decode(errors="replace")
+            raise Unsupported(f"{source} does not compile with {options[0]}: {said}")
+        code = b" " * _checked(nvrtc.nvrtcGetCUBINSize(program), "nvrtcGetCUBINSize")
+        _checked(nvrtc.nvrtcGetCUBIN(program, code), "nvrtcGetCUBIN")
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+    return code
+
+
+@lru_cache(maxsize=256)
+def kernel(
+    source: str, name: str, defines: Defines, device: int, shared_bytes: int, *, beside: bool = False
+) -> Any:
+    """A kernel's handle on a device, which is the current one.
+
+    ``beside``: all of a multiprocessor's first cache is shared memory while the kernel runs, so that others
+    for which this holds can run beside it.
+    """
+    driver = _bindings("driver")
+    major, minor = torch.cuda.get_device_capability(device)
+    module = _module(source, defines, device, 10 * major + minor)
+    handle = _checked(driver.cuModuleGetFunction(module, name.encode()), "cuModuleGetFunction")
+    attributes, wanted = driver.CUfunction_attribute, {}
+    if beside:
+        wanted[attributes.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT] = _ALL
+    if shared_bytes > _DYNAMIC_SHARED_BYTES:
+        wanted[attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES] = shared_bytes
+    with _GRANTING:
+        for attribute, value in wanted.items():
+            # Never less than before: launches with more shared memory share this function.
+            if value > _checked(driver.cuFuncGetAttribute(attribute, handle), "cuFuncGetAttribute"):
+                _checked(driver.cuFuncSetAttribute(handle, attribute, value), "cuFuncSetAttribute")
+    return handle
+
+
+@lru_cache(maxsize=256)
+def _module(source: str, defines: Defines, device: int, capability: int) -> Any:
+    driver = _bindings("driver")
+    torch.cuda.current_stream(device).synchronize()  # the device's context exists and is current
+    return _checked(driver.cuModuleLoadData(cubin(source, defines, capability)), "cuModuleLoadData")
+
+
+def launch(
+    handle: Any,
+    grid: tuple[int, int, int],
+    threads: int,
+    shared_bytes: int,
+    argument: ctypes.Structure,
+    *,
+    early: bool = False,
+) -> None:
+    """Start a kernel of one argument, a structure by value, on the current stream of the current device.
+
+    ``early`` lets its blocks start before those of the stream's last kernel have ended; the kernel itself
+    awaits what that one writes (griddepcontrol.wait; from compute capability 9.0).
+    """
+    check_grid(grid, "this product")
+    driver = _bindings("driver")
+    _ensure_context(driver)
+    pointers = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
+    stream = torch.cuda.current_stream().cuda_stream
+    if early:
+        config = _early_config(grid, threads, shared_bytes, stream)
+        status = driver.cuLaunchKernelEx(config, handle, ctypes.addressof(pointers), 0)
+        _checked(status, "cuLaunchKernelEx")
+        return
+    status = driver.cuLaunchKernel(
+        handle, *grid, threads, 1, 1, shared_bytes, stream, ctypes.addressof(pointers), 0
+    )
+    _checked(status, "cuLaunchKernel")
+
+
+@lru_cache(maxsize=1024)
+def _early_config(grid: tuple[int, int, int], threads: int, shared_bytes: int, stream: int) -> Any:
+    driver = _bindings("driver")
+    attribute = driver.CUlaunchAttribute()
+    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    attribute.value.programmaticStreamSerializationAllowed = 1
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = grid
+    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+    config.sharedMemBytes, config.hStream = shared_bytes, stream
+    config.attrs, config.numAttrs = [attribute], 1
+    return config
+
+
+def _ensure_context(driver: Any) -> None:
+    """Give a thread that has launched nothing yet the current device's context.
+
+    A launch by the runtime, as torch's are, does this by itself; one by the driver fails.
+    """
+    if not int(_checked(driver.cuCtxGetCurrent(), "cuCtxGetCurrent")):
+        device = _checked(driver.cuDeviceGet(torch.cuda.current_device()), "cuDeviceGet")
+        context = _checked(driver.cuDevicePrimaryCtxRetain(device), "cuDevicePrimaryCtxRetain")
+        _checked(driver.cuCtxSetCurrent(context), "cuCtxSetCurrent")
+
+
+def _bindings(name: str) -> Any:
+    return import_module(f"cuda.bindings.{name}")
+
+
+def _checked(result: tuple[Any, ...], call: str) -> Any:
+    status, *values = result
+    if int(status):
+        raise RuntimeError(f"{call} answers {status!r}")
+    return values[0] if values else None

@@ -1,0 +1,113 @@
+"""Which CUDA kernels a product of prepared stochastic operands takes: those of the least estimated time.
+
+The rates were measured on an H200 (docs/stochastic-kernels.md); on other GPUs their ratios are a guess.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+from fewbits.device import Device, describe
+from fewbits.formats.stochastic import Stochastic
+from fewbits.kernels.launch.jit import cdiv
+from fewbits.kernels.stochastic import bits, lookup, many, nibbles
+
+_FEW_ROWS = 16  # for which nothing else than lookups comes into question
+_LOOKUP_CLOCKS = 0.037  # of a multiprocessor, for a product of two codes
+_TABLE_CLOCKS = 2500  # for the tables of 4 rows and 128 dimensions
+_BITS_CLOCKS = 137  # of a block of 128 rows and outputs, for a word of 32 steps
+_WITHOUT_BITS = (10, 0)  # from here on products of bits are made of other instructions
+_EXPANSION_CLOCKS = 0.45  # of a multiprocessor, for a word of an operand
+_TURNING_CLOCKS = 0.5  # of a multiprocessor, for a value of y
+
+
+class Sizes(NamedTuple):
+    """Of a product."""
+
+    batch: int
+    rows: int
+    outputs: int
+    inner: int
+    chunk: int
+
+
+class Way(NamedTuple):
+    """One kind of kernels."""
+
+    name: str
+    tables_of: Callable[..., Any]  # None where they cannot hold the counts
+    launch: Callable[..., None]  # operands, tables, index of levels, chunk, y
+    turned: bool = False  # tables are of b's codes, so all of a's rows have one stream length
+
+
+FEW_ROWS = Way("few rows", lookup.tables_of, lookup.launch)
+ROWS_16 = Way("16 rows", lookup.tables_of, many.launch)
+ROWS_32 = Way("32 rows", nibbles.tables_of, nibbles.launch)
+TURNED = Way("32 rows of b", nibbles.turned_tables_of, nibbles.launch_turned, True)
+BITS = Way("bits", bits.tables_of, bits.launch)
+
+
+class Choice(NamedTuple):
+    """Kernels, their tables, and why they are not those of the least time ("" if they are)."""
+
+    way: Way
+    tables: Any
+    reason: str
+
+
+def choose(
+    sizes: Sizes, options: Stochastic, levels: tuple[int, ...], device: torch.device, *, mixed: bool
+) -> Choice:
+    """The quickest kernels whose tables hold the counts; ``mixed``: rows or chunks differ in stream length.
+
+    Some must hold them: those of few rows, which are always among the ways.
+    """
+    reason = ""
+    for way in ways(sizes, max(levels), describe(device)):
+        if way.turned and mixed:
+            continue
+        tables = way.tables_of(options, levels, sizes.chunk, device)
+        if tables is not None:
+            return Choice(way, tables, reason)
+        reason = "counts lie too far from straight lines, or chunks are too long, for tables of 4 bits"
+    raise AssertionError(reason)  # the path "lookup" has tables for few rows
+
+
+@lru_cache(maxsize=1024)
+def ways(sizes: Sizes, longest: int, gpu: Device) -> tuple[Way, ...]:
+    """By time, the least first, for streams of at most ``longest`` steps."""
+    if sizes.rows <= _FEW_ROWS:
+        return (FEW_ROWS,)
+    clocks = estimated_clocks(sizes, longest, gpu)
+    return tuple(sorted(clocks, key=lambda way: clocks[way]))
+
+
+def estimated_clocks(sizes: Sizes, longest: int, gpu: Device) -> dict[Way, float]:
+    """Clocks of each way that the GPU's shared memory allows."""
+    batch, rows, outputs, inner, chunk = sizes
+    products, slices = batch * rows * outputs * inner, cdiv(inner, chunk) * cdiv(chunk, 128)
+    tables = batch * cdiv(rows, 4) * slices * _TABLE_CLOCKS
+    clocks: dict[Way, float] = {FEW_ROWS: (products * _LOOKUP_CLOCKS + tables) / gpu.multiprocessors}
+    shared, multiprocessors = gpu.shared_memory_bytes, gpu.multiprocessors
+    if shared >= many.SHARED_BYTES:
+        plan = many.plan(batch, rows, outputs, cdiv(inner, chunk), chunk, multiprocessors=multiprocessors)
+        clocks[ROWS_16] = many.clocks(plan, multiprocessors)
+    if shared >= nibbles.SHARED_BYTES:
+        turning = batch * rows * outputs * _TURNING_CLOCKS / multiprocessors
+        for way, n, m, more in ((ROWS_32, rows, outputs, 0.0), (TURNED, outputs, rows, turning)):
+            small = nibbles.plan(
+                batch, n, m, cdiv(inner, chunk), chunk, multiprocessors=multiprocessors, shared=shared
+            )
+            clocks[way] = small.clocks + more
+    has_bits = gpu.capability is not None and gpu.capability < _WITHOUT_BITS
+    if longest and has_bits and shared >= bits.SHARED_BYTES:
+        words = bits.words_of(longest)
+        waves = cdiv(batch * cdiv(rows, 128) * cdiv(outputs, 128), multiprocessors)
+        expansion = batch * (rows + outputs) * inner * words * _EXPANSION_CLOCKS / multiprocessors
+        padded = cdiv(inner, chunk) * 32 * cdiv(chunk * words, 32)
+        clocks[BITS] = waves * padded * _BITS_CLOCKS + expansion
+    return clocks

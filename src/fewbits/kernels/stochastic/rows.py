@@ -1,0 +1,168 @@
+"""Rows of x, quantised, times a prepared b, as stochastic-computing hardware counts: ``y = SC(x / f, b)``.
+
+Shapes: x (N, D), floating point; smooth scales f (D,), or none; codes qb (M, D) and scales sb (M, C) of b;
+y (N, M). It is `stochastic_codes` of what `quantize_stochastic` makes of x, rounded to the dtype asked for,
+bit by bit, on every path. There is no gradient here.
+
+On CUDA, up to 16 rows of bfloat16 or float32 in chunks of at most 128 dimensions are quantised by the blocks
+that build the tables of these chunks (lookup.cu with X), and the kernel that adds the chunks
+rounds: two launches in place of four. All else takes the two ops one after the other.
+
+Floor: bytes, ``M * D * (1 + 4 / chunk_d)`` as of `stochastic_codes`.
+Run on an H200, 1 to 16 rows; docs/stochastic-kernels.md has its times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fewbits.errors import BadInput
+from fewbits.formats.stochastic import Stochastic
+from fewbits.kernels.codec.dequantize import _to_text
+from fewbits.kernels.stochastic import lookup
+from fewbits.kernels.stochastic.codes import (
+    _longest,
+    _options,
+    same_masks,
+    stochastic_codes,
+    stochastic_codes_ref,
+    stochastic_path,
+)
+from fewbits.kernels.stochastic.quantize import quantize_stochastic, quantize_stochastic_ref
+
+MOST_ROWS = 16
+
+
+# 1. The definition.
+
+
+def stochastic_rows_ref(
+    x: Tensor,
+    qb: Tensor,
+    sb: Tensor,
+    options: Stochastic,
+    smooth_scales: Tensor | None = None,
+    levels: Sequence[int] | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """y as the module's text defines it; arguments as of `stochastic_rows`."""
+    qa, sa = quantize_stochastic_ref(x, options, smooth_scales)
+    levels = (options.length,) if levels is None else tuple(levels)
+    return stochastic_codes_ref(qa[None], sa[None], qb[None], sb[None], options, levels)[0].to(dtype)
+
+
+# 4. The op: on a CPU, and where the kernel does not apply, the two ops.
+
+
+def _by_two_ops(
+    x: Tensor,
+    smooth_scales: Tensor | None,
+    qb: Tensor,
+    sb: Tensor,
+    options: str,
+    levels: Sequence[int],
+    dtype: torch.dtype,
+) -> Tensor:
+    value = _options(options)
+    codes, scales = quantize_stochastic(x, value, smooth_scales)
+    return stochastic_codes(codes, scales, qb, sb, value, levels).to(dtype)
+
+
+_stochastic_rows = torch.library.custom_op("fewbits::stochastic_rows", _by_two_ops, mutates_args=())
+
+
+@_stochastic_rows.register_kernel("cuda")
+def _(
+    x: Tensor,
+    smooth_scales: Tensor | None,
+    qb: Tensor,
+    sb: Tensor,
+    options: str,
+    levels: Sequence[int],
+    dtype: torch.dtype,
+) -> Tensor:
+    value, levels, D = _options(options), tuple(levels), x.shape[1]
+    if not takes(x, value, dtype) or stochastic_path(x.device, D, value, levels).name != "lookup":
+        return _by_two_ops(x, smooth_scales, qb, sb, options, levels, dtype)
+    chunk = value.chunk_size(D)
+    tables = lookup.tables_of(_longest(value, levels), levels, chunk, x.device)
+    scales = sb.new_empty(1, x.shape[0], sb.shape[1])
+    smooth = None if smooth_scales is None else smooth_scales.float().contiguous()
+    rows = lookup.Rows(x.contiguous()[None], scales, smooth, value.max_code)
+    y = torch.empty(1, x.shape[0], qb.shape[0], dtype=dtype, device=x.device)
+    assert tables is not None
+    lookup.launch_rows(rows, (qb.contiguous()[None], sb.contiguous()[None]), tables, None, chunk, y)
+    return y[0]
+
+
+@_stochastic_rows.register_fake
+def _(
+    x: Tensor,
+    smooth_scales: Tensor | None,
+    qb: Tensor,
+    sb: Tensor,
+    options: str,
+    levels: Sequence[int],
+    dtype: torch.dtype,
+) -> Tensor:
+    return x.new_empty(x.shape[0], qb.shape[0], dtype=dtype)
+
+
+def takes(x: Tensor, options: Stochastic, dtype: torch.dtype) -> bool:
+    """Whether the kernel that quantises knows such rows and results."""
+    kinds = (torch.float32, torch.bfloat16)
+    known = x.dtype in kinds and dtype in kinds and options.chunk_size(x.shape[1]) <= lookup.SLICE
+    return known and x.numel() > 0 and x.shape[0] <= MOST_ROWS
+
+
+# 5. The public function.
+
+
+def stochastic_rows(
+    x: Tensor,
+    qb: Tensor,
+    sb: Tensor,
+    options: Stochastic,
+    smooth_scales: Tensor | None = None,
+    levels: Sequence[int] | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """``SC(x / f, b)`` for a prepared b; see the module's text.
+
+    Args:
+        x: (N, D), floating point. A row with a value that is not finite becomes NaN.
+        qb: (M, D) int8 codes that `quantize_stochastic` made with these options, on x's device.
+        sb: (M, C) float32, their scales.
+        options: of the streams and of x's codes.
+        smooth_scales: (D,); x is divided by it first.
+        levels: one stream length, ``(L,)``; None for that of ``options``.
+        dtype: of y.
+
+    Returns:
+        (N, M).
+
+    Raises:
+        BadInput: operands or levels do not fit.
+        Unsupported: options whose operands cannot be prepared.
+    """
+    if not x.is_floating_point() or x.dim() != 2 or qb.dim() != 2 or x.shape[1] != qb.shape[1]:
+        raise BadInput(
+            f"x is {x.dtype} {tuple(x.shape)} and b has codes {tuple(qb.shape)}; give rows (N, D) of "
+            "floating point and codes (M, D)."
+        )
+    levels = (options.length,) if levels is None else tuple(levels)
+    if len(levels) != 1 or not same_masks(options, levels) or 0 in (*x.shape, *qb.shape):
+        codes, scales = quantize_stochastic(x, options, smooth_scales)  # which check what is left
+        return stochastic_codes(codes, scales, qb, sb, options, levels).to(dtype)
+    wanted = (len(qb), options.num_chunks(x.shape[1]))
+    if tuple(sb.shape) != wanted or qb.dtype != torch.int8 or sb.dtype != torch.float32:
+        raise BadInput(
+            f"b has codes {qb.dtype} and scales {sb.dtype} {tuple(sb.shape)}, and {tuple(qb.shape)} codes in "
+            f"chunks of {options.chunk_d or 'all'} are int8 and have float32 scales {wanted}; quantise it "
+            "with the same options."
+        )
+    y: Tensor = _stochastic_rows(x.detach(), smooth_scales, qb, sb, _to_text(options), levels, dtype)
+    return y
