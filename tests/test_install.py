@@ -12,7 +12,7 @@ pytest.importorskip("uv")
 ROOT = Path(__file__).resolve().parents[1]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_versions_that_the_index_has_not_together_are_found(tmp_path: Path) -> None:
     """Triton is pinned to another version than the one that the pinned torch asks for, as it once was."""
     text = (ROOT / "constraints-cpu.txt").read_text(encoding="utf-8")

@@ -104,7 +104,7 @@ def test_adapters_begin_alike_whatever_the_order_of_modules() -> None:
     assert not one.lora_B.weight.any()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(not DATA.is_dir(), reason="needs ../shared/data")
 def test_both_scripts_run(tmp_path: Path) -> None:
     model = tmp_path / "model"

@@ -121,6 +121,7 @@ def scenario(
     return figures
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_fourteen_units_in_a_box(workshop: Workshop, ninja: str) -> None:
     if not FULL:
@@ -291,6 +292,7 @@ def test_torch_extension(workshop: Workshop, ninja: str) -> None:
     assert {"m.cpp", "a.cpp"} <= {Path(s["unit"]).name for s in done.profile["stages"]}
 
 
+@pytest.mark.nightly
 def test_hibernation_every_half_second(workshop: Workshop) -> None:
     if workshop.native.pager is None:
         pytest.skip(workshop.native.reason)
@@ -320,6 +322,7 @@ def test_hibernation_every_half_second(workshop: Workshop) -> None:
     assert pageouts >= 20
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(400)
 def test_killed_at_thirty_moments(workshop: Workshop, ninja: str) -> None:
     """Spread over the length of a build, which is measured first; each fifth begins with an empty cache."""

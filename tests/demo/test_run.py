@@ -64,7 +64,7 @@ def test_batched_answers_equal_single_ones():
     assert score(model, tokenizer, questions) == score(model, tokenizer, questions, batch=1)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_short_demo_reaches_its_bar(tmp_path):
     console = Console(file=io.StringIO(), width=60)
     assert run_demo(tmp_path / "demo", seed=11, quick=True, console=console) == 0

@@ -1,8 +1,8 @@
 """Every Triton kernel compiles to machine code for every supported GPU, on a machine without one.
 
-For one architecture here; in the slow tests each kernel's first case for the other four, its further cases
-for one of these in turn: each takes most of a second that Triton's cache, in the user's home, does not save
-the first time.
+For one architecture here; in the slow tests each kernel's first case for the oldest architecture; every night
+each kernel's first case for the others too, and its further cases for one of these in turn: each takes most
+of a second that Triton's cache, in the user's home, does not save the first time.
 
 Each kernel file lists `COMPILE_CASES`; tests/test_architecture.py sees to it that no kernel is missing.
 """
@@ -61,7 +61,8 @@ def cases_and_architectures() -> list[Any]:
         seen[case.kernel.__name__] += 1
         found.append(pytest.param(case, first))
         for sm in others if not count else others[count % len(others) :][:1]:
-            found.append(pytest.param(case, sm, marks=pytest.mark.slow))
+            oldest = not count and sm == others[0]
+            found.append(pytest.param(case, sm, marks=pytest.mark.slow if oldest else pytest.mark.nightly))
     return found
 
 

@@ -167,10 +167,15 @@ def test_the_smallest_gpu_runs_the_step_of_an_8b_model() -> None:
     check_resources(120, False, 16, 8192)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("capability", "float8", "rank"),
-    [(80, False, 128), (89, True, 32), (90, True, 16), (100, True, 128), (120, True, 32)],
+    [
+        pytest.param(80, False, 128, marks=pytest.mark.slow),
+        *(
+            pytest.param(*case, marks=pytest.mark.nightly)
+            for case in ((89, True, 32), (90, True, 16), (100, True, 128), (120, True, 32))
+        ),
+    ],
 )
 def test_every_gpu_runs_every_rank(capability: int, float8: bool, rank: int) -> None:
     check_resources(capability, float8, rank, 8191)

@@ -266,7 +266,7 @@ def test_tables_are_counts(options: Stochastic) -> None:
 
 @pytest.mark.parametrize(
     "capability",
-    [pytest.param(sm, marks=[] if sm == 90 else pytest.mark.slow) for sm in (80, 89, 90, 100, 120)],
+    [90, *(pytest.param(sm, marks=pytest.mark.nightly) for sm in (80, 89, 100, 120))],
 )
 def test_compiles_to_machine_code(capability: int) -> None:
     """By NVRTC, without a GPU; as for a decode step of 8 rows at 128 steps."""

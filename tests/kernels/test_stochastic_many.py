@@ -229,7 +229,7 @@ def test_sobol_counts_fit_4_bits(scramble: str, turned: bool) -> None:
 
 @pytest.mark.parametrize(
     "capability",
-    [pytest.param(sm, marks=[] if sm == 90 else pytest.mark.slow) for sm in (80, 90, 100)],
+    [90, *(pytest.param(sm, marks=pytest.mark.nightly) for sm in (80, 100))],
 )
 def test_compiles_to_machine_code(capability: int) -> None:
     """By NVRTC, without a GPU, where shared memory holds a block."""

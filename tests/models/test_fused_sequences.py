@@ -13,7 +13,10 @@ def test_a_sequence(seed: int) -> None:
     assert problem is None, f"{problem} after {' | '.join(calls)}"
 
 
-@pytest.mark.slow
-def test_two_hundred_sequences() -> None:
-    problems = {seed: run_seed(seed)[0] for seed in range(12, 212)}
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    "count", [pytest.param(24, marks=pytest.mark.slow), pytest.param(400, marks=pytest.mark.nightly)]
+)
+def test_many_sequences(count: int) -> None:
+    problems = {seed: run_seed(seed)[0] for seed in range(12, 12 + count)}
     assert not {seed: why for seed, why in problems.items() if why is not None}

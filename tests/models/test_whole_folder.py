@@ -250,10 +250,13 @@ def _whole(folder: Path) -> tuple[float, ...]:
     return tuple(float(tensors[name].float().sum()) for name in sorted(tensors))
 
 
-@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "kills", [pytest.param(4, marks=pytest.mark.slow), pytest.param(25, marks=pytest.mark.nightly)]
+)
 @pytest.mark.parametrize("what", ["merge", "quantize"])
-def test_killed_at_random_moments(tmp_path, what):
-    """Merging in shards over an older merge, and quantising over an older one, 25 kills each."""
+def test_killed_at_random_moments(tmp_path, what, kills):
+    """Merging in shards over an older merge, and quantising over an older one."""
     save_tiny(tmp_path / "base", shard="60KB")
     model, tokenizer = FastLanguageModel.from_pretrained(tmp_path / "base", load_in_4bit=False)
     model = FastLanguageModel.get_peft_model(model, r=4)
@@ -274,7 +277,7 @@ def test_killed_at_random_moments(tmp_path, what):
         wholes.append(_whole(tmp_path / "out"))
     assert wholes[0] != wholes[1]
     base, choose, killed, found = _whole(tmp_path / "base"), random.Random(7), 0, []
-    while killed < 25:
+    while killed < kills:
         # half of the moments at the end, where folders change places
         after = seconds * (choose.random() if killed % 2 else choose.uniform(0.8, 1.1))
         killed += child(lambda: work(1 + len(found) % 2), after=after) == -signal.SIGKILL

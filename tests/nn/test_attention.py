@@ -106,7 +106,7 @@ def test_flex_equals_the_reference(window, soft_cap, packed):
     torch.testing.assert_close(ours, attention_ref(q, k, v, **options), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_more_kinds_of_flex_attention_than_torch_compiles_of_its_own(monkeypatch):
     """After 8 it computes uncompiled, or fails; here reaching that limit is an error."""
     import torch._dynamo

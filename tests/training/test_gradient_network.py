@@ -23,7 +23,7 @@ def namespace() -> list[str]:
     return []
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_bytes_on_the_wire() -> None:
     start = namespace()
     if not start:

@@ -194,8 +194,13 @@ def test_who_handles_these_signals_goes_on_handling_them():
         signal.signal(signal.SIGUSR1, before)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind, options", [("lora", LORA), ("full", FULL)])
+@pytest.mark.parametrize(
+    "kind, options",
+    [
+        pytest.param("lora", LORA, marks=pytest.mark.slow),
+        pytest.param("full", FULL, marks=pytest.mark.nightly),
+    ],
+)
 def test_killed_many_times(kind, options, whole, killer, tiny_folder, tiny_data, tmp_path):
     want, outcome = whole[kind]
     choose = random.Random()

@@ -147,8 +147,9 @@ def test_fsdp_over_shared_layers() -> None:
         assert rank["norm"] == pytest.approx(expected, rel=1e-4)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "phi3"])
+@pytest.mark.parametrize(
+    "family", [pytest.param("llama", marks=pytest.mark.nightly), pytest.param("phi3", marks=pytest.mark.slow)]
+)
 def test_checkpoints_of_shared_layers(family, tmp_path) -> None:
     """Written by two pairs of ranks; read by them, by one pair, by one process; exported."""
     run_ranks(write, 4, str(tmp_path), family)
