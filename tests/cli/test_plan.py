@@ -7,7 +7,7 @@ import json
 import pytest
 
 from fewbits.bench.train.shapes import SHAPES
-from fewbits.training.gpu_plan import trainable_recipes
+from fewbits.training.ahead.gpu_plan import trainable_recipes
 
 LLAMA = SHAPES["llama-3.1-8b"]
 

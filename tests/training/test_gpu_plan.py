@@ -13,7 +13,7 @@ from fewbits.errors import BadInput, Unsupported
 from fewbits.formats import E4M3_128X128
 from fewbits.nn.keep import KEEP_ALL, KEEP_PRODUCTS
 from fewbits.recipes import LoRA, Recipe, get_recipe
-from fewbits.training.gpu_plan import (
+from fewbits.training.ahead.gpu_plan import (
     GPUS,
     fastest,
     gpu_named,

@@ -101,6 +101,13 @@ def plan(args: Namespace) -> int:
     return run(args)
 
 
+def preview(args: Namespace) -> int:
+    """``fewbits preview``."""
+    from fewbits.cli.preview import run
+
+    return run(args)
+
+
 def generate(args: Namespace) -> int:
     """``fewbits generate``."""
     from fewbits.cli.chat import chat, write

@@ -73,7 +73,7 @@ def init(args: Namespace) -> int:
 
 def next_steps(path: str) -> list[str]:
     """Commands to go on with, each of which works."""
-    return [f"fewbits train {shlex.quote(path)}"]
+    return [f"fewbits preview {shlex.quote(path)}", f"fewbits train {shlex.quote(path)}"]
 
 
 def _asker(args: Namespace) -> Callable[[Question], str] | None:

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from fewbits.cli.console import console
 from fewbits.errors import BadInput
-from fewbits.training.gpu_plan import (
+from fewbits.training.ahead.gpu_plan import (
     Gpu,
     RecipePlan,
     fastest,

@@ -54,10 +54,19 @@ def _plan(sub: argparse.ArgumentParser) -> None:
     _json(sub)
 
 
+def _preview(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("config", metavar="CONFIG", help="YAML file of the run")
+    sub.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the file's")
+    sub.add_argument("--rows", type=int, default=3, metavar="N", help="rows to show (default: %(default)s)")
+    sub.add_argument("--html", metavar="FILE", help="also write them as one HTML file")
+    sub.add_argument("--open", action="store_true", help="show that file in the web browser")
+
+
 # command: (adds its flags, whether it loads models or their libraries, which are to be silent then)
 START_FLAGS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], bool]] = {
     "init": (_init, False),
     "recipes": (_json, False),
     "models": (_models, True),
     "plan": (_plan, True),
+    "preview": (_preview, True),
 }

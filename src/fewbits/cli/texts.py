@@ -62,6 +62,15 @@ fewbits plan models/llama --gpu h200 --batch 4x2048
 fewbits plan models/llama --gpu 24GiB --recipe qlora_nf4 --json
 """,
     ),
+    "preview": Text(
+        "show a run's rows as the model will see them",
+        "Read, template and tokenise the data of a run, and show the first rows with the trained tokens\n"
+        "coloured (in a file between [[ and ]]), the rows' lengths, and how much of a batch is padding.",
+        """
+fewbits preview qlora.yaml
+fewbits preview qlora.yaml max_seq_length=2048 --rows 10 --html preview.html
+""",
+    ),
     "train": Text(
         "fine-tune a model",
         "Fine-tune a model as a YAML file says. Settings can be given on the command line too, as key=value\n"

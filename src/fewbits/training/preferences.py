@@ -77,6 +77,10 @@ class PreferenceRun:
 
     def prepare(self) -> None:
         """Read the data and load the model; nothing is written before both are known to be good."""
+        self._begin(self.check())
+
+    def check(self) -> dict[str, str | None]:
+        """All of `prepare` that writes nothing; hashes of what the run is begun with."""
         from transformers import set_seed
 
         config = self.config
@@ -90,13 +94,15 @@ class PreferenceRun:
         self._check_template()
         self.length = sequence_length(config, max_positions(shapes))
         self.layout = layout_for(config, self.ranks, shapes, (config.batch_size, self.length))
-        facts = {
+        return {
             "train_data": _hash_of(self.train_data),
             "eval_data": None if self.eval is None else _hash_of(self.eval),
             "weights": weights_of(config.model),
         }
-        self.folder.open(config, resume=self.resume)
-        check_unchanged(self.folder, config, facts)
+
+    def _begin(self, facts: dict[str, str | None]) -> None:
+        self.folder.open(self.config, resume=self.resume)
+        check_unchanged(self.folder, self.config, facts)
         self._begin_record(facts)
 
     def _read_data(self) -> None:
@@ -160,12 +166,8 @@ class PreferenceRun:
         config = self.config
         found = self._checkpoints() if self.resume else []
         progress = Progress.load(found[-1]) if found else Progress()
-        steps = total_steps(config, self._sequences())
-        args = training_arguments(
-            config, self.folder.checkpoints, steps,
-            evaluates=self.eval is not None, resumed=bool(found), layout=self.layout,
-            kind=self.arguments_class, more=method_arguments(config, self.length),
-        )  # fmt: skip
+        steps = total_steps(config, self.sequences())
+        args = self.arguments(steps, resumed=bool(found))
         bar = ProgressBar(self.console, progress)
         metrics = MetricsFile(self.folder.metrics, progress, all_figures=True)
         trainer = self.trainer_class(
@@ -198,7 +200,15 @@ class PreferenceRun:
                 stopped_early=False,
             )
 
-    def _sequences(self) -> int:
+    def arguments(self, steps: int, *, resumed: bool = False) -> Any:
+        """The arguments of TRL's trainer for so many steps."""
+        return training_arguments(
+            self.config, self.folder.checkpoints, steps,
+            evaluates=self.eval is not None, resumed=resumed, layout=self.layout,
+            kind=self.arguments_class, more=method_arguments(self.config, self.length),
+        )  # fmt: skip
+
+    def sequences(self) -> int:
         """Rows of an epoch; of grpo each prompt stands there once for each of its completions."""
         each = (self.config.num_generations or 8) if self.config.method == "grpo" else 1
         return max(len(self.train_data) * each, sequences_per_step(self.config))

@@ -104,7 +104,7 @@ def train(
             check_start(ranks, config, resume=resume)
             resume = resume or ranks.again
             if not ranks.led("run folder", lambda: _is_over(folder, config, resume=resume)):
-                run = stages(config, _Run)(config, folder, console, ranks, stop, resume=resume)
+                run = stages(config, Run)(config, folder, console, ranks, stop, resume=resume)
                 run.prepare()
                 run.train()
                 if stop.answer is None:
@@ -132,7 +132,7 @@ def _check_paths(config: TrainConfig) -> None:
             raise BadInput(f"there is no data file {path}; check the path.")
 
 
-class _Run:
+class Run:
     """The stages of a run and what they hand on."""
 
     def __init__(
@@ -163,6 +163,13 @@ class _Run:
 
     def prepare(self) -> None:
         """Read the data, then load the model; nothing is written before both are known to be good."""
+        facts = self.check()
+        self.ranks.led("run folder", lambda: self._open(facts))
+        check_shared(self.ranks, self.folder.path)
+        self._begin_record()
+
+    def check(self) -> dict[str, str]:
+        """All of `prepare` that writes nothing; hashes of the data by the name of their setting."""
         from transformers import set_seed
 
         config = self.config
@@ -181,9 +188,7 @@ class _Run:
         check_vocabulary(self.built.model, self.train_data)
         facts = {name: data.fingerprint() for name, data in self._data().items()}
         check_loaded(self.layout, {**facts, "max_seq_length": self.length}, self.built.model)
-        self.ranks.led("run folder", lambda: self._open(facts))
-        check_shared(self.ranks, self.folder.path)
-        self._begin_record()
+        return facts
 
     def _read_data(self) -> None:
         config = self.config
@@ -246,13 +251,9 @@ class _Run:
         if found and (count := damaged_metrics(self.folder.metrics)):
             self._tell(f"{count} lines of {self.folder.metrics} cannot be read and are left out.")
         self._samples_before()
-        dataset = sequences(self.train_data, config, self.length)
-        evaluation = None if self.eval is None else sequences(self.eval, config, self.length)
+        dataset, evaluation = self.datasets()
         steps = total_steps(config, len(dataset))
-        args = training_arguments(
-            config, self.folder.checkpoints, steps,
-            evaluates=evaluation is not None, resumed=bool(found), layout=self.layout,
-        )  # fmt: skip
+        args = self.arguments(steps, resumed=bool(found))
         if self.layout.kind == "ddp":
             from fewbits.training.ddp import fit_ddp
 
@@ -269,11 +270,11 @@ class _Run:
             args=args,
             train_dataset=dataset,
             eval_dataset=evaluation,
-            data_collator=self._collator([dataset, *([] if evaluation is None else [evaluation])]),
+            data_collator=self.collator([dataset, *([] if evaluation is None else [evaluation])]),
             callbacks=self._callbacks(schedule, progress),
             keep_checkpoints=config.keep_checkpoints,
             progress=progress,
-            memory=self._memory(dataset),
+            memory=self.memory(dataset),
             cuda_graph=self._uses_graph(),
             layout=self.layout,
             communication=communication_of(config, self.layout),
@@ -299,6 +300,18 @@ class _Run:
         if self.stop.answer is None:
             self._end_record(trainer, progress, keep_best=keep_best)
 
+    def datasets(self) -> tuple[SequenceDataset, SequenceDataset | None]:
+        """The sequences to train on, and those to evaluate."""
+        evaluation = None if self.eval is None else sequences(self.eval, self.config, self.length)
+        return sequences(self.train_data, self.config, self.length), evaluation
+
+    def arguments(self, steps: int, *, resumed: bool = False) -> Any:
+        """The host's arguments for so many steps."""
+        return training_arguments(
+            self.config, self.folder.checkpoints, steps,
+            evaluates=self.eval is not None, resumed=resumed, layout=self.layout,
+        )  # fmt: skip
+
     def _callbacks(self, schedule: Schedule, progress: Progress) -> list[Any]:
         from fewbits.training.callbacks import MetricsFile, ProgressBar, StillOurs
 
@@ -307,7 +320,7 @@ class _Run:
         self.bar = ProgressBar(self.console, progress)
         return [StillOurs(self.folder.lock), schedule, MetricsFile(self.folder.metrics, progress), self.bar]
 
-    def _memory(self, dataset: SequenceDataset) -> MemoryBudget | None:
+    def memory(self, dataset: SequenceDataset) -> MemoryBudget | None:
         """What the layers keep for the backward pass, for the largest batch that may come."""
         config, built = self.config, self.built
         memory = budget_for(
@@ -333,7 +346,8 @@ class _Run:
             fixed_shapes=self.config.packing,
         )
 
-    def _collator(self, datasets: list[SequenceDataset]) -> Collator:
+    def collator(self, datasets: list[SequenceDataset]) -> Collator:
+        """Makes batches of these."""
         tokenizer, config = self.built.tokenizer, self.config
         pad = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
         flash = "flash" in str(getattr(self.built.model.config, "_attn_implementation", ""))

@@ -1,0 +1,77 @@
+"""`fewbits preview`: what is coloured is what the loss counts."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from tests.training.conftest import make_tiny_folder
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    make_tiny_folder(tmp_path / "m")
+    monkeypatch.chdir(tmp_path)
+
+    def write(rows, **settings):
+        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        lines = {"model": "m", "train_data": "rows.jsonl", "output_dir": "out", **settings}
+        (tmp_path / "c.yaml").write_text("".join(f"{k}: {v}\n" for k, v in lines.items()))
+        return "c.yaml"
+
+    return write
+
+
+def test_the_trained_part_is_marked(run, folder, tmp_path):
+    rows = [{"prompt": f"say ä{'x' * i}: ", "completion": f"<b>ü{i}"} for i in range(6)]
+    shown = run("preview", folder(rows), "--rows", "2", "--html", "p/page.html")
+    assert shown.code == 0, shown.err
+    assert "say ä:[[ <b>ü0<|im_end|>]]" in shown.out  # the space goes to the response, as tokenizers do
+    assert "row 2:" in shown.out and "row 3:" not in shown.out
+    html = (tmp_path / "p/page.html").read_text()
+    assert '<span class="trained"> &lt;b&gt;ü0&lt;|im_end|&gt;</span>' in html
+    assert "http" not in html.replace("http-equiv", "")
+    lengths = [len(f"say ä{'x' * i}: <b>ü{i}".encode()) + 1 for i in range(6)]
+    assert f"longest row     {max(lengths)} tokens" in shown.out
+    counts = [int(n) for n in re.findall(r" to [\d,]+ +#* (\d+)", shown.out)]
+    assert sum(counts) == 6
+    assert not (tmp_path / "out").exists()
+
+
+def test_packing_is_recommended_where_it_helps(run, folder):
+    rows = [{"text": "a" * n} for n in [5] * 20 + [100]]
+    shown = run("preview", folder(rows))
+    assert "packing: true would fill" in shown.out
+    assert "packing: true would fill" not in run("preview", folder(rows), "packing=true").out
+
+
+def test_chats_are_written_with_the_template(run, folder):
+    rows = [{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "answer"}]}]
+    shown = run("preview", folder(rows))
+    assert "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n[[answer<|im_end|>]]" in shown.out
+
+
+def test_pairs_show_both_answers(run, folder):
+    pytest.importorskip("trl")
+    rows = [{"prompt": "q", "chosen": "good", "rejected": "bad"}] * 3
+    shown = run("preview", folder(rows, method="dpo", chat_template="tokenizer"), "--rows", "1")
+    assert shown.code == 0, shown.err
+    assert "row 1 chosen:" in shown.out and "row 1 rejected:" in shown.out and "row 2" not in shown.out
+    assert "assistant\n[[good<|im_end|>\n]]" in shown.out
+
+
+@pytest.mark.parametrize(
+    ("settings", "row", "message"),
+    [
+        ({}, {"prompt": "a", "completion": " "}, "no token to train on"),
+        ({}, {"body": "a"}, "name your columns with fields"),
+        ({"max_seq_length": 4096}, {"text": "a"}, "allows sequences of at most 128"),
+        ({"model": "nowhere"}, {"text": "a"}, "no tokenizer that can be loaded"),
+        ({"method": "dpo"}, {"text": "a"}, "dpo needs prompt, chosen, rejected"),
+    ],
+)
+def test_what_would_stop_the_run(run, folder, settings, row, message):
+    shown = run("preview", folder([row], **settings))
+    assert shown.code != 0 and message in shown.err and shown.err.count("\n") == 1
