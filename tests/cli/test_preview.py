@@ -74,4 +74,58 @@ def test_pairs_show_both_answers(run, folder):
 )
 def test_what_would_stop_the_run(run, folder, settings, row, message):
     shown = run("preview", folder([row], **settings))
-    assert shown.code != 0 and message in shown.err and shown.err.count("\n") == 1
+    sentence = shown.err.splitlines()[-1]  # before it: what made the model
+    assert shown.code != 0 and message in sentence and sentence.startswith("error: ")
+
+
+def files(path):
+    return sorted(str(p) for p in path.rglob("*"))
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_a_dry_run_writes_nothing_and_predicts(run, folder, tmp_path, packing):
+    rows = [{"prompt": "a", "completion": f"b{i}"} for i in range(40)]
+    config = folder(rows, device="cpu", packing=packing, epochs=2)
+    before = files(tmp_path)
+    shown = run("train", config, "--dry-run")
+    assert shown.code == 0, shown.err
+    assert files(tmp_path) == before
+    assert re.search(r"memory: [\d.]+ [KM]iB predicted", shown.out) and "no time is predicted" in shown.out
+    steps, tokens = re.match(r"([\d,]+) steps?, ([\d,]+) tokens", shown.out).groups()
+    assert run("train", config).code == 0
+    facts = json.loads((tmp_path / "out/run.json").read_text())
+    assert facts["steps"] == int(steps) and facts["tokens"] == int(tokens.replace(",", ""))
+    shown = run("train", config, "output_dir=other", "--dry-run", "--basis", "out")
+    assert "time: about" in shown.out and "tokens/s of out" in shown.out
+    shown = run("train", config, "--dry-run")
+    assert shown.code != 0 and "holds another run" in shown.err  # as the run itself would say
+
+
+def test_a_dry_run_of_a_preference_method(run, folder, tmp_path):
+    pytest.importorskip("trl")
+    rows = [{"prompt": "q", "chosen": "good", "rejected": "bad"}] * 8
+    shown = run("train", folder(rows, method="dpo", device="cpu", batch_size=4), "--dry-run")
+    assert shown.code == 0, shown.err
+    assert shown.out.startswith("2 steps\n") and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["report_to=wandb"], "report_to is wandb, which is not installed"),
+        (["recipe=nf5"], "nf5"),
+        (["lora_targets=q_porj"], "q_porj"),
+        (["--basis", "none"], "there is no run folder none"),
+        (["batch_size=4", "method=dpo"], "dpo needs prompt, chosen, rejected"),
+        (["method=grpo", "rewards=my_rewards:none"], "which cannot be imported"),
+    ],
+)
+def test_a_dry_run_finds_what_would_stop_the_run(run, folder, words, message):
+    rows = [{"prompt": "a", "completion": "b"}] * 40
+    shown = run("train", folder(rows, device="cpu"), "--dry-run", *words)
+    sentence = shown.err.splitlines()[-1]
+    assert shown.code != 0 and message in sentence and sentence.startswith("error: "), shown.err
+
+
+def test_basis_alone_is_wrong_usage(run, folder):
+    assert run("train", folder([{"text": "a"}]), "--basis", "x").code == 2

@@ -43,11 +43,26 @@ def train(args: Namespace) -> int:
     else:
         config = TrainConfig.from_yaml(args.config, overrides)
     starts = wants_launch(args)
+    if args.dry_run:
+        return _check_only(args, config, starts)
+    if args.basis is not None:
+        args.parser.error("--basis belongs to --dry-run")
     check_tasks(args)
     if starts:
         words = without_launch_flags(args.argv)
         return launch(args, words, device=config.device, output_dir=config.output_dir)
     return int(as_rank(args, lambda: _train_here(args, config)))
+
+
+def _check_only(args: Namespace, config: Any, starts: bool) -> int:
+    """``fewbits train --dry-run``."""
+    from fewbits.training.ahead.dry_run import dry_run
+
+    if starts:
+        args.parser.error("--dry-run checks one process; leave --nproc-per-node and --nnodes out")
+    forecast = dry_run(config, console=console(stderr=True), basis=args.basis, resume=args.resume)
+    console().print(str(forecast), soft_wrap=True, highlight=False, markup=False)
+    return 0
 
 
 def _train_here(args: Namespace, config: Any) -> int:

@@ -73,7 +73,10 @@ def init(args: Namespace) -> int:
 
 def next_steps(path: str) -> list[str]:
     """Commands to go on with, each of which works."""
-    return [f"fewbits preview {shlex.quote(path)}", f"fewbits train {shlex.quote(path)}"]
+    quoted = shlex.quote(path)
+    return [
+        f"fewbits {words}" for words in (f"preview {quoted}", f"train {quoted} --dry-run", f"train {quoted}")
+    ]
 
 
 def _asker(args: Namespace) -> Callable[[Question], str] | None:

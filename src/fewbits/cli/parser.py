@@ -131,6 +131,10 @@ def _train(commands: Any, with_flags: bool) -> None:
     sub.add_argument("config", nargs="?", metavar="CONFIG", help="YAML file")
     sub.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the file's")
     sub.add_argument("--resume", action="store_true", help="go on where an interrupted run stopped")
+    sub.add_argument(
+        "--dry-run", action="store_true", help="check all up to the first step, write nothing, predict memory"
+    )
+    sub.add_argument("--basis", metavar="RUN", help="of --dry-run: an earlier run, to predict the time by")
     if with_flags:
         from fewbits.cli.launch_flags import add_launch_flags
         from fewbits.cli.train_flags import add_train_flags

@@ -90,7 +90,7 @@ def train(
     """
     console = console or Console(quiet=True)
     resume = resume or config.resume
-    _check_paths(config)
+    check_paths(config)
     ranks = gather_ranks(config, console, attempt)
     if not ranks.leads:
         console = Console(quiet=True)
@@ -126,7 +126,8 @@ def _is_over(folder: RunFolder, config: TrainConfig, *, resume: bool) -> bool:
     return over
 
 
-def _check_paths(config: TrainConfig) -> None:
+def check_paths(config: TrainConfig) -> None:
+    """Refuse data that are not there, before anything is loaded."""
     for path in (config.train_data, config.eval_data):
         if path is not None and not Path(path).exists():
             raise BadInput(f"there is no data file {path}; check the path.")

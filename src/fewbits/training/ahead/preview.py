@@ -192,7 +192,7 @@ def _answers(texts: dict[str, Any], row: int, tokenizer: Any) -> Iterator[Shown]
     """A preference row's sequences: its prompt, which is not trained, before each of its answers."""
     prompt = str(texts.get("prompt", ""))
     head = tokenizer(prompt)["input_ids"] if prompt else []
-    names = [name for name in ("chosen", "rejected", "completion") if name in texts] or [""]
+    names: list[str] = [name for name in ("chosen", "rejected", "completion") if name in texts] or [""]
     for name in names:
         answer = str(texts.get(name, ""))
         tail = tokenizer(answer, add_special_tokens=not prompt)["input_ids"] if answer else []
