@@ -21,17 +21,18 @@ KERNELS = SOURCE / "kernels"
 MAX_LINES = 500
 MAX_FUNCTION_LINES, MAX_KERNEL_LINES = 80, 150
 
-_MODELS = {"formats", "recipes", "kernels", "nn", "export", "models"}
+_MODELS = {"formats", "families", "recipes", "kernels", "nn", "export", "models"}
 MAY_IMPORT = {
     "errors": set(),
     "device": set(),
     "words": set(),
     "formats": set(),
+    "families": {"formats"},
     "kernels": {"formats"},
-    "recipes": {"formats"},
+    "recipes": {"formats", "families"},
     "nn": {"formats", "kernels"},
-    "export": {"formats"},
-    "models": {"formats", "recipes", "kernels", "nn", "export"},
+    "export": {"formats", "families"},
+    "models": {"formats", "families", "recipes", "kernels", "nn", "export"},
     "inference": _MODELS,
     "training": {*_MODELS, "inference"},
     "bench": {*_MODELS, "training"},
@@ -258,6 +259,34 @@ def test_sizes_are_said_in_powers_of_1024(path: Path) -> None:
                 said = text.value if isinstance(text, ast.Constant) else ""
                 wrong = isinstance(value, ast.FormattedValue) and unit.match(said)
                 assert not wrong, f"line {node.lineno}: write size(n) or counted(n, 'epoch')"
+
+
+def is_model_type(node: ast.AST) -> bool:
+    """Whether this is the name of a model's family: ``model_type``, ``config.model_type``, its item."""
+    match node:
+        case ast.Name(id=name) | ast.Attribute(attr=name):
+            return name == "model_type"
+        case ast.Subscript(slice=ast.Constant(value="model_type")):
+            return True
+        case ast.Call(args=[*_, ast.Constant(value=name)] | [*_, ast.Constant(value=name), ast.AST()]):
+            return name == "model_type"
+        case ast.Call(func=ast.Name(id="str"), args=[ast.AST() as inner]):
+            return is_model_type(inner)
+    return False
+
+
+@pytest.mark.parametrize("path", [f for f in FILES if room(f) != "families"], **ids)
+def test_a_family_is_known_by_its_spec_alone(path: Path) -> None:
+    """No other room compares a model_type, nor looks something up by it: the spec has what one must know."""
+    for node in nodes(path):
+        compared = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
+        if any(ast.unparse(side) in ("CONFIG_MAPPING", "decoder_types()") for side in compared):
+            continue  # whether transformers knows it at all
+        if isinstance(node, ast.Subscript):
+            compared = [node.slice]
+        elif isinstance(node, ast.Match):
+            compared = [node.subject]
+        assert not any(map(is_model_type, compared)), f"line {getattr(node, 'lineno', 0)}: ask its ModelSpec"
 
 
 @pytest.mark.parametrize("path", FILES, **ids)

@@ -10,6 +10,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fewbits.families.registry import register_family
+    from fewbits.families.spec import ModelSpec
     from fewbits.formats import FORMATS, get_format
     from fewbits.front.unsloth import (
         FastModel,
@@ -22,7 +24,6 @@ if TYPE_CHECKING:
     from fewbits.kernels.stochastic.matmul import sc_matmul
     from fewbits.models.adapters import get_peft_model, load_adapter, lora_config
     from fewbits.models.convert import explain
-    from fewbits.models.families import ModelSpec, register_family
     from fewbits.models.fast import FastLanguageModel
     from fewbits.models.hf_quantizer import FewbitsConfig, register
     from fewbits.models.in_memory import convert, restore
@@ -60,8 +61,8 @@ _HOMES = {
     "is_bfloat16_supported": "fewbits.front.unsloth",
     "UnslothTrainer": "fewbits.front.unsloth_trainer",
     "UnslothTrainingArguments": "fewbits.front.unsloth_trainer",
-    "ModelSpec": "fewbits.models.families",
-    "register_family": "fewbits.models.families",
+    "ModelSpec": "fewbits.families.spec",
+    "register_family": "fewbits.families.registry",
     "FewbitsConfig": "fewbits.models.hf_quantizer",
     "register": "fewbits.models.hf_quantizer",
     "TrainConfig": "fewbits.training.config",

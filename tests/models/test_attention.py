@@ -8,6 +8,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
+from fewbits.families.catalog import SPECS
 from fewbits.models.attention import (
     NAMES,
     attention_facts,
@@ -261,10 +262,11 @@ def test_the_receipt_names_the_backend_of_each_kind_of_layer():
     use_attention(model)
     lines = attention_receipt(model, packed=True)
     assert len(lines) == 2 and all("reference, on a CPU nothing else caps scores" in line for line in lines)
-    facts = [attention_facts(layer.self_attn) for layer in model.model.layers]
+    facts = [attention_facts(layer.self_attn, SPECS["gemma2"].attention) for layer in model.model.layers]
     assert [f.window for f in facts] == [16, None] and facts[0].scale == 0.25
     for variant, windows in (("mistral", [16, 16]), ("qwen2+window", [7, None]), ("phi3+window", [7, 7])):
-        facts = [attention_facts(layer.self_attn) for layer in make(variant).model.layers]
+        attention = SPECS[variant.partition("+")[0]].attention
+        facts = [attention_facts(layer.self_attn, attention) for layer in make(variant).model.layers]
         assert [f.window for f in facts] == windows
 
 

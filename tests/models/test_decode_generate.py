@@ -194,7 +194,10 @@ def test_adapters_stay_unmerged_and_new_values_are_used() -> None:
 
 @pytest.mark.parametrize(
     ("family", "reason"),
-    [("phi3", "layers of phi3 are built differently"), ("gemma2", "layers of gemma2 are built differently")],
+    [
+        ("phi3", "layers of phi3 are built differently: one linear holds several"),
+        ("gemma2", "layers of gemma2 are built differently: norms stand behind attention and MLP as well"),
+    ],
 )
 def test_families_without_a_step_decode_as_before(
     family: str, reason: str, monkeypatch: pytest.MonkeyPatch

@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fewbits import FastLanguageModel
-from fewbits.models import families, fused_proof
+from fewbits.families import catalog
+from fewbits.families.catalog import LLAMA
+from fewbits.families.spec import Attention, ModelSpec, Norms
+from fewbits.models import fused_proof
 from fewbits.models.attention import decoder_of
-from fewbits.models.families import LLAMA, ModelSpec
 from fewbits.models.fused import fuse, fused_layers, fusion_of
 from fewbits.nn.keep import KEEPS, Keep
 from fewbits.nn.projection import Projection
@@ -23,13 +25,17 @@ from tests.models.test_fused import NF4_ONLY, adapted, assert_same, loss_and_gra
 from tests.models.tiny import _COMMON, FAMILIES, tiny, tokens
 
 HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
-OLMO2_NORMS = ("post_attention_layernorm", "post_feedforward_layernorm", *HEAD_NORMS)
+OLMO2_NORMS = Norms(
+    before_attention=None, before_mlp=None, after_attention="post_attention_layernorm",
+    after_mlp="post_feedforward_layernorm", query="self_attn.q_norm", key="self_attn.k_norm",
+)  # fmt: skip
+GRANITE_SCORES = replace(LLAMA, attention=Attention(multiplier="attention_multiplier"))
 OTHERS: dict[str, tuple[ModelSpec, dict[str, Any], int, str]] = {
-    "granite": (LLAMA, {"residual_multiplier": 0.22}, 0, "attention differs by 3.5 of its size"),
-    "olmo2": (replace(LLAMA, norms=OLMO2_NORMS), {}, 0, "has no attribute `input_layernorm`"),
+    "granite": (GRANITE_SCORES, {"residual_multiplier": 0.22}, 0, "attention differs by 3.5 of its size"),
+    "olmo2": (replace(LLAMA, norm=OLMO2_NORMS), {}, 0, "its norms stand behind attention and MLP"),
     "smollm3": (LLAMA, {"no_rope_layers": [1, 0]}, 1, "queries differs by"),
     "stablelm": (LLAMA, {}, 0, "input_layernorm"),
-    "cohere": (replace(LLAMA, norms=("input_layernorm",)), {}, 0, "post_attention_layernorm"),
+    "cohere": (replace(LLAMA, norm=Norms(before_mlp=None)), {}, 0, "side by side behind one norm"),
 }
 
 
@@ -38,7 +44,7 @@ def written(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Writes a spec that a user might, and makes a model of that family."""
 
     def make(model_type: str, spec: ModelSpec, dtype: torch.dtype, **changes: Any) -> Any:
-        monkeypatch.setitem(families.SPECS, model_type, replace(spec, model_type=model_type))
+        monkeypatch.setitem(catalog.SPECS, model_type, replace(spec, model_type=model_type))
         torch.manual_seed(0)
         config = AutoConfig.for_model(model_type, **{**_COMMON, **changes})
         return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").train()
@@ -64,7 +70,7 @@ def test_a_family_that_differs_stays_unfused(model_type: str, dtype: torch.dtype
 def test_a_family_that_differs_in_nothing_is_fused(written: Any) -> None:
     """Granite's multipliers at one, and a scale of its own for attention."""
     changes = {"residual_multiplier": 1.0, "attention_multiplier": 0.05}
-    model, ids = written("granite", LLAMA, torch.float32, **changes), tokens(2, 12)
+    model, ids = written("granite", GRANITE_SCORES, torch.float32, **changes), tokens(2, 12)
     plain = loss_and_gradients(model, ids)
     fuse(model)
     assert len(fused_layers(model)) == 2
@@ -155,7 +161,7 @@ def test_a_proof_leaves_no_trace(recipe: Any, keep: Keep | None) -> None:
             p.register_hook(calls.append)
     before = state(model)
     decoder = decoder_of(model)
-    proofs = fused_proof.Proofs(decoder, families.SPECS["qwen3"], keep or Keep())
+    proofs = fused_proof.Proofs(decoder, catalog.SPECS["qwen3"], keep or Keep())
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         assert [proofs.why_not(layer) for layer in decoder.layers] == [None, None]
     after = state(model)

@@ -15,10 +15,11 @@ from transformers.pytorch_utils import Conv1D
 import fewbits
 from fewbits import FastLanguageModel
 from fewbits.errors import BadInput, Unsupported
+from fewbits.families import registry
+from fewbits.families.catalog import LLAMA, SPECS
 from fewbits.formats import INT8, NF4
 from fewbits.inference.export import quantize_checkpoint
-from fewbits.models import decode_step, families
-from fewbits.models.families import LLAMA, SPECS
+from fewbits.models import decode_step
 from fewbits.models.spec import layer_names, spec_for
 from fewbits.nn.linear import QuantizedLinear
 from fewbits.recipes import QAT, Recipe, Rule
@@ -215,7 +216,7 @@ def test_what_linears_do_not_describe_is_refused_by_name(model_type: str, sizes:
 
 
 def test_a_users_own_family_is_handled_by_its_spec(monkeypatch) -> None:
-    monkeypatch.setattr(families, "_REGISTERED", {})
+    monkeypatch.setattr(registry, "_REGISTERED", {})
     spec = replace(LLAMA, model_type="seed_oss")
     config = {"model_type": "seed_oss"}
     with pytest.raises(Unsupported, match=r"register_family"):
@@ -224,7 +225,7 @@ def test_a_users_own_family_is_handled_by_its_spec(monkeypatch) -> None:
     assert spec_for(config) is spec and "seed_oss" not in SPECS
     with pytest.raises(BadInput, match=r"a spec for 'seed_oss' already; pass replace=True"):
         fewbits.register_family(spec)
-    other = replace(spec, norms=())
+    other = replace(spec, final_norm="model.last_norm")
     fewbits.register_family(other, replace=True)
     assert spec_for(config) is other
     with pytest.raises(BadInput, match="a spec for 'llama' already"):
@@ -239,7 +240,7 @@ def test_a_registered_family_is_converted_and_fused_where_it_computes_the_same(m
     """SeedOss is Llama by another name, with biases; its layers fuse once a spec says where things are."""
     from tests.models.tiny import _COMMON
 
-    monkeypatch.setattr(families, "_REGISTERED", {})
+    monkeypatch.setattr(registry, "_REGISTERED", {})
     fewbits.register_family(replace(LLAMA, model_type="seed_oss"))
     torch.manual_seed(0)
     config = AutoConfig.for_model(

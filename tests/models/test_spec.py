@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from fewbits.errors import SpecMismatch, Unsupported
-from fewbits.models.families import SPECS
+from fewbits.families.catalog import SPECS
 from fewbits.models.spec import find, layer_names, locate, spec_for
 from tests.models.tiny import FAMILIES, tiny, tiny_config
 

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from fewbits.errors import BadInput
+from fewbits.families.shapes import linear_shapes
 from fewbits.formats import INT8, NF4, NF4_DQ
 from fewbits.recipes import (
     CATALOG,
@@ -22,7 +23,6 @@ from fewbits.recipes import (
     recipe_from_config,
     recipe_to_config,
 )
-from fewbits.recipes.memory import linear_shapes
 
 LLAMA = {
     "hidden_size": 192,

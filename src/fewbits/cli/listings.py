@@ -101,7 +101,7 @@ def recipes(args: Namespace) -> int:
 
 def models(args: Namespace) -> int:
     """``fewbits models``: try families, those with a spec if none is named."""
-    from fewbits.models.families import known_families
+    from fewbits.families.registry import known_families
     from fewbits.models.trial import decoder_types, try_family
 
     named = [_model_type(name) for name in args.families]

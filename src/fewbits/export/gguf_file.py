@@ -20,9 +20,8 @@ from torch import Tensor
 from fewbits.errors import BadCheckpoint, Unsupported
 from fewbits.export.gguf_types import METHODS, Sizes, encode, import_gguf, type_of
 from fewbits.export.gguf_vocabulary import Vocabulary
+from fewbits.families.registry import family_of, known_families, model_type_of, written_spec
 
-# model_type of transformers: architecture of GGUF
-ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 _TURNED = ("q_proj.weight", "q_proj.bias", "k_proj.weight", "k_proj.bias")
 
 
@@ -53,22 +52,23 @@ def architecture_of(config: Any) -> str:
     Raises:
         Unsupported: a family, or a feature of one, that is not written.
     """
-    kind = config.model_type
-    if kind not in ARCHITECTURES:
+    kind, spec = model_type_of(config), written_spec(config)
+    if spec is None or spec.gguf is None:
+        known = [name for name in known_families() if getattr(family_of(name), "gguf", None)]
         raise Unsupported(
-            f"models of the family {kind!r} are not written to GGUF yet; {', '.join(ARCHITECTURES)} are."
+            f"models of the family {kind!r} are not written to GGUF yet; {', '.join(known)} are."
         )
     if getattr(config, "use_sliding_window", False):
         raise Unsupported(
             f"this {kind} model has layers with a sliding window, which the GGUF architecture "
-            f"{ARCHITECTURES[kind]!r} has not; set use_sliding_window=False if its texts are shorter."
+            f"{spec.gguf!r} has not; set use_sliding_window=False if its texts are shorter."
         )
     if getattr(config, "hidden_act", "silu") != "silu":
         raise Unsupported(
             f"this model's MLP computes {config.hidden_act!r}, and llama.cpp computes silu there; it has no "
             "GGUF form."
         )
-    return ARCHITECTURES[kind]
+    return spec.gguf
 
 
 def head_dim_of(config: Any) -> int:

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from fewbits.errors import BadCheckpoint, SpecMismatch, Unsupported
+from fewbits.families.spec import ModelSpec
 from fewbits.models.adapter_files import (
     CONFIG,
     check_fit,
@@ -30,7 +31,6 @@ from fewbits.models.adapter_files import (
     restored_on_error,
 )
 from fewbits.models.branches import base_name
-from fewbits.models.families import ModelSpec
 from fewbits.models.spec import spec_for
 from fewbits.nn.fake_quantize import FakeQuantizedLinear
 from fewbits.nn.first_values import first_values, generator_of, has_first_values, orthogonal_pair

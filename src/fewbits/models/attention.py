@@ -20,7 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from fewbits.errors import Unsupported
-from fewbits.models.spec import layer_names, locate, model_type_of, spec_for, written_spec
+from fewbits.families.registry import model_type_of, written_spec
+from fewbits.families.shapes import field_of, scores_factor
+from fewbits.families.spec import Attention
+from fewbits.models.spec import layer_names, locate, spec_for
 from fewbits.nn.attention import Choice, attention, choose_attention
 from fewbits.nn.cut_dropout import attend_dropping
 from fewbits.nn.segments import KEYWORDS, Segments
@@ -59,8 +62,11 @@ def use_attention(model: Any) -> str:
     Returns:
         One sentence for a receipt; a model that cannot take it is unchanged, and the sentence says why.
     """
-    if written_spec(model) is None:
+    spec = written_spec(model)
+    if spec is None or spec.attention is None:
         return f"attention: the host's own, because fewbits has no spec for {model_type_of(model)!r}"
+    if spec.attention.extras:
+        return f"attention: the host's own, because it has {' and '.join(spec.attention.extras)}"
     decoder = decoder_of(model)
     config = decoder.config
     before = str(config._attn_implementation)
@@ -121,21 +127,22 @@ class AttentionFacts:
     soft_cap: float | None
 
 
-def attention_facts(module: Any) -> AttentionFacts:
-    """The facts of a family's ``self_attn``, as its forward hands them to the attention function."""
+def attention_facts(module: Any, attention: Attention) -> AttentionFacts:
+    """The facts of one layer's attention module, as its forward hands them to the attention function.
+
+    Args:
+        module: the attention module.
+        attention: what its family's spec says of it.
+    """
     config = module.config
-    model_type = config.model_type
-    if model_type in ("mistral", "phi3"):
-        window = getattr(config, "sliding_window", None)
-    else:
-        window = getattr(module, "sliding_window", None)
+    window = getattr(config if attention.window == "config" else module, "sliding_window", None)
     return AttentionFacts(
         heads=config.num_attention_heads,
         kv_heads=config.num_key_value_heads,
         head_dim=module.head_dim,
-        scale=module.scaling,
+        scale=scores_factor(attention, config, module.head_dim),
         window=window,
-        soft_cap=module.attn_logit_softcapping if model_type == "gemma2" else None,
+        soft_cap=field_of(config, attention.soft_cap),
     )
 
 
@@ -156,14 +163,15 @@ def attention_receipt(
         dtype: of the activations; None: the embedding's.
         device: None: the model's.
     """
-    if written_spec(model) is None:
+    spec = written_spec(model)
+    if spec is None or spec.attention is None or spec.attention.extras:
         return []
     state = used_attention(model)
     where = torch.device(device) if device is not None else next(model.parameters()).device
     dtype = dtype or model.get_input_embeddings().weight.dtype
     groups: dict[tuple[AttentionFacts, Choice], int] = {}
     for _, module in attention_modules(model):
-        facts = attention_facts(module)
+        facts = attention_facts(module, spec.attention)
         choice = choose_attention(where, dtype, facts.head_dim, facts.window, facts.soft_cap, packed, seq_len)
         groups[facts, choice] = groups.get((facts, choice), 0) + 1
     lines = []
@@ -314,10 +322,10 @@ def attention_modules(model: Any) -> Iterator[tuple[str, Any]]:
         Unsupported: nobody wrote a spec for the model's family, and how its attention works is not known.
     """
     spec = spec_for(model)
-    if spec.generic:
+    if spec.attention is None:
         raise Unsupported(f"{spec.without_spec}, so its attention stays transformers' own.")
     for layer in layer_names(model, spec):
-        yield f"{layer}.self_attn", model.get_submodule(f"{layer}.self_attn")
+        yield f"{layer}.{spec.attention.path}", model.get_submodule(f"{layer}.{spec.attention.path}")
 
 
 def set_attention_name(decoder: Any, name: str) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from fewbits.errors import BadCheckpoint
-from fewbits.models.spec import written_spec
+from fewbits.families.registry import written_spec
 
 _SIZES = (
     "num_hidden_layers",

@@ -15,10 +15,11 @@ import torch
 from torch import nn
 
 from fewbits.errors import SpecMismatch, Unsupported
+from fewbits.families.catalog import SAME_AS_LINEAR
+from fewbits.families.spec import ModelSpec
 from fewbits.models.attention import restore_attention, used_attention
-from fewbits.models.families import SAME_AS_LINEAR
 from fewbits.models.receipt import Change, Left, Receipt
-from fewbits.models.spec import ModelSpec, find, layer_names, locate, spec_for
+from fewbits.models.spec import find, layer_names, locate, spec_for
 from fewbits.models.transposed import as_conv1d, as_linear, is_conv1d, is_transposed
 from fewbits.nn.fake_quantize import FakeQuantizedLinear
 from fewbits.nn.finite import check_finite
@@ -99,7 +100,7 @@ def convert(
         _replace(model, name, new, state, keep=keep_original)
     for name in norms:
         norm: Any = model.get_submodule(name)
-        new = RMSNorm(norm.weight, _eps(norm), spec.norm_offset).train(norm.training)
+        new = RMSNorm(norm.weight, _eps(norm), spec.norm.offset).train(norm.training)
         _replace(model, name, new, state, keep=True)
     setattr(model, _STATE, state)
     return receipt
@@ -274,7 +275,7 @@ def _untouched(model: nn.Module, spec: ModelSpec, left: list[Left]) -> Iterator[
     """What has parameters and stands in no rule: a module without inner ones, or a parameter beside them."""
     known = {entry.name for entry in left} | {name for name, _ in _linear_names(model, spec)}
     known |= {f"{layer}.{path}" for layer in layer_names(model, spec) for path in spec.norms}
-    known |= {locate(model, spec, path) for path in (spec.head, *([] if spec.generic else [spec.final_norm]))}
+    known |= {locate(model, spec, path) for path in (spec.head, *_final_norm(spec))}
     for name, module in model.named_modules():
         parameters = dict(module.named_parameters(recurse=False))
         if name in known or isinstance(module, CONVERTED) or not parameters:
@@ -300,7 +301,7 @@ def _rule(name: str, recipe: Recipe) -> Rule:
 def _plan_norms(model: nn.Module, spec: ModelSpec, left: list[Left]) -> list[str]:
     names = [f"{layer}.{path}" for layer in layer_names(model, spec) for path in spec.norms]
     norms = []
-    for name in [*names, locate(model, spec, spec.final_norm)]:
+    for name in [*names, *(locate(model, spec, path) for path in _final_norm(spec))]:
         module = find(model, name)
         if module is None:
             left.append(Left(name, "the spec names it and the model has none", intended=False))
@@ -311,6 +312,10 @@ def _plan_norms(model: nn.Module, spec: ModelSpec, left: list[Left]) -> list[str
         elif not isinstance(module, RMSNorm):
             norms.append(name)
     return norms
+
+
+def _final_norm(spec: ModelSpec) -> list[str]:
+    return [] if spec.final_norm is None else [spec.final_norm]
 
 
 def _eps(norm: Any) -> Any:

@@ -24,13 +24,16 @@ import torch
 from torch import Tensor, nn
 
 from fewbits.errors import BadInput, NotFused, SpecMismatch, Unsupported
+from fewbits.families.shapes import field_of, scores_factor
+from fewbits.families.spec import Attention, ModelSpec
 from fewbits.formats.base import Packed
 from fewbits.kernels.generation.cut import max_rows
 from fewbits.kernels.generation.decode_attention import Cache, DecodeAttention, Rules
 from fewbits.kernels.generation.few_rows import FewRows, LowRankSum, RowNorm
 from fewbits.kernels.launch import nvrtc
+from fewbits.models.fused_limits import why_not_by_spec
 from fewbits.models.fused_parts import part_of
-from fewbits.models.spec import ModelSpec, layer_names, locate, spec_for
+from fewbits.models.spec import layer_names, locate, spec_for
 from fewbits.nn.projection import Branch, Part
 
 _ACTIVATIONS = {
@@ -40,8 +43,6 @@ _ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
 }
-_SEPARATE = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-_PRE_NORMS = {"input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm"}
 
 
 def why_not(model: Any) -> str:
@@ -52,10 +53,12 @@ def why_not(model: Any) -> str:
         return str(error)
     if spec.generic:
         return spec.without_spec
-    if not set(_SEPARATE) <= set(spec.linears) or not set(spec.norms) <= _PRE_NORMS:
-        return f"layers of {spec.model_type} are built differently"
-    if getattr(model.config.get_text_config(), "final_logit_softcapping", None):
-        return f"{spec.model_type} changes its logits after the head"
+    config = model.config.get_text_config()
+    reason = why_not_by_spec(spec, config) or _built_differently(spec, config)
+    if reason is not None:
+        return f"layers of {spec.model_type} are built differently: {reason}"
+    if changed_by(spec, config):
+        return f"{spec.model_type} changes {' and '.join(changed_by(spec, config))}"
     if _rope_kind(model) in ("dynamic", "longrope"):
         return f"the rotary embedding {_rope_kind(model)!r} depends on the length"
     if any(hasattr(p, "placements") for p in model.parameters()) or any(
@@ -70,6 +73,34 @@ def why_not(model: Any) -> str:
     if torch.cuda.get_device_capability(next(iter(devices))) < (8, 0):
         return "its kernels need compute capability 8.0 or later"
     return ""
+
+
+def _built_differently(spec: ModelSpec, config: Any) -> str | None:
+    """What a step's kernels cannot compute and the fused nodes can."""
+    assert spec.attention is not None and spec.mlp is not None  # `why_not_by_spec` has refused the others
+    if len(spec.attention.inputs) != 3 or len(spec.mlp.inputs) != 2:
+        return "one linear holds several"
+    if spec.norm.layout != "pre":
+        return "norms stand behind attention and MLP as well"
+    if field_of(config, spec.attention.soft_cap) is not None:
+        return "scores are capped"
+    turned = field_of(config, spec.attention.rotary_layers)
+    return None if turned is None or all(turned) else "some layers do not turn queries and keys"
+
+
+def changed_by(spec: ModelSpec, config: Any) -> list[str]:
+    """What a family does to embeddings and logits beside its layers, where this config does it at all."""
+    facts = {
+        "its embeddings": ((spec.embedding_multiplier, 1.0),),
+        "its logits after the head": (
+            (spec.logits_divisor, 1.0), (spec.logits_multiplier, 1.0), (spec.logits_soft_cap, None)
+        ),
+    }  # fmt: skip
+    return [
+        what
+        for what, fields in facts.items()
+        if any(field_of(config, name, neutral) != neutral for name, neutral in fields)
+    ]
 
 
 @dataclass
@@ -119,7 +150,7 @@ class DecodeStep:
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
         self._embed = model.get_submodule(locate(model, spec, spec.embed))
         weight = next(self._embed.parameters())
-        self.device, self.dtype = weight.device, base.get_submodule(spec.final_norm).weight.dtype
+        self.device, self.dtype = weight.device, base.get_submodule(self._final_norm).weight.dtype
         if self.dtype not in (torch.bfloat16, torch.float16):
             raise Unsupported(f"the model computes in {self.dtype}; decoding's kernels take 16 bits.")
         self._early = self.device.type == "cuda" and torch.cuda.get_device_capability(self.device) >= (9, 0)
@@ -139,6 +170,11 @@ class DecodeStep:
         except (NotFused, SpecMismatch, BadInput, AttributeError) as error:
             # Of a module that was replaced by one of another build, attributes are missing.
             raise Unsupported(f"{str(error).rstrip('.')}.") from error
+
+    @property
+    def _final_norm(self) -> str:
+        assert self.spec.final_norm is not None  # as every written spec has one
+        return self.spec.final_norm
 
     @property
     def launches(self) -> int:
@@ -209,44 +245,48 @@ class DecodeStep:
         return graph
 
     def _add_layer(self, layer: Any) -> None:
-        attention, config = layer.self_attn, layer.self_attn.config
-        D = attention.head_dim
+        facts, norm = self.spec.attention, self.spec.norm
+        assert facts is not None
+        attention: Any = layer.get_submodule(facts.path)
+        config, D = attention.config, attention.head_dim
         kv_heads = config.num_key_value_heads
         heads = kv_heads * attention.num_key_value_groups
         qkv, attended = (
             self._buffer((heads + 2 * kv_heads) * D, torch.float32),
             self._buffer(heads * D, self.dtype),
         )
-        parts = [_plain_part(layer, path) for path in _SEPARATE]
-        self._add_product(self._hidden, parts, qkv, norm=_norm(layer, "input_layernorm", self.spec))
+        parts = [_plain_part(layer, path) for path in facts.inputs]
+        self._add_product(self._hidden, parts, qkv, norm=_norm(layer, norm.before_attention, self.spec))
         shape = (self.batch, kv_heads, self.room, D)
         self.keys.append(torch.zeros(shape, dtype=self.dtype, device=self.device))
         self.values.append(torch.zeros(shape, dtype=self.dtype, device=self.device))
-        has_norms = "self_attn.q_norm" in self.spec.norms
         rules = Rules(
-            scale=attention.scaling,
-            window=_window(attention, config),
-            q_norm=_norm(layer, "self_attn.q_norm", self.spec) if has_norms else None,
-            k_norm=_norm(layer, "self_attn.k_norm", self.spec) if has_norms else None,
+            scale=scores_factor(facts, config, D),
+            window=_window(attention, config, facts),
+            q_norm=None if norm.query is None else _norm(layer, norm.query, self.spec),
+            k_norm=None if norm.key is None else _norm(layer, norm.key, self.spec),
         )
         cache = Cache(self.keys[-1], self.values[-1], self._cosines, self._sines, self.position, self.first)
         self._calls.append(DecodeAttention(qkv, cache, attended, rules, early=self._early).launch)
-        self._add_product(attended, [_plain_part(layer, "self_attn.o_proj")], self._hidden, add=True)
+        self._add_product(attended, [_plain_part(layer, facts.output)], self._hidden, add=True)
         self._add_mlp(layer, config)
 
     def _add_mlp(self, layer: Any, config: Any) -> None:
-        activation = _ACTIVATIONS.get(getattr(config, "hidden_activation", None) or config.hidden_act)
+        mlp = self.spec.mlp
+        assert mlp is not None
+        name = field_of(config, mlp.activation)
+        activation = _ACTIVATIONS.get(name)
         if activation is None:
-            raise Unsupported(f"no kernel has the activation {config.hidden_act!r}.")
-        gate, up = (_plain_part(layer, path) for path in ("mlp.gate_proj", "mlp.up_proj"))
+            raise Unsupported(f"no kernel has the activation {name!r}.")
+        gate, up = (_plain_part(layer, path) for path in mlp.inputs)
         inner = self._buffer(gate.weight.shape[0], self.dtype)
-        norm = _norm(layer, "post_attention_layernorm", self.spec)
+        norm = _norm(layer, self.spec.norm.before_mlp, self.spec)
         self._add_product(self._hidden, [gate, up], inner, norm=norm, activation=activation)
-        self._add_product(inner, [_plain_part(layer, "mlp.down_proj")], self._hidden, add=True)
+        self._add_product(inner, [_plain_part(layer, mlp.output)], self._hidden, add=True)
 
     def _add_head(self, model: Any) -> None:
         head = _plain_part(model, locate(model, self.spec, self.spec.head))
-        norm = _norm(model, locate(model, self.spec, self.spec.final_norm), self.spec)
+        norm = _norm(model, locate(model, self.spec, self._final_norm), self.spec)
         self.logits = self._buffer(head.weight.shape[0], torch.float32)
         self._add_product(self._hidden, [head], self.logits, norm=norm)
 
@@ -332,10 +372,11 @@ def _plain_part(module: nn.Module, path: str) -> Part:
     return part
 
 
-def _norm(module: nn.Module, path: str, spec: ModelSpec) -> RowNorm:
+def _norm(module: nn.Module, path: str | None, spec: ModelSpec) -> RowNorm:
+    assert path is not None  # `why_not_by_spec` has refused layers without
     norm: Any = module.get_submodule(path)
     eps = getattr(norm, "variance_epsilon", None)
-    return RowNorm(norm.weight, norm.eps if eps is None else eps, spec.norm_offset)
+    return RowNorm(norm.weight, norm.eps if eps is None else eps, spec.norm.offset)
 
 
 def _alike(weights: Sequence[Packed | Tensor]) -> bool:
@@ -348,15 +389,12 @@ def _described(weight: Packed | Tensor) -> str:
     return f"weights of {tuple(weight.shape)} in {kind}"
 
 
-def _window(attention: Any, config: Any) -> int:
+def _window(attention: Any, config: Any, facts: Attention) -> int:
     """The sliding window of a layer; 0 if it has none."""
     types = getattr(config, "layer_types", None)
     if types is not None and types[attention.layer_idx] != "sliding_attention":
         return 0
-    window = getattr(attention, "sliding_window", None)
-    if window is None and types is None:
-        window = getattr(config, "sliding_window", None)
-    return int(window or 0)
+    return int(getattr(config if facts.window == "config" else attention, "sliding_window", None) or 0)
 
 
 def _rope_kind(model: Any) -> str:

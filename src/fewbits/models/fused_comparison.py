@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fewbits.errors import FewbitsError
+from fewbits.families.spec import ModelSpec
 from fewbits.models.attention import PLAIN_MASK_SHAPE
 from fewbits.models.fused_parts import LayerParts
-from fewbits.models.spec import ModelSpec
 from fewbits.nn.fused_attention import fused_attention
 from fewbits.nn.fused_mlp import fused_mlp
 from fewbits.nn.keep import Keep
@@ -104,14 +104,14 @@ def compare_layer(layer: Any, spec: ModelSpec, keep: Keep, rotary_width: int) ->
     """
     parts = LayerParts(layer, spec, "")
     keep = replace(keep, offload=False)
-    x, rotary = _inputs(layer, rotary_width)
+    x, rotary = _inputs(layer, spec, rotary_width)
     mask = torch.empty(PLAIN_MASK_SHAPE, dtype=torch.bool, device=x.device)
     try:
         attention, mlp = parts.attention(x, rotary, mask, {}, keep, None), parts.mlp(x, keep, None, None)
     except _ERRORS as error:
         raise Differs(f"its parts are not those of its spec ({_words(error)})") from error
     _compare_norms(layer, parts, spec)
-    _compare_activation(layer, mlp.activation)
+    _compare_activation(layer, spec, mlp.activation)
 
     def own(x: Tensor, notes: _Pass) -> Tensor:
         return _own_forward(layer, x, spec, notes, mask, rotary)
@@ -130,13 +130,13 @@ def compare_layer(layer: Any, spec: ModelSpec, keep: Keep, rotary_width: int) ->
     x = x * _size_of_halves(own, x)
     dy = random_like(tuple(x.shape), x)
     expected = _pass(layer, own, x, dy, "its own forward")
-    _compare_attention(layer, expected.calls, attention.attend.keywords)  # type: ignore[attr-defined]
+    _compare_attention(layer.get_submodule(parts.attention_path), expected.calls, attention.attend.keywords)  # type: ignore[attr-defined]
     found = _pass(layer, fused, x, dy, "the fused nodes")
     return _errors(expected.values, found.values, x, dy, _tolerance(x, layer))
 
 
-def _inputs(layer: Any, rotary_width: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    like = like_of(layer)
+def _inputs(layer: Any, spec: ModelSpec, rotary_width: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    like = like_of(layer, spec)
     angles = random_like((1, _TOKENS, rotary_width // 2), like, torch.float32) * 3
     angles = torch.cat([angles, angles], -1)
     return random_like((_ROWS, _TOKENS, like.shape[-1]), like), (angles.cos().to(like), angles.sin().to(like))
@@ -169,10 +169,9 @@ def _own_forward(
     def between(module: nn.Module, args: tuple[Tensor, ...]) -> None:
         notes.middle = args[0]
 
-    sandwich = "pre_feedforward_layernorm" in spec.norms
-    norm = layer.get_submodule("pre_feedforward_layernorm" if sandwich else "post_attention_layernorm")
-    handle = norm.register_forward_pre_hook(between)
-    setattr(layer.self_attn, _NOTES, notes)
+    assert spec.norm.before_mlp is not None and spec.attention is not None
+    handle = layer.get_submodule(spec.norm.before_mlp).register_forward_pre_hook(between)
+    setattr(layer.get_submodule(spec.attention.path), _NOTES, notes)
     try:
         y = type(layer).forward(
             layer,
@@ -241,8 +240,7 @@ def _errors(
     return worst
 
 
-def _compare_attention(layer: Any, seen: list[dict[str, Any]], fused: Mapping[str, Any]) -> None:
-    attention = layer.self_attn
+def _compare_attention(attention: Any, seen: list[dict[str, Any]], fused: Mapping[str, Any]) -> None:
     if len(seen) != 1:
         raise Differs(f"it calls transformers' attention function {len(seen)} times, not once")
     call = dict(seen[0])
@@ -288,28 +286,26 @@ def _compare_norms(layer: nn.Module, parts: LayerParts, spec: ModelSpec) -> None
             raise Differs(f"{path} is no RMSNorm of its weight, offset {norm.offset:g} and eps {norm.eps:g}")
 
 
-def _compare_activation(layer: Any, name: str) -> None:
+def _compare_activation(layer: Any, spec: ModelSpec, name: str) -> None:
+    assert spec.mlp is not None
     for path in ("act_fn", "activation_fn"):
-        module = getattr(layer.mlp, path, None)
+        module: Any = getattr(layer.get_submodule(spec.mlp.path), path, None)
         if module is not None:
-            grid = torch.linspace(-6, 6, 193, device=like_of(layer).device)
+            grid = torch.linspace(-6, 6, 193, device=like_of(layer, spec).device)
             with torch.no_grad():
                 error = _relative(module(grid), _ACTIVATIONS[name](grid))
             if not error < 1e-5:
-                raise Differs(f"mlp.{path} is not the {name} that its configuration names")
+                raise Differs(f"{spec.mlp.path}.{path} is not the {name} that its configuration names")
 
 
 def _relative(a: Tensor, b: Tensor) -> float:
     return float((a - b).norm()) / max(float(b.norm()), 1e-30)
 
 
-def like_of(layer: nn.Module) -> Tensor:
-    """The first norm's weight: the dtype, device and width of what goes through the layer."""
-    parameters = [
-        p for n, p in layer.named_parameters() if p.dim() == 1 and "norm" in n and "self_attn" not in n
-    ]
-    found: list[Tensor] = [p for p in layer.parameters() if p.is_floating_point()]
-    return (parameters or found)[0]
+def like_of(layer: nn.Module, spec: ModelSpec) -> Tensor:
+    """A norm's weight: the dtype, device and width of what goes through the layer."""
+    assert spec.norm.before_mlp is not None
+    return layer.get_parameter(f"{spec.norm.before_mlp}.weight")
 
 
 def random_like(shape: tuple[int, ...], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:

@@ -12,12 +12,14 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdRef
 
 from fewbits.errors import NotFused
+from fewbits.families.shapes import field_of
+from fewbits.families.spec import Attention, ModelSpec
 from fewbits.formats import E4M3, E4M3_ROW
 from fewbits.kernels.decoder.qkv_epilogue import QKVLayout
 from fewbits.kernels.product.matmul_packed import PLAIN, Operands
 from fewbits.models.attention import attention_facts, is_plain_mask
 from fewbits.models.fused_guard import Guard, refuse_hooks
-from fewbits.models.spec import ModelSpec
+from fewbits.models.fused_limits import why_not_by_spec
 from fewbits.nn.attention import attention
 from fewbits.nn.delayed import Slot
 from fewbits.nn.fake_quantize import FakeQuantizedLinear
@@ -48,12 +50,6 @@ class LayerParts:
 
     def __init__(self, layer: nn.Module, spec: ModelSpec, name: str) -> None:
         self.layer, self.spec, self.name = layer, spec, name
-        paths = spec.linears
-        self._qkv = tuple(p for p in paths if p.startswith("self_attn.") and not p.endswith(".o_proj"))
-        self._gate_up = tuple(p for p in paths if p.startswith("mlp.") and not p.endswith(".down_proj"))
-        self._products = (self._qkv, ("self_attn.o_proj",), self._gate_up, ("mlp.down_proj",))
-        self._sandwich = "pre_feedforward_layernorm" in spec.norms
-        self._head_norms = "self_attn.q_norm" in spec.norms
         self._guard = Guard(layer, spec)
         self._scales: dict[tuple[str, ...], tuple[Any, WeightScale]] = {}
         self._decoded: dict[tuple[str, ...], tuple[Any, dict[object, Tensor]]] = {}
@@ -89,7 +85,8 @@ class LayerParts:
         stash: Any,
     ) -> AttentionHalf:
         """The attention half of this call, for x (B, S, H)."""
-        module: Any = self.layer.self_attn
+        facts = self._facts()
+        module: Any = self.layer.get_submodule(facts.path)
         config = module.config
         if self.layer.training and (module.attention_dropout or getattr(config, "resid_pdrop", 0.0)):
             raise NotFused("the configuration asks for dropout")
@@ -99,15 +96,15 @@ class LayerParts:
         keys = config.num_key_value_heads // ranks
         layout = QKVLayout(x.shape[0], keys * module.num_key_value_groups, keys, module.head_dim)
         return AttentionHalf(
-            norm=self.norm("input_layernorm"),
-            qkv=self._projection(self._qkv, dtype, keep),
-            o=self._projection(("self_attn.o_proj",), dtype, keep),
+            norm=self._needed(self.spec.norm.before_attention),
+            qkv=self._projection(facts.inputs, dtype, keep),
+            o=self._projection((facts.output,), dtype, keep),
             layout=layout,
             rotary=rotary,
             attend=self._attend(x, module, mask, kwargs),
-            q_norm=self.norm("self_attn.q_norm") if self._head_norms else None,
-            k_norm=self.norm("self_attn.k_norm") if self._head_norms else None,
-            post_norm=self.norm("post_attention_layernorm") if self._sandwich else None,
+            q_norm=self._optional(self.spec.norm.query),
+            k_norm=self._optional(self.spec.norm.key),
+            post_norm=self._optional(self.spec.norm.after_attention),
             keep=keep,
             stash=stash,
             dtype=dtype,
@@ -116,17 +113,19 @@ class LayerParts:
 
     def mlp(self, x: Tensor, keep: Keep, stash: Any, delayed: tuple[Slot, Slot] | None) -> MLPHalf:
         """The MLP half of this call."""
-        config: Any = self.layer.self_attn.config  # type: ignore[union-attr]
-        name = getattr(config, "hidden_activation", None) or config.hidden_act
+        mlp = self.spec.mlp
+        assert mlp is not None
+        config: Any = self.layer.get_submodule(self._facts().path).config
+        name = field_of(config, mlp.activation)
         if name not in _ACTIVATIONS:
             raise NotFused(f"no kernel for the activation {name!r}")
         dtype = _products_dtype(x)
         return MLPHalf(
-            norm=self.norm("pre_feedforward_layernorm" if self._sandwich else "post_attention_layernorm"),
-            gate_up=self._projection(self._gate_up, dtype, keep),
-            down=self._projection(("mlp.down_proj",), dtype, keep),
+            norm=self._needed(self.spec.norm.before_mlp),
+            gate_up=self._projection(mlp.inputs, dtype, keep),
+            down=self._projection((mlp.output,), dtype, keep),
             activation=_ACTIVATIONS[name],
-            post_norm=self.norm("post_feedforward_layernorm") if self._sandwich else None,
+            post_norm=self._optional(self.spec.norm.after_mlp),
             keep=keep,
             stash=stash,
             delayed=delayed,
@@ -141,24 +140,41 @@ class LayerParts:
             raise NotFused("the call asks for attention weights")
         if not getattr(module, "is_causal", True):
             raise NotFused("attention is not causal")
-        facts = attention_facts(module)
+        facts = attention_facts(module, self._facts())
         window, soft_cap = int(facts.window or 0) or None, facts.soft_cap
         segments = Segments.from_keywords(kwargs, x.shape[0] * x.shape[1])
         if mask is None or is_plain_mask(mask) or segments is not None:
-            return partial(
-                attention, scale=module.scaling, window=window, soft_cap=soft_cap, segments=segments
-            )
+            return partial(attention, scale=facts.scale, window=window, soft_cap=soft_cap, segments=segments)
         if not isinstance(mask, Tensor) or mask.dim() != 4:
             raise NotFused("the call has an attention mask that no fused attention takes")
         eager = str(module.config._attn_implementation).endswith("eager")
-        return partial(_masked_attention, mask=mask, scale=module.scaling, soft_cap=soft_cap, eager=eager)
+        return partial(_masked_attention, mask=mask, scale=facts.scale, soft_cap=soft_cap, eager=eager)
 
     def norm(self, path: str) -> Norm:
         """One of the layer's norms; raises `NotFused` if it is not what it was."""
         module: Any = self.layer.get_submodule(path)
         self._guard.check_norm(path, module)
         eps = getattr(module, "variance_epsilon", None)
-        return Norm(own_weight(module), module.eps if eps is None else eps, self.spec.norm_offset)
+        return Norm(own_weight(module), module.eps if eps is None else eps, self.spec.norm.offset)
+
+    @property
+    def attention_path(self) -> str:
+        """Path of the attention module in the layer."""
+        return self._facts().path
+
+    def _facts(self) -> Attention:
+        attention = self.spec.attention
+        if attention is None:
+            raise NotFused("its family's spec says nothing of its attention")
+        return attention
+
+    def _needed(self, path: str | None) -> Norm:
+        if path is None:
+            raise NotFused("one of its halves has no norm before it")
+        return self.norm(path)
+
+    def _optional(self, path: str | None) -> Norm | None:
+        return None if path is None else self.norm(path)
 
     def _projection(self, paths: tuple[str, ...], dtype: torch.dtype, keep: Keep) -> Projection:
         try:
@@ -184,7 +200,7 @@ class LayerParts:
 
     def why_never(self) -> str | None:
         """Why no call can be fused, whatever its adapters; None if one may be."""
-        for paths in self._products:
+        for paths in self.spec.products:
             modules = [self.layer.get_submodule(path) for path in paths]
             bases: list[Any] = [getattr(m, "base_layer", m) for m in modules]
             if all(getattr(base, "operands", None) == FLOAT8 for base in bases):
@@ -256,7 +272,7 @@ class LayerParts:
         if getattr(self.layer, "_is_fsdp_managed_module", False):
             return []
         found = []
-        for paths in self._products:
+        for paths in self.spec.products:
             modules = [self.layer.get_submodule(path) for path in paths]
             if all(type(m) is LowPrecisionLinear and m.operands == FLOAT8 for m in modules):
                 weights: list[Any] = [m.weight for m in modules]
@@ -422,4 +438,6 @@ def check_layer(layer: nn.Module, parts: LayerParts) -> str | None:
             layer.get_submodule(path)
         except AttributeError:
             return f"it has no {path}"
-    return parts.why_never()
+    attention: Any = layer.get_submodule(parts.attention_path)
+    config, index = getattr(attention, "config", None), getattr(attention, "layer_idx", None)
+    return why_not_by_spec(parts.spec, config, index) or parts.why_never()

@@ -27,9 +27,9 @@ import torch
 from torch import nn
 
 from fewbits.errors import NotFused
+from fewbits.families.spec import ModelSpec
 from fewbits.kernels.product.matmul_packed import PLAIN
 from fewbits.models.fused_comparison import Differs, NothingToCompare, compare_layer, like_of, random_like
-from fewbits.models.spec import ModelSpec
 from fewbits.nn.keep import Keep
 
 _HOOKS = (
@@ -74,7 +74,7 @@ class Proofs:
         self.skipped = _cannot_compare(layer)
         if self.skipped is not None:
             return None
-        kind = _kind(layer)
+        kind = _kind(layer, self.spec)
         if kind not in self.reasons:
             try:
                 self.reasons[kind] = self._compare(layer)
@@ -99,7 +99,7 @@ class Proofs:
         return lines
 
     def _compare(self, layer: nn.Module) -> str | None:
-        device, width = like_of(layer).device, self._rotary_width(layer)
+        device, width = like_of(layer, self.spec).device, self._rotary_width(layer)
         with (
             torch.inference_mode(False),
             torch.enable_grad(),
@@ -119,7 +119,7 @@ class Proofs:
         for name, buffer in self.decoder.named_buffers():
             if name.endswith("inv_freq"):
                 return 2 * buffer.numel()
-        return int(layer.self_attn.head_dim)
+        return int(layer.get_submodule(_attention_path(self.spec)).head_dim)
 
 
 def _cannot_compare(layer: nn.Module) -> str | None:
@@ -134,16 +134,21 @@ def _cannot_compare(layer: nn.Module) -> str | None:
 # 1. Kinds of layers.
 
 
-def _kind(layer: nn.Module) -> Any:
+def _kind(layer: nn.Module, spec: ModelSpec) -> Any:
     """What tells one layer's arithmetic from another's: classes, numbers, words, whose place in a list."""
     facts = [(path, type(m), _plain_facts(m)) for path, m in layer.named_modules()]
-    config = getattr(layer.self_attn, "config", None)
-    index = getattr(layer.self_attn, "layer_idx", None)
+    attention = layer.get_submodule(_attention_path(spec))
+    config, index = getattr(attention, "config", None), getattr(attention, "layer_idx", None)
     own = []
     for name, value in sorted((vars(config) if config is not None else {}).items()):
         if isinstance(value, (list, tuple)) and isinstance(index, int) and index < len(value):
             own.append((name, repr(value[index])))
     return tuple(facts), tuple(own)
+
+
+def _attention_path(spec: ModelSpec) -> str:
+    assert spec.attention is not None  # `check_layer` has refused the others
+    return spec.attention.path
 
 
 def _plain_facts(module: nn.Module) -> tuple[tuple[str, str], ...]:

@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 
 from fewbits.errors import Unsupported
-from fewbits.models.families import ModelSpec
+from fewbits.families.spec import ModelSpec, Norms
 from fewbits.models.transposed import is_conv1d
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -52,8 +52,11 @@ def generic_spec(model: nn.Module, model_type: str) -> ModelSpec:
     return ModelSpec(
         model_type=model_type,
         layers=path,
-        linears=tuple(linears),
-        norms=(),
+        final_norm=None,
+        norm=Norms(before_attention=None, before_mlp=None),
+        attention=None,
+        mlp=None,
+        other_linears=tuple(linears),
         embed=_end(base, "get_input_embeddings", "model.embed_tokens"),
         head=_end(base, "get_output_embeddings", "lm_head"),
         generic=True,

@@ -1,32 +1,19 @@
 """Finding things in a Hugging Face model: its family's `ModelSpec`, and what that names in this very model.
 
-The specs themselves are in `fewbits.models.families`.
+The specs themselves are in `fewbits.families`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
 
 from fewbits.errors import SpecMismatch, Unsupported
-from fewbits.models.families import ModelSpec as ModelSpec
-from fewbits.models.families import family_of, known_families
+from fewbits.families.registry import known_families, model_type_of, written_spec
+from fewbits.families.spec import ModelSpec
 from fewbits.models.generic import generic_spec
-
-
-def model_type_of(model_or_config: Any) -> str:
-    """The ``model_type`` of a model, or of a config (an object or plain data); "" if it names none."""
-    config = getattr(model_or_config, "config", model_or_config)
-    if isinstance(config, Mapping):
-        return str(config.get("model_type", ""))
-    return str(getattr(config, "model_type", ""))
-
-
-def written_spec(model_or_config: Any) -> ModelSpec | None:
-    """The spec that somebody wrote for this model or config: fewbits, or the user; None without one."""
-    return family_of(model_type_of(model_or_config))
 
 
 def spec_for(model_or_config: Any) -> ModelSpec:

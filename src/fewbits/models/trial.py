@@ -14,7 +14,7 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 
 from fewbits.errors import BadInput, FewbitsError, SpecMismatch, Unsupported
-from fewbits.models.families import family_of, known_families
+from fewbits.families.registry import family_of, known_families
 
 # As small as the kernels' blocks allow; a configuration takes those of them that it knows.
 _SMALL = {

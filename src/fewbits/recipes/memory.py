@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from fewbits.errors import BadInput
+from fewbits.families.shapes import kv_width, linear_shapes
 from fewbits.recipes.recipe import LoRA, Recipe
 
 _OPTIMIZER_BYTES = 8  # two float32 moments for each trained value
@@ -84,45 +84,8 @@ def head_copies(recipe: Recipe) -> int:
     return sum(format is not None for format in (recipe.head.weight_operand, recipe.head.gradient))
 
 
-def linear_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
-    """Shapes (outputs, inputs) of the linears of one decoder layer, by their name within it."""
-    needed = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
-    missing = [key for key in needed if config.get(key) is None]
-    if missing:
-        raise BadInput(
-            f"the model's configuration lacks {', '.join(missing)}; pass the mapping in its config.json."
-        )
-    hidden, inner = int(config["hidden_size"]), int(config["intermediate_size"])
-    queries, keys = int(config["num_attention_heads"]) * _head_dim(config), _kv_width(config)
-    if config.get("model_type") == "phi3":
-        return {
-            "self_attn.qkv_proj": (queries + 2 * keys, hidden),
-            "self_attn.o_proj": (hidden, queries),
-            "mlp.gate_up_proj": (2 * inner, hidden),
-            "mlp.down_proj": (hidden, inner),
-        }
-    return {
-        "self_attn.q_proj": (queries, hidden),
-        "self_attn.k_proj": (keys, hidden),
-        "self_attn.v_proj": (keys, hidden),
-        "self_attn.o_proj": (hidden, queries),
-        "mlp.gate_proj": (inner, hidden),
-        "mlp.up_proj": (inner, hidden),
-        "mlp.down_proj": (hidden, inner),
-    }
-
-
-def _head_dim(config: Mapping[str, Any]) -> int:
-    return int(config.get("head_dim") or int(config["hidden_size"]) // int(config["num_attention_heads"]))
-
-
-def _kv_width(config: Mapping[str, Any]) -> int:
-    heads = config.get("num_key_value_heads") or config["num_attention_heads"]
-    return int(heads) * _head_dim(config)
-
-
 def _kv_bytes(config: Mapping[str, Any], recipe: Recipe, num_tokens: int, dtype_bytes: int) -> int:
-    shape = (num_tokens, _kv_width(config))
+    shape = (num_tokens, kv_width(config))
     return recipe.kv_cache.nbytes(shape) if recipe.kv_cache is not None else prod(shape) * dtype_bytes
 
 

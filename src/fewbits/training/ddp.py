@@ -24,6 +24,7 @@ from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fewbits.errors import BadInput, SpecMismatch
+from fewbits.families.registry import written_spec
 from fewbits.formats.base import Format
 from fewbits.kernels.codec.gradient_codec import (
     Wire,
@@ -32,7 +33,6 @@ from fewbits.kernels.codec.gradient_codec import (
     sum_gradients,
     wire_of,
 )
-from fewbits.models.spec import written_spec
 from fewbits.training.communication import GradientExchange, Lane, Travel, check_seed, wait
 
 

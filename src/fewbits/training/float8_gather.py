@@ -23,11 +23,12 @@ import torch
 from torch import Tensor, distributed, nn
 
 from fewbits.errors import Unsupported
+from fewbits.families.spec import ModelSpec
 from fewbits.formats import E4M3, Packed
 from fewbits.kernels.codec.dequantize import dequantize
 from fewbits.kernels.codec.quantize_float8 import scale_of_amax
 from fewbits.kernels.product.matmul_float8 import float8_weight
-from fewbits.models.spec import ModelSpec, layer_names, spec_for
+from fewbits.models.spec import layer_names, spec_for
 
 
 def gather_in_float8(model: Any) -> str:
@@ -138,20 +139,16 @@ class _Travel:
 def _weights(model: Any, spec: ModelSpec) -> list[list[Any]]:
     """Trained weights of linears, those of one product together."""
     found = []
+    group_of = {path: group[0] for group in spec.products for path in group}
     for name in layer_names(model, spec):
         products: dict[str, list[Any]] = {}
         for path in spec.linears:
             module = model.get_submodule(f"{name}.{path}")
             weight = getattr(module, "weight", None)
             if isinstance(module, nn.Linear) and isinstance(weight, Tensor) and weight.requires_grad:
-                products.setdefault(_product(path), []).append(weight)
+                products.setdefault(group_of.get(path, path), []).append(weight)
         found += list(products.values())
     return found
-
-
-def _product(path: str) -> str:
-    """What the fused decoder computes a linear with: all of attention but o, all of the MLP but down."""
-    return path if path.endswith((".o_proj", ".down_proj")) else path.partition(".")[0]
 
 
 __all__ = ["gather_in_float8"]

@@ -6,10 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fewbits.models.spec import written_spec
+from fewbits.errors import BadInput
+from fewbits.families.catalog import LLAMA
+from fewbits.families.registry import written_spec
+from fewbits.families.shapes import linear_shapes
+from fewbits.families.spec import ModelSpec
 from fewbits.nn.keep import Keep
 from fewbits.recipes import Recipe
-from fewbits.recipes.memory import linear_shapes
 
 # What host traffic costs although it runs beside the products, of its own time: on an H200 at the 8B shape
 # less than could be measured.
@@ -121,13 +124,11 @@ def layer_cost(
         dtype_bytes: bytes of a value in activations.
     """
     T, e, H = num_tokens, dtype_bytes, int(config["hidden_size"])
-    heads, inner = int(config["num_attention_heads"]), int(config["intermediate_size"])
+    spec, heads = written_spec(config) or LLAMA, int(config["num_attention_heads"])
     shapes = linear_shapes(config)
-    q = next(shape[1] for name, shape in shapes.items() if name.endswith("o_proj"))
-    qkv = sum(n for name, (n, _) in shapes.items() if name.split(".")[-1] in _QKV)
-    norms = _norms_of(config)
-    turned = qkv - (qkv - q) // 2 if "self_attn.q_norm" in norms else 0  # normed q and k beside the product
-    added = 2 * T * H * e if "post_feedforward_layernorm" in norms else 0  # what the second norms read
+    q, qkv, inner = _widths(spec, shapes)
+    turned = qkv - (qkv - q) // 2 if spec.norm.query is not None else 0  # normed q and k beside the product
+    added = 2 * T * H * e if spec.norm.after_mlp is not None else 0  # what the second norms read
     rank = 0 if recipe.lora is None else recipe.lora.r
     is_packed = recipe.linear.weight is not None
 
@@ -175,9 +176,12 @@ def _weight_values(recipe: Recipe, values: int, dtype_bytes: int, machine: Machi
     return values * (2 if in_float8 else dtype_bytes), 2 * values * (stored + made) / machine.bandwidth
 
 
-def _norms_of(config: Mapping[str, Any]) -> tuple[str, ...]:
-    spec = written_spec(config)
-    return () if spec is None else spec.norms
-
-
-_QKV = ("q_proj", "k_proj", "v_proj", "qkv_proj")
+def _widths(spec: ModelSpec, shapes: Mapping[str, tuple[int, int]]) -> tuple[int, int, int]:
+    """Values of the queries; of queries, keys and values; and of the MLP's inner half."""
+    if spec.attention is None or spec.mlp is None:
+        raise BadInput(
+            f"nobody said what a layer of {spec.model_type} keeps for its backward pass, so no plan can be"
+            ' made for it; set memory to "keep" or "recompute".'
+        )
+    q = shapes[spec.attention.output][1]
+    return q, sum(shapes[path][0] for path in spec.attention.inputs), shapes[spec.mlp.output][1]

@@ -25,10 +25,12 @@ import torch
 from torch import Tensor, distributed, nn
 
 from fewbits.errors import Unsupported
+from fewbits.families.shapes import field_of
+from fewbits.families.spec import MLP, Attention, ModelSpec
 from fewbits.models.attention import used_attention
 from fewbits.models.fused_guard import for_unfused_layers
 from fewbits.models.receipt import Change, Receipt
-from fewbits.models.spec import ModelSpec, find, layer_names, spec_for
+from fewbits.models.spec import find, layer_names, spec_for
 from fewbits.nn.cut_dropout import CutDropout
 from fewbits.nn.linear import LowPrecisionLinear, QuantizedLinear
 from fewbits.nn.norm import RMSNorm
@@ -110,10 +112,9 @@ def tensor_parallel(model: Any, mesh: Any, *, before: Callable[[str], None] | No
         Unsupported: the plan, the number of heads or a packed weight does not allow it.
     """
     spec = spec_for(model)
-    if spec.generic:
-        raise Unsupported(f"{spec.without_spec}, so its layers cannot be cut among ranks; use parallel=fsdp.")
+    attention, mlp = _halves(spec)
     group = TensorGroup(mesh.get_group(), mesh.get_local_rank(), mesh.size())
-    _refuse(model, group)
+    _refuse(model, group, mlp)
     state = TensorParallel(group)
     receipt = Receipt(f"{spec.model_type}, layers shared by {group.size} ranks (tensor parallelism)")
     axes = _axes(model, spec)
@@ -123,16 +124,34 @@ def tensor_parallel(model: Any, mesh: Any, *, before: Callable[[str], None] | No
             if before is not None:
                 before(f"{name}.{path}")
             _cut_linear(model, f"{name}.{path}", axis, _parts(layer, path, spec), state, receipt)
-        layer.tensor_group = layer.self_attn.tensor_group = group
+        own: Any = layer.get_submodule(attention.path)
+        layer.tensor_group = own.tensor_group = group
         if spec.fused:
-            _own_heads(layer.self_attn, group)
-        for norm in ("self_attn.q_norm", "self_attn.k_norm"):
-            _share_norm(find(layer, norm), group)
-        _sum_unfused(layer.self_attn, layer.mlp, group)
+            _own_heads(own, group)
+        for norm in (spec.norm.query, spec.norm.key):
+            _share_norm(None if norm is None else find(layer, norm), group)
+        _sum_unfused(own, layer.get_submodule(mlp.path), group)
     _same_on_all(model, state, mesh.device_type)
     receipt.notes.append("embeddings, norms and the output head are whole on each rank")
     setattr(model, _STATE, state)
     return receipt
+
+
+def _halves(spec: ModelSpec) -> tuple[Attention, MLP]:
+    """Attention and MLP of a family whose layers can be cut."""
+    if spec.generic:
+        raise Unsupported(f"{spec.without_spec}, so its layers cannot be cut among ranks; use parallel=fsdp.")
+    if spec.attention is None or spec.mlp is None or spec.other_linears or spec.experts is not None:
+        raise Unsupported(
+            f"layers of {spec.model_type} are more than attention and one MLP, and cannot be cut among ranks;"
+            " use parallel=fsdp."
+        )
+    if spec.norm.query is not None and spec.norm.query_key_over == "row":
+        raise Unsupported(
+            f"{spec.model_type} normalises queries and keys over all heads, which ranks that share them"
+            " cannot; use parallel=fsdp."
+        )
+    return spec.attention, spec.mlp
 
 
 def tensor_parallel_of(model: Any) -> TensorParallel | None:
@@ -186,13 +205,16 @@ def _axes(model: Any, spec: ModelSpec) -> dict[str, int]:
 
 def _parts(layer: Any, path: str, spec: ModelSpec) -> tuple[int, ...] | None:
     """Outputs of each linear that this one holds; None: it is one."""
-    names = spec.fused.get(path.rpartition(".")[2])
-    if names is None:
-        return None
-    config, head = layer.self_attn.config, layer.self_attn.head_dim
-    keys, inner = config.num_key_value_heads * head, config.intermediate_size
-    sizes = {"q_proj": config.num_attention_heads * head, "k_proj": keys, "v_proj": keys}
-    return tuple({**sizes, "gate_proj": inner, "up_proj": inner}[name] for name in names)
+    attention, mlp = _halves(spec)
+    own = layer.get_submodule(attention.path)
+    config, head = own.config, own.head_dim
+    if attention.inputs == (path,):
+        keys = config.num_key_value_heads * head
+        return config.num_attention_heads * head, keys, keys
+    if mlp.inputs == (path,) and mlp.is_gated:
+        inner = field_of(config, mlp.width)
+        return inner, inner
+    return None
 
 
 class _OwnHeads:
@@ -213,7 +235,7 @@ def _own_heads(attention: Any, group: TensorGroup) -> None:
     attention.num_key_value_heads //= group.size
 
 
-def _refuse(model: Any, group: TensorGroup) -> None:
+def _refuse(model: Any, group: TensorGroup, mlp: MLP) -> None:
     if tensor_parallel_of(model) is not None or is_sharded(model):
         raise Unsupported("this model is shared or sharded already; share its layers first, and once.")
     config = model.config.get_text_config()
@@ -223,7 +245,7 @@ def _refuse(model: Any, group: TensorGroup) -> None:
             " same places in each part; call fewbits.models.attention.use_attention first, or set"
             " attention_dropout to 0."
         )
-    for what in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+    for what in ("num_attention_heads", "num_key_value_heads", mlp.width):
         count = getattr(config, what)
         if count % group.size:
             raise Unsupported(

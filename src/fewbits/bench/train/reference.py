@@ -20,8 +20,10 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from fewbits.errors import Unsupported
+from fewbits.families.catalog import LLAMA
+from fewbits.families.registry import family_of, known_families, model_type_of, written_spec
+from fewbits.families.spec import ModelSpec
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 _HEAD_ROWS = 2048
 
 
@@ -77,10 +79,11 @@ def rope_of(config: Any, device: torch.device) -> tuple[Tensor, float]:
     """Inverse frequencies and the factor on cosine and sine."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    if config.model_type not in FAMILIES:
+    if not _is_defined(written_spec(config)):
+        defined = [name for name in known_families() if _is_defined(family_of(name))]
         raise Unsupported(
-            f"the parity check has no definition of {config.model_type!r}, and no speed goes without it: "
-            f"choose a shape of {', '.join(FAMILIES)}."
+            f"the parity check has no definition of {model_type_of(config)!r}, and no speed goes without it: "
+            f"choose a shape of {', '.join(defined)}."
         )
     parameters = config.rope_parameters
     kind = parameters.get("rope_type", "default")
@@ -90,6 +93,17 @@ def rope_of(config: Any, device: torch.device) -> tuple[Tensor, float]:
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     exponents = torch.arange(0, size, 2, dtype=torch.int64, device=device).float() / size
     return 1.0 / parameters["rope_theta"] ** exponents, 1.0
+
+
+def _is_defined(spec: ModelSpec | None) -> bool:
+    """Whether `token_losses` computes what this family does: Llama's layers, with norms of heads at most."""
+    if spec is None:
+        return False
+    norm = replace(spec.norm, query=None, key=None)
+    same = (norm, spec.mlp, spec.experts, spec.other_linears) == (LLAMA.norm, LLAMA.mlp, None, ())
+    window = spec.attention is not None and replace(spec.attention, window="layer") == LLAMA.attention
+    ends = (spec.embedding_multiplier, spec.residual_multiplier, spec.logits_divisor, spec.logits_multiplier)
+    return same and window and spec.logits_soft_cap is None and not any(ends) and not spec.generic
 
 
 def token_losses(decoder: Decoder, ids_BT: Tensor, rounding: str | None = None) -> Tensor:

@@ -14,7 +14,8 @@ from typing import Any
 
 from fewbits.device import lowest_capability
 from fewbits.errors import BadInput, Unsupported
-from fewbits.models.spec import written_spec
+from fewbits.families.registry import written_spec
+from fewbits.models.fused_limits import why_not_by_spec
 from fewbits.nn.keep import KEEP_NONE, KEEP_ON_HOST
 from fewbits.recipes import CATALOG, Recipe, predict_memory
 from fewbits.training.memory_budget import OPTIMIZER_BYTES, auto_budget
@@ -156,6 +157,7 @@ def planner_for(
             weights train, else bfloat16).
     """
     text = text_config(config)
+    spec = written_spec(text)
     weights = dtype_bytes or (4 if recipe.lora is None else 2)
     static = predict_memory(text, recipe, dtype_bytes=weights)
     trained = static.optimizer // OPTIMIZER_BYTES["adamw"]
@@ -166,7 +168,7 @@ def planner_for(
         sequence_length=batch[1],
         capability=gpu.capability,
         static=replace(static, optimizer=trained * OPTIMIZER_BYTES[optimizer]),
-        is_fused=written_spec(text) is not None,
+        is_fused=spec is not None and why_not_by_spec(spec, text) is None,
     )
 
 

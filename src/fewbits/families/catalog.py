@@ -1,0 +1,53 @@
+"""One `ModelSpec` for each family that fewbits knows; defaults are Llama's.
+
+To add one: write its spec, list it in `SPECS`, add a tiny config to tests/models/tiny.py with all that is
+special turned on (docs/adding-a-model.md); the tests run over both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from fewbits.families.spec import MLP, Attention, ModelSpec, Norms
+
+_HEAD_NORMS = Norms(query="self_attn.q_norm", key="self_attn.k_norm")
+_SANDWICH_NORMS = Norms(
+    after_attention="post_attention_layernorm",
+    before_mlp="pre_feedforward_layernorm",
+    after_mlp="post_feedforward_layernorm",
+    offset=1.0,
+)
+_PRE_ATTENTION: dict[str, Any] = {"multiplier": "query_pre_attn_scalar", "multiplier_power": -0.5}
+
+LLAMA = ModelSpec(model_type="llama", gguf="llama")
+MISTRAL = replace(LLAMA, model_type="mistral", attention=Attention(window="config"))
+QWEN2 = replace(LLAMA, model_type="qwen2", gguf="qwen2")
+QWEN3 = replace(LLAMA, model_type="qwen3", norm=_HEAD_NORMS, gguf="qwen3")
+GEMMA = ModelSpec(model_type="gemma", norm=Norms(offset=1.0))
+GEMMA2 = ModelSpec(
+    model_type="gemma2",
+    norm=_SANDWICH_NORMS,
+    attention=Attention(soft_cap="attn_logit_softcapping", **_PRE_ATTENTION),
+    mlp=MLP(activation="hidden_activation"),
+    logits_soft_cap="final_logit_softcapping",
+)
+GEMMA3_TEXT = replace(
+    GEMMA2,
+    model_type="gemma3_text",
+    norm=replace(_SANDWICH_NORMS, query="self_attn.q_norm", key="self_attn.k_norm"),
+    attention=Attention(**_PRE_ATTENTION),
+)
+PHI3 = ModelSpec(  # Phi-3 and Phi-4
+    model_type="phi3",
+    attention=Attention(inputs=("self_attn.qkv_proj",), window="config"),
+    mlp=MLP(inputs=("mlp.gate_up_proj",)),
+)
+
+SPECS: dict[str, ModelSpec] = {
+    spec.model_type: spec for spec in (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3_TEXT, PHI3)
+}
+
+# Classes of transformers that inherit from nn.Linear and compute exactly what it does; a layer of ours may
+# take their place. Other subclasses may do more, and stay as they are.
+SAME_AS_LINEAR = ("FalconLinear",)
