@@ -11,12 +11,12 @@ is of the second's failures, run again with ``--failed-in PACKED --unrounded-mer
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections import Counter
-from pathlib import Path
 from typing import Any
+
+from peer_suites.record import read
 
 _NEAREST = 1.001  # half steps; float32 arithmetic on top of one
 _OF_TORCH = (
@@ -30,15 +30,6 @@ _OF_TORCH = (
     ),
 )
 UNEXPLAINED = "unexplained"
-
-
-def read(path: str) -> dict[str, dict[str, Any]]:
-    """The lines of a record by the test's name; of a test's several lines the failed one."""
-    rows: dict[str, dict[str, Any]] = {}
-    for row in map(json.loads, Path(path).read_text(encoding="utf-8").splitlines()):
-        if row["test"] not in rows or row["outcome"] == "failed":
-            rows[row["test"]] = row
-    return rows
 
 
 def reason(row: dict[str, Any], unrounded: dict[str, Any] | None) -> str:
@@ -55,6 +46,11 @@ def reason(row: dict[str, Any], unrounded: dict[str, Any] | None) -> str:
     if unrounded is not None and _comes_further(row, unrounded) and unrounded["rounding"] <= _NEAREST:
         return "rounding of a merge; unrounded it passes there and fails further down"
     return UNEXPLAINED
+
+
+def is_open(row: dict[str, Any]) -> bool:
+    """Whether a failed test's own line does not say why it failed."""
+    return reason(row, None) == UNEXPLAINED
 
 
 def _comes_further(row: dict[str, Any], unrounded: dict[str, Any]) -> bool:

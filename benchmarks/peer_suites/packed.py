@@ -43,7 +43,7 @@ def wrap_peft(base: str, ours: bool) -> None:
                 _check_trained_copies(config, model)
                 _register(config, model)
 
-    get_peft_model, init = peft.get_peft_model, peft.PeftModel.__init__
+    get_peft_model, init, add = peft.get_peft_model, peft.PeftModel.__init__, peft.PeftModel.add_adapter
 
     @functools.wraps(get_peft_model)
     def packed_get_peft_model(model: Any, peft_config: Any, *args: Any, **kwargs: Any) -> Any:
@@ -55,9 +55,14 @@ def wrap_peft(base: str, ours: bool) -> None:
         prepare(model, peft_config)
         init(self, model, peft_config, *args, **kwargs)
 
+    @functools.wraps(add)
+    def packed_add(self: Any, adapter_name: str, peft_config: Any, *args: Any, **kwargs: Any) -> None:
+        prepare(self.base_model.model, peft_config)
+        add(self, adapter_name, peft_config, *args, **kwargs)
+
     for module in (peft, peft.mapping_func):
         module.get_peft_model = packed_get_peft_model
-    peft.PeftModel.__init__ = packed_init
+    peft.PeftModel.__init__, peft.PeftModel.add_adapter = packed_init, packed_add
 
 
 def keep_merges(notes: dict[str, Any], unrounded: bool) -> None:

@@ -19,24 +19,26 @@ from typing import Any
 
 import pytest
 import torch
+from peer_suites.compare import is_open
 from peer_suites.hub import serve_names
 from peer_suites.packed import keep_merges, pack_model, wrap_peft
-from peer_suites.record import Recorder, failed_in
+from peer_suites.record import Recorder, read
 
 _TRAINERS = pytest.StashKey[bool]()
 
 
 def pytest_addoption(parser: Any) -> None:
-    """The plugin's two options."""
+    """The plugin's options."""
     group = parser.getgroup("fewbits")
     group.addoption("--base", choices=("plain", "nf4", "int8"), default="plain")
     group.addoption("--layers", choices=("peft", "fewbits"), default="peft")
     group.addoption("--every", type=int, default=1, help="of PEFT's tests of LoRA, only each n-th")
     group.addoption("--record", type=Path, help="write each test's outcome there, one line of JSON a test")
+    group.addoption("--resume", action="store_true", help="keep the record, and run what it lacks")
     group.addoption(
         "--unrounded-merges", action="store_true", help="multiply by what a merge had before rounding"
     )
-    group.addoption("--failed-in", type=Path, help="only the tests that failed in this record")
+    group.addoption("--failed-in", type=Path, help="only the tests that failed in this record, unexplained")
 
 
 def pytest_configure(config: Any) -> None:
@@ -46,7 +48,8 @@ def pytest_configure(config: Any) -> None:
     _stand_in_for_names()
     notes: dict[str, Any] = {}
     if config.getoption("--record"):
-        config.pluginmanager.register(Recorder(config.getoption("--record"), notes))
+        recorder = Recorder(config.getoption("--record"), notes, keep=config.getoption("--resume"))
+        config.pluginmanager.register(recorder)
     keep_merges(notes, config.getoption("--unrounded-merges"))
     if config.getoption("--base") != "plain" or config.getoption("--layers") != "peft":
         wrap_peft(config.getoption("--base"), config.getoption("--layers") == "fewbits")
@@ -90,13 +93,16 @@ def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
 
     config.stash[_TRAINERS] = any("_trainer.py" in item.nodeid for item in items)
     _pack_when_built(items, config.getoption("--base"))
+    kept = list(items)
+    if any("test_custom_models" in item.nodeid or "test_decoder_models" in item.nodeid for item in items):
+        kept = [item for item in items if _is_of_lora(item, peft.LoraConfig)][:: config.getoption("--every")]
     if config.getoption("--failed-in"):
-        failed = failed_in(config.getoption("--failed-in"))
-        items[:] = [item for item in items if item.nodeid in failed]
-        return
-    if not any("test_custom_models" in item.nodeid or "test_decoder_models" in item.nodeid for item in items):
-        return
-    kept = [item for item in items if _is_of_lora(item, peft.LoraConfig)][:: config.getoption("--every")]
+        rows = read(config.getoption("--failed-in"))
+        failed = {test for test, row in rows.items() if row["outcome"] == "failed" and is_open(row)}
+        kept = [item for item in items if item.nodeid in failed]
+    if config.getoption("--resume"):
+        done = read(config.getoption("--record"))
+        kept = [item for item in kept if item.nodeid not in done]
     chosen = set(map(id, kept))
     config.hook.pytest_deselected(items=[item for item in items if id(item) not in chosen])
     items[:] = kept
@@ -114,12 +120,33 @@ def _pack_when_built(items: list[Any], base: str) -> None:
 
         return packed_build
 
+    for module in {getattr(item, "module", None) for item in items} - {None}:
+        for kind in list(vars(module).values()):
+            if (
+                isinstance(kind, type)
+                and issubclass(kind, torch.nn.Module)
+                and kind.__module__ == module.__name__
+            ):
+                kind.__init__ = _packing(kind, base)
     for owner in {getattr(item, "cls", None) for item in items} - {None}:
         kind = getattr(owner, "transformers_class", None)
         if kind is not None and not getattr(kind, "_packs", False):
             kind.from_pretrained, kind._packs = packed(kind.from_pretrained), True
         if hasattr(owner, "resolve_model_cls"):
             owner.resolve_model_cls = packed(owner.resolve_model_cls)
+
+
+def _packing(kind: type, base: str) -> Any:
+    """The ``__init__`` of a model that a module of tests defines; the outermost one packs at its end."""
+    init = kind.__init__  # type: ignore[misc]
+
+    @functools.wraps(init)
+    def packed_init(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        if type(self) is kind:
+            pack_model(self, base)
+
+    return packed_init
 
 
 def _is_of_lora(item: Any, kind: type) -> bool:

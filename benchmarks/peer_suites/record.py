@@ -9,19 +9,22 @@ from typing import Any
 _MOST = 4000  # characters of one message
 
 
-def failed_in(path: Path) -> set[str]:
-    """Names of the tests that failed in a record."""
-    return {
-        row["test"] for row in map(json.loads, path.read_text().splitlines()) if row["outcome"] == "failed"
-    }
+def read(path: str | Path) -> dict[str, dict[str, Any]]:
+    """The lines of a record by the test's name; of a test's several lines the failed one."""
+    rows: dict[str, dict[str, Any]] = {}
+    for row in map(json.loads, Path(path).read_text(encoding="utf-8").splitlines()):
+        if row["test"] not in rows or row["outcome"] == "failed":
+            rows[row["test"]] = row
+    return rows
 
 
 class Recorder:
     """Collects the outcome of each test and writes them to ``path`` as they come."""
 
-    def __init__(self, path: Path, notes: dict[str, Any]) -> None:
+    def __init__(self, path: Path, notes: dict[str, Any], *, keep: bool = False) -> None:
         self.path = path
-        path.write_text("")
+        if not keep or not path.exists():
+            path.write_text("")
         self.notes = notes  # what others add to the line of the test that runs; emptied after each
 
     def pytest_runtest_logreport(self, report: Any) -> None:
