@@ -34,13 +34,14 @@ def wrap_peft(base: str, ours: bool) -> None:
     import peft
     import peft.mapping_func
 
-    from fewbits.models.adapters import _check_trained_copies, _register
+    from fewbits.models.adapters import _check_parameters, _check_trained_copies, _register
 
     def prepare(model: Any, config: Any) -> None:
         if isinstance(config, peft.LoraConfig) and type(config) is peft.LoraConfig:
             pack_model(model, base)
             if ours:
                 _check_trained_copies(config, model)
+                _check_parameters(config, model)
                 _register(config, model)
 
     get_peft_model, init, add = peft.get_peft_model, peft.PeftModel.__init__, peft.PeftModel.add_adapter

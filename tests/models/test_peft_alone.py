@@ -10,6 +10,7 @@ import peft
 import pytest
 import torch
 from peft.tuners.lora.layer import Linear as PeftLinear
+from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
 
 from fewbits import convert, get_peft_model, load_adapter
@@ -192,3 +193,115 @@ def test_layers_by_number_with_the_default_targets():
     assert len(names) == 7 and all(".layers.0." in name for name in names)
     with pytest.raises(SpecMismatch, match="layers_to_transform goes with names"):
         get_peft_model(base(None), target_modules=".*q_proj", layers_to_transform=[0])
+
+
+@pytest.mark.parametrize("recipe", [None, "qlora_nf4", "int8"])
+@pytest.mark.parametrize("variant", [name for name in TESTED if name != "kasa_config"])  # PEFT refuses it
+def test_a_variant_is_added_to_a_plain_adapter(variant, recipe):
+    """Layers of ours that are there already compute as PEFT's do, which are there without us."""
+    chosen = {"r": 4, "lora_alpha": 8, "target_modules": NAMES, **settings(variant)}
+    plain = {"r": 4, "target_modules": NAMES, "task_type": "CAUSAL_LM"}
+    ours = get_peft_model(base(recipe), peft.LoraConfig(**plain))
+    assert any(isinstance(m, LoRALinear) for m in ours.modules())
+    alone = peft.get_peft_model(base(recipe), peft.LoraConfig(**plain))
+    options = {"alora_offsets": [3, 3]} if variant.startswith("alora") else {}
+    found = []
+    for model in (ours, alone):
+        torch.manual_seed(0)
+        model.add_adapter("second", peft.LoraConfig(**{"task_type": "CAUSAL_LM", **chosen}))
+        model.base_model.set_adapter(["default", "second"])
+        perturb(model).eval()
+        with torch.no_grad():
+            found.append(model(tokens(), **options).logits)
+    torch.testing.assert_close(*found, atol=1e-5, rtol=1e-5)
+    ours.set_adapter("second")
+    loss = ours.train()(tokens(), labels=tokens(), **options).loss
+    loss.backward()
+    assert any(p.grad is not None and p.grad.any() for n, p in ours.named_parameters() if ".second" in n)
+
+
+@pytest.mark.parametrize("recipe", [None, "qlora_nf4", "int8"])
+@pytest.mark.parametrize("safe", [True, False])
+def test_dora_beside_a_plain_adapter_merges_and_comes_back(recipe, safe):
+    model = base(recipe)
+    before, plain = packed_state(model), logits(model, tokens())
+    adapted = get_peft_model(model, peft.LoraConfig(r=4, target_modules=NAMES, init_lora_weights=False))
+    for name in ("second", "third"):
+        adapted.add_adapter(
+            name, peft.LoraConfig(r=4, target_modules=NAMES, use_dora=True, init_lora_weights=False)
+        )
+    adapted.base_model.set_adapter(["default", "second", "third"])
+    expected = logits(adapted.eval(), tokens())
+    adapted.merge_adapter(safe_merge=safe)
+    merged = logits(adapted, tokens())
+    if recipe is None:
+        torch.testing.assert_close(merged, expected, atol=1e-4, rtol=1e-4)
+    else:
+        assert (merged - expected).norm() < 0.5 * (expected - plain).norm()
+    adapted.unmerge_adapter()
+    torch.testing.assert_close(logits(adapted, tokens()), expected, atol=1e-4, rtol=1e-4)
+    now = {base_name(name): part for name, part in packed_state(adapted).items()}
+    assert same(now, before)
+
+
+@pytest.mark.parametrize("init", ["pissa", "olora", "mica"])
+def test_an_initialisation_from_the_weight_is_added_to_a_plain_adapter(init):
+    plain = {"r": 4, "target_modules": NAMES}
+    ours = get_peft_model(base(None), peft.LoraConfig(**plain))
+    alone = peft.get_peft_model(base(None), peft.LoraConfig(**plain))
+    found = []
+    for model in (ours, alone):
+        model.add_adapter("second", peft.LoraConfig(init_lora_weights=init, **plain))
+        model.set_adapter("second")
+        found.append(logits(perturb(model).eval(), tokens()))
+    torch.testing.assert_close(*found, atol=1e-5, rtol=1e-5)
+    if init != "mica":
+        packed = get_peft_model(base("int8"), peft.LoraConfig(**plain))
+        with pytest.raises(Unsupported, match=f"init_lora_weights='{init}' takes a part of the base"):
+            packed.add_adapter("second", peft.LoraConfig(init_lora_weights=init, **plain))
+
+
+class UsersLayer(PeftLinear):
+    """A layer class of the user's own."""
+
+
+@pytest.mark.parametrize("recipe", [None, "int8"])
+def test_a_layer_class_that_the_user_registers_stays(recipe):
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"])
+    config._register_custom_module({nn.Linear: UsersLayer})  # a packed linear is one too
+    for _ in range(2):  # one configuration, two models
+        adapted = get_peft_model(base(recipe), config)
+        kinds = {type(m) for m in adapted.modules() if isinstance(m, (PeftLinear, LoRALinear))}
+        assert kinds == {UsersLayer}
+        adapted(tokens(), labels=tokens()).loss.backward()
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"])
+    config._register_custom_module({nn.Embedding: UsersLayer})
+    assert any(type(m) is LoRALinear for m in get_peft_model(base(recipe), config).modules())
+
+
+@pytest.mark.parametrize("modules", [[], ["v_proj"]])
+def test_a_single_parameter_of_a_linear_has_pefts_own_layer(modules):
+    settings = {"r": 4, "target_modules": modules, "target_parameters": ["q_proj.weight"]}
+    ours = get_peft_model(base(None), peft.LoraConfig(**settings))
+    alone = peft.get_peft_model(base(None), peft.LoraConfig(**settings))
+    found = [{n: p.shape for n, p in m.named_parameters() if "lora_" in n} for m in (ours, alone)]
+    assert found[0] == found[1]
+    assert any(isinstance(m, ParamWrapper) for m in ours.modules())
+    assert any(isinstance(m, LoRALinear) for m in ours.modules()) == bool(modules)
+    torch.testing.assert_close(*(logits(perturb(m).eval(), tokens()) for m in (ours, alone)))
+    with pytest.raises(
+        Unsupported, match=r"'q_proj\.weight', and the weight of model\.layers\.0.* is packed; name"
+    ):
+        get_peft_model(base("int8"), peft.LoraConfig(**settings))
+
+
+@pytest.mark.parametrize("recipe", [None, "int8"])
+@pytest.mark.parametrize("safe", [True, False])
+def test_a_bias_that_has_no_place_is_not_merged(recipe, safe):
+    with pytest.warns(UserWarning, match="has no bias"):
+        adapted = get_peft_model(base(recipe), r=4, target_modules=NAMES, lora_bias=True)
+    perturb(adapted).eval()
+    expected = logits(adapted, tokens())
+    with pytest.raises(RuntimeError, match="because the base layer has no bias; adapter 'default' was not"):
+        adapted.merge_adapter(safe_merge=safe)
+    assert torch.equal(logits(adapted, tokens()), expected)

@@ -6,11 +6,14 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-from torch import distributed
+from peft import LoraConfig
+from torch import Tensor, distributed
 from torch.distributed.device_mesh import init_device_mesh
 
-from fewbits.models.adapters import get_peft_model
+from fewbits.errors import Unsupported
+from fewbits.models.adapters import get_peft_model, lora_config
 from fewbits.models.attention import use_attention
 from fewbits.models.convert import convert
 from fewbits.models.fused import fuse, fusion_of
@@ -135,6 +138,43 @@ def dropped(cases: list[tuple[str, str]], steps: int) -> dict[Any, Any]:
         losses, _ = train_without_clipping(model, steps)
         whole = {n: gathered(v).clone() for n, v in whole_views(model).items()}
         found[kind, family] = losses, norm, whole
+    return found
+
+
+def with_two_adapters(kind: str, family: str, *, fused: bool = False) -> Any:
+    """Two active adapters a linear, the second of another rank; of "hooked" one, whose B has a hook."""
+    model = build(kind, family, fused=fused)
+    if kind == "hooked":
+        for name, module in model.named_modules():
+            if name.endswith("lora_B.default"):
+                module.register_forward_hook(lambda *args: None)
+        return model
+    model.add_adapter("second", LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False))
+    model.base_model.set_adapter(["default", "second"])
+    torch.manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if ".second." in name:
+            parameter.data.normal_(0, 0.1)
+    return model
+
+
+def gradients(model: Any) -> dict[str, Tensor]:
+    """Of one step, by the names of the parameters."""
+    ids = tokens(ROWS, 16, seed=9)
+    model(input_ids=ids, labels=ids).loss.backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+
+
+def shared_gradients(cases: list[tuple[str, str, bool]]) -> dict[Any, Any]:
+    """Of two adapters over all ranks of one tensor group, and where each was cut."""
+    mesh = init_device_mesh("cpu", (distributed.get_world_size(),), mesh_dim_names=("tensor",))
+    found = {}
+    for kind, family, fused in cases:
+        model = with_two_adapters(kind, family, fused=fused)
+        tensor_parallel(model, mesh)
+        found[kind, family, fused] = gradients(model), tensor_parallel_of(model).cuts
+    with pytest.raises(Unsupported, match="add all adapters before tensor_parallel"):
+        model.add_adapter("late", lora_config(model, LoRA(r=2)))
     return found
 
 

@@ -27,12 +27,15 @@ from tests.training.tensor_workers import (
     curves,
     dropped,
     filled,
+    gradients,
     loaded,
     norm_of,
     optimizer_of,
     read,
+    shared_gradients,
     train_without_clipping,
     with_dropout,
+    with_two_adapters,
     write,
 )
 
@@ -203,6 +206,19 @@ def test_ranks_drop_what_one_process_drops() -> None:
             for name, weight in model.named_parameters():
                 if weight.requires_grad:
                     assert (weights[name] - weight).norm() <= 1e-4 * weight.norm(), name
+
+
+def test_gradients_of_adapters_that_are_called_are_those_of_one_process() -> None:
+    """The side of an adapter that each rank holds whole has the gradient of all ranks' parts."""
+    cases = [("lora", "llama", False), ("nf4", "qwen3", True), ("hooked", "llama", False)]
+    found = run_ranks(shared_gradients, 2, cases)
+    for kind, family, fused in cases:
+        expected = gradients(with_two_adapters(kind, family, fused=fused))
+        for rank, (grads, cuts) in enumerate(ranks[kind, family, fused] for ranks in found):
+            assert grads.keys() == expected.keys()
+            for name, whole in expected.items():
+                mine = whole.chunk(2, cuts[name])[rank] if name in cuts else whole
+                assert (grads[name] - mine).norm() <= 1e-5 * whole.norm(), (kind, name)
 
 
 def test_attention_that_drops_is_not_shared_by_its_own_function() -> None:

@@ -11,7 +11,6 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields as fields_of
 from pathlib import Path
 from typing import Any
 
@@ -35,15 +34,8 @@ from fewbits.models.spec import spec_for
 from fewbits.nn.fake_quantize import FakeQuantizedLinear
 from fewbits.nn.first_values import first_values, generator_of, has_first_values, orthogonal_pair
 from fewbits.nn.linear import QuantizedLinear
+from fewbits.nn.lora_variants import check_variant, variant_of
 from fewbits.recipes.recipe import LoRA
-
-# What PEFT of before 0.18 did not mark as variants; layer_replication builds other layers.
-_VARIANTS = ("use_dora", "alora_invocation_tokens", "arrow_config", "layer_replication")
-# Initialisations (and KaSA) that subtract from the base weight or truncate it.
-_CHANGES_BASE = (
-    "kasa_config",
-    *(f"init_lora_weights={name!r}"[:-1] for name in ("pissa", "olora", "loftq", "corda", "lora_ga")),
-)
 
 
 def get_peft_model(
@@ -152,6 +144,7 @@ def lora_config(model: nn.Module, lora: Any = None, **settings: Any) -> Any:
     """
     config = _lora_config(model, lora, settings)
     _check_trained_copies(config, model)
+    _check_parameters(config, model)
     _register(config, model)
     return config
 
@@ -255,7 +248,9 @@ def _lora_config(model: nn.Module, lora: Any, settings: dict[str, Any]) -> Any:
             raise SpecMismatch(
                 "give a peft.LoraConfig or single settings, not both; the LoraConfig has all of them."
             )
-        lora.target_modules = _as_peft_has_them(resolve_targets(model, lora.target_modules))
+        only_parameters = lora.target_parameters and lora.target_modules is not None
+        if lora.target_modules or not only_parameters:
+            lora.target_modules = _as_peft_has_them(resolve_targets(model, lora.target_modules))
         return lora
     lora = LoRA() if lora is None else lora
     fields = {
@@ -293,42 +288,35 @@ def _check_trained_copies(config: Any, model: nn.Module) -> None:
             )
 
 
+def _check_parameters(config: Any, model: nn.Module) -> None:
+    """PEFT only warns where a name in ``target_parameters`` fits no parameter, and adapts something else."""
+    packed = [path for path, module in model.named_modules() if isinstance(module, QuantizedLinear)]
+    for wanted in config.target_parameters or ():
+        path = next((path for path in packed if f".{path}.weight".endswith(f".{wanted}")), None)
+        if path is not None:
+            raise Unsupported(
+                f"target_parameters names {wanted!r}, and the weight of {path} is packed; name the linear in "
+                "target_modules."
+            )
+
+
 def _register(config: Any, model: nn.Module) -> None:
     """Tell PEFT, on this configuration alone, which layer class goes over which kind of linear.
 
-    Variants of LoRA keep PEFT's own layers, which read the weight: a packed one is decoded for them.
+    What the user has registered comes first. Variants of LoRA keep PEFT's own layers, which
+    read the weight: a packed one is decoded for them.
     """
-    from fewbits.nn.lora import LoRALinear
+    from fewbits.nn.lora import lora_layer
 
-    variant = _variant_of(config)
+    variant = variant_of(config)
     if variant is None:
-        config._register_custom_module(
-            {QuantizedLinear: LoRALinear, FakeQuantizedLinear: LoRALinear, nn.Linear: LoRALinear}
-        )
+        users = config._custom_modules or {}
+        ours = dict.fromkeys((QuantizedLinear, FakeQuantizedLinear, nn.Linear), lora_layer)
+        config._custom_modules = None
+        # PEFT takes the first kind that fits
+        config._register_custom_module({**users, **{k: v for k, v in ours.items() if k not in users}})
         return
-    kinds = {type(module) for module in model.modules()}
-    if any(issubclass(kind, FakeQuantizedLinear) for kind in kinds):
-        raise Unsupported(
-            f"{variant} needs the weight itself, and that of a fake-quantised layer is rounded in the "
-            "product; use plain LoRA, or do not convert the model."
-        )
-    if variant.startswith(_CHANGES_BASE) and any(issubclass(kind, QuantizedLinear) for kind in kinds):
-        raise Unsupported(
-            f"{variant} takes a part of the base weight away, and what remains of a packed one would be "
-            "rounded again; use another initialisation, or do not convert the model."
-        )
-
-
-def _variant_of(config: Any) -> str | None:
-    """The setting that asks for a variant of LoRA, if there is one; PEFT marks its fields."""
-    for field in fields_of(config):
-        value = getattr(config, field.name, None)
-        if value and (field.metadata.get("is_lora_variant") or field.name in _VARIANTS):
-            return str(field.name)
-    init = config.init_lora_weights
-    if isinstance(init, str) and init not in ("gaussian", "orthogonal", "eva"):
-        return f"init_lora_weights={init!r}"
-    return None
+    check_variant(variant, {type(module) for module in model.modules()})
 
 
 def _last(name: str) -> str:

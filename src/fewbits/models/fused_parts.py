@@ -30,7 +30,7 @@ from fewbits.nn.keep import Keep
 from fewbits.nn.linear import LowPrecisionLinear, QuantizedLinear
 from fewbits.nn.projection import Branch, Part, Projection, WeightScale, scale_of, scales_of
 from fewbits.nn.segments import Segments
-from fewbits.nn.tensor_group import own_weight
+from fewbits.nn.tensor_group import WholeLinear, own_weight
 from fewbits.nn.tensor_state import state_of
 
 FLOAT8_SIDES = 16  # what the sides of a float8 product's weight are multiples of
@@ -367,7 +367,9 @@ def _branch(module: Any, path: str) -> Branch | None:
         raise NotFused("the adapter has dropout")
     if module.lora_bias[name]:
         raise NotFused("the adapter has a bias")
-    if type(a) is not nn.Linear or type(b) is not nn.Linear:
+    if module.lora_variant:
+        raise NotFused(f"an adapter of {path} is a variant of LoRA, which PEFT's layer computes")
+    if any(type(part) not in (nn.Linear, WholeLinear) for part in (a, b)):
         raise NotFused(f"the adapter of {path} is made of {type(a).__name__} and {type(b).__name__}")
     if a.weight.shape[0] > MAX_RANK:
         raise NotFused(f"the adapter's rank is {a.weight.shape[0]}, and the kernels add {MAX_RANK} at most")

@@ -12,7 +12,8 @@ rounds
   packing changes nothing.
 
 DoRA and other variants that read the base weight stay with PEFT's own layers, over packed bases too
-(`fewbits.models.adapters`, `fewbits.nn.decoded_weight`).
+(`fewbits.models.adapters`, `fewbits.nn.decoded_weight`). A layer of this kind to which one is added computes
+as PEFT's does from then on.
 
 Importing this module imports peft.
 """
@@ -25,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from peft.tuners.lora.layer import VARIANT_KWARG_KEYS, LoraLayer
+from peft.tuners.lora.layer import Linear as PeftLinear
 from peft.tuners.tuners_utils import check_adapters_to_merge
 from torch import Tensor, nn
 
@@ -35,8 +37,10 @@ from fewbits.kernels.product.matmul_packed import PLAIN, Operands
 from fewbits.nn.fake_quantize import FakeQuantizedLinear
 from fewbits.nn.first_values import orthogonal_pair
 from fewbits.nn.linear import QuantizedLinear
-from fewbits.nn.tensor_group import own_weight
+from fewbits.nn.lora_variants import check_variant, variant_of
+from fewbits.nn.tensor_group import WholeLinear, own_weight
 
+_PEFTS: Any = PeftLinear  # its functions, for layers of ours
 # begins as PEFT's own sentence does, for code that looks for it
 _NOT_FINITE = (
     "NaNs detected in the merged weights. The adapter {name} seems to be broken: {name!r} gives {what} "
@@ -63,32 +67,41 @@ class LoRALinear(nn.Module, LoraLayer):
 
     def update_layer(self, adapter_name: str, r: int, *args: Any, **kwargs: Any) -> None:
         """Add an adapter (PEFT calls this); refuses what the base cannot do."""
-        dropout = getattr(kwargs.get("config"), "lora_dropout", kwargs.get("lora_dropout", 0.0))
         base = self.get_base_layer()
-        if isinstance(base, FakeQuantizedLinear) and dropout:
+        if vars(base).get("tensor_group") is not None:
+            raise Unsupported(
+                "the ranks of a group share this layer already, and an adapter that is added now would be no"
+                " part of that; add all adapters before tensor_parallel."
+            )
+        if isinstance(base, FakeQuantizedLinear) and kwargs["config"].lora_dropout:
             raise Unsupported(
                 "LoRA dropout has no meaning under quantisation-aware training, where weight and adapter are "
                 "rounded as one matrix; set the dropout to 0."
             )
-        init = getattr(kwargs.get("config"), "init_lora_weights", kwargs.get("init_lora_weights", True))
-        if isinstance(init, str) and init not in ("gaussian", "orthogonal", "eva"):
-            raise Unsupported(
-                f"init_lora_weights={init!r} changes the base weight, which is packed or shared here; "
-                "use True, 'gaussian' or 'orthogonal'."
-            )
+        config = kwargs["config"]
+        variant = variant_of(config)
+        if variant is not None:
+            check_variant(variant, {type(base)})
+        init = config.init_lora_weights
         if init != "orthogonal" or not isinstance(base, QuantizedLinear):
             super().update_layer(adapter_name, r, *args, **kwargs)
             return
         # PEFT would ask for the weight's dtype, which a packed weight has not
-        if "config" in kwargs:
-            kwargs["config"] = copy.copy(kwargs["config"])
-            kwargs["config"].init_lora_weights = True
-        else:
-            kwargs["init_lora_weights"] = True
+        kwargs["config"] = copy.copy(config)
+        kwargs["config"].init_lora_weights = True
         super().update_layer(adapter_name, r, *args, **kwargs)
         pair = orthogonal_pair(r, self.in_features, self.out_features)
         for part, values in zip((self.lora_A, self.lora_B), pair, strict=True):
             part[adapter_name].weight.data.copy_(values)
+
+    @property
+    def lora_variants(self) -> dict[tuple[str, ...], Any]:
+        """Those of PEFT's own layer."""
+        return _PEFTS.lora_variants.fget(self)  # type: ignore[no-any-return]
+
+    def supports_lora_conversion(self, adapter_name: str = "default") -> bool:
+        """As PEFT's own layer says."""
+        return _PEFTS.supports_lora_conversion(self, adapter_name)  # type: ignore[no-any-return]
 
     def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:
         return module.in_features, module.out_features  # type: ignore[return-value]
@@ -99,6 +112,8 @@ class LoRALinear(nn.Module, LoraLayer):
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """(..., K) to (..., N)."""
+        if self.lora_variant:
+            return _PEFTS.forward(self, x, *args, **kwargs)  # type: ignore[no-any-return]
         self._check_forward_args(x, *args, **kwargs)
         adapter_names = kwargs.pop("adapter_names", None)
         for key in VARIANT_KWARG_KEYS:
@@ -161,7 +176,7 @@ class LoRALinear(nn.Module, LoraLayer):
     def _is_plain(self, name: str) -> bool:
         """Whether this branch is two linears' weights, so that no module of it need be called."""
         a, b = self.lora_A[name], self.lora_B[name]
-        kinds = type(a) is nn.Linear and type(b) is nn.Linear
+        kinds = all(type(part) in (nn.Linear, WholeLinear) for part in (a, b))
         return kinds and not any(_is_called(module) for module in (a, b, self.lora_dropout[name]))
 
     def _add_biases(self, y: Tensor, active: list[str]) -> Tensor:
@@ -208,14 +223,19 @@ class LoRALinear(nn.Module, LoraLayer):
             self.merged_adapters.append(name)
 
     def _merge_one(self, base: Any, name: str, safe_merge: bool) -> None:
-        merged = self._adapted(base.dequantize() if isinstance(base, QuantizedLinear) else base.weight, name)
+        weight = base.dequantize() if isinstance(base, QuantizedLinear) else base.weight
+        if name in self.lora_variant:
+            merged = self.lora_variant[name].merge_safe(self, name, weight.detach().clone())
+        else:
+            merged = self._adapted(weight, name)
         must_be_finite = safe_merge or isinstance(
             base, QuantizedLinear
         )  # a packed one would be NaN by blocks
         if must_be_finite and not torch.isfinite(merged).all():
             raise ValueError(_NOT_FINITE.format(name=name, what="weights that are"))
         if self.lora_bias[name]:
-            base.bias.copy_(self._merged_bias(base, name, must_be_finite))
+            bias = self._merged_bias(base, name, must_be_finite)
+            base.bias.copy_(bias)
         if not isinstance(base, QuantizedLinear):
             base.weight.data = merged
             return
@@ -230,7 +250,11 @@ class LoRALinear(nn.Module, LoraLayer):
 
     def _merged_bias(self, base: Any, name: str, must_be_finite: bool) -> Tensor:
         if base.bias is None:
-            raise ValueError(f"adapter {name!r} has a bias and its base layer has none; it cannot be merged.")
+            # PEFT's own sentence and kind of error, for code that looks for them, and what it leaves unsaid
+            raise RuntimeError(
+                "Impossible to merge LoRA with `lora_bias=True` because the base layer has no bias; adapter "
+                f"{name!r} was not merged into this layer. Keep it beside the model."
+            )
         merged = base.bias + (self.lora_B[name].bias * self.scaling[name]).to(base.bias.dtype)
         if must_be_finite and not torch.isfinite(merged).all():
             raise ValueError(_NOT_FINITE.format(name=name, what="a bias that is"))
@@ -257,7 +281,7 @@ class LoRALinear(nn.Module, LoraLayer):
                 if name not in self.lora_A:
                     continue
                 if not isinstance(base, QuantizedLinear):
-                    base.weight.sub_(self.get_delta_weight(name).to(base.weight.dtype))
+                    base.weight.data = self._without(base.weight, name)
                 if self.lora_bias[name]:
                     base.bias.sub_((self.lora_B[name].bias * self.scaling[name]).to(base.bias.dtype))
         if self._packed_before:
@@ -265,8 +289,20 @@ class LoRALinear(nn.Module, LoraLayer):
                 base.get_parameter(name).data = tensor.to(base.device)
             self._packed_before = {}
 
+    def _without(self, weight: Tensor, name: str) -> Tensor:
+        if name in self.lora_variant:
+            return self.lora_variant[name].unmerge(self, name, weight)  # type: ignore[no-any-return]
+        return weight - self.get_delta_weight(name).to(weight.dtype)
+
     def __repr__(self) -> str:
         return "lora." + super().__repr__()
+
+
+def lora_layer(
+    base_layer: nn.Module, adapter_name: str, *, parameter_name: str | None = None, **kwargs: Any
+) -> LoRALinear | None:
+    """What PEFT puts over a linear; None leaves the choice to it: where one parameter is the target."""
+    return None if parameter_name is not None else LoRALinear(base_layer, adapter_name, **kwargs)
 
 
 def _is_called(module: nn.Module) -> bool:

@@ -6,7 +6,8 @@ heads, or its own part of the MLP, and
     y = x + sum over ranks of block_rank(x)        dx = dy + sum over ranks of dblock_rank
 
 Parameters that all ranks hold whole but meet only a part of the gradient (A of a linear cut by outputs, B of
-one cut by inputs, the norms of heads) have that summed as well: `own_weight` reads them.
+one cut by inputs, the norms of heads) have that summed as well: `own_weight` reads them, and a `WholeLinear`
+does so whoever calls it.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor, distributed, nn
 
+from fewbits.errors import Unsupported
 from fewbits.kernels.launch.derivatives import once_differentiable
 
 
@@ -83,3 +85,27 @@ def own_weight(module: Any) -> Tensor:
     weight: Tensor = module.weight
     group = vars(module).get("tensor_group")
     return weight if group is None or not weight.requires_grad else sum_gradient(weight, group)
+
+
+class WholeLinear(nn.Linear):
+    """A linear without bias that each rank of a layer holds whole and uses for its own part.
+
+    Its weight's gradient is summed over the ranks, whoever calls it.
+    """
+
+    tensor_group: TensorGroup
+
+    @staticmethod
+    def take(linear: nn.Linear, group: TensorGroup) -> None:
+        """Make ``linear`` such a one, with its parameters and hooks."""
+        if type(linear) is not nn.Linear or linear.bias is not None:
+            raise Unsupported(
+                f"an adapter has a {type(linear).__name__} where ranks share plain linears without bias only;"
+                " make the adapter with PEFT's plain LoRA."
+            )
+        linear.__class__ = WholeLinear
+        vars(linear)["tensor_group"] = group
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., K) to (..., N)."""
+        return nn.functional.linear(x, own_weight(self))

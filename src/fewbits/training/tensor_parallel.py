@@ -34,7 +34,7 @@ from fewbits.models.spec import find, layer_names, spec_for
 from fewbits.nn.cut_dropout import CutDropout
 from fewbits.nn.linear import LowPrecisionLinear, QuantizedLinear
 from fewbits.nn.norm import RMSNorm
-from fewbits.nn.tensor_group import TensorGroup, sum_gradient, sum_value
+from fewbits.nn.tensor_group import TensorGroup, WholeLinear, sum_gradient, sum_value
 from fewbits.training.fsdp import is_sharded, local
 from fewbits.training.packed_slices import cut
 
@@ -309,6 +309,7 @@ def _smaller(name: str, base: Any, where: _Cut) -> nn.Module:
             raise Unsupported(f"the bias of {name} trains, and it is added on one rank only; freeze it.")
         if axis and where.group.rank:
             made.bias = nn.Parameter(torch.zeros_like(base.bias), requires_grad=False)
+    made.tensor_group = where.group  # an adapter that came now would not be shared
     made.train(base.training)
     return made  # type: ignore[no-any-return]
 
@@ -316,7 +317,8 @@ def _smaller(name: str, base: Any, where: _Cut) -> nn.Module:
 def _cut_adapters(name: str, outer: Any, where: _Cut, state: TensorParallel) -> None:
     from fewbits.nn.lora import LoRALinear
 
-    if type(outer) is not LoRALinear or any(outer.lora_bias.values()) or outer.merged:
+    odd = any(outer.lora_bias.values()) or outer.merged or getattr(outer, "lora_variant", {})
+    if type(outer) is not LoRALinear or odd:
         raise Unsupported(
             f"the adapter on {name} is merged, has a bias, or is not a plain LoRA of fewbits; only those are"
             " shared by ranks."
@@ -330,7 +332,7 @@ def _cut_adapters(name: str, outer: Any, where: _Cut, state: TensorParallel) -> 
         own, whole = (b, a) if where.axis == 0 else (a, b)  # which touches the cut axis
         before, own.weight = own.weight, where.of(own.weight)
         own.in_features, own.out_features = own.weight.shape[1], own.weight.shape[0]
-        whole.tensor_group = state.group
+        WholeLinear.take(whole, state.group)
         side = "B" if where.axis == 0 else "A"
         _note_cut(state, f"{name}.lora_{side}.{adapter}.weight", where, own.weight, before)
 
