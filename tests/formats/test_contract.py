@@ -20,6 +20,7 @@ from fewbits.formats import (
     Float8,
     Format,
     GGUFBlocks,
+    IndexedInteger,
     Integer,
     Microscaling,
     NarrowInteger,
@@ -54,6 +55,8 @@ def _is_like_another(format: Format) -> bool:
     """One format of a class and width stands for those that differ little: they are slow tests."""
     if isinstance(format, GGUFBlocks):
         return format.kind not in ("Q4_0", "Q4_1", "Q8_0", "TQ1_0", "MXFP4")
+    if isinstance(format, IndexedInteger):
+        return format.bits != 4
     return isinstance(format, NarrowInteger) and (format.bits in (2, 6, 7) or format.block[1] != 128)
 
 
@@ -103,6 +106,11 @@ def _(format: WholeNumbers) -> float:
     step = 2 / (2 * format.max_code + 1) if format.zero_point else 1 / format.max_code
     # with a zero point the interval is moved to whole steps, so its ends lose up to one more half
     return step if format.zero_point else step / 2
+
+
+@largest_error.register
+def _(format: IndexedInteger) -> float:
+    return largest_error(format.ordered)
 
 
 @largest_error.register
@@ -196,7 +204,10 @@ def test_requantising_a_decoded_tensor(format: Format) -> None:
         first = format.quantize(torch.randn(shape))
         decoded = first.dequantize()
         second = format.quantize(decoded)
-        if isinstance(format, WholeNumbers) and format.zero_point:
+        if isinstance(format, IndexedInteger):
+            ordered = format.ordered.quantize(first.dequantize())  # held to its own promise: the same parts
+            assert all(same_bits(second.parts[name], part) for name, part in ordered.parts.items())
+        elif isinstance(format, WholeNumbers) and format.zero_point:
             # the range, and with it the scale, may change: each value moves by about half a new step at most
             blocks = formats.blocks.to_blocks(torch.ones(shape), format.block)
             scales = (blocks * first.scales.view(blocks.shape[0], 1, blocks.shape[2], 1)).expand_as(blocks)
@@ -272,6 +283,8 @@ def test_what_is_not_finite_is_never_a_plausible_number(format: Format, bad: flo
         assert (~untouched).sum() == format.chunk_d
     elif isinstance(format, Microscaling | GGUFBlocks | NVFP4Blocks) and format.block[0] == 1:
         assert (~untouched).sum() == format.block[1]
+    elif isinstance(format, IndexedInteger):
+        assert (~untouched).sum() == format.group
     elif format.block == (1, 0):
         assert (~untouched).sum() == 520
     for seed in (None, 3):  # and the codes themselves are the same anywhere
@@ -332,6 +345,8 @@ def test_plain_data_both_ways(format: Format) -> None:
     other = {"block": 128 if isinstance(format, Codebook) else (1, 24)}
     if isinstance(format, Stochastic):
         other = {"seed_b": (1, 3, 5, 7, 11, 1, 9, 127), "stoc_len": 48}
+    if isinstance(format, IndexedInteger):
+        other = {"group": 64}
     if isinstance(format, GGUFBlocks):
         other = {"kind": "Q4_1" if format.kind == "Q4_0" else "Q4_0"}
     changed = dataclasses.replace(format, **other)

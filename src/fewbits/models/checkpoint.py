@@ -23,7 +23,14 @@ WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 ADAPTER_CONFIG = "adapter_config.json"
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-BITSANDBYTES_MARK = ".quant_state.bitsandbytes__"
+# A tensor with this in its name is there if any weight is packed by that library.
+FOREIGN_MARKS = {
+    "bitsandbytes": ".quant_state.bitsandbytes__",
+    "gptq": ".qweight",
+    "awq": ".qweight",
+    "compressed-tensors": ".weight_scale",
+    "fp8": ".weight_scale",
+}
 _MAX_HEADER_BYTES = 100_000_000  # the safetensors format's own limit
 
 
@@ -234,17 +241,19 @@ def _check_index(folder: Path, checkpoint: Checkpoint) -> None:
 
 def _check_quantization(checkpoint: Checkpoint) -> None:
     method = checkpoint.quant_method
-    if method in (None, "fewbits", "compressed-tensors"):
+    if method in (None, "fewbits"):
         return
     quantization = checkpoint.config["quantization_config"]
-    if method == "bitsandbytes" and quantization.get("load_in_4bit"):
-        if any(BITSANDBYTES_MARK in name for name in checkpoint.tensors):
-            return
-        raise BadCheckpoint(
-            f"{checkpoint.folder} declares bitsandbytes 4-bit weights, but none of its tensors is one; copy "
-            "or download it again."
+    mark = FOREIGN_MARKS.get(method or "")
+    if mark is None or (method == "bitsandbytes" and not quantization.get("load_in_4bit")):
+        raise Unsupported(
+            f"{checkpoint.folder} is quantised with {method!r}; fewbits reads unquantised, bitsandbytes "
+            "4-bit, GPTQ, AWQ, compressed-tensors, FP8 and its own checkpoints, so start from the original "
+            "model."
         )
-    raise Unsupported(
-        f"{checkpoint.folder} is quantised with {method!r}; fewbits reads unquantised, bitsandbytes 4-bit, "
-        "compressed-tensors and its own checkpoints, so start from the original model."
-    )
+    if not any(mark in name for name in checkpoint.tensors):
+        kind = "bitsandbytes 4-bit" if method == "bitsandbytes" else method
+        raise BadCheckpoint(
+            f"{checkpoint.folder} declares {kind} weights, but none of its tensors is one; copy or "
+            "download it again."
+        )

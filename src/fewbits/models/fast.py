@@ -27,6 +27,7 @@ from fewbits.models.convert import conversion_of
 from fewbits.models.decode_generate import with_loop
 from fewbits.models.exporting import save_pretrained_gguf
 from fewbits.models.folder_manifest import check_folder
+from fewbits.models.foreign import LAYOUTS, holds
 from fewbits.models.fused import fuse, fused_layers, fusion_of
 from fewbits.models.named_templates import stop_at_turns
 from fewbits.models.options import PEFT_CHOOSES_NOTHING, PEFT_FIELDS, Loading, note_or_refuse, sort_options
@@ -56,8 +57,8 @@ class FastLanguageModel:
         """Load a model and its tokenizer.
 
         Args:
-            model_name: a model folder (plain, packed by fewbits, or in bitsandbytes 4-bit form), the folder
-                of a PEFT adapter, or a hub id.
+            model_name: a model folder (plain, packed by fewbits, or packed by another library, see
+                docs/importing.md), the folder of a PEFT adapter, or a hub id.
             max_seq_length: tokens of the longest sequence; at most the positions the model was trained for,
                 which is the default.
             dtype: of everything that is not packed; None is bfloat16 on a GPU that has it (else float16),
@@ -328,7 +329,7 @@ def _load_model(where: str, checkpoint: Checkpoint | None, recipe: Any, dtype: A
 def _quantization_settings(
     config: Any, checkpoint: Checkpoint | None, recipe: Any, where: str, loading: Loading
 ) -> dict[str, Any]:
-    """What from_pretrained is told about quantisation; edits ``config`` for bitsandbytes checkpoints."""
+    """What from_pretrained is told about quantisation; edits ``config`` for other libraries' ones."""
     from fewbits.models.hf_quantizer import FewbitsConfig
 
     written = getattr(config, "quantization_config", None)
@@ -340,25 +341,25 @@ def _quantization_settings(
     method = (
         written.get("quant_method") if isinstance(written, dict) else getattr(written, "quant_method", None)
     )
-    if method == "bitsandbytes":
-        config.quantization_config = FewbitsConfig(
-            Recipe(name="bitsandbytes_4bit"), source="bitsandbytes"
-        ).to_dict()
-        loading.notes.append(
-            f"{where} is in bitsandbytes 4-bit form already; its codes and scales are used as they are."
-        )
-    elif method == "fewbits":
+    as_dict = written if isinstance(written, dict) else written.to_dict()
+    if method == "fewbits":
         loading.notes.append(
             f"{where} is packed already, by the recipe {written['recipe']['name']!r}; it is used as it is."
         )
-    elif method == "compressed-tensors":
+    elif method == "compressed-tensors" and not holds(as_dict):
         import_compressed_tensors()
         from transformers import CompressedTensorsConfig
 
         settings["quantization_config"] = CompressedTensorsConfig(dequantize=True)
         loading.notes.append(
-            f"{where} is packed by compressed-tensors; it is decoded to plain weights, no recipe packs it."
+            f"{where} is packed by compressed-tensors in a way that has no format here; it is decoded to "
+            "plain weights, no recipe packs it."
         )
+    elif method in LAYOUTS:
+        recipe = Recipe(name="bitsandbytes_4bit" if method == "bitsandbytes" else method)
+        config.quantization_config = FewbitsConfig(recipe, source=method, settings=as_dict).to_dict()
+        form = "bitsandbytes 4-bit" if method == "bitsandbytes" else method
+        loading.notes.append(f"{where} is in {form} form already; its codes and scales are used as they are.")
     else:
         raise Unsupported(
             f"{where} is quantised with {method!r}, which fewbits does not read; use the original model."

@@ -1,12 +1,12 @@
 """The plug-in that lets transformers' ``from_pretrained`` read, make and write packed models.
 
-Three kinds of checkpoint come in:
+Checkpoints come in three ways:
 
 * plain (fp32, bf16, ...): each linear that the recipe names is quantised the moment its weight is read, and
   only the packed parts stay. One full-precision tensor exists at a time.
 * fewbits: packed parts are read as they were written.
-* bitsandbytes 4-bit: its serialised tensors become the same codes and scales in our layout; bitsandbytes is
-  not needed.
+* packed by another library (`fewbits.models.foreign`): its tensors become the same codes and scales in our
+  layout, and that library is not needed.
 
 Importing this module changes nothing; `register`, or constructing a `FewbitsConfig`, tells transformers the
 method's name.
@@ -32,10 +32,9 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from fewbits.errors import BadCheckpoint, FewbitsError, NotFinite, SpecMismatch, Unsupported
-from fewbits.formats.base import Packed
-from fewbits.formats.bitsandbytes import from_bitsandbytes
-from fewbits.models.checkpoint import BITSANDBYTES_MARK, read_headers
+from fewbits.models.checkpoint import read_headers
 from fewbits.models.convert import conversion_of, convert, linears_to_replace, loaded_change
+from fewbits.models.foreign import LAYOUTS, Wanted, packed_names
 from fewbits.models.hf_config import check_formats, formats_of, spell_out
 from fewbits.models.original import original_of
 from fewbits.models.packed import check_device, check_parts, place_empty, put, quantize_by_rows, recipe_of
@@ -62,16 +61,6 @@ _HUB_OPTIONS = (
     "create_pr",
     "tags",
 )
-# Longest first: transformers' patterns match from the front.
-_BITSANDBYTES_PARTS = (
-    "weight.nested_absmax",
-    "weight.nested_quant_map",
-    "weight.quant_map",
-    "weight.absmax",
-    "weight.quant_state.bitsandbytes__nf4",
-    "weight.quant_state.bitsandbytes__fp4",
-    "weight",
-)
 
 
 def register() -> None:
@@ -92,7 +81,9 @@ class FewbitsConfig(QuantizationConfigMixin):
     Args:
         recipe: a name from the catalog, a `Recipe`, or its plain-data form.
         allow_pickle: accept checkpoints that are not safetensors.
-        source: the layout of the checkpoint's packed tensors: "fewbits", or "bitsandbytes".
+        source: the layout of the checkpoint's packed tensors: "fewbits", or a key of
+            `fewbits.models.foreign.LAYOUTS`.
+        settings: what config.json says about another library's layout.
         layout_version: the version of the packed layout that a checkpoint was written in.
         formats: the formats a checkpoint was written in, every field spelled out; compared with this
             version's own.
@@ -106,6 +97,7 @@ class FewbitsConfig(QuantizationConfigMixin):
         source: str = METHOD,
         layout_version: int = LAYOUT_VERSION,
         formats: list[dict[str, Any]] | None = None,
+        settings: Mapping[str, Any] | None = None,
         quant_method: str = METHOD,
     ) -> None:
         register()
@@ -121,15 +113,17 @@ class FewbitsConfig(QuantizationConfigMixin):
         self.quant_method = METHOD
         self.recipe = recipe_from_config(recipe) if isinstance(recipe, Mapping) else get_recipe(recipe)
         self.allow_pickle = allow_pickle
-        self.source = source
+        self.source, self.settings = source, dict(settings or {})
         check_formats(self.recipe, formats)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for config.json: the recipe, and every format it uses with all fields."""
+        settings = {"settings": self.settings} if self.settings else {}
         return {
             "quant_method": METHOD,
             "layout_version": LAYOUT_VERSION,
             "source": self.source,
+            **settings,
             "recipe": recipe_to_config(self.recipe),
             "formats": [spell_out(f) for f in formats_of(self.recipe)],
         }
@@ -161,13 +155,13 @@ class _QuantizeWeight(ConversionOps):
         return rest
 
 
-class _ReadBitsandbytes(ConversionOps):
-    """bitsandbytes' serialised tensors of one weight become a packed layer; other weights pass through."""
+class _ReadForeign(ConversionOps):
+    """Another library's tensors of one weight become a packed layer; other weights pass through."""
 
     def __init__(self, quantizer: FewbitsQuantizer) -> None:
         self.hf_quantizer = quantizer
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _ReadBitsandbytes:
+    def __deepcopy__(self, memo: dict[int, Any]) -> _ReadForeign:
         return self  # transformers copies a converter for each weight; all report to the one quantizer
 
     def convert(  # type: ignore[override]
@@ -180,12 +174,12 @@ class _ReadBitsandbytes(ConversionOps):
         **_: Any,
     ) -> dict[str, Tensor]:
         parts = {key: value[0] if isinstance(value, list) else value for key, value in input_dict.items()}
-        if len(parts) == 1:
+        if list(parts) == ["weight"]:
             (key,) = parts
             wanted = model.get_parameter(full_layer_name).dtype
             return {key: parts[key].to(wanted) if parts[key].is_floating_point() else parts[key]}
         try:
-            self.hf_quantizer.take_packed(model, full_layer_name, from_bitsandbytes(parts))
+            self.hf_quantizer.take_packed(model, full_layer_name, parts)
         except FewbitsError as error:
             self.hf_quantizer.problems.append(error)  # transformers would hide it behind a table
         if missing_keys is not None:
@@ -208,6 +202,11 @@ class FewbitsQuantizer(HfQuantizer):
     def recipe(self) -> Recipe:
         """The recipe in force."""
         return self.quantization_config.recipe
+
+    @property
+    def is_foreign(self) -> bool:
+        """True for a checkpoint that another library packed."""
+        return self.quantization_config.source in LAYOUTS
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
         """Refuse devices on which packed weights cannot live."""
@@ -244,10 +243,11 @@ class FewbitsQuantizer(HfQuantizer):
         return _QuantizeWeight(self)
 
     def get_weight_conversions(self) -> list[Any]:
-        """For bitsandbytes checkpoints: gather the tensors that make up one weight."""
-        if self.quantization_config.source != "bitsandbytes":
+        """For other libraries' checkpoints: gather the tensors that make up one weight."""
+        if not self.is_foreign:
             return []
-        return [WeightConverter(list(_BITSANDBYTES_PARTS), "weight", [_ReadBitsandbytes(self)])]
+        parts = LAYOUTS[self.quantization_config.source].parts
+        return [WeightConverter(list(parts), "weight", [_ReadForeign(self)])]
 
     def _process_model_before_weight_loading(
         self, model: Any, checkpoint_files: list[str] | None = None, **kwargs: Any
@@ -260,8 +260,8 @@ class FewbitsQuantizer(HfQuantizer):
                 "or pass allow_pickle=True if you trust where it comes from."
             )
         tensors = read_headers(files) if files and not pickles else {}
-        if self.quantization_config.source == "bitsandbytes":
-            self.rules = _packed_by_bitsandbytes(model, tensors)
+        if self.is_foreign:
+            self.rules = dict.fromkeys(packed_names(self.quantization_config.source, model, tensors), Rule())
         elif self.pre_quantized:
             place_empty(model, self._written_rules(model, tensors), tensors)
         else:
@@ -303,10 +303,13 @@ class FewbitsQuantizer(HfQuantizer):
         layer.load_packed(quantize_by_rows(rule.weight, weight))
         put(model, name, layer)
 
-    def take_packed(self, model: nn.Module, param_name: str, packed: Packed) -> None:
-        """Replace the linear that owns ``param_name`` by a layer that holds ``packed``."""
+    def take_packed(self, model: nn.Module, param_name: str, parts: Mapping[str, Tensor]) -> None:
+        """Replace the linear that owns ``param_name`` by a layer of another library's ``parts``."""
         name = param_name.removesuffix(".weight")
         linear: Any = model.get_submodule(name)
+        shape, settings = tuple(linear.weight.shape), self.quantization_config.settings
+        layout = LAYOUTS[self.quantization_config.source]
+        packed = layout.read(parts, Wanted(name, shape, linear.weight.dtype, settings))
         if tuple(packed.shape) != tuple(linear.weight.shape):
             self._other_shape(param_name, tuple(packed.shape), tuple(linear.weight.shape))
             return
@@ -335,7 +338,7 @@ class FewbitsQuantizer(HfQuantizer):
                 f"{where} lacks {first}.weight ({len(self.rules)} weights in all); copy or download its "
                 "files again."
             )
-        if self.quantization_config.source == "bitsandbytes":
+        if self.is_foreign:
             self._become_fewbits(model)
         check_parts(model, str(where))
         _finish_conversion(model, self.recipe)
@@ -347,9 +350,9 @@ class FewbitsQuantizer(HfQuantizer):
         return model
 
     def _become_fewbits(self, model: Any) -> None:
-        """From here on the model is an ordinary packed one: forget bitsandbytes' layout."""
+        """From here on the model is an ordinary packed one: forget the other library's layout."""
         model._weight_conversions = [c for c in model._weight_conversions if not _is_ours(c)]
-        recipe = recipe_of(model, name="bitsandbytes_4bit")
+        recipe = recipe_of(model, name=self.recipe.name)
         self.quantization_config = FewbitsConfig(recipe)
         model.config.quantization_config = self.quantization_config
 
@@ -385,22 +388,13 @@ class FewbitsQuantizer(HfQuantizer):
         return self.recipe.linear.weight is None
 
 
-def _packed_by_bitsandbytes(model: nn.Module, tensors: Mapping[str, Any]) -> dict[str, Rule]:
-    names = {key.partition(f".weight{BITSANDBYTES_MARK}")[0] for key in tensors if BITSANDBYTES_MARK in key}
-    known = dict(model.named_modules())
-    foreign = sorted(names - set(known))
-    if foreign:
-        raise SpecMismatch(
-            f"the checkpoint holds {foreign[0]}, which the model that config.json describes lacks."
-        )
-    return dict.fromkeys(sorted(names), Rule())
-
-
 def _finish_conversion(model: Any, recipe: Recipe) -> None:
     """What is done to loaded weights: norms, products of few bits, fake quantisation; one receipt for all."""
     try:
         spec_for(model)
-    except Unsupported:  # a bitsandbytes checkpoint of experts, for one: its packed linears are all there is
+    except (
+        Unsupported
+    ):  # another library's checkpoint of experts, for one: its packed linears are all there is
         return
     receipt = convert(model, recipe)
     packed = {n: m for n, m in model.named_modules() if isinstance(m, QuantizedLinear)}
@@ -409,7 +403,7 @@ def _finish_conversion(model: Any, recipe: Recipe) -> None:
 
 
 def _is_ours(conversion: Any) -> bool:
-    return any(isinstance(op, _ReadBitsandbytes) for op in getattr(conversion, "operations", ()))
+    return any(isinstance(op, _ReadForeign) for op in getattr(conversion, "operations", ()))
 
 
 def attach(model: Any, quantizer: FewbitsQuantizer) -> None:

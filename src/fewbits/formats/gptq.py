@@ -1,0 +1,150 @@
+"""GPTQ's file layout, both ways, without its libraries.
+
+A linear with a weight (N, K) is stored as
+
+* ``qweight`` int32 (K * bits / 32, N): each column of words is one stream of unsigned codes along K;
+* ``qzeros`` int32 (groups, N * bits / 32): the zero points as streams along N. Version 1 of the layout stores
+  them less one (modulo 2**bits), version 2 as they are;
+* ``scales`` float16 (groups, N);
+* ``g_idx`` int32 (K,): the group of each input; with activation order (``desc_act``) in any order.
+
+``weight = (code - zero point) * scale``. Symmetric files have ``2**(bits - 1)`` for every zero point, so that
+their version shows in the values, whatever ``checkpoint_format`` says; there are files that say 1 and are 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fewbits.errors import BadCheckpoint, Unsupported
+from fewbits.formats.base import Format, Packed
+from fewbits.formats.bits import pack_bits, unpack_bits
+from fewbits.formats.blocks import Block
+from fewbits.formats.integer import Integer, WholeNumbers
+from fewbits.formats.integer_indexed import IndexedInteger, check_index
+from fewbits.formats.integer_widths import NarrowInteger
+
+PARTS = ("qweight", "qzeros", "scales", "g_idx")
+WIDTHS = (2, 3, 4, 8)
+
+
+def whole_numbers(bits: int, block: Block, zero_point: bool) -> WholeNumbers:
+    """The registry's format of these fields, or one that differs from it in the block."""
+    ending = {(1, 0): "", (0, 0): "_tensor"}.get(block, f"_g{block[1]}")
+    kind = Integer if bits in (4, 8) else NarrowInteger
+    known = ending in ("", "_g32", "_g64", "_g128") or (ending == "_tensor" and kind is Integer)
+    name = f"int{bits}{ending if known else '_g128'}{'_zp' if zero_point else ''}"
+    return kind(name=name, bits=bits, block=block, zero_point=zero_point)
+
+
+def from_gptq(
+    parts: Mapping[str, Tensor], name: str, settings: Mapping[str, Any], dtype: torch.dtype
+) -> Packed:
+    """A weight as it was saved.
+
+    Args:
+        parts: the tensors named above, by these names; ``g_idx`` may be absent.
+        name: of the linear, for messages.
+        settings: ``quantization_config`` of config.json; ``bits``, ``group_size``, ``sym`` and
+            ``checkpoint_format`` are read.
+        dtype: of the layer.
+
+    Raises:
+        BadCheckpoint: parts are missing or do not fit together.
+        Unsupported: another number of bits.
+    """
+    bits = int(settings.get("bits", 4))
+    if bits not in WIDTHS:
+        raise Unsupported(f"{name} has GPTQ codes of {bits} bits; 2, 3, 4 and 8 are read here.")
+    try:
+        qweight, qzeros, scales = (parts[part] for part in PARTS[:3])
+        K, N = qweight.shape[0] * 32 // bits, qweight.shape[1]
+        groups = scales.shape[0]
+        codes = _stream(qweight.t())
+        zeros = unpack_bits(_stream(qzeros), bits, N).int()
+        if zeros.shape != (groups, N) or scales.shape != (groups, N):
+            raise ValueError(f"scales {tuple(scales.shape)}, zero points {tuple(zeros.shape)}")
+    except (KeyError, ValueError, IndexError) as error:
+        raise BadCheckpoint(
+            f"the GPTQ tensors of {name} do not fit together ({error}); fetch it again."
+        ) from error
+    version = _version(zeros, bits, settings)
+    zeros = (zeros + int(version == 1)) % 2**bits
+    group = -(-K // groups) if int(settings.get("group_size", -1)) <= 0 else int(settings["group_size"])
+    index = parts.get("g_idx")
+    made = {
+        "codes": _signed(codes, bits, K),
+        "scales": scales.float().t().contiguous(),
+        "zero_points": (zeros - 2 ** (bits - 1)).to(torch.int8).t().contiguous(),
+    }
+    format: Format = whole_numbers(bits, (1, group if groups > 1 else 0), True)
+    if index is not None and not torch.equal(index.long().cpu(), torch.arange(K) // group):
+        check_index(index, groups, f"{name}.g_idx")
+        format, made["group_index"] = (
+            IndexedInteger(name=f"int{bits}_indexed", bits=bits, group=group),
+            index.int(),
+        )
+    return Packed(format, (N, K), dtype, made)
+
+
+def to_gptq(packed: Packed, version: int = 1) -> dict[str, Tensor]:
+    """The tensors in which GPTQ's libraries save this weight.
+
+    Args:
+        packed: (N, K) in whole numbers of 2, 3, 4 or 8 bits with a scale for a group of a row, or a row.
+        version: of the layout, 1 or 2.
+
+    Raises:
+        Unsupported: another format, or sizes whose streams do not fill whole words.
+    """
+    format, (N, K) = packed.format, packed.shape
+    if not isinstance(format, WholeNumbers) or format.bits not in WIDTHS or format.block[0] != 1:
+        raise Unsupported(
+            f"GPTQ's layout holds whole numbers of 2, 3, 4 or 8 bits in groups of a row, not {format.name}; "
+            "quantise to int4_g128 or int4_g128_zp."
+        )
+    bits, group = format.bits, format.block[1] or K
+    if K * bits % 32 or N * bits % 32 or K % group:
+        raise Unsupported(
+            f"GPTQ's layout packs {bits}-bit codes into whole 32-bit words and whole groups of {group}, "
+            f"which a weight of ({N}, {K}) does not fill; export it to compressed-tensors or GGUF."
+        )
+    half = 2 ** (bits - 1)
+    zero_points = packed.parts.get("zero_points", torch.zeros(packed.scales.shape, dtype=torch.int8))
+    zeros = (zero_points.int() + half - int(version == 1)) % 2**bits
+    codes = _signed(packed.codes, bits, K)
+    return {
+        "qweight": codes.view(torch.uint8).contiguous().view(torch.int32).t().contiguous(),
+        "qzeros": pack_bits(zeros.t().to(torch.uint8).contiguous(), bits).view(torch.int32),
+        "scales": packed.scales.t().half().contiguous(),
+        "g_idx": (torch.arange(K, dtype=torch.int32) // group),
+    }
+
+
+def _stream(words: Tensor) -> Tensor:
+    """(R, words) int32 to its bytes, (R, 4 * words) uint8."""
+    return words.contiguous().view(torch.uint8)
+
+
+def _signed(codes: Tensor, bits: int, K: int) -> Tensor:
+    """Unsigned codes to two's complement ones around ``2**(bits - 1)``, or back: the highest bit turns."""
+    if bits == 8:
+        return (codes.view(torch.uint8) ^ 128).view(torch.int8)
+    if 8 % bits == 0:
+        turned = sum(1 << (bits * (i + 1) - 1) for i in range(8 // bits))
+        return codes ^ turned
+    return pack_bits(unpack_bits(codes, bits, K) ^ (1 << (bits - 1)), bits)
+
+
+def _version(zeros: Tensor, bits: int, settings: Mapping[str, Any]) -> int:
+    """1 or 2: by the values where they are symmetric, otherwise as the file says."""
+    half = 2 ** (bits - 1)
+    if bool((zeros == half - 1).all()):
+        return 1
+    if bool((zeros == half).all()):
+        return 2
+    return 2 if settings.get("checkpoint_format") == "gptq_v2" else 1

@@ -1,0 +1,138 @@
+"""Checkpoints that other libraries packed: how each of their layouts is found and read.
+
+A layout says in which tensors a weight is stored, by which of them a packed linear is known, and how they
+become a packed weight of ours, to the bit. `fewbits.models.hf_quantizer` does the loading.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fewbits.errors import SpecMismatch, Unsupported
+from fewbits.formats import awq, compressed_tensors, float8_files, gptq
+from fewbits.formats.base import Packed
+from fewbits.formats.bitsandbytes import from_bitsandbytes
+
+
+class Wanted(NamedTuple):
+    """The linear that a packed weight is read for.
+
+    Attributes:
+        name: of the linear.
+        shape: (N, K).
+        dtype: of the layer.
+        settings: ``quantization_config`` of config.json.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    settings: Mapping[str, Any]
+
+
+class Layout(NamedTuple):
+    """One library's way of storing packed linears.
+
+    Attributes:
+        parts: the tensors of a linear, by their names after the linear's.
+        marks: a linear that has one of these is packed.
+        read: makes the packed weight.
+    """
+
+    parts: tuple[str, ...]
+    marks: tuple[str, ...]
+    read: Callable[[Mapping[str, Tensor], Wanted], Packed]
+
+
+def scheme_of(settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """The ``weights`` of the config group of compressed-tensors that a linear belongs to.
+
+    Raises:
+        SpecMismatch: it is in none.
+    """
+    for group in dict(settings.get("config_groups") or {}).values():
+        for target in group.get("targets") or ():
+            pattern = target.removeprefix("re:")
+            named = re.match(pattern, name) if target.startswith("re:") else name.endswith(target)
+            if target == "Linear" or named:
+                return dict(group.get("weights") or {})
+    raise SpecMismatch(
+        f"{name} is packed in the checkpoint, but no group of its config.json names it; restore the "
+        "config.json that was saved with it."
+    )
+
+
+def holds(settings: Mapping[str, Any]) -> bool:
+    """Whether every group of a compressed-tensors config has a format here."""
+    try:
+        for group in dict(settings.get("config_groups") or {}).values():
+            compressed_tensors.format_of(group.get("weights") or {}, "a linear")
+    except Unsupported:
+        return False
+    return True
+
+
+def _compressed(parts: Mapping[str, Tensor], wanted: Wanted) -> Packed:
+    scheme = scheme_of(wanted.settings, wanted.name)
+    return compressed_tensors.from_compressed_tensors(parts, wanted.name, scheme, wanted.shape, wanted.dtype)
+
+
+LAYOUTS = {
+    "bitsandbytes": Layout(
+        (
+            "weight.nested_absmax",
+            "weight.nested_quant_map",
+            "weight.quant_map",
+            "weight.absmax",
+            "weight.quant_state.bitsandbytes__nf4",
+            "weight.quant_state.bitsandbytes__fp4",
+            "weight",
+        ),
+        (".weight.quant_state.bitsandbytes__nf4", ".weight.quant_state.bitsandbytes__fp4"),
+        lambda parts, wanted: from_bitsandbytes(parts),
+    ),
+    "gptq": Layout(
+        gptq.PARTS,
+        (".qweight",),
+        lambda parts, wanted: gptq.from_gptq(parts, wanted.name, wanted.settings, wanted.dtype),
+    ),
+    "awq": Layout(
+        awq.PARTS,
+        (".qweight",),
+        lambda parts, wanted: awq.from_awq(parts, wanted.name, wanted.settings, wanted.dtype),
+    ),
+    "compressed-tensors": Layout(compressed_tensors.PARTS, (".weight_scale",), _compressed),
+    "fp8": Layout(
+        float8_files.PARTS,
+        (".weight_scale_inv", ".weight_scale"),
+        lambda parts, wanted: float8_files.from_float8(parts, wanted.name, wanted.settings, wanted.dtype),
+    ),
+}
+
+
+def packed_names(source: str, model: nn.Module, tensors: Mapping[str, Any]) -> list[str]:
+    """The packed linears of a checkpoint.
+
+    Raises:
+        SpecMismatch: the model has no such module.
+        Unsupported: one is no linear.
+    """
+    marks = LAYOUTS[source].marks
+    names = sorted({key.removesuffix(mark) for key in tensors for mark in marks if key.endswith(mark)})
+    known = dict(model.named_modules())
+    for name in names:
+        if name not in known:
+            raise SpecMismatch(
+                f"the checkpoint holds {name}, which the model that config.json describes lacks."
+            )
+        if not isinstance(known[name], nn.Linear):
+            raise Unsupported(
+                f"{name} is packed in the checkpoint and is a {type(known[name]).__name__}; linears are read "
+                "packed, so start from the original model."
+            )
+    return names
