@@ -10,10 +10,20 @@ from typing import Any
 import pytest
 
 from fewbits.build import plan as planning
+from fewbits.build import replay as replay_module
 from fewbits.build.advice import advise
 from fewbits.build.plan import plan_text, read_profile
 from fewbits.build.predict import FEW_HEADROOM, HEADROOM, LINE_HEADROOM, MOST_SIBLINGS, History, Siblings
-from fewbits.build.replay import MOST_JOBS, items_of, lower_bound, plan, recommend, replay, units_of
+from fewbits.build.replay import (
+    MOST_JOBS,
+    items_of,
+    lower_bound,
+    plan,
+    recommend,
+    recommend_each,
+    replay,
+    units_of,
+)
 from fewbits.build.report import report, write_report
 from fewbits.build.stage import Stage
 from fewbits.build.trace import Trace, thin, write_profile
@@ -87,6 +97,22 @@ def test_every_recommendation_holds_and_one_job_more_does_not(random_profile: di
             checked += 1
             assert replay(units, jobs=found.jobs + 1, threads=found.threads, cpus=4).peak_bytes > memory
     assert checked > 0
+
+
+def test_a_report_replays_each_setting_once(
+    random_profile: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """300 tiny units ended with a second of processor time for the report, eight replays of each setting."""
+    units, tried = units_of(items_of(random_profile)), []
+    singly = [recommend(units, memory, cpus=4) for memory in planning.MEMORIES]
+
+    def counted(units: Any, *, jobs: int, threads: int, cpus: int) -> Any:
+        tried.append((jobs, threads))
+        return replay(units, jobs=jobs, threads=threads, cpus=cpus)
+
+    monkeypatch.setattr(replay_module, "replay", counted)
+    assert recommend_each(units, planning.MEMORIES, cpus=4) == singly
+    assert len(tried) == len(set(tried)) > 0
 
 
 def test_replay_of_one_job_is_the_sum_and_the_largest() -> None:

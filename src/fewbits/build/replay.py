@@ -8,7 +8,7 @@ follows its measured curve, of which each eighth counts with its highest point.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -213,15 +213,33 @@ def _next_job(machine: _Machine, waiting: list[Unit], threads: int) -> None:
             return
 
 
+def recommend_each(units: Sequence[Unit], memories: Iterable[int], *, cpus: int) -> list[Advice | None]:
+    """`recommend` for several sizes of memory; each setting is replayed once for all of them."""
+    replayed: dict[tuple[int, int], Outcome] = {}
+
+    def outcome_of(jobs: int, threads: int) -> Outcome:
+        if (jobs, threads) not in replayed:
+            replayed[jobs, threads] = replay(units, jobs=jobs, threads=threads, cpus=cpus)
+        return replayed[jobs, threads]
+
+    return [_fastest(units, memory_bytes, outcome_of) for memory_bytes in memories]
+
+
 def recommend(units: Sequence[Unit], memory_bytes: int, *, cpus: int) -> Advice | None:
     """The fastest settings whose replay fits, where one job more does not; None: nothing fits."""
+    return recommend_each(units, [memory_bytes], cpus=cpus)[0]
+
+
+def _fastest(
+    units: Sequence[Unit], memory_bytes: int, outcome_of: Callable[[int, int], Outcome]
+) -> Advice | None:
     best: Advice | None = None
     several = any(len(unit.chains) > 1 for unit in units)
     for threads in THREADS if several else THREADS[:1]:
         last: Outcome | None = None
         jobs = 0
         while jobs < min(MOST_JOBS, len(units)):
-            outcome = replay(units, jobs=jobs + 1, threads=threads, cpus=cpus)
+            outcome = outcome_of(jobs + 1, threads)
             if outcome.peak_bytes > memory_bytes:
                 break
             last, jobs = outcome, jobs + 1

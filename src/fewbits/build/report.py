@@ -11,7 +11,7 @@ from typing import Any
 from fewbits.build.advice import advise, architecture_seconds
 from fewbits.build.kept import write_whole
 from fewbits.build.plan import MEMORIES
-from fewbits.build.replay import items_of, recommend, units_of
+from fewbits.build.replay import items_of, recommend_each, units_of
 from fewbits.words import size
 
 Profile = dict[str, Any]
@@ -179,8 +179,8 @@ def _settings(p: Profile) -> Iterator[str]:
     if not units:
         return
     rows: list[list[object]] = []
-    for memory in MEMORIES:
-        found = recommend(units, memory, cpus=p["machine"]["cpus"])
+    advice = recommend_each(units, MEMORIES, cpus=p["machine"]["cpus"])
+    for memory, found in zip(MEMORIES, advice, strict=True):
         if found is None:
             rows.append([f"{memory // 2**30} GiB", "does not fit", "", "", ""])
         else:
