@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
@@ -112,11 +114,32 @@ def test_a_stopped_run_goes_on_to_the_same_weights(config_of, tmp_path, monkeypa
         train(config_of("kto", output_dir=config.output_dir), resume=True)
 
 
+@pytest.mark.parametrize("method", ["dpo", "kto", "orpo", "simpo", "reward"])
+@pytest.mark.filterwarnings("ignore")
+def test_rows_that_are_too_long_are_counted_and_a_run_without_others_refused(config_of, method):
+    long = "a very long question that leaves no room " * 3
+    part = {"reward": "chosen"}.get(method, "prompt")
+    rows = [row | ({part: long} if i < 3 else {}) for i, row in enumerate(rows_for(method))]
+    text = io.StringIO()
+    config = config_of(method, rows, max_seq_length=40, max_steps=1)
+    facts = train(config, console=Console(file=text, width=10_000)).output_dir / "run.json"
+    sentence = json.loads(facts.read_text())["rows_left_out"]
+    assert sentence.startswith("3 of 8 rows have no room for their answers in 40 tokens")
+    assert sentence in text.getvalue()
+    config = config_of(
+        method, [{**row, part: long} for row in rows], max_seq_length=40, output_dir=config.output_dir + "2"
+    )
+    with pytest.raises(BadInput, match=r"^no row has room for its answers in 40 tokens"):
+        train(config)
+
+
 @pytest.mark.parametrize(
     ("method", "changes", "error", "sentence"),
     [
         ("dpo", {"packing": True}, Unsupported, "packing is for method sft"),
         ("dpo", {"sample_prompts": ["a"]}, Unsupported, "fewbits generate"),
+        ("dpo", {"long_rows": "refuse"}, Unsupported, "long_rows is for method sft"),
+        ("reward", {"merge": True}, Unsupported, "ends in a score; leave merge out"),
         ("dpo", {"optimizer": "adamw_8bit"}, Unsupported, "has no adamw_8bit"),
         ("dpo", {"memory_budget": "offload"}, Unsupported, "keeps or recomputes"),
         ("dpo", {"recipe": "int4_qat"}, Unsupported, "QAT"),

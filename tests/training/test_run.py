@@ -12,6 +12,7 @@ import pytest
 import torch
 import yaml
 from rich.console import Console
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fewbits.errors import BadCheckpoint, BadInput, SpecMismatch, TrainingStopped, Unsupported
@@ -157,6 +158,42 @@ def test_early_stopping(make_config):
     (result.output_dir / "run.json").write_text(json.dumps({**run, "status": "running"}))
     again = train(config, resume=True)  # killed after its last checkpoint
     assert again == result and again.final.is_dir()
+
+
+def test_a_run_that_stopped_early_says_why_it_is_not_prolonged(make_config):
+    settings = {"learning_rate": 1e-9, "eval_fraction": 0.2, "eval_steps": 1, "early_stopping_patience": 1}
+    result = train(make_config(**settings, max_steps=20))
+    text = io.StringIO()
+    again = train(
+        make_config(**settings, max_steps=30), resume=True, console=Console(file=text, width=10_000)
+    )
+    assert again.steps == result.steps < 20
+    assert f"had stopped early at step {result.steps}" in text.getvalue()
+
+
+def test_an_adapter_is_trained_on_with_its_own_settings(make_config, tmp_path):
+    first = train(make_config(lora_r=2, lora_alpha=6, max_steps=1))
+    after = {"model": str(first.final), "output_dir": str(tmp_path / "second"), "max_steps": 1}
+    for settings in ({"lora_r": 8}, {"lora_r": 0}, {"lora_alpha": 16}, {"lora_targets": ["q_proj"]}):
+        name = next(iter(settings))
+        with pytest.raises(BadInput, match=rf"^{name} is .*is an adapter with .*leave {name} out"):
+            train(make_config(**after, **settings))
+    with pytest.raises(BadInput, match=f"is a training run; .*{first.final}"):
+        train(make_config(**{**after, "model": str(first.output_dir)}))
+    second = train(make_config(**after, lora_r=2))
+    facts = json.loads((second.output_dir / "run.json").read_text())
+    assert (facts["lora"]["r"], facts["lora"]["alpha"]) == (2, 6)
+
+
+def test_a_run_that_has_ended_is_merged_and_reported_when_asked_later(make_config, tmp_path):
+    whole = train(make_config(lora_r=2, max_steps=1, merge=True, output_dir=str(tmp_path / "whole")))
+    ended = train(make_config(lora_r=2, max_steps=1))
+    shutil.rmtree(ended.output_dir / "checkpoints")  # nothing may be trained again
+    later = make_config(lora_r=2, max_steps=1, merge=True, report=True, title="Mine", sample_tokens=3)
+    result = train(later, resume=True)
+    assert result.merged is not None and result.report is not None and "Mine" in result.report.read_text()
+    one, other = (load_file(r.merged / "model.safetensors") for r in (whole, result))
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 def test_progress_is_quiet_away_from_a_terminal(make_config, capfd):

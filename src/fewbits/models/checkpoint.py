@@ -159,6 +159,8 @@ def inspect_folder(path: Path | str, *, allow_pickle: bool = False, remote_code:
     folder = Path(path)
     if not folder.is_dir():
         raise BadInput(f"there is no model folder {folder}; check the path.")
+    if not (folder / "config.json").is_file() and (folder / "run.json").is_file():
+        raise BadInput(f"{folder} is a training run; give the model or adapter in it, {folder / 'final'}.")
     if not (folder / "config.json").is_file():
         raise BadInput(f"{folder} has no config.json, so it is not a model folder; check the path.")
     check_folder(folder)

@@ -21,6 +21,7 @@ from fewbits.nn.linear import QuantizedLinear
 from fewbits.recipes import LoRA, Recipe, get_recipe
 from fewbits.training.batches import passes_of
 from fewbits.training.config import OPTIMIZERS, TrainConfig
+from fewbits.training.config_values import shown
 from fewbits.training.data import TokenData
 from fewbits.training.packing import SequenceDataset, pack
 from fewbits.training.parallel import Layout
@@ -133,7 +134,9 @@ def load_model(config: TrainConfig, *, spread: Callable[[Any], str] | None = Non
 
         model = prepare_qat(model, replace(qat, lora=None))  # adapters follow below, with their seed
     conversion = conversion_of(model)
-    if lora is not None and not hasattr(model, "peft_config"):
+    if hasattr(model, "peft_config"):
+        lora = _adapters_own(config, model.active_peft_config)
+    elif lora is not None:
         model = FastLanguageModel.get_peft_model(
             model,
             r=lora.r,
@@ -164,6 +167,40 @@ def load_model(config: TrainConfig, *, spread: Callable[[Any], str] | None = Non
     if spread is not None:
         lines.append(spread(model))
     return Built(model, tokenizer, recipe, lora, "\n".join(line for line in lines if line))
+
+
+def _adapters_own(config: TrainConfig, given: Any) -> LoRA:
+    """The settings of an adapter that is trained on; the run may not ask for others.
+
+    Raises:
+        BadInput: it does.
+    """
+    targets = given.target_modules
+    found = {
+        "lora_r": given.r,
+        "lora_alpha": given.lora_alpha,
+        "lora_dropout": given.lora_dropout,
+        "lora_bias": given.bias,
+        "lora_rslora": given.use_rslora,
+        "lora_targets": tuple(sorted(targets)) if isinstance(targets, (set, list, tuple)) else (targets,),
+    }
+    for name, own in found.items():
+        asked = getattr(config, name)
+        asked = tuple(sorted(asked)) if name == "lora_targets" else asked
+        if not (asked is None or asked is False or asked in ((), own)):
+            raise BadInput(
+                f"{name} is {shown(asked)}, but {config.model} is an adapter with {shown(own)}, which is"
+                f" trained on; leave {name} out, or merge the adapter first (fewbits merge)."
+            )
+    names = found["lora_targets"]
+    return LoRA(
+        r=given.r,
+        alpha=given.lora_alpha,
+        dropout=given.lora_dropout,
+        targets=names if isinstance(targets, (set, list, tuple)) else targets,
+        bias=given.bias,
+        rslora=given.use_rslora,
+    )
 
 
 def fused_decoder(model: Any) -> str:

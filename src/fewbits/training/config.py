@@ -62,6 +62,8 @@ NOT_COMPARED = frozenset(
         "keep_gathered",
         "wait_seconds",
         "report_to",
+        "title",
+        "sample_tokens",
     }
 )
 

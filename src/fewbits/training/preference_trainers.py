@@ -30,6 +30,7 @@ _REFUSED = {  # key: (the value that means nothing, the way out)
     "communication": ("auto", "leave communication out"),
     "early_stopping_patience": (None, "leave early_stopping_patience out"),
     "sample_prompts": ((), "ask the model afterwards with fewbits generate"),
+    "long_rows": ("truncate", "leave long_rows out, or leave such rows out of the data"),
 }
 
 
@@ -59,6 +60,11 @@ def check_method(config: TrainConfig, processes: int) -> None:
     if recipe is not None and recipe.qat is not None:
         raise Unsupported(f"method {method} does not train through a QAT recipe; choose one without.")
     _check_rows_of_a_step(config)
+    if method == "reward" and config.merge:
+        raise Unsupported(
+            "merge is for methods that end in a language model, and method reward ends in a score; leave"
+            " merge out."
+        )
     if method == "reward" and lora is None:
         raise Unsupported("method reward trains adapters and the score alone; leave lora_r out.")
     if (method == "grpo") != bool(config.rewards):
@@ -123,6 +129,38 @@ def method_arguments(config: TrainConfig, length: int) -> dict[str, Any]:
     if config.method in ("orpo", "simpo"):
         more["remove_unused_columns"] = False  # as their collators ask
     return more
+
+
+def rows_left_out(trainer: Any, data: Any, length: int) -> str:
+    """What TRL's trainer did with rows that are too long, in a sentence; "" if it kept them all.
+
+    Args:
+        trainer: of a method, with its data prepared.
+        data: the rows that it was given.
+        length: the longest row in tokens.
+
+    Raises:
+        BadInput: no row is left.
+    """
+    left: Any = trainer.train_dataset
+    kept = len(left)
+    for name in (
+        "chosen_labels",
+        "rejected_labels",
+    ):  # kept, with an empty answer
+        if name in left.column_names:
+            kept = min(kept, sum(any(label != -100 for label in row) for row in left[name]))
+    if kept == len(data):
+        return ""
+    if not kept:
+        raise BadInput(
+            f"no row has room for its answers in {length} tokens; raise max_seq_length, or shorten the"
+            " prompts."
+        )
+    return (
+        f"{len(data) - kept} of {len(data)} rows have no room for their answers in {length} tokens and teach"
+        " nothing; raise max_seq_length, or shorten their prompts."
+    )
 
 
 def reward_functions(config: TrainConfig) -> list[Callable[..., list[float]]]:

@@ -34,6 +34,7 @@ from fewbits.training.preference_trainers import (
     load_for,
     method_arguments,
     reward_functions,
+    rows_left_out,
 )
 from fewbits.training.ranks import Ranks
 from fewbits.training.resume import check_unchanged, resumable, weights_of
@@ -179,6 +180,10 @@ class PreferenceRun:
             callbacks=[StillOurs(self.folder.lock), metrics, bar, WholeCheckpoints(progress, self.stop)],
             **({"reward_funcs": self.rewards} if config.method == "grpo" else {}),
         )
+        left_out = "" if config.method == "grpo" else rows_left_out(trainer, self.train_data, self.length)
+        if left_out:
+            self._tell(left_out)
+            self.folder.write(rows_left_out=left_out)
         begun = time.perf_counter()
         try:
             if not found or step_of(found[-1]) < steps:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -41,6 +42,7 @@ from fewbits.training.distribute import (
     load_distributed,
 )
 from fewbits.training.graph import wants_graph
+from fewbits.training.late_results import add_results
 from fewbits.training.manifest import Writers
 from fewbits.training.memory_budget import OPTIMIZER_BYTES, MemoryBudget, budget_for
 from fewbits.training.packing import Collator, SequenceDataset
@@ -103,7 +105,7 @@ def train(
         with Watch(ranks, told=folder.note_end), FullDisk(folder):
             check_start(ranks, config, resume=resume)
             resume = resume or ranks.again
-            if not ranks.led("run folder", lambda: _is_over(folder, config, resume=resume)):
+            if not ranks.led("run folder", lambda: _is_over(folder, config, tell, resume=resume)):
                 run = stages(config, Run)(config, folder, console, ranks, stop, resume=resume)
                 run.prepare()
                 run.train()
@@ -115,7 +117,7 @@ def train(
     return replace(result_of(folder), leads=ranks.leads)
 
 
-def _is_over(folder: RunFolder, config: TrainConfig, *, resume: bool) -> bool:
+def _is_over(folder: RunFolder, config: TrainConfig, tell: Callable[[str], None], *, resume: bool) -> bool:
     """Whether the folder holds this run, finished; another run is refused."""
     folder.check(config, resume=resume)
     if folder.path.is_dir():
@@ -123,6 +125,7 @@ def _is_over(folder: RunFolder, config: TrainConfig, *, resume: bool) -> bool:
     over = resume and folder.read().get("status") == "finished" and not folder.prolonged(config)
     if over:
         folder.open(config, resume=True)
+        add_results(folder, config, tell)
     return over
 
 
@@ -284,6 +287,11 @@ class Run:
             asked_to_stop=self.stop,
         )
         over = found and (progress.stopped_early or step_of(found[-1]) >= steps)
+        if found and progress.stopped_early:
+            self._tell(
+                f"the run had stopped early at step {step_of(found[-1])}, where evaluations got no better, so"
+                " it is not trained further; begin another one for more steps."
+            )
         try:
             if over:
                 restore(model, found[-1])
