@@ -1,10 +1,12 @@
-"""What pip is told to install can be installed elsewhere: scripts/check_install.py finds what cannot be."""
+"""What pip is told to install can be installed elsewhere, and lower bounds are tried: two scripts."""
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -27,3 +29,37 @@ def test_versions_that_the_index_has_not_together_are_found(tmp_path: Path) -> N
     plain = [line for line in done.stdout.splitlines() if line.startswith("plain index")]
     assert len(plain) == 16 and all(line.endswith("FAILED") for line in plain)
     assert "triton" in done.stdout
+
+
+@pytest.fixture
+def matrix(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    return importlib.import_module("version_matrix")
+
+
+def test_a_python_that_is_not_here_is_named_and_replaced(
+    matrix: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here = {"3.11", "3.12", "3.13"}
+    monkeypatch.setattr(matrix, "interpreter", lambda resolver, version: version in here)
+    assert matrix.both_ends(None) == ["3.11", "3.13"]
+    said = "Python 3.14 is not on this machine and none is downloaded: 3.13 takes its place\n"
+    assert capsys.readouterr().out == said
+    here -= {"3.11", "3.12"}
+    assert matrix.both_ends(None) == ["3.13"]
+    here.clear()
+    with pytest.raises(SystemExit, match="is on this machine: install one"):
+        matrix.both_ends(None)
+
+
+def test_a_lower_bound_that_is_not_met_to_the_digit_is_seen(matrix: ModuleType) -> None:
+    wanted = {"one": "one>=5", "two": "two>=1.0,!=1.15.0", "three": "three>=3.8"}
+    assert matrix.above_bounds(wanted, {"one": "5.0.0", "two": "1.0.0", "three": "3.8.0"}) == []
+    assert matrix.above_bounds(wanted, {"one": "5.0.1", "two": "1.16.0", "three": "3.8"}) == ["one", "two"]
+    assert {"torch", "transformers", "datasets", "gguf", "pytest"} <= matrix.bounded().keys()
+
+
+def test_the_nightly_run_refuses_steps_that_it_has_not() -> None:
+    done = subprocess.run([ROOT / ".ci" / "nightly", "wheels"], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stdout == "there is no step wheels; the steps are: nightly matrix wheel suites\n"

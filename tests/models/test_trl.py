@@ -6,6 +6,7 @@ import peft
 import pytest
 import torch
 from datasets import Dataset
+from packaging.version import Version
 from transformers import Trainer, TrainingArguments
 
 from fewbits import FastLanguageModel, lora_config, restore
@@ -15,6 +16,8 @@ from tests.models.loading import logits, packed_state, same, save_tiny
 from tests.models.tiny import tokens
 
 trl = pytest.importorskip("trl")
+# Before 1.15 TRL has no output head of its own: it reads the model's logits, and nothing is asked of ours.
+ASKS_THE_HEAD = Version(trl.__version__) >= Version("1.15")
 
 TEXTS = [f"{a} and {b} make {a + b}" for a in range(8) for b in range(8)]
 
@@ -111,7 +114,7 @@ def test_the_plain_trainer_resumes_from_its_own_checkpoint(tmp_path):
 
 @pytest.mark.parametrize("which", ["sft", "dpo"])
 def test_trainers_on_a_fused_model_learn_the_same(which, tmp_path):
-    """Loss, entropy, accuracy and mean logits of each step; and the fused model's own head gave them."""
+    """Loss, entropy, accuracy and mean logits of each step; and our own head gave them where TRL has one."""
     save_tiny(tmp_path / "base")
     logs = []
     for fused in (False, True):
@@ -140,8 +143,7 @@ def test_trainers_on_a_fused_model_learn_the_same(which, tmp_path):
             ]
         )
         if fused:
-            taken = fusion_of(model).trl_head.taken
-            assert taken["fused"] == 3, taken
+            assert fusion_of(model).trl_head.taken == ({"fused": 3} if ASKS_THE_HEAD else {})
     for plain, quick in zip(*logs, strict=True):
         assert plain.keys() == quick.keys()
         for name, value in plain.items():
