@@ -40,7 +40,9 @@ def questions() -> tuple[Question, ...]:
     trains = tuple(n for n, make in CATALOG.items() if make().lora is not None or make().qat is not None)
     return (
         Question("model", "Which model? (a folder, or a name on the hub)", None),
-        Question("train_data", "Which data? (JSONL, JSON, CSV, Parquet or text file)", None),
+        Question(
+            "train_data", "Which data? (a JSONL, JSON, CSV, Parquet or text file, or a name on the hub)", None
+        ),
         Question("method", "What is learnt?", "sft", METHODS),
         Question("recipe", "In which bits?", "qlora_nf4", trains),
         Question("output_dir", "Where does the run go?", "runs/mine"),
@@ -119,21 +121,22 @@ def _answers(told: dict[str, Any], ask: Callable[[Question], str] | None) -> dic
 
 def _check_rows(config: TrainConfig) -> tuple[str, ...]:
     """The first row's columns, where the data is a file; data that the method cannot read is refused now."""
-    from fewbits.training.rows import BadRows, read_rows
+    from fewbits.training.rows import BadRows
+    from fewbits.training.sources import check_sources, read_source, sources_of
 
-    if not Path(config.train_data).exists():
-        raise BadInput(f"there is no data file {config.train_data}; check the path.")
-    row = next(iter(read_rows(config.train_data, BadRows(skip=True))), None)
+    check_sources(config)
+    (source,) = sources_of(config.train_data)
+    row = next(iter(read_source(source, BadRows(skip=True))), None)
     if row is None:
-        raise BadInput(f"{config.train_data} has no row that can be read; training needs at least one.")
+        raise BadInput(f"{source} has no row that can be read; training needs at least one.")
     if config.method == "sft":
         from fewbits.training.data import choose_format
 
-        choose_format(config, row.values, config.train_data)
+        choose_format(config, row.values, str(source))
     else:
         from fewbits.training.preference_rows import check_columns
 
-        check_columns(config, row.values, config.train_data)
+        check_columns(config, row.values, str(source))
     return tuple(map(str, row.values))
 
 

@@ -48,6 +48,7 @@ NOT_COMPARED = frozenset(
     {
         "output_dir",
         "resume",
+        "data_on_disk",
         "take_over",
         "report",
         "keep_checkpoints",
@@ -125,12 +126,27 @@ class TrainConfig:
     )
     lora_rslora: bool = _option(False, "lora", "scale by alpha / sqrt(r)")
 
-    train_data: str = _option(
-        "", "data", "JSONL, JSON, CSV, Parquet or text file, or a folder saved by `datasets`"
+    train_data: str | list[Any] = field(
+        default="",
+        metadata={
+            "group": "data",
+            "choices": (),
+            "help": "JSONL, JSON, CSV, Parquet or text file, a folder saved by `datasets`, or a set's name on"
+            " the hub; several as a list, of mappings where one has a weight, a split or its own fields:"
+            " [a.jsonl, {path: b.jsonl, weight: 0.5}]",
+        },
     )
-    eval_data: str | None = _option(None, "data", "the same, for evaluation")
+    eval_data: str | list[Any] | None = field(
+        default=None, metadata={"group": "data", "choices": (), "help": "the same, for evaluation"}
+    )
     eval_fraction: float = _option(
         0.0, "data", "share of the training rows held out for evaluation, without eval_data"
+    )
+    data_on_disk: str | None = _option(
+        None,
+        "data",
+        "a folder: tokens wait in a nameless file there instead of in memory, and rows of the hub are taken"
+        " as they come; for data larger than memory",
     )
     format: str = _option("auto", "data", "what a row is; auto: by its columns", FORMATS)
     fields: dict[str, str] = field(

@@ -63,6 +63,19 @@ def _as_recipe(value: Any) -> str | dict[str, Any]:
     return plain
 
 
+def _as_sources(value: Any) -> str | list[Any]:
+    if isinstance(value, str) and value.lstrip().startswith(("[", "{")):  # a list on the command line
+        value = parse_yaml(value, "the data")
+    if isinstance(value, Mapping):
+        value = [value]
+    if not isinstance(value, (list, tuple)):
+        return _as_text(value)
+    if not all(isinstance(entry, (str, Mapping)) for entry in value):
+        raise ValueError
+    plain: list[Any] = json.loads(json.dumps(list(value), allow_nan=False))
+    return plain
+
+
 def shown(value: Any) -> str:
     """A value in a sentence, however long it is."""
     text = repr(value)
@@ -75,6 +88,7 @@ _COERCE = {
     "float": (_as_float, "a number"),
     "str": (_as_text, "a text"),
     "str | dict[str, Any]": (_as_recipe, "a recipe's name, or a mapping of plain values with a field name"),
+    "str | list[Any]": (_as_sources, "a path, or a list of paths and mappings with a path"),
     "tuple[str, ...]": (_as_texts, "a list of texts"),
     "dict[str, str]": (_as_fields, "a mapping of names to columns"),
 }

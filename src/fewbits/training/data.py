@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fewbits.errors import BadInput
 from fewbits.training.chat import ChatEncoder, normalize_messages
 from fewbits.training.config import TrainConfig
-from fewbits.training.rows import BadRows, Row, read_rows
+from fewbits.training.rows import BadRows, Row
+from fewbits.training.sources import Source, read_source
 from fewbits.training.spans import SpanEncoder, Tokens
+from fewbits.training.token_store import Example as Example
+from fewbits.training.token_store import Examples, StoredExamples, TokenStore, taken
 
 TEMPLATES = {
     "alpaca": (
@@ -41,18 +44,6 @@ _COLUMNS: dict[str, dict[str, tuple[str, ...]]] = {  # role: the columns it may 
 _OPTIONAL = {"input"}
 _LONGEST_PROMPT = 1_000_000  # characters of a sample's prompt; a longer one loses its beginning, as in tokens
 Sample = dict[str, str]  # prompt, and expected where the data tell it
-
-
-@dataclass(frozen=True)
-class Example:
-    """One row as tokens."""
-
-    input_ids: NDArray[np.int32]
-    trained: NDArray[np.bool_]  # the first token is never trained: nothing predicts it
-    row: int
-
-    def __len__(self) -> int:
-        return len(self.input_ids)
 
 
 @dataclass
@@ -91,7 +82,7 @@ class DataReport:
 class TokenData:
     """The examples of one file, and what became of its rows."""
 
-    examples: list[Example]
+    examples: Examples
     report: DataReport
 
     def fingerprint(self) -> str:
@@ -149,6 +140,12 @@ class RowEncoder:
         self.bos: int | None = tokenizer.bos_token_id
         self.adds_bos = self.bos is not None and probe[:1] == [self.bos]
         self.eos: int | None = tokenizer.eos_token_id
+
+    def with_config(self, config: TrainConfig) -> RowEncoder:
+        """The same tokenizer and template under other settings of the rows."""
+        other = copy(self)
+        other.config = config
+        return other
 
     def choose_format(self, values: dict[str, Any], where: str) -> str:
         """The format of rows with these columns."""
@@ -280,15 +277,31 @@ class RowEncoder:
         return [([*head, *part], [False] * len(head) + [True] * len(part)) for part in parts]
 
 
-def load_data(path: str | Path, encoder: RowEncoder, *, splits: tuple[str, ...] = ("train",)) -> TokenData:
-    """Read and tokenise a file or folder; bad rows stop the run, or are counted where that is asked for."""
+def load_data(
+    path: str | Path | Source,
+    encoder: RowEncoder,
+    *,
+    splits: tuple[str, ...] = ("train",),
+    first: int = 0,
+    store: TokenStore | None = None,
+) -> TokenData:
+    """Read and tokenise one place; bad rows stop the run, or are counted where that is asked for.
+
+    Args:
+        path: a file, a folder, or a `Source`.
+        encoder: writes rows as tokens.
+        splits: names of splits to look for; the first that there is.
+        store: where tokens go that are not to stay in memory; rows of the hub then come as they are read.
+        first: what is added to the rows' numbers, where other places come before.
+    """
+    source = path if isinstance(path, Source) else Source(path=str(path))
     bad = BadRows(skip=encoder.config.skip_bad_rows)
-    data = TokenData([], DataReport(str(path)))
+    data = TokenData([] if store is None else StoredExamples(store), DataReport(str(source)))
     name, refused = "", 0
-    for row in read_rows(path, bad, splits=splits):
+    for row in read_source(source, bad, splits=splits, stream=store is not None):
         data.report.rows += 1
         if not name:
-            name = data.report.format = encoder.choose_format(row.values, f"{path}, row {row.number}")
+            name = data.report.format = encoder.choose_format(row.values, f"{source}, row {row.number}")
             _check_format(name, encoder)
         encoder.chat.inexact = encoder.chat.was_cut = False
         try:
@@ -297,22 +310,23 @@ def load_data(path: str | Path, encoder: RowEncoder, *, splits: tuple[str, ...] 
                 raise BadInput("the row has no token to train on")
         except BadInput as error:
             refused += 1
-            bad.refuse(f"{path}, row {row.number}: {error}", error)
+            bad.refuse(f"{source}, row {row.number}: {error}", error)
             continue
         data.report.inexact += encoder.chat.inexact
         for tokens in encoded:
-            _keep(tokens, row, data, encoder)
+            _keep(tokens, Row(row.number + first, {}), data, encoder)
     data.report.rows += bad.count - refused  # those that could not even be read are rows, too
     _finish(data, bad)
     return data
 
 
 def read_samples(
-    path: str | Path, encoder: RowEncoder, rows: Sequence[int], name: str, *, splits: tuple[str, ...]
+    path: str | Path | Source, encoder: RowEncoder, rows: Sequence[int], name: str, *, splits: tuple[str, ...]
 ) -> list[Sample]:
     """The rows with these numbers as prompts with the answers that the data give."""
     wanted, samples = set(rows), []
-    for row in read_rows(path, BadRows(skip=True), splits=splits):
+    source = path if isinstance(path, Source) else Source(path=str(path))
+    for row in read_source(source, BadRows(skip=True), splits=splits):
         if row.number in wanted:
             wanted.discard(row.number)
             if sample := encoder.sample(name, row.values):
@@ -382,7 +396,7 @@ def split_rows(data: TokenData, fraction: float, seed: int) -> tuple[TokenData, 
 
 
 def _select(data: TokenData, keys: Sequence[int], held: set[int], *, inside: bool) -> TokenData:
-    examples = [e for e, key in zip(data.examples, keys, strict=True) if (key in held) == inside]
+    examples = taken(data.examples, [i for i, key in enumerate(keys) if (key in held) == inside])
     report = DataReport(
         data.report.path,
         data.report.format,

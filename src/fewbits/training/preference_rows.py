@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from fewbits.errors import BadInput
 from fewbits.training.config import TrainConfig
-from fewbits.training.rows import BadRows, read_rows
+from fewbits.training.rows import BadRows
+from fewbits.training.sources import Source, read_source, sources_of
 
 _PAIRS = ("prompt", "chosen", "rejected")
 NEEDED = {
@@ -22,22 +25,33 @@ _ROLES = {"prompt": "user", "chosen": "assistant", "rejected": "assistant", "com
 
 
 def preference_rows(
-    config: TrainConfig, path: str, splits: tuple[str, ...] = ("train",)
+    config: TrainConfig, data: Any, splits: tuple[str, ...] = ("train",)
 ) -> list[dict[str, Any]]:
-    """The rows of one file, with the columns that the method needs; of grpo all the others, too.
+    """The rows of all places, as often as their weights say, with the method's columns; of grpo all.
 
     Raises:
         BadInput: a column is missing, or holds something else than a text, a list of messages, or a label.
     """
+    rows = []
+    for number, source in enumerate(sources_of(data)):
+        found = _rows_of(source, source.settings(config), splits)
+        wanted = max(1, round(len(found) * source.weight))
+        rows += found * (wanted // len(found))
+        drawn = np.random.default_rng([config.seed, 5, number]).permutation(len(found))
+        rows += [found[i] for i in sorted(drawn[: wanted % len(found)].tolist())]
+    return rows
+
+
+def _rows_of(source: Source, config: TrainConfig, splits: tuple[str, ...]) -> list[dict[str, Any]]:
     bad = BadRows(skip=config.skip_bad_rows)
     rows = []
-    for row in read_rows(path, bad, splits=splits):
+    for row in read_source(source, bad, splits=splits):
         try:
             rows.append(_row(config, row.values))
         except BadInput as error:
-            bad.refuse(f"{path}, row {row.number}: {error}", error)
+            bad.refuse(f"{source}, row {row.number}: {error}", error)
     if not rows:
-        raise BadInput(f"{path} has no row that {config.method} can use; give one with {_needs(config)}.")
+        raise BadInput(f"{source} has no row that {config.method} can use; give one with {_needs(config)}.")
     return rows
 
 

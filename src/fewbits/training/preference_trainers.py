@@ -26,6 +26,7 @@ _HOMES = {
 }
 _REFUSED = {  # key: (the value that means nothing, the way out)
     "packing": (False, "leave packing out"),
+    "data_on_disk": (None, "leave data_on_disk out"),
     "parallel": ("auto", "leave parallel out"),
     "communication": ("auto", "leave communication out"),
     "early_stopping_patience": (None, "leave early_stopping_patience out"),

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from fewbits.errors import BadInput
 from fewbits.training.batches import passes_of
 from fewbits.training.build import (
     Built,
@@ -31,7 +30,7 @@ from fewbits.training.build import (
 )
 from fewbits.training.checkpointing import Progress, rotate, staged, step_of, write_atomic
 from fewbits.training.config import TrainConfig, parse_memory_budget
-from fewbits.training.data import RowEncoder, TokenData, load_data, read_samples, split_rows
+from fewbits.training.data import RowEncoder, TokenData
 from fewbits.training.distribute import (
     check_loaded,
     check_shared,
@@ -45,6 +44,7 @@ from fewbits.training.graph import wants_graph
 from fewbits.training.late_results import add_results
 from fewbits.training.manifest import Writers
 from fewbits.training.memory_budget import OPTIMIZER_BYTES, MemoryBudget, budget_for
+from fewbits.training.mix import load_run_data, read_run_samples
 from fewbits.training.packing import Collator, SequenceDataset
 from fewbits.training.parallel import Layout
 from fewbits.training.preferences import stages
@@ -56,6 +56,7 @@ from fewbits.training.run_lock import RunLock
 from fewbits.training.run_record import TrainResult, device_of, recipe_of, result_of, versions
 from fewbits.training.samples import answer_all
 from fewbits.training.signals import StopRequest
+from fewbits.training.sources import check_sources
 from fewbits.training.watch import Watch
 
 if TYPE_CHECKING:  # they import transformers, which a run does when it begins
@@ -92,7 +93,7 @@ def train(
     """
     console = console or Console(quiet=True)
     resume = resume or config.resume
-    check_paths(config)
+    check_sources(config)
     ranks = gather_ranks(config, console, attempt)
     if not ranks.leads:
         console = Console(quiet=True)
@@ -127,13 +128,6 @@ def _is_over(folder: RunFolder, config: TrainConfig, tell: Callable[[str], None]
         folder.open(config, resume=True)
         add_results(folder, config, tell)
     return over
-
-
-def check_paths(config: TrainConfig) -> None:
-    """Refuse data that are not there, before anything is loaded."""
-    for path in (config.train_data, config.eval_data):
-        if path is not None and not Path(path).exists():
-            raise BadInput(f"there is no data file {path}; check the path.")
 
 
 class Run:
@@ -195,16 +189,10 @@ class Run:
         return facts
 
     def _read_data(self) -> None:
-        config = self.config
-        self.train_data = load_data(config.train_data, self.encoder)
-        if config.eval_data is not None:
-            self.eval = load_data(
-                config.eval_data, self.encoder, splits=("validation", "test", "eval", "train")
-            )
-        elif config.eval_fraction:
-            self.train_data, self.eval = split_rows(self.train_data, config.eval_fraction, config.seed)
-        for data in self._data().values():
-            self.console.print(str(data.report), highlight=False)
+        self.data = load_run_data(self.encoder)
+        self.train_data, self.eval = self.data.train, self.data.eval
+        for report in self.data.reports:
+            self.console.print(str(report), highlight=False, markup=False)
 
     def _data(self) -> dict[str, TokenData]:
         both = {"train_data": self.train_data, "eval_data": self.eval}
@@ -402,10 +390,8 @@ class Run:
             return
         samples = [self.encoder.prompt(self._format(), prompt) for prompt in self.config.sample_prompts]
         if self.eval is not None and self.config.samples:
-            path = self.config.eval_data or self.config.train_data
-            splits = ("validation", "test", "eval", "train") if self.config.eval_data else ("train",)
             rows = list(dict.fromkeys(e.row for e in self.eval.examples))[: self.config.samples]
-            samples += read_samples(path, self.encoder, rows, self._format(), splits=splits)
+            samples += read_run_samples(self.encoder, self.data, rows)
         answers = self._answers([sample["prompt"] for sample in samples])
         records = [{**sample, "before": text} for sample, text in zip(samples, answers, strict=True)]
         self._write_samples(records)

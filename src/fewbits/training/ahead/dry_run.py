@@ -18,10 +18,11 @@ from fewbits.training.memory_plan import planner, static_of
 from fewbits.training.preferences import stages
 from fewbits.training.report_data import number, read_run
 from fewbits.training.report_numbers import duration
-from fewbits.training.run import Run, check_paths
+from fewbits.training.run import Run
 from fewbits.training.run_folder import RunFolder
 from fewbits.training.run_record import device_of
 from fewbits.training.signals import StopRequest
+from fewbits.training.sources import check_sources
 from fewbits.words import counted, size
 
 
@@ -68,7 +69,7 @@ def dry_run(
         BadInput, BadCheckpoint, SpecMismatch, Unsupported: what would stop the run.
     """
     console = console or Console(quiet=True)
-    check_paths(config)
+    check_sources(config)
     ranks = gather_ranks(config, console, 0)
     if ranks.size > 1:
         raise BadInput(f"a dry run checks one process, and this one has {ranks.size}; start it alone.")

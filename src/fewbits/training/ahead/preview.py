@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -11,8 +11,10 @@ import numpy as np
 from fewbits.errors import BadInput, Unsupported
 from fewbits.training.build import load_tokenizer, max_positions, sequence_length
 from fewbits.training.config import TrainConfig
-from fewbits.training.data import Example, RowEncoder, load_data, split_rows
+from fewbits.training.data import Example, RowEncoder
+from fewbits.training.mix import load_run_data
 from fewbits.training.packing import pack
+from fewbits.training.sources import check_sources
 
 Part = tuple[str, bool]  # a text, and whether its tokens are trained
 
@@ -96,19 +98,19 @@ def preview(config: TrainConfig, rows: int = 3) -> Preview:
             f"{config.model} has no tokenizer that can be loaded; check the folder or the hub's name."
         )
     tokenizer, shapes = light
+    check_sources(config)
     length = sequence_length(config, max_positions(shapes))
     make = _of_rows if config.method == "sft" else _of_preferences
     return make(config, tokenizer, length, rows)
 
 
 def _of_rows(config: TrainConfig, tokenizer: Any, length: int, rows: int) -> Preview:
-    data = load_data(config.train_data, RowEncoder(tokenizer, config, length))
-    if config.eval_data is None and config.eval_fraction:
-        data, _ = split_rows(data, config.eval_fraction, config.seed)
+    loaded = load_run_data(RowEncoder(tokenizer, replace(config, eval_data=None), length))
+    data = loaded.train
     lengths = [len(e) for e in data.examples]
     sequences = pack(lengths, length, seed=config.seed)
     made = Preview(
-        report=str(data.report),
+        report="; ".join(map(str, loaded.reports)),
         max_length=length,
         lengths=tuple(lengths),
         trained=sum(int(e.trained.sum()) for e in data.examples),
