@@ -39,6 +39,7 @@ MAY_IMPORT = {
     "demo": {*_MODELS, "inference", "training"},
     "front": {"models"},
     "chat_templates": {"models", "front"},
+    "te": {"formats", "kernels"},  # the words of Transformer Engine
     "build": set(),
     "doctor": {"build"},
     "cli": {*_MODELS, "inference", "training", "bench", "demo", "build", "doctor"},

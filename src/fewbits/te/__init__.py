@@ -1,0 +1,61 @@
+"""Transformer Engine's blocks with nothing to build: the names of `transformer_engine.pytorch` over fewbits.
+
+``import fewbits.te as te`` takes the place of ``import transformer_engine.pytorch as te``. Everything here is
+a definition in plain torch that runs on a CPU and on any GPU; no name of it is loaded by ``import fewbits``.
+
+Begin with `linear.py`: a module asks `numerics.py` which recipe holds, `operands.py` for the quantisers that
+the recipe means, and `product.py` multiplies what they make. `recipe.py` is the data, `scaling.py`,
+`microscaling.py` and `float4.py` are the arithmetic, `delayed.py` is the one state, `extra_state.py` its way
+through checkpoints. A recipe can also be given to a model as a value, without any context: `use_recipe`.
+"""
+
+from __future__ import annotations
+
+from fewbits.te import recipe as recipe
+from fewbits.te.activations import deinterleave_glu_tensor as deinterleave_glu_tensor
+from fewbits.te.activations import interleave_glu_tensor as interleave_glu_tensor
+from fewbits.te.attention import DotProductAttention as DotProductAttention
+from fewbits.te.layernorm_mlp import LayerNormMLP as LayerNormMLP
+from fewbits.te.linear import LayerNormLinear as LayerNormLinear
+from fewbits.te.linear import Linear as Linear
+from fewbits.te.module import use_recipe as use_recipe
+from fewbits.te.multi_head_attention import MultiheadAttention as MultiheadAttention
+from fewbits.te.norm import LayerNorm as LayerNorm
+from fewbits.te.norm import RMSNorm as RMSNorm
+from fewbits.te.numerics import autocast as autocast
+from fewbits.te.numerics import fp8_autocast as fp8_autocast
+from fewbits.te.numerics import fp8_model_init as fp8_model_init
+from fewbits.te.numerics import quantized_model_init as quantized_model_init
+from fewbits.te.quantized_tensor import Float8BlockwiseQTensor as Float8BlockwiseQTensor
+from fewbits.te.quantized_tensor import Float8Tensor as Float8Tensor
+from fewbits.te.quantized_tensor import HybridQuantizedTensor as HybridQuantizedTensor
+from fewbits.te.quantized_tensor import IdentityTensor as IdentityTensor
+from fewbits.te.quantized_tensor import MXFP8Tensor as MXFP8Tensor
+from fewbits.te.quantized_tensor import NVFP4Tensor as NVFP4Tensor
+from fewbits.te.quantized_tensor import QuantizedTensor as QuantizedTensor
+from fewbits.te.quantizers import Float8BlockQuantizer as Float8BlockQuantizer
+from fewbits.te.quantizers import Float8CurrentScalingQuantizer as Float8CurrentScalingQuantizer
+from fewbits.te.quantizers import Float8Quantizer as Float8Quantizer
+from fewbits.te.quantizers import HybridQuantizer as HybridQuantizer
+from fewbits.te.quantizers import IdentityQuantizer as IdentityQuantizer
+from fewbits.te.quantizers import MXFP8Quantizer as MXFP8Quantizer
+from fewbits.te.quantizers import NVFP4Quantizer as NVFP4Quantizer
+from fewbits.te.quantizers import Quantizer as Quantizer
+from fewbits.te.recompute import checkpoint as checkpoint
+from fewbits.te.roles import DelayedScalingRequest as DelayedScalingRequest
+from fewbits.te.roles import DType as DType
+from fewbits.te.roles import QuantizerRequest as QuantizerRequest
+from fewbits.te.roles import QuantizerRole as QuantizerRole
+from fewbits.te.rope import RotaryPositionEmbedding as RotaryPositionEmbedding
+from fewbits.te.rope import apply_fused_qkv_rotary_pos_emb as apply_fused_qkv_rotary_pos_emb
+from fewbits.te.rope import apply_rotary_pos_emb as apply_rotary_pos_emb
+from fewbits.te.support import emulation as emulation
+from fewbits.te.support import get_align_size_for_quantization as get_align_size_for_quantization
+from fewbits.te.support import get_default_recipe as get_default_recipe
+from fewbits.te.support import get_device_compute_capability as get_device_compute_capability
+from fewbits.te.support import is_bf16_available as is_bf16_available
+from fewbits.te.support import is_fp8_available as is_fp8_available
+from fewbits.te.support import is_fp8_block_scaling_available as is_fp8_block_scaling_available
+from fewbits.te.support import is_mxfp8_available as is_mxfp8_available
+from fewbits.te.support import is_nvfp4_available as is_nvfp4_available
+from fewbits.te.transformer_layer import TransformerLayer as TransformerLayer

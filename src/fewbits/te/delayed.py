@@ -1,0 +1,78 @@
+"""Delayed scaling's state: scales and a history of amaxes, a column for each quantised tensor.
+
+Row 0 of the history is this step's, written while the step runs. When it ends, the next amax is the largest
+of the whole history ("max") or row 0 ("most_recent"), the history moves on by one row (`torch.roll` by -1),
+row 0 becomes 0, and the next scale is `fewbits.te.scaling.updated_scale`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fewbits.te.distributed import largest_of_group
+from fewbits.te.quantizers import Float8Quantizer
+from fewbits.te.recipe import DelayedScaling, Format
+from fewbits.te.roles import DelayedScalingRequest
+from fewbits.te.scaling import LARGEST, updated_scale
+
+
+def codes_dtype(format: Format, *, forward: bool) -> torch.dtype:
+    """The type of codes that a recipe's format means for the forward or the backward pass."""
+    e4m3 = format is Format.E4M3 or (format is Format.HYBRID and forward)
+    return torch.float8_e4m3fn if e4m3 else torch.float8_e5m2
+
+
+class DelayedState:
+    """Scales and histories of a module's forward or backward tensors.
+
+    Attributes:
+        scale: (n,) float32, what values are multiplied by; 1 at first.
+        amax_history: (length, n) float32.
+        recipe: a `DelayedScaling`, or a `DelayedScalingRequest` of a custom recipe.
+        group: the process group over which amaxes are taken.
+    """
+
+    def __init__(
+        self, recipe: DelayedScaling | DelayedScalingRequest, count: int, *, forward: bool, device: Any
+    ) -> None:
+        self.recipe, self.group = recipe, None
+        self.dtype = codes_dtype(recipe.fp8_format, forward=forward)
+        self.scale = torch.ones(count, device=device)
+        self.amax_history = torch.zeros(recipe.amax_history_len, count, device=device)
+
+    def quantizer(self, index: int) -> Float8Quantizer:
+        """The quantiser of column ``index``; it reads and writes this state."""
+        return Float8Quantizer(self.scale[index], self.amax_history[0, index : index + 1], self.dtype)
+
+    def take_over(self, other: DelayedState) -> None:
+        """Go on from another state's scales and history, of which the latest rows that fit are kept."""
+        if other.scale.shape != self.scale.shape:
+            return
+        self.scale.copy_(other.scale)
+        rows = min(len(self.amax_history), len(other.amax_history))
+        self.amax_history[:rows].copy_(other.amax_history[:rows])
+
+    @torch.no_grad()
+    def advance(self) -> None:
+        """End the step; see the top of this file."""
+        recipe, history = self.recipe, self.amax_history
+        if recipe.reduce_amax:
+            history[0].copy_(largest_of_group(history[0], self.group))
+        amax = self._amax(history)
+        history.copy_(torch.roll(history, -1, 0))
+        history[0].zero_()
+        largest = LARGEST[self.dtype]
+        if recipe.scaling_factor_compute_algo is None:
+            self.scale.copy_(updated_scale(amax, self.scale, largest, recipe.margin))
+        else:
+            self.scale.copy_(recipe.scaling_factor_compute_algo(amax, self.scale, largest, recipe))
+
+    def _amax(self, history: Tensor) -> Tensor:
+        chosen = self.recipe.amax_compute_algo
+        if callable(chosen):
+            amax: Tensor = chosen(history)
+            return amax
+        return history.amax(0) if chosen == "max" else history[0].clone()

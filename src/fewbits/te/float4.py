@@ -1,0 +1,194 @@
+"""NVFP4: E2M1 values; 16 of them share an E4M3 scale, and the tensor (or a row) a float32 one.
+
+With ``A`` the tensor's amax and ``g = (448 * 6) / A``: a block's scale is ``s = e4m3(amax * (g * (1 / 6)))``
+and its values are ``e2m1(x * (1 / (s * (1 / g))))``, to nearest (ties to the even code) or stochastically.
+Coming back: ``x ~ code * s * A / (448 * 6)``. A block is 16 values along the last axis or a tile of 16 x 16.
+
+"Four over six" tries for each block, beside the scale above, one that is 1.5 times as large, so that the
+largest value becomes 4 instead of 6, and keeps the one with the smaller error, 6 where they are equal.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fewbits.formats.base import Format, Packed, PartSpec
+from fewbits.formats.bits import pack_bits, unpack_bits
+from fewbits.formats.blocks import from_blocks, to_blocks
+from fewbits.formats.rounding import random_uniform
+from fewbits.formats.tables import table
+
+E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_LARGEST = 6.0
+_E4M3_LARGEST = 448.0
+_FLOAT32_MAX = torch.finfo(torch.float32).max
+
+
+def e2m1_codes(x: Tensor, uniform: Tensor | None = None) -> Tensor:
+    """Four-bit codes of float32 values, the sign in bit 3.
+
+    Args:
+        x: any shape, float32; magnitudes above 6 count as 6.
+        uniform: None rounds to nearest, ties to the even code; else numbers in [0, 1) of x's shape: up where
+            the number is below the fraction of the step.
+
+    Returns:
+        uint8 of that shape.
+    """
+    size = x.abs().clamp(max=_LARGEST).nan_to_num(_LARGEST)
+    step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
+    steps = size / step
+    rounded = steps.round() if uniform is None else steps.floor() + (uniform < steps - steps.floor())
+    value = rounded * step  # an even code is an even count of steps in every octave
+    code = torch.bucketize(value, table(E2M1_VALUES, x.device), out_int32=True)
+    return (code | (x.signbit().to(torch.int32) << 3)).to(torch.uint8)
+
+
+def e2m1_values(codes: Tensor) -> Tensor:
+    """The float32 values of four-bit codes, any shape."""
+    values = (*E2M1_VALUES, *(-v for v in E2M1_VALUES))
+    return table(values, codes.device)[codes.long()]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Float4(Format):
+    """Two-level block scaling of E2M1 values.
+
+    Attributes:
+        block: (1, 16), or (16, 16) for tiles.
+        by_row: each row has its own amax.
+        four_over_six: "" or the error that chooses, "MAE" or "MSE".
+        scale_bound: 448, or 256 with `four_over_six`: the largest E4M3 scale.
+
+    Parts: ``codes`` (..., ceil(K / 2)) uint8, two a byte, the first in the low nibble; ``scales`` E4M3;
+        ``amax`` float32 of shape (1,) or, by rows, (rows, 1).
+    """
+
+    block: tuple[int, int] = (1, 16)
+    by_row: bool = False
+    four_over_six: str = ""
+    scale_bound: float = _E4M3_LARGEST
+
+    def layout(self, shape: tuple[int, ...]) -> dict[str, PartSpec]:
+        """The parts named above, for a tensor of shape (M, K)."""
+        M, K = shape
+        r, c = self.block
+        return {
+            "codes": PartSpec((M, -(-K // 2)), torch.uint8),
+            "scales": PartSpec((-(-M // r), -(-K // c)), torch.float8_e4m3fn),
+            "amax": PartSpec((M, 1) if self.by_row else (1,), torch.float32),
+        }
+
+    def quantize(self, x: Tensor, *, seed: int | None = None) -> Packed:
+        """Write x (M, K) in this format; see `Format.quantize`."""
+        M, K = x.shape
+        amax = self._amax(x)
+        blocks = to_blocks(x.detach().float(), self.block)
+        block_amax = blocks.abs().amax(dim=(1, 3), keepdim=True)
+        expand = amax.view(M, 1, 1, 1) if self.by_row else amax.view(1, 1, 1, 1)
+        bound = expand.new_full((), self.scale_bound * _LARGEST)
+        encode = (bound / expand).clamp(max=_FLOAT32_MAX)
+        encode = torch.where(encode == 0, torch.ones_like(encode), encode)
+        uniform = None if seed is None else to_blocks(random_uniform((M, K), seed, x.device), self.block)
+        if self.four_over_six:
+            codes, scales = self._better_of_two(blocks, block_amax, expand, encode)
+        else:
+            sixth = encode * (1.0 / encode.new_full((), _LARGEST))
+            scales = _to_e4m3(block_amax * sixth)
+            codes = e2m1_codes(blocks * _inverse(scales, encode), uniform)
+        nibbles = from_blocks(codes, (M, K), self.block)
+        if K % 2:
+            nibbles = torch.nn.functional.pad(nibbles, (0, 1))
+        parts = {
+            "codes": pack_bits(nibbles.reshape(-1), 4).view(M, -(-K // 2)),
+            "scales": scales.view(scales.shape[0], scales.shape[2]),
+            "amax": amax,
+        }
+        return Packed(self, (M, K), x.dtype, parts)
+
+    def dequantize(self, packed: Packed, dtype: torch.dtype | None = None) -> Tensor:
+        """The tensor itself; see `Format.dequantize`."""
+        M, K = packed.shape
+        width = packed.codes.shape[1]
+        codes = unpack_bits(packed.codes.reshape(-1), 4, 2 * width * M).view(M, 2 * width)[:, :K]
+        blocks = to_blocks(e2m1_values(codes), self.block)
+        amax = packed.parts["amax"]
+        whole = amax / amax.new_full((), self.scale_bound * _LARGEST)
+        whole = whole.view(M, 1, 1, 1) if self.by_row else whole.view(1, 1, 1, 1)
+        scales = packed.scales.float().view(blocks.shape[0], 1, blocks.shape[2], 1) * whole
+        return from_blocks(blocks * scales, (M, K), self.block).to(dtype or packed.dtype)
+
+    def _amax(self, x: Tensor) -> Tensor:
+        if x.numel() == 0:
+            return torch.zeros(self.layout((x.shape[0], x.shape[1]))["amax"].shape, device=x.device)
+        size = x.detach().abs()
+        return size.amax(1, keepdim=True).float() if self.by_row else size.amax().float().view(1)
+
+    def _better_of_two(
+        self, blocks: Tensor, block_amax: Tensor, amax: Tensor, encode: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Codes (R, r, C, c) and scales (R, 1, C, 1): largest value 4 or 6, whichever errs less."""
+        base = (block_amax / block_amax.new_full((), _LARGEST)) * encode
+        results = []
+        for scales in (_to_e4m3(base * 1.5), _to_e4m3(base)):
+            codes = e2m1_codes(blocks * _inverse(scales, encode))
+            decoded = e2m1_values(codes) * scales.float() * amax
+            difference = decoded / amax.new_full((), self.scale_bound * _LARGEST) - blocks
+            error = difference.abs() if self.four_over_six == "MAE" else difference * difference
+            results.append((codes, scales, _sum_in_order(error)))
+        (codes4, scales4, error4), (codes6, scales6, error6) = results
+        four = error4 < error6
+        scales = torch.where(four, scales4.view(torch.uint8), scales6.view(torch.uint8))
+        return torch.where(four, codes4, codes6), scales.view(torch.float8_e4m3fn)
+
+
+def _sum_in_order(error: Tensor) -> Tensor:
+    """(R, r, C, c) to (R, 1, C, 1): columns from the left, then rows by halves, as a warp adds them."""
+    total = torch.zeros_like(error[..., :1])
+    for column in range(error.shape[3]):
+        total = total + error[..., column : column + 1]
+    while total.shape[1] > 1:
+        half = total.shape[1] // 2
+        total = total[:, :half] + total[:, half:]
+    return total
+
+
+def _to_e4m3(scales: Tensor) -> Tensor:
+    return scales.clamp(max=_E4M3_LARGEST).to(torch.float8_e4m3fn)
+
+
+def _inverse(scales: Tensor, encode: Tensor) -> Tensor:
+    """What values are multiplied by: 1 / (scale / encode), finite."""
+    return (1.0 / (scales.float() * (1.0 / encode))).clamp(max=_FLOAT32_MAX)
+
+
+SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+"""The signs of the random Hadamard transform, which Transformer Engine publishes and keeps fixed."""
+
+
+def rotate(x: Tensor, *, signs: bool = True) -> Tensor:
+    """The Hadamard transform of blocks of 16 along the last axis, times 1/4, in float32.
+
+    Both operands of a product are rotated, so that the product stays what it was.
+
+    Args:
+        x: (M, K), K a multiple of 16.
+        signs: flip the values by `SIGNS` first.
+
+    Returns:
+        (M, K) in x's dtype.
+    """
+    matrix = torch.ones(1, 1)
+    while matrix.shape[0] < 16:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)], 0)
+    if signs:
+        matrix = torch.tensor(SIGNS, dtype=torch.float32)[:, None] * matrix
+    matrix = (matrix * 0.25).to(x.device)
+    return (x.float().reshape(-1, 16) @ matrix).view(x.shape).to(x.dtype)
+
+
+NVFP4 = Float4(name="nvfp4")
+NVFP4_TILE = Float4(name="nvfp4_16x16", block=(16, 16))

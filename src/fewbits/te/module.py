@@ -1,0 +1,272 @@
+"""What all modules of `fewbits.te` share: recipe, quantisers, their state, and its way through checkpoints.
+
+A module computes by the recipe that `fewbits.te.numerics` says holds, or by one of its own: `use_recipe`
+gives a whole model a recipe as a value, after which no context is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fewbits.errors import BadInput, Unsupported
+from fewbits.te.delayed import DelayedState
+from fewbits.te.extra_state import copy_into, from_bytes, to_bytes
+from fewbits.te.numerics import Numerics, current, enter_region, leave_region
+from fewbits.te.operand import Operand
+from fewbits.te.operands import Slots, slots_for
+from fewbits.te.quantizers import Float8Quantizer, Quantizer
+from fewbits.te.recipe import Recipe
+from fewbits.te.roles import QuantizerRole
+
+_FORWARD, _BACKWARD = ("input", "weight", "output"), ("grad_output", "grad_input")
+
+
+def default_device(device: torch.device | str | None) -> torch.device:
+    """Where parameters are made: as asked, else on the GPU if there is one."""
+    if device is not None:
+        return torch.device(device)
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+class Module(nn.Module):
+    """Base of the modules with products.
+
+    Attributes:
+        fp8_meta: the state by Transformer Engine's names: "recipe", "scaling_fwd", "scaling_bwd" and others.
+        quantizers: of the last call, by those names.
+        num_products: products in a call.
+        module_type: see `QuantizerRole`.
+        recipe: this module's own recipe, or None for the context's.
+    """
+
+    module_type = "linear"
+
+    def __init__(self, name: str | None = None, num_products: int = 1) -> None:
+        super().__init__()
+        self.name, self.num_products = name, num_products
+        self.recipe: Recipe | None = None
+        self.fp8_meta: dict[str, Any] = {"num_gemms": num_products, "fp8_checkpoint": False, "recipe": None}
+        self.quantizers: dict[str, list[Quantizer | None]] = {}
+        self._slots: tuple[str, torch.device, Slots, Slots] | None = None
+        self._weight_operands: dict[str, Operand] = {}
+        self._init_fns: dict[str, Callable[[Tensor], Any]] = {}
+
+    # Parameters
+
+    def add_parameter(
+        self, name: str, shape: tuple[int, ...], init: Callable[[Tensor], Any], like: Any
+    ) -> None:
+        """Register a parameter of ``shape``, with the function that fills it; ``like`` is (dtype, device)."""
+        dtype, device = like
+        self._init_fns[name] = init
+        self.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=dtype, device=device)))
+
+    def reset_parameters(self, defer_init: bool = False) -> None:
+        """Fill all parameters; those on the meta device are made first, unless ``defer_init``."""
+        if defer_init:
+            return
+        for name, init in self._init_fns.items():
+            parameter = getattr(self, name)
+            if parameter.device.type == "meta":
+                parameter = nn.Parameter(
+                    torch.empty_like(parameter, device=default_device(None)), parameter.requires_grad
+                )
+                setattr(self, name, parameter)
+            with torch.no_grad():
+                init(parameter)
+
+    # Recipe and quantisers
+
+    def numerics(self) -> Numerics:
+        """What holds for this call: the context's word, or that of the module's own recipe."""
+        found = current()
+        if self.recipe is None:
+            return found
+        return replace(found, enabled=True, recipe=self.recipe)
+
+    def roles(self, *, forward: bool) -> list[QuantizerRole]:
+        """Which operands the slots of a pass are for."""
+        kinds = (_FORWARD if forward else _BACKWARD) * self.num_products
+        return [QuantizerRole(self.module_type, kind, self.name or "") for kind in kinds]
+
+    def prepare(self, numerics: Numerics, device: torch.device) -> tuple[list[Any], list[Any]]:
+        """The quantisers of the forward and of the backward pass; all None where nothing is quantised."""
+        if not (numerics.enabled or numerics.calibrating) or numerics.recipe is None:
+            return [None] * (3 * self.num_products), [None] * (2 * self.num_products)
+        forward, backward = self._slots_for(numerics.recipe, device)
+        for slots in (forward, backward):
+            if slots.state is not None:
+                slots.state.group = numerics.group
+        used = forward.quantizers
+        if numerics.tape is not None and forward.state is not None:
+            scale = numerics.tape.scale(forward.state)
+            used = used if scale is None else _with_scales(used, scale)
+        if numerics.region is not None and not (numerics.tape and numerics.tape.replaying):
+            numerics.region.add(forward.state, backward.state)
+        if not numerics.enabled:
+            return [_Calibrating(q) if q else None for q in used], [None] * len(backward.quantizers)
+        return used, backward.quantizers
+
+    def _slots_for(self, recipe: Recipe, device: torch.device) -> tuple[Slots, Slots]:
+        key = repr(recipe)
+        if self._slots is None or self._slots[0] != key or self._slots[1] != device:
+            forward = slots_for(recipe, self.roles(forward=True), forward=True, device=device)
+            backward = slots_for(recipe, self.roles(forward=False), forward=False, device=device)
+            for slots, where in ((forward, "scaling_fwd"), (backward, "scaling_bwd")):
+                old = self.fp8_meta.get(where)
+                if slots.state is not None and isinstance(old, DelayedState):
+                    slots.state.take_over(old)
+                self.fp8_meta[where] = slots.state if slots.state is not None else old
+            self._slots = (key, device, forward, backward)
+            self._weight_operands.clear()
+            self.fp8_meta["recipe"], self.fp8_meta["fp8_checkpoint"] = recipe, True
+            self.quantizers = {"scaling_fwd": forward.quantizers, "scaling_bwd": backward.quantizers}
+        return self._slots[2], self._slots[3]
+
+    def after_backward(self, numerics: Numerics, *tensors: Tensor | None) -> Callable[[], None] | None:
+        """What ends the backward pass of the region's first module, if this is the one."""
+        region, tape = numerics.region, numerics.tape
+        if region is None or not any(t is not None and t.requires_grad for t in tensors):
+            return None
+        first = region.claim_first() if tape is None else tape.first(region)
+        if not first or not torch.is_grad_enabled():
+            return None
+        return lambda: region.advance(region.backward)
+
+    def weight_operand(
+        self, name: str, weight: Tensor, quantizer: Any, first: bool | None, dtype: torch.dtype
+    ) -> Operand | None:
+        """The quantised weight where it can be had without quantising: held as such, or kept from before.
+
+        Args:
+            name: under which it is kept.
+            weight: (N, K).
+            quantizer: of the weight.
+            first: ``is_first_microbatch``: True keeps it, False takes what was kept, None does neither.
+            dtype: of the product.
+        """
+        held = getattr(weight, "operand", None)
+        if held is not None and quantizer is not None:
+            return held() if callable(held) else None
+        if quantizer is None or first is None or isinstance(quantizer, _Calibrating):
+            return None
+        if first or name not in self._weight_operands:
+            self._weight_operands[name] = quantizer.operand(
+                weight.detach().to(dtype), rows=True, columns=True
+            )
+        return self._weight_operands[name]
+
+    def product_dtype(self, x: Tensor) -> torch.dtype:
+        """The type of products: autocast's, else x's, which parameters must then share.
+
+        Raises:
+            BadInput: another type of x than of the parameters, outside of torch.autocast.
+        """
+        kind = x.device.type
+        if torch.is_autocast_enabled(kind):
+            return torch.get_autocast_dtype(kind)
+        for name, parameter in self.named_parameters(recurse=False):
+            if parameter.dtype != x.dtype:
+                raise BadInput(
+                    f"the input is {x.dtype} and {name} is {parameter.dtype}: outside of torch.autocast both "
+                    "have one type, so cast the input or build the module with params_dtype."
+                )
+        return x.dtype
+
+    # Checkpoints
+
+    def get_extra_state(self) -> Tensor:
+        """Scales and histories of delayed scaling as bytes; empty where there are none."""
+        return to_bytes(self.fp8_meta)
+
+    def set_extra_state(self, state: Any) -> None:
+        """What `get_extra_state` of this library or of Transformer Engine returned."""
+        loaded = from_bytes(state)
+        if loaded is None:
+            return
+        recipe, tensors = loaded
+        self._slots = None
+        slots = [Slots([]), Slots([])]
+        device = next((p.device for p in self.parameters()), torch.device("cpu"))
+        slots = list(self._slots_for(recipe, device))
+        for half, word in zip(slots, ("fwd", "bwd"), strict=True):
+            if half.state is not None:
+                copy_into(half.state, tensors, word, type(self).__name__)
+
+    def reset_fp8_meta_tensors(self) -> None:
+        """Forget delayed scaling's scales and histories."""
+        self._slots = None
+        for where in ("scaling_fwd", "scaling_bwd"):
+            self.fp8_meta.pop(where, None)
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """Give the module the process group over which it is split."""
+        self.tp_group = tp_group
+
+
+class _Calibrating(Quantizer):
+    """Records amaxes and quantises nothing."""
+
+    def __init__(self, quantizer: Quantizer) -> None:
+        super().__init__(rowwise=True, columnwise=True)
+        self.quantizer = quantizer
+
+    def operand(self, x_MK: Tensor, *, rows: bool, columns: bool) -> Operand:
+        self.quantizer.calibrate(x_MK)
+        return Operand(x_MK if rows else None, x_MK.t() if columns else None)
+
+
+def _with_scales(quantizers: list[Any], scale: Tensor) -> list[Any]:
+    """The quantisers of a pass that is computed again: earlier scales, and amaxes that nobody reads."""
+    old = [q for q in quantizers if isinstance(q, Float8Quantizer)]
+    again = iter([Float8Quantizer(scale[i], torch.zeros_like(q.amax), q.dtype) for i, q in enumerate(old)])
+    return [next(again) if isinstance(q, Float8Quantizer) else q for q in quantizers]
+
+
+def use_recipe(model: nn.Module, recipe: Recipe | None) -> nn.Module:
+    """Give every module of `fewbits.te` in ``model`` a recipe of its own, for which no context is needed.
+
+    With delayed scaling the histories advance at the end of each of the model's own forward passes.
+
+    Args:
+        model: any module.
+        recipe: None goes back to the context's.
+
+    Returns:
+        ``model``.
+    """
+    for module in model.modules():
+        if isinstance(module, Module):
+            module.recipe = recipe
+    for handle in model.__dict__.pop("_te_region_hooks", ()):
+        handle.remove()
+    if recipe is not None and recipe.delayed():
+        model.__dict__["_te_region_hooks"] = _region_hooks(model)
+    return model
+
+
+def _region_hooks(model: nn.Module) -> list[Any]:
+    """A region for each outermost forward pass of ``model``."""
+
+    def enter(*_: Any) -> None:
+        enter_region()
+
+    def leave(*_: Any) -> None:
+        leave_region()
+
+    return [model.register_forward_pre_hook(enter), model.register_forward_hook(leave, always_call=True)]
+
+
+def refuse(condition: bool, what: str, instead: str) -> None:
+    """Refuse an argument that has no meaning here, in one sentence.
+
+    Raises:
+        Unsupported: if ``condition``.
+    """
+    if condition:
+        raise Unsupported(f"{what} is not supported by fewbits.te: {instead}.")

@@ -1,0 +1,95 @@
+"""The arithmetic of scales: from an amax to the number that values are multiplied by, and back.
+
+Transformer Engine's ``scale`` is the multiplier *towards* the codes; what one multiplies by to come back is
+its ``scale_inv``. This room keeps those two words where it computes them, and hands `fewbits.formats.Packed`
+the ``scale_inv``, which is what the rest of the library calls a scale. All in float32, each step rounded
+once.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+KIND = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+_FLOAT32_MAX = torch.finfo(torch.float32).max
+_LOWEST_EXPONENT = {torch.float8_e4m3fn: -6, torch.float8_e5m2: -14}
+
+
+def multiplier_of_amax(
+    amax: Tensor, largest: float, *, power_of_two: bool, epsilon: float = 0.0, overflow: float = _FLOAT32_MAX
+) -> Tensor:
+    """The multiplier that brings ``amax`` to ``largest``.
+
+    Args:
+        amax: any shape, float32.
+        largest: 448 or 57344.
+        power_of_two: the next power of two below instead.
+        epsilon: amaxes are at least this.
+        overflow: taken where the quotient is infinite: the largest number of the tensor's own type.
+
+    Returns:
+        float32 of that shape: 1 where amax is 0, and 0 where it is infinite.
+    """
+    amax = amax.clamp(min=epsilon)
+    multiplier = amax.new_full((), largest) / amax
+    multiplier = torch.where(multiplier.isinf(), amax.new_full((), overflow), multiplier)
+    if power_of_two:
+        bits = multiplier.contiguous().view(torch.int32) & 0x7F800000  # the mantissa goes
+        multiplier = torch.where(amax.isnan(), amax, bits.view(torch.float32))
+    return torch.where(amax == 0, torch.ones_like(amax), multiplier)
+
+
+def to_float8(scaled: Tensor, dtype: torch.dtype) -> Tensor:
+    """To the nearest code, ties to even, cut to plus or minus the largest; a NaN stays one."""
+    largest = LARGEST[dtype]
+    return scaled.clamp(-largest, largest).to(dtype)
+
+
+def exponents_of_amax(amax: Tensor, dtype: torch.dtype) -> Tensor:
+    """E8M0: the biased exponent of the smallest power of two that amax / largest does not exceed.
+
+    Args:
+        amax: any shape, float32.
+        dtype: of the codes.
+
+    Returns:
+        uint8 of that shape: 0 for zero, 254 for infinity, 255 for NaN.
+    """
+    quotient = amax * amax.new_full((), 1.0 / LARGEST[dtype])
+    bits = quotient.contiguous().view(torch.int32)
+    exponent, mantissa = (bits >> 23) & 0xFF, bits & 0x7FFFFF
+    # below 2**-127, half the smallest normal number, exponent 0 is already large enough
+    rounds_up = (mantissa > 0) & (exponent < 254) & ~((exponent == 0) & (mantissa <= 0x400000))
+    exponent = exponent + rounds_up.to(torch.int32)
+    exponent = torch.where(quotient.isinf(), torch.full_like(exponent, 254), exponent)
+    exponent = torch.where(quotient.isnan(), torch.full_like(exponent, 255), exponent)
+    return exponent.to(torch.uint8)
+
+
+def power_of_exponent(exponents: Tensor, *, inverse: bool = False) -> Tensor:
+    """``2**(e - 127)`` of E8M0 codes as float32, or its inverse; NaN for 255.
+
+    Args:
+        exponents: any shape, uint8.
+        inverse: ``2**(127 - e)``.
+    """
+    e = exponents.to(torch.int32)
+    e = 254 - e if inverse else e
+    bits = torch.where(e > 0, e << 23, torch.full_like(e, 0x400000))  # 2**-127 is not a normal number
+    return torch.where(exponents == 255, torch.nan, bits.view(torch.float32))
+
+
+def updated_scale(amax: Tensor, scale: Tensor, largest: float, margin: int) -> Tensor:
+    """Delayed scaling's next multiplier.
+
+    Args:
+        amax: (n,) float32, from the history.
+        scale: (n,) float32, kept where amax is 0 or not finite.
+        largest: of the codes.
+        margin: powers of two to stay below.
+    """
+    new = (amax.new_full((), largest) / amax) / amax.new_full((), 2.0**margin)
+    new = torch.where((amax > 0) & amax.isfinite(), new, scale)
+    return torch.where(new.isinf(), torch.full_like(new, _FLOAT32_MAX), new)

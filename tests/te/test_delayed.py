@@ -1,0 +1,188 @@
+"""Delayed scaling: scales, histories and when they advance; nested blocks, threads and recomputation."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+import fewbits.te as te
+from fewbits.te.numerics import current
+from fewbits.te.recipe import DelayedScaling, Float8CurrentScaling, Format
+from tests.te import reference
+
+F32 = np.float32
+
+
+class Column:
+    """One tensor's history by the second definition."""
+
+    def __init__(self, length: int, kind: str, margin: int, algorithm: str) -> None:
+        self.history, self.scale = [F32(0)] * length, F32(1)
+        self.kind, self.margin, self.algorithm = kind, margin, algorithm
+
+    def step(self, amax: F32) -> None:
+        self.history[0] = F32(amax)
+        chosen = max(self.history) if self.algorithm == "max" else self.history[0]
+        self.history = [*self.history[1:], self.history[0]]
+        self.history[0] = F32(0)
+        self.scale = reference.next_scale(chosen, self.scale, self.kind, self.margin)
+
+
+@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
+@pytest.mark.parametrize("margin", [0, 2])
+@pytest.mark.parametrize("length", [1, 4])
+def test_histories_and_scales(algorithm: str, margin: int, length: int) -> None:
+    recipe = DelayedScaling(amax_history_len=length, amax_compute_algo=algorithm, margin=margin)
+    layer = te.Linear(12, 8, device="cpu", bias=False)
+    x_column, w_column = (Column(length, "e4m3", margin, algorithm) for _ in range(2))
+    g_column = Column(length, "e5m2", margin, algorithm)
+    for step in range(6):
+        x = torch.randn(5, 12) * 10.0 ** (step % 3) * (step != 4)
+        x.requires_grad_()
+        dy = torch.randn(5, 8) * 0.1 ** (step % 4)
+        amax_w = float(layer.weight.detach().abs().max())
+        with te.autocast(recipe=recipe):
+            y = layer(x)
+        x_8 = reference.float8((x.detach().numpy() * x_column.scale).astype(F32), "e4m3")
+        w_8 = reference.float8((layer.weight.detach().numpy() * w_column.scale).astype(F32), "e4m3")
+        values = np.array(reference.magnitudes("e4m3"))
+        a, w = (values[c & 127] * np.where(c & 128, -1, 1) for c in (x_8, w_8))
+        expected = (a @ w.T) / (float(x_column.scale) * float(w_column.scale))
+        np.testing.assert_allclose(
+            y.detach().numpy(), expected, rtol=1e-5, atol=1e-6 * np.abs(expected).max()
+        )
+        y.backward(dy)
+        with torch.no_grad():
+            layer.weight += 0.3
+        x_column.step(float(x.detach().abs().max()))
+        w_column.step(amax_w)
+        g_column.step(float(dy.abs().max()))
+        forward, backward = layer.fp8_meta["scaling_fwd"], layer.fp8_meta["scaling_bwd"]
+        for state, index, column in ((forward, 0, x_column), (forward, 1, w_column), (backward, 0, g_column)):
+            assert state.scale[index].item() == column.scale
+            assert state.amax_history[:, index].tolist() == column.history
+
+
+def test_functions_of_the_user_choose_amax_and_scale() -> None:
+    recipe = DelayedScaling(
+        amax_history_len=4,
+        amax_compute_algo=lambda history: history.sum(0),
+        scaling_factor_compute_algo=lambda amax, scale, largest, recipe: scale + amax / largest,
+    )
+    layer = te.Linear(4, 4, device="cpu")
+    with te.autocast(recipe=recipe):
+        layer(torch.full((2, 4), 448.0))
+    assert layer.fp8_meta["scaling_fwd"].scale[0] == 2.0
+
+
+def test_histories_advance_at_the_end_of_the_outermost_block_and_only_with_gradients() -> None:
+    layer = te.Linear(4, 4, device="cpu")
+    recipe = DelayedScaling(amax_history_len=4)
+    x = torch.full((2, 4), 7.0)
+    with te.autocast(recipe=recipe):
+        with te.autocast(recipe=recipe):
+            layer(x)
+        state = layer.fp8_meta["scaling_fwd"]
+        assert state.scale[0] == 1 and state.amax_history[0, 0] == 7
+        layer(2 * x)  # again in the same block: the larger amax counts
+    assert state.scale[0] == 448 / 14 and state.amax_history[:, 0].tolist() == [0, 0, 0, 14]
+    before = state.scale.clone()
+    with torch.no_grad(), te.autocast(recipe=recipe):
+        layer(100 * x)
+    assert torch.equal(state.scale, before)
+
+
+def test_gradients_advance_when_the_first_module_is_done() -> None:
+    model = torch.nn.Sequential(*(te.Linear(4, 4, device="cpu") for _ in range(3)))
+    with te.autocast(recipe=DelayedScaling(amax_history_len=4)):
+        y = model(torch.randn(2, 4))
+    y.sum().backward()
+    for layer in model:
+        history = layer.fp8_meta["scaling_bwd"].amax_history
+        assert history[0, 0] == 0 and history[3, 0] > 0
+
+
+def test_calibration_records_without_quantising() -> None:
+    layer = te.Linear(4, 4, device="cpu")
+    x = torch.randn(3, 4)
+    with te.autocast(enabled=False, calibrating=True, recipe=DelayedScaling(amax_history_len=2)):
+        y = layer(x)
+    torch.testing.assert_close(
+        y, torch.nn.functional.linear(x, layer.weight, layer.bias), rtol=1e-6, atol=1e-6
+    )
+    assert layer.fp8_meta["scaling_fwd"].amax_history[1, 0] == x.abs().max()
+
+
+def test_another_length_of_history_keeps_the_scale() -> None:
+    layer = te.Linear(4, 4, device="cpu")
+    for length in (4, 2, 6):
+        with te.autocast(recipe=DelayedScaling(amax_history_len=length, fp8_format=Format.E4M3)):
+            layer(torch.full((1, 4), 56.0))
+        assert layer.fp8_meta["scaling_fwd"].amax_history.shape == (length, 3)
+        assert layer.fp8_meta["scaling_fwd"].scale[0] == 8
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputation_uses_the_scales_of_the_first_time(reentrant: bool) -> None:
+    recipe = DelayedScaling(amax_history_len=4)
+    torch.manual_seed(1)
+    layers = [
+        torch.nn.Sequential(te.Linear(8, 8, device="cpu"), te.Linear(8, 8, device="cpu")) for _ in range(2)
+    ]
+    layers[1].load_state_dict(layers[0].state_dict())
+    inputs = torch.randn(3, 5, 8) * torch.tensor([1.0, 20.0, 0.05])[:, None, None]
+    grads = []
+    for which, layer in enumerate(layers):
+        for x in inputs:
+            x = x.clone().requires_grad_()
+            layer.zero_grad()
+            with te.autocast(recipe=recipe):
+                y = te.checkpoint(layer, x, use_reentrant=reentrant) if which else layer(x)
+            y.square().sum().backward()
+        grads.append([p.grad for p in layer.parameters()] + [x.grad])
+        grads[-1] += [m.fp8_meta[f"scaling_{w}"].amax_history for m in layer for w in ("fwd", "bwd")]
+    for one, other in zip(*grads, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_another_thread_sees_nothing_and_blocks_nest() -> None:
+    seen: list[bool] = []
+    outer, inner = te.autocast(recipe=Float8CurrentScaling()), te.autocast(enabled=False)
+    with outer:
+        thread = threading.Thread(target=lambda: seen.append(current().enabled))
+        thread.start()
+        thread.join()
+        with inner:
+            assert not current().enabled
+            with outer:
+                assert current().enabled
+            assert not current().enabled
+        assert current().enabled
+        with pytest.raises(KeyError), inner:
+            raise KeyError
+        assert current().enabled
+    assert seen == [False] and not current().enabled
+
+
+def test_a_recipe_as_a_value_equals_the_context() -> None:
+    recipe = DelayedScaling(amax_history_len=3)
+    one, other = (
+        torch.nn.Sequential(te.Linear(6, 6, device="cpu"), te.LayerNormMLP(6, 8, device="cpu")) for _ in "ab"
+    )
+    other.load_state_dict(one.state_dict())
+    te.use_recipe(other, recipe)
+    for _ in range(3):
+        x = torch.randn(4, 6)
+        with te.autocast(recipe=recipe):
+            y = one(x)
+        z = other(x)
+        assert torch.equal(y, z)
+        y.sum().backward(), z.sum().backward()
+    for a, b in zip(one.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)
+    x = torch.randn(2, 6)
+    te.use_recipe(other, None)
+    assert torch.equal(other(x), one(x))
