@@ -139,7 +139,7 @@ def write_gguf(
     writer = gguf.GGUFWriter(file, architecture_of(config))
     _describe(writer, config, method)
     _describe_vocabulary(writer, vocabulary)
-    factors = _rope_factors(config)
+    factors = rope_factors(config)
     if factors is not None:
         writer.add_tensor_info("rope_freqs.weight", factors.shape, factors.dtype, factors.nbytes)
     for tensor in planned:
@@ -228,11 +228,11 @@ def _describe_stretching(writer: Any, rope: Mapping[str, Any]) -> None:
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(rope["factor"])
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
-    elif kind not in ("default", "llama3"):  # llama3's are a tensor, see _rope_factors
+    elif kind not in ("default", "llama3"):  # llama3's are a tensor, see rope_factors
         raise Unsupported(f"positions stretched by {kind!r} are not written to GGUF yet.")
 
 
-def _rope_factors(config: Any) -> Any:
+def rope_factors(config: Any) -> Any:
     """Llama 3.1's divisor of each frequency, float32 (D / 2,); None for other models."""
     rope = rope_of(config)
     if rope["rope_type"] != "llama3":

@@ -29,9 +29,11 @@ from fewbits.models.exporting import save_pretrained_gguf
 from fewbits.models.folder_manifest import check_folder
 from fewbits.models.foreign import LAYOUTS, holds
 from fewbits.models.fused import fuse, fused_layers, fusion_of
+from fewbits.models.gguf_model import GGUF_ENDING, load_gguf
 from fewbits.models.named_templates import stop_at_turns
 from fewbits.models.options import PEFT_CHOOSES_NOTHING, PEFT_FIELDS, Loading, note_or_refuse, sort_options
 from fewbits.models.packed import check_device
+from fewbits.models.placing import device_map_of, dtype_of
 from fewbits.models.reading import Reading
 from fewbits.nn.keep import keep_for
 from fewbits.nn.linear import QuantizedLinear
@@ -58,7 +60,7 @@ class FastLanguageModel:
 
         Args:
             model_name: a model folder (plain, packed by fewbits, or packed by another library, see
-                docs/importing.md), the folder of a PEFT adapter, or a hub id.
+                docs/importing.md), a GGUF file, the folder of a PEFT adapter, or a hub id.
             max_seq_length: tokens of the longest sequence; at most the positions the model was trained for,
                 which is the default.
             dtype: of everything that is not packed; None is bfloat16 on a GPU that has it (else float16),
@@ -79,6 +81,10 @@ class FastLanguageModel:
             BadInput, BadCheckpoint, SpecMismatch, Unsupported: one sentence each.
         """
         loading = sort_options(options)
+        if str(model_name).endswith(GGUF_ENDING):
+            with Reading(str(model_name)):
+                model, tokenizer = load_gguf(Path(model_name), dtype, loading)
+            return _finished(model, tokenizer, max_seq_length, full_finetuning, loading), tokenizer
         path = _local_folder(model_name)
         if path is not None and is_adapter_folder(path):
             with Reading(path):
@@ -107,20 +113,7 @@ class FastLanguageModel:
             model = _load_model(where, checkpoint, chosen, dtype, loading)
             with Reading(where, tokenizer=True):
                 tokenizer = _load_tokenizer(where, model, loading)
-        _set_length(model, tokenizer, max_seq_length)
-        if loading.resize_model_vocab:
-            model.resize_token_embeddings(loading.resize_model_vocab)
-        if full_finetuning:
-            model.requires_grad_(True)
-        model.fewbits_notes, model.fewbits_tokenizer = loading.notes, tokenizer
-        conversion = conversion_of(model)
-        if conversion is not None:
-            conversion.receipt.notes.extend(loading.notes)
-        for note in loading.notes:
-            logger.warning(note)
-        if full_finetuning:
-            _made_fast(model, model, loading)
-        return with_methods(model), tokenizer
+        return _finished(model, tokenizer, max_seq_length, full_finetuning, loading), tokenizer
 
     @staticmethod
     def get_peft_model(
@@ -201,6 +194,26 @@ class FastLanguageModel:
         if not fused_layers(model):
             model.config.use_cache = keep_for(True if choice is None else choice).mlp
         return model.train()
+
+
+def _finished(
+    model: Any, tokenizer: Any, max_seq_length: int | None, full_finetuning: bool, loading: Loading
+) -> Any:
+    """A loaded model with its length, notes and methods."""
+    _set_length(model, tokenizer, max_seq_length)
+    if loading.resize_model_vocab:
+        model.resize_token_embeddings(loading.resize_model_vocab)
+    if full_finetuning:
+        model.requires_grad_(True)
+    model.fewbits_notes, model.fewbits_tokenizer = loading.notes, tokenizer
+    conversion = conversion_of(model)
+    if conversion is not None:
+        conversion.receipt.notes.extend(loading.notes)
+    for note in loading.notes:
+        logger.warning(note)
+    if full_finetuning:
+        _made_fast(model, model, loading)
+    return with_methods(model)
 
 
 def _made_fast(model: Any, inner: Any, loading: Loading) -> None:
@@ -295,7 +308,7 @@ def _load_model(where: str, checkpoint: Checkpoint | None, recipe: Any, dtype: A
     from fewbits.models.hf_quantizer import register
 
     register()
-    device_map = _device_map(loading.device_map)
+    device_map = device_map_of(loading.device_map)
     common = {
         **loading.hf,
         "trust_remote_code": loading.trust_remote_code,
@@ -315,7 +328,7 @@ def _load_model(where: str, checkpoint: Checkpoint | None, recipe: Any, dtype: A
     model, info = AutoModelForCausalLM.from_pretrained(
         where,
         config=config,
-        dtype=_dtype(dtype, device_map),
+        dtype=dtype_of(dtype, device_map),
         device_map=device_map,
         output_loading_info=True,
         ignore_mismatched_sizes=True,  # so that the first one can be named in one sentence, below
@@ -365,36 +378,6 @@ def _quantization_settings(
             f"{where} is quantised with {method!r}, which fewbits does not read; use the original model."
         )
     return settings
-
-
-def _device_map(device_map: Any) -> Any:
-    """One GPU if there is one; without any, the names that mean "spread over GPUs" mean the CPU."""
-    if torch.cuda.is_available():
-        return {"": torch.cuda.current_device()} if device_map is None else _as_map(device_map)
-    return (
-        {"": "cpu"}
-        if device_map in (None, "auto", "sequential", "balanced", "balanced_low_0")
-        else _as_map(device_map)
-    )
-
-
-def _as_map(device_map: Any) -> Any:
-    spread = isinstance(device_map, dict) or device_map in (
-        "auto",
-        "sequential",
-        "balanced",
-        "balanced_low_0",
-    )
-    return device_map if spread else {"": device_map}
-
-
-def _dtype(dtype: Any, device_map: Any) -> Any:
-    if dtype is not None:
-        return dtype
-    places = set(device_map.values()) if isinstance(device_map, dict) else {"cuda"}
-    if places <= {"cpu"}:
-        return "auto"
-    return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
 
 
 def _check_loaded(where: str, model: Any, info: Mapping[str, Any]) -> None:

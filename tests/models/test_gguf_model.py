@@ -1,0 +1,108 @@
+"""GGUF files as models: the same logits as transformers computes from the decoded file; trained on; saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from fewbits import FastLanguageModel
+from fewbits.errors import BadCheckpoint, BadInput, Unsupported
+from fewbits.nn.linear import QuantizedLinear
+from tests.models.loading import packed_state, same
+from tests.models.test_exporting import byte_tokenizer, pair_tokenizer, saved
+
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+}  # fmt: skip
+IDS = torch.tensor([[1, 40, 9, 77, 31, 250, 6, 18]])
+
+
+def export(folder: Path, family: str, method: str, **changes: Any) -> Path:
+    """A tiny model as a GGUF file."""
+    words = pair_tokenizer() if family == "llama" else byte_tokenizer()
+    base = saved(folder / "base", family, words, **changes)
+    model, words = FastLanguageModel.from_pretrained(base, load_in_4bit=False, dtype=torch.float32)
+    file: Path = model.save_pretrained_gguf(folder / "out", words, method).path
+    return file
+
+
+def loss_of(model: Any) -> float:
+    """The loss of a LoRA step whose adapter does something."""
+    adapted = FastLanguageModel.get_peft_model(model, r=4, lora_alpha=8, use_gradient_checkpointing=False)
+    for number, layer in enumerate(p for n, p in adapted.named_parameters() if "lora_B" in n):
+        layer.data.normal_(std=0.05, generator=torch.Generator().manual_seed(number))
+    loss = adapted(input_ids=IDS, labels=IDS).loss
+    loss.backward()
+    return float(loss.item())
+
+
+@pytest.mark.parametrize(
+    ("family", "method"),
+    [
+        ("llama", "q4_k_m"),
+        pytest.param("qwen2", "q8_0", marks=pytest.mark.slow),
+        pytest.param("qwen3", "iq4_xs", marks=pytest.mark.slow),
+        pytest.param("llama", "tq2_0", marks=pytest.mark.slow),
+        pytest.param("llama", "q2_k", marks=pytest.mark.slow),
+    ],
+)
+def test_a_file_computes_what_its_decoded_weights_do(tmp_path: Path, family: str, method: str) -> None:
+    file = export(tmp_path, family, method, **({"head_dim": 32} if family == "qwen3" else {}))
+    model, words = FastLanguageModel.from_pretrained(file)
+    theirs = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, QuantizedLinear)}
+    assert len(layers) >= 14 and all(m.format.name.startswith("gguf_") for m in layers.values())
+    for name, layer in layers.items():
+        assert torch.equal(layer.dequantize(), theirs.get_submodule(name).weight), name
+    with torch.no_grad():
+        torch.testing.assert_close(model(input_ids=IDS).logits, theirs(input_ids=IDS).logits)
+    assert words.decode(words("the").input_ids, skip_special_tokens=True).strip() == "the"
+    model.save_pretrained(tmp_path / "ours")
+    words.save_pretrained(tmp_path / "ours")
+    again, _ = FastLanguageModel.from_pretrained(tmp_path / "ours")
+    assert same(packed_state(again), packed_state(model))
+    wide, _ = FastLanguageModel.from_pretrained(tmp_path / "base", load_in_4bit=False, dtype=torch.float32)
+    wide.load_state_dict(theirs.state_dict())
+    assert loss_of(again) == pytest.approx(loss_of(wide), rel=1e-6)
+
+
+def test_heads_of_another_size_come_back(tmp_path: Path) -> None:
+    """The metadata have the size; transformers alone would take that of its default configuration."""
+    model, _ = FastLanguageModel.from_pretrained(export(tmp_path, "qwen3", "f32"))
+    base, _ = FastLanguageModel.from_pretrained(tmp_path / "base", load_in_4bit=False, dtype=torch.float32)
+    assert model.config.head_dim == 16
+    with torch.no_grad():
+        torch.testing.assert_close(model(input_ids=IDS).logits, base(input_ids=IDS).logits)
+
+
+def test_llama_3s_positions_come_back(tmp_path: Path) -> None:
+    """The file holds only what each frequency is divided by; transformers alone would drop that."""
+    file = export(tmp_path, "llama", "q8_0", rope_parameters=LLAMA3)
+    model, _ = FastLanguageModel.from_pretrained(file)
+    assert model.config.rope_parameters == LLAMA3
+    base, _ = FastLanguageModel.from_pretrained(tmp_path / "base", load_in_4bit=False, dtype=torch.float32)
+    assert torch.equal(model.model.rotary_emb.inv_freq, base.model.rotary_emb.inv_freq)
+
+
+def test_bad_files_are_refused_in_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="there is no GGUF file"):
+        FastLanguageModel.from_pretrained(tmp_path / "none.gguf")
+    file = export(tmp_path, "llama", "q8_0")
+    whole = file.read_bytes()
+    for cut in (10, 3000, len(whole) - 5000):
+        file.write_bytes(whole[:cut])
+        with pytest.raises(BadCheckpoint, match="no whole GGUF file"):
+            FastLanguageModel.from_pretrained(file)
+    file.write_bytes(whole.replace(b"blk.1.ffn_up.weight", b"blk.1.ffn_xx.weight"))
+    with pytest.raises(BadCheckpoint, match=r"lacks the tensor blk\.1\.ffn_up"):
+        FastLanguageModel.from_pretrained(file)
+    file.write_bytes(
+        whole.replace(b"\x05\x00\x00\x00\x00\x00\x00\x00llama", b"\x05\x00\x00\x00\x00\x00\x00\x00bloom")
+    )
+    with pytest.raises(Unsupported):
+        FastLanguageModel.from_pretrained(file)
