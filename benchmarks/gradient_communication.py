@@ -42,9 +42,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from fewbits.bench.record import Row, append, conditions
 from fewbits.formats import get_format
-from fewbits.training.communication import Travel
-from fewbits.training.ddp import quantize_gradients
-from fewbits.training.scaling import ETHERNET, Cluster, Link, Work, plan, step_time
+from fewbits.training.ranks.communication import Travel
+from fewbits.training.ranks.ddp import quantize_gradients
+from fewbits.training.ranks.scaling import ETHERNET, Cluster, Link, Work, plan, step_time
 
 HERE = Path(__file__).resolve()
 SHARED = HERE.parents[2] / "shared"

@@ -23,7 +23,7 @@ each. All of them are there at once and take turns, so that what changes with ti
 sharded: the same under FSDP2 in bfloat16: as it is, weights gathered in E4M3, gradients in INT8 (--shards).
 
 exchange: the collective calls and the codec alone, for one bucket and for 1 GiB of float32 gradients: what
-`fewbits.training.scaling` needs to know.
+`fewbits.training.ranks.scaling` needs to know.
 
 A step's time is by events on the device, --steps of them one behind the other after --warm-up; the median,
 of the slowest rank. Results: a table on rank 0, multi_gpu.json in --out, with --record rows of
@@ -59,13 +59,13 @@ from fewbits.bench.train.configurations import configuration
 from fewbits.bench.train.shapes import SHAPES, batch_of, shape_of
 from fewbits.formats import INT8
 from fewbits.recipes import LoRA, get_recipe
-from fewbits.training.averaging import GradientMean
-from fewbits.training.communication import Travel
 from fewbits.training.config import parse_memory_budget
-from fewbits.training.ddp import quantize_gradients
-from fewbits.training.fsdp import keep_gathered
-from fewbits.training.memory_budget import budget_for
-from fewbits.training.sharded_loading import load_sharded_model
+from fewbits.training.plan.memory_budget import budget_for
+from fewbits.training.ranks.averaging import GradientMean
+from fewbits.training.ranks.communication import Travel
+from fewbits.training.ranks.ddp import quantize_gradients
+from fewbits.training.ranks.fsdp import keep_gathered
+from fewbits.training.ranks.sharded_loading import load_sharded_model
 
 _ROPE = dict(SHAPES["llama-3.1-8b"])
 LARGER: dict[str, dict[str, Any]] = {

@@ -19,9 +19,9 @@ from fewbits.bench.train.shapes import batch_of
 from fewbits.formats import INT8
 from fewbits.models.fused import fuse
 from fewbits.nn.keep import KEEP_ALL
-from fewbits.training.ddp import bucket_mib, quantize_gradients
-from fewbits.training.fsdp import shard
-from fewbits.training.fsdp_communication import quantize_reduce_scatter
+from fewbits.training.ranks.ddp import bucket_mib, quantize_gradients
+from fewbits.training.ranks.fsdp import shard
+from fewbits.training.ranks.fsdp_communication import quantize_reduce_scatter
 
 ROUNDS = 3
 

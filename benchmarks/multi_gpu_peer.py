@@ -4,7 +4,7 @@ As their own documents say (PEFT's page on FSDP, bitsandbytes' on FSDP-QLoRA): N
 stored as bfloat16 so that FSDP can flatten or slice it, adapters of the same dtype. Two engines:
 
     fsdp1   `FullyShardedDataParallel`, use_orig_params=False, PEFT's `fsdp_auto_wrap_policy`
-    fsdp2   `fully_shard`, each decoder layer a group, as `fewbits.training.fsdp` does
+    fsdp2   `fully_shard`, each decoder layer a group, as `fewbits.training.ranks.fsdp` does
 
 Weights are random and packed on each GPU, layer by layer, before they are sharded.
 """

@@ -16,7 +16,7 @@ from fewbits.kernels.codec.gradient_codec import (
     sum_gradients,
     wire_of,
 )
-from fewbits.training.communication import Travel, wait
+from fewbits.training.ranks.communication import Travel, wait
 
 
 def profiled(step: Callable[[], None]) -> dict[str, float]:

@@ -50,7 +50,7 @@ def adapted(options: argparse.Namespace, variant: str) -> Any:
     from fewbits import LoRA, Recipe, convert, get_peft_model
     from fewbits.formats import get_format
     from fewbits.recipes.recipe import QAT
-    from fewbits.training.qat import prepare_qat
+    from fewbits.training.calibration.qat import prepare_qat
 
     model, lora = random_model(options).requires_grad_(False), LoRA(r=16, alpha=16)
     if variant == "plain":

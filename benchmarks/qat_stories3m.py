@@ -29,7 +29,7 @@ from fewbits.formats import INT4_G64
 from fewbits.inference.evaluate import perplexity
 from fewbits.models.convert import convert
 from fewbits.recipes.recipe import QAT, Recipe, Rule
-from fewbits.training.qat import convert_qat, prepare_qat
+from fewbits.training.calibration.qat import convert_qat, prepare_qat
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 MODEL = SHARED / "data/models/stories3m"

@@ -32,7 +32,7 @@ from fewbits.inference.evaluate import TextWindows, text_windows
 from fewbits.inference.stochastic_error import settings_of
 from fewbits.inference.stochastic_eval import EvalSetting, Ledger, evaluate_setting
 from fewbits.recipes.stochastic_config import AttentionSetting, StochasticConfig, read_config, write_config
-from fewbits.training.stochastic_calibration import Calibration, calibrate_stochastic
+from fewbits.training.calibration.stochastic import Calibration, calibrate_stochastic
 
 LENGTHS, SCRAMBLES = (16, 32, 64, 128, 256), ("bitrev", "counter", "random", "off")
 TEXTS = {"TinyStories": "tinystories_val.txt", "WikiText": "wikitext2_raw_test.txt"}

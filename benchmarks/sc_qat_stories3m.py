@@ -34,7 +34,7 @@ from fewbits.models.adapters import get_peft_model
 from fewbits.models.in_memory import apply_stochastic
 from fewbits.recipes.recipe import LoRA
 from fewbits.recipes.stochastic_config import AttentionSetting, StochasticConfig
-from fewbits.training.qat import convert_qat
+from fewbits.training.calibration.qat import convert_qat
 
 SHARED = Path(__file__).resolve().parents[2] / "shared/data"
 TEXTS = {"tinystories": "text/tinystories_val.txt", "wikitext": "text/wikitext2_raw_test.txt"}

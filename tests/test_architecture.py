@@ -47,16 +47,39 @@ MAY_IMPORT = {
 # What the machine is told by environment variables (a toolkit's place, Slurm's memory) is read here alone.
 MAY_READ_ENVIRONMENT = {"build", "doctor"}
 EVERYONE_MAY_IMPORT = {"errors", "device", "words", "__version__"}
-# The rooms of kernels/, and what each may import of the others.
-ROOMS_OF_KERNELS = {
-    "launch": set(),
-    "codec": {"launch"},
-    "product": {"launch", "codec"},
-    "loss": {"launch", "codec", "product"},
-    "decoder": {"launch", "codec"},
-    "generation": {"launch", "decoder"},
-    "stochastic": {"launch", "codec"},
-    "optimizer": {"launch"},
+# The rooms inside a room, and what each may import of the others: arrows point down here too.
+_SETTINGS = {"config", "config_values", "yaml_text"}
+_BEFORE_A_RUN = _SETTINGS | {"data", "ranks", "checkpoints", "run_folder", "plan", "calibration", "optimizer"}
+ROOMS_INSIDE = {
+    "kernels": {
+        "launch": set(),
+        "codec": {"launch"},
+        "product": {"launch", "codec"},
+        "loss": {"launch", "codec", "product"},
+        "decoder": {"launch", "codec"},
+        "generation": {"launch", "decoder"},
+        "stochastic": {"launch", "codec"},
+        "optimizer": {"launch"},
+    },
+    "training": {
+        "yaml_text": set(),
+        "config_values": {"yaml_text"},
+        "config": {"config_values", "yaml_text"},
+        "optimizer": set(),
+        "data": _SETTINGS,
+        "ranks": set(),
+        "checkpoints": {"ranks", "optimizer"},
+        "run_folder": _SETTINGS | {"ranks", "checkpoints"},
+        "report": {"yaml_text", "run_folder"},
+        "plan": {"data", "ranks"},
+        "step": {"data", "ranks", "plan", "checkpoints"},
+        "calibration": set(),
+        "setup": _BEFORE_A_RUN,
+        "preferences": _BEFORE_A_RUN | {"setup"},
+        "late_results": _BEFORE_A_RUN | {"report", "setup"},
+        "run": _BEFORE_A_RUN | {"step", "report", "setup", "preferences", "late_results"},
+        "ahead": _BEFORE_A_RUN | {"report", "setup", "preferences", "run"},
+    },
 }
 # Ops that have a longer name than their file: the room says the rest.
 OP_OF = {
@@ -151,6 +174,18 @@ def test_imports_point_down(path: Path) -> None:
     allowed = MAY_IMPORT[here] | EVERYONE_MAY_IMPORT | {here}
     for module in imported_modules(path):
         assert module.split(".")[1] in allowed, f"{here} may import {sorted(allowed)}, not {module}"
+
+
+@pytest.mark.parametrize("path", [f for f in FILES if room(f) in ROOMS_INSIDE], **ids)
+def test_imports_between_rooms_inside_point_down(path: Path) -> None:
+    outer, inner = path.relative_to(SOURCE).parts[:2]
+    if inner == "__init__.py":
+        return
+    here = inner.removesuffix(".py")
+    allowed = ROOMS_INSIDE[outer][here] | {here}
+    for module in imported_modules(path):
+        if module.startswith(f"fewbits.{outer}."):
+            assert module.split(".")[2] in allowed, f"{here} may import {sorted(allowed)}, not {module}"
 
 
 def test_no_import_cycle() -> None:
@@ -323,15 +358,6 @@ def test_kernels_without_a_reference_serve_a_file_that_has_one() -> None:
     names = {path: ".".join(path.relative_to(SOURCE.parent).with_suffix("").parts) for path in KERNEL_FILES}
     alone = [name for path, name in names.items() if path not in OP_FILES and name not in imported]
     assert not alone, f"no definition in plain torch (a function x_ref) says what these compute: {alone}"
-
-
-@pytest.mark.parametrize("path", KERNEL_FILES, **ids)
-def test_rooms_of_kernels_point_down(path: Path) -> None:
-    here = path.relative_to(KERNELS).parts[0]
-    allowed = ROOMS_OF_KERNELS[here] | {here}
-    for module in imported_modules(path):
-        if module.startswith("fewbits.kernels."):
-            assert module.split(".")[2] in allowed, f"{here} may import {sorted(allowed)}, not {module}"
 
 
 def test_every_kernel_file_has_a_bench_case() -> None:

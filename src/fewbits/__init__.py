@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from fewbits.models.hf_quantizer import FewbitsConfig, register
     from fewbits.models.in_memory import convert, restore
     from fewbits.recipes import CATALOG, QAT, LoRA, Recipe, Rule, get_recipe
+    from fewbits.training.calibration.qat import convert_qat, prepare_qat
     from fewbits.training.config import TrainConfig
-    from fewbits.training.qat import convert_qat, prepare_qat
     from fewbits.training.run import train
 
 __version__ = "0.1.0"
@@ -67,8 +67,8 @@ _HOMES = {
     "register": "fewbits.models.hf_quantizer",
     "TrainConfig": "fewbits.training.config",
     "train": "fewbits.training.run",
-    "prepare_qat": "fewbits.training.qat",
-    "convert_qat": "fewbits.training.qat",
+    "prepare_qat": "fewbits.training.calibration.qat",
+    "convert_qat": "fewbits.training.calibration.qat",
 }
 
 # Not among them: UnslothTrainer and UnslothTrainingArguments, which stand on TRL, an extra.

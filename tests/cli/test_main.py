@@ -196,11 +196,11 @@ def test_describe_cuts_long_messages():
 def test_the_report_opens_on_request(tmp_path, monkeypatch):
     import webbrowser
 
-    from fewbits.training import report
+    from fewbits.training.report import page
 
     opened = []
     monkeypatch.setattr(webbrowser, "open", opened.append)
-    monkeypatch.setattr(report, "write_report", lambda run: run / "report.html")
+    monkeypatch.setattr(page, "write_report", lambda run: run / "report.html")
     assert cli.main(["report", str(tmp_path)]) == 0 and opened == []
     assert cli.main(["report", str(tmp_path), "--open"]) == 0
     assert opened == [(tmp_path / "report.html").as_uri()]

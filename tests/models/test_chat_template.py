@@ -14,7 +14,7 @@ from fewbits.errors import BadCheckpoint, BadInput
 from fewbits.inference.generate import encode_prompt
 from fewbits.models import chat_template
 from fewbits.models.chat_template import check_template
-from fewbits.training.chat import ChatEncoder
+from fewbits.training.data.chat import ChatEncoder
 from tests.models.loading import save_tiny, tokenizer
 
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -91,7 +91,7 @@ def test_templates_are_tried_again_on_longer_conversations(monkeypatch):
 
 
 def test_a_template_that_blows_up_on_some_contents(monkeypatch):
-    monkeypatch.setattr("fewbits.training.chat.CHARACTERS", 1000)
+    monkeypatch.setattr("fewbits.training.data.chat.CHARACTERS", 1000)
     tokenizer_ = tokenizer()
     tokenizer_.chat_template = "{{ messages[0].content * (messages[0].content | length) }}"
     encoder = ChatEncoder(tokenizer_)

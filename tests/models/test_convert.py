@@ -250,7 +250,7 @@ def test_what_a_recipe_asks_for_and_nothing_applies_is_said() -> None:
 
 
 def test_communication_is_the_trainers_to_apply() -> None:
-    """`fewbits.training.distribute` reads it from the recipe."""
+    """`fewbits.training.setup.distribute` reads it from the recipe."""
     receipt = str(convert(tiny("llama"), replace(PACK, communication=INT8), strict=True))
     assert "communication=int8: gradients travel so" in receipt and "not applied" not in receipt
 

@@ -15,7 +15,7 @@ from fewbits.models.convert import convert, explain
 from fewbits.models.fused import fuse, fusion_of, unfuse
 from fewbits.models.fused_loss import float8_head_of
 from fewbits.recipes import LoRA, Recipe, Rule, predict_memory, qlora_nf4, qlora_nf4_fp8_head
-from fewbits.training.memory_plan import head_bytes, static_of
+from fewbits.training.plan.memory_plan import head_bytes, static_of
 from tests.models.tiny import VOCAB, tiny, tokens
 
 BOTH = Rule(weight_operand=E4M3, activation=E4M3_ROW, gradient=E4M3_ROW)

@@ -18,7 +18,7 @@ from fewbits.models.fused import fuse, fused_layers, fusion_of, unfuse
 from fewbits.nn.keep import KEEP_NONE, KEEPS
 from fewbits.nn.loss import LazyHead, LazyLogits, LogitFreeLoss
 from fewbits.recipes.recipe import LoRA, Recipe, Rule
-from fewbits.training.checkpointing import load_weights, save_weights
+from fewbits.training.checkpoints.folders import load_weights, save_weights
 from tests.models.tiny import FAMILIES, tiny, tokens
 
 LORA = LoRA(r=8)

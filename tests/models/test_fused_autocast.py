@@ -13,7 +13,7 @@ from fewbits.formats import E4M3, E4M3_ROW, INT4_G32, NF4
 from fewbits.models.fused import fuse, fused_layers, fusion_of
 from fewbits.nn.keep import KEEP_ALL, KEEPS
 from fewbits.recipes.recipe import QAT, LoRA, Recipe, Rule
-from fewbits.training.qat import prepare_qat
+from fewbits.training.calibration.qat import prepare_qat
 from tests.models.test_fused import NF4_ONLY, adapted, loss_and_gradients
 from tests.models.tiny import FAMILIES, tiny, tokens
 

@@ -10,7 +10,7 @@ from fewbits.formats import INT4_G32, INT8, INT8_G32, NF4, Format
 from fewbits.models.fused import fuse, fused_layers, fusion_of, unfuse
 from fewbits.nn.keep import KEEP_NONE, KEEPS
 from fewbits.recipes.recipe import QAT, LoRA, Recipe
-from fewbits.training.qat import convert_qat, prepare_qat
+from fewbits.training.calibration.qat import convert_qat, prepare_qat
 from tests.models.test_fused import assert_same, loss_and_gradients
 from tests.models.tiny import tiny, tokens
 

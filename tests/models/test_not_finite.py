@@ -27,8 +27,8 @@ from fewbits.models.in_memory import apply_stochastic
 from fewbits.nn.finite import check_finite
 from fewbits.nn.linear import QuantizedLinear
 from fewbits.recipes.stochastic_config import StochasticConfig
-from fewbits.training import sharded_loading
-from fewbits.training.qat import convert_qat, prepare_qat
+from fewbits.training.calibration.qat import convert_qat, prepare_qat
+from fewbits.training.ranks import sharded_loading
 from tests.models.loading import save_tiny
 
 NAME = "model.layers.1.mlp.up_proj.weight"

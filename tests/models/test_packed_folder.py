@@ -14,7 +14,7 @@ from fewbits import FastLanguageModel
 from fewbits.inference.export import quantize_checkpoint
 from fewbits.models.hf_quantizer import FewbitsConfig
 from fewbits.nn.linear import QuantizedLinear
-from fewbits.training.qat import convert_qat, prepare_qat
+from fewbits.training.calibration.qat import convert_qat, prepare_qat
 from tests.models.loading import packed_state, same, save_tiny
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fewbits.formats import get_format
-from fewbits.training.ddp import DDPExchange, quantize_gradients
+from fewbits.training.ranks.ddp import DDPExchange, quantize_gradients
 
 
 class Net(nn.Module):
@@ -172,7 +172,7 @@ def sharded_steps(
     format: str, numbers: list[int], how: dict[str, Any], folder: str = "", write: bool = False, bad: int = -1
 ) -> dict[str, Any]:
     """Gradients of a sharded model step by step, whole; one bad number of rank 1's in step ``bad``."""
-    from fewbits.training.fsdp_communication import quantize_reduce_scatter
+    from fewbits.training.ranks.fsdp_communication import quantize_reduce_scatter
 
     model = sharded_net()
     exchange = quantize_reduce_scatter(model, get_format(format), **how)

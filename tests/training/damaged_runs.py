@@ -120,7 +120,7 @@ def resume(folder: Path) -> None:
 
 def report(folder: Path) -> None:
     """``fewbits report``."""
-    from fewbits.training.report import write_report
+    from fewbits.training.report.page import write_report
 
     write_report(folder)
 

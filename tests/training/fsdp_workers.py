@@ -14,9 +14,9 @@ from fewbits.models.convert import convert
 from fewbits.models.fused import fuse, fusion_of
 from fewbits.recipes import get_recipe
 from fewbits.recipes.recipe import LoRA, Recipe, Rule
-from fewbits.training.fsdp import local_bytes, shard
-from fewbits.training.fsdp_communication import quantize_reduce_scatter
 from fewbits.training.optimizer import AdamW8bit
+from fewbits.training.ranks.fsdp import local_bytes, shard
+from fewbits.training.ranks.fsdp_communication import quantize_reduce_scatter
 from tests.models.tiny import tiny, tokens
 
 ROWS, LENGTH = 4, 16

@@ -20,13 +20,18 @@ from pathlib import Path
 
 import jinja2
 
-from fewbits.training import callbacks, checkpointing, distribute, run, run_lock, trainer, watch
+from fewbits.training import run
+from fewbits.training.checkpoints import folders
 from fewbits.training.config import TrainConfig
+from fewbits.training.ranks import watch
+from fewbits.training.run_folder import lock
+from fewbits.training.setup import callbacks, distribute
+from fewbits.training.step import trainer
 
 
 def child(order: dict, counter: int) -> None:
     gc.freeze()  # a run collects garbage now and then: not among all that the parent has imported
-    original, count = checkpointing.fsync, 0
+    original, count = folders.fsync, 0
 
     def counted(path: Path) -> None:
         nonlocal count
@@ -36,7 +41,7 @@ def child(order: dict, counter: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         original(path)
 
-    checkpointing.fsync = counted
+    folders.fsync = counted
     if limit := order.get("file_limit"):
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # the write fails with EFBIG, as on a full disk
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
@@ -57,7 +62,7 @@ def pretend(host: str) -> None:
     socket.gethostname = lambda: host
     kernel = os.memfd_create("kernel")
     os.write(kernel, host.encode())
-    run_lock._BOOT_ID = Path(f"/proc/self/fd/{kernel}")
+    lock._BOOT_ID = Path(f"/proc/self/fd/{kernel}")
 
 
 def kill_at(step: int, number: int) -> None:

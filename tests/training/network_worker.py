@@ -14,8 +14,8 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fewbits.formats import get_format
-from fewbits.training.communication import Travel, wait
-from fewbits.training.ddp import quantize_gradients
+from fewbits.training.ranks.communication import Travel, wait
+from fewbits.training.ranks.ddp import quantize_gradients
 from tests.training.processes import run_ranks
 
 SIZE = 1024

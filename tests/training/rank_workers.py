@@ -24,9 +24,9 @@ def dry_run(folder: str) -> None:
 
 def short_of_memory(folder: str, short: bool) -> tuple:
     """A run of two ranks of which the second runs out of memory twice, or not."""
-    from fewbits.training.packing import Collator, SequenceDataset
-    from fewbits.training.parallel import Layout
-    from fewbits.training.trainer import Trainer
+    from fewbits.training.data.packing import Collator, SequenceDataset
+    from fewbits.training.plan.parallel import Layout
+    from fewbits.training.step.trainer import Trainer
     from tests.training.test_packing import make_examples
     from tests.training.test_rerun import LENGTHS, Shortage, budget_of, model_with_dropout
     from tests.training.test_trainer import arguments, losses
@@ -53,10 +53,10 @@ def with_an_idle_part(folder: str) -> list:
     """All weights of a model train, of which some batches leave a part alone; one batch, on one rank only."""
     from transformers import LlamaForCausalLM
 
-    from fewbits.training.ddp import fit_ddp
-    from fewbits.training.packing import Collator, SequenceDataset
-    from fewbits.training.parallel import Layout
-    from fewbits.training.trainer import Trainer
+    from fewbits.training.data.packing import Collator, SequenceDataset
+    from fewbits.training.plan.parallel import Layout
+    from fewbits.training.ranks.ddp import fit_ddp
+    from fewbits.training.step.trainer import Trainer
     from tests.models.tiny import tiny_config
     from tests.training.test_packing import make_examples
     from tests.training.test_trainer import arguments

@@ -17,10 +17,10 @@ from fewbits.errors import TrainingStopped
 from fewbits.formats import INT8, NF4, NF4_DQ
 from fewbits.nn.linear import QuantizedLinear
 from fewbits.recipes.recipe import LoRA, Recipe, Rule
-from fewbits.training.fsdp import local_bytes, shard
+from fewbits.training.checkpoints.sharded import export, load_sharded, write_sharded
 from fewbits.training.optimizer import AdamW8bit
-from fewbits.training.sharded_checkpoint import export, load_sharded, write_sharded
-from fewbits.training.sharded_loading import load_sharded_model
+from fewbits.training.ranks.fsdp import local_bytes, shard
+from fewbits.training.ranks.sharded_loading import load_sharded_model
 from tests.training.fsdp_workers import build, full, mean_over_ranks, own_rows, train
 
 KINDS = ("nf4_dq", "full")

@@ -18,14 +18,14 @@ from fewbits.models.attention import use_attention
 from fewbits.models.convert import convert
 from fewbits.models.fused import fuse, fusion_of
 from fewbits.recipes.recipe import LoRA, Recipe, Rule
-from fewbits.training.fsdp import local_bytes, shard
+from fewbits.training.checkpoints.sharded import export, load_sharded, write_sharded
+from fewbits.training.checkpoints.whole import load_whole
+from fewbits.training.checkpoints.whole_views import gathered, whole_views
 from fewbits.training.optimizer import AdamW8bit
-from fewbits.training.sharded_checkpoint import export, load_sharded, write_sharded
-from fewbits.training.sharded_loading import load_sharded_model
-from fewbits.training.tensor_loading import load_tensor_parallel_model
-from fewbits.training.tensor_parallel import clip_grad_norm, tensor_parallel, tensor_parallel_of
-from fewbits.training.whole_checkpoint import load_whole
-from fewbits.training.whole_views import gathered, whole_views
+from fewbits.training.ranks.fsdp import local_bytes, shard
+from fewbits.training.ranks.sharded_loading import load_sharded_model
+from fewbits.training.ranks.tensor_loading import load_tensor_parallel_model
+from fewbits.training.ranks.tensor_parallel import clip_grad_norm, tensor_parallel, tensor_parallel_of
 from tests.models.tiny import tiny, tokens
 from tests.training.fsdp_workers import FORMATS, ROWS, full, mean_over_ranks
 from tests.training.sharded_workers import Allocations

@@ -11,8 +11,8 @@ import pytest
 from fewbits.errors import BadInput
 from fewbits.formats import INT8
 from fewbits.recipes import LoRA, qlora_nf4
-from fewbits.training.build import recipe_of_config
 from fewbits.training.config import TrainConfig, help_of, parse_memory_budget, parse_overrides
+from fewbits.training.setup.model_and_trainer import recipe_of_config
 
 SMALL = {"model": "m", "train_data": "d.jsonl"}
 

@@ -20,10 +20,10 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig
 
 from fewbits.errors import BadCheckpoint, BadInput, SpecMismatch
+from fewbits.training.checkpoints.manifest import FILE, Writers, fault_of, write_manifest
+from fewbits.training.checkpoints.sharded import load_sharded, write_sharded
 from fewbits.training.config import TrainConfig
-from fewbits.training.manifest import FILE, Writers, fault_of, write_manifest
 from fewbits.training.run import train
-from fewbits.training.sharded_checkpoint import load_sharded, write_sharded
 from tests.training import damaged_runs
 from tests.training.damaged_runs import as_if_killed, damage, settings, tried
 

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from fewbits.errors import BadInput, Unsupported
 from fewbits.training.config import TrainConfig
-from fewbits.training.data import RowEncoder, load_data, read_samples, split_rows
+from fewbits.training.data.examples import RowEncoder, load_data, read_samples, split_rows
 from tests.training.conftest import byte_tokenizer
 
 

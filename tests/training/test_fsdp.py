@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from fewbits.errors import Unsupported
-from fewbits.training.fsdp import shard
 from fewbits.training.optimizer import AdamW8bit
+from fewbits.training.ranks.fsdp import shard
 from tests.models.tiny import tokens
 from tests.training.fsdp_workers import build, in_bfloat16, in_float8, sharded_curves, train
 from tests.training.processes import run_ranks

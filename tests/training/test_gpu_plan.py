@@ -22,7 +22,7 @@ from fewbits.training.ahead.gpu_plan import (
     text_config,
     trainable_recipes,
 )
-from fewbits.training.memory_plan import GIB
+from fewbits.training.plan.memory_plan import GIB
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results.csv"
 H200 = GPUS["h200"]

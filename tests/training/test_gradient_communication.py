@@ -11,9 +11,9 @@ from torch import Tensor
 
 from fewbits.errors import BadCheckpoint, Unsupported
 from fewbits.formats import get_format
-from fewbits.training.communication import GradientExchange, Lane, Travel
-from fewbits.training.ddp import DDPExchange, bucket_mib
-from fewbits.training.fsdp_communication import quantize_reduce_scatter
+from fewbits.training.ranks.communication import GradientExchange, Lane, Travel
+from fewbits.training.ranks.ddp import DDPExchange, bucket_mib
+from fewbits.training.ranks.fsdp_communication import quantize_reduce_scatter
 from tests.training.communication_workers import (
     Aligned,
     Net,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from fewbits.training.graph import GraphedStep, wants_graph
+from fewbits.training.step.graph import GraphedStep, wants_graph
 
 
 class CallingBackend:

@@ -12,8 +12,8 @@ import pytest
 from torch.distributed import TCPStore
 
 from fewbits.errors import PeerLost
-from fewbits.training import meeting
-from fewbits.training.meeting import Met, meet
+from fewbits.training.ranks import meeting
+from fewbits.training.ranks.meeting import Met, meet
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ from fewbits.errors import BadInput
 from fewbits.models.fused import fuse
 from fewbits.nn.keep import KEEP_ALL, Keep
 from fewbits.recipes import qlora_nf4
-from fewbits.training.memory_budget import MemoryBudget, Target, auto_budget, budget_for
-from fewbits.training.memory_plan import GIB, planner
+from fewbits.training.plan.memory_budget import MemoryBudget, Target, auto_budget, budget_for
+from fewbits.training.plan.memory_plan import GIB, planner
 from tests.training.test_memory_plan import LLAMA_8B
 from tests.training.test_packing import TINY
 

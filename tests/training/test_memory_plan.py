@@ -13,8 +13,8 @@ from fewbits.errors import BadInput
 from fewbits.families.shapes import linear_shapes
 from fewbits.nn.keep import KEEP_ALL, KEEP_NONE, KEEP_ON_HOST, Keep
 from fewbits.recipes import get_recipe, qlora_nf4
-from fewbits.training.layer_cost import machine_of
-from fewbits.training.memory_plan import GIB, Planner, plan, planner, static_of
+from fewbits.training.plan.layer_cost import machine_of
+from fewbits.training.plan.memory_plan import GIB, Planner, plan, planner, static_of
 
 LLAMA_8B = {
     "model_type": "llama",

@@ -10,11 +10,11 @@ import pytest
 
 from fewbits.errors import BadInput
 from fewbits.training.config import TrainConfig
-from fewbits.training.data import RowEncoder
-from fewbits.training.mix import load_run_data, read_run_samples
-from fewbits.training.preference_rows import preference_rows
-from fewbits.training.rows import BadRows
-from fewbits.training.sources import Source, check_sources, read_source, sources_of
+from fewbits.training.data.examples import RowEncoder
+from fewbits.training.data.mix import load_run_data, read_run_samples
+from fewbits.training.data.rows import BadRows
+from fewbits.training.data.sources import Source, check_sources, read_source, sources_of
+from fewbits.training.preferences.rows import preference_rows
 from tests.training.conftest import byte_tokenizer
 
 

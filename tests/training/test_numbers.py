@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fewbits.errors import TrainingStopped
-from fewbits.training.numbers import NumberCheck, can_skip
+from fewbits.training.step.bad_numbers import NumberCheck, can_skip
 from tests.training.test_trainer import make_examples, make_trainer, tiny
 
 OPTIMIZERS = {

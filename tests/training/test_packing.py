@@ -9,8 +9,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from fewbits.models.attention import use_attention, used_attention
 from fewbits.nn.segments import Segments
-from fewbits.training.data import Example
-from fewbits.training.packing import Collator, EpochSampler, SequenceDataset, count_trained, pack
+from fewbits.training.data.examples import Example
+from fewbits.training.data.packing import Collator, EpochSampler, SequenceDataset, count_trained, pack
 
 TINY = {
     "vocab_size": 96,

@@ -14,9 +14,9 @@ from transformers import AutoTokenizer
 
 from fewbits.errors import BadInput, StoppedBySignal, Unsupported
 from fewbits.models.fast import FastLanguageModel
-from fewbits.training.callbacks import read_metrics
 from fewbits.training.config import TrainConfig
 from fewbits.training.run import train
+from fewbits.training.setup.callbacks import read_metrics
 
 PAIR = {"prompt": "Question", "chosen": "Yes, it is so.", "rejected": "No."}
 
@@ -91,18 +91,18 @@ def test_a_template_makes_chats_of_texts_and_stays_with_the_adapter(config_of):
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_stopped_run_goes_on_to_the_same_weights(config_of, tmp_path, monkeypatch):
-    from fewbits.training import preference_callbacks
+    from fewbits.training.preferences import callbacks
 
     whole = train(config_of("dpo", max_steps=3))
     config = config_of("dpo", max_steps=3, output_dir=str(tmp_path / "cut"))
-    ask = preference_callbacks.WholeCheckpoints.on_step_end
+    ask = callbacks.WholeCheckpoints.on_step_end
 
     def stopping(self, args, state, control, **kwargs):
         self.stop.number = 15
         return ask(self, args, state, control, **kwargs)
 
     with monkeypatch.context() as patch, pytest.raises(StoppedBySignal, match="step 1 of 3"):
-        patch.setattr(preference_callbacks.WholeCheckpoints, "on_step_end", stopping)
+        patch.setattr(callbacks.WholeCheckpoints, "on_step_end", stopping)
         train(config)
     half = Path(config.output_dir) / "checkpoints" / "checkpoint-2"
     half.mkdir()  # as a kill while it was written would leave it
@@ -207,8 +207,8 @@ def test_a_base_model_becomes_a_chat_model(config_of, capsys):
 
 
 def test_a_reporter_that_is_not_installed_is_named(config_of, monkeypatch):
-    from fewbits.training import build
+    from fewbits.training.setup import model_and_trainer
 
-    monkeypatch.setattr(build, "find_spec", lambda name: None)
+    monkeypatch.setattr(model_and_trainer, "find_spec", lambda name: None)
     with pytest.raises(Unsupported, match="pip install tensorboard"):
-        build.reporters(config_of("dpo", report_to="tensorboard"))
+        model_and_trainer.reporters(config_of("dpo", report_to="tensorboard"))

@@ -13,7 +13,7 @@ from fewbits.models.convert import explain
 from fewbits.nn.fake_quantize import FakeQuantizedLinear
 from fewbits.nn.linear import QuantizedLinear
 from fewbits.recipes.recipe import QAT, LoRA, Recipe
-from fewbits.training.qat import convert_qat, prepare_qat
+from fewbits.training.calibration.qat import convert_qat, prepare_qat
 from tests.models.tiny import tiny, tokens
 
 WEIGHTS = [FORMATS[name] for name in ("int4_g32", "int4_g64_zp", "nf4", "nf4_dq", "int8", "float8_e4m3_row")]

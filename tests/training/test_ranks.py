@@ -17,14 +17,14 @@ from torch.distributed import HashStore
 
 from fewbits.errors import BadInput, PeerLost, SpecMismatch, TrainingStopped
 from fewbits.recipes import get_recipe
-from fewbits.training.averaging import GradientMean
-from fewbits.training.batches import StepBatches
-from fewbits.training.neighbours import Place
-from fewbits.training.numbers import NumberCheck
-from fewbits.training.packing import EpochSampler
-from fewbits.training.parallel import choose, data_share, need_of
-from fewbits.training.ranks import Ranks, is_broken_connection
-from fewbits.training.watch import Pace, Watch
+from fewbits.training.data.batches import StepBatches
+from fewbits.training.data.packing import EpochSampler
+from fewbits.training.plan.parallel import choose, data_share, need_of
+from fewbits.training.ranks.averaging import GradientMean
+from fewbits.training.ranks.neighbours import Place
+from fewbits.training.ranks.processes import Ranks, is_broken_connection
+from fewbits.training.ranks.watch import Pace, Watch
+from fewbits.training.step.bad_numbers import NumberCheck
 
 
 class Store:
@@ -320,7 +320,7 @@ def test_ranks_of_one_layer_see_the_same_data():
 
 
 def test_gradients_of_many_kinds_become_their_mean(monkeypatch):
-    monkeypatch.setattr("fewbits.training.averaging._BUCKET_BYTES", 40)
+    monkeypatch.setattr("fewbits.training.ranks.averaging._BUCKET_BYTES", 40)
     seen = []
 
     def all_reduce(flat, group=None):

@@ -13,9 +13,9 @@ import pytest
 import yaml
 
 from fewbits.errors import BadInput
-from fewbits.training import report_numbers as show
-from fewbits.training.report import write_report
-from fewbits.training.report_chart import Series, line_chart, nice_ticks, smoothed, thin
+from fewbits.training.report import figures as show
+from fewbits.training.report.chart import Series, line_chart, nice_ticks, smoothed, thin
+from fewbits.training.report.page import write_report
 
 VOID = {"meta", "wbr", "br", "link", "input", "img", "hr"}
 

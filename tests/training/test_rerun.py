@@ -15,12 +15,12 @@ from fewbits.models.fused import fuse, fusion_of
 from fewbits.nn.keep import KEEP_ALL, Keep
 from fewbits.nn.offload import HostStash
 from fewbits.recipes import Recipe
-from fewbits.training.graph import GraphedStep
-from fewbits.training.memory_budget import MemoryBudget, Target, budget_for
-from fewbits.training.memory_plan import planner
-from fewbits.training.packing import Collator, SequenceDataset
-from fewbits.training.rerun import first_sentence, is_out_of_memory
-from fewbits.training.trainer import Trainer
+from fewbits.training.data.packing import Collator, SequenceDataset
+from fewbits.training.plan.memory_budget import MemoryBudget, Target, budget_for
+from fewbits.training.plan.memory_plan import planner
+from fewbits.training.plan.out_of_memory import first_sentence, is_out_of_memory
+from fewbits.training.step.graph import GraphedStep
+from fewbits.training.step.trainer import Trainer
 from tests.training.test_graph import CallingBackend
 from tests.training.test_packing import TINY, make_examples
 from tests.training.test_trainer import arguments, losses
@@ -168,7 +168,7 @@ def test_a_graph_is_captured_again_under_the_smaller_plan(tmp_path, monkeypatch)
     """With a stand-in for CUDA's graphs, and a shortage once they replay."""
     backend = CallingBackend()
     made = functools.partial(GraphedStep, backend=backend)
-    monkeypatch.setattr("fewbits.training.trainer.GraphedStep", made)
+    monkeypatch.setattr("fewbits.training.step.trainer.GraphedStep", made)
     options = {"max_steps": 12, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
     models = [model_with_dropout() for _ in range(2)]
     examples = SequenceDataset(make_examples([8] * 12))

@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 from fewbits.cli import describe
 from fewbits.errors import StoppedBySignal
 from fewbits.training.config import TrainConfig, prolongs
-from fewbits.training.ranks import Ranks
-from fewbits.training.run_lock import RunLock
-from fewbits.training.signals import StopRequest
+from fewbits.training.ranks.processes import Ranks
+from fewbits.training.run_folder.lock import RunLock
+from fewbits.training.setup.signals import StopRequest
 
 LORA = {"load_in_4bit": False, "lora_r": 4, "lora_dropout": 0.2, "gradient_accumulation": 2, "batch_size": 3}
 FULL = {"load_in_4bit": False, "lora_r": 0, "packing": True, "max_seq_length": 64, "batch_size": 2}

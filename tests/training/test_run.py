@@ -17,11 +17,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from fewbits.errors import BadCheckpoint, BadInput, SpecMismatch, TrainingStopped, Unsupported
 from fewbits.models.fused import fused_layers
-from fewbits.training import packing, restore
-from fewbits.training.build import fused_decoder
-from fewbits.training.callbacks import read_metrics
+from fewbits.training.checkpoints import model_state
 from fewbits.training.config import TrainConfig
+from fewbits.training.data import packing
 from fewbits.training.run import train
+from fewbits.training.setup.callbacks import read_metrics
+from fewbits.training.setup.model_and_trainer import fused_decoder
 from tests.training.conftest import byte_tokenizer
 
 
@@ -361,7 +362,7 @@ def test_a_run_that_stops_says_so_and_keeps_its_checkpoints(make_config, monkeyp
 
 def fail_at(monkeypatch, name, error, which):
     """The function ``name`` of checkpoints raises from its call number ``which`` on."""
-    original = getattr(restore, name)
+    original = getattr(model_state, name)
     calls = []
 
     def failing(*arguments):
@@ -370,7 +371,7 @@ def fail_at(monkeypatch, name, error, which):
             raise error
         return original(*arguments)
 
-    monkeypatch.setattr(restore, name, failing)
+    monkeypatch.setattr(model_state, name, failing)
 
 
 @pytest.mark.parametrize(

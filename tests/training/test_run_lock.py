@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 from fewbits.errors import BadInput, TrainingStopped
-from fewbits.training import run_lock
-from fewbits.training.report import write_report
-from fewbits.training.run_lock import FILE, Owner, RunLock, holder_of
+from fewbits.training.report.page import write_report
+from fewbits.training.run_folder import lock as run_lock
+from fewbits.training.run_folder.lock import FILE, Owner, RunLock, holder_of
 
 HOLD = """
 import sys, time
-from fewbits.training.run_lock import RunLock
+from fewbits.training.run_folder.lock import RunLock
 lock = RunLock(sys.argv[1], launch=sys.argv[2] or None)
 lock.take()
 print("taken", flush=True)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from fewbits.errors import BadInput
-from fewbits.training.scaling import NVLINK, Cluster, Link, Work, bytes_per_value, plan, step_time
+from fewbits.training.ranks.scaling import NVLINK, Cluster, Link, Work, bytes_per_value, plan, step_time
 
 SLOW = Link(rate=1e9, latency=1e-5)
 MANY = Cluster(gpus=64, node_size=8, between=SLOW)

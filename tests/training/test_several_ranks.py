@@ -13,9 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fewbits.training.checkpointing import staged
+from fewbits.training.checkpoints.folders import staged
 from fewbits.training.config import OPTIMIZERS
-from fewbits.training.ddp import fit_ddp
+from fewbits.training.ranks.ddp import fit_ddp
 from tests.models.tiny import tiny
 from tests.training.processes import run_ranks
 from tests.training.rank_workers import short_of_memory, with_an_idle_part

@@ -11,10 +11,10 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, LlamaTokenizer, PreTrainedTokenizerFast
 
 from fewbits.errors import BadInput
-from fewbits.training import spans
 from fewbits.training.config import TrainConfig
-from fewbits.training.data import RowEncoder, load_data
-from fewbits.training.spans import SpanEncoder
+from fewbits.training.data import spans
+from fewbits.training.data.examples import RowEncoder, load_data
+from fewbits.training.data.spans import SpanEncoder
 from tests.training.conftest import byte_tokenizer
 
 WORDS = [

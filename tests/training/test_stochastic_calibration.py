@@ -17,7 +17,7 @@ from fewbits.recipes.stochastic_config import (
     config_from_plain,
     config_to_plain,
 )
-from fewbits.training.stochastic_calibration import Calibration, calibrate_stochastic
+from fewbits.training.calibration.stochastic import Calibration, calibrate_stochastic
 from tests.models.tiny import tiny, tokens
 
 OPTIONS = dataclasses.replace(STOCHASTIC, chunk_d=32)

@@ -10,8 +10,13 @@ import torch
 from fewbits import sc_matmul
 from fewbits.errors import BadInput
 from fewbits.formats.stochastic import Stochastic
-from fewbits.training.calibrate import awq_scales, capture, protected_channels, smoothquant_scales
-from fewbits.training.stochastic_lengths import ErrorTable, choose_lengths, chunk_errors, error_table
+from fewbits.training.calibration.calibrate import awq_scales, capture, protected_channels, smoothquant_scales
+from fewbits.training.calibration.stochastic_lengths import (
+    ErrorTable,
+    choose_lengths,
+    chunk_errors,
+    error_table,
+)
 from tests.models.tiny import tiny, tokens
 
 OPTIONS = Stochastic(halve_bipolar_stoc_len=True, chunk_d=16, n_masks=8)

@@ -13,8 +13,8 @@ from fewbits.formats import STOCHASTIC
 from fewbits.nn.stochastic_linear import StochasticLinear
 from fewbits.nn.stochastic_qat import StochasticQATLinear
 from fewbits.recipes import QAT, LoRA, sc_qat
+from fewbits.training.calibration.qat import convert_qat, prepare_qat
 from fewbits.training.config import TrainConfig
-from fewbits.training.qat import convert_qat, prepare_qat
 from fewbits.training.run import train
 from tests.models.tiny import tiny, tokens
 

@@ -14,10 +14,10 @@ from fewbits.errors import Unsupported
 from fewbits.formats import E4M3, INT4_G32, INT8, NF4, NF4_DQ
 from fewbits.models.adapters import load_adapter
 from fewbits.recipes.recipe import Recipe, Rule
-from fewbits.training.checkpointing import MODEL_FILE
-from fewbits.training.packed_slices import cut
-from fewbits.training.sharded_checkpoint import load_sharded
-from fewbits.training.tensor_parallel import tensor_parallel
+from fewbits.training.checkpoints.folders import MODEL_FILE
+from fewbits.training.checkpoints.sharded import load_sharded
+from fewbits.training.ranks.packed_slices import cut
+from fewbits.training.ranks.tensor_parallel import tensor_parallel
 from tests.models.tiny import tiny, tokens
 from tests.training.processes import run_ranks
 from tests.training.tensor_workers import (

@@ -8,8 +8,8 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments
 
 from fewbits.errors import TrainingStopped
-from fewbits.training.packing import Collator, SequenceDataset, pack
-from fewbits.training.trainer import Trainer
+from fewbits.training.data.packing import Collator, SequenceDataset, pack
+from fewbits.training.step.trainer import Trainer
 from tests.training.test_packing import FAMILIES, TINY, make_examples
 
 

@@ -217,7 +217,7 @@ def export(args: Namespace) -> int:
 
 def report(args: Namespace) -> int:
     """``fewbits report``."""
-    from fewbits.training.report import write_report
+    from fewbits.training.report.page import write_report
 
     path = write_report(Path(args.run))
     console().print(escape(str(path)), soft_wrap=True, highlight=False)

@@ -121,8 +121,8 @@ def _answers(told: dict[str, Any], ask: Callable[[Question], str] | None) -> dic
 
 def _check_rows(config: TrainConfig) -> tuple[str, ...]:
     """The first row's columns, where the data is a file; data that the method cannot read is refused now."""
-    from fewbits.training.rows import BadRows
-    from fewbits.training.sources import check_sources, read_source, sources_of
+    from fewbits.training.data.rows import BadRows
+    from fewbits.training.data.sources import check_sources, read_source, sources_of
 
     check_sources(config)
     (source,) = sources_of(config.train_data)
@@ -130,11 +130,11 @@ def _check_rows(config: TrainConfig) -> tuple[str, ...]:
     if row is None:
         raise BadInput(f"{source} has no row that can be read; training needs at least one.")
     if config.method == "sft":
-        from fewbits.training.data import choose_format
+        from fewbits.training.data.examples import choose_format
 
         choose_format(config, row.values, str(source))
     else:
-        from fewbits.training.preference_rows import check_columns
+        from fewbits.training.preferences.rows import check_columns
 
         check_columns(config, row.values, str(source))
     return tuple(map(str, row.values))

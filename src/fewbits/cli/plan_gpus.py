@@ -1,4 +1,4 @@
-"""``fewbits plan-gpus``: the cost model of `fewbits.training.scaling` as a table."""
+"""``fewbits plan-gpus``: the cost model of `fewbits.training.ranks.scaling` as a table."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.table import Table
 
 from fewbits.cli.console import console
 from fewbits.errors import BadInput
-from fewbits.training.scaling import ETHERNET, NVLINK, SLOWDOWN, Cluster, Link, Step, Work, plan
+from fewbits.training.ranks.scaling import ETHERNET, NVLINK, SLOWDOWN, Cluster, Link, Step, Work, plan
 
 FORMATS = ("float32", "bfloat16", "int8", "int4")
 

@@ -136,7 +136,7 @@ def _eval(args: Namespace) -> int:
 def _calibrate(args: Namespace) -> int:
     from fewbits.cli.models import load
     from fewbits.recipes.stochastic_config import write_config
-    from fewbits.training.stochastic_calibration import Calibration, calibrate_stochastic
+    from fewbits.training.calibration.stochastic import Calibration, calibrate_stochastic
 
     output = Path(args.output)
     if output.suffix not in (".yaml", ".yml", ".json"):

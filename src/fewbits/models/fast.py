@@ -138,7 +138,7 @@ class FastLanguageModel:
             use_rslora: rank-stabilised scaling.
             options: random_state (3407; the adapters' first values follow from it and from their names, as in
                 `fewbits.get_peft_model`), use_gradient_checkpointing (True, False, "unsloth"; or "auto" and
-                a number of GiB, which need a plan: fewbits.training.memory_budget.budget_for),
+                a number of GiB, which need a plan: fewbits.training.plan.memory_budget.budget_for),
                 modules_to_save, layers_to_transform, init_lora_weights, and Unsloth's other names.
 
         Returns:

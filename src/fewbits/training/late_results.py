@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from fewbits.models.checkpoint import is_adapter_folder
-from fewbits.training.build import dtype_of, uses_gpu
 from fewbits.training.config import TrainConfig
-from fewbits.training.run_folder import RunFolder
+from fewbits.training.run_folder.layout import RunFolder
+from fewbits.training.setup.model_and_trainer import dtype_of, uses_gpu
 
 
 def add_results(folder: RunFolder, config: TrainConfig, tell: Callable[[str], None]) -> None:
@@ -28,6 +28,6 @@ def add_results(folder: RunFolder, config: TrainConfig, tell: Callable[[str], No
         model.save_pretrained_merged(folder.merged, tokenizer)
         tell(f"the run in {folder.path} had ended; its model is merged now.")
     if config.report and config.method == "sft" and not (folder.path / "report.html").is_file():
-        from fewbits.training.report import write_report
+        from fewbits.training.report.page import write_report
 
         folder.write(report=str(write_report(folder.path)))

@@ -6,8 +6,8 @@ whose ``found_inf`` is set changes nothing, without waiting for the device), ``s
 CUDA graph (``capturable``) work as with torch's.
 
 Of a DTensor (FSDP2, tensor parallelism) each rank steps its own slice and keeps that slice's moments, with
-blocks that begin at the slice's first value; `fewbits.training.sharded_checkpoint` saves them so that another
-number of ranks can go on.
+blocks that begin at the slice's first value; `fewbits.training.checkpoints.sharded` saves them so that
+another number of ranks can go on.
 """
 
 from __future__ import annotations

@@ -12,8 +12,34 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from fewbits.training.batches import passes_of
-from fewbits.training.build import (
+from fewbits.training.checkpoints.folders import Progress, rotate, staged, step_of, write_atomic
+from fewbits.training.checkpoints.manifest import Writers
+from fewbits.training.checkpoints.model_state import restore
+from fewbits.training.config import TrainConfig, parse_memory_budget
+from fewbits.training.data.batches import passes_of
+from fewbits.training.data.examples import RowEncoder, TokenData
+from fewbits.training.data.mix import load_run_data, read_run_samples
+from fewbits.training.data.packing import Collator, SequenceDataset
+from fewbits.training.data.sources import check_sources
+from fewbits.training.late_results import add_results
+from fewbits.training.plan.memory_budget import OPTIMIZER_BYTES, MemoryBudget, budget_for
+from fewbits.training.plan.parallel import Layout
+from fewbits.training.preferences.run import stages
+from fewbits.training.ranks.processes import Ranks
+from fewbits.training.ranks.watch import Watch
+from fewbits.training.run_folder.layout import FullDisk, Recorded, RunFolder, now
+from fewbits.training.run_folder.lock import RunLock
+from fewbits.training.run_folder.resume import check_best, check_unchanged, resumable, weights_of
+from fewbits.training.setup.distribute import (
+    check_loaded,
+    check_shared,
+    check_start,
+    communication_of,
+    gather_ranks,
+    layout_for,
+    load_distributed,
+)
+from fewbits.training.setup.model_and_trainer import (
     Built,
     check_vocabulary,
     count_weights,
@@ -28,40 +54,14 @@ from fewbits.training.build import (
     training_arguments,
     uses_gpu,
 )
-from fewbits.training.checkpointing import Progress, rotate, staged, step_of, write_atomic
-from fewbits.training.config import TrainConfig, parse_memory_budget
-from fewbits.training.data import RowEncoder, TokenData
-from fewbits.training.distribute import (
-    check_loaded,
-    check_shared,
-    check_start,
-    communication_of,
-    gather_ranks,
-    layout_for,
-    load_distributed,
-)
-from fewbits.training.graph import wants_graph
-from fewbits.training.late_results import add_results
-from fewbits.training.manifest import Writers
-from fewbits.training.memory_budget import OPTIMIZER_BYTES, MemoryBudget, budget_for
-from fewbits.training.mix import load_run_data, read_run_samples
-from fewbits.training.packing import Collator, SequenceDataset
-from fewbits.training.parallel import Layout
-from fewbits.training.preferences import stages
-from fewbits.training.ranks import Ranks
-from fewbits.training.restore import restore
-from fewbits.training.resume import check_best, check_unchanged, resumable, weights_of
-from fewbits.training.run_folder import FullDisk, Recorded, RunFolder, now
-from fewbits.training.run_lock import RunLock
-from fewbits.training.run_record import TrainResult, device_of, recipe_of, result_of, versions
-from fewbits.training.samples import answer_all
-from fewbits.training.signals import StopRequest
-from fewbits.training.sources import check_sources
-from fewbits.training.watch import Watch
+from fewbits.training.setup.record import TrainResult, device_of, recipe_of, result_of, versions
+from fewbits.training.setup.samples import answer_all
+from fewbits.training.setup.signals import StopRequest
+from fewbits.training.step.graph import wants_graph
 
 if TYPE_CHECKING:  # they import transformers, which a run does when it begins
-    from fewbits.training.callbacks import ProgressBar, Schedule
-    from fewbits.training.trainer import Trainer
+    from fewbits.training.setup.callbacks import ProgressBar, Schedule
+    from fewbits.training.step.trainer import Trainer
 
 
 def train(
@@ -234,8 +234,8 @@ class Run:
 
     def train(self) -> None:
         """Samples, then the training itself, from the newest checkpoint if there is one."""
-        from fewbits.training.callbacks import Schedule, damaged_metrics
-        from fewbits.training.trainer import Trainer
+        from fewbits.training.setup.callbacks import Schedule, damaged_metrics
+        from fewbits.training.step.trainer import Trainer
 
         config, model = self.config, self.built.model
         found = resumable(self.folder, self.ranks, self._tell) if self.resume else []
@@ -247,7 +247,7 @@ class Run:
         steps = total_steps(config, len(dataset))
         args = self.arguments(steps, resumed=bool(found))
         if self.layout.kind == "ddp":
-            from fewbits.training.ddp import fit_ddp
+            from fewbits.training.ranks.ddp import fit_ddp
 
             fit_ddp(args, model)
         keep_best = config.keep_best and evaluation is not None
@@ -310,7 +310,7 @@ class Run:
         )  # fmt: skip
 
     def _callbacks(self, schedule: Schedule, progress: Progress) -> list[Any]:
-        from fewbits.training.callbacks import MetricsFile, ProgressBar, StillOurs
+        from fewbits.training.setup.callbacks import MetricsFile, ProgressBar, StillOurs
 
         if not self.ranks.leads:
             return [schedule]
@@ -432,12 +432,12 @@ class Run:
             model.save_pretrained_merged(self.folder.merged, self.built.tokenizer, overwrite=True)
         self.folder.write(status="finished", ended=now(), error=None)
         if self.config.report:
-            from fewbits.training.report import write_report
+            from fewbits.training.report.page import write_report
 
             self.folder.write(report=str(write_report(self.folder.path)))
 
     def _export(self) -> None:
-        from fewbits.training.sharded_checkpoint import export
+        from fewbits.training.checkpoints.sharded import export
 
         self.built.model.config.use_cache = True
         ranks = self.ranks
@@ -448,7 +448,7 @@ class Run:
     def _packed_if_qat(self) -> Any:
         if self.built.recipe is None or self.built.recipe.qat is None:
             return self.built.model
-        from fewbits.training.qat import convert_qat
+        from fewbits.training.calibration.qat import convert_qat
 
         model, receipt = convert_qat(self.built.model)
         self.folder.write(receipt=f"{self.built.receipt}\n{receipt}")

@@ -127,7 +127,7 @@ def _fuse(model: Any, job: Job, recipe: Any) -> tuple[list[str], Any]:
         Unsupported: a budget was asked for and nothing here keeps to one.
     """
     from fewbits.nn.keep import KEEP_ALL, KEEP_PRODUCTS
-    from fewbits.training.memory_budget import budget_for
+    from fewbits.training.plan.memory_budget import budget_for
 
     config = job.configuration
     fused = import_module("fewbits.models.fused")

@@ -115,7 +115,7 @@ class Stepper:
 
 def _graph_of(job: Job, stepper: Stepper) -> Any:
     """Our trainer's whole pass as a CUDA graph, where the model is so narrow that it waits for the host."""
-    from fewbits.training.graph import GraphedStep, wants_graph
+    from fewbits.training.step.graph import GraphedStep, wants_graph
 
     config = job.shape.config()
     narrow = wants_graph("auto", device=stepper.device, hidden_size=config.hidden_size, fixed_shapes=True)

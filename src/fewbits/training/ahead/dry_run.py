@@ -10,19 +10,19 @@ from rich.console import Console
 
 from fewbits.errors import BadInput
 from fewbits.recipes import Recipe
-from fewbits.training.build import sequences_per_step, total_steps, uses_gpu
 from fewbits.training.config import TrainConfig
-from fewbits.training.distribute import gather_ranks
-from fewbits.training.memory_budget import OPTIMIZER_BYTES
-from fewbits.training.memory_plan import planner, static_of
-from fewbits.training.preferences import stages
-from fewbits.training.report_data import number, read_run
-from fewbits.training.report_numbers import duration
+from fewbits.training.data.sources import check_sources
+from fewbits.training.plan.memory_budget import OPTIMIZER_BYTES
+from fewbits.training.plan.memory_plan import planner, static_of
+from fewbits.training.preferences.run import stages
+from fewbits.training.report.figures import duration
+from fewbits.training.report.files import number, read_run
 from fewbits.training.run import Run
-from fewbits.training.run_folder import RunFolder
-from fewbits.training.run_record import device_of
-from fewbits.training.signals import StopRequest
-from fewbits.training.sources import check_sources
+from fewbits.training.run_folder.layout import RunFolder
+from fewbits.training.setup.distribute import gather_ranks
+from fewbits.training.setup.model_and_trainer import sequences_per_step, total_steps, uses_gpu
+from fewbits.training.setup.record import device_of
+from fewbits.training.setup.signals import StopRequest
 from fewbits.words import counted, size
 
 

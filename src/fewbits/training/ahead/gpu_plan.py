@@ -1,8 +1,8 @@
 """What training a model takes on a GPU that need not be there: bytes, largest batch, recipe.
 
-Everything comes from config.json and `fewbits.training.memory_plan`; no weight is read. Bytes were compared
-with the measured rows of benchmarks/results.csv (tests/training/test_gpu_plan.py). Seconds are those of the
-same plan's rates, and only order the recipes; no speed is promised.
+Everything comes from config.json and `fewbits.training.plan.memory_plan`; no weight is read. Bytes were
+compared with the measured rows of benchmarks/results.csv (tests/training/test_gpu_plan.py). Seconds are those
+of the same plan's rates, and only order the recipes; no speed is promised.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from fewbits.families.registry import written_spec
 from fewbits.models.fused_limits import why_not_by_spec
 from fewbits.nn.keep import KEEP_NONE, KEEP_ON_HOST
 from fewbits.recipes import CATALOG, Recipe, predict_memory
-from fewbits.training.memory_budget import OPTIMIZER_BYTES, auto_budget
-from fewbits.training.memory_plan import GIB, Plan, Planner, planner
+from fewbits.training.plan.memory_budget import OPTIMIZER_BYTES, auto_budget
+from fewbits.training.plan.memory_plan import GIB, Plan, Planner, planner
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 # FP8 products against bfloat16's, whole steps of one H200: 17,737 and 26,730 tokens/s (docs/fine-tuning.md).

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 
 from fewbits.errors import BadInput, Unsupported
-from fewbits.training.build import load_tokenizer, max_positions, sequence_length
 from fewbits.training.config import TrainConfig
-from fewbits.training.data import Example, RowEncoder
-from fewbits.training.mix import load_run_data
-from fewbits.training.packing import pack
-from fewbits.training.sources import check_sources
+from fewbits.training.data.examples import Example, RowEncoder
+from fewbits.training.data.mix import load_run_data
+from fewbits.training.data.packing import pack
+from fewbits.training.data.sources import check_sources
+from fewbits.training.setup.model_and_trainer import load_tokenizer, max_positions, sequence_length
 
 Part = tuple[str, bool]  # a text, and whether its tokens are trained
 
@@ -154,7 +154,7 @@ def _padded(lengths: Sequence[int], config: TrainConfig) -> float:
 
 
 def _of_preferences(config: TrainConfig, tokenizer: Any, length: int, rows: int) -> Preview:
-    from fewbits.training.preference_rows import preference_rows
+    from fewbits.training.preferences.rows import preference_rows
 
     try:
         from trl.data_utils import maybe_apply_chat_template

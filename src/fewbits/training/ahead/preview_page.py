@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from html import escape
 
 from fewbits.training.ahead.preview import Preview, Shown
-from fewbits.training.report_style import STYLE
+from fewbits.training.report.style import STYLE
 
 _OWN = """
 pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: 0; padding: 14px 16px; font-size: 13px; }

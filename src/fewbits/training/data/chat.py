@@ -1,0 +1,179 @@
+"""Token ids and trainable spans of prompts, responses and chats.
+
+Which tokens are trained is decided by character positions of the rendered text and the tokenizer's offsets,
+never by looking for a marker in the text:
+
+* a template with ``{% generation %}`` marks its own spans;
+* otherwise the i-th response is what the template adds to the conversation before it: the text of the first i
+  messages with the generation prompt must be a prefix of the text of the first i + 1, and it is checked;
+* where later turns change how earlier ones are written (templates that drop thoughts), the conversation
+  becomes one row for each response; where even that fails, the template is refused.
+
+A token that would hold characters from both sides of a boundary is avoided by tokenising the two sides apart,
+so that the prompt has the very tokens it has when the model answers it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from jinja2 import TemplateError
+
+from fewbits.errors import BadInput, Unsupported
+from fewbits.models.chat_template import CHARACTERS, check_template
+from fewbits.training.data.spans import Span, SpanEncoder, Tokens
+
+_TRIAL = ({"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"})
+# a template computes: it may divide by zero, look for what is not there, or ask for too long a range
+_TEMPLATE_ERRORS = (
+    TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+    "chatgpt": "assistant",
+}
+
+
+def _check_length(text: str, messages: Sequence[dict[str, Any]]) -> None:
+    """A template may write each content more than once, but not without end."""
+    given = sum(len(str(message.get("content", ""))) for message in messages)
+    if len(text) > CHARACTERS + 4 * given:
+        raise BadInput(
+            f"the chat template makes {len(text):,} characters of messages of {given:,}; correct"
+            " chat_template in the model's folder"
+        )
+
+
+def normalize_messages(value: Any) -> list[dict[str, Any]]:
+    """Messages as role and content, from them or from ShareGPT's ``from`` and ``value``."""
+    if not isinstance(value, (list, tuple)) or not value:
+        raise BadInput("the messages are not a list with at least one message")
+    messages = []
+    for item in value:
+        if not isinstance(item, dict) or not ({"role", "from"} & item.keys()):
+            raise BadInput("a message is not an object with a role and a content")
+        role = item.get("role", item.get("from"))
+        content = item.get("content", item.get("value"))
+        if not isinstance(role, str) or not isinstance(content, (str, type(None))):
+            raise BadInput("a message has a role or a content that is not text")
+        extra = {
+            key: item[key]
+            for key in item.keys() - {"role", "from", "content", "value"}
+            if item[key] is not None
+        }
+        messages.append({"role": _ROLES.get(role, role), "content": content or "", **extra})
+    return messages
+
+
+class ChatEncoder(SpanEncoder):
+    """Chats, and pairs of prompt and response, as token ids with a trainable mask."""
+
+    def __init__(self, tokenizer: Any, limit: int | None = None) -> None:
+        super().__init__(tokenizer, limit)
+        self.template = tokenizer.chat_template
+        self._tried = 0  # conversations of so many messages come to an end
+        self.marks_responses = isinstance(self.template, str) and bool(_GENERATION.search(self.template))
+
+    def require_template(self) -> None:
+        """Refuse chat rows early where the tokenizer cannot write them."""
+        self._try(_TRIAL)
+
+    def _try(self, messages: Sequence[dict[str, Any]]) -> None:
+        """Refuse a template that is absent, or does not come to an end on so many messages.
+
+        What a template does grows with them, so it is tried again, in a process that can be stopped, when
+        they are more than twice as many as those it was tried on.
+        """
+        if len(messages) <= self._tried:
+            return
+        if not self.template:
+            raise BadInput(
+                f"the tokenizer of {self.tokenizer.name_or_path} has no chat template, which chat rows need;"
+                " use an instruct model, or write the rows as prompt and completion."
+            )
+        check_template(self.tokenizer, messages)
+        self._tried = 2 * len(messages)
+
+    def render(self, messages: Sequence[dict[str, Any]], *, for_answer: bool = False) -> str:
+        """The conversation as the template writes it; ``for_answer`` ends with the next response's head."""
+        self._try(messages)
+        try:
+            text = str(
+                self.tokenizer.apply_chat_template(
+                    list(messages), tokenize=False, add_generation_prompt=for_answer
+                )
+            )
+        except _TEMPLATE_ERRORS as error:
+            raise BadInput(f"the chat template refuses the messages ({error})") from error
+        _check_length(text, messages)
+        return text
+
+    def encode_chat(self, messages: Sequence[dict[str, Any]], *, responses_only: bool) -> list[Tokens]:
+        """One or, for templates that rewrite earlier turns, several rows of tokens."""
+        if not responses_only:
+            text = self.render(messages)
+            return [self.encode_spans(text, [(0, len(text))])]
+        if self.marks_responses:
+            return [self._encode_marked(messages)]
+        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        text = self.render(messages)
+        spans = self._spans(messages, turns, text)
+        if spans is not None:
+            return [self.encode_spans(text, spans)]
+        rows = []
+        for turn in turns:
+            part = messages[: turn + 1]
+            text = self.render(part)
+            own = self._spans(part, [turn], text)
+            if own is None:
+                raise Unsupported(
+                    "the chat template writes a conversation and its continuation differently, so its"
+                    " responses have no exact place; mark them in the template with {% generation %}, or"
+                    " train with responses_only=false."
+                )
+            rows.append(self.encode_spans(text, own))
+        return rows
+
+    def _spans(self, messages: Sequence[dict[str, Any]], turns: list[int], text: str) -> list[Span] | None:
+        spans = []
+        for turn in turns:
+            head = self.render(messages[:turn], for_answer=True) if turn else ""
+            through = text if turn == len(messages) - 1 else self.render(messages[: turn + 1])
+            if not through.startswith(head) or not text.startswith(through):
+                return None
+            spans.append((len(head), len(through)))
+        return spans
+
+    def _encode_marked(self, messages: Sequence[dict[str, Any]]) -> Tokens:
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        self._try(messages)
+        try:
+            texts, marks = render_jinja_template(
+                [list(messages)],
+                chat_template=self.template,
+                return_assistant_tokens_mask=True,
+                **self.tokenizer.special_tokens_map,
+            )
+        except _TEMPLATE_ERRORS as error:
+            raise BadInput(f"the chat template refuses the messages ({error})") from error
+        _check_length(texts[0], messages)
+        return self.encode_touched(texts[0], [(int(start), int(end)) for start, end in marks[0]])
+
+    def encode_pair(self, prompt: str, response: str) -> Tokens:
+        """A prompt and its response; spaces at the prompt's end go to the response, as tokenizers do."""
+        bare = prompt.rstrip(" ")
+        text = prompt + response
+        return self.encode_spans(text, [(len(bare), len(text))])

@@ -1,0 +1,108 @@
+"""A step that runs out of memory is repeated under a smaller plan, and nothing of it is lost.
+
+The batches of one optimizer step, and the random state in which each began, are remembered until the step is
+whole. When memory runs out, what the step has left behind is freed, gradients included, the memory plan
+steps down, and all of its batches run again: same data, same random numbers, hence the same gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fewbits.errors import TrainingStopped
+from fewbits.training.data.packing import Batch
+from fewbits.training.plan.memory_budget import MemoryBudget
+from fewbits.training.plan.memory_plan import GIB
+
+Pass = Callable[
+    [Batch, Any], Tensor
+]  # one forward and backward pass: batch and the step's token count to loss
+# What other libraries say when an allocation of theirs fails.
+_ALSO_SAID = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "CUDA error: out of memory")
+
+
+@dataclass(frozen=True)
+class _Begun:
+    batch: Batch
+    num_items: Any
+    random: tuple[Tensor, list[Tensor]]
+
+
+class Rerun:
+    """Runs the passes of a step, as often as it takes."""
+
+    def __init__(self, budget: MemoryBudget) -> None:
+        self.budget = budget
+        self.count = 0  # of passes that ran out of memory
+        self._begun: list[_Begun] = []
+
+    def run(self, once: Pass, batch: Batch, num_items: Any, *, step: int, last: bool) -> Tensor:
+        """The loss of one batch, its gradients added to those of the step's earlier batches.
+
+        Args:
+            once: runs forward and backward pass.
+            batch: the model's inputs.
+            num_items: trained tokens of the whole step.
+            step: its number, for the note.
+            last: the optimizer steps after this batch.
+
+        Raises:
+            TrainingStopped: the smallest plan does not fit.
+        """
+        self._begun.append(_Begun(batch, num_items, random_state()))
+        todo, why = self._begun[-1:], ""
+        while True:
+            try:
+                for begun in todo:
+                    if why:
+                        set_random_state(begun.random)
+                    loss = once(dict(begun.batch), begun.num_items)
+                break
+            except (torch.OutOfMemoryError, RuntimeError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                why = first_sentence(error)
+            # Here the error and its frames, which hold the step's tensors, are gone.
+            self._step_down(why, step)
+            todo = self._begun
+        if last:
+            self._begun = []
+        return loss
+
+    def _step_down(self, why: str, step: int) -> None:
+        self.count += 1
+        self.budget.release()
+        if not self.budget.step_down(why, step):
+            raise TrainingStopped(
+                f"step {step} does not fit into memory ({why}), not even under the smallest plan"
+                f" ({self.budget.plan.predicted.total / GIB:.2f} GiB predicted); take a smaller batch_size or"
+                " max_seq_length, and gradient_accumulation to make up for it."
+            )
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed."""
+    return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in _ALSO_SAID)
+
+
+def first_sentence(error: BaseException) -> str:
+    """What was asked for, without the allocator's advice."""
+    return ". ".join(str(error).splitlines()[0].split(". ")[:2]).rstrip(".") if str(error) else "no message"
+
+
+def random_state() -> tuple[Tensor, list[Tensor]]:
+    """Of the CPU's generator and of those of all CUDA devices in use; nothing waits for a device."""
+    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return torch.get_rng_state(), devices
+
+
+def set_random_state(state: tuple[Tensor, list[Tensor]]) -> None:
+    """Back to what `random_state` found."""
+    torch.set_rng_state(state[0])
+    if state[1]:
+        torch.cuda.set_rng_state_all(state[1])

@@ -1,0 +1,33 @@
+"""What a preference run adds to TRL's trainers: checkpoints with a manifest, and an end on a signal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+
+from fewbits.training.checkpoints.folders import PREFIX, Progress
+from fewbits.training.checkpoints.manifest import Writers, write_manifest
+from fewbits.training.setup.signals import StopRequest
+
+
+class WholeCheckpoints(TrainerCallback):
+    """Writes counters and manifest into each checkpoint of the host, and one when the run ends or must."""
+
+    def __init__(self, progress: Progress, stop: StopRequest) -> None:
+        self.progress = progress
+        self.stop = stop
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """A signal ends the run behind this step; the last step is saved in any case."""
+        if self.stop():
+            control.should_training_stop = True
+        if control.should_training_stop:
+            control.should_save = control.should_log = True
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Without a manifest a checkpoint counts as half written."""
+        folder = Path(args.output_dir) / f"{PREFIX}{state.global_step}"
+        self.progress.save(folder)
+        write_manifest(folder, Writers())

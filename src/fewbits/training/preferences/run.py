@@ -1,0 +1,256 @@
+"""A run of a preference method: TRL's trainer between our data, our models and our run folder."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from fewbits.errors import BadInput
+from fewbits.training.checkpoints.folders import Progress, checkpoints, staged, step_of
+from fewbits.training.checkpoints.manifest import FILE as MANIFEST
+from fewbits.training.checkpoints.manifest import Writers
+from fewbits.training.config import TrainConfig
+from fewbits.training.preferences.rows import preference_rows
+from fewbits.training.preferences.trainers import (
+    check_method,
+    classes_of,
+    load_for,
+    method_arguments,
+    reward_functions,
+    rows_left_out,
+)
+from fewbits.training.ranks.processes import Ranks
+from fewbits.training.run_folder.layout import RunFolder, now
+from fewbits.training.run_folder.resume import check_unchanged, resumable, weights_of
+from fewbits.training.setup.distribute import layout_for
+from fewbits.training.setup.model_and_trainer import (
+    Built,
+    count_weights,
+    max_positions,
+    sequence_length,
+    sequences_per_step,
+    total_steps,
+    training_arguments,
+)
+from fewbits.training.setup.signals import StopRequest
+
+
+def stages(config: TrainConfig, of_sft: Any) -> Any:
+    """The class of a run's stages: ``of_sft``, or this file's for the other methods."""
+    return of_sft if config.method == "sft" else PreferenceRun
+
+
+class PreferenceRun:
+    """The stages of a run with one of TRL's trainers: ``prepare``, ``train``, ``finish``.
+
+    Attributes:
+        reached: the last step and that of the run's end.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        folder: RunFolder,
+        console: Console,
+        ranks: Ranks,
+        stop: StopRequest,
+        *,
+        resume: bool,
+    ) -> None:
+        self.config = config
+        self.folder = folder
+        self.console = console
+        self.ranks = ranks
+        self.stop = stop
+        self.resume = resume
+        self.reached = (0, 0)
+        self.built: Built
+
+    def _tell(self, sentence: str) -> None:
+        self.console.print(sentence, highlight=False, markup=False)
+
+    def prepare(self) -> None:
+        """Read the data and load the model; nothing is written before both are known to be good."""
+        self._begin(self.check())
+
+    def check(self) -> dict[str, str | None]:
+        """All of `prepare` that writes nothing; hashes of what the run is begun with."""
+        from transformers import set_seed
+
+        config = self.config
+        check_method(config, self.ranks.size)
+        self.trainer_class, self.arguments_class = classes_of(config.method)
+        self.rewards = reward_functions(config)
+        self._read_data()
+        set_seed(config.seed)
+        self.built = load_for(config)
+        shapes = self.built.model.config
+        self._check_template()
+        self.length = sequence_length(config, max_positions(shapes))
+        self.layout = layout_for(config, self.ranks, shapes, (config.batch_size, self.length))
+        return {
+            "train_data": _hash_of(self.train_data),
+            "eval_data": None if self.eval is None else _hash_of(self.eval),
+            "weights": weights_of(config.model),
+        }
+
+    def _begin(self, facts: dict[str, str | None]) -> None:
+        self.folder.open(self.config, resume=self.resume)
+        check_unchanged(self.folder, self.config, facts)
+        self._begin_record(facts)
+
+    def _read_data(self) -> None:
+        from datasets import Dataset
+
+        config = self.config
+        self.train_data = Dataset.from_list(preference_rows(config, config.train_data))
+        self.eval: Any = None
+        if config.eval_data is not None:
+            splits = ("validation", "test", "eval", "train")
+            self.eval = Dataset.from_list(preference_rows(config, config.eval_data, splits))
+        elif config.eval_fraction:
+            if len(self.train_data) < 2:
+                raise BadInput(f"{config.train_data} has one row, of which none can be held out.")
+            parts = self.train_data.train_test_split(test_size=config.eval_fraction, seed=config.seed)
+            self.train_data, self.eval = parts["train"], parts["test"]
+        if self.eval is not None and config.keep_best:
+            self._tell(f"method {config.method} ends with its newest weights (keep_best is for sft).")
+
+    def _check_template(self) -> None:
+        first = self.train_data[0]
+        chats = any(isinstance(first.get(name), list) for name in ("prompt", "chosen"))
+        if chats and not self.built.tokenizer.chat_template:
+            raise BadInput(
+                f"the tokenizer of {self.config.model} has no chat template, which rows of messages need; set"
+                " chat_template, as in chat_template: chatml."
+            )
+
+    def _begin_record(self, facts: dict[str, str | None]) -> None:
+        model = self.built.model
+        packages = ("fewbits", "torch", "transformers", "peft", "trl")
+        self.folder.write(
+            status="running",
+            method=self.config.method,
+            process={"pid": os.getpid(), "host": self.ranks.host},
+            error=None,
+            started=self.folder.read().get("started", now()),
+            versions={name: _version(name) for name in packages},
+            device=str(next(model.parameters()).device),
+            ranks=self.ranks.size,
+            parallel=str(self.layout),
+            model=self.config.model,
+            lora=None if self.built.lora is None else asdict(self.built.lora),
+            receipt=self.built.receipt,
+            parameters=count_weights(model),
+            data={
+                "fingerprints": facts,
+                "max_seq_length": self.length,
+                "train": {"path": self.config.train_data, "rows": len(self.train_data)},
+                "eval": None if self.eval is None else {"rows": len(self.eval)},
+            },
+        )
+        if self.built.receipt:
+            self._tell(self.built.receipt)
+
+    def train(self) -> None:
+        """The training itself, from the newest checkpoint if there is one."""
+        from fewbits.training.preferences.callbacks import WholeCheckpoints
+        from fewbits.training.setup.callbacks import MetricsFile, ProgressBar, StillOurs
+
+        config = self.config
+        found = self._checkpoints() if self.resume else []
+        progress = Progress.load(found[-1]) if found else Progress()
+        steps = total_steps(config, self.sequences())
+        args = self.arguments(steps, resumed=bool(found))
+        bar = ProgressBar(self.console, progress)
+        metrics = MetricsFile(self.folder.metrics, progress, all_figures=True)
+        trainer = self.trainer_class(
+            model=self.built.model,
+            args=args,
+            train_dataset=self.train_data,
+            eval_dataset=self.eval,
+            processing_class=self.built.tokenizer,
+            callbacks=[StillOurs(self.folder.lock), metrics, bar, WholeCheckpoints(progress, self.stop)],
+            **({"reward_funcs": self.rewards} if config.method == "grpo" else {}),
+        )
+        left_out = "" if config.method == "grpo" else rows_left_out(trainer, self.train_data, self.length)
+        if left_out:
+            self._tell(left_out)
+            self.folder.write(rows_left_out=left_out)
+        begun = time.perf_counter()
+        try:
+            if not found or step_of(found[-1]) < steps:
+                with self.stop.noted():
+                    trainer.train(resume_from_checkpoint=str(found[-1]) if found else None)
+            else:
+                trainer._load_from_checkpoint(str(found[-1]))
+        finally:
+            bar.close()
+        step = max(trainer.state.global_step, step_of(found[-1]) if found else 0)
+        self.reached = step, steps
+        if self.stop.answer is None:
+            self.folder.write(
+                steps=step,
+                tokens=progress.tokens,
+                seconds=round(progress.seconds or time.perf_counter() - begun, 3),
+                best_metric=None,
+                best_step=None,
+                stopped_early=False,
+            )
+
+    def arguments(self, steps: int, *, resumed: bool = False) -> Any:
+        """The arguments of TRL's trainer for so many steps."""
+        return training_arguments(
+            self.config, self.folder.checkpoints, steps,
+            evaluates=self.eval is not None, resumed=resumed, layout=self.layout,
+            kind=self.arguments_class, more=method_arguments(self.config, self.length),
+        )  # fmt: skip
+
+    def sequences(self) -> int:
+        """Rows of an epoch; of grpo each prompt stands there once for each of its completions."""
+        each = (self.config.num_generations or 8) if self.config.method == "grpo" else 1
+        return max(len(self.train_data) * each, sequences_per_step(self.config))
+
+    def _checkpoints(self) -> list[Path]:
+        """The whole ones; what a kill has left half written goes."""
+        for path in checkpoints(self.folder.checkpoints):
+            if not (path / MANIFEST).is_file():
+                self._tell(f"{path} was not written to its end and is removed.")
+                shutil.rmtree(path)
+        return resumable(self.folder, self.ranks, self._tell)
+
+    def finish(self) -> None:
+        """The adapter or model in final/, and the merged model."""
+        model = self.built.model
+        model.config.use_cache = True
+        if "ref" in getattr(model, "peft_config", {}):  # TRL's copy of the beginning, to compare with
+            model.delete_adapter("ref")
+        with staged(self.folder.final, writers=Writers()) as folder:
+            model.save_pretrained(str(folder))
+            self.built.tokenizer.save_pretrained(str(folder))
+        if self.config.merge and hasattr(model, "save_pretrained_merged"):
+            model.save_pretrained_merged(self.folder.merged, self.built.tokenizer, overwrite=True)
+        self.folder.write(status="finished", ended=now(), error=None)
+
+
+def _hash_of(data: Any) -> str:
+    import hashlib
+    import json
+
+    digest = hashlib.blake2b(digest_size=16)
+    for row in data:
+        digest.update(json.dumps(row, sort_keys=True, default=str).encode())
+    return digest.hexdigest()
+
+
+def _version(package: str) -> str:
+    import fewbits
+
+    return fewbits.__version__ if package == "fewbits" else version(package)
