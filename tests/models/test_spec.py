@@ -8,12 +8,14 @@ from torch import nn
 
 from fewbits.errors import SpecMismatch, Unsupported
 from fewbits.families.catalog import SPECS
+from fewbits.models.attention import attention_facts
 from fewbits.models.spec import find, layer_names, locate, spec_for
 from tests.models.tiny import FAMILIES, tiny, tiny_config
+from tests.models.unwritten import UNFUSED, UNWRITTEN, unwritten
 
 
 def test_every_spec_has_a_tiny_model() -> None:
-    assert set(SPECS) == set(FAMILIES)
+    assert set(SPECS) == {*FAMILIES, *UNFUSED, "gemma3"} - {*UNWRITTEN}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -30,8 +32,36 @@ def test_spec_names_exactly_the_linears_and_norms_of_a_layer(family: str) -> Non
         assert find(model, path) is not None
 
 
+@pytest.mark.parametrize("family", [name for name in UNFUSED if name not in UNWRITTEN])
+def test_a_spec_names_what_is_special(family: str) -> None:
+    """Its paths are there, and the fields of the config that it names are those that the modules took."""
+    model = unwritten(family)
+    spec, config = spec_for(model), model.config
+    layers = (spec.attention.rotary_layers, spec.residual_multiplier, spec.norm.query_key_if)
+    ends = (spec.embedding_multiplier, spec.logits_divisor, spec.logits_multiplier, spec.logits_soft_cap)
+    assert all(hasattr(config, field) for field in (*layers, *ends) if field is not None)
+    for number, layer in enumerate(layer_names(model, spec)):
+        modules = dict(model.get_submodule(layer).named_modules())
+        assert {n for n, m in modules.items() if isinstance(m, nn.Linear)} == set(spec.linears)
+        kind = {"rms": "RMSNorm", "layer": "LayerNorm"}[spec.norm.kind]
+        assert {n for n, m in modules.items() if type(m).__name__.endswith(kind)} == set(spec.norms)
+        facts = attention_facts(modules[spec.attention.path], spec.attention)
+        assert facts.scale == modules[spec.attention.path].scaling
+        if spec.attention.rotary_layers is not None:
+            turned = getattr(config, spec.attention.rotary_layers)[number]
+            assert bool(turned) == bool(modules[spec.attention.path].use_rope)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_factor_of_scores_is_the_modules_own(family: str) -> None:
+    with torch.device("meta"):
+        model = tiny(family)
+    for layer in model.model.layers:
+        assert attention_facts(layer.self_attn, SPECS[family].attention).scale == layer.self_attn.scaling
+
+
 def test_unknown_model_type_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(Unsupported, match=r"no spec for model_type 'rwkv'; known: gemma, gemma2, .*qwen3"):
+    with pytest.raises(Unsupported, match=r"no spec for model_type 'rwkv'; known: cohere, .*gemma2, .*qwen3"):
         spec_for({"model_type": "rwkv"})
 
 

@@ -1,4 +1,4 @@
-"""Tiny models of families that nobody wrote a spec for, with all that is special about each turned on."""
+"""Tiny models of families that run unfused, with or without a spec, all that is special turned on."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from fewbits.families.catalog import SPECS
 from tests.models.loading import tokenizer
 from tests.models.tiny import VOCAB
 
@@ -45,7 +46,8 @@ _SPECIAL: dict[str, dict[str, Any]] = {
         "new_decoder_architecture": True, "bias": True, "max_position_embeddings": 128,
     },
 }  # fmt: skip
-UNWRITTEN = tuple(_SPECIAL)
+UNFUSED = tuple(_SPECIAL)  # the fused decoder computes none of them, or not all their layers
+UNWRITTEN = tuple(name for name in UNFUSED if name not in SPECS)
 
 
 def unwritten(model_type: str, *, seed: int = 0, **changes: Any) -> Any:

@@ -44,9 +44,51 @@ PHI3 = ModelSpec(  # Phi-3 and Phi-4
     mlp=MLP(inputs=("mlp.gate_up_proj",)),
 )
 
-SPECS: dict[str, ModelSpec] = {
-    spec.model_type: spec for spec in (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3_TEXT, PHI3)
-}
+GRANITE = ModelSpec(
+    model_type="granite",
+    attention=Attention(multiplier="attention_multiplier"),
+    embedding_multiplier="embedding_multiplier",
+    residual_multiplier="residual_multiplier",
+    logits_divisor="logits_scaling",
+)
+OLMO2 = ModelSpec(
+    model_type="olmo2",
+    norm=Norms(
+        before_attention=None,
+        after_attention="post_attention_layernorm",
+        before_mlp=None,
+        after_mlp="post_feedforward_layernorm",
+        query="self_attn.q_norm",
+        key="self_attn.k_norm",
+        query_key_over="row",
+    ),
+)
+SMOLLM3 = ModelSpec(model_type="smollm3", attention=Attention(rotary_layers="no_rope_layers"))  # 1: turned
+COHERE = ModelSpec(
+    model_type="cohere",
+    norm=Norms(
+        before_mlp=None,
+        kind="layer",
+        query="self_attn.q_norm",
+        key="self_attn.k_norm",
+        query_key_if="use_qk_norm",
+    ),
+    attention=Attention(rotary="pairs"),
+    logits_multiplier="logit_scale",
+)
+COHERE2 = replace(COHERE, model_type="cohere2", norm=Norms(before_mlp=None, kind="layer"))
+GEMMA3 = replace(  # the class that sees as well; its text model is Gemma 3's
+    GEMMA3_TEXT,
+    model_type="gemma3",
+    layers="model.language_model.layers",
+    embed="model.language_model.embed_tokens",
+    final_norm="model.language_model.norm",
+    towers=("model.vision_tower", "model.multi_modal_projector"),
+)
+
+_DENSE = (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3_TEXT, GEMMA3, PHI3)
+_UNFUSED = (GRANITE, OLMO2, SMOLLM3, COHERE, COHERE2)
+SPECS: dict[str, ModelSpec] = {spec.model_type: spec for spec in (*_DENSE, *_UNFUSED)}
 
 # Classes of transformers that inherit from nn.Linear and compute exactly what it does; a layer of ours may
 # take their place. Other subclasses may do more, and stay as they are.

@@ -25,6 +25,7 @@ class Norms:
         before_mlp, after_mlp: the same of the MLP.
         query, key: of queries and keys, before they are turned.
         query_key_over: what `query` and `key` normalise: each "head", or the whole "row" of all heads.
+        query_key_if: the config's field that says whether a model has these two; None: all have.
         kind: "rms" (RMSNorm) or "layer" (LayerNorm, which takes the mean away).
         offset: what a norm adds to its weight; 1.0 where the weight is stored as its distance from one.
     """
@@ -36,6 +37,7 @@ class Norms:
     query: str | None = None
     key: str | None = None
     query_key_over: Literal["head", "row"] = "head"
+    query_key_if: str | None = None
     kind: Literal["rms", "layer"] = "rms"
     offset: float = 0.0
 

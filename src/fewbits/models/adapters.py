@@ -250,7 +250,10 @@ def _lora_config(model: nn.Module, lora: Any, settings: dict[str, Any]) -> Any:
             )
         only_parameters = lora.target_parameters and lora.target_modules is not None
         if lora.target_modules or not only_parameters:
+            named = not isinstance(lora.target_modules, str) or lora.target_modules == "all-linear"
             lora.target_modules = _as_peft_has_them(resolve_targets(model, lora.target_modules))
+            if named and lora.exclude_modules is None:
+                lora.exclude_modules = _towers(model)
         return lora
     lora = LoRA() if lora is None else lora
     fields = {
@@ -270,7 +273,16 @@ def _lora_config(model: nn.Module, lora: Any, settings: dict[str, Any]) -> Any:
             "layers_to_transform goes with names in target_modules, and these are a regular expression; "
             "write the layers into the expression."
         )
+    if not isinstance(fields["target_modules"], str):  # an expression says itself which it means
+        fields.setdefault("exclude_modules", _towers(model))
     return peft.LoraConfig(**fields)
+
+
+def _towers(model: nn.Module) -> str | None:
+    """What names of linears do not mean, as PEFT's ``exclude_modules``: towers for other things than text."""
+    spec = _spec_or_none(model)
+    towers = () if spec is None else spec.towers
+    return rf"(?:.*\.)?(?:{'|'.join(map(re.escape, towers))})(?:\..*)?" if towers else None
 
 
 def _as_peft_has_them(targets: Any) -> Any:

@@ -274,9 +274,14 @@ def _is_plain_linear(module: nn.Module) -> bool:
 def _untouched(model: nn.Module, spec: ModelSpec, left: list[Left]) -> Iterator[Left]:
     """What has parameters and stands in no rule: a module without inner ones, or a parameter beside them."""
     known = {entry.name for entry in left} | {name for name, _ in _linear_names(model, spec)}
-    known |= {f"{layer}.{path}" for layer in layer_names(model, spec) for path in spec.norms}
+    if spec.norm.kind == "rms":  # the others stay, and are listed
+        known |= {f"{layer}.{path}" for layer in layer_names(model, spec) for path in spec.norms}
     known |= {locate(model, spec, path) for path in (spec.head, *_final_norm(spec))}
+    towers = [locate(model, spec, path) for path in spec.towers]
+    yield from (Left(name, "it reads other things than text: left as it is") for name in towers)
     for name, module in model.named_modules():
+        if any(name == tower or name.startswith(f"{tower}.") for tower in towers):
+            continue
         parameters = dict(module.named_parameters(recurse=False))
         if name in known or isinstance(module, CONVERTED) or not parameters:
             continue
@@ -299,6 +304,8 @@ def _rule(name: str, recipe: Recipe) -> Rule:
 
 
 def _plan_norms(model: nn.Module, spec: ModelSpec, left: list[Left]) -> list[str]:
+    if spec.norm.kind != "rms":
+        return []
     names = [f"{layer}.{path}" for layer in layer_names(model, spec) for path in spec.norms]
     norms = []
     for name in [*names, *(locate(model, spec, path) for path in _final_norm(spec))]:
