@@ -5,7 +5,7 @@
 For each recipe (or format of the weights, as int4_g64), context and batch: milliseconds of a step replayed
 from its CUDA graph (the median of three rounds of 64), and of a token through ``model.generate`` (greedy; the
 difference of 264 and 8 new tokens over 256). Other engines on the same shape are timed by their own scripts;
-docs/generation.md has them side by side.
+docs/guide/generation.md has them side by side.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ HERE = Path(__file__).resolve()
 SHARED = HERE.parents[2] / "shared"
 MODEL = SHARED / "data/models/stories3m"
 TEXT = SHARED / "data/text/tiny_shakespeare.txt"
-DOCS = HERE.parents[1] / "docs"
+DOCS = HERE.parents[1] / "docs" / "pictures"
 RESULTS = HERE.parent / "results.csv"
 # name: format, error feedback, stochastic rounding
 VARIANTS = {

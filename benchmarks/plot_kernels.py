@@ -1,6 +1,6 @@
-"""The table and the plot of docs/kernels.md, from rows of results.csv that `fewbits bench kernels` made.
+"""The table and the plot of docs/notebook/kernels.md, from the rows of `fewbits bench kernels`.
 
-python benchmarks/plot_kernels.py --commits 2cf8954,8c86704 --svg docs/kernels.svg
+python benchmarks/plot_kernels.py --commits 2cf8954,8c86704 --svg docs/pictures/kernels.svg
 
 A line for each case: our time, what share of it the floor is, and the peers' times over ours. Of several
 commits the later one's rows replace the earlier one's.

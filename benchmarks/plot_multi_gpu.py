@@ -2,7 +2,7 @@
 
 Of the last run of both: rows of one commit and day.
 
-python benchmarks/plot_multi_gpu.py --svg docs/several-gpus-70b.svg
+python benchmarks/plot_multi_gpu.py --svg docs/pictures/several-gpus-70b.svg
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Draw what SC-QAT brings at several stream lengths, from the files of sc_qat_stories3m.py.
 
-python benchmarks/plot_sc_qat.py --text tinystories --to docs/stochastic-qat.svg qat_lora_tinystories_*.json
+python benchmarks/plot_sc_qat.py --text tinystories \\
+    --to docs/pictures/stochastic-qat.svg qat_lora_tinystories_*.json
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Tables and plots of docs/training-speed.md, from rows of results.csv that `fewbits bench train` made.
+"""Tables and plots of docs/notebook/training-speed.md, from the rows of `fewbits bench train`.
 
-python benchmarks/plot_training.py --commits 25576cb --shape llama-3.1-8b --svg docs/training-speed-8b.svg
+python benchmarks/plot_training.py --commits 25576cb --shape llama-3.1-8b \\
+    --svg docs/pictures/training-speed-8b.svg
 
 Prints the tables, fastest first; of several commits the later one's figures replace the earlier one's.
 """

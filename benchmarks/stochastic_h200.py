@@ -5,7 +5,8 @@ python benchmarks/stochastic_h200.py --quick         # the 8B shapes, fewer repe
 
 Exactness first, and nothing is timed after a difference: `stochastic_codes` by lookups (both plans) and by
 thermometers, quantised operands, attention products, and a second GPU if there is one. Times are medians with
-a cold L2 cache behind a backlog (docs/how-we-measure.md), variants taking turns; `goal` is the issue's.
+a cold L2 cache behind a backlog (docs/notebook/how-we-measure.md), variants taking turns;
+`goal` is the issue's.
 """
 
 from __future__ import annotations

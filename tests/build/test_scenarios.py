@@ -1,7 +1,7 @@
 """The large scenarios: builds that die without fewbits, and end with it.
 
-They are smaller than the figures that docs/building-from-source.md gives; these come from the same tests with
-FEWBITS_FULL_SCENARIOS=1 and FEWBITS_QUIET_MACHINE=1, which also asserts times and pauses:
+They are smaller than the figures that docs/guide/building-from-source.md gives; these come from the same
+tests with FEWBITS_FULL_SCENARIOS=1 and FEWBITS_QUIET_MACHINE=1, which also asserts times and pauses:
 
     FEWBITS_FULL_SCENARIOS=1 FEWBITS_QUIET_MACHINE=1 pytest -m slow tests/build/test_scenarios.py -s
 """

@@ -81,8 +81,8 @@ def check_tasks(args: Namespace, told: Launched | None = None) -> None:
     raise Unsupported(
         f"{told.by} has started this as task {told.task} of {told.tasks}, and each would begin a run of its"
         " own; for one run start one task a machine, with --nproc-per-node gpu, --nnodes M and"
-        " --rdzv-endpoint (docs/several-gpus.md); for a run a task, each with an output_dir of its own, add"
-        " --nproc-per-node 1 --nnodes 1."
+        " --rdzv-endpoint (docs/guide/several-gpus.md); for a run a task, each with an output_dir of its own,"
+        " add --nproc-per-node 1 --nnodes 1."
     )
 
 

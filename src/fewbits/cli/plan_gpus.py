@@ -43,7 +43,7 @@ def _table(steps: list[Step]) -> Table:
     """One line a number of GPUs: step and efficiency by format."""
     table = Table(
         box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 2),
-        caption="ms a step (share of linear speed); on paper, see docs/gradient-communication.md",
+        caption="ms a step (share of linear speed); on paper, see docs/guide/gradient-communication.md",
         caption_justify="left",
     )  # fmt: skip
     table.add_column("GPUs", justify="right")

@@ -168,7 +168,7 @@ fewbits build --plan profile.json --memory 32G
         "how long a step takes on many GPUs, on paper",
         "What a step of data-parallel training costs on many GPUs, with gradients in 32 to 4 bits: from\n"
         "the step's time on one GPU, the trained values and the network. What the model leaves out, and how\n"
-        "far it was off where we could measure: docs/gradient-communication.md.",
+        "far it was off where we could measure: docs/guide/gradient-communication.md.",
         """
 fewbits plan-gpus --values 8e9 --step-ms 980 --network-gbit 100
 fewbits plan-gpus --values 1.7e9 --step-ms 400 --network-gbit 10 --node-size 1 --gpus 2,4,8

@@ -1,7 +1,7 @@
 """One `ModelSpec` for each family that fewbits knows; defaults are Llama's.
 
 To add one: write its spec, list it in `SPECS`, add a tiny config to tests/models/tiny.py with all that is
-special turned on (docs/adding-a-model.md); the tests run over both.
+special turned on (docs/guide/adding-a-model.md); the tests run over both.
 """
 
 from __future__ import annotations

@@ -210,7 +210,7 @@ def fuse(
     if spec.generic:
         raise Unsupported(
             f"{spec.without_spec}, so its layers run through their own forward; write one "
-            "(docs/adding-a-model.md) and call fewbits.register_family to have them fused."
+            "(docs/guide/adding-a-model.md) and call fewbits.register_family to have them fused."
         )
     fusion = Fusion(Receipt(f"{spec.model_type}, fused decoder"), delayed_scaling=delayed_scaling)
     proofs = Proofs(decoder_of(model), spec, keep or Keep())

@@ -1,6 +1,7 @@
 """Which CUDA kernels a product of prepared stochastic operands takes: those of the least estimated time.
 
-The rates were measured on an H200 (docs/stochastic-kernels.md); on other GPUs their ratios are a guess.
+The rates were measured on an H200 (docs/notebook/stochastic-kernels.md); on other GPUs their
+ratios are a guess.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ Floors on an H200 (4.28 TB/s of a copy, 132 multiprocessors at 1.8 GHz), for Lla
 * bits, three products of ``N * M * D * L`` at the 5.1e15 multiply-adds a second that mma.sync reaches with
   them: 2.3 ms for 2048 rows and 32 steps, 4.5 ms for 64
 
-docs/stochastic-kernels.md has what was measured beside them.
+docs/notebook/stochastic-kernels.md has what was measured beside them.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ Measured on a CPU, normal values, 64 x 256 x 2048 in chunks of 128, ``|y - count
     halve, 32 steps        0.1285  0.0624  0.0416  0.0217  0.0105  0.0049
 
 Operations: ``2 N M D`` in bfloat16 and R times that in float8, at twice the rate, beside writing features,
-R bytes for each code; those of a weight can be kept (`prepare_emulated`). Times: docs/stochastic-kernels.md.
-There is no gradient.
+R bytes for each code; those of a weight can be kept (`prepare_emulated`).
+Times: docs/notebook/stochastic-kernels.md. There is no gradient.
 """
 
 from __future__ import annotations

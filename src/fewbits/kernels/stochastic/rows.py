@@ -9,7 +9,7 @@ that build the tables of these chunks (lookup.cu with X), and the kernel that ad
 rounds: two launches in place of four. All else takes the two ops one after the other.
 
 Floor: bytes, ``M * D * (1 + 4 / chunk_d)`` as of `stochastic_codes`.
-Run on an H200, 1 to 16 rows; docs/stochastic-kernels.md has its times.
+Run on an H200, 1 to 16 rows; docs/notebook/stochastic-kernels.md has its times.
 """
 
 from __future__ import annotations

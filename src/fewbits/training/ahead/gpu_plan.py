@@ -22,7 +22,8 @@ from fewbits.training.plan.memory_budget import OPTIMIZER_BYTES, auto_budget
 from fewbits.training.plan.memory_plan import GIB, Plan, Planner, planner
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-# FP8 products against bfloat16's, whole steps of one H200: 17,737 and 26,730 tokens/s (docs/fine-tuning.md).
+# FP8 products against bfloat16's, whole steps of one H200: 17,737 and 26,730 tokens/s
+# (docs/guide/fine-tuning.md).
 _FLOAT8_STEP = 0.66
 _MOST = 1 << 20  # sequences, or tokens, beyond which nobody asks
 

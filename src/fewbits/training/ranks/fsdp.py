@@ -14,7 +14,7 @@ tensors, which FSDP2 fills again under the same storage before the backward pass
 * `compute_dtype` casts what is gathered (float32 weights that train, bfloat16 products); with packed weights
   it is refused, because it would cast their scales.
 
-The tests run it over gloo; a 70B shape was trained with it on two H200s (docs/several-gpus.md).
+The tests run it over gloo; a 70B shape was trained with it on two H200s (docs/guide/several-gpus.md).
 """
 
 from __future__ import annotations

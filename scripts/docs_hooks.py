@@ -1,0 +1,30 @@
+"""Links of the documentation that leave its folder, for the site (mkdocs.yml names this file).
+
+On a page that is read in the repository, ``[results](../../benchmarks/results.csv)`` opens the file. The site
+has no such file: there the link becomes the file's path as text. A link to a file that does not exist fails here.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+LINK = re.compile(r"\[([^\]]*)\]\((\.\./[^)#\s]*)(?:#[^)]*)?\)")
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """The page's text, in which links out of docs/ are paths."""
+    folder = (ROOT / "docs" / page.file.src_uri).parent
+
+    def shown(match: re.Match[str]) -> str:
+        target = (folder / match[2]).resolve()
+        if target.is_relative_to(ROOT / "docs"):
+            return match[0]
+        if not target.exists():
+            raise FileNotFoundError(f"docs/{page.file.src_uri} links to {match[2]}, which does not exist")
+        path = f"`{target.relative_to(ROOT)}`"
+        return path if match[1].strip("`") in path else f"{match[1]} ({path})"
+
+    return LINK.sub(shown, markdown)
