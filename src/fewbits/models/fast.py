@@ -60,7 +60,7 @@ class FastLanguageModel:
 
         Args:
             model_name: a model folder (plain, packed by fewbits, or packed by another library, see
-                docs/importing.md), a GGUF file, the folder of a PEFT adapter, or a hub id.
+                docs/guide/importing.md), a GGUF file, the folder of a PEFT adapter, or a hub id.
             max_seq_length: tokens of the longest sequence; at most the positions the model was trained for,
                 which is the default.
             dtype: of everything that is not packed; None is bfloat16 on a GPU that has it (else float16),
