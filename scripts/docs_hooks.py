@@ -1,7 +1,8 @@
 """Links of the documentation that leave its folder, for the site (mkdocs.yml names this file).
 
 On a page that is read in the repository, ``[results](../../benchmarks/results.csv)`` opens the file. The site
-has no such file: there the link becomes the file's path as text. A link to a file that does not exist fails here.
+has no such file: there the link becomes the file's path as text. A link to a file that does not exist
+fails here.
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from fewbits.models.adapters import get_peft_model, load_adapter, lora_config
     from fewbits.models.convert import explain
     from fewbits.models.fast import FastLanguageModel
+    from fewbits.models.fused import fuse, unfuse
     from fewbits.models.hf_quantizer import FewbitsConfig, register
     from fewbits.models.in_memory import convert, restore
     from fewbits.recipes import CATALOG, QAT, LoRA, Recipe, Rule, get_recipe
