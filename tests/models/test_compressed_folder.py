@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 from fewbits import FastLanguageModel
-from fewbits.errors import BadCheckpoint
-from fewbits.export import compressed
-from fewbits.models import compressed_folder
+from fewbits.errors import BadCheckpoint, BadInput, Unsupported
+from fewbits.export import compressed, compressed_schemes
+from fewbits.export.compressed_schemes import SCHEMES
+from fewbits.nn.linear import QuantizedLinear
 from tests.models.loading import save_tiny, tokenizer
 
 IDS = torch.tensor([[1, 5, 9, 20, 31]])
@@ -36,7 +38,7 @@ def test_both_sides_compute_the_same(tmp_path: Path, method: str, limit: float, 
     here, _ = FastLanguageModel.from_pretrained(tmp_path / "out", dtype=torch.float32)
     assert torch.equal(logits(here), logits(there))
     assert 0 < (logits(here) - logits(model)).norm() / logits(model).norm() < limit
-    assert receipt.num_tensors[f"INT{method[1]}"] == 14 and 0 < receipt.worst[1] < 0.15
+    assert receipt.num_tensors[f"W{method[1]}A16"] == 14 and 0 < receipt.worst[1] < 0.15
     assert any("compressed-tensors" in note for note in here.fewbits_notes)
 
 
@@ -68,8 +70,63 @@ def test_a_wrong_folder_is_never_published(tmp_path: Path, monkeypatch: pytest.M
     save_tiny(tmp_path / "base")
     model, _ = FastLanguageModel.from_pretrained(tmp_path / "base", load_in_4bit=False)
     monkeypatch.setattr(
-        compressed_folder, "compress", lambda weight, *rest: compressed.compress(weight.flip(0), *rest)
+        compressed_schemes, "compress", lambda weight, *rest: compressed.compress(weight.flip(0), *rest)
     )
     with pytest.raises(BadCheckpoint, match="nothing was written"):
         model.save_pretrained_merged(tmp_path / "out", tokenizer(), save_method="compressed_tensors_w8a16")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        pytest.param(s, marks=[] if s in ("w4a16_asym", "nvfp4a16", "fp8_dynamic") else [pytest.mark.slow])
+        for s in SCHEMES
+    ],
+)
+def test_every_scheme_opens_on_both_sides(tmp_path: Path, scheme: str) -> None:
+    save_tiny(tmp_path / "base")
+    model, words = FastLanguageModel.from_pretrained(
+        tmp_path / "base", load_in_4bit=False, dtype=torch.float32
+    )
+    receipt = model.save_pretrained_merged(
+        tmp_path / "out", words, save_method=f"compressed_tensors_{scheme}"
+    )
+    assert receipt.num_tensors[SCHEMES[scheme].preset] == 14 and receipt.kl < 0.5
+    theirs = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", dtype=torch.float32, quantization_config=CompressedTensorsConfig(dequantize=True)
+    )
+    here, _ = FastLanguageModel.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    layers = {n: m for n, m in here.named_modules() if isinstance(m, QuantizedLinear)}
+    assert len(layers) == 14
+    for name, layer in layers.items():
+        weight = theirs.get_submodule(name).weight
+        kind = torch.bfloat16 if scheme == "nvfp4a16" else weight.dtype  # in which the package decodes it
+        assert torch.equal(layer.dequantize(kind).to(weight.dtype), weight), name
+    if scheme.endswith(("a16", "a16_asym")):  # the others round activations there
+        torch.testing.assert_close(logits(here), logits(theirs), rtol=2e-2, atol=2e-2)
+    assert (logits(here) - logits(model)).norm() / logits(model).norm() < 0.5
+
+
+def test_linears_that_run_as_one_share_a_scale(tmp_path: Path) -> None:
+    save_tiny(tmp_path / "base")
+    model, words = FastLanguageModel.from_pretrained(tmp_path / "base", load_in_4bit=False)
+    model.save_pretrained_merged(tmp_path / "out", words, save_method="compressed_tensors_nvfp4a16")
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+
+    def scale(leaf: str) -> float:
+        return float(stored[f"model.layers.0.{leaf}.weight_global_scale"])
+
+    assert scale("self_attn.q_proj") == scale("self_attn.k_proj") == scale("self_attn.v_proj")
+    assert scale("mlp.gate_proj") == scale("mlp.up_proj") != scale("mlp.down_proj")
+
+
+def test_schemes_that_need_more_are_refused(tmp_path: Path) -> None:
+    save_tiny(tmp_path / "base", intermediate_size=172)
+    model, words = FastLanguageModel.from_pretrained(tmp_path / "base", load_in_4bit=False)
+    for scheme, reason in (("fp8", "measured"), ("nvfp4", "measured"), ("nvfp4a16", "rows of 172")):
+        with pytest.raises(Unsupported, match=reason):
+            model.save_pretrained_merged(tmp_path / "out", words, save_method=f"compressed_tensors_{scheme}")
+    with pytest.raises(BadInput, match="no scheme 'w9'"):
+        model.save_pretrained_merged(tmp_path / "out", words, save_method="compressed_tensors_w9")
     assert not (tmp_path / "out").exists()

@@ -82,25 +82,31 @@ def export_model(
     Args:
         source: folder of a model, an adapter or a training run.
         destination: the folder to write.
-        to: the kind of file and the method, "gguf:q4_k_m".
+        to: the kind of file and the method, "gguf:q4_k_m" or "compressed_tensors:w4a16".
         base: an adapter's base model, where it is not the one that the adapter names.
         overwrite: replace an export that is in the destination.
 
     Raises:
         BadInput: an unknown kind or method, or a destination that is taken.
     """
+    from fewbits.export.compressed_schemes import scheme_named
     from fewbits.export.gguf_types import method_named
     from fewbits.models.fast import FastLanguageModel
 
     kind, _, method = to.partition(":")
-    if kind != "gguf" or not method:
-        raise BadInput(f"--to {to} names no format; write gguf:METHOD, such as gguf:q4_k_m.")
-    method = method_named(method)
+    if kind not in ("gguf", "compressed_tensors") or not method:
+        raise BadInput(
+            f"--to {to} names no format; write gguf:METHOD or compressed_tensors:SCHEME, such as "
+            "gguf:q4_k_m or compressed_tensors:w4a16."
+        )
+    method = method_named(method) if kind == "gguf" else f"{kind}_{scheme_named(f'{kind}_{method}')}"
     options: dict[str, Any] = {} if base is None else {"base_model": base}
     model, tokenizer = FastLanguageModel.from_pretrained(
         resolve(source), load_in_4bit=False, device_map="cpu", **options
     )
-    return str(model.save_pretrained_gguf(destination, tokenizer, method, overwrite=overwrite))
+    if kind == "gguf":
+        return str(model.save_pretrained_gguf(destination, tokenizer, method, overwrite=overwrite))
+    return str(model.save_pretrained_merged(destination, tokenizer, save_method=method, overwrite=overwrite))
 
 
 def _device(name: str | None) -> str:

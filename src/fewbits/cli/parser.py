@@ -206,7 +206,9 @@ def _export(commands: Any) -> None:
     sub = _command(commands, "export", loads_models=True)
     sub.add_argument("source", metavar="SRC", help="folder of a model, an adapter or a training run")
     sub.add_argument("destination", metavar="DST", help="folder to write")
-    sub.add_argument("--to", required=True, metavar="FORMAT", help="such as gguf:q4_k_m")
+    sub.add_argument(
+        "--to", required=True, metavar="FORMAT", help="such as gguf:q4_k_m, compressed_tensors:w4a16"
+    )
     sub.add_argument("--base", metavar="PATH", help="an adapter's base model (default: the one it names)")
     sub.add_argument("--overwrite", action="store_true", help="replace the export that is in DST")
 

@@ -122,11 +122,14 @@ fewbits merge runs/mine/final merged --base models/llama
     ),
     "export": Text(
         "write a model for another engine",
-        "Write a model, its adapter merged, as GGUF for llama.cpp. The file is read back and its logits are\n"
-        "compared before it is called done. Methods: f16, bf16, q8_0, q6_k, q5_k_m, q4_k_m, q4_0, more.",
+        "Write a model, its adapter merged, as GGUF for llama.cpp or as compressed-tensors for vLLM. It is\n"
+        "read back and its logits are compared before it is called done. GGUF's methods: f16, bf16, q8_0,\n"
+        "q6_k, q5_k_m, q4_k_m, q4_0, more; compressed-tensors' schemes: w4a16, w8a16, w4a16_asym, w8a8,\n"
+        "w4afp8, fp8_dynamic, fp8_block, nvfp4a16, mxfp4, mxfp4a16, mxfp8, mxfp8a16.",
         """
 fewbits export runs/mine exported --to gguf:q4_k_m
 fewbits export models/llama exported --to gguf:q8_0 --overwrite
+fewbits export runs/mine for-vllm --to compressed_tensors:fp8_dynamic
 """,
     ),
     "report": Text(

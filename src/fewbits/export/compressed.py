@@ -15,7 +15,6 @@ from torch import Tensor
 
 from fewbits.errors import BadCheckpoint, Unsupported
 
-BITS = {"compressed_tensors_w4a16": 4, "compressed_tensors_w8a16": 8}
 _GROUPS = (128, 64, 32)
 _FACTORS = 16  # scales tried below the plain one
 _STEP = 0.02  # their distance, as a part of the plain one

@@ -112,6 +112,30 @@ def from_compressed_tensors(
     return Packed(format, shape, dtype, made)
 
 
+def to_compressed_tensors(packed: Packed) -> dict[str, Tensor]:
+    """The tensors in which compressed-tensors saves this weight, in floating point or in rows of INT8.
+
+    Args:
+        packed: (N, K) in FP8, MXFP8, MXFP4, NVFP4 with ``divides``, or INT8 without zero points.
+
+    Raises:
+        Unsupported: another format. (Whole numbers of other widths go through the library's own packer.)
+    """
+    format, codes, scales = packed.format, packed.codes, packed.scales
+    if isinstance(format, NVFP4Blocks) and format.divides:
+        whole = packed.parts[format.whole_scale]
+        return {"weight_packed": codes, "weight_scale": scales, "weight_global_scale": whole}
+    if format == MXFP4:
+        return {"weight_packed": codes, "weight_scale": scales}
+    if format == MXFP8_E4M3:
+        return {"weight": codes.view(torch.float8_e4m3fn), "weight_scale": scales}
+    if isinstance(format, Float8) or (
+        isinstance(format, WholeNumbers) and format.bits == 8 and not format.zero_point
+    ):
+        return {"weight": codes, "weight_scale": scales}
+    raise Unsupported(f"compressed-tensors has no such form of {format.name}; see fewbits export --help.")
+
+
 def _parts(
     format: Format, parts: Mapping[str, Tensor], name: str, shape: tuple[int, int]
 ) -> dict[str, Tensor]:

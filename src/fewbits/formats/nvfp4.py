@@ -82,20 +82,24 @@ class NVFP4Blocks(Format):
 
     def quantize(self, x: Tensor, *, seed: int | None = None) -> Packed:
         """Write x in this format; see `Format.quantize`."""
+        return self.quantize_under(x, None, seed=seed)
+
+    def quantize_under(self, x: Tensor, absmax: float | None, *, seed: int | None = None) -> Packed:
+        """`quantize` as part of a larger tensor whose largest magnitude is ``absmax``; None: of x itself."""
         check_floating(x)
         shape = tuple(x.shape)
         layout = self.layout(shape)
         if x.numel() == 0:
             return Packed(self, shape, x.dtype, no_parts(layout, x.device))
         blocks = to_blocks(x.detach(), self.block).float()
-        whole = self._whole_scale(blocks)
-        absmax = block_absmax(blocks)
+        whole = self._whole_scale(blocks.new_full((1,), absmax) if absmax is not None else blocks)
+        block_largest = block_absmax(blocks)
         uniform = None
         if seed is not None:
             uniform = to_blocks(random_uniform(shape, seed, x.device), self.block)
-        codes, scales = self._round(blocks, absmax, whole, 6.0, uniform)
+        codes, scales = self._round(blocks, block_largest, whole, 6.0, uniform)
         if self.four_over_six:
-            other_codes, other_scales = self._round(blocks, absmax, whole, 4.0, uniform)
+            other_codes, other_scales = self._round(blocks, block_largest, whole, 4.0, uniform)
             error = self._error(blocks, codes, scales, whole)
             better = self._error(blocks, other_codes, other_scales, whole) < error
             codes = torch.where(better, other_codes, codes)

@@ -14,14 +14,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from fewbits.export.compressed import (
-    BITS,
-    compress,
-    decompress,
-    describe,
-    group_of,
-    import_compressed_tensors,
-)
+from fewbits.export.compressed import import_compressed_tensors
+from fewbits.export.compressed_schemes import Codec, scheme_named
+from fewbits.formats.compressed_tensors import PARTS
 from fewbits.models.checkpoint import INDEX, WEIGHTS
 from fewbits.models.export_proof import ExportReceipt
 from fewbits.models.exporting import ExportedWeights, check_options
@@ -46,8 +41,9 @@ def save_pretrained_merged(
         model: a PeftModel over a model of ours (or of transformers), or the model inside it.
         save_directory: the folder to write; never the one that the model was loaded from.
         tokenizer: saved beside the weights.
-        save_method: one of that function, or "compressed_tensors_w4a16" or "compressed_tensors_w8a16": INT4
-            or INT8 in groups, for vLLM, SGLang and transformers.
+        save_method: one of that function, or "compressed_tensors_" and a scheme, such as
+            "compressed_tensors_w4a16" (`fewbits.export.compressed_schemes.SCHEMES`), for vLLM, SGLang and
+            transformers.
         options: of that function.
 
     Returns:
@@ -56,7 +52,8 @@ def save_pretrained_merged(
     Raises:
         BadInput, Unsupported, BadCheckpoint: as that function does; the package is missing.
     """
-    if save_method not in BITS:
+    scheme = scheme_named(save_method)
+    if scheme is None:
         return save_merged(model, save_directory, tokenizer, save_method, **options)
     import_compressed_tensors()
     overwrite = bool(options.pop("overwrite", False))
@@ -67,21 +64,21 @@ def save_pretrained_merged(
     check_destination(save_directory, overwrite=overwrite, protected=read)
     weights = ExportedWeights(base, tokenizer)
     with whole_folder(save_directory, overwrite=overwrite, protected=read) as folder:
-        return _write(weights, folder, Path(save_directory), save_method)
+        return _write(weights, folder, Path(save_directory), scheme)
 
 
-def _write(weights: ExportedWeights, folder: Path, published: Path, method: str) -> ExportReceipt:
+def _write(weights: ExportedWeights, folder: Path, published: Path, scheme: str) -> ExportReceipt:
     # In the model's own dtype: transformers decodes in the dtype of the scales, whatever it loads into.
-    bits, dtype = BITS[method], weights.base.dtype
+    dtype = weights.base.dtype
     linears = _linears(weights)
-    group = group_of(linears.values())
+    codec = Codec(scheme, list(linears.values()), dtype)
     files: dict[str, Path] = {}
-    for number, tensors in enumerate(_shards(weights, linears, (bits, group), dtype)):
+    for number, tensors in enumerate(_shards(weights, linears, codec, dtype)):
         file = folder / f"{number}.partial"
         save_file(tensors, file, metadata={"format": "pt"})
         files.update(dict.fromkeys(tensors, file))
     files = _name_shards(folder, files)
-    _write_config(weights, folder, describe(bits, group, ["lm_head"]), dtype)
+    _write_config(weights, folder, codec.config(), dtype)
 
     def tensor(name: str) -> Tensor:
         with safe_open(files[name], framework="pt") as stream:
@@ -91,15 +88,16 @@ def _write(weights: ExportedWeights, folder: Path, published: Path, method: str)
     def written(name: str) -> Tensor:
         if name.removesuffix(".weight") not in linears or not name.endswith(".weight"):
             return tensor(name).float()
-        parts = ("weight_packed", "weight_scale", "weight_shape")
         stem = name.removesuffix("weight")
-        return decompress({part: tensor(stem + part) for part in parts}, bits, group)
+        return codec.read({part: tensor(stem + part) for part in PARTS if stem + part in files})
 
     measured = weights.proved(written)
-    kinds = Counter(f"INT{bits}" if n.removesuffix(".weight") in linears else "plain" for n in weights.shapes)
+    kinds = Counter(
+        codec.scheme.preset if n.removesuffix(".weight") in linears else "plain" for n in weights.shapes
+    )
     return ExportReceipt(
         path=published,
-        method=method,
+        method=f"compressed-tensors {codec.scheme.preset}",
         weights_from=weights.merger.weights_from,
         num_bytes=sum(file.stat().st_size for file in set(files.values())),
         num_tensors=dict(kinds),
@@ -120,14 +118,16 @@ def _linears(weights: ExportedWeights) -> dict[str, int]:
 
 
 def _shards(
-    weights: ExportedWeights, linears: dict[str, int], sizes: tuple[int, int], dtype: torch.dtype
+    weights: ExportedWeights, linears: dict[str, int], codec: Codec, dtype: torch.dtype
 ) -> Iterator[dict[str, Tensor]]:
     pending: dict[str, Tensor] = {}
     for name in weights.shapes:
         weight = weights.weight(name)
         if name.removesuffix(".weight") in linears and name.endswith(".weight"):
             stem = name.removesuffix("weight")
-            parts = compress(weight, *sizes, dtype)
+            others = [n for n in codec.absmax_counts(stem[:-1]) if f"{n}.weight" in weights.shapes]
+            largest = max((float(weights.weight(f"{n}.weight").abs().max()) for n in others), default=None)
+            parts = codec.write(weight, largest)
             pending.update({stem + part: t.contiguous() for part, t in parts.items()})
         else:
             pending[name] = weight.to(dtype).contiguous()
