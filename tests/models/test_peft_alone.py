@@ -15,9 +15,12 @@ from torch import nn
 
 from fewbits import convert, get_peft_model, load_adapter
 from fewbits.errors import Unsupported
+from fewbits.formats import E4M3
 from fewbits.models.branches import base_name
+from fewbits.models.fused import fuse
 from fewbits.nn.linear import QuantizedLinear
 from fewbits.nn.lora import LoRALinear
+from fewbits.recipes import Recipe, Rule
 from tests.models.loading import logits, packed_state, perturb, same
 from tests.models.tiny import tiny, tokens
 
@@ -142,6 +145,30 @@ def test_dora_over_a_packed_base_is_dora_over_its_decoded_weights():
     config = {"use_dora": True, "r": 4, "target_modules": NAMES, "seed": 1}
     one, two = (perturb(get_peft_model(model, **config)) for model in (packed, decoded))
     torch.testing.assert_close(logits(one, tokens()), logits(two, tokens()))
+
+
+@pytest.mark.parametrize("how", ["modules_to_save", "requires_grad", "fused", "lora"])
+def test_stored_weights_of_floating_dtype_are_not_silently_frozen(how):
+    """torch refuses gradients for integers; codes in float8, and scales, it lets "train" without one."""
+    model = tiny("llama")
+    convert(model, Recipe(name="stored", linear=Rule(weight=E4M3)))
+    if how == "modules_to_save":
+        config = peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["up_proj"])
+        model = peft.get_peft_model(model, config)
+    if how == "lora":
+        model = get_peft_model(model, r=4, target_modules=NAMES)
+    if how == "fused":
+        fuse(model)
+    if how != "modules_to_save":
+        model.requires_grad_(True)
+    with pytest.raises(
+        Unsupported, match=r"stored as float8_e4m3 is to train \(by requires_grad_.* put an adapter"
+    ):
+        model.train()(tokens(), labels=tokens())
+    logits(model, tokens())  # without gradients it serves
+    if how == "requires_grad":
+        model.requires_grad_(False)
+        model(tokens(), labels=tokens())
 
 
 def test_a_packed_layer_cannot_be_a_trained_copy():

@@ -5,13 +5,16 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, distributed
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from fewbits.formats import E4M3, E4M3_ROW, INT4_G32, INT8, NF4, NF4_DQ
 from fewbits.models.adapters import get_peft_model
 from fewbits.models.convert import convert
 from fewbits.models.fused import fuse, fusion_of
+from fewbits.nn.linear import QuantizedLinear
 from fewbits.recipes import get_recipe
 from fewbits.recipes.recipe import LoRA, Recipe, Rule
 from fewbits.training.optimizer import AdamW8bit
@@ -134,6 +137,30 @@ def in_bfloat16(steps: int) -> dict[str, Any]:
     model.eval()
     made = model.generate(input_ids=tokens(2, 8), max_new_tokens=4, do_sample=False)
     return {"losses": mean_over_ranks(losses), "dtypes": dtypes, "made": made}
+
+
+def in_flat_parameters() -> dict[str, Any]:
+    """One step of adapters under FSDP1, which ignores stored weights: the loss and the trained weights."""
+    model = build("nf4_dq", fused=False)
+    with pytest.raises(ValueError, match="Must flatten tensors with uniform dtype"):
+        FullyShardedDataParallel(
+            build("nf4_dq", fused=False), use_orig_params=True, device_id=torch.device("cpu")
+        )
+    layers = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
+    stored = [part for layer in layers for part in layer.stored().values()]
+    wrapped = FullyShardedDataParallel(
+        model, use_orig_params=True, device_id=torch.device("cpu"), ignored_states=stored
+    )
+    optimizer = torch.optim.SGD([p for p in wrapped.parameters() if p.requires_grad], lr=0.05)
+    ids = tokens(ROWS, 16)[own_rows()]
+    loss = wrapped(input_ids=ids, labels=ids).loss
+    loss.backward()
+    optimizer.step()
+    found = {"loss": mean_over_ranks([float(loss.detach())])[0]}
+    with FullyShardedDataParallel.summon_full_params(wrapped):
+        names = ((n.replace("_fsdp_wrapped_module.", ""), p) for n, p in wrapped.named_parameters())
+        found["weights"] = {n: p.detach().clone() for n, p in names if "lora_" in n}
+    return found
 
 
 def nccl_rank(rank: int, size: int, folder: str, kinds: list[str], steps: int) -> None:

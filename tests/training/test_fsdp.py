@@ -1,4 +1,4 @@
-"""FSDP2 over two processes gives what one process gives."""
+"""FSDP2 over two processes gives what one process gives; FSDP1 around packed weights too."""
 
 from __future__ import annotations
 
@@ -11,7 +11,15 @@ from fewbits.errors import Unsupported
 from fewbits.training.optimizer import AdamW8bit
 from fewbits.training.ranks.fsdp import shard
 from tests.models.tiny import tokens
-from tests.training.fsdp_workers import build, in_bfloat16, in_float8, sharded_curves, train
+from tests.training.fsdp_workers import (
+    ROWS,
+    build,
+    in_bfloat16,
+    in_flat_parameters,
+    in_float8,
+    sharded_curves,
+    train,
+)
 from tests.training.processes import run_ranks
 
 CASES = [
@@ -128,6 +136,24 @@ def test_masters_in_float32_products_in_bfloat16() -> None:
         losses, _ = train(build("full"), STEPS)
     assert found[0]["losses"] == pytest.approx(losses, rel=1e-2)
     assert torch.equal(found[0]["made"], found[1]["made"]) and found[0]["made"].shape == (2, 12)
+
+
+def test_flat_parameters_around_packed_weights() -> None:
+    """FSDP1, as docs/several-gpus.md has it: stored weights ignored, adapters in flat parameters."""
+    found = run_ranks(in_flat_parameters, 2)
+    model = build("nf4_dq", fused=False)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer, ids = torch.optim.SGD(trained, lr=0.05), tokens(ROWS, 16)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    optimizer.step()
+    for rank in found:
+        assert rank["loss"] == pytest.approx(float(loss.detach()), rel=1e-6)
+        assert rank["weights"].keys() == {n for n, p in model.named_parameters() if p.requires_grad}
+        for name, weight in rank["weights"].items():
+            torch.testing.assert_close(weight, model.get_parameter(name).detach(), rtol=1e-4, atol=1e-6)
+    assert not any(torch.equal(before[n], w) for n, w in found[0]["weights"].items())
 
 
 def test_refusals() -> None:

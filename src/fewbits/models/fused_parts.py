@@ -337,7 +337,7 @@ def part_of(module: Any, path: str) -> tuple[Part, Operands]:
         base, branch = module.base_layer, _branch(module, path)
     refuse_hooks(path, module, base)
     if type(base) is QuantizedLinear:
-        return Part(base.packed, base.bias, branch), base.operands
+        return Part(base.frozen(), base.bias, branch), base.operands
     if type(base) is LowPrecisionLinear:
         return Part(base.weight, base.bias, branch), base.operands
     if type(base) is FakeQuantizedLinear:

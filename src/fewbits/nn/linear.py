@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from fewbits.errors import Unsupported
 from fewbits.formats.base import Format, Packed
 from fewbits.kernels.codec.quantize import quantize
 from fewbits.kernels.product.matmul_operands import operand_linear
@@ -114,6 +115,22 @@ class QuantizedLinear(nn.Linear):
         parts = {name: getattr(self, f"weight_{name}") for name in self.part_names}
         return Packed(self.format, (self.out_features, self.in_features), self.dtype, parts)
 
+    def frozen(self) -> Packed:
+        """`packed`, for a product whose gradients do not reach the weight.
+
+        Raises:
+            Unsupported: somebody wants them to: a part was told to train, which torch allows floating dtypes.
+        """
+        packed = self.packed
+        told = [part for part in packed.parts.values() if part.requires_grad and part.is_leaf]
+        if told and torch.is_grad_enabled():  # no leaf: FSDP1's view into what trains beside it
+            raise Unsupported(
+                f"a weight stored as {self.format.name} is to train (by requires_grad_, or as a copy by"
+                " PEFT's modules_to_save), and it cannot; put an adapter on this linear, or leave it as it is"
+                " with the recipe's skip."
+            )
+        return packed
+
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
         """The weight (N, K) as other libraries read a linear's: decoded when used, packed when assigned."""
@@ -161,7 +178,7 @@ class QuantizedLinear(nn.Linear):
         operands = self.operands
         return packed_linear(
             x,
-            self.packed,
+            self.frozen(),
             self.bias,
             activation=operands.activation,
             gradient=operands.gradient,

@@ -168,7 +168,7 @@ class LoRALinear(nn.Module, LoraLayer):
         if _is_called(base):
             return None
         if type(base) is QuantizedLinear:
-            return base.packed, base.operands
+            return base.frozen(), base.operands
         if type(base) is nn.Linear and not base.weight.requires_grad:
             return base.weight, PLAIN
         return None
