@@ -1,10 +1,14 @@
 """What fails in one record and not in another, each failure with its reason; the status says if all have one.
 
-``python -m peer_suites.compare ALONE PACKED [UNROUNDED]``: records of the plugin's ``--record``. The third
-is of the second's failures, run again with ``--failed-in PACKED --unrounded-merges``. A failure's reason is
+``python -m peer_suites.compare ALONE PACKED [UNROUNDED [DECODED]]``: records of the plugin's ``--record``.
+The last two are of the second's failures, run again with ``--failed-in PACKED``: with ``--unrounded-merges``,
+and by the peer alone with ``--base nf4-decoded`` or ``int8-decoded``. A failure's reason is
 
 * a refusal: one of this library's own errors, whose sentence is printed;
-* rounding: it passes once merged weights are not rounded again, and that rounding was to the nearest value;
+* rounding of a merge: it passes once merged weights are not rounded again, and that was to the nearest value;
+* the numbers: the peer alone fails over plain linears of the same rounded weights;
+* a name: the test reads the name of a class, and ours have their own;
+* another method than LoRA, with LoRA in its name, which takes plain linears only;
 * FSDP1: torch's flat parameters hold one floating dtype, and packed weights are integers;
 * a trained copy of a packed layer, which torch refuses over bitsandbytes' layers in the same words.
 """
@@ -19,7 +23,7 @@ from typing import Any
 from peer_suites.record import read
 
 _NEAREST = 1.001  # half steps; float32 arithmetic on top of one
-_OF_TORCH = (
+_KNOWN = (
     (
         "FSDP1's flat parameters hold one floating dtype (torch)",
         r"Must flatten tensors with uniform dtype|Cannot flatten integer dtype tensors",
@@ -28,29 +32,42 @@ _OF_TORCH = (
         "modules_to_save of a packed layer: torch refuses it, over bitsandbytes too",
         r"only Tensors of floating point dtype can require gradients",
     ),
+    (
+        "the test reads the name of a class",
+        r"startswith[\s\S]*'lora\.LoRALinear|targeted layer of type QuantizedLinear has no bias",
+    ),
+    (
+        "the test reads the address of a weight, which a packed one does not have",
+        r"access the data pointer on an invalid python storage",
+    ),
+    ("GLoRA, another method, takes plain linears only (PEFT)", r"GLoRA does not support this layer type"),
 )
 UNEXPLAINED = "unexplained"
 
 
-def reason(row: dict[str, Any], unrounded: dict[str, Any] | None) -> str:
+def reason(
+    row: dict[str, Any], unrounded: dict[str, Any] | None = None, decoded: dict[str, Any] | None = None
+) -> str:
     """Why a test failed, or `UNEXPLAINED`."""
     why = row["why"]
     refused = re.match(r"fewbits\.errors\.\w+: (?P<sentence>.*)", why)
     if refused:
         return "refused: " + re.sub(r"\b(?!lm_head)\w+(\.\w+)+\b", "LAYER", refused["sentence"])
-    for name, pattern in _OF_TORCH:
+    for name, pattern in _KNOWN:
         if re.search(pattern, why):
             return name
     if unrounded is not None and unrounded["outcome"] == "passed" and "rounding" in unrounded:
         return "rounding of a merge" if unrounded["rounding"] <= _NEAREST else UNEXPLAINED
     if unrounded is not None and _comes_further(row, unrounded) and unrounded["rounding"] <= _NEAREST:
         return "rounding of a merge; unrounded it passes there and fails further down"
+    if decoded is not None and decoded["outcome"] == "failed" and decoded["places"][-1] == row["places"][-1]:
+        return "the peer alone fails over the same rounded weights"
     return UNEXPLAINED
 
 
 def is_open(row: dict[str, Any]) -> bool:
     """Whether a failed test's own line does not say why it failed."""
-    return reason(row, None) == UNEXPLAINED
+    return reason(row) == UNEXPLAINED
 
 
 def _comes_further(row: dict[str, Any], unrounded: dict[str, Any]) -> bool:
@@ -60,10 +77,11 @@ def _comes_further(row: dict[str, Any], unrounded: dict[str, Any]) -> bool:
     return bool(file == same and int(second) > int(first))
 
 
-def main(alone: str, packed: str, unrounded: str | None = None) -> int:
+def main(alone: str, packed: str, unrounded: str | None = None, decoded: str | None = None) -> int:
     """Print the net failures by reason, and the unexplained ones by name; 1 if there are any of those."""
     before, after = read(alone), read(packed)
     again = read(unrounded) if unrounded else {}
+    peers = read(decoded) if decoded else {}
     for title, rows in (("alone", before), ("packed", after)):
         counts = Counter(row["outcome"] for row in rows.values())
         print(f"{title}: {len(rows)} run; " + ", ".join(f"{n} {what}" for what, n in sorted(counts.items())))
@@ -72,7 +90,7 @@ def main(alone: str, packed: str, unrounded: str | None = None) -> int:
         for test, row in after.items()
         if row["outcome"] == "failed" and before.get(test, {}).get("outcome") == "passed"
     }
-    reasons = {test: reason(row, again.get(test)) for test, row in net.items()}
+    reasons = {test: reason(row, again.get(test), peers.get(test)) for test, row in net.items()}
     print(f"net failures: {len(net)}")
     for why, count in Counter(reasons.values()).most_common():
         largest = max(
@@ -87,4 +105,4 @@ def main(alone: str, packed: str, unrounded: str | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(*sys.argv[1:4]))
+    raise SystemExit(main(*sys.argv[1:5]))

@@ -14,19 +14,28 @@ _HEADS = ("score", "lm_head")  # left alone by `fewbits.convert` too
 
 
 def pack_model(model: Any, base: str) -> None:
-    """Put packed layers in the place of plain linears, each once; a head tied to an embedding stays."""
+    """Put packed layers in the place of plain linears, each once; a head tied to an embedding stays.
+
+    Of "nf4-decoded" and "int8-decoded" plain linears stay, with the weights that packed ones would stand for.
+    """
     from fewbits.formats import INT8, NF4
     from fewbits.recipes import Rule
 
     if base == "plain" or any(hasattr(module, "base_layer") for module in model.modules()):
         return
-    rule = Rule(weight={"nf4": NF4, "int8": INT8}[base])
+    format, _, decoded = base.partition("-")
+    rule = Rule(weight={"nf4": NF4, "int8": INT8}[format])
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     for name, module in list(model.named_modules()):
         parent, _, leaf = name.rpartition(".")
         plain = type(module) is nn.Linear and id(module.weight) not in embeddings
-        if plain and leaf and leaf not in _HEADS:
-            setattr(model.get_submodule(parent), leaf, QuantizedLinear.from_linear(module, rule))
+        if not plain or not leaf or leaf in _HEADS:
+            continue
+        packed = QuantizedLinear.from_linear(module, rule)
+        if decoded:
+            module.weight.data = packed.dequantize()
+        else:
+            setattr(model.get_submodule(parent), leaf, packed)
 
 
 def wrap_peft(base: str, ours: bool) -> None:
@@ -101,6 +110,18 @@ def keep_merges(notes: dict[str, Any], unrounded: bool) -> None:
     QuantizedLinear.pack = packs  # type: ignore[method-assign]
     if unrounded:
         QuantizedLinear.forward, QuantizedLinear.dequantize = forwards, decodes  # type: ignore[method-assign]
+
+
+def leave_stored_whole(fsdp: Any) -> Any:
+    """FSDP1's class, told to ignore the parts of packed weights, which one flat parameter cannot hold."""
+
+    @functools.wraps(fsdp, updated=())
+    def ignoring(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        layers = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
+        stored = [part for layer in layers for part in layer.stored().values()]
+        return fsdp(model, *args, ignored_states=stored, **kwargs)
+
+    return ignoring
 
 
 def half_steps(layer: QuantizedLinear, weight: Tensor) -> float:

@@ -1,7 +1,8 @@
 """A pytest plugin that runs the suites of PEFT and TRL over packed bases, without the hub.
 
 * ``--base nf4`` or ``--base int8``: whatever model a test gives to PEFT has its plain linears packed first,
-  the same way each time; ``--base plain`` leaves it as it is, which is the peer alone.
+  the same way each time; ``--base plain`` leaves it as it is, which is the peer alone, and
+  ``--base nf4-decoded`` makes it plain linears of the rounded numbers, which is the peer alone over those.
 * ``--layers fewbits``: configurations of LoRA go through `fewbits.lora_config`'s registration, so that our
   layers are put over linears; ``--layers peft`` leaves PEFT's own.
 * Names on the hub stand for tiny random models, built once a session from a config of the family in the name.
@@ -21,7 +22,7 @@ import pytest
 import torch
 from peer_suites.compare import is_open
 from peer_suites.hub import serve_names
-from peer_suites.packed import keep_merges, pack_model, wrap_peft
+from peer_suites.packed import keep_merges, leave_stored_whole, pack_model, wrap_peft
 from peer_suites.record import Recorder, read
 
 _TRAINERS = pytest.StashKey[bool]()
@@ -30,13 +31,19 @@ _TRAINERS = pytest.StashKey[bool]()
 def pytest_addoption(parser: Any) -> None:
     """The plugin's options."""
     group = parser.getgroup("fewbits")
-    group.addoption("--base", choices=("plain", "nf4", "int8"), default="plain")
+    bases = ("plain", "nf4", "int8", "nf4-decoded", "int8-decoded")
+    group.addoption("--base", choices=bases, default="plain")
     group.addoption("--layers", choices=("peft", "fewbits"), default="peft")
     group.addoption("--every", type=int, default=1, help="of PEFT's tests of LoRA, only each n-th")
     group.addoption("--record", type=Path, help="write each test's outcome there, one line of JSON a test")
     group.addoption("--resume", action="store_true", help="keep the record, and run what it lacks")
     group.addoption(
         "--unrounded-merges", action="store_true", help="multiply by what a merge had before rounding"
+    )
+    group.addoption(
+        "--ignored-states",
+        action="store_true",
+        help="tests' FSDP1 leaves stored weights whole, as docs/ says",
     )
     group.addoption("--failed-in", type=Path, help="only the tests that failed in this record, unexplained")
 
@@ -63,7 +70,7 @@ def _pack_loaded(config: Any, model: Any) -> None:
     base = config.getoption("--base")
     if base == "plain" or not config.stash.get(_TRAINERS, False):
         return
-    if model.config.model_type in SPECS and "CausalLM" in type(model).__name__:
+    if base in ("nf4", "int8") and model.config.model_type in SPECS and "CausalLM" in type(model).__name__:
         convert(model, {"nf4": "qlora_nf4", "int8": "int8"}[base])
     else:
         pack_model(model, base)
@@ -93,6 +100,10 @@ def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
 
     config.stash[_TRAINERS] = any("_trainer.py" in item.nodeid for item in items)
     _pack_when_built(items, config.getoption("--base"))
+    if config.getoption("--ignored-states"):
+        for module in {getattr(item, "module", None) for item in items} - {None}:
+            if hasattr(module, "FSDP"):
+                module.FSDP = leave_stored_whole(module.FSDP)
     kept = list(items)
     if any("test_custom_models" in item.nodeid or "test_decoder_models" in item.nodeid for item in items):
         kept = [item for item in items if _is_of_lora(item, peft.LoraConfig)][:: config.getoption("--every")]
