@@ -7,14 +7,23 @@ Begin with `linear.py`: a module asks `numerics.py` which recipe holds, `operand
 the recipe means, and `product.py` multiplies what they make. `recipe.py` is the data, `scaling.py`,
 `microscaling.py` and `float4.py` are the arithmetic, `delayed.py` is the one state, `extra_state.py` its way
 through checkpoints. A recipe can also be given to a model as a value, without any context: `use_recipe`.
+
+Importing it does one thing: it tells torch that its classes of data may be loaded (`safe.py`), so that
+``torch.load`` reads quantised weights with ``weights_only=True``.
 """
 
 from __future__ import annotations
 
+from fewbits.te import optimizers as optimizers
 from fewbits.te import recipe as recipe
 from fewbits.te.activations import deinterleave_glu_tensor as deinterleave_glu_tensor
 from fewbits.te.activations import interleave_glu_tensor as interleave_glu_tensor
 from fewbits.te.attention import DotProductAttention as DotProductAttention
+from fewbits.te.cross_entropy import parallel_cross_entropy as parallel_cross_entropy
+from fewbits.te.drop_in import as_transformer_engine as as_transformer_engine
+from fewbits.te.graph import make_graphed_callables as make_graphed_callables
+from fewbits.te.grouped_linear import GroupedLinear as GroupedLinear
+from fewbits.te.inference import InferenceParams as InferenceParams
 from fewbits.te.layernorm_mlp import LayerNormMLP as LayerNormMLP
 from fewbits.te.linear import LayerNormLinear as LayerNormLinear
 from fewbits.te.linear import Linear as Linear
@@ -26,6 +35,16 @@ from fewbits.te.numerics import autocast as autocast
 from fewbits.te.numerics import fp8_autocast as fp8_autocast
 from fewbits.te.numerics import fp8_model_init as fp8_model_init
 from fewbits.te.numerics import quantized_model_init as quantized_model_init
+from fewbits.te.optimizers import FusedAdam as FusedAdam
+from fewbits.te.optimizers import FusedSGD as FusedSGD
+from fewbits.te.padding import Fp8Padding as Fp8Padding
+from fewbits.te.padding import Fp8Unpadding as Fp8Unpadding
+from fewbits.te.permutation import moe_permute as moe_permute
+from fewbits.te.permutation import moe_permute_and_pad_with_probs as moe_permute_and_pad_with_probs
+from fewbits.te.permutation import moe_permute_with_probs as moe_permute_with_probs
+from fewbits.te.permutation import moe_sort_chunks_by_index as moe_sort_chunks_by_index
+from fewbits.te.permutation import moe_sort_chunks_by_index_with_probs as moe_sort_chunks_by_index_with_probs
+from fewbits.te.permutation import moe_unpermute as moe_unpermute
 from fewbits.te.quantized_tensor import Float8BlockwiseQTensor as Float8BlockwiseQTensor
 from fewbits.te.quantized_tensor import Float8Tensor as Float8Tensor
 from fewbits.te.quantized_tensor import HybridQuantizedTensor as HybridQuantizedTensor
@@ -42,6 +61,16 @@ from fewbits.te.quantizers import MXFP8Quantizer as MXFP8Quantizer
 from fewbits.te.quantizers import NVFP4Quantizer as NVFP4Quantizer
 from fewbits.te.quantizers import Quantizer as Quantizer
 from fewbits.te.recompute import checkpoint as checkpoint
+from fewbits.te.refused import CusolverMpCtx as CusolverMpCtx
+from fewbits.te.refused import FusedMLAQUpProjRopeQuant as FusedMLAQUpProjRopeQuant
+from fewbits.te.refused import ManualOffloadSynchronizer as ManualOffloadSynchronizer
+from fewbits.te.refused import destroy_ub as destroy_ub
+from fewbits.te.refused import get_cpu_offload_context as get_cpu_offload_context
+from fewbits.te.refused import initialize_ub as initialize_ub
+from fewbits.te.refused import mark_not_offload as mark_not_offload
+from fewbits.te.refused import newton_schulz as newton_schulz
+from fewbits.te.refused import onnx_export as onnx_export
+from fewbits.te.rng import CudaRNGStatesTracker as CudaRNGStatesTracker
 from fewbits.te.roles import DelayedScalingRequest as DelayedScalingRequest
 from fewbits.te.roles import DType as DType
 from fewbits.te.roles import QuantizerRequest as QuantizerRequest
@@ -49,6 +78,11 @@ from fewbits.te.roles import QuantizerRole as QuantizerRole
 from fewbits.te.rope import RotaryPositionEmbedding as RotaryPositionEmbedding
 from fewbits.te.rope import apply_fused_qkv_rotary_pos_emb as apply_fused_qkv_rotary_pos_emb
 from fewbits.te.rope import apply_rotary_pos_emb as apply_rotary_pos_emb
+from fewbits.te.router import RoutingMapFormat as RoutingMapFormat
+from fewbits.te.router import fused_compute_score_for_moe_aux_loss as fused_compute_score_for_moe_aux_loss
+from fewbits.te.router import fused_moe_aux_loss as fused_moe_aux_loss
+from fewbits.te.router import fused_topk_with_score_function as fused_topk_with_score_function
+from fewbits.te.safe import allow_loading
 from fewbits.te.support import emulation as emulation
 from fewbits.te.support import get_align_size_for_quantization as get_align_size_for_quantization
 from fewbits.te.support import get_default_recipe as get_default_recipe
@@ -59,3 +93,5 @@ from fewbits.te.support import is_fp8_block_scaling_available as is_fp8_block_sc
 from fewbits.te.support import is_mxfp8_available as is_mxfp8_available
 from fewbits.te.support import is_nvfp4_available as is_nvfp4_available
 from fewbits.te.transformer_layer import TransformerLayer as TransformerLayer
+
+allow_loading()

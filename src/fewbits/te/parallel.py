@@ -83,3 +83,11 @@ def after_product(y: Tensor, mode: str | None, sequence: bool, group: Any, size:
         return y
     moved: Tensor = _Move.apply(y, "cut" if sequence else "sum", group)
     return moved
+
+
+def sum_over_ranks(x: Tensor, group: Any, size: int) -> Tensor:
+    """The sum of ``x`` over a group's ranks; its gradient is each rank's own."""
+    if size == 1:
+        return x
+    summed: Tensor = _Move.apply(x, "sum", group)
+    return summed

@@ -1,0 +1,32 @@
+"""What `torch.load` may build when it reads quantised weights with ``weights_only=True``, its default."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fewbits.formats.base import Packed
+from fewbits.formats.float8 import Float8
+from fewbits.te.float4 import Float4
+from fewbits.te.microscaling import Microscaled
+from fewbits.te.operand import Operand
+from fewbits.te.quantized_tensor import QuantizedTensor, rebuild
+from fewbits.te.quantizers import Quantizer
+from fewbits.te.roles import DType
+
+
+def safe_globals() -> list[Any]:
+    """Classes of data, and one function that puts them together: none runs code of the file."""
+    found: list[Any] = [rebuild, Packed, Float8, Float4, Microscaled, Operand, DType]
+    for base in (QuantizedTensor, Quantizer):
+        waiting: list[Any] = [base]
+        while waiting:
+            found.append(waiting.pop())
+            waiting += [kind for kind in found[-1].__subclasses__() if kind.__module__.startswith("fewbits.")]
+    return found
+
+
+def allow_loading() -> None:
+    """Tell torch that these are safe; `fewbits.te` does it when it is imported."""
+    torch.serialization.add_safe_globals(safe_globals())

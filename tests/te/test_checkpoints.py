@@ -1,0 +1,204 @@
+"""State dicts with ``_extra_state`` both ways, quantised weights, and what is not unpickled."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import pickletools
+import sys
+import types
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+import pytest
+import torch
+
+import fewbits.te as te
+from fewbits.errors import BadCheckpoint, Unsupported
+from fewbits.te.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+)
+
+
+def trained(recipe: object) -> te.LayerNormMLP:
+    layer = te.LayerNormMLP(16, 32, device="cpu")
+    for _ in range(3):
+        with te.autocast(recipe=recipe):
+            y = layer(torch.randn(4, 16) * 3)
+        y.sum().backward()
+    return layer
+
+
+def saved_and_loaded(state: dict) -> dict:
+    stream = io.BytesIO()
+    torch.save(state, stream)
+    stream.seek(0)
+    return torch.load(stream, weights_only=True)
+
+
+def test_histories_travel_through_a_state_dict() -> None:
+    recipe = DelayedScaling(amax_history_len=5, margin=1)
+    first, second = trained(recipe), te.LayerNormMLP(16, 32, device="cpu")
+    second.load_state_dict(saved_and_loaded(first.state_dict()))
+    for where in ("scaling_fwd", "scaling_bwd"):
+        assert torch.equal(first.fp8_meta[where].scale, second.fp8_meta[where].scale)
+        assert torch.equal(first.fp8_meta[where].amax_history, second.fp8_meta[where].amax_history)
+    x = torch.randn(4, 16)
+    with te.autocast(recipe=recipe):
+        assert torch.equal(first(x), second(x))
+
+
+def test_recipes_without_a_state_save_no_bytes() -> None:
+    for recipe in (Float8CurrentScaling(), Float8BlockScaling(), MXFP8BlockScaling(), NVFP4BlockScaling()):
+        assert trained(recipe).state_dict()["_extra_state"].numel() == 0
+
+
+@pytest.fixture
+def their_module():
+    """A module with the names that a pickle of Transformer Engine refers to, and nothing of fewbits."""
+    module = types.ModuleType("transformer_engine.common.recipe")
+
+    class _FormatHelper(NamedTuple):
+        max_fwd: float
+        max_bwd: float
+
+    class Format(Enum):
+        E4M3 = _FormatHelper(448, 448)
+        HYBRID = _FormatHelper(448, 57344)
+
+    @dataclass
+    class DelayedScaling:
+        margin: int = 0
+        fp8_format: Format = Format.HYBRID
+        amax_history_len: int = 1024
+
+    for kind in (_FormatHelper, Format, DelayedScaling):
+        kind.__module__, kind.__qualname__ = module.__name__, kind.__name__
+        setattr(module, kind.__name__, kind)
+    names = ("transformer_engine", "transformer_engine.common", module.__name__)
+    assert not any(name in sys.modules for name in names)
+    sys.modules.update(dict(zip(names, (types.ModuleType("a"), types.ModuleType("b"), module), strict=True)))
+    yield module
+    for name in names:
+        del sys.modules[name]
+
+
+def test_what_we_write_names_their_classes(their_module) -> None:
+    layer = trained(DelayedScaling(amax_history_len=7, margin=2))
+    data = layer.get_extra_state().numpy().tobytes()
+    content = pickle.loads(data)  # as Transformer Engine does
+    assert type(content["recipe"]) is their_module.DelayedScaling
+    assert content["recipe"].amax_history_len == 7 and content["recipe"].margin == 2
+    assert content["recipe"].fp8_format is their_module.Format.HYBRID
+    assert content["scale_fwd"].shape == (6,) and content["amax_history_bwd"].shape == (7, 4)
+    assert torch.equal(content["scale_fwd"], layer.fp8_meta["scaling_fwd"].scale)
+    assert content["extra_fp8_variables"]["num_gemms"] == 2
+    named = {arg for op, arg, _ in pickletools.genops(data) if op.name == "GLOBAL"}
+    assert all(not str(arg).startswith("fewbits") for arg in named)
+
+
+def test_what_they_write_is_read_without_running_it(their_module) -> None:
+    content = {
+        "recipe": their_module.DelayedScaling(margin=3, amax_history_len=4),
+        "scale_fwd": torch.rand(3),
+        "amax_history_fwd": torch.rand(4, 3),
+        "scale_bwd": torch.rand(2),
+        "amax_history_bwd": torch.rand(4, 2),
+        "extra_fp8_variables": {"num_gemms": 1},
+    }
+    layer = te.Linear(8, 8, device="cpu")
+    layer.set_extra_state(torch.frombuffer(bytearray(pickle.dumps(content)), dtype=torch.uint8))
+    assert layer.fp8_meta["recipe"].margin == 3 and type(layer.fp8_meta["recipe"]) is DelayedScaling
+    for word in ("fwd", "bwd"):
+        assert torch.equal(layer.fp8_meta[f"scaling_{word}"].scale, content[f"scale_{word}"])
+        assert torch.equal(layer.fp8_meta[f"scaling_{word}"].amax_history, content[f"amax_history_{word}"])
+    del content["recipe"]  # as their first version did
+    layer.set_extra_state(torch.frombuffer(bytearray(pickle.dumps(content)), dtype=torch.uint8))
+    assert layer.fp8_meta["recipe"].amax_history_len == 4
+
+
+class Evil:
+    def __reduce__(self):
+        return (print, ("run",))
+
+
+@pytest.mark.parametrize("content", [Evil(), {"scale_fwd": Evil()}, {"recipe": io.BytesIO}])
+def test_other_names_are_refused(content: object, capsys) -> None:
+    layer = te.Linear(8, 8, device="cpu")
+    with pytest.raises(BadCheckpoint, match="could run code"):
+        layer.set_extra_state(torch.frombuffer(bytearray(pickle.dumps(content)), dtype=torch.uint8))
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("cut", [1, 20, 300])
+def test_damaged_bytes_are_refused(cut: int) -> None:
+    layer = trained(DelayedScaling(amax_history_len=2))
+    with pytest.raises(BadCheckpoint, match=r"damaged|could run code"):
+        layer.set_extra_state(layer.get_extra_state()[:-cut])
+    wrong = te.Linear(16, 16, device="cpu")
+    with pytest.raises(BadCheckpoint, match="different kinds"):
+        wrong.set_extra_state(layer.get_extra_state())
+
+
+RECIPES = [
+    DelayedScaling(),
+    Float8CurrentScaling(),
+    Float8BlockScaling(),
+    MXFP8BlockScaling(),
+    NVFP4BlockScaling(),
+]
+names = {"ids": lambda recipe: type(recipe).__name__}
+
+
+@pytest.mark.parametrize("recipe", RECIPES, **names)
+def test_quantised_weights_train_and_are_saved(recipe: object) -> None:
+    with te.quantized_model_init(recipe=recipe, preserve_high_precision_init_val=True):
+        layer = te.Linear(48, 32, device="cpu")
+    weight = layer.weight
+    assert isinstance(weight, te.QuantizedTensor) and isinstance(weight, torch.nn.Parameter)
+    first = weight.get_high_precision_init_val()
+    assert 0 < (first - weight.dequantize()).abs().max() < 0.3 * first.abs().max()
+    weight.clear_high_precision_init_val()
+    assert weight.get_high_precision_init_val() is None
+    x = torch.randn(16, 48)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
+    with te.autocast(recipe=recipe):
+        y = layer(x)
+        again = layer(x)
+    if not isinstance(recipe, NVFP4BlockScaling):
+        assert torch.equal(y, again)
+    before = weight.dequantize().clone()
+    y.square().mean().backward()
+    assert isinstance(weight.grad, torch.Tensor) and not isinstance(weight.grad, te.QuantizedTensor)
+    optimizer.step()
+    assert layer.weight is weight and not torch.equal(weight.dequantize(), before)
+    other = te.Linear(48, 32, device="cpu")
+    other.load_state_dict(saved_and_loaded(layer.state_dict()))
+    assert torch.equal(other.weight, weight.dequantize())
+    loaded = saved_and_loaded(dict(layer.named_parameters()))["weight"]
+    assert type(loaded) is type(weight.data) or isinstance(loaded, te.QuantizedTensor)
+    assert torch.equal(loaded.dequantize(), weight.dequantize())
+
+
+def test_a_quantised_weight_in_several_parameters_is_refused() -> None:
+    with pytest.raises(Unsupported, match="fuse_qkv_params"), te.quantized_model_init():
+        te.TransformerLayer(16, 16, 2, device="cpu")
+
+
+def test_a_quantised_tensor_is_a_tensor() -> None:
+    x = torch.randn(6, 32)
+    held = te.MXFP8Quantizer(te.DType.kFloat8E4M3)(x)
+    real = held.dequantize()
+    assert torch.equal(held + 1, real + 1) and torch.equal(held.t(), real.t())
+    assert isinstance(held.detach(), te.MXFP8Tensor) and isinstance(held.clone(), te.MXFP8Tensor)
+    copy = held.clone()
+    copy.mul_(2)
+    assert torch.equal(copy.dequantize(), 2 * real) and torch.equal(held.dequantize(), real)
+    copy.copy_(torch.zeros(6, 32))
+    assert isinstance(copy, te.MXFP8Tensor) and copy.dequantize().abs().sum() == 0
+    assert held.to(torch.float64).dtype == torch.float64

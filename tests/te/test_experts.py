@@ -1,0 +1,190 @@
+"""Permutations, router, grouped linear and padding against loops over tokens and experts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fewbits.te as te
+from fewbits.errors import BadInput, Unsupported
+from fewbits.te.recipe import DelayedScaling, Float8BlockScaling, MXFP8BlockScaling
+
+
+def routed(tokens: int = 11, experts: int = 5, top: int = 2):
+    scores = torch.rand(tokens, experts)
+    scores[3] = 0  # a token that no expert takes
+    probs = torch.zeros_like(scores).scatter(1, scores.topk(top).indices, scores.topk(top).values)
+    return torch.randn(tokens, 6, requires_grad=True), probs.requires_grad_(), (probs > 0).int()
+
+
+def test_permute_orders_by_expert_and_unpermute_adds_up() -> None:
+    x, probs, mask = routed()
+    n = int(mask.sum())
+    y, kept, ids = te.moe_permute_with_probs(x, probs, mask, n)
+    routes = [(e, t) for e in range(5) for t in range(11) if mask[t, e]]
+    assert torch.equal(y, torch.stack([x[t] for _, t in routes]))
+    assert torch.equal(kept, torch.stack([probs[t, e] for e, t in routes]))
+    assert torch.equal(te.moe_permute(x, mask, n)[0], y)
+    back = te.moe_unpermute(y * 2, ids, restore_shape=x.shape)
+    torch.testing.assert_close(back, 2 * x * mask.sum(1, keepdim=True))
+    merged = te.moe_unpermute(y, ids, merging_probs=probs, restore_shape=x.shape)
+    torch.testing.assert_close(merged, x * probs.sum(1, keepdim=True))
+    merged.square().sum().backward()
+    expected = (x * probs.sum(1, keepdim=True)).square().sum()
+    for ours, theirs in zip(
+        (x.grad, probs.grad * mask), torch.autograd.grad(expected, (x, probs)), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs * (mask if theirs.shape == mask.shape else 1))
+
+
+def test_permute_by_index() -> None:
+    x, index = torch.randn(7, 4), torch.stack([torch.randperm(5)[:3] for _ in range(7)]).int()
+    y, ids = te.moe_permute(x, index, 0, map_type="index")
+    assert torch.equal(y, torch.stack([x[t] for e in range(5) for t in range(7) if e in index[t]]))
+    probs = torch.rand(7, 3)
+    back = te.moe_unpermute(y, ids, merging_probs=probs, map_type="index")
+    torch.testing.assert_close(back, x * probs.sum(1, keepdim=True))
+    fewer, _ = te.moe_permute(x, index, 10, map_type="index")
+    assert torch.equal(fewer, y[:10])
+
+
+def test_permute_with_padding() -> None:
+    x, probs, mask = routed()
+    counts = mask.sum(0)
+    y, kept, ids, offsets, padded = te.moe_permute_and_pad_with_probs(x, probs, mask, counts, 4)
+    assert (padded % 4 == 0).all() and (padded - counts < 4).all() and len(y) == padded.sum()
+    begin = 0
+    for e in range(5):
+        n = int(counts[e])
+        assert torch.equal(y[begin : begin + n], x[mask[:, e].bool()])
+        assert torch.equal(kept[begin : begin + n], probs[mask[:, e].bool(), e])
+        begin += int(padded[e])
+        assert (y[begin - int(padded[e]) + n : begin] == 0).all()
+    back = te.moe_unpermute(y, ids, merging_probs=probs, restore_shape=x.shape, pad_offsets=offsets)
+    torch.testing.assert_close(back, x * probs.sum(1, keepdim=True))
+
+
+def test_sorting_chunks() -> None:
+    x, probs = torch.randn(9, 3), torch.rand(9)
+    y, p = te.moe_sort_chunks_by_index_with_probs(x, probs, torch.tensor([2, 4, 3]), torch.tensor([2, 0, 1]))
+    assert torch.equal(y, torch.cat([x[6:], x[:2], x[2:6]])) and torch.equal(
+        p, torch.cat([probs[6:], probs[:6]])
+    )
+
+
+@pytest.mark.parametrize("function", ["softmax", "sigmoid", "sqrtsoftplus"])
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("groups", [None, 4])
+def test_router(function: str, before: bool, groups: int | None) -> None:
+    logits = torch.randn(6, 16, requires_grad=True)
+    bias = torch.randn(16) if function != "softmax" else None
+    probs, mask = te.fused_topk_with_score_function(
+        logits, 4, before, groups, groups and 2, 2.5, function, bias
+    )
+    scores = {
+        "softmax": logits.exp() / logits.exp().sum(-1, keepdim=True),
+        "sigmoid": 1 / (1 + (-logits).exp()),
+        "sqrtsoftplus": (1 + logits.exp()).log() ** 0.5,
+    }[function]
+    for t in range(6):
+        ranked = scores[t] if bias is None else scores[t] + bias
+        ranked = (logits[t] if function == "softmax" and not before else ranked).detach()
+        allowed = list(range(16))
+        if groups:
+            quality = [sorted(ranked[4 * g : 4 * g + 4].tolist())[-2:] for g in range(4)]
+            best = sorted(range(4), key=lambda g: sum(quality[g]))[-2:]
+            allowed = [e for e in range(16) if e // 4 in best]
+        chosen = sorted(allowed, key=lambda e: float(ranked[e]))[-4:]
+        assert mask[t].nonzero().flatten().tolist() == sorted(chosen)
+        expected = scores[t, chosen]
+        if function != "softmax" or not before:
+            expected = expected / expected.sum()
+        torch.testing.assert_close(probs[t, chosen], 2.5 * expected)
+    (probs * torch.randn(16)).sum().backward()
+    assert logits.grad.abs().sum() > 0
+    _, packed = te.fused_topk_with_score_function(
+        logits, 4, before, groups, groups and 2, None, function, bias, routing_map_format="bitmap_u8"
+    )
+    assert torch.equal((packed[:, :, None] >> torch.arange(8) & 1).flatten(1).bool(), mask)
+
+
+def test_auxiliary_loss() -> None:
+    logits = torch.randn(10, 8, requires_grad=True)
+    mask, scores = te.fused_compute_score_for_moe_aux_loss(logits, 2, "softmax")
+    assert torch.equal(mask, scores >= scores.topk(2).values[:, 1:])
+    loss = te.fused_moe_aux_loss(scores, mask.sum(0), 10, 8, 2, 0.1)
+    expected = sum(float(scores[:, e].sum()) * int(mask[:, e].sum()) for e in range(8)) * 8 * 0.1 / (2 * 100)
+    assert loss.item() == pytest.approx(expected, rel=1e-5)
+    loss.backward()
+    assert logits.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize(
+    "recipe", [None, DelayedScaling(amax_history_len=2), Float8BlockScaling(), MXFP8BlockScaling()]
+)
+def test_grouped_linear_is_several_linears(recipe: object) -> None:
+    grouped = te.GroupedLinear(3, 16, 12, device="cpu")
+    assert [n for n, _ in grouped.named_parameters()] == [
+        "weight0",
+        "bias0",
+        "weight1",
+        "bias1",
+        "weight2",
+        "bias2",
+    ]
+    alone = [te.Linear(16, 12, device="cpu") for _ in range(3)]
+    x = torch.randn(9, 16, requires_grad=True)
+    splits = [4, 0, 5]
+    with torch.no_grad():
+        for i, layer in enumerate(alone):
+            layer.weight.copy_(getattr(grouped, f"weight{i}"))
+    for _ in range(2):
+        with te.autocast(enabled=recipe is not None, recipe=recipe):
+            y = grouped(x, splits)
+            z = torch.cat([layer(piece) for layer, piece in zip(alone, x.split(splits), strict=True)])
+        assert torch.equal(y, z)
+        dy = torch.randn_like(y)
+        (dx,) = torch.autograd.grad(y, x, dy, retain_graph=True)
+        assert torch.equal(dx, torch.autograd.grad(z, x, dy, retain_graph=True)[0])
+        y.backward(dy), z.backward(dy)
+    for i in (0, 2):
+        assert torch.equal(getattr(grouped, f"weight{i}").grad, alone[i].weight.grad)
+    with pytest.raises(BadInput, match="m_splits"):
+        grouped(x, [4, 4, 4])
+
+
+def test_padding_and_unpadding() -> None:
+    x = torch.randn(12, 4, requires_grad=True)
+    with te.autocast(recipe=MXFP8BlockScaling()):
+        y, sizes = te.Fp8Padding(3)(x, [5, 0, 7])
+        assert sizes == [32, 0, 32] and y.shape == (64, 4)
+        back = te.Fp8Unpadding(3)(y, [5, 0, 7])
+    assert torch.equal(back, x) and (y[5:32] == 0).all()
+    back.sum().backward()
+    assert (x.grad == 1).all()
+    assert te.Fp8Padding(2, align_size=4)(x, [4, 8])[0] is x
+
+
+def test_a_grouped_linear_over_ranks_is_refused() -> None:
+    with pytest.raises(Unsupported, match="whole experts"):
+        te.GroupedLinear(2, 4, 4, tp_size=2, device="cpu")
+
+
+def test_cross_entropy() -> None:
+    logits = torch.randn(2, 5, 9, requires_grad=True)
+    target = torch.randint(9, (2, 5))
+    target[0, 1] = -100
+    for smoothing in (0.0, 0.2):
+        for reduce in (False, True):
+            ours = te.parallel_cross_entropy(logits, target, smoothing, reduce)
+            theirs = F.cross_entropy(
+                logits.flatten(0, 1),
+                target.flatten(),
+                label_smoothing=smoothing,
+                reduction="mean" if reduce else "none",
+            ).view(ours.shape)
+            torch.testing.assert_close(ours, theirs)
+            (a,), (b,) = (torch.autograd.grad(t.sum(), logits) for t in (ours, theirs))
+            torch.testing.assert_close(a, b)
+    assert te.parallel_cross_entropy(logits.bfloat16(), target).dtype == torch.float32
