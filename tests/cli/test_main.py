@@ -55,7 +55,7 @@ def test_no_command_is_usage(run):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["eval"], "error: the following arguments are required: --model, --text; see fewbits eval --help."),
+        (["eval"], "error: the following arguments are required: --model; see fewbits eval --help."),
         (["nonsense"], "invalid choice: 'nonsense'"),
         (["generate", "--model", "m"], "one of the arguments --prompt --messages --chat is required"),
         (["generate", "--model", "m", "--prompt", "a", "--top-k", "x"], "invalid int value: 'x'"),

@@ -149,36 +149,16 @@ def generate(args: Namespace) -> int:
 
 def eval(args: Namespace) -> int:
     """``fewbits eval``."""
-    from fewbits.cli.models import load
-    from fewbits.inference.evaluate import perplexity
+    from fewbits.cli.evaluate import evaluate
 
-    text = read_text(args.text)
-    if args.batch_size < 1:
-        args.parser.error("--batch-size must be at least 1")
-    model, tokenizer = load(args)
-    with Progress("tokens") as advance:
-        result = perplexity(
-            model,
-            tokenizer,
-            text,
-            window=args.window,
-            stride=args.stride,
-            max_tokens=args.max_tokens,
-            batch_size=args.batch_size,
-            progress=advance,
-        )
-    if args.json:
-        figures = {"model": args.model, "text": args.text, "recipe": args.recipe, **result.as_dict()}
-        sys.stdout.write(json.dumps(figures, indent=2) + "\n")
-        return 0
-    bits = "" if result.bits_per_character is None else f"   {result.bits_per_character:.3f} bits/character"
-    screen = console()
-    screen.print(
-        f"[bold]perplexity {result.perplexity:.3f}[/]   {result.nll:.4f} nats/token{bits}", highlight=False
-    )
-    how = f"{result.tokens:,} tokens, window {result.window}, stride {result.stride}, {result.seconds:.1f} s"
-    screen.print(f"[dim]{how}[/]", highlight=False)
-    return 0
+    return evaluate(args)
+
+
+def compare(args: Namespace) -> int:
+    """``fewbits compare``."""
+    from fewbits.cli.compare import compare as run
+
+    return run(args)
 
 
 def quantize(args: Namespace) -> int:

@@ -170,8 +170,24 @@ def _generate(commands: Any) -> None:
 def _eval(commands: Any) -> None:
     sub = _command(commands, "eval", loads_models=True)
     _model_options(sub)
+    what = sub.add_argument_group("on what").add_mutually_exclusive_group(required=True)
+    what.add_argument("--text", metavar="FILE", help="perplexity on plain text, UTF-8; - is standard input")
+    what.add_argument("--rows", metavar="FILE", help="loss on rows, written as the run wrote its own")
+    what.add_argument("--tasks", metavar="A,B", help="tasks of lm-eval, which has to be installed")
+    rows = sub.add_argument_group("rows and tasks")
+    rows.add_argument(
+        "--answers",
+        type=int,
+        default=0,
+        metavar="N",
+        help="answer the first N rows: exact match (default: 0)",
+    )
+    rows.add_argument(
+        "--answer-tokens", type=int, default=64, metavar="N", help="longest answer (default: %(default)s)"
+    )
+    rows.add_argument("--show", action="store_true", help="show the answers beside what was expected")
+    rows.add_argument("--limit", type=int, metavar="N", help="of --tasks: only the first N documents")
     group = sub.add_argument_group("measurement")
-    group.add_argument("--text", required=True, metavar="FILE", help="plain text, UTF-8; - is standard input")
     group.add_argument(
         "--window", type=int, metavar="N", help="tokens, BOS included (default: the context, at most 2048)"
     )

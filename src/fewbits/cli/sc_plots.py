@@ -26,7 +26,7 @@ def draw_lines(
         path: .svg or .png.
         levels: horizontal lines, by their names.
     """
-    figure, axes = _axes(path)
+    figure, axes = axes_for(path)
     colors = {name: f"C{i}" for i, name in enumerate(dict.fromkeys(r["scramble"] for r in rows))}
     for scramble, halve in dict.fromkeys((r["scramble"], r["halve"]) for r in rows):
         points = sorted(
@@ -50,14 +50,14 @@ def draw_lines(
     axes.set_ylabel(label)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
-    _save(figure, path)
+    save_plot(figure, path)
 
 
 def draw_table_error(options: Any, dimensions: int, path: Path) -> None:
     """The heat map of `table_error`."""
     from fewbits.inference.stochastic_error import table_error
 
-    figure, axes = _axes(path)
+    figure, axes = axes_for(path)
     error = table_error(options, dimensions).numpy()
     limit = max(float(abs(error).max()), 1e-9)
     image = axes.imshow(error, origin="lower", cmap="RdBu_r", vmin=-limit, vmax=limit)
@@ -68,10 +68,11 @@ def draw_table_error(options: Any, dimensions: int, path: Path) -> None:
     )
     axes.title.set_fontsize(9)
     figure.colorbar(image)
-    _save(figure, path)
+    save_plot(figure, path)
 
 
-def _axes(path: Path) -> tuple[Any, Any]:
+def axes_for(path: Path) -> tuple[Any, Any]:
+    """An empty figure and its axes; a name that no plot can have is refused."""
     if path.suffix not in (".svg", ".png"):
         raise BadInput(f"a plot is written as .svg or .png, not {path.name!r}; name such a file.")
     try:
@@ -82,7 +83,8 @@ def _axes(path: Path) -> tuple[Any, Any]:
     return figure, figure.subplots()
 
 
-def _save(figure: Any, path: Path) -> None:
+def save_plot(figure: Any, path: Path) -> None:
+    """Write a figure; the same drawing gives the same file."""
     from matplotlib import rc_context
 
     with rc_context({"svg.hashsalt": "fewbits"}):  # the same drawing gives the same file

@@ -62,6 +62,20 @@ def _preview(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--open", action="store_true", help="show that file in the web browser")
 
 
+def _compare(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("models", nargs="+", metavar="PATH", help="the reference first; also PATH@RECIPE")
+    sub.add_argument("--text", required=True, metavar="FILE", help="plain text, UTF-8; - is standard input")
+    sub.add_argument("--window", type=int, metavar="N", help="tokens (default: the context, at most 2048)")
+    sub.add_argument("--max-tokens", type=int, metavar="N", help="only the first N tokens of the text")
+    sub.add_argument(
+        "--batch-size", type=int, default=1, metavar="N", help="windows at once (default: %(default)s)"
+    )
+    sub.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of what is not packed")
+    sub.add_argument("--device", metavar="DEVICE", help="cpu, cuda, cuda:1 (default: a GPU if there is one)")
+    sub.add_argument("--plot", metavar="FILE", help="bytes against distance, as .svg or .png")
+    _json(sub)
+
+
 # command: (adds its flags, whether it loads models or their libraries, which are to be silent then)
 START_FLAGS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], bool]] = {
     "init": (_init, False),
@@ -69,4 +83,5 @@ START_FLAGS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], bool]] =
     "models": (_models, True),
     "plan": (_plan, True),
     "preview": (_preview, True),
+    "compare": (_compare, True),
 }

@@ -93,13 +93,24 @@ echo "Once upon a time" | fewbits generate --model models/stories3m --prompt -
 """,
     ),
     "eval": Text(
-        "measure a model's perplexity on a text",
-        "Perplexity of a model on a text, in windows of tokens that each begin with BOS. A stride smaller\n"
-        "than the window lets windows overlap: a token then has more context, and the figure is lower.",
+        "measure a model on a text, on rows, or on tasks",
+        "Perplexity on a text, in windows of tokens that each begin with BOS; or loss and exact match on\n"
+        "rows, written with the template of the run that the model comes from; or tasks of lm-eval.",
         """
 fewbits eval --model models/stories3m --text tinystories.txt
 fewbits eval --model models/stories3m --text tinystories.txt --recipe qlora_nf4 --window 512 --stride 256
 fewbits eval --model models/stories3m --text - --json < tinystories.txt
+fewbits eval --model runs/mine --rows held-out.jsonl --answers 50 --show
+fewbits eval --model runs/mine --tasks hellaswag,arc_easy --limit 100
+""",
+    ),
+    "compare": Text(
+        "compare models with a reference on one text",
+        "KL divergence and equal likeliest tokens beside the first model, perplexity, bytes and speed of\n"
+        "each. PATH@RECIPE quantises a model while it is loaded.",
+        """
+fewbits compare models/llama models/llama@qlora_nf4 models/llama@int8 --text wiki.txt
+fewbits compare models/llama runs/mine merged --text wiki.txt --window 512 --plot sizes.svg
 """,
     ),
     "quantize": Text(

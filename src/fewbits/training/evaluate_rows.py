@@ -1,0 +1,134 @@
+"""A model on rows, written as a run writes them: loss on trained tokens, exact match of greedy answers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fewbits.errors import BadInput
+from fewbits.training.build import max_positions, sequence_length, with_template
+from fewbits.training.config import TrainConfig
+from fewbits.training.data import RowEncoder
+from fewbits.training.mix import load_run_data, read_run_samples
+from fewbits.training.packing import IGNORED, Collator, SequenceDataset
+from fewbits.training.samples import answer_all
+from fewbits.training.sources import check_sources
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowResult:
+    """What `evaluate_rows` measured.
+
+    Attributes:
+        loss: mean over the tokens that a run would train, nats.
+        perplexity: exp(loss).
+        tokens: those tokens.
+        rows: that were read.
+        exact_match: share of greedy answers that are the row's own, spaces at both ends aside; None where no
+            answer was asked for, or rows have none (plain text).
+        answered: how many rows were answered.
+        answers: prompt, expected and answer of each of them.
+    """
+
+    loss: float
+    perplexity: float
+    tokens: int
+    rows: int
+    exact_match: float | None
+    answered: int
+    answers: tuple[dict[str, str], ...]
+
+
+def config_for(model: str, rows: str, settings: dict[str, Any] | None = None) -> TrainConfig:
+    """How rows are written: as the run in the folder ``model`` wrote its own, else by the defaults.
+
+    Args:
+        model: a model's folder, or a run's, whose config.yaml then tells template, columns and format.
+        rows: the file to evaluate on.
+        settings: fields that win.
+    """
+    own = {**(settings or {}), "train_data": rows}
+    recorded = Path(model) / "config.yaml"
+    if not recorded.is_file():
+        return TrainConfig.from_mapping({"model": model, **own})
+    run = TrainConfig.from_yaml(recorded)
+    kept = replace(run, eval_data=None, eval_fraction=0.0, data_on_disk=None, method="sft", rewards=())
+    return TrainConfig.from_mapping({**kept.to_dict(), **own})
+
+
+def evaluate_rows(
+    model: Any,
+    tokenizer: Any,
+    config: TrainConfig,
+    *,
+    answers: int = 0,
+    progress: Callable[[int, int], None] | None = None,
+) -> RowResult:
+    """Evaluate on the rows that ``config.train_data`` names.
+
+    Args:
+        model: in any mode, which is restored.
+        tokenizer: its own.
+        config: how rows are written, and how long they and their sample answers may be.
+        answers: rows, the first ones, that the model answers.
+        progress: called as ``progress(batches done, batches in all)``.
+
+    Raises:
+        BadInput: the rows cannot be used.
+    """
+    check_sources(config)
+    limit = max_positions(model.config)
+    encoder = RowEncoder(with_template(tokenizer, config), config, sequence_length(config, limit))
+    data = load_run_data(encoder)
+    loss, tokens = _loss(model, encoder, SequenceDataset(data.train.examples), config.batch_size, progress)
+    rows = list(dict.fromkeys(e.row for e in data.train.examples))[:answers]
+    samples = read_run_samples(encoder, data, rows) if rows else []
+    samples = [sample for sample in samples if "expected" in sample]
+    texts = answer_all(
+        model, encoder, [s["prompt"] for s in samples], tokens=config.sample_tokens, limit=limit
+    )
+    told = [{**sample, "answer": text} for sample, text in zip(samples, texts, strict=True)]
+    hits = sum(one["answer"].strip() == one["expected"].strip() for one in told)
+    return RowResult(
+        loss=loss,
+        perplexity=math.exp(loss) if loss < 700 else math.inf,
+        tokens=tokens,
+        rows=data.train.report.rows,
+        exact_match=hits / len(told) if told else None,
+        answered=len(told),
+        answers=tuple(told),
+    )
+
+
+def _loss(
+    model: Any, encoder: RowEncoder, dataset: SequenceDataset, batch_size: int, progress: Any
+) -> tuple[float, int]:
+    """Mean negative log-likelihood of the trained tokens, and how many they are."""
+    collate = Collator(encoder.eos or 0)
+    was_training, total, count = model.training, 0.0, 0
+    device = model.get_input_embeddings().weight.device
+    batches = range(0, len(dataset), batch_size)
+    model.eval()
+    try:
+        for done, at in enumerate(batches, 1):
+            batch = collate([dataset[i] for i in range(at, min(at + batch_size, len(dataset)))])
+            ids, labels = batch["input_ids"].to(device), batch["labels"].to(device)[:, 1:]
+            with torch.inference_mode():
+                logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
+            kept = labels != IGNORED
+            total += float(
+                torch.nn.functional.cross_entropy(logits[kept].float(), labels[kept], reduction="sum")
+            )
+            count += int(kept.sum())
+            if progress is not None:
+                progress(done, len(batches))
+    finally:
+        model.train(was_training)
+    if not count:
+        raise BadInput(f"{encoder.config.train_data} has no token that is predicted; give longer rows.")
+    return total / count, count
