@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from fewbits.errors import BadInput
-from fewbits.training.build import max_positions, sequence_length, with_template
 from fewbits.training.config import TrainConfig
-from fewbits.training.data import RowEncoder
-from fewbits.training.mix import load_run_data, read_run_samples
-from fewbits.training.packing import IGNORED, Collator, SequenceDataset
-from fewbits.training.samples import answer_all
-from fewbits.training.sources import check_sources
+from fewbits.training.data.examples import RowEncoder
+from fewbits.training.data.mix import load_run_data, read_run_samples
+from fewbits.training.data.packing import IGNORED, Collator, SequenceDataset
+from fewbits.training.data.sources import check_sources
+from fewbits.training.setup.model_and_trainer import max_positions, sequence_length, with_template
+from fewbits.training.setup.samples import answer_all
 
 
 @dataclass(frozen=True, kw_only=True)
