@@ -62,7 +62,7 @@ def _text(args: Namespace) -> int:
 
 def _rows(args: Namespace) -> int:
     from fewbits.training.data.sources import check_sources
-    from fewbits.training.evaluate_rows import config_for, evaluate_rows
+    from fewbits.training.setup.evaluate_rows import config_for, evaluate_rows
 
     settings: dict[str, Any] = {"batch_size": args.batch_size, "sample_tokens": args.answer_tokens}
     config = config_for(args.model, args.rows, settings)
