@@ -44,11 +44,36 @@ def read_adapter(path: str | Path) -> dict[str, Any]:
             )
         raise BadCheckpoint(f"{folder} has no {_WEIGHTS}; give the folder that save_pretrained wrote.")
     try:
-        return dict(load_file(folder / _WEIGHTS))
+        return _once(load_file(folder / _WEIGHTS))
     except (SafetensorError, OSError) as error:
         raise BadCheckpoint(
             f"{folder / _WEIGHTS} is truncated or corrupt ({error}); copy or save it again."
         ) from error
+
+
+def _once(weights: Mapping[str, Any]) -> dict[str, Any]:
+    """Without the second names under which PEFT saves trained copies of an embedding that was resized."""
+    second = re.compile(r"\.(modules_to_save|original_module)(?=\.)")
+    return {k: t for k, t in weights.items() if not second.search(k) or second.sub("", k) not in weights}
+
+
+def fit_vocabulary(model: Any, path: str | Path) -> str:
+    """Give a base model as many rows of the embedding as the adapter in ``path`` was trained with.
+
+    In place, where the adapter holds an embedding of another size; tokens were added before it was trained.
+
+    Returns:
+        What was done, in words; "" where nothing was.
+    """
+    name = next(
+        (n for n, module in model.named_modules() if module is model.get_input_embeddings()), "unknown"
+    )
+    held = (t.shape[0] for k, t in read_adapter(path).items() if base_name(k) == f"{name}.weight")
+    rows, found = next(held, None), model.get_input_embeddings().weight.shape[0]
+    if rows is None or rows == found:
+        return ""
+    model.resize_token_embeddings(rows, mean_resizing=False)
+    return f"the embedding has {rows:,} rows and not {found:,}, as it had when the adapter was trained"
 
 
 def linears_of(model: nn.Module) -> dict[str, nn.Module]:

@@ -17,6 +17,7 @@ import torch
 
 from fewbits.errors import BadCheckpoint, BadInput, SpecMismatch, Unsupported
 from fewbits.export.compressed import import_compressed_tensors
+from fewbits.models.adapter_files import fit_vocabulary
 from fewbits.models.adapter_words import fast_generate, load_lora, save_lora
 from fewbits.models.adapters import get_peft_model, load_adapter
 from fewbits.models.checkpoint import ADAPTER_CONFIG, Checkpoint, inspect_folder, is_adapter_folder, read_json
@@ -94,6 +95,8 @@ class FastLanguageModel:
                 base, *given, **{k: v for k, v in options.items() if k not in ("base_model", "is_trainable")}
             )
             with Reading(path):
+                if resized := fit_vocabulary(model, path):
+                    model.fewbits_notes = [*model.fewbits_notes, resized]
                 peft_model = load_adapter(model, path, is_trainable=loading.is_trainable)
             if loading.is_trainable:
                 _made_fast(peft_model, model, loading)

@@ -32,6 +32,7 @@ from fewbits.models.branches import (
     was_changed,
 )
 from fewbits.models.checkpoint import INDEX, WEIGHTS
+from fewbits.models.merge_checks import compare_file, distance, jitter, split
 from fewbits.models.original import original_of, source_folder
 from fewbits.models.packed import recipe_of
 from fewbits.models.transposed import turned
@@ -183,6 +184,7 @@ class Merger:
         self.branches = branches_of(base)
         self.packed: dict[str, QuantizedLinear] = {}
         self.live: dict[str, Tensor] = {}
+        self.changed: set[str] = set()  # linears whose weight is not the original's any more
         self._look_at_model()
         self.original, self.reason = original_of(base)
         if self.original is not None:
@@ -194,7 +196,8 @@ class Merger:
     def weights_from(self) -> str:
         """Where W comes from, in words."""
         if self.original is not None:
-            return f"the original weights of {self.original.folder}"
+            own = f", and {len(self.changed)} that were changed in this model" if self.changed else ""
+            return f"the original weights of {self.original.folder}{own}"
         kind = "the dequantised weights" if self.packed else "the model's own weights"
         return f"{kind} ({self.reason})"
 
@@ -261,7 +264,7 @@ class Merger:
         total = 0
         for file_name, tensors in shards:
             save_file(tensors, folder / file_name, metadata={"format": "pt"})
-            _compare_file(folder / file_name, tensors)
+            compare_file(folder / file_name, tensors)
             weight_map.update(dict.fromkeys(tensors, file_name))
             total += sum(t.nbytes for t in tensors.values())
         if set(weight_map.values()) != {WEIGHTS}:
@@ -300,13 +303,21 @@ class Merger:
 
     def _merged(self, name: str, weight: Tensor) -> Tensor:
         """What the tensor ``name`` of the original becomes."""
-        module = name.removesuffix(".weight")
-        if module in self.branches and name.endswith(".weight"):
-            return self.branches[module].merged(weight).to(self.dtype)
+        module = name.removesuffix(".weight") if name.endswith(".weight") else ""
+        own = self._own(name, weight)
+        if own is not None and (module in self.branches or module in self.packed):
+            self.changed.add(module)
+        weight = weight if own is None else own
+        return self._as_saved(self.branches[module].merged(weight) if module in self.branches else weight)
+
+    def _own(self, name: str, weight: Tensor) -> Tensor | None:
+        """The model's own tensor where that is not simply the original's ``weight``."""
+        layer = self.packed.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
+        if layer is not None:
+            return turned(layer.dequantize(torch.float32), layer) if layer.repacked else None
         live = self.live.get(name)
-        if live is not None and live.device.type != "meta" and was_changed(live, weight):
-            return self._as_saved(live)
-        return self._as_saved(weight)
+        known = live is not None and live.device.type != "meta"
+        return live if live is not None and known and was_changed(live, weight) else None
 
     def _as_saved(self, tensor: Tensor) -> Tensor:
         tensor = tensor.detach().to("cpu", self.dtype if tensor.is_floating_point() else tensor.dtype)
@@ -318,7 +329,7 @@ class Merger:
         return sorted({*names, *(f"{n}.weight" for n in self.packed)})
 
     def _from_model(self, shard_bytes: int) -> Iterator[tuple[str, dict[str, Tensor]]]:
-        groups = _split(self._live_names(), self._size_of, shard_bytes)
+        groups = split(self._live_names(), self._size_of, shard_bytes)
         for number, group in enumerate(groups, 1):
             file_name = (
                 WEIGHTS if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
@@ -382,10 +393,11 @@ class Merger:
         merged = type(self.base).from_pretrained(folder, dtype=dtype, local_files_only=True).eval()
         with torch.no_grad():
             logits = merged(input_ids=ids).logits.float()
-            _jitter(merged, torch.finfo(self.dtype).eps / 2)
+            # In float32 the products' own sums round as much as the weights do: a few units more.
+            jitter(merged, torch.finfo(self.dtype).eps * (4 if self.dtype == torch.float32 else 0.5))
             moved = merged(input_ids=ids).logits.float()
-        error = _distance(logits, expected)
-        tolerance = _ROUNDINGS * _distance(moved, logits)
+        error = distance(logits, expected)
+        tolerance = _ROUNDINGS * distance(moved, logits)
         if not error <= tolerance:
             raise BadCheckpoint(
                 f"the merged model's logits differ from base plus adapter by {error:.2e} relative, and "
@@ -413,11 +425,11 @@ class Merger:
         source = self.original.folder
         model = type(self.base).from_pretrained(source, dtype=dtype, local_files_only=True).eval()
         parameters = dict(model.named_parameters(remove_duplicate=False))
-        for name, live in self.live.items():
-            adapted = name.removesuffix(".weight") in self.branches
-            if name in parameters and not adapted and was_changed(live, parameters[name]):
+        for name, parameter in parameters.items():
+            own = self._own(name, parameter)
+            if own is not None:
                 module, _, leaf = name.rpartition(".")
-                setattr(model.get_submodule(module), leaf, nn.Parameter(live.detach().to("cpu", dtype)))
+                setattr(model.get_submodule(module), leaf, nn.Parameter(own.detach().to("cpu", dtype)))
         for name, branch in self.branches.items():
             model.get_submodule(name).register_forward_hook(
                 lambda module, args, output, branch=branch: branch.apply(args[0], output, module)
@@ -426,42 +438,9 @@ class Merger:
         return logits.float()
 
 
-def _distance(found: Tensor, expected: Tensor) -> float:
-    return float((found - expected).norm() / expected.norm().clamp_min(1e-30))
-
-
-def _jitter(model: nn.Module, unit: float) -> None:
-    """Move every weight matrix by up to ``unit`` of each value, uniformly."""
-    generator = torch.Generator().manual_seed(0)
-    for parameter in model.parameters():
-        if parameter.dim() == 2:
-            noise = torch.rand(parameter.shape, generator=generator).mul_(2).sub_(1).mul_(unit).add_(1)
-            parameter.mul_(noise.to(parameter.dtype) if parameter.dtype == torch.float32 else noise)
-
-
 def _is_alias(base: Any, live: dict[str, Tensor], name: str) -> bool:
     source = base.all_tied_weights_keys.get(name)
     return source in live and same_storage(live[source], live[name])
-
-
-def _split(names: list[str], size_of: Any, limit: int) -> list[list[str]]:
-    groups: list[list[str]] = [[]]
-    room = limit
-    for name in names:
-        size = size_of(name)
-        if groups[-1] and size > room:
-            groups.append([])
-            room = limit
-        groups[-1].append(name)
-        room -= size
-    return groups
-
-
-def _compare_file(file: Path, tensors: dict[str, Tensor]) -> None:
-    with safe_open(file, framework="pt") as stream:
-        for name, tensor in tensors.items():
-            if not torch.equal(stream.get_tensor(name), tensor) and not tensor.isnan().any():
-                raise BadCheckpoint(f"{name} reads back from {file} as other numbers; check the disk.")
 
 
 def _pack(base: Any, source: Path, target: Path) -> None:

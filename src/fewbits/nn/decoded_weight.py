@@ -65,7 +65,8 @@ class DecodedWeight(Tensor):
                 f"the new values of a weight stored as {layer.format.name} are rounded to it again.",
                 stacklevel=2,
             )
-            layer.before.append({name: part.detach() for name, part in layer.stored().items()})
+            stored = {name: part.detach() for name, part in layer.stored().items()}
+            layer.before.append((stored, layer.repacked))
             layer.pack(_decoded(value).to(layer.dtype))
 
     def __setitem__(self, where: Any, values: Any) -> None:
@@ -98,11 +99,13 @@ def _bring_back(layer: Any, subtracted: Tensor) -> bool:
     if not layer.before:
         return False
     now = layer.stored()
-    layer.load_stored(layer.before.pop())
+    parts, repacked = layer.before.pop()
+    layer.load_stored(parts)
     before = layer.stored()
     layer.pack((layer.dequantize() + subtracted).to(layer.dtype))
     is_it = all(torch.equal(part, layer.stored()[name]) for name, part in now.items())
     layer.load_stored(before if is_it else now)
+    layer.repacked = repacked if is_it else True
     return is_it
 
 

@@ -61,11 +61,14 @@ class QuantizedLinear(nn.Linear):
             itself is computed in the dtype of the input, or in autocast's.
         transposed: whether the layer stands for one whose plain weight is stored as (K, N), as GPT-2's Conv1D
             does; what is packed here is (N, K) all the same.
+        repacked: whether the weight is another one than the layer was made or loaded with (an adapter was
+            merged into it, numbers were assigned): the checkpoint that it came from then has another one.
         operands: formats to which the operands of the product are rounded; in the constructor the keywords
             ``activation``, ``gradient`` and ``weight_operand``.
     """
 
     transposed: bool = False
+    repacked: bool = False
 
     def __init__(
         self,
@@ -84,7 +87,7 @@ class QuantizedLinear(nn.Linear):
         self.dtype = torch.get_default_dtype() if dtype is None else dtype
         layout = format.layout((out_features, in_features))
         self.part_names = tuple(layout)
-        self.before: list[dict[str, Tensor]] = []  # what `weight.data = ...` replaced, for unmerging
+        self.before: list[tuple[dict[str, Tensor], bool]] = []  # what was assigned over, for unmerging
         for name, part in layout.items():
             empty = torch.empty(part.shape, dtype=part.dtype, device=device)
             self.register_parameter(f"weight_{name}", nn.Parameter(empty, requires_grad=False))
@@ -107,6 +110,7 @@ class QuantizedLinear(nn.Linear):
             made.bias = linear.bias
         if weight.device.type != "meta":
             made.pack(weight)
+            made.repacked = False
         return made.train(linear.training)
 
     @property
@@ -159,6 +163,7 @@ class QuantizedLinear(nn.Linear):
         """
         check_finite(weight)
         self.load_packed(quantize(weight, self.format))
+        self.repacked = True
 
     def stored(self) -> dict[str, Tensor]:
         """The parameters that stand for the weight, by name: what `pack` replaces."""
@@ -188,6 +193,14 @@ class QuantizedLinear(nn.Linear):
     def extra_repr(self) -> str:
         """One line for ``print(model)``."""
         return _repr(self, self.bias is not None, {"weight": self.format, **_named(self.operands)})
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        given = {name: state_dict.get(prefix + name) for name in self.stored()}
+        for name, part in self.stored().items():
+            new = given[name]
+            if new is not None and new.shape == part.shape and part.device.type != "meta":
+                self.repacked |= not torch.equal(new.detach().to(part), part)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedLinear:
         # A cast (model.bfloat16(), .to(dtype)) is meant for numbers; here it moves the stored parts as they

@@ -63,6 +63,7 @@ class LoRALinear(nn.Module, LoraLayer):
         LoraLayer.__init__(self, base_layer)
         self._active_adapter = adapter_name
         self._packed_before: dict[str, Tensor] = {}
+        self._repacked_before = False
         self.update_layer(adapter_name, r, lora_alpha=lora_alpha, **kwargs)
 
     def update_layer(self, adapter_name: str, r: int, *args: Any, **kwargs: Any) -> None:
@@ -246,6 +247,7 @@ class LoRALinear(nn.Module, LoraLayer):
         )
         if not self.merged_adapters:
             self._packed_before = {name: t.detach() for name, t in base.stored().items()}
+            self._repacked_before = base.repacked
         base.pack(merged)
 
     def _merged_bias(self, base: Any, name: str, must_be_finite: bool) -> Tensor:
@@ -287,6 +289,7 @@ class LoRALinear(nn.Module, LoraLayer):
         if self._packed_before:
             for name, tensor in self._packed_before.items():
                 base.get_parameter(name).data = tensor.to(base.device)
+            base.repacked = self._repacked_before
             self._packed_before = {}
 
     def _without(self, weight: Tensor, name: str) -> Tensor:

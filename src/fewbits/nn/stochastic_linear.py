@@ -125,6 +125,7 @@ class StochasticLinear(QuantizedLinear):
         made.use_int8(int8)
         if weight.device.type != "meta":
             made.pack(weight)
+            made.repacked = False
         return made.train(linear.training)
 
     def _take_extras(
@@ -156,6 +157,7 @@ class StochasticLinear(QuantizedLinear):
         if self.smooth_scales is not None:
             weight = weight * self.smooth_scales.to(weight.dtype)
         self.load_packed(quantize(weight, self.format))
+        self.repacked = True
 
     def use_int8(self, int8: bool) -> None:
         """Multiply the codes as integers, or (False) count their streams."""

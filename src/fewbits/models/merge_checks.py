@@ -1,0 +1,52 @@
+"""What a merge uses to write in pieces and to compare what it wrote."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from fewbits.errors import BadCheckpoint
+
+
+def distance(found: Tensor, expected: Tensor) -> float:
+    """Norm of the difference, relative to ``expected``'s."""
+    return float((found - expected).norm() / expected.norm().clamp_min(1e-30))
+
+
+def jitter(model: nn.Module, unit: float) -> None:
+    """Move every weight matrix by up to ``unit`` of each value, uniformly."""
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            noise = torch.rand(parameter.shape, generator=generator).mul_(2).sub_(1).mul_(unit).add_(1)
+            parameter.mul_(noise.to(parameter.dtype) if parameter.dtype == torch.float32 else noise)
+
+
+def split(names: list[str], size_of: Any, limit: int) -> list[list[str]]:
+    """Names in groups of at most ``limit`` bytes, in order; a larger tensor has a group of its own."""
+    groups: list[list[str]] = [[]]
+    room = limit
+    for name in names:
+        size = size_of(name)
+        if groups[-1] and size > room:
+            groups.append([])
+            room = limit
+        groups[-1].append(name)
+        room -= size
+    return groups
+
+
+def compare_file(file: Path, tensors: dict[str, Tensor]) -> None:
+    """Refuse a safetensors file that does not hold these very tensors.
+
+    Raises:
+        BadCheckpoint: it does not.
+    """
+    with safe_open(file, framework="pt") as stream:
+        for name, tensor in tensors.items():
+            if not torch.equal(stream.get_tensor(name), tensor) and not tensor.isnan().any():
+                raise BadCheckpoint(f"{name} reads back from {file} as other numbers; check the disk.")
