@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, StaticCache, pipeli
 from fewbits import FastLanguageModel
 from fewbits.models.hf_quantizer import FewbitsConfig
 from fewbits.recipes import get_recipe
-from tests.models.loading import logits, packed_state, save_tiny, tokenizer
+from tests.models.loading import logits, packed_state, same, save_tiny, tokenizer
 from tests.models.tiny import VOCAB, tokens
 
 RECIPES = {"plain": None, "nf4": "qlora_nf4", "int8": "int8"}
@@ -171,3 +172,122 @@ def test_the_librarys_own_loader_gives_such_a_model(folder, tmp_path):
     model.save_pretrained(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     assert torch.equal(logits(again, tokens()), logits(model, tokens()))
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "sampling": {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.9},
+    "several answers": {"do_sample": True, "num_return_sequences": 3, "min_p": 0.01, "typical_p": 0.95},
+    "beams": {"num_beams": 3, "num_return_sequences": 2, "length_penalty": 0.5, "early_stopping": True},
+    "penalties": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "min_new_tokens": 4},
+    "words": {"bad_words_ids": [[5], [6, 7]], "suppress_tokens": [8], "forced_eos_token_id": 2},
+    "looked up in the prompt": {"prompt_lookup_num_tokens": 2},
+    "stopped": {"stop_strings": ["e"], "max_time": 60.0},
+    "with scores": {"return_dict_in_generate": True, "output_scores": True, "output_logits": True},
+}
+
+
+def decoded(model: Any) -> Any:
+    """The plain model of transformers with the weights that are stored."""
+    twin = copy.deepcopy(model)
+    return twin.dequantize() if packed_state(twin) else twin
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_generates_as_the_plain_model_of_its_weights_does(folder, recipe, name):
+    model = load(folder, recipe)
+    twin = decoded(model)
+    assert not packed_state(twin) and bool(packed_state(model)) == (recipe is not None)
+    prompt = tokens(rows=1 if "looked" in name else 2, length=6)
+    mask = torch.ones_like(prompt)
+    if len(prompt) > 1:
+        prompt[0, :2], mask[0, :2] = 0, 0  # padded on the left
+    options = {"max_new_tokens": 8, "pad_token_id": 0, "do_sample": False, **OPTIONS[name]}
+    if "stop_strings" in options:
+        options["tokenizer"] = tokenizer()
+    found = []
+    for one in (model, twin):
+        torch.manual_seed(0)
+        found.append(one.generate(input_ids=prompt, attention_mask=mask, **options))
+    if name == "with scores":
+        torch.testing.assert_close(*(torch.stack(made.logits) for made in found), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(*(torch.stack(made.scores) for made in found), rtol=1e-4, atol=1e-4)
+        found = [made.sequences for made in found]
+    assert torch.equal(*found)
+
+
+def test_generates_with_an_assistant(folder, recipe):
+    model, assistant = load(folder, recipe), load(folder, "qlora_nf4")
+    prompt, options = tokens(rows=1, length=6), {"max_new_tokens": 8, "do_sample": False}
+    assert torch.equal(
+        model.generate(prompt, assistant_model=assistant, **options), model.generate(prompt, **options)
+    )
+
+
+def test_chat_that_goes_on_with_its_cache(folder, recipe):
+    model = load(folder, recipe)
+    whole = tokens(rows=1, length=12)
+    with torch.no_grad():
+        first = model(whole[:, :7], use_cache=True)
+        rest = model(whole[:, 7:], past_key_values=first.past_key_values)
+    joined = torch.cat([first.logits, rest.logits], 1)
+    torch.testing.assert_close(joined, logits(model, whole), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("place", ["cpu", {"": "cpu"}, "auto", torch.device("cpu")], ids=str)
+def test_device_maps(folder, recipe, place, tmp_path):
+    model = load(folder, recipe, device_map=place)
+    assert torch.equal(logits(model, tokens()), logits(load(folder, recipe), tokens()))
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path, device_map=place).eval()
+    assert torch.equal(logits(again, tokens()), logits(model, tokens()))
+    if recipe is not None:
+        assert same(packed_state(again), packed_state(model))
+
+
+@pytest.mark.parametrize("word", ["dtype", "torch_dtype"])
+@pytest.mark.parametrize("value", ["auto", "bfloat16", torch.float16], ids=str)
+def test_either_word_for_the_dtype(folder, recipe, word, value):
+    expected = {"auto": torch.float32, "bfloat16": torch.bfloat16}.get(value, value)
+    model = load(folder, recipe, **{word: value})
+    assert model.dtype == model.model.norm.weight.dtype == expected
+    assert model(tokens()).logits.dtype == expected
+
+
+def test_the_hub_is_not_reached_offline(folder, recipe, tmp_path, monkeypatch):
+    """And what was saved beside it is whole."""
+    reached = []
+    monkeypatch.setattr("socket.socket.connect", lambda *args: reached.append(args))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    model = load(folder, recipe)
+    with pytest.raises(Exception, match=r"(?i)offline"):
+        model.push_to_hub("nobody/nothing")
+    with pytest.raises(Exception, match=r"(?i)offline"):
+        model.save_pretrained(tmp_path, push_to_hub=True, repo_id="nobody/nothing")
+    assert not reached
+
+
+def test_a_pipeline_over_a_folder_that_was_saved(folder, recipe, tmp_path):
+    model = load(folder, recipe)
+    model.save_pretrained(tmp_path)
+    tokenizer().save_pretrained(tmp_path)
+    made = pipeline("text-generation", model=str(tmp_path), device_map="cpu")
+    chat = [{"role": "user", "content": "abc"}]
+    answer = made(chat, max_new_tokens=4, do_sample=False)[0]["generated_text"][-1]
+    assert answer["role"] == "assistant"
+    rows = made(["abc", "abcdef"], max_new_tokens=4, do_sample=False, batch_size=2, return_full_text=False)
+    for text, row in zip(["abc", "abcdef"], rows, strict=True):
+        ids = tokenizer()(text, return_tensors="pt").input_ids
+        said = model.generate(ids, max_new_tokens=4, do_sample=False)[0, ids.shape[1] :]
+        assert row[0]["generated_text"] == tokenizer().decode(said, skip_special_tokens=True)
+
+
+def test_a_copy_and_a_saved_generation_configuration(folder, recipe, tmp_path):
+    model = load(folder, recipe)
+    model.generation_config.update(max_new_tokens=3, do_sample=False, repetition_penalty=1.1)
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert again.generation_config.repetition_penalty == 1.1
+    prompt = tokens(rows=1, length=6)
+    expected = model.generate(prompt)
+    assert torch.equal(again.generate(prompt), expected)
+    assert torch.equal(copy.deepcopy(model).generate(prompt), expected)

@@ -139,7 +139,7 @@ def test_masters_in_float32_products_in_bfloat16() -> None:
 
 
 def test_flat_parameters_around_packed_weights() -> None:
-    """FSDP1, as docs/several-gpus.md has it: stored weights ignored, adapters in flat parameters."""
+    """FSDP1, as docs/guide/several-gpus.md has it: stored weights ignored, adapters in flat parameters."""
     found = run_ranks(in_flat_parameters, 2)
     model = build("nf4_dq", fused=False)
     trained = [p for p in model.parameters() if p.requires_grad]
