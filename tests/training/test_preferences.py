@@ -59,6 +59,9 @@ def test_a_method_trains_an_adapter(config_of, method):
     result = train(config)
     facts = json.loads((result.output_dir / "run.json").read_text())
     assert facts["method"] == method and facts["status"] == "finished" and result.steps == 2
+    assert facts["recipe"]["name"] == "qlora_nf4" and set(facts["versions"]) >= {"trl", "torch", "python"}
+    page = result.report.read_text()
+    assert f"of {method}" in page and "<h3>reward" in page and "nats per token" not in page
     lines = read_metrics(result.output_dir / "metrics.jsonl")
     assert [line["step"] for line in lines if "loss" in line] == [1, 2]
     assert any("reward" in name for name in lines[0])

@@ -66,6 +66,7 @@ def _check_only(args: Namespace, config: Any, starts: bool) -> int:
 
 
 def _train_here(args: Namespace, config: Any) -> int:
+    from fewbits.cli.next_steps import next_steps
     from fewbits.doctor.launchers import launched
     from fewbits.training.run import train as run_training
 
@@ -85,6 +86,9 @@ def _train_here(args: Namespace, config: Any) -> int:
     for name, value in facts.items():
         if value is not None:
             console().print(f"[bold]{name:<16}[/]{escape(str(value))}", soft_wrap=True, highlight=False)
+    for i, line in enumerate(next_steps(config, result.final)):
+        name = "next" if i == 0 else ""
+        console().print(f"[bold]{name:<16}[/]{escape(line)}", soft_wrap=True, highlight=False)
     return 0
 
 

@@ -27,7 +27,7 @@ def add_results(folder: RunFolder, config: TrainConfig, tell: Callable[[str], No
         )
         model.save_pretrained_merged(folder.merged, tokenizer)
         tell(f"the run in {folder.path} had ended; its model is merged now.")
-    if config.report and config.method == "sft" and not (folder.path / "report.html").is_file():
+    if config.report and not (folder.path / "report.html").is_file():
         from fewbits.training.report.page import write_report
 
         folder.write(report=str(write_report(folder.path)))

@@ -112,10 +112,19 @@ def train(
                 run.train()
                 if stop.answer is None:
                     run.finish()
+                    _report(folder, config)
             ranks.leave()
         if stop.answer is not None:
             stop.end(*run.reached)
     return replace(result_of(folder), leads=ranks.leads)
+
+
+def _report(folder: RunFolder, config: TrainConfig) -> None:
+    """The page of a run of any method, by the leader."""
+    if config.report and folder.is_written:
+        from fewbits.training.report.page import write_report
+
+        folder.write(report=str(write_report(folder.path)))
 
 
 def _is_over(folder: RunFolder, config: TrainConfig, tell: Callable[[str], None], *, resume: bool) -> bool:
@@ -431,10 +440,6 @@ class Run:
         if self.config.merge and hasattr(model, "peft_config"):
             model.save_pretrained_merged(self.folder.merged, self.built.tokenizer, overwrite=True)
         self.folder.write(status="finished", ended=now(), error=None)
-        if self.config.report:
-            from fewbits.training.report.page import write_report
-
-            self.folder.write(report=str(write_report(self.folder.path)))
 
     def _export(self) -> None:
         from fewbits.training.checkpoints.sharded import export

@@ -39,6 +39,7 @@ from fewbits.training.setup.model_and_trainer import (
     total_steps,
     training_arguments,
 )
+from fewbits.training.setup.record import device_of, recipe_of, versions
 from fewbits.training.setup.signals import StopRequest
 
 
@@ -134,18 +135,18 @@ class PreferenceRun:
 
     def _begin_record(self, facts: dict[str, str | None]) -> None:
         model = self.built.model
-        packages = ("fewbits", "torch", "transformers", "peft", "trl")
         self.folder.write(
             status="running",
             method=self.config.method,
             process={"pid": os.getpid(), "host": self.ranks.host},
             error=None,
             started=self.folder.read().get("started", now()),
-            versions={name: _version(name) for name in packages},
-            device=str(next(model.parameters()).device),
+            versions={**versions(), "trl": version("trl")},
+            device=device_of(model),
             ranks=self.ranks.size,
             parallel=str(self.layout),
             model=self.config.model,
+            recipe=recipe_of(self.built),
             lora=None if self.built.lora is None else asdict(self.built.lora),
             receipt=self.built.receipt,
             parameters=count_weights(model),
@@ -248,9 +249,3 @@ def _hash_of(data: Any) -> str:
     for row in data:
         digest.update(json.dumps(row, sort_keys=True, default=str).encode())
     return digest.hexdigest()
-
-
-def _version(package: str) -> str:
-    import fewbits
-
-    return fewbits.__version__ if package == "fewbits" else version(package)

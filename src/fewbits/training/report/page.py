@@ -118,7 +118,7 @@ def _without_end(data: RunData, shown: str, how: str) -> tuple[str, str, str]:
 
 
 def _charts(data: RunData) -> str:
-    panels = [p for p in (_loss_chart(data), *_small_charts(data)) if p]
+    panels = [p for p in (_loss_chart(data), *_small_charts(data), *_preference_charts(data)) if p]
     if not panels:
         return '<p class="message note">No training step was logged.</p>\n'
     return f'<h2>Training</h2>\n<section class="charts">{"".join(panels)}</section>\n'
@@ -133,7 +133,8 @@ def _loss_chart(data: RunData) -> str:
     curves = [shown, Series(label="evaluation", points=evaluation, kind="dots", colour=2)]
     if span > 1:
         curves.insert(0, Series(label="", points=raw, kind="faint"))
-    unit = "nats per token" + (f"; training smoothed over {span} values" if span > 1 else "")
+    per = "nats per token" if data.first("method") in (None, "sft") else f"of {data.first('method')}"
+    unit = escape(per) + (f"; training smoothed over {span} values" if span > 1 else "")
     legend = "".join(
         f'<span><i class="c{s.colour}"></i>{s.label}</span>' for s in curves if s.points and s.label
     )
@@ -156,6 +157,18 @@ def _small_charts(data: RunData) -> Iterator[str]:
             series = Series(label=title, points=points, colour=colour)
             yield _panel(
                 title, unit, line_chart(title, [series], text, last_step=_last_step(data), from_zero=True)
+            )
+
+
+def _preference_charts(data: RunData) -> Iterator[str]:
+    """What a preference method's trainer logs of its rewards, as it names them."""
+    names = sorted({name for step in data.steps for name in step})
+    for name in names:
+        points = data.curve(name)
+        if points and name.startswith(("reward", "kl", "entropy", "completions/mean_length")):
+            series = Series(label=name, points=points, colour=1)
+            yield _panel(
+                escape(name), "", line_chart(name, [series], show.decimal, last_step=_last_step(data))
             )
 
 

@@ -52,6 +52,8 @@ def _evaluation_loss(data: RunData) -> Tile | None:
 
 def _perplexity(data: RunData) -> Tile | None:
     points = data.curve("eval_loss")
+    if data.first("method") not in (None, "sft"):  # whose loss is no likelihood
+        return None
     if not points or max(y for _, y in points) > 100:
         return None
     return Tile(
