@@ -67,13 +67,13 @@ def test_unknown_model_type(base):
 
 
 def test_a_model_type_that_cannot_be_taken_names_what_is_missing(tmp_path):
-    from transformers import MixtralConfig, MixtralForCausalLM
+    from transformers import Mamba2Config, Mamba2ForCausalLM
 
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
-    config = MixtralConfig(**sizes, num_hidden_layers=1, num_local_experts=2, vocab_size=96)
-    MixtralForCausalLM(config).save_pretrained(tmp_path / "mixtral")
-    tokenizer().save_pretrained(tmp_path / "mixtral")
-    refuses(Unsupported, "no spec for model_type 'mixtral'.*experts", tmp_path / "mixtral")
+    sizes = {"hidden_size": 32, "num_heads": 4, "head_dim": 16, "n_groups": 1, "state_size": 8}
+    config = Mamba2Config(**sizes, num_hidden_layers=1, vocab_size=96)
+    Mamba2ForCausalLM(config).save_pretrained(tmp_path / "mamba2")
+    tokenizer().save_pretrained(tmp_path / "mamba2")
+    refuses(Unsupported, "no spec for model_type 'mamba2'.*convolution", tmp_path / "mamba2")
 
 
 def test_config_that_is_not_json(base):

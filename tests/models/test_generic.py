@@ -253,7 +253,6 @@ def experts_config(model_type: str, **sizes: int) -> object:
 @pytest.mark.parametrize(
     ("model_type", "sizes", "missing"),
     [
-        ("mixtral", {"num_local_experts": 2, "num_key_value_heads": 2}, "experts"),
         ("mamba2", {"num_heads": 4, "head_dim": 16, "n_groups": 1, "state_size": 8}, "a convolution .*mixer"),
         ("t5", {"d_model": 32, "d_kv": 16, "d_ff": 32, "num_layers": 2, "num_heads": 2}, "an encoder and"),
     ],

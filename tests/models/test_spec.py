@@ -9,13 +9,16 @@ from torch import nn
 from fewbits.errors import SpecMismatch, Unsupported
 from fewbits.families.catalog import SPECS
 from fewbits.models.attention import attention_facts
+from fewbits.models.expert_weights import weights_of
+from fewbits.models.experts import expert_modules
 from fewbits.models.spec import find, layer_names, locate, spec_for
+from tests.models.mixtures import MIXTURES, UNWRITTEN_MIXTURES, mixture
 from tests.models.tiny import FAMILIES, tiny, tiny_config
 from tests.models.unwritten import UNFUSED, UNWRITTEN, unwritten
 
 
 def test_every_spec_has_a_tiny_model() -> None:
-    assert set(SPECS) == {*FAMILIES, *UNFUSED, "gemma3"} - {*UNWRITTEN}
+    assert set(SPECS) == {*FAMILIES, *UNFUSED, "gemma3", *MIXTURES} - {*UNWRITTEN, *UNWRITTEN_MIXTURES}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -50,6 +53,29 @@ def test_a_spec_names_what_is_special(family: str) -> None:
         if spec.attention.rotary_layers is not None:
             turned = getattr(config, spec.attention.rotary_layers)[number]
             assert bool(turned) == bool(modules[spec.attention.path].use_rope)
+
+
+@pytest.mark.parametrize("family", [name for name in MIXTURES if name not in UNWRITTEN_MIXTURES])
+def test_a_spec_names_what_experts_there_are(family: str) -> None:
+    model = mixture(family)
+    spec, config = spec_for(model), model.config
+    found = dict(expert_modules(model, spec))
+    assert found and {name.rpartition(".layers.")[2].partition(".")[2] for name in found} == {
+        spec.experts.path
+    }
+    for name, module in found.items():
+        assert weights_of(module) == spec.experts.parameters
+        experts, rows, hidden = getattr(module, spec.experts.parameters[0]).shape
+        assert experts == getattr(config, spec.experts.count) and hidden == config.hidden_size
+        assert rows == 2 * getattr(config, spec.experts.width)
+        assert find(model, name.rpartition(".")[0] + spec.experts.router.removeprefix("mlp")) is not None
+    linears = {
+        path
+        for layer in layer_names(model, spec)
+        for path, module in model.get_submodule(layer).named_modules()
+        if isinstance(module, nn.Linear) and not path.endswith("expert_gate")
+    }
+    assert linears <= set(spec.linears) and set(spec.linears) - linears <= set(spec.some_layers)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from fewbits.families.spec import MLP, Attention, ModelSpec, Norms
+from fewbits.families.spec import MLP, Attention, Experts, ModelSpec, Norms
 
 _HEAD_NORMS = Norms(query="self_attn.q_norm", key="self_attn.k_norm")
 _SANDWICH_NORMS = Norms(
@@ -85,10 +85,31 @@ GEMMA3 = replace(  # the class that sees as well; its text model is Gemma 3's
     final_norm="model.language_model.norm",
     towers=("model.vision_tower", "model.multi_modal_projector"),
 )
+_DENSE_LAYERS = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+_SHARED = ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj", "mlp.shared_expert.down_proj")
+MIXTRAL = ModelSpec(
+    model_type="mixtral",
+    attention=Attention(window="config"),
+    mlp=None,
+    experts=Experts(count="num_local_experts", width="intermediate_size"),
+)
+QWEN2_MOE = ModelSpec(
+    model_type="qwen2_moe", mlp=None, experts=Experts(shared=_SHARED), some_layers=(*_DENSE_LAYERS, *_SHARED)
+)
+QWEN3_MOE = ModelSpec(
+    model_type="qwen3_moe", norm=_HEAD_NORMS, mlp=None, experts=Experts(), some_layers=_DENSE_LAYERS
+)
+OLMOE = ModelSpec(
+    model_type="olmoe",
+    norm=replace(_HEAD_NORMS, query_key_over="row"),
+    mlp=None,
+    experts=Experts(width="intermediate_size"),
+)
 
+_EXPERTS = (MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE)
 _DENSE = (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3_TEXT, GEMMA3, PHI3)
 _UNFUSED = (GRANITE, OLMO2, SMOLLM3, COHERE, COHERE2)
-SPECS: dict[str, ModelSpec] = {spec.model_type: spec for spec in (*_DENSE, *_UNFUSED)}
+SPECS: dict[str, ModelSpec] = {spec.model_type: spec for spec in (*_DENSE, *_UNFUSED, *_EXPERTS)}
 
 # Classes of transformers that inherit from nn.Linear and compute exactly what it does; a layer of ours may
 # take their place. Other subclasses may do more, and stay as they are.

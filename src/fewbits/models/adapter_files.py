@@ -15,6 +15,7 @@ from torch import nn
 
 from fewbits.errors import BadCheckpoint, FewbitsError, SpecMismatch
 from fewbits.models.branches import base_name
+from fewbits.models.expert_targets import expert_paths
 from fewbits.models.folder_manifest import check_folder
 from fewbits.models.packed import put
 from fewbits.models.transposed import as_linear, is_conv1d
@@ -97,10 +98,12 @@ def check_fit(model: nn.Module, weights: Mapping[str, Any], path: str | Path) ->
     Raises:
         SpecMismatch: one does not.
     """
-    linears = linears_of(model)
+    linears, experts = linears_of(model), expert_paths(model)
     shapes = {base_name(name): tuple(parameter.shape) for name, parameter in model.named_parameters()}
     for key, tensor in weights.items():
         match = re.fullmatch(r"base_model\.model\.(.+)\.lora_([AB])(\..+)?\.weight", key)
+        if match is not None and match.group(1).removesuffix(".base_layer") in experts:
+            continue  # 3-D parameters, whose places PEFT encodes by nesting
         if match is not None:
             _check_pair(linears, match.group(1), match.group(2), tensor, path)
             continue

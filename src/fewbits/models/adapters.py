@@ -30,7 +30,9 @@ from fewbits.models.adapter_files import (
     restored_on_error,
 )
 from fewbits.models.branches import base_name
+from fewbits.models.expert_targets import with_experts
 from fewbits.models.spec import spec_for
+from fewbits.nn.experts import QuantizedExperts
 from fewbits.nn.fake_quantize import FakeQuantizedLinear
 from fewbits.nn.first_values import first_values, generator_of, has_first_values, orthogonal_pair
 from fewbits.nn.linear import QuantizedLinear
@@ -266,8 +268,10 @@ def _lora_config(model: nn.Module, lora: Any, settings: dict[str, Any]) -> Any:
         "task_type": "CAUSAL_LM",
         **settings,
     }
+    fields = with_experts(model, _spec_or_none(model), fields)
     # first, because PEFT takes layers_to_transform only with names
-    fields["target_modules"] = _as_peft_has_them(resolve_targets(model, fields["target_modules"]))
+    if fields["target_modules"] or not fields.get("target_parameters"):
+        fields["target_modules"] = _as_peft_has_them(resolve_targets(model, fields["target_modules"]))
     if isinstance(fields["target_modules"], str) and fields.get("layers_to_transform") is not None:
         raise SpecMismatch(
             "layers_to_transform goes with names in target_modules, and these are a regular expression; "
@@ -319,11 +323,13 @@ def _register(config: Any, model: nn.Module) -> None:
     read the weight: a packed one is decoded for them.
     """
     from fewbits.nn.lora import lora_layer
+    from fewbits.nn.lora_experts import LoRAExperts
 
     variant = variant_of(config)
     if variant is None:
         users = config._custom_modules or {}
-        ours = dict.fromkeys((QuantizedLinear, FakeQuantizedLinear, nn.Linear), lora_layer)
+        ours: dict[Any, Any] = dict.fromkeys((QuantizedLinear, FakeQuantizedLinear, nn.Linear), lora_layer)
+        ours[QuantizedExperts] = LoRAExperts
         config._custom_modules = None
         # PEFT takes the first kind that fits
         config._register_custom_module({**users, **{k: v for k, v in ours.items() if k not in users}})

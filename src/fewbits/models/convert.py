@@ -6,6 +6,7 @@ a real one: its packed layers are then empty and wait for a checkpoint.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -18,9 +19,12 @@ from fewbits.errors import SpecMismatch, Unsupported
 from fewbits.families.catalog import SAME_AS_LINEAR
 from fewbits.families.spec import ModelSpec
 from fewbits.models.attention import restore_attention, used_attention
+from fewbits.models.expert_weights import weights_of
+from fewbits.models.experts import expert_modules, expert_rules, packed_place, why_not_packed
 from fewbits.models.receipt import Change, Left, Receipt
 from fewbits.models.spec import find, layer_names, locate, spec_for
 from fewbits.models.transposed import as_conv1d, as_linear, is_conv1d, is_transposed
+from fewbits.nn.experts import QuantizedExperts
 from fewbits.nn.fake_quantize import FakeQuantizedLinear
 from fewbits.nn.finite import check_finite
 from fewbits.nn.linear import LowPrecisionLinear, QuantizedLinear, take_parameters
@@ -30,7 +34,7 @@ from fewbits.recipes import Recipe, Rule, get_recipe
 
 _STATE = "_fewbits_conversion"
 Builder = Callable[[str, nn.Linear, Rule], nn.Module | None]
-CONVERTED = (QuantizedLinear, LowPrecisionLinear, FakeQuantizedLinear)
+CONVERTED = (QuantizedLinear, LowPrecisionLinear, FakeQuantizedLinear, QuantizedExperts)
 
 
 @dataclass
@@ -82,6 +86,8 @@ def convert(
     if strict and notes:
         raise SpecMismatch(f"{notes[0]}; use strict=False to go on without it.")
     rules, left = _plan(model, spec, recipe)
+    experts = expert_rules(model, spec, recipe)
+    left.extend(_left_experts(model, spec, experts))
     norms = _plan_norms(model, spec, left) if fuse_norms and not spec.generic else []
     left.extend(_untouched(model, spec, left))
     receipt = Receipt(f"{spec.model_type}, recipe {recipe.name}", left=left)
@@ -98,6 +104,8 @@ def convert(
     for name, rule in rules.items():
         new = _new_layer(name, as_linear(model.get_submodule(name)), rule, build, recipe)
         _replace(model, name, new, state, keep=keep_original)
+    for path, host in [*expert_modules(model, spec)] if experts else []:
+        _pack_experts(model, path, host, experts, state, keep=keep_original)
     for name in norms:
         norm: Any = model.get_submodule(name)
         new = RMSNorm(norm.weight, _eps(norm), spec.norm.offset).train(norm.training)
@@ -136,7 +144,10 @@ def explain(model: nn.Module) -> Receipt:
     receipt.notes.extend(getattr(model, "fewbits_notes", ()))
     ours = {name: layer for name, layer in model.named_modules() if isinstance(layer, CONVERTED)}
     for name, layer in ours.items():
-        receipt.changes.append(loaded_change(name, layer))
+        if isinstance(layer, QuantizedExperts):
+            receipt.changes.extend(expert_changes(name, layer))
+        else:
+            receipt.changes.append(loaded_change(name, layer))
     if not ours:
         receipt.notes.append("no linear is packed or rounded: its arithmetic is the host's")
     return receipt
@@ -184,6 +195,17 @@ def describe(module: nn.Module) -> str:
     return " ".join([type(module).__name__, " ".join(dict.fromkeys(f.name for f in formats))]).rstrip()
 
 
+def expert_changes(path: str, experts: QuantizedExperts) -> list[Change]:
+    """The changes that packed experts stand for, one for each of their weights."""
+    found = []
+    for name, format in experts.formats.items():
+        packed = experts.packed(name)
+        before = math.prod(packed.shape) * experts.dtype.itemsize
+        kind = f"{type(experts).__name__} {format.name}"
+        found.append(Change(f"{path}.{name}", experts.host_class.__name__, kind, before, packed.nbytes))
+    return found
+
+
 def loaded_change(name: str, layer: nn.Module) -> Change:
     """The change that a layer of ours stands for where it was loaded so, and no linear was there to count."""
     if not isinstance(layer, QuantizedLinear):
@@ -221,7 +243,8 @@ def _plan(model: nn.Module, spec: ModelSpec, recipe: Recipe) -> tuple[dict[str, 
         if not known:
             left.append(Left(name, "the spec does not name it", intended=False))
         elif module is None:
-            left.append(Left(name, "the spec names it and the model has none", intended=False))
+            if not name.endswith(tuple(f".{path}" for path in spec.some_layers)):
+                left.append(Left(name, "the spec names it and the model has none", intended=False))
         elif not _is_plain_linear(module):
             reason = f"it is a {type(module).__name__}, not a plain nn.Linear"
             left.append(Left(name, reason, intended=spec.generic))
@@ -231,6 +254,31 @@ def _plan(model: nn.Module, spec: ModelSpec, recipe: Recipe) -> tuple[dict[str, 
             rules[name] = rule
     _plan_ends(model, spec, recipe, rules, left)
     return rules, left
+
+
+def _left_experts(model: nn.Module, spec: ModelSpec, rules: Mapping[str, Rule]) -> Iterator[Left]:
+    for path, module in expert_modules(model, spec):
+        for name in () if isinstance(module, QuantizedExperts) else weights_of(module):
+            if f"{path}.{name}" not in rules:
+                reason = why_not_packed(module) or "experts that the recipe leaves as they are"
+                yield Left(f"{path}.{name}", reason)
+
+
+def _pack_experts(
+    model: nn.Module, path: str, host: Any, rules: Mapping[str, Rule], state: Conversion, *, keep: bool
+) -> None:
+    """Put packed experts in the host's place, one note in the receipt for each weight."""
+    if isinstance(host, QuantizedExperts):
+        return
+    names = [name for name in weights_of(host) if f"{path}.{name}" in rules]
+    experts = packed_place(model, path, rules)
+    for name in names:
+        weight = getattr(host, name)
+        if not weight.is_meta:
+            experts.pack(name, weight)
+    if keep:
+        state.originals[path] = host.to("cpu")
+    state.receipt.changes.extend(expert_changes(path, experts))
 
 
 def _plan_ends(
@@ -371,9 +419,11 @@ def _original(module: Any, original: Any) -> tuple[nn.Module, str]:
     if isinstance(module, RMSNorm):
         original.weight = module.weight
         return original.train(module.training), "the original"
+    if isinstance(module, QuantizedExperts) and original is None:
+        return module.host(), "dequantised weights"
+    if isinstance(module, (QuantizedLinear, QuantizedExperts)) and original is not None:
+        return original.to(module.device).train(module.training), "the original"
     if isinstance(module, QuantizedLinear):
-        if original is not None:
-            return original.to(module.device).train(module.training), "the original"
         return decoded_linear(module), "dequantised weight"
     linear = take_parameters(nn.Linear, module)
     return as_conv1d(linear) if is_transposed(module) else linear, "the same parameters"

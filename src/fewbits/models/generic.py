@@ -17,8 +17,10 @@ from typing import Any
 from torch import nn
 
 from fewbits.errors import Unsupported
-from fewbits.families.spec import ModelSpec, Norms
+from fewbits.families.spec import Experts, ModelSpec, Norms
+from fewbits.models.expert_weights import weights_of
 from fewbits.models.transposed import is_conv1d
+from fewbits.nn.experts import QuantizedExperts
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -44,9 +46,12 @@ def generic_spec(model: nn.Module, model_type: str) -> ModelSpec:
     decoder = _decoder_of(base)
     path, layers = _layers_of(base, decoder, model_type)
     linears: dict[str, None] = {}
+    experts: str | None = None
     for layer in layers:
+        experts = _experts_path(layer) or experts
         _refuse_what_is_not_dense(layer, model_type)
-        linears.update(dict.fromkeys(linear_paths(layer)))
+        routers = _routers(layer)
+        linears.update(dict.fromkeys(path for path in linear_paths(layer) if path not in routers))
     if not linears:
         raise _missing(model_type, f"its layers at {path!r} hold no linears")
     return ModelSpec(
@@ -56,6 +61,7 @@ def generic_spec(model: nn.Module, model_type: str) -> ModelSpec:
         norm=Norms(before_attention=None, before_mlp=None),
         attention=None,
         mlp=None,
+        experts=None if experts is None else Experts(path=experts),
         other_linears=tuple(linears),
         embed=_end(base, "get_input_embeddings", "model.embed_tokens"),
         head=_end(base, "get_output_embeddings", "lm_head"),
@@ -73,6 +79,29 @@ def linear_paths(layer: nn.Module) -> Iterator[str]:
         if isinstance(base, nn.Linear) or is_conv1d(base):
             adapted += (f"{path}.",)
             yield path
+
+
+def _experts_path(layer: nn.Module) -> str | None:
+    """Path of the module that holds the layer's experts as transformers does, in 3-D parameters."""
+    for path, module in layer.named_modules():
+        if weights_of(module):
+            return str(path).replace(".base_layer", "")
+    return None
+
+
+def _routers(layer: nn.Module) -> set[str]:
+    """Linears that choose experts or weigh a shared one: as many outputs as experts, or one."""
+    counts = {shape[0] for m in layer.modules() for shape in map(_shape, weights_of(m), [m] * 3)}
+    return {
+        path
+        for path, module in layer.named_modules()
+        if counts and getattr(module, "out_features", None) in {*counts, 1}
+    }
+
+
+def _shape(name: str, module: Any) -> tuple[int, ...]:
+    packed = getattr(module, "shapes", None)
+    return tuple(packed[name] if packed else getattr(module, name).shape)
 
 
 def _decoder_of(base: Any) -> nn.Module:
@@ -114,7 +143,10 @@ def _refuse_what_is_not_dense(layer: nn.Module, model_type: str) -> None:
                 f"its layers hold a convolution ({path}), as state-space and linear attention do, which "
                 "fewbits has not been tried on",
             )
+        known = weights_of(module)
         for name, parameter in module.named_parameters(recurse=False):
+            if known or isinstance(module, QuantizedExperts):
+                continue
             if parameter.dim() > 2 and not isinstance(module, nn.Linear):
                 raise _missing(
                     model_type,

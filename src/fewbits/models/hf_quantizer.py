@@ -33,7 +33,20 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from fewbits.errors import BadCheckpoint, FewbitsError, NotFinite, SpecMismatch, Unsupported
 from fewbits.models.checkpoint import read_headers
-from fewbits.models.convert import conversion_of, convert, linears_to_replace, loaded_change
+from fewbits.models.convert import (
+    conversion_of,
+    convert,
+    expert_changes,
+    linears_to_replace,
+    loaded_change,
+)
+from fewbits.models.experts import (
+    check_experts,
+    expert_rules_of,
+    keep_experts_whole,
+    packed_place,
+    place_empty_experts,
+)
 from fewbits.models.foreign import LAYOUTS, Wanted, packed_names
 from fewbits.models.hf_config import check_formats, formats_of, spell_out
 from fewbits.models.original import original_of
@@ -43,6 +56,7 @@ from fewbits.models.spec import spec_for
 from fewbits.models.stochastic import adopt_saved, save_config
 from fewbits.models.transposed import as_linear, is_transposed, turned
 from fewbits.models.whole_folder import whole_folder
+from fewbits.nn.experts import QuantizedExperts
 from fewbits.nn.finite import check_finite
 from fewbits.nn.linear import QuantizedLinear
 from fewbits.nn.packed_layers import packed_layer
@@ -236,7 +250,7 @@ class FewbitsQuantizer(HfQuantizer):
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
         """True for the weight of a linear that is still to be packed."""
-        return param_name.endswith(".weight") and param_name.removesuffix(".weight") in self.rules
+        return param_name.removesuffix(".weight") in self.rules  # a 3-D parameter of experts has no ".weight"
 
     def get_quantize_ops(self) -> ConversionOps:
         """The operation that packs a weight as it is read."""
@@ -264,10 +278,11 @@ class FewbitsQuantizer(HfQuantizer):
             self.rules = dict.fromkeys(packed_names(self.quantization_config.source, model, tensors), Rule())
         elif self.pre_quantized:
             place_empty(model, self._written_rules(model, tensors), tensors)
+            place_empty_experts(model, self.recipe, tensors)
         else:
             self.rules = {
                 n: r for n, r in linears_to_replace(model, self.recipe).items() if r.weight is not None
-            }
+            } | expert_rules_of(model, self.recipe)
 
     def _written_rules(self, model: nn.Module, tensors: Mapping[str, Any]) -> dict[str, Rule]:
         """The rule of each packed linear: the checkpoint's keys say which are packed, the recipe says how."""
@@ -286,6 +301,9 @@ class FewbitsQuantizer(HfQuantizer):
     def quantize_into(self, model: nn.Module, param_name: str, weight: Tensor) -> None:
         """Replace the linear that owns ``param_name`` (N, K) by a packed layer of ``weight``."""
         name = param_name.removesuffix(".weight")
+        if name == param_name:
+            self._pack_experts(model, name, weight)
+            return
         linear: Any = model.get_submodule(name)
         if tuple(weight.shape) != tuple(linear.weight.shape):
             self._other_shape(param_name, tuple(weight.shape), tuple(linear.weight.shape))
@@ -302,6 +320,18 @@ class FewbitsQuantizer(HfQuantizer):
         layer.dtype, layer.transposed = weight.dtype, is_transposed(linear)
         layer.load_packed(quantize_by_rows(rule.weight, weight))
         put(model, name, layer)
+
+    def _pack_experts(self, model: nn.Module, param_name: str, weight: Tensor) -> None:
+        path, _, leaf = param_name.rpartition(".")
+        experts = packed_place(model, path, self.rules)
+        if tuple(weight.shape) != experts.shapes[leaf]:
+            self._other_shape(param_name, tuple(weight.shape), experts.shapes[leaf])
+            return
+        try:
+            experts.pack(leaf, weight)
+        except NotFinite as error:
+            self.problems.append(error)
+        self.rules.pop(param_name, None)
 
     def take_packed(self, model: nn.Module, param_name: str, parts: Mapping[str, Tensor]) -> None:
         """Replace the linear that owns ``param_name`` by a layer of another library's ``parts``."""
@@ -341,6 +371,7 @@ class FewbitsQuantizer(HfQuantizer):
         if self.is_foreign:
             self._become_fewbits(model)
         check_parts(model, str(where))
+        check_experts(model, str(where))
         _finish_conversion(model, self.recipe)
         attach(model, self)
         notes = adopt_saved(model, where) if self.pre_quantized and where else []
@@ -399,7 +430,10 @@ def _finish_conversion(model: Any, recipe: Recipe) -> None:
     receipt = convert(model, recipe)
     packed = {n: m for n, m in model.named_modules() if isinstance(m, QuantizedLinear)}
     receipt.left = [left for left in receipt.left if left.name not in packed]
-    receipt.changes[:0] = [loaded_change(name, layer) for name, layer in packed.items()]
+    experts = {n: m for n, m in model.named_modules() if isinstance(m, QuantizedExperts)}
+    receipt.changes[:0] = [loaded_change(name, layer) for name, layer in packed.items()] + [
+        change for path, module in experts.items() for change in expert_changes(path, module)
+    ]
 
 
 def _is_ours(conversion: Any) -> bool:
@@ -458,6 +492,7 @@ def write_packed(model: Any, folder: Path, *, published: Path | None = None, **o
         published: the folder whose place it will take.
         options: of transformers' ``save_pretrained``.
     """
+    keep_experts_whole(model)
     type(model).save_pretrained(model, folder, **options)
     save_config(model, folder)
     close_folder(folder, published)

@@ -37,6 +37,7 @@ from fewbits.models.original import original_of, source_folder
 from fewbits.models.packed import recipe_of
 from fewbits.models.transposed import turned
 from fewbits.models.whole_folder import ADAPTER, check_destination, whole_folder
+from fewbits.nn.experts import QuantizedExperts
 from fewbits.nn.linear import QuantizedLinear
 from fewbits.nn.stochastic_linear import exact_products
 
@@ -123,6 +124,11 @@ def save_pretrained_merged(
         _save_adapter(model, save_directory, tokenizer, overwrite)
         return None
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if any(isinstance(module, QuantizedExperts) for module in base.modules()):
+        raise Unsupported(
+            "models with packed experts are not merged yet; save the adapter alone (save_method='lora'),"
+            " which PEFT reads over the original weights, or the packed model with save_pretrained."
+        )
     read = [folder for folder in (source_folder(base),) if folder is not None]
     check_destination(save_directory, overwrite=overwrite, protected=read)
     merger = Merger(base, dtype or (torch.float16 if base.dtype == torch.float16 else torch.bfloat16))

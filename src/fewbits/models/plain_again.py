@@ -10,6 +10,7 @@ from fewbits.errors import Unsupported
 from fewbits.models import stochastic
 from fewbits.models.convert import conversion_of, decoded_linear, restore
 from fewbits.models.fused import fusion_of, unfuse
+from fewbits.nn.experts import QuantizedExperts
 from fewbits.nn.linear import QuantizedLinear
 
 
@@ -31,7 +32,8 @@ def make_plain(model: nn.Module) -> None:
         unfuse(model)
     state: Any = conversion_of(model)
     if state is not None:  # decoded weights are asked for, not the originals that were kept
-        packed = {name for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
+        kinds = (QuantizedLinear, QuantizedExperts)
+        packed = {name for name, module in model.named_modules() if isinstance(module, kinds)}
         state.originals = {name: module for name, module in state.originals.items() if name not in packed}
         if stochastic.stochastic_config_of(model) is not None:
             stochastic.take_out(model)
@@ -40,3 +42,5 @@ def make_plain(model: nn.Module) -> None:
     for name, module in list(model.named_modules()):
         if isinstance(module, QuantizedLinear):  # of a family that fewbits has no spec for
             model.set_submodule(name, decoded_linear(module))
+        elif isinstance(module, QuantizedExperts):
+            model.set_submodule(name, module.host())

@@ -1,0 +1,19 @@
+"""Knowing a module that holds experts as transformers does, whatever its class is called."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fewbits.nn.experts import QuantizedExperts
+
+WEIGHTS = (("gate_up_proj", "down_proj"), ("up_proj", "down_proj"))
+
+
+def weights_of(module: Any) -> tuple[str, ...]:
+    """Names of the 3-D weights of a module that holds experts as transformers does; none if it is no such."""
+    if isinstance(module, QuantizedExperts):
+        return tuple(module.shapes)
+    if not hasattr(module, "has_gate") or not hasattr(module, "is_transposed"):
+        return ()
+    own = dict(module.named_parameters(recurse=False))
+    return next((names for names in WEIGHTS if all(n in own and own[n].dim() == 3 for n in names)), ())

@@ -1,0 +1,46 @@
+"""Tiny mixtures of experts, with all that is special about each turned on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from fewbits.families.catalog import SPECS
+from tests.models.loading import tokenizer
+from tests.models.tiny import VOCAB
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "bos_token_id": 1,
+    "eos_token_id": 2, "pad_token_id": 0, "num_experts_per_tok": 2,
+}  # fmt: skip
+_SPECIAL: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 4, "router_aux_loss_coef": 0.02, "output_router_logits": True},
+    "qwen2_moe": {
+        "num_experts": 4, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64,
+        "mlp_only_layers": [0], "decoder_sparse_step": 1,
+    },
+    "qwen3_moe": {"num_experts": 8, "moe_intermediate_size": 64, "head_dim": 16, "norm_topk_prob": True},
+    "olmoe": {"num_experts": 4, "clip_qkv": None},
+    "granitemoe": {"num_local_experts": 4, "residual_multiplier": 0.22, "embedding_multiplier": 12.0},
+    "gpt_oss": {"num_local_experts": 4, "head_dim": 16, "sliding_window": 16},
+}  # fmt: skip
+MIXTURES = tuple(_SPECIAL)
+UNWRITTEN_MIXTURES = tuple(name for name in MIXTURES if name not in SPECS)
+
+
+def mixture(kind: str) -> Any:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **{**_COMMON, **_SPECIAL[kind]})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    return model.eval()
+
+
+def save_mixture(folder: Any, kind: str) -> None:
+    mixture(kind).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)

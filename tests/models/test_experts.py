@@ -1,0 +1,177 @@
+"""Mixtures of experts: packed 3-D weights, adapters as PEFT has them, folders, tokens on few experts."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+import fewbits
+from fewbits import FastLanguageModel
+from fewbits.errors import SpecMismatch, Unsupported
+from fewbits.formats import FORMATS
+from fewbits.models.expert_weights import weights_of
+from fewbits.nn.experts import QuantizedExperts
+from fewbits.nn.linear import QuantizedLinear
+from fewbits.recipes import Recipe, Rule
+from tests.models.loading import logits, packed_state, perturb, same
+from tests.models.mixtures import MIXTURES, mixture, save_mixture
+from tests.models.tiny import tokens
+
+TARGETS = ["q_proj", "v_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def loss_and_gradients(model: nn.Module) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    model.zero_grad()
+    loss = model(input_ids=tokens(), labels=tokens(), use_cache=False).loss
+    loss.backward()
+    return loss.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_the_identity_recipe_changes_neither_loss_nor_gradients(kind: str) -> None:
+    model = mixture(kind)
+    before = loss_and_gradients(model)
+    receipt = fewbits.convert(model, Recipe(name="identity"))
+    assert "experts that the recipe leaves as they are" in str(receipt)
+    after = loss_and_gradients(model)
+    torch.testing.assert_close(after[0], before[0], rtol=1e-5, atol=1e-6)
+    assert after[1].keys() == before[1].keys()
+    for name, gradient in before[1].items():
+        torch.testing.assert_close(after[1][name], gradient, rtol=1e-3, atol=2e-5)
+
+
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_adapters_train_as_pefts_own_over_the_decoded_weights(kind: str, tmp_path) -> None:
+    """PEFT reads the file that we wrote, over plain 3-D weights: same loss, same gradients, same tokens."""
+    save_mixture(tmp_path / "base", kind)
+    model, _ = FastLanguageModel.from_pretrained(tmp_path / "base", load_in_4bit=True, dtype=torch.float32)
+    packed = {name for name, module in model.named_modules() if isinstance(module, QuantizedExperts)}
+    receipt = str(fewbits.explain(model))
+    assert packed and "QuantizedExperts nf4" in receipt and "experts.gate_up_proj" in receipt
+    routers = [m for n, m in model.named_modules() if n.endswith((".gate", ".router", "expert_gate"))]
+    assert routers and not any(isinstance(module, QuantizedLinear) for module in routers)
+    plain = copy.deepcopy(model).dequantize()
+    assert not any(isinstance(module, QuantizedExperts) for module in plain.modules())
+    torch.testing.assert_close(logits(model, tokens()), logits(plain, tokens()), rtol=0, atol=2e-5)
+    adapted = FastLanguageModel.get_peft_model(model, r=4, lora_dropout=0.0, target_modules=TARGETS)
+    perturb(adapted).eval()
+    trained = [n for n, p in adapted.named_parameters() if p.requires_grad and "experts" in n]
+    assert len(trained) == 4 * len(packed)
+    adapted.save_pretrained(tmp_path / "adapter")
+    beside = peft.PeftModel.from_pretrained(plain, tmp_path / "adapter", is_trainable=True).eval()
+    ours, theirs = loss_and_gradients(adapted), loss_and_gradients(beside)
+    torch.testing.assert_close(ours[0], theirs[0], rtol=1e-5, atol=1e-5)
+    assert ours[1].keys() == theirs[1].keys()
+    for name, gradient in theirs[1].items():
+        torch.testing.assert_close(ours[1][name], gradient, rtol=1e-3, atol=1e-5)
+    ask = {"max_new_tokens": 3, "min_new_tokens": 3, "do_sample": False}
+    assert torch.equal(adapted.generate(input_ids=tokens(1, 6), **ask), beside.generate(tokens(1, 6), **ask))
+
+
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_packed_experts_open_again_from_their_folder(kind: str, tmp_path) -> None:
+    save_mixture(tmp_path / "base", kind)
+    model, words = FastLanguageModel.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    model.save_pretrained(tmp_path / "packed")
+    words.save_pretrained(tmp_path / "packed")
+    fewbits.register()
+    for again in (
+        FastLanguageModel.from_pretrained(tmp_path / "packed", dtype=torch.float32)[0],
+        AutoModelForCausalLM.from_pretrained(tmp_path / "packed", dtype=torch.float32).eval(),
+    ):
+        assert same(packed_state(again), packed_state(model))
+        assert torch.equal(logits(again, tokens()), logits(model, tokens()))
+
+
+def test_an_adapter_of_plain_peft_loads_over_packed_experts(tmp_path) -> None:
+    save_mixture(tmp_path / "base", "qwen3_moe")
+    config = peft.LoraConfig(
+        r=4,
+        target_modules=["q_proj"],
+        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    )
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    perturb(peft.get_peft_model(plain, config)).save_pretrained(tmp_path / "adapter")
+    packed, _ = FastLanguageModel.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    decoded = copy.deepcopy(packed).dequantize()
+    ours = fewbits.load_adapter(packed, tmp_path / "adapter").eval()
+    theirs = peft.PeftModel.from_pretrained(decoded, tmp_path / "adapter").eval()
+    torch.testing.assert_close(logits(ours, tokens()), logits(theirs, tokens()), rtol=0, atol=2e-5)
+    with ours.disable_adapter():
+        without = logits(ours, tokens())
+    assert not torch.allclose(without, logits(ours, tokens()), atol=1e-3)
+
+
+def host_and_packed(format: Any, kind: str = "qwen3_moe") -> tuple[Any, QuantizedExperts]:
+    """Experts of one layer over the decoded weights, and the same packed."""
+    host = next(module for module in mixture(kind).modules() if weights_of(module))
+    packed = QuantizedExperts(host, dict.fromkeys(weights_of(host), format))
+    for name in weights_of(host):
+        packed.pack(name, getattr(host, name))
+    return packed.host(), packed
+
+
+@pytest.mark.parametrize(
+    "format",
+    ["nf4", "nf4_dq", "int8", "int4_g32_zp", "float8_e4m3", "float8_e4m3_row", "mxfp4", "nvfp4", "int4"],
+)
+def test_experts_in_every_kind_of_format(format: str) -> None:
+    check_routing(*host_and_packed(FORMATS[format]), torch.randint(0, 8, (12, 2)))
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("routing", ["none_on_most", "all_on_one", "no_rows", "one_row"])
+def test_tokens_on_few_experts(kind: str, routing: str) -> None:
+    chosen = {
+        "none_on_most": torch.tensor([[0, 3]]).expand(10, 2),
+        "all_on_one": torch.full((10, 2), 2),
+        "no_rows": torch.zeros(0, 2, dtype=torch.long),
+        "one_row": torch.tensor([[1, 2]]),
+    }[routing]
+    check_routing(*host_and_packed(FORMATS["nf4"], kind), chosen)
+
+
+def check_routing(host: Any, packed: QuantizedExperts, chosen: torch.Tensor) -> None:
+    """Outputs and gradients of rows and of routing weights, packed as over plain weights."""
+    results = []
+    for experts in (host, packed):
+        generator = torch.Generator().manual_seed(3)
+        x = torch.randn(len(chosen), 64, generator=generator, requires_grad=True)
+        weights = torch.rand(chosen.shape, generator=generator, requires_grad=True)
+        y = experts(x, chosen, weights)
+        results.append((y, *torch.autograd.grad(y.square().sum(), (x, weights))))
+    for ours, theirs in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_what_experts_do_not_take_is_refused_in_one_sentence(tmp_path) -> None:
+    save_mixture(tmp_path / "base", "qwen3_moe")
+    model, _ = FastLanguageModel.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    with pytest.raises(SpecMismatch, match=r"cannot be adapted alone.*name both"):
+        fewbits.get_peft_model(model, target_modules=["gate_proj", "down_proj"])
+    with pytest.raises(Unsupported, match="experts take no dropout"):
+        fewbits.get_peft_model(model, target_modules=TARGETS, lora_dropout=0.1)
+    adapted = fewbits.get_peft_model(model, target_modules=TARGETS)
+    with pytest.raises(Unsupported, match="packed experts are not merged yet"):
+        fewbits.models.merge.save_pretrained_merged(adapted, tmp_path / "merged")
+    with pytest.raises(Unsupported, match="rounded again"):
+        adapted.merge_adapter()
+
+
+def test_restore_gives_the_experts_back() -> None:
+    model = mixture("qwen3_moe")
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    recipe = Recipe(name="pack", linear=Rule(weight=FORMATS["nf4"]))
+    receipt = fewbits.convert(model, recipe, keep_original=True)
+    assert sum("experts.down_proj" in change.name for change in receipt.changes) == 2
+    smaller = sum(p.nbytes for p in model.parameters())
+    assert smaller < sum(p.nbytes for p in before.values())
+    fewbits.restore(model)
+    assert {n: p.shape for n, p in model.named_parameters()} == {n: p.shape for n, p in before.items()}
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
