@@ -7,7 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 from datasets import Dataset
-from transformers import AutoTokenizer
+from transformers import (
+    AutoTokenizer,
+    DataCollatorForLanguageModeling,
+    DataCollatorWithPadding,
+    default_data_collator,
+)
 
 from fewbits.chat_templates import get_chat_template, train_on_responses_only
 from fewbits.errors import BadInput
@@ -55,6 +60,34 @@ def test_several_turns_and_the_open_end(shared, name):
         last_response_only=True,
     )({"input_ids": [ids]})["labels"][0]
     assert trained_text(tokenizer, ids, last).startswith("Fine")
+
+
+@pytest.mark.parametrize("kind", ["language modelling", "padding", "default", "of one's own"])
+def test_labels_survive_the_collator_and_rows_left_out_are_counted(shared, kind, caplog):
+    """transformers' collator for language models puts the whole input in the place of labels."""
+    tokenizer = get_chat_template(tokenizer_of(shared, "models/stories260k"), "chatml")
+    texts = [f"{USER}A{'b' * n}<|im_end|>\n{ANSWER}Yes{' no' * n}" for n in range(3)]
+    rows = [{"input_ids": tokenizer(text)["input_ids"]} for text in [*texts, f"{USER}alone"]]
+    collators = {
+        "language modelling": DataCollatorForLanguageModeling(tokenizer, mlm=False),
+        "padding": DataCollatorWithPadding(tokenizer),
+        "default": default_data_collator,
+    }
+    collator = collators.get(kind, list)
+    trainer = SimpleNamespace(
+        processing_class=tokenizer, train_dataset=Dataset.from_list(rows), eval_dataset=None,
+        data_collator=collator,
+    )  # fmt: skip
+    train_on_responses_only(trainer, USER, ANSWER)
+    assert len(trainer.train_dataset) == 3
+    assert "1 of 4 rows of the train_dataset have no response" in caplog.text
+    if kind not in collators:
+        assert trainer.data_collator is collator
+        return
+    for count in (1, 3):
+        rows = [trainer.train_dataset[i] for i in range(count)]
+        labels = trainer.data_collator(rows)["labels"]
+        assert int((labels != -100).sum()) == sum(sum(x != -100 for x in row["labels"]) for row in rows)
 
 
 def test_a_marker_whose_last_token_holds_the_answers_beginning(shared):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -70,6 +71,18 @@ def test_fast_generate_and_load_lora(loaded, tmp_path):
     assert len(sampled[0].outputs) == 2
     with pytest.raises(BadInput, match="put it into sampling_params"):
         model.fast_generate("Once", max_new_tokens=3)
+    long = {"temperature": 0, "max_tokens": 40}
+    (whole,) = model.fast_generate("Once upon", sampling_params=long)
+    stop = whole.outputs[0].text[10:14]
+    (cut,) = model.fast_generate("Once upon", sampling_params={**long, "stop": [stop, "never said"]})
+    assert cut.outputs[0].text == whole.outputs[0].text.split(stop)[0]  # as vLLM, without it
+    with pytest.raises(BadInput, match=r"'max_new_tokens', which .* knows temperature, .*max_tokens"):
+        model.fast_generate("Once", sampling_params={"max_new_tokens": 3})
+    with pytest.raises(BadInput, match="'presence_penalty'"):
+        model.fast_generate("Once", sampling_params=SimpleNamespace(presence_penalty=0.5, min_tokens=0))
+    model.base_model.model.model.eval()
+    model.fast_generate("Once", sampling_params=greedy)
+    assert model.training and not model.base_model.model.model.training  # each module as it was
 
 
 def test_load_lora_needs_adapters(loaded):

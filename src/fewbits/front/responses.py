@@ -9,6 +9,7 @@ the end.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 from fewbits.errors import BadInput
 from fewbits.models.named_templates import parts_of
 
+logger = logging.getLogger("fewbits")
 Span = tuple[int, int]
 _IGNORED = -100
 
@@ -44,7 +46,8 @@ def train_on_responses_only(
         last_response_only: count the last response of a row alone.
 
     Returns:
-        The trainer, whose rows have "labels"; or the function.
+        The trainer, whose rows have "labels"; or the function. Rows without a response are left out, which
+        a warning counts; a collator of transformers that would lose the labels is replaced.
 
     Raises:
         BadInput: markers that nobody names, no tokenised rows, or not one row with a response.
@@ -72,7 +75,30 @@ def train_on_responses_only(
             setattr(trainer, name, {k: _labelled(d, label, k, markers, num_proc) for k, d in data.items()})
         elif data is not None:
             setattr(trainer, name, _labelled(data, label, name, markers, num_proc))
+    _keep_labels(trainer, tokenizer)
     return trainer
+
+
+def _keep_labels(trainer: Any, tokenizer: Any) -> None:
+    """Give a trainer that collates by transformers' own collators one that pads labels and keeps them.
+
+    Those pad no labels, and the one for language models puts the input in their place.
+    """
+    from transformers import (
+        DataCollatorForLanguageModeling,
+        DataCollatorForSeq2Seq,
+        DataCollatorWithPadding,
+        default_data_collator,
+    )
+
+    collator = getattr(trainer, "data_collator", None)
+    kinds = (DataCollatorForLanguageModeling, DataCollatorWithPadding)
+    if type(collator) in kinds or collator is default_data_collator:
+        trainer.data_collator = DataCollatorForSeq2Seq(tokenizer)
+        logger.warning(
+            "the rows have labels now, which %s does not keep; they are collated by DataCollatorForSeq2Seq.",
+            getattr(collator, "__name__", type(collator).__name__),
+        )
 
 
 def _markers(tokenizer: Any, instruction: str | None, response: str | None) -> tuple[str, str]:
@@ -112,6 +138,10 @@ def _labelled(
         )
     if all(has_response):
         return labelled
+    logger.warning(
+        "%d of %d rows of the %s have no response behind %r (cut off by max_length?) and are left out.",
+        has_response.count(False), len(has_response), name, markers[1],
+    )  # fmt: skip
     return labelled.select([i for i, has in enumerate(has_response) if has])
 
 

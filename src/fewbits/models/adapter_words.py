@@ -18,6 +18,11 @@ from fewbits.errors import BadInput, Unsupported
 from fewbits.models.adapters import load_adapter
 
 _KNOWN = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_TAKEN = (*_KNOWN, "max_tokens", "n", "seed", "stop")
+_NOT_HERE = (  # fields of vLLM's SamplingParams that would change the answers
+    "presence_penalty", "frequency_penalty", "min_tokens", "stop_token_ids", "bad_words", "logit_bias",
+    "allowed_token_ids", "ignore_eos", "logprobs", "prompt_logprobs", "structured_outputs", "guided_decoding",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -123,13 +128,14 @@ def fast_generate(
     tokenizer = _tokenizer_of(model)
     settings = _settings(sampling_params, tokenizer)
     seed = settings.pop("seed")
-    was_training = model.training
+    was_training = [module for module in model.modules() if module.training]
     model.eval()
     try:
         with torch.no_grad(), _answering(model, lora_request), _seeded(seed, model):
             return [_answer(model, tokenizer, text, settings) for text in texts]
     finally:
-        model.train(was_training)
+        for module in was_training:  # a base in evaluation mode stays in it
+            module.training = True
 
 
 def _answer(model: Any, tokenizer: Any, text: str, settings: Mapping[str, Any]) -> RequestOutput:
@@ -146,8 +152,14 @@ def _answer(model: Any, tokenizer: Any, text: str, settings: Mapping[str, Any]) 
     outputs = []
     for index, row in enumerate(rows):
         ids = [int(i) for i in row[length:]]
-        outputs.append(Completion(tokenizer.decode(ids, skip_special_tokens=True), ids, index))
+        text_of = _before(tokenizer.decode(ids, skip_special_tokens=True), settings.get("stop_strings", ()))
+        outputs.append(Completion(text_of, ids, index))
     return RequestOutput(text, inputs["input_ids"][0].tolist(), outputs)
+
+
+def _before(text: str, stops: Sequence[str]) -> str:
+    """The text up to the first of the texts that end an answer, which vLLM does not give back."""
+    return text[: min((place for stop in stops if (place := text.find(stop)) >= 0), default=len(text))]
 
 
 def _settings(params: Any, tokenizer: Any) -> dict[str, Any]:
@@ -157,6 +169,12 @@ def _settings(params: Any, tokenizer: Any) -> dict[str, Any]:
         given = params.get(name) if isinstance(params, Mapping) else getattr(params, name, None)
         return default if given is None else given
 
+    given = set(params) if isinstance(params, Mapping) else {n for n in _NOT_HERE if getattr(params, n, None)}
+    if unknown := sorted(map(str, given - set(_TAKEN))):
+        raise BadInput(
+            f"sampling_params has {unknown[0]!r}, which fast_generate does not know; it knows"
+            f" {', '.join(_TAKEN)}, and model.generate more, by transformers' names."
+        )
     settings: dict[str, Any] = {
         "max_new_tokens": value("max_tokens", 16),
         "num_return_sequences": value("n", 1),
