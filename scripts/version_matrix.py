@@ -176,7 +176,12 @@ class Case:
 
     def test(self, python: Path, folder: Path, *words: str, **variables: str) -> str:
         """The end of what pytest wrote, where a test fails; of ``words``, or of the tests for every case."""
-        command = [str(python), "-m", "pytest", "--tb=short", "-o", f"cache_dir={folder / 'cache'}"]
+        command = [str(python), "-m", "pytest", "-o", f"cache_dir={folder / 'cache'}"]
+        command += [
+            "--tb=short",
+            "--show-capture=no",
+            "--disable-warnings",
+        ]  # so that the end says what failed
         command += words or TESTS
         env = {**self.resolver.env, **variables}
         done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
