@@ -95,3 +95,35 @@ from fewbits.te.support import is_nvfp4_available as is_nvfp4_available
 from fewbits.te.transformer_layer import TransformerLayer as TransformerLayer
 
 allow_loading()
+
+_ABSENT = {
+    "ops": "compose the modules instead of fusible operations",
+    "constants": "the types of data are fewbits.te.DType",
+    "UserBufferQuantizationMode": "there are no userbuffers",
+    "get_cudnn_version": "nothing here calls cuDNN by itself",
+    "prepare_for_saving": "save a quantised tensor as any other",
+    "restore_from_saved": "save a quantised tensor as any other",
+    "restore_from_func_ctx": "save a quantised tensor as any other",
+    **dict.fromkeys(
+        (
+            f"{kind}Storage"
+            for kind in (
+                "QuantizedTensor",
+                "Float8Tensor",
+                "MXFP8Tensor",
+                "NVFP4Tensor",
+                "Float8BlockwiseQTensor",
+                "HybridQuantizedTensor",
+                "IdentityTensor",
+            )
+        ),
+        "codes and scales are what the tensor's operand() returns",
+    ),
+}
+
+
+def __getattr__(name: str) -> None:
+    """A sentence for a name of Transformer Engine that is not here."""
+    if name in _ABSENT:
+        raise AttributeError(f"fewbits.te has no {name}: {_ABSENT[name]}.")
+    raise AttributeError(f"fewbits.te has no {name}.")

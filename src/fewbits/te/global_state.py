@@ -46,6 +46,11 @@ class FP8GlobalStateManager:
         """The process group over which amaxes are taken."""
         return current().group
 
+    @staticmethod
+    def get_meta_tensor_key(forward: bool = True) -> str:
+        """Under which name a module's ``fp8_meta`` holds the state of a pass."""
+        return "scaling_fwd" if forward else "scaling_bwd"
+
     @classmethod
     def is_fp8_available(cls) -> tuple[bool, str]:
         """See `fewbits.te.support.check_fp8_support`."""

@@ -1,0 +1,274 @@
+"""A pytest plugin that runs Transformer Engine's own ``tests/pytorch`` over `fewbits.te`, on a CPU too.
+
+* ``transformer_engine`` is `fewbits.te`, by its own `as_transformer_engine`. A name that it lacks, and all of
+  the C++ module ``transformer_engine_torch``, is a stand-in: a test that calls one is skipped, and the reason
+  names it.
+* Without a GPU the device "cuda" means the CPU; what only a GPU has (streams, graphs, events) skips the test.
+* ``--every N`` runs each N-th test of a file; ``--budget S`` begins no test after S seconds.
+
+At the end of each file's run one line of JSON says what became of the tests: see README.md beside this file.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import importlib
+import json
+import sys
+import time
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+import fewbits.te as te
+from fewbits.te import drop_in, support
+
+_RUNNING = {"test": False}
+_STARTED = time.monotonic()
+_OUTCOMES: dict[str, collections.Counter] = collections.defaultdict(collections.Counter)
+_REASONS: dict[str, collections.Counter] = collections.defaultdict(collections.Counter)
+
+
+class _Missing(type):
+    """The class of stand-ins: classes, so that tests may use them in isinstance and as bases."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _missing(f"{cls.__name__}.{name}")
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if _RUNNING["test"]:
+            pytest.skip(f"reaches into {cls.__name__}")
+        return args[0] if len(args) == 1 and callable(args[0]) else cls
+
+    def __iter__(cls) -> Any:
+        return iter(())
+
+    def __int__(cls) -> int:
+        return -1
+
+    def __lt__(cls, other: Any) -> bool:
+        return True
+
+    __le__ = __lt__
+
+    def __gt__(cls, other: Any) -> bool:
+        return False
+
+    __ge__ = __gt__
+
+    def __bool__(cls) -> bool:
+        return False
+
+
+_TYPES = {
+    torch.uint8: te.DType.kByte,
+    torch.float8_e4m3fn: te.DType.kFloat8E4M3,
+    torch.float8_e5m2: te.DType.kFloat8E5M2,
+    torch.int32: te.DType.kInt32,
+    torch.float32: te.DType.kFloat32,
+    torch.float16: te.DType.kFloat16,
+    torch.bfloat16: te.DType.kBFloat16,
+}
+# Inner names that tests use as words only.
+_KNOWN = {
+    "TE_DType": _TYPES,
+    "TE_DType_To_Torch": {ours: theirs for theirs, ours in _TYPES.items()},
+    "get_cudnn_version": lambda: (0, 0, 0),
+    "is_non_tn_fp8_gemm_supported": lambda: True,
+    "init_method_normal": lambda sigma: lambda tensor: torch.nn.init.normal_(tensor, 0.0, sigma),
+    "scaled_init_method_normal": lambda sigma, layers: (
+        lambda tensor: torch.nn.init.normal_(tensor, 0.0, sigma / (2.0 * layers) ** 0.5)
+    ),
+}
+
+
+def _missing(name: str) -> Any:
+    return _Missing(name, (), {})
+
+
+class _StandIn(ModuleType):
+    __path__ = ()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(te, name) if name == "DType" else _missing(f"{self.__name__}.{name}")
+
+
+class _StandInFinder:
+    """Whatever else of Transformer Engine, or of libraries its tests want, is asked for."""
+
+    names = ("transformer_engine", "transformer_engine_torch", "nvdlfw_inspect", "nvtx")
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if name.split(".")[0] in self.names:
+            return ModuleSpec(name, self, is_package=True)
+        return None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return _StandIn(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        pass
+
+
+class _CpuForCuda(TorchFunctionMode):
+    """The device "cuda" means the CPU."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if "device" in kwargs:
+            kwargs["device"] = _cpu(kwargs["device"], integers=True)
+        name = getattr(func, "__name__", "")
+        if name == "cuda":
+            return args[0]
+        if func == torch.Tensor.is_cuda.__get__:
+            return not args[0].is_meta
+        if name == "to":
+            args = tuple(_cpu(a) for a in args)
+        return func(*args, **kwargs)
+
+
+def _cpu(device: Any, integers: bool = False) -> Any:
+    if isinstance(device, str) and device.startswith("cuda"):
+        return "cpu"
+    if isinstance(device, torch.device) and device.type == "cuda":
+        return torch.device("cpu")
+    return "cpu" if integers and isinstance(device, int) and not isinstance(device, bool) else device
+
+
+def _stand_in_for_a_gpu() -> None:
+    def needs_gpu(name: str) -> Any:
+        return lambda *args, **kwargs: pytest.skip(f"needs a GPU: torch.cuda.{name}")
+
+    nothing = (
+        "synchronize",
+        "empty_cache",
+        "manual_seed",
+        "manual_seed_all",
+        "reset_peak_memory_stats",
+        "set_device",
+    )
+    for name in nothing:
+        setattr(torch.cuda, name, lambda *args, **kwargs: None)
+    # torch.manual_seed calls manual_seed_all, so that one must not call it back
+    torch.cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(seed)
+    torch.cuda.current_device = lambda: 0
+    torch.cuda.device_count = lambda: 1
+    torch.cuda.get_device_capability = lambda *a: (9, 0)
+    torch.cuda.is_bf16_supported = lambda *a, **k: True
+    torch.cuda.get_rng_state, torch.cuda.set_rng_state = (
+        lambda *a, **k: torch.get_rng_state(),
+        lambda state, *a, **k: torch.set_rng_state(state),
+    )
+    torch.cuda.memory_allocated = torch.cuda.max_memory_allocated = lambda *a, **k: 0
+    torch.cuda.device = lambda *a, **k: contextlib.nullcontext()
+    for name in (
+        "Stream",
+        "Event",
+        "graph",
+        "CUDAGraph",
+        "current_stream",
+        "stream",
+        "get_device_properties",
+    ):
+        setattr(torch.cuda, name, needs_gpu(name))
+    plain = torch.autocast.__init__
+    torch.autocast.__init__ = lambda self, device_type, *a, **k: plain(self, _cpu(device_type), *a, **k)
+    support.get_device_compute_capability = lambda: (9, 0)
+    te.get_device_compute_capability = support.get_device_compute_capability
+    _CpuForCuda().__enter__()
+
+
+def pytest_addoption(parser: Any) -> None:
+    """The plugin's options."""
+    group = parser.getgroup("fewbits")
+    group.addoption("--every", type=int, default=1, help="each n-th test of a file")
+    group.addoption("--budget", type=float, default=0.0, help="seconds after which no test begins")
+    group.addoption("--rows", type=Path, help="append one line of JSON a file there")
+
+
+def pytest_configure(config: Any) -> None:
+    """Before any module of tests is imported."""
+    te.as_transformer_engine()
+    ours = drop_in._View.__getattr__
+
+    def or_missing(self: Any, name: str) -> Any:
+        if name in _KNOWN:
+            return _KNOWN[name]
+        place = f"{self.__name__}.{name}"
+        if place.removeprefix("transformer_engine.") in drop_in._PLACES:
+            return importlib.import_module(place)
+        try:
+            return ours(self, name)
+        except AttributeError:
+            if name.startswith("__"):
+                raise
+            try:
+                return importlib.import_module(place) if place in sys.modules else _missing(place)
+            except ImportError:
+                return _missing(place)
+
+    drop_in._View.__getattr__ = or_missing
+    drop_in._View.__path__ = []  # so that the finder of stand-ins is asked for what is below a view
+    sys.meta_path.append(_StandInFinder())
+    if not torch.cuda.is_available():
+        _stand_in_for_a_gpu()
+
+
+def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
+    """Take each n-th, and count all."""
+    for item in items:
+        _OUTCOMES[Path(item.fspath).name]["collected"] += 1
+    items[:] = items[:: config.getoption("--every")]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: Any, nextitem: Any) -> Any:
+    """A stand-in skips only while a test runs."""
+    budget = item.config.getoption("--budget")
+    if budget and time.monotonic() - _STARTED > budget:
+        item.session.shouldstop = "the budget is spent"
+    _RUNNING["test"] = True
+    try:
+        return (yield)
+    finally:
+        _RUNNING["test"] = False
+
+
+def pytest_runtest_logreport(report: Any) -> None:
+    """Count."""
+    file = Path(report.fspath).name
+    if report.when == "call" or (report.when == "setup" and report.outcome != "passed"):
+        _OUTCOMES[file][report.outcome] += 1
+        if report.skipped:
+            _REASONS[file]["skipped: " + str(report.longrepr[2]).removeprefix("Skipped: ")[:90]] += 1
+        elif report.failed:
+            text = getattr(getattr(report.longrepr, "reprcrash", None), "message", str(report.longrepr))
+            _REASONS[file]["failed: " + text.splitlines()[0][:110]] += 1
+
+
+def pytest_collectreport(report: Any) -> None:
+    """A file that cannot be imported."""
+    if report.failed:
+        _REASONS[Path(report.nodeid).name][
+            "not collected: " + str(report.longrepr).splitlines()[-1][:110]
+        ] += 1
+
+
+def pytest_sessionfinish(session: Any) -> None:
+    """One line a file."""
+    for file in {*_OUTCOMES, *_REASONS}:
+        row = {"file": file, **_OUTCOMES[file], "reasons": dict(_REASONS[file].most_common(12))}
+        target = session.config.getoption("--rows")
+        if target:
+            with target.open("a", encoding="utf-8") as stream:
+                stream.write(json.dumps(row) + "\n")
