@@ -22,6 +22,7 @@ from fewbits.nn.linear import QuantizedLinear
 from fewbits.nn.lora import LoRALinear
 from fewbits.recipes import Recipe, Rule
 from tests.models.loading import logits, packed_state, perturb, same
+from tests.models.mixtures import mixture
 from tests.models.tiny import tiny, tokens
 
 NAMES = ["q_proj", "v_proj"]
@@ -171,12 +172,22 @@ def test_stored_weights_of_floating_dtype_are_not_silently_frozen(how):
         model(tokens(), labels=tokens())
 
 
-def test_a_packed_layer_cannot_be_a_trained_copy():
-    with pytest.raises(
-        Unsupported, match=r"copy of model\.layers\.0\.mlp\.up_proj, whose weight is stored as int8"
-    ):
-        get_peft_model(base("int8"), modules_to_save=["up_proj"])
-    get_peft_model(base("int8"), modules_to_save=["lm_head"])
+@pytest.mark.parametrize("names", [["up_proj"], ["0.mlp.up_proj"], ["layers.0.mlp"], ["lm_head", "mlp"]])
+@pytest.mark.parametrize("second", [False, True])
+def test_a_packed_layer_cannot_be_a_trained_copy(names, second, tmp_path):
+    """By any name that PEFT takes for it, a module around it too, and where it has an adapter already."""
+    model = base("int8")
+    if second:
+        model = get_peft_model(model, r=4, target_modules=["up_proj"])
+    stored = r"copy of [\w.]*model\.layers\.0\.mlp\.\w+_proj, whose weight is stored as int8"
+    with pytest.raises(Unsupported, match=stored):
+        get_peft_model(model, adapter_name="second", target_modules=NAMES, modules_to_save=names)
+    config = peft.LoraConfig(r=4, target_modules=NAMES, modules_to_save=names)
+    peft.get_peft_model(base(None), config).save_pretrained(tmp_path)
+    with pytest.raises(Unsupported, match=stored):
+        load_adapter(model, tmp_path, adapter_name="second")
+    saved = get_peft_model(base("int8"), target_modules=NAMES, modules_to_save=["lm_head"])
+    saved(tokens(), labels=tokens()).loss.backward()
 
 
 def test_weighted_adapters_of_ours():
@@ -332,3 +343,13 @@ def test_a_bias_that_has_no_place_is_not_merged(recipe, safe):
     with pytest.raises(RuntimeError, match="because the base layer has no bias; adapter 'default' was not"):
         adapted.merge_adapter(safe_merge=safe)
     assert torch.equal(logits(adapted, tokens()), expected)
+
+
+@pytest.mark.parametrize("names", [["experts"], ["mlp"]])
+def test_packed_experts_cannot_be_a_trained_copy(names):
+    model = mixture("qwen3_moe")
+    convert(model, "qlora_nf4")
+    with pytest.raises(
+        Unsupported, match=r"copy of model\.layers\.0\.mlp\.experts, whose weight is stored as nf4"
+    ):
+        get_peft_model(model, r=4, target_modules=NAMES, modules_to_save=names)

@@ -29,7 +29,7 @@ from fewbits.models.adapter_files import (
     read_adapter,
     restored_on_error,
 )
-from fewbits.models.branches import base_name
+from fewbits.models.branches import base_name, plain_name
 from fewbits.models.expert_targets import with_experts
 from fewbits.models.spec import spec_for
 from fewbits.nn.experts import QuantizedExperts
@@ -168,6 +168,7 @@ def load_adapter(
     Raises:
         BadCheckpoint: the folder has no adapter, a damaged one, or one stored as a pickle.
         SpecMismatch: adapter and base do not fit together.
+        Unsupported: no LoRA, or it trained a weight that is packed here.
     """
     import peft
 
@@ -184,6 +185,8 @@ def load_adapter(
         )
     check_fit(model, weights, path)
     config.inference_mode = not is_trainable
+    _check_trained_copies(config, model)
+    _check_parameters(config, model)
     _register(config, model)
     if isinstance(model, peft.PeftModel):
         model.add_adapter(adapter_name, config)
@@ -297,11 +300,20 @@ def _as_peft_has_them(targets: Any) -> Any:
 def _check_trained_copies(config: Any, model: nn.Module) -> None:
     names = tuple(config.modules_to_save or ())
     for path, module in model.named_modules():
-        if isinstance(module, QuantizedLinear) and path.rpartition(".")[2] in names:
-            raise Unsupported(
-                f"modules_to_save would train a copy of {path}, whose weight is stored as "
-                f"{module.format.name}; leave it as it is with the recipe's skip, or put an adapter on it."
-            )
+        if not names or not path.endswith(names):  # as PEFT finds them
+            continue
+        packed = (QuantizedLinear, QuantizedExperts)
+        inner = next(((n, m) for n, m in module.named_modules() if isinstance(m, packed)), None)
+        if inner is None:
+            continue
+        name, layer = inner
+        whole = plain_name(f"{path}.{name}" if name else path)
+        formats = [layer.format] if isinstance(layer, QuantizedLinear) else layer.formats.values()
+        stored = " and ".join(sorted({format.name for format in formats}))
+        raise Unsupported(
+            f"modules_to_save would train a copy of {whole}, whose weight is stored as {stored}; leave it as "
+            "it is with the recipe's skip, or put an adapter on it."
+        )
 
 
 def _check_parameters(config: Any, model: nn.Module) -> None:
