@@ -27,8 +27,8 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     from fewbits import convert, get_peft_model
+    from fewbits.decoder.fuse import fuse, fusion_of
     from fewbits.formats import E4M3, E4M3_ROW, NF4_DQ
-    from fewbits.models.fused import fuse, fusion_of
     from fewbits.recipes.recipe import LoRA, Recipe, Rule
 
     shape = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32}

@@ -16,9 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM
 
 from fewbits.bench.train.shapes import batch_of
+from fewbits.decoder.fuse import fuse
+from fewbits.decoder.keep import KEEP_ALL
 from fewbits.formats import INT8
-from fewbits.models.fused import fuse
-from fewbits.nn.keep import KEEP_ALL
 from fewbits.training.ranks.ddp import bucket_mib, quantize_gradients
 from fewbits.training.ranks.fsdp import shard
 from fewbits.training.ranks.fsdp_communication import quantize_reduce_scatter

@@ -64,7 +64,7 @@ def adapted(options: argparse.Namespace, variant: str) -> Any:
             p.data = p.data.to(torch.bfloat16)
     model.train()
     if options.fused:
-        from fewbits.models.fused import fuse
+        from fewbits.decoder.fuse import fuse
 
         fuse(model)
     return model

@@ -113,7 +113,7 @@ def ours(path: str, device: str, recipe: str) -> Any:
     from transformers import AutoModelForCausalLM
 
     from fewbits import LoRA, convert, get_peft_model, get_recipe
-    from fewbits.models.fused import fuse, fusion_of
+    from fewbits.decoder.fuse import fuse, fusion_of
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).to(device)
     convert(model, get_recipe(recipe))
@@ -212,7 +212,7 @@ def fine_tune(
 
 def report_unfused(model: Any) -> None:
     """What fell back in training is said."""
-    from fewbits.models.fused import fusion_of
+    from fewbits.decoder.fuse import fusion_of
 
     fusion = fusion_of(model)
     for reason, count in ({} if fusion is None else fusion.fallbacks).items():

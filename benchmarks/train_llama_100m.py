@@ -120,7 +120,7 @@ def put_in(model: Any, recipe: str) -> None:
 def take_out(model: Any) -> None:
     """What was trained, as a plain model; what fell back in training is said."""
     from fewbits import restore, unfuse
-    from fewbits.models.fused import fusion_of
+    from fewbits.decoder.fuse import fusion_of
 
     for reason, count in fusion_of(model).fallbacks.items():
         print(f"{count} layer calls ran unfused: {reason}")

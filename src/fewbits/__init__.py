@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fewbits.decoder.fuse import fuse, unfuse
     from fewbits.families.registry import register_family
     from fewbits.families.spec import ModelSpec
     from fewbits.formats import FORMATS, get_format
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from fewbits.models.adapters import get_peft_model, load_adapter, lora_config
     from fewbits.models.convert import explain
     from fewbits.models.fast import FastLanguageModel
-    from fewbits.models.fused import fuse, unfuse
     from fewbits.models.hf_quantizer import FewbitsConfig, register
     from fewbits.models.in_memory import convert, restore
     from fewbits.recipes import CATALOG, QAT, LoRA, Recipe, Rule, get_recipe
@@ -47,8 +47,8 @@ _HOMES = {
     "get_recipe": "fewbits.recipes",
     "convert": "fewbits.models.in_memory",
     "explain": "fewbits.models.convert",
-    "fuse": "fewbits.models.fused",
-    "unfuse": "fewbits.models.fused",
+    "fuse": "fewbits.decoder.fuse",
+    "unfuse": "fewbits.decoder.fuse",
     "restore": "fewbits.models.in_memory",
     "get_peft_model": "fewbits.models.adapters",
     "load_adapter": "fewbits.models.adapters",

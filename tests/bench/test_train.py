@@ -22,8 +22,8 @@ from fewbits.bench.train.longest import Line, bisect, find, line_through
 from fewbits.bench.train.reference import Decoder, rope_of, token_losses
 from fewbits.bench.train.schedule import Outcome, Task, waves
 from fewbits.bench.train.shapes import SHAPES, Shape, batch_of, batches, flops_per_token, shape_of
+from fewbits.decoder.loss import float8_head_of
 from fewbits.errors import BadInput, Unsupported
-from fewbits.models.fused_loss import float8_head_of
 
 TINY = shape_of("tiny")
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import fewbits.decoder.scales
 import fewbits.kernels.launch.nvrtc
 import fewbits.kernels.launch.tuning
-import fewbits.nn.delayed
 from fewbits.kernels.launch.jit import multiprocessors
 
 triton = pytest.importorskip("triton")
@@ -146,7 +146,7 @@ def pretended_gpu(capability: int = 90) -> Iterator[Recorder]:
             (torch.cuda, "device", lambda *_: contextlib.nullcontext()),
             (torch.cuda, "is_current_stream_capturing", lambda: False),
             # Fake tensors have no values to ask for: whatever a kernel was told to record, it did.
-            (fewbits.nn.delayed, "which_have_history", lambda largest: [True] * len(largest)),
+            (fewbits.decoder.scales, "which_have_history", lambda largest: [True] * len(largest)),
             (fewbits.kernels.launch.nvrtc, "missing", lambda: "no memory is there"),
             (fewbits.kernels.launch.tuning, "measured", lambda _: {}),
             (JITFunction, "run", lambda kernel, *a, **k: recorder.run(kernel, *a, **k)),

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fewbits
+from fewbits.decoder.fuse import fused_layers
 from fewbits.errors import Unsupported
 from fewbits.formats.codebook import NF4
 from fewbits.formats.integer import INT8
@@ -25,7 +26,6 @@ from fewbits.kernels.product.fake_quantize import fake_quantize, fake_quantized_
 from fewbits.kernels.product.lora_linear import lora_linear
 from fewbits.kernels.product.matmul_operands import operand_linear
 from fewbits.kernels.product.matmul_packed import Operands, packed_linear
-from fewbits.models.fused import fused_layers
 
 SOURCE = Path(fewbits.__file__).parent
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fewbits.decoder.projection import scale_of, scales_of
 from fewbits.errors import BadInput, Unsupported
 from fewbits.formats import FORMATS, get_format
 from fewbits.formats.base import Format
@@ -22,7 +23,6 @@ from fewbits.kernels.product.matmul_float8 import (
     weight_scale,
     weight_scales,
 )
-from fewbits.nn.projection import scale_of, scales_of
 
 E4 = torch.float8_e4m3fn
 # See matmul_float8.py: rounding of both operands; on top, the sum in float32, or in Hopper's 14 bits, cut off

@@ -26,11 +26,11 @@ import torch
 from torch import Tensor, nn
 
 from fewbits import FastLanguageModel
+from fewbits.decoder.fuse import fuse, fused_layers, fusion_of, unfuse
+from fewbits.decoder.keep import KEEP_EVERYTHING, KEEP_NONE, KEEPS, Keep
 from fewbits.formats import INT8, NF4
 from fewbits.models.adapters import get_peft_model
 from fewbits.models.convert import convert
-from fewbits.models.fused import fuse, fused_layers, fusion_of, unfuse
-from fewbits.nn.keep import KEEP_EVERYTHING, KEEP_NONE, KEEPS, Keep
 from fewbits.recipes.recipe import LoRA, Recipe, Rule
 from tests.models.tiny import FAMILIES, VOCAB, tiny
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
+from fewbits.decoder.fuse import fuse, fusion_of
 from fewbits.families.catalog import SPECS
-from fewbits.models.attention import (
+from fewbits.host.attention import (
     NAMES,
     attention_facts,
     attention_receipt,
@@ -19,7 +20,6 @@ from fewbits.models.attention import (
     used_attention,
 )
 from fewbits.models.convert import convert, restore
-from fewbits.models.fused import fuse, fusion_of
 from fewbits.nn.segments import Segments
 from fewbits.recipes import get_recipe
 from tests.models.tiny import FAMILIES, tiny, tokens

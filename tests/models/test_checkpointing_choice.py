@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from fewbits import FastLanguageModel
+from fewbits.decoder.fuse import fuse, fused_layers
+from fewbits.decoder.keep import KEEP_ALL, KEEP_NONE, KEEP_ON_HOST
 from fewbits.models import fast
 from fewbits.models.checkpointed_layers import chosen
-from fewbits.models.fused import fuse, fused_layers
-from fewbits.nn.keep import KEEP_ALL, KEEP_NONE, KEEP_ON_HOST
 from tests.models.loading import save_tiny
 from tests.models.tiny import tokens
 

@@ -13,8 +13,8 @@ from torch import nn
 import fewbits
 from fewbits.errors import BadInput, SpecMismatch, Unsupported
 from fewbits.formats import E4M3, INT4_G64, INT8, NF4
+from fewbits.host.spec import spec_for
 from fewbits.models.convert import convert, explain, linears_to_replace, restore
-from fewbits.models.spec import spec_for
 from fewbits.nn.fake_quantize import FakeQuantizedLinear
 from fewbits.nn.linear import LowPrecisionLinear, QuantizedLinear
 from fewbits.nn.norm import RMSNorm

@@ -9,8 +9,8 @@ import torch
 
 import fewbits
 from fewbits import FastLanguageModel
+from fewbits.decoder.fuse import fuse
 from fewbits.formats import FORMATS
-from fewbits.models.fused import fuse
 from fewbits.nn.fake_quantize import FakeQuantizedLinear
 from fewbits.nn.linear import QuantizedLinear
 from tests.models.loading import packed_state, same, save_tiny

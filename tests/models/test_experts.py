@@ -15,7 +15,7 @@ import fewbits
 from fewbits import FastLanguageModel
 from fewbits.errors import SpecMismatch, Unsupported
 from fewbits.formats import FORMATS
-from fewbits.models.expert_weights import weights_of
+from fewbits.host.expert_weights import weights_of
 from fewbits.nn.experts import QuantizedExperts
 from fewbits.nn.linear import QuantizedLinear
 from fewbits.recipes import Recipe, Rule

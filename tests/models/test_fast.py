@@ -12,10 +12,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from fewbits import FastLanguageModel, explain
+from fewbits.decoder.fuse import fuse, fused_layers
+from fewbits.decoder.keep import KEEP_ALL, KEEP_NONE, KEEP_ON_HOST, Keep
 from fewbits.errors import BadInput, FewbitsError, SpecMismatch, Unsupported
 from fewbits.models.fast import is_packed
-from fewbits.models.fused import fuse, fused_layers
-from fewbits.nn.keep import KEEP_ALL, KEEP_NONE, KEEP_ON_HOST, Keep
 from fewbits.nn.linear import QuantizedLinear
 from tests.models.loading import logits, packed_state, perturb, same, save_tiny
 from tests.models.tiny import tokens

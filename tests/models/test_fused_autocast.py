@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fewbits.decoder.fuse import fuse, fused_layers, fusion_of
+from fewbits.decoder.keep import KEEP_ALL, KEEPS
 from fewbits.formats import E4M3, E4M3_ROW, INT4_G32, NF4
-from fewbits.models.fused import fuse, fused_layers, fusion_of
-from fewbits.nn.keep import KEEP_ALL, KEEPS
 from fewbits.recipes.recipe import QAT, LoRA, Recipe, Rule
 from fewbits.training.calibration.qat import prepare_qat
 from tests.models.test_fused import NF4_ONLY, adapted, loss_and_gradients

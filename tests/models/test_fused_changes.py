@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fewbits.decoder.fuse import fuse, fusion_of, unfuse
 from fewbits.errors import Unsupported
-from fewbits.models.attention import used_attention
-from fewbits.models.fused import fuse, fusion_of, unfuse
+from fewbits.host.attention import used_attention
 from fewbits.nn.loss import LazyHead, LazyLogits
 from tests.models.test_fused import adapted, assert_same, loss_and_gradients
 from tests.models.tiny import tokens

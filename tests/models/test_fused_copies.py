@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import replicate as replicate_module
 
+from fewbits.decoder.fuse import fuse, unfuse
 from fewbits.errors import Unsupported
-from fewbits.models.fused import fuse, unfuse
 from tests.models.test_fused import adapted, loss_and_gradients
 from tests.models.tiny import tokens
 

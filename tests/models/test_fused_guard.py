@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from fewbits import FastLanguageModel
+from fewbits.decoder.fuse import fuse, fusion_of, unfuse
 from fewbits.formats import E4M3, E4M3_ROW, NF4
-from fewbits.models.fused import fuse, fusion_of, unfuse
 from fewbits.recipes.recipe import LoRA, Recipe, Rule
 from tests.models.test_fused import adapted, assert_same, loss_and_gradients
 from tests.models.tiny import tokens

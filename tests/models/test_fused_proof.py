@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fewbits import FastLanguageModel
+from fewbits.decoder import proof
+from fewbits.decoder.fuse import fuse, fused_layers, fusion_of
+from fewbits.decoder.keep import KEEPS, Keep
+from fewbits.decoder.projection import Projection
 from fewbits.families import catalog
 from fewbits.families.catalog import LLAMA
 from fewbits.families.spec import Attention, ModelSpec, Norms
-from fewbits.models import fused_proof
-from fewbits.models.attention import decoder_of
-from fewbits.models.fused import fuse, fused_layers, fusion_of
-from fewbits.nn.keep import KEEPS, Keep
-from fewbits.nn.projection import Projection
+from fewbits.host.attention import decoder_of
 from fewbits.recipes.recipe import LoRA
 from tests.models.test_fused import NF4_ONLY, adapted, assert_same, loss_and_gradients
 from tests.models.tiny import _COMMON, FAMILIES, tiny, tokens
@@ -101,13 +101,13 @@ def test_every_kind_of_layer_is_proved_once(monkeypatch: pytest.MonkeyPatch) -> 
     kinds = ["sliding_attention", "full_attention", "sliding_attention"]
     model = tiny("gemma3_text", num_hidden_layers=3, layer_types=kinds)
     compared: list[nn.Module] = []
-    real = fused_proof.compare_layer
+    real = proof.compare_layer
 
     def compare(layer: Any, *rest: Any) -> float:
         compared.append(layer)
         return real(layer, *rest)
 
-    monkeypatch.setattr(fused_proof, "compare_layer", compare)
+    monkeypatch.setattr(proof, "compare_layer", compare)
     fuse(model)
     assert [layer.self_attn.sliding_window for layer in compared] == [16, None]
     assert len(fused_layers(model)) == 3
@@ -161,7 +161,7 @@ def test_a_proof_leaves_no_trace(recipe: Any, keep: Keep | None) -> None:
             p.register_hook(calls.append)
     before = state(model)
     decoder = decoder_of(model)
-    proofs = fused_proof.Proofs(decoder, catalog.SPECS["qwen3"], keep or Keep())
+    proofs = proof.Proofs(decoder, catalog.SPECS["qwen3"], keep or Keep())
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         assert [proofs.why_not(layer) for layer in decoder.layers] == [None, None]
     after = state(model)

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from fewbits.decoder.fuse import fuse, fused_layers, fusion_of, unfuse
+from fewbits.decoder.keep import KEEP_NONE, KEEPS
 from fewbits.formats import INT4_G32, INT8, INT8_G32, NF4, Format
-from fewbits.models.fused import fuse, fused_layers, fusion_of, unfuse
-from fewbits.nn.keep import KEEP_NONE, KEEPS
 from fewbits.recipes.recipe import QAT, LoRA, Recipe
 from fewbits.training.calibration.qat import convert_qat, prepare_qat
 from tests.models.test_fused import assert_same, loss_and_gradients

@@ -14,14 +14,14 @@ from transformers.pytorch_utils import Conv1D
 
 import fewbits
 from fewbits import FastLanguageModel
+from fewbits.decoder.fuse import fused_layers
 from fewbits.errors import BadInput, Unsupported
 from fewbits.families import registry
 from fewbits.families.catalog import LLAMA, SPECS
 from fewbits.formats import INT8, NF4
+from fewbits.host.spec import layer_names, spec_for
 from fewbits.inference.export import quantize_checkpoint
 from fewbits.models import decode_step
-from fewbits.models.fused import fused_layers
-from fewbits.models.spec import layer_names, spec_for
 from fewbits.nn.linear import QuantizedLinear
 from fewbits.recipes import QAT, Recipe, Rule
 from tests.models.loading import logits, packed_state, perturb, same

@@ -9,7 +9,7 @@ from transformers import AutoModelForImageTextToText, Gemma3Config, Gemma3ForCon
 
 import fewbits
 from fewbits import FastLanguageModel
-from fewbits.models.fused import fused_layers, fusion_of
+from fewbits.decoder.fuse import fused_layers, fusion_of
 from fewbits.nn.linear import QuantizedLinear
 from fewbits.recipes import Recipe
 from tests.models.loading import perturb, tokenizer

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from fewbits.decoder import parts as fused_parts
+from fewbits.decoder import projection
+from fewbits.decoder.fuse import fuse, fused_layers
+from fewbits.decoder.keep import KEEP_ALL
 from fewbits.formats import E4M3, E4M3_ROW
-from fewbits.models import fused_parts
-from fewbits.models.fused import fuse, fused_layers
-from fewbits.nn import projection
-from fewbits.nn.keep import KEEP_ALL
 from fewbits.recipes.recipe import Recipe, Rule
 from tests.models.test_fused import adapted, loss_and_gradients
 from tests.models.tiny import tokens

@@ -8,10 +8,10 @@ from torch import nn
 
 from fewbits.errors import SpecMismatch, Unsupported
 from fewbits.families.catalog import SPECS
-from fewbits.models.attention import attention_facts
-from fewbits.models.expert_weights import weights_of
+from fewbits.host.attention import attention_facts
+from fewbits.host.expert_weights import weights_of
+from fewbits.host.spec import find, layer_names, locate, spec_for
 from fewbits.models.experts import expert_modules
-from fewbits.models.spec import find, layer_names, locate, spec_for
 from tests.models.mixtures import MIXTURES, UNWRITTEN_MIXTURES, mixture
 from tests.models.tiny import FAMILIES, tiny, tiny_config
 from tests.models.unwritten import UNFUSED, UNWRITTEN, unwritten

@@ -8,7 +8,7 @@ import torch
 from fewbits import sc_matmul
 from fewbits.errors import BadInput, Unsupported
 from fewbits.formats.stochastic import Stochastic
-from fewbits.models.attention import use_attention, used_attention
+from fewbits.host.attention import use_attention, used_attention
 from fewbits.models.stochastic_attention import (
     attention_products,
     restore_stochastic_attention,

@@ -14,13 +14,13 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from fewbits import FastLanguageModel, convert, restore, sc_matmul
+from fewbits.decoder.fuse import fuse, fusion_of
 from fewbits.errors import BadCheckpoint, SpecMismatch, Unsupported
 from fewbits.formats import STOCHASTIC
 from fewbits.formats.stochastic import Stochastic
 from fewbits.inference.evaluate import perplexity
 from fewbits.inference.export import quantize_checkpoint
 from fewbits.models.convert import convert as convert_modules
-from fewbits.models.fused import fuse, fusion_of
 from fewbits.models.hf_quantizer import FewbitsConfig
 from fewbits.models.in_memory import apply_stochastic, mark_packed
 from fewbits.nn.stochastic_linear import StochasticLinear

@@ -10,7 +10,7 @@ from packaging.version import Version
 from transformers import Trainer, TrainingArguments
 
 from fewbits import FastLanguageModel, lora_config, restore
-from fewbits.models.fused import fuse, fusion_of
+from fewbits.decoder.fuse import fuse, fusion_of
 from fewbits.nn.lora import LoRALinear
 from tests.models.loading import logits, packed_state, same, save_tiny
 from tests.models.tiny import tokens

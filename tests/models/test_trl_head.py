@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from fewbits.decoder.fuse import fuse, fusion_of, unfuse
 from fewbits.kernels.loss import linear_log_probs as ours
-from fewbits.models.fused import fuse, fusion_of, unfuse
 from tests.models.test_fused import adapted
 from tests.models.tiny import tokens
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fewbits.decoder.both_halves import Norm, gradient_of_a, reads_output
 from fewbits.kernels.decoder.rmsnorm import rmsnorm_rows
-from fewbits.nn.fused_common import Norm, gradient_of_a, reads_output
 
 
 @pytest.mark.parametrize("offset", [0.0, 1.0])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from fewbits.nn.keep import KEEP_EVERYTHING, KEEP_NONE, KEEP_ON_HOST, KEEPS, Keep
+from fewbits.decoder.keep import KEEP_EVERYTHING, KEEP_NONE, KEEP_ON_HOST, KEEPS, Keep
 
 
 def test_the_order_never_computes_less_and_keeps_more() -> None:

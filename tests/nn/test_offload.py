@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from fewbits.decoder.offload import HostStash
 from fewbits.errors import BadInput
-from fewbits.nn.offload import HostStash
 
 
 class PlainLane:

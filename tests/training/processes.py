@@ -26,7 +26,7 @@ _PRELOAD = [
     "torch.distributed.tensor.parallel",
     "transformers.models.llama.modeling_llama",
     "peft",
-    "fewbits.models.fused_parts",
+    "fewbits.decoder.parts",
     "fewbits.nn.lora",
     "fewbits.training.optimizer",
 ]

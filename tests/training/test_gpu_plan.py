@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from fewbits.bench.train.shapes import SHAPES
+from fewbits.decoder.keep import KEEP_ALL, KEEP_PRODUCTS
 from fewbits.errors import BadInput, Unsupported
 from fewbits.formats import E4M3_128X128
-from fewbits.nn.keep import KEEP_ALL, KEEP_PRODUCTS
 from fewbits.recipes import LoRA, Recipe, get_recipe
 from fewbits.training.ahead.gpu_plan import (
     GPUS,

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from fewbits.decoder.fuse import fuse
+from fewbits.decoder.keep import KEEP_ALL, Keep
 from fewbits.errors import BadInput
-from fewbits.models.fused import fuse
-from fewbits.nn.keep import KEEP_ALL, Keep
 from fewbits.recipes import qlora_nf4
 from fewbits.training.plan.memory_budget import MemoryBudget, Target, auto_budget, budget_for
 from fewbits.training.plan.memory_plan import GIB, planner

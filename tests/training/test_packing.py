@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from fewbits.models.attention import use_attention, used_attention
+from fewbits.host.attention import use_attention, used_attention
 from fewbits.nn.segments import Segments
 from fewbits.training.data.examples import Example
 from fewbits.training.data.packing import Collator, EpochSampler, SequenceDataset, count_trained, pack

@@ -10,10 +10,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from fewbits.decoder.fuse import fuse, fusion_of
+from fewbits.decoder.keep import KEEP_ALL, Keep
+from fewbits.decoder.offload import HostStash
 from fewbits.errors import TrainingStopped
-from fewbits.models.fused import fuse, fusion_of
-from fewbits.nn.keep import KEEP_ALL, Keep
-from fewbits.nn.offload import HostStash
 from fewbits.recipes import Recipe
 from fewbits.training.data.packing import Collator, SequenceDataset
 from fewbits.training.plan.memory_budget import MemoryBudget, Target, budget_for

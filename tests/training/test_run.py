@@ -15,8 +15,8 @@ from rich.console import Console
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from fewbits.decoder.fuse import fused_layers
 from fewbits.errors import BadCheckpoint, BadInput, SpecMismatch, TrainingStopped, Unsupported
-from fewbits.models.fused import fused_layers
 from fewbits.training.checkpoints import model_state
 from fewbits.training.config import TrainConfig
 from fewbits.training.data import packing

@@ -7,9 +7,9 @@ import torch
 from transformers import LlamaConfig
 
 from fewbits import convert
+from fewbits.decoder.fuse import fuse
 from fewbits.models.adapters import get_peft_model
 from fewbits.models.convert import convert as convert_modules
-from fewbits.models.fused import fuse
 from fewbits.recipes.recipe import LoRA, Recipe, Rule
 from tests.models.tiny import tiny
 from tests.training.fsdp_workers import FORMATS, train

@@ -22,11 +22,11 @@ from torch import Tensor
 
 from fewbits.errors import BadCheckpoint, BadInput, Unsupported
 from fewbits.formats import Format
+from fewbits.host.transposed import is_transposed
 from fewbits.models.checkpoint import INDEX, WEIGHTS, Checkpoint, inspect_folder
 from fewbits.models.config_check import check_shapes
 from fewbits.models.packed_folder import close_folder
 from fewbits.models.reading import Reading
-from fewbits.models.transposed import is_transposed
 from fewbits.models.whole_folder import check_destination, whole_folder
 from fewbits.nn.finite import check_finite
 from fewbits.recipes import Recipe, Rule, get_recipe

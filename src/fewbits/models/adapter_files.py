@@ -14,11 +14,11 @@ from typing import Any
 from torch import nn
 
 from fewbits.errors import BadCheckpoint, FewbitsError, SpecMismatch
+from fewbits.host.transposed import as_linear, is_conv1d
 from fewbits.models.branches import base_name
 from fewbits.models.expert_targets import expert_paths
 from fewbits.models.folder_manifest import check_folder
 from fewbits.models.packed import put
-from fewbits.models.transposed import as_linear, is_conv1d
 
 CONFIG = "adapter_config.json"
 _WEIGHTS = "adapter_model.safetensors"

@@ -19,6 +19,7 @@ from torch import nn
 
 from fewbits.errors import BadCheckpoint, SpecMismatch, Unsupported
 from fewbits.families.spec import ModelSpec
+from fewbits.host.spec import spec_for
 from fewbits.models.adapter_files import (
     CONFIG,
     check_fit,
@@ -31,7 +32,6 @@ from fewbits.models.adapter_files import (
 )
 from fewbits.models.branches import base_name, plain_name
 from fewbits.models.expert_targets import with_experts
-from fewbits.models.spec import spec_for
 from fewbits.nn.experts import QuantizedExperts
 from fewbits.nn.fake_quantize import FakeQuantizedLinear
 from fewbits.nn.first_values import first_values, generator_of, has_first_values, orthogonal_pair

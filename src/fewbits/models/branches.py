@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fewbits.errors import BadInput, Unsupported
-from fewbits.models.transposed import is_transposed
+from fewbits.host.transposed import is_transposed
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from fewbits.models.fused import fused_layers
-from fewbits.nn.keep import keep_for
+from fewbits.decoder.fuse import fused_layers
+from fewbits.decoder.keep import keep_for
 
 logger = logging.getLogger("fewbits")
 _CHOICE = "fewbits_checkpointing"
@@ -27,8 +27,9 @@ _LOCAL_HOOK = "<locals>.make_inputs_require_grad"
 def recompute_as(model: Any, choice: bool | float | str) -> None:
     """Recompute as ``use_gradient_checkpointing`` says, now and when a trainer asks for something else.
 
-    Fused layers recompute by themselves (`fewbits.nn.keep.keep_for` says what); others through transformers,
-    as a whole, for True and "unsloth". "auto" and a number of GiB say nothing of these: a trainer may.
+    Fused layers recompute by themselves (`fewbits.decoder.keep.keep_for` says what); others through
+    transformers, as a whole, for True and "unsloth". "auto" and a number of GiB say nothing of these: a
+    trainer may.
     """
     keep, layers, base = keep_for(choice), fused_layers(model), _base(model)
     for layer in layers:

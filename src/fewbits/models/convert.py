@@ -18,12 +18,12 @@ from torch import nn
 from fewbits.errors import SpecMismatch, Unsupported
 from fewbits.families.catalog import SAME_AS_LINEAR
 from fewbits.families.spec import ModelSpec
-from fewbits.models.attention import restore_attention, used_attention
-from fewbits.models.expert_weights import weights_of
+from fewbits.host.attention import restore_attention, used_attention
+from fewbits.host.expert_weights import weights_of
+from fewbits.host.receipt import Change, Left, Receipt
+from fewbits.host.spec import find, layer_names, locate, spec_for
+from fewbits.host.transposed import as_conv1d, as_linear, is_conv1d, is_transposed
 from fewbits.models.experts import expert_modules, expert_rules, packed_place, why_not_packed
-from fewbits.models.receipt import Change, Left, Receipt
-from fewbits.models.spec import find, layer_names, locate, spec_for
-from fewbits.models.transposed import as_conv1d, as_linear, is_conv1d, is_transposed
 from fewbits.nn.experts import QuantizedExperts
 from fewbits.nn.fake_quantize import FakeQuantizedLinear
 from fewbits.nn.finite import check_finite
@@ -59,7 +59,7 @@ def convert(
 
     Args:
         model: a Hugging Face decoder without adapters. Of a family that nobody wrote a spec for, the layers'
-            linears are replaced and everything else stays (`fewbits.models.generic`).
+            linears are replaced and everything else stays (`fewbits.host.generic`).
         recipe: which format where, by name, value or plain data. With ``qat`` the linears are fake-quantised
             and stay trainable.
         strict: raise where spec and model disagree, before anything is changed, in place of noting it in the

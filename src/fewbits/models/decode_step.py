@@ -23,18 +23,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fewbits.decoder.limits import why_not_by_spec
+from fewbits.decoder.parts import part_of
+from fewbits.decoder.projection import Branch, Part
 from fewbits.errors import BadInput, NotFused, SpecMismatch, Unsupported
 from fewbits.families.shapes import field_of, scores_factor
 from fewbits.families.spec import Attention, ModelSpec
 from fewbits.formats.base import Packed
+from fewbits.host.spec import layer_names, locate, spec_for
 from fewbits.kernels.generation.cut import max_rows
 from fewbits.kernels.generation.decode_attention import Cache, DecodeAttention, Rules
 from fewbits.kernels.generation.few_rows import FewRows, LowRankSum, RowNorm
 from fewbits.kernels.launch import nvrtc
-from fewbits.models.fused_limits import why_not_by_spec
-from fewbits.models.fused_parts import part_of
-from fewbits.models.spec import layer_names, locate, spec_for
-from fewbits.nn.projection import Branch, Part
 
 _ACTIVATIONS = {
     "silu": "silu",

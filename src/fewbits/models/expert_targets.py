@@ -14,7 +14,7 @@ from torch import nn
 
 from fewbits.errors import SpecMismatch, Unsupported
 from fewbits.families.spec import ModelSpec
-from fewbits.models.expert_weights import weights_of
+from fewbits.host.expert_weights import weights_of
 from fewbits.models.experts import expert_modules
 
 _BOTH = ("gate_proj", "up_proj")

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from fewbits.errors import BadCheckpoint, Unsupported
 from fewbits.families.spec import ModelSpec
 from fewbits.formats.base import Packed
-from fewbits.models.expert_weights import weights_of
-from fewbits.models.spec import find, layer_names, spec_for
+from fewbits.host.expert_weights import weights_of
+from fewbits.host.spec import find, layer_names, spec_for
 from fewbits.nn.experts import QuantizedExperts
 from fewbits.recipes import Recipe, Rule
 

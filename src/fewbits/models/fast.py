@@ -15,8 +15,11 @@ from typing import Any
 
 import torch
 
+from fewbits.decoder.fuse import fuse, fused_layers, fusion_of
+from fewbits.decoder.keep import keep_for
 from fewbits.errors import BadCheckpoint, BadInput, SpecMismatch, Unsupported
 from fewbits.export.compressed import import_compressed_tensors
+from fewbits.host.conversion import conversion_of
 from fewbits.models.adapter_files import fit_vocabulary
 from fewbits.models.adapter_words import fast_generate, load_lora, save_lora
 from fewbits.models.adapters import get_peft_model, load_adapter
@@ -24,19 +27,16 @@ from fewbits.models.checkpoint import ADAPTER_CONFIG, Checkpoint, inspect_folder
 from fewbits.models.checkpointed_layers import checkpoint_layers, chosen, recompute_as
 from fewbits.models.compressed_folder import save_pretrained_merged
 from fewbits.models.config_check import check_shapes
-from fewbits.models.convert import conversion_of
 from fewbits.models.decode_generate import with_loop
 from fewbits.models.exporting import save_pretrained_gguf
 from fewbits.models.folder_manifest import check_folder
 from fewbits.models.foreign import LAYOUTS, holds
-from fewbits.models.fused import fuse, fused_layers, fusion_of
 from fewbits.models.gguf_model import GGUF_ENDING, load_gguf
 from fewbits.models.named_templates import stop_at_turns
 from fewbits.models.options import PEFT_CHOOSES_NOTHING, PEFT_FIELDS, Loading, note_or_refuse, sort_options
 from fewbits.models.packed import check_device
 from fewbits.models.placing import device_map_of, dtype_of
 from fewbits.models.reading import Reading
-from fewbits.nn.keep import keep_for
 from fewbits.nn.linear import QuantizedLinear
 from fewbits.recipes import Recipe
 
@@ -187,7 +187,7 @@ class FastLanguageModel:
     def for_training(model: Any, use_gradient_checkpointing: bool | float | str | None = None) -> Any:
         """Ready to train: training mode, and gradient checkpointing as here or to get_peft_model said.
 
-        Fused layers recompute by themselves (`fewbits.nn.keep.keep_for` says what); others through
+        Fused layers recompute by themselves (`fewbits.decoder.keep.keep_for` says what); others through
         transformers, as a whole, for True and "unsloth". The choice wins over a trainer's default.
         """
         choice = use_gradient_checkpointing

@@ -32,14 +32,11 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from fewbits.errors import BadCheckpoint, FewbitsError, NotFinite, SpecMismatch, Unsupported
+from fewbits.host.conversion import conversion_of
+from fewbits.host.spec import spec_for
+from fewbits.host.transposed import as_linear, is_transposed, turned
 from fewbits.models.checkpoint import read_headers
-from fewbits.models.convert import (
-    conversion_of,
-    convert,
-    expert_changes,
-    linears_to_replace,
-    loaded_change,
-)
+from fewbits.models.convert import convert, expert_changes, linears_to_replace, loaded_change
 from fewbits.models.experts import (
     check_experts,
     expert_rules_of,
@@ -52,9 +49,7 @@ from fewbits.models.hf_config import check_formats, formats_of, spell_out
 from fewbits.models.original import original_of
 from fewbits.models.packed import check_device, check_parts, place_empty, put, quantize_by_rows, recipe_of
 from fewbits.models.packed_folder import close_folder, open_config
-from fewbits.models.spec import spec_for
 from fewbits.models.stochastic import adopt_saved, save_config
-from fewbits.models.transposed import as_linear, is_transposed, turned
 from fewbits.models.whole_folder import whole_folder
 from fewbits.nn.experts import QuantizedExperts
 from fewbits.nn.finite import check_finite

@@ -12,10 +12,11 @@ from typing import Any
 
 from torch import nn
 
+from fewbits.host.conversion import conversion_of
+from fewbits.host.receipt import Receipt
 from fewbits.models import convert as modules
 from fewbits.models import stochastic
 from fewbits.models.packed import recipe_of
-from fewbits.models.receipt import Receipt
 from fewbits.nn.linear import QuantizedLinear
 from fewbits.recipes import Recipe, get_recipe
 from fewbits.recipes.stochastic_config import StochasticConfig
@@ -90,6 +91,6 @@ def mark_packed(model: Any, recipe: Recipe | None = None) -> None:
     ):
         return
     if recipe is None:
-        state = modules.conversion_of(model)
+        state = conversion_of(model)
         recipe = recipe_of(model, name="packed" if state is None else state.recipe.name)
     attach_recipe(model, recipe)

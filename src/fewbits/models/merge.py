@@ -23,6 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from fewbits.errors import BadCheckpoint, BadInput, Unsupported
+from fewbits.host.transposed import turned
 from fewbits.models.branches import (
     base_name,
     branches_of,
@@ -35,7 +36,6 @@ from fewbits.models.checkpoint import INDEX, WEIGHTS
 from fewbits.models.merge_checks import compare_file, distance, jitter, split
 from fewbits.models.original import original_of, source_folder
 from fewbits.models.packed import recipe_of
-from fewbits.models.transposed import turned
 from fewbits.models.whole_folder import ADAPTER, check_destination, whole_folder
 from fewbits.nn.experts import QuantizedExperts
 from fewbits.nn.linear import QuantizedLinear

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from fewbits import device
 from fewbits.errors import BadCheckpoint, SpecMismatch
 from fewbits.formats.base import Format, Packed, PartSpec
+from fewbits.host.transposed import as_linear, is_transposed
 from fewbits.kernels.codec.quantize import quantize
 from fewbits.models.checkpoint import TensorEntry
-from fewbits.models.transposed import as_linear, is_transposed
 from fewbits.nn.finite import check_finite
 from fewbits.nn.linear import QuantizedLinear
 from fewbits.nn.packed_layers import packed_layer

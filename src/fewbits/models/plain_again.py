@@ -6,10 +6,11 @@ from typing import Any
 
 from torch import nn
 
+from fewbits.decoder.fuse import fusion_of, unfuse
 from fewbits.errors import Unsupported
+from fewbits.host.conversion import conversion_of
 from fewbits.models import stochastic
-from fewbits.models.convert import conversion_of, decoded_linear, restore
-from fewbits.models.fused import fusion_of, unfuse
+from fewbits.models.convert import decoded_linear, restore
 from fewbits.nn.experts import QuantizedExperts
 from fewbits.nn.linear import QuantizedLinear
 

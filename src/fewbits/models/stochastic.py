@@ -18,9 +18,10 @@ from torch import nn
 
 from fewbits.errors import BadCheckpoint, BadInput, SpecMismatch, Unsupported
 from fewbits.formats.stochastic import Stochastic
-from fewbits.models.attention import attention_modules
-from fewbits.models.convert import conversion_of, convert, linears_to_replace, restore
-from fewbits.models.receipt import Receipt
+from fewbits.host.attention import attention_modules
+from fewbits.host.conversion import conversion_of
+from fewbits.host.receipt import Receipt
+from fewbits.models.convert import convert, linears_to_replace, restore
 from fewbits.models.stochastic_attention import (
     restore_stochastic_attention,
     stochastic_attention_of,

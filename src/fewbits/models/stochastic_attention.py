@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fewbits.decoder.fuse import fused_layers
 from fewbits.errors import BadInput, Unsupported
-from fewbits.models.attention import (
+from fewbits.host.attention import (
     attention_modules,
     decoder_of,
     is_plain_mask,
@@ -27,7 +28,6 @@ from fewbits.models.attention import (
     use_attention,
     used_attention,
 )
-from fewbits.models.fused import fused_layers
 from fewbits.nn.stochastic_attention import AttentionProducts, stochastic_attention
 
 NAME = "fewbits_stochastic"
@@ -41,7 +41,7 @@ class StochasticAttentionState:
 
     Attributes:
         before: the host's name of its attention function.
-        by_fewbits: whether `fewbits.models.attention.use_attention` was in force before.
+        by_fewbits: whether `fewbits.host.attention.use_attention` was in force before.
         wanted: names of the attention modules that have stochastic products.
         ran: those of them whose attention ran in this forward pass.
         handles: of the hooks.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fewbits.models.spec import find, layer_names, spec_for
+from fewbits.host.spec import find, layer_names, spec_for
 from fewbits.nn.stochastic_group import StochasticGroup, obstacle
 from fewbits.nn.stochastic_linear import StochasticLinear
 

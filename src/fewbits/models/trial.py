@@ -95,9 +95,9 @@ def try_family(model_type: str, *, recipe: str = "qlora_nf4") -> Trial:
 
 
 def _tried(model: Any, model_type: str, known: bool, recipe: str) -> Trial:
+    from fewbits.decoder.fuse import fuse, fusion_of
+    from fewbits.host.spec import spec_for
     from fewbits.models.convert import convert
-    from fewbits.models.fused import fuse, fusion_of
-    from fewbits.models.spec import spec_for
 
     try:
         spec = spec_for(model)

@@ -4,7 +4,7 @@ An address is not enough: a merge writes other values to the same one, and a fre
 tensor. So the key names the storage itself, which no later one is ever equal to, and the version, which every
 in-place operation raises. What it cannot see is a write through ``tensor.data`` (PEFT's own layers merge so)
 and that of torch's fused optimizers, which raises no version. Hence a weight that trains keeps nothing, and
-whoever else writes so lets go of what was kept (`fewbits.models.fused.forget_weights`).
+whoever else writes so lets go of what was kept (`fewbits.decoder.fuse.forget_weights`).
 """
 
 from __future__ import annotations

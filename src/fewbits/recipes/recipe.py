@@ -72,7 +72,7 @@ class Recipe:
         name: what-how, as in "qlora_nf4".
         linear: the rule of every linear in the decoder layers.
         head: formats of the operands in the products of the output head where a training step computes the
-            loss without logits (`fewbits.models.fused.fuse`); logits that one reads are the plain head's.
+            loss without logits (`fewbits.decoder.fuse.fuse`); logits that one reads are the plain head's.
         overrides: (glob over the full name, rule) pairs; the first that matches wins over ``linear``.
         skip: globs over full names of linears that are left alone.
         lora: adapters to add, or None.

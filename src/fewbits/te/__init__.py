@@ -5,7 +5,7 @@ a definition in plain torch that runs on a CPU and on any GPU; no name of it is 
 
 Begin with `linear.py`: a module asks `numerics.py` which recipe holds, `operands.py` for the quantisers that
 the recipe means, and `product.py` multiplies what they make. `recipe.py` is the data, `scaling.py`,
-`microscaling.py` and `float4.py` are the arithmetic, `delayed.py` is the one state, `extra_state.py` its way
+`microscaling.py` and `float4.py` are the arithmetic, `scales.py` is the one state, `extra_state.py` its way
 through checkpoints. A recipe can also be given to a model as a value, without any context: `use_recipe`.
 
 Importing it does one thing: it tells torch that its classes of data may be loaded (`safe.py`), so that

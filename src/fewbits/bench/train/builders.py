@@ -126,11 +126,11 @@ def _fuse(model: Any, job: Job, recipe: Any) -> tuple[list[str], Any]:
     Raises:
         Unsupported: a budget was asked for and nothing here keeps to one.
     """
-    from fewbits.nn.keep import KEEP_ALL, KEEP_PRODUCTS
+    from fewbits.decoder.keep import KEEP_ALL, KEEP_PRODUCTS
     from fewbits.training.plan.memory_budget import budget_for
 
     config = job.configuration
-    fused = import_module("fewbits.models.fused")
+    fused = import_module("fewbits.decoder.fuse")
     fusion = fused.fusion_of(model)
     # Beside gradients and states of all weights the norms' outputs are little; LoRA's memory is compared.
     keep = KEEP_ALL if config.trains_all else KEEP_PRODUCTS

@@ -30,7 +30,7 @@ class Configuration:
         delayed: FP8 scales of the MLP's inner tensors come from earlier steps; the parity check then looks at
             the first step and at a later one.
         budget: what ours may take: GiB, "auto", or "keep", "recompute", "offload" for all layers alike; None:
-            as `fewbits.models.fused.fuse` leaves it.
+            as `fewbits.decoder.fuse.fuse` leaves it.
         runs_on_cpu: also there, for a test.
         peak_gib: about what it takes for the Llama-3.1-8B shape and 8,192 tokens; decides only which
             processes may hold memory side by side.

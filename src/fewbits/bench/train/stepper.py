@@ -93,7 +93,7 @@ class Stepper:
 
     def notes(self) -> list[str]:
         """What became of the memory plan, and layers that ran unfused, with the reason."""
-        from fewbits.models.fused import fusion_of
+        from fewbits.decoder.fuse import fusion_of
 
         fusion = fusion_of(self.model)
         fallbacks = {} if fusion is None else fusion.fallbacks

@@ -2,5 +2,5 @@
 
 Each file fuses several elementwise steps into one pass over memory, forward and backward. Imports
 `kernels.launch` and `kernels.codec`. Begin with `rmsnorm.py`; the layer that calls all of them is
-`fewbits.nn.fused_attention` and `fewbits.nn.fused_mlp`.
+`fewbits.decoder.attention_half` and `fewbits.decoder.mlp_half`.
 """

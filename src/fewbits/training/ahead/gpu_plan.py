@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from fewbits.decoder.keep import KEEP_NONE, KEEP_ON_HOST
+from fewbits.decoder.limits import why_not_by_spec
 from fewbits.device import lowest_capability
 from fewbits.errors import BadInput, Unsupported
 from fewbits.families.registry import written_spec
-from fewbits.models.fused_limits import why_not_by_spec
-from fewbits.nn.keep import KEEP_NONE, KEEP_ON_HOST
 from fewbits.recipes import CATALOG, Recipe, predict_memory
 from fewbits.training.plan.memory_budget import OPTIMIZER_BYTES, auto_budget
 from fewbits.training.plan.memory_plan import GIB, Plan, Planner, planner

@@ -23,8 +23,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from fewbits.decoder.fuse import load_scales, scales_of
 from fewbits.errors import BadCheckpoint, SpecMismatch, TrainingStopped
-from fewbits.models.fused import load_scales, scales_of
 from fewbits.models.whole_folder import fsync, is_disk_full, take_place
 from fewbits.training.checkpoints.manifest import PROMISE, Writers, write_manifest
 from fewbits.training.ranks.processes import is_broken_connection

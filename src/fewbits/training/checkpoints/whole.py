@@ -17,8 +17,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
+from fewbits.decoder.fuse import load_scales
 from fewbits.errors import BadCheckpoint, SpecMismatch
-from fewbits.models.fused import load_scales
 from fewbits.training.checkpoints.folders import MODEL_FILE, SCALES_FILE, TRAINABLE_FILE
 from fewbits.training.checkpoints.sharded import fill_optimizer, kept, whole_slices
 from fewbits.training.checkpoints.whole_views import places_of, slice_like

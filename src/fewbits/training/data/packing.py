@@ -2,7 +2,7 @@
 
 Packed rows are told apart by their boundaries, `fewbits.nn.segments.Segments`, made here once per batch under
 the names that FlashAttention has for them in transformers; fewbits' attention takes them too
-(`fewbits.models.attention`). Position ids restart at 0, with no attention mask and no cache: without fewbits'
+(`fewbits.host.attention`). Position ids restart at 0, with no attention mask and no cache: without fewbits'
 attention, transformers builds the block-diagonal (for sliding windows: banded) mask for eager and SDPA
 attention from these. The first token of each row is never a label, so no row predicts the next one.
 

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from fewbits.decoder.keep import Keep
 from fewbits.errors import BadInput
 from fewbits.families.catalog import LLAMA
 from fewbits.families.registry import written_spec
 from fewbits.families.shapes import linear_shapes
 from fewbits.families.spec import ModelSpec
-from fewbits.nn.keep import Keep
 from fewbits.recipes import Recipe
 
 # What host traffic costs although it runs beside the products, of its own time: on an H200 at the 8B shape

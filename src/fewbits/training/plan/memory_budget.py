@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from fewbits.decoder.keep import KEEP_ALL, KEEP_NONE, KEEP_ON_HOST, Keep
+from fewbits.decoder.offload import HostStash
 from fewbits.errors import BadInput
+from fewbits.host.conversion import conversion_of
 from fewbits.models.checkpointed_layers import checkpoint_layers
-from fewbits.models.convert import conversion_of
-from fewbits.nn.keep import KEEP_ALL, KEEP_NONE, KEEP_ON_HOST, Keep
-from fewbits.nn.offload import HostStash
 from fewbits.recipes import LoRA, Recipe
 from fewbits.training.plan.memory_plan import GIB, Plan, Planner, gathered_bytes, planner, static_of
 
@@ -84,7 +84,7 @@ class Target:
     @classmethod
     def of(cls, model: nn.Module) -> Target:
         """The fused layers of a model."""
-        from fewbits.models.fused import fused_layers, fusion_of  # after fast.py, which may fuse itself
+        from fewbits.decoder.fuse import fused_layers, fusion_of  # after fast.py, which may fuse itself
 
         fusion = fusion_of(model)
         if fusion is None:

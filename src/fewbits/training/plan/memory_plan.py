@@ -1,12 +1,13 @@
 """Which layers keep what for the backward pass, so that a training step fits a memory budget and waits least.
 
 Every layer has five things that it may give up, each with the bytes that it frees and the seconds that it
-costs to have it again (`fewbits.nn.keep.Keep`). The planner gives them up in the order of bytes freed per
-second, one layer at a time and the first layers first, until the predicted peak fits; then it takes back what
-the last one freed in excess. The peak is that of the backward pass walking from the last layer to the first:
-what a layer makes again is there only while it is at work. The last layer is at work while all others still
-hold what they keep: giving up one of its products frees nothing then, but it does for the head and the loss,
-which come before, and giving up both products, a norm's output or values of weights always frees something.
+costs to have it again (`fewbits.decoder.keep.Keep`). The planner gives them up in the order of bytes freed
+per second, one layer at a time and the first layers first, until the predicted peak fits; then it takes back
+what the last one freed in excess. The peak is that of the backward pass walking from the last layer to the
+first: what a layer makes again is there only while it is at work. The last layer is at work while all others
+still hold what they keep: giving up one of its products frees nothing then, but it does for the head and the
+loss, which come before, and giving up both products, a norm's output or values of weights always frees
+something.
 
 Predicted bytes come from shapes alone; the first step's measured peak corrects them (`Planner.corrected`).
 """
@@ -21,8 +22,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fewbits.decoder.keep import Keep
 from fewbits.errors import BadInput
-from fewbits.nn.keep import Keep
 from fewbits.recipes import Recipe, predict_memory
 from fewbits.recipes.memory import Memory, head_copies
 from fewbits.training.plan.layer_cost import LayerCost, layer_cost, machine_of
@@ -68,7 +69,7 @@ def static_of(model: nn.Module, *, optimizer_bytes: int = 8) -> Memory:
     Of a sharded one, what this rank holds, and what is gathered at a time. A frozen head's 8-bit copies
     count, made or not, kept or made anew; `head_bytes` has those of one that trains.
     """
-    from fewbits.models.fused_loss import float8_head_of  # it defines kernels, which takes time
+    from fewbits.decoder.loss import float8_head_of  # it defines kernels, which takes time
 
     trained = [_local(p) for p in model.parameters() if p.requires_grad]
     size = sum(p.numel() for p in trained)

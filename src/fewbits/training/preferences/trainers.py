@@ -210,8 +210,8 @@ def load_for(config: TrainConfig) -> Built:
 def _reward_model(config: TrainConfig) -> Built:
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+    from fewbits.host.conversion import conversion_of
     from fewbits.models.adapters import get_peft_model
-    from fewbits.models.convert import conversion_of
     from fewbits.models.hf_quantizer import FewbitsConfig, register
 
     register()

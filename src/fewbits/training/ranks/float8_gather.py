@@ -3,8 +3,8 @@
     codes = float8(w / s)   on each rank      w' = codes * s   after the all-gather, in the gathered dtype
 
 One scale s = largest magnitude / 448 for the linears of one product (q, k and v; gate and up), over all
-ranks: the one that a float8 product takes (`fewbits.nn.projection`), so that rounding there again changes
-nothing.
+ranks: the one that a float8 product takes (`fewbits.decoder.projection`), so that rounding there again
+changes nothing.
 The largest magnitudes of all weights are found in one all-reduce in each pass over the model.
 
 The master weights stay as they are, and so do gradients. An all-gather moves a quarter of what float32
@@ -25,10 +25,10 @@ from torch import Tensor, distributed, nn
 from fewbits.errors import Unsupported
 from fewbits.families.spec import ModelSpec
 from fewbits.formats import E4M3, Packed
+from fewbits.host.spec import layer_names, spec_for
 from fewbits.kernels.codec.dequantize import dequantize
 from fewbits.kernels.codec.quantize_float8 import scale_of_amax
 from fewbits.kernels.product.matmul_float8 import float8_weight
-from fewbits.models.spec import layer_names, spec_for
 
 
 def gather_in_float8(model: Any) -> str:

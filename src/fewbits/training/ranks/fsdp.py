@@ -26,8 +26,8 @@ import torch
 from torch import nn
 
 from fewbits.errors import Unsupported
-from fewbits.models.receipt import Change, Receipt
-from fewbits.models.spec import find, layer_names, locate, spec_for
+from fewbits.host.receipt import Change, Receipt
+from fewbits.host.spec import find, layer_names, locate, spec_for
 from fewbits.nn.linear import QuantizedLinear
 
 _STAYS = "_fewbits_stays_gathered"

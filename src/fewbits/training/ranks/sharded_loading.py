@@ -26,15 +26,15 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from fewbits.decoder.fuse import fuse
 from fewbits.errors import BadCheckpoint, Unsupported
 from fewbits.formats.base import Format
+from fewbits.host.receipt import Receipt
 from fewbits.models.adapters import get_peft_model
 from fewbits.models.branches import base_name
 from fewbits.models.checkpoint import Checkpoint, inspect_folder
 from fewbits.models.convert import convert
-from fewbits.models.fused import fuse
 from fewbits.models.packed import quantize_by_rows
-from fewbits.models.receipt import Receipt
 from fewbits.nn.finite import check_finite
 from fewbits.nn.first_values import first_values, generator_of
 from fewbits.nn.linear import QuantizedLinear

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from fewbits.models.fused import fuse
-from fewbits.models.receipt import Receipt
-from fewbits.models.spec import layer_names, spec_for
+from fewbits.decoder.fuse import fuse
+from fewbits.host.receipt import Receipt
+from fewbits.host.spec import layer_names, spec_for
 from fewbits.recipes import LoRA, Recipe
 from fewbits.training.ranks.fsdp import shard
 from fewbits.training.ranks.sharded_loading import empty_model, fill, mesh_device, open_source

@@ -24,13 +24,13 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
+from fewbits.decoder.guard import for_unfused_layers
 from fewbits.errors import Unsupported
 from fewbits.families.shapes import field_of
 from fewbits.families.spec import MLP, Attention, ModelSpec
-from fewbits.models.attention import used_attention
-from fewbits.models.fused_guard import for_unfused_layers
-from fewbits.models.receipt import Change, Receipt
-from fewbits.models.spec import find, layer_names, spec_for
+from fewbits.host.attention import used_attention
+from fewbits.host.receipt import Change, Receipt
+from fewbits.host.spec import find, layer_names, spec_for
 from fewbits.nn.cut_dropout import CutDropout
 from fewbits.nn.linear import LowPrecisionLinear, QuantizedLinear
 from fewbits.nn.norm import RMSNorm
@@ -242,7 +242,7 @@ def _refuse(model: Any, group: TensorGroup, mlp: MLP) -> None:
     if getattr(config, "attention_dropout", 0.0) and used_attention(model) is None:
         raise Unsupported(
             f"attention has dropout {config.attention_dropout}, and ranks that share its heads would drop the"
-            " same places in each part; call fewbits.models.attention.use_attention first, or set"
+            " same places in each part; call fewbits.host.attention.use_attention first, or set"
             " attention_dropout to 0."
         )
     for what in ("num_attention_heads", "num_key_value_heads", mlp.width):

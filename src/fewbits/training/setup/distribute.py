@@ -193,7 +193,7 @@ def _load_in_shares(config: TrainConfig, layout: Layout) -> Built:
     """Each rank reads and packs its share of the weights alone."""
     from transformers import AutoTokenizer
 
-    from fewbits.models.attention import attention_receipt, use_attention
+    from fewbits.host.attention import attention_receipt, use_attention
     from fewbits.training.ranks.sharded_loading import load_sharded_model
     from fewbits.training.ranks.tensor_loading import load_tensor_parallel_model
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
+from fewbits.decoder.fuse import fuse, fusion_of
 from fewbits.errors import BadInput, SpecMismatch, Unsupported
-from fewbits.models.attention import attention_receipt, use_attention
-from fewbits.models.convert import conversion_of
+from fewbits.host.attention import attention_receipt, use_attention
+from fewbits.host.conversion import conversion_of
 from fewbits.models.fast import FastLanguageModel, is_packed
-from fewbits.models.fused import fuse, fusion_of
 from fewbits.models.named_templates import set_template, stop_at_turns
 from fewbits.nn.linear import QuantizedLinear
 from fewbits.recipes import LoRA, Recipe, get_recipe

@@ -14,9 +14,9 @@ from accelerate.data_loader import prepare_data_loader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from fewbits.decoder.fuse import load_scales, scales_of
 from fewbits.errors import TrainingStopped
 from fewbits.formats import Format
-from fewbits.models.fused import load_scales, scales_of
 from fewbits.training.checkpoints.folders import PREFIX, Progress, rotate, staged
 from fewbits.training.checkpoints.manifest import Writers
 from fewbits.training.checkpoints.model_state import keep, restore

@@ -6,12 +6,12 @@ from typing import Any
 
 from torch import nn
 
+from fewbits.decoder.trl_head import TrlHead
 from fewbits.families.spec import ModelSpec
 from fewbits.formats import E4M3, E4M3_ROW
-from fewbits.models.convert import conversion_of
-from fewbits.models.receipt import Change, Receipt
-from fewbits.models.spec import find, locate
-from fewbits.models.trl_head import TrlHead
+from fewbits.host.conversion import conversion_of
+from fewbits.host.receipt import Change, Receipt
+from fewbits.host.spec import find, locate
 from fewbits.nn.loss import Float8Head, LazyHead, LogitFreeLoss
 from fewbits.recipes.recipe import Rule
 

@@ -11,24 +11,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdRef
 
+from fewbits.decoder.attention_half import AttentionHalf, fused_attention
+from fewbits.decoder.both_halves import Norm
+from fewbits.decoder.guard import Guard, refuse_hooks
+from fewbits.decoder.keep import Keep
+from fewbits.decoder.limits import why_not_by_spec
+from fewbits.decoder.mlp_half import MLPHalf, fused_mlp
+from fewbits.decoder.projection import Branch, Part, Projection, WeightScale, scale_of, scales_of
+from fewbits.decoder.scales import Slot
 from fewbits.errors import NotFused
 from fewbits.families.shapes import field_of
 from fewbits.families.spec import Attention, ModelSpec
 from fewbits.formats import E4M3, E4M3_ROW
+from fewbits.host.attention import attention_facts, is_plain_mask
 from fewbits.kernels.decoder.qkv_epilogue import QKVLayout
 from fewbits.kernels.product.matmul_packed import PLAIN, Operands
-from fewbits.models.attention import attention_facts, is_plain_mask
-from fewbits.models.fused_guard import Guard, refuse_hooks
-from fewbits.models.fused_limits import why_not_by_spec
 from fewbits.nn.attention import attention
-from fewbits.nn.delayed import Slot
 from fewbits.nn.fake_quantize import FakeQuantizedLinear
-from fewbits.nn.fused_attention import AttentionHalf, fused_attention
-from fewbits.nn.fused_common import Norm
-from fewbits.nn.fused_mlp import MLPHalf, fused_mlp
-from fewbits.nn.keep import Keep
 from fewbits.nn.linear import LowPrecisionLinear, QuantizedLinear
-from fewbits.nn.projection import Branch, Part, Projection, WeightScale, scale_of, scales_of
 from fewbits.nn.segments import Segments
 from fewbits.nn.tensor_group import WholeLinear, own_weight
 from fewbits.nn.tensor_state import state_of

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fewbits.decoder.keep import Keep
+from fewbits.decoder.projection import Rows
 from fewbits.errors import BadInput
 from fewbits.kernels.decoder.rmsnorm import rmsnorm_backward_rows, rmsnorm_rows
-from fewbits.nn.keep import Keep
-from fewbits.nn.projection import Rows
 
 
 @dataclass(frozen=True)

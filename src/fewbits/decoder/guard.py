@@ -15,7 +15,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from fewbits.errors import NotFused
 from fewbits.families.spec import ModelSpec
-from fewbits.models.spec import find
+from fewbits.host.spec import find
 from fewbits.nn.loss import LazyHead
 from fewbits.nn.norm import RMSNorm
 

@@ -23,7 +23,7 @@ from fewbits.errors import Unsupported
 from fewbits.families.registry import model_type_of, written_spec
 from fewbits.families.shapes import field_of, scores_factor
 from fewbits.families.spec import Attention
-from fewbits.models.spec import layer_names, locate, spec_for
+from fewbits.host.spec import layer_names, locate, spec_for
 from fewbits.nn.attention import Choice, attention, choose_attention
 from fewbits.nn.cut_dropout import attend_dropping
 from fewbits.nn.segments import KEYWORDS, Segments

@@ -5,7 +5,7 @@
 x, y (B, S, H); q (B, heads, S, D), k and v (B, kv_heads, S, D) are views of one product; ``turn`` is the
 rotary embedding, of q and k; ``head_norm`` an RMSNorm of each head of q and k (Qwen 3, Gemma 3) or nothing;
 ``post`` the identity or a second norm (Gemma 2 and 3). All linears with their LoRA branches
-(`fewbits.nn.projection`), which are added where the rotation reads q, k and v.
+(`fewbits.decoder.projection`), which are added where the rotation reads q, k and v.
 
 Attention itself is a function that autograd can differentiate: the node runs it on detached q, k and v, keeps
 that small graph, and differentiates it in its own backward pass. So any backend serves.
@@ -24,6 +24,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fewbits.decoder.both_halves import (
+    Kept,
+    Norm,
+    Normed,
+    Residual,
+    backward_norm,
+    gradient_of_a,
+    normed_rows,
+    on_own_dtype,
+    reads_output,
+)
+from fewbits.decoder.keep import KEEP_PRODUCTS, Keep
+from fewbits.decoder.projection import Projection, Rows
 from fewbits.kernels.codec.quantize_float8 import quantize_rows
 from fewbits.kernels.decoder.gated_activation_triton import LowRank
 from fewbits.kernels.decoder.qkv_epilogue import (
@@ -36,19 +49,6 @@ from fewbits.kernels.decoder.qkv_epilogue import (
 )
 from fewbits.kernels.launch.derivatives import keep_ways, once_differentiable
 from fewbits.kernels.launch.matrix import rows_of
-from fewbits.nn.fused_common import (
-    Kept,
-    Norm,
-    Normed,
-    Residual,
-    backward_norm,
-    gradient_of_a,
-    normed_rows,
-    on_own_dtype,
-    reads_output,
-)
-from fewbits.nn.keep import KEEP_PRODUCTS, Keep
-from fewbits.nn.projection import Projection, Rows
 from fewbits.nn.tensor_group import TensorGroup
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v (B, heads, S, D) to o (B, S, heads, D)
@@ -70,7 +70,7 @@ class AttentionHalf:
         post_norm: the norm of the output before it is added to x, or None.
         keep: what is kept for the backward pass.
         stash: where x waits with ``keep.offload``.
-        dtype: of the products and of all between them; None: x's (`fewbits.nn.fused_mlp.MLPHalf`).
+        dtype: of the products and of all between them; None: x's (`fewbits.decoder.mlp_half.MLPHalf`).
         group: ranks that have the other heads; None: all heads are here.
     """
 

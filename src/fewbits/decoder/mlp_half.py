@@ -3,8 +3,8 @@
     n = norm(x)      e, u = n @ W_gate^T, n @ W_up^T      h = f(e) * u      y = x + post(h @ W_down^T)
 
 x, y (M, H), e, u, h (M, I); ``post`` is the identity, or a second norm (Gemma 2 and 3). All linears with
-their LoRA branches (`fewbits.nn.projection`), whose products with e, u and dh are added inside the kernel of
-the activation.
+their LoRA branches (`fewbits.decoder.projection`), whose products with e, u and dh are added inside the
+kernel of the activation.
 
 Kept for the backward pass: x, 1/rms, the product of gate and up without its branches, the branches' inner
 values. h is made again, and n where a weight trains (`Keep.normed` keeps it), one pass over memory each. With
@@ -24,6 +24,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fewbits.decoder.both_halves import (
+    Kept,
+    Norm,
+    Residual,
+    backward_norm,
+    gradient_of_a,
+    normed_rows,
+    on_own_dtype,
+    reads_output,
+)
+from fewbits.decoder.keep import KEEP_PRODUCTS, Keep
+from fewbits.decoder.projection import Branch, Projection, Rows
+from fewbits.decoder.scales import Slot
 from fewbits.kernels.codec.quantize_float8 import quantize_rows
 from fewbits.kernels.decoder.gated_activation import (
     gated_activation_backward_into,
@@ -35,19 +48,6 @@ from fewbits.kernels.decoder.gated_lora_backward_triton import MAX_RANK as ONE_P
 from fewbits.kernels.decoder.gated_lora_forward import gated_lora_forward
 from fewbits.kernels.launch.derivatives import keep_ways, once_differentiable
 from fewbits.kernels.launch.matrix import rows_of
-from fewbits.nn.delayed import Slot
-from fewbits.nn.fused_common import (
-    Kept,
-    Norm,
-    Residual,
-    backward_norm,
-    gradient_of_a,
-    normed_rows,
-    on_own_dtype,
-    reads_output,
-)
-from fewbits.nn.keep import KEEP_PRODUCTS, Keep
-from fewbits.nn.projection import Branch, Projection, Rows
 from fewbits.nn.tensor_group import TensorGroup
 
 

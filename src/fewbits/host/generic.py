@@ -18,8 +18,8 @@ from torch import nn
 
 from fewbits.errors import Unsupported
 from fewbits.families.spec import Experts, ModelSpec, Norms
-from fewbits.models.expert_weights import weights_of
-from fewbits.models.transposed import is_conv1d
+from fewbits.host.expert_weights import weights_of
+from fewbits.host.transposed import is_conv1d
 from fewbits.nn.experts import QuantizedExperts
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)

@@ -9,7 +9,7 @@ layer of each kind that a model has and compares, on a copy that shares the weig
 3. queries, keys and values, what either half adds to its input, and the gradients of the input, of norms and
    of whatever trains.
 
-A layer that differs stays unfused, and the receipt says why (`fewbits.models.fused_comparison`).
+A layer that differs stays unfused, and the receipt says why (`fewbits.decoder.comparison`).
 
 The copy has no hooks, is in evaluation mode, multiplies in the formats of no recipe, and has adapters with
 random B, because the zeros they begin with would prove nothing. Nothing of the model changes: neither
@@ -26,11 +26,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from fewbits.decoder.comparison import Differs, NothingToCompare, compare_layer, like_of, random_like
+from fewbits.decoder.keep import Keep
 from fewbits.errors import NotFused
 from fewbits.families.spec import ModelSpec
 from fewbits.kernels.product.matmul_packed import PLAIN
-from fewbits.models.fused_comparison import Differs, NothingToCompare, compare_layer, like_of, random_like
-from fewbits.nn.keep import Keep
 
 _HOOKS = (
     "_forward_hooks", "_forward_hooks_always_called", "_forward_hooks_with_kwargs", "_forward_pre_hooks",

@@ -2,7 +2,7 @@
 
 The fused nodes are two halves, each a norm, products and an addition to the residual stream. A family that
 does more runs through its layers' own forward, and the receipt gives the reason found here. What a spec does
-not say is found by comparison (`fewbits.models.fused_proof`).
+not say is found by comparison (`fewbits.decoder.proof`).
 """
 
 from __future__ import annotations

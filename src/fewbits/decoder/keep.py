@@ -24,7 +24,7 @@ class Keep:
             a LoRA branch is made from their inputs). False: they are made again from the input and 1/rms,
             one pass over memory each. With float8 products and weights that train also these weights'
             transposed values, which are otherwise made from the weights again.
-        offload: the two inputs wait in pinned host memory (`fewbits.nn.offload`) for the backward pass.
+        offload: the two inputs wait in pinned host memory (`fewbits.decoder.offload`) for the backward pass.
         weights: values of frozen weights as the products take them stay from step to step: decoded, and in
             float8 transposed as well. False: they are made anew in each pass.
     """

@@ -13,14 +13,14 @@ from torch import nn
 from fewbits.errors import SpecMismatch, Unsupported
 from fewbits.families.registry import known_families, model_type_of, written_spec
 from fewbits.families.spec import ModelSpec
-from fewbits.models.generic import generic_spec
+from fewbits.host.generic import generic_spec
 
 
 def spec_for(model_or_config: Any) -> ModelSpec:
     """The spec of a model or of its config.
 
     A model whose family nobody wrote a spec for gets a generic one, read from its modules
-    (`fewbits.models.generic`); a config alone cannot.
+    (`fewbits.host.generic`); a config alone cannot.
 
     Raises:
         Unsupported: there is none for this model_type, and the model's modules do not tell one; the message

@@ -1,4 +1,4 @@
-"""One decoder layer computed both ways, for `fewbits.models.fused_proof`: its own forward, the fused nodes.
+"""One decoder layer computed both ways, for `fewbits.decoder.proof`: its own forward, the fused nodes.
 
 What is compared, and the bound for each difference, which follows from the dtype (`_tolerance`): see
 `compare_layer`.
@@ -16,13 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fewbits.decoder.attention_half import fused_attention
+from fewbits.decoder.keep import Keep
+from fewbits.decoder.mlp_half import fused_mlp
+from fewbits.decoder.parts import LayerParts
 from fewbits.errors import FewbitsError
 from fewbits.families.spec import ModelSpec
-from fewbits.models.attention import PLAIN_MASK_SHAPE
-from fewbits.models.fused_parts import LayerParts
-from fewbits.nn.fused_attention import fused_attention
-from fewbits.nn.fused_mlp import fused_mlp
-from fewbits.nn.keep import Keep
+from fewbits.host.attention import PLAIN_MASK_SHAPE
 
 _ROWS, _TOKENS = 2, 9
 _NAME = "fewbits_proof"
