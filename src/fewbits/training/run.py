@@ -47,6 +47,7 @@ from fewbits.training.setup.model_and_trainer import (
     load_tokenizer,
     max_positions,
     optimizer_class,
+    reporters,
     sequence_length,
     sequences,
     sequences_per_step,
@@ -94,6 +95,7 @@ def train(
     console = console or Console(quiet=True)
     resume = resume or config.resume
     check_sources(config)
+    reporters(config)  # one that is not installed is told before a folder is made
     ranks = gather_ranks(config, console, attempt)
     if not ranks.leads:
         console = Console(quiet=True)
