@@ -44,3 +44,18 @@ def test_only_the_import_line_differs_from_an_unsloth_script():
     lines = [line for line in code.splitlines() if "fewbits" in line and "assets" not in line]
     assert len(lines) == 1 and lines[0].startswith("from fewbits import FastLanguageModel")
     assert len((EXAMPLES / "qlora.py").read_text().splitlines()) <= 60
+
+
+def test_the_ten_are_short_and_run_by_one_script(tmp_path, monkeypatch, capsys):
+    ten = sorted(path for path in EXAMPLES.glob("*.py") if path.stem != "qlora")
+    assert len(ten) == 10
+    for path in ten:
+        text = path.read_text()
+        assert len(text.splitlines()) <= 40 and f"python examples/{path.name}" in text
+    script = runpy.run_path(str(EXAMPLES.parent / "scripts" / "run_examples.py"))
+    assert script["main"](["plan_memory", "preview_rows"]) == 0
+    shown = capsys.readouterr().out
+    assert "== plan_memory" in shown and "[" in shown and "== qlora" not in shown
+    (tmp_path / "broken.py").write_text("raise SystemExit(3)")
+    monkeypatch.setitem(script["main"].__globals__, "EXAMPLES", tmp_path)
+    assert script["main"]([]) == 1
