@@ -16,6 +16,7 @@ from fewbits.export import compressed, compressed_schemes
 from fewbits.export.compressed_schemes import SCHEMES
 from fewbits.nn.linear import QuantizedLinear
 from tests.models.loading import save_tiny, tokenizer
+from tests.models.unwritten import save_unwritten
 
 IDS = torch.tensor([[1, 5, 9, 20, 31]])
 
@@ -129,4 +130,26 @@ def test_schemes_that_need_more_are_refused(tmp_path: Path) -> None:
             model.save_pretrained_merged(tmp_path / "out", words, save_method=f"compressed_tensors_{scheme}")
     with pytest.raises(BadInput, match="no scheme 'w9'"):
         model.save_pretrained_merged(tmp_path / "out", words, save_method="compressed_tensors_w9")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("family", ["opt", "falcon"])
+def test_a_tied_family_without_a_spec_is_written(family: str, tmp_path: Path) -> None:
+    save_unwritten(tmp_path / "base", family, tie_word_embeddings=True)
+    model, tokenizer = FastLanguageModel.from_pretrained(tmp_path / "base", load_in_4bit=False)
+    receipt = model.save_pretrained_merged(
+        tmp_path / "out", tokenizer, save_method="compressed_tensors_w8a16"
+    )
+    assert receipt.logits_error <= receipt.tolerance
+    again, _ = FastLanguageModel.from_pretrained(tmp_path / "out")
+    ids = torch.arange(12)[None] + 3
+    one, other = (m.eval()(input_ids=ids).logits for m in (again, model))
+    assert float((one - other).norm() / other.norm()) < 0.05
+
+
+def test_what_compressed_tensors_cannot_pack_is_named(tmp_path: Path) -> None:
+    save_unwritten(tmp_path / "base", "gpt2")
+    model, tokenizer = FastLanguageModel.from_pretrained(tmp_path / "base", load_in_4bit=False)
+    with pytest.raises(Unsupported, match="is a Conv1D, as GPT-2 has them"):
+        model.save_pretrained_merged(tmp_path / "out", tokenizer, save_method="compressed_tensors_w8a16")
     assert not (tmp_path / "out").exists()

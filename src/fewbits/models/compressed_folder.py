@@ -14,6 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from fewbits.errors import Unsupported
 from fewbits.export.compressed import import_compressed_tensors
 from fewbits.export.compressed_schemes import Codec, scheme_named
 from fewbits.formats.compressed_tensors import PARTS
@@ -23,6 +24,7 @@ from fewbits.models.exporting import ExportedWeights, check_options
 from fewbits.models.merge import MergeReceipt
 from fewbits.models.merge import save_pretrained_merged as save_merged
 from fewbits.models.original import source_folder
+from fewbits.models.transposed import is_conv1d
 from fewbits.models.whole_folder import check_destination, whole_folder
 
 _SHARD_BYTES = 1_000_000_000
@@ -113,8 +115,14 @@ def _write(weights: ExportedWeights, folder: Path, published: Path, scheme: str)
 
 def _linears(weights: ExportedWeights) -> dict[str, int]:
     """Row lengths of the linears that are packed: all but the head."""
-    named = weights.skeleton().named_modules()
-    return {n: m.in_features for n, m in named if isinstance(m, nn.Linear) and n != "lm_head"}
+    named = dict(weights.skeleton().named_modules())
+    turned = next((name for name, module in named.items() if is_conv1d(module)), None)
+    if turned is not None:
+        raise Unsupported(
+            f"{turned} is a Conv1D, as GPT-2 has them, and compressed-tensors packs linears alone; write"
+            " merged_16bit or merged_4bit."
+        )
+    return {n: m.in_features for n, m in named.items() if isinstance(m, nn.Linear) and n != "lm_head"}
 
 
 def _shards(

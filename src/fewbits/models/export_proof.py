@@ -113,7 +113,8 @@ def measure(
     """
     ids = _ids(tokenizer, base)
     empty = skeleton(base, head_is_tied=head_is_tied)
-    source = "model.embed_tokens.weight"
+    embedding = empty.get_input_embeddings()
+    source = next(f"{name}.weight" for name, module in empty.named_modules() if module is embedding)
     wanted = _tied(expected, source) if head_is_tied else expected
     found = _tied(written, source) if head_is_tied else written
     errors: dict[str, float] = {}
