@@ -18,13 +18,13 @@ from fewbits.errors import Unsupported
 from fewbits.export.compressed import import_compressed_tensors
 from fewbits.export.compressed_schemes import Codec, scheme_named
 from fewbits.formats.compressed_tensors import PARTS
+from fewbits.host.transposed import is_conv1d
 from fewbits.models.checkpoint import INDEX, WEIGHTS
 from fewbits.models.export_proof import ExportReceipt
 from fewbits.models.exporting import ExportedWeights, check_options
 from fewbits.models.merge import MergeReceipt
 from fewbits.models.merge import save_pretrained_merged as save_merged
 from fewbits.models.original import source_folder
-from fewbits.models.transposed import is_conv1d
 from fewbits.models.whole_folder import check_destination, whole_folder
 
 _SHARD_BYTES = 1_000_000_000
