@@ -170,9 +170,43 @@ def quantize(args: Namespace) -> int:
     from fewbits.cli.tables import quantization_table
     from fewbits.inference.export import quantize_checkpoint
 
+    if args.calibrate is not None:
+        return _calibrate(args)
+    for name in ("method", "samples", "length"):
+        if getattr(args, name) is not None:
+            raise BadInput(f"--{name} says how to calibrate; give --calibrate ROWS too, or leave it out.")
+    recipe = args.recipe or {"name": args.format, "linear": {"weight": args.format}}
     with Progress("tensors") as advance:
         result = quantize_checkpoint(
-            args.source, args.destination, args.recipe, overwrite=args.overwrite, progress=advance
+            args.source, args.destination, recipe, overwrite=args.overwrite, progress=advance
+        )
+    if args.json:
+        sys.stdout.write(json.dumps(result.as_dict(), indent=2) + "\n")
+    else:
+        console().print(quantization_table(result))
+    return 0
+
+
+def _calibrate(args: Namespace) -> int:
+    """``fewbits quantize --calibrate``."""
+    from fewbits.cli.tables import quantization_table
+    from fewbits.inference.rounding.pipeline import calibrate_checkpoint
+
+    if args.format is None:
+        raise BadInput("--calibrate rounds to one format; give --format in place of --recipe.")
+    with Progress("layers") as advance:
+        result = calibrate_checkpoint(
+            args.source,
+            args.destination,
+            args.format,
+            args.calibrate,
+            method=args.method or "gptq",
+            windows=(
+                128 if args.samples is None else args.samples,
+                512 if args.length is None else args.length,
+            ),
+            overwrite=args.overwrite,
+            progress=advance,
         )
     if args.json:
         sys.stdout.write(json.dumps(result.as_dict(), indent=2) + "\n")

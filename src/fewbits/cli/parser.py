@@ -203,7 +203,15 @@ def _quantize(commands: Any) -> None:
     sub = _command(commands, "quantize", loads_models=True)
     sub.add_argument("source", metavar="SRC", help="folder of the model, in safetensors")
     sub.add_argument("destination", metavar="DST", help="folder to write")
-    sub.add_argument("--recipe", required=True, metavar="RECIPE", help="recipe whose weight formats are used")
+    what = sub.add_mutually_exclusive_group(required=True)
+    what.add_argument("--recipe", metavar="RECIPE", help="recipe whose weight formats are used")
+    what.add_argument("--format", metavar="FORMAT", help="format of the decoder's linears, such as int4_g128")
+    sub.add_argument("--calibrate", metavar="ROWS", help="JSON Lines with text or messages to round by")
+    sub.add_argument(
+        "--method", metavar="METHOD", help="with --calibrate: gptq (default), awq, awq+gptq or nearest"
+    )
+    sub.add_argument("--samples", type=int, metavar="N", help="windows of text (default: 128)")
+    sub.add_argument("--length", type=int, metavar="N", help="tokens of a window (default: 512)")
     sub.add_argument("--overwrite", action="store_true", help="replace the model that is in DST")
     sub.add_argument("--json", action="store_true", help="print the table as JSON")
 

@@ -116,10 +116,12 @@ fewbits compare models/llama runs/mine merged --text wiki.txt --window 512 --plo
     "quantize": Text(
         "write a packed copy of a checkpoint",
         "Quantize a checkpoint, tensor by tensor, into a packed one that every fewbits command and\n"
-        "FastLanguageModel.from_pretrained load. Prints the error of each layer.",
+        "FastLanguageModel.from_pretrained load. Prints the error of each layer. With --calibrate the\n"
+        "codes are chosen by what the layers compute on a text; a run that was stopped goes on where it was.",
         """
 fewbits quantize models/llama models/llama-nf4 --recipe qlora_nf4
 fewbits quantize models/llama models/llama-int8 --recipe int8 --json > errors.json
+fewbits quantize models/llama models/llama-w3 --format int3_g128_zp --calibrate rows.jsonl --method awq+gptq
 """,
     ),
     "merge": Text(

@@ -27,12 +27,12 @@ from fewbits.export.gguf_types import import_gguf
 from fewbits.formats import FORMATS
 from fewbits.formats.base import Packed
 from fewbits.formats.gguf_layouts import LAYOUTS
-from fewbits.models.convert import convert, loaded_change
+from fewbits.models.in_memory import mark_loaded
 from fewbits.models.options import Loading
-from fewbits.models.packed import put, recipe_of
+from fewbits.models.packed import put
 from fewbits.models.placing import device_map_of, dtype_of
 from fewbits.nn.linear import QuantizedLinear
-from fewbits.recipes import Recipe, Rule
+from fewbits.recipes import Rule
 
 GGUF_ENDING = ".gguf"
 _FACTORS = "rope_freqs.weight"
@@ -78,7 +78,7 @@ def load_gguf(file: Path, dtype: Any, loading: Loading) -> tuple[Any, Any]:
     _fill_buffers(model, place)
     model.tie_weights()
     model.config.name_or_path = str(file)
-    _mark(model.eval())
+    mark_loaded(model.eval(), "gguf")
     loading.notes.append(f"{file} is a GGUF file; its blocks are used as they are.")
     tokenizer = AutoTokenizer.from_pretrained(**where, local_files_only=True)
     return model, tokenizer
@@ -186,18 +186,3 @@ def _llama3(config: Any, rope: dict[str, Any], factors: Tensor) -> dict[str, Any
         "the file stretches positions by factors that Llama 3's formula does not give; use the original "
         "model."
     )
-
-
-def _mark(model: Any) -> None:
-    """Tell transformers and ourselves what the model is: packed, by a recipe that its layers say."""
-    from fewbits.models.hf_quantizer import attach_recipe
-
-    packed = {n: m for n, m in model.named_modules() if isinstance(m, QuantizedLinear)}
-    recipe = recipe_of(model, name="gguf")
-    receipt = convert(model, recipe if packed else Recipe(name="gguf"))
-    receipt.left = [left for left in receipt.left if left.name not in packed]
-    receipt.changes[:0] = [loaded_change(name, layer) for name, layer in packed.items()]
-    for parameter in model.parameters():
-        parameter.requires_grad_(parameter.requires_grad and parameter.is_floating_point())
-    if packed:
-        attach_recipe(model, recipe)

@@ -94,3 +94,18 @@ def mark_packed(model: Any, recipe: Recipe | None = None) -> None:
         state = conversion_of(model)
         recipe = recipe_of(model, name="packed" if state is None else state.recipe.name)
     attach_recipe(model, recipe)
+
+
+def mark_loaded(model: Any, name: str) -> None:
+    """Tell transformers and ourselves what a model with packed layers is: packed, by what its layers say.
+
+    Args:
+        model: a model of transformers whose linears were replaced one by one, not by `convert`.
+        name: of its recipe.
+    """
+    packed = {n: m for n, m in model.named_modules() if isinstance(m, QuantizedLinear)}
+    recipe = recipe_of(model, name=name)
+    receipt = modules.convert(model, recipe)
+    receipt.left = [left for left in receipt.left if left.name not in packed]
+    receipt.changes[:0] = [modules.loaded_change(n, layer) for n, layer in packed.items()]
+    mark_packed(model, recipe)

@@ -1,0 +1,104 @@
+"""Codes chosen by what a layer computes: GPTQ, and rounding to nearest under searched scales beside it.
+
+The loss of a rounded weight Q over inputs X is ``||X (Q - W)^T||^2 = tr((Q - W) H (Q - W)^T)`` with
+``H = X^T X``. GPTQ (Frantar et al. 2022) rounds one column after another and moves the columns that are left
+so that they make up for its error; a block's scale is chosen when its first column is reached, from the
+columns as they then are.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fewbits.errors import NotFinite
+from fewbits.formats.base import Format, Packed
+from fewbits.inference.rounding.grids import Grid, Grids
+
+_DAMPING = 0.01  # of H's mean diagonal, added to it
+_COLUMNS = 128  # whose errors are collected before the rest of the weight moves
+
+
+def nearest(weight: Tensor, format: Format, hessian: Tensor | None = None, *, search: bool = True) -> Packed:
+    """Every value to the nearest code, under scales with the least error (H's diagonal weighs the columns).
+
+    Args:
+        weight: (N, K), floating point.
+        format: one that `Grids` knows.
+        hessian: (K, K) float32, or None: all columns count the same.
+        search: choose each block's scale for the least error, in place of the format's own.
+    """
+    w = weight.float()
+    grids = Grids(format, w)
+    importance = torch.ones(w.shape[1]) if hessian is None else hessian.diagonal().clamp_min(1e-12)
+    chosen, codes = [], torch.empty(w.shape, dtype=torch.uint8)
+    for start in range(0, w.shape[1], grids.size):
+        at = slice(start, start + grids.size)
+        grid = grids.best(w[:, at], importance[at]) if search else grids.plain(w[:, at])
+        codes[:, at] = grid.round(w[:, at])[0]
+        chosen.append(grid)
+    return grids.finish(codes, chosen, weight.dtype)
+
+
+def gptq(weight: Tensor, format: Format, hessian: Tensor, *, damping: float = _DAMPING) -> Packed:
+    """A weight rounded so that its layer's outputs move little.
+
+    Args:
+        weight: (N, K), floating point.
+        format: one that `Grids` knows.
+        hessian: (K, K) float32, ``X^T X`` over the layer's inputs, in any scale.
+        damping: see `_DAMPING`.
+
+    Raises:
+        NotFinite: the weight or the inputs hold a NaN or an infinity.
+    """
+    w, (N, K) = weight.float().clone(), weight.shape
+    if not bool(w.isfinite().all() and hessian.isfinite().all()):
+        raise NotFinite("a weight or the inputs of its layer hold a NaN or an infinity; nothing is rounded.")
+    grids = Grids(format, w)
+    dead = hessian.diagonal() == 0
+    w[:, dead] = 0.0  # an input that is always zero: any value will do
+    upper = _inverse_factor(hessian, dead, damping)
+    importance = 1 / upper.diagonal().square()
+    codes, chosen = torch.empty(N, K, dtype=torch.uint8), []
+    grid: Grid | None = None
+    step = max(grids.size if grids.size < K else _COLUMNS, _COLUMNS)
+    step = -(-step // grids.size) * grids.size if grids.size < K else step
+    for first in range(0, K, step):
+        last = min(first + step, K)
+        errors = torch.zeros(N, last - first)
+        for column in range(first, last):
+            if column % grids.size == 0:
+                at = slice(column, column + grids.size)
+                grid = grids.best(w[:, at], importance[at])
+                chosen.append(grid)
+            assert grid is not None
+            code, value = grid.round(w[:, column : column + 1])
+            codes[:, column] = code[:, 0]
+            error = (w[:, column] - value[:, 0]) / upper[column, column]
+            w[:, column + 1 : last] -= error[:, None] * upper[column, column + 1 : last]
+            errors[:, column - first] = error
+        w[:, last:] -= errors @ upper[first:last, last:]
+    return grids.finish(codes, chosen, weight.dtype)
+
+
+def _inverse_factor(hessian: Tensor, dead: Tensor, damping: float) -> Tensor:
+    """The upper Cholesky factor of H's inverse: (K, K) float32."""
+    h = hessian.double()
+    h = h / h.diagonal().mean().clamp_min(1e-30)
+    h.diagonal()[dead] = 1.0
+    for attempt in range(6):
+        damped = h + torch.eye(h.shape[0], dtype=h.dtype) * damping * 10**attempt
+        factor, failed = torch.linalg.cholesky_ex(damped)
+        if not int(failed):
+            inverse = torch.cholesky_inverse(factor)
+            upper: Tensor = torch.linalg.cholesky(inverse, upper=True)
+            return upper.float()
+    raise NotFinite("the inputs of a layer have no usable second moments; give more calibration text.")
+
+
+def loss_of(weight: Tensor, packed: Packed, hessian: Tensor) -> float:
+    """``tr(D H D^T) / tr(W H W^T)`` for ``D = decoded - W``: the relative squared error of the outputs."""
+    w = weight.float()
+    d = packed.dequantize(torch.float32) - w
+    return float(((d @ hessian) * d).sum() / ((w @ hessian) * w).sum().clamp_min(1e-30))

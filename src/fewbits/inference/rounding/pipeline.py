@@ -1,0 +1,346 @@
+"""A plain checkpoint becomes a packed one whose codes were chosen on a text, layer by layer.
+
+The text runs through the model one decoder layer at a time. A layer's linears are rounded by the second
+moments of their inputs, then the layer runs again as it now is, so that the next one sees what it will see.
+What is done is kept beside the destination after every layer: the same call goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from fewbits.errors import BadCheckpoint, BadInput, NotFinite, Unsupported
+from fewbits.formats import get_format
+from fewbits.formats.base import Format, Packed
+from fewbits.host.spec import layer_names, spec_for
+from fewbits.inference.export import LayerError, QuantizeResult
+from fewbits.inference.rounding.awq import fold_scales
+from fewbits.inference.rounding.gptq import gptq, loss_of, nearest
+from fewbits.inference.rounding.grids import Grids
+from fewbits.inference.rounding.rows import read_windows
+from fewbits.models.checkpoint import inspect_folder
+from fewbits.models.convert import linears_to_replace
+from fewbits.models.fast import FastLanguageModel, is_packed
+from fewbits.models.hf_quantizer import write_packed
+from fewbits.models.in_memory import mark_loaded
+from fewbits.models.packed import put
+from fewbits.models.whole_folder import check_destination, whole_folder
+from fewbits.nn.linear import QuantizedLinear
+from fewbits.recipes import Recipe, Rule
+
+METHODS = ("gptq", "awq", "awq+gptq", "nearest")
+_STATE = "state.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrationResult(QuantizeResult):
+    """What `calibrate_checkpoint` wrote.
+
+    Attributes:
+        method: one of `METHODS`.
+        tokens: of calibration text that were used.
+        output_errors: for each linear, ||x (Q - W)^T||^2 / ||x W^T||^2 over them, as it was reached.
+        resumed: layers that were there from an earlier call.
+    """
+
+    method: str
+    tokens: int
+    output_errors: Mapping[str, float]
+    resumed: int
+
+
+@torch.no_grad()
+def calibrate_checkpoint(
+    source: str | Path,
+    destination: str | Path,
+    format: str | Format | Mapping[str, Any],
+    rows: str | Path,
+    *,
+    method: str = "gptq",
+    windows: tuple[int, int] = (128, 512),
+    overwrite: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> CalibrationResult:
+    """Write a packed copy of a checkpoint, rounded by what its layers compute on a text.
+
+    Args:
+        source: a model folder with plain weights. It is held in memory whole, on the CPU.
+        destination: the folder to write; never the source. Beside it, as ".calibration" after its
+            name, the work is kept until it is done.
+        format: of the decoder's linears: whole numbers in groups or rows, an MX format, nvfp4, nf4, fp4.
+        rows: JSON Lines with "text" or "messages".
+        method: "gptq", "awq", both, or "nearest" (under scales with the least error).
+        windows: how many pieces of text are used at most, and the tokens of each.
+        overwrite: replace a model that is in the destination.
+        progress: called as ``progress(layers done, layers in all)``.
+
+    Raises:
+        BadInput: an unknown method, too little text, a destination that is taken.
+        BadCheckpoint, NotFinite: the source is damaged.
+        Unsupported: a packed source, or a format that its rows do not fill.
+    """
+    if method not in METHODS:
+        raise BadInput(f"there is no method {method!r} of rounding; it is one of {', '.join(METHODS)}.")
+    samples, length = windows
+    if samples < 1 or length < 1:
+        raise BadInput(f"{samples} windows of {length} tokens hold no text; give at least one of each.")
+    chosen, target = get_format(format), Path(destination)
+    check_destination(target, overwrite=overwrite, protected=[source])
+    model, tokenizer = FastLanguageModel.from_pretrained(source, load_in_4bit=False, device_map="cpu")
+    if is_packed(model):
+        raise Unsupported(f"{source} is packed already; calibrate the original model.")
+    model.eval()
+    work = _Work(model, chosen, method)
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or length
+    tokens = read_windows(
+        rows, tokenizer, length=min(length, positions), count=samples, least=work.most_columns
+    )
+    kept = _Kept(target, _fingerprint(source, chosen, method, tokens))
+    before = sum(p.numel() * p.element_size() for p in model.parameters())
+    resumed = work.run(tokens, kept, progress)
+    mark_loaded(model, f"{chosen.name}_{method.replace('+', '_')}")
+    with whole_folder(target, overwrite=overwrite, protected=[source]) as folder:
+        write_packed(model, folder, published=target)
+        tokenizer.save_pretrained(folder)
+        inspect_folder(folder)  # what was written reads back
+    kept.remove()
+    errors = list(work.errors.values())
+    return CalibrationResult(
+        folder=target,
+        recipe=f"{chosen.name}, {method}",
+        layers=tuple(errors),
+        bytes_before=before,
+        bytes_after=sum(p.numel() * p.element_size() for p in model.parameters()),
+        relative_error=math.sqrt(sum(e.relative_error**2 for e in errors) / max(len(errors), 1)),
+        method=method,
+        tokens=tokens.numel(),
+        output_errors=work.output_errors,
+        resumed=resumed,
+    )
+
+
+class _Work:
+    """The model while its layers are rounded one after another."""
+
+    def __init__(self, model: Any, format: Format, method: str) -> None:
+        self.model, self.format, self.method = model, format, method
+        self.layers = list(layer_names(model, spec_for(model)))
+        rules = linears_to_replace(model, Recipe(name="calibrated", linear=Rule(weight=format)))
+        self.linears = {
+            layer: [n.removeprefix(f"{layer}.") for n in rules if n.startswith(f"{layer}.")]
+            for layer in self.layers
+        }
+        weights = [model.get_submodule(name).weight for name in rules]
+        for weight in weights:
+            Grids(format, torch.zeros(1, weight.shape[1]))  # refuses before the work begins
+        self.most_columns = max((weight.shape[1] for weight in weights), default=0)
+        self.errors: dict[str, LayerError] = {}
+        self.output_errors: dict[str, float] = {}
+
+    def run(self, windows: Tensor, kept: _Kept, progress: Callable[[int, int], None] | None) -> int:
+        """Round every layer; returns how many were there already."""
+        hidden, words = _first_inputs(self.model, self.layers, windows)
+        resumed = 0
+        for number, name in enumerate(self.layers):
+            layer, found = self.model.get_submodule(name), kept.layer(number)
+            if found is None:
+                self._round(name, layer, hidden, words[name])
+                kept.save(number, layer, self._numbers(name))
+            else:
+                self._take(name, layer, *found)
+                resumed += 1
+            hidden = [_output(layer, x, words[name]) for x in hidden]
+            if progress is not None:
+                progress(number + 1, len(self.layers))
+        return resumed
+
+    def _round(self, name: str, layer: Any, hidden: list[Tensor], words: dict[str, Any]) -> None:
+        linears = self.linears[name]
+        hessians, magnitudes = _moments(layer, linears, hidden, words)
+        bad = next((n for n in linears if not bool(hessians[n].isfinite().all())), None)
+        if bad is not None:
+            raise NotFinite(
+                f"the inputs of {name}.{bad} hold a NaN or an infinity on this text; nothing was written."
+            )
+        if self.method.startswith("awq"):
+            hessians = fold_scales(layer, hessians, magnitudes, dict.fromkeys(linears, self.format))
+        for leaf in linears:
+            linear = layer.get_submodule(leaf)
+            weight, hessian = linear.weight.detach(), hessians[leaf]
+            round_ = gptq if self.method.endswith("gptq") else nearest
+            packed = round_(weight, self.format, hessian)
+            full = f"{name}.{leaf}"
+            self.output_errors[full] = loss_of(weight, packed, hessian)
+            self.errors[full] = _error(full, weight, packed)
+            _put_packed(layer, leaf, packed)
+
+    def _numbers(self, name: str) -> dict[str, Any]:
+        own = [f"{name}.{leaf}" for leaf in self.linears[name]]
+        return {n: [self.output_errors[n], self.errors[n].relative_error] for n in own}
+
+    def _take(self, name: str, layer: Any, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
+        """Put back what an earlier call made of a layer."""
+        for leaf in self.linears[name]:
+            weight = layer.get_submodule(leaf).weight.detach()
+            shape = (weight.shape[0], weight.shape[1])
+            names = self.format.layout(shape)
+            parts = {part: tensors.pop(f"{leaf}.weight_{part}") for part in names}
+            packed, full = Packed(self.format, shape, weight.dtype, parts), f"{name}.{leaf}"
+            _put_packed(layer, leaf, packed)
+            self.output_errors[full], error = numbers[full]
+            self.errors[full] = _error(full, weight, packed, error)
+        layer.load_state_dict(tensors, strict=False)
+
+
+class _Kept:
+    """What is done, beside the destination, until all is."""
+
+    def __init__(self, target: Path, fingerprint: str) -> None:
+        self.folder = target.with_name(target.name + ".calibration")
+        state = self.folder / _STATE
+        if state.is_file() and json.loads(state.read_text(encoding="utf-8")).get("of") != fingerprint:
+            shutil.rmtree(self.folder)  # of another call
+        self.folder.mkdir(parents=True, exist_ok=True)
+        state.write_text(json.dumps({"of": fingerprint}) + "\n", encoding="utf-8")
+
+    def layer(self, number: int) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+        """A layer's tensors and errors, None if it is still to be done."""
+        file = self._file(number)
+        if not file.is_file():
+            return None
+        try:
+            numbers: dict[str, Any] = json.loads(file.with_suffix(".json").read_text(encoding="utf-8"))
+            return load_file(file), numbers
+        except (OSError, ValueError, SafetensorError) as error:
+            raise BadCheckpoint(
+                f"{file} cannot be read ({type(error).__name__}); remove {self.folder} and start again."
+            ) from error
+
+    def save(self, number: int, layer: nn.Module, numbers: dict[str, Any]) -> None:
+        """Keep a finished layer: the tensors come last, by one rename, so that what is there is whole."""
+        file = self._file(number)
+        file.with_suffix(".json").write_text(json.dumps(numbers), encoding="utf-8")
+        partial = file.with_suffix(".partial")
+        save_file({n: t.contiguous() for n, t in layer.state_dict().items()}, partial)
+        partial.replace(file)
+
+    def remove(self) -> None:
+        """All is done."""
+        shutil.rmtree(self.folder)
+
+    def _file(self, number: int) -> Path:
+        return self.folder / f"layer-{number:05d}.safetensors"
+
+
+def _fingerprint(source: Any, format: Format, method: str, windows: Tensor) -> str:
+    files = inspect_folder(source).files
+    facts = [
+        str(Path(source).resolve()),
+        *(f"{f.name} {f.stat().st_size} {f.stat().st_mtime_ns}" for f in files),
+        format.text,
+        method,
+        hashlib.sha256(windows.numpy().tobytes()).hexdigest(),
+    ]
+    return hashlib.sha256("\n".join(facts).encode()).hexdigest()
+
+
+class _Stop(Exception):
+    """Not an error: the first layer has its input."""
+
+
+def _first_inputs(
+    model: Any, layers: list[str], windows: Tensor
+) -> tuple[list[Tensor], dict[str, dict[str, Any]]]:
+    """The first layer's input for every window, and the words with which each layer is called."""
+    words: dict[str, dict[str, Any]] = {}
+    hidden: list[Tensor] = []
+    hooks = []
+    for name in layers:
+
+        def remember(module: Any, args: Any, kwargs: dict[str, Any], name: str = name) -> None:
+            words[name] = {k: v for k, v in kwargs.items() if k not in ("past_key_values", "hidden_states")}
+            words[name]["use_cache"] = False
+
+        hooks.append(model.get_submodule(name).register_forward_pre_hook(remember, with_kwargs=True))
+    model(input_ids=windows[:1], use_cache=False)
+    for hook in hooks:
+        hook.remove()
+
+    def catch(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        hidden.append(args[0] if args else kwargs["hidden_states"])
+        raise _Stop
+
+    hook = model.get_submodule(layers[0]).register_forward_pre_hook(catch, with_kwargs=True)
+    for window in windows:
+        try:
+            model(input_ids=window[None], use_cache=False)
+        except _Stop:
+            continue
+    hook.remove()
+    return hidden, words
+
+
+def _output(layer: Any, x: Tensor, words: dict[str, Any]) -> Tensor:
+    made = layer(x, **words)
+    result: Tensor = made[0] if isinstance(made, tuple) else made
+    return result
+
+
+def _moments(
+    layer: Any, linears: list[str], hidden: list[Tensor], words: dict[str, Any]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """``X^T X / rows`` (K, K) and mean |x| (K,) of each linear's input, float32."""
+    moments: dict[str, Tensor] = {}
+    magnitudes: dict[str, Tensor] = {}
+    rows = sum(x.shape[0] * x.shape[1] for x in hidden)
+    hooks = []
+    for leaf in linears:
+
+        def add(module: Any, args: tuple[Tensor, ...], leaf: str = leaf) -> None:
+            x = args[0].detach().reshape(-1, args[0].shape[-1]).float()
+            moments[leaf] = moments.get(leaf, torch.zeros(())) + x.t() @ x / rows
+            magnitudes[leaf] = magnitudes.get(leaf, torch.zeros(())) + x.abs().sum(0) / rows
+
+        hooks.append(layer.get_submodule(leaf).register_forward_pre_hook(add))
+    for x in hidden:
+        _output(layer, x, words)
+    for hook in hooks:
+        hook.remove()
+    return moments, magnitudes
+
+
+def _put_packed(layer: Any, leaf: str, packed: Packed) -> None:
+    linear = layer.get_submodule(leaf)
+    meta = nn.Linear(packed.shape[1], packed.shape[0], bias=False, dtype=packed.dtype, device="meta")
+    meta.bias = linear.bias
+    made = QuantizedLinear.from_linear(meta, Rule(weight=packed.format))
+    made.load_packed(packed)
+    put(layer, leaf, made.train(linear.training))
+
+
+def _error(name: str, weight: Tensor, packed: Packed, relative: float | None = None) -> LayerError:
+    w = weight.float()
+    if relative is None:
+        relative = float((packed.dequantize(torch.float32) - w).norm() / w.norm().clamp_min(1e-30))
+    return LayerError(
+        name=name,
+        format=packed.format.name,
+        shape=tuple(packed.shape),
+        bits_per_value=packed.format.bits_per_value(tuple(packed.shape)),
+        bytes_before=weight.numel() * weight.element_size(),
+        bytes_after=packed.nbytes,
+        relative_error=relative,
+        snr_db=-20 * math.log10(relative) if relative else None,
+    )
