@@ -1,0 +1,53 @@
+"""Writes docs/reference/families.md: what becomes of every causal family of the installed transformers.
+
+    fewbits models --all --json | python scripts/families_table.py
+
+Each row is the outcome of a trial: a tiny model of the family is packed and fused (`fewbits.models.trial`).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+PAGE = Path(__file__).parents[1] / "docs" / "reference" / "families.md"
+OUTCOMES = {
+    "fused": "packed, trained through the fused decoder",
+    "unfused": "packed, trained through its own layers",
+    "refused": "refused",
+    "untried": "no tiny model of it could be built",
+}
+
+
+def page(trials: list[dict[str, Any]], version: str) -> str:
+    """The page: a line of counts, and a table sorted by outcome."""
+    counts = Counter(trial["outcome"] for trial in trials)
+    summary = "; ".join(f"{counts[name]} {said}" for name, said in OUTCOMES.items())
+    lines = [
+        "# Model families",
+        "",
+        f"Every causal language model of transformers {version}, tried as a tiny model by",
+        "`fewbits models --all`; this page is written by `scripts/families_table.py`. A trial takes",
+        "the default values of a configuration: Granite is fused there, because its multipliers are 1, and",
+        "in its published models they are not.",
+        "",
+        f"{summary}.",
+        "",
+        "| family | what fewbits does | why it is not fused |",
+        "|---|---|---|",
+    ]
+    order = list(OUTCOMES)
+    for trial in sorted(trials, key=lambda trial: (order.index(trial["outcome"]), trial["model_type"])):
+        reason = trial["reason"].partition(", and its modules do not make a generic one: ")
+        why = (reason[2] or reason[0]).replace("|", "/").replace("<", "&lt;")
+        lines.append(f"| `{trial['model_type']}` | {OUTCOMES[trial['outcome']]} | {why[:160]} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    from transformers import __version__
+
+    PAGE.write_text(page(json.load(sys.stdin), __version__), encoding="utf-8")
