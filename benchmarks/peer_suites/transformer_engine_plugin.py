@@ -81,7 +81,7 @@ _TYPES = {
 _KNOWN = {
     "TE_DType": _TYPES,
     "TE_DType_To_Torch": {ours: theirs for theirs, ours in _TYPES.items()},
-    "get_cudnn_version": lambda: (0, 0, 0),
+    "get_cudnn_version": lambda: (9, 99, 0),
     "is_non_tn_fp8_gemm_supported": lambda: True,
     "init_method_normal": lambda sigma: lambda tensor: torch.nn.init.normal_(tensor, 0.0, sigma),
     "scaled_init_method_normal": lambda sigma, layers: (
@@ -161,6 +161,7 @@ def _stand_in_for_a_gpu() -> None:
         setattr(torch.cuda, name, lambda *args, **kwargs: None)
     # torch.manual_seed calls manual_seed_all, so that one must not call it back
     torch.cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(seed)
+    torch.cuda.is_available = lambda: True
     torch.cuda.current_device = lambda: 0
     torch.cuda.device_count = lambda: 1
     torch.cuda.get_device_capability = lambda *a: (9, 0)

@@ -24,6 +24,8 @@ class Column:
         self.kind, self.margin, self.algorithm = kind, margin, algorithm
 
     def step(self, amax: F32) -> None:
+        if amax == 0:  # nothing was written: all stays
+            return
         self.history[0] = F32(amax)
         chosen = max(self.history) if self.algorithm == "max" else self.history[0]
         self.history = [*self.history[1:], self.history[0]]
@@ -76,6 +78,15 @@ def test_functions_of_the_user_choose_amax_and_scale() -> None:
     with te.autocast(recipe=recipe):
         layer(torch.full((2, 4), 448.0))
     assert layer.fp8_meta["scaling_fwd"].scale[0] == 2.0
+
+
+def test_a_weight_that_is_not_quantised_again_keeps_its_history() -> None:
+    layer = te.Linear(4, 4, device="cpu")
+    for first in (True, False, None):
+        with te.autocast(recipe=DelayedScaling(amax_history_len=4)):
+            layer(torch.ones(2, 4), is_first_microbatch=first)
+    history = layer.fp8_meta["scaling_fwd"].amax_history
+    assert (history > 0).sum(0).tolist() == [3, 2, 0]
 
 
 def test_histories_advance_at_the_end_of_the_outermost_block_and_only_with_gradients() -> None:

@@ -2,7 +2,9 @@
 
 Row 0 of the history is this step's, written while the step runs. When it ends, the next amax is the largest
 of the whole history ("max") or row 0 ("most_recent"), the history moves on by one row (`torch.roll` by -1),
-row 0 becomes 0, and the next scale is `fewbits.te.scaling.updated_scale`.
+row 0 becomes 0, and the next scale is `fewbits.te.scaling.updated_scale`. A column whose row 0 is 0 was not
+written and stays as it is, scale and history, as a weight's does after the first microbatch. With a function of
+the user's in place of either rule all columns move, as in Transformer Engine.
 """
 
 from __future__ import annotations
@@ -61,14 +63,17 @@ class DelayedState:
         recipe, history = self.recipe, self.amax_history
         if recipe.reduce_amax:
             history[0].copy_(largest_of_group(history[0], self.group))
-        amax = self._amax(history)
-        history.copy_(torch.roll(history, -1, 0))
-        history[0].zero_()
-        largest = LARGEST[self.dtype]
-        if recipe.scaling_factor_compute_algo is None:
-            self.scale.copy_(updated_scale(amax, self.scale, largest, recipe.margin))
+        amax, largest, rule = self._amax(history), LARGEST[self.dtype], recipe.scaling_factor_compute_algo
+        if rule is None:
+            scale = updated_scale(amax, self.scale, largest, recipe.margin)
         else:
-            self.scale.copy_(recipe.scaling_factor_compute_algo(amax, self.scale, largest, recipe))
+            scale = rule(amax, self.scale, largest, recipe)
+        written = history[0] != 0
+        if rule is not None or callable(recipe.amax_compute_algo):
+            written = torch.ones_like(written)
+        self.scale.copy_(torch.where(written, scale, self.scale))
+        history.copy_(torch.where(written, torch.roll(history, -1, 0), history))
+        history[0].zero_()
 
     def _amax(self, history: Tensor) -> Tensor:
         chosen = self.recipe.amax_compute_algo

@@ -20,7 +20,9 @@ class _Aligned(nn.Module):
             raise BadInput(
                 f"m_splits has {len(m_splits)} entries, and this module was made for {self.num_gemms}."
             )
-        size = self.align_size or get_align_size_for_quantization(current().recipe or get_default_recipe())
+        if self.align_size is None:  # by the recipe of the first call
+            self.align_size = get_align_size_for_quantization(current().recipe or get_default_recipe())
+        size = self.align_size
         return [-(-m // size) * size for m in m_splits]
 
 
