@@ -51,6 +51,12 @@ class _Missing(type):
     def __iter__(cls) -> Any:
         return iter(())
 
+    def __getitem__(cls, key: Any) -> Any:
+        return _missing(f"{cls.__name__}[{key}]")
+
+    def __setitem__(cls, key: Any, value: Any) -> None:
+        """A switch of something that is not here."""
+
     def __int__(cls) -> int:
         return -1
 
@@ -162,6 +168,7 @@ def _stand_in_for_a_gpu() -> None:
     # torch.manual_seed calls manual_seed_all, so that one must not call it back
     torch.cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(seed)
     torch.cuda.is_available = lambda: True
+    support._EMULATION.set(True)  # the chip that is pretended lacks MXFP8 and NVFP4
     torch.cuda.current_device = lambda: 0
     torch.cuda.device_count = lambda: 1
     torch.cuda.get_device_capability = lambda *a: (9, 0)
