@@ -3,8 +3,8 @@
 Row 0 of the history is this step's, written while the step runs. When it ends, the next amax is the largest
 of the whole history ("max") or row 0 ("most_recent"), the history moves on by one row (`torch.roll` by -1),
 row 0 becomes 0, and the next scale is `fewbits.te.scaling.updated_scale`. A column whose row 0 is 0 was not
-written and stays as it is, scale and history, as a weight's does after the first microbatch. With a function of
-the user's in place of either rule all columns move, as in Transformer Engine.
+written and stays as it is, scale and history, as a weight's does after the first microbatch. With a function
+of the user's in place of either rule all columns move, as in Transformer Engine.
 """
 
 from __future__ import annotations
