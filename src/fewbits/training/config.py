@@ -43,6 +43,7 @@ ALIASES = {
     "output": "output_dir",
     "skip-bad-rows": "skip_bad_rows",
 }
+_NESTED = ("fields", "lora_ranks")  # mappings whose entries have keys of their own, as in fields.prompt=x
 # What may differ between a run and its continuation: nothing here changes the weights.
 NOT_COMPARED = frozenset(
     {
@@ -125,6 +126,23 @@ class TrainConfig:
         None, "lora", "which biases train: none, all or lora_only", ("none", "all", "lora_only")
     )
     lora_rslora: bool = _option(False, "lora", "scale by alpha / sqrt(r)")
+    lora_dora: bool = _option(
+        False, "lora", "DoRA: directions and lengths of the weights apart; PEFT's layers"
+    )
+    lora_init: str | None = _option(
+        None,
+        "lora",
+        "how adapters begin: gaussian or orthogonal; none: as LoRA does, with a product of zero",
+        ("gaussian", "orthogonal"),
+    )
+    lora_ranks: dict[str, int] = field(
+        default_factory=dict,
+        metadata={
+            "group": "lora",
+            "choices": (),
+            "help": "other ranks for some linears, by the end of their name, as in lora_ranks.q_proj=32",
+        },
+    )
 
     train_data: str | list[Any] = field(
         default="",
@@ -350,20 +368,21 @@ class TrainConfig:
         """A configuration from plain values; unknown keys are refused with the nearest name."""
         known = {item.name: str(item.type) for item in dataclasses.fields(cls)}
         plain: dict[str, Any] = {}
-        nested: dict[str, str] = {}
+        nested: dict[str, dict[str, Any]] = {}
         for key, value in values.items():
             if not isinstance(key, str):
                 raise BadInput(f"the configuration has the key {shown(key)}, which is no name; check it.")
             name = ALIASES.get(key, key).replace("-", "_")
             name, value = _as_written_before(ALIASES.get(name, name), value)
-            if name.startswith("fields."):
-                nested[name.removeprefix("fields.")] = str(value)
+            outer, dot, inner = name.partition(".")
+            if dot and outer in _NESTED:
+                nested.setdefault(outer, {})[inner] = value
             elif name not in known:
                 raise BadInput(_unknown_key(key, [*known, *ALIASES]))
             else:
                 plain[name] = coerce(name, value, known[name])
-        if nested:
-            plain["fields"] = {**plain.get("fields", {}), **nested}
+        for name, pairs in nested.items():
+            plain[name] = {**plain.get(name, {}), **coerce(name, pairs, known[name])}
         for required in ("model", "train_data"):
             if not plain.get(required):
                 raise BadInput(f"the configuration has no {required}; give one, as in {required}=PATH.")

@@ -46,6 +46,15 @@ def _as_fields(value: Any) -> dict[str, str]:
     return {str(key): str(column) for key, column in dict(value).items()}
 
 
+def _as_ranks(value: Any) -> dict[str, int]:
+    if isinstance(value, str):
+        value = dict(pair.split("=", 1) for pair in value.split(","))
+    ranks = {str(key): _as_int(rank) for key, rank in dict(value).items()}
+    if any(rank < 1 for rank in ranks.values()):
+        raise ValueError
+    return ranks
+
+
 def _as_text(value: Any) -> str:
     if isinstance(value, (dict, list, bool)):
         raise ValueError
@@ -90,6 +99,7 @@ _COERCE = {
     "str | dict[str, Any]": (_as_recipe, "a recipe's name, or a mapping of plain values with a field name"),
     "str | list[Any]": (_as_sources, "a path, or a list of paths and mappings with a path"),
     "tuple[str, ...]": (_as_texts, "a list of texts"),
+    "dict[str, int]": (_as_ranks, "a mapping of names to whole numbers above 0"),
     "dict[str, str]": (_as_fields, "a mapping of names to columns"),
 }
 

@@ -20,6 +20,7 @@ from fewbits.training.setup.model_and_trainer import (
     load_model,
     recipe_of_config,
     uses_gpu,
+    variant_of,
     with_template,
 )
 
@@ -230,6 +231,8 @@ def _reward_model(config: TrainConfig) -> Built:
     )
     model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     conversion = conversion_of(model)
-    adapted = get_peft_model(model, lora, seed=config.seed, task_type="SEQ_CLS", modules_to_save=["score"])
+    adapted = get_peft_model(
+        model, lora, seed=config.seed, task_type="SEQ_CLS", modules_to_save=["score"], **variant_of(config)
+    )
     receipt = "" if conversion is None else str(conversion.receipt)
     return Built(adapted, with_template(tokenizer, config), recipe, lora, receipt)

@@ -110,6 +110,16 @@ def sequence_length(config: TrainConfig, limit: int | None) -> int:
     return config.max_seq_length
 
 
+def variant_of(config: TrainConfig) -> dict[str, Any]:
+    """Further fields of PEFT's configuration that the run asks for."""
+    asked = {
+        "use_dora": config.lora_dora or None,
+        "init_lora_weights": config.lora_init,
+        "rank_pattern": config.lora_ranks or None,
+    }
+    return {name: value for name, value in asked.items() if value is not None}
+
+
 def load_model(config: TrainConfig, *, spread: Callable[[Any], str] | None = None) -> Built:
     """Load, convert and adapt the model.
 
@@ -146,6 +156,7 @@ def load_model(config: TrainConfig, *, spread: Callable[[Any], str] | None = Non
             bias=lora.bias,
             use_rslora=lora.rslora,
             random_state=config.seed,
+            **variant_of(config),
             use_gradient_checkpointing=False,  # the memory budget decides, once the batches are known
         )
     if is_packed(model) and not hasattr(model, "peft_config"):
