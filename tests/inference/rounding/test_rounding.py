@@ -61,14 +61,9 @@ def test_inputs_that_are_always_zero_cost_nothing() -> None:
 
 def test_what_cannot_be_rounded_is_refused() -> None:
     weight, hessian = problem()
-    for name, reason in (
-        ("gguf_q4_k", "not rounded by calibration"),
-        ("nf4_dq", "not rounded"),
-        ("int4_g128", ""),
-    ):
-        if reason:
-            with pytest.raises(Unsupported, match=reason):
-                gptq(weight, FORMATS[name], hessian)
+    for name in ("gguf_q4_k", "nf4_dq"):
+        with pytest.raises(Unsupported, match="not rounded by calibration"):
+            gptq(weight, FORMATS[name], hessian)
     with pytest.raises(Unsupported, match="rows of 96 do not fill"):
         gptq(weight[:, :96], FORMATS["int4_g64"], hessian[:96, :96])
     weight[0, 0] = torch.nan
