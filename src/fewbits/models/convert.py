@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -19,6 +18,7 @@ from fewbits.errors import SpecMismatch, Unsupported
 from fewbits.families.catalog import SAME_AS_LINEAR
 from fewbits.families.spec import ModelSpec
 from fewbits.host.attention import restore_attention, used_attention
+from fewbits.host.conversion import Conversion, conversion_of, forget, remember
 from fewbits.host.expert_weights import weights_of
 from fewbits.host.receipt import Change, Left, Receipt
 from fewbits.host.spec import find, layer_names, locate, spec_for
@@ -32,18 +32,8 @@ from fewbits.nn.norm import RMSNorm
 from fewbits.nn.packed_layers import fake_layer, packed_layer
 from fewbits.recipes import Recipe, Rule, get_recipe
 
-_STATE = "_fewbits_conversion"
 Builder = Callable[[str, nn.Linear, Rule], nn.Module | None]
 CONVERTED = (QuantizedLinear, LowPrecisionLinear, FakeQuantizedLinear, QuantizedExperts)
-
-
-@dataclass
-class Conversion:
-    """What a converted model carries along: its receipt, and what `restore` needs."""
-
-    recipe: Recipe
-    receipt: Receipt
-    originals: dict[str, nn.Module] = field(default_factory=dict)
 
 
 def convert(
@@ -110,7 +100,7 @@ def convert(
         norm: Any = model.get_submodule(name)
         new = RMSNorm(norm.weight, _eps(norm), spec.norm.offset).train(norm.training)
         _replace(model, name, new, state, keep=True)
-    setattr(model, _STATE, state)
+    remember(model, state)
     return receipt
 
 
@@ -124,12 +114,6 @@ def linears_to_replace(model: nn.Module, recipe: Recipe) -> dict[str, Rule]:
         return {}
     rules, _ = _plan(model, spec_for(model), recipe)
     return rules
-
-
-def conversion_of(model: Any) -> Conversion | None:
-    """What `convert` left on this model, through PEFT's wrappers too; None if it is not converted."""
-    state = getattr(model, _STATE, None)
-    return state if isinstance(state, Conversion) else None
 
 
 def explain(model: nn.Module) -> Receipt:
@@ -172,7 +156,7 @@ def restore(model: nn.Module) -> Receipt:
         model.set_submodule(name, original)
     if used_attention(model) is not None:
         receipt.notes.append(restore_attention(model))
-    delattr(model, _STATE)
+    forget(model)
     return receipt
 
 
