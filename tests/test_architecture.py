@@ -327,6 +327,12 @@ def test_a_family_is_known_by_its_spec_alone(path: Path) -> None:
         assert not any(map(is_model_type, compared)), f"line {getattr(node, 'lineno', 0)}: ask its ModelSpec"
 
 
+@pytest.mark.parametrize("path", [f for f in FILES if f.name == "__init__.py"], **ids)
+def test_every_room_has_a_sign(path: Path) -> None:
+    """What lives here, what may be imported, where to begin."""
+    assert ast.get_docstring(tree(path)), "an empty __init__: a newcomer learns nothing at this door"
+
+
 @pytest.mark.parametrize("path", FILES, **ids)
 def test_public_names_have_docstrings(path: Path) -> None:
     private_file = path.stem.startswith("_") and path.stem not in ("__init__", "__main__")

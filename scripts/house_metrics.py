@@ -1,0 +1,150 @@
+"""The house in numbers: python scripts/house_metrics.py [--commits N]; run it in a checkout.
+
+Largest file with and without CUDA, modules in an import cycle, pairs of functions with the same logic, shapes
+in docstrings, arguments typed `Any`, host functions of more than 8 arguments, `fmt: skip`, comment lines by
+package, and commits that stay in one room. Nothing is imported of fewbits; sources are read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import re
+import subprocess
+from collections import Counter, defaultdict
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCE = ROOT / "src"
+COMPILED = {".cu", ".c"}
+SHAPE = re.compile(r"\([A-Za-z0-9_.*/ +-]+,[^)]*\)|scalar|any shape|same shape")
+LOGIC_NODES = 30  # of a function's body, from which on the same shape counts as a copy
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def lines_of(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8").splitlines()
+
+
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(SOURCE).with_suffix("").parts).removesuffix(".__init__")
+
+
+def imports_of(tree: ast.AST, modules: set[str]) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= names & modules or {node.module}
+    return found & modules
+
+
+def largest_cycle(graph: dict[str, set[str]]) -> int:
+    """Modules of the largest strongly connected part (1: no cycle)."""
+
+    def reached(start: str, edges: dict[str, set[str]]) -> set[str]:
+        seen, todo = {start}, [start]
+        while todo:
+            new = edges[todo.pop()] - seen
+            seen |= new
+            todo += new
+        return seen
+
+    back: dict[str, set[str]] = defaultdict(set)
+    for name, others in graph.items():
+        for other in others:
+            back[other].add(name)
+    return max(len(reached(name, graph) & reached(name, back)) for name in graph)
+
+
+def is_kernel(function: Function) -> bool:
+    return any(ast.unparse(d).split("(")[0] in ("jit", "triton.jit") for d in function.decorator_list)
+
+
+def logic_of(function: Function) -> str | None:
+    """The body's kinds of statements and operations, without names and constants; None if it is short."""
+    kinds = [type(node).__name__ for part in function.body for node in ast.walk(part)]
+    kinds = [kind for kind in kinds if kind not in ("Load", "Store", "Name", "Constant")]
+    return " ".join(kinds) if len(kinds) >= LOGIC_NODES else None
+
+
+def arguments_of(function: Function) -> list[ast.arg]:
+    a = function.args
+    return [x for x in (*a.posonlyargs, *a.args, *a.kwonlyargs) if x.arg not in ("self", "cls")]
+
+
+def says_shapes(function: Function) -> bool | None:
+    """Whether a public function with tensors says a shape; None for one without."""
+    annotations = [ast.unparse(x.annotation) for x in arguments_of(function) if x.annotation]
+    if function.name.startswith("_") or not any(re.search(r"\bTensor\b", text) for text in annotations):
+        return None
+    return bool(SHAPE.search(ast.get_docstring(function) or ""))
+
+
+def confined_commits(number: int) -> str:
+    """The last commits that touch one room of src only: a folder, in kernels and training an inner one."""
+    command = ["git", "log", f"-{number}", "--no-merges", "--format=%x00", "--name-only", "--", "src"]
+    told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    rooms = []
+    for commit in told.split("\0")[1:]:
+        paths = [Path(line).parts[1:] for line in commit.split("\n") if line.startswith("src/")]
+        deep = ("kernels", "training")
+        rooms.append({p[1:3] if len(p) > 3 and p[1] in deep else p[1:2] for p in paths})
+    kept = sum(len(one) == 1 for one in rooms)
+    return f"{kept} of {len(rooms)} ({100 * kept // max(len(rooms), 1)} %)"
+
+
+def print_comments() -> None:
+    shares: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+    for path in sorted(SOURCE.rglob("*.py")):
+        package = "/".join(path.relative_to(SOURCE).parts[:2]).removesuffix(".py")
+        lines = [line.strip() for line in lines_of(path)]
+        shares[package][0] += sum(line.startswith("#") for line in lines)
+        shares[package][1] += sum(bool(line) for line in lines)
+    for package, (comments, lines) in shares.items():
+        print(f"  comment lines, {package:<24} {100 * comments / max(lines, 1):5.1f} % of {lines}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--commits", type=int, default=50, help="how many commits to look at")
+    number = parser.parse_args().commits
+    files = sorted(SOURCE.rglob("*.py"))
+    compiled = [path for path in SOURCE.rglob("*") if path.suffix in COMPILED]
+    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in files}
+    modules = {module_of(path) for path in files}
+    graph = {
+        module_of(p): imports_of(tree, modules) for p, tree in trees.items() if module_of(p) != "fewbits"
+    }
+    graph = {name: others & graph.keys() for name, others in graph.items()}
+    functions = [n for tree in trees.values() for n in ast.walk(tree) if isinstance(n, Function)]
+    host = [function for function in functions if not is_kernel(function)]
+    copies = Counter(logic for function in host if (logic := logic_of(function)))
+    shapes = [said for function in host if (said := says_shapes(function)) is not None]
+    arguments = [x for function in host for x in arguments_of(function)]
+    untold = sum(x.annotation is not None and ast.unparse(x.annotation) == "Any" for x in arguments)
+    rows = {
+        "Python files, lines": f"{len(files)}, {sum(len(lines_of(path)) for path in files)}",
+        "largest Python file": max(len(lines_of(path)) for path in files),
+        "largest file with CUDA and C": max(len(lines_of(path)) for path in (*files, *compiled)),
+        "modules in the largest import cycle": largest_cycle(graph),
+        "pairs of functions with the same logic": sum(n * (n - 1) // 2 for n in copies.values()),
+        "public tensor functions that say shapes": f"{100 * sum(shapes) // len(shapes)} % of {len(shapes)}",
+        "arguments typed Any": f"{100 * untold / max(len(arguments), 1):.1f} % of {len(arguments)}",
+        "host functions of more than 8 arguments": sum(len(arguments_of(function)) > 8 for function in host),
+        "fmt: skip and fmt: off in src and tests": sum(
+            len(re.findall(r"# fmt: (?:skip|off)", path.read_text(encoding="utf-8")))
+            for path in (*files, *(ROOT / "tests").rglob("*.py"))
+        ),
+        "empty __init__.py": sum(not lines_of(path) for path in files),
+        f"last {number} commits in one room": confined_commits(number),
+    }
+    for name, value in rows.items():
+        print(f"{name:<44} {value}")
+    print_comments()
+
+
+if __name__ == "__main__":
+    main()
