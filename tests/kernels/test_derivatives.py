@@ -130,7 +130,6 @@ def test_another_way_to_any_input_does_not_hide_the_refusal(name: str) -> None:
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_nor_does_it_in_a_fused_decoder(checkpointing: bool) -> None:
-    from peft import LoraConfig, get_peft_model
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -138,8 +137,7 @@ def test_nor_does_it_in_a_fused_decoder(checkpointing: bool) -> None:
         num_key_value_heads=1,
     )  # fmt: skip
     torch.manual_seed(0)
-    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    model = get_peft_model(LlamaForCausalLM(config), LoraConfig(target_modules=targets, r=2))
+    model = fewbits.get_peft_model(LlamaForCausalLM(config), r=2, target_modules="all-linear")
     fewbits.fuse(model)
     assert len(fused_layers(model)) == 1
     if checkpointing:
