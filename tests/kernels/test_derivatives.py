@@ -133,8 +133,8 @@ def test_nor_does_it_in_a_fused_decoder(checkpointing: bool) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=16, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1,
+        vocab_size=16, hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2,
     )  # fmt: skip
     torch.manual_seed(0)
     model = fewbits.get_peft_model(LlamaForCausalLM(config), r=2, target_modules="all-linear")
@@ -142,7 +142,7 @@ def test_nor_does_it_in_a_fused_decoder(checkpointing: bool) -> None:
     assert len(fused_layers(model)) == 1
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    x = draw(1, 3, 16)
+    x = draw(1, 3, 64)
     trained = [p for p in model.parameters() if p.requires_grad]
     for p in trained:
         torch.nn.init.normal_(p)
