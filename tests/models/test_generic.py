@@ -226,16 +226,20 @@ def llama_with_sinks(*, sinks: bool = True) -> nn.Module:
 
 
 @pytest.mark.parametrize("training", [False, True])
-def test_new_adapters_are_ready_to_train_as_unsloths_and_keep_the_mode_as_pefts(training: bool) -> None:
+def test_new_adapters_switch_no_dropout_of_the_base_on(training: bool) -> None:
     model = unwritten("gpt2").train(training)
     fewbits.get_peft_model(model, r=4, target_modules="all-linear")
     assert all(m.training == training for m in (model, *model.transformer.h))
     model = unwritten("gpt2")
     expected = logits(model, tokens())
-    adapted = FastLanguageModel.get_peft_model(model.train(training), r=4, lora_dropout=0.1)
-    assert all(module.training for module in adapted.modules())
-    assert any("resid_pdrop 0.1" in note and "for_inference" in note for note in adapted.fewbits_notes)
+    adapted = FastLanguageModel.get_peft_model(model.train(training), r=4)
+    assert adapted.training == training
+    assert training or torch.equal(logits(adapted, tokens()), expected)
+    said = any("resid_pdrop 0.1" in note and "for_training" in note for note in adapted.fewbits_notes)
+    assert said != training
+    assert FastLanguageModel.for_training(adapted).training
     assert torch.equal(logits(FastLanguageModel.for_inference(adapted), tokens()), expected)
+    assert FastLanguageModel.get_peft_model(unwritten("granite"), r=4).training
 
 
 def test_what_needs_the_arithmetic_says_that_there_is_no_spec() -> None:

@@ -145,10 +145,11 @@ class FastLanguageModel:
                 modules_to_save, layers_to_transform, init_lora_weights, and Unsloth's other names.
 
         Returns:
-            A peft.PeftModel in training mode, as Unsloth gives it: a loop of one's own trains with dropout
-            and checkpointing. (`fewbits.get_peft_model` leaves the mode alone, as PEFT does.) Where the base
-            has dropout of its own (GPT-2, OPT), ``fewbits_notes`` says that this mode switches it on.
+            A peft.PeftModel in training mode. Where the base has dropout of its own (GPT-2, OPT), which that
+            mode switches on, the mode stays as it was, so that new adapters change no output by themselves;
+            a trainer switches it on, as for_training does, and ``fewbits_notes`` says so.
         """
+        training = model.training
         notes: list[str] = list(getattr(model, "fewbits_notes", []))
         checkpointing = options.pop("use_gradient_checkpointing", "unsloth")
         seed = options.pop("random_state", 3407)
@@ -168,13 +169,14 @@ class FastLanguageModel:
         )
         notes.extend(_fused_on_gpu(peft_model))
         dropout = _dropout_of(model)
-        if dropout:
+        if dropout and not training:
             notes.append(
-                f"the base has dropout ({dropout}), which is on in training mode; "
-                "FastLanguageModel.for_inference(model) switches it off"
+                f"the base has dropout ({dropout}), which stays off until a trainer, or "
+                "FastLanguageModel.for_training(model), switches it on"
             )
         model.fewbits_notes = notes
-        return FastLanguageModel.for_training(with_methods(peft_model, model), checkpointing)
+        FastLanguageModel.for_training(with_methods(peft_model, model), checkpointing)
+        return peft_model.train(training or not dropout)
 
     @staticmethod
     def for_inference(model: Any) -> Any:
