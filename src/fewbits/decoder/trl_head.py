@@ -1,6 +1,6 @@
 """TRL's own output head, computed by ours: what its trainers ask a fused model for costs no second pass.
 
-TRL (from 1.16 on) gives the model that it trains a ``forward`` that takes ``fused_lm_head=True`` and returns,
+TRL (from 1.15 on) gives the model that it trains a ``forward`` that takes ``fused_lm_head=True`` and returns,
 without holding the logits, the log-probability of each label and what its metrics need: entropy, top 1, mean
 logit. It computes the logits again in the backward pass. Two hooks of the model answer such calls with
 `fewbits.kernels.loss.linear_log_probs`, which does not, where that computes the same: gradients are on, the

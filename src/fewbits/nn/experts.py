@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from fewbits.formats.base import Format, Packed
 from fewbits.kernels.codec.quantize import quantize
@@ -215,7 +214,6 @@ class _ExpertProduct(torch.autograd.Function):
         return _by_expert(x.to(dtype), counts, lambda i, rows: rows @ weight[i].T)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
         """dy (P, outputs) to dx (P, inputs)."""
         weight = ctx.packed.dequantize(ctx.dtype)

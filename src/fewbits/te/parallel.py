@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fewbits.errors import BadInput
+from fewbits.kernels.launch.derivatives import once_differentiable
 from fewbits.te.distributed import group_size
 
 
@@ -57,6 +58,7 @@ class _Move(torch.autograd.Function):
         return moved.view_as(x) if kind == "sum_gradient" else moved
 
     @staticmethod
+    @once_differentiable("a layer that is split over ranks")
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
         return _MOVES[ctx.kind][1](dy, ctx.group), None, None
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fewbits.kernels.launch.derivatives import once_differentiable
 from fewbits.te.module import Module
 from fewbits.te.numerics import Numerics
 from fewbits.te.operand import plain
@@ -23,6 +24,7 @@ class _Round(torch.autograd.Function):
         return _rounded(x, forward)
 
     @staticmethod
+    @once_differentiable("attention with FP8 operands")
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
         return _rounded(dy, ctx.quantizer), None, None
 
