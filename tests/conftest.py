@@ -9,6 +9,51 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 
+# Files whose tests start processes by the dozen. Of each of their tests the first variant is slow, which CI
+# runs, and the others are nightly; a test that has a mark of its own keeps it.
+MANY_PROCESSES = {
+    "cli/test_launch.py",
+    "models/test_corrupt_folders.py",
+    "training/test_damaged_runs.py",
+    "training/test_fsdp.py",
+    "training/test_gradient_communication.py",
+    "training/test_resume.py",
+    "training/test_several_ranks.py",
+    "training/test_sharded_checkpoint.py",
+    "training/test_sharded_loading.py",
+    "training/test_tensor_parallel.py",
+}
+# Files with few tests that take long: first, so that no process is left alone with one at the end.
+LONG_AND_FEW = (
+    "kernels/test_interpreter.py",
+    "test_import.py",
+    "test_architecture.py",
+    "test_examples.py",
+    "kernels/test_launches.py",
+    "build/test_runner.py",
+    "training/test_run.py",
+    "cli/test_models.py",
+)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config.option, "loadscopereorder"):  # xdist would begin with the files of most tests
+        config.option.loadscopereorder = False
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    seen: set[str] = set()
+    places = {ROOT / "tests" / name: place for place, name in enumerate(LONG_AND_FEW)}
+    many = {ROOT / "tests" / name for name in MANY_PROCESSES}
+    for item in items:
+        own = any(item.get_closest_marker(m) for m in ("slow", "nightly", "gpu", "multi"))
+        if item.path in many and not own:
+            name = item.nodeid.partition("[")[0]
+            item.add_marker(pytest.mark.nightly if name in seen else pytest.mark.slow)
+            seen.add(name)
+    items.sort(key=lambda item: places.get(item.path, len(places)))
+
 
 @pytest.fixture(scope="session")
 def shared() -> Path:

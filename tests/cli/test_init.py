@@ -121,7 +121,7 @@ def test_recipes_are_those_of_the_catalog(run, monkeypatch):
 
 
 def test_families_are_tried(run, monkeypatch, tmp_path):
-    from fewbits.models import families
+    from fewbits.families import catalog, registry
     from tests.models.loading import save_tiny
 
     save_tiny(tmp_path / "folder", "qwen3")
@@ -130,8 +130,8 @@ def test_families_are_tried(run, monkeypatch, tmp_path):
     found = {one["model_type"]: one for one in json.loads(shown.out)}
     assert found["qwen3"]["outcome"] == "fused" and "q_proj" in found["qwen3"]["linears"]
     # a family is fused because its layers compute the same, not because a list says so
-    wrong = replace(families.LLAMA, model_type="granite")
-    monkeypatch.setitem(families._REGISTERED, "granite", wrong)
+    wrong = replace(catalog.LLAMA, model_type="granite")
+    monkeypatch.setitem(registry._REGISTERED, "granite", wrong)
     (again,) = json.loads(run("models", "granite", "--json").out)
     assert again["has_spec"] and again["outcome"] in ("fused", "unfused")
     assert "model_type" in run("models", "olmo2").out or "olmo2" in run("models", "olmo2").out

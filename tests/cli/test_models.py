@@ -51,6 +51,7 @@ def adapter(model, tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_eval_prints_nothing_but_the_result(spawn, model, text):
     """In a process of its own: no bar, no warning of the libraries below."""
     shown = spawn("eval", "--model", model, "--text", text, "--max-tokens", 300)

@@ -171,7 +171,9 @@ def test_no_tokenizer(base):
 
 def test_checkpoints_of_other_methods(base):
     edit(base / "config.json", quantization_config={"quant_method": "gptq", "bits": 4})
-    refuses(Unsupported, "gptq", base)
+    refuses(BadCheckpoint, "declares gptq weights, but none", base)
+    edit(base / "config.json", quantization_config={"quant_method": "vptq"})
+    refuses(Unsupported, "vptq", base)
     edit(base / "config.json", quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
     refuses(BadCheckpoint, "bitsandbytes", base)
     edit(base / "config.json", quantization_config={"quant_method": "bitsandbytes", "load_in_8bit": True})

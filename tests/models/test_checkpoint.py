@@ -136,6 +136,7 @@ def test_a_bitsandbytes_checkpoint_becomes_ours_when_saved(tmp_path):
     assert torch.equal(logits(again, tokens()), logits(ours, tokens()))
 
 
+@pytest.mark.slow
 def test_a_fresh_process_registers_late_and_needs_no_bitsandbytes(tmp_path):
     bitsandbytes_model(tmp_path / "bnb", "nf4", False)
     packed = FastLanguageModel.from_pretrained(tmp_path / "bnb")

@@ -58,6 +58,7 @@ def test_accelerate_trains_in_fp8_unchanged() -> None:
     from accelerate.utils import TERecipeKwargs, has_transformer_engine_layers
 
     with te.as_transformer_engine():
+        AcceleratorState._reset_state(True)  # a trainer of another test in this process may have left one
         try:
             handler = TERecipeKwargs(fp8_format="HYBRID", amax_history_len=4, amax_compute_algo="max")
             accelerator = Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=[handler])

@@ -416,6 +416,7 @@ def test_a_checkpoint_that_cannot_be_written(make_config, monkeypatch, kind, tex
     assert train(config, resume=True).steps == 6
 
 
+@pytest.mark.slow
 def test_a_really_full_disk(killer, make_config, tmp_path):
     """A limit on the size of a file, as the kernel enforces it: the optimizer's state does not fit."""
     config = make_config(max_steps=6, save_steps=2, lora_r=0).to_dict()
