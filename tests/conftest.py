@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,15 @@ MANY_PROCESSES = {
     "training/test_sharded_checkpoint.py",
     "training/test_sharded_loading.py",
     "training/test_tensor_parallel.py",
+}
+# Files whose tests have many variants that take about a second each: from the fourth on they are slow.
+MANY_VARIANTS = {
+    "kernels/test_few_rows.py",
+    "kernels/test_stochastic_emulated.py",
+    "kernels/test_stochastic_lookup.py",
+    "kernels/test_stochastic_many.py",
+    "models/test_fused_autocast.py",
+    "training/test_preferences.py",
 }
 # Files with few tests that take long: first, so that no process is left alone with one at the end.
 LONG_AND_FEW = (
@@ -43,15 +53,20 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    seen: set[str] = set()
+    variants = Counter[str]()
     places = {ROOT / "tests" / name: place for place, name in enumerate(LONG_AND_FEW)}
-    many = {ROOT / "tests" / name for name in MANY_PROCESSES}
+    processes = {ROOT / "tests" / name for name in MANY_PROCESSES}
+    many = {ROOT / "tests" / name for name in MANY_VARIANTS}
     for item in items:
         own = any(item.get_closest_marker(m) for m in ("slow", "nightly", "gpu", "multi"))
-        if item.path in many and not own:
-            name = item.nodeid.partition("[")[0]
-            item.add_marker(pytest.mark.nightly if name in seen else pytest.mark.slow)
-            seen.add(name)
+        if own or item.path not in processes | many:
+            continue
+        name = item.nodeid.partition("[")[0]
+        variants[name] += 1
+        if item.path in processes:
+            item.add_marker(pytest.mark.slow if variants[name] == 1 else pytest.mark.nightly)
+        elif variants[name] > 3:
+            item.add_marker(pytest.mark.slow)
     items.sort(key=lambda item: places.get(item.path, len(places)))
 
 

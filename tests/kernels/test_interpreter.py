@@ -44,6 +44,7 @@ def excuse(probe: subprocess.CompletedProcess[str], pinned: bool) -> str | None:
     return f"Triton {version('triton')} cannot interpret a plain kernel with numpy {version('numpy')}: {last}"
 
 
+@pytest.mark.slow
 def test_kernels_under_the_interpreter() -> None:
     if reason := excuse(interpreted(str(PROBE)), pinned()):
         pytest.skip(reason)
