@@ -1,4 +1,4 @@
-"""AWQ's file layout ("GEMM"), both ways, without its library.
+"""AWQ's file layout ("GEMM"), read without its library.
 
 A linear with a weight (N, K) is stored as ``qweight`` int32 (K, N / 8), ``qzeros`` int32 (groups, N / 8) and
 ``scales`` float16 (groups, N). Eight 4-bit codes share a word, and nibble i holds column ``ORDER[i]`` of the
@@ -17,7 +17,6 @@ from fewbits.errors import BadCheckpoint, Unsupported
 from fewbits.formats.base import Packed
 from fewbits.formats.bits import pack_bits, unpack_bits
 from fewbits.formats.gptq import whole_numbers
-from fewbits.formats.integer import WholeNumbers
 
 PARTS = ("qweight", "qzeros", "scales")
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -63,42 +62,7 @@ def from_awq(
     return Packed(whole_numbers(4, (1, K // groups if groups > 1 else 0), True), (N, K), dtype, made)
 
 
-def to_awq(packed: Packed) -> dict[str, Tensor]:
-    """The tensors in which AWQ saves this weight.
-
-    Args:
-        packed: (N, K) in INT4 with a scale for a group of a row, with or without zero points; N a multiple of
-            8.
-
-    Raises:
-        Unsupported: another format or size.
-    """
-    format, (N, K) = packed.format, packed.shape
-    if not isinstance(format, WholeNumbers) or format.bits != 4 or format.block[0] != 1:
-        raise Unsupported(
-            f"AWQ's layout holds INT4 in groups of a row, not {format.name}; quantise to int4_g128_zp."
-        )
-    if N % 8 or K % (format.block[1] or K):
-        raise Unsupported(
-            f"AWQ's layout needs outputs in eights and whole groups of {format.block[1]}, which a weight of "
-            f"({N}, {K}) does not have; export it to compressed-tensors or GGUF."
-        )
-    codes = unpack_bits(packed.codes, 4, K) ^ 8
-    zeros = packed.parts.get("zero_points", torch.zeros(packed.scales.shape, dtype=torch.int8))
-    return {
-        "qweight": _words(codes.t()),
-        "qzeros": _words((zeros.int() + 8).to(torch.uint8).t()),
-        "scales": packed.scales.t().half().contiguous(),
-    }
-
-
 def _columns(words: Tensor) -> Tensor:
     """(R, N / 8) int32 to codes (R, N) uint8 in the order of the columns."""
     nibbles = unpack_bits(words.contiguous().view(torch.uint8), 4, 8 * words.shape[1])
     return nibbles.view(words.shape[0], -1, 8)[:, :, list(_PLACES)].flatten(1)
-
-
-def _words(codes: Tensor) -> Tensor:
-    """The inverse of `_columns`."""
-    eights = codes.reshape(codes.shape[0], -1, 8)[:, :, list(ORDER)].flatten(1).contiguous()
-    return pack_bits(eights, 4).view(torch.int32)

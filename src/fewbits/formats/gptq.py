@@ -1,4 +1,4 @@
-"""GPTQ's file layout, both ways, without its libraries.
+"""GPTQ's file layout, read without its libraries.
 
 A linear with a weight (N, K) is stored as
 
@@ -89,40 +89,6 @@ def from_gptq(
             index.int(),
         )
     return Packed(format, (N, K), dtype, made)
-
-
-def to_gptq(packed: Packed, version: int = 1) -> dict[str, Tensor]:
-    """The tensors in which GPTQ's libraries save this weight.
-
-    Args:
-        packed: (N, K) in whole numbers of 2, 3, 4 or 8 bits with a scale for a group of a row, or a row.
-        version: of the layout, 1 or 2.
-
-    Raises:
-        Unsupported: another format, or sizes whose streams do not fill whole words.
-    """
-    format, (N, K) = packed.format, packed.shape
-    if not isinstance(format, WholeNumbers) or format.bits not in WIDTHS or format.block[0] != 1:
-        raise Unsupported(
-            f"GPTQ's layout holds whole numbers of 2, 3, 4 or 8 bits in groups of a row, not {format.name}; "
-            "quantise to int4_g128 or int4_g128_zp."
-        )
-    bits, group = format.bits, format.block[1] or K
-    if K * bits % 32 or N * bits % 32 or K % group:
-        raise Unsupported(
-            f"GPTQ's layout packs {bits}-bit codes into whole 32-bit words and whole groups of {group}, "
-            f"which a weight of ({N}, {K}) does not fill; export it to compressed-tensors or GGUF."
-        )
-    half = 2 ** (bits - 1)
-    zero_points = packed.parts.get("zero_points", torch.zeros(packed.scales.shape, dtype=torch.int8))
-    zeros = (zero_points.int() + half - int(version == 1)) % 2**bits
-    codes = _signed(packed.codes, bits, K)
-    return {
-        "qweight": codes.view(torch.uint8).contiguous().view(torch.int32).t().contiguous(),
-        "qzeros": pack_bits(zeros.t().to(torch.uint8).contiguous(), bits).view(torch.int32),
-        "scales": packed.scales.t().half().contiguous(),
-        "g_idx": (torch.arange(K, dtype=torch.int32) // group),
-    }
 
 
 def _stream(words: Tensor) -> Tensor:
