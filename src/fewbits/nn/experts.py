@@ -5,9 +5,11 @@ transformers keeps the experts of a layer in two parameters, ``gate_up_proj`` (E
 rows, the experts chosen for each, and their weights. This module takes that one's place: same call, same
 sums, each weight stored in a number format.
 
-This is the definition, in plain torch: the pairs of a row and an expert are sorted by expert, each expert
-multiplies its stretch of that table, and the results are weighted and added up row by row. A layer's weights
-are decoded when they are used, in the backward pass once more, and kept by nothing in between.
+The pairs of a row and an expert are sorted by expert (`fewbits.nn.grouped`), each expert multiplies its
+stretch of that table (`fewbits.nn.expert_products`), and the results are weighted and added up row by row.
+A layer's weights are decoded when they are used, in the backward pass once more, and kept by nothing in
+between, unless `keep_values` says so. Where few rows come and no gradient is asked for, as in generation,
+only the experts that are hit are decoded.
 
 Shapes: E experts, H width of the residual stream, I inner values, T rows, k experts a row, P = T k pairs,
 r rank of an adapter.
@@ -16,16 +18,25 @@ r rank of an adapter.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fewbits.formats.base import Format, Packed
+from fewbits.kernels.codec.dequantize import dequantize
 from fewbits.kernels.codec.quantize import quantize
+from fewbits.kernels.decoder.gated_activation import gated_activation
+from fewbits.kernels.product.matmul_packed import product_dtype
+from fewbits.nn.expert_products import NO_BRANCH, Branch, into_experts, out_of_experts
 from fewbits.nn.finite import check_finite
+from fewbits.nn.grouped import Table
 
-_OURS = ("part_names", "formats", "shapes", "host_class", "branches", "dtype")
+_OURS = ("part_names", "formats", "shapes", "host_class", "branches", "dtype", "keeps_values", "kept")
+# As many times the experts there are: scales of scales that straddle two experts show in the sum of so many.
+_MANY = 1024
 
 
 class QuantizedExperts(nn.Module):
@@ -40,6 +51,8 @@ class QuantizedExperts(nn.Module):
         shapes: of each packed weight, as the host has it.
         dtype: that the weights had.
         branches: adapters (A, B, scaling) that the call at hand adds, by the weight's name.
+        keeps_values: whether decoded weights stay from pass to pass.
+        kept: those that do, by name and dtype.
     """
 
     def __init__(self, host: Any, formats: dict[str, Format]) -> None:
@@ -56,6 +69,8 @@ class QuantizedExperts(nn.Module):
         self.dtype = next(getattr(host, name).dtype for name in formats)
         self.part_names: dict[str, tuple[str, ...]] = {}
         self.branches: dict[str, tuple[Tensor, Tensor, float]] = {}
+        self.keeps_values = False
+        self.kept: dict[tuple[str, torch.dtype], Tensor] = {}
         for name, format in formats.items():
             layout = format.layout(self._stored_shape(name))
             self.part_names[name] = tuple(layout)
@@ -91,7 +106,7 @@ class QuantizedExperts(nn.Module):
 
     def dequantize(self, name: str) -> Tensor:
         """One weight in the host's shape and dtype."""
-        weight = self.packed(name).dequantize()
+        weight = dequantize(self.packed(name))
         return weight.transpose(1, 2).contiguous() if self.is_turned else weight
 
     def weight_like(self, name: str) -> Tensor:
@@ -121,15 +136,30 @@ class QuantizedExperts(nn.Module):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Rows (T, H), chosen experts (T, k) and their weights (T, k) to (T, H)."""
-        experts = top_k_index.reshape(-1)
-        order = experts.argsort(stable=True)  # the table: pairs sorted by expert
-        count = next(iter(self.shapes.values()))[0]
-        counts = torch.bincount(experts, minlength=count)[:count].tolist()
-        rows = order // top_k_index.shape[-1]
-        inner = self._activated(self._product(self._first, hidden_states[rows], counts))
-        outer = self._product("down_proj", inner, counts)
-        weighted = outer * top_k_weights.reshape(-1)[order, None].to(outer.dtype)
-        return torch.zeros_like(hidden_states).index_add(0, rows, weighted.to(hidden_states.dtype))
+        count, dtype = self.num_stored, product_dtype(hidden_states)
+        hit: Tensor | None = None
+        if not torch.is_grad_enabled() and 2 * top_k_index.numel() <= count:
+            hit, table = top_k_index.reshape(-1).long(), Table.one_by_one(top_k_index)
+        else:
+            table = Table.of(top_k_index, count)
+        first, last = self._first, "down_proj"
+        with torch.autocast(hidden_states.device.type, enabled=False):
+            x = hidden_states.to(dtype)
+            y = into_experts(x, table, partial(self._values, first, dtype, hit), self._branch(first, hit))
+            bias = self._bias(first, hit)
+            if bias is not None:
+                y = y + bias.to(dtype)[table.experts]
+            values = partial(self._values, last, dtype, hit)
+            out = out_of_experts(
+                self._activated(y), top_k_weights, self._bias(last, hit), table, values,
+                self._branch(last, hit),
+            )  # fmt: skip
+        return out.to(hidden_states.dtype)
+
+    def keep_values(self, on: bool) -> None:
+        """Keep the decoded weights from pass to pass from now on, or let go of them: memory against time."""
+        self.keeps_values = on
+        self.kept.clear()
 
     def extra_repr(self) -> str:
         """One line for ``print(model)``."""
@@ -139,33 +169,50 @@ class QuantizedExperts(nn.Module):
     def _first(self) -> str:
         return next(name for name in self.shapes if name != "down_proj")
 
+    @property
+    def num_stored(self) -> int:
+        """E."""
+        count: int = self.shapes[self._first][0]
+        return count
+
     def _activated(self, x: Tensor) -> Tensor:
         """The host's own activation of what the first product gives."""
         if not getattr(self, "has_gate", True):
             return self.act_fn(x)  # type: ignore[no-any-return, operator]
+        if _is_gated_silu(self.host_class, getattr(self, "act_fn", None)):
+            return gated_activation(x)
         return self.host_class._apply_gate(self, x)  # type: ignore[no-any-return]
 
-    def _product(self, name: str, x: Tensor, counts: list[int]) -> Tensor:
-        """Pairs (P, inputs) sorted by expert to (P, outputs), adapter and bias included."""
-        y: Tensor = _ExpertProduct.apply(x, counts, self.packed(name))  # type: ignore[no-untyped-call]
-        bias = getattr(self, f"{name}_bias", None)
-        if bias is not None:
-            y = y + bias.repeat_interleave(torch.tensor(counts, device=x.device), 0).to(y.dtype)
+    def _values(self, name: str, dtype: torch.dtype, hit: Tensor | None) -> Tensor:
+        """A weight (E, outputs, inputs), or with ``hit`` (P,) the matrices of those experts."""
+        if self.keeps_values:
+            key = (name, dtype)
+            if key not in self.kept:
+                self.kept[key] = dequantize(self.packed(name), dtype)
+            return self.kept[key] if hit is None else self.kept[key][hit]
+        return (
+            dequantize(self.packed(name), dtype)
+            if hit is None
+            else decode_some(self.packed(name), hit, dtype)
+        )
+
+    def _branch(self, name: str, hit: Tensor | None) -> Branch:
         if name not in self.branches:
-            return y
+            return NO_BRANCH
         a, b, scaling = self.branches[name]
-        a, b = expert_branches(a, b, len(counts))
+        a, b = expert_branches(a, b, self.num_stored)
+        return Branch(a, b, scaling) if hit is None else Branch(a[hit], b[hit], scaling)
 
-        def branch(i: int, rows: Tensor) -> Tensor:
-            return (rows.to(a.dtype) @ a[i].T) @ b[i].T
-
-        return y + (_by_expert(x, counts, branch) * scaling).to(y.dtype)
+    def _bias(self, name: str, hit: Tensor | None) -> Tensor | None:
+        bias = getattr(self, f"{name}_bias", None)
+        return bias if bias is None or hit is None else bias[hit]
 
     def _stored_shape(self, name: str) -> tuple[int, ...]:
         experts, first, second = self.shapes[name]
         return (experts, second, first) if self.is_turned else (experts, first, second)
 
     def _take(self, name: str, parts: dict[str, Tensor]) -> None:
+        self.kept.clear()
         for part, tensor in parts.items():
             self.register_parameter(self.key(name, part), nn.Parameter(tensor, requires_grad=False))
 
@@ -178,6 +225,7 @@ class QuantizedExperts(nn.Module):
             return t.to(moved.device) if id(t) in stored and moved.dtype != t.dtype else moved
 
         super()._apply(move, recurse)
+        self.kept.clear()
         self.dtype = fn(torch.empty(0, dtype=self.dtype, device=self.device)).dtype
         return self
 
@@ -196,29 +244,35 @@ def expert_branches(a: Tensor, b: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return a.reshape(count, -1, a.shape[-1]), b.reshape(b.shape[0], -1, count).permute(2, 0, 1)
 
 
-def _by_expert(x: Tensor, counts: list[int], function: Callable[[int, Tensor], Tensor]) -> Tensor:
-    """``function`` of each expert's stretch of x (P, ...), one below the other."""
-    return torch.cat([function(i, rows) for i, rows in enumerate(x.split(counts))])
+def decode_some(packed: Packed, chosen: Tensor, dtype: torch.dtype) -> Tensor:
+    """Decoded matrices of a packed (E, N, K), those of ``chosen`` (P,) one after the other: (P, N, K).
+
+    Only these are decoded, unless the format's scales do not end where a matrix ends (double quantisation of
+    few values).
+    """
+    experts, *matrix = packed.shape
+    one, many = packed.format.layout((1, *matrix)), packed.format.layout((_MANY * experts, *matrix))
+    layout = packed.format.layout((len(chosen), *matrix))
+    parts = {}
+    for name, part in packed.parts.items():
+        size, sizes = prod(one[name].shape), prod(many[name].shape)
+        if sizes == size:  # one for all, such as the scale of a whole tensor
+            parts[name] = part
+        elif sizes == _MANY * experts * size:
+            parts[name] = part.reshape(experts, size)[chosen].view(layout[name].shape)
+        else:
+            return dequantize(packed, dtype)[chosen]
+    return dequantize(Packed(packed.format, (len(chosen), *matrix), packed.dtype, parts), dtype)
 
 
-class _ExpertProduct(torch.autograd.Function):
-    """``y_p = W_e(p) x_p`` for pairs sorted by expert; backward ``dx_p = W_e(p)^T dy_p``, decoded again."""
+def _is_gated_silu(host_class: Any, activation: Any) -> bool:
+    """Whether the host's gate is ``silu(gate) * up`` of two halves side by side."""
+    from transformers.activations import ACT2FN
+    from transformers.integrations import moe
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, counts: list[int], packed: Packed) -> Tensor:
-        """x (P, inputs) to (P, outputs), in x's dtype, or autocast's."""
-        kind = x.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-        ctx.counts, ctx.packed, ctx.dtype, ctx.of = counts, packed, dtype, x.dtype
-        weight = packed.dequantize(dtype)
-        return _by_expert(x.to(dtype), counts, lambda i, rows: rows @ weight[i].T)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        """dy (P, outputs) to dx (P, inputs)."""
-        weight = ctx.packed.dequantize(ctx.dtype)
-        dx = _by_expert(dy.to(ctx.dtype), ctx.counts, lambda i, rows: rows @ weight[i])
-        return dx.to(ctx.of), None, None
+    plain = getattr(moe, "_default_apply_gate", None)
+    is_silu = isinstance(activation, (nn.SiLU, type(ACT2FN["silu"])))
+    return is_silu and plain is not None and getattr(host_class, "_apply_gate", None) is plain
 
 
-__all__ = ["QuantizedExperts", "expert_branches"]
+__all__ = ["QuantizedExperts", "decode_some", "expert_branches"]

@@ -1,0 +1,144 @@
+"""Products of rows sorted by expert with each expert's own matrix, and the table that sorts them.
+
+A mixture of experts gives each of T rows to k of E experts: P = T k pairs of a row and an expert. `Table`
+sorts the pairs by expert on the device that the rows are on; where one expert's stretch of the sorted pairs
+ends is a tensor there as well, and nothing waits for the device:
+
+    grouped(x, w, ends)[p]         = w[e(p)] x[p]                              x (P, K), w (E, N, K) to (P, N)
+    grouped_outer(y, x, ends)[e]   = sum over p of expert e: y[p] x[p]^T       y (P, N), x (P, K) to (E, N, K)
+    sum_rows(x, index, weights)[t] = sum over j: weights[t, j] x[index[t, j]]  x (P, H) to (T, H)
+
+On CUDA the first two are torch's ``grouped_mm``; elsewhere (the definition) one product an expert. Sums over
+the k rows of a token are taken in a fixed order: the same on every run, where ``index_add`` on CUDA adds in
+any order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_ALIGNED_BYTES = 16  # what torch's grouped_mm asks of the distance between rows
+
+
+@dataclass(frozen=True)
+class Table:
+    """Pairs of a row and an expert, sorted by expert.
+
+    Attributes:
+        rows: (P,) int64, the row of each pair.
+        experts: (P,) int64, its expert, ascending.
+        order: (P,) int64, where the pair stood among all, row by row.
+        inverse: (T, k) int64, where each row's pairs stand in the table.
+        ends: (E,) int32, where each expert's stretch ends.
+    """
+
+    rows: Tensor
+    experts: Tensor
+    order: Tensor
+    inverse: Tensor
+    ends: Tensor
+
+    @classmethod
+    def of(cls, chosen: Tensor, num_experts: int) -> Table:
+        """The table of the experts chosen for each row, (T, k) of whole numbers below ``num_experts``."""
+        experts, order = chosen.reshape(-1).long().sort(stable=True)
+        inverse = torch.empty_like(order).scatter_(0, order, _count(order))
+        numbers = torch.arange(num_experts, device=chosen.device)
+        ends = torch.searchsorted(experts, numbers, right=True, out_int32=True)
+        rows = order // max(1, chosen.shape[-1])
+        return cls(rows, experts, order, inverse.view(chosen.shape), ends)
+
+    @classmethod
+    def one_by_one(cls, chosen: Tensor) -> Table:
+        """The pairs as they stand, each with a matrix of its own: P matrices in place of E."""
+        flat = chosen.reshape(-1).long()
+        order = _count(flat)
+        rows = order // max(1, chosen.shape[-1])
+        return cls(rows, order, order, order.view(chosen.shape), (order + 1).int())
+
+
+def grouped(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
+    """Each row by the matrix of its expert.
+
+    Args:
+        x: (P, K), sorted by expert.
+        w: (E, N, K) in x's dtype, any strides with rows or columns in one piece.
+        ends: (E,) int32, where each expert's rows end.
+
+    Returns:
+        (P, N).
+    """
+    if not x.is_cuda:
+        pieces = [rows @ w[i].t() for i, rows in enumerate(_stretches(x, ends)) if len(rows)]
+        return torch.cat(pieces) if pieces else x.new_zeros(len(x), w.shape[1])
+    if x.shape[0] == 0:
+        return x.new_zeros(0, w.shape[1])
+    turned = _aligned(w).transpose(1, 2) if w.stride(2) == 1 else _aligned(w.transpose(1, 2))
+    return F.grouped_mm(_aligned(x), turned, offs=ends)
+
+
+def grouped_outer(y: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+    """Each expert's sum of outer products of its rows: the gradient of its matrix.
+
+    Args:
+        y: (P, N), sorted by expert.
+        x: (P, K) in y's dtype.
+        ends: (E,) int32, where each expert's rows end.
+
+    Returns:
+        (E, N, K), zero for an expert without rows.
+    """
+    shape = (len(ends), y.shape[1], x.shape[1])
+    if y.shape[0] == 0:
+        return y.new_zeros(shape)
+    if not y.is_cuda:
+        pairs = zip(_stretches(y, ends), _stretches(x, ends), strict=True)
+        return torch.stack([a.t() @ b for a, b in pairs])
+    sums = F.grouped_mm(_aligned(y).t(), _aligned(x), offs=ends)
+    is_empty = ends.diff(prepend=ends.new_zeros(1)) == 0  # no product writes what such an expert has
+    return sums.masked_fill(is_empty[:, None, None], 0.0)
+
+
+def sum_rows(x: Tensor, index: Tensor, weights: Tensor | None = None) -> Tensor:
+    """The weighted sum of a few rows of x for each token, in a fixed order.
+
+    Args:
+        x: (P, H).
+        index: (T, k), rows of x.
+        weights: (T, k), any dtype; None: ones.
+
+    Returns:
+        (T, H) in x's dtype.
+    """
+    if index.numel() == 0:
+        return x.new_zeros(index.shape[0], x.shape[1])
+    if weights is not None and weights.dtype != x.dtype:  # the wider of the two, as the host multiplies
+        return (x[index] * weights[..., None]).sum(1).to(x.dtype)
+    return F.embedding_bag(index, x, mode="sum", per_sample_weights=weights)
+
+
+def _count(like: Tensor) -> Tensor:
+    return torch.arange(len(like), device=like.device)
+
+
+def _stretches(x: Tensor, ends: Tensor) -> tuple[Tensor, ...]:
+    """Each expert's rows of x, on a device that nothing waits for."""
+    sizes: list[int] = ends.diff(prepend=ends.new_zeros(1)).tolist()
+    return tuple(torch.split(x, sizes))  # type: ignore[no-untyped-call]
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """The same values with rows at distances that grouped_mm takes, x's last axis in one piece."""
+    values = _ALIGNED_BYTES // x.element_size()
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    if all(stride % values == 0 for stride in x.stride()[:-1]):
+        return x
+    width = x.shape[-1]
+    return F.pad(x, (0, -width % values))[..., :width]
+
+
+__all__ = ["Table", "grouped", "grouped_outer", "sum_rows"]

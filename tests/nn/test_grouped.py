@@ -1,0 +1,139 @@
+"""Grouped products against a loop over pairs; few rows decode only the experts that they hit."""
+
+from __future__ import annotations
+
+from functools import partial
+from math import prod
+
+import pytest
+import torch
+from torch import Tensor
+
+from fewbits.formats import FORMATS
+from fewbits.nn import experts as packed_experts
+from fewbits.nn.expert_products import Branch, into_experts, out_of_experts
+from fewbits.nn.experts import decode_some
+from fewbits.nn.grouped import Table, grouped, grouped_outer, sum_rows
+
+E, T, k, H, I, R = 5, 7, 2, 8, 6, 3
+ROUTINGS = {
+    "some": torch.tensor([[0, 3], [3, 4], [1, 0], [0, 1], [4, 3], [3, 0], [1, 4]]),  # none on 2
+    "one": torch.full((T, k), 2),
+    "row": torch.tensor([[4, 1]]),
+    "none": torch.zeros(0, k, dtype=torch.long),
+}
+
+
+def numbers(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed + prod(shape))
+    return torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_()
+
+
+def by_pairs(
+    x: Tensor, chosen: Tensor, routing: Tensor, weights: tuple[Tensor, Tensor], bias: Tensor,
+    branches: tuple[Branch, Branch],
+) -> Tensor:  # fmt: skip
+    """One pair after the other, as a layer of experts is defined."""
+    (up, down), (first, last) = weights, branches
+    out = []
+    for t in range(len(x)):
+        y = x.new_zeros(down.shape[1])
+        for j, e in enumerate(chosen[t].tolist()):
+            z = (up[e] + first.scaling * first.b[e] @ first.a[e]) @ x[t]
+            z = torch.tanh(z)
+            y = y + routing[t, j] * ((down[e] + last.scaling * last.b[e] @ last.a[e]) @ z + bias[e])
+        out.append(y)
+    return torch.stack(out) if out else x * 1
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_both_products_and_all_their_gradients(name: str) -> None:
+    chosen = ROUTINGS[name]
+    x, routing = numbers(len(chosen), H), numbers(len(chosen), k)
+    up, down, bias = numbers(E, I, H), numbers(E, H, I), numbers(E, H)
+    first = Branch(numbers(E, R, H), numbers(E, I, R), 0.7)
+    last = Branch(numbers(E, R, I), numbers(E, H, R), 1.3)
+    table = Table.of(chosen, E)
+    z = torch.tanh(into_experts(x, table, lambda: up.detach(), first))
+    y = out_of_experts(z, routing, bias, table, lambda: down.detach(), last)
+    expected = by_pairs(x, chosen, routing, (up.detach(), down.detach()), bias, (first, last))
+    torch.testing.assert_close(y, expected)
+    leaves = (x, routing, bias, first.a, first.b, last.a, last.b)
+    ours = torch.autograd.grad(y.square().sum(), leaves)
+    theirs = torch.autograd.grad(expected.square().sum(), leaves, allow_unused=True)
+    for got, want in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(got, torch.zeros_like(got) if want is None else want)
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_the_table_puts_every_pair_with_its_expert(name: str) -> None:
+    chosen = ROUTINGS[name]
+    table = Table.of(chosen, E)
+    assert table.ends.dtype == torch.int32 and table.ends[-1] == chosen.numel()
+    assert torch.equal(table.experts[table.inverse], chosen)
+    numbered = torch.arange(len(chosen))[:, None].expand_as(chosen)
+    assert torch.equal(table.rows[table.inverse], numbered)
+
+
+def test_grouped_takes_turned_matrices_and_sums_in_the_wider_dtype() -> None:
+    table, w = Table.of(ROUTINGS["some"], E), numbers(E, I, H)
+    x = numbers(T * k, H)
+    want = torch.stack([w[e] @ row for e, row in zip(table.experts.tolist(), x, strict=True)])
+    torch.testing.assert_close(grouped(x, w, table.ends), want)
+    torch.testing.assert_close(
+        grouped(x, w.detach().transpose(1, 2).contiguous().transpose(1, 2), table.ends), want
+    )
+    outer = grouped_outer(want, x, table.ends)
+    assert outer[2].abs().max() == 0 and outer.shape == (E, I, H)
+    half = x.detach().bfloat16()
+    weights = torch.rand(T, k, dtype=torch.float32)
+    wide = (half[table.inverse].float() * weights[..., None]).sum(1)
+    assert torch.equal(sum_rows(half, table.inverse, weights), wide.bfloat16())
+
+
+@pytest.mark.parametrize("name", [n for n, f in FORMATS.items() if n != "stochastic"])
+def test_some_matrices_of_a_packed_tensor_decode_as_in_the_whole(name: str) -> None:
+    weight = numbers(3, 16, 256).detach().float()
+    packed = FORMATS[name].quantize(weight)
+    chosen = torch.tensor([2, 0, 2])
+    got = decode_some(packed, chosen, torch.float32)
+    assert torch.equal(got, packed.dequantize(torch.float32)[chosen])
+
+
+def test_few_rows_decode_only_what_they_hit(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.models.test_experts import host_and_packed
+
+    host, packed = host_and_packed(FORMATS["nf4"])
+    seen: list[tuple[int, ...]] = []
+    whole = packed_experts.dequantize
+
+    def watched(stored: object, *args: object) -> Tensor:
+        seen.append(stored.shape)
+        return whole(stored, *args)
+
+    monkeypatch.setattr(packed_experts, "dequantize", watched)
+    x, weights = torch.randn(1, 64), torch.rand(1, 2)
+    run = partial(packed, x, torch.tensor([[6, 1]]), weights)
+    with torch.no_grad():
+        few = run()
+    assert [shape[0] for shape in seen] == [2, 2]
+    torch.testing.assert_close(run(), few, rtol=1e-5, atol=1e-6)
+    assert [shape[0] for shape in seen[2:]] == [8, 8]
+    torch.testing.assert_close(host(x, torch.tensor([[6, 1]]), weights), few, rtol=1e-5, atol=1e-6)
+
+
+def test_kept_values_are_decoded_once_and_go_when_asked() -> None:
+    from tests.models.test_experts import host_and_packed
+
+    _, packed = host_and_packed(FORMATS["nf4"])
+    x, chosen, weights = torch.randn(9, 64), torch.randint(0, 8, (9, 2)), torch.rand(9, 2)
+    expected = packed(x, chosen, weights)
+    packed.keep_values(True)
+    assert torch.equal(packed(x, chosen, weights), expected)
+    kept = list(packed.kept.values())
+    assert len(kept) == 2 and torch.equal(packed(x, chosen, weights), expected)
+    assert all(a is b for a, b in zip(packed.kept.values(), kept, strict=True))
+    packed.pack("down_proj", torch.zeros(packed.shapes["down_proj"]))
+    assert packed(x, chosen, weights).abs().max() == 0
+    packed.keep_values(False)
+    assert not packed.kept
