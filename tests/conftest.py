@@ -40,7 +40,7 @@ LONG_AND_FEW = (
     "test_architecture.py",
     "test_examples.py",
     "kernels/test_launches.py",
-    "build/test_runner.py",
+    "fewjobs/test_runner.py",
     "training/test_run.py",
     "cli/test_models.py",
 )

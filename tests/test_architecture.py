@@ -14,9 +14,12 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "fewbits"
-FILES = sorted(SOURCE.rglob("*.py"))
+RUNNER = ROOT / "src" / "fewjobs"  # the build runner: a package of its own, which is also installed alone
+PACKAGES = (SOURCE, RUNNER)
+FILES = sorted(path for package in PACKAGES for path in package.rglob("*.py"))
 TESTS = ROOT / "tests"
-CODE = sorted([*FILES, *SOURCE.rglob("*.cu")])  # compiled sources count in the rule of lines too
+COMPILED = {".cu"}  # compiled sources count in the rule of lines too
+CODE = sorted([*FILES, *(path for path in (ROOT / "src").rglob("*") if path.suffix in COMPILED)])
 KERNELS = SOURCE / "kernels"
 MAX_LINES = 500
 MAX_FUNCTION_LINES, MAX_KERNEL_LINES = 80, 150
@@ -25,7 +28,7 @@ _MODELS = {"host", "decoder", "formats", "families", "recipes", "kernels", "nn",
 MAY_IMPORT = {
     "errors": set(),
     "device": set(),
-    "words": set(),
+    "words": {"fewjobs"},
     "formats": set(),
     "families": {"formats"},
     "kernels": {"formats"},
@@ -42,12 +45,13 @@ MAY_IMPORT = {
     "front": {"models"},
     "chat_templates": {"models", "front"},
     "te": {"formats", "kernels"},  # the words of Transformer Engine
-    "build": set(),
-    "doctor": {"build"},
-    "cli": {*_MODELS, "inference", "training", "bench", "demo", "build", "doctor"},
+    "fewjobs": set(),
+    "build": {"fewjobs"},  # its former name
+    "doctor": {"fewjobs"},
+    "cli": {*_MODELS, "inference", "training", "bench", "demo", "doctor", "fewjobs"},
 }
 # What the machine is told by environment variables (a toolkit's place, Slurm's memory) is read here alone.
-MAY_READ_ENVIRONMENT = {"build", "doctor"}
+MAY_READ_ENVIRONMENT = {"fewjobs", "doctor"}
 EVERYONE_MAY_IMPORT = {"errors", "device", "words", "__version__"}
 # The rooms inside a room, and what each may import of the others: arrows point down here too.
 _SETTINGS = {"config", "config_values", "yaml_text"}
@@ -108,12 +112,23 @@ def op_of(path: Path) -> str:
     return OP_OF.get(path.relative_to(KERNELS).with_suffix("").as_posix(), path.stem)
 
 
-ids = {"ids": lambda f: str(f.relative_to(SOURCE)) if isinstance(f, Path) else None}
+ids = {
+    "ids": lambda f: (
+        str(f.relative_to(ROOT / "src")).removeprefix("fewbits/") if isinstance(f, Path) else None
+    )
+}
 
 
 def room(path: Path) -> str:
-    """The folder or file under src/fewbits that ``path`` belongs to."""
-    return path.relative_to(SOURCE).parts[0].removesuffix(".py")
+    """The folder or file under src/fewbits that ``path`` belongs to, or the other package of src."""
+    package, *inside = path.relative_to(ROOT / "src").parts
+    return inside[0].removesuffix(".py") if package == SOURCE.name else package
+
+
+def room_of(module: str) -> str:
+    """The same of a module by its name."""
+    package, *inside = module.split(".")
+    return inside[0] if package == SOURCE.name else package
 
 
 @cache
@@ -135,13 +150,10 @@ def module_file(name: str) -> Path:
 
 
 def imported_modules(path: Path) -> Iterator[str]:
-    """Every fewbits module that a file imports, at its top or inside a function."""
+    """Every module of ours that a file imports, at its top or inside a function."""
+    ours = {package.name for package in PACKAGES}
     for node in nodes(path):
-        if (
-            isinstance(node, ast.ImportFrom)
-            and node.level == 0
-            and (node.module or "").split(".")[0] == "fewbits"
-        ):
+        if isinstance(node, ast.ImportFrom) and node.level == 0 and (node.module or "").split(".")[0] in ours:
             if node.module == "fewbits":
                 yield from (f"fewbits.{alias.name}" for alias in node.names)
             else:
@@ -151,7 +163,8 @@ def imported_modules(path: Path) -> Iterator[str]:
                 if len(modules) < len(names):
                     yield str(node.module)
         elif isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names if alias.name.startswith("fewbits."))
+            names = [alias.name for alias in node.names if alias.name != "fewbits"]
+            yield from (name for name in names if name.split(".")[0] in ours)
         elif isinstance(node, ast.Attribute) and is_name(node.value, "fewbits"):
             yield f"fewbits.{node.attr}"
 
@@ -173,9 +186,10 @@ def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
 @pytest.mark.parametrize("path", [f for f in FILES if f.parent != SOURCE or f.stem in MAY_IMPORT], **ids)
 def test_imports_point_down(path: Path) -> None:
     here = room(path)
-    allowed = MAY_IMPORT[here] | EVERYONE_MAY_IMPORT | {here}
+    everyones = EVERYONE_MAY_IMPORT if path.is_relative_to(SOURCE) else set()
+    allowed = MAY_IMPORT[here] | everyones | {here}
     for module in imported_modules(path):
-        assert module.split(".")[1] in allowed, f"{here} may import {sorted(allowed)}, not {module}"
+        assert room_of(module) in allowed, f"{here} may import {sorted(allowed)}, not {module}"
 
 
 @pytest.mark.parametrize("path", [f for f in FILES if room(f) in ROOMS_INSIDE], **ids)

@@ -93,8 +93,10 @@ def changes(before, after):
 """
 
 IMPORT_ALL = """
-import importlib, pkgutil, fewbits
-names = [m.name for m in pkgutil.walk_packages(fewbits.__path__, "fewbits.")]
+import importlib, pkgutil, fewbits, fewjobs
+packages = (fewbits, fewjobs)
+ours = {p.__name__ for p in packages}
+names = [m.name for p in packages for m in pkgutil.walk_packages(p.__path__, f"{p.__name__}.")]
 names = [name for name in names if not name.endswith("__main__")]
 loaded, before = set(sys.modules), state()
 start = time.process_time()
@@ -104,7 +106,7 @@ out["seconds"] = time.process_time() - start
 out["changed"] = list(changes(before, state()))
 heavy = ("datasets", "trl", "matplotlib", "bitsandbytes", "torchao", "pandas", "torch._dynamo")
 out["heavy"] = [m for m in heavy if m in sys.modules and m not in loaded]
-out["foreign"] = sorted(m for m in set(sys.modules) - loaded if m.partition(".")[0] != "fewbits")
+out["foreign"] = sorted(m for m in set(sys.modules) - loaded if m.partition(".")[0] not in ours)
 out["names"], out["watched"] = names, sum(len(attributes) for _, attributes in before[0].values())
 """
 

@@ -27,10 +27,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from tests.build.conftest import Workshop, write_ninja
+from tests.fewjobs.conftest import Workshop, write_ninja
 
-from fewbits.build.native import build_native
-from fewbits.build.sample import descendants
+from fewjobs.native import build_native
+from fewjobs.sample import descendants
 
 UNITS, VALUES = 12, 60_000
 COMPILERS = ("cc1plus", "as", "g++")

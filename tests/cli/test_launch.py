@@ -17,11 +17,11 @@ from contextlib import suppress
 import psutil
 import pytest
 
-from fewbits.build.oom_kills import OomKills
 from fewbits.cli.launch import check_tasks, processes, run_processes, wants_launch
 from fewbits.cli.launch_flags import add_launch_flags, without_launch_flags
 from fewbits.doctor.launchers import launched as launched_as
 from fewbits.errors import BadInput, PeerLost, Unsupported
+from fewjobs.oom_kills import OomKills
 
 HEAD = """
 import json, os, signal, sys, time

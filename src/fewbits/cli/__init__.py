@@ -16,6 +16,7 @@ from types import TracebackType
 
 from fewbits.cli.parser import build_parser, command_of
 from fewbits.errors import FewbitsError, StoppedBySignal
+from fewjobs.errors import JobsError
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
@@ -98,7 +99,7 @@ class _Boundary:
             self.code = FAILED
             _discard_stdout()
             return True
-        unforeseen = self.launched and not isinstance(error, FewbitsError)
+        unforeseen = self.launched and not isinstance(error, (FewbitsError, JobsError))
         if (self.debug or unforeseen) and not isinstance(error, KeyboardInterrupt):
             import traceback
 
@@ -116,7 +117,7 @@ def describe(error: BaseException) -> tuple[int, str]:
         return INTERRUPTED, "interrupted."
     if isinstance(error, StoppedBySignal):
         return 128 + error.number, text
-    if isinstance(error, FewbitsError):
+    if isinstance(error, (FewbitsError, JobsError)):
         return FAILED, f"error: {text}"
     if isinstance(error, OSError):
         where = f": {error.filename}" if error.filename is not None else ""

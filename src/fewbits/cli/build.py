@@ -14,15 +14,15 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from fewbits.build.budget import parse_bytes
-from fewbits.build.controller import Controller
-from fewbits.build.plan import plan_text, read_profile
-from fewbits.build.report import write_report
-from fewbits.build.runner import Result, Settings, run_build, usable_root
-from fewbits.build.stage import State
-from fewbits.build.trace import write_profile
 from fewbits.cli.console import console
 from fewbits.words import size
+from fewjobs.budget import parse_bytes
+from fewjobs.controller import Controller
+from fewjobs.plan import plan_text, read_profile
+from fewjobs.report import write_report
+from fewjobs.runner import Result, Settings, run_build, usable_root
+from fewjobs.stage import State
+from fewjobs.trace import write_profile
 
 SHOW_S = 0.5
 SHOWN_STAGES = 12

@@ -20,10 +20,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fewbits.build.oom_kills import UNKNOWN, OomKills, oom_kills
 from fewbits.cli.rank_processes import RankProcesses
 from fewbits.doctor.launchers import Launched, launched
 from fewbits.errors import BadInput, PeerLost, StoppedBySignal, Unsupported
+from fewjobs.oom_kills import UNKNOWN, OomKills, oom_kills
 
 LOGS = "logs"
 _TAIL = 25  # lines shown of a failed rank's log

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 
-from fewbits.build import read_budget
 from fewbits.doctor.finding import Finding
 from fewbits.doctor.host import Host
-from fewbits.errors import Unsupported
 from fewbits.words import size
+from fewjobs import read_budget
+from fewjobs.errors import Unsupported
 
 # The largest single compiler process that we measured in Transformer Engine's sources: ptxas, sm_100a.
 LARGEST_UNIT_BYTES = 6_200_000_000
