@@ -1,7 +1,7 @@
 """The launcher in Python, for machines where the C one cannot be compiled. Twenty times slower to start.
 
 Run as a script, without fewbits on its path: ``launch.py SHIM ARGUMENTS``, with the shim that was called.
-It does what `native.c` does with -DLAUNCHER, but for holding back what a tool prints.
+It does what `c/launcher.c` does, but for holding back what a tool prints.
 """
 
 from __future__ import annotations

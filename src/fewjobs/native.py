@@ -13,10 +13,10 @@ from pathlib import Path
 
 from fewjobs.kept import is_noted, publish_noted
 
-SOURCE = Path(__file__).with_name("native.c")
+SOURCES = Path(__file__).with_name("c")
 # Without a C library, static or not: what would start one would cost more than the launcher does.
 LAUNCHER_FLAGS = (
-    *("-DLAUNCHER", "-static", "-nostdlib", "-ffreestanding", "-fno-stack-protector", "-U_FORTIFY_SOURCE"),
+    *("-static", "-nostdlib", "-ffreestanding", "-fno-stack-protector", "-U_FORTIFY_SOURCE"),
     *("-fno-asynchronous-unwind-tables", "-Wl,--build-id=none", "-Wl,-z,noseparate-code"),
 )
 FALLBACK = Path(__file__).with_name("launch.py")
@@ -49,11 +49,15 @@ def build_native(root: Path, environ: Mapping[str, str]) -> Native:
         return Native(None, None, "there is no C compiler (cc, gcc, clang)")
     facts = Path(compiler).stat()
     identity = f"{compiler} {facts.st_size} {facts.st_mtime_ns} {platform.machine()} {platform.libc_ver()}"
-    digest = hashlib.sha256(SOURCE.read_bytes() + identity.encode()).hexdigest()[:16]
+    sources = b"".join(file.read_bytes() for file in sorted(SOURCES.iterdir()) if file.suffix in (".c", ".h"))
+    digest = hashlib.sha256(sources + identity.encode()).hexdigest()[:16]
     folder = root / digest
     folder.mkdir(parents=True, exist_ok=True)
-    launcher, why = _compile(compiler, folder / "fewbits-launch", LAUNCHER_FLAGS, environ)
-    pager, why_not = _compile(compiler, folder / "pager.so", ("-shared", "-fPIC", "-pthread"), environ)
+    launcher, why = _compile(
+        compiler, SOURCES / "launcher.c", folder / "fewbits-launch", LAUNCHER_FLAGS, environ
+    )
+    pager_flags = ("-shared", "-fPIC", "-pthread")
+    pager, why_not = _compile(compiler, SOURCES / "pager.c", folder / "pager.so", pager_flags, environ)
     return Native(launcher, pager, why or why_not)
 
 
@@ -66,7 +70,7 @@ def _compiler(environ: Mapping[str, str]) -> str | None:
 
 
 def _compile(
-    compiler: str, target: Path, flags: tuple[str, ...], environ: Mapping[str, str]
+    compiler: str, source: Path, target: Path, flags: tuple[str, ...], environ: Mapping[str, str]
 ) -> tuple[Path | None, str]:
     """The file that an earlier run has made, if it is whole and does what it should; else compile it."""
     name = Path(compiler).name
@@ -75,18 +79,18 @@ def _compile(
     try:
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=f"{target.name}-") as folder:
             made = Path(folder, target.name)
-            command = [compiler, "-O2", *flags, "-o", str(made), str(SOURCE)]
+            command = [compiler, "-O2", *flags, "-o", str(made), str(source)]
             done = _run(command, dict(environ))
             if done.returncode:
                 said = done.stderr.strip().splitlines()[-1:]
-                return None, f"{name} cannot compile {SOURCE.name}: {' '.join(said)[:200]}"
+                return None, f"{name} cannot compile {source.name}: {' '.join(said)[:200]}"
             made.chmod(0o755)
             fault = _fault(made)
             if fault:  # CC is for another machine, or the disk was full
-                return None, f"what {name} makes of {SOURCE.name} does not work here: {fault[:200]}"
+                return None, f"what {name} makes of {source.name} does not work here: {fault[:200]}"
             publish_noted(made, target)
     except (OSError, subprocess.TimeoutExpired) as error:
-        return None, f"{name} cannot compile {SOURCE.name}: {error}"
+        return None, f"{name} cannot compile {source.name}: {error}"
     return target, ""
 
 

@@ -76,7 +76,7 @@ def make_tools(root: Path, native: Native, environ: Mapping[str, str]) -> Tools:
 
 
 def has_launchers(folder: str) -> bool:
-    """Whether a folder is one of ours, as launchers themselves tell (`native.c`, `launch.py`)."""
+    """Whether a folder is one of ours, as launchers themselves tell (`c/search_path.h`, `launch.py`)."""
     return "/tools/" in folder and os.path.isdir(f"{folder}/.real")  # noqa: PTH112 - of every folder of the PATH
 
 
