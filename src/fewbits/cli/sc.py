@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from argparse import Namespace
-from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.markup import escape
-from rich.table import Table
 
 from fewbits.cli.console import Progress, console
 from fewbits.cli.files import read_text
+from fewbits.cli.sc_common import (
+    grid_of,
+    name_of,
+    new_table,
+    print_json,
+    settings_of,
+    stream_options,
+    whole_numbers,
+    windows_of,
+    words_of,
+)
 from fewbits.errors import BadInput
 
 
@@ -24,13 +31,17 @@ def sc(args: Namespace) -> int:
     if args.sc_command is None:
         args.parser.print_help(sys.stderr)
         return 2
+    if args.sc_command == "energy":
+        from fewbits.cli.sc_energy import energy
+
+        return energy(args)
     return {"error": _error, "sweep": _sweep, "eval": _eval, "calibrate": _calibrate}[args.sc_command](args)
 
 
 def _error(args: Namespace) -> int:
     from fewbits.inference.stochastic_error import product_error
 
-    options = _options(args, halve=not args.full, scramble=args.scramble, length=args.length)
+    options = stream_options(args, halve=not args.full, scramble=args.scramble, length=args.length)
     operands = _operands(args)
     rows = {}
     with Progress("operands") as advance:
@@ -45,8 +56,8 @@ def _error(args: Namespace) -> int:
         widest = max(a.shape[-1] for a, _ in operands.values())
         draw_table_error(options, options.chunk_d or widest, Path(args.heatmap))
     if args.json:
-        return _print_json({"all": whole.as_dict(), **{name: e.as_dict() for name, e in rows.items()}})
-    table = _table("operands", "MSE", "rel. error", "bias", "worst")
+        return print_json({"all": whole.as_dict(), **{name: e.as_dict() for name, e in rows.items()}})
+    table = new_table("operands", "MSE", "rel. error", "bias", "worst")
     for name, found in [*rows.items(), ("all", whole)]:
         table.add_row(
             escape(name),
@@ -62,20 +73,20 @@ def _error(args: Namespace) -> int:
 def _sweep(args: Namespace) -> int:
     from fewbits.inference.stochastic_error import product_error
 
-    settings = list(_grid(args))
+    settings = list(grid_of(args))
     operands = _operands(args)
     rows = []
     with Progress("settings") as advance:
         for done, options in enumerate(settings):
-            rows.append({**_words(options), **product_error(operands, options).as_dict()})
+            rows.append({**words_of(options), **product_error(operands, options).as_dict()})
             advance(done + 1, len(settings))
     if args.plot is not None:
         from fewbits.cli.sc_plots import draw_lines
 
         draw_lines(rows, "relative", "relative error", Path(args.plot))
     if args.json:
-        return _print_json(rows)
-    table = _table("cycles", "scramble", "streams", "MSE", "rel. error", "bias", "worst")
+        return print_json(rows)
+    table = new_table("cycles", "scramble", "streams", "MSE", "rel. error", "bias", "worst")
     for row in rows:
         table.add_row(
             str(row["length"]),
@@ -90,21 +101,17 @@ def _sweep(args: Namespace) -> int:
 def _eval(args: Namespace) -> int:
     from fewbits.cli.models import load
     from fewbits.inference.evaluate import text_windows
-    from fewbits.inference.stochastic_eval import EvalSetting, Ledger, evaluate_setting
-    from fewbits.recipes.stochastic_config import read_config
+    from fewbits.inference.stochastic_eval import Ledger, evaluate_setting
 
     text = read_text(args.text)
-    settings = [] if args.no_baselines else [EvalSetting("as it is"), EvalSetting("int8", recipe="int8")]
-    grid = [(options, _config_of(options, args.attention)) for options in _grid(args)]
-    settings += [EvalSetting(_name_of(options), config) for options, config in grid]
-    settings += [EvalSetting(path, read_config(path)) for path in args.settings]
+    settings = settings_of(args)
     if args.batch_size < 1:
         args.parser.error("--batch-size must be at least 1")
     ledger = Ledger(args.output)
     model, tokenizer = load(args)
     cut = text_windows(model, tokenizer, text, window=args.window, max_tokens=args.max_tokens)
     facts = {"model": str(args.model), "text": str(args.text), "dtype": str(model.dtype)}
-    words = {_name_of(options): _words(options) for options, _ in grid}
+    words = {name_of(options): words_of(options) for options in grid_of(args)}
     rows = []
     with Progress("tokens of all settings") as advance:
         for done, setting in enumerate(settings):
@@ -124,8 +131,8 @@ def _eval(args: Namespace) -> int:
         base = {r["setting"]: r["perplexity"] for r in rows if r["setting"] in ("as it is", "int8")}
         draw_lines(drawn, "perplexity", "perplexity", Path(args.plot), levels=base)
     if args.json:
-        return _print_json(rows)
-    table = _table("setting", "perplexity", "nats/token", "tokens")
+        return print_json(rows)
+    table = new_table("setting", "perplexity", "nats/token", "tokens")
     for row in rows:
         shown = "-" if row["perplexity"] is None else f"{row['perplexity']:.3f}"
         table.add_row(escape(row["setting"]), shown, f"{row['nll']:.4f}", f"{row['tokens']:,}")
@@ -143,7 +150,7 @@ def _calibrate(args: Namespace) -> int:
         raise BadInput(f"--output {output} is neither .yaml nor .json; name such a file.")
     settings = Calibration(
         budget=args.budget,
-        levels=_numbers("--levels", args.levels),
+        levels=whole_numbers("--levels", args.levels),
         groups=args.groups,
         smoothing=args.smoothing,
         alpha=args.alpha,
@@ -153,16 +160,16 @@ def _calibrate(args: Namespace) -> int:
         rows=args.rows,
         gradients=not args.no_gradients,
     )
-    options = _options(args, halve=True, scramble="bitrev", length=None)
+    options = stream_options(args, halve=True, scramble="bitrev", length=None)
     text = read_text(args.text)
     model, tokenizer = load(args)
-    batches = _batches(model, tokenizer, text, args)
+    batches = windows_of(model, tokenizer, text, args)
     with Progress("linears") as advance:
         config = calibrate_stochastic(model, batches, settings, options=options, progress=advance)
     write_config(config, output)
     found = config.calibration
     if args.json:
-        return _print_json({"output": str(output), **found})
+        return print_json({"output": str(output), **found})
     console().print(
         f"[bold]{escape(str(output))}[/]   {found['mean_cycles']:.2f} cycles a product, on "
         f"{found['tokens']:,} tokens, {100 * found['int8_macs_share']:.1f} % of MACs INT8",
@@ -170,59 +177,6 @@ def _calibrate(args: Namespace) -> int:
         soft_wrap=True,
     )
     return 0
-
-
-def _options(args: Namespace, *, halve: bool, scramble: str, length: int | None) -> Any:
-    from fewbits.formats.stochastic import Stochastic
-
-    return Stochastic(
-        sc_prec=args.prec,
-        stoc_len=length,
-        halve_bipolar_stoc_len=halve,
-        chunk_d=args.chunk,
-        scramble=scramble,
-        n_masks=args.masks or None,
-    )
-
-
-def _grid(args: Namespace) -> Iterator[Any]:
-    from fewbits.inference.stochastic_error import settings_of
-
-    base = _options(args, halve=False, scramble="bitrev", length=None)
-    halves = {"both": (True, False), "yes": (True,), "no": (False,)}[args.halve]
-    scrambles = tuple(word.strip() for word in args.scrambles.split(",") if word.strip())
-    yield from settings_of(base, _numbers("--lengths", args.lengths), scrambles, halves)
-
-
-def _words(options: Any) -> dict[str, Any]:
-    return {
-        "length": options.streams.length,
-        "scramble": options.scramble,
-        "halve": options.halve_bipolar_stoc_len,
-    }
-
-
-def _name_of(options: Any) -> str:
-    grid = "halved" if options.halve_bipolar_stoc_len else "full"
-    return f"{options.streams.length} cycles, {options.scramble}, {grid}"
-
-
-def _config_of(options: Any, attention: bool) -> Any:
-    from fewbits.recipes.stochastic_config import AttentionSetting, StochasticConfig
-
-    length = options.streams.length
-    products = (("*", AttentionSetting(scores=length, values=length)),) if attention else ()
-    return StochasticConfig(options=options, attention=products)
-
-
-def _numbers(flag: str, text: str) -> tuple[int, ...]:
-    try:
-        numbers = tuple(sorted({int(word) for word in text.split(",") if word.strip()}))
-    except ValueError:
-        numbers = ()
-    if not numbers or numbers[0] < 1:
-        raise BadInput(f"{flag} {text!r} is refused: give whole numbers above zero, as in 16,32,64.")
-    return numbers
 
 
 def _operands(args: Namespace) -> Any:
@@ -247,28 +201,4 @@ def _operands(args: Namespace) -> Any:
     names = [name for name in linears if fnmatchcase(name, args.layers)]
     if not names:
         raise BadInput(f"--layers {args.layers!r} matches no linear; the first is {next(iter(linears))}.")
-    return capture_operands(model, _batches(model, tokenizer, text, args)[0], names, rows=args.rows)
-
-
-def _batches(model: Any, tokenizer: Any, text: str, args: Namespace) -> list[Any]:
-    """Token ids in windows as `perplexity` cuts them, without a shorter last one if there are others."""
-    import torch
-
-    from fewbits.inference.evaluate import text_windows
-
-    cut = text_windows(model, tokenizer, text, window=args.window, max_tokens=args.max_tokens)
-    lead = [] if cut.bos is None else [cut.bos]
-    rows = [torch.tensor([*lead, *cut.ids[w.begin : w.end].tolist()])[None] for w in cut.windows]
-    return [row for row in rows if row.shape == rows[0].shape]
-
-
-def _table(*headings: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1))
-    for i, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if i else "left", no_wrap=True)
-    return table
-
-
-def _print_json(plain: Any) -> int:
-    sys.stdout.write(json.dumps(plain, indent=2) + "\n")
-    return 0
+    return capture_operands(model, windows_of(model, tokenizer, text, args)[0], names, rows=args.rows)

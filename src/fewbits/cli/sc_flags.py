@@ -35,6 +35,15 @@ fewbits sc eval --model models/stories3m --text story.txt --lengths 16,32,64,128
 fewbits sc eval --model models/llama --text wiki.txt --settings mixed.yaml --output eval.jsonl
 """,
     ),
+    "energy": Text(
+        "joules a token against perplexity, at the prices of a hardware",
+        "What a token costs under each setting, priced operation by operation (streams, conversion, INT and\n"
+        "FP products, memory), beside its perplexity, and the settings that no other beats in both.",
+        """
+fewbits sc energy --model models/stories3m --text story.txt --prices horowitz-45nm --attention
+fewbits sc energy --model models/llama --text wiki.txt --prices cell.yaml --prices jouppi-7nm
+""",
+    ),
     "calibrate": Text(
         "write a configuration: smoothing, stream lengths, INT8 mask",
         "Run a model over text and write the configuration of its stochastic products: SmoothQuant or AWQ\n"
@@ -45,6 +54,8 @@ fewbits sc calibrate --model models/llama --text wiki.txt --budget 32 --smoothin
 """,
     ),
 }
+
+_ON_A_MODEL = ("eval", "energy", "calibrate")  # the others may have operands from a file
 
 
 def add_sc_flags(
@@ -60,8 +71,8 @@ def add_sc_flags(
     commands = sub.add_subparsers(title="commands", dest="sc_command", metavar="COMMAND")
     for name, text in SC_TEXTS.items():
         command = new_command(commands, name, text)
-        model_options(command, name in ("eval", "calibrate"))
-        _text_options(command, required=name in ("eval", "calibrate"))
+        model_options(command, name in _ON_A_MODEL)
+        _text_options(command, required=name in _ON_A_MODEL)
         if name in ("error", "sweep"):
             command.add_argument(
                 "--operands", metavar="FILE", help=".npz or .safetensors with a and b, or NAME.a and NAME.b"
@@ -137,6 +148,24 @@ def _error_flags(command: argparse.ArgumentParser) -> None:
 def _sweep_flags(command: argparse.ArgumentParser) -> None:
     _grid(command, "16,32,64,128,256", "bitrev,counter,random,off")
     command.add_argument("--plot", metavar="FILE", help="draw it (.svg or .png)")
+
+
+def _energy_flags(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--prices",
+        action="append",
+        required=True,
+        metavar="FILE",
+        help="prices of a hardware, or a published cell's name; a second one fills in what the first lacks",
+    )
+    command.add_argument(
+        "--tokens-per-pass",
+        type=int,
+        default=1,
+        metavar="N",
+        help="tokens that share one reading of the weights (default: %(default)s, decoding for one user)",
+    )
+    _eval_flags(command)
 
 
 def _eval_flags(command: argparse.ArgumentParser) -> None:
@@ -230,4 +259,10 @@ def _calibrate_flags(command: argparse.ArgumentParser) -> None:
     )
 
 
-_FLAGS = {"error": _error_flags, "sweep": _sweep_flags, "eval": _eval_flags, "calibrate": _calibrate_flags}
+_FLAGS = {
+    "error": _error_flags,
+    "sweep": _sweep_flags,
+    "eval": _eval_flags,
+    "energy": _energy_flags,
+    "calibrate": _calibrate_flags,
+}

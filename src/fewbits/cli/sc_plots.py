@@ -53,6 +53,27 @@ def draw_lines(
     save_plot(figure, path)
 
 
+def draw_front(rows: Sequence[Mapping[str, Any]], best: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Perplexity over joules a token, a point for each setting, and the line of those that none beats.
+
+    Args:
+        rows: with "setting", "joules" and "perplexity".
+        best: those on the line, by energy.
+        path: .svg or .png.
+    """
+    figure, axes = axes_for(path)
+    axes.scatter([r["joules"] for r in rows], [r["perplexity"] for r in rows], s=16, color="0.6")
+    axes.plot([r["joules"] for r in best], [r["perplexity"] for r in best], "o-", markersize=4)
+    for row in rows:
+        axes.annotate(row["setting"], (row["joules"], row["perplexity"]), fontsize=6, alpha=0.8)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlabel("joules a token")
+    axes.set_ylabel("perplexity")
+    axes.grid(alpha=0.3)
+    save_plot(figure, path)
+
+
 def draw_table_error(options: Any, dimensions: int, path: Path) -> None:
     """The heat map of `table_error`."""
     from fewbits.inference.stochastic_error import table_error

@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -137,12 +138,8 @@ def evaluate_setting(
     identity = identity_of(setting, text, facts, batch_size)
     state = ledger.state(identity)
     if state.result is None:
-        undo = _put_in(model, setting)
-        try:
-            with evaluating(model):
-                _run(model, text, identity, state, ledger, batch_size=batch_size, progress=progress)
-        finally:
-            undo()
+        with under_setting(model, setting), evaluating(model):
+            _run(model, text, identity, state, ledger, batch_size=batch_size, progress=progress)
         nll = state.nll / state.tokens
         perplexity = math.exp(nll) if nll < 700 else None
         state.result = {"setting": setting.name, **facts, "nll": nll, "perplexity": perplexity}
@@ -172,11 +169,15 @@ def _run(
             progress(state.tokens, text.num_tokens)
 
 
-def _put_in(model: Any, setting: EvalSetting) -> Callable[[], Any]:
+@contextmanager
+def under_setting(model: Any, setting: EvalSetting) -> Iterator[None]:
+    """Inside the block the model runs as the setting says; its original form before and afterwards."""
     if setting.config is not None:
         apply_stochastic(model, setting.config, keep_original=True, fuse_norms=False)
     elif setting.recipe is not None:
         convert(model, get_recipe(setting.recipe), keep_original=True, fuse_norms=False)
-    else:
-        return lambda: None
-    return lambda: restore(model)
+    try:
+        yield
+    finally:
+        if setting.config is not None or setting.recipe is not None:
+            restore(model)

@@ -91,7 +91,7 @@ class Trace:
     def _linear_hook(self, name: str) -> Callable[[Any, tuple[Tensor, ...]], None]:
         def on_call(layer: StochasticLinear, args: tuple[Tensor, ...]) -> None:
             rows = args[0].numel() // layer.in_features
-            sizes = _chunk_sizes(layer)
+            sizes = chunk_sizes(layer)
             macs = rows * sum(sizes) * layer.out_features
             cycles = 0
             if not layer.int8 and rows:
@@ -110,7 +110,7 @@ class Trace:
                 self._emit(name, op, "stochastic", B * H * S, macs, macs * options.streams.length)
 
 
-def _chunk_sizes(layer: StochasticLinear) -> list[int]:
+def chunk_sizes(layer: StochasticLinear) -> list[int]:
     """Inner dimensions of each chunk that go through streams."""
     protected = [] if layer.protected is None else layer.protected.tolist()
     chunks = layer.format.chunks(layer.in_features)

@@ -1,0 +1,236 @@
+"""How many operations of which kind a model computes: what `fewbits.inference.stochastic_energy` prices.
+
+Every product ``a b^T`` of a forward pass is one `Product`: the decoder's linears, lm_head, and both products
+of each layer's attention, stochastic, of whole numbers or of floating-point ones. Embeddings, norms, softmax
+and rotary positions are not counted. Attention is counted as it is computed, over all pairs of tokens, masked
+ones too, without a cache.
+
+With N rows of a, D inner dimensions, M outputs, and b shared by ``sharing`` rows for each token (1 in a
+linear, the query heads of a group in attention), T tokens in a pass, and an array of R rows and C columns:
+
+    macs      N M D                             cycles     the stream steps of all products
+    a's way   macs / min(M, C) values           b's way    macs / min(R, T sharing) values, from near memory
+    far       macs / (T sharing) values of b    counts     N M (number of chunks)
+    streams   cycles / min(M, C) bits of a's and cycles / min(R, T sharing) of b's
+    codes     N D values of a are quantised for each product, and in attention N / sharing of b's as well
+
+So a linear's weight is read once in a pass, and an operand once for all that share it in the array.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fewbits.errors import BadInput, Unsupported
+from fewbits.host.attention import AttentionFacts, attention_facts, attention_modules
+from fewbits.host.spec import spec_for
+from fewbits.inference.evaluate import evaluating
+from fewbits.inference.stochastic_trace import chunk_sizes
+from fewbits.models.stochastic_attention import attention_products
+from fewbits.nn.linear import QuantizedLinear
+from fewbits.nn.stochastic_attention import AttentionProducts
+from fewbits.nn.stochastic_linear import StochasticLinear
+
+
+@dataclass(frozen=True, kw_only=True)
+class Product:
+    """One product ``a b^T`` of a forward pass; see the module's text.
+
+    Attributes:
+        layer: full name of the module.
+        op: "linear", "scores" (QK^T) or "values" (PV).
+        runs: "stochastic", "int" (whole numbers) or "exact" (floating point).
+        bits: of an operand: codes and floating-point numbers.
+        rows: N.
+        inner: D.
+        outputs: M.
+        chunks: of the inner dimension, each counted apart.
+        sharing: rows of a that meet the same b for each token.
+        cycles: stream steps of all products; 0 unless stochastic.
+        b_bytes: what a value of b takes in the far memory.
+    """
+
+    layer: str
+    op: str
+    runs: str
+    bits: int
+    rows: int
+    inner: int
+    outputs: int
+    chunks: int = 1
+    sharing: int = 1
+    cycles: int = 0
+    b_bytes: float = 0.0
+
+    @property
+    def macs(self) -> int:
+        """Products of two numbers."""
+        return self.rows * self.inner * self.outputs
+
+
+@dataclass(frozen=True)
+class Work:
+    """The products of a forward pass.
+
+    Attributes:
+        products: in the order of the pass.
+        tokens: that went through the model.
+    """
+
+    products: tuple[Product, ...]
+    tokens: int
+
+    @property
+    def mean_cycles(self) -> float | None:
+        """Stream steps of a product, on average over the stochastic ones; None without any."""
+        macs = sum(p.macs for p in self.products if p.runs == "stochastic")
+        return sum(p.cycles for p in self.products) / macs if macs else None
+
+
+def count_work(model: Any, input_ids: Tensor) -> Work:
+    """Count the products of one forward pass without a cache.
+
+    Args:
+        model: a Hugging Face model of a known family, as it is or under a stochastic configuration.
+        input_ids: (B, T) token ids.
+
+    Raises:
+        Unsupported: the model holds weights of a kind that is not counted, or its attention is not known.
+        BadInput: no tokens.
+    """
+    if input_ids.dim() != 2 or not input_ids.numel():
+        raise BadInput(f"token ids of shape {tuple(input_ids.shape)} hold no rows of tokens; give (B, T).")
+    found: list[Product] = []
+    with _counting(model, found.append), evaluating(model):
+        model(input_ids=input_ids.to(model.device), use_cache=False)
+    return Work(tuple(found), input_ids.numel())
+
+
+@contextmanager
+def _counting(model: Any, note: Callable[[Product], None]) -> Iterator[None]:
+    spec = spec_for(model)
+    if spec.attention is None:
+        raise Unsupported(
+            f"the attention of {type(model).__name__} is not described, so its products cannot be counted; "
+            "give its family a spec with an attention."
+        )
+    linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    _check_all_counted(model, set(map(id, linears.values())))
+    handles = [
+        m.register_forward_pre_hook(_linear_hook(name, m, note), with_kwargs=True)
+        for name, m in linears.items()
+    ]
+    stochastic = attention_products(model)
+    for name, module in attention_modules(model):
+        facts = attention_facts(module, spec.attention)
+        hook = _attention_hook(name, facts, stochastic.get(name, AttentionProducts()), model.dtype, note)
+        handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _check_all_counted(model: nn.Module, counted: set[int]) -> None:
+    for name, module in model.named_modules():
+        if id(module) in counted or isinstance(module, nn.Embedding):
+            continue
+        for part, parameter in module.named_parameters(recurse=False):
+            if parameter.dim() > 1:
+                raise Unsupported(
+                    f"{name}.{part} is a weight of {type(module).__name__}, whose products are not counted; "
+                    "an energy without them would be too small, so this model has none here."
+                )
+
+
+def _linear_hook(
+    name: str, layer: Any, note: Callable[[Product], None]
+) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], None]:
+    def on_call(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        x = args[0] if args else kwargs["input"]
+        found = Product(
+            layer=name,
+            op="linear",
+            runs="exact",
+            bits=8 * x.element_size(),
+            rows=x.numel() // layer.in_features,
+            inner=layer.in_features,
+            outputs=layer.out_features,
+        )
+        if isinstance(layer, StochasticLinear):
+            for product in _of_stochastic(layer, x, found):
+                note(product)
+            return
+        note(replace(found, b_bytes=_stored_bytes(layer) / max(layer.in_features * layer.out_features, 1)))
+
+    return on_call
+
+
+def _stored_bytes(layer: Any) -> int:
+    if isinstance(layer, QuantizedLinear):
+        return sum(part.numel() * part.element_size() for part in layer.packed.parts.values())
+    return int(layer.weight.numel() * layer.weight.element_size())
+
+
+def _of_stochastic(layer: StochasticLinear, x: Tensor, like: Product) -> Iterator[Product]:
+    """What goes through the streams, or through whole numbers, and what is protected from them."""
+    bits, protected = layer.format.sc_prec, 0 if layer.protected is None else len(layer.protected)
+    sizes, C = chunk_sizes(layer), layer.num_chunks
+    common = replace(
+        like, bits=bits, inner=sum(sizes), chunks=C, b_bytes=bits / 8 + 4 / layer.in_features * C
+    )
+    if layer.int8:
+        yield replace(common, runs="int")
+    else:
+        lengths = layer.lengths_of(x).expand(like.rows, C).sum(0).tolist() if like.rows else [0] * C
+        steps = sum(size * length for size, length in zip(sizes, lengths, strict=True))
+        yield replace(common, runs="stochastic", cycles=steps * layer.out_features)
+    if protected:
+        yield replace(like, inner=protected, b_bytes=torch.finfo(layer.dtype).bits / 8)
+
+
+def _attention_hook(
+    name: str,
+    facts: AttentionFacts,
+    products: AttentionProducts,
+    dtype: torch.dtype,
+    note: Callable[[Product], None],
+) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], None]:
+    float_bits = torch.finfo(dtype).bits
+
+    def on_call(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        B, T = hidden.shape[:2]
+        sizes = {"scores": (facts.head_dim, T), "values": (T, facts.head_dim)}
+        for op, options in (("scores", products.scores), ("values", products.values)):
+            inner, outputs = sizes[op]
+            found = Product(
+                layer=name,
+                op=op,
+                runs="exact",
+                bits=float_bits,
+                rows=B * facts.heads * T,
+                inner=inner,
+                outputs=outputs,
+                sharing=facts.heads // facts.kv_heads,
+                b_bytes=float_bits / 8,
+            )
+            if options is not None:
+                found = replace(
+                    found,
+                    runs="stochastic",
+                    bits=options.sc_prec,
+                    chunks=options.num_chunks(inner),
+                    cycles=found.macs * options.streams.length,
+                    b_bytes=options.sc_prec / 8,
+                )
+            note(found)
+
+    return on_call
