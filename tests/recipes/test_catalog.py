@@ -9,7 +9,6 @@ import pytest
 import yaml
 
 from fewbits.errors import BadInput
-from fewbits.families.shapes import linear_shapes
 from fewbits.formats import INT8, NF4, NF4_DQ
 from fewbits.recipes import (
     CATALOG,
@@ -18,7 +17,6 @@ from fewbits.recipes import (
     Recipe,
     Rule,
     get_recipe,
-    predict_memory,
     qlora_nf4,
     recipe_from_config,
     recipe_to_config,
@@ -97,38 +95,3 @@ def test_rules_in_order() -> None:
     assert recipe.rule_for("model.layers.0.self_attn.q_proj").weight == NF4
     assert recipe.rule_for("model.layers.0.self_attn.o_proj").weight == INT8
     assert recipe.rule_for("model.layers.1.self_attn.o_proj").is_plain
-
-
-def test_predicted_memory() -> None:
-    """Counted by hand for stories3m, whose 3,148,224 parameters the shared data's page states."""
-    plain = predict_memory(LLAMA, get_recipe("lora_bf16"), dtype_bytes=4, training=False)
-    assert plain.weights == 3_148_224 * 4
-    linears = sum(n * k for n, k in linear_shapes(LLAMA).values()) * 6
-    adapters = 16 * sum(n + k for n, k in linear_shapes(LLAMA).values()) * 6
-    qlora = predict_memory(LLAMA, qlora_nf4(), num_tokens=100)
-    rest = 3_148_224 - linears
-    # 4 bits, 8 for 64 values, 32 for 64 * 256 (rounded up per tensor), one offset per tensor
-    assert (
-        qlora.weights - rest * 2
-        == sum(
-            n * k // 2 + n * k // 64 + 4 * -(-n * k // (64 * 256)) + 4
-            for n, k in linear_shapes(LLAMA).values()
-        )
-        * 6
-    )
-    assert qlora.lora == adapters * 2
-    assert qlora.optimizer == adapters * 8
-    assert qlora.kv_cache == 6 * 2 * 100 * 64 * 2
-    assert predict_memory(LLAMA, replace(qlora_nf4(), kv_cache=INT8), num_tokens=100).kv_cache == 12 * 100 * (
-        64 + 4
-    )
-    assert qlora.total == qlora.weights + qlora.lora + qlora.gradients + qlora.optimizer + qlora.kv_cache
-    full = predict_memory(LLAMA, get_recipe("float8_full"))
-    assert full.optimizer == 3_148_224 * 8
-    with pytest.raises(BadInput, match="lacks"):
-        predict_memory({"hidden_size": 3}, qlora_nf4())
-
-
-def test_phi3_has_fused_linears_of_the_same_size() -> None:
-    fused = predict_memory({**LLAMA, "model_type": "phi3"}, get_recipe("lora_bf16"), training=False)
-    assert fused.weights == predict_memory(LLAMA, get_recipe("lora_bf16"), training=False).weights

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from fewbits.bench.train.shapes import SHAPES
-from fewbits.decoder.keep import KEEP_ALL, KEEP_PRODUCTS
-from fewbits.errors import BadInput, Unsupported
+from fewbits.decoder.keep import KEEP_ALL, KEEP_NONE, KEEP_PRODUCTS
+from fewbits.errors import BadInput
 from fewbits.formats import E4M3_128X128
 from fewbits.recipes import LoRA, Recipe, get_recipe
 from fewbits.training.ahead.gpu_plan import (
@@ -19,7 +19,6 @@ from fewbits.training.ahead.gpu_plan import (
     gpu_named,
     plan_recipe,
     planner_for,
-    text_config,
     trainable_recipes,
 )
 from fewbits.training.plan.memory_plan import GIB
@@ -112,6 +111,31 @@ def test_sizes_and_names():
     for wrong in ("gtx", "0GiB", "", "-3"):
         with pytest.raises(BadInput, match="there is no GPU"):
             gpu_named(wrong)
-    with pytest.raises(Unsupported, match="experts"):
-        text_config({**LLAMA, "num_experts": 64})
-    assert text_config({"text_config": {"hidden_size": 3}})["hidden_size"] == 3
+
+
+def test_experts_and_families_without_a_spec_are_planned():
+    from tests.models.mixtures import mixture
+    from tests.models.unwritten import unwritten
+
+    for model in (mixture("qwen3_moe"), unwritten("gpt2"), unwritten("starcoder2")):
+        config = model.config.to_dict()
+        found = plan_recipe(config, "qlora_nf4", gpu_named("24GiB"), batch=(2, 64))
+        assert found.fits and found.longest == 128 and not found.plan.keeps
+        made = planner_for(config, get_recipe("qlora_nf4"), gpu_named("24GiB"), batch=(2, 64))
+        whole, least = (made.same_for_all(keep, 0).predicted for keep in (KEEP_ALL, KEEP_NONE))
+        assert whole.total > least.total and whole.static.total == least.static.total
+
+
+def test_the_30b_of_experts_fits_where_its_packed_weights_and_adapters_do():
+    """Qwen3-30B-A3B has 30.5e9 values: 15.5 GiB of NF4 and bfloat16; adapters on all experts are 1e9 more."""
+    config = {
+        "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144,
+        "moe_intermediate_size": 768, "num_hidden_layers": 48, "num_attention_heads": 32,
+        "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8,
+        "vocab_size": 151936, "tie_word_embeddings": False, "max_position_embeddings": 40960,
+    }  # fmt: skip
+    made = plan_recipe(config, "qlora_nf4", gpu_named("a100-40"), batch=(1, 1024))
+    static = made.plan.predicted.static
+    assert 15.5 < static.weights / GIB < 16 and 0.99e9 < static.lora / 2 < 1e9
+    assert made.fits and static.optimizer == 4 * static.lora
+    assert not plan_recipe(config, "qlora_nf4", gpu_named("rtx4090"), batch=(1, 1024)).fits

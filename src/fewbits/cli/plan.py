@@ -16,13 +16,13 @@ from rich.text import Text
 
 from fewbits.cli.console import console
 from fewbits.errors import BadInput
+from fewbits.models.model_shapes import numbers_of
 from fewbits.training.ahead.gpu_plan import (
     Gpu,
     RecipePlan,
     fastest,
     gpu_named,
     plan_recipe,
-    text_config,
     trainable_recipes,
 )
 from fewbits.words import size
@@ -97,7 +97,7 @@ def _batch(text: str) -> tuple[int, int]:
 
 
 def _check_length(config: dict[str, Any], batch: tuple[int, int]) -> None:
-    longest = text_config(config).get("max_position_embeddings")
+    longest = numbers_of(config).get("max_position_embeddings")
     if longest and batch[1] > int(longest):
         raise BadInput(
             f"--batch asks for sequences of {batch[1]:,} tokens, but the model allows sequences of at most"

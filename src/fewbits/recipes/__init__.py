@@ -16,7 +16,7 @@ from fewbits.recipes.catalog import (
     sc_qat,
     stochastic,
 )
-from fewbits.recipes.memory import Memory, predict_memory
+from fewbits.recipes.memory import Memory
 from fewbits.recipes.plain import get_recipe, recipe_from_config, recipe_to_config
 from fewbits.recipes.recipe import QAT, LoRA, Recipe, Rule
 
@@ -34,7 +34,6 @@ __all__ = [
     "int8",
     "lora_bf16",
     "nf4_qat",
-    "predict_memory",
     "qlora_nf4",
     "qlora_nf4_fp8",
     "qlora_nf4_fp8_head",

@@ -13,15 +13,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fewbits.decoder.keep import KEEP_NONE, KEEP_ON_HOST
-from fewbits.decoder.limits import why_not_by_spec
 from fewbits.device import lowest_capability
-from fewbits.errors import BadInput, Unsupported
-from fewbits.families.registry import written_spec
-from fewbits.recipes import CATALOG, Recipe, predict_memory
+from fewbits.errors import BadInput
+from fewbits.models.model_shapes import numbers_of
+from fewbits.models.predicted_memory import predict_memory
+from fewbits.recipes import CATALOG, Recipe
 from fewbits.training.plan.memory_budget import OPTIMIZER_BYTES, auto_budget
 from fewbits.training.plan.memory_plan import GIB, Plan, Planner, planner
 
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 # FP8 products against bfloat16's, whole steps of one H200: 17,737 and 26,730 tokens/s
 # (docs/guide/fine-tuning.md).
 _FLOAT8_STEP = 0.66
@@ -126,22 +125,6 @@ def trainable_recipes() -> list[str]:
     return [n for n, r in made.items() if r.qat is None and (r.lora is not None or r.linear.weight is None)]
 
 
-def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The decoder's part of a config.json.
-
-    Raises:
-        Unsupported: its layers are no dense ones, so that nothing here predicts them.
-    """
-    text = {**config, **(config.get("text_config") or {})}
-    experts = next((key for key in _EXPERTS if (text.get(key) or 0) > 1), None)
-    if experts is not None:
-        raise Unsupported(
-            f"the model's layers hold experts ({experts} is {text[experts]}), whose memory is not predicted"
-            " yet; plan a dense model."
-        )
-    return text
-
-
 def planner_for(
     config: Mapping[str, Any], recipe: Recipe, gpu: Gpu, *, batch: tuple[int, int], optimizer: str = "adamw",
     dtype_bytes: int | None = None,
@@ -157,19 +140,16 @@ def planner_for(
         dtype_bytes: of weights that are not packed; None: as ``fewbits train`` loads them (float32 where all
             weights train, else bfloat16).
     """
-    text = text_config(config)
-    spec = written_spec(text)
     weights = dtype_bytes or (4 if recipe.lora is None else 2)
-    static = predict_memory(text, recipe, dtype_bytes=weights)
+    static = predict_memory(config, recipe, dtype_bytes=weights)
     trained = static.optimizer // OPTIMIZER_BYTES["adamw"]
     return planner(
-        text,
+        config,
         recipe,
         num_tokens=batch[0] * batch[1],
         sequence_length=batch[1],
         capability=gpu.capability,
         static=replace(static, optimizer=trained * OPTIMIZER_BYTES[optimizer]),
-        is_fused=spec is not None and why_not_by_spec(spec, text) is None,
     )
 
 
@@ -190,7 +170,7 @@ def plan_recipe(
         ways = (KEEP_NONE, KEEP_ON_HOST) if made.is_fused else (KEEP_NONE,)
         return min(made.same_for_all(keep, 0).predicted.total for keep in ways) <= budget
 
-    positions = text_config(config).get("max_position_embeddings") or _MOST
+    positions = numbers_of(config).get("max_position_embeddings") or _MOST
     chosen = planner_for(config, recipe, gpu, batch=batch, optimizer=optimizer)
     plan = chosen.plan(budget)
     in_float8 = recipe.linear.weight_operand is not None

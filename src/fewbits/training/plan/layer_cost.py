@@ -11,7 +11,8 @@ from fewbits.errors import BadInput
 from fewbits.families.catalog import LLAMA
 from fewbits.families.registry import written_spec
 from fewbits.families.shapes import linear_shapes
-from fewbits.families.spec import ModelSpec
+from fewbits.families.spec import MLP, Attention
+from fewbits.models.model_shapes import LayerShapes
 from fewbits.recipes import Recipe
 
 # What host traffic costs although it runs beside the products, of its own time: on an H200 at the 8B shape
@@ -112,8 +113,13 @@ def layer_cost(
     num_tokens: int,
     sequence_length: int,
     dtype_bytes: int = 2,
+    shapes: LayerShapes | None = None,
 ) -> LayerCost:
-    """The cost of one layer of a decoder of the Llama family.
+    """The cost of one decoder layer.
+
+    A dense layer of a family with a spec is counted node by node, as the fused decoder computes it. Of other
+    layers (experts, families that nobody wrote a spec for) only what their own forward keeps is estimated,
+    from the shapes of their matrices: what can be chosen for them is to recompute them as a whole, or not.
 
     Args:
         config: the mapping in config.json.
@@ -122,11 +128,22 @@ def layer_cost(
         num_tokens: tokens of a batch, padding included.
         sequence_length: tokens that attend to each other; that of the longest sequence.
         dtype_bytes: bytes of a value in activations.
+        shapes: of all its layers' matrices; needed where nobody said what a layer of this family computes.
+
+    Raises:
+        BadInput: they are needed, and missing.
     """
+    spec = written_spec(config) if config.get("model_type") else LLAMA
+    if spec is None or spec.attention is None or spec.mlp is None:
+        if shapes is None:
+            raise BadInput(
+                f"nobody said what a layer of {config.get('model_type')} computes; give its matrices' shapes."
+            )
+        return _cost_of_matrices(shapes, recipe, machine, num_tokens=num_tokens, dtype_bytes=dtype_bytes)
     T, e, H = num_tokens, dtype_bytes, int(config["hidden_size"])
-    spec, heads = written_spec(config) or LLAMA, int(config["num_attention_heads"])
-    shapes = linear_shapes(config)
-    q, qkv, inner = _widths(spec, shapes)
+    heads = int(config["num_attention_heads"])
+    linears = linear_shapes(config)
+    q, qkv, inner = _widths(spec.attention, spec.mlp, linears)
     turned = qkv - (qkv - q) // 2 if spec.norm.query is not None else 0  # normed q and k beside the product
     added = 2 * T * H * e if spec.norm.after_mlp is not None else 0  # what the second norms read
     rank = 0 if recipe.lora is None else recipe.lora.r
@@ -143,10 +160,10 @@ def layer_cost(
     travel_s = 2 * T * H * e / machine.host_bandwidth  # one way; the other way hides behind the backward pass
     decoded = max(2 * inner * H, qkv * H) * e if is_packed else 0
     turns = recipe.lora is None and not is_packed and recipe.linear.weight_operand is not None
-    values = sum(n * k for n, k in shapes.values()) if turns else 0  # kept beside the norms' outputs
+    values = sum(n * k for n, k in linears.values()) if turns else 0  # kept beside the norms' outputs
     # the gradients of adapters come from the norms' inputs where these are in the products' own 16 bits
     normed = 2 * T * H * e + values if recipe.lora is None or e != 2 else 0
-    weights, weights_s = _weight_values(recipe, sum(n * k for n, k in shapes.values()), e, machine)
+    weights, weights_s = _weight_values(recipe, sum(n * k for n, k in linears.values()), e, machine)
     return LayerCost(
         always=2 * T * 4 + 7 * rank * T * e + added,
         inputs=2 * T * H * e,
@@ -176,12 +193,37 @@ def _weight_values(recipe: Recipe, values: int, dtype_bytes: int, machine: Machi
     return values * (2 if in_float8 else dtype_bytes), 2 * values * (stored + made) / machine.bandwidth
 
 
-def _widths(spec: ModelSpec, shapes: Mapping[str, tuple[int, int]]) -> tuple[int, int, int]:
+def _cost_of_matrices(
+    shapes: LayerShapes, recipe: Recipe, machine: Machine, *, num_tokens: int, dtype_bytes: int
+) -> LayerCost:
+    """The cost of a layer that runs through its own forward, from its matrices alone."""
+    T, e, H = num_tokens, dtype_bytes, shapes.hidden
+    rank = 0 if recipe.lora is None else recipe.lora.r
+    is_packed = recipe.linear.weight is not None
+    decode_s = shapes.values * (e + 0.6) / machine.bandwidth if is_packed else 0.0
+    forward_s = 2 * T * shapes.products / machine.flops + decode_s
+    kept = T * e * (_PLAIN_RESIDUALS * H + shapes.kept)
+    branches = 7 * rank * T * e * (1 + shapes.chosen * len(shapes.experts) // max(1, shapes.num_layers))
+    spread = (
+        3 * shapes.chosen * T * H * e if shapes.experts else 0
+    )  # rows of pairs: spread, their gradient, a sum
+    return LayerCost(
+        always=0,
+        inputs=2 * T * H * e,
+        attention=0,
+        mlp=0,
+        normed=0,
+        attention_s=0.0,
+        mlp_s=0.0,
+        normed_s=0.0,
+        offload_s=0.0,
+        working=T * e * (3 * H + 2 * shapes.kept) + spread + (2 * shapes.widest * e if is_packed else 0),
+        plain=kept + branches,
+        forward_s=forward_s,
+    )
+
+
+def _widths(attention: Attention, mlp: MLP, shapes: Mapping[str, tuple[int, int]]) -> tuple[int, int, int]:
     """Values of the queries; of queries, keys and values; and of the MLP's inner half."""
-    if spec.attention is None or spec.mlp is None:
-        raise BadInput(
-            f"nobody said what a layer of {spec.model_type} keeps for its backward pass, so no plan can be"
-            ' made for it; set memory to "keep" or "recompute".'
-        )
-    q = shapes[spec.attention.output][1]
-    return q, sum(shapes[path][0] for path in spec.attention.inputs), shapes[spec.mlp.output][1]
+    q = shapes[attention.output][1]
+    return q, sum(shapes[path][0] for path in attention.inputs), shapes[mlp.output][1]

@@ -18,9 +18,10 @@ from torch import nn
 
 from fewbits.decoder.keep import KEEP_ALL, KEEP_NONE, KEEP_ON_HOST, Keep
 from fewbits.decoder.offload import HostStash
-from fewbits.errors import BadInput
+from fewbits.errors import BadInput, Unsupported
 from fewbits.host.conversion import conversion_of
 from fewbits.models.checkpointed_layers import checkpoint_layers
+from fewbits.models.model_shapes import layer_shapes
 from fewbits.recipes import LoRA, Recipe
 from fewbits.training.plan.memory_plan import GIB, Plan, Planner, gathered_bytes, planner, static_of
 
@@ -288,13 +289,13 @@ def budget_for(
         return None
     limit = int(min(agree(limit)))
     num_tokens = batch[0] * batch[1]
-    planner_for = _planners(model, target, replace(recipe or Recipe(name="plain"), lora=lora), batch[1])
-    planner_for = partial(planner_for, static=static_of(model, optimizer_bytes=optimizer_bytes))
     try:
+        known = _planners(model, target, replace(recipe or Recipe(name="plain"), lora=lora), batch[1])
+        planner_for = partial(known, static=static_of(model, optimizer_bytes=optimizer_bytes))
         start = None if same is None else planner_for(num_tokens).same_for_all(same, limit)
         gathered = gathered_bytes(model)
         made = MemoryBudget(target, planner_for, num_tokens, limit, meter, start, agree, gathered)
-    except BadInput as error:
+    except (BadInput, Unsupported) as error:
         if not isinstance(budget, str):
             raise
         logger.warning(f"memory: no plan can be made for this model: {error}")
@@ -312,6 +313,7 @@ def _planners(model: Any, target: Target, recipe: Recipe, length: int) -> Callab
     dtype = getattr(model, "dtype", torch.float32)
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     sharded = any(hasattr(p, "to_local") for p in model.parameters())
+    shapes = layer_shapes(model)
 
     def planner_for(num_tokens: int, **known: Any) -> Planner:
         fused = {"num_layers": len(target.layers)} if target.layers else {"is_fused": False}
@@ -323,6 +325,7 @@ def _planners(model: Any, target: Target, recipe: Recipe, length: int) -> Callab
             capability=capability,
             dtype_bytes=dtype.itemsize,
             can_keep_weights=not sharded,
+            shapes=shapes,
             **fused,
             **known,
         )

@@ -23,8 +23,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from fewbits.decoder.keep import Keep
+from fewbits.decoder.limits import why_not_by_spec
 from fewbits.errors import BadInput
-from fewbits.recipes import Recipe, predict_memory
+from fewbits.families.catalog import LLAMA
+from fewbits.families.registry import written_spec
+from fewbits.models.model_shapes import LayerShapes, layer_shapes, model_of_config, numbers_of
+from fewbits.models.predicted_memory import predict_memory
+from fewbits.recipes import Recipe
 from fewbits.recipes.memory import Memory, head_copies
 from fewbits.training.plan.layer_cost import LayerCost, layer_cost, machine_of
 
@@ -316,6 +321,7 @@ def planner(
     sequence_length: int | None = None,
     capability: tuple[int, int] | None = (9, 0),
     dtype_bytes: int = 2,
+    shapes: LayerShapes | None = None,
     **options: Any,
 ) -> Planner:
     """A planner from config.json and a recipe alone.
@@ -327,23 +333,36 @@ def planner(
         sequence_length: of the longest sequence; None: one sequence is the whole batch.
         capability: of the GPU, for its rates; None: a CPU.
         dtype_bytes: of a value that is not packed.
+        shapes: of a model that is there.
         options: fields of `Planner` that are known better.
+
+    Raises:
+        BadInput: there are no tokens, or the configuration does not tell its shapes.
     """
     if num_tokens < 1:
         raise BadInput(f"num_tokens is {num_tokens}; a batch has at least one token.")
+    numbers = numbers_of(config)
+    spec = written_spec(numbers) if numbers.get("model_type") else LLAMA
+    if "num_layers" not in options:
+        is_fused = spec is not None and why_not_by_spec(spec, numbers) is None
+        options.setdefault("is_fused", is_fused)
+    if shapes is None and (spec is None or spec.attention is None or spec.mlp is None):
+        shapes = layer_shapes(model_of_config(config))
+    if "static" not in options:
+        options["static"] = predict_memory(config, recipe, dtype_bytes=dtype_bytes)
     fields: dict[str, Any] = {
-        "static": predict_memory(config, recipe, dtype_bytes=dtype_bytes),
         "layer": layer_cost(
-            config,
+            numbers,
             recipe,
             machine_of(capability),
             num_tokens=num_tokens,
             sequence_length=sequence_length or num_tokens,
             dtype_bytes=dtype_bytes,
+            shapes=shapes,
         ),
-        "num_layers": int(config["num_hidden_layers"]),
+        "num_layers": int(numbers["num_hidden_layers"]),
         "head": head_bytes(
-            config, num_tokens, dtype_bytes=dtype_bytes, fused=options.get("is_fused", True), recipe=recipe
+            numbers, num_tokens, dtype_bytes=dtype_bytes, fused=options.get("is_fused", True), recipe=recipe
         ),
     }
     return Planner(**{**fields, **options})

@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fewbits.errors import BadInput
-from fewbits.recipes import LoRA, Recipe, predict_memory
+from fewbits.errors import BadInput, Unsupported
+from fewbits.models.predicted_memory import predict_memory
+from fewbits.recipes import LoRA, Recipe
 from fewbits.training.plan.memory_budget import OPTIMIZER_BYTES, auto_budget
 from fewbits.training.plan.memory_plan import GIB, planner
 from fewbits.training.ranks.processes import Ranks
@@ -115,7 +116,7 @@ def choose(asked: str, *, size: int, available: int | None, need: Need) -> tuple
     budget = auto_budget(available)
     try:
         whole, shards = need.bytes(budget)
-    except BadInput as error:
+    except (BadInput, Unsupported) as error:
         return "ddp", f"auto, for this model's bytes cannot be predicted ({error})"
     has = f"of {budget / GIB:.1f} GiB that the smallest GPU has free"
     if whole <= budget:
