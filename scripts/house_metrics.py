@@ -83,6 +83,27 @@ def says_shapes(function: Function) -> bool | None:
     return bool(SHAPE.search(ast.get_docstring(function) or ""))
 
 
+def class_checks(trees: dict[Path, ast.Module], formats: set[str]) -> int:
+    """How often a file asks of which class a format is: isinstance, or type() compared."""
+    found = 0
+    for tree in trees.values():
+        for node in ast.walk(tree):
+            asks = isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass")
+            asks |= isinstance(node, ast.Compare) and "type(" in ast.unparse(node)
+            names = {part.id for part in ast.walk(node) if isinstance(part, ast.Name)} if asks else set()
+            found += bool(names & formats)
+    return found
+
+
+def formats_of(trees: dict[Path, ast.Module]) -> set[str]:
+    """The classes that derive from `Format`, itself not among them."""
+    classes = [node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    found = {"Format"}
+    for _ in classes:
+        found |= {c.name for c in classes if {ast.unparse(b).split(".")[-1] for b in c.bases} & found}
+    return found - {"Format"}
+
+
 def confined_commits(number: int) -> str:
     """The last commits that touch one room of src only: a folder, in kernels and training an inner one."""
     command = ["git", "log", f"-{number}", "--no-merges", "--format=%x00", "--name-only", "--", "src"]
@@ -125,6 +146,8 @@ def main() -> None:
     shapes = [said for function in host if (said := says_shapes(function)) is not None]
     arguments = [x for function in host for x in arguments_of(function)]
     untold = sum(x.annotation is not None and ast.unparse(x.annotation) == "Any" for x in arguments)
+    formats, tests = formats_of(trees), sorted((ROOT / "tests").rglob("*.py"))
+    test_trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in tests}
     rows = {
         "Python files, lines": f"{len(files)}, {sum(len(lines_of(path)) for path in files)}",
         "largest Python file": max(len(lines_of(path)) for path in files),
@@ -136,9 +159,12 @@ def main() -> None:
         "host functions of more than 8 arguments": sum(len(arguments_of(function)) > 8 for function in host),
         "fmt: skip and fmt: off in src and tests": sum(
             len(re.findall(r"# fmt: (?:skip|off)", path.read_text(encoding="utf-8")))
-            for path in (*files, *(ROOT / "tests").rglob("*.py"))
+            for path in (*files, *tests)
         ),
         "empty __init__.py": sum(not lines_of(path) for path in files),
+        "checks of a format's class, src and tests": (
+            f"{class_checks(trees, formats)}, {class_checks(test_trees, formats)}"
+        ),
         f"last {number} commits in one room": confined_commits(number),
     }
     for name, value in rows.items():

@@ -341,6 +341,52 @@ def test_a_family_is_known_by_its_spec_alone(path: Path) -> None:
         assert not any(map(is_model_type, compared)), f"line {getattr(node, 'lineno', 0)}: ask its ModelSpec"
 
 
+@cache
+def subclasses_of(base: str) -> dict[str, Path]:
+    """The classes of src that derive from ``base``, by name, with their files."""
+    classes = {n.name: (n, path) for path in FILES for n in nodes(path) if isinstance(n, ast.ClassDef)}
+    found: dict[str, Path] = {}
+    while True:
+        names = {base, *found}
+        new = {
+            name: path
+            for name, (node, path) in classes.items()
+            if name not in names and any(ast.unparse(b).split(".")[-1] in names for b in node.bases)
+        }
+        if not new:
+            return found
+        found |= new
+
+
+def class_checks(path: Path, classes: set[str]) -> Iterator[str]:
+    """Where a file asks of which of ``classes`` a value is: by isinstance, issubclass, type() or match."""
+    for node in nodes(path):
+        asked: list[ast.AST] = []
+        if isinstance(node, ast.Call) and called_name(node).split(".")[-1] in ("isinstance", "issubclass"):
+            asked = list(node.args[1:])
+        elif isinstance(node, ast.Compare) and "type(" in ast.unparse(node):
+            asked = [node.left, *node.comparators]
+        elif isinstance(node, ast.MatchClass):
+            asked = [node.cls]
+        if {part.id for one in asked for part in ast.walk(one) if isinstance(part, ast.Name)} & classes:
+            yield f"{path.name}, line {getattr(node, 'lineno', 0)}"
+
+
+@pytest.mark.parametrize("path", FILES, **ids)
+def test_a_format_is_known_by_its_contract_alone(path: Path) -> None:
+    """No ladder of types: a format's own file says what kernels, layers and exports need to know of it."""
+    others = {name for name, file in subclasses_of("Format").items() if file != path}
+    asked = list(class_checks(path, others))
+    assert not asked, f"{asked}: ask format.contract, and let each format state it in its own file"
+
+
+def test_tests_of_all_formats_ask_no_class() -> None:
+    formats = set(subclasses_of("Format"))
+    assert not list(class_checks(TESTS / "formats" / "test_contract.py", formats))
+    asked = [one for path in sorted(TESTS.rglob("*.py")) for one in class_checks(path, formats)]
+    assert len(asked) <= 6, f"{asked}: those are tests of one class; a test of all formats asks the contract"
+
+
 @pytest.mark.parametrize("path", [f for f in FILES if f.name == "__init__.py"], **ids)
 def test_every_room_has_a_sign(path: Path) -> None:
     """What lives here, what may be imported, where to begin."""

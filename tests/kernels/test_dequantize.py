@@ -12,8 +12,8 @@ from fewbits.errors import BadInput
 from fewbits.formats import FORMATS
 from fewbits.formats.base import Format, Packed
 from fewbits.formats.blocks import scale_shape
-from fewbits.formats.codebook import FP4_DQ, NF4, NF4_DQ, Codebook
-from fewbits.formats.float8 import E4M3_128X128, E5M2_ROW, Float8
+from fewbits.formats.codebook import FP4_DQ, NF4, NF4_DQ
+from fewbits.formats.float8 import E4M3_128X128, E5M2_ROW
 from fewbits.formats.integer import (
     INT4,
     INT4_G32,
@@ -22,7 +22,6 @@ from fewbits.formats.integer import (
     INT8,
     INT8_G32_ZP,
     INT8_TENSOR,
-    Integer,
 )
 from fewbits.kernels.codec import dequantize as module
 from fewbits.kernels.codec import dequantize_triton
@@ -169,8 +168,8 @@ KERNEL_FORMATS = [
 
 def names_of(value: object) -> str:
     """Formats that share a registry name differ in their blocks."""
-    if isinstance(value, Codebook | Integer | Float8):
-        return f"{value.name}-{value.block}"
+    if isinstance(value, Format):
+        return f"{value.name}-{value.contract.block}"
     return str(value)
 
 

@@ -22,9 +22,8 @@ from fewbits.formats import (
     NF4_DQ,
     Format,
 )
-from fewbits.formats.codebook import FP4, Codebook
+from fewbits.formats.codebook import FP4
 from fewbits.formats.float8 import E4M3_ROW
-from fewbits.formats.integer import Integer
 from fewbits.kernels.product import fake_quantize as module
 from fewbits.kernels.product.fake_quantize import (
     fake_quantize,
@@ -54,7 +53,7 @@ def launch_effective(
 
 
 def names_of(value: object) -> str:
-    return f"{value.name}-{value.block}" if isinstance(value, Codebook | Integer) else str(value)
+    return f"{value.name}-{value.contract.block}" if isinstance(value, Format) else str(value)
 
 
 def operands(N: int, K: int, r: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:

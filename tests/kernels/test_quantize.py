@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fewbits.errors import BadInput
 from fewbits.formats import FORMATS, Format
-from fewbits.formats.codebook import FP4, FP4_DQ, NF4, NF4_DQ, Codebook
+from fewbits.formats.codebook import FP4, FP4_DQ, NF4, NF4_DQ
 from fewbits.formats.float8 import E4M3_ROW
 from fewbits.formats.integer import (
     INT4,
@@ -22,7 +22,6 @@ from fewbits.formats.integer import (
     INT8_G128,
     INT8_TENSOR,
     INT8_ZP,
-    Integer,
 )
 from fewbits.kernels.codec import quantize as module
 from fewbits.kernels.codec.quantize import launch, quantize, quantize_ref
@@ -111,7 +110,7 @@ KERNEL_FORMATS = [
 
 
 def names_of(value: object) -> str:
-    return f"{value.name}-{value.block}" if isinstance(value, Codebook | Integer) else str(value)
+    return f"{value.name}-{value.contract.block}" if isinstance(value, Format) else str(value)
 
 
 @pytest.mark.parametrize("format", KERNEL_FORMATS, ids=names_of)

@@ -20,8 +20,6 @@ from fewbits.export.compressed import compress, group_of, import_compressed_tens
 from fewbits.formats import E4M3_128X128, E4M3_ROW, INT4_G128_ZP, INT8, MXFP4, MXFP8_E4M3, NVFP4
 from fewbits.formats.base import Format
 from fewbits.formats.compressed_tensors import to_compressed_tensors
-from fewbits.formats.integer import Integer
-from fewbits.formats.nvfp4 import NVFP4Blocks
 
 
 @dataclass(frozen=True)
@@ -103,7 +101,8 @@ class Codec:
         self.format = self.scheme.format
         if key == "w4a16_asym":
             self.format = dataclasses.replace(INT4_G128_ZP, block=(1, self.group))
-        block = getattr(self.format, "block", (1, 0))[1] if self.scheme.form[:2] in ("nv", "mx") else 0
+        whole_blocks = self.format is not None and self.scheme.form[:2] in ("nv", "mx")
+        block = self.format.contract.block[1] if self.format is not None and whole_blocks else 0
         odd = next((n for n in columns if block and n % block), None)
         if odd is not None:
             raise Unsupported(
@@ -137,7 +136,11 @@ class Codec:
         """The linears that share this one's second-level scale, itself among them; none without such."""
         stem, _, leaf = name.rpartition(".")
         together = next((g for g in _TOGETHER if leaf in g), (leaf,))
-        return tuple(f"{stem}.{one}" for one in together) if isinstance(self.format, NVFP4Blocks) else ()
+        return tuple(f"{stem}.{one}" for one in together) if self._has_tensor_scale else ()
+
+    @property
+    def _has_tensor_scale(self) -> bool:
+        return self.format is not None and self.format.contract.tensor_scale
 
     def write(self, weight: Tensor, absmax: float | None = None) -> dict[str, Tensor]:
         """One linear's tensors.
@@ -154,10 +157,8 @@ class Codec:
         if not bool(weight.isfinite().all()):
             raise BadCheckpoint("a weight holds a NaN or an infinity; nothing was written.")
         assert self.format is not None
-        if isinstance(self.format, NVFP4Blocks):
-            return to_compressed_tensors(self.format.quantize_under(weight, absmax))
-        packed = self.format.quantize(weight)
-        if isinstance(self.format, Integer) and self.format.zero_point:
+        packed = self.format.quantize_under(weight, absmax)
+        if "zero_points" in packed.parts:
             scale, zero = packed.scales, packed.parts["zero_points"]
             given = {"weight": weight, "weight_scale": scale, "weight_zero_point": zero}
             return {**self._package().compress(given, self.describe()), "weight_scale": scale}

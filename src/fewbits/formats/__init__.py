@@ -16,6 +16,8 @@ from fewbits.formats.base import Format as Format
 from fewbits.formats.base import Packed as Packed
 from fewbits.formats.base import PartSpec as PartSpec
 from fewbits.formats.codebook import *  # noqa: F403
+from fewbits.formats.contract import Coding as Coding
+from fewbits.formats.contract import Contract as Contract
 from fewbits.formats.float8 import *  # noqa: F403
 from fewbits.formats.gguf_blocks import *  # noqa: F403
 from fewbits.formats.integer import *  # noqa: F403
@@ -27,12 +29,14 @@ from fewbits.formats.stochastic import *  # noqa: F403
 from fewbits.formats.ternary import *  # noqa: F403
 
 FORMATS: dict[str, Format] = {}
+ALIKE: set[str] = set()
 for _found in list(vars().values()):
     if isinstance(_found, Format):
         FORMATS[_found.name] = _found
     elif isinstance(_found, Family):
         FORMATS.update(_found)
-"""Every format by name."""
+        ALIKE |= _found.keys() - _found.typical
+"""Every format by name, and the names of those for which a `Family` has a typical one."""
 
 
 def get_format(format: Format | str | Mapping[str, Any]) -> Format:

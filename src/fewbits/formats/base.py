@@ -23,6 +23,9 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from fewbits.formats.contract import Contract
+from fewbits.formats.scale_search import ScaleSearch
+
 
 class PartSpec(NamedTuple):
     """Shape and dtype of one stored tensor."""
@@ -39,14 +42,29 @@ class Format(ABC):
         name: the registry's name; with no field changed it resolves to this very value.
         text: the value as JSON for `format_from_config`, which is how an op takes a format. It is made with
             the value: torch 2.11's compiler reads attributes but calls no function with a frozen value.
+        contract: what the value promises and how kernels read it, made with the value too.
     """
 
     name: str
     text: ClassVar[str] = ""
+    contract: ClassVar[Contract]
 
     def __post_init__(self) -> None:
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         object.__setattr__(self, "text", json.dumps(fields))
+        object.__setattr__(self, "contract", self.promise())
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A pickled value has its fields from the file, and its contract from this version."""
+        self.__dict__.update(state)
+        self.__post_init__()
+
+    @abstractmethod
+    def promise(self) -> Contract:
+        """The value's `contract`; everything that is not in this format's own file goes by it."""
 
     @abstractmethod
     def layout(self, shape: tuple[int, ...]) -> dict[str, PartSpec]:
@@ -72,6 +90,25 @@ class Format(ABC):
         """``dequantize(quantize(x))``, in x's dtype; carries no gradient of its own."""
         return self.dequantize(self.quantize(x, seed=seed), x.dtype)
 
+    def quantize_under(self, x: Tensor, absmax: float | None, *, seed: int | None = None) -> Packed:
+        """`quantize` as part of a larger tensor whose largest magnitude is ``absmax``; None: of x itself.
+
+        It differs from `quantize` for formats with a scale of the whole tensor alone.
+        """
+        return self.quantize(x, seed=seed)
+
+    def with_plain_scales(self, packed: Packed) -> Packed | None:
+        """The same numbers with scales that are not rounded themselves; None where they are not."""
+        return None
+
+    def scale_search(self, weight: Tensor) -> ScaleSearch | None:
+        """What a method needs that chooses codes itself, such as GPTQ; None: it cannot use this format.
+
+        Args:
+            weight: (N, K) float32.
+        """
+        return None
+
     def nbytes(self, shape: tuple[int, ...]) -> int:
         """Bytes that a tensor of ``shape`` takes in this format, scales included."""
         return sum(_numel(part.shape) * part.dtype.itemsize for part in self.layout(shape).values())
@@ -83,10 +120,17 @@ class Format(ABC):
 
 
 class Family(dict[str, Format]):
-    """Formats of one file by name, where a name for each in the file would be a long list."""
+    """Formats of one file by name, where a name for each in the file would be a long list.
 
-    def __init__(self, formats: Iterable[Format]) -> None:
+    Args:
+        formats: the values.
+        typical: names of those that stand for the others, which differ little: every test run takes them,
+            and the slow one takes all. None: all.
+    """
+
+    def __init__(self, formats: Iterable[Format], *, typical: Iterable[str] | None = None) -> None:
         super().__init__((format.name, format) for format in formats)
+        self.typical = frozenset(self if typical is None else typical)
 
 
 @dataclass(frozen=True, eq=False)

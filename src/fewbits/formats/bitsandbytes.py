@@ -41,11 +41,8 @@ def to_bitsandbytes(packed: Packed, name: str = "weight") -> dict[str, Tensor]:
         Unsupported: a format other than NF4 and FP4, or a dtype that bitsandbytes does not know.
     """
     format = packed.format
-    kind = next(
-        (k for k, (f, _) in _KINDS.items() if isinstance(format, Codebook) and format.values == f.values),
-        None,
-    )
-    if kind is None or not isinstance(format, Codebook):
+    kind, coding = format.contract.names.get("bitsandbytes"), format.contract.coding
+    if kind is None or coding is None:
         raise Unsupported(f"bitsandbytes has no 4-bit form of {format.name!r}; quantise to nf4 or fp4.")
     dtype = str(packed.dtype).removeprefix("torch.")
     if dtype not in _DTYPES:
@@ -54,7 +51,7 @@ def to_bitsandbytes(packed: Packed, name: str = "weight") -> dict[str, Tensor]:
         )
     state: dict[str, Any] = {
         "quant_type": kind,
-        "blocksize": format.block,
+        "blocksize": coding.block[1],
         "dtype": dtype,
         "shape": list(packed.shape),
     }
@@ -62,14 +59,14 @@ def to_bitsandbytes(packed: Packed, name: str = "weight") -> dict[str, Tensor]:
     tensors = {
         name: swap_nibbles(packed.codes).reshape(-1, 1),
         f"{name}.absmax": packed.scales.reshape(-1).clone(),
-        f"{name}.quant_map": torch.tensor(format.values, device=device),
+        f"{name}.quant_map": torch.tensor(coding.values, device=device),
     }
-    if format.double:
-        state["nested_blocksize"] = format.scale_block
+    if coding.scale_block:
+        state["nested_blocksize"] = coding.scale_block
         state["nested_dtype"] = "float32"
         state["nested_offset"] = packed.parts["scale_offset"].item()
         tensors[f"{name}.nested_absmax"] = packed.parts["scale_scales"].clone()
-        tensors[f"{name}.nested_quant_map"] = torch.tensor(format.scale_table, device=device)
+        tensors[f"{name}.nested_quant_map"] = torch.tensor(coding.scale_values, device=device)
     tensors[name + _STATE + kind] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
     return tensors
 

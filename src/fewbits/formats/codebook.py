@@ -18,18 +18,22 @@ map a second time and may move by half a step of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fewbits.formats.base import Format, Packed, PartSpec
 from fewbits.formats.bits import pack_bits, packed_size
-from fewbits.formats.blocks import ceil_div, check_floating
+from fewbits.formats.blocks import SMALLEST_SCALE, ceil_div, check_floating
+from fewbits.formats.contract import Coding, Contract
 from fewbits.formats.kept import keep_tables
 from fewbits.formats.rounding import random_uniform
+from fewbits.formats.scale_search import Grid, ScaleSearch, ascending, shrunk
 from fewbits.formats.tables import lookup_nibbles, midpoints, table
 
 # Quantiles of the normal distribution (Dettmers et al. 2023), as bitsandbytes prints them.
@@ -142,6 +146,25 @@ class Codebook(Format):
         """The 256 entries for 8-bit scales."""
         return self.scale_values or _DYNAMIC_MAP
 
+    def promise(self) -> Contract:
+        """See `Format.promise`."""
+        one_zero = len(set(self.values)) == len(self.values)
+        names = {NF4_VALUES: "nf4", FP4_VALUES: "fp4"}
+        second: dict[str, Any] = {"scale_block": self.scale_block, "scale_values": self.scale_table}
+        return Contract(
+            largest_error=max(b - a for a, b in pairwise(sorted(self.values))) / 2,
+            block=(1, self.block),
+            coding=Coding(
+                kind="table", bits=4, block=(1, self.block), through=True, values=self.values,
+                **(second if self.double else {}),
+            ),
+            rounds_plainly=len(self.values) == 16,
+            exact_scale=not self.double,
+            # FP4 has a zero of either sign, so the codes of zeros may change; double scales move.
+            again="nothing" if self.double else "codes" if one_zero else "values",
+            names={"bitsandbytes": names[self.values]} if self.values in names else {},
+        )  # fmt: skip
+
     def layout(self, shape: tuple[int, ...]) -> dict[str, PartSpec]:
         """The parts named above, for a tensor of ``shape``."""
         n = prod(shape)
@@ -200,6 +223,19 @@ class Codebook(Format):
         scales = table(self.scale_table, codes.device).index_select(0, codes.to(torch.int32))
         return _scale_blocks(scales, second, self.scale_block).add_(packed.parts["scale_offset"])
 
+    def with_plain_scales(self, packed: Packed) -> Packed | None:
+        """See `Format.with_plain_scales`: a double-quantised weight with the scales that it decodes to."""
+        if not self.double:
+            return None
+        plain = replace(self, name=self.name.removesuffix("_dq"), double=False)
+        shape = plain.layout(tuple(packed.shape))["scales"].shape
+        parts = {"codes": packed.codes, "scales": self.block_scales(packed).view(shape)}
+        return Packed(plain, packed.shape, packed.dtype, parts)
+
+    def scale_search(self, weight: Tensor) -> ScaleSearch | None:
+        """See `Format.scale_search`."""
+        return None if self.double else _Search(*ascending(self.values, weight.device))
+
     def _chunks(self, n: int, device: torch.device) -> Iterator[tuple[int, int]]:
         values = _CHUNK if device.type == "cpu" else 16 * _CHUNK
         step = max(values // (2 * self.block), 1) * 2 * self.block  # whole blocks and whole bytes
@@ -241,6 +277,18 @@ class Codebook(Format):
         offset = torch.where(finite, absmax, 0.0).mean() if absmax.numel() else absmax.new_zeros(())
         codes, second = quantize_dynamic(absmax - offset, self.scale_block)
         return {"scales": codes, "scale_scales": second, "scale_offset": offset}
+
+
+class _Search(ScaleSearch):
+    """One scale a block, and no other level."""
+
+    def candidates(self, block: Tensor) -> Iterator[Grid]:
+        """See `ScaleSearch.candidates`."""
+        yield from shrunk(block, self.values, self.codes, SMALLEST_SCALE)
+
+    def parts(self, codes: Tensor, grids: Sequence[Grid]) -> dict[str, Tensor]:
+        """See `ScaleSearch.parts`."""
+        return {"codes": pack_bits(codes, 4), "scales": torch.cat([grid.stored for grid in grids], 1)}
 
 
 def _scale_blocks(values: Tensor, scales: Tensor, block: int) -> Tensor:

@@ -26,7 +26,6 @@ from fewbits.formats.bits import packed_size, unpack_bits
 from fewbits.formats.blocks import Block
 from fewbits.formats.float8 import E4M3, Float8
 from fewbits.formats.gptq import _signed, _stream, whole_numbers
-from fewbits.formats.integer import WholeNumbers
 from fewbits.formats.integer_indexed import IndexedInteger, check_index
 from fewbits.formats.microscaling import MXFP4, MXFP8_E4M3
 from fewbits.formats.nvfp4 import NVFP4Blocks
@@ -100,7 +99,7 @@ def from_compressed_tensors(
     """
     format = format_of(scheme, name)
     try:
-        made = _parts(format, parts, name, shape)
+        made = _parts(format, parts, name, shape, int(scheme.get("num_bits", 8)))
         for part, spec in format.layout(shape).items():
             if made[part].numel() != prod(spec.shape):
                 raise ValueError(f"{part} holds {made[part].numel()} values instead of {prod(spec.shape)}")
@@ -121,39 +120,35 @@ def to_compressed_tensors(packed: Packed) -> dict[str, Tensor]:
     Raises:
         Unsupported: another format. (Whole numbers of other widths go through the library's own packer.)
     """
-    format, codes, scales = packed.format, packed.codes, packed.scales
-    if isinstance(format, NVFP4Blocks) and format.divides:
-        whole = packed.parts[format.whole_scale]
-        return {"weight_packed": codes, "weight_scale": scales, "weight_global_scale": whole}
-    if format == MXFP4:
-        return {"weight_packed": codes, "weight_scale": scales}
-    if format == MXFP8_E4M3:
-        return {"weight": codes.view(torch.float8_e4m3fn), "weight_scale": scales}
-    if isinstance(format, Float8) or (
-        isinstance(format, WholeNumbers) and format.bits == 8 and not format.zero_point
-    ):
-        return {"weight": codes, "weight_scale": scales}
+    format = packed.format
+    if "compressed-tensors" in format.contract.names and format.contract.stored_as:
+        return {name: _as_saved(packed.parts[part], name) for part, name in format.contract.stored_as.items()}
     raise Unsupported(f"compressed-tensors has no such form of {format.name}; see fewbits export --help.")
 
 
 def _parts(
-    format: Format, parts: Mapping[str, Tensor], name: str, shape: tuple[int, int]
+    format: Format, parts: Mapping[str, Tensor], name: str, shape: tuple[int, int], bits: int
 ) -> dict[str, Tensor]:
-    if isinstance(format, NVFP4Blocks):
-        whole = parts["weight_global_scale"].float()
-        return {"codes": parts["weight_packed"], "scales": parts["weight_scale"], format.whole_scale: whole}
-    if isinstance(format, Float8):
-        return {"codes": parts["weight"], "scales": parts["weight_scale"].float()}
-    if not isinstance(format, WholeNumbers | IndexedInteger):
-        codes = parts["weight"].view(torch.uint8) if "weight" in parts else parts["weight_packed"]
-        return {"codes": codes, "scales": parts["weight_scale"].view(torch.uint8)}
-    made = {"codes": _codes(format.bits, parts, shape), "scales": parts["weight_scale"].float()}
-    if isinstance(format, IndexedInteger) or format.zero_point:
-        made["zero_points"] = _zero_points(format.bits, parts, shape[0])
-    if isinstance(format, IndexedInteger):
+    wanted, stored = format.layout(shape), format.contract.stored_as
+    if stored and (format.contract.names["compressed-tensors"] != "int-quantized" or "weight" in parts):
+        return {part: _as_kept(parts[stored[part]], spec.dtype) for part, spec in wanted.items()}
+    made = {"codes": _codes(bits, parts, shape), "scales": parts["weight_scale"].float()}
+    if "zero_points" in wanted:
+        made["zero_points"] = _zero_points(bits, parts, shape[0])
+    if "group_index" in wanted:
         made["group_index"] = parts["weight_g_idx"]
         check_index(made["group_index"], made["scales"].shape[-1], f"{name}.weight_g_idx")
     return made
+
+
+def _as_saved(part: Tensor, name: str) -> Tensor:
+    """A part under its name in the file: the codes of MXFP8, bytes here, are float8 there."""
+    return part.view(torch.float8_e4m3fn) if name == "weight" and part.dtype == torch.uint8 else part
+
+
+def _as_kept(part: Tensor, dtype: torch.dtype) -> Tensor:
+    """The inverse of `_as_saved`; scales of another floating-point type become ours."""
+    return part.view(dtype) if dtype == torch.uint8 else part.to(dtype)
 
 
 def _codes(bits: int, parts: Mapping[str, Tensor], shape: tuple[int, int]) -> Tensor:

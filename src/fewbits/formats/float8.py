@@ -13,6 +13,7 @@ and 2**-4). (Not where float16 itself runs out of exponent.)
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ from fewbits.formats.blocks import (
     scale_shape,
     to_blocks,
 )
+from fewbits.formats.contract import Coding, Contract
 from fewbits.formats.rounding import random_uniform, round_to_integer
 
 # mantissa bits, exponent of the smallest normal number, largest number, torch's type
@@ -49,6 +51,19 @@ class Float8(Format):
 
     kind: str = "e4m3"
     block: Block = (0, 0)
+
+    def promise(self) -> Contract:
+        """See `Format.promise`."""
+        kind: Literal["e4m3", "e5m2"] = "e4m3" if self.kind == "e4m3" else "e5m2"
+        return Contract(
+            largest_error=2.0 ** -(1 + _KINDS[kind][0]),
+            block=self.block,
+            coding=Coding(kind=kind, bits=8, block=self.block),
+            rounds_plainly=True,
+            again_bits=8,
+            names={"compressed-tensors": "float-quantized"} if kind == "e4m3" else {},
+            stored_as={"codes": "weight", "scales": "weight_scale"} if kind == "e4m3" else {},
+        )
 
     @property
     def torch_dtype(self) -> torch.dtype:

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from fewbits.formats.base import Family, Format, Packed, PartSpec
 from fewbits.formats.blocks import ceil_div, check_floating, no_parts
+from fewbits.formats.contract import Contract
 from fewbits.formats.gguf_layouts import LAYOUTS
 from fewbits.formats.k_quants import IQ4_VALUES, SEARCHED, Fields, search
 from fewbits.formats.minifloat import E2M1, exponential
@@ -32,6 +33,12 @@ from fewbits.formats.tables import table
 
 _CHUNK = 1 << 20  # values at a time: temporaries stay small however large the tensor
 _LARGEST = 65504.0
+# Of a rounded value, as a share of its block's largest magnitude. The types in the second line are searched
+# for: they may cut a value where that serves the others of its block, which doubles the usual share.
+_LARGEST_ERROR = {
+    "Q4_0": 1 / 8, "Q5_0": 1 / 16, "Q4_1": 1 / 15, "Q5_1": 1 / 31, "Q8_0": 1 / 254, "MXFP4": 1 / 4,
+    "Q2_K": 2 / 3, "Q3_K": 1 / 4, "Q4_K": 2 / 15, "Q5_K": 2 / 31, "Q6_K": 1 / 32,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +52,19 @@ class GGUFBlocks(Format):
     """
 
     kind: str
+
+    def promise(self) -> Contract:
+        """See `Format.promise`; the float16 of scale and minimum adds 2**-10 to every error."""
+        usual = _LARGEST_ERROR.get(self.kind, 1 / 5 if self.kind.startswith("IQ4") else 1 / 2)
+        affine = self.kind in ("Q4_1", "Q5_1")
+        return Contract(
+            largest_error=usual + 2.0**-10,
+            block=self.block,
+            cuts=True,
+            magnitudes=(1e-30, 1e37) if self.kind == "MXFP4" else (1e-2, 1e3),
+            again="near" if self.kind in SEARCHED else "whole" if affine else "codes",
+            names={"gguf": self.kind},
+        )
 
     @property
     def block(self) -> tuple[int, int]:
@@ -195,6 +215,9 @@ def _round_stochastic(x: Tensor, fields: Fields, kind: str, uniform: Tensor) -> 
     fields.q = values[index + (uniform * step < wanted - values[index])]
 
 
-GGUF_TYPES = Family(GGUFBlocks(name=f"gguf_{kind.lower()}", kind=kind) for kind in LAYOUTS)
+GGUF_TYPES = Family(
+    (GGUFBlocks(name=f"gguf_{kind.lower()}", kind=kind) for kind in LAYOUTS),
+    typical=[f"gguf_{kind}" for kind in ("q4_0", "q4_1", "q8_0", "tq1_0", "mxfp4")],
+)
 
 __all__ = ["GGUF_TYPES", "GGUFBlocks"]

@@ -21,6 +21,7 @@ than the first, the scale follows it, and codes may move.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -39,7 +40,9 @@ from fewbits.formats.blocks import (
     scale_shape,
     to_blocks,
 )
+from fewbits.formats.contract import Coding, Contract
 from fewbits.formats.rounding import random_uniform, round_to_integer
+from fewbits.formats.scale_search import SHRINK, Grid, ScaleSearch, shrunk
 from fewbits.formats.tables import lookup_nibbles
 
 # Values of the 4-bit codes: two's complement.
@@ -69,6 +72,22 @@ class WholeNumbers(Format):
     def max_code(self) -> int:
         """The largest code: 127 for 8 bits, 7 for 4."""
         return int(2 ** (self.bits - 1) - 1)
+
+    def promise(self) -> Contract:
+        """See `Format.promise`."""
+        coding = Coding(kind="whole", bits=self.bits, block=self.block, zero_point=self.zero_point)
+        plain_rows = self.bits == 8 and not self.zero_point
+        return Contract(
+            # with a zero point the interval is moved to whole steps, so its ends lose up to half a step more
+            largest_error=2 / (2 * self.max_code + 1) if self.zero_point else 1 / self.max_code / 2,
+            block=self.block,
+            coding=coding,
+            rounds_plainly=True,
+            again="moved" if self.zero_point else "codes",
+            again_bits=self.bits + 1,  # 2 * max_code < 2 ** (bits - 1)
+            names={"compressed-tensors": "int-quantized" if plain_rows else "pack-quantized"},
+            stored_as={"codes": "weight", "scales": "weight_scale"} if plain_rows else {},
+        )
 
     def layout(self, shape: tuple[int, ...]) -> dict[str, PartSpec]:
         """The parts named above, for a tensor of ``shape``."""
@@ -135,6 +154,11 @@ class WholeNumbers(Format):
         x = blocks * scales  # int8 codes are promoted to float32 on the way
         return from_blocks(x, packed.shape, self.block).to(dtype or packed.dtype)
 
+    def scale_search(self, weight: Tensor) -> ScaleSearch | None:
+        """See `Format.scale_search`."""
+        numbers = torch.arange(-self.max_code - self.zero_point, self.max_code + 1, device=weight.device)
+        return _Search(self, numbers.float(), numbers.to(torch.int8).view(torch.uint8))
+
     def _scales(self, blocks: Tensor) -> tuple[Tensor, Tensor | None]:
         """Scales, and zero points (whole float32 numbers) or None, of blocks (R, r, C, c): (R, 1, C, 1)."""
         if not self.zero_point:
@@ -145,6 +169,35 @@ class WholeNumbers(Format):
         scales = scales.masked_fill_(scales.isinf(), torch.nan)
         zero_points = (-(low / scales).round()).nan_to_num_(0.0).clamp_(0, 2 * self.max_code + 1)
         return scales, zero_points - (self.max_code + 1)
+
+
+class _Search(ScaleSearch):
+    """A scale, and with zero points a zero, for each block of a row."""
+
+    def __init__(self, format: WholeNumbers, values: Tensor, codes: Tensor) -> None:
+        super().__init__(values, codes)
+        self.format = format
+
+    def candidates(self, block: Tensor) -> Iterator[Grid]:
+        """See `ScaleSearch.candidates`."""
+        if not self.format.zero_point:
+            yield from shrunk(block, self.values, self.codes, SMALLEST_SCALE)
+            return
+        low, high = block.amin(-1, keepdim=True).clamp(max=0), block.amax(-1, keepdim=True).clamp(min=0)
+        most = 2 * self.format.max_code + 1
+        for part in SHRINK:
+            scale = ((high - low) * part / most).clamp_min(SMALLEST_SCALE)
+            zero = (-(low * part / scale).round()).clamp(0, most) - (self.format.max_code + 1)
+            yield Grid(self.values, self.codes, scale, zero, scale)
+
+    def parts(self, codes: Tensor, grids: Sequence[Grid]) -> dict[str, Tensor]:
+        """See `ScaleSearch.parts`."""
+        bits = self.format.bits
+        narrow = codes.view(torch.int8) if bits == 8 else pack_bits(codes & (2**bits - 1), bits)
+        made = {"codes": narrow, "scales": torch.cat([grid.stored for grid in grids], 1)}
+        if self.format.zero_point:
+            made["zero_points"] = torch.cat([grid.zero for grid in grids], 1).to(torch.int8)
+        return made
 
 
 @dataclass(frozen=True, kw_only=True)

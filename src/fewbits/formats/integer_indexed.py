@@ -7,7 +7,7 @@ as neighbours; other orders come with a checkpoint.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch import Tensor
 from fewbits.errors import BadInput
 from fewbits.formats.base import Family, Format, Packed, PartSpec
 from fewbits.formats.bits import unpack_bits
+from fewbits.formats.contract import Contract
 from fewbits.formats.integer import WholeNumbers
 from fewbits.formats.integer_widths import NarrowInteger
 
@@ -32,6 +33,10 @@ class IndexedInteger(Format):
 
     bits: int
     group: int = 128
+
+    def promise(self) -> Contract:
+        """See `Format.promise`: that of `ordered`, but no kernel looks a column's group up."""
+        return replace(self.ordered.contract, coding=None, rounds_plainly=False)
 
     @property
     def ordered(self) -> WholeNumbers:
@@ -69,6 +74,8 @@ def check_index(index: Tensor, groups: int, name: str) -> None:
         raise BadInput(f"{name} names group {int(index.max())} of {groups}; fetch the file again.")
 
 
-INDEXED_INTEGERS = Family(IndexedInteger(name=f"int{bits}_indexed", bits=bits) for bits in (2, 3, 4, 8))
+INDEXED_INTEGERS = Family(
+    (IndexedInteger(name=f"int{bits}_indexed", bits=bits) for bits in (2, 3, 4, 8)), typical=["int4_indexed"]
+)
 
 __all__ = ["INDEXED_INTEGERS", "IndexedInteger"]

@@ -19,12 +19,13 @@ class NarrowInteger(WholeNumbers):
 
 _BLOCKS = {"": (1, 0), "_g32": (1, 32), "_g64": (1, 64), "_g128": (1, 128)}
 NARROW_INTEGERS = Family(
-    NarrowInteger(
-        name=f"int{bits}{suffix}{'_zp' if zero_point else ''}", bits=bits, block=block, zero_point=zero_point
-    )
-    for bits in (2, 3, 5, 6, 7)
-    for suffix, block in _BLOCKS.items()
-    for zero_point in (False, True)
+    (
+        NarrowInteger(name=f"int{bits}{suffix}{end}", bits=bits, block=block, zero_point=bool(end))
+        for bits in (2, 3, 5, 6, 7)
+        for suffix, block in _BLOCKS.items()
+        for end in ("", "_zp")
+    ),
+    typical=[f"int{bits}_g128{end}" for bits in (3, 5) for end in ("", "_zp")],
 )
 
 __all__ = ["NARROW_INTEGERS", "NarrowInteger"]

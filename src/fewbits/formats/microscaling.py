@@ -14,6 +14,7 @@ element keeps its exponent, and in float16 where its range suffices.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,12 +31,16 @@ from fewbits.formats.blocks import (
     scale_shape,
     to_blocks,
 )
+from fewbits.formats.contract import Contract
 from fewbits.formats.minifloat import MINIFLOATS, exponential
 from fewbits.formats.rounding import random_uniform, round_to_integer
+from fewbits.formats.scale_search import Grid, ScaleSearch, ascending
 from fewbits.formats.tables import table
 
 _NAN = 255  # the E8M0 code
 _INT8_VALUES = tuple((i if i < 128 else i - 256) / 64 for i in range(256))
+# compressed-tensors' name for the packing, and for the part that holds the codes
+_STORED = {"e2m1": ("mxfp4-pack-quantized", "weight_packed"), "e4m3": ("mxfp8-quantized", "weight")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +57,26 @@ class Microscaling(Format):
 
     element: str
     block: Block = (1, 32)
+
+    def promise(self) -> Contract:
+        """See `Format.promise`.
+
+        The largest element is 2 - u times a power of two, for steps of u there, and what would lie above it
+        is cut: as much as half a step of the numbers below twice that power, u / 2.
+        """
+        kind = MINIFLOATS.get(self.element)
+        mantissa_bits = 6 if kind is None else kind.mantissa_bits
+        # E4M3 has no number where the largest mantissa would be, so twice as much is cut.
+        missing = kind is not None and (kind.largest_code + 1) % 2**mantissa_bits != 0
+        form, codes = _STORED.get(self.element, ("", "")) if self.block == (1, 32) else ("", "")
+        return Contract(
+            largest_error=2.0 ** -(1 + mantissa_bits - missing),
+            block=self.block,
+            cuts=True,
+            again_bits=8,
+            names={"compressed-tensors": form} if form else {},
+            stored_as={"codes": codes, "scales": "weight_scale"} if form else {},
+        )
 
     @property
     def bits(self) -> int:
@@ -101,6 +126,10 @@ class Microscaling(Format):
         scales = exponential(scales.masked_fill(scales == _NAN, torch.nan) - 127)
         return from_blocks(blocks * scales, packed.shape, self.block).to(dtype or packed.dtype)
 
+    def scale_search(self, weight: Tensor) -> ScaleSearch | None:
+        """See `Format.scale_search`."""
+        return _Search(self, *ascending(self.values, weight.device))
+
     def _scales(self, absmax: Tensor) -> Tensor:
         """The exponent of each block's scale as float32, NaN where absmax is NaN."""
         highest = 0 if self.element == "int8" else MINIFLOATS[self.element].highest_exponent
@@ -111,6 +140,26 @@ class Microscaling(Format):
         if self.element == "int8":
             return round_to_integer(scaled * 64, uniform).clamp_(-127, 127).to(torch.int8).view(torch.uint8)
         return MINIFLOATS[self.element].codes(scaled, uniform)
+
+
+class _Search(ScaleSearch):
+    """The power of two that the format takes, the one below and the one above."""
+
+    def __init__(self, format: Microscaling, values: Tensor, codes: Tensor) -> None:
+        super().__init__(values, codes)
+        self.format = format
+
+    def candidates(self, block: Tensor) -> Iterator[Grid]:
+        """See `ScaleSearch.candidates`."""
+        plain = self.format.quantize(block).scales.view(-1, 1).float()
+        for step in (0, -1, 1):
+            stored = (plain + step).clamp(0, 254)
+            yield Grid(self.values, self.codes, exponential(stored - 127), torch.zeros_like(stored), stored)
+
+    def parts(self, codes: Tensor, grids: Sequence[Grid]) -> dict[str, Tensor]:
+        """See `ScaleSearch.parts`."""
+        stored = torch.cat([grid.stored for grid in grids], 1)
+        return {"codes": pack_bits(codes, self.format.bits), "scales": stored}
 
 
 MXFP8_E4M3 = Microscaling(name="mxfp8_e4m3", element="e4m3")

@@ -21,6 +21,7 @@ tensor's largest value that its scale is cut to 2**-6.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -39,8 +40,10 @@ from fewbits.formats.blocks import (
     scale_shape,
     to_blocks,
 )
+from fewbits.formats.contract import Contract
 from fewbits.formats.minifloat import E2M1
 from fewbits.formats.rounding import random_uniform
+from fewbits.formats.scale_search import SHRINK, Grid, ScaleSearch, ascending
 from fewbits.formats.tables import table
 
 _SCALE = torch.float8_e4m3fn
@@ -65,6 +68,18 @@ class NVFP4Blocks(Format):
     block: Block = (1, 16)
     four_over_six: bool = False
     divides: bool = False
+
+    def promise(self) -> Contract:
+        """See `Format.promise`: half the step from 4 to 6, under a scale that was rounded up."""
+        parts = {"codes": "weight_packed", "scales": "weight_scale", self.whole_scale: "weight_global_scale"}
+        return Contract(
+            largest_error=(1 + 2.0**-4) / 6,
+            block=self.block,
+            tensor_scale=True,
+            cuts=True,
+            names={"compressed-tensors": "nvfp4-pack-quantized"} if self.divides else {},
+            stored_as=parts if self.divides else {},
+        )
 
     @property
     def whole_scale(self) -> str:
@@ -121,6 +136,11 @@ class NVFP4Blocks(Format):
         x = self._values(blocks, scales, packed.parts[self.whole_scale])
         return from_blocks(x, packed.shape, self.block).to(dtype or packed.dtype)
 
+    def scale_search(self, weight: Tensor) -> ScaleSearch | None:
+        """See `Format.scale_search`."""
+        whole = self.quantize(weight).parts[self.whole_scale]
+        return _Search(self, whole, *ascending(E2M1.values, weight.device))
+
     def _whole_scale(self, blocks: Tensor) -> Tensor:
         """The tensor's scale, or its inverse, over what is finite: (1,)."""
         absmax = blocks.nan_to_num(0.0, 0.0, 0.0).abs().amax().reshape(1)
@@ -153,6 +173,28 @@ class NVFP4Blocks(Format):
         inverse = whole if self.divides else 1.0 / whole
         error = (self._values(codes, scales, whole) - blocks) * inverse
         return error.square().sum(dim=(1, 3), keepdim=True)
+
+
+class _Search(ScaleSearch):
+    """E4M3 scales under the tensor's own."""
+
+    def __init__(self, format: NVFP4Blocks, whole: Tensor, values: Tensor, codes: Tensor) -> None:
+        super().__init__(values, codes)
+        self.format, self.whole = format, whole
+
+    def candidates(self, block: Tensor) -> Iterator[Grid]:
+        """See `ScaleSearch.candidates`."""
+        absmax = block.abs().amax(-1, keepdim=True)
+        whole = 1 / self.whole if self.format.divides else self.whole
+        for part in SHRINK:
+            wanted = (absmax * part / 6 / whole).clamp(_SMALLEST_BLOCK_SCALE, _LARGEST_SCALE)
+            stored = wanted.to(_SCALE).float()
+            yield Grid(self.values, self.codes, stored * whole, torch.zeros_like(absmax), stored)
+
+    def parts(self, codes: Tensor, grids: Sequence[Grid]) -> dict[str, Tensor]:
+        """See `ScaleSearch.parts`."""
+        stored = torch.cat([grid.stored for grid in grids], 1)
+        return {"codes": pack_bits(codes, 4), "scales": stored, self.format.whole_scale: self.whole}
 
 
 NVFP4 = NVFP4Blocks(name="nvfp4")

@@ -32,6 +32,7 @@ from torch import Tensor
 from fewbits.errors import BadInput, Unsupported
 from fewbits.formats.base import Format, Packed, PartSpec
 from fewbits.formats.blocks import check_floating, from_blocks, no_parts, scale_shape, to_blocks
+from fewbits.formats.contract import Contract
 from fewbits.formats.rounding import random_uniform, round_to_integer
 from fewbits.formats.streams import KEPT_TABLE_BYTES as KEPT_TABLE_BYTES
 from fewbits.formats.streams import SEQUENCES, Seed, reversed_bits, seed_problem
@@ -120,6 +121,15 @@ class Stochastic(Format):
                 f'"{self.granularity}" and "{self.mode}"; use chunk_d=0.'
             )
         super().__post_init__()
+
+    def promise(self) -> Contract:
+        """See `Format.promise`."""
+        return Contract(
+            largest_error=1 / self.max_code / 2,
+            block=(1, self.chunk_d),
+            least_range=_SMALLEST_RANGE,
+            product="stochastic",
+        )
 
     def chunk_size(self, D: int) -> int:
         """Dimensions of a chunk of D: all of them where nothing is cut."""
@@ -287,6 +297,11 @@ def _check_integer(field: str, value: object, low: int, high: int | None) -> Non
     if not whole or value < low or (high is not None and value > high):  # type: ignore[operator]
         bounds = f"of at least {low}" if high is None else f"from {low} to {high}"
         raise BadInput(f"{field}={value!r} is refused: give a whole number {bounds}.")
+
+
+def stochastic_options(format: object) -> Stochastic | None:
+    """``format`` as the options of a stochastic product; None if its product is another."""
+    return format if isinstance(format, Stochastic) else None
 
 
 # Quantisation.

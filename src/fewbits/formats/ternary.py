@@ -18,6 +18,7 @@ from torch import Tensor
 from fewbits.formats.base import Format, Packed, PartSpec
 from fewbits.formats.bits import pack_bits, packed_size, unpack_bits
 from fewbits.formats.blocks import Block, check_floating, from_blocks, no_parts, scale_shape, to_blocks
+from fewbits.formats.contract import Contract
 from fewbits.formats.rounding import random_uniform, round_to_integer
 
 _SMALLEST = 1e-5
@@ -35,6 +36,10 @@ class Ternary(Format):
     """
 
     block: Block = (0, 0)
+
+    def promise(self) -> Contract:
+        """See `Format.promise`: a value beyond the mean magnitude is cut to it, however large it is."""
+        return Contract(largest_error=1.0, block=self.block, cuts=True)
 
     def layout(self, shape: tuple[int, ...]) -> dict[str, PartSpec]:
         """The parts named above, for a tensor of ``shape``."""

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from fewbits.errors import BadCheckpoint, BadInput, SpecMismatch, Unsupported
-from fewbits.formats.stochastic import Stochastic
+from fewbits.formats.stochastic import Stochastic, stochastic_options
 from fewbits.host.attention import attention_modules
 from fewbits.host.conversion import conversion_of
 from fewbits.host.receipt import Receipt
@@ -144,12 +144,11 @@ def put_in(
     recipe = _recipe(config, names)
 
     def build(name: str, linear: Any, rule: Rule) -> nn.Module | None:
-        if not isinstance(rule.weight, Stochastic):
+        options = stochastic_options(rule.weight)
+        if options is None:
             return None
         setting = config.linear(name)
-        return (
-            _trained(name, linear, rule.weight, setting) if train else _prepared(linear, rule.weight, setting)
-        )
+        return _trained(name, linear, options, setting) if train else _prepared(linear, options, setting)
 
     receipt = convert(model, recipe, keep_original=keep_original, fuse_norms=fuse_norms, build=build)
     products = attention_products_of(model, config)

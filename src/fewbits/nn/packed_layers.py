@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from torch import nn
 
-from fewbits.formats.stochastic import Stochastic
 from fewbits.nn.fake_quantize import FakeQuantizedLinear
 from fewbits.nn.linear import LinearFormats, QuantizedLinear
 
 
 def packed_layer(linear: nn.Linear, rule: LinearFormats) -> QuantizedLinear:
     """The layer that holds ``linear``'s weight in ``rule.weight``; see `QuantizedLinear.from_linear`."""
-    if isinstance(rule.weight, Stochastic):
+    if rule.weight is not None and rule.weight.contract.product == "stochastic":
         from fewbits.nn.stochastic_linear import StochasticLinear
 
         return StochasticLinear.from_linear(
@@ -23,7 +22,7 @@ def packed_layer(linear: nn.Linear, rule: LinearFormats) -> QuantizedLinear:
 def fake_layer(linear: nn.Linear, rule: LinearFormats) -> FakeQuantizedLinear:
     """The trainable layer that computes what `packed_layer` will; see `FakeQuantizedLinear.from_linear`."""
     assert rule.weight is not None
-    if isinstance(rule.weight, Stochastic):
+    if rule.weight.contract.product == "stochastic":
         from fewbits.nn.stochastic_qat import StochasticQATLinear
 
         return StochasticQATLinear.from_linear(linear, rule.weight, rule.activation)

@@ -29,8 +29,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fewbits.errors import BadInput, Unsupported
-from fewbits.formats.base import Packed, PartSpec
-from fewbits.formats.stochastic import Stochastic
+from fewbits.formats.base import Format, Packed, PartSpec
+from fewbits.formats.stochastic import Stochastic, stochastic_options
 from fewbits.kernels.codec.quantize import quantize
 from fewbits.kernels.launch.matrix import rows_of
 from fewbits.kernels.product.matmul_packed import decode, product_dtype, signature
@@ -109,12 +109,13 @@ class StochasticLinear(QuantizedLinear):
             protected: numbers of input channels.
             int8: see the class.
         """
-        format = rule if isinstance(rule, Stochastic) else rule.weight
-        if not isinstance(format, Stochastic):
+        given = rule if isinstance(rule, Format) else rule.weight
+        format = stochastic_options(given)
+        if format is None:
             raise Unsupported(
-                f"a stochastic product needs stochastic options, not {getattr(format, 'name', None)!r}."
+                f"a stochastic product needs stochastic options, not {getattr(given, 'name', None)!r}."
             )
-        operands = {} if isinstance(rule, Stochastic) else _operands(rule)
+        operands = {} if isinstance(rule, Format) else _operands(rule)
         weight = linear.weight.detach()
         made = cls(
             linear.in_features, linear.out_features, format, dtype=weight.dtype, device="meta", **operands
@@ -394,11 +395,12 @@ def _operands(rule: LinearFormats) -> dict[str, Any]:
 
 def _integer_product(codes: Tensor, scales: Tensor, b: Packed) -> Tensor:
     """The exact product of codes, chunk by chunk: sums below 2**24, so float32 holds them. (rows, N)."""
-    assert isinstance(b.format, Stochastic)
+    options = stochastic_options(b.format)
+    assert options is not None
     y = torch.zeros(len(codes), b.shape[0], device=codes.device)
     with torch.autocast(codes.device.type, enabled=False):
-        for i, chunk in enumerate(b.format.chunks(b.shape[1])):
-            for part in _exact_parts(chunk, b.format.max_code):
+        for i, chunk in enumerate(options.chunks(b.shape[1])):
+            for part in _exact_parts(chunk, options.max_code):
                 acc = codes[:, part].float() @ b.codes[:, part].float().t()
                 y += acc.mul_(scales[:, i, None] * b.scales[None, :, i])
     return y

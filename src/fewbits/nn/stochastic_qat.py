@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fewbits.errors import BadInput, Unsupported
 from fewbits.formats.base import Format
-from fewbits.formats.stochastic import Stochastic
+from fewbits.formats.stochastic import Stochastic, stochastic_options
 from fewbits.kernels.product.fake_quantize import lora_weight
 from fewbits.nn.fake_quantize import FakeQuantizedLinear
 from fewbits.nn.stochastic_product import stochastic_product
@@ -40,7 +40,7 @@ class StochasticQATLinear(FakeQuantizedLinear):
         Raises:
             Unsupported: a format that is not stochastic, or one for the input beside it.
         """
-        if not isinstance(weight_format, Stochastic):
+        if stochastic_options(weight_format) is None:
             raise Unsupported(f"a stochastic product needs stochastic options, not {weight_format.name!r}.")
         if activation_format is not None:
             raise Unsupported(

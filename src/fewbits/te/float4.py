@@ -18,6 +18,7 @@ from torch import Tensor
 from fewbits.formats.base import Format, Packed, PartSpec
 from fewbits.formats.bits import pack_bits, unpack_bits
 from fewbits.formats.blocks import from_blocks, to_blocks
+from fewbits.formats.contract import Contract
 from fewbits.formats.rounding import random_uniform
 from fewbits.formats.tables import table
 
@@ -71,6 +72,10 @@ class Float4(Format):
     by_row: bool = False
     four_over_six: str = ""
     scale_bound: float = _E4M3_LARGEST
+
+    def promise(self) -> Contract:
+        """See `Format.promise`: half the step from 4 to 6, under a scale that was rounded up."""
+        return Contract(largest_error=(1 + 2.0**-4) / 6, block=self.block, tensor_scale=True, cuts=True)
 
     def layout(self, shape: tuple[int, ...]) -> dict[str, PartSpec]:
         """The parts named above, for a tensor of shape (M, K)."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fewbits.formats.base import Format, Packed, PartSpec
 from fewbits.formats.blocks import Block, from_blocks, scale_shape, to_blocks
+from fewbits.formats.contract import Contract
 from fewbits.te.scaling import exponents_of_amax, power_of_exponent, to_float8
 
 _KINDS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -30,6 +31,10 @@ class Microscaled(Format):
 
     kind: str = "e4m3"
     block: Block = (1, 32)
+
+    def promise(self) -> Contract:
+        """See `Format.promise`."""
+        return Contract(largest_error=2.0**-4 if self.kind == "e4m3" else 2.0**-3, block=self.block)
 
     @property
     def torch_dtype(self) -> torch.dtype:

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from fewbits.formats.base import Packed
-from fewbits.formats.float8 import Float8
 from fewbits.kernels.launch.derivatives import once_differentiable
 from fewbits.te.operand import Operand, plain
 from fewbits.te.quantizers import IdentityQuantizer, Quantizer
@@ -75,7 +74,8 @@ def product(a: Packed | Tensor, b: Packed | Tensor, dtype: torch.dtype) -> Tenso
 
 
 def _has_one_scale(packed: Packed) -> bool:
-    return isinstance(packed.format, Float8) and packed.format.block == (0, 0)
+    coding = packed.format.contract.coding
+    return coding is not None and coding.is_float8 and coding.block == (0, 0)
 
 
 def _flatten(operands: Sequence[Packed | Tensor | None]) -> tuple[list[Tensor], list[Any]]:

@@ -7,23 +7,22 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from fewbits.formats.codebook import Codebook
 from fewbits.formats.kept import keep_tables
 from fewbits.formats.tables import midpoints, table
 
 
-def codebook_tables(format: Codebook, device: torch.device) -> tuple[int, Tensor, Tensor]:
+def codebook_tables(values: tuple[float, ...], device: torch.device) -> tuple[int, Tensor, Tensor]:
     """The codes in ascending order of their values, as nibbles; the thresholds, also by cell; the 16 values.
 
     Order 0 stands for ascending values of which two thresholds share a cell.
     """
-    order = sorted(range(16), key=lambda i: format.values[i])
-    ascending = tuple(format.values[i] for i in order)
+    order = sorted(range(16), key=lambda i: values[i])
+    ascending = tuple(values[i] for i in order)
     sorted_already = order == list(range(16))
     nibbles = sum(code << (4 * i) for i, code in enumerate(order))
     if sorted_already and not _cells_differ(ascending):
         nibbles = 0
-    return nibbles, _thresholds(ascending, device), table(format.values, device)
+    return nibbles, _thresholds(ascending, device), table(values, device)
 
 
 @keep_tables(maxsize=64)

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from fewbits.formats.base import Format
-from fewbits.formats.codebook import Codebook
 from fewbits.formats.tables import table
 from fewbits.kernels.launch import nvrtc
 from fewbits.kernels.launch.grid import MAX_PROGRAMS
@@ -54,10 +53,12 @@ def fits(
     format: Format, parts: Mapping[str, Tensor], N: int, K: int, inverse_scale: Tensor | None, out: Tensor
 ) -> bool:
     """Whether the kernel writes this: out (K, N) of float8 under one inverse scale."""
+    coding = format.contract.coding
     return (
-        isinstance(format, Codebook)
-        and format.block == _BLOCK
-        and len(format.values) == 16
+        coding is not None
+        and coding.through
+        and coding.block == (1, _BLOCK)
+        and len(coding.values) == 16
         and out.dtype == torch.float8_e4m3fn
         and inverse_scale is not None
         and inverse_scale.numel() == 1
@@ -73,18 +74,20 @@ def fits(
 
 
 def call_of(
-    format: Codebook, parts: Mapping[str, Tensor], N: int, K: int, inverse_scale: Tensor, out: Tensor
+    format: Format, parts: Mapping[str, Tensor], N: int, K: int, inverse_scale: Tensor, out: Tensor
 ) -> Call:
     """The call for what `fits` has passed."""
     double: list[int | None] = [None] * 3
-    if format.double:
-        scale_table = table(format.scale_table, out.device)
+    coding = format.contract.coding
+    assert coding is not None
+    if coding.scale_block:
+        scale_table = table(coding.scale_values, out.device)
         double = [x.data_ptr() for x in (scale_table, parts["scale_scales"], parts["scale_offset"])]
     pointers = [parts["codes"].data_ptr(), parts["scales"].data_ptr(), *double, inverse_scale.data_ptr()]
-    values = (ctypes.c_float * 16)(*format.values)
+    values = (ctypes.c_float * 16)(*coding.values)
     argument = Arguments(*pointers, out.data_ptr(), N, K, out.stride(0), values)
     grid = (cdiv(N, _ROWS), cdiv(K // _BLOCK, _WARPS), 1)
-    return Call(argument, (("SCALE_BLOCK", format.scale_block if format.double else 0),), grid)
+    return Call(argument, (("SCALE_BLOCK", coding.scale_block),), grid)
 
 
 def turned(
@@ -97,13 +100,13 @@ def turned(
     """W^T into ``out`` where this kernel is the one to take; False where it is not."""
     if not (out.is_cuda and is_faster(out.device) and fits(format, parts, *shape, inverse_scale, out)):
         return False
-    assert isinstance(format, Codebook) and inverse_scale is not None
+    assert inverse_scale is not None
     launch(format, parts, *shape, inverse_scale, out)
     return True
 
 
 def launch(
-    format: Codebook, parts: Mapping[str, Tensor], N: int, K: int, inverse_scale: Tensor, out: Tensor
+    format: Format, parts: Mapping[str, Tensor], N: int, K: int, inverse_scale: Tensor, out: Tensor
 ) -> None:
     """W^T of the packed W (N, K) into ``out`` (K, N), for what `fits` has passed."""
     call = call_of(format, parts, N, K, inverse_scale, out)

@@ -15,10 +15,8 @@ import torch
 from torch import Tensor
 
 from fewbits.formats.base import Format
-from fewbits.formats.codebook import Codebook
-from fewbits.formats.float8 import Float8
-from fewbits.formats.integer import Integer
 from fewbits.formats.tables import table
+from fewbits.kernels.codec.codings import is_known
 from fewbits.kernels.launch.grid import programs, split_program
 from fewbits.kernels.launch.jit import (
     CompileCase,
@@ -197,16 +195,16 @@ class _Layout(NamedTuple):
 @lru_cache(maxsize=256)
 def _layout_of(format: Format, shape: tuple[int, ...]) -> _Layout | None:
     """None if the kernel cannot say it: the definition then decodes."""
-    if isinstance(format, Codebook):
-        return _Layout(True, 4, format.block, 0, 0, format.scale_block if format.double else 0, False)
-    if not isinstance(format, Integer | Float8) or not shape:
+    coding = format.contract.coding
+    if not is_known(coding):
         return None
-    r, c = format.block
-    if r > 1 and len(shape) > 2 and shape[-2] % r:
+    r, c = coding.block
+    if coding.through:
+        return _Layout(True, coding.bits, c, 0, 0, coding.scale_block, False)
+    if not shape or (r > 1 and len(shape) > 2 and shape[-2] % r):
         return None  # the last tiles of each matrix are short
-    if isinstance(format, Float8):
-        return _Layout(False, 8, 0, r, c, 0, False, _E4M3 if format.kind == "e4m3" else _E5M2)
-    return _Layout(False, format.bits, 0, r, c, 0, format.zero_point)
+    kinds = {"e4m3": _E4M3, "e5m2": _E5M2}
+    return _Layout(False, coding.bits, 0, r, c, 0, coding.zero_point, kinds.get(coding.kind, 0))
 
 
 def _group(layout: _Layout, K: int, inverse_columns: int) -> int:
@@ -245,17 +243,15 @@ def launch_kernel(
     assert layout is not None
     inverse_rows, inverse_columns = (0, 0) if inverse_scale is None else _tile_size(inverse_scale, N, K)
     group = _group(layout, K, inverse_columns)
-    code_pitch = K if isinstance(format, Codebook) else named["codes"].shape[-1] * (8 // layout.bits)
+    code_pitch = K if layout.flat_block else named["codes"].shape[-1] * (8 // layout.bits)
     if layout.bits == 4 and group > 1:
         code_pitch //= 2
     codes, scales = named["codes"], named["scales"]
     second = named.get("scale_scales", scales)
-    tables = (scales, scales)
-    if isinstance(format, Codebook):
-        tables = (
-            table(format.scale_table, codes.device) if format.double else scales,
-            table(format.values, codes.device),
-        )
+    coding, tables = format.contract.coding, (scales, scales)
+    if coding is not None and coding.values:
+        scale_table = table(coding.scale_values, codes.device) if coding.scale_block else scales
+        tables = (scale_table, table(coding.values, codes.device))
     rule = decode_tile(group, K, transposed, out.element_size())
     tile = tile or tile_for("dequantize", (group, out.element_size(), transposed), codes, rule)
     native = codes.is_cuda and converts_float8(codes)

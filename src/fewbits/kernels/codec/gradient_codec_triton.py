@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fewbits.formats.integer import Integer
 from fewbits.kernels.codec.gradient_wire import Wire
 from fewbits.kernels.codec.quantize_float8_triton import inverse_of, row_largest, scale_of_largest
 from fewbits.kernels.launch.jit import CompileCase, cdiv, jit, on_device_of, tl
@@ -189,7 +188,7 @@ def _dequantize_gradient_kernel(
 
 
 def _constants(wire: Wire) -> dict[str, Any]:
-    kind = wire.format.bits if isinstance(wire.format, Integer) else 0
+    kind = 0 if wire.coding.is_float8 else wire.bits
     return {"KIND": kind, "BLOCK": wire.block, "ROWS": max(_TILE // wire.block, 1)}
 
 

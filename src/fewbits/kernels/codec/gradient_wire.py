@@ -9,13 +9,16 @@ from torch import Tensor
 
 from fewbits.errors import Unsupported
 from fewbits.formats.base import Format, Packed
-from fewbits.formats.float8 import E4M3_1X128, Float8
-from fewbits.formats.integer import INT4_G64, INT8_G128, Integer
+from fewbits.formats.contract import Coding
+from fewbits.formats.float8 import E4M3_1X128
+from fewbits.formats.integer import INT4_G64, INT8_G128
 
 _BLOCKS = (32, 64, 128, 256, 512, 1024)
+# By what a code is and its bits: the format in which gradients travel, where the given one has other blocks.
+_TRAVELS = {("whole", 8): INT8_G128, ("whole", 4): INT4_G64, ("e4m3", 8): E4M3_1X128}
 
 
-def wire_format(format: Format) -> Integer | Float8:
+def wire_format(format: Format) -> Format:
     """The format in which gradients travel: that of ``format``'s codes, with blocks along a row.
 
     Formats with one scale a row or a tensor get blocks of 128 values, INT4 of 64: a bucket of gradients holds
@@ -24,12 +27,11 @@ def wire_format(format: Format) -> Integer | Float8:
     Raises:
         Unsupported: another family of formats; gradients travel in INT8, INT4 or FP8 E4M3.
     """
-    if isinstance(format, Integer) and not format.zero_point:
-        if format.block[0] == 1 and format.block[1] in _BLOCKS:
-            return format
-        return INT8_G128 if format.bits == 8 else INT4_G64
-    if isinstance(format, Float8) and format.kind == "e4m3":
-        return E4M3_1X128
+    coding = format.contract.coding
+    travels = None if coding is None else _TRAVELS.get((coding.kind, coding.bits))
+    if coding is not None and travels is not None and not coding.zero_point:
+        plain = format.contract.rounds_plainly and coding.kind == "whole"
+        return format if plain and coding.block[0] == 1 and coding.block[1] in _BLOCKS else travels
     raise Unsupported(
         f"gradients cannot travel in {format.name}; choose int8, int4 or float8_e4m3 for communication."
     )
@@ -45,19 +47,26 @@ class Wire:
         plain: float32 values behind the scales that travel as they are.
     """
 
-    format: Integer | Float8
+    format: Format
     row: int
     plain: int = 0
 
     @property
+    def coding(self) -> Coding:
+        """How the codes stand for numbers."""
+        coding = self.format.contract.coding
+        assert coding is not None
+        return coding
+
+    @property
     def block(self) -> int:
         """Values under one scale."""
-        return self.format.block[1]
+        return self.coding.block[1]
 
     @property
     def bits(self) -> int:
         """Bits of a code."""
-        return self.format.bits if isinstance(self.format, Integer) else 8
+        return self.coding.bits
 
     @property
     def num_blocks(self) -> int:
@@ -100,12 +109,10 @@ class Wire:
         """Messages (W, row_bytes) as a packed tensor (W, padded_row)."""
         rows = message.shape[0]
         codes = message[:, : self.code_bytes]
-        if isinstance(self.format, Float8):
-            codes = codes.view(self.format.torch_dtype)
-        elif self.format.bits == 8:
-            codes = codes.view(torch.int8)
+        shape = (rows, self.padded_row)
+        codes = codes.view(self.format.layout(shape)["codes"].dtype)
         parts = {"codes": codes.contiguous(), "scales": self.scales(message).contiguous()}
-        return Packed(self.format, (rows, self.padded_row), torch.float32, parts)
+        return Packed(self.format, shape, torch.float32, parts)
 
 
 def wire_of(format: Format, count: int, rows: int, plain: int = 0) -> Wire:

@@ -25,8 +25,7 @@ from torch import Tensor
 
 from fewbits.formats.base import Format, Packed
 from fewbits.formats.blocks import check_floating
-from fewbits.formats.codebook import Codebook, scale_codes
-from fewbits.formats.integer import Integer
+from fewbits.formats.codebook import scale_codes
 from fewbits.kernels.codec.dequantize import _from_text, _to_text
 from fewbits.kernels.codec.quantize_triton import DEFAULT_TILE, RoundTile, launch_round, launch_scales, takes
 
@@ -46,17 +45,18 @@ def launch(x: Tensor, format: Format, tile: RoundTile = DEFAULT_TILE) -> list[Te
     shape = tuple(x.shape)
     if x.numel() == 0 or not takes(format, shape, x.dtype):
         return list(format.quantize(x).parts.values())
-    assert isinstance(format, Codebook | Integer)
+    coding = format.contract.coding
+    assert coding is not None
     x = x.detach().contiguous()
     layout = format.layout(shape)
     parts = {n: torch.empty(s.shape, dtype=s.dtype, device=x.device) for n, s in layout.items()}
-    if isinstance(format, Codebook) and format.double:
+    if coding.scale_block:
         absmax = torch.empty(prod(layout["scales"].shape), dtype=torch.float32, device=x.device)
         launch_round(x, format, parts["codes"], absmax, tile=tile)
         offset = torch.where(absmax.isfinite(), absmax, 0.0).mean()
         parts["scale_offset"].copy_(offset)
         launch_scales(
-            absmax, offset, scale_codes(x.device), format.scale_block, parts["scales"], parts["scale_scales"]
+            absmax, offset, scale_codes(x.device), coding.scale_block, parts["scales"], parts["scale_scales"]
         )
     else:
         launch_round(x, format, parts["codes"], parts["scales"], parts.get("zero_points"), tile)

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from fewbits.formats.base import Format
-from fewbits.formats.codebook import Codebook
-from fewbits.formats.integer import Integer
+from fewbits.formats.contract import Coding
 from fewbits.kernels.codec.codebook_tables import code_of_zero, codebook_tables
+from fewbits.kernels.codec.codings import is_known
 from fewbits.kernels.codec.rounding_triton import (
     codebook_codes,
     codebook_values,
@@ -246,12 +246,12 @@ def takes(format: Format, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
     """Whether the kernels know ``format`` for a tensor of this shape; else its definition computes."""
     if dtype not in KERNEL_DTYPES or not shape or shape[-1] >= 2**31:
         return False
-    if isinstance(format, Codebook):
-        second = not format.double or format.scale_block <= MAX_BLOCK
-        return second and _is_block(format.block) and len(format.values) == 16
-    if not isinstance(format, Integer):
+    coding = format.contract.coding
+    if not is_known(coding) or not format.contract.rounds_plainly or coding.is_float8:
         return False
-    r, c = format.block
+    r, c = coding.block
+    if coding.kind == "table":
+        return coding.scale_block <= MAX_BLOCK and _is_block(c) and len(coding.values) == 16
     return (r, c) in ((0, 0), (1, 0)) or (r == 1 and _is_block(c))
 
 
@@ -261,7 +261,7 @@ def _is_block(size: int) -> bool:
 
 def launch_round(
     x: Tensor,
-    format: Codebook | Integer,
+    format: Format,
     out: Tensor,
     scales: Tensor | None = None,
     zero_points: Tensor | None = None,
@@ -271,25 +271,26 @@ def launch_round(
 
     Args:
         x: the tensor, with at least one value.
-        format: with ``double``, only the first level of scales is written.
+        format: with two levels of scales, only the first is written.
         out: contiguous; codes as the format packs them if there are scales, else x's rounded values.
         scales: float32, one a block; None asks for values.
         zero_points: int8 of the scales' shape, for codes of a format that has them.
         tile: values a program.
     """
-    packed = scales is not None
+    coding, packed = format.contract.coding, scales is not None
+    assert coding is not None
     scales = x if scales is None else scales
     zero_points = scales if zero_points is None else zero_points
     K = x.shape[-1]
     rows = x.numel() // K
     with on_device_of(x):
-        if isinstance(format, Codebook) or format.block[1]:
-            _launch_blocks(x, format, out, scales, zero_points, packed, tile)
+        if coding.through or coding.block[1]:
+            _launch_blocks(x, coding, out, scales, zero_points, packed, tile)
             return
         pitch = out.shape[-1] if packed else K
-        constants = {"BITS": format.bits, "ZERO_POINT": format.zero_point, "PACKED": packed}
+        constants = {"BITS": coding.bits, "ZERO_POINT": coding.zero_point, "PACKED": packed}
         block = min(next_power_of_2(max(K, 32)), tile.values)
-        if format.block == (1, 0):
+        if coding.block == (1, 0):
             _round_rows_kernel[(rows,)](
                 x, out, scales, zero_points, K, pitch, **constants, BLOCK=block, num_warps=tile.num_warps,
                 enable_fp_fusion=False,
@@ -297,7 +298,7 @@ def launch_round(
             return
         found = torch.zeros(2, dtype=torch.int32, device=x.device)
         readers = min(cdiv(x.numel(), 8192), 8 * multiprocessors(x.device))
-        _range_kernel[(readers,)](x, found, x.numel(), ZERO_POINT=format.zero_point, BLOCK=8192, num_warps=8)
+        _range_kernel[(readers,)](x, found, x.numel(), ZERO_POINT=coding.zero_point, BLOCK=8192, num_warps=8)
         _round_tensor_kernel[programs(rows, K, 1, block)](
             x, out, scales, zero_points, found, rows, K, pitch, **constants, BLOCK=block,
             num_warps=tile.num_warps, enable_fp_fusion=False,
@@ -305,24 +306,22 @@ def launch_round(
 
 
 def _launch_blocks(
-    x: Tensor, format: Codebook | Integer, out: Tensor, scales: Tensor, zero_points: Tensor, packed: bool,
+    x: Tensor, coding: Coding, out: Tensor, scales: Tensor, zero_points: Tensor, packed: bool,
     tile: RoundTile,
 ) -> None:  # fmt: skip
     n, K = x.numel(), x.shape[-1]
     order, pad, thresholds, values = 0, 0, x, x
-    if isinstance(format, Codebook):
-        order, thresholds, values = codebook_tables(format, x.device)
-        pad = code_of_zero(format.values)
-        block, bits, zero_point, K = format.block, 4, False, n
-    else:
-        block, bits, zero_point = format.block[1], format.bits, format.zero_point
+    is_table, block, bits = coding.kind == "table", coding.block[1], coding.bits
+    if is_table:
+        order, thresholds, values = codebook_tables(coding.values, x.device)
+        pad, K = code_of_zero(coding.values), n
     blocks_per_row = cdiv(K, block)
     num_blocks = n // K * blocks_per_row
     rows = max(tile.values // block, 1)
     _round_blocks_kernel[(cdiv(num_blocks, rows),)](
         x, out, scales, zero_points, thresholds, values, num_blocks, blocks_per_row, K, cdiv(K * bits, 8),
-        CODEBOOK=isinstance(format, Codebook), ORDER=order, BITS=bits, ZERO_POINT=zero_point, PACKED=packed,
-        SHORT=K % block != 0, PAD=pad, DIVIDE=isinstance(format, Codebook) and K % block != 0, BLOCK=block,
+        CODEBOOK=is_table, ORDER=order, BITS=bits, ZERO_POINT=coding.zero_point, PACKED=packed,
+        SHORT=K % block != 0, PAD=pad, DIVIDE=is_table and K % block != 0, BLOCK=block,
         ROWS=rows, num_warps=tile.num_warps, enable_fp_fusion=False,
     )  # fmt: skip
 

@@ -14,9 +14,7 @@ import torch
 from torch import Tensor
 
 from fewbits.formats.base import Packed
-from fewbits.formats.codebook import Codebook
-from fewbits.formats.float8 import Float8
-from fewbits.formats.integer import Integer
+from fewbits.formats.contract import Coding
 from fewbits.kernels.launch.jit import cdiv
 
 _MOST_SHARE = 8  # four dimensions in registers of a thread
@@ -50,28 +48,29 @@ def reading_of(weight: Packed | Tensor) -> Reading | None:
         kind = {torch.bfloat16: 5, torch.float16: 6}.get(weight.dtype)
         contiguous = weight.stride(1) == 1 and weight.stride(0) % 8 == 0
         return Reading(kind, 8) if kind is not None and contiguous and shape[1] % 8 == 0 else None
-    if isinstance(weight.format, Codebook):
-        return _reading_of_codebook(weight.format, shape)
-    if isinstance(weight.format, Integer) and weight.format.bits in (4, 8):
-        bits, zero_point = weight.format.bits, weight.format.zero_point
-        return _reading_of_blocks(2 - (bits == 4), 128 // bits, weight.format.block, shape, zero_point)
-    if isinstance(weight.format, Float8):
-        return _reading_of_blocks(3 + (weight.format.kind == "e5m2"), 16, weight.format.block, shape, False)
-    return None
-
-
-def _reading_of_codebook(format: Codebook, shape: tuple[int, int]) -> Reading | None:
-    block = format.block
-    if len(format.values) != 16 or shape[1] % block or block % 32 or not _power_of_two(block):
+    coding = weight.format.contract.coding
+    if coding is None:
         return None
-    if format.double and not _power_of_two(format.scale_block):
+    if coding.kind == "table":
+        return _reading_of_table(coding, shape)
+    kind = {("whole", 4): 1, ("whole", 8): 2, ("e4m3", 8): 3, ("e5m2", 8): 4}.get((coding.kind, coding.bits))
+    if kind is None or coding.through:
+        return None
+    return _reading_of_blocks(kind, 128 // coding.bits, coding.block, shape, coding.zero_point)
+
+
+def _reading_of_table(coding: Coding, shape: tuple[int, int]) -> Reading | None:
+    block = coding.block[1]
+    if len(coding.values) != 16 or shape[1] % block or block % 32 or not _power_of_two(block):
+        return None
+    if not coding.through or (coding.scale_block and not _power_of_two(coding.scale_block)):
         return None
     return Reading(
         kind=0,
         values=min(32, block // 4),
-        scales=2 if format.double else 1,
+        scales=2 if coding.scale_block else 1,
         block_chunks=max(1, block // 128),
-        scale_shift=format.scale_block.bit_length() - 1 if format.double else 0,
+        scale_shift=coding.scale_block.bit_length() - 1 if coding.scale_block else 0,
     )
 
 

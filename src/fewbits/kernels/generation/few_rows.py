@@ -34,7 +34,6 @@ from torch import Tensor
 
 from fewbits.errors import BadInput, Unsupported
 from fewbits.formats.base import Packed
-from fewbits.formats.codebook import Codebook
 from fewbits.formats.tables import table
 from fewbits.kernels.decoder.gated_activation import gated_activation_ref
 from fewbits.kernels.generation.cut import (
@@ -394,13 +393,12 @@ def _matrix(
 
 
 def _scale_map(weight: Packed | Tensor, device: torch.device) -> Any:
-    if isinstance(weight, Packed) and isinstance(weight.format, Codebook) and weight.format.double:
-        return table(weight.format.scale_table, device).data_ptr()
+    coding = weight.format.contract.coding if isinstance(weight, Packed) else None
+    if coding is not None and coding.scale_block:
+        return table(coding.scale_values, device).data_ptr()
     return None
 
 
 def _values(weight: Packed | Tensor) -> Any:
-    values = (
-        weight.format.values if isinstance(weight, Packed) and isinstance(weight.format, Codebook) else ()
-    )
-    return (ctypes.c_float * 16)(*values)
+    coding = weight.format.contract.coding if isinstance(weight, Packed) else None
+    return (ctypes.c_float * 16)(*(() if coding is None else coding.values))

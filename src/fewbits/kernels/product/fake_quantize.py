@@ -35,8 +35,6 @@ from torch import Tensor
 from fewbits.errors import BadInput
 from fewbits.formats.base import Format
 from fewbits.formats.blocks import check_floating
-from fewbits.formats.codebook import Codebook
-from fewbits.formats.integer import Integer
 from fewbits.kernels.codec.dequantize import _from_text, _to_text, dequantize
 from fewbits.kernels.codec.quantize import quantize
 from fewbits.kernels.codec.quantize_triton import KERNEL_DTYPES, launch_round, takes
@@ -74,9 +72,10 @@ def fake_quantize_lora_ref(
 def launch(x: Tensor, format: Format, dtype: torch.dtype) -> Tensor:
     """`fake_quantize_ref`: one pass; with double quantisation packed and unpacked; else the definition."""
     known = takes(format, tuple(x.shape), x.dtype) and dtype in KERNEL_DTYPES and x.numel() > 0
-    if not known or not isinstance(format, Codebook | Integer):
+    coding = format.contract.coding
+    if not known or coding is None:
         return fake_quantize_ref(x, format, dtype)
-    if isinstance(format, Codebook) and format.double:
+    if coding.scale_block:
         return dequantize(quantize(x, format), dtype)
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
     launch_round(x.contiguous(), format, out)

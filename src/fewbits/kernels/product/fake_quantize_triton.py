@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from fewbits.formats.base import Format
-from fewbits.formats.codebook import Codebook
-from fewbits.formats.integer import Integer
 from fewbits.kernels.codec.codebook_tables import codebook_tables
+from fewbits.kernels.codec.codings import is_known
 from fewbits.kernels.codec.quantize_triton import KERNEL_DTYPES
 from fewbits.kernels.codec.rounding_triton import codebook_codes, codebook_values, integer_block_codes
 from fewbits.kernels.launch.jit import CompileCase, cdiv, jit, next_power_of_2, on_device_of, tl
@@ -90,12 +89,12 @@ def takes_lora(weight: Tensor, a: Tensor, b: Tensor) -> bool:
 
 def rounds_in_tile(format: Format, K: int, out_dtype: torch.dtype) -> bool:
     """Whether the kernel can round to ``format`` itself: blocks of 8 to 128 that divide K."""
-    if isinstance(format, Codebook) and not format.double and len(format.values) == 16:
-        block = format.block
-    elif isinstance(format, Integer) and format.block[0] == 1:
-        block = format.block[1]
-    else:
+    coding = format.contract.coding
+    if not is_known(coding) or not format.contract.rounds_plainly:
         return False
+    if coding.is_float8 or coding.scale_block or coding.block[0] != 1:
+        return False
+    block = coding.block[1]
     return block in (8, 16, 32, 64, 128) and K % block == 0 and out_dtype in KERNEL_DTYPES
 
 
@@ -115,11 +114,12 @@ def launch_lora(
     tile = tile or weight_tile(a.dtype, rank)
     kind, order, bits, zero_point, block = 0, 0, 4, False, tile.block_k
     thresholds = values = weight
-    if isinstance(format, Codebook):
-        kind, block = _CODEBOOK, format.block
-        order, thresholds, values = codebook_tables(format, weight.device)
-    elif isinstance(format, Integer):
-        kind, bits, zero_point, block = _INTEGER, format.bits, format.zero_point, format.block[1]
+    coding = None if format is None else format.contract.coding
+    if coding is not None:
+        kind, bits, zero_point, block = _INTEGER, coding.bits, coding.zero_point, coding.block[1]
+        if coding.kind == "table":
+            kind = _CODEBOOK
+            order, thresholds, values = codebook_tables(coding.values, weight.device)
     block_r = max(next_power_of_2(rank), 16)
     even = N % tile.block_n == 0 and K % tile.block_k == 0 and rank == block_r
     with on_device_of(weight):

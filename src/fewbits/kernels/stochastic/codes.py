@@ -46,7 +46,7 @@ import torch
 from torch import Tensor
 
 from fewbits.errors import BadInput, Unsupported
-from fewbits.formats.stochastic import Stochastic
+from fewbits.formats.stochastic import Stochastic, stochastic_options
 from fewbits.formats.streams import product_tables
 from fewbits.kernels.codec.dequantize import _from_text, _to_text
 from fewbits.kernels.launch import nvrtc
@@ -234,9 +234,9 @@ def _(
 
 
 def _options(text: str) -> Stochastic:
-    value = _from_text(text)
-    assert isinstance(value, Stochastic)
-    return value
+    options = stochastic_options(_from_text(text))
+    assert options is not None
+    return options
 
 
 # 4. The public function.

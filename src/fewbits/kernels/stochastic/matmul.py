@@ -43,6 +43,7 @@ from fewbits.kernels.stochastic.operands import (
     check_prepared,
     check_smooth,
     length_table,
+    prepared_options,
     sequences_of,
 )
 from fewbits.kernels.stochastic.quantize import quantize_stochastic, smoothed
@@ -225,8 +226,7 @@ def prepared_matmul(
         BadInput: b is of another format, or was prepared with other codes or chunks than the options say.
     """
     if options is None:
-        assert isinstance(b.format, Stochastic)
-        options = b.format
+        options = prepared_options(b)
     check_prepared(b, options)
     codes, scales = quantize_stochastic(a, options, smooth_scales)
     return product_of_codes(codes, scales, b, options, levels, level_index)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fewbits.errors import BadInput, Unsupported
 from fewbits.formats.base import Packed
-from fewbits.formats.stochastic import Stochastic
+from fewbits.formats.stochastic import Stochastic, stochastic_options
 from fewbits.formats.streams import default_directions
 
 # What a prepared operand depends on.
@@ -122,17 +122,28 @@ def _check_fit(a: Tensor, b_shape: tuple[int, ...], options: Stochastic) -> None
                 )
 
 
+def prepared_options(b: Packed) -> Stochastic:
+    """The options with which an operand (M, D) was prepared.
+
+    Raises:
+        BadInput: it is of another format.
+    """
+    options = stochastic_options(b.format)
+    if options is None:
+        raise BadInput(
+            f"b is packed as {b.format.name!r}, not prepared for stochastic computing; "
+            "dequantise it, or quantise it with a Stochastic format."
+        )
+    return options
+
+
 def check_prepared(b: Packed, options: Stochastic) -> None:
     """Refuse a prepared operand of another format, or of other codes than the options say.
 
     Raises:
         BadInput: the reason.
     """
-    if not isinstance(b.format, Stochastic):
-        raise BadInput(
-            f"b is packed as {b.format.name!r}, not prepared for stochastic computing; "
-            "dequantise it, or quantise it with a Stochastic format."
-        )
+    prepared_options(b)
     for field in PREPARED_FIELDS:
         theirs, ours = getattr(b.format, field), getattr(options, field)
         if theirs != ours and not _same_chunks(field, b, options):
@@ -148,9 +159,8 @@ def check_prepared(b: Packed, options: Stochastic) -> None:
 
 
 def _same_chunks(field: str, b: Packed, options: Stochastic) -> bool:
-    assert isinstance(b.format, Stochastic)
     D = b.shape[-1]
-    return field == "chunk_d" and len(b.format.chunks(D)) == len(options.chunks(D)) == 1
+    return field == "chunk_d" and len(prepared_options(b).chunks(D)) == len(options.chunks(D)) == 1
 
 
 def check_smooth(smooth_scales: Any, a: Tensor) -> None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fewbits.errors import BadInput
-from fewbits.formats.stochastic import Stochastic
+from fewbits.formats.stochastic import Stochastic, stochastic_options
 from fewbits.kernels.codec.dequantize import _from_text, _to_text
 from fewbits.kernels.stochastic.quantize_triton import launch, takes
 
@@ -65,8 +65,8 @@ def _(x: Tensor, smooth_scales: Tensor | None, options: str, is_b: bool) -> tupl
 
 
 def _options(text: str) -> Stochastic:
-    options = _from_text(text)
-    assert isinstance(options, Stochastic)
+    options = stochastic_options(_from_text(text))
+    assert options is not None
     return options
 
 

@@ -286,7 +286,7 @@ class DDPExchange(GradientExchange):
         if any(set(names) & set(other) for other in self._buckets):
             self._cut_anew()
         sizes = tuple(g.numel() for g in gradients)
-        block = self.format.block[1]
+        block = self.format.contract.block[1]
         plain = tuple(i for i, g in enumerate(gradients) if g.dim() < 2 or g.numel() < block)
         wire = wire_of(self.format, buffer.numel(), self.travel.size, sum(sizes[i] for i in plain))
         first, size = self._part(wire, buffer.numel())

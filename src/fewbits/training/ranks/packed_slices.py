@@ -9,14 +9,12 @@ it is used.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from fewbits.errors import Unsupported
 from fewbits.formats.base import Packed
-from fewbits.formats.codebook import Codebook
 from fewbits.kernels.codec.dequantize import dequantize
 
 Pieces = Sequence[tuple[int, int]]  # begin and end of each
@@ -30,7 +28,7 @@ def cut(packed: Packed, axis: int, *pieces: tuple[int, int]) -> Packed:
     """
     whole = dequantize(packed, torch.float32)
     expected = torch.cat([whole.narrow(axis, begin, end - begin) for begin, end in pieces], axis)
-    for candidate in (packed, _with_plain_scales(packed)):
+    for candidate in (packed, packed.format.with_plain_scales(packed)):
         made = None if candidate is None else _cut(candidate, axis, pieces)
         if made is not None and torch.equal(dequantize(made, torch.float32), expected):
             return made
@@ -83,14 +81,3 @@ def _part(
     if not fits or any(a != b for i, (a, b) in enumerate(zip(part.shape, shape, strict=True)) if i != along):
         return None
     return part.detach().narrow(along, start, shape[along]).clone(memory_format=torch.contiguous_format)
-
-
-def _with_plain_scales(packed: Packed) -> Packed | None:
-    """A double-quantised weight with the scales that it decodes to."""
-    format = packed.format
-    if not isinstance(format, Codebook) or not format.double:
-        return None
-    plain = replace(format, name=format.name.removesuffix("_dq"), double=False)
-    shape = plain.layout(tuple(packed.shape))["scales"].shape
-    parts = {"codes": packed.codes, "scales": format.block_scales(packed).view(shape)}
-    return Packed(plain, packed.shape, packed.dtype, parts)
