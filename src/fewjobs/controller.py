@@ -100,7 +100,7 @@ class Controller:
     @property
     def used_bytes(self) -> int:
         """Memory of the whole build."""
-        return self.others.rss_bytes + sum(s.rss_bytes for s in self._present)
+        return self.others.rss_bytes + sum(s.memory.rss_bytes for s in self._present)
 
     def _listen(self) -> socket.socket:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
@@ -141,10 +141,10 @@ class Controller:
 
     def _gathers(self) -> bool:
         """Whether the first large units wait a moment for each other, so that the biggest may begin."""
-        if self._has_begun or self.now_s - self.trace.stages[0].queued_s > MOST_GATHER_S:
+        if self._has_begun or self.now_s - self.trace.stages[0].times.queued_s > MOST_GATHER_S:
             return False
         last = self.trace.stages[-1]
-        return last.input_bytes >= LARGE_INPUT_BYTES and self.now_s - last.queued_s < GATHER_S
+        return last.input_bytes >= LARGE_INPUT_BYTES and self.now_s - last.times.queued_s < GATHER_S
 
     def close(self) -> None:
         """Stop listening, and let go of every launcher: they end their tools when they see that."""
@@ -239,7 +239,7 @@ class Controller:
             self._let_drivers_start()
             return
         stage = client.stage = request.stage
-        stage.queued_s = stage.since_s = self.now_s
+        stage.times.queued_s = stage.times.since_s = self.now_s
         if self.history.may_know(stage.unit):
             self.intake.find_keys(request)
         self._predict(stage)
@@ -283,7 +283,7 @@ class Controller:
         """What was learned since they asked may say more about those that still wait."""
         self._learned = self.history.learned
         for stage in waiting:
-            if stage.source != "history" and not stage.attempts:
+            if stage.predicted.source != "history" and not stage.counts.attempts:
                 self._predict(stage)
 
     def _room_for_units(self) -> int:
@@ -302,15 +302,15 @@ class Controller:
 
     def _start(self, client: Client, stage: Stage) -> None:
         now = self.now_s
-        stage.waited_s += now - stage.since_s
-        stage.state, stage.started_s, stage.since_s = State.RUNNING, now, now
-        stage.attempts += 1
+        stage.times.waited_s += now - stage.times.since_s
+        stage.state, stage.times.started_s, stage.times.since_s = State.RUNNING, now, now
+        stage.counts.attempts += 1
         stage.reset()
         pager, options = self.options.pager, self.options
         cap = 2 * (options.stage_limit_bytes or stage.class_bytes) if options.caps else 0
-        stage.without_pager = pager is not None and self._is_small(stage)
+        stage.paging.without_pager = pager is not None and self._is_small(stage)
         preload = ("", "")
-        if pager is not None and not stage.without_pager:
+        if pager is not None and not stage.paging.without_pager:
             preload = (str(pager), str(options.pages))
         client.began = file_clock()
         request = client.request
@@ -322,7 +322,8 @@ class Controller:
     def _is_small(self, stage: Stage) -> bool:
         """Whether it would never use the pager, whose loading takes a tenth of what a tiny unit does."""
         bound = min(SMALL_BYTES, SMALL_SHARE * self.budget_bytes)
-        return stage.attempts == 1 and stage.source != "prior" and stage.predicted_bytes < bound
+        predicted = stage.predicted
+        return stage.counts.attempts == 1 and predicted.source != "prior" and predicted.bytes < bound
 
     def _ended(self, client: Client, facts: list[int]) -> None:
         code, max_rss_kib, user_us, system_us, out, err, signal_seen = facts
@@ -336,27 +337,27 @@ class Controller:
             client.send("X", "1" if failed else "", "", failed)
             self._let_drivers_start()
             return
-        stage.cpu_s += (user_us + system_us) / 1e6
-        stage.peak_bytes = max(stage.peak_bytes, max_rss_kib * 1024)
-        stage.rss_bytes = stage.anon_bytes = stage.pid = 0
+        stage.times.cpu_s += (user_us + system_us) / 1e6
+        stage.memory.peak_bytes = max(stage.memory.peak_bytes, max_rss_kib * 1024)
+        stage.memory.rss_bytes = stage.memory.anon_bytes = stage.pid = 0
         self.busy_s = self.now_s
         self._present.pop(stage, None)
         if self.measures.again(client, stage, code, (out, err), signal_seen=bool(signal_seen)):
-            stage.state, stage.since_s = State.WAITING, self.now_s
+            stage.state, stage.times.since_s = State.WAITING, self.now_s
             self.waiting[stage] = client
         elif stage.state is not State.HELD:
             self._done(client, stage, code, (out, err))
         self._to_admit = True
 
     def _done(self, client: Client, stage: Stage, code: int, printed: tuple[int, int]) -> None:
-        stage.state, stage.code, stage.ended_s = State.DONE, code, self.now_s
+        stage.state, stage.code, stage.times.ended_s = State.DONE, code, self.now_s
         client.stage = None
         self.trace.ended(stage, self.now_s)
-        if stage.cpu_s > SURE_CPU_S and stage.attempts == 1:
-            slower = (stage.ended_s - stage.started_s - stage.paused_s) / stage.cpu_s
+        if stage.times.cpu_s > SURE_CPU_S and stage.counts.attempts == 1:
+            slower = (stage.ran_s - stage.times.paused_s) / stage.times.cpu_s
             self.pace += 0.2 * (min(3.0, max(1.0, slower)) - self.pace)
         if code == 0:  # the next one starts before that is looked at
-            self._ended_now.append((client, stage, printed, stage.ended_s - stage.started_s - stage.paused_s))
+            self._ended_now.append((client, stage, printed, stage.ran_s - stage.times.paused_s))
         else:
             client.send("X", "", "", "")
 
@@ -364,7 +365,8 @@ class Controller:
         """Learn from a stage that has succeeded, keep what it made, and let its launcher end."""
         if client.request is not None:
             self.intake.find_keys(client.request, by_content=seconds >= self.intake.worth_keeping_s)
-        self.history.learn(stage, peak_bytes=max(stage.peak_bytes, stage.most_bytes), seconds=seconds)
+        peak_bytes = max(stage.memory.peak_bytes, stage.memory.most_bytes)
+        self.history.learn(stage, peak_bytes=peak_bytes, seconds=seconds)
         failed = ""
         if client.request is not None:
             failed = self.intake.finished(client.request, client, printed, seconds)
@@ -389,7 +391,7 @@ class Controller:
             self._present.pop(stage, None)
             if stage.on_machine and stage.pid:
                 kill_group(stage.pid, signal.SIGKILL)
-            stage.state, stage.ended_s = State.DONE, self.now_s
+            stage.state, stage.times.ended_s = State.DONE, self.now_s
             self.trace.ended(stage, self.now_s, "its launcher was killed")
             self._to_admit = True
         if self.drivers:
@@ -431,7 +433,7 @@ class Controller:
     def _find_tools(self) -> None:
         """The processes of tools that their launchers have not told of, as they have just begun."""
         for stage, client in list(self._present.items()):
-            quick = self.now_s - stage.started_s < TELLS_AFTER_S and self._is_small(stage)
+            quick = self.now_s - stage.times.started_s < TELLS_AFTER_S and self._is_small(stage)
             if not stage.pid and not quick:
                 for pid in children(client.pid):
                     if state(pid) not in ("", "Z"):  # one that has ended and is to run again
@@ -451,7 +453,7 @@ class Controller:
         return max(TICK_S, min(2 * TICK_S, fills_s / 4))
 
     def _refresh_budget(self) -> None:
-        anon = self.others.rss_bytes + sum(s.anon_bytes for s in self._present)
+        anon = self.others.rss_bytes + sum(s.memory.anon_bytes for s in self._present)
         budget = self.budget.now(anon)
         if abs(budget - self.budget_bytes) > 0.02 * max(1, self.budget_bytes):
             self.trace.budget(self.now_s, budget, self.budget.why)
@@ -468,7 +470,7 @@ class Controller:
         for client in held:
             stage = client.stage
             assert stage is not None
-            stage.state, stage.ended_s, stage.code = State.DONE, self.now_s, 1
+            stage.state, stage.times.ended_s, stage.code = State.DONE, self.now_s, 1
             self.trace.ended(stage, self.now_s)
             client.stage = None
             client.send("X", "1", "", client.message)

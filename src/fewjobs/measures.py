@@ -77,50 +77,52 @@ class Measures:
         if kind is Kind.PAUSE:
             _signal_group(stage, signal.SIGSTOP)
             self._enter(stage, State.PAUSED, now)
-            stage.pauses += 1
+            stage.counts.pauses += 1
         elif kind is Kind.RESUME:
-            stage.paused_s += now - stage.since_s
+            stage.times.paused_s += now - stage.times.since_s
             _signal_group(stage, signal.SIGCONT)
             self._enter(stage, State.RUNNING, now)
         elif kind is Kind.HIBERNATE:
             # A stopped process handles no signal: it wakes into the pager's handler, and is stopped after it.
-            stage.paged_bytes = stage.lowest_bytes = stage.anon_bytes
-            stage.hibernations += 1
-            _signal(stage.leaf, signal.SIGURG)
-            _signal(stage.leaf, signal.SIGCONT)
-            stage.paused_s += now - stage.since_s
+            stage.paging.paged_bytes = stage.paging.lowest_bytes = stage.memory.anon_bytes
+            stage.counts.hibernations += 1
+            _signal(stage.memory.leaf, signal.SIGURG)
+            _signal(stage.memory.leaf, signal.SIGCONT)
+            stage.times.paused_s += now - stage.times.since_s
             self._enter(stage, State.PAGING, now)
         elif kind is Kind.PAGE:
             self._page(stage, now)
         else:
             self._orders[stage] = kind
-            stage.growth = mean_rate(stage)  # afterwards its curve falls
-            stage.requeues += kind is Kind.REQUEUE
+            stage.memory.growth = mean_rate(stage)  # afterwards its curve falls
+            stage.counts.requeues += kind is Kind.REQUEUE
             _signal_group(stage, signal.SIGKILL)
 
     def _enter(self, stage: Stage, state: State, now: float) -> None:
-        stage.state, stage.since_s = state, now
-        stage.rate = 0.0
+        stage.state, stage.times.since_s = state, now
+        stage.memory.rate = 0.0
 
     def _page(self, stage: Stage, now: float) -> None:
         """It goes on, but out of the disk. If that gives nothing back, it is not tried again."""
-        futile = stage.pageouts > 0 and stage.lowest_bytes > 0.9 * stage.paged_bytes > 8 * 2**20
-        stage.futile = stage.futile + 1 if futile else 0
-        stage.page_failed = stage.futile > FUTILE_TIMES
-        stage.paged_bytes = stage.lowest_bytes = stage.anon_bytes
-        stage.pageouts, stage.since_s = stage.pageouts + 1, now
-        _signal(stage.leaf, signal.SIGURG)
+        paging = stage.paging
+        futile = stage.counts.pageouts > 0 and paging.lowest_bytes > 0.9 * paging.paged_bytes > 8 * 2**20
+        paging.futile = paging.futile + 1 if futile else 0
+        paging.failed = paging.futile > FUTILE_TIMES
+        paging.paged_bytes = paging.lowest_bytes = stage.memory.anon_bytes
+        stage.counts.pageouts, stage.times.since_s = stage.counts.pageouts + 1, now
+        _signal(stage.memory.leaf, signal.SIGURG)
 
     def _finish_paging(self, stage: Stage, now: float) -> None:
-        falls = stage.anon_bytes <= 1.02 * stage.lowest_bytes
-        done = stage.anon_bytes < PAGED_SHARE * stage.paged_bytes
-        done = done or (not falls and stage.lowest_bytes < HALF_SHARE * stage.paged_bytes)
-        took = now - stage.since_s
+        anon_bytes, paging = stage.memory.anon_bytes, stage.paging
+        falls = anon_bytes <= 1.02 * paging.lowest_bytes
+        done = anon_bytes < PAGED_SHARE * paging.paged_bytes
+        done = done or (not falls and paging.lowest_bytes < HALF_SHARE * paging.paged_bytes)
+        took = now - stage.times.since_s
         if not done and took < FUTILE_S:
             return
-        if done or took > PAGING_TIMEOUT_S or stage.anon_bytes > 0.9 * stage.paged_bytes:
+        if done or took > PAGING_TIMEOUT_S or anon_bytes > 0.9 * paging.paged_bytes:
             _signal_group(stage, signal.SIGSTOP)
-            stage.page_failed = not done
+            paging.failed = not done
             self._enter(stage, State.HIBERNATED if done else State.PAUSED, now)
 
     def again(
@@ -131,17 +133,17 @@ class Measures:
         if signal_seen or code == 0:
             return False
         c, now = self.controller, self.controller.now_s
-        if kind is Kind.REQUEUE and stage.requeues <= RETRIES:
-            stage.predicted_bytes = max(stage.predicted_bytes, int(1.2 * stage.most_bytes))
+        if kind is Kind.REQUEUE and stage.counts.requeues <= RETRIES:
+            stage.predicted.bytes = max(stage.predicted.bytes, int(1.2 * stage.memory.most_bytes))
             return True
         if kind is None and not self._killed(client, code, printed):
             if not self._capped(stage):
                 return False
             kind = Kind.RUNAWAY
-        elif kind is None and stage.kills < RETRIES - 1:
-            stage.kills += 1
+        elif kind is None and stage.counts.kills < RETRIES - 1:
+            stage.counts.kills += 1
             stage.alone = True
-            stage.predicted_bytes = max(stage.predicted_bytes, int(1.2 * stage.most_bytes))
+            stage.predicted.bytes = max(stage.predicted.bytes, int(1.2 * stage.memory.most_bytes))
             c.trace.event(now, "killed by the kernel", stage)
             return True
         verdict = judge(
@@ -150,11 +152,11 @@ class Measures:
             budget_bytes=c.budget_bytes,
             toolkit=c.trace.toolkit,
             why=c.budget.why,
-            has_pager=stage.can_page,
+            has_pager=stage.paging.can_page,
         )
         c.verdicts.append(verdict)
         c.trace.event(now, "stopped", stage)
-        stage.state, stage.since_s = State.HELD, now
+        stage.state, stage.times.since_s = State.HELD, now
         client.message = f"fewbits build: {verdict.sentence}\n"
         return False
 
@@ -171,7 +173,7 @@ class Measures:
         """Whether it failed at the hard cap on its private memory."""
         c = self.controller
         bound = c.options.stage_limit_bytes or stage.class_bytes
-        return c.options.caps and stage.most_bytes > 1.5 * bound
+        return c.options.caps and stage.memory.most_bytes > 1.5 * bound
 
 
 def _oom_kills() -> int:

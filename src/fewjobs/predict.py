@@ -148,24 +148,24 @@ class History:
         for key in stage.keys:
             past = self._past.get(key)
             if past is not None:
-                stage.predicted_bytes, stage.source = int(past.peak_bytes * HEADROOM), "history"
-                stage.predicted_s, stage.predicted_cpu_s = past.seconds, past.cpu_s
-                stage.parts = tuple(int(part * HEADROOM) for part in past.parts)
+                stage.predicted.bytes, stage.predicted.source = int(past.peak_bytes * HEADROOM), "history"
+                stage.predicted.seconds, stage.predicted.cpu_s = past.seconds, past.cpu_s
+                stage.predicted.parts = tuple(int(part * HEADROOM) for part in past.parts)
                 return
         siblings = self._siblings[stage.name]
         if stage.arch and self._siblings[f"{stage.name} {stage.arch}"].peaks:
             siblings = self._siblings[f"{stage.name} {stage.arch}"]
         if len(siblings.peaks) >= 2:
-            stage.predicted_bytes, is_explained = siblings.like(stage.input_bytes)
-            stage.source = "siblings"
+            stage.predicted.bytes, is_explained = siblings.like(stage.input_bytes)
+            stage.predicted.source = "siblings"
             if is_explained:
-                stage.parts, stage.predicted_s = siblings.course(stage.predicted_bytes)
-                stage.predicted_cpu_s = stage.predicted_s
+                stage.predicted.parts, stage.predicted.seconds = siblings.course(stage.predicted.bytes)
+                stage.predicted.cpu_s = stage.predicted.seconds
             return
         # Unknown: as its kind, but never so much that a small budget could not try two at once. Where that is
         # less than its kind needs, not all slots begin at once: small units outgrow it before a pause.
         prior, share = PRIOR.get(stage.name, OTHER_PRIOR), int(ROOMY * room_bytes / max(2.0, slots - 0.5))
-        stage.predicted_bytes, stage.source = min(prior, share), "prior"
+        stage.predicted.bytes, stage.predicted.source = min(prior, share), "prior"
 
     def learn(self, stage: Stage, *, peak_bytes: int, seconds: float) -> None:
         """Keep what was measured, for siblings now and for the next build."""
@@ -174,19 +174,17 @@ class History:
         parts = stage.course() or (
             known.parts if known is not None and peak_bytes <= known.peak_bytes else ()
         )
-        seconds = min(seconds, stage.cpu_s or seconds)  # a busy machine does not count
-        self._past.update(dict.fromkeys(stage.keys, Past(peak_bytes, seconds, stage.cpu_s, parts)))
+        seconds = min(seconds, stage.times.cpu_s or seconds)  # a busy machine does not count
+        self._past.update(dict.fromkeys(stage.keys, Past(peak_bytes, seconds, stage.times.cpu_s, parts)))
         for group in (f"{stage.name} {stage.arch}", stage.name) if stage.arch else (stage.name,):
             siblings = self._siblings[group]
-            if len(siblings.peaks) < FEW or not (
-                stage.pageouts or stage.hibernations
-            ):  # else it is not exact
+            if len(siblings.peaks) < FEW or not (stage.was_paged):  # else it is not exact
                 siblings.add(peak_bytes, stage.input_bytes, seconds=seconds, parts=stage.course())
         row = {
             "keys": list(stage.keys),
             "peak": peak_bytes,
             "s": round(seconds, 3),
-            "cpu": round(stage.cpu_s, 3),
+            "cpu": round(stage.times.cpu_s, 3),
             "stage": stage.name,
             "unit": os.path.basename(stage.unit),  # noqa: PTH119
         }

@@ -46,8 +46,8 @@ def runaways(present: Sequence[Stage], *, now_s: float, limit_bytes: int | None 
     found = []
     for stage in present:
         bound = stage.class_bytes if limit_bytes is None else limit_bytes
-        grows = now_s - stage.rising_s >= RISING_S and now_s - stage.grew_s <= PLATEAU_S
-        if stage.size_bytes > bound and (grows or stage.size_bytes > 2 * bound):
+        grows = now_s - stage.memory.rising_s >= RISING_S and now_s - stage.memory.grew_s <= PLATEAU_S
+        if stage.memory.size_bytes > bound and (grows or stage.memory.size_bytes > 2 * bound):
             found.append(Action(Kind.RUNAWAY, stage))
     return found
 
@@ -75,8 +75,8 @@ def relieve(
     if all(is_known(stage) for stage in present if stage.is_at_work):
         spare //= 2  # what they will take is known: the other half is left free when one begins
     top = budget_bytes - spare
-    used = other_bytes + sum(s.rss_bytes for s in present)
-    active = sorted((s for s in present if s.state is State.RUNNING), key=lambda s: -s.started_s)
+    used = other_bytes + sum(s.memory.rss_bytes for s in present)
+    active = sorted((s for s in present if s.state is State.RUNNING), key=lambda s: -s.times.started_s)
     paging = [s for s in present if s.state is State.PAGING]
     resting = [s for s in present if s.state in (State.PAUSED, State.HIBERNATED)]
     growths = [growth(stage, now_s, horizon_s) for stage in active]
@@ -97,19 +97,21 @@ def relieve(
 
 def is_known(stage: Stage) -> bool:
     """Whether it goes on as is known of it, as far as can be seen."""
-    return (stage.source == "history" or bool(stage.parts)) and stage.size_bytes < 1.1 * stage.predicted_bytes
+    predicted = stage.predicted
+    is_measured = predicted.source == "history" or bool(predicted.parts)
+    return is_measured and stage.memory.size_bytes < 1.1 * predicted.bytes
 
 
 def growth(stage: Stage, now_s: float, horizon_s: float) -> float:
     """What it will take very soon: as it goes now, but no more than it is known to need."""
-    begins = max(0, min(START_BYTES, stage.predicted_bytes) - stage.size_bytes)
-    soon = max(0.0, stage.rate) * horizon_s + begins
+    begins = max(0, min(START_BYTES, stage.predicted.bytes) - stage.memory.size_bytes)
+    soon = max(0.0, stage.memory.rate) * horizon_s + begins
     if is_known(stage):
-        top = stage.predicted_bytes
+        top = stage.predicted.bytes
         if stage.follows_course:
-            done = stage.done_share(now_s, horizon_s) * len(stage.parts)
-            top = max(stage.parts[: int(done) + 1])
-        return min(soon, max(top - stage.size_bytes, KNOWN_SHARE * stage.predicted_bytes))
+            done = stage.done_share(now_s, horizon_s) * len(stage.predicted.parts)
+            top = max(stage.predicted.parts[: int(done) + 1])
+        return min(soon, max(top - stage.memory.size_bytes, KNOWN_SHARE * stage.predicted.bytes))
     return soon
 
 
@@ -125,26 +127,27 @@ def _squeeze(
 ) -> list[Action]:
     """One stage runs at most, and it is still too much."""
     smallest_gain = max(top // 50, 4 * 2**20)
-    paused = [s for s in resting if s.state is State.PAUSED and s.rss_bytes > smallest_gain]
+    paused = [s for s in resting if s.state is State.PAUSED and s.memory.rss_bytes > smallest_gain]
     if paging:  # memory is on its way out: hold the rest until it has gone
         return [Action(Kind.PAUSE, stage) for stage in active if used > top]
-    for stage in sorted(paused, key=lambda s: -s.rss_bytes):
-        if stage.can_page and not stage.page_failed:
+    for stage in sorted(paused, key=lambda s: -s.memory.rss_bytes):
+        if stage.paging.can_page and not stage.paging.failed:
             return [Action(Kind.HIBERNATE, stage)] + [Action(Kind.PAUSE, s) for s in active if used > top]
     if paused:
-        return [Action(Kind.REQUEUE, max(paused, key=lambda s: s.started_s))]
+        return [Action(Kind.REQUEUE, max(paused, key=lambda s: s.times.started_s))]
     if not active:
         return []
     stage = active[0]
     if used < SURE_SHARE * top:
         return []  # a burst at its beginning; nobody else can make room, so there is time to see
-    if stage.pageouts and now_s - stage.since_s < SETTLE_S and stage.lowest_bytes > 0.8 * stage.paged_bytes:
+    has_just_begun = stage.counts.pageouts and now_s - stage.times.since_s < SETTLE_S
+    if has_just_begun and stage.paging.lowest_bytes > 0.8 * stage.paging.paged_bytes:
         return []  # the pager has hardly begun
-    if stage.can_page and not stage.page_failed:
+    if stage.paging.can_page and not stage.paging.failed:
         return [Action(Kind.PAGE, stage)]
     if used <= top:
         return []
-    return [Action(Kind.TOO_LARGE if fixed and not stage.without_pager else Kind.REQUEUE, stage)]
+    return [Action(Kind.TOO_LARGE if fixed and not stage.paging.without_pager else Kind.REQUEUE, stage)]
 
 
 def _resume(
@@ -152,11 +155,11 @@ def _resume(
 ) -> list[Action]:
     if not resting or paging:
         return []
-    oldest = min(resting, key=lambda s: s.started_s)
-    if active and now_s - oldest.since_s < REST_S:
+    oldest = min(resting, key=lambda s: s.times.started_s)
+    if active and now_s - oldest.times.since_s < REST_S:
         return []
-    taken = sum(max(0, s.expected_bytes - s.rss_bytes) for s in active)
-    needs = max(0, oldest.expected_bytes - oldest.rss_bytes)
+    taken = sum(max(0, s.expected_bytes - s.memory.rss_bytes) for s in active)
+    needs = max(0, oldest.expected_bytes - oldest.memory.rss_bytes)
     if not active or used + taken + needs <= top:
         return [Action(Kind.RESUME, oldest)]
     return []

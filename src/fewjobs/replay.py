@@ -259,7 +259,8 @@ def plan(items: Sequence[Item], *, budget_bytes: int, slots: int) -> Outcome:
 
     def offer(chain: list[Item]) -> None:
         if chain:
-            stage = Stage(chain[0].unit, chain[0].arch, chain[0].name, predicted_bytes=chain[0].peak_bytes)
+            stage = Stage(chain[0].unit, chain[0].arch, chain[0].name)
+            stage.predicted.bytes = chain[0].peak_bytes
             waiting.append((stage, chain))
 
     for chain in chains.values():

@@ -55,14 +55,14 @@ def admit(
             if count == 0:
                 return [stage]
             continue
-        fresh = Course(stage.predicted_bytes, stage.parts, 0.0, stage.predicted_s * pace)
+        fresh = Course(stage.predicted.bytes, stage.predicted.parts, 0.0, stage.predicted.seconds * pace)
         if fits(fresh, course, room) or (count == 0 and not started):
             started.append(stage)
             course.append(fresh)
-        elif now_s - stage.queued_s > PATIENCE_S + 2 * stage.predicted_s:
+        elif now_s - stage.times.queued_s > PATIENCE_S + 2 * stage.predicted.seconds:
             break
     if any(stage.alone for stage in waiting):
-        oldest = min(s.queued_s for s in waiting if s.alone)
+        oldest = min(s.times.queued_s for s in waiting if s.alone)
         return [s for s in started if now_s - oldest < PATIENCE_S]
     return started
 
@@ -72,12 +72,12 @@ def _in_order(waiting: Sequence[Stage]) -> list[Stage]:
 
     These end soon, and tell how the need follows from the input.
     """
-    inputs = sorted(s.input_bytes for s in waiting if s.source == "prior")
+    inputs = sorted(s.input_bytes for s in waiting if s.predicted.source == "prior")
     middle = inputs[len(inputs) // 2] if len(inputs) > 2 else -1
 
     def rank(stage: Stage) -> tuple[int, int, float]:
-        unknown = stage.source == "prior" and stage.input_bytes != middle
-        return -stage.predicted_bytes, stage.input_bytes if unknown else 0, stage.queued_s
+        unknown = stage.predicted.source == "prior" and stage.input_bytes != middle
+        return -stage.predicted.bytes, stage.input_bytes if unknown else 0, stage.times.queued_s
 
     return sorted(waiting, key=rank)
 
@@ -109,19 +109,20 @@ class Course(NamedTuple):
 
 def stage_course(stage: Stage, now_s: float, pace: float = 1.0) -> Course:
     """What a present stage will still need."""
-    most = max(stage.expected_bytes, stage.rss_bytes)
-    patience = RESTING_S + 2 * stage.predicted_s  # then newcomers leave it room to go on
-    if stage.state is State.HIBERNATED and now_s - stage.since_s < patience:
-        return Course(stage.rss_bytes, (), 0.0, 0.0)
-    known = stage.state is State.RUNNING and stage.size_bytes <= stage.predicted_bytes
+    most = max(stage.expected_bytes, stage.memory.rss_bytes)
+    patience = RESTING_S + 2 * stage.predicted.seconds  # then newcomers leave it room to go on
+    if stage.state is State.HIBERNATED and now_s - stage.times.since_s < patience:
+        return Course(stage.memory.rss_bytes, (), 0.0, 0.0)
+    known = stage.state is State.RUNNING and stage.memory.size_bytes <= stage.predicted.bytes
     if not known or not stage.follows_course:
         return Course(most, (), 0.0, 0.0)
     # Its memory says how far it has come, too: on a busy machine that is less far than the clock says.
-    reached = sum(part <= stage.rss_bytes for part in stage.parts) / len(stage.parts)
-    done = min(stage.done_share(now_s), reached + 1 / len(stage.parts))
+    parts = stage.predicted.parts
+    reached = sum(part <= stage.memory.rss_bytes for part in parts) / len(parts)
+    done = min(stage.done_share(now_s), reached + 1 / len(parts))
     if done >= 1:
         return Course(most, (), 0.0, 0.0)
-    return Course(most, stage.parts, done, stage.predicted_s * pace, stage.rss_bytes)
+    return Course(most, stage.predicted.parts, done, stage.predicted.seconds * pace, stage.memory.rss_bytes)
 
 
 def fits(fresh: Course, present: Sequence[Course], room: int) -> bool:

@@ -49,116 +49,94 @@ class State(Enum):
 ON_MACHINE = (State.RUNNING, State.PAUSED, State.PAGING, State.HIBERNATED)
 
 
-@dataclass(eq=False)
-class Stage:
-    """What is known of one step.
+@dataclass
+class Predicted:
+    """What one stage is supposed to need.
 
     Attributes:
-        unit: the source file, as the build names it.
-        arch: the GPU architecture ("90", "100a"), or "" for the host.
-        name: "c++", "c", "cudafe++", "cicc", "ptxas", "fatbinary", "nvlink", "link", or the tool's name.
-        tool: the path of the tool.
-        keys: under which its history is kept, the most exact first.
-        input_bytes: size of what it reads, if that is one intermediate file.
-        predicted_bytes: what it is supposed to need.
-        queued_s: when it asked, started and ended, in seconds of the build.
-        pid: the tool's process, which leads a group of its own.
-        rss_bytes: resident memory of the group now; ``size_bytes`` counts what was paged out, too.
-        curve: times and resident bytes, alternating.
+        bytes: of memory, the most.
+        seconds: on a processor of its own.
+        cpu_s: of processors' time.
+        parts: the most bytes in each eighth of its length, last time; empty if nobody knows.
+        source: "history", "siblings" or "prior".
     """
 
-    unit: str
-    arch: str = ""
-    name: str = "c++"
-    tool: str = ""
-    keys: tuple[str, ...] = ()
-    input_bytes: int = 0
-    predicted_bytes: int = 0
-    predicted_s: float = 0.0  # on a processor of its own
-    predicted_cpu_s: float = 0.0
-    parts: tuple[int, ...] = ()  # the most in each eighth of its length, last time
+    bytes: int = 0
+    seconds: float = 0.0
+    cpu_s: float = 0.0
+    parts: tuple[int, ...] = ()
     source: str = "prior"
+
+
+@dataclass
+class Times:
+    """When things happened to one stage, in seconds of the build, and how long they took.
+
+    Attributes:
+        queued_s: when it asked to start.
+        started_s: when its last attempt began.
+        ended_s: when it was through.
+        since_s: since when it is in its state.
+        waited_s: how long it has waited for its turn.
+        paused_s: how long it has been stopped.
+        cpu_s: the processors' time of all attempts.
+        used_cpu_s: of this attempt so far, at the last sample.
+    """
+
     queued_s: float = 0.0
     started_s: float = 0.0
     ended_s: float = 0.0
+    since_s: float = 0.0
     waited_s: float = 0.0
     paused_s: float = 0.0
-    pid: int = 0
-    state: State = State.WAITING
+    cpu_s: float = 0.0
+    used_cpu_s: float = 0.0
+
+
+@dataclass
+class Memory:
+    """What one stage's processes hold, how fast it grows, and what it was.
+
+    Attributes:
+        rss_bytes: resident memory of the group now.
+        anon_bytes: of these, private memory without a file.
+        size_bytes: the same as ``rss_bytes``, and what was paged out.
+        peak_bytes: the most that was ever resident.
+        most_bytes: the largest size of this attempt, paged out or not.
+        high_bytes: the same since it last shrank.
+        grew_s: when that was last passed.
+        rising_s: since when it only grows.
+        sampled_s: when the last sample was taken.
+        rate: growth in bytes a second.
+        growth: the same over some seconds, when it was stopped.
+        file_bytes: of memory that is no private one, the most before anything was paged out.
+        members: its processes.
+        leaf: the process that holds most.
+        curve: times and resident bytes, alternating.
+    """
+
     rss_bytes: int = 0
     anon_bytes: int = 0
     size_bytes: int = 0
     peak_bytes: int = 0
-    rate: float = 0.0  # bytes a second
-    growth: float = 0.0  # the same over some seconds, when it was stopped
-    most_bytes: int = 0  # the largest size of this attempt, paged out or not
-    high_bytes: int = (
-        0  # the same since it last shrank, when it was last passed, and since when it only grows
-    )
+    most_bytes: int = 0
+    high_bytes: int = 0
     grew_s: float = 0.0
     rising_s: float = 0.0
-    cpu_s: float = 0.0
-    used_cpu_s: float = 0.0  # so far, at the last sample
-    code: int | None = None
-    attempts: int = 0
-    pauses: int = 0
-    hibernations: int = 0
-    pageouts: int = 0
-    requeues: int = 0
-    cached: bool = False
-    can_page: bool = False
-    without_pager: bool = False  # it was supposed to be too small to need one; another attempt has it
-    alone: bool = False
-    paged_bytes: int = 0  # anonymous memory when the pager was called, and the lowest since
-    lowest_bytes: int = 0
-    file_bytes: int = 0  # of the memory that is no private one, the most before anything was paged out
-    since_s: float = 0.0  # in this state
     sampled_s: float = 0.0
-    page_failed: bool = False
-    futile: int = 0  # pagings that gave nothing back
-    kills: int = 0  # by others than us
+    rate: float = 0.0
+    growth: float = 0.0
+    file_bytes: int = 0
     members: list[int] = field(default_factory=list)
-    leaf: int = 0  # the process that holds most of the memory
+    leaf: int = 0
     curve: array[float] = field(default_factory=lambda: array("d"))
 
-    @property
-    def label(self) -> str:
-        """Unit, architecture and stage, for people."""
-        return f"{self.unit}{f' [sm_{self.arch}]' if self.arch else ''} {self.name}"
-
-    @property
-    def expected_bytes(self) -> int:
-        """What to count with until it ends."""
-        return max(self.predicted_bytes, self.size_bytes)
-
-    @property
-    def on_machine(self) -> bool:
-        """Whether its processes exist."""
-        return self.state in ON_MACHINE
-
-    @property
-    def is_at_work(self) -> bool:
-        """Whether it takes a processor."""
-        return self.state in (State.RUNNING, State.PAGING)
-
-    @property
-    def class_bytes(self) -> int:
-        """Twice the largest that is known of its kind: beyond, growth without end is suspected."""
-        return 2 * max(LARGEST_SEEN.get(self.name, OTHER_LARGEST), self.predicted_bytes)
-
-    @property
-    def follows_course(self) -> bool:
-        """Whether its memory may be expected to go on as that of last time."""
-        return bool(self.parts) and self.attempts <= 1 and not (self.pageouts or self.hibernations)
-
-    def reset(self) -> None:
-        """Begin an attempt."""
+    def reset(self, now_s: float) -> None:
+        """Begin an attempt, of which nothing is known yet; peak and curve stay."""
         self.rss_bytes = self.anon_bytes = self.size_bytes = self.high_bytes = self.most_bytes = self.leaf = 0
         self.rate = self.sampled_s = 0.0
-        self.grew_s = self.rising_s = self.started_s
-        self.can_page = self.page_failed = False
-        self.paged_bytes = self.futile = self.file_bytes = 0
-        self.used_cpu_s = 0.0
+        self.grew_s = self.rising_s = now_s
+        self.file_bytes = 0
         self.members = []
 
     def sized(self, now_s: float, size_bytes: int) -> None:
@@ -174,27 +152,6 @@ class Stage:
         if size_bytes > 1.002 * self.high_bytes or size_bytes < 0.95 * self.high_bytes:
             self.high_bytes, self.grew_s = size_bytes, now_s
 
-    def done_share(self, now_s: float, ahead_s: float = 0.0) -> float:
-        """How far it has come, as a share of its length: by the processor's time, as others slow it down."""
-        if self.predicted_cpu_s and self.used_cpu_s:
-            speed = max(1.0, self.predicted_cpu_s / max(0.001, self.predicted_s))  # more threads than one
-            return (self.used_cpu_s + speed * (now_s - self.sampled_s + ahead_s)) / self.predicted_cpu_s
-        return (now_s - self.started_s + ahead_s) / max(0.05, self.predicted_s)
-
-    def course(self) -> tuple[int, ...]:
-        """The most in each eighth of its length; () if it was disturbed or too short to tell."""
-        length = self.ended_s - self.started_s
-        if self.attempts > 1 or self.pauses or self.pageouts or self.hibernations or length < SHORT_S:
-            return ()
-        highest = [0.0] * PARTS
-        for at, held in zip(self.curve[::2], self.curve[1::2], strict=True):
-            part = min(PARTS - 1, max(0, int((at - self.started_s) / length * PARTS)))
-            highest[part] = max(highest[part], held)
-        for i in range(1, PARTS):  # nothing new was noted: as before
-            highest[i] = highest[i] or highest[i - 1]
-        missed = max(1.0, self.peak_bytes / max(1.0, *highest))  # between two samples
-        return tuple(int(h * missed) for h in highest)
-
     def note(self, now_s: float, rss_bytes: int) -> None:
         """Keep a point of the curve if it says something new."""
         if len(self.curve) >= 2:
@@ -202,3 +159,144 @@ class Stage:
             if now_s - last_s < 1.0 and abs(rss_bytes - last) <= 0.02 * max(last, rss_bytes):
                 return
         self.curve.extend((now_s, float(rss_bytes)))
+
+
+@dataclass
+class Paging:
+    """How one stage and the pager get on.
+
+    Attributes:
+        can_page: whether its largest process has a pager.
+        without_pager: it was supposed to be too small to need one; another attempt has it.
+        failed: whether it is not to be tried again.
+        futile: pagings that gave nothing back.
+        paged_bytes: anonymous memory when the pager was called.
+        lowest_bytes: the least of it since.
+    """
+
+    can_page: bool = False
+    without_pager: bool = False
+    failed: bool = False
+    futile: int = 0
+    paged_bytes: int = 0
+    lowest_bytes: int = 0
+
+    def reset(self) -> None:
+        """Begin an attempt."""
+        self.can_page = self.failed = False
+        self.paged_bytes = self.futile = 0
+
+
+@dataclass
+class Counts:
+    """How often things were done to one stage; ``kills`` are by others than us."""
+
+    attempts: int = 0
+    pauses: int = 0
+    hibernations: int = 0
+    pageouts: int = 0
+    requeues: int = 0
+    kills: int = 0
+
+
+@dataclass(eq=False)
+class Stage:
+    """What is known of one step.
+
+    Attributes:
+        unit: the source file, as the build names it.
+        arch: the GPU architecture ("90", "100a"), or "" for the host.
+        name: "c++", "c", "cudafe++", "cicc", "ptxas", "fatbinary", "nvlink", "link", or the tool's name.
+        tool: the path of the tool.
+        keys: under which its history is kept, the most exact first.
+        input_bytes: size of what it reads, if that is one intermediate file.
+        state: where it is.
+        pid: the tool's process, which leads a group of its own.
+        code: what it ended with.
+        alone: whether nothing else may run beside it.
+    """
+
+    unit: str
+    arch: str = ""
+    name: str = "c++"
+    tool: str = ""
+    keys: tuple[str, ...] = ()
+    input_bytes: int = 0
+    state: State = State.WAITING
+    pid: int = 0
+    code: int | None = None
+    alone: bool = False
+    predicted: Predicted = field(default_factory=Predicted)
+    times: Times = field(default_factory=Times)
+    memory: Memory = field(default_factory=Memory)
+    paging: Paging = field(default_factory=Paging)
+    counts: Counts = field(default_factory=Counts)
+
+    @property
+    def ran_s(self) -> float:
+        """How long its last attempt took, once it has ended."""
+        return self.times.ended_s - self.times.started_s
+
+    @property
+    def label(self) -> str:
+        """Unit, architecture and stage, for people."""
+        return f"{self.unit}{f' [sm_{self.arch}]' if self.arch else ''} {self.name}"
+
+    @property
+    def expected_bytes(self) -> int:
+        """What to count with until it ends."""
+        return max(self.predicted.bytes, self.memory.size_bytes)
+
+    @property
+    def on_machine(self) -> bool:
+        """Whether its processes exist."""
+        return self.state in ON_MACHINE
+
+    @property
+    def is_at_work(self) -> bool:
+        """Whether it takes a processor."""
+        return self.state in (State.RUNNING, State.PAGING)
+
+    @property
+    def class_bytes(self) -> int:
+        """Twice the largest that is known of its kind: beyond, growth without end is suspected."""
+        return 2 * max(LARGEST_SEEN.get(self.name, OTHER_LARGEST), self.predicted.bytes)
+
+    @property
+    def was_paged(self) -> bool:
+        """Whether some of its memory has been moved to the disk: then resident bytes say little."""
+        return bool(self.counts.pageouts or self.counts.hibernations)
+
+    @property
+    def follows_course(self) -> bool:
+        """Whether its memory may be expected to go on as that of last time."""
+        return bool(self.predicted.parts) and self.counts.attempts <= 1 and not self.was_paged
+
+    def reset(self) -> None:
+        """Begin an attempt."""
+        self.memory.reset(self.times.started_s)
+        self.paging.reset()
+        self.times.used_cpu_s = 0.0
+
+    def done_share(self, now_s: float, ahead_s: float = 0.0) -> float:
+        """How far it has come, as a share of its length: by the processor's time, as others slow it down."""
+        predicted, times = self.predicted, self.times
+        if predicted.cpu_s and times.used_cpu_s:
+            speed = max(1.0, predicted.cpu_s / max(0.001, predicted.seconds))  # more threads than one
+            used_cpu_s = times.used_cpu_s + speed * (now_s - self.memory.sampled_s + ahead_s)
+            return used_cpu_s / predicted.cpu_s
+        return (now_s - times.started_s + ahead_s) / max(0.05, predicted.seconds)
+
+    def course(self) -> tuple[int, ...]:
+        """The most in each eighth of its length; () if it was disturbed or too short to tell."""
+        length, curve = self.ran_s, self.memory.curve
+        if self.counts.attempts > 1 or self.counts.pauses or self.was_paged or length < SHORT_S:
+            return ()
+        highest = [0.0] * PARTS
+        for at, held in zip(curve[::2], curve[1::2], strict=True):
+            part = min(PARTS - 1, max(0, int((at - self.times.started_s) / length * PARTS)))
+            highest[part] = max(highest[part], held)
+        for i in range(1, PARTS):  # nothing new was noted: as before
+            highest[i] = highest[i] or highest[i - 1]
+        missed = max(1.0, self.memory.peak_bytes / max(1.0, *highest))  # between two samples
+        return tuple(int(h * missed) for h in highest)

@@ -59,7 +59,7 @@ class Trace:
         self.counts[what] = self.counts.get(what, 0) + 1
         if len(self.events) < MAX_EVENTS:
             self.events.append((round(now_s, 3), what, label))
-        held = f" at {size(stage.rss_bytes)}" if stage is not None and stage.rss_bytes else ""
+        held = f" at {size(stage.memory.rss_bytes)}" if stage is not None and stage.memory.rss_bytes else ""
         self._write(f"{now_s:9.2f} s  {what}: {label}{held}")
 
     def from_cache(self, request: Request, now_s: float) -> None:
@@ -74,8 +74,9 @@ class Trace:
             return
         how = why or ("done" if stage.code == 0 else f"failed with {stage.code}")
         self._write(
-            f"{now_s:9.2f} s  {how}: {stage.label}, {stage.ended_s - stage.started_s:.2f} s, peak "
-            f"{size(stage.peak_bytes)} (supposed {size(stage.predicted_bytes)}, {stage.source})"
+            f"{now_s:9.2f} s  {how}: {stage.label}, {stage.ran_s:.2f} s, peak "
+            f"{size(stage.memory.peak_bytes)} (supposed {size(stage.predicted.bytes)}, "
+            f"{stage.predicted.source})"
         )
 
     def say(self, text: str) -> None:
@@ -148,27 +149,29 @@ class Trace:
 
 
 def _stage(stage: Stage) -> dict[str, Any]:
-    curve = [[round(t, 2), int(b)] for t, b in zip(stage.curve[::2], stage.curve[1::2], strict=True)]
+    curve = [
+        [round(t, 2), int(b)] for t, b in zip(stage.memory.curve[::2], stage.memory.curve[1::2], strict=True)
+    ]
     return {
         "unit": stage.unit,
         "arch": stage.arch,
         "stage": stage.name,
-        "predicted_bytes": stage.predicted_bytes,
-        "predicted_from": stage.source,
-        "peak_bytes": max(stage.peak_bytes, stage.most_bytes if stage.pageouts or stage.hibernations else 0),
-        "resident_bytes": stage.peak_bytes,
-        "cpu_s": round(stage.cpu_s, 3),
-        "queued_s": round(stage.queued_s, 3),
-        "started_s": round(stage.started_s, 3),
-        "ended_s": round(stage.ended_s, 3),
-        "waited_s": round(stage.waited_s, 3),
-        "paused_s": round(stage.paused_s, 3),
-        "attempts": stage.attempts,
-        "pauses": stage.pauses,
-        "hibernations": stage.hibernations,
-        "pageouts": stage.pageouts,
-        "requeues": stage.requeues,
-        "kills": stage.kills,
+        "predicted_bytes": stage.predicted.bytes,
+        "predicted_from": stage.predicted.source,
+        "peak_bytes": max(stage.memory.peak_bytes, stage.memory.most_bytes if stage.was_paged else 0),
+        "resident_bytes": stage.memory.peak_bytes,
+        "cpu_s": round(stage.times.cpu_s, 3),
+        "queued_s": round(stage.times.queued_s, 3),
+        "started_s": round(stage.times.started_s, 3),
+        "ended_s": round(stage.times.ended_s, 3),
+        "waited_s": round(stage.times.waited_s, 3),
+        "paused_s": round(stage.times.paused_s, 3),
+        "attempts": stage.counts.attempts,
+        "pauses": stage.counts.pauses,
+        "hibernations": stage.counts.hibernations,
+        "pageouts": stage.counts.pageouts,
+        "requeues": stage.counts.requeues,
+        "kills": stage.counts.kills,
         "code": stage.code,
         "curve": thin(curve, CURVE_POINTS),
     }

@@ -119,9 +119,9 @@ def judge(
     stage: Stage, kind: Kind | None, *, budget_bytes: int, toolkit: str, why: str, has_pager: bool
 ) -> Verdict:
     """The verdict on a stage that was stopped, or (kind None) killed again and again."""
-    grown = max(stage.most_bytes, stage.high_bytes, stage.peak_bytes)
-    rate = stage.growth or mean_rate(stage)
-    seen = max(LARGEST_SEEN.get(stage.name, OTHER_LARGEST), stage.predicted_bytes)
+    grown = max(stage.memory.most_bytes, stage.memory.high_bytes, stage.memory.peak_bytes)
+    rate = stage.memory.growth or mean_rate(stage)
+    seen = max(LARGEST_SEEN.get(stage.name, OTHER_LARGEST), stage.predicted.bytes)
     release = f"CUDA {toolkit}, " if toolkit and stage.name not in ("c", "c++", "link") else ""
     what = f"{stage.label} ({release}{platform.machine()})"
     if kind is Kind.RUNAWAY:
@@ -138,8 +138,9 @@ def judge(
         return Verdict("runaway", stage.label, grown, rate, toolkit, sentence, fault.source if fault else "")
     if kind is None:
         sentence = (
-            f"{what} was killed from outside {stage.kills + 1} times, the last time alone, at {size(grown)}; "
-            f"give the build less than the killer allows with --memory, or ask for more than {size(grown)}."
+            f"{what} was killed from outside {stage.counts.kills + 1} times, the last time alone, at "
+            f"{size(grown)}; give the build less than the killer allows with --memory, or ask for more than "
+            f"{size(grown)}."
         )
         return Verdict("killed", stage.label, grown, rate, toolkit, sentence)
     reason = "paging gives nothing back" if has_pager else "it cannot be paged to the disk here"
@@ -153,8 +154,8 @@ def judge(
 
 def mean_rate(stage: Stage) -> float:
     """Growth over the last few seconds."""
-    curve = list(zip(stage.curve[::2], stage.curve[1::2], strict=True))
+    curve = list(zip(stage.memory.curve[::2], stage.memory.curve[1::2], strict=True))
     recent = [point for point in curve if curve[-1][0] - point[0] <= 5.0]
     if len(recent) < 2 or recent[-1][0] <= recent[0][0]:
-        return max(0.0, stage.rate)
-    return max(stage.rate, (recent[-1][1] - recent[0][1]) / (recent[-1][0] - recent[0][0]), 0.0)
+        return max(0.0, stage.memory.rate)
+    return max(stage.memory.rate, (recent[-1][1] - recent[0][1]) / (recent[-1][0] - recent[0][0]), 0.0)

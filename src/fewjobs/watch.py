@@ -112,33 +112,34 @@ def sample_stage(sampler: Sampler, stage: Stage, now_s: float, *, look: bool) ->
     """Read the memory of a stage's processes; ``look`` for new ones among them."""
     if not stage.pid:
         return
-    fresh_look = look or not stage.members or now_s - stage.started_s < 0.3 or stage.rss_bytes < 8 * 2**20
+    held = stage.memory
+    fresh_look = look or not held.members or now_s - stage.times.started_s < 0.3 or held.rss_bytes < 8 * 2**20
     if fresh_look:
         fresh = members(stage.pid)
-        for gone in set(stage.members) - set(fresh):
+        for gone in set(held.members) - set(fresh):
             sampler.forget(gone)
-        stage.members = fresh
+        held.members = fresh
     rss = anon = largest = data = 0
-    leaf = stage.leaf
-    for pid in stage.members:
+    leaf = held.leaf
+    for pid in held.members:
         memory = sampler.memory(pid)
         if memory is None:
             continue
         rss, anon = rss + memory.rss, anon + memory.anon
         if memory.data > largest:
             largest, leaf, data = memory.data, pid, memory.data
-    if leaf != stage.leaf or (not stage.can_page and fresh_look and rss > 4 * 2**20):
-        stage.leaf, stage.can_page = leaf, has_pager(leaf)
-    stage.rss_bytes, stage.anon_bytes = rss, anon
-    if stage.predicted_cpu_s and stage.parts:
-        stage.used_cpu_s = max(stage.used_cpu_s, sampler.cpu_seconds(stage.members))
-    stage.lowest_bytes = min(stage.lowest_bytes, anon)
+    if leaf != held.leaf or (not stage.paging.can_page and fresh_look and rss > 4 * 2**20):
+        held.leaf, stage.paging.can_page = leaf, has_pager(leaf)
+    held.rss_bytes, held.anon_bytes = rss, anon
+    if stage.predicted.cpu_s and stage.predicted.parts:
+        stage.times.used_cpu_s = max(stage.times.used_cpu_s, sampler.cpu_seconds(held.members))
+    stage.paging.lowest_bytes = min(stage.paging.lowest_bytes, anon)
     size = rss
-    if stage.pageouts or stage.hibernations:
+    if stage.was_paged:
         # Once something was paged out, resident memory says little: then the private addresses count.
-        size = max(rss, data + stage.file_bytes)
+        size = max(rss, data + held.file_bytes)
     else:
-        stage.file_bytes = max(stage.file_bytes, rss - anon)
-    stage.sized(now_s, size)
-    stage.peak_bytes = max(stage.peak_bytes, rss)
-    stage.note(now_s, rss)
+        held.file_bytes = max(held.file_bytes, rss - anon)
+    held.sized(now_s, size)
+    held.peak_bytes = max(held.peak_bytes, rss)
+    held.note(now_s, rss)

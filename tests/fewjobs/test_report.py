@@ -30,6 +30,7 @@ from fewjobs.stage import Stage
 from fewjobs.trace import Trace, thin, write_profile
 from fewjobs.verdict import judge, known_fault
 from fewjobs.watch import BudgetWatch
+from tests.fewjobs.stages import staged
 
 MB, GIB = 10**6, 2**30
 
@@ -213,10 +214,10 @@ def test_the_packages_of_a_command_are_not_the_values_of_its_flags(line: str, pa
 
 
 def runaway() -> Stage:
-    found = Stage("transpose.cu", "", "cudafe++", predicted_bytes=450 * MB)
+    found = staged("transpose.cu", "", "cudafe++", predicted_bytes=450 * MB)
     for k in range(100):
-        found.curve.extend((k * 0.3, k * 0.3 * 233e6))
-    found.high_bytes = int(100 * 0.3 * 233e6)
+        found.memory.curve.extend((k * 0.3, k * 0.3 * 233e6))
+    found.memory.high_bytes = int(100 * 0.3 * 233e6)
     return found
 
 
@@ -274,13 +275,13 @@ def test_history_first_then_siblings_then_kind(tmp_path: Path) -> None:
     history = History(tmp_path / "h.jsonl")
 
     def predicted(unit: str, size: int = 0, arch: str = "90") -> tuple[int, str]:
-        asked = Stage(unit, arch, "ptxas", keys=(unit,), input_bytes=size)
+        asked = staged(unit, arch, "ptxas", keys=(unit,), input_bytes=size)
         history.predict(asked, room_bytes=8 * GIB, slots=4)
-        return asked.predicted_bytes, asked.source
+        return asked.predicted.bytes, asked.predicted.source
 
     assert predicted("new") == (200_000_000, "prior")
     for k in range(1, 6):
-        known = Stage(f"u{k}", "90", "ptxas", keys=(f"u{k}",), input_bytes=k * MB)
+        known = staged(f"u{k}", "90", "ptxas", keys=(f"u{k}",), input_bytes=k * MB)
         history.learn(known, peak_bytes=(50 + 100 * k) * MB, seconds=1.0)
     assert predicted("u3") == (int(350 * MB * HEADROOM), "history")
     size, source = predicted("new", 10 * MB)
@@ -291,15 +292,15 @@ def test_history_first_then_siblings_then_kind(tmp_path: Path) -> None:
         file.write('{"keys": ["cut off')
     again = History(tmp_path / "h.jsonl")
     again.load()
-    asked = Stage("u5", "90", "ptxas", keys=("u5",))
+    asked = staged("u5", "90", "ptxas", keys=("u5",))
     again.predict(asked, room_bytes=8 * GIB, slots=4)
-    assert asked.source == "history"
+    assert asked.predicted.source == "history"
 
 
 def test_a_small_budget_tries_two_unknown_ones_at_once(tmp_path: Path) -> None:
-    asked = Stage("a.cpp", "", "c++")
+    asked = staged("a.cpp", "", "c++")
     History(tmp_path / "h").predict(asked, room_bytes=400 * MB, slots=2)
-    assert asked.predicted_bytes == int(0.95 * 200 * MB)
+    assert asked.predicted.bytes == int(0.95 * 200 * MB)
 
 
 def stage_machine(root: Path, available: int, limit: int | None = None, used: int = 0) -> None:
@@ -352,21 +353,21 @@ def test_a_new_unit_has_the_course_of_its_siblings(tmp_path: Path) -> None:
     history = History(tmp_path / "h.jsonl")
     for k in range(1, 8):
         peak = 100 * k * MB
-        known = Stage(f"u{k}", name="c++", keys=(f"u{k}",), input_bytes=k * MB, attempts=1, ended_s=float(k))
-        known.peak_bytes = peak
+        known = staged(f"u{k}", name="c++", keys=(f"u{k}",), input_bytes=k * MB, attempts=1, ended_s=float(k))
+        known.memory.peak_bytes = peak
         for part in range(9):  # half of it until its last quarter
-            known.curve.extend((k * part / 8, float(peak if part >= 6 else peak // 2)))
+            known.memory.curve.extend((k * part / 8, float(peak if part >= 6 else peak // 2)))
         history.learn(known, peak_bytes=peak, seconds=float(k))
-    asked = Stage("new", name="c++", input_bytes=6_500_000)
+    asked = staged("new", name="c++", input_bytes=6_500_000)
     history.predict(asked, room_bytes=8 * GIB, slots=4)
-    assert asked.source == "siblings"
-    assert asked.predicted_bytes == pytest.approx(LINE_HEADROOM * 650 * MB, rel=0.01)
-    assert asked.predicted_s == pytest.approx(LINE_HEADROOM * 6.5, rel=0.01)
-    assert [round(part / asked.predicted_bytes, 2) for part in asked.parts] == [0.5] * 6 + [1.0] * 2
-    far = Stage("far", name="c++", input_bytes=60 * MB)  # nobody of its size has been seen: no course
+    assert asked.predicted.source == "siblings"
+    assert asked.predicted.bytes == pytest.approx(LINE_HEADROOM * 650 * MB, rel=0.01)
+    assert asked.predicted.seconds == pytest.approx(LINE_HEADROOM * 6.5, rel=0.01)
+    assert [round(part / asked.predicted.bytes, 2) for part in asked.predicted.parts] == [0.5] * 6 + [1.0] * 2
+    far = staged("far", name="c++", input_bytes=60 * MB)  # nobody of its size has been seen: no course
     history.predict(far, room_bytes=8 * GIB, slots=4)
-    assert (far.source, far.parts) == ("siblings", ())
-    assert far.predicted_bytes > 6000 * MB
+    assert (far.predicted.source, far.predicted.parts) == ("siblings", ())
+    assert far.predicted.bytes > 6000 * MB
 
 
 def test_two_siblings_tell_how_the_need_follows_from_the_input() -> None:
@@ -382,22 +383,24 @@ def test_two_siblings_tell_how_the_need_follows_from_the_input() -> None:
 def test_what_was_disturbed_tells_siblings_nothing(tmp_path: Path) -> None:
     history = History(tmp_path / "h.jsonl")
     for k, pageouts in ((1, 0), (2, 0), (3, 0), (4, 0), (5, 3)):
-        stage = Stage(f"u{k}", name="c++", keys=(f"u{k}",), input_bytes=k * MB, attempts=1, pageouts=pageouts)
+        stage = staged(
+            f"u{k}", name="c++", keys=(f"u{k}",), input_bytes=k * MB, attempts=1, pageouts=pageouts
+        )
         history.learn(stage, peak_bytes=100 * k * MB * (2 if pageouts else 1), seconds=1.0)
-    asked = Stage("new", name="c++", input_bytes=5 * MB)
+    asked = staged("new", name="c++", input_bytes=5 * MB)
     history.predict(asked, room_bytes=8 * GIB, slots=4)
-    assert asked.predicted_bytes == pytest.approx(LINE_HEADROOM * 500 * MB, rel=0.01)
+    assert asked.predicted.bytes == pytest.approx(LINE_HEADROOM * 500 * MB, rel=0.01)
 
 
 def test_a_busy_machine_does_not_count(tmp_path: Path) -> None:
     history = History(tmp_path / "h.jsonl")
-    history.learn(Stage("u", keys=("u",), attempts=1, cpu_s=2.0), peak_bytes=100 * MB, seconds=9.0)
+    history.learn(staged("u", keys=("u",), attempts=1, cpu_s=2.0), peak_bytes=100 * MB, seconds=9.0)
     history.close()
     again = History(tmp_path / "h.jsonl")
     again.load()
-    asked = Stage("u", keys=("u",))
+    asked = staged("u", keys=("u",))
     again.predict(asked, room_bytes=GIB, slots=2)
-    assert (asked.predicted_s, asked.predicted_cpu_s) == (2.0, 2.0)
+    assert (asked.predicted.seconds, asked.predicted.cpu_s) == (2.0, 2.0)
 
 
 def test_siblings_sums_forget_the_oldest() -> None:
@@ -411,7 +414,7 @@ def test_siblings_sums_forget_the_oldest() -> None:
 
 def test_damaged_lines_of_the_history_are_left_out(tmp_path: Path) -> None:
     history = History(tmp_path / "h.jsonl")
-    history.learn(Stage("u1", "90", "ptxas", keys=("u1",)), peak_bytes=100 * MB, seconds=1.0)
+    history.learn(staged("u1", "90", "ptxas", keys=("u1",)), peak_bytes=100 * MB, seconds=1.0)
     history.write()
     whole = (tmp_path / "h.jsonl").read_text()
     odd = [
@@ -428,6 +431,6 @@ def test_damaged_lines_of_the_history_are_left_out(tmp_path: Path) -> None:
     (tmp_path / "h.jsonl").write_text("\n".join([*odd, whole]) + "\n")
     again = History(tmp_path / "h.jsonl")
     again.load()
-    asked = Stage("u1", "90", "ptxas", keys=("u1",))
+    asked = staged("u1", "90", "ptxas", keys=("u1",))
     again.predict(asked, room_bytes=8 * GIB, slots=4)
-    assert asked.source == "history"
+    assert asked.predicted.source == "history"

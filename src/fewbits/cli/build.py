@@ -125,7 +125,7 @@ class LiveTable:
 
     def table(self, controller: Controller) -> Group:
         """What there is to see now."""
-        stages = sorted(controller.stages, key=lambda s: (s.state is State.WAITING, -s.rss_bytes))
+        stages = sorted(controller.stages, key=lambda s: (s.state is State.WAITING, -s.memory.rss_bytes))
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1))
         for name in ("unit", "stage", "memory", "supposed", "time", ""):
             table.add_column(name, justify="left" if name in ("unit", "stage", "") else "right", no_wrap=True)
@@ -134,9 +134,9 @@ class LiveTable:
             table.add_row(
                 Text(stage.unit[-48:]),
                 Text(f"{stage.name} {stage.arch}".strip()),
-                size(stage.rss_bytes),
-                size(stage.predicted_bytes),
-                f"{now - stage.started_s:.0f} s",
+                size(stage.memory.rss_bytes),
+                size(stage.predicted.bytes),
+                f"{now - stage.times.started_s:.0f} s",
                 "" if stage.state is State.RUNNING else stage.state.value,
             )
         waiting = sum(s.state is State.WAITING for s in stages)
