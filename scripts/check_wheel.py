@@ -3,7 +3,8 @@
 The source distribution is built from the files that git knows (what lies beside them in a checkout would hide
 a file that is missing), the wheel from the source distribution. The wheel has to hold every file of src/, to
 the byte, and nothing else; it is installed into a new environment, where the packages of the environment that
-runs this are on the path and no fewbits of theirs, and `fewbits demo` runs there from a folder of its own.
+runs this are on the path and no fewbits of theirs, and `fewbits demo` and a `fewbits build` run there from a
+folder of their own. The build runner, `fewjobs`, is then installed alone into another one, without torch.
 
     python scripts/check_wheel.py [--keep FOLDER]
 
@@ -27,7 +28,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 BUILD_SDIST = "import sys; from setuptools import build_meta; print(build_meta.build_sdist(sys.argv[1]))"
 NEEDED_BESIDE = ("pyproject.toml", "README.md", "LICENSE", "PKG-INFO")  # in the source distribution
-WHERE = "import fewbits, fewbits.cli; print(fewbits.__file__)"
+WHERE = "import fewbits, fewbits.cli, fewjobs; print(fewbits.__file__, fewjobs.__file__, sep='\\n')"
+RUNNER = "src/fewjobs"
+NOT_IN_WHEEL = {f"{RUNNER}/pyproject.toml"}  # for those who install the runner alone
+HAS_TORCH = "import importlib.util as i; print([n for n in ('torch', 'fewbits') if i.find_spec(n)])"
+A_BUILD = ("--", "sh", "-c", "echo built")
 
 
 def run(command: list[str], cwd: Path, **variables: str) -> str:
@@ -63,7 +68,8 @@ def build(work: Path) -> tuple[Path, Path]:
 
 def compare(source: Path, wheel: Path) -> list[str]:
     """What is missing, too much or other than in the checkout, one sentence each."""
-    wanted = {path.relative_to("src").as_posix(): (ROOT / path).read_bytes() for path in tracked("src")}
+    files = [path for path in tracked("src") if path.as_posix() not in NOT_IN_WHEEL]
+    wanted = {path.relative_to("src").as_posix(): (ROOT / path).read_bytes() for path in files}
     with zipfile.ZipFile(wheel) as archive:
         held = {name: archive.read(name) for name in archive.namelist() if not name.endswith("/")}
     about = {name for name in held if ".dist-info/" in name}
@@ -94,6 +100,24 @@ def install(wheel: Path, folder: Path) -> Path:
     return python
 
 
+def check_runner(work: Path) -> str:
+    """What is wrong with the build runner where nothing else is installed, or ""."""
+    tree, folder = work / "runner", work / "alone"
+    for name in tracked(RUNNER):
+        (tree / name.relative_to(RUNNER)).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(ROOT / name, tree / name.relative_to(RUNNER))
+    venv.create(folder, with_pip=False)
+    python = folder / "bin" / "python"
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(python)]
+    run([*pip, "install", "-q", str(tree)], work)
+    if (others := run([str(python), "-c", HAS_TORCH], work).strip()) != "[]":
+        return f"{others} came with fewjobs, which has to do without"
+    variables = {"HOME": str(work), "XDG_CACHE_HOME": str(work / "cache")}
+    said = run([str(python.with_name("fewjobs")), *A_BUILD], work, **variables)
+    run([str(python.with_name("fewjobs")), "--doctor"], work, **variables)
+    return "" if said == "built\n" else f"fewjobs ran a build that printed {said!r}"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--keep", type=Path, help="copy both distributions into this folder")
@@ -110,14 +134,23 @@ def main() -> int:
         if wrong := compare(source, wheel):
             print("\n".join(wrong))
             return 1
-        print(f"every one of the {len(tracked('src'))} files of src/ is in both")
+        print(f"every one of the {len(tracked('src')) - len(NOT_IN_WHEEL)} files of src/ is in both")
         elsewhere = work / "elsewhere"
         elsewhere.mkdir()
         python = install(wheel, work / "environment")
-        found = Path(run([str(python), "-c", WHERE], elsewhere).strip())
-        if work / "environment" not in found.parents:
-            print(f"fewbits was taken from {found}, not from the wheel")
+        for place in run([str(python), "-c", WHERE], elsewhere).split():
+            if work / "environment" not in Path(place).parents:
+                print(f"{place} was imported, which is not from the wheel")
+                return 1
+        run(
+            [str(python.with_name("fewbits")), "build", *A_BUILD],
+            elsewhere,
+            XDG_CACHE_HOME=str(work / "cache"),
+        )
+        if wrong := check_runner(work):
+            print(wrong)
             return 1
+        print("fewbits build ran from the wheel, and fewjobs alone, without torch")
         said = run([str(python.with_name("fewbits")), "demo", "--quick"], elsewhere)
         print(*[line.strip("│ ") for line in said.splitlines() if "exact answers  " in line])
     print(f"the demo ran from the wheel alone; {time.monotonic() - began:.0f} s in all")

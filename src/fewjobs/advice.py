@@ -46,7 +46,7 @@ def temporary_in_memory(p: Profile) -> Iterator[Advice]:
             "TMPDIR in memory",
             f"{p['facts']['temporary']} is on {kind}: what compilers write there (240 MB for one unit were "
             "measured) takes the memory they need themselves.",
-            "export TMPDIR=/var/tmp, or fewbits build --keep DIR with DIR on a disk.",
+            "export TMPDIR=/var/tmp, or the option --keep DIR with DIR on a disk.",
         )
 
 

@@ -24,7 +24,7 @@ def read_profile(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise BadInput(f"{path} is not JSON ({error}); give a file that --profile has written.") from error
     if not isinstance(found, dict) or found.get("format") != FORMAT:
-        raise BadInput(f"{path} is no profile of this version; write one with fewbits build --profile.")
+        raise BadInput(f"{path} is no profile of this version; write one with the option --profile.")
     return found
 
 

@@ -21,6 +21,7 @@ from typing import Any
 from fewjobs.cache import Cache
 from fewjobs.controller import Controller
 from fewjobs.errors import BadInput, Unsupported
+from fewjobs.file_systems import IN_MEMORY, file_system
 from fewjobs.intake import WORTH_KEEPING_S, Intake
 from fewjobs.native import Native, build_native
 from fewjobs.options import Options
@@ -35,7 +36,6 @@ from fewjobs.window import Window, widen
 CACHE_BYTES = 20 * 2**30
 GRACE_S = 5.0  # between asking and killing
 _PR_SET_CHILD_SUBREAPER = 36
-_MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs", "devtmpfs")
 
 
 @dataclass
@@ -105,7 +105,7 @@ def run_build(
     """
     environ = _own_environment() if environ is None else dict(environ)
     if not command:
-        raise BadInput("there is no command to run; write it behind --, as in fewbits build -- ninja.")
+        raise BadInput("there is no command to run; write it behind --, as in -- ninja -j8.")
     executable = shutil.which(command[0], path=environ.get("PATH"))
     if executable is None:
         raise BadInput(f"there is no command {command[0]!r} on the PATH; check its name, or give its path.")
@@ -373,26 +373,9 @@ def _run_folder(root: Path) -> Path:
 def _pages_folder(store: Path, environ: Mapping[str, str]) -> Path | None:
     """A folder on a disk for memory that is paged out: the store's, TMPDIR or /var/tmp."""
     for place in (store, Path(environ.get("TMPDIR") or "/tmp"), Path("/var/tmp")):
-        if file_system(place) not in _MEMORY_FILE_SYSTEMS and os.access(place, os.W_OK):
+        if file_system(place) not in IN_MEMORY and os.access(place, os.W_OK):
             return place
     return None
-
-
-def file_system(path: Path) -> str:
-    """The kind of file system that holds a path."""
-    best, kind = "", ""
-    real = os.path.realpath(path)
-    try:
-        lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return ""
-    for line in lines:
-        before, _, after = line.partition(" - ")
-        fields = before.split()
-        mount = fields[4].rstrip("/") if len(fields) > 4 else "?"
-        if f"{real}/".startswith(f"{mount}/") and len(mount) >= len(best):
-            best, kind = mount, (after.split() or [""])[0]
-    return kind
 
 
 def _facts(environ: Mapping[str, str], store: Path, pager: bool) -> dict[str, Any]:

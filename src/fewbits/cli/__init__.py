@@ -39,7 +39,7 @@ def _run(argv: list[str]) -> int:
         return bench([a for a in argv[argv.index("bench") + 1 :] if a != "--debug"])
     behind: list[str] = []
     if command == "build":  # what stands behind -- is a command line of somebody else's
-        from fewbits.cli.build_flags import split_command
+        from fewjobs.flags import split_command
 
         argv, behind = split_command(argv)
     parser = build_parser(with_train_flags=command == "train")

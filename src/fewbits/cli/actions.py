@@ -270,7 +270,7 @@ def doctor(args: Namespace) -> int:
 
 def build(args: Namespace) -> int:
     """``fewbits build``."""
-    from fewbits.cli.build import build as run
+    from fewjobs.command_line import build as run
 
     return run(args)
 

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-_NO_TERMINAL_WIDTH = 160  # a file or a pipe has no edge to wrap at
+from fewjobs.terminal import console
 
-
-def console(*, stderr: bool = False) -> Console:
-    """Standard output, or the error stream, as they are now."""
-    made = Console(stderr=stderr)
-    if not made.is_terminal:
-        made.width = _NO_TERMINAL_WIDTH
-    return made
+__all__ = ["Progress", "console"]
 
 
 class Progress:

@@ -246,7 +246,7 @@ def _doctor(commands: Any) -> None:
 
 
 def _build(commands: Any) -> None:
-    from fewbits.cli.build_flags import add_build_flags
+    from fewjobs.flags import add_build_flags
 
     usage = "fewbits build [--memory SIZE] [--keep DIR] [options] -- COMMAND..."
     add_build_flags(_command(commands, "build", usage=usage))

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from fewbits.doctor import gpu, machine, packages
-from fewbits.doctor.finding import Finding
 from fewbits.doctor.host import Host
 from fewbits.doctor.wheels import wheel
+from fewjobs.finding import Finding
 
 __all__ = ["CHECKS", "Finding", "Host", "diagnose"]
 

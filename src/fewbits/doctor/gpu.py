@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from fewbits.doctor.finding import Finding, Status
 from fewbits.doctor.host import Host
+from fewjobs.finding import Finding, Status
 
 # (release, architecture, what happens, source): reports of toolkits that misbehave.
 KNOWN_BAD_TOOLKITS = (

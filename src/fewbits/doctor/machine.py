@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import re
 
-from fewbits.doctor.finding import Finding
 from fewbits.doctor.host import Host
 from fewbits.words import size
-from fewjobs import read_budget
-from fewjobs.errors import Unsupported
+from fewjobs import doctor
+from fewjobs.finding import Finding
 
-# The largest single compiler process that we measured in Transformer Engine's sources: ptxas, sm_100a.
-LARGEST_UNIT_BYTES = 6_200_000_000
 LOW_SHM_BYTES = 2**30
 LOW_DISK_BYTES, FULL_DISK_BYTES = 10 * 2**30, 2**30
 
@@ -31,61 +28,12 @@ def architecture(host: Host) -> Finding:
 
 def memory(host: Host) -> Finding:
     """The memory that may be used, and who limits it."""
-    try:
-        budget = read_budget(root=host.root, environ=host.environ)
-    except Unsupported as error:
-        return Finding("memory", "warning", "unknown", str(error))
-    tightest = budget.binding
-    each = " for each process" if tightest.per_process else ""
-    what = f"{size(budget.available_bytes)} may be used{each}; the limit is the {tightest.name}'s"
-    what += f", {size(tightest.limit_bytes)} ({tightest.where})"
-    if budget.available_bytes < LARGEST_UNIT_BYTES:
-        return Finding(
-            "memory",
-            "warning",
-            what,
-            "One compiler process of a CUDA library can need more: 6.2 GB, measured in Transformer Engine.",
-            "Look for a wheel (fewbits doctor PACKAGE), or build for your own GPU's architecture only, with "
-            "one job and NVCC_APPEND_FLAGS='--threads 1'; or ask whoever set the limit for more.",
-        )
-    if tightest.name == "machine":
-        return Finding("memory", "ok", what)
-    return Finding(
-        "memory",
-        "note",
-        what,
-        "Tools that read the machine's free memory do not see this limit and are killed.",
-    )
+    return doctor.memory(host.root, host.environ)
 
 
 def temporary_folder(host: Host) -> Finding:
     """Whether temporary files live in memory."""
-    folder = host.environ.get("TMPDIR") or "/tmp"
-    if not host.at(folder).is_dir():
-        why = "Compilers and pip then fail, or write elsewhere than you think."
-        return Finding("TMPDIR", "warning", f"{folder} is no folder", why, f"Make it: mkdir -p {folder}")
-    kind = _file_system(host, folder)
-    if kind not in ("tmpfs", "ramfs"):
-        return Finding("TMPDIR", "ok", f"{folder} is on {kind or 'an unknown file system'}")
-    return Finding(
-        "TMPDIR",
-        "warning",
-        f"{folder} is on {kind}, which is memory",
-        "What compilers write there counts against the memory: 240 MB for one unit were measured.",
-        "Put TMPDIR on a disk before building: export TMPDIR=/var/tmp",
-    )
-
-
-def _file_system(host: Host, folder: str) -> str:
-    """The kind of the file system with the longest mount point above a folder; the last mount wins."""
-    best, kind = "", ""
-    for line in host.read("/proc/self/mountinfo").splitlines():
-        before, _, after = line.partition(" - ")
-        fields = before.split()
-        mount = fields[4].rstrip("/") if len(fields) > 4 else "?"
-        if f"{folder}/".startswith(f"{mount}/") and len(mount) >= len(best):
-            best, kind = mount, (after.split() or [""])[0]
-    return kind
+    return doctor.temporary_folder(host.root, host.environ)
 
 
 def shared_memory(host: Host) -> Finding:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 
-from fewbits.doctor.finding import Finding
 from fewbits.doctor.host import Host
+from fewjobs.finding import Finding
 
 # Distributions that install the same module over each other.
 SAME_MODULE = {

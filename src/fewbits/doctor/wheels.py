@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import re
 
-from fewbits.doctor.finding import Finding
 from fewbits.doctor.host import Host
+from fewjobs.finding import Finding
 
 TIMEOUT_S = 60.0
 _NO_ANSWER = re.compile(

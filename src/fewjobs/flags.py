@@ -1,4 +1,4 @@
-"""What ``fewbits build`` accepts."""
+"""What ``fewbits build`` and ``fewjobs`` accept."""
 
 from __future__ import annotations
 
