@@ -22,6 +22,9 @@ if TYPE_CHECKING:
         PatchKTOTrainer,
         is_bfloat16_supported,
     )
+    from fewbits.inference.answer_file import answer_file
+    from fewbits.inference.generate import Sampling
+    from fewbits.inference.many import generate_many
     from fewbits.kernels.stochastic.matmul import sc_matmul
     from fewbits.models.adapters import get_peft_model, load_adapter, lora_config
     from fewbits.models.convert import explain
@@ -68,6 +71,9 @@ _HOMES = {
     "register": "fewbits.models.hf_quantizer",
     "TrainConfig": "fewbits.training.config",
     "train": "fewbits.training.run",
+    "generate_many": "fewbits.inference.many",
+    "answer_file": "fewbits.inference.answer_file",
+    "Sampling": "fewbits.inference.generate",
     "prepare_qat": "fewbits.training.calibration.qat",
     "convert_qat": "fewbits.training.calibration.qat",
 }
@@ -88,12 +94,15 @@ __all__ = [
     "PatchKTOTrainer",
     "Recipe",
     "Rule",
+    "Sampling",
     "TrainConfig",
     "__version__",
+    "answer_file",
     "convert",
     "convert_qat",
     "explain",
     "fuse",
+    "generate_many",
     "get_format",
     "get_peft_model",
     "get_recipe",

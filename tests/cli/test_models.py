@@ -108,6 +108,45 @@ def test_messages(run, chat_model, tmp_path):
         assert run("generate", "--model", chat_model, "--messages", file, "--max-new-tokens", 5).code == 0
 
 
+def test_rows_of_a_file(run, model, tmp_path):
+    source, out = tmp_path / "rows.jsonl", tmp_path / "answers.jsonl"
+    source.write_text('{"prompt": "Once upon a time", "id": 7}\n\n{"prompt": "The dog"}\n')
+    options = ("generate", "--model", model, "--temperature", 0, "--max-new-tokens", 20, "--input", source)
+    shown = run(*options, "--output", out, "--at-a-time", 2)
+    assert shown.code == 0, shown.err
+    assert "2 answers in" in shown.err and "40 tokens" in shown.err and shown.out == ""
+    first, second = map(json.loads, out.read_text().splitlines())
+    assert first["id"] == 7 and first["answer"].startswith(", there was a little girl named Lily")
+    assert (first["tokens"], second["stopped_by"]) == (20, "length")
+    for more, message in (
+        (("--output", out), "is there already"),
+        ((), "--input needs --output"),
+        (("--output", tmp_path / "b", "--at-a-time", 300), "give 1 to 256"),
+    ):
+        shown = run(*options, *more)
+        assert shown.code != 0 and message in shown.err
+    shown = run("generate", "--model", model, "--prompt", "a", "--at-a-time", 4)
+    assert shown.code != 0 and "--at-a-time belongs to --input" in shown.err
+
+
+def test_stopping_a_file_of_rows_keeps_the_answers(run, model, tmp_path, monkeypatch):
+    source, out = tmp_path / "rows.jsonl", tmp_path / "answers.jsonl"
+    source.write_text("".join(json.dumps({"prompt": p}) + "\n" for p in ("Once", "The", "A", "Tim")))
+    options = ("generate", "--model", model, "--max-new-tokens", 8, "--at-a-time", 1, "--seed", 3)
+    options += ("--input", source, "--output", out)
+
+    def stop(self, done, total):
+        if done == 2:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("fewbits.cli.console.Progress.__call__", stop)
+        shown = run(*options)
+    assert shown.code == 130 and "the same command goes on" in shown.err
+    shown = run(*options)
+    assert shown.code == 0 and "4 answers" in shown.err and "2 of an earlier run" in shown.err
+
+
 def test_chat(run, chat_model, monkeypatch):
     lines = "hello\n\n/help\n/reset\nhello\n/exit\nnever read\n"
     monkeypatch.setattr("sys.stdin", io.StringIO(lines))

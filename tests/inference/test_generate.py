@@ -45,13 +45,13 @@ def test_pieces_join_to_the_whole(name, request):
 
 def test_characters_of_several_tokens_arrive_whole(shared, stories260k):
     """Byte tokens: no piece ends in half a character."""
-    from fewbits.inference.generate import _Pieces
+    from fewbits.inference.generate import Pieces
 
     tokenizer = stories260k.tokenizer
     text = "snow \u2744\ufe0f and \U0001f600 and \u65e5\u672c\n  done"
     ids = tokenizer(text).input_ids
     pieces = []
-    out = _Pieces(tokenizer, pieces.append)
+    out = Pieces(tokenizer, pieces.append)
     out.put(torch.tensor([ids[:3]]))
     for i in ids[3:]:
         out.put(torch.tensor([i]))

@@ -59,7 +59,7 @@ def test_every_step_gives_the_models_own_logits(family: str, recipe: str | None)
     ids, mask = prompt["input_ids"], prompt["attention_mask"]
     text = torch.cat([ids, tokens(3, 12, seed=5)], dim=1)
     whole = torch.cat([mask, torch.ones(3, 12, dtype=mask.dtype)], dim=1)
-    with torch.no_grad(), decode_generate._products_in_16_bits(model):
+    with torch.no_grad(), decode_generate.products_in_16_bits(model):
         own = model(
             input_ids=text, attention_mask=whole, position_ids=(whole.cumsum(-1) - 1).clamp(min=0)
         ).logits.float()

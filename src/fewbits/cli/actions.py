@@ -129,6 +129,7 @@ def preview(args: Namespace) -> int:
 
 def generate(args: Namespace) -> int:
     """``fewbits generate``."""
+    from fewbits.cli.answer_rows import answer_rows, check
     from fewbits.cli.chat import chat, write
     from fewbits.cli.models import load
     from fewbits.inference.generate import Sampling
@@ -143,7 +144,10 @@ def generate(args: Namespace) -> int:
     )
     if args.system is not None and not args.chat:
         args.parser.error("--system belongs to --chat; in a file, put it among the messages")
-    prompt = None if args.chat else _prompt(args)  # a wrong file is told before a model is loaded
+    check(args)  # a wrong file is told before a model is loaded
+    if args.input is not None:
+        return answer_rows(args, sampling)
+    prompt = None if args.chat else _prompt(args)
     model, tokenizer = load(args)
     if prompt is None:
         return chat(model, tokenizer, sampling, system=args.system, quiet=args.quiet)

@@ -150,6 +150,19 @@ def _generate(commands: Any) -> None:
     what.add_argument("--prompt", metavar="TEXT", help="text to continue; - reads it from standard input")
     what.add_argument("--messages", metavar="FILE", help='JSON list of {"role": ..., "content": ...}')
     what.add_argument("--chat", action="store_true", help="talk with the model; Ctrl-D ends")
+    what.add_argument(
+        "--input", metavar="FILE", help='rows to answer: JSON lines with "prompt" or "messages"'
+    )
+    rows = sub.add_argument_group("with --input")
+    rows.add_argument(
+        "--output", metavar="FILE", help="JSON lines for the answers; a run that was stopped goes on"
+    )
+    rows.add_argument(
+        "--at-a-time",
+        type=int,
+        metavar="N",
+        help="rows in a batch, 1 to 256 (default: what the memory holds)",
+    )
     how = sub.add_argument_group("how")
     how.add_argument("--system", metavar="TEXT", help="with --chat: what the model is told beforehand")
     how.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="default: %(default)s")

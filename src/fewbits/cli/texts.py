@@ -84,11 +84,13 @@ fewbits train --model models/stories3m --train-data rows.jsonl --output-dir runs
     ),
     "generate": Text(
         "write text with a model",
-        "Continue a prompt, answer a file of chat messages, or chat. Text appears as it is written.",
+        "Continue a prompt, answer a file of chat messages, or chat. Text appears as it is written.\n"
+        "Or answer a file of many rows, several at a time; the same command goes on where one was stopped.",
         """
 fewbits generate --model models/stories3m --prompt "Once upon a time"
 fewbits generate --model models/qwen3 --chat --recipe qlora_nf4
 fewbits generate --model runs/mine --messages question.json --temperature 0
+fewbits generate --model runs/mine --input rows.jsonl --output answers.jsonl
 echo "Once upon a time" | fewbits generate --model models/stories3m --prompt -
 """,
     ),

@@ -67,7 +67,8 @@ class Generation:
         text: the new text, without the prompt and special tokens.
         tokens: new tokens, the one that ended it included.
         seconds: time taken.
-        stopped_by: "end" (the model ended it), "length" (max_new_tokens) or "context" (which is full).
+        stopped_by: "end" (the model ended it), "length" (max_new_tokens), "context" (which is full) or "stop"
+            (a stop string or another criterion).
     """
 
     text: str
@@ -100,7 +101,7 @@ def generate(
     sampling = sampling or Sampling()
     input_ids = encode_prompt(tokenizer, prompt).to(model.device)
     room = _room(model, input_ids.shape[1])
-    pieces = _Pieces(tokenizer, on_text)
+    pieces = Pieces(tokenizer, on_text)
     started = time.perf_counter()
     was_training = model.training
     model.eval()
@@ -110,7 +111,7 @@ def generate(
                 input_ids,
                 attention_mask=torch.ones_like(input_ids),
                 streamer=pieces,
-                **_options(model, tokenizer, sampling, room),
+                **options(model, tokenizer, sampling, room),
             )
     finally:
         model.train(was_training)
@@ -225,7 +226,8 @@ class _RefuseNaN:
         return scores
 
 
-def _options(model: Any, tokenizer: Any, sampling: Sampling, room: int) -> dict[str, Any]:
+def options(model: Any, tokenizer: Any, sampling: Sampling, room: int) -> dict[str, Any]:
+    """The keywords of transformers' ``generate`` for this sampling, with ``room`` new tokens at most."""
     from transformers import LogitsProcessorList
 
     with Reading(getattr(model.config, "name_or_path", "") or "the model"):
@@ -257,7 +259,7 @@ def _own_seed(seed: int | None, device: torch.device) -> Iterator[None]:
         yield
 
 
-class _Pieces:
+class Pieces:
     """A streamer for ``generate`` that turns tokens into text without ever taking a character back.
 
     The text of a token depends on those before it (leading spaces, characters of several tokens), so each

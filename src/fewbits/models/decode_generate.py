@@ -83,11 +83,12 @@ class Decoding:
         self.refused = ""
         self.said: set[str] = set()
 
-    def say(self, reason: str) -> None:
-        """One line for each reason."""
-        if reason not in self.said:
-            self.said.add(reason)
-            logger.warning(f"generate() decodes through transformers' own loop: {reason}.")
+    def say(self, reason: str, done: str = "generate() decodes through transformers' own loop") -> None:
+        """One line for each reason: what is done instead, and why."""
+        line = f"{done}: {reason}."
+        if line not in self.said:
+            self.said.add(line)
+            logger.warning(line)
 
 
 def decoding_of(model: Any) -> Decoding:
@@ -106,17 +107,17 @@ def with_loop(model: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> di
     arguments = {**bound, **bound.pop("kwargs", {})}
     if state.refused and state.of_model != _state_of(model):
         state.refused = ""  # the model is another one now
-    reason = state.refused or why_not(model) or _other_way(model, arguments) or _drops(model)
+    reason = state.refused or why_not(model) or other_way(model, arguments) or _drops(model)
     if reason:
         if torch.cuda.is_available():
             state.say(reason)
         return keywords
     # transformers hands a loop from outside no streamer.
     loop = partial(_decode, streamer=arguments.get("streamer"))
-    return {**_with_stop_strings(keywords), "custom_generate": loop}
+    return {**with_stop_strings(keywords), "custom_generate": loop}
 
 
-def _with_stop_strings(keywords: dict[str, Any]) -> dict[str, Any]:
+def with_stop_strings(keywords: dict[str, Any]) -> dict[str, Any]:
     """The call's stop strings as a stopping criterion.
 
     transformers takes the tokenizer that it needs for them out of a call that has a loop from outside.
@@ -130,7 +131,7 @@ def _with_stop_strings(keywords: dict[str, Any]) -> dict[str, Any]:
     return {**rest, "stopping_criteria": StoppingCriteriaList([*(rest.get("stopping_criteria") or ()), stop])}
 
 
-def _other_way(model: Any, arguments: dict[str, Any]) -> str:
+def other_way(model: Any, arguments: dict[str, Any]) -> str:
     """What a call asks for that this loop does not do; "" if nothing.
 
     What a call leaves open its generation config says, and what that leaves open the model's.
@@ -173,9 +174,9 @@ def _decode(
     state = decoding_of(model)
     mask = keywords.get("attention_mask")
     choose = (logits_processor, stopping_criteria, generation_config, streamer)
-    with _alone(state) as alone:
+    with alone(state) as is_alone:
         try:
-            if not alone:
+            if not is_alone:
                 raise Unsupported("another call of generate() runs on this model.")
             padding = _left_padding(input_ids, mask)
             _check_keywords(model, input_ids, padding, keywords)
@@ -196,13 +197,13 @@ def _decode(
 
 
 @contextmanager
-def _alone(state: Decoding) -> Iterator[bool]:
+def alone(state: Decoding) -> Iterator[bool]:
     """Whether no other call decodes on this model; others find this one meanwhile."""
-    alone = state.busy.acquire(blocking=False)
+    is_alone = state.busy.acquire(blocking=False)
     try:
-        yield alone
+        yield is_alone
     finally:
-        if alone:
+        if is_alone:
             state.busy.release()
 
 
@@ -301,7 +302,7 @@ def _prove(state: Decoding, model: Any, step: DecodeStep, prompt: _Prompt, mask:
     """One token through both ways; refuses the step for good if they differ by more than rounding."""
     step.tokens.copy_(prompt.logits.argmax(-1))
     longer = None if mask is None else torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
-    with _products_in_16_bits(model):
+    with products_in_16_bits(model):
         apart = step.difference(model, deepcopy(prompt.cache), longer)
     if not apart <= _ROUNDING * len(step.keys) ** 0.5:
         state.step = None
@@ -311,7 +312,7 @@ def _prove(state: Decoding, model: Any, step: DecodeStep, prompt: _Prompt, mask:
 
 
 @contextmanager
-def _products_in_16_bits(model: Any) -> Iterator[None]:
+def products_in_16_bits(model: Any) -> Iterator[None]:
     """Layers that round their inputs to 8 bits for speed take them as they are, as the step does."""
     rounding = [m for m in model.modules() if isinstance(m, QuantizedLinear) and m.operands != PLAIN]
     operands = [m.operands for m in rounding]

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,7 +36,11 @@ from fewbits.kernels.generation.cut import max_rows
 from fewbits.kernels.generation.decode_attention import Cache, DecodeAttention, Rules
 from fewbits.kernels.generation.few_rows import FewRows, LowRankSum, RowNorm
 from fewbits.kernels.launch import nvrtc
+from fewbits.models.decode_products import ManyRows
 
+# Rows from which a product decodes its weights once and leaves the rest to the library. Of the 8B shape's
+# kernels 48 rows take as long as decoding all weights to 16 bits and reading them does; not measured yet.
+_MANY_ROWS = 48
 _ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -59,8 +64,8 @@ def why_not(model: Any) -> str:
         return f"layers of {spec.model_type} are built differently: {reason}"
     if changed_by(spec, config):
         return f"{spec.model_type} changes {' and '.join(changed_by(spec, config))}"
-    if _rope_kind(model) in ("dynamic", "longrope"):
-        return f"the rotary embedding {_rope_kind(model)!r} depends on the length"
+    if rope_kind(model) in ("dynamic", "longrope"):
+        return f"the rotary embedding {rope_kind(model)!r} depends on the length"
     if any(hasattr(p, "placements") for p in model.parameters()) or any(
         vars(m).get("tensor_group") is not None for m in model.modules()
     ):
@@ -134,19 +139,26 @@ class DecodeStep:
         launches: kernels of ours in a step.
     """
 
-    def __init__(self, model: Any, *, batch: int, room: int) -> None:
+    def __init__(
+        self, model: Any, *, batch: int, room: int, beside: DecodeStep | None = None, together: bool = False
+    ) -> None:
         """Make buffers and prepare all launches.
 
         Args:
             model: a causal language model for which `why_not` has nothing to say.
             batch: sequences.
             room: tokens of each, prompt included.
+            beside: a step of this model with as much room, whose cache this one works on: that of its first
+                ``batch`` sequences. Positions and tokens are its own.
+            together: with ``beside``: all rows are tokens of its first sequence, each at its own position,
+                and each sees those that stand before it.
 
         Raises:
             Unsupported: something in the model that the kernels do not take; the message says what.
         """
         spec = spec_for(model)
         self.batch, self.room, self.spec = batch, room, spec
+        self._beside, self._together = beside, together
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
         self._embed = model.get_submodule(locate(model, spec, spec.embed))
         weight = next(self._embed.parameters())
@@ -257,9 +269,7 @@ class DecodeStep:
         )
         parts = [_plain_part(layer, path) for path in facts.inputs]
         self._add_product(self._hidden, parts, qkv, norm=_norm(layer, norm.before_attention, self.spec))
-        shape = (self.batch, kv_heads, self.room, D)
-        self.keys.append(torch.zeros(shape, dtype=self.dtype, device=self.device))
-        self.values.append(torch.zeros(shape, dtype=self.dtype, device=self.device))
+        self._add_cache((self.batch, kv_heads, self.room, D))
         rules = Rules(
             scale=scores_factor(facts, config, D),
             window=_window(attention, config, facts),
@@ -267,9 +277,26 @@ class DecodeStep:
             k_norm=None if norm.key is None else _norm(layer, norm.key, self.spec),
         )
         cache = Cache(self.keys[-1], self.values[-1], self._cosines, self._sines, self.position, self.first)
-        self._calls.append(DecodeAttention(qkv, cache, attended, rules, early=self._early).launch)
+        if self._together:
+            # The first launch writes new keys and values of all rows; what it attends to is not whole yet.
+            # The second one writes the same again, and must not read ahead of the first.
+            self._calls.append(DecodeAttention(qkv, cache, attended, rules, early=self._early).launch)
+            self._calls.append(DecodeAttention(qkv, cache, attended, rules, early=False).launch)
+        else:
+            self._calls.append(DecodeAttention(qkv, cache, attended, rules, early=self._early).launch)
         self._add_product(attended, [_plain_part(layer, facts.output)], self._hidden, add=True)
         self._add_mlp(layer, config)
+
+    def _add_cache(self, shape: tuple[int, int, int, int]) -> None:
+        """Keys and values of one more layer: its own, or a part of those of the step beside."""
+        layer, beside = len(self.keys), self._beside
+        for mine, theirs in zip(*([s.keys, s.values] for s in (self, beside or self)), strict=True):
+            if beside is None:
+                mine.append(torch.zeros(shape, dtype=self.dtype, device=self.device))
+            elif self._together:
+                mine.append(theirs[layer][:1].expand(shape))
+            else:
+                mine.append(theirs[layer][: self.batch])
 
     def _add_mlp(self, layer: Any, config: Any) -> None:
         mlp = self.spec.mlp
@@ -313,12 +340,10 @@ class DecodeStep:
         for group in groups:
             chosen = [weights[i] for i in group]
             columns = out.shape[1] if len(groups) == 1 else chosen[0].shape[0]
-            rows = min(max_rows(w) for w in chosen)
-            if rows == 0:
-                raise Unsupported(f"the kernel for few rows does not read {_described(chosen[0])}.")
+            make, rows = self._product_of(chosen)
             for m in range(0, self.batch, rows):
                 cut = slice(m, m + rows)
-                call = FewRows(
+                call = make(
                     x[cut],
                     chosen,
                     out[cut, begin : begin + columns],
@@ -327,10 +352,18 @@ class DecodeStep:
                     norm=norm,
                     activation=activation,
                     add=add,
-                    early=self._early,
                 )
                 self._calls.append(call.launch)
             begin += columns
+
+    def _product_of(self, weights: Sequence[Packed | Tensor]) -> tuple[Callable[..., Any], int]:
+        """What makes a call of a product with these weights, and for how many rows at a time."""
+        rows = min(max_rows(w) for w in weights)
+        if rows == 0:
+            raise Unsupported(f"the kernel for few rows does not read {_described(weights[0])}.")
+        if self.batch >= _MANY_ROWS:
+            return partial(ManyRows, dtype=self.dtype), self.batch
+        return partial(FewRows, early=self._early), rows
 
     def _add_inner_values(
         self, x: Tensor, branches: Sequence[Branch | None], norm: RowNorm | None
@@ -342,12 +375,10 @@ class DecodeStep:
         ranks = [branch.a.shape[0] for branch in there]
         inner = self._buffer(sum(ranks), torch.float32)
         weights = [self._adapters.copy_of(branch.a, self.dtype) for branch in there]
-        rows = min(max_rows(w) for w in weights)
-        if rows == 0:
-            raise Unsupported(f"the kernel for few rows does not read {_described(weights[0])}.")
+        make, rows = self._product_of(weights)
         for m in range(0, self.batch, rows):
             cut = slice(m, m + rows)
-            self._calls.append(FewRows(x[cut], weights, inner[cut], norm=norm, early=self._early).launch)
+            self._calls.append(make(x[cut], weights, inner[cut], norm=norm).launch)
         sums = iter(self._low_rank_sums(there, inner))
         return [None if branch is None else next(sums) for branch in branches]
 
@@ -397,7 +428,8 @@ def _window(attention: Any, config: Any, facts: Attention) -> int:
     return int(getattr(config if facts.window == "config" else attention, "sliding_window", None) or 0)
 
 
-def _rope_kind(model: Any) -> str:
+def rope_kind(model: Any) -> str:
+    """The name of a model's rotary embedding; "default" if nothing is said."""
     config = model.config.get_text_config()
     scaling = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     return str(scaling.get("rope_type", scaling.get("type", "default")))

@@ -87,8 +87,11 @@ def decode_attention_ref(qkv: Tensor, cache: Cache, rules: Rules) -> Tensor:
     angle = cache.position - cache.first
     dtype = cache.keys.dtype
     q, k = (_turned(x, norm, cache, angle).to(dtype) for x, norm in ((q, rules.q_norm), (k, rules.k_norm)))
-    cache.keys[rows, :, cache.position] = k
-    cache.values[rows, :, cache.position] = v.to(dtype)
+    for whole, new in ((cache.keys, k), (cache.values, v.to(dtype))):
+        if whole.stride(0) == 0:  # rows of one sequence
+            whole[0, :, cache.position] = new.transpose(0, 1)
+        else:
+            whole[rows, :, cache.position] = new
     out = torch.empty(B, heads * D, dtype=dtype, device=qkv.device)
     for b in range(B):
         end, begin = int(cache.position[b]) + 1, int(cache.first[b])
@@ -145,7 +148,7 @@ class DecodeAttention:
             ),
             (group * D <= 1024, f"groups of {group} heads of {D} values"),
             (qkv.dtype == torch.float32 and qkv.stride(1) == 1, f"queries in {qkv.dtype}"),
-            (all(t.is_contiguous() for t in (cache.keys, cache.values)), "a cache that is not contiguous"),
+            (all(t[0].is_contiguous() for t in (cache.keys, cache.values)), "a cache that is not contiguous"),
         )
         for holds, fact in facts:
             if not holds:

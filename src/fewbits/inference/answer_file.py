@@ -1,0 +1,237 @@
+"""Answers to a file of prompts, resumable: ``rows.jsonl`` in, ``answers.jsonl`` out, in the rows' order.
+
+A row is a JSON object with ``prompt`` (a text to continue) or ``messages`` (a conversation); what else it
+holds is kept. Its line of the output is the row with ``answer``, ``tokens`` and ``stopped_by`` added.
+
+While answers are made they are kept in ``answers.jsonl.part``, in the order in which they end; the file's
+first line says which rows and settings they belong to. A run that was killed goes on from there, with the
+same seeds, and the output appears, whole and in order, when the last answer is there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from fewbits.errors import BadInput
+from fewbits.inference.generate import Generation, Prompt, Sampling
+from fewbits.inference.many import answered, encoded, seed_of
+from fewbits.models.live.answers import Report
+
+_ADDED = ("answer", "tokens", "stopped_by")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """What `answer_file` did.
+
+    Attributes:
+        path: of the output.
+        rows: answers in it.
+        earlier: of these, made by a run that was stopped.
+        tokens: new tokens of this run.
+        seconds: that this run took for them.
+        report: how it was done.
+    """
+
+    path: Path
+    rows: int
+    earlier: int
+    tokens: int
+    seconds: float
+    report: Report
+
+
+def read_rows(path: str | Path) -> list[dict[str, Any]]:
+    """The rows of a file of prompts.
+
+    Raises:
+        BadInput: no such file, no rows, or a line that is no row; the message names the line.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else error.strerror
+        raise BadInput(f"{path} cannot be read: {reason}.") from error
+    rows = [_row(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not rows:
+        raise BadInput(f'{path} has no rows; write one JSON object with a "prompt" a line.')
+    return rows
+
+
+def _row(path: str | Path, number: int, line: str) -> dict[str, Any]:
+    where = f"{path}, line {number}"
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise BadInput(f"{where}: not JSON ({error.msg.lower()}).") from error
+    if not isinstance(row, dict):
+        raise BadInput(f'{where}: not an object; write {{"prompt": "..."}}.')
+    there = [name for name in ("prompt", "messages") if row.get(name) is not None]
+    if len(there) != 1:
+        found = "both prompt and messages" if there else "neither a prompt nor messages"
+        raise BadInput(f"{where}: the row has {found}; give one of them.")
+    if not isinstance(row[there[0]], str if there == ["prompt"] else list):
+        need = "a text" if there == ["prompt"] else "a list of messages"
+        raise BadInput(f"{where}: {there[0]} is not {need}.")
+    taken = [name for name in _ADDED if name in row]
+    if taken:
+        raise BadInput(f"{where}: the row has a field {taken[0]!r}, which the answer needs; rename it.")
+    return row
+
+
+def _prompt_of(row: dict[str, Any]) -> Prompt:
+    prompt: Prompt = row["messages"] if row.get("prompt") is None else row["prompt"]
+    return prompt
+
+
+def answer_file(
+    model: Any,
+    tokenizer: Any,
+    source: str | Path,
+    destination: str | Path,
+    sampling: Sampling | None = None,
+    *,
+    at_a_time: int | None = None,
+    of_model: Mapping[str, Any] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Written:
+    """Answer every row of ``source`` into ``destination``; goes on where an earlier call was stopped.
+
+    Args:
+        model: a causal language model of transformers.
+        tokenizer: the tokenizer that belongs to it.
+        source: JSON lines of prompts.
+        destination: JSON lines of answers; must not be there yet.
+        sampling: how tokens are chosen; row n draws with ``seed + n``.
+        at_a_time: texts in the batch, 1 to 256; None: as many as the memory holds.
+        of_model: what tells this model from others; answers of another one are not continued.
+        progress: called with the answers there are and the rows.
+
+    Raises:
+        BadInput: a bad row, an output that is there already, or answers begun with other rows or settings.
+        NotFinite: the model's logits are NaN or infinite.
+    """
+    sampling, path = sampling or Sampling(), Path(destination)
+    check_destination(path)
+    rows = read_rows(source)
+    part = _Part(path, rows, sampling, of_model or {})
+    earlier = len(part.answers)
+    todo = encoded(tokenizer, [_prompt_of(row) for row in rows], part.seed)
+    report, tokens, seconds = Report(), 0, 0.0
+    if progress is not None:
+        progress(earlier, len(rows))
+    left = [row for row in todo if row.index not in part.answers]
+    with part:
+        for number, answer in answered(
+            model, tokenizer, left, replace(sampling, seed=part.seed), at_a_time=at_a_time, report=report
+        ):
+            part.add(number, answer)
+            tokens, seconds = tokens + answer.tokens, answer.seconds
+            if progress is not None:
+                progress(len(part.answers), len(rows))
+    part.finish(rows)
+    return Written(path=path, rows=len(rows), earlier=earlier, tokens=tokens, seconds=seconds, report=report)
+
+
+def check_destination(path: str | Path) -> None:
+    """Raise `BadInput` if the answers cannot go there; to be asked before a model is loaded."""
+    path = Path(path)
+    if path.exists():
+        raise BadInput(f"{path} is there already; move it away or give another name.")
+    if not path.absolute().parent.is_dir():
+        raise BadInput(
+            f"there is no folder {path.absolute().parent} to write {path.name} into; make it first."
+        )
+
+
+class _Part:
+    """The answers so far, on disk."""
+
+    def __init__(
+        self, path: Path, rows: Sequence[dict[str, Any]], sampling: Sampling, of_model: Mapping[str, Any]
+    ) -> None:
+        self.path, self.part = path, path.with_name(path.name + ".part")
+        self.answers: dict[int, dict[str, Any]] = {}
+        settings = {name: value for name, value in asdict(sampling).items() if name != "seed"}
+        self._head = {
+            "rows": sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest(),
+            "sampling": settings,
+            "model": dict(of_model),
+        }
+        lines = self._lines()
+        if lines:
+            self.seed = self._continued(lines, sampling.seed)
+        else:
+            self.seed = seed_of(sampling)
+        self._file: Any = None
+
+    def __enter__(self) -> _Part:
+        """Write what is known anew, whole lines alone, and go on behind it."""
+        self._file = self.part.open("w", encoding="utf-8")
+        self._write({**self._head, "seed": self.seed})
+        for number, answer in self.answers.items():
+            self._write({"row": number, **answer})
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def add(self, number: int, answer: Generation) -> None:
+        """One more answer."""
+        self.answers[number] = {
+            "answer": answer.text,
+            "tokens": answer.tokens,
+            "stopped_by": answer.stopped_by,
+        }
+        self._write({"row": number, **self.answers[number]})
+
+    def finish(self, rows: Sequence[dict[str, Any]]) -> None:
+        """The output, in the rows' order, in one move; the answers so far go."""
+        whole = self.path.with_name(self.path.name + ".whole")
+        with whole.open("w", encoding="utf-8") as file:
+            for number, row in enumerate(rows):
+                file.write(json.dumps({**row, **self.answers[number]}, ensure_ascii=False) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        whole.replace(self.path)
+        self.part.unlink()
+
+    def _write(self, line: dict[str, Any]) -> None:
+        self._file.write(json.dumps(line, ensure_ascii=False) + "\n")
+        self._file.flush()
+
+    def _lines(self) -> list[dict[str, Any]]:
+        """What a run before has left; a line that a kill has cut short is dropped."""
+        lines = []
+        if self.part.exists():
+            for line in self.part.read_text(encoding="utf-8", errors="replace").splitlines():
+                try:
+                    lines.append(json.loads(line))
+                except json.JSONDecodeError:
+                    break
+        return lines
+
+    def _continued(self, lines: list[dict[str, Any]], seed: int | None) -> int:
+        """Take over the answers of a run before; its seed.
+
+        Raises:
+            BadInput: they belong to something else.
+        """
+        head = lines[0]
+        same = {name: head.get(name) for name in self._head}
+        other = [name for name, value in self._head.items() if same[name] != value]
+        if seed is not None and head.get("seed") != seed:
+            other.append("seed")
+        if other:
+            raise BadInput(
+                f"{self.part} holds answers of another run (other {' and '.join(other)}); delete it to begin "
+                "anew, or give another output."
+            )
+        self.answers = {line.pop("row"): line for line in lines[1:]}
+        return int(head["seed"])

@@ -1,0 +1,129 @@
+"""Answers to many prompts at once: sequences of different lengths that join and leave between two tokens.
+
+    answers = generate_many(model, tokenizer, ["Once upon a time", "One day"], Sampling(temperature=0))
+
+Each answer is what `generate` gives for its prompt alone, up to ties within rounding; drawn tokens come of
+each row's own seed, so that they do not depend on the company either. fewbits.models.live has the batch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from fewbits.errors import BadInput, NotFinite
+from fewbits.inference.evaluate import why_not_finite
+from fewbits.inference.generate import Generation, Pieces, Prompt, Sampling, encode_prompt, options
+from fewbits.models.live.answers import Report, answers
+from fewbits.models.live.rows import Row
+
+_SEEDS = 2**62
+
+
+def generate_many(
+    model: Any,
+    tokenizer: Any,
+    prompts: Sequence[Prompt],
+    sampling: Sampling | None = None,
+    *,
+    at_a_time: int | None = None,
+    on_answer: Callable[[int, Generation], None] | None = None,
+    report: Report | None = None,
+    **words: Any,
+) -> list[Generation]:
+    """Continue many prompts, or answer many conversations.
+
+    Args:
+        model: a causal language model of transformers, plain or quantised, with or without adapters.
+        tokenizer: the tokenizer that belongs to it.
+        prompts: texts to continue, or chat messages ``[{"role": ..., "content": ...}, ...]``. Equal ones that
+            follow each other are read once.
+        sampling: how tokens are chosen; default `Sampling()`. Row n draws with the seed ``seed + n``.
+        at_a_time: texts in the batch, 1 to 256; None: as many as the memory holds. Memory is planned before
+            the first token, for the longest text.
+        on_answer: receives the number of each prompt and its answer as soon as it has ended.
+        report: is told how it was done: slots, steps, texts in a step.
+        words: more words of transformers' ``generate``, such as ``min_p`` or ``stop_strings``.
+
+    Returns:
+        The answers in the prompts' order; ``seconds`` counts from the beginning of the call.
+
+    Raises:
+        BadInput: a prompt that is empty, fills the model's context or lacks a chat template (its number is
+            named), or memory that does not hold what was asked for.
+        NotFinite: the model's logits are NaN or infinite.
+    """
+    rows = encoded(tokenizer, prompts, seed_of(sampling or Sampling()))
+    made: dict[int, Generation] = {}
+    for number, answer in answered(
+        model, tokenizer, rows, sampling or Sampling(), at_a_time=at_a_time, report=report, words=words
+    ):
+        made[number] = answer
+        if on_answer is not None:
+            on_answer(number, answer)
+    return [made[number] for number in range(len(rows))]
+
+
+def seed_of(sampling: Sampling) -> int:
+    """The seed of the first row: the given one, or one from torch's global generator."""
+    return sampling.seed if sampling.seed is not None else int(torch.randint(_SEEDS, (1,)))
+
+
+def encoded(tokenizer: Any, prompts: Sequence[Prompt], seed: int) -> list[Row]:
+    """Rows of tokens, numbered from 0, each with a seed of its own.
+
+    Raises:
+        BadInput: a prompt that cannot be encoded; its number, from 1, is named.
+    """
+    if isinstance(prompts, str):
+        raise BadInput("generate_many takes a list of prompts; put the one text into a list.")
+    rows = []
+    for number, prompt in enumerate(prompts):
+        try:
+            ids = encode_prompt(tokenizer, prompt)[0].tolist()
+        except BadInput as error:
+            raise BadInput(f"row {number + 1}: {error}") from error
+        rows.append(Row(number, tuple(ids), (seed + number) % _SEEDS))
+    return rows
+
+
+def answered(
+    model: Any,
+    tokenizer: Any,
+    rows: Sequence[Row],
+    sampling: Sampling,
+    *,
+    at_a_time: int | None = None,
+    report: Report | None = None,
+    words: dict[str, Any] | None = None,
+) -> Iterator[tuple[int, Generation]]:
+    """The number and the answer of each row, as it ends; arguments and errors as those of `generate_many`."""
+    started = time.perf_counter()
+    keywords = options(model, tokenizer, sampling, sampling.max_new_tokens)
+    del keywords["logits_processor"]  # each row's logits are looked at anyway
+    keywords |= words or {}
+    if keywords.get("stop_strings"):
+        keywords.setdefault("tokenizer", tokenizer)
+    asked_for = keywords["max_new_tokens"]
+    texts = answers(model, rows, keywords, slots=at_a_time, within_context=True, report=report)
+    try:
+        for text in texts:
+            pieces = Pieces(tokenizer, None)
+            pieces.put(torch.tensor(text.row.ids))
+            pieces.put(torch.tensor(text.made, dtype=torch.long))
+            pieces.end()
+            full = "context" if asked_for is not None and text.asked.limit < asked_for else "length"
+            yield (
+                text.row.index,
+                Generation(
+                    text=pieces.text,
+                    tokens=len(text.made),
+                    seconds=time.perf_counter() - started,
+                    stopped_by=full if text.stopped_by == "length" else text.stopped_by,
+                ),
+            )
+    except NotFinite as error:
+        raise NotFinite(f"{error}{why_not_finite(model)}") from error

@@ -1,0 +1,1 @@
+"""Texts of different lengths that are made together and come and go between two tokens."""

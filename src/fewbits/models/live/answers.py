@@ -1,0 +1,230 @@
+"""Texts of many prompts, as they end: through decoding's kernels, the model's own forward, or one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fewbits.errors import BadInput, NotFinite, Unsupported
+from fewbits.models.decode_generate import Decoding, alone, decoding_of, other_way
+from fewbits.models.decode_step import why_not
+from fewbits.models.live.batch import LiveBatch
+from fewbits.models.live.plan import Plan, free_bytes, plan_slots
+from fewbits.models.live.prompts import Prompts, Read
+from fewbits.models.live.rows import Asked, Row, Text, asked_of, is_from_transformers
+from fewbits.models.live.slots import ModelSlots, Slots
+from fewbits.models.live.step_slots import StepSlots
+
+_NOT_FINITE = "the model's logits for row {} are NaN or infinite"
+_LOOK_EVERY = 8  # steps on a GPU
+_PIECE_TOKENS = {"cuda": 4096, "cpu": 512}  # of a forward that reads prompts
+
+
+@dataclass
+class Report:
+    """What was done, filled in on the way.
+
+    Attributes:
+        way: "kernels", "forward" or "one by one".
+        reason: why not the way before it; "" if nothing is to be said.
+        plan: slots and their room; None one by one.
+        steps: steps of all slots together.
+        mean_texts: texts in a step, on average.
+    """
+
+    way: str = ""
+    reason: str = ""
+    plan: Plan | None = None
+    steps: int = 0
+    mean_texts: float = 0.0
+
+
+@torch.no_grad()
+def answers(
+    model: Any,
+    rows: Sequence[Row],
+    keywords: dict[str, Any],
+    *,
+    slots: int | None = None,
+    within_context: bool = False,
+    report: Report | None = None,
+) -> Iterator[Text]:
+    """The texts of all rows, each as soon as it has ended.
+
+    Args:
+        model: a causal language model of transformers, plain or quantised, with or without adapters. It is in
+            evaluation mode meanwhile.
+        rows: prompts as tokens, with a seed each.
+        keywords: those of ``generate``; what they mean for one prompt they mean for each.
+        slots: texts at a time, 1 to 256; None: as many as the memory holds.
+        within_context: end a text where the model's context is full; else, as ``generate``, where its length
+            says.
+        report: is told what was done.
+
+    Raises:
+        BadInput: an empty prompt, one that fills the model's context, or memory that does not do.
+        NotFinite: logits are NaN or infinite.
+    """
+    if not rows:
+        return
+    report = report or Report()
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    with evaluating(model), ExitStack() as held:
+        settings = _Settings(base, keywords, within_context)
+        lengths = [settings.length(row) for row in rows]
+        state = decoding_of(base)
+        try:
+            reason = other_way(base, keywords)
+            if reason:
+                raise Unsupported(reason)
+            batch = _batch(base, rows, lengths, (settings, state, held, report), slots)
+        except Unsupported as error:
+            report.way, report.reason = "one by one", str(error).rstrip(".")
+            state.say(report.reason, "many texts are made one by one")
+            texts = _one_by_one(model, rows, settings, keywords)
+        else:
+            texts = batch.run(rows)
+        for text in texts:
+            if text.stopped_by == "not finite":
+                raise NotFinite(_NOT_FINITE.format(text.row.index + 1))
+            yield text
+        if report.way != "one by one":
+            report.steps, report.mean_texts = batch.steps, batch.filled / max(batch.steps, 1)
+
+
+class _Settings:
+    """What the call asks for, by the length of a prompt."""
+
+    def __init__(self, model: Any, keywords: dict[str, Any], within_context: bool) -> None:
+        self.model, self.keywords, self.within_context = model, keywords, within_context
+        context: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        self.context = context or 2**31
+        self._kept: dict[int, Asked] = {}
+
+    def __call__(self, row: Row) -> Asked:
+        """Of one row; of rows of one length the same, unless code from outside may keep something."""
+        found = self._kept.get(len(row.ids))
+        if found is None:
+            found = asked_of(self.model, row.ids, self.keywords)
+            if self.within_context:
+                found = replace(found, limit=min(found.limit, self.context - len(row.ids)))
+            if all(map(is_from_transformers, (*found.processors, *found.criteria))):
+                self._kept[len(row.ids)] = found
+        return found
+
+    def length(self, row: Row) -> int:
+        """Tokens of a row's text at most.
+
+        Raises:
+            BadInput: there is nothing to start from, or no room for an answer.
+        """
+        number, length = row.index + 1, len(row.ids)
+        if not length:
+            raise BadInput(f"row {number} has a prompt without tokens; give at least one.")
+        if length >= self.context:
+            raise BadInput(
+                f"row {number} has a prompt of {length:,} tokens and the model's context holds "
+                f"{self.context:,}; shorten it."
+            )
+        return length + self(row).limit
+
+
+def _batch(
+    model: Any,
+    rows: Sequence[Row],
+    lengths: Sequence[int],
+    around: tuple[_Settings, Decoding, ExitStack, Report],
+    wanted: int | None,
+) -> LiveBatch:
+    settings, state, held, report = around
+    device = model.device
+    prompts = Prompts(model, most_tokens=_PIECE_TOKENS.get(device.type, 512), together=device.type == "cuda")
+    while rows[0].ids not in prompts.ready:
+        prompts.turn([row.ids for row in rows[: wanted or 1]])
+    first = prompts.ready[rows[0].ids]
+    if not bool(first.logits.isfinite().all()):
+        raise NotFinite(_NOT_FINITE.format(rows[0].index + 1))
+    report.plan = plan_slots(lengths, first.bytes_per_token, free_bytes(device), wanted)
+    look_every = _LOOK_EVERY if _looks_seldom(device) else 1
+    room = report.plan.room + look_every
+    slots = _kernels(model, state, held, (report.plan.slots, room), first, report)
+    if slots is None:
+        report.way = "forward"
+        slots = ModelSlots(model, count=report.plan.slots, room=room, like=first)
+        slots.prove(first)
+    return LiveBatch(slots, prompts, settings, look_every=look_every)
+
+
+def _looks_seldom(device: torch.device) -> bool:
+    """Whether the host runs ahead of the device, so that a look costs a wait."""
+    return device.type == "cuda"
+
+
+def _kernels(
+    model: Any, state: Decoding, held: ExitStack, size: tuple[int, int], first: Read, report: Report
+) -> Slots | None:
+    """Slots over decoding's kernels, held for this call alone; None if there are none, and why."""
+    try:
+        reason = why_not(model)
+        if reason or not held.enter_context(alone(state)):
+            raise Unsupported(reason or "another call of generate() runs on this model")
+        state.step = None  # its memory first
+        slots = StepSlots(model, count=size[0], room=size[1])
+        slots.prove(first)
+    except Unsupported as error:
+        report.reason = str(error).rstrip(".")
+        if model.device.type == "cuda":
+            state.say(report.reason, "many texts are made through the model's own forward")
+        return None
+    report.way = "kernels"
+    return slots
+
+
+def _one_by_one(
+    model: Any, rows: Sequence[Row], settings: _Settings, keywords: dict[str, Any]
+) -> Iterator[Text]:
+    from transformers import LogitsProcessorList
+
+    for row in rows:
+        asked = settings(row)
+        prompt = torch.tensor([row.ids], device=model.device)
+        given = {"attention_mask": torch.ones_like(prompt), **keywords, "num_return_sequences": 1}
+        looks = [*(given.get("logits_processor") or ()), _RefuseNaN(row.index + 1)]
+        given["logits_processor"] = LogitsProcessorList(looks)
+        devices = [model.device] if model.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):
+            torch.manual_seed(row.seed)
+            out = model.generate(prompt, **given)
+        made = getattr(out, "sequences", out)[0, len(row.ids) :].tolist()
+        ended = bool(made) and made[-1] in asked.ends
+        full = "length" if len(made) >= asked.limit else "stop"
+        yield Text(row, asked, made, None, "end" if ended else full)
+
+
+class _RefuseNaN:
+    """A logits processor that changes nothing."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        if bool(scores.isnan().any()):
+            raise NotFinite(_NOT_FINITE.format(self.number))
+        return scores
+
+
+@contextmanager
+def evaluating(model: Any) -> Iterator[None]:
+    """The model in evaluation mode; each module's own mode comes back."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

@@ -1,0 +1,75 @@
+"""How many texts at a time: from what each takes in the cache and from the memory that is free."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+from fewbits.errors import BadInput
+
+MOST_SLOTS = 256
+# What is left for activations, graphs and other programs, of the free memory.
+_SHARE = {"cuda": 0.85, "cpu": 0.5}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How many slots, and how long.
+
+    Attributes:
+        slots: texts at a time.
+        room: tokens of each, prompt included.
+        bytes: of keys and values of all slots.
+    """
+
+    slots: int
+    room: int
+    bytes: int
+
+
+def free_bytes(device: torch.device) -> int:
+    """What new tensors may take on a device, with a share left for everything else."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    else:
+        free = psutil.virtual_memory().available
+    return int(free * _SHARE.get(device.type, 0.5))
+
+
+def plan_slots(lengths: Sequence[int], bytes_per_token: int, free: int, wanted: int | None) -> Plan:
+    """Slots for texts of these lengths.
+
+    Args:
+        lengths: tokens of each text at most, its prompt included.
+        bytes_per_token: keys and values of all layers.
+        free: bytes that they may take.
+        wanted: slots that the caller asks for; None: as many as fit, up to 256.
+
+    Raises:
+        BadInput: not 1 to 256, or the memory does not hold as many as were asked for, or not even one.
+    """
+    if wanted is not None and not 1 <= wanted <= MOST_SLOTS:
+        raise BadInput(f"{wanted} texts at a time were asked for; give 1 to {MOST_SLOTS}.")
+    room = max(lengths)
+    each = room * bytes_per_token
+    fitting = free // max(each, 1)
+    needs = f"a text of {room:,} tokens needs {_size(each)} for keys and values, and {_size(free)} are there"
+    if fitting < 1:
+        raise BadInput(f"{needs}; shorten the longest prompt or ask for fewer new tokens.")
+    slots = min(wanted or MOST_SLOTS, len(lengths))
+    if wanted is not None and fitting < slots:
+        raise BadInput(f"{slots} texts at a time do not fit: {needs}; {fitting} at a time would fit.")
+    slots = int(min(slots, fitting))
+    return Plan(slots, room, slots * each)
+
+
+def _size(count: int) -> str:
+    """Bytes in words."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} bytes"

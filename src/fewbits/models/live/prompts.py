@@ -1,0 +1,139 @@
+"""Prompts on their way into slots: read by the model itself, long ones in pieces, short ones together.
+
+A turn is one forward of at most `Prompts.most_tokens` tokens, so that texts which are being made wait no
+longer than that for one that joins. A prompt that several texts share is read once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fewbits.errors import Unsupported
+
+Ids = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Read:
+    """What a model made of one prompt.
+
+    Attributes:
+        keys, values: of each layer (heads, length, head size).
+        logits: (vocabulary,) float32: behind the last token.
+    """
+
+    keys: Sequence[Tensor]
+    values: Sequence[Tensor]
+    logits: Tensor
+
+    @property
+    def length(self) -> int:
+        """Tokens."""
+        return int(self.keys[0].shape[1])
+
+    @property
+    def bytes_per_token(self) -> int:
+        """What keys and values of one token take."""
+        return sum(len(x) * x.shape[2] * x.element_size() for x in (*self.keys, *self.values))
+
+    def cache(self) -> Any:
+        """A cache of transformers that holds it, with one row."""
+        from transformers import DynamicCache
+
+        cache = DynamicCache()
+        for i, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
+            cache.update(keys[None], values[None], i)
+        return cache
+
+
+class Prompts:
+    """Reads prompts of one model.
+
+    Attributes:
+        most_tokens: of one forward, padding included.
+        together: whether several short prompts share a forward. Their sums come about in another order then.
+    """
+
+    def __init__(self, model: Any, *, most_tokens: int, together: bool) -> None:
+        self.model, self.most_tokens, self.together = model, most_tokens, together
+        self.ready: dict[Ids, Read] = {}
+        self._turns: Iterator[None] | None = None
+
+    def turn(self, wanted: Sequence[Ids]) -> None:
+        """One forward more towards the first of the ``wanted`` prompts, and those that fit beside it.
+
+        What comes of it is in `ready`, until other prompts are read.
+        """
+        if self._turns is None:
+            self.ready = {}
+            self._turns = self._reading(self._group(wanted))
+        try:
+            next(self._turns)
+        except StopIteration:
+            self._turns = None
+
+    def _group(self, wanted: Sequence[Ids]) -> list[Ids]:
+        """The first prompt, and others as long as all fit into one forward."""
+        group: list[Ids] = []
+        for ids in dict.fromkeys(wanted):
+            longest = max(len(ids), *map(len, group), 0)
+            if group and (not self.together or longest * (len(group) + 1) > self.most_tokens):
+                break
+            group.append(ids)
+        return group
+
+    @torch.no_grad()
+    def _reading(self, group: list[Ids]) -> Iterator[None]:
+        """Yields after each forward but the last."""
+        from transformers import DynamicCache
+
+        device = self.model.device
+        length = max(map(len, group))
+        padding = torch.tensor([length - len(ids) for ids in group], device=device)
+        ids = torch.tensor([[0] * (length - len(ids)) + list(ids) for ids in group], device=device)
+        places = torch.arange(length, device=device)
+        mask = (places >= padding[:, None]).long() if len(set(map(len, group))) > 1 else None
+        cache = DynamicCache()  # without a config: layers of a sliding window keep all tokens too
+        for begin in range(0, length, self.most_tokens):
+            end = min(begin + self.most_tokens, length)
+            out = self.model(
+                input_ids=ids[:, begin:end],
+                attention_mask=None if mask is None else mask[:, :end],
+                position_ids=(places[begin:end] - padding[:, None]).clamp(min=0),
+                past_key_values=cache,
+                use_cache=True,
+                **({"logits_to_keep": 1} if self.model._supports_logits_to_keep() else {}),
+            )
+            if end < length:
+                yield
+        layers = _layers_of(cache, length)
+        logits = out.logits[:, -1].float()
+        for i, prompt in enumerate(group):
+            begin = length - len(prompt)
+            self.ready[prompt] = Read(
+                tuple(layer.keys[i, :, begin:] for layer in layers),
+                tuple(layer.values[i, :, begin:] for layer in layers),
+                logits[i],
+            )
+
+
+def _layers_of(cache: Any, length: int) -> list[Any]:
+    """The layers of what a model kept of ``length`` tokens.
+
+    Raises:
+        Unsupported: it is not keys and values of every token.
+    """
+    from transformers.cache_utils import DynamicLayer
+
+    layers = list(getattr(cache, "layers", ()))
+    other = next((type(layer).__name__ for layer in layers if type(layer) is not DynamicLayer), None)
+    if other is not None:
+        raise Unsupported(f"the model keeps more than keys and values ({other}).")
+    if not layers or any(layer.keys is None or layer.keys.shape[-2] != length for layer in layers):
+        raise Unsupported("the model does not keep the keys and values of every token.")
+    return layers

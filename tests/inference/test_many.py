@@ -1,0 +1,171 @@
+"""Many prompts on a real model: the texts that each gives alone, and files that go on after a kill."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fewbits
+from fewbits.errors import BadInput
+from fewbits.inference.answer_file import answer_file, read_rows
+from fewbits.inference.generate import Sampling, generate
+from fewbits.models.live.answers import Report
+
+GREEDY = Sampling(temperature=0, max_new_tokens=24)
+DRAWN = Sampling(temperature=1.2, top_p=0.95, repetition_penalty=1.1, seed=7, max_new_tokens=24)
+PROMPTS = [
+    "Once upon a time",
+    "One day, a caf\u00e9",
+    "The big dog",
+    "",
+    "Tim and Mia went to the park. They",
+]
+ROWS = [{"id": i, "prompt": prompt} for i, prompt in enumerate(PROMPTS)]
+
+
+def write(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def lines(path: Path) -> list[Any]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_each_answer_is_what_the_prompt_gives_alone(stories260k: Any) -> None:
+    report, order = Report(), []
+    found = fewbits.generate_many(
+        *stories260k, PROMPTS, GREEDY, at_a_time=3, report=report, on_answer=lambda n, _: order.append(n)
+    )
+    for prompt, answer in zip(PROMPTS, found, strict=True):
+        want = generate(*stories260k, prompt, GREEDY)
+        assert (answer.text, answer.tokens, answer.stopped_by) == (want.text, want.tokens, want.stopped_by)
+    assert sorted(order) == list(range(5)) and report.plan.slots == 3
+
+
+def test_seeds_by_row(stories260k: Any) -> None:
+    texts = [a.text for a in fewbits.generate_many(*stories260k, PROMPTS, DRAWN)]
+    assert texts == [a.text for a in fewbits.generate_many(*stories260k, PROMPTS, DRAWN, at_a_time=1)]
+    same = [a.text for a in fewbits.generate_many(*stories260k, ["Once"] * 3, DRAWN)]
+    assert len(set(same)) == 3
+
+
+def test_the_context_ends_a_text(stories260k: Any) -> None:
+    long = "and then "
+    while len(stories260k.tokenizer(long + "and then ")["input_ids"]) < 490:  # of 512
+        long += "and then "
+    (answer,) = fewbits.generate_many(*stories260k, [long], Sampling(temperature=0, max_new_tokens=60))
+    assert answer.stopped_by in ("context", "end") and answer.tokens <= 60
+    want = generate(*stories260k, long, Sampling(temperature=0, max_new_tokens=60))
+    assert (answer.text, answer.stopped_by) == (want.text, want.stopped_by)
+    with pytest.raises(BadInput, match=r"row 2 has a prompt of .* context holds 512; shorten it"):
+        fewbits.generate_many(*stories260k, ["Once", long * 2], GREEDY)
+
+
+def test_stop_strings_across_tokens(stories260k: Any) -> None:
+    """Found where it ends, in the middle of the batch; the others go on."""
+    whole = [answer.text for answer in fewbits.generate_many(*stories260k, PROMPTS, GREEDY)]
+    stop = whole[0].split(".")[0][-4:] + "."
+    found = fewbits.generate_many(*stories260k, PROMPTS, GREEDY, at_a_time=4, stop_strings=[stop])
+    assert found[0].stopped_by == "stop" and found[0].text.endswith(stop)
+    for text, answer in zip(whole, found, strict=True):
+        assert text.startswith(answer.text) and (answer.text == text or stop in answer.text)
+
+
+def test_prompts_that_cannot_be_encoded_are_named(stories260k: Any) -> None:
+    with pytest.raises(BadInput, match=r"row 2: the tokenizer of .* has no chat template"):
+        fewbits.generate_many(*stories260k, ["Once", [{"role": "user", "content": "hi"}]], GREEDY)
+    with pytest.raises(BadInput, match="put the one text into a list"):
+        fewbits.generate_many(*stories260k, "Once", GREEDY)
+    assert fewbits.generate_many(*stories260k, [], GREEDY) == []
+
+
+def test_a_file_of_rows(stories260k: Any, tmp_path: Path) -> None:
+    source = write(tmp_path / "rows.jsonl", ROWS)
+    seen: list[tuple[int, int]] = []
+    written = answer_file(
+        *stories260k,
+        source,
+        tmp_path / "out.jsonl",
+        GREEDY,
+        at_a_time=2,
+        progress=lambda *at: seen.append(at),
+    )
+    found = lines(written.path)
+    assert [row["id"] for row in found] == [0, 1, 2, 3, 4]
+    want = generate(*stories260k, PROMPTS[2], GREEDY)
+    assert found[2] == {
+        **ROWS[2], "answer": want.text, "tokens": want.tokens, "stopped_by": want.stopped_by
+    }  # fmt: skip
+    assert seen == [(n, 5) for n in range(6)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.jsonl", "rows.jsonl"]
+    with pytest.raises(BadInput, match=r"out.jsonl is there already"):
+        answer_file(*stories260k, source, written.path, GREEDY)
+
+
+class Killed(Exception):
+    """In place of a signal."""
+
+
+@pytest.mark.parametrize("seed", [7, None])
+def test_a_run_that_was_killed_goes_on(seed: int | None, stories260k: Any, tmp_path: Path) -> None:
+    """Also if the kill cut a line short; the answers are those of one whole run."""
+    source, out = write(tmp_path / "rows.jsonl", ROWS), tmp_path / "out.jsonl"
+    sampling = Sampling(temperature=1.0, seed=seed, max_new_tokens=12)
+
+    def kill(done: int, _: int) -> None:
+        if done == 3:
+            raise Killed
+
+    with pytest.raises(Killed):
+        answer_file(*stories260k, source, out, sampling, at_a_time=2, progress=kill)
+    part = tmp_path / "out.jsonl.part"
+    head, *answers = lines(part)
+    assert len(answers) == 3 and not out.exists()
+    part.write_text(part.read_text() + '{"row": 4, "answer": "half of', encoding="utf-8")
+    for other, named in (
+        (Sampling(temperature=1.0, seed=seed, max_new_tokens=13), "other sampling"),
+        (Sampling(temperature=1.0, seed=8, max_new_tokens=12), "other seed"),
+    ):
+        with pytest.raises(BadInput, match=named):
+            answer_file(*stories260k, source, out, other)
+    with pytest.raises(BadInput, match="other model"):
+        answer_file(*stories260k, source, out, sampling, of_model={"model": "another"})
+    written = answer_file(*stories260k, source, out, sampling)
+    assert (written.rows, written.earlier) == (5, 3)
+    whole = Sampling(temperature=1.0, seed=head["seed"], max_new_tokens=12)
+    want = [answer.text for answer in fewbits.generate_many(*stories260k, PROMPTS, whole)]
+    assert [row["answer"] for row in lines(out)] == want and not part.exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("\n\n", "has no rows"),
+        ('{"prompt": "a"}\n\n{"text": "b"}\n', "line 3: the row has neither a prompt nor messages"),
+        ('{"prompt": "a", "messages": []}', "line 1: the row has both"),
+        ('{"prompt": 3}', "line 1: prompt is not a text"),
+        ('{"messages": "hi"}', "line 1: messages is not a list"),
+        ('{"prompt": "a", "answer": "b"}', "line 1: the row has a field 'answer'"),
+        ('["a"]', "line 1: not an object"),
+        ('{"prompt": "a"}\n{"prompt"', "line 2: not JSON"),
+    ],
+)
+def test_rows_that_are_none(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(text)
+    with pytest.raises(BadInput, match=message):
+        read_rows(path)
+
+
+def test_files_that_will_not_do(stories260k: Any, tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="cannot be read: No such file"):
+        read_rows(tmp_path / "none.jsonl")
+    (tmp_path / "binary.jsonl").write_bytes(b"\xff\xfe\x00\xd8")
+    with pytest.raises(BadInput, match="it is not UTF-8"):
+        read_rows(tmp_path / "binary.jsonl")
+    with pytest.raises(BadInput, match="there is no folder"):
+        answer_file(*stories260k, write(tmp_path / "rows.jsonl", ROWS), tmp_path / "no" / "out.jsonl")

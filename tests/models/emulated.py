@@ -1,0 +1,22 @@
+"""Decoding's kernels by their definitions on a CPU: everything but the question whether there is a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fewbits.models import decode_generate, decode_step
+from fewbits.models.live import answers
+
+
+def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let models on a CPU have a decode step."""
+    real = decode_step.why_not
+
+    def without_the_gpu(model: Any) -> str:
+        reason = real(model)
+        return "" if reason == "the model is not on one GPU" else reason
+
+    for module in (decode_generate, answers):
+        monkeypatch.setattr(module, "why_not", without_the_gpu)
