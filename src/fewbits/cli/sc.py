@@ -35,6 +35,11 @@ def sc(args: Namespace) -> int:
         from fewbits.cli.sc_energy import energy
 
         return energy(args)
+    if args.sc_command in ("screen", "swap", "allocate"):
+        from fewbits.cli import sc_screen
+
+        called = {"screen": sc_screen.screen, "swap": sc_screen.swap, "allocate": sc_screen.allocate}
+        return called[args.sc_command](args)
     return {"error": _error, "sweep": _sweep, "eval": _eval, "calibrate": _calibrate}[args.sc_command](args)
 
 

@@ -44,6 +44,33 @@ fewbits sc energy --model models/stories3m --text story.txt --prices horowitz-45
 fewbits sc energy --model models/llama --text wiki.txt --prices cell.yaml --prices jouppi-7nm
 """,
     ),
+    "screen": Text(
+        "many configurations against a base: paired differences, the worse given up early",
+        "Evaluate candidates on the same windows as a base; what comes before a candidate's first changed\n"
+        "layer is computed once. With --board a screen that was stopped goes on where it stopped.",
+        """
+fewbits sc screen --model models/llama --text wiki.txt --base mixed.yaml --candidates a.yaml b.yaml c.yaml
+fewbits sc screen --model models/stories3m --text story.txt --base 32 --candidates *.yaml --board b.jsonl
+""",
+    ),
+    "swap": Text(
+        "one operator at a time at other stream lengths: loss per freed cycle",
+        "Measure what every operator (q_proj ... down_proj, scores, values) loses or gains at other stream\n"
+        "lengths or in INT8, over all layers or buckets of them, with confidence intervals.",
+        """
+fewbits sc swap --model models/stories3m --text story.txt --base 32 --attention --to 16,24,48,64,int8
+fewbits sc swap --model models/llama --text wiki.txt --base 32 --buckets 4 --tied --output swaps.json
+""",
+    ),
+    "allocate": Text(
+        "spend a budget of cycles by a swap table",
+        "The best settings under a budget, by the measured losses of fewbits sc swap: a knapsack, with the\n"
+        "loss estimated on windows that did not choose, and how often resamples of the windows agree.",
+        """
+fewbits sc allocate --swaps swaps.json --budget 32 --output mixed.yaml
+fewbits sc allocate --swaps swaps.json --budget 32 --over all --int8 --int8-cycles 32 --output m.yaml
+""",
+    ),
     "calibrate": Text(
         "write a configuration: smoothing, stream lengths, INT8 mask",
         "Run a model over text and write the configuration of its stochastic products: SmoothQuant or AWQ\n"
@@ -55,7 +82,7 @@ fewbits sc calibrate --model models/llama --text wiki.txt --budget 32 --smoothin
     ),
 }
 
-_ON_A_MODEL = ("eval", "energy", "calibrate")  # the others may have operands from a file
+_ON_A_MODEL = ("eval", "energy", "screen", "swap", "calibrate")  # the others may have operands from a file
 
 
 def add_sc_flags(
@@ -71,6 +98,10 @@ def add_sc_flags(
     commands = sub.add_subparsers(title="commands", dest="sc_command", metavar="COMMAND")
     for name, text in SC_TEXTS.items():
         command = new_command(commands, name, text)
+        if name == "allocate":
+            _allocate_flags(command)
+            command.add_argument("--json", action="store_true", help="print the result as JSON")
+            continue
         model_options(command, name in _ON_A_MODEL)
         _text_options(command, required=name in _ON_A_MODEL)
         if name in ("error", "sweep"):
@@ -166,6 +197,95 @@ def _energy_flags(command: argparse.ArgumentParser) -> None:
         help="tokens that share one reading of the weights (default: %(default)s, decoding for one user)",
     )
     _eval_flags(command)
+
+
+def _screen_flags(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--candidates", required=True, nargs="+", metavar="FILE", help="configurations to compare"
+    )
+    _base_flags(command)
+    command.add_argument("--no-stop", action="store_true", help="give none up before the text ends")
+    command.add_argument(
+        "--least",
+        type=int,
+        default=4,
+        metavar="N",
+        help="windows before one is given up (default: %(default)s)",
+    )
+    command.add_argument("--board", metavar="FILE", help="JSONL file that keeps every figure")
+
+
+def _swap_flags(command: argparse.ArgumentParser) -> None:
+    _base_flags(command)
+    command.add_argument(
+        "--to",
+        default="16,24,32,48,64,96,128",
+        metavar="A,B",
+        help="stream lengths, and int8 (default: %(default)s)",
+    )
+    command.add_argument(
+        "--buckets",
+        type=int,
+        default=1,
+        metavar="N",
+        help="parts of the decoder layers that are swapped apart (default: %(default)s)",
+    )
+    command.add_argument(
+        "--tied", action="store_true", help="q, k and v together, gate and up together: they share an input"
+    )
+    command.add_argument("--board", metavar="FILE", help="JSONL file that keeps every figure")
+    command.add_argument("--output", metavar="FILE", help="the table as JSON, for fewbits sc allocate")
+
+
+def _base_flags(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--base", required=True, metavar="FILE", help="a configuration, or a stream length for everything"
+    )
+    command.add_argument(
+        "--attention", action="store_true", help="with a length: both attention products too"
+    )
+    command.add_argument(
+        "--batch-size", type=int, default=1, metavar="N", help="windows at once (default: %(default)s)"
+    )
+    command.add_argument(
+        "--confidence",
+        type=float,
+        default=0.95,
+        metavar="X",
+        help="of intervals and of giving up (default: %(default)s)",
+    )
+
+
+def _allocate_flags(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--swaps", required=True, metavar="FILE", help="what fewbits sc swap wrote")
+    command.add_argument("--budget", required=True, type=float, metavar="X", help="mean cycles of a product")
+    command.add_argument("--output", required=True, metavar="FILE", help=".yaml or .json file to write")
+    command.add_argument(
+        "--over",
+        choices=("stochastic", "all"),
+        default="stochastic",
+        help="products that the mean is over: without the INT8 mask, or with it (default: %(default)s)",
+    )
+    command.add_argument(
+        "--int8-cycles",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="what an INT8 product counts over all (default: %(default)s)",
+    )
+    command.add_argument("--levels", metavar="A,B", help="stream lengths that may be chosen (default: all)")
+    command.add_argument(
+        "--int8", action="store_true", help="operators may be given to INT8 where the table measured it"
+    )
+    command.add_argument(
+        "--risk",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="standard errors added to every loss (default: %(default)s)",
+    )
+    command.add_argument("--folds", type=int, default=4, metavar="N", help="default: %(default)s")
+    command.add_argument("--resamples", type=int, default=50, metavar="N", help="default: %(default)s")
 
 
 def _eval_flags(command: argparse.ArgumentParser) -> None:
@@ -264,5 +384,7 @@ _FLAGS = {
     "sweep": _sweep_flags,
     "eval": _eval_flags,
     "energy": _energy_flags,
+    "screen": _screen_flags,
+    "swap": _swap_flags,
     "calibrate": _calibrate_flags,
 }

@@ -229,10 +229,18 @@ def evaluating(model: Any) -> Iterator[None]:
 def batch_nll(model: Any, text: TextWindows, batch: list[Window]) -> float:
     """Summed negative log-likelihood of the scored tokens of a batch of windows, in nats.
 
-    Rows are padded on the right, which a causal model's earlier positions cannot see.
+    See `window_nlls`, whose figures these are, added up.
+    """
+    total = 0.0
+    for nll in window_nlls(model, text, batch):
+        total += nll
+    return total
 
-    Raises:
-        NotFinite: it is NaN or infinite; the message names the first weight that is.
+
+def batch_tokens(text: TextWindows, batch: list[Window]) -> tuple[Tensor, Tensor]:
+    """Token ids and attention mask, both (windows, longest window), of what goes through the model at once.
+
+    Rows are padded on the right, which a causal model's earlier positions cannot see.
     """
     ids, bos = text.ids, text.bos
     lead = 0 if bos is None else 1
@@ -245,17 +253,26 @@ def batch_nll(model: Any, text: TextWindows, batch: list[Window]) -> float:
         mask[row, :length] = 1
     if bos is not None:
         input_ids[:, 0] = bos
-    device = model.device
+    return input_ids, mask
+
+
+def window_nlls(model: Any, text: TextWindows, batch: list[Window]) -> list[float]:
+    """Summed negative log-likelihood of the scored tokens of each window of a batch, in nats.
+
+    Raises:
+        NotFinite: one is NaN or infinite; the message names the first weight that is.
+    """
+    ids, lead, device = text.ids, 0 if text.bos is None else 1, model.device
+    input_ids, mask = batch_tokens(text, batch)
     logits = model(input_ids=input_ids.to(device), attention_mask=mask.to(device), use_cache=False).logits
-    total = 0.0
-    for row, w in enumerate(
-        batch
-    ):  # a row at a time: float32 logits of a whole batch can exceed the model itself
+    found = []
+    for row, w in enumerate(batch):  # one by one: float32 logits of a batch can exceed the model itself
         at = slice(w.first - w.begin + lead - 1, w.end - w.begin + lead - 1)
         targets = ids[w.first : w.end].to(device)
         loss = torch.nn.functional.cross_entropy(logits[row, at].float(), targets, reduction="sum")
-        total += float(loss)
+        found.append(float(loss))
+    total = sum(found)
     if not math.isfinite(total):
         tokens = f"tokens {batch[0].first:,} to {batch[-1].end - 1:,}"
         raise NotFinite(f"the loss on {tokens} is {total}{why_not_finite(model)}")
-    return total
+    return found

@@ -148,7 +148,9 @@ def put_in(
         if options is None:
             return None
         setting = config.linear(name)
-        return _trained(name, linear, options, setting) if train else _prepared(linear, options, setting)
+        return (
+            _trained(name, linear, options, setting) if train else prepared_linear(linear, options, setting)
+        )
 
     receipt = convert(model, recipe, keep_original=keep_original, fuse_norms=fuse_norms, build=build)
     products = attention_products_of(model, config)
@@ -221,7 +223,7 @@ def adopt_saved(model: Any, folder: Path | str) -> list[str]:
     file = Path(folder) / FILE
     for name, layer in prepared.items():
         _check_adopted(file, name, layer, config)
-        _set_lengths(layer, config.linear(name), config.options)
+        set_lengths(layer, config.linear(name), config.options)
     products = attention_products_of(model, config)
     setattr(model, _CONFIG, config)
     return use_stochastic_attention(model, products) if products else ["attention: both products exact"]
@@ -259,7 +261,8 @@ def _recipe(config: StochasticConfig, names: Iterable[str]) -> Recipe:
     return Recipe(name="stochastic", linear=Rule(weight=config.options), skip=skip)
 
 
-def _prepared(linear: Any, options: Stochastic, setting: LinearSetting) -> StochasticLinear:
+def prepared_linear(linear: Any, options: Stochastic, setting: LinearSetting) -> StochasticLinear:
+    """The layer that computes what ``linear`` (in its original form) does as the setting says."""
     made = StochasticLinear.from_linear(
         linear,
         options,
@@ -267,11 +270,12 @@ def _prepared(linear: Any, options: Stochastic, setting: LinearSetting) -> Stoch
         protected=setting.protected or None,
         int8=setting.runs == "int8",
     )
-    _set_lengths(made, setting, options)
+    set_lengths(made, setting, options)
     return made
 
 
-def _set_lengths(layer: StochasticLinear, setting: LinearSetting, options: Stochastic) -> None:
+def set_lengths(layer: StochasticLinear, setting: LinearSetting, options: Stochastic) -> None:
+    """Give a prepared layer the stream lengths of its setting, or those of the options without any."""
     thresholds = setting.thresholds or None
     if setting.lengths is not None:
         layer.set_lengths(setting.lengths, thresholds, classify=setting.classify)

@@ -12,7 +12,7 @@ from fewbits.nn.stochastic_group import StochasticGroup, obstacle
 from fewbits.nn.stochastic_linear import StochasticLinear
 
 # Linears of a decoder layer that every known family calls with the same tensor, by the ends of their paths.
-_ONE_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+ONE_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 def share_inputs(model: Any) -> list[str]:
@@ -27,7 +27,7 @@ def share_inputs(model: Any) -> list[str]:
     spec = spec_for(model)
     made, left = 0, dict[str, int]()
     for layer in layer_names(model, spec):
-        for ends in _ONE_INPUT:
+        for ends in ONE_INPUT:
             paths = [path for end in ends for path in spec.linears if path.endswith(f".{end}")]
             found = [find(model, f"{layer}.{path}") for path in paths]
             linears = [module for module in found if isinstance(module, StochasticLinear)]
