@@ -257,8 +257,8 @@ def experts_config(model_type: str, **sizes: int) -> object:
 @pytest.mark.parametrize(
     ("model_type", "sizes", "missing"),
     [
-        ("mamba2", {"num_heads": 4, "head_dim": 16, "n_groups": 1, "state_size": 8}, "a convolution .*mixer"),
         ("t5", {"d_model": 32, "d_kv": 16, "d_ff": 32, "num_layers": 2, "num_heads": 2}, "an encoder and"),
+        ("jetmoe", {"num_local_experts": 8, "kv_channels": 16, "num_key_value_heads": 2}, "most of a layer"),
     ],
 )  # fmt: skip
 def test_what_linears_do_not_describe_is_refused_by_name(model_type: str, sizes: dict, missing: str) -> None:

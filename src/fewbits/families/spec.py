@@ -163,6 +163,8 @@ class ModelSpec:
         experts: of a layer, or of some layers.
         other_linears: paths of linears in a layer that are none of attention, MLP and experts.
         some_layers: paths of linears that only some layers have (a dense layer among layers of experts).
+        left: paths of linears that stay in their own dtype and get no adapter, each with the reason, in words
+            for receipts and messages.
         embedding_multiplier: the config's field that embeddings are multiplied by.
         residual_multiplier: the config's field that each half is multiplied by before it is added.
         logits_divisor, logits_multiplier: the config's field that logits are divided or multiplied by.
@@ -184,6 +186,7 @@ class ModelSpec:
     experts: Experts | None = None
     other_linears: tuple[str, ...] = ()
     some_layers: tuple[str, ...] = ()
+    left: tuple[tuple[str, str], ...] = ()
     embedding_multiplier: str | None = None
     residual_multiplier: str | None = None
     logits_divisor: str | None = None

@@ -5,13 +5,17 @@ compute: such a model is packed, adapted, trained and saved through its own forw
 then True, and whatever must know a family's arithmetic (the fused decoder, the norms' exchange, attention by
 fewbits, tensor parallelism, decoding's kernels) leaves it alone and says so.
 
-What linears alone do not describe is refused: experts, state-space and convolutional layers, models of an
-encoder and a decoder.
+What stands beside the linears (norms, the convolutions and decays of state-space and linear attention) stays
+as it is, and the receipt lists it. What linears do not describe at all is refused: layers that are mostly
+something else, models of an encoder and a decoder.
 """
 
 from __future__ import annotations
 
+import dis
+import inspect
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 from torch import nn
@@ -22,7 +26,8 @@ from fewbits.host.expert_weights import weights_of
 from fewbits.host.transposed import is_conv1d
 from fewbits.nn.experts import QuantizedExperts
 
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+READ_PAST = "the host's code reads its weight past the module"
+_LOOKS_AT = ("dtype", "device", "shape", "size", "numel", "dim")
 
 
 def generic_spec(model: nn.Module, model_type: str) -> ModelSpec:
@@ -46,12 +51,14 @@ def generic_spec(model: nn.Module, model_type: str) -> ModelSpec:
     decoder = _decoder_of(base)
     path, layers = _layers_of(base, decoder, model_type)
     linears: dict[str, None] = {}
+    left: dict[str, str] = {}
     experts: str | None = None
     for layer in layers:
         experts = _experts_path(layer) or experts
-        _refuse_what_is_not_dense(layer, model_type)
-        routers = _routers(layer)
-        linears.update(dict.fromkeys(path for path in linear_paths(layer) if path not in routers))
+        _refuse_what_cannot_be_packed(layer, model_type)
+        left.update(dict.fromkeys(_routers(layer), "it chooses experts"))
+        left.update(dict.fromkeys(_read_past_the_module(layer), READ_PAST))
+        linears.update(dict.fromkeys(path for path in linear_paths(layer) if path not in left))
     if not linears:
         raise _missing(model_type, f"its layers at {path!r} hold no linears")
     return ModelSpec(
@@ -62,7 +69,8 @@ def generic_spec(model: nn.Module, model_type: str) -> ModelSpec:
         attention=None,
         mlp=None,
         experts=None if experts is None else Experts(path=experts),
-        other_linears=tuple(linears),
+        other_linears=tuple(path for path in linears if path not in left),
+        left=tuple(left.items()),
         embed=_end(base, "get_input_embeddings", "model.embed_tokens"),
         head=_end(base, "get_output_embeddings", "lm_head"),
         generic=True,
@@ -99,6 +107,38 @@ def _routers(layer: nn.Module) -> set[str]:
     }
 
 
+def _read_past_the_module(layer: nn.Module) -> Iterator[str]:
+    """Linears whose weight the code around them reads, in place of calling them.
+
+    A kernel that is handed ``self.out_proj.weight`` (Mamba's, which computes the projection too) would see
+    nothing of an adapter, and wants a plain tensor.
+    """
+    for path, module in layer.named_modules():
+        kind: Any = type(module)
+        names = _weights_read(kind)
+        for name, inner in module.named_children():
+            base = getattr(inner, "base_layer", inner)
+            if name in names and (isinstance(base, nn.Linear) or is_conv1d(base)):
+                yield f"{path}.{name}".lstrip(".")
+
+
+@lru_cache(maxsize=256)
+def _weights_read(kind: Any) -> frozenset[str]:
+    """Names ``x`` whose ``self.x.weight`` the methods of a class read, and more than its dtype or shape."""
+    if kind.__module__.startswith(("torch.", "fewbits.", "peft.")):
+        return frozenset()
+    found = set()
+    for method in vars(kind).values():
+        code = getattr(inspect.unwrap(method), "__code__", None) if callable(method) else None
+        steps = [] if code is None else [(i.opname, i.argval) for i in dis.get_instructions(code)]
+        for (_, name), (read, what), (_, after) in zip(
+            steps, steps[1:], [*steps[2:], ("", "")], strict=False
+        ):
+            if read == "LOAD_ATTR" and what == "weight" and after not in _LOOKS_AT:
+                found.add(str(name))
+    return frozenset(found)
+
+
 def _shape(name: str, module: Any) -> tuple[int, ...]:
     packed = getattr(module, "shapes", None)
     return tuple(packed[name] if packed else getattr(module, name).shape)
@@ -118,41 +158,42 @@ def _missing(model_type: str, what: str) -> Unsupported:
 
 
 def _layers_of(base: nn.Module, decoder: Any, model_type: str) -> tuple[str, nn.ModuleList]:
-    """Path from the model, and the list of layers: the largest in the decoder with entries of one class."""
+    """Path from the model, and the list of layers, of one class or of several: the largest in the decoder."""
     largest, most = None, 0
     inside = {id(module) for module in decoder.modules()}
     for path, module in base.named_modules():
         if id(module) not in inside or not isinstance(module, nn.ModuleList):
             continue
         count = sum(p.numel() for p in module.parameters())
-        if len({type(entry) for entry in module}) == 1 and count > most:
+        if count > most:
             largest, most = (path, module), count
     if largest is None:
-        raise _missing(model_type, "it has no list of decoder layers of one class")
+        raise _missing(model_type, "it has no list of decoder layers")
     return largest
 
 
-def _refuse_what_is_not_dense(layer: nn.Module, model_type: str) -> None:
+def _refuse_what_cannot_be_packed(layer: nn.Module, model_type: str) -> None:
+    """Small parameters of other kinds stay, and are listed; a layer that is mostly such is refused.
+
+    So convolutions, decays and the like of state-space and linear attention stay beside packed linears.
+    """
+    whole, unknown, largest = sum(p.numel() for p in layer.parameters()), 0, ("", 0)
     for path, module in layer.named_modules():
         inner = list(module.children())
         if isinstance(module, nn.ModuleList) and len(inner) > 1 and any(True for _ in linear_paths(module)):
             raise _missing(model_type, f"its layers hold experts ({path}), which fewbits does not pack yet")
-        if isinstance(module, _CONVOLUTIONS):
-            raise _missing(
-                model_type,
-                f"its layers hold a convolution ({path}), as state-space and linear attention do, which "
-                "fewbits has not been tried on",
-            )
-        known = weights_of(module)
+        if weights_of(module) or isinstance(module, (QuantizedExperts, nn.Linear)):
+            continue
         for name, parameter in module.named_parameters(recurse=False):
-            if known or isinstance(module, QuantizedExperts):
-                continue
-            if parameter.dim() > 2 and not isinstance(module, nn.Linear):
-                raise _missing(
-                    model_type,
-                    f"its layers hold a parameter of {parameter.dim()} dimensions ({path}.{name}), as "
-                    "experts have, which fewbits does not pack yet",
-                )
+            if parameter.dim() > 2:
+                unknown += parameter.numel()
+                largest = max(largest, (f"{path}.{name}", parameter.numel()), key=lambda found: found[1])
+    if 2 * unknown > whole:
+        raise _missing(
+            model_type,
+            f"most of a layer is in parameters of three dimensions and more ({largest[0]}, for one), which "
+            "fewbits does not know how to pack",
+        )
 
 
 def _end(base: Any, getter: str, default: str) -> str:

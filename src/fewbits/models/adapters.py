@@ -19,6 +19,7 @@ from torch import nn
 
 from fewbits.errors import BadCheckpoint, SpecMismatch, Unsupported
 from fewbits.families.spec import ModelSpec
+from fewbits.host.generic import READ_PAST
 from fewbits.host.spec import spec_for
 from fewbits.models.adapter_files import (
     CONFIG,
@@ -238,6 +239,12 @@ def resolve_targets(model: nn.Module, targets: Any, linears: Mapping[str, nn.Mod
     if spec is not None:
         aliases = {part: fused for fused, parts in spec.fused.items() for part in parts}
         names = {aliases.get(name, name) for name in names}
+        past = {_last(path) for path in _passed_by(spec)} - set(spec.linear_names)
+        if names & past:
+            raise SpecMismatch(
+                f"an adapter on {', '.join(sorted(names & past))} would do nothing: {READ_PAST}; leave it "
+                "out."
+            )
     missing = sorted(n for n in names if not any(full == n or full.endswith("." + n) for full in linears))
     if missing or not names:
         wrong = ", ".join(missing) or "(none given)"
@@ -286,10 +293,18 @@ def _lora_config(model: nn.Module, lora: Any, settings: dict[str, Any]) -> Any:
 
 
 def _towers(model: nn.Module) -> str | None:
-    """What names of linears do not mean, as PEFT's ``exclude_modules``: towers for other things than text."""
+    """What names of linears do not mean, as PEFT's ``exclude_modules``.
+
+    These are towers for other things than text, and linears whose adapters the host would pass by.
+    """
     spec = _spec_or_none(model)
-    towers = () if spec is None else spec.towers
-    return rf"(?:.*\.)?(?:{'|'.join(map(re.escape, towers))})(?:\..*)?" if towers else None
+    excluded = () if spec is None else (*spec.towers, *_passed_by(spec))
+    return rf"(?:.*\.)?(?:{'|'.join(map(re.escape, excluded))})(?:\..*)?" if excluded else None
+
+
+def _passed_by(spec: ModelSpec) -> tuple[str, ...]:
+    """Paths of linears in a layer that their host does not call."""
+    return tuple(path for path, reason in spec.left if reason == READ_PAST)
 
 
 def _as_peft_has_them(targets: Any) -> Any:

@@ -28,7 +28,7 @@ from fewbits.nn.experts import QuantizedExperts
 from fewbits.nn.fake_quantize import FakeQuantizedLinear
 from fewbits.nn.finite import check_finite
 from fewbits.nn.linear import LowPrecisionLinear, QuantizedLinear, take_parameters
-from fewbits.nn.norm import RMSNorm
+from fewbits.nn.norm import RMSNorm, computes_rmsnorm
 from fewbits.nn.packed_layers import fake_layer, packed_layer
 from fewbits.recipes import Recipe, Rule, get_recipe
 
@@ -221,10 +221,13 @@ def _notes(spec: ModelSpec, recipe: Recipe) -> Iterator[str]:
 def _plan(model: nn.Module, spec: ModelSpec, recipe: Recipe) -> tuple[dict[str, Rule], list[Left]]:
     rules: dict[str, Rule] = {}
     left: list[Left] = []
+    reasons = {f"{layer}.{path}": why for layer in layer_names(model, spec) for path, why in spec.left}
     for name, known in _linear_names(model, spec):
         module = find(model, name)
         rule = _rule(name, recipe)
-        if not known:
+        if name in reasons:
+            left.append(Left(name, f"{reasons[name]}: left as it is"))
+        elif not known:
             left.append(Left(name, "the spec does not name it", intended=False))
         elif module is None:
             if not name.endswith(tuple(f".{path}" for path in spec.some_layers)):
@@ -340,16 +343,23 @@ def _plan_norms(model: nn.Module, spec: ModelSpec, left: list[Left]) -> list[str
         return []
     names = [f"{layer}.{path}" for layer in layer_names(model, spec) for path in spec.norms]
     norms = []
+    tried: dict[tuple[Any, ...], bool] = {}
     for name in [*names, *(locate(model, spec, path) for path in _final_norm(spec))]:
-        module = find(model, name)
+        module: Any = find(model, name)
         if module is None:
             left.append(Left(name, "the spec names it and the model has none", intended=False))
-        elif "RMSNorm" not in type(module).__name__ or _eps(module) is None:
-            left.append(
-                Left(name, f"it is a {type(module).__name__}, not an RMSNorm that we know", intended=False)
-            )
-        elif not isinstance(module, RMSNorm):
+            continue
+        if isinstance(module, RMSNorm):
+            continue
+        weight = getattr(module, "weight", None)
+        alike = (type(module), _eps(module), None if weight is None else tuple(weight.shape))
+        if alike not in tried:
+            tried[alike] = computes_rmsnorm(module, _eps(module), spec.norm.offset)
+        if tried[alike]:
             norms.append(name)
+        else:
+            what = f"it is a {type(module).__name__}, which does not compute the RMSNorm that its spec says"
+            left.append(Left(name, what, intended=False))
     return norms
 
 
