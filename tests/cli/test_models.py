@@ -309,3 +309,29 @@ def test_export_writes_gguf_and_prints_the_receipt(run, tmp_path):
     assert (tmp_path / "out" / "base-Q4_K_M.gguf").is_file()
     wrong = run("export", base, tmp_path / "other", "--to", "onnx")
     assert wrong.code == 1 and "gguf:q4_k_m" in wrong.err
+
+
+def test_export_to_other_engines(run, tmp_path):
+    from tests.models.loading import save_tiny
+
+    model = tmp_path / "base"
+    save_tiny(model, intermediate_size=128)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"text": "the cat sat on the mat"}\n' * 40)
+    done = run("export", model, tmp_path / "gptq", "--to", "gptq:int4_g32", "--no-check")
+    assert done.code == 0 and "NOT CHECKED" in done.out
+    done = run("export", tmp_path / "gptq", tmp_path / "awq", "--to", "awq")
+    assert done.code == 0 and "14 linears with the codes" in done.out and "KL" in done.out
+    done = run(
+        "export", model, tmp_path / "fp8", "--to", "compressed_tensors:fp8", "--calibrate", rows
+    )  # fmt: skip
+    assert done.code == 0 and "calibrated on" in done.out
+    assert run("export", model, tmp_path / "plain", "--to", "bf16").code == 0
+    for to, more, reason in (
+        ("compressed_tensors:fp8", (), "--calibrate rows.jsonl"),
+        ("16bit", ("--no-check",), "rounds nothing"),
+        ("awq:int8", (), "gptq:int8"),
+    ):
+        wrong = run("export", model, tmp_path / "wrong", "--to", to, *more)
+        assert wrong.code == 1 and reason in wrong.err and wrong.err.count("\n") == 1
+    assert not (tmp_path / "wrong").exists()

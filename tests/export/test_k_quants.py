@@ -63,3 +63,28 @@ def test_every_code_and_scale_keeps_its_place(kind: str) -> None:
         assert back[0, place] == pytest.approx(x[0, place].item(), rel=0.02)
         assert back.count_nonzero() == 1
         x[0, place] = 0
+
+
+# The same quantiser under an importance matrix (libggml of October 2026): the error that the matrix weighs.
+LLAMA_CPP_BY_IMPORTANCE = {
+    "Q2_K": 0.06104, "Q3_K": 0.07265, "Q4_K": 0.0175, "Q5_K": 0.01208, "Q6_K": 0.00792,
+    "IQ4_NL": 0.02678, "IQ4_XS": 0.02963, "Q4_0": 0.04098, "Q5_0": 0.02024,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", LLAMA_CPP_BY_IMPORTANCE)
+def test_an_importance_matrix_is_followed_further_than_by_llama_cpp(kind: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(64, 1024, generator=generator)
+    importance = torch.randn(1024, generator=generator).square().exp()
+    format = FORMATS[f"gguf_{kind.lower()}"]
+    back = decoded(format.quantize_for(x, importance).codes, kind)
+    plain = decoded(format.quantize(x).codes, kind)
+
+    def error(y: torch.Tensor) -> float:
+        return float((((y - x).square() * importance).sum() / (x.square() * importance).sum()).sqrt())
+
+    assert error(back) < LLAMA_CPP_BY_IMPORTANCE[kind] and error(back) < 0.8 * error(plain)
+    alike = format.quantize_for(x, torch.full((1024,), 2.0)).codes
+    if kind in SEARCHED:  # all columns alike: a power of two changes no comparison and no sum
+        assert torch.equal(alike, format.quantize(x).codes)

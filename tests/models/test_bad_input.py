@@ -177,7 +177,7 @@ def test_checkpoints_of_other_methods(base):
     edit(base / "config.json", quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
     refuses(BadCheckpoint, "bitsandbytes", base)
     edit(base / "config.json", quantization_config={"quant_method": "bitsandbytes", "load_in_8bit": True})
-    refuses(Unsupported, "bitsandbytes", base)
+    refuses(BadCheckpoint, "declares bitsandbytes weights, but none", base)
 
 
 def test_a_packed_checkpoint_with_another_recipe(base, tmp_path):

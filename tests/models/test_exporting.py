@@ -188,7 +188,7 @@ def test_a_wrong_file_is_never_published(tmp_path: Path, monkeypatch: pytest.Mon
         monkeypatch.setattr(gguf_file, "interleave_halves", lambda weight, heads: weight)
     else:
         encode = gguf_file.encode
-        monkeypatch.setattr(gguf_file, "encode", lambda weight, kind: encode(weight.flip(0), kind))
+        monkeypatch.setattr(gguf_file, "encode", lambda weight, *rest: encode(weight.flip(0), *rest))
     with pytest.raises(BadCheckpoint, match="nothing was written"):
         model.save_pretrained_gguf(tmp_path / "out", tokenizer, "q8_0")
     assert not (tmp_path / "out").exists() and [p.name for p in tmp_path.iterdir()] == ["base"]

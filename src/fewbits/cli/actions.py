@@ -232,7 +232,15 @@ def export(args: Namespace) -> int:
     """``fewbits export``."""
     from fewbits.cli.models import export_model
 
-    receipt = export_model(args.source, args.destination, args.to, base=args.base, overwrite=args.overwrite)
+    receipt = export_model(
+        args.source,
+        args.destination,
+        args.to,
+        base=args.base,
+        overwrite=args.overwrite,
+        calibrate=args.calibrate,
+        check=not args.no_check,
+    )
     console().print(receipt, soft_wrap=True, highlight=False, markup=False)
     return 0
 

@@ -74,39 +74,61 @@ def merge_adapter(adapter: str, destination: str, *, base: str | None = None, ov
     return str(model.save_pretrained_merged(destination, tokenizer, overwrite=overwrite))
 
 
-def export_model(
-    source: str, destination: str, to: str, *, base: str | None = None, overwrite: bool = False
-) -> str:
+def export_model(source: str, destination: str, to: str, *, base: str | None = None, **options: Any) -> str:
     """Write a model, an adapter merged into it, for another engine; returns the receipt's lines.
 
     Args:
-        source: folder of a model, an adapter or a training run.
+        source: folder of a model, an adapter or a training run, or a GGUF file.
         destination: the folder to write.
-        to: the kind of file and the method, "gguf:q4_k_m" or "compressed_tensors:w4a16".
+        to: the engine and the format, such as "gguf:q4_k_m", "compressed_tensors:w4a16", "gptq:int4_g128" or
+            "16bit".
         base: an adapter's base model, where it is not the one that the adapter names.
-        overwrite: replace an export that is in the destination.
+        options: of the model's own method: ``overwrite``, ``calibrate``, ``check``.
 
     Raises:
-        BadInput: an unknown kind or method, or a destination that is taken.
+        BadInput: an unknown engine or format, an option that it has not, or a destination that is taken.
     """
-    from fewbits.export.compressed_schemes import scheme_named
-    from fewbits.export.gguf_types import method_named
     from fewbits.models.fast import FastLanguageModel
 
-    kind, _, method = to.partition(":")
-    if kind not in ("gguf", "compressed_tensors") or not method:
-        raise BadInput(
-            f"--to {to} names no format; write gguf:METHOD or compressed_tensors:SCHEME, such as "
-            "gguf:q4_k_m or compressed_tensors:w4a16."
-        )
-    method = method_named(method) if kind == "gguf" else f"{kind}_{scheme_named(f'{kind}_{method}')}"
-    options: dict[str, Any] = {} if base is None else {"base_model": base}
+    kind, method = _destination_format(to)
+    if kind == "16bit":
+        asked = [options.pop("calibrate", None) is not None, not options.pop("check", True)]
+        if any(asked):
+            raise BadInput(f"--to {to} rounds nothing: leave out --calibrate and --no-check.")
+    named: dict[str, Any] = {} if base is None else {"base_model": base}
     model, tokenizer = FastLanguageModel.from_pretrained(
-        resolve(source), load_in_4bit=False, device_map="cpu", **options
+        resolve(source), load_in_4bit=False, device_map="cpu", **named
     )
     if kind == "gguf":
-        return str(model.save_pretrained_gguf(destination, tokenizer, method, overwrite=overwrite))
-    return str(model.save_pretrained_merged(destination, tokenizer, save_method=method, overwrite=overwrite))
+        made = model.save_pretrained_gguf(destination, tokenizer, method, **options)
+        return "\n".join(map(str, made)) if isinstance(made, list) else str(made)
+    if kind == "16bit":
+        return str(model.save_pretrained_merged(destination, tokenizer, dtype=method, **options))
+    return str(model.save_pretrained_merged(destination, tokenizer, save_method=method, **options))
+
+
+def _destination_format(to: str) -> tuple[str, Any]:
+    """The kind of files that ``--to`` means, and the method in the words of what writes them."""
+    import torch
+
+    from fewbits.export.gguf_types import method_named
+    from fewbits.export.methods import ENGINES, codec_for, engine_and_method
+
+    plain = {"16bit": None, "bf16": torch.bfloat16, "f16": torch.float16}
+    if to in plain:
+        return "16bit", plain[to]
+    kind, _, methods = to.partition(":")
+    if kind == "gguf" and methods:
+        found = [method_named(method) for method in methods.split(",")]
+        return kind, found[0] if len(found) == 1 else found
+    chosen = engine_and_method(to)
+    if chosen is None or (chosen[0] == "compressed_tensors" and not chosen[1]):
+        raise BadInput(
+            f"--to {to} names no format; write gguf:METHOD, ENGINE:FORMAT or 16bit, such as gguf:q4_k_m, "
+            f"compressed_tensors:w4a16 or awq; the engines are {', '.join(ENGINES)}."
+        )
+    codec_for(*chosen)  # refuses before a model is loaded
+    return "engine", to
 
 
 def _device(name: str | None) -> str:

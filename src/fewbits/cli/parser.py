@@ -241,11 +241,17 @@ def _merge(commands: Any) -> None:
 
 def _export(commands: Any) -> None:
     sub = _command(commands, "export", loads_models=True)
-    sub.add_argument("source", metavar="SRC", help="folder of a model, an adapter or a training run")
+    sub.add_argument("source", metavar="SRC", help="a model, an adapter, a training run or a GGUF file")
     sub.add_argument("destination", metavar="DST", help="folder to write")
     sub.add_argument(
-        "--to", required=True, metavar="FORMAT", help="such as gguf:q4_k_m, compressed_tensors:w4a16"
+        "--to", required=True, metavar="FORMAT", help="such as gguf:q4_k_m, gptq:int4_g128, awq, 16bit"
     )
+    sub.add_argument(
+        "--calibrate",
+        metavar="ROWS",
+        help="JSON Lines with text or messages, for gguf's importance matrix, fp8 and nvfp4",
+    )
+    sub.add_argument("--no-check", action="store_true", help="do not read it back; the receipt says so")
     sub.add_argument("--base", metavar="PATH", help="an adapter's base model (default: the one it names)")
     sub.add_argument("--overwrite", action="store_true", help="replace the export that is in DST")
 

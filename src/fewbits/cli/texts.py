@@ -137,14 +137,22 @@ fewbits merge runs/mine/final merged --base models/llama
     ),
     "export": Text(
         "write a model for another engine",
-        "Write a model, its adapter merged, as GGUF for llama.cpp or as compressed-tensors for vLLM. It is\n"
-        "read back and its logits are compared before it is called done. GGUF's methods: f16, bf16, q8_0,\n"
-        "q6_k, q5_k_m, q4_k_m, q4_0, more; compressed-tensors' schemes: w4a16, w8a16, w4a16_asym, w8a8,\n"
-        "w4afp8, fp8_dynamic, fp8_block, nvfp4a16, mxfp4, mxfp4a16, mxfp8, mxfp8a16.",
+        "Write a model, its adapter merged, in another engine's files. They are read back and the logits\n"
+        "compared before the export is called done. Linears that are packed so already keep their codes.\n"
+        "  gguf:             f16, bf16, q8_0, q6_k, q5_k_m, q4_k_m, q3_k_m, q2_k, q4_0, iq4_xs, more;\n"
+        "                    several with commas\n"
+        "  compressed_tensors: w2a16 to w8a16, w4a16_asym, w4a8, w4afp8, w8a8, fp8, fp8_dynamic, fp8_block,\n"
+        "                    nvfp4, nvfp4a16, mxfp4, mxfp4a16, mxfp8, mxfp8a16\n"
+        "  gptq, gptq_v2:    int2, int3, int4, int8 by rows or groups, such as int4_g128 or int4_g128_zp\n"
+        "  awq:              int4_g128_zp and its kind\n"
+        "  bitsandbytes:     nf4, nf4_dq, fp4, fp4_dq, int8\n"
+        "  torchao:          float8, int8, int2 to int8 in groups\n"
+        "  16bit, bf16, f16: a plain folder",
         """
-fewbits export runs/mine exported --to gguf:q4_k_m
+fewbits export runs/mine exported --to gguf:q4_k_m --calibrate rows.jsonl
 fewbits export models/llama exported --to gguf:q8_0 --overwrite
 fewbits export runs/mine for-vllm --to compressed_tensors:fp8_dynamic
+fewbits export models/llama-w4 for-gptq --to gptq
 """,
     ),
     "report": Text(

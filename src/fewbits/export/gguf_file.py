@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from fewbits.errors import BadCheckpoint, Unsupported
 from fewbits.export.gguf_types import METHODS, Sizes, encode, import_gguf, type_of
 from fewbits.export.gguf_vocabulary import Vocabulary
 from fewbits.families.registry import family_of, known_families, model_type_of, written_spec
+from fewbits.formats.base import Packed
 
 _TURNED = ("q_proj.weight", "q_proj.bias", "k_proj.weight", "k_proj.bias")
 
@@ -111,12 +112,36 @@ def plan_tensors(
     return planned
 
 
+@dataclass(frozen=True)
+class Source:
+    """Where the tensors of a file come from, by their names in transformers.
+
+    Attributes:
+        weight: gives one, floating point.
+        packed: gives a planned tensor that the model has in that type's blocks already, or None.
+        importance: (K,) of a linear's inputs, by its name; empty without calibration.
+    """
+
+    weight: Callable[[str], Tensor]
+    packed: Callable[[PlannedTensor], Packed | None] = lambda tensor: None
+    importance: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def bytes_of(self, tensor: PlannedTensor) -> Any:
+        """The tensor as the file holds it, a numpy array; what is packed in its type is not rounded again."""
+        packed = self.packed(tensor)
+        if packed is not None:
+            codes = packed.codes.cpu()
+            return (interleave_halves(codes, tensor.turned_heads) if tensor.turned_heads else codes).numpy()
+        columns = self.importance.get(tensor.name.removesuffix(".weight"))
+        return encode(_for_file(tensor, self.weight(tensor.name)), tensor.kind, columns)
+
+
 def write_gguf(
     file: Path,
     config: Any,
     vocabulary: Vocabulary,
     planned: Iterable[PlannedTensor],
-    weight: Callable[[str], Tensor],
+    source: Source,
     *,
     method: str,
 ) -> None:
@@ -127,7 +152,7 @@ def write_gguf(
         config: the model's text configuration.
         vocabulary: of its tokenizer.
         planned: the tensors, in the file's order.
-        weight: gives a tensor by its name in transformers.
+        source: of the tensors.
         method: a key of `METHODS`, for the metadata.
 
     Raises:
@@ -156,7 +181,7 @@ def write_gguf(
         if factors is not None:
             writer.write_tensor_data(factors)
         for tensor in planned:
-            writer.write_tensor_data(encode(_for_file(tensor, weight(tensor.name)), tensor.kind))
+            writer.write_tensor_data(source.bytes_of(tensor))
     finally:
         writer.close()
 

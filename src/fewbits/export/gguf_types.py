@@ -178,18 +178,19 @@ def _output_type(method: str, layer: int, sizes: Sizes) -> str | None:
 _RULES = {"attn_v": _value_type, "ffn_down": _down_type, "attn_output": _output_type}
 
 
-def encode(weight: Tensor, kind: str) -> Any:
+def encode(weight: Tensor, kind: str, importance: Tensor | None = None) -> Any:
     """The bytes of a weight in a type.
 
     Args:
         weight: (N, K) or (K,), floating point.
         kind: the type's name in ``gguf.GGMLQuantizationType``.
+        importance: (K,), how much the squared error of each column counts; None: all the same.
 
     Returns:
         A numpy array: float32 or float16 of weight's shape, or uint8 (N, bytes of a row).
     """
     if kind in LAYOUTS:
-        return FORMATS[f"gguf_{kind.lower()}"].quantize(weight).codes.cpu().numpy()
+        return FORMATS[f"gguf_{kind.lower()}"].quantize_for(weight, importance).codes.cpu().numpy()
     gguf = import_gguf()
     values = weight.detach().to("cpu", torch.float32).numpy()
     return gguf.quants.quantize(values, gguf.GGMLQuantizationType[kind])

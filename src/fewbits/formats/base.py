@@ -97,6 +97,17 @@ class Format(ABC):
         """
         return self.quantize(x, seed=seed)
 
+    def quantize_for(self, x: Tensor, importance: Tensor | None, *, seed: int | None = None) -> Packed:
+        """`quantize`, in which the squared error of some columns counts more.
+
+        Args:
+            x: (..., K).
+            importance: (K,), not negative, such as the mean square of what each column is multiplied by.
+                None: all count the same. Formats that search for no scale take no notice of it.
+            seed: as for `quantize`.
+        """
+        return self.quantize(x, seed=seed)
+
     def with_plain_scales(self, packed: Packed) -> Packed | None:
         """The same numbers with scales that are not rounded themselves; None where they are not."""
         return None

@@ -1,4 +1,4 @@
-"""bitsandbytes' serialised 4-bit layout, both ways; bitsandbytes itself is not needed.
+"""bitsandbytes' serialised layouts: 4 bits both ways, 8 bits read; bitsandbytes itself is not needed.
 
 A weight named ``weight`` is stored under these keys:
 
@@ -23,6 +23,7 @@ from torch import Tensor
 from fewbits.errors import BadCheckpoint, Unsupported
 from fewbits.formats.base import Packed
 from fewbits.formats.codebook import FP4, FP4_DQ, NF4, NF4_DQ, Codebook
+from fewbits.formats.integer import INT8
 
 _KINDS = {"nf4": (NF4, NF4_DQ), "fp4": (FP4, FP4_DQ)}
 _STATE = ".quant_state.bitsandbytes__"
@@ -108,6 +109,33 @@ def from_bitsandbytes(tensors: Mapping[str, Tensor], name: str = "weight") -> Pa
         dtype,
         {part: parts[part].to(spec.dtype).reshape(spec.shape) for part, spec in layout.items()},
     )
+
+
+def from_int8(tensors: Mapping[str, Tensor], name: str, dtype: torch.dtype) -> Packed:
+    """A weight of ``LLM.int8()``: codes int8 (N, K) as ``weight``, each row's largest magnitude as ``SCB``.
+
+    Args:
+        tensors: both, by these names, and ``weight_format``.
+        name: of the linear, for messages.
+        dtype: of the layer.
+
+    Raises:
+        BadCheckpoint: parts are missing or do not fit together.
+        Unsupported: the codes are in the order of a GPU's tiles, as versions before 0.46 could save them.
+    """
+    codes, largest, order = tensors.get("weight"), tensors.get("SCB"), tensors.get("weight_format")
+    if order is not None and int(order.flatten()[0]):
+        raise Unsupported(
+            f"{name} holds 8-bit codes in the order of a GPU's tiles; open the model with the bitsandbytes "
+            "that saved it and save it again, or use the original."
+        )
+    if codes is None or largest is None or codes.dtype != torch.int8 or largest.numel() != codes.shape[0]:
+        raise BadCheckpoint(
+            f"{name} has no int8 weight with a scale for each of its rows; fetch the file again."
+        )
+    parts = {"codes": codes.contiguous(), "scales": (largest.float() / 127.0).reshape(-1, 1).contiguous()}
+    shape = tuple(codes.shape)
+    return Packed(INT8, shape, dtype, {n: parts[n].reshape(s.shape) for n, s in INT8.layout(shape).items()})
 
 
 def swap_nibbles(codes: Tensor) -> Tensor:

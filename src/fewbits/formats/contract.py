@@ -60,6 +60,8 @@ class Contract:
             half the widest gap between neighbouring decoded values, or what cutting takes away, if more.
         block: (rows, columns) that share a scale, and become NaN together; (0, 0) is the tensor.
         coding: how kernels read the parts; None: the definition alone, in plain torch, decodes.
+        indexed: for a format whose columns look up their group in a part ``group_index``: the coding of the
+            same parts if groups lay side by side.
         rounds_plainly: `quantize` divides each block of ``coding`` by its largest magnitude (or, with zero
             points, its range) over the largest code and takes the nearest: kernels may do it in its place.
         exact_scale: ``largest_error`` holds; False where scales are themselves rounded, which moves values
@@ -87,6 +89,7 @@ class Contract:
     largest_error: float
     block: tuple[int, int]
     coding: Coding | None = None
+    indexed: Coding | None = None
     rounds_plainly: bool = False
     exact_scale: bool = True
     tensor_scale: bool = False

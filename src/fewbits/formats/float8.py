@@ -84,12 +84,19 @@ class Float8(Format):
 
     def quantize(self, x: Tensor, *, seed: int | None = None) -> Packed:
         """Write x in this format; see `Format.quantize`."""
+        return self.quantize_under(x, None, seed=seed)
+
+    def quantize_under(self, x: Tensor, absmax: float | None, *, seed: int | None = None) -> Packed:
+        """See `Format.quantize_under`; a scale for the whole tensor is that of ``absmax``."""
         check_floating(x)
         shape = tuple(x.shape)
         if x.numel() == 0:
             return Packed(self, shape, x.dtype, no_parts(self.layout(shape), x.device))
         blocks = to_blocks(x.detach(), self.block)
-        scales = divide(block_absmax(blocks), self.largest).clamp_(min=SMALLEST_SCALE)
+        largest = block_absmax(blocks)
+        if absmax is not None and self.block == (0, 0):
+            largest = torch.full_like(largest, absmax)
+        scales = divide(largest, self.largest).clamp_(min=SMALLEST_SCALE)
         scaled = (blocks.float() * (1.0 / scales)).clamp_(-self.largest, self.largest).nan_to_num_(0.0)
         if seed is not None:
             uniform = to_blocks(random_uniform(shape, seed, x.device), self.block)

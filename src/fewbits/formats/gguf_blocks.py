@@ -26,7 +26,7 @@ from fewbits.formats.base import Family, Format, Packed, PartSpec
 from fewbits.formats.blocks import ceil_div, check_floating, no_parts
 from fewbits.formats.contract import Contract
 from fewbits.formats.gguf_layouts import LAYOUTS
-from fewbits.formats.k_quants import IQ4_VALUES, SEARCHED, Fields, search
+from fewbits.formats.k_quants import IQ4_VALUES, SEARCHED, Fields, SubBlocks, search
 from fewbits.formats.minifloat import E2M1, exponential
 from fewbits.formats.rounding import random_uniform, round_to_integer
 from fewbits.formats.tables import table
@@ -39,6 +39,8 @@ _LARGEST_ERROR = {
     "Q4_0": 1 / 8, "Q5_0": 1 / 16, "Q4_1": 1 / 15, "Q5_1": 1 / 31, "Q8_0": 1 / 254, "MXFP4": 1 / 4,
     "Q2_K": 2 / 3, "Q3_K": 1 / 4, "Q4_K": 2 / 15, "Q5_K": 2 / 31, "Q6_K": 1 / 32,
 }  # fmt: skip
+# Types that are rounded plainly, and searched under an importance matrix.
+_BY_IMPORTANCE = {"Q4_0": SubBlocks(4, 32, 0, False), "Q5_0": SubBlocks(5, 32, 0, False)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +81,10 @@ class GGUFBlocks(Format):
 
     def quantize(self, x: Tensor, *, seed: int | None = None) -> Packed:
         """Write x in this format; see `Format.quantize`."""
+        return self.quantize_for(x, None, seed=seed)
+
+    def quantize_for(self, x: Tensor, importance: Tensor | None, *, seed: int | None = None) -> Packed:
+        """See `Format.quantize_for`; Q4_0 and Q5_0, which are rounded plainly, are then searched for."""
         check_floating(x)
         shape, size = tuple(x.shape), LAYOUTS[self.kind].size
         layout = self.layout(shape)
@@ -88,11 +94,15 @@ class GGUFBlocks(Format):
         uniform = None
         if seed is not None:
             uniform = _to_blocks(random_uniform(shape or (1,), seed, x.device), size).split(_CHUNK // size)
-        pieces = blocks.split(_CHUNK // size)
-        written = [
-            self._write(piece.float(), None if uniform is None else uniform[number])
-            for number, piece in enumerate(pieces)
-        ]
+        counts = None if importance is None else _to_blocks(importance.to(x.device).float(), size)
+        step = _CHUNK // size
+        written = []
+        for number, piece in enumerate(blocks.split(step)):
+            heavy = None
+            if counts is not None:
+                places = torch.arange(number * step, number * step + len(piece), device=x.device)
+                heavy = counts[places % len(counts)]
+            written.append(self._write(piece.float(), None if uniform is None else uniform[number], heavy))
         return Packed(self, shape, x.dtype, {"codes": torch.cat(written).view(layout["codes"].shape)})
 
     def dequantize(self, packed: Packed, dtype: torch.dtype | None = None) -> Tensor:
@@ -110,14 +120,16 @@ class GGUFBlocks(Format):
         rows = out.view(prod(whole[:-1]), -1)[:, : whole[-1]]
         return rows.reshape(packed.shape).contiguous()
 
-    def _write(self, blocks: Tensor, uniform: Tensor | None) -> Tensor:
-        """(B, size) float32 to (B, bytes of a block) uint8."""
+    def _write(self, blocks: Tensor, uniform: Tensor | None, importance: Tensor | None) -> Tensor:
+        """(B, size) float32, and how much each value counts, to (B, bytes of a block) uint8."""
         sizes = LAYOUTS[self.kind]
         absmax = blocks.abs().amax(-1)
         bad = ~absmax.isfinite() if self.kind == "MXFP4" else ~(absmax <= _LARGEST)
         x = blocks.masked_fill(bad[:, None], 0.0).view(-1, sizes.size // sizes.sub, sizes.sub)
-        plain = _PLAIN.get(self.kind)
-        fields = search(x, SEARCHED[self.kind]) if plain is None else plain(x)
+        searched = SEARCHED.get(self.kind)
+        if importance is not None:
+            searched, importance = _BY_IMPORTANCE.get(self.kind, searched), importance.view(x.shape)
+        fields = _PLAIN[self.kind](x) if searched is None else search(x, searched, importance)
         if uniform is not None:
             fields.d, fields.dmin = _stored(fields.d, self.kind), _stored(fields.dmin, self.kind)
             _round_stochastic(x, fields, self.kind, uniform.view(x.shape))

@@ -36,7 +36,8 @@ class IndexedInteger(Format):
 
     def promise(self) -> Contract:
         """See `Format.promise`: that of `ordered`, but no kernel looks a column's group up."""
-        return replace(self.ordered.contract, coding=None, rounds_plainly=False)
+        ordered = self.ordered.contract
+        return replace(ordered, coding=None, indexed=ordered.coding, rounds_plainly=False)
 
     @property
     def ordered(self) -> WholeNumbers:

@@ -5,7 +5,8 @@ Three families. Affine (Q2_K, Q4_K, Q5_K): ``x ~ d * s_j * q - dmin * m_j`` with
 Q6_K): ``x ~ d * s_j * q`` with a signed s_j and q in -2**(bits - 1) ... 2**(bits - 1) - 1. By a table
 (IQ4_XS, and IQ4_NL, which has one sub-block and no s_j): the same with q among 16 uneven numbers.
 
-The search minimises the squared error. A sub-block first tries several real scales (and minima), each
+The search minimises the squared error, in which a value may count more than another (an importance matrix). A
+sub-block first tries several real scales (and minima), each
 refitted by least squares to the codes it gives; the best are rounded to whole numbers; then, some times over,
 every s_j and m_j tries its neighbours, and d and dmin are refitted to all codes of the super-block and kept
 where that helps. `fewbits.formats.gguf_layouts` turns the result into bytes.
@@ -68,12 +69,19 @@ class Fields:
         return self.d * self.s * self.q - self.dmin * self.m
 
 
-def search(x: Tensor, kind: SubBlocks) -> Fields:
-    """The fields that bring x (B, S, n) float32, finite, near itself."""
-    codes = _first_affine(x, kind) if kind.affine else _first_symmetric(x, kind)
+def search(x: Tensor, kind: SubBlocks, importance: Tensor | None = None) -> Fields:
+    """The fields that bring x near itself.
+
+    Args:
+        x: (B, S, n) float32, finite.
+        kind: the type.
+        importance: (B, S, n) float32, how much the squared error of each value counts; None: all the same.
+    """
+    first = _first_affine if kind.affine else _first_symmetric
+    codes = first(x, kind, importance)
     for _ in range(_ROUNDS):
-        _try_neighbours(x, codes, kind)
-        _refit(x, codes, kind)
+        _try_neighbours(x, codes, kind, importance)
+        _refit(x, codes, kind, importance)
     return codes
 
 
@@ -114,17 +122,17 @@ def _scale_range(kind: SubBlocks) -> tuple[int, int]:
     return -(2 ** (kind.scale_bits - 1)), 2 ** (kind.scale_bits - 1) - 1
 
 
-def _first_affine(x: Tensor, kind: SubBlocks) -> Fields:
+def _first_affine(x: Tensor, kind: SubBlocks, weights: Tensor | None) -> Fields:
     """Real scales and minima of each sub-block, the best of several, rounded to whole numbers."""
     _, high = _range(kind)
     low_x = x.amin(-1, keepdim=True).clamp_max(0.0)
     span = x.amax(-1, keepdim=True).clamp_min(0.0) - low_x
     scale, minimum = span / high, -low_x
-    best = _squares(x - scale * ((x - low_x) * _inverse(scale)).round_().clamp_(0, high) + minimum)
+    best = _squares(x - scale * ((x - low_x) * _inverse(scale)).round_().clamp_(0, high) + minimum, weights)
     for number in range(-_FACTORS, _FACTORS + 1):
         q = ((x - low_x) * ((high + number * _STEP) * _inverse(span))).round_().clamp_(0, high)
-        new_scale, new_minimum = _fit_line(x, q)
-        error = _squares(x - new_scale * q + new_minimum)
+        new_scale, new_minimum = _fit_line(x, q, weights)
+        error = _squares(x - new_scale * q + new_minimum, weights)
         better = error < best
         best = torch.where(better, error, best)
         scale = torch.where(better, new_scale, scale)
@@ -139,11 +147,11 @@ def _first_affine(x: Tensor, kind: SubBlocks) -> Fields:
     return codes
 
 
-def _fit_line(x: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+def _fit_line(x: Tensor, q: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
     """The scale >= 0 and minimum >= 0 that bring ``scale * q - minimum`` nearest to x."""
-    n = x.shape[-1]
-    sum_q, sum_qq = q.sum(-1, keepdim=True), (q * q).sum(-1, keepdim=True)
-    sum_x, sum_xq = x.sum(-1, keepdim=True), (x * q).sum(-1, keepdim=True)
+    n = x.shape[-1] if weights is None else weights.sum(-1, keepdim=True)
+    sum_q, sum_qq = _sum(q, weights), _sum(q * q, weights)
+    sum_x, sum_xq = _sum(x, weights), _sum(x * q, weights)
     determinant = _inverse(n * sum_qq - sum_q * sum_q)
     scale = (n * sum_xq - sum_x * sum_q) * determinant
     minimum = -(sum_qq * sum_x - sum_q * sum_xq) * determinant
@@ -152,17 +160,17 @@ def _fit_line(x: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(lies_above, through_zero, scale), minimum.masked_fill(lies_above, 0.0)
 
 
-def _first_symmetric(x: Tensor, kind: SubBlocks) -> Fields:
+def _first_symmetric(x: Tensor, kind: SubBlocks, weights: Tensor | None) -> Fields:
     low, high = _range(kind)
     step = (high - low) / (2**kind.bits - 1) * _STEP
     farthest = x.gather(-1, x.abs().argmax(-1, keepdim=True))
     scale = farthest / low
-    best = _squares(x - scale * round_codes(x * _inverse(scale), kind))
+    best = _squares(x - scale * round_codes(x * _inverse(scale), kind), weights)
     for sign in (1.0, -1.0):
         for number in range(-_FACTORS, _FACTORS + 1):
             q = round_codes(x * (sign * (low + number * step) * _inverse(farthest)), kind)
-            fitted = (x * q).sum(-1, keepdim=True) * _inverse((q * q).sum(-1, keepdim=True))
-            error = _squares(x - fitted * q)
+            fitted = _sum(x * q, weights) * _inverse(_sum(q * q, weights))
+            error = _squares(x - fitted * q, weights)
             better = error < best
             best, scale = torch.where(better, error, best), torch.where(better, fitted, scale)
     lowest, most = _scale_range(kind)
@@ -175,21 +183,25 @@ def _first_symmetric(x: Tensor, kind: SubBlocks) -> Fields:
     return codes
 
 
-def _squares(error: Tensor) -> Tensor:
-    return (error * error).sum(-1, keepdim=True)
+def _sum(values: Tensor, weights: Tensor | None) -> Tensor:
+    return (values if weights is None else values * weights).sum(-1, keepdim=True)
 
 
-def _try_neighbours(x: Tensor, codes: Fields, kind: SubBlocks) -> None:
+def _squares(error: Tensor, weights: Tensor | None) -> Tensor:
+    return _sum(error * error, weights)
+
+
+def _try_neighbours(x: Tensor, codes: Fields, kind: SubBlocks, weights: Tensor | None) -> None:
     """Move each sub-block's whole-number scale and minimum by at most one where the error falls."""
     lowest, most = _scale_range(kind)
-    best = _squares(x - codes.values())
+    best = _squares(x - codes.values(), weights)
     s, m, q = codes.s, codes.m, codes.q
     for ds in (-1, 0, 1):
         for dm in (-1, 0, 1) if kind.affine else (0,):
             new_s = (codes.s + ds).clamp(lowest, most)
             new_m = (codes.m + dm).clamp(0, most)
             new_q = _round_codes(x, codes, kind, new_s, new_m)
-            error = _squares(x - (codes.d * new_s * new_q - codes.dmin * new_m))
+            error = _squares(x - (codes.d * new_s * new_q - codes.dmin * new_m), weights)
             better = error < best
             best = torch.where(better, error, best)
             s, m = torch.where(better, new_s, s), torch.where(better, new_m, m)
@@ -197,19 +209,20 @@ def _try_neighbours(x: Tensor, codes: Fields, kind: SubBlocks) -> None:
     codes.s, codes.m, codes.q = s, m, q
 
 
-def _refit(x: Tensor, codes: Fields, kind: SubBlocks) -> None:
+def _refit(x: Tensor, codes: Fields, kind: SubBlocks, weights: Tensor | None) -> None:
     """d and dmin by least squares over the super-block, taken where the error falls."""
     a, b = codes.s * codes.q, -codes.m.expand_as(codes.q)
     total = (1, 2)
-    aa, ab, bb = ((u * v).sum(total, keepdim=True) for u, v in ((a, a), (a, b), (b, b)))
-    xa, xb = ((x * v).sum(total, keepdim=True) for v in (a, b))
+    heavy_a, heavy_b = (a, b) if weights is None else (a * weights, b * weights)
+    aa, ab, bb = ((u * v).sum(total, keepdim=True) for u, v in ((a, heavy_a), (a, heavy_b), (b, heavy_b)))
+    xa, xb = ((x * v).sum(total, keepdim=True) for v in (heavy_a, heavy_b))
     determinant = _inverse(aa * bb - ab * ab)
     both = determinant != 0
     d = torch.where(both, (xa * bb - xb * ab) * determinant, xa * _inverse(aa))
     dmin = torch.where(both, (xb * aa - xa * ab) * determinant, codes.dmin)
     new = Fields(_half(d), codes.s, codes.q, _half(dmin), codes.m)
     new.q = _round_codes(x, new, kind, new.s, new.m)
-    before = _squares(x - codes.values()).sum(1, keepdim=True)
-    better = _squares(x - new.values()).sum(1, keepdim=True) < before
+    before = _squares(x - codes.values(), weights).sum(1, keepdim=True)
+    better = _squares(x - new.values(), weights).sum(1, keepdim=True) < before
     codes.d, codes.dmin = torch.where(better, new.d, codes.d), torch.where(better, new.dmin, codes.dmin)
     codes.q = torch.where(better, new.q, codes.q)

@@ -23,13 +23,14 @@ WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 ADAPTER_CONFIG = "adapter_config.json"
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-# A tensor with this in its name is there if any weight is packed by that library.
+# A tensor with one of these in its name is there if any weight is packed by that library.
 FOREIGN_MARKS = {
-    "bitsandbytes": ".quant_state.bitsandbytes__",
-    "gptq": ".qweight",
-    "awq": ".qweight",
-    "compressed-tensors": ".weight_scale",
-    "fp8": ".weight_scale",
+    "bitsandbytes": (".quant_state.bitsandbytes__", ".SCB"),
+    "gptq": (".qweight",),
+    "awq": (".qweight",),
+    "compressed-tensors": (".weight_scale",),
+    "fp8": (".weight_scale",),
+    "torchao": ("._weight_qdata",),
 }
 _MAX_HEADER_BYTES = 100_000_000  # the safetensors format's own limit
 
@@ -245,17 +246,15 @@ def _check_quantization(checkpoint: Checkpoint) -> None:
     method = checkpoint.quant_method
     if method in (None, "fewbits"):
         return
-    quantization = checkpoint.config["quantization_config"]
-    mark = FOREIGN_MARKS.get(method or "")
-    if mark is None or (method == "bitsandbytes" and not quantization.get("load_in_4bit")):
+    marks = FOREIGN_MARKS.get(method or "")
+    if marks is None:
         raise Unsupported(
-            f"{checkpoint.folder} is quantised with {method!r}; fewbits reads unquantised, bitsandbytes "
-            "4-bit, GPTQ, AWQ, compressed-tensors, FP8 and its own checkpoints, so start from the original "
+            f"{checkpoint.folder} is quantised with {method!r}; fewbits reads unquantised, bitsandbytes, "
+            "GPTQ, AWQ, compressed-tensors, FP8, torchao and its own checkpoints, so start from the original "
             "model."
         )
-    if not any(mark in name for name in checkpoint.tensors):
-        kind = "bitsandbytes 4-bit" if method == "bitsandbytes" else method
+    if not any(mark in name for name in checkpoint.tensors for mark in marks):
         raise BadCheckpoint(
-            f"{checkpoint.folder} declares {kind} weights, but none of its tensors is one; copy or "
+            f"{checkpoint.folder} declares {method} weights, but none of its tensors is one; copy or "
             "download it again."
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -22,12 +23,35 @@ _TEXT = (
     "went to look for berries, and every evening her mother asked what she had seen. One day she found a "
     "small bird that could not fly, and she carried it home with great care."
 )
+RECEIPT = "export.json"  # the file beside an export that has its receipt
 _TOKENS = 64
 _MISPLACED = 0.9  # a tensor in a wrong place or order is off by about the square root of two
 _ROUNDINGS = 4.0
 
 
 @dataclass(frozen=True)
+class Measured:
+    """What reading an export back shows.
+
+    Attributes:
+        worst: the tensor with the largest relative error ||w - decoded|| / ||w||, and that error.
+        logits_error: relative distance of the file's logits from those of the merged weights.
+        tolerance: what was allowed: four times what random errors of the same size in each weight do.
+        kl: mean over 64 tokens of KL(model in memory || file), in nats.
+        top1: the share of these tokens with the same likeliest next one.
+    """
+
+    worst: tuple[str, float]
+    logits_error: float
+    tolerance: float
+    kl: float
+    top1: float
+
+
+UNMEASURED = Measured(("", math.nan), math.nan, math.nan, math.nan, math.nan)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ExportReceipt:
     """What was written, from what, and what reading it back shows.
 
@@ -38,11 +62,11 @@ class ExportReceipt:
         num_bytes: of all files with weights.
         num_tensors: tensors by type.
         fallbacks: for each tensor that could not have the mix's type, a sentence.
-        worst: the tensor with the largest relative error ||w - decoded|| / ||w||, and that error.
-        logits_error: relative distance of the file's logits from those of the merged weights.
-        tolerance: what was allowed: four times what random errors of the same size in each weight do.
-        kl: mean over 64 tokens of KL(model in memory || file), in nats.
-        top1: the share of these tokens with the same likeliest next one.
+        measured: what reading back shows; None if it was left out.
+        reader: who read it back.
+        kept: linears whose codes are those that the model computes with.
+        rounded_again: linears that were packed and were rounded a second time, by name.
+        calibrated_on: tokens that an importance matrix or scales of activations come from.
         checks: what else was compared, in words.
     """
 
@@ -52,40 +76,82 @@ class ExportReceipt:
     num_bytes: int
     num_tensors: Mapping[str, int]
     fallbacks: tuple[str, ...]
-    worst: tuple[str, float]
-    logits_error: float
-    tolerance: float
-    kl: float
-    top1: float
+    measured: Measured | None
+    reader: str
+    kept: int = 0
+    rounded_again: tuple[str, ...] = ()
+    calibrated_on: int = 0
     checks: tuple[str, ...] = field(default=())
+
+    @property
+    def worst(self) -> tuple[str, float]:
+        """See `Measured`; NaN if nothing was read back, and so for the others."""
+        return self._found.worst
+
+    @property
+    def logits_error(self) -> float:
+        """See `Measured`."""
+        return self._found.logits_error
+
+    @property
+    def tolerance(self) -> float:
+        """See `Measured`."""
+        return self._found.tolerance
+
+    @property
+    def kl(self) -> float:
+        """See `Measured`."""
+        return self._found.kl
+
+    @property
+    def top1(self) -> float:
+        """See `Measured`."""
+        return self._found.top1
+
+    @property
+    def _found(self) -> Measured:
+        return UNMEASURED if self.measured is None else self.measured
 
     def __str__(self) -> str:
         kinds = ", ".join(f"{count} {kind}" for kind, count in self.num_tensors.items())
         lines = [
-            f"{self.path}: {self.method}, {size(self.num_bytes)}, tensors: {kinds}; from {self.weights_from}",
-            f"read back: logits differ by {self.logits_error:.2e} (allowed {self.tolerance:.2e}), relative; "
-            f"against the model in memory KL {self.kl:.2e} nats, same likeliest token {self.top1:.0%}",
-            f"largest error of a tensor: {self.worst[1]:.4f} ({self.worst[0]}); same as in the tokenizer and "
-            f"the model: {', '.join(self.checks)}",
+            f"{self.path}: {self.method}, {size(self.num_bytes)}, tensors: {kinds}; from {self.weights_from}"
         ]
+        if self.measured is None:
+            lines.append(
+                "NOT CHECKED: it was not read back, and nothing of it was compared (--no-check, check=False)"
+            )
+        else:
+            lines += [
+                f"read back by {self.reader}: logits differ by {self.logits_error:.2e} (allowed "
+                f"{self.tolerance:.2e}), relative; against the model in memory KL {self.kl:.2e} nats, same "
+                f"likeliest token {self.top1:.0%}",
+                f"largest error of a tensor: {self.worst[1]:.4f} ({self.worst[0]}); same as in the tokenizer "
+                f"and the model: {', '.join(self.checks)}",
+            ]
+        return "\n".join([*lines, *self._notes()])
+
+    def _notes(self) -> list[str]:
+        lines = []
+        if self.kept:
+            lines.append(f"{counted(self.kept, 'linear')} with the codes that the model computes with")
+        if self.rounded_again:
+            lines.append(
+                f"{counted(len(self.rounded_again), 'packed linear')} rounded a second time, to another "
+                f"format or other groups than before: {_first(self.rounded_again)}"
+            )
+        if self.calibrated_on:
+            lines.append(f"calibrated on {self.calibrated_on:,} tokens")
         if self.fallbacks:
-            more = f", and {len(self.fallbacks) - 1} more" if len(self.fallbacks) > 1 else ""
             lines.append(
                 f"{counted(len(self.fallbacks), 'tensor')} with another type than the mix's: "
-                f"{self.fallbacks[0]}{more}"
+                f"{_first(self.fallbacks)}"
             )
-        return "\n".join(lines)
+        return lines
 
 
-@dataclass(frozen=True)
-class Measured:
-    """The numbers of a receipt; see `ExportReceipt`."""
-
-    worst: tuple[str, float]
-    logits_error: float
-    tolerance: float
-    kl: float
-    top1: float
+def _first(names: tuple[str, ...]) -> str:
+    return names[0] + (f", and {len(names) - 1} more" if len(names) > 1 else "")
 
 
 def measure(

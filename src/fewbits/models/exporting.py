@@ -8,24 +8,34 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fewbits.errors import BadCheckpoint, BadInput, Unsupported
-from fewbits.export.gguf_file import GGUFFile, architecture_of, plan_tensors, write_gguf
+from fewbits.export.gguf_file import (
+    GGUFFile,
+    PlannedTensor,
+    Source,
+    architecture_of,
+    plan_tensors,
+    write_gguf,
+)
 from fewbits.export.gguf_types import import_gguf, method_named
-from fewbits.export.gguf_vocabulary import Vocabulary, vocabulary_of
-from fewbits.models.export_proof import ExportReceipt, measure
-from fewbits.models.merge import IGNORED_OPTIONS, Merger
+from fewbits.export.gguf_vocabulary import Vocabulary
+from fewbits.formats.base import Packed
+from fewbits.models.export_proof import RECEIPT, ExportReceipt
+from fewbits.models.exported_weights import ExportedWeights
+from fewbits.models.merge import IGNORED_OPTIONS
 from fewbits.models.original import source_folder
-from fewbits.models.streamed_logits import skeleton
 from fewbits.models.whole_folder import check_destination, whole_folder
 
-RECEIPT = "export.json"
+_WIDE = ("f32", "f16", "bf16")  # decoded weights are at home in these
 
 
 def save_pretrained_gguf(
@@ -35,6 +45,8 @@ def save_pretrained_gguf(
     quantization_method: str | Sequence[str] = "q8_0",
     *,
     overwrite: bool = False,
+    calibrate: str | Path | None = None,
+    check: bool = True,
     **options: Any,
 ) -> ExportReceipt | list[ExportReceipt]:
     """Write GGUF for llama.cpp and what is built on it: base and adapter as one file, whole or not at all.
@@ -46,6 +58,9 @@ def save_pretrained_gguf(
         quantization_method: such as "q8_0", "q4_k_m", "q6_k", "f16"; a list writes a file for each.
         overwrite: replace an earlier export in the folder with all files that it wrote, also those of other
             methods; what else lies there stays. False refuses a folder that is not empty.
+        calibrate: a JSON Lines file of "text" or "messages"; by what each linear is given on it, columns
+            count more or less where weights are rounded (llama.cpp's importance matrix). None: all alike.
+        check: read the file back and compare; without, the receipt says that nothing was proved.
         options: names that Unsloth's method takes; ``push_to_hub`` is refused, the rest choose nothing here.
 
     Returns:
@@ -66,14 +81,16 @@ def save_pretrained_gguf(
     check_destination(save_directory, overwrite=overwrite, marker=RECEIPT, protected=read)
     weights = ExportedWeights(base, tokenizer)
     architecture_of(base.config.get_text_config())
-    vocabulary = weights.vocabulary()
+    work = _Work(weights, weights.vocabulary(), Path(save_directory), check)
+    if calibrate is not None:
+        work.calibrate(calibrate)
     receipts = []
     earlier = _files_of_earlier(Path(save_directory)) if overwrite else []
     with whole_folder(
         save_directory, overwrite=overwrite, marker=RECEIPT, protected=read, replaced=earlier
     ) as folder:
         for method in methods:
-            receipts.append(_write_one(weights, vocabulary, folder, Path(save_directory), method))
+            receipts.append(work.write(folder, method))
         lines = {r.path.name: str(r).splitlines() for r in receipts}
         (folder / RECEIPT).write_text(json.dumps(lines, indent=2) + "\n", encoding="utf-8")
     return receipts[0] if one else receipts
@@ -102,103 +119,66 @@ def check_options(method: str, options: dict[str, Any]) -> None:
         raise BadInput(f"{method} knows no option {', '.join(unknown)}; leave it out.")
 
 
-class ExportedWeights:
-    """A model's merged weights, by name and one at a time, with what else an export needs of it.
+@dataclass
+class _Work:
+    """One model on its way into GGUF files."""
 
-    Args:
-        base: the model without PEFT around it.
-        tokenizer: its tokenizer, or None for the one beside its weights.
+    weights: ExportedWeights
+    vocabulary: Vocabulary
+    published: Path
+    check: bool
+    importance: dict[str, Tensor] = field(default_factory=dict)
+    tokens: int = 0
 
-    Raises:
-        BadInput: there is no tokenizer.
-        BadCheckpoint: a tensor of the model is nowhere.
-    """
+    def calibrate(self, rows: str | Path) -> None:
+        """Measure which columns of each linear's input are large."""
+        found = self.weights.inputs(rows)
+        self.importance = {name: m.mean_square for name, m in found.items() if bool(m.mean_square.any())}
+        self.tokens = max(m.rows for m in found.values())
 
-    def __init__(self, base: Any, tokenizer: Any) -> None:
-        self.base, self.config = base, base.config.get_text_config()
-        self.tokenizer = _tokenizer(base) if tokenizer is None else tokenizer
-        self.merger = Merger(base, torch.float32)
-        self.head_is_tied = self.merger.head_is_tied
-        shapes = {n: tuple(t.shape) for n, t in self.skeleton().state_dict().items()}
-        found = dict(self.merger.weights())
-        tied = {"lm_head.weight"} if self.head_is_tied else set()
-        absent = sorted(set(shapes) - set(found) - tied)
-        if absent:
-            raise BadCheckpoint(
-                f"the model's {absent[0]} is nowhere; load it again from its original folder."
-            )
-        self._found = found
-        self.shapes: Mapping[str, tuple[int, ...]] = {n: shapes[n] for n in shapes if n not in tied}
-
-    def skeleton(self) -> Any:
-        """The plain model without weights, on the meta device."""
-        return skeleton(self.base, head_is_tied=self.head_is_tied)
-
-    def weight(self, name: str) -> Tensor:
-        """One merged weight, float32, on the CPU."""
-        return self._found[name]()
-
-    @property
-    def from_memory(self) -> bool:
-        """True if the weights are those that the model computes with, not the ones it was packed from."""
-        return self.merger.original is None or not self.merger.packed
-
-    def vocabulary(self) -> Vocabulary:
-        """The tokenizer in GGUF's terms."""
-        stops = getattr(getattr(self.base, "generation_config", None), "eos_token_id", None)
-        numbers = stops if isinstance(stops, list) else [] if stops is None else [stops]
-        return vocabulary_of(self.tokenizer, self.shapes["model.embed_tokens.weight"][0], numbers)
-
-    def proved(self, written: Callable[[str], Tensor]) -> Any:
-        """`measure` over all of it."""
-        return measure(
-            self.base,
-            self.tokenizer,
-            self.weight,
-            written,
-            head_is_tied=self.head_is_tied,
-            from_memory=self.from_memory,
+    def write(self, folder: Path, method: str) -> ExportReceipt:
+        """One file, read back if that was asked for."""
+        weights = self.weights
+        planned = plan_tensors(weights.config, weights.shapes, method, head_is_tied=weights.head_is_tied)
+        name = Path(str(getattr(weights.base.config, "name_or_path", "") or "model")).name
+        file = folder / f"{name.removesuffix('.gguf')}-{method.upper()}.gguf"
+        kept: list[str] = []
+        source = Source(weights.weight, partial(self._packed, kept), self.importance)
+        write_gguf(file, weights.config, self.vocabulary, planned, source, method=method)
+        measured = None
+        if self.check:
+            back = GGUFFile(file, planned)
+            _check_metadata(back, self.vocabulary, weights)
+            measured = weights.proved(back.weight)
+        linears = [t.name.removesuffix(".weight") for t in planned]
+        packed = [linear for linear in linears if weights.format_of(linear) is not None]
+        return ExportReceipt(
+            path=self.published / file.name,
+            method=f"GGUF {method.upper()}",
+            weights_from=weights.weights_from,
+            num_bytes=file.stat().st_size,
+            num_tensors=dict(Counter(t.kind for t in planned)),
+            fallbacks=tuple(
+                f"{t.place} is {t.kind} and not {t.wanted}, its rows have {t.shape[-1]} values"
+                for t in planned
+                if t.wanted is not None
+            ),
+            measured=measured,
+            reader=f"gguf {version('gguf')}",
+            kept=len(kept),
+            rounded_again=() if method in _WIDE else tuple(n for n in packed if n not in kept),
+            calibrated_on=self.tokens,
+            checks=("vocabulary", "special tokens", "chat template", "tied head"),
         )
 
-
-def _tokenizer(base: Any) -> Any:
-    from transformers import AutoTokenizer
-
-    folder = source_folder(base)
-    if folder is None or not any(folder.glob("tokenizer*")):
-        raise BadInput("an export needs the tokenizer, and there is none beside the model; pass tokenizer=.")
-    return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-
-
-def _write_one(
-    weights: ExportedWeights, vocabulary: Vocabulary, folder: Path, published: Path, method: str
-) -> ExportReceipt:
-    planned = plan_tensors(weights.config, weights.shapes, method, head_is_tied=weights.head_is_tied)
-    name = Path(str(getattr(weights.base.config, "name_or_path", "") or "model")).name
-    file = folder / f"{name}-{method.upper()}.gguf"
-    write_gguf(file, weights.config, vocabulary, planned, weights.weight, method=method)
-    back = GGUFFile(file, planned)
-    _check_metadata(back, vocabulary, weights)
-    measured = weights.proved(back.weight)
-    fallbacks = tuple(
-        f"{t.place} is {t.kind} and not {t.wanted}, its rows have {t.shape[-1]} values"
-        for t in planned
-        if t.wanted is not None
-    )
-    return ExportReceipt(
-        path=published / file.name,
-        method=f"GGUF {method.upper()}",
-        weights_from=weights.merger.weights_from,
-        num_bytes=file.stat().st_size,
-        num_tensors=dict(Counter(t.kind for t in planned)),
-        fallbacks=fallbacks,
-        worst=measured.worst,
-        logits_error=measured.logits_error,
-        tolerance=measured.tolerance,
-        kl=measured.kl,
-        top1=measured.top1,
-        checks=("vocabulary", "special tokens", "chat template", "tied head"),
-    )
+    def _packed(self, kept: list[str], tensor: PlannedTensor) -> Packed | None:
+        """A linear's blocks where the model has it in the tensor's type already; ``kept`` gets its name."""
+        linear = tensor.name.removesuffix(".weight")
+        format = self.weights.format_of(linear) if tensor.name.endswith(".weight") else None
+        if format is None or format.contract.names.get("gguf") != tensor.kind:
+            return None
+        kept.append(linear)
+        return self.weights.packed(linear)
 
 
 def _check_metadata(back: GGUFFile, vocabulary: Vocabulary, weights: ExportedWeights) -> None:

@@ -25,9 +25,9 @@ from fewbits.models.adapter_words import fast_generate, load_lora, save_lora
 from fewbits.models.adapters import get_peft_model, load_adapter
 from fewbits.models.checkpoint import ADAPTER_CONFIG, Checkpoint, inspect_folder, is_adapter_folder, read_json
 from fewbits.models.checkpointed_layers import checkpoint_layers, chosen, recompute_as
-from fewbits.models.compressed_folder import save_pretrained_merged
 from fewbits.models.config_check import check_shapes
 from fewbits.models.decode_generate import with_loop
+from fewbits.models.engine_folder import save_pretrained_merged
 from fewbits.models.exporting import save_pretrained_gguf
 from fewbits.models.folder_manifest import check_folder
 from fewbits.models.foreign import LAYOUTS, holds
@@ -374,9 +374,10 @@ def _quantization_settings(
             "plain weights, no recipe packs it."
         )
     elif method in LAYOUTS:
-        recipe = Recipe(name="bitsandbytes_4bit" if method == "bitsandbytes" else method)
+        bits = "8" if as_dict.get("load_in_8bit") else "4"
+        form = f"bitsandbytes {bits}-bit" if method == "bitsandbytes" else str(method)
+        recipe = Recipe(name=f"bitsandbytes_{bits}bit" if method == "bitsandbytes" else str(method))
         config.quantization_config = FewbitsConfig(recipe, source=method, settings=as_dict).to_dict()
-        form = "bitsandbytes 4-bit" if method == "bitsandbytes" else method
         loading.notes.append(f"{where} is in {form} form already; its codes and scales are used as they are.")
     else:
         raise Unsupported(

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from fewbits.errors import SpecMismatch, Unsupported
-from fewbits.formats import awq, compressed_tensors, float8_files, gptq
+from fewbits.formats import awq, compressed_tensors, float8_files, gptq, torchao
 from fewbits.formats.base import Packed
-from fewbits.formats.bitsandbytes import from_bitsandbytes
+from fewbits.formats.bitsandbytes import from_bitsandbytes, from_int8
 
 
 class Wanted(NamedTuple):
@@ -91,10 +91,19 @@ LAYOUTS = {
             "weight.absmax",
             "weight.quant_state.bitsandbytes__nf4",
             "weight.quant_state.bitsandbytes__fp4",
+            "weight_format",
+            "SCB",
             "weight",
         ),
-        (".weight.quant_state.bitsandbytes__nf4", ".weight.quant_state.bitsandbytes__fp4"),
-        lambda parts, wanted: from_bitsandbytes(parts),
+        (".weight.quant_state.bitsandbytes__nf4", ".weight.quant_state.bitsandbytes__fp4", ".SCB"),
+        lambda parts, wanted: (
+            from_int8(parts, wanted.name, wanted.dtype) if "SCB" in parts else from_bitsandbytes(parts)
+        ),
+    ),
+    "torchao": Layout(
+        torchao.PARTS,
+        ("._weight_qdata",),
+        lambda parts, wanted: torchao.from_torchao(parts, wanted.name, wanted.settings, wanted.dtype),
     ),
     "gptq": Layout(
         gptq.PARTS,

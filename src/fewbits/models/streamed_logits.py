@@ -7,7 +7,8 @@ computes and dropped right after, so that the memory is that of one weight, what
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -34,14 +35,13 @@ def skeleton(base: Any, *, head_is_tied: bool) -> Any:
     return model.float().eval()
 
 
-@torch.no_grad()
-def streamed_logits(model: Any, weight: Callable[[str], Tensor], ids: Tensor) -> Tensor:
-    """Logits (B, T, V), float32, on the CPU.
+@contextmanager
+def streaming(model: Any, weight: Callable[[str], Tensor]) -> Iterator[None]:
+    """While it lasts, each module of a model from `skeleton` has its weights when it computes, and only then.
 
     Args:
-        model: from `skeleton`; it has no weights before and after.
+        model: it has no weights before and after.
         weight: gives a tensor by its name in transformers, any dtype.
-        ids: (B, T) tokens.
     """
     hooks = []
     for name, module in list(model.named_modules()):
@@ -52,10 +52,23 @@ def streamed_logits(model: Any, weight: Callable[[str], Tensor], ids: Tensor) ->
         elif any(True for _ in module.buffers(recurse=False)):  # rotary frequencies: made, not loaded
             put(model, name, type(module)(model.config))
     try:
-        logits: Tensor = model(input_ids=ids, use_cache=False).logits
+        yield
     finally:
         for hook in hooks:
             hook.remove()
+
+
+@torch.no_grad()
+def streamed_logits(model: Any, weight: Callable[[str], Tensor], ids: Tensor) -> Tensor:
+    """Logits (B, T, V), float32, on the CPU.
+
+    Args:
+        model: from `skeleton`; it has no weights before and after.
+        weight: gives a tensor by its name in transformers, any dtype.
+        ids: (B, T) tokens.
+    """
+    with streaming(model, weight):
+        logits: Tensor = model(input_ids=ids, use_cache=False).logits
     return logits.float()
 
 

@@ -29,7 +29,7 @@ from fewbits.inference.export import LayerError, QuantizeResult
 from fewbits.inference.rounding.awq import fold_scales
 from fewbits.inference.rounding.gptq import gptq, loss_of, nearest
 from fewbits.inference.rounding.grids import Grids
-from fewbits.inference.rounding.rows import read_windows
+from fewbits.models.calibration_rows import read_windows
 from fewbits.models.checkpoint import inspect_folder
 from fewbits.models.convert import linears_to_replace
 from fewbits.models.fast import FastLanguageModel, is_packed
