@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fewbits.decoder.projection import scale_of, scales_of
+from fewbits.decoder.weight_scales import scale_of, scales_of
 from fewbits.errors import BadInput, Unsupported
 from fewbits.formats import FORMATS, get_format
 from fewbits.formats.base import Format

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from fewbits.decoder import projection
+from fewbits.decoder import products
 from fewbits.decoder.fuse import forget_weights, fuse, fused_layers, fusion_of, unfuse
 from fewbits.decoder.keep import KEEP_EVERYTHING, KEEP_NONE, Keep
 from fewbits.models.adapters import get_peft_model
@@ -32,16 +32,13 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
         return call
 
     for name in ("dequantize", "float8_weight"):
-        monkeypatch.setattr(projection, name, spied(getattr(projection, name)))
+        monkeypatch.setattr(products, name, spied(getattr(products, name)))
     return seen
 
 
 def held(model: Any) -> int:
     """Bytes of values that are kept."""
-    kept = [
-        v for f in fused_layers(model) for _, values in f.parts._decoded.values() for v in values.values()
-    ]
-    return sum(v.nbytes for v in kept)
+    return sum(values.nbytes for layer in fused_layers(model) for _, values in layer.parts._decoded.values())
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "phi3"])

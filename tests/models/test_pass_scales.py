@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from fewbits.decoder import parts as fused_parts
-from fewbits.decoder import projection
 from fewbits.decoder.fuse import fuse, fused_layers
 from fewbits.decoder.keep import KEEP_ALL
+from fewbits.decoder.products import Float8Projection
 from fewbits.formats import E4M3, E4M3_ROW
 from fewbits.recipes.recipe import Recipe, Rule
 from tests.models.test_fused import adapted, loss_and_gradients
@@ -115,13 +115,13 @@ def test_keeping_all_keeps_the_transposed_weights_and_changes_nothing(
     model, ids = adapted(family, FULL, lora=None), tokens(2, 12)
     fuse(model)
     made: list[Any] = []
-    true = projection.Projection._float8_weight
+    true = Float8Projection._weight
 
-    def noted(self: Any, transposed: bool = False) -> Any:
+    def noted(self: Any, transposed: bool) -> Any:
         made.append(transposed)
         return true(self, transposed)
 
-    monkeypatch.setattr(projection.Projection, "_float8_weight", noted)
+    monkeypatch.setattr(Float8Projection, "_weight", noted)
     products = loss_and_gradients(model, ids)
     assert len(made) == 2 * 8
     made.clear()

@@ -24,19 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fewbits.decoder.both_halves import (
-    Kept,
-    Norm,
-    Normed,
-    Residual,
-    backward_norm,
-    gradient_of_a,
-    normed_rows,
-    on_own_dtype,
-    reads_output,
-)
-from fewbits.decoder.keep import KEEP_PRODUCTS, Keep
+from fewbits.decoder.both_halves import Half, Norm, Normed, on_own_dtype
 from fewbits.decoder.projection import Projection, Rows
+from fewbits.decoder.trainable import PerHalf
 from fewbits.kernels.codec.quantize_float8 import quantize_rows
 from fewbits.kernels.decoder.gated_activation_triton import LowRank
 from fewbits.kernels.decoder.qkv_epilogue import (
@@ -49,17 +39,15 @@ from fewbits.kernels.decoder.qkv_epilogue import (
 )
 from fewbits.kernels.launch.derivatives import keep_ways, once_differentiable
 from fewbits.kernels.launch.matrix import rows_of
-from fewbits.nn.tensor_group import TensorGroup
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v (B, heads, S, D) to o (B, S, heads, D)
 
 
-@dataclass(frozen=True)
-class AttentionHalf:
-    """What the node computes with; made anew for each forward pass from the layer's modules.
+@dataclass(frozen=True, kw_only=True)
+class AttentionHalf(Half):
+    """What the attention node computes with; see `Half` for the rest.
 
     Attributes:
-        norm: the norm before the products.
         qkv: q, k and v, or one linear of all three in this order.
         o: the projection back.
         layout: B, heads, kv_heads and D.
@@ -67,14 +55,8 @@ class AttentionHalf:
         attend: the attention.
         q_norm: the norm of each head of q, or None.
         k_norm: the norm of each head of k, or None.
-        post_norm: the norm of the output before it is added to x, or None.
-        keep: what is kept for the backward pass.
-        stash: where x waits with ``keep.offload``.
-        dtype: of the products and of all between them; None: x's (`fewbits.decoder.mlp_half.MLPHalf`).
-        group: ranks that have the other heads; None: all heads are here.
     """
 
-    norm: Norm
     qkv: Projection
     o: Projection
     layout: QKVLayout
@@ -82,17 +64,21 @@ class AttentionHalf:
     attend: Attend
     q_norm: Norm | None = None
     k_norm: Norm | None = None
-    post_norm: Norm | None = None
-    keep: Keep = KEEP_PRODUCTS
-    stash: Any = None
-    dtype: torch.dtype | None = None
-    group: TensorGroup | None = None
 
-    def tensors(self) -> list[Tensor | None]:
-        """What may train, in the order of the gradients."""
-        norms = (self.norm, self.post_norm, self.q_norm, self.k_norm)
-        weights = [None if norm is None else norm.weight for norm in norms]
-        return [*weights, *self.qkv.tensors(), *self.o.tensors()]
+    @property
+    def into(self) -> Projection:
+        """q, k and v: (M, (heads + 2 kv_heads) * D)."""
+        return self.qkv
+
+    @property
+    def back(self) -> Projection:
+        """The projection back: (M, H)."""
+        return self.o
+
+    @property
+    def norms(self) -> dict[str, Norm | None]:
+        """See `Half.norms`."""
+        return {**super().norms, "q_norm": self.q_norm, "k_norm": self.k_norm}
 
 
 def fused_attention(x: Tensor, half: AttentionHalf) -> Tensor:
@@ -122,23 +108,15 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, half: AttentionHalf, *tensors: Tensor | None) -> Tensor:
         with on_own_dtype(x):
-            n = normed_rows(x, half.norm, quantize=half.qkv.is_float8, dtype=half.dtype)
-            xa = half.qkv.branch_inputs(n.dense)
+            n = half.enter(x)  # (M, H)
+            xa = half.qkv.branch_inputs(n.dense)  # (M, R)
             graph = _attend(half, n, xa)
-            o = graph.rows
+            o = graph.rows  # (M, heads * D)
             rows = Rows(o, *quantize_rows(o)) if half.o.is_float8 else Rows(o)
-            z, xa_o = half.o.product(rows), half.o.branch_inputs(o)
-            post = Residual(x, z, half.post_norm)
-            if half.group is None:
-                half.o.finish_(z, xa_o, post.term)
-            else:
-                half.group.sum_(half.o.finish_(z, xa_o, half.group.once(post.term)))
-            y = post.forward()
-        kept = Kept(half.keep, half.stash)
-        kept.inputs(x=x)
-        kept.always(r=n.r, xa=xa, xa_o=xa_o, z=post.z, r_post=post.r)
-        needs = ctx.needs_input_grad[6 : 6 + len(half.qkv.tensors())]
-        kept.where(half.keep.normed and reads_output(x, n.dense.dtype, needs), normed=n.dense)
+            xa_o = half.o.branch_inputs(o)
+            y, post = half.leave(x, rows, xa_o)  # (M, H)
+        _needs_dx, _half, *needs = ctx.needs_input_grad
+        kept = half.kept(x, n, post, (xa, xa_o), half.named(needs))
         kept.where(half.keep.attention, graph=graph)
         ctx.kept, ctx.half = kept, half
         keep_ways(ctx, x, *tensors)
@@ -148,44 +126,34 @@ class _Attention(torch.autograd.Function):
     @once_differentiable("the fused attention block")
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         half: AttentionHalf = ctx.half
-        needs = list(ctx.needs_input_grad[2:])
+        needs_dx, _half, *needs = ctx.needs_input_grad
         with on_own_dtype(dy):
-            dx, gradients = _backward(half, ctx.kept.take(), dy.contiguous(), needs, ctx.needs_input_grad[0])
-        return dx, None, *gradients
+            dx, found = _backward(half, ctx.kept.take(), dy.contiguous(), half.named(needs), needs_dx)
+        return dx, None, *found.flat()
 
 
 def _backward(
-    half: AttentionHalf, kept: dict[str, Any], dy: Tensor, needs: Sequence[bool], needs_dx: bool
-) -> tuple[Tensor | None, list[Tensor | None]]:
-    split = 4 + len(half.qkv.tensors())
+    half: AttentionHalf, kept: dict[str, Any], dy: Tensor, needs: PerHalf[bool], needs_dx: bool
+) -> tuple[Tensor | None, PerHalf[Tensor | None]]:
+    """dx (M, H) and all other gradients by name, for dy (M, H)."""
     x, graph, xa = kept["x"], kept.pop("graph"), kept["xa"]
-    dtype = half.dtype or x.dtype
-    dz, dpost = Residual(x, kept["z"], half.post_norm, kept["r_post"]).backward(dy, needs[1], dtype)
-    n, normed, outer = None, kept.pop("normed"), reads_output(x, dtype, needs[4:split])
-    if graph is None or outer:
-        quantize = graph is None and half.qkv.is_float8
-        n = normed_rows(x, half.norm, quantize=quantize, dense=normed, dtype=dtype)
+    begun = half.begin_backward(kept, dy, needs)
+    n = half.enter_again(x, begun, first_product=graph is None)
     if graph is None:
         assert n is not None
         graph = _attend(half, n, xa)
 
-    inner = half.o.inner_gradients(Rows(dz), kept["xa_o"])
-    gradients_o = half.o.gradients(dz, inner, graph.rows, needs[split:])
-    do = half.o.backward_product(Rows(dz), inner[0]).view(graph.o.shape)
-    dqkv, head_norms = _attend_backward(half, graph, do, xa, needs[2:4])
+    inner = half.o.inner_gradients(Rows(begun.dz), kept["xa_back"])
+    of_o = half.o.gradients(begun.dz, inner, graph.rows, needs.back)
+    do = half.o.backward_product(Rows(begun.dz), inner.t).view(graph.o.shape)  # (B, S, heads, D)
+    needs_norms = (needs.norms["q_norm"], needs.norms["k_norm"])
+    dqkv, (dq_norm, dk_norm) = _attend_backward(half, graph, do, xa, needs_norms)
     del graph, do
 
     inner = half.qkv.inner_gradients(Rows(dqkv), xa)
-    rows = n.dense if n is not None and outer else None
-    da = None if outer else gradient_of_a(inner[0], x, half.norm, kept["r"], needs[4:split])
-    gradients_qkv = half.qkv.gradients(dqkv, inner, rows, needs[4:split], da=da)
-    dx = dnorm = None
-    if needs_dx or needs[0]:
-        dn = half.qkv.backward_product(Rows(dqkv), inner[0])
-        if half.group is not None:
-            half.group.sum_(dn)
-        dx, dnorm = backward_norm(dn, x, half.norm, kept["r"], residual=dy, needs_dw=needs[0])
-    return dx, [dnorm, dpost, *head_norms, *gradients_qkv, *gradients_o]
+    ended = half.end_backward(kept, dy, Rows(dqkv), inner, n if begun.reads_output else None, needs, needs_dx)
+    norms = {"norm": ended.dnorm, "post_norm": begun.dpost, "q_norm": dq_norm, "k_norm": dk_norm}
+    return ended.dx, PerHalf(norms, ended.into, of_o)
 
 
 def _extras(half: AttentionHalf, xa: Tensor | None) -> QKVExtras:

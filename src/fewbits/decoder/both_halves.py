@@ -1,19 +1,45 @@
-"""What both nodes of the fused decoder share: the norm, the residual, what is kept for the backward pass."""
+"""What both nodes of the fused decoder share: `Half`, its norms, its residual, what it keeps.
+
+Either half of a layer is the same walk, and only its middle differs (attention, or the gated activation):
+
+    n = norm(x)            x (M, H), n (M, H), 1/rms r (M,)     `Half.enter`
+    u = n @ W_into^T       u (M, N)                             the projection ``into``: qkv, or gate and up
+    m = middle(u)          m (M, J)                             attention_half.py, mlp_half.py
+    z = m @ W_back^T       z (M, H)                             the projection ``back``: o, or down
+    y = x + post(z)        y (M, H)                             `Half.leave`, with a second norm or none
+
+and backward, for dy (M, H):
+
+    dz = post'(dy)         (M, H)       `Half.begin_backward`
+    dm, du                 (M, J), (M, N): the middle, and the gradients of ``back``
+    dn = du @ W_into       (M, H)       `Half.end_backward`, with the gradients of ``into``
+    dx = norm'(dn) + dy    (M, H)
+
+With several ranks, each with its own heads or columns of J, z and dn are sums over ranks.
+
+Kept from forward to backward, by name, in `Kept`: x, r, the inner values of both projections' branches (xa,
+xa_back), z and its 1/rms where a second norm needs them, n where it is asked for, and what the middle keeps.
+"""
 
 from __future__ import annotations
 
 import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from fewbits.decoder.keep import Keep
-from fewbits.decoder.projection import Rows
+from fewbits.decoder.keep import KEEP_PRODUCTS, Keep
+from fewbits.decoder.projection import InnerGradients, Projection, Rows
+from fewbits.decoder.trainable import PerHalf, PerPart, of_half
 from fewbits.errors import BadInput
 from fewbits.kernels.decoder.rmsnorm import rmsnorm_backward_rows, rmsnorm_rows
+from fewbits.nn.tensor_group import TensorGroup
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -56,21 +82,24 @@ def normed_rows(
     return Normed(Rows(made.y, made.q, made.scale), made.r)
 
 
-def reads_output(x: Tensor, dtype: torch.dtype, needs: Sequence[bool]) -> bool:
-    """Whether the gradients of a projection, four for each part, are made from the norm's output.
+def reads_output(x: Tensor, dtype: torch.dtype, needs: Sequence[PerPart[bool]]) -> bool:
+    """Whether the gradients of a projection are made from the norm's output, for x (M, K).
 
     Those of a weight are; those of A follow from the norm's input, unless that has another dtype than the
     products, or r * t may be too large for it: see `gradient_of_a`.
     """
-    return any(needs[::4]) or (any(needs[2::4]) and (x.dtype != dtype or dtype == torch.float16))
+    from_input = x.dtype == dtype and dtype != torch.float16
+    return any(need.weight for need in needs) or (any(need.a for need in needs) and not from_input)
 
 
-def gradient_of_a(t: Tensor | None, x: Tensor, norm: Norm, r: Tensor, needs: Sequence[bool]) -> Tensor | None:
+def gradient_of_a(
+    t: Tensor | None, x: Tensor, norm: Norm, r: Tensor, needs: Sequence[PerPart[bool]]
+) -> Tensor | None:
     """``t^T @ norm(x)``, from x: ``((r t)^T @ x) * (offset + weight)``; None where no A trains.
 
     t (M, R), x (M, K), r (M,). The norm's output need be neither kept nor made again.
     """
-    if t is None or not any(needs[2::4]):
+    if t is None or not any(need.a for need in needs):
         return None
     scaled = torch.mul(t, r[:, None], out=t.new_empty(t.shape))
     return (scaled.t() @ x) * (norm.weight + norm.offset if norm.offset else norm.weight)
@@ -175,3 +204,147 @@ def on_own_dtype(x: Tensor) -> Any:
     """Products in the dtypes that they are given: autocast stays out."""
     with torch.autocast(x.device.type, enabled=False):
         yield
+
+
+@dataclass(frozen=True, kw_only=True)
+class Half(ABC):
+    """What a node computes with; made anew for each forward pass from the layer's modules.
+
+    Attributes:
+        norm: the norm before the products.
+        post_norm: the norm of the output before it is added to x, or None.
+        keep: what is kept for the backward pass.
+        stash: where x waits with ``keep.offload``.
+        dtype: of the products and of all between them; None: x's. Under autocast x is float32 and this is
+            autocast's: the sum of the layers, and what the parameters receive, stay float32.
+        group: ranks that have the other heads, or columns; None: all are here.
+    """
+
+    norm: Norm
+    post_norm: Norm | None = None
+    keep: Keep = KEEP_PRODUCTS
+    stash: Any = None
+    dtype: torch.dtype | None = None
+    group: TensorGroup | None = None
+
+    @property
+    @abstractmethod
+    def into(self) -> Projection:
+        """The projection that reads the norm's output."""
+
+    @property
+    @abstractmethod
+    def back(self) -> Projection:
+        """The projection whose output is added to x."""
+
+    @property
+    def norms(self) -> dict[str, Norm | None]:
+        """All norms of the half, in the order in which the node takes their weights."""
+        return {"norm": self.norm, "post_norm": self.post_norm}
+
+    # What may train, by name.
+
+    def tensors(self) -> list[Tensor | None]:
+        """What may train, as the node takes it and gives gradients."""
+        weights = {name: None if norm is None else norm.weight for name, norm in self.norms.items()}
+        return PerHalf(weights, self.into.tensors(), self.back.tensors()).flat()
+
+    def named(self, flat: Sequence[T]) -> PerHalf[T]:
+        """Values that stand beside `tensors`, by name."""
+        return of_half(flat, tuple(self.norms), len(self.into.parts), len(self.back.parts))
+
+    # Forward.
+
+    def enter(self, x: Tensor) -> Normed:
+        """The norm of x (M, H), in float8 too where the first product takes it."""
+        return normed_rows(x, self.norm, quantize=self.into.is_float8, dtype=self.dtype)
+
+    def leave(self, x: Tensor, middle: Rows, xa_back: Tensor | None) -> tuple[Tensor, Residual]:
+        """y (M, H), for what the middle made (M, J) and its inner values (M, R)."""
+        z = self.back.product(middle)
+        post = Residual(x, z, self.post_norm)
+        if self.group is None:
+            self.back.finish_(z, xa_back, post.term)
+        else:
+            self.group.sum_(self.back.finish_(z, xa_back, self.group.once(post.term)))
+        return post.forward(), post
+
+    def kept(
+        self,
+        x: Tensor,
+        n: Normed,
+        post: Residual,
+        inner_values: tuple[Tensor | None, Tensor | None],
+        needs: PerHalf[bool],
+    ) -> Kept:
+        """What both halves keep; ``inner_values`` are those of into and back, each (M, R) or None."""
+        kept = Kept(self.keep, self.stash)
+        kept.inputs(x=x)
+        xa, xa_back = inner_values
+        kept.always(r=n.r, xa=xa, xa_back=xa_back, z=post.z, r_post=post.r)
+        kept.where(self.keep.normed and reads_output(x, n.dense.dtype, needs.into), normed=n.dense)
+        return kept
+
+    # Backward.
+
+    def begin_backward(self, kept: dict[str, Any], dy: Tensor, needs: PerHalf[bool]) -> BeginBackward:
+        """From dy (M, H) back through the residual and the second norm."""
+        x = kept["x"]
+        dtype = self.dtype or x.dtype
+        post = Residual(x, kept["z"], self.post_norm, kept["r_post"])
+        dz, dpost = post.backward(dy, needs.norms["post_norm"], dtype)
+        return BeginBackward(dz, dpost, kept.pop("normed"), reads_output(x, dtype, needs.into))
+
+    def enter_again(self, x: Tensor, begun: BeginBackward, first_product: bool) -> Normed | None:
+        """The norm of x (M, H) again, where the first product runs again or gradients are made from it."""
+        if not first_product and not begun.reads_output:
+            return None
+        quantize = first_product and self.into.is_float8
+        return normed_rows(x, self.norm, quantize=quantize, dense=begun.normed, dtype=self.dtype or x.dtype)
+
+    def end_backward(
+        self,
+        kept: dict[str, Any],
+        dy: Tensor,
+        du: Rows,
+        inner: InnerGradients,
+        n: Normed | None,
+        needs: PerHalf[bool],
+        needs_dx: bool,
+    ) -> EndBackward:
+        """From du (M, N), the gradient of the first product, back through that product and the norm."""
+        x, rows = kept["x"], None if n is None else n.dense
+        da = None if n is not None else gradient_of_a(inner.t, x, self.norm, kept["r"], needs.into)
+        gradients = self.into.gradients(du.dense, inner, rows, needs.into, da=da)
+        needs_dw = needs.norms["norm"]
+        if not needs_dx and not needs_dw:
+            return EndBackward(None, None, gradients)
+        dn = self.into.backward_product(du, inner.t)
+        if self.group is not None:
+            self.group.sum_(dn)
+        dx, dnorm = backward_norm(dn, x, self.norm, kept["r"], residual=dy, needs_dw=needs_dw)
+        return EndBackward(dx, dnorm, gradients)
+
+
+class BeginBackward(NamedTuple):
+    """What `Half.begin_backward` gives.
+
+    Attributes:
+        dz: (M, H), the gradient of the second product.
+        dpost: (H,), that of the second norm's weight, or None.
+        normed: (M, H), the first norm's output where it was kept, or None.
+        reads_output: gradients of ``into`` are made from the first norm's output.
+    """
+
+    dz: Tensor
+    dpost: Tensor | None
+    normed: Tensor | None
+    reads_output: bool
+
+
+class EndBackward(NamedTuple):
+    """What `Half.end_backward` gives: dx (M, H), that of the norm's weight (H,), those of ``into``."""
+
+    dx: Tensor | None
+    dnorm: Tensor | None
+    into: list[PerPart[Tensor | None]]

@@ -17,26 +17,16 @@ x's dtype.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fewbits.decoder.both_halves import (
-    Kept,
-    Norm,
-    Residual,
-    backward_norm,
-    gradient_of_a,
-    normed_rows,
-    on_own_dtype,
-    reads_output,
-)
-from fewbits.decoder.keep import KEEP_PRODUCTS, Keep
-from fewbits.decoder.projection import Branch, Projection, Rows
+from fewbits.decoder.both_halves import Half, on_own_dtype
+from fewbits.decoder.projection import Branch, InnerGradients, Projection, Rows
 from fewbits.decoder.scales import Slot
+from fewbits.decoder.trainable import PerHalf
 from fewbits.kernels.codec.quantize_float8 import quantize_rows
 from fewbits.kernels.decoder.gated_activation import (
     gated_activation_backward_into,
@@ -48,42 +38,33 @@ from fewbits.kernels.decoder.gated_lora_backward_triton import MAX_RANK as ONE_P
 from fewbits.kernels.decoder.gated_lora_forward import gated_lora_forward
 from fewbits.kernels.launch.derivatives import keep_ways, once_differentiable
 from fewbits.kernels.launch.matrix import rows_of
-from fewbits.nn.tensor_group import TensorGroup
 
 
-@dataclass(frozen=True)
-class MLPHalf:
-    """What the node computes with; made anew for each forward pass from the layer's modules.
+@dataclass(frozen=True, kw_only=True)
+class MLPHalf(Half):
+    """What the MLP node computes with; see `Half` for the rest.
 
     Attributes:
-        norm: the norm before the products.
         gate_up: gate and up, or one linear of both, gate first.
         down: the projection back.
         activation: "silu", "gelu" or "gelu_tanh".
-        post_norm: the norm of the output before it is added to x, or None.
-        keep: what is kept for the backward pass.
-        stash: where x waits with ``keep.offload``.
         delayed: float8 scales known beforehand, of h and of the gradient of gate and up; None: by row.
-        dtype: of the products and of all between them; None: x's. Under autocast x is float32 and this is
-            autocast's: the sum of the layers, and what the parameters receive, stay float32.
-        group: ranks that have the other columns of I; None: all are here.
     """
 
-    norm: Norm
     gate_up: Projection
     down: Projection
     activation: str
-    post_norm: Norm | None = None
-    keep: Keep = KEEP_PRODUCTS
-    stash: Any = None
     delayed: tuple[Slot, Slot] | None = None
-    dtype: torch.dtype | None = None
-    group: TensorGroup | None = None
 
-    def tensors(self) -> list[Tensor | None]:
-        """What may train, in the order of the gradients."""
-        post = None if self.post_norm is None else self.post_norm.weight
-        return [self.norm.weight, post, *self.gate_up.tensors(), *self.down.tensors()]
+    @property
+    def into(self) -> Projection:
+        """Gate and up side by side: (M, 2 I)."""
+        return self.gate_up
+
+    @property
+    def back(self) -> Projection:
+        """The projection back: (M, H)."""
+        return self.down
 
 
 def fused_mlp(x: Tensor, half: MLPHalf) -> Tensor:
@@ -97,22 +78,16 @@ class _MLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, half: MLPHalf, *tensors: Tensor | None) -> Tensor:
         with on_own_dtype(x):
-            n = normed_rows(x, half.norm, quantize=half.gate_up.is_float8, dtype=half.dtype)
-            gate_up, xa = half.gate_up.product(n.rows), half.gate_up.branch_inputs(n.dense)
+            n = half.enter(x)  # (M, H)
+            gate_up, xa = (
+                half.gate_up.product(n.rows),
+                half.gate_up.branch_inputs(n.dense),
+            )  # (M, 2 I), (M, R)
             half.gate_up.add_biases_(gate_up)
-            h, xa_down = _activate(half, gate_up, xa)
-            z = half.down.product(h)
-            post = Residual(x, z, half.post_norm)
-            if half.group is None:
-                half.down.finish_(z, xa_down, post.term)
-            else:
-                half.group.sum_(half.down.finish_(z, xa_down, half.group.once(post.term)))
-            y = post.forward()
-        kept = Kept(half.keep, half.stash)
-        kept.inputs(x=x)
-        kept.always(r=n.r, xa=xa, xa_down=xa_down, z=post.z, r_post=post.r)
-        needs = ctx.needs_input_grad[4 : 4 + len(half.gate_up.tensors())]
-        kept.where(half.keep.normed and reads_output(x, n.dense.dtype, needs), normed=n.dense)
+            h, xa_down = _activate(half, gate_up, xa)  # (M, I), (M, r)
+            y, post = half.leave(x, h, xa_down)  # (M, H)
+        _needs_dx, _half, *needs = ctx.needs_input_grad
+        kept = half.kept(x, n, post, (xa, xa_down), half.named(needs))
         kept.where(half.keep.mlp, gate_up=gate_up)
         ctx.kept, ctx.half = kept, half
         keep_ways(ctx, x, *tensors)
@@ -122,54 +97,41 @@ class _MLP(torch.autograd.Function):
     @once_differentiable("the fused MLP block")
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         half: MLPHalf = ctx.half
-        needs = list(ctx.needs_input_grad[2:])
+        needs_dx, _half, *needs = ctx.needs_input_grad
         with on_own_dtype(dy):
-            dx, gradients = _backward(half, ctx.kept.take(), dy.contiguous(), needs, ctx.needs_input_grad[0])
-        return dx, None, *gradients
+            dx, found = _backward(half, ctx.kept.take(), dy.contiguous(), half.named(needs), needs_dx)
+        return dx, None, *found.flat()
 
 
 def _backward(
-    half: MLPHalf, kept: dict[str, Any], dy: Tensor, needs: Sequence[bool], needs_dx: bool
-) -> tuple[Tensor | None, list[Tensor | None]]:
-    split = 2 + len(half.gate_up.tensors())
-    x = kept["x"]
-    dtype = half.dtype or x.dtype
-    dz, dpost = Residual(x, kept["z"], half.post_norm, kept["r_post"]).backward(dy, needs[1], dtype)
-    gate_up, normed = kept.pop("gate_up"), kept.pop("normed")
-    n, outer = None, reads_output(x, dtype, needs[2:split])
-    if gate_up is None or outer:
-        quantize = gate_up is None and half.gate_up.is_float8
-        n = normed_rows(x, half.norm, quantize=quantize, dense=normed, dtype=dtype)
+    half: MLPHalf, kept: dict[str, Any], dy: Tensor, needs: PerHalf[bool], needs_dx: bool
+) -> tuple[Tensor | None, PerHalf[Tensor | None]]:
+    """dx (M, H) and all other gradients by name, for dy (M, H)."""
+    x, gate_up = kept["x"], kept.pop("gate_up")
+    begun = half.begin_backward(kept, dy, needs)
+    n = half.enter_again(x, begun, first_product=gate_up is None)
     if gate_up is None:
         assert n is not None
         gate_up = half.gate_up.add_biases_(half.gate_up.product(n.rows))
 
-    inner = half.down.inner_gradients(Rows(dz), kept["xa_down"])
-    dh = half.down.backward_product(Rows(dz), None)  # the branch's part is added by the activation's kernel
-    dense = any(need for i, need in enumerate(needs[2:split]) if i % 4 < 2)  # a weight or a bias trains
-    t_down = half.down.outside(inner[0])
-    if not needs[split] and _in_one_pass(half, t_down):
+    inner = half.down.inner_gradients(Rows(begun.dz), kept["xa_back"])
+    dh = half.down.backward_product(Rows(begun.dz), None)  # the activation's kernel adds the branch's part
+    dense = any(need.weight or need.bias for need in needs.into)
+    t_down = half.down.outside(inner.t)
+    if not any(need.weight for need in needs.back) and _in_one_pass(half, t_down):
         assert t_down is not None
         dgate_up, made = _activate_backward_in_one_pass(half, gate_up, kept["xa"], dh, t_down, dense=dense)
         del dh, gate_up
-        gradients_down = half.down.gradients(dz, inner, None, needs[split:], da=made.dw_down.t())
+        of_down = half.down.gradients(begun.dz, inner, None, needs.back, da=made.dw_down.t())
         inner = _inner(half, made)
     else:
         dgate_up, h = _activate_backward(half, gate_up, kept["xa"], dh, t_down, dense=dense)
         del dh, gate_up
-        gradients_down = half.down.gradients(dz, inner, h, needs[split:])
+        of_down = half.down.gradients(begun.dz, inner, h, needs.back)
         del h
         inner = half.gate_up.inner_gradients(dgate_up, kept["xa"])
-    rows = n.dense if n is not None and outer else None
-    da = None if outer else gradient_of_a(inner[0], x, half.norm, kept["r"], needs[2:split])
-    gradients_up = half.gate_up.gradients(dgate_up.dense, inner, rows, needs[2:split], da=da)
-    dx = dnorm = None
-    if needs_dx or needs[0]:
-        dn = half.gate_up.backward_product(dgate_up, inner[0])
-        if half.group is not None:
-            half.group.sum_(dn)
-        dx, dnorm = backward_norm(dn, x, half.norm, kept["r"], residual=dy, needs_dw=needs[0])
-    return dx, [dnorm, dpost, *gradients_up, *gradients_down]
+    ended = half.end_backward(kept, dy, dgate_up, inner, n if begun.reads_output else None, needs, needs_dx)
+    return ended.dx, PerHalf({"norm": ended.dnorm, "post_norm": begun.dpost}, ended.into, of_down)
 
 
 def _activate(half: MLPHalf, gate_up: Tensor, xa: Tensor | None) -> tuple[Rows, Tensor | None]:
@@ -201,7 +163,7 @@ def _activate(half: MLPHalf, gate_up: Tensor, xa: Tensor | None) -> tuple[Rows, 
 def _only_branch(projection: Projection) -> Branch | None:
     """The branch of a single linear, where it stands beside its weight."""
     (part, *others) = projection.parts
-    return None if others or part.rounding is not None else part.branch
+    return None if others or not projection.branches_beside else part.branch
 
 
 def _activate_backward(
@@ -251,7 +213,7 @@ def _in_one_pass(half: MLPHalf, t_down: Tensor | None) -> bool:
     """Whether one kernel gives the activation's gradients and all that the branches need of them."""
     parts = (*half.gate_up.parts, *half.down.parts)
     ranks = {0 if part.branch is None else part.branch.a.shape[0] for part in parts}
-    plain = all(part.rounding is None for part in parts)
+    plain = half.gate_up.branches_beside and half.down.branches_beside
     return (
         t_down is not None and plain and len(parts) == 3 and len(ranks) == 1 and max(ranks) <= ONE_PASS_RANK
     )
@@ -291,11 +253,11 @@ def _activate_backward_in_one_pass(
     return Rows(dgate_up, q, scale), made
 
 
-def _inner(half: MLPHalf, made: BranchGradients) -> tuple[Tensor, list[Tensor]]:
+def _inner(half: MLPHalf, made: BranchGradients) -> InnerGradients:
     """What `Projection.inner_gradients` gives, from the kernel's results."""
-    branches = [part.branch for part in half.gate_up.parts if part.branch is not None]
+    branches = half.gate_up.branches
     dbs = (made.dw_gate, made.dw_up)
-    return made.t, [db.to(branch.b.dtype) for db, branch in zip(dbs, branches, strict=True)]
+    return InnerGradients(made.t, [db.to(branch.b.dtype) for db, branch in zip(dbs, branches, strict=True)])
 
 
 def _with_float8(

@@ -17,8 +17,10 @@ from fewbits.decoder.guard import Guard, refuse_hooks
 from fewbits.decoder.keep import Keep
 from fewbits.decoder.limits import why_not_by_spec
 from fewbits.decoder.mlp_half import MLPHalf, fused_mlp
-from fewbits.decoder.projection import Branch, Part, Projection, WeightScale, scale_of, scales_of
+from fewbits.decoder.products import DenseProjection, Float8Projection, KeptValues, RoundedProjection, Turned
+from fewbits.decoder.projection import Branch, Part, Projection, RoundedPart
 from fewbits.decoder.scales import Slot
+from fewbits.decoder.weight_scales import WeightScale, scale_of, scales_of
 from fewbits.errors import NotFused
 from fewbits.families.shapes import field_of
 from fewbits.families.spec import Attention, ModelSpec
@@ -52,7 +54,7 @@ class LayerParts:
         self.layer, self.spec, self.name = layer, spec, name
         self._guard = Guard(layer, spec)
         self._scales: dict[tuple[str, ...], tuple[Any, WeightScale]] = {}
-        self._decoded: dict[tuple[str, ...], tuple[Any, dict[object, Tensor]]] = {}
+        self._decoded: dict[tuple[str, ...], tuple[Any, KeptValues]] = {}
         self.found: dict[tuple[str, ...], tuple[list[Any], WeightScale]] = {}  # see `PassScales`
 
     def __getstate__(self) -> dict[str, Any]:
@@ -185,17 +187,22 @@ class LayerParts:
             raise
         parts = tuple(part for part, _ in found)
         operands = {o for _, o in found}
-        if len({part.rounding is None for part in parts}) > 1:
+        rounded = tuple(part for part in parts if isinstance(part, RoundedPart))
+        if rounded and len(rounded) < len(parts):
             raise NotFused(f"of {', '.join(paths)} some are rounded in training and some are not")
-        decoded = self._values(paths, parts) if keep.weights else None
+        kept = self._values(paths, parts) if keep.weights else None
+        if rounded:
+            return RoundedProjection(rounded)
         if operands == {PLAIN}:
-            return Projection(parts, decoded=decoded)
+            return DenseProjection(parts) if kept is None else DenseProjection(parts, kept)
         if operands == {FLOAT8}:
             if dtype not in (torch.bfloat16, torch.float32):
                 raise NotFused(f"float8 products come out in bfloat16 or float32, not in {dtype}")
             _refuse_sides(paths, sum(part.width for part in parts), int(parts[0].weight.shape[1]))
-            scale, turned = self._scale(paths, parts), self._turned(parts, keep)
-            return Projection(parts, scale, turned=turned, decoded=decoded)
+            scale, values = self._scale(paths, parts), self._turned(parts, keep) or kept
+            return (
+                Float8Projection(parts, scale) if values is None else Float8Projection(parts, scale, values)
+            )
         raise NotFused(f"{', '.join(paths)} have formats of their operands that no fused product takes")
 
     def why_never(self) -> str | None:
@@ -210,14 +217,14 @@ class LayerParts:
                     return str(reason)
         return None
 
-    def _turned(self, parts: tuple[Part, ...], keep: Keep) -> list[Tensor] | None:
+    def _turned(self, parts: tuple[Part, ...], keep: Keep) -> Turned | None:
         """A place for the transposed float8 weights, where all is kept and every weight is made anew anyway.
 
         FSDP2 gives a gathered layer back after its forward pass: keeping its values would keep them all.
         """
         made = all(isinstance(part.weight, Tensor) and part.weight.requires_grad for part in parts)
         sharded = getattr(self.layer, "_is_fsdp_managed_module", False)
-        return [] if made and keep.normed and not sharded and torch.is_grad_enabled() else None
+        return Turned() if made and keep.normed and not sharded and torch.is_grad_enabled() else None
 
     def forget_values(self) -> None:
         """Let go of all values of weights that were kept (`Keep.weights`)."""
@@ -228,20 +235,21 @@ class LayerParts:
         self.forget_values()
         self._scales.clear()
 
-    def _values(self, paths: tuple[str, ...], parts: tuple[Part, ...]) -> dict[object, Tensor] | None:
+    def _values(self, paths: tuple[str, ...], parts: tuple[Part, ...]) -> KeptValues | None:
         """Where values of frozen weights stay while these are the same tensors; None where some may change.
 
         FSDP2 gives a gathered layer back, and fills one tensor over and over.
         """
         tensors = _stored(part.weight for part in parts)
-        changing = any(t.requires_grad for t in tensors) or any(part.rounding is not None for part in parts)
+        rounded = any(isinstance(part, RoundedPart) for part in parts)
+        changing = rounded or any(t.requires_grad for t in tensors)
         if changing or getattr(self.layer, "_is_fsdp_managed_module", False):
             self._decoded.pop(paths, None)
             return None
         key = state_of(tensors)
         known = self._decoded.get(paths)
         if known is None or known[0] != key:
-            self._decoded[paths] = known = (key, {})
+            self._decoded[paths] = known = (key, KeptValues())
         return known[1]
 
     def _scale(self, paths: tuple[str, ...], parts: tuple[Part, ...]) -> WeightScale:
@@ -343,7 +351,7 @@ def part_of(module: Any, path: str) -> tuple[Part, Operands]:
     if type(base) is FakeQuantizedLinear:
         if base.activation_format is not None:
             raise NotFused(f"{path} rounds its inputs, which no fused product does")
-        return Part(base.weight, base.bias, branch, base.weight_format), PLAIN
+        return RoundedPart(base.weight, base.bias, branch, rounding=base.weight_format), PLAIN
     if type(base) is nn.Linear:
         return Part(base.weight, base.bias, branch), PLAIN
     raise NotFused(f"{path} is a {type(base).__name__}")

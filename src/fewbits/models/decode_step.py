@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from fewbits.decoder.limits import why_not_by_spec
 from fewbits.decoder.parts import part_of
-from fewbits.decoder.projection import Branch, Part
+from fewbits.decoder.projection import Branch, Part, RoundedPart
 from fewbits.errors import BadInput, NotFused, SpecMismatch, Unsupported
 from fewbits.families.shapes import field_of, scores_factor
 from fewbits.families.spec import Attention, ModelSpec
@@ -398,7 +398,7 @@ def _cut_rows(branch: LowRankSum | None, rows: slice) -> LowRankSum | None:
 
 def _plain_part(module: nn.Module, path: str) -> Part:
     part, _ = part_of(module.get_submodule(path), path)
-    if part.rounding is not None:
+    if isinstance(part, RoundedPart):
         raise Unsupported(f"{path} is rounded in training; pack it first.")
     return part
 
