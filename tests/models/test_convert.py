@@ -13,6 +13,7 @@ from torch import nn
 import fewbits
 from fewbits.errors import BadInput, SpecMismatch, Unsupported
 from fewbits.formats import E4M3, INT4_G64, INT8, NF4
+from fewbits.formats.kv_cache import get_kv_cache
 from fewbits.host.spec import spec_for
 from fewbits.models.convert import convert, explain, linears_to_replace, restore
 from fewbits.nn.fake_quantize import FakeQuantizedLinear
@@ -241,12 +242,11 @@ def test_casting_a_packed_model_leaves_its_codes_and_scales() -> None:
     assert copy.deepcopy(model)(tokens()).logits.equal(model(tokens()).logits)
 
 
-def test_what_a_recipe_asks_for_and_nothing_applies_is_said() -> None:
-    recipe = replace(PACK, kv_cache=INT8)
-    model = tiny("llama")
-    assert "kv_cache=int8 is not applied" in str(convert(model, recipe))
-    with pytest.raises(SpecMismatch, match="kv_cache=int8 is not applied"):
-        convert(tiny("llama"), recipe, strict=True)
+def test_a_cache_is_said_or_refused() -> None:
+    recipe = replace(PACK, kv_cache=get_kv_cache("int8"))
+    assert "kv_cache=int8: generate() keeps keys and values so" in str(convert(tiny("llama"), recipe))
+    with pytest.raises(Unsupported, match="no layer of mistral attends to all that came before"):
+        convert(tiny("mistral"), recipe)
 
 
 def test_communication_is_the_trainers_to_apply() -> None:

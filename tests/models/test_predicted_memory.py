@@ -10,7 +10,7 @@ import pytest
 
 from fewbits.errors import BadInput
 from fewbits.families.shapes import linear_shapes
-from fewbits.formats import INT8
+from fewbits.formats.kv_cache import get_kv_cache
 from fewbits.models.adapters import get_peft_model
 from fewbits.models.convert import convert
 from fewbits.models.model_shapes import layer_shapes, model_of_config, numbers_of
@@ -89,9 +89,9 @@ def test_predicted_memory() -> None:
     assert qlora.lora == adapters * 2
     assert qlora.optimizer == adapters * 8
     assert qlora.kv_cache == 6 * 2 * 100 * 64 * 2
-    assert predict_memory(LLAMA, replace(qlora_nf4(), kv_cache=INT8), num_tokens=100).kv_cache == 12 * 100 * (
-        64 + 4
-    )
+    packed = predict_memory(LLAMA, replace(qlora_nf4(), kv_cache=get_kv_cache("int8")), num_tokens=100)
+    # 6 layers of 2 heads of 32: 36 tokens of 32 codes and a scale of 2 bytes, 64 and 4 tokens in 16 bits
+    assert packed.kv_cache == 6 * 2 * 2 * (36 * (32 + 2) + 68 * 32 * 2)
     assert qlora.total == qlora.weights + qlora.lora + qlora.gradients + qlora.optimizer + qlora.kv_cache
     full = predict_memory(LLAMA, get_recipe("float8_full"))
     assert full.optimizer == 3_148_224 * 8

@@ -10,6 +10,7 @@ import yaml
 
 from fewbits.errors import BadInput
 from fewbits.formats import INT8, NF4, NF4_DQ
+from fewbits.formats.kv_cache import KVCache
 from fewbits.recipes import (
     CATALOG,
     QAT,
@@ -52,7 +53,7 @@ def test_everything_set_goes_both_ways() -> None:
         skip=("lm_head", "model.layers.0.*"),
         lora=LoRA(r=4, alpha=8.0, targets=("q_proj", "v_proj"), rslora=True),
         qat=QAT(weight=NF4, activation=INT8),
-        kv_cache=INT8,
+        kv_cache=KVCache(keys="int8", values="int4", newest=32),
         communication=replace(INT8, block=(1, 256)),
     )
     plain = recipe_to_config(recipe)
@@ -81,6 +82,9 @@ def test_a_catalog_name_supplies_what_is_left_out() -> None:
         ({"name": "x", "linear": "nf4"}, "expected a mapping for Rule"),
         ({"name": "x", "qat": {}}, "needs 'weight'"),
         (3, "a recipe is a name"),
+        ({"name": "x", "kv_cache": "int5"}, "no key/value cache in 'int5'; known: bfloat16, fp8, int8, int4"),
+        ({"name": "x", "kv_cache": {"keys": "int8", "sinks": 4}}, "cache has no field sinks; its fields: key"),
+        ({"name": "x", "kv_cache": {"group": 48}}, "group=48 of a key/value cache is not 32, 64 or 128"),
     ],
 )
 def test_refusals(config, message: str) -> None:

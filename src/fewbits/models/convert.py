@@ -23,6 +23,7 @@ from fewbits.host.expert_weights import weights_of
 from fewbits.host.receipt import Change, Left, Receipt
 from fewbits.host.spec import find, layer_names, locate, spec_for
 from fewbits.host.transposed import as_conv1d, as_linear, is_conv1d, is_transposed
+from fewbits.models.cache_choice import check_cache
 from fewbits.models.experts import expert_modules, expert_rules, packed_place, why_not_packed
 from fewbits.nn.experts import QuantizedExperts
 from fewbits.nn.fake_quantize import FakeQuantizedLinear
@@ -65,23 +66,22 @@ def convert(
 
     Raises:
         BadInput: there is no recipe of that name.
-        Unsupported: the model is no dense decoder and has no spec, or it has adapters already.
+        Unsupported: the model is no dense decoder and has no spec, it has adapters already, or its heads
+            cannot be kept as the recipe's ``kv_cache`` says.
         NotFinite: a weight that is to be packed or rounded holds a NaN or an infinity.
-        SpecMismatch: with ``strict``, spec and model disagree, or the recipe asks for what is not applied.
+        SpecMismatch: with ``strict``, spec and model disagree.
     """
     recipe = get_recipe(recipe)
     spec = spec_for(model)
     _refuse_converted(model)
-    notes = _not_applied(recipe)
-    if strict and notes:
-        raise SpecMismatch(f"{notes[0]}; use strict=False to go on without it.")
+    check_cache(recipe.kv_cache, model.config)
     rules, left = _plan(model, spec, recipe)
     experts = expert_rules(model, spec, recipe)
     left.extend(_left_experts(model, spec, experts))
     norms = _plan_norms(model, spec, left) if fuse_norms and not spec.generic else []
     left.extend(_untouched(model, spec, left))
     receipt = Receipt(f"{spec.model_type}, recipe {recipe.name}", left=left)
-    receipt.notes.extend([*notes, *_notes(spec, recipe)])
+    receipt.notes.extend(_notes(spec, recipe))
     if strict and receipt.mismatches:
         wrong = "; ".join(f"{entry.name}: {entry.reason}" for entry in receipt.mismatches)
         raise SpecMismatch(
@@ -199,12 +199,6 @@ def loaded_change(name: str, layer: nn.Module) -> Change:
     return Change(name, "Linear", describe(layer), plain + bias, layer.packed.nbytes + bias)
 
 
-def _not_applied(recipe: Recipe) -> list[str]:
-    """What a recipe may say and nothing in this version does; ``communication`` is the trainer's to apply."""
-    cache = recipe.kv_cache
-    return [] if cache is None else [f"kv_cache={cache.name} is not applied in this version"]
-
-
 def _notes(spec: ModelSpec, recipe: Recipe) -> Iterator[str]:
     """What a receipt says beside its tables."""
     if spec.generic:
@@ -214,6 +208,8 @@ def _notes(spec: ModelSpec, recipe: Recipe) -> Iterator[str]:
             f"communication={recipe.communication.name}: gradients travel so between processes, if "
             "fewbits' trainer runs them"
         )
+    if recipe.kv_cache is not None and not recipe.kv_cache.is_plain:
+        yield f"kv_cache={recipe.kv_cache.name}: generate() keeps keys and values so"
     if not recipe.head.is_plain:
         yield "the head's products keep their dtype until the decoder is fused (fewbits.fuse)"
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from functools import lru_cache
-from math import prod
 from typing import Any
 
 import torch
@@ -113,24 +112,26 @@ def _cache_bytes(config: Mapping[str, Any], recipe: Recipe, num_tokens: int, dty
     """Bytes of keys and values of every layer that attends."""
     numbers = numbers_of(config)
     kinds = numbers.get("layer_types") or ["attention"] * int(numbers["num_hidden_layers"])
-    layers = sum("attention" in kind and "linear" not in kind for kind in kinds)
+    attending = [kind for kind in kinds if "attention" in kind and "linear" not in kind]
+    heads, *sizes = _cached_heads(numbers)
+    plain = heads * sum(sizes) * num_tokens * dtype_bytes
+    few = plain
+    if recipe.kv_cache is not None and not recipe.kv_cache.is_plain:
+        sides = zip(("keys", "values"), sizes, strict=True)
+        few = heads * sum(recipe.kv_cache.side_bytes(which, num_tokens, size) for which, size in sides)
+    # layers of a sliding window and the like keep theirs as the model computes them
+    return sum(few if kind in ("attention", "full_attention") else plain for kind in attending)
 
-    def one(width: int) -> int:
-        shape = (num_tokens, width)
-        return prod(shape) * dtype_bytes if recipe.kv_cache is None else recipe.kv_cache.nbytes(shape)
 
-    return layers * sum(map(one, _cached_widths(numbers)))
-
-
-def _cached_widths(numbers: Mapping[str, Any]) -> tuple[int, int]:
-    """Values of one token's keys and of its values in a layer."""
+def _cached_heads(numbers: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Heads of one token's keys and values in a layer, and the values of one head of each."""
     heads = int(numbers["num_attention_heads"])
     if numbers.get("kv_lora_rank"):  # latent attention: transformers keeps keys and values as they are used
         keys = int(numbers["qk_nope_head_dim"]) + int(numbers["qk_rope_head_dim"])
-        return heads * keys, heads * int(numbers["v_head_dim"])
+        return heads, keys, int(numbers["v_head_dim"])
     size = int(numbers.get("head_dim") or int(numbers["hidden_size"]) // heads)
     known = numbers.get("num_key_value_heads") or numbers.get("num_kv_heads") or heads
-    return int(known) * size, int(known) * size
+    return int(known), size, size
 
 
 __all__ = ["predict_memory"]

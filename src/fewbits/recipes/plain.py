@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from fewbits.errors import BadInput
 from fewbits.formats import format_to_config, get_format
 from fewbits.formats.base import Format
+from fewbits.formats.kv_cache import KVCache, get_kv_cache, kv_cache_to_config
 from fewbits.recipes.catalog import CATALOG
 from fewbits.recipes.recipe import QAT, LoRA, Recipe, Rule
 
@@ -75,7 +76,8 @@ def _from_config(config: Mapping[str, Any]) -> Recipe:
         elif key == "qat":
             fields[key] = None if value is None else _qat(base.qat, value)
         elif key in ("kv_cache", "communication"):
-            fields[key] = None if value is None else get_format(value)
+            read = get_kv_cache if key == "kv_cache" else get_format
+            fields[key] = None if value is None else read(value)
         elif key == "skip":
             if not isinstance(value, list | tuple) or not all(isinstance(v, str) for v in value):
                 raise BadInput(f"the field 'skip' of a recipe is a list of names, not {value!r}.")
@@ -98,6 +100,8 @@ def _pairs(value: Any) -> list[Any]:
 def _to_plain(value: Any) -> Any:
     if isinstance(value, Format):
         return _to_plain(format_to_config(value))
+    if isinstance(value, KVCache):
+        return kv_cache_to_config(value)
     if dataclasses.is_dataclass(value):
         return {f.name: _to_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, tuple | list):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from fewbits.formats.base import Format
+from fewbits.formats.kv_cache import KVCache
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +78,7 @@ class Recipe:
         skip: globs over full names of linears that are left alone.
         lora: adapters to add, or None.
         qat: fake quantisation while training, or None.
-        kv_cache: format of stored keys and values.
+        kv_cache: formats of stored keys and values in `generate`; None: as the model computes them.
         communication: format in which gradients travel between ranks.
     """
 
@@ -88,7 +89,7 @@ class Recipe:
     skip: tuple[str, ...] = ()
     lora: LoRA | None = None
     qat: QAT | None = None
-    kv_cache: Format | None = None
+    kv_cache: KVCache | None = None
     communication: Format | None = None
 
     def rule_for(self, name: str) -> Rule:

@@ -1,0 +1,72 @@
+"""Which key/value cache a model's calls of ``generate`` use, and whether its heads can have it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fewbits.errors import Unsupported
+from fewbits.families.shapes import head_dim
+from fewbits.formats.kv_cache import KVCache, get_kv_cache
+from fewbits.host.conversion import conversion_of
+
+FULL = "full_attention"
+
+
+def layer_kinds(config: Any) -> list[str]:
+    """The kind of each layer's cache, in transformers' words: "full_attention", "sliding_attention", ..."""
+    from transformers.cache_utils import get_layer_types_and_kwargs
+
+    kinds, _ = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
+    return list(kinds)
+
+
+def check_cache(kind: KVCache | None, config: Any) -> None:
+    """Raise `Unsupported` if a model of this config cannot keep its keys and values so.
+
+    Args:
+        kind: which formats; None and plain ones fit every model.
+        config: the model's.
+    """
+    if kind is None or kind.is_plain:
+        return
+    text = config.get_text_config(decoder=True)
+    name = getattr(text, "model_type", "this model")
+    if getattr(config, "is_encoder_decoder", False):
+        raise Unsupported(f"{name} has an encoder, whose keys no cache in {kind.name} keeps; leave it out.")
+    kinds = layer_kinds(config)
+    if FULL not in kinds:
+        raise Unsupported(
+            f"no layer of {name} attends to all that came before ({', '.join(sorted(set(kinds)))}), and only "
+            f"such a layer's keys and values are kept in {kind.name}; leave the cache out."
+        )
+    size = head_dim(text.to_dict()) if hasattr(text, "num_attention_heads") else 0
+    if size:
+        for which in ("keys", "values"):
+            kind.side(which, size)
+
+
+def chosen_cache(model: Any, asked: KVCache | str | Mapping[str, Any] | None) -> KVCache | None:
+    """The formats of a call's keys and values: what it asks for, else what the model's recipe says.
+
+    Args:
+        model: the model, through PEFT's wrappers too.
+        asked: the call's own choice; None: the recipe's.
+
+    Returns:
+        None where keys and values stay as the model computes them.
+
+    Raises:
+        BadInput: an unknown format.
+        Unsupported: the model cannot have it.
+    """
+    if asked is None:
+        conversion = conversion_of(model)
+        kind = None if conversion is None else conversion.recipe.kv_cache
+    else:
+        kind = get_kv_cache(asked)
+        check_cache(kind, model.config)
+    return None if kind is None or kind.is_plain else kind
+
+
+__all__ = ["check_cache", "chosen_cache", "layer_kinds"]
