@@ -83,7 +83,10 @@ def test_a_catalog_name_supplies_what_is_left_out() -> None:
         ({"name": "x", "qat": {}}, "needs 'weight'"),
         (3, "a recipe is a name"),
         ({"name": "x", "kv_cache": "int5"}, "no key/value cache in 'int5'; known: bfloat16, fp8, int8, int4"),
-        ({"name": "x", "kv_cache": {"keys": "int8", "sinks": 4}}, "cache has no field sinks; its fields: key"),
+        (
+            {"name": "x", "kv_cache": {"keys": "int8", "sinks": 4}},
+            "cache has no field sinks; its fields",
+        ),
         ({"name": "x", "kv_cache": {"group": 48}}, "group=48 of a key/value cache is not 32, 64 or 128"),
     ],
 )

@@ -11,8 +11,15 @@ from torch import Tensor
 from fewbits.bench.problem import Case, Problem, randn
 from fewbits.formats import get_format
 from fewbits.formats.base import Packed
+from fewbits.formats.kv_cache import get_kv_cache
 from fewbits.kernels.generation.decode_attention import Cache, Rules, decode_attention, decode_attention_ref
 from fewbits.kernels.generation.few_rows import few_rows, few_rows_ref
+from fewbits.kernels.generation.packed_attention import (
+    PackedKeysValues,
+    empty_cache,
+    packed_attention,
+    packed_attention_ref,
+)
 
 _FORMATS = ("nf4_dq", "nf4", "int4_g64", "int8", "float8_e4m3_row", "bfloat16")
 _SHAPES = (
@@ -85,4 +92,56 @@ def _attention_problem(case: Case, device: torch.device) -> Problem:
     return Problem({"fewbits": lambda: lambda: (decode_attention(qkv, cache, rules),)}, exact)
 
 
-MAKERS = (_few_rows_cases, _attention_cases)
+def packed_cache(
+    kind: str, keys: Tensor, values: Tensor, tables: tuple[Tensor, Tensor], tokens: int
+) -> PackedKeysValues:
+    """A cache that holds the first ``tokens`` of these keys and values (B, kv_heads, room, D)."""
+    formats = get_kv_cache(kind)
+    B, heads, room, D = keys.shape
+    position = torch.full((B,), tokens, device=keys.device)
+    cache = PackedKeysValues(
+        formats,
+        **empty_cache(formats, (B, heads, room, D), keys.dtype, keys.device),
+        cosines=tables[0], sines=tables[1], position=position, first=torch.zeros_like(position),
+    )  # fmt: skip
+    packed = max(tokens - formats.newest, 0)
+    for which, whole in (("keys", keys), ("values", values)):
+        codes, scales = cache.sides[which].pack(whole[:, :, :packed])
+        first = whole[:, :, : min(formats.first, tokens)]
+        cache.fill(which, codes, scales, whole[:, :, packed:tokens], first)
+    return cache
+
+
+def _packed_cases(max_size: int) -> list[Case]:
+    made = []
+    for kind in ("int4", "int8", "fp8"):
+        for tokens in (2048, 32768):
+            tokens = min(tokens, 8 * max_size)
+            made.append(
+                Case(
+                    op="packed_attention", part="forward", format=kind, M=1, N=tokens,
+                    bytes_moved=_KV_HEADS * get_kv_cache(kind).nbytes(tokens, _HEAD),
+                    tolerance=2.0**-7, build=_packed_problem,
+                )
+            )  # fmt: skip
+    return made
+
+
+def _packed_problem(case: Case, device: torch.device) -> Problem:
+    tokens = case.N
+    qkv = randn(device, torch.float32, 1, (_HEADS + 2 * _KV_HEADS) * _HEAD)
+    keys, values = (randn(device, torch.bfloat16, 1, _KV_HEADS, tokens, _HEAD) for _ in range(2))
+    angle = (
+        torch.outer(torch.arange(tokens), 1e4 ** -torch.linspace(0, 1, _HEAD // 2)).to(device).repeat(1, 2)
+    )
+    cache = packed_cache(case.format, keys, values, (angle.cos(), angle.sin()), tokens - 1)
+    rules = Rules(scale=_HEAD**-0.5)
+    packed_attention_ref(qkv, cache, rules)  # the new token is in its place: all later calls do the same
+
+    def exact() -> Sequence[Tensor]:
+        return (packed_attention_ref(qkv, cache, rules),)
+
+    return Problem({"fewbits": lambda: lambda: (packed_attention(qkv, cache, rules),)}, exact)
+
+
+MAKERS = (_few_rows_cases, _attention_cases, _packed_cases)

@@ -86,7 +86,7 @@ def decode_attention_ref(qkv: Tensor, cache: Cache, rules: Rules) -> Tensor:
     rows = torch.arange(B, device=qkv.device)
     angle = cache.position - cache.first
     dtype = cache.keys.dtype
-    q, k = (_turned(x, norm, cache, angle).to(dtype) for x, norm in ((q, rules.q_norm), (k, rules.k_norm)))
+    q, k = (turned(x, norm, cache, angle).to(dtype) for x, norm in ((q, rules.q_norm), (k, rules.k_norm)))
     for whole, new in ((cache.keys, k), (cache.values, v.to(dtype))):
         if whole.stride(0) == 0:  # rows of one sequence
             whole[0, :, cache.position] = new.transpose(0, 1)
@@ -105,7 +105,7 @@ def decode_attention_ref(qkv: Tensor, cache: Cache, rules: Rules) -> Tensor:
     return out
 
 
-def _turned(x: Tensor, norm: RowNorm | None, cache: Cache, angle: Tensor) -> Tensor:
+def turned(x: Tensor, norm: RowNorm | None, cache: Cache, angle: Tensor) -> Tensor:
     """Heads x (B, n, D) after their norm and the rotation by ``angle`` (B,)."""
     if norm is not None:
         x = (
