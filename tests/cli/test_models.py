@@ -108,6 +108,23 @@ def test_messages(run, chat_model, tmp_path):
         assert run("generate", "--model", chat_model, "--messages", file, "--max-new-tokens", 5).code == 0
 
 
+def test_guesses_change_no_greedy_text(run, model, shared, tmp_path):
+    options = ("generate", "--model", model, "--prompt", "Once upon a time", "--max-new-tokens", 40)
+    want = run(*options, "--temperature", 0).out
+    assert run(*options, "--temperature", 0, "--lookup", 5).out == want
+    for draft in ("stories260k", "stories3m"):  # the second one has another tokenizer
+        shown = run(*options, "--temperature", 0, "--draft", shared / "data/models" / draft)
+        assert (shown.code, shown.out) == (0, want), shown.err
+    assert run(*options, "--seed", 1, "--lookup", 5).code == 0
+    for more, message in (
+        (("--lookup", 3, "--draft", model), "not both"),
+        (("--lookup", -1), "a number of tokens"),
+        (("--draft", tmp_path / "none"), "there is no model folder"),
+    ):
+        shown = run(*options, *more)
+        assert shown.code != 0 and message in shown.err
+
+
 def test_rows_of_a_file(run, model, tmp_path):
     source, out = tmp_path / "rows.jsonl", tmp_path / "answers.jsonl"
     source.write_text('{"prompt": "Once upon a time", "id": 7}\n\n{"prompt": "The dog"}\n')
@@ -122,6 +139,7 @@ def test_rows_of_a_file(run, model, tmp_path):
         (("--output", out), "is there already"),
         ((), "--input needs --output"),
         (("--output", tmp_path / "b", "--at-a-time", 300), "give 1 to 256"),
+        (("--output", tmp_path / "b", "--lookup", 4), "one text at a time"),
     ):
         shown = run(*options, *more)
         assert shown.code != 0 and message in shown.err

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fewbits.models import decode_generate, decode_step
+from fewbits.models import decode_calls, decode_generate, decode_step
 from fewbits.models.live import answers
 
 
@@ -18,5 +18,5 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         reason = real(model)
         return "" if reason == "the model is not on one GPU" else reason
 
-    for module in (decode_generate, answers):
+    for module in (decode_calls, decode_generate, answers):
         monkeypatch.setattr(module, "why_not", without_the_gpu)

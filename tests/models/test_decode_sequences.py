@@ -13,21 +13,16 @@ import fewbits
 from fewbits.models import decode_generate, decode_step
 from fewbits.models.decode_generate import decoding_of
 from fewbits.models.fast import FastLanguageModel, with_methods
+from tests.models.emulated import on_a_cpu
 from tests.models.tiny import tiny, tokens
 
 ROUNDING = 0.03
 
 
 @pytest.fixture(autouse=True)
-def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything but the question whether there is a GPU."""
-    real = decode_step.why_not
-
-    def without_the_gpu(model: Any) -> str:
-        reason = real(model)
-        return "" if reason == "the model is not on one GPU" else reason
-
-    monkeypatch.setattr(decode_generate, "why_not", without_the_gpu)
+    on_a_cpu(monkeypatch)
 
 
 @pytest.fixture

@@ -131,7 +131,7 @@ def generate(args: Namespace) -> int:
     """``fewbits generate``."""
     from fewbits.cli.answer_rows import answer_rows, check
     from fewbits.cli.chat import chat, write
-    from fewbits.cli.models import load
+    from fewbits.cli.models import guessing_of, load
     from fewbits.inference.generate import Sampling
 
     sampling = Sampling(
@@ -149,9 +149,10 @@ def generate(args: Namespace) -> int:
         return answer_rows(args, sampling)
     prompt = None if args.chat else _prompt(args)
     model, tokenizer = load(args)
+    guessing = guessing_of(args, model)
     if prompt is None:
-        return chat(model, tokenizer, sampling, system=args.system, quiet=args.quiet)
-    write(model, tokenizer, prompt, sampling, quiet=args.quiet)
+        return chat(model, tokenizer, sampling, system=args.system, guessing=guessing, quiet=args.quiet)
+    write(model, tokenizer, prompt, sampling, guessing=guessing, quiet=args.quiet)
     return 0
 
 

@@ -18,6 +18,10 @@ def check(args: Namespace) -> None:
     from fewbits.inference.answer_file import check_destination, read_rows
     from fewbits.models.live.plan import MOST_SLOTS
 
+    if args.lookup < 0 or (args.lookup and args.draft is not None):
+        raise BadInput("give --lookup a number of tokens, or --draft a model, not both.")
+    if args.input is not None and (args.lookup or args.draft is not None):
+        raise BadInput("--lookup and --draft guess for one text at a time; leave them out with --input.")
     if args.input is None:
         for name in ("output", "at_a_time"):
             if getattr(args, name) is not None:

@@ -3,26 +3,36 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from rich.console import Console
 
 from fewbits.cli.console import console
 from fewbits.errors import BadInput
-from fewbits.inference.generate import Prompt, Sampling, encode_prompt
+from fewbits.inference.generate import Guessing, Prompt, Sampling, encode_prompt
 from fewbits.inference.generate import generate as run
 
 HELP = "/reset forgets the conversation, /exit or Ctrl-D ends it."
 
 
-def write(model: Any, tokenizer: Any, prompt: Prompt, sampling: Sampling, *, quiet: bool = False) -> str:
+def write(
+    model: Any,
+    tokenizer: Any,
+    prompt: Prompt,
+    sampling: Sampling,
+    *,
+    guessing: Guessing | None = None,
+    quiet: bool = False,
+) -> str:
     """Stream one answer to standard output and a line of figures to the error stream; returns the answer."""
 
     def show(piece: str) -> None:
         sys.stdout.write(piece)
         sys.stdout.flush()
 
-    result = run(model, tokenizer, prompt, sampling, on_text=show)
+    result = run(model, tokenizer, prompt, sampling, on_text=show, guessing=guessing)
     show("\n")
     if not quiet:
         stopped = {"end": "", "length": ", stopped at --max-new-tokens", "context": ", the context is full"}
@@ -33,13 +43,20 @@ def write(model: Any, tokenizer: Any, prompt: Prompt, sampling: Sampling, *, qui
 
 
 def chat(
-    model: Any, tokenizer: Any, sampling: Sampling, *, system: str | None = None, quiet: bool = False
+    model: Any,
+    tokenizer: Any,
+    sampling: Sampling,
+    *,
+    system: str | None = None,
+    guessing: Guessing | None = None,
+    quiet: bool = False,
 ) -> int:
     """Read a line, answer it, until the input ends."""
     start = [] if system is None else [{"role": "system", "content": system}]
     question = {"role": "user", "content": "?"}
     encode_prompt(tokenizer, [*start, question])  # without a template, say so before the first line
     screen = console(stderr=True)
+    how: dict[str, Any] = {"guessing": guessing, "quiet": quiet}
     if not quiet:
         screen.print(f"[dim]{HELP}[/]", highlight=False)
     messages = list(start)
@@ -53,7 +70,7 @@ def chat(
             screen.print(HELP, highlight=False)
         elif line:
             messages.append({"role": "user", "content": line})
-            answer = _answer(model, tokenizer, messages, sampling, screen, quiet)
+            answer = _answer(partial(write, model, tokenizer, messages, sampling, **how), screen)
             if answer is None:
                 messages.pop()
             else:
@@ -68,17 +85,10 @@ def _read_line(screen: Console) -> str | None:
     return line.strip() if line else None
 
 
-def _answer(
-    model: Any,
-    tokenizer: Any,
-    messages: list[dict[str, str]],
-    sampling: Sampling,
-    screen: Console,
-    quiet: bool,
-) -> str | None:
+def _answer(write_one: Callable[[], str], screen: Console) -> str | None:
     """One answer; None if the user stopped it or the conversation no longer fits."""
     try:
-        return write(model, tokenizer, messages, sampling, quiet=quiet)
+        return write_one()
     except KeyboardInterrupt:
         screen.print("\n[dim]stopped; the question is forgotten.[/]", highlight=False)
     except BadInput as error:

@@ -51,6 +51,19 @@ def load(args: Namespace) -> tuple[Any, Any]:
     return FastLanguageModel.for_inference(model), tokenizer
 
 
+def guessing_of(args: Namespace, model: Any) -> Any:
+    """Who guesses tokens ahead, as --lookup and --draft say; None: nobody."""
+    from fewbits.inference.generate import Guessing
+    from fewbits.models.fast import FastLanguageModel
+
+    if args.draft is None:
+        return Guessing(lookup=args.lookup) if args.lookup else None
+    draft, tokenizer = FastLanguageModel.from_pretrained(
+        resolve(args.draft), dtype=model.dtype, load_in_4bit=False, device_map=str(model.device)
+    )
+    return Guessing(draft=FastLanguageModel.for_inference(draft), draft_tokenizer=tokenizer)
+
+
 def merge_adapter(adapter: str, destination: str, *, base: str | None = None, overwrite: bool = False) -> str:
     """Fold an adapter into its base model, from the original weights; returns what was done, in one line.
 

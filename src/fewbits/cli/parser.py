@@ -177,6 +177,16 @@ def _generate(commands: Any) -> None:
     how.add_argument("--top-k", type=int, default=0, metavar="K", help="0: off (default: %(default)s)")
     how.add_argument("--repetition-penalty", type=float, default=1.0, metavar="X", help="1: off (default: 1)")
     how.add_argument("--seed", type=int, metavar="N", help="same seed, same text")
+    how.add_argument(
+        "--lookup",
+        type=int,
+        default=0,
+        metavar="N",
+        help="guess up to N tokens that followed the last ones before; greedy text stays the same",
+    )
+    how.add_argument(
+        "--draft", metavar="PATH", help="a smaller model that guesses; greedy text stays the same"
+    )
     how.add_argument("--quiet", action="store_true", help="the text only, without the line of figures")
 
 

@@ -60,6 +60,36 @@ class Sampling:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Guessing:
+    """Who guesses the next tokens, so that several are verified at once; the greedy text stays the same.
+
+    Attributes:
+        lookup: so many tokens at most that followed the text's last ones before; 0: none.
+        draft: a smaller model that writes ahead, or None.
+        draft_tokenizer: its tokenizer; without one, the model's own.
+    """
+
+    lookup: int = 0
+    draft: Any = None
+    draft_tokenizer: Any = None
+
+    def __post_init__(self) -> None:
+        if self.lookup < 0 or (self.lookup and self.draft is not None):
+            raise BadInput(f"lookup={self.lookup}: give a number of tokens, or a draft model, not both.")
+
+    def words(self, model: Any, tokenizer: Any) -> dict[str, Any]:
+        """The words of transformers' ``generate`` for it."""
+        if self.draft is None:
+            return {"prompt_lookup_num_tokens": self.lookup} if self.lookup else {}
+        if self.draft is model:
+            raise BadInput("the draft model is the model itself; give a smaller one.")
+        other = self.draft_tokenizer
+        if other is None or other.get_vocab() == tokenizer.get_vocab():
+            return {"assistant_model": self.draft}
+        return {"assistant_model": self.draft, "tokenizer": tokenizer, "assistant_tokenizer": other}
+
+
+@dataclass(frozen=True, kw_only=True)
 class Generation:
     """A finished text.
 
@@ -84,6 +114,7 @@ def generate(
     sampling: Sampling | None = None,
     *,
     on_text: Callable[[str], None] | None = None,
+    guessing: Guessing | None = None,
 ) -> Generation:
     """Continue a prompt or answer a conversation.
 
@@ -93,6 +124,7 @@ def generate(
         prompt: a text to continue, or chat messages ``[{"role": ..., "content": ...}, ...]``.
         sampling: how tokens are chosen; default `Sampling()`.
         on_text: receives each piece of text as soon as it is final.
+        guessing: who guesses tokens ahead; None: nobody.
 
     Raises:
         BadInput: messages without a chat template, a prompt that fills the model's context, an empty prompt.
@@ -112,6 +144,7 @@ def generate(
                 attention_mask=torch.ones_like(input_ids),
                 streamer=pieces,
                 **options(model, tokenizer, sampling, room),
+                **({} if guessing is None else guessing.words(model, tokenizer)),
             )
     finally:
         model.train(was_training)

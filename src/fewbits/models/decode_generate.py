@@ -18,18 +18,29 @@ import inspect
 import logging
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fewbits.errors import Unsupported
 from fewbits.kernels.product.matmul_packed import PLAIN
+from fewbits.models.decode_calls import drops, other_speculation, other_way, with_stop_strings
 from fewbits.models.decode_step import DecodeStep, why_not
+from fewbits.models.speculation import (
+    MOST_GUESSES,
+    ROUNDING,
+    USUAL_DRAFT,
+    Draft,
+    Lookup,
+    Speculation,
+    SpeculativeTokens,
+    together_with,
+)
 from fewbits.nn.linear import QuantizedLinear
 
 logger = logging.getLogger("fewbits")
@@ -37,35 +48,8 @@ logger = logging.getLogger("fewbits")
 _STATES: WeakKeyDictionary[Any, Decoding] = WeakKeyDictionary()
 _LOOK_EVERY = 16
 _ROOM_STEP = 256  # tokens: a longer prompt of the next call often finds room
-# Arguments of generate that ask for something else than one token a step from a cache of the loop's own.
-_OTHER_WAYS = {
-    "custom_generate": None,
-    "assistant_model": None,
-    "past_key_values": None,
-    "inputs_embeds": None,
-    "cache_implementation": None,
-    "prompt_lookup_num_tokens": None,
-    "penalty_alpha": None,
-    "dola_layers": None,
-    "constraints": None,
-    "force_words_ids": None,
-    "prefill_chunk_size": None,
-    "num_beams": 1,
-    "num_beam_groups": 1,
-    "use_cache": True,
-    "return_dict_in_generate": False,
-    "output_attentions": False,
-    "output_hidden_states": False,
-    "output_scores": False,
-    "output_logits": False,
-    "synced_gpus": False,
-}
 # What transformers hands a loop beside the ids: read here, or of no consequence for it.
 _READ_HERE = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "tokenizer"}
-# The relative difference of logits that rounding to 16 bits explains for a model of one layer; it grows with
-# the square root of the number of layers. Measured with random weights and divided by that root: 0.004 to
-# 0.012, up to 0.03 with tiny layers and adapters. What computes something else is off by 0.3 and more.
-_ROUNDING = 0.04
 
 
 class Decoding:
@@ -78,6 +62,7 @@ class Decoding:
     def __init__(self) -> None:
         self.busy = threading.Lock()
         self.step: DecodeStep | None = None
+        self.together: tuple[DecodeStep, DecodeStep] | None = None  # the step, and the one that verifies
         self.of_model: tuple[Any, ...] = ()
         self.proved, self.apart = False, float("nan")
         self.refused = ""
@@ -107,57 +92,16 @@ def with_loop(model: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> di
     arguments = {**bound, **bound.pop("kwargs", {})}
     if state.refused and state.of_model != _state_of(model):
         state.refused = ""  # the model is another one now
-    reason = state.refused or why_not(model) or other_way(model, arguments) or _drops(model)
+    reason = state.refused or why_not(model) or other_way(model, arguments) or drops(model)
+    reason = reason or other_speculation(model, arguments)
     if reason:
         if torch.cuda.is_available():
             state.say(reason)
         return keywords
-    # transformers hands a loop from outside no streamer.
-    loop = partial(_decode, streamer=arguments.get("streamer"))
-    return {**with_stop_strings(keywords), "custom_generate": loop}
-
-
-def with_stop_strings(keywords: dict[str, Any]) -> dict[str, Any]:
-    """The call's stop strings as a stopping criterion.
-
-    transformers takes the tokenizer that it needs for them out of a call that has a loop from outside.
-    """
-    if not keywords.get("stop_strings") or keywords.get("tokenizer") is None:
-        return keywords
-    from transformers import StoppingCriteriaList, StopStringCriteria
-
-    rest = {name: value for name, value in keywords.items() if name != "stop_strings"}
-    stop = StopStringCriteria(stop_strings=keywords["stop_strings"], tokenizer=keywords["tokenizer"])
-    return {**rest, "stopping_criteria": StoppingCriteriaList([*(rest.get("stopping_criteria") or ()), stop])}
-
-
-def other_way(model: Any, arguments: dict[str, Any]) -> str:
-    """What a call asks for that this loop does not do; "" if nothing.
-
-    What a call leaves open its generation config says, and what that leaves open the model's.
-    """
-    configs = (arguments.get("generation_config"), model.generation_config)
-    for name, usual in _OTHER_WAYS.items():
-        said = (arguments.get(name), *(getattr(config, name, None) for config in configs))
-        chosen = next((value for value in said if value is not None), None)
-        same = chosen is None or chosen is usual or (usual is None and chosen is False)
-        if not same and (isinstance(chosen, Tensor) or chosen != usual):
-            return f"the call asks for {name}"
-    if any(getattr(config, "stop_strings", None) for config in configs):
-        return "a generation config has stop_strings"
-    prepare: Any = model.prepare_inputs_for_generation
-    if getattr(prepare, "__func__", None) is not type(model).prepare_inputs_for_generation:
-        return "the model's inputs are prepared by another library (PEFT's prompt learning)"
-    return ""
-
-
-def _drops(model: Any) -> str:
-    """Whether the model is in training mode and something in it drops values; "" if not."""
-    for module in model.modules():
-        share = module.p if isinstance(module, nn.Dropout) else getattr(module, "attention_dropout", 0.0)
-        if module.training and share:
-            return "the model is in training mode and has dropout"
-    return ""
+    # transformers hands a loop from outside neither a streamer nor a draft model.
+    loop = partial(_decode, streamer=arguments.get("streamer"), draft=arguments.get("assistant_model"))
+    rest = {name: value for name, value in keywords.items() if name != "assistant_model"}
+    return {**with_stop_strings(rest), "custom_generate": loop}
 
 
 @torch.no_grad()
@@ -168,23 +112,30 @@ def _decode(
     stopping_criteria: Any,
     generation_config: Any,
     streamer: Any = None,
+    draft: Any = None,
     **keywords: Any,
 ) -> Tensor:
     """The loop that transformers calls; (batch, prompt and new tokens)."""
     state = decoding_of(model)
     mask = keywords.get("attention_mask")
     choose = (logits_processor, stopping_criteria, generation_config, streamer)
-    with alone(state) as is_alone:
+    most = _most_guesses(generation_config, draft)
+    end = generation_config.max_length + (1 + most if most else 0)
+    with alone(state) as is_alone, ExitStack() as held:
         try:
             if not is_alone:
                 raise Unsupported("another call of generate() runs on this model.")
             padding = _left_padding(input_ids, mask)
             _check_keywords(model, input_ids, padding, keywords)
             prompt = _prefill(model, input_ids, mask, padding)
-            step = _ready(state, model, input_ids, prompt, padding, mask, generation_config.max_length)
+            step = _ready(state, model, input_ids, prompt, padding, mask, end)
         except Unsupported as error:
             state.say(str(error).rstrip("."))
         else:
+            guessed = _speculation(model, draft, most, (input_ids, prompt, padding, mask), held)
+            if guessed is not None:
+                tokens = SpeculativeTokens(step, guessed, logits_processor, stopping_criteria, streamer)
+                return tokens.run(prompt.logits, input_ids)
             return _tokens(step, prompt.logits, input_ids, *choose)
     return model._sample(  # type: ignore[no-any-return]
         input_ids,
@@ -194,6 +145,51 @@ def _decode(
         streamer=streamer,
         **keywords,
     )
+
+
+def _most_guesses(generation_config: Any, draft: Any) -> int:
+    """How many tokens are guessed at most; 0 if nobody guesses."""
+    if draft is None:
+        return min(generation_config.prompt_lookup_num_tokens or 0, MOST_GUESSES)
+    said = draft.generation_config.num_assistant_tokens
+    return min(said or USUAL_DRAFT, MOST_GUESSES)
+
+
+def _speculation(
+    model: Any,
+    draft: Any,
+    most: int,
+    prompted: tuple[Tensor, _Prompt, Tensor, Tensor | None],
+    held: ExitStack,
+) -> Speculation | None:
+    """Who guesses and what verifies; None without, and a line of the log where that was asked for."""
+    if not most:
+        return None
+    input_ids, prompt, padding, mask = prompted
+    state = decoding_of(model)
+    step = state.step
+    assert step is not None
+    try:
+        if state.together is None or state.together[0] is not step or state.together[1].batch != most + 1:
+            state.together = None  # its memory first
+            with products_in_16_bits(model):
+                made = together_with(model, step, most + 1, deepcopy(prompt.cache), mask)
+            state.together = step, made
+        together = state.together[1]
+        together.refresh()
+        together.first.copy_(padding.expand(together.batch))
+        if draft is None:
+            return Speculation(Lookup(most), together)
+        own = draft.get_base_model() if hasattr(draft, "get_base_model") else draft
+        of_draft = decoding_of(own)
+        if own is model or not held.enter_context(alone(of_draft)):
+            raise Unsupported("another call of generate() runs on the draft model")
+        read = _prefill(own, input_ids, mask, padding)
+        guesser = _ready(of_draft, own, input_ids, read, padding, mask, step.room)
+        return Speculation(Draft(guesser, input_ids[0].tolist(), most), together)
+    except Unsupported as error:
+        state.say(str(error).rstrip("."), "generate() decodes without guesses")
+        return None
 
 
 @contextmanager
@@ -304,7 +300,7 @@ def _prove(state: Decoding, model: Any, step: DecodeStep, prompt: _Prompt, mask:
     longer = None if mask is None else torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
     with products_in_16_bits(model):
         apart = step.difference(model, deepcopy(prompt.cache), longer)
-    if not apart <= _ROUNDING * len(step.keys) ** 0.5:
+    if not apart <= ROUNDING * len(step.keys) ** 0.5:
         state.step = None
         state.refused = f"one step through its kernels gives logits {apart:.2g} apart from the model's own"
         raise Unsupported(state.refused + ".")

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from fewbits.errors import BadInput, NotFinite, Unsupported
-from fewbits.models.decode_generate import Decoding, alone, decoding_of, other_way
+from fewbits.models.decode_calls import other_way, speculates
+from fewbits.models.decode_generate import Decoding, alone, decoding_of
 from fewbits.models.decode_step import why_not
 from fewbits.models.live.batch import LiveBatch
 from fewbits.models.live.plan import Plan, free_bytes, plan_slots
@@ -75,11 +76,14 @@ def answers(
     report = report or Report()
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     with evaluating(model), ExitStack() as held:
-        settings = _Settings(base, keywords, within_context)
+        guesses = ("assistant_model", "prompt_lookup_num_tokens", "assistant_tokenizer")
+        settings = _Settings(base, {k: v for k, v in keywords.items() if k not in guesses}, within_context)
         lengths = [settings.length(row) for row in rows]
         state = decoding_of(base)
         try:
             reason = other_way(base, keywords)
+            if speculates(base, keywords):
+                reason = "guesses are for one text at a time"
             if reason:
                 raise Unsupported(reason)
             batch = _batch(base, rows, lengths, (settings, state, held, report), slots)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fewbits.models.decode_generate import with_stop_strings
+from fewbits.models.decode_calls import with_stop_strings
 from fewbits.models.live.prompts import Ids
 
 # Processors of transformers that look at the scores alone: one call serves rows of any length.

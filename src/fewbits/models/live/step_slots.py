@@ -12,10 +12,10 @@ from fewbits.models.decode_generate import products_in_16_bits
 from fewbits.models.decode_step import DecodeStep
 from fewbits.models.live.prompts import Read
 from fewbits.models.live.slots import difference, own_step
+from fewbits.models.speculation import ROUNDING
 
 _SHRINK = 4  # once so many times fewer slots are in use, a step of fewer rows is recorded
 _FEWEST = 4
-_ROUNDING = 0.04  # times the square root of the number of layers, as in decode_generate
 
 
 class StepSlots:
@@ -98,7 +98,7 @@ class StepSlots:
         step.tokens.zero_()
         step.tokens[:1] = token
         apart = difference(step.run()[0], theirs)
-        if not apart <= _ROUNDING * len(step.keys) ** 0.5:
+        if not apart <= ROUNDING * len(step.keys) ** 0.5:
             raise Unsupported(
                 f"a step through its kernels gives logits {apart:.2g} apart from the model's own."
             )
