@@ -83,6 +83,21 @@ def test_calibrate_then_eval_and_again_from_the_ledger(run, model, text, tmp_pat
     assert json.loads(run(*command).out) == rows and ledger.stat().st_size == size
 
 
+def test_two_processes_and_the_parts_of_a_pass(run, model, text, tmp_path):
+    command = ("sc", "eval", "--model", model, "--text", text, "--window", "64", "--max-tokens", "0",
+               "--lengths", "32", "--halve", "yes", "--no-baselines", "--batch-size", "2", "--attention",
+               "--output", tmp_path / "eval.jsonl")  # fmt: skip
+    first = run(*command, "--share", "2/2")
+    assert first.code == 0 and "other processes' windows are missing" in first.out
+    second = json.loads(run(*command, "--share", "1/2", "--json").out)
+    shown = run(*command, "--parts").out
+    assert f"{second[0]['perplexity']:.3f}" in shown and "down_proj" in shown and "attention" in shown
+    assert second[0]["tokens"] > 700
+    for share, sentence in (("3/2", "share 3 of 2 is refused"), ("half", "--share 'half' is refused")):
+        said = run(*command, "--share", share)
+        assert said.code == 1 and sentence in said.err
+
+
 @pytest.mark.parametrize(
     ("argv", "code", "sentence"),
     [

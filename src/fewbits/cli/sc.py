@@ -14,10 +14,8 @@ from fewbits.cli.console import Progress, console
 from fewbits.cli.files import read_text
 from fewbits.cli.sc_common import (
     grid_of,
-    name_of,
     new_table,
     print_json,
-    settings_of,
     stream_options,
     whole_numbers,
     windows_of,
@@ -31,6 +29,10 @@ def sc(args: Namespace) -> int:
     if args.sc_command is None:
         args.parser.print_help(sys.stderr)
         return 2
+    if args.sc_command == "eval":
+        from fewbits.cli.sc_eval import evaluate
+
+        return evaluate(args)
     if args.sc_command == "energy":
         from fewbits.cli.sc_energy import energy
 
@@ -40,7 +42,7 @@ def sc(args: Namespace) -> int:
 
         called = {"screen": sc_screen.screen, "swap": sc_screen.swap, "allocate": sc_screen.allocate}
         return called[args.sc_command](args)
-    return {"error": _error, "sweep": _sweep, "eval": _eval, "calibrate": _calibrate}[args.sc_command](args)
+    return {"error": _error, "sweep": _sweep, "calibrate": _calibrate}[args.sc_command](args)
 
 
 def _error(args: Namespace) -> int:
@@ -99,48 +101,6 @@ def _sweep(args: Namespace) -> int:
             "halved" if row["halve"] else "full",
             *(f"{row[k]:.4g}" for k in ("mse", "relative", "bias", "worst")),
         )
-    console().print(table)
-    return 0
-
-
-def _eval(args: Namespace) -> int:
-    from fewbits.cli.models import load
-    from fewbits.inference.evaluate import text_windows
-    from fewbits.inference.stochastic_eval import Ledger, evaluate_setting
-
-    text = read_text(args.text)
-    settings = settings_of(args)
-    if args.batch_size < 1:
-        args.parser.error("--batch-size must be at least 1")
-    ledger = Ledger(args.output)
-    model, tokenizer = load(args)
-    cut = text_windows(model, tokenizer, text, window=args.window, max_tokens=args.max_tokens)
-    facts = {"model": str(args.model), "text": str(args.text), "dtype": str(model.dtype)}
-    words = {name_of(options): words_of(options) for options in grid_of(args)}
-    rows = []
-    with Progress("tokens of all settings") as advance:
-        for done, setting in enumerate(settings):
-            before = done * cut.num_tokens
-
-            def show(scored: int, _: int, before: int = before) -> None:
-                advance(before + scored, len(settings) * cut.num_tokens)
-
-            row = evaluate_setting(
-                model, cut, setting, ledger, facts=facts, batch_size=args.batch_size, progress=show
-            )
-            rows.append({**words.get(setting.name, {}), **row})
-    if args.plot is not None:
-        from fewbits.cli.sc_plots import draw_lines
-
-        drawn = [r for r in rows if "length" in r and r["perplexity"] is not None]
-        base = {r["setting"]: r["perplexity"] for r in rows if r["setting"] in ("as it is", "int8")}
-        draw_lines(drawn, "perplexity", "perplexity", Path(args.plot), levels=base)
-    if args.json:
-        return print_json(rows)
-    table = new_table("setting", "perplexity", "nats/token", "tokens")
-    for row in rows:
-        shown = "-" if row["perplexity"] is None else f"{row['perplexity']:.3f}"
-        table.add_row(escape(row["setting"]), shown, f"{row['nll']:.4f}", f"{row['tokens']:,}")
     console().print(table)
     return 0
 

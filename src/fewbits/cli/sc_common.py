@@ -83,7 +83,7 @@ def windows_of(model: Any, tokenizer: Any, text: str, args: Namespace) -> list[A
 
     from fewbits.inference.evaluate import text_windows
 
-    cut = text_windows(model, tokenizer, text, window=args.window, max_tokens=args.max_tokens)
+    cut = text_windows(model, tokenizer, text, window=args.window, max_tokens=args.max_tokens or None)
     lead = [] if cut.bos is None else [cut.bos]
     rows = [torch.tensor([*lead, *cut.ids[w.begin : w.end].tolist()])[None] for w in cut.windows]
     return [row for row in rows if row.shape == rows[0].shape]

@@ -57,7 +57,7 @@ def _measured(args: Namespace, prices: Any) -> list[dict[str, Any]]:
 
     text, settings, ledger = read_text(args.text), settings_of(args), Ledger(args.output)
     model, tokenizer = load(args)
-    cut = text_windows(model, tokenizer, text, window=args.window, max_tokens=args.max_tokens)
+    cut = text_windows(model, tokenizer, text, window=args.window, max_tokens=args.max_tokens or None)
     one = windows_of(model, tokenizer, text, args)[0]
     facts = {"model": str(args.model), "text": str(args.text), "dtype": str(model.dtype)}
     energies = []

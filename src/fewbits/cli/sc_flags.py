@@ -29,7 +29,8 @@ fewbits sc sweep --operands ab.npz --lengths 16,32,64 --scrambles bitrev,off --j
     "eval": Text(
         "perplexity per setting, beside the original and INT8",
         "Perplexity of a model on a text under stochastic settings, beside the model as it is and INT8.\n"
-        "With --output a run that was stopped goes on where it stopped; what is done is not done again.",
+        "With --output a run that was stopped goes on where it stopped; what is done is not done again.\n"
+        "Several processes side by side take --share 1/4 ... 4/4 of the windows and meet in that file.",
         """
 fewbits sc eval --model models/stories3m --text story.txt --lengths 16,32,64,128 --attention
 fewbits sc eval --model models/llama --text wiki.txt --settings mixed.yaml --output eval.jsonl
@@ -139,7 +140,7 @@ def _text_options(command: argparse.ArgumentParser, *, required: bool) -> None:
         type=int,
         default=4096,
         metavar="N",
-        help="only the first N tokens (default: %(default)s)",
+        help="only the first N tokens; 0: all of them (default: %(default)s)",
     )
 
 
@@ -179,6 +180,16 @@ def _error_flags(command: argparse.ArgumentParser) -> None:
 def _sweep_flags(command: argparse.ArgumentParser) -> None:
     _grid(command, "16,32,64,128,256", "bitrev,counter,random,off")
     command.add_argument("--plot", metavar="FILE", help="draw it (.svg or .png)")
+
+
+def _whole_eval_flags(command: argparse.ArgumentParser) -> None:
+    _eval_flags(command)
+    command.add_argument(
+        "--share", default="1/1", metavar="I/N", help="what this one of N processes takes (default: all)"
+    )
+    command.add_argument(
+        "--parts", action="store_true", help="where each setting's time goes, by a first batch"
+    )
 
 
 def _energy_flags(command: argparse.ArgumentParser) -> None:
@@ -382,7 +393,7 @@ def _calibrate_flags(command: argparse.ArgumentParser) -> None:
 _FLAGS = {
     "error": _error_flags,
     "sweep": _sweep_flags,
-    "eval": _eval_flags,
+    "eval": _whole_eval_flags,
     "energy": _energy_flags,
     "screen": _screen_flags,
     "swap": _swap_flags,

@@ -180,4 +180,4 @@ def _model_and_windows(args: Namespace) -> tuple[Any, Any]:
 
     text = read_text(args.text)
     model, tokenizer = load(args)
-    return model, text_windows(model, tokenizer, text, window=args.window, max_tokens=args.max_tokens)
+    return model, text_windows(model, tokenizer, text, window=args.window, max_tokens=args.max_tokens or None)

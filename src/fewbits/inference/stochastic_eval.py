@@ -1,23 +1,30 @@
 """Perplexity of a model under many stochastic settings, written down so that a killed run goes on.
 
 A `Ledger` is a JSONL file. Each setting of each text has an identity, made from everything that its figure
-depends on; after every batch of windows a line says how far it is, and a last one holds the result. Reading
-the file again finds what is done, and where the unfinished one stopped.
+depends on; a line holds the figures of one batch of windows, and a last one the result. Reading the file
+again finds what is done. Windows are added up by `math.fsum`, so a result has the same bits in whatever
+order, and by however many processes, its windows came: each process takes a `Share` of the batches and writes
+a file of its own beside the ledger's, and whoever finds all of them done has the result.
+
+While a setting is measured every product that it makes stochastic is counted (`stochastic_receipt`): one that
+was computed elsewhere is an error, not a figure.
 """
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fewbits.errors import BadInput
-from fewbits.inference.evaluate import TextWindows, batch_nll, evaluating
+from fewbits.inference.evaluate import TextWindows, Window, evaluating, window_nlls
+from fewbits.inference.stochastic_receipt import products_counted
 from fewbits.models.in_memory import apply_stochastic, convert, restore
 from fewbits.recipes import get_recipe
 from fewbits.recipes.stochastic_config import StochasticConfig, config_to_plain
@@ -45,57 +52,107 @@ class EvalSetting:
         return {"config": config, "recipe": self.recipe}
 
 
+@dataclass(frozen=True)
+class Share:
+    """What one of several processes takes: every ``of``-th batch of windows, from number ``number`` on.
+
+    Attributes:
+        number: 1 to ``of``.
+        of: processes in all.
+    """
+
+    number: int = 1
+    of: int = 1
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.number <= self.of:
+            raise BadInput(f"share {self.number} of {self.of} is refused; give 1 of 4, for one.")
+
+    def takes(self, batch: int) -> bool:
+        """Whether a batch is this process's."""
+        return batch % self.of == self.number - 1
+
+
 @dataclass
 class _Progress:
-    windows: int = 0
-    nll: float = 0.0
+    batches: dict[int, list[float]] = field(default_factory=dict)
     tokens: int = 0
     result: dict[str, Any] | None = None
 
 
 class Ledger:
-    """The file of an evaluation; see the module's text."""
+    """The file of an evaluation; see the module's text.
 
-    def __init__(self, path: Path | str | None) -> None:
+    Attributes:
+        path: where this process writes, or None.
+        share: what it takes.
+    """
+
+    def __init__(self, path: Path | str | None, share: Share | None = None) -> None:
         """Read what is there.
 
+        Args:
+            path: the ledger; None: nothing is kept.
+            share: of several processes; each then writes ``path.1-of-4``, for one.
+
         Raises:
-            BadInput: the file is something else.
+            BadInput: the file is something else, or a share without a file.
         """
-        self.path = None if path is None else Path(path)
+        self.share = share or Share()
+        if path is None and self.share.of > 1:
+            raise BadInput("several processes need a file to meet in; name one.")
+        self._main = None if path is None else Path(path)
+        named = f".{self.share.number}-of-{self.share.of}" if self.share.of > 1 else ""
+        self.path = None if self._main is None else self._main.with_name(self._main.name + named)
         self.found: dict[str, _Progress] = {}
-        if self.path is None or not self.path.exists():
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Read what is there by now, that of other processes included."""
+        if self._main is None:
             return
-        lines = self.path.read_text(encoding="utf-8").splitlines()
+        others = sorted(self._main.parent.glob(f"{glob.escape(self._main.name)}.*-of-*"))
+        for file in dict.fromkeys((self._main, *others)):
+            if file.exists():
+                self._read(file)
+
+    def _read(self, file: Path) -> None:
+        lines = file.read_text(encoding="utf-8").splitlines()
         for number, line in enumerate(lines, 1):
             entry = _parsed(line)
-            if entry is None and number == len(lines):  # cut short by a kill
-                self.path.write_text("".join(f"{x}\n" for x in lines[:-1]), encoding="utf-8")
-            elif entry is None:
-                raise BadInput(f"{self.path}, line {number}, is no line of an evaluation; name another file.")
-            else:
+            if entry is not None:
                 self._take(entry)
+            elif number < len(lines):
+                raise BadInput(f"{file}, line {number}, is no line of an evaluation; name another file.")
+            elif file == self.path:  # cut short by a kill; another process's may be a line in the making
+                file.write_text("".join(f"{x}\n" for x in lines[:-1]), encoding="utf-8")
 
     def _take(self, entry: dict[str, Any]) -> None:
         state = self.found.setdefault(entry["id"], _Progress())
-        state.windows, state.nll, state.tokens = entry["windows"], entry["nll_sum"], entry["tokens"]
-        state.result = entry.get("result")
+        if "result" in entry:
+            state.result, state.tokens = entry["result"], entry["tokens"]
+        elif "batch" in entry:  # not so in files of older versions, whose results still count
+            state.batches[entry["batch"]] = entry["nlls"]
 
     def state(self, identity: str) -> _Progress:
         """How far a setting is."""
-        return self.found.get(identity, _Progress())
+        return self.found.setdefault(identity, _Progress())
 
-    def write(self, identity: str, state: _Progress) -> None:
-        """Note how far a setting is."""
-        self.found[identity] = state
-        if self.path is None:
-            return
-        entry: dict[str, Any] = {"id": identity, "windows": state.windows}
-        entry |= {"nll_sum": state.nll, "tokens": state.tokens}
-        if state.result is not None:
-            entry["result"] = state.result
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(entry) + "\n")
+    def note_batch(self, identity: str, batch: int, nlls: list[float], tokens: int) -> None:
+        """Keep the figures of a batch of windows."""
+        self.state(identity).batches[batch] = nlls
+        self._write({"id": identity, "batch": batch, "nlls": nlls, "tokens": tokens})
+
+    def note_result(self, identity: str, result: dict[str, Any], tokens: int) -> None:
+        """Keep a setting's result."""
+        state = self.state(identity)
+        state.result, state.tokens = result, tokens
+        self._write({"id": identity, "tokens": tokens, "result": result})
+
+    def _write(self, entry: Mapping[str, Any]) -> None:
+        if self.path is not None:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(entry) + "\n")
 
 
 def _parsed(line: str) -> dict[str, Any] | None:
@@ -103,8 +160,7 @@ def _parsed(line: str) -> dict[str, Any] | None:
         entry = json.loads(line)
     except ValueError:
         return None
-    needed = {"id", "windows", "nll_sum", "tokens"}
-    return entry if isinstance(entry, dict) and needed <= set(entry) else None
+    return entry if isinstance(entry, dict) and {"id", "tokens"} <= set(entry) else None
 
 
 def identity_of(setting: EvalSetting, text: TextWindows, facts: Mapping[str, Any], batch_size: int) -> str:
@@ -130,43 +186,45 @@ def evaluate_setting(
         model: in its original form, and so again afterwards.
         text: the windows.
         setting: how the model runs.
-        ledger: where results are kept.
+        ledger: where results are kept, and which share of the windows is this process's.
         facts: what else names this evaluation: the model, the text.
         batch_size: windows at once.
         progress: called as ``progress(tokens scored, tokens in all)``.
+
+    Returns:
+        The row of a table; "nll" and "perplexity" are None while other processes' windows are missing.
+
+    Raises:
+        Unsupported: a product that was to be stochastic was computed elsewhere.
     """
     identity = identity_of(setting, text, facts, batch_size)
     state = ledger.state(identity)
-    if state.result is None:
-        with under_setting(model, setting), evaluating(model):
-            _run(model, text, identity, state, ledger, batch_size=batch_size, progress=progress)
-        nll = state.nll / state.tokens
+    batches = [text.windows[at : at + batch_size] for at in range(0, len(text.windows), batch_size)]
+    mine = [k for k in range(len(batches)) if ledger.share.takes(k) and k not in state.batches]
+    if state.result is None and mine:
+        with under_setting(model, setting), evaluating(model), products_counted(model):
+            for k in mine:
+                nlls = window_nlls(model, text, batches[k])
+                ledger.note_batch(identity, k, nlls, _tokens(batches[k]))
+                if progress is not None:
+                    progress(sum(_tokens(batches[done]) for done in state.batches), text.num_tokens)
+    if state.result is None and len(state.batches) < len(batches):
+        ledger.refresh()
+    if state.result is None and len(state.batches) == len(batches):
+        nll = math.fsum(x for nlls in state.batches.values() for x in nlls) / text.num_tokens
         perplexity = math.exp(nll) if nll < 700 else None
-        state.result = {"setting": setting.name, **facts, "nll": nll, "perplexity": perplexity}
-        ledger.write(identity, state)
+        result = {"setting": setting.name, **facts, "nll": nll, "perplexity": perplexity}
+        ledger.note_result(identity, result, text.num_tokens)
+    if state.result is None:
+        tokens = sum(_tokens(batches[k]) for k in state.batches)
+        return {"setting": setting.name, **facts, "nll": None, "perplexity": None, "tokens": tokens}
     if progress is not None:
         progress(text.num_tokens, text.num_tokens)
     return {**state.result, "setting": setting.name, "tokens": state.tokens}
 
 
-def _run(
-    model: Any,
-    text: TextWindows,
-    identity: str,
-    state: _Progress,
-    ledger: Ledger,
-    *,
-    batch_size: int,
-    progress: Callable[[int, int], None] | None,
-) -> None:
-    while state.windows < len(text.windows):
-        batch = text.windows[state.windows : state.windows + batch_size]
-        state.nll += batch_nll(model, text, batch)
-        state.windows += len(batch)
-        state.tokens += sum(w.end - w.first for w in batch)
-        ledger.write(identity, state)
-        if progress is not None:
-            progress(state.tokens, text.num_tokens)
+def _tokens(batch: list[Window]) -> int:
+    return sum(w.end - w.first for w in batch)
 
 
 @contextmanager

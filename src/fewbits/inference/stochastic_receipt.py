@@ -1,0 +1,103 @@
+"""A receipt of what ran: every product that a model makes stochastic, counted while it computes.
+
+A model whose attention was exchanged, or whose linears are read by a fused kernel, gives figures that look
+like stochastic ones and are not. So within `products_counted` each call of a stochastic linear and each
+stochastic attention is counted, and at the end each must have come once for every pass of its decoder layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from fewbits.errors import Unsupported
+from fewbits.host.spec import layer_names, spec_for
+from fewbits.models.stochastic_attention import stochastic_attention_of
+from fewbits.nn.stochastic_attention import AttentionProducts
+from fewbits.nn.stochastic_linear import StochasticLinear
+
+
+@dataclass
+class Counted:
+    """What ran so far.
+
+    Attributes:
+        passes: by decoder layer, how often it ran.
+        linears: by full name, how often a stochastic or INT8 linear did.
+        attentions: by full name, how often a stochastic attention did.
+    """
+
+    passes: dict[str, int] = field(default_factory=dict)
+    linears: dict[str, int] = field(default_factory=dict)
+    attentions: dict[str, int] = field(default_factory=dict)
+
+    def sentence(self) -> str:
+        """For a receipt.
+
+        Raises:
+            Unsupported: a product did not come in every pass of its layer.
+        """
+        for kind, counts in (("product", self.linears), ("attention", self.attentions)):
+            for name, count in counts.items():
+                layer = next((one for one in self.passes if name.startswith(f"{one}.")), None)
+                expected = count if layer is None else self.passes[layer]
+                if count != expected:
+                    raise Unsupported(
+                        f"the stochastic {kind} of {name} ran {count} times in {expected} passes of its "
+                        "layer, so it was computed elsewhere; undo what replaced its forward (fused layers, "
+                        "for one)."
+                    )
+        passes = max(self.passes.values(), default=0)
+        return (
+            f"{len(self.linears)} linears and {len(self.attentions)} attentions ran in streams or INT8 "
+            f"codes, in each of {passes} passes"
+        )
+
+
+@contextmanager
+def products_counted(model: Any) -> Iterator[Counted]:
+    """Within it, stochastic products are counted; at its end each has come in every pass.
+
+    Args:
+        model: a Hugging Face model of a known family, under a stochastic configuration or not.
+
+    Raises:
+        Unsupported: at the end, a product was computed elsewhere.
+    """
+    counted = Counted()
+    linears = {n: m for n, m in model.named_modules() if isinstance(m, StochasticLinear)}
+    state = stochastic_attention_of(model)
+    if not linears and state is None:
+        yield counted
+        return
+    counted.linears.update(dict.fromkeys(linears, 0))
+    handles = [m.register_forward_hook(_adding(counted.linears, n)) for n, m in linears.items()]
+    for name in layer_names(model, spec_for(model)):
+        counted.passes[name] = 0
+        handles.append(model.get_submodule(name).register_forward_hook(_adding(counted.passes, name)))
+
+    def on_attention(name: str, q: Tensor, k: Tensor, products: AttentionProducts) -> None:
+        counted.attentions[name] += 1
+
+    if state is not None:
+        counted.attentions.update(dict.fromkeys(sorted(state.wanted), 0))
+        state.listeners.append(on_attention)
+    try:
+        yield counted
+    finally:
+        for handle in handles:
+            handle.remove()
+        if state is not None:
+            state.listeners.remove(on_attention)
+    counted.sentence()
+
+
+def _adding(counts: dict[str, int], name: str) -> Callable[[Any, Any, Any], None]:
+    def hook(*_: Any) -> None:
+        counts[name] += 1
+
+    return hook
