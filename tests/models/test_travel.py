@@ -18,6 +18,8 @@ import fewbits
 from fewbits import FastLanguageModel, explain
 from fewbits.errors import Unsupported
 from fewbits.formats import FORMATS
+from fewbits.host.conversion import Conversion
+from fewbits.host.record import take_part
 from fewbits.models.convert import CONVERTED
 from fewbits.models.hf_quantizer import FewbitsConfig
 from fewbits.models.in_memory import apply_stochastic
@@ -177,6 +179,6 @@ def test_explain_answers_for_whatever_was_loaded(kind, plain):
 
 def test_explain_counts_packed_layers_of_a_model_without_a_receipt(plain):
     model = AutoModelForCausalLM.from_pretrained(plain, quantization_config=FewbitsConfig("int8"))
-    del model._fewbits_conversion  # as of a family without a spec, in bitsandbytes' form
+    take_part(model, Conversion)  # as of a family without a spec, in bitsandbytes' form
     assert sum(change.after == "QuantizedLinear int8" for change in explain(model).changes) == 14
     assert isinstance(model.dequantize().model.layers[0].mlp.up_proj, nn.Linear)

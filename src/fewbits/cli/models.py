@@ -33,6 +33,7 @@ def load(args: Namespace) -> tuple[Any, Any]:
     """The model and tokenizer that the options of `fewbits.cli.parser._model_options` name."""
     import torch
 
+    from fewbits.host.record import notes_of
     from fewbits.models.adapters import load_adapter
     from fewbits.models.fast import FastLanguageModel
 
@@ -46,7 +47,7 @@ def load(args: Namespace) -> tuple[Any, Any]:
     )
     if args.adapter is not None:
         model = load_adapter(model, resolve(args.adapter))
-    for note in getattr(model, "fewbits_notes", ()) if args.recipe is not None else ():
+    for note in notes_of(model) if args.recipe is not None else ():
         Console(stderr=True).print(note, style="dim", highlight=False, markup=False)
     return FastLanguageModel.for_inference(model), tokenizer
 

@@ -26,7 +26,7 @@ from fewbits.host.attention import PLAIN_MASK_SHAPE
 
 _ROWS, _TOKENS = 2, 9
 _NAME = "fewbits_proof"
-_NOTES = "_fewbits_notes_of_proof"
+_NOTES = "notes_of_proof"
 _ERRORS = (
     ArithmeticError, AssertionError, AttributeError, FewbitsError, LookupError, RuntimeError, TypeError,
     ValueError,

@@ -22,15 +22,15 @@ from fewbits.decoder.keep import KEEP_NONE, Keep
 from fewbits.decoder.offload import HostStash
 from fewbits.errors import NotFused, Unsupported
 from fewbits.host.receipt import Change, Receipt
+from fewbits.host.record import part_of, put_part, take_part
 from fewbits.host.spec import layer_names, spec_for
+from fewbits.host.unwrap import unwrap
 
 if TYPE_CHECKING:  # they define kernels, which takes a fifth of a second: `fuse` imports them
     from fewbits.decoder.parts import LayerParts, PassScales
     from fewbits.decoder.proof import Proofs
     from fewbits.decoder.scales import DelayedScales, Slot
     from fewbits.decoder.trl_head import TrlHead
-
-_STATE = "_fewbits_fusion"
 
 
 @dataclass
@@ -225,8 +225,8 @@ def fuse(
     fusion.receipt.notes.append(use_attention(model))
     if loss:
         fusion.trl_head = fuse_loss(model, spec, fusion.receipt)
-    fusion.guards.append(_owner(model).register_forward_pre_hook(_refuse_copies))
-    object.__setattr__(_owner(model), _STATE, fusion)
+    fusion.guards.append(unwrap(model).register_forward_pre_hook(_refuse_copies))
+    put_part(model, fusion)
     return fusion.receipt
 
 
@@ -273,13 +273,12 @@ def unfuse(model: nn.Module) -> None:
     for handle in () if fusion.trl_head is None else fusion.trl_head.handles:
         handle.remove()
     restore_attention(model)
-    delattr(_owner(model), _STATE)
+    take_part(model, Fusion)
 
 
 def fusion_of(model: nn.Module) -> Fusion | None:
-    """What `fuse` left on this model, through PEFT's wrappers too; None if it is not fused."""
-    fusion = getattr(_owner(model), _STATE, None)
-    return fusion if isinstance(fusion, Fusion) else None
+    """What `fuse` left on this model, through every wrapper; None if it is not fused."""
+    return part_of(model, Fusion)
 
 
 def fused_layers(model: nn.Module) -> list[FusedForward]:
@@ -320,12 +319,6 @@ def load_scales(model: nn.Module, saved: dict[str, Tensor]) -> None:
         fusion.saved_scales = saved
         for scales in fusion.scales.values():
             scales.load_state_dict(saved)
-
-
-def _owner(model: Any) -> Any:
-    """The model itself, inside PEFT's wrappers."""
-    inner = getattr(model, "get_base_model", None)
-    return model if inner is None else inner()
 
 
 def _put_forward(layer: Any, forward: FusedForward) -> None:

@@ -22,7 +22,7 @@ from fewbits.nn.norm import RMSNorm
 # transformers puts these on every attention module when some call asks for attention weights, for good; they
 # do nothing in a call that does not, and one that does is not fused.
 _CAPTURING = "transformers.utils.output_capturing"
-_UNFUSED_ONLY = "_fewbits_for_unfused_layers"
+_UNFUSED_ONLY = "for_unfused_layers"
 
 
 def for_unfused_layers(hook: Any) -> Any:

@@ -12,6 +12,7 @@ from fewbits.formats import E4M3, E4M3_ROW
 from fewbits.host.conversion import conversion_of
 from fewbits.host.receipt import Change, Receipt
 from fewbits.host.spec import find, locate
+from fewbits.host.unwrap import unwrap
 from fewbits.nn.loss import Float8Head, LazyHead, LogitFreeLoss
 from fewbits.recipes.recipe import Rule
 
@@ -26,7 +27,7 @@ def fuse_loss(model: Any, spec: ModelSpec, receipt: Receipt) -> TrlHead | None:
     The recipe that ``model`` was converted with says in which formats their products are. Returns the hooks
     that answer TRL's calls; None where head and loss stay as they are.
     """
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    inner = unwrap(model)
     name = locate(model, spec, spec.head)
     head = find(model, name)
     reason = _why_not(inner, head)
@@ -57,7 +58,7 @@ def float8_head_of(model: Any) -> Float8Head | None:
 
 def unfuse_loss(model: Any) -> None:
     """Take out what `fuse_loss` put in, if it did."""
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    inner = unwrap(model)
     if isinstance(vars(inner).get("_loss_function"), LogitFreeLoss):  # else it has been replaced since
         del inner._loss_function
     for module in inner.modules():

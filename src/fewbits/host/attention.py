@@ -23,13 +23,13 @@ from fewbits.errors import Unsupported
 from fewbits.families.registry import model_type_of, written_spec
 from fewbits.families.shapes import field_of, scores_factor
 from fewbits.families.spec import Attention
+from fewbits.host.record import part_of, put_part, take_part
 from fewbits.host.spec import layer_names, locate, spec_for
 from fewbits.nn.attention import Choice, attention, choose_attention
 from fewbits.nn.cut_dropout import attend_dropping
 from fewbits.nn.segments import KEYWORDS, Segments
 
 NAMES = {"sdpa": "fewbits", "eager": "fewbits_eager"}  # what the host had, and what it is called then
-_STATE = "_fewbits_attention"
 PLAIN_MASK_SHAPE = (1, 1, 0, 0)
 
 
@@ -70,8 +70,8 @@ def use_attention(model: Any) -> str:
     decoder = decoder_of(model)
     config = decoder.config
     before = str(config._attn_implementation)
-    if getattr(decoder, _STATE, None) is not None:
-        return f"attention: by fewbits already, over transformers' {getattr(decoder, _STATE).before}"
+    if (state := used_attention(model)) is not None:
+        return f"attention: by fewbits already, over transformers' {state.before}"
     if before not in NAMES:
         return f"attention: transformers' {before}, as this model asked for it"
     if getattr(config, "use_bidirectional_attention", False):
@@ -80,7 +80,7 @@ def use_attention(model: Any) -> str:
     set_attention_name(decoder, NAMES[before])
     state = UsedAttention(before, None)
     state.handle = decoder.register_forward_pre_hook(_PlainBatches(state.taken), with_kwargs=True)
-    setattr(decoder, _STATE, state)
+    put_part(model, state)
     dropout = getattr(config, "attention_dropout", 0.0)
     but = f"; transformers' own in training, because attention has dropout {dropout}" if dropout else ""
     return f"attention: by fewbits, over transformers' {before}{but}"
@@ -93,7 +93,7 @@ def restore_attention(model: Any) -> str:
     if state is None:
         return f"attention: transformers' {decoder.config._attn_implementation}, as it was"
     state.handle.remove()
-    delattr(decoder, _STATE)
+    take_part(model, UsedAttention)
     if not _is_ours(decoder):
         return f"attention: transformers' {decoder.config._attn_implementation}, as it was chosen since"
     set_attention_name(decoder, state.before)
@@ -102,8 +102,7 @@ def restore_attention(model: Any) -> str:
 
 def used_attention(model: Any) -> UsedAttention | None:
     """What `use_attention` left on this model, with the counts of its batches; None without it."""
-    state = getattr(decoder_of(model), _STATE, None)
-    return state if isinstance(state, UsedAttention) else None
+    return part_of(model, UsedAttention)
 
 
 @dataclass(frozen=True)

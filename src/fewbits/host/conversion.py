@@ -8,9 +8,8 @@ from typing import Any
 from torch import nn
 
 from fewbits.host.receipt import Receipt
+from fewbits.host.record import part_of
 from fewbits.recipes import Recipe
-
-_STATE = "_fewbits_conversion"
 
 
 @dataclass
@@ -23,16 +22,5 @@ class Conversion:
 
 
 def conversion_of(model: Any) -> Conversion | None:
-    """What `fewbits.convert` left on this model, through PEFT's wrappers too; None if it is not converted."""
-    state = getattr(model, _STATE, None)
-    return state if isinstance(state, Conversion) else None
-
-
-def remember(model: Any, conversion: Conversion) -> None:
-    """Leave ``conversion`` on ``model``."""
-    setattr(model, _STATE, conversion)
-
-
-def forget(model: Any) -> None:
-    """Take `remember`'s record off ``model``."""
-    delattr(model, _STATE)
+    """What `fewbits.convert` left on this model, through every wrapper; None if it is not converted."""
+    return part_of(model, Conversion)

@@ -24,6 +24,7 @@ from fewbits.errors import Unsupported
 from fewbits.families.spec import Experts, ModelSpec, Norms
 from fewbits.host.expert_weights import weights_of
 from fewbits.host.transposed import is_conv1d
+from fewbits.host.unwrap import unwrap
 from fewbits.nn.experts import QuantizedExperts
 
 READ_PAST = "the host's code reads its weight past the module"
@@ -43,8 +44,7 @@ def generic_spec(model: nn.Module, model_type: str) -> ModelSpec:
     Raises:
         Unsupported: it is no dense decoder; the message says what is missing.
     """
-    wrapper: Any = model
-    base = wrapper.get_base_model() if hasattr(wrapper, "get_base_model") else model
+    base = unwrap(model)
     config: Any = getattr(base, "config", None)
     if getattr(config, "is_encoder_decoder", False):
         raise _missing(model_type, "it has an encoder and a decoder, and fewbits packs decoders alone")

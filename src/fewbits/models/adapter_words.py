@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from fewbits.errors import BadInput, Unsupported
+from fewbits.host.unwrap import unwrap
 from fewbits.models.adapters import load_adapter
 
 _KNOWN = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -195,7 +196,7 @@ def _settings(params: Any, tokenizer: Any) -> dict[str, Any]:
 
 
 def _tokenizer_of(model: Any) -> Any:
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = unwrap(model)
     tokenizer = base.__dict__.get("fewbits_tokenizer")
     if tokenizer is None:
         raise Unsupported(

@@ -9,19 +9,28 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from fewbits.decoder.fuse import fused_layers
 from fewbits.decoder.keep import keep_for
+from fewbits.host.record import part_of, put_part
+from fewbits.host.unwrap import unwrap
 
 logger = logging.getLogger("fewbits")
-_CHOICE = "fewbits_checkpointing"
 # transformers 5.2x renames these methods
 _ENABLE, _ENABLE_BEFORE = "activation_checkpointing_enable", "gradient_checkpointing_enable"
 # Functions, local to methods of transformers and PEFT, that let gradients begin at the embeddings.
 _LOCAL_HOOK = "<locals>.make_inputs_require_grad"
+
+
+@dataclass(frozen=True)
+class Checkpointing:
+    """What `recompute_as` leaves on a model: what the user chose."""
+
+    choice: bool | float | str
 
 
 def recompute_as(model: Any, choice: bool | float | str) -> None:
@@ -31,11 +40,11 @@ def recompute_as(model: Any, choice: bool | float | str) -> None:
     transformers, as a whole, for True and "unsloth". "auto" and a number of GiB say nothing of these: a
     trainer may.
     """
-    keep, layers, base = keep_for(choice), fused_layers(model), _base(model)
+    keep, layers, base = keep_for(choice), fused_layers(model), unwrap(model)
     for layer in layers:
         layer.keep = keep
     checkpoint_layers(model, not layers and not keep.mlp)
-    setattr(base, _CHOICE, choice)
+    put_part(model, Checkpointing(choice))
     for name in (_ENABLE, _ENABLE_BEFORE):
         if hasattr(type(base), name):
             setattr(base, name, _AsChosen(base))
@@ -43,8 +52,8 @@ def recompute_as(model: Any, choice: bool | float | str) -> None:
 
 def chosen(model: Any) -> bool | float | str | None:
     """What `recompute_as` was told last; None if nothing."""
-    choice: bool | float | str | None = getattr(_base(model), _CHOICE, None)
-    return choice
+    part = part_of(model, Checkpointing)
+    return None if part is None else part.choice
 
 
 class _AsChosen:
@@ -87,13 +96,9 @@ def _enabling(base: Any) -> Any:
     return getattr(base, _ENABLE, None) or getattr(base, _ENABLE_BEFORE)
 
 
-def _base(model: Any) -> Any:
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
 def checkpoint_layers(model: Any, on: bool) -> None:
     """Have transformers recompute every decoder layer as a whole, or not."""
-    base = _base(model)
+    base = unwrap(model)
     if on:
         with _own_methods(base):
             _enabling(base)({"use_reentrant": False})

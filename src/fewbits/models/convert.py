@@ -18,9 +18,10 @@ from fewbits.errors import SpecMismatch, Unsupported
 from fewbits.families.catalog import SAME_AS_LINEAR
 from fewbits.families.spec import ModelSpec
 from fewbits.host.attention import restore_attention, used_attention
-from fewbits.host.conversion import Conversion, conversion_of, forget, remember
+from fewbits.host.conversion import Conversion, conversion_of
 from fewbits.host.expert_weights import weights_of
 from fewbits.host.receipt import Change, Left, Receipt
+from fewbits.host.record import notes_of, put_part, take_part
 from fewbits.host.spec import find, layer_names, locate, spec_for
 from fewbits.host.transposed import as_conv1d, as_linear, is_conv1d, is_transposed
 from fewbits.models.cache_choice import check_cache
@@ -100,7 +101,7 @@ def convert(
         norm: Any = model.get_submodule(name)
         new = RMSNorm(norm.weight, _eps(norm), spec.norm.offset).train(norm.training)
         _replace(model, name, new, state, keep=True)
-    remember(model, state)
+    put_part(model, state)
     return receipt
 
 
@@ -125,7 +126,7 @@ def explain(model: nn.Module) -> Receipt:
     if state is not None:
         return state.receipt
     receipt = Receipt(f"{type(model).__name__}, without a recipe")
-    receipt.notes.extend(getattr(model, "fewbits_notes", ()))
+    receipt.notes.extend(notes_of(model))
     ours = {name: layer for name, layer in model.named_modules() if isinstance(layer, CONVERTED)}
     for name, layer in ours.items():
         if isinstance(layer, QuantizedExperts):
@@ -156,7 +157,7 @@ def restore(model: nn.Module) -> Receipt:
         model.set_submodule(name, original)
     if used_attention(model) is not None:
         receipt.notes.append(restore_attention(model))
-    forget(model)
+    take_part(model, Conversion)
     return receipt
 
 

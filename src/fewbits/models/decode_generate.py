@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from fewbits.errors import Unsupported
+from fewbits.host.unwrap import unwrap
 from fewbits.kernels.product.matmul_packed import PLAIN
 from fewbits.models.decode_calls import drops, other_speculation, other_way, with_stop_strings
 from fewbits.models.decode_step import DecodeStep, why_not
@@ -78,7 +79,7 @@ class Decoding:
 
 def decoding_of(model: Any) -> Decoding:
     """What is kept on a model."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = unwrap(model)
     found = _STATES.get(base)
     if found is None:
         found = _STATES[base] = Decoding()

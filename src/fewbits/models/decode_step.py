@@ -32,6 +32,7 @@ from fewbits.families.shapes import field_of, scores_factor
 from fewbits.families.spec import Attention, ModelSpec
 from fewbits.formats.base import Packed
 from fewbits.host.spec import layer_names, locate, spec_for
+from fewbits.host.unwrap import unwrap
 from fewbits.kernels.generation.cut import max_rows
 from fewbits.kernels.generation.decode_attention import Cache, DecodeAttention, Rules
 from fewbits.kernels.generation.few_rows import FewRows, LowRankSum, RowNorm
@@ -159,7 +160,7 @@ class DecodeStep:
         spec = spec_for(model)
         self.batch, self.room, self.spec = batch, room, spec
         self._beside, self._together = beside, together
-        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        base = unwrap(model)
         self._embed = model.get_submodule(locate(model, spec, spec.embed))
         weight = next(self._embed.parameters())
         self.device, self.dtype = weight.device, base.get_submodule(self._final_norm).weight.dtype

@@ -29,6 +29,7 @@ from fewbits.export.gguf_file import (
 from fewbits.export.gguf_types import import_gguf, method_named
 from fewbits.export.gguf_vocabulary import Vocabulary
 from fewbits.formats.base import Packed
+from fewbits.host.unwrap import unwrap
 from fewbits.models.export_proof import RECEIPT, ExportReceipt
 from fewbits.models.exported_weights import ExportedWeights
 from fewbits.models.merge import IGNORED_OPTIONS
@@ -75,7 +76,7 @@ def save_pretrained_gguf(
     one = isinstance(quantization_method, str)
     methods = [method_named(m) for m in _as_list(quantization_method)]
     import_gguf()
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = unwrap(model)
     source = source_folder(base)
     read = [] if source is None else [source]
     check_destination(save_directory, overwrite=overwrite, marker=RECEIPT, protected=read)

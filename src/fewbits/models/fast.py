@@ -20,6 +20,7 @@ from fewbits.decoder.keep import keep_for
 from fewbits.errors import BadCheckpoint, BadInput, SpecMismatch, Unsupported
 from fewbits.export.compressed import import_compressed_tensors
 from fewbits.host.conversion import conversion_of
+from fewbits.host.record import add_notes
 from fewbits.models.adapter_files import fit_vocabulary
 from fewbits.models.adapter_words import fast_generate, load_lora, save_lora
 from fewbits.models.adapters import get_peft_model, load_adapter
@@ -96,7 +97,7 @@ class FastLanguageModel:
             )
             with Reading(path):
                 if resized := fit_vocabulary(model, path):
-                    model.fewbits_notes = [*model.fewbits_notes, resized]
+                    add_notes(model, [resized])
                 peft_model = load_adapter(model, path, is_trainable=loading.is_trainable)
             if loading.is_trainable:
                 _made_fast(peft_model, model, loading)
@@ -150,7 +151,7 @@ class FastLanguageModel:
             a trainer switches it on, as for_training does, and ``fewbits_notes`` says so.
         """
         training = model.training
-        notes: list[str] = list(getattr(model, "fewbits_notes", []))
+        notes: list[str] = []
         checkpointing = options.pop("use_gradient_checkpointing", "unsloth")
         seed = options.pop("random_state", 3407)
         fields = {k: options.pop(k) for k in list(options) if k in PEFT_FIELDS}
@@ -174,7 +175,7 @@ class FastLanguageModel:
                 f"the base has dropout ({dropout}), which stays off until a trainer, or "
                 "FastLanguageModel.for_training(model), switches it on"
             )
-        model.fewbits_notes = notes
+        add_notes(model, notes)
         FastLanguageModel.for_training(with_methods(peft_model, model), checkpointing)
         return peft_model.train(training or not dropout)
 
@@ -210,7 +211,8 @@ def _finished(
         model.resize_token_embeddings(loading.resize_model_vocab)
     if full_finetuning:
         model.requires_grad_(True)
-    model.fewbits_notes, model.fewbits_tokenizer = loading.notes, tokenizer
+    add_notes(model, loading.notes)
+    model.fewbits_tokenizer = tokenizer
     conversion = conversion_of(model)
     if conversion is not None:
         conversion.receipt.notes.extend(loading.notes)
@@ -223,7 +225,7 @@ def _finished(
 
 def _made_fast(model: Any, inner: Any, loading: Loading) -> None:
     """Fuse what is loaded to be trained, on a GPU; it recomputes as from_pretrained was told."""
-    inner.fewbits_notes = [*getattr(inner, "fewbits_notes", []), *_fused_on_gpu(model)]
+    add_notes(inner, _fused_on_gpu(model))
     choice = loading.use_gradient_checkpointing
     if choice is not None or fusion_of(model) is not None:
         recompute_as(model, "unsloth" if choice is None else choice)

@@ -35,6 +35,7 @@ from fewbits.errors import BadCheckpoint, FewbitsError, NotFinite, SpecMismatch,
 from fewbits.host.conversion import conversion_of
 from fewbits.host.spec import spec_for
 from fewbits.host.transposed import as_linear, is_transposed, turned
+from fewbits.host.unwrap import unwrap
 from fewbits.models.checkpoint import read_headers
 from fewbits.models.convert import convert, expert_changes, linears_to_replace, loaded_change
 from fewbits.models.experts import (
@@ -446,7 +447,7 @@ def attach(model: Any, quantizer: FewbitsQuantizer) -> None:
 
 def detach(model: Any) -> None:
     """Take back what `attach` did: the model is an ordinary one again."""
-    for owner in (model, model.get_base_model() if hasattr(model, "get_base_model") else model):
+    for owner in (model, unwrap(model)):
         for name in ("hf_quantizer", "is_quantized", "quantization_method", "save_pretrained"):
             owner.__dict__.pop(name, None)
     config: Any = getattr(model, "config", None)

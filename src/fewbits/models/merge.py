@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from fewbits.errors import BadCheckpoint, BadInput, Unsupported
 from fewbits.host.transposed import turned
+from fewbits.host.unwrap import unwrap
 from fewbits.models.branches import (
     base_name,
     branches_of,
@@ -123,7 +124,7 @@ def save_pretrained_merged(
     if method == "lora":
         _save_adapter(model, save_directory, tokenizer, overwrite)
         return None
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = unwrap(model)
     if any(isinstance(module, QuantizedExperts) for module in base.modules()):
         raise Unsupported(
             "models with packed experts are not merged yet; save the adapter alone (save_method='lora'),"

@@ -21,6 +21,7 @@ from fewbits.formats.stochastic import Stochastic, stochastic_options
 from fewbits.host.attention import attention_modules
 from fewbits.host.conversion import conversion_of
 from fewbits.host.receipt import Receipt
+from fewbits.host.record import part_of, put_part, take_part
 from fewbits.models.convert import convert, linears_to_replace, restore
 from fewbits.models.stochastic_attention import (
     restore_stochastic_attention,
@@ -33,7 +34,6 @@ from fewbits.recipes.recipe import Recipe, Rule
 from fewbits.recipes.stochastic_config import LinearSetting, StochasticConfig, read_config, write_config
 
 FILE = "fewbits_stochastic.json"
-_CONFIG = "_fewbits_stochastic_config"
 _FACTS = ("model_type", "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")
 
 
@@ -158,7 +158,7 @@ def put_in(
         receipt.notes.extend(use_stochastic_attention(model, products))
     else:
         receipt.notes.append("attention: both products exact")
-    setattr(model, _CONFIG, config)
+    put_part(model, config)
     return receipt
 
 
@@ -182,14 +182,13 @@ def take_out(model: Any) -> Receipt:
         notes.append(restore_stochastic_attention(model))
     receipt = restore(model)
     receipt.notes.extend(notes)
-    model.__dict__.pop(_CONFIG, None)
+    take_part(model, StochasticConfig)
     return receipt
 
 
 def stochastic_config_of(model: Any) -> StochasticConfig | None:
     """The configuration that this model runs under; None without one."""
-    config = getattr(model, _CONFIG, None)
-    return config if isinstance(config, StochasticConfig) else None
+    return part_of(model, StochasticConfig)
 
 
 def saved_config(folder: Path | str) -> StochasticConfig | None:
@@ -225,7 +224,7 @@ def adopt_saved(model: Any, folder: Path | str) -> list[str]:
         _check_adopted(file, name, layer, config)
         set_lengths(layer, config.linear(name), config.options)
     products = attention_products_of(model, config)
-    setattr(model, _CONFIG, config)
+    put_part(model, config)
     return use_stochastic_attention(model, products) if products else ["attention: both products exact"]
 
 

@@ -28,11 +28,11 @@ from fewbits.host.attention import (
     use_attention,
     used_attention,
 )
+from fewbits.host.record import part_of, put_part, take_part
 from fewbits.nn.stochastic_attention import AttentionProducts, stochastic_attention
 
 NAME = "fewbits_stochastic"
-_STATE = "_fewbits_stochastic_attention"
-_PRODUCTS = "_fewbits_attention_products"
+_PRODUCTS = "stochastic_products"  # of an attention module, which its function is given
 
 
 @dataclass
@@ -113,7 +113,7 @@ def use_stochastic_attention(
         decoder.register_forward_pre_hook(_Before(state)),
         decoder.register_forward_hook(_After(state)),
     ]
-    setattr(decoder, _STATE, state)
+    put_part(model, state)
     return stochastic_attention_receipt(model)
 
 
@@ -127,14 +127,13 @@ def restore_stochastic_attention(model: Any) -> str:
     for _, module in attention_modules(model):
         module.__dict__.pop(_PRODUCTS, None)
     set_attention_name(decoder, state.before)
-    delattr(decoder, _STATE)
+    take_part(model, StochasticAttentionState)
     return use_attention(model) if state.by_fewbits else f"attention: transformers' {state.before} again"
 
 
 def stochastic_attention_of(model: Any) -> StochasticAttentionState | None:
     """What `use_stochastic_attention` left on this model; None without it."""
-    state = getattr(decoder_of(model), _STATE, None)
-    return state if isinstance(state, StochasticAttentionState) else None
+    return part_of(model, StochasticAttentionState)
 
 
 def attention_products(model: Any) -> dict[str, AttentionProducts]:

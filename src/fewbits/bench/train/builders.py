@@ -18,6 +18,7 @@ from torch import nn
 from fewbits.bench.train.configurations import Configuration
 from fewbits.bench.train.shapes import ALPHA, RANK, TARGETS, Shape, random_model
 from fewbits.errors import Unsupported
+from fewbits.host.unwrap import unwrap
 from fewbits.recipes import LoRA
 
 _DTYPE = torch.bfloat16
@@ -174,7 +175,7 @@ def _liger(job: Job) -> Built:
     model = random_model(job.shape.config(), torch.device(job.device), _DTYPE)
     _pack_nf4(model, job.device)
     model = _with_adapters(model, job.configuration)
-    _apply_liger(_base(model), everything=True)
+    _apply_liger(unwrap(model), everything=True)
     return _finish(model, job.configuration)
 
 
@@ -222,10 +223,6 @@ _BUILDERS: dict[str, Callable[[Job], Built]] = {
 }
 
 
-def _base(model: Any) -> Any:
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
 def _with_adapters(model: Any, config: Configuration) -> Any:
     if config.trains_all:
         return model.requires_grad_(True)
@@ -250,7 +247,7 @@ def _cast_adapters(model: Any, config: Configuration) -> None:
 
 def _finish(model: Any, config: Configuration) -> Built:
     """Liger's loss, compilation and gradient checkpointing, as the configuration says."""
-    base, notes = _base(model), []
+    base, notes = unwrap(model), []
     if config.liger_loss:
         _apply_liger(base, everything=False)
     if config.recompute == "layers":

@@ -19,11 +19,12 @@ from torch import nn
 
 from fewbits.bench.record import Row
 from fewbits.bench.train.builders import Job, build
-from fewbits.bench.train.parity import base_of, check
+from fewbits.bench.train.parity import check
 from fewbits.bench.train.schedule import Outcome
 from fewbits.bench.train.shapes import batches
 from fewbits.bench.train.stepper import Stepper
 from fewbits.errors import Unsupported
+from fewbits.host.unwrap import unwrap
 
 _MULTIPLES = (1, 3)
 _MOST_TRIES = 6
@@ -73,7 +74,7 @@ def search(job: Job, tell: Callable[..., None], wait: Callable[[str], None]) -> 
         )
     built = build(job)
     trainer = Stepper(job, built, device)
-    grain, config = job.lengths[1], base_of(built.model).config
+    grain, config = job.lengths[1], unwrap(built.model).config
     depth = config.num_hidden_layers
     ids = batches(config.vocab_size, (1, grain), 1, device)[0]
     parity = check(
@@ -124,11 +125,11 @@ class _Trial:
 
     def __init__(self, trainer: Stepper, model: Any, tell: Callable[..., None]) -> None:
         self._trainer, self._model, self._tell = trainer, model, tell
-        self._vocab = base_of(model).config.vocab_size
+        self._vocab = unwrap(model).config.vocab_size
 
     def cut(self) -> None:
         """Run one layer from now on; all stay in memory."""
-        base = base_of(self._model)
+        base = unwrap(self._model)
         self._all = base.model.layers
         base.model.layers = nn.ModuleList(list(self._all)[:1])
         base.config.num_hidden_layers = 1

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from fewbits.bench.measure import relative_error
 from fewbits.bench.train.reference import Adapter, Decoder, rope_of, token_losses
+from fewbits.host.unwrap import unwrap
 from fewbits.nn.linear import QuantizedLinear
 
 _TIMES, _LEAST = 2.0, 2.0**-8
@@ -72,7 +73,7 @@ def check(
         layers: how many.
         history: batches that pass before, for scales that are known from earlier steps.
     """
-    base = base_of(model)
+    base = unwrap(model)
     inner = base.model
     every, config = inner.layers, base.config
     depth = config.num_hidden_layers
@@ -100,11 +101,6 @@ def check(
 def _forget(model: Any) -> None:
     for p in model.parameters():
         p.grad = None
-
-
-def base_of(model: Any) -> Any:
-    """The language model under a PeftModel."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def dense(linear: Any) -> Tensor:

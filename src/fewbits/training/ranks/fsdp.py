@@ -20,6 +20,7 @@ The tests run it over gloo; a 70B shape was trained with it on two H200s (docs/g
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,10 +28,16 @@ from torch import nn
 
 from fewbits.errors import Unsupported
 from fewbits.host.receipt import Change, Receipt
+from fewbits.host.record import part_of, put_part
 from fewbits.host.spec import find, layer_names, locate, spec_for
 from fewbits.nn.linear import QuantizedLinear
 
-_STAYS = "_fewbits_stays_gathered"
+
+@dataclass(frozen=True)
+class Gathered:
+    """What `shard` leaves on a model: whether layers stay gathered from a forward to its backward pass."""
+
+    stays: bool
 
 
 def shard(
@@ -84,7 +91,7 @@ def shard(
     for name, module in groups.items():
         fully_shard(module, reshard_after_forward=reshard_after_forward and name != "", **options)
     _view_as_whole_numbers(model, whole_numbers)
-    setattr(model, _STAYS, not reshard_after_forward)
+    put_part(model, Gathered(not reshard_after_forward))
     for module in groups.values():
         if isinstance(module, nn.Embedding) and not module.weight.requires_grad:
             module.set_unshard_in_backward(False)  # type: ignore[operator]
@@ -178,12 +185,12 @@ def keep_gathered(model: nn.Module, *, on: bool) -> None:
     _, *groups = sharded_modules(model)  # the root's parameters stay in any case
     for module in groups:
         module.set_reshard_after_forward(not on, recurse=False)
-    setattr(model, _STAYS, on)
+    put_part(model, Gathered(on))
 
 
 def stays_gathered(model: nn.Module) -> bool:
     """Whether a rank holds the whole model between a forward and a backward pass."""
-    return bool(getattr(model, _STAYS, False))
+    return part_of(model, Gathered) == Gathered(True)
 
 
 def reshard(model: nn.Module) -> None:

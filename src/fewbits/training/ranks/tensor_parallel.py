@@ -30,6 +30,7 @@ from fewbits.families.shapes import field_of
 from fewbits.families.spec import MLP, Attention, ModelSpec
 from fewbits.host.attention import used_attention
 from fewbits.host.receipt import Change, Receipt
+from fewbits.host.record import part_of, put_part
 from fewbits.host.spec import find, layer_names, spec_for
 from fewbits.nn.cut_dropout import CutDropout
 from fewbits.nn.linear import LowPrecisionLinear, QuantizedLinear
@@ -38,7 +39,6 @@ from fewbits.nn.tensor_group import TensorGroup, WholeLinear, sum_gradient, sum_
 from fewbits.training.ranks.fsdp import is_sharded, local
 from fewbits.training.ranks.packed_slices import cut
 
-_STATE = "_fewbits_tensor_parallel"
 _AXES = {"colwise": 0, "rowwise": 1}  # the axis of the weight (N, K) that is cut
 # of a family whose linears hold several: transformers gathers what it has cut, and cuts it again
 _GATHERED = {"colwise_gather_output": 0, "colwise_rep": 0, "rowwise_split_input": 1, "rowwise_rep": 1}
@@ -133,7 +133,7 @@ def tensor_parallel(model: Any, mesh: Any, *, before: Callable[[str], None] | No
         _sum_unfused(own, layer.get_submodule(mlp.path), group)
     _same_on_all(model, state, mesh.device_type)
     receipt.notes.append("embeddings, norms and the output head are whole on each rank")
-    setattr(model, _STATE, state)
+    put_part(model, state)
     return receipt
 
 
@@ -156,8 +156,7 @@ def _halves(spec: ModelSpec) -> tuple[Attention, MLP]:
 
 def tensor_parallel_of(model: Any) -> TensorParallel | None:
     """What `tensor_parallel` left on this model."""
-    state = getattr(model, _STATE, None)
-    return state if isinstance(state, TensorParallel) else None
+    return part_of(model, TensorParallel)
 
 
 @torch.no_grad()
