@@ -387,6 +387,17 @@ def test_tests_of_all_formats_ask_no_class() -> None:
     assert len(asked) <= 6, f"{asked}: those are tests of one class; a test of all formats asks the contract"
 
 
+@pytest.mark.parametrize("path", FILES, **ids)
+def test_what_is_put_into_a_model_stands_in_its_record(path: Path) -> None:
+    """No hidden attribute of ours on a model, and one way to what is inside its wrappers."""
+    for node in nodes(path):
+        where = f"line {getattr(node, 'lineno', 0)}"
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            assert not re.match("_fewbits_[a-z]", node.value), f"{where}: put a part into fewbits.host.record"
+        elif isinstance(node, ast.Attribute) and path.stem != "unwrap":
+            assert node.attr != "get_base_model", f"{where}: call fewbits.host.unwrap.unwrap"
+
+
 @pytest.mark.parametrize("path", [f for f in FILES if f.name == "__init__.py"], **ids)
 def test_every_room_has_a_sign(path: Path) -> None:
     """What lives here, what may be imported, where to begin."""

@@ -52,12 +52,14 @@ class Receipt:
         changes: the modules that were replaced.
         left: the modules that were not.
         notes: sentences worth knowing.
+        further: what other calls did to the same model since, printed below.
     """
 
     title: str
     changes: list[Change] = field(default_factory=list)
     left: list[Left] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    further: list[Receipt] = field(default_factory=list)
 
     @property
     def bytes_before(self) -> int:
@@ -75,7 +77,8 @@ class Receipt:
         return [left for left in self.left if not left.intended]
 
     def __str__(self) -> str:
-        return "\n".join([self._headline(), *self._change_lines(), *self._left_lines(), *self.notes])
+        own = [self._headline(), *self._change_lines(), *self._left_lines(), *self.notes]
+        return "\n".join([*own, *map(str, self.further)])
 
     def _headline(self) -> str:
         bytes_of_all = f", {size(self.bytes_before)} -> {size(self.bytes_after)}" if self.changes else ""

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from fewbits.host.receipt import Receipt
 from fewbits.host.unwrap import unwrap
 
 RECORD = "fewbits_record"
@@ -53,6 +54,13 @@ def take_part(model: Any, kind: type[Part]) -> Part | None:
     """Take a part off this model and give it; None if there is none."""
     record = record_of(model)
     return None if record is None else record.parts.pop(kind, None)
+
+
+def receipts_of(model: Any) -> dict[type, Receipt]:
+    """The receipts of the calls whose parts are on this model, by the part's class, in their order."""
+    record = record_of(model)
+    receipts = {} if record is None else {k: getattr(p, "receipt", None) for k, p in record.parts.items()}
+    return {kind: receipt for kind, receipt in receipts.items() if isinstance(receipt, Receipt)}
 
 
 def notes_of(model: Any) -> list[str]:

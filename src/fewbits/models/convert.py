@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -21,7 +22,7 @@ from fewbits.host.attention import restore_attention, used_attention
 from fewbits.host.conversion import Conversion, conversion_of
 from fewbits.host.expert_weights import weights_of
 from fewbits.host.receipt import Change, Left, Receipt
-from fewbits.host.record import notes_of, put_part, take_part
+from fewbits.host.record import notes_of, put_part, receipts_of, take_part
 from fewbits.host.spec import find, layer_names, locate, spec_for
 from fewbits.host.transposed import as_conv1d, as_linear, is_conv1d, is_transposed
 from fewbits.models.cache_choice import check_cache
@@ -118,13 +119,17 @@ def linears_to_replace(model: nn.Module, recipe: Recipe) -> dict[str, Rule]:
 
 
 def explain(model: nn.Module) -> Receipt:
-    """The receipt of this model's conversion; print it.
+    """The receipt of everything that fewbits has put into this model; print it.
 
-    Of a model that was not converted it says so, and lists what layers of ours it has all the same.
+    First the conversion, then, in their order, the fused decoder, layers shared by ranks and the like. Of a
+    model that was not converted it says so, and lists what layers of ours it has all the same.
     """
-    state = conversion_of(model)
-    if state is not None:
-        return state.receipt
+    receipts = receipts_of(model)
+    first = receipts.pop(Conversion, None) or _without_conversion(model)
+    return replace(first, further=[*receipts.values()]) if receipts else first
+
+
+def _without_conversion(model: nn.Module) -> Receipt:
     receipt = Receipt(f"{type(model).__name__}, without a recipe")
     receipt.notes.extend(notes_of(model))
     ours = {name: layer for name, layer in model.named_modules() if isinstance(layer, CONVERTED)}

@@ -17,6 +17,7 @@ from fewbits.host.receipt import Receipt
 from fewbits.models import convert as modules
 from fewbits.models import stochastic
 from fewbits.models.packed import recipe_of
+from fewbits.models.undo import undo
 from fewbits.nn.linear import QuantizedLinear
 from fewbits.recipes import Recipe, get_recipe
 from fewbits.recipes.stochastic_config import StochasticConfig
@@ -45,14 +46,17 @@ def convert(
 
 
 def restore(model: nn.Module) -> Receipt:
-    """Bring back modules of the original classes, in place; it is then saved as a plain checkpoint.
+    """Take out all that fewbits has put into this model, in place; it is then saved as a plain checkpoint.
 
-    See `fewbits.models.convert.restore`; stochastic attention is taken out, too.
+    Modules of the original classes come back (`fewbits.models.convert.restore` says with which weights), the
+    layers' own forwards, and the host's attention; adapters stay.
+
+    Raises:
+        Unsupported: there is nothing to take out.
     """
     from fewbits.models.hf_quantizer import detach
 
-    configured = stochastic.stochastic_config_of(model) is not None
-    receipt = stochastic.take_out(model) if configured else modules.restore(model)
+    receipt = undo(model)
     detach(model)
     return receipt
 

@@ -6,11 +6,11 @@ from typing import Any
 
 from torch import nn
 
-from fewbits.decoder.fuse import fusion_of, unfuse
+from fewbits.decoder.fuse import fusion_of
 from fewbits.errors import Unsupported
 from fewbits.host.conversion import conversion_of
-from fewbits.models import stochastic
-from fewbits.models.convert import decoded_linear, restore
+from fewbits.models.convert import decoded_linear
+from fewbits.models.undo import undo
 from fewbits.nn.experts import QuantizedExperts
 from fewbits.nn.linear import QuantizedLinear
 
@@ -29,17 +29,13 @@ def make_plain(model: nn.Module) -> None:
             f"{merged} has adapters merged into its packed weight; unmerge them (unmerge_adapter()) before "
             "dequantize(), or write the merged model with save_pretrained_merged."
         )
-    if fusion_of(model) is not None:
-        unfuse(model)
     state: Any = conversion_of(model)
     if state is not None:  # decoded weights are asked for, not the originals that were kept
         kinds = (QuantizedLinear, QuantizedExperts)
         packed = {name for name, module in model.named_modules() if isinstance(module, kinds)}
         state.originals = {name: module for name, module in state.originals.items() if name not in packed}
-        if stochastic.stochastic_config_of(model) is not None:
-            stochastic.take_out(model)
-        else:
-            restore(model)
+    if state is not None or fusion_of(model) is not None:
+        undo(model)
     for name, module in list(model.named_modules()):
         if isinstance(module, QuantizedLinear):  # of a family that fewbits has no spec for
             model.set_submodule(name, decoded_linear(module))

@@ -20,7 +20,7 @@ The tests run it over gloo; a 70B shape was trained with it on two H200s (docs/g
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -34,10 +34,11 @@ from fewbits.nn.linear import QuantizedLinear
 
 
 @dataclass(frozen=True)
-class Gathered:
-    """What `shard` leaves on a model: whether layers stay gathered from a forward to its backward pass."""
+class Sharding:
+    """What `shard` leaves on a model: its receipt, and if layers stay gathered for their backward pass."""
 
-    stays: bool
+    receipt: Receipt
+    stays_gathered: bool
 
 
 def shard(
@@ -91,7 +92,7 @@ def shard(
     for name, module in groups.items():
         fully_shard(module, reshard_after_forward=reshard_after_forward and name != "", **options)
     _view_as_whole_numbers(model, whole_numbers)
-    put_part(model, Gathered(not reshard_after_forward))
+    put_part(model, Sharding(receipt, stays_gathered=not reshard_after_forward))
     for module in groups.values():
         if isinstance(module, nn.Embedding) and not module.weight.requires_grad:
             module.set_unshard_in_backward(False)  # type: ignore[operator]
@@ -185,12 +186,15 @@ def keep_gathered(model: nn.Module, *, on: bool) -> None:
     _, *groups = sharded_modules(model)  # the root's parameters stay in any case
     for module in groups:
         module.set_reshard_after_forward(not on, recurse=False)
-    put_part(model, Gathered(on))
+    sharding = part_of(model, Sharding)
+    if sharding is not None:
+        put_part(model, replace(sharding, stays_gathered=on))
 
 
 def stays_gathered(model: nn.Module) -> bool:
     """Whether a rank holds the whole model between a forward and a backward pass."""
-    return part_of(model, Gathered) == Gathered(True)
+    sharding = part_of(model, Sharding)
+    return sharding is not None and sharding.stays_gathered
 
 
 def reshard(model: nn.Module) -> None:

@@ -50,12 +50,14 @@ class TensorParallel:
 
     Attributes:
         group: the ranks that share its layers.
+        receipt: what was cut, and how.
         cuts: the axis along which a parameter was cut, by its full name; the others are whole on each rank.
         parts: rows of the parts of a parameter that was cut part by part along axis 0, by its full name.
         mesh: all ranks, for checkpoints (`fewbits.training.checkpoints.whole_views`).
     """
 
     group: TensorGroup
+    receipt: Receipt
     cuts: dict[str, int] = field(default_factory=dict)
     parts: dict[str, tuple[int, ...]] = field(default_factory=dict)
     mesh: Any = None
@@ -115,8 +117,8 @@ def tensor_parallel(model: Any, mesh: Any, *, before: Callable[[str], None] | No
     attention, mlp = _halves(spec)
     group = TensorGroup(mesh.get_group(), mesh.get_local_rank(), mesh.size())
     _refuse(model, group, mlp)
-    state = TensorParallel(group)
     receipt = Receipt(f"{spec.model_type}, layers shared by {group.size} ranks (tensor parallelism)")
+    state = TensorParallel(group, receipt)
     axes = _axes(model, spec)
     for name in layer_names(model, spec):
         layer: Any = model.get_submodule(name)

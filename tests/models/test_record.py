@@ -1,0 +1,144 @@
+"""One record on a model: found through every wrapper, copied with the model, told and undone as a whole."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import distributed, nn
+
+import fewbits
+from fewbits import explain
+from fewbits.decoder.fuse import Fusion, fusion_of
+from fewbits.errors import Unsupported
+from fewbits.host.attention import UsedAttention, use_attention, used_attention
+from fewbits.host.conversion import Conversion, conversion_of
+from fewbits.host.record import NOTES, RECORD, add_notes, notes_of, part_of, put_part, record_of, take_part
+from fewbits.host.unwrap import unwrap
+from tests.models.tiny import tiny, tokens
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    file = tmp_path_factory.mktemp("rank") / "meeting"
+    distributed.init_process_group("gloo", init_method=f"file://{file}", rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+def prepared(model: Any) -> Any:
+    return Accelerator(cpu=True, mixed_precision="bf16").prepare_model(model)
+
+
+WRAPPERS: dict[str, Callable[[Any], Any]] = {
+    "compile": torch.compile,
+    "DDP": nn.parallel.DistributedDataParallel,
+    "DataParallel": nn.DataParallel,
+    "accelerate": prepared,
+    "compiled DDP": lambda model: torch.compile(nn.parallel.DistributedDataParallel(model)),
+    "DDP of compiled": lambda model: nn.parallel.DistributedDataParallel(torch.compile(model)),
+}
+
+
+@pytest.mark.parametrize("with_adapters", [False, True])
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.usefixtures("one_rank")
+def test_what_is_on_a_model_is_found_through_every_wrapper(wrapper: str, with_adapters: bool) -> None:
+    base = model = tiny("llama")
+    fewbits.convert(model, "qlora_nf4")
+    if with_adapters:
+        model = fewbits.get_peft_model(model, r=2)
+    fewbits.fuse(model)
+    add_notes(model, ["a note"])
+    wrapped = WRAPPERS[wrapper](model)
+    assert unwrap(wrapped) is base
+    for find in (conversion_of, fusion_of, used_attention, record_of):
+        assert find(wrapped) is find(base) is not None
+    assert notes_of(wrapped) == base.fewbits_notes == ["a note"]
+    assert "fused decoder" in str(explain(wrapped)) and "recipe qlora_nf4" in str(explain(wrapped))
+
+
+def test_a_model_has_one_attribute_of_ours_and_its_notes() -> None:
+    model = tiny("llama")
+    fewbits.convert(model, "int8")
+    fewbits.fuse(model)
+    add_notes(model, ["a note"])
+    ours = [key for module in model.modules() for key in vars(module) if "fewbits" in key]
+    assert ours == [RECORD, NOTES]
+    assert [type(part) for part in record_of(model).parts.values()] == [Conversion, UsedAttention, Fusion]
+
+
+def travelled(model: Any) -> Any:
+    return pickle.loads(pickle.dumps(model))
+
+
+@pytest.mark.parametrize("travel", [copy.deepcopy, travelled])
+def test_a_copy_has_a_record_of_its_own(travel: Callable[[Any], Any]) -> None:
+    model = fewbits.get_peft_model(_converted(), r=2)
+    fewbits.fuse(model)
+    add_notes(model, ["a note"])
+    other = travel(model)
+    assert record_of(other) is not record_of(model)
+    assert fusion_of(other).layers[0].layer is unwrap(other).model.layers[0]
+    add_notes(other, ["its own"])
+    assert unwrap(other).fewbits_notes == ["a note", "its own"] and notes_of(model) == ["a note"]
+    fewbits.unfuse(other)
+    assert fusion_of(other) is None and fusion_of(model) is not None
+    assert take_part(other, Conversion) is not None and conversion_of(model) is not None
+
+
+def _converted() -> Any:
+    model = tiny("llama")
+    fewbits.convert(model, "int8", keep_original=True)
+    return model
+
+
+def test_one_call_takes_out_everything() -> None:
+    model = tiny("llama").eval()
+    classes = [type(module) for module in model.modules()]
+    expected = model(tokens()).logits
+    fewbits.convert(model, "int8", keep_original=True)
+    fewbits.fuse(model)
+    receipt = fewbits.restore(model)
+    assert [type(module) for module in model.modules()] == classes
+    assert torch.equal(model(tokens()).logits, expected)
+    assert "decoder layers: their own forwards again" in receipt.notes
+    assert not record_of(model).parts
+    with pytest.raises(Unsupported, match="nothing to restore"):
+        fewbits.restore(model)
+
+
+def test_what_is_fused_or_attends_alone_comes_out_too() -> None:
+    model = tiny("llama")
+    fewbits.fuse(model)
+    assert "their own forwards again" in str(fewbits.restore(model))
+    assert fusion_of(model) is None and used_attention(model) is None
+    use_attention(model)
+    assert "again" in str(fewbits.restore(model)) and used_attention(model) is None
+
+
+def test_one_receipt_tells_everything_in_order() -> None:
+    model = tiny("llama")
+    converted = fewbits.convert(model, "int8")
+    assert explain(model) is converted
+    fused = fewbits.fuse(model)
+    both = explain(model)
+    assert str(both) == f"{converted}\n{fused}" and both.changes == converted.changes
+    assert not converted.further
+    fewbits.unfuse(model)
+    assert explain(model) is converted
+
+
+def test_a_part_is_there_once_and_anything_may_be_asked() -> None:
+    model = tiny("llama")
+    assert record_of(model) is None and notes_of(model) == [] and take_part(model, int) is None
+    put_part(model, 1)
+    put_part(model, 2)
+    assert part_of(model, int) == 2 and part_of(model, str) is None
+    assert take_part(model, int) == 2 and part_of(model, int) is None
+    assert part_of(object(), int) is None
