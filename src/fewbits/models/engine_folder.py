@@ -23,6 +23,7 @@ from fewbits.export.codec import Codec, Linear, Model, run_as_one
 from fewbits.export.methods import codec_for, engine_and_method
 from fewbits.formats.base import Packed
 from fewbits.host.transposed import is_conv1d
+from fewbits.host.unwrap import unwrap
 from fewbits.models.checkpoint import INDEX, WEIGHTS
 from fewbits.models.export_proof import RECEIPT, ExportReceipt
 from fewbits.models.exported_weights import ExportedWeights
@@ -77,7 +78,7 @@ def save_pretrained_merged(
             f"{wanted.label} keeps scales of activations that are measured on text; give rows of it: "
             "--calibrate rows.jsonl, in Python calibrate=."
         )
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = unwrap(model)
     source = source_folder(base)
     read = [] if source is None else [source]
     check_destination(save_directory, overwrite=overwrite, protected=read)
