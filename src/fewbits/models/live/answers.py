@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fewbits.errors import BadInput, NotFinite, Unsupported
+from fewbits.host.unwrap import unwrap
 from fewbits.models.decode_calls import other_way, speculates
 from fewbits.models.decode_generate import Decoding, alone, decoding_of
 from fewbits.models.decode_step import why_not
@@ -74,7 +75,7 @@ def answers(
     if not rows:
         return
     report = report or Report()
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = unwrap(model)
     with evaluating(model), ExitStack() as held:
         guesses = ("assistant_model", "prompt_lookup_num_tokens", "assistant_tokenizer")
         settings = _Settings(base, {k: v for k, v in keywords.items() if k not in guesses}, within_context)
