@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fewbits.host.unwrap import unwrap
 from fewbits.models.decode_step import why_not
 
 # Arguments of generate that ask for something else than one token a step from a cache of the loop's own.
@@ -54,7 +55,7 @@ def other_speculation(model: Any, arguments: dict[str, Any]) -> str:
         return (
             "the draft model has another tokenizer" if not lookup else "two ways of guessing were asked for"
         )
-    draft = draft.get_base_model() if hasattr(draft, "get_base_model") else draft
+    draft = unwrap(draft)
     sizes = {m.config.get_text_config().vocab_size for m in (model, draft)}
     reason = "it has another vocabulary" if len(sizes) > 1 else why_not(draft) or drops(draft)
     return f"the draft model has no step ({reason})" if reason else ""

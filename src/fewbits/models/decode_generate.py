@@ -181,7 +181,7 @@ def _speculation(
         together.first.copy_(padding.expand(together.batch))
         if draft is None:
             return Speculation(Lookup(most), together)
-        own = draft.get_base_model() if hasattr(draft, "get_base_model") else draft
+        own = unwrap(draft)
         of_draft = decoding_of(own)
         if own is model or not held.enter_context(alone(of_draft)):
             raise Unsupported("another call of generate() runs on the draft model")
