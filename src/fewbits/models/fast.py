@@ -33,6 +33,7 @@ from fewbits.models.exporting import save_pretrained_gguf
 from fewbits.models.folder_manifest import check_folder
 from fewbits.models.foreign import LAYOUTS, holds
 from fewbits.models.gguf_model import GGUF_ENDING, load_gguf
+from fewbits.models.live.generate_batch import generate_batch
 from fewbits.models.named_templates import stop_at_turns
 from fewbits.models.options import PEFT_CHOOSES_NOTHING, PEFT_FIELDS, Loading, note_or_refuse, sort_options
 from fewbits.models.packed import check_device
@@ -460,7 +461,7 @@ def with_methods(model: Any, inner: Any = None) -> Any:
             target.fast_generate = partial(fast_generate, target)
             target.load_lora, target.save_lora = partial(load_lora, target), partial(save_lora, target)
     base = model if inner is None else inner
-    base.generate = partial(_generate, base)
+    base.generate, base.generate_batch = partial(_generate, base), partial(generate_batch, base)
     return model
 
 
