@@ -20,7 +20,9 @@ from fewbits.recipes.recipe import LoRA, Recipe, Rule
 from fewbits.training.optimizer import AdamW8bit
 from fewbits.training.ranks.fsdp import local_bytes, shard
 from fewbits.training.ranks.fsdp_communication import quantize_reduce_scatter
+from tests.models.mixtures import MIXTURES, mixture
 from tests.models.tiny import tiny, tokens
+from tests.models.unwritten import UNWRITTEN, unwritten
 
 ROWS, LENGTH = 4, 16
 FORMATS = {"nf4": NF4, "nf4_dq": NF4_DQ, "int4": INT4_G32}
@@ -29,7 +31,7 @@ FORMATS = {"nf4": NF4, "nf4_dq": NF4_DQ, "int4": INT4_G32}
 def build(kind: str, family: str = "llama", *, fused: bool = True) -> Any:
     """A tiny model: "full", "float8" (E4M3 products), "lora", "lora_bf16", a format, "nf4_float8" (QLoRA)."""
     dtype = torch.bfloat16 if kind == "lora_bf16" else torch.float32
-    model = tiny(family, dtype=dtype)
+    model = _tiny(family).to(dtype)
     if kind in FORMATS:
         convert(model, Recipe(name=kind, linear=Rule(weight=FORMATS[kind])))
     if kind == "nf4_float8":  # E4M3 products of weights that stay in NF4
@@ -47,6 +49,13 @@ def build(kind: str, family: str = "llama", *, fused: bool = True) -> Any:
     if fused:
         fuse(model)
     return model.train()
+
+
+def _tiny(family: str) -> Any:
+    """Of a family that fuses, of a mixture of experts, or of a family that nobody wrote a spec for."""
+    if family in MIXTURES:
+        return mixture(family)
+    return unwritten(family) if family in UNWRITTEN else tiny(family)
 
 
 def train(

@@ -31,6 +31,9 @@ CASES = [
     ("nf4_dq", "gemma2", False),
     ("int4", "phi3", True),
     ("nf4_float8", "qwen3", True),
+    ("nf4", "starcoder2", False),  # nobody wrote a spec for it: its own layers
+    ("nf4_dq", "qwen3_moe", False),  # packed experts, adapters on them too
+    ("int4", "gpt_oss", False),  # turned round, with biases and sinks
 ]
 STEPS = 3
 

@@ -30,6 +30,7 @@ from fewbits.errors import Unsupported
 from fewbits.host.receipt import Change, Receipt
 from fewbits.host.record import part_of, put_part
 from fewbits.host.spec import find, layer_names, locate, spec_for
+from fewbits.nn.experts import QuantizedExperts
 from fewbits.nn.linear import QuantizedLinear
 
 
@@ -265,7 +266,9 @@ def _refuse(model: Any, groups: dict[str, nn.Module], compute_dtype: torch.dtype
             f"the model lies on {', '.join(sorted(map(str, devices)))}, and sharding starts from one device; "
             "load it without device_map."
         )
-    if compute_dtype is not None and any(isinstance(m, QuantizedLinear) for m in model.modules()):
+    if compute_dtype is not None and any(
+        isinstance(m, (QuantizedLinear, QuantizedExperts)) for m in model.modules()
+    ):
         raise Unsupported(
             f"compute_dtype={compute_dtype} would cast the scales of packed weights too; leave it out:"
             " products are computed in the dtype of the activations."
