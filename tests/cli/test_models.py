@@ -211,7 +211,7 @@ def test_an_adapter_in_three_ways(run, model, adapter, tmp_path):
 def test_merge(run, model, adapter, tmp_path):
     shown = run("merge", adapter, tmp_path / "merged", "--base", model)
     assert shown.code == 0, shown.err
-    assert "35 adapted linears merged" in shown.out
+    assert "35 adapted weights merged" in shown.out
     options = (
         "--prompt",
         "Once",

@@ -157,11 +157,6 @@ def test_what_experts_do_not_take_is_refused_in_one_sentence(tmp_path) -> None:
         fewbits.get_peft_model(model, target_modules=["gate_proj", "down_proj"])
     with pytest.raises(Unsupported, match="experts take no dropout"):
         fewbits.get_peft_model(model, target_modules=TARGETS, lora_dropout=0.1)
-    adapted = fewbits.get_peft_model(model, target_modules=TARGETS)
-    with pytest.raises(Unsupported, match="packed experts are not merged yet"):
-        fewbits.models.merge.save_pretrained_merged(adapted, tmp_path / "merged")
-    with pytest.raises(Unsupported, match="rounded again"):
-        adapted.merge_adapter()
 
 
 def test_restore_gives_the_experts_back() -> None:
@@ -175,3 +170,80 @@ def test_restore_gives_the_experts_back() -> None:
     fewbits.restore(model)
     assert {n: p.shape for n, p in model.named_parameters()} == {n: p.shape for n, p in before.items()}
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def adapted_mixture(folder: Any, kind: str) -> Any:
+    save_mixture(folder / "base", kind)
+    model, _ = FastLanguageModel.from_pretrained(folder / "base", load_in_4bit=True, dtype=torch.float32)
+    return perturb(FastLanguageModel.get_peft_model(model, r=4, target_modules=TARGETS), scale=0.05).eval()
+
+
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_a_merged_mixture_is_the_original_with_the_adapter_in_it(kind: str, tmp_path) -> None:
+    """Written as transformers writes the family, and PEFT's own merge over plain weights says the same."""
+    adapted = adapted_mixture(tmp_path, kind)
+    adapted.save_pretrained(tmp_path / "adapter")
+    receipt = adapted.save_pretrained_merged(tmp_path / "merged", dtype=torch.float32)
+    assert "the original weights" in str(receipt) and receipt.logits_error < receipt.tolerance
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32).eval()
+    theirs = peft.PeftModel.from_pretrained(plain, tmp_path / "adapter").merge_and_unload()
+    torch.testing.assert_close(logits(merged, tokens()), logits(theirs, tokens()), rtol=0, atol=2e-5)
+    assert tensor_names(tmp_path / "merged") == tensor_names(tmp_path / "base")
+
+
+def tensor_names(folder: Any) -> set[str]:
+    from safetensors import safe_open
+
+    with safe_open(folder / "model.safetensors", framework="pt") as stream:
+        return set(stream.keys())
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
+def test_a_merged_mixture_without_its_original_is_what_was_trained(kind: str, tmp_path) -> None:
+    model = mixture(kind)
+    fewbits.convert(model, Recipe(name="pack", linear=Rule(weight=FORMATS["int8"])))
+    adapted = perturb(FastLanguageModel.get_peft_model(model, r=4, target_modules=TARGETS), scale=0.05).eval()
+    receipt = fewbits.models.merge.save_pretrained_merged(adapted, tmp_path / "merged", dtype=torch.float32)
+    assert "the dequantised weights" in str(receipt)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()
+    torch.testing.assert_close(logits(merged, tokens()), logits(adapted, tokens()), rtol=0, atol=2e-5)
+
+
+def test_a_mixture_merged_and_packed_again_opens(tmp_path) -> None:
+    adapted = adapted_mixture(tmp_path, "qwen3_moe")
+    expected = logits(adapted, tokens())
+    adapted.save_pretrained_merged(tmp_path / "packed", save_method="merged_4bit")
+    again, _ = FastLanguageModel.from_pretrained(tmp_path / "packed", dtype=torch.float32)
+    assert any(isinstance(module, QuantizedExperts) for module in again.modules())
+    found = logits(again, tokens())  # the sum is rounded to NF4 once: as far off as packing itself is
+    assert (found - expected).norm() < 0.5 * expected.norm()
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
+def test_merging_in_place_rounds_again_and_unmerging_brings_back_every_bit(kind: str, tmp_path) -> None:
+    adapted = adapted_mixture(tmp_path, kind)
+    before, beside = packed_state(adapted), logits(adapted, tokens())
+    with pytest.warns(UserWarning, match="merging into experts stored as nf4_dq rounds them again"):
+        adapted.merge_adapter()
+    merged = logits(adapted, tokens())
+    assert not same(packed_state(adapted), before)
+    assert (merged - beside).norm() < 0.5 * beside.norm()
+    adapted.unmerge_adapter()
+    assert same(packed_state(adapted), before)
+    assert torch.equal(logits(adapted, tokens()), beside)
+
+
+def test_several_adapters_on_experts_add_up(tmp_path) -> None:
+    adapted = adapted_mixture(tmp_path, "qwen3_moe")
+    alone = logits(adapted, tokens())
+    adapted.save_pretrained(tmp_path / "adapter")
+    fewbits.load_adapter(adapted, tmp_path / "adapter", adapter_name="again")
+    adapted.base_model.set_adapter(["default", "again"])
+    both = logits(adapted, tokens())
+    plain, _ = FastLanguageModel.from_pretrained(tmp_path / "base", load_in_4bit=True, dtype=torch.float32)
+    theirs = peft.PeftModel.from_pretrained(plain.dequantize(), tmp_path / "adapter")
+    theirs.load_adapter(tmp_path / "adapter", adapter_name="again")
+    theirs.base_model.set_adapter(["default", "again"])
+    assert not torch.allclose(both, alone, atol=1e-3)
+    torch.testing.assert_close(both, logits(theirs.eval(), tokens()), rtol=0, atol=2e-5)

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fewbits import FastLanguageModel
 from fewbits.errors import BadCheckpoint, BadInput, Unsupported
-from fewbits.models import merge
+from fewbits.models import merger
 from fewbits.models.merge import save_pretrained_merged
 from tests.models.loading import logits, packed_state, perturb, save_tiny
 from tests.models.tiny import tokens
@@ -203,13 +203,13 @@ def test_the_inner_model_merges_too(tmp_path):
 
 def test_a_wrong_result_is_caught_and_nothing_is_written(tmp_path, monkeypatch):
     model, tokenizer = trained(tmp_path / "base")
-    merged = merge.Merger._merged
+    merged = merger.Merger._merged
 
     def wrong(self, name, weight):
         right = merged(self, name, weight)
         return right * 1.5 if name.endswith("down_proj.weight") else right
 
-    monkeypatch.setattr(merge.Merger, "_merged", wrong)
+    monkeypatch.setattr(merger.Merger, "_merged", wrong)
     with pytest.raises(BadCheckpoint, match="nothing was written"):
         model.save_pretrained_merged(tmp_path / "merged", tokenizer)
     assert {p.name for p in tmp_path.iterdir()} == {"base"}

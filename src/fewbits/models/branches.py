@@ -60,7 +60,7 @@ class Branch:
 
 
 def branches_of(base: nn.Module) -> dict[str, Branch]:
-    """The active adapters' branches, by the full name of the linear they adapt.
+    """The active adapters' branches, by the full name of the linear they adapt; those on experts left out.
 
     Raises:
         Unsupported: an adapter that is neither a plain sum of low-rank products over a linear nor one of
@@ -68,6 +68,7 @@ def branches_of(base: nn.Module) -> dict[str, Branch]:
         BadInput: an adapter that is merged already.
     """
     from peft.tuners.lora import LoraLayer
+    from peft.tuners.lora.layer import ParamWrapper
 
     found = {}
     for name, module in base.named_modules():
@@ -75,6 +76,8 @@ def branches_of(base: nn.Module) -> dict[str, Branch]:
             continue
         if getattr(module, "merged", False):
             raise BadInput(f"the adapter is merged into {name} already; call unmerge_adapter() first.")
+        if isinstance(module, ParamWrapper):  # `fewbits.models.merge_experts` adds those
+            continue
         pairs, magnitude = [], None
         for adapter in module.active_adapters:
             _check_adapter(module, name, adapter)

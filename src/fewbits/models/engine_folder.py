@@ -29,8 +29,8 @@ from fewbits.models.export_proof import RECEIPT, ExportReceipt
 from fewbits.models.exported_weights import ExportedWeights
 from fewbits.models.exporting import check_options
 from fewbits.models.input_moments import InputMoments
-from fewbits.models.merge import MergeReceipt
 from fewbits.models.merge import save_pretrained_merged as save_merged
+from fewbits.models.merger import MergeReceipt
 from fewbits.models.original import source_folder
 from fewbits.models.whole_folder import check_destination, whole_folder
 

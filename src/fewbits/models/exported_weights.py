@@ -17,7 +17,7 @@ from fewbits.models.branches import plain_name
 from fewbits.models.calibration_rows import read_windows
 from fewbits.models.export_proof import Measured, measure
 from fewbits.models.input_moments import InputMoments, measure_inputs
-from fewbits.models.merge import Merger
+from fewbits.models.merger import Merger
 from fewbits.models.original import source_folder
 from fewbits.models.streamed_logits import skeleton
 from fewbits.nn.fake_quantize import FakeQuantizedLinear

@@ -1,6 +1,6 @@
 """From a model in memory to the files of other engines: ``save_pretrained_gguf`` and its kind.
 
-The weights are merged and decoded one tensor at a time (`fewbits.models.merge.Merger`), written by
+The weights are merged and decoded one tensor at a time (`fewbits.models.merger.Merger`), written by
 `fewbits.export`, read back by the other side's own library and compared, before the folder gets its name.
 """
 

@@ -7,53 +7,23 @@ does not enter), read shard by shard; otherwise the dequantised weight. The rece
 
 from __future__ import annotations
 
-import copy
-import json
-import math
 import shutil
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
-from torch import Tensor, nn
 
-from fewbits.errors import BadCheckpoint, BadInput, Unsupported
-from fewbits.host.transposed import turned
+from fewbits.errors import BadInput, Unsupported
 from fewbits.host.unwrap import unwrap
-from fewbits.models.branches import (
-    base_name,
-    branches_of,
-    effective_state,
-    plain_name,
-    same_storage,
-    was_changed,
-)
-from fewbits.models.checkpoint import INDEX, WEIGHTS
-from fewbits.models.merge_checks import compare_file, distance, jitter, split
-from fewbits.models.original import original_of, source_folder
+from fewbits.models.merge_experts import WholeMerger, has_experts
+from fewbits.models.merger import TOKENIZER_FILES, Merger, MergeReceipt
+from fewbits.models.original import source_folder
 from fewbits.models.packed import recipe_of
 from fewbits.models.whole_folder import ADAPTER, check_destination, whole_folder
-from fewbits.nn.experts import QuantizedExperts
 from fewbits.nn.linear import QuantizedLinear
-from fewbits.nn.stochastic_linear import exact_products
 
 SAVE_METHODS = ("merged_16bit", "merged_4bit", "lora")
 _SHARD_BYTES = 5_000_000_000
-_FLOAT32_CHECK_VALUES = 2**28  # smaller models are compared in float32: only the weights' rounding remains
-_ROUNDINGS = 4.0
-_TOKENIZER_FILES = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "chat_template*",
-    "vocab.*",
-    "merges.txt",
-    "added_tokens.json",
-)
 # Names that Unsloth's method takes; these choose nothing here.
 IGNORED_OPTIONS = {
     "token",
@@ -63,25 +33,6 @@ IGNORED_OPTIONS = {
     "maximum_memory_usage",
     "tags",
 }
-
-
-@dataclass(frozen=True)
-class MergeReceipt:
-    """What was written, from what, and how far the reloaded model's logits are from the expected ones."""
-
-    folder: Path
-    method: str
-    weights_from: str
-    num_merged: int
-    logits_error: float
-    tolerance: float
-
-    def __str__(self) -> str:
-        return (
-            f"{self.folder}: {self.method}, {self.num_merged} adapted linears merged into "
-            f"{self.weights_from}; reloaded logits differ by {self.logits_error:.2e} (allowed "
-            f"{self.tolerance:.2e}), relative."
-        )
 
 
 def save_pretrained_merged(
@@ -125,14 +76,9 @@ def save_pretrained_merged(
         _save_adapter(model, save_directory, tokenizer, overwrite)
         return None
     base = unwrap(model)
-    if any(isinstance(module, QuantizedExperts) for module in base.modules()):
-        raise Unsupported(
-            "models with packed experts are not merged yet; save the adapter alone (save_method='lora'),"
-            " which PEFT reads over the original weights, or the packed model with save_pretrained."
-        )
     read = [folder for folder in (source_folder(base),) if folder is not None]
     check_destination(save_directory, overwrite=overwrite, protected=read)
-    merger = Merger(base, dtype or (torch.float16 if base.dtype == torch.float16 else torch.bfloat16))
+    merger = _merger_of(base, dtype or (torch.float16 if base.dtype == torch.float16 else torch.bfloat16))
     if method == "merged_16bit":
         with whole_folder(save_directory, overwrite=overwrite, protected=read) as folder:
             error, tolerance = merger.write(folder, tokenizer, _as_bytes(max_shard_size))
@@ -142,6 +88,10 @@ def save_pretrained_merged(
         _pack(base, folder / "16bit", folder)
         shutil.rmtree(folder / "16bit")
     return merger.receipt(save_directory, method, error, tolerance)
+
+
+def _merger_of(base: Any, dtype: torch.dtype) -> Merger:
+    return WholeMerger(base, dtype) if has_experts(base) else Merger(base, dtype)
 
 
 def _check_options(method: str, options: dict[str, Any]) -> None:
@@ -178,278 +128,6 @@ def _as_bytes(size: int | str) -> int:
     raise BadInput(f"max_shard_size is {size!r}; write bytes as a number, or a size such as '5GB'.")
 
 
-class Merger:
-    """One merge: finds the branches and the source, writes, reloads, compares.
-
-    Args:
-        base: the model inside a PeftModel, or one without adapters.
-        dtype: of the merged weights.
-    """
-
-    def __init__(self, base: Any, dtype: torch.dtype) -> None:
-        self.base, self.dtype = base, dtype
-        self.branches = branches_of(base)
-        self.packed: dict[str, QuantizedLinear] = {}
-        self.live: dict[str, Tensor] = {}
-        self.changed: set[str] = set()  # linears whose weight is not the original's any more
-        self._look_at_model()
-        self.original, self.reason = original_of(base)
-        if self.original is not None:
-            absent = [f"{n}.weight" for n in self.branches if f"{n}.weight" not in self._originals()]
-            if absent:
-                self.original, self.reason = None, f"the original checkpoint has no {absent[0]}"
-
-    @property
-    def weights_from(self) -> str:
-        """Where W comes from, in words."""
-        if self.original is not None:
-            own = f", and {len(self.changed)} that were changed in this model" if self.changed else ""
-            return f"the original weights of {self.original.folder}{own}"
-        kind = "the dequantised weights" if self.packed else "the model's own weights"
-        return f"{kind} ({self.reason})"
-
-    def receipt(self, folder: str | Path, method: str, error: float, tolerance: float) -> MergeReceipt:
-        """The receipt of a finished merge."""
-        return MergeReceipt(Path(folder), method, self.weights_from, len(self.branches), error, tolerance)
-
-    def _look_at_model(self) -> None:
-        for name, module in self.base.named_modules():
-            if isinstance(module, QuantizedLinear):
-                self.packed[plain_name(name)] = module
-        skip = {f"{n}.{part}" for n, m in self.packed.items() for part in m.state_dict() if part != "bias"}
-        for name, tensor in effective_state(self.base):
-            if name not in skip:
-                self.live[name] = tensor
-
-    def _originals(self) -> dict[str, str]:
-        """Model names to the original checkpoint's, which may omit or add the base model's prefix."""
-        assert self.original is not None
-        prefix = f"{self.base.base_model_prefix}."
-        known = set(self.live) | {f"{n}.weight" for n in self.packed} | {f"{n}.weight" for n in self.branches}
-        found = {}
-        for key in self.original.tensors:
-            names = (key, prefix + key, key.removeprefix(prefix))
-            found[next((n for n in names if n in known), key)] = key
-        return found
-
-    def weights(self) -> Iterator[tuple[str, Callable[[], Tensor]]]:
-        """Every tensor of the merged model: its name, and a call that makes it, on the CPU.
-
-        One tensor is decoded and merged for each call, and nothing is kept: the memory is that of a tensor.
-        """
-        if self.original is None:
-            for name in self._live_names():
-                yield name, partial(self._from_live, name)
-            return
-        names = {key: name for name, key in self._originals().items()}
-        for file in self.original.files:
-            with safe_open(file, framework="pt") as stream:
-                keys = list(stream.keys())
-            for key in keys:
-                yield names[key], partial(self._read_and_merge, file, key, names[key])
-        for name, tensor in self._absent_from(set(names.values())).items():
-            yield name, partial(self._as_saved, tensor)
-
-    def _read_and_merge(self, file: Path, key: str, name: str) -> Tensor:
-        with safe_open(file, framework="pt") as stream:
-            return self._merged(name, stream.get_tensor(key))
-
-    @property
-    def head_is_tied(self) -> bool:
-        """True if the embedding is the output head as well, and training did not part them."""
-        return bool(self.base.config.get_text_config().tie_word_embeddings) and not self._head_was_trained()
-
-    def write(self, folder: Path, tokenizer: Any, shard_bytes: int) -> tuple[float, float]:
-        """Write everything into ``folder``, reload it, and compare.
-
-        Returns:
-            The relative error of the logits, and what is allowed.
-        """
-        folder.mkdir(exist_ok=True)
-        shards = self._from_original() if self.original is not None else self._from_model(shard_bytes)
-        weight_map: dict[str, str] = {}
-        total = 0
-        for file_name, tensors in shards:
-            save_file(tensors, folder / file_name, metadata={"format": "pt"})
-            compare_file(folder / file_name, tensors)
-            weight_map.update(dict.fromkeys(tensors, file_name))
-            total += sum(t.nbytes for t in tensors.values())
-        if set(weight_map.values()) != {WEIGHTS}:
-            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-            (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-        self._write_config(folder, weight_map)
-        self._write_tokenizer(folder, tokenizer)
-        return self._check(folder)
-
-    def _from_original(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
-        assert self.original is not None
-        names = {key: name for name, key in self._originals().items()}
-        seen: set[str] = set()
-        extra = self._absent_from(set(names.values()))
-        for number, file in enumerate(self.original.files):
-            tensors = {}
-            with safe_open(file, framework="pt") as stream:
-                for key in stream.keys():  # noqa: SIM118 (safe_open is no mapping)
-                    tensors[key] = self._merged(names[key], stream.get_tensor(key))
-                    seen.add(names[key])
-            if number == len(self.original.files) - 1:
-                tensors.update({n: self._as_saved(t) for n, t in extra.items()})
-            yield file.name, tensors
-
-    def _absent_from(self, names: set[str]) -> dict[str, Tensor]:
-        """Live tensors that the original lacks and that are not another name of one it has."""
-        tied = dict(getattr(self.base, "all_tied_weights_keys", {}) or {})
-        parameters = {base_name(name) for name, _ in self.base.named_parameters(remove_duplicate=False)}
-        absent = {}
-        for name, tensor in self.live.items():
-            source = tied.get(name)
-            same = source in self.live and same_storage(self.live[source], tensor)
-            if name not in names and not same and name in parameters:
-                absent[name] = tensor
-        return absent
-
-    def _merged(self, name: str, weight: Tensor) -> Tensor:
-        """What the tensor ``name`` of the original becomes."""
-        module = name.removesuffix(".weight") if name.endswith(".weight") else ""
-        own = self._own(name, weight)
-        if own is not None and (module in self.branches or module in self.packed):
-            self.changed.add(module)
-        weight = weight if own is None else own
-        return self._as_saved(self.branches[module].merged(weight) if module in self.branches else weight)
-
-    def _own(self, name: str, weight: Tensor) -> Tensor | None:
-        """The model's own tensor where that is not simply the original's ``weight``."""
-        layer = self.packed.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
-        if layer is not None:
-            return turned(layer.dequantize(torch.float32), layer) if layer.repacked else None
-        live = self.live.get(name)
-        known = live is not None and live.device.type != "meta"
-        return live if live is not None and known and was_changed(live, weight) else None
-
-    def _as_saved(self, tensor: Tensor) -> Tensor:
-        tensor = tensor.detach().to("cpu", self.dtype if tensor.is_floating_point() else tensor.dtype)
-        return tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor.contiguous()
-
-    def _live_names(self) -> list[str]:
-        tied = set(getattr(self.base, "all_tied_weights_keys", {}) or {})
-        names = [n for n in self.live if n not in tied or not _is_alias(self.base, self.live, n)]
-        return sorted({*names, *(f"{n}.weight" for n in self.packed)})
-
-    def _from_model(self, shard_bytes: int) -> Iterator[tuple[str, dict[str, Tensor]]]:
-        groups = split(self._live_names(), self._size_of, shard_bytes)
-        for number, group in enumerate(groups, 1):
-            file_name = (
-                WEIGHTS if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-            )
-            yield file_name, {name: self._from_live(name) for name in group}
-
-    def _size_of(self, name: str) -> int:
-        layer = self.packed.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
-        count = layer.in_features * layer.out_features if layer is not None else self.live[name].numel()
-        return count * self.dtype.itemsize
-
-    def _from_live(self, name: str) -> Tensor:
-        module = name.removesuffix(".weight") if name.endswith(".weight") else ""
-        layer = self.packed.get(module)
-        weight = self.live[name] if layer is None else turned(layer.dequantize(torch.float32), layer)
-        if module in self.branches:
-            weight = self.branches[module].merged(weight)
-        return self._as_saved(weight)
-
-    def _write_config(self, folder: Path, names: Iterable[str]) -> None:
-        config = copy.deepcopy(self.base.config)
-        if hasattr(config, "quantization_config"):
-            del config.quantization_config
-        config.dtype = self.dtype
-        config.architectures = [type(self.base).__name__]
-        if config.tie_word_embeddings and self._head_was_trained(set(names)):
-            config.tie_word_embeddings = False
-        config.save_pretrained(folder)
-        if getattr(self.base, "generation_config", None) is not None:
-            self.base.generation_config.save_pretrained(folder)
-
-    def _head_was_trained(self, written: set[str] | None = None) -> bool:
-        """Whether a tensor that the configuration takes for another name of the embedding is one of its own.
-
-        Of those in ``written`` only, if that is given.
-        """
-        tied = dict(getattr(self.base, "all_tied_weights_keys", {}) or {})
-        names = tied if written is None else written.intersection(tied)
-        pairs = [(self.live.get(n), self.live.get(tied[n])) for n in names]
-        return any(a is not None and b is not None and not same_storage(a, b) for a, b in pairs)
-
-    def _write_tokenizer(self, folder: Path, tokenizer: Any) -> None:
-        if tokenizer is not None:
-            tokenizer.save_pretrained(folder)
-        elif self.original is not None:
-            for pattern in _TOKENIZER_FILES:
-                for file in self.original.folder.glob(pattern):
-                    shutil.copyfile(file, folder / file.name)
-
-    def _check(self, folder: Path) -> tuple[float, float]:
-        """Reload what was written; compare its logits on a fixed batch with base plus branches.
-
-        How much of a difference rounding explains depends on the model, so it is measured: every weight of
-        the reloaded model is moved at random by up to one rounding, and the logits may not differ by more
-        than `_ROUNDINGS` times what that does to them.
-        """
-        vocab_size = self.base.config.get_text_config().vocab_size
-        ids = (torch.arange(32) * 7919 + 13).remainder(vocab_size).view(2, 16)
-        dtype = self._check_dtype()
-        expected = self._expected(ids, dtype)
-        merged = type(self.base).from_pretrained(folder, dtype=dtype, local_files_only=True).eval()
-        with torch.no_grad():
-            logits = merged(input_ids=ids).logits.float()
-            # In float32 the products' own sums round as much as the weights do: a few units more.
-            jitter(merged, torch.finfo(self.dtype).eps * (4 if self.dtype == torch.float32 else 0.5))
-            moved = merged(input_ids=ids).logits.float()
-        error = distance(logits, expected)
-        tolerance = _ROUNDINGS * distance(moved, logits)
-        if not error <= tolerance:
-            raise BadCheckpoint(
-                f"the merged model's logits differ from base plus adapter by {error:.2e} relative, and "
-                f"rounding explains no more than {tolerance:.2e}; nothing was written, keep the adapter and "
-                "report this."
-            )
-        return error, tolerance
-
-    def _check_dtype(self) -> torch.dtype:
-        if self.original is None:
-            return self.base.dtype  # type: ignore[no-any-return]
-        count = sum(math.prod(entry.shape) for entry in self.original.tensors.values())
-        return torch.float32 if count < _FLOAT32_CHECK_VALUES else self.dtype
-
-    @torch.no_grad()
-    def _expected(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        """Logits of base plus branches: the model itself, or the original with the branches beside it."""
-        logits: Tensor
-        if self.original is None:
-            training = self.base.training
-            with exact_products(self.base):
-                logits = self.base.eval()(input_ids=ids.to(self.base.device)).logits
-            self.base.train(training)
-            return logits.float().cpu()
-        source = self.original.folder
-        model = type(self.base).from_pretrained(source, dtype=dtype, local_files_only=True).eval()
-        parameters = dict(model.named_parameters(remove_duplicate=False))
-        for name, parameter in parameters.items():
-            own = self._own(name, parameter)
-            if own is not None:
-                module, _, leaf = name.rpartition(".")
-                setattr(model.get_submodule(module), leaf, nn.Parameter(own.detach().to("cpu", dtype)))
-        for name, branch in self.branches.items():
-            model.get_submodule(name).register_forward_hook(
-                lambda module, args, output, branch=branch: branch.apply(args[0], output, module)
-            )
-        logits = model(input_ids=ids).logits
-        return logits.float()
-
-
-def _is_alias(base: Any, live: dict[str, Tensor], name: str) -> bool:
-    source = base.all_tied_weights_keys.get(name)
-    return source in live and same_storage(live[source], live[name])
-
-
 def _pack(base: Any, source: Path, target: Path) -> None:
     """Load the merged 16-bit model in the base's own recipe and save it packed."""
     from fewbits.models.hf_quantizer import FewbitsConfig, write_packed
@@ -469,6 +147,6 @@ def _pack(base: Any, source: Path, target: Path) -> None:
         local_files_only=True,
     )
     write_packed(packed, target)
-    for pattern in _TOKENIZER_FILES:
+    for pattern in TOKENIZER_FILES:
         for file in source.glob(pattern):
             shutil.copyfile(file, target / file.name)

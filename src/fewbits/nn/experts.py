@@ -17,7 +17,7 @@ r rank of an adapter.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from math import prod
 from typing import Any
@@ -50,7 +50,7 @@ class QuantizedExperts(nn.Module):
         formats: of each packed weight, by its name.
         shapes: of each packed weight, as the host has it.
         dtype: that the weights had.
-        branches: adapters (A, B, scaling) that the call at hand adds, by the weight's name.
+        branches: of each adapter that the call at hand adds, (A, B, scaling), by the weight's name.
         keeps_values: whether decoded weights stay from pass to pass.
         kept: those that do, by name and dtype.
     """
@@ -58,24 +58,30 @@ class QuantizedExperts(nn.Module):
     def __init__(self, host: Any, formats: dict[str, Format]) -> None:
         """Take the place of ``host``; the weights are empty, on the meta device, until `pack`."""
         super().__init__()
-        for name, value in vars(host).items():  # its sizes, limits and activation; biases stay the same
-            if name not in ("_parameters", "_modules", "_buffers"):
-                vars(self)[name] = value
-        self._modules.update(host._modules)
-        self._buffers.update(host._buffers)
-        self._parameters = {n: p for n, p in host._parameters.items() if n not in formats}
-        self.host_class, self.formats = type(host), formats
-        self.shapes = {name: tuple(getattr(host, name).shape) for name in formats}
-        self.dtype = next(getattr(host, name).dtype for name in formats)
-        self.part_names: dict[str, tuple[str, ...]] = {}
-        self.branches: dict[str, tuple[Tensor, Tensor, float]] = {}
-        self.keeps_values = False
-        self.kept: dict[tuple[str, torch.dtype], Tensor] = {}
+        self._become(host, tuple(formats))
+        self.formats.update(formats)
         for name, format in formats.items():
             layout = format.layout(self._stored_shape(name))
             self.part_names[name] = tuple(layout)
             empty = {n: torch.empty(s.shape, dtype=s.dtype, device="meta") for n, s in layout.items()}
-            self._take(name, empty)
+            self.take(name, empty)
+
+    def _become(self, host: Any, weights: tuple[str, ...]) -> None:
+        """Take the host's sizes, limits, activation, biases and modules, and leave its weights."""
+        for name, value in vars(host).items():
+            if name not in ("_parameters", "_modules", "_buffers"):
+                vars(self)[name] = value
+        self._modules.update(host._modules)
+        self._buffers.update(host._buffers)
+        self._parameters = {n: p for n, p in host._parameters.items() if n not in weights}
+        self.host_class: Any = type(host)
+        self.formats: dict[str, Format] = {}
+        self.shapes = {name: tuple(getattr(host, name).shape) for name in weights}
+        self.dtype = next(getattr(host, name).dtype for name in weights)
+        self.part_names: dict[str, tuple[str, ...]] = {}
+        self.branches: dict[str, tuple[tuple[Tensor, Tensor, float], ...]] = {}
+        self.keeps_values = False
+        self.kept: dict[tuple[str, torch.dtype], Tensor] = {}
 
     @property
     def is_turned(self) -> bool:
@@ -97,7 +103,7 @@ class QuantizedExperts(nn.Module):
         weight = weight.detach()
         self.dtype = weight.dtype
         stored = weight.transpose(1, 2).contiguous() if self.is_turned else weight
-        self._take(name, dict(quantize(stored, self.formats[name]).parts))
+        self.take(name, quantize(stored, self.formats[name]).parts)
 
     def packed(self, name: str) -> Packed:
         """One weight as it is stored, (E, outputs, inputs)."""
@@ -199,8 +205,14 @@ class QuantizedExperts(nn.Module):
     def _branch(self, name: str, hit: Tensor | None) -> Branch:
         if name not in self.branches:
             return NO_BRANCH
-        a, b, scaling = self.branches[name]
-        a, b = expert_branches(a, b, self.num_stored)
+        added = self.branches[name]
+        pairs = [expert_branches(a, b, self.num_stored) for a, b, _ in added]
+        if len(pairs) == 1:
+            (a, b), scaling = pairs[0], added[0][2]
+        else:  # several at once are one of the sum of their ranks
+            a = torch.cat([a for a, _ in pairs], 1)
+            b = torch.cat([b * s for (_, b), (_, _, s) in zip(pairs, added, strict=True)], 2)
+            scaling = 1.0
         return Branch(a, b, scaling) if hit is None else Branch(a[hit], b[hit], scaling)
 
     def _bias(self, name: str, hit: Tensor | None) -> Tensor | None:
@@ -211,7 +223,8 @@ class QuantizedExperts(nn.Module):
         experts, first, second = self.shapes[name]
         return (experts, second, first) if self.is_turned else (experts, first, second)
 
-    def _take(self, name: str, parts: dict[str, Tensor]) -> None:
+    def take(self, name: str, parts: Mapping[str, Tensor]) -> None:
+        """Hold these stored parts of a weight from now on, frozen."""
         self.kept.clear()
         for part, tensor in parts.items():
             self.register_parameter(self.key(name, part), nn.Parameter(tensor, requires_grad=False))

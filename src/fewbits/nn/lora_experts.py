@@ -6,14 +6,15 @@ all experts in every call; here the experts add the two thin products to their r
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from peft.tuners.lora import layer as peft_layers
+from peft.tuners.tuners_utils import check_adapters_to_merge
 from torch import Tensor
 
-from fewbits.errors import Unsupported
 from fewbits.nn.experts import QuantizedExperts
 
 
@@ -28,29 +29,52 @@ class ParamWrapper(peft_layers.ParamWrapper):  # type: ignore[misc]
         return self._experts.weight_like(self.parameter_name)
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Refused: packed experts are not rounded again in place.
+        """Add the adapters to the weight, which is rounded to its format again; `unmerge` brings it back.
+
+        Args:
+            safe_merge: refuse a sum that is not finite, and change nothing; packing refuses one in any case.
+            adapter_names: which; None: the active ones.
 
         Raises:
-            Unsupported: always; the message says what to do.
+            NotFinite: the sum holds a NaN or an infinity.
         """
-        raise Unsupported(
-            "adapters are not merged into packed experts, which would be rounded again; generation takes the"
-            " adapter beside the weights, and save_pretrained writes it alone."
-        )
+        experts, name = self._experts, self.parameter_name
+        for adapter in check_adapters_to_merge(self, adapter_names):
+            if adapter not in self.lora_A:
+                continue
+            warnings.warn(
+                f"merging into experts stored as {experts.formats[name].name} rounds them again; "
+                "save_pretrained_merged(..., save_method='merged_16bit') keeps all of the adapter.",
+                stacklevel=2,
+            )
+            before = {part: getattr(experts, experts.key(name, part)) for part in experts.part_names[name]}
+            delta = self.get_delta_weight(adapter)
+            experts.pack(name, (experts.dequantize(name) + delta.to(experts.dtype)).detach())
+            self.before.append(before)
+            self.merged_adapters.append(adapter)
+
+    def unmerge(self) -> None:
+        """Bring back the codes and scales from before `merge`, bit for bit."""
+        while self.merged_adapters:
+            self.merged_adapters.pop()
+            self._experts.take(self.parameter_name, self.before.pop())
+
+    @property
+    def before(self) -> list[dict[str, Tensor]]:
+        """The stored parts that each merged adapter took the place of, the latest last."""
+        if not hasattr(self, "_before"):
+            self._before: list[dict[str, Tensor]] = []
+        return self._before
 
     @contextmanager
     def _activate_lora(self, active_adapters: list[str]) -> Iterator[None]:
         names = [name for name in active_adapters if name in self.lora_A]
-        if len(names) > 1:
-            raise Unsupported(
-                "several adapters are active at once, and experts add one; activate one of them."
-            )
         branches = self._experts.branches
         if names:
-            (name,) = names
-            branches[self.parameter_name] = (
-                self.lora_A[name].weight, self.lora_B[name].weight, self.scaling[name]
-            )  # fmt: skip
+            branches[self.parameter_name] = tuple(
+                (self.lora_A[name].weight, self.lora_B[name].weight, float(self.scaling[name]))
+                for name in names
+            )
         try:
             yield
         finally:
