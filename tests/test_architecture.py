@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.machinery
 import re
+import runpy
 from collections.abc import Iterator
 from functools import cache
 from itertools import pairwise
@@ -398,6 +399,33 @@ def test_what_is_put_into_a_model_stands_in_its_record(path: Path) -> None:
             assert node.attr != "get_base_model", f"{where}: call fewbits.host.unwrap.unwrap"
 
 
+METRICS = runpy.run_path(str(ROOT / "scripts" / "house_metrics.py"))
+# torch's ops take tensors and numbers one by one, and some functions have another library's signature.
+MOST_LONG_SIGNATURES = 60
+
+
+def test_public_functions_say_shapes() -> None:
+    silent, _ = METRICS["without_shapes"]({path: tree(path) for path in FILES})
+    named = [f"{path.relative_to(SOURCE)}:{function.name}" for path, function in silent]
+    assert not named, f"say the shapes of tensors, as (M, K), or name the function that says them: {named}"
+
+
+def test_long_signatures_do_not_become_more() -> None:
+    """More than 8 arguments: pass the record that they belong to."""
+    host = [(path, f) for path in FILES for f in functions(path) if not is_triton_kernel(f)]
+    long = [f"{path.relative_to(SOURCE)}:{f.name}" for path, f in host if len(METRICS["arguments_of"](f)) > 8]
+    assert len(long) <= MOST_LONG_SIGNATURES, f"{len(long)}, not {MOST_LONG_SIGNATURES}: {long}"
+
+
+def test_a_tensor_of_our_own_has_a_record_of_why() -> None:
+    """Subclasses of Tensor surprise every library that meets them: docs/adr says why each must be."""
+    records = " ".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "adr").glob("*.md"))
+    classes = [node for path in FILES for node in nodes(path) if isinstance(node, ast.ClassDef)]
+    of_tensor = [c.name for c in classes if {"Tensor", "torch.Tensor"} & set(map(ast.unparse, c.bases))]
+    missing = [name for name in of_tensor if f"`{name}`" not in records]
+    assert of_tensor and not missing, f"docs/adr has no record that names {missing}"
+
+
 @pytest.mark.parametrize("path", [f for f in FILES if f.name == "__init__.py"], **ids)
 def test_every_room_has_a_sign(path: Path) -> None:
     """What lives here, what may be imported, where to begin."""
@@ -430,6 +458,63 @@ def test_kernel_file_has_its_parts(path: Path) -> None:
         f"no reference {public}_ref"
     )
     assert (ROOT / "tests" / "kernels" / f"test_{op_of(path)}.py").is_file(), "no test"
+
+
+# The CPU runs other code of ours than these files' references, for the reason said; tests compare the two. A
+# new kernel's reference is what the CPU runs: this list only becomes shorter.
+CPU_RUNS_OTHER_CODE = {
+    "decoder/gated_lora_forward.py": "the activation's reference and a product",
+    "loss/linear_cross_entropy_float8.py": "the rows' reference, chunk by chunk",
+    "product/lora_linear.py": "the decoded weight's reference, and torch's products by hand",
+    "product/matmul_operands.py": "operands rounded by their formats, and torch's products by hand",
+    "product/matmul_packed.py": "the decoded weight's reference, and torch's product by hand",
+    "stochastic/codes.py": "counts in C++, of which the reference is the loop",
+    "stochastic/emulated.py": "the same in pieces that fit memory",
+    "stochastic/rows.py": "the two ops, one after the other",
+}
+
+
+def references_run(path: Path) -> set[str]:
+    """The references that functions of a file name which are no references themselves."""
+    return {
+        node.id if isinstance(node, ast.Name) else node.attr
+        for function in functions(path)
+        if not function.name.endswith("_ref")
+        for node in ast.walk(function)
+        if isinstance(node, (ast.Name, ast.Attribute))
+    }
+
+
+def text_of_tests(path: Path) -> str:
+    """The text of the tests of a kernel file's op."""
+    files = sorted((TESTS / "kernels").glob(f"test_{op_of(path)}*.py"))
+    return "\n".join(file.read_text(encoding="utf-8") for file in files)
+
+
+def test_the_cpu_runs_the_references() -> None:
+    run = {name for path in KERNEL_FILES for name in references_run(path)}
+    run |= {name for path in FILES if room(path) in ("nn", "decoder") for name in references_run(path)}
+    for path in OP_FILES:
+        refs = {node.name for node in functions(path) if node.name.endswith("_ref")}
+        name = path.relative_to(KERNELS).as_posix()
+        assert bool(refs & run) != (name in CPU_RUNS_OTHER_CODE), f"{name}: {refs} - does the CPU run one?"
+        assert refs & run or any(r in text_of_tests(path) for r in refs), (
+            f"{name}: no test compares with {refs}"
+        )
+
+
+DIFFERENTIATES = re.compile(r"gradcheck|\.backward\(|autograd\.grad\(|\.grad\b")
+
+
+@pytest.mark.parametrize("path", OP_FILES, **ids)
+def test_what_has_a_gradient_has_a_test_of_it(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    test = text_of_tests(path)
+    backward = [node.name for node in functions(path) if re.search(r"backward\w*_ref$", node.name)]
+    missing = [name for name in backward if name.removesuffix("_ref") not in test]
+    assert not missing, f"tests/kernels/test_{op_of(path)}.py compares nothing with {missing}"
+    if "autograd.Function" in text or "register_autograd" in text:
+        assert DIFFERENTIATES.search(test), f"tests/kernels/test_{op_of(path)}.py takes no gradient"
 
 
 def test_kernels_without_a_reference_serve_a_file_that_has_one() -> None:

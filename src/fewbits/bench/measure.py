@@ -63,7 +63,10 @@ def device_to_time(name: str) -> torch.device:
 
 
 def relative_error(out: Tensor, exact: Tensor) -> float:
-    """``|out - exact| / |exact|`` in the Frobenius norm; infinite for a NaN or another shape."""
+    """``|out - exact| / |exact|`` in the Frobenius norm; infinite for a NaN or another shape.
+
+    ``out`` and ``exact``: tensors of the same shape and of any floating dtype.
+    """
     if out.shape != exact.shape:
         return math.inf
     exact = exact.double()

@@ -67,6 +67,8 @@ def randn(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
 def differentiated(f: Callable[..., Tensor], inputs: Sequence[Tensor], dy: Tensor, trained: int) -> Variant:
     """The backward pass of ``f(*inputs)`` to its first ``trained`` inputs; the forward pass is not timed.
 
+    ``inputs`` are of any shape that f takes; ``dy`` is of the shape of its output.
+
     With ``trained`` 0, the forward pass itself.
     """
     if trained == 0:

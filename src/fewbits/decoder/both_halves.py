@@ -108,7 +108,10 @@ def gradient_of_a(
 def backward_norm(
     dn: Tensor, x: Tensor, norm: Norm, r: Tensor, *, residual: Tensor | None = None, needs_dw: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """The gradient of the norm's input, plus ``residual``, in x's dtype, and that of its weight."""
+    """The gradient of the norm's input, plus ``residual``, in x's dtype, and that of its weight.
+
+    dn and ``residual`` are (M, K), x (M, K), r (M,) float32; the results (M, K) and (K,), or None.
+    """
     made = rmsnorm_backward_rows(
         dn, x, norm.weight, r, offset=norm.offset, residual=residual, needs_dw=needs_dw
     )
@@ -201,7 +204,10 @@ class Kept:
 
 @contextlib.contextmanager
 def on_own_dtype(x: Tensor) -> Any:
-    """Products in the dtypes that they are given: autocast stays out."""
+    """Products in the dtypes that they are given: autocast stays out.
+
+    Only the device of x, a tensor of any shape, is read.
+    """
     with torch.autocast(x.device.type, enabled=False):
         yield
 

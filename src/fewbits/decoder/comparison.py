@@ -309,7 +309,10 @@ def like_of(layer: nn.Module, spec: ModelSpec) -> Tensor:
 
 
 def random_like(shape: tuple[int, ...], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Normal numbers that depend on the shape alone, and leave every generator as it is."""
+    """Normal numbers that depend on the shape alone, and leave every generator as it is.
+
+    The result is of ``shape``, in ``dtype`` (None: like's), on the device of ``like``, of any shape.
+    """
     generator = torch.Generator(device="cpu").manual_seed(sum(shape))
     made = torch.randn(shape, generator=generator, device="cpu")
     return made.to(device=like.device, dtype=dtype or like.dtype)

@@ -66,14 +66,20 @@ class Lane:
             ) from error
 
     def to_host(self, source: Tensor, target: Tensor) -> Any:
-        """Begin the copy of a device tensor to a host tensor; the event of its end."""
+        """Begin the copy of a device tensor to a host tensor; the event of its end.
+
+        Both are of the same shape and dtype; ``target`` is pinned.
+        """
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
             target.copy_(source, non_blocking=True)
         return self.stream.record_event()
 
     def to_device(self, source: Tensor) -> tuple[Tensor, Any]:
-        """Begin the copy of a host tensor to the device; the device tensor and the event of its end."""
+        """Begin the copy of a host tensor to the device; the device tensor and the event of its end.
+
+        The tensors are of the same shape and dtype.
+        """
         # Memory of the computing stream: what used it before must be done, which the wait makes sure of.
         target = torch.empty(source.shape, dtype=source.dtype, device=self.device)
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -152,7 +158,7 @@ class HostStash:
             return len(self._waiting)
 
     def put(self, tensor: Tensor) -> Handle:
-        """Begin the copy to the host; the caller may drop its tensor at once."""
+        """Begin the copy of a tensor of any shape to the host; the caller may drop it at once."""
         tensor = tensor.detach()
         if tensor.device.type == "cpu" and self._make_lane is Lane:
             handle = Handle(_Slot(tensor.shape, tensor.dtype, tensor), None)

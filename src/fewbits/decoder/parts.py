@@ -114,7 +114,10 @@ class LayerParts:
         )
 
     def mlp(self, x: Tensor, keep: Keep, stash: Any, delayed: tuple[Slot, Slot] | None) -> MLPHalf:
-        """The MLP half of this call."""
+        """The MLP half of this call.
+
+        x is (B, S, H).
+        """
         mlp = self.spec.mlp
         assert mlp is not None
         config: Any = self.layer.get_submodule(self._facts().path).config

@@ -191,7 +191,10 @@ class Projection(ABC):
         return xa
 
     def low_rank(self, xa: Tensor | None) -> list[LowRank | None]:
-        """For each part what a kernel adds to its outputs; None where it has no branch beside its weight."""
+        """For each part what a kernel adds to its outputs; None where it has no branch beside its weight.
+
+        xa is (M, R), the inner values of all branches; part i adds ``xa_i @ b_i^T`` (M, N_i).
+        """
         found: list[LowRank | None] = []
         start = 0
         for part in self.parts:

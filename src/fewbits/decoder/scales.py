@@ -102,7 +102,10 @@ class DelayedScales:
         return {"history": self._history.clone(), "amax": self._amax.clone(), "recorded": recorded}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from what `state_dict` gave."""
+        """Go on from what `state_dict` gave.
+
+        ``history`` is float32 (steps, slots), ``amax`` float32 (slots,), ``recorded`` uint8 (slots,).
+        """
         self._history.copy_(state["history"])
         self._amax.copy_(state["amax"])
         self._recorded[:] = [bool(seen) for seen in state["recorded"].tolist()]

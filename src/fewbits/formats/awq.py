@@ -28,6 +28,8 @@ def from_awq(
 ) -> Packed:
     """A weight as it was saved.
 
+    The weight is (N, K), in groups of columns.
+
     Args:
         parts: the tensors named above, by these names.
         name: of the linear, for messages.

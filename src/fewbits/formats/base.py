@@ -87,7 +87,10 @@ class Format(ABC):
         """The tensor that ``packed`` stands for, in ``dtype`` (default: the dtype it had before)."""
 
     def fake_quantize(self, x: Tensor, *, seed: int | None = None) -> Tensor:
-        """``dequantize(quantize(x))``, in x's dtype; carries no gradient of its own."""
+        """``dequantize(quantize(x))``, in x's dtype; carries no gradient of its own.
+
+        x may have any shape that `quantize` takes; the result has x's shape.
+        """
         return self.dequantize(self.quantize(x, seed=seed), x.dtype)
 
     def quantize_under(self, x: Tensor, absmax: float | None, *, seed: int | None = None) -> Packed:

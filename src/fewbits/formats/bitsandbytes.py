@@ -75,6 +75,8 @@ def to_bitsandbytes(packed: Packed, name: str = "weight") -> dict[str, Tensor]:
 def from_bitsandbytes(tensors: Mapping[str, Tensor], name: str = "weight") -> Packed:
     """The weight called ``name`` among ``tensors``, as it was saved.
 
+    It may have any shape, which stands in the state that was saved beside it.
+
     The format is `NF4`, `NF4_DQ`, `FP4` or `FP4_DQ`, with other fields where the checkpoint says so: its
     block sizes, or an 8-bit map with other values.
 
@@ -139,7 +141,10 @@ def from_int8(tensors: Mapping[str, Tensor], name: str, dtype: torch.dtype) -> P
 
 
 def swap_nibbles(codes: Tensor) -> Tensor:
-    """Exchange the two 4-bit codes in each byte: between bitsandbytes' order and ours."""
+    """Exchange the two 4-bit codes in each byte: between bitsandbytes' order and ours.
+
+    ``codes`` are uint8 of any shape, which the result shares.
+    """
     return (codes >> 4) | (codes << 4)
 
 

@@ -27,7 +27,10 @@ SMALLEST_SCALE = 2.0**-126  # the smallest normal float32: its inverse is finite
 
 
 def check_floating(x: Tensor) -> None:
-    """Refuse what is not a real floating-point tensor."""
+    """Refuse what is not a real floating-point tensor.
+
+    x may have any shape.
+    """
     if not x.is_floating_point():
         raise BadInput(
             f"a number format quantises floating-point tensors, got {x.dtype}; convert it with .float()."
@@ -85,7 +88,10 @@ def from_blocks(blocks: Tensor, shape: tuple[int, ...], block: Block) -> Tensor:
 
 
 def divide(x: Tensor, divisor: float) -> Tensor:
-    """x / divisor, rounded once on every device; for a Python number CUDA multiplies by its inverse."""
+    """x / divisor, rounded once on every device; for a Python number CUDA multiplies by its inverse.
+
+    x is floating point of any shape, and the result of x's shape and dtype.
+    """
     return x / x.new_full((), divisor)
 
 

@@ -87,7 +87,7 @@ class Float8(Format):
         return self.quantize_under(x, None, seed=seed)
 
     def quantize_under(self, x: Tensor, absmax: float | None, *, seed: int | None = None) -> Packed:
-        """See `Format.quantize_under`; a scale for the whole tensor is that of ``absmax``."""
+        """See `Format.quantize_under`, for x of any shape; one scale of all is that of ``absmax``."""
         check_floating(x)
         shape = tuple(x.shape)
         if x.numel() == 0:

@@ -28,6 +28,8 @@ def from_float8(
 ) -> Packed:
     """A weight as it was saved.
 
+    The weight is (N, K), with one scale, one for a row or one for a tile.
+
     Args:
         parts: ``weight`` and one of the scales, by these names.
         name: of the linear, for messages.

@@ -46,6 +46,8 @@ def from_gptq(
 ) -> Packed:
     """A weight as it was saved.
 
+    The weight is (N, K), in groups of columns.
+
     Args:
         parts: the tensors named above, by these names; ``g_idx`` may be absent.
         name: of the linear, for messages.

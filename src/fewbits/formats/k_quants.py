@@ -101,7 +101,10 @@ def _round_codes(x: Tensor, codes: Fields, kind: SubBlocks, s: Tensor, m: Tensor
 
 
 def round_codes(x: Tensor, kind: SubBlocks) -> Tensor:
-    """The numbers nearest to x among those that a code can stand for."""
+    """The numbers nearest to x among those that a code can stand for.
+
+    x is float32 of any shape, and so is the result.
+    """
     if kind.values:
         return table(kind.values, x.device)[torch.bucketize(x, midpoints(kind.values, x.device))]
     low, high = _range(kind)

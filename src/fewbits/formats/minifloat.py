@@ -93,6 +93,9 @@ MINIFLOATS = {"e2m1": E2M1, "e2m3": E2M3, "e3m2": E3M2, "e4m3": E4M3, "e5m2": E5
 
 
 def exponential(exponent: Tensor) -> Tensor:
-    """``2 ** exponent`` exactly, for whole float32 numbers from -149 to 127; NaN for NaN."""
+    """``2 ** exponent`` exactly, for whole float32 numbers from -149 to 127; NaN for NaN.
+
+    Any shape; the result has the same.
+    """
     half = (exponent / 2).floor()  # each factor is a normal number, so their product is exact or subnormal
     return torch.exp2(half) * torch.exp2(exponent - half)

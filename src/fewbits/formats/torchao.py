@@ -37,6 +37,8 @@ def from_torchao(
 ) -> Packed:
     """A weight as it was saved.
 
+    The weight is (N, K).
+
     Args:
         parts: the tensors named above, by these names.
         name: of the linear, for messages.

@@ -310,7 +310,10 @@ class Pieces:
         self.begin = self.done = 0
 
     def put(self, value: Tensor) -> None:
-        """Receive the prompt (the first call) or the next token."""
+        """Receive the prompt (the first call) or the next token.
+
+        ``value`` is int64: the prompt (1, S), or one token (1,).
+        """
         ids = value.flatten().tolist()
         if self.ids is None:
             self.ids = ids[-self._CONTEXT :]

@@ -41,7 +41,10 @@ class Places(Protocol):
     """Where tensors are."""
 
     def of(self, tensor: Tensor) -> Place | None:
-        """A tensor's place; None if operations on it belong anywhere."""
+        """A tensor's place; None if operations on it belong anywhere.
+
+        The tensor may have any shape.
+        """
 
     def target(self, kwargs: dict[str, Any]) -> Place | None:
         """The place that a copy or a new tensor is asked for; None if none is named."""
@@ -157,7 +160,10 @@ class Gpus:
         self._pools = {device: torch.cuda.graph_pool_handle() for device in devices}
 
     def of(self, tensor: Tensor) -> Place | None:
-        """Its device; None for a CPU."""
+        """Its device; None for a CPU.
+
+        The tensor may have any shape.
+        """
         return tensor.device if tensor.device.type == "cuda" else None
 
     def target(self, kwargs: dict[str, Any]) -> Place | None:

@@ -145,12 +145,18 @@ def _active(wrapper: Any) -> list[str]:
 
 
 def was_changed(live: Tensor, original: Tensor) -> bool:
-    """True if ``live`` is not simply ``original`` in live's dtype: it was trained, or resized."""
+    """True if ``live`` is not simply ``original`` in live's dtype: it was trained, or resized.
+
+    Either may have any shape.
+    """
     if live.shape != original.shape:
         return True
     return not torch.equal(live.detach().cpu(), original.detach().cpu().to(live.dtype))
 
 
 def same_storage(a: Tensor, b: Tensor) -> bool:
-    """True if the two are one tensor under two names."""
+    """True if the two are one tensor under two names.
+
+    Either may have any shape.
+    """
     return a.data_ptr() == b.data_ptr() and a.shape == b.shape

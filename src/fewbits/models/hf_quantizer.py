@@ -237,7 +237,10 @@ class FewbitsQuantizer(HfQuantizer):
     update_tp_plan = update_attn_implementation  # what transformers 5.0 calls at that place
 
     def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:
-        """Bytes per value: what the packed weight will take, for device maps and allocator warm-up."""
+        """Bytes per value: what the packed weight will take, for device maps and allocator warm-up.
+
+        ``param`` is (N, K), or of any shape that stays as it is.
+        """
         if self.param_needs_quantization(model, param_name):
             rule = self.rules[param_name.removesuffix(".weight")]
             if rule.weight is not None:
@@ -330,7 +333,10 @@ class FewbitsQuantizer(HfQuantizer):
         self.rules.pop(param_name, None)
 
     def take_packed(self, model: nn.Module, param_name: str, parts: Mapping[str, Tensor]) -> None:
-        """Replace the linear that owns ``param_name`` by a layer of another library's ``parts``."""
+        """Replace the linear that owns ``param_name`` by a layer of another library's ``parts``.
+
+        The linear's weight is (N, K); the parts are as that library stores them.
+        """
         name = param_name.removesuffix(".weight")
         linear: Any = model.get_submodule(name)
         shape, settings = tuple(linear.weight.shape), self.quantization_config.settings

@@ -13,7 +13,10 @@ from fewbits.errors import BadCheckpoint
 
 
 def distance(found: Tensor, expected: Tensor) -> float:
-    """Norm of the difference, relative to ``expected``'s."""
+    """Norm of the difference, relative to ``expected``'s.
+
+    Both are of the same shape.
+    """
     return float((found - expected).norm() / expected.norm().clamp_min(1e-30))
 
 
@@ -42,6 +45,8 @@ def split(names: list[str], size_of: Any, limit: int) -> list[list[str]]:
 
 def compare_file(file: Path, tensors: dict[str, Tensor]) -> None:
     """Refuse a safetensors file that does not hold these very tensors.
+
+    Each tensor may have any shape.
 
     Raises:
         BadCheckpoint: it does not.

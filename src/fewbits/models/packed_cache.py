@@ -75,7 +75,7 @@ class PackedHeads:
         return torch.cat([whole, self.newest], dim=2)
 
     def append(self, new: Tensor, most_newest: int) -> None:
-        """Add tokens; those that are no longer among the ``most_newest`` newest are packed."""
+        """Add tokens (B, heads, n, D); those no longer among the ``most_newest`` newest are packed."""
         newest = torch.cat([self.newest, new], dim=2)
         surplus = newest.shape[2] - most_newest
         if self.side.kind == PLAIN or surplus <= 0:
@@ -128,7 +128,7 @@ class PackedLayer(DynamicLayer):  # type: ignore[misc]
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Take in new states; all states, those packed before decoded, those of this call as they are."""
+        """Take in new states (B, heads, n, D); all states (B, heads, S, D), those packed before decoded."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         before, places = self.cumulative_length, self._places()
@@ -202,7 +202,7 @@ class PackedLayer(DynamicLayer):  # type: ignore[misc]
         self._rows(lambda t: t.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the sequences ``indices``."""
+        """Keep the sequences ``indices`` (n,), whole numbers."""
         self._rows(lambda t: t[indices.to(t.device)])
 
     def offload(self) -> None:

@@ -38,7 +38,10 @@ def attention_ref(
     soft_cap: float | None = None,
     segments: Segments | None = None,
 ) -> Tensor:
-    """The definition, with every score in memory: float32 inside (float64 for float64), out in q's dtype."""
+    """The definition, with every score in memory: float32 inside (float64 for float64), out in q's dtype.
+
+    q is (B, H, S, D), k and v (B, K, S, D); the result is (B, S, H, D).
+    """
     pattern = Pattern(_scale(q, scale), causal, window, soft_cap, segments)
     return BACKENDS["reference"](q, k, v, pattern)
 

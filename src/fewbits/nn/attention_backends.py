@@ -109,12 +109,18 @@ def _by_segment(dense: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, p
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> Tensor:
-    """The definition."""
+    """The definition.
+
+    q is (B, H, S, D), k and v (B, K, S, D); the result is (B, S, H, D).
+    """
     return _by_segment(_dense_ref, q, k, v, pattern)
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> Tensor:
-    """torch's scaled_dot_product_attention, with a mask only where the pattern needs one."""
+    """torch's scaled_dot_product_attention, with a mask only where the pattern needs one.
+
+    q is (B, H, S, D), k and v (B, K, S, D); the result is (B, S, H, D).
+    """
     pattern.refuse("sdpa", soft_cap=pattern.soft_cap is not None)
     return _by_segment(_dense_sdpa, q, k, v, pattern)
 
@@ -140,7 +146,10 @@ def _uniform(rows: int, length: int, device: torch.device) -> Segments:
 
 
 def varlen(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> Tensor:
-    """torch's own FlashAttention for rows of varying length."""
+    """torch's own FlashAttention for rows of varying length.
+
+    q is (B, H, S, D), k and v (B, K, S, D); the result is (B, S, H, D).
+    """
     pattern.refuse(
         "varlen",
         soft_cap=pattern.soft_cap is not None,
@@ -156,14 +165,20 @@ def varlen(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> Tensor:
 
 
 def flash2(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> Tensor:
-    """The package flash_attn."""
+    """The package flash_attn.
+
+    q is (B, H, S, D), k and v (B, K, S, D); the result is (B, S, H, D).
+    """
     from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found]
 
     return _by_package(flash_attn_varlen_func, q, k, v, pattern)
 
 
 def flash3(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> Tensor:
-    """FlashAttention-3, the package flash_attn_interface."""
+    """FlashAttention-3, the package flash_attn_interface.
+
+    q is (B, H, S, D), k and v (B, K, S, D); the result is (B, S, H, D).
+    """
     pattern.refuse("flash3", soft_cap=pattern.soft_cap is not None)  # its backward pass does not
     from flash_attn_interface import flash_attn_varlen_func  # type: ignore[import-not-found]
 
@@ -195,7 +210,10 @@ def _parameters(function: Any) -> frozenset[str]:
 
 
 def flex(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> Tensor:
-    """torch's flex attention, compiled on a GPU."""
+    """torch's flex attention, compiled on a GPU.
+
+    q is (B, H, S, D), k and v (B, K, S, D); the result is (B, S, H, D).
+    """
     pattern.refuse("flex", causal=not pattern.causal)
     B, H, S, D = q.shape
     if pattern.segments is not None:

@@ -57,6 +57,7 @@ class DecodedWeight(Tensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
+        """Pack ``value`` (N, K) into the layer."""
         layer, subtracted, self._subtracted = self._layer, self._subtracted, None
         with torch.no_grad():
             if subtracted is not None and _bring_back(layer, subtracted):

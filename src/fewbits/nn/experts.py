@@ -224,7 +224,7 @@ class QuantizedExperts(nn.Module):
         return (experts, second, first) if self.is_turned else (experts, first, second)
 
     def take(self, name: str, parts: Mapping[str, Tensor]) -> None:
-        """Hold these stored parts of a weight from now on, frozen."""
+        """Hold these stored parts of a weight (E, N, K) from now on, frozen."""
         self.kept.clear()
         for part, tensor in parts.items():
             self.register_parameter(self.key(name, part), nn.Parameter(tensor, requires_grad=False))

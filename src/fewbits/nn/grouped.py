@@ -54,7 +54,10 @@ class Table:
 
     @classmethod
     def one_by_one(cls, chosen: Tensor) -> Table:
-        """The pairs as they stand, each with a matrix of its own: P matrices in place of E."""
+        """The pairs as they stand, each with a matrix of its own: P matrices in place of E.
+
+        ``chosen`` is (T, k) of whole numbers, P = T * k.
+        """
         flat = chosen.reshape(-1).long()
         order = _count(flat)
         rows = order // max(1, chosen.shape[-1])

@@ -170,7 +170,10 @@ class QuantizedLinear(nn.Linear):
         return {f"weight_{name}": part for name, part in self.packed.parts.items()}
 
     def load_stored(self, parts: dict[str, Tensor]) -> None:
-        """Take back what `stored` gave, on the device where the layer is now."""
+        """Take back what `stored` gave, on the device where the layer is now.
+
+        The parts are those of a weight (N, K).
+        """
         for name, part in parts.items():
             self.register_parameter(name, nn.Parameter(part.detach().to(self.device), requires_grad=False))
 

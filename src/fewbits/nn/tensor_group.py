@@ -37,12 +37,18 @@ class TensorGroup:
     size: int
 
     def sum_(self, x: Tensor) -> Tensor:
-        """The sum over the ranks, in place."""
+        """The sum over the ranks, in place.
+
+        x may have any shape, the same on every rank.
+        """
         distributed.all_reduce(x, group=self.process_group)
         return x
 
     def once(self, x: Tensor | None) -> Tensor | None:
-        """What is to be part of a sum one time."""
+        """What is to be part of a sum one time.
+
+        x may have any shape; the first rank gets it, the others None.
+        """
         return x if self.rank == 0 else None
 
 
@@ -69,13 +75,19 @@ class _SumValue(torch.autograd.Function):
 
 
 def sum_gradient(x: Tensor, group: TensorGroup) -> Tensor:
-    """x itself, whose gradient is summed over the ranks."""
+    """x itself, whose gradient is summed over the ranks.
+
+    x may have any shape, the same on every rank.
+    """
     result: Tensor = _SumGradient.apply(x, group)
     return result
 
 
 def sum_value(x: Tensor, group: TensorGroup) -> Tensor:
-    """The sum of x over the ranks; each rank's x receives the whole gradient."""
+    """The sum of x over the ranks; each rank's x receives the whole gradient.
+
+    x may have any shape, the same on every rank.
+    """
     result: Tensor = _SumValue.apply(x, group)
     return result
 

@@ -42,6 +42,8 @@ class _Storage:
 def state_of(tensors: Iterable[Tensor]) -> tuple[TensorState, ...]:
     """A key that is equal to an earlier one while all tensors are the same memory, unwritten since.
 
+    Each tensor may have any shape.
+
     The key holds no memory: a tensor that is let go of is freed, and no later one is taken for it.
     """
     return tuple(

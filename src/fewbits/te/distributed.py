@@ -16,7 +16,10 @@ def group_size(group: Any) -> int:
 
 
 def largest_of_group(amax: Tensor, group: Any) -> Tensor:
-    """The elementwise largest of ``amax`` over a group's ranks."""
+    """The elementwise largest of ``amax`` over a group's ranks.
+
+    ``amax`` is of the same shape on every rank.
+    """
     if group_size(group) > 1:
         amax = amax.clone()
         torch.distributed.all_reduce(amax, op=torch.distributed.ReduceOp.MAX, group=group)

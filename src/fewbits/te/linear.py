@@ -22,7 +22,10 @@ ParametersSplit = Sequence[str] | Mapping[str, int] | None
 
 
 def default_init(weight: Tensor) -> Tensor:
-    """Normal numbers with a standard deviation of 0.023: what weights begin as where nothing else is said."""
+    """Normal numbers with a standard deviation of 0.023: what weights begin as where nothing else is said.
+
+    ``weight`` is (N, K), and is written.
+    """
     return nn.init.normal_(weight, 0.0, 0.023)
 
 

@@ -144,7 +144,10 @@ def _any(parts: list[Tensor]) -> Tensor:
 
 
 def relative_positions(s_q: int, s_kv: int, offset: Tensor) -> Tensor:
-    """Key minus query minus offset: (len(offset), 1, s_q, s_kv)."""
+    """Key minus query minus offset: (len(offset), 1, s_q, s_kv).
+
+    ``offset`` is (B,).
+    """
     query, key = torch.arange(s_q, device=offset.device), torch.arange(s_kv, device=offset.device)
     return key[None, None, None, :] - query[None, None, :, None] - offset[:, None, None, None]
 

@@ -164,6 +164,8 @@ class Module(nn.Module):
     def product_dtype(self, x: Tensor) -> torch.dtype:
         """The type of products: autocast's, else x's, which parameters must then share.
 
+        x may have any shape.
+
         Raises:
             BadInput: another type of x than of the parameters, outside of torch.autocast.
         """

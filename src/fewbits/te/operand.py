@@ -25,7 +25,10 @@ class Operand:
 
 
 def plain(operand: Packed | Tensor | None, dtype: torch.dtype) -> Tensor:
-    """What an operand stands for, as a real tensor of ``dtype``."""
+    """What an operand stands for, as a real tensor of ``dtype``.
+
+    A packed one is (M, K); the result has its shape.
+    """
     if operand is None:
         raise BadInput("this operand was not asked for when it was quantised: call set_usage first.")
     return operand.dequantize(dtype) if isinstance(operand, Packed) else operand.to(dtype)

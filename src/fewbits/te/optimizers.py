@@ -118,7 +118,10 @@ class FusedAdam(torch.optim.Optimizer):
         return loss
 
     def initialize_state(self, parameter: Tensor, store_param_remainders: bool = False) -> None:
-        """Make a parameter's running means, zeros, and its float32 value if that is kept."""
+        """Make a parameter's running means, zeros, and its float32 value if that is kept.
+
+        The parameter may have any shape, which its states share.
+        """
         state, device = self.state[parameter], parameter.device
         state["exp_avg"] = torch.zeros(parameter.shape, dtype=self.exp_avg_dtype, device=device)
         state["exp_avg_sq"] = torch.zeros(parameter.shape, dtype=self.exp_avg_sq_dtype, device=device)
@@ -149,12 +152,18 @@ class FusedAdam(torch.optim.Optimizer):
         parameter.copy_(value.to(parameter.dtype))
 
     def get_unscaled_state(self, param: Tensor, state_name: str, skip_unscale: bool = False) -> Tensor:
-        """A state of a parameter in float32: "exp_avg", "exp_avg_sq" or "master_param"."""
+        """A state of a parameter in float32: "exp_avg", "exp_avg_sq" or "master_param".
+
+        It is of the parameter's shape.
+        """
         state: Tensor = self.state[param][state_name]
         return state.float()
 
     def set_scaled_state(self, param: Tensor, state_name: str, unscaled_state: Tensor) -> None:
-        """Write a state of a parameter from float32."""
+        """Write a state of a parameter from float32.
+
+        ``unscaled_state`` is float32 of the parameter's shape.
+        """
         if state_name not in self.state[param]:
             self.initialize_state(param)
         self.state[param][state_name].copy_(unscaled_state)

@@ -88,7 +88,10 @@ def after_product(y: Tensor, mode: str | None, sequence: bool, group: Any, size:
 
 
 def sum_over_ranks(x: Tensor, group: Any, size: int) -> Tensor:
-    """The sum of ``x`` over a group's ranks; its gradient is each rank's own."""
+    """The sum of ``x`` over a group's ranks; its gradient is each rank's own.
+
+    ``x`` may have any shape, the same on every rank.
+    """
     if size == 1:
         return x
     summed: Tensor = _Move.apply(x, "sum", group)

@@ -55,7 +55,10 @@ class QuantizedTensor(Tensor):
         return plain(self._operand.columns, dtype or self.dtype).t().reshape(self.shape)
 
     def quantize_(self, tensor: Tensor, *, noop_flag: Tensor | None = None) -> QuantizedTensor:
-        """Take on the value of ``tensor``, of this shape, unless ``noop_flag`` holds something but 0."""
+        """Take on the value of ``tensor``, of this shape, unless ``noop_flag`` holds something but 0.
+
+        ``noop_flag`` is None or (1,) float32; ``tensor`` is of this tensor's shape.
+        """
         if tensor.shape != self.shape:
             raise BadInput(
                 f"a tensor of shape {tuple(tensor.shape)} cannot be written to one of {tuple(self.shape)}."
@@ -85,7 +88,10 @@ class QuantizedTensor(Tensor):
     # The value before the first rounding, for an optimizer's master weights
 
     def keep_high_precision_init_val(self, value: Tensor) -> None:
-        """Keep the value that this weight had before it was rounded."""
+        """Keep the value that this weight had before it was rounded.
+
+        ``value`` is of the weight's shape.
+        """
         self._high_precision_init_val: Tensor | None = value
 
     def get_high_precision_init_val(self) -> Tensor | None:

@@ -72,7 +72,10 @@ class Quantizer(ABC):
         return copy.copy(self)
 
     def calibrate(self, tensor: Tensor) -> None:  # noqa: B027 - most have nothing to record
-        """Record what a later quantisation needs of ``tensor``; nothing but for delayed scaling."""
+        """Record what a later quantisation needs of ``tensor``; nothing but for delayed scaling.
+
+        ``tensor`` may have any shape.
+        """
 
     def quantize(self, tensor: Tensor, *, out: Any = None, dtype: torch.dtype | None = None) -> Any:
         """A tensor of ``tensor``'s shape that holds its codes, or ``out`` filled anew.
@@ -91,7 +94,10 @@ class Quantizer(ABC):
         return self.quantize(tensor, out=out, dtype=dtype)
 
     def update_quantized(self, src: Tensor, dst: Any, *, noop_flag: Tensor | None = None) -> Any:
-        """Quantise ``src`` into ``dst``, unless ``noop_flag`` holds something but 0."""
+        """Quantise ``src`` into ``dst``, unless ``noop_flag`` holds something but 0.
+
+        Both are of the same shape; ``noop_flag`` is None or (1,) float32.
+        """
         if noop_flag is None or not bool(noop_flag.item()):
             dst.quantize_(src)
         return dst
@@ -136,7 +142,10 @@ class Float8Quantizer(Quantizer):
         self.dtype = DType(7 if float8_dtype(fp8_dtype) is torch.float8_e4m3fn else 8)
 
     def calibrate(self, tensor: Tensor) -> None:
-        """Record the largest magnitude: a module that runs twice before the update keeps the larger one."""
+        """Record the largest magnitude: a module that runs twice before the update keeps the larger one.
+
+        ``tensor`` may have any shape.
+        """
         with torch.no_grad():
             self.amax.copy_(torch.maximum(self.amax, amax_of(tensor).view_as(self.amax)))
 

@@ -27,7 +27,10 @@ class CudaRNGStatesTracker:
         return dict(self.states_)
 
     def set_states(self, states: dict[str, Tensor]) -> None:
-        """Take over states by name."""
+        """Take over states by name.
+
+        Each state is (bytes,) uint8, as torch's generators give it.
+        """
         self.states_ = dict(states)
 
     def add(self, name: str, seed: int) -> None:

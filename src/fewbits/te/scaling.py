@@ -42,7 +42,10 @@ def multiplier_of_amax(
 
 
 def to_float8(scaled: Tensor, dtype: torch.dtype) -> Tensor:
-    """To the nearest code, ties to even, cut to plus or minus the largest; a NaN stays one."""
+    """To the nearest code, ties to even, cut to plus or minus the largest; a NaN stays one.
+
+    ``scaled`` is float32 of any shape, and the result has the same.
+    """
     largest = LARGEST[dtype]
     return scaled.clamp(-largest, largest).to(dtype)
 

@@ -65,6 +65,8 @@ def check(
 ) -> Parity:
     """Compare the first ``layers`` of ``model``; weights stay what they were, without gradients.
 
+    ``ids`` are (B, S) int64, ``history`` the tokens of earlier steps, each (B, S).
+
     Args:
         model: as it will be timed, in training mode.
         ids: one batch of tokens.

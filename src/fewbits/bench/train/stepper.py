@@ -35,7 +35,10 @@ class Stepper:
             torch.cuda.reset_peak_memory_stats(self.device)
 
     def forward_backward(self, ids: Tensor) -> Tensor:
-        """The loss of a batch; gradients are where they belong."""
+        """The loss of a batch; gradients are where they belong.
+
+        ``ids`` are (B, S) int64; the loss is (), detached.
+        """
         narrow = (
             torch.autocast(self.device.type, dtype=torch.bfloat16)
             if self.autocast
@@ -47,7 +50,10 @@ class Stepper:
         return loss.detach()  # type: ignore[no-any-return]
 
     def step(self, ids: Tensor) -> None:
-        """One step of the optimizer."""
+        """One step of the optimizer.
+
+        ``ids`` are (B, S) int64.
+        """
         if self.memory is not None:
             self.memory.begin(ids.numel())
         if self.graph is None:
@@ -61,6 +67,8 @@ class Stepper:
 
     def timed(self, data: list[Tensor]) -> tuple[list[float], int]:
         """Milliseconds of each step, by events on the device, and the peak of allocated bytes.
+
+        ``data`` holds the tokens of each step, (B, S) int64.
 
         What a CUDA graph works on counts as allocated only while it is captured, so with one the peak is that
         of all steps.

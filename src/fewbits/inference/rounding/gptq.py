@@ -98,7 +98,10 @@ def _inverse_factor(hessian: Tensor, dead: Tensor, damping: float) -> Tensor:
 
 
 def loss_of(weight: Tensor, packed: Packed, hessian: Tensor) -> float:
-    """``tr(D H D^T) / tr(W H W^T)`` for ``D = decoded - W``: the relative squared error of the outputs."""
+    """``tr(D H D^T) / tr(W H W^T)`` for ``D = decoded - W``: the relative squared error of the outputs.
+
+    ``weight`` is (N, K), ``packed`` of the same shape, ``hessian`` H (K, K), all float32.
+    """
     w = weight.float()
     d = packed.dequantize(torch.float32) - w
     return float(((d @ hessian) * d).sum() / ((w @ hessian) * w).sum().clamp_min(1e-30))

@@ -72,7 +72,11 @@ def launch(
     transposed: bool,
     tile: DecodeTile | None = None,
 ) -> None:
-    """`dequantize_ref` into ``out`` by a kernel; else by the definition."""
+    """`dequantize_ref` into ``out`` by a kernel; else by the definition.
+
+    ``parts`` are those of a tensor (..., K) in the format's order; ``out`` is (N, K), or transposed (K, N),
+    with contiguous rows; ``inverse_scale`` is None or (R, C) float32.
+    """
     named = dict(zip(format.layout(tuple(shape)), parts, strict=True))
     N, K = matrix_of(shape)
     if not takes(format, tuple(shape), out):

@@ -97,7 +97,10 @@ def turned(
     inverse_scale: Tensor | None,
     out: Tensor,
 ) -> bool:
-    """W^T into ``out`` where this kernel is the one to take; False where it is not."""
+    """W^T into ``out`` where this kernel is the one to take; False where it is not.
+
+    ``parts`` are those of W (N, K), ``shape``; ``out`` is (K, N) float8; ``inverse_scale`` one float32.
+    """
     if not (out.is_cuda and is_faster(out.device) and fits(format, parts, *shape, inverse_scale, out)):
         return False
     assert inverse_scale is not None

@@ -223,7 +223,10 @@ def matrix_of(shape: Sequence[int]) -> tuple[int, int]:
 
 
 def takes(format: Format, shape: tuple[int, ...], out: Tensor) -> bool:
-    """Whether the kernel decodes this; the definition does what is left, such as rows of 2**31 values."""
+    """Whether the kernel decodes this; the definition does what is left, such as rows of 2**31 values.
+
+    ``out`` is (N, K) or (K, N), of a packed tensor of ``shape`` (..., K).
+    """
     if out.dtype not in KERNEL_DTYPES or (out.dtype in FLOAT8 and not converts_float8(out)):
         return False
     return _layout_of(format, shape) is not None and matrix_of(shape)[1] < 2**31
@@ -238,7 +241,11 @@ def launch_kernel(
     transposed: bool,
     tile: DecodeTile | None = None,
 ) -> None:
-    """Decode the parts of a tensor of ``shape``, at least one value, that the kernel `takes`."""
+    """Decode the parts of a tensor of ``shape``, at least one value, that the kernel `takes`.
+
+    ``named`` are its parts by name, for N rows of K values; ``out`` is (N, K), or transposed (K, N);
+    ``inverse_scale`` None or (R, C) float32.
+    """
     layout, (N, K) = _layout_of(format, shape), matrix_of(shape)
     assert layout is not None
     inverse_rows, inverse_columns = (0, 0) if inverse_scale is None else _tile_size(inverse_scale, N, K)

@@ -64,7 +64,7 @@ def quantize_gradient_ref(
 
 def reduce_gradients_ref(received: Tensor, out: Tensor, wire: Wire, factor: float = 1.0) -> None:
     """``out`` (row,) = factor * (the sum over ranks of what ``received`` (W, row_bytes) decodes to)."""
-    out.copy_(_sum(received, wire, factor)[: wire.row])
+    out.copy_(_sum(received, wire, factor)[: out.numel()])
 
 
 def sum_gradients_ref(
@@ -143,7 +143,7 @@ def _sum_in_parts(received: Tensor, out: Tensor, wire: Wire, factor: float) -> N
         at, block = column * wire.bits // 8, column // wire.block
         piece[:, : part.code_bytes] = received[:, at : at + part.code_bytes]
         part.scales(piece).copy_(scales[:, block : block + part.num_blocks])
-        out[column : column + part.row] = _sum(piece, part, factor)[: out.numel() - column]
+        reduce_gradients_ref(piece, out[column : column + part.row], part, factor)
 
 
 @torch.library.custom_op("fewbits::quantize_gradient", mutates_args=("residual", "message"))

@@ -33,7 +33,10 @@ from fewbits.kernels.codec.quantize_triton import DEFAULT_TILE, RoundTile, launc
 
 
 def quantize_ref(x: Tensor, format: Format) -> Packed:
-    """The format's own, rounding to nearest."""
+    """The format's own, rounding to nearest.
+
+    x is floating point of any shape.
+    """
     return format.quantize(x)
 
 
@@ -41,7 +44,10 @@ def quantize_ref(x: Tensor, format: Format) -> Packed:
 
 
 def launch(x: Tensor, format: Format, tile: RoundTile = DEFAULT_TILE) -> list[Tensor]:
-    """The parts of `quantize_ref` by the Triton kernels; else by the definition."""
+    """The parts of `quantize_ref` by the Triton kernels; else by the definition.
+
+    x is floating point of any shape, on the GPU.
+    """
     shape = tuple(x.shape)
     if x.numel() == 0 or not takes(format, shape, x.dtype):
         return list(format.quantize(x).parts.values())

@@ -170,7 +170,10 @@ def given_tile(N: int) -> RowTile:
 
 
 def has_kernel(x: Tensor) -> bool:
-    """Whether a kernel takes x: not float64, and no GPU whose units do not convert to float8."""
+    """Whether a kernel takes x: not float64, and no GPU whose units do not convert to float8.
+
+    x may have any shape.
+    """
     return x.dtype in KERNEL_DTYPES and converts_float8(x)
 
 

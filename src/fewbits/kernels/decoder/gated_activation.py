@@ -66,7 +66,10 @@ _NO_FLOAT8 = (None, None, None)
 
 
 def activation_ref(e: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    """f(e) and f'(e)."""
+    """f(e) and f'(e).
+
+    e is floating point of any shape, and both results are of e's shape and dtype.
+    """
     if activation == "gelu":
         s = 0.5 * (1 + torch.erf(e * 0.5**0.5))
         return e * s, s + e * torch.exp(-0.5 * e * e) * (0.5 / torch.pi) ** 0.5
@@ -85,7 +88,10 @@ def gated_activation_ref(
     low_rank_e: LowRank | None = None,
     low_rank_u: LowRank | None = None,
 ) -> Tensor:
-    """h in e's dtype."""
+    """h in e's dtype.
+
+    e and u are (M, I), and so is h; a branch adds ``x @ w^T`` of x (M, r) and w (I, r).
+    """
     ef, uf = _widened(e, low_rank_e), _widened(u, low_rank_u)
     return (activation_ref(ef, activation)[0] * uf).to(e.dtype)
 
@@ -99,7 +105,10 @@ def gated_activation_backward_ref(
     low_rank_u: LowRank | None = None,
     low_rank_dh: LowRank | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """de, du and h in e's dtype."""
+    """de, du and h in e's dtype.
+
+    All of dh, e, u and the results are (M, I); a branch adds ``x @ w^T`` of x (M, r) and w (I, r).
+    """
     dhf, ef, uf = _widened(dh, low_rank_dh), _widened(e, low_rank_e), _widened(u, low_rank_u)
     f, df = activation_ref(ef, activation)
     return (dhf * uf * df).to(e.dtype), (dhf * f).to(e.dtype), (f * uf).to(e.dtype)

@@ -61,7 +61,10 @@ def gated_lora_backward_ref(
     low_rank: tuple[LowRank, LowRank, LowRank],
     scalings: tuple[float, float] = (1.0, 1.0),
 ) -> tuple[Tensor, Tensor, BranchGradients]:
-    """de and du in e's dtype, and what the branches need."""
+    """de and du in e's dtype, and what the branches need.
+
+    dh, e, u, de and du are (M, I); the branches x (M, r) and w (I, r) of gate, up and dh; t is (M, 2 r).
+    """
     de, du, h = gated_activation_backward_ref(dh, e, u, activation, *low_rank)
     acc = torch.promote_types(e.dtype, torch.float32)
     (xe, we), (xu, wu), (xd, _) = ((b.x.to(acc), b.w.to(acc)) for b in low_rank)

@@ -97,7 +97,10 @@ def fits(
     t: Tensor,
     quantized: Quantized8 | None,
 ) -> bool:
-    """Whether the kernel reads and writes these: whole slabs of columns, 16 bytes at a time."""
+    """Whether the kernel reads and writes these: whole slabs of columns, 16 bytes at a time.
+
+    dh, e, u and ``outputs`` are (M, I), t (M, 2 r), the branches x (M, r) and w (I, r).
+    """
     M, I = e.shape
     thin = [branch.x for branch in low_rank]
     wide = [dh, e, u, *thin, *(d for d in outputs if d is not None)]

@@ -66,7 +66,10 @@ def fits(
     h: Tensor | None,
     quantized: Quantized8 | None,
 ) -> bool:
-    """Whether the kernel reads and writes these: whole slabs of columns, 16 bytes at a time."""
+    """Whether the kernel reads and writes these: whole slabs of columns, 16 bytes at a time.
+
+    e, u and h are (M, I), ``down`` (I, r), the branches x (M, r) and w (I, r).
+    """
     M, I = e.shape
     wide = [e, u, *(branch.x for branch in low_rank)] + ([] if h is None else [h])
     wide += [] if quantized is None else [quantized.q]

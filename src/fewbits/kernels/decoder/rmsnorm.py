@@ -99,7 +99,10 @@ def rmsnorm_rows_ref(
     quantize: bool = False,
     dtype: torch.dtype | None = None,
 ) -> Normed:
-    """The norm of ``x + residual``, which is rounded to x's dtype first, and of its rounded result q."""
+    """The norm of ``x + residual``, which is rounded to x's dtype first, and of its rounded result q.
+
+    x and ``residual`` are (M, N), ``weight`` (N,); y, q and the sum are (M, N), r (M,), the scale (M, 1).
+    """
     summed = None if residual is None else x + residual
     y, r = rmsnorm_ref(x if summed is None else summed, weight, eps, offset)
     y = y if dtype is None else y.to(dtype)
@@ -116,7 +119,10 @@ def rmsnorm_backward_rows_ref(
     residual: Tensor | None = None,
     needs_dw: bool = False,
 ) -> NormGradients:
-    """dx, plus the residual in float32 or wider, rounded once; dx in float8 is quantize_rows_ref(dx)."""
+    """dx, plus the residual in float32 or wider, rounded once; dx in float8 is quantize_rows_ref(dx).
+
+    dy, x and ``residual`` are (M, N), ``weight`` (N,), r (M,); dx is (M, N), dw (N,) or None.
+    """
     dx, dw = rmsnorm_backward_ref(dy, x.to(r.dtype), weight, r, offset, needs_dw)
     if residual is not None:
         dx = dx + residual.to(r.dtype)

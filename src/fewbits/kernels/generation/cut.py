@@ -96,7 +96,10 @@ def _reading_of_blocks(
 
 
 def max_rows(weight: Packed | Tensor) -> int:
-    """Rows of x that one call takes with this weight; 0 if the kernel does not read it."""
+    """Rows of x that one call takes with this weight; 0 if the kernel does not read it.
+
+    x is (M, K), the weight (N, K).
+    """
     reading = reading_of(weight)
     if reading is None:
         return 0
@@ -210,7 +213,10 @@ def _bits(reading: Reading) -> int:
 
 
 def vector_scales(reading: Reading, weights: Sequence[Packed | Tensor], shape: Shape) -> bool:
-    """Whether scales of all chunks that a warp asks for at once can be read as one aligned piece."""
+    """Whether scales of all chunks that a warp asks for at once can be read as one aligned piece.
+
+    Each weight is (N_i, K).
+    """
     if not reading.scales or reading.block_chunks > 1 or not shape.full or shape.loads % 4:
         return False
     scales = [w.parts["scales"] for w in weights if isinstance(w, Packed)]

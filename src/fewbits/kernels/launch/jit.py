@@ -92,7 +92,10 @@ def next_power_of_2(n: int) -> int:
 
 
 def converts_float8(x: Tensor) -> bool:
-    """Whether kernels on x's device may hold float8: the interpreter, and a GPU whose units convert it."""
+    """Whether kernels on x's device may hold float8: the interpreter, and a GPU whose units convert it.
+
+    x may have any shape.
+    """
     return not x.is_cuda or torch.cuda.get_device_capability(x.device) >= (8, 9)
 
 
@@ -103,5 +106,8 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def on_device_of(x: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """A guard under which launches go to the device (and its current stream) that holds ``x``."""
+    """A guard under which launches go to the device (and its current stream) that holds ``x``.
+
+    ``x`` may have any shape.
+    """
     return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()

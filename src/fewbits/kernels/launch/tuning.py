@@ -45,6 +45,8 @@ def key_of(op: str, *facts: object) -> str:
 def tile_for(op: str, facts: tuple[object, ...], like: Tensor, rule: T) -> T:
     """The tile of ``op`` where ``like`` is: measured there, shipped for the architecture, or the ``rule``'s.
 
+    ``like`` may have any shape: its device is read.
+
     Args:
         op: the kernel.
         facts: of the operands, as far as the best tile depends on them.

@@ -72,7 +72,10 @@ def linear_cross_entropy_ref(
     z_loss: float = 0.0,
     soft_cap: float | None = None,
 ) -> Tensor:
-    """The loss of every row (...), with all logits in memory; autograd derives its gradients."""
+    """The loss of every row (...), with all logits in memory; autograd derives its gradients.
+
+    ``hidden`` is (..., K), ``weight`` (V, K), ``labels`` (...) int64, ``bias`` (V,).
+    """
     z = F.linear(hidden, weight, bias)
     s = z.to(torch.promote_types(z.dtype, torch.float32))
     if soft_cap:
@@ -320,7 +323,10 @@ def fake_op(
     reduce: bool,
     *operands: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    """The shapes of the op, and of the one whose products take 8-bit ``operands`` besides."""
+    """The shapes of the op, and of the one whose products take 8-bit ``operands`` besides.
+
+    ``hidden`` is (M, K), ``weight`` (V, K), ``labels`` and ``dloss`` (M,), ``bias`` (V,).
+    """
     losses, *gradients = outputs(hidden, weight, bias, needs, chunk_rows)
     return (losses.new_empty(()) if reduce else losses, *gradients)
 
@@ -330,6 +336,8 @@ _linear_cross_entropy.register_fake(fake_op)
 
 def check_labels(labels: Tensor, V: int, ignore_index: int) -> None:
     """Refuse labels that are neither ignored nor below V; waits for the device.
+
+    ``labels`` are int64 of any shape.
 
     Raises:
         BadInput: there is one.

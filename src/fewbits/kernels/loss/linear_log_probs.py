@@ -66,7 +66,10 @@ class LogProbs(NamedTuple):
 def linear_log_probs_ref(
     hidden: Tensor, weight: Tensor, labels: Tensor, *, ignore_index: int = -100, soft_cap: float = 0.0
 ) -> LogProbs:
-    """With all logits in memory; autograd derives its gradients."""
+    """With all logits in memory; autograd derives its gradients.
+
+    ``hidden`` is (M, K), ``weight`` (V, K), ``labels`` (M,) int64; each result is (M,).
+    """
     s = _capped((hidden @ weight.t()).float(), soft_cap)
     kept = labels != ignore_index
     log_p = s.log_softmax(-1)

@@ -25,7 +25,10 @@ _BLOCK = 4096
 
 
 def scaled_ref(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """``x * factor`` in ``dtype``."""
+    """``x * factor`` in ``dtype``.
+
+    x is of any shape, ``factor`` of one value; the result has x's shape.
+    """
     wide = torch.promote_types(x.dtype, torch.float32)
     return (x.to(wide) * factor.to(wide)).to(dtype)
 

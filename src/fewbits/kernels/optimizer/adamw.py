@@ -101,7 +101,10 @@ class Moments:
 
     @classmethod
     def zeros(cls, param: Tensor, *, packed: bool) -> Moments:
-        """Moments of a tensor that has had no step."""
+        """Moments of a tensor that has had no step.
+
+        They are of ``param``'s shape, which may be any; scales are (blocks,).
+        """
         if not packed:
             m, v = (torch.zeros(param.shape, dtype=torch.float32, device=param.device) for _ in range(2))
             return cls(m, v)
@@ -120,6 +123,8 @@ def check_placed(
     seeds: Sequence[int] | None = None,
 ) -> None:
     """Refuse tensors that do not fit: a kernel takes their addresses, and would write wherever these lead.
+
+    Each gradient is of its parameter's shape; moments are as of `Moments`, in this order too.
 
     Raises:
         BadInput: numbers of tensors that differ; a gradient, moment or scale on another device than its
@@ -173,14 +178,21 @@ def quantize_moment(x: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
 
 
 def dequantize_moment(codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
-    """The moment that codes and scales stand for, in float32."""
+    """The moment that codes and scales stand for, in float32.
+
+    ``codes`` are uint8 of any shape, ``scales`` (blocks of BLOCK values,) float32; the result is of the
+    codes' shape.
+    """
     values = table(_M_VALUES if signed else _V_VALUES, codes.device)
     x = values.index_select(0, codes.reshape(-1).to(torch.int32))
     return (x * scales.repeat_interleave(BLOCK)[: x.numel()]).view(codes.shape)
 
 
 def stochastic_bfloat16(x: Tensor, seed: int) -> Tensor:
-    """float32 to bfloat16, up or down with the probabilities that leave the mean as it is."""
+    """float32 to bfloat16, up or down with the probabilities that leave the mean as it is.
+
+    x is float32 of any shape, and the result has the same.
+    """
     bits = x.contiguous().view(torch.int32)
     words = random_words((x.numel() + 1) // 2, seed, x.device)
     noise = torch.stack([words & 0xFFFF, words >> 16], -1).view(-1)[: x.numel()].to(torch.int32).view(x.shape)
@@ -191,7 +203,10 @@ def stochastic_bfloat16(x: Tensor, seed: int) -> Tensor:
 def adamw_ref(
     param: Tensor, grad: Tensor, moments: Moments, options: AdamWOptions, seed: int | None = None
 ) -> None:
-    """One tensor's step by the formulas above; with the tensor's seed, bfloat16 is rounded stochastically."""
+    """One tensor's step by the formulas above; with the tensor's seed, bfloat16 is rounded stochastically.
+
+    ``param`` and ``grad`` are of the same shape, any; ``param`` and ``moments`` are written.
+    """
     beta1, rest1, beta2, rest2, decay, step_size, correction2, eps, _ = options.scalars
     g, m, v = grad.float(), moments.m, moments.v
     if moments.m_scales is not None and moments.v_scales is not None:
@@ -220,7 +235,10 @@ def adamw_ref(
 
 
 def guess_index(x: Tensor, *, signed: bool) -> Tensor:
-    """Where the kernel looks its guess up for x between -1 and 1 (float32): below 4096, by x's first bits."""
+    """Where the kernel looks its guess up for x between -1 and 1 (float32): below 4096, by x's first bits.
+
+    x is of any shape, and the indices, int32, have the same.
+    """
     magnitude = x.view(torch.int32) & 0x7FFFFFFF
     if not signed:
         return ((magnitude >> 16) - 104 * 128).clamp(0, 23 * 128 - 1)
@@ -324,7 +342,10 @@ def _row(param: Tensor, grad: Tensor, kept: Moments, seed: int) -> list[int]:
 
 
 def takes(param: Tensor, grad: Tensor, kept: Moments) -> bool:
-    """Whether the kernel can step this tensor."""
+    """Whether the kernel can step this tensor.
+
+    ``param`` and ``grad`` are of the same shape, any.
+    """
     types = (torch.float32, torch.bfloat16, torch.float16)
     tensors = (param, grad, kept.m, kept.v)
     aligned = all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in tensors)
@@ -373,6 +394,8 @@ def adamw(
     guard: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """One AdamW step of all ``params`` in place.
+
+    Each gradient is of its parameter's shape, any; ``guard`` is None or two tensors of one value each.
 
     Tensors on a CPU, and those of other types, strides or odd addresses, take the definition.
 

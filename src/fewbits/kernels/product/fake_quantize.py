@@ -47,12 +47,18 @@ from fewbits.kernels.product.matmul_packed import product_dtype
 
 
 def fake_quantize_ref(x: Tensor, format: Format, dtype: torch.dtype) -> Tensor:
-    """``dequantize(quantize(x))`` in ``dtype``."""
+    """``dequantize(quantize(x))`` in ``dtype``.
+
+    x is floating point of any shape, and the result has the same.
+    """
     return format.dequantize(format.quantize(x), dtype)
 
 
 def lora_weight_ref(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
-    """``W + scaling * B @ A`` in W's dtype, summed in float32 (or a wider type that they have)."""
+    """``W + scaling * B @ A`` in W's dtype, summed in float32 (or a wider type that they have).
+
+    W is (N, K), A (r, K) and B (N, r).
+    """
     wide = torch.promote_types(torch.promote_types(weight.dtype, a.dtype), torch.float32)
     with torch.autocast(weight.device.type, enabled=False):
         return (weight.to(wide) + (b.to(wide) @ a.to(wide)) * scaling).to(weight.dtype)
@@ -61,7 +67,10 @@ def lora_weight_ref(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Ten
 def fake_quantize_lora_ref(
     weight: Tensor, a: Tensor, b: Tensor, scaling: float, format: Format | None, dtype: torch.dtype
 ) -> Tensor:
-    """The two above, one after the other."""
+    """The two above, one after the other.
+
+    W is (N, K), A (r, K) and B (N, r); the result is (N, K) in ``dtype``.
+    """
     effective = lora_weight_ref(weight, a, b, scaling)
     return effective.to(dtype) if format is None else fake_quantize_ref(effective, format, dtype)
 
@@ -70,7 +79,10 @@ def fake_quantize_lora_ref(
 
 
 def launch(x: Tensor, format: Format, dtype: torch.dtype) -> Tensor:
-    """`fake_quantize_ref`: one pass; with double quantisation packed and unpacked; else the definition."""
+    """`fake_quantize_ref`: one pass; with double quantisation packed and unpacked; else the definition.
+
+    x is floating point of any shape, on the GPU; the result has the same.
+    """
     known = takes(format, tuple(x.shape), x.dtype) and dtype in KERNEL_DTYPES and x.numel() > 0
     coding = format.contract.coding
     if not known or coding is None:
@@ -85,7 +97,10 @@ def launch(x: Tensor, format: Format, dtype: torch.dtype) -> Tensor:
 def launch_effective(
     weight: Tensor, a: Tensor, b: Tensor, scaling: float, format: Format | None, out: Tensor
 ) -> None:
-    """`fake_quantize_lora_ref` into ``out``: one pass if the format's blocks allow, else two."""
+    """`fake_quantize_lora_ref` into ``out``: one pass if the format's blocks allow, else two.
+
+    W and ``out`` are (N, K), A (r, K), B (N, r).
+    """
     if not takes_lora(weight, a, b):
         effective = lora_weight_ref(weight, a, b, scaling)
     elif format is None and out.dtype == weight.dtype:
@@ -168,7 +183,10 @@ class _FakeQuantize(torch.autograd.Function):
 
 
 def fake_quantize(x: Tensor, format: Format | None, dtype: torch.dtype | None = None) -> Tensor:
-    """``dequantize(quantize(x))`` in ``dtype`` (default: x's); ``dx = dy``."""
+    """``dequantize(quantize(x))`` in ``dtype`` (default: x's); ``dx = dy``.
+
+    x is floating point of any shape, and the result has the same.
+    """
     if format is None:
         return x if dtype is None else x.to(dtype)
     check_floating(x)

@@ -146,6 +146,9 @@ def lora_linear_ref(
     scaling: float,
     dropped: Tensor | None = None,
 ) -> Tensor:
-    """The definition with a decoded weight; autograd derives its backward pass."""
+    """The definition with a decoded weight; autograd derives its backward pass.
+
+    x and ``dropped`` are (..., K), ``weight`` (N, K), ``bias`` (N,), a (r, K), b (N, r); y is (..., N).
+    """
     branch = F.linear(F.linear(x if dropped is None else dropped, a), b)
     return F.linear(x, weight, bias) + branch * scaling

@@ -96,7 +96,10 @@ def operand_linear(
 def operand_linear_ref(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, operands: Operands = PLAIN
 ) -> Tensor:
-    """The forward definition; autograd derives the backward pass that takes the operands as they are."""
+    """The forward definition; autograd derives the backward pass that takes the operands as they are.
+
+    x is (..., K), ``weight`` (N, K), ``bias`` (N,); y is (..., N).
+    """
     x = x + (round_operand(x, operands.activation) - x).detach()
     weight = weight + (round_operand(weight, operands.weight_operand) - weight).detach()
     return F.linear(x, weight, bias)

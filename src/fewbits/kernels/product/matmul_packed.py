@@ -64,7 +64,10 @@ def backward_product(dy: Tensor, weight: Tensor, operands: Operands) -> Tensor:
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
-    """The dtype in which a product of ``x`` is computed: autocast's where it is on, else x's own."""
+    """The dtype in which a product of ``x`` is computed: autocast's where it is on, else x's own.
+
+    ``x`` may have any shape.
+    """
     device = x.device.type
     if torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
@@ -111,7 +114,10 @@ def decode(
     parts: tuple[Tensor, ...],
     dtype: torch.dtype,
 ) -> Tensor:
-    """The weight in ``dtype`` from its parts and its `signature`."""
+    """The weight in ``dtype`` from its parts and its `signature`.
+
+    The weight is (N, K), or of any shape that its signature says.
+    """
     format, shape, packed_dtype, names = like
     packed = Packed(format, shape, packed_dtype, dict(zip(names, parts, strict=True)))
     return dequantize(packed, dtype)
@@ -144,5 +150,8 @@ def packed_linear(
 
 
 def packed_linear_ref(x: Tensor, packed: Packed, bias: Tensor | None = None) -> Tensor:
-    """The definition without formats for the operands; autograd derives its backward pass."""
+    """The definition without formats for the operands; autograd derives its backward pass.
+
+    x is (..., K), ``packed`` (N, K), ``bias`` (N,); y is (..., N).
+    """
     return F.linear(x, packed.dequantize(x.dtype), bias)

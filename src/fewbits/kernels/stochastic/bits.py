@@ -107,7 +107,11 @@ def defines_of(words: int) -> nvrtc.Defines:
 def launch(
     operands: Sequence[Tensor], tables: Tables, level_index: Tensor | None, chunk: int, y: Tensor
 ) -> None:
-    """y of contiguous qa, sa, qb and sb on a GPU, on its current stream."""
+    """y of contiguous qa, sa, qb and sb on a GPU, on its current stream.
+
+    qa is (B, N, D), sa (B, N, C), qb (B or 1, M, D), sb (B or 1, M, C), y (B, N, M); ``level_index`` is None
+    or (B or 1, N or 1, C or 1).
+    """
     qa, sa, qb, sb = operands
     per_chunk = cdiv(chunk * tables.words, _WORDS)
     stages = per_chunk * sa.shape[2]

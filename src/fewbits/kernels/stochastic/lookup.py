@@ -312,7 +312,10 @@ def product_of(
     plan: Plan,
     chunk: int,
 ) -> tuple[Product, Tensor | None]:
-    """The kernels' argument for a, qb and sb, and y, all contiguous; and the workspace that it points to."""
+    """The kernels' argument for a, qb and sb, and y, all contiguous; and the workspace that it points to.
+
+    b holds qb (B or 1, M, D) and sb (B or 1, M, C); y is (B, N, M).
+    """
     (N, D), (M, C), device = a.values.shape[1:], b[1].shape[1:], y.device
     counts = None
     if plan.counts:
@@ -328,7 +331,10 @@ def product_of(
 
 
 def alignment(qb: Tensor, chunk: int) -> int:
-    """How many codes can be read at once: 16, 4 or 1."""
+    """How many codes can be read at once: 16, 4 or 1.
+
+    qb is (B or 1, M, D) int8.
+    """
     places = (qb.shape[-1], chunk, qb.data_ptr())
     return next(n for n in (16, 4, 1) if all(x % n == 0 for x in places))
 
@@ -336,7 +342,11 @@ def alignment(qb: Tensor, chunk: int) -> int:
 def launch(
     operands: Sequence[Tensor], tables: Tables, level_index: Tensor | None, chunk: int, y: Tensor
 ) -> None:
-    """y of contiguous qa, sa, qb and sb on a GPU, on its current stream."""
+    """y of contiguous qa, sa, qb and sb on a GPU, on its current stream.
+
+    qa is (B, N, D), sa (B, N, C), qb (B or 1, M, D), sb (B or 1, M, C), y (B, N, M); ``level_index`` is None
+    or (B or 1, N or 1, C or 1).
+    """
     qa, sa, qb, sb = operands
     launch_rows(Rows(qa, sa), (qb, sb), tables, level_index, chunk, y)
 

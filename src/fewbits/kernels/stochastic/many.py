@@ -133,7 +133,11 @@ def product_of(
 def launch(
     operands: Sequence[Tensor], tables: Tables, level_index: Tensor | None, chunk: int, y: Tensor
 ) -> None:
-    """y of contiguous qa, sa, qb and sb on a GPU, on its current stream."""
+    """y of contiguous qa, sa, qb and sb on a GPU, on its current stream.
+
+    qa is (B, N, D), sa (B, N, C), qb (B or 1, M, D), sb (B or 1, M, C), y (B, N, M); ``level_index`` is None
+    or (B or 1, N or 1, C or 1).
+    """
     qa, sa, qb, sb = operands
     (B, N), (C, M) = qa.shape[:2], (sa.shape[2], qb.shape[1])
     sb = sb.transpose(1, 2).contiguous()

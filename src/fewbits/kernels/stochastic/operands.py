@@ -27,6 +27,8 @@ class LengthTable(NamedTuple):
 def length_table(stoc_len: Any, a: Tensor, options: Stochastic) -> LengthTable:
     """``sc_matmul``'s ``stoc_len`` for an operand a of two or three dimensions.
 
+    a is (N, D) or (B, N, D); ``stoc_len`` a number, or lengths of the rows (N,), or of rows and chunks.
+
     Raises:
         BadInput: other than whole numbers in range, or a shape that fits neither rows nor chunks.
     """
@@ -166,6 +168,8 @@ def _same_chunks(field: str, b: Packed, options: Stochastic) -> bool:
 def check_smooth(smooth_scales: Any, a: Tensor) -> None:
     """Refuse smooth scales that are not one number for each inner dimension, on a's device.
 
+    a is (..., D), and smooth scales are (D,).
+
     Raises:
         BadInput: the reason.
     """
@@ -180,6 +184,8 @@ def check_smooth(smooth_scales: Any, a: Tensor) -> None:
 
 def check_finite(operands: Mapping[str, Tensor], *, smoothed: bool) -> None:
     """Refuse NaN and infinities, in an operand or in the scales that tell of them.
+
+    Each operand may have any shape.
 
     Raises:
         BadInput: the operand's name.

@@ -15,7 +15,10 @@ def strides_of(level_index: Tensor | None) -> list[int]:
 
 
 def index_of(level_index: Tensor | None, batch: slice, rows: slice) -> Tensor | None:
-    """The index of some of a's rows."""
+    """The index of some of a's rows.
+
+    ``level_index`` is (B or 1, N or 1, C or 1), and so is what is left of it.
+    """
     if level_index is None:
         return None
     whole = slice(None)

@@ -35,7 +35,10 @@ def quantize_stochastic_ref(
 
 
 def smoothed(x: Tensor, smooth_scales: Tensor | None, *, is_b: bool = False) -> Tensor:
-    """x with its smooth scales applied, in its own dtype."""
+    """x with its smooth scales applied, in its own dtype.
+
+    x is (..., D), ``smooth_scales`` (D,); the result has x's shape.
+    """
     if smooth_scales is None:
         return x
     scales = smooth_scales.to(x.dtype)

@@ -17,7 +17,10 @@ _TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16
 
 
 def takes(x: Tensor) -> bool:
-    """Whether the kernel knows the dtype."""
+    """Whether the kernel knows the dtype.
+
+    x may have any shape.
+    """
     return triton is not None and x.dtype in _TYPES
 
 

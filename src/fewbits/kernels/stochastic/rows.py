@@ -112,7 +112,10 @@ def _(
 
 
 def takes(x: Tensor, options: Stochastic, dtype: torch.dtype) -> bool:
-    """Whether the kernel that quantises knows such rows and results."""
+    """Whether the kernel that quantises knows such rows and results.
+
+    x is (N, D).
+    """
     kinds = (torch.float32, torch.bfloat16)
     known = x.dtype in kinds and dtype in kinds and options.chunk_size(x.shape[1]) <= lookup.SLICE
     return known and x.numel() > 0 and x.shape[0] <= MOST_ROWS

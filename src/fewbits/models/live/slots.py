@@ -43,6 +43,8 @@ class Slots(Protocol):
     def step(self, tokens: Tensor) -> Tensor:
         """Take the next token (used,) int64 of the first slots in; the logits behind them.
 
+        ``tokens`` are (slots,) int64.
+
         They are (used, vocabulary) float32 and may lie in a buffer that the next step overwrites.
         """
 
@@ -160,7 +162,10 @@ class ModelSlots:
 
     @torch.no_grad()
     def step(self, tokens: Tensor) -> Tensor:
-        """One token more in each of the first slots."""
+        """One token more in each of the first slots.
+
+        ``tokens`` are (slots,) int64.
+        """
         used = len(tokens)
         places = torch.tensor(self._lengths[:used], device=tokens.device)[:, None]
         end = min(self.room, -(-(max(self._lengths[:used]) + 1) // _ALIGNED) * _ALIGNED)
@@ -225,7 +230,10 @@ def own_step(model: Any, read: Read, token: Tensor) -> Tensor:
 
 
 def difference(ours: Tensor, theirs: Tensor) -> float:
-    """The relative difference of logits; 0 if the model's own are NaN, as the texts will show."""
+    """The relative difference of logits; 0 if the model's own are NaN, as the texts will show.
+
+    Both are (V,), or of the same shape at least.
+    """
     if not bool(theirs.isfinite().all()):
         return 0.0
     return float((ours - theirs).norm() / theirs.norm().clamp(min=1e-30))

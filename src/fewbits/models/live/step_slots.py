@@ -58,7 +58,10 @@ class StepSlots:
 
     @torch.no_grad()
     def step(self, tokens: Tensor) -> Tensor:
-        """One token more in each of the first slots."""
+        """One token more in each of the first slots.
+
+        ``tokens`` are (slots,) int64.
+        """
         used = len(tokens)
         if self._now is None or self._now[1] != used:
             step = self._step_of(used)

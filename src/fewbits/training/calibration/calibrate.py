@@ -175,7 +175,10 @@ def awq_scales(
 
 
 def protected_channels(captured: Captured, weight: Tensor, count: int) -> tuple[int, ...]:
-    """The ``count`` input channels whose products are largest: ``max|x_k| * |W_k|``, in ascending order."""
+    """The ``count`` input channels whose products are largest: ``max|x_k| * |W_k|``, in ascending order.
+
+    ``weight`` is (N, K).
+    """
     if count < 0 or count >= weight.shape[1]:
         raise BadInput(
             f"{count} protected channels of {weight.shape[1]} is refused: leave some to the streams."

@@ -266,6 +266,8 @@ def fill_optimizer(
 ) -> None:
     """Give the optimizer its settings and state.
 
+    A moment is of the shape of this rank's slice of its parameter.
+
     Args:
         model: its model.
         optimizer: what steps it.

@@ -44,11 +44,17 @@ class Pieces:
         return marked
 
     def split(self, part: Tensor) -> tuple[Tensor, ...]:
-        """The pieces of this rank's slice."""
+        """The pieces of this rank's slice.
+
+        ``part`` is (rows, ...), the pieces are cut along the rows.
+        """
         return torch.split(part, [sizes[0] for _, sizes in self.places])
 
     def in_order(self, whole: Tensor) -> Tensor:
-        """Rows as the ranks of a layer hold them, one behind the other, as they lie in the whole tensor."""
+        """Rows as the ranks of a layer hold them, one behind the other, as they lie in the whole tensor.
+
+        ``whole`` is (rows, ...), and so is the result.
+        """
         share = sum(self.parts) // self.ranks
         rows = torch.arange(whole.shape[0], device=whole.device).view(self.ranks, share)
         parts = rows.split([size // self.ranks for size in self.parts], dim=1)
@@ -110,7 +116,10 @@ def pieces_of(view: Any) -> Pieces | None:
 
 
 def places_of(view: Tensor) -> tuple[Place, ...]:
-    """Where this rank's rows lie in the whole tensor, those one behind the other together."""
+    """Where this rank's rows lie in the whole tensor, those one behind the other together.
+
+    A place is an offset and a size for each axis of the whole tensor's shape.
+    """
     pieces = pieces_of(view)
     return (place_of(view),) if pieces is None else pieces.places
 

@@ -102,7 +102,10 @@ def random_state() -> tuple[Tensor, list[Tensor]]:
 
 
 def set_random_state(state: tuple[Tensor, list[Tensor]]) -> None:
-    """Back to what `random_state` found."""
+    """Back to what `random_state` found.
+
+    Each state is (bytes,) uint8: the CPU's, then one for each GPU.
+    """
     torch.set_rng_state(state[0])
     if state[1]:
         torch.cuda.set_rng_state_all(state[1])

@@ -60,7 +60,10 @@ class Travel:
         self.sent_bytes = 0
 
     def all_to_all(self, out: Tensor, sent: Tensor) -> distributed.Work | None:
-        """Row r of ``sent`` goes to rank r, whose ``out`` has it in the sender's row."""
+        """Row r of ``sent`` goes to rank r, whose ``out`` has it in the sender's row.
+
+        Both are (ranks, ...), of the same shape.
+        """
         if self.size == 1:
             out.copy_(sent)
             return None
@@ -69,7 +72,10 @@ class Travel:
         return work
 
     def all_gather(self, out: Tensor, sent: Tensor) -> distributed.Work | None:
-        """``out`` is every rank's ``sent``, one after the other."""
+        """``out`` is every rank's ``sent``, one after the other.
+
+        ``sent`` is of any shape, ``out`` holds it once for each rank, (ranks, ...).
+        """
         if self.size == 1:
             out.copy_(sent.view_as(out))
             return None
@@ -79,7 +85,10 @@ class Travel:
         return work
 
     def reduce_scatter(self, out: Tensor, sent: Tensor) -> distributed.Work | None:
-        """``out`` is the sum of all ranks' row ``rank`` of ``sent``, as it is."""
+        """``out`` is the sum of all ranks' row ``rank`` of ``sent``, as it is.
+
+        ``sent`` is (ranks, ...), ``out`` a row of it.
+        """
         if self.size == 1:
             out.copy_(sent.view_as(out))
             return None
@@ -89,7 +98,10 @@ class Travel:
         return work
 
     def all_reduce(self, x: Tensor) -> distributed.Work | None:
-        """The sum, in place, as it is: for comparison."""
+        """The sum, in place, as it is: for comparison.
+
+        x may have any shape, the same on every rank.
+        """
         if self.size == 1:
             return None
         self.sent_bytes += 2 * x.nbytes * (self.size - 1) // self.size

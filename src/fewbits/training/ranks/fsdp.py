@@ -205,14 +205,20 @@ def reshard(model: nn.Module) -> None:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a tensor; a plain one is all here."""
+    """What this rank holds of a tensor; a plain one is all here.
+
+    The tensor may have any shape, and its slice the same number of axes.
+    """
     from torch.distributed.tensor import DTensor
 
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def place_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Where this rank's slice begins in the whole tensor, and its shape."""
+    """Where this rank's slice begins in the whole tensor, and its shape.
+
+    Offsets and sizes are tuples with a number for each axis of the tensor's shape.
+    """
     if not hasattr(tensor, "__create_chunk_list__"):
         return (0,) * tensor.dim(), tuple(tensor.shape)
     (chunk,) = tensor.__create_chunk_list__()
