@@ -81,7 +81,7 @@ class Problem:
             packed, scale = side.pack(whole[b, :, rows])
             codes[b, :, rows], scales[b, :, rows] = ordered_codes(packed, side, lanes), scale
             ring = range(max(n - kind.newest, begin), n)
-            newest[b, :, [i % kind.newest for i in ring]] = whole[b, :, list(ring)]
+            newest[b, :, [i % (kind.newest + 1) for i in ring]] = whole[b, :, list(ring)]
             count = min(kind.first, n - begin)
             first[b, :, :count] = whole[b, :, begin : begin + count]
 
@@ -152,7 +152,7 @@ def test_a_hundred_tokens_one_by_one_are_packed_as_a_prompt_is() -> None:
     whole = torch.stack(seen, dim=1)[None]
     n = whole.shape[2]
     assert torch.equal(
-        p.cache.newest_values[:, :, [i % 16 for i in range(max(n - 16, 0), n)]], whole[:, :, -16:]
+        p.cache.newest_values[:, :, [i % 17 for i in range(max(n - 16, 0), n)]], whole[:, :, -16:]
     )
     assert torch.equal(p.cache.first_values[:, :, : min(n, 4)], whole[:, :, :4])
     side = p.cache.sides["values"]
@@ -172,9 +172,10 @@ def test_the_source_gives_the_definition(tmp_path: Path, lengths: list[int], wha
     library = emulated.build(
         tmp_path, "generation/packed_attention.cu", "packed_attention_emulation.cpp", call.defines
     )
-    library.run(ctypes.byref(call.argument), *call.grid)
-    p.check(p.out, p.cache, need, after)
-    assert not bool(call._own[1].any())  # its counters are zeros again
+    for _ in range(2):  # a step that is run twice gives the same, and its counters are zeros again
+        p.out.fill_(torch.nan)
+        library.run(ctypes.byref(call.argument), *call.grid)
+        p.check(p.out, p.cache, need, after)
 
 
 def test_what_does_not_fit_is_refused() -> None:
@@ -209,8 +210,9 @@ def test_compiles_to_machine_code(capability: int, what: dict[str, Any]) -> None
 )
 def test_on_a_gpu(lengths: list[int], what: dict[str, Any]) -> None:
     p = Problem(lengths, device="cuda", **what)
-    after, again = p.copied(), p.copied()
+    after = p.copied()
     need = packed_attention_ref(p.qkv, after, p.rules)
-    first = PackedAttention(p.qkv, p.cache, p.out, p.rules).launch().clone()
+    call = PackedAttention(p.qkv, p.cache, p.out, p.rules)
+    first = call.launch().clone()
     p.check(first, p.cache, need, after)
-    assert torch.equal(PackedAttention(p.qkv, again, p.out, p.rules).launch(), first)
+    assert torch.equal(call.launch(), first)

@@ -2,8 +2,9 @@
 //
 // The floor is the cache: its codes and scales are read once. Blocks of one key head of one sequence:
 //
-// * Block 0 has the tokens in 16 bits: the first ones, the newest ones (a ring) and the new token. It packs the token
-//   that leaves the ring, then writes the new one over it. Its sums stay as the model has its values.
+// * Block 0 has the tokens in 16 bits: the first ones, the newest ones (a ring) and the new token. It packs the oldest of
+//   the ring, which the next step finds packed, and writes the new one to a place that no token of this step has: a step
+//   that is run twice gives the same. Its sums stay as the model has its values.
 // * Each other block has a part of the packed tokens and all HEADS query heads that share the key head. Every warp walks
 //   over tiles of ROWS tokens by itself, with a softmax of its own: codes become float16 in registers (exact), tensor
 //   cores multiply them, scales of keys are applied to the products' sums and scales of values to the weights. The
@@ -23,7 +24,7 @@ struct Arguments {
     const float *qkv;                           // (B, (heads + 2 kv_heads) D)
     unsigned char *key_codes, *value_codes;     // (B, kv_heads, room, bytes of a head)
     unsigned short *key_scales, *value_scales;  // (B, kv_heads, room, SCALES) float16
-    unsigned short *newest_keys, *newest_values;  // (B, kv_heads, NEWEST, D): token n at n % NEWEST
+    unsigned short *newest_keys, *newest_values;  // (B, kv_heads, SLOTS, D): token n at n % SLOTS
     unsigned short *first_keys, *first_values;  // (B, kv_heads, FIRST, D)
     unsigned short *out;                        // (B, heads D)
     const unsigned short *q_norm, *k_norm;      // (D,)
@@ -52,6 +53,7 @@ struct Arguments {
 #define LANES (D <= 32 ? 4 : D <= 64 ? 8 : D <= 128 ? 16 : 32)  // of a row in 16 bits, 8 numbers each
 #define AT_ONCE (32 / LANES)
 #define RECENT (FIRST + NEWEST + 1)
+#define SLOTS (NEWEST + 1)
 
 struct Range {
     i64 position, begin, low, packed;  // the new token; the first one; the first one in the window; the first packed one
@@ -87,7 +89,7 @@ struct Shared {
 static __device__ __forceinline__ void attend_recent(const Arguments &p, const Range &r, const Shared &s, int b, int head) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / LANES, column = lane % LANES * 8;
     const i64 of_head = (i64)b * p.kv_heads + head;
-    const u16 *keys = p.newest_keys + of_head * NEWEST * D, *values = p.newest_values + of_head * NEWEST * D;
+    const u16 *keys = p.newest_keys + of_head * SLOTS * D, *values = p.newest_values + of_head * SLOTS * D;
     const u16 *first_keys = p.first_keys + of_head * FIRST * D, *first_values = p.first_values + of_head * FIRST * D;
     const int skipped = r.low - r.begin < FIRST ? (int)(r.low - r.begin) : FIRST;
     const int firsts = (r.position - r.begin < FIRST ? (int)(r.position - r.begin) : FIRST) - skipped;
@@ -99,7 +101,7 @@ static __device__ __forceinline__ void attend_recent(const Arguments &p, const R
     for (int n = warp * AT_ONCE; n < count; n += WARPS * AT_ONCE) {
         const int at = n + row;
         const bool there = at < count - 1 && column < D;
-        const u16 *key = at < earlier ? first_keys + (skipped + at) * D : keys + (from + at - earlier) % NEWEST * D;
+        const u16 *key = at < earlier ? first_keys + (skipped + at) * D : keys + (from + at - earlier) % SLOTS * D;
         Eight k = there ? load_eight(key + column) : Eight{};
         if (at == count - 1 && column < D)
             for (int e = 0; e < 8; e++) k.x[e] = new_key[column + e];
@@ -127,7 +129,7 @@ static __device__ __forceinline__ void attend_recent(const Arguments &p, const R
     for (int n = warp * AT_ONCE; n < count; n += WARPS * AT_ONCE) {
         const int at = n + row;
         const bool there = at < count - 1 && column < D;
-        const u16 *value = at < earlier ? first_values + (skipped + at) * D : values + (from + at - earlier) % NEWEST * D;
+        const u16 *value = at < earlier ? first_values + (skipped + at) * D : values + (from + at - earlier) % SLOTS * D;
         Eight v = there ? load_eight(value + column) : Eight{};
         if (at == count - 1 && column < D)
             for (int e = 0; e < 8; e++) v.x[e] = new_value[column + e];
@@ -138,7 +140,7 @@ static __device__ __forceinline__ void attend_recent(const Arguments &p, const R
             for (int e = 0; e < 8; e++) sum[g][e] += weight * v.x[e];
         }
     }
-    __syncthreads();  // all scores have been read: their place is free; so is the ring's
+    __syncthreads();  // all scores have been read: their place is free
 #pragma unroll
     for (int g = 0; g < HEADS; g++)
 #pragma unroll
@@ -149,24 +151,26 @@ static __device__ __forceinline__ void attend_recent(const Arguments &p, const R
         }
 }
 
-// The token that leaves the ring is packed, the new one takes its place.
+// The oldest token of the ring is packed, the new one takes its own place.
 static __device__ __forceinline__ void append(const Arguments &p, const Range &r, const Shared &s, int b, int head) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (warp > 1) return;
-    const i64 of_head = (i64)b * p.kv_heads + head, slot = (of_head * NEWEST + r.position % NEWEST) * D;
-    const i64 leaves = r.position - NEWEST, place = of_head * p.room + leaves;
-    const bool packs = leaves >= r.begin + FIRST;
+    const i64 of_head = (i64)b * p.kv_heads + head, leaves = r.position - NEWEST, place = of_head * p.room + leaves;
     const float *fresh = s.scratch[warp ? WARPS - 2 : WARPS - 1];
-    u16 *ring = (warp ? p.newest_values : p.newest_keys) + slot;
-    if (packs && warp == 0)
-        pack_head<KEY_KIND, KEY_TURN, 4>(ring, s.scratch[0], p.key_codes + place * KEY_BYTES, p.key_scales + place * SCALES);
-    if (packs && warp == 1)
-        pack_head<VALUE_KIND, VALUE_TURN, 8>(ring, s.scratch[1], p.value_codes + place * VALUE_BYTES,
-                                             p.value_scales + place * SCALES);
+    u16 *ring = (warp ? p.newest_values : p.newest_keys) + of_head * SLOTS * D;
+    if (leaves >= r.begin + FIRST) {
+        const u16 *oldest = ring + leaves % SLOTS * D;
+        if (warp == 0)
+            pack_head<KEY_KIND, KEY_TURN, 4>(oldest, s.scratch[0], p.key_codes + place * KEY_BYTES,
+                                             p.key_scales + place * SCALES);
+        else
+            pack_head<VALUE_KIND, VALUE_TURN, 8>(oldest, s.scratch[1], p.value_codes + place * VALUE_BYTES,
+                                                 p.value_scales + place * SCALES);
+    }
     const i64 since = r.position - r.begin;
     u16 *first = (warp ? p.first_values : p.first_keys) + (of_head * FIRST + since) * D;
     for (int d = lane; d < D; d += 32) {
-        ring[d] = to_16(fresh[d]);
+        ring[r.position % SLOTS * D + d] = to_16(fresh[d]);
         if (since < FIRST) first[d] = to_16(fresh[d]);
     }
 }

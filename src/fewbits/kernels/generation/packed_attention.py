@@ -9,11 +9,12 @@ unseen; F and R are the cache's ``first`` and ``newest``:
            of n - R ... n - 1 in 16 bits, k;     values alike
     out[b] = softmax(cap(scale * q . keys)) . values      over the last ``window`` of them, if there is one
 
-then the token n - R is packed and the new one takes its place among the newest, token n at n % R.
+then the token n - R is packed, and the new one takes a place among the newest: token n at n % (R + 1), where
+no token of this step stands. A step that is run twice gives the same.
 
 Shapes: qkv (B, (heads + 2 kv_heads) D) float32; codes (B, kv_heads, room, bytes of a head) uint8, in the
 order of `fewbits.formats.kv_cache.ordered_codes` for 4 lanes (keys) and 8 (values); scales (B, kv_heads,
-room, groups) float16; newest (B, kv_heads, R, D) and first ones (B, kv_heads, F, D) in 16 bits; out (B, heads
+room, groups) float16; newest (B, kv_heads, R + 1, D) and first ones (B, kv_heads, F, D) in 16 bits; out (B, heads
 D) in 16 bits; cosines and sines (room, rotary) float32; position and first (B,) int64.
 
 Heads in 4 bits are turned by a Hadamard matrix: the kernel turns the query and the sums of values instead of
@@ -91,7 +92,7 @@ class PackedKeysValues:
         packed, side = codes.shape[2], self.sides[which]
         to_codes[:, :, :packed] = ordered_codes(codes, side, _LANES[which])
         to_scales[:, :, :packed] = scales
-        slots = (packed + torch.arange(newest.shape[2], device=newest.device)) % self.kind.newest
+        slots = (packed + torch.arange(newest.shape[2], device=newest.device)) % (self.kind.newest + 1)
         to_newest[:, :, slots] = newest
         to_first[:, :, : first.shape[2]] = first
 
@@ -115,7 +116,7 @@ def empty_cache(
         made[f"{one}_scales"] = torch.zeros(
             B, heads, room, D // side.group, dtype=torch.float16, device=device
         )
-        made[f"newest_{which}"] = torch.zeros(B, heads, kind.newest, D, dtype=dtype, device=device)
+        made[f"newest_{which}"] = torch.zeros(B, heads, kind.newest + 1, D, dtype=dtype, device=device)
         made[f"first_{which}"] = torch.zeros(B, heads, kind.first, D, dtype=dtype, device=device)
     return made
 
@@ -172,7 +173,7 @@ def _seen(cache: PackedKeysValues, which: str, b: int, new: Tensor, window: int)
         max(begin + cache.kind.first, low, n - cache.kind.newest),
     )
     firsts = [i for i in range(cache.kind.first) if low <= begin + i < n]
-    slots = [i % cache.kind.newest for i in range(ring, n)]
+    slots = [i % (cache.kind.newest + 1) for i in range(ring, n)]
     rows = slice(packed, max(n - cache.kind.newest, packed))
     decoded = side.unpack(
         unordered_codes(codes[b, :, rows], side, _LANES[which]), scales[b, :, rows], torch.float32
@@ -185,11 +186,11 @@ def _seen(cache: PackedKeysValues, which: str, b: int, new: Tensor, window: int)
 def _append(cache: PackedKeysValues, which: str, b: int, new: Tensor) -> None:
     codes, scales, newest, first = cache.stored(which)
     n, begin, side = int(cache.position[b]), int(cache.first[b]), cache.sides[which]
-    slot, leaves = n % cache.kind.newest, n - cache.kind.newest
+    slots, leaves = cache.kind.newest + 1, n - cache.kind.newest
     if leaves >= begin + cache.kind.first:
-        packed, scale = side.pack(newest[b, :, slot])
+        packed, scale = side.pack(newest[b, :, leaves % slots])
         codes[b, :, leaves], scales[b, :, leaves] = ordered_codes(packed, side, _LANES[which]), scale
-    newest[b, :, slot] = new
+    newest[b, :, n % slots] = new
     if n - begin < cache.kind.first:
         first[b, :, n - begin] = new
 
