@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fewbits.errors import Unsupported
+from fewbits.errors import BadInput, Unsupported
 from fewbits.families.shapes import head_dim
 from fewbits.formats.kv_cache import KVCache, get_kv_cache
 from fewbits.host.conversion import conversion_of
@@ -69,4 +69,26 @@ def chosen_cache(model: Any, asked: KVCache | str | Mapping[str, Any] | None) ->
     return None if kind is None or kind.is_plain else kind
 
 
-__all__ = ["check_cache", "chosen_cache", "layer_kinds"]
+def cache_of_call(model: Any, arguments: Mapping[str, Any], asked: Any) -> KVCache | None:
+    """The formats for one call of ``generate``; None where keys and values are not packed.
+
+    Args:
+        model: the model.
+        arguments: the call's words and what they are.
+        asked: what its ``kv_cache`` says.
+
+    Raises:
+        BadInput: an unknown format, or a cache of the call's own beside it.
+        Unsupported: the model cannot have it.
+    """
+    kind = chosen_cache(model, asked)
+    own = [name for name in ("past_key_values", "cache_implementation") if arguments.get(name) is not None]
+    if kind is None or (not own and arguments.get("use_cache") is not False):
+        return kind
+    if asked is not None:
+        word = own[0] if own else "use_cache=False"
+        raise BadInput(f"the call passes kv_cache and {word}; pass one of them.")
+    return None  # the call's own cache wins over the recipe's
+
+
+__all__ = ["cache_of_call", "check_cache", "chosen_cache", "layer_kinds"]

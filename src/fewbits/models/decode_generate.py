@@ -28,9 +28,12 @@ import torch
 from torch import Tensor
 
 from fewbits.errors import Unsupported
+from fewbits.formats.kv_cache import KVCache
 from fewbits.host.unwrap import unwrap
 from fewbits.kernels.product.matmul_packed import PLAIN
+from fewbits.models.cache_choice import cache_of_call
 from fewbits.models.decode_calls import drops, other_speculation, other_way, with_stop_strings
+from fewbits.models.decode_packed import fill_step, packed_keywords, why_not_cache
 from fewbits.models.decode_step import DecodeStep, why_not
 from fewbits.models.speculation import (
     MOST_GUESSES,
@@ -67,6 +70,7 @@ class Decoding:
         self.of_model: tuple[Any, ...] = ()
         self.proved, self.apart = False, float("nan")
         self.refused = ""
+        self.refused_caches: dict[KVCache, str] = {}  # the same of steps over packed keys and values
         self.said: set[str] = set()
 
     def say(self, reason: str, done: str = "generate() decodes through transformers' own loop") -> None:
@@ -89,18 +93,23 @@ def decoding_of(model: Any) -> Decoding:
 def with_loop(model: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> dict[str, Any]:
     """What transformers' ``generate`` is called with: the call's keywords, with this loop where it serves."""
     state = decoding_of(model)
+    asked = keywords.get("kv_cache")
+    keywords = {name: value for name, value in keywords.items() if name != "kv_cache"}
     bound = inspect.signature(type(model).generate).bind_partial(model, *args, **keywords).arguments
     arguments = {**bound, **bound.pop("kwargs", {})}
-    if state.refused and state.of_model != _state_of(model):
-        state.refused = ""  # the model is another one now
+    kind = cache_of_call(model, arguments, asked)
+    if (state.refused or state.refused_caches) and state.of_model != _state_of(model):
+        state.refused, state.refused_caches = "", {}  # the model is another one now
     reason = state.refused or why_not(model) or other_way(model, arguments) or drops(model)
-    reason = reason or other_speculation(model, arguments)
+    reason = reason or other_speculation(model, arguments) or why_not_cache(model, kind)
+    reason = reason or ("" if kind is None else state.refused_caches.get(kind, ""))
     if reason:
         if torch.cuda.is_available():
             state.say(reason)
-        return keywords
+        return {**keywords, **packed_keywords(model, kind, arguments.get("attention_mask"))}
     # transformers hands a loop from outside neither a streamer nor a draft model.
-    loop = partial(_decode, streamer=arguments.get("streamer"), draft=arguments.get("assistant_model"))
+    streamer, draft = arguments.get("streamer"), arguments.get("assistant_model")
+    loop = partial(_decode, streamer=streamer, draft=draft, kv_cache=kind)
     rest = {name: value for name, value in keywords.items() if name != "assistant_model"}
     return {**with_stop_strings(rest), "custom_generate": loop}
 
@@ -114,6 +123,7 @@ def _decode(
     generation_config: Any,
     streamer: Any = None,
     draft: Any = None,
+    kv_cache: KVCache | None = None,
     **keywords: Any,
 ) -> Tensor:
     """The loop that transformers calls; (batch, prompt and new tokens)."""
@@ -128,7 +138,7 @@ def _decode(
                 raise Unsupported("another call of generate() runs on this model.")
             padding = _left_padding(input_ids, mask)
             _check_keywords(model, input_ids, padding, keywords)
-            prompt = _prefill(model, input_ids, mask, padding)
+            prompt = _prefill(model, input_ids, mask, padding, kv_cache)
             step = _ready(state, model, input_ids, prompt, padding, mask, end)
         except Unsupported as error:
             state.say(str(error).rstrip("."))
@@ -144,7 +154,7 @@ def _decode(
         stopping_criteria=stopping_criteria,
         generation_config=generation_config,
         streamer=streamer,
-        **keywords,
+        **{**keywords, **packed_keywords(model, kv_cache, mask)},
     )
 
 
@@ -240,11 +250,15 @@ def _left_padding(input_ids: Tensor, mask: Tensor | None) -> Tensor:
     return padding
 
 
-def _prefill(model: Any, input_ids: Tensor, mask: Tensor | None, padding: Tensor) -> _Prompt:
+def _prefill(
+    model: Any, input_ids: Tensor, mask: Tensor | None, padding: Tensor, kind: KVCache | None = None
+) -> _Prompt:
     from transformers import DynamicCache
 
     places = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
     cache = DynamicCache()  # without a config: every layer keeps all tokens, also those of a sliding window
+    if kind is not None:
+        cache = packed_keywords(model, kind, mask, whole_windows=True)["past_key_values"]
     out = model(
         input_ids=input_ids,
         attention_mask=mask,
@@ -269,30 +283,37 @@ def _ready(
     batch, length = input_ids.shape
     of_model = _state_of(model)
     step = state.step
-    if step is None or step.batch != batch or step.room < end or state.of_model != of_model:
+    kind = getattr(prompt.cache, "kind", None)
+    fits = step is not None and (step.batch, step.kv_cache) == (batch, kind) and step.room >= end
+    if step is None or not fits or state.of_model != of_model:
         state.step = None  # its memory first
         room = -(-max(end, length + 1) // _ROOM_STEP) * _ROOM_STEP
         try:
             # Inference mode's tensors could not be written by a later call outside of it.
             with torch.inference_mode(False), torch.no_grad():
-                step = DecodeStep(model, batch=batch, room=room)
+                step = DecodeStep(model, batch=batch, room=room, kv_cache=kind)
         except Unsupported as error:
-            state.refused, state.of_model = str(error).rstrip("."), of_model
+            state.of_model = of_model
+            _refuse(state, kind, str(error).rstrip("."))
             raise
         except torch.OutOfMemoryError as error:
             raise Unsupported(f"there is no memory for the keys and values of {room:,} tokens.") from error
         state.step, state.of_model, state.proved = step, of_model, False
     step.refresh()
-    for i, layer in enumerate(prompt.cache.layers):
-        if layer.keys.shape[-2] != length:
-            raise Unsupported("the model's cache does not hold the whole prompt.")
-        step.keys[i][:, :, :length] = layer.keys
-        step.values[i][:, :, :length] = layer.values
+    fill_step(step, prompt.cache, length)
     step.position.fill_(length)
     step.first.copy_(padding)
     if not state.proved:
         _prove(state, model, step, prompt, mask)
     return step
+
+
+def _refuse(state: Decoding, kind: KVCache | None, reason: str) -> None:
+    """Remember why there is no step for this model, or none with such a cache."""
+    if kind is None:
+        state.refused = reason
+    else:
+        state.refused_caches[kind] = reason
 
 
 def _prove(state: Decoding, model: Any, step: DecodeStep, prompt: _Prompt, mask: Tensor | None) -> None:
@@ -303,8 +324,9 @@ def _prove(state: Decoding, model: Any, step: DecodeStep, prompt: _Prompt, mask:
         apart = step.difference(model, deepcopy(prompt.cache), longer)
     if not apart <= ROUNDING * len(step.keys) ** 0.5:
         state.step = None
-        state.refused = f"one step through its kernels gives logits {apart:.2g} apart from the model's own"
-        raise Unsupported(state.refused + ".")
+        reason = f"one step through its kernels gives logits {apart:.2g} apart from the model's own"
+        _refuse(state, step.kv_cache, reason)
+        raise Unsupported(f"{reason}.")
     state.proved, state.apart = True, apart
 
 

@@ -11,7 +11,8 @@ family's spec names them. Nothing is taken on trust: a `DecodeStep` can be compa
 for, by one token through both ways (`DecodeStep.difference`), and whoever uses it refuses it if the logits
 differ by more than rounding explains. `why_not` says in one sentence why a model has none.
 
-Inside a step nothing is read back to the host. Memory: keys and values in 16 bits for ``room`` tokens.
+Inside a step nothing is read back to the host. Memory: keys and values for ``room`` tokens, in 16 bits or
+few.
 """
 
 from __future__ import annotations
@@ -31,12 +32,15 @@ from fewbits.errors import BadInput, NotFused, SpecMismatch, Unsupported
 from fewbits.families.shapes import field_of, scores_factor
 from fewbits.families.spec import Attention, ModelSpec
 from fewbits.formats.base import Packed
+from fewbits.formats.kv_cache import KVCache
 from fewbits.host.spec import layer_names, locate, spec_for
 from fewbits.host.unwrap import unwrap
 from fewbits.kernels.generation.cut import max_rows
 from fewbits.kernels.generation.decode_attention import Cache, DecodeAttention, Rules
 from fewbits.kernels.generation.few_rows import FewRows, LowRankSum, RowNorm
+from fewbits.kernels.generation.packed_attention import PackedKeysValues
 from fewbits.kernels.launch import nvrtc
+from fewbits.models.decode_packed import packed_layer
 from fewbits.models.decode_products import ManyRows
 
 # Rows from which a product decodes its weights once and leaves the rest to the library. Of the 8B shape's
@@ -136,12 +140,20 @@ class DecodeStep:
         position: (batch,) int64: where in the cache it goes; `advance` counts on.
         first: (batch,) int64: the first position of each sequence that is seen (padding stands before).
         logits: (batch, vocabulary) float32: of the last step.
-        keys, values: of each layer (batch, kv_heads, room, head size).
+        keys, values: of each layer (batch, kv_heads, room, head size); without tokens where packed ones are.
+        packed: keys and values in few bits, by layer.
         launches: kernels of ours in a step.
     """
 
     def __init__(
-        self, model: Any, *, batch: int, room: int, beside: DecodeStep | None = None, together: bool = False
+        self,
+        model: Any,
+        *,
+        batch: int,
+        room: int,
+        beside: DecodeStep | None = None,
+        together: bool = False,
+        kv_cache: KVCache | None = None,
     ) -> None:
         """Make buffers and prepare all launches.
 
@@ -153,13 +165,17 @@ class DecodeStep:
                 ``batch`` sequences. Positions and tokens are its own.
             together: with ``beside``: all rows are tokens of its first sequence, each at its own position,
                 and each sees those that stand before it.
+            kv_cache: in which formats keys and values are kept; None: as the model computes them.
 
         Raises:
             Unsupported: something in the model that the kernels do not take; the message says what.
         """
         spec = spec_for(model)
         self.batch, self.room, self.spec = batch, room, spec
-        self._beside, self._together = beside, together
+        self._beside, self._together, self.kv_cache = beside, together, kv_cache
+        if beside is not None and (kv_cache or beside.kv_cache):
+            name = (kv_cache or beside.kv_cache or KVCache()).name
+            raise Unsupported(f"steps that share keys and values have them in 16 bits, not in {name}.")
         base = unwrap(model)
         self._embed = model.get_submodule(locate(model, spec, spec.embed))
         weight = next(self._embed.parameters())
@@ -171,6 +187,7 @@ class DecodeStep:
         self._adapters = _Adapters()
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
+        self.packed: dict[int, PackedKeysValues] = {}
         whole = {"dtype": torch.long, "device": self.device}
         self.tokens, self.position, self.first = (torch.zeros(batch, **whole) for _ in range(3))
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -188,6 +205,16 @@ class DecodeStep:
     def _final_norm(self) -> str:
         assert self.spec.final_norm is not None  # as every written spec has one
         return self.spec.final_norm
+
+    @property
+    def early(self) -> bool:
+        """Whether kernels start before those in front of them have ended."""
+        return self._early
+
+    @property
+    def rotary_tables(self) -> tuple[Tensor, Tensor]:
+        """Cosines and sines (room, rotary) float32."""
+        return self._cosines, self._sines
 
     @property
     def launches(self) -> int:
@@ -270,13 +297,26 @@ class DecodeStep:
         )
         parts = [_plain_part(layer, path) for path in facts.inputs]
         self._add_product(self._hidden, parts, qkv, norm=_norm(layer, norm.before_attention, self.spec))
-        self._add_cache((self.batch, kv_heads, self.room, D))
         rules = Rules(
             scale=scores_factor(facts, config, D),
             window=_window(attention, config, facts),
             q_norm=None if norm.query is None else _norm(layer, norm.query, self.spec),
             k_norm=None if norm.key is None else _norm(layer, norm.key, self.spec),
         )
+        self._add_attention(qkv, attended, rules, kv_heads)
+        self._add_product(attended, [_plain_part(layer, facts.output)], self._hidden, add=True)
+        self._add_mlp(layer, config)
+
+    def _add_attention(self, qkv: Tensor, attended: Tensor, rules: Rules, kv_heads: int) -> None:
+        """Keys and values of one more layer, and what attends to them."""
+        D = (qkv.shape[1] - attended.shape[1]) // (2 * kv_heads)
+        if self.kv_cache is not None and not rules.window:
+            packed, call = packed_layer(self, self.kv_cache, qkv, attended, rules, kv_heads)
+            self.packed[len(self.keys)] = packed
+            self._add_cache((self.batch, kv_heads, 0, D))
+            self._calls.append(call.launch)
+            return
+        self._add_cache((self.batch, kv_heads, self.room, D))
         cache = Cache(self.keys[-1], self.values[-1], self._cosines, self._sines, self.position, self.first)
         if self._together:
             # The first launch writes new keys and values of all rows; what it attends to is not whole yet.
@@ -285,8 +325,6 @@ class DecodeStep:
             self._calls.append(DecodeAttention(qkv, cache, attended, rules, early=False).launch)
         else:
             self._calls.append(DecodeAttention(qkv, cache, attended, rules, early=self._early).launch)
-        self._add_product(attended, [_plain_part(layer, facts.output)], self._hidden, add=True)
-        self._add_mlp(layer, config)
 
     def _add_cache(self, shape: tuple[int, int, int, int]) -> None:
         """Keys and values of one more layer: its own, or a part of those of the step beside."""

@@ -14,8 +14,8 @@ no token of this step stands. A step that is run twice gives the same.
 
 Shapes: qkv (B, (heads + 2 kv_heads) D) float32; codes (B, kv_heads, room, bytes of a head) uint8, in the
 order of `fewbits.formats.kv_cache.ordered_codes` for 4 lanes (keys) and 8 (values); scales (B, kv_heads,
-room, groups) float16; newest (B, kv_heads, R + 1, D) and first ones (B, kv_heads, F, D) in 16 bits; out (B, heads
-D) in 16 bits; cosines and sines (room, rotary) float32; position and first (B,) int64.
+room, groups) float16; newest (B, kv_heads, R + 1, D) and first ones (B, kv_heads, F, D) in 16 bits; out (B,
+heads D) in 16 bits; cosines and sines (room, rotary) float32; position and first (B,) int64.
 
 Heads in 4 bits are turned by a Hadamard matrix: the kernel turns the query and the sums of values instead of
 keys and values, which is the same (H is orthonormal). Floor: codes and scales are read once, 544 bits a token
