@@ -7,7 +7,9 @@ and key projections change places; Qwen's do not.
 
 from __future__ import annotations
 
+import errno
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -181,9 +183,19 @@ def write_gguf(
         if factors is not None:
             writer.write_tensor_data(factors)
         for tensor in planned:
-            writer.write_tensor_data(source.bytes_of(tensor))
+            _write_tensor(writer, source.bytes_of(tensor))
     finally:
         writer.close()
+
+
+def _write_tensor(writer: Any, values: Any) -> None:
+    try:
+        writer.write_tensor_data(values)
+    except OSError as error:
+        if error.errno is not None:
+            raise
+        # What numpy says when the disk takes only a part of an array.
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
 
 
 def _for_file(tensor: PlannedTensor, weight: Tensor) -> Tensor:
