@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from fewbits import FastLanguageModel
+from fewbits.inference.rounding.budget import Budget
 from fewbits.inference.rounding.pipeline import calibrate_checkpoint
 
 WINDOW, MEASURED, CALIBRATING = 256, 48, 64
@@ -44,6 +45,7 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("text", type=Path)
     parser.add_argument("--formats", default="int4_g64,int3_g64_zp,int2_g64_zp")
+    parser.add_argument("--budgets", default="", help="bits of mixed precision, with commas")
     parser.add_argument("--methods", default="nearest,gptq,awq+gptq")
     args = parser.parse_args()
     text = args.text.read_text(encoding="utf-8")
@@ -57,20 +59,24 @@ def main() -> None:
         rows, target = Path(folder) / "rows.jsonl", Path(folder) / "out"
         stories = [story for story in text[:half].split("<|endoftext|>") if story.strip()]
         rows.write_text("".join(json.dumps({"text": story}) + "\n" for story in stories))
-        for name in args.formats.split(","):
+        for name in filter(None, args.formats.split(",")):
             recipe = {"name": "mine", "linear": {"weight": name}}
             packed, _ = FastLanguageModel.from_pretrained(args.model, recipe=recipe, dtype=torch.float32)
             print(f"| {name} | | plain | {score(log_probabilities(packed, windows), plain, windows)} |")
+        budgets = [Budget(bits=float(bits)) for bits in args.budgets.split(",") if bits]
+        names = [name for name in args.formats.split(",") if name]
+        for wanted in [*names, *budgets]:
             for method in args.methods.split(","):
                 size = (CALIBRATING, WINDOW)
                 result = calibrate_checkpoint(
-                    args.model, target, name, rows, method=method, windows=size, overwrite=True
+                    args.model, target, wanted, rows, method=method, windows=size, overwrite=True
                 )
                 counts = [math.prod(layer.shape) for layer in result.layers]
                 pairs = zip(result.layers, counts, strict=True)
                 bits = sum(layer.bits_per_value * count for layer, count in pairs) / sum(counts)
                 packed, _ = FastLanguageModel.from_pretrained(target, dtype=torch.float32)
                 found = score(log_probabilities(packed, windows), plain, windows)
+                name = wanted if isinstance(wanted, str) else f"budget of {wanted.bits:g}"
                 print(f"| {name} | {bits:.3f} | {method} | {found} |", flush=True)
 
 

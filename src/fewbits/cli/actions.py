@@ -177,9 +177,11 @@ def quantize(args: Namespace) -> int:
 
     if args.calibrate is not None:
         return _calibrate(args)
-    for name in ("method", "samples", "length"):
+    for name in ("method", "samples", "length", "bits", "report"):
         if getattr(args, name) is not None:
             raise BadInput(f"--{name} says how to calibrate; give --calibrate ROWS too, or leave it out.")
+    if args.recipe is None and args.format is None:
+        raise BadInput("give --recipe or --format, what the weights are to become.")
     recipe = args.recipe or {"name": args.format, "linear": {"weight": args.format}}
     with Progress("tensors") as advance:
         result = quantize_checkpoint(
@@ -194,16 +196,24 @@ def quantize(args: Namespace) -> int:
 
 def _calibrate(args: Namespace) -> int:
     """``fewbits quantize --calibrate``."""
+    from fewbits.cli.rounding_report import check_report, write_report
     from fewbits.cli.tables import quantization_table
+    from fewbits.inference.rounding.budget import CANDIDATES, Budget
     from fewbits.inference.rounding.pipeline import calibrate_checkpoint
 
-    if args.format is None:
-        raise BadInput("--calibrate rounds to one format; give --format in place of --recipe.")
+    names = () if args.format is None else tuple(args.format.split(","))
+    if args.bits is None and len(names) != 1:
+        raise BadInput(
+            "--calibrate rounds to one format: give --format NAME in place of --recipe; or it chooses for "
+            "each linear within a budget, --bits N, and among --format a,b,c."
+        )
+    if args.report is not None:
+        check_report(Path(args.report))
     with Progress("layers") as advance:
         result = calibrate_checkpoint(
             args.source,
             args.destination,
-            args.format,
+            names[0] if args.bits is None else Budget(bits=args.bits, formats=names or CANDIDATES),
             args.calibrate,
             method=args.method or "gptq",
             windows=(
@@ -213,6 +223,9 @@ def _calibrate(args: Namespace) -> int:
             overwrite=args.overwrite,
             progress=advance,
         )
+    if args.report is not None:
+        with Progress("formats") as advance:
+            write_report(result, args.source, args.calibrate, Path(args.report), progress=advance)
     if args.json:
         sys.stdout.write(json.dumps(result.as_dict(), indent=2) + "\n")
     else:

@@ -226,12 +226,22 @@ def _quantize(commands: Any) -> None:
     sub = _command(commands, "quantize", loads_models=True)
     sub.add_argument("source", metavar="SRC", help="folder of the model, in safetensors")
     sub.add_argument("destination", metavar="DST", help="folder to write")
-    what = sub.add_mutually_exclusive_group(required=True)
+    what = sub.add_mutually_exclusive_group()
     what.add_argument("--recipe", metavar="RECIPE", help="recipe whose weight formats are used")
     what.add_argument("--format", metavar="FORMAT", help="format of the decoder's linears, such as int4_g128")
     sub.add_argument("--calibrate", metavar="ROWS", help="JSON Lines with text or messages to round by")
     sub.add_argument(
         "--method", metavar="METHOD", help="with --calibrate: gptq (default), awq, awq+gptq or nearest"
+    )
+    sub.add_argument(
+        "--bits",
+        type=float,
+        metavar="B",
+        help="with --calibrate: bits of a value on average; each linear gets the format of --format a,b,c "
+        "(default: INT2 to INT8 in groups of 64) that its measured loss asks for",
+    )
+    sub.add_argument(
+        "--report", metavar="FILE", help="with --calibrate: a plot of losses and bits, .svg or .png"
     )
     sub.add_argument("--samples", type=int, metavar="N", help="windows of text (default: 128)")
     sub.add_argument("--length", type=int, metavar="N", help="tokens of a window (default: 512)")

@@ -124,6 +124,7 @@ fewbits compare models/llama runs/mine merged --text wiki.txt --window 512 --plo
 fewbits quantize models/llama models/llama-nf4 --recipe qlora_nf4
 fewbits quantize models/llama models/llama-int8 --recipe int8 --json > errors.json
 fewbits quantize models/llama models/llama-w3 --format int3_g128_zp --calibrate rows.jsonl --method awq+gptq
+fewbits quantize models/llama models/llama-3b5 --bits 3.5 --calibrate rows.jsonl --report loss.svg
 """,
     ),
     "merge": Text(

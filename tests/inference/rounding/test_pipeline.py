@@ -12,6 +12,7 @@ from fewbits import FastLanguageModel
 from fewbits.cli import main
 from fewbits.errors import BadInput, Unsupported
 from fewbits.inference.rounding import pipeline
+from fewbits.inference.rounding.budget import Budget
 from fewbits.inference.rounding.pipeline import calibrate_checkpoint
 from fewbits.nn.linear import QuantizedLinear
 from tests.models.loading import packed_state, same, save_tiny
@@ -118,3 +119,96 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main([*words, "--format", "mxfp4", "--samples", "4", "--length", "64", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown["method"] == "gptq" and len(shown["output_errors"]) == 14
+
+
+def test_a_budget_buys_bits_where_they_save_most(tmp_path: Path) -> None:
+    """Each linear's format comes from its own measured loss, and is what the folder says it is."""
+    save_tiny(tmp_path / "base", hidden_size=64, intermediate_size=128)
+    given = rows(tmp_path)
+    formats = ("int2_g32_zp", "int4_g32_zp", "int8_g32")
+    words = {"windows": (8, 64), "method": "nearest"}
+    result = calibrate_checkpoint(
+        tmp_path / "base", tmp_path / "out", Budget(bits=6.0, formats=formats), given, **words
+    )
+    counts = [layer.shape[0] * layer.shape[1] for layer in result.layers]
+    bits = sum(8 * layer.bytes_after for layer in result.layers) / sum(counts)
+    assert 5.0 < bits <= 6.0 and len({layer.format for layer in result.layers}) > 1
+    assert len(result.drift) == 2 and result.drift[0] > 0
+    losses = [step.loss for step in result.steps]
+    assert losses == sorted(losses, reverse=True) and result.predicted_loss is not None
+    loaded = FastLanguageModel.from_pretrained(tmp_path / "out", dtype=torch.float32)[0]
+    found = {n: m.format.name for n, m in loaded.named_modules() if isinstance(m, QuantizedLinear)}
+    assert found == {layer.name: layer.format for layer in result.layers}
+    with pytest.raises(BadInput, match=r"3 bits are fewer than the 3\.\d+ of the cheapest"):
+        calibrate_checkpoint(
+            tmp_path / "base", tmp_path / "o", Budget(bits=3.0, formats=formats), given, **words
+        )
+
+
+def test_measured_losses_are_kept(tmp_path: Path) -> None:
+    save_tiny(tmp_path / "base")
+    given = rows(tmp_path)
+    wanted = Budget(bits=5.5, formats=("int4_g32", "int8_g32"))
+    seen: list[int] = []
+
+    def stop(done: int, total: int) -> None:
+        seen.append(done)
+        if len(seen) == 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        calibrate_checkpoint(tmp_path / "base", tmp_path / "out", wanted, given, progress=stop,
+                             windows=(4, 64))  # fmt: skip
+    losses = json.loads((tmp_path / "out.calibration" / "losses.json").read_text())
+    assert len(losses) == 5
+    again = calibrate_checkpoint(tmp_path / "base", tmp_path / "out", wanted, given, windows=(4, 64))
+    whole = calibrate_checkpoint(tmp_path / "base", tmp_path / "whole", wanted, given, windows=(4, 64))
+    assert again.output_errors == whole.output_errors and again.predicted_loss == whole.predicted_loss
+
+
+def test_an_allocation_is_the_best_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against trying every choice of three formats for four linears, at the budgets on the line."""
+    from itertools import product
+
+    from fewbits.formats import get_format
+    from fewbits.inference.rounding.budget import allocate
+
+    names = ("int2_g32", "int4_g32", "int8_g32")
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.rand(4, 3, generator=generator).sort(-1, descending=True).values.tolist()
+    losses = {f"l{i}": dict(zip(names, row, strict=True)) for i, row in enumerate(drawn)}
+    shapes = {name: (32, 32 * (1 + i)) for i, name in enumerate(losses)}
+    _, steps = allocate(losses, shapes, Budget(bits=9.1, formats=names))
+    for step in steps:
+        chosen, _ = allocate(losses, shapes, Budget(bits=step.bits, formats=names))
+        loss = sum(losses[name][format.name] for name, format in chosen.items())
+        best = min(
+            sum(losses[n][f] for n, f in zip(losses, pick, strict=True))
+            for pick in product(names, repeat=4)
+            if sum(8 * get_format(f).nbytes(shapes[n]) for n, f in zip(losses, pick, strict=True))
+            <= step.bits * sum(a * b for a, b in shapes.values()) * (1 + 1e-9)
+        )
+        assert loss == pytest.approx(best, rel=1e-9)
+
+
+@pytest.mark.slow
+def test_the_report_is_drawn_from_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_tiny(tmp_path / "base")
+    given = rows(tmp_path)
+    start = ["quantize", str(tmp_path / "base"), str(tmp_path / "out"), "--calibrate", str(given)]
+    size = ["--samples", "4", "--length", "64", "--json"]
+    shown = main([*start, "--bits", "5.5", "--format", "int4_g32,int8_g32", "--report",
+                  str(tmp_path / "loss.svg"), *size])  # fmt: skip
+    assert shown == 0
+    drawn = (tmp_path / "loss.svg").read_text()
+    assert len(drawn) > 10_000
+    told = json.loads(capsys.readouterr().out)
+    assert len(told["drift"]) == 2 and told["predicted_loss"] > 0
+    assert main([*start, "--format", "int4_g32", "--report", str(tmp_path / "loss.doc"), *size]) == 1
+    assert main([*start, "--format", "int4_g32,int8_g32", *size]) == 1
+    assert (
+        main(["quantize", str(tmp_path / "base"), str(tmp_path / "o"), "--format", "int8", "--bits", "4"])
+        == 1
+    )
+    said = capsys.readouterr().err
+    assert "--bits N" in said and "--calibrate ROWS" in said

@@ -27,6 +27,7 @@ from fewbits.formats.base import Format, Packed
 from fewbits.host.spec import layer_names, spec_for
 from fewbits.inference.export import LayerError, QuantizeResult
 from fewbits.inference.rounding.awq import fold_scales
+from fewbits.inference.rounding.budget import Budget, Step, allocate, measure_losses
 from fewbits.inference.rounding.gptq import gptq, loss_of, nearest
 from fewbits.inference.rounding.grids import Grids
 from fewbits.models.calibration_rows import read_windows
@@ -41,7 +42,8 @@ from fewbits.nn.linear import QuantizedLinear
 from fewbits.recipes import Recipe, Rule
 
 METHODS = ("gptq", "awq", "awq+gptq", "nearest")
-_STATE = "state.json"
+_STATE, _LOSSES = "state.json", "losses.json"
+_MEASURED = 2048  # tokens on which the loss of each linear in each candidate is measured
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,19 +55,26 @@ class CalibrationResult(QuantizeResult):
         tokens: of calibration text that were used.
         output_errors: for each linear, ||x (Q - W)^T||^2 / ||x W^T||^2 over them, as it was reached.
         resumed: layers that were there from an earlier call.
+        drift: after each layer, how far the rounded model's activations are from the plain one's on that
+            text: ||h - h_plain|| / ||h_plain||. Where it jumps, loss starts.
+        steps: of a budget, the line of best choices: bits of a value and the sum of the measured losses.
+        predicted_loss: of a budget, that sum for what was chosen, in nats a token; else None.
     """
 
     method: str
     tokens: int
     output_errors: Mapping[str, float]
     resumed: int
+    drift: tuple[float, ...] = ()
+    steps: tuple[Step, ...] = ()
+    predicted_loss: float | None = None
 
 
 @torch.no_grad()
 def calibrate_checkpoint(
     source: str | Path,
     destination: str | Path,
-    format: str | Format | Mapping[str, Any],
+    format: str | Format | Mapping[str, Any] | Budget,
     rows: str | Path,
     *,
     method: str = "gptq",
@@ -79,7 +88,8 @@ def calibrate_checkpoint(
         source: a model folder with plain weights. It is held in memory whole, on the CPU.
         destination: the folder to write; never the source. Beside it, as ".calibration" after its
             name, the work is kept until it is done.
-        format: of the decoder's linears: whole numbers in groups or rows, an MX format, nvfp4, nf4, fp4.
+        format: of the decoder's linears: whole numbers in groups or rows, an MX format, nvfp4, nf4, fp4. Or a
+            `Budget`: each linear's format is then chosen by the loss that was measured with it alone rounded.
         rows: JSON Lines with "text" or "messages".
         method: "gptq", "awq", both, or "nearest" (under scales with the least error).
         windows: how many pieces of text are used at most, and the tokens of each.
@@ -96,21 +106,26 @@ def calibrate_checkpoint(
     samples, length = windows
     if samples < 1 or length < 1:
         raise BadInput(f"{samples} windows of {length} tokens hold no text; give at least one of each.")
-    chosen, target = get_format(format), Path(destination)
+    budget, target = format if isinstance(format, Budget) else None, Path(destination)
+    choices = [get_format(name) for name in budget.formats] if budget else [_one_format(format)]
     check_destination(target, overwrite=overwrite, protected=[source])
     model, tokenizer = FastLanguageModel.from_pretrained(source, load_in_4bit=False, device_map="cpu")
     if is_packed(model):
         raise Unsupported(f"{source} is packed already; calibrate the original model.")
     model.eval()
-    work = _Work(model, chosen, method)
+    work = _Work(model, choices, method)
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or length
     tokens = read_windows(
         rows, tokenizer, length=min(length, positions), count=samples, least=work.most_columns
     )
+    chosen = budget.text if budget else choices[0].text
     kept = _Kept(target, _fingerprint(source, chosen, method, tokens))
+    if budget is not None:
+        work.choose(budget, tokens, kept, progress)
     before = sum(p.numel() * p.element_size() for p in model.parameters())
     resumed = work.run(tokens, kept, progress)
-    mark_loaded(model, f"{chosen.name}_{method.replace('+', '_')}")
+    name = "mixed" if budget else choices[0].name
+    mark_loaded(model, f"{name}_{method.replace('+', '_')}")
     with whole_folder(target, overwrite=overwrite, protected=[source]) as folder:
         write_packed(model, folder, published=target)
         tokenizer.save_pretrained(folder)
@@ -119,7 +134,7 @@ def calibrate_checkpoint(
     errors = list(work.errors.values())
     return CalibrationResult(
         folder=target,
-        recipe=f"{chosen.name}, {method}",
+        recipe=f"{name}, {method}",
         layers=tuple(errors),
         bytes_before=before,
         bytes_after=sum(p.numel() * p.element_size() for p in model.parameters()),
@@ -128,33 +143,60 @@ def calibrate_checkpoint(
         tokens=tokens.numel(),
         output_errors=work.output_errors,
         resumed=resumed,
+        drift=tuple(work.drift),
+        steps=tuple(work.steps),
+        predicted_loss=work.predicted_loss,
     )
+
+
+def _one_format(format: Any) -> Format:
+    found: Format = get_format(format)
+    return found
 
 
 class _Work:
     """The model while its layers are rounded one after another."""
 
-    def __init__(self, model: Any, format: Format, method: str) -> None:
-        self.model, self.format, self.method = model, format, method
+    def __init__(self, model: Any, choices: list[Format], method: str) -> None:
+        self.model, self.method = model, method
         self.layers = list(layer_names(model, spec_for(model)))
-        rules = linears_to_replace(model, Recipe(name="calibrated", linear=Rule(weight=format)))
+        rules = linears_to_replace(model, Recipe(name="calibrated", linear=Rule(weight=choices[0])))
+        self.formats = dict.fromkeys(rules, choices[0])
         self.linears = {
             layer: [n.removeprefix(f"{layer}.") for n in rules if n.startswith(f"{layer}.")]
             for layer in self.layers
         }
         weights = [model.get_submodule(name).weight for name in rules]
         for weight in weights:
-            Grids(format, torch.zeros(1, weight.shape[1]))  # refuses before the work begins
+            for format in choices:
+                Grids(format, torch.zeros(1, weight.shape[1]))  # refuses before the work begins
         self.most_columns = max((weight.shape[1] for weight in weights), default=0)
         self.errors: dict[str, LayerError] = {}
         self.output_errors: dict[str, float] = {}
+        self.drift: list[float] = []
+        self.steps: list[Step] = []
+        self.predicted_loss: float | None = None
+
+    def choose(
+        self, budget: Budget, windows: Tensor, kept: _Kept, progress: Callable[[int, int], None] | None
+    ) -> None:
+        """Give each linear the format that a budget allows it, by measured losses."""
+        candidates = [get_format(name) for name in budget.formats]
+        pieces = windows[: max(_MEASURED // windows.shape[1], 1)]
+        losses = measure_losses(
+            self.model, list(self.formats), candidates, pieces, kept=kept.folder / _LOSSES, progress=progress
+        )
+        shapes = {name: tuple(self.model.get_submodule(name).weight.shape) for name in losses}
+        self.formats, self.steps = allocate(losses, shapes, budget)
+        self.predicted_loss = sum(losses[name][format.name] for name, format in self.formats.items())
 
     def run(self, windows: Tensor, kept: _Kept, progress: Callable[[int, int], None] | None) -> int:
         """Round every layer; returns how many were there already."""
         hidden, words = _first_inputs(self.model, self.layers, windows)
-        resumed = 0
+        plain, resumed = hidden, 0
         for number, name in enumerate(self.layers):
             layer, found = self.model.get_submodule(name), kept.layer(number)
+            plain = [_output(layer, x, words[name]) for x in plain]
             if found is None:
                 self._round(name, layer, hidden, words[name])
                 kept.save(number, layer, self._numbers(name))
@@ -162,6 +204,7 @@ class _Work:
                 self._take(name, layer, *found)
                 resumed += 1
             hidden = [_output(layer, x, words[name]) for x in hidden]
+            self.drift.append(_distance(hidden, plain))
             if progress is not None:
                 progress(number + 1, len(self.layers))
         return resumed
@@ -175,13 +218,14 @@ class _Work:
                 f"the inputs of {name}.{bad} hold a NaN or an infinity on this text; nothing was written."
             )
         if self.method.startswith("awq"):
-            hessians = fold_scales(layer, hessians, magnitudes, dict.fromkeys(linears, self.format))
+            formats = {leaf: self.formats[f"{name}.{leaf}"] for leaf in linears}
+            hessians = fold_scales(layer, hessians, magnitudes, formats)
         for leaf in linears:
             linear = layer.get_submodule(leaf)
             weight, hessian = linear.weight.detach(), hessians[leaf]
             round_ = gptq if self.method.endswith("gptq") else nearest
-            packed = round_(weight, self.format, hessian)
             full = f"{name}.{leaf}"
+            packed = round_(weight, self.formats[full], hessian)
             self.output_errors[full] = loss_of(weight, packed, hessian)
             self.errors[full] = _error(full, weight, packed)
             _put_packed(layer, leaf, packed)
@@ -194,10 +238,10 @@ class _Work:
         """Put back what an earlier call made of a layer."""
         for leaf in self.linears[name]:
             weight = layer.get_submodule(leaf).weight.detach()
-            shape = (weight.shape[0], weight.shape[1])
-            names = self.format.layout(shape)
-            parts = {part: tensors.pop(f"{leaf}.weight_{part}") for part in names}
-            packed, full = Packed(self.format, shape, weight.dtype, parts), f"{name}.{leaf}"
+            shape, full = (weight.shape[0], weight.shape[1]), f"{name}.{leaf}"
+            format = self.formats[full]
+            parts = {part: tensors.pop(f"{leaf}.weight_{part}") for part in format.layout(shape)}
+            packed = Packed(format, shape, weight.dtype, parts)
             _put_packed(layer, leaf, packed)
             self.output_errors[full], error = numbers[full]
             self.errors[full] = _error(full, weight, packed, error)
@@ -244,12 +288,21 @@ class _Kept:
         return self.folder / f"layer-{number:05d}.safetensors"
 
 
-def _fingerprint(source: Any, format: Format, method: str, windows: Tensor) -> str:
+def _distance(found: list[Tensor], wanted: list[Tensor]) -> float:
+    """||found - wanted|| / ||wanted|| over several tensors."""
+    difference = sum(
+        float((a.float() - b.float()).square().sum()) for a, b in zip(found, wanted, strict=True)
+    )
+    whole = sum(float(b.float().square().sum()) for b in wanted)
+    return math.sqrt(difference / max(whole, 1e-30))
+
+
+def _fingerprint(source: Any, format: str, method: str, windows: Tensor) -> str:
     files = inspect_folder(source).files
     facts = [
         str(Path(source).resolve()),
         *(f"{f.name} {f.stat().st_size} {f.stat().st_mtime_ns}" for f in files),
-        format.text,
+        format,
         method,
         hashlib.sha256(windows.numpy().tobytes()).hexdigest(),
     ]
