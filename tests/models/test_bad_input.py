@@ -67,13 +67,13 @@ def test_unknown_model_type(base):
 
 
 def test_a_model_type_that_cannot_be_taken_names_what_is_missing(tmp_path):
-    from transformers import Mamba2Config, Mamba2ForCausalLM
+    from transformers import JetMoeConfig, JetMoeForCausalLM
 
-    sizes = {"hidden_size": 32, "num_heads": 4, "head_dim": 16, "n_groups": 1, "state_size": 8}
-    config = Mamba2Config(**sizes, num_hidden_layers=1, vocab_size=96)
-    Mamba2ForCausalLM(config).save_pretrained(tmp_path / "mamba2")
-    tokenizer().save_pretrained(tmp_path / "mamba2")
-    refuses(Unsupported, "no spec for model_type 'mamba2'.*convolution", tmp_path / "mamba2")
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "kv_channels": 16, "num_key_value_heads": 2}
+    config = JetMoeConfig(**sizes, num_hidden_layers=1, vocab_size=96)
+    JetMoeForCausalLM(config).save_pretrained(tmp_path / "jetmoe")
+    tokenizer().save_pretrained(tmp_path / "jetmoe")
+    refuses(Unsupported, "no spec for model_type 'jetmoe'.*most of a layer", tmp_path / "jetmoe")
 
 
 def test_config_that_is_not_json(base):

@@ -31,7 +31,7 @@ from fewbits.models.decode_generate import with_loop
 from fewbits.models.engine_folder import save_pretrained_merged
 from fewbits.models.exporting import save_pretrained_gguf
 from fewbits.models.folder_manifest import check_folder
-from fewbits.models.foreign import LAYOUTS, holds
+from fewbits.models.foreign import FOREIGN, holds
 from fewbits.models.gguf_model import GGUF_ENDING, load_gguf
 from fewbits.models.live.generate_batch import generate_batch
 from fewbits.models.named_templates import stop_at_turns
@@ -376,7 +376,7 @@ def _quantization_settings(
             f"{where} is packed by compressed-tensors in a way that has no format here; it is decoded to "
             "plain weights, no recipe packs it."
         )
-    elif method in LAYOUTS:
+    elif method in FOREIGN:
         bits = "8" if as_dict.get("load_in_8bit") else "4"
         form = f"bitsandbytes {bits}-bit" if method == "bitsandbytes" else str(method)
         recipe = Recipe(name=f"bitsandbytes_{bits}bit" if method == "bitsandbytes" else str(method))

@@ -124,6 +124,10 @@ LAYOUTS = {
 }
 
 
+MXFP4_SOURCE = "mxfp4"  # experts of gpt-oss; no linears: `fewbits.models.expert_checkpoints`
+FOREIGN = (*LAYOUTS, MXFP4_SOURCE)
+
+
 def packed_names(source: str, model: nn.Module, tensors: Mapping[str, Any]) -> list[str]:
     """The packed linears of a checkpoint.
 

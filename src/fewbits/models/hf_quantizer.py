@@ -37,7 +37,9 @@ from fewbits.host.spec import spec_for
 from fewbits.host.transposed import as_linear, is_transposed, turned
 from fewbits.host.unwrap import unwrap
 from fewbits.models.checkpoint import read_headers
+from fewbits.models.conversion_ops import QuantizeWeight, ReadForeign
 from fewbits.models.convert import convert, expert_changes, linears_to_replace, loaded_change
+from fewbits.models.expert_checkpoints import mxfp4_converters, mxfp4_rules, take_mxfp4
 from fewbits.models.experts import (
     check_experts,
     expert_rules_of,
@@ -45,7 +47,7 @@ from fewbits.models.experts import (
     packed_place,
     place_empty_experts,
 )
-from fewbits.models.foreign import LAYOUTS, Wanted, packed_names
+from fewbits.models.foreign import FOREIGN, LAYOUTS, MXFP4_SOURCE, Wanted, packed_names
 from fewbits.models.hf_config import check_formats, formats_of, spell_out
 from fewbits.models.original import original_of
 from fewbits.models.packed import check_device, check_parts, place_empty, put, quantize_by_rows, recipe_of
@@ -92,7 +94,7 @@ class FewbitsConfig(QuantizationConfigMixin):
         recipe: a name from the catalog, a `Recipe`, or its plain-data form.
         allow_pickle: accept checkpoints that are not safetensors.
         source: the layout of the checkpoint's packed tensors: "fewbits", or a key of
-            `fewbits.models.foreign.LAYOUTS`.
+            `fewbits.models.foreign.FOREIGN`.
         settings: what config.json says about another library's layout.
         layout_version: the version of the packed layout that a checkpoint was written in.
         formats: the formats a checkpoint was written in, every field spelled out; compared with this
@@ -143,60 +145,6 @@ class FewbitsConfig(QuantizationConfigMixin):
         yield from self.to_dict().items()
 
 
-class _QuantizeWeight(ConversionOps):
-    """A weight, just read, becomes a packed layer in its linear's place."""
-
-    def __init__(self, quantizer: FewbitsQuantizer) -> None:
-        self.hf_quantizer = quantizer
-
-    def convert(  # type: ignore[override]
-        self, input_dict: dict[str, Any], *, model: nn.Module, missing_keys: set[str] | None = None, **_: Any
-    ) -> dict[str, Tensor]:
-        rest: dict[str, Tensor] = {}
-        for name in list(input_dict):
-            value = input_dict.pop(name)
-            tensor = value[0] if isinstance(value, list) else value
-            if self.hf_quantizer.param_needs_quantization(model, name):
-                self.hf_quantizer.quantize_into(model, name, tensor)
-                if missing_keys is not None:
-                    missing_keys.discard(name)
-            else:
-                rest[name] = tensor
-        return rest
-
-
-class _ReadForeign(ConversionOps):
-    """Another library's tensors of one weight become a packed layer; other weights pass through."""
-
-    def __init__(self, quantizer: FewbitsQuantizer) -> None:
-        self.hf_quantizer = quantizer
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _ReadForeign:
-        return self  # transformers copies a converter for each weight; all report to the one quantizer
-
-    def convert(  # type: ignore[override]
-        self,
-        input_dict: dict[str, Any],
-        *,
-        model: nn.Module,
-        full_layer_name: str,
-        missing_keys: set[str] | None = None,
-        **_: Any,
-    ) -> dict[str, Tensor]:
-        parts = {key: value[0] if isinstance(value, list) else value for key, value in input_dict.items()}
-        if list(parts) == ["weight"]:
-            (key,) = parts
-            wanted = model.get_parameter(full_layer_name).dtype
-            return {key: parts[key].to(wanted) if parts[key].is_floating_point() else parts[key]}
-        try:
-            self.hf_quantizer.take_packed(model, full_layer_name, parts)
-        except FewbitsError as error:
-            self.hf_quantizer.problems.append(error)  # transformers would hide it behind a table
-        if missing_keys is not None:
-            missing_keys.discard(full_layer_name)
-        return {}
-
-
 class FewbitsQuantizer(HfQuantizer):
     """transformers' hook object: says what is packed, packs it while loading, and makes saving whole."""
 
@@ -216,7 +164,7 @@ class FewbitsQuantizer(HfQuantizer):
     @property
     def is_foreign(self) -> bool:
         """True for a checkpoint that another library packed."""
-        return self.quantization_config.source in LAYOUTS
+        return self.quantization_config.source in FOREIGN
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
         """Refuse devices on which packed weights cannot live."""
@@ -253,14 +201,16 @@ class FewbitsQuantizer(HfQuantizer):
 
     def get_quantize_ops(self) -> ConversionOps:
         """The operation that packs a weight as it is read."""
-        return _QuantizeWeight(self)
+        return QuantizeWeight(self)
 
     def get_weight_conversions(self) -> list[Any]:
         """For other libraries' checkpoints: gather the tensors that make up one weight."""
         if not self.is_foreign:
             return []
+        if self.quantization_config.source == MXFP4_SOURCE:
+            return mxfp4_converters(ReadForeign(self))
         parts = LAYOUTS[self.quantization_config.source].parts
-        return [WeightConverter(list(parts), "weight", [_ReadForeign(self)])]
+        return [WeightConverter(list(parts), "weight", [ReadForeign(self)])]
 
     def _process_model_before_weight_loading(
         self, model: Any, checkpoint_files: list[str] | None = None, **kwargs: Any
@@ -273,7 +223,9 @@ class FewbitsQuantizer(HfQuantizer):
                 "or pass allow_pickle=True if you trust where it comes from."
             )
         tensors = read_headers(files) if files and not pickles else {}
-        if self.is_foreign:
+        if self.quantization_config.source == MXFP4_SOURCE:
+            self.rules = mxfp4_rules(model, tensors)
+        elif self.is_foreign:
             self.rules = dict.fromkeys(packed_names(self.quantization_config.source, model, tensors), Rule())
         elif self.pre_quantized:
             place_empty(model, self._written_rules(model, tensors), tensors)
@@ -337,6 +289,9 @@ class FewbitsQuantizer(HfQuantizer):
 
         The linear's weight is (N, K); the parts are as that library stores them.
         """
+        if self.quantization_config.source == MXFP4_SOURCE:
+            take_mxfp4(model, param_name, parts, self.rules)
+            return
         name = param_name.removesuffix(".weight")
         linear: Any = model.get_submodule(name)
         shape, settings = tuple(linear.weight.shape), self.quantization_config.settings
@@ -439,7 +394,7 @@ def _finish_conversion(model: Any, recipe: Recipe) -> None:
 
 
 def _is_ours(conversion: Any) -> bool:
-    return any(isinstance(op, _ReadForeign) for op in getattr(conversion, "operations", ()))
+    return any(isinstance(op, ReadForeign) for op in getattr(conversion, "operations", ()))
 
 
 def attach(model: Any, quantizer: FewbitsQuantizer) -> None:

@@ -14,6 +14,7 @@ from fewbits.formats.base import Format, Packed, PartSpec
 from fewbits.host.transposed import as_linear, is_transposed
 from fewbits.kernels.codec.quantize import quantize
 from fewbits.models.checkpoint import TensorEntry
+from fewbits.nn.experts import QuantizedExperts
 from fewbits.nn.finite import check_finite
 from fewbits.nn.linear import QuantizedLinear
 from fewbits.nn.packed_layers import packed_layer
@@ -161,6 +162,9 @@ def check_parts(model: nn.Module, where: str) -> None:
 def recipe_of(model: nn.Module, *, name: str) -> Recipe:
     """The recipe that describes how a model is packed: the commonest rule, exceptions, what was skipped."""
     rules = {n: _rule_of(m) for n, m in model.named_modules() if isinstance(m, QuantizedLinear)}
+    for path, module in model.named_modules():
+        if isinstance(module, QuantizedExperts):
+            rules |= {f"{path}.{name}": Rule(weight=format) for name, format in module.formats.items()}
     if not rules:
         return Recipe(name=name)
     found = list(rules.values())
