@@ -96,6 +96,11 @@ OP_OF = {
     "stochastic/quantize": "quantize_stochastic",
     "stochastic/rows": "stochastic_rows",
 }
+# Private names of other libraries' objects that files of ours happen to define for themselves, too.
+THEIR_PRIVATE_NAMES = {
+    *("_replace", "_parameters", "_version", "_C", "_scaled_mm", "_to_copy"),  # tuples, torch
+    *("_sample", "_load_from_checkpoint", "_active_adapter", "_quantize"),  # transformers, PEFT, bitsandbytes
+}
 # Ops whose public function has another name.
 PUBLIC_NAME = {
     "matmul_packed": "packed_linear",
@@ -168,6 +173,37 @@ def imported_modules(path: Path) -> Iterator[str]:
             yield from (name for name in names if name.split(".")[0] in ours)
         elif isinstance(node, ast.Attribute) and is_name(node.value, "fewbits"):
             yield f"fewbits.{node.attr}"
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+@cache
+def private_names(path: Path) -> frozenset[str]:
+    """What a file defines for itself: functions, methods, classes, their fields, and what ``self`` holds."""
+    names = set()
+    for node in nodes(path):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.ctx, ast.Store)
+            and is_name(node.value, "self")
+        ):
+            names.add(node.attr)
+    for scope in [tree(path), *(node for node in nodes(path) if isinstance(node, ast.ClassDef))]:
+        for statement in scope.body:
+            targets = statement.targets if isinstance(statement, ast.Assign) else []
+            if isinstance(statement, ast.AnnAssign):
+                targets = [statement.target]
+            names |= {n.id for target in targets for n in ast.walk(target) if isinstance(n, ast.Name)}
+    return frozenset(name for name in names if is_private(name))
+
+
+@cache
+def all_private_names() -> frozenset[str]:
+    return frozenset().union(*map(private_names, FILES))
 
 
 def called_name(node: ast.Call) -> str:
@@ -273,6 +309,20 @@ def backward_functions(path: Path) -> Iterator[ast.FunctionDef]:
     for node in functions(path):
         if isinstance(node, ast.FunctionDef) and (node.name == "backward" or node.name in registered):
             yield node
+
+
+@pytest.mark.parametrize("path", FILES, **ids)
+def test_private_names_stay_in_their_file(path: Path) -> None:
+    """What another file needs has a public name."""
+    ours = {package.name for package in PACKAGES}
+    others = all_private_names() - private_names(path) - THEIR_PRIVATE_NAMES
+    for node in nodes(path):
+        names = []
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ours:
+            names = [alias.name for alias in node.names if is_private(alias.name)]
+        elif isinstance(node, ast.Attribute) and node.attr in others:
+            names = [node.attr]
+        assert not names, f"line {getattr(node, 'lineno', 0)}: {names[0]} is another file's own"
 
 
 @pytest.mark.parametrize("path", FILES, **ids)

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from fewbits.bench.run import main
 from fewbits.bench.train import builders, parity, results, schedule
 from fewbits.bench.train.builders import Job
-from fewbits.bench.train.command import _without
+from fewbits.bench.train.command import without_options
 from fewbits.bench.train.configurations import CONFIGURATIONS, choose, configuration
 from fewbits.bench.train.kernels import summed, table_of_kernels
 from fewbits.bench.train.longest import Line, bisect, find, line_through
@@ -24,6 +24,7 @@ from fewbits.bench.train.schedule import Outcome, Task, waves
 from fewbits.bench.train.shapes import SHAPES, Shape, batch_of, batches, flops_per_token, shape_of
 from fewbits.decoder.loss import float8_head_of
 from fewbits.errors import BadInput, Unsupported
+from fewbits.host.unwrap import unwrap
 
 TINY = shape_of("tiny")
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -82,7 +83,7 @@ def test_right_models_pass_and_stay_as_they_were(name: str) -> None:
     assert found.failures == () and found.layers == 1 and 0 < found.gradient_error < found.gradient_tolerance
     for n, p in made.model.named_parameters():
         assert torch.equal(p, before[n]) and p.grad is None
-    assert len(parity.base_of(made.model).model.layers) == made.model.config.num_hidden_layers == 2
+    assert len(unwrap(made.model).model.layers) == made.model.config.num_hidden_layers == 2
 
 
 def test_scales_of_earlier_steps_are_checked_on_a_later_step() -> None:
@@ -338,7 +339,7 @@ def test_kernels_are_added_up_by_what_they_do(tmp_path: Path) -> None:
 
 def test_command_without_places() -> None:
     argv = ["--shape", "tiny", "--out", "x", "--record=y", "--peers", "hf"]
-    assert _without(argv, ("--record", "--out")) == ["--shape", "tiny", "--peers", "hf"]
+    assert without_options(argv, ("--record", "--out")) == ["--shape", "tiny", "--peers", "hf"]
 
 
 @pytest.mark.slow  # three processes that import everything

@@ -18,11 +18,11 @@ from fewbits.formats import kept
 from fewbits.formats.codebook import NF4, NF4_DQ, Codebook, scale_codes
 from fewbits.formats.stochastic import Stochastic
 from fewbits.formats.streams import product_tables
-from fewbits.formats.tables import _pairs, midpoints, table
+from fewbits.formats.tables import midpoints, pairs_table, table
 from fewbits.kernels.optimizer import adamw
 from fewbits.kernels.stochastic import lookup, nibbles
 
-TABLES = (table, midpoints, _pairs, scale_codes, adamw._guesses, adamw._kernel_tables, adamw._constants)
+TABLES = (table, midpoints, pairs_table, scale_codes, adamw._guesses, adamw._kernel_tables, adamw._constants)
 X = torch.linspace(-3, 3, 4 * 512).view(4, -1)
 
 

@@ -129,8 +129,8 @@ def test_what_does_not_fit_is_refused() -> None:
 @pytest.mark.parametrize("format", [NF4_DQ, replace(NF4, block=32), INT4_G64_ZP], ids=str)
 def test_opcheck(format: Format) -> None:
     packed = packed_of(format, (4, 64))
-    parts, text = list(packed.parts.values()), module._to_text(format)
-    assert module._from_text(text) == format
+    parts, text = list(packed.parts.values()), module.text_of_format(format)
+    assert module.format_of_text(text) == format
     torch.library.opcheck(module._dequantize, (parts, text, (4, 64), torch.bfloat16, True, None))
     torch.library.opcheck(
         module._dequantize_into, (parts, text, (4, 64), torch.empty(4, 64), False, torch.ones(4, 1))

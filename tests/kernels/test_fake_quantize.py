@@ -161,7 +161,7 @@ def test_into_a_buffer() -> None:
 
 def test_opcheck() -> None:
     w, a, b = operands(8, 64, 4)
-    text = module._to_text(INT4_G32)
+    text = module.text_of_format(INT4_G32)
     torch.library.opcheck(module._fake_quantize, (w, text, torch.bfloat16))
     for format in (None, text):
         torch.library.opcheck(module._fake_quantize_lora, (w, a, b, SCALING, format, torch.float32))

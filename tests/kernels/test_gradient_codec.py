@@ -190,7 +190,7 @@ def test_a_part_at_a_time_is_the_definition(
 @pytest.mark.parametrize("format", FORMATS)
 def test_opcheck(format: str) -> None:
     wire = wires(format, 300, 2, None)
-    text = module._to_text(wire.format)
+    text = module.text_of_format(wire.format)
     message, received = wire.empty(2, "cpu").zero_(), wire.empty(2, "cpu").zero_()
     check = torch.library.opcheck
     check(module._quantize, (gradients(300), torch.zeros(300), message, wire.row, text, 2**40))

@@ -84,7 +84,7 @@ def made(
 
 
 def operands(qkv: Tensor, rotation: Rotation | None, layout: QKVLayout, extras: QKVExtras) -> module.Operands:
-    return module._operands(*module._checked(qkv, rotation, layout, extras))
+    return module.operands_of(*module.checked_arguments(qkv, rotation, layout, extras))
 
 
 # The definition.
@@ -170,7 +170,7 @@ def test_what_does_not_fit_is_refused() -> None:
 @pytest.mark.parametrize("name", ["llama", "partial_norm"])
 def test_opcheck(name: str) -> None:
     qkv, rotation, layout, extras = made(FAMILIES[name], torch.float32)
-    args = module._checked(qkv, rotation, layout, extras)
+    args = module.checked_arguments(qkv, rotation, layout, extras)
     out = torch.zeros(qkv.shape[0], (layout.heads + layout.kv_heads) * layout.head_dim)
     torch.library.opcheck(module._qkv_epilogue, (qkv, out if extras.norm else out[:0], *args))
     gradients = [torch.randn_like(p) for p in split_heads(qkv.clone(), *layout)]

@@ -67,7 +67,7 @@ def test_integers_are_refused() -> None:
 
 @pytest.mark.parametrize("format", [NF4_DQ, INT4_G64_ZP], ids=lambda f: f.name)
 def test_opcheck(format: Format) -> None:
-    torch.library.opcheck(module._quantize, (values(4, 64), module._to_text(format)))
+    torch.library.opcheck(module._quantize, (values(4, 64), module.text_of_format(format)))
 
 
 def test_compiles_without_a_break() -> None:

@@ -89,13 +89,14 @@ def test_nothing_gives_nothing(N: int, M: int, D: int) -> None:
 
 
 def test_op_is_what_torch_expects() -> None:
-    from fewbits.kernels.codec.dequantize import _to_text
+    from fewbits.kernels.codec.dequantize import text_of_format
 
     qa, sa = prepared(torch.randn(1, 3, 20), HALVE)
     index = torch.zeros(1, 1, 2, dtype=torch.uint8)
     for levels, of_rows in (([128], None), ([128, 5], index)):
         torch.library.opcheck(
-            torch.ops.fewbits.stochastic_codes.default, (qa, sa, qa, sa, _to_text(HALVE), levels, of_rows)
+            torch.ops.fewbits.stochastic_codes.default,
+            (qa, sa, qa, sa, text_of_format(HALVE), levels, of_rows),
         )
 
 

@@ -17,8 +17,8 @@ from fewbits.kernels.launch import nvrtc
 from fewbits.kernels.stochastic import features as kernel
 from fewbits.kernels.stochastic.codes import stochastic_codes
 from fewbits.kernels.stochastic.emulated import (
-    _weight,
     emulated_product,
+    emulated_weight,
     features_of,
     prepare_emulated,
     stochastic_emulated,
@@ -73,7 +73,7 @@ def test_features_of_several_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     operands = operands_of(STOCHASTIC, 6, 20, 700)
     whole = stochastic_emulated(*operands, STOCHASTIC, 8)
     monkeypatch.setattr("fewbits.kernels.stochastic.emulated._FEATURE_BYTES", 2 * 20 * 8 * 128)
-    weight = _weight(*operands[2:], STOCHASTIC, 8, 2 * 20 * 8 * 128)
+    weight = emulated_weight(*operands[2:], STOCHASTIC, 8, 2 * 20 * 8 * 128)
     assert [x.shape[1] for x in weight.features] == [2048, 2048, 1504]
     assert [x.shape[1] for x in prepare_emulated(*operands[2:], STOCHASTIC, 8).features] == [5600]
     torch.testing.assert_close(stochastic_emulated(*operands, STOCHASTIC, 8), whole)

@@ -24,12 +24,12 @@ def byte_tokenizer(kind: str = "qwen2") -> Any:
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    from fewbits.export.gguf_vocabulary import _EXPRESSIONS
+    from fewbits.export.gguf_vocabulary import EXPRESSIONS
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {c: n for n, c in enumerate([*alphabet, "th", "the", "Ġa"])}
     backend = Tokenizer(models.BPE(vocabulary, [("t", "h"), ("th", "e"), ("Ġ", "a")]))
-    expression = next((e for e, name in _EXPRESSIONS.items() if name == kind), r"\w+")
+    expression = next((e for e, name in EXPRESSIONS.items() if name == kind), r"\w+")
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(expression), "isolated"),

@@ -16,9 +16,9 @@ from fewbits.kernels.decoder.qkv_epilogue import QKNorm, QKVExtras, QKVLayout, R
 from fewbits.kernels.decoder.rope import split_heads
 from fewbits.kernels.product.lora_reduce import (
     ReduceSlice,
-    _products,
     lora_gradients,
     lora_reduce_ref,
+    thin_products,
 )
 
 _RANK, _BATCH, _D = 16, 4, 128
@@ -63,7 +63,7 @@ def _epilogue_problem(case: Case, device: torch.device) -> Problem:
     gradients = split_heads(dy, *layout)
 
     def exact() -> Sequence[Tensor]:
-        o = epilogue._operands(*epilogue._checked(qkv, rotation, layout, extras))
+        o = epilogue.operands_of(*epilogue.checked_arguments(qkv, rotation, layout, extras))
         if case.part == "forward":
             return epilogue.qkv_epilogue_ref(qkv.double(), o)
         return epilogue.qkv_epilogue_backward_ref([g.double() for g in gradients], qkv.double(), o)[0]
@@ -134,7 +134,7 @@ def _lora_problem(case: Case, device: torch.device) -> Problem:
     def products() -> Sequence[Tensor]:
         """cuBLAS, one after the other."""
         t, dbs = x.new_empty(M, R), [torch.empty_like(s.b) for s in slices]
-        _products(dy, xa, t, dbs, slices)
+        thin_products(dy, xa, t, dbs, slices)
         return (t, *dbs, t.t() @ x)
 
     def exact() -> Sequence[Tensor]:

@@ -21,7 +21,7 @@ _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+|"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 # The expression that cuts the text, and llama.cpp's name for it.
-_EXPRESSIONS = {
+EXPRESSIONS = {
     _CONTRACTIONS + _WORD + r"\p{N}{1,3}" + _REST: "llama-bpe",
     _CONTRACTIONS + _WORD + r"\p{N}" + _REST: "qwen2",
     (
@@ -153,8 +153,8 @@ def _pre_name(described: Mapping[str, Any]) -> str:
         return "smollm"
     if kinds == ["Split", "ByteLevel"] and not steps[1].get("use_regex", True):
         expression = steps[0].get("pattern", {}).get("Regex", "")
-        if expression in _EXPRESSIONS:
-            return _EXPRESSIONS[expression]
+        if expression in EXPRESSIONS:
+            return EXPRESSIONS[expression]
     raise Unsupported(
         f"the tokenizer cuts text by {' and '.join(map(str, kinds))} in a way that has no name known here in "
         "llama.cpp; such a tokenizer cannot be written to GGUF yet."

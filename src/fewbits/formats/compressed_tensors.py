@@ -25,7 +25,7 @@ from fewbits.formats.base import Format, Packed
 from fewbits.formats.bits import packed_size, unpack_bits
 from fewbits.formats.blocks import Block
 from fewbits.formats.float8 import E4M3, Float8
-from fewbits.formats.gptq import _signed, _stream, whole_numbers
+from fewbits.formats.gptq import bytes_of_words, whole_numbers, with_signs_turned
 from fewbits.formats.integer_indexed import IndexedInteger, check_index
 from fewbits.formats.microscaling import MXFP4, MXFP8_E4M3
 from fewbits.formats.nvfp4 import NVFP4Blocks
@@ -154,8 +154,8 @@ def _as_kept(part: Tensor, dtype: torch.dtype) -> Tensor:
 def _codes(bits: int, parts: Mapping[str, Tensor], shape: tuple[int, int]) -> Tensor:
     if "weight" in parts:
         return parts["weight"]
-    stream = _stream(parts["weight_packed"])[:, : packed_size(shape[1], bits)]
-    return _signed(stream.contiguous(), bits, shape[1])
+    stream = bytes_of_words(parts["weight_packed"])[:, : packed_size(shape[1], bits)]
+    return with_signs_turned(stream.contiguous(), bits, shape[1])
 
 
 def _zero_points(bits: int, parts: Mapping[str, Tensor], rows: int) -> Tensor:
@@ -164,6 +164,6 @@ def _zero_points(bits: int, parts: Mapping[str, Tensor], rows: int) -> Tensor:
         return torch.zeros_like(parts["weight_scale"], dtype=torch.int8)
     if zeros.dtype != torch.int32:
         return zeros
-    columns = unpack_bits(_stream(zeros.t()), bits, rows).int()  # streams along the outputs
+    columns = unpack_bits(bytes_of_words(zeros.t()), bits, rows).int()  # streams along the outputs
     made: Tensor = (columns - 2 ** (bits - 1)).to(torch.int8).t()
     return made

@@ -66,8 +66,8 @@ def from_gptq(
         qweight, qzeros, scales = (parts[part] for part in PARTS[:3])
         K, N = qweight.shape[0] * 32 // bits, qweight.shape[1]
         groups = scales.shape[0]
-        codes = _stream(qweight.t())
-        zeros = unpack_bits(_stream(qzeros), bits, N).int()
+        codes = bytes_of_words(qweight.t())
+        zeros = unpack_bits(bytes_of_words(qzeros), bits, N).int()
         if zeros.shape != (groups, N) or scales.shape != (groups, N):
             raise ValueError(f"scales {tuple(scales.shape)}, zero points {tuple(zeros.shape)}")
     except (KeyError, ValueError, IndexError) as error:
@@ -79,7 +79,7 @@ def from_gptq(
     group = -(-K // groups) if int(settings.get("group_size", -1)) <= 0 else int(settings["group_size"])
     index = parts.get("g_idx")
     made = {
-        "codes": _signed(codes, bits, K),
+        "codes": with_signs_turned(codes, bits, K),
         "scales": scales.float().t().contiguous(),
         "zero_points": (zeros - 2 ** (bits - 1)).to(torch.int8).t().contiguous(),
     }
@@ -93,13 +93,13 @@ def from_gptq(
     return Packed(format, (N, K), dtype, made)
 
 
-def _stream(words: Tensor) -> Tensor:
+def bytes_of_words(words: Tensor) -> Tensor:
     """(R, words) int32 to its bytes, (R, 4 * words) uint8."""
     return words.contiguous().view(torch.uint8)
 
 
-def _signed(codes: Tensor, bits: int, K: int) -> Tensor:
-    """Unsigned codes to two's complement ones around ``2**(bits - 1)``, or back: the highest bit turns."""
+def with_signs_turned(codes: Tensor, bits: int, K: int) -> Tensor:
+    """Unsigned codes (R, bytes) to two's complement, or back: the highest bit of ``bits`` turns."""
     if bits == 8:
         return (codes.view(torch.uint8) ^ 128).view(torch.int8)
     if 8 % bits == 0:

@@ -26,7 +26,8 @@ def midpoints(values: tuple[float, ...], device: torch.device) -> Tensor:
 
 
 @keep_tables(maxsize=64)
-def _pairs(values: tuple[float, ...], device: torch.device) -> Tensor:
+def pairs_table(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """The two values of each byte of 4-bit codes, (256,) float64 that are two float32 each."""
     with torch.inference_mode(False):
         byte = torch.arange(256, device=device)
         t = table(values, device)
@@ -45,7 +46,7 @@ def lookup_nibbles(packed: Tensor, values: tuple[float, ...], out: Tensor | None
     Returns:
         (2 * n,) float32.
     """
-    pairs, index = _pairs(values, packed.device), packed.to(torch.int32)
+    pairs, index = pairs_table(values, packed.device), packed.to(torch.int32)
     if out is None:
         return pairs.index_select(0, index).view(torch.float32)
     torch.index_select(pairs, 0, index, out=out.view(torch.float64))

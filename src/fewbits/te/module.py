@@ -98,7 +98,7 @@ class Module(nn.Module):
         """The quantisers of the forward and of the backward pass; all None where nothing is quantised."""
         if not (numerics.enabled or numerics.calibrating) or numerics.recipe is None:
             return [None] * (3 * self.num_products), [None] * (2 * self.num_products)
-        forward, backward = self._slots_for(numerics.recipe, device)
+        forward, backward = self.slots_of(numerics.recipe, device)
         for slots in (forward, backward):
             if slots.state is not None:
                 slots.state.group = numerics.group
@@ -112,7 +112,8 @@ class Module(nn.Module):
             return [_Calibrating(q) if q else None for q in used], [None] * len(backward.quantizers)
         return used, backward.quantizers
 
-    def _slots_for(self, recipe: Recipe, device: torch.device) -> tuple[Slots, Slots]:
+    def slots_of(self, recipe: Recipe, device: torch.device) -> tuple[Slots, Slots]:
+        """The quantisers' slots of the forward and the backward pass; another recipe or device has others."""
         key = repr(recipe)
         if self._slots is None or self._slots[0] != key or self._slots[1] != device:
             forward = slots_for(recipe, self.roles(forward=True), forward=True, device=device)
@@ -195,7 +196,7 @@ class Module(nn.Module):
         self._slots = None
         slots = [Slots([]), Slots([])]
         device = next((p.device for p in self.parameters()), torch.device("cpu"))
-        slots = list(self._slots_for(recipe, device))
+        slots = list(self.slots_of(recipe, device))
         for half, word in zip(slots, ("fwd", "bwd"), strict=True):
             if half.state is not None:
                 copy_into(half.state, tensors, word, type(self).__name__)

@@ -30,7 +30,7 @@ def hold_quantized(module: Module, names: Sequence[str], init: WeightInit, slot:
     for name in names:
         weight = getattr(module, name)
         refuse(weight.device.type == "meta", "quantized_model_init on the meta device", "name a real device")
-        forward, _ = module._slots_for(init.recipe, weight.device)
+        forward, _ = module.slots_of(init.recipe, weight.device)
         quantizer = forward.quantizers[slot]
         if quantizer is None:
             continue

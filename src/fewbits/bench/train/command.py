@@ -207,7 +207,7 @@ def _report(
         Console(file=file, width=170).print(*tables)
     if options.record and rows:
         command = "fewbits bench train " + shlex.join(
-            _without(argv, ("--record", "--commit", "--out", "--scratch"))
+            without_options(argv, ("--record", "--commit", "--out", "--scratch"))
         )
         here = conditions(device, command=command, commit=options.commit)
         append(options.record, rows, replace(here, packages=_packages(outcomes)))
@@ -222,7 +222,7 @@ def _report(
     return 1 if any(failed.values()) else 0
 
 
-def _without(argv: Sequence[str], dropped: Sequence[str]) -> list[str]:
+def without_options(argv: Sequence[str], dropped: Sequence[str]) -> list[str]:
     """The arguments less some options and their values: what makes the figures, not where they go."""
     kept: list[str] = []
     skip = False

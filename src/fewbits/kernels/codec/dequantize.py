@@ -119,18 +119,19 @@ def _dequantize_into(
 
 
 def _named(parts: Sequence[Tensor], format: str, shape: Sequence[int]) -> Packed:
-    value = _from_text(format)
+    value = format_of_text(format)
     names = value.layout(tuple(shape))
     return Packed(value, tuple(shape), torch.float32, dict(zip(names, parts, strict=True)))
 
 
-def _to_text(format: Format) -> str:
+def text_of_format(format: Format) -> str:
     """A format as an op's argument."""
     return format.text
 
 
 @lru_cache(maxsize=64)
-def _from_text(text: str) -> Format:
+def format_of_text(text: str) -> Format:
+    """The format that `text_of_format` has made an op's argument of."""
     return format_from_config(json.loads(text), FORMATS)
 
 
@@ -148,7 +149,7 @@ def _(
     inverse_scale: Tensor | None,
 ) -> Tensor:
     out = torch.empty(_out_shape(shape, transposed), dtype=dtype, device=parts[0].device)
-    _launch_whole(parts, _from_text(format), shape, out, transposed, inverse_scale)
+    _launch_whole(parts, format_of_text(format), shape, out, transposed, inverse_scale)
     return out
 
 
@@ -174,7 +175,7 @@ def _(
     transposed: bool,
     inverse_scale: Tensor | None,
 ) -> None:
-    launch(parts, _from_text(format), shape, inverse_scale, out, transposed)
+    launch(parts, format_of_text(format), shape, inverse_scale, out, transposed)
 
 
 @_dequantize.register_fake
@@ -232,7 +233,7 @@ def dequantize(
         )
         _launch_whole(parts, packed.format, shape, out, transposed, scale)
         return out
-    format = _to_text(packed.format)
+    format = text_of_format(packed.format)
     if out is None:
         return _dequantize(parts, format, shape, dtype or packed.dtype, transposed, scale)
     need = _out_shape(shape, transposed)

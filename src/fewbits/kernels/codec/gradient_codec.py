@@ -31,7 +31,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fewbits.kernels.codec.dequantize import _from_text, _to_text
+from fewbits.kernels.codec.dequantize import format_of_text, text_of_format
 from fewbits.kernels.codec.gradient_codec_triton import launch_dequantize, launch_quantize, launch_sum
 from fewbits.kernels.codec.gradient_wire import Wire, wire_format, wire_of
 
@@ -211,7 +211,7 @@ def _(messages: Tensor, out: Tensor, row: int, format: str) -> None:
 
 
 def _wire(row: int, format: str) -> Wire:
-    return Wire(_from_text(format), row)
+    return Wire(format_of_text(format), row)
 
 
 # 5. The public functions. They write into given tensors.
@@ -234,7 +234,7 @@ def quantize_gradient(
     if wire.row and _direct(gradient):
         launch_quantize(gradient, kept, message, wire, _signed(seed))
     elif wire.row:
-        _quantize(gradient, kept, message, wire.row, _to_text(wire.format), _signed(seed))
+        _quantize(gradient, kept, message, wire.row, text_of_format(wire.format), _signed(seed))
 
 
 @torch.no_grad()
@@ -261,7 +261,7 @@ def sum_gradients(
     if wire.row and _direct(received):
         launch_sum(received, message, wire, factor, residual=kept, seed=_signed(seed))
     elif wire.row:
-        _sum_again(received, kept, message, wire.row, _to_text(wire.format), factor, _signed(seed))
+        _sum_again(received, kept, message, wire.row, text_of_format(wire.format), factor, _signed(seed))
     if wire.plain:
         wire.plain_values(message).copy_(wire.plain_values(received).sum(0, keepdim=True).mul_(factor))
 
@@ -272,7 +272,7 @@ def reduce_gradients(received: Tensor, out: Tensor, wire: Wire, *, factor: float
     if wire.row and _direct(received):
         launch_sum(received, out, wire, factor)
     elif wire.row:
-        _reduce(received, out, wire.row, _to_text(wire.format), factor)
+        _reduce(received, out, wire.row, text_of_format(wire.format), factor)
 
 
 @torch.no_grad()
@@ -281,7 +281,7 @@ def dequantize_gradient(messages: Tensor, out: Tensor, wire: Wire) -> None:
     if wire.row and _direct(messages):
         launch_dequantize(messages, out, wire)
     elif wire.row:
-        _dequantize(messages, out, wire.row, _to_text(wire.format))
+        _dequantize(messages, out, wire.row, text_of_format(wire.format))
 
 
 def _direct(x: Tensor) -> bool:

@@ -26,7 +26,7 @@ from torch import Tensor
 from fewbits.formats.base import Format, Packed
 from fewbits.formats.blocks import check_floating
 from fewbits.formats.codebook import scale_codes
-from fewbits.kernels.codec.dequantize import _from_text, _to_text
+from fewbits.kernels.codec.dequantize import format_of_text, text_of_format
 from fewbits.kernels.codec.quantize_triton import DEFAULT_TILE, RoundTile, launch_round, launch_scales, takes
 
 # 1. The definition.
@@ -74,17 +74,17 @@ def launch(x: Tensor, format: Format, tile: RoundTile = DEFAULT_TILE) -> list[Te
 
 @torch.library.custom_op("fewbits::quantize", mutates_args=())
 def _quantize(x: Tensor, format: str) -> list[Tensor]:
-    return [part.contiguous() for part in quantize_ref(x, _from_text(format)).parts.values()]
+    return [part.contiguous() for part in quantize_ref(x, format_of_text(format)).parts.values()]
 
 
 @_quantize.register_kernel("cuda")
 def _(x: Tensor, format: str) -> list[Tensor]:
-    return launch(x, _from_text(format))
+    return launch(x, format_of_text(format))
 
 
 @_quantize.register_fake
 def _(x: Tensor, format: str) -> list[Tensor]:
-    layout = _from_text(format).layout(tuple(x.shape))
+    layout = format_of_text(format).layout(tuple(x.shape))
     return [x.new_empty(spec.shape, dtype=spec.dtype) for spec in layout.values()]
 
 
@@ -99,7 +99,7 @@ def quantize(x: Tensor, format: Format) -> Packed:
         format: any; for stochastic rounding take ``format.quantize(x, seed=...)`` itself.
     """
     check_floating(x)
-    parts: Sequence[Tensor] = _quantize(x.detach(), _to_text(format))
+    parts: Sequence[Tensor] = _quantize(x.detach(), text_of_format(format))
     return Packed(
         format, tuple(x.shape), x.dtype, dict(zip(format.layout(tuple(x.shape)), parts, strict=True))
     )

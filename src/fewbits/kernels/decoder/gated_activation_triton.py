@@ -95,7 +95,7 @@ def _logistic(z, FAST: tl.constexpr):
 
 
 @jit
-def _activation(e, ACTIVATION: tl.constexpr, FAST: tl.constexpr):
+def activation_and_slope(e, ACTIVATION: tl.constexpr, FAST: tl.constexpr):
     """s and s' of ``f(e) = e * s(e)``, in float32."""
     if ACTIVATION == "gelu":
         s = 0.5 + 0.5 * tl.erf(e * 0.7071067811865476)
@@ -118,7 +118,7 @@ def _magnitudes(x):
 
 
 @jit
-def _largest(bits, x):
+def largest_bits(bits, x):
     """``bits`` or those of the largest magnitude of a tile, whichever are more."""
     return tl.maximum(bits, tl.max(_magnitudes(x), 0))
 
@@ -164,7 +164,7 @@ def _gated_fwd_kernel(
         u = operand(
             u_ptr, stride_u, xu_ptr, stride_xu, wu, offs_m, offs_i, mask, M, RU, BLOCK_RU, EVEN_RU
         )  # fmt: skip
-        s, _ = _activation(e, ACTIVATION, FAST)
+        s, _ = activation_and_slope(e, ACTIVATION, FAST)
         h = (e * s * u).to(h_ptr.dtype.element_ty)
         if WRITE_H:
             tl.store(h_ptr + offs_m[:, None] * stride_h + offs_i[None, :], h, mask=mask)
@@ -173,7 +173,7 @@ def _gated_fwd_kernel(
         if FLOAT8:
             q = to_float8(h, inverse, q_ptr.dtype.element_ty, 448, True, not FAST)
             tl.store(q_ptr + offs_m[:, None] * stride_q + offs_i[None, :], q, mask=mask)
-            qmax = _largest(qmax, h)
+            qmax = largest_bits(qmax, h)
     if FLOAT8:
         tl.atomic_max(qmax_ptr, qmax, sem="relaxed")
 
@@ -208,7 +208,7 @@ def _gated_bwd_kernel(
         u = operand(
             u_ptr, stride_u, xu_ptr, stride_xu, wu, offs_m, offs_i, mask, M, RU, BLOCK_RU, EVEN_RU
         )  # fmt: skip
-        s, ds = _activation(e, ACTIVATION, FAST)
+        s, ds = activation_and_slope(e, ACTIVATION, FAST)
         f = e * s
         if WRITE_H:
             h = (f * u).to(h_ptr.dtype.element_ty)
@@ -225,7 +225,7 @@ def _gated_bwd_kernel(
             q = q_ptr + offs_m[:, None] * stride_q + offs_i[None, :]
             tl.store(q, to_float8(de, inverse, q_ptr.dtype.element_ty, 448, True, not FAST), mask=mask)
             tl.store(q + I, to_float8(du, inverse, q_ptr.dtype.element_ty, 448, True, not FAST), mask=mask)
-            qmax = _largest(_largest(qmax, de), du)
+            qmax = largest_bits(largest_bits(qmax, de), du)
     if FLOAT8:
         tl.atomic_max(qmax_ptr, qmax, sem="relaxed")
 

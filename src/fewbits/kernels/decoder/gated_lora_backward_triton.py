@@ -13,7 +13,13 @@ import torch
 from torch import Tensor
 
 from fewbits.kernels.codec.quantize_float8_triton import to_float8
-from fewbits.kernels.decoder.gated_activation_triton import LowRank, Quantized8, _activation, _largest, weight
+from fewbits.kernels.decoder.gated_activation_triton import (
+    LowRank,
+    Quantized8,
+    activation_and_slope,
+    largest_bits,
+    weight,
+)
 from fewbits.kernels.launch.jit import CompileCase, cdiv, jit, next_power_of_2, on_device_of, tl
 from fewbits.kernels.launch.tuning import tile_for
 
@@ -75,7 +81,7 @@ def _gated_lora_bwd_kernel(
         dh = tl.dot(xd, wd, dh.to(tl.float32), input_precision="ieee")
         e = tl.dot(xe, we, e.to(tl.float32), input_precision="ieee")
         u = tl.dot(xu, wu, u.to(tl.float32), input_precision="ieee")
-        s, ds = _activation(e, ACTIVATION, FAST)
+        s, ds = activation_and_slope(e, ACTIVATION, FAST)
         f = e * s
         h = (f * u).to(dh_ptr.dtype.element_ty)
         du = (dh * f).to(dh_ptr.dtype.element_ty)
@@ -87,7 +93,7 @@ def _gated_lora_bwd_kernel(
             q_at = q_ptr + offs_m[:, None] * stride_q + offs_i[None, :]
             tl.store(q_at, to_float8(de, inverse, q_ptr.dtype.element_ty, 448, True, not FAST), mask=mask)
             tl.store(q_at + I, to_float8(du, inverse, q_ptr.dtype.element_ty, 448, True, not FAST), mask=mask)
-            qmax = _largest(_largest(qmax, de), du)
+            qmax = largest_bits(largest_bits(qmax, de), du)
         t_at = t_ptr + (slab * 2 * BLOCK_R + offs_r).to(tl.int64)[:, None] * rows + offs_m[None, :]
         # Transposed, as a long contraction whose small operand comes first takes 90 registers less.
         tl.store(t_at, tl.dot(we, tl.trans(de), input_precision="ieee"))

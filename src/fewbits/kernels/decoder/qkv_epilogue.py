@@ -129,7 +129,7 @@ def _summed(qkv: Tensor, o: Operands) -> list[Tensor]:
 # 2. The ops: on a CPU they run the definition, on CUDA the kernels.
 
 
-def _operands(
+def operands_of(
     sizes: Sequence[int], branches: Sequence[Tensor], bias: Tensor | None, weights: Sequence[Tensor],
     constants: Sequence[float], tables: Sequence[Tensor], positions: Tensor | None,
 ) -> Operands:  # fmt: skip
@@ -153,7 +153,7 @@ def _qkv_epilogue(
     tables: Sequence[Tensor],
     positions: Tensor | None,
 ) -> None:
-    _into(qkv, out, _operands(sizes, branches, bias, weights, constants, tables, positions))
+    _into(qkv, out, operands_of(sizes, branches, bias, weights, constants, tables, positions))
 
 
 def _into(qkv: Tensor, out: Tensor, o: Operands) -> None:
@@ -178,7 +178,7 @@ def _cuda_epilogue(
     tables: Sequence[Tensor],
     positions: Tensor | None,
 ) -> None:
-    operands = _operands(sizes, branches, bias, weights, constants, tables, positions)
+    operands = operands_of(sizes, branches, bias, weights, constants, tables, positions)
     if qkv.dtype in KERNEL_DTYPES:
         launch_fwd(qkv, out if weights else qkv, operands)
     else:
@@ -199,7 +199,7 @@ def _qkv_epilogue_backward(
     positions: Tensor | None,
     weight_gradient: bool,
 ) -> Tensor:
-    operands = _operands(sizes, branches, bias, weights, constants, tables, positions)
+    operands = operands_of(sizes, branches, bias, weights, constants, tables, positions)
     return _backward_into(gradients, qkv, dqkv, operands, weight_gradient)
 
 
@@ -227,7 +227,7 @@ def _cuda_epilogue_backward(
     positions: Tensor | None,
     weight_gradient: bool,
 ) -> Tensor:
-    operands = _operands(sizes, branches, bias, weights, constants, tables, positions)
+    operands = operands_of(sizes, branches, bias, weights, constants, tables, positions)
     if dqkv.dtype not in KERNEL_DTYPES:
         return _backward_into(gradients, qkv, dqkv, operands, weight_gradient)
     last = [g if g.stride(3) == 1 else g.contiguous() for g in gradients]
@@ -271,7 +271,7 @@ def qkv_epilogue(
         BadInput: shapes do not fit.
         Unsupported: a branch's rank is above 128.
     """
-    args = _checked(qkv, rotation, layout, extras)
+    args = checked_arguments(qkv, rotation, layout, extras)
     _, H, Hk, D = layout
     out = qkv.new_empty(qkv.shape[0] if extras.norm else 0, (H + Hk) * D)
     # The dispatcher costs the host as much time as the kernel takes.
@@ -315,7 +315,7 @@ def qkv_epilogue_backward(
         raise BadInput(
             "qkv_epilogue_backward recomputes the norms of q and k from the product: give it as qkv."
         )
-    args = _checked(dqkv, rotation, layout, extras)
+    args = checked_arguments(dqkv, rotation, layout, extras)
     B, H, Hk, D = layout
     S = dqkv.shape[0] // B
     for gradient, heads in zip(gradients, (H, Hk, Hk), strict=True):
@@ -337,10 +337,10 @@ def _split_q_k(out: Tensor, layout: QKVLayout) -> tuple[Tensor, Tensor]:
     return heads[:, :H], heads[:, H:]
 
 
-def _checked(
+def checked_arguments(
     qkv: Tensor, rotation: Rotation | None, layout: QKVLayout, extras: QKVExtras
 ) -> tuple[list[int], list[Tensor], Tensor | None, list[Tensor], list[float], list[Tensor], Tensor | None]:
-    """The arguments of the ops after the buffers."""
+    """The arguments of the ops after the buffers, from qkv (B*S, (H + 2*Hk) * D)."""
     B, H, Hk, D = layout
     M, width = qkv.shape[0], (H + 2 * Hk) * D
     if qkv.dim() != 2 or qkv.shape[1] < width or M % B or (qkv.numel() and qkv.stride(1) != 1):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from fewbits.kernels.launch.jit import CompileCase, jit, next_power_of_2, on_device_of, tl
-from fewbits.kernels.loss.cross_entropy_triton import KERNEL_DTYPES, _logits
+from fewbits.kernels.loss.cross_entropy_triton import KERNEL_DTYPES, capped_logits
 
 _BLOCK = 4096
 
@@ -29,14 +29,14 @@ def _statistics_kernel(
         tl.store(entropy_ptr + row, 0.0)
         tl.store(top_ptr + row, 0.0)
     else:
-        picked = _logits(z_ptr, label, (label >= 0) & (label < V), soft_cap, SOFT_CAP)
+        picked = capped_logits(z_ptr, label, (label >= 0) & (label < V), soft_cap, SOFT_CAP)
         largest = -3.0e38  # finite: a block that is all -inf must not give inf - inf
         before = -float("inf")
         exp_sums = tl.zeros((BLOCK_V,), dtype=tl.float32)
         weighted = tl.zeros((BLOCK_V,), dtype=tl.float32)
         for start in range(0, V, BLOCK_V):
             offs = start + tl.arange(0, BLOCK_V)
-            z = _logits(z_ptr, offs, offs < V, soft_cap, SOFT_CAP)
+            z = capped_logits(z_ptr, offs, offs < V, soft_cap, SOFT_CAP)
             new = tl.maximum(largest, tl.max(z, 0))
             e, rescale = tl.exp(z - new), tl.exp(largest - new)
             weighted = (weighted + (largest - new) * exp_sums) * rescale + tl.where(e > 0, e * (z - new), 0.0)

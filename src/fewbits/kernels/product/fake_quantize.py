@@ -35,7 +35,7 @@ from torch import Tensor
 from fewbits.errors import BadInput
 from fewbits.formats.base import Format
 from fewbits.formats.blocks import check_floating
-from fewbits.kernels.codec.dequantize import _from_text, _to_text, dequantize
+from fewbits.kernels.codec.dequantize import dequantize, format_of_text, text_of_format
 from fewbits.kernels.codec.quantize import quantize
 from fewbits.kernels.codec.quantize_triton import KERNEL_DTYPES, launch_round, takes
 from fewbits.kernels.launch.derivatives import once_differentiable
@@ -119,12 +119,12 @@ def launch_effective(
 
 @torch.library.custom_op("fewbits::fake_quantize", mutates_args=())
 def _fake_quantize(x: Tensor, format: str, dtype: torch.dtype) -> Tensor:
-    return fake_quantize_ref(x, _from_text(format), dtype).contiguous()
+    return fake_quantize_ref(x, format_of_text(format), dtype).contiguous()
 
 
 @_fake_quantize.register_kernel("cuda")
 def _(x: Tensor, format: str, dtype: torch.dtype) -> Tensor:
-    return launch(x, _from_text(format), dtype)
+    return launch(x, format_of_text(format), dtype)
 
 
 @_fake_quantize.register_fake
@@ -165,7 +165,7 @@ def _(weight: Tensor, a: Tensor, b: Tensor, scaling: float, format: str | None, 
 
 
 def _format(text: str | None) -> Format | None:
-    return None if text is None else _from_text(text)
+    return None if text is None else format_of_text(text)
 
 
 # 5. Autograd and the public functions.
@@ -190,7 +190,7 @@ def fake_quantize(x: Tensor, format: Format | None, dtype: torch.dtype | None = 
     if format is None:
         return x if dtype is None else x.to(dtype)
     check_floating(x)
-    return _FakeQuantize.apply(x, _to_text(format), x.dtype if dtype is None else dtype)
+    return _FakeQuantize.apply(x, text_of_format(format), x.dtype if dtype is None else dtype)
 
 
 class _LoRAWeight(torch.autograd.Function):
@@ -246,7 +246,7 @@ def fake_quantize_lora(
     Raises:
         BadInput: ``out`` does not fit.
     """
-    text = None if format is None else _to_text(format)
+    text = None if format is None else text_of_format(format)
     weight, a, b = weight.detach(), a.detach(), b.detach()
     if out is None:
         return _fake_quantize_lora(weight, a, b, scaling, text, dtype or weight.dtype)
@@ -348,9 +348,9 @@ def fake_quantized_linear(
     """
     a, b, scaling = (None, None, 0.0) if adapter is None else adapter
     rows = rows_of(x.to(product_dtype(x)))  # so that what the function returns is no view
-    text = None if activation is None else _to_text(activation)
+    text = None if activation is None else text_of_format(activation)
     with torch.autocast(x.device.type, enabled=False):
         y: Tensor = _FakeQuantizedLinear.apply(
-            rows, weight, bias, a, b, scaling, _to_text(weight_format), text
+            rows, weight, bias, a, b, scaling, text_of_format(weight_format), text
         )
     return y.view(*x.shape[:-1], y.shape[-1])

@@ -102,15 +102,15 @@ def _cuda_reduce(
     if _fits(dy, xa, t) and len(bs) <= MAX_SLICES and len({b.dtype for b in bs}) == 1:
         tile = reduce_tile(dy.device, dy.shape[0], tuple(b.shape[0] for b in bs), max(b.shape[1] for b in bs))
     if tile is None:
-        _products(dy, xa, t, dbs, slices)
+        thin_products(dy, xa, t, dbs, slices)
     else:
         launch_reduce(dy, xa, slices, t, dbs, tile)
 
 
-def _products(
+def thin_products(
     dy: Tensor, xa: Tensor, t: Tensor, dbs: Sequence[Tensor], slices: Sequence[ReduceSlice]
 ) -> None:
-    """One after the other, by cuBLAS."""
+    """One after the other, by cuBLAS: t (M, R) of dy (M, N), and each of ``dbs`` (N_i, r_i) of xa (M, R)."""
     column, dy = 0, dy.to(xa.dtype) if dy.dtype == _E4M3 else dy
     for db, (start, b, scaling) in zip(dbs, slices, strict=True):
         part, at = dy[:, start : start + b.shape[0]], slice(column, column + b.shape[1])

@@ -48,7 +48,7 @@ from torch import Tensor
 from fewbits.errors import BadInput, Unsupported
 from fewbits.formats.stochastic import Stochastic, stochastic_options
 from fewbits.formats.streams import product_tables
-from fewbits.kernels.codec.dequantize import _from_text, _to_text
+from fewbits.kernels.codec.dequantize import format_of_text, text_of_format
 from fewbits.kernels.launch import nvrtc
 from fewbits.kernels.launch.jit import constant_when_compiled, triton
 from fewbits.kernels.stochastic import lookup, thermometer
@@ -134,7 +134,7 @@ def stochastic_path(
     if device.type != "cuda":
         return Path("definition")
     levels = (options.length,) if levels is None else tuple(levels)
-    options, chunk = _longest(options, levels), options.chunk_size(D)
+    options, chunk = with_longest(options, levels), options.chunk_size(D)
     why = nvrtc.missing()
     if torch.cuda.get_device_capability(device) < _REDUX:
         why = "the lookups need compute capability 8.0"
@@ -150,7 +150,7 @@ def stochastic_path(
 
 
 @lru_cache(maxsize=256)
-def _longest(options: Stochastic, levels: tuple[int, ...]) -> Stochastic:
+def with_longest(options: Stochastic, levels: tuple[int, ...]) -> Stochastic:
     """The options with the masks that streams of these lengths have."""
     return options.with_length(max(levels)) if max(levels) else options
 
@@ -161,13 +161,13 @@ def _longest(options: Stochastic, levels: tuple[int, ...]) -> Stochastic:
 @lru_cache(maxsize=64)
 @constant_when_compiled
 def _longest_text(options: str, levels: tuple[int, ...]) -> str:
-    return _to_text(_longest(_options(options), levels))
+    return text_of_format(with_longest(options_of_text(options), levels))
 
 
 @lru_cache(maxsize=64)
 @constant_when_compiled
 def _same_masks(options: str, levels: tuple[int, ...]) -> bool:
-    stochastic = _options(options)
+    stochastic = options_of_text(options)
     return len({stochastic.with_length(length).masks(256) for length in levels if length}) <= 1
 
 
@@ -189,7 +189,7 @@ def _stochastic_codes(
     levels: Sequence[int],
     level_index: Tensor | None,
 ) -> Tensor:
-    return codes_product(qa, sa, qb, sb, _options(options), levels, level_index)
+    return codes_product(qa, sa, qb, sb, options_of_text(options), levels, level_index)
 
 
 @_stochastic_codes.register_kernel("cuda")
@@ -202,11 +202,11 @@ def _(
     levels: Sequence[int],
     level_index: Tensor | None,
 ) -> Tensor:
-    value, levels, D = _options(options), tuple(levels), qa.shape[-1]
+    value, levels, D = options_of_text(options), tuple(levels), qa.shape[-1]
     path = stochastic_path(qa.device, D, value, levels).name
     if path == "definition" or 0 in (*qa.shape, *qb.shape):
         return codes_product(qa, sa, qb, sb, value, levels, level_index)
-    longest, chunk = _longest(value, levels), value.chunk_size(D)
+    longest, chunk = with_longest(value, levels), value.chunk_size(D)
     y = sa.new_empty(qa.shape[0], qa.shape[1], qb.shape[1])  # float32, whatever torch's default is
     operands = [x.contiguous() for x in (qa, sa, qb, sb)]
     if path == "lookup":
@@ -233,8 +233,9 @@ def _(
     return sa.new_empty(qa.shape[0], qa.shape[1], qb.shape[1])
 
 
-def _options(text: str) -> Stochastic:
-    options = stochastic_options(_from_text(text))
+def options_of_text(text: str) -> Stochastic:
+    """The options of a stochastic product, of an op's argument."""
+    options = stochastic_options(format_of_text(text))
     assert options is not None
     return options
 

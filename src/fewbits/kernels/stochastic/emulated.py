@@ -134,7 +134,7 @@ def stochastic_emulated(
     """
     if qa.dim() != 2 or qb.dim() != 2 or qa.shape[1] != qb.shape[1]:
         raise BadInput(f"codes {tuple(qa.shape)} and {tuple(qb.shape)} are no (N, D) and (M, D).")
-    return emulated_product(qa, sa, _weight(qb, sb, options, rank, _FEATURE_BYTES))
+    return emulated_product(qa, sa, emulated_weight(qb, sb, options, rank, _FEATURE_BYTES))
 
 
 @torch.no_grad()
@@ -142,7 +142,7 @@ def prepare_emulated(qb: Tensor, sb: Tensor, options: Stochastic, rank: int = 16
     """b's half of `stochastic_emulated`, computed once; the arguments are those."""
     if qb.dim() != 2:
         raise BadInput(f"codes {tuple(qb.shape)} are no (M, D).")
-    weight = _weight(qb, sb, options, rank, None)
+    weight = emulated_weight(qb, sb, options, rank, None)
     return weight._replace(features=tuple(weight.features))
 
 
@@ -175,7 +175,7 @@ def emulated_product(qa: Tensor, sa: Tensor, b: EmulatedWeight, dtype: torch.dty
     return y.to(dtype)
 
 
-def _weight(
+def emulated_weight(
     qb: Tensor, sb: Tensor, options: Stochastic, rank: int, at_once_bytes: int | None
 ) -> EmulatedWeight:
     """b, whose features are made when they are asked for, of at most so many bytes in a part."""

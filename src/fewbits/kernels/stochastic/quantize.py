@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fewbits.errors import BadInput
 from fewbits.formats.stochastic import Stochastic, stochastic_options
-from fewbits.kernels.codec.dequantize import _from_text, _to_text
+from fewbits.kernels.codec.dequantize import format_of_text, text_of_format
 from fewbits.kernels.stochastic.quantize_triton import launch, takes
 
 # 1. The definition.
@@ -68,7 +68,7 @@ def _(x: Tensor, smooth_scales: Tensor | None, options: str, is_b: bool) -> tupl
 
 
 def _options(text: str) -> Stochastic:
-    options = stochastic_options(_from_text(text))
+    options = stochastic_options(format_of_text(text))
     assert options is not None
     return options
 
@@ -93,4 +93,4 @@ def quantize_stochastic(
     """
     if not x.is_floating_point():
         raise BadInput(f"x is {x.dtype}, and its quantiser needs a floating-point tensor; convert it first.")
-    return _quantize(x.detach(), smooth_scales, _to_text(options), is_b)
+    return _quantize(x.detach(), smooth_scales, text_of_format(options), is_b)

@@ -21,15 +21,15 @@ from torch import Tensor
 
 from fewbits.errors import BadInput
 from fewbits.formats.stochastic import Stochastic
-from fewbits.kernels.codec.dequantize import _to_text
+from fewbits.kernels.codec.dequantize import text_of_format
 from fewbits.kernels.stochastic import lookup
 from fewbits.kernels.stochastic.codes import (
-    _longest,
-    _options,
+    options_of_text,
     same_masks,
     stochastic_codes,
     stochastic_codes_ref,
     stochastic_path,
+    with_longest,
 )
 from fewbits.kernels.stochastic.quantize import quantize_stochastic, quantize_stochastic_ref
 
@@ -66,7 +66,7 @@ def _by_two_ops(
     levels: Sequence[int],
     dtype: torch.dtype,
 ) -> Tensor:
-    value = _options(options)
+    value = options_of_text(options)
     codes, scales = quantize_stochastic(x, value, smooth_scales)
     return stochastic_codes(codes, scales, qb, sb, value, levels).to(dtype)
 
@@ -84,11 +84,11 @@ def _(
     levels: Sequence[int],
     dtype: torch.dtype,
 ) -> Tensor:
-    value, levels, D = _options(options), tuple(levels), x.shape[1]
+    value, levels, D = options_of_text(options), tuple(levels), x.shape[1]
     if not takes(x, value, dtype) or stochastic_path(x.device, D, value, levels).name != "lookup":
         return _by_two_ops(x, smooth_scales, qb, sb, options, levels, dtype)
     chunk = value.chunk_size(D)
-    tables = lookup.tables_of(_longest(value, levels), levels, chunk, x.device)
+    tables = lookup.tables_of(with_longest(value, levels), levels, chunk, x.device)
     scales = sb.new_empty(1, x.shape[0], sb.shape[1])
     smooth = None if smooth_scales is None else smooth_scales.float().contiguous()
     rows = lookup.Rows(x.contiguous()[None], scales, smooth, value.max_code)
@@ -167,5 +167,5 @@ def stochastic_rows(
             f"chunks of {options.chunk_d or 'all'} are int8 and have float32 scales {wanted}; quantise it "
             "with the same options."
         )
-    y: Tensor = _stochastic_rows(x.detach(), smooth_scales, qb, sb, _to_text(options), levels, dtype)
+    y: Tensor = _stochastic_rows(x.detach(), smooth_scales, qb, sb, text_of_format(options), levels, dtype)
     return y
