@@ -99,7 +99,13 @@ OP_OF = {
 # Private names of other libraries' objects that files of ours happen to define for themselves, too.
 THEIR_PRIVATE_NAMES = {
     *("_replace", "_parameters", "_version", "_C", "_scaled_mm", "_to_copy"),  # tuples, torch
-    *("_sample", "_load_from_checkpoint", "_active_adapter", "_quantize"),  # transformers, PEFT, bitsandbytes
+    *(
+        "_sample",
+        "_load_from_checkpoint",
+        "_from_config",
+        "_active_adapter",
+        "_quantize",
+    ),  # transformers, PEFT, bitsandbytes
 }
 # Ops whose public function has another name.
 PUBLIC_NAME = {

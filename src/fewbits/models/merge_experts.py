@@ -44,9 +44,9 @@ class WholeMerger(Merger):
                 parameter.copy_(self._sum(name, parameter))
         model.config = self._config()
         type(model).save_pretrained(model, folder, max_shard_size=shard_bytes)
-        self._write_tokenizer(folder, tokenizer)
+        self.write_tokenizer(folder, tokenizer)
         del model
-        return self._check(folder)
+        return self.check_written(folder)
 
     @property
     def num_merged(self) -> int:

@@ -178,8 +178,8 @@ class Merger:
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
             (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         self._write_config(folder, weight_map)
-        self._write_tokenizer(folder, tokenizer)
-        return self._check(folder)
+        self.write_tokenizer(folder, tokenizer)
+        return self.check_written(folder)
 
     def _from_original(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
         assert self.original is not None
@@ -278,7 +278,8 @@ class Merger:
         pairs = [(self.live.get(n), self.live.get(tied[n])) for n in names]
         return any(a is not None and b is not None and not same_storage(a, b) for a, b in pairs)
 
-    def _write_tokenizer(self, folder: Path, tokenizer: Any) -> None:
+    def write_tokenizer(self, folder: Path, tokenizer: Any) -> None:
+        """Write the tokenizer that was given, or copy the original's files."""
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
         elif self.original is not None:
@@ -286,7 +287,7 @@ class Merger:
                 for file in self.original.folder.glob(pattern):
                     shutil.copyfile(file, folder / file.name)
 
-    def _check(self, folder: Path) -> tuple[float, float]:
+    def check_written(self, folder: Path) -> tuple[float, float]:
         """Reload what was written; compare its logits on a fixed batch with base plus branches.
 
         How much of a difference rounding explains depends on the model, so it is measured: every weight of

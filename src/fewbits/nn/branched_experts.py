@@ -22,7 +22,7 @@ class BranchedExperts(QuantizedExperts):
             branches: of each weight with adapters (A, B, scaling), as PEFT has them.
         """
         nn.Module.__init__(self)
-        self._become(host, tuple(name for name, p in host.named_parameters(recurse=False) if p.dim() == 3))
+        self.become(host, tuple(name for name, p in host.named_parameters(recurse=False) if p.dim() == 3))
         self._parameters = dict(host._parameters)
         self.branches = dict(branches)
 

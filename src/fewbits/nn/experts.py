@@ -58,7 +58,7 @@ class QuantizedExperts(nn.Module):
     def __init__(self, host: Any, formats: dict[str, Format]) -> None:
         """Take the place of ``host``; the weights are empty, on the meta device, until `pack`."""
         super().__init__()
-        self._become(host, tuple(formats))
+        self.become(host, tuple(formats))
         self.formats.update(formats)
         for name, format in formats.items():
             layout = format.layout(self._stored_shape(name))
@@ -66,7 +66,7 @@ class QuantizedExperts(nn.Module):
             empty = {n: torch.empty(s.shape, dtype=s.dtype, device="meta") for n, s in layout.items()}
             self.take(name, empty)
 
-    def _become(self, host: Any, weights: tuple[str, ...]) -> None:
+    def become(self, host: Any, weights: tuple[str, ...]) -> None:
         """Take the host's sizes, limits, activation, biases and modules, and leave its weights."""
         for name, value in vars(host).items():
             if name not in ("_parameters", "_modules", "_buffers"):
