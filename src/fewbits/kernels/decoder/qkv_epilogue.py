@@ -133,7 +133,7 @@ def operands_of(
     sizes: Sequence[int], branches: Sequence[Tensor], bias: Tensor | None, weights: Sequence[Tensor],
     constants: Sequence[float], tables: Sequence[Tensor], positions: Tensor | None,
 ) -> Operands:  # fmt: skip
-    """What the ops take one by one: ``sizes`` S, H, Hk, D, rotary_dim; ``branches`` three x and three w."""
+    """What the ops take one by one: ``sizes`` S, H, Hk, D, rotary_dim; three x (M, R), three w (N, R)."""
     S, H, Hk, D, rotary_dim = sizes
     low_rank = list(zip(branches[:3], branches[3:], strict=True))
     rotation = Tables(tables[0], tables[1], positions, rotary_dim) if tables else None

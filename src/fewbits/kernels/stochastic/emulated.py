@@ -178,7 +178,7 @@ def emulated_product(qa: Tensor, sa: Tensor, b: EmulatedWeight, dtype: torch.dty
 def emulated_weight(
     qb: Tensor, sb: Tensor, options: Stochastic, rank: int, at_once_bytes: int | None
 ) -> EmulatedWeight:
-    """b, whose features are made when they are asked for, of at most so many bytes in a part."""
+    """b (N, D), whose features are made when they are asked for, of at most so many bytes in a part."""
     if not 0 <= rank <= 128:
         raise BadInput(f"emulate_rank={rank} is refused: give a whole number from 0 to 128.")
     qb, sb, D = qb.contiguous(), sb.contiguous(), qb.shape[1]
