@@ -108,6 +108,19 @@ def test_messages(run, chat_model, tmp_path):
         assert run("generate", "--model", chat_model, "--messages", file, "--max-new-tokens", 5).code == 0
 
 
+def test_keys_and_values_in_few_bits(run, shared, text):
+    model = shared / "data/models/stories3m"
+    common = ("--model", model, "--device", "cpu")
+    shown = run("eval", *common, "--text", text, "--max-tokens", 300, "--cache", "int8/int4", "--json")
+    result = json.loads(shown.out)
+    assert result["kv_cache"] == "int8/int4" and 3 < result["perplexity"] < 8
+    how = (*common, "--prompt", "Once upon a time", "--max-new-tokens", 90, "--temperature", 0, "--quiet")
+    assert run("generate", *how, "--cache", "int8").out == run("generate", *how).out
+    shown = run("generate", *how, "--cache", "q8_0")
+    assert shown.code == 2 or shown.code == 1
+    assert "no key/value cache in 'q8_0'; known: bfloat16, fp8, int8, int4" in shown.err
+
+
 def test_guesses_change_no_greedy_text(run, model, shared, tmp_path):
     options = ("generate", "--model", model, "--prompt", "Once upon a time", "--max-new-tokens", 40)
     want = run(*options, "--temperature", 0).out

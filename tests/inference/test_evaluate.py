@@ -7,6 +7,8 @@ import torch
 
 from fewbits.errors import BadInput
 from fewbits.inference.evaluate import perplexity, plan_windows
+from fewbits.models.cache_choice import choose_cache
+from fewbits.models.fast import FastLanguageModel
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 9, 10, 11, 57])
@@ -115,3 +117,18 @@ def test_bad_options(stories260k, options, message):
 def test_empty_text(stories260k):
     with pytest.raises(BadInput, match="0 tokens"):
         perplexity(*stories260k, "")
+
+
+def test_keys_and_values_in_few_bits(shared, tinystories):
+    """Chosen on the model; eight bits change little, four more, and nothing packed nothing."""
+    path = shared / "data/models/stories3m"
+    model, tokenizer = FastLanguageModel.from_pretrained(path, load_in_4bit=False)
+    found = {}
+    for kind in ("bfloat16", {"newest": 1024}, "int8", "int4"):
+        choose_cache(model, kind)
+        result = perplexity(model, tokenizer, tinystories, max_tokens=399, window=400)
+        found[str(kind)] = result
+    plain, whole, int8, int4 = (one.nll for one in found.values())
+    assert [one.kv_cache for one in found.values()] == [None, "int4", "int8", "int4"]
+    assert whole == pytest.approx(plain, rel=1e-4)
+    assert 0 < abs(int8 - plain) < 0.002 and abs(int8 - plain) < abs(int4 - plain) < 0.05

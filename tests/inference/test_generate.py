@@ -115,3 +115,18 @@ def test_empty_prompt_starts_from_bos(stories260k):
 def test_bad_sampling(field):
     with pytest.raises(BadInput, match=next(iter(field))):
         Sampling(**field)
+
+
+def test_keys_and_values_in_few_bits(stories3m) -> None:
+    """Of a plain model of transformers, and by the choice that stands on it."""
+    model, tokenizer = stories3m
+    greedy = Sampling(temperature=0, max_new_tokens=80)
+    plain = generate(model, tokenizer, "Once upon a time", greedy)
+    assert generate(model, tokenizer, "Once upon a time", greedy, cache="int8").text == plain.text
+    assert "".join(stream(model, tokenizer, "Once upon a time", greedy, cache="int8")) == plain.text
+    coarse = generate(
+        model, tokenizer, "Once upon a time", greedy, cache={"name": "int4", "newest": 1, "first": 0}
+    )
+    assert coarse.text != plain.text  # the cache is read
+    with pytest.raises(BadInput, match="no key/value cache in 'int2'"):
+        generate(model, tokenizer, "Once", greedy, cache="int2")

@@ -244,7 +244,7 @@ def test_casting_a_packed_model_leaves_its_codes_and_scales() -> None:
 
 def test_a_cache_is_said_or_refused() -> None:
     recipe = replace(PACK, kv_cache=get_kv_cache("int8"))
-    assert "kv_cache=int8: generate() keeps keys and values so" in str(convert(tiny("llama"), recipe))
+    assert "kv_cache=int8: generate() of FastLanguageModel's models" in str(convert(tiny("llama"), recipe))
     with pytest.raises(Unsupported, match="no layer of mistral attends to all that came before"):
         convert(tiny("mistral"), recipe)
 

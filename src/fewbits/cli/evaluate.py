@@ -50,13 +50,14 @@ def _text(args: Namespace) -> int:
         return _print_json(
             {"model": args.model, "text": args.text, "recipe": args.recipe, **result.as_dict()}
         )
+    kept = "" if result.kv_cache is None else f", keys and values in {result.kv_cache}"
     bits = "" if result.bits_per_character is None else f"   {result.bits_per_character:.3f} bits/character"
     screen = console()
     screen.print(
         f"[bold]perplexity {result.perplexity:.3f}[/]   {result.nll:.4f} nats/token{bits}", highlight=False
     )
     how = f"{result.tokens:,} tokens, window {result.window}, stride {result.stride}, {result.seconds:.1f} s"
-    screen.print(f"[dim]{how}[/]", highlight=False)
+    screen.print(f"[dim]{how}{kept}[/]", highlight=False)
     return 0
 
 

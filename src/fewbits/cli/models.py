@@ -33,10 +33,14 @@ def load(args: Namespace) -> tuple[Any, Any]:
     """The model and tokenizer that the options of `fewbits.cli.parser._model_options` name."""
     import torch
 
+    from fewbits.formats.kv_cache import get_kv_cache
     from fewbits.host.record import notes_of
     from fewbits.models.adapters import load_adapter
+    from fewbits.models.cache_choice import choose_cache
     from fewbits.models.fast import FastLanguageModel
 
+    if getattr(args, "cache", None) is not None:
+        get_kv_cache(args.cache)  # a wrong name is told before a model is loaded
     dtype = None if args.dtype is None else getattr(torch, args.dtype)
     model, tokenizer = FastLanguageModel.from_pretrained(
         resolve(args.model),
@@ -47,6 +51,8 @@ def load(args: Namespace) -> tuple[Any, Any]:
     )
     if args.adapter is not None:
         model = load_adapter(model, resolve(args.adapter))
+    if getattr(args, "cache", None) is not None:
+        choose_cache(model, args.cache)
     for note in notes_of(model) if args.recipe is not None else ():
         Console(stderr=True).print(note, style="dim", highlight=False, markup=False)
     return FastLanguageModel.for_inference(model), tokenizer

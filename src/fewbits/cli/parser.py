@@ -187,7 +187,16 @@ def _generate(commands: Any) -> None:
     how.add_argument(
         "--draft", metavar="PATH", help="a smaller model that guesses; greedy text stays the same"
     )
+    _cache_option(how)
     how.add_argument("--quiet", action="store_true", help="the text only, without the line of figures")
+
+
+def _cache_option(group: Any) -> None:
+    group.add_argument(
+        "--cache",
+        metavar="FORMAT",
+        help="keys and values in int4, int8, fp8 or bfloat16, or as KEYS/VALUES (default: the recipe's)",
+    )
 
 
 def _eval(commands: Any) -> None:
@@ -219,6 +228,7 @@ def _eval(commands: Any) -> None:
     group.add_argument(
         "--batch-size", type=int, default=8, metavar="N", help="windows at once (default: %(default)s)"
     )
+    _cache_option(group)
     group.add_argument("--json", action="store_true", help="print the result as JSON")
 
 

@@ -89,7 +89,7 @@ fewbits train --model models/stories3m --train-data rows.jsonl --output-dir runs
         """
 fewbits generate --model models/stories3m --prompt "Once upon a time"
 fewbits generate --model models/qwen3 --chat --recipe qlora_nf4
-fewbits generate --model runs/mine --messages question.json --temperature 0
+fewbits generate --model runs/mine --messages question.json --temperature 0 --cache int4
 fewbits generate --model runs/mine --input rows.jsonl --output answers.jsonl
 echo "Once upon a time" | fewbits generate --model models/stories3m --prompt -
 """,
@@ -104,6 +104,7 @@ fewbits eval --model models/stories3m --text tinystories.txt --recipe qlora_nf4 
 fewbits eval --model models/stories3m --text - --json < tinystories.txt
 fewbits eval --model runs/mine --rows held-out.jsonl --answers 50 --show
 fewbits eval --model runs/mine --tasks hellaswag,arc_easy --limit 100
+fewbits eval --model models/stories3m --text tinystories.txt --cache int8/int4
 """,
     ),
     "compare": Text(

@@ -23,9 +23,12 @@ import torch
 from torch import Tensor
 
 from fewbits.errors import BadInput, NotFinite
+from fewbits.formats.kv_cache import KVCache
+from fewbits.models.cache_choice import chosen_cache
 from fewbits.nn.finite import check_finite
 
 DEFAULT_WINDOW = 2048
+_AT_ONCE = 16  # tokens of one forward over a packed cache
 
 
 class Window(NamedTuple):
@@ -49,6 +52,7 @@ class PerplexityResult:
         window: tokens of one window, BOS included.
         stride: tokens scored by every window but the first.
         seconds: time taken.
+        kv_cache: the formats in which keys and values were kept; None: as the model computes them.
     """
 
     nll: float
@@ -59,8 +63,9 @@ class PerplexityResult:
     window: int
     stride: int
     seconds: float
+    kv_cache: str | None = None
 
-    def as_dict(self) -> dict[str, float | int | None]:
+    def as_dict(self) -> dict[str, float | int | str | None]:
         """Plain data for JSON; a figure that is not finite becomes None."""
         return {
             k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in asdict(self).items()
@@ -80,6 +85,9 @@ def perplexity(
 ) -> PerplexityResult:
     """Perplexity of ``model`` on ``text``.
 
+    Where the model or its recipe chose formats of keys and values (`fewbits.models.cache_choice`), a window
+    goes through the model 16 tokens at a time, each seeing those before its 16 as the cache has them.
+
     Args:
         model: a causal language model of transformers; its mode (training or not) is restored afterwards.
         tokenizer: the tokenizer that belongs to it.
@@ -95,7 +103,7 @@ def perplexity(
         NotFinite: the model's loss is NaN or infinite; the message names the first weight that is.
     """
     cut = text_windows(model, tokenizer, text, window=window, stride=stride, max_tokens=max_tokens)
-
+    kind = chosen_cache(model, None)
     started = time.perf_counter()
     total, scored = 0.0, 0
     with evaluating(model):
@@ -115,6 +123,7 @@ def perplexity(
         window=cut.window,
         stride=cut.stride,
         seconds=time.perf_counter() - started,
+        kv_cache=None if kind is None else kind.name,
     )
 
 
@@ -264,7 +273,11 @@ def window_nlls(model: Any, text: TextWindows, batch: list[Window]) -> list[floa
     """
     ids, lead, device = text.ids, 0 if text.bos is None else 1, model.device
     input_ids, mask = batch_tokens(text, batch)
-    logits = model(input_ids=input_ids.to(device), attention_mask=mask.to(device), use_cache=False).logits
+    input_ids, mask, kind = input_ids.to(device), mask.to(device), chosen_cache(model, None)
+    if kind is None:
+        logits = model(input_ids=input_ids, attention_mask=mask, use_cache=False).logits
+    else:
+        logits = cached_logits(model, input_ids, mask, kind)
     found = []
     for row, w in enumerate(batch):  # one by one: float32 logits of a batch can exceed the model itself
         at = slice(w.first - w.begin + lead - 1, w.end - w.begin + lead - 1)
@@ -276,3 +289,31 @@ def window_nlls(model: Any, text: TextWindows, batch: list[Window]) -> list[floa
         tokens = f"tokens {batch[0].first:,} to {batch[-1].end - 1:,}"
         raise NotFinite(f"the loss on {tokens} is {total}{why_not_finite(model)}")
     return found
+
+
+def cached_logits(
+    model: Any, input_ids: Tensor, mask: Tensor, kind: KVCache, *, at_once: int = _AT_ONCE
+) -> Tensor:
+    """Logits (batch, tokens, vocabulary) of a model that reads its keys and values from a packed cache.
+
+    Args:
+        model: the model.
+        input_ids: (batch, tokens).
+        mask: (batch, tokens), 1 where a token is one, padded on the right.
+        kind: the cache's formats.
+        at_once: tokens of one forward; these see each other as they are.
+    """
+    from fewbits.models.packed_cache import PackedCache
+
+    cache, length = PackedCache(model.config, kind), input_ids.shape[1]
+    pieces = []
+    for begin in range(0, length, at_once):
+        end = min(begin + at_once, length)
+        out = model(
+            input_ids=input_ids[:, begin:end],
+            attention_mask=mask[:, :end],
+            past_key_values=cache,
+            use_cache=True,
+        )
+        pieces.append(out.logits)
+    return torch.cat(pieces, dim=1)

@@ -13,14 +13,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fewbits.errors import BadInput, NotFinite
+from fewbits.formats.kv_cache import KVCache
+from fewbits.host.unwrap import unwrap
 from fewbits.inference.evaluate import why_not_finite
+from fewbits.models.cache_choice import chosen_cache
 from fewbits.models.chat_template import check_template
+from fewbits.models.decode_packed import packed_keywords
 from fewbits.models.reading import Reading
 
 Prompt = str | Sequence[Mapping[str, str]]
@@ -115,6 +120,7 @@ def generate(
     *,
     on_text: Callable[[str], None] | None = None,
     guessing: Guessing | None = None,
+    cache: KVCache | str | Mapping[str, Any] | None = None,
 ) -> Generation:
     """Continue a prompt or answer a conversation.
 
@@ -125,9 +131,13 @@ def generate(
         sampling: how tokens are chosen; default `Sampling()`.
         on_text: receives each piece of text as soon as it is final.
         guessing: who guesses tokens ahead; None: nobody.
+        cache: in which formats keys and values are kept, such as "int4" or "int8/int4"; None: the model's or
+            its recipe's choice.
 
     Raises:
-        BadInput: messages without a chat template, a prompt that fills the model's context, an empty prompt.
+        BadInput: messages without a chat template, a prompt that fills the model's context, an empty prompt,
+            an unknown format.
+        Unsupported: the model's keys and values cannot be kept so.
         NotFinite: the model's logits are NaN.
     """
     sampling = sampling or Sampling()
@@ -145,6 +155,7 @@ def generate(
                 streamer=pieces,
                 **options(model, tokenizer, sampling, room),
                 **({} if guessing is None else guessing.words(model, tokenizer)),
+                **_cache_words(model, cache),
             )
     finally:
         model.train(was_training)
@@ -159,7 +170,21 @@ def generate(
     )
 
 
-def stream(model: Any, tokenizer: Any, prompt: Prompt, sampling: Sampling | None = None) -> Iterator[str]:
+def _cache_words(model: Any, cache: KVCache | str | Mapping[str, Any] | None) -> dict[str, Any]:
+    """The words of ``generate`` for keys and values in few bits; FastLanguageModel's know their own."""
+    if isinstance(vars(unwrap(model)).get("generate"), partial):
+        return {} if cache is None else {"kv_cache": cache}
+    return packed_keywords(model, chosen_cache(model, cache), None)
+
+
+def stream(
+    model: Any,
+    tokenizer: Any,
+    prompt: Prompt,
+    sampling: Sampling | None = None,
+    *,
+    cache: KVCache | str | Mapping[str, Any] | None = None,
+) -> Iterator[str]:
     """The pieces of `generate`'s text, as an iterator; closing it stops the model at its next token."""
     pieces: queue.SimpleQueue[str | None] = queue.SimpleQueue()
     closed = threading.Event()
@@ -170,7 +195,7 @@ def stream(model: Any, tokenizer: Any, prompt: Prompt, sampling: Sampling | None
         pieces.put(piece)
 
     with ThreadPoolExecutor(1, thread_name_prefix="fewbits-stream") as pool:
-        future = pool.submit(generate, model, tokenizer, prompt, sampling, on_text=put)
+        future = pool.submit(generate, model, tokenizer, prompt, sampling, on_text=put, cache=cache)
         future.add_done_callback(lambda _: pieces.put(None))
         try:
             while (piece := pieces.get()) is not None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from fewbits.errors import BadInput, Unsupported
 from fewbits.families.shapes import head_dim
 from fewbits.formats.kv_cache import KVCache, get_kv_cache
 from fewbits.host.conversion import conversion_of
+from fewbits.host.record import part_of, put_part
 
 FULL = "full_attention"
 
@@ -46,8 +48,32 @@ def check_cache(kind: KVCache | None, config: Any) -> None:
             kind.side(which, size)
 
 
+@dataclass(frozen=True)
+class CacheChoice:
+    """What `choose_cache` leaves on a model."""
+
+    kind: KVCache
+
+
+def choose_cache(model: Any, kind: KVCache | str | Mapping[str, Any]) -> KVCache:
+    """From now on ``model.generate`` and evaluation keep keys and values so; it wins over the recipe.
+
+    Args:
+        model: a causal language model, with or without adapters.
+        kind: formats, by name, as plain data, or a value; "bfloat16" for none.
+
+    Raises:
+        BadInput: an unknown format.
+        Unsupported: the model cannot have it.
+    """
+    found = get_kv_cache(kind)
+    check_cache(found, model.config)
+    put_part(model, CacheChoice(found))
+    return found
+
+
 def chosen_cache(model: Any, asked: KVCache | str | Mapping[str, Any] | None) -> KVCache | None:
-    """The formats of a call's keys and values: what it asks for, else what the model's recipe says.
+    """The formats of a call's keys and values: what it asks for, else the model's choice, else its recipe's.
 
     Args:
         model: the model, through PEFT's wrappers too.
@@ -61,8 +87,9 @@ def chosen_cache(model: Any, asked: KVCache | str | Mapping[str, Any] | None) ->
         Unsupported: the model cannot have it.
     """
     if asked is None:
-        conversion = conversion_of(model)
+        choice, conversion = part_of(model, CacheChoice), conversion_of(model)
         kind = None if conversion is None else conversion.recipe.kv_cache
+        kind = kind if choice is None else choice.kind
     else:
         kind = get_kv_cache(asked)
         check_cache(kind, model.config)
@@ -91,4 +118,4 @@ def cache_of_call(model: Any, arguments: Mapping[str, Any], asked: Any) -> KVCac
     return None  # the call's own cache wins over the recipe's
 
 
-__all__ = ["cache_of_call", "check_cache", "chosen_cache", "layer_kinds"]
+__all__ = ["CacheChoice", "cache_of_call", "check_cache", "choose_cache", "chosen_cache", "layer_kinds"]

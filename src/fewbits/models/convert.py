@@ -215,7 +215,10 @@ def _notes(spec: ModelSpec, recipe: Recipe) -> Iterator[str]:
             "fewbits' trainer runs them"
         )
     if recipe.kv_cache is not None and not recipe.kv_cache.is_plain:
-        yield f"kv_cache={recipe.kv_cache.name}: generate() keeps keys and values so"
+        yield (
+            f"kv_cache={recipe.kv_cache.name}: generate() of FastLanguageModel's models and fewbits' own "
+            "evaluation keep keys and values so"
+        )
     if not recipe.head.is_plain:
         yield "the head's products keep their dtype until the decoder is fused (fewbits.fuse)"
 

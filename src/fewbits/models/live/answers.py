@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fewbits.errors import BadInput, NotFinite, Unsupported
 from fewbits.host.unwrap import unwrap
+from fewbits.models.cache_choice import chosen_cache
 from fewbits.models.decode_calls import other_way, speculates
 from fewbits.models.decode_generate import Decoding, alone, decoding_of
 from fewbits.models.decode_step import why_not
@@ -77,10 +78,16 @@ def answers(
     report = report or Report()
     base = unwrap(model)
     with evaluating(model), ExitStack() as held:
-        guesses = ("assistant_model", "prompt_lookup_num_tokens", "assistant_tokenizer")
+        guesses = ("assistant_model", "prompt_lookup_num_tokens", "assistant_tokenizer", "kv_cache")
         settings = _Settings(base, {k: v for k, v in keywords.items() if k not in guesses}, within_context)
         lengths = [settings.length(row) for row in rows]
         state = decoding_of(base)
+        kind = chosen_cache(base, keywords.get("kv_cache"))
+        if kind is not None:
+            state.say(
+                f"those of one text at a time alone can be in {kind.name}",
+                "keys and values of a batch that lives stay in 16 bits",
+            )
         try:
             reason = other_way(base, keywords)
             if speculates(base, keywords):
