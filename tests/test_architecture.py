@@ -30,6 +30,7 @@ MAY_IMPORT = {
     "errors": set(),
     "device": set(),
     "words": {"fewjobs"},
+    "yaml_text": set(),
     "formats": set(),
     "families": {"formats"},
     "kernels": {"formats"},
@@ -53,9 +54,9 @@ MAY_IMPORT = {
 }
 # What the machine is told by environment variables (a toolkit's place, Slurm's memory) is read here alone.
 MAY_READ_ENVIRONMENT = {"fewjobs", "doctor"}
-EVERYONE_MAY_IMPORT = {"errors", "device", "words", "__version__"}
+EVERYONE_MAY_IMPORT = {"errors", "device", "words", "yaml_text", "__version__"}
 # The rooms inside a room, and what each may import of the others: arrows point down here too.
-_SETTINGS = {"config", "config_values", "yaml_text"}
+_SETTINGS = {"config", "config_values"}
 _BEFORE_A_RUN = _SETTINGS | {"data", "ranks", "checkpoints", "run_folder", "plan", "calibration", "optimizer"}
 ROOMS_INSIDE = {
     "kernels": {
@@ -69,15 +70,14 @@ ROOMS_INSIDE = {
         "optimizer": {"launch"},
     },
     "training": {
-        "yaml_text": set(),
-        "config_values": {"yaml_text"},
-        "config": {"config_values", "yaml_text"},
+        "config_values": set(),
+        "config": {"config_values"},
         "optimizer": set(),
         "data": _SETTINGS,
         "ranks": set(),
         "checkpoints": {"ranks", "optimizer"},
         "run_folder": _SETTINGS | {"ranks", "checkpoints"},
-        "report": {"yaml_text", "run_folder"},
+        "report": {"run_folder"},
         "plan": {"data", "ranks"},
         "step": {"data", "ranks", "plan", "checkpoints"},
         "calibration": set(),

@@ -17,11 +17,13 @@ from rich.text import Text
 from fewbits.cli.console import console
 from fewbits.errors import BadInput
 from fewbits.models.model_shapes import numbers_of
+from fewbits.recipes import get_recipe
 from fewbits.training.ahead.gpu_plan import (
     Gpu,
     RecipePlan,
     fastest,
     gpu_named,
+    is_planned,
     plan_recipe,
     trainable_recipes,
 )
@@ -34,12 +36,11 @@ def plan(args: Namespace) -> int:
     config = config_of(args.model)
     _check_length(config, batch)
     names = trainable_recipes()
-    if args.recipe is not None and args.recipe not in names:
+    if args.recipe is not None and not is_planned(get_recipe(args.recipe)):
         raise BadInput(f"{args.recipe} is no recipe that is planned here; those are {', '.join(names)}.")
     plans = [
         plan_recipe(config, name, gpu, batch=batch, optimizer=args.optimizer)
-        for name in names
-        if args.recipe in (None, name)
+        for name in (names if args.recipe is None else [args.recipe])
     ]
     best = fastest(plans)
     if args.json:
@@ -157,5 +158,5 @@ def _show(args: Namespace, gpu: Gpu, plans: list[RecipePlan], best: RecipePlan |
         screen.print("nothing fits; take a shorter sequence, a smaller model or a larger GPU", style="bold")
         return
     screen.print(f"fastest that fits: [bold]{best.recipe}[/]; {str(best.plan).partition(';')[0]}")
-    flags = f"--model {shlex.quote(args.model)} --recipe {best.recipe}"
+    flags = f"--model {shlex.quote(args.model)} --recipe {shlex.quote(best.recipe)}"
     screen.print(f"next: fewbits init {flags}", highlight=False, soft_wrap=True)

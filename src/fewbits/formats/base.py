@@ -23,6 +23,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from fewbits.errors import BadInput
 from fewbits.formats.contract import Contract
 from fewbits.formats.scale_search import ScaleSearch
 
@@ -50,6 +51,9 @@ class Format(ABC):
     contract: ClassVar[Contract]
 
     def __post_init__(self) -> None:
+        wrong = self.problem()
+        if wrong is not None:
+            raise BadInput(f"the format {self.name!r} cannot be: {wrong}.")
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         object.__setattr__(self, "text", json.dumps(fields))
         object.__setattr__(self, "contract", self.promise())
@@ -61,6 +65,11 @@ class Format(ABC):
         """A pickled value has its fields from the file, and its contract from this version."""
         self.__dict__.update(state)
         self.__post_init__()
+
+    def problem(self) -> str | None:
+        """What is wrong with the fields, in words that follow a colon; None if nothing is."""
+        block = getattr(self, "block", None)
+        return None if block is None else block_problem(block)
 
     @abstractmethod
     def promise(self) -> Contract:
@@ -219,6 +228,21 @@ def format_from_config(config: str | Mapping[str, Any], registry: Mapping[str, F
         if isinstance(value, list):
             fields[key] = tuple(value)
     return dataclasses.replace(base, **fields) if fields else base
+
+
+def block_problem(block: object) -> str | None:
+    """What is wrong with (rows, columns) that are to share a scale; None if nothing is."""
+    pair = isinstance(block, tuple) and len(block) == 2 and all(is_whole(size, 0) for size in block)
+    if isinstance(block, tuple) and pair and (block == (0, 0) or block[0] > 0):
+        return None
+    return f"block is {block!r}, and it is rows and columns, such as [1, 64], or [0, 0] for the tensor"
+
+
+def is_whole(value: object, least: int, most: int | None = None) -> bool:
+    """Whether a value is a whole number in these bounds."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        return False
+    return value >= least and (most is None or value <= most)
 
 
 def _numel(shape: tuple[int, ...]) -> int:

@@ -21,13 +21,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from math import prod
+from math import isfinite, prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fewbits.formats.base import Format, Packed, PartSpec
+from fewbits.formats.base import Format, Packed, PartSpec, is_whole
 from fewbits.formats.bits import pack_bits, packed_size
 from fewbits.formats.blocks import SMALLEST_SCALE, ceil_div, check_floating
 from fewbits.formats.contract import Coding, Contract
@@ -145,6 +145,16 @@ class Codebook(Format):
     def scale_table(self) -> tuple[float, ...]:
         """The 256 entries for 8-bit scales."""
         return self.scale_values or _DYNAMIC_MAP
+
+    def problem(self) -> str | None:
+        """See `Format.problem`."""
+        if not is_whole(self.block, 1) or not is_whole(self.scale_block, 1):
+            return f"block={self.block!r}, scale_block={self.scale_block!r}; both are numbers of values"
+        sizes = {16: self.values, 256: self.scale_table}
+        for size, entries in sizes.items():
+            if len(entries) != size or not all(isinstance(v, int | float) and isfinite(v) for v in entries):
+                return f"a table has {len(entries)} entries, and it must have {size} finite numbers"
+        return None if isinstance(self.double, bool) else f"double is {self.double!r}, not true or false"
 
     def promise(self) -> Contract:
         """See `Format.promise`."""

@@ -52,6 +52,11 @@ class Float8(Format):
     kind: str = "e4m3"
     block: Block = (0, 0)
 
+    def problem(self) -> str | None:
+        """See `Format.problem`."""
+        known = self.kind in _KINDS
+        return super().problem() if known else f"kind is {self.kind!r}, and it is one of {', '.join(_KINDS)}"
+
     def promise(self) -> Contract:
         """See `Format.promise`."""
         kind: Literal["e4m3", "e5m2"] = "e4m3" if self.kind == "e4m3" else "e5m2"

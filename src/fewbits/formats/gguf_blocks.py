@@ -55,6 +55,11 @@ class GGUFBlocks(Format):
 
     kind: str
 
+    def problem(self) -> str | None:
+        """See `Format.problem`."""
+        known = self.kind in LAYOUTS
+        return None if known else f"kind is {self.kind!r}, and it is one of {', '.join(LAYOUTS)}"
+
     def promise(self) -> Contract:
         """See `Format.promise`; the float16 of scale and minimum adds 2**-10 to every error."""
         usual = _LARGEST_ERROR.get(self.kind, 1 / 5 if self.kind.startswith("IQ4") else 1 / 2)

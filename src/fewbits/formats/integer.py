@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fewbits.formats.base import Format, Packed, PartSpec
+from fewbits.formats.base import Format, Packed, PartSpec, is_whole
 from fewbits.formats.bits import pack_bits, packed_size, unpack_bits
 from fewbits.formats.blocks import (
     SMALLEST_SCALE,
@@ -72,6 +72,14 @@ class WholeNumbers(Format):
     def max_code(self) -> int:
         """The largest code: 127 for 8 bits, 7 for 4."""
         return int(2 ** (self.bits - 1) - 1)
+
+    def problem(self) -> str | None:
+        """See `Format.problem`."""
+        if not is_whole(self.bits, 2, 8):
+            return f"bits is {self.bits!r}, and it is a whole number from 2 to 8"
+        if not isinstance(self.zero_point, bool):
+            return f"zero_point is {self.zero_point!r}, not true or false"
+        return super().problem()
 
     def promise(self) -> Contract:
         """See `Format.promise`."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fewbits.errors import BadInput
-from fewbits.formats.base import Family, Format, Packed, PartSpec
+from fewbits.formats.base import Family, Format, Packed, PartSpec, is_whole
 from fewbits.formats.bits import unpack_bits
 from fewbits.formats.contract import Contract
 from fewbits.formats.integer import WholeNumbers
@@ -33,6 +33,12 @@ class IndexedInteger(Format):
 
     bits: int
     group: int = 128
+
+    def problem(self) -> str | None:
+        """See `Format.problem`."""
+        if is_whole(self.bits, 2, 8) and is_whole(self.group, 1):
+            return None
+        return f"bits={self.bits!r}, group={self.group!r}; they are 2 to 8, and a number of columns"
 
     def promise(self) -> Contract:
         """See `Format.promise`: that of `ordered`, but no kernel looks a column's group up."""

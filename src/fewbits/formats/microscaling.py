@@ -58,6 +58,13 @@ class Microscaling(Format):
     element: str
     block: Block = (1, 32)
 
+    def problem(self) -> str | None:
+        """See `Format.problem`."""
+        elements = (*MINIFLOATS, "int8")
+        if self.element not in elements:
+            return f"element is {self.element!r}, and it is one of {', '.join(elements)}"
+        return super().problem()
+
     def promise(self) -> Contract:
         """See `Format.promise`.
 

@@ -69,6 +69,12 @@ class NVFP4Blocks(Format):
     four_over_six: bool = False
     divides: bool = False
 
+    def problem(self) -> str | None:
+        """See `Format.problem`."""
+        if not isinstance(self.four_over_six, bool) or not isinstance(self.divides, bool):
+            return f"four_over_six={self.four_over_six!r}, divides={self.divides!r}; both are true or false"
+        return super().problem()
+
     def promise(self) -> Contract:
         """See `Format.promise`: half the step from 4 to 6, under a scale that was rounded up."""
         parts = {"codes": "weight_packed", "scales": "weight_scale", self.whole_scale: "weight_global_scale"}

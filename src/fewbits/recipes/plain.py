@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from math import isfinite
 from typing import Any, TypeVar
 
 from fewbits.errors import BadInput
@@ -12,15 +13,17 @@ from fewbits.formats.base import Format
 from fewbits.formats.kv_cache import KVCache, get_kv_cache, kv_cache_to_config
 from fewbits.recipes.catalog import CATALOG
 from fewbits.recipes.recipe import QAT, LoRA, Recipe, Rule
+from fewbits.yaml_text import mapping_in
 
 T = TypeVar("T", Rule, LoRA, QAT)
 
 
 def get_recipe(recipe: Recipe | str | Mapping[str, Any]) -> Recipe:
-    """A recipe from its name, from plain data, or as it is.
+    """A recipe from its name, from plain data, from a file of plain data, or as it is.
 
     Plain data whose name is in the catalog changes that recipe: ``{"name": "qlora_nf4", "lora": {"r": 64}}``
-    is `qlora_nf4` with rank 64.
+    is `qlora_nf4` with rank 64. A text that begins with ``{`` is such a mapping in YAML or JSON, and one that
+    ends in ``.yaml``, ``.yml`` or ``.json`` is the path of a file that holds one.
 
     Raises:
         BadInput: unknown name or field.
@@ -28,9 +31,12 @@ def get_recipe(recipe: Recipe | str | Mapping[str, Any]) -> Recipe:
     """
     if isinstance(recipe, Recipe):
         return recipe
+    if isinstance(recipe, str) and (written := mapping_in(recipe, "the recipe")) is not None:
+        return recipe_from_config(written)
     if isinstance(recipe, str):
         if recipe not in CATALOG:
-            raise BadInput(f"no recipe named {recipe!r}; known: {', '.join(CATALOG)}.")
+            known = ", ".join(CATALOG)
+            raise BadInput(f"no recipe named {recipe!r}; known: {known}; or name a YAML or JSON file.")
         return CATALOG[recipe]()
     if not isinstance(recipe, Mapping):
         raise BadInput(f"a recipe is a name, a Recipe or a mapping, not {type(recipe).__name__}.")
@@ -68,7 +74,7 @@ def _from_config(config: Mapping[str, Any]) -> Recipe:
     fields: dict[str, Any] = {}
     for key, value in config.items():
         if key == "overrides":
-            fields[key] = tuple((str(pattern), _rule(Rule(), rule)) for pattern, rule in _pairs(value))
+            fields[key] = tuple((pattern, _rule(Rule(), rule)) for pattern, rule in _pairs(value))
         elif key in ("linear", "head"):
             fields[key] = _rule(getattr(base, key), value)
         elif key == "lora":
@@ -91,7 +97,7 @@ def _pairs(value: Any) -> list[Any]:
     """Patterns and their rules, from a list of pairs or, as one writes it in YAML, a mapping."""
     pairs = list(value.items()) if isinstance(value, Mapping) else value
     if not isinstance(pairs, list | tuple) or not all(
-        isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs
+        isinstance(pair, list | tuple) and len(pair) == 2 and isinstance(pair[0], str) for pair in pairs
     ):
         raise BadInput(f"the field 'overrides' of a recipe maps patterns to rules; it is {value!r}.")
     return list(pairs)
@@ -143,10 +149,10 @@ def _lora_value(key: str, value: Any) -> Any:
     is_text = isinstance(value, str)
     fits = {
         "r": type(value) is int and value > 0,
-        "alpha": is_number,
+        "alpha": is_number and isfinite(value),
         "dropout": is_number and 0 <= value < 1,
         "targets": is_text or (isinstance(value, tuple) and all(isinstance(name, str) for name in value)),
-        "bias": is_text,
+        "bias": value in ("none", "all", "lora_only"),
         "rslora": isinstance(value, bool),
     }
     if not fits[key]:

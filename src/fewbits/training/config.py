@@ -13,7 +13,7 @@ import yaml
 
 from fewbits.errors import BadInput
 from fewbits.training.config_values import coerce, shown
-from fewbits.training.yaml_text import parse_yaml
+from fewbits.yaml_text import mapping_in, parse_yaml
 
 FORMATS = ("auto", "text", "completion", "instruction", "chat")
 METHODS = ("sft", "dpo", "kto", "orpo", "simpo", "grpo", "reward")
@@ -307,11 +307,8 @@ class TrainConfig:
     sample_tokens: int = _option(64, "output", "longest sample answer, in tokens")
 
     def __post_init__(self) -> None:
-        """Refuse values that no run can use; a recipe that is a value becomes plain data."""
-        if not isinstance(self.recipe, (str, dict, type(None))):
-            from fewbits.recipes import get_recipe, recipe_to_config
-
-            object.__setattr__(self, "recipe", recipe_to_config(get_recipe(self.recipe)))
+        """Refuse values that no run can use; a recipe that is a value, or in a file, becomes plain data."""
+        object.__setattr__(self, "recipe", _plain_recipe(self.recipe))
         self._check_reporters()
         for item in dataclasses.fields(self):
             choices, value = item.metadata["choices"], getattr(self, item.name)
@@ -476,3 +473,15 @@ def _unknown_key(key: str, known: list[str]) -> str:
     near = get_close_matches(key, known, n=1, cutoff=0.5)
     advice = f"did you mean {near[0]}?" if near else f"the names are {', '.join(sorted(known))}."
     return f"the configuration has an unknown key {key!r}; {advice}"
+
+
+def _plain_recipe(recipe: Any) -> str | dict[str, Any] | None:
+    """A recipe as a name or a mapping: a run goes on as it began, whatever becomes of a file or a value."""
+    if isinstance(recipe, str):
+        written = mapping_in(recipe, "the recipe")
+        return recipe if written is None else written
+    if recipe is None or isinstance(recipe, dict):
+        return recipe
+    from fewbits.recipes import get_recipe, recipe_to_config
+
+    return recipe_to_config(get_recipe(recipe))

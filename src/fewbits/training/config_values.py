@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Mapping
 from typing import Any
 
 from fewbits.errors import BadInput
-from fewbits.training.yaml_text import parse_yaml
+from fewbits.yaml_text import mapping_in, parse_yaml
 
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
@@ -61,9 +62,12 @@ def _as_text(value: Any) -> str:
     return str(value)
 
 
-def _as_recipe(value: Any) -> str | dict[str, Any]:
-    if isinstance(value, str) and value.lstrip().startswith("{"):  # a mapping on the command line
-        value = parse_yaml(value, "recipe")
+def _as_recipe(value: Any) -> Any:
+    """A name, a mapping (as such, as a text of YAML, or in a file), or a `Recipe`, left to the caller."""
+    if isinstance(value, str) and (written := mapping_in(value, "the recipe")) is not None:
+        value = written
+    if dataclasses.is_dataclass(value):
+        return value
     if not isinstance(value, Mapping):
         return _as_text(value)
     if not isinstance(value.get("name"), str):
@@ -96,7 +100,10 @@ _COERCE = {
     "int": (_as_int, "a whole number"),
     "float": (_as_float, "a number"),
     "str": (_as_text, "a text"),
-    "str | dict[str, Any]": (_as_recipe, "a recipe's name, or a mapping of plain values with a field name"),
+    "str | dict[str, Any]": (
+        _as_recipe,
+        "a recipe's name, a file, or a mapping of plain values with a field name",
+    ),
     "str | list[Any]": (_as_sources, "a path, or a list of paths and mappings with a path"),
     "tuple[str, ...]": (_as_texts, "a list of texts"),
     "dict[str, int]": (_as_ranks, "a mapping of names to whole numbers above 0"),
@@ -118,5 +125,7 @@ def coerce(name: str, value: Any, annotation: str) -> Any:
     convert, wanted = _COERCE[annotation.removesuffix(" | None")]
     try:
         return convert(value)
+    except BadInput:
+        raise  # a sentence of its own
     except (TypeError, ValueError, OverflowError) as error:
         raise BadInput(f"{name} is {shown(value)}; it must be {wanted}.") from error

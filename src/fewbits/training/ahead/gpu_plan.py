@@ -17,7 +17,7 @@ from fewbits.device import lowest_capability
 from fewbits.errors import BadInput
 from fewbits.models.model_shapes import numbers_of
 from fewbits.models.predicted_memory import predict_memory
-from fewbits.recipes import CATALOG, Recipe
+from fewbits.recipes import CATALOG, Recipe, get_recipe
 from fewbits.training.plan.memory_budget import OPTIMIZER_BYTES, auto_budget
 from fewbits.training.plan.memory_plan import GIB, Plan, Planner, planner
 
@@ -116,13 +116,17 @@ class RecipePlan:
     @property
     def trains_all(self) -> bool:
         """Whether all weights train."""
-        return CATALOG[self.recipe]().lora is None
+        return get_recipe(self.recipe).lora is None
 
 
 def trainable_recipes() -> list[str]:
     """The recipes that are planned: they train adapters or all weights, without fake quantisation."""
-    made = {name: make() for name, make in CATALOG.items()}
-    return [n for n, r in made.items() if r.qat is None and (r.lora is not None or r.linear.weight is None)]
+    return [name for name, make in CATALOG.items() if is_planned(make())]
+
+
+def is_planned(recipe: Recipe) -> bool:
+    """Whether a recipe trains adapters or all weights, without fake quantisation."""
+    return recipe.qat is None and (recipe.lora is not None or recipe.linear.weight is None)
 
 
 def planner_for(
@@ -161,8 +165,8 @@ def plan_recipe(
     batch: tuple[int, int],
     optimizer: str = "adamw",
 ) -> RecipePlan:
-    """One recipe of the catalog on one GPU; see `RecipePlan`."""
-    recipe, budget = CATALOG[name](), gpu.budget_bytes
+    """One recipe, by any text that `get_recipe` takes, on one GPU; see `RecipePlan`."""
+    recipe, budget = get_recipe(name), gpu.budget_bytes
 
     def smallest(sequences: int, tokens: int) -> bool:
         """Whether the plan that keeps least fits."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from fewbits.errors import BadInput
 from fewbits.training.run_folder.lock import Holder, holder_of
-from fewbits.training.yaml_text import parse_yaml
+from fewbits.yaml_text import parse_yaml
 
 FILES = ("run.json", "metrics.jsonl", "samples.json", "config.yaml")
 

@@ -6,6 +6,7 @@ of values), so the values are counted, with all repetitions, before one of them 
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -13,6 +14,7 @@ import yaml
 from fewbits.errors import BadInput
 
 MAX_CHARACTERS, MAX_VALUES = 1_000_000, 50_000
+_FILES = (".yaml", ".yml", ".json")
 
 
 def parse_yaml(text: str, name: str) -> Any:
@@ -45,6 +47,32 @@ def parse_yaml(text: str, name: str) -> Any:
         raise BadInput(f"{name} has a value that is none ({error}); write it in quotes.") from error
     finally:
         loader.dispose()
+
+
+def mapping_in(text: str, name: str) -> dict[str, Any] | None:
+    """What a text says that may be a name, a mapping, or a file with one; None: it is a name.
+
+    Args:
+        text: such as ``qlora_nf4``, ``{name: qlora_nf4, lora: {r: 64}}`` or ``recipes/mine.yaml``.
+        name: what it is, for the sentence.
+
+    Raises:
+        BadInput: the file is not there, or no mapping stands in it.
+    """
+    path, where = Path(text), name
+    if not text.lstrip().startswith("{"):
+        if path.suffix.lower() not in _FILES:
+            return None
+        where = f"{name} {text}"
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "it is no text"
+            raise BadInput(f"{where} cannot be read ({reason}); give the path of a YAML file.") from error
+    value = parse_yaml(text, where)
+    if not isinstance(value, dict):
+        raise BadInput(f"{where} holds {type(value).__name__}; write a mapping, as in `name: qlora_nf4`.")
+    return value
 
 
 def _line(error: BaseException) -> str:
