@@ -130,3 +130,34 @@ def test_help(run):
     shown = run("sc", "--help").out
     assert all(name in shown for name in ("error", "sweep", "eval", "calibrate"))
     assert "fewbits sc eval --model" in run("sc", "eval", "--help").out
+
+
+def test_a_bundle_of_others_there_and_back(run, model, tmp_path):
+    table = {
+        "stoc_len_levels": [64, 16],
+        "layer_buckets": 2,
+        "buckets": {"down_proj:t0:l1": {"thresholds": [0.9]}},
+    }
+    ops = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "qk", "av")
+    table["operator_defaults"] = {op: {"thresholds": [0.25]} for op in ops}
+    wrapper = {"type": "AdaptiveMPConfig", "stoc_len_levels": [64, 16], "threshold_table_path": "t.json"}
+    (tmp_path / "t.json").write_text(json.dumps(table))
+    (tmp_path / "w.json").write_text(json.dumps(wrapper))
+    read = ("sc", "bundle", "--wrapper", tmp_path / "w.json", "--model", model)
+    assert run(*read, "--output", tmp_path / "one.yaml").code == 0
+    written = run("sc", "bundle", "--settings", tmp_path / "one.yaml", "--model", model,
+                  "--output", tmp_path / "bundle", "--json")  # fmt: skip
+    files = json.loads(written.out)["written"]
+    assert (
+        run("sc", "bundle", "--wrapper", files[0], "--model", model, "--output", tmp_path / "two.yaml").code
+        == 0
+    )
+    one, two = read_config(tmp_path / "one.yaml"), read_config(tmp_path / "two.yaml")
+    for i in range(5):
+        name = f"model.layers.{i}.mlp.down_proj"
+        assert one.linear(name) == two.linear(name) and one.linear(name).classify == "call"
+        assert one.linear(name).thresholds == ((0.9,) if i >= 2 else (0.25,))
+    said = run("sc", "bundle", "--output", "x.yaml")
+    assert said.code == 2 and "give either --wrapper" in said.err
+    said = run(*read[:4], "--output", tmp_path / "x.yaml")
+    assert said.code == 1 and "give num_layers" in said.err

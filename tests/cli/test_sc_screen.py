@@ -17,7 +17,7 @@ def test_swap_allocate_screen(run, shared, tmp_path):
     swaps, mixed, board = tmp_path / "swaps.json", tmp_path / "mixed.yaml", tmp_path / "board.jsonl"
     told = ("sc", "swap", *common, "--base", "32", "--attention", "--to", "16,64,int8", "--tied")
     rows = json.loads(run(*told, "--output", swaps, "--json").out)["swaps"]
-    assert len(rows) == 4 * 3 + 2 * 2 and {row["to"] for row in rows} == {16, 64, "int8"}
+    assert len(rows) == 6 * 3 and {row["to"] for row in rows} == {16, 64, "int8"}
     down = next(row for row in rows if (row["operator"], row["to"]) == ("down_proj", 64))
     assert down["loss"] < 0 < down["per_cycle"] and down["freed"] == pytest.approx(-32 * down["macs"])
     allocated = run("sc", "allocate", "--swaps", swaps, "--budget", "32", "--output", mixed, "--json")

@@ -14,7 +14,14 @@ from fewbits.formats.stochastic import STOCHASTIC
 from fewbits.inference.evaluate import TextWindows, evaluating, plan_windows, window_nlls
 from fewbits.inference.stochastic_eval import EvalSetting, under_setting
 from fewbits.inference.stochastic_screen import Candidate, Screening, screen
-from fewbits.inference.stochastic_swap import operators, read_swaps, swap_table, swapped, write_swaps
+from fewbits.inference.stochastic_swap import (
+    Operator,
+    operators,
+    read_swaps,
+    swap_table,
+    swapped,
+    write_swaps,
+)
 from fewbits.recipes.stochastic_config import AttentionSetting, LinearSetting, StochasticConfig
 from tests.models.tiny import tiny
 
@@ -194,7 +201,7 @@ def test_a_swap_table_has_every_operator_at_every_length(tmp_path):
     assert {(s.operator.op, s.to) for s in table.swaps} == {
         ("q_proj+k_proj+v_proj", 16), ("q_proj+k_proj+v_proj", "int8"), ("o_proj", 16), ("o_proj", 32),
         ("gate_proj+up_proj", 16), ("gate_proj+up_proj", "int8"), ("down_proj", 16), ("down_proj", "int8"),
-        ("scores", 16), ("values", 16), ("values", 32),
+        ("scores", 16), ("scores", "int8"), ("values", 16), ("values", 32), ("values", "int8"),
     }  # fmt: skip
     assert sum(table.macs.values()) == pytest.approx(1)
     assert table.cycles["o_proj"] == 0 and table.cycles["values"] == 64
@@ -217,8 +224,26 @@ def test_buckets_of_layers():
     with pytest.raises(BadInput, match="4 buckets of 3 layers; choose from 1 to 3"):
         operators(model, BASE, buckets=4)
     scores = operators(model, BASE)[-2]
-    with pytest.raises(BadInput, match="scores cannot run int8"):
-        swapped(BASE, scores, "int8")
+    for word in ("int9", "fp8", "x0", "xx"):
+        with pytest.raises(BadInput, match=f"a swap to '{word}' is unknown"):
+            swapped(BASE, scores, word)
+
+
+def test_a_table_is_scaled_as_it_is():
+    table = LinearSetting(lengths=((64, 16), (32, 0)), thresholds=(1.5,), smooth_scales=(1.0, 2.0))
+    base = dataclasses.replace(
+        BASE,
+        linears=(("l.up_proj", table), ("l.down_proj", LinearSetting(runs="int8"))),
+        attention=(("l.attn", AttentionSetting(scores=(64, 16), scores_thresholds=(0.5,))),),
+    )
+    linears = Operator("gate_up", "gate_up", ("l.up_proj", "l.down_proj", "l.k_proj"))
+    scaled = swapped(base, linears, "x1.5")
+    assert scaled.linear("l.up_proj") == dataclasses.replace(table, lengths=((96, 24), (48, 0)))
+    assert scaled.linear("l.down_proj").runs == "int8"
+    assert scaled.linear("l.k_proj").lengths == ((48,),)
+    assert swapped(base, linears, "x9").linear("l.up_proj").lengths == ((128, 128), (128, 0))
+    scores = swapped(base, Operator("scores", "scores", ("l.attn",)), "x0.25").attention_of("l.attn")
+    assert scores == AttentionSetting(scores=(16, 4), scores_thresholds=(0.5,))
 
 
 def test_swap_tables_that_are_none(tmp_path):

@@ -223,3 +223,32 @@ def test_facts_and_products():
     assert facts_of(model)["num_hidden_layers"] == 2
     products = attention_products_of(model, CONFIG)
     assert products["model.layers.0.self_attn"].values.streams.length == 32
+
+
+def test_whole_numbers_of_few_bits_and_lengths_by_call(tmp_path):
+    """In the linears and in attention, after a checkpoint too."""
+    config = StochasticConfig(
+        options=OPTIONS,
+        linears=(
+            ("*.0.mlp.up_proj", LinearSetting(runs="int8", bits=4)),
+            (Q, LinearSetting(lengths=((96,), (32,)), thresholds=(0.5,), classify="call")),
+        ),
+        attention=(
+            ("*.layers.0.*", AttentionSetting(scores=(64, 16), scores_thresholds=(0.3,), values_bits=6)),
+            ("*.layers.1.*", AttentionSetting(scores=64)),
+        ),
+    )
+    model, ids = tiny("llama"), tokens(2, 9)
+    receipt = apply_stochastic(model, config)
+    assert (
+        "attention x1: QK^T stochastic, 64/16 cycles, PV whole numbers of 6 bits, softmax as it was"
+        in receipt.notes
+    )
+    up = model.get_submodule("model.layers.0.mlp.up_proj")
+    assert up.int8 and up.packed.codes.abs().max() == 7 and model.get_submodule(Q).by_call
+    with torch.no_grad():
+        before = model(ids).logits
+        model.save_pretrained(tmp_path)
+        again = type(model).from_pretrained(tmp_path)
+        assert stochastic_config_of(again) == config
+        assert torch.equal(again(ids).logits, before)

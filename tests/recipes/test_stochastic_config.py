@@ -72,6 +72,26 @@ BAD = {
     "exact with more": ({"linears": {"*": {"runs": "exact", "protected": [1]}}}, "runs exact has no smooth"),
     "a word": ({"linears": {"*": {"smooth_scales": "all"}}}, "smooth_scales must be a list"),
     "attention": ({"attention": {"*": {"scores": True}}}, "scores holds True"),
+    "an empty group": (
+        {"linears": {"*": {"lengths": [[3], [2], [1]], "thresholds": [2.5, 2.5]}}},
+        r"thresholds hold 2\.5 twice, so the group of rows between is empty",
+    ),
+    "a group beyond": (
+        {"linears": {"*": {"lengths": [[3], [2]], "thresholds": [0]}}},
+        "thresholds hold 0, beyond which no magnitude lies",
+    ),
+    "a group above all": (
+        {"linears": {"*": {"lengths": [[3], [2]], "thresholds": [float("inf")]}}},
+        "thresholds hold inf, beyond which",
+    ),
+    "bits of streams": ({"linears": {"*": {"bits": 4}}}, "bits=4 are those of whole numbers"),
+    "too many bits": ({"linears": {"*": {"runs": "int8", "bits": 9}}}, "bits=9 is out of range"),
+    "attention both": ({"attention": {"*": {"scores": 4, "scores_bits": 8}}}, "give one of them"),
+    "attention groups": ({"attention": {"*": {"values": [4, 2]}}}, "need 1 values_thresholds, not 0"),
+    "attention empty": (
+        {"attention": {"*": {"values": [4, 2, 1], "values_thresholds": [0.5, 0.5]}}},
+        "values_thresholds hold 0.5 twice",
+    ),
     "no setting": ({"linears": {"*": 3}}, r"linears, \*: must be a mapping|linears, \* must be a mapping"),
 }
 

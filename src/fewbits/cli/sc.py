@@ -37,6 +37,10 @@ def sc(args: Namespace) -> int:
         from fewbits.cli.sc_energy import energy
 
         return energy(args)
+    if args.sc_command == "bundle":
+        from fewbits.cli.sc_bundle import bundle
+
+        return bundle(args)
     if args.sc_command in ("screen", "swap", "allocate"):
         from fewbits.cli import sc_screen
 

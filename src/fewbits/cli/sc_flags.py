@@ -72,6 +72,15 @@ fewbits sc allocate --swaps swaps.json --budget 32 --output mixed.yaml
 fewbits sc allocate --swaps swaps.json --budget 32 --over all --int8 --int8-cycles 32 --output m.yaml
 """,
     ),
+    "bundle": Text(
+        "read and write configurations of scmp_llm",
+        "Turn a wrapper with its table, and a schedule of INT blocks, into a configuration, or the other\n"
+        "way round. What either side cannot say is refused.",
+        """
+fewbits sc bundle --wrapper cell/wrapper.json --hybrid cell/hybrid.json --output c.yaml
+fewbits sc bundle --settings mixed.yaml --model models/llama --output bundle
+""",
+    ),
     "calibrate": Text(
         "write a configuration: smoothing, stream lengths, INT8 mask",
         "Run a model over text and write the configuration of its stochastic products: SmoothQuant or AWQ\n"
@@ -99,8 +108,10 @@ def add_sc_flags(
     commands = sub.add_subparsers(title="commands", dest="sc_command", metavar="COMMAND")
     for name, text in SC_TEXTS.items():
         command = new_command(commands, name, text)
-        if name == "allocate":
-            _allocate_flags(command)
+        if name in ("allocate", "bundle"):
+            {"allocate": _allocate_flags, "bundle": _bundle_flags}[name](command)
+            if name == "bundle":
+                model_options(command, False)
             command.add_argument("--json", action="store_true", help="print the result as JSON")
             continue
         model_options(command, name in _ON_A_MODEL)
@@ -232,7 +243,8 @@ def _swap_flags(command: argparse.ArgumentParser) -> None:
         "--to",
         default="16,24,32,48,64,96,128",
         metavar="A,B",
-        help="stream lengths, and int8 (default: %(default)s)",
+        help="stream lengths; int4 to int8; x0.5 and the like: its own lengths times so much (default: "
+        "%(default)s)",
     )
     command.add_argument(
         "--buckets",
@@ -297,6 +309,20 @@ def _allocate_flags(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--folds", type=int, default=4, metavar="N", help="default: %(default)s")
     command.add_argument("--resamples", type=int, default=50, metavar="N", help="default: %(default)s")
+
+
+def _bundle_flags(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--wrapper", metavar="FILE", help="a wrapper to read; its table is beside it")
+    command.add_argument("--hybrid", metavar="FILE", help="a schedule of INT blocks that goes with it")
+    command.add_argument(
+        "--layers", type=int, metavar="N", help="of the model (default: the schedule's blocks, or --model's)"
+    )
+    command.add_argument(
+        "--settings", metavar="FILE", help="a configuration to write as a bundle, for --model"
+    )
+    command.add_argument(
+        "--output", required=True, metavar="PATH", help="the configuration, or the folder of the bundle"
+    )
 
 
 def _eval_flags(command: argparse.ArgumentParser) -> None:

@@ -157,10 +157,15 @@ def allocate(args: Namespace) -> int:
 
 
 def _settings_named(text: str) -> list[int | str]:
-    words = [word.strip() for word in text.split(",") if word.strip()]
-    numbers = [word for word in words if word != "int8"]
-    lengths: list[int | str] = list(whole_numbers("--to", ",".join(numbers))) if numbers else []
-    return [*lengths, "int8"] if "int8" in words else lengths
+    from fewbits.inference.stochastic_swap import bits_of, times_of
+
+    words = dict.fromkeys(word.strip() for word in text.split(",") if word.strip())
+    others = [word for word in words if word[0] in "xi"]
+    for word in others:
+        times_of(word) or bits_of(word)  # raises for what is neither
+    numbers = [word for word in words if word not in others]
+    lengths: list[int | str] = list(whole_numbers("--to", ",".join(numbers))) if numbers or not others else []
+    return [*lengths, *others]
 
 
 def _base(args: Namespace) -> Any:

@@ -80,7 +80,7 @@ def products_counted(model: Any) -> Iterator[Counted]:
         counted.passes[name] = 0
         handles.append(model.get_submodule(name).register_forward_hook(_adding(counted.passes, name)))
 
-    def on_attention(name: str, q: Tensor, k: Tensor, products: AttentionProducts) -> None:
+    def on_attention(name: str, q: Tensor, weights: Tensor, products: AttentionProducts) -> None:
         counted.attentions[name] += 1
 
     if state is not None:

@@ -64,7 +64,7 @@ class Swap:
 
     Attributes:
         operator: which.
-        to: the stream length, or "int8".
+        to: the stream length, or another setting as `swapped` has them.
         differences: of the summed negative log-likelihood of each window against the base's.
         freed: cycles that it frees, over all products that a configuration decides on.
     """
@@ -129,40 +129,104 @@ def operators(model: Any, base: StochasticConfig, *, buckets: int = 1, tied: boo
                 by_op.setdefault(ends.get(last, last), []).append(name)
         for name, _ in attention_modules(model):
             for op in ATTENTION:
-                if name.startswith(places) and getattr(base.attention_of(name), op) is not None:
+                if name.startswith(places) and not base.attention_of(name).is_exact(op):
                     by_op.setdefault(op, []).append(name)
         found += [Operator(op + (where if buckets > 1 else ""), op, tuple(n)) for op, n in by_op.items()]
     return found
 
 
 def swapped(base: StochasticConfig, operator: Operator, to: int | str) -> StochasticConfig:
-    """The base with one operator at another stream length, or in whole numbers ("int8").
+    """The base with one operator at another setting.
+
+    Args:
+        base: the configuration.
+        operator: what is set.
+        to: a stream length; "int4" ... "int8", whole numbers; or "x0.5" and the like: the lengths that it
+            has, by chunk and group of rows, times so much.
 
     Raises:
-        BadInput: attention in whole numbers.
+        BadInput: another word.
     """
+    if times_of(to) is not None:
+        return _scaled(base, operator, times_of(to) or 1.0)
     if operator.op in ATTENTION:
-        if isinstance(to, str):
-            raise BadInput(f"{operator.name} cannot run {to}; attention products have stream lengths.")
-        settings: list[tuple[str, AttentionSetting]] = []
-        for name in operator.names:
-            before = base.attention_of(name)
-            settings.append(
-                (name, replace(before, scores=to) if operator.op == "scores" else replace(before, values=to))
-            )
-        return replace(base, attention=(*settings, *base.attention))
+        attentions = tuple((n, _attention(base.attention_of(n), operator.op, to)) for n in operator.names)
+        return replace(base, attention=(*attentions, *base.attention))
     linears = []
     for name in operator.names:
-        plain = replace(base.linear(name), lengths=None, thresholds=(), classify="row")
-        runs = replace(plain, runs="int8") if to == "int8" else _at_length(plain, to)
+        plain = replace(
+            base.linear(name), runs="stochastic", bits=None, lengths=None, thresholds=(), classify="row"
+        )
+        bits = bits_of(to)
+        runs = (
+            replace(plain, lengths=((int(to),),)) if bits is None else replace(plain, runs="int8", bits=bits)
+        )
         linears.append((name, runs))
     return replace(base, linears=(*linears, *base.linears))
 
 
-def _at_length(setting: LinearSetting, to: int | str) -> LinearSetting:
-    if not isinstance(to, int):
-        raise BadInput(f"a swap to {to!r} is unknown; give a stream length or int8.")
-    return replace(setting, runs="stochastic", lengths=((to,),))
+def _scaled(base: StochasticConfig, operator: Operator, times: float) -> StochasticConfig:
+    longest, own = base.options.streams.levels, base.options.streams.length
+
+    def scaled(length: int) -> int:
+        return min(max(round(length * times), 1), max(longest, length)) if length else 0
+
+    if operator.op in ATTENTION:
+        attentions = []
+        for name in operator.names:
+            lengths = tuple(scaled(length) for length in base.attention_of(name).lengths(operator.op))
+            one: Any = lengths[0] if len(lengths) == 1 else lengths or None
+            attentions.append((name, replace(base.attention_of(name), **{operator.op: one})))
+        return replace(base, attention=(*attentions, *base.attention))
+    linears = []
+    for name in operator.names:
+        setting = base.linear(name)
+        if setting.runs == "stochastic":
+            rows = setting.lengths or ((own,),)
+            linears.append((name, replace(setting, lengths=tuple(tuple(map(scaled, row)) for row in rows))))
+    return replace(base, linears=(*linears, *base.linears))
+
+
+def times_of(to: int | str) -> float | None:
+    """The factor of a swap like "x1.5"; None for another.
+
+    Raises:
+        BadInput: no number above zero after the x.
+    """
+    if not isinstance(to, str) or not to.startswith("x"):
+        return None
+    try:
+        times = float(to[1:])
+    except ValueError:
+        times = 0.0
+    if not 0 < times < 1000:
+        raise BadInput(f"a swap to {to!r} is unknown; give a factor above 0, as in x1.5.")
+    return times
+
+
+def _attention(before: AttentionSetting, op: str, to: int | str) -> AttentionSetting:
+    bits = bits_of(to)
+    changed: dict[str, Any] = {
+        op: None if bits is not None else int(to),
+        f"{op}_thresholds": (),
+        f"{op}_bits": bits,
+    }
+    return replace(before, **changed)
+
+
+def bits_of(to: int | str) -> int | None:
+    """The bits of a swap to whole numbers; None for a stream length.
+
+    Raises:
+        BadInput: a word that is neither.
+    """
+    if isinstance(to, int):
+        return None
+    if to.startswith("int") and to[3:].isdigit() and 2 <= int(to[3:]) <= 8:
+        return int(to[3:])
+    raise BadInput(
+        f"a swap to {to!r} is unknown; give a stream length, int2 to int8, or a factor as in x0.5."
+    )
 
 
 def swap_table(
@@ -182,7 +246,7 @@ def swap_table(
         model: in its original form, and so again afterwards.
         text: the windows.
         base: what is swapped against.
-        to: stream lengths, and "int8".
+        to: stream lengths and what else `swapped` takes.
         chosen: the operators, as `operators` gives them.
         settings: how; nothing is given up early.
         board: a file that keeps every figure.
@@ -199,12 +263,7 @@ def swap_table(
         work = count_work(model, batch_tokens(text, text.windows[: settings.batch_size])[0])
     macs, steps = _by_operator(work, chosen)
     everything = sum(p.macs for p in work.products if not p.layer.endswith("lm_head"))
-    pairs = [
-        (operator, one)
-        for operator in chosen
-        for one in to
-        if not (operator.op in ATTENTION and isinstance(one, str)) and not _is_base(base, operator, one)
-    ]
+    pairs = [(operator, one) for operator in chosen for one in to if not _is_base(base, operator, one)]
     candidates = [Candidate(f"{o.name} at {one}", swapped(base, o, one)) for o, one in pairs]
     standings = screen(model, text, base, candidates, settings, board=board, progress=progress)
     rows = {row.candidate.name: row for row in standings.rows}
@@ -227,6 +286,8 @@ def _is_base(base: StochasticConfig, operator: Operator, to: int | str) -> bool:
 
     def runs(config: StochasticConfig, name: str) -> LinearSetting:
         setting = config.linear(name)
+        if setting.runs == "int8":
+            return replace(setting, bits=setting.bits or base.options.sc_prec)
         filled = setting.runs == "stochastic" and setting.lengths is None
         return replace(setting, lengths=((length,),)) if filled else setting
 

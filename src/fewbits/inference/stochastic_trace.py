@@ -102,12 +102,17 @@ class Trace:
 
         return on_call
 
-    def _on_attention(self, name: str, q: Tensor, k: Tensor, products: AttentionProducts) -> None:
+    def _on_attention(self, name: str, q: Tensor, weights: Tensor, products: AttentionProducts) -> None:
         B, H, S, D = q.shape
-        macs = B * H * S * k.shape[2] * D  # the same for both products
-        for op, options in (("scores", products.scores), ("values", products.values)):
+        of_a_row = weights.shape[3] * D  # the same for both products
+        for op, options, plan, rows in (
+            ("scores", products.scores, products.scores_plan, q),
+            ("values", products.values, products.values_plan, weights),
+        ):
             if options is not None:
-                self._emit(name, op, "stochastic", B * H * S, macs, macs * options.streams.length)
+                runs = "int8" if plan.integer else "stochastic"
+                steps = plan.steps(rows, options) * of_a_row
+                self._emit(name, op, runs, B * H * S, B * H * S * of_a_row, steps)
 
 
 def chunk_sizes(layer: StochasticLinear) -> list[int]:

@@ -32,7 +32,7 @@ from fewbits.host.attention import AttentionFacts, attention_facts, attention_mo
 from fewbits.host.spec import spec_for
 from fewbits.inference.evaluate import evaluating
 from fewbits.inference.stochastic_trace import chunk_sizes
-from fewbits.models.stochastic_attention import attention_products
+from fewbits.models.stochastic_attention import attention_products, stochastic_attention_of
 from fewbits.nn.linear import QuantizedLinear
 from fewbits.nn.stochastic_attention import AttentionProducts
 from fewbits.nn.stochastic_linear import StochasticLinear
@@ -126,16 +126,26 @@ def _counting(model: Any, note: Callable[[Product], None]) -> Iterator[None]:
         m.register_forward_pre_hook(_linear_hook(name, m, note), with_kwargs=True)
         for name, m in linears.items()
     ]
-    stochastic = attention_products(model)
+    stochastic, state = attention_products(model), stochastic_attention_of(model)
+    facts_by_name = {}
     for name, module in attention_modules(model):
-        facts = attention_facts(module, spec.attention)
-        hook = _attention_hook(name, facts, stochastic.get(name, AttentionProducts()), model.dtype, note)
+        facts = facts_by_name[name] = attention_facts(module, spec.attention)
+        hook = _exact_attention(name, facts, stochastic.get(name, AttentionProducts()), model.dtype, note)
         handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+
+    def listener(name: str, q: Tensor, weights: Tensor, products: AttentionProducts) -> None:
+        for product in _of_attention(name, facts_by_name[name], q, weights, products):
+            note(product)
+
+    if state is not None:
+        state.listeners.append(listener)
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
+        if state is not None:
+            state.listeners.remove(listener)
 
 
 def _check_all_counted(model: nn.Module, counted: set[int]) -> None:
@@ -196,41 +206,52 @@ def _of_stochastic(layer: StochasticLinear, x: Tensor, like: Product) -> Iterato
         yield replace(like, inner=protected, b_bytes=torch.finfo(layer.dtype).bits / 8)
 
 
-def _attention_hook(
+def _exact_attention(
     name: str,
     facts: AttentionFacts,
     products: AttentionProducts,
     dtype: torch.dtype,
     note: Callable[[Product], None],
 ) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], None]:
-    float_bits = torch.finfo(dtype).bits
+    """Those of the two products that no listener will hear of."""
+    bits = torch.finfo(dtype).bits
 
     def on_call(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         hidden = args[0] if args else kwargs["hidden_states"]
-        B, T = hidden.shape[:2]
-        sizes = {"scores": (facts.head_dim, T), "values": (T, facts.head_dim)}
+        rows = hidden.shape[0] * facts.heads * hidden.shape[1]
         for op, options in (("scores", products.scores), ("values", products.values)):
-            inner, outputs = sizes[op]
-            found = Product(
-                layer=name,
-                op=op,
-                runs="exact",
-                bits=float_bits,
-                rows=B * facts.heads * T,
-                inner=inner,
-                outputs=outputs,
-                sharing=facts.heads // facts.kv_heads,
-                b_bytes=float_bits / 8,
-            )
-            if options is not None:
-                found = replace(
-                    found,
-                    runs="stochastic",
-                    bits=options.sc_prec,
-                    chunks=options.num_chunks(inner),
-                    cycles=found.macs * options.streams.length,
-                    b_bytes=options.sc_prec / 8,
-                )
-            note(found)
+            if options is None:
+                note(_attention_product(name, op, facts, rows, hidden.shape[1], bits))
 
     return on_call
+
+
+def _of_attention(
+    name: str, facts: AttentionFacts, q: Tensor, weights: Tensor, products: AttentionProducts
+) -> Iterator[Product]:
+    """Those that are stochastic, or of whole numbers."""
+    rows, T = q.shape[:-1].numel(), weights.shape[-1]
+    for op, options, plan, a in (
+        ("scores", products.scores, products.scores_plan, q),
+        ("values", products.values, products.values_plan, weights),
+    ):
+        if options is not None:
+            like = _attention_product(name, op, facts, rows, T, options.sc_prec)
+            runs = "int" if plan.integer else "stochastic"
+            cycles = plan.steps(a, options) * like.inner * like.outputs
+            yield replace(like, runs=runs, chunks=options.num_chunks(like.inner), cycles=cycles)
+
+
+def _attention_product(name: str, op: str, facts: AttentionFacts, rows: int, keys: int, bits: int) -> Product:
+    inner, outputs = (facts.head_dim, keys) if op == "scores" else (keys, facts.head_dim)
+    return Product(
+        layer=name,
+        op=op,
+        runs="exact",
+        bits=bits,
+        rows=rows,
+        inner=inner,
+        outputs=outputs,
+        sharing=facts.heads // facts.kv_heads,
+        b_bytes=bits / 8,
+    )

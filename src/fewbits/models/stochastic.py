@@ -9,6 +9,7 @@ folder holds the configuration in `FILE`.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -28,10 +29,17 @@ from fewbits.models.stochastic_attention import (
     stochastic_attention_of,
     use_stochastic_attention,
 )
+from fewbits.nn.row_plan import STREAMS, RowPlan
 from fewbits.nn.stochastic_attention import AttentionProducts
 from fewbits.nn.stochastic_linear import StochasticLinear
 from fewbits.recipes.recipe import Recipe, Rule
-from fewbits.recipes.stochastic_config import LinearSetting, StochasticConfig, read_config, write_config
+from fewbits.recipes.stochastic_config import (
+    AttentionSetting,
+    LinearSetting,
+    StochasticConfig,
+    read_config,
+    write_config,
+)
 
 FILE = "fewbits_stochastic.json"
 _FACTS = ("model_type", "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")
@@ -73,7 +81,8 @@ def check_config(model: Any, config: StochasticConfig) -> None:
         _check_linear(name, config.linear(name), config.options, linear.in_features)
     for name in attentions:
         setting = config.attention_of(name)
-        _check_lengths(name, [v for v in (setting.scores, setting.values) if v is not None], config.options)
+        for op in ("scores", "values"):
+            _check_lengths(name, setting.lengths(op), config.options)
 
 
 def _check_linear(name: str, setting: LinearSetting, options: Stochastic, inputs: int) -> None:
@@ -167,12 +176,29 @@ def attention_products_of(model: Any, config: StochasticConfig) -> dict[str, Att
     found = {}
     for name, _ in attention_modules(model):
         setting = config.attention_of(name)
-        lengths = (setting.scores, setting.values)
-        if lengths != (None, None):
-            found[name] = AttentionProducts(
-                *(None if n is None else config.options.with_length(n) for n in lengths)
-            )
+        if not (setting.is_exact("scores") and setting.is_exact("values")):
+            scores, values = (_attention_product(setting, op, config.options) for op in ("scores", "values"))
+            found[name] = AttentionProducts(scores[0], values[0], scores[1], values[1])
     return found
+
+
+def _attention_product(
+    setting: AttentionSetting, op: str, options: Stochastic
+) -> tuple[Stochastic | None, RowPlan]:
+    lengths, bits = setting.lengths(op), getattr(setting, f"{op}_bits")
+    if bits is not None:
+        return _of_bits(options, bits), RowPlan(integer=True)
+    if len(lengths) < 2:
+        return (options.with_length(lengths[0]) if lengths else None), STREAMS
+    longest = options.with_length(max(*lengths, 1))
+    return longest, RowPlan(lengths, getattr(setting, f"{op}_thresholds"))
+
+
+def _of_bits(options: Stochastic, bits: int | None) -> Stochastic:
+    """The options with codes of so many bits, which have no streams of the others' length."""
+    if bits is None or bits == options.sc_prec:
+        return options
+    return replace(options, sc_prec=bits, stoc_len=None, rng_levels=None)
 
 
 def take_out(model: Any) -> Receipt:
@@ -237,7 +263,7 @@ def _check_adopted(file: Path, name: str, layer: StochasticLinear, config: Stoch
     stored: Any = layer.format
     same = (stored.chunk_d, stored.sc_prec, stored.mode, stored.granularity) == (
         config.options.chunk_d,
-        config.options.sc_prec,
+        setting.bits or config.options.sc_prec,
         config.options.mode,
         config.options.granularity,
     )
@@ -264,7 +290,7 @@ def prepared_linear(linear: Any, options: Stochastic, setting: LinearSetting) ->
     """The layer that computes what ``linear`` (in its original form) does as the setting says."""
     made = StochasticLinear.from_linear(
         linear,
-        options,
+        _of_bits(options, setting.bits),
         smooth_scales=_scales(setting, linear),
         protected=setting.protected or None,
         int8=setting.runs == "int8",
@@ -275,6 +301,8 @@ def prepared_linear(linear: Any, options: Stochastic, setting: LinearSetting) ->
 
 def set_lengths(layer: StochasticLinear, setting: LinearSetting, options: Stochastic) -> None:
     """Give a prepared layer the stream lengths of its setting, or those of the options without any."""
+    if setting.runs != "stochastic":
+        return
     thresholds = setting.thresholds or None
     if setting.lengths is not None:
         layer.set_lengths(setting.lengths, thresholds, classify=setting.classify)

@@ -29,6 +29,7 @@ from fewbits.host.attention import (
     used_attention,
 )
 from fewbits.host.record import part_of, put_part, take_part
+from fewbits.nn.row_plan import RowPlan
 from fewbits.nn.stochastic_attention import AttentionProducts, stochastic_attention
 
 NAME = "fewbits_stochastic"
@@ -45,7 +46,8 @@ class StochasticAttentionState:
         wanted: names of the attention modules that have stochastic products.
         ran: those of them whose attention ran in this forward pass.
         handles: of the hooks.
-        listeners: called as ``listener(name, q, k, products)`` for each attention that runs.
+        listeners: called as ``listener(name, q, weights, products)`` for each attention that ran, with its
+            queries (B, H, S, D) and weights (B, H, S, T).
     """
 
     before: str
@@ -148,15 +150,21 @@ def stochastic_attention_receipt(model: Any) -> list[str]:
     for products in attention_products(model).values():
         groups[products] = groups.get(products, 0) + 1
     lines = [
-        f"attention x{count}: QK^T {_name(p.scores)}, PV {_name(p.values)}, softmax as it was"
+        f"attention x{count}: QK^T {_name(p.scores, p.scores_plan)}, PV {_name(p.values, p.values_plan)}, "
+        "softmax as it was"
         for p, count in groups.items()
     ]
     exact = sum(1 for _ in attention_modules(model)) - sum(groups.values())
     return [*lines, f"attention x{exact}: exact"] if exact and groups else lines
 
 
-def _name(options: Any) -> str:
-    return "exact" if options is None else f"stochastic, {options.streams.length} cycles"
+def _name(options: Any, plan: RowPlan) -> str:
+    if options is None:
+        return "exact"
+    if plan.integer:
+        return f"whole numbers of {options.sc_prec} bits"
+    lengths = plan.lengths or (options.streams.length,)
+    return f"stochastic, {'/'.join(map(str, lengths))} cycles"
 
 
 class _Before:
@@ -213,12 +221,11 @@ def _forward(
             "stochastic attention needs the mask that transformers builds; pass a 2-D mask or none."
         )
     place.state.ran.add(place.name)
-    for listener in place.state.listeners:
-        listener(place.name, query, key, place.products)
     kind = query.device.type  # rotary positions are in float32 under autocast, and values are not
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else value.dtype
-    return stochastic_attention(
-        query.to(dtype),
+    query = query.to(dtype)
+    out, weights = stochastic_attention(
+        query,
         key.to(dtype),
         value.to(dtype),
         attention_mask,
@@ -227,6 +234,9 @@ def _forward(
         soft_cap=kwargs.get("softcap"),
         dropout=dropout,
     )
+    for listener in place.state.listeners:
+        listener(place.name, query, weights, place.products)
+    return out, weights
 
 
 def _register() -> None:

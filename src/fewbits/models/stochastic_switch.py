@@ -145,7 +145,7 @@ def _grid(options: Stochastic) -> Stochastic:
 
 def _same_codes(before: StochasticConfig, after: StochasticConfig, name: str) -> bool:
     one, other = before.linear(name), after.linear(name)
-    same = (one.smooth_scales, one.protected) == (other.smooth_scales, other.protected)
+    same = (one.smooth_scales, one.protected, one.bits) == (other.smooth_scales, other.protected, other.bits)
     return same and _grid(before.options) == _grid(after.options)
 
 

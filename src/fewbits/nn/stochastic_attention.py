@@ -22,6 +22,7 @@ from torch import Tensor
 
 from fewbits.errors import Unsupported
 from fewbits.formats.stochastic import Stochastic
+from fewbits.nn.row_plan import STREAMS, RowPlan
 from fewbits.nn.stochastic_product import stochastic_product
 
 
@@ -32,10 +33,14 @@ class AttentionProducts:
     Attributes:
         scores: options of q k^T.
         values: options of p v.
+        scores_plan: how the rows of q run: a call is one head of one sequence.
+        values_plan: the same of p.
     """
 
     scores: Stochastic | None = None
     values: Stochastic | None = None
+    scores_plan: RowPlan = STREAMS
+    values_plan: RowPlan = STREAMS
 
     def __post_init__(self) -> None:
         for name in ("scores", "values"):
@@ -75,7 +80,13 @@ def stochastic_attention(
     B, H, S, D = q.shape
     K, T = k.shape[1:3]
     grouped = (B * K, H // K * S)  # the heads of one group are rows of one product: each row has its scale
-    scores = stochastic_product(q.reshape(*grouped, D), k.reshape(B * K, T, D), products.scores)
+    scores = stochastic_product(
+        q.reshape(*grouped, D),
+        k.reshape(B * K, T, D),
+        products.scores,
+        plan=products.scores_plan,
+        groups=_grouped_rows(products.scores, products.scores_plan, q),
+    )
     scores = scores.view(B, H, S, T) * scale
     if soft_cap is not None:
         scores = soft_cap * torch.tanh(scores / soft_cap)
@@ -84,5 +95,16 @@ def stochastic_attention(
     weights = scores.float().softmax(-1).to(q.dtype)
     if dropout:
         weights = torch.nn.functional.dropout(weights, dropout)
-    out = stochastic_product(weights.view(*grouped, T), v.reshape(B * K, T, D).mT, products.values)
+    out = stochastic_product(
+        weights.view(*grouped, T),
+        v.reshape(B * K, T, D).mT,
+        products.values,
+        plan=products.values_plan,
+        groups=_grouped_rows(products.values, products.values_plan, weights),
+    )
     return out.to(q.dtype).view(B, H, S, D).transpose(1, 2).contiguous(), weights
+
+
+def _grouped_rows(options: Stochastic | None, plan: RowPlan, x: Tensor) -> Tensor | None:
+    """The group of each row of x (B, H, S, K), as the product takes them; None where there is one."""
+    return None if options is None else plan.groups(x)

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fewbits.errors import BadInput, Unsupported
-from fewbits.formats.base import Format, Packed, PartSpec
+from fewbits.formats.base import Format, PartSpec
 from fewbits.formats.stochastic import Stochastic, stochastic_options
 from fewbits.kernels.codec.quantize import quantize
 from fewbits.kernels.launch.matrix import rows_of
@@ -39,12 +39,13 @@ from fewbits.kernels.stochastic.quantize import quantize_stochastic
 from fewbits.kernels.stochastic.rows import stochastic_rows
 from fewbits.nn.finite import check_finite
 from fewbits.nn.linear import LinearFormats, QuantizedLinear
+from fewbits.nn.row_plan import call_groups, integer_product
 from fewbits.nn.stochastic_group import StochasticGroup
 
 # What a layer may hold beside its codes and scales; all are saved with the model.
 EXTRAS = ("smooth_scales", "protected", "weight_protected", "length_table", "length_thresholds", "settings")
-_CLASSIFIERS = ("row", "chunk")
-_INT8, _BY_CHUNK = 0, 1  # places in ``settings``
+_CLASSIFIERS = ("row", "chunk", "call")
+_FLAGS = 3  # in ``settings``: int8, by_chunk, by_call; files from before "call" have two
 
 
 def _refresh(module: StochasticLinear, _: Any) -> None:
@@ -85,6 +86,7 @@ class StochasticLinear(QuantizedLinear):
         self.int8 = False
         self.exact = False
         self.by_chunk = False
+        self.by_call = False
         self.group: StochasticGroup | None = None
         self.levels: tuple[int, ...] = (format.length,)
         self.register_buffer("level_index", None, persistent=False)
@@ -177,7 +179,8 @@ class StochasticLinear(QuantizedLinear):
             table: (G, C) or (G, 1) whole numbers, the length of each group of rows in each chunk; 0 skips
                 it. None: all streams have the length of ``format`` again.
             thresholds: (G - 1,), descending; None for one group.
-            classify: "row" or "chunk": whose largest magnitude is compared with the thresholds.
+            classify: "row" or "chunk": whose largest magnitude is compared with the thresholds; or "call":
+                where a row's lies between the least and the greatest of its call (`fewbits.nn.row_plan`).
 
         Raises:
             BadInput: numbers or shapes that do not fit this layer.
@@ -192,7 +195,7 @@ class StochasticLinear(QuantizedLinear):
         device = self.device if self.device.type != "meta" else torch.device("cpu")
         self.length_table = lengths.to(device, torch.int16)
         self.length_thresholds = limits.to(device) if len(limits) else None
-        self.by_chunk = classify == "chunk"
+        self.by_chunk, self.by_call = classify == "chunk", classify == "call"
         self._write_settings()
         self.refresh()
 
@@ -230,7 +233,8 @@ class StochasticLinear(QuantizedLinear):
     def refresh(self) -> None:
         """Read again what is kept beside the buffers, after they were loaded."""
         if self.settings is not None and self.settings.device.type != "meta":
-            self.int8, self.by_chunk = (bool(flag) for flag in self.settings.tolist())
+            flags = [bool(flag) for flag in self.settings.tolist()]
+            self.int8, self.by_chunk, self.by_call = (flags + [False] * _FLAGS)[:_FLAGS]
         self.levels, self.level_index = (self.format.length,), None
         if self.length_table is not None and self.length_table.device.type != "meta":
             levels, index = torch.unique(self.length_table, return_inverse=True)
@@ -262,7 +266,7 @@ class StochasticLinear(QuantizedLinear):
         return None
 
     def _write_settings(self) -> None:
-        flags = [self.int8, self.by_chunk]
+        flags = [self.int8, self.by_chunk, *([True] if self.by_call else [])]
         device = self.device if self.device.type != "meta" else torch.device("cpu")
         self.settings = torch.tensor(flags, dtype=torch.uint8, device=device) if any(flags) else None
 
@@ -270,17 +274,21 @@ class StochasticLinear(QuantizedLinear):
         """The stream lengths that a forward pass with x (..., K) uses, (rows or 1, C or 1) int64."""
         if self.level_index is None:
             return torch.tensor([[self.levels[0]]], device=x.device)
-        _, scales = self._quantized(rows_of(x.detach()))
-        index = self._level_index(scales)
+        rows = rows_of(x.detach())
+        _, scales = self._quantized(rows)
+        index = self._level_index(rows, scales)
         assert index is not None
         return torch.tensor(self.levels, device=x.device)[index[0].long()]
 
-    def _level_index(self, scales: Tensor) -> Tensor | None:
-        """(1, rows or 1, C or 1) uint8 for the scales (rows, C) of the input."""
+    def _level_index(self, rows: Tensor, scales: Tensor) -> Tensor | None:
+        """(1, rows or 1, C or 1) uint8 for the input (rows, K) and its scales (rows, C)."""
         if self.level_index is None or self.length_thresholds is None:
             return None if self.level_index is None else self.level_index[None]
-        largest = scales if self.by_chunk or not scales.shape[1] else scales.amax(1, keepdim=True)
-        groups = (self.length_thresholds > (largest * self.format.max_code)[..., None]).sum(-1)
+        if self.by_call:
+            groups = call_groups(rows, self.length_thresholds)[:, None]
+        else:
+            largest = scales if self.by_chunk or not scales.shape[1] else scales.amax(1, keepdim=True)
+            groups = (self.length_thresholds > (largest * self.format.max_code)[..., None]).sum(-1)
         columns = torch.arange(max(groups.shape[1], self.level_index.shape[1]), device=groups.device)
         index: Tensor = self.level_index[groups, columns % self.level_index.shape[1]]
         return index[None]
@@ -320,10 +328,12 @@ class StochasticLinear(QuantizedLinear):
         """(rows, K) to (rows, N) float32, without the bias and without a gradient."""
         codes, scales = self._quantized(rows)
         if self.int8:
-            y = _integer_product(codes, scales, self.packed)
+            y = integer_product(codes, scales, self.packed.codes, self.packed.scales, self.format)
         else:
             levels = self.levels
-            y = product_of_codes(codes, scales, self.packed, self.format, levels, self._level_index(scales))
+            y = product_of_codes(
+                codes, scales, self.packed, self.format, levels, self._level_index(rows, scales)
+            )
         if self.protected is not None:
             assert self.weight_protected is not None
             y = y + (rows[:, self.protected] @ self.weight_protected.to(rows.dtype).t()).float()
@@ -391,25 +401,6 @@ def exact_products(model: nn.Module) -> Iterator[None]:
 def _operands(rule: LinearFormats) -> dict[str, Any]:
     named = ("activation", "gradient", "weight_operand")
     return {name: getattr(rule, name) for name in named}
-
-
-def _integer_product(codes: Tensor, scales: Tensor, b: Packed) -> Tensor:
-    """The exact product of codes, chunk by chunk: sums below 2**24, so float32 holds them. (rows, N)."""
-    options = stochastic_options(b.format)
-    assert options is not None
-    y = torch.zeros(len(codes), b.shape[0], device=codes.device)
-    with torch.autocast(codes.device.type, enabled=False):
-        for i, chunk in enumerate(options.chunks(b.shape[1])):
-            for part in _exact_parts(chunk, options.max_code):
-                acc = codes[:, part].float() @ b.codes[:, part].float().t()
-                y += acc.mul_(scales[:, i, None] * b.scales[None, :, i])
-    return y
-
-
-def _exact_parts(chunk: slice, max_code: int) -> list[slice]:
-    size = 2**24 // max_code**2
-    starts = range(chunk.start, chunk.stop, size)
-    return [slice(start, min(start + size, chunk.stop)) for start in starts]
 
 
 class _Product(torch.autograd.Function):

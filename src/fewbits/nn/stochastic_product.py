@@ -12,28 +12,44 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fewbits.errors import Unsupported
 from fewbits.formats.stochastic import Stochastic
 from fewbits.kernels.stochastic.codes import stochastic_codes
 from fewbits.kernels.stochastic.matmul import sc_matmul_ref
 from fewbits.kernels.stochastic.quantize import quantize_stochastic
+from fewbits.nn.row_plan import STREAMS, RowPlan, integer_product
 
 
 class _StraightThrough(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor, options: Stochastic, smooth_scales: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any,
+        a: Tensor,
+        b: Tensor,
+        options: Stochastic,
+        smooth_scales: Tensor | None,
+        plan: RowPlan,
+        groups: Tensor | None,
+    ) -> Tensor:
         ctx.save_for_backward(a, b)
-        return _counted(a, b, options, smooth_scales)
+        return _counted(a, b, options, smooth_scales, plan, groups)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         a, b = ctx.saved_tensors
         da = (dy @ b.to(dy.dtype)).to(a.dtype) if ctx.needs_input_grad[0] else None
         db = (dy.mT @ a.to(dy.dtype)).to(b.dtype) if ctx.needs_input_grad[1] else None
-        return da, db, None, None
+        return da, db, None, None, None, None
 
 
 def stochastic_product(
-    a: Tensor, b: Tensor, options: Stochastic | None, smooth_scales: Tensor | None = None
+    a: Tensor,
+    b: Tensor,
+    options: Stochastic | None,
+    smooth_scales: Tensor | None = None,
+    *,
+    plan: RowPlan | None = None,
+    groups: Tensor | None = None,
 ) -> Tensor:
     """``a @ b^T`` of (N, D) and (M, D), or batches of them: float32 if stochastic, in a's dtype if exact.
 
@@ -42,14 +58,29 @@ def stochastic_product(
         b: right operand.
         options: of the stochastic product; None: exact.
         smooth_scales: (D,); inside the stochastic product a is divided and b multiplied by it.
+        plan: stream lengths by group of rows, or whole numbers; None: streams of the options' length.
+        groups: (N,) or (B, N) int64, the group of each of a's rows where the plan has several.
     """
     if options is None:
         return a @ b.mT
-    return _StraightThrough.apply(a, b, options, smooth_scales)  # type: ignore[no-any-return, no-untyped-call]
+    plan = plan or STREAMS
+    return _StraightThrough.apply(a, b, options, smooth_scales, plan, groups)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def _counted(a: Tensor, b: Tensor, options: Stochastic, smooth_scales: Tensor | None) -> Tensor:
+def _counted(
+    a: Tensor,
+    b: Tensor,
+    options: Stochastic,
+    smooth_scales: Tensor | None,
+    plan: RowPlan,
+    groups: Tensor | None,
+) -> Tensor:
     batched = a.dim() == 3
+    if not options.prepares and plan != STREAMS:
+        raise Unsupported(
+            "stream lengths by rows and whole numbers are for options whose operands can be prepared: "
+            "bipolar, a scale per row and at most 8 bits."
+        )
     if not options.prepares:
         if batched and options.chunk_d:  # the definition has chunks for two dimensions
             pairs = zip(a, b, strict=True)
@@ -60,5 +91,9 @@ def _counted(a: Tensor, b: Tensor, options: Stochastic, smooth_scales: Tensor | 
         *quantize_stochastic(a, options, smooth_scales),
         *quantize_stochastic(b, options, smooth_scales, is_b=True),
     )
-    y = stochastic_codes(*operands, options, (options.streams.length,))
+    if plan.integer:
+        y = integer_product(*operands, options)
+    else:
+        index = None if groups is None else groups.to(torch.uint8).view(len(a), -1, 1)
+        y = stochastic_codes(*operands, options, plan.lengths or (options.streams.length,), index)
     return y if batched else y[0]

@@ -17,7 +17,9 @@ that differ from `STOCHASTIC`. Pure data: what fits a model is checked by `fewbi
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -29,7 +31,7 @@ from fewbits.formats.stochastic import STOCHASTIC, Stochastic
 
 VERSION = 1
 RUNS = ("stochastic", "int8", "exact")
-CLASSIFY = ("row", "chunk")
+CLASSIFY = ("row", "chunk", "call")
 Lengths = tuple[tuple[int, ...], ...]
 
 
@@ -39,16 +41,20 @@ class LinearSetting:
 
     Attributes:
         runs: "stochastic", "int8" (the same codes, multiplied as integers) or "exact".
+        bits: of the codes where it runs "int8", from 2 to 8; None: the options' sc_prec.
         lengths: stream lengths by (group of input rows, chunk of the inner dimension); either axis may have
             one entry for all. None: the options'.
         thresholds: descending; an input row belongs to the group whose number is how many of these exceed
             its largest magnitude (after smoothing). One fewer than there are groups.
-        classify: whether that magnitude is of the whole "row" or of each "chunk" of it.
+        classify: whether that magnitude is of the whole "row" or of each "chunk" of it; or, with "call", what
+            is compared is where the row's magnitude (before smoothing) lies between the least, 0, and the
+            greatest, 1, of all rows of the call.
         smooth_scales: one per input channel; None: ones.
         protected: input channels whose products are exact.
     """
 
     runs: str = "stochastic"
+    bits: int | None = None
     lengths: Lengths | None = None
     thresholds: tuple[float, ...] = ()
     classify: str = "row"
@@ -69,8 +75,12 @@ class LinearSetting:
                 f"{groups} groups of rows need {groups - 1} thresholds, not {len(self.thresholds)}; give one "
                 "between each two groups."
             )
-        if list(self.thresholds) != sorted(self.thresholds, reverse=True):
-            raise BadInput(f"thresholds {list(self.thresholds)} are not descending; sort them.")
+        _check_thresholds("thresholds", self.thresholds)
+        if self.bits is not None and self.runs != "int8":
+            raise BadInput(
+                f"bits={self.bits} are those of whole numbers; leave them out, or let it run int8."
+            )
+        _check_bits("bits", self.bits)
         if self.runs != "stochastic" and self.lengths is not None:
             raise BadInput(f"a linear that runs {self.runs} has no streams; leave its lengths out.")
         if self.runs == "exact" and (self.smooth_scales or self.protected):
@@ -82,12 +92,45 @@ class AttentionSetting:
     """Stream lengths of the two products of one layer's attention; None: that product stays exact.
 
     Attributes:
-        scores: of queries times keys.
-        values: of weights times values.
+        scores: of queries times keys; or several, by group of rows.
+        values: of weights times values; the same.
+        scores_thresholds: descending, one fewer than lengths: a row's group is how many of them exceed where
+            its largest magnitude lies between the least, 0, and the greatest, 1, of its head's rows.
+        values_thresholds: the same of the weights' rows.
+        scores_bits: codes of so many bits, 2 to 8, multiplied as integers in place of streams.
+        values_bits: the same.
     """
 
-    scores: int | None = None
-    values: int | None = None
+    scores: int | tuple[int, ...] | None = None
+    values: int | tuple[int, ...] | None = None
+    scores_thresholds: tuple[float, ...] = ()
+    values_thresholds: tuple[float, ...] = ()
+    scores_bits: int | None = None
+    values_bits: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("scores", "values"):
+            lengths, bits = getattr(self, name), getattr(self, f"{name}_bits")
+            thresholds = getattr(self, f"{name}_thresholds")
+            groups = len(lengths) if isinstance(lengths, tuple) else 1
+            if len(thresholds) != groups - 1:
+                raise BadInput(
+                    f"{name} of {groups} groups of rows need {groups - 1} {name}_thresholds, not "
+                    f"{len(thresholds)}; give one between each two groups."
+                )
+            _check_thresholds(f"{name}_thresholds", thresholds)
+            _check_bits(f"{name}_bits", bits)
+            if bits is not None and lengths is not None:
+                raise BadInput(f"{name} has stream lengths and {name}_bits; give one of them.")
+
+    def lengths(self, op: str) -> tuple[int, ...]:
+        """The stream lengths of "scores" or "values", by group; empty where it has no streams."""
+        found = getattr(self, op)
+        return () if found is None else found if isinstance(found, tuple) else (found,)
+
+    def is_exact(self, op: str) -> bool:
+        """Whether "scores" or "values" is computed exactly."""
+        return getattr(self, op) is None and getattr(self, f"{op}_bits") is None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,12 +276,37 @@ def _value(name: str, value: Any) -> Any:
         rows = rows if rows and isinstance(rows[0], Sequence) else [rows]
         return tuple(tuple(_whole(name, v) for v in row) for row in rows)
     if name in ("scores", "values") and value is not None:
+        several = isinstance(value, Sequence) and not isinstance(value, str)
+        return tuple(_whole(name, v) for v in value) if several else _whole(name, value)
+    if name.endswith("bits") and value is not None:
         return _whole(name, value)
     if name == "protected":
         return tuple(_whole(name, v) for v in _list(name, value))
-    if name in ("smooth_scales", "thresholds") and value is not None:
+    if (name == "smooth_scales" or name.endswith("thresholds")) and value is not None:
         return tuple(_number(name, v) for v in _list(name, value))
     return tuple(value) if isinstance(value, list) else value
+
+
+def _check_thresholds(name: str, thresholds: tuple[float, ...]) -> None:
+    if list(thresholds) != sorted(thresholds, reverse=True):
+        raise BadInput(f"{name} {list(thresholds)} are not descending; sort them.")
+    for before, after in itertools.pairwise(thresholds):
+        if before == after:
+            raise BadInput(
+                f"{name} hold {after:g} twice, so the group of rows between is empty; leave out one of "
+                "them, and that group's lengths."
+            )
+    if thresholds and not (math.isfinite(thresholds[0]) and thresholds[-1] > 0):
+        wrong = thresholds[-1] if math.isfinite(thresholds[0]) else thresholds[0]
+        raise BadInput(
+            f"{name} hold {wrong:g}, beyond which no magnitude lies, so a group of rows is empty; give "
+            "finite numbers above 0."
+        )
+
+
+def _check_bits(name: str, bits: int | None) -> None:
+    if bits is not None and not 2 <= bits <= 8:
+        raise BadInput(f"{name}={bits} is out of range; choose from 2 to 8.")
 
 
 def _list(name: str, value: Any) -> list[Any]:

@@ -31,12 +31,12 @@ from numpy.typing import NDArray
 
 from fewbits.errors import BadInput
 from fewbits.inference.paired import Interval, paired_interval
-from fewbits.inference.stochastic_swap import ATTENTION, Operator, SwapTable, swapped
+from fewbits.inference.stochastic_swap import ATTENTION, Operator, Swap, SwapTable, swapped
 from fewbits.recipes.stochastic_config import StochasticConfig
 
 STATES = 20_000
 OVER = ("stochastic", "all")
-Setting = int | str  # a stream length, "int8", or "base"
+Setting = int | str  # as in a swap table, or "base"
 Numbers = NDArray[np.float64]
 
 
@@ -49,7 +49,7 @@ class Budget:
         over: "stochastic" or "all".
         int8_cycles: what a product of whole numbers counts under "all".
         levels: stream lengths that may be chosen; None: all that were measured.
-        int8: whether operators may be given to INT8 where that was measured.
+        int8: whether operators may be given to whole numbers, of whatever bits, where that was measured.
         risk: standard errors added to every loss.
         folds: parts of the windows for the estimate of the loss.
         resamples: of the windows, for the agreement; 0: none.
@@ -83,7 +83,7 @@ class Allocation:
     """What a budget was spent on.
 
     Attributes:
-        settings: of each operator, by its name: a stream length, "int8" or "base".
+        settings: of each operator, by its name: as in the swap table, or "base".
         config: the base with these settings.
         cycles: what they take, in the budget's terms.
         predicted: loss against the base, nats for a token, on the windows that chose: too good to be true.
@@ -161,7 +161,7 @@ def _items(table: SwapTable, budget: Budget) -> list[_Item]:
         options: dict[Setting, tuple[float, Sequence[float]]] = {"base": (base, [0.0] * len(table.tokens))}
         for swap in table.swaps:
             if swap.operator.name == name and _allowed(swap.to, budget):
-                options[swap.to] = (0.0 if swap.to == "int8" else float(swap.to), swap.differences)
+                options[swap.to] = (_length(table, swap), swap.differences)
         if budget.levels is not None and base > 0 and base not in budget.levels and len(options) > 1:
             del options["base"]
         whole = tuple(length == 0 for length, _ in options.values())
@@ -172,9 +172,17 @@ def _items(table: SwapTable, budget: Budget) -> list[_Item]:
 
 
 def _allowed(to: Setting, budget: Budget) -> bool:
-    if isinstance(to, str):
+    if isinstance(to, str) and to.startswith("int"):
         return budget.int8
     return budget.levels is None or to in budget.levels
+
+
+def _length(table: SwapTable, swap: Swap) -> float:
+    """Stream steps of a product of an operator, on average, after a swap; as they were measured."""
+    if isinstance(swap.to, str) and swap.to.startswith("int"):
+        return 0.0
+    name = swap.operator.name
+    return max(table.cycles[name] - swap.freed / table.macs[name], 0.0)
 
 
 def _cost(macs: float, length: float, budget: Budget) -> float:
@@ -287,7 +295,8 @@ def _spent(table: SwapTable, items: Sequence[_Item], chosen: Sequence[int], budg
     for item, i in zip(items, chosen, strict=True):
         to = item.settings[i]
         if to != "base":
-            cycles[item.operator.name] = 0.0 if to == "int8" else float(to)
+            swap = next(s for s in table.swaps if s.operator == item.operator and s.to == to)
+            cycles[item.operator.name] = _length(table, swap)
     if budget.over == "stochastic":
         running = [name for name in macs if cycles[name] > 0]
         total = sum(macs[name] for name in running)

@@ -1,0 +1,109 @@
+"""How the rows of a product run: stream lengths by a row's place among those of its call, or whole numbers.
+
+    m_r = max abs of row r (before any smoothing)      n_r = (m_r - min m) / (max m - min m)      in float32
+
+over the rows of one call; the group of a row is the number of thresholds above n_r. Where all m are equal to
+within 1e-8, every row is in group 0. This is how scmp_llm sends rows to stream lengths: a row's length
+depends on the other rows of its call, padding and other sequences of a batch included.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fewbits.errors import BadInput
+from fewbits.formats.stochastic import Stochastic
+
+_ALL_EQUAL = 1e-8
+
+
+@dataclass(frozen=True)
+class RowPlan:
+    """How the rows of one product run.
+
+    Attributes:
+        lengths: of the streams, by group of rows; empty: the options'.
+        thresholds: between the groups, descending, of the normalised magnitude; one fewer than lengths.
+        integer: whether codes are multiplied as whole numbers, without streams.
+    """
+
+    lengths: tuple[int, ...] = ()
+    thresholds: tuple[float, ...] = ()
+    integer: bool = False
+
+    def __post_init__(self) -> None:
+        if len(self.thresholds) != max(len(self.lengths) - 1, 0):
+            raise BadInput(
+                f"{len(self.lengths)} groups of rows need {max(len(self.lengths) - 1, 0)} thresholds, not "
+                f"{len(self.thresholds)}; give one between each two groups."
+            )
+
+    def groups(self, x: Tensor) -> Tensor | None:
+        """(..., rows) int64 for operands x (..., rows, K); None where there is one group."""
+        if not self.thresholds:
+            return None
+        return call_groups(x, torch.tensor(self.thresholds, dtype=torch.float32, device=x.device))
+
+    def steps(self, x: Tensor, options: Stochastic) -> int:
+        """The stream lengths of all rows of x (..., rows, K), added up; 0 for whole numbers."""
+        rows = x.shape[:-1].numel()
+        if self.integer:
+            return 0
+        groups = self.groups(x)
+        if groups is None:
+            return rows * (self.lengths[0] if self.lengths else options.streams.length)
+        return int(torch.tensor(self.lengths, device=x.device)[groups].sum())
+
+
+STREAMS = RowPlan()  # every row at the options' length
+
+
+def call_groups(x: Tensor, thresholds: Tensor) -> Tensor:
+    """The group of each row among those of its call.
+
+    Args:
+        x: (..., rows, K); every leading index is a call of its own.
+        thresholds: (G - 1,) float32, descending.
+
+    Returns:
+        (..., rows) int64.
+    """
+    if not x.shape[-2]:
+        return torch.zeros(x.shape[:-1], dtype=torch.int64, device=x.device)
+    largest = x.detach().float().abs().amax(-1)
+    low = largest.amin(-1, keepdim=True)
+    spread = largest.amax(-1, keepdim=True) - low
+    share = (largest - low) / spread
+    found = (thresholds > share[..., None]).sum(-1)
+    return found.masked_fill(spread < _ALL_EQUAL, 0)
+
+
+def integer_product(qa: Tensor, sa: Tensor, qb: Tensor, sb: Tensor, options: Stochastic) -> Tensor:
+    """The exact product of codes, chunk by chunk: sums below 2**24, so float32 holds them.
+
+    Args:
+        qa: (..., N, D) int8 codes of a.
+        sa: (..., N, C) float32 scales of a.
+        qb: (..., M, D) int8 codes of b.
+        sb: (..., M, C) float32 scales of b.
+        options: that made them.
+
+    Returns:
+        (..., N, M) float32.
+    """
+    y = torch.zeros(*qa.shape[:-1], qb.shape[-2], device=qa.device)
+    with torch.autocast(qa.device.type, enabled=False):
+        for i, chunk in enumerate(options.chunks(qa.shape[-1])):
+            for part in _exact_parts(chunk, options.max_code):
+                acc = qa[..., part].float() @ qb[..., part].float().mT
+                y += acc.mul_(sa[..., i, None] * sb[..., None, :, i])
+    return y
+
+
+def _exact_parts(chunk: slice, max_code: int) -> list[slice]:
+    size = 2**24 // max_code**2
+    starts = range(chunk.start, chunk.stop, size)
+    return [slice(start, min(start + size, chunk.stop)) for start in starts]
