@@ -216,6 +216,18 @@ def test_a_swap_table_has_every_operator_at_every_length(tmp_path):
     assert read_swaps(tmp_path / "swaps.json") == table
 
 
+def test_a_swap_of_what_the_base_names_is_not_the_base():
+    """The base has this very name, so the swap stands before it and decides."""
+    model, text = tiny("llama"), windows(2)
+    names = [f"model.layers.{i}.mlp.down_proj" for i in range(2)]
+    named = dataclasses.replace(BASE, linears=tuple((n, LinearSetting(lengths=((24,),))) for n in names))
+    chosen = [o for o in operators(model, named) if o.op == "down_proj"]
+    table = swap_table(model, text, named, ("x0.5", 64), chosen, settings=WHOLE)
+    half, long = table.swaps
+    assert half.freed == pytest.approx(12 * table.macs["down_proj"]) and any(half.differences)
+    assert long.freed == pytest.approx(-40 * table.macs["down_proj"]) and any(long.differences)
+
+
 def test_buckets_of_layers():
     model = tiny("llama", num_hidden_layers=3)
     two = operators(model, StochasticConfig(), buckets=2)

@@ -13,6 +13,7 @@ from fewbits.recipes.stochastic_config import (
     LinearSetting,
     StochasticConfig,
     config_from_plain,
+    config_to_plain,
     read_config,
     write_config,
 )
@@ -103,6 +104,17 @@ def test_refused_in_one_sentence(case):
         plain = {"fewbits_stochastic": 1, **plain}
     with pytest.raises(BadInput, match=sentence):
         config_from_plain(plain)
+
+
+def test_a_pattern_that_stands_twice_is_written_as_it_decides():
+    first, second = LinearSetting(lengths=((16,),)), LinearSetting(lengths=((64,),))
+    config = StochasticConfig(
+        linears=(("a.q", first), ("b.*", second), ("a.q", second)),
+        attention=(("a", AttentionSetting(scores=8)), ("a", AttentionSetting(scores=9))),
+    )
+    back = config_from_plain(config_to_plain(config))
+    assert back.linear("a.q") == first and back.attention_of("a").scores == 8
+    assert [name for name, _ in back.linears] == ["a.q", "b.*"]
 
 
 @pytest.mark.parametrize("text", ["a: [", "{", "\x00"])

@@ -166,8 +166,8 @@ def config_to_plain(config: StochasticConfig) -> dict[str, Any]:
         "fewbits_stochastic": VERSION,
         "model": dict(config.model),
         "options": _changed(config.options, STOCHASTIC),
-        "linears": {name: _changed(setting, LinearSetting()) for name, setting in config.linears},
-        "attention": {name: _changed(setting, AttentionSetting()) for name, setting in config.attention},
+        "linears": _by_pattern(config.linears, LinearSetting()),
+        "attention": _by_pattern(config.attention, AttentionSetting()),
         "calibration": dict(config.calibration),
     }
 
@@ -249,6 +249,14 @@ def _yaml(text: str) -> Any:
 
 def _first_line(error: Exception) -> str:
     return " ".join(str(error).split())[:120]
+
+
+def _by_pattern(pairs: Sequence[tuple[str, Any]], default: Any) -> dict[str, Any]:
+    """By pattern, in order; where one stands twice the first decides, as in the configuration itself."""
+    found: dict[str, Any] = {}
+    for pattern, setting in pairs:
+        found.setdefault(pattern, _changed(setting, default))
+    return found
 
 
 def _changed(value: Any, default: Any) -> dict[str, Any]:
