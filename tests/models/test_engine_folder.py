@@ -15,8 +15,10 @@ from transformers import AutoModelForCausalLM
 from fewbits import FastLanguageModel
 from fewbits.errors import BadCheckpoint, BadInput, Unsupported
 from fewbits.export import gptq_awq
+from fewbits.models import engine_folder
 from fewbits.nn.linear import QuantizedLinear
 from tests.models.loading import logits, perturb, save_tiny
+from tests.models.mixtures import save_mixture
 
 IDS = torch.tensor([[1, 5, 9, 20, 31]])
 SIZES = {"hidden_size": 64, "intermediate_size": 128}
@@ -249,4 +251,45 @@ def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
                 exported(model, words, tmp_path / "out", method)
         assert isinstance(weight, nn.Parameter)
         weight.data.copy_(kept)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("method", ["gptq:int4_g32", "torchao:int4_g32", "bitsandbytes:nf4"])
+def test_several_files_with_tied_embeddings(
+    tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_folder, "_SHARD_BYTES", 20_000)
+    save_tiny(tmp_path / "base", **SIZES, tie_word_embeddings=True)
+    model, words = FastLanguageModel.from_pretrained(
+        tmp_path / "base", load_in_4bit=False, dtype=torch.float32
+    )
+    exported(model, words, tmp_path / "out", method)
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 2
+    here, _ = FastLanguageModel.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    assert here.lm_head.weight is here.model.embed_tokens.weight
+    if "gptq" not in method:  # whose library is not here
+        theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+        found, wanted = logits(here, IDS), logits(theirs, IDS)
+        assert (found - wanted).norm() <= 3e-2 * wanted.norm()
+
+
+def test_activation_order_of_a_gptq_model_is_kept(tmp_path: Path) -> None:
+    from tests.models.test_foreign import case, write
+
+    settings, writer = case("gptq-4-asym-1-act")
+    write(tmp_path / "base", settings, writer, **SIZES)
+    model, words = FastLanguageModel.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    receipt = exported(model, words, tmp_path / "out", "gptq_v2")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert receipt.kept == 14 and receipt.worst[1] == 0.0 and config["desc_act"]
+    other = exported(model, words, tmp_path / "awq", "awq")  # has no such thing, and says what it did
+    assert other.kept == 0 and len(other.rounded_again) == 14
+
+
+def test_experts_are_refused_in_one_sentence(tmp_path: Path) -> None:
+    """Left in 16 bits, they would be most of a model that calls itself packed."""
+    save_mixture(tmp_path / "base", "qwen3_moe")
+    model, words = FastLanguageModel.from_pretrained(tmp_path / "base", load_in_4bit=False)
+    with pytest.raises(Unsupported, match=r"experts.*16bit"):
+        exported(model, words, tmp_path / "out", "gptq:int4_g32")
     assert not (tmp_path / "out").exists()

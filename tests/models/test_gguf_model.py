@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -107,3 +108,18 @@ def test_bad_files_are_refused_in_one_sentence(tmp_path: Path) -> None:
     )
     with pytest.raises(Unsupported):
         FastLanguageModel.from_pretrained(file)
+
+
+def test_a_file_that_was_opened_leaves_with_the_same_bytes(tmp_path: Path) -> None:
+    """What is packed in the wanted type is not searched for again; the others are."""
+    file = export(tmp_path, "llama", "q4_k_m")
+    model, words = FastLanguageModel.from_pretrained(file)
+    receipt = model.save_pretrained_gguf(tmp_path / "again", words, "q4_k_m")
+    first, second = (gguf.GGUFReader(one).tensors for one in (file, receipt.path))
+    linears = [t.name for t in first if len(t.shape) == 2 and t.name != "token_embd.weight"]
+    assert receipt.kept == len(linears) == 15 and not receipt.rounded_again
+    assert receipt.path.name == "base-Q4_K_M.gguf"
+    found = {t.name: t.data for t in second}
+    assert all((found[t.name] == t.data).all() for t in first if t.name in linears)
+    other = model.save_pretrained_gguf(tmp_path / "other", words, "q5_k_m")
+    assert other.kept > 0 and len(other.rounded_again) == 15 - other.kept  # the Q6_K of both mixes are kept

@@ -82,6 +82,7 @@ class TorchaoCodec(Codec):
         self.kind, self.label = self.method.upper(), f"torchao {self.method}"
         self.reader = f"torchao {version('torchao')}"
         self._headers: dict[str, str] = {}
+        self._names: dict[str, None] = {}  # of all tensors, in the order of the files
 
     def config(self) -> dict[str, Any]:
         """``quantization_config`` of config.json, as transformers' own class writes it."""
@@ -128,11 +129,15 @@ class TorchaoCodec(Codec):
         return decoded.float()
 
     def metadata(self, names: Collection[str]) -> dict[str, str]:
-        """How torchao's tensors are put together again, and which are plain: torchao's own words."""
+        """How torchao's tensors are put together again, and which are plain: torchao's own words.
+
+        Readers join the headers of all files, and of ``tensor_names`` keep the last file's: it names all.
+        """
         packed = {n for n in self._headers if f"{n.removesuffix('weight')}_weight_qdata" in names}
         plain = {n for n in names if "._weight_" not in n}
         entries = {n: self._headers[n] for n in sorted(packed)} | dict.fromkeys(sorted(plain), _TENSOR)
-        return {"format": "pt", **entries, "tensor_names": json.dumps(list(entries))}
+        self._names.update(dict.fromkeys(entries))
+        return {"format": "pt", **entries, "tensor_names": json.dumps(list(self._names))}
 
     def _quantization(self) -> Any:
         quantization = import_torchao().quantization

@@ -212,6 +212,12 @@ def _linears(weights: ExportedWeights) -> dict[str, tuple[int, int]]:
             f"{turned} is a Conv1D, as GPT-2 has them, and these engines pack linears alone; write"
             " merged_16bit or merged_4bit."
         )
+    stacked = next((name for name, shape in weights.shapes.items() if len(shape) == 3), None)
+    if stacked is not None:
+        raise Unsupported(
+            f"{stacked} holds the weights of all experts in one tensor, and linears alone are written in "
+            "these engines' layouts; write 16bit (in Python merged_16bit), and quantise it with their tools."
+        )
     return {
         name: (module.out_features, module.in_features)
         for name, module in named.items()

@@ -71,15 +71,15 @@ class ExportedWeights:
     def packed(self, name: str) -> Packed | None:
         """The weight of the linear ``name`` as the model computes with it, if that is what is exported."""
         stored = self.stored(name)
-        return self._rounded(name) if stored is None else stored
+        return self._rounded(name) if stored is None else stored.to("cpu")
 
     def stored(self, name: str) -> Packed | None:
-        """`packed`, for linears that are packed in memory already; on the CPU."""
+        """`packed`, for linears that are packed in memory already; where they lie."""
         layer = self.merger.packed.get(name)
         from_original = self.merger.original is not None and layer is not None and not layer.repacked
         if layer is None or name in self.merger.branches or from_original or is_transposed(layer):
             return None
-        return layer.packed.to("cpu")
+        return layer.packed
 
     def format_of(self, name: str) -> Format | None:
         """The format of `packed`."""

@@ -26,7 +26,7 @@ from fewbits.export.gguf_file import (
     plan_tensors,
     write_gguf,
 )
-from fewbits.export.gguf_types import import_gguf, method_named
+from fewbits.export.gguf_types import METHODS, import_gguf, method_named
 from fewbits.export.gguf_vocabulary import Vocabulary
 from fewbits.formats.base import Packed
 from fewbits.host.unwrap import unwrap
@@ -142,7 +142,7 @@ class _Work:
         weights = self.weights
         planned = plan_tensors(weights.config, weights.shapes, method, head_is_tied=weights.head_is_tied)
         name = Path(str(getattr(weights.base.config, "name_or_path", "") or "model")).name
-        file = folder / f"{name.removesuffix('.gguf')}-{method.upper()}.gguf"
+        file = folder / f"{_without_method(name)}-{method.upper()}.gguf"
         kept: list[str] = []
         source = Source(weights.weight, partial(self._packed, kept), self.importance)
         write_gguf(file, weights.config, self.vocabulary, planned, source, method=method)
@@ -180,6 +180,12 @@ class _Work:
             return None
         kept.append(linear)
         return self.weights.packed(linear)
+
+
+def _without_method(name: str) -> str:
+    """The name of a model without what an export adds to it."""
+    stem = name.removesuffix(".gguf")
+    return next((stem[: -len(m) - 1] for m in METHODS if stem.lower().endswith(f"-{m}")), stem)
 
 
 def _check_metadata(back: GGUFFile, vocabulary: Vocabulary, weights: ExportedWeights) -> None:
