@@ -26,7 +26,8 @@ from fewbits.kernels.product.fake_quantize import fake_quantize, fake_quantized_
 from fewbits.kernels.product.lora_linear import lora_linear
 from fewbits.kernels.product.matmul_operands import operand_linear
 from fewbits.kernels.product.matmul_packed import Operands, packed_linear
-from fewbits.nn.experts import _ExpertProduct
+from fewbits.nn.expert_products import Branch, into_experts, out_of_experts
+from fewbits.nn.grouped import Table
 
 SOURCE = Path(fewbits.__file__).parent
 
@@ -45,6 +46,7 @@ def double(f: Callable[..., Tensor], *inputs: Tensor) -> list[Tensor]:
 W = NF4.quantize(draw(64, 64).detach())
 DENSE = W.dequantize()
 EXPERTS = NF4.quantize(draw(3, 8, 64).detach())
+PAIRS, BRANCH = Table.of(torch.tensor([[0, 2], [2, 0], [0, 1]]), 3), (draw(3, 4, 64), draw(3, 8, 4))
 COS, SIN = torch.full((1, 4, 8), 0.6), torch.full((1, 4, 8), 0.8)
 ROWS, ADAPTER = draw(3, 64), (draw(4, 64), draw(64, 4))
 HEAD, LABELS = draw(16, 64), torch.tensor([1, 2, 3])
@@ -82,6 +84,18 @@ REFUSED: dict[str, list[tuple[Callable[..., Tensor], tuple[Tensor, ...]]]] = {
     ],
     "linear_log_probs": [
         (lambda h: linear_log_probs(h, HEAD.detach(), LABELS.view(h.shape[:-1]))[0], (ROWS,))
+    ],
+    "the product of experts": [
+        (
+            lambda x, a, b: into_experts(x.view(-1, 64), PAIRS, EXPERTS.dequantize, Branch(a, b, 0.5)),
+            (ROWS, *BRANCH),
+        ),
+        (
+            lambda z, routing, a, b: out_of_experts(
+                z, routing, None, PAIRS, EXPERTS.dequantize, Branch(a, b, 0.5)
+            ),
+            (draw(6, 64), draw(3, 2), *BRANCH),
+        ),
     ],
 }
 
@@ -165,11 +179,6 @@ RIGHT: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], tuple[Tenso
     "lora_weight": (
         lambda a, b: lora_weight(DENSE, a, b, 0.5).sin(), lambda a, b: (DENSE + 0.5 * b @ a).sin(), ADAPTER,
     ),
-    "product of experts": (
-        lambda x: _ExpertProduct.apply(x, [1, 0, 2], EXPERTS).sin(),
-        lambda x: torch.cat([x[:1] @ EXPERTS.dequantize()[0].T, x[1:] @ EXPERTS.dequantize()[2].T]).sin(),
-        (ROWS,),
-    ),
     "rope": (
         lambda q: rope(q, q, COS, SIN)[0].sin(), lambda q: turned(q).sin(), (draw(1, 2, 4, 8),),
     ),
@@ -192,7 +201,6 @@ def test_straight_through_is_the_identity_twice() -> None:
 
 # Nodes whose second derivative is right; every other one says @once_differentiable.
 TWICE = {
-    "_ExpertProduct",
     "_SumValue",
     "_StraightThrough",
     "_Product",
