@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fewbits.formats import FORMATS, Format
+from fewbits.formats import FORMATS, GGUF_TYPES, Format
+from fewbits.formats.gguf_blocks import GGUFBlocks
+from fewbits.formats.gguf_layouts import LAYOUTS
+from fewbits.formats.k_quants import Fields
 from fewbits.formats.rounding import random_words
 
 
@@ -25,6 +28,29 @@ def test_cuda_equals_cpu(format: Format, seed: int | None) -> None:
             assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)), name
         decoded = here.to("cuda").dequantize().cpu()
         assert torch.equal(decoded.nan_to_num(9.0), here.dequantize().nan_to_num(9.0))
+
+
+@pytest.mark.parametrize("bits", [0x7FC00000, 0x7FFFFFFF, 0x7FA00000, -0x400000, -1])
+@pytest.mark.parametrize("name", GGUF_TYPES)
+def test_the_bits_of_a_nan_do_not_reach_the_file(
+    name: str, bits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GGUF's scales lie among the codes: another device's NaN in their place, and the same bytes."""
+    format = FORMATS[name]
+    assert isinstance(format, GGUFBlocks)
+    x = torch.randn(2, 512, generator=torch.Generator().manual_seed(0))
+    x[0, 5] = torch.nan
+    usual, pack = format.quantize(x), LAYOUTS[format.kind].pack
+    other = torch.tensor(bits, dtype=torch.int32).view(torch.float32)
+
+    def packed_there(fields: Fields) -> torch.Tensor:
+        fields.d = torch.where(fields.d.isnan(), other, fields.d)
+        assert bool(fields.d.isnan().any())
+        return pack(fields)
+
+    monkeypatch.setitem(LAYOUTS, format.kind, LAYOUTS[format.kind]._replace(pack=packed_there))
+    assert torch.equal(format.quantize(x).codes, usual.codes)
+    assert bool(usual.dequantize().isnan().any())
 
 
 @pytest.mark.gpu

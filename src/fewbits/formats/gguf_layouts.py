@@ -16,9 +16,13 @@ from fewbits.formats.k_quants import IQ4_VALUES, Fields
 from fewbits.formats.minifloat import E2M1, exponential
 from fewbits.formats.tables import table
 
+_NAN_OF_HALF = 0x7E00
+
 
 def _bytes_of_half(x: Tensor) -> Tensor:
-    return x.reshape(-1, 1).half().view(torch.uint8)
+    """Scales as the bytes of float16, (B, 2); a NaN is 0x7E00, whichever bits its device gave it."""
+    bits = x.reshape(-1, 1).half().view(torch.int16)
+    return bits.masked_fill(x.reshape(-1, 1).isnan(), _NAN_OF_HALF).view(torch.uint8)
 
 
 def _planes(values: Tensor, count: int) -> Tensor:
