@@ -332,7 +332,7 @@ def test_bad_input_is_one_sentence(run, model, tmp_path, argv, message):
 
 
 def test_export_writes_gguf_and_prints_the_receipt(run, tmp_path):
-    from tests.models.test_exporting import pair_tokenizer, saved
+    from tests.models.tiny_folders import pair_tokenizer, saved
 
     base = saved(tmp_path / "base", "llama", pair_tokenizer())
     done = run("export", base, tmp_path / "out", "--to", "gguf:q4_k_m")

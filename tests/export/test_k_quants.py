@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import gguf
 import numpy as np
 import pytest
 import torch
 
 from fewbits.formats import FORMATS
 from fewbits.formats.k_quants import SEARCHED, search
+
+gguf = pytest.importorskip("gguf")
 
 K_QUANTS = tuple(kind for kind in SEARCHED if kind.endswith("_K"))
 

@@ -6,7 +6,6 @@ from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
-from datasets import Dataset
 from transformers import (
     AutoTokenizer,
     DataCollatorForLanguageModeling,
@@ -17,6 +16,8 @@ from transformers import (
 from fewbits.chat_templates import get_chat_template, train_on_responses_only
 from fewbits.errors import BadInput
 from fewbits.front.responses import places_of, responses_in
+
+Dataset = pytest.importorskip("datasets").Dataset
 
 USER, ANSWER = "<|im_start|>user\n", "<|im_start|>assistant\n"
 TALK = [

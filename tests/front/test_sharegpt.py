@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from datasets import Dataset
 
 from fewbits.chat_templates import standardize_sharegpt, to_sharegpt
 from fewbits.errors import BadInput
+
+Dataset = pytest.importorskip("datasets").Dataset
 
 
 def test_from_and_value_become_role_and_content():

@@ -8,13 +8,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from datasets import Dataset
-from trl import SFTConfig
 
 import fewbits
-from fewbits import FastLanguageModel, FastModel, UnslothTrainer, UnslothTrainingArguments
+from fewbits import FastLanguageModel, FastModel
 from fewbits.errors import BadInput, Unsupported
 from fewbits.front import unsloth
+
+Dataset = pytest.importorskip("datasets").Dataset
+SFTConfig = pytest.importorskip("trl").SFTConfig
+UnslothTrainer, UnslothTrainingArguments = fewbits.UnslothTrainer, fewbits.UnslothTrainingArguments  # of TRL
 
 
 @pytest.fixture

@@ -14,7 +14,9 @@ from fewbits import FastLanguageModel
 from fewbits.errors import BadCheckpoint, BadInput, Unsupported
 from fewbits.nn.linear import QuantizedLinear
 from tests.models.loading import packed_state, same
-from tests.models.test_exporting import byte_tokenizer, pair_tokenizer, saved
+from tests.models.tiny_folders import byte_tokenizer, pair_tokenizer, saved
+
+pytest.importorskip("gguf")
 
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,

@@ -10,7 +10,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import pytest
 import torch
@@ -19,6 +18,7 @@ from fewbits import FastLanguageModel
 from fewbits.export import gguf_file
 from fewbits.nn.linear import QuantizedLinear
 
+gguf = pytest.importorskip("gguf")
 llama = pytest.importorskip("xllamacpp")
 pytestmark = pytest.mark.slow
 

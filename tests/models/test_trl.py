@@ -5,7 +5,6 @@ from __future__ import annotations
 import peft
 import pytest
 import torch
-from datasets import Dataset
 from packaging.version import Version
 from transformers import Trainer, TrainingArguments
 
@@ -16,6 +15,7 @@ from tests.models.loading import logits, packed_state, same, save_tiny
 from tests.models.tiny import tokens
 
 trl = pytest.importorskip("trl")
+Dataset = pytest.importorskip("datasets").Dataset
 # Before 1.15 TRL has no output head of its own: it reads the model's logits, and nothing is asked of ours.
 ASKS_THE_HEAD = Version(trl.__version__) >= Version("1.15")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 
-import datasets
 import pytest
 
 from fewbits.errors import BadInput
@@ -16,6 +15,8 @@ from fewbits.training.data.rows import BadRows
 from fewbits.training.data.sources import Source, check_sources, read_source, sources_of
 from fewbits.training.preferences.rows import preference_rows
 from tests.training.conftest import byte_tokenizer
+
+datasets = pytest.importorskip("datasets")
 
 
 @pytest.fixture
