@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from fewbits.formats import FORMATS, GGUF_TYPES, Format
-from fewbits.formats.gguf_blocks import GGUFBlocks
 from fewbits.formats.gguf_layouts import LAYOUTS
 from fewbits.formats.k_quants import Fields
 from fewbits.formats.rounding import random_words
@@ -37,10 +36,10 @@ def test_the_bits_of_a_nan_do_not_reach_the_file(
 ) -> None:
     """GGUF's scales lie among the codes: another device's NaN in their place, and the same bytes."""
     format = FORMATS[name]
-    assert isinstance(format, GGUFBlocks)
+    kind = format.contract.names["gguf"]
     x = torch.randn(2, 512, generator=torch.Generator().manual_seed(0))
     x[0, 5] = torch.nan
-    usual, pack = format.quantize(x), LAYOUTS[format.kind].pack
+    usual, pack = format.quantize(x), LAYOUTS[kind].pack
     other = torch.tensor(bits, dtype=torch.int32).view(torch.float32)
 
     def packed_there(fields: Fields) -> torch.Tensor:
@@ -48,7 +47,7 @@ def test_the_bits_of_a_nan_do_not_reach_the_file(
         assert bool(fields.d.isnan().any())
         return pack(fields)
 
-    monkeypatch.setitem(LAYOUTS, format.kind, LAYOUTS[format.kind]._replace(pack=packed_there))
+    monkeypatch.setitem(LAYOUTS, kind, LAYOUTS[kind]._replace(pack=packed_there))
     assert torch.equal(format.quantize(x).codes, usual.codes)
     assert bool(usual.dequantize().isnan().any())
 
