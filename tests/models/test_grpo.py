@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
 
 from fewbits import FastLanguageModel
 from fewbits.models import decode_step
@@ -17,6 +16,7 @@ from tests.models.loading import save_tiny
 from tests.models.test_live_batch import alone, model_of, rows
 
 trl = pytest.importorskip("trl")
+Dataset = pytest.importorskip("datasets").Dataset
 
 TEXTS = [f"{a} and {b} make " for a in range(4) for b in range(4)]
 
