@@ -27,6 +27,7 @@ from fewbits.host.spec import find, layer_names, locate, spec_for
 from fewbits.host.transposed import as_conv1d, as_linear, is_conv1d, is_transposed
 from fewbits.models.cache_choice import check_cache
 from fewbits.models.experts import expert_modules, expert_rules, packed_place, why_not_packed
+from fewbits.models.gpu_fallbacks import gpu_fallbacks
 from fewbits.nn.experts import QuantizedExperts
 from fewbits.nn.fake_quantize import FakeQuantizedLinear
 from fewbits.nn.finite import check_finite
@@ -103,6 +104,7 @@ def convert(
         new = RMSNorm(norm.weight, _eps(norm), spec.norm.offset).train(norm.training)
         _replace(model, name, new, state, keep=True)
     put_part(model, state)
+    receipt.notes.extend(gpu_fallbacks(model))
     return receipt
 
 
@@ -132,6 +134,7 @@ def explain(model: nn.Module) -> Receipt:
 def _without_conversion(model: nn.Module) -> Receipt:
     receipt = Receipt(f"{type(model).__name__}, without a recipe")
     receipt.notes.extend(notes_of(model))
+    receipt.notes.extend(gpu_fallbacks(model))
     ours = {name: layer for name, layer in model.named_modules() if isinstance(layer, CONVERTED)}
     for name, layer in ours.items():
         if isinstance(layer, QuantizedExperts):

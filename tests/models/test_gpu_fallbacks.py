@@ -1,0 +1,40 @@
+"""The receipt says what a GPU computes in plain torch, for every format, and says it of nothing else."""
+
+from __future__ import annotations
+
+import pytest
+
+from fewbits.formats import ALIKE, FORMATS, INT8, MXFP4, NF4, TERNARY_ROW
+from fewbits.kernels.codec.dequantize_triton import has_kernel
+from fewbits.models.convert import convert, explain
+from fewbits.recipes import QAT, Recipe, Rule
+from tests.models.tiny import tiny
+
+WANT = "in plain torch, for want of a kernel: the same numbers in more time"
+
+
+def said(recipe: Recipe) -> list[str]:
+    model = tiny("llama")
+    notes = [note for note in convert(model, recipe).notes if WANT in note]
+    assert [note for note in explain(model).notes if WANT in note] == notes
+    return notes
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] if n in ALIKE else []) for n in FORMATS]
+)
+def test_weights_without_a_kernel(name: str) -> None:
+    format = FORMATS[name]
+    notes = said(Recipe(name="r", linear=Rule(weight=format)))
+    alone = format.contract.product == "stochastic" or has_kernel(format, (64, 64))
+    assert notes == ([] if alone else [f"on a GPU weights in {name} are decoded {WANT} (14 layers)"])
+    assert alone or format.contract.coding is None or format.contract.coding.bits not in (4, 8)
+
+
+def test_rounding_in_training_and_operands() -> None:
+    assert said(Recipe(name="r", qat=QAT(weight=NF4))) == []
+    both = said(Recipe(name="r", qat=QAT(weight=TERNARY_ROW, activation=INT8)))
+    assert both == [f"on a GPU values are rounded to ternary_row in each step {WANT} (14 layers)"]
+    of_products = said(Recipe(name="r", linear=Rule(activation=MXFP4)))
+    assert of_products == [f"on a GPU operands of products are rounded to mxfp4 {WANT} (14 layers)"]
+    assert said(Recipe(name="r", linear=Rule(weight=NF4))) == []
