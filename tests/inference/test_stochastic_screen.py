@@ -154,6 +154,20 @@ def test_candidates_that_differ_in_nothing():
             Screening(**fields)
 
 
+def test_exact_candidates_have_no_streams():
+    exact = StochasticConfig(options=OPTIONS, linears=(("*", LinearSetting(runs="exact")),))
+    text = windows(2)
+    found = screen(tiny("llama"), text, BASE, [Candidate("exact", exact)], WHOLE)
+    assert found.rows[0].steps == 0 and found.rows[0].cycles == 0
+    plain = tiny("llama")
+    with evaluating(plain):
+        nlls = window_nlls(plain, text, text.windows)
+    base = alone(tiny("llama"), text, BASE)
+    assert found.rows[0].differences == tuple(a - b for a, b in zip(nlls, base, strict=True))
+    back = screen(tiny("llama"), text, exact, [Candidate("streams", BASE)], WHOLE)
+    assert back.base_macs == 0 and back.rows[0].differences == tuple(-d for d in found.rows[0].differences)
+
+
 def test_layers_that_share_more_than_their_input_are_found_out():
     model = tiny("llama")
     passed = []

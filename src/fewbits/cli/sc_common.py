@@ -77,13 +77,25 @@ def whole_numbers(flag: str, text: str) -> tuple[int, ...]:
     return numbers
 
 
+def cut_text(model: Any, tokenizer: Any, text: str, args: Namespace) -> Any:
+    """The text's windows, as --window, --max-tokens and --blocks say."""
+    from fewbits.inference.evaluate import text_windows
+
+    return text_windows(
+        model,
+        tokenizer,
+        text,
+        window=args.window,
+        max_tokens=args.max_tokens or None,
+        blocks=args.blocks,
+    )
+
+
 def windows_of(model: Any, tokenizer: Any, text: str, args: Namespace) -> list[Any]:
     """Token ids in windows as `perplexity` cuts them, without a shorter last one if there are others."""
     import torch
 
-    from fewbits.inference.evaluate import text_windows
-
-    cut = text_windows(model, tokenizer, text, window=args.window, max_tokens=args.max_tokens or None)
+    cut = cut_text(model, tokenizer, text, args)
     lead = [] if cut.bos is None else [cut.bos]
     rows = [torch.tensor([*lead, *cut.ids[w.begin : w.end].tolist()])[None] for w in cut.windows]
     return [row for row in rows if row.shape == rows[0].shape]

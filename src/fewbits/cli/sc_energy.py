@@ -12,7 +12,7 @@ from rich.markup import escape
 
 from fewbits.cli.console import Progress, console
 from fewbits.cli.files import read_text
-from fewbits.cli.sc_common import new_table, print_json, settings_of, windows_of
+from fewbits.cli.sc_common import cut_text, new_table, print_json, settings_of, windows_of
 
 
 def energy(args: Namespace) -> int:
@@ -50,14 +50,13 @@ _PARTS = ("streams", "conversion", "integer", "float", "near", "far")
 
 def _measured(args: Namespace, prices: Any) -> list[dict[str, Any]]:
     from fewbits.cli.models import load
-    from fewbits.inference.evaluate import text_windows
     from fewbits.inference.stochastic_energy import energy_of
     from fewbits.inference.stochastic_eval import Ledger, evaluate_setting, under_setting
     from fewbits.inference.stochastic_work import count_work
 
     text, settings, ledger = read_text(args.text), settings_of(args), Ledger(args.output)
     model, tokenizer = load(args)
-    cut = text_windows(model, tokenizer, text, window=args.window, max_tokens=args.max_tokens or None)
+    cut = cut_text(model, tokenizer, text, args)
     one = windows_of(model, tokenizer, text, args)[0]
     facts = {"model": str(args.model), "text": str(args.text), "dtype": str(model.dtype)}
     energies = []

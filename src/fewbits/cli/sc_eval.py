@@ -13,7 +13,7 @@ from rich.markup import escape
 
 from fewbits.cli.console import Progress, console
 from fewbits.cli.files import read_text
-from fewbits.cli.sc_common import grid_of, name_of, new_table, print_json, settings_of, words_of
+from fewbits.cli.sc_common import cut_text, grid_of, name_of, new_table, print_json, settings_of, words_of
 from fewbits.errors import BadInput
 
 _BETWEEN_LINES = 30.0  # seconds, where no bar can be shown
@@ -48,14 +48,13 @@ def evaluate(args: Namespace) -> int:
 
 def _rows(args: Namespace) -> list[dict[str, Any]]:
     from fewbits.cli.models import load
-    from fewbits.inference.evaluate import text_windows
     from fewbits.inference.stochastic_eval import Ledger, evaluate_setting
 
     share = _share(args.share)
     text, settings = read_text(args.text), settings_of(args)
     ledger = Ledger(args.output, share)
     model, tokenizer = load(args)
-    cut = text_windows(model, tokenizer, text, window=args.window, max_tokens=args.max_tokens or None)
+    cut = cut_text(model, tokenizer, text, args)
     facts = {"model": str(args.model), "text": str(args.text), "dtype": str(model.dtype)}
     words = {name_of(options): words_of(options) for options in grid_of(args)}
     rows: list[dict[str, Any]] = []

@@ -156,6 +156,11 @@ def _text_options(command: argparse.ArgumentParser, *, required: bool) -> None:
 
 
 def _options(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--blocks",
+        action="store_true",
+        help="blocks of --window tokens side by side, the first of each not scored, as scmp_llm cuts a text",
+    )
     group = command.add_argument_group("streams")
     group.add_argument(
         "--prec", type=int, default=8, metavar="P", help="bits of an operand (default: %(default)s)"

@@ -11,7 +11,7 @@ from rich.markup import escape
 
 from fewbits.cli.console import Progress, console
 from fewbits.cli.files import read_text
-from fewbits.cli.sc_common import config_of, new_table, print_json, stream_options, whole_numbers
+from fewbits.cli.sc_common import config_of, cut_text, new_table, print_json, stream_options, whole_numbers
 from fewbits.errors import BadInput
 
 
@@ -181,8 +181,7 @@ def _base(args: Namespace) -> Any:
 
 def _model_and_windows(args: Namespace) -> tuple[Any, Any]:
     from fewbits.cli.models import load
-    from fewbits.inference.evaluate import text_windows
 
     text = read_text(args.text)
     model, tokenizer = load(args)
-    return model, text_windows(model, tokenizer, text, window=args.window, max_tokens=args.max_tokens or None)
+    return model, cut_text(model, tokenizer, text, args)

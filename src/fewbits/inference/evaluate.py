@@ -164,10 +164,18 @@ def text_windows(
     window: int | None = None,
     stride: int | None = None,
     max_tokens: int | None = None,
+    blocks: bool = False,
 ) -> TextWindows:
-    """Cut a text as `perplexity` does; arguments and errors are its own."""
+    """Cut a text as `perplexity` does; arguments and errors are its own.
+
+    With ``blocks`` it is cut as much of the literature does: the tokenizer's own special tokens at its
+    beginning and nowhere else, blocks of ``window`` tokens side by side, the first token of each not scored,
+    and what is left after the last whole block is left out.
+    """
     bos = tokenizer.bos_token_id
     window = _checked_window(model, window)
+    if blocks:
+        return _blocks(tokenizer, text, window, stride, max_tokens)
     content = window - (bos is not None)
     most = content if bos is not None else content - 1
     stride = most if stride is None else stride
@@ -178,6 +186,18 @@ def text_windows(
     if not windows:
         raise BadInput(f"the text has {len(ids)} tokens, which leaves none to predict; give a longer text.")
     return TextWindows(ids, windows, bos, characters, window, stride)
+
+
+def _blocks(
+    tokenizer: Any, text: str, window: int, stride: int | None, max_tokens: int | None
+) -> TextWindows:
+    if stride is not None:
+        raise BadInput(f"blocks stand side by side, so a stride of {stride} has no place; leave it out.")
+    ids = torch.tensor(tokenizer(text, verbose=False)["input_ids"][:max_tokens], dtype=torch.long)
+    windows = [Window(b, b + 1, b + window) for b in range(0, len(ids) - window + 1, window)]
+    if not windows:
+        raise BadInput(f"the text has {len(ids)} tokens, no whole block of {window}; give a longer text.")
+    return TextWindows(ids, windows, None, len(text), window, window)
 
 
 def plan_windows(num_tokens: int, content: int, stride: int, *, first: int = 0) -> Iterator[Window]:

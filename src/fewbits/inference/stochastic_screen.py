@@ -25,7 +25,7 @@ from fewbits.inference.evaluate import TextWindows, Window, evaluating, window_n
 from fewbits.inference.kept_layers import KeptLayers
 from fewbits.inference.paired import Interval, paired_interval
 from fewbits.inference.screen_board import Board, config_identity, text_facts
-from fewbits.inference.stochastic_trace import Trace
+from fewbits.inference.stochastic_trace import Trace, has_stochastic_products
 from fewbits.models.stochastic import check_config, facts_of
 from fewbits.models.stochastic_switch import Switched, changed_names
 from fewbits.recipes.stochastic_config import StochasticConfig
@@ -236,7 +236,11 @@ class _Screen:
 
     def _run(self, identity: str, at: int, batch: list[Window], start: int) -> None:
         model, events = self.switched.model, list[dict[str, Any]]()
-        if identity not in self.board.steps or (identity == self.base_id and not self.base_products):
+        counted = identity in self.board.steps and (identity != self.base_id or bool(self.base_products))
+        if not counted and not has_stochastic_products(model):
+            nlls = window_nlls(model, self.text, batch)
+            self._note_steps(identity, events, start)
+        elif not counted:
             with Trace(model, events.append):
                 nlls = window_nlls(model, self.text, batch)
             self._note_steps(identity, events, start)

@@ -115,6 +115,12 @@ class Trace:
                 self._emit(name, op, runs, B * H * S, B * H * S * of_a_row, steps)
 
 
+def has_stochastic_products(model: Any) -> bool:
+    """Whether there is anything to trace."""
+    linears = any(isinstance(module, StochasticLinear) for module in model.modules())
+    return linears or stochastic_attention_of(model) is not None
+
+
 def chunk_sizes(layer: StochasticLinear) -> list[int]:
     """Inner dimensions of each chunk that go through streams."""
     protected = [] if layer.protected is None else layer.protected.tolist()

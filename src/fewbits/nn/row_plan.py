@@ -10,6 +10,7 @@ depends on the other rows of its call, padding and other sequences of a batch in
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -45,7 +46,7 @@ class RowPlan:
         """(..., rows) int64 for operands x (..., rows, K); None where there is one group."""
         if not self.thresholds:
             return None
-        return call_groups(x, torch.tensor(self.thresholds, dtype=torch.float32, device=x.device))
+        return call_groups(x, _limits(self.thresholds, x.device))
 
     def steps(self, x: Tensor, options: Stochastic) -> int:
         """The stream lengths of all rows of x (..., rows, K), added up; 0 for whole numbers."""
@@ -56,6 +57,12 @@ class RowPlan:
         if groups is None:
             return rows * (self.lengths[0] if self.lengths else options.streams.length)
         return int(torch.tensor(self.lengths, device=x.device)[groups].sum())
+
+
+@lru_cache(maxsize=256)
+def _limits(thresholds: tuple[float, ...], device: torch.device) -> Tensor:
+    """Made once: nothing is copied from the host in a step that a CUDA graph records."""
+    return torch.tensor(thresholds, dtype=torch.float32, device=device)
 
 
 STREAMS = RowPlan()  # every row at the options' length
