@@ -12,11 +12,13 @@ import ast
 import re
 import subprocess
 from collections import Counter, defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src"
-COMPILED = {".cu", ".c"}
+COMPILED = {".cu", ".c", ".h"}
+EMPTY_WORDS = {"made", "found", "known", "turned"}  # they say what happened and not what is held
 SHAPE = re.compile(
     r"\([A-Za-z0-9_.*/ +-]+,[^)]*\)|scalar|[Aa]ny shape|same shape|same size|shape of|that shape|'s shape"
 )
@@ -156,6 +158,34 @@ def confined_commits(number: int) -> str:
     return f"{kept} of {len(rooms)} ({100 * kept // max(len(rooms), 1)} %)"
 
 
+def most_fields(trees: Mapping[Path, ast.Module]) -> str:
+    """The class with the most annotated fields, settings of a user's aside."""
+    counts = {
+        f"{node.name} ({path.relative_to(SOURCE)})": sum(
+            isinstance(part, ast.AnnAssign) for part in node.body
+        )
+        for path, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef) and not node.name.endswith("Config")
+    }
+    name = max(counts, key=lambda key: counts[key])
+    return f"{counts[name]}, {name}"
+
+
+def private_imports(trees: Mapping[Path, ast.Module]) -> int:
+    """Imports of a name that another file keeps for itself; tests/test_architecture.py looks at more."""
+    imports = [n for tree in trees.values() for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)]
+    ours = [n for n in imports if (n.module or "").split(".")[0] in ("fewbits", "fewjobs")]
+    names = [alias.name for node in ours for alias in node.names]
+    return sum(name.startswith("_") and not name.startswith("__") for name in names)
+
+
+def empty_words(trees: Mapping[Path, ast.Module]) -> int:
+    """Locals called made, found, known or turned, each place where one gets a value."""
+    names = [n for tree in trees.values() for n in ast.walk(tree) if isinstance(n, ast.Name)]
+    return sum(node.id in EMPTY_WORDS and isinstance(node.ctx, ast.Store) for node in names)
+
+
 def print_comments() -> None:
     shares: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     for path in sorted(SOURCE.rglob("*.py")):
@@ -203,6 +233,9 @@ def main() -> None:
             len(re.findall(r"# fmt: (?:skip|off)", path.read_text(encoding="utf-8")))
             for path in (*files, *tests)
         ),
+        "fields of the class that has most": most_fields(trees),
+        "imports of private names, src and tests": f"{private_imports(trees)}, {private_imports(test_trees)}",
+        "locals called made, found, known, turned": empty_words(trees),
         "empty __init__.py": sum(not lines_of(path) for path in files),
         "checks of a format's class, src and tests": (
             f"{class_checks(trees, formats)}, {class_checks(test_trees, formats)}"
