@@ -204,4 +204,4 @@ RULES: tuple[Callable[[Profile], Iterator[Advice]], ...] = (
 
 def advise(profile: Profile) -> list[Advice]:
     """What every rule says, the most important first."""
-    return [found for rule in RULES for found in rule(profile)]
+    return [advice for rule in RULES for advice in rule(profile)]

@@ -158,10 +158,10 @@ def _cgroup_limit(root: Path, folder: str, version: str) -> Limit | None:
     here = root / folder.lstrip("/")
     bound_names = ("memory.limit_in_bytes",) if version == "v1" else ("memory.max", "memory.high")
     bounds = {name: _number(here / name) for name in bound_names}
-    known = {name: bound for name, bound in bounds.items() if bound is not None and bound < _UNLIMITED}
-    if not known:
+    finite = {name: bound for name, bound in bounds.items() if bound is not None and bound < _UNLIMITED}
+    if not finite:
         return None
-    name = min(known, key=lambda key: known[key])
+    name = min(finite, key=lambda key: finite[key])
     used = _number(here / ("memory.usage_in_bytes" if version == "v1" else "memory.current")) or 0
     stat = dict(
         line.split()[:2] for line in _read(here / "memory.stat").splitlines() if len(line.split()) > 1
@@ -170,7 +170,7 @@ def _cgroup_limit(root: Path, folder: str, version: str) -> Limit | None:
     # File pages are dropped before anything is killed. Of those in use only half is counted on: a compiler
     # whose own code and headers are dropped reads them again and again.
     reclaimable = int(stat.get(f"{prefix}inactive_file", 0)) + int(stat.get(f"{prefix}active_file", 0)) // 2
-    return Limit(f"cgroup {version}", f"{folder}/{name}", known[name], max(0, used - reclaimable))
+    return Limit(f"cgroup {version}", f"{folder}/{name}", finite[name], max(0, used - reclaimable))
 
 
 def _slurm(root: Path, environ: Mapping[str, str]) -> Iterator[Limit]:

@@ -174,13 +174,13 @@ class Cache:
 
     def fetch(self, recipe: Recipe) -> tuple[str, str] | None:
         """Put the outputs in their places; what the compiler printed, or None if there is no such object."""
-        for found in reversed(read_results(self._entry(recipe.key))):
-            if all(self.digest(name) == digest for name, digest in self._places(found["inputs"], recipe)):
-                if not self._restore_all(found, recipe):
+        for result in reversed(read_results(self._entry(recipe.key))):
+            if all(self.digest(name) == digest for name, digest in self._places(result["inputs"], recipe)):
+                if not self._restore_all(result, recipe):
                     return None
                 with contextlib.suppress(OSError):  # another build has just removed it
-                    os.utime(self.folder / "objects" / found["object"])
-                return found["out"], found["err"]
+                    os.utime(self.folder / "objects" / result["object"])
+                return result["out"], result["err"]
         return None
 
     def _restore_all(self, found: dict, recipe: Recipe) -> bool:
@@ -190,19 +190,19 @@ class Cache:
         beside = [place.with_name(f".{place.name}.{os.getpid()}") for place in places]
         whole = Contents(recipe.key)
         try:
-            for number, made in enumerate(beside):
-                self._restore(folder / str(number), made, recipe, whole)
+            for number, file in enumerate(beside):
+                self._restore(folder / str(number), file, recipe, whole)
             if whole.digest() != found["object"].replace("/", ""):
                 shutil.rmtree(folder, ignore_errors=True)  # it is compiled and kept again
                 return False
-            for made, place in zip(beside, places, strict=True):
-                made.replace(place)
+            for file, place in zip(beside, places, strict=True):
+                file.replace(place)
             self._write_depfile(found, recipe)
         except OSError:
             return False
         finally:
-            for made in beside:
-                made.unlink(missing_ok=True)
+            for file in beside:
+                file.unlink(missing_ok=True)
         return True
 
     def store(self, recipe: Recipe, *, started: float, out: str = "", err: str = "") -> bool:
@@ -215,20 +215,20 @@ class Cache:
         if inputs is None:
             return False
         self._stored += 1
-        made = self.folder / NEW / f"{os.getpid()}-{self._stored}"
-        shutil.rmtree(made, ignore_errors=True)
+        draft = self.folder / NEW / f"{os.getpid()}-{self._stored}"
+        shutil.rmtree(draft, ignore_errors=True)
         whole = Contents(recipe.key)
         try:
-            made.mkdir(parents=True)
+            draft.mkdir(parents=True)
             for number, output in enumerate(recipe.outputs):
-                with recipe.command.path(output).open("rb") as file, (made / str(number)).open("wb") as kept:
+                with recipe.command.path(output).open("rb") as file, (draft / str(number)).open("wb") as kept:
                     for block in _blocks(file):
                         plain = _plain(block, recipe.temporaries)
                         whole.update(plain)
                         kept.write(plain)
                 whole.end_file()
         except OSError:
-            shutil.rmtree(made, ignore_errors=True)
+            shutil.rmtree(draft, ignore_errors=True)
             return False
         result = {
             "inputs": inputs,
@@ -236,7 +236,7 @@ class Cache:
             "out": out,
             "err": err,
         }
-        self._publisher.submit(lambda: self._publish(made, recipe, {**result, "cwd": recipe.command.cwd}))
+        self._publisher.submit(lambda: self._publish(draft, recipe, {**result, "cwd": recipe.command.cwd}))
         return True
 
     def flush(self) -> None:
@@ -306,9 +306,9 @@ class Cache:
         try:
             facts = os.stat(path)  # noqa: PTH116 - for every header of every compilation
             stamp = (facts.st_mtime_ns, facts.st_size, facts.st_ino)
-            known = self._digests.get(path)
-            if known is not None and known[0] == stamp:
-                return known[1]
+            kept = self._digests.get(path)
+            if kept is not None and kept[0] == stamp:
+                return kept[1]
             whole, clock = hashlib.blake2b(digest_size=20), False
             with open(path, "rb") as file:  # noqa: PTH123
                 for block in _blocks(file):
@@ -458,11 +458,11 @@ def _moved(name: str, here: Sequence[str]) -> str:
 
 
 def _swap(plain: str, word: str) -> str | None:
-    found = RANDOM_FOLDER.findall(word)
+    folders = RANDOM_FOLDER.findall(word)
     count = plain.count("/<random>")
-    if len(found) < count:
+    if len(folders) < count:
         return None
-    for folder in found[:count]:
+    for folder in folders[:count]:
         plain = plain.replace("/<random>", folder, 1)
     return plain
 

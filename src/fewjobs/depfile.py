@@ -42,9 +42,9 @@ def write_depfile(command: Command, place: Path, names: Sequence[str]) -> None:
     text = f"{target}: " + " \\\n ".join(shown) + "\n"
     if "-MP" in command.args:
         text += "".join(f"\n{n}:\n" for n in shown[1:])
-    made = place.with_name(f".{place.name}.{os.getpid()}")
+    draft = place.with_name(f".{place.name}.{os.getpid()}")
     try:
-        made.write_text(text, encoding="utf-8", errors="surrogateescape")
-        made.replace(place)
+        draft.write_text(text, encoding="utf-8", errors="surrogateescape")
+        draft.replace(place)
     finally:
-        made.unlink(missing_ok=True)
+        draft.unlink(missing_ok=True)

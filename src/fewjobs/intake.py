@@ -109,8 +109,8 @@ class Intake:
             threading.Thread(target=self._find_beside, args=(request, answer), daemon=True).start()
 
     def _find_beside(self, request: Request, answer: Callable[[Found], None]) -> None:
-        found = self._find(request)
-        self.ready.append(lambda: answer(found))
+        result = self._find(request)
+        self.ready.append(lambda: answer(result))
         with contextlib.suppress(OSError):
             os.write(self._wake, b".")
 

@@ -47,10 +47,10 @@ def seal(result: dict) -> str:
 def read_results(entry: Path) -> list[dict]:
     """The results of an entry that are as they were written; what is damaged is as if it was not there."""
     try:
-        found = json.loads(entry.read_text(encoding="utf-8"))
+        contents = json.loads(entry.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return []
-    results = found.get("results") if isinstance(found, dict) else None
+    results = contents.get("results") if isinstance(contents, dict) else None
     if not isinstance(results, list):
         return []
     return [r for r in results if isinstance(r, dict) and r.get("seal") == seal(r)]
@@ -68,15 +68,15 @@ def sync(path: Path) -> None:
 def write_whole(place: Path, data: bytes, *, executable: bool = False) -> None:
     """Give a file new content; who looks, also after a loss of power, sees all of the old or of the new."""
     place.parent.mkdir(parents=True, exist_ok=True)
-    made = place.with_name(f".{place.name}-{os.getpid()}")
+    draft = place.with_name(f".{place.name}-{os.getpid()}")
     try:
-        made.write_bytes(data)
+        draft.write_bytes(data)
         if executable:
-            made.chmod(0o755)
-        sync(made)
-        made.replace(place)
+            draft.chmod(0o755)
+        sync(draft)
+        draft.replace(place)
     finally:
-        made.unlink(missing_ok=True)
+        draft.unlink(missing_ok=True)
 
 
 def is_whole(place: Path, data: bytes) -> bool:

@@ -63,9 +63,9 @@ def build_native(root: Path, environ: Mapping[str, str]) -> Native:
 
 def _compiler(environ: Mapping[str, str]) -> str | None:
     for name in (environ.get("CC", "").split(" ")[0], "cc", "gcc", "clang"):
-        found = shutil.which(name, path=environ.get("PATH")) if name else None
-        if found is not None and Path(found).name not in ("ccache", "sccache"):
-            return found
+        compiler = shutil.which(name, path=environ.get("PATH")) if name else None
+        if compiler is not None and Path(compiler).name not in ("ccache", "sccache"):
+            return compiler
     return None
 
 
@@ -78,17 +78,17 @@ def _compile(
         return target, ""
     try:
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=f"{target.name}-") as folder:
-            made = Path(folder, target.name)
-            command = [compiler, "-O2", *flags, "-o", str(made), str(source)]
+            draft = Path(folder, target.name)
+            command = [compiler, "-O2", *flags, "-o", str(draft), str(source)]
             done = _run(command, dict(environ))
             if done.returncode:
                 said = done.stderr.strip().splitlines()[-1:]
                 return None, f"{name} cannot compile {source.name}: {' '.join(said)[:200]}"
-            made.chmod(0o755)
-            fault = _fault(made)
+            draft.chmod(0o755)
+            fault = _fault(draft)
             if fault:  # CC is for another machine, or the disk was full
                 return None, f"what {name} makes of {source.name} does not work here: {fault[:200]}"
-            publish_noted(made, target)
+            publish_noted(draft, target)
     except (OSError, subprocess.TimeoutExpired) as error:
         return None, f"{name} cannot compile {source.name}: {error}"
     return target, ""

@@ -46,8 +46,8 @@ UNKNOWN = OomKills(None, None)
 def oom_kills(root: Path = Path("/")) -> OomKills:
     """Read the counters below ``root``."""
     groups = [_count(root / f.lstrip("/") / _COUNTERS[version]) for version, f in cgroup_folders(root)]
-    known = [count for count in groups if count is not None]
-    return OomKills(sum(known) if known else None, _count(root / "proc/vmstat"))
+    counts = [count for count in groups if count is not None]
+    return OomKills(sum(counts) if counts else None, _count(root / "proc/vmstat"))
 
 
 def _count(path: Path) -> int | None:

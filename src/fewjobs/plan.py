@@ -20,12 +20,12 @@ MEMORIES = tuple(n * GIB for n in (8, 16, 24, 32, 48, 64, 96, 128))
 def read_profile(path: Path) -> dict[str, Any]:
     """A profile that ``fewbits build --profile`` has written."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        profile = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise BadInput(f"{path} is not JSON ({error}); give a file that --profile has written.") from error
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
+    if not isinstance(profile, dict) or profile.get("format") != FORMAT:
         raise BadInput(f"{path} is no profile of this version; write one with the option --profile.")
-    return found
+    return profile
 
 
 def plan_text(profile: dict[str, Any], *, memory_bytes: int | None, jobs: int | None) -> str:
@@ -44,12 +44,12 @@ def plan_text(profile: dict[str, Any], *, memory_bytes: int | None, jobs: int | 
     ]
     if largest.peak_bytes > budget:
         lines.append("it is larger than the memory and would go through the disk, at the disk's speed")
-    found = recommend(units_of(items), budget, cpus=slots)
-    if found is None:
+    plain = recommend(units_of(items), budget, cpus=slots)
+    if plain is None:
         lines.append("without fewbits build: not even MAX_JOBS=1 fits")
     else:
         lines.append(
-            f"without fewbits build: MAX_JOBS={found.jobs} NVCC_THREADS={found.threads}, about "
-            f"{found.seconds:.0f} s, peak {size(found.peak_bytes)}"
+            f"without fewbits build: MAX_JOBS={plain.jobs} NVCC_THREADS={plain.threads}, about "
+            f"{plain.seconds:.0f} s, peak {size(plain.peak_bytes)}"
         )
     return "\n".join(lines)

@@ -170,9 +170,9 @@ class History:
     def learn(self, stage: Stage, *, peak_bytes: int, seconds: float) -> None:
         """Keep what was measured, for siblings now and for the next build."""
         self.learned += 1
-        known = next((self._past[key] for key in stage.keys if key in self._past), None)
+        before = next((self._past[key] for key in stage.keys if key in self._past), None)
         parts = stage.course() or (
-            known.parts if known is not None and peak_bytes <= known.peak_bytes else ()
+            before.parts if before is not None and peak_bytes <= before.peak_bytes else ()
         )
         seconds = min(seconds, stage.times.cpu_s or seconds)  # a busy machine does not count
         self._past.update(dict.fromkeys(stage.keys, Past(peak_bytes, seconds, stage.times.cpu_s, parts)))

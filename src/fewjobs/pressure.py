@@ -43,13 +43,13 @@ class Action(NamedTuple):
 
 def runaways(present: Sequence[Stage], *, now_s: float, limit_bytes: int | None = None) -> list[Action]:
     """Stages past their class that have only grown for the last second."""
-    found = []
+    actions = []
     for stage in present:
         bound = stage.class_bytes if limit_bytes is None else limit_bytes
         grows = now_s - stage.memory.rising_s >= RISING_S and now_s - stage.memory.grew_s <= PLATEAU_S
         if stage.memory.size_bytes > bound and (grows or stage.memory.size_bytes > 2 * bound):
-            found.append(Action(Kind.RUNAWAY, stage))
-    return found
+            actions.append(Action(Kind.RUNAWAY, stage))
+    return actions
 
 
 def relieve(

@@ -65,7 +65,7 @@ class Unit:
 
 def items_of(profile: dict[str, Any]) -> list[Item]:
     """The stages that were measured to their end."""
-    found = []
+    items = []
     for stage in profile["stages"]:
         if stage["code"] != 0 or stage["ended_s"] <= stage["started_s"]:
             continue
@@ -73,8 +73,8 @@ def items_of(profile: dict[str, Any]) -> list[Item]:
         peak = max(1, int(stage["peak_bytes"]))
         disturbed = stage["paused_s"] > 0 or stage["pageouts"] or stage["hibernations"]
         parts = _ramp(peak) if disturbed else _parts(stage, peak)
-        found.append(Item(stage["unit"], stage["arch"], stage["stage"], seconds, parts, stage["queued_s"]))
-    return sorted(found, key=lambda item: item.order)
+        items.append(Item(stage["unit"], stage["arch"], stage["stage"], seconds, parts, stage["queued_s"]))
+    return sorted(items, key=lambda item: item.order)
 
 
 def _ramp(peak: int) -> tuple[int, ...]:

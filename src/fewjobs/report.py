@@ -84,11 +84,11 @@ def _summary(p: Profile) -> Iterator[str]:
 
 
 def _advice(p: Profile) -> Iterator[str]:
-    found = advise(p)
-    if found:
+    advice = advise(p)
+    if advice:
         items = "".join(
             f"<li><b>{html.escape(a.rule)}.</b> {html.escape(a.what)} {html.escape(a.fix)}</li>"
-            for a in found
+            for a in advice
         )
         yield f"<h2>Advice</h2><ul>{items}</ul>"
 
@@ -180,18 +180,18 @@ def _settings(p: Profile) -> Iterator[str]:
         return
     rows: list[list[object]] = []
     advice = recommend_each(units, MEMORIES, cpus=p["machine"]["cpus"])
-    for memory, found in zip(MEMORIES, advice, strict=True):
-        if found is None:
+    for memory, setting in zip(MEMORIES, advice, strict=True):
+        if setting is None:
             rows.append([f"{memory // 2**30} GiB", "does not fit", "", "", ""])
         else:
-            jobs = f"{found.jobs}{' (all)' if found.jobs == len(units) else ''}"
+            jobs = f"{setting.jobs}{' (all)' if setting.jobs == len(units) else ''}"
             rows.append(
                 [
                     f"{memory // 2**30} GiB",
                     jobs,
-                    found.threads,
-                    f"{found.seconds:.0f} s",
-                    size(found.peak_bytes),
+                    setting.threads,
+                    f"{setting.seconds:.0f} s",
+                    size(setting.peak_bytes),
                 ]
             )
     yield "<h2>Without fewbits build</h2>"

@@ -76,23 +76,23 @@ class Sampler:
 
 def children(pid: int) -> list[int]:
     """The processes that a process has started, and that have not ended."""
-    found: list[int] = []
+    pids: list[int] = []
     try:
         tasks = os.listdir(f"/proc/{pid}/task")  # noqa: PTH208 - the quicker one, twenty times a second
     except OSError:
-        return found
+        return pids
     for task in tasks:
         try:
             file = os.open(f"/proc/{pid}/task/{task}/children", os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
             continue
         try:
-            found += map(int, os.read(file, 1 << 16).split())
+            pids += map(int, os.read(file, 1 << 16).split())
         except OSError:
             pass
         finally:
             os.close(file)
-    return found
+    return pids
 
 
 def descendants(pid: int) -> Iterator[int]:

@@ -113,8 +113,8 @@ def stage_course(stage: Stage, now_s: float, pace: float = 1.0) -> Course:
     patience = RESTING_S + 2 * stage.predicted.seconds  # then newcomers leave it room to go on
     if stage.state is State.HIBERNATED and now_s - stage.times.since_s < patience:
         return Course(stage.memory.rss_bytes, (), 0.0, 0.0)
-    known = stage.state is State.RUNNING and stage.memory.size_bytes <= stage.predicted.bytes
-    if not known or not stage.follows_course:
+    as_predicted = stage.state is State.RUNNING and stage.memory.size_bytes <= stage.predicted.bytes
+    if not as_predicted or not stage.follows_course:
         return Course(most, (), 0.0, 0.0)
     # Its memory says how far it has come, too: on a busy machine that is less far than the clock says.
     parts = stage.predicted.parts

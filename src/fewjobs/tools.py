@@ -92,9 +92,9 @@ def _chosen(path: list[str], environ: Mapping[str, str]) -> Iterator[tuple[str, 
     """CC and CXX where they are set, each with the program that it means."""
     for variable in ("CC", "CXX"):
         words = _words(environ.get(variable, ""))
-        found = shutil.which(words[0], path=os.pathsep.join(path)) if words else None
-        if found is not None and not has_launchers(str(Path(found).parent)):
-            yield variable, Path(found)
+        program = shutil.which(words[0], path=os.pathsep.join(path)) if words else None
+        if program is not None and not has_launchers(str(Path(program).parent)):
+            yield variable, Path(program)
 
 
 def _compilers(path: list[str]) -> Iterator[tuple[str, Path]]:
@@ -136,17 +136,17 @@ def _link(link: Path, real: Path) -> None:
     if link.is_symlink() and str(link.readlink()) == str(real):
         return
     link.parent.mkdir(parents=True, exist_ok=True)
-    made = link.with_name(f".{link.name}-{os.getpid()}")
-    made.unlink(missing_ok=True)
-    made.symlink_to(real)
-    made.replace(link)
+    draft = link.with_name(f".{link.name}-{os.getpid()}")
+    draft.unlink(missing_ok=True)
+    draft.symlink_to(real)
+    draft.replace(link)
 
 
 def cuda_home(environ: Mapping[str, str], path: list[str]) -> tuple[Path | None, str]:
     """The real CUDA toolkit that a build would use, and its release."""
     places = [Path(environ[name], "bin/nvcc") for name in ("CUDA_HOME", "CUDA_PATH") if environ.get(name)]
-    found = shutil.which("nvcc", path=os.pathsep.join(path))
-    places += [Path(found)] if found else []
+    on_path = shutil.which("nvcc", path=os.pathsep.join(path))
+    places += [Path(on_path)] if on_path else []
     places += [Path("/usr/local/cuda/bin/nvcc")]
     for nvcc in places:
         if not nvcc.is_file() or has_launchers(str(nvcc.parent)):
@@ -195,9 +195,9 @@ def _shadow(cuda: Path, home: Path, launcher: bytes) -> None:
         text = profile.read_text(encoding="utf-8", errors="surrogateescape")
         text = re.sub(r"(?m)^TOP(\s*)=.*$", lambda m: f"TOP{m[1]}= {home}/bin/..", text)
         text = re.sub(r"(?m)^CICC_PATH(\s*)=.*$", lambda m: f"CICC_PATH{m[1]}= {cuda}/nvvm/bin", text)
-        made = text.encode(errors="surrogateescape")
-        if not is_whole(driver / "bin/nvcc.profile", made):  # another build may be reading it
-            write_whole(driver / "bin/nvcc.profile", made)
+        changed = text.encode(errors="surrogateescape")
+        if not is_whole(driver / "bin/nvcc.profile", changed):  # another build may be reading it
+            write_whole(driver / "bin/nvcc.profile", changed)
 
 
 def _mirror(real: Path, shadow: Path, except_for: tuple[str, ...]) -> None:
@@ -215,33 +215,33 @@ def child_environment(
 ) -> dict[str, str]:
     """The environment in which the build's commands come through our launchers."""
     bin_folder, launcher = tools.folder / "bin", str(tools.launcher)
-    made = dict(environ)
-    made["FEWBITS_BUILD"] = str(run_folder)
-    made["PATH"] = os.pathsep.join([str(bin_folder), environ.get("PATH", os.defpath)])
+    child = dict(environ)
+    child["FEWBITS_BUILD"] = str(run_folder)
+    child["PATH"] = os.pathsep.join([str(bin_folder), environ.get("PATH", os.defpath)])
     for variable in ("CC", "CXX"):
         words = _words(environ.get(variable, ""))
         if words:
             name = Path(words[0]).name
             shims = [shim for shim in (tools.folder / variable / name, bin_folder / name) if shim.exists()]
-            made[variable] = shlex.join([str(shims[0]) if shims else words[0], *words[1:]])
+            child[variable] = shlex.join([str(shims[0]) if shims else words[0], *words[1:]])
     for language in ("C", "CXX", "CUDA"):
         name = f"CMAKE_{language}_COMPILER_LAUNCHER"
         before = environ.get(name, "")
-        made[name] = f"{launcher};{before}" if before and launcher not in before else launcher
-    made.setdefault("MAX_JOBS", str(jobs))
-    made.setdefault("CMAKE_BUILD_PARALLEL_LEVEL", str(jobs))
+        child[name] = f"{launcher};{before}" if before and launcher not in before else launcher
+    child.setdefault("MAX_JOBS", str(jobs))
+    child.setdefault("CMAKE_BUILD_PARALLEL_LEVEL", str(jobs))
     if tools.cuda is not None:
         nvcc = str(tools.cuda / "bin/nvcc")
-        made.update(CUDA_HOME=str(tools.cuda), CUDA_PATH=str(tools.cuda), CUDACXX=nvcc)
+        child.update(CUDA_HOME=str(tools.cuda), CUDA_PATH=str(tools.cuda), CUDACXX=nvcc)
         if "PYTORCH_NVCC" not in environ:
-            made["PYTORCH_NVCC"] = nvcc
+            child["PYTORCH_NVCC"] = nvcc
     else:
         # Inside an nvcc whose stages we cannot see, one architecture at a time.
-        made["NVCC_APPEND_FLAGS"] = " ".join(filter(None, (environ.get("NVCC_APPEND_FLAGS"), "--threads 1")))
+        child["NVCC_APPEND_FLAGS"] = " ".join(filter(None, (environ.get("NVCC_APPEND_FLAGS"), "--threads 1")))
     if keep is not None:
-        made["TMPDIR"] = str(keep / "tmp")
-        made.setdefault("TORCH_EXTENSIONS_DIR", str(keep / "torch_extensions"))
+        child["TMPDIR"] = str(keep / "tmp")
+        child.setdefault("TORCH_EXTENSIONS_DIR", str(keep / "torch_extensions"))
         if (Path.cwd() / "transformer_engine").is_dir():
             here = hashlib.sha256(os.fsencode(Path.cwd())).hexdigest()[:8]
-            made.setdefault("NVTE_CMAKE_BUILD_DIR", str(keep / f"transformer-engine-{here}"))
-    return made
+            child.setdefault("NVTE_CMAKE_BUILD_DIR", str(keep / f"transformer-engine-{here}"))
+    return child

@@ -126,13 +126,13 @@ def judge(
     what = f"{stage.label} ({release}{platform.machine()})"
     if kind is Kind.RUNAWAY:
         fault = known_fault(stage.name, toolkit, platform.machine(), stage.arch)
-        known = _relatives(stage.name) if fault is None else f"; known: {fault.what} ({fault.source})"
+        fault_words = _relatives(stage.name) if fault is None else f"; known: {fault.what} ({fault.source})"
         out = (
             fault.way_out if fault is not None else "try another version of the toolkit, or look for a wheel"
         )
         sentence = (
             f"{what} was stopped as a runaway: it grew by {size(rate)} a second to {size(grown)} without a "
-            f"plateau, and the largest known of its kind is {size(seen)}{known}. "
+            f"plateau, and the largest known of its kind is {size(seen)}{fault_words}. "
             f"Fewer jobs do not help; {out}."
         )
         return Verdict("runaway", stage.label, grown, rate, toolkit, sentence, fault.source if fault else "")

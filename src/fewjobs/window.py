@@ -52,9 +52,9 @@ def widen(command: Sequence[str], environ: Mapping[str, str], slots: int) -> Win
     name = os.path.basename(command[0])  # noqa: PTH119
     is_cmake = name == "cmake" and "--build" in command[1:3]
     if name in (*NINJAS, *MAKES) or is_cmake:
-        found = _with_jobs(command)
-        if found is not None:
-            return found._replace(variables=variables)
+        widened = _with_jobs(command)
+        if widened is not None:
+            return widened._replace(variables=variables)
         if name in NINJAS and "jobserver" not in environ.get("MAKEFLAGS", ""):
             return Window([command[0], f"-j{wider(slots)}", *command[1:]], variables)
         if not is_cmake:

@@ -128,8 +128,8 @@ class _Attention(torch.autograd.Function):
         half: AttentionHalf = ctx.half
         needs_dx, _half, *needs = ctx.needs_input_grad
         with on_own_dtype(dy):
-            dx, found = _backward(half, ctx.kept.take(), dy.contiguous(), half.named(needs), needs_dx)
-        return dx, None, *found.flat()
+            dx, gradients = _backward(half, ctx.kept.take(), dy.contiguous(), half.named(needs), needs_dx)
+        return dx, None, *gradients.flat()
 
 
 def _backward(

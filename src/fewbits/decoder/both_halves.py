@@ -78,8 +78,8 @@ def normed_rows(
     """
     if dense is not None and not quantize:
         return Normed(Rows(dense), x.new_empty(0))
-    made = rmsnorm_rows(x, norm.weight, norm.eps, offset=norm.offset, quantize=quantize, dtype=dtype)
-    return Normed(Rows(made.y, made.q, made.scale), made.r)
+    norm_out = rmsnorm_rows(x, norm.weight, norm.eps, offset=norm.offset, quantize=quantize, dtype=dtype)
+    return Normed(Rows(norm_out.y, norm_out.q, norm_out.scale), norm_out.r)
 
 
 def reads_output(x: Tensor, dtype: torch.dtype, needs: Sequence[PerPart[bool]]) -> bool:
@@ -112,10 +112,10 @@ def backward_norm(
 
     dn and ``residual`` are (M, K), x (M, K), r (M,) float32; the results (M, K) and (K,), or None.
     """
-    made = rmsnorm_backward_rows(
+    gradients = rmsnorm_backward_rows(
         dn, x, norm.weight, r, offset=norm.offset, residual=residual, needs_dw=needs_dw
     )
-    return made.dx, made.dw
+    return gradients.dx, gradients.dw
 
 
 @dataclass

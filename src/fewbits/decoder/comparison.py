@@ -131,8 +131,8 @@ def compare_layer(layer: Any, spec: ModelSpec, keep: Keep, rotary_width: int) ->
     dy = random_like(tuple(x.shape), x)
     expected = _pass(layer, own, x, dy, "its own forward")
     _compare_attention(layer.get_submodule(parts.attention_path), expected.calls, attention.attend.keywords)  # type: ignore[attr-defined]
-    found = _pass(layer, fused, x, dy, "the fused nodes")
-    return _errors(expected.values, found.values, x, dy, _tolerance(x, layer))
+    of_nodes = _pass(layer, fused, x, dy, "the fused nodes")
+    return _errors(expected.values, of_nodes.values, x, dy, _tolerance(x, layer))
 
 
 def _inputs(layer: Any, spec: ModelSpec, rotary_width: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
@@ -314,8 +314,8 @@ def random_like(shape: tuple[int, ...], like: Tensor, dtype: torch.dtype | None 
     The result is of ``shape``, in ``dtype`` (None: like's), on the device of ``like``, of any shape.
     """
     generator = torch.Generator(device="cpu").manual_seed(sum(shape))
-    made = torch.randn(shape, generator=generator, device="cpu")
-    return made.to(device=like.device, dtype=dtype or like.dtype)
+    values = torch.randn(shape, generator=generator, device="cpu")
+    return values.to(device=like.device, dtype=dtype or like.dtype)
 
 
 def _words(error: BaseException) -> str:

@@ -157,16 +157,16 @@ class FusedForward:
         fusion = self.fusion
         if not fusion.delayed_scaling or not torch.is_grad_enabled():
             return None  # an evaluation leaves no trace
-        known = fusion.scales.get(x.device)
-        if known is None:
-            known = fusion.scales[x.device] = fusion.new_scales(2 * len(fusion.layers), x.device)
+        of_device = fusion.scales.get(x.device)
+        if of_device is None:
+            of_device = fusion.scales[x.device] = fusion.new_scales(2 * len(fusion.layers), x.device)
             if fusion.saved_scales:
-                known.load_state_dict(fusion.saved_scales)
+                of_device.load_state_dict(fusion.saved_scales)
         i = fusion.layers.index(self)
         if i == 0 and torch._C._current_graph_task_id() == -1:  # no layer that is computed again
             for scales in fusion.scales.values():
                 scales.advance()
-        return known.slot(2 * i), known.slot(2 * i + 1)
+        return of_device.slot(2 * i), of_device.slot(2 * i + 1)
 
     def _note(self, reason: str) -> None:
         if reason not in self.fusion.fallbacks:

@@ -63,7 +63,7 @@ def _attention(attention: Attention, config: Any, index: int | None) -> str | No
             "pairs": "its positions turn neighbouring channels together",
             "none": "its positions come in otherwise than by turning",
         }[attention.rotary]
-    turned = field_of(config, attention.rotary_layers)
-    if turned is not None and index is not None and index < len(turned) and not turned[index]:
+    rotates = field_of(config, attention.rotary_layers)
+    if rotates is not None and index is not None and index < len(rotates) and not rotates[index]:
         return "its queries and keys are not turned by their positions"
     return None

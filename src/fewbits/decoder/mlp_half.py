@@ -99,8 +99,8 @@ class _MLP(torch.autograd.Function):
         half: MLPHalf = ctx.half
         needs_dx, _half, *needs = ctx.needs_input_grad
         with on_own_dtype(dy):
-            dx, found = _backward(half, ctx.kept.take(), dy.contiguous(), half.named(needs), needs_dx)
-        return dx, None, *found.flat()
+            dx, gradients = _backward(half, ctx.kept.take(), dy.contiguous(), half.named(needs), needs_dx)
+        return dx, None, *gradients.flat()
 
 
 def _backward(
@@ -120,10 +120,12 @@ def _backward(
     t_down = half.down.outside(inner.t)
     if not any(need.weight for need in needs.back) and _in_one_pass(half, t_down):
         assert t_down is not None
-        dgate_up, made = _activate_backward_in_one_pass(half, gate_up, kept["xa"], dh, t_down, dense=dense)
+        dgate_up, activated = _activate_backward_in_one_pass(
+            half, gate_up, kept["xa"], dh, t_down, dense=dense
+        )
         del dh, gate_up
-        of_down = half.down.gradients(begun.dz, inner, None, needs.back, da=made.dw_down.t())
-        inner = _inner(half, made)
+        of_down = half.down.gradients(begun.dz, inner, None, needs.back, da=activated.dw_down.t())
+        inner = _inner(half, activated)
     else:
         dgate_up, h = _activate_backward(half, gate_up, kept["xa"], dh, t_down, dense=dense)
         del dh, gate_up
@@ -228,12 +230,12 @@ def _activate_backward_in_one_pass(
     assert low_gate is not None and low_up is not None
     gate, up = _halves(gate_up)
     slot = None if half.delayed is None else half.delayed[1]
-    known = half.gate_up.is_float8 and slot is not None and slot.known
-    quantized = slot.buffer(gate_up.shape) if known and slot is not None else None
-    dgate_up = half.gate_up.gradient_buffer(dh.shape[0], dh) if dense or not known else None
+    has_scale = half.gate_up.is_float8 and slot is not None and slot.known
+    quantized = slot.buffer(gate_up.shape) if has_scale and slot is not None else None
+    dgate_up = half.gate_up.gradient_buffer(dh.shape[0], dh) if dense or not has_scale else None
     of_gate, of_up = (part.branch for part in half.gate_up.parts)
     assert of_gate is not None and of_up is not None
-    made = gated_lora_backward(
+    activated = gated_lora_backward(
         dh,
         gate,
         up,
@@ -245,12 +247,12 @@ def _activate_backward_in_one_pass(
         out=None if dgate_up is None else half.gate_up.inner_buffer(dgate_up),
     )
     if quantized is not None or not half.gate_up.is_float8:
-        return _with_float8(dgate_up, None, quantized, slot), made
+        return _with_float8(dgate_up, None, quantized, slot), activated
     assert dgate_up is not None
     q, scale = quantize_rows(dgate_up)
     if slot is not None:
         slot.record(scale.view(-1) * torch.finfo(q.dtype).max)
-    return Rows(dgate_up, q, scale), made
+    return Rows(dgate_up, q, scale), activated
 
 
 def _inner(half: MLPHalf, made: BranchGradients) -> InnerGradients:
@@ -283,13 +285,13 @@ def _low_rank(
     projection: Projection, gate_up: Tensor, xa: Tensor | None
 ) -> tuple[LowRank | None, LowRank | None]:
     """The branches of gate and of up, also where one linear makes both."""
-    found = projection.low_rank(xa)
-    if len(found) == 2:
-        return found[0], found[1]
-    if found[0] is None:
+    branches = projection.low_rank(xa)
+    if len(branches) == 2:
+        return branches[0], branches[1]
+    if branches[0] is None:
         return None, None
     I = gate_up.shape[1] // 2
-    return LowRank(found[0].x, found[0].w[:I]), LowRank(found[0].x, found[0].w[I:])
+    return LowRank(branches[0].x, branches[0].w[:I]), LowRank(branches[0].x, branches[0].w[I:])
 
 
 def _zeros(rows: Tensor) -> Tensor:

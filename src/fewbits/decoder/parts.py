@@ -183,13 +183,13 @@ class LayerParts:
 
     def _projection(self, paths: tuple[str, ...], dtype: torch.dtype, keep: Keep) -> Projection:
         try:
-            found = [part_of(self.layer.get_submodule(path), path) for path in paths]
+            pairs = [part_of(self.layer.get_submodule(path), path) for path in paths]
         except NotFused:  # perhaps for an adapter of PEFT's own kind, whose merge writes unseen
             self._decoded.pop(paths, None)
             self._scales.pop(paths, None)
             raise
-        parts = tuple(part for part, _ in found)
-        operands = {o for _, o in found}
+        parts = tuple(part for part, _ in pairs)
+        operands = {o for _, o in pairs}
         rounded = tuple(part for part in parts if isinstance(part, RoundedPart))
         if rounded and len(rounded) < len(parts):
             raise NotFused(f"of {', '.join(paths)} some are rounded in training and some are not")
@@ -225,9 +225,9 @@ class LayerParts:
 
         FSDP2 gives a gathered layer back after its forward pass: keeping its values would keep them all.
         """
-        made = all(isinstance(part.weight, Tensor) and part.weight.requires_grad for part in parts)
+        all_train = all(isinstance(part.weight, Tensor) and part.weight.requires_grad for part in parts)
         sharded = getattr(self.layer, "_is_fsdp_managed_module", False)
-        return Turned() if made and keep.normed and not sharded and torch.is_grad_enabled() else None
+        return Turned() if all_train and keep.normed and not sharded and torch.is_grad_enabled() else None
 
     def forget_values(self) -> None:
         """Let go of all values of weights that were kept (`Keep.weights`)."""
@@ -250,10 +250,10 @@ class LayerParts:
             self._decoded.pop(paths, None)
             return None
         key = state_of(tensors)
-        known = self._decoded.get(paths)
-        if known is None or known[0] != key:
-            self._decoded[paths] = known = (key, KeptValues())
-        return known[1]
+        kept = self._decoded.get(paths)
+        if kept is None or kept[0] != key:
+            self._decoded[paths] = kept = (key, KeptValues())
+        return kept[1]
 
     def _scale(self, paths: tuple[str, ...], parts: tuple[Part, ...]) -> WeightScale:
         """One scale for the weights side by side; kept while they stay the same frozen tensors.
@@ -270,10 +270,10 @@ class LayerParts:
             return scale if same and scale is not None else _scale_now(weights)
         sharded = getattr(self.layer, "_is_fsdp_managed_module", False)
         key = tuple(map(WeakIdRef, tensors)) if sharded else state_of(tensors)
-        known = self._scales.get(paths)
-        if known is None or known[0] != key:
-            self._scales[paths] = known = (key, _scale_now(weights))
-        return known[1]
+        kept = self._scales.get(paths)
+        if kept is None or kept[0] != key:
+            self._scales[paths] = kept = (key, _scale_now(weights))
+        return kept[1]
 
     def trained(self, device: torch.device) -> list[tuple[tuple[str, ...], list[Any]]]:
         """Float8 products whose weights train and lie on ``device`` as they are, by the linears' paths.
@@ -282,15 +282,15 @@ class LayerParts:
         """
         if getattr(self.layer, "_is_fsdp_managed_module", False):
             return []
-        found = []
+        products = []
         for paths in self.spec.products:
             modules = [self.layer.get_submodule(path) for path in paths]
             if all(type(m) is LowPrecisionLinear and m.operands == FLOAT8 for m in modules):
                 weights: list[Any] = [m.weight for m in modules]
                 here = all(type(w) in (Tensor, nn.Parameter) and w.device == device for w in weights)
                 if here and any(w.requires_grad for w in weights):
-                    found.append((paths, weights))
-        return found
+                    products.append((paths, weights))
+        return products
 
 
 class PassScales:
@@ -317,8 +317,10 @@ class PassScales:
         _forget(layers)
         if not layers[0].trained(device) and not layers[-1].trained(device):
             return  # nothing trains but adapters
-        found = [(parts, *product) for parts in layers for product in parts.trained(device)]
-        for (parts, paths, weights), scale in zip(found, scales_of([w for *_, w in found]), strict=True):
+        products = [(parts, *product) for parts in layers for product in parts.trained(device)]
+        for (parts, paths, weights), scale in zip(
+            products, scales_of([w for *_, w in products]), strict=True
+        ):
             parts.found[paths] = weights, scale
 
 

@@ -139,12 +139,12 @@ class Projection(ABC):
 
     def tensors(self) -> list[PerPart[Tensor | None]]:
         """What may train: dense weight, bias, a, b of each part."""
-        found: list[PerPart[Tensor | None]] = []
+        per_part: list[PerPart[Tensor | None]] = []
         for part in self.parts:
             weight = part.weight if isinstance(part.weight, Tensor) else None
             a, b = (None, None) if part.branch is None else (part.branch.a, part.branch.b)
-            found.append(PerPart(weight, part.bias, a, b))
-        return found
+            per_part.append(PerPart(weight, part.bias, a, b))
+        return per_part
 
     @property
     def branches(self) -> list[Branch]:
@@ -195,16 +195,16 @@ class Projection(ABC):
 
         xa is (M, R), the inner values of all branches; part i adds ``xa_i @ b_i^T`` (M, N_i).
         """
-        found: list[LowRank | None] = []
+        branches: list[LowRank | None] = []
         start = 0
         for part in self.parts:
             if part.branch is None or xa is None or not self.branches_beside:
-                found.append(None)
+                branches.append(None)
                 continue
             r = part.branch.a.shape[0]
-            found.append(LowRank(xa[:, start : start + r], part.branch.b.to(xa.dtype)))
+            branches.append(LowRank(xa[:, start : start + r], part.branch.b.to(xa.dtype)))
             start += r
-        return found
+        return branches
 
     def add_biases_(self, y: Tensor) -> Tensor:
         """Add the biases to ``y`` (M, N), in place."""
@@ -246,8 +246,8 @@ class Projection(ABC):
         # The values as they are, their one scale afterwards.
         assert dy.values is not None and dy.one_scale is not None
         t, dbs = lora_reduce(dy.values, xa, slices, out=torch.empty_like(xa))
-        for made in (t, *dbs):
-            made.mul_(dy.one_scale)
+        for gradient in (t, *dbs):
+            gradient.mul_(dy.one_scale)
         return InnerGradients(t, dbs)
 
     def inner_buffer(self, dy: Tensor) -> Tensor:
@@ -274,31 +274,31 @@ class Projection(ABC):
             needs: which of `tensors` need a gradient.
             da: (R, K), the gradient of all A's, where it is known already.
         """
-        found: list[PerPart[Tensor | None]] = []
+        per_part: list[PerPart[Tensor | None]] = []
         (t, dbs), start = inner, 0
         of_b = iter(dbs)
         if da is None and t is not None and x is not None and any(need.a for need in needs):
             da = t.t() @ x
         for part, at, need in zip(self.parts, self.slices(), needs, strict=True):
-            made: PerPart[Tensor | None] = PerPart(None, None, None, None)
-            found.append(made)
+            of_part: PerPart[Tensor | None] = PerPart(None, None, None, None)
+            per_part.append(of_part)
             if need.weight and isinstance(part.weight, Tensor):
                 assert x is not None and dy is not None
-                made.weight = (dy[:, at].t() @ x).to(part.weight.dtype)
+                of_part.weight = (dy[:, at].t() @ x).to(part.weight.dtype)
             if need.bias and part.bias is not None:
                 assert dy is not None
-                made.bias = dy[:, at].sum(0, dtype=torch.float32).to(part.bias.dtype)
+                of_part.bias = dy[:, at].sum(0, dtype=torch.float32).to(part.bias.dtype)
             if part.branch is None:
                 continue
             end = start + part.branch.a.shape[0]
             if need.a:
                 assert da is not None
-                made.a = da[start:end].to(part.branch.a.dtype)
+                of_part.a = da[start:end].to(part.branch.a.dtype)
             db = next(of_b)
             if need.b:
-                made.b = db
+                of_part.b = db
             start = end
-        return found
+        return per_part
 
     def outside(self, t: Tensor | None) -> Tensor | None:
         """What of t (M, R) is still to be added to dx: nothing where branches are part of the weights."""
@@ -324,11 +324,11 @@ def side_by_side(matrices: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 def _columns(branches: Sequence[Branch]) -> list[slice]:
-    found, start = [], 0
+    slices, start = [], 0
     for branch in branches:
-        found.append(slice(start, start + branch.a.shape[0]))
+        slices.append(slice(start, start + branch.a.shape[0]))
         start += branch.a.shape[0]
-    return found
+    return slices
 
 
 def _scaled_mm(x: Tensor, w: Tensor, scaling: float, out: Tensor | None = None) -> Tensor:

@@ -224,12 +224,12 @@ def _set_adapters(layer: nn.Module) -> None:
 
 def _without_adapters(layer: nn.Module) -> bool:
     """Put every adapted linear in the place of its adapter; whether there was one."""
-    found = False
+    has_adapters = False
     for path, module in list(layer.named_modules()):
         if hasattr(module, "base_layer"):
             layer.set_submodule(path, module.base_layer)  # type: ignore[arg-type]
-            found = True
-    return found
+            has_adapters = True
+    return has_adapters
 
 
 __all__ = ["Proofs"]

@@ -93,8 +93,8 @@ class DelayedScales:
         capturing = largest.is_cuda and torch.cuda.is_current_stream_capturing()
         if capturing or self._known == self._recorded:
             return
-        found = which_have_history(largest)
-        self._known = [used and has for used, has in zip(self._recorded, found, strict=True)]
+        have_history = which_have_history(largest)
+        self._known = [used and has for used, has in zip(self._recorded, have_history, strict=True)]
 
     def state_dict(self) -> dict[str, Tensor]:
         """What a run resumes from."""

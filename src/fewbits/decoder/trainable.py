@@ -58,6 +58,6 @@ class PerHalf(Generic[T]):
 def of_half(values: Sequence[T], norms: Sequence[str], into: int, back: int) -> PerHalf[T]:
     """The inverse of `PerHalf.flat`, for these norms and numbers of parts."""
     left = iter(values)
-    found = PerHalf({name: next(left) for name in norms}, of_parts(left, into), of_parts(left, back))
+    half = PerHalf({name: next(left) for name in norms}, of_parts(left, into), of_parts(left, back))
     assert next(left, None) is None, "more values than tensors"
-    return found
+    return half

@@ -83,8 +83,8 @@ class TrlHead:
         labels = labels if asked.is_shifted else labels[:, 1:]
         mask = labels != _IGNORED
         rows = hidden[mask]
-        found = linear_log_probs(rows, logits.weight, labels[mask], soft_cap=logits.soft_cap)
-        return _result(asked, found, rows, logits.weight, mask)
+        answers = linear_log_probs(rows, logits.weight, labels[mask], soft_cap=logits.soft_cap)
+        return _result(asked, answers, rows, logits.weight, mask)
 
     def _why_not(self, model: Any, kwargs: dict[str, Any], settings: dict[str, Any]) -> str:
         """Why a call takes TRL's way; "" if it does not."""

@@ -43,7 +43,7 @@ def diagnose(names: Iterable[str] = (), *, host: Host | None = None) -> Iterator
     """
     host = host or Host()
     for check in CHECKS:
-        found = check(host)
-        yield from [found] if isinstance(found, Finding) else found
+        findings = check(host)
+        yield from [findings] if isinstance(findings, Finding) else findings
     for name in names:
         yield wheel(host, name)

@@ -111,9 +111,9 @@ def capability(host: Host) -> list[Finding]:
                 findings.append(Finding("compute capability", status, what, why, fix))
     if findings:
         return findings
-    known = [tool for tool, (targets, _) in supported.items() if targets]
+    tools = [tool for tool, (targets, _) in supported.items() if targets]
     dotted = ", ".join(sorted({"{}.{}".format(*gpu.capability) for gpu in host.gpus}))
-    return [Finding("compute capability", "ok", f"{dotted}; known to {', '.join(known) or 'nobody asked'}")]
+    return [Finding("compute capability", "ok", f"{dotted}; known to {', '.join(tools) or 'nobody asked'}")]
 
 
 def _runs(capability: tuple[int, int], targets: list[str]) -> bool:
@@ -138,12 +138,12 @@ def _nvcc_targets(host: Host) -> list[str]:
 
 def _ptxas_targets(host: Host) -> list[str]:
     """What the assemblers inside Triton know."""
-    found: set[str] = set()
+    targets: set[str] = set()
     for folder in host.packages:
         for path in Path(folder).glob("triton/backends/nvidia/bin/ptxas*"):
             done = host.run(str(path), "--help")
-            found |= set(re.findall(r"\bsm_\d+[af]?\b", done.out)) if done is not None else set()
-    return sorted(found, key=lambda target: (len(target.rstrip("af")), target))
+            targets |= set(re.findall(r"\bsm_\d+[af]?\b", done.out)) if done is not None else set()
+    return sorted(targets, key=lambda target: (len(target.rstrip("af")), target))
 
 
 def cudnn(host: Host) -> Finding:

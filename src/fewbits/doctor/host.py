@@ -143,8 +143,8 @@ class Host:
     def gpus(self) -> list[Gpu]:
         """The GPUs that the driver shows."""
         lines = self.smi.out.splitlines() if self.smi is not None and self.smi.code == 0 else []
-        found = (re.fullmatch(r"(.+), *([\d.]+), *(\d+)\.(\d+)", line.strip()) for line in lines)
-        return [Gpu(m[1], m[2], (int(m[3]), int(m[4]))) for m in found if m is not None]
+        matches = (re.fullmatch(r"(.+), *([\d.]+), *(\d+)\.(\d+)", line.strip()) for line in lines)
+        return [Gpu(m[1], m[2], (int(m[3]), int(m[4]))) for m in matches if m is not None]
 
     @cached_property
     def nvcc(self) -> str | None:
@@ -183,18 +183,18 @@ class Host:
     @cached_property
     def distributions(self) -> list[tuple[str, str, list[str], Path]]:
         """Name, version, requirements and folder of every installed package; a shadowed one included."""
-        found = {}
+        distributions = {}
         for item in metadata.distributions(path=list(self.packages)):
             name = re.sub(r"[-_.]+", "-", item.metadata["Name"] or "").lower()
             folder = Path(str(item.locate_file("")))
             if name:
-                found[name, item.version, folder.resolve()] = (
+                distributions[name, item.version, folder.resolve()] = (
                     name,
                     item.version,
                     item.requires or [],
                     folder,
                 )
-        return list(found.values())
+        return list(distributions.values())
 
     def version_of(self, name: str) -> str | None:
         """The version of an installed package."""

@@ -51,15 +51,15 @@ def launched(environ: Mapping[str, str] | None = None) -> Launched:
         text = environ.get(name, "")
         return int(text) if text.isdigit() else missing
 
-    found = next((names for names in _TASKS if number(names[1], 1) > 1), None)
-    by, tasks, task = found or (None, "", "")
+    variables = next((names for names in _TASKS if number(names[1], 1) > 1), None)
+    by, tasks, task = variables or (None, "", "")
     return Launched(
         by=by,
         task=number(task, 0),
         tasks=number(tasks, 1),
         has_rank="RANK" in environ and "LOCAL_RANK" in environ,
         restarts=number("TORCHELASTIC_RESTART_COUNT", 0),
-        launch=_launch(environ, several=found is not None),
+        launch=_launch(environ, several=variables is not None),
     )
 
 

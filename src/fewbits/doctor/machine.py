@@ -76,12 +76,12 @@ def disk(host: Host) -> Finding:
 def process_limits(host: Host) -> Finding:
     """Open files, processes, and memory of one process."""
     text = host.read("/proc/self/limits")
-    found = {
+    limits = {
         label: int(match[1])
         for label in ("Max open files", "Max processes", "Max address space", "Max data size")
         if (match := re.search(rf"^{label}\s+(\d+)", text, re.MULTILINE)) is not None
     }
-    files, processes = found.get("Max open files", 2**20), found.get("Max processes", 2**20)
+    files, processes = limits.get("Max open files", 2**20), limits.get("Max processes", 2**20)
     if files < 1024:
         return Finding(
             "ulimit",
@@ -98,11 +98,11 @@ def process_limits(host: Host) -> Finding:
             "Parallel builds and data loaders start many.",
             "Raise it in the shell: ulimit -u $(ulimit -Hu)",
         )
-    if "Max address space" in found:
+    if "Max address space" in limits:
         return Finding(
             "ulimit",
             "warning",
-            f"a process may map {size(found['Max address space'])} of addresses only",
+            f"a process may map {size(limits['Max address space'])} of addresses only",
             "CUDA reserves far more addresses than it uses, and fails to start.",
             "Lift it: ulimit -v unlimited; to bound real memory use ulimit -d, or a cgroup.",
         )

@@ -92,12 +92,12 @@ def _twice(host: Host) -> list[Finding]:
         Finding(
             "packages",
             "warning",
-            f"{name} is installed {len(found)} times: {', '.join(found)}",
+            f"{name} is installed {len(installed)} times: {', '.join(installed)}",
             "Which one is imported depends on the order of folders.",
             f"pip uninstall {name} until it is gone (also outside the environment), then install it once.",
         )
-        for name, found in versions.items()
-        if name in watched and len(found) > 1
+        for name, installed in versions.items()
+        if name in watched and len(installed) > 1
     ]
 
 

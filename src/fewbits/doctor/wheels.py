@@ -35,8 +35,8 @@ def wheel(host: Host, package: str) -> Finding:
             "Without one nobody can tell which wheels exist.",
             "Ask again where there is a network, or with PIP_INDEX_URL or PIP_FIND_LINKS set.",
         )
-    if done.code == 0 and (found := _found(done.out)) is not None:
-        return Finding(name, "ok", found)
+    if done.code == 0 and (file := _found(done.out)) is not None:
+        return Finding(name, "ok", file)
     if "Invalid requirement" in done.err:
         return Finding(
             name, "warning", f"{package!r} is not a package's name", "", "Write it as name or name==1.2"

@@ -127,7 +127,7 @@ def _weights_read(kind: Any) -> frozenset[str]:
     """Names ``x`` whose ``self.x.weight`` the methods of a class read, and more than its dtype or shape."""
     if kind.__module__.startswith(("torch.", "fewbits.", "peft.")):
         return frozenset()
-    found = set()
+    names = set()
     for method in vars(kind).values():
         code = getattr(inspect.unwrap(method), "__code__", None) if callable(method) else None
         steps = [] if code is None else [(i.opname, i.argval) for i in dis.get_instructions(code)]
@@ -135,8 +135,8 @@ def _weights_read(kind: Any) -> frozenset[str]:
             steps, steps[1:], [*steps[2:], ("", "")], strict=False
         ):
             if read == "LOAD_ATTR" and what == "weight" and after not in _LOOKS_AT:
-                found.add(str(name))
-    return frozenset(found)
+                names.add(str(name))
+    return frozenset(names)
 
 
 def _shape(name: str, module: Any) -> tuple[int, ...]:
