@@ -142,3 +142,35 @@ def test_a_part_is_there_once_and_anything_may_be_asked() -> None:
     assert part_of(model, int) == 2 and part_of(model, str) is None
     assert take_part(model, int) == 2 and part_of(model, int) is None
     assert part_of(object(), int) is None
+
+
+@pytest.mark.parametrize("undo", [fewbits.restore, fewbits.unfuse])
+@pytest.mark.parametrize("wrapper", [torch.compile, nn.DataParallel])
+def test_what_was_put_in_comes_out_through_wrappers(wrapper: Callable[[Any], Any], undo: Any) -> None:
+    model = tiny("llama").eval()
+    classes = [type(module) for module in model.modules()]
+    expected = model(tokens()).logits
+    fewbits.convert(model, "int8", keep_original=True)
+    fewbits.fuse(model)
+    undo(wrapper(model))
+    assert fusion_of(model) is None and used_attention(model) is None
+    if undo is fewbits.restore:
+        assert [type(module) for module in model.modules()] == classes
+        assert torch.equal(model(tokens()).logits, expected)
+
+
+@pytest.mark.parametrize("modules_to_save", [None, ["norm"]])
+def test_kept_originals_and_norms_come_back_under_adapters(modules_to_save: list[str] | None) -> None:
+    model = tiny("llama").eval()
+    expected = model(tokens()).logits
+    fewbits.convert(model, "int8", keep_original=True)
+    adapted = fewbits.get_peft_model(model, r=2, modules_to_save=modules_to_save)
+    receipt = fewbits.restore(adapted)
+    assert "dequantised" not in str(receipt) and "(the original)" in str(receipt)
+    assert torch.equal(adapted.eval()(tokens()).logits, expected)  # new adapters change nothing
+    names = {type(module).__name__ for module in adapted.modules()}
+    assert "LlamaRMSNorm" in names and not names & {"RMSNorm", "QuantizedLinear"}
+    if modules_to_save:
+        copies = adapted.base_model.model.model.norm
+        assert copies.original_module is not copies.modules_to_save["default"]
+        assert copies.original_module.weight is not copies.modules_to_save["default"].weight

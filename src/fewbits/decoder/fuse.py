@@ -262,6 +262,7 @@ def unfuse(model: nn.Module) -> None:
     from fewbits.decoder.loss import unfuse_loss
     from fewbits.host.attention import restore_attention
 
+    model = unwrap(model)
     fusion = fusion_of(model)
     if fusion is None:
         raise Unsupported("this model is not fused; there is nothing to take out.")

@@ -25,6 +25,7 @@ from fewbits.families.shapes import field_of, scores_factor
 from fewbits.families.spec import Attention
 from fewbits.host.record import part_of, put_part, take_part
 from fewbits.host.spec import layer_names, locate, spec_for
+from fewbits.host.unwrap import unwrap
 from fewbits.nn.attention import Choice, attention, choose_attention
 from fewbits.nn.cut_dropout import attend_dropping
 from fewbits.nn.segments import KEYWORDS, Segments
@@ -310,8 +311,9 @@ def _register(before: str) -> None:
 
 def decoder_of(model: Any) -> Any:
     """The module that holds the decoder layers."""
-    spec = spec_for(model)
-    return model.get_submodule(locate(model, spec, spec.layers).rpartition(".")[0])
+    base = unwrap(model)
+    spec = spec_for(base)
+    return base.get_submodule(locate(base, spec, spec.layers).rpartition(".")[0])
 
 
 def attention_modules(model: Any) -> Iterator[tuple[str, Any]]:

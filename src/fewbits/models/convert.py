@@ -6,7 +6,9 @@ a real one: its packed layers are then empty and wait for a checkpoint.
 
 from __future__ import annotations
 
+import copy
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -25,6 +27,7 @@ from fewbits.host.receipt import Change, Left, Receipt
 from fewbits.host.record import notes_of, put_part, receipts_of, take_part
 from fewbits.host.spec import find, layer_names, locate, spec_for
 from fewbits.host.transposed import as_conv1d, as_linear, is_conv1d, is_transposed
+from fewbits.host.unwrap import unwrap
 from fewbits.models.cache_choice import check_cache
 from fewbits.models.experts import expert_modules, expert_rules, packed_place, why_not_packed
 from fewbits.models.gpu_fallbacks import gpu_fallbacks
@@ -37,6 +40,7 @@ from fewbits.nn.packed_layers import fake_layer, packed_layer
 from fewbits.recipes import Recipe, Rule, get_recipe
 
 Builder = Callable[[str, nn.Linear, Rule], nn.Module | None]
+_PEFT_PARTS = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.|$)")
 CONVERTED = (QuantizedLinear, LowPrecisionLinear, FakeQuantizedLinear, QuantizedExperts)
 
 
@@ -159,14 +163,23 @@ def restore(model: nn.Module) -> Receipt:
             f"this {type(model).__name__} was not converted by fewbits; there is nothing to restore."
         )
     receipt = Receipt(f"restored from recipe {state.recipe.name}")
+    model = unwrap(model)  # originals are kept under the names that modules have in it
     for name, module in list(_converted(model)):
-        original, how = _original(module, state.originals.get(name))
+        kept = state.originals.get(name_as_converted(name))
+        if kept is not None and "modules_to_save" in name:  # a copy that PEFT trains beside the original
+            kept = copy.deepcopy(kept)
+        original, how = _original(module, kept)
         receipt.changes.append(_change(name, module, original, f"{type(original).__name__} ({how})"))
         model.set_submodule(name, original)
     if used_attention(model) is not None:
         receipt.notes.append(restore_attention(model))
     take_part(model, Conversion)
     return receipt
+
+
+def name_as_converted(name: str) -> str:
+    """The name that a module had when its model was converted, before PEFT put layers around it."""
+    return _PEFT_PARTS.sub("", name)
 
 
 def record_change(model: nn.Module, name: str, new: nn.Module, receipt: Receipt) -> None:

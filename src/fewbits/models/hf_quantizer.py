@@ -411,7 +411,7 @@ def detach(model: Any) -> None:
     for owner in (model, unwrap(model)):
         for name in ("hf_quantizer", "is_quantized", "quantization_method", "save_pretrained"):
             owner.__dict__.pop(name, None)
-    config: Any = getattr(model, "config", None)
+    config: Any = getattr(unwrap(model), "config", None)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
 

@@ -9,7 +9,8 @@ from torch import nn
 from fewbits.decoder.fuse import fusion_of
 from fewbits.errors import Unsupported
 from fewbits.host.conversion import conversion_of
-from fewbits.models.convert import decoded_linear
+from fewbits.host.unwrap import unwrap
+from fewbits.models.convert import decoded_linear, name_as_converted
 from fewbits.models.undo import undo
 from fewbits.nn.experts import QuantizedExperts
 from fewbits.nn.linear import QuantizedLinear
@@ -29,10 +30,12 @@ def make_plain(model: nn.Module) -> None:
             f"{merged} has adapters merged into its packed weight; unmerge them (unmerge_adapter()) before "
             "dequantize(), or write the merged model with save_pretrained_merged."
         )
+    model = unwrap(model)
     state: Any = conversion_of(model)
     if state is not None:  # decoded weights are asked for, not the originals that were kept
         kinds = (QuantizedLinear, QuantizedExperts)
-        packed = {name for name, module in model.named_modules() if isinstance(module, kinds)}
+        modules = model.named_modules()
+        packed = {name_as_converted(name) for name, module in modules if isinstance(module, kinds)}
         state.originals = {name: module for name, module in state.originals.items() if name not in packed}
     if state is not None or fusion_of(model) is not None:
         undo(model)

@@ -8,6 +8,7 @@ from fewbits.decoder.fuse import fusion_of, unfuse
 from fewbits.host.attention import restore_attention, used_attention
 from fewbits.host.conversion import conversion_of
 from fewbits.host.receipt import Receipt
+from fewbits.host.unwrap import unwrap
 from fewbits.models import convert, stochastic
 from fewbits.models.stochastic_attention import restore_stochastic_attention, stochastic_attention_of
 
@@ -23,6 +24,7 @@ def undo(model: nn.Module) -> Receipt:
     Raises:
         Unsupported: nothing of all that is in this model.
     """
+    model = unwrap(model)
     notes = []
     if fusion_of(model) is not None:
         unfuse(model)
