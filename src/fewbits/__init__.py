@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from fewbits.families.registry import register_family
     from fewbits.families.spec import ModelSpec
     from fewbits.formats import FORMATS, get_format
+    from fewbits.formats.kv_cache import KVCache
     from fewbits.front.unsloth import (
         FastModel,
         FastVisionModel,
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from fewbits.inference.many import generate_many
     from fewbits.kernels.stochastic.matmul import sc_matmul
     from fewbits.models.adapters import get_peft_model, load_adapter, lora_config
+    from fewbits.models.cache_choice import choose_cache
     from fewbits.models.convert import explain
     from fewbits.models.fast import FastLanguageModel
     from fewbits.models.hf_quantizer import FewbitsConfig, register
@@ -43,6 +45,8 @@ _HOMES = {
     "sc_matmul": "fewbits.kernels.stochastic.matmul",
     "get_format": "fewbits.formats",
     "CATALOG": "fewbits.recipes",
+    "KVCache": "fewbits.formats.kv_cache",
+    "choose_cache": "fewbits.models.cache_choice",
     "LoRA": "fewbits.recipes",
     "QAT": "fewbits.recipes",
     "Recipe": "fewbits.recipes",
@@ -87,6 +91,7 @@ __all__ = [
     "FastModel",
     "FastVisionModel",
     "FewbitsConfig",
+    "KVCache",
     "LoRA",
     "ModelSpec",
     "PatchDPOTrainer",
@@ -98,6 +103,7 @@ __all__ = [
     "TrainConfig",
     "__version__",
     "answer_file",
+    "choose_cache",
     "convert",
     "convert_qat",
     "explain",

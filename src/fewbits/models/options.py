@@ -31,7 +31,7 @@ _CHOOSES_NOTHING = {
 # Names of Unsloth's that would change the result: refused unless off.
 _REFUSED = {
     "fast_inference": "it needs vLLM, which fewbits does not use",
-    "float8_kv_cache": "the cache stays in the model's dtype",
+    "float8_kv_cache": "a recipe chooses it, as recipe={'name': 'qlora_nf4', 'kv_cache': 'fp8'}",
     "load_in_fp8": "pass recipe='float8_full' for products in FP8",
     "qat_scheme": "pass recipe='int4_qat' for quantisation-aware training",
     "rope_scaling": "the positions of config.json are used; set rope parameters there",

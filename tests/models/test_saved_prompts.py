@@ -1,0 +1,63 @@
+"""Prompts on disk: the same continuation, whole files or none, no other model's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fewbits
+from fewbits.errors import BadCheckpoint, BadInput, SpecMismatch
+from fewbits.formats.kv_cache import KVCache
+from fewbits.models.packed_cache import PackedCache
+from fewbits.models.saved_prompts import load_prompt, save_prompt
+from tests.models.tiny import tiny, tokens
+
+SMALL = KVCache(keys="int8", newest=8, first=2)
+
+
+def read(model: Any, ids: torch.Tensor) -> PackedCache:
+    cache = PackedCache(model.config, SMALL)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+    return cache
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_a_saved_prompt_goes_on_as_if_it_had_just_been_read(family: str, tmp_path: Path) -> None:
+    model, ids, more = tiny(family), tokens(1, 40), tokens(1, 3, seed=9)
+    model.generation_config.eos_token_id = None
+    path = tmp_path / "prompt.safetensors"
+    save_prompt(path, model, read(model, ids), ids)
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+    cache, saved = load_prompt(path, model)
+    assert torch.equal(saved, ids) and cache.kind == SMALL
+    text = torch.cat([saved, more], dim=1)
+    common: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
+    out = model.generate(text, past_key_values=cache, **common)
+    need = model.generate(text, past_key_values=read(model, ids), **common)
+    assert torch.equal(out, need) and out.shape[1] == 55
+    shared = load_prompt(path, model)[0].for_batch(3)
+    assert model.generate(text.repeat(3, 1), past_key_values=shared, **common).shape == (3, 55)
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    model, ids, path = tiny("llama"), tokens(1, 30), tmp_path / "prompt.safetensors"
+    cache = read(model, ids)
+    with pytest.raises(BadInput, match="the cache holds 30 tokens and the prompt has 29"):
+        save_prompt(path, model, cache, ids[:, 1:])
+    save_prompt(path, model, cache, ids)
+    with pytest.raises(SpecMismatch, match="was read by another model, or with other adapters"):
+        load_prompt(path, tiny("llama", seed=1))
+    adapted = fewbits.get_peft_model(tiny("llama"), r=2)
+    with pytest.raises(SpecMismatch, match="or with other adapters"):
+        load_prompt(path, adapted)
+    with pytest.raises(BadCheckpoint, match="cannot be read as a saved prompt"):
+        load_prompt(tmp_path / "none.safetensors", model)
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(BadCheckpoint, match="cannot be read as a saved prompt"):
+        load_prompt(path, model)
+    with pytest.raises(BadInput, match="cannot be written to"):
+        save_prompt(tmp_path / "no" / "place", model, cache, ids)
