@@ -159,6 +159,16 @@ def test_without_a_gpu_the_definition_is_taken() -> None:
     assert torch.equal(out, need) and own.get_seq_length() == 94
 
 
+def test_a_cache_that_the_generation_config_names_wins_over_the_recipes() -> None:
+    model = model_of(recipe={"name": "qlora_nf4", "kv_cache": "int4"})
+    common = {"max_new_tokens": 5, "do_sample": False, "disable_compile": True}
+    need = model.generate(tokens(2, 90), **common, kv_cache="bfloat16")
+    model.generation_config.cache_implementation = "static"
+    assert torch.equal(model.generate(tokens(2, 90), **common), need)
+    with pytest.raises(BadInput, match="passes kv_cache and cache_implementation; pass one of them"):
+        model.generate(tokens(), kv_cache="int4")
+
+
 def test_what_is_refused() -> None:
     model = model_of()
     with pytest.raises(BadInput, match="no key/value cache in 'q4_0'"):

@@ -12,15 +12,19 @@ from fewbits.formats.kv_cache import KVCache, get_kv_cache
 from fewbits.host.conversion import conversion_of
 from fewbits.host.record import part_of, put_part
 
-FULL = "full_attention"
+FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def layer_kinds(config: Any) -> list[str]:
-    """The kind of each layer's cache, in transformers' words: "full_attention", "sliding_attention", ..."""
-    from transformers.cache_utils import get_layer_types_and_kwargs
+    """The kind of each layer's cache: "full_attention", "sliding_attention", or its class in transformers."""
+    from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-    kinds, _ = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
-    return list(kinds)
+    def kind_of(layer: Any) -> str:
+        if type(layer) is DynamicLayer:
+            return FULL
+        return SLIDING if isinstance(layer, DynamicSlidingWindowLayer) else type(layer).__name__
+
+    return [kind_of(layer) for layer in DynamicCache(config=config).layers]
 
 
 def check_cache(kind: KVCache | None, config: Any) -> None:
@@ -109,8 +113,15 @@ def cache_of_call(model: Any, arguments: Mapping[str, Any], asked: Any) -> KVCac
         Unsupported: the model cannot have it.
     """
     kind = chosen_cache(model, asked)
-    own = [name for name in ("past_key_values", "cache_implementation") if arguments.get(name) is not None]
-    if kind is None or (not own and arguments.get("use_cache") is not False):
+    configs = (arguments.get("generation_config"), model.generation_config)
+    said = [arguments, *(vars(config) for config in configs if config is not None)]
+    own = [
+        name
+        for name in ("past_key_values", "cache_implementation")
+        if any(words.get(name) is not None for words in said)
+    ]
+    cached = next((words["use_cache"] for words in said if words.get("use_cache") is not None), True)
+    if kind is None or (not own and cached):
         return kind
     if asked is not None:
         word = own[0] if own else "use_cache=False"

@@ -172,10 +172,12 @@ class PackedLayer(DynamicLayer):  # type: ignore[misc]
         self.heads, self.cumulative_length = {}, 0
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drop the last ``-tokens_to_remove`` tokens, as transformers' layers do."""
-        if tokens_to_remove > 0:
-            raise BadInput(f"crop({tokens_to_remove}) of a cache takes a negative number: so many tokens go.")
-        count = min(-tokens_to_remove, self.cumulative_length)
+        """Drop the last ``-tokens_to_remove`` tokens, as transformers' layers do.
+
+        A positive number is how many tokens stay, as the first versions of transformers 5 say it.
+        """
+        length = self.cumulative_length
+        count = min(-tokens_to_remove, length) if tokens_to_remove <= 0 else max(length - tokens_to_remove, 0)
         if not count or not self.is_initialized:
             return
         self.cumulative_length -= count
