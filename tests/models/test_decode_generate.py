@@ -220,7 +220,7 @@ def test_a_hook_that_changes_numbers_is_found_out(
     assert caplog.text.count("transformers' own loop") == 1
 
 
-@pytest.mark.parametrize("asked", [{"num_beams": 2}, {"use_cache": False}, {"return_dict_in_generate": True}])
+@pytest.mark.parametrize("asked", [{"num_beams": 2}, {"use_cache": False}])
 def test_other_ways_of_generating_are_transformers_own(
     asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -93,9 +93,9 @@ def test_what_a_call_leaves_open_the_models_config_says(made: list[int]) -> None
     assert torch.equal(model.generate(ids, generation_config=GenerationConfig(**config)), beams)
     model.generation_config.num_beams, model.generation_config.return_dict_in_generate = None, True
     out = model.generate(ids, generation_config=GenerationConfig(**config))
-    assert isinstance(out, GenerateDecoderOnlyOutput) and made[0] == 0
+    assert isinstance(out, GenerateDecoderOnlyOutput) and made[0] == 7
     model.generate(ids, generation_config=GenerationConfig(return_dict_in_generate=False, **config))
-    assert made[0] == 7
+    assert made[0] == 14
 
 
 @pytest.mark.parametrize("kind", ["PrefixTuningConfig", "PromptTuningConfig"])

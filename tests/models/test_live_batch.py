@@ -185,6 +185,16 @@ def test_beams_answer_one_by_one() -> None:
     assert report.reason == "the call asks for num_beams"
 
 
+def test_a_batch_keeps_keys_and_values_in_16_bits(caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever the recipe or the call says; a line of the log says that it does not."""
+    model, report = model_of("llama", hidden_size=128, head_dim=32), Report()
+    asked = {"max_new_tokens": 5, "do_sample": False}
+    want = [text.made for text in made(model, asked, 3)]
+    found = [text.made for text in made(model, asked | {"kv_cache": "int4"}, 3, report=report)]
+    assert found == want and report.way == "forward"
+    assert caplog.text.count("keys and values of a batch that lives stay in 16 bits") == 1
+
+
 def test_bad_rows_are_named() -> None:
     model, asked = model_of("llama"), {"max_new_tokens": 5, "do_sample": False}
 

@@ -13,7 +13,6 @@ from fewbits.models.decode_step import why_not
 _OTHER_WAYS = {
     "custom_generate": None,
     "past_key_values": None,
-    "inputs_embeds": None,
     "cache_implementation": None,
     "penalty_alpha": None,
     "dola_layers": None,
@@ -23,11 +22,8 @@ _OTHER_WAYS = {
     "num_beams": 1,
     "num_beam_groups": 1,
     "use_cache": True,
-    "return_dict_in_generate": False,
     "output_attentions": False,
     "output_hidden_states": False,
-    "output_scores": False,
-    "output_logits": False,
     "synced_gpus": False,
 }
 

@@ -32,7 +32,7 @@ from fewbits.formats.kv_cache import KVCache
 from fewbits.host.unwrap import unwrap
 from fewbits.kernels.product.matmul_packed import PLAIN
 from fewbits.models.cache_choice import cache_of_call
-from fewbits.models.decode_calls import drops, other_speculation, other_way, with_stop_strings
+from fewbits.models.decode_calls import drops, other_speculation, other_way, said, with_stop_strings
 from fewbits.models.decode_packed import fill_step, packed_keywords, why_not_cache
 from fewbits.models.decode_step import DecodeStep, why_not
 from fewbits.models.speculation import (
@@ -53,7 +53,15 @@ _STATES: WeakKeyDictionary[Any, Decoding] = WeakKeyDictionary()
 _LOOK_EVERY = 16
 _ROOM_STEP = 256  # tokens: a longer prompt of the next call often finds room
 # What transformers hands a loop beside the ids: read here, or of no consequence for it.
-_READ_HERE = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "tokenizer"}
+_READ_HERE = {
+    "inputs_embeds",
+    "attention_mask",
+    "position_ids",
+    "past_key_values",
+    "use_cache",
+    "logits_to_keep",
+    "tokenizer",
+}
 
 
 class Decoding:
@@ -102,7 +110,10 @@ def with_loop(model: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> di
         state.refused, state.refused_caches = "", {}  # the model is another one now
     reason = state.refused or why_not(model) or other_way(model, arguments) or drops(model)
     reason = reason or other_speculation(model, arguments) or why_not_cache(model, kind)
-    reason = reason or ("" if kind is None else state.refused_caches.get(kind, ""))
+    if kind is not None:
+        reason = reason or state.refused_caches.get(kind, "")
+        if said(model, arguments, "return_dict_in_generate"):
+            reason = reason or "the call asks for its cache, which is in few bits"
     if reason:
         if torch.cuda.is_available():
             state.say(reason)
@@ -125,21 +136,23 @@ def _decode(
     draft: Any = None,
     kv_cache: KVCache | None = None,
     **keywords: Any,
-) -> Tensor:
-    """The loop that transformers calls; (batch, prompt and new tokens)."""
+) -> Any:
+    """The loop that transformers calls; (batch, prompt and new tokens), or an output that holds them."""
     state = decoding_of(model)
     mask = keywords.get("attention_mask")
     choose = (logits_processor, stopping_criteria, generation_config, streamer)
-    most = _most_guesses(generation_config, draft)
-    end = generation_config.max_length + (1 + most if most else 0)
+    embedded = keywords.get("inputs_embeds")
+    read = input_ids if embedded is None else embedded[..., 0]  # its shape and device
+    most = _most_guesses(generation_config, draft) if embedded is None else 0
+    end = generation_config.max_length + (1 + most if most else 0) + read.shape[1] - input_ids.shape[1]
     with alone(state) as is_alone, ExitStack() as held:
         try:
             if not is_alone:
                 raise Unsupported("another call of generate() runs on this model.")
-            padding = _left_padding(input_ids, mask)
-            _check_keywords(model, input_ids, padding, keywords)
-            prompt = _prefill(model, input_ids, mask, padding, kv_cache)
-            step = _ready(state, model, input_ids, prompt, padding, mask, end)
+            padding = _left_padding(read, mask)
+            _check_keywords(model, read, padding, keywords)
+            prompt = _prefill(model, read, mask, padding, kv_cache, embedded)
+            step = _ready(state, model, read, prompt, padding, mask, end)
         except Unsupported as error:
             state.say(str(error).rstrip("."))
         else:
@@ -160,6 +173,8 @@ def _decode(
 
 def _most_guesses(generation_config: Any, draft: Any) -> int:
     """How many tokens are guessed at most; 0 if nobody guesses."""
+    if generation_config.return_dict_in_generate:
+        return 0  # every token's scores are wanted
     if draft is None:
         return min(generation_config.prompt_lookup_num_tokens or 0, MOST_GUESSES)
     said = draft.generation_config.num_assistant_tokens
@@ -251,8 +266,14 @@ def _left_padding(input_ids: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _prefill(
-    model: Any, input_ids: Tensor, mask: Tensor | None, padding: Tensor, kind: KVCache | None = None
+    model: Any,
+    input_ids: Tensor,
+    mask: Tensor | None,
+    padding: Tensor,
+    kind: KVCache | None = None,
+    embedded: Tensor | None = None,
 ) -> _Prompt:
+    """The prompt through the model itself: its tokens (batch, length), or (batch, length, hidden) vectors."""
     from transformers import DynamicCache
 
     places = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
@@ -260,7 +281,7 @@ def _prefill(
     if kind is not None:
         cache = packed_keywords(model, kind, mask, whole_windows=True)["past_key_values"]
     out = model(
-        input_ids=input_ids,
+        **({"input_ids": input_ids} if embedded is None else {"inputs_embeds": embedded}),
         attention_mask=mask,
         position_ids=(places - padding[:, None]).clamp(min=0),
         past_key_values=cache,
@@ -286,7 +307,7 @@ def _ready(
     kind = getattr(prompt.cache, "kind", None)
     fits = step is not None and (step.batch, step.kv_cache) == (batch, kind) and step.room >= end
     if step is None or not fits or state.of_model != of_model:
-        state.step = None  # its memory first
+        state.step = state.together = None  # their memory first
         room = -(-max(end, length + 1) // _ROOM_STEP) * _ROOM_STEP
         try:
             # Inference mode's tensors could not be written by a later call outside of it.
@@ -368,6 +389,39 @@ def _is_a_users(processor: Any) -> bool:
     return not kind.__module__.startswith("transformers.") or kind.__name__.startswith("PrefixConstrained")
 
 
+class _Kept:
+    """What a call wants to have beside the tokens."""
+
+    def __init__(self, step: DecodeStep, config: Any) -> None:
+        self.step, self.config, self.begin = step, config, int(step.position[0])
+        self.scores: list[Tensor] = []
+        self.logits: list[Tensor] = []
+
+    def add(self, logits: Tensor, scores: Tensor) -> None:
+        """Of one token, before and after the processors."""
+        if self.config.return_dict_in_generate and self.config.output_scores:
+            self.scores.append(scores)
+        if self.config.return_dict_in_generate and self.config.output_logits:
+            self.logits.append(logits)
+
+    def with_ids(self, ids: Tensor, count: int) -> Any:
+        """``ids`` whose last ``count`` tokens are new, as transformers returns them."""
+        if not self.config.return_dict_in_generate:
+            return ids
+        from transformers import DynamicCache
+        from transformers.generation import GenerateDecoderOnlyOutput
+
+        cache, end = DynamicCache(), self.begin + count - 1  # the last token has not been taken in
+        for i, (keys, values) in enumerate(zip(self.step.keys, self.step.values, strict=True)):
+            cache.update(keys[:, :, :end].clone(), values[:, :, :end].clone(), i)
+        return GenerateDecoderOnlyOutput(
+            sequences=ids,
+            scores=tuple(self.scores[:count]) if self.config.output_scores else None,
+            logits=tuple(self.logits[:count]) if self.config.output_logits else None,
+            past_key_values=cache,
+        )
+
+
 def _tokens(
     step: DecodeStep,
     logits: Tensor,
@@ -376,7 +430,8 @@ def _tokens(
     stopping_criteria: Any,
     generation_config: Any,
     streamer: Any,
-) -> Tensor:
+) -> Any:
+    """Prompt and new tokens (batch, length), with what the call wants beside them."""
     pad = getattr(generation_config, "_pad_token_tensor", None)
     kinds = {type(c).__name__ for c in stopping_criteria}
     ends = "EosTokenCriteria" in kinds or any(hasattr(c, "eos_token_id") for c in stopping_criteria)
@@ -384,9 +439,10 @@ def _tokens(
     look_every = 1 if at_once or any(map(_is_a_users, logits_processor)) else _LOOK_EVERY
     open_rows = torch.ones(len(input_ids), dtype=torch.long, device=input_ids.device)
     all_ended: list[Tensor] = []
-    length = input_ids.shape[1]
+    kept, length = _Kept(step, generation_config), input_ids.shape[1]
     while True:
         scores = logits_processor(input_ids, logits)
+        kept.add(logits, scores)
         if generation_config.do_sample:
             chosen = torch.multinomial(scores.softmax(-1), num_samples=1).squeeze(1)
         else:
@@ -409,4 +465,4 @@ def _tokens(
         logits = step.advance().clone()
     if streamer is not None:
         streamer.end()
-    return input_ids
+    return kept.with_ids(input_ids, input_ids.shape[1] - length)

@@ -185,7 +185,7 @@ def _kernels(
         reason = why_not(model)
         if reason or not held.enter_context(alone(state)):
             raise Unsupported(reason or "another call of generate() runs on this model")
-        state.step = None  # its memory first
+        state.step = state.together = None  # their memory first
         slots = StepSlots(model, count=size[0], room=size[1])
         slots.prove(first)
     except Unsupported as error:
