@@ -112,6 +112,58 @@ def test_the_source_gives_the_definition(tmp_path: Path, lengths: list[int], wha
         p.check(p.out, p.cache, need, after)
 
 
+def following(
+    rows: int, length: int, device: str = "cpu", **what: Any
+) -> tuple[Problem, list[Tensor], Cache]:
+    """Following tokens of one sequence: the rows of a call, what each gives in turn, the cache then."""
+    p = Problem([length + i for i in range(rows)], device=device, **what)
+    c = p.cache
+    keys, values = (t[-1:].clone().expand(rows, -1, -1, -1) for t in (c.keys, c.values))
+    for whole in (keys, values):
+        whole[0, :, length - 1 :] = torch.nan
+        whole[0, :, : length - 1].nan_to_num_(nan=0.5)
+    c.first.fill_(1)
+    turn = Cache(keys[:1].clone(), values[:1].clone(), c.cosines, c.sines, c.position[:1], c.first[:1])
+    need = []
+    for i in range(rows):
+        turn = Cache(turn.keys, turn.values, c.cosines, c.sines, c.position[i : i + 1], c.first[:1])
+        need.append(decode_attention_ref(p.qkv[i : i + 1], turn, p.rules))
+    p.cache = Cache(keys, values, c.cosines, c.sines, c.position, c.first)
+    return p, need, turn
+
+
+@pytest.mark.skipif(emulated.COMPILER is None, reason="needs g++")
+@pytest.mark.parametrize("what", [{}, {"window": 9, "norms": True}], ids=str)
+def test_following_tokens_of_one_sequence_in_two_launches(tmp_path: Path, what: dict[str, Any]) -> None:
+    """The first launch writes all new keys; the second one sees them. The definition has them at once."""
+    p, need, turn = following(5, 140, **what)
+    by_definition = Cache(
+        p.cache.keys[:1].clone().expand(5, -1, -1, -1),
+        p.cache.values[:1].clone().expand(5, -1, -1, -1),
+        *(p.cache.cosines, p.cache.sines, p.cache.position, p.cache.first),
+    )
+    out = decode_attention_ref(p.qkv, by_definition, p.rules)
+    p.check(out, Cache(by_definition.keys[:1], by_definition.values[:1], *[None] * 4), torch.cat(need), turn)  # type: ignore[arg-type]
+    call = DecodeAttention(p.qkv, p.cache, p.out, p.rules)
+    library = emulated.build(
+        tmp_path, "generation/decode_attention.cu", "decode_attention_emulation.cpp", call.defines
+    )
+    for _ in range(2):
+        library.run(ctypes.byref(call.argument), *call.grid)
+    one = Cache(p.cache.keys[:1], p.cache.values[:1], *[None] * 4)  # type: ignore[arg-type]
+    p.check(p.out, one, torch.cat(need), turn)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("what", [{}, {"heads": 32, "kv_heads": 8, "D": 128}], ids=str)
+def test_following_tokens_on_a_gpu(what: dict[str, Any]) -> None:
+    p, need, turn = following(9, 1300, device="cuda", **what)
+    for _ in range(2):
+        out = DecodeAttention(p.qkv, p.cache, p.out, p.rules).launch()
+    one = Cache(p.cache.keys[:1], p.cache.values[:1], *[None] * 4)  # type: ignore[arg-type]
+    p.check(out, one, torch.cat(need), turn)
+
+
 def test_what_does_not_fit_is_refused() -> None:
     p = Problem([4])
     with pytest.raises(Unsupported, match="does not take heads of 264 values"):
