@@ -135,6 +135,7 @@ def test_a_run_that_was_killed_goes_on(seed: int | None, stories260k: Any, tmp_p
     with pytest.raises(BadInput, match="other model"):
         answer_file(*stories260k, source, out, sampling, of_model={"model": "another"})
     written = answer_file(*stories260k, source, out, sampling)
+    assert not list(tmp_path.glob("*.anew"))
     assert (written.rows, written.earlier) == (5, 3)
     whole = Sampling(temperature=1.0, seed=head["seed"], max_new_tokens=12)
     want = [answer.text for answer in fewbits.generate_many(*stories260k, PROMPTS, whole)]
@@ -159,6 +160,14 @@ def test_rows_that_are_none(text: str, message: str, tmp_path: Path) -> None:
     path.write_text(text)
     with pytest.raises(BadInput, match=message):
         read_rows(path)
+
+
+def test_a_file_in_the_place_of_the_answers_so_far_is_left_alone(stories260k: Any, tmp_path: Path) -> None:
+    source, part = write(tmp_path / "rows.jsonl", ROWS), tmp_path / "out.jsonl.part"
+    part.write_text('"not mine"\n')
+    with pytest.raises(BadInput, match="holds no answers of fewbits"):
+        answer_file(*stories260k, source, tmp_path / "out.jsonl", GREEDY)
+    assert part.read_text() == '"not mine"\n'
 
 
 def test_files_that_will_not_do(stories260k: Any, tmp_path: Path) -> None:

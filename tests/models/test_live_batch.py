@@ -210,6 +210,10 @@ def test_bad_rows_are_named() -> None:
     )
     assert "300 texts at a time were asked for; give 1 to 256" in why(good, slots=300)
     assert list(answers(model, [], asked)) == []
+    asked["num_return_sequences"] = 2
+    assert "give the prompt as often as it is to be answered" in why(good)
+    asked.update(num_return_sequences=1, streamer=object())
+    assert "a streamer follows one text at a time" in why(good)
 
 
 def test_memory_is_planned() -> None:

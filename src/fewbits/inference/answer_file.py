@@ -173,10 +173,12 @@ class _Part:
 
     def __enter__(self) -> _Part:
         """Write what is known anew, whole lines alone, and go on behind it."""
-        self._file = self.part.open("w", encoding="utf-8")
+        anew = self.part.with_name(self.part.name + ".anew")  # a kill now leaves the old one whole
+        self._file = anew.open("w", encoding="utf-8")
         self._write({**self._head, "seed": self.seed})
         for number, answer in self.answers.items():
             self._write({"row": number, **answer})
+        anew.replace(self.part)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -215,6 +217,8 @@ class _Part:
                     lines.append(json.loads(line))
                 except json.JSONDecodeError:
                     break
+            if any(not isinstance(line, dict) for line in lines):
+                raise BadInput(f"{self.part} holds no answers of fewbits; move it away.")
         return lines
 
     def _continued(self, lines: list[dict[str, Any]], seed: int | None) -> int:
@@ -233,5 +237,5 @@ class _Part:
                 f"{self.part} holds answers of another run (other {' and '.join(other)}); delete it to begin "
                 "anew, or give another output."
             )
-        self.answers = {line.pop("row"): line for line in lines[1:]}
+        self.answers = {line.pop("row"): line for line in lines[1:] if "row" in line}
         return int(head["seed"])

@@ -73,6 +73,7 @@ def answers(
         BadInput: an empty prompt, one that fills the model's context, or memory that does not do.
         NotFinite: logits are NaN or infinite.
     """
+    _check_words(keywords)
     if not rows:
         return
     report = report or Report()
@@ -107,6 +108,18 @@ def answers(
             yield text
         if report.way != "one by one":
             report.steps, report.mean_texts = batch.steps, batch.filled / max(batch.steps, 1)
+
+
+def _check_words(keywords: dict[str, Any]) -> None:
+    """Raise `BadInput` for words of ``generate`` that many texts do not have."""
+    if keywords.get("streamer") is not None:
+        raise BadInput(
+            "a streamer follows one text at a time; take the answers as they end, or generate one."
+        )
+    if (keywords.get("num_return_sequences") or 1) > 1:
+        raise BadInput(
+            "num_return_sequences is for one prompt; give the prompt as often as it is to be answered."
+        )
 
 
 class _Settings:
