@@ -85,7 +85,7 @@ def test_by_call_is_saved_with_the_layer():
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
-def test_attention_by_call_is_each_head_by_itself(heads):
+def test_attention_by_call_takes_all_heads_together(heads):
     torch.manual_seed(0)
     (H, K), S, D = heads, 11, 16
     q, k, v = torch.randn(2, H, S, D), torch.randn(2, K, S, D), torch.randn(2, K, S, D)
@@ -97,14 +97,15 @@ def test_attention_by_call_is_each_head_by_itself(heads):
     for b in range(2):
         for h in range(H):
             keys, values = k[b, h * K // H], v[b, h * K // H]
-            scores = _by_row(q[b, h], keys, scores_plan)
+            scores = _by_row(q[b, h], keys, scores_plan, q)
             expected = (scores * 0.25).masked_fill(~mask, -torch.inf).softmax(-1)
             assert torch.equal(weights[b, h], expected)
-            assert torch.equal(out[b, :, h], _by_row(expected, values.T, values_plan))
+            assert torch.equal(out[b, :, h], _by_row(expected, values.T, values_plan, weights))
 
 
-def _by_row(a: torch.Tensor, b: torch.Tensor, plan: RowPlan) -> torch.Tensor:
-    groups = [group(row, a, plan.thresholds) for row in a]
+def _by_row(a: torch.Tensor, b: torch.Tensor, plan: RowPlan, call: torch.Tensor) -> torch.Tensor:
+    rows = call.reshape(-1, call.shape[-1])
+    groups = [group(row, rows, plan.thresholds) for row in a]
     return torch.cat(
         [
             sc_matmul(a[i : i + 1], b.contiguous(), stoc_len=plan.lengths[g], **WORDS)

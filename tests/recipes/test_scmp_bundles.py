@@ -131,8 +131,11 @@ def test_there_and_back(tmp_path):
             ("m.layers.1.b.down_proj", LinearSetting(runs="exact")),
         ),
         attention=(
-            ("m.layers.0.*", AttentionSetting(scores=(64, 8), scores_thresholds=(0.25,), values=40)),
-            ("m.layers.1.*", AttentionSetting(scores_bits=8)),
+            (
+                "m.layers.0.*",
+                AttentionSetting(scores=(64, 8), scores_thresholds=(0.25,), values=40, chunk_d=0),
+            ),
+            ("m.layers.1.*", AttentionSetting(scores_bits=8, chunk_d=0)),
         ),
     )
     linears = [f"m.layers.{i}.{op}" for i in range(2) for op in ("a.q_proj", "b.down_proj")]
@@ -167,6 +170,12 @@ def test_what_their_format_cannot_say(setting, sentence, tmp_path):
 
 def metric(op: str, **spec) -> dict:
     return {"table": TABLE | {"dispatch_metrics": {op: spec}}}
+
+
+def test_attention_in_chunks_has_no_place_there(tmp_path):
+    config = StochasticConfig(attention=(("*", AttentionSetting(scores=64)),))
+    with pytest.raises(Unsupported, match="counts its streams in chunks of 128, and theirs are not cut"):
+        write_bundle(config, tmp_path, [], ["m.layers.0.attn"])
 
 
 def test_bundles_that_are_none(tmp_path):

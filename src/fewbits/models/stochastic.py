@@ -188,6 +188,8 @@ def _attention_product(
     lengths, bits = setting.lengths(op), getattr(setting, f"{op}_bits")
     if bits is not None:
         return _of_bits(options, bits), RowPlan(integer=True)
+    if setting.chunk_d is not None:
+        options = replace(options, chunk_d=setting.chunk_d)
     if len(lengths) < 2:
         return (options.with_length(lengths[0]) if lengths else None), STREAMS
     longest = options.with_length(max(*lengths, 1))

@@ -43,10 +43,11 @@ class RowPlan:
             )
 
     def groups(self, x: Tensor) -> Tensor | None:
-        """(..., rows) int64 for operands x (..., rows, K); None where there is one group."""
+        """(..., rows) int64 for operands x (..., rows, K), all one call; None where there is one group."""
         if not self.thresholds:
             return None
-        return call_groups(x, _limits(self.thresholds, x.device))
+        together = x.reshape(x.shape[:-1].numel(), x.shape[-1])
+        return call_groups(together, _limits(self.thresholds, x.device)).view(x.shape[:-1])
 
     def steps(self, x: Tensor, options: Stochastic) -> int:
         """The stream lengths of all rows of x (..., rows, K), added up; 0 for whole numbers."""

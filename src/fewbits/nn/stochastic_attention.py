@@ -33,7 +33,7 @@ class AttentionProducts:
     Attributes:
         scores: options of q k^T.
         values: options of p v.
-        scores_plan: how the rows of q run: a call is one head of one sequence.
+        scores_plan: how the rows of q run: a call is all heads of all sequences.
         values_plan: the same of p.
     """
 

@@ -14,7 +14,9 @@ rows: ``classify: call`` of a `LinearSetting`. The gate sends rows strictly abov
 differs: where all rows of a call have the same magnitude (a call of one row has), they take the ladder's
 first length, and here the gate's if there is one that can be reached.
 
-Lengths are those of the kernels, after halving. What this format cannot say, or we cannot run, is refused.
+Linears' streams are counted in chunks of 128 inputs; attention's are not cut, its INT codes are. The rows of
+a call of attention are those of all heads. Lengths are those of the kernels, after halving. What this format
+cannot say, or we cannot run, is refused.
 """
 
 from __future__ import annotations
@@ -98,7 +100,7 @@ def _settings(
     linears, attention = [], []
     ops = list(dict.fromkeys([*(op for op, _ in groups), *schedule]))
     for block in range(blocks):
-        fields: dict[str, Any] = {}
+        fields: dict[str, Any] = {"chunk_d": 0}
         for op in ops:
             runs = schedule[op][block] if op in schedule else "sc"
             if runs == "sc" and (op, block) not in groups:
@@ -110,9 +112,10 @@ def _settings(
                 fields |= _attention_fields(ATTENTION[op], runs, found)
             else:
                 linears.append((f"*.layers.{block}.*.{op}", _linear(runs, found)))
-        attention.append((f"*.layers.{block}.*", AttentionSetting(**fields)))
-    exact = all(setting == AttentionSetting() for _, setting in attention)
-    return tuple(linears), () if exact else tuple(attention)
+        setting = AttentionSetting(**fields)
+        if not (setting.is_exact("scores") and setting.is_exact("values")):
+            attention.append((f"*.layers.{block}.*", setting))
+    return tuple(linears), tuple(attention)
 
 
 def _linear(runs: str, groups: Groups) -> LinearSetting:
@@ -317,6 +320,12 @@ def _said(config: StochasticConfig, op: str, name: str) -> tuple[str, Groups]:
     own = config.options.streams.length
     if op in ATTENTION:
         kind, setting = ATTENTION[op], config.attention_of(name)
+        cut = config.options.chunk_d if setting.chunk_d is None else setting.chunk_d
+        if setting.lengths(kind) and cut:
+            raise Unsupported(
+                f"{name} counts its streams in chunks of {cut}, and theirs are not cut in attention; give it "
+                "chunk_d: 0."
+            )
         bits = getattr(setting, f"{kind}_bits")
         if bits is not None:
             return f"int{bits}", ((), ())

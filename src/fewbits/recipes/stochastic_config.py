@@ -95,10 +95,12 @@ class AttentionSetting:
         scores: of queries times keys; or several, by group of rows.
         values: of weights times values; the same.
         scores_thresholds: descending, one fewer than lengths: a row's group is how many of them exceed where
-            its largest magnitude lies between the least, 0, and the greatest, 1, of its head's rows.
+            its largest magnitude lies between the least, 0, and the greatest, 1, of all heads' rows.
         values_thresholds: the same of the weights' rows.
         scores_bits: codes of so many bits, 2 to 8, multiplied as integers in place of streams.
         values_bits: the same.
+        chunk_d: inner dimensions that are quantised and counted together in streams, 0 for all; None: the
+            options'.
     """
 
     scores: int | tuple[int, ...] | None = None
@@ -107,8 +109,11 @@ class AttentionSetting:
     values_thresholds: tuple[float, ...] = ()
     scores_bits: int | None = None
     values_bits: int | None = None
+    chunk_d: int | None = None
 
     def __post_init__(self) -> None:
+        if self.chunk_d is not None and self.chunk_d < 0:
+            raise BadInput(f"chunk_d={self.chunk_d} is refused; give 0 for no chunks, or their size.")
         for name in ("scores", "values"):
             lengths, bits = getattr(self, name), getattr(self, f"{name}_bits")
             thresholds = getattr(self, f"{name}_thresholds")
@@ -286,7 +291,7 @@ def _value(name: str, value: Any) -> Any:
     if name in ("scores", "values") and value is not None:
         several = isinstance(value, Sequence) and not isinstance(value, str)
         return tuple(_whole(name, v) for v in value) if several else _whole(name, value)
-    if name.endswith("bits") and value is not None:
+    if (name.endswith("bits") or name == "chunk_d") and value is not None:
         return _whole(name, value)
     if name == "protected":
         return tuple(_whole(name, v) for v in _list(name, value))
