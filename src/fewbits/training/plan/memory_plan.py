@@ -9,6 +9,18 @@ still hold what they keep: giving up one of its products frees nothing then, but
 loss, which come before, and giving up both products, a norm's output or values of weights always frees
 something.
 
+The five, for M tokens, hidden size H, inner size I and N_qkv outputs of q, k and v, in 2 bytes a value:
+
+    what a layer gives up     frees (bytes)          costs in the backward pass
+    values of weights         2 * N * K a product    decoding them again
+    the norms' outputs        2 * 2 * M * H          one pass over memory each
+    the gate_up product       2 * M * 2 * I          norm and product again: 4 * M * H * I operations
+    q, k, v and attention     2 * M * (N_qkv + H)    norm, product and attention again
+    its two inputs            2 * 2 * M * H          a copy to the host and back, beside the arithmetic
+
+The planner divides each row's bytes by its seconds, gives up the best row of layer 0, then of layer 1, then
+the next best row, and stops where the peak fits.
+
 Predicted bytes come from shapes alone; the first step's measured peak corrects them (`Planner.corrected`).
 """
 
