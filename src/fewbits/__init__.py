@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from fewbits.formats.kv_cache import KVCache
     from fewbits.front.unsloth import (
         FastModel,
-        FastVisionModel,
         PatchDPOTrainer,
         PatchFastRL,
         PatchKTOTrainer,
         is_bfloat16_supported,
     )
+    from fewbits.front.vision import FastVisionModel
     from fewbits.inference.answer_file import answer_file
     from fewbits.inference.generate import Sampling
     from fewbits.inference.many import generate_many
@@ -62,7 +62,7 @@ _HOMES = {
     "lora_config": "fewbits.models.adapters",
     "FastLanguageModel": "fewbits.models.fast",
     "FastModel": "fewbits.front.unsloth",
-    "FastVisionModel": "fewbits.front.unsloth",
+    "FastVisionModel": "fewbits.front.vision",
     "PatchDPOTrainer": "fewbits.front.unsloth",
     "PatchFastRL": "fewbits.front.unsloth",
     "PatchKTOTrainer": "fewbits.front.unsloth",

@@ -11,7 +11,7 @@ import torch
 
 import fewbits
 from fewbits import FastLanguageModel, FastModel
-from fewbits.errors import BadInput, Unsupported
+from fewbits.errors import BadInput
 from fewbits.front import unsloth
 
 Dataset = pytest.importorskip("datasets").Dataset
@@ -33,12 +33,6 @@ def test_patches_say_once_that_they_patch_nothing(caplog):
             fewbits.PatchFastRL("GRPO", FastLanguageModel)
     assert [record.message.split()[0] for record in caplog.records] == ["PatchDPOTrainer", "PatchFastRL"]
     assert fewbits.is_bfloat16_supported() == (torch.cuda.is_available() and torch.cuda.is_bf16_supported())
-
-
-@pytest.mark.parametrize("word", ["from_pretrained", "get_peft_model", "for_inference", "for_training"])
-def test_vision_is_refused(word):
-    with pytest.raises(Unsupported, match="images"):
-        getattr(fewbits.FastVisionModel, word)("model")
 
 
 def test_fast_generate_and_load_lora(loaded, tmp_path):

@@ -8,60 +8,13 @@ from typing import Any
 
 import torch
 
-from fewbits.errors import Unsupported
 from fewbits.models.fast import FastLanguageModel
 
 logger = logging.getLogger("fewbits")
 
 
 class FastModel(FastLanguageModel):
-    """`FastLanguageModel` by the name of Unsloth's newer notebooks; text models only."""
-
-
-class FastVisionModel:
-    """Refuses: models with images are not trained here."""
-
-    @staticmethod
-    def from_pretrained(*args: Any, **kwargs: Any) -> Any:
-        """Refuse.
-
-        Raises:
-            Unsupported: always, with the way out.
-        """
-        raise Unsupported(_NO_VISION)
-
-    @staticmethod
-    def get_peft_model(*args: Any, **kwargs: Any) -> Any:
-        """Refuse.
-
-        Raises:
-            Unsupported: always, with the way out.
-        """
-        raise Unsupported(_NO_VISION)
-
-    @staticmethod
-    def for_inference(*args: Any, **kwargs: Any) -> Any:
-        """Refuse.
-
-        Raises:
-            Unsupported: always, with the way out.
-        """
-        raise Unsupported(_NO_VISION)
-
-    @staticmethod
-    def for_training(*args: Any, **kwargs: Any) -> Any:
-        """Refuse.
-
-        Raises:
-            Unsupported: always, with the way out.
-        """
-        raise Unsupported(_NO_VISION)
-
-
-_NO_VISION = (
-    "FastVisionModel trains models with images, which fewbits does not; train the text model with"
-    " FastLanguageModel, or the vision model with transformers and PEFT."
-)
+    """`FastLanguageModel` by the name of Unsloth's newer notebooks: text, and text in a class that sees."""
 
 
 def is_bfloat16_supported() -> bool:

@@ -73,6 +73,7 @@ def generic_spec(model: nn.Module, model_type: str) -> ModelSpec:
         left=tuple(left.items()),
         embed=_end(base, "get_input_embeddings", "model.embed_tokens"),
         head=_end(base, "get_output_embeddings", "lm_head"),
+        towers=tuple(_towers(base, decoder)),
         generic=True,
     )
 
@@ -148,6 +149,28 @@ def _decoder_of(base: Any) -> nn.Module:
     """The part of a model that reads text: the model itself, unless it has towers beside."""
     decoder: Any = base.get_decoder() if hasattr(base, "get_decoder") else None
     return base if decoder is None else decoder  # type: ignore[no-any-return]
+
+
+def _towers(base: Any, decoder: nn.Module) -> Iterator[str]:
+    """Paths of what a class for more than text has beside its decoder: all but the output head."""
+    config: Any = getattr(base, "config", None)
+    if decoder is base or config is None or config.get_text_config() is config:
+        return
+    way = next(path for path, module in base.named_modules() if module is decoder)
+    heads = [_head_of(base)]
+    for path, module in base.named_modules():
+        parent = path.rpartition(".")[0]
+        beside = (not parent or f"{way}.".startswith(f"{parent}.")) and not f"{way}.".startswith(f"{path}.")
+        is_tower = path and beside and module not in heads and not path.startswith(f"{way}.")
+        if is_tower and next(module.parameters(), None) is not None:
+            yield path
+
+
+def _head_of(base: Any) -> Any:
+    try:
+        return base.get_output_embeddings()
+    except (AttributeError, NotImplementedError):
+        return None
 
 
 def _missing(model_type: str, what: str) -> Unsupported:

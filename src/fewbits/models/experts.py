@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -112,10 +113,19 @@ def check_experts(model: nn.Module, where: str) -> None:
                 found.requires_grad_(False)
 
 
-def keep_experts_whole(model: Any) -> None:
-    """Have transformers write a model with packed experts under the names that its modules have.
+@contextmanager
+def own_names(model: Any) -> Iterator[None]:
+    """Have transformers write a packed model under the names that its modules have, while this lasts.
 
-    Its conversions would cut packed weights expert by expert, and rename what stands beside them.
+    Its conversions to a family's older layout would cut packed weights expert by expert, and rename what
+    stands beside them; a packed folder is found by its modules' names.
     """
-    if any(isinstance(module, QuantizedExperts) for module in model.modules()):
-        model._weight_conversions = []
+    before = vars(model).get("_weight_conversions")
+    model._weight_conversions = []
+    try:
+        yield
+    finally:
+        if before is None:
+            del model._weight_conversions
+        else:
+            model._weight_conversions = before

@@ -311,9 +311,10 @@ def _choose_recipe(
 
 
 def _load_model(where: str, checkpoint: Checkpoint | None, recipe: Any, dtype: Any, loading: Loading) -> Any:
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     from fewbits.models.hf_quantizer import register
+    from fewbits.models.model_shapes import auto_class_of
 
     register()
     device_map = device_map_of(loading.device_map)
@@ -328,12 +329,12 @@ def _load_model(where: str, checkpoint: Checkpoint | None, recipe: Any, dtype: A
     config = AutoConfig.from_pretrained(where, **config_options)
     if checkpoint is not None and checkpoint.quant_method in (None, "fewbits"):
         with torch.device("meta"):
-            described = AutoModelForCausalLM.from_config(config, trust_remote_code=loading.trust_remote_code)
+            described = auto_class_of(config).from_config(config, trust_remote_code=loading.trust_remote_code)
         check_shapes(checkpoint, described)
     settings = _quantization_settings(config, checkpoint, recipe, where, loading)
     if hasattr(settings.get("quantization_config"), "recipe"):
         check_device(settings["quantization_config"].recipe, next(iter((device_map or {"": "cpu"}).values())))
-    model, info = AutoModelForCausalLM.from_pretrained(
+    model, info = auto_class_of(config).from_pretrained(
         where,
         config=config,
         dtype=dtype_of(dtype, device_map),

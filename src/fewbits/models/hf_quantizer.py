@@ -43,7 +43,7 @@ from fewbits.models.expert_checkpoints import mxfp4_converters, mxfp4_rules, tak
 from fewbits.models.experts import (
     check_experts,
     expert_rules_of,
-    keep_experts_whole,
+    own_names,
     packed_place,
     place_empty_experts,
 )
@@ -449,7 +449,7 @@ def write_packed(model: Any, folder: Path, *, published: Path | None = None, **o
         published: the folder whose place it will take.
         options: of transformers' ``save_pretrained``.
     """
-    keep_experts_whole(model)
-    type(model).save_pretrained(model, folder, **options)
+    with own_names(model):
+        type(model).save_pretrained(model, folder, **options)
     save_config(model, folder)
     close_folder(folder, published)

@@ -42,6 +42,7 @@ _FLOAT32_CHECK_VALUES = 2**28  # smaller models are compared in float32: only th
 _ROUNDINGS = 4.0
 TOKENIZER_FILES = (
     "tokenizer*",
+    "*processor*.json",
     "special_tokens_map.json",
     "chat_template*",
     "vocab.*",

@@ -134,7 +134,7 @@ def built_without_memory(config: Mapping[str, Any]) -> Any:
     Raises:
         BadInput: transformers can build none; the message says what is missing.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import AutoConfig
 
     plain = {key: value for key, value in config.items() if key not in _NOT_OF_SHAPES}
     model_type = str(plain.pop("model_type", ""))
@@ -146,11 +146,8 @@ def built_without_memory(config: Mapping[str, Any]) -> Any:
         )
     try:
         made = AutoConfig.for_model(model_type or "llama", **plain)
-        causal = type(made) in AutoModelForCausalLM._model_mapping
         with torch.device("meta"):
-            model = (AutoModelForCausalLM if causal else AutoModelForImageTextToText).from_config(
-                made, dtype=torch.bfloat16
-            )
+            model = auto_class_of(made).from_config(made, dtype=torch.bfloat16)
     except _CANNOT_BUILD as error:
         said = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
         raise BadInput(
@@ -158,6 +155,14 @@ def built_without_memory(config: Mapping[str, Any]) -> Any:
             "pass the whole mapping in its config.json, of a family that transformers has."
         ) from error
     return model
+
+
+def auto_class_of(config: Any) -> Any:
+    """transformers' Auto class that makes the language model of a config: of text alone, or one that sees."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    sees = type(config) in AutoModelForImageTextToText._model_mapping
+    return AutoModelForImageTextToText if sees else AutoModelForCausalLM
 
 
 def model_of_config(config: Mapping[str, Any]) -> Any:
