@@ -235,6 +235,8 @@ def _notes(spec: ModelSpec, recipe: Recipe) -> Iterator[str]:
             f"kv_cache={recipe.kv_cache.name}: generate() of FastLanguageModel's models and fewbits' own "
             "evaluation keep keys and values so"
         )
+    if spec.experts is not None and (recipe.linear.weight_operand or recipe.linear.activation) is not None:
+        yield "products of experts are computed in the dtype of the activations, not in 8 bits"
     if not recipe.head.is_plain:
         yield "the head's products keep their dtype until the decoder is fused (fewbits.fuse)"
 
