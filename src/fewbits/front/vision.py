@@ -12,9 +12,7 @@ from typing import Any
 
 from fewbits.errors import Unsupported
 from fewbits.models.fast import FastLanguageModel
-from fewbits.models.vision_targets import language_names, vision_names
-
-_PROCESSORS = ("preprocessor_config.json", "processor_config.json")
+from fewbits.models.vision import language_names, processor_of, vision_names
 
 
 class FastVisionModel(FastLanguageModel):
@@ -34,7 +32,7 @@ class FastVisionModel(FastLanguageModel):
             ``model.fewbits_notes`` says.
         """
         model, tokenizer = FastLanguageModel.from_pretrained(model_name, *args, **options)
-        return model, _processor(model, tokenizer)
+        return model, processor_of(model, tokenizer)
 
     @staticmethod
     def get_peft_model(
@@ -77,21 +75,6 @@ class FastVisionModel(FastLanguageModel):
             raise Unsupported("the finetune_ options leave nothing to train; set one of them.")
         patterns = sorted({re.sub(r"(?<=\\.)\d+(?=\\.)", r"\\d+", re.escape(name)) for name in names})
         return FastLanguageModel.get_peft_model(model, target_modules="|".join(patterns), **options)
-
-
-def _processor(model: Any, tokenizer: Any) -> Any:
-    from transformers import AutoProcessor
-
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    folder = Path(str(getattr(base.config, "name_or_path", "") or ""))
-    if folder.is_dir() and not any((folder / name).is_file() for name in _PROCESSORS):
-        notes = getattr(base, "fewbits_notes", None)
-        if isinstance(notes, list):
-            notes.append(f"{folder} has no processor of images; the tokenizer alone is returned")
-        return tokenizer
-    processor = AutoProcessor.from_pretrained(str(folder))
-    processor.tokenizer = tokenizer
-    return processor
 
 
 __all__ = ["FastVisionModel"]

@@ -1,12 +1,18 @@
-"""Which linears of a class that sees get adapters: the decoder's, all or of one kind, and the towers'."""
+"""A class that sees: its processor, and which of its linears get adapters (the decoder's, the towers')."""
 
 from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
 
 from torch import nn
 
 from fewbits.errors import Unsupported
 from fewbits.host.spec import spec_for
+from fewbits.host.unwrap import unwrap
 from fewbits.models.adapter_files import linears_of
+
+_PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 
 
 def language_names(model: nn.Module, *, attention: bool, mlp: bool) -> list[str]:
@@ -33,4 +39,20 @@ def vision_names(model: nn.Module) -> list[str]:
     return [name for name in linears_of(model) if name.startswith(towers)] if towers else []
 
 
-__all__ = ["language_names", "vision_names"]
+def processor_of(model: Any, tokenizer: Any) -> Any:
+    """The processor of text and images beside a model's weights, with this tokenizer; else the tokenizer."""
+    from transformers import AutoProcessor
+
+    base = unwrap(model)
+    folder = Path(str(getattr(base.config, "name_or_path", "") or ""))
+    if folder.is_dir() and not any((folder / name).is_file() for name in _PROCESSORS):
+        notes = getattr(base, "fewbits_notes", None)
+        if isinstance(notes, list):
+            notes.append(f"{folder} has no processor of images; the tokenizer alone is returned")
+        return tokenizer
+    processor = AutoProcessor.from_pretrained(str(folder))
+    processor.tokenizer = tokenizer
+    return processor
+
+
+__all__ = ["language_names", "processor_of", "vision_names"]
