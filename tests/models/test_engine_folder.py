@@ -217,6 +217,33 @@ def test_a_changed_tokenizer_is_found(tmp_path: Path, monkeypatch: pytest.Monkey
     assert not (tmp_path / "out").exists()
 
 
+def test_calibration_text_says_which_columns_count(tmp_path: Path) -> None:
+    """The error of the outputs on that text falls; where text changes nothing it is refused, not ignored."""
+    from tests.models.test_compressed_folder import rows_file
+
+    save_tiny(tmp_path / "base", **SIZES)
+    model, words = FastLanguageModel.from_pretrained(
+        tmp_path / "base", load_in_4bit=False, dtype=torch.float32
+    )
+    given, errors = rows_file(tmp_path), {}
+    ids = words("the cat 3 sat on the mat, 3 times", return_tensors="pt").input_ids
+    down = model.model.layers[0].mlp.down_proj
+    seen: list[torch.Tensor] = []
+    hook = down.register_forward_pre_hook(lambda module, args: seen.append(args[0][0]))
+    logits(model, ids)
+    hook.remove()
+    for name, options in (("plain", {}), ("text", {"calibrate": given})):
+        receipt = exported(model, words, tmp_path / name, "gptq:int3_g32", **options)
+        here, _ = FastLanguageModel.from_pretrained(tmp_path / name, dtype=torch.float32)
+        found = layers(here)["model.layers.0.mlp.down_proj"].dequantize(torch.float32)
+        errors[name] = float((seen[0] @ (found - down.weight).t()).norm())
+        assert bool(receipt.calibrated_on) == (name == "text")
+    assert errors["text"] < errors["plain"]
+    for method in ("bitsandbytes:nf4", "torchao:int8", "compressed_tensors:fp8_block"):
+        with pytest.raises(BadInput, match="calibration text changes nothing"):
+            exported(model, words, tmp_path / "out", method, calibrate=given)
+
+
 def test_what_an_engine_cannot_have_is_refused_by_name(tmp_path: Path) -> None:
     save_tiny(tmp_path / "base", **SIZES)
     model, words = FastLanguageModel.from_pretrained(tmp_path / "base", load_in_4bit=False)

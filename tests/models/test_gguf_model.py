@@ -123,5 +123,9 @@ def test_a_file_that_was_opened_leaves_with_the_same_bytes(tmp_path: Path) -> No
     assert receipt.path.name == "base-Q4_K_M.gguf"
     found = {t.name: t.data for t in second}
     assert all((found[t.name] == t.data).all() for t in first if t.name in linears)
+    assert "is a GGUF file" in receipt.weights_from
+    with pytest.raises(BadInput, match="which is read for this"):  # it lies in memory as the disk has it
+        model.save_pretrained_gguf(file.parent, words, "q8_0", overwrite=True)
+    assert file.is_file()
     other = model.save_pretrained_gguf(tmp_path / "other", words, "q5_k_m")
     assert other.kept > 0 and len(other.rounded_again) == 15 - other.kept  # the Q6_K of both mixes are kept

@@ -33,6 +33,7 @@ class Linear:
         absmax: the largest magnitude among the linears that run as one with it, itself among them.
         alike: the packed weights of the others among those; None if one of them is not packed.
         input_absmax: the largest magnitude of its inputs on calibration text; None without such.
+        importance: (K,), the mean square of each column of those inputs; None without such.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Linear:
     absmax: float = 0.0
     alike: tuple[Packed, ...] | None = ()
     input_absmax: float | None = None
+    importance: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,7 @@ class Codec(ABC):
         reader: who reads back, with the version.
         parts: the tensors that a linear may have, by their names after the linear's.
         wants_inputs: it needs `Linear.input_absmax`.
+        takes_inputs: it rounds better with `Linear.importance`.
         shares_scale: linears that run as one need one scale, so `Linear.absmax` and `Linear.alike` are read.
     """
 
@@ -77,6 +80,7 @@ class Codec(ABC):
     reader: str
     parts: tuple[str, ...]
     wants_inputs: bool = False
+    takes_inputs: bool = False
     shares_scale: bool = False
 
     @abstractmethod

@@ -91,6 +91,7 @@ class CompressedCodec(Codec):
         self.scheme, self.dtype = SCHEMES[key], model.dtype
         self.kind, self.label = self.scheme.preset, f"compressed-tensors {self.scheme.preset}"
         self.reader, self.wants_inputs = reader_name(), bool(self.scheme.input_scale)
+        self.takes_inputs = bool(self.scheme.bits)
         self.format = self.scheme.format
         self.shares_scale = self.format is not None and _has_one_scale(self.format)
         columns = [K for _, K in model.shapes.values()]
@@ -176,7 +177,12 @@ class CompressedCodec(Codec):
         if codes is None:
             group = self.group or linear.weight.shape[1]
             codes = rounded(
-                linear.weight, self.scheme.bits, group, self.dtype, zero_point=self.scheme.zero_point
+                linear.weight,
+                self.scheme.bits,
+                group,
+                self.dtype,
+                zero_point=self.scheme.zero_point,
+                importance=linear.importance,
             )
         scales = codes.scales.to(self.dtype)
         given = {"weight": codes.decoded(scales), "weight_scale": scales.float()}

@@ -40,6 +40,8 @@ class WordsCodec(Codec):
         Unsupported: the model's sizes do not fill the layout's words or groups.
     """
 
+    takes_inputs = True
+
     def __init__(self, layout: str, method: str, model: Model) -> None:
         self.layout = layout
         self.bits, self.group, self.zero_point = _sizes(layout, method, model)
@@ -87,7 +89,12 @@ class WordsCodec(Codec):
         if codes is None:
             columns = linear.weight.shape[1]
             codes = rounded(
-                linear.weight, self.bits, self.group or columns, torch.float16, zero_point=self.zero_point
+                linear.weight,
+                self.bits,
+                self.group or columns,
+                torch.float16,
+                zero_point=self.zero_point,
+                importance=linear.importance,
             )
         if not bool(codes.scales.half().isfinite().all()):
             raise Unsupported(

@@ -71,6 +71,7 @@ class TorchaoCodec(Codec):
         self.group = 0 if match is None else int(match["group"] or 0)
         self.zero_point = match is not None and match["zero"] is not None
         self.is_plain_int8 = self.method == DEFAULT
+        self.takes_inputs = bool(self.bits) and not self.is_plain_int8
         if self.bits and not self.is_plain_int8 and any(grouping(f) for f in model.formats):
             self.zero_point = self.zero_point or has_zero_points(model)
         odd = next((n for n, (_, K) in model.shapes.items() if self.group and K % self.group), None)
@@ -174,7 +175,14 @@ class TorchaoCodec(Codec):
         codes = codes_of(linear.packed) if self.keeps(linear) else None
         group = self.group or linear.weight.shape[1]
         if codes is None:
-            codes = rounded(linear.weight, self.bits, group, self.dtype, zero_point=self.zero_point)
+            codes = rounded(
+                linear.weight,
+                self.bits,
+                group,
+                self.dtype,
+                zero_point=self.zero_point,
+                importance=linear.importance,
+            )
         return self._tensor(codes, group)
 
     def _tensor(self, codes: Codes, group: int) -> Any:

@@ -96,7 +96,15 @@ def codes_of(packed: Packed | None) -> Codes | None:
     return Codes(bits, group, values, zeros, packed.scales.cpu().float().reshape(N, groups), index)
 
 
-def rounded(weight: Tensor, bits: int, group: int, dtype: torch.dtype, *, zero_point: bool = False) -> Codes:
+def rounded(
+    weight: Tensor,
+    bits: int,
+    group: int,
+    dtype: torch.dtype,
+    *,
+    zero_point: bool = False,
+    importance: Tensor | None = None,
+) -> Codes:
     """A weight rounded to nearest, under scales with the least squared error of each group.
 
     Args:
@@ -106,13 +114,16 @@ def rounded(weight: Tensor, bits: int, group: int, dtype: torch.dtype, *, zero_p
         dtype: in which the file keeps scales; they are rounded to it first.
         zero_point: groups may lie unevenly around zero. The smallest zero point is then left out: version 1
             of GPTQ's layout, which stores them less one, has no sign for it that all engines read alike.
+        importance: (K,), how much the squared error of each column counts; None: all the same.
     """
+    heavy = None if importance is None else importance.to(weight).reshape(1, -1, group)
     blocks = weight.reshape(weight.shape[0], -1, group)
     best: Tensor | None = None
     chosen: tuple[Tensor, Tensor, Tensor] | None = None
     for number in range(_FACTORS):
         values, zeros, scales = _under(blocks, 1 - number * _STEP, bits, dtype, zero_point)
-        error = ((values - zeros) * scales - blocks).square().sum(-1, keepdim=True)
+        squares = ((values - zeros) * scales - blocks).square()
+        error = (squares if heavy is None else squares * heavy).sum(-1, keepdim=True)
         if best is None or chosen is None:
             best, chosen = error, (values, zeros, scales)
             continue

@@ -31,7 +31,7 @@ from fewbits.models.exporting import check_options
 from fewbits.models.input_moments import InputMoments
 from fewbits.models.merge import save_pretrained_merged as save_merged
 from fewbits.models.merger import MergeReceipt
-from fewbits.models.original import source_folder
+from fewbits.models.original import files_read
 from fewbits.models.whole_folder import check_destination, whole_folder
 
 _SHARD_BYTES = 1_000_000_000
@@ -54,8 +54,9 @@ def save_pretrained_merged(
             "gptq:int4_g128", "gptq_v2:...", "awq", "bitsandbytes:nf4", "torchao:int8" (the guide on exporting
             lists them). Linears that are packed so already keep their codes.
         options: of that function; for an engine also ``calibrate``, a JSON Lines file of "text" or "messages"
-            that the schemes "fp8" and "nvfp4" take the scales of their activations from, and ``check``: False
-            leaves out reading back, and the receipt says so.
+            that the schemes "fp8" and "nvfp4" take the scales of their activations from, and whole numbers in
+            groups the columns whose error counts most; and ``check``: False leaves out reading back, and the
+            receipt says so.
 
     Returns:
         What was done; None for "lora".
@@ -78,12 +79,16 @@ def save_pretrained_merged(
             f"{wanted.label} keeps scales of activations that are measured on text; give rows of it: "
             "--calibrate rows.jsonl, in Python calibrate=."
         )
+    if rows is not None and not (wanted.wants_inputs or wanted.takes_inputs):
+        raise BadInput(
+            f"{wanted.label} takes its scales from the weights alone, and calibration text changes nothing "
+            "there; leave out --calibrate (calibrate=)."
+        )
     base = unwrap(model)
-    source = source_folder(base)
-    read = [] if source is None else [source]
+    read = files_read(base)
     check_destination(save_directory, overwrite=overwrite, protected=read)
     work = _Work(ExportedWeights(base, tokenizer), *chosen)
-    if wanted.wants_inputs:
+    if rows is not None:
         work.calibrate(rows)
     with whole_folder(save_directory, overwrite=overwrite, protected=read, replaced=[RECEIPT]) as folder:
         receipt = work.write(folder, Path(save_directory), check=check)
@@ -186,6 +191,7 @@ class _Work:
             absmax=largest,
             alike=tuple(alike) if len(alike) == max(len(others) - 1, 0) else None,
             input_absmax=None if moments is None else moments.absmax,
+            importance=None if moments is None else moments.mean_square,
         )
 
     def _read(self, files: Mapping[str, Path], name: str) -> Tensor:

@@ -33,7 +33,7 @@ from fewbits.host.unwrap import unwrap
 from fewbits.models.export_proof import RECEIPT, ExportReceipt
 from fewbits.models.exported_weights import ExportedWeights
 from fewbits.models.merge import IGNORED_OPTIONS
-from fewbits.models.original import source_folder
+from fewbits.models.original import files_read
 from fewbits.models.whole_folder import check_destination, whole_folder
 
 _WIDE = ("f32", "f16", "bf16")  # decoded weights are at home in these
@@ -77,8 +77,7 @@ def save_pretrained_gguf(
     methods = [method_named(m) for m in _as_list(quantization_method)]
     import_gguf()
     base = unwrap(model)
-    source = source_folder(base)
-    read = [] if source is None else [source]
+    read = files_read(base)
     check_destination(save_directory, overwrite=overwrite, marker=RECEIPT, protected=read)
     weights = ExportedWeights(base, tokenizer)
     architecture_of(base.config.get_text_config())

@@ -17,7 +17,7 @@ from fewbits.errors import BadInput, Unsupported
 from fewbits.host.unwrap import unwrap
 from fewbits.models.merge_experts import WholeMerger, has_experts
 from fewbits.models.merger import TOKENIZER_FILES, Merger, MergeReceipt
-from fewbits.models.original import source_folder
+from fewbits.models.original import files_read
 from fewbits.models.packed import recipe_of
 from fewbits.models.whole_folder import ADAPTER, check_destination, whole_folder
 from fewbits.nn.linear import QuantizedLinear
@@ -76,7 +76,7 @@ def save_pretrained_merged(
         _save_adapter(model, save_directory, tokenizer, overwrite)
         return None
     base = unwrap(model)
-    read = [folder for folder in (source_folder(base),) if folder is not None]
+    read = files_read(base)
     check_destination(save_directory, overwrite=overwrite, protected=read)
     merger = _merger_of(base, dtype or (torch.float16 if base.dtype == torch.float16 else torch.bfloat16))
     if method == "merged_16bit":

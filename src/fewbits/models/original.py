@@ -25,11 +25,22 @@ def source_folder(model: Any) -> Path | None:
         return None
 
 
+def files_read(model: Any) -> list[Path]:
+    """What a model was loaded from, and no export overwrites: its folder or its GGUF file; none if gone."""
+    where = str(getattr(model.config, "name_or_path", "") or "")
+    if where and Path(where).is_file():
+        return [Path(where)]
+    folder = source_folder(model)
+    return [] if folder is None else [folder]
+
+
 def original_of(model: Any) -> tuple[Checkpoint | None, str]:
     """The unquantised checkpoint that the model was loaded from, or None and the reason."""
+    where = str(getattr(model.config, "name_or_path", "") or "")
+    if where and Path(where).is_file():
+        return None, f"{where} is a GGUF file"
     folder = source_folder(model)
     if folder is None:
-        where = str(getattr(model.config, "name_or_path", "") or "")
         return None, f"the original {where} is gone" if where else "the model was not loaded from a folder"
     try:
         checkpoint = inspect_folder(folder, remote_code=True)
