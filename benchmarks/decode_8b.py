@@ -57,6 +57,7 @@ def measure(model: Any, batch: int, context: int) -> tuple[list[float], float, i
         "do_sample": False,
         "pad_token_id": 0,
         "eos_token_id": None,
+        "use_cache": True,
     }
 
     def generate(count: int) -> None:

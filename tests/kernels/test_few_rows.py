@@ -96,7 +96,7 @@ def test_the_source_gives_the_definition(
 ) -> None:
     problem = Problem(name, M, K, N, **what)
     call = problem.call()
-    library = emulated.build(tmp_path, "generation/few_rows.cu", "few_rows_emulation.cpp", call.defines)
+    library = emulated.build(tmp_path, call.source, "few_rows_emulation.cpp", call.defines)
     library.run(ctypes.byref(call.argument), call.shape.blocks, call.shape.shared_bytes)
     rounding = 2.0**-8 if problem.out.dtype == torch.bfloat16 else 0.0
     assert error(problem.out, problem.exact) < problem.tolerance + rounding
@@ -112,7 +112,7 @@ def test_every_cut_gives_the_definition(
     """Also where chunks are left over, and where a block has several tiles."""
     problem = Problem("nf4_dq", 1, 704, (70,), norm=True)
     call = problem.call(shape=(warps, loads, depth, blocks))
-    library = emulated.build(tmp_path, "generation/few_rows.cu", "few_rows_emulation.cpp", call.defines)
+    library = emulated.build(tmp_path, call.source, "few_rows_emulation.cpp", call.defines)
     library.run(ctypes.byref(call.argument), call.shape.blocks, call.shape.shared_bytes)
     assert error(problem.out, problem.exact) < problem.tolerance
 
@@ -190,7 +190,7 @@ def test_compiles_to_machine_code(capability: int) -> None:
     ):
         problem = Problem(name, 1, 256, (16, 16) if what.get("activation") else (16,), **what)
         defines = dict(problem.call().defines) | {"EARLY": int(capability >= 90)}
-        assert nvrtc.cubin("generation/few_rows.cu", tuple(defines.items()), capability)[:4] == b"\x7fELF"
+        assert nvrtc.cubin(problem.call().source, tuple(defines.items()), capability)[:4] == b"\x7fELF"
 
 
 @pytest.mark.gpu

@@ -30,113 +30,18 @@
 // gelu, 2: gelu), NORM, X_KIND and OUT_KIND (0: float32, 1: bfloat16, 2: float16), HALF (of other 16-bit operands), ADD,
 // EARLY, ONE (x has one row), SHARE (four dimensions of K that a thread has, rounded up; 0: too many for registers).
 
-typedef unsigned int u32;
-typedef unsigned short u16;
-typedef unsigned char u8;
-typedef long long i64;
-typedef unsigned long long u64;
-
-#define THREADS (32 * WARPS)
-#define BITS (KIND == 0 || KIND == 1 ? 4 : KIND <= 4 ? 8 : 16)
 #define WORDS (VALUES * BITS / 32)   // of 32 bits that a lane reads of an output and a chunk: 1, 2, 4
-#define CHUNK (4 * VALUES)
-#define CHUNK_BYTES (CHUNK * BITS / 8)
-#define STEPS (VALUES / 4)           // products of 16 dimensions that a chunk takes
 #define ROWS (GROUPS * 8)
 #define SUM_ROWS (ONE ? 1 : ROWS)
-#define POSITIVE (KIND == 1 || KIND == 2)  // integers, made positive by adding HALF_RANGE
+#define SLICES WARPS
+#define ADDING THREADS
+#define SIMPLE 0
+#define SUMS_OF_X POSITIVE
 #define BESIDE (LOADS < 2 ? 1 : 2)
-#define HALF_RANGE (KIND == 1 ? 8.0f : 128.0f)
-// What a product of the bits has to be multiplied by: integers stand for 2**-24 times themselves, E4M3 for 2**-8 times.
-#define BITS_FACTOR (POSITIVE ? 16777216.0f : KIND == 3 ? 256.0f : 1.0f)
 #define TABLE_BYTES (KIND == 0 ? 256 * 128 : 0)
-#define MAP_BYTES (SCALES == 2 ? 1024 : 0)
 #define SUMS_BYTES (2 * WARPS * 16 * SUM_ROWS * 4)
 
-struct Matrix {
-    const u8 *codes;
-    const void *scales;
-    const float *scale_scales, *scale_offset;
-    const signed char *zero_points;
-    const u16 *bias;
-    const u16 *branch;   // (N, rank) of a low-rank branch, or none; ``inner`` (M, rank) of any pitch is its other side
-    const float *inner;
-    i64 row_bytes;
-    float branch_scale;
-    int rank, inner_pitch;
-    int N, scales_a_row, tiles, block_shift;  // block_shift: log2 of rows that share scales
-};
-
-struct Arguments {
-    Matrix w[3];
-    const void *x;
-    const u16 *norm;      // (K,), of the kind of 16 bits that HALF says
-    const float *map;     // (256,) values of 8-bit scales
-    void *out;
-    i64 x_pitch, out_pitch;  // values
-    float values[16];
-    float eps, norm_offset, out_factor;
-    int K, M, tiles, scale_shift, block_chunks;  // log2 of scales that share a second-level one; chunks that share a scale
-};
-
-// 1. What the hardware does; on a CPU the tests' emulation does it.
-
-#ifndef EMULATED
-extern __shared__ __align__(16) u8 shared_bytes[];
-// 16 bytes to shared memory, without waiting; zeros where ``there`` does not hold. Then of 4 or 8 bytes.
-static __device__ __forceinline__ void copy_16(u32 to, const void *from, bool there) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
-}
-template <int BYTES> static __device__ __forceinline__ void copy_few(u32 to, const void *from) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(BYTES) : "memory");
-}
-static __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int LEFT> static __device__ __forceinline__ void wait_copies() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
-}
-static __device__ __forceinline__ u32 shared_address() { return (u32)__cvta_generic_to_shared(shared_bytes); }
-static __device__ __forceinline__ void wait_for_the_kernel_before() {
-#if EARLY
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-static __device__ __forceinline__ void multiply_add(float *c, const u32 *a, u32 b0, u32 b1) {
-#if KIND == 5
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-#else
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-#endif
-                 "{%8, %9}, {%0, %1, %2, %3};"
-                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-static __device__ __forceinline__ u32 half_pair(float low, float high) {  // float16, rounded to nearest
-    u32 out;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
-    return out;
-}
-static __device__ __forceinline__ u32 bf16_pair(float low, float high) {
-    u32 out;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
-    return out;
-}
-static __device__ __forceinline__ float from_half(u16 x) {
-    float out;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(out) : "h"(x));
-    return out;
-}
-#define SHARED(type, at) (*(type *)(shared_bytes + (at)))
-#endif
-
-static __device__ __forceinline__ float from_bf16(u32 x) { return __uint_as_float(x << 16); }
-static __device__ __forceinline__ float from_16(u16 x) {
-#if HALF == 2
-    return from_half(x);
-#else
-    return from_bf16(x);
-#endif
-}
+#include "operands.cu"
 
 // A stage of a warp: 16 rows of LOADS chunks, so far apart that lanes read different banks; then scales, zero points.
 #define ROW_BYTES (LOADS * CHUNK_BYTES)
@@ -159,15 +64,15 @@ static __device__ __forceinline__ float from_16(u16 x) {
 #define X_BYTES(chunks) ((chunks) * CHUNK * 2)
 #define X_PITCH(chunks) (((X_BYTES(chunks) + (POSITIVE ? (chunks) * 4 : 0) + 127) / 128) * 128 + 32)  // other banks
 
-// 2. Weights: to shared memory, and from there.
+// 1. Weights: to shared memory, and from there.
 
 #include "weights.cu"
 
-// 3. x in shared memory.
+// 2. x in shared memory.
 
 #include "x.cu"
 
-// 4. Products.
+// 3. Products.
 
 struct Sums {
     float y[GROUPS][4];  // of output g, then g + 8: rows 2 t and 2 t + 1 of x
@@ -266,49 +171,7 @@ static __device__ __forceinline__ void multiply(const Arguments &p, int i, Sums 
     }
 }
 
-static __device__ __forceinline__ float activated(float x) {
-#if ACTIVATION == 0
-    return x / (1.0f + __expf(-x));
-#elif ACTIVATION == 1
-    return 0.5f * x * (1.0f + tanhf(0.7978845608028654f * (x + 0.044715f * x * x * x)));
-#else
-    return 0.5f * x * (1.0f + erff(x * 0.7071067811865476f));
-#endif
-}
-
-static __device__ __forceinline__ void store(const Arguments &p, int m, i64 n, float y) {
-    const i64 at = m * p.out_pitch + n;
-#if OUT_KIND == 0
-    float *out = (float *)p.out + at;
-#if ADD
-    *out += y * p.out_factor;
-#else
-    *out = y * p.out_factor;
-#endif
-#else
-    y *= p.out_factor;
-#if OUT_KIND == 1
-    ((u16 *)p.out)[at] = (u16)bf16_pair(y, y);
-#else
-    ((u16 *)p.out)[at] = (u16)half_pair(y, y);
-#endif
-#endif
-}
-
-// What a row of the matrix still needs: the factor that x was brought by, a scale of the whole row, bias and branch.
-static __device__ __forceinline__ float finished(const Matrix &w, int row, int m, float sum) {
-    sum *= SHARED(float, FACTORS_AT + 4 * m);
-#if SCALES == 0 && KIND < 5
-    sum *= ((const float *)w.scales)[w.scales_a_row ? row : 0] * (POSITIVE ? 1.0f : BITS_FACTOR);
-#endif
-    if (w.bias) sum += from_16(w.bias[row]);
-    if (w.branch) {
-        float branch = 0.0f;
-        for (int r = 0; r < w.rank; r++) branch += from_16(w.branch[(i64)row * w.rank + r]) * w.inner[(i64)m * w.inner_pitch + r];
-        sum += w.branch_scale * branch;
-    }
-    return sum;
-}
+#include "results.cu"
 
 // Sums of a tile over the warps, and what becomes of them; ``number`` counts the block's tiles.
 static __device__ __forceinline__ void finish(const Arguments &p, int tile, int number, Sums *sums) {
@@ -324,29 +187,7 @@ static __device__ __forceinline__ void finish(const Arguments &p, int tile, int 
         }
     __syncthreads();
     // Another warp each time, so that none falls behind.
-    const int outputs = GATED ? 8 : 16, thread = (threadIdx.x + number % WARPS * 32) % THREADS;
-    for (int i = thread; i < p.M * outputs; i += THREADS) {
-        const int m = i / outputs, row = i % outputs;
-        float sum = 0.0f, other = 0.0f;
-#pragma unroll
-        for (int from = 0; from < WARPS; from++) {
-            sum += SHARED(float, base + ((from * SUM_ROWS + m) * 16 + row) * 4);
-            if (GATED) other += SHARED(float, base + ((from * SUM_ROWS + m) * 16 + row + 8) * 4);
-        }
-#if GATED
-        const int n = tile * 8 + row;
-        if (n < p.w[0].N) {
-            sum = finished(p.w[0], n, m, sum), other = finished(p.w[1], n, m, other);
-            store(p, m, n, activated(sum) * other);
-        }
-#else
-        int of = 0, left = tile;
-        i64 before = 0;
-        while (of < 2 && left >= p.w[of].tiles) left -= p.w[of].tiles, before += p.w[of].N, of++;
-        const int n = left * 16 + row;
-        if (n < p.w[of].N) store(p, m, before + n, finished(p.w[of], n, m, sum));
-#endif
-    }
+    add_up(p, tile, base, (threadIdx.x + number % WARPS * 32) % THREADS);
 }
 
 static __device__ __forceinline__ void fill_tables(const Arguments &p) {

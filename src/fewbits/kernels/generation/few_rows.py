@@ -36,6 +36,15 @@ from fewbits.errors import BadInput, Unsupported
 from fewbits.formats.base import Packed
 from fewbits.formats.tables import table
 from fewbits.kernels.decoder.gated_activation import gated_activation_ref
+from fewbits.kernels.generation import columns
+from fewbits.kernels.generation.columns import (
+    Columns,
+    Work,
+    columns_of,
+    follow_each_other,
+    macros_of,
+    read_in_pairs,
+)
 from fewbits.kernels.generation.cut import (
     Reading,
     Shape,
@@ -147,6 +156,7 @@ class FewRows:
         shape: how the work is cut.
         argument: what the kernel is given; tests run its source on a CPU with the same.
         defines: the macros it is compiled with.
+        source: of the kernel, few_rows.cu or columns.cu.
     """
 
     def __init__(
@@ -162,7 +172,7 @@ class FewRows:
         add: bool = False,
         factor: float = 1.0,
         early: bool = False,
-        shape: tuple[int, int, int, int] | None = None,
+        shape: tuple[int, int, int, int] | Columns | None = None,
     ) -> None:
         """Prepare ``out = ...`` (or ``out += ...``) as the module's text defines it.
 
@@ -177,7 +187,7 @@ class FewRows:
             add: add to ``out``.
             factor: what the result is multiplied by.
             early: start before the kernel before has ended (compute capability 9.0 and later).
-            shape: warps, loads, depth and blocks; None: the ones that fit.
+            shape: warps, loads, depth and blocks, or columns of the other kernel; None: what fits.
 
         Raises:
             Unsupported: operands that the kernel does not take.
@@ -214,11 +224,12 @@ class FewRows:
             M,
             total,
             reading.scale_shift,
-            reading.block_chunks,
+            self.shape.block_chunks if isinstance(self.shape, Columns) else reading.block_chunks,
         )
+        by_columns = isinstance(self.shape, Columns)
+        self.source, self._name = (columns.SOURCE, "columns") if by_columns else (SOURCE, "few_rows")
         self.defines: nvrtc.Defines = (
-            *_macros(reading, self.shape, K, M),
-            ("VECTOR_SCALES", int(vector_scales(reading, weights, self.shape))),
+            *_cut_macros(reading, self.shape, weights, (M, K), activation is not None),
             ("GATED", int(activation is not None)),
             ("ACTIVATION", 0 if activation is None else ACTIVATIONS[activation]),
             ("NORM", int(norm is not None)),
@@ -235,7 +246,7 @@ class FewRows:
             return self._define()
         with on_device_of(self.out):
             kernel = nvrtc.kernel(
-                SOURCE, "few_rows", self.defines, self.out.device.index, self.shape.shared_bytes
+                self.source, self._name, self.defines, self.out.device.index, self.shape.shared_bytes
             )
             grid, threads = (self.shape.blocks, 1, 1), 32 * self.shape.warps
             nvrtc.launch(kernel, grid, threads, self.shape.shared_bytes, self.argument, early=self._early)
@@ -250,13 +261,36 @@ class FewRows:
 
 
 def _shape(
-    reading: Reading, x: Tensor, tiles: int, processors: int, chosen: tuple[int, int, int, int] | None
-) -> Shape:
+    reading: Reading,
+    x: Tensor,
+    tiles: int,
+    processors: int,
+    chosen: tuple[int, int, int, int] | Columns | None,
+) -> Shape | Columns:
     M, K = x.shape
-    if chosen is None:
-        return shape_of(reading, K, M, tiles, processors, shared_bytes_of(x.device))
-    warps, loads, depth, blocks = chosen
-    return cut(reading, K, M, tiles, blocks, warps, loads, depth)
+    if isinstance(chosen, Columns):
+        return chosen
+    if chosen is not None:
+        warps, loads, depth, blocks = chosen
+        return cut(reading, K, M, tiles, blocks, warps, loads, depth)
+    room = shared_bytes_of(x.device)
+    work = Work(reading, K, M, tiles, processors, room)
+    return columns_of(work) or shape_of(reading, K, M, tiles, processors, room)
+
+
+def _cut_macros(
+    reading: Reading,
+    shape: Shape | Columns,
+    weights: Sequence[Packed | Tensor],
+    size: tuple[int, int],
+    gated: bool,
+) -> nvrtc.Defines:
+    if isinstance(shape, Columns):
+        pairs, simple = read_in_pairs(reading, weights, shape), follow_each_other(reading, weights, gated)
+        return macros_of(reading, shape, pairs=pairs, simple=simple)
+    M, K = size
+    vectors = vector_scales(reading, weights, shape)
+    return (*_macros(reading, shape, K, M), ("VECTOR_SCALES", int(vectors)))
 
 
 def _macros(reading: Reading, shape: Shape, K: int, M: int) -> nvrtc.Defines:

@@ -3,20 +3,6 @@
 
 #pragma once
 
-// The matrix that has a tile's first (half 0) or last eight outputs, and the first of those in it.
-static __device__ __forceinline__ const Matrix &matrix_of(const Arguments &p, int tile, int half, int *first) {
-#if GATED
-    *first = tile * 8;
-    return p.w[half];
-#else
-    int of = 0;
-    while (of < 2 && tile >= p.w[of].tiles) tile -= p.w[of].tiles, of++;
-    *first = tile * 16 + half * 8;
-    return p.w[of];
-#endif
-}
-static __device__ __forceinline__ int row_in(const Matrix &w, int row) { return row < w.N ? row : w.N - 1; }
-
 static __device__ __forceinline__ int tile_of(int i) { return blockIdx.x + i / ROUNDS * gridDim.x; }
 static __device__ __forceinline__ int chunk_of(int i) { return (i % ROUNDS * WARPS + (int)threadIdx.x / 32) * LOADS; }
 static __device__ __forceinline__ int stage_of(int i) {

@@ -1,22 +1,9 @@
-// The rows of x that few_rows multiplies by: normalised, scaled and put in the order in which lanes read them; included by
-// few_rows.cu, with its macros.
+// The rows of x that few_rows.cu and columns.cu multiply by: normalised, scaled and put in the order in which lanes read
+// them; included by both, with their macros.
 
 #pragma once
 
-// Byte of k in a row: a lane's four dimensions of one product lie together, then those of its neighbours.
-static __device__ __forceinline__ int x_place(int k) {
-    const int in_lane = k % VALUES;
-#if KIND == 1
-    const int e = in_lane % 8, step = in_lane / 8 * 2 + e % 4 / 2, place = e % 2 * 2 + e / 4;
-#else
-    const int step = in_lane / 4, place = KIND >= 2 && KIND <= 4 ? in_lane % 2 * 2 + in_lane % 4 / 2 : in_lane % 4;
-#endif
-    return ((k / CHUNK * STEPS + step) * 4 + k % CHUNK / VALUES) * 8 + place * 2;
-}
-
-struct Four {
-    float x[4];
-};
+#include "x_order.cu"
 
 static __device__ __forceinline__ Four four_of(const Arguments &p, int m, int k) {
     Four v;
@@ -37,24 +24,7 @@ static __device__ __forceinline__ Four norm_weights(const Arguments &p, int k) {
             from_16(w.y & 0xffff) + p.norm_offset, from_16(w.y >> 16) + p.norm_offset};
 }
 
-static __device__ __forceinline__ void store_x(int at, int k, Four v) {
-#if KIND == 1  // its odd dimensions meet codes that are 16 times as large
-    v.x[1] *= 0.0625f, v.x[3] *= 0.0625f;
-#endif
-#if KIND == 5
-    const u32 low = bf16_pair(v.x[0], v.x[1]), high = bf16_pair(v.x[2], v.x[3]);
-#else
-    const u32 low = half_pair(v.x[0], v.x[1]), high = half_pair(v.x[2], v.x[3]);
-#endif
-#if KIND >= 1 && KIND <= 4
-    SHARED(u16, at + x_place(k)) = low, SHARED(u16, at + x_place(k + 1)) = low >> 16;
-    SHARED(u16, at + x_place(k + 2)) = high, SHARED(u16, at + x_place(k + 3)) = high >> 16;
-#else
-    SHARED(uint2, at + x_place(k)) = uint2{low, high};
-#endif
-}
-
-#if POSITIVE
+#if SUMS_OF_X
 // Sums over the chunks of a row, of x as it lies there, times what makes the integers positive.
 static __device__ __forceinline__ void sum_chunks(int at, int chunks) {
     for (int c = threadIdx.x; c < chunks; c += THREADS) {
@@ -167,7 +137,7 @@ static __device__ __forceinline__ void bring_x(const Arguments &p, const Known &
         }
     }
     __syncthreads();
-#if POSITIVE
+#if SUMS_OF_X
     for (int m = 0; m < p.M; m++) sum_chunks(X_AT + m * pitch, chunks);
     __syncthreads();
 #endif

@@ -1,0 +1,77 @@
+// What becomes of a tile's sums in few_rows.cu and columns.cu: scales of whole rows, bias, branch, activation, the output;
+// included by both, with their macros, SLICES (warps that share a tile), SUM_ROWS (rows of x in their sums), ADDING (threads
+// that add them up) and SIMPLE (there is one matrix, or two if GATED).
+
+#pragma once
+
+static __device__ __forceinline__ float activated(float x) {
+#if ACTIVATION == 0
+    return x / (1.0f + __expf(-x));
+#elif ACTIVATION == 1
+    return 0.5f * x * (1.0f + tanhf(0.7978845608028654f * (x + 0.044715f * x * x * x)));
+#else
+    return 0.5f * x * (1.0f + erff(x * 0.7071067811865476f));
+#endif
+}
+
+static __device__ __forceinline__ void store(const Arguments &p, int m, i64 n, float y) {
+    const i64 at = m * p.out_pitch + n;
+#if OUT_KIND == 0
+    float *out = (float *)p.out + at;
+#if ADD
+    *out += y * p.out_factor;
+#else
+    *out = y * p.out_factor;
+#endif
+#else
+    y *= p.out_factor;
+#if OUT_KIND == 1
+    ((u16 *)p.out)[at] = (u16)bf16_pair(y, y);
+#else
+    ((u16 *)p.out)[at] = (u16)half_pair(y, y);
+#endif
+#endif
+}
+
+// What a row of the matrix still needs: the factor that x was brought by, a scale of the whole row, bias and branch.
+static __device__ __forceinline__ float finished(const Matrix &w, int row, int m, float sum) {
+    sum *= SHARED(float, FACTORS_AT + 4 * m);
+#if SCALES == 0 && KIND < 5
+    sum *= ((const float *)w.scales)[w.scales_a_row ? row : 0] * (POSITIVE ? 1.0f : BITS_FACTOR);
+#endif
+    if (w.bias) sum += from_16(w.bias[row]);
+    if (w.branch) {
+        float branch = 0.0f;
+        for (int r = 0; r < w.rank; r++) branch += from_16(w.branch[(i64)row * w.rank + r]) * w.inner[(i64)m * w.inner_pitch + r];
+        sum += w.branch_scale * branch;
+    }
+    return sum;
+}
+
+// Adds the sums that SLICES warps left at ``base`` for a tile, in the warps' order, and writes what becomes of them;
+// ``thread`` of the ADDING threads that do it.
+static __device__ __forceinline__ void add_up(const Arguments &p, int tile, int base, int thread) {
+    const int outputs = GATED ? 8 : 16;
+    for (int i = thread; i < p.M * outputs; i += ADDING) {
+        const int m = i / outputs, row = i % outputs;
+        float sum = 0.0f, other = 0.0f;
+#pragma unroll
+        for (int from = 0; from < SLICES; from++) {
+            sum += SHARED(float, base + ((from * SUM_ROWS + m) * 16 + row) * 4);
+            if (GATED) other += SHARED(float, base + ((from * SUM_ROWS + m) * 16 + row + 8) * 4);
+        }
+#if GATED
+        const int n = tile * 8 + row;
+        if (n < p.w[0].N) {
+            sum = finished(p.w[0], n, m, sum), other = finished(p.w[1], n, m, other);
+            store(p, m, n, activated(sum) * other);
+        }
+#else
+        int of = 0, left = tile;
+        i64 before = 0;
+        if (!SIMPLE) while (of < 2 && left >= p.w[of].tiles) left -= p.w[of].tiles, before += p.w[of].N, of++;
+        const int n = left * 16 + row;
+        if (n < p.w[of].N) store(p, m, before + n, finished(p.w[of], n, m, sum));
+#endif
+    }
+}
