@@ -183,7 +183,13 @@ def test_compiles_to_machine_code(capability: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("lengths", "what"), [*CASES, ([5000, 4999, 17], {"heads": 32, "kv_heads": 8, "D": 128})], ids=str
+    ("lengths", "what"),
+    [
+        *CASES,
+        ([5000, 4999, 17], {"heads": 32, "kv_heads": 8, "D": 128}),
+        *(([n], {"heads": 32, "kv_heads": 8, "D": 128}) for n in (1, 17, 129, 4096, 4097, 9000)),
+    ],
+    ids=str,
 )
 def test_on_a_gpu(lengths: list[int], what: dict[str, Any]) -> None:
     p = Problem(lengths, device="cuda", **what)

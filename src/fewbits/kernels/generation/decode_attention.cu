@@ -8,11 +8,13 @@
 // 2. TILE positions at a time: a row of D values lies over LANES lanes (8 values, 16 bytes, each), so a warp reads
 //    32 / LANES positions at once, and several such reads before it multiplies. Scores go to shared memory, their maximum
 //    and sum of exponentials are those of an online softmax, and the same walk over the values adds them up.
-// 3. Each part leaves its sums, maximum and denominator in global memory. The block that comes last (a counter) adds the
-//    parts in their order, so equal calls give equal bits, and writes the result.
+// 3. CLUSTER blocks of one head run side by side and read each other's shared memory: each adds a share of their sums, in
+//    their order. Up to FEW positions one cluster does everything. Beyond, each leaves its sums, maximum and denominator
+//    in global memory; the block that comes last (a counter) adds these, in their order, and writes the result. Through
+//    global memory that takes 5 us, fences included. Equal calls give equal bits.
 //
 // Compiled at run time with GROUP, D, LANES (a power of two, at least D / 8), HALF (1: bfloat16, 2: float16), HEAD_NORM,
-// CAPPED, EARLY defined.
+// CAPPED, EARLY, CLUSTER (a power of two, at most 16; 1 before compute capability 9.0) defined.
 
 typedef unsigned int u32;
 typedef unsigned short u16;
@@ -21,10 +23,12 @@ typedef long long i64;
 #define WARPS 8
 #define THREADS (32 * WARPS)
 #define TILE 128                    // positions
-#define MOST_PARTS 64               // blocks of one head, as the launcher knows
+#define MOST_PARTS 64               // clusters of one head, as the launcher knows
 #define AT_ONCE (32 / LANES)        // positions that a warp reads with one instruction
 #define AHEAD 4                     // such reads before the first is used
-#define MIN_PART 128                // positions: fewer are not worth a block, whose sums have to be added
+#define MIN_PART (CLUSTER > 1 ? 16 : 64)  // positions: fewer are not worth a block
+#define FEW (CLUSTER * 256)         // positions: more are worth several clusters
+#define TURNED ((D + 31) / 32)      // numbers of a head that a lane turns
 #define LOWEST __int_as_float((int)0xff800000)  // minus infinity
 #define PARTIAL (D + 2)             // floats of a head and part: sums, maximum, denominator
 
@@ -76,6 +80,23 @@ static __device__ __forceinline__ uint4 load_16(const u16 *at) {
 static __device__ __forceinline__ float load_fresh(const float *at) { return __ldcg(at); }
 #endif
 
+#if CLUSTER > 1
+static __device__ __forceinline__ void meet_cluster() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+// A number in the shared memory of the cluster's block ``rank``, which stands where ``own`` stands in this one's.
+static __device__ __forceinline__ float load_from_block(const float *own, u32 rank) {
+    u32 at = (u32)__cvta_generic_to_shared(own);
+    float x;
+    asm("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(at) : "r"(rank));
+    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(x) : "r"(at) : "memory");
+    return x;
+}
+#else
+static __device__ __forceinline__ void meet_cluster() { __syncthreads(); }
+static __device__ __forceinline__ float load_from_block(const float *own, u32) { return *own; }
+#endif
+
 struct Eight {
     float x[8];
 };
@@ -90,8 +111,24 @@ static __device__ __forceinline__ float sum_of_warp(float x) {
     return x;
 }
 
+// The rotation at a position, of the numbers that a lane turns.
+struct Angles {
+    float cosine[TURNED], sine[TURNED];
+};
+static __device__ __forceinline__ Angles angles_at(const Arguments &p, i64 position) {
+    Angles a;
+#pragma unroll
+    for (int j = 0; j < TURNED; j++) {
+        const int d = threadIdx.x % 32 + 32 * j;
+        const bool turns = d < p.rotary;
+        a.cosine[j] = turns ? p.cosines[position * p.rotary + d] : 1.0f;
+        a.sine[j] = turns ? p.sines[position * p.rotary + d] : 0.0f;
+    }
+    return a;
+}
+
 // One head of D values by one warp: its norm, the rotation, rounding to 16 bits as a model does; to shared memory.
-static __device__ __forceinline__ void turn_head(const Arguments &p, const float *from, const u16 *norm, i64 position,
+static __device__ __forceinline__ void turn_head(const Arguments &p, const float *from, const u16 *norm, const Angles &angles,
                                                  float factor, float *scratch, float *to) {
     const int lane = threadIdx.x % 32;
     float squares = 0.0f;
@@ -108,11 +145,14 @@ static __device__ __forceinline__ void turn_head(const Arguments &p, const float
 #endif
     __syncwarp();
     const int half = p.rotary / 2;
-    for (int d = lane; d < D; d += 32) {
+#pragma unroll
+    for (int j = 0; j < TURNED; j++) {
+        const int d = lane + 32 * j;
+        if (d >= D) break;
         float x = scratch[d];
         if (d < p.rotary) {
             const float other = d < half ? -scratch[d + half] : scratch[d - half];
-            x = x * p.cosines[position * p.rotary + d] + other * p.sines[position * p.rotary + d];
+            x = x * angles.cosine[j] + other * angles.sine[j];
         }
         to[d] = from_16(to_16(x)) * factor;
     }
@@ -129,16 +169,19 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_attention(const __g
     i64 first = begin;
     if (p.window && position + 1 - p.window > first) first = position + 1 - p.window;
     const int count = (int)(position + 1 - first);
-    int part = (count + gridDim.x - 1) / gridDim.x;
+    const int blocks = CLUSTER > 1 && count <= FEW ? CLUSTER : (int)gridDim.x;
+    int part = (count + blocks - 1) / blocks;
     if (part < MIN_PART) part = MIN_PART;
-    const int parts = (count + part - 1) / part;
-    if ((int)blockIdx.x >= parts) return;
-    const i64 from = first + (i64)blockIdx.x * part;
-    const i64 to = from + part < position + 1 ? from + part : position + 1;
+    const int clusters = ((count + part - 1) / part + CLUSTER - 1) / CLUSTER;
+    if ((int)blockIdx.x >= clusters * CLUSTER) return;
+    const i64 end = position + 1, begin_of_part = first + (i64)blockIdx.x * part, from = begin_of_part < end ? begin_of_part : end;
+    const i64 to = from + part < end ? from + part : end;  // a cluster's last blocks may have none
     u16 *keys = p.keys + b * p.key_pitch + (i64)head * p.room * D, *values = p.values + b * p.value_pitch + (i64)head * p.room * D;
     // What earlier steps wrote can be asked for before this step's queries are there: the first keys and values.
     uint4 key[AHEAD], value[AHEAD];
-    const int until = (int)(to - from < TILE ? to - from : TILE) - (to == position + 1 && to - from <= TILE);
+    const bool has_new = to == end && from < end;
+    const int until = (int)(to - from < TILE ? to - from : TILE) - (has_new && to - from <= TILE);
+    const Angles angles = angles_at(p, position - begin);
 #pragma unroll
     for (int i = 0; i < AHEAD; i++) {
         const int at = (warp + i * WARPS) * AT_ONCE + row;
@@ -150,10 +193,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_attention(const __g
     const float *mine = p.qkv + b * p.qkv_pitch;
     const int heads = p.kv_heads * GROUP;
     for (int g = warp; g < GROUP; g += WARPS)
-        turn_head(p, mine + (head * GROUP + g) * D, p.q_norm, position - begin, p.scale, scratch[warp], q[g]);
-    if (to == position + 1 && warp == WARPS - 1) {
+        turn_head(p, mine + (head * GROUP + g) * D, p.q_norm, angles, p.scale, scratch[warp], q[g]);
+    if (has_new && warp == WARPS - 1) {
         float *key = sums[0][0];
-        turn_head(p, mine + (heads + head) * D, p.k_norm, position - begin, 1.0f, scratch[warp], key);
+        turn_head(p, mine + (heads + head) * D, p.k_norm, angles, 1.0f, scratch[warp], key);
         for (int d = lane; d < D; d += 32) {
             keys[position * D + d] = to_16(key[d]);
             values[position * D + d] = to_16(mine[(heads + p.kv_heads + head) * D + d]);
@@ -250,25 +293,45 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_attention(const __g
             if (row == 0 && column < D) sums[warp][g][column + e] = sum[g][e];
         }
     __syncthreads();
-    float *parts_of_head = p.parts + ((i64)b * p.kv_heads + head) * gridDim.x * GROUP * PARTIAL;
-    float *part_of_block = parts_of_head + (i64)blockIdx.x * GROUP * PARTIAL;
     for (int i = threadIdx.x; i < GROUP * D; i += THREADS) {
         float x = 0.0f;
 #pragma unroll
         for (int w = 0; w < WARPS; w++) x += sums[w][i / D][i % D];
-        if (parts == 1)
-            p.out[b * p.out_pitch + (i64)head * GROUP * D + i] = to_16(x / total[i / D]);
-        else
-            part_of_block[i / D * PARTIAL + i % D] = x;
+        sums[0][i / D][i % D] = x;
     }
-    if (parts == 1) return;
-    if (threadIdx.x < GROUP) {
-        part_of_block[threadIdx.x * PARTIAL + D] = largest[threadIdx.x];
-        part_of_block[threadIdx.x * PARTIAL + D + 1] = total[threadIdx.x];
+    meet_cluster();
+    // The cluster's sums: each block adds its share of the outputs.
+    float *parts_of_head = p.parts + ((i64)b * p.kv_heads + head) * (gridDim.x / CLUSTER) * GROUP * PARTIAL;
+    float *part_of_cluster = parts_of_head + (i64)(blockIdx.x / CLUSTER) * GROUP * PARTIAL;
+    const int share = (GROUP * D + CLUSTER - 1) / CLUSTER, own = (int)(blockIdx.x % CLUSTER) * share;
+    for (int i = own + (int)threadIdx.x; i < own + share && i < GROUP * D; i += THREADS) {
+        const int g = i / D;
+        float most = LOWEST, all = 0.0f, x = 0.0f, largest_of[CLUSTER], total_of[CLUSTER], sum_of[CLUSTER];
+#pragma unroll
+        for (u32 s = 0; s < CLUSTER; s++) {
+            largest_of[s] = load_from_block(&largest[g], s);
+            total_of[s] = load_from_block(&total[g], s);
+            sum_of[s] = load_from_block(&sums[0][g][i % D], s);
+        }
+#pragma unroll
+        for (int s = 0; s < CLUSTER; s++) most = fmaxf(most, largest_of[s]);
+#pragma unroll
+        for (int s = 0; s < CLUSTER; s++) {
+            const float weight = CLUSTER > 1 ? exp2f((largest_of[s] - most) * 1.4426950408889634f) : 1.0f;
+            all += weight * total_of[s], x += weight * sum_of[s];
+        }
+        if (clusters == 1) p.out[b * p.out_pitch + (i64)head * GROUP * D + i] = to_16(x / all);
+        else {
+            part_of_cluster[g * PARTIAL + i % D] = x;
+            if (i % D == 0) part_of_cluster[g * PARTIAL + D] = most, part_of_cluster[g * PARTIAL + D + 1] = all;
+        }
     }
+    meet_cluster();  // none ends while another reads from it
+    if (clusters == 1) return;
+    const int parts = clusters;
     __threadfence();
     __syncthreads();
-    if (threadIdx.x == 0) last = atomicAdd(p.arrived + b * p.kv_heads + head, 1u) == (u32)parts - 1;
+    if (threadIdx.x == 0) last = atomicAdd(p.arrived + b * p.kv_heads + head, 1u) == (u32)(parts * CLUSTER) - 1;
     __syncthreads();
     if (!last) return;
     __threadfence();

@@ -26,6 +26,7 @@ from fewbits.kernels.launch.jit import triton
 Defines = tuple[tuple[str, int], ...]
 _KERNELS = Path(__file__).parents[1]  # a source is named by its path from here: "stochastic/lookup.cu"
 _DYNAMIC_SHARED_BYTES = 48 * 1024  # above, a kernel must ask first
+_PORTABLE_CLUSTER = 8  # blocks; a GPU may allow more, and has to be asked
 _ALL = 100  # percent of the first cache's memory as shared memory
 _GRANTING = Lock()  # two threads may ask for one function's attributes
 _ELF = b"\x7fELF"
@@ -104,12 +105,19 @@ def _compiled(source: str, options: list[str]) -> bytes:
 
 @lru_cache(maxsize=256)
 def kernel(
-    source: str, name: str, defines: Defines, device: int, shared_bytes: int, *, beside: bool = False
+    source: str,
+    name: str,
+    defines: Defines,
+    device: int,
+    shared_bytes: int,
+    *,
+    beside: bool = False,
+    cluster: int = 1,
 ) -> Any:
     """A kernel's handle on a device, which is the current one.
 
     ``beside``: all of a multiprocessor's first cache is shared memory while the kernel runs, so that others
-    for which this holds can run beside it.
+    for which this holds can run beside it. ``cluster``: how many blocks will run side by side.
     """
     driver = _bindings("driver")
     major, minor = torch.cuda.get_device_capability(device)
@@ -118,6 +126,8 @@ def kernel(
     attributes, wanted = driver.CUfunction_attribute, {}
     if beside:
         wanted[attributes.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT] = _ALL
+    if cluster > _PORTABLE_CLUSTER:
+        wanted[attributes.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED] = 1
     if shared_bytes > _DYNAMIC_SHARED_BYTES:
         wanted[attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES] = shared_bytes
     with _GRANTING:
@@ -143,9 +153,11 @@ def launch(
     argument: ctypes.Structure,
     *,
     early: bool = False,
+    cluster: int = 1,
 ) -> None:
     """Start a kernel of one argument, a structure by value, on the current stream of the current device.
 
+    ``cluster``: so many blocks of the first dimension run side by side (compute capability 9.0 and later).
     ``early`` lets its blocks start before those of the stream's last kernel have ended; the kernel itself
     awaits what that one writes (griddepcontrol.wait; from compute capability 9.0).
     """
@@ -154,8 +166,8 @@ def launch(
     _ensure_context(driver)
     pointers = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
     stream = torch.cuda.current_stream().cuda_stream
-    if early:
-        config = _early_config(grid, threads, shared_bytes, stream)
+    if early or cluster > 1:
+        config = _config((grid, threads, shared_bytes, stream), early, cluster)
         status = driver.cuLaunchKernelEx(config, handle, ctypes.addressof(pointers), 0)
         _checked(status, "cuLaunchKernelEx")
         return
@@ -166,16 +178,26 @@ def launch(
 
 
 @lru_cache(maxsize=1024)
-def _early_config(grid: tuple[int, int, int], threads: int, shared_bytes: int, stream: int) -> Any:
-    driver = _bindings("driver")
-    attribute = driver.CUlaunchAttribute()
-    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-    attribute.value.programmaticStreamSerializationAllowed = 1
+def _config(size: tuple[tuple[int, int, int], int, int, int], early: bool, cluster: int) -> Any:
+    """A launch of a grid, threads, bytes of shared memory and a stream, with what only it can ask for."""
+    (grid, threads, shared_bytes, stream), driver = size, _bindings("driver")
+    names, attributes = driver.CUlaunchAttributeID, []
+    if early:
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = names.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        attributes.append(attribute)
+    if cluster > 1:
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = names.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        size_of_cluster = attribute.value.clusterDim
+        size_of_cluster.x, size_of_cluster.y, size_of_cluster.z = cluster, 1, 1
+        attributes.append(attribute)
     config = driver.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = grid
     config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
     config.sharedMemBytes, config.hStream = shared_bytes, stream
-    config.attrs, config.numAttrs = [attribute], 1
+    config.attrs, config.numAttrs = attributes, len(attributes)
     return config
 
 
