@@ -58,6 +58,14 @@ def test_rollouts_come_of_the_newest_adapters(
     monkeypatch.setattr(
         decode_step.DecodeStep, "advance", lambda self: (steps.append(self.batch), real(self))[1]
     )
+    made: list[int] = []
+    real_init = decode_step.DecodeStep.__init__
+
+    def init(self: Any, *args: Any, **options: Any) -> None:
+        made.append(1)
+        real_init(self, *args, **options)
+
+    monkeypatch.setattr(decode_step.DecodeStep, "__init__", init)
     save_tiny(tmp_path / "base")
     model, tokenizer = FastLanguageModel.from_pretrained(tmp_path / "base", dtype=torch.bfloat16)
     model.generation_config.eos_token_id = None
@@ -95,6 +103,9 @@ def test_rollouts_come_of_the_newest_adapters(
     before = {n: p.detach().clone() for n, p in trainer.model.named_parameters() if "lora_B" in n}
     trainer.train()
     assert len(watched.rollouts) == 3 and max(watched.behind) < 0.2
+    hooks = trainer.model.get_input_embeddings()._forward_hooks
+    assert len(hooks) <= 1  # one a step would be added
+    assert living or len(made) == 1  # trainers' hooks between two rollouts cost no new step
     assert steps and any(
         not torch.equal(p, before[n]) for n, p in trainer.model.named_parameters() if n in before
     )

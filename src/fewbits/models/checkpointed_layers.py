@@ -112,12 +112,18 @@ def checkpoint_layers(model: Any, on: bool) -> None:
 
 
 def _name_hooks(base: Any) -> None:
-    """Put a function that pickle finds by its name in the place of local ones that do the same."""
+    """Put one function that pickle finds by its name in the place of local ones that do the same.
+
+    transformers adds one at each call, also where one is there, and knows how to take the last one away.
+    """
     hooks = base.get_input_embeddings()._forward_hooks
     for number, hook in hooks.items():
         if _LOCAL_HOOK in getattr(hook, "__qualname__", ""):
-            hooks[number] = _let_gradients_begin
+            hooks[number] = let_gradients_begin
+    for number in [number for number, hook in hooks.items() if hook is let_gradients_begin][:-1]:
+        del hooks[number]
 
 
-def _let_gradients_begin(module: Any, inputs: Any, output: torch.Tensor) -> None:
+def let_gradients_begin(module: Any, inputs: Any, output: torch.Tensor) -> None:
+    """A hook: what an embedding gives, (..., hidden), has a gradient; its numbers stay."""
     output.requires_grad_(True)

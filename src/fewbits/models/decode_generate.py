@@ -32,6 +32,7 @@ from fewbits.formats.kv_cache import KVCache
 from fewbits.host.unwrap import unwrap
 from fewbits.kernels.product.matmul_packed import PLAIN
 from fewbits.models.cache_choice import cache_of_call
+from fewbits.models.checkpointed_layers import let_gradients_begin
 from fewbits.models.decode_calls import drops, other_speculation, other_way, said, with_stop_strings
 from fewbits.models.decode_packed import fill_step, packed_keywords, why_not_cache
 from fewbits.models.decode_step import DecodeStep, why_not
@@ -376,11 +377,23 @@ def _state_of(model: Any) -> tuple[Any, ...]:
             active = () if module.disable_adapters or module.merged else tuple(module.active_adapters)
             found.append((active, tuple(module.scaling.get(a) for a in active), bool(module.merged)))
         found.append((id(module), type(module)))
-        if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
-            listeners = (*module._forward_hooks, *module._forward_pre_hooks, id(vars(module).get("forward")))
-            found.append(listeners)
+        hooks = [*module._forward_hooks.items(), *module._forward_pre_hooks.items()]
+        listeners = [number for number, hook in hooks if not _asks_for_gradients(hook)]
+        if listeners or "forward" in vars(module):
+            found.append((*listeners, id(vars(module).get("forward"))))
     found.extend(tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers()))
     return tuple(found)
+
+
+def _asks_for_gradients(hook: Any) -> bool:
+    """Whether a hook is the one that we, transformers and PEFT put on embeddings: it changes no number.
+
+    Trainers put on a new one between two rollouts, which would cost a new step, and its proof, each time.
+    """
+    name = getattr(hook, "__name__", "")
+    local = name.startswith("make_inputs_require_grad")
+    theirs = local and hook.__module__.startswith(("transformers.", "peft."))
+    return hook is let_gradients_begin or theirs
 
 
 def _is_a_users(processor: Any) -> bool:
