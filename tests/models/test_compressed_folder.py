@@ -19,6 +19,8 @@ from fewbits.nn.linear import QuantizedLinear
 from tests.models.loading import save_tiny, tokenizer
 from tests.models.unwritten import save_unwritten
 
+pytest.importorskip("compressed_tensors")
+
 IDS = torch.tensor([[1, 5, 9, 20, 31]])
 
 

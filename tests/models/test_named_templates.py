@@ -33,8 +33,7 @@ def written(tokenizer, messages, **options):
 @pytest.mark.parametrize("begin", [0, 1])
 @pytest.mark.parametrize("prompts", [True, False])
 def test_the_families_own_templates_write_the_same(tokenizer, name, begin, prompts):
-    import trl
-
+    trl = pytest.importorskip("trl")
     own = Path(trl.__file__).parent / "chat_templates" / f"{OF_TRL[name]}.jinja"
     if not own.is_file():
         pytest.skip(f"this trl has no {own.name}")

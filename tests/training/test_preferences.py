@@ -18,6 +18,8 @@ from fewbits.training.config import TrainConfig
 from fewbits.training.run import train
 from fewbits.training.setup.callbacks import read_metrics
 
+pytest.importorskip("trl")
+
 PAIR = {"prompt": "Question", "chosen": "Yes, it is so.", "rejected": "No."}
 
 
