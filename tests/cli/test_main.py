@@ -57,7 +57,7 @@ def test_no_command_is_usage(run):
     [
         (["eval"], "error: the following arguments are required: --model; see fewbits eval --help."),
         (["nonsense"], "invalid choice: 'nonsense'"),
-        (["generate", "--model", "m"], "one of the arguments --prompt --messages --chat is required"),
+        (["generate", "--model", "m"], "one of the arguments --prompt --messages --chat --input is required"),
         (["generate", "--model", "m", "--prompt", "a", "--top-k", "x"], "invalid int value: 'x'"),
         (["generate", "--model", "m", "--prompt", "a", "--chat"], "not allowed with argument"),
         (["report"], "required: RUN"),

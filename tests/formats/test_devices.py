@@ -8,7 +8,7 @@ import torch
 from fewbits.formats import FORMATS, GGUF_TYPES, Format
 from fewbits.formats.gguf_layouts import LAYOUTS
 from fewbits.formats.k_quants import Fields
-from fewbits.formats.rounding import random_words
+from fewbits.formats.rounding import first_of_largest, random_words, sum_in_order
 
 
 @pytest.mark.gpu
@@ -55,3 +55,17 @@ def test_the_bits_of_a_nan_do_not_reach_the_file(
 @pytest.mark.gpu
 def test_random_words_are_the_same() -> None:
     assert torch.equal(random_words(100_003, 5, "cuda", offset=17).cpu(), random_words(100_003, 5, offset=17))
+
+
+def test_sums_are_taken_in_one_order() -> None:
+    """Halves are added: with numbers that round, another order gives other sums."""
+    x = torch.tensor([[1e8, 1.0, -1e8, 3.0, 0.25]])
+    assert sum_in_order(x, (-1,)).tolist() == [[(1e8 - 1e8) + (1.0 + 3.0) + 0.25]]
+    whole = torch.randint(-50, 50, (3, 7, 1, 12)).float()
+    assert torch.equal(sum_in_order(whole, (1, 3)), whole.sum((1, 3), keepdim=True))
+    assert sum_in_order(torch.ones(2, 0), (1,)).tolist() == [[0.0], [0.0]]
+
+
+def test_the_first_of_equal_magnitudes_is_taken() -> None:
+    x = torch.tensor([[1.0, 3.0, 3.0, 2.0], [5.0, 5.0, 5.0, 5.0], [0.0, 0.0, 0.0, 1.0]])
+    assert first_of_largest(x).tolist() == [[1], [0], [3]]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import gguf
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -16,7 +15,7 @@ from fewbits.nn.linear import QuantizedLinear
 from tests.models.loading import packed_state, same
 from tests.models.tiny_folders import byte_tokenizer, pair_tokenizer, saved
 
-pytest.importorskip("gguf")
+gguf = pytest.importorskip("gguf")
 
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from torch import distributed, nn
 
 import fewbits
@@ -32,6 +33,7 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def prepared(model: Any) -> Any:
+    AcceleratorState._reset_state(True)  # another test's trainer may have left one of another precision
     return Accelerator(cpu=True, mixed_precision="bf16").prepare_model(model)
 
 

@@ -28,7 +28,7 @@ from fewbits.formats.contract import Contract
 from fewbits.formats.gguf_layouts import LAYOUTS
 from fewbits.formats.k_quants import IQ4_VALUES, SEARCHED, Fields, SubBlocks, search
 from fewbits.formats.minifloat import E2M1, exponential
-from fewbits.formats.rounding import random_uniform, round_to_integer
+from fewbits.formats.rounding import first_of_largest, random_uniform, round_to_integer
 from fewbits.formats.tables import table
 
 _CHUNK = 1 << 20  # values at a time: temporaries stay small however large the tensor
@@ -164,7 +164,7 @@ def _fields(d: Tensor, q: Tensor, low: Tensor | None = None) -> Fields:
 
 def _signed(x: Tensor, half: int) -> Fields:
     """The value that lies farthest out becomes -half; halves are rounded up."""
-    farthest = x.gather(-1, x.abs().argmax(-1, keepdim=True))
+    farthest = x.gather(-1, first_of_largest(x.abs()))
     d = farthest / -half
     return _fields(d, (x * _inverse(d) + (half + 0.5)).trunc_().clamp_(0, 2 * half - 1) - half)
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fewbits.formats.rounding import first_of_largest, sum_in_order
 from fewbits.formats.tables import midpoints, table
 
 SUPER_BLOCK = 256
@@ -130,7 +131,7 @@ def _first_affine(x: Tensor, kind: SubBlocks, weights: Tensor | None) -> Fields:
     _, high = _range(kind)
     low_x = x.amin(-1, keepdim=True).clamp_max(0.0)
     span = x.amax(-1, keepdim=True).clamp_min(0.0) - low_x
-    scale, minimum = span / high, -low_x
+    scale, minimum = span * (1 / high), -low_x  # a GPU divides by a number in this way
     best = _squares(x - scale * ((x - low_x) * _inverse(scale)).round_().clamp_(0, high) + minimum, weights)
     for number in range(-_FACTORS, _FACTORS + 1):
         q = ((x - low_x) * ((high + number * _STEP) * _inverse(span))).round_().clamp_(0, high)
@@ -141,8 +142,8 @@ def _first_affine(x: Tensor, kind: SubBlocks, weights: Tensor | None) -> Fields:
         scale = torch.where(better, new_scale, scale)
         minimum = torch.where(better, new_minimum, minimum)
     _, most = _scale_range(kind)
-    d = _half(scale.amax(1, keepdim=True) / most)
-    dmin = _half(minimum.amax(1, keepdim=True) / most)
+    d = _half(scale.amax(1, keepdim=True) * (1 / most))
+    dmin = _half(minimum.amax(1, keepdim=True) * (1 / most))
     s = (scale * _inverse(d)).round_().clamp_(0, most)
     m = (minimum * _inverse(dmin)).round_().clamp_(0, most)
     codes = Fields(d, s, x, dmin, m)
@@ -152,7 +153,7 @@ def _first_affine(x: Tensor, kind: SubBlocks, weights: Tensor | None) -> Fields:
 
 def _fit_line(x: Tensor, q: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
     """The scale >= 0 and minimum >= 0 that bring ``scale * q - minimum`` nearest to x."""
-    n = x.shape[-1] if weights is None else weights.sum(-1, keepdim=True)
+    n = x.shape[-1] if weights is None else sum_in_order(weights, (-1,))
     sum_q, sum_qq = _sum(q, weights), _sum(q * q, weights)
     sum_x, sum_xq = _sum(x, weights), _sum(x * q, weights)
     determinant = _inverse(n * sum_qq - sum_q * sum_q)
@@ -166,7 +167,7 @@ def _fit_line(x: Tensor, q: Tensor, weights: Tensor | None) -> tuple[Tensor, Ten
 def _first_symmetric(x: Tensor, kind: SubBlocks, weights: Tensor | None) -> Fields:
     low, high = _range(kind)
     step = (high - low) / (2**kind.bits - 1) * _STEP
-    farthest = x.gather(-1, x.abs().argmax(-1, keepdim=True))
+    farthest = x.gather(-1, first_of_largest(x.abs()))
     scale = farthest / low
     best = _squares(x - scale * round_codes(x * _inverse(scale), kind), weights)
     for sign in (1.0, -1.0):
@@ -177,7 +178,7 @@ def _first_symmetric(x: Tensor, kind: SubBlocks, weights: Tensor | None) -> Fiel
             better = error < best
             best, scale = torch.where(better, error, best), torch.where(better, fitted, scale)
     lowest, most = _scale_range(kind)
-    largest = scale.gather(1, scale.abs().argmax(1, keepdim=True))
+    largest = scale.gather(1, first_of_largest(scale.abs().transpose(1, 2)))
     d = _half(largest / (lowest if kind.scale_bits else 1))
     s = (scale * _inverse(d)).round_().clamp_(lowest, most)
     zero = torch.zeros_like(d)
@@ -187,7 +188,7 @@ def _first_symmetric(x: Tensor, kind: SubBlocks, weights: Tensor | None) -> Fiel
 
 
 def _sum(values: Tensor, weights: Tensor | None) -> Tensor:
-    return (values if weights is None else values * weights).sum(-1, keepdim=True)
+    return sum_in_order(values if weights is None else values * weights, (-1,))
 
 
 def _squares(error: Tensor, weights: Tensor | None) -> Tensor:
@@ -217,15 +218,15 @@ def _refit(x: Tensor, codes: Fields, kind: SubBlocks, weights: Tensor | None) ->
     a, b = codes.s * codes.q, -codes.m.expand_as(codes.q)
     total = (1, 2)
     heavy_a, heavy_b = (a, b) if weights is None else (a * weights, b * weights)
-    aa, ab, bb = ((u * v).sum(total, keepdim=True) for u, v in ((a, heavy_a), (a, heavy_b), (b, heavy_b)))
-    xa, xb = ((x * v).sum(total, keepdim=True) for v in (heavy_a, heavy_b))
+    aa, ab, bb = (sum_in_order(u * v, total) for u, v in ((a, heavy_a), (a, heavy_b), (b, heavy_b)))
+    xa, xb = (sum_in_order(x * v, total) for v in (heavy_a, heavy_b))
     determinant = _inverse(aa * bb - ab * ab)
     both = determinant != 0
     d = torch.where(both, (xa * bb - xb * ab) * determinant, xa * _inverse(aa))
     dmin = torch.where(both, (xb * aa - xa * ab) * determinant, codes.dmin)
     new = Fields(_half(d), codes.s, codes.q, _half(dmin), codes.m)
     new.q = _round_codes(x, new, kind, new.s, new.m)
-    before = _squares(x - codes.values(), weights).sum(1, keepdim=True)
-    better = _squares(x - new.values(), weights).sum(1, keepdim=True) < before
+    before = sum_in_order(_squares(x - codes.values(), weights), (1,))
+    better = sum_in_order(_squares(x - new.values(), weights), (1,)) < before
     codes.d, codes.dmin = torch.where(better, new.d, codes.d), torch.where(better, new.dmin, codes.dmin)
     codes.q = torch.where(better, new.q, codes.q)

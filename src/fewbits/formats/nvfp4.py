@@ -42,7 +42,7 @@ from fewbits.formats.blocks import (
 )
 from fewbits.formats.contract import Contract
 from fewbits.formats.minifloat import E2M1
-from fewbits.formats.rounding import random_uniform
+from fewbits.formats.rounding import random_uniform, sum_in_order
 from fewbits.formats.scale_search import SHRINK, Grid, ScaleSearch, ascending
 from fewbits.formats.tables import table
 
@@ -178,7 +178,7 @@ class NVFP4Blocks(Format):
         # relative to the tensor's largest value: squares of very small or large numbers would leave float32
         inverse = whole if self.divides else 1.0 / whole
         error = (self._values(codes, scales, whole) - blocks) * inverse
-        return error.square().sum(dim=(1, 3), keepdim=True)
+        return sum_in_order(error.square(), (1, 3))
 
 
 class _Search(ScaleSearch):

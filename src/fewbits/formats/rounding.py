@@ -76,6 +76,29 @@ def random_uniform(
     return (random_words(n, seed, device, offset=offset) >> 8).to(torch.float32).mul_(2.0**-24).view(shape)
 
 
+def sum_in_order(x: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """Sums over ``dims``, which stay with size 1, by adding halves: every device adds in the same order.
+
+    torch's own sums are taken in an order of each device's own, and searches that compare them then choose
+    other codes on a GPU than on a CPU.
+    """
+    for dim in dims:
+        while (size := x.shape[dim]) > 1:
+            half = size // 2
+            added = x.narrow(dim, 0, half) + x.narrow(dim, half, half)
+            x = added if size % 2 == 0 else torch.cat([added, x.narrow(dim, size - 1, 1)], dim)
+        if size == 0:
+            x = x.sum(dim, keepdim=True)
+    return x
+
+
+def first_of_largest(x: Tensor) -> Tensor:
+    """Where the largest value of the last dimension stands, (..., 1); of equals the first, everywhere."""
+    size = x.shape[-1]
+    places = torch.arange(size, device=x.device).expand(x.shape)
+    return torch.where(x == x.amax(-1, keepdim=True), places, size - 1).amin(-1, keepdim=True)
+
+
 def round_to_integer(x: Tensor, uniform: Tensor | None = None) -> Tensor:
     """Round float32 to whole numbers, in a new tensor.
 

@@ -10,12 +10,12 @@ depends on the other rows of its call, padding and other sequences of a batch in
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from fewbits.errors import BadInput
+from fewbits.formats.kept import keep_tables
 from fewbits.formats.stochastic import Stochastic
 
 _ALL_EQUAL = 1e-8
@@ -60,7 +60,7 @@ class RowPlan:
         return int(torch.tensor(self.lengths, device=x.device)[groups].sum())
 
 
-@lru_cache(maxsize=256)
+@keep_tables()
 def _limits(thresholds: tuple[float, ...], device: torch.device) -> Tensor:
     """Made once: nothing is copied from the host in a step that a CUDA graph records."""
     return torch.tensor(thresholds, dtype=torch.float32, device=device)
