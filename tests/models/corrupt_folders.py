@@ -27,6 +27,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from tests.forks import fork
+
 Corrupt = Callable[[Path], None]
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 MEMORY_BYTES = 6 * 2**30  # of one door's process, above what it has
@@ -527,7 +529,7 @@ def outcome(
     ``good`` tells a sentence from what is none among the messages of our own errors.
     """
     reading, writing = os.pipe()
-    child = os.fork()
+    child = fork()
     if child == 0:
         os.close(reading)
         with contextlib.suppress(BaseException):

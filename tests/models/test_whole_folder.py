@@ -24,6 +24,7 @@ from fewbits.inference.export import quantize_checkpoint
 from fewbits.models import whole_folder as module
 from fewbits.models.checkpoint import inspect_folder
 from fewbits.models.whole_folder import ADAPTER, check_destination, remove_leftovers, whole_folder
+from tests.forks import fork
 from tests.models.loading import perturb, save_tiny
 
 # Python announces these before it does them.
@@ -43,7 +44,7 @@ def partials(folder: Path) -> list[Path]:
 
 def child(work: Callable[[], object], *, kill_at: int = 0, after: float | None = None) -> int:
     """Run ``work`` in a forked process: killed before its n-th change of files, or after some seconds."""
-    pid = os.fork()
+    pid = fork()
     if pid == 0:
         count = 0
 

@@ -27,6 +27,7 @@ from fewbits.training.ranks import watch
 from fewbits.training.run_folder import lock
 from fewbits.training.setup import callbacks, distribute
 from fewbits.training.step import trainer
+from tests.forks import fork
 
 
 def child(order: dict, counter: int) -> None:
@@ -83,7 +84,7 @@ class Run:
     def __init__(self, order: dict, environment: dict[str, str]) -> None:
         self.counter, self.message = os.memfd_create("count"), os.memfd_create("message")
         self.start = time.perf_counter()
-        self.pid = os.fork()
+        self.pid = fork()
         if self.pid == 0:
             os.environ |= environment
             try:
