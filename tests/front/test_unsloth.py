@@ -121,6 +121,7 @@ def test_an_embedding_rate_without_embeddings_is_refused(loaded, tmp_path):
 
 
 def test_arguments_can_be_saved_and_read(tmp_path):
+    """Also after caches were cleared, as tests of kernels do."""
     args = arguments(tmp_path, embedding_learning_rate=1e-5)
     again = pickle.loads(pickle.dumps(args))
     assert type(again) is UnslothTrainingArguments and again.embedding_learning_rate == 1e-5

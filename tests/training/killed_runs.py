@@ -14,11 +14,13 @@ import resource
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from pathlib import Path
 
 import jinja2
+from tqdm import tqdm
 
 from fewbits.training import run
 from fewbits.training.checkpoints import folders
@@ -27,7 +29,6 @@ from fewbits.training.ranks import watch
 from fewbits.training.run_folder import lock
 from fewbits.training.setup import callbacks, distribute
 from fewbits.training.step import trainer
-from tests.forks import fork
 
 
 def child(order: dict, counter: int) -> None:
@@ -84,8 +85,9 @@ class Run:
     def __init__(self, order: dict, environment: dict[str, str]) -> None:
         self.counter, self.message = os.memfd_create("count"), os.memfd_create("message")
         self.start = time.perf_counter()
-        self.pid = fork()
+        self.pid = os.fork()
         if self.pid == 0:
+            tqdm.set_lock(threading.RLock())  # as tests/forks.py says; this file is run by its path
             os.environ |= environment
             try:
                 child(order, self.counter)

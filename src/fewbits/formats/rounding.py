@@ -77,7 +77,7 @@ def random_uniform(
 
 
 def sum_in_order(x: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """Sums over ``dims``, which stay with size 1, by adding halves: every device adds in the same order.
+    """Sums of x (..., n, ...) over ``dims``, which stay as 1, in one order on every device: halves are added.
 
     torch's own sums are taken in an order of each device's own, and searches that compare them then choose
     other codes on a GPU than on a CPU.

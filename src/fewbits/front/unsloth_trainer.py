@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 from fewbits.errors import BadInput, Unsupported
@@ -14,7 +13,6 @@ from fewbits.errors import BadInput, Unsupported
 _EMBEDDINGS = ("embed_tokens", "lm_head", "wte", "embed_in", "embed_out")
 
 
-@cache
 def _classes() -> dict[str, Any]:
     try:
         from trl import SFTConfig, SFTTrainer
@@ -51,7 +49,8 @@ def _classes() -> dict[str, Any]:
 
 def __getattr__(name: str) -> Any:
     if name in ("UnslothTrainer", "UnslothTrainingArguments"):
-        return _classes()[name]
+        globals().update(_classes())  # made once: pickle asks whether a class is the one found here
+        return globals()[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
