@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fewbits.errors import Unsupported
+from fewbits.kernels.generation import decode_attention as module
 from fewbits.kernels.generation.decode_attention import (
     Cache,
     DecodeAttention,
@@ -171,6 +172,21 @@ def test_what_does_not_fit_is_refused() -> None:
         DecodeAttention(big.qkv, big.cache, big.out, big.rules)
     with pytest.raises(Unsupported, match=r"queries in torch\.bfloat16"):
         DecodeAttention(p.qkv.to(BF16), p.cache, p.out, p.rules)
+
+
+@pytest.mark.parametrize(
+    ("capability", "processors", "splits", "cluster"),
+    [
+        *(((9, 0), 132, 33, 16), ((9, 0), 60, 33, 8), ((9, 0), 16, 4, 1), ((9, 0), 132, 5, 4)),
+        *(((12, 0), 170, 40, 1), ((8, 0), 108, 27, 1)),
+    ],
+)
+def test_only_gpus_that_take_clusters_get_them(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], processors: int, splits: int, cluster: int
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(module, "multiprocessors", lambda _: processors)
+    assert module.cluster_of(torch.device("cuda"), splits) == cluster
 
 
 @pytest.mark.skipif(nvrtc.missing() is not None, reason="needs NVRTC")

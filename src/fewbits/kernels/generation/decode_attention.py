@@ -160,7 +160,7 @@ class DecodeAttention:
         self.out, self._early, self._operands = out, early, (qkv, cache, rules)
         device = qkv.device
         splits = min(_MOST_SPLITS, max(1, cdiv(2 * multiprocessors(device), B * kv_heads)))
-        self.cluster = _cluster_of(device, splits)
+        self.cluster = cluster_of(device, splits)
         splits = splits // self.cluster * self.cluster
         parts = torch.empty(
             B * heads * (splits // self.cluster) * (D + 2), dtype=torch.float32, device=device
@@ -209,11 +209,17 @@ class DecodeAttention:
         return self.out
 
 
-def _cluster_of(device: torch.device, splits: int) -> int:
-    """Blocks of one head that run side by side: a power of two."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
+def cluster_of(device: torch.device, splits: int) -> int:
+    """Blocks of one head that run side by side: a power of two.
+
+    Sixteen are more than every GPU promises: data centre GPUs of compute capability 9 and 10 take them when
+    they are whole, slices of them eight. Other GPUs get single blocks, which add up through global memory.
+    """
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] not in (9, 10):
         return 1
-    return min(_MOST_CLUSTER, 1 << (splits.bit_length() - 1))
+    processors = multiprocessors(device)
+    most = _MOST_CLUSTER if processors >= 100 else 8 if processors >= 32 else 1
+    return min(most, 1 << (splits.bit_length() - 1))
 
 
 def decode_attention(qkv: Tensor, cache: Cache, rules: Rules) -> Tensor:
