@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from fewbits.models import decode_calls, decode_generate, decode_step
 from fewbits.models.live import answers
@@ -20,3 +21,16 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for module in (decode_calls, decode_generate, answers):
         monkeypatch.setattr(module, "why_not", without_the_gpu)
+
+
+def count_steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A list of one number: the decode steps taken from now on."""
+    count = [0]
+    real = decode_step.DecodeStep.advance
+
+    def advance(self: Any) -> Tensor:
+        count[0] += 1
+        return real(self)
+
+    monkeypatch.setattr(decode_step.DecodeStep, "advance", advance)
+    return count

@@ -13,7 +13,7 @@ import fewbits
 from fewbits.models import decode_generate, decode_step
 from fewbits.models.decode_generate import decoding_of
 from fewbits.models.fast import FastLanguageModel, with_methods
-from tests.models.emulated import on_a_cpu
+from tests.models.emulated import count_steps, on_a_cpu
 from tests.models.tiny import tiny, tokens
 
 ROUNDING = 0.03
@@ -28,15 +28,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many tokens the steps made so far."""
-    count = [0]
-    real = decode_step.DecodeStep.advance
-
-    def advance(self: Any) -> Tensor:
-        count[0] += 1
-        return real(self)
-
-    monkeypatch.setattr(decode_step.DecodeStep, "advance", advance)
-    return count
+    return count_steps(monkeypatch)
 
 
 def model_of(**changes: Any) -> Any:

@@ -14,9 +14,8 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
 
 import fewbits
-from fewbits.models import decode_step
 from fewbits.models.fast import FastLanguageModel, with_methods
-from tests.models.emulated import on_a_cpu
+from tests.models.emulated import count_steps, on_a_cpu
 from tests.models.tiny import tiny, tokens
 
 HERE, THERE = True, False
@@ -90,15 +89,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many steps there were."""
-    count = [0]
-    real = decode_step.DecodeStep.advance
-
-    def advance(self: Any) -> Tensor:
-        count[0] += 1
-        return real(self)
-
-    monkeypatch.setattr(decode_step.DecodeStep, "advance", advance)
-    return count
+    return count_steps(monkeypatch)
 
 
 @pytest.fixture(scope="module")
