@@ -28,7 +28,6 @@ typedef long long i64;
 #define AHEAD 4                     // such reads before the first is used
 #define MIN_PART (CLUSTER > 1 ? 16 : 64)  // positions: fewer are not worth a block
 #define FEW (CLUSTER * 256)         // positions: more are worth several clusters
-#define TURNED ((D + 31) / 32)      // numbers of a head that a lane turns
 #define LOWEST __int_as_float((int)0xff800000)  // minus infinity
 #define PARTIAL (D + 2)             // floats of a head and part: sums, maximum, denominator
 
@@ -105,59 +104,7 @@ static __device__ __forceinline__ Eight eight_of(const uint4 &v) {
             from_16(v.z & 0xffff), from_16(v.z >> 16), from_16(v.w & 0xffff), from_16(v.w >> 16)};
 }
 
-static __device__ __forceinline__ float sum_of_warp(float x) {
-#pragma unroll
-    for (int d = 16; d; d /= 2) x += __shfl_xor_sync(0xffffffffu, x, d);
-    return x;
-}
-
-// The rotation at a position, of the numbers that a lane turns.
-struct Angles {
-    float cosine[TURNED], sine[TURNED];
-};
-static __device__ __forceinline__ Angles angles_at(const Arguments &p, i64 position) {
-    Angles a;
-#pragma unroll
-    for (int j = 0; j < TURNED; j++) {
-        const int d = threadIdx.x % 32 + 32 * j;
-        const bool turns = d < p.rotary;
-        a.cosine[j] = turns ? p.cosines[position * p.rotary + d] : 1.0f;
-        a.sine[j] = turns ? p.sines[position * p.rotary + d] : 0.0f;
-    }
-    return a;
-}
-
-// One head of D values by one warp: its norm, the rotation, rounding to 16 bits as a model does; to shared memory.
-static __device__ __forceinline__ void turn_head(const Arguments &p, const float *from, const u16 *norm, const Angles &angles,
-                                                 float factor, float *scratch, float *to) {
-    const int lane = threadIdx.x % 32;
-    float squares = 0.0f;
-    for (int d = lane; d < D; d += 32) {
-        const float x = from[d];
-        scratch[d] = x;
-        squares += x * x;
-    }
-#if HEAD_NORM
-    if (norm) {
-        const float inverse = rsqrtf(sum_of_warp(squares) / D + p.eps);
-        for (int d = lane; d < D; d += 32) scratch[d] *= inverse * (from_16(norm[d]) + p.norm_offset);
-    }
-#endif
-    __syncwarp();
-    const int half = p.rotary / 2;
-#pragma unroll
-    for (int j = 0; j < TURNED; j++) {
-        const int d = lane + 32 * j;
-        if (d >= D) break;
-        float x = scratch[d];
-        if (d < p.rotary) {
-            const float other = d < half ? -scratch[d + half] : scratch[d - half];
-            x = x * angles.cosine[j] + other * angles.sine[j];
-        }
-        to[d] = from_16(to_16(x)) * factor;
-    }
-    __syncwarp();
-}
+#include "heads.cu"
 
 extern "C" __global__ void __launch_bounds__(THREADS) decode_attention(const __grid_constant__ Arguments p) {
     __shared__ __align__(16) float q[GROUP][D], scratch[WARPS][D], scores[GROUP][TILE], sums[WARPS][GROUP][D];

@@ -73,14 +73,6 @@ static __device__ __forceinline__ Range range_of(const Arguments &p, int b, int 
     return r;
 }
 
-// Scores in powers of two from here on.
-static __device__ __forceinline__ float score_of(const Arguments &p, float score) {
-#if CAPPED
-    score = p.cap * tanhf(score / p.cap);
-#endif
-    return score * LOG2E;
-}
-
 struct Shared {
     float (*q)[D], (*scratch)[D], (*sums)[HEADS][D], (*most)[HEADS], (*total)[HEADS];
 };
@@ -395,10 +387,11 @@ static __device__ __forceinline__ void attend_packed(const Arguments &p, const R
     Tile t;
     i64 tile = from + warp * ROWS;
     load_keys(t, rows, tile, to);  // earlier steps wrote them: they can be asked for before this step's queries are there
+    const Angles angles = angles_at(p, r.position - r.begin);
     wait_for_the_kernel_before();
     const float *mine = p.qkv + b * p.qkv_pitch;
     for (int g = warp; g < HEADS; g += WARPS) {
-        turn_head(p, mine + (i64)(head * HEADS + g) * D, p.q_norm, r.position - r.begin, p.scale, s.scratch[warp], s.q[g]);
+        turn_head(p, mine + (i64)(head * HEADS + g) * D, p.q_norm, angles, p.scale, s.scratch[warp], s.q[g]);
         spread<KEY_TURN>(s.q[g]);
         float largest = 0.0f;
         for (int d = lane; d < D; d += 32) largest = fmaxf(largest, fabsf(s.q[g][d]));
@@ -435,14 +428,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, D <= 128 && NT == 1 ? 2 : 
     const Range r = range_of(p, b, gridDim.x);
     if ((int)blockIdx.x >= r.parts) return;
     if (blockIdx.x == 0) {
+        const Angles angles = angles_at(p, r.position - r.begin);
         wait_for_the_kernel_before();
         const float *mine = p.qkv + b * p.qkv_pitch;
         const int heads = p.kv_heads * HEADS;
         for (int g = warp; g < HEADS; g += WARPS)
-            turn_head(p, mine + (i64)(head * HEADS + g) * D, p.q_norm, r.position - r.begin, p.scale, scratch[warp], q[g]);
+            turn_head(p, mine + (i64)(head * HEADS + g) * D, p.q_norm, angles, p.scale, scratch[warp], q[g]);
         __syncthreads();
         if (warp == WARPS - 1)
-            turn_head(p, mine + (i64)(heads + head) * D, p.k_norm, r.position - r.begin, 1.0f, scratch[0], scratch[WARPS - 1]);
+            turn_head(p, mine + (i64)(heads + head) * D, p.k_norm, angles, 1.0f, scratch[0], scratch[WARPS - 1]);
         if (warp == WARPS - 2)
             for (int d = lane; d < D; d += 32)
                 scratch[WARPS - 2][d] = from_16(to_16(mine[(i64)(heads + p.kv_heads + head) * D + d]));

@@ -102,11 +102,6 @@ static __device__ __forceinline__ Eight load_eight(const u16 *at) {
             from_16(v[2] & 0xffff), from_16(v[2] >> 16), from_16(v[3] & 0xffff), from_16(v[3] >> 16)};
 }
 
-static __device__ __forceinline__ float sum_of_warp(float x) {
-#pragma unroll
-    for (int d = 16; d; d /= 2) x += __shfl_xor_sync(0xffffffffu, x, d);
-    return x;
-}
 static __device__ __forceinline__ float largest_of_warp(float x) {
 #pragma unroll
     for (int d = 16; d; d /= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, d));
@@ -151,34 +146,7 @@ template <int KIND> static __device__ __forceinline__ void value_pairs(u32 &even
 
 // 4. One head by one warp, in shared memory.
 
-// Its norm, the rotation, rounding to 16 bits as a model does.
-static __device__ __forceinline__ void turn_head(const Arguments &p, const float *from, const u16 *norm, i64 position,
-                                                 float factor, float *scratch, float *to) {
-    const int lane = threadIdx.x % 32;
-    float squares = 0.0f;
-    for (int d = lane; d < D; d += 32) {
-        const float x = from[d];
-        scratch[d] = x;
-        squares += x * x;
-    }
-#if HEAD_NORM
-    if (norm) {
-        const float inverse = rsqrtf(sum_of_warp(squares) / D + p.eps);
-        for (int d = lane; d < D; d += 32) scratch[d] *= inverse * (from_16(norm[d]) + p.norm_offset);
-    }
-#endif
-    __syncwarp();
-    const int half = p.rotary / 2;
-    for (int d = lane; d < D; d += 32) {
-        float x = scratch[d];
-        if (d < p.rotary) {
-            const float other = d < half ? -scratch[d + half] : scratch[d - half];
-            x = x * p.cosines[position * p.rotary + d] + other * p.sines[position * p.rotary + d];
-        }
-        to[d] = from_16(to_16(x)) * factor;
-    }
-    __syncwarp();
-}
+#include "heads.cu"
 
 // Times the orthonormal Hadamard matrix, in blocks.
 template <int BLOCK> static __device__ __forceinline__ void spread(float *x) {
@@ -194,6 +162,14 @@ template <int BLOCK> static __device__ __forceinline__ void spread(float *x) {
     __syncwarp();
     for (int i = threadIdx.x % 32; i < D; i += 32) x[i] *= rsqrtf((float)BLOCK);
     __syncwarp();
+}
+
+// Scores in powers of two from here on.
+static __device__ __forceinline__ float score_of(const Arguments &p, float score) {
+#if CAPPED
+    score = p.cap * tanhf(score / p.cap);
+#endif
+    return score * LOG2E;
 }
 
 static __device__ __forceinline__ u32 e4m3_of(float x) {  // to nearest, ties to even; x is at most 448
