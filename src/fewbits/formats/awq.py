@@ -56,12 +56,12 @@ def from_awq(
         raise BadCheckpoint(
             f"the AWQ tensors of {name} do not fit together ({error}); fetch it again."
         ) from error
-    made = {
+    tensors = {
         "codes": pack_bits((codes ^ 8).t().contiguous(), 4),
         "scales": scales.float().t().contiguous(),
         "zero_points": (zeros.int() - 8).to(torch.int8).t().contiguous(),
     }
-    return Packed(whole_numbers(4, (1, K // groups if groups > 1 else 0), True), (N, K), dtype, made)
+    return Packed(whole_numbers(4, (1, K // groups if groups > 1 else 0), True), (N, K), dtype, tensors)
 
 
 def _columns(words: Tensor) -> Tensor:

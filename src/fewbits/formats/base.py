@@ -199,11 +199,11 @@ class Packed:
 
 def format_to_config(format: Format, registry: Mapping[str, Format]) -> str | dict[str, Any]:
     """A format as plain data: its name, or its name with the fields that differ from the registry's value."""
-    known = registry[format.name]
+    registered = registry[format.name]
     changed = {
         f.name: getattr(format, f.name)
         for f in dataclasses.fields(format)
-        if getattr(format, f.name) != getattr(known, f.name)
+        if getattr(format, f.name) != getattr(registered, f.name)
     }
     return {"name": format.name, **changed} if changed else format.name
 

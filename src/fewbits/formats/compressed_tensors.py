@@ -99,16 +99,16 @@ def from_compressed_tensors(
     """
     format = format_of(scheme, name)
     try:
-        made = _parts(format, parts, name, shape, int(scheme.get("num_bits", 8)))
+        tensors = _parts(format, parts, name, shape, int(scheme.get("num_bits", 8)))
         for part, spec in format.layout(shape).items():
-            if made[part].numel() != prod(spec.shape):
-                raise ValueError(f"{part} holds {made[part].numel()} values instead of {prod(spec.shape)}")
-            made[part] = made[part].to(spec.dtype).reshape(spec.shape).contiguous()
+            if tensors[part].numel() != prod(spec.shape):
+                raise ValueError(f"{part} holds {tensors[part].numel()} values instead of {prod(spec.shape)}")
+            tensors[part] = tensors[part].to(spec.dtype).reshape(spec.shape).contiguous()
     except (KeyError, ValueError, RuntimeError) as error:
         raise BadCheckpoint(
             f"the compressed-tensors parts of {name} do not fit together ({error}); fetch it again."
         ) from error
-    return Packed(format, shape, dtype, made)
+    return Packed(format, shape, dtype, tensors)
 
 
 def to_compressed_tensors(packed: Packed) -> dict[str, Tensor]:
@@ -129,16 +129,16 @@ def to_compressed_tensors(packed: Packed) -> dict[str, Tensor]:
 def _parts(
     format: Format, parts: Mapping[str, Tensor], name: str, shape: tuple[int, int], bits: int
 ) -> dict[str, Tensor]:
-    wanted, stored = format.layout(shape), format.contract.stored_as
+    layout, stored = format.layout(shape), format.contract.stored_as
     if stored and (format.contract.names["compressed-tensors"] != "int-quantized" or "weight" in parts):
-        return {part: _as_kept(parts[stored[part]], spec.dtype) for part, spec in wanted.items()}
-    made = {"codes": _codes(bits, parts, shape), "scales": parts["weight_scale"].float()}
-    if "zero_points" in wanted:
-        made["zero_points"] = _zero_points(bits, parts, shape[0])
-    if "group_index" in wanted:
-        made["group_index"] = parts["weight_g_idx"]
-        check_index(made["group_index"], made["scales"].shape[-1], f"{name}.weight_g_idx")
-    return made
+        return {part: _as_kept(parts[stored[part]], spec.dtype) for part, spec in layout.items()}
+    tensors = {"codes": _codes(bits, parts, shape), "scales": parts["weight_scale"].float()}
+    if "zero_points" in layout:
+        tensors["zero_points"] = _zero_points(bits, parts, shape[0])
+    if "group_index" in layout:
+        tensors["group_index"] = parts["weight_g_idx"]
+        check_index(tensors["group_index"], tensors["scales"].shape[-1], f"{name}.weight_g_idx")
+    return tensors
 
 
 def _as_saved(part: Tensor, name: str) -> Tensor:
@@ -165,5 +165,5 @@ def _zero_points(bits: int, parts: Mapping[str, Tensor], rows: int) -> Tensor:
     if zeros.dtype != torch.int32:
         return zeros
     columns = unpack_bits(bytes_of_words(zeros.t()), bits, rows).int()  # streams along the outputs
-    made: Tensor = (columns - 2 ** (bits - 1)).to(torch.int8).t()
-    return made
+    signed: Tensor = (columns - 2 ** (bits - 1)).to(torch.int8).t()
+    return signed

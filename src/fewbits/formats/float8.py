@@ -54,8 +54,10 @@ class Float8(Format):
 
     def problem(self) -> str | None:
         """See `Format.problem`."""
-        known = self.kind in _KINDS
-        return super().problem() if known else f"kind is {self.kind!r}, and it is one of {', '.join(_KINDS)}"
+        is_listed = self.kind in _KINDS
+        return (
+            super().problem() if is_listed else f"kind is {self.kind!r}, and it is one of {', '.join(_KINDS)}"
+        )
 
     def promise(self) -> Contract:
         """See `Format.promise`."""

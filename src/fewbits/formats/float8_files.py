@@ -42,9 +42,9 @@ def from_float8(
     codes = parts.get("weight")
     scales = parts.get("weight_scale_inv", parts.get("weight_scale"))
     if codes is None or scales is None or codes.dtype != torch.float8_e4m3fn:
-        found = "no weight" if codes is None else f"a weight of {codes.dtype}"
+        fact = "no weight" if codes is None else f"a weight of {codes.dtype}"
         raise BadCheckpoint(
-            f"{name} has {found} and {'no' if scales is None else 'a'} scale, where an FP8 checkpoint has a "
+            f"{name} has {fact} and {'no' if scales is None else 'a'} scale, where an FP8 checkpoint has a "
             "float8_e4m3fn weight and its scales; fetch it again."
         )
     tile = settings.get("weight_block_size")
@@ -58,8 +58,8 @@ def from_float8(
             f"{name} of {shape} has scales of {tuple(scales.shape)}, where its tiles of {block} need {need}; "
             "the weights and config.json belong to different models."
         )
-    made = {"codes": codes, "scales": scales.float().reshape(need).contiguous()}
-    return Packed(float8_of(block), shape, dtype, made)
+    tensors = {"codes": codes, "scales": scales.float().reshape(need).contiguous()}
+    return Packed(float8_of(block), shape, dtype, tensors)
 
 
 def from_gpt_oss(blocks: Tensor, scales: Tensor, dtype: torch.dtype = torch.bfloat16) -> Packed:

@@ -57,8 +57,8 @@ class GGUFBlocks(Format):
 
     def problem(self) -> str | None:
         """See `Format.problem`."""
-        known = self.kind in LAYOUTS
-        return None if known else f"kind is {self.kind!r}, and it is one of {', '.join(LAYOUTS)}"
+        is_listed = self.kind in LAYOUTS
+        return None if is_listed else f"kind is {self.kind!r}, and it is one of {', '.join(LAYOUTS)}"
 
     def promise(self) -> Contract:
         """See `Format.promise`; the float16 of scale and minimum adds 2**-10 to every error."""
@@ -220,16 +220,16 @@ _TABLES = {
 
 def _round_stochastic(x: Tensor, fields: Fields, kind: str, uniform: Tensor) -> None:
     """Replace the codes by one of the two neighbours of each value, under the same scales."""
-    wanted = (x + fields.dmin * fields.m) * _inverse(fields.d * fields.s)
+    exact = (x + fields.dmin * fields.m) * _inverse(fields.d * fields.s)
     if kind not in _TABLES:
         low, high = _RANGES[kind]
-        fields.q = round_to_integer(wanted, uniform).clamp_(low, high)
+        fields.q = round_to_integer(exact, uniform).clamp_(low, high)
         return
     values = table(_TABLES[kind], x.device)
-    wanted = wanted.clamp(values[0], values[-1])
-    index = torch.bucketize(wanted, values, right=True).sub_(1).clamp_(0, len(values) - 2)
+    exact = exact.clamp(values[0], values[-1])
+    index = torch.bucketize(exact, values, right=True).sub_(1).clamp_(0, len(values) - 2)
     step = values[index + 1] - values[index]
-    fields.q = values[index + (uniform * step < wanted - values[index])]
+    fields.q = values[index + (uniform * step < exact - values[index])]
 
 
 GGUF_TYPES = Family(

@@ -55,13 +55,13 @@ def _made(d: Tensor, q: Tensor, s: Tensor | None = None, dmin: Tensor | None = N
           m: Tensor | None = None) -> Fields:  # fmt: skip
     """Fields with 1 for the scale and 0 for the minimum where a type has none; q (B, S, n) of any dtype."""
     one, zero = torch.ones_like(d), torch.zeros_like(d)
-    given = [t if t is None else t.float() for t in (s, m)]
+    tables = [t if t is None else t.float() for t in (s, m)]
     return Fields(
         d,
-        one if given[0] is None else given[0],
+        one if tables[0] is None else tables[0],
         q.float(),
         zero if dmin is None else dmin,
-        zero if given[1] is None else given[1],
+        zero if tables[1] is None else tables[1],
     )
 
 

@@ -36,8 +36,8 @@ def whole_numbers(bits: int, block: Block, zero_point: bool) -> WholeNumbers:
     """The registry's format of these fields, or one that differs from it in the block."""
     ending = {(1, 0): "", (0, 0): "_tensor"}.get(block, f"_g{block[1]}")
     kind = Integer if bits in (4, 8) else NarrowInteger
-    known = ending in ("", "_g32", "_g64", "_g128") or (ending == "_tensor" and kind is Integer)
-    name = f"int{bits}{ending if known else '_g128'}{'_zp' if zero_point else ''}"
+    has_name = ending in ("", "_g32", "_g64", "_g128") or (ending == "_tensor" and kind is Integer)
+    name = f"int{bits}{ending if has_name else '_g128'}{'_zp' if zero_point else ''}"
     return kind(name=name, bits=bits, block=block, zero_point=zero_point)
 
 
@@ -78,7 +78,7 @@ def from_gptq(
     zeros = (zeros + int(version == 1)) % 2**bits
     group = -(-K // groups) if int(settings.get("group_size", -1)) <= 0 else int(settings["group_size"])
     index = parts.get("g_idx")
-    made = {
+    tensors = {
         "codes": with_signs_turned(codes, bits, K),
         "scales": scales.float().t().contiguous(),
         "zero_points": (zeros - 2 ** (bits - 1)).to(torch.int8).t().contiguous(),
@@ -86,11 +86,11 @@ def from_gptq(
     format: Format = whole_numbers(bits, (1, group if groups > 1 else 0), True)
     if index is not None and not torch.equal(index.long().cpu(), torch.arange(K) // group):
         check_index(index, groups, f"{name}.g_idx")
-        format, made["group_index"] = (
+        format, tensors["group_index"] = (
             IndexedInteger(name=f"int{bits}_indexed", bits=bits, group=group),
             index.int(),
         )
-    return Packed(format, (N, K), dtype, made)
+    return Packed(format, (N, K), dtype, tensors)
 
 
 def bytes_of_words(words: Tensor) -> Tensor:
@@ -103,8 +103,8 @@ def with_signs_turned(codes: Tensor, bits: int, K: int) -> Tensor:
     if bits == 8:
         return (codes.view(torch.uint8) ^ 128).view(torch.int8)
     if 8 % bits == 0:
-        turned = sum(1 << (bits * (i + 1) - 1) for i in range(8 // bits))
-        return codes ^ turned
+        sign_bits = sum(1 << (bits * (i + 1) - 1) for i in range(8 // bits))
+        return codes ^ sign_bits
     return pack_bits(unpack_bits(codes, bits, K) ^ (1 << (bits - 1)), bits)
 
 

@@ -202,10 +202,10 @@ class _Search(ScaleSearch):
         """See `ScaleSearch.parts`."""
         bits = self.format.bits
         narrow = codes.view(torch.int8) if bits == 8 else pack_bits(codes & (2**bits - 1), bits)
-        made = {"codes": narrow, "scales": torch.cat([grid.stored for grid in grids], 1)}
+        tensors = {"codes": narrow, "scales": torch.cat([grid.stored for grid in grids], 1)}
         if self.format.zero_point:
-            made["zero_points"] = torch.cat([grid.zero for grid in grids], 1).to(torch.int8)
-        return made
+            tensors["zero_points"] = torch.cat([grid.zero for grid in grids], 1).to(torch.int8)
+        return tensors
 
 
 @dataclass(frozen=True, kw_only=True)

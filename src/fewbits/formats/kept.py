@@ -47,8 +47,8 @@ def keep_tables(
                 return make(*args, **options)
             key = (*args, *sorted(options.items()))
             if of_numbers or (has_values() and (key in store or not _is_captured())):
-                found: T = store.get(key, lambda: make(*args, **options))
-                return found
+                value: T = store.get(key, lambda: make(*args, **options))
+                return value
             with torch.device("cpu"):
                 return make(*args, **options)
 

@@ -121,9 +121,9 @@ class KVCache:
         side = self.side(which, size)
         if side.kind == PLAIN:
             return 2 * size * num_tokens
-        kept, first = min(num_tokens, self.newest), min(num_tokens, self.first)
-        packed = (num_tokens - kept) * (side.row_bytes + 2 * size // side.group)
-        return packed + 2 * size * (kept + first)
+        num_newest, first = min(num_tokens, self.newest), min(num_tokens, self.first)
+        packed = (num_tokens - num_newest) * (side.row_bytes + 2 * size // side.group)
+        return packed + 2 * size * (num_newest + first)
 
     def nbytes(self, num_tokens: int, size: int, *, sequences: int = 1) -> int:
         """Bytes of one head's keys and values: `side_bytes` of both, of so many sequences."""
@@ -150,8 +150,8 @@ class Side(NamedTuple):
 
     def pack(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Codes (..., row_bytes) uint8 and scales (..., size / group) float16 of heads x (..., size)."""
-        turned = hadamard(x.float(), self.rotation)
-        packed = self.format.quantize(turned)
+        rotated = hadamard(x.float(), self.rotation)
+        packed = self.format.quantize(rotated)
         codes = packed.codes.contiguous().view(torch.uint8)
         scales = packed.scales.clamp(max=_LARGEST_SCALE).to(torch.float16)
         return codes.view(*x.shape[:-1], self.row_bytes), scales.view(*x.shape[:-1], self.size // self.group)
@@ -206,11 +206,11 @@ def get_kv_cache(value: KVCache | Format | str | Mapping[str, Any]) -> KVCache:
     if "name" in fields:
         named = get_kv_cache(str(fields.pop("name")))
         fields = {"keys": named.keys, "values": named.values, **fields}
-    known = [f.name for f in dataclasses.fields(KVCache)]
-    unknown = sorted(str(key) for key in set(fields) - set(known))
+    names = [f.name for f in dataclasses.fields(KVCache)]
+    unknown = sorted(str(key) for key in set(fields) - set(names))
     if unknown:
         raise BadInput(
-            f"a key/value cache has no field {', '.join(unknown)}; its fields: {', '.join(known)}."
+            f"a key/value cache has no field {', '.join(unknown)}; its fields: {', '.join(names)}."
         )
     return KVCache(**fields)
 
@@ -227,13 +227,13 @@ def kv_cache_to_config(value: KVCache) -> str | dict[str, Any]:
 
 
 def _kind(name: Any) -> str:
-    found = _OTHER_NAMES.get(name, name) if isinstance(name, str) else name
-    if found not in KINDS:
+    name_of_kind = _OTHER_NAMES.get(name, name) if isinstance(name, str) else name
+    if name_of_kind not in KINDS:
         raise BadInput(
             f"there is no key/value cache in {name!r}; known: {', '.join(KINDS)}, and two of them as "
             "keys/values, such as int8/int4."
         )
-    return str(found)
+    return str(name_of_kind)
 
 
 def ordered_codes(codes: Tensor, side: Side, lanes: int) -> Tensor:

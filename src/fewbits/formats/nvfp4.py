@@ -159,9 +159,9 @@ class NVFP4Blocks(Format):
         self, blocks: Tensor, absmax: Tensor, whole: Tensor, top: float, uniform: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Codes (R, r, C, c) uint8 and scales (R, 1, C, 1) where a block's largest magnitude becomes top."""
-        wanted = divide(absmax, top)
-        wanted = wanted * whole if self.divides else wanted / whole
-        scales = wanted.clamp_(_SMALLEST_BLOCK_SCALE, _LARGEST_SCALE).to(_SCALE)
+        exact = divide(absmax, top)
+        exact = exact * whole if self.divides else exact / whole
+        scales = exact.clamp_(_SMALLEST_BLOCK_SCALE, _LARGEST_SCALE).to(_SCALE)
         if self.divides:
             scaled = blocks / (scales.float() / whole)
         else:
@@ -193,8 +193,8 @@ class _Search(ScaleSearch):
         absmax = block.abs().amax(-1, keepdim=True)
         whole = 1 / self.whole if self.format.divides else self.whole
         for part in SHRINK:
-            wanted = (absmax * part / 6 / whole).clamp(_SMALLEST_BLOCK_SCALE, _LARGEST_SCALE)
-            stored = wanted.to(_SCALE).float()
+            exact = (absmax * part / 6 / whole).clamp(_SMALLEST_BLOCK_SCALE, _LARGEST_SCALE)
+            stored = exact.to(_SCALE).float()
             yield Grid(self.values, self.codes, stored * whole, torch.zeros_like(absmax), stored)
 
     def parts(self, codes: Tensor, grids: Sequence[Grid]) -> dict[str, Tensor]:

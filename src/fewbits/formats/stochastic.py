@@ -100,15 +100,15 @@ class Stochastic(Format):
     seed_b: Seed = None
 
     def __post_init__(self) -> None:
-        for field, known in (
+        for field, choices in (
             ("granularity", GRANULARITIES),
             ("mode", MODES),
             ("scramble", SCRAMBLES),
             ("sequence", SEQUENCES),
         ):
             value = getattr(self, field)
-            if value not in known:
-                raise BadInput(f"{field} {value!r} is unknown; choose one of {', '.join(known)}.")
+            if value not in choices:
+                raise BadInput(f"{field} {value!r} is unknown; choose one of {', '.join(choices)}.")
         for field in ("halve_bipolar_stoc_len", "scramble_rescale"):
             if not isinstance(getattr(self, field), bool):
                 raise BadInput(f"{field} must be True or False, not {getattr(self, field)!r}.")

@@ -79,25 +79,25 @@ def _packed(
 ) -> Packed:
     shape = (codes.shape[0], codes.shape[1])
     if codes.dtype == torch.float8_e4m3fn:
-        made, format = {"codes": codes, "scales": scales.float()}, float8_of(block)
-        parts = {n: made[n].reshape(s.shape).contiguous() for n, s in format.layout(shape).items()}
+        tensors, format = {"codes": codes, "scales": scales.float()}, float8_of(block)
+        parts = {n: tensors[n].reshape(s.shape).contiguous() for n, s in format.layout(shape).items()}
         return Packed(format, shape, dtype, parts)
     half = 2 ** (bits - 1)
     fits = int(codes.min()) >= -half and int(codes.max()) < half if codes.numel() else True
     bits = bits if fits else 8
     has_zeros = zeros is not None and bool(zeros.any())
     numbers = whole_numbers(bits, block, has_zeros)
-    made = {"codes": codes, "scales": scales.float()}
+    tensors = {"codes": codes, "scales": scales.float()}
     if bits < 8:
-        made["codes"] = pack_bits(codes.contiguous().view(torch.uint8) & (2**bits - 1), bits)
+        tensors["codes"] = pack_bits(codes.contiguous().view(torch.uint8) & (2**bits - 1), bits)
     if zeros is not None and has_zeros:
-        made["zero_points"] = zeros
+        tensors["zero_points"] = zeros
     layout = numbers.layout(shape)
     for part, spec in layout.items():
-        if made[part].numel() != prod(spec.shape):
-            raise ValueError(f"{part} holds {made[part].numel()} values instead of {prod(spec.shape)}")
+        if tensors[part].numel() != prod(spec.shape):
+            raise ValueError(f"{part} holds {tensors[part].numel()} values instead of {prod(spec.shape)}")
     return Packed(
-        numbers, shape, dtype, {n: made[n].reshape(s.shape).contiguous() for n, s in layout.items()}
+        numbers, shape, dtype, {n: tensors[n].reshape(s.shape).contiguous() for n, s in layout.items()}
     )
 
 
@@ -105,5 +105,5 @@ def _bits(settings: Mapping[str, Any]) -> int:
     """Of a code, as config.json says for all linears; 8 where it does not."""
     kind = dict(dict(settings.get("quant_type") or {}).get("default") or {})
     width = dict(dict(kind.get("_data") or {}).get("weight_dtype") or {}).get("_data", "")
-    found = re.fullmatch(r"int([2-8])", str(width))
-    return 8 if found is None else int(found[1])
+    match = re.fullmatch(r"int([2-8])", str(width))
+    return 8 if match is None else int(match[1])

@@ -74,14 +74,14 @@ def _row(path: str | Path, number: int, line: str) -> dict[str, Any]:
         raise BadInput(f'{where}: not an object; write {{"prompt": "..."}}.')
     there = [name for name in ("prompt", "messages") if row.get(name) is not None]
     if len(there) != 1:
-        found = "both prompt and messages" if there else "neither a prompt nor messages"
-        raise BadInput(f"{where}: the row has {found}; give one of them.")
+        fault = "both prompt and messages" if there else "neither a prompt nor messages"
+        raise BadInput(f"{where}: the row has {fault}; give one of them.")
     if not isinstance(row[there[0]], str if there == ["prompt"] else list):
         need = "a text" if there == ["prompt"] else "a list of messages"
         raise BadInput(f"{where}: {there[0]} is not {need}.")
-    taken = [name for name in _ADDED if name in row]
-    if taken:
-        raise BadInput(f"{where}: the row has a field {taken[0]!r}, which the answer needs; rename it.")
+    reserved = [name for name in _ADDED if name in row]
+    if reserved:
+        raise BadInput(f"{where}: the row has a field {reserved[0]!r}, which the answer needs; rename it.")
     return row
 
 

@@ -129,9 +129,9 @@ def _pair(name: str, reference: Any, model: Any, cut: TextWindows, batch: int) -
                 divergence += float((p.exp() * (p - q)).sum())
                 same += int((p.argmax(-1) == q.argmax(-1)).sum())
                 nll -= float(q.gather(1, targets[:, None].to(q.device)).sum())
-    made = _result(name, model, cut, nll, seconds)
+    result = _result(name, model, cut, nll, seconds)
     return Compared(
-        **{**made.__dict__, "kl": max(0.0, divergence / cut.num_tokens), "top1": same / cut.num_tokens}
+        **{**result.__dict__, "kl": max(0.0, divergence / cut.num_tokens), "top1": same / cut.num_tokens}
     )
 
 

@@ -115,20 +115,20 @@ class Decoding:
     @torch.inference_mode()
     def decode(self, num_tokens: int) -> Tensor:
         """The next ``num_tokens`` tokens (batch_size, num_tokens), the one that the prompt gave included."""
-        made = []
+        tokens = []
         for _ in range(num_tokens):
-            made.append(self.tokens.clone())
-            if len(made) < num_tokens:
+            tokens.append(self.tokens.clone())
+            if len(tokens) < num_tokens:
                 self.step()
-        return torch.cat(made, dim=1)
+        return torch.cat(tokens, dim=1)
 
     def _advance(self) -> None:
         """A step: all that it reads and writes stays where it is."""
-        seen = (self._places <= self._position).expand(len(self.tokens), 1, 1, -1)
+        visible = (self._places <= self._position).expand(len(self.tokens), 1, 1, -1)
         logits = self.model(
             input_ids=self.tokens,
             position_ids=self._position.expand(len(self.tokens), 1),
-            attention_mask=seen,
+            attention_mask=visible,
             past_key_values=self.cache,
             use_cache=True,
         ).logits

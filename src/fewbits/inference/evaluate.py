@@ -298,17 +298,17 @@ def window_nlls(model: Any, text: TextWindows, batch: list[Window]) -> list[floa
         logits = model(input_ids=input_ids, attention_mask=mask, use_cache=False).logits
     else:
         logits = cached_logits(model, input_ids, mask, kind)
-    found = []
+    nlls = []
     for row, w in enumerate(batch):  # one by one: float32 logits of a batch can exceed the model itself
         at = slice(w.first - w.begin + lead - 1, w.end - w.begin + lead - 1)
         targets = ids[w.first : w.end].to(device)
         loss = torch.nn.functional.cross_entropy(logits[row, at].float(), targets, reduction="sum")
-        found.append(float(loss))
-    total = sum(found)
+        nlls.append(float(loss))
+    total = sum(nlls)
     if not math.isfinite(total):
         tokens = f"tokens {batch[0].first:,} to {batch[-1].end - 1:,}"
         raise NotFinite(f"the loss on {tokens} is {total}{why_not_finite(model)}")
-    return found
+    return nlls
 
 
 def cached_logits(

@@ -177,11 +177,11 @@ def _plan(checkpoint: Checkpoint, recipe: Recipe) -> tuple[dict[str, str], dict[
         raise BadInput(
             f"the recipe {recipe.name!r} packs no weight of this model; choose one such as qlora_nf4."
         )
-    prefix, known = f"{model.base_model_prefix}.", set(model.state_dict())
+    prefix, keys = f"{model.base_model_prefix}.", set(model.state_dict())
     names = {}
     for key in checkpoint.tensors:
         spellings = (key, prefix + key, key.removeprefix(prefix))
-        names[key] = next((name for name in spellings if name in known), key)
+        names[key] = next((name for name in spellings if name in keys), key)
     absent = [name for name in rules if f"{name}.weight" not in names.values()]
     if absent:
         raise BadCheckpoint(

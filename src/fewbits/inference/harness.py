@@ -35,15 +35,15 @@ def run_tasks(
         raise Unsupported(
             "tasks need lm-eval, which is not installed: pip install 'fewbits[eval]'."
         ) from error
-    known = set(TaskManager().all_tasks)
-    unknown = [name for name in tasks if name not in known]
+    all_tasks = set(TaskManager().all_tasks)
+    unknown = [name for name in tasks if name not in all_tasks]
     if unknown or not tasks:
         raise BadInput(
             f"lm-eval has no task {', '.join(unknown) or '(none named)'}; its own command line lists them."
         )
     wrapped = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
-    found = simple_evaluate(model=wrapped, tasks=list(tasks), limit=limit)
+    outcome = simple_evaluate(model=wrapped, tasks=list(tasks), limit=limit)
     return {
         name: {k: float(v) for k, v in figures.items() if isinstance(v, (int, float))}
-        for name, figures in found["results"].items()
+        for name, figures in outcome["results"].items()
     }

@@ -57,14 +57,14 @@ def generate_many(
         NotFinite: the model's logits are NaN or infinite.
     """
     rows = encoded(tokenizer, prompts, seed_of(sampling or Sampling()))
-    made: dict[int, Generation] = {}
+    by_row: dict[int, Generation] = {}
     for number, answer in answered(
         model, tokenizer, rows, sampling or Sampling(), at_a_time=at_a_time, report=report, words=words
     ):
-        made[number] = answer
+        by_row[number] = answer
         if on_answer is not None:
             on_answer(number, answer)
-    return [made[number] for number in range(len(rows))]
+    return [by_row[number] for number in range(len(rows))]
 
 
 def seed_of(sampling: Sampling) -> int:

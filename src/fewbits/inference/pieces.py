@@ -94,28 +94,28 @@ class Recorder(TorchDispatchMode):
             with self:
                 return func.decompose(*args, **kwargs)
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        found = list(dict.fromkeys(place for x in tensors if (place := self._places.of(x)) is not None))
+        places = list(dict.fromkeys(place for x in tensors if (place := self._places.of(x)) is not None))
         target = self._places.target(kwargs)
-        if func is torch.ops.aten._to_copy.default and found and target not in (None, *found):
+        if func is torch.ops.aten._to_copy.default and places and target not in (None, *places):
             return self._move(func, args, kwargs, target)
-        if target is not None and target not in found:
-            found.append(target)
-        if len(found) > 1 and func is torch.ops.aten.copy_.default:
+        if target is not None and target not in places:
+            places.append(target)
+        if len(places) > 1 and func is torch.ops.aten.copy_.default:
             return self._copy_over(func, args, kwargs)
-        if found and not func.is_view:
-            self._switch(found[0])  # of several, torch refuses the operation itself
+        if places and not func.is_view:
+            self._switch(places[0])  # of several, torch refuses the operation itself
         self._forget_written(func, args)
         return self._capture.run(func, args, kwargs) if self._capture else func(*args, **kwargs)
 
     def _move(self, func: Any, args: Any, kwargs: Any, target: Place) -> Tensor:
         source: Tensor = args[0]
-        known = self._moved.get((id(source), target))
-        if known is None or known[1].dtype != (kwargs.get("dtype") or source.dtype):
+        earlier = self._moved.get((id(source), target))
+        if earlier is None or earlier[1].dtype != (kwargs.get("dtype") or source.dtype):
             self._end()
-            made: Tensor = func(*args, **kwargs)
-            self.pieces.items.append(partial(made.copy_, source, non_blocking=True))
-            known = self._moved[id(source), target] = (source, made)
-        return known[1]
+            moved: Tensor = func(*args, **kwargs)
+            self.pieces.items.append(partial(moved.copy_, source, non_blocking=True))
+            earlier = self._moved[id(source), target] = (source, moved)
+        return earlier[1]
 
     def _copy_over(self, func: Any, args: Any, kwargs: Any) -> Any:
         self._end()

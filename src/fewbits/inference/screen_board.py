@@ -76,12 +76,12 @@ class Board:
         for number, entry in enumerate(entries[1:], 2):
             self._take(entry, number)
 
-    def _check_header(self, found: Mapping[str, Any] | None, wanted: Mapping[str, Any]) -> None:
-        if found is None or "fewbits_screen" not in found:
+    def _check_header(self, header: Mapping[str, Any] | None, expected: Mapping[str, Any]) -> None:
+        if header is None or "fewbits_screen" not in header:
             raise BadInput(f"{self.path} is no file of a screen; name another file.")
-        other = [key for key in {**found, **wanted} if found.get(key) != wanted.get(key)]
+        other = [key for key in {**header, **expected} if header.get(key) != expected.get(key)]
         if other:
-            said = ", ".join(f"{key} {found.get(key)!r}, not {wanted.get(key)!r}" for key in other)
+            said = ", ".join(f"{key} {header.get(key)!r}, not {expected.get(key)!r}" for key in other)
             raise BadInput(
                 f"{self.path} was begun with another {other[0]} ({said}); go on with the same, or name "
                 "another file."

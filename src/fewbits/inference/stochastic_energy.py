@@ -65,11 +65,11 @@ def energy_of(work: Work, prices: Prices, *, tokens_per_pass: int = 1) -> Energy
         raise BadInput(f"{tokens_per_pass} tokens in a pass are refused; give at least 1.")
     parts, by_op = dict.fromkeys(PARTS, 0.0), dict[str, float]()
     for product in work.products:
-        found = _energy(product, prices, tokens_per_pass)
-        for name, picojoules in found.items():
+        of_parts = _energy(product, prices, tokens_per_pass)
+        for name, picojoules in of_parts.items():
             parts[name] += picojoules
         op = "lm_head" if product.layer.endswith("lm_head") else product.op
-        by_op[op] = by_op.get(op, 0.0) + sum(found.values())
+        by_op[op] = by_op.get(op, 0.0) + sum(of_parts.values())
     scale = 1e-12 / work.tokens
     return Energy(
         {name: value * scale for name, value in parts.items()},
@@ -83,21 +83,21 @@ def _energy(product: Product, prices: Prices, tokens_per_pass: int) -> dict[str,
     for_a, for_b = min(product.outputs, prices.columns), min(prices.rows, meet_b)
     results = product.rows * product.outputs
     moved = macs * (1 / max(for_a, 1) + 1 / for_b) * product.bits / 8 + results * _RESULT_BYTES
-    found = {"near": moved * prices.of("near_byte")}
-    found["far"] = macs / meet_b * product.b_bytes * prices.of("far_byte")
+    picojoules = {"near": moved * prices.of("near_byte")}
+    picojoules["far"] = macs / meet_b * product.b_bytes * prices.of("far_byte")
     if product.runs == "exact":
-        return found | {"float": macs * prices.of_bits("float_mac", product.bits)}
+        return picojoules | {"float": macs * prices.of_bits("float_mac", product.bits)}
     codes: float = product.rows * product.inner
     if product.op != "linear":  # keys and values are operands that each token brings anew
         head_dim = product.inner if product.op == "scores" else product.outputs
         codes += product.rows * head_dim / product.sharing
-    found["conversion"] = codes * prices.of("quantize") + results * product.chunks * prices.of("count")
+    picojoules["conversion"] = codes * prices.of("quantize") + results * product.chunks * prices.of("count")
     if product.runs == "int":
-        return found | {"integer": macs * prices.of_bits("int_mac", product.bits)}
+        return picojoules | {"integer": macs * prices.of_bits("int_mac", product.bits)}
     bits = product.cycles * (1 / max(for_a, 1) + 1 / for_b)
-    found["conversion"] += bits * prices.of("stream_bit")
+    picojoules["conversion"] += bits * prices.of("stream_bit")
     streams = product.cycles * prices.of("sc_cycle") + macs * (prices.sc_product or 0.0)
-    return found | {"streams": streams}
+    return picojoules | {"streams": streams}
 
 
 def best_points(points: Sequence[Point], costs: Iterable[Callable[[Point], float]]) -> list[Point]:
@@ -112,13 +112,13 @@ def best_points(points: Sequence[Point], costs: Iterable[Callable[[Point], float
     """
     measures = list(costs)
     numbers = [tuple(cost(point) for cost in measures) for point in points]
-    kept = [
+    best = [
         (mine, i)
         for i, mine in enumerate(numbers)
         if all(v == v for v in mine)
         and not any(_beats(other, mine) for j, other in enumerate(numbers) if j != i)
     ]
-    return [points[i] for _, i in sorted(kept)]
+    return [points[i] for _, i in sorted(best)]
 
 
 def _beats(other: tuple[float, ...], mine: tuple[float, ...]) -> bool:

@@ -91,18 +91,18 @@ def settings_of(
     unknown = [s for s in scrambles if s not in SCRAMBLES]
     if unknown:
         raise BadInput(f"scramble {unknown[0]!r} is unknown; choose from {', '.join(SCRAMBLES)}.")
-    made = [
+    settings = [
         replace(base, halve_bipolar_stoc_len=half, scramble=scramble, stoc_len=length, rng_levels=None)
         for half in halves
         for scramble in scrambles
         for length in lengths
         if length <= 2 ** (base.sc_prec - half)
     ]
-    if not made:
+    if not settings:
         raise BadInput(
             f"no stream length of {list(lengths)} fits streams of {base.sc_prec} bits; give shorter ones."
         )
-    return made
+    return settings
 
 
 def table_error(options: Stochastic, dimensions: int) -> Tensor:
@@ -127,17 +127,17 @@ def read_operands(path: Path | str) -> dict[str, tuple[Tensor, Tensor]]:
     path = Path(path)
     tensors = _read_tensors(path)
     pairs = {name.removesuffix("a").rstrip("."): name for name in tensors if name.split(".")[-1] == "a"}
-    found = {
+    operands = {
         prefix or "a b^T": (tensors[name].float(), tensors[f"{name[:-1]}b"].float())
         for prefix, name in pairs.items()
         if f"{name[:-1]}b" in tensors
     }
-    if not found:
+    if not operands:
         raise BadInput(
             f"{path} holds no pair of operands (it has {', '.join(sorted(tensors)) or 'nothing'}); name them "
             "a and b, or NAME.a and NAME.b."
         )
-    return found
+    return operands
 
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:
@@ -163,13 +163,13 @@ def capture_operands(
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Rows of the input and the weight of each named linear, from one forward pass of token ids (B, T)."""
     generator = torch.Generator().manual_seed(seed)
-    found: dict[str, tuple[Tensor, Tensor]] = {}
+    operands: dict[str, tuple[Tensor, Tensor]] = {}
 
     def hook(name: str) -> Any:
         def keep(module: Any, args: tuple[Tensor, ...], output: Tensor) -> None:
             x = args[0].detach().flatten(0, -2).float()
             picked = torch.randperm(len(x), generator=generator)[:rows]
-            found[name] = (x[picked.to(x.device)], module.weight.detach().float())
+            operands[name] = (x[picked.to(x.device)], module.weight.detach().float())
 
         return keep
 
@@ -180,4 +180,4 @@ def capture_operands(
     finally:
         for handle in handles:
             handle.remove()
-    return found
+    return operands

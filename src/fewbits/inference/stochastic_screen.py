@@ -180,7 +180,7 @@ class _Screen:
     def _first_layers(self) -> list[int]:
         if not self.candidates:
             raise BadInput("there are no candidates to compare; give at least one.")
-        known = {(): "the base"}
+        names = {(): "the base"}
         starts: list[int] = []
         for candidate in self.candidates:
             changed = changed_names(self.switched, self.base, candidate.config)
@@ -188,7 +188,7 @@ class _Screen:
                 if not changed_names(self.switched, other.config, candidate.config):
                     raise BadInput(f"{_pair(other.name, candidate.name)} differ in nothing; leave one out.")
             if not changed:
-                raise BadInput(f"{candidate.name} differs in nothing from {known[()]}; leave it out.")
+                raise BadInput(f"{candidate.name} differs in nothing from {names[()]}; leave it out.")
             starts.append(min(self.kept.layer_of(name) for name in changed))
         return starts
 
@@ -202,9 +202,9 @@ class _Screen:
             left = (len(windows) - at) * len(self.live)
             self._round(at, batch, progress, done, done + left)
             done += len(batch) * len(self.live)
-            seen = at + len(batch)
-            if self.settings.stop and seen >= self.settings.least and seen < len(windows):
-                self._give_up(seen, look)
+            num_windows = at + len(batch)
+            if self.settings.stop and num_windows >= self.settings.least and num_windows < len(windows):
+                self._give_up(num_windows, look)
         return self._standings()
 
     def _round(
@@ -269,24 +269,26 @@ class _Screen:
         """Of candidate ``i`` against ``j``, or the base, on the windows that both saw, from the first."""
         mine = self.board.nlls.get(self.ids[i], {})
         other = self.board.nlls.get(self.base_id if j is None else self.ids[j], {})
-        found: list[float] = []
-        while len(found) in mine and len(found) in other:
-            found.append(mine[len(found)] - other[len(found)])
-        return found
+        differences: list[float] = []
+        while len(differences) in mine and len(differences) in other:
+            differences.append(mine[len(differences)] - other[len(differences)])
+        return differences
 
-    def _give_up(self, seen: int, look: int) -> None:
+    def _give_up(self, num_windows: int, look: int) -> None:
         m = len(self.candidates)
         if m < 2 or len(self.live) < 2:
             return
         level = (1 - self.settings.confidence) / (m * (m - 1) / 2) / (look * (look + 1))
-        totals = {i: sum(self._differences(i)[:seen]) for i in self.live}
+        totals = {i: sum(self._differences(i)[:num_windows]) for i in self.live}
         best = min(self.live, key=lambda i: totals[i])
-        kept = []
+        staying = []
         for i in self.live:
-            against = paired_interval(self._differences(i, best)[:seen], self.tokens[:seen], 1 - level)
+            against = paired_interval(
+                self._differences(i, best)[:num_windows], self.tokens[:num_windows], 1 - level
+            )
             if i == best or against.low <= 0:
-                kept.append(i)
-        self.live = kept
+                staying.append(i)
+        self.live = staying
 
     def _standings(self) -> Standings:
         rows = []
@@ -307,8 +309,8 @@ class _Screen:
             )
         rows.sort(key=lambda row: (row.given_up, -row.against_base.windows, row.against_base.mean))
         base = self.board.nlls[self.base_id]
-        seen = sorted(base)
-        nll = sum(base[w] for w in seen) / sum(self.tokens[w] for w in seen)
+        windows = sorted(base)
+        nll = sum(base[w] for w in windows) / sum(self.tokens[w] for w in windows)
         return Standings(tuple(rows), nll, *self.board.steps[self.base_id], tuple(self.tokens))
 
 

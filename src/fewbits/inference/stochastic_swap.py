@@ -117,7 +117,7 @@ def operators(model: Any, base: StochasticConfig, *, buckets: int = 1, tied: boo
         raise BadInput(f"{buckets} buckets of {len(layers)} layers; choose from 1 to {len(layers)}.")
     ends = {end: "+".join(group) for group in ONE_INPUT for end in group} if tied else {}
     linears = linear_names(model, base.options)
-    found = []
+    result = []
     for number in range(buckets):
         inside = range(number * len(layers) // buckets, (number + 1) * len(layers) // buckets)
         places = tuple(f"{layers[i]}." for i in inside)
@@ -131,8 +131,8 @@ def operators(model: Any, base: StochasticConfig, *, buckets: int = 1, tied: boo
             for op in ATTENTION:
                 if name.startswith(places) and not base.attention_of(name).is_exact(op):
                     by_op.setdefault(op, []).append(name)
-        found += [Operator(op + (where if buckets > 1 else ""), op, tuple(n)) for op, n in by_op.items()]
-    return found
+        result += [Operator(op + (where if buckets > 1 else ""), op, tuple(n)) for op, n in by_op.items()]
+    return result
 
 
 def swapped(base: StochasticConfig, operator: Operator, to: int | str) -> StochasticConfig:
@@ -267,14 +267,14 @@ def swap_table(
     candidates = [Candidate(f"{o.name} at {one}", swapped(base, o, one)) for o, one in pairs]
     standings = screen(model, text, base, candidates, settings, board=board, progress=progress)
     rows = {row.candidate.name: row for row in standings.rows}
-    found = []
+    swaps = []
     for (operator, one), candidate in zip(pairs, candidates, strict=True):
         row = rows[candidate.name]
         freed = (standings.base_steps - row.steps) / everything
-        found.append(Swap(operator, one, row.differences, freed))
+        swaps.append(Swap(operator, one, row.differences, freed))
     cycles = {name: steps[name] / macs[name] if macs[name] else 0.0 for name in macs}
     shares = {name: value / everything for name, value in macs.items()}
-    return SwapTable(base, standings.base_nll, standings.tokens, shares, cycles, tuple(found))
+    return SwapTable(base, standings.base_nll, standings.tokens, shares, cycles, tuple(swaps))
 
 
 def _is_base(base: StochasticConfig, operator: Operator, to: int | str) -> bool:

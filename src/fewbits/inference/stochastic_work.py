@@ -106,10 +106,10 @@ def count_work(model: Any, input_ids: Tensor) -> Work:
     """
     if input_ids.dim() != 2 or not input_ids.numel():
         raise BadInput(f"token ids of shape {tuple(input_ids.shape)} hold no rows of tokens; give (B, T).")
-    found: list[Product] = []
-    with _counting(model, found.append), evaluating(model):
+    products: list[Product] = []
+    with _counting(model, products.append), evaluating(model):
         model(input_ids=input_ids.to(model.device), use_cache=False)
-    return Work(tuple(found), input_ids.numel())
+    return Work(tuple(products), input_ids.numel())
 
 
 @contextmanager
@@ -165,7 +165,7 @@ def _linear_hook(
 ) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], None]:
     def on_call(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         x = args[0] if args else kwargs["input"]
-        found = Product(
+        of_layer = Product(
             layer=name,
             op="linear",
             runs="exact",
@@ -175,10 +175,10 @@ def _linear_hook(
             outputs=layer.out_features,
         )
         if isinstance(layer, StochasticLinear):
-            for product in _of_stochastic(layer, x, found):
+            for product in _of_stochastic(layer, x, of_layer):
                 note(product)
             return
-        note(replace(found, b_bytes=_stored_bytes(layer) / max(layer.in_features * layer.out_features, 1)))
+        note(replace(of_layer, b_bytes=_stored_bytes(layer) / max(layer.in_features * layer.out_features, 1)))
 
     return on_call
 

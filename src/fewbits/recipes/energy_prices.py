@@ -79,7 +79,7 @@ class Prices:
 
     def filled_from(self, other: Prices) -> Prices:
         """These prices, and those of ``other`` where these are unknown; the array stays this one's."""
-        taken: dict[str, Any] = {
+        borrowed: dict[str, Any] = {
             name: getattr(other, name)
             for name in SINGLE
             if getattr(self, name) is None and getattr(other, name) is not None
@@ -87,12 +87,12 @@ class Prices:
         for name in BY_BITS:
             merged = {**getattr(other, name), **getattr(self, name)}
             if merged != dict(getattr(self, name)):
-                taken[name] = merged
-        if not taken:
+                borrowed[name] = merged
+        if not borrowed:
             return self
         return replace(
             self,
-            **taken,
+            **borrowed,
             name=f"{self.name} + {other.name}",
             source=f"{self.source}; {other.source}".strip("; "),
             notes={**other.notes, **self.notes},
@@ -120,9 +120,9 @@ class Prices:
         """
         by_bits: Mapping[int, float] = getattr(self, name)
         if bits not in by_bits:
-            known = ", ".join(map(str, sorted(by_bits))) or "none"
+            widths = ", ".join(map(str, sorted(by_bits))) or "none"
             raise BadInput(
-                f"{self.name} has no price for {name} of {bits} bits (it has {known}); add it to the file, "
+                f"{self.name} has no price for {name} of {bits} bits (it has {widths}); add it to the file, "
                 "or name a second file that has it."
             )
         return by_bits[bits]
@@ -165,8 +165,8 @@ def prices_from_plain(plain: Any) -> Prices:
             f"the file of prices has version {plain['fewbits_energy']!r} and this fewbits reads {VERSION}; "
             "install the fewbits that it was written for."
         )
-    known = ("fewbits_energy", "name", "source", "picojoules", "array", "notes")
-    _check_known("the file of prices", plain, known)
+    fields = ("fewbits_energy", "name", "source", "picojoules", "array", "notes")
+    _check_known("the file of prices", plain, fields)
     parts = {name: _mapping(name, plain.get(name) or {}) for name in ("picojoules", "array", "notes")}
     _check_known("picojoules", parts["picojoules"], (*SINGLE, *BY_BITS))
     _check_known("array", parts["array"], ("rows", "columns"))
@@ -192,10 +192,10 @@ def _mapping(where: str, value: Any) -> Mapping[str, Any]:
     return value
 
 
-def _check_known(where: str, plain: Mapping[Any, Any], known: tuple[str, ...]) -> None:
-    unknown = sorted(set(map(str, plain)) - set(known))
+def _check_known(where: str, plain: Mapping[Any, Any], fields: tuple[str, ...]) -> None:
+    unknown = sorted(set(map(str, plain)) - set(fields))
     if unknown:
-        raise BadInput(f"{where}: unknown field {', '.join(unknown)}; known: {', '.join(known)}.")
+        raise BadInput(f"{where}: unknown field {', '.join(unknown)}; known: {', '.join(fields)}.")
 
 
 def read_prices(name: Path | str) -> Prices:
@@ -250,9 +250,9 @@ def _yaml(text: str) -> Any:
 def _tables() -> tuple[Prices, ...]:
     """Those that print single operations."""
     step = "bounded from above by an 8-bit addition, the whole of a counter's step and of a comparison"
-    made = "one float32 multiplication"
+    multiplication = "one float32 multiplication"
     read = "one float32 multiplication and addition"
-    gates = {"sc_cycle": step, "stream_bit": step, "quantize": made, "count": read}
+    gates = {"sc_cycle": step, "stream_bit": step, "quantize": multiplication, "count": read}
     return (
         Prices(
             name="horowitz-45nm",

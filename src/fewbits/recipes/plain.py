@@ -35,8 +35,8 @@ def get_recipe(recipe: Recipe | str | Mapping[str, Any]) -> Recipe:
         return recipe_from_config(written)
     if isinstance(recipe, str):
         if recipe not in CATALOG:
-            known = ", ".join(CATALOG)
-            raise BadInput(f"no recipe named {recipe!r}; known: {known}; or name a YAML or JSON file.")
+            names = ", ".join(CATALOG)
+            raise BadInput(f"no recipe named {recipe!r}; known: {names}; or name a YAML or JSON file.")
         return CATALOG[recipe]()
     if not isinstance(recipe, Mapping):
         raise BadInput(f"a recipe is a name, a Recipe or a mapping, not {type(recipe).__name__}.")
@@ -161,9 +161,9 @@ def _lora_value(key: str, value: Any) -> Any:
 
 
 def _check_fields(kind: Any, config: Mapping[str, Any]) -> None:
-    known = [f.name for f in dataclasses.fields(kind)]
-    unknown = sorted(str(key) for key in set(config) - set(known))
+    fields = [f.name for f in dataclasses.fields(kind)]
+    unknown = sorted(str(key) for key in set(config) - set(fields))
     if unknown:
         raise BadInput(
-            f"a {kind.__name__} has no field {', '.join(unknown)}; its fields: {', '.join(known)}."
+            f"a {kind.__name__} has no field {', '.join(unknown)}; its fields: {', '.join(fields)}."
         )

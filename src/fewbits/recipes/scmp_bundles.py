@@ -107,11 +107,11 @@ def _settings(
                 raise BadInput(
                     f"the table has nothing for {op} in block {block}, nor a default; calibrate it."
                 )
-            found = groups.get((op, block), ((), ()))
+            group = groups.get((op, block), ((), ()))
             if op in ATTENTION:
-                fields |= _attention_fields(ATTENTION[op], runs, found)
+                fields |= _attention_fields(ATTENTION[op], runs, group)
             else:
-                linears.append((f"*.layers.{block}.*.{op}", _linear(runs, found)))
+                linears.append((f"*.layers.{block}.*.{op}", _linear(runs, group)))
         setting = AttentionSetting(**fields)
         if not (setting.is_exact("scores") and setting.is_exact("values")):
             attention.append((f"*.layers.{block}.*", setting))
@@ -144,7 +144,7 @@ def _all_groups(
     defaults, buckets = table.get("operator_defaults") or {}, table.get("buckets") or {}
     count = int(table.get("layer_buckets", 1))
     ops = dict.fromkeys([*(key.split(":")[0] for key in buckets), *defaults])
-    found = {}
+    by_op_and_block = {}
     for op in ops:
         for block in range(blocks):
             bucket = min(count - 1, int(block / max(blocks - 1, 1) * count)) if blocks > 1 else 0
@@ -152,8 +152,8 @@ def _all_groups(
             payload = buckets.get(key, defaults.get(op))
             if payload is not None:
                 where = f"{path}, {key if key in buckets else op}"
-                found[op, block] = _groups(where, payload, levels, gate)
-    return found
+                by_op_and_block[op, block] = _groups(where, payload, levels, gate)
+    return by_op_and_block
 
 
 def _groups(where: str, payload: Any, levels: list[int], gate: tuple[float | None, int]) -> Groups:
@@ -178,17 +178,17 @@ def _groups(where: str, payload: Any, levels: list[int], gate: tuple[float | Non
 
 def _reachable(steps: list[tuple[float, int]], last: int) -> Groups:
     """Without groups that no row can be in, and with neighbours of one length joined."""
-    kept: list[tuple[float, int]] = []
+    reachable: list[tuple[float, int]] = []
     for threshold, length in [*steps, (0.0, last)]:
-        if threshold > 1 or (kept and threshold >= kept[-1][0]):
+        if threshold > 1 or (reachable and threshold >= reachable[-1][0]):
             continue
-        if kept and kept[-1][1] == length:
-            kept[-1] = (threshold, length)
+        if reachable and reachable[-1][1] == length:
+            reachable[-1] = (threshold, length)
         else:
-            kept.append((threshold, length))
+            reachable.append((threshold, length))
         if threshold <= 0:
             break
-    return tuple(length for _, length in kept), tuple(threshold for threshold, _ in kept[:-1])
+    return tuple(length for _, length in reachable), tuple(threshold for threshold, _ in reachable[:-1])
 
 
 def _check_table(path: Path, table: Mapping[str, Any]) -> None:
@@ -309,10 +309,10 @@ def write_bundle(
 
 
 def _block(name: str) -> int:
-    found = re.search(r"\.(\d+)\.", name)
-    if found is None:
+    match = re.search(r"\.(\d+)\.", name)
+    if match is None:
         raise Unsupported(f"{name} lies in no numbered layer, which their tables go by.")
-    return int(found.group(1))
+    return int(match.group(1))
 
 
 def _said(config: StochasticConfig, op: str, name: str) -> tuple[str, Groups]:

@@ -62,9 +62,9 @@ class LinearSetting:
     protected: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        for name, value, known in (("runs", self.runs, RUNS), ("classify", self.classify, CLASSIFY)):
-            if value not in known:
-                raise BadInput(f"{name} {value!r} is unknown; choose one of {', '.join(known)}.")
+        for name, value, choices in (("runs", self.runs, RUNS), ("classify", self.classify, CLASSIFY)):
+            if value not in choices:
+                raise BadInput(f"{name} {value!r} is unknown; choose one of {', '.join(choices)}.")
         groups = 1 if self.lengths is None else len(self.lengths)
         if self.lengths is not None and len({len(row) for row in self.lengths}) != 1:
             raise BadInput(
@@ -130,8 +130,8 @@ class AttentionSetting:
 
     def lengths(self, op: str) -> tuple[int, ...]:
         """The stream lengths of "scores" or "values", by group; empty where it has no streams."""
-        found = getattr(self, op)
-        return () if found is None else found if isinstance(found, tuple) else (found,)
+        value = getattr(self, op)
+        return () if value is None else value if isinstance(value, tuple) else (value,)
 
     def is_exact(self, op: str) -> bool:
         """Whether "scores" or "values" is computed exactly."""
@@ -193,9 +193,9 @@ def config_from_plain(plain: Any) -> StochasticConfig:
             f"the stochastic configuration has version {plain['fewbits_stochastic']!r} and this fewbits "
             f"reads {VERSION}; install the fewbits that wrote it."
         )
-    known = ["fewbits_stochastic", *(f.name for f in dataclasses.fields(StochasticConfig))]
-    _check_known("the configuration", plain, known)
-    parts = {name: _mapping(name, plain.get(name) or {}) for name in known[1:]}
+    fields = ["fewbits_stochastic", *(f.name for f in dataclasses.fields(StochasticConfig))]
+    _check_known("the configuration", plain, fields)
+    parts = {name: _mapping(name, plain.get(name) or {}) for name in fields[1:]}
     return StochasticConfig(
         options=_make("options", parts["options"], STOCHASTIC),
         linears=tuple(
@@ -258,10 +258,10 @@ def _first_line(error: Exception) -> str:
 
 def _by_pattern(pairs: Sequence[tuple[str, Any]], default: Any) -> dict[str, Any]:
     """By pattern, in order; where one stands twice the first decides, as in the configuration itself."""
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for pattern, setting in pairs:
-        found.setdefault(pattern, _changed(setting, default))
-    return found
+        settings.setdefault(pattern, _changed(setting, default))
+    return settings
 
 
 def _changed(value: Any, default: Any) -> dict[str, Any]:
@@ -346,7 +346,7 @@ def _mapping(where: str, value: Any) -> dict[str, Any]:
     return {str(k): v for k, v in value.items()}
 
 
-def _check_known(where: str, plain: Mapping[str, Any], known: list[str]) -> None:
-    unknown = sorted(set(map(str, plain)) - set(known))
+def _check_known(where: str, plain: Mapping[str, Any], fields: list[str]) -> None:
+    unknown = sorted(set(map(str, plain)) - set(fields))
     if unknown:
-        raise BadInput(f"{where}: unknown field {', '.join(unknown)}; known: {', '.join(known)}.")
+        raise BadInput(f"{where}: unknown field {', '.join(unknown)}; known: {', '.join(fields)}.")

@@ -58,7 +58,7 @@ def measure_losses(
     formats: Sequence[Format],
     windows: Tensor,
     *,
-    kept: Path,
+    cache_file: Path,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, dict[str, float]]:
     """KL in nats a token with one linear alone rounded, by linear and format.
@@ -68,32 +68,34 @@ def measure_losses(
         linears: full names.
         formats: the candidates.
         windows: (windows, length) of tokens.
-        kept: a file in which what is measured is kept, so that the same call goes on where it stopped.
+        cache_file: a file in which what is measured is kept, so that the same call goes on where it stopped.
         progress: called as ``progress(linears done, linears in all)``.
 
     Raises:
         BadCheckpoint: that file is damaged.
     """
-    found: dict[str, dict[str, float]] = {}
-    if kept.is_file():
+    by_linear: dict[str, dict[str, float]] = {}
+    if cache_file.is_file():
         try:
-            found = json.loads(kept.read_text(encoding="utf-8"))
+            by_linear = json.loads(cache_file.read_text(encoding="utf-8"))
         except ValueError as error:
-            raise BadCheckpoint(f"{kept} cannot be read; remove {kept.parent} and start again.") from error
+            raise BadCheckpoint(
+                f"{cache_file} cannot be read; remove {cache_file.parent} and start again."
+            ) from error
     plain = log_probabilities(model, windows)
     for number, name in enumerate(linears, 1):
-        if name not in found:
+        if name not in by_linear:
             losses = {}
             for format in formats:
                 with rounded(model, {name: format}):
                     losses[format.name] = divergence(model, plain, windows)
-            found[name] = losses
-            partial = kept.with_suffix(".partial")
-            partial.write_text(json.dumps(found), encoding="utf-8")
-            partial.replace(kept)
+            by_linear[name] = losses
+            partial = cache_file.with_suffix(".partial")
+            partial.write_text(json.dumps(by_linear), encoding="utf-8")
+            partial.replace(cache_file)
         if progress is not None:
             progress(number, len(linears))
-    return found
+    return by_linear
 
 
 def allocate(
@@ -110,7 +112,7 @@ def allocate(
         BadInput: the budget is below the cheapest choice, or there is nothing to choose from.
     """
     formats = [get_format(name) for name in budget.formats]
-    lines = {name: _convex(found, shapes[name], formats) for name, found in losses.items()}
+    lines = {name: _convex(of_formats, shapes[name], formats) for name, of_formats in losses.items()}
     values = sum(_count(shapes[name]) for name in losses)
     places = dict.fromkeys(lines, 0)
     spent = sum(line[0][0] for line in lines.values())
@@ -121,7 +123,7 @@ def allocate(
             f"{budget.bits:g} bits are fewer than the {least:.3f} of the cheapest candidates, scales "
             "included; raise --bits or name narrower ones with --format a,b,c."
         )
-    chosen, taken, steps = dict(places), spent, [Step(bits=spent / values, loss=loss)]
+    chosen, num_bits, steps = dict(places), spent, [Step(bits=spent / values, loss=loss)]
     waiting = [(_price(line, 0), name) for name, line in lines.items() if len(line) > 1]
     heapq.heapify(waiting)
     while waiting:
@@ -130,8 +132,8 @@ def allocate(
         places[name] = place
         more = line[place][0] - line[place - 1][0]
         spent, loss = spent + more, loss + line[place][1] - line[place - 1][1]
-        if chosen[name] == place - 1 and taken + more <= budget.bits * values * (1 + 1e-9):
-            chosen[name], taken = place, taken + more
+        if chosen[name] == place - 1 and num_bits + more <= budget.bits * values * (1 + 1e-9):
+            chosen[name], num_bits = place, num_bits + more
         steps.append(Step(bits=spent / values, loss=loss))
         if place + 1 < len(line):
             heapq.heappush(waiting, (_price(line, place), name))
@@ -148,11 +150,12 @@ def _price(line: Sequence[tuple[float, float, Format]], place: int) -> float:
 
 
 def _convex(
-    found: Mapping[str, float], shape: tuple[int, ...], formats: Sequence[Format]
+    of_formats: Mapping[str, float], shape: tuple[int, ...], formats: Sequence[Format]
 ) -> list[tuple[float, float, Format]]:
     """(bits in all, loss, format) of the candidates that are best for some price of a bit, cheapest first."""
     points = sorted(
-        ((8.0 * format.nbytes(shape), found[format.name], format) for format in formats), key=lambda p: p[:2]
+        ((8.0 * format.nbytes(shape), of_formats[format.name], format) for format in formats),
+        key=lambda p: p[:2],
     )
     line: list[tuple[float, float, Format]] = []
     for point in points:

@@ -73,7 +73,7 @@ class Grids:
 
     def finish(self, codes: Tensor, grids: Sequence[Grid], dtype: torch.dtype) -> Packed:
         """The packed weight of codes (N, K) uint8 under a grid for each block."""
-        format, made = self.format, self.search.parts(codes, grids)
+        format, tensors = self.format, self.search.parts(codes, grids)
         layout = format.layout(self.shape)
-        parts = {n: made[n].to(spec.dtype).reshape(spec.shape).contiguous() for n, spec in layout.items()}
+        parts = {n: tensors[n].to(spec.dtype).reshape(spec.shape).contiguous() for n, spec in layout.items()}
         return Packed(format, self.shape, dtype, parts)

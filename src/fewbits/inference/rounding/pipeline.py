@@ -119,18 +119,18 @@ def calibrate_checkpoint(
         rows, tokenizer, length=min(length, positions), count=samples, least=work.most_columns
     )
     chosen = budget.text if budget else choices[0].text
-    kept = _Kept(target, _fingerprint(source, chosen, method, tokens))
+    progress_folder = _Kept(target, _fingerprint(source, chosen, method, tokens))
     if budget is not None:
-        work.choose(budget, tokens, kept, progress)
+        work.choose(budget, tokens, progress_folder, progress)
     before = sum(p.numel() * p.element_size() for p in model.parameters())
-    resumed = work.run(tokens, kept, progress)
+    resumed = work.run(tokens, progress_folder, progress)
     name = "mixed" if budget else choices[0].name
     mark_loaded(model, f"{name}_{method.replace('+', '_')}")
     with whole_folder(target, overwrite=overwrite, protected=[source]) as folder:
         write_packed(model, folder, published=target)
         tokenizer.save_pretrained(folder)
         inspect_folder(folder)  # what was written reads back
-    kept.remove()
+    progress_folder.remove()
     errors = list(work.errors.values())
     return CalibrationResult(
         folder=target,
@@ -150,8 +150,8 @@ def calibrate_checkpoint(
 
 
 def _one_format(format: Any) -> Format:
-    found: Format = get_format(format)
-    return found
+    value: Format = get_format(format)
+    return value
 
 
 class _Work:
@@ -178,30 +178,35 @@ class _Work:
         self.predicted_loss: float | None = None
 
     def choose(
-        self, budget: Budget, windows: Tensor, kept: _Kept, progress: Callable[[int, int], None] | None
+        self, budget: Budget, windows: Tensor, cache: _Kept, progress: Callable[[int, int], None] | None
     ) -> None:
         """Give each linear the format that a budget allows it, by measured losses."""
         candidates = [get_format(name) for name in budget.formats]
         pieces = windows[: max(_MEASURED // windows.shape[1], 1)]
         losses = measure_losses(
-            self.model, list(self.formats), candidates, pieces, kept=kept.folder / _LOSSES, progress=progress
+            self.model,
+            list(self.formats),
+            candidates,
+            pieces,
+            cache_file=cache.folder / _LOSSES,
+            progress=progress,
         )
         shapes = {name: tuple(self.model.get_submodule(name).weight.shape) for name in losses}
         self.formats, self.steps = allocate(losses, shapes, budget)
         self.predicted_loss = sum(losses[name][format.name] for name, format in self.formats.items())
 
-    def run(self, windows: Tensor, kept: _Kept, progress: Callable[[int, int], None] | None) -> int:
+    def run(self, windows: Tensor, cache: _Kept, progress: Callable[[int, int], None] | None) -> int:
         """Round every layer; returns how many were there already."""
         hidden, words = _first_inputs(self.model, self.layers, windows)
         plain, resumed = hidden, 0
         for number, name in enumerate(self.layers):
-            layer, found = self.model.get_submodule(name), kept.layer(number)
+            layer, rounded = self.model.get_submodule(name), cache.layer(number)
             plain = [_output(layer, x, words[name]) for x in plain]
-            if found is None:
+            if rounded is None:
                 self._round(name, layer, hidden, words[name])
-                kept.save(number, layer, self._numbers(name))
+                cache.save(number, layer, self._numbers(name))
             else:
-                self._take(name, layer, *found)
+                self._take(name, layer, *rounded)
                 resumed += 1
             hidden = [_output(layer, x, words[name]) for x in hidden]
             self.drift.append(_distance(hidden, plain))
@@ -288,12 +293,12 @@ class _Kept:
         return self.folder / f"layer-{number:05d}.safetensors"
 
 
-def _distance(found: list[Tensor], wanted: list[Tensor]) -> float:
+def _distance(outputs: list[Tensor], targets: list[Tensor]) -> float:
     """||found - wanted|| / ||wanted|| over several tensors."""
     difference = sum(
-        float((a.float() - b.float()).square().sum()) for a, b in zip(found, wanted, strict=True)
+        float((a.float() - b.float()).square().sum()) for a, b in zip(outputs, targets, strict=True)
     )
-    whole = sum(float(b.float().square().sum()) for b in wanted)
+    whole = sum(float(b.float().square().sum()) for b in targets)
     return math.sqrt(difference / max(whole, 1e-30))
 
 
@@ -346,8 +351,8 @@ def _first_inputs(
 
 
 def _output(layer: Any, x: Tensor, words: dict[str, Any]) -> Tensor:
-    made = layer(x, **words)
-    result: Tensor = made[0] if isinstance(made, tuple) else made
+    output = layer(x, **words)
+    result: Tensor = output[0] if isinstance(output, tuple) else output
     return result
 
 
@@ -378,9 +383,9 @@ def _put_packed(layer: Any, leaf: str, packed: Packed) -> None:
     linear = layer.get_submodule(leaf)
     meta = nn.Linear(packed.shape[1], packed.shape[0], bias=False, dtype=packed.dtype, device="meta")
     meta.bias = linear.bias
-    made = QuantizedLinear.from_linear(meta, Rule(weight=packed.format))
-    made.load_packed(packed)
-    put(layer, leaf, made.train(linear.training))
+    quantized = QuantizedLinear.from_linear(meta, Rule(weight=packed.format))
+    quantized.load_packed(packed)
+    put(layer, leaf, quantized.train(linear.training))
 
 
 def _error(name: str, weight: Tensor, packed: Packed, relative: float | None = None) -> LayerError:

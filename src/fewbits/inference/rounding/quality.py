@@ -47,21 +47,21 @@ def log_probabilities(model: Any, windows: Tensor) -> Tensor:
 
 def divergence(model: Any, plain: Tensor, windows: Tensor) -> float:
     """KL(plain || model) in nats a token, for ``plain`` from `log_probabilities`."""
-    found = log_probabilities(model, windows)
-    return max(float((plain.exp() * (plain - found)).sum(-1).mean()), 0.0)
+    log_probs = log_probabilities(model, windows)
+    return max(float((plain.exp() * (plain - log_probs)).sum(-1).mean()), 0.0)
 
 
 @contextmanager
 def rounded(model: Any, formats: Mapping[str, Format]) -> Iterator[None]:
     """While it lasts, the named plain linears compute with weights rounded by these formats."""
-    kept = {name: model.get_submodule(name).weight.data for name in formats}
+    originals = {name: model.get_submodule(name).weight.data for name in formats}
     try:
         for name, format in formats.items():
-            weight = kept[name]
+            weight = originals[name]
             model.get_submodule(name).weight.data = format.quantize(weight).dequantize(weight.dtype)
         yield
     finally:
-        for name, weight in kept.items():
+        for name, weight in originals.items():
             model.get_submodule(name).weight.data = weight
 
 
@@ -99,7 +99,7 @@ def bits_against_quality(
         raise Unsupported(f"{source} is packed already; measure the original model.")
     windows = measuring_windows(model, tokenizer, rows)
     plain = log_probabilities(model.eval(), windows)
-    found = []
+    qualities = []
     for number, format in enumerate(formats, 1):
         rules = linears_to_replace(model, Recipe(name="measured", linear=Rule(weight=format)))
         weights = {name: model.get_submodule(name).weight for name in rules}
@@ -109,10 +109,10 @@ def bits_against_quality(
                 kl = divergence(model, plain, windows)
             count = sum(weight.numel() for weight in weights.values())
             bits = sum(8 * format.nbytes(tuple(weight.shape)) for weight in weights.values()) / max(count, 1)
-            found.append(Quality(format=format.name, bits=bits, kl=kl))
+            qualities.append(Quality(format=format.name, bits=bits, kl=kl))
         if progress is not None:
             progress(number, len(formats))
-    return found
+    return qualities
 
 
 def measuring_windows(model: Any, tokenizer: Any, rows: str | Path) -> Tensor:
