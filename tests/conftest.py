@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
+
+from tests.extras import absent_packages, skipped_where_an_extra_is_absent
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -68,6 +71,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         elif variants[name] > 3:
             item.add_marker(pytest.mark.slow)
     items.sort(key=lambda item: places.get(item.path, len(places)))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup() -> Generator[None, object, object]:
+    return (yield from skipped_where_an_extra_is_absent(absent_packages()))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Generator[None, object, object]:
+    return (yield from skipped_where_an_extra_is_absent(absent_packages()))
 
 
 @pytest.fixture(scope="session")

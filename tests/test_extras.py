@@ -1,26 +1,26 @@
-"""Tests can be collected where only fewbits and pytest are installed: what an extra brings is asked for."""
+"""Tests run where only fewbits and pytest are installed: what needs an extra skips and says which package.
+
+`.ci/nightly bare` runs them all in such an environment.
+"""
 
 from __future__ import annotations
 
 import ast
-import re
-import tomllib
+import sys
 from pathlib import Path
 
+import pytest
+
+from fewbits.errors import Unsupported
+from tests.extras import (
+    absent_package_behind,
+    absent_packages,
+    packages_of_extras,
+    skipped_where_an_extra_is_absent,
+)
+
 ROOT = Path(__file__).resolve().parents[1]
-IMPORTED_AS = {"cuda_bindings": "cuda", "nvidia_cuda_nvrtc": "nvidia"}
-ALWAYS_THERE = {"fewbits", "pytest", "mypy", "ruff"}  # pytest runs the tests; the last two are commands
-
-
-def packages_of_extras() -> set[str]:
-    """The import names of what pyproject.toml's extras bring beyond the dependencies of all."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    extras = [r for asked in project["optional-dependencies"].values() for r in asked]
-    names, own = (
-        {re.split(r"[\[<>=!~; ]", r)[0].replace("-", "_").lower() for r in listed}
-        for listed in (extras, project["dependencies"])
-    )
-    return {IMPORTED_AS.get(name, name) for name in names - own - ALWAYS_THERE}
+ABSENT = {"gguf", "compressed_tensors", "no_such_package"}
 
 
 def imported_at_once(path: Path) -> set[str]:
@@ -43,3 +43,49 @@ def test_no_test_file_needs_an_extra_to_be_read() -> None:
         if path.name.startswith(("test_", "conftest")) and (found := imported_at_once(path) & extras)
     }
     assert needing == {}, 'write pytest.importorskip("...") below the imports in place of these imports'
+
+
+def _raised(code: str) -> BaseException:
+    with pytest.raises(Exception, check=lambda error: True) as caught:
+        exec(code, {"Unsupported": Unsupported})  # noqa: S102
+    return caught.value
+
+
+FROM_IMPORT = "try:\n    import no_such_package.part\nexcept ImportError as error:\n    "
+
+
+@pytest.mark.parametrize(
+    ("code", "package"),
+    [
+        ("import no_such_package.part", "no_such_package"),
+        (FROM_IMPORT + "raise Unsupported('install it') from error", "no_such_package"),
+        (FROM_IMPORT + "raise AssertionError('other words were asked for')", "no_such_package"),
+        (
+            "raise ImportError('this needs `compressed-tensors`: pip install compressed-tensors')",
+            "compressed_tensors",
+        ),
+        ("import another_package_that_is_not_there", None),  # a name that is misspelt fails
+        ("from pathlib import gguf", None),
+        ("raise ImportError('ggufs are not read')", None),
+        ("assert 1 == 2, 'gguf'", None),
+    ],
+)
+def test_a_failure_is_explained_by_an_absent_package_alone(code: str, package: str | None) -> None:
+    assert absent_package_behind(_raised(code), ABSENT) == package
+    assert absent_package_behind(_raised(code), ()) is None  # where all is installed, nothing is explained
+
+
+def test_what_is_installed_is_not_absent() -> None:
+    assert absent_packages() <= packages_of_extras() | {"pyarrow"}
+    assert not absent_packages() & {name.partition(".")[0] for name in sys.modules}
+
+
+def test_a_failure_becomes_a_skip_only_where_it_is_explained() -> None:
+    around = skipped_where_an_extra_is_absent(ABSENT)
+    next(around)
+    with pytest.raises(pytest.skip.Exception, match="needs gguf"):
+        around.throw(_raised("raise ImportError('gguf', name='gguf')"))
+    around = skipped_where_an_extra_is_absent(ABSENT)
+    next(around)
+    with pytest.raises(AssertionError, match=r"^a wrong number$"):
+        around.throw(AssertionError("a wrong number"))
