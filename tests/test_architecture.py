@@ -6,12 +6,10 @@ import ast
 import importlib.machinery
 import re
 import runpy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "fewbits"
@@ -124,12 +122,30 @@ def op_of(path: Path) -> str:
     return OP_OF.get(path.relative_to(KERNELS).with_suffix("").as_posix(), path.stem)
 
 
-def shown(path: object) -> str | None:
-    """A file by its short name; None for what is no path, as pytest wants it."""
-    return str(path.relative_to(SOURCE.parent)).removeprefix("fewbits/") if isinstance(path, Path) else None
+def shown(path: Path) -> str:
+    """A file by its short name."""
+    base = SOURCE.parent if path.is_relative_to(SOURCE.parent) else ROOT
+    return str(path.relative_to(base)).removeprefix("fewbits/")
 
 
-ids = {"ids": shown}
+def of_every_file(paths: Sequence[Path]) -> Callable[[Callable[[Path], None]], Callable[[], None]]:
+    """One test of a rule that holds for each of ``paths``: it tells all that breaks the rule at once."""
+    assert paths
+
+    def made(rule: Callable[[Path], None]) -> Callable[[], None]:
+        def test() -> None:
+            broken = []
+            for path in paths:
+                try:
+                    rule(path)
+                except AssertionError as error:
+                    broken.append(f"{shown(path)}: {error}")
+            assert not broken, "\n".join(broken)
+
+        test.__name__, test.__doc__ = rule.__name__, rule.__doc__
+        return test
+
+    return made
 
 
 def room(path: Path) -> str:
@@ -227,7 +243,7 @@ def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
             yield node
 
 
-@pytest.mark.parametrize("path", [f for f in FILES if f.parent != SOURCE or f.stem in MAY_IMPORT], **ids)
+@of_every_file([f for f in FILES if f.parent != SOURCE or f.stem in MAY_IMPORT])
 def test_imports_point_down(path: Path) -> None:
     here = room(path)
     everyones = EVERYONE_MAY_IMPORT if path.is_relative_to(SOURCE) else set()
@@ -236,7 +252,7 @@ def test_imports_point_down(path: Path) -> None:
         assert room_of(module) in allowed, f"{here} may import {sorted(allowed)}, not {module}"
 
 
-@pytest.mark.parametrize("path", [f for f in FILES if room(f) in ROOMS_INSIDE], **ids)
+@of_every_file([f for f in FILES if room(f) in ROOMS_INSIDE])
 def test_imports_between_rooms_inside_point_down(path: Path) -> None:
     outer, inner = path.relative_to(SOURCE).parts[:2]
     if inner == "__init__.py":
@@ -271,13 +287,13 @@ def test_no_import_cycle() -> None:
         visit(name, ())
 
 
-@pytest.mark.parametrize("path", CODE, **ids)
+@of_every_file(CODE)
 def test_files_are_short(path: Path) -> None:
     lines = len(path.read_text(encoding="utf-8").splitlines())
     assert lines <= MAX_LINES, f"{lines} lines: perhaps two rooms"
 
 
-@pytest.mark.parametrize("path", FILES, **ids)
+@of_every_file(FILES)
 def test_functions_are_short(path: Path) -> None:
     for node in functions(path):
         length = (node.end_lineno or node.lineno) - node.lineno + 1
@@ -285,7 +301,7 @@ def test_functions_are_short(path: Path) -> None:
         assert length <= limit, f"{node.name} has {length} lines"
 
 
-@pytest.mark.parametrize("path", FILES, **ids)
+@of_every_file(FILES)
 def test_nothing_hidden(path: Path) -> None:
     """No compiled source, no swallowed errors, no globals, no configuration by environment."""
     for node in nodes(path):
@@ -318,7 +334,7 @@ def backward_functions(path: Path) -> Iterator[ast.FunctionDef]:
             yield node
 
 
-@pytest.mark.parametrize("path", FILES, **ids)
+@of_every_file(FILES)
 def test_private_names_stay_in_their_file(path: Path) -> None:
     """What another file needs has a public name."""
     ours = {package.name for package in PACKAGES}
@@ -332,7 +348,7 @@ def test_private_names_stay_in_their_file(path: Path) -> None:
         assert not names, f"line {getattr(node, 'lineno', 0)}: {names[0]} is another file's own"
 
 
-@pytest.mark.parametrize("path", FILES, **ids)
+@of_every_file(FILES)
 def test_saved_tensors_are_read_once(path: Path) -> None:
     """Gradient checkpointing computes them again for one reading, and refuses a second."""
     everywhere = sum(1 for n in nodes(path) if isinstance(n, ast.Attribute) and n.attr == "saved_tensors")
@@ -349,7 +365,7 @@ def test_saved_tensors_are_read_once(path: Path) -> None:
     assert inside == saves, f"{saves} functions save tensors and {inside} read them"
 
 
-@pytest.mark.parametrize("path", [f for f in FILES if room(f) in ("kernels", "nn", "decoder")], **ids)
+@of_every_file([f for f in FILES if room(f) in ("kernels", "nn", "decoder")])
 def test_rows_are_counted_and_not_left_to_reshape(path: Path) -> None:
     """``x.reshape(-1, x.shape[-1])`` fails where the last axis is 0 long: `rows_of` does not."""
     for node in nodes(path):
@@ -359,7 +375,7 @@ def test_rows_are_counted_and_not_left_to_reshape(path: Path) -> None:
             assert not open_ended, f"line {node.lineno}: write rows_of(x)"
 
 
-@pytest.mark.parametrize("path", FILES, **ids)
+@of_every_file(FILES)
 def test_sizes_are_said_in_powers_of_1024(path: Path) -> None:
     """By fewbits.words.size: not in MB here and in MiB there."""
     unit = re.compile(r" ?([kKMGT]B|epochs)\b(?!/s)")
@@ -385,7 +401,7 @@ def is_model_type(node: ast.AST) -> bool:
     return False
 
 
-@pytest.mark.parametrize("path", [f for f in FILES if room(f) != "families"], **ids)
+@of_every_file([f for f in FILES if room(f) != "families"])
 def test_a_family_is_known_by_its_spec_alone(path: Path) -> None:
     """No other room compares a model_type, nor looks something up by it: the spec has what one must know."""
     for node in nodes(path):
@@ -430,7 +446,7 @@ def class_checks(path: Path, classes: set[str]) -> Iterator[str]:
             yield f"{path.name}, line {getattr(node, 'lineno', 0)}"
 
 
-@pytest.mark.parametrize("path", FILES, **ids)
+@of_every_file(FILES)
 def test_a_format_is_known_by_its_contract_alone(path: Path) -> None:
     """No ladder of types: a format's own file says what kernels, layers and exports need to know of it."""
     others = {name for name, file in subclasses_of("Format").items() if file != path}
@@ -445,7 +461,7 @@ def test_tests_of_all_formats_ask_no_class() -> None:
     assert len(asked) <= 6, f"{asked}: those are tests of one class; a test of all formats asks the contract"
 
 
-@pytest.mark.parametrize("path", FILES, **ids)
+@of_every_file(FILES)
 def test_what_is_put_into_a_model_stands_in_its_record(path: Path) -> None:
     """No hidden attribute of ours on a model, and one way to what is inside its wrappers."""
     for node in nodes(path):
@@ -483,13 +499,13 @@ def test_a_tensor_of_our_own_has_a_record_of_why() -> None:
     assert of_tensor and not missing, f"docs/adr has no record that names {missing}"
 
 
-@pytest.mark.parametrize("path", [f for f in FILES if f.name == "__init__.py"], **ids)
+@of_every_file([f for f in FILES if f.name == "__init__.py"])
 def test_every_room_has_a_sign(path: Path) -> None:
     """What lives here, what may be imported, where to begin."""
     assert ast.get_docstring(tree(path)), "an empty __init__: a newcomer learns nothing at this door"
 
 
-@pytest.mark.parametrize("path", FILES, **ids)
+@of_every_file(FILES)
 def test_public_names_have_docstrings(path: Path) -> None:
     private_file = path.stem.startswith("_") and path.stem not in ("__init__", "__main__")
     for node in [] if private_file else tree(path).body:
@@ -506,7 +522,7 @@ KERNEL_FILES = [f for f in FILES if f.is_relative_to(KERNELS) and f.name != "__i
 OP_FILES = [f for f in KERNEL_FILES if has_reference(f)]
 
 
-@pytest.mark.parametrize("path", OP_FILES, **ids)
+@of_every_file(OP_FILES)
 def test_kernel_file_has_its_parts(path: Path) -> None:
     names = [node.name for node in functions(path)]
     public = PUBLIC_NAME.get(op_of(path), op_of(path))
@@ -563,7 +579,7 @@ def test_the_cpu_runs_the_references() -> None:
 DIFFERENTIATES = re.compile(r"gradcheck|\.backward\(|autograd\.grad\(|\.grad\b")
 
 
-@pytest.mark.parametrize("path", OP_FILES, **ids)
+@of_every_file(OP_FILES)
 def test_what_has_a_gradient_has_a_test_of_it(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     test = text_of_tests(path)
@@ -607,13 +623,13 @@ def test_every_triton_kernel_has_a_compile_case() -> None:
         assert launched <= listed, f"{path.name}: COMPILE_CASES lacks {sorted(launched - listed)}"
 
 
-@pytest.mark.parametrize("name", sorted(p.stem for p in TESTS.iterdir() if p.is_dir() or p.suffix == ".py"))
-def test_nothing_of_tests_hides_a_package(name: str) -> None:
+@of_every_file(sorted(p for p in TESTS.iterdir() if p.is_dir() or p.suffix == ".py"))
+def test_nothing_of_tests_hides_a_package(path: Path) -> None:
     """Hugging Face's ``kernels`` and PyPA's ``build`` are packages of others: ours stand below ``tests``."""
-    found = importlib.machinery.PathFinder.find_spec(name)
+    found = importlib.machinery.PathFinder.find_spec(path.stem)
     places = [] if found is None else [found.origin or "", *(found.submodule_search_locations or ())]
     hidden = [place for place in places if Path(place).is_relative_to(TESTS)]
-    assert not hidden, f"import {name} finds {hidden}"
+    assert not hidden, f"import {path.stem} finds {hidden}"
 
 
 def test_the_checkout_adds_one_name_to_what_can_be_imported() -> None:
@@ -622,7 +638,7 @@ def test_the_checkout_adds_one_name_to_what_can_be_imported() -> None:
     assert packages == {"tests"} and not list(ROOT.glob("*.py"))
 
 
-@pytest.mark.parametrize("path", sorted(TESTS.rglob("*.py")), ids=lambda path: str(path.relative_to(TESTS)))
+@of_every_file(sorted(TESTS.rglob("*.py")))
 def test_helpers_are_imported_from_tests(path: Path) -> None:
     for node in nodes(path):
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
