@@ -8,6 +8,7 @@ from typing import Any
 from fewbits.errors import BadInput
 from fewbits.families.catalog import SPECS
 from fewbits.families.spec import ModelSpec
+from fewbits.families.values import check_values
 
 _REGISTERED: dict[str, ModelSpec] = {}  # what the user's own code has added, by calling `register_family`
 
@@ -20,14 +21,16 @@ def register_family(spec: ModelSpec, *, replace: bool = False) -> None:
         replace: take the place of a spec that the name has already, fewbits' own ones included.
 
     Raises:
-        BadInput: it is no spec, it names no model_type or no linears, or the name has a spec already and
-            ``replace`` is False.
+        BadInput: it is no spec, a value in it is of another kind than its field, it names no model_type or no
+            linears, or the name has a spec already and ``replace`` is False. Whether its paths are those of
+            a model is seen where it meets one: `SpecMismatch`.
     """
     if not isinstance(spec, ModelSpec):
         raise BadInput(
             f"register_family takes a fewbits.ModelSpec, and this is a {type(spec).__name__}; write one with "
             "the paths of the family's modules."
         )
+    check_values(spec)
     if not spec.model_type or not spec.linears:
         raise BadInput("a spec needs a model_type and the paths of the linears inside a layer; add them.")
     if family_of(spec.model_type) is not None and not replace:
@@ -53,6 +56,11 @@ def written_spec(model_or_config: Any) -> ModelSpec | None:
 def family_of(model_type: str) -> ModelSpec | None:
     """The spec that somebody wrote for this ``model_type``: the user's own, else fewbits'; else None."""
     return _REGISTERED.get(model_type) or SPECS.get(model_type)
+
+
+def is_registered(spec: ModelSpec) -> bool:
+    """Whether a user's own code registered this very spec."""
+    return _REGISTERED.get(spec.model_type) is spec
 
 
 def known_families() -> list[str]:

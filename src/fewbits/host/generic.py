@@ -56,7 +56,7 @@ def generic_spec(model: nn.Module, model_type: str) -> ModelSpec:
     for layer in layers:
         experts = _experts_path(layer) or experts
         _refuse_what_cannot_be_packed(layer, model_type)
-        left.update(dict.fromkeys(_routers(layer), "it chooses experts"))
+        left.update(dict.fromkeys(routers(layer), "it chooses experts"))
         left.update(dict.fromkeys(_read_past_the_module(layer), READ_PAST))
         linears.update(dict.fromkeys(path for path in linear_paths(layer) if path not in left))
     if not linears:
@@ -98,7 +98,7 @@ def _experts_path(layer: nn.Module) -> str | None:
     return None
 
 
-def _routers(layer: nn.Module) -> set[str]:
+def routers(layer: nn.Module) -> set[str]:
     """Linears that choose experts or weigh a shared one: as many outputs as experts, or one."""
     counts = {shape[0] for m in layer.modules() for shape in map(_shape, weights_of(m), [m] * 3)}
     return {

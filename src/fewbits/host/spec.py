@@ -11,9 +11,10 @@ from typing import Any
 from torch import nn
 
 from fewbits.errors import SpecMismatch, Unsupported
-from fewbits.families.registry import known_families, model_type_of, written_spec
+from fewbits.families.registry import is_registered, known_families, model_type_of, written_spec
 from fewbits.families.spec import ModelSpec
 from fewbits.host.generic import generic_spec
+from fewbits.host.spec_check import check_spec
 
 
 def spec_for(model_or_config: Any) -> ModelSpec:
@@ -25,9 +26,12 @@ def spec_for(model_or_config: Any) -> ModelSpec:
     Raises:
         Unsupported: there is none for this model_type, and the model's modules do not tell one; the message
             says what is missing.
+        SpecMismatch: a user's own spec does not fit this model; the message says where.
     """
     spec = written_spec(model_or_config)
     if spec is not None:
+        if isinstance(model_or_config, nn.Module) and is_registered(spec):
+            check_spec(model_or_config, spec, locate(model_or_config, spec, spec.layers))
         return spec
     if isinstance(model_or_config, nn.Module) and model_type_of(model_or_config):
         return generic_spec(model_or_config, model_type_of(model_or_config))
