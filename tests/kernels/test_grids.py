@@ -82,7 +82,7 @@ def test_rows_that_no_program_counts_to_are_left_to_the_definition() -> None:
 @pytest.mark.parametrize("shape", [(1, LONG), (2**24, 128), (3, 2**29)], ids=str)
 def test_float8(grids: list[tuple[int, ...]], shape: tuple[int, int]) -> None:
     x, q, one = meta(*shape), meta(*shape, dtype=torch.float8_e4m3fn), meta(1, dtype=torch.float32)
-    quantize_float8_triton.launch_tensor(x, q, one, given=one, is_scale=True)
+    quantize_float8_triton.launch_tensor(x, q, one, factor=one, is_scale=True)
     for block in ((1, 128), (128, 128)):
         scale = meta(math.ceil(shape[0] / block[0]), math.ceil(shape[1] / block[1]), dtype=torch.float32)
         quantize_float8_triton.launch_blocks(x, q, scale, block)

@@ -118,11 +118,11 @@ def test_the_op_of_a_weight_and_its_transpose() -> None:
     w = torch.randn(32, 48, dtype=torch.bfloat16)
     inverse = 1 / weight_scale(w)
     out, turned = torch.zeros(32, 48).to(E4), torch.zeros(48, 40).to(E4)
-    float8_weight_pair(w.t().contiguous().t(), inverse_scale=inverse, out=out, turned=turned[:, :32])
+    float8_weight_pair(w.t().contiguous().t(), inverse_scale=inverse, out=out, transposed=turned[:, :32])
     assert same(out, float8_weight(w, inverse_scale=inverse)) and same(turned[:, :32], out.t())
     assert turned[:, 32:].float().eq(0).all()
     with pytest.raises(BadInput, match="float8_weight_pair writes"):
-        float8_weight_pair(w, inverse_scale=inverse, out=out, turned=turned)
+        float8_weight_pair(w, inverse_scale=inverse, out=out, transposed=turned)
 
 
 def groups_of_weights(dtype: torch.dtype, device: str = "cpu") -> list[list[Tensor]]:

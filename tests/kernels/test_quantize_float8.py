@@ -186,7 +186,7 @@ def check_tensor(x: Tensor, dtype: torch.dtype) -> None:
         for is_scale in (False, True):
             q_ref, scale_ref = quantize_tensor_ref(x, dtype, *((given, None) if is_scale else (None, given)))
             q, scale = poisoned(tuple(x.shape), dtype, x.device.type), torch.empty(1, device=x.device)
-            launch_tensor(x, q, scale, given=given, is_scale=is_scale)
+            launch_tensor(x, q, scale, factor=given, is_scale=is_scale)
             assert_codes(q, q_ref)
             assert same(scale, scale_ref)
 

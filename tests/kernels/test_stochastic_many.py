@@ -111,12 +111,12 @@ def test_tables_of_4_bits_give_the_definition(driver: Emulated, name: str) -> No
 
 @needs_compiler
 @pytest.mark.parametrize("shared_b", [False, True])
-def test_turned_tables_give_the_definition(driver: Emulated, shared_b: bool) -> None:
+def test_tables_of_b_give_the_definition(driver: Emulated, shared_b: bool) -> None:
     operands = operands_of(WHOLE, 2, 70, 37, 150, shared_b=shared_b)
-    tables = nibbles.tables_of(WHOLE, (128,), 150, torch.device("cpu"), turned=True)
+    tables = nibbles.tables_of(WHOLE, (128,), 150, torch.device("cpu"), of_b=True)
     assert tables is not None
     y = torch.full((2, 70, 37), torch.nan)
-    nibbles.launch_turned(operands, tables, None, 150, y)
+    nibbles.launch_swapped(operands, tables, None, 150, y)
     assert torch.equal(y, stochastic_codes_ref(*operands, WHOLE, (128,)))
 
 
@@ -216,14 +216,14 @@ def test_counts_that_do_not_fit_take_the_next_way(monkeypatch: pytest.MonkeyPatc
     )
 
 
-@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("of_b", [False, True])
 @pytest.mark.parametrize("scramble", ["bitrev", "counter", "random", "off"])
-def test_sobol_counts_fit_4_bits(scramble: str, turned: bool) -> None:
+def test_sobol_counts_fit_4_bits(scramble: str, of_b: bool) -> None:
     """At any length, but for some from 199 to 255 in b's tables: a line of four slopes leaves 8 values."""
-    for options, longest in ((STOCHASTIC, 128), (FULL, 190 if turned else 256)):
+    for options, longest in ((STOCHASTIC, 128), (FULL, 190 if of_b else 256)):
         options = replace(options, scramble=scramble)
         for length in (0, 1, int(torch.randint(2, longest, ())), longest):
-            tables = nibbles.tables_of(options, (length,), 128, torch.device("cpu"), turned=turned)
+            tables = nibbles.tables_of(options, (length,), 128, torch.device("cpu"), of_b=of_b)
             assert tables is not None
 
 
@@ -262,7 +262,7 @@ def test_gpu_every_way_is_exact(name: str) -> None:
         sizes = choice.Sizes(*shape, chunk)
         for way in choice.ways(sizes._replace(rows=2048), max(levels), describe(on_gpu[0].device)):
             tables = way.tables_of(options, levels, chunk, on_gpu[0].device)
-            if tables is None or (way.turned and mixed):
+            if tables is None or (way.of_b and mixed):
                 continue
             y = torch.full(want.shape, torch.nan, device="cuda")
             way.launch(on_gpu, tables, index.cuda() if mixed else None, chunk, y)

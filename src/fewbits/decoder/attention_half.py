@@ -116,9 +116,9 @@ class _Attention(torch.autograd.Function):
             xa_o = half.o.branch_inputs(o)
             y, post = half.leave(x, rows, xa_o)  # (M, H)
         _needs_dx, _half, *needs = ctx.needs_input_grad
-        kept = half.kept(x, n, post, (xa, xa_o), half.named(needs))
-        kept.where(half.keep.attention, graph=graph)
-        ctx.kept, ctx.half = kept, half
+        saved = half.save(x, n, post, (xa, xa_o), half.named(needs))
+        saved.where(half.keep.attention, graph=graph)
+        ctx.kept, ctx.half = saved, half
         keep_ways(ctx, x, *tensors)
         return y
 
@@ -133,17 +133,17 @@ class _Attention(torch.autograd.Function):
 
 
 def _backward(
-    half: AttentionHalf, kept: dict[str, Any], dy: Tensor, needs: PerHalf[bool], needs_dx: bool
+    half: AttentionHalf, saved: dict[str, Any], dy: Tensor, needs: PerHalf[bool], needs_dx: bool
 ) -> tuple[Tensor | None, PerHalf[Tensor | None]]:
     """dx (M, H) and all other gradients by name, for dy (M, H)."""
-    x, graph, xa = kept["x"], kept.pop("graph"), kept["xa"]
-    begun = half.begin_backward(kept, dy, needs)
+    x, graph, xa = saved["x"], saved.pop("graph"), saved["xa"]
+    begun = half.begin_backward(saved, dy, needs)
     n = half.enter_again(x, begun, first_product=graph is None)
     if graph is None:
         assert n is not None
         graph = _attend(half, n, xa)
 
-    inner = half.o.inner_gradients(Rows(begun.dz), kept["xa_back"])
+    inner = half.o.inner_gradients(Rows(begun.dz), saved["xa_back"])
     of_o = half.o.gradients(begun.dz, inner, graph.rows, needs.back)
     do = half.o.backward_product(Rows(begun.dz), inner.t).view(graph.o.shape)  # (B, S, heads, D)
     needs_norms = (needs.norms["q_norm"], needs.norms["k_norm"])
@@ -151,7 +151,9 @@ def _backward(
     del graph, do
 
     inner = half.qkv.inner_gradients(Rows(dqkv), xa)
-    ended = half.end_backward(kept, dy, Rows(dqkv), inner, n if begun.reads_output else None, needs, needs_dx)
+    ended = half.end_backward(
+        saved, dy, Rows(dqkv), inner, n if begun.reads_output else None, needs, needs_dx
+    )
     norms = {"norm": ended.dnorm, "post_norm": begun.dpost, "q_norm": dq_norm, "k_norm": dk_norm}
     return ended.dx, PerHalf(norms, ended.into, of_o)
 

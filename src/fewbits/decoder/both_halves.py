@@ -183,9 +183,9 @@ class Kept:
         assert self._tensors is not None
         self._tensors.update(tensors)
 
-    def where(self, wanted: bool, **tensors: Any) -> None:
-        """Keep these if ``wanted``; otherwise their names give None."""
-        self.always(**(tensors if wanted else dict.fromkeys(tensors)))
+    def where(self, condition: bool, **tensors: Any) -> None:
+        """Keep these if ``condition`` holds; otherwise their names give None."""
+        self.always(**(tensors if condition else dict.fromkeys(tensors)))
 
     def take(self) -> dict[str, Any]:
         """All of it, once."""
@@ -194,12 +194,12 @@ class Kept:
                 "a fused decoder layer keeps its activations for one backward pass, and this is a second "
                 "one; run the forward pass again, or unfuse the model (fewbits.unfuse)."
             )
-        taken, self._tensors = self._tensors, None
+        tensors, self._tensors = self._tensors, None
         for name, handle in self._handles.items():
             assert self._stash is not None
-            taken[name] = self._stash.get(handle)
+            tensors[name] = self._stash.get(handle)
         self._handles = {}
-        return taken
+        return tensors
 
 
 @contextlib.contextmanager
@@ -275,7 +275,7 @@ class Half(ABC):
             self.group.sum_(self.back.finish_(z, xa_back, self.group.once(post.term)))
         return post.forward(), post
 
-    def kept(
+    def save(
         self,
         x: Tensor,
         n: Normed,
@@ -284,22 +284,22 @@ class Half(ABC):
         needs: PerHalf[bool],
     ) -> Kept:
         """What both halves keep; ``inner_values`` are those of into and back, each (M, R) or None."""
-        kept = Kept(self.keep, self.stash)
-        kept.inputs(x=x)
+        saved = Kept(self.keep, self.stash)
+        saved.inputs(x=x)
         xa, xa_back = inner_values
-        kept.always(r=n.r, xa=xa, xa_back=xa_back, z=post.z, r_post=post.r)
-        kept.where(self.keep.normed and reads_output(x, n.dense.dtype, needs.into), normed=n.dense)
-        return kept
+        saved.always(r=n.r, xa=xa, xa_back=xa_back, z=post.z, r_post=post.r)
+        saved.where(self.keep.normed and reads_output(x, n.dense.dtype, needs.into), normed=n.dense)
+        return saved
 
     # Backward.
 
-    def begin_backward(self, kept: dict[str, Any], dy: Tensor, needs: PerHalf[bool]) -> BeginBackward:
+    def begin_backward(self, saved: dict[str, Any], dy: Tensor, needs: PerHalf[bool]) -> BeginBackward:
         """From dy (M, H) back through the residual and the second norm."""
-        x = kept["x"]
+        x = saved["x"]
         dtype = self.dtype or x.dtype
-        post = Residual(x, kept["z"], self.post_norm, kept["r_post"])
+        post = Residual(x, saved["z"], self.post_norm, saved["r_post"])
         dz, dpost = post.backward(dy, needs.norms["post_norm"], dtype)
-        return BeginBackward(dz, dpost, kept.pop("normed"), reads_output(x, dtype, needs.into))
+        return BeginBackward(dz, dpost, saved.pop("normed"), reads_output(x, dtype, needs.into))
 
     def enter_again(self, x: Tensor, begun: BeginBackward, first_product: bool) -> Normed | None:
         """The norm of x (M, H) again, where the first product runs again or gradients are made from it."""
@@ -310,7 +310,7 @@ class Half(ABC):
 
     def end_backward(
         self,
-        kept: dict[str, Any],
+        saved: dict[str, Any],
         dy: Tensor,
         du: Rows,
         inner: InnerGradients,
@@ -319,8 +319,8 @@ class Half(ABC):
         needs_dx: bool,
     ) -> EndBackward:
         """From du (M, N), the gradient of the first product, back through that product and the norm."""
-        x, rows = kept["x"], None if n is None else n.dense
-        da = None if n is not None else gradient_of_a(inner.t, x, self.norm, kept["r"], needs.into)
+        x, rows = saved["x"], None if n is None else n.dense
+        da = None if n is not None else gradient_of_a(inner.t, x, self.norm, saved["r"], needs.into)
         gradients = self.into.gradients(du.dense, inner, rows, needs.into, da=da)
         needs_dw = needs.norms["norm"]
         if not needs_dx and not needs_dw:
@@ -328,7 +328,7 @@ class Half(ABC):
         dn = self.into.backward_product(du, inner.t)
         if self.group is not None:
             self.group.sum_(dn)
-        dx, dnorm = backward_norm(dn, x, self.norm, kept["r"], residual=dy, needs_dw=needs_dw)
+        dx, dnorm = backward_norm(dn, x, self.norm, saved["r"], residual=dy, needs_dw=needs_dw)
         return EndBackward(dx, dnorm, gradients)
 
 

@@ -215,7 +215,7 @@ def _tolerance(x: Tensor, layer: nn.Module) -> float:
 
 
 def _errors(
-    expected: Mapping[str, Tensor], found: Mapping[str, Tensor], x: Tensor, dy: Tensor, tolerance: float
+    expected: Mapping[str, Tensor], results: Mapping[str, Tensor], x: Tensor, dy: Tensor, tolerance: float
 ) -> float:
     """The largest relative error; raises `Differs` where one is too large.
 
@@ -226,7 +226,7 @@ def _errors(
     of_sum = {"gradient of the input": dy, "attention": x, "MLP": x}
     worst = 0.0
     for name, b in expected.items():
-        a = found[name]
+        a = results[name]
         size, error = float(b.norm()), float((a - b).norm()) if a.shape == b.shape else float("nan")
         rounding = 0.05 * largest * tolerance if name.startswith("gradient of ") else 0.0
         if name in of_sum:
@@ -240,10 +240,10 @@ def _errors(
     return worst
 
 
-def _compare_attention(attention: Any, seen: list[dict[str, Any]], fused: Mapping[str, Any]) -> None:
-    if len(seen) != 1:
-        raise Differs(f"it calls transformers' attention function {len(seen)} times, not once")
-    call = dict(seen[0])
+def _compare_attention(attention: Any, calls: list[dict[str, Any]], fused: Mapping[str, Any]) -> None:
+    if len(calls) != 1:
+        raise Differs(f"it calls transformers' attention function {len(calls)} times, not once")
+    call = dict(calls[0])
     scaling = call.pop("scaling", None)
     window, cap = call.pop("sliding_window", None), call.pop("softcap", None)
     own = {
@@ -343,8 +343,8 @@ def _attention(
     scores = cap * torch.tanh(scores / cap) if cap else scores
     steps = torch.arange(scores.shape[-1], device=scores.device)
     behind = steps[:, None] - steps
-    seen = (behind >= 0) & (behind < (kwargs.get("sliding_window") or scores.shape[-1]))
-    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+    visible = (behind >= 0) & (behind < (kwargs.get("sliding_window") or scores.shape[-1]))
+    weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
     return (weights @ v).to(query.dtype).transpose(1, 2).contiguous(), None
 
 

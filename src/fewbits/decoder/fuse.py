@@ -357,7 +357,7 @@ def _no_cache(decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     Transformers fills one there too wherever the configuration says so, which is its default, and what
     inference sets it to; the layers would then take their own forward.
     """
-    asked = kwargs.get("use_cache") is not None or kwargs.get("past_key_values") is not None
-    if asked or not (torch.is_grad_enabled() or decoder.training):
+    needs_cache = kwargs.get("use_cache") is not None or kwargs.get("past_key_values") is not None
+    if needs_cache or not (torch.is_grad_enabled() or decoder.training):
         return None
     return args, {**kwargs, "use_cache": False}

@@ -37,8 +37,8 @@ class Keep:
 
     def __str__(self) -> str:
         """``attention+mlp``, ``mlp, inputs on the host``, ``inputs``."""
-        kept = "+".join(name for name in ("attention", "mlp", "normed", "weights") if getattr(self, name))
-        return (kept or "inputs") + (", inputs on the host" if self.offload else "")
+        names = "+".join(name for name in ("attention", "mlp", "normed", "weights") if getattr(self, name))
+        return (names or "inputs") + (", inputs on the host" if self.offload else "")
 
 
 KEEP_EVERYTHING = Keep(normed=True, weights=True)

@@ -87,9 +87,9 @@ class _MLP(torch.autograd.Function):
             h, xa_down = _activate(half, gate_up, xa)  # (M, I), (M, r)
             y, post = half.leave(x, h, xa_down)  # (M, H)
         _needs_dx, _half, *needs = ctx.needs_input_grad
-        kept = half.kept(x, n, post, (xa, xa_down), half.named(needs))
-        kept.where(half.keep.mlp, gate_up=gate_up)
-        ctx.kept, ctx.half = kept, half
+        saved = half.save(x, n, post, (xa, xa_down), half.named(needs))
+        saved.where(half.keep.mlp, gate_up=gate_up)
+        ctx.kept, ctx.half = saved, half
         keep_ways(ctx, x, *tensors)
         return y
 
@@ -104,35 +104,35 @@ class _MLP(torch.autograd.Function):
 
 
 def _backward(
-    half: MLPHalf, kept: dict[str, Any], dy: Tensor, needs: PerHalf[bool], needs_dx: bool
+    half: MLPHalf, saved: dict[str, Any], dy: Tensor, needs: PerHalf[bool], needs_dx: bool
 ) -> tuple[Tensor | None, PerHalf[Tensor | None]]:
     """dx (M, H) and all other gradients by name, for dy (M, H)."""
-    x, gate_up = kept["x"], kept.pop("gate_up")
-    begun = half.begin_backward(kept, dy, needs)
+    x, gate_up = saved["x"], saved.pop("gate_up")
+    begun = half.begin_backward(saved, dy, needs)
     n = half.enter_again(x, begun, first_product=gate_up is None)
     if gate_up is None:
         assert n is not None
         gate_up = half.gate_up.add_biases_(half.gate_up.product(n.rows))
 
-    inner = half.down.inner_gradients(Rows(begun.dz), kept["xa_back"])
+    inner = half.down.inner_gradients(Rows(begun.dz), saved["xa_back"])
     dh = half.down.backward_product(Rows(begun.dz), None)  # the activation's kernel adds the branch's part
     dense = any(need.weight or need.bias for need in needs.into)
     t_down = half.down.outside(inner.t)
     if not any(need.weight for need in needs.back) and _in_one_pass(half, t_down):
         assert t_down is not None
         dgate_up, activated = _activate_backward_in_one_pass(
-            half, gate_up, kept["xa"], dh, t_down, dense=dense
+            half, gate_up, saved["xa"], dh, t_down, dense=dense
         )
         del dh, gate_up
         of_down = half.down.gradients(begun.dz, inner, None, needs.back, da=activated.dw_down.t())
         inner = _inner(half, activated)
     else:
-        dgate_up, h = _activate_backward(half, gate_up, kept["xa"], dh, t_down, dense=dense)
+        dgate_up, h = _activate_backward(half, gate_up, saved["xa"], dh, t_down, dense=dense)
         del dh, gate_up
         of_down = half.down.gradients(begun.dz, inner, h, needs.back)
         del h
-        inner = half.gate_up.inner_gradients(dgate_up, kept["xa"])
-    ended = half.end_backward(kept, dy, dgate_up, inner, n if begun.reads_output else None, needs, needs_dx)
+        inner = half.gate_up.inner_gradients(dgate_up, saved["xa"])
+    ended = half.end_backward(saved, dy, dgate_up, inner, n if begun.reads_output else None, needs, needs_dx)
     return ended.dx, PerHalf({"norm": ended.dnorm, "post_norm": begun.dpost}, ended.into, of_down)
 
 
@@ -255,11 +255,13 @@ def _activate_backward_in_one_pass(
     return Rows(dgate_up, q, scale), activated
 
 
-def _inner(half: MLPHalf, made: BranchGradients) -> InnerGradients:
+def _inner(half: MLPHalf, gradients: BranchGradients) -> InnerGradients:
     """What `Projection.inner_gradients` gives, from the kernel's results."""
     branches = half.gate_up.branches
-    dbs = (made.dw_gate, made.dw_up)
-    return InnerGradients(made.t, [db.to(branch.b.dtype) for db, branch in zip(dbs, branches, strict=True)])
+    dbs = (gradients.dw_gate, gradients.dw_up)
+    return InnerGradients(
+        gradients.t, [db.to(branch.b.dtype) for db, branch in zip(dbs, branches, strict=True)]
+    )
 
 
 def _with_float8(

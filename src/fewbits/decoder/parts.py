@@ -17,7 +17,13 @@ from fewbits.decoder.guard import Guard, refuse_hooks
 from fewbits.decoder.keep import Keep
 from fewbits.decoder.limits import why_not_by_spec
 from fewbits.decoder.mlp_half import MLPHalf, fused_mlp
-from fewbits.decoder.products import DenseProjection, Float8Projection, KeptValues, RoundedProjection, Turned
+from fewbits.decoder.products import (
+    DenseProjection,
+    Float8Projection,
+    KeptValues,
+    PairedValues,
+    RoundedProjection,
+)
 from fewbits.decoder.projection import Branch, Part, Projection, RoundedPart
 from fewbits.decoder.scales import Slot
 from fewbits.decoder.weight_scales import WeightScale, scale_of, scales_of
@@ -193,16 +199,16 @@ class LayerParts:
         rounded = tuple(part for part in parts if isinstance(part, RoundedPart))
         if rounded and len(rounded) < len(parts):
             raise NotFused(f"of {', '.join(paths)} some are rounded in training and some are not")
-        kept = self._values(paths, parts) if keep.weights else None
+        values_kept = self._values(paths, parts) if keep.weights else None
         if rounded:
             return RoundedProjection(rounded)
         if operands == {PLAIN}:
-            return DenseProjection(parts) if kept is None else DenseProjection(parts, kept)
+            return DenseProjection(parts) if values_kept is None else DenseProjection(parts, values_kept)
         if operands == {FLOAT8}:
             if dtype not in (torch.bfloat16, torch.float32):
                 raise NotFused(f"float8 products come out in bfloat16 or float32, not in {dtype}")
             _refuse_sides(paths, sum(part.width for part in parts), int(parts[0].weight.shape[1]))
-            scale, values = self._scale(paths, parts), self._turned(parts, keep) or kept
+            scale, values = self._scale(paths, parts), self._paired(parts, keep) or values_kept
             return (
                 Float8Projection(parts, scale) if values is None else Float8Projection(parts, scale, values)
             )
@@ -220,14 +226,16 @@ class LayerParts:
                     return str(reason)
         return None
 
-    def _turned(self, parts: tuple[Part, ...], keep: Keep) -> Turned | None:
+    def _paired(self, parts: tuple[Part, ...], keep: Keep) -> PairedValues | None:
         """A place for the transposed float8 weights, where all is kept and every weight is made anew anyway.
 
         FSDP2 gives a gathered layer back after its forward pass: keeping its values would keep them all.
         """
         all_train = all(isinstance(part.weight, Tensor) and part.weight.requires_grad for part in parts)
         sharded = getattr(self.layer, "_is_fsdp_managed_module", False)
-        return Turned() if all_train and keep.normed and not sharded and torch.is_grad_enabled() else None
+        return (
+            PairedValues() if all_train and keep.normed and not sharded and torch.is_grad_enabled() else None
+        )
 
     def forget_values(self) -> None:
         """Let go of all values of weights that were kept (`Keep.weights`)."""
@@ -250,10 +258,10 @@ class LayerParts:
             self._decoded.pop(paths, None)
             return None
         key = state_of(tensors)
-        kept = self._decoded.get(paths)
-        if kept is None or kept[0] != key:
-            self._decoded[paths] = kept = (key, KeptValues())
-        return kept[1]
+        entry = self._decoded.get(paths)
+        if entry is None or entry[0] != key:
+            self._decoded[paths] = entry = (key, KeptValues())
+        return entry[1]
 
     def _scale(self, paths: tuple[str, ...], parts: tuple[Part, ...]) -> WeightScale:
         """One scale for the weights side by side; kept while they stay the same frozen tensors.
@@ -270,10 +278,10 @@ class LayerParts:
             return scale if same and scale is not None else _scale_now(weights)
         sharded = getattr(self.layer, "_is_fsdp_managed_module", False)
         key = tuple(map(WeakIdRef, tensors)) if sharded else state_of(tensors)
-        kept = self._scales.get(paths)
-        if kept is None or kept[0] != key:
-            self._scales[paths] = kept = (key, _scale_now(weights))
-        return kept[1]
+        entry = self._scales.get(paths)
+        if entry is None or entry[0] != key:
+            self._scales[paths] = entry = (key, _scale_now(weights))
+        return entry[1]
 
     def trained(self, device: torch.device) -> list[tuple[tuple[str, ...], list[Any]]]:
         """Float8 products whose weights train and lie on ``device`` as they are, by the linears' paths.

@@ -21,8 +21,8 @@ twice more and transposed, which cost more than the faster product gains (28 lay
 H200).
 
 Values of weights (decoded, or float8) are `MadeAnew` for each product, or `KeptValues` from step to step, or,
-for float8 weights that train, `Turned`: the forward pass writes both orders in one pass over the weight and
-leaves the transposed one for the backward pass. Only these three exist, and only float8 can be `Turned`.
+for float8 weights that train, `PairedValues`: the forward pass writes W and its transpose in one pass over
+the weight and leaves the transpose for the backward pass. There are no others, and only float8 has the third.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class KeptValues(MadeAnew):
         return self._values[key]
 
 
-class Turned(MadeAnew):
+class PairedValues(MadeAnew):
     """The forward pass leaves the transposed values of weights for the backward pass.
 
     One pass over the weights less, for a byte a value in between.
@@ -193,19 +193,19 @@ class Float8Projection(Projection):
 
     Attributes:
         scale: what float8 values of the weights are multiplied by.
-        values: where float8 values of weights come from; `Turned` for dense weights that train.
+        values: where float8 values of weights come from; `PairedValues` for dense weights that train.
         fast_accumulation: products add up in the tensor cores' own, shorter, accumulator.
     """
 
     scale: WeightScale
-    values: MadeAnew | KeptValues | Turned = field(default_factory=MadeAnew)
+    values: MadeAnew | KeptValues | PairedValues = field(default_factory=MadeAnew)
     fast_accumulation: bool = True
     is_float8: ClassVar[bool] = True
 
     def product(self, x: Rows) -> Tensor:
         """See `Projection.product`; x has float8 values."""
         dtype = torch.bfloat16 if x.dense is None else x.dense.dtype
-        weight = self._pair(self.values) if isinstance(self.values, Turned) else self._weight(False)
+        weight = self._pair(self.values) if isinstance(self.values, PairedValues) else self._weight(False)
         return self._multiply(x, weight, self.scale.outputs, dtype)
 
     def backward_product(self, dy: Rows, t: Tensor | None) -> Tensor:
@@ -215,7 +215,7 @@ class Float8Projection(Projection):
             dy = Rows(dy.dense, *quantize_rows(dy.dense))
         like = t if dy.dense is None else dy.dense
         dtype = torch.bfloat16 if like is None else like.dtype
-        left = self.values.take() if isinstance(self.values, Turned) else None
+        left = self.values.take() if isinstance(self.values, PairedValues) else None
         weight = self._weight(True) if left is None else left
         dx = self._multiply(dy, weight, self.scale.inputs, dtype)
         if t is not None:
@@ -238,16 +238,16 @@ class Float8Projection(Projection):
             float8_weight(part.weight, transposed=transposed, inverse_scale=self.scale.inverse, out=out)
         return weight
 
-    def _pair(self, turned: Turned) -> Tensor:
-        """E4M3 values of W (N, K), all dense; those of its transpose (K, N) go to ``turned``."""
+    def _pair(self, values: PairedValues) -> Tensor:
+        """E4M3 values of W (N, K), all dense; those of its transpose (K, N) are left in ``values``."""
         device, E4M3 = _device(self.parts[0].weight), torch.float8_e4m3fn
         weight = torch.empty((self.width, self.depth), dtype=E4M3, device=device)
         other = torch.empty((self.depth, self.width), dtype=E4M3, device=device)
-        turned.leave(other)
+        values.leave(other)
         for part, at in zip(self.parts, self.slices(), strict=True):
             assert isinstance(part.weight, Tensor)
             inverse = self.scale.inverse
-            float8_weight_pair(part.weight, inverse_scale=inverse, out=weight[at], turned=other[:, at])
+            float8_weight_pair(part.weight, inverse_scale=inverse, out=weight[at], transposed=other[:, at])
         return weight
 
 

@@ -183,8 +183,8 @@ def _copy(layer: nn.Module, spec: ModelSpec) -> Any:
     for name, p in layer.named_parameters():
         if type(p) is nn.Parameter:
             compared = "lora_" in name or p.numel() <= _LARGEST_GRADIENT
-            wanted = (p.requires_grad and compared) or name.removesuffix(".weight") in spec.norms
-            memo[id(p)] = nn.Parameter(p.detach(), requires_grad=wanted)
+            needs_grad = (p.requires_grad and compared) or name.removesuffix(".weight") in spec.norms
+            memo[id(p)] = nn.Parameter(p.detach(), requires_grad=needs_grad)
         else:
             memo[id(p)] = p
     memo |= {id(buffer): buffer for buffer in layer.buffers()}

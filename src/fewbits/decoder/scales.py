@@ -108,7 +108,7 @@ class DelayedScales:
         """
         self._history.copy_(state["history"])
         self._amax.copy_(state["amax"])
-        self._recorded[:] = [bool(seen) for seen in state["recorded"].tolist()]
+        self._recorded[:] = [bool(recorded) for recorded in state["recorded"].tolist()]
         self._known = [False] * len(self._recorded)
 
 

@@ -74,17 +74,17 @@ class TrlHead:
 
     def after(self, model: Any, args: tuple[Any, ...], output: Any) -> Any:
         """A forward hook: the result that TRL expects."""
-        asked, self._asked = self._asked, None
-        if asked is None:
+        question, self._asked = self._asked, None
+        if question is None:
             return None
         logits = output.logits
-        labels = asked.labels.to(logits.device)
-        hidden = logits.hidden if asked.is_shifted else logits.hidden[:, :-1]
-        labels = labels if asked.is_shifted else labels[:, 1:]
+        labels = question.labels.to(logits.device)
+        hidden = logits.hidden if question.is_shifted else logits.hidden[:, :-1]
+        labels = labels if question.is_shifted else labels[:, 1:]
         mask = labels != _IGNORED
         rows = hidden[mask]
         answers = linear_log_probs(rows, logits.weight, labels[mask], soft_cap=logits.soft_cap)
-        return _result(asked, answers, rows, logits.weight, mask)
+        return _result(question, answers, rows, logits.weight, mask)
 
     def _why_not(self, model: Any, kwargs: dict[str, Any], settings: dict[str, Any]) -> str:
         """Why a call takes TRL's way; "" if it does not."""
@@ -126,22 +126,22 @@ def _loss_is_ours(model: Any) -> bool:
     return isinstance(vars(model).get("_loss_function"), LogitFreeLoss)
 
 
-def _result(asked: _Asked, found: LogProbs, rows: Tensor, weight: Tensor, mask: Tensor) -> Any:
+def _result(question: _Asked, answers: LogProbs, rows: Tensor, weight: Tensor, mask: Tensor) -> Any:
     """TRL's result: fields of mask's shape (B, S), zero where no label counts."""
 
     def spread(values: Tensor) -> Tensor:
         return values.new_zeros(mask.shape).masked_scatter(mask, values)
 
-    log_probs = spread(found.log_probs)
-    count = mask.sum().clamp(min=1) if asked.num_items is None else asked.num_items
+    log_probs = spread(answers.log_probs)
+    count = mask.sum().clamp(min=1) if question.num_items is None else question.num_items
     means = None
-    if "mean_logits" in asked.outputs:
+    if "mean_logits" in question.outputs:
         means = spread(rows.detach().float() @ weight.detach().mean(0, dtype=torch.float32))
-    return asked.result(
+    return question.result(
         loss=-log_probs.sum() / count,
         log_probs=log_probs,
-        entropy=spread(found.entropy) if "entropy" in asked.outputs else None,
+        entropy=spread(answers.entropy) if "entropy" in question.outputs else None,
         mean_logits=means,
-        is_top1=spread(found.is_top) if "is_top1" in asked.outputs else None,
+        is_top1=spread(answers.is_top) if "is_top1" in question.outputs else None,
         label_mask=mask,
     )

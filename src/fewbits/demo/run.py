@@ -321,12 +321,12 @@ class _Demo:
         self.console.print(text, soft_wrap=True, markup=False, highlight=False, no_wrap=True)
 
 
-def _free_folder(wanted: Path) -> Path:
+def _free_folder(preferred: Path) -> Path:
     """The folder itself, or the first free one of its numbered siblings."""
-    folder, number = wanted, 1
+    folder, number = preferred, 1
     while folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         number += 1
-        folder = wanted.with_name(f"{wanted.name}-{number}")
+        folder = preferred.with_name(f"{preferred.name}-{number}")
     return folder
 
 

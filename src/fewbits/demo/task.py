@@ -190,17 +190,17 @@ class Questioner:
         sentences[0] = f"{rng.choice(_OPENINGS)}, {sentences[0]}"
         if rng.random() < 0.5:
             sentences.insert(rng.randint(1, len(sentences)), rng.choice(_ASIDES))
-        asked = rng.choice(facts)
+        subject = rng.choice(facts)
         answers = {
-            "owner": asked.person,
-            "visitor": asked.person,
-            "place": asked.place,
-            "search": asked.place,
-            "thing": f"a {asked.colour} {asked.object}",
-            "colour": asked.colour,
+            "owner": subject.person,
+            "visitor": subject.person,
+            "place": subject.place,
+            "search": subject.place,
+            "thing": f"a {subject.colour} {subject.object}",
+            "colour": subject.colour,
             "count": NUMBERS[len(facts)],
         }
-        question = rng.choice(_QUESTIONS[kind]).format(**vars(asked))
+        question = rng.choice(_QUESTIONS[kind]).format(**vars(subject))
         return Question(kind, " ".join(sentences), question, answers[kind], facts)
 
 
@@ -230,11 +230,11 @@ def make_task(seed: int, *, num_train: int, num_test: int) -> Task:
 
 def _questions(questioner: Questioner, count: int) -> tuple[Question, ...]:
     """Different questions, the kinds taking turns."""
-    found: dict[str, Question] = {}
-    while len(found) < count:
-        question = questioner.question(KINDS[len(found) % len(KINDS)])
-        found.setdefault(question.prompt, question)
-    return tuple(found.values())
+    by_text: dict[str, Question] = {}
+    while len(by_text) < count:
+        question = questioner.question(KINDS[len(by_text) % len(KINDS)])
+        by_text.setdefault(question.prompt, question)
+    return tuple(by_text.values())
 
 
 def check_held_out(train: tuple[Question, ...], test: tuple[Question, ...]) -> None:

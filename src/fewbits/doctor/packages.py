@@ -53,14 +53,14 @@ def triton(host: Host) -> Finding:
             "fewbits' GPU kernels are written in it; on a CPU the reference is used.",
             "pip install triton, in the version that your torch asks for" if host.gpus else "",
         )
-    asked = _pinned(host, "torch", "triton")
-    if asked and asked != version.split("+")[0]:
+    pinned = _pinned(host, "torch", "triton")
+    if pinned and pinned != version.split("+")[0]:
         return Finding(
             "Triton",
             "warning",
-            f"{version}, but torch asks for {asked}",
+            f"{version}, but torch asks for {pinned}",
             "torch.compile and Triton kernels are tested in that pair only.",
-            f"pip install triton=={asked}",
+            f"pip install triton=={pinned}",
         )
     return Finding("Triton", "ok", version)
 
@@ -118,9 +118,9 @@ def _beside_torch(host: Host) -> list[Finding]:
     findings = []
     version = host.version_of("torch")
     for name in ("torchvision", "torchaudio"):
-        wanted, here = _pinned(host, name, "torch"), host.version_of(name)
-        if here and version and wanted and wanted != version.split("+")[0]:
-            what = f"{name} {here} needs torch {wanted}, but torch {version} is installed"
+        pinned, here = _pinned(host, name, "torch"), host.version_of(name)
+        if here and version and pinned and pinned != version.split("+")[0]:
+            what = f"{name} {here} needs torch {pinned}, but torch {version} is installed"
             why = "Importing it fails, and transformers imports it."
             fix = f"pip install --upgrade {name} torch, or pip uninstall {name} if nothing needs it"
             findings.append(Finding("packages", "problem", what, why, fix))

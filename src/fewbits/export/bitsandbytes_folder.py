@@ -71,13 +71,13 @@ class BitsAndBytesCodec(Codec):
         if self.method == "int8":
             return dict(BitsAndBytesConfig(load_in_8bit=True).to_dict())
         kind, _, double = self.method.partition("_")
-        made = BitsAndBytesConfig(
+        settings = BitsAndBytesConfig(
             load_in_4bit=True,
             bnb_4bit_quant_type=kind,
             bnb_4bit_use_double_quant=bool(double),
             bnb_4bit_compute_dtype=_BYTES.get(self.dtype, "float32"),
         )
-        return dict(made.to_dict())
+        return dict(settings.to_dict())
 
     def keeps(self, linear: Linear) -> bool:
         """True if the linear is packed so already."""

@@ -150,7 +150,7 @@ class CompressedCodec(Codec):
     def write(self, linear: Linear) -> dict[str, Tensor]:
         """One linear's tensors; see `Codec.write`."""
         check_weight(linear)
-        made = (
+        tensors = (
             self._whole_numbers(linear) if self.scheme.bits else to_compressed_tensors(self._packed(linear))
         )
         if self.scheme.input_scale:
@@ -161,8 +161,8 @@ class CompressedCodec(Codec):
                     "no scale for its inputs; give other text."
                 )
             value = largest / 448.0 if self.scheme.preset == "FP8" else _LARGEST_NVFP4 / largest
-            made[self.scheme.input_scale] = torch.tensor([value], dtype=torch.float32)
-        return made
+            tensors[self.scheme.input_scale] = torch.tensor([value], dtype=torch.float32)
+        return tensors
 
     def read(self, name: str, parts: Mapping[str, Tensor]) -> Tensor:
         """The weight (N, K) float32 that the package decodes."""
@@ -185,10 +185,10 @@ class CompressedCodec(Codec):
                 importance=linear.importance,
             )
         scales = codes.scales.to(self.dtype)
-        given = {"weight": codes.decoded(scales), "weight_scale": scales.float()}
+        tensors = {"weight": codes.decoded(scales), "weight_scale": scales.float()}
         if self.scheme.zero_point:
-            given["weight_zero_point"] = codes.zeros.to(torch.int8)
-        return {**self._package().compress(given, self.describe()), "weight_scale": scales}
+            tensors["weight_zero_point"] = codes.zeros.to(torch.int8)
+        return {**self._package().compress(tensors, self.describe()), "weight_scale": scales}
 
     def _packed(self, linear: Linear) -> Packed:
         """The weight in the scheme's format, under one scale for what runs as one."""
@@ -207,13 +207,13 @@ def _has_one_scale(format: Format) -> bool:
     return format.contract.tensor_scale or format.contract.block == (0, 0)
 
 
-def _same(found: Format, wanted: Format) -> bool:
+def _same(format: Format, target: Format) -> bool:
     """True if both decode by the same rule, whatever their names and however they round."""
-    one, other = found.contract, wanted.contract
+    one, other = format.contract, target.contract
     if one.coding is not None or other.coding is not None:
         return one.coding == other.coding
     both_levels = one.tensor_scale and other.tensor_scale and one.block == other.block
-    return found == wanted or both_levels
+    return format == target or both_levels
 
 
 def _one_scale(packed: Packed) -> str:

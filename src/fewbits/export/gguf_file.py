@@ -57,9 +57,9 @@ def architecture_of(config: Any) -> str:
     """
     kind, spec = model_type_of(config), written_spec(config)
     if spec is None or spec.gguf is None:
-        known = [name for name in known_families() if getattr(family_of(name), "gguf", None)]
+        writable = [name for name in known_families() if getattr(family_of(name), "gguf", None)]
         raise Unsupported(
-            f"models of the family {kind!r} are not written to GGUF yet; {', '.join(known)} are."
+            f"models of the family {kind!r} are not written to GGUF yet; {', '.join(writable)} are."
         )
     if getattr(config, "use_sliding_window", False):
         raise Unsupported(
@@ -106,10 +106,12 @@ def plan_tensors(
         place = table.get_name(name, try_suffixes=(".weight", ".bias"))
         if place is None:
             raise Unsupported(f"GGUF's architecture {arch!r} has no place for the tensor {name}.")
-        kind, wanted = type_of(place, shape, method, sizes)
-        turned = arch == "llama" and name.endswith(_TURNED)
+        kind, better = type_of(place, shape, method, sizes)
+        is_interleaved = arch == "llama" and name.endswith(_TURNED)
         planned.append(
-            PlannedTensor(name, place, shape, kind, wanted, heads[name.split(".")[-2][0]] if turned else 0)
+            PlannedTensor(
+                name, place, shape, kind, better, heads[name.split(".")[-2][0]] if is_interleaved else 0
+            )
         )
     return planned
 
@@ -247,8 +249,8 @@ def _describe(writer: Any, config: Any, method: str) -> None:
 
 def rope_of(config: Any) -> dict[str, Any]:
     """The rotary embedding's parameters; ``rope_theta`` and ``rope_type`` are always there."""
-    given = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    return {"rope_theta": getattr(config, "rope_theta", 10000.0), "rope_type": "default", **given}
+    fields = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    return {"rope_theta": getattr(config, "rope_theta", 10000.0), "rope_type": "default", **fields}
 
 
 def _describe_stretching(writer: Any, rope: Mapping[str, Any]) -> None:
@@ -320,10 +322,10 @@ class GGUFFile:
             BadCheckpoint: the file lacks it.
         """
         plan = self._planned[name]
-        found = self._tensors.get(plan.place)
-        if found is None:
+        tensor = self._tensors.get(plan.place)
+        if tensor is None:
             raise BadCheckpoint(f"the GGUF file lacks {plan.place} when it is read back.")
-        values = import_gguf().quants.dequantize(found.data, found.tensor_type)
+        values = import_gguf().quants.dequantize(tensor.data, tensor.tensor_type)
         weight = torch.from_numpy(values.reshape(plan.shape).copy())
         return separate_halves(weight, plan.turned_heads) if plan.turned_heads else weight
 

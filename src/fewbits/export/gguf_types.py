@@ -89,11 +89,11 @@ def method_named(name: str) -> str:
     Raises:
         BadInput: there is no such method.
     """
-    known = str(name).lower()
-    known = _ALIASES.get(known, known)
-    if known not in METHODS:
+    method = str(name).lower()
+    method = _ALIASES.get(method, method)
+    if method not in METHODS:
         raise BadInput(f"there is no GGUF method {name!r} here; it is one of {', '.join(METHODS)}.")
-    return known
+    return method
 
 
 def type_of(name: str, shape: Sequence[int], method: str, sizes: Sizes) -> tuple[str, str | None]:
@@ -110,11 +110,11 @@ def type_of(name: str, shape: Sequence[int], method: str, sizes: Sizes) -> tuple
         return "F32", None
     if common in _UNBLOCKED:
         return common, None
-    wanted = _wanted(name, shape[-1], method, sizes)
-    if shape[-1] % _block(wanted) == 0:
-        return wanted, None
-    fallback = _FALLBACK.get(wanted, wanted)
-    return (fallback if shape[-1] % _block(fallback) == 0 else "F16"), wanted
+    kind = _wanted(name, shape[-1], method, sizes)
+    if shape[-1] % _block(kind) == 0:
+        return kind, None
+    fallback = _FALLBACK.get(kind, kind)
+    return (fallback if shape[-1] % _block(fallback) == 0 else "F16"), kind
 
 
 def _block(kind: str) -> int:
@@ -144,20 +144,20 @@ def _has_more_bits(layer: int, sizes: Sizes) -> bool:
 
 
 def _value_type(method: str, layer: int, sizes: Sizes) -> str | None:
-    found = None
+    kind = None
     if method == "q2_k":
-        found = "Q4_K" if sizes.num_heads_per_kv >= 4 else "Q3_K"
+        kind = "Q4_K" if sizes.num_heads_per_kv >= 4 else "Q3_K"
     elif method == "q3_k_m":
-        found = "Q5_K" if layer < 2 else "Q4_K"
+        kind = "Q5_K" if layer < 2 else "Q4_K"
     elif method == "q3_k_l" or (method == "q4_k_s" and layer < 4):
-        found = "Q5_K"
+        kind = "Q5_K"
     elif method in ("q4_k_m", "q5_k_m") and _has_more_bits(layer, sizes):
-        found = "Q6_K"
+        kind = "Q6_K"
     elif method in _TABLED and sizes.num_heads_per_kv >= 4:
-        found = "Q5_K"
-    if sizes.num_layers == 80 and (found or METHODS[method][0]) in ("Q3_K", "Q4_K"):
+        kind = "Q5_K"
+    if sizes.num_layers == 80 and (kind or METHODS[method][0]) in ("Q3_K", "Q4_K"):
         return "Q5_K"  # a 70B model's value projection is small and counts much
-    return found
+    return kind
 
 
 def _down_type(method: str, layer: int, sizes: Sizes) -> str | None:

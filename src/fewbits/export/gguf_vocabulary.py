@@ -128,18 +128,18 @@ def _tokens(described: Mapping[str, Any], rows: int) -> tuple[tuple[str, ...], t
 
 def _scores(tokens: Sequence[str], merges: Sequence[Sequence[str]]) -> tuple[float, ...]:
     """Sentencepiece's scores from the order of the merges: a token is the better, the earlier it is made."""
-    made: dict[str, int] = {}
+    order: dict[str, int] = {}
     last = None
     for pair in merges:
         joined = "".join(pair)
-        if joined in made and joined != last:
+        if joined in order and joined != last:
             raise Unsupported(
                 f"the tokenizer makes {joined!r} by merges of different rank, which llama.cpp's "
                 "sentencepiece tokenizer cannot do; such a tokenizer has no GGUF form."
             )
-        made.setdefault(joined, len(made))
+        order.setdefault(joined, len(order))
         last = joined
-    return tuple(-float(made[token]) if token in made else 0.0 for token in tokens)
+    return tuple(-float(order[token]) if token in order else 0.0 for token in tokens)
 
 
 def _pre_name(described: Mapping[str, Any]) -> str:
@@ -181,8 +181,8 @@ def _adds(tokenizer: Any) -> dict[str, bool]:
 
 
 def _special_ids(tokenizer: Any, stops: Sequence[int]) -> dict[str, int]:
-    found = {name: getattr(tokenizer, f"{name}_token_id", None) for name in _SPECIAL}
-    ids = {name: int(number) for name, number in found.items() if number is not None}
+    of_tokenizer = {name: getattr(tokenizer, f"{name}_token_id", None) for name in _SPECIAL}
+    ids = {name: int(number) for name, number in of_tokenizer.items() if number is not None}
     if "eos" not in ids:
         raise BadInput("the tokenizer has no end-of-text token, so no text would end; set its eos_token.")
     other = [n for n in stops if n not in (ids["eos"], ids.get("bos"))]

@@ -123,9 +123,9 @@ def _sizes(layout: str, method: str, model: Model) -> tuple[int, int, bool]:
     name = method or DEFAULTS[layout]
     match = _NAME.fullmatch(name)
     if match is None or (layout == AWQ and match["bits"] != "4"):
-        known = "int4 in groups" if layout == AWQ else "int2, int3, int4 and int8 in groups or rows"
+        choices = "int4 in groups" if layout == AWQ else "int2, int3, int4 and int8 in groups or rows"
         raise BadInput(
-            f"{layout}:{name} names no format of that layout, which has {known}: write such as "
+            f"{layout}:{name} names no format of that layout, which has {choices}: write such as "
             f"{layout}:{DEFAULTS[layout]}."
         )
     bits, zero_point = int(match["bits"]), match["zero"] is not None

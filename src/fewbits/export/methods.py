@@ -62,18 +62,18 @@ def codec_for(engine: str, method: str, model: Model = _EMPTY) -> Codec:
 
 def takers(format: str, *, apart_from: str = "") -> list[str]:
     """The words after ``--to`` by which a format of ours is written as it is."""
-    found = []
+    names = []
     for engine in (GPTQ, AWQ, "torchao", "bitsandbytes"):
         if engine != apart_from and format and _has(engine, format):
-            found.append(f"{engine}:{format}")
+            names.append(f"{engine}:{format}")
     stem = format.partition("_g")[0] + ("_zp" if format.endswith("_zp") and "_g" in format else "")
     stem = "float8_e4m3" if format.startswith("float8_e4m3") else stem
     if apart_from != "compressed_tensors" and (format in _SCHEMES or stem in _SCHEMES):
-        found.append(f"compressed_tensors:{_SCHEMES.get(format) or _SCHEMES[stem]}")
+        names.append(f"compressed_tensors:{_SCHEMES.get(format) or _SCHEMES[stem]}")
     plain = format.removeprefix("gguf_")
     if plain in GGUF_METHODS:
-        found.append(f"gguf:{plain}")
-    return found
+        names.append(f"gguf:{plain}")
+    return names
 
 
 def _has(engine: str, format: str) -> bool:

@@ -89,8 +89,8 @@ class TorchaoCodec(Codec):
         """``quantization_config`` of config.json, as transformers' own class writes it."""
         from transformers import TorchAoConfig
 
-        made = TorchAoConfig(self._quantization(), modules_to_not_convert=["lm_head"]).to_dict()
-        return {**made, "quant_method": "torchao"}
+        settings = TorchAoConfig(self._quantization(), modules_to_not_convert=["lm_head"]).to_dict()
+        return {**settings, "quant_method": "torchao"}
 
     def keeps(self, linear: Linear) -> bool:
         """True if the linear is packed in whole numbers of this width and these groups."""
@@ -108,25 +108,25 @@ class TorchaoCodec(Codec):
         """One linear's tensors; see `Codec.write`."""
         check_weight(linear)
         if self.bits and not self.is_plain_int8:
-            made = self._in_groups(linear)
+            tensor = self._in_groups(linear)
         elif self.keeps(linear):
-            made = self._int8_of(linear)
+            tensor = self._int8_of(linear)
         else:
-            made = self._by_torchao(linear.weight)
+            tensor = self._by_torchao(linear.weight)
         support = import_torchao().prototype.safetensors.safetensors_support
         name = f"{linear.name}.weight"
-        tensors, headers = support.flatten_tensor_state_dict({name: made})
+        tensors, headers = support.flatten_tensor_state_dict({name: tensor})
         self._headers[name] = headers[name]
         return {n.removeprefix(f"{linear.name}."): t for n, t in tensors.items()}
 
     def read(self, name: str, parts: Mapping[str, Tensor]) -> Tensor:
         """The weight (N, K) float32 that torchao decodes."""
         support = import_torchao().prototype.safetensors.safetensors_support
-        given = {f"{name}.{part}": tensor for part, tensor in parts.items()}
+        stored = {f"{name}.{part}": tensor for part, tensor in parts.items()}
         weight = f"{name}.weight"
         headers = {weight: self._headers[weight], "tensor_names": json.dumps([weight])}
-        found, _ = support.unflatten_tensor_state_dict(given, headers)
-        decoded: Tensor = found[weight].dequantize()
+        tensors, _ = support.unflatten_tensor_state_dict(stored, headers)
+        decoded: Tensor = tensors[weight].dequantize()
         return decoded.float()
 
     def metadata(self, names: Collection[str]) -> dict[str, str]:
@@ -164,12 +164,12 @@ class TorchaoCodec(Codec):
 
     def _int8_of(self, linear: Linear) -> Any:
         """torchao's tensor of INT8 codes that are there already."""
-        made = self._by_torchao(linear.weight)
+        tensor = self._by_torchao(linear.weight)
         codes = codes_of(linear.packed)
         assert codes is not None
-        made.qdata.copy_(codes.values.to(torch.int8))
-        made.scale.copy_(codes.scales.to(made.scale.dtype).view_as(made.scale))
-        return made
+        tensor.qdata.copy_(codes.values.to(torch.int8))
+        tensor.scale.copy_(codes.scales.to(tensor.scale.dtype).view_as(tensor.scale))
+        return tensor
 
     def _in_groups(self, linear: Linear) -> Any:
         codes = codes_of(linear.packed) if self.keeps(linear) else None

@@ -69,8 +69,8 @@ def field_of(config: Any, name: str | None, default: Any = None) -> Any:
     """
     if name is None:
         return default
-    found = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
-    return default if found is None else found
+    value = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+    return default if value is None else value
 
 
 def scores_factor(attention: Attention, config: Any, size: int) -> float:

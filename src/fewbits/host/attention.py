@@ -195,8 +195,8 @@ def attention_receipt(
 class _PlainBatches:
     """The hook: gives plain batches the empty mask, and packed ones their segments if they have none."""
 
-    def __init__(self, taken: Counter[str]) -> None:
-        self.taken = taken
+    def __init__(self, counts: Counter[str]) -> None:
+        self.taken = counts
 
     def __call__(self, decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         why = _not_plain(decoder, args, kwargs)
@@ -246,8 +246,8 @@ def _pads_right(mask: Any) -> bool:
     """Whether each row of a (B, T) mask is ones and then zeros, at which no token looks. Waits for a GPU."""
     if not isinstance(mask, Tensor) or mask.dim() != 2:
         return False
-    seen = mask.bool()
-    return bool((seen[:, :1].all()) & (seen[:, 1:] <= seen[:, :-1]).all())
+    visible = mask.bool()
+    return bool((visible[:, :1].all()) & (visible[:, 1:] <= visible[:, :-1]).all())
 
 
 def _attention_function(fallback: Callable[[Any], Callable[..., Any]]) -> Callable[..., Any]:

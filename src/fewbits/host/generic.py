@@ -210,7 +210,7 @@ def _refuse_what_cannot_be_packed(layer: nn.Module, model_type: str) -> None:
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.dim() > 2:
                 unknown += parameter.numel()
-                largest = max(largest, (f"{path}.{name}", parameter.numel()), key=lambda found: found[1])
+                largest = max(largest, (f"{path}.{name}", parameter.numel()), key=lambda entry: entry[1])
     if 2 * unknown > whole:
         raise _missing(
             model_type,

@@ -50,6 +50,6 @@ def as_conv1d(linear: nn.Linear) -> nn.Module:
     return conv.train(linear.training)  # type: ignore[no-any-return]
 
 
-def turned(weight: Tensor, module: Any) -> Tensor:
-    """From (N, K) to what a checkpoint has for ``module``, or back: turned round if it is transposed."""
+def transposed_like(weight: Tensor, module: Any) -> Tensor:
+    """From (N, K) to what a checkpoint has for ``module``, or back: transposed where its own is."""
     return weight.t() if is_transposed(module) else weight

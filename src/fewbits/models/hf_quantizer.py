@@ -34,7 +34,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from fewbits.errors import BadCheckpoint, FewbitsError, NotFinite, SpecMismatch, Unsupported
 from fewbits.host.conversion import conversion_of
 from fewbits.host.spec import spec_for
-from fewbits.host.transposed import as_linear, is_transposed, turned
+from fewbits.host.transposed import as_linear, is_transposed, transposed_like
 from fewbits.host.unwrap import unwrap
 from fewbits.models.checkpoint import read_headers
 from fewbits.models.conversion_ops import QuantizeWeight, ReadForeign
@@ -266,7 +266,7 @@ class FewbitsQuantizer(HfQuantizer):
             return
         rule = self.rules.pop(name)
         assert rule.weight is not None
-        weight = turned(weight, linear)
+        weight = transposed_like(weight, linear)
         layer = packed_layer(as_linear(linear), rule)  # empty, on the meta device as the linear is
         layer.dtype, layer.transposed = weight.dtype, is_transposed(linear)
         layer.load_packed(quantize_by_rows(rule.weight, weight))

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fewbits.errors import BadCheckpoint
 from fewbits.host.expert_weights import weights_of
-from fewbits.host.transposed import turned
+from fewbits.host.transposed import transposed_like
 from fewbits.models.branches import plain_name
 from fewbits.models.checkpoint import Checkpoint
 from fewbits.models.merger import Merger
@@ -111,7 +111,7 @@ class WholeMerger(Merger):
         """Every tensor of the plain model, packed ones decoded."""
         found = dict(self.live)
         for name, layer in self.packed.items():
-            found[f"{name}.weight"] = turned(layer.dequantize(torch.float32), layer)
+            found[f"{name}.weight"] = transposed_like(layer.dequantize(torch.float32), layer)
         for path, module in self.base.named_modules():
             if isinstance(module, QuantizedExperts):
                 for name in module.shapes:

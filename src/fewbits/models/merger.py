@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from fewbits.errors import BadCheckpoint
-from fewbits.host.transposed import turned
+from fewbits.host.transposed import transposed_like
 from fewbits.models.branches import (
     base_name,
     branches_of,
@@ -222,7 +222,7 @@ class Merger:
         """The model's own tensor where that is not simply the original's ``weight``."""
         layer = self.packed.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
         if layer is not None:
-            return turned(layer.dequantize(torch.float32), layer) if layer.repacked else None
+            return transposed_like(layer.dequantize(torch.float32), layer) if layer.repacked else None
         live = self.live.get(name)
         known = live is not None and live.device.type != "meta"
         return live if live is not None and known and was_changed(live, weight) else None
@@ -252,7 +252,7 @@ class Merger:
     def _from_live(self, name: str) -> Tensor:
         module = name.removesuffix(".weight") if name.endswith(".weight") else ""
         layer = self.packed.get(module)
-        weight = self.live[name] if layer is None else turned(layer.dequantize(torch.float32), layer)
+        weight = self.live[name] if layer is None else transposed_like(layer.dequantize(torch.float32), layer)
         if module in self.branches:
             weight = self.branches[module].merged(weight)
         return self._as_saved(weight)

@@ -80,9 +80,9 @@ def _weights(text: str, recipe: Recipe, dtype_bytes: int) -> tuple[int, int, int
         if format is None:
             values += parameter.numel()
             stored += parameter.numel() * (4 if name in wide else dtype_bytes)
-        elif name in experts and _is_turned(model, name):
+        elif name in experts and _are_transposed(model, name):
             stored += format.nbytes((shape[0], shape[2], shape[1]))
-        elif name in linears and _is_turned_linear(model, name):
+        elif name in linears and _is_transposed_linear(model, name):
             stored += format.nbytes((shape[1], shape[0]))
         else:
             stored += format.nbytes(shape)
@@ -90,11 +90,11 @@ def _weights(text: str, recipe: Recipe, dtype_bytes: int) -> tuple[int, int, int
     return stored, values, 0 if head is None else head.weight.numel()
 
 
-def _is_turned(model: Any, name: str) -> bool:
+def _are_transposed(model: Any, name: str) -> bool:
     return bool(getattr(model.get_submodule(name.rpartition(".")[0]), "is_transposed", False))
 
 
-def _is_turned_linear(model: Any, name: str) -> bool:
+def _is_transposed_linear(model: Any, name: str) -> bool:
     from fewbits.host.transposed import is_transposed
 
     return is_transposed(model.get_submodule(name.removesuffix(".weight")))

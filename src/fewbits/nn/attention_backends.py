@@ -38,8 +38,8 @@ class Pattern:
 
     def refuse(self, backend: str, **parts: bool) -> None:
         """Raise Unsupported if one of these is asked for."""
-        for name, asked in parts.items():
-            if asked:
+        for name, is_there in parts.items():
+            if is_there:
                 raise Unsupported(
                     f"the attention backend {backend!r} does not do {name}; leave the choice to fewbits."
                 )
@@ -49,14 +49,14 @@ def visible(length: int, pattern: Pattern, device: torch.device, starts: Tensor 
     """(length, length) bool: which keys (columns) each token sees; ``starts`` as from `Segments.starts`."""
     i = torch.arange(length, device=device)
     apart = i[:, None] - i[None, :]
-    seen = apart >= 0 if pattern.causal else torch.ones_like(apart, dtype=torch.bool)
+    mask = apart >= 0 if pattern.causal else torch.ones_like(apart, dtype=torch.bool)
     if pattern.window is not None:
-        seen &= apart < pattern.window
+        mask &= apart < pattern.window
         if not pattern.causal:
-            seen &= apart > -pattern.window
+            mask &= apart > -pattern.window
     if starts is not None:
-        seen &= starts[:, None] == starts[None, :]
-    return seen
+        mask &= starts[:, None] == starts[None, :]
+    return mask
 
 
 def as_tokens(x: Tensor) -> Tensor:
@@ -76,8 +76,8 @@ def _dense_ref(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, starts: Tensor
     scores = q.to(wide) @ kf.mT * pattern.scale
     if pattern.soft_cap is not None:
         scores = pattern.soft_cap * torch.tanh(scores / pattern.soft_cap)
-    seen = visible(q.shape[2], pattern, q.device, starts)
-    return (scores.masked_fill(~seen, -torch.inf).softmax(-1) @ vf).transpose(1, 2).to(q.dtype)
+    mask = visible(q.shape[2], pattern, q.device, starts)
+    return (scores.masked_fill(~mask, -torch.inf).softmax(-1) @ vf).transpose(1, 2).to(q.dtype)
 
 
 def _dense_sdpa(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, starts: Tensor | None = None) -> Tensor:
@@ -297,8 +297,8 @@ def make_block_mask(length: int, window: int | None, starts: Tensor) -> Any:
     from torch.nn.attention.flex_attention import BlockMask
 
     def sees(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        seen = (i >= j) & (j >= starts[i])
-        return seen if window is None else seen & (i - j < window)
+        mask = (i >= j) & (j >= starts[i])
+        return mask if window is None else mask & (i - j < window)
 
     first = torch.arange(0, length, _BLOCK, device=starts.device)
     last = (first + _BLOCK - 1).clamp(max=length - 1)

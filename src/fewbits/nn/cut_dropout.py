@@ -89,11 +89,13 @@ def attend_dropping(
     elif mask.shape[-1] > scores.shape[-1]:
         mask = mask[..., : scores.shape[-1]]
     if mask.dtype == torch.bool:
-        seen, scores = mask, scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+        visible, scores = mask, scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
     else:
-        seen, scores = mask > torch.finfo(mask.dtype).min, scores + mask
+        visible, scores = mask > torch.finfo(mask.dtype).min, scores + mask
     weights = torch.softmax(scores, -1, dtype=torch.float32)
-    weights = torch.where(seen.any(-1, keepdim=True), weights, 0).to(query.dtype)  # a row that sees nothing
+    weights = torch.where(visible.any(-1, keepdim=True), weights, 0).to(
+        query.dtype
+    )  # a row that sees nothing
     return (drop_own_part(weights, dropout, group, 1) @ value).transpose(1, 2).contiguous()
 
 

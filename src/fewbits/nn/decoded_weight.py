@@ -31,12 +31,12 @@ class DecodedWeight(Tensor):
     @staticmethod
     def __new__(cls, layer: Any) -> DecodedWeight:
         """A view of ``layer`` (`fewbits.nn.linear.QuantizedLinear`)."""
-        made = Tensor._make_wrapper_subclass(
+        wrapper = Tensor._make_wrapper_subclass(
             cls, (layer.out_features, layer.in_features), dtype=layer.dtype, device=layer.device
         )
-        made._layer, made._subtracted = layer, None
-        made._is_hf_initialized = True  # transformers: not to be filled with random numbers
-        return made
+        wrapper._layer, wrapper._subtracted = layer, None
+        wrapper._is_hf_initialized = True  # transformers: not to be filled with random numbers
+        return wrapper
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -45,9 +45,9 @@ class DecodedWeight(Tensor):
         """Every operation sees the decoded weight; one that writes into it is refused."""
         kwargs = kwargs or {}
         for place, declared in enumerate(func._schema.arguments):
-            given = args[place] if place < len(args) else kwargs.get(declared.name)
-            if isinstance(given, DecodedWeight) and declared.alias_info and declared.alias_info.is_write:
-                given._refuse(str(func))
+            argument = args[place] if place < len(args) else kwargs.get(declared.name)
+            if isinstance(argument, DecodedWeight) and declared.alias_info and declared.alias_info.is_write:
+                argument._refuse(str(func))
         return func(*tree_map(_decoded, args), **tree_map(_decoded, kwargs))
 
     @property

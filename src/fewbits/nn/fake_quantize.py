@@ -32,9 +32,9 @@ class FakeQuantizedLinear(nn.Linear):
         cls, linear: nn.Linear, weight_format: Format, activation_format: Format | None = None
     ) -> FakeQuantizedLinear:
         """The layer with ``linear``'s own parameters."""
-        made: FakeQuantizedLinear = take_parameters(cls, linear)
-        made.weight_format, made.activation_format = weight_format, activation_format
-        return made
+        layer: FakeQuantizedLinear = take_parameters(cls, linear)
+        layer.weight_format, layer.activation_format = weight_format, activation_format
+        return layer
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., K) to (..., N)."""

@@ -80,8 +80,8 @@ def grouped(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
         return torch.cat(pieces) if pieces else x.new_zeros(len(x), w.shape[1])
     if x.shape[0] == 0:
         return x.new_zeros(0, w.shape[1])
-    turned = _aligned(w).transpose(1, 2) if w.stride(2) == 1 else _aligned(w.transpose(1, 2))
-    return F.grouped_mm(_aligned(x), turned, offs=ends)
+    transposed = _aligned(w).transpose(1, 2) if w.stride(2) == 1 else _aligned(w.transpose(1, 2))
+    return F.grouped_mm(_aligned(x), transposed, offs=ends)
 
 
 def grouped_outer(y: Tensor, x: Tensor, ends: Tensor) -> Tensor:

@@ -104,14 +104,14 @@ class QuantizedLinear(nn.Linear):
             raise ValueError(
                 "a rule without a weight format leaves the weight as it is; use LowPrecisionLinear."
             )
-        made = cls(linear.in_features, linear.out_features, format, dtype=weight.dtype, device="meta")
-        made.operands = operands_of(rule)
+        layer = cls(linear.in_features, linear.out_features, format, dtype=weight.dtype, device="meta")
+        layer.operands = operands_of(rule)
         if linear.bias is not None:
-            made.bias = linear.bias
+            layer.bias = linear.bias
         if weight.device.type != "meta":
-            made.pack(weight)
-            made.repacked = False
-        return made.train(linear.training)
+            layer.pack(weight)
+            layer.repacked = False
+        return layer.train(linear.training)
 
     @property
     def packed(self) -> Packed:
@@ -198,9 +198,9 @@ class QuantizedLinear(nn.Linear):
         return _repr(self, self.bias is not None, {"weight": self.format, **_named(self.operands)})
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        given = {name: state_dict.get(prefix + name) for name in self.stored()}
+        loaded = {name: state_dict.get(prefix + name) for name in self.stored()}
         for name, part in self.stored().items():
-            new = given[name]
+            new = loaded[name]
             if new is not None and new.shape == part.shape and part.device.type != "meta":
                 self.repacked |= not torch.equal(new.detach().to(part), part)
         super()._load_from_state_dict(state_dict, prefix, *rest)
@@ -231,9 +231,9 @@ class LowPrecisionLinear(nn.Linear):
     @classmethod
     def from_linear(cls, linear: nn.Linear, rule: LinearFormats) -> LowPrecisionLinear:
         """The layer with ``linear``'s own parameters."""
-        made: LowPrecisionLinear = take_parameters(cls, linear)
-        made.operands = operands_of(rule)
-        return made
+        layer: LowPrecisionLinear = take_parameters(cls, linear)
+        layer.operands = operands_of(rule)
+        return layer
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., K) to (..., N)."""
@@ -253,9 +253,9 @@ class LowPrecisionLinear(nn.Linear):
 
 def take_parameters(cls: Any, linear: nn.Linear) -> Any:
     """A module of ``cls``, a kind of nn.Linear, that has ``linear``'s very parameters."""
-    made = cls(linear.in_features, linear.out_features, bias=False, device="meta")
-    made.weight, made.bias = linear.weight, linear.bias
-    return made.train(linear.training)
+    layer = cls(linear.in_features, linear.out_features, bias=False, device="meta")
+    layer.weight, layer.bias = linear.weight, linear.bias
+    return layer.train(linear.training)
 
 
 def _named(operands: Operands) -> dict[str, Format | None]:

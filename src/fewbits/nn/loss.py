@@ -159,15 +159,21 @@ class LazyLogits(torch.Tensor):
         None: as they are now.
         """
         shape = (*hidden.shape[:-1], weight.shape[0])
-        made: LazyLogits = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        logits: LazyLogits = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, shape, dtype=dtype or hidden.dtype, device=hidden.device
         )
-        made.hidden, made.weight, made.bias, made.steps, made.float8 = hidden, weight, bias, steps, float8
-        made.computed = None
-        made.then = then
+        logits.hidden, logits.weight, logits.bias, logits.steps, logits.float8 = (
+            hidden,
+            weight,
+            bias,
+            steps,
+            float8,
+        )
+        logits.computed = None
+        logits.then = then
         if then is None and not torch.compiler.is_compiling():
-            made.then = _Then(hidden, weight, bias)
-        return made
+            logits.then = _Then(hidden, weight, bias)
+        return logits
 
     @property
     def soft_cap(self) -> float | None:
@@ -199,9 +205,9 @@ class LazyLogits(torch.Tensor):
             if torch.is_inference_mode_enabled():  # whose tensors are of no use afterwards
                 return self._compute()
             with torch.enable_grad():  # as they were asked for where they were put off
-                made = self._compute()
-            self.computed = made, made._version
-            return made
+                logits = self._compute()
+            self.computed = logits, logits._version
+            return logits
 
     def _compute(self) -> Tensor:
         x = F.linear(self.hidden, self.weight, self.bias)
@@ -247,8 +253,8 @@ def _uncompiled() -> Callable[..., Any]:
     Without a guard on it: torch 2.13 took Gemma 2's product for the division before. Not made at import, for
     this imports the compiler.
     """
-    made: Callable[..., Any] = torch.compiler.disable(_answer)
-    return made
+    plain: Callable[..., Any] = torch.compiler.disable(_answer)
+    return plain
 
 
 def _later(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> LazyLogits | None:
@@ -298,8 +304,8 @@ class LazyHead:
 
     def __call__(self, x: Tensor) -> Tensor:
         """(..., K) to (..., V)."""
-        known = self.model is None or isinstance(vars(self.model).get("_loss_function"), LogitFreeLoss)
-        if known and torch.is_grad_enabled() and self.head.training:
+        is_ours = self.model is None or isinstance(vars(self.model).get("_loss_function"), LogitFreeLoss)
+        if is_ours and torch.is_grad_enabled() and self.head.training:
             return LazyLogits(x, self.head.weight, self.head.bias, float8=self.float8)
         return type(self.head).forward(self.head, x)
 

@@ -53,7 +53,7 @@ def computes_rmsnorm(module: Any, eps: float | None, offset: float) -> bool:
         x = torch.linspace(-2.0, 3.0, 3 * width).view(3, width).sin() + 0.1
         expected, _ = rmsnorm_ref(x, tried.weight, eps, offset)
         try:
-            found = tried(x)
+            output = tried(x)
         except (RuntimeError, TypeError, ValueError):  # it takes something else as well
             return False
-    return isinstance(found, Tensor) and torch.allclose(found, expected, rtol=1e-4, atol=1e-5)
+    return isinstance(output, Tensor) and torch.allclose(output, expected, rtol=1e-4, atol=1e-5)

@@ -85,8 +85,8 @@ def call_groups(x: Tensor, thresholds: Tensor) -> Tensor:
     low = largest.amin(-1, keepdim=True)
     spread = largest.amax(-1, keepdim=True) - low
     share = (largest - low) / spread
-    found = (thresholds > share[..., None]).sum(-1)
-    return found.masked_fill(spread < _ALL_EQUAL, 0)
+    group = (thresholds > share[..., None]).sum(-1)
+    return group.masked_fill(spread < _ALL_EQUAL, 0)
 
 
 def integer_product(qa: Tensor, sa: Tensor, qb: Tensor, sb: Tensor, options: Stochastic) -> Tensor:

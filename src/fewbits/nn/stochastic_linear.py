@@ -111,25 +111,25 @@ class StochasticLinear(QuantizedLinear):
             protected: numbers of input channels.
             int8: see the class.
         """
-        given = rule if isinstance(rule, Format) else rule.weight
-        format = stochastic_options(given)
+        weights = rule if isinstance(rule, Format) else rule.weight
+        format = stochastic_options(weights)
         if format is None:
             raise Unsupported(
-                f"a stochastic product needs stochastic options, not {getattr(given, 'name', None)!r}."
+                f"a stochastic product needs stochastic options, not {getattr(weights, 'name', None)!r}."
             )
         operands = {} if isinstance(rule, Format) else _operands(rule)
         weight = linear.weight.detach()
-        made = cls(
+        layer = cls(
             linear.in_features, linear.out_features, format, dtype=weight.dtype, device="meta", **operands
         )
         if linear.bias is not None:
-            made.bias = linear.bias
-        made._take_extras(smooth_scales, protected, weight.device)
-        made.use_int8(int8)
+            layer.bias = linear.bias
+        layer._take_extras(smooth_scales, protected, weight.device)
+        layer.use_int8(int8)
         if weight.device.type != "meta":
-            made.pack(weight)
-            made.repacked = False
-        return made.train(linear.training)
+            layer.pack(weight)
+            layer.repacked = False
+        return layer.train(linear.training)
 
     def _take_extras(
         self, smooth_scales: Tensor | None, protected: Tensor | Sequence[int] | None, device: torch.device
@@ -251,10 +251,10 @@ class StochasticLinear(QuantizedLinear):
             )
         protected = 0 if self.protected is None else len(self.protected)
         held = {"smooth_scales": self.smooth_scales, "weight_protected": self.weight_protected}
-        wanted = {"smooth_scales": (self.in_features,), "weight_protected": (self.out_features, protected)}
+        shapes = {"smooth_scales": (self.in_features,), "weight_protected": (self.out_features, protected)}
         for name, tensor in held.items():
-            if tensor is not None and tuple(tensor.shape) != wanted[name]:
-                return f"has {name} of shape {tuple(tensor.shape)} where its weight needs {wanted[name]}"
+            if tensor is not None and tuple(tensor.shape) != shapes[name]:
+                return f"has {name} of shape {tuple(tensor.shape)} where its weight needs {shapes[name]}"
         table, limits = self.length_table, self.length_thresholds
         if table is not None and table.shape[1] not in (1, self.num_chunks):
             return (
@@ -361,9 +361,11 @@ class StochasticLinear(QuantizedLinear):
 
     def stored(self) -> dict[str, Tensor]:
         """What stands for the weight; see `QuantizedLinear.stored`."""
-        found = super().stored()
+        tensors = super().stored()
         return (
-            found if self.weight_protected is None else {**found, "weight_protected": self.weight_protected}
+            tensors
+            if self.weight_protected is None
+            else {**tensors, "weight_protected": self.weight_protected}
         )
 
     def extra_repr(self) -> str:
@@ -375,9 +377,9 @@ class StochasticLinear(QuantizedLinear):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> StochasticLinear:
         # Numbers of the product's definition: they move with the layer, and a cast leaves them as they are.
-        kept = {n: b for n, b in self._buffers.items() if b is not None and b.is_floating_point()}
+        scales = {n: b for n, b in self._buffers.items() if b is not None and b.is_floating_point()}
         super()._apply(fn, recurse)
-        for name, buffer in kept.items():
+        for name, buffer in scales.items():
             moved = self._buffers[name]
             assert moved is not None
             self._buffers[name] = buffer.to(moved.device) if moved.dtype != buffer.dtype else moved

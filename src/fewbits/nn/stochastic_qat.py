@@ -47,9 +47,9 @@ class StochasticQATLinear(FakeQuantizedLinear):
                 f"a stochastic product quantises its input itself, so activation={activation_format.name!r} "
                 "has no place; leave it out."
             )
-        made: Any = super().from_linear(linear, weight_format)
-        made.register_buffer("smooth_scales", None)
-        return made  # type: ignore[no-any-return]
+        layer: Any = super().from_linear(linear, weight_format)
+        layer.register_buffer("smooth_scales", None)
+        return layer  # type: ignore[no-any-return]
 
     def smooth(self, scales: Tensor | None) -> None:
         """Take ``scales`` (K,) as smooth_scales."""

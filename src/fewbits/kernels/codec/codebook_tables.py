@@ -28,18 +28,18 @@ def codebook_tables(values: tuple[float, ...], device: torch.device) -> tuple[in
 @keep_tables(maxsize=64)
 def _thresholds(ascending: tuple[float, ...], device: torch.device) -> Tensor:
     """15 thresholds, a gap; each cell's own or infinity (64); how many lie in the cells below it (64)."""
-    found = midpoints(ascending, torch.device("cpu"))
-    cells = (found.double() * 16).round().long() + 16  # to even, as the kernel's float32 sum
+    middles = midpoints(ascending, torch.device("cpu"))
+    cells = (middles.double() * 16).round().long() + 16  # to even, as the kernel's float32 sum
     own = torch.full((64,), torch.inf)
-    own[cells] = found
+    own[cells] = middles
     below = (cells[None, :] < torch.arange(64)[:, None]).sum(1).float()
-    return torch.cat([found, found.new_zeros(1), own, below]).to(device)
+    return torch.cat([middles, middles.new_zeros(1), own, below]).to(device)
 
 
 @keep_tables(maxsize=64, of_numbers=True)
 def _cells_differ(ascending: tuple[float, ...]) -> bool:
-    found = midpoints(ascending, torch.device("cpu")).double()
-    return len(set((found * 16).round().tolist())) == len(found)
+    middles = midpoints(ascending, torch.device("cpu")).double()
+    return len(set((middles * 16).round().tolist())) == len(middles)
 
 
 def code_of_zero(values: tuple[float, ...]) -> int:

@@ -85,7 +85,11 @@ def launch(
         return
     if N * K == 0:
         return
-    if transposed and tile is None and dequantize_cuda.turned(format, named, (N, K), inverse_scale, out):
+    if (
+        transposed
+        and tile is None
+        and dequantize_cuda.write_transposed(format, named, (N, K), inverse_scale, out)
+    ):
         return
     launch_kernel(named, format, tuple(shape), inverse_scale, out, transposed, tile)
 

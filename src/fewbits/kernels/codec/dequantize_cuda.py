@@ -90,7 +90,7 @@ def call_of(
     return Call(argument, (("SCALE_BLOCK", coding.scale_block),), grid)
 
 
-def turned(
+def write_transposed(
     format: Format,
     parts: Mapping[str, Tensor],
     shape: tuple[int, int],

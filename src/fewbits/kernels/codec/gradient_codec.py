@@ -230,11 +230,11 @@ def quantize_gradient(
         wire: how a row lies in its message.
         seed: None rounds to nearest; a whole number stochastically.
     """
-    kept = _given(residual, gradient)
+    into = _given(residual, gradient)
     if wire.row and _direct(gradient):
-        launch_quantize(gradient, kept, message, wire, _signed(seed))
+        launch_quantize(gradient, into, message, wire, _signed(seed))
     elif wire.row:
-        _quantize(gradient, kept, message, wire.row, text_of_format(wire.format), _signed(seed))
+        _quantize(gradient, into, message, wire.row, text_of_format(wire.format), _signed(seed))
 
 
 @torch.no_grad()
@@ -257,11 +257,11 @@ def sum_gradients(
         factor: 1 / W for the mean.
         seed: as in `quantize_gradient`.
     """
-    kept = _given(residual, received)
+    into = _given(residual, received)
     if wire.row and _direct(received):
-        launch_sum(received, message, wire, factor, residual=kept, seed=_signed(seed))
+        launch_sum(received, message, wire, factor, residual=into, seed=_signed(seed))
     elif wire.row:
-        _sum_again(received, kept, message, wire.row, text_of_format(wire.format), factor, _signed(seed))
+        _sum_again(received, into, message, wire.row, text_of_format(wire.format), factor, _signed(seed))
     if wire.plain:
         wire.plain_values(message).copy_(wire.plain_values(received).sum(0, keepdim=True).mul_(factor))
 

@@ -270,25 +270,25 @@ _BACK: dict[str, str] = {
 
 def _cases() -> list[CompileCase]:
     """Each kernel for each kind of codes; the kinds take turns in being stochastic, and in the plain sum."""
-    made = []
+    cases = []
     for kind, block, stochastic in ((8, 128, False), (4, 64, True), (0, 128, True)):
         size = {"BLOCK": block, "ROWS": _TILE // block}
         most = {"KIND": kind, "LARGEST": _LARGEST[kind]}
         constants: dict[str, Any] = {**most, "STOCHASTIC": stochastic, "FEEDBACK": True, **size}
         aligned: tuple[str, ...] = ("gradient_ptr", "residual_ptr", "message_ptr", "scales_ptr", "N", *_WIRE)
         signature = _QUANTIZE | dict.fromkeys(constants, "constexpr")
-        made.append(CompileCase(_quantize_gradient_kernel, signature, constants, aligned))
+        cases.append(CompileCase(_quantize_gradient_kernel, signature, constants, aligned))
         again = kind != 0
         constants = {**most, "AGAIN": again, "STOCHASTIC": stochastic, "FEEDBACK": again, **size}
         aligned = ("received_ptr", "received_scales_ptr", "residual_ptr", "out_ptr", "out_scales_ptr", *_WIRE)
         signature = _SUM | {"out_ptr": "*u8" if again else "*fp32"} | dict.fromkeys(constants, "constexpr")
-        made.append(CompileCase(_sum_gradients_kernel, signature, constants, aligned))
+        cases.append(CompileCase(_sum_gradients_kernel, signature, constants, aligned))
         if kind != 8:
             constants = {"KIND": kind, **size}
             aligned = ("message_ptr", "scales_ptr", "out_ptr", "N", *_WIRE)
             signature = _BACK | dict.fromkeys(constants, "constexpr")
-            made.append(CompileCase(_dequantize_gradient_kernel, signature, constants, aligned))
-    return made
+            cases.append(CompileCase(_dequantize_gradient_kernel, signature, constants, aligned))
+    return cases
 
 
 COMPILE_CASES = tuple(_cases())

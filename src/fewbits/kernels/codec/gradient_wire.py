@@ -117,6 +117,6 @@ class Wire:
 
 def wire_of(format: Format, count: int, rows: int, plain: int = 0) -> Wire:
     """The wire of ``count`` values cut into ``rows`` rows of whole blocks, with ``plain`` values beside."""
-    made = Wire(wire_format(format), 0)
-    blocks = -(-count // (rows * made.block))
-    return replace(made, row=blocks * made.block, plain=-(-plain // rows))
+    wire = Wire(wire_format(format), 0)
+    blocks = -(-count // (rows * wire.block))
+    return replace(wire, row=blocks * wire.block, plain=-(-plain // rows))

@@ -100,9 +100,9 @@ def _rows(x: Tensor, amax: Tensor | None, q: Tensor, scale: Tensor) -> None:
 
 
 @torch.library.custom_op("fewbits::quantize_float8_tensor", mutates_args=("q", "scale"))
-def _tensor(x: Tensor, given: Tensor, is_scale: bool, q: Tensor, scale: Tensor) -> None:
-    known = (given, None) if is_scale else (None, given)
-    _copy((q, scale), quantize_tensor_ref(x, q.dtype, *known))
+def _tensor(x: Tensor, factor: Tensor, is_scale: bool, q: Tensor, scale: Tensor) -> None:
+    scale_and_amax = (factor, None) if is_scale else (None, factor)
+    _copy((q, scale), quantize_tensor_ref(x, q.dtype, *scale_and_amax))
 
 
 @torch.library.custom_op("fewbits::quantize_float8_blocks", mutates_args=("q", "scale"))
@@ -126,12 +126,12 @@ def _cuda_rows(x: Tensor, amax: Tensor | None, q: Tensor, scale: Tensor) -> None
 
 
 @_tensor.register_kernel("cuda")
-def _cuda_tensor(x: Tensor, given: Tensor, is_scale: bool, q: Tensor, scale: Tensor) -> None:
+def _cuda_tensor(x: Tensor, factor: Tensor, is_scale: bool, q: Tensor, scale: Tensor) -> None:
     if has_kernel(x) and x.numel():
-        launch_tensor(x, q, scale, given=given, is_scale=is_scale)
+        launch_tensor(x, q, scale, factor=factor, is_scale=is_scale)
     else:
-        known = (given, None) if is_scale else (None, given)
-        _copy((q, scale), quantize_tensor_ref(x, q.dtype, *known))
+        scale_and_amax = (factor, None) if is_scale else (None, factor)
+        _copy((q, scale), quantize_tensor_ref(x, q.dtype, *scale_and_amax))
 
 
 @_blocks.register_kernel("cuda")
@@ -196,13 +196,13 @@ def quantize_tensor(
         raise BadInput("quantize_tensor takes a scale or an amax, not both: leave one out.")
     x = _as_rows(x)
     q = _buffer(x, dtype, out)
-    given = scale if amax is None else amax
-    if given is None:
-        given = _largest_of_all(x)
-    given = _checked(given.reshape(-1), (1,), "scale" if amax is None else "amax")
-    made = torch.empty(1, dtype=torch.float32, device=x.device)
-    _dispatch(_tensor, _cuda_tensor, x, given, scale is not None, q, made)
-    return q, made
+    factor = scale if amax is None else amax
+    if factor is None:
+        factor = _largest_of_all(x)
+    factor = _checked(factor.reshape(-1), (1,), "scale" if amax is None else "amax")
+    inverse = torch.empty(1, dtype=torch.float32, device=x.device)
+    _dispatch(_tensor, _cuda_tensor, x, factor, scale is not None, q, inverse)
+    return q, inverse
 
 
 def quantize_blocks(
@@ -269,7 +269,7 @@ def _buffer(x: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
     return out
 
 
-def _checked(given: Tensor, shape: tuple[int, ...], name: str) -> Tensor:
-    if given.shape != shape or given.dtype != torch.float32:
-        raise BadInput(f"{name} must be float32 {shape}; it is {given.dtype} {tuple(given.shape)}.")
-    return given.contiguous()
+def _checked(factor: Tensor, shape: tuple[int, ...], name: str) -> Tensor:
+    if factor.shape != shape or factor.dtype != torch.float32:
+        raise BadInput(f"{name} must be float32 {shape}; it is {factor.dtype} {tuple(factor.shape)}.")
+    return factor.contiguous()

@@ -190,11 +190,11 @@ def launch_rows(
 
 
 def launch_tensor(
-    x: Tensor, q: Tensor, scale: Tensor, *, given: Tensor, is_scale: bool, tile: RowTile | None = None
+    x: Tensor, q: Tensor, scale: Tensor, *, factor: Tensor, is_scale: bool, tile: RowTile | None = None
 ) -> None:
-    """x (M, N) under one scale, ``given`` (1,) itself or as the largest magnitude; written to scale (1,)."""
+    """x (M, N) under one scale, ``factor`` (1,) itself or as the largest magnitude; written to scale (1,)."""
     source = _SCALE_GIVEN if is_scale else _LARGEST_GIVEN
-    _launch(x, given, q, scale, source, True, tile or given_tile(x.shape[1]))
+    _launch(x, factor, q, scale, source, True, tile or given_tile(x.shape[1]))
 
 
 def largest_of_rows(x: Tensor) -> Tensor:
@@ -204,13 +204,13 @@ def largest_of_rows(x: Tensor) -> Tensor:
 
 
 def _launch(
-    x: Tensor, given: Tensor, q: Tensor, scale: Tensor, source: int, shared: bool, tile: RowTile
+    x: Tensor, factor: Tensor, q: Tensor, scale: Tensor, source: int, shared: bool, tile: RowTile
 ) -> None:
     M, N = x.shape
     even = M % tile.block_m == 0 and N % tile.block_n == 0
     with on_device_of(x):
         _quantize_kernel[programs(M, N, tile.block_m, tile.block_n)](
-            x, given, q, scale, M, N, x.stride(0), q.stride(0),
+            x, factor, q, scale, M, N, x.stride(0), q.stride(0),
             GIVEN=source, SHARED=shared, LARGEST=_largest(q.dtype), CUT=not x.is_cuda, EVEN=even,
             BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, num_warps=tile.num_warps,
         )  # fmt: skip

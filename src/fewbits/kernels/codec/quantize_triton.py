@@ -296,11 +296,13 @@ def launch_round(
                 enable_fp_fusion=False,
             )  # fmt: skip
             return
-        found = torch.zeros(2, dtype=torch.int32, device=x.device)
+        extremes = torch.zeros(2, dtype=torch.int32, device=x.device)
         readers = min(cdiv(x.numel(), 8192), 8 * multiprocessors(x.device))
-        _range_kernel[(readers,)](x, found, x.numel(), ZERO_POINT=coding.zero_point, BLOCK=8192, num_warps=8)
+        _range_kernel[(readers,)](
+            x, extremes, x.numel(), ZERO_POINT=coding.zero_point, BLOCK=8192, num_warps=8
+        )
         _round_tensor_kernel[programs(rows, K, 1, block)](
-            x, out, scales, zero_points, found, rows, K, pitch, **constants, BLOCK=block,
+            x, out, scales, zero_points, extremes, rows, K, pitch, **constants, BLOCK=block,
             num_warps=tile.num_warps, enable_fp_fusion=False,
         )  # fmt: skip
 

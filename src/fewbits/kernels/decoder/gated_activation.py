@@ -383,7 +383,7 @@ def gated_activation_into(
         ``h``.
     """
     _check_into(activation, (gate, up, h), (low_rank_gate, low_rank_up), amax)
-    _check_quantized(quantized, tuple(gate.shape), wanted=h is None)
+    _check_quantized(quantized, tuple(gate.shape), is_needed=h is None)
     branches = (*(low_rank_gate or (None, None)), *(low_rank_up or (None, None)))
     (_cuda_into if _direct(gate) else _gated_activation_into)(
         gate, up, activation, *branches, h, amax, *(quantized or _NO_FLOAT8)
@@ -423,7 +423,7 @@ def gated_activation_backward_into(
     if (dgate is None) != (dup is None):
         raise BadInput("dgate and dup are written both or not at all: give two buffers or none.")
     M, I = gate.shape
-    _check_quantized(quantized, (M, 2 * I), wanted=dgate is None)
+    _check_quantized(quantized, (M, 2 * I), is_needed=dgate is None)
     branches = [part for branch in low_rank for part in (branch or (None, None))]
     (_cuda_backward_into if _direct(gate) else _gated_activation_backward_into)(
         dh, gate, up, activation, *branches, dgate, dup, h, amax, *(quantized or _NO_FLOAT8)
@@ -440,9 +440,9 @@ def _check_activation(activation: str) -> None:
         raise BadInput(f"no gated activation {activation!r}; known: {', '.join(ACTIVATIONS)}.")
 
 
-def _check_quantized(quantized: Quantized8 | None, shape: tuple[int, ...], wanted: bool) -> None:
+def _check_quantized(quantized: Quantized8 | None, shape: tuple[int, ...], is_needed: bool) -> None:
     if quantized is None:
-        if wanted:
+        if is_needed:
             raise BadInput("neither 16-bit nor float8 outputs are asked for: give a buffer, or `quantized`.")
         return
     q, inverse_scale, amax = quantized
@@ -461,9 +461,9 @@ def _check_into(
     amax: Tensor | None,
 ) -> None:
     _check_activation(activation)
-    given = [t for t in tensors if t is not None]
-    first = given[0]
-    for x in given:
+    present = [t for t in tensors if t is not None]
+    first = present[0]
+    for x in present:
         if x.dim() != 2 or x.shape != first.shape or x.dtype != first.dtype or _gaps(x):
             raise BadInput(
                 "gated_activation_into takes tensors of one shape (M, I) and dtype with contiguous rows; got "

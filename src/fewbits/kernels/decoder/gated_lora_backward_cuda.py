@@ -66,14 +66,14 @@ def plan(M: int, I: int, processors: int) -> Plan | None:
 
     The warps follow from I alone: other numbers of rows ask for no other binary.
     """
-    found, best = None, -1.0
+    chosen, best = None, -1.0
     for warps in WARPS:
         slabs, slots = I // (32 * warps), processors * (16 // warps)
         for splits in range(1, 17) if I % (32 * warps) == 0 else ():
             busy = slabs * splits / (cdiv(slabs * splits, slots) * slots) - 0.005 * splits  # shares of dw
             if busy > best:
-                found, best = Plan(warps, splits), busy
-    return None if found is None else found._replace(splits=min(found.splits, max(1, cdiv(M, STEP))))
+                chosen, best = Plan(warps, splits), busy
+    return None if chosen is None else chosen._replace(splits=min(chosen.splits, max(1, cdiv(M, STEP))))
 
 
 class Call(NamedTuple):

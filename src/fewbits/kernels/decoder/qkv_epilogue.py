@@ -324,11 +324,11 @@ def qkv_epilogue_backward(
                 f"a gradient of {heads} heads must be {(B, heads, S, D)} {dqkv.dtype}; got "
                 f"{tuple(gradient.shape)} {gradient.dtype}."
             )
-    wanted = weight_gradient and extras.norm is not None
+    needs_dw = weight_gradient and extras.norm is not None
     direct = dqkv.is_cuda and not torch.compiler.is_compiling()
     f = _cuda_epilogue_backward if direct else _qkv_epilogue_backward
-    dw = f(list(gradients), dqkv[:0] if qkv is None else qkv, dqkv, *args, wanted)
-    return (dw[0], dw[1]) if wanted else None
+    dw = f(list(gradients), dqkv[:0] if qkv is None else qkv, dqkv, *args, needs_dw)
+    return (dw[0], dw[1]) if needs_dw else None
 
 
 def _split_q_k(out: Tensor, layout: QKVLayout) -> tuple[Tensor, Tensor]:

@@ -222,8 +222,8 @@ def _rmsnorm_rows(
     summed: Tensor | None,
 ) -> None:
     dtype = None if y is None else y.dtype
-    made = rmsnorm_rows_ref(x, weight, eps, offset, residual, q is not None, dtype)
-    _copy((y, q, scale, r, summed), made)
+    results = rmsnorm_rows_ref(x, weight, eps, offset, residual, q is not None, dtype)
+    _copy((y, q, scale, r, summed), results)
 
 
 @torch.library.custom_op("fewbits::rmsnorm_backward_rows", mutates_args=("dx", "dw", "q", "scale"))
@@ -239,9 +239,9 @@ def _rmsnorm_backward_rows(
     q: Tensor | None,
     scale: Tensor | None,
 ) -> None:
-    made = rmsnorm_backward_rows_ref(dy, x, weight, r, offset, residual, dw is not None)
-    float8 = (None, None) if q is None else quantize_rows_ref(made.dx)
-    _copy((dx, dw, q, scale), (made.dx, made.dw, *float8))
+    results = rmsnorm_backward_rows_ref(dy, x, weight, r, offset, residual, dw is not None)
+    float8 = (None, None) if q is None else quantize_rows_ref(results.dx)
+    _copy((dx, dw, q, scale), (results.dx, results.dw, *float8))
 
 
 def _copy(outputs: tuple[Tensor | None, ...], results: tuple[Tensor | None, ...]) -> None:
@@ -265,8 +265,8 @@ def _cuda_rows(
 ) -> None:
     if x.dtype not in KERNEL_DTYPES or (q is not None and not converts_float8(x)):
         dtype = None if y is None else y.dtype
-        made = rmsnorm_rows_ref(x, weight, eps, offset, residual, q is not None, dtype)
-        _copy((y, q, scale, r, summed), made)
+        results = rmsnorm_rows_ref(x, weight, eps, offset, residual, q is not None, dtype)
+        _copy((y, q, scale, r, summed), results)
         return
     float8 = None if q is None or scale is None else Float8Rows(q, scale)
     launch_rows(x, weight.contiguous(), eps, offset, y, r, residual=residual, summed=summed, float8=float8)
@@ -286,9 +286,9 @@ def _cuda_backward_rows(
     scale: Tensor | None,
 ) -> None:
     if x.dtype not in KERNEL_DTYPES or (q is not None and not converts_float8(x)):
-        made = rmsnorm_backward_rows_ref(dy, x, weight, r, offset, residual, dw is not None)
-        float8 = (None, None) if q is None else quantize_rows_ref(made.dx)
-        _copy((dx, dw, q, scale), (made.dx, made.dw, *float8))
+        results = rmsnorm_backward_rows_ref(dy, x, weight, r, offset, residual, dw is not None)
+        float8 = (None, None) if q is None else quantize_rows_ref(results.dx)
+        _copy((dx, dw, q, scale), (results.dx, results.dw, *float8))
         return
     summed = launch_backward_rows(
         dy, x, weight.contiguous(), r, offset, dx, needs_dw=dw is not None, residual=residual,
@@ -404,12 +404,12 @@ def rmsnorm_rows(
         raise BadInput(
             "rmsnorm_rows without float8 and without its dense result computes nothing: ask for one."
         )
-    (M, N), made = x.shape, x.new_empty
+    (M, N), empty = x.shape, x.new_empty
     # float8 is made of the dense result as ``dtype`` has it: where that is not x's, a buffer says so.
-    y = made(M, N, dtype=dtype or x.dtype) if keep_dense or dtype not in (None, x.dtype) else None
+    y = empty(M, N, dtype=dtype or x.dtype) if keep_dense or dtype not in (None, x.dtype) else None
     q, scale = _float8_rows(x) if quantize else (None, None)
-    r = made(M, dtype=torch.promote_types(x.dtype, torch.float32))
-    summed = None if residual is None else made(M, N)
+    r = empty(M, dtype=torch.promote_types(x.dtype, torch.float32))
+    summed = None if residual is None else empty(M, N)
     f = _cuda_rows if x.is_cuda and not torch.compiler.is_compiling() else _rmsnorm_rows
     f(x, weight, eps, offset, residual, y, q, scale, r, summed)
     return Normed(y if keep_dense else None, q, scale, r, summed)

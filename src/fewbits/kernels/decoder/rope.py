@@ -100,11 +100,11 @@ def _into(
     tables: Tables,
     inverse: bool,
 ) -> None:
-    turned = [
+    rotated = [
         rope_ref(x, tables, inverse, (lx, lw)) if i < 2 else _widened(x, (lx, lw)).to(x.dtype)
         for i, (x, lx, lw) in enumerate(zip(sources, low_rank_x, low_rank_w, strict=True))
     ]
-    for output, y in zip(outputs, turned, strict=True):
+    for output, y in zip(outputs, rotated, strict=True):
         output.copy_(y)
 
 
@@ -202,8 +202,8 @@ def rope(
     """
     tables = checked_tables(q.shape, cos, sin, position_ids, rotary_dim)
     _check_heads((q, k), (q, k))
-    turned: tuple[Tensor, Tensor] = _rope(q, k, *tables, inverse)
-    return turned
+    rotated: tuple[Tensor, Tensor] = _rope(q, k, *tables, inverse)
+    return rotated
 
 
 def apply_rope(
@@ -220,8 +220,8 @@ def apply_rope(
     """
     if unsqueeze_dim == 1:
         return rope(q, k, cos, sin)
-    turned = rope(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
-    return turned[0].transpose(1, 2), turned[1].transpose(1, 2)
+    rotated = rope(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
+    return rotated[0].transpose(1, 2), rotated[1].transpose(1, 2)
 
 
 def rope_into(

@@ -39,13 +39,13 @@ def refuse_second(name: str, gradients: tuple[Any, ...], sources: Iterable[Any])
     places = [i for i, gradient in enumerate(gradients) if isinstance(gradient, Tensor)]
     if not places:
         return gradients
-    made = list(gradients)
+    padded = list(gradients)
     values = [gradients[i].detach().requires_grad_() for i in places]
     linked = [x for x in sources if isinstance(x, Tensor) and x.requires_grad]
     refused = _Refused.apply(name, len(values), *values, *linked)
     for i, value in zip(places, refused, strict=True):
-        made[i] = value
-    return tuple(made)
+        padded[i] = value
+    return tuple(padded)
 
 
 class _Way(torch.autograd.Function):

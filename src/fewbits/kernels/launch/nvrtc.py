@@ -54,8 +54,8 @@ def cubin(source: str, defines: Defines, capability: int) -> bytes:
     options = [f"--gpu-architecture=sm_{capability}", "--std=c++17", *(f"-D{k}={v}" for k, v in defines)]
     cache, name = _cache_of(source, options), f"{Path(source).stem}.cubin"
     with contextlib.suppress(OSError):
-        found = None if cache is None else cache.get_file(name)
-        if found is not None and (code := Path(found).read_bytes())[:4] == _ELF:
+        file = None if cache is None else cache.get_file(name)
+        if file is not None and (code := Path(file).read_bytes())[:4] == _ELF:
             return code
     code = _compiled(source, options)
     with contextlib.suppress(OSError):
@@ -123,15 +123,15 @@ def kernel(
     major, minor = torch.cuda.get_device_capability(device)
     module = _module(source, defines, device, 10 * major + minor)
     handle = _checked(driver.cuModuleGetFunction(module, name.encode()), "cuModuleGetFunction")
-    attributes, wanted = driver.CUfunction_attribute, {}
+    attributes, attribute_values = driver.CUfunction_attribute, {}
     if beside:
-        wanted[attributes.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT] = _ALL
+        attribute_values[attributes.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT] = _ALL
     if cluster > _PORTABLE_CLUSTER:
-        wanted[attributes.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED] = 1
+        attribute_values[attributes.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED] = 1
     if shared_bytes > _DYNAMIC_SHARED_BYTES:
-        wanted[attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES] = shared_bytes
+        attribute_values[attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES] = shared_bytes
     with _GRANTING:
-        for attribute, value in wanted.items():
+        for attribute, value in attribute_values.items():
             # Never less than before: launches with more shared memory share this function.
             if value > _checked(driver.cuFuncGetAttribute(attribute, handle), "cuFuncGetAttribute"):
                 _checked(driver.cuFuncSetAttribute(handle, attribute, value), "cuFuncSetAttribute")

@@ -55,12 +55,12 @@ def tile_for(op: str, facts: tuple[object, ...], like: Tensor, rule: T) -> T:
     """
     if not like.is_cuda:
         return rule
-    found = tiles_of(like.device.index or 0).get(key_of(op, *facts))
-    made: Any = type(rule)
-    fits = found is not None and len(found) == len(rule)
-    if not fits or any(n == 0 and of_rule != 0 for n, of_rule in zip(found or (), rule, strict=False)):
+    numbers = tiles_of(like.device.index or 0).get(key_of(op, *facts))
+    kind: Any = type(rule)
+    fits = numbers is not None and len(numbers) == len(rule)
+    if not fits or any(n == 0 and of_rule != 0 for n, of_rule in zip(numbers or (), rule, strict=False)):
         return rule
-    return cast(T, made(*found or ()))
+    return cast(T, kind(*numbers or ()))
 
 
 @lru_cache(maxsize=16)
@@ -76,18 +76,18 @@ def measured(index: int) -> dict[str, Tile]:
     A file that is damaged is left out with a warning: the rules' tiles give the same numbers.
     """
     cache = _cache_of(index)
-    found = None if cache is None else cache.get_file(_FILE)
-    if found is None:
+    file = None if cache is None else cache.get_file(_FILE)
+    if file is None:
         return {}
     try:
-        table = json.loads(Path(found).read_text(encoding="utf-8"))
+        table = json.loads(Path(file).read_text(encoding="utf-8"))
         tiles = {key: tuple(tile) for key, tile in table.items() if _is_tile(tile)}
         damaged = len(tiles) < len(table)
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         tiles, damaged = {}, True
     if damaged:
         warnings.warn(
-            f"{found} is damaged and what cannot be read of it is left out; fewbits bench tune measures the "
+            f"{file} is damaged and what cannot be read of it is left out; fewbits bench tune measures the "
             "tiles again.",
             stacklevel=2,
         )

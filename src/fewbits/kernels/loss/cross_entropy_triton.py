@@ -109,8 +109,8 @@ def _cross_entropy_kernel(
             tl.store(scale_ptr + row, 0.0)
             tl.store(own_ptr + row, 0.0)
     else:
-        known = (label >= 0) & (label < V)
-        picked = capped_logits(z_ptr, label, known, soft_cap, SOFT_CAP)  # before anyone writes over it
+        is_token = (label >= 0) & (label < V)
+        picked = capped_logits(z_ptr, label, is_token, soft_cap, SOFT_CAP)  # before anyone writes over it
         largest = -3.0e38  # finite: a block that is all -inf must not give inf - inf
         exp_sums = tl.zeros((BLOCK_V,), dtype=tl.float32)
         plain_sums = tl.zeros((BLOCK_V,), dtype=tl.float32)
@@ -127,7 +127,7 @@ def _cross_entropy_kernel(
         loss = lse - (1 - label_smoothing) * picked + z_loss * lse * lse
         if SMOOTH:
             loss -= label_smoothing * (tl.sum(plain_sums, 0) / V)
-        tl.store(loss_ptr + row, tl.where(known, loss, float("nan")))
+        tl.store(loss_ptr + row, tl.where(is_token, loss, float("nan")))
         if DENSE or LARGEST:
             factor, inverse = 1.0, 1.0
             if SCALED:

@@ -81,12 +81,12 @@ def linear_cross_entropy_ref(
     if soft_cap:
         s = soft_cap * torch.tanh(s / soft_cap)
     lse = s.logsumexp(-1)
-    kept = labels != ignore_index
-    picked = s.gather(-1, labels.where(kept, 0).unsqueeze(-1)).squeeze(-1)
+    counts = labels != ignore_index
+    picked = s.gather(-1, labels.where(counts, 0).unsqueeze(-1)).squeeze(-1)
     loss = lse - (1 - label_smoothing) * picked + z_loss * lse.square()
     if label_smoothing:
         loss = loss - label_smoothing * s.mean(-1)
-    return loss.where(kept, 0.0)
+    return loss.where(counts, 0.0)
 
 
 def rows_ref(
@@ -114,13 +114,13 @@ def rows_ref(
         if soft_cap:
             s = soft_cap * torch.tanh(s / soft_cap)
         lse = s.logsumexp(1)
-        kept, known = y != ignore_index, (y >= 0) & (y < V)
-        at = y.where(known, 0).unsqueeze(1)
+        counts, is_token = y != ignore_index, (y >= 0) & (y < V)
+        at = y.where(is_token, 0).unsqueeze(1)
         picked = s.gather(1, at).squeeze(1)
         value = lse - (1 - label_smoothing) * picked + z_loss * lse.square()
         if label_smoothing:
             value = value - label_smoothing * s.mean(1)
-        loss[rows] = value.where(known, float("nan")).where(kept, 0.0)
+        loss[rows] = value.where(is_token, float("nan")).where(counts, 0.0)
         if not dense and gradient8 is None:
             continue
         slope = 1 + 2 * z_loss * lse
@@ -130,7 +130,7 @@ def rows_ref(
             ds.sub_(label_smoothing / V)
         if soft_cap:
             ds.mul_(1 - (s / soft_cap).square())
-        ds, factor = ds.where(kept.unsqueeze(1), 0.0), factor.where(kept, 0.0)
+        ds, factor = ds.where(counts.unsqueeze(1), 0.0), factor.where(counts, 0.0)
         if gradient8 is not None:
             p = torch.minimum((s.amax(1) - lse).exp(), 1 - (picked - lse).exp())
             bound = slope.abs() * p + label_smoothing / V
@@ -402,10 +402,10 @@ def linear_cross_entropy(
     options = [float(label_smoothing), float(z_loss), float(soft_cap or 0.0)]
 
     def loss_of(rows: Tensor, flat: Tensor, size: int, trained: list[bool]) -> Tensor:
-        made: Tensor = _linear_cross_entropy(
+        losses: Tensor = _linear_cross_entropy(
             rows, weight, flat, bias, None, ignore_index, options, size, trained, reduction != "none"
         )[0]
-        return made
+        return losses
 
     return over_labels(
         loss_of, hidden, weight, labels, bias=bias, ignore_index=ignore_index, reduction=reduction,

@@ -132,8 +132,8 @@ def _gradient8(z: Tensor, own: Tensor) -> Gradient8:
 
 def _add_labels_(dh: Tensor, own: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     """``dh += own * W[label]`` (M, K); own is 0 where there is no such row."""
-    known = (labels >= 0) & (labels < weight.shape[0])
-    rows = weight.index_select(0, labels.where(known, 0)).to(dh.dtype)
+    is_token = (labels >= 0) & (labels < weight.shape[0])
+    rows = weight.index_select(0, labels.where(is_token, 0)).to(dh.dtype)
     return dh.addcmul_(rows, own.to(dh.dtype).unsqueeze(1))
 
 
@@ -278,7 +278,7 @@ def linear_cross_entropy_float8(
     options = [float(label_smoothing), float(z_loss), float(soft_cap or 0.0)]
 
     def loss_of(rows: Tensor, flat: Tensor, size: int, trained: list[bool]) -> Tensor:
-        made: Tensor = _linear_cross_entropy_float8(
+        losses: Tensor = _linear_cross_entropy_float8(
             rows,
             weight,
             flat,
@@ -291,7 +291,7 @@ def linear_cross_entropy_float8(
             reduction != "none",
             *operands,
         )[0]
-        return made
+        return losses
 
     return over_labels(
         loss_of, hidden, weight, labels, bias=bias, ignore_index=ignore_index, reduction=reduction,

@@ -71,12 +71,12 @@ def linear_log_probs_ref(
     ``hidden`` is (M, K), ``weight`` (V, K), ``labels`` (M,) int64; each result is (M,).
     """
     s = _capped((hidden @ weight.t()).float(), soft_cap)
-    kept = labels != ignore_index
+    counts = labels != ignore_index
     log_p = s.log_softmax(-1)
-    picked = log_p.gather(-1, labels.where(kept, 0).unsqueeze(-1)).squeeze(-1)
+    picked = log_p.gather(-1, labels.where(counts, 0).unsqueeze(-1)).squeeze(-1)
     entropy = -(log_p.exp() * log_p).sum(-1)
     top = s.argmax(-1) == labels
-    return LogProbs(picked.where(kept, 0.0), entropy.where(kept, 0.0), top & kept)
+    return LogProbs(picked.where(counts, 0.0), entropy.where(counts, 0.0), top & counts)
 
 
 def statistics_ref(
@@ -87,9 +87,9 @@ def statistics_ref(
     for start in range(0, len(z), step):
         rows = slice(start, start + step)
         s, y = _capped(z[rows].to(entropy.dtype), soft_cap), labels[rows]
-        kept = y != ignore_index
-        entropy[rows] = torch.special.entr(s.softmax(1)).sum(1).where(kept, 0.0)
-        top[rows] = ((s.argmax(1) == y) & kept).to(top.dtype)
+        counts = y != ignore_index
+        entropy[rows] = torch.special.entr(s.softmax(1)).sum(1).where(counts, 0.0)
+        top[rows] = ((s.argmax(1) == y) & counts).to(top.dtype)
 
 
 def _capped(s: Tensor, soft_cap: float) -> Tensor:
@@ -142,14 +142,14 @@ class _LogProbs(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor | None, q: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
         dh, hidden, weight, labels, entropy = ctx.saved_tensors
         ignore_index, soft_cap, rows = ctx.options
-        found = None
+        dh_total = None
         if g is not None:
-            found = (dh.to(g.dtype) * -g.unsqueeze(1)).to(dh.dtype)
+            dh_total = (dh.to(g.dtype) * -g.unsqueeze(1)).to(dh.dtype)
         if q is not None:
             q = q.where(labels != ignore_index, 0.0)
             more = _entropy_gradient(hidden, weight, entropy, q, soft_cap, rows)
-            found = more if found is None else found.add_(more)
-        return (found, *(None,) * 5)
+            dh_total = more if dh_total is None else dh_total.add_(more)
+        return (dh_total, *(None,) * 5)
 
 
 def _entropy_gradient(
@@ -208,5 +208,5 @@ def linear_log_probs(
     h = rows_of(hidden)
     h = h.to(product_dtype(h))
     rows = chunk_rows or default_chunk_rows(len(h), weight.shape[0], h.element_size())
-    found = _LogProbs.apply(h, weight, labels.reshape(-1), ignore_index, float(soft_cap), rows)
-    return LogProbs(*(part.reshape(labels.shape) for part in found))
+    statistics = _LogProbs.apply(h, weight, labels.reshape(-1), ignore_index, float(soft_cap), rows)
+    return LogProbs(*(part.reshape(labels.shape) for part in statistics))

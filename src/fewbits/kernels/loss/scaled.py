@@ -106,5 +106,5 @@ def scaled(x: Tensor, factor: Tensor, dtype: torch.dtype | None = None) -> Tenso
     """
     if factor.numel() != 1:
         raise BadInput(f"scaled takes one factor, not {tuple(factor.shape)}: multiply by it with torch.")
-    made: Tensor = _scaled(x, factor, dtype or x.dtype)
-    return made
+    product: Tensor = _scaled(x, factor, dtype or x.dtype)
+    return product

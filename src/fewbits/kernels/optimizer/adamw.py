@@ -139,16 +139,16 @@ def check_placed(
     if len({len(x) for x in counts.values()}) > 1:
         told = ", ".join(f"{len(x)} {name}" for name, x in counts.items())
         raise BadInput(f"adamw takes one of each for every parameter, not {told}.")
-    for i, (param, grad, kept) in enumerate(zip(params, grads, moments, strict=True)):
-        packed = kept.m_scales is not None or kept.v_scales is not None
+    for i, (param, grad, moment) in enumerate(zip(params, grads, moments, strict=True)):
+        packed = moment.m_scales is not None or moment.v_scales is not None
         of_moment = param.shape, torch.uint8 if packed else torch.float32
         of_scales = torch.Size((-(-param.numel() // BLOCK),)), torch.float32
         _check_one(i, param, "gradient", grad, param.shape, grad.dtype)
-        _check_one(i, param, "moment m", kept.m, *of_moment)
-        _check_one(i, param, "moment v", kept.v, *of_moment)
+        _check_one(i, param, "moment m", moment.m, *of_moment)
+        _check_one(i, param, "moment v", moment.v, *of_moment)
         if packed:
-            _check_one(i, param, "m_scales", kept.m_scales, *of_scales)
-            _check_one(i, param, "v_scales", kept.v_scales, *of_scales)
+            _check_one(i, param, "m_scales", moment.m_scales, *of_scales)
+            _check_one(i, param, "v_scales", moment.v_scales, *of_scales)
 
 
 def _check_one(
@@ -156,10 +156,10 @@ def _check_one(
 ) -> None:
     if x is not None and x.device == param.device and x.shape == shape and x.dtype == dtype:
         return
-    found = "missing" if x is None else f"{x.dtype} {tuple(x.shape)} on {x.device}"
+    fact = "missing" if x is None else f"{x.dtype} {tuple(x.shape)} on {x.device}"
     raise BadInput(
         f"the {name} of parameter {i} ({param.dtype} {tuple(param.shape)} on {param.device}) must be {dtype} "
-        f"{tuple(shape)} on the same device; it is {found}: move it, or make it anew with Moments.zeros."
+        f"{tuple(shape)} on the same device; it is {fact}: move it, or make it anew with Moments.zeros."
     )
 
 
@@ -227,8 +227,8 @@ def adamw_ref(
         (m, moments.m, moments.m_scales, True),
         (v, moments.v, moments.v_scales, False),
     ):
-        for kept, new in zip((codes, scales), quantize_moment(x, signed=signed), strict=True):
-            kept.copy_(new)
+        for old, new in zip((codes, scales), quantize_moment(x, signed=signed), strict=True):
+            old.copy_(new)
 
 
 # 2. The kernel is in adamw_triton.py. 3. The launch.
@@ -261,12 +261,12 @@ def _guesses(values: tuple[float, ...], device: torch.device) -> Tensor:
 @keep_tables(maxsize=8)
 def _kernel_tables(device: torch.device) -> dict[str, Tensor]:
     end = torch.full((1,), torch.inf, device=device)
-    made = {}
+    tables = {}
     for name, values in (("m", _M_VALUES), ("v", _V_VALUES)):
-        made[f"{name}_values"] = table(values, device)
-        made[f"{name}_guess"] = _guesses(values, device)
-        made[f"{name}_thresholds"] = torch.cat([midpoints(values, device), end])
-    return made
+        tables[f"{name}_values"] = table(values, device)
+        tables[f"{name}_guess"] = _guesses(values, device)
+        tables[f"{name}_thresholds"] = torch.cat([midpoints(values, device), end])
+    return tables
 
 
 class Prepared:
@@ -296,10 +296,10 @@ class Prepared:
         """
         check_placed(params, grads, moments, seeds)
         groups: dict[tuple[torch.dtype, torch.dtype, bool, bool], list[int]] = defaultdict(list)
-        for i, (param, grad, kept) in enumerate(zip(params, grads, moments, strict=True)):
+        for i, (param, grad, moment) in enumerate(zip(params, grads, moments, strict=True)):
             if param.numel():
                 even = param.numel() % 16 == 0
-                groups[param.dtype, grad.dtype, kept.m_scales is not None, even].append(i)
+                groups[param.dtype, grad.dtype, moment.m_scales is not None, even].append(i)
         self.launches: list[Tensors] = []
         for (dtype, _, packed, even), members in groups.items():
             first, stochastic = members[0], seeds is not None and dtype == torch.bfloat16
@@ -334,20 +334,27 @@ def scalars_to_device(options: AdamWOptions, device: torch.device) -> Tensor:
     return to_device(options.scalars, torch.float32, device)
 
 
-def _row(param: Tensor, grad: Tensor, kept: Moments, seed: int) -> list[int]:
-    m_scales = 0 if kept.m_scales is None else kept.m_scales.data_ptr()
-    v_scales = 0 if kept.v_scales is None else kept.v_scales.data_ptr()
-    addresses = [param.data_ptr(), grad.data_ptr(), kept.m.data_ptr(), m_scales, kept.v.data_ptr(), v_scales]
+def _row(param: Tensor, grad: Tensor, moments: Moments, seed: int) -> list[int]:
+    m_scales = 0 if moments.m_scales is None else moments.m_scales.data_ptr()
+    v_scales = 0 if moments.v_scales is None else moments.v_scales.data_ptr()
+    addresses = [
+        param.data_ptr(),
+        grad.data_ptr(),
+        moments.m.data_ptr(),
+        m_scales,
+        moments.v.data_ptr(),
+        v_scales,
+    ]
     return [*addresses, param.numel(), seed]
 
 
-def takes(param: Tensor, grad: Tensor, kept: Moments) -> bool:
+def takes(param: Tensor, grad: Tensor, moments: Moments) -> bool:
     """Whether the kernel can step this tensor.
 
     ``param`` and ``grad`` are of the same shape, any.
     """
     types = (torch.float32, torch.bfloat16, torch.float16)
-    tensors = (param, grad, kept.m, kept.v)
+    tensors = (param, grad, moments.m, moments.v)
     aligned = all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in tensors)
     return param.is_cuda and param.dtype in types and grad.dtype in types and aligned
 

@@ -83,9 +83,9 @@ def launch(x: Tensor, format: Format, dtype: torch.dtype) -> Tensor:
 
     x is floating point of any shape, on the GPU; the result has the same.
     """
-    known = takes(format, tuple(x.shape), x.dtype) and dtype in KERNEL_DTYPES and x.numel() > 0
+    is_taken = takes(format, tuple(x.shape), x.dtype) and dtype in KERNEL_DTYPES and x.numel() > 0
     coding = format.contract.coding
-    if not known or coding is None:
+    if not is_taken or coding is None:
         return fake_quantize_ref(x, format, dtype)
     if coding.scale_block:
         return dequantize(quantize(x, format), dtype)
@@ -136,8 +136,8 @@ def _(x: Tensor, format: str, dtype: torch.dtype) -> Tensor:
 def _fake_quantize_lora(
     weight: Tensor, a: Tensor, b: Tensor, scaling: float, format: str | None, dtype: torch.dtype
 ) -> Tensor:
-    made = fake_quantize_lora_ref(weight, a, b, scaling, _format(format), dtype)
-    return made.clone() if made.data_ptr() == weight.data_ptr() else made.contiguous()
+    rounded = fake_quantize_lora_ref(weight, a, b, scaling, _format(format), dtype)
+    return rounded.clone() if rounded.data_ptr() == weight.data_ptr() else rounded.contiguous()
 
 
 @_fake_quantize_lora.register_kernel("cuda")

@@ -83,8 +83,8 @@ def _lora_reduce(
     scalings: Sequence[float],
 ) -> None:
     made_t, made_dbs = lora_reduce_ref(dy, xa, _slices(bs, starts, scalings))
-    for out, made in zip((t, *dbs), (made_t, *made_dbs), strict=True):
-        out.copy_(made)
+    for out, result in zip((t, *dbs), (made_t, *made_dbs), strict=True):
+        out.copy_(result)
 
 
 @_lora_reduce.register_kernel("cuda")

@@ -98,7 +98,7 @@ def _float8_weight_kernel(
 
 @jit
 def _float8_weight_pair_kernel(
-    w_ptr, inverse_ptr, out_ptr, turned_ptr, N, K, stride_wn, stride_out, stride_turned,
+    w_ptr, inverse_ptr, out_ptr, transposed_ptr, N, K, stride_wn, stride_out, stride_transposed,
     CUT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """A tile of w to 8 bits, written as it is and transposed."""
@@ -112,18 +112,19 @@ def _float8_weight_pair_kernel(
         w = tl.clamp(w, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
     w = w.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + offs_n[:, None] * stride_out + offs_k[None, :], w, mask=mask)
-    at = offs_k[:, None] * stride_turned + offs_n[None, :]
-    tl.store(turned_ptr + at, tl.trans(w), mask=tl.trans(mask))
+    at = offs_k[:, None] * stride_transposed + offs_n[None, :]
+    tl.store(transposed_ptr + at, tl.trans(w), mask=tl.trans(mask))
 
 
-def launch_weight_pair(weight: Tensor, inverse_scale: Tensor, out: Tensor, turned: Tensor) -> None:
-    """`float8_weight_ref` of a dense weight (N, K), into ``out``, and transposed, into ``turned``."""
+def launch_weight_pair(weight: Tensor, inverse_scale: Tensor, out: Tensor, transposed: Tensor) -> None:
+    """`float8_weight_ref` of a dense weight (N, K), into ``out``, and transposed, into ``transposed``."""
     N, K = weight.shape
     if weight.numel() == 0:
         return
     with on_device_of(weight):
         _float8_weight_pair_kernel[programs(N, K, _TILE_N, _TILE_K)](
-            weight, inverse_scale, out, turned, N, K, weight.stride(0), out.stride(0), turned.stride(0),
+            weight, inverse_scale, out, transposed, N, K,
+            weight.stride(0), out.stride(0), transposed.stride(0),
             CUT=not weight.is_cuda, BLOCK_N=_TILE_N, BLOCK_K=_TILE_K, num_warps=4,
         )  # fmt: skip
 
@@ -152,8 +153,8 @@ def _case(transposed: bool, block_n: int, block_k: int) -> CompileCase:
     return CompileCase(_float8_weight_kernel, _WEIGHT, constants, _ALIGNED, 4, 89)
 
 
-_PAIR = {"w_ptr": "*bf16", "inverse_ptr": "*fp32", "out_ptr": "*fp8e4nv", "turned_ptr": "*fp8e4nv"}
-_PAIR |= dict.fromkeys(("N", "K", "stride_wn", "stride_out", "stride_turned"), "i32")
+_PAIR = {"w_ptr": "*bf16", "inverse_ptr": "*fp32", "out_ptr": "*fp8e4nv", "transposed_ptr": "*fp8e4nv"}
+_PAIR |= dict.fromkeys(("N", "K", "stride_wn", "stride_out", "stride_transposed"), "i32")
 _PAIR |= dict.fromkeys(("CUT", "BLOCK_N", "BLOCK_K"), "constexpr")
 _PAIR_ALIGNED = (*(name for name in _PAIR if name.islower()), "N", "K")
 _PAIR_CONSTANTS = {"CUT": False, "BLOCK_N": _TILE_N, "BLOCK_K": _TILE_K}
@@ -184,19 +185,19 @@ def _cuda_weight(weight: Tensor, inverse_scale: Tensor, out: Tensor, transposed:
         launch_weight(weight, inverse_scale, out, transposed)
 
 
-@torch.library.custom_op("fewbits::float8_weight_pair", mutates_args=("out", "turned"))
-def _float8_weight_pair(weight: Tensor, inverse_scale: Tensor, out: Tensor, turned: Tensor) -> None:
+@torch.library.custom_op("fewbits::float8_weight_pair", mutates_args=("out", "transposed"))
+def _float8_weight_pair(weight: Tensor, inverse_scale: Tensor, out: Tensor, transposed: Tensor) -> None:
     out.copy_(float8_weight_ref(weight, False, inverse_scale))
-    turned.copy_(out.t())
+    transposed.copy_(out.t())
 
 
 @_float8_weight_pair.register_kernel("cuda")
-def _cuda_pair(weight: Tensor, inverse_scale: Tensor, out: Tensor, turned: Tensor) -> None:
+def _cuda_pair(weight: Tensor, inverse_scale: Tensor, out: Tensor, transposed: Tensor) -> None:
     if not has_kernel(weight):
         out.copy_(float8_weight_ref(weight, False, inverse_scale))
-        turned.copy_(out.t())
+        transposed.copy_(out.t())
     else:
-        launch_weight_pair(weight, inverse_scale, out, turned)
+        launch_weight_pair(weight, inverse_scale, out, transposed)
 
 
 # 4. The public functions. They have no gradient: they are what autograd nodes of whole layers are made of.
@@ -274,27 +275,27 @@ def float8_weight(
     return out
 
 
-def float8_weight_pair(weight: Tensor, *, inverse_scale: Tensor, out: Tensor, turned: Tensor) -> None:
+def float8_weight_pair(weight: Tensor, *, inverse_scale: Tensor, out: Tensor, transposed: Tensor) -> None:
     """`float8_weight` of a dense weight (N, K) and of its transpose, which is read once for both.
 
     Args:
         weight: rows contiguous.
         inverse_scale: as in `float8_weight`.
         out: (N, K) float8_e4m3fn, its rows contiguous but perhaps apart.
-        turned: (K, N), likewise.
+        transposed: (K, N), likewise.
     """
     _require(weight.device)
     weight = weight.detach()
     rows = weight if weight.stride(1) == 1 else weight.contiguous()
     N, K = rows.shape
-    for made, shape in ((out, (N, K)), (turned, (K, N))):
-        if made.shape != shape or made.dtype != E4M3 or (made.stride(1) != 1 and made.shape[1] != 1):
+    for result, shape in ((out, (N, K)), (transposed, (K, N))):
+        if result.shape != shape or result.dtype != E4M3 or (result.stride(1) != 1 and result.shape[1] != 1):
             raise BadInput(
                 f"float8_weight_pair writes {shape} of float8_e4m3fn with contiguous rows; it got "
-                f"{tuple(made.shape)}, strides {made.stride()} and {made.dtype}."
+                f"{tuple(result.shape)}, strides {result.stride()} and {result.dtype}."
             )
     direct = rows.is_cuda and not torch.compiler.is_compiling()
-    (_cuda_pair if direct else _float8_weight_pair)(rows, inverse_scale, out, turned)
+    (_cuda_pair if direct else _float8_weight_pair)(rows, inverse_scale, out, transposed)
 
 
 def float8_linear(

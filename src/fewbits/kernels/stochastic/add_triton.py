@@ -35,12 +35,12 @@ def _add_kernel(
     mask = offs < M
     at = row * M + offs
     scale = tl.load(sa_ptr + row) * tl.load(sb_ptr + offs, mask=mask, other=0.0)
-    made = tl.load(error_ptr + at, mask=mask, other=0.0).to(tl.float32) * scale
+    total = tl.load(error_ptr + at, mask=mask, other=0.0).to(tl.float32) * scale
     if BASE:
-        made += tl.load(base_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        total += tl.load(base_ptr + at, mask=mask, other=0.0).to(tl.float32)
     if SUM:
-        made += tl.load(y_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    tl.store(y_ptr + at, made.to(y_ptr.dtype.element_ty), mask=mask)
+        total += tl.load(y_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(y_ptr + at, total.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 def add(
@@ -66,7 +66,7 @@ def add(
 
 
 def _cases() -> tuple[CompileCase, ...]:
-    made = []
+    cases = []
     for base, onto, dtype in ((True, False, "*fp32"), (True, False, "*bf16"), (False, True, "*fp32")):
         signature = {
             "y_ptr": dtype, "base_ptr": "*bf16", "error_ptr": "*bf16", "sa_ptr": "*fp32", "sb_ptr": "*fp32",
@@ -75,8 +75,8 @@ def _cases() -> tuple[CompileCase, ...]:
         constants = {"BASE": base, "SUM": onto, "BLOCK": 1024}
         signature |= dict.fromkeys(constants, "constexpr")
         aligned = ("y_ptr", "base_ptr", "error_ptr", "M")
-        made.append(CompileCase(_add_kernel, signature, constants, aligned, 4))
-    return tuple(made)
+        cases.append(CompileCase(_add_kernel, signature, constants, aligned, 4))
+    return tuple(cases)
 
 
 COMPILE_CASES = _cases()

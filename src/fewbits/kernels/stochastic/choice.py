@@ -42,13 +42,13 @@ class Way(NamedTuple):
     name: str
     tables_of: Callable[..., Any]  # None where they cannot hold the counts
     launch: Callable[..., None]  # operands, tables, index of levels, chunk, y
-    turned: bool = False  # tables are of b's codes, so all of a's rows have one stream length
+    of_b: bool = False  # tables are of b's codes, so all of a's rows have one stream length
 
 
 FEW_ROWS = Way("few rows", lookup.tables_of, lookup.launch)
 ROWS_16 = Way("16 rows", lookup.tables_of, many.launch)
 ROWS_32 = Way("32 rows", nibbles.tables_of, nibbles.launch)
-TURNED = Way("32 rows of b", nibbles.turned_tables_of, nibbles.launch_turned, True)
+ROWS_32_OF_B = Way("32 rows of b", nibbles.tables_of_b, nibbles.launch_swapped, True)
 BITS = Way("bits", bits.tables_of, bits.launch)
 
 
@@ -69,7 +69,7 @@ def choose(
     """
     reason = ""
     for way in ways(sizes, max(levels), describe(device)):
-        if way.turned and mixed:
+        if way.of_b and mixed:
             continue
         tables = way.tables_of(options, levels, sizes.chunk, device)
         if tables is not None:
@@ -99,7 +99,7 @@ def estimated_clocks(sizes: Sizes, longest: int, gpu: Device) -> dict[Way, float
         clocks[ROWS_16] = many.clocks(plan, multiprocessors)
     if shared >= nibbles.SHARED_BYTES:
         turning = batch * rows * outputs * _TURNING_CLOCKS / multiprocessors
-        for way, n, m, more in ((ROWS_32, rows, outputs, 0.0), (TURNED, outputs, rows, turning)):
+        for way, n, m, more in ((ROWS_32, rows, outputs, 0.0), (ROWS_32_OF_B, outputs, rows, turning)):
             small = nibbles.plan(
                 batch, n, m, cdiv(inner, chunk), chunk, multiprocessors=multiprocessors, shared=shared
             )

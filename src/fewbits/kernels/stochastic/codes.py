@@ -300,11 +300,11 @@ def _check(qa: Tensor, sa: Tensor, qb: Tensor, sb: Tensor, options: Stochastic) 
                 f"{name} has codes {codes.dtype} of {codes.dim()} dimensions and scales {scales.dtype}; give "
                 "the int8 codes and float32 scales that quantize_stochastic makes."
             )
-        wanted = (*codes.shape[:2], options.num_chunks(codes.shape[2]))
-        if tuple(scales.shape) != wanted:
+        need = (*codes.shape[:2], options.num_chunks(codes.shape[2]))
+        if tuple(scales.shape) != need:
             raise BadInput(
                 f"{name} has scales {tuple(scales.shape)}, and codes {tuple(codes.shape)} in chunks of "
-                f"{options.chunk_d or 'all'} have {wanted}; quantise it with the same options."
+                f"{options.chunk_d or 'all'} have {need}; quantise it with the same options."
             )
     if qa.shape[2] != qb.shape[2] or qb.shape[0] not in (1, qa.shape[0]):
         raise BadInput(

@@ -78,7 +78,7 @@ def _by_masks(options: Stochastic, lengths: Sequence[int], D: int) -> dict[tuple
 
     Each entry has all lengths, those of other masks as 0.
     """
-    found: dict[tuple[int, ...], set[int]] = {}
+    by_masks: dict[tuple[int, ...], set[int]] = {}
     for length in set(lengths) - {0} or {1}:
-        found.setdefault(options.with_length(length).masks(D), set()).add(length)
-    return {masks: tuple(n if n in own else 0 for n in lengths) for masks, own in found.items()}
+        by_masks.setdefault(options.with_length(length).masks(D), set()).add(length)
+    return {masks: tuple(n if n in own else 0 for n in lengths) for masks, own in by_masks.items()}

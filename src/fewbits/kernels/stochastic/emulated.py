@@ -87,11 +87,15 @@ def stochastic_emulated_ref(
     D = qa.shape[1]
     y = torch.zeros(len(qa), len(qb), dtype=torch.float64, device=qa.device)
     for i, chunk in enumerate(options.chunks(D)):
-        made = features_of(options, rank, options.chunk_size(D), qa.device)
+        features = features_of(options, rank, options.chunk_size(D), qa.device)
         a, b = qa[:, chunk].long(), qb[:, chunk].long()
         product = a.double() @ b.double().t()
         for d in range(a.shape[1]):
-            table = made.a[made.masks[d]].double() @ made.b[made.masks[d]].double().t() * made.factor
+            table = (
+                features.a[features.masks[d]].double()
+                @ features.b[features.masks[d]].double().t()
+                * features.factor
+            )
             signs = a[:, d, None].sign() * b[:, d].sign()
             product += table[a[:, d].abs()][:, b[:, d].abs()] * signs
         y += product * sa[:, i, None].double() * sb[:, i].double()
@@ -193,11 +197,11 @@ def emulated_weight(
     if _fits_units(qb, rank, chunk, parts):
         values = torch.empty_like(qb, dtype=torch.bfloat16)  # filled with the features
         operand, table, masks = (qb, sb, 1 / top), features.b16, features.masks
-        made = (features_cuda.launch(operand, table, masks, chunk, part, values) for part in parts)
+        pieces = (features_cuda.launch(operand, table, masks, chunk, part, values) for part in parts)
     else:
         values, shares = _dequantized(qb, sb, options), sb / top
-        made = (_expanded(qb, shares, features.b, features, chunks, part) for part in parts)
-    return EmulatedWeight(options, rank, values, top, made, parts)
+        pieces = (_expanded(qb, shares, features.b, features, chunks, part) for part in parts)
+    return EmulatedWeight(options, rank, values, top, pieces, parts)
 
 
 def _fits_units(b: Tensor, rank: int, chunk: int, parts: list[range]) -> bool:
@@ -231,22 +235,22 @@ def _dequantized(codes: Tensor, scales: Tensor, options: Stochastic) -> Tensor:
     D = codes.shape[1]
     size = options.chunk_size(D)
     # A tensor of sizes would wait for the device.
-    made = codes * scales.repeat_interleave(size, dim=1)[:, :D]
-    return made.bfloat16() if codes.is_cuda else made
+    values = codes * scales.repeat_interleave(size, dim=1)[:, :D]
+    return values.bfloat16() if codes.is_cuda else values
 
 
 def _expanded(
     codes: Tensor, shares: Tensor, table: Tensor, features: Features, chunks: list[slice], part: range
 ) -> Tensor:
     """Features (rows, D * R) in E4M3 of some chunks."""
-    made, rows = [], table.flatten(0, 1)
+    columns, rows = [], table.flatten(0, 1)
     for i in part:
         q = codes[:, chunks[i]]
         which = features.masks[: q.shape[1]] * 128
         values = F.embedding(which + q.abs().long(), rows)  # (rows, D, R)
         values = values * (q.sign() * shares[:, i, None])[..., None]
-        made.append(values.to(torch.float8_e4m3fn).flatten(1))
-    return torch.cat(made, 1)
+        columns.append(values.to(torch.float8_e4m3fn).flatten(1))
+    return torch.cat(columns, 1)
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:

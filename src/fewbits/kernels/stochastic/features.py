@@ -68,10 +68,15 @@ def plan(rows: int, width: int, rank: int, *, multiprocessors: int, shared: int)
 
 
 def operand_of(
-    codes: Tensor, scales: Tensor, inverse: Tensor, table: Tensor, masks: Tensor, made: tuple[Tensor, Tensor]
+    codes: Tensor,
+    scales: Tensor,
+    inverse: Tensor,
+    table: Tensor,
+    masks: Tensor,
+    results: tuple[Tensor, Tensor],
 ) -> Operand:
     """The kernel's argument for all of codes (rows, D), without a part and a plan."""
-    pointed = (codes, scales, inverse, table, masks, *made)
+    pointed = (codes, scales, inverse, table, masks, *results)
     return Operand(*(x.data_ptr() for x in pointed), *codes.shape, scales.shape[1])
 
 

@@ -278,14 +278,14 @@ def _combine(batch: int, rows: int, outputs: int, chunks: int, per_chunk: int, *
             _COMBINE, 0, together, together, 32 * warps, 2 * together * 2 * warps * _WIDTH_BYTES, grid
         )
     added = min(rows, next((n for n in (16, 8, 4) if tiles * cdiv(rows, n) >= resident), 2))
-    kept = 1 + together  # arrays of at_once lines: scales, and terms of each row
-    most = min(_MOST_AT_ONCE, _COMBINE_BYTES // (kept * _WIDTH_BYTES))
+    arrays = 1 + together  # arrays of at_once lines: scales, and terms of each row
+    most = min(_MOST_AT_ONCE, _COMBINE_BYTES // (arrays * _WIDTH_BYTES))
     if chunks > most or added > together:  # a second one of each, for what comes next
-        kept, most = 2 * kept, min(most, _COMBINE_BYTES // (2 * kept * _WIDTH_BYTES))
+        arrays, most = 2 * arrays, min(most, _COMBINE_BYTES // (2 * arrays * _WIDTH_BYTES))
     at_once = cdiv(chunks, cdiv(chunks, most))
     warps = max(together, cdiv(at_once, 8))
     grid = (cdiv(outputs, 32), cdiv(rows, added), batch)
-    return Combine(_COMBINE, at_once, added, together, 32 * warps, at_once * kept * _WIDTH_BYTES, grid)
+    return Combine(_COMBINE, at_once, added, together, 32 * warps, at_once * arrays * _WIDTH_BYTES, grid)
 
 
 def _stride(outputs: int) -> int:

@@ -54,15 +54,15 @@ class Tables(NamedTuple):
 
 @keep_tables(maxsize=256)
 def tables_of(
-    options: Stochastic, levels: tuple[int, ...], chunk: int, device: torch.device, *, turned: bool = False
+    options: Stochastic, levels: tuple[int, ...], chunk: int, device: torch.device, *, of_b: bool = False
 ) -> Tables | None:
     """The tables of a product; None if a count is too far from a line of four slopes for 3 bits.
 
-    ``turned`` ones are of b's codes, to be looked up by a's.
+    With ``of_b`` they are of b's codes, to be looked up by a's.
     """
     masks = options.masks(chunk)
     distinct = tuple(dict.fromkeys(masks))
-    fitted = [_fitted(options, length, distinct, turned) for length in levels]
+    fitted = [_fitted(options, length, distinct, of_b) for length in levels]
     if chunk > LONGEST_CHUNK or any(fit is None for fit in fitted):
         return None
     position = {mask: i for i, mask in enumerate(distinct)}
@@ -76,12 +76,12 @@ def tables_of(
     )
 
 
-turned_tables_of = partial(tables_of, turned=True)
+tables_of_b = partial(tables_of, of_b=True)
 
 
 @keep_tables(maxsize=256)
 def _fitted(
-    options: Stochastic, length: int, masks: tuple[int, ...], turned: bool
+    options: Stochastic, length: int, masks: tuple[int, ...], of_b: bool
 ) -> tuple[Tensor, Tensor] | None:
     """Of streams of one length: nibbles (masks, 256, 64) and slopes (masks, 256, 4)."""
     codes = options.max_code + 1
@@ -89,7 +89,7 @@ def _fitted(
     if length:
         streams = options.with_length(length).streams
         counts[:, :codes, :codes] = product_tables(streams, masks, torch.device("cpu"))
-    if turned:
+    if of_b:
         counts = counts.mT
     slopes = _slopes_of(counts[:, :, :codes])
     if slopes is None:
@@ -99,11 +99,11 @@ def _fitted(
     rest[:, :, codes:] = 0
     rest = rest.view(*rest.shape[:2], -1, 2, 4)  # words, halves of a byte, 4 bytes
     nibbles = (rest[..., 0, :] + 16 * rest[..., 1, :]).to(torch.uint8).view(len(masks), _CODES, 64)
-    found = (slopes * 2 ** (max(_SHIFTS) - torch.tensor(_SHIFTS))).to(torch.int8)
+    steps = (slopes * 2 ** (max(_SHIFTS) - torch.tensor(_SHIFTS))).to(torch.int8)
     # Codes of a as bytes: the negative ones after 127, and -128, which there is not.
     negative = 0x77 - nibbles
     nibbles = torch.cat([nibbles, negative[:, :1], negative[:, 1:].flip(1)], 1)
-    return nibbles, torch.cat([found, -found[:, :1], -found[:, 1:].flip(1)], 1)
+    return nibbles, torch.cat([steps, -steps[:, :1], -steps[:, 1:].flip(1)], 1)
 
 
 def _slopes_of(counts: Tensor) -> Tensor | None:
@@ -117,8 +117,8 @@ def _slopes_of(counts: Tensor) -> Tensor | None:
         for third in (about, about + 1, about - 1):
             near = (rest - third[:, None] * steps[2]).abs().amax(1) <= _LARGEST
             fits = near & ((first + second + third + fourth) % 2 == 1) & (third.abs() < 32)
-            found = [torch.full_like(third, slope) for slope in (first, second, fourth)]
-            slopes[left[fits]] = torch.stack([found[0], found[1], third, found[2]], 1)[fits]
+            columns = [torch.full_like(third, slope) for slope in (first, second, fourth)]
+            slopes[left[fits]] = torch.stack([columns[0], columns[1], third, columns[2]], 1)[fits]
         missing = (slopes[left] == 0).all(1)
         rows, left = rows[missing], left[missing]
         if not len(left):
@@ -178,8 +178,8 @@ class Plan:
     @property
     def shared_bytes(self) -> int:
         """Tables, rows that arrive, and y."""
-        kept = self.tiles * 8 * self.threads * 4 if self.keep else 0
-        return SHARED_BYTES + kept
+        of_sums = self.tiles * 8 * self.threads * 4 if self.keep else 0
+        return SHARED_BYTES + of_sums
 
     @property
     def grid_a(self) -> tuple[int, int, int]:
@@ -275,19 +275,19 @@ def launch(
             nvrtc.launch(main, how.grid, how.threads, how.shared_bytes, argument)
 
 
-def launch_turned(
+def launch_swapped(
     operands: Sequence[Tensor], tables: Tables, level_index: None, chunk: int, y: Tensor
 ) -> None:
-    """The same by turned tables and with the operands' parts changed: quicker where a has the more rows.
+    """The same with the two operands in each other's place, by `tables_of_b`: quicker where a has more rows.
 
     qa is (B, N, D), sa (B, N, C), qb (B or 1, M, D), sb (B or 1, M, C), y (B, N, M).
     """
     qa, sa, qb, sb = operands
     if len(qb) < len(qa):
         qb, sb = (x.expand(len(qa), -1, -1).contiguous() for x in (qb, sb))
-    turned = y.new_empty(y.shape[0], y.shape[2], y.shape[1])
-    launch((qb, sb, qa, sa), tables, level_index, chunk, turned)
-    y.copy_(turned.mT)
+    transposed = y.new_empty(y.shape[0], y.shape[2], y.shape[1])
+    launch((qb, sb, qa, sa), tables, level_index, chunk, transposed)
+    y.copy_(transposed.mT)
 
 
 def _parts(B: int, N: int, slices: int) -> list[tuple[slice, slice]]:

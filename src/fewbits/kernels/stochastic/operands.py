@@ -65,13 +65,13 @@ def _by_rows_and_chunks(lengths: Tensor, a: Tensor, chunks: int) -> Tensor:
     """(B or 1, N or 1, C or 1)."""
     *_, N, _ = a.shape
     if a.dim() == 2:
-        wanted, table = (N, chunks), lengths[:, None] if lengths.dim() == 1 else lengths
+        need, table = (N, chunks), lengths[:, None] if lengths.dim() == 1 else lengths
     else:
-        wanted, table = (a.shape[0], N), lengths[None] if lengths.dim() == 1 else lengths
-    if table.dim() != 2 or any(n not in (1, whole) for n, whole in zip(table.shape, wanted, strict=True)):
+        need, table = (a.shape[0], N), lengths[None] if lengths.dim() == 1 else lengths
+    if table.dim() != 2 or any(n not in (1, whole) for n, whole in zip(table.shape, need, strict=True)):
         kind = "rows and chunks" if a.dim() == 2 else "entries and rows"
         raise BadInput(
-            f"stoc_len has shape {tuple(lengths.shape)} and a has {wanted} {kind}; give ({N},) or a shape "
+            f"stoc_len has shape {tuple(lengths.shape)} and a has {need} {kind}; give ({N},) or a shape "
             "that expands to them."
         )
     return table[None] if a.dim() == 2 else table[..., None]
@@ -226,7 +226,7 @@ def sequences_of(config: Any, sc_prec: int, D: int) -> dict[str, Any]:
                 'for others give sequence="lfsr" or "random" with seed_a and seed_b.'
             )
     return {"sequence": "sobol"} | {
-        f"seed_{side}": _directions(found[0], side, sc_prec) for side, found in generators.items()
+        f"seed_{side}": _directions(numbers[0], side, sc_prec) for side, numbers in generators.items()
     }
 
 

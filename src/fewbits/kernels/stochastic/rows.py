@@ -117,8 +117,8 @@ def takes(x: Tensor, options: Stochastic, dtype: torch.dtype) -> bool:
     x is (N, D).
     """
     kinds = (torch.float32, torch.bfloat16)
-    known = x.dtype in kinds and dtype in kinds and options.chunk_size(x.shape[1]) <= lookup.SLICE
-    return known and x.numel() > 0 and x.shape[0] <= MOST_ROWS
+    has_kinds = x.dtype in kinds and dtype in kinds and options.chunk_size(x.shape[1]) <= lookup.SLICE
+    return has_kinds and x.numel() > 0 and x.shape[0] <= MOST_ROWS
 
 
 # 5. The public function.
@@ -160,11 +160,11 @@ def stochastic_rows(
     if len(levels) != 1 or not same_masks(options, levels) or 0 in (*x.shape, *qb.shape):
         codes, scales = quantize_stochastic(x, options, smooth_scales)  # which check what is left
         return stochastic_codes(codes, scales, qb, sb, options, levels).to(dtype)
-    wanted = (len(qb), options.num_chunks(x.shape[1]))
-    if tuple(sb.shape) != wanted or qb.dtype != torch.int8 or sb.dtype != torch.float32:
+    need = (len(qb), options.num_chunks(x.shape[1]))
+    if tuple(sb.shape) != need or qb.dtype != torch.int8 or sb.dtype != torch.float32:
         raise BadInput(
             f"b has codes {qb.dtype} and scales {sb.dtype} {tuple(sb.shape)}, and {tuple(qb.shape)} codes in "
-            f"chunks of {options.chunk_d or 'all'} are int8 and have float32 scales {wanted}; quantise it "
+            f"chunks of {options.chunk_d or 'all'} are int8 and have float32 scales {need}; quantise it "
             "with the same options."
         )
     y: Tensor = _stochastic_rows(x.detach(), smooth_scales, qb, sb, text_of_format(options), levels, dtype)
