@@ -103,13 +103,13 @@ def _keep_labels(trainer: Any, tokenizer: Any) -> None:
 
 def _markers(tokenizer: Any, instruction: str | None, response: str | None) -> tuple[str, str]:
     if instruction is None or response is None:
-        known = parts_of(tokenizer)
-        if known is None:
+        markers = parts_of(tokenizer)
+        if markers is None:
             raise BadInput(
                 "train_on_responses_only knows the markers of its named chat templates alone, and this"
                 " tokenizer has another one; pass instruction_part=... and response_part=..."
             )
-        instruction, response = instruction or known[0], response or known[1]
+        instruction, response = instruction or markers[0], response or markers[1]
     if not instruction or not response or instruction == response:
         raise BadInput(
             f"instruction_part is {instruction!r} and response_part {response!r}; give two different texts."
@@ -178,12 +178,12 @@ def _as_decoded(tokenizer: Any, text: str, markers: tuple[str, str]) -> tuple[st
 
 def responses_in(text: str, instruction: str, response: str) -> list[Span]:
     """Where responses stand in a text: from behind their marker to the next marker, or to the end."""
-    found = sorted(
+    places = sorted(
         [(m.start(), m.end(), True) for m in re.finditer(re.escape(response), text)]
         + [(m.start(), m.end(), False) for m in re.finditer(re.escape(instruction), text)]
     )
-    ends = [*(start for start, _, _ in found), len(text)][1:]
-    return [(end, stop) for (_, end, is_response), stop in zip(found, ends, strict=True) if is_response]
+    ends = [*(start for start, _, _ in places), len(text)][1:]
+    return [(end, stop) for (_, end, is_response), stop in zip(places, ends, strict=True) if is_response]
 
 
 def _touches(place: Span, spans: Sequence[Span]) -> bool:

@@ -116,20 +116,20 @@ def to_sharegpt(
         return {_COLUMN: [_turn(prompt, row, row[output_column_name]) for row in rows]}
 
     removed = [name for name in names if name != _COLUMN] if remove_unused_columns else None
-    made = dataset.map(converse, batched=True, remove_columns=removed)
+    conversations = dataset.map(converse, batched=True, remove_columns=removed)
     if conversation_extension == 1:
-        return made
+        return conversations
     drawn = random.Random(random_state)
-    orders = [list(range(len(made))) for _ in range(conversation_extension - 1)]
+    orders = [list(range(len(conversations))) for _ in range(conversation_extension - 1)]
     for order in orders:
         drawn.shuffle(order)
-    talks = made[_COLUMN]
+    talks = conversations[_COLUMN]
 
     def extend(row: dict[str, Any], index: int) -> dict[str, Any]:
         more = [message for order in orders for message in talks[order[index]]]
         return {_COLUMN: [*row[_COLUMN], *more]}
 
-    return made.map(extend, with_indices=True)
+    return conversations.map(extend, with_indices=True)
 
 
 def _turn(prompt: str, row: dict[str, Any], answer: Any) -> list[dict[str, str]]:

@@ -62,14 +62,14 @@ class FastVisionModel(FastLanguageModel):
         Raises:
             Unsupported: nothing is left to train, or the family's spec does not say what is attention.
         """
-        asked = (finetune_language_layers, finetune_attention_modules, finetune_mlp_modules)
-        if not finetune_vision_layers and all(asked):
+        parts = (finetune_language_layers, finetune_attention_modules, finetune_mlp_modules)
+        if not finetune_vision_layers and all(parts):
             return FastLanguageModel.get_peft_model(model, *args, **options)
         if args or "target_modules" in options:
             raise Unsupported(
                 "target_modules says which linears get adapters, and so do the finetune_ options; give one."
             )
-        names = language_names(model, attention=asked[1], mlp=asked[2]) if finetune_language_layers else []
+        names = language_names(model, attention=parts[1], mlp=parts[2]) if finetune_language_layers else []
         names += vision_names(model) if finetune_vision_layers else []
         if not names:
             raise Unsupported("the finetune_ options leave nothing to train; set one of them.")

@@ -70,21 +70,21 @@ def fit_vocabulary(model: Any, path: str | Path) -> str:
         (n for n, module in model.named_modules() if module is model.get_input_embeddings()), "unknown"
     )
     held = (t.shape[0] for k, t in read_adapter(path).items() if base_name(k) == f"{name}.weight")
-    rows, found = next(held, None), model.get_input_embeddings().weight.shape[0]
-    if rows is None or rows == found:
+    rows, rows_here = next(held, None), model.get_input_embeddings().weight.shape[0]
+    if rows is None or rows == rows_here:
         return ""
     model.resize_token_embeddings(rows, mean_resizing=False)
-    return f"the embedding has {rows:,} rows and not {found:,}, as it had when the adapter was trained"
+    return f"the embedding has {rows:,} rows and not {rows_here:,}, as it had when the adapter was trained"
 
 
 def linears_of(model: nn.Module) -> dict[str, nn.Module]:
     """Linears by the full name that the base model gives them, adapters and wrappers left out."""
-    found: dict[str, nn.Module] = {}
+    linears: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         if ".lora_" in name or not (isinstance(module, nn.Linear) or is_conv1d(module)):
             continue
-        found[name.removeprefix("base_model.model.").removesuffix(".base_layer")] = module
-    return found
+        linears[name.removeprefix("base_model.model.").removesuffix(".base_layer")] = module
+    return linears
 
 
 def listed(names: Iterable[str]) -> str:

@@ -167,11 +167,11 @@ def _settings(params: Any, tokenizer: Any) -> dict[str, Any]:
     """Options of ``generate`` for vLLM's, whose defaults hold for what is not said."""
 
     def value(name: str, default: Any) -> Any:
-        given = params.get(name) if isinstance(params, Mapping) else getattr(params, name, None)
-        return default if given is None else given
+        named = params.get(name) if isinstance(params, Mapping) else getattr(params, name, None)
+        return default if named is None else named
 
-    given = set(params) if isinstance(params, Mapping) else {n for n in _NOT_HERE if getattr(params, n, None)}
-    if unknown := sorted(map(str, given - set(_TAKEN))):
+    named = set(params) if isinstance(params, Mapping) else {n for n in _NOT_HERE if getattr(params, n, None)}
+    if unknown := sorted(map(str, named - set(_TAKEN))):
         raise BadInput(
             f"sampling_params has {unknown[0]!r}, which fast_generate does not know; it knows"
             f" {', '.join(_TAKEN)}, and model.generate more, by transformers' names."
@@ -184,12 +184,12 @@ def _settings(params: Any, tokenizer: Any) -> dict[str, Any]:
     }
     temperature = float(value("temperature", 1.0))
     settings["do_sample"] = temperature > 0
-    found = {name: value(name, None) for name in _KNOWN}
-    found["temperature"] = temperature
-    if found["top_k"] in (-1, None):
-        found["top_k"] = 0  # all tokens
+    values = {name: value(name, None) for name in _KNOWN}
+    values["temperature"] = temperature
+    if values["top_k"] in (-1, None):
+        values["top_k"] = 0  # all tokens
     names = _KNOWN if temperature > 0 else ("repetition_penalty",)
-    settings |= {name: found[name] for name in names if found[name] is not None}
+    settings |= {name: values[name] for name in names if values[name] is not None}
     if stop := value("stop", None):
         settings |= {"stop_strings": [stop] if isinstance(stop, str) else list(stop), "tokenizer": tokenizer}
     return settings

@@ -334,11 +334,11 @@ def _check_trained_copies(config: Any, model: nn.Module) -> None:
 def _check_parameters(config: Any, model: nn.Module) -> None:
     """PEFT only warns where a name in ``target_parameters`` fits no parameter, and adapts something else."""
     packed = [path for path, module in model.named_modules() if isinstance(module, QuantizedLinear)]
-    for wanted in config.target_parameters or ():
-        path = next((path for path in packed if f".{path}.weight".endswith(f".{wanted}")), None)
+    for ending in config.target_parameters or ():
+        path = next((path for path in packed if f".{path}.weight".endswith(f".{ending}")), None)
         if path is not None:
             raise Unsupported(
-                f"target_parameters names {wanted!r}, and the weight of {path} is packed; name the linear in "
+                f"target_parameters names {ending!r}, and the weight of {path} is packed; name the linear in "
                 "target_modules."
             )
 

@@ -70,7 +70,7 @@ def branches_of(base: nn.Module) -> dict[str, Branch]:
     from peft.tuners.lora import LoraLayer
     from peft.tuners.lora.layer import ParamWrapper
 
-    found = {}
+    branches = {}
     for name, module in base.named_modules():
         if not isinstance(module, LoraLayer):
             continue
@@ -93,8 +93,8 @@ def branches_of(base: nn.Module) -> dict[str, Branch]:
             )
         if pairs:
             base_layer = module.get_base_layer()
-            found[plain_name(name)] = Branch(tuple(pairs), magnitude, is_transposed(base_layer))
-    return found
+            branches[plain_name(name)] = Branch(tuple(pairs), magnitude, is_transposed(base_layer))
+    return branches
 
 
 def _check_adapter(module: Any, name: str, adapter: str) -> None:

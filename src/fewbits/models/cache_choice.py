@@ -70,18 +70,18 @@ def choose_cache(model: Any, kind: KVCache | str | Mapping[str, Any]) -> KVCache
         BadInput: an unknown format.
         Unsupported: the model cannot have it.
     """
-    found = get_kv_cache(kind)
-    check_cache(found, model.config)
-    put_part(model, CacheChoice(found))
-    return found
+    cache = get_kv_cache(kind)
+    check_cache(cache, model.config)
+    put_part(model, CacheChoice(cache))
+    return cache
 
 
-def chosen_cache(model: Any, asked: KVCache | str | Mapping[str, Any] | None) -> KVCache | None:
+def chosen_cache(model: Any, selection: KVCache | str | Mapping[str, Any] | None) -> KVCache | None:
     """The formats of a call's keys and values: what it asks for, else the model's choice, else its recipe's.
 
     Args:
         model: the model, through PEFT's wrappers too.
-        asked: the call's own choice; None: the recipe's.
+        selection: the call's own choice; None: the recipe's.
 
     Returns:
         None where keys and values stay as the model computes them.
@@ -90,29 +90,29 @@ def chosen_cache(model: Any, asked: KVCache | str | Mapping[str, Any] | None) ->
         BadInput: an unknown format.
         Unsupported: the model cannot have it.
     """
-    if asked is None:
+    if selection is None:
         choice, conversion = part_of(model, CacheChoice), conversion_of(model)
         kind = None if conversion is None else conversion.recipe.kv_cache
         kind = kind if choice is None else choice.kind
     else:
-        kind = get_kv_cache(asked)
+        kind = get_kv_cache(selection)
         check_cache(kind, model.config)
     return None if kind is None or kind.is_plain else kind
 
 
-def cache_of_call(model: Any, arguments: Mapping[str, Any], asked: Any) -> KVCache | None:
+def cache_of_call(model: Any, arguments: Mapping[str, Any], choice: Any) -> KVCache | None:
     """The formats for one call of ``generate``; None where keys and values are not packed.
 
     Args:
         model: the model.
         arguments: the call's words and what they are.
-        asked: what its ``kv_cache`` says.
+        choice: what its ``kv_cache`` says.
 
     Raises:
         BadInput: an unknown format, or a cache of the call's own beside it.
         Unsupported: the model cannot have it.
     """
-    kind = chosen_cache(model, asked)
+    kind = chosen_cache(model, choice)
     configs = (arguments.get("generation_config"), model.generation_config)
     said = [arguments, *(vars(config) for config in configs if config is not None)]
     own = [
@@ -123,7 +123,7 @@ def cache_of_call(model: Any, arguments: Mapping[str, Any], asked: Any) -> KVCac
     cached = next((words["use_cache"] for words in said if words.get("use_cache") is not None), True)
     if kind is None or (not own and cached):
         return kind
-    if asked is not None:
+    if choice is not None:
         word = own[0] if own else "use_cache=False"
         raise BadInput(f"the call passes kv_cache and {word}; pass one of them.")
     return None  # the call's own cache wins over the recipe's

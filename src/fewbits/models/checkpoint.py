@@ -181,8 +181,8 @@ def _check_model_type(folder: Path, config: Mapping[str, Any], remote_code: bool
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     model_type = config.get("model_type")
-    known = isinstance(model_type, str) and model_type in CONFIG_MAPPING
-    if known or (remote_code and "auto_map" in config):
+    is_known = isinstance(model_type, str) and model_type in CONFIG_MAPPING
+    if is_known or (remote_code and "auto_map" in config):
         return
     raise Unsupported(
         f"{folder / 'config.json'} has model_type {model_type!r}, which this version of transformers does "

@@ -83,13 +83,13 @@ class _AsChosen:
 @contextlib.contextmanager
 def _own_methods(base: Any) -> Iterator[None]:
     """The class's methods in the place of `_AsChosen`."""
-    taken = {
+    methods = {
         n: vars(base).pop(n) for n in (_ENABLE, _ENABLE_BEFORE) if isinstance(vars(base).get(n), _AsChosen)
     }
     try:
         yield
     finally:
-        vars(base).update(taken)
+        vars(base).update(methods)
 
 
 def _enabling(base: Any) -> Any:

@@ -96,19 +96,19 @@ def _is_size(value: Any) -> bool:
 
 
 def _check_layers(checkpoint: _Checkpoint, config: Mapping[str, Any]) -> None:
-    wanted = config.get("num_hidden_layers")
-    if not isinstance(wanted, int):
+    num_layers = config.get("num_hidden_layers")
+    if not isinstance(num_layers, int):
         return
-    numbers = {int(found[1]) for name in checkpoint.tensors if (found := _LAYER.search(name))}
+    numbers = {int(match[1]) for name in checkpoint.tensors if (match := _LAYER.search(name))}
     layers = max(numbers) + 1 if numbers else None
     file = checkpoint.folder / "config.json"
-    if layers is None and wanted > _MOST_LAYERS:
-        raise _wrong(file, "num_hidden_layers", wanted, f"a number up to {_MOST_LAYERS:,}")
+    if layers is None and num_layers > _MOST_LAYERS:
+        raise _wrong(file, "num_hidden_layers", num_layers, f"a number up to {_MOST_LAYERS:,}")
     # other families may keep more there than the decoder, such as layers that predict further tokens
-    too_few = written_spec(config) is not None and layers is not None and wanted < layers
-    if layers is not None and (wanted > layers or too_few):
+    too_few = written_spec(config) is not None and layers is not None and num_layers < layers
+    if layers is not None and (num_layers > layers or too_few):
         raise BadCheckpoint(
-            f"{file} says num_hidden_layers {wanted:,}, but the weights beside it have {layers:,} layers; "
+            f"{file} says num_hidden_layers {num_layers:,}, but the weights beside it have {layers:,}; "
             "one of the two belongs to another model, restore it."
         )
 

@@ -58,8 +58,8 @@ class ReadForeign(ConversionOps):
         parts = {key: value[0] if isinstance(value, list) else value for key, value in input_dict.items()}
         if list(parts) == ["weight"]:
             (key,) = parts
-            wanted = model.get_parameter(full_layer_name).dtype
-            return {key: parts[key].to(wanted) if parts[key].is_floating_point() else parts[key]}
+            dtype = model.get_parameter(full_layer_name).dtype
+            return {key: parts[key].to(dtype) if parts[key].is_floating_point() else parts[key]}
         try:
             self.hf_quantizer.take_packed(model, full_layer_name, parts)
         except FewbitsError as error:

@@ -165,10 +165,10 @@ def restore(model: nn.Module) -> Receipt:
     receipt = Receipt(f"restored from recipe {state.recipe.name}")
     model = unwrap(model)  # originals are kept under the names that modules have in it
     for name, module in list(_converted(model)):
-        kept = state.originals.get(name_as_converted(name))
-        if kept is not None and "modules_to_save" in name:  # a copy that PEFT trains beside the original
-            kept = copy.deepcopy(kept)
-        original, how = _original(module, kept)
+        plain = state.originals.get(name_as_converted(name))
+        if plain is not None and "modules_to_save" in name:  # a copy that PEFT trains beside the original
+            plain = copy.deepcopy(plain)
+        original, how = _original(module, plain)
         receipt.changes.append(_change(name, module, original, f"{type(original).__name__} ({how})"))
         model.set_submodule(name, original)
     if used_attention(model) is not None:
@@ -203,13 +203,13 @@ def describe(module: nn.Module) -> str:
 
 def expert_changes(path: str, experts: QuantizedExperts) -> list[Change]:
     """The changes that packed experts stand for, one for each of their weights."""
-    found = []
+    changes = []
     for name, format in experts.formats.items():
         packed = experts.packed(name)
         before = math.prod(packed.shape) * experts.dtype.itemsize
         kind = f"{type(experts).__name__} {format.name}"
-        found.append(Change(f"{path}.{name}", experts.host_class.__name__, kind, before, packed.nbytes))
-    return found
+        changes.append(Change(f"{path}.{name}", experts.host_class.__name__, kind, before, packed.nbytes))
+    return changes
 
 
 def loaded_change(name: str, layer: nn.Module) -> Change:
@@ -245,12 +245,12 @@ def _plan(model: nn.Module, spec: ModelSpec, recipe: Recipe) -> tuple[dict[str, 
     rules: dict[str, Rule] = {}
     left: list[Left] = []
     reasons = {f"{layer}.{path}": why for layer in layer_names(model, spec) for path, why in spec.left}
-    for name, known in _linear_names(model, spec):
+    for name, is_packable in _linear_names(model, spec):
         module = find(model, name)
         rule = _rule(name, recipe)
         if name in reasons:
             left.append(Left(name, f"{reasons[name]}: left as it is"))
-        elif not known:
+        elif not is_packable:
             left.append(Left(name, "the spec does not name it", intended=False))
         elif module is None:
             if not name.endswith(tuple(f".{path}" for path in spec.some_layers)):
@@ -331,17 +331,17 @@ def _is_plain_linear(module: nn.Module) -> bool:
 
 def _untouched(model: nn.Module, spec: ModelSpec, left: list[Left]) -> Iterator[Left]:
     """What has parameters and stands in no rule: a module without inner ones, or a parameter beside them."""
-    known = {entry.name for entry in left} | {name for name, _ in _linear_names(model, spec)}
+    names = {entry.name for entry in left} | {name for name, _ in _linear_names(model, spec)}
     if spec.norm.kind == "rms":  # the others stay, and are listed
-        known |= {f"{layer}.{path}" for layer in layer_names(model, spec) for path in spec.norms}
-    known |= {locate(model, spec, path) for path in (spec.head, *_final_norm(spec))}
+        names |= {f"{layer}.{path}" for layer in layer_names(model, spec) for path in spec.norms}
+    names |= {locate(model, spec, path) for path in (spec.head, *_final_norm(spec))}
     towers = [locate(model, spec, path) for path in spec.towers]
     yield from (Left(name, "it reads other things than text: left as it is") for name in towers)
     for name, module in model.named_modules():
         if any(name == tower or name.startswith(f"{tower}.") for tower in towers):
             continue
         parameters = dict(module.named_parameters(recurse=False))
-        if name in known or isinstance(module, CONVERTED) or not parameters:
+        if name in names or isinstance(module, CONVERTED) or not parameters:
             continue
         if next(module.children(), None) is None and name:
             yield Left(name, f"a {type(module).__name__} that no rule names: left as it is")

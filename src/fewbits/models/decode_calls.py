@@ -31,8 +31,8 @@ _OTHER_WAYS = {
 def said(model: Any, arguments: dict[str, Any], name: str) -> Any:
     """What a call says to one word of ``generate``, or its generation config, or the model's."""
     configs = (arguments.get("generation_config"), model.generation_config)
-    given = (arguments.get(name), *(getattr(config, name, None) for config in configs))
-    return next((value for value in given if value is not None), None)
+    values = (arguments.get(name), *(getattr(config, name, None) for config in configs))
+    return next((value for value in values if value is not None), None)
 
 
 def other_speculation(model: Any, arguments: dict[str, Any]) -> str:

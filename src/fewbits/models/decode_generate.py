@@ -93,20 +93,20 @@ class Decoding:
 def decoding_of(model: Any) -> Decoding:
     """What is kept on a model."""
     base = unwrap(model)
-    found = _STATES.get(base)
-    if found is None:
-        found = _STATES[base] = Decoding()
-    return found
+    decoding = _STATES.get(base)
+    if decoding is None:
+        decoding = _STATES[base] = Decoding()
+    return decoding
 
 
 def with_loop(model: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> dict[str, Any]:
     """What transformers' ``generate`` is called with: the call's keywords, with this loop where it serves."""
     state = decoding_of(model)
-    asked = keywords.get("kv_cache")
+    choice = keywords.get("kv_cache")
     keywords = {name: value for name, value in keywords.items() if name != "kv_cache"}
     bound = inspect.signature(type(model).generate).bind_partial(model, *args, **keywords).arguments
     arguments = {**bound, **bound.pop("kwargs", {})}
-    kind = cache_of_call(model, arguments, asked)
+    kind = cache_of_call(model, arguments, choice)
     if (state.refused or state.refused_caches) and state.of_model != _state_of(model):
         state.refused, state.refused_caches = "", {}  # the model is another one now
     reason = state.refused or why_not(model) or other_way(model, arguments) or drops(model)
@@ -200,8 +200,8 @@ def _speculation(
         if state.together is None or state.together[0] is not step or state.together[1].batch != most + 1:
             state.together = None  # its memory first
             with products_in_16_bits(model):
-                made = together_with(model, step, most + 1, deepcopy(prompt.cache), mask)
-            state.together = step, made
+                rows_step = together_with(model, step, most + 1, deepcopy(prompt.cache), mask)
+            state.together = step, rows_step
         together = state.together[1]
         together.refresh()
         together.first.copy_(padding.expand(together.batch))
@@ -238,10 +238,12 @@ def _check_keywords(model: Any, input_ids: Tensor, padding: Tensor, keywords: di
     if input_ids.device != model.device:
         raise Unsupported("the prompts are not on the model's device.")
     places = torch.arange(input_ids.shape[1], device=input_ids.device) - padding[:, None]
-    given = keywords.get("position_ids")
-    if given is None:
+    positions = keywords.get("position_ids")
+    if positions is None:
         return
-    if given.shape[-1] != places.shape[-1] or bool(((given.to(places) != places) & (places >= 0)).any()):
+    if positions.shape[-1] != places.shape[-1] or bool(
+        ((positions.to(places) != places) & (places >= 0)).any()
+    ):
         raise Unsupported("the call passes position_ids of its own.")
 
 
@@ -371,18 +373,18 @@ def _state_of(model: Any) -> tuple[Any, ...]:
 
     A model that answers otherwise than before needs another step, and another proof.
     """
-    found: list[Any] = []
+    state: list[Any] = []
     for module in model.modules():
         if hasattr(module, "lora_A") and hasattr(module, "merged"):
             active = () if module.disable_adapters or module.merged else tuple(module.active_adapters)
-            found.append((active, tuple(module.scaling.get(a) for a in active), bool(module.merged)))
-        found.append((id(module), type(module)))
+            state.append((active, tuple(module.scaling.get(a) for a in active), bool(module.merged)))
+        state.append((id(module), type(module)))
         hooks = [*module._forward_hooks.items(), *module._forward_pre_hooks.items()]
         listeners = [number for number, hook in hooks if not _asks_for_gradients(hook)]
         if listeners or "forward" in vars(module):
-            found.append((*listeners, id(vars(module).get("forward"))))
-    found.extend(tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers()))
-    return tuple(found)
+            state.append((*listeners, id(vars(module).get("forward"))))
+    state.extend(tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers()))
+    return tuple(state)
 
 
 def _asks_for_gradients(hook: Any) -> bool:
@@ -452,10 +454,10 @@ def _tokens(
     look_every = 1 if at_once or any(map(_is_a_users, logits_processor)) else _LOOK_EVERY
     open_rows = torch.ones(len(input_ids), dtype=torch.long, device=input_ids.device)
     all_ended: list[Tensor] = []
-    kept, length = _Kept(step, generation_config), input_ids.shape[1]
+    so_far, length = _Kept(step, generation_config), input_ids.shape[1]
     while True:
         scores = logits_processor(input_ids, logits)
-        kept.add(logits, scores)
+        so_far.add(logits, scores)
         if generation_config.do_sample:
             chosen = torch.multinomial(scores.softmax(-1), num_samples=1).squeeze(1)
         else:
@@ -478,4 +480,4 @@ def _tokens(
         logits = step.advance().clone()
     if streamer is not None:
         streamer.end()
-    return kept.with_ids(input_ids, input_ids.shape[1] - length)
+    return so_far.with_ids(input_ids, input_ids.shape[1] - length)

@@ -95,8 +95,8 @@ def _built_differently(spec: ModelSpec, config: Any) -> str | None:
         return "norms stand behind attention and MLP as well"
     if field_of(config, spec.attention.soft_cap) is not None:
         return "scores are capped"
-    turned = field_of(config, spec.attention.rotary_layers)
-    return None if turned is None or all(turned) else "some layers do not turn queries and keys"
+    rotary = field_of(config, spec.attention.rotary_layers)
+    return None if rotary is None or all(rotary) else "some layers do not turn queries and keys"
 
 
 def changed_by(spec: ModelSpec, config: Any) -> list[str]:

@@ -70,18 +70,18 @@ def save_pretrained_merged(
             if options.pop(name, None) is not None:
                 raise BadInput(f"save_method={save_method!r} knows no option {name}; leave it out.")
         return save_merged(model, save_directory, tokenizer, save_method, **options)
-    wanted = codec_for(*chosen)  # refuses before anything is read
+    codec = codec_for(*chosen)  # refuses before anything is read
     overwrite, check = bool(options.pop("overwrite", False)), bool(options.pop("check", True))
     rows = options.pop("calibrate", None)
     check_options("save_pretrained_merged", options)
-    if wanted.wants_inputs and rows is None:
+    if codec.wants_inputs and rows is None:
         raise BadInput(
-            f"{wanted.label} keeps scales of activations that are measured on text; give rows of it: "
+            f"{codec.label} keeps scales of activations that are measured on text; give rows of it: "
             "--calibrate rows.jsonl, in Python calibrate=."
         )
-    if rows is not None and not (wanted.wants_inputs or wanted.takes_inputs):
+    if rows is not None and not (codec.wants_inputs or codec.takes_inputs):
         raise BadInput(
-            f"{wanted.label} takes its scales from the weights alone, and calibration text changes nothing "
+            f"{codec.label} takes its scales from the weights alone, and calibration text changes nothing "
             "there; leave out --calibrate (calibrate=)."
         )
     base = unwrap(model)
@@ -199,8 +199,8 @@ class _Work:
 
         def tensor(stored: str) -> Tensor:
             with safe_open(files[stored], framework="pt") as stream:
-                found: Tensor = stream.get_tensor(stored)
-            return found
+                values: Tensor = stream.get_tensor(stored)
+            return values
 
         stem = name.removesuffix(".weight")
         if stem not in self.shapes or not name.endswith(".weight"):
@@ -212,10 +212,10 @@ class _Work:
 def _linears(weights: ExportedWeights) -> dict[str, tuple[int, int]]:
     """The shapes (N, K) of the linears that are packed: all but the head."""
     named = dict(weights.skeleton().named_modules())
-    turned = next((name for name, module in named.items() if is_conv1d(module)), None)
-    if turned is not None:
+    conv1d = next((name for name, module in named.items() if is_conv1d(module)), None)
+    if conv1d is not None:
         raise Unsupported(
-            f"{turned} is a Conv1D, as GPT-2 has them, and these engines pack linears alone; write"
+            f"{conv1d} is a Conv1D, as GPT-2 has them, and these engines pack linears alone; write"
             " merged_16bit or merged_4bit."
         )
     stacked = next((name for name, shape in weights.shapes.items() if len(shape) == 3), None)
@@ -280,19 +280,21 @@ def _check_companions(weights: ExportedWeights, folder: Path) -> None:
     there = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     here, config = weights.tokenizer, AutoConfig.from_pretrained(str(folder), local_files_only=True)
     stops = getattr(getattr(weights.base, "generation_config", None), "eos_token_id", None)
-    kept = folder / "generation_config.json"
-    found = json.loads(kept.read_text(encoding="utf-8")).get("eos_token_id") if kept.is_file() else None
+    file = folder / "generation_config.json"
+    stops_in_file = (
+        json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.is_file() else None
+    )
     pairs = {
         "the vocabulary": (there.get_vocab(), here.get_vocab()),
         "the end-of-text token": (there.eos_token_id, here.eos_token_id),
-        "the tokens that end a text": (found, stops),
+        "the tokens that end a text": (stops_in_file, stops),
         "the beginning-of-text token": (there.bos_token_id, here.bos_token_id),
         "the chat template": (there.chat_template, here.chat_template),
         "the tokens of a text": (there("One day.").input_ids, here("One day.").input_ids),
         "the output head": (bool(config.tie_word_embeddings), weights.head_is_tied),
     }
-    for what, (written, wanted) in pairs.items():
-        if written != wanted:
+    for what, (written, expected) in pairs.items():
+        if written != expected:
             raise BadCheckpoint(
                 f"{what} reads back from the folder as something else; nothing was written, please report "
                 "this."

@@ -35,9 +35,9 @@ def mxfp4_rules(model: nn.Module, tensors: Mapping[str, Any]) -> dict[str, Rule]
     """
     names = [key.removesuffix(_BLOCKS) for key in tensors if key.endswith(_BLOCKS)]
     rules = {name: Rule(weight=MXFP4) for name in names}
-    known = {name for name, _ in model.named_parameters()}
+    parameters = {name for name, _ in model.named_parameters()}
     for name in names:
-        if name not in known:
+        if name not in parameters:
             raise SpecMismatch(
                 f"the checkpoint holds {name}, which the model that config.json describes lacks."
             )
@@ -56,22 +56,22 @@ def take_mxfp4(
     """
     path, _, leaf = param_name.rpartition(".")
     experts = packed_place(model, path, rules)
-    found = {key.rpartition("_")[2]: part for key, part in parts.items()}
-    if found.keys() != {"blocks", "scales"}:
+    by_part = {key.rpartition("_")[2]: part for key, part in parts.items()}
+    if by_part.keys() != {"blocks", "scales"}:
         raise BadCheckpoint(
             f"{param_name} is packed as {' and '.join(parts)}, without the other half; copy or download its "
             "files again."
         )
-    blocks, scales = found["blocks"], found["scales"]
+    blocks, scales = by_part["blocks"], by_part["scales"]
     codes = blocks.flatten(-2)
-    wanted = {
+    shapes = {
         name: spec.shape
         for name, spec in experts.packed(leaf).format.layout(experts.packed(leaf).shape).items()
     }
-    if (tuple(codes.shape), tuple(scales.shape)) != (wanted["codes"], wanted["scales"]):
+    if (tuple(codes.shape), tuple(scales.shape)) != (shapes["codes"], shapes["scales"]):
         raise BadCheckpoint(
             f"{param_name} has blocks {tuple(blocks.shape)} and scales {tuple(scales.shape)} in the "
-            f"checkpoint, and config.json makes codes {wanted['codes']} and scales {wanted['scales']}; the "
+            f"checkpoint, and config.json makes codes {shapes['codes']} and scales {shapes['scales']}; the "
             "two belong to different models."
         )
     experts.take(leaf, {"codes": codes.contiguous(), "scales": scales.contiguous()})

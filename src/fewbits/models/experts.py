@@ -103,14 +103,14 @@ def check_experts(model: nn.Module, where: str) -> None:
         for name in module.shapes:
             packed: Packed = module.packed(name)
             for part, spec in packed.format.layout(packed.shape).items():
-                found: Tensor = packed.parts[part]
-                if tuple(found.shape) != spec.shape or found.dtype != spec.dtype:
+                tensor: Tensor = packed.parts[part]
+                if tuple(tensor.shape) != spec.shape or tensor.dtype != spec.dtype:
                     raise BadCheckpoint(
-                        f"{where}: {path}.{module.key(name, part)} is {tuple(found.shape)} {found.dtype},"
+                        f"{where}: {path}.{module.key(name, part)} is {tuple(tensor.shape)} {tensor.dtype},"
                         f" its format needs {spec.shape} {spec.dtype}; the weights and config.json belong to "
                         "different models."
                     )
-                found.requires_grad_(False)
+                tensor.requires_grad_(False)
 
 
 @contextmanager

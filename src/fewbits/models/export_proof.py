@@ -181,13 +181,13 @@ def measure(
     empty = skeleton(base, head_is_tied=head_is_tied)
     embedding = empty.get_input_embeddings()
     source = next(f"{name}.weight" for name, module in empty.named_modules() if module is embedding)
-    wanted = _tied(expected, source) if head_is_tied else expected
-    found = _tied(written, source) if head_is_tied else written
+    weight_of = _tied(expected, source) if head_is_tied else expected
+    weight_in_file = _tied(written, source) if head_is_tied else written
     errors: dict[str, float] = {}
 
     def compared(name: str) -> Tensor:
-        weight = wanted(name).float()
-        errors[name] = _distance(found(name), weight)
+        weight = weight_of(name).float()
+        errors[name] = _distance(weight_in_file(name), weight)
         return weight
 
     exact = streamed_logits(empty, compared, ids)
@@ -197,9 +197,9 @@ def measure(
             f"{worst[0]} reads back as another tensor (relative difference {worst[1]:.2f}); nothing was "
             "written, please report this."
         )
-    there = streamed_logits(empty, found, ids)
+    there = streamed_logits(empty, weight_in_file, ids)
     step = torch.finfo(base.dtype).eps if from_memory else 0.0
-    noisy = streamed_logits(empty, lambda name: _noisy(wanted(name), errors[name], step, name), ids)
+    noisy = streamed_logits(empty, lambda name: _noisy(weight_of(name), errors[name], step, name), ids)
     here = _in_memory(base, ids)
     tolerance = _ROUNDINGS * _distance(noisy, exact) + 1e-5
     pairs = [(there, exact), (there, here)] if from_memory and _is_exact(base) else [(there, exact)]
@@ -253,5 +253,5 @@ def _is_exact(base: Any) -> bool:
     return not any(isinstance(module, FakeQuantizedLinear) for module in base.modules())
 
 
-def _distance(found: Tensor, expected: Tensor) -> float:
-    return float((found.float() - expected).norm() / expected.norm().clamp_min(1e-30))
+def _distance(weight: Tensor, expected: Tensor) -> float:
+    return float((weight.float() - expected).norm() / expected.norm().clamp_min(1e-30))

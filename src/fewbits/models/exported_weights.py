@@ -49,14 +49,14 @@ class ExportedWeights:
             if isinstance(module, FakeQuantizedLinear)
         }
         shapes = {n: tuple(t.shape) for n, t in self.skeleton().state_dict().items()}
-        found = dict(self.merger.weights())
+        weights = dict(self.merger.weights())
         tied = {"lm_head.weight"} if self.head_is_tied else set()
-        absent = sorted(set(shapes) - set(found) - tied)
+        absent = sorted(set(shapes) - set(weights) - tied)
         if absent:
             raise BadCheckpoint(
                 f"the model's {absent[0]} is nowhere; load it again from its original folder."
             )
-        self._found = found
+        self._found = weights
         self.shapes: Mapping[str, tuple[int, ...]] = {n: shapes[n] for n in shapes if n not in tied}
 
     def skeleton(self) -> Any:

@@ -113,8 +113,8 @@ def check_options(method: str, options: dict[str, Any]) -> None:
     """Refuse what an export cannot do, and options that nobody knows."""
     if options.pop("push_to_hub", False):
         raise Unsupported(f"{method} writes to a folder only; upload that folder with `hf upload`.")
-    known = IGNORED_OPTIONS | {"first_conversion", "max_shard_size"}
-    unknown = sorted({name for name, value in options.items() if value is not None} - known)
+    names = IGNORED_OPTIONS | {"first_conversion", "max_shard_size"}
+    unknown = sorted({name for name, value in options.items() if value is not None} - names)
     if unknown:
         raise BadInput(f"{method} knows no option {', '.join(unknown)}; leave it out.")
 
@@ -132,9 +132,9 @@ class _Work:
 
     def calibrate(self, rows: str | Path) -> None:
         """Measure which columns of each linear's input are large."""
-        found = self.weights.inputs(rows)
-        self.importance = {name: m.mean_square for name, m in found.items() if bool(m.mean_square.any())}
-        self.tokens = max(m.rows for m in found.values())
+        moments = self.weights.inputs(rows)
+        self.importance = {name: m.mean_square for name, m in moments.items() if bool(m.mean_square.any())}
+        self.tokens = max(m.rows for m in moments.values())
 
     def write(self, folder: Path, method: str) -> ExportReceipt:
         """One file, read back if that was asked for."""
@@ -142,8 +142,8 @@ class _Work:
         planned = plan_tensors(weights.config, weights.shapes, method, head_is_tied=weights.head_is_tied)
         name = Path(str(getattr(weights.base.config, "name_or_path", "") or "model")).name
         file = folder / f"{_without_method(name)}-{method.upper()}.gguf"
-        kept: list[str] = []
-        source = Source(weights.weight, partial(self._packed, kept), self.importance)
+        unchanged: list[str] = []
+        source = Source(weights.weight, partial(self._packed, unchanged), self.importance)
         write_gguf(file, weights.config, self.vocabulary, planned, source, method=method)
         measured = None
         if self.check:
@@ -165,19 +165,19 @@ class _Work:
             ),
             measured=measured,
             reader=f"gguf {version('gguf')}",
-            kept=len(kept),
-            rounded_again=() if method in _WIDE else tuple(n for n in packed if n not in kept),
+            kept=len(unchanged),
+            rounded_again=() if method in _WIDE else tuple(n for n in packed if n not in unchanged),
             calibrated_on=self.tokens,
             checks=("vocabulary", "special tokens", "chat template", "tied head"),
         )
 
-    def _packed(self, kept: list[str], tensor: PlannedTensor) -> Packed | None:
-        """A linear's blocks where the model has it in the tensor's type already; ``kept`` gets its name."""
+    def _packed(self, unchanged: list[str], tensor: PlannedTensor) -> Packed | None:
+        """A linear's blocks where the model has it in the tensor's type already; ``unchanged`` gets its name."""
         linear = tensor.name.removesuffix(".weight")
         format = self.weights.format_of(linear) if tensor.name.endswith(".weight") else None
         if format is None or format.contract.names.get("gguf") != tensor.kind:
             return None
-        kept.append(linear)
+        unchanged.append(linear)
         return self.weights.packed(linear)
 
 
@@ -195,17 +195,17 @@ def _check_metadata(back: GGUFFile, vocabulary: Vocabulary, weights: ExportedWei
     """
     tokenizer = weights.tokenizer
     tokens = list(back.value("tokenizer.ggml.tokens") or ())
-    known = sorted(tokenizer.get_vocab().values())
+    ids = sorted(tokenizer.get_vocab().values())
     pairs = {
-        "the vocabulary": ([tokens[n] for n in known], tokenizer.convert_ids_to_tokens(known)),
+        "the vocabulary": ([tokens[n] for n in ids], tokenizer.convert_ids_to_tokens(ids)),
         "the end-of-text token": (back.value("tokenizer.ggml.eos_token_id"), tokenizer.eos_token_id),
         "the beginning-of-text token": (back.value("tokenizer.ggml.bos_token_id"), tokenizer.bos_token_id),
         "the chat template": (back.value("tokenizer.chat_template"), vocabulary.chat_template),
         "the number of tokens": (len(tokens), weights.shapes["model.embed_tokens.weight"][0]),
         "the output head": (back.has("output.weight"), not weights.head_is_tied),
     }
-    for what, (found, wanted) in pairs.items():
-        if found != wanted:
+    for what, (in_file, expected) in pairs.items():
+        if in_file != expected:
             raise BadCheckpoint(
                 f"{what} reads back from the GGUF file as something else; nothing was written, please report "
                 "this."

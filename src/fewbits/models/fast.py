@@ -92,9 +92,11 @@ class FastLanguageModel:
         if path is not None and is_adapter_folder(path):
             with Reading(path):
                 base = base_of(path, loading.base_model)
-            given = (max_seq_length, dtype, load_in_4bit, load_in_8bit, full_finetuning, recipe)
+            choices = (max_seq_length, dtype, load_in_4bit, load_in_8bit, full_finetuning, recipe)
             model, tokenizer = FastLanguageModel.from_pretrained(
-                base, *given, **{k: v for k, v in options.items() if k not in ("base_model", "is_trainable")}
+                base,
+                *choices,
+                **{k: v for k, v in options.items() if k not in ("base_model", "is_trainable")},
             )
             with Reading(path):
                 if resized := fit_vocabulary(model, path):
@@ -394,9 +396,9 @@ def _check_loaded(where: str, model: Any, info: Mapping[str, Any]) -> None:
     """Nothing may be left at random values."""
     mismatched = sorted(info["mismatched_keys"], key=str)
     if mismatched:
-        name, found, wanted = mismatched[0]
+        name, shape, expected = mismatched[0]
         raise BadCheckpoint(
-            f"{where}: {name} has shape {tuple(found)}, but config.json makes it {tuple(wanted)}; the two "
+            f"{where}: {name} has shape {tuple(shape)}, but config.json makes it {tuple(expected)}; the two "
             "files belong to different models."
         )
     tied = set(getattr(model, "all_tied_weights_keys", {}) or {})

@@ -57,17 +57,17 @@ def fault_in(folder: Path, rank: int = 0, size: int = 1, suffixes: Iterable[str]
         suffixes: compare files of these kinds only; None: all.
     """
     try:
-        found = json.loads((folder / FILE).read_text(encoding="utf-8"))
-        files = {str(name): (int(f["bytes"]), str(f["sha256"])) for name, f in found["files"].items()}
-        version = int(found["version"])
+        manifest = json.loads((folder / FILE).read_text(encoding="utf-8"))
+        files = {str(name): (int(f["bytes"]), str(f["sha256"])) for name, f in manifest["files"].items()}
+        version = int(manifest["version"])
     except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         return f"its {FILE} cannot be read"
     if not files:
         return f"its {FILE} names no file"
     if version != 1:
         return f"its {FILE} has version {version}, which this version of fewbits does not know"
-    wanted = [name for name in sorted(files) if suffixes is None or Path(name).suffix in suffixes]
-    names = wanted[rank::size]
+    checked = [name for name in sorted(files) if suffixes is None or Path(name).suffix in suffixes]
+    names = checked[rank::size]
     sizes = (_fault_of_size(folder / name, name, files[name][0]) for name in names)
     if fault := next((fault for fault in sizes if fault), None):
         return fault
@@ -98,5 +98,5 @@ def check_folder(folder: Path) -> None:
 def _fault_of_size(path: Path, name: str, size: int) -> str | None:
     if not path.is_file():
         return f"{name} is missing"
-    found = path.stat().st_size
-    return None if found == size else f"{name} has {found:,} bytes where {size:,} were written"
+    num_bytes = path.stat().st_size
+    return None if num_bytes == size else f"{name} has {num_bytes:,} bytes where {size:,} were written"

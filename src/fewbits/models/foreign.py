@@ -77,9 +77,9 @@ def holds(settings: Mapping[str, Any]) -> bool:
     return True
 
 
-def _compressed(parts: Mapping[str, Tensor], wanted: Wanted) -> Packed:
-    scheme = scheme_of(wanted.settings, wanted.name)
-    return compressed_tensors.from_compressed_tensors(parts, wanted.name, scheme, wanted.shape, wanted.dtype)
+def _compressed(parts: Mapping[str, Tensor], target: Wanted) -> Packed:
+    scheme = scheme_of(target.settings, target.name)
+    return compressed_tensors.from_compressed_tensors(parts, target.name, scheme, target.shape, target.dtype)
 
 
 LAYOUTS = {
@@ -137,15 +137,15 @@ def packed_names(source: str, model: nn.Module, tensors: Mapping[str, Any]) -> l
     """
     marks = LAYOUTS[source].marks
     names = sorted({key.removesuffix(mark) for key in tensors for mark in marks if key.endswith(mark)})
-    known = dict(model.named_modules())
+    modules = dict(model.named_modules())
     for name in names:
-        if name not in known:
+        if name not in modules:
             raise SpecMismatch(
                 f"the checkpoint holds {name}, which the model that config.json describes lacks."
             )
-        if not isinstance(known[name], nn.Linear):
+        if not isinstance(modules[name], nn.Linear):
             raise Unsupported(
-                f"{name} is packed in the checkpoint and is a {type(known[name]).__name__}; linears are read "
-                "packed, so start from the original model."
+                f"{name} is packed in the checkpoint and is a {type(modules[name]).__name__}; linears are "
+                "read packed, so start from the original model."
             )
     return names

@@ -59,8 +59,8 @@ def load_gguf(file: Path, dtype: Any, loading: Loading) -> tuple[Any, Any]:
     reader = _read(file)
     where = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     config = AutoConfig.from_pretrained(**where, local_files_only=True)
-    found = {tensor.name: tensor for tensor in reader.tensors}
-    _restore_positions(config, reader, found)
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    _restore_positions(config, reader, tensors)
     architecture_of(config)
     device_map = device_map_of(loading.device_map)
     place = next(iter(device_map.values())) if isinstance(device_map, dict) else "cpu"
@@ -69,12 +69,12 @@ def load_gguf(file: Path, dtype: Any, loading: Loading) -> tuple[Any, Any]:
     chosen = getattr(torch, chosen) if isinstance(chosen, str) else chosen
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=chosen)
-    tied = "output.weight" not in found
+    tied = "output.weight" not in tensors
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     for tensor in plan_tensors(config, shapes, "f16", head_is_tied=tied):
-        if tensor.place not in found:
+        if tensor.place not in tensors:
             raise BadCheckpoint(f"{file} lacks the tensor {tensor.place}; copy or download it again.")
-        _place(model, tensor, found[tensor.place], chosen, place)
+        _place(model, tensor, tensors[tensor.place], chosen, place)
     _fill_buffers(model, place)
     model.tie_weights()
     model.config.name_or_path = str(file)
@@ -144,7 +144,7 @@ def _fill_buffers(model: Any, place: Any) -> None:
             put(model, name, type(module)(model.config).to(place))
 
 
-def _restore_positions(config: Any, reader: Any, found: dict[str, Any]) -> None:
+def _restore_positions(config: Any, reader: Any, tensors: dict[str, Any]) -> None:
     """What transformers does not take from the metadata: the size of a head, how positions are stretched.
 
     Raises:
@@ -167,21 +167,26 @@ def _restore_positions(config: Any, reader: Any, found: dict[str, Any]) -> None:
         rope |= {"original_max_position_embeddings": int(value("original_context_length"))}
     elif kind not in (None, "none"):
         raise Unsupported(f"the file's positions are stretched by {kind!r}, which is not read here.")
-    if _FACTORS in found:
-        rope = _llama3(config, rope, torch.from_numpy(found[_FACTORS].data.copy()).float())
+    if _FACTORS in tensors:
+        rope = _llama3(config, rope, torch.from_numpy(tensors[_FACTORS].data.copy()).float())
     config.rope_parameters = rope
 
 
 def _llama3(config: Any, rope: dict[str, Any], factors: Tensor) -> dict[str, Any]:
     """Llama 3's parameters from the divisors that they make: the file holds these only."""
     candidate = copy.deepcopy(config)
-    made = {**rope, "rope_type": "llama3", "factor": round(float(factors.max()), 4), "low_freq_factor": 1.0}
+    partial = {
+        **rope,
+        "rope_type": "llama3",
+        "factor": round(float(factors.max()), 4),
+        "low_freq_factor": 1.0,
+    }
     for high in (4.0, 2.0, 8.0):
         for length in (8192, 4096, 16384, 32768):
-            given = {**made, "high_freq_factor": high, "original_max_position_embeddings": length}
-            candidate.rope_parameters = given
+            parameters = {**partial, "high_freq_factor": high, "original_max_position_embeddings": length}
+            candidate.rope_parameters = parameters
             if torch.allclose(torch.from_numpy(rope_factors(candidate)), factors, rtol=1e-4):
-                return given
+                return parameters
     raise Unsupported(
         "the file stretches positions by factors that Llama 3's formula does not give; use the original "
         "model."

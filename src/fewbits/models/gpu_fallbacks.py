@@ -26,8 +26,8 @@ from fewbits.words import counted
 
 def gpu_fallbacks(model: nn.Module) -> Iterator[str]:
     """For each format without a GPU kernel that a layer of ours uses: what is computed in plain torch."""
-    found = Counter(what for layer in model.modules() for what in {*_decoded(layer), *_rounded(layer)})
-    for what, count in found.items():
+    counts = Counter(what for layer in model.modules() for what in {*_decoded(layer), *_rounded(layer)})
+    for what, count in counts.items():
         yield (
             f"on a GPU {what} in plain torch, for want of a kernel: the same numbers in more time"
             f" ({counted(count, 'layer')})"

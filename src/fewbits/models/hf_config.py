@@ -12,11 +12,11 @@ from fewbits.recipes import Recipe
 
 def formats_of(recipe: Recipe) -> list[Format]:
     """Every format that a recipe names, once."""
-    found: dict[Format, None] = {}
+    formats: dict[Format, None] = {}
 
     def walk(value: object) -> None:
         if isinstance(value, Format):
-            found[value] = None
+            formats[value] = None
         elif isinstance(value, tuple):
             for item in value:
                 walk(item)
@@ -25,7 +25,7 @@ def formats_of(recipe: Recipe) -> list[Format]:
                 walk(getattr(value, f.name))
 
     walk(recipe)
-    return list(found)
+    return list(formats)
 
 
 def spell_out(format: Format) -> dict[str, Any]:

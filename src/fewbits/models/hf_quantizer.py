@@ -307,10 +307,10 @@ class FewbitsQuantizer(HfQuantizer):
         layer.load_packed(packed)
         put(model, name, layer)
 
-    def _other_shape(self, param_name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
+    def _other_shape(self, param_name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
         self.problems.append(
             BadCheckpoint(
-                f"{param_name} has shape {found} in the checkpoint, but config.json makes it {wanted}; the "
+                f"{param_name} has shape {shape} in the checkpoint, but config.json makes it {expected}; the "
                 "two belong to different models."
             )
         )

@@ -73,8 +73,8 @@ def measure_inputs(
         finally:
             for hook in hooks:
                 hook.remove()
-    for name, found in moments.items():
-        if not bool(found.mean_square.isfinite().all()):
+    for name, moment in moments.items():
+        if not bool(moment.mean_square.isfinite().all()):
             raise NotFinite(
                 f"the inputs of {name} hold a NaN or an infinity on this text; nothing was written."
             )

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from fewbits.errors import BadCheckpoint
 
 
-def distance(found: Tensor, expected: Tensor) -> float:
+def distance(tensor: Tensor, expected: Tensor) -> float:
     """Norm of the difference, relative to ``expected``'s.
 
     Both are of the same shape.
     """
-    return float((found - expected).norm() / expected.norm().clamp_min(1e-30))
+    return float((tensor - expected).norm() / expected.norm().clamp_min(1e-30))
 
 
 def jitter(model: nn.Module, unit: float) -> None:

@@ -60,14 +60,14 @@ class WholeMerger(Merger):
         """Adapters on parameters: (wrapper, adapter) by the parameter's full name."""
         from peft.tuners.lora.layer import ParamWrapper
 
-        found: dict[str, list[tuple[Any, str]]] = {}
+        wrappers: dict[str, list[tuple[Any, str]]] = {}
         for path, module in self.base.named_modules():
             if isinstance(module, ParamWrapper):
                 active = [name for name in module.active_adapters if name in module.lora_A]
                 if active:
                     name = f"{plain_name(path)}.{module.parameter_name}"
-                    found.setdefault(name, []).extend((module, adapter) for adapter in active)
-        return found
+                    wrappers.setdefault(name, []).extend((module, adapter) for adapter in active)
+        return wrappers
 
     def _sum(self, name: str, weight: Tensor) -> Tensor:
         """What a parameter of the plain model becomes, in float32 or the weight's dtype."""
@@ -94,13 +94,13 @@ class WholeMerger(Merger):
                     _set(model, name, own.detach().to("cpu", dtype))
             return model
         model = type(self.base)._from_config(self._config(), dtype=dtype)
-        wanted = model.state_dict()
-        found = {name: tensor for name, tensor in self._decoded().items() if name in wanted}
-        for name, tensor in found.items():
-            if tensor.shape != wanted[name].shape:
+        state = model.state_dict()
+        decoded = {name: tensor for name, tensor in self._decoded().items() if name in state}
+        for name, tensor in decoded.items():
+            if tensor.shape != state[name].shape:
                 _set(model, name, tensor.detach().to("cpu", dtype))
-        model.load_state_dict({n: t for n, t in found.items() if t.shape == wanted[n].shape}, strict=False)
-        absent = sorted(set(wanted) - set(found) - set(getattr(model, "all_tied_weights_keys", {}) or {}))
+        model.load_state_dict({n: t for n, t in decoded.items() if t.shape == state[n].shape}, strict=False)
+        absent = sorted(set(state) - set(decoded) - set(getattr(model, "all_tied_weights_keys", {}) or {}))
         if absent:
             raise BadCheckpoint(
                 f"the model's {absent[0]} is nowhere; load it again from its original folder."
@@ -109,16 +109,16 @@ class WholeMerger(Merger):
 
     def _decoded(self) -> dict[str, Tensor]:
         """Every tensor of the plain model, packed ones decoded."""
-        found = dict(self.live)
+        tensors = dict(self.live)
         for name, layer in self.packed.items():
-            found[f"{name}.weight"] = transposed_like(layer.dequantize(torch.float32), layer)
+            tensors[f"{name}.weight"] = transposed_like(layer.dequantize(torch.float32), layer)
         for path, module in self.base.named_modules():
             if isinstance(module, QuantizedExperts):
                 for name in module.shapes:
                     for part in module.part_names[name]:
-                        found.pop(f"{plain_name(path)}.{module.key(name, part)}", None)
-                    found[f"{plain_name(path)}.{name}"] = module.dequantize(name)
-        return found
+                        tensors.pop(f"{plain_name(path)}.{module.key(name, part)}", None)
+                    tensors[f"{plain_name(path)}.{name}"] = module.dequantize(name)
+        return tensors
 
     def _config(self) -> Any:
         config = copy.deepcopy(self.base.config)
@@ -163,14 +163,14 @@ class WholeMerger(Merger):
         return logits.float()
 
     def _by_module(self) -> dict[str, dict[str, tuple[tuple[Tensor, Tensor, float], ...]]]:
-        found: dict[str, dict[str, tuple[tuple[Tensor, Tensor, float], ...]]] = {}
+        branches: dict[str, dict[str, tuple[tuple[Tensor, Tensor, float], ...]]] = {}
         for name, added in self._wrappers().items():
             path, _, leaf = name.rpartition(".")
-            found.setdefault(path, {})[leaf] = tuple(
+            branches.setdefault(path, {})[leaf] = tuple(
                 (w.lora_A[a].weight.float().cpu(), w.lora_B[a].weight.float().cpu(), float(w.scaling[a]))
                 for w, a in added
             )
-        return found
+        return branches
 
 
 def _delta(wrapper: Any, adapter: str) -> Tensor:

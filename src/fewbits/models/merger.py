@@ -126,12 +126,12 @@ class Merger:
         """Model names to the original checkpoint's, which may omit or add the base model's prefix."""
         assert self.original is not None
         prefix = f"{self.base.base_model_prefix}."
-        known = set(self.live) | {f"{n}.weight" for n in self.packed} | {f"{n}.weight" for n in self.branches}
-        found = {}
+        keys = set(self.live) | {f"{n}.weight" for n in self.packed} | {f"{n}.weight" for n in self.branches}
+        originals = {}
         for key in self.original.tensors:
             names = (key, prefix + key, key.removeprefix(prefix))
-            found[next((n for n in names if n in known), key)] = key
-        return found
+            originals[next((n for n in names if n in keys), key)] = key
+        return originals
 
     def weights(self) -> Iterator[tuple[str, Callable[[], Tensor]]]:
         """Every tensor of the merged model: its name, and a call that makes it, on the CPU.
@@ -185,14 +185,14 @@ class Merger:
     def _from_original(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
         assert self.original is not None
         names = {key: name for name, key in self._originals().items()}
-        seen: set[str] = set()
+        written: set[str] = set()
         extra = self._absent_from(set(names.values()))
         for number, file in enumerate(self.original.files):
             tensors = {}
             with safe_open(file, framework="pt") as stream:
                 for key in stream.keys():  # noqa: SIM118 (safe_open is no mapping)
                     tensors[key] = self._merged(names[key], stream.get_tensor(key))
-                    seen.add(names[key])
+                    written.add(names[key])
             if number == len(self.original.files) - 1:
                 tensors.update({n: self._as_saved(t) for n, t in extra.items()})
             yield file.name, tensors
@@ -224,8 +224,8 @@ class Merger:
         if layer is not None:
             return transposed_like(layer.dequantize(torch.float32), layer) if layer.repacked else None
         live = self.live.get(name)
-        known = live is not None and live.device.type != "meta"
-        return live if live is not None and known and was_changed(live, weight) else None
+        has_values = live is not None and live.device.type != "meta"
+        return live if live is not None and has_values and was_changed(live, weight) else None
 
     def _as_saved(self, tensor: Tensor) -> Tensor:
         tensor = tensor.detach().to("cpu", self.dtype if tensor.is_floating_point() else tensor.dtype)

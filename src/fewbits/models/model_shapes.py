@@ -58,8 +58,8 @@ class LayerShapes:
     @property
     def products(self) -> int:
         """Values that one token multiplies in an average layer: of experts, those that it takes."""
-        taken = sum(self.chosen * outputs * inputs for _, outputs, inputs in self.experts)
-        return (sum(map(prod, self.linears)) + taken) // self.num_layers
+        of_experts = sum(self.chosen * outputs * inputs for _, outputs, inputs in self.experts)
+        return (sum(map(prod, self.linears)) + of_experts) // self.num_layers
 
     @property
     def kept(self) -> int:
@@ -115,14 +115,14 @@ def _expert_shapes(module: Any) -> list[tuple[int, int, int]]:
     from fewbits.host.expert_weights import weights_of
 
     packed = getattr(module, "shapes", None)
-    found = []
+    shapes = []
     for name in weights_of(module):
         count, first, second = packed[name] if packed else getattr(module, name).shape
-        turned = bool(getattr(module, "is_transposed", False))
-        found.append(
-            (int(count), int(second), int(first)) if turned else (int(count), int(first), int(second))
+        is_transposed = bool(getattr(module, "is_transposed", False))
+        shapes.append(
+            (int(count), int(second), int(first)) if is_transposed else (int(count), int(first), int(second))
         )
-    return found
+    return shapes
 
 
 def built_without_memory(config: Mapping[str, Any]) -> Any:
@@ -145,9 +145,9 @@ def built_without_memory(config: Mapping[str, Any]) -> Any:
             f"the model's configuration lacks {', '.join(missing)}; pass the mapping in its config.json."
         )
     try:
-        made = AutoConfig.for_model(model_type or "llama", **plain)
+        hf_config = AutoConfig.for_model(model_type or "llama", **plain)
         with torch.device("meta"):
-            model = auto_class_of(made).from_config(made, dtype=torch.bfloat16)
+            model = auto_class_of(hf_config).from_config(hf_config, dtype=torch.bfloat16)
     except _CANNOT_BUILD as error:
         said = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
         raise BadInput(
@@ -187,16 +187,16 @@ def numbers_of(config: Mapping[str, Any]) -> dict[str, Any]:
     text = {**config, **(config.get("text_config") or {})}
     if all(text.get(name) is not None for name in _LLAMA[:4]):
         return text
-    made: Any = model_of_config(config).config.get_text_config()
+    text_config: Any = model_of_config(config).config.get_text_config()
     usual = (*_LLAMA[:4], "num_key_value_heads", "head_dim", "max_position_embeddings")
-    known = {name: value for name in usual if (value := getattr(made, name, None)) is not None}
-    missing = [name for name in _LLAMA[:4] if name not in known]
+    numbers = {name: value for name in usual if (value := getattr(text_config, name, None)) is not None}
+    missing = [name for name in _LLAMA[:4] if name not in numbers]
     if missing:
         raise BadInput(
-            f"the configuration of {made.model_type!r} says nothing of {', '.join(missing)}, without which "
-            "no memory can be predicted; load the model to see what it takes."
+            f"the configuration of {text_config.model_type!r} says nothing of {', '.join(missing)}, without "
+            "which no memory can be predicted; load the model to see what it takes."
         )
-    return {**made.to_dict(), **known}
+    return {**text_config.to_dict(), **numbers}
 
 
 def in_float32(model: Any) -> set[str]:
@@ -204,8 +204,8 @@ def in_float32(model: Any) -> set[str]:
     patterns = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
     if not patterns:
         return set()
-    wanted = re.compile("|".join(rf"(^|\.){re.escape(p)}(\.|$)" for p in sorted(patterns)))
-    return {name for name, _ in model.named_parameters() if wanted.search(name)}
+    pattern = re.compile("|".join(rf"(^|\.){re.escape(p)}(\.|$)" for p in sorted(patterns)))
+    return {name for name, _ in model.named_parameters() if pattern.search(name)}
 
 
 __all__ = [

@@ -50,8 +50,8 @@ def check_device(recipe: Recipe, place: Any) -> None:
 def _operand_formats(recipe: Recipe) -> list[Format]:
     """Formats in which the recipe multiplies; weights only stored in a format run anywhere."""
     rules = (recipe.linear, *(rule for _, rule in recipe.overrides))
-    found = [f for rule in rules for f in (rule.weight_operand, rule.activation, rule.gradient)]
-    return [f for f in found if f is not None]
+    formats = [f for rule in rules for f in (rule.weight_operand, rule.activation, rule.gradient)]
+    return [f for f in formats if f is not None]
 
 
 def quantize_by_rows(format: Format, weight: Tensor, rows: int = 256) -> Packed:
@@ -167,8 +167,8 @@ def recipe_of(model: nn.Module, *, name: str) -> Recipe:
             rules |= {f"{path}.{name}": Rule(weight=format) for name, format in module.formats.items()}
     if not rules:
         return Recipe(name=name)
-    found = list(rules.values())
-    common = max(found, key=found.count)
+    rules_there = list(rules.values())
+    common = max(rules_there, key=rules_there.count)
     plain = tuple(n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n not in rules)
     return Recipe(
         name=name, linear=common, overrides=tuple((n, r) for n, r in rules.items() if r != common), skip=plain

@@ -88,9 +88,9 @@ class PackedHeads:
 
     def crop(self, count: int) -> None:
         """Drop the last ``count`` tokens."""
-        kept = max(self.newest.shape[2] - count, 0)
-        packed = count - (self.newest.shape[2] - kept)
-        self.newest = self.newest[:, :, :kept]
+        num_newest = max(self.newest.shape[2] - count, 0)
+        packed = count - (self.newest.shape[2] - num_newest)
+        self.newest = self.newest[:, :, :num_newest]
         if packed:
             self.codes, self.scales = self.codes[:, :, :-packed], self.scales[:, :, :-packed]
 
@@ -133,13 +133,13 @@ class PackedLayer(DynamicLayer):  # type: ignore[misc]
             self.lazy_initialization(key_states, value_states)
         before, places = self.cumulative_length, self._places()
         self.cumulative_length += key_states.shape[2]
-        found = []
+        whole = []
         for which, new in (("keys", key_states), ("values", value_states)):
             heads = self.heads[which]
-            found.append(torch.cat([heads.read(places), new], dim=2) if before else new)
+            whole.append(torch.cat([heads.read(places), new], dim=2) if before else new)
             self._keep_first(heads, new, before, places)
             heads.append(new, self.kind.newest)
-        return found[0], found[1]
+        return whole[0], whole[1]
 
     def _places(self) -> Tensor | None:
         """Where each sequence's first tokens stand (batch, first); None: at the beginning."""

@@ -72,8 +72,8 @@ def _weights(text: str, recipe: Recipe, dtype_bytes: int) -> tuple[int, int, int
     experts = {name: rule.weight for name, rule in expert_rules_of(model, recipe).items()}
     wide = in_float32(model) if dtype_bytes < 4 else set()
     # a buffer that the class makes in the model's dtype is as wide as the model is loaded
-    wanted = {torch.bfloat16: dtype_bytes}
-    stored = sum(b.numel() * wanted.get(b.dtype, b.element_size()) for b in model.buffers())
+    bytes_of = {torch.bfloat16: dtype_bytes}
+    stored = sum(b.numel() * bytes_of.get(b.dtype, b.element_size()) for b in model.buffers())
     values = 0
     for name, parameter in model.named_parameters():
         format, shape = (linears | experts).get(name), tuple(parameter.shape)
@@ -130,8 +130,8 @@ def _cached_heads(numbers: Mapping[str, Any]) -> tuple[int, int, int]:
         keys = int(numbers["qk_nope_head_dim"]) + int(numbers["qk_rope_head_dim"])
         return heads, keys, int(numbers["v_head_dim"])
     size = int(numbers.get("head_dim") or int(numbers["hidden_size"]) // heads)
-    known = numbers.get("num_key_value_heads") or numbers.get("num_kv_heads") or heads
-    return int(known), size, size
+    num_heads = numbers.get("num_key_value_heads") or numbers.get("num_kv_heads") or heads
+    return int(num_heads), size, size
 
 
 __all__ = ["predict_memory"]

@@ -131,7 +131,7 @@ def _tensors(layer: Any, number: int) -> dict[str, Tensor]:
     if isinstance(layer, PackedLayer):
         if layer.padding is not None:
             raise Unsupported("a prompt with padding is not saved; save each sequence by itself.")
-        found = {
+        parts = {
             f"{which}.{name}": t
             for which, heads in layer.heads.items()
             for name, t in heads.tensors().items()
@@ -140,8 +140,8 @@ def _tensors(layer: Any, number: int) -> dict[str, Tensor]:
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
         if keys is None or values is None:
             raise Unsupported(f"a {type(layer).__name__} keeps more than keys and values and is not saved.")
-        found = {"keys": keys, "values": values}
-    return {f"{number}.{name}": tensor for name, tensor in found.items()}
+        parts = {"keys": keys, "values": values}
+    return {f"{number}.{name}": tensor for name, tensor in parts.items()}
 
 
 def _put(layer: Any, number: int, tensors: dict[str, Tensor], length: int) -> None:

@@ -45,9 +45,9 @@ class Lookup:
                 self._followed[tuple(ids[at - n : at])] = at
         self._done = len(ids)
         for n in range(min(_LONGEST_MATCH, len(ids)), 0, -1):
-            found = self._followed.get(tuple(ids[-n:]))
-            if found is not None:
-                return ids[found : found + self.most]
+            place = self._followed.get(tuple(ids[-n:]))
+            if place is not None:
+                return ids[place : place + self.most]
         return []
 
 
@@ -75,9 +75,9 @@ class Draft:
         for _ in range(most - 1):
             self.step.tokens.copy_(guesses[-1])
             guesses.append(self.step.advance().argmax(-1))
-        found: list[int] = torch.cat(guesses).tolist()
-        self._fed, self._equal = ids + found[:-1], len(ids)
-        return found
+        tokens: list[int] = torch.cat(guesses).tolist()
+        self._fed, self._equal = ids + tokens[:-1], len(ids)
+        return tokens
 
 
 @dataclass(frozen=True)
@@ -108,18 +108,18 @@ def together_with(model: Any, step: DecodeStep, rows: int, cache: Any, mask: Ten
     """
     try:
         with torch.inference_mode(False), torch.no_grad():
-            made = DecodeStep(model, batch=rows, room=step.room, beside=step, together=True)
+            together = DecodeStep(model, batch=rows, room=step.room, beside=step, together=True)
     except torch.OutOfMemoryError as error:
         raise Unsupported("there is no memory to verify guesses.") from error
     begin = int(step.position)
     rows = min(rows, step.room - begin)
-    made.first.copy_(step.first.expand(made.batch))
-    made.tokens.copy_(torch.arange(1, made.batch + 1) % made.logits.shape[1])
-    made.position.copy_(torch.arange(begin, begin + made.batch).clamp(max=step.room - 1))
+    together.first.copy_(step.first.expand(together.batch))
+    together.tokens.copy_(torch.arange(1, together.batch + 1) % together.logits.shape[1])
+    together.position.copy_(torch.arange(begin, begin + together.batch).clamp(max=step.room - 1))
     theirs = (
         model(
-            input_ids=made.tokens[None, :rows],
-            position_ids=(made.position - made.first)[None, :rows],
+            input_ids=together.tokens[None, :rows],
+            position_ids=(together.position - together.first)[None, :rows],
             attention_mask=None if mask is None else torch.cat([mask, mask.new_ones(1, rows)], dim=1),
             past_key_values=cache,
             use_cache=True,
@@ -127,10 +127,10 @@ def together_with(model: Any, step: DecodeStep, rows: int, cache: Any, mask: Ten
         .logits[0]
         .float()
     )
-    apart = float((made.run()[:rows] - theirs).norm() / theirs.norm())
+    apart = float((together.run()[:rows] - theirs).norm() / theirs.norm())
     if not apart <= ROUNDING * len(step.keys) ** 0.5:
         raise Unsupported(f"a step of {rows} tokens gives logits {apart:.2g} apart from the model's own.")
-    return made
+    return together
 
 
 class SpeculativeTokens:
@@ -182,8 +182,8 @@ class SpeculativeTokens:
     ) -> tuple[Tensor, bool, int]:
         """The text with the guesses that are right; whether it has ended; the token behind them."""
         rows = self.speculation.together
-        taken = [token, *guesses] + [0] * (rows.batch - 1 - len(guesses))
-        rows.tokens.copy_(torch.tensor(taken))
+        tokens = [token, *guesses] + [0] * (rows.batch - 1 - len(guesses))
+        rows.tokens.copy_(torch.tensor(tokens))
         rows.position.copy_(torch.arange(position, position + rows.batch))
         logits = rows.advance()
         at_once = None if len(self.processors) else logits.argmax(-1).tolist()

@@ -173,13 +173,13 @@ def put_in(
 
 def attention_products_of(model: Any, config: StochasticConfig) -> dict[str, AttentionProducts]:
     """The products of every attention module for which the configuration has any."""
-    found = {}
+    by_name = {}
     for name, _ in attention_modules(model):
         setting = config.attention_of(name)
         if not (setting.is_exact("scores") and setting.is_exact("values")):
             scores, values = (_attention_product(setting, op, config.options) for op in ("scores", "values"))
-            found[name] = AttentionProducts(scores[0], values[0], scores[1], values[1])
-    return found
+            by_name[name] = AttentionProducts(scores[0], values[0], scores[1], values[1])
+    return by_name
 
 
 def _attention_product(
@@ -270,9 +270,9 @@ def _check_adopted(file: Path, name: str, layer: StochasticLinear, config: Stoch
         config.options.granularity,
     )
     scales = None if layer.smooth_scales is None else layer.smooth_scales.cpu()
-    wanted = None if setting.smooth_scales is None else torch.tensor(setting.smooth_scales)
-    smoothed_alike = (scales is None) == (wanted is None) and (
-        scales is None or wanted is None or torch.allclose(scales.float(), wanted)
+    expected = None if setting.smooth_scales is None else torch.tensor(setting.smooth_scales)
+    smoothed_alike = (scales is None) == (expected is None) and (
+        scales is None or expected is None or torch.allclose(scales.float(), expected)
     )
     runs = "int8" if layer.int8 else "stochastic"
     if setting.runs != runs or not same or not smoothed_alike:
@@ -290,15 +290,15 @@ def _recipe(config: StochasticConfig, names: Iterable[str]) -> Recipe:
 
 def prepared_linear(linear: Any, options: Stochastic, setting: LinearSetting) -> StochasticLinear:
     """The layer that computes what ``linear`` (in its original form) does as the setting says."""
-    made = StochasticLinear.from_linear(
+    layer = StochasticLinear.from_linear(
         linear,
         _of_bits(options, setting.bits),
         smooth_scales=_scales(setting, linear),
         protected=setting.protected or None,
         int8=setting.runs == "int8",
     )
-    set_lengths(made, setting, options)
-    return made
+    set_lengths(layer, setting, options)
+    return layer
 
 
 def set_lengths(layer: StochasticLinear, setting: LinearSetting, options: Stochastic) -> None:
@@ -321,9 +321,9 @@ def _trained(name: str, linear: Any, options: Stochastic, setting: LinearSetting
             f"{name}: training has one stream length for a linear, no INT8 and no protected channels; give "
             "such a setting."
         )
-    made = StochasticQATLinear.from_linear(linear, options.with_length(*lengths) if lengths else options)
-    made.smooth(_scales(setting, linear))
-    return made
+    layer = StochasticQATLinear.from_linear(linear, options.with_length(*lengths) if lengths else options)
+    layer.smooth(_scales(setting, linear))
+    return layer
 
 
 def _scales(setting: LinearSetting, linear: Any) -> torch.Tensor | None:

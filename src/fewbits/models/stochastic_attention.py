@@ -105,10 +105,10 @@ def use_stochastic_attention(
     if by_fewbits:
         restore_attention(model)
     decoder = decoder_of(model)
-    wanted = frozenset(name for name, p in products.items() if p != AttentionProducts())
-    state = StochasticAttentionState(str(decoder.config._attn_implementation), by_fewbits, wanted)
+    names = frozenset(name for name, p in products.items() if p != AttentionProducts())
+    state = StochasticAttentionState(str(decoder.config._attn_implementation), by_fewbits, names)
     _register()
-    for name in wanted:
+    for name in names:
         setattr(modules[name], _PRODUCTS, _Place(name, products[name], state))
     set_attention_name(decoder, NAME)
     state.handles = [

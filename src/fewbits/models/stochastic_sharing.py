@@ -25,12 +25,12 @@ def share_inputs(model: Any) -> list[str]:
         Sentences for a receipt: how many groups there are, and why others are none.
     """
     spec = spec_for(model)
-    made, left = 0, dict[str, int]()
+    num_groups, left = 0, dict[str, int]()
     for layer in layer_names(model, spec):
         for ends in ONE_INPUT:
             paths = [path for end in ends for path in spec.linears if path.endswith(f".{end}")]
-            found = [find(model, f"{layer}.{path}") for path in paths]
-            linears = [module for module in found if isinstance(module, StochasticLinear)]
+            modules = [find(model, f"{layer}.{path}") for path in paths]
+            linears = [module for module in modules if isinstance(module, StochasticLinear)]
             if len(linears) != len(ends) or any(linear.group is not None for linear in linears):
                 continue
             why = obstacle(linears)
@@ -38,8 +38,8 @@ def share_inputs(model: Any) -> list[str]:
                 left[why] = left.get(why, 0) + 1
             else:
                 StochasticGroup(linears)
-                made += 1
-    said = [f"{made} groups of linears share their input where few rows pass"]
+                num_groups += 1
+    said = [f"{num_groups} groups of linears share their input where few rows pass"]
     return said + [f"{count} groups do not: {why}" for why, count in left.items()]
 
 

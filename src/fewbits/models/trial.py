@@ -86,15 +86,15 @@ def try_family(model_type: str, *, recipe: str = "qlora_nf4") -> Trial:
         raise BadInput(
             f"transformers has no causal decoder {model_type!r}; fewbits models --all lists the names."
         )
-    known = family_of(model_type) is not None
+    has_spec = family_of(model_type) is not None
     try:
         model = _tiny(model_type)
     except _CANNOT_BUILD as error:
-        return Trial(model_type=model_type, outcome="untried", has_spec=known, reason=_first(error))
-    return _tried(model, model_type, known, recipe)
+        return Trial(model_type=model_type, outcome="untried", has_spec=has_spec, reason=_first(error))
+    return _tried(model, model_type, has_spec, recipe)
 
 
-def _tried(model: Any, model_type: str, known: bool, recipe: str) -> Trial:
+def _tried(model: Any, model_type: str, has_spec: bool, recipe: str) -> Trial:
     from fewbits.decoder.fuse import fuse, fusion_of
     from fewbits.host.spec import spec_for
     from fewbits.models.convert import convert
@@ -103,19 +103,21 @@ def _tried(model: Any, model_type: str, known: bool, recipe: str) -> Trial:
         spec = spec_for(model)
         convert(model, recipe)
     except FewbitsError as error:
-        return Trial(model_type=model_type, outcome="refused", has_spec=known, reason=_first(error))
+        return Trial(model_type=model_type, outcome="refused", has_spec=has_spec, reason=_first(error))
     names = tuple(dict.fromkeys(spec.linear_names))
     try:
         receipt = fuse(model)
     except (Unsupported, SpecMismatch) as error:
         return Trial(
-            model_type=model_type, outcome="unfused", has_spec=known, linears=names, reason=_first(error)
+            model_type=model_type, outcome="unfused", has_spec=has_spec, linears=names, reason=_first(error)
         )
     fusion = fusion_of(model)
     if fusion is None or not fusion.layers:
         reason = next((note for note in receipt.notes if "layer" in note), "its layers are not fused")
-        return Trial(model_type=model_type, outcome="unfused", has_spec=known, linears=names, reason=reason)
-    return Trial(model_type=model_type, outcome="fused", has_spec=known, linears=names)
+        return Trial(
+            model_type=model_type, outcome="unfused", has_spec=has_spec, linears=names, reason=reason
+        )
+    return Trial(model_type=model_type, outcome="fused", has_spec=has_spec, linears=names)
 
 
 def _tiny(model_type: str) -> Any:

@@ -23,14 +23,14 @@ def language_names(model: nn.Module, *, attention: bool, mlp: bool) -> list[str]
             f"{spec.without_spec}, so which of its linears are attention's is not known; name them in "
             "target_modules."
         )
-    wanted = set(spec.linears)
+    endings = set(spec.linears)
     if spec.attention is not None and not attention:
-        wanted -= set(spec.attention.linears)
+        endings -= set(spec.attention.linears)
     if spec.mlp is not None and not mlp:
-        wanted -= set(spec.mlp.linears)
+        endings -= set(spec.mlp.linears)
     inside = f"{spec.layers}."
-    found = [name for name in linears_of(model) if name.startswith(inside)]
-    return [name for name in found if name.removeprefix(inside).partition(".")[2] in wanted]
+    linears = [name for name in linears_of(model) if name.startswith(inside)]
+    return [name for name in linears if name.removeprefix(inside).partition(".")[2] in endings]
 
 
 def vision_names(model: nn.Module) -> list[str]:

@@ -322,15 +322,15 @@ def _exchange(one: Path, other: Path) -> bool:
 
 def is_disk_full(error: BaseException) -> bool:
     """True if the error, or one beneath it, says that the file system takes no more."""
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, OSError) and seen.errno in _DISK_FULL:
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno in _DISK_FULL:
             return True
         if any(
-            f"os error {number}" in str(seen) for number in _DISK_FULL
+            f"os error {number}" in str(cause) for number in _DISK_FULL
         ):  # safetensors tells it in the text only
             return True
-        seen = seen.__cause__ or seen.__context__
+        cause = cause.__cause__ or cause.__context__
     return False
 
 

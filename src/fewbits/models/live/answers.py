@@ -133,14 +133,14 @@ class _Settings:
 
     def __call__(self, row: Row) -> Asked:
         """Of one row; of rows of one length the same, unless code from outside may keep something."""
-        found = self._kept.get(len(row.ids))
-        if found is None:
-            found = asked_of(self.model, row.ids, self.keywords)
+        request = self._kept.get(len(row.ids))
+        if request is None:
+            request = asked_of(self.model, row.ids, self.keywords)
             if self.within_context:
-                found = replace(found, limit=min(found.limit, self.context - len(row.ids)))
-            if all(map(is_from_transformers, (*found.processors, *found.criteria))):
-                self._kept[len(row.ids)] = found
-        return found
+                request = replace(request, limit=min(request.limit, self.context - len(row.ids)))
+            if all(map(is_from_transformers, (*request.processors, *request.criteria))):
+                self._kept[len(row.ids)] = request
+        return request
 
     def length(self, row: Row) -> int:
         """Tokens of a row's text at most.
@@ -164,17 +164,17 @@ def _batch(
     rows: Sequence[Row],
     lengths: Sequence[int],
     around: tuple[_Settings, Decoding, ExitStack, Report],
-    wanted: int | None,
+    at_a_time: int | None,
 ) -> LiveBatch:
     settings, state, held, report = around
     device = model.device
     prompts = Prompts(model, most_tokens=_PIECE_TOKENS.get(device.type, 512), together=device.type == "cuda")
     while rows[0].ids not in prompts.ready:
-        prompts.turn([row.ids for row in rows[: wanted or 1]])
+        prompts.turn([row.ids for row in rows[: at_a_time or 1]])
     first = prompts.ready[rows[0].ids]
     if not bool(first.logits.isfinite().all()):
         raise NotFinite(_NOT_FINITE.format(rows[0].index + 1))
-    report.plan = plan_slots(lengths, first.bytes_per_token, free_bytes(device), wanted)
+    report.plan = plan_slots(lengths, first.bytes_per_token, free_bytes(device), at_a_time)
     look_every = _LOOK_EVERY if _looks_seldom(device) else 1
     room = report.plan.room + look_every
     slots = _kernels(model, state, held, (report.plan.slots, room), first, report)
@@ -216,19 +216,19 @@ def _one_by_one(
     from transformers import LogitsProcessorList
 
     for row in rows:
-        asked = settings(row)
+        request = settings(row)
         prompt = torch.tensor([row.ids], device=model.device)
-        given = {"attention_mask": torch.ones_like(prompt), **keywords, "num_return_sequences": 1}
-        looks = [*(given.get("logits_processor") or ()), _RefuseNaN(row.index + 1)]
-        given["logits_processor"] = LogitsProcessorList(looks)
+        arguments = {"attention_mask": torch.ones_like(prompt), **keywords, "num_return_sequences": 1}
+        looks = [*(arguments.get("logits_processor") or ()), _RefuseNaN(row.index + 1)]
+        arguments["logits_processor"] = LogitsProcessorList(looks)
         devices = [model.device] if model.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):
             torch.manual_seed(row.seed)
-            out = model.generate(prompt, **given)
-        made = getattr(out, "sequences", out)[0, len(row.ids) :].tolist()
-        ended = bool(made) and made[-1] in asked.ends
-        full = "length" if len(made) >= asked.limit else "stop"
-        yield Text(row, asked, made, None, "end" if ended else full)
+            out = model.generate(prompt, **arguments)
+        tokens = getattr(out, "sequences", out)[0, len(row.ids) :].tolist()
+        ended = bool(tokens) and tokens[-1] in request.ends
+        full = "length" if len(tokens) >= request.limit else "stop"
+        yield Text(row, request, tokens, None, "end" if ended else full)
 
 
 class _RefuseNaN:

@@ -73,13 +73,13 @@ class LiveBatch:
         every = 1 if any(text.asked.has_to_see_every_token for text in texts) else self.look_every
         every = min(every, max(text.asked.limit - len(text.made) for text in texts))
         tokens = torch.tensor([text.made[-1] for text in texts], device=self.prompts.model.device)
-        made, finite = [], []
+        tokens_of_steps, finite = [], []
         for ahead in range(every):
             tokens, good = chosen(texts, self.slots.step(tokens), ahead)
-            made.append(tokens)
+            tokens_of_steps.append(tokens)
             finite.append(good)
         self.steps, self.filled = self.steps + every, self.filled + every * len(texts)
-        columns = torch.stack([torch.stack(made, 1), torch.stack(finite, 1).long()]).tolist()
+        columns = torch.stack([torch.stack(tokens_of_steps, 1), torch.stack(finite, 1).long()]).tolist()
         for text, new, good in zip(texts, *columns, strict=True):
             for token, is_finite in zip(new, good, strict=True):
                 text.take(token, bool(is_finite))

@@ -46,9 +46,9 @@ def generate_batch(
     """
     others = progress_bar or any(keywords.get(name) for name in _OF_TRANSFORMERS)
     if others or getattr(continuous_batching_config, "return_logprobs", False):
-        given = {"continuous_batching_config": continuous_batching_config, "progress_bar": progress_bar}
+        defaults = {"continuous_batching_config": continuous_batching_config, "progress_bar": progress_bar}
         return type(model).generate_batch(  # type: ignore[no-any-return]
-            model, inputs, generation_config, **given, **keywords
+            model, inputs, generation_config, **defaults, **keywords
         )
     from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
@@ -61,7 +61,7 @@ def generate_batch(
         words["max_new_tokens"] = keywords["max_new_tokens"]
     seed = int(torch.randint(2**62, (1,)))
     rows = [Row(i, tuple(inputs[i // each]), seed + i) for i in range(each * len(inputs))]
-    found = {text.row.index: text for text in answers(model, rows, words)}
+    by_row = {text.row.index: text for text in answers(model, rows, words)}
     outputs: dict[str, Any] = {}
     for row in rows:
         name = f"req_{row.index // each}"
@@ -70,7 +70,7 @@ def generate_batch(
         outputs[name] = GenerationOutput(
             request_id=name,
             prompt_ids=list(row.ids),
-            generated_tokens=found[row.index].made,
+            generated_tokens=by_row[row.index].made,
             status=RequestStatus.FINISHED,
         )
     return outputs

@@ -40,28 +40,28 @@ def free_bytes(device: torch.device) -> int:
     return int(free * _SHARE.get(device.type, 0.5))
 
 
-def plan_slots(lengths: Sequence[int], bytes_per_token: int, free: int, wanted: int | None) -> Plan:
+def plan_slots(lengths: Sequence[int], bytes_per_token: int, free: int, at_a_time: int | None) -> Plan:
     """Slots for texts of these lengths.
 
     Args:
         lengths: tokens of each text at most, its prompt included.
         bytes_per_token: keys and values of all layers.
         free: bytes that they may take.
-        wanted: slots that the caller asks for; None: as many as fit, up to 256.
+        at_a_time: slots that the caller asks for; None: as many as fit, up to 256.
 
     Raises:
         BadInput: not 1 to 256, or the memory does not hold as many as were asked for, or not even one.
     """
-    if wanted is not None and not 1 <= wanted <= MOST_SLOTS:
-        raise BadInput(f"{wanted} texts at a time were asked for; give 1 to {MOST_SLOTS}.")
+    if at_a_time is not None and not 1 <= at_a_time <= MOST_SLOTS:
+        raise BadInput(f"{at_a_time} texts at a time were asked for; give 1 to {MOST_SLOTS}.")
     room = max(lengths)
     each = room * bytes_per_token
     fitting = free // max(each, 1)
     needs = f"a text of {room:,} tokens needs {_size(each)} for keys and values, and {_size(free)} are there"
     if fitting < 1:
         raise BadInput(f"{needs}; shorten the longest prompt or ask for fewer new tokens.")
-    slots = min(wanted or MOST_SLOTS, len(lengths))
-    if wanted is not None and fitting < slots:
+    slots = min(at_a_time or MOST_SLOTS, len(lengths))
+    if at_a_time is not None and fitting < slots:
         raise BadInput(f"{slots} texts at a time do not fit: {needs}; {fitting} at a time would fit.")
     slots = int(min(slots, fitting))
     return Plan(slots, room, slots * each)

@@ -64,23 +64,23 @@ class Prompts:
         self.ready: dict[Ids, Read] = {}
         self._turns: Iterator[None] | None = None
 
-    def turn(self, wanted: Sequence[Ids]) -> None:
-        """One forward more towards the first of the ``wanted`` prompts, and those that fit beside it.
+    def turn(self, prompts: Sequence[Ids]) -> None:
+        """One forward more towards the first of these ``prompts``, and those that fit beside it.
 
         What comes of it is in `ready`, until other prompts are read.
         """
         if self._turns is None:
             self.ready = {}
-            self._turns = self._reading(self._group(wanted))
+            self._turns = self._reading(self._group(prompts))
         try:
             next(self._turns)
         except StopIteration:
             self._turns = None
 
-    def _group(self, wanted: Sequence[Ids]) -> list[Ids]:
+    def _group(self, prompts: Sequence[Ids]) -> list[Ids]:
         """The first prompt, and others as long as all fit into one forward."""
         group: list[Ids] = []
-        for ids in dict.fromkeys(wanted):
+        for ids in dict.fromkeys(prompts):
             longest = max(len(ids), *map(len, group), 0)
             if group and (not self.together or longest * (len(group) + 1) > self.most_tokens):
                 break

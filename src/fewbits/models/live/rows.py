@@ -82,7 +82,7 @@ def asked_of(model: Any, ids: Ids, keywords: dict[str, Any]) -> Asked:
         ids: the prompt's tokens.
         keywords: those of ``generate``.
     """
-    found: list[tuple[Any, Any, Any]] = []
+    captured: list[tuple[Any, Any, Any]] = []
 
     def take(
         _: Any,
@@ -92,15 +92,16 @@ def asked_of(model: Any, ids: Ids, keywords: dict[str, Any]) -> Asked:
         generation_config: Any,
         **__: Any,
     ) -> Tensor:
-        found.append((logits_processor, stopping_criteria, generation_config))
+        captured.append((logits_processor, stopping_criteria, generation_config))
         return input_ids
 
     prompt = torch.tensor([ids], device=model.device)
-    given = {"attention_mask": torch.ones_like(prompt), **keywords, "num_return_sequences": 1}
-    if given.get("max_new_tokens") is not None:
-        given.setdefault("max_length", None)  # of the model's config; with both transformers warns each time
-    type(model).generate(model, prompt, custom_generate=take, **with_stop_strings(given))
-    processors, criteria, config = found[0]
+    arguments = {"attention_mask": torch.ones_like(prompt), **keywords, "num_return_sequences": 1}
+    if arguments.get("max_new_tokens") is not None:
+        # The model's config may have one, and with both transformers warns each time.
+        arguments.setdefault("max_length", None)
+    type(model).generate(model, prompt, custom_generate=take, **with_stop_strings(arguments))
+    processors, criteria, config = captured[0]
     ends = getattr(config, "_eos_token_tensor", None)
     return Asked(
         processors=processors,
@@ -171,14 +172,14 @@ def chosen(texts: Sequence[Text], logits: Tensor, ahead: int = 0) -> tuple[Tenso
     Returns:
         (texts,) int64 tokens; (texts,) bool, whether the scores were finite enough to choose.
     """
-    asked = texts[0].asked
-    if asked.by_scores:
-        scores = asked.processors(None, logits)
+    request = texts[0].asked
+    if request.by_scores:
+        scores = request.processors(None, logits)
     else:
         rows = zip(texts, logits.split(1), strict=True)
         scores = torch.cat([text.asked.processors(text.ids().to(logits.device), own) for text, own in rows])
     finite = scores.amax(-1).isfinite()
-    if not asked.draws:
+    if not request.draws:
         return scores.argmax(-1), finite
     numbers = [_number(text, ahead) for text in texts]
     return _drawn(scores, torch.tensor(numbers, device=scores.device)), finite
@@ -193,5 +194,5 @@ def _drawn(scores: Tensor, numbers: Tensor) -> Tensor:
     """Where the sums of probabilities first exceed a number (texts,) of [0, 1) of the whole."""
     sums = scores.softmax(-1).cumsum(-1)
     whole = sums[:, -1]
-    wanted = torch.minimum(numbers * whole, torch.nextafter(whole, torch.zeros_like(whole)))
-    return torch.searchsorted(sums, wanted[:, None], right=True).squeeze(1).clamp(max=scores.shape[1] - 1)
+    points = torch.minimum(numbers * whole, torch.nextafter(whole, torch.zeros_like(whole)))
+    return torch.searchsorted(sums, points[:, None], right=True).squeeze(1).clamp(max=scores.shape[1] - 1)

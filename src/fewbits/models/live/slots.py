@@ -191,11 +191,11 @@ class ModelSlots:
     def _mask_of(self, kind: str, places: Tensor, end: int) -> Tensor:
         """(used, 1, 1, end): 0 where a slot's own tokens stand, the lowest number elsewhere."""
         at = self._places[None, :end]
-        seen = at <= places
+        visible = at <= places
         if kind == "sliding_attention":
-            seen &= at > places - self.window
-        mask = torch.full(seen.shape, torch.finfo(self._dtype).min, dtype=self._dtype, device=at.device)
-        return mask.masked_fill_(seen, 0)[:, None, None]
+            visible &= at > places - self.window
+        mask = torch.full(visible.shape, torch.finfo(self._dtype).min, dtype=self._dtype, device=at.device)
+        return mask.masked_fill_(visible, 0)[:, None, None]
 
     def prove(self, read: Read) -> None:
         """Put ``read`` into the first slot and compare a step with the model's own.
