@@ -168,7 +168,7 @@ class Cache:
         key = hashlib.sha256(os.fsencode("\0".join([*facts, whole.hexdigest()]))).hexdigest()
         return Recipe(key, command, temporaries=names, outputs=tuple(outputs))
 
-    def known(self, recipe: Recipe) -> bool:
+    def has(self, recipe: Recipe) -> bool:
         """Whether there is an entry at all, which is cheap to ask."""
         return os.path.exists(f"{self.folder}/entries/{recipe.key[:2]}/{recipe.key[2:]}.json")  # noqa: PTH110
 
@@ -183,21 +183,21 @@ class Cache:
                 return result["out"], result["err"]
         return None
 
-    def _restore_all(self, found: dict, recipe: Recipe) -> bool:
+    def _restore_all(self, entry: dict, recipe: Recipe) -> bool:
         """Put the outputs where they belong if they are what was kept; else remove the damaged object."""
-        folder = self.folder / "objects" / found["object"]
+        folder = self.folder / "objects" / entry["object"]
         places = [recipe.command.path(output) for output in recipe.outputs]
         beside = [place.with_name(f".{place.name}.{os.getpid()}") for place in places]
         whole = Contents(recipe.key)
         try:
             for number, file in enumerate(beside):
                 self._restore(folder / str(number), file, recipe, whole)
-            if whole.digest() != found["object"].replace("/", ""):
+            if whole.digest() != entry["object"].replace("/", ""):
                 shutil.rmtree(folder, ignore_errors=True)  # it is compiled and kept again
                 return False
             for file, place in zip(beside, places, strict=True):
                 file.replace(place)
-            self._write_depfile(found, recipe)
+            self._write_depfile(entry, recipe)
         except OSError:
             return False
         finally:
@@ -221,11 +221,11 @@ class Cache:
         try:
             draft.mkdir(parents=True)
             for number, output in enumerate(recipe.outputs):
-                with recipe.command.path(output).open("rb") as file, (draft / str(number)).open("wb") as kept:
+                with recipe.command.path(output).open("rb") as file, (draft / str(number)).open("wb") as copy:
                     for block in _blocks(file):
                         plain = _plain(block, recipe.temporaries)
                         whole.update(plain)
-                        kept.write(plain)
+                        copy.write(plain)
                 whole.end_file()
         except OSError:
             shutil.rmtree(draft, ignore_errors=True)
@@ -243,15 +243,15 @@ class Cache:
         """Wait until everything that was stored can be found."""
         self._publisher.flush()
 
-    def _publish(self, made: Path, recipe: Recipe, result: dict) -> None:
+    def _publish(self, drafted: Path, recipe: Recipe, result: dict) -> None:
         """Give what was copied its name, and enter it; a full disk leaves nothing behind."""
         try:
-            rename_synced(made, self.folder / "objects" / result["object"])
+            rename_synced(drafted, self.folder / "objects" / result["object"])
             self._note_name(recipe.command)
-            self._add(recipe, result, made.with_suffix(".json"))
+            self._add(recipe, result, drafted.with_suffix(".json"))
         finally:
-            shutil.rmtree(made, ignore_errors=True)
-            made.with_suffix(".json").unlink(missing_ok=True)
+            shutil.rmtree(drafted, ignore_errors=True)
+            drafted.with_suffix(".json").unlink(missing_ok=True)
 
     def _inputs(self, recipe: Recipe, started: float) -> dict[str, str] | None:
         """Every file that was read, and its digest; None if the result may depend on more than these."""
@@ -270,23 +270,23 @@ class Cache:
                 return None
         return inputs or None
 
-    def _add(self, recipe: Recipe, result: dict, made: Path) -> None:
+    def _add(self, recipe: Recipe, result: dict, drafted: Path) -> None:
         place = self._entry(recipe.key)
         results = [r for r in read_results(place) if r["inputs"] != result["inputs"]][-7:]
         place.parent.mkdir(parents=True, exist_ok=True)
-        made.write_text(
+        drafted.write_text(
             json.dumps({"results": [*results, {**result, "seal": seal(result)}]}), encoding="utf-8"
         )
-        sync(made)
-        made.replace(place)
+        sync(drafted)
+        drafted.replace(place)
 
     def _places(self, inputs: dict[str, str], recipe: Recipe) -> list[tuple[str, str]]:
         """Inputs where they are now: a random folder of then is looked for under its name of now."""
         here = [a for a in (*recipe.command.args, recipe.command.cwd) if "/" in a]
         return [(_moved(name, here), digest) for name, digest in inputs.items()]
 
-    def _restore(self, kept: Path, made: Path, recipe: Recipe, whole: Contents) -> None:
-        with kept.open("rb") as file, made.open("wb") as out:
+    def _restore(self, source: Path, target: Path, recipe: Recipe, whole: Contents) -> None:
+        with source.open("rb") as file, target.open("wb") as out:
             for block in _blocks(file):
                 whole.update(block)
                 for number, name in enumerate(recipe.temporaries):
@@ -294,21 +294,21 @@ class Cache:
                 out.write(block)
         whole.end_file()
 
-    def _write_depfile(self, found: dict, recipe: Recipe) -> None:
-        asked = recipe.wanted_depfile or recipe.depfile
+    def _write_depfile(self, entry: dict, recipe: Recipe) -> None:
+        place = recipe.wanted_depfile or recipe.depfile
         if not recipe.depfile or (recipe.args and not recipe.wanted_depfile):
             return  # the command asked for none
-        names = [name for name, _ in self._places(found["inputs"], recipe)]
-        write_depfile(recipe.command, recipe.command.path(asked), names)
+        names = [name for name, _ in self._places(entry["inputs"], recipe)]
+        write_depfile(recipe.command, recipe.command.path(place), names)
 
     def digest(self, path: str) -> str:
         """The digest of a file's bytes, remembered while size and times stay; "" if it cannot be read."""
         try:
             facts = os.stat(path)  # noqa: PTH116 - for every header of every compilation
             stamp = (facts.st_mtime_ns, facts.st_size, facts.st_ino)
-            kept = self._digests.get(path)
-            if kept is not None and kept[0] == stamp:
-                return kept[1]
+            earlier = self._digests.get(path)
+            if earlier is not None and earlier[0] == stamp:
+                return earlier[1]
             whole, clock = hashlib.blake2b(digest_size=20), False
             with open(path, "rb") as file:  # noqa: PTH123
                 for block in _blocks(file):
@@ -408,37 +408,37 @@ def _plain(data: bytes, names: Sequence[str]) -> bytes:
 
 def _without_outputs(args: Sequence[str]) -> list[str]:
     """The arguments without the names of depfiles, which say nothing about the object; its own name may."""
-    kept, skip = [], False
+    words, skip = [], False
     for word in args:
         if skip:
             skip = False
         elif word in ("-MF", "-MT", "-MQ", "--dependency-output"):
             skip = True
         elif not re.match(r"-(MD|MMD|MF|MT|MQ|MP)", word):
-            kept.append(word)
-    return kept
+            words.append(word)
+    return words
 
 
 def _with_depfile(recipe: Recipe, scratch: str) -> Recipe | None:
     """See to it that the compiler lists everything it reads, system headers too."""
     command, args = recipe.command, list(recipe.command.args)
     joined = [a for a in args if a.startswith(("-MF", "-Wp,-M")) and len(a) > 3]
-    wanted = ""
+    depfile = ""
     for i, word in enumerate(args):
         if word in ("-MF", "--dependency-output") and i + 1 < len(args):
-            wanted = args[i + 1]
+            depfile = args[i + 1]
     if joined:
         return None  # an unusual spelling: not kept
     if any(a in ("-MD", "--generate-dependencies-with-compile") for a in args):
-        place = wanted or str(Path(command.output).with_suffix(".d"))
+        place = depfile or str(Path(command.output).with_suffix(".d"))
         return Recipe(recipe.key, command, place, outputs=recipe.outputs)
     if "-MMD" in args:
-        if not wanted:
+        if not depfile:
             return None
         new = [
             "-MD" if a == "-MMD" else scratch if i and args[i - 1] == "-MF" else a for i, a in enumerate(args)
         ]
-        return Recipe(recipe.key, command, scratch, tuple(new), wanted, outputs=recipe.outputs)
+        return Recipe(recipe.key, command, scratch, tuple(new), depfile, outputs=recipe.outputs)
     return Recipe(recipe.key, command, scratch, (*args, "-MD", "-MF", scratch), outputs=recipe.outputs)
 
 

@@ -71,8 +71,8 @@ class Client:
         if file < 0:
             return ""
         try:
-            with open(f"/proc/{self.pid}/fd/{file}", "rb") as kept:  # noqa: PTH123 - a magic link
-                data = kept.read(MAX_MESSAGE)
+            with open(f"/proc/{self.pid}/fd/{file}", "rb") as file_read:  # noqa: PTH123 - a magic link
+                data = file_read.read(MAX_MESSAGE)
             return data.decode() if len(data) < MAX_MESSAGE // 4 and b"\0" not in data else None
         except (OSError, UnicodeDecodeError):
             return None

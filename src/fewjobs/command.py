@@ -99,13 +99,13 @@ class Command:
 
 def read_command(tool: str, args: Sequence[str], cwd: str) -> Command:
     """Find out what a command does; ``args`` do not include the tool."""
-    given = args
+    words = args
     args = expand(args, cwd)
     name = os.path.basename(tool)  # noqa: PTH119 - called for each of thousands of commands
     while name in _CACHES and args:
         tool, args = args[0], args[1:]
         name = os.path.basename(tool)  # noqa: PTH119
-    plain = list(given) == list(args)
+    plain = list(words) == list(args)
     if name in _DEVICE_STAGES:
         return _device_stage(tool, args, cwd, name)
     source = _source_of(args)
@@ -120,9 +120,9 @@ def read_command(tool: str, args: Sequence[str], cwd: str) -> Command:
 
 
 def _language(args: Sequence[str], source: str, default: str) -> str:
-    given = _value_of(args, "-x")
-    if given:
-        return "c++" if "++" in given or given == "cu" else "c"
+    language = _value_of(args, "-x")
+    if language:
+        return "c++" if "++" in language or language == "cu" else "c"
     return _SOURCES.get(os.path.splitext(source)[1], default)  # noqa: PTH122
 
 
@@ -138,8 +138,8 @@ def _device_stage(tool: str, args: Sequence[str], cwd: str, name: str) -> Comman
         a for a in args if not a.startswith("-") and a.endswith((".ii", ".ptx", ".gpu", ".cubin", ".o"))
     ]
     output = _value_of(args, "-o", "--output-file") or _value_of(args, "--gen_c_file_name")
-    given = [a for a in inputs if a != output]
-    return Command(tool, tuple(args), cwd, name, given[-1] if given else "", output, arch)
+    sources = [a for a in inputs if a != output]
+    return Command(tool, tuple(args), cwd, name, sources[-1] if sources else "", output, arch)
 
 
 def expand(args: Sequence[str], cwd: str, depth: int = 0) -> list[str]:

@@ -223,15 +223,15 @@ class Controller:
         if client.request is None:
             client.send("P")
             return
-        self.intake.look_up(client.request, lambda found: self._looked_up(client, found))
+        self.intake.look_up(client.request, lambda answer: self._looked_up(client, answer))
 
-    def _looked_up(self, client: Client, found: tuple[str, str] | None) -> None:
+    def _looked_up(self, client: Client, answer: tuple[str, str] | None) -> None:
         request = client.request
         if client.closed or request is None:
             return
-        if found is not None:
+        if answer is not None:
             self.trace.from_cache(request, self.now_s)
-            if not client.send("X", "0", *found):
+            if not client.send("X", "0", *answer):
                 client.send("X", "0", "", "")
             return
         if request.is_driver:

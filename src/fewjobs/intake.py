@@ -129,7 +129,7 @@ class Intake:
         if request.recipe is None or not self.cache.may_know(request.command):
             return None
         self._find_key(request)
-        if request.recipe is None or not self.cache.known(request.recipe):
+        if request.recipe is None or not self.cache.has(request.recipe):
             return None
         return self.cache.fetch(request.recipe)
 

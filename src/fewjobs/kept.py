@@ -87,11 +87,11 @@ def is_whole(place: Path, data: bytes) -> bool:
         return False
 
 
-def publish_noted(made: Path, place: Path) -> None:
+def publish_noted(draft: Path, place: Path) -> None:
     """Give a file its name, and note its digest beside it, by which `is_noted` knows it again."""
-    digest = hashlib.sha256(made.read_bytes()).hexdigest()
-    sync(made)
-    made.replace(place)
+    digest = hashlib.sha256(draft.read_bytes()).hexdigest()
+    sync(draft)
+    draft.replace(place)
     write_whole(_note_of(place), digest.encode())
 
 
@@ -107,16 +107,16 @@ def _note_of(place: Path) -> Path:
     return place.with_name(f"{place.name}.sha256")
 
 
-def rename_synced(made: Path, folder: Path) -> None:
+def rename_synced(draft: Path, folder: Path) -> None:
     """Give a folder of files its name; one that stands there, and may be damaged, goes."""
-    for file in (*made.iterdir(), made):
+    for file in (*draft.iterdir(), draft):
         sync(file)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    old = made.with_name(f"{made.name}-old")
+    old = draft.with_name(f"{draft.name}-old")
     try:
         if folder.exists():
             folder.rename(old)
-        made.rename(folder)
+        draft.rename(folder)
         sync(folder.parent)
     finally:
         shutil.rmtree(old, ignore_errors=True)

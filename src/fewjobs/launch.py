@@ -122,8 +122,8 @@ def obey(link: socket.socket, tool: str, args: list[str], order: list[str]) -> i
         pid = start(tool, args, order)
         signals: list[int] = []
 
-        def on_signal(number: int, _: object, pid: int = pid, seen: list[int] = signals) -> None:
-            seen.append(number)
+        def on_signal(number: int, _: object, pid: int = pid, received: list[int] = signals) -> None:
+            received.append(number)
             with contextlib.suppress(OSError):
                 os.killpg(pid, number)
                 os.killpg(pid, signal.SIGCONT)
@@ -169,8 +169,8 @@ def main(argv: list[str]) -> int:
 def undo_coercion() -> None:
     """Python adds LC_CTYPE to its environment in the C locale, which would change the tool's messages."""
     with open("/proc/self/environ", "rb") as file:  # noqa: PTH123
-        given = file.read().split(b"\0")
-    if os.environ.get("LC_CTYPE") == "C.UTF-8" and not any(e.startswith(b"LC_CTYPE=") for e in given):
+        variables = file.read().split(b"\0")
+    if os.environ.get("LC_CTYPE") == "C.UTF-8" and not any(e.startswith(b"LC_CTYPE=") for e in variables):
         del os.environ["LC_CTYPE"]
 
 

@@ -94,13 +94,13 @@ def _compile(
     return target, ""
 
 
-def _fault(made: Path) -> str:
+def _fault(binary: Path) -> str:
     """Why the compiled launcher or pager does not work, or "": each is tried as it is used."""
     try:
-        if made.suffix == ".so":
-            done = _run(["/bin/sh", "-c", "exec true"], {"LD_PRELOAD": str(made), "PATH": "/usr/bin:/bin"})
+        if binary.suffix == ".so":
+            done = _run(["/bin/sh", "-c", "exec true"], {"LD_PRELOAD": str(binary), "PATH": "/usr/bin:/bin"})
             return done.stderr.strip()
-        done = _run([str(made)], {})
+        done = _run([str(binary)], {})
         return (
             "" if "this is the launcher of compilers" in done.stderr else f"it ended with {done.returncode}"
         )

@@ -158,8 +158,8 @@ def _resume(
     oldest = min(resting, key=lambda s: s.times.started_s)
     if active and now_s - oldest.times.since_s < REST_S:
         return []
-    taken = sum(max(0, s.expected_bytes - s.memory.rss_bytes) for s in active)
+    promised = sum(max(0, s.expected_bytes - s.memory.rss_bytes) for s in active)
     needs = max(0, oldest.expected_bytes - oldest.memory.rss_bytes)
-    if not active or used + taken + needs <= top:
+    if not active or used + promised + needs <= top:
         return [Action(Kind.RESUME, oldest)]
     return []

@@ -120,8 +120,8 @@ def _own_environment() -> dict[str, str]:
     """Our environment as it was given to us: Python adds LC_CTYPE in the C locale, which changes messages."""
     environ = dict(os.environ)
     with contextlib.suppress(OSError):
-        given = Path("/proc/self/environ").read_bytes().split(b"\0")
-        if environ.get("LC_CTYPE") == "C.UTF-8" and not any(e.startswith(b"LC_CTYPE=") for e in given):
+        variables = Path("/proc/self/environ").read_bytes().split(b"\0")
+        if environ.get("LC_CTYPE") == "C.UTF-8" and not any(e.startswith(b"LC_CTYPE=") for e in variables):
             del environ["LC_CTYPE"]
     return environ
 
@@ -160,9 +160,9 @@ class _Run:
         self.root = usable_root(environ)
         self.keep = settings.keep.absolute() if settings.keep is not None else None
         self.notes: list[str] = []
-        wanted = cache_root(environ)
-        if self.root != wanted.resolve():
-            self.notes.append(f"{wanted} cannot be used; what is to be kept is in {self.root}")
+        root = cache_root(environ)
+        if self.root != root.resolve():
+            self.notes.append(f"{root} cannot be used; what is to be kept is in {self.root}")
         self.pid = 0
         self.status: int | None = None
         self.asked_to_stop = 0
@@ -230,9 +230,9 @@ class _Run:
             names = ", ".join(sorted(controller.others.uncaught))
             self.notes.append(f"not caught, and only counted: {names}; they were started by their own paths")
         code = 128 + self.asked_to_stop if self.asked_to_stop else _code(self.status or 0)
-        given = self.settings.memory_bytes or controller.budget_bytes
+        budget_bytes = self.settings.memory_bytes or controller.budget_bytes
         cpu_s = time.process_time() - cpu_before  # for the seconds that the profile names, without making it
-        profile = trace.profile(code=code, budget_bytes=given, verdicts=controller.verdicts)
+        profile = trace.profile(code=code, budget_bytes=budget_bytes, verdicts=controller.verdicts)
         profile["notes"] = self.notes
         profile["controller"] = {
             "cpu_s": round(cpu_s, 3),

@@ -121,7 +121,7 @@ def judge(
     """The verdict on a stage that was stopped, or (kind None) killed again and again."""
     grown = max(stage.memory.most_bytes, stage.memory.high_bytes, stage.memory.peak_bytes)
     rate = stage.memory.growth or mean_rate(stage)
-    seen = max(LARGEST_SEEN.get(stage.name, OTHER_LARGEST), stage.predicted.bytes)
+    largest = max(LARGEST_SEEN.get(stage.name, OTHER_LARGEST), stage.predicted.bytes)
     release = f"CUDA {toolkit}, " if toolkit and stage.name not in ("c", "c++", "link") else ""
     what = f"{stage.label} ({release}{platform.machine()})"
     if kind is Kind.RUNAWAY:
@@ -132,7 +132,7 @@ def judge(
         )
         sentence = (
             f"{what} was stopped as a runaway: it grew by {size(rate)} a second to {size(grown)} without a "
-            f"plateau, and the largest known of its kind is {size(seen)}{fault_words}. "
+            f"plateau, and the largest known of its kind is {size(largest)}{fault_words}. "
             f"Fewer jobs do not help; {out}."
         )
         return Verdict("runaway", stage.label, grown, rate, toolkit, sentence, fault.source if fault else "")

@@ -72,7 +72,7 @@ class Others:
 
     def scan(self, launchers: set[int], groups: Mapping[int, Client]) -> None:
         """Add up everybody below us who is neither launcher nor stage."""
-        total, seen = 0, set()
+        total, alive = 0, set()
         for pid in [os.getpid(), *descendants(os.getpid())]:
             if pid in launchers:
                 continue
@@ -83,12 +83,12 @@ class Others:
             memory = self._sampler.memory(pid)
             if memory is None:
                 continue
-            seen.add(pid)
+            alive.add(pid)
             total += memory.anon
             if memory.anon > UNCAUGHT_BYTES and (name := name_of(pid)) in COMPILERS:
                 self.uncaught.add(name)
                 total += memory.rss - memory.anon
-        self._sampler.keep_only(seen)
+        self._sampler.keep_only(alive)
         self.rss_bytes = total
 
     def forget(self, pid: int) -> None:

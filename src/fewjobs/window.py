@@ -61,10 +61,10 @@ def widen(command: Sequence[str], environ: Mapping[str, str], slots: int) -> Win
             return Window(list(command), variables)
     said = []
     for variable in VARIABLES:
-        given = environ.get(variable, "")
-        if given.isdigit() and int(given) > 1:
-            variables[variable] = str(wider(int(given)))
-            said.append((int(given), variable))
+        value = environ.get(variable, "")
+        if value.isdigit() and int(value) > 1:
+            variables[variable] = str(wider(int(value)))
+            said.append((int(value), variable))
     if not said:
         return Window(list(command), variables)
     units = min(count for count, _ in said)

@@ -19,7 +19,7 @@ def compile_once(cache: Cache, folder: Path, *args: str, environ: dict[str, str]
     recipe = cache.recipe(command, environ or {}, str(folder / "scratch.d"))
     if recipe is None or not recipe.key:
         return "refused"
-    if cache.known(recipe) and cache.fetch(recipe) is not None:
+    if cache.has(recipe) and cache.fetch(recipe) is not None:
         return "kept"
     started = time.time()
     subprocess.run(["/usr/bin/g++", *(recipe.args or args)], cwd=folder, check=True)
@@ -147,7 +147,7 @@ def test_a_stage_of_nvcc_under_other_temporary_names(tmp_path: Path) -> None:
         ]
         recipe = cache.recipe(read_command("/cuda/cicc", args, str(tmp_path)), {}, "")
         assert recipe is not None
-        if cache.known(recipe) and cache.fetch(recipe) is not None:
+        if cache.has(recipe) and cache.fetch(recipe) is not None:
             return (tmp_path / f"{base}k.stub.c").read_text()
         (tmp_path / f"{base}k.ptx").write_text("ptx\n")
         (tmp_path / f"{base}k.stub.c").write_text(f'#include "{base}k.fatbin.c"\n')

@@ -67,25 +67,25 @@ def _shapes(max_size: int) -> list[_Shape]:
 
 
 def _cut(ends: Iterable[int], total: int) -> list[tuple[int, int]]:
-    kept = [min(end, total) for end in ends]
-    return [(a, b) for a, b in pairwise(kept) if b > a]
+    clipped = [min(end, total) for end in ends]
+    return [(a, b) for a, b in pairwise(clipped) if b > a]
 
 
 def attention_cases(max_size: int) -> list[Case]:
     """Forward and backward of each shape; the products of what is seen, and q, k, v and out once."""
-    made = []
+    listed = []
     for shape in _shapes(max_size):
         tokens, width = shape.batch * shape.length, shape.heads * shape.head_dim
         once = 2 * tokens * 2 * (shape.heads + shape.kv_heads) * shape.head_dim
         flops = 4 * shape.pairs * width
         for part, moved, products in (("forward", once, 1.0), ("backward", 2 * once, 2.5)):
-            made.append(
+            listed.append(
                 Case(
                     op="attention", part=part, format=shape.name, M=tokens, N=width, bytes_moved=moved,
                     flops=int(flops * products), tolerance=8e-3, build=partial(_problem, shape),
                 )
             )  # fmt: skip
-    return made
+    return listed
 
 
 def _problem(shape: _Shape, case: Case, device: torch.device) -> Problem:
@@ -144,7 +144,7 @@ def _exact(operands: Sequence[Tensor], dy: Tensor, pattern: Pattern, trained: in
     out = torch.empty(dy.shape, dtype=torch.float64, device=dy.device)
     gradients = [torch.empty(t.shape, dtype=torch.float64, device=t.device) for t in operands]
     starts = None if pattern.segments is None else pattern.segments.starts()
-    seen = visible(q.shape[2], pattern, q.device, starts)
+    mask = visible(q.shape[2], pattern, q.device, starts)
     for b in range(q.shape[0]):
         for g in range(k.shape[1]):
             heads, key = slice(g * groups, (g + 1) * groups), slice(g, g + 1)
@@ -152,7 +152,7 @@ def _exact(operands: Sequence[Tensor], dy: Tensor, pattern: Pattern, trained: in
             scores = leaves[0] @ leaves[1].mT * pattern.scale
             if pattern.soft_cap is not None:
                 scores = pattern.soft_cap * torch.tanh(scores / pattern.soft_cap)
-            y = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ leaves[2]
+            y = scores.masked_fill(~mask, -torch.inf).softmax(-1) @ leaves[2]
             out[b, :, heads] = y.detach().transpose(0, 1)
             if trained:
                 own = torch.autograd.grad(y, leaves, dy[b, :, heads].double().transpose(0, 1))

@@ -41,8 +41,8 @@ _TRAINED = {"forward": 0, "backward": 1, "backward_all": 2}
 
 def cases(op: str | None = None, *, max_size: int | None = None) -> list[Case]:
     """All cases, or those of one op; ``max_size`` cuts their dimensions, for a quick look or a CPU."""
-    made = {case.name: case for make in _MAKERS for case in make(max_size or 2**31)}
-    return [case for case in made.values() if op in (None, case.op)]
+    by_name = {case.name: case for make in _MAKERS for case in make(max_size or 2**31)}
+    return [case for case in by_name.values() if op in (None, case.op)]
 
 
 # RMSNorm.
@@ -50,7 +50,7 @@ def cases(op: str | None = None, *, max_size: int | None = None) -> list[Case]:
 
 def _rmsnorm_cases(max_size: int) -> list[Case]:
     shapes = [(8192, 2048), (8192, 4096), (8192, 8192), (262144, 128), (16, 4096)]
-    made = []
+    listed = []
     for format, M, N in [*(("bfloat16", M, N) for M, N in shapes), ("float32", 8192, 4096)]:
         M, N, itemsize = min(M, max_size), min(N, max_size), getattr(torch, format).itemsize
         case = Case(
@@ -59,8 +59,8 @@ def _rmsnorm_cases(max_size: int) -> list[Case]:
         )  # fmt: skip
         for part, passes, weights in (("forward", 2, 1), ("backward", 3, 1), ("backward_all", 3, 2)):
             bytes_moved = (passes * M + weights) * N * itemsize + 4 * M
-            made.append(replace(case, part=part, bytes_moved=bytes_moved))
-    return made
+            listed.append(replace(case, part=part, bytes_moved=bytes_moved))
+    return listed
 
 
 def _rmsnorm_problem(case: Case, device: torch.device) -> Problem:
@@ -108,17 +108,17 @@ def _rmsnorm_functions(N: int) -> dict[str, Callable[..., Tensor]]:
 
 
 def _dequantize_cases(max_size: int) -> list[Case]:
-    made = []
+    listed = []
     for format in ("nf4", "nf4_dq", "int8", "int4_g64", "float8_e4m3_row"):
         N, K = min(14336, max_size), min(4096, max_size)
-        made.append(
+        listed.append(
             Case(
                 op="dequantize", part="forward", format=format, M=N, N=K, build=_dequantize_problem,
                 bytes_moved=get_format(format).nbytes((N, K)) + 2 * N * K,
                 tolerance=_TWO_ROUNDINGS["bfloat16"],
             )
         )  # fmt: skip
-    return made
+    return listed
 
 
 def _dequantize_problem(case: Case, device: torch.device) -> Problem:
@@ -141,7 +141,7 @@ def _dequantize_problem(case: Case, device: torch.device) -> Problem:
 
 
 def _linear_cases(max_size: int) -> list[Case]:
-    made = []
+    listed = []
     for op, format, part, M, build in (
         *(("matmul_packed", "nf4_dq", "forward", M, _packed_problem) for M in (1, 16, 8192)),
         ("matmul_packed", "nf4_dq", "backward", 8192, _packed_problem),
@@ -151,14 +151,14 @@ def _linear_cases(max_size: int) -> list[Case]:
         M, N, K = min(M, max_size), min(14336, max_size), min(4096, max_size)
         weight_bytes = get_format(format).nbytes((N, K)) if op != "matmul_operands" else 2 * N * K
         products = 2 if part == "backward_all" else 1
-        made.append(
+        listed.append(
             Case(
                 op=op, part=part, format=format, M=M, N=N, K=K, build=build, flops=2 * M * N * K * products,
                 bytes_moved=products * (weight_bytes + 2 * M * (N + K)),
                 tolerance=_TWO_ROUNDINGS["bfloat16"],
             )
         )  # fmt: skip
-    return made
+    return listed
 
 
 def _operands(case: Case, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:

@@ -32,18 +32,18 @@ _HEADS, _KV_HEADS, _HEAD = 32, 8, 128
 
 
 def _few_rows_cases(max_size: int) -> list[Case]:
-    made = []
+    listed = []
     for format in _FORMATS:
         for N, K in _SHAPES:
             N, K = min(N, max_size), min(K, max_size)
             weight = 2 * N * K if format == "bfloat16" else get_format(format).nbytes((N, K))
-            made.append(
+            listed.append(
                 Case(
                     op="few_rows", part="forward", format=format, M=1, N=N, K=K,
                     bytes_moved=weight + 2 * K + 4 * N, tolerance=2.0**-7, build=_few_rows_problem,
                 )
             )  # fmt: skip
-    return made
+    return listed
 
 
 def _few_rows_problem(case: Case, device: torch.device) -> Problem:
@@ -62,17 +62,17 @@ def _few_rows_problem(case: Case, device: torch.device) -> Problem:
 
 
 def _attention_cases(max_size: int) -> list[Case]:
-    made = []
+    listed = []
     for tokens in (128, 2048, 32768):
         tokens = min(tokens, 8 * max_size)
         cache = 2 * 2 * tokens * _KV_HEADS * _HEAD
-        made.append(
+        listed.append(
             Case(
                 op="decode_attention", part="forward", format="bfloat16", M=1, N=tokens, bytes_moved=cache,
                 tolerance=2.0**-7, build=_attention_problem,
             )
         )  # fmt: skip
-    return made
+    return listed
 
 
 def _attention_problem(case: Case, device: torch.device) -> Problem:
@@ -113,18 +113,18 @@ def packed_cache(
 
 
 def _packed_cases(max_size: int) -> list[Case]:
-    made = []
+    listed = []
     for kind in ("int4", "int8", "fp8"):
         for tokens in (2048, 32768):
             tokens = min(tokens, 8 * max_size)
-            made.append(
+            listed.append(
                 Case(
                     op="packed_attention", part="forward", format=kind, M=1, N=tokens,
                     bytes_moved=_KV_HEADS * get_kv_cache(kind).nbytes(tokens, _HEAD),
                     tolerance=2.0**-7, build=_packed_problem,
                 )
             )  # fmt: skip
-    return made
+    return listed
 
 
 def _packed_problem(case: Case, device: torch.device) -> Problem:

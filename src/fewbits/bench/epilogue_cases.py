@@ -28,7 +28,7 @@ _RANK, _BATCH, _D = 16, 4, 128
 
 def qkv_epilogue_cases(max_size: int) -> list[Case]:
     """4 x 2048 tokens of 32 + 8 + 8 heads of 128 with branches, and of Qwen3-1.7B's 16 + 8 + 8 with norms."""
-    made = []
+    listed = []
     for format, heads in (("bfloat16", 48), ("bfloat16_norm", 32)):
         M, N = min(8192, max_size), (heads if max_size >= 6144 else 12) * _D
         read_again = 3 * N // 4 if format == "bfloat16_norm" else 0  # q and k of the product
@@ -36,8 +36,8 @@ def qkv_epilogue_cases(max_size: int) -> list[Case]:
             op="qkv_epilogue", part="forward", format=format, M=M, N=N, bytes_moved=4 * M * N, tolerance=8e-3,
             build=_epilogue_problem,
         )  # fmt: skip
-        made += [case, replace(case, part="backward", bytes_moved=2 * M * (2 * N + read_again))]
-    return made
+        listed += [case, replace(case, part="backward", bytes_moved=2 * M * (2 * N + read_again))]
+    return listed
 
 
 def _epilogue_problem(case: Case, device: torch.device) -> Problem:
@@ -101,7 +101,7 @@ def _epilogue_variant(
 
 def lora_reduce_cases(max_size: int) -> list[Case]:
     """t, dA and dB of an o projection of Llama-3.1-8B, of its q, k and v, of its gate and up."""
-    made = []
+    listed = []
     for format, N, K in (
         ("bfloat16", 4096, 4096),
         ("bfloat16_qkv", 6144, 4096),
@@ -112,8 +112,8 @@ def lora_reduce_cases(max_size: int) -> list[Case]:
             op="lora_reduce", part="backward", format=format, M=M, N=N, K=K, bytes_moved=2 * M * (N + K),
             tolerance=4e-3, build=_lora_problem,
         )  # fmt: skip
-        made.append(case)
-    return made
+        listed.append(case)
+    return listed
 
 
 def _lora_problem(case: Case, device: torch.device) -> Problem:

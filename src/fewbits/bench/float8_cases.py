@@ -44,17 +44,17 @@ _LARGEST = 448.0
 
 def quantize_cases(max_size: int) -> list[Case]:
     """Activations of Llama-3.1-8B, 8192 tokens: its width, its feed-forward layer's, gate and up together."""
-    made = []
+    listed = []
     for part, N in (("rows", 4096), ("rows", 14336), ("rows", 28672), ("blocks", 4096), ("tensor", 4096)):
         M, N = min(8192, max_size), min(N, max_size)
-        made.append(
+        listed.append(
             Case(
                 op="quantize_float8", part=part, format="float8_e4m3", M=M, N=N,
                 bytes_moved=(5 if part == "tensor" else 3) * M * N,
                 tolerance=_ONE_ROUNDING, build=_quantize_problem,
             )
         )  # fmt: skip
-    return made
+    return listed
 
 
 def _quantize_problem(case: Case, device: torch.device) -> Problem:
@@ -169,11 +169,11 @@ def _gated_problem(case: Case, device: torch.device) -> Problem:
     q = torch.empty(case.M, case.N if forward else 2 * case.N, dtype=torch.float8_e4m3fn, device=device)
 
     def ours() -> Sequence[Tensor]:
-        made = Quantized8(q, inverse, amax)
+        quantized = Quantized8(q, inverse, amax)
         if forward:
-            gated_activation_into(gate, up, dense, quantized=made)
+            gated_activation_into(gate, up, dense, quantized=quantized)
         else:
-            gated_activation_backward_into(dh, gate, up, None, None, quantized=made)
+            gated_activation_backward_into(dh, gate, up, None, None, quantized=quantized)
         return (q,)
 
     def apart() -> Sequence[Tensor]:  # the same kernel in 16 bits, and another one to 8
@@ -212,10 +212,10 @@ def _gated_lora_problem(case: Case, device: torch.device) -> Problem:
     low = branch(), branch(), branch()
     scale = scale_of_amax(torch.full((1,), 64.0, device=device))
     q = torch.empty(case.M, 2 * case.N, dtype=torch.float8_e4m3fn, device=device)
-    made = Quantized8(q, 1 / scale, torch.zeros(1, device=device))
+    quantized = Quantized8(q, 1 / scale, torch.zeros(1, device=device))
 
     def ours() -> Sequence[Tensor]:
-        return (q, *gated_lora_backward(dh, gate, up, low, quantized=made))
+        return (q, *gated_lora_backward(dh, gate, up, low, quantized=quantized))
 
     def apart() -> Sequence[Tensor]:  # the activation in 16 bits, then what reads it
         both, h = torch.empty_like(gate_up), torch.empty_like(dh)
@@ -253,14 +253,14 @@ def _gated_lora_forward_problem(case: Case, device: torch.device) -> Problem:
     low, down = (LowRank(x[0], w[0]), LowRank(x[1], w[1])), w[2]
     scale = scale_of_amax(torch.full((1,), 64.0, device=device))
     q = torch.empty(case.M, case.N, dtype=torch.float8_e4m3fn, device=device)
-    made = Quantized8(q, 1 / scale, torch.zeros(1, device=device))
+    quantized = Quantized8(q, 1 / scale, torch.zeros(1, device=device))
 
     def ours() -> Sequence[Tensor]:
-        return q, gated_lora_forward(gate, up, low, down, h=None, quantized=made)
+        return q, gated_lora_forward(gate, up, low, down, h=None, quantized=quantized)
 
     def apart() -> Sequence[Tensor]:
         h = torch.empty_like(gate, memory_format=torch.contiguous_format)
-        gated_activation_into(gate, up, h, low_rank_gate=low[0], low_rank_up=low[1], quantized=made)
+        gated_activation_into(gate, up, h, low_rank_gate=low[0], low_rank_up=low[1], quantized=quantized)
         return q, h @ down
 
     def exact() -> Sequence[Tensor]:
@@ -278,7 +278,7 @@ def _gated_lora_forward_problem(case: Case, device: torch.device) -> Problem:
 
 def product_cases(max_size: int) -> list[Case]:
     """Gate and up, and down of Llama-3.1-8B: y = x W^T, dx = dy W of the transposed weight; the weight."""
-    made = []
+    listed = []
     for part, N, K in (
         ("forward", 28672, 4096),
         ("backward", 28672, 4096),
@@ -289,7 +289,7 @@ def product_cases(max_size: int) -> list[Case]:
     ):
         M, N, K = min(8192, max_size), min(N, max_size), min(K, max_size)
         product = not part.startswith("weight")
-        made.append(
+        listed.append(
             Case(
                 op="matmul_float8", part=part, format="float8_e4m3", M=M, N=N, K=K,
                 bytes_moved=N * K + M * (K + 2 * N) if product else 3 * N * K,
@@ -297,7 +297,7 @@ def product_cases(max_size: int) -> list[Case]:
                 build=_product_problem if product else _weight_problem,
             )
         )  # fmt: skip
-    return made
+    return listed
 
 
 def _product_problem(case: Case, device: torch.device) -> Problem:

@@ -22,15 +22,15 @@ _Rotation = Callable[..., tuple[Tensor, Tensor]]
 
 def gated_activation_cases(max_size: int) -> list[Case]:
     """SwiGLU of Llama-3.1-8B's and Qwen3-1.7B's feed-forward layer, 8192 tokens."""
-    made = []
+    listed = []
     for M, I in ((8192, 14336), (8192, 6144)):
         M, I = min(M, max_size), min(I, max_size)
         forward = Case(
             op="gated_activation", part="forward", format="bfloat16", M=M, N=I, bytes_moved=3 * M * I * 2,
             tolerance=4e-3, build=_gated_activation_problem,
         )  # fmt: skip
-        made += [forward, replace(forward, part="backward", bytes_moved=5 * M * I * 2)]
-    return made
+        listed += [forward, replace(forward, part="backward", bytes_moved=5 * M * I * 2)]
+    return listed
 
 
 def _gated_activation_problem(case: Case, device: torch.device) -> Problem:
@@ -91,8 +91,8 @@ def _rope_problem(case: Case, device: torch.device) -> Problem:
 
         def prepare() -> Run:
             leaves = [t.detach().requires_grad_() for t in (q, k)]
-            turned = f(*leaves, cos, sin)
-            return lambda: torch.autograd.grad(turned, leaves, (dq, dk))
+            rotated = f(*leaves, cos, sin)
+            return lambda: torch.autograd.grad(rotated, leaves, (dq, dk))
 
         return prepare
 
@@ -101,12 +101,12 @@ def _rope_problem(case: Case, device: torch.device) -> Problem:
 
 def _rope_functions(device: torch.device) -> dict[str, _Rotation]:
     def eager(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        def turned(x: Tensor) -> Tensor:  # what transformers' apply_rotary_pos_emb does
+        def rotary(x: Tensor) -> Tensor:  # what transformers' apply_rotary_pos_emb does
             half = x.shape[-1] // 2
             rotated = torch.cat([-x[..., half:], x[..., :half]], -1)
             return x * cos[:, None] + rotated * sin[:, None]
 
-        return turned(q), turned(k)
+        return rotary(q), rotary(k)
 
     functions: dict[str, _Rotation] = {"fewbits": apply_rope, "torch_eager": eager}
     if device.type == "cuda":

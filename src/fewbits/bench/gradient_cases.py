@@ -26,20 +26,20 @@ _PARTS = ("quantize", "sum", "dequantize")
 
 def gradient_cases(max_size: int) -> list[Case]:
     """A bucket of 25 MiB of float32, DDP's own size, between 8 ranks: M rows of N values."""
-    made = []
+    listed = []
     N = min(25 * 2**20 // 4 // _RANKS, max_size * 16)
     for format in ("int8", "int4", "float8_e4m3"):
         wire = wire_of(get_format(format), N * _RANKS, _RANKS)
         message, values = _RANKS * wire.row_bytes, N * _RANKS
         floors = (12 * values + message, message + 8 * N + wire.row_bytes, message + 4 * values)
         for part, bytes_moved in zip(_PARTS, floors, strict=True):
-            made.append(
+            listed.append(
                 Case(
                     op="gradient_codec", part=part, format=format, M=_RANKS, N=N, bytes_moved=bytes_moved,
                     tolerance=_EXACT, build=_gradient_problem,
                 )
             )  # fmt: skip
-    return made
+    return listed
 
 
 def _gradient_problem(case: Case, device: torch.device) -> Problem:

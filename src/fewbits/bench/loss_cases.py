@@ -108,11 +108,11 @@ def _problem(case: Case, device: torch.device) -> Problem:
             h = hidden[rows].double()
             leaves = [h.requires_grad_(), w.requires_grad_()][:trained]
             part = F.cross_entropy(F.linear(h, w), labels[rows], reduction="sum") / count
-            made = torch.autograd.grad(part, leaves)
+            of_part = torch.autograd.grad(part, leaves)
             loss += part.detach()
-            gradients[0][rows] = made[0]
+            gradients[0][rows] = of_part[0]
             if trained > 1:
-                gradients[1] += made[1]
+                gradients[1] += of_part[1]
         return loss, *gradients
 
     return Problem({name: variant(f) for name, f in functions.items()}, exact)
@@ -122,10 +122,10 @@ def _functions_of(case: Case, frozen: Tensor | None, device_type: str) -> dict[s
     """What is measured; ``frozen`` is the weight whose 8-bit operands are made once."""
     functions: dict[str, _Loss] = {"fewbits": linear_cross_entropy, "torch_eager": _eager_loss}
     if case.op == "linear_cross_entropy_float8":
-        kept = None if frozen is None else head_operands(frozen)
+        operands = None if frozen is None else head_operands(frozen)
 
         def float8(h: Tensor, w: Tensor, y: Tensor) -> Tensor:
-            return linear_cross_entropy_float8(h, w, y, kept or head_operands(w))
+            return linear_cross_entropy_float8(h, w, y, operands or head_operands(w))
 
         functions = {"fewbits": float8, "fewbits_bfloat16": linear_cross_entropy}
     if case.op == "linear_log_probs":
@@ -151,11 +151,11 @@ def _log_probs_loss(h: Tensor, w: Tensor, y: Tensor) -> Tensor:
 def _trl_loss(h: Tensor, w: Tensor, y: Tensor) -> Tensor:
     from trl.kernels import ChunkedLogProbFunction
 
-    kept = y != -100
+    counts = y != -100
     outputs = ("log_probs", "entropy", "is_top1")
-    found = ChunkedLogProbFunction.apply(h, w, None, y.where(kept, 0), 1.0, 32768, None, 1.0, outputs)
-    log_probs: Tensor = found[0]
-    return -log_probs.where(kept, 0).sum() / kept.sum()
+    results = ChunkedLogProbFunction.apply(h, w, None, y.where(counts, 0), 1.0, 32768, None, 1.0, outputs)
+    log_probs: Tensor = results[0]
+    return -log_probs.where(counts, 0).sum() / counts.sum()
 
 
 MAKERS = (

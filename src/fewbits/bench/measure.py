@@ -203,7 +203,7 @@ def peaks_of(device: torch.device) -> Peaks:
         kinds: dict[str, Any] = {"out_dtype": torch.bfloat16, "use_fast_accum": True}
         variants["float8"] = lambda: lambda: (torch._scaled_mm(a8, b8.t(), one, one, **kinds),)
     times = measure(variants, CudaTimer(device), rounds=3, repeats=5)
-    rates = {name: 2 * _SIDE**3 / (found.p50 * 1e-6) for name, found in times.items()}
+    rates = {name: 2 * _SIDE**3 / (timing.p50 * 1e-6) for name, timing in times.items()}
     return Peaks(copy_bytes_per_second(device), rates["bf16"], rates.get("float8", 0.0))
 
 

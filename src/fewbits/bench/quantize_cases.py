@@ -27,15 +27,15 @@ _MOVED = 0.05  # the sum's last bit may move a few values to the next code
 def quantize_cases(max_size: int) -> list[Case]:
     """Llama-3.1-8B's gate projection."""
     N, K = min(14336, max_size), min(4096, max_size)
-    made = []
+    listed = []
     for format in ("nf4", "nf4_dq", "fp4", "int8", "int8_tensor", "int4_g32", "int4_g128_zp"):
-        made.append(
+        listed.append(
             Case(
                 op="quantize", part="forward", format=format, M=N, N=K, build=_quantize_problem,
                 bytes_moved=get_format(format).nbytes((N, K)) + 2 * N * K, tolerance=_EXACT,
             )
         )  # fmt: skip
-    return made
+    return listed
 
 
 def _quantize_problem(case: Case, device: torch.device) -> Problem:
@@ -64,17 +64,17 @@ def _quantize_problem(case: Case, device: torch.device) -> Problem:
 def fake_quantize_cases(max_size: int) -> list[Case]:
     """The same weight, as it is ("forward") and with an adapter of rank 16 ("adapter")."""
     N, K = min(14336, max_size), min(4096, max_size)
-    made = []
+    listed = []
     for format in ("int4_g32", "int4_g128", "nf4", "int8"):
         for part, tolerance in (("forward", _EXACT), ("adapter", _MOVED)):
-            made.append(
+            listed.append(
                 Case(
                     op="fake_quantize", part=part, format=format, M=N, N=K, build=_fake_quantize_problem,
                     bytes_moved=4 * N * K + (2 * _RANK * (N + K) if part == "adapter" else 0),
                     tolerance=tolerance,
                 )
             )  # fmt: skip
-    return made
+    return listed
 
 
 def _fake_quantize_problem(case: Case, device: torch.device) -> Problem:
@@ -110,17 +110,17 @@ def adamw_cases(max_size: int) -> list[Case]:
     H, KV, I = sizes
     lora = [(16, k) for k in (H, H, H, H, H, H, I)] + [(n, 16) for n in (H, KV, KV, H, I, I, H)]
     width = min(6144, max_size), min(2048, max_size)
-    made = []
+    listed = []
     for part, shapes in (("lora", lora * layers), ("weights", [width] * 3 * max(layers - 4, 1))):
         n = sum(a * b for a, b in shapes)
-        made.append(
+        listed.append(
             Case(
                 op="adamw", part=part, format="bfloat16", M=len(shapes), N=n // len(shapes),
                 bytes_moved=10 * n + 16 * n // 256, tolerance=_EXACT,
                 build=lambda case, device, shapes=shapes: _adamw_problem(shapes, device),  # type: ignore[misc]
             )
         )  # fmt: skip
-    return made
+    return listed
 
 
 def _adamw_problem(shapes: list[tuple[int, int]], device: torch.device) -> Problem:

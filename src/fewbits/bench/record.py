@@ -91,10 +91,10 @@ COLUMNS = [f.name for f in (*fields(Row), *fields(Conditions))]
 def rows_of(case: Case, times: dict[str, Quantiles], peaks: Peaks | None) -> list[Row]:
     """One row for each variant of a case."""
     ours = times["fewbits"].p50 if "fewbits" in times else None
-    made = []
+    rows = []
     for variant, (p20, p50, p80) in times.items():
         share = peaks.floor_s(case) / (p50 * 1e-6) if peaks else None
-        made.append(
+        rows.append(
             Row(
                 op=case.op, part=case.part, variant=variant, format=case.format, M=case.M, N=case.N, K=case.K,
                 metric="time", unit="us", low=round(p20, 2), value=round(p50, 2), high=round(p80, 2),
@@ -103,7 +103,7 @@ def rows_of(case: Case, times: dict[str, Quantiles], peaks: Peaks | None) -> lis
                 ratio=None if ours is None else round(p50 / ours, 3),
             )
         )  # fmt: skip
-    return made
+    return rows
 
 
 def conditions(
@@ -175,9 +175,9 @@ def _commit() -> str:
     git = shutil.which("git")
     query = [git or "git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     here = Path(__file__).parent
-    found = subprocess.run(query, cwd=here, capture_output=True, text=True, check=False) if git else None
-    if found is None or found.returncode:
+    done = subprocess.run(query, cwd=here, capture_output=True, text=True, check=False) if git else None
+    if done is None or done.returncode:
         raise BadInput(
             "this copy of fewbits is no git checkout, so a row would not say what ran: give --commit HASH."
         )
-    return found.stdout.strip()
+    return done.stdout.strip()

@@ -38,23 +38,23 @@ _EXAMPLES = """examples:
 
 def parser() -> argparse.ArgumentParser:
     """The options of ``fewbits bench``."""
-    made = argparse.ArgumentParser(
+    options = argparse.ArgumentParser(
         prog="fewbits bench", description="Time kernels beside their peers, after checking both.",
         epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    made.add_argument(
+    options.add_argument(
         "what",
         choices=["kernels", "train", "tune"],
         help="train and tune have their own options",
     )
-    made.add_argument("--op", help="only this op, such as rmsnorm; several with commas between")
-    made.add_argument("--without", default="", help="peers to leave out, such as torch_compile")
-    made.add_argument("--device", default="auto", help="auto (a GPU), cpu, cuda, cuda:1 (default: auto)")
-    made.add_argument("--max-size", type=int, help="cut every dimension to this, for a quick look")
-    made.add_argument("--rounds", type=int, default=10, help="turns of ten runs that each variant takes")
-    made.add_argument("--record", type=Path, metavar="CSV", help="append the rows to this file")
-    made.add_argument("--commit", help="the commit that runs, where there is no git checkout to ask")
-    return made
+    options.add_argument("--op", help="only this op, such as rmsnorm; several with commas between")
+    options.add_argument("--without", default="", help="peers to leave out, such as torch_compile")
+    options.add_argument("--device", default="auto", help="auto (a GPU), cpu, cuda, cuda:1 (default: auto)")
+    options.add_argument("--max-size", type=int, help="cut every dimension to this, for a quick look")
+    options.add_argument("--rounds", type=int, default=10, help="turns of ten runs that each variant takes")
+    options.add_argument("--record", type=Path, metavar="CSV", help="append the rows to this file")
+    options.add_argument("--commit", help="the commit that runs, where there is no git checkout to ask")
+    return options
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -64,16 +64,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         BadInput: an option does not fit.
         Unsupported: the device is not there.
     """
-    given = list(sys.argv[1:] if argv is None else argv)
-    if given[:1] == ["train"]:
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["train"]:
         from fewbits.bench.train.command import main as train
 
-        return train(given[1:])
-    if given[:1] == ["tune"]:
+        return train(arguments[1:])
+    if arguments[:1] == ["tune"]:
         from fewbits.bench.tune import main as tune
 
-        return tune(given[1:])
-    options = parser().parse_args(given)
+        return tune(arguments[1:])
+    options = parser().parse_args(arguments)
     device, console = device_to_time(options.device), Console(width=150)
     chosen = _chosen(options)
     peaks = peaks_of(device) if device.type == "cuda" else None
@@ -82,11 +82,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     wrong: list[str] = []
     for case in chosen:
         console.print(case.name, style="dim")
-        found = _run_case(case, device, timer, options, peaks, wrong)
+        measured = _run_case(case, device, timer, options, peaks, wrong)
         if options.record:  # at once: a time limit loses the case under way
             command = f"fewbits bench kernels --op {case.op}"
-            append(options.record, found, conditions(device, command=command, commit=options.commit))
-        rows += found
+            append(options.record, measured, conditions(device, command=command, commit=options.commit))
+        rows += measured
     console.print(_table(rows, describe(device).name, peaks))
     for sentence in wrong:
         console.print(sentence, style="red")
@@ -96,11 +96,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _chosen(options: argparse.Namespace) -> list[Case]:
     chosen: list[Case] = []
     for op in options.op.split(",") if options.op else [None]:
-        found = cases(op, max_size=options.max_size)
-        if not found:
-            known = ", ".join(sorted({c.op for c in cases()}))
-            raise BadInput(f"no case for op {op!r}: known are {known}.")
-        chosen += found
+        matching = cases(op, max_size=options.max_size)
+        if not matching:
+            names = ", ".join(sorted({c.op for c in cases()}))
+            raise BadInput(f"no case for op {op!r}: known are {names}.")
+        chosen += matching
     return chosen
 
 

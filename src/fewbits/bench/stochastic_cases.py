@@ -28,17 +28,17 @@ _OPTIONS = {
 
 def stochastic_cases(max_size: int) -> list[Case]:
     """Llama-3.1-8B's gate projection, few rows: halved streams in chunks of 128, as its users run it."""
-    made = []
+    listed = []
     for M in (1, 16):
         N, K = min(14336, max_size), min(4096, max_size)
-        made.append(
+        listed.append(
             Case(
                 op="matmul_stochastic", part="forward", format="sc8_halve", M=M, N=N, K=K,
                 flops=2 * M * N * K, bytes_moved=2 * (N * K + M * K) + 4 * M * N,
                 tolerance=_STREAM_ERROR, build=_problem,
             )
         )  # fmt: skip
-    return made
+    return listed
 
 
 def _problem(case: Case, device: torch.device) -> Problem:
@@ -65,12 +65,12 @@ def _problem(case: Case, device: torch.device) -> Problem:
 
 def codes_cases(max_size: int) -> list[Case]:
     """Prepared operands at the shapes of Llama-3.1-8B and 70B: few rows of decoding, many of a prompt."""
-    made = []
+    listed = []
     for N, K in ((14336, 4096), (4096, 14336), (28672, 8192), (8192, 28672)):
         N, K = min(N, max_size), min(K, max_size)
         for M, format in product((1, 4, 16, 2048), ("sc8_halve", "sc8_full", "sc8_l32")):
             rows = min(M, max_size)
-            made.append(
+            listed.append(
                 Case(
                     op="stochastic_codes", part="forward", format=format, M=rows, N=N, K=K,
                     flops=2 * rows * N * K, bytes_moved=(N + rows) * (K + K // 32) + 4 * rows * N,
@@ -78,7 +78,7 @@ def codes_cases(max_size: int) -> list[Case]:
                     build=_codes_problem,
                 )
             )  # fmt: skip
-    return made
+    return listed
 
 
 def _codes_problem(case: Case, device: torch.device) -> Problem:
@@ -99,18 +99,18 @@ def _codes_problem(case: Case, device: torch.device) -> Problem:
 
 def rows_cases(max_size: int) -> list[Case]:
     """The linears of a decoding step of Llama-3.1-8B, q + k + v and gate + up as one: rows quantised too."""
-    made = []
+    listed = []
     for N, K in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)):
         N, K = min(N, max_size), min(K, max_size)
         for M in (1, 4):
-            made.append(
+            listed.append(
                 Case(
                     op="stochastic_rows", part="forward", format="sc8_halve", M=M, N=N, K=K,
                     flops=2 * M * N * K, bytes_moved=N * (K + K // 32) + 2 * M * (N + K),
                     tolerance=_STREAM_ERROR, build=_rows_problem,
                 )
             )  # fmt: skip
-    return made
+    return listed
 
 
 def _rows_problem(case: Case, device: torch.device) -> Problem:
@@ -130,17 +130,17 @@ def _rows_problem(case: Case, device: torch.device) -> Problem:
 
 def quantize_cases(max_size: int) -> list[Case]:
     """Rows of activations to codes: a token of decoding, a prompt."""
-    K, made = min(4096, max_size), []
+    K, listed = min(4096, max_size), []
     for M in (1, 2048):
         rows = min(M, max_size)
-        made.append(
+        listed.append(
             Case(
                 op="quantize_stochastic", part="forward", format="sc8_halve", M=rows, N=0, K=K,
                 flops=2 * rows * K, bytes_moved=3 * rows * K + rows * K // 32,
                 tolerance=2.0**-7, build=_quantize_problem,
             )
         )  # fmt: skip
-    return made
+    return listed
 
 
 def _quantize_problem(case: Case, device: torch.device) -> Problem:
@@ -160,18 +160,18 @@ _GROUPS = 8  # of Llama-3.1-8B's heads; 4 query heads of a group are rows of one
 
 def attention_cases(max_size: int) -> list[Case]:
     """QK^T and PV over 2048 keys, one token and a prompt: operands quantised on the fly, a scale per row."""
-    made = []
+    listed = []
     for part, rows in product(("qk", "pv"), (4, 8192)):
         keys, rows = min(2048, max_size), min(rows, max_size)
         M, N, K = (rows, keys, 128) if part == "qk" else (rows, 128, keys)
-        made.append(
+        listed.append(
             Case(
                 op="stochastic_codes", part=part, format="sc8_halve", M=_GROUPS * M, N=N, K=K,
                 flops=2 * _GROUPS * M * N * K, bytes_moved=_GROUPS * (2 * (M * K + N * K) + 4 * M * N),
                 tolerance=_STREAM_ERROR, build=_attention_problem,
             )
         )  # fmt: skip
-    return made
+    return listed
 
 
 def _attention_problem(case: Case, device: torch.device) -> Problem:

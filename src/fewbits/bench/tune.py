@@ -26,18 +26,18 @@ _GAIN = 0.97  # of the rule's time: what a tile must beat to be kept
 
 def parser() -> argparse.ArgumentParser:
     """The options of ``fewbits bench tune``."""
-    made = argparse.ArgumentParser(
+    options = argparse.ArgumentParser(
         prog="fewbits bench tune",
         description="Measure with which tiles the kernels run fastest on this GPU, and keep the winners "
         "in the user's cache folder (Triton's), where every later process finds them. Takes minutes: "
         "every tile is compiled.",
     )  # fmt: skip
-    made.add_argument("--widths", choices=WIDTHS, default="8b", help="of which model (default: 8b)")
-    made.add_argument("--op", default="", help="only kernels whose name begins so, such as rmsnorm")
-    made.add_argument("--device", default="auto", help="auto, cuda, cuda:1 (default: auto)")
-    made.add_argument("--rounds", type=int, default=3, help="turns of five runs that each tile takes")
-    made.add_argument("--dry-run", action="store_true", help="measure and print, keep nothing")
-    return made
+    options.add_argument("--widths", choices=WIDTHS, default="8b", help="of which model (default: 8b)")
+    options.add_argument("--op", default="", help="only kernels whose name begins so, such as rmsnorm")
+    options.add_argument("--device", default="auto", help="auto, cuda, cuda:1 (default: auto)")
+    options.add_argument("--rounds", type=int, default=3, help="turns of five runs that each tile takes")
+    options.add_argument("--dry-run", action="store_true", help="measure and print, keep nothing")
+    return options
 
 
 def main(argv: Sequence[str]) -> int:
@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
     if device.type != "cuda" or triton is None:
         raise Unsupported("tiles are those of Triton's kernels on a GPU: run this where both are.")
     index = torch.cuda.current_device() if device.index is None else device.index
-    timer, found = CudaTimer(device), {}
+    timer, tiles = CudaTimer(device), {}
     table = Table(title=f"tiles on {describe(device).name}, widths of {options.widths}", box=None)
     for column in ("kernel", "rule", "us", "best", "us", "floor", "refused"):
         table.add_column(column, no_wrap=True)
@@ -62,16 +62,16 @@ def main(argv: Sequence[str]) -> int:
         times, refused = timed(sweep, timer, options.rounds)
         best = chosen(sweep, times)
         if best is not None:
-            found[sweep.key] = best
+            tiles[sweep.key] = best
         table.add_row(*_line(sweep, times, len(refused)))
         for sentence in refused:
             console.print(f"  {sentence}", style="dim", markup=False)
     console.print(table)
     if options.dry_run:
         return 0
-    path = keep(index, found)
+    path = keep(index, tiles)
     console.print(
-        f"{len(found)} tiles are kept in {path}; this GPU now has {len(tiles_of(index))} of its own."
+        f"{len(tiles)} tiles are kept in {path}; this GPU now has {len(tiles_of(index))} of its own."
         if path else "there is no cache folder that can be written: nothing is kept.", markup=False,
     )  # fmt: skip
     return 0 if path else 1
@@ -84,11 +84,11 @@ def timed(
     from triton.runtime.errors import TritonError
 
     right: dict[str, Variant] = {}
-    tiles, refused, made = {}, [], cast(Any, type(sweep.rule))
+    tiles, refused, kind = {}, [], cast(Any, type(sweep.rule))
     for tile in dict.fromkeys((tuple(sweep.rule), *map(tuple, sweep.tiles))):
-        given = made(*tile)
+        numbers = kind(*tile)
         try:
-            error = sweep.error(given)
+            error = sweep.error(numbers)
         except (RuntimeError, ValueError, TritonError) as reason:  # it does not compile, or does not fit
             refused.append(f"{tile}: {str(reason).splitlines()[0][:90]}")
             continue
@@ -96,9 +96,9 @@ def timed(
             refused.append(f"{tile}: wrong, by {error:.1e}")
             continue
         tiles[str(tile)] = tile
-        right[str(tile)] = partial(_prepare, sweep, given)
+        right[str(tile)] = partial(_prepare, sweep, numbers)
     times = measure(right, timer, rounds=rounds, repeats=5) if right else {}
-    return {tiles[name]: found for name, found in times.items()}, refused
+    return {tiles[name]: quantiles for name, quantiles in times.items()}, refused
 
 
 def _prepare(sweep: Sweep, tile: tuple[int, ...]) -> Run:

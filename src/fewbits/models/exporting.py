@@ -172,7 +172,7 @@ class _Work:
         )
 
     def _packed(self, unchanged: list[str], tensor: PlannedTensor) -> Packed | None:
-        """A linear's blocks where the model has it in the tensor's type already; ``unchanged`` gets its name."""
+        """A linear's blocks where the model has them in that type; its name goes into ``unchanged``."""
         linear = tensor.name.removesuffix(".weight")
         format = self.weights.format_of(linear) if tensor.name.endswith(".weight") else None
         if format is None or format.contract.names.get("gguf") != tensor.kind:

@@ -135,8 +135,8 @@ def _fuse(model: Any, job: Job, recipe: Any) -> tuple[list[str], Any]:
     fusion = fused.fusion_of(model)
     # Beside gradients and states of all weights the norms' outputs are little; LoRA's memory is compared.
     keep = KEEP_ALL if config.trains_all else KEEP_PRODUCTS
-    made = fusion is None
-    receipt = fused.fuse(model, keep=keep, delayed_scaling=config.delayed) if made else fusion.receipt
+    fuses_now = fusion is None
+    receipt = fused.fuse(model, keep=keep, delayed_scaling=config.delayed) if fuses_now else fusion.receipt
     notes = [f"{len(fused.fused_layers(model))} layers fused", *map(str, receipt.notes)]
     if config.delayed:
         notes.append("FP8 scales of the MLP's inner tensors are those of earlier steps (delayed scaling)")
@@ -276,14 +276,18 @@ def _pack_nf4(model: Any, device: str) -> None:
     for name, linear in list(model.named_modules()):
         if name.rpartition(".")[2] not in TARGETS or not isinstance(linear, nn.Linear):
             continue
-        made = bitsandbytes.nn.Linear4bit(
+        layer = bitsandbytes.nn.Linear4bit(
             linear.in_features, linear.out_features, bias=linear.bias is not None, compute_dtype=_DTYPE,
             quant_type="nf4", compress_statistics=True, device="meta",
         )  # fmt: skip
         weight = bitsandbytes.nn.Params4bit(
-            linear.weight.data, requires_grad=False, quant_type="nf4", compress_statistics=True, module=made
+            linear.weight.data,
+            requires_grad=False,
+            quant_type="nf4",
+            compress_statistics=True,
+            module=layer,
         )
-        made.weight = weight._quantize(device)
-        made.bias = linear.bias
-        model.set_submodule(name, made)
+        layer.weight = weight._quantize(device)
+        layer.bias = linear.bias
+        model.set_submodule(name, layer)
     model.is_loaded_in_4bit = True

@@ -37,11 +37,11 @@ _EXAMPLES = """examples:
 
 def parser() -> argparse.ArgumentParser:
     """The options of ``fewbits bench train``."""
-    made = argparse.ArgumentParser(
+    options = argparse.ArgumentParser(
         prog="fewbits bench train", epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Time training steps beside the installed peers: own processes, each checked first.",
     )  # fmt: skip
-    add = made.add_argument
+    add = options.add_argument
     add("--shape", default="llama-3.1-8b", help="names or config.json paths, with commas between")
     add("--batch", default="4x2048", help="sequences x tokens, several with commas between (default: 4x2048)")
     add("--configs", help="configurations with commas between (default: ours:nf4,ours:nf4-fp8)")
@@ -73,7 +73,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--longest", action="store_true", help="search the longest sequence that trains at batch 1 instead")
     add("--grain", type=int, default=16384, help="with --longest: tokens to which the length is found")
-    return made
+    return options
 
 
 def main(argv: Sequence[str]) -> int:
@@ -224,18 +224,18 @@ def _report(
 
 def without_options(argv: Sequence[str], dropped: Sequence[str]) -> list[str]:
     """The arguments less some options and their values: what makes the figures, not where they go."""
-    kept: list[str] = []
+    words: list[str] = []
     skip = False
     for argument in argv:
         if not skip and argument.partition("=")[0] not in dropped:
-            kept.append(argument)
+            words.append(argument)
         skip = not skip and argument in dropped
-    return kept
+    return words
 
 
 def _packages(outcomes: Sequence[Outcome]) -> str:
     """Versions that the processes reported, without torch, which has its own column."""
-    found: dict[str, str] = {}
+    versions: dict[str, str] = {}
     for outcome in outcomes:
-        found |= outcome.said.get("timed", {}).get("packages", {})
-    return "; ".join(f"{name} {version}" for name, version in found.items() if name != "torch")
+        versions |= outcome.said.get("timed", {}).get("packages", {})
+    return "; ".join(f"{name} {version}" for name, version in versions.items() if name != "torch")

@@ -147,7 +147,7 @@ def _peers() -> list[Configuration]:
 
 
 _POLICIES = {"auto": 125.0, "keep": 60.0, "recompute": 20.0, "offload": 20.0}  # GiB that they may hold
-CONFIGURATIONS = {made.name: made for made in (*_ours(), *_peers())}
+CONFIGURATIONS = {one.name: one for one in (*_ours(), *_peers())}
 PEERS = ("hf", "bnb", "liger", "unsloth", "torchao")
 
 
@@ -158,21 +158,21 @@ def configuration(name: str) -> Configuration:
         BadInput: there is none.
     """
     plain, _, budget = name.partition("@")
-    found = CONFIGURATIONS.get(plain)
-    if found is None or (budget and found.side != "ours"):
-        known = ", ".join(CONFIGURATIONS)
+    chosen = CONFIGURATIONS.get(plain)
+    if chosen is None or (budget and chosen.side != "ours"):
+        names = ", ".join(CONFIGURATIONS)
         raise BadInput(
-            f"{name!r} is no configuration: known are {known}; ours also as ours:nf4@24, a budget."
+            f"{name!r} is no configuration: known are {names}; ours also as ours:nf4@24, a budget."
         )
     if not budget:
-        return found
+        return chosen
     if budget in _POLICIES:
-        return replace(found, name=name, budget=budget, recompute=budget, peak_gib=_POLICIES[budget])
+        return replace(chosen, name=name, budget=budget, recompute=budget, peak_gib=_POLICIES[budget])
     try:
         gib = float(budget)
     except ValueError:
         raise BadInput(f"{budget!r} in {name!r} is neither GiB nor one of {', '.join(_POLICIES)}.") from None
-    return replace(found, name=name, budget=gib, recompute=f"in {gib:g} GiB", peak_gib=max(gib, 20.0))
+    return replace(chosen, name=name, budget=gib, recompute=f"in {gib:g} GiB", peak_gib=max(gib, 20.0))
 
 
 def choose(names: str | None, peers: str, *, on_cpu: bool) -> list[Configuration]:

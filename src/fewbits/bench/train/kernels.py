@@ -37,13 +37,13 @@ def profile(step: Callable[[], None], device: torch.device, steps: int = 2) -> d
     """
     on_gpu = device.type == "cuda"
     activity = torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU
-    with torch.profiler.profile(activities=[activity]) as found:
+    with torch.profiler.profile(activities=[activity]) as profiler:
         for _ in range(steps):
             step()
         if on_gpu:
             torch.cuda.synchronize(device)
     rows = []
-    for event in found.key_averages():
+    for event in profiler.key_averages():
         us = event.self_device_time_total if on_gpu else event.self_cpu_time_total
         if us > 0:
             rows.append((event.key, event.count / steps, us / steps / 1e3))

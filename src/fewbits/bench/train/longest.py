@@ -86,8 +86,8 @@ def search(job: Job, tell: Callable[..., None], wait: Callable[[str], None]) -> 
     trainer.start()
     wait("warm")
     total = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
-    found = find(_Trial(trainer, built.model, tell), grain, total)
-    tell("longest", layers=depth, memory_gib=round(total / 2**30, 2), **found)
+    longest = find(_Trial(trainer, built.model, tell), grain, total)
+    tell("longest", layers=depth, memory_gib=round(total / 2**30, 2), **longest)
 
 
 class Trial(Protocol):
@@ -179,14 +179,14 @@ def table_of_longest(outcomes: Sequence[Outcome]) -> tuple[Table, list[Row]]:
         table.add_column(column, no_wrap=True)
     rows = []
     for outcome in outcomes:
-        config, found = outcome.task.configuration, outcome.said.get("longest")
+        config, longest = outcome.task.configuration, outcome.said.get("longest")
         name = "" if config is None else config.name
-        if found is None or config is None:
+        if longest is None or config is None:
             table.add_row(outcome.task.shape.name, name, "FAILED")
             continue
-        cells = (found["tokens"], found["memory_gib"], found["fixed_gib"], found["bytes_per_token"])
+        cells = (longest["tokens"], longest["memory_gib"], longest["fixed_gib"], longest["bytes_per_token"])
         table.add_row(outcome.task.shape.name, name, *map(str, cells))
-        tokens = float(found["tokens"])
+        tokens = float(longest["tokens"])
         rows.append(
             Row(
                 op=f"train_{outcome.task.shape.name}", part="batch 1", variant=name, format=config.format,

@@ -89,7 +89,7 @@ def check(
             _forget(model)
         loss = float(step(ids))
         leaves = _leaves(base, named)
-        found = {name: p.grad for name, p in leaves.items()}
+        gradients = {name: p.grad for name, p in leaves.items()}
         exact = _decoder(base, named)
     finally:
         inner.layers, config.num_hidden_layers = every, depth
@@ -97,7 +97,7 @@ def check(
     with torch.no_grad():
         for adapter in named.values():
             adapter.b.zero_()
-    return _compare(exact, found, loss, ids, rounding)
+    return _compare(exact, gradients, loss, ids, rounding)
 
 
 def _forget(model: Any) -> None:
@@ -120,13 +120,13 @@ def dense(linear: Any) -> Tensor:
 
 def _adapters(inner: Any) -> dict[str, Adapter]:
     """The adapters of a decoder, the very parameters."""
-    found = {}
+    adapters = {}
     for name, module in inner.named_modules():
         a, b = getattr(module, "lora_A", None), getattr(module, "lora_B", None)
         if a is None or b is None or "default" not in a:
             continue
-        found[name] = Adapter(a["default"].weight, b["default"].weight, float(module.scaling["default"]))
-    return found
+        adapters[name] = Adapter(a["default"].weight, b["default"].weight, float(module.scaling["default"]))
+    return adapters
 
 
 def _fill_b(named: dict[str, Adapter]) -> None:
@@ -198,7 +198,7 @@ def _run(decoder: Decoder, ids: Tensor, rounding: str | None) -> tuple[Tensor, d
 
 
 def _compare(
-    exact: Decoder, found: dict[str, Tensor | None], loss: float, ids: Tensor, rounding: str
+    exact: Decoder, gradients: dict[str, Tensor | None], loss: float, ids: Tensor, rounding: str
 ) -> Parity:
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
@@ -217,7 +217,7 @@ def _compare(
         )
     worst = ("", 0.0, _LEAST)
     for name, gradient in want.items():
-        have = found.get(name)
+        have = gradients.get(name)
         error = math.inf if have is None else relative_error(have, gradient)
         allowed = _TIMES * max(relative_error(own[name], gradient), _LEAST)
         if not error <= allowed:

@@ -50,12 +50,12 @@ class Decoder:
 
     def to(self, dtype: torch.dtype) -> Decoder:
         """The same with leaves of another dtype that require gradients where these do; ties stay."""
-        made: dict[int, Tensor] = {}
+        copies: dict[int, Tensor] = {}
 
         def leaf(t: Tensor) -> Tensor:
-            if id(t) not in made:
-                made[id(t)] = t.detach().to(dtype).requires_grad_(t.requires_grad)
-            return made[id(t)]
+            if id(t) not in copies:
+                copies[id(t)] = t.detach().to(dtype).requires_grad_(t.requires_grad)
+            return copies[id(t)]
 
         return replace(
             self,

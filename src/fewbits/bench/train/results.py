@@ -27,7 +27,7 @@ def failure(outcome: Outcome) -> str | None:
 
 def rows_of(outcomes: Sequence[Outcome]) -> list[Row]:
     """Time, memory and the parity check's errors of each configuration that has a speed."""
-    made: list[Row] = []
+    rows: list[Row] = []
     ours = {_key(o): o for o in reversed(outcomes) if _timed(o) and _side(o) == "ours"}
     for outcome in outcomes:
         if not _timed(outcome):
@@ -43,7 +43,7 @@ def rows_of(outcomes: Sequence[Outcome]) -> list[Row]:
         ]
         for metric, unit, low, value, high in values:
             compared = metric in ("time", "peak memory") and first is not None
-            made.append(
+            rows.append(
                 Row(
                     op=f"train_{outcome.task.shape.name}", part=f"step {_batch(outcome)}",
                     variant=_name(outcome), format=_configuration(outcome).format, metric=metric, unit=unit,
@@ -51,7 +51,7 @@ def rows_of(outcomes: Sequence[Outcome]) -> list[Row]:
                     ratio=_ratio(outcome, first, metric) if compared else None,
                 )
             )  # fmt: skip
-    return made
+    return rows
 
 
 def _ratio(outcome: Outcome, ours: Any, metric: str) -> float | None:

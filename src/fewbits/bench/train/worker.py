@@ -126,11 +126,11 @@ def _since(began: float) -> float:
 
 
 def _versions() -> dict[str, str]:
-    found: dict[str, str] = {"torch": str(torch.__version__)}
+    versions: dict[str, str] = {"torch": str(torch.__version__)}
     for name in _PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
-            found[name] = version(name.replace("_kernel", "-kernel"))
-    return found
+            versions[name] = version(name.replace("_kernel", "-kernel"))
+    return versions
 
 
 if __name__ == "__main__":
