@@ -7,6 +7,11 @@ import torch
 from torch import Tensor
 
 from fewbits.errors import BadInput
+from fewbits.kernels.loss.linear_cross_entropy_float8 import (
+    head_operands,
+    linear_cross_entropy_float8,
+    logits_float8,
+)
 from fewbits.kernels.loss.linear_log_probs import linear_log_probs, linear_log_probs_ref, statistics_ref
 from fewbits.kernels.loss.log_probs_triton import launch_statistics
 
@@ -38,6 +43,28 @@ def test_values_and_gradients(soft_cap: float, chunk_rows: int | None, entropy_t
         # the definition is in float32 as the logits of a 16-bit model are widened
         torch.testing.assert_close(ours.double(), need.double(), rtol=2e-5, atol=2e-5)
     assert outputs[0][2].dtype == torch.bool and not outputs[0][0][::5].any() and not outputs[0][1][::5].any()
+
+
+def test_products_of_8_bits() -> None:
+    """The loss of `linear_cross_entropy_float8`, its gradient, and the entropies of those logits."""
+    hidden, weight = torch.randn(M, 32, requires_grad=True), torch.randn(304, 32)
+    labels, g, q = torch.randint(304, (M,)), torch.rand(M), torch.rand(M)
+    labels[::5] = -100
+    made = head_operands(weight)
+    found = linear_log_probs(hidden, weight, labels, operands=made, chunk_rows=16)
+    need = linear_cross_entropy_float8(hidden, weight, labels, made, reduction="none", chunk_rows=16)
+    assert torch.equal(-found.log_probs, need)
+    z = logits_float8(hidden.detach(), made)
+    s = z.requires_grad_().log_softmax(1)
+    entropy = -(s.exp() * s).sum(1).where(labels >= 0, 0.0)
+    torch.testing.assert_close(found.entropy, entropy, rtol=1e-5, atol=1e-5)
+    assert found.is_top.any() == (z.argmax(1) == labels).any()
+    ours = torch.autograd.grad((found.log_probs * g).sum(), hidden, retain_graph=True)[0]
+    theirs = torch.autograd.grad((-need * g).sum(), hidden)[0]
+    assert (ours - theirs).norm() <= 0.02 * theirs.norm()  # g goes into a row's scale there
+    (dz,) = torch.autograd.grad((entropy * q).sum(), z)
+    (dh,) = torch.autograd.grad((found.entropy * q).sum(), hidden)
+    torch.testing.assert_close(dh, dz @ weight, rtol=1e-4, atol=1e-4)
 
 
 def test_the_first_of_equal_logits_is_the_top() -> None:

@@ -9,6 +9,7 @@ import torch
 
 from fewbits.decoder.fuse import fuse, fusion_of, unfuse
 from fewbits.kernels.loss import linear_log_probs as ours
+from tests.models.test_float8_head import BOTH, loss_and_gradients, trained
 from tests.models.test_fused import adapted
 from tests.models.tiny import tokens
 
@@ -48,7 +49,8 @@ def taken(model: Any) -> dict[str, int]:
 @pytest.mark.parametrize("more", [{}, {"num_items_in_batch": 7}, {"shift_labels": tokens(3, 20)}], ids=str)
 def test_the_same_as_trl_computes(family: str, more: dict[str, Any]) -> None:
     outputs = ALL if family != "gemma2" else ("log_probs", "entropy", "is_top1")  # whose logits are capped
-    model = with_head(family, outputs)
+    temperature = 1.0 if family == "gemma2" else 0.7  # capped logits go undivided
+    model = with_head(family, outputs, temperature=temperature)
     found = ask(model, **more)
     assert taken(model) == {"fused": 1}
     unfuse(model)
@@ -82,7 +84,6 @@ def test_no_logits_are_computed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"temperature": 0.7}, "scaled"),
         ({"cast_lm_head_to_fp32": True}, "float32"),
         ({"outputs": (*ALL, "log_sum_sq_probs")}, "log_sum_sq_probs"),
     ],
@@ -97,14 +98,48 @@ def test_what_trl_computes_itself(options: dict[str, Any], reason: str) -> None:
     torch.testing.assert_close(found[0]["log_probs"], need[0]["log_probs"], rtol=1e-4, atol=1e-5)
 
 
-def test_evaluation_and_a_head_that_trains_take_trls_way() -> None:
+def test_a_head_that_trains_takes_trls_way() -> None:
     model = with_head()
-    with torch.no_grad():
-        ask(model)
     model.get_output_embeddings().weight.requires_grad_(True)
     ask(model)
-    assert len(taken(model)) == 2 and "fused" not in taken(model)
+    assert "fused" not in taken(model)
     assert model.get_output_embeddings().weight.grad is not None
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_passes_without_gradients(training: bool) -> None:
+    """A reference's, and an evaluation's; the pass after them is an ordinary one again."""
+    model, ids = with_head().train(training), tokens(2, 12)
+    with torch.no_grad():
+        found, _ = ask(model)
+        plain = model(input_ids=ids).logits
+    assert type(plain) is torch.Tensor and taken(model) == {"fused": 1}
+    unfuse(model)
+    with torch.no_grad():
+        need, _ = ask(model)
+    assert found.keys() == need.keys()
+    for name, value in need.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
+
+
+def test_a_head_of_8_bits_is_one_in_each_pass_that_trains() -> None:
+    """The loss of TRL's call is that of the model's own, and a reference's pass gives the very same."""
+    model, ids = trained("llama", BOTH), tokens(3, 20)
+    own, gradients = loss_and_gradients(model)
+    utils.add_fused_lm_head(model.get_base_model(), outputs=ALL)
+    model.zero_grad()
+    found = model(input_ids=ids, labels=ids, fused_lm_head=True)
+    found.loss.backward()
+    torch.testing.assert_close(found.loss, own, rtol=1e-6, atol=0)
+    for name, parameter in model.named_parameters():
+        if name in gradients:
+            torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-3, atol=1e-6)
+    with torch.no_grad():
+        reference = model(input_ids=ids, labels=ids, fused_lm_head=True).log_probs
+        exact = model.eval()(input_ids=ids, labels=ids, fused_lm_head=True).log_probs
+    assert torch.equal(reference, found.log_probs) and taken(model) == {"fused": 3}
+    assert not torch.equal(exact, reference)  # an evaluation takes the head as it is
+    torch.testing.assert_close(exact, reference, rtol=0.04, atol=0.04)
 
 
 def test_ordinary_calls_stay_as_they_are() -> None:

@@ -3,9 +3,16 @@
 TRL (from 1.15 on) gives the model that it trains a ``forward`` that takes ``fused_lm_head=True`` and returns,
 without holding the logits, the log-probability of each label and what its metrics need: entropy, top 1, mean
 logit. It computes the logits again in the backward pass. Two hooks of the model answer such calls with
-`fewbits.kernels.loss.linear_log_probs`, which does not, where that computes the same: gradients are on, the
-head is frozen and has no bias, the temperature is 1, and no more is asked for. Everything else takes TRL's
-way.
+`fewbits.kernels.loss.linear_log_probs`, which does not, where that computes the same: the head is frozen and
+has no bias, and no more is asked for. Everything else takes TRL's way. A temperature, or a scale of the
+logits, is multiplied into the hidden states.
+
+Passes without gradients are answered too, so that a reference and the policy beside it take the same
+products: where the head multiplies in 8 bits, it does in both. In evaluation mode it does not, as in any
+other evaluation here.
+
+The host waits for the device once, before the decoder has anything to do: there the rows that count are
+counted.
 
 Nothing of TRL is imported or replaced: what was asked for stands in the ``forward`` that it left on the
 model.
@@ -18,25 +25,39 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from fewbits.kernels.loss.linear_log_probs import LogProbs, linear_log_probs
+from fewbits.kernels.loss.linear_log_probs import linear_log_probs
 from fewbits.nn.loss import LazyHead, LogitFreeLoss
 
 _IGNORED = -100
 _GIVEN = {"log_probs", "entropy", "is_top1", "mean_logits"}
 _SETTINGS = {"temperature", "cast_lm_head_to_fp32", "outputs", "final_logit_softcapping", "logit_scale"}
 _RESULT = "FusedCausalLMOutput"
+_ALMOST_ALL = 0.9  # of the rows: to choose them would cost more than it saves
 
 
 class _Asked(NamedTuple):
-    """One call: labels (B, S) or, shifted, (B, S) too; what to return, and as what."""
+    """One call.
+
+    Attributes:
+        labels: (B, S), that of the next token at each position.
+        places: (N,) positions in B * S that count; None: so many do that all are computed.
+        is_shifted: the caller shifted the labels, and wants S results a row; else S - 1.
+        num_items: what the loss is divided by.
+        outputs: the names of the results that are asked for.
+        factor: of the logits.
+        result: makes TRL's result.
+    """
 
     labels: Tensor
+    places: Tensor | None
     is_shifted: bool
     num_items: Any
     outputs: frozenset[str]
+    factor: float
     result: Callable[..., Any]
 
 
@@ -49,7 +70,7 @@ class TrlHead:
 
     def __init__(self, model: Any, head: Any) -> None:
         self.head, self.taken = head, Counter[str]()
-        self._asked: _Asked | None = None
+        self._question: _Asked | None = None
         self.handles: list[RemovableHandle] = [
             model.register_forward_pre_hook(self.before, with_kwargs=True),
             model.register_forward_hook(self.after),
@@ -57,7 +78,7 @@ class TrlHead:
 
     def before(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A forward pre-hook: the call without labels, whose logits nobody computes."""
-        self._asked = None
+        self._expect(None)
         if not kwargs.get("fused_lm_head"):
             return None
         settings, result = _settings_of(model)
@@ -68,40 +89,66 @@ class TrlHead:
         kwargs = dict(kwargs)
         labels, shifted = kwargs.pop("labels", None), kwargs.pop("shift_labels", None)
         num_items, outputs = kwargs.pop("num_items_in_batch", None), frozenset(settings["outputs"])
-        chosen = labels if shifted is None else shifted
-        self._asked = _Asked(chosen, shifted is not None, num_items, outputs, result)
+        if shifted is None:
+            labels = F.pad(labels, (0, 1), value=_IGNORED)[:, 1:]
+        labels = (labels if shifted is None else shifted).contiguous()
+        index = (labels.view(-1) != _IGNORED).nonzero().squeeze(1)
+        chosen = None if len(index) > _ALMOST_ALL * labels.numel() else index
+        factor = settings["logit_scale"] / settings["temperature"]
+        self._expect(_Asked(labels, chosen, shifted is not None, num_items, outputs, factor, result))
         return args, {**kwargs, "fused_lm_head": False, "use_cache": False}
 
     def after(self, model: Any, args: tuple[Any, ...], output: Any) -> Any:
         """A forward hook: the result that TRL expects."""
-        question, self._asked = self._asked, None
+        question = self._asked
+        self._expect(None)
         if question is None:
             return None
         logits = output.logits
-        labels = question.labels.to(logits.device)
-        hidden = logits.hidden if question.is_shifted else logits.hidden[:, :-1]
-        labels = labels if question.is_shifted else labels[:, 1:]
-        mask = labels != _IGNORED
-        rows = hidden[mask]
-        answers = linear_log_probs(rows, logits.weight, labels[mask], soft_cap=logits.soft_cap)
-        return _result(question, answers, rows, logits.weight, mask)
+        rows, labels = logits.hidden.flatten(0, 1), question.labels.to(logits.device).view(-1)
+        index = None if question.places is None else question.places.to(rows.device)
+        if index is not None:
+            rows, labels = rows.index_select(0, index), labels.index_select(0, index)
+        if question.factor != 1:
+            rows = rows * question.factor
+        float8 = logits.float8 if self.head.training else None
+        answers: dict[str, Tensor | None] = linear_log_probs(
+            rows,
+            logits.weight,
+            labels,
+            soft_cap=logits.soft_cap or 0.0,
+            operands=None if float8 is None else float8.operands(),
+        )._asdict()
+        if "mean_logits" in question.outputs:
+            means = rows.detach().float() @ logits.weight.detach().mean(0, dtype=torch.float32)
+            answers["mean_logits"] = means.where(labels != _IGNORED, 0.0)
+        return _result(question, answers, index)
+
+    def _expect(self, question: _Asked | None) -> None:
+        """What the pass that begins is for; None: nothing of TRL's."""
+        self._asked = question
+        forward = vars(self.head).get("forward")
+        if isinstance(forward, LazyHead):
+            forward.asked_for_labels = question is not None
 
     def _why_not(self, model: Any, kwargs: dict[str, Any], settings: dict[str, Any]) -> str:
         """Why a call takes TRL's way; "" if it does not."""
         head = self.head
         if not settings:
             return "the settings of TRL's head are not where they were in TRL 1.16"
-        if not torch.is_grad_enabled() or not head.training:
-            return "no gradients are asked for"
+        if torch.is_inference_mode_enabled():
+            return "inference mode is on"
         if not isinstance(vars(head).get("forward"), LazyHead) or not _loss_is_ours(model):
             return "head or loss function were replaced"
         if head._forward_hooks or head._forward_pre_hooks:
             return "the head has hooks"
         if head.weight.requires_grad or head.bias is not None or hasattr(head.weight, "to_local"):
             return "the head trains, is sharded, or has a bias"
-        if settings["temperature"] != 1 or settings["cast_lm_head_to_fp32"] or settings["logit_scale"] != 1:
-            return "logits are scaled, or asked for in float32"
-        outputs, capped = set(settings["outputs"]), settings["final_logit_softcapping"] is not None
+        capped = settings["final_logit_softcapping"] is not None
+        is_scaled = settings["temperature"] != 1 or settings["logit_scale"] != 1
+        if settings["cast_lm_head_to_fp32"] or (capped and is_scaled):
+            return "logits are asked for in float32, or scaled and capped"
+        outputs = set(settings["outputs"])
         if not outputs <= (_GIVEN - {"mean_logits"} if capped else _GIVEN):
             return f"{', '.join(sorted(outputs - _GIVEN)) or 'mean logits under a cap'} were asked for"
         if kwargs.get("labels") is None and kwargs.get("shift_labels") is None:
@@ -126,22 +173,28 @@ def _loss_is_ours(model: Any) -> bool:
     return isinstance(vars(model).get("_loss_function"), LogitFreeLoss)
 
 
-def _result(question: _Asked, answers: LogProbs, rows: Tensor, weight: Tensor, mask: Tensor) -> Any:
-    """TRL's result: fields of mask's shape (B, S), zero where no label counts."""
+def _result(question: _Asked, answers: dict[str, Tensor | None], index: Tensor | None) -> Any:
+    """TRL's result: fields of shape (B, S), or (B, S - 1) of shifted labels, zero where none counts."""
+    batch, length = question.labels.shape
+    width = length if question.is_shifted else length - 1
 
-    def spread(values: Tensor) -> Tensor:
-        return values.new_zeros(mask.shape).masked_scatter(mask, values)
+    def spread(name: str) -> Tensor | None:
+        values = answers.get(name)
+        if values is None:
+            return None
+        if index is not None:
+            values = values.new_zeros(batch * length).index_copy(0, index, values)
+        return values.view(batch, length)[:, :width]
 
-    log_probs = spread(answers.log_probs)
+    mask = (question.labels != _IGNORED)[:, :width]
+    log_probs = spread("log_probs")
+    assert log_probs is not None
     count = mask.sum().clamp(min=1) if question.num_items is None else question.num_items
-    means = None
-    if "mean_logits" in question.outputs:
-        means = spread(rows.detach().float() @ weight.detach().mean(0, dtype=torch.float32))
     return question.result(
         loss=-log_probs.sum() / count,
         log_probs=log_probs,
-        entropy=spread(answers.entropy) if "entropy" in question.outputs else None,
-        mean_logits=means,
-        is_top1=spread(answers.is_top) if "is_top1" in question.outputs else None,
+        entropy=spread("entropy") if "entropy" in question.outputs else None,
+        mean_logits=spread("mean_logits"),
+        is_top1=spread("is_top") if "is_top1" in question.outputs else None,
         label_mask=mask,
     )

@@ -299,13 +299,17 @@ class LazyHead:
     def __init__(
         self, head: nn.Linear, float8: Float8Head | None = None, model: nn.Module | None = None
     ) -> None:
-        """``model``: logits are lazy while its loss is a `LogitFreeLoss`; None: always."""
+        """``model``: logits are lazy while its loss is a `LogitFreeLoss`; None: always.
+
+        While ``asked_for_labels`` is set they are lazy without gradients, too.
+        """
         self.head, self.float8, self.model = head, float8, model
+        self.asked_for_labels = False
 
     def __call__(self, x: Tensor) -> Tensor:
         """(..., K) to (..., V)."""
         is_ours = self.model is None or isinstance(vars(self.model).get("_loss_function"), LogitFreeLoss)
-        if is_ours and torch.is_grad_enabled() and self.head.training:
+        if is_ours and (self.asked_for_labels or (torch.is_grad_enabled() and self.head.training)):
             return LazyLogits(x, self.head.weight, self.head.bias, float8=self.float8)
         return type(self.head).forward(self.head, x)
 

@@ -193,6 +193,13 @@ def chunked_float8(
     return losses, dh, dw, db
 
 
+def logits_float8(hidden: Tensor, operands: HeadOperands) -> Tensor:
+    """The logits (M, V) of hidden (M, K), in its dtype, by the product of the loss."""
+    w8, _, scale = operands
+    of_z = scale_row(scale, w8.shape[0])
+    return float8_linear(*quantize_rows(hidden), w8, of_z, out_dtype=hidden.dtype, fast=False)
+
+
 # 3. The op: on a CPU it runs the definition of the pass over a chunk, on CUDA the kernel.
 
 

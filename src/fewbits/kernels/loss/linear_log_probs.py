@@ -17,6 +17,8 @@ that pass overwrites a chunk of logits, another reads it once for entropy and to
 forward pass ends, and the backward pass multiplies its rows by g: two products in all, where recomputing the
 logits in the backward pass takes three. Only a gradient of the entropy (a bonus for it) computes them again.
 
+With the operands of a head in 8 bits both products are those of linear_cross_entropy_float8.py.
+
 Bytes: a chunk's logits once more, M * V * itemsize in all; 2.1 GB at 8192 x 128256 in bfloat16, about 0.6 ms
 at the rate of a copy on an H200.
 
@@ -35,11 +37,14 @@ from fewbits.kernels.launch.derivatives import once_differentiable
 from fewbits.kernels.launch.matrix import rows_of
 from fewbits.kernels.loss.cross_entropy_triton import KERNEL_DTYPES, launch
 from fewbits.kernels.loss.linear_cross_entropy import (
+    CHUNK_BYTES,
     check_labels,
     chunked,
     default_chunk_rows,
     rows_ref,
 )
+from fewbits.kernels.loss.linear_cross_entropy_float8 import CHUNK_BYTES as FLOAT8_CHUNK_BYTES
+from fewbits.kernels.loss.linear_cross_entropy_float8 import HeadOperands, chunked_float8, logits_float8
 from fewbits.kernels.loss.log_probs_triton import launch_statistics
 from fewbits.kernels.product.matmul_packed import product_dtype
 
@@ -109,6 +114,7 @@ class _LogProbs(torch.autograd.Function):
         ignore_index: int,
         soft_cap: float,
         rows: int,
+        operands: HeadOperands | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         use_kernel = hidden.is_cuda and hidden.dtype in KERNEL_DTYPES
         if not hidden.is_cuda:
@@ -127,12 +133,16 @@ class _LogProbs(torch.autograd.Function):
 
         needs = (ctx.needs_input_grad[0], False, False)
         options = (0.0, 0.0, soft_cap)
-        losses, dh, _, _ = chunked(
-            both, hidden, weight, labels, None, None, ignore_index, options, rows, needs
-        )
+        if operands is None:
+            losses, dh, _, _ = chunked(
+                both, hidden, weight, labels, None, None, ignore_index, options, rows, needs
+            )
+        else:
+            tensors = hidden, weight, labels, None, None
+            losses, dh, _, _ = chunked_float8(both, tensors, operands, ignore_index, options, rows, needs)
         is_top = top.bool()
         ctx.save_for_backward(dh, hidden, weight, labels, entropy)
-        ctx.options = ignore_index, soft_cap, rows
+        ctx.options, ctx.operands = (ignore_index, soft_cap, rows), operands
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(is_top)
         return -losses, entropy, is_top
@@ -147,20 +157,29 @@ class _LogProbs(torch.autograd.Function):
             dh_total = (dh.to(g.dtype) * -g.unsqueeze(1)).to(dh.dtype)
         if q is not None:
             q = q.where(labels != ignore_index, 0.0)
-            more = _entropy_gradient(hidden, weight, entropy, q, soft_cap, rows)
+            tensors = hidden, weight, entropy, q
+            more = _entropy_gradient(tensors, ctx.operands, soft_cap, rows)
             dh_total = more if dh_total is None else dh_total.add_(more)
-        return (dh_total, *(None,) * 5)
+        return (dh_total, *(None,) * 6)
 
 
 def _entropy_gradient(
-    hidden: Tensor, weight: Tensor, entropy: Tensor, q: Tensor, soft_cap: float, chunk_rows: int
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor],
+    operands: HeadOperands | None,
+    soft_cap: float,
+    chunk_rows: int,
 ) -> Tensor:
-    """dh (M, K) of the entropy, times q (M,), from logits that are computed again."""
+    """dh (M, K) of the entropy, times q (M,), from logits that are computed again.
+
+    ``tensors`` are hidden (M, K), weight (V, K), entropy (M,) and q.
+    """
+    hidden, weight, entropy, q = tensors
     weight, dh = weight.to(hidden.dtype), torch.empty_like(hidden)
     step = max(_SLAB // weight.shape[0], 1)
     for start in range(0, len(hidden), chunk_rows):
         rows = slice(start, start + chunk_rows)
-        z, h, factor = hidden[rows] @ weight.t(), entropy[rows, None], q[rows, None]
+        z = hidden[rows] @ weight.t() if operands is None else logits_float8(hidden[rows], operands)
+        h, factor = entropy[rows, None], q[rows, None]
         for first in range(0, len(z), step):
             at = slice(first, first + step)
             s = _capped(z[at].to(entropy.dtype), soft_cap)
@@ -182,6 +201,7 @@ def linear_log_probs(
     ignore_index: int = -100,
     soft_cap: float = 0.0,
     chunk_rows: int | None = None,
+    operands: HeadOperands | None = None,
 ) -> LogProbs:
     """Log-probabilities of labels under ``softmax(hidden @ weight^T)``, with entropies, by chunks of rows.
 
@@ -191,7 +211,8 @@ def linear_log_probs(
         labels: (...) integers.
         ignore_index: the label of rows that do not count.
         soft_cap: of the logits; 0: none.
-        chunk_rows: rows whose logits live at a time; None: what 512 MiB hold.
+        chunk_rows: rows whose logits live at a time; None: what 512 MiB hold (256 with 8-bit products).
+        operands: what `head_operands` made of ``weight``, for products of 8 bits; None: in hidden's dtype.
 
     Raises:
         BadInput: the weight trains, or on a CPU a label lies outside the vocabulary.
@@ -207,6 +228,9 @@ def linear_log_probs(
         )
     h = rows_of(hidden)
     h = h.to(product_dtype(h))
-    rows = chunk_rows or default_chunk_rows(len(h), weight.shape[0], h.element_size())
-    statistics = _LogProbs.apply(h, weight, labels.reshape(-1), ignore_index, float(soft_cap), rows)
+    chunk_bytes = CHUNK_BYTES if operands is None else FLOAT8_CHUNK_BYTES
+    rows = chunk_rows or default_chunk_rows(
+        len(h), weight.shape[0], h.element_size(), chunk_bytes=chunk_bytes
+    )
+    statistics = _LogProbs.apply(h, weight, labels.reshape(-1), ignore_index, float(soft_cap), rows, operands)
     return LogProbs(*(part.reshape(labels.shape) for part in statistics))
