@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fewbits.errors import BadInput
-from fewbits.formats import FORMATS
+from fewbits.formats import FORMATS, Format
 from fewbits.inference.stochastic_error import product_error
 from fewbits.kernels.codec.quantize import quantize
 from fewbits.kernels.codec.quantize_float8 import quantize_rows
@@ -34,6 +34,7 @@ from fewbits.nn.linear import LowPrecisionLinear, QuantizedLinear
 from fewbits.nn.stochastic_linear import StochasticLinear
 from fewbits.nn.stochastic_product import stochastic_product
 from fewbits.training.optimizer import AdamW8bit
+from tests.every_format import every_format
 
 INT8, NF4, E4M3, STOCHASTIC = (FORMATS[name] for name in ("int8", "nf4", "float8_e4m3", "stochastic"))
 ROUNDED = {"activation": INT8, "gradient": E4M3, "weight_operand": INT8}
@@ -63,11 +64,15 @@ def operands(lead: tuple[int, ...], N: int, K: int) -> tuple[Tensor, Tensor, Ten
     return torch.randn(*lead, K), torch.randn(N, K), torch.randn(N)
 
 
-@sizes
-@pytest.mark.parametrize("name", sorted(set(FORMATS) - {"stochastic"}))
-def test_packed_and_adapted_linears(name: str, lead: tuple[int, ...], N: int, K: int) -> None:
+@every_format
+def test_packed_and_adapted_linears(format: Format) -> None:
+    for size in [] if format == STOCHASTIC else SIZES:
+        packed_and_adapted(format, *size)
+
+
+def packed_and_adapted(format: Format, lead: tuple[int, ...], N: int, K: int) -> None:
     x, w, bias = operands(lead, N, K)
-    packed, a, b = quantize(w, FORMATS[name]), torch.randn(2, K), torch.zeros(N, 2)
+    packed, a, b = quantize(w, format), torch.randn(2, K), torch.zeros(N, 2)
     assert packed.dequantize().shape == w.shape
     compare(lambda x, bias: packed_linear(x, packed, bias), lambda x, bias: F.linear(x, w, bias), x, bias)
     compare(

@@ -108,6 +108,7 @@ def test_messages(run, chat_model, tmp_path):
         assert run("generate", "--model", chat_model, "--messages", file, "--max-new-tokens", 5).code == 0
 
 
+@pytest.mark.slow
 def test_keys_and_values_in_few_bits(run, shared, text):
     model = shared / "data/models/stories3m"
     common = ("--model", model, "--device", "cpu")

@@ -10,7 +10,7 @@ from fewbits.cli import next_steps
 from tests.training.conftest import make_tiny_folder, write_tiny_data
 
 
-@pytest.mark.parametrize("name", ["run", "a run"])
+@pytest.mark.parametrize("name", ["a run", pytest.param("run", marks=pytest.mark.slow)])
 def test_every_line_works(run, tmp_path, monkeypatch, name):
     make_tiny_folder(tmp_path / "m")
     write_tiny_data(tmp_path / "rows.jsonl")

@@ -83,6 +83,7 @@ def test_calibrate_then_eval_and_again_from_the_ledger(run, model, text, tmp_pat
     assert json.loads(run(*command).out) == rows and ledger.stat().st_size == size
 
 
+@pytest.mark.slow
 def test_two_processes_and_the_parts_of_a_pass(run, model, text, tmp_path):
     command = ("sc", "eval", "--model", model, "--text", text, "--window", "64", "--max-tokens", "0",
                "--lengths", "32", "--halve", "yes", "--no-baselines", "--batch-size", "2", "--attention",

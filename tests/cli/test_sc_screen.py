@@ -9,6 +9,7 @@ import pytest
 from fewbits.recipes.stochastic_config import read_config
 
 
+@pytest.mark.slow
 def test_swap_allocate_screen(run, shared, tmp_path):
     text = tmp_path / "story.txt"
     text.write_text((shared / "data/text/tinystories_val.txt").read_text()[:1500])

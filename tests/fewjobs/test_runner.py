@@ -131,6 +131,7 @@ def test_each_tool_has_a_hard_cap_and_is_first_in_line_for_the_kernel(
     assert int(second.split()[3]) == 300_000 * 1024  # the user's own is lower, and stays
 
 
+@pytest.mark.slow
 def test_who_waits_takes_little(workshop: Workshop, ninja: str) -> None:
     units = [workshop.unit(f"u{i}.cpp", 170) for i in range(2)]
     write_ninja(workshop, units)
@@ -227,6 +228,7 @@ def test_compilers_wait_until_they_fit(workshop: Workshop, ninja: str) -> None:
     assert objects == {unit.stem: (workshop.folder / f"{unit.stem}.o").read_bytes() for unit in units}
 
 
+@pytest.mark.slow
 def test_unknown_units_are_paused_rather_than_killed(workshop: Workshop, ninja: str) -> None:
     units = [workshop.unit(f"u{i}.cpp", 110) for i in range(4)]
     write_ninja(workshop, units)
@@ -237,6 +239,7 @@ def test_unknown_units_are_paused_rather_than_killed(workshop: Workshop, ninja: 
     assert set(done.profile["counts"]) & {"paused", "requeued", "paged"}
 
 
+@pytest.mark.slow
 def test_a_unit_larger_than_the_budget_goes_through_the_disk(workshop: Workshop) -> None:
     workshop.unit("big.cpp", 150)
     workshop.plain("g++", "-O0", "-c", "big.cpp", "-o", "plain.o")

@@ -15,9 +15,10 @@ from torch import Tensor
 
 import fewbits.formats as formats
 from fewbits.errors import BadInput, Unsupported
-from fewbits.formats import ALIKE, FORMATS, Format, Packed, get_format
+from fewbits.formats import FORMATS, Format, Packed, get_format
 from fewbits.formats.blocks import from_blocks, to_blocks
 from fewbits.formats.codebook import dynamic_map
+from tests.every_format import every_format
 
 SHAPES = [
     (),
@@ -34,13 +35,6 @@ SHAPES = [
     (2, 130, 64),
 ]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-
-
-each = pytest.mark.parametrize(
-    "format",
-    [pytest.param(f, marks=[pytest.mark.slow] if name in ALIKE else []) for name, f in FORMATS.items()],
-    ids=list(FORMATS),
-)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
@@ -87,7 +81,7 @@ def another(format: Format) -> Iterator[dict[str, Any]]:
         yield from ({field.name: other} for other in others if other != value)
 
 
-@each
+@every_format
 def test_parts_are_as_laid_out(format: Format) -> None:
     for shape in SHAPES:
         for dtype in DTYPES:
@@ -108,7 +102,7 @@ def test_parts_are_as_laid_out(format: Format) -> None:
                 assert decoded.is_contiguous()
 
 
-@each
+@every_format
 def test_bytes_are_bits_per_value(format: Format) -> None:
     shape = (256, 512)
     packed = format.quantize(torch.randn(shape))
@@ -123,7 +117,7 @@ def test_bits_of_a_codebook_are_its_codes_and_its_scales() -> None:
         assert format.bits_per_value((256, 512)) == 4 + scale_bits + offset
 
 
-@each
+@every_format
 def test_error_is_below_half_a_step(format: Format) -> None:
     if not format.contract.exact_scale:
         pytest.skip("its scale is rounded too: test_double_scales_are_near")
@@ -133,7 +127,7 @@ def test_error_is_below_half_a_step(format: Format) -> None:
     assert (error <= (format.contract.largest_error + 2**-20) * block_absmax(x, format)).all()
 
 
-@each
+@every_format
 def test_requantising_a_decoded_tensor(format: Format) -> None:
     """The same codes; where mathematics forbids that, the true weaker one (each format's docstring)."""
     again, error = format.contract.again, format.contract.largest_error
@@ -168,7 +162,7 @@ def test_double_scales_move_by_half_a_step_when_requantised() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "bits"), [(torch.float16, 11), (torch.bfloat16, 8)], ids=str)
-@each
+@every_format
 def test_requantising_in_sixteen_bits(format: Format, dtype: torch.dtype, bits: int) -> None:
     first = format.quantize(torch.randn(64, 256, dtype=dtype))
     second = format.quantize(first.dequantize())
@@ -192,14 +186,14 @@ def test_double_scales_are_near() -> None:
         assert error <= gap * double.parts["scale_scales"].max() + 1e-6
 
 
-@each
+@every_format
 def test_zeros_stay_zeros(format: Format) -> None:
     for x in (torch.zeros(3, 130), torch.zeros(70), torch.tensor(0.0)):
         assert torch.equal(format.fake_quantize(x), x)
         assert torch.equal(format.quantize(x, seed=1).dequantize(), x)
 
 
-@each
+@every_format
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_what_is_not_finite_is_never_a_plausible_number(format: Format, bad: float) -> None:
     x = torch.randn(4, 520)
@@ -217,14 +211,14 @@ def test_what_is_not_finite_is_never_a_plausible_number(format: Format, bad: flo
         assert same_bits(again.codes, format.quantize(x.clone(), seed=seed).codes)
 
 
-@each
+@every_format
 def test_float64_beyond_float32_is_not_finite(format: Format) -> None:
     x = torch.ones(64, dtype=torch.float64)
     x[3] = 1e300
     assert format.quantize(x).dequantize()[3].isnan()
 
 
-@each
+@every_format
 def test_extremes(format: Format) -> None:
     if not format.contract.exact_scale:
         pytest.skip("the mean of such scales says nothing")
@@ -237,7 +231,7 @@ def test_extremes(format: Format) -> None:
         assert (decoded - x).abs().max() <= (format.contract.largest_error + 2**-20) * largest
 
 
-@each
+@every_format
 def test_non_contiguous_input(format: Format) -> None:
     x = torch.randn(130, 7)
     assert_equal_packed(format.quantize(x.t()), format.quantize(x.t().contiguous()))
@@ -245,7 +239,7 @@ def test_non_contiguous_input(format: Format) -> None:
     assert_equal_packed(format.quantize(wide[:, 1, ::2]), format.quantize(wide[:, 1, ::2].contiguous()))
 
 
-@each
+@every_format
 def test_input_and_autograd_are_left_alone(format: Format) -> None:
     x = torch.randn(8, 128, requires_grad=True)
     before = x.detach().clone()
@@ -257,13 +251,13 @@ def test_input_and_autograd_are_left_alone(format: Format) -> None:
     assert all(same_bits(part, kept[name]) for name, part in packed.parts.items())
 
 
-@each
+@every_format
 def test_decoding_to_another_dtype_rounds_once(format: Format) -> None:
     packed = format.quantize(torch.randn(16, 192))
     assert torch.equal(packed.dequantize(torch.bfloat16), packed.dequantize().to(torch.bfloat16))
 
 
-@each
+@every_format
 def test_plain_data_both_ways(format: Format) -> None:
     assert get_format(format.name) is format
     assert formats.format_to_config(format) == format.name
@@ -307,7 +301,7 @@ def test_large_tensors_go_in_chunks_without_a_trace() -> None:
             assert whole.dequantize().isfinite().all()
 
 
-@each
+@every_format
 def test_stochastic_rounding_depends_on_seed_alone(format: Format) -> None:
     x = torch.randn(16, 256)
     first = format.quantize(x, seed=1)
@@ -315,7 +309,7 @@ def test_stochastic_rounding_depends_on_seed_alone(format: Format) -> None:
     assert not same_bits(first.codes, format.quantize(x, seed=2).codes)
 
 
-@each
+@every_format
 def test_stochastic_rounding_is_unbiased(format: Format) -> None:
     """The mean over n seeds lies within 6 standard errors; a step s makes a deviation of s / 2 at most.
 

@@ -34,6 +34,7 @@ def test_stories260k_gives_the_published_figure(stories260k, tinystories):
     assert result.bits_per_character == pytest.approx(1.000, abs=2e-3)
 
 
+@pytest.mark.slow
 def test_stories3m_gives_the_published_figure(stories3m, tinystories):
     result = perplexity(*stories3m, tinystories, window=512, max_tokens=20_000)
     assert result.perplexity == pytest.approx(4.929, abs=1e-3)
@@ -119,6 +120,7 @@ def test_empty_text(stories260k):
         perplexity(*stories260k, "")
 
 
+@pytest.mark.slow
 def test_keys_and_values_in_few_bits(shared, tinystories):
     """Chosen on the model; eight bits change little, four more, and nothing packed nothing."""
     path = shared / "data/models/stories3m"

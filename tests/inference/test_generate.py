@@ -24,7 +24,7 @@ def test_greedy_story(stories3m):
     assert result.stopped_by == "length"
 
 
-@pytest.mark.parametrize("name", ["stories260k", "stories3m"])
+@pytest.mark.parametrize("name", ["stories260k", pytest.param("stories3m", marks=pytest.mark.slow)])
 def test_pieces_join_to_the_whole(name, request):
     """What is streamed is exactly the text that prompt and answer decode to together, less the prompt."""
     model, tokenizer = request.getfixturevalue(name)

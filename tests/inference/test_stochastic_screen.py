@@ -67,7 +67,7 @@ def alone(model, text, config, batch_size=2) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("gemma2", marks=pytest.mark.slow)])
 def test_differences_are_those_of_whole_evaluations_to_the_bit(family):
     model, text = tiny(family), windows()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -177,6 +177,7 @@ def test_layers_that_share_more_than_their_input_are_found_out():
         screen(model, windows(2), BASE, CANDIDATES[:1], WHOLE)
 
 
+@pytest.mark.slow
 def test_the_best_is_kept_and_the_worse_are_given_up(monkeypatch):
     """On drawn losses: with many looks at many candidates, the best is lost no more often than was said."""
     from fewbits.inference import stochastic_screen
@@ -204,6 +205,7 @@ def _drawn(draw: random.Random):
     return run
 
 
+@pytest.mark.slow
 def test_a_swap_table_has_every_operator_at_every_length(tmp_path):
     model, text = tiny("qwen3"), windows(3)
     masked = dataclasses.replace(BASE, linears=(("*.o_proj", LinearSetting(runs="int8")),))

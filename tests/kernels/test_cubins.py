@@ -1,8 +1,9 @@
 """Every Triton kernel compiles to machine code for every supported GPU, on a machine without one.
 
-For one architecture here; in the slow tests each kernel's first case for the oldest architecture; every night
-each kernel's first case for the others too, and its further cases for one of these in turn: each takes most
-of a second that Triton's cache, in the user's home, does not save the first time.
+Each kernel's first case for one architecture here; in the slow tests its further cases for that one, and the
+first for the oldest architecture; every night the first case for the others too, and the further ones for one
+of these in turn: each takes most of a second that Triton's cache, in the user's home, does not save the first
+time.
 
 Each kernel file lists `COMPILE_CASES`; tests/test_architecture.py sees to it that no kernel is missing.
 """
@@ -59,7 +60,7 @@ def cases_and_architectures() -> list[Any]:
         others = [sm for sm in ARCHITECTURES if sm >= case.capability and sm != first]
         count = seen[case.kernel.__name__]
         seen[case.kernel.__name__] += 1
-        found.append(pytest.param(case, first))
+        found.append(pytest.param(case, first, marks=pytest.mark.slow if count else ()))
         for sm in others if not count else others[count % len(others) :][:1]:
             oldest = not count and sm == others[0]
             found.append(pytest.param(case, sm, marks=pytest.mark.slow if oldest else pytest.mark.nightly))

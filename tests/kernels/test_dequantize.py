@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from fewbits.errors import BadInput
-from fewbits.formats import FORMATS
 from fewbits.formats.base import Format, Packed
 from fewbits.formats.blocks import scale_shape
 from fewbits.formats.codebook import FP4_DQ, NF4, NF4_DQ
@@ -27,6 +26,7 @@ from fewbits.kernels.codec import dequantize as module
 from fewbits.kernels.codec import dequantize_triton
 from fewbits.kernels.codec.dequantize import dequantize, dequantize_ref, launch
 from fewbits.kernels.codec.dequantize_triton import launch_kernel, takes
+from tests.every_format import every_format
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -73,7 +73,7 @@ def check_kernel(
 # The definition.
 
 
-@pytest.mark.parametrize("format", list(FORMATS.values()), ids=lambda f: f.name)
+@every_format
 def test_on_a_cpu_it_is_the_formats_own(format: Format) -> None:
     packed = packed_of(format, (32, 128))
     for dtype in (None, *DTYPES):

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from fewbits.errors import BadInput
 from fewbits.formats import (
-    FORMATS,
     INT4,
     INT4_G32,
     INT4_G64_ZP,
@@ -36,6 +35,7 @@ from fewbits.kernels.product.fake_quantize import (
     lora_weight_ref,
 )
 from fewbits.kernels.product.fake_quantize_triton import WeightTile, launch_lora, rounds_in_tile, takes_lora
+from tests.every_format import every_format
 
 SCALING = 0.5
 
@@ -66,7 +66,7 @@ def operands(N: int, K: int, r: int, dtype: torch.dtype = torch.float32) -> tupl
 # The definitions.
 
 
-@pytest.mark.parametrize("format", list(FORMATS.values()), ids=lambda f: f.name)
+@every_format
 def test_effective_weight_is_what_is_packed_and_decoded(format: Format) -> None:
     w, a, b = operands(24, 128, 4)
     for base in (w, w.bfloat16()):

@@ -78,7 +78,12 @@ def binaries(recorder: Recorder) -> dict[Any, Launch]:
 
 
 @pytest.mark.parametrize(
-    ("family", "float8"), [("llama", False), ("llama", True), ("qwen3", False), ("gemma2", False)]
+    ("family", "float8"),
+    [
+        ("llama", False),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [("llama", True), ("qwen3", False)]),
+        pytest.param("gemma2", False, marks=pytest.mark.slow),
+    ],
 )
 def test_other_lengths_ask_for_no_other_binary(family: str, float8: bool) -> None:
     """One length that is a multiple of all tiles and one that is not ask for all that there will ever be."""

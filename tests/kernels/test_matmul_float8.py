@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fewbits.decoder.weight_scales import scale_of, scales_of
 from fewbits.errors import BadInput, Unsupported
-from fewbits.formats import FORMATS, get_format
+from fewbits.formats import get_format
 from fewbits.formats.base import Format
 from fewbits.kernels.codec.quantize_float8 import quantize_rows
 from fewbits.kernels.product import matmul_float8 as module
@@ -23,6 +23,7 @@ from fewbits.kernels.product.matmul_float8 import (
     weight_scale,
     weight_scales,
 )
+from tests.every_format import every_format
 
 E4 = torch.float8_e4m3fn
 # See matmul_float8.py: rounding of both operands; on top, the sum in float32, or in Hopper's 14 bits, cut off
@@ -43,7 +44,7 @@ def error(y: Tensor, exact: Tensor) -> float:
 # The weight.
 
 
-@pytest.mark.parametrize("format", list(FORMATS.values()), ids=lambda f: f.name)
+@every_format
 def test_codes_of_a_packed_weight(format: Format) -> None:
     w = torch.randn(32, 256) * torch.rand(32, 1).exp()
     packed = format.quantize(w)

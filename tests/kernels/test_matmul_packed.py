@@ -8,22 +8,21 @@ from torch import Tensor
 
 from fewbits.formats import E4M3, E4M3_1X128, E5M2, FORMATS, INT4_G64, INT8, NF4, Format
 from fewbits.kernels.product.matmul_packed import Operands, packed_linear, packed_linear_ref
-
-EVERY = pytest.mark.parametrize("format", FORMATS.values(), ids=lambda f: f.name)
+from tests.every_format import every_format
 
 
 def packed_weight(format: Format, shape: tuple[int, int] = (24, 64), dtype: torch.dtype = torch.float32):
     return format.quantize(torch.randn(shape, dtype=dtype))
 
 
-@EVERY
+@every_format
 def test_decode_is_exact(format: Format) -> None:
     """With x = I each sum has one term, so the product is the decoded weight itself."""
     weight = packed_weight(format)
     assert torch.equal(packed_linear(torch.eye(64), weight), weight.dequantize().T)
 
 
-@EVERY
+@every_format
 def test_gradients_equal_the_definition(format: Format) -> None:
     weight = packed_weight(format)
     bias = torch.randn(24)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fewbits.errors import BadInput
-from fewbits.formats import FORMATS, Format
+from fewbits.formats import Format
 from fewbits.formats.codebook import FP4, FP4_DQ, NF4, NF4_DQ
 from fewbits.formats.float8 import E4M3_ROW
 from fewbits.formats.integer import (
@@ -26,6 +26,7 @@ from fewbits.formats.integer import (
 from fewbits.kernels.codec import quantize as module
 from fewbits.kernels.codec.quantize import launch, quantize, quantize_ref
 from fewbits.kernels.codec.quantize_triton import RoundTile, takes
+from tests.every_format import every_format
 
 SMALL = RoundTile(256, 4)
 
@@ -52,7 +53,7 @@ def assert_same_parts(found: list[Tensor], format: Format, x: Tensor) -> None:
 # The op.
 
 
-@pytest.mark.parametrize("format", list(FORMATS.values()), ids=lambda f: f.name)
+@every_format
 def test_on_a_cpu_it_is_the_formats_own(format: Format) -> None:
     x = values(6, 130).bfloat16().t()
     packed = quantize(x, format)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
-
-from fewbits.formats import ALIKE, FORMATS, INT8, MXFP4, NF4, TERNARY_ROW
+from fewbits.formats import INT8, MXFP4, NF4, TERNARY_ROW, Format
 from fewbits.kernels.codec.dequantize_triton import has_kernel
 from fewbits.models.convert import convert, explain
 from fewbits.recipes import QAT, Recipe, Rule
+from tests.every_format import every_format
 from tests.models.tiny import tiny
 
 WANT = "in plain torch, for want of a kernel: the same numbers in more time"
@@ -20,14 +19,11 @@ def said(recipe: Recipe) -> list[str]:
     return notes
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] if n in ALIKE else []) for n in FORMATS]
-)
-def test_weights_without_a_kernel(name: str) -> None:
-    format = FORMATS[name]
+@every_format
+def test_weights_without_a_kernel(format: Format) -> None:
     notes = said(Recipe(name="r", linear=Rule(weight=format)))
     alone = format.contract.product == "stochastic" or has_kernel(format, (64, 64))
-    assert notes == ([] if alone else [f"on a GPU weights in {name} are decoded {WANT} (14 layers)"])
+    assert notes == ([] if alone else [f"on a GPU weights in {format.name} are decoded {WANT} (14 layers)"])
     assert alone or format.contract.coding is None or format.contract.coding.bits not in (4, 8)
 
 

@@ -6,15 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-from fewbits.formats import FORMATS, INT4_G32, INT8, NF4, Format
+from fewbits.formats import INT4_G32, INT8, NF4, Format
 from fewbits.nn.fake_quantize import FakeQuantizedLinear, fake_quantize
 from fewbits.nn.linear import QuantizedLinear
 from fewbits.recipes.recipe import Rule
+from tests.every_format import every_format
 
-EVERY = pytest.mark.parametrize("format", FORMATS.values(), ids=lambda f: f.name)
 
-
-@EVERY
+@every_format
 def test_value_is_rounded_and_gradient_passes_through(format: Format) -> None:
     x = torch.randn(8, 128, requires_grad=True)
     y = fake_quantize(x, format)
@@ -33,7 +32,7 @@ def test_dtype_and_no_format() -> None:
     assert x.grad.dtype == torch.float32
 
 
-@EVERY
+@every_format
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_linear_computes_what_the_packed_one_will(format: Format, dtype: torch.dtype) -> None:
     linear = nn.Linear(128, 24, dtype=dtype)

@@ -8,15 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from fewbits.formats import E4M3, E5M2, FORMATS, INT4_G64, INT8, NF4, NF4_DQ, Format
+from fewbits.formats import E4M3, E5M2, INT4_G64, INT8, NF4, NF4_DQ, Format
 from fewbits.kernels.product.matmul_packed import Operands
 from fewbits.nn.linear import LowPrecisionLinear, QuantizedLinear
 from fewbits.recipes.recipe import Rule
+from tests.every_format import every_format
 
-EVERY = pytest.mark.parametrize("format", FORMATS.values(), ids=lambda f: f.name)
 
-
-@EVERY
+@every_format
 @pytest.mark.parametrize("shape", [(64, 128), (5, 7)])
 def test_every_format_holds_a_linear(format: Format, shape: tuple[int, int]) -> None:
     out_features, in_features = shape
