@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.extras import absent_packages, skipped_where_an_extra_is_absent
+from tests.extras import SAID, absent_packages, skipped_where_an_extra_is_absent
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -89,8 +89,9 @@ def pytest_runtest_setup() -> Generator[None, object, object]:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_call() -> Generator[None, object, object]:
-    return (yield from skipped_where_an_extra_is_absent(absent_packages()))
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    said = item.stash.setdefault(SAID, [])
+    return (yield from skipped_where_an_extra_is_absent(absent_packages(), said))
 
 
 @pytest.fixture(scope="session")

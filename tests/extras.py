@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Collection, Generator, Iterator
+from collections.abc import Collection, Generator, Iterator, Sequence
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,6 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 IMPORTED_AS = {"cuda_bindings": "cuda", "nvidia_cuda_nvrtc": "nvidia"}
+SAID = pytest.StashKey[list[str]]()  # of a test: what its commands wrote as errors
 ALWAYS_THERE = {"fewbits", "pytest", "mypy", "ruff"}  # pytest runs the tests; the last two are commands
 
 
@@ -63,12 +64,27 @@ def absent_package_behind(error: BaseException, absent: Collection[str]) -> str 
     return None
 
 
-def skipped_where_an_extra_is_absent(absent: Collection[str]) -> Generator[None, object, object]:
-    """Stands around a test: one that fails because an optional package is absent is skipped, by its name."""
+def absent_package_said(sentences: Sequence[str], absent: Collection[str]) -> str | None:
+    """The absent package that a command of ours told its user to install, or None."""
+    for sentence in sentences:
+        if "pip install" in sentence:
+            words = set(re.findall(r"\w+", sentence.lower().replace("-", "_")))
+            if found := sorted(words & set(absent)):
+                return found[0]
+    return None
+
+
+def skipped_where_an_extra_is_absent(
+    absent: Collection[str], said: Sequence[str] = ()
+) -> Generator[None, object, object]:
+    """Stands around a test: one that fails because an optional package is absent is skipped, by its name.
+
+    ``said``: the errors that commands wrote in the test, filled while it runs.
+    """
     try:
         return (yield)
     except Exception as error:
-        package = absent_package_behind(error, absent)
+        package = absent_package_behind(error, absent) or absent_package_said(said, absent)
         if package is None:
             raise
         pytest.skip(f"needs {package}, which an extra of fewbits brings")

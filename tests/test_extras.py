@@ -14,6 +14,7 @@ import pytest
 from fewbits.errors import Unsupported
 from tests.extras import (
     absent_package_behind,
+    absent_package_said,
     absent_packages,
     packages_of_extras,
     skipped_where_an_extra_is_absent,
@@ -43,6 +44,25 @@ def test_no_test_file_needs_an_extra_to_be_read() -> None:
         if path.name.startswith(("test_", "conftest")) and (found := imported_at_once(path) & extras)
     }
     assert needing == {}, 'write pytest.importorskip("...") below the imports in place of these imports'
+
+
+def test_files_that_skip_as_a_whole_are_imported_by_no_other() -> None:
+    """What another file needs of them would be missing where they skip: helpers stand apart."""
+    files = {path: ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "tests").rglob("*.py")}
+    skipping = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        for path, tree in files.items()
+        if path.name.startswith("test_")
+        and any("importorskip(" in ast.unparse(node) for node in tree.body if not hasattr(node, "body"))
+    }
+    assert "tests.models.test_compressed_folder" in skipping
+    importing = [
+        f"{path.relative_to(ROOT)} imports {node.module}"
+        for path, tree in files.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module in skipping
+    ]
+    assert not importing
 
 
 def _raised(code: str) -> BaseException:
@@ -85,6 +105,13 @@ def test_a_failure_becomes_a_skip_only_where_it_is_explained() -> None:
     next(around)
     with pytest.raises(pytest.skip.Exception, match="needs gguf"):
         around.throw(_raised("raise ImportError('gguf', name='gguf')"))
+    told = ["error: writing GGUF needs the package gguf, not installed; run: pip install 'x[export]'."]
+    around = skipped_where_an_extra_is_absent(ABSENT, told)
+    next(around)
+    with pytest.raises(pytest.skip.Exception, match="needs gguf"):
+        around.throw(AssertionError("1 == 0"))
+    assert absent_package_said(told, {"trl"}) is None
+    assert absent_package_said(["error: g.gguf is not GGUF"], ABSENT) is None
     around = skipped_where_an_extra_is_absent(ABSENT)
     next(around)
     with pytest.raises(AssertionError, match=r"^a wrong number$"):

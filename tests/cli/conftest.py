@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 import pytest
 
+from tests.extras import SAID
+
 
 class Ran(NamedTuple):
     code: int
@@ -19,14 +21,18 @@ class Ran(NamedTuple):
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., Ran]:
+def run(capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest) -> Callable[..., Ran]:
     """``run("eval", "--model", path)`` in this process."""
+    said = request.node.stash.setdefault(SAID, [])
 
     def call(*argv: str | Path) -> Ran:
         from fewbits.cli import main
 
         code = main([str(a) for a in argv])
-        return Ran(code, *capsys.readouterr())
+        ran = Ran(code, *capsys.readouterr())
+        if ran.code:
+            said.append(ran.err)
+        return ran
 
     return call
 

@@ -19,10 +19,10 @@ import pytest
 
 import fewbits.kernels
 from fewbits.kernels.launch.jit import CompileCase
+from tests.kernels.machine_code import ARCHITECTURES, build
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
 
-ARCHITECTURES = (80, 89, 90, 100, 120)
 SHARED_MEMORY_BYTES = 99 * 1024  # what the smallest of them, sm_89 and sm_120, give one program
 
 
@@ -36,21 +36,6 @@ def compile_cases() -> list[CompileCase]:
 
 def case_id(case: CompileCase) -> str:
     return case.kernel.__name__ + "-" + "-".join(str(v) for v in case.constants.values())
-
-
-def build(case: CompileCase, capability: int):
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    names = case.kernel.arg_names
-    assert list(case.signature) == names, (
-        f"{case.kernel.__name__}: the signature must name the arguments in order"
-    )
-    attrs = {(names.index(a),): [["tt.divisibility", 16]] for a in case.aligned}
-    source = ASTSource(case.kernel, dict(case.signature), dict(case.constants), attrs)
-    return triton.compile(
-        source, target=GPUTarget("cuda", capability, 32), options={"num_warps": case.num_warps}
-    )
 
 
 def cases_and_architectures() -> list[Any]:

@@ -19,7 +19,7 @@ from fewbits.kernels.decoder.gated_lora_backward import (
 from fewbits.kernels.decoder.gated_lora_backward_triton import COMPILE_CASES, GatedLoRATile, launch
 from fewbits.kernels.launch.jit import CompileCase
 from fewbits.kernels.launch.tuning import SHIPPED
-from tests.kernels.test_cubins import build
+from tests.kernels.machine_code import build
 
 E4 = torch.float8_e4m3fn
 

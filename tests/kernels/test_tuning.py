@@ -20,7 +20,7 @@ from fewbits.errors import Unsupported
 from fewbits.kernels.decoder.gated_lora_backward_triton import SAFE_TILE
 from fewbits.kernels.launch import tuning
 from fewbits.kernels.launch.jit import RowTile
-from tests.kernels.test_cubins import ARCHITECTURES
+from tests.kernels.machine_code import ARCHITECTURES
 
 pytest.importorskip("triton")
 RULE = RowTile(1, 4096, 4)

@@ -17,6 +17,7 @@ from fewbits.export.compressed_schemes import SCHEMES
 from fewbits.export.whole_numbers import rounded
 from fewbits.nn.linear import QuantizedLinear
 from tests.models.loading import save_tiny, tokenizer
+from tests.models.tiny_folders import rows_file
 from tests.models.unwritten import save_unwritten
 
 pytest.importorskip("compressed_tensors")
@@ -27,13 +28,6 @@ IDS = torch.tensor([[1, 5, 9, 20, 31]])
 def logits(model: Any) -> torch.Tensor:
     with torch.no_grad():
         return model(input_ids=IDS).logits.float()
-
-
-def rows_file(folder: Path) -> Path:
-    """Calibration text."""
-    file = folder / "rows.jsonl"
-    file.write_text("".join(f'{{"text": "the cat {n} sat on the mat, {n} times"}}\n' for n in range(40)))
-    return file
 
 
 @pytest.mark.parametrize(

@@ -219,7 +219,7 @@ def test_a_changed_tokenizer_is_found(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_calibration_text_says_which_columns_count(tmp_path: Path) -> None:
     """The error of the outputs on that text falls; where text changes nothing it is refused, not ignored."""
-    from tests.models.test_compressed_folder import rows_file
+    from tests.models.tiny_folders import rows_file
 
     save_tiny(tmp_path / "base", **SIZES)
     model, words = FastLanguageModel.from_pretrained(
@@ -245,6 +245,7 @@ def test_calibration_text_says_which_columns_count(tmp_path: Path) -> None:
 
 
 def test_what_an_engine_cannot_have_is_refused_by_name(tmp_path: Path) -> None:
+    pytest.importorskip("torchao")  # what is not installed is not offered
     save_tiny(tmp_path / "base", **SIZES)
     model, words = FastLanguageModel.from_pretrained(tmp_path / "base", load_in_4bit=False)
     refused = {

@@ -11,6 +11,13 @@ TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 SIZES = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8}
 
 
+def rows_file(folder: Path) -> Path:
+    """Calibration text."""
+    file = folder / "rows.jsonl"
+    file.write_text("".join(f'{{"text": "the cat {n} sat on the mat, {n} times"}}\n' for n in range(40)))
+    return file
+
+
 def byte_tokenizer(kind: str = "qwen2") -> Any:
     """A byte-level BPE tokenizer of fewer than 512 tokens; ``kind`` chooses what cuts the text."""
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers
