@@ -86,7 +86,8 @@ def main() -> None:
     print(f"{options.model.name}, {options.text.name}, {options.tokens} tokens, heads of {size}", flush=True)
     plain = math.nan
     for said in CACHES:
-        kind = choose_cache(model, get_kv_cache(said))
+        kind = get_kv_cache(said)
+        choose_cache(model, kind)
         result = perplexity(model, tokenizer, text, window=options.window, max_tokens=options.tokens)
         plain = result.perplexity if kind.is_plain else plain
         taken = kind.nbytes(options.window, size)

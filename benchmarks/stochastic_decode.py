@@ -206,7 +206,7 @@ def main() -> None:
     counted = first_logits(bench, model)
     if not args.quick:
         measure(bench, model, "stochastic, each apart", few=True)
-    say(*share_inputs(model))
+    say(*share_inputs(model).notes)
     measure(bench, model, "stochastic")
     use_stochastic_attention(model, AttentionProducts(STOCHASTIC, STOCHASTIC))
     measure(bench, model, "stochastic, attention too", few=True)

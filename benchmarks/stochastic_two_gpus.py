@@ -208,7 +208,7 @@ def main() -> None:
 
     model = split_model(config, "stochastic")
     calls = record_calls(model)
-    say(*share_inputs(model))
+    say(*share_inputs(model).notes)
     decode(model, args, "stochastic", rows)
     compare(model, calls)
     del model, calls

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,11 +17,16 @@ from torch import distributed, nn
 import fewbits
 from fewbits import explain
 from fewbits.decoder.fuse import Fusion, fusion_of
-from fewbits.errors import Unsupported
+from fewbits.errors import BadInput, Unsupported
+from fewbits.formats.stochastic import STOCHASTIC
 from fewbits.host.attention import UsedAttention, use_attention, used_attention
 from fewbits.host.conversion import Conversion, conversion_of
+from fewbits.host.receipt import Receipt
 from fewbits.host.record import NOTES, RECORD, add_notes, notes_of, part_of, put_part, record_of, take_part
 from fewbits.host.unwrap import unwrap
+from fewbits.models.stochastic_sharing import share_inputs
+from fewbits.models.undo import TAKEN_OUT_BY
+from fewbits.recipes.stochastic_config import StochasticConfig
 from tests.models.tiny import tiny, tokens
 
 
@@ -122,6 +128,32 @@ def test_what_is_fused_or_attends_alone_comes_out_too() -> None:
     assert fusion_of(model) is None and used_attention(model) is None
     use_attention(model)
     assert "again" in str(fewbits.restore(model)) and used_attention(model) is None
+
+
+def test_every_verb_gives_a_receipt_and_one_call_undoes_them_all() -> None:
+    """Also in another order than that in which they came, and each alone."""
+    model = tiny("llama").eval()
+    before, expected = [*model.modules()], model(tokens()).logits
+    mixed = StochasticConfig(options=replace(STOCHASTIC, chunk_d=16, stoc_len=32))
+    verbs: list[Callable[[Any], Any]] = [
+        lambda m: fewbits.choose_cache(m, "int8"),
+        lambda m: fewbits.convert(m, mixed, keep_original=True, fuse_norms=False),
+        share_inputs,
+    ]
+    for verb in verbs:
+        told = verb(model)
+        assert isinstance(told, Receipt) and all(note in str(explain(model)) for note in told.notes)
+    kinds = {type(part) for part in record_of(model).parts.values()}
+    assert kinds <= TAKEN_OUT_BY.keys()
+    assert not torch.equal(model(tokens()).logits, expected)
+    receipt = fewbits.restore(model)
+    assert receipt.changes and "keys and values" in str(receipt) and not record_of(model).parts
+    assert [*model.modules()] == before and torch.equal(model(tokens()).logits, expected)
+    for verb in (verbs[0], use_attention, fewbits.fuse):
+        assert isinstance(verb(model), Receipt)
+        assert isinstance(fewbits.restore(model), Receipt) and not record_of(model).parts
+    with pytest.raises(BadInput, match="strict"):
+        fewbits.convert(model, mixed, strict=True)
 
 
 def test_one_receipt_tells_everything_in_order() -> None:

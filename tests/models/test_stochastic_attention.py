@@ -73,7 +73,7 @@ def test_fine_products_come_close_to_exact_attention(family):
     mask[1, :5] = 0
     with torch.no_grad():
         before = model(ids, attention_mask=mask).logits
-        lines = use_stochastic_attention(model, AttentionProducts(FINE, FINE))
+        lines = use_stochastic_attention(model, AttentionProducts(FINE, FINE)).notes
         fine = model(ids, attention_mask=mask).logits
         restore_stochastic_attention(model)
         after = model(ids, attention_mask=mask).logits
@@ -112,7 +112,7 @@ def test_two_products_over_a_cache_run_and_differ_from_exact_ones():
 def test_only_the_named_layers():
     model = tiny("llama")
     name = "model.layers.1.self_attn"
-    lines = use_stochastic_attention(model, {name: BOTH})
+    lines = use_stochastic_attention(model, {name: BOTH}).notes
     assert attention_products(model) == {name: BOTH}
     assert lines[-1] == "attention x1: exact"
     with torch.no_grad():

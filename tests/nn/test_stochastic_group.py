@@ -127,8 +127,8 @@ def test_models(family: str, monkeypatch, tmp_path) -> None:
     decoding = Decoding(model, batch_size=2, max_tokens=32)
     decoding.prefill(ids)
     expected = decoding.decode(8)
-    assert share_inputs(model) == ["4 groups of linears share their input where few rows pass"]
-    assert share_inputs(model)[0].startswith("0 groups")
+    assert share_inputs(model).notes == ["4 groups of linears share their input where few rows pass"]
+    assert share_inputs(model).notes[0].startswith("0 groups")
     assert sum(p.numel() * p.element_size() for p in model.parameters()) == size
     computed = calls(monkeypatch)
     decoding.prefill(ids)
@@ -149,6 +149,6 @@ def test_what_does_not_fit_is_said() -> None:
     model = tiny("llama")
     convert(model, get_recipe("stochastic"))
     model.model.layers[0].mlp.up_proj.set_lengths([[32]])
-    made, left = share_inputs(model)
+    made, left = share_inputs(model).notes
     assert made.startswith("3 groups") and left.startswith("1 groups do not: their inputs, options, stream")
-    assert share_inputs(tiny("llama"))[0].startswith("0 groups")
+    assert share_inputs(tiny("llama")).notes[0].startswith("0 groups")

@@ -222,7 +222,7 @@ def fuse(
         "a pass with gradients, or in training mode, fills no KV cache unless it is called with "
         "use_cache=True; generate() does"
     )
-    fusion.receipt.notes.append(use_attention(model))
+    fusion.receipt.notes.extend(use_attention(model).notes)
     if loss:
         fusion.trl_head = fuse_loss(model, spec, fusion.receipt)
     fusion.guards.append(unwrap(model).register_forward_pre_hook(_refuse_copies))
@@ -253,8 +253,11 @@ def _fuse_layer(name: str, layer: nn.Module, proofs: Proofs, fusion: Fusion) -> 
     fusion.receipt.changes.append(Change(name, before, f"{before}, forward as two fused nodes", 0, 0))
 
 
-def unfuse(model: nn.Module) -> None:
-    """Take out what `fuse` put in.
+def unfuse(model: nn.Module) -> Receipt:
+    """Take out what `fuse` put in, and nothing else.
+
+    Returns:
+        The receipt: which layers have their own forwards again, and what the attention is now.
 
     Raises:
         Unsupported: the model is not fused.
@@ -273,8 +276,9 @@ def unfuse(model: nn.Module) -> None:
     unfuse_loss(model)
     for handle in () if fusion.trl_head is None else fusion.trl_head.handles:
         handle.remove()
-    restore_attention(model)
     take_part(model, Fusion)
+    said = "decoder layers: their own forwards again"
+    return Receipt("", notes=[said, *restore_attention(model).notes])
 
 
 def fusion_of(model: nn.Module) -> Fusion | None:

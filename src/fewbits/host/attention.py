@@ -23,6 +23,7 @@ from fewbits.errors import Unsupported
 from fewbits.families.registry import model_type_of, written_spec
 from fewbits.families.shapes import field_of, scores_factor
 from fewbits.families.spec import Attention
+from fewbits.host.receipt import Receipt
 from fewbits.host.record import part_of, put_part, take_part
 from fewbits.host.spec import layer_names, locate, spec_for
 from fewbits.host.unwrap import unwrap
@@ -54,15 +55,20 @@ class UsedAttention:
     taken: Counter[str] = field(default_factory=Counter)
 
 
-def use_attention(model: Any) -> str:
+def use_attention(model: Any) -> Receipt:
     """Let the attention of this model go through fewbits wherever that computes the same; in place.
 
     Args:
         model: a Hugging Face model; a PeftModel will do.
 
     Returns:
-        One sentence for a receipt; a model that cannot take it is unchanged, and the sentence says why.
+        The receipt, with one note; a model that cannot take it is unchanged, and the note says why.
+        `fewbits.restore` undoes it.
     """
+    return Receipt("", notes=[_take_attention(model)])
+
+
+def _take_attention(model: Any) -> str:
     spec = written_spec(model)
     if spec is None or spec.attention is None:
         return f"attention: the host's own, because fewbits has no spec for {model_type_of(model)!r}"
@@ -87,8 +93,12 @@ def use_attention(model: Any) -> str:
     return f"attention: by fewbits, over transformers' {before}{but}"
 
 
-def restore_attention(model: Any) -> str:
-    """Undo `use_attention`; the sentence says what the attention is now."""
+def restore_attention(model: Any) -> Receipt:
+    """Undo `use_attention` alone; the receipt's note says what the attention is now."""
+    return Receipt("", notes=[_give_attention_back(model)])
+
+
+def _give_attention_back(model: Any) -> str:
     decoder = decoder_of(model)
     state = used_attention(model)
     if state is None:

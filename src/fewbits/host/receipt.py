@@ -48,7 +48,8 @@ class Receipt:
     """What one call did to one model.
 
     Attributes:
-        title: what was done, such as "llama, recipe qlora_nf4".
+        title: what was done, such as "llama, recipe qlora_nf4"; empty where no module can be replaced and
+            the notes say it all.
         changes: the modules that were replaced.
         left: the modules that were not.
         notes: sentences worth knowing.
@@ -77,7 +78,8 @@ class Receipt:
         return [left for left in self.left if not left.intended]
 
     def __str__(self) -> str:
-        own = [self._headline(), *self._change_lines(), *self._left_lines(), *self.notes]
+        head = [self._headline()] if self.title or self.changes else []
+        own = [*head, *self._change_lines(), *self._left_lines(), *self.notes]
         return "\n".join([*own, *map(str, self.further)])
 
     def _headline(self) -> str:

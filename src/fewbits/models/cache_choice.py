@@ -10,7 +10,8 @@ from fewbits.errors import BadInput, Unsupported
 from fewbits.families.shapes import head_dim
 from fewbits.formats.kv_cache import KVCache, get_kv_cache
 from fewbits.host.conversion import conversion_of
-from fewbits.host.record import part_of, put_part
+from fewbits.host.receipt import Receipt
+from fewbits.host.record import part_of, put_part, take_part
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -57,23 +58,36 @@ class CacheChoice:
     """What `choose_cache` leaves on a model."""
 
     kind: KVCache
+    receipt: Receipt
 
 
-def choose_cache(model: Any, kind: KVCache | str | Mapping[str, Any]) -> KVCache:
+def choose_cache(model: Any, kind: KVCache | str | Mapping[str, Any]) -> Receipt:
     """From now on ``model.generate`` and evaluation keep keys and values so; it wins over the recipe.
 
     Args:
         model: a causal language model, with or without adapters.
         kind: formats, by name, as plain data, or a value; "bfloat16" for none.
 
+    Returns:
+        The receipt; `fewbits.restore` undoes the choice.
+
     Raises:
         BadInput: an unknown format.
         Unsupported: the model cannot have it.
     """
-    cache = get_kv_cache(kind)
-    check_cache(cache, model.config)
-    put_part(model, CacheChoice(cache))
-    return cache
+    chosen = get_kv_cache(kind)
+    check_cache(chosen, model.config)
+    receipt = Receipt(
+        "", notes=[f"kv_cache={chosen.name}: generate() and evaluation keep keys and values so"]
+    )
+    put_part(model, CacheChoice(chosen, receipt))
+    return receipt
+
+
+def forget_cache(model: Any) -> Receipt:
+    """Undo `choose_cache` alone: the recipe's word holds again, if there is one."""
+    take_part(model, CacheChoice)
+    return Receipt("", notes=["keys and values: as the recipe says, or as the model computes them"])
 
 
 def chosen_cache(model: Any, selection: KVCache | str | Mapping[str, Any] | None) -> KVCache | None:
@@ -129,4 +143,12 @@ def cache_of_call(model: Any, arguments: Mapping[str, Any], choice: Any) -> KVCa
     return None  # the call's own cache wins over the recipe's
 
 
-__all__ = ["CacheChoice", "cache_of_call", "check_cache", "choose_cache", "chosen_cache", "layer_kinds"]
+__all__ = [
+    "CacheChoice",
+    "cache_of_call",
+    "check_cache",
+    "choose_cache",
+    "chosen_cache",
+    "forget_cache",
+    "layer_kinds",
+]

@@ -172,7 +172,7 @@ def restore(model: nn.Module) -> Receipt:
         receipt.changes.append(_change(name, module, original, f"{type(original).__name__} ({how})"))
         model.set_submodule(name, original)
     if used_attention(model) is not None:
-        receipt.notes.append(restore_attention(model))
+        receipt.notes.extend(restore_attention(model).notes)
     take_part(model, Conversion)
     return receipt
 

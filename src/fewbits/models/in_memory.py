@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from fewbits.errors import BadInput
 from fewbits.host.conversion import conversion_of
 from fewbits.host.receipt import Receipt
 from fewbits.models import convert as modules
@@ -25,18 +26,29 @@ from fewbits.recipes.stochastic_config import StochasticConfig
 
 def convert(
     model: nn.Module,
-    recipe: str | Recipe | Mapping[str, Any],
+    recipe: str | Recipe | Mapping[str, Any] | StochasticConfig,
     *,
     strict: bool = False,
     keep_original: bool = False,
     fuse_norms: bool = True,
     build: modules.Builder | None = None,
 ) -> Receipt:
-    """Put ``recipe`` (its name, a value, or plain data) into ``model``, in place.
+    """Put ``recipe`` (its name, a value, or plain data) into ``model``, in place; `restore` undoes it.
 
     Arguments, result and errors are those of `fewbits.models.convert.convert`. A model with packed weights is
-    then saved by its own ``save_pretrained`` as a packed checkpoint.
+    then saved by its own ``save_pretrained`` as a packed checkpoint. A `StochasticConfig` says of every layer
+    how it is computed and is put in by `apply_stochastic`; it has no ``strict`` and no ``build``.
+
+    Raises:
+        BadInput: ``strict`` or ``build`` beside a `StochasticConfig`.
     """
+    if isinstance(recipe, StochasticConfig):
+        if strict or build is not None:
+            raise BadInput(
+                "a stochastic configuration is always checked, and builds its own layers; leave "
+                "strict and build out."
+            )
+        return apply_stochastic(model, recipe, keep_original=keep_original, fuse_norms=fuse_norms)
     recipe = get_recipe(recipe)
     receipt = modules.convert(
         model, recipe, strict=strict, keep_original=keep_original, fuse_norms=fuse_norms, build=build
@@ -48,8 +60,9 @@ def convert(
 def restore(model: nn.Module) -> Receipt:
     """Take out all that fewbits has put into this model, in place; it is then saved as a plain checkpoint.
 
-    Modules of the original classes come back (`fewbits.models.convert.restore` says with which weights), the
-    layers' own forwards, and the host's attention; adapters stay.
+    Whatever put it there: `convert`, `fuse`, `choose_cache`, `fewbits.host.attention.use_attention` and the
+    like (`fewbits.models.undo`). Modules of the original classes come back (`fewbits.models.convert.restore`
+    says with which weights), the layers' own forwards, and the host's attention; adapters stay.
 
     Raises:
         Unsupported: there is nothing to take out.
@@ -69,7 +82,9 @@ def apply_stochastic(
     keep_original: bool = False,
     fuse_norms: bool = True,
 ) -> Receipt:
-    """Run ``model`` under stochastic computing as ``config`` says, in place.
+    """Run ``model`` under stochastic computing as ``config`` says, in place; `restore` undoes it.
+
+    What `convert` does with such a configuration, and ``train`` besides.
 
     Arguments, result and errors are those of `fewbits.models.stochastic.put_in`. The model's own
     ``save_pretrained`` then writes the prepared weights and the configuration.

@@ -164,7 +164,7 @@ def put_in(
     receipt = convert(model, recipe, keep_original=keep_original, fuse_norms=fuse_norms, build=build)
     products = attention_products_of(model, config)
     if products:
-        receipt.notes.extend(use_stochastic_attention(model, products))
+        receipt.notes.extend(use_stochastic_attention(model, products).notes)
     else:
         receipt.notes.append("attention: both products exact")
     put_part(model, config)
@@ -205,11 +205,11 @@ def _of_bits(options: Stochastic, bits: int | None) -> Stochastic:
 
 def take_out(model: Any) -> Receipt:
     """Undo `put_in`; see `fewbits.restore` for what the linears become."""
-    notes = []
+    attention = None
     if stochastic_attention_of(model) is not None:
-        notes.append(restore_stochastic_attention(model))
+        attention = restore_stochastic_attention(model)
     receipt = restore(model)
-    receipt.notes.extend(notes)
+    receipt.notes.extend([] if attention is None else attention.notes)
     take_part(model, StochasticConfig)
     return receipt
 
@@ -253,7 +253,9 @@ def adopt_saved(model: Any, folder: Path | str) -> list[str]:
         set_lengths(layer, config.linear(name), config.options)
     products = attention_products_of(model, config)
     put_part(model, config)
-    return use_stochastic_attention(model, products) if products else ["attention: both products exact"]
+    if not products:
+        return ["attention: both products exact"]
+    return use_stochastic_attention(model, products).notes
 
 
 def _check_adopted(file: Path, name: str, layer: StochasticLinear, config: StochasticConfig) -> None:

@@ -28,6 +28,7 @@ from fewbits.host.attention import (
     use_attention,
     used_attention,
 )
+from fewbits.host.receipt import Receipt
 from fewbits.host.record import part_of, put_part, take_part
 from fewbits.nn.row_plan import RowPlan
 from fewbits.nn.stochastic_attention import AttentionProducts, stochastic_attention
@@ -69,8 +70,8 @@ class _Place:
 
 def use_stochastic_attention(
     model: Any, products: AttentionProducts | Mapping[str, AttentionProducts]
-) -> list[str]:
-    """Compute the attention products of this model stochastically; in place, `restore` undoes it.
+) -> Receipt:
+    """Compute the attention products of this model stochastically; in place, `fewbits.restore` undoes it.
 
     Args:
         model: a Hugging Face model of a known family; a PeftModel will do.
@@ -78,7 +79,7 @@ def use_stochastic_attention(
             exact.
 
     Returns:
-        Sentences for a receipt.
+        The receipt, a note for each kind of layer.
 
     Raises:
         Unsupported: the model's layers are fused, or its attention is stochastic already.
@@ -116,21 +117,24 @@ def use_stochastic_attention(
         decoder.register_forward_hook(_After(state)),
     ]
     put_part(model, state)
-    return stochastic_attention_receipt(model)
+    return Receipt("", notes=stochastic_attention_receipt(model))
 
 
-def restore_stochastic_attention(model: Any) -> str:
-    """Undo `use_stochastic_attention`; the sentence says what the attention is now."""
+def restore_stochastic_attention(model: Any) -> Receipt:
+    """Undo `use_stochastic_attention` alone; the receipt's note says what the attention is now."""
     decoder, state = decoder_of(model), stochastic_attention_of(model)
     if state is None:
-        return f"attention: {decoder.config._attn_implementation}, as it was"
+        said = f"attention: {decoder.config._attn_implementation}, as it was"
+        return Receipt("", notes=[said])
     for handle in state.handles:
         handle.remove()
     for _, module in attention_modules(model):
         module.__dict__.pop(_PRODUCTS, None)
     set_attention_name(decoder, state.before)
     take_part(model, StochasticAttentionState)
-    return use_attention(model) if state.by_fewbits else f"attention: transformers' {state.before} again"
+    if state.by_fewbits:
+        return use_attention(model)
+    return Receipt("", notes=[f"attention: transformers' {state.before} again"])
 
 
 def stochastic_attention_of(model: Any) -> StochasticAttentionState | None:

@@ -5,8 +5,11 @@ For decoding; see `fewbits.nn.stochastic_group` for what that means, and when it
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
+from fewbits.host.receipt import Receipt
+from fewbits.host.record import part_of, put_part, take_part
 from fewbits.host.spec import find, layer_names, spec_for
 from fewbits.nn.stochastic_group import StochasticGroup, obstacle
 from fewbits.nn.stochastic_linear import StochasticLinear
@@ -15,14 +18,21 @@ from fewbits.nn.stochastic_linear import StochasticLinear
 ONE_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
-def share_inputs(model: Any) -> list[str]:
+@dataclass(frozen=True)
+class SharedInputs:
+    """What `share_inputs` leaves on a model."""
+
+    receipt: Receipt
+
+
+def share_inputs(model: Any) -> Receipt:
     """Let q, k and v, and gate and up, be multiplied as one where few rows pass; in place.
 
     The model computes the same bits. A layer takes part if its linears are stochastic, with one stream length
     and the same smoothing.
 
     Returns:
-        Sentences for a receipt: how many groups there are, and why others are none.
+        The receipt: how many groups were made, and why others are none; `fewbits.restore` undoes it.
     """
     spec = spec_for(model)
     num_groups, left = 0, dict[str, int]()
@@ -40,11 +50,17 @@ def share_inputs(model: Any) -> list[str]:
                 StochasticGroup(linears)
                 num_groups += 1
     said = [f"{num_groups} groups of linears share their input where few rows pass"]
-    return said + [f"{count} groups do not: {why}" for why, count in left.items()]
+    receipt = Receipt("", notes=said)
+    receipt.notes.extend(f"{count} groups do not: {why}" for why, count in left.items())
+    if num_groups or part_of(model, SharedInputs) is None:  # a second call finds nothing left to do
+        put_part(model, SharedInputs(receipt))
+    return receipt
 
 
-def unshare_inputs(model: Any) -> None:
-    """Undo `share_inputs`."""
+def unshare_inputs(model: Any) -> Receipt:
+    """Undo `share_inputs` alone: each linear multiplies for itself again."""
     for module in model.modules():
         if isinstance(module, StochasticLinear) and module.group is not None:
             module.group.dissolve()
+    take_part(model, SharedInputs)
+    return Receipt("", notes=["linears: each multiplies its input for itself again"])

@@ -1,45 +1,65 @@
-"""The one way back: what fewbits has put into a model comes out again, the last first."""
+"""The one way back: what fewbits has put into a model comes out again, the last first.
+
+A verb that puts something into a model leaves a part on its record; `TAKEN_OUT_BY` says for each class of
+part what takes it out. Parts of other classes stay: layers that ranks share or shard, and what a user chose
+to recompute.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from torch import nn
 
-from fewbits.decoder.fuse import fusion_of, unfuse
-from fewbits.host.attention import restore_attention, used_attention
-from fewbits.host.conversion import conversion_of
+from fewbits.decoder.fuse import Fusion, unfuse
+from fewbits.errors import Unsupported
+from fewbits.host.attention import UsedAttention, restore_attention
+from fewbits.host.conversion import Conversion
 from fewbits.host.receipt import Receipt
+from fewbits.host.record import part_of, record_of
 from fewbits.host.unwrap import unwrap
 from fewbits.models import convert, stochastic
-from fewbits.models.stochastic_attention import restore_stochastic_attention, stochastic_attention_of
+from fewbits.models.cache_choice import CacheChoice, forget_cache
+from fewbits.models.stochastic_attention import StochasticAttentionState, restore_stochastic_attention
+from fewbits.models.stochastic_sharing import SharedInputs, unshare_inputs
+from fewbits.recipes.stochastic_config import StochasticConfig
+
+TAKEN_OUT_BY: dict[type, Callable[[Any], Receipt]] = {
+    Conversion: convert.restore,
+    Fusion: unfuse,
+    UsedAttention: restore_attention,
+    StochasticConfig: stochastic.take_out,
+    StochasticAttentionState: restore_stochastic_attention,
+    SharedInputs: unshare_inputs,
+    CacheChoice: forget_cache,
+}
 
 
 def undo(model: nn.Module) -> Receipt:
-    """Take out the fused decoder, the attention, the stochastic products and the conversion, in place.
+    """Take out all that fewbits has put into this model, the last first, in place.
 
     Layers that ranks share or shard stay so, as do adapters.
 
     Returns:
-        What became of the modules (`fewbits.models.convert.restore` says with which weights).
+        What became of the modules (`fewbits.models.convert.restore` says with which weights), with the notes
+        of all that was taken out.
 
     Raises:
         Unsupported: nothing of all that is in this model.
     """
     model = unwrap(model)
-    notes = []
-    if fusion_of(model) is not None:
-        unfuse(model)
-        notes.append("decoder layers: their own forwards again")
-    if stochastic.stochastic_config_of(model) is not None:
-        receipt = stochastic.take_out(model)
-    elif conversion_of(model) is not None:
-        receipt = convert.restore(model)
-    else:
-        if stochastic_attention_of(model) is not None:
-            notes.append(restore_stochastic_attention(model))
-        if used_attention(model) is not None:
-            notes.append(restore_attention(model))
-        if not notes:
-            return convert.restore(model)  # which refuses
-        receipt = Receipt(f"restored {type(model).__name__}")
-    receipt.notes[:0] = notes
-    return receipt
+    record = record_of(model)
+    receipts = []
+    for kind in [] if record is None else reversed(list(record.parts)):
+        if kind in TAKEN_OUT_BY and part_of(model, kind) is not None:  # one may have gone with another
+            receipts.append(TAKEN_OUT_BY[kind](model))
+    if not receipts:
+        raise Unsupported(
+            f"fewbits has put nothing into this {type(model).__name__}; there is nothing to restore."
+        )
+    told = next(
+        (receipt for receipt in receipts if receipt.changes), Receipt(f"restored {type(model).__name__}")
+    )
+    told.notes = [note for receipt in receipts for note in receipt.notes]
+    return told

@@ -214,7 +214,7 @@ def _load_in_shares(config: TrainConfig, layout: Layout) -> Built:
     except SpecMismatch as error:  # a family whose decoder is not fused
         model, receipt = load(fused=False, **options)
         receipt.notes.append(f"the decoder is not fused: {error}")
-    lines = [str(receipt), use_attention(model)]
+    lines = [str(receipt), *use_attention(model).notes]
     lines += attention_receipt(model, seq_len=config.max_seq_length, packed=config.packing, dtype=None)
     tokenizer = AutoTokenizer.from_pretrained(config.model, local_files_only=True)
     return Built(model, tokenizer, recipe, lora, "\n".join(line for line in lines if line))

@@ -164,7 +164,7 @@ def load_model(config: TrainConfig, *, spread: Callable[[Any], str] | None = Non
             f"the weights of {config.model} are packed and cannot train, and there are no adapters; set"
             " lora_r for adapters, or load_in_4bit=false without a recipe to train all weights."
         )
-    lines = ["" if conversion is None else str(conversion.receipt), use_attention(model)]
+    lines = ["" if conversion is None else str(conversion.receipt), *use_attention(model).notes]
     autocast = torch.bfloat16 if on_gpu and lora is None and config.dtype == "auto" else None
     lines += attention_receipt(
         model,
