@@ -99,10 +99,10 @@ def gated_lora(device: str) -> None:
         ("bfloat16", d, None, 10 * M * I / 4.28e6),
         ("E4M3", (None, None), q, 8 * M * I / 4.28e6),
     ):
-        operands = dh, e, u, "silu", low, outputs, t, quantized
+        operands = gated.BackwardOperands(dh, e, u, "silu", low, outputs, t, quantized)
 
         def before() -> Tensor:
-            return gated.launch(*operands, (1.0, 1.0))  # noqa: B023
+            return gated.launch(operands, (1.0, 1.0))  # noqa: B023
 
         need, need_t = before(), t.clone()
         need_d, need_q = ([x.clone() for x in d], q.q.clone()) if quantized is None else ([], q.q.clone())
@@ -111,7 +111,7 @@ def gated_lora(device: str) -> None:
         for how in PLANS:
 
             def after(how: Plan = how) -> Tensor:
-                return by_hand.launch(*operands, (1.0, 1.0), how)  # noqa: B023
+                return by_hand.launch(operands, (1.0, 1.0), how)  # noqa: B023
 
             for x in (*d, t):
                 x.fill_(torch.nan)
@@ -163,7 +163,8 @@ def forward(device: str) -> None:
             out = h if quantized is None else None
 
             def after(how: Plan = how, out: Tensor | None = out, q: Any = quantized) -> Tensor:
-                return forward_by_hand.launch(e, u, "silu", (gate, up), down.w, out, q, 1.0, how)
+                operands = forward_by_hand.ForwardOperands(e, u, "silu", (gate, up), down.w, out, q)
+                return forward_by_hand.launch(operands, 1.0, how)
 
             h.fill_(torch.nan)
             errors = [apart(after(), need)]

@@ -21,7 +21,7 @@ from fewbits.kernels.decoder.gated_activation import (
     gated_activation_into,
     gated_activation_ref,
 )
-from fewbits.kernels.decoder.gated_activation_triton import GatedTile, launch_bwd, launch_fwd
+from fewbits.kernels.decoder.gated_activation_triton import GatedOutputs, GatedTile, launch_bwd, launch_fwd
 
 # One rounding of the output on each side; before it float32, with a 2-ulp exp and division on a GPU, and a
 # sum of r products in another order.
@@ -107,7 +107,7 @@ def test_into_buffers_on_a_cpu() -> None:
     dh = randn(4, 6)
     de, du, _ = gated_activation_backward_ref(dh, gate, up, "silu")
     again = torch.empty(4, 6)
-    gated_activation_backward_into(dh, gate, up, gate, up, h=again)
+    gated_activation_backward_into(dh, gate, up, GatedOutputs(gate, up, again))
     assert torch.equal(gate, de) and torch.equal(up, du) and torch.equal(again, h)
 
 
@@ -174,7 +174,7 @@ def test_float8_outputs_on_a_cpu() -> None:
     assert q.amax == max(0.5, h.abs().max())
     de, du, _ = gated_activation_backward_ref(dh, gate, up, "silu")
     q = Quantized8(torch.empty(4, 12).to(E4), torch.tensor([10.0]), torch.zeros(1))
-    gated_activation_backward_into(dh, gate, up, None, None, quantized=q)
+    gated_activation_backward_into(dh, gate, up, GatedOutputs(None, None, quantized=q))
     both = torch.cat([de, du], 1)
     assert same_codes(q.q, (both.float() * 10).clamp(-448, 448).to(E4)) and q.amax == both.abs().max()
     gate[1, 1] = torch.inf
@@ -187,9 +187,10 @@ def test_wrong_float8_outputs_are_refused() -> None:
     with pytest.raises(BadInput, match="neither 16-bit nor float8"):
         gated_activation_into(x, x, None)
     with pytest.raises(BadInput, match="both or not at all"):
-        gated_activation_backward_into(x, x, x, x, None)
+        gated_activation_backward_into(x, x, x, GatedOutputs(x, None))
     with pytest.raises(BadInput, match=r"q \(4, 12\) of float8_e4m3fn"):
-        gated_activation_backward_into(x, x, x, x, x, quantized=Quantized8(x.to(E4), one, one))
+        wrong = GatedOutputs(x, x, quantized=Quantized8(x.to(E4), one, one))
+        gated_activation_backward_into(x, x, x, wrong)
     with pytest.raises(BadInput, match=r"amax \(1,\)"):
         gated_activation_into(x, x, x, quantized=Quantized8(x.to(E4), one, one[0]))
 
@@ -223,16 +224,16 @@ def check_kernels(
     scale = max(1.0, sum(r for r in ranks) ** 1.5)  # cancellation in a sum of larger products
     close = tolerance(dtype) | {"atol": tolerance(dtype)["atol"] * scale}
     h, amax = poisoned(M, I, dtype, device), torch.zeros(M, device=device)
-    launch_fwd(e, u, activation, low[0], low[1], h, amax, tile)
+    launch_fwd(e, u, activation, (low[0], low[1]), h, amax, tile)
     torch.testing.assert_close(h, h_ref, **close)
     assert torch.equal(amax, h.abs().amax(1).float())
     outputs = tuple(poisoned(M, I, dtype, device) for _ in range(3))
     amax.zero_()
-    launch_bwd(dh, e, u, activation, tuple(low), outputs, amax, tile)
+    launch_bwd(dh, e, u, activation, tuple(low), GatedOutputs(*outputs, amax), tile)
     for out, need in zip(outputs, (de_ref, du_ref, h_ref), strict=True):
         torch.testing.assert_close(out, need, **close)
     assert torch.equal(amax, torch.maximum(outputs[0].abs().amax(1), outputs[1].abs().amax(1)).float())
-    launch_bwd(dh, e, u, activation, tuple(low), (e, u, None), None, tile)  # in place
+    launch_bwd(dh, e, u, activation, tuple(low), GatedOutputs(e, u), tile)  # in place
     assert torch.equal(e, outputs[0]) and torch.equal(u, outputs[1])
     assert gate_up[:, 2 * I :].isfinite().all()
 
@@ -288,9 +289,10 @@ def test_kernels_write_float8(ranks: tuple[int, ...], kernel_device: str) -> Non
             q = poisoned(M, I, dtype, kernel_device).to(E4), poisoned(M, 2 * I, dtype, kernel_device).to(E4)
             largest = torch.full((2, 1), 0.25, device=kernel_device)
             outputs = [Quantized8(q[i], inverse, largest[i]) for i in range(2)]
-            launch_fwd(e, u, "silu", *low[:2], h if dense else None, None, tile, outputs[0])
-            both = (de, du, None) if dense else (None, None, None)
-            launch_bwd(dh, e, u, "silu", tuple(low), both, None, tile, outputs[1])
+            launch_fwd(e, u, "silu", tuple(low[:2]), h if dense else None, None, tile, outputs[0])
+            both = (de, du) if dense else (None, None)
+            into = GatedOutputs(*both, quantized=outputs[1])
+            launch_bwd(dh, e, u, "silu", tuple(low), into, tile)
             if dense:
                 need = h, torch.cat([de, du], 1)
             for codes, values, amax in zip(q, need, largest, strict=True):
@@ -310,7 +312,7 @@ def test_amax_keeps_what_it_holds_and_nan(kernel_device: str) -> None:
     u[1, 2] = torch.nan
     amax = torch.tensor([100.0, 0.0, 0.0], device=kernel_device)
     h = torch.empty(3, 8, device=kernel_device)
-    launch_fwd(e, u, "silu", None, None, h, amax)
+    launch_fwd(e, u, "silu", (None, None), h, amax)
     assert amax[0] == 100 and amax[1].isnan() and amax[2] == h[2].max()
 
 
@@ -319,8 +321,8 @@ def test_amax_keeps_what_it_holds_and_nan(kernel_device: str) -> None:
 def test_kernels_take_nothing(kernel_device: str) -> None:
     for shape in ((0, 8), (8, 0)):
         x = [torch.empty(shape, device=kernel_device) for _ in range(5)]
-        launch_fwd(x[0], x[1], "silu", None, None, x[2], None)
-        launch_bwd(*x[:3], "silu", (None, None, None), (x[3], x[4], None), None)
+        launch_fwd(x[0], x[1], "silu", (None, None), x[2], None)
+        launch_bwd(*x[:3], "silu", (None, None, None), GatedOutputs(x[3], x[4]))
 
 
 # On a GPU.
@@ -346,7 +348,7 @@ def test_cuda_float64_runs_the_definition() -> None:
     gated_activation(e, u).backward(dh)
     x = [t.detach() for t in (e, u, h)]
     assert torch.equal(gated_activation_into(*x), gated_activation_ref(e, u, "silu"))
-    gated_activation_backward_into(dh.detach(), *x[:2], *x[:2])
+    gated_activation_backward_into(dh.detach(), *x[:2], GatedOutputs(*x[:2]))
     assert torch.equal(x[0], e.grad) and torch.equal(x[1], u.grad)
 
 
@@ -367,7 +369,8 @@ def test_cuda_float8_of_a_real_shape() -> None:
         e.new_zeros(1).float(),
     )
     de, du = torch.empty_like(e), torch.empty_like(e)
-    gated_activation_backward_into(dh, e, u, de, du, low_rank=tuple(low), quantized=q)
+    into = GatedOutputs(de, du, quantized=q)
+    gated_activation_backward_into(dh, e, u, into, low_rank=tuple(low))
     both = torch.cat([de, du], 1)
     assert same_codes(q.q, (both.float() * 20).clamp(-448, 448).to(E4)) and q.amax == both.abs().max()
     h, half = torch.empty_like(e), Quantized8(q.q[:, :I], q.inverse_scale, torch.zeros_like(q.amax))

@@ -16,7 +16,12 @@ from fewbits.kernels.decoder.gated_lora_backward import (
     gated_lora_backward,
     gated_lora_backward_ref,
 )
-from fewbits.kernels.decoder.gated_lora_backward_triton import COMPILE_CASES, GatedLoRATile, launch
+from fewbits.kernels.decoder.gated_lora_backward_triton import (
+    COMPILE_CASES,
+    BackwardOperands,
+    GatedLoRATile,
+    launch,
+)
 from fewbits.kernels.launch.jit import CompileCase
 from fewbits.kernels.launch.tuning import SHIPPED
 from tests.kernels.machine_code import build
@@ -102,7 +107,7 @@ def check(M: int, I: int, r: int, device: str, tile: GatedLoRATile | None) -> No
     )
     wide = torch.full((M, 2 * r + 3), torch.nan, dtype=dtype, device=device)
     t = wide[:, 1 : 2 * r + 1]
-    dw = launch(dh, e, u, "silu", low, (de, du), t, q, (1.0, 0.5), tile)
+    dw = launch(BackwardOperands(dh, e, u, "silu", low, (de, du), t, q), (1.0, 0.5), tile)
     assert error(de, de_ref) < 2.0**-9 and error(du, du_ref) < 2.0**-9
     # A value near a tie may be rounded the other way: 2^-9 of it at most, and few are.
     assert error(t, need.t) < 2.0**-8
@@ -117,7 +122,7 @@ def check(M: int, I: int, r: int, device: str, tile: GatedLoRATile | None) -> No
         torch.testing.assert_close(q.q.float(), codes.float(), rtol=0.5, atol=2.0**-6)
     assert q.amax == both.abs().max()
     t_again = torch.empty_like(t)
-    again = launch(dh, e, u, "silu", low, (None, None), t_again, q, (1.0, 0.5), tile)
+    again = launch(BackwardOperands(dh, e, u, "silu", low, (None, None), t_again, q), (1.0, 0.5), tile)
     assert torch.equal(t_again, t) and torch.equal(again, dw)  # no matter what else is written
 
 

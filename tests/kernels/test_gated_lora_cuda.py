@@ -12,6 +12,7 @@ from torch import Tensor
 from fewbits.kernels.decoder import gated_lora_backward_cuda as by_hand
 from fewbits.kernels.decoder.gated_lora_backward import LowRank, Quantized8, gated_lora_backward_ref
 from fewbits.kernels.decoder.gated_lora_backward_cuda import Plan
+from fewbits.kernels.decoder.gated_lora_backward_triton import BackwardOperands
 from fewbits.kernels.launch import nvrtc
 from tests.kernels import emulated
 
@@ -51,8 +52,10 @@ class Problem:
         one = torch.full((1,), 20.0, device=device)
         self.quantized = Quantized8(codes, one, torch.zeros(1, device=device)) if float8 else None
 
-    def operands(self) -> tuple:
-        return (self.dh, self.e, self.u, self.activation, self.low, self.outputs, self.t, self.quantized)
+    def operands(self) -> BackwardOperands:
+        return BackwardOperands(
+            self.dh, self.e, self.u, self.activation, self.low, self.outputs, self.t, self.quantized
+        )
 
     def check(self, dw: Tensor, need: tuple) -> None:
         """de, du and h may be rounded the other way where the activation is a last bit apart: few are."""
@@ -77,8 +80,8 @@ def error(a: Tensor, b: Tensor) -> float:
 def emulate(libraries: Path, problem: Problem, how: Plan, *, early: bool) -> Tensor:
     """dw, by the source; with ``early`` asynchronous copies arrive at once, else at the last moment."""
     operands = problem.operands()
-    assert by_hand.fits(*operands)
-    call = by_hand.call_of(*operands, SCALINGS, how)
+    assert by_hand.fits(operands)
+    call = by_hand.call_of(operands, SCALINGS, how)
     for made in (call.dw, *call.shares):
         made.fill_(torch.nan)
     defines = (*call.defines, ("EARLY", int(early)))
@@ -136,12 +139,12 @@ def test_what_the_kernel_does_not_read_is_left_to_triton() -> None:
         problem = Problem(40, 256, "silu", dense=True, float8=False)
         for name, value in changed.items():
             setattr(problem, name, value)
-        return by_hand.fits(*problem.operands())
+        return by_hand.fits(problem.operands())
 
     wide = torch.randn(40, 264).to(BF16)
     assert fits() and not fits(activation="gelu") and fits(dh=wide[:, 8:])
     assert not fits(dh=wide[:, 1:257]) and not fits(dh=torch.randn(40, 257).to(BF16)[:, :256])
-    assert not by_hand.fits(*Problem(40, 128, "silu", dense=True, float8=False).operands())
+    assert not by_hand.fits(Problem(40, 128, "silu", dense=True, float8=False).operands())
 
 
 def test_plans_fill_a_gpu() -> None:
@@ -173,7 +176,7 @@ def test_cuda_equals_the_definition(shape: tuple[int, int], float8: bool) -> Non
         pytest.skip("needs a Hopper GPU and NVRTC")
     problem = Problem(*shape, "silu", dense=not float8, float8=float8, device="cuda")
     need = gated_lora_backward_ref(problem.dh, problem.e, problem.u, "silu", problem.low, SCALINGS)
-    dw = by_hand.launch(*problem.operands(), SCALINGS)
+    dw = by_hand.launch(problem.operands(), SCALINGS)
     problem.check(dw, need)
     t = problem.t.clone()
-    assert torch.equal(by_hand.launch(*problem.operands(), SCALINGS), dw) and torch.equal(problem.t, t)
+    assert torch.equal(by_hand.launch(problem.operands(), SCALINGS), dw) and torch.equal(problem.t, t)

@@ -45,8 +45,10 @@ class Problem:
         one = torch.full((1,), 20.0, device=device)
         self.quantized = Quantized8(codes, one, torch.zeros(1, device=device)) if float8 else None
 
-    def operands(self, activation: str) -> tuple:
-        return self.e, self.u, activation, self.low, self.down, self.h, self.quantized
+    def operands(self, activation: str) -> by_hand.ForwardOperands:
+        return by_hand.ForwardOperands(
+            self.e, self.u, activation, self.low, self.down, self.h, self.quantized
+        )
 
     def check(self, xa: Tensor, need: tuple[Tensor, Tensor]) -> None:
         """Few values of h are rounded the other way, where the activation is a last bit apart."""
@@ -83,10 +85,10 @@ def test_what_does_not_fit_is_refused() -> None:
         gated_lora_forward(problem.e, problem.u, problem.low, problem.down, h=None)
     with pytest.raises(BadInput, match=r"down must be \(12, r\)"):
         gated_lora_forward(problem.e, problem.u, problem.low, problem.down.t(), h=problem.h)
-    assert not by_hand.fits(*problem.operands("silu"))
-    assert by_hand.fits(*Problem(5, 256, dense=True, float8=False).operands("silu"))
-    assert not by_hand.fits(*Problem(5, 256, dense=True, float8=False).operands("gelu"))
-    assert not by_hand.fits(*Problem(5, 256, dense=True, float8=False, r=8).operands("silu"))
+    assert not by_hand.fits(problem.operands("silu"))
+    assert by_hand.fits(Problem(5, 256, dense=True, float8=False).operands("silu"))
+    assert not by_hand.fits(Problem(5, 256, dense=True, float8=False).operands("gelu"))
+    assert not by_hand.fits(Problem(5, 256, dense=True, float8=False, r=8).operands("silu"))
 
 
 @pytest.mark.skipif(emulated.COMPILER is None, reason="needs g++")
@@ -105,7 +107,7 @@ def test_the_source_gives_the_definition(
     problem = Problem(*shape, dense=dense, float8=float8)
     need = gated_lora_forward_ref(problem.e, problem.u, activation, problem.low, problem.down, 0.5)
     xa = torch.full((shape[0], 16), torch.nan, dtype=BF16)
-    call = by_hand.call_of(*problem.operands(activation), 0.5, xa, how)
+    call = by_hand.call_of(problem.operands(activation), 0.5, xa, how)
     call.shares.fill_(torch.nan)
     defines = (*call.defines, ("EARLY", int(early)))
     library = emulated.build(tmp_path, by_hand.SOURCE, "gated_lora_forward_emulation.cpp", defines)
@@ -131,6 +133,6 @@ def test_cuda_equals_the_definition(shape: tuple[int, int], float8: bool) -> Non
         pytest.skip("needs a Hopper GPU and NVRTC")
     problem = Problem(*shape, dense=not float8, float8=float8, device="cuda")
     need = gated_lora_forward_ref(problem.e, problem.u, "silu", problem.low, problem.down, 0.5)
-    xa = by_hand.launch(*problem.operands("silu"), 0.5)
+    xa = by_hand.launch(problem.operands("silu"), 0.5)
     problem.check(xa, need)
-    assert torch.equal(by_hand.launch(*problem.operands("silu"), 0.5), xa)
+    assert torch.equal(by_hand.launch(problem.operands("silu"), 0.5), xa)

@@ -22,7 +22,14 @@ from fewbits.kernels.decoder.rmsnorm import (
     rmsnorm_rows,
     rmsnorm_rows_ref,
 )
-from fewbits.kernels.decoder.rmsnorm_triton import Float8Rows, SumTile, launch_backward_rows, launch_rows
+from fewbits.kernels.decoder.rmsnorm_triton import (
+    Float8Rows,
+    NormedRows,
+    RowOutputs,
+    SumTile,
+    launch_backward_rows,
+    launch_rows,
+)
 
 EPS = 1e-5
 HALF_UNIT = {torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
@@ -93,7 +100,9 @@ def test_gradients_equal_autograds() -> None:
     y = rmsnorm_ref(summed, w, EPS)[0]
     (y + 2 * summed).backward(dy)
     r = rmsnorm_ref(summed.detach(), w, EPS)[1].detach()
-    made = rmsnorm_backward_rows(dy, summed.detach(), w.detach(), r, residual=2 * dy, needs_dw=True)
+    made = rmsnorm_backward_rows(
+        dy, NormedRows(summed.detach(), w.detach(), r), residual=2 * dy, needs_dw=True
+    )
     torch.testing.assert_close(made.dx, x.grad)
     torch.testing.assert_close(made.dx, residual.grad)
     torch.testing.assert_close(made.dw, w.grad)
@@ -102,7 +111,7 @@ def test_gradients_equal_autograds() -> None:
 def test_the_residual_is_added_before_the_one_rounding() -> None:
     x, residual, dy, w = operands((5, 24), torch.bfloat16)
     r = rmsnorm_ref(x, w, EPS)[1]
-    made = rmsnorm_backward_rows(dy, x, w, r, residual=residual, quantize=True)
+    made = rmsnorm_backward_rows(dy, NormedRows(x, w, r), residual=residual, quantize=True)
     exact = rmsnorm_backward_ref(dy.double(), x.double(), w.double(), r.double())[0] + residual.double()
     torch.testing.assert_close(made.dx.double(), exact, rtol=2.0**-8 * 1.001, atol=1e-6)
     assert made.dw is None and made.q is not None and same(made.q, quantize_rows_ref(made.dx)[0])
@@ -112,9 +121,9 @@ def test_the_residual_is_added_before_the_one_rounding() -> None:
 def test_dx_may_lie_over_an_operand(over: str) -> None:
     x, residual, dy, w = (t.contiguous() for t in operands((5, 24), torch.float32))
     r = rmsnorm_ref(x, w, EPS)[1]
-    need = rmsnorm_backward_rows(dy, x, w, r, residual=residual).dx
+    need = rmsnorm_backward_rows(dy, NormedRows(x, w, r), residual=residual).dx
     out = {"dy": dy, "x": x, "residual": residual}[over]
-    made = rmsnorm_backward_rows(dy, x, w, r, residual=residual, out=out)
+    made = rmsnorm_backward_rows(dy, NormedRows(x, w, r), residual=residual, out=out)
     assert made.dx is out and torch.equal(out, need)
 
 
@@ -129,7 +138,7 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(BadInput, match="computes nothing"):
         rmsnorm_rows(x, w, EPS, keep_dense=False)
     with pytest.raises(BadInput, match="out must be"):
-        rmsnorm_backward_rows(x, x, w, torch.ones(4), out=torch.ones(4, 12)[:, ::2])
+        rmsnorm_backward_rows(x, NormedRows(x, w, torch.ones(4)), out=torch.ones(4, 12)[:, ::2])
 
 
 def test_opcheck_and_compile() -> None:
@@ -141,7 +150,7 @@ def test_opcheck_and_compile() -> None:
 
     def block(x: Tensor) -> list[Tensor]:
         made = rmsnorm_rows(x * 2, w, EPS, residual=residual, quantize=True)
-        back = rmsnorm_backward_rows(dy, made.summed, w, made.r, needs_dw=True)
+        back = rmsnorm_backward_rows(dy, NormedRows(made.summed, w, made.r), needs_dw=True)
         return [made.y, made.q.float(), made.scale, made.summed, back.dx, back.dw]
 
     compiled = torch.compile(block, backend="aot_eager", fullgraph=True)
@@ -173,7 +182,7 @@ def forward(x: Tensor, w: Tensor, residual: Tensor | None, dense: bool = True) -
     float8 = Float8Rows(nan.to(E4), torch.full((x.shape[0], 1), torch.nan, device=x.device))
     y, summed = nan.clone() if dense else None, None if residual is None else nan.clone()
     r = torch.full((x.shape[0],), torch.nan, device=x.device)
-    launch_rows(x, w, EPS, 1.0, y, r, residual=residual, summed=summed, float8=float8)
+    launch_rows(x, w, EPS, 1.0, RowOutputs(y, r, summed, float8), residual=residual)
     return Normed(y, *float8, r, summed), float8
 
 
@@ -204,7 +213,7 @@ def backward(
     float8 = Float8Rows(nan.to(E4), torch.full((x.shape[0], 1), torch.nan, device=x.device))
     tile = SumTile(2, 2) if needs_dw else None
     dw = launch_backward_rows(
-        dy, x, w, r, 1.0, nan, needs_dw=needs_dw, residual=residual, float8=float8, sum_tile=tile
+        dy, NormedRows(x, w, r, 1.0), nan, needs_dw=needs_dw, residual=residual, float8=float8, sum_tile=tile
     )
     return NormGradients(nan, dw, *float8), float8
 
@@ -228,10 +237,10 @@ def test_kernels_between_float32_and_16_bits(kernel_device: str) -> None:
     x, residual, dy, w = operands((5, 70), torch.float32, kernel_device)
     y = torch.full((5, 70), torch.nan, dtype=torch.float16, device=kernel_device)
     r, dx = torch.full((5,), torch.nan, device=kernel_device), torch.full((5, 70), torch.nan).to(x)
-    launch_rows(x, w, EPS, 1.0, y, r)
+    launch_rows(x, w, EPS, 1.0, RowOutputs(y, r))
     need = rmsnorm_rows_ref(x, w, EPS, 1.0, dtype=torch.float16)
     check(y, need.y, tolerance(torch.float16))
-    dw = launch_backward_rows(dy.half(), x, w, r, 1.0, dx, needs_dw=True, residual=residual)
+    dw = launch_backward_rows(dy.half(), NormedRows(x, w, r, 1.0), dx, needs_dw=True, residual=residual)
     back = rmsnorm_backward_rows_ref(dy.half(), x, w, need.r, 1.0, residual, True)
     check(dx, back.dx, tolerance(torch.float32, 8.0))
     check(dw, back.dw, {"rtol": 2.0**-18, "atol": 2.0**-16})
@@ -251,12 +260,14 @@ def test_cuda_real_widths(N: int) -> None:
     check_float8(Float8Rows(made.q, made.scale), made.y)
     plain = rmsnorm_rows(made.summed, w, EPS)
     torch.testing.assert_close(plain.y, made.y, **tolerance(torch.bfloat16))  # summed in another order
-    back = rmsnorm_backward_rows(dy, made.summed, w, made.r, residual=residual, needs_dw=True, quantize=True)
+    back = rmsnorm_backward_rows(
+        dy, NormedRows(made.summed, w, made.r), residual=residual, needs_dw=True, quantize=True
+    )
     back_ref = rmsnorm_backward_rows_ref(dy, made.summed, w, need.r, 0.0, residual, True)
     torch.testing.assert_close(back.dx, back_ref.dx, **tolerance(torch.bfloat16, 8.0))
     torch.testing.assert_close(back.dw, back_ref.dw, rtol=2.0**-7, atol=2.0**-13)
     check_float8(Float8Rows(back.q, back.scale), back.dx)
-    over = rmsnorm_backward_rows(dy, made.summed, w, made.r, residual=made.y, out=made.y)
+    over = rmsnorm_backward_rows(dy, NormedRows(made.summed, w, made.r), residual=made.y, out=made.y)
     assert over.dx.isfinite().all()
 
 
@@ -265,10 +276,12 @@ def test_cuda_float64_nothing_and_the_compiler() -> None:
     x, residual, dy, w = operands((6, 40), torch.float64, "cuda")
     made = rmsnorm_rows(x, w, EPS, residual=residual, quantize=True)
     assert torch.equal(made.y, rmsnorm_rows_ref(x, w, EPS, 0.0, residual).y)
-    assert rmsnorm_backward_rows(dy, x, w, made.r, needs_dw=True).dw.shape == (40,)
+    assert rmsnorm_backward_rows(dy, NormedRows(x, w, made.r), needs_dw=True).dw.shape == (40,)
     none = torch.empty(0, 8, device="cuda")
     empty = rmsnorm_rows(none, none.new_ones(8), EPS, quantize=True)
-    assert rmsnorm_backward_rows(none, none, none.new_ones(8), empty.r, needs_dw=True).dw.eq(0).all()
+    assert (
+        rmsnorm_backward_rows(none, NormedRows(none, none.new_ones(8), empty.r), needs_dw=True).dw.eq(0).all()
+    )
     x, _, _, w = operands((6, 40), torch.float32, "cuda")
     compiled = torch.compile(lambda a: rmsnorm_rows(a, w, EPS).y, fullgraph=True)
     assert torch.equal(compiled(x), rmsnorm_rows(x, w, EPS).y)

@@ -20,7 +20,7 @@ from fewbits.kernels.decoder.gated_activation import (
     gated_activation_backward_ref,
     gated_activation_into,
 )
-from fewbits.kernels.decoder.gated_activation_triton import Quantized8
+from fewbits.kernels.decoder.gated_activation_triton import GatedOutputs, Quantized8
 from fewbits.kernels.decoder.gated_lora_backward import (
     LowRank,
     gated_lora_backward,
@@ -33,6 +33,7 @@ from fewbits.kernels.decoder.rmsnorm import (
     rmsnorm_ref,
     rmsnorm_rows,
 )
+from fewbits.kernels.decoder.rmsnorm_triton import NormedRows
 from fewbits.kernels.product.matmul_float8 import float8_linear, float8_weight, scale_row, weight_scale
 
 _EPS = 1e-5
@@ -111,7 +112,7 @@ def _norm_problem(case: Case, device: torch.device) -> Problem:
         if case.part == "rows_forward":
             normed = rmsnorm_rows(x, w, _EPS, residual=residual, quantize=True)
             return _present(normed.summed, normed.y, normed.q)
-        back = rmsnorm_backward_rows(dy, summed, w, r, residual=residual, quantize=True)
+        back = rmsnorm_backward_rows(dy, NormedRows(summed, w, r), residual=residual, quantize=True)
         return _present(back.dx, back.q)
 
     def apart() -> Sequence[Tensor]:  # the same kernels, one after the other
@@ -119,7 +120,7 @@ def _norm_problem(case: Case, device: torch.device) -> Problem:
             again = x + residual
             (y,) = _present(rmsnorm_rows(again, w, _EPS).y)
             return again, y, quantize_rows(y)[0]
-        dx = rmsnorm_backward_rows(dy, summed, w, r).dx.add_(residual)
+        dx = rmsnorm_backward_rows(dy, NormedRows(summed, w, r)).dx.add_(residual)
         return dx, quantize_rows(dx)[0]
 
     def exact() -> Sequence[Tensor]:
@@ -173,7 +174,7 @@ def _gated_problem(case: Case, device: torch.device) -> Problem:
         if forward:
             gated_activation_into(gate, up, dense, quantized=quantized)
         else:
-            gated_activation_backward_into(dh, gate, up, None, None, quantized=quantized)
+            gated_activation_backward_into(dh, gate, up, GatedOutputs(None, None, quantized=quantized))
         return (q,)
 
     def apart() -> Sequence[Tensor]:  # the same kernel in 16 bits, and another one to 8
@@ -181,7 +182,8 @@ def _gated_problem(case: Case, device: torch.device) -> Problem:
             gated_activation_into(gate, up, dense)
             return quantize_tensor(dense, scale=scale)[:1]
         both = torch.empty_like(gate_up)
-        gated_activation_backward_into(dh, gate, up, *both.chunk(2, 1))
+        de, du = both.chunk(2, 1)
+        gated_activation_backward_into(dh, gate, up, GatedOutputs(de, du))
         return quantize_tensor(both, scale=scale)[:1]
 
     return Problem({"fewbits": _plain(ours), "fewbits_apart": _plain(apart)}, exact)
@@ -220,7 +222,7 @@ def _gated_lora_problem(case: Case, device: torch.device) -> Problem:
     def apart() -> Sequence[Tensor]:  # the activation in 16 bits, then what reads it
         both, h = torch.empty_like(gate_up), torch.empty_like(dh)
         de, du = both.chunk(2, 1)
-        gated_activation_backward_into(dh, gate, up, de, du, low_rank=low, h=h)
+        gated_activation_backward_into(dh, gate, up, GatedOutputs(de, du, h), low_rank=low)
         t = torch.cat([de @ low[0].w, du @ low[1].w], 1)
         codes, _ = quantize_tensor(both, scale=scale)
         return codes, t, de.t() @ low[0].x, du.t() @ low[1].x, h.t() @ low[2].x

@@ -16,14 +16,20 @@ from fewbits.kernels.codec import dequantize as dequantize_module
 from fewbits.kernels.codec.dequantize import dequantize_ref
 from fewbits.kernels.codec.dequantize_triton import DecodeTile, decode_tile
 from fewbits.kernels.decoder.gated_activation import gated_activation_backward_ref, gated_activation_ref
-from fewbits.kernels.decoder.gated_activation_triton import GatedTile, LowRank, gated_tile, low_rank_arguments
+from fewbits.kernels.decoder.gated_activation_triton import (
+    GatedOutputs,
+    GatedTile,
+    LowRank,
+    gated_tile,
+    low_rank_arguments,
+)
 from fewbits.kernels.decoder.gated_activation_triton import launch_bwd as gated_bwd
 from fewbits.kernels.decoder.gated_activation_triton import launch_fwd as gated_fwd
 from fewbits.kernels.decoder.gated_lora_backward import gated_lora_backward_ref
-from fewbits.kernels.decoder.gated_lora_backward_triton import SAFE_TILE, GatedLoRATile
+from fewbits.kernels.decoder.gated_lora_backward_triton import SAFE_TILE, BackwardOperands, GatedLoRATile
 from fewbits.kernels.decoder.gated_lora_backward_triton import launch as gated_lora_launch
 from fewbits.kernels.decoder.rmsnorm import rmsnorm_backward_ref, rmsnorm_ref
-from fewbits.kernels.decoder.rmsnorm_triton import launch_backward_rows, row_tile
+from fewbits.kernels.decoder.rmsnorm_triton import NormedRows, RowOutputs, launch_backward_rows, row_tile
 from fewbits.kernels.decoder.rmsnorm_triton import launch_rows as rmsnorm_fwd
 from fewbits.kernels.decoder.rope import rope_ref, split_heads
 from fewbits.kernels.decoder.rope_triton import RopeTile, Tables, rope_tile
@@ -171,9 +177,11 @@ def _gated(widths: Widths, device: torch.device) -> Iterator[Sweep]:
 
             def run(tile: GatedTile, backward: bool = backward, branches: Any = branches) -> None:
                 if backward:
-                    gated_bwd(dh, e, u, "silu", branches, (written[0], written[1], written[2]), None, tile)
+                    gated_bwd(
+                        dh, e, u, "silu", branches, GatedOutputs(written[0], written[1], written[2]), tile
+                    )
                 else:
-                    gated_fwd(e, u, "silu", branches[0], branches[1], written[2], None, tile)
+                    gated_fwd(e, u, "silu", branches[:2], written[2], None, tile)
 
             ranks = tuple(low_rank_arguments(b, e)[1] for b in branches[: 3 if backward else 2])
             kind = "backward" if backward else "forward"
@@ -194,6 +202,7 @@ def _gated_lora(widths: Widths, device: torch.device) -> Iterator[Sweep]:
     rows = slice(0, _ROWS)
     xe, xu, xd = (LowRank(b.x[rows], b.w) for b in low)
     need = gated_lora_backward_ref(dh[rows], e[rows], u[rows], "silu", (xe, xu, xd))[:2]
+    operands = BackwardOperands(dh, e, u, "silu", low, (de, du), t)
     tiles = [
         GatedLoRATile(m, i, w, steps, stages)
         for m, i, w in [(16, 64, 4), (32, 32, 4), (32, 64, 4), (32, 64, 8), (64, 32, 4), (64, 64, 4)]
@@ -202,7 +211,7 @@ def _gated_lora(widths: Widths, device: torch.device) -> Iterator[Sweep]:
     yield Sweep(
         key_of("gated_lora", max(16, next_power_of_2(R))), f"gated backward with its products, {M}x{I}",
         5 * M * I * 2, 5e-3, SAFE_TILE, tiles,
-        lambda tile: gated_lora_launch(dh, e, u, "silu", low, (de, du), t, tile=tile), (de, du), need,
+        lambda tile: gated_lora_launch(operands, tile=tile), (de, du), need,
     )  # fmt: skip
 
 
@@ -229,17 +238,18 @@ def _rmsnorm(widths: Widths, device: torch.device) -> Iterator[Sweep]:
     x, dy = (_randn(M, N, device=device) for _ in range(2))
     y, weight = torch.empty_like(x), torch.ones(N, device=device, dtype=_DTYPE)
     need, r = rmsnorm_ref(x, weight, _EPS)
-    written, dx = torch.empty_like(r), rmsnorm_backward_ref(dy, x, weight, r)[0]
+    written, normed = torch.empty_like(r), NormedRows(x, weight, r)
+    dx = rmsnorm_backward_ref(dy, x, weight, r)[0]
     block_n = next_power_of_2(N)
     blocks = [b for b in (1, 2, 4, 8, 16) if 2048 <= b * block_n <= 8192] or [1]
     warps = (2, 4, 8, 16, 32)
     tiles = [RowTile(b, block_n, w) for b in blocks for w in warps if 8 <= b * block_n // (32 * w) <= 64]
     yield Sweep(
         key_of("rmsnorm_forward", N, 2), f"rmsnorm forward {M}x{N}", 2 * M * N * 2, 5e-3, row_tile(N), tiles,
-        lambda tile: rmsnorm_fwd(x, weight, _EPS, 0.0, y, written, tile=tile), (y,), (need,),
+        lambda tile: rmsnorm_fwd(x, weight, _EPS, 0.0, RowOutputs(y, written), tile=tile), (y,), (need,),
     )  # fmt: skip
     yield Sweep(
         key_of("rmsnorm_backward", N, 2, False), f"rmsnorm backward {M}x{N}", 3 * M * N * 2, 5e-3,
-        row_tile(N), tiles, lambda tile: launch_backward_rows(dy, x, weight, r, 0.0, y, tile=tile),
+        row_tile(N), tiles, lambda tile: launch_backward_rows(dy, normed, y, tile=tile),
         (y,), (dx,),
     )  # fmt: skip

@@ -37,6 +37,7 @@ from fewbits.decoder.projection import InnerGradients, Projection, Rows
 from fewbits.decoder.trainable import PerHalf, PerPart, of_half
 from fewbits.errors import BadInput
 from fewbits.kernels.decoder.rmsnorm import rmsnorm_backward_rows, rmsnorm_rows
+from fewbits.kernels.decoder.rmsnorm_triton import NormedRows
 from fewbits.nn.tensor_group import TensorGroup
 
 T = TypeVar("T")
@@ -112,9 +113,8 @@ def backward_norm(
 
     dn and ``residual`` are (M, K), x (M, K), r (M,) float32; the results (M, K) and (K,), or None.
     """
-    gradients = rmsnorm_backward_rows(
-        dn, x, norm.weight, r, offset=norm.offset, residual=residual, needs_dw=needs_dw
-    )
+    normed = NormedRows(x, norm.weight, r, norm.offset)
+    gradients = rmsnorm_backward_rows(dn, normed, residual=residual, needs_dw=needs_dw)
     return gradients.dx, gradients.dw
 
 

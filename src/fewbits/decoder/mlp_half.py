@@ -32,7 +32,7 @@ from fewbits.kernels.decoder.gated_activation import (
     gated_activation_backward_into,
     gated_activation_into,
 )
-from fewbits.kernels.decoder.gated_activation_triton import LowRank, Quantized8
+from fewbits.kernels.decoder.gated_activation_triton import GatedOutputs, LowRank, Quantized8
 from fewbits.kernels.decoder.gated_lora_backward import BranchGradients, gated_lora_backward
 from fewbits.kernels.decoder.gated_lora_backward_triton import MAX_RANK as ONE_PASS_RANK
 from fewbits.kernels.decoder.gated_lora_forward import gated_lora_forward
@@ -200,13 +200,9 @@ def _activate_backward(
         dh,
         gate,
         up,
-        dgate,
-        dup,
+        GatedOutputs(dgate, dup, h, amax, quantized),
         activation=half.activation,
         low_rank=(*branches, into_dh),
-        h=h,
-        amax=amax,
-        quantized=quantized,
     )
     return _with_float8(dgate_up, amax, quantized, slot), h
 

@@ -50,6 +50,7 @@ from fewbits.kernels.codec.quantize_float8_triton import has_kernel as converts_
 from fewbits.kernels.decoder.gated_activation_triton import (
     KERNEL_DTYPES,
     MAX_RANK,
+    GatedOutputs,
     LowRank,
     Quantized8,
     launch_bwd,
@@ -234,7 +235,7 @@ def _(e: Tensor, u: Tensor | None, activation: str) -> Tensor:
     if e.dtype not in KERNEL_DTYPES:
         return gated_activation_ref(gate, up, activation).contiguous()
     h = torch.empty(gate.shape, dtype=e.dtype, device=e.device)
-    launch_fwd(_as_rows(gate), _as_rows(up), activation, None, None, rows_of(h), None)
+    launch_fwd(_as_rows(gate), _as_rows(up), activation, (None, None), rows_of(h), None)
     return h
 
 
@@ -247,7 +248,7 @@ def _(dh: Tensor, e: Tensor, u: Tensor | None, activation: str) -> tuple[Tensor,
     du = e.new_empty(0) if u is None else torch.empty(u.shape, dtype=e.dtype, device=e.device)
     out = _halves(rows_of(de), None if u is None else rows_of(du))
     none = (None, None, None)
-    launch_bwd(_as_rows(dh), _as_rows(gate), _as_rows(up), activation, none, (*out, None), None)
+    launch_bwd(_as_rows(dh), _as_rows(gate), _as_rows(up), activation, none, GatedOutputs(*out))
     return de, du
 
 
@@ -271,7 +272,7 @@ def _cuda_into(
         result = gated_activation_ref(e, u, activation, _branch(xe, we), _branch(xu, wu))
         _into((h,), (result,), amax, (result,), quantized)
         return
-    launch_fwd(e, u, activation, _branch(xe, we), _branch(xu, wu), h, amax, quantized=quantized)
+    launch_fwd(e, u, activation, (_branch(xe, we), _branch(xu, wu)), h, amax, quantized=quantized)
 
 
 @_gated_activation_backward_into.register_kernel("cuda")
@@ -300,7 +301,7 @@ def _cuda_backward_into(
         results = gated_activation_backward_ref(dh, e, u, activation, *branches)
         _into((de, du, h), results, amax, results[:2], quantized)
         return
-    launch_bwd(dh, e, u, activation, branches, (de, du, h), amax, quantized=quantized)
+    launch_bwd(dh, e, u, activation, branches, GatedOutputs(de, du, h, amax, quantized))
 
 
 @_gated_activation.register_fake
@@ -395,14 +396,10 @@ def gated_activation_backward_into(
     dh: Tensor,
     gate: Tensor,
     up: Tensor,
-    dgate: Tensor | None,
-    dup: Tensor | None,
+    into: GatedOutputs,
     *,
     activation: str = "silu",
     low_rank: tuple[LowRank | None, LowRank | None, LowRank | None] = (None, None, None),
-    h: Tensor | None = None,
-    amax: Tensor | None = None,
-    quantized: Quantized8 | None = None,
 ) -> None:
     """The backward pass alone, with low-rank branches, into buffers.
 
@@ -410,15 +407,14 @@ def gated_activation_backward_into(
         dh: (M, I); rows contiguous but perhaps apart, as are those of all others.
         gate: (M, I), as before its low-rank branch was added.
         up: likewise.
-        dgate: (M, I), where to write the gradient of gate; may be gate itself. None, and so dup, if only
-            ``quantized`` is wanted.
-        dup: likewise for up.
+        into: where to write: de is the gradient of gate, and may be gate itself (None, and so du, if only
+            ``quantized`` is wanted); du likewise that of up; h the forward pass's result again; amax and
+            quantized as in `gated_activation_into`, of each row of both gradients together, and of both side
+            by side under one scale.
         activation: as in `gated_activation`.
         low_rank: what is added to gate, to up and to dh (the down projection's ``(dy @ B) @ A``).
-        h: (M, I), where to write the forward pass's result again; None leaves it out.
-        amax: (M,) float32, contiguous, as in `gated_activation_into`: of each row of dgate and dup together.
-        quantized: as in `gated_activation_into`: q (M, 2 I) is dgate and dup side by side under one scale.
     """
+    dgate, dup, h, amax, quantized = into
     _check_into(activation, (dh, gate, up, dgate, dup, h), low_rank, amax)
     if (dgate is None) != (dup is None):
         raise BadInput("dgate and dup are written both or not at all: give two buffers or none.")

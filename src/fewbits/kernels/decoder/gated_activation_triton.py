@@ -272,8 +272,7 @@ def launch_fwd(
     e: Tensor,
     u: Tensor,
     activation: str,
-    low_rank_e: LowRank | None,
-    low_rank_u: LowRank | None,
+    low_rank: tuple[LowRank | None, LowRank | None],
     h: Tensor | None,
     amax: Tensor | None,
     tile: GatedTile | None = None,
@@ -281,13 +280,14 @@ def launch_fwd(
 ) -> None:
     """`gated_activation_ref` into ``h`` and ``quantized`` by the Triton kernel; not for float64.
 
-    All of e, u, h are (M, I) with contiguous rows; amax (M,) float32 takes the maximum with what it holds.
+    ``low_rank`` is that of e and of u; e, u and h are (M, I) with contiguous rows. amax (M,) float32 takes
+    the maximum with what it holds.
     """
     M, I = e.shape
     if e.numel() == 0:
         return
-    (xe, we, *strides_e), ranks_e = low_rank_arguments(low_rank_e, e)
-    (xu, wu, *strides_u), ranks_u = low_rank_arguments(low_rank_u, e)
+    (xe, we, *strides_e), ranks_e = low_rank_arguments(low_rank[0], e)
+    (xu, wu, *strides_u), ranks_u = low_rank_arguments(low_rank[1], e)
     tile = tile or _tile_of(False, (ranks_e, ranks_u), e, quantized is not None)
     with on_device_of(e):
         _gated_fwd_kernel[_grid(M, I, tile)](
@@ -300,21 +300,38 @@ def launch_fwd(
         )  # fmt: skip
 
 
+class GatedOutputs(NamedTuple):
+    """Where the backward pass writes.
+
+    Attributes:
+        de: (M, I), or None, and so du; they may lie over e and u.
+        du: (M, I).
+        h: (M, I), the forward pass's result again, or None.
+        amax: (M,) float32, takes the largest magnitude of de's and du's row, or None.
+        quantized: where de and du go in E4M3, (M, 2 I), or None.
+    """
+
+    de: Tensor | None
+    du: Tensor | None
+    h: Tensor | None = None
+    amax: Tensor | None = None
+    quantized: Quantized8 | None = None
+
+
 def launch_bwd(
     dh: Tensor,
     e: Tensor,
     u: Tensor,
     activation: str,
     low_rank: tuple[LowRank | None, LowRank | None, LowRank | None],
-    outputs: tuple[Tensor | None, Tensor | None, Tensor | None],
-    amax: Tensor | None,
+    into: GatedOutputs,
     tile: GatedTile | None = None,
-    quantized: Quantized8 | None = None,
 ) -> None:
-    """`gated_activation_backward_ref` into ``outputs`` (de, du, h) and ``quantized`` by the Triton kernel.
+    """`gated_activation_backward_ref` of dh, e and u (M, I) ``into`` its places by the Triton kernel.
 
-    ``low_rank`` is that of e, of u and of dh. de and du may lie over e and u, or both be absent; so may h.
+    ``low_rank`` is that of e, of u and of dh.
     """
+    *outputs, amax, quantized = into
     de, _, h = outputs
     M, I = e.shape
     if e.numel() == 0:

@@ -36,7 +36,12 @@ from fewbits.kernels.codec.quantize_float8_triton import has_kernel as converts_
 from fewbits.kernels.decoder import gated_lora_backward_cuda
 from fewbits.kernels.decoder.gated_activation import gated_activation_backward_ref
 from fewbits.kernels.decoder.gated_activation_triton import LowRank, Quantized8
-from fewbits.kernels.decoder.gated_lora_backward_triton import KERNEL_DTYPES, MAX_RANK, launch
+from fewbits.kernels.decoder.gated_lora_backward_triton import (
+    KERNEL_DTYPES,
+    MAX_RANK,
+    BackwardOperands,
+    launch,
+)
 
 __all__ = ["BranchGradients", "LowRank", "Quantized8", "gated_lora_backward", "gated_lora_backward_ref"]
 
@@ -112,10 +117,11 @@ def gated_lora_backward(
     t = _place_of_t(gate, low_rank, out)
     fits = gate.dtype in KERNEL_DTYPES and (quantized is None or converts_float8(gate))
     if gate.is_cuda and fits and gate.numel():
-        operands = dh, gate, up, activation, low_rank, into or (None, None), t, quantized
-        by_hand = gated_lora_backward_cuda.is_faster(gate.device) and gated_lora_backward_cuda.fits(*operands)
+        outputs = into or (None, None)
+        operands = BackwardOperands(dh, gate, up, activation, low_rank, outputs, t, quantized)
+        by_hand = gated_lora_backward_cuda.is_faster(gate.device) and gated_lora_backward_cuda.fits(operands)
         return BranchGradients(
-            t, *(gated_lora_backward_cuda.launch if by_hand else launch)(*operands, scalings)
+            t, *(gated_lora_backward_cuda.launch if by_hand else launch)(operands, scalings)
         )
     de, du, gradients = gated_lora_backward_ref(dh, gate, up, activation, low_rank, scalings)
     if into is not None:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fewbits.kernels.decoder.gated_activation_triton import LowRank, Quantized8
+from fewbits.kernels.decoder.gated_lora_backward_triton import BackwardOperands
 from fewbits.kernels.launch import nvrtc
 from fewbits.kernels.launch.jit import cdiv, multiprocessors, on_device_of
 
@@ -87,20 +87,9 @@ class Call(NamedTuple):
     shares: tuple[Tensor, Tensor]
 
 
-def fits(
-    dh: Tensor,
-    e: Tensor,
-    u: Tensor,
-    activation: str,
-    low_rank: tuple[LowRank, LowRank, LowRank],
-    outputs: tuple[Tensor | None, Tensor | None],
-    t: Tensor,
-    quantized: Quantized8 | None,
-) -> bool:
-    """Whether the kernel reads and writes these: whole slabs of columns, 16 bytes at a time.
-
-    dh, e, u and ``outputs`` are (M, I), t (M, 2 r), the branches x (M, r) and w (I, r).
-    """
+def fits(operands: BackwardOperands) -> bool:
+    """Whether the kernel reads and writes these: whole slabs of columns, 16 bytes at a time."""
+    dh, e, u, activation, low_rank, outputs, t, quantized = operands
     M, I = e.shape
     thin = [branch.x for branch in low_rank]
     wide = [dh, e, u, *thin, *(d for d in outputs if d is not None)]
@@ -119,19 +108,9 @@ def fits(
     )
 
 
-def call_of(
-    dh: Tensor,
-    e: Tensor,
-    u: Tensor,
-    activation: str,
-    low_rank: tuple[LowRank, LowRank, LowRank],
-    outputs: tuple[Tensor | None, Tensor | None],
-    t: Tensor,
-    quantized: Quantized8 | None,
-    scalings: tuple[float, float],
-    how: Plan,
-) -> Call:
+def call_of(operands: BackwardOperands, scalings: tuple[float, float], how: Plan) -> Call:
     """The call for operands that `fits` has passed."""
+    dh, e, u, activation, low_rank, outputs, t, quantized = operands
     (M, I), (de, du) = e.shape, outputs
     (xe, we), (xu, wu), (xd, wd) = low_rank
     threads, splits, float32 = 32 * how.warps, how.splits, torch.float32
@@ -157,22 +136,12 @@ def call_of(
     return Call(argument, defines, slabs * splits, sum_blocks, dw, (t_shares, dw_shares))
 
 
-def launch(
-    dh: Tensor,
-    e: Tensor,
-    u: Tensor,
-    activation: str,
-    low_rank: tuple[LowRank, LowRank, LowRank],
-    outputs: tuple[Tensor | None, Tensor | None],
-    t: Tensor,
-    quantized: Quantized8 | None,
-    scalings: tuple[float, float],
-    how: Plan | None = None,
-) -> Tensor:
-    """As `_gated_lora_triton.launch`, for operands that `fits` has passed."""
+def launch(operands: BackwardOperands, scalings: tuple[float, float], how: Plan | None = None) -> Tensor:
+    """As `gated_lora_backward_triton.launch`, for operands that `fits` has passed: dw (3, I, 16) float32."""
+    e = operands.e
     how = how or plan(*e.shape, multiprocessors(e.device))
     assert how is not None
-    call = call_of(dh, e, u, activation, low_rank, outputs, t, quantized, scalings, how)
+    call = call_of(operands, scalings, how)
     threads, shared = 32 * how.warps, shared_bytes(how.warps)
     with on_device_of(e):
         main = nvrtc.kernel(SOURCE, "gated_lora_backward", call.defines, e.device.index, shared)

@@ -159,25 +159,41 @@ class GatedLoRATile(NamedTuple):
 SAFE_TILE = GatedLoRATile(32, 64, 4, 32, 3)
 
 
+class BackwardOperands(NamedTuple):
+    """What the kernels of the backward pass read and write.
+
+    Attributes:
+        dh: (M, I).
+        e: (M, I), of gate, as before its branch was added.
+        u: (M, I), of up, likewise.
+        activation: as in `gated_activation`.
+        low_rank: the branches of e, of u and of dh, x (M, R) and w (I, R), all of one rank R.
+        outputs: where de and du go, (M, I) each, or None.
+        t: (M, 2 R), written.
+        quantized: where de and du go in E4M3, (M, 2 I).
+    """
+
+    dh: Tensor
+    e: Tensor
+    u: Tensor
+    activation: str
+    low_rank: tuple[LowRank, LowRank, LowRank]
+    outputs: tuple[Tensor | None, Tensor | None]
+    t: Tensor
+    quantized: Quantized8 | None = None
+
+
 def launch(
-    dh: Tensor,
-    e: Tensor,
-    u: Tensor,
-    activation: str,
-    low_rank: tuple[LowRank, LowRank, LowRank],
-    outputs: tuple[Tensor | None, Tensor | None],
-    t: Tensor,
-    quantized: Quantized8 | None = None,
+    operands: BackwardOperands,
     scalings: tuple[float, float] = (1.0, 1.0),
     tile: GatedLoRATile | None = None,
 ) -> Tensor:
-    """`gated_lora_backward_ref` by the Triton kernels: de and du into ``outputs`` and ``quantized``.
-
-    ``low_rank`` is that of e, of u and of dh, all of one rank R; ``t`` (M, 2 R) is written.
+    """`gated_lora_backward_ref` by the Triton kernels, into the places that the operands name.
 
     Returns:
         dw (3, I, R), float32.
     """
+    dh, e, u, activation, low_rank, outputs, t, quantized = operands
     M, I = e.shape
     (xe, we), (xu, wu), (xd, wd) = ((_contiguous(b.x.to(e.dtype)), b.w.to(e.dtype)) for b in low_rank)
     de, du = outputs

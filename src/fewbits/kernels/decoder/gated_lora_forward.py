@@ -81,9 +81,9 @@ def gated_lora_forward(
             f"down must be ({gate.shape[1]}, r) for gate {tuple(gate.shape)}; it is {tuple(down.shape)}."
         )
     if gate.is_cuda and by_hand.is_faster(gate.device):
-        operands = gate, up, activation, low_rank, down, h, quantized
-        if by_hand.fits(*operands):
-            return by_hand.launch(*operands, scaling)
+        operands = by_hand.ForwardOperands(gate, up, activation, low_rank, down, h, quantized)
+        if by_hand.fits(operands):
+            return by_hand.launch(operands, scaling)
     h = torch.empty_like(gate, memory_format=torch.contiguous_format) if h is None else h
     low_gate, low_up = low_rank
     gated_activation_into(

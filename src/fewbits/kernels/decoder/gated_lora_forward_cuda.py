@@ -57,19 +57,31 @@ class Call(NamedTuple):
     shares: Tensor
 
 
-def fits(
-    e: Tensor,
-    u: Tensor,
-    activation: str,
-    low_rank: tuple[LowRank, LowRank],
-    down: Tensor,
-    h: Tensor | None,
-    quantized: Quantized8 | None,
-) -> bool:
-    """Whether the kernel reads and writes these: whole slabs of columns, 16 bytes at a time.
+class ForwardOperands(NamedTuple):
+    """What the kernel reads and writes.
 
-    e, u and h are (M, I), ``down`` (I, r), the branches x (M, r) and w (I, r).
+    Attributes:
+        e: (M, I), of gate.
+        u: (M, I), of up.
+        activation: as in `gated_activation`.
+        low_rank: the branches of e and of u, x (M, r) and w (I, r).
+        down: (I, r).
+        h: (M, I), written, or None.
+        quantized: where h goes in E4M3, (M, I), or None.
     """
+
+    e: Tensor
+    u: Tensor
+    activation: str
+    low_rank: tuple[LowRank, LowRank]
+    down: Tensor
+    h: Tensor | None
+    quantized: Quantized8 | None
+
+
+def fits(operands: ForwardOperands) -> bool:
+    """Whether the kernel reads and writes these: whole slabs of columns, 16 bytes at a time."""
+    e, u, activation, low_rank, down, h, quantized = operands
     M, I = e.shape
     wide = [e, u, *(branch.x for branch in low_rank)] + ([] if h is None else [h])
     wide += [] if quantized is None else [quantized.q]
@@ -86,19 +98,9 @@ def fits(
     )
 
 
-def call_of(
-    e: Tensor,
-    u: Tensor,
-    activation: str,
-    low_rank: tuple[LowRank, LowRank],
-    down: Tensor,
-    h: Tensor | None,
-    quantized: Quantized8 | None,
-    scaling: float,
-    xa: Tensor,
-    how: Plan,
-) -> Call:
+def call_of(operands: ForwardOperands, scaling: float, xa: Tensor, how: Plan) -> Call:
     """The call for operands that `fits` has passed; xa (M, 16) is written."""
+    e, u, activation, low_rank, down, h, quantized = operands
     M, I = e.shape
     (xe, we), (xu, wu) = low_rank
     slabs, threads = I // (32 * how.warps), 32 * how.warps
@@ -119,21 +121,12 @@ def call_of(
     return Call(argument, defines, slabs * splits, cdiv(M * RANK // 4, threads), shares)
 
 
-def launch(
-    e: Tensor,
-    u: Tensor,
-    activation: str,
-    low_rank: tuple[LowRank, LowRank],
-    down: Tensor,
-    h: Tensor | None,
-    quantized: Quantized8 | None,
-    scaling: float,
-    how: Plan | None = None,
-) -> Tensor:
-    """xa, for operands that `fits` has passed; h and q are written where they are given."""
+def launch(operands: ForwardOperands, scaling: float, how: Plan | None = None) -> Tensor:
+    """xa (M, 16), for operands that `fits` has passed; h and q are written where they are given."""
+    e = operands.e
     how, xa = how or plan(*e.shape, multiprocessors(e.device)), e.new_empty(e.shape[0], RANK)
     assert how is not None
-    call = call_of(e, u, activation, low_rank, down, h, quantized, scaling, xa, how)
+    call = call_of(operands, scaling, xa, how)
     threads, shared = 32 * how.warps, shared_bytes(how.warps)
     with on_device_of(e):
         main = nvrtc.kernel(SOURCE, "gated_lora_forward", call.defines, e.device.index, shared)

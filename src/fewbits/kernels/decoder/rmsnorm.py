@@ -37,6 +37,8 @@ from fewbits.kernels.codec.quantize_float8_triton import has_kernel as converts_
 from fewbits.kernels.decoder.rmsnorm_triton import (
     KERNEL_DTYPES,
     Float8Rows,
+    NormedRows,
+    RowOutputs,
     SumTile,
     as_rows,
     launch_backward_rows,
@@ -144,7 +146,7 @@ def launch_fwd(
         return _rmsnorm_default(x, weight, eps, offset)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     r = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
-    launch_rows(as_rows(x), weight.contiguous(), eps, offset, y, r, tile=tile)
+    launch_rows(as_rows(x), weight.contiguous(), eps, offset, RowOutputs(y, r), tile=tile)
     return y, r
 
 
@@ -162,10 +164,8 @@ def launch_bwd(
     if x.dtype not in KERNEL_DTYPES:
         return _rmsnorm_backward_default(dy, x, weight, r, offset, needs_dw)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    dw = launch_backward_rows(
-        as_rows(dy), as_rows(x), weight.contiguous(), r, offset, dx,
-        needs_dw=needs_dw, tile=tile, sum_tile=sum_tile,
-    )  # fmt: skip
+    normed = NormedRows(as_rows(x), weight.contiguous(), r, offset)
+    dw = launch_backward_rows(as_rows(dy), normed, dx, needs_dw=needs_dw, tile=tile, sum_tile=sum_tile)
     return dx, weight.new_empty(0) if dw is None else dw
 
 
@@ -269,7 +269,8 @@ def _cuda_rows(
         _copy((y, q, scale, r, summed), results)
         return
     float8 = None if q is None or scale is None else Float8Rows(q, scale)
-    launch_rows(x, weight.contiguous(), eps, offset, y, r, residual=residual, summed=summed, float8=float8)
+    into = RowOutputs(y, r, summed, float8)
+    launch_rows(x, weight.contiguous(), eps, offset, into, residual=residual)
 
 
 @_rmsnorm_backward_rows.register_kernel("cuda")
@@ -290,10 +291,11 @@ def _cuda_backward_rows(
         float8 = (None, None) if q is None else quantize_rows_ref(results.dx)
         _copy((dx, dw, q, scale), (results.dx, results.dw, *float8))
         return
+    normed = NormedRows(x, weight.contiguous(), r, offset)
+    float8_rows = None if q is None or scale is None else Float8Rows(q, scale)
     summed = launch_backward_rows(
-        dy, x, weight.contiguous(), r, offset, dx, needs_dw=dw is not None, residual=residual,
-        float8=None if q is None or scale is None else Float8Rows(q, scale),
-    )  # fmt: skip
+        dy, normed, dx, needs_dw=dw is not None, residual=residual, float8=float8_rows
+    )
     _copy((dw,), (summed,))
 
 
@@ -417,11 +419,8 @@ def rmsnorm_rows(
 
 def rmsnorm_backward_rows(
     dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    r: Tensor,
+    normed: NormedRows,
     *,
-    offset: float = 0.0,
     residual: Tensor | None = None,
     needs_dw: bool = False,
     out: Tensor | None = None,
@@ -431,10 +430,8 @@ def rmsnorm_backward_rows(
 
     Args:
         dy: (M, N), of any dtype; rows contiguous but perhaps apart, as are those of x and residual.
-        x: (M, N), what was normalised (`Normed.summed` where there was a residual).
-        weight: (N,).
-        r: (M,) from `rmsnorm_rows`.
-        offset: as in `rmsnorm`.
+        normed: x (`Normed.summed` where there was a residual), the weight, r from `rmsnorm_rows`, and the
+            offset as in `rmsnorm`.
         residual: (M, N), added to dx before its one rounding: the gradient of the connection round the norm.
         needs_dw: give the weight's gradient.
         out: (M, N) contiguous, where to write dx; may be dy, x or residual itself.
@@ -443,6 +440,7 @@ def rmsnorm_backward_rows(
     Returns:
         `NormGradients`.
     """
+    x, weight, r, offset = normed
     _check_rows(x, weight, residual)
     _check_rows(dy, weight, None)
     dx = x.new_empty(x.shape) if out is None else out

@@ -126,6 +126,31 @@ class Float8Rows(NamedTuple):
     scale: Tensor
 
 
+class RowOutputs(NamedTuple):
+    """Where the forward pass writes: y (M, N) or None, r (M,), the sum with the residual (M, N), float8."""
+
+    y: Tensor | None
+    r: Tensor
+    summed: Tensor | None = None
+    float8: Float8Rows | None = None
+
+
+class NormedRows(NamedTuple):
+    """What the backward pass needs of the forward pass.
+
+    Attributes:
+        x: (M, N), what was normalised: the sum, where there was a residual.
+        weight: (N,).
+        r: (M,), what the forward pass found.
+        offset: added to the weight.
+    """
+
+    x: Tensor
+    weight: Tensor
+    r: Tensor
+    offset: float = 0.0
+
+
 class SumTile(NamedTuple):
     """How the weight's gradient is summed: programs a multiprocessor, and rows in flight in each."""
 
@@ -154,19 +179,17 @@ def launch_rows(
     weight: Tensor,
     eps: float,
     offset: float,
-    y: Tensor | None,
-    r: Tensor,
+    into: RowOutputs,
     *,
     residual: Tensor | None = None,
-    summed: Tensor | None = None,
-    float8: Float8Rows | None = None,
     tile: RowTile | None = None,
 ) -> None:
-    """`rmsnorm_rows_ref` of x (M, N), rows contiguous, into y, r, summed and float8, all contiguous.
+    """`rmsnorm_rows_ref` of x (M, N), rows contiguous, into its places, all contiguous.
 
     Raises:
         Unsupported: a row is longer than 65,536 values.
     """
+    y, r, summed, float8 = into
     M, N = x.shape
     if N > _MAX_N:
         raise Unsupported(
@@ -187,10 +210,7 @@ def launch_rows(
 
 def launch_backward_rows(
     dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    r: Tensor,
-    offset: float,
+    normed: NormedRows,
     dx: Tensor,
     *,
     needs_dw: bool = False,
@@ -200,6 +220,7 @@ def launch_backward_rows(
     sum_tile: SumTile | None = None,
 ) -> Tensor | None:
     """`rmsnorm_backward_rows_ref` of dy and x (M, N), rows contiguous, into dx and float8; dw if needed."""
+    x, weight, r, offset = normed
     M, N = x.shape
     if x.numel() == 0:
         return weight.new_zeros(N) if needs_dw else None
