@@ -70,12 +70,12 @@ def describe(parser: Parser, recipes: tuple[str, ...]) -> Iterator[Command]:
 def _with_nested(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
     """A subcommand's arguments; where it has subcommands of its own, their options too, each once."""
     yield from parser._actions
-    seen = {flag for a in parser._actions for flag in a.option_strings}
+    own_flags = {flag for a in parser._actions for flag in a.option_strings}
     nested = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
     for sub in (sub for a in nested for sub in a.choices.values()):
         for action in sub._actions:
-            if action.option_strings and not seen & set(action.option_strings):
-                seen |= set(action.option_strings)
+            if action.option_strings and not own_flags & set(action.option_strings):
+                own_flags |= set(action.option_strings)
                 yield action
 
 

@@ -50,14 +50,14 @@ def _text(args: Namespace) -> int:
         return _print_json(
             {"model": args.model, "text": args.text, "recipe": args.recipe, **result.as_dict()}
         )
-    kept = "" if result.kv_cache is None else f", keys and values in {result.kv_cache}"
+    cache = "" if result.kv_cache is None else f", keys and values in {result.kv_cache}"
     bits = "" if result.bits_per_character is None else f"   {result.bits_per_character:.3f} bits/character"
     screen = console()
     screen.print(
         f"[bold]perplexity {result.perplexity:.3f}[/]   {result.nll:.4f} nats/token{bits}", highlight=False
     )
     how = f"{result.tokens:,} tokens, window {result.window}, stride {result.stride}, {result.seconds:.1f} s"
-    screen.print(f"[dim]{how}{kept}[/]", highlight=False)
+    screen.print(f"[dim]{how}{cache}[/]", highlight=False)
     return 0
 
 
@@ -92,10 +92,10 @@ def _tasks(args: Namespace) -> int:
 
     model, tokenizer = load(args)
     names = [name.strip() for name in args.tasks.split(",") if name.strip()]
-    found = run_tasks(model, tokenizer, names, limit=args.limit, batch_size=args.batch_size)
+    results = run_tasks(model, tokenizer, names, limit=args.limit, batch_size=args.batch_size)
     if args.json:
-        return _print_json({"model": args.model, "tasks": found})
-    for task, figures in found.items():
+        return _print_json({"model": args.model, "tasks": results})
+    for task, figures in results.items():
         shown = "   ".join(f"{name} {value:.4f}" for name, value in figures.items())
         console().print(f"[bold]{escape(task)}[/]   {escape(shown)}", highlight=False, soft_wrap=True)
     return 0

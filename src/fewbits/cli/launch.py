@@ -37,7 +37,7 @@ def wants_launch(args: Namespace) -> bool:
     """Whether this command line starts processes instead of training itself."""
     if args.launched:
         return False
-    given = [
+    named = [
         name
         for name in ("nnodes", "node_rank", "rdzv_endpoint", "rdzv_id")
         if getattr(args, name) is not None
@@ -47,14 +47,14 @@ def wants_launch(args: Namespace) -> bool:
             f"--max-restarts is {args.max_restarts}: how often the processes that --nproc-per-node starts may"
             " be started again; give a number from 0, and --nproc-per-node N (or gpu)."
         )
-    if given and args.nproc_per_node is None:
+    if named and args.nproc_per_node is None:
         raise BadInput(
-            f"--{given[0].replace('_', '-')} says how machines meet, but not how many processes each starts;"
+            f"--{named[0].replace('_', '-')} says how machines meet, but not how many processes each starts;"
             " add --nproc-per-node N (or gpu)."
         )
-    if given and args.nnodes is None:
+    if named and args.nnodes is None:
         raise BadInput(
-            f"--{given[0].replace('_', '-')} says how machines meet, but not how many there are, so each"
+            f"--{named[0].replace('_', '-')} says how machines meet, but not how many there are, so each"
             " would begin a run of its own in one folder; add --nnodes M, the same on all."
         )
     if args.node_rank is not None and not 0 <= args.node_rank < args.nnodes:
@@ -108,7 +108,7 @@ def launch(args: Namespace, words: Sequence[str], *, device: str, output_dir: st
     return run_processes(command, args, count=count, logs=Path(output_dir) / LOGS)
 
 
-def processes(asked: str, device: str) -> int:
+def processes(count: str, device: str) -> int:
     """How many to start here.
 
     Raises:
@@ -118,18 +118,18 @@ def processes(asked: str, device: str) -> int:
     import torch
 
     gpus = torch.cuda.device_count() if device != "cpu" else 0
-    if asked == "gpu":
+    if count == "gpu":
         if not gpus:
             raise Unsupported("--nproc-per-node is gpu, but torch sees no GPU here; give a number.")
         return gpus
-    if not asked.isdigit() or int(asked) < 1:
-        raise BadInput(f"--nproc-per-node is {asked!r}; it must be a number of processes, or gpu.")
-    if gpus and int(asked) > gpus:
+    if not count.isdigit() or int(count) < 1:
+        raise BadInput(f"--nproc-per-node is {count!r}; it must be a number of processes, or gpu.")
+    if gpus and int(count) > gpus:
         raise Unsupported(
-            f"--nproc-per-node is {asked}, but torch sees {gpus} GPUs here, and each process needs one; start"
+            f"--nproc-per-node is {count}, but torch sees {gpus} GPUs here, and each process needs one; start"
             f" at most {gpus}, or set device=cpu."
         )
-    return int(asked)
+    return int(count)
 
 
 def run_processes(command: Sequence[str], args: Namespace, *, count: int, logs: Path) -> int:
@@ -161,11 +161,11 @@ def run_processes(command: Sequence[str], args: Namespace, *, count: int, logs: 
             f"the machines did not meet at {args.rdzv_endpoint} ({_first_line(error)}); check that the first"
             " machine's name and port can be reached from all, and that all were started."
         ) from error
-    asked = _asked_to_stop(own) if args.max_restarts else None
+    request = _asked_to_stop(own) if args.max_restarts else None
     _remove_empty(own)
-    if asked is not None:
-        sys.stderr.write(f"{asked}\n")
-        return 128 + int(signal.Signals[asked.split()[0]])
+    if request is not None:
+        sys.stderr.write(f"{request}\n")
+        return 128 + int(signal.Signals[request.split()[0]])
     return 0 if running.signal is None else _ended_by(running.signal)
 
 
@@ -277,8 +277,8 @@ def _message(failure: Any) -> str:
 
 def newest_log(logs: Path, local_rank: int) -> Path | None:
     """The error stream of a process of the newest launch; rank 0 writes to the terminal instead."""
-    found = sorted(logs.glob(f"*/attempt_*/{local_rank}/stderr.log"), key=lambda path: path.stat().st_mtime)
-    return found[-1] if found else None
+    files = sorted(logs.glob(f"*/attempt_*/{local_rank}/stderr.log"), key=lambda path: path.stat().st_mtime)
+    return files[-1] if files else None
 
 
 def _remove_empty(own: Path) -> None:

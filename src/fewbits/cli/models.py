@@ -112,16 +112,16 @@ def export_model(source: str, destination: str, to: str, *, base: str | None = N
 
     kind, method = _destination_format(to)
     if kind == "16bit":
-        asked = [options.pop("calibrate", None) is not None, not options.pop("check", True)]
-        if any(asked):
+        other_options = [options.pop("calibrate", None) is not None, not options.pop("check", True)]
+        if any(other_options):
             raise BadInput(f"--to {to} rounds nothing: leave out --calibrate and --no-check.")
     named: dict[str, Any] = {} if base is None else {"base_model": base}
     model, tokenizer = FastLanguageModel.from_pretrained(
         resolve(source), load_in_4bit=False, device_map="cpu", **named
     )
     if kind == "gguf":
-        made = model.save_pretrained_gguf(destination, tokenizer, method, **options)
-        return "\n".join(map(str, made)) if isinstance(made, list) else str(made)
+        result = model.save_pretrained_gguf(destination, tokenizer, method, **options)
+        return "\n".join(map(str, result)) if isinstance(result, list) else str(result)
     if kind == "16bit":
         return str(model.save_pretrained_merged(destination, tokenizer, dtype=method, **options))
     return str(model.save_pretrained_merged(destination, tokenizer, save_method=method, **options))
@@ -139,8 +139,8 @@ def _destination_format(to: str) -> tuple[str, Any]:
         return "16bit", plain[to]
     kind, _, methods = to.partition(":")
     if kind == "gguf" and methods:
-        found = [method_named(method) for method in methods.split(",")]
-        return kind, found[0] if len(found) == 1 else found
+        formats = [method_named(method) for method in methods.split(",")]
+        return kind, formats[0] if len(formats) == 1 else formats
     chosen = engine_and_method(to)
     if chosen is None or (chosen[0] == "compressed_tensors" and not chosen[1]):
         raise BadInput(

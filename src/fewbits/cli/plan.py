@@ -79,15 +79,15 @@ def config_of(name: str) -> dict[str, Any]:
     from transformers import PreTrainedConfig
 
     try:
-        found: dict[str, Any] = PreTrainedConfig.get_config_dict(name)[0]
+        plain: dict[str, Any] = PreTrainedConfig.get_config_dict(name)[0]
     except (OSError, ValueError) as error:
         raise BadInput(
             f"{name} is no folder, and its config.json could not be had from the hub; check the name and the"
             " network, or give a folder."
         ) from error
-    if not found:
+    if not plain:
         raise BadInput(f"{name} has no config.json; give a model's folder, or its name on the hub.")
-    return found
+    return plain
 
 
 def _batch(text: str) -> tuple[int, int]:

@@ -22,23 +22,23 @@ def run(args: Namespace) -> int:
     if args.rows < 0:
         raise BadInput(f"--rows is {args.rows}; it must not be negative.")
     config = TrainConfig.from_yaml(args.config, parse_overrides(args.overrides))
-    made = preview(config, args.rows)
+    result = preview(config, args.rows)
     screen = console()
-    for shown in made.shown:
+    for shown in result.shown:
         screen.print(_row(shown, coloured=screen.is_terminal), soft_wrap=True)
-    screen.print(made.report, style="bold", highlight=False, soft_wrap=True, markup=False)
-    for name, value in figures(made):
+    screen.print(result.report, style="bold", highlight=False, soft_wrap=True, markup=False)
+    for name, value in figures(result):
         screen.print(f"  {name:<16}{value}", highlight=False, markup=False)
-    most = max(count for _, _, count in made.bins)
-    for low, high, count in made.bins:
+    most = max(count for _, _, count in result.bins)
+    for low, high, count in result.bins:
         bar = "#" * round(_BARS * count / most)
         screen.print(f"  {low:>8,} to {high:<8,} {bar} {count:,}", highlight=False, markup=False)
-    for note in made.notes:
+    for note in result.notes:
         screen.print(note, highlight=False, markup=False, soft_wrap=True)
     if args.html is not None:
         path = Path(args.html)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(page(made, f"Preview of {args.config}"), encoding="utf-8")
+        path.write_text(page(result, f"Preview of {args.config}"), encoding="utf-8")
         screen.print(str(path), style="bold", highlight=False, markup=False, soft_wrap=True)
         if args.open:
             webbrowser.open(path.resolve().as_uri())

@@ -99,14 +99,14 @@ class RankProcesses:
             self.first = self._handles[ended[0]]
 
     def _watch_ends(self, children: list[psutil.Process]) -> None:
-        known, alive = set(self._handles.values()), {child.pid for child in children}
-        if known and alive and not known & alive and self.restarts:  # all were started again
+        watched, alive = set(self._handles.values()), {child.pid for child in children}
+        if watched and alive and not watched & alive and self.restarts:  # all were started again
             self._close()
-            self.first, known = None, set()
+            self.first, watched = None, set()
             for child in children if self.signal is not None else ():
                 _send(child.pid, signal.SIGTERM)  # the end was asked for, and the agent does not know
         for child in children if hasattr(os, "pidfd_open") else ():
-            if child.pid not in known:
+            if child.pid not in watched:
                 with suppress(OSError):  # it has ended, or the kernel is too old
                     self._handles[os.pidfd_open(child.pid)] = child.pid
 
@@ -178,12 +178,12 @@ class _Kept:
 
 def _children() -> list[psutil.Process]:
     """The ranks: what the agent has started."""
-    found = []
+    children = []
     for child in psutil.Process().children():
         with suppress(psutil.NoSuchProcess):
             if child.status() != psutil.STATUS_ZOMBIE:
-                found.append(child)
-    return found
+                children.append(child)
+    return children
 
 
 def _rank_of(child: psutil.Process) -> str:
@@ -195,10 +195,10 @@ def _rank_of(child: psutil.Process) -> str:
 def _stopped_by(pid: int) -> int | None:
     """The signal by which a child is stopped; None: it is not."""
     try:
-        found = os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
+        state = os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
         return None
-    return None if found is None else found.si_status
+    return None if state is None else state.si_status
 
 
 def _send(pid: int, number: signal.Signals) -> None:

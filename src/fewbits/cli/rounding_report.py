@@ -68,10 +68,10 @@ def _of_result(result: CalibrationResult, source: str, rows: str) -> Quality:
     """The calibrated model's bits and KL, on the text on which the formats beside it are measured."""
     plain, tokenizer = FastLanguageModel.from_pretrained(source, load_in_4bit=False, device_map="cpu")
     windows = measuring_windows(plain, tokenizer, rows)
-    wanted = log_probabilities(plain.eval(), windows)
+    log_probs = log_probabilities(plain.eval(), windows)
     del plain
     chosen, _ = FastLanguageModel.from_pretrained(result.folder, device_map="cpu")
-    kl = divergence(chosen.eval(), wanted, windows)
+    kl = divergence(chosen.eval(), log_probs, windows)
     counts = [layer.shape[0] * layer.shape[1] for layer in result.layers]
     bits = sum(8.0 * layer.bytes_after for layer in result.layers) / max(sum(counts), 1)
     return Quality(format=result.recipe, bits=bits, kl=kl)

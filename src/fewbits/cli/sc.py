@@ -69,13 +69,13 @@ def _error(args: Namespace) -> int:
     if args.json:
         return print_json({"all": whole.as_dict(), **{name: e.as_dict() for name, e in rows.items()}})
     table = new_table("operands", "MSE", "rel. error", "bias", "worst")
-    for name, found in [*rows.items(), ("all", whole)]:
+    for name, figures in [*rows.items(), ("all", whole)]:
         table.add_row(
             escape(name),
-            f"{found.mse:.4g}",
-            f"{found.relative:.4f}",
-            f"{found.bias:+.2g}",
-            f"{found.worst:.4g}",
+            f"{figures.mse:.4g}",
+            f"{figures.relative:.4f}",
+            f"{figures.bias:+.2g}",
+            f"{figures.worst:.4g}",
         )
     console().print(table)
     return 0
@@ -136,12 +136,12 @@ def _calibrate(args: Namespace) -> int:
     with Progress("linears") as advance:
         config = calibrate_stochastic(model, batches, settings, options=options, progress=advance)
     write_config(config, output)
-    found = config.calibration
+    figures = config.calibration
     if args.json:
-        return print_json({"output": str(output), **found})
+        return print_json({"output": str(output), **figures})
     console().print(
-        f"[bold]{escape(str(output))}[/]   {found['mean_cycles']:.2f} cycles a product, on "
-        f"{found['tokens']:,} tokens, {100 * found['int8_macs_share']:.1f} % of MACs INT8",
+        f"[bold]{escape(str(output))}[/]   {figures['mean_cycles']:.2f} cycles a product, on "
+        f"{figures['tokens']:,} tokens, {100 * figures['int8_macs_share']:.1f} % of MACs INT8",
         highlight=False,
         soft_wrap=True,
     )

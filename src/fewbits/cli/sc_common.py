@@ -120,6 +120,8 @@ def settings_of(args: Namespace) -> list[Any]:
     from fewbits.inference.stochastic_eval import EvalSetting
     from fewbits.recipes.stochastic_config import read_config
 
-    found = [] if args.no_baselines else [EvalSetting("as it is"), EvalSetting("int8", recipe="int8")]
-    found += [EvalSetting(name_of(options), config_of(options, args.attention)) for options in grid_of(args)]
-    return found + [EvalSetting(path, read_config(path)) for path in args.settings]
+    settings = [] if args.no_baselines else [EvalSetting("as it is"), EvalSetting("int8", recipe="int8")]
+    settings += [
+        EvalSetting(name_of(options), config_of(options, args.attention)) for options in grid_of(args)
+    ]
+    return settings + [EvalSetting(path, read_config(path)) for path in args.settings]

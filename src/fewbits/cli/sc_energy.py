@@ -63,8 +63,8 @@ def _measured(args: Namespace, prices: Any) -> list[dict[str, Any]]:
     for setting in settings:  # first of all of them: a missing price is said before an hour has passed
         with under_setting(model, setting):
             work = count_work(model, one)
-        found = energy_of(work, prices, tokens_per_pass=args.tokens_per_pass)
-        energies.append({**found.as_dict(), "mean_cycles": work.mean_cycles})
+        of_setting = energy_of(work, prices, tokens_per_pass=args.tokens_per_pass)
+        energies.append({**of_setting.as_dict(), "mean_cycles": work.mean_cycles})
     rows = []
     with Progress("tokens of all settings") as advance:
         for done, setting in enumerate(settings):

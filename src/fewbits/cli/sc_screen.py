@@ -27,14 +27,14 @@ def screen(args: Namespace) -> int:
     candidates = [stochastic_screen.Candidate(path, read_config(path)) for path in args.candidates]
     model, cut = _model_and_windows(args)
     with Progress("windows of all candidates") as advance:
-        found = stochastic_screen.screen(
+        result = stochastic_screen.screen(
             model, cut, base, candidates, settings, board=args.board, progress=advance,
             facts={"folder": str(args.model)},
         )  # fmt: skip
-    rows = [_row(row) for row in found.rows]
-    base_cycles = found.base_steps / found.base_macs if found.base_macs else 0.0
+    rows = [_row(row) for row in result.rows]
+    base_cycles = result.base_steps / result.base_macs if result.base_macs else 0.0
     if args.json:
-        return print_json({"base_nll": found.base_nll, "base_cycles": base_cycles, "candidates": rows})
+        return print_json({"base_nll": result.base_nll, "base_cycles": base_cycles, "candidates": rows})
     table = new_table("candidate", "nats/token against base", "interval", "windows", "cycles", "")
     for row in rows:
         table.add_row(
@@ -46,7 +46,7 @@ def screen(args: Namespace) -> int:
             "given up" if row["given_up"] else "",
         )
     console().print(table)
-    said = f"base: {found.base_nll:.5f} nats/token at {base_cycles:.2f} cycles; "
+    said = f"base: {result.base_nll:.5f} nats/token at {base_cycles:.2f} cycles; "
     said += f"{100 * args.confidence:g} % intervals"
     console().print(said, highlight=False, soft_wrap=True)
     return 0
@@ -132,25 +132,25 @@ def allocate(args: Namespace) -> int:
         folds=args.folds,
         resamples=args.resamples,
     )
-    found = stochastic_allocation.allocate(read_swaps(args.swaps), budget)
-    write_config(found.config, output)
+    result = stochastic_allocation.allocate(read_swaps(args.swaps), budget)
+    write_config(result.config, output)
     if args.json:
         plain = {
-            "output": str(output), "cycles": found.cycles, "settings": dict(found.settings),
-            "agreement": dict(found.agreement), "exact": found.exact,
-            "predicted": vars(found.predicted), "held_out": vars(found.held_out),
+            "output": str(output), "cycles": result.cycles, "settings": dict(result.settings),
+            "agreement": dict(result.agreement), "exact": result.exact,
+            "predicted": vars(result.predicted), "held_out": vars(result.held_out),
         }  # fmt: skip
         return print_json(json.loads(json.dumps(plain)))
     table = new_table("operator", "setting", "resamples that agree")
-    for name, setting in found.settings.items():
-        agreed = "-" if name not in found.agreement else f"{100 * found.agreement[name]:.0f} %"
+    for name, setting in result.settings.items():
+        agreed = "-" if name not in result.agreement else f"{100 * result.agreement[name]:.0f} %"
         table.add_row(escape(name), str(setting), agreed)
     console().print(table)
-    held = found.held_out
+    held = result.held_out
     said = (
-        f"[bold]{escape(str(output))}[/]   {found.cycles:.2f} cycles over {args.over} products; expected "
+        f"[bold]{escape(str(output))}[/]   {result.cycles:.2f} cycles over {args.over} products; expected "
         f"{held.mean:+.5f} nats/token against the base ({held.low:+.5f} to {held.high:+.5f}, on windows that "
-        f"did not choose; {found.predicted.mean:+.5f} on those that did)"
+        f"did not choose; {result.predicted.mean:+.5f} on those that did)"
     )
     console().print(said, highlight=False, soft_wrap=True)
     return 0
