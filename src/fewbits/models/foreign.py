@@ -96,30 +96,30 @@ LAYOUTS = {
             "weight",
         ),
         (".weight.quant_state.bitsandbytes__nf4", ".weight.quant_state.bitsandbytes__fp4", ".SCB"),
-        lambda parts, wanted: (
-            from_int8(parts, wanted.name, wanted.dtype) if "SCB" in parts else from_bitsandbytes(parts)
+        lambda parts, target: (
+            from_int8(parts, target.name, target.dtype) if "SCB" in parts else from_bitsandbytes(parts)
         ),
     ),
     "torchao": Layout(
         torchao.PARTS,
         ("._weight_qdata",),
-        lambda parts, wanted: torchao.from_torchao(parts, wanted.name, wanted.settings, wanted.dtype),
+        lambda parts, target: torchao.from_torchao(parts, target.name, target.settings, target.dtype),
     ),
     "gptq": Layout(
         gptq.PARTS,
         (".qweight",),
-        lambda parts, wanted: gptq.from_gptq(parts, wanted.name, wanted.settings, wanted.dtype),
+        lambda parts, target: gptq.from_gptq(parts, target.name, target.settings, target.dtype),
     ),
     "awq": Layout(
         awq.PARTS,
         (".qweight",),
-        lambda parts, wanted: awq.from_awq(parts, wanted.name, wanted.settings, wanted.dtype),
+        lambda parts, target: awq.from_awq(parts, target.name, target.settings, target.dtype),
     ),
     "compressed-tensors": Layout(compressed_tensors.PARTS, (".weight_scale",), _compressed),
     "fp8": Layout(
         float8_files.PARTS,
         (".weight_scale_inv", ".weight_scale"),
-        lambda parts, wanted: float8_files.from_float8(parts, wanted.name, wanted.settings, wanted.dtype),
+        lambda parts, target: float8_files.from_float8(parts, target.name, target.settings, target.dtype),
     ),
 }
 

@@ -62,7 +62,7 @@ class LayerShapes:
         return (sum(map(prod, self.linears)) + of_experts) // self.num_layers
 
     @property
-    def kept(self) -> int:
+    def kept_values(self) -> int:
         """About the values of each token that an average layer keeps between its linears.
 
         What goes into a linear of another width than the residual stream, and what comes out of one, the

@@ -93,9 +93,8 @@ def attend_dropping(
     else:
         visible, scores = mask > torch.finfo(mask.dtype).min, scores + mask
     weights = torch.softmax(scores, -1, dtype=torch.float32)
-    weights = torch.where(visible.any(-1, keepdim=True), weights, 0).to(
-        query.dtype
-    )  # a row that sees nothing
+    sees_something = visible.any(-1, keepdim=True)
+    weights = torch.where(sees_something, weights, 0).to(query.dtype)
     return (drop_own_part(weights, dropout, group, 1) @ value).transpose(1, 2).contiguous()
 
 

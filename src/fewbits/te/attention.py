@@ -190,40 +190,40 @@ class DotProductAttention(Module):
         """
         return self._run(SimpleNamespace(**{k: v for k, v in locals().items() if k != "self"}))
 
-    def _run(self, given: Any) -> Any:
+    def _run(self, words: Any) -> Any:
         """Attention by the words of a call."""
         refuse(
-            given.score_mod is not None or given.score_mod_bprop is not None,
+            words.score_mod is not None or words.score_mod_bprop is not None,
             "score_mod",
             "give the scores' change as core_attention_bias",
         )
-        layers = (given.query_layer, given.key_layer, given.value_layer)
-        q, k, v = _unpacked(layers, given.qkv_layer, given.kv_layer, given.qkv_interleave_dim)
-        layout, kind = given.qkv_format or self.qkv_format, given.attn_mask_type or self.attn_mask_type
+        layers = (words.query_layer, words.key_layer, words.value_layer)
+        q, k, v = _unpacked(layers, words.qkv_layer, words.kv_layer, words.qkv_interleave_dim)
+        layout, kind = words.qkv_format or self.qkv_format, words.attn_mask_type or self.attn_mask_type
         lengths = (
-            given.cu_seqlens_q,
-            given.cu_seqlens_kv,
-            given.cu_seqlens_q_padded,
-            given.cu_seqlens_kv_padded,
+            words.cu_seqlens_q,
+            words.cu_seqlens_kv,
+            words.cu_seqlens_q_padded,
+            words.cu_seqlens_kv_padded,
         )
-        if given.inference_params is not None:
-            layout, k, v, cu = given.inference_params.step_attention(self.layer_number, k, v, layout)
+        if words.inference_params is not None:
+            layout, k, v, cu = words.inference_params.step_attention(self.layer_number, k, v, layout)
             lengths = (*cu, None, None)
             kind = "padding_causal_bottom_right" if "causal" in kind else "padding"
-        below, window = given.bottom_right_diagonal, given.window_size
+        below, window = words.bottom_right_diagonal, words.window_size
         see = visibility(
             kind,
             self.window_size if window is None else window,
             self.bottom_right_diagonal if below is None else below,
         )
-        bias_type = given.core_attention_bias_type
+        bias_type = words.core_attention_bias_type
         if bias_type not in _BIAS_TYPES:
             raise BadInput(f"core_attention_bias_type is one of {', '.join(_BIAS_TYPES)}, not {bias_type!r}.")
         rounded = rounding(self, self.numerics(), q.device)
-        call = _Call(see, bias_type, given.core_attention_bias, given.alibi_slopes, rounded)
+        call = _Call(see, bias_type, words.core_attention_bias, words.alibi_slopes, rounded)
         run = self._packed if layout.startswith("thd") else self._batched
-        arguments = (q, k, v, layout, given.attention_mask, lengths, call)
-        if given.checkpoint_core_attention and torch.is_grad_enabled():
+        arguments = (q, k, v, layout, words.attention_mask, lengths, call)
+        if words.checkpoint_core_attention and torch.is_grad_enabled():
             y, largest = checkpoint(run, *arguments)
         else:
             y, largest = run(*arguments)
@@ -303,8 +303,8 @@ class DotProductAttention(Module):
         scores = _biased(scores, self.softmax_scale, call)
         largest = None
         if self.return_max_logit:
-            seen = scores if hidden is None else scores.masked_fill(hidden, -torch.inf)
-            largest = seen.amax(dim=(0, 2, 3)).to(q.dtype)
+            masked = scores if hidden is None else scores.masked_fill(hidden, -torch.inf)
+            largest = masked.amax(dim=(0, 2, 3)).to(q.dtype)
         if hidden is not None:
             scores = scores.masked_fill(hidden, -torch.inf)
         if self.softmax_offset is not None:

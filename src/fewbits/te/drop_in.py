@@ -75,9 +75,9 @@ class _View(ModuleType):
         if not name.startswith("__"):
             for source in _PLACES[self.__name__.removeprefix("transformer_engine").lstrip(".")]:
                 ours = importlib.import_module(f"fewbits.te.{source}".rstrip("."))
-                wanted = _OTHER_NAMES.get(name, name)
-                if hasattr(ours, wanted):
-                    return getattr(ours, wanted)
+                own_name = _OTHER_NAMES.get(name, name)
+                if hasattr(ours, own_name):
+                    return getattr(ours, own_name)
         raise AttributeError(f"{self.__name__} stands for fewbits.te here, which has no {name}.")
 
 
@@ -113,8 +113,8 @@ class _Finder(MetaPathFinder):
         return ModuleSpec(name, _Loader(), is_package=is_package)
 
     def find_distributions(self, context: Any = None) -> Iterator[Distribution]:
-        wanted = (context or DistributionFinder.Context()).name
-        if wanted is None or wanted.lower().replace("_", "-") == "transformer-engine":
+        name = (context or DistributionFinder.Context()).name
+        if name is None or name.lower().replace("_", "-") == "transformer-engine":
             yield _Installed()
 
 

@@ -84,10 +84,10 @@ class Module(nn.Module):
 
     def numerics(self) -> Numerics:
         """What holds for this call: the context's word, or that of the module's own recipe."""
-        found = current()
+        surrounding = current()
         if self.recipe is None:
-            return found
-        return replace(found, enabled=True, recipe=self.recipe)
+            return surrounding
+        return replace(surrounding, enabled=True, recipe=self.recipe)
 
     def roles(self, *, forward: bool) -> list[QuantizerRole]:
         """Which operands the slots of a pass are for."""

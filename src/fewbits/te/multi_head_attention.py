@@ -114,61 +114,61 @@ class MultiheadAttention(nn.Module):
         super().__init__()
         self._build(SimpleNamespace(**{k: v for k, v in locals().items() if k != "self"}))
 
-    def _build(self, given: Any) -> None:
+    def _build(self, words: Any) -> None:
         """Check the words of ``__init__`` and make the layers."""
-        if given.attention_type not in ("self", "cross"):
-            raise BadInput(f"attention_type is 'self' or 'cross', not {given.attention_type!r}.")
-        if given.layer_number is not None and given.layer_number < 1:
-            raise BadInput(f"layer_number is {given.layer_number}: layers are counted from 1.")
-        size = given.tp_size if given.tp_group is None else group_size(given.tp_group)
-        heads, groups = given.num_attention_heads, given.num_gqa_groups or given.num_attention_heads
+        if words.attention_type not in ("self", "cross"):
+            raise BadInput(f"attention_type is 'self' or 'cross', not {words.attention_type!r}.")
+        if words.layer_number is not None and words.layer_number < 1:
+            raise BadInput(f"layer_number is {words.layer_number}: layers are counted from 1.")
+        size = words.tp_size if words.tp_group is None else group_size(words.tp_group)
+        heads, groups = words.num_attention_heads, words.num_gqa_groups or words.num_attention_heads
         if heads % groups or groups % size:
             raise BadInput(f"{heads} query heads, {groups} key heads and {size} ranks do not divide evenly.")
-        self.name, self.layer_number, self.qkv_format = given.name, given.layer_number or 1, given.qkv_format
-        self.attn_mask_type, self.window_size = given.attn_mask_type, given.window_size
-        self.bottom_right_diagonal, self.attention_type = given.bottom_right_diagonal, given.attention_type
-        self.input_layernorm = given.input_layernorm
-        self.return_layernorm_output = given.return_layernorm_output
-        self.return_bias, self.fuse_qkv_params = given.return_bias, given.fuse_qkv_params
-        self.qkv_weight_interleaved = given.qkv_weight_interleaved and given.fuse_qkv_params
-        self.rotary_pos_interleaved = given.rotary_pos_interleaved
-        self.qk_norm_before_rope = given.qk_norm_before_rope
-        channels = given.kv_channels or given.hidden_size // heads
+        self.name, self.layer_number, self.qkv_format = words.name, words.layer_number or 1, words.qkv_format
+        self.attn_mask_type, self.window_size = words.attn_mask_type, words.window_size
+        self.bottom_right_diagonal, self.attention_type = words.bottom_right_diagonal, words.attention_type
+        self.input_layernorm = words.input_layernorm
+        self.return_layernorm_output = words.return_layernorm_output
+        self.return_bias, self.fuse_qkv_params = words.return_bias, words.fuse_qkv_params
+        self.qkv_weight_interleaved = words.qkv_weight_interleaved and words.fuse_qkv_params
+        self.rotary_pos_interleaved = words.rotary_pos_interleaved
+        self.qk_norm_before_rope = words.qk_norm_before_rope
+        channels = words.kv_channels or words.hidden_size // heads
         self.head_size, self.num_heads, self.num_groups = channels, heads // size, groups // size
         self.q_norm, self.k_norm = _query_key_norms(
-            given.qk_norm_type, channels, given.qk_norm_eps, given.device, given.params_dtype
+            words.qk_norm_type, channels, words.qk_norm_eps, words.device, words.params_dtype
         )
-        given.tp_size = size
-        common: dict[str, Any] = {word: getattr(given, word) for word in _COMMON}
-        split = "column" if given.set_parallel_mode else None
-        inner = {**common, "init_method": given.init_method, "parallel_mode": split}
+        words.tp_size = size
+        common: dict[str, Any] = {word: getattr(words, word) for word in _COMMON}
+        split = "column" if words.set_parallel_mode else None
+        inner = {**common, "init_method": words.init_method, "parallel_mode": split}
         normed = {
-            "eps": given.layernorm_epsilon,
-            "normalization": given.normalization,
-            "zero_centered_gamma": given.zero_centered_gamma,
-            "return_layernorm_output": given.return_layernorm_output,
+            "eps": words.layernorm_epsilon,
+            "normalization": words.normalization,
+            "zero_centered_gamma": words.zero_centered_gamma,
+            "return_layernorm_output": words.return_layernorm_output,
         }
-        self._add_projections(given.hidden_size, channels * heads, channels * groups, inner, normed)
+        self._add_projections(words.hidden_size, channels * heads, channels * groups, inner, normed)
         self.core_attention = DotProductAttention(
             heads,
             channels,
             num_gqa_groups=groups,
-            attention_dropout=given.attention_dropout,
-            qkv_format=given.qkv_format,
+            attention_dropout=words.attention_dropout,
+            qkv_format=words.qkv_format,
             tp_size=size,
-            get_rng_state_tracker=given.get_rng_state_tracker,
+            get_rng_state_tracker=words.get_rng_state_tracker,
             layer_number=self.layer_number,
-            attention_type=given.attention_type,
-            softmax_type=given.softmax_type,
-            name=_child(given.name, "core_attention"),
+            attention_type=words.attention_type,
+            softmax_type=words.softmax_type,
+            name=_child(words.name, "core_attention"),
         )
         self.proj = Linear(
             channels * heads,
-            given.hidden_size,
-            init_method=given.output_layer_init_method,
-            return_bias=given.return_bias,
-            parallel_mode="row" if given.set_parallel_mode else None,
-            name=_child(given.name, "proj"),
+            words.hidden_size,
+            init_method=words.output_layer_init_method,
+            return_bias=words.return_bias,
+            parallel_mode="row" if words.set_parallel_mode else None,
+            name=_child(words.name, "proj"),
             **common,
         )
 

@@ -61,10 +61,10 @@ class _Norm(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        given = normalized_shape if normalized_shape is not None else hidden_size
-        if given is None:
+        size = normalized_shape if normalized_shape is not None else hidden_size
+        if size is None:
             raise BadInput(f"{self.kind} needs normalized_shape (or hidden_size): the size of the last axis.")
-        shape = (given,) if isinstance(given, int) else tuple(given)
+        shape = (size,) if isinstance(size, int) else tuple(size)
         self.eps, self.zero_centered_gamma, self.sequence_parallel = (
             eps,
             zero_centered_gamma,

@@ -105,8 +105,8 @@ class FusedAdam(torch.optim.Optimizer):
                 loss = closure()
         factor = 1.0
         if grad_scaler is not None:
-            found = getattr(self, "found_inf", None)
-            if found is not None and bool(found):
+            found_inf = getattr(self, "found_inf", None)
+            if found_inf is not None and bool(found_inf):
                 return loss
             factor = 1.0 / float(grad_scaler._get_scale_async())
         for group in self.param_groups:

@@ -42,9 +42,9 @@ def _from_map(row_id_map: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _permuted(values: Tensor, row: Tensor, size: int) -> Tensor:
     """``values`` (n, ...) put into rows ``row`` of zeros (size, ...); rows past the end are dropped."""
-    kept = row < size
+    is_row = row < size
     out = values.new_zeros(size, *values.shape[1:])
-    return out.index_copy(0, row[kept], values[kept])
+    return out.index_copy(0, row[is_row], values[is_row])
 
 
 def moe_permute(
@@ -172,10 +172,10 @@ def moe_unpermute(
         weight = None if merging_probs is None else merging_probs[token, expert]
     else:
         raise BadInput(f"map_type is 'mask' or 'index', not {map_type!r}.")
-    kept = row < inp.shape[0]
-    parts = inp[row[kept]].float()
-    parts = parts if weight is None else parts * weight[kept].float()[:, None]
-    out = torch.zeros(tokens, inp.shape[1], device=inp.device).index_add(0, token[kept], parts)
+    is_row = row < inp.shape[0]
+    parts = inp[row[is_row]].float()
+    parts = parts if weight is None else parts * weight[is_row].float()[:, None]
+    out = torch.zeros(tokens, inp.shape[1], device=inp.device).index_add(0, token[is_row], parts)
     return out.to(inp.dtype)
 
 

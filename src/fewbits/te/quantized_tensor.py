@@ -33,11 +33,11 @@ class QuantizedTensor(Tensor):
     @staticmethod
     def __new__(cls, like: Tensor | _Like, operand: Operand, quantizer: Any) -> QuantizedTensor:
         """Of the shape, type and device of ``like``."""
-        made: QuantizedTensor = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        tensor: QuantizedTensor = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, like.shape, dtype=like.dtype, device=like.device, requires_grad=False
         )
-        made._operand, made._quantizer = operand, quantizer
-        return made
+        tensor._operand, tensor._quantizer = operand, quantizer
+        return tensor
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Class, shape and quantiser."""
@@ -150,17 +150,19 @@ class QuantizedTensor(Tensor):
     ) -> Any:
         """Every operation sees the real tensor; what is written to is quantised anew."""
         kwargs = kwargs or {}
-        kept = _KEPT.get(func)
-        if kept is not None:
-            found = kept(*args, **kwargs)
-            if found is not None:
-                return found
+        operation = _KEPT.get(func)
+        if operation is not None:
+            outcome = operation(*args, **kwargs)
+            if outcome is not None:
+                return outcome
         real = tree_map(lambda a: a.dequantize() if isinstance(a, QuantizedTensor) else a, (args, kwargs))
         result = func(*real[0], **real[1])
         written = {}
-        for argument, given, used in zip(func._schema.arguments, args, real[0], strict=False):
+        for argument, passed, used in zip(func._schema.arguments, args, real[0], strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write:
-                pairs = zip(given, used, strict=True) if isinstance(given, (list, tuple)) else [(given, used)]
+                pairs = (
+                    zip(passed, used, strict=True) if isinstance(passed, (list, tuple)) else [(passed, used)]
+                )
                 for target, value in pairs:
                     if isinstance(target, QuantizedTensor):
                         target.quantize_(value)
@@ -178,9 +180,9 @@ def rebuild(kind: type[QuantizedTensor], state: Any) -> QuantizedTensor:
     dtype, shape, requires_grad, operand, quantizer = state
     packed = operand.rows if operand.rows is not None else operand.columns
     device = packed.codes.device if isinstance(packed, Packed) else packed.device
-    made = kind(_Like(shape, dtype, device), operand, quantizer)
-    made.requires_grad_(requires_grad)
-    return made
+    tensor = kind(_Like(shape, dtype, device), operand, quantizer)
+    tensor.requires_grad_(requires_grad)
+    return tensor
 
 
 class Float8Tensor(QuantizedTensor):

@@ -111,10 +111,10 @@ def _per_tensor(x_MK: Tensor, multiplier: Tensor, dtype: torch.dtype, rows: bool
     codes = to_float8(x_MK.detach().float() * multiplier, dtype)
     format = Float8(name=f"float8_{KIND[dtype]}", kind=KIND[dtype])
     scales = (1.0 / multiplier).reshape(1)
-    shape, turned = (x_MK.shape[0], x_MK.shape[1]), (x_MK.shape[1], x_MK.shape[0])
+    shape, shape_t = (x_MK.shape[0], x_MK.shape[1]), (x_MK.shape[1], x_MK.shape[0])
     return Operand(
         Packed(format, shape, x_MK.dtype, {"codes": codes, "scales": scales}) if rows else None,
-        Packed(format, turned, x_MK.dtype, {"codes": codes.t(), "scales": scales}) if columns else None,
+        Packed(format, shape_t, x_MK.dtype, {"codes": codes.t(), "scales": scales}) if columns else None,
     )
 
 

@@ -42,23 +42,23 @@ class CudaRNGStatesTracker:
         if seed in self.seeds_ or name in self.states_:
             raise BadInput(f"the stream {name!r} or its seed {seed} exists already: streams must differ.")
         self.seeds_.add(seed)
-        kept = _state()
+        before = _state()
         torch.manual_seed(seed)
         self.states_[name] = _state()
-        _set_state(kept)
+        _set_state(before)
 
     @contextmanager
     def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
         """Random numbers of a block come from this stream, which goes on where it stopped."""
         if name not in self.states_:
             raise BadInput(f"there is no stream {name!r}: begin it with add.")
-        kept = _state()
+        before = _state()
         _set_state(self.states_[name])
         try:
             yield
         finally:
             self.states_[name] = _state()
-            _set_state(kept)
+            _set_state(before)
 
 
 def _state() -> Tensor:

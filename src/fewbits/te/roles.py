@@ -36,10 +36,10 @@ _FLOAT8 = {
 
 def float8_dtype(dtype: DType | torch.dtype | int) -> torch.dtype:
     """torch's type of eight-bit codes, from either library's word for it."""
-    known = _FLOAT8.get(DType(dtype) if isinstance(dtype, int) else dtype)  # type: ignore[call-overload]
-    if known is None:
+    ours = _FLOAT8.get(DType(dtype) if isinstance(dtype, int) else dtype)  # type: ignore[call-overload]
+    if ours is None:
         raise BadInput(f"{dtype} is no eight-bit floating-point type: take E4M3 or E5M2.")
-    return known
+    return ours
 
 
 @dataclasses.dataclass(frozen=True)

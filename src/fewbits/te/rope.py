@@ -37,8 +37,8 @@ class RotaryPositionEmbedding(nn.Module):
         interleaved: bool = False,
     ) -> None:
         super().__init__()
-        turned = int(dim * rotary_percent) if rotary_percent < 1.0 else dim
-        steps = torch.arange(0, turned, 2, dtype=torch.float32, device=default_device(None)) / turned
+        rotary_dim = int(dim * rotary_percent) if rotary_percent < 1.0 else dim
+        steps = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=default_device(None)) / rotary_dim
         self.rotary_base, self.interleaved = rotary_base, interleaved
         self.seq_len_interpolation_factor = seq_len_interpolation_factor
         self.pretrained_max_position_embeddings = pretrained_max_position_embeddings
@@ -65,8 +65,8 @@ def _turn(x: Tensor, angles: Tensor, interleaved: bool) -> Tensor:
     else:
         first, second = part.chunk(2, -1)
         half = torch.cat((-second, first), -1)
-    turned = part * angles.cos() + half * angles.sin()
-    return torch.cat((turned.to(x.dtype), rest), -1)
+    rotated = part * angles.cos() + half * angles.sin()
+    return torch.cat((rotated.to(x.dtype), rest), -1)
 
 
 def _piece(angles: Tensor, length: int, begin: int, cp_size: int, cp_rank: int) -> Tensor:
@@ -126,8 +126,8 @@ def apply_rotary_pos_emb(
                 for i, (start, stop) in enumerate(pairwise(bounds))
             ]
         )[:, 0]
-        turned = _turn(t[: len(angles)], angles, interleaved)
-        return turned if len(angles) == len(t) else torch.cat((turned, t[len(angles) :]))
+        rotated = _turn(t[: len(angles)], angles, interleaved)
+        return rotated if len(angles) == len(t) else torch.cat((rotated, t[len(angles) :]))
     length = t.shape[1] if tensor_format == "bshd" else t.shape[0]
     if starts is None:
         angles = _piece(freqs, length, 0, cp_size, cp_rank)

@@ -99,8 +99,8 @@ def fused_topk_with_score_function(
     Returns:
         Probabilities (..., experts) in the logits' dtype, 0 where not chosen, and the map.
     """
-    given = (qb_histogram, qb_bin_bounds, qb_histogram_mode)
-    refuse(any(q is not None for q in given), "quantile balancing", "leave the qb_ arguments at None")
+    quantiles = (qb_histogram, qb_bin_bounds, qb_histogram_mode)
+    refuse(any(q is not None for q in quantiles), "quantile balancing", "leave the qb_ arguments at None")
     after = score_function == "softmax" and not use_pre_softmax
     scores = logits if after else _score(logits, score_function)
     biased = scores if expert_bias is None or score_function == "softmax" else scores + expert_bias

@@ -18,13 +18,15 @@ from fewbits.te.roles import DType
 
 def safe_globals() -> list[Any]:
     """Classes of data, and one function that puts them together: none runs code of the file."""
-    found: list[Any] = [rebuild, Packed, Float8, Float4, Microscaled, Operand, DType]
+    classes: list[Any] = [rebuild, Packed, Float8, Float4, Microscaled, Operand, DType]
     for base in (QuantizedTensor, Quantizer):
         waiting: list[Any] = [base]
         while waiting:
-            found.append(waiting.pop())
-            waiting += [kind for kind in found[-1].__subclasses__() if kind.__module__.startswith("fewbits.")]
-    return found
+            classes.append(waiting.pop())
+            waiting += [
+                kind for kind in classes[-1].__subclasses__() if kind.__module__.startswith("fewbits.")
+            ]
+    return classes
 
 
 def allow_loading() -> None:

@@ -160,36 +160,36 @@ class TransformerLayer(nn.Module):
         super().__init__()
         self._build(SimpleNamespace(**{k: v for k, v in locals().items() if k != "self"}))
 
-    def _build(self, given: Any) -> None:
+    def _build(self, words: Any) -> None:
         """Check the words of ``__init__`` and make the layers."""
-        _check(given)
-        self.name, self.layer_number, self.layer_type = given.name, given.layer_number, given.layer_type
-        self.self_attn_mask_type, self.window_size = given.self_attn_mask_type, given.window_size
-        self.bottom_right_diagonal = given.bottom_right_diagonal
-        self.enc_dec_attn_mask_type = given.enc_dec_attn_mask_type
-        self.enc_dec_window_size = given.enc_dec_window_size
-        self.enc_dec_bottom_right_diagonal = given.enc_dec_bottom_right_diagonal
+        _check(words)
+        self.name, self.layer_number, self.layer_type = words.name, words.layer_number, words.layer_type
+        self.self_attn_mask_type, self.window_size = words.self_attn_mask_type, words.window_size
+        self.bottom_right_diagonal = words.bottom_right_diagonal
+        self.enc_dec_attn_mask_type = words.enc_dec_attn_mask_type
+        self.enc_dec_window_size = words.enc_dec_window_size
+        self.enc_dec_bottom_right_diagonal = words.enc_dec_bottom_right_diagonal
         self.output_layernorm, self.parallel_attention_mlp = (
-            given.output_layernorm,
-            given.parallel_attention_mlp,
+            words.output_layernorm,
+            words.parallel_attention_mlp,
         )
-        self.hidden_dropout = given.hidden_dropout
-        given.tp_size = given.tp_size if given.tp_group is None else group_size(given.tp_group)
-        given.return_layernorm_output = given.apply_residual_connection_post_layernorm
-        given.qkv_format, name = given.attn_input_format, given.name
-        common = {word: getattr(given, word) for word in _COMMON}
-        attention: dict[str, Any] = {**common, **{word: getattr(given, word) for word in _OF_ATTENTION}}
+        self.hidden_dropout = words.hidden_dropout
+        words.tp_size = words.tp_size if words.tp_group is None else group_size(words.tp_group)
+        words.return_layernorm_output = words.apply_residual_connection_post_layernorm
+        words.qkv_format, name = words.attn_input_format, words.name
+        common = {word: getattr(words, word) for word in _COMMON}
+        attention: dict[str, Any] = {**common, **{word: getattr(words, word) for word in _OF_ATTENTION}}
         self.self_attention = MultiheadAttention(
             **attention,
-            attn_mask_type=given.self_attn_mask_type,
-            input_layernorm=not given.output_layernorm,
-            return_bias=not given.parallel_attention_mlp,
+            attn_mask_type=words.self_attn_mask_type,
+            input_layernorm=not words.output_layernorm,
+            return_bias=not words.parallel_attention_mlp,
             name=name and f"{name}.self_attention",
         )
-        if given.layer_type == "decoder":
+        if words.layer_type == "decoder":
             self.inter_attention = MultiheadAttention(
                 **attention,
-                attn_mask_type=given.enc_dec_attn_mask_type,
+                attn_mask_type=words.enc_dec_attn_mask_type,
                 input_layernorm=True,
                 attention_type="cross",
                 return_bias=True,
@@ -197,23 +197,23 @@ class TransformerLayer(nn.Module):
             )
         self.layernorm_mlp = LayerNormMLP(
             **common,
-            ffn_hidden_size=given.ffn_hidden_size,
-            eps=given.layernorm_epsilon,
-            return_bias=not given.parallel_attention_mlp,
-            activation=given.activation,
-            activation_params=given.activation_params,
+            ffn_hidden_size=words.ffn_hidden_size,
+            eps=words.layernorm_epsilon,
+            return_bias=not words.parallel_attention_mlp,
+            activation=words.activation,
+            activation_params=words.activation_params,
             name=name and f"{name}.layernorm_mlp",
         )
-        self.drop_path = DropPath(given.drop_path_rate) if given.drop_path_rate > 0.0 else None
-        if given.output_layernorm:
-            norm = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}[given.normalization]
+        self.drop_path = DropPath(words.drop_path_rate) if words.drop_path_rate > 0.0 else None
+        if words.output_layernorm:
+            norm = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}[words.normalization]
             self.layernorm = norm(
-                given.hidden_size,
-                eps=given.layernorm_epsilon,
-                sequence_parallel=given.sequence_parallel and given.tp_size > 1,
-                params_dtype=given.params_dtype,
-                zero_centered_gamma=given.zero_centered_gamma,
-                device=given.device,
+                words.hidden_size,
+                eps=words.layernorm_epsilon,
+                sequence_parallel=words.sequence_parallel and words.tp_size > 1,
+                params_dtype=words.params_dtype,
+                zero_centered_gamma=words.zero_centered_gamma,
+                device=words.device,
             )
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
@@ -273,49 +273,49 @@ class TransformerLayer(nn.Module):
         Returns:
             Of the same shape.
         """
-        given = SimpleNamespace(**{k: v for k, v in locals().items() if k != "self"})
+        call = SimpleNamespace(**{k: v for k, v in locals().items() if k != "self"})
         kind = hidden_states.device.type
         if torch.is_autocast_enabled(kind):
             hidden_states = hidden_states.to(torch.get_autocast_dtype(kind))
-        attended = self._attended(hidden_states, given)
+        attended = self._attended(hidden_states, call)
         if not self.parallel_attention_mlp:
             hidden_states = self._added(attended, hidden_states, self.drop_path)
         if self.layer_type == "decoder":
-            hidden_states = self._added(self._attended_encoder(hidden_states, given), hidden_states, None)
+            hidden_states = self._added(self._attended_encoder(hidden_states, call), hidden_states, None)
         fed = self.layernorm_mlp(hidden_states, is_first_microbatch=is_first_microbatch)
         if self.parallel_attention_mlp:
             fed = (attended + fed, None)
         output = self._added(fed, hidden_states, self.drop_path)
         return self.layernorm(output) if self.output_layernorm else output
 
-    def _attended(self, x: Tensor, given: Any) -> Any:
+    def _attended(self, x: Tensor, call: Any) -> Any:
         """Self-attention by the words of a call."""
-        shared = {word: getattr(given, word) for word in _OF_CALL}
-        below = given.bottom_right_diagonal
+        shared = {word: getattr(call, word) for word in _OF_CALL}
+        below = call.bottom_right_diagonal
         return self.self_attention(
             x,
-            attention_mask=given.attention_mask,
-            attn_mask_type=given.self_attn_mask_type or self.self_attn_mask_type,
-            window_size=self.window_size if given.window_size is None else given.window_size,
+            attention_mask=call.attention_mask,
+            attn_mask_type=call.self_attn_mask_type or self.self_attn_mask_type,
+            window_size=self.window_size if call.window_size is None else call.window_size,
             bottom_right_diagonal=self.bottom_right_diagonal if below is None else below,
-            cu_seqlens_kv=given.cu_seqlens_q,
-            cu_seqlens_kv_padded=given.cu_seqlens_q_padded,
+            cu_seqlens_kv=call.cu_seqlens_q,
+            cu_seqlens_kv_padded=call.cu_seqlens_q_padded,
             **shared,
         )
 
-    def _attended_encoder(self, x: Tensor, given: Any) -> Any:
+    def _attended_encoder(self, x: Tensor, call: Any) -> Any:
         """Attention over the encoder's output by the words of a call."""
-        shared = {word: getattr(given, word) for word in _OF_CALL}
-        below, window = given.enc_dec_bottom_right_diagonal, given.enc_dec_window_size
+        shared = {word: getattr(call, word) for word in _OF_CALL}
+        below, window = call.enc_dec_bottom_right_diagonal, call.enc_dec_window_size
         return self.inter_attention(
             x,
-            attention_mask=given.enc_dec_attn_mask,
-            attn_mask_type=given.enc_dec_attn_mask_type or self.enc_dec_attn_mask_type,
+            attention_mask=call.enc_dec_attn_mask,
+            attn_mask_type=call.enc_dec_attn_mask_type or self.enc_dec_attn_mask_type,
             window_size=self.enc_dec_window_size if window is None else window,
             bottom_right_diagonal=self.enc_dec_bottom_right_diagonal if below is None else below,
-            encoder_output=given.encoder_output,
-            cu_seqlens_kv=given.cu_seqlens_kv,
-            cu_seqlens_kv_padded=given.cu_seqlens_kv_padded,
+            encoder_output=call.encoder_output,
+            cu_seqlens_kv=call.cu_seqlens_kv,
+            cu_seqlens_kv_padded=call.cu_seqlens_kv_padded,
             **shared,
         )
 
@@ -329,14 +329,14 @@ class TransformerLayer(nn.Module):
         return residual + (y if drop_path is None else drop_path(y))
 
 
-def _check(given: Any) -> None:
-    if given.layer_type not in ("encoder", "decoder"):
-        raise BadInput(f"layer_type is 'encoder' or 'decoder', not {given.layer_type!r}.")
-    apart = given.apply_residual_connection_post_layernorm or given.output_layernorm
-    if given.parallel_attention_mlp and (given.layer_type != "encoder" or apart):
+def _check(words: Any) -> None:
+    if words.layer_type not in ("encoder", "decoder"):
+        raise BadInput(f"layer_type is 'encoder' or 'decoder', not {words.layer_type!r}.")
+    apart = words.apply_residual_connection_post_layernorm or words.output_layernorm
+    if words.parallel_attention_mlp and (words.layer_type != "encoder" or apart):
         raise BadInput(
             "parallel_attention_mlp goes with layer_type='encoder' alone: without "
             "apply_residual_connection_post_layernorm and output_layernorm."
         )
-    if given.fuse_wgrad_accumulation and not given.fuse_qkv_params:
+    if words.fuse_wgrad_accumulation and not words.fuse_qkv_params:
         raise BadInput("fuse_wgrad_accumulation needs fuse_qkv_params=True: one main_grad for one weight.")

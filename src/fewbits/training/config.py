@@ -363,7 +363,7 @@ class TrainConfig:
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> TrainConfig:
         """A configuration from plain values; unknown keys are refused with the nearest name."""
-        known = {item.name: str(item.type) for item in dataclasses.fields(cls)}
+        fields = {item.name: str(item.type) for item in dataclasses.fields(cls)}
         plain: dict[str, Any] = {}
         nested: dict[str, dict[str, Any]] = {}
         for key, value in values.items():
@@ -374,12 +374,12 @@ class TrainConfig:
             outer, dot, inner = name.partition(".")
             if dot and outer in _NESTED:
                 nested.setdefault(outer, {})[inner] = value
-            elif name not in known:
-                raise BadInput(_unknown_key(key, [*known, *ALIASES]))
+            elif name not in fields:
+                raise BadInput(_unknown_key(key, [*fields, *ALIASES]))
             else:
-                plain[name] = coerce(name, value, known[name])
+                plain[name] = coerce(name, value, fields[name])
         for name, pairs in nested.items():
-            plain[name] = {**plain.get(name, {}), **coerce(name, pairs, known[name])}
+            plain[name] = {**plain.get(name, {}), **coerce(name, pairs, fields[name])}
         for required in ("model", "train_data"):
             if not plain.get(required):
                 raise BadInput(f"the configuration has no {required}; give one, as in {required}=PATH.")
@@ -469,9 +469,9 @@ def _as_written_before(name: str, value: Any) -> tuple[str, Any]:
     return name, value
 
 
-def _unknown_key(key: str, known: list[str]) -> str:
-    near = get_close_matches(key, known, n=1, cutoff=0.5)
-    advice = f"did you mean {near[0]}?" if near else f"the names are {', '.join(sorted(known))}."
+def _unknown_key(key: str, names: list[str]) -> str:
+    near = get_close_matches(key, names, n=1, cutoff=0.5)
+    advice = f"did you mean {near[0]}?" if near else f"the names are {', '.join(sorted(names))}."
     return f"the configuration has an unknown key {key!r}; {advice}"
 
 

@@ -122,10 +122,10 @@ def coerce(name: str, value: Any, annotation: str) -> Any:
         if optional:
             return None
         raise BadInput(f"{name} has no value; it must be {_COERCE[annotation][1]}.")
-    convert, wanted = _COERCE[annotation.removesuffix(" | None")]
+    convert, need = _COERCE[annotation.removesuffix(" | None")]
     try:
         return convert(value)
     except BadInput:
         raise  # a sentence of its own
     except (TypeError, ValueError, OverflowError) as error:
-        raise BadInput(f"{name} is {shown(value)}; it must be {wanted}.") from error
+        raise BadInput(f"{name} is {shown(value)}; it must be {need}.") from error

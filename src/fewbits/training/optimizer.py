@@ -194,21 +194,21 @@ class AdamW8bit(torch.optim.Optimizer):
             )
         if not fits:
             return None
-        made = Prepared(slices, grads, moments, seeds)
-        self._prepared[indices[0]] = addresses, made
-        return made
+        prepared = Prepared(slices, grads, moments, seeds)
+        self._prepared[indices[0]] = addresses, prepared
+        return prepared
 
     def _guard(self, device: torch.device) -> tuple[Tensor, Tensor] | None:
         """What a gradient scaler left here: whether to skip, and the gradients' scale."""
-        found: Tensor | None = getattr(self, "found_inf", None)
+        found_inf: Tensor | None = getattr(self, "found_inf", None)
         scale: Tensor | None = getattr(self, "grad_scale", None)
-        if found is None and scale is None:
+        if found_inf is None and scale is None:
             return None
-        made = (
-            torch.zeros((), device=device) if found is None else found.float(),
+        factors = (
+            torch.zeros((), device=device) if found_inf is None else found_inf.float(),
             torch.ones((), device=device) if scale is None else scale.float(),
         )
-        return made[0].to(device), made[1].to(device)
+        return factors[0].to(device), factors[1].to(device)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, but moments keep their types: torch would cast codes to the parameter's."""

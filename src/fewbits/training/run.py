@@ -249,14 +249,14 @@ class Run:
         from fewbits.training.step.trainer import Trainer
 
         config, model = self.config, self.built.model
-        found = resumable(self.folder, self.ranks, self._tell) if self.resume else []
-        progress = Progress.load(found[-1]) if found else Progress()
-        if found and (count := damaged_metrics(self.folder.metrics)):
+        earlier = resumable(self.folder, self.ranks, self._tell) if self.resume else []
+        progress = Progress.load(earlier[-1]) if earlier else Progress()
+        if earlier and (count := damaged_metrics(self.folder.metrics)):
             self._tell(f"{count} lines of {self.folder.metrics} cannot be read and are left out.")
         self._samples_before()
         dataset, evaluation = self.datasets()
         steps = total_steps(config, len(dataset))
-        args = self.arguments(steps, resumed=bool(found))
+        args = self.arguments(steps, resumed=bool(earlier))
         if self.layout.kind == "ddp":
             from fewbits.training.ranks.ddp import fit_ddp
 
@@ -285,22 +285,22 @@ class Run:
             optimizer_cls_and_kwargs=optimizer_class(config),
             asked_to_stop=self.stop,
         )
-        over = found and (progress.stopped_early or step_of(found[-1]) >= steps)
-        if found and progress.stopped_early:
+        over = earlier and (progress.stopped_early or step_of(earlier[-1]) >= steps)
+        if earlier and progress.stopped_early:
             self._tell(
-                f"the run had stopped early at step {step_of(found[-1])}, where evaluations got no better, so"
-                " it is not trained further; begin another one for more steps."
+                f"the run had stopped early at step {step_of(earlier[-1])}, where evaluations got no better,"
+                " so it is not trained further; begin another one for more steps."
             )
         try:
             if over:
-                restore(model, found[-1])
-                trainer.state = type(trainer.state).load_from_json(str(found[-1] / "trainer_state.json"))
+                restore(model, earlier[-1])
+                trainer.state = type(trainer.state).load_from_json(str(earlier[-1] / "trainer_state.json"))
                 # killed after its last checkpoint, before an older one was removed: remove it now
                 if self.ranks.leads:
                     rotate(self.folder.checkpoints, config.keep_checkpoints, trainer.state.best_global_step)
             else:
                 with self.stop.noted():
-                    trainer.train(resume_from_checkpoint=str(found[-1]) if found else None)
+                    trainer.train(resume_from_checkpoint=str(earlier[-1]) if earlier else None)
         finally:
             if self.bar is not None:
                 self.bar.close()

@@ -1,6 +1,6 @@
 """A batch that lives: texts join it when a slot is free and leave it when they have ended.
 
-    for text in LiveBatch(slots, prompts, asked).run(rows):   # in the order in which they end
+    for text in LiveBatch(slots, prompts, settings).run(rows):   # in the order in which they end
 
 Between two looks at the tokens, `look_every` steps run without the host: what a text makes behind its end
 is dropped. Reading prompts goes on beside it, one forward a look, or without steps between while fewer than
@@ -29,9 +29,9 @@ class LiveBatch:
     """
 
     def __init__(
-        self, slots: Slots, prompts: Prompts, asked: Callable[[Row], Asked], *, look_every: int = 1
+        self, slots: Slots, prompts: Prompts, settings: Callable[[Row], Asked], *, look_every: int = 1
     ) -> None:
-        self.slots, self.prompts, self.asked, self.look_every = slots, prompts, asked, look_every
+        self.slots, self.prompts, self.asked, self.look_every = slots, prompts, settings, look_every
         self.texts: list[Text] = []
         self.steps = self.filled = 0
 

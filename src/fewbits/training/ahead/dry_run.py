@@ -78,14 +78,14 @@ def dry_run(
     folder.is_written = False
     run = stages(config, Run)(config, folder, console, ranks, StopRequest(ranks), resume=False)
     run.check()
-    made = _of_rows(run) if isinstance(run, Run) else _of_preferences(run)
+    forecast = _of_rows(run) if isinstance(run, Run) else _of_preferences(run)
     if run.built.receipt:
         console.print(run.built.receipt, highlight=False, markup=False)
     if basis is None:
-        made.notes.append("no time is predicted: --basis RUN takes the speed of an earlier run")
-    elif made.tokens is not None:
-        _predict_time(made, basis, device_of(run.built.model))
-    return made
+        forecast.notes.append("no time is predicted: --basis RUN takes the speed of an earlier run")
+    elif forecast.tokens is not None:
+        _predict_time(forecast, basis, device_of(run.built.model))
+    return forecast
 
 
 def _of_rows(run: Run) -> Forecast:
@@ -117,7 +117,7 @@ def _memory(run: Any, batch: tuple[int, int]) -> str:
     model = built.model
     recipe = replace(built.recipe or Recipe(name="plain"), lora=built.lora)
     try:
-        made = planner(
+        plans = planner(
             model.config.get_text_config().to_dict(),
             recipe,
             num_tokens=batch[0] * batch[1],
@@ -129,7 +129,7 @@ def _memory(run: Any, batch: tuple[int, int]) -> str:
         )
     except BadInput as error:
         return f"memory: no prediction for this model: {error}"
-    predicted = made.plan(1 << 62).predicted
+    predicted = plans.plan(1 << 62).predicted
     weights, dynamic = size(predicted.static.weights), size(predicted.dynamic)
     return (
         f"memory: {size(predicted.total)} predicted at the peak of a step ({weights} of weights, {dynamic}"
@@ -137,13 +137,13 @@ def _memory(run: Any, batch: tuple[int, int]) -> str:
     )
 
 
-def _predict_time(made: Forecast, basis: str, device: str) -> None:
+def _predict_time(forecast: Forecast, basis: str, device: str) -> None:
     data = read_run(Path(basis))
     tokens, seconds = number(data.run.get("tokens")), number(data.run.get("seconds"))
     if not tokens or not seconds:
         raise BadInput(f"{basis} has not ended, so it tells no speed; give a finished run.")
-    made.seconds = (made.tokens or 0) / (tokens / seconds)
-    made.notes.append(f"by the {tokens / seconds:,.0f} tokens/s of {basis}")
+    forecast.seconds = (forecast.tokens or 0) / (tokens / seconds)
+    forecast.notes.append(f"by the {tokens / seconds:,.0f} tokens/s of {basis}")
     measured = data.run.get("device")
     if measured != device:
-        made.notes.append(f"that run was on another device, {measured}; this one would be on {device}")
+        forecast.notes.append(f"that run was on another device, {measured}; this one would be on {device}")

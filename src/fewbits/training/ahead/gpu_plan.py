@@ -77,8 +77,8 @@ def gpu_named(text: str, capability: tuple[int, int] | None = None) -> Gpu:
     """
     name = text.lower().replace(" ", "").replace("_", "")
     if name in GPUS:
-        known = GPUS[name]
-        return known if capability is None else replace(known, capability=capability)
+        gpu = GPUS[name]
+        return gpu if capability is None else replace(gpu, capability=capability)
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(gib|gb|g)?", name)
     if match is None or float(match[1]) == 0:
         raise BadInput(
@@ -170,9 +170,9 @@ def plan_recipe(
 
     def smallest(sequences: int, tokens: int) -> bool:
         """Whether the plan that keeps least fits."""
-        made = planner_for(config, recipe, gpu, batch=(sequences, tokens), optimizer=optimizer)
-        ways = (KEEP_NONE, KEEP_ON_HOST) if made.is_fused else (KEEP_NONE,)
-        return min(made.same_for_all(keep, 0).predicted.total for keep in ways) <= budget
+        plans = planner_for(config, recipe, gpu, batch=(sequences, tokens), optimizer=optimizer)
+        ways = (KEEP_NONE, KEEP_ON_HOST) if plans.is_fused else (KEEP_NONE,)
+        return min(plans.same_for_all(keep, 0).predicted.total for keep in ways) <= budget
 
     positions = numbers_of(config).get("max_position_embeddings") or _MOST
     chosen = planner_for(config, recipe, gpu, batch=batch, optimizer=optimizer)

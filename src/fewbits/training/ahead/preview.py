@@ -109,7 +109,7 @@ def _of_rows(config: TrainConfig, tokenizer: Any, length: int, rows: int) -> Pre
     data = loaded.train
     lengths = [len(e) for e in data.examples]
     sequences = pack(lengths, length, seed=config.seed)
-    made = Preview(
+    result = Preview(
         report="; ".join(map(str, loaded.reports)),
         max_length=length,
         lengths=tuple(lengths),
@@ -118,12 +118,12 @@ def _of_rows(config: TrainConfig, tokenizer: Any, length: int, rows: int) -> Pre
         packed=sum(lengths) / (len(sequences) * length),
         padded=_padded(lengths, config),
     )
-    if not config.packing and made.packed and made.packed > 1.15 * made.padded:
-        made.notes.append(
-            f"packing: true would fill {made.packed:.0%} of what is computed, where single rows fill"
-            f" {made.padded:.0%}."
+    if not config.packing and result.packed and result.packed > 1.15 * result.padded:
+        result.notes.append(
+            f"packing: true would fill {result.packed:.0%} of what is computed, where single rows fill"
+            f" {result.padded:.0%}."
         )
-    return made
+    return result
 
 
 def _shown(example: Example, tokenizer: Any) -> Shown:

@@ -168,9 +168,9 @@ def awq_scales(
         beta = step / steps
         scales = captured.mean_abs.clamp(min=SMALLEST_SCALE) ** beta
         scales = scales / (scales.max() * scales.min()).sqrt()
-        found = error(scales)
-        if found < best[0]:
-            best = (found, scales, beta)
+        size = error(scales)
+        if size < best[0]:
+            best = (size, scales, beta)
     return best[1], best[2]
 
 

@@ -130,8 +130,8 @@ def calibrate_stochastic(
     masked = _int8_mask(linears, settings)
     running = {name: linear for name, linear in linears.items() if name not in masked}
     lengths, mean = choose_lengths([x.table for x in running.values()], settings.levels, settings.budget)
-    found = dict(zip(running, lengths, strict=True))
-    plan = {n: _setting(x, found.get(n)) for n, x in linears.items()}
+    length_of = dict(zip(running, lengths, strict=True))
+    plan = {n: _setting(x, length_of.get(n)) for n, x in linears.items()}
     attention = AttentionSetting(scores=settings.attention, values=settings.attention)
     return StochasticConfig(
         options=options.with_length(_nearest(settings.levels, settings.budget)),
@@ -156,16 +156,22 @@ def _nearest(levels: tuple[int, ...], budget: float) -> int:
 def _measure(captured: Captured, weight: Tensor, settings: Calibration, options: Stochastic) -> _Linear:
     x, importance = captured.rows.to(weight.device), captured.importance.to(weight.device)
     protected = protected_channels(captured, weight, settings.protected) if settings.protected else ()
-    seen, kept = x.clone(), weight.float().clone()
-    seen[:, list(protected)] = 0  # what remains for the streams
-    kept[:, list(protected)] = 0
-    scales = _smoothing(captured, seen, kept, settings, options)
+    x_left, weight_left = x.clone(), weight.float().clone()
+    x_left[:, list(protected)] = 0  # what remains for the streams
+    weight_left[:, list(protected)] = 0
+    scales = _smoothing(captured, x_left, weight_left, settings, options)
     table = error_table(
-        seen, kept, importance, options, settings.levels, smooth_scales=scales, groups=settings.groups
+        x_left,
+        weight_left,
+        importance,
+        options,
+        settings.levels,
+        smooth_scales=scales,
+        groups=settings.groups,
     )
     f = torch.ones(x.shape[1], device=x.device) if scales is None else scales
-    rounded = options.fake_quantize(seen / f) @ options.fake_quantize(kept * f).mT
-    int8_error = float(((rounded - seen @ kept.mT).square() * importance).sum(-1).mean())
+    rounded = options.fake_quantize(x_left / f) @ options.fake_quantize(weight_left * f).mT
+    int8_error = float(((rounded - x_left @ weight_left.mT).square() * importance).sum(-1).mean())
     return _Linear(captured, weight, scales, protected, table, int8_error)
 
 

@@ -155,7 +155,7 @@ def allocate(table: SwapTable, budget: Budget) -> Allocation:
 
 def _items(table: SwapTable, budget: Budget) -> list[_Item]:
     operators = {swap.operator.name: swap.operator for swap in table.swaps}
-    found = []
+    items = []
     for name, operator in operators.items():
         base = table.cycles[name]
         options: dict[Setting, tuple[float, Sequence[float]]] = {"base": (base, [0.0] * len(table.tokens))}
@@ -167,8 +167,8 @@ def _items(table: SwapTable, budget: Budget) -> list[_Item]:
         whole = tuple(length == 0 for length, _ in options.values())
         costs = [_cost(table.macs[name], length, budget) for length, _ in options.values()]
         differences = np.array([d for _, d in options.values()], dtype=np.float64)
-        found.append(_Item(operator, tuple(options), whole, np.array(costs), differences))
-    return found
+        items.append(_Item(operator, tuple(options), whole, np.array(costs), differences))
+    return items
 
 
 def _allowed(to: Setting, budget: Budget) -> bool:
@@ -204,10 +204,10 @@ def _limit(table: SwapTable, budget: Budget) -> float:
 def _losses(item: _Item, tokens: Numbers, windows: NDArray[np.int64], risk: float) -> Numbers:
     """Nats for a token of each setting, monotone along the lengths."""
     total, n = tokens[windows].sum(), len(windows)
-    found = item.differences[:, windows]
-    losses: Numbers = found.sum(1) / total
+    differences = item.differences[:, windows]
+    losses: Numbers = differences.sum(1) / total
     if risk and n > 1:
-        spread = found - losses[:, None] * tokens[windows]
+        spread = differences - losses[:, None] * tokens[windows]
         losses = losses + risk * np.sqrt(n / (n - 1) * (spread**2).sum(1)) / total
     order = sorted((i for i, whole in enumerate(item.whole) if not whole), key=lambda i: item.costs[i])
     losses[order] = _falling(losses[order])
@@ -282,11 +282,11 @@ def _config(table: SwapTable, items: Sequence[_Item], chosen: Sequence[int]) -> 
         if to != "base":
             config = swapped(config, item.operator, to)
     names = {n for item in items if item.operator.op in ATTENTION for n in item.operator.names}
-    kept = tuple((n, config.attention_of(n)) for n in sorted(names))
+    attention = tuple((n, config.attention_of(n)) for n in sorted(names))
     rest = tuple(pair for pair in table.base.attention if pair[0] not in names)
     first = {name: config.linears[i][1] for i, (name, _) in reversed([*enumerate(config.linears)])}
     ordered = dict.fromkeys(name for name, _ in config.linears)
-    return replace(config, attention=(*kept, *rest), linears=tuple((n, first[n]) for n in ordered))
+    return replace(config, attention=(*attention, *rest), linears=tuple((n, first[n]) for n in ordered))
 
 
 def _spent(table: SwapTable, items: Sequence[_Item], chosen: Sequence[int], budget: Budget) -> float:

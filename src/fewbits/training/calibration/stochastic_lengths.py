@@ -92,15 +92,15 @@ def chunk_errors(
     qa, sa = quantize_stochastic(x, options, smooth_scales)
     qb, sb = quantize_stochastic(weight, options, smooth_scales, is_b=True)
     one = replace(options, chunk_d=0)
-    found = []
+    errors = []
     for i, chunk in enumerate(options.chunks(x.shape[1])):
         exact = x[:, chunk] @ weight[:, chunk].mT
         operands = (qa[None, :, chunk], sa[None, :, i : i + 1], qb[None, :, chunk], sb[None, :, i : i + 1])
         parts = [stochastic_codes(*operands, one, (level,))[0] for level in levels]
-        found.append(
+        errors.append(
             torch.stack([((part - exact).square() * importance.to(x)).sum(-1) for part in parts], -1)
         )
-    return torch.stack(found, 1)
+    return torch.stack(errors, 1)
 
 
 def choose_lengths(

@@ -115,10 +115,10 @@ def staged(
         shutil.rmtree(staging, ignore_errors=True)
         if is_broken_connection(error):  # another rank is gone: the disk has nothing to do with it
             raise
-        kept = ", ".join(path.name for path in checkpoints(final.parent)) or "none yet"
+        names = ", ".join(path.name for path in checkpoints(final.parent)) or "none yet"
         reason, way_out = _why(error)
         raise TrainingStopped(
-            f"{final} could not be written because {reason}; the checkpoints before it are whole ({kept}):"
+            f"{final} could not be written because {reason}; the checkpoints before it are whole ({names}):"
             f" {way_out}, then go on with resume."
         ) from error
 
@@ -152,10 +152,10 @@ def checkpoints(folder: Path) -> list[Path]:
     """The whole checkpoints in a folder, oldest first."""
     if not folder.is_dir():
         return []
-    found = [
+    numbered = [
         (int(m[1]), path) for path in folder.iterdir() if (m := re.fullmatch(rf"{PREFIX}(\d+)", path.name))
     ]
-    return [path for _, path in sorted(found)]
+    return [path for _, path in sorted(numbered)]
 
 
 def step_of(checkpoint: Path) -> int:
@@ -167,9 +167,9 @@ def remove_leftovers(folder: Path) -> None:
     """Remove what a killed run left half written."""
     for path in folder.glob(".*") if folder.is_dir() else ():
         if path.name.endswith(_REPLACED) and path.is_dir():
-            wanted = path.with_name(path.name.removeprefix(".").removesuffix(_REPLACED))
-            if not wanted.exists():  # killed before the new folder had its name: the old one has it again
-                path.rename(wanted)
+            place = path.with_name(path.name.removeprefix(".").removesuffix(_REPLACED))
+            if not place.exists():  # killed before the new folder had its name: the old one has it again
+                path.rename(place)
                 continue
         if path.name.endswith((_WRITING, _OLD, _REPLACED)):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -210,16 +210,16 @@ def load_weights(model: Any, folder: Path) -> None:
             f"{path} cannot be read ({str(error).splitlines()[0]}); remove {folder} to resume from the one"
             " before."
         ) from error
-    wanted = _trainable(model) if adapters else _whole(model)
-    odd = sorted(wanted.keys() ^ stored.keys())
-    odd = odd or sorted(key for key in wanted if wanted[key].shape != stored[key].shape)
+    target = _trainable(model) if adapters else _whole(model)
+    odd = sorted(target.keys() ^ stored.keys())
+    odd = odd or sorted(key for key in target if target[key].shape != stored[key].shape)
     if odd:
         raise SpecMismatch(
             f"{folder} was written for another model or other adapters ({odd[0]} does not fit); resume with"
             " the configuration it was started with."
         )
     with torch.no_grad():
-        for key, tensor in wanted.items():
+        for key, tensor in target.items():
             tensor.copy_(stored[key])
     if (folder / SCALES_FILE).is_file():
         load_scales(model, load_file(str(folder / SCALES_FILE)))
@@ -231,12 +231,12 @@ def _trainable(model: nn.Module) -> dict[str, Tensor]:
 
 def _whole(model: nn.Module) -> dict[str, Tensor]:
     """The state without the second name of tied weights."""
-    seen: set[tuple[int, torch.Size]] = set()
+    pointers: set[tuple[int, torch.Size]] = set()
     state = {}
     for name, tensor in model.state_dict().items():
         key = (tensor.data_ptr(), tensor.shape)
-        if tensor.numel() and key in seen:
+        if tensor.numel() and key in pointers:
             continue
-        seen.add(key)
+        pointers.add(key)
         state[name] = tensor
     return state

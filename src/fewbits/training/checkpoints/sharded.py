@@ -76,7 +76,7 @@ def save_sharded(
 
     reshard(model)
     optimizer = _inner(optimizer)
-    state: dict[str, Any] = {f"model.{name}": tensor for name, tensor in kept(model).items()}
+    state: dict[str, Any] = {f"model.{name}": tensor for name, tensor in tensors_of(model).items()}
     if optimizer is not None:
         state |= _optimizer_state(model, optimizer)
     state |= {f"scales.{_rank()}.{name}": tensor for name, tensor in scales_of(model).items()}
@@ -114,7 +114,7 @@ def load_sharded(folder: Path, model: Any, optimizer: Any = None, *, compare: bo
         if fault := next((fault for fault in faults if fault), None):
             raise BadCheckpoint(f"{folder} is damaged: {fault}; remove it to resume from the one before.")
     facts, sizes = _read(folder)
-    state: dict[str, Any] = {f"model.{name}": tensor for name, tensor in kept(model).items()}
+    state: dict[str, Any] = {f"model.{name}": tensor for name, tensor in tensors_of(model).items()}
     _check(folder, state, sizes)
     if optimizer is not None:
         if not facts["optimizer"]:  # the settings of its groups; SGD has these and no tensor
@@ -131,8 +131,8 @@ def load_sharded(folder: Path, model: Any, optimizer: Any = None, *, compare: bo
         fill_optimizer(model, optimizer, state, facts["optimizer"], sizes)
     if scales:
         names = dict.fromkeys(key.split(".", 2)[2] for key in scales)
-        found = {n: [t for k, t in state.items() if k in scales and k.endswith(f".{n}")] for n in names}
-        load_scales(model, {name: torch.stack(each).amax(0) for name, each in found.items()})
+        by_name = {n: [t for k, t in state.items() if k in scales and k.endswith(f".{n}")] for n in names}
+        load_scales(model, {name: torch.stack(each).amax(0) for name, each in by_name.items()})
     return dict(facts["extra"])
 
 
@@ -144,7 +144,7 @@ def is_sharded_checkpoint(folder: Path) -> bool:
 # 1. What is kept.
 
 
-def kept(model: Any) -> dict[str, Tensor]:
+def tensors_of(model: Any) -> dict[str, Tensor]:
     """What a checkpoint holds of the model: trained parameters with adapters, else all, each once."""
     views = whole_views(model)
     if hasattr(model, "peft_config"):
@@ -309,16 +309,16 @@ def _moments(held: Mapping[str, Tensor], view: Tensor, chunks: Any, packs: bool)
     Those in float32, which pieces of linears are written in, are packed if this optimizer packs them.
     """
     places = places_of(view)
-    found: dict[str, Tensor] = {}
+    moments: dict[str, Tensor] = {}
     for key in ("m", "v"):
         codes = local(held[key])
-        found[key] = codes
+        moments[key] = codes
         if codes.dtype != torch.uint8:
             if packs and codes.numel():
-                found[key], found[f"{key}_scales"] = quantize_moment(codes, signed=key == "m")
+                moments[key], moments[f"{key}_scales"] = quantize_moment(codes, signed=key == "m")
             continue
         if not codes.numel():
-            found[f"{key}_scales"] = torch.zeros(0, device=codes.device)
+            moments[f"{key}_scales"] = torch.zeros(0, device=codes.device)
             continue
         ones = torch.ones(-(-codes.numel() // BLOCK), device=codes.device)
         values = dequantize_moment(codes, ones, signed=key == "m").view(codes.shape)
@@ -330,15 +330,15 @@ def _moments(held: Mapping[str, Tensor], view: Tensor, chunks: Any, packs: bool)
             if scales is None:
                 continue  # an empty slice
             if ((offsets, sizes),) == places:
-                found[f"{key}_scales"] = scales.to(codes.device)
+                moments[f"{key}_scales"] = scales.to(codes.device)
                 break
             each = scales.to(codes.device).repeat_interleave(BLOCK)[: math.prod(sizes)].view(sizes)
             for place, piece, into in zip(places, values.split(rows), moment.split(rows), strict=True):
                 mine, theirs = _overlap(*place, offsets, sizes)
                 into[mine] = piece[mine] * each[theirs]
         else:
-            found[key], found[f"{key}_scales"] = quantize_moment(moment, signed=key == "m")
-    return found
+            moments[key], moments[f"{key}_scales"] = quantize_moment(moment, signed=key == "m")
+    return moments
 
 
 def _overlap(

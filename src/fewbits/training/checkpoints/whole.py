@@ -20,7 +20,7 @@ from torch import Tensor
 from fewbits.decoder.fuse import load_scales
 from fewbits.errors import BadCheckpoint, SpecMismatch
 from fewbits.training.checkpoints.folders import MODEL_FILE, SCALES_FILE, TRAINABLE_FILE
-from fewbits.training.checkpoints.sharded import fill_optimizer, kept, whole_slices
+from fewbits.training.checkpoints.sharded import fill_optimizer, tensors_of, whole_slices
 from fewbits.training.checkpoints.whole_views import places_of, slice_like
 from fewbits.training.ranks.fsdp import local, reshard
 
@@ -37,13 +37,13 @@ def load_whole(folder: Path, model: Any, optimizer: Any = None) -> None:
     """
     reshard(model)
     path = folder / (TRAINABLE_FILE if hasattr(model, "peft_config") else MODEL_FILE)
-    wanted = kept(model)
+    target = tensors_of(model)
     try:
         with safe_open(str(path), "pt") as file, torch.no_grad():
-            _check(folder, file, wanted)
-            for name, tensor in wanted.items():
-                found = _rows(file.get_slice(name), tensor) if tensor.dim() else file.get_tensor(name)
-                local(tensor).copy_(found)
+            _check(folder, file, target)
+            for name, tensor in target.items():
+                part = _rows(file.get_slice(name), tensor) if tensor.dim() else file.get_tensor(name)
+                local(tensor).copy_(part)
     except (OSError, SafetensorError) as error:
         raise _damaged(path, error) from error
     if (folder / SCALES_FILE).is_file():
@@ -52,9 +52,9 @@ def load_whole(folder: Path, model: Any, optimizer: Any = None) -> None:
         _load_optimizer(folder / OPTIMIZER_FILE, model, optimizer)
 
 
-def _check(folder: Path, file: Any, wanted: Mapping[str, Tensor]) -> None:
-    odd = sorted(wanted.keys() ^ set(file.keys()))
-    odd = odd or sorted(n for n, t in wanted.items() if file.get_slice(n).get_shape() != list(t.shape))
+def _check(folder: Path, file: Any, target: Mapping[str, Tensor]) -> None:
+    odd = sorted(target.keys() ^ set(file.keys()))
+    odd = odd or sorted(n for n, t in target.items() if file.get_slice(n).get_shape() != list(t.shape))
     if odd:
         raise SpecMismatch(
             f"{folder} was written for another model or other adapters ({odd[0]} does not fit); resume with"
@@ -106,11 +106,11 @@ def _load_optimizer(path: Path, model: Any, optimizer: Any) -> None:
 
 def _rows(whole: Any, view: Tensor) -> Tensor:
     """This rank's rows of a tensor, or of a file's."""
-    found = []
+    pieces = []
     for offsets, sizes in places_of(view):
         index = tuple(slice(begin, begin + size) for begin, size in zip(offsets, sizes, strict=True))
-        found.append(whole[index])
-    return found[0] if len(found) == 1 else torch.cat(found)
+        pieces.append(whole[index])
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
 def _damaged(path: Path, error: Exception) -> BadCheckpoint:

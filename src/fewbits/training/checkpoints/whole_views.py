@@ -103,11 +103,11 @@ def slice_like(view: Tensor, part: Tensor) -> Tensor:
 
     if not isinstance(view, DTensor):
         return part
-    made = DTensor.from_local(
+    sharded = DTensor.from_local(
         part, view.device_mesh, view.placements, run_check=False, shape=view.shape, stride=view.stride()
     )
     pieces = pieces_of(view)
-    return made if pieces is None else pieces.mark(made)
+    return sharded if pieces is None else pieces.mark(sharded)
 
 
 def pieces_of(view: Any) -> Pieces | None:
@@ -174,15 +174,15 @@ def _view(name: str, parameter: Tensor, state: TensorParallel, mesh: Any) -> Ten
 def _pieces(parameter: Tensor, state: TensorParallel, name: str) -> tuple[Place, ...]:
     """Of what FSDP2 left of a rank's rows: those of each part."""
     (first, *others), (count, *sizes) = place_of(parameter)
-    found, begin, before = [], 0, 0  # in the whole tensor, and in this rank's rows of it
+    pieces, begin, before = [], 0, 0  # in the whole tensor, and in this rank's rows of it
     for size in state.parts[name]:
         length = size // state.group.size
         low, high = max(first, before), min(first + count, before + length)
         if low < high:
             at = begin + state.group.rank * length + low - before
-            found.append(((at, *others), (high - low, *sizes)))
+            pieces.append(((at, *others), (high - low, *sizes)))
         begin, before = begin + size, before + length
-    return tuple(found)
+    return tuple(pieces)
 
 
 __all__ = ["Pieces", "gathered", "pieces_of", "places_of", "slice_like", "whole_views"]

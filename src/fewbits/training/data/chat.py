@@ -48,10 +48,10 @@ _ROLES = {
 
 def _check_length(text: str, messages: Sequence[dict[str, Any]]) -> None:
     """A template may write each content more than once, but not without end."""
-    given = sum(len(str(message.get("content", ""))) for message in messages)
-    if len(text) > CHARACTERS + 4 * given:
+    num_characters = sum(len(str(message.get("content", ""))) for message in messages)
+    if len(text) > CHARACTERS + 4 * num_characters:
         raise BadInput(
-            f"the chat template makes {len(text):,} characters of messages of {given:,}; correct"
+            f"the chat template makes {len(text):,} characters of messages of {num_characters:,}; correct"
             " chat_template in the model's folder"
         )
 

@@ -18,7 +18,7 @@ from fewbits.training.data.rows import BadRows, Row
 from fewbits.training.data.sources import Source, read_source
 from fewbits.training.data.spans import SpanEncoder, Tokens
 from fewbits.training.data.token_store import Example as Example
-from fewbits.training.data.token_store import Examples, StoredExamples, TokenStore, taken
+from fewbits.training.data.token_store import Examples, StoredExamples, TokenStore, subset
 
 TEMPLATES = {
     "alpaca": (
@@ -100,10 +100,10 @@ def choose_format(config: TrainConfig, values: dict[str, Any], where: str) -> st
     Raises:
         BadInput: none of the formats that the configuration allows; ``where`` begins the sentence.
     """
-    wanted = config.format
-    if "document" in values and wanted in ("auto", "text"):
+    choice = config.format
+    if "document" in values and choice in ("auto", "text"):
         return "document"
-    names = [wanted] if wanted != "auto" else list(_COLUMNS)
+    names = [choice] if choice != "auto" else list(_COLUMNS)
     for name in names:
         required = [role for role in _COLUMNS[name] if role not in _OPTIONAL]
         if all(_column(config, name, role, values) is not None for role in required):
@@ -114,16 +114,16 @@ def choose_format(config: TrainConfig, values: dict[str, Any], where: str) -> st
         "completion": "prompt and completion",
         "text": "text",
     }
-    needs = need.get(wanted) or "; or ".join(need.values())
+    needs = need.get(choice) or "; or ".join(need.values())
     raise BadInput(
-        f"{where} has the columns {', '.join(map(str, values)) or '(none)'}, but {wanted} rows need"
+        f"{where} has the columns {', '.join(map(str, values)) or '(none)'}, but {choice} rows need"
         f" {needs}; name your columns with fields, as in fields.text=body."
     )
 
 
 def _column(config: TrainConfig, name: str, role: str, values: dict[str, Any]) -> str | None:
-    given = config.fields.get(role)
-    candidates = (given,) if given else _COLUMNS[name][role]
+    named = config.fields.get(role)
+    candidates = (named,) if named else _COLUMNS[name][role]
     return next((column for column in candidates if column in values), None)
 
 
@@ -209,13 +209,13 @@ class RowEncoder:
         """The row as prompt and response."""
         if name == "completion":
             return self.text(name, "prompt", values), self.text(name, "completion", values)
-        given, extra = self.text(name, "instruction", values), self.text(name, "input", values)
+        instruction, extra = self.text(name, "instruction", values), self.text(name, "input", values)
         template = self.config.prompt_template
         without, with_input = TEMPLATES.get(template, (template, template))
         if "{instruction}" not in without:
             raise BadInput(f"prompt_template {template!r} has no {{instruction}}")
         chosen = with_input if extra.strip() else without
-        prompt = chosen.replace("{input}", extra).replace("{instruction}", given)
+        prompt = chosen.replace("{input}", extra).replace("{instruction}", instruction)
         response = self.text(name, "response", values)
         if not response.strip():
             return prompt, ""
@@ -324,14 +324,14 @@ def read_samples(
     path: str | Path | Source, encoder: RowEncoder, rows: Sequence[int], name: str, *, splits: tuple[str, ...]
 ) -> list[Sample]:
     """The rows with these numbers as prompts with the answers that the data give."""
-    wanted, samples = set(rows), []
+    numbers, samples = set(rows), []
     source = path if isinstance(path, Source) else Source(path=str(path))
     for row in read_source(source, BadRows(skip=True), splits=splits):
-        if row.number in wanted:
-            wanted.discard(row.number)
+        if row.number in numbers:
+            numbers.discard(row.number)
             if sample := encoder.sample(name, row.values):
                 samples.append(sample)
-        if not wanted:
+        if not numbers:
             break
     return samples
 
@@ -396,7 +396,7 @@ def split_rows(data: TokenData, fraction: float, seed: int) -> tuple[TokenData, 
 
 
 def _select(data: TokenData, keys: Sequence[int], held: set[int], *, inside: bool) -> TokenData:
-    examples = taken(data.examples, [i for i, key in enumerate(keys) if (key in held) == inside])
+    examples = subset(data.examples, [i for i, key in enumerate(keys) if (key in held) == inside])
     report = DataReport(
         data.report.path,
         data.report.format,

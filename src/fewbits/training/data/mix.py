@@ -18,7 +18,7 @@ from fewbits.training.data.examples import (
     split_rows,
 )
 from fewbits.training.data.sources import EVAL_SPLITS, Source, sources_of
-from fewbits.training.data.token_store import TokenStore, joined, taken
+from fewbits.training.data.token_store import TokenStore, joined, subset
 
 
 @dataclass(frozen=True)
@@ -108,11 +108,11 @@ def _weighted(data: TokenData, weight: float, seed: list[int]) -> TokenData:
     if weight == 1:
         return data
     count = len(data.examples)
-    wanted = max(1, round(count * weight))
-    indices = list(range(count)) * (wanted // count)
-    if rest := wanted % count:
+    total = max(1, round(count * weight))
+    indices = list(range(count)) * (total // count)
+    if rest := total % count:
         indices += sorted(np.random.default_rng(seed).permutation(count)[:rest].tolist())
-    examples = taken(data.examples, indices)
+    examples = subset(data.examples, indices)
     report = replace(
         data.report,
         path=f"{data.report.path} x {weight:g}",

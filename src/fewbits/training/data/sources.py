@@ -73,17 +73,17 @@ def _source(entry: Any, key: str) -> Source:
         return Source(path=str(entry))
     if not isinstance(entry, Mapping) or not isinstance(entry.get("path"), str):
         raise BadInput(f"{key} has the entry {entry!r}; write a path, or a mapping with a path and a weight.")
-    known = [item.name for item in dataclasses.fields(Source)]
+    keys = [item.name for item in dataclasses.fields(Source)]
     for name in entry:
-        if name not in known:
-            raise BadInput(f"{key} has an entry with the key {name!r}; the keys are {', '.join(known)}.")
-    made = Source(**{name: value for name, value in entry.items() if value is not None})
-    weight: Any = made.weight
+        if name not in keys:
+            raise BadInput(f"{key} has an entry with the key {name!r}; the keys are {', '.join(keys)}.")
+    source = Source(**{name: value for name, value in entry.items() if value is not None})
+    weight: Any = source.weight
     if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 < weight < 1000:
-        raise BadInput(f"{key} has {made.path} with the weight {weight!r}; it must be a number above 0.")
-    if not isinstance(made.fields, Mapping):
-        raise BadInput(f"{key} has {made.path} with fields that are no mapping of names to columns.")
-    return made
+        raise BadInput(f"{key} has {source.path} with the weight {weight!r}; it must be a number above 0.")
+    if not isinstance(source.fields, Mapping):
+        raise BadInput(f"{key} has {source.path} with fields that are no mapping of names to columns.")
+    return source
 
 
 def check_sources(config: TrainConfig) -> None:
@@ -115,7 +115,7 @@ def read_source(
         BadInput: there is neither such a file nor such a data set, or it has no such split.
         Unsupported: the package `datasets` is missing.
     """
-    wanted = (source.split,) if source.split else tuple(splits)
+    names = (source.split,) if source.split else tuple(splits)
     if source.is_local:
         if source.name is not None:
             raise BadInput(
@@ -123,9 +123,9 @@ def read_source(
             )
         if source.split and Path(source.path).is_file():
             raise BadInput(f"{source.path} is a file, which has no split {source.split!r}; leave split out.")
-        yield from read_rows(source.path, bad, splits=wanted)
+        yield from read_rows(source.path, bad, splits=names)
         return
-    for number, values in enumerate(_hub_rows(source, wanted, stream), 1):
+    for number, values in enumerate(_hub_rows(source, names, stream), 1):
         yield Row(number, dict(values))
 
 
@@ -144,13 +144,13 @@ def _hub_rows(source: Source, splits: tuple[str, ...], stream: bool) -> Any:
         every = datasets.load_dataset(source.path, source.name, streaming=stream)
     except errors as error:
         raise BadInput(_no_data_set(source, error)) from error
-    found = next((name for name in splits if name in every), None)
-    if found is None:
+    split = next((name for name in splits if name in every), None)
+    if split is None:
         raise BadInput(
             f"{source.path} has the splits {', '.join(every)}; name one, as in {{path: {source.path}, split:"
             f" {next(iter(every), 'train')}}}."
         )
-    return every[found]
+    return every[split]
 
 
 def _no_data_set(source: Source, error: Exception) -> str:

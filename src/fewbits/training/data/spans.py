@@ -139,11 +139,11 @@ class SpanEncoder:
             while size < len(text):
                 ids, offsets = self._tokenise(text[:size])
                 more, _ = self._tokenise(text[: size + size // 16])
-                wanted = self.limit + 1
-                if len(ids) >= wanted + _UNSTABLE and ids[:wanted] == more[:wanted]:
+                length = self.limit + 1
+                if len(ids) >= length + _UNSTABLE and ids[:length] == more[:length]:
                     self.was_cut = True
                     is_exact = not check or self._is_exact(text[:size], ids, offsets)
-                    return ids[:wanted], offsets[:wanted], is_exact
+                    return ids[:length], offsets[:length], is_exact
                 size *= 4
         ids, offsets = self._tokenise(text)
         return ids, offsets, not check or self._is_exact(text, ids, offsets)

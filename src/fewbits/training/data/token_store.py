@@ -94,7 +94,7 @@ class StoredExamples(Sequence[Example]):
 Examples = list[Example] | StoredExamples
 
 
-def taken(examples: Examples, indices: Sequence[int]) -> Examples:
+def subset(examples: Examples, indices: Sequence[int]) -> Examples:
     """The rows at these places, in their order; those on the disk stay there."""
     if isinstance(examples, StoredExamples):
         return StoredExamples(examples.store, (examples.numbers[i] for i in indices))

@@ -45,8 +45,8 @@ _PLAIN_MACHINE = Machine(flops=1e11, bandwidth=2e10, host_bandwidth=1e10)
 
 def machine_of(capability: tuple[int, int] | None) -> Machine:
     """The rates of a GPU by its compute capability, of the nearest older one that is known; None: a CPU's."""
-    known = [c for c in _MACHINES if capability is not None and c <= capability]
-    return _MACHINES[max(known)] if known else _PLAIN_MACHINE
+    older = [c for c in _MACHINES if capability is not None and c <= capability]
+    return _MACHINES[max(older)] if older else _PLAIN_MACHINE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,7 @@ class LayerCost:
     weights: int = 0
     weights_s: float = 0.0
 
-    def kept(self, keep: Keep) -> int:
+    def kept_bytes(self, keep: Keep) -> int:
         """Bytes that stay on the device from the forward to the backward pass."""
         chosen = (
             (self.inputs, not keep.offload),
@@ -144,7 +144,8 @@ def layer_cost(
     heads = int(config["num_attention_heads"])
     linears = linear_shapes(config)
     q, qkv, inner = _widths(spec.attention, spec.mlp, linears)
-    turned = qkv - (qkv - q) // 2 if spec.norm.query is not None else 0  # normed q and k beside the product
+    # Normed q and k stand beside the product.
+    normed_qk = qkv - (qkv - q) // 2 if spec.norm.query is not None else 0
     added = 2 * T * H * e if spec.norm.after_mlp is not None else 0  # what the second norms read
     rank = 0 if recipe.lora is None else recipe.lora.r
     is_packed = recipe.linear.weight is not None
@@ -167,7 +168,7 @@ def layer_cost(
     return LayerCost(
         always=2 * T * 4 + 7 * rank * T * e + added,
         inputs=2 * T * H * e,
-        attention=T * (qkv + q + turned) * e + T * heads * 4,
+        attention=T * (qkv + q + normed_qk) * e + T * heads * 4,
         mlp=T * 2 * inner * e,
         normed=normed,
         attention_s=qkv_s + attention_s + norm_s,
@@ -189,8 +190,8 @@ def _weight_values(recipe: Recipe, values: int, dtype_bytes: int, machine: Machi
     if recipe.lora is None or recipe.qat is not None or not (in_float8 or rule.weight is not None):
         return 0, 0.0
     stored = 0.6 if rule.weight is not None else dtype_bytes
-    made = 1 if in_float8 else dtype_bytes
-    return values * (2 if in_float8 else dtype_bytes), 2 * values * (stored + made) / machine.bandwidth
+    new_bytes = 1 if in_float8 else dtype_bytes
+    return values * (2 if in_float8 else dtype_bytes), 2 * values * (stored + new_bytes) / machine.bandwidth
 
 
 def _cost_of_matrices(
@@ -202,7 +203,7 @@ def _cost_of_matrices(
     is_packed = recipe.linear.weight is not None
     decode_s = shapes.values * (e + 0.6) / machine.bandwidth if is_packed else 0.0
     forward_s = 2 * T * shapes.products / machine.flops + decode_s
-    kept = T * e * (_PLAIN_RESIDUALS * H + shapes.kept)
+    activations = T * e * (_PLAIN_RESIDUALS * H + shapes.kept_values)
     branches = 7 * rank * T * e * (1 + shapes.chosen * len(shapes.experts) // max(1, shapes.num_layers))
     spread = (
         3 * shapes.chosen * T * H * e if shapes.experts else 0
@@ -217,8 +218,10 @@ def _cost_of_matrices(
         mlp_s=0.0,
         normed_s=0.0,
         offload_s=0.0,
-        working=T * e * (3 * H + 2 * shapes.kept) + spread + (2 * shapes.widest * e if is_packed else 0),
-        plain=kept + branches,
+        working=T * e * (3 * H + 2 * shapes.kept_values)
+        + spread
+        + (2 * shapes.widest * e if is_packed else 0),
+        plain=activations + branches,
         forward_s=forward_s,
     )
 

@@ -193,12 +193,12 @@ class MemoryBudget:
         self._factor = max(factors)
         finder = self._planner()
         current = finder.price_of(self.plan)
-        found = finder.plan(self.budget_bytes)
+        better = finder.plan(self.budget_bytes)
         text = f"memory: the first step took {measured / GIB:.2f} GiB beside the model, predicted"
         text += f" {expected.predicted.dynamic / GIB:.2f}"
-        if not current.fits or current.seconds - found.seconds > _WORTH * finder.step_seconds:
-            self._use(found)
-            self._say(f"{text}; new plan: {found}")
+        if not current.fits or current.seconds - better.seconds > _WORTH * finder.step_seconds:
+            self._use(better)
+            self._say(f"{text}; new plan: {better}")
         else:
             self._say(f"{text}; the plan stays")
 
@@ -290,11 +290,11 @@ def budget_for(
     limit = int(min(agree(limit)))
     num_tokens = batch[0] * batch[1]
     try:
-        known = _planners(model, target, replace(recipe or Recipe(name="plain"), lora=lora), batch[1])
-        planner_for = partial(known, static=static_of(model, optimizer_bytes=optimizer_bytes))
+        planners = _planners(model, target, replace(recipe or Recipe(name="plain"), lora=lora), batch[1])
+        planner_for = partial(planners, static=static_of(model, optimizer_bytes=optimizer_bytes))
         start = None if same is None else planner_for(num_tokens).same_for_all(same, limit)
         gathered = gathered_bytes(model)
-        made = MemoryBudget(target, planner_for, num_tokens, limit, meter, start, agree, gathered)
+        memory_budget = MemoryBudget(target, planner_for, num_tokens, limit, meter, start, agree, gathered)
     except (BadInput, Unsupported) as error:
         if not isinstance(budget, str):
             raise
@@ -302,8 +302,8 @@ def budget_for(
         return None
     conversion = conversion_of(model)
     if conversion is not None:
-        conversion.receipt.notes.extend(made.notes)
-    return made
+        conversion.receipt.notes.extend(memory_budget.notes)
+    return memory_budget
 
 
 def _planners(model: Any, target: Target, recipe: Recipe, length: int) -> Callable[..., Planner]:
@@ -315,7 +315,7 @@ def _planners(model: Any, target: Target, recipe: Recipe, length: int) -> Callab
     sharded = any(hasattr(p, "to_local") for p in model.parameters())
     shapes = layer_shapes(model)
 
-    def planner_for(num_tokens: int, **known: Any) -> Planner:
+    def planner_for(num_tokens: int, **options: Any) -> Planner:
         fused = {"num_layers": len(target.layers)} if target.layers else {"is_fused": False}
         return planner(
             config,
@@ -327,7 +327,7 @@ def _planners(model: Any, target: Target, recipe: Recipe, length: int) -> Callab
             can_keep_weights=not sharded,
             shapes=shapes,
             **fused,
-            **known,
+            **options,
         )
 
     return planner_for

@@ -213,16 +213,16 @@ class Planner:
         if not self.is_fused:
             plan = self._plain(budget_bytes, checkpointing=False)
             return plan if plan.fits else self._plain(budget_bytes, checkpointing=True)
-        found = [self._greedy(budget_bytes, offload=False)]
+        plans = [self._greedy(budget_bytes, offload=False)]
         if self.can_offload:
-            found.append(self._greedy(budget_bytes, offload=True))
-        return min(found, key=lambda p: (0, p.seconds) if p.fits else (1, float(p.predicted.total)))
+            plans.append(self._greedy(budget_bytes, offload=True))
+        return min(plans, key=lambda p: (0, p.seconds) if p.fits else (1, float(p.predicted.total)))
 
     def _greedy(self, budget_bytes: int, *, offload: bool) -> Plan:
         weights = self.can_keep_weights and self.layer.weights > 0
         everything = Keep(normed=self.layer.normed > 0, weights=weights)
         keeps = [everything] * self.num_layers
-        given: list[tuple[float, str, int]] = []
+        freed: list[tuple[float, str, int]] = []
         for cost, item in self._order:
             if item != "offload" and not getattr(everything, item):
                 continue
@@ -230,8 +230,8 @@ class Planner:
                 if (item == "offload" and not offload) or self._total(keeps) <= budget_bytes:
                     break
                 keeps[i] = _without(keeps[i], item)
-                given.append((cost, item, i))
-        for _, item, i in sorted(given, key=lambda g: (-g[0], -g[2])):  # take back what frees nothing needed
+                freed.append((cost, item, i))
+        for _, item, i in sorted(freed, key=lambda g: (-g[0], -g[2])):  # take back what frees nothing needed
             tried = list(keeps)
             tried[i] = _with(keeps[i], item)
             if self._total(tried) <= max(budget_bytes, self._total(keeps)):
@@ -241,16 +241,16 @@ class Planner:
     def smaller(self, plan: Plan) -> Plan | None:
         """The next plan that needs clearly less than ``plan``; None if there is none."""
         static, dynamic = self.static.total, plan.predicted.dynamic
-        found = self.plan(static + int(dynamic * _STEP_DOWN))
-        if found.predicted.dynamic >= 0.98 * dynamic:
+        below = self.plan(static + int(dynamic * _STEP_DOWN))
+        if below.predicted.dynamic >= 0.98 * dynamic:
             return None
-        return replace(found, budget_bytes=plan.budget_bytes)
+        return replace(below, budget_bytes=plan.budget_bytes)
 
     def price(self, keeps: Sequence[Keep], budget_bytes: int = 0) -> Plan:
         """What is expected of a given choice."""
-        kept, working = self._bytes(keeps)
+        by_layer, working = self._bytes(keeps)
         seconds = sum(self.layer.seconds(keep) for keep in keeps)
-        predicted = Prediction(static=self.static, kept=kept, working=working)
+        predicted = Prediction(static=self.static, kept=by_layer, working=working)
         return Plan(keeps=tuple(keeps), predicted=predicted, seconds=seconds, budget_bytes=budget_bytes)
 
     def price_of(self, plan: Plan) -> Plan:
@@ -289,18 +289,19 @@ class Planner:
 
     def _bytes(self, keeps: Sequence[Keep]) -> tuple[tuple[int, ...], int]:
         """Bytes kept by each layer, and the rest of the peak."""
-        kept = [self.layer.kept(keep) for keep in keeps]
+        by_layer = [self.layer.kept_bytes(keep) for keep in keeps]
         in_flight = 2 * self.layer.inputs if any(keep.offload for keep in keeps) else 0
-        below, peak = 0, sum(kept) + self.head
-        for size, keep in zip(kept, keeps, strict=True):
+        below, peak = 0, sum(by_layer) + self.head
+        for size, keep in zip(by_layer, keeps, strict=True):
             below += size
             peak = max(peak, below + self.layer.working + self.layer.remade(keep))
         peak = int(self.factor * (peak + in_flight))
-        return tuple(int(self.factor * size) for size in kept), peak - sum(int(self.factor * s) for s in kept)
+        kept_bytes = tuple(int(self.factor * size) for size in by_layer)
+        return kept_bytes, peak - sum(kept_bytes)
 
     def _total(self, keeps: Sequence[Keep]) -> int:
-        kept, working = self._bytes(keeps)
-        return self.static.total + sum(kept) + working
+        by_layer, working = self._bytes(keeps)
+        return self.static.total + sum(by_layer) + working
 
     def _plain(self, budget_bytes: int, *, checkpointing: bool) -> Plan:
         cost = self.layer

@@ -77,12 +77,12 @@ class Need:
         static = predict_memory(self.model, self.recipe, dtype_bytes=4 if self.trains_all else 2)
         moments = static.optimizer // 8 * OPTIMIZER_BYTES.get(self.optimizer, 8)
         shards = static.total - static.optimizer + moments
-        made = planner(
+        plans = planner(
             self.model, self.recipe, num_tokens=self.batch[0] * self.batch[1], sequence_length=self.batch[1],
             can_keep_weights=False,  # what is needed, not what room can be used for
         )  # fmt: skip
-        budget = available - shards + made.static.total
-        return shards + made.plan(budget).predicted.dynamic, shards
+        budget = available - shards + plans.static.total
+        return shards + plans.plan(budget).predicted.dynamic, shards
 
 
 def need_of(
@@ -98,19 +98,19 @@ def need_of(
     )
 
 
-def choose(asked: str, *, size: int, available: int | None, need: Need) -> tuple[str, str]:
+def choose(choice: str, *, size: int, available: int | None, need: Need) -> tuple[str, str]:
     """The kind of parallel training, and why.
 
     Args:
-        asked: auto, ddp, fsdp or tensor.
+        choice: auto, ddp, fsdp or tensor.
         size: ranks.
         available: free bytes of the smallest GPU; None: the ranks are on CPUs, which share one memory.
         need: what the run will take.
     """
     if size == 1:
         return "one", "one process"
-    if asked != "auto":
-        return asked, "as configured"
+    if choice != "auto":
+        return choice, "as configured"
     if available is None:
         return "ddp", f"auto, for on CPUs each of the {size} ranks can hold the whole model"
     budget = auto_budget(available)

@@ -34,11 +34,11 @@ def preference_rows(
     """
     rows = []
     for number, source in enumerate(sources_of(data)):
-        found = _rows_of(source, source.settings(config), splits)
-        wanted = max(1, round(len(found) * source.weight))
-        rows += found * (wanted // len(found))
-        drawn = np.random.default_rng([config.seed, 5, number]).permutation(len(found))
-        rows += [found[i] for i in sorted(drawn[: wanted % len(found)].tolist())]
+        of_source = _rows_of(source, source.settings(config), splits)
+        count = max(1, round(len(of_source) * source.weight))
+        rows += of_source * (count // len(of_source))
+        drawn = np.random.default_rng([config.seed, 5, number]).permutation(len(of_source))
+        rows += [of_source[i] for i in sorted(drawn[: count % len(of_source)].tolist())]
     return rows
 
 
@@ -87,8 +87,8 @@ def _row(config: TrainConfig, values: dict[str, Any]) -> dict[str, Any]:
     if len(kinds) > 1:
         raise BadInput("some of the row's parts are texts and some lists of messages; write all the same way")
     if config.method == "grpo":
-        taken = {config.fields.get("prompt", "prompt")}
-        return {**{k: v for k, v in values.items() if k not in taken}, **named}
+        columns = {config.fields.get("prompt", "prompt")}
+        return {**{k: v for k, v in values.items() if k not in columns}, **named}
     return named
 
 

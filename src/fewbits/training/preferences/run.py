@@ -166,10 +166,10 @@ class PreferenceRun:
         from fewbits.training.setup.callbacks import MetricsFile, ProgressBar, StillOurs
 
         config = self.config
-        found = self._checkpoints() if self.resume else []
-        progress = Progress.load(found[-1]) if found else Progress()
+        earlier = self._checkpoints() if self.resume else []
+        progress = Progress.load(earlier[-1]) if earlier else Progress()
         steps = total_steps(config, self.sequences())
-        args = self.arguments(steps, resumed=bool(found))
+        args = self.arguments(steps, resumed=bool(earlier))
         bar = ProgressBar(self.console, progress)
         metrics = MetricsFile(self.folder.metrics, progress, all_figures=True)
         trainer = self.trainer_class(
@@ -187,14 +187,14 @@ class PreferenceRun:
             self.folder.write(rows_left_out=left_out)
         begun = time.perf_counter()
         try:
-            if not found or step_of(found[-1]) < steps:
+            if not earlier or step_of(earlier[-1]) < steps:
                 with self.stop.noted():
-                    trainer.train(resume_from_checkpoint=str(found[-1]) if found else None)
+                    trainer.train(resume_from_checkpoint=str(earlier[-1]) if earlier else None)
             else:
-                trainer._load_from_checkpoint(str(found[-1]))
+                trainer._load_from_checkpoint(str(earlier[-1]))
         finally:
             bar.close()
-        step = max(trainer.state.global_step, step_of(found[-1]) if found else 0)
+        step = max(trainer.state.global_step, step_of(earlier[-1]) if earlier else 0)
         self.reached = step, steps
         if self.stop.answer is None:
             self.folder.write(

@@ -152,23 +152,23 @@ def rows_left_out(trainer: Any, data: Any, length: int) -> str:
         BadInput: no row is left.
     """
     left: Any = trainer.train_dataset
-    kept = len(left)
+    teaching = len(left)
     for name in (
         "chosen_labels",
         "rejected_labels",
     ):  # kept, with an empty answer
         if name in left.column_names:
-            kept = min(kept, sum(any(label != -100 for label in row) for row in left[name]))
-    if kept == len(data):
+            teaching = min(teaching, sum(any(label != -100 for label in row) for row in left[name]))
+    if teaching == len(data):
         return ""
-    if not kept:
+    if not teaching:
         raise BadInput(
             f"no row has room for its answers in {length} tokens; raise max_seq_length, or shorten the"
             " prompts."
         )
     return (
-        f"{len(data) - kept} of {len(data)} rows have no room for their answers in {length} tokens and teach"
-        " nothing; raise max_seq_length, or shorten their prompts."
+        f"{len(data) - teaching} of {len(data)} rows have no room for their answers in {length} tokens and"
+        " teach nothing; raise max_seq_length, or shorten their prompts."
     )
 
 
@@ -178,7 +178,7 @@ def reward_functions(config: TrainConfig) -> list[Callable[..., list[float]]]:
     Raises:
         BadInput: one cannot be imported, or is no function.
     """
-    found = []
+    functions = []
     for name in config.rewards:
         module, colon, function = name.partition(":")
         if not (module and colon and function):
@@ -199,8 +199,8 @@ def reward_functions(config: TrainConfig) -> list[Callable[..., list[float]]]:
                 sys.path.remove(here)
         if not callable(reward):
             raise BadInput(f"rewards has {name!r}, which is no function.")
-        found.append(reward)
-    return found
+        functions.append(reward)
+    return functions
 
 
 def load_for(config: TrainConfig) -> Built:

@@ -242,14 +242,14 @@ class GradientExchange(ABC):
     def __str__(self) -> str:
         wire = wire_of(self.format, _MANY, 1)
         how = "stochastic rounding" if self.stochastic else "rounding to nearest"
-        kept = "error feedback" if self.error_feedback else "no error feedback"
+        feedback = "error feedback" if self.error_feedback else "no error feedback"
         where = f"{self.size} ranks" if self.travel.size > 1 else "one rank: nothing travels"
         if self.node_size > 1:
             where = f"{self.travel.size} nodes of {self.node_size} ranks, which add theirs as they are first"
         other = "" if self._asked == self.format.name else f" (asked: {self._asked})"
         text = (
             f"gradients travel in {self.format.name}{other}, a scale for {wire.block} values:"
-            f" {self.share:.3f} of bfloat16's bytes; {how}, {kept}; {where}"
+            f" {self.share:.3f} of bfloat16's bytes; {how}, {feedback}; {where}"
         )
         return "\n".join([text, *self.notes])
 
@@ -355,8 +355,8 @@ def _mix(x: int) -> int:
 def _header(path: Path) -> dict[str, Any]:
     try:
         with safe_open(str(path), "pt") as file:
-            found: dict[str, Any] = json.loads((file.metadata() or {})["exchange"])
-            return found
+            header: dict[str, Any] = json.loads((file.metadata() or {})["exchange"])
+            return header
     except (OSError, SafetensorError, KeyError, ValueError) as error:
         raise BadCheckpoint(
             f"{path} cannot be read; remove {path.parent} to resume from the checkpoint before."

@@ -121,8 +121,8 @@ def _groups(
     me = distributed.get_rank()
 
     def mine(partition: list[list[int]]) -> Travel:
-        made = [(part, distributed.new_group(part, timeout, backend=backend)) for part in partition]
-        return next(Travel(group) for part, group in made if me in part)
+        groups = [(part, distributed.new_group(part, timeout, backend=backend)) for part in partition]
+        return next(Travel(group) for part, group in groups if me in part)
 
     cross = mine([ranks[first::node_size] for first in range(node_size)])
     if node_size == 1:
@@ -225,9 +225,9 @@ class DDPExchange(GradientExchange):
         future: torch.futures.Future[Tensor],
     ) -> Iterator[None]:
         """One bucket; ``at`` is the step and the bucket's number."""
-        kept = self._kept(names, buffer, gradients)
-        wire, travel, local = kept.wire, self.travel, self.local
-        plain = [gradients[i] for i in kept.plain]
+        bucket = self._kept(names, buffer, gradients)
+        wire, travel, local = bucket.wire, self.travel, self.local
+        plain = [gradients[i] for i in bucket.plain]
         values, shard = _take_out(plain, wire.plain * self.size, buffer.device), buffer
         if local is not None:
             shard, values, work = self._add_in_node(local, wire, buffer, values)
@@ -236,14 +236,14 @@ class DDPExchange(GradientExchange):
         messages = wire.empty(travel.size, buffer.device)
         if plain:
             wire.plain_values(messages).copy_(values.view(travel.size, wire.plain))
-        quantize_gradient(shard, kept.residual, messages, wire, seed=self.seed_of(at[0], 1, at[1]))
+        quantize_gradient(shard, bucket.residual, messages, wire, seed=self.seed_of(at[0], 1, at[1]))
         received = torch.empty_like(messages)
         work = travel.all_to_all(received, messages)
         yield
         wait(work)
         mean = wire.empty(1, buffer.device)
         sum_gradients(
-            received, kept.shard_residual, mean, wire, factor=1 / self.size,
+            received, bucket.shard_residual, mean, wire, factor=1 / self.size,
             seed=self.seed_of(at[0], 2, at[1]),
         )  # fmt: skip
         work = travel.all_gather(messages, mean)
@@ -280,9 +280,9 @@ class DDPExchange(GradientExchange):
         return first, min(row, count - first)
 
     def _kept(self, names: tuple[str, ...], buffer: Tensor, gradients: Sequence[Tensor]) -> _Kept:
-        found = self._buckets.get(names)
-        if found is not None:
-            return found
+        bucket = self._buckets.get(names)
+        if bucket is not None:
+            return bucket
         if any(set(names) & set(other) for other in self._buckets):
             self._cut_anew()
         sizes = tuple(g.numel() for g in gradients)
@@ -321,20 +321,20 @@ class DDPExchange(GradientExchange):
     def _cut_anew(self) -> None:
         """DDP has made other buckets: what was kept waits, whole, under its parameters' names."""
         residuals, shards = self._waiting
-        for kept in self._buckets.values():
-            if kept.residual is None or kept.shard_residual is None:
+        for bucket in self._buckets.values():
+            if bucket.residual is None or bucket.shard_residual is None:
                 continue
-            count, row = sum(kept.sizes), kept.wire.row * self.travel.size
-            residual = kept.residual
+            count, row = sum(bucket.sizes), bucket.wire.row * self.travel.size
+            residual = bucket.residual
             mean = residual.new_empty(row)
-            wait(self.travel.all_gather(mean, kept.shard_residual))
+            wait(self.travel.all_gather(mean, bucket.shard_residual))
             if self.local is not None:
                 both = torch.stack([torch.nn.functional.pad(residual, (0, row - residual.numel())), mean])
                 nodes = residual.new_empty(self.node_size, 2, row)
                 wait(self.local.all_gather(nodes, both))
                 residual, mean = nodes[:, 0].reshape(-1)[:count], nodes[:, 1].reshape(-1)
-            residuals |= zip(kept.names, residual.split(kept.sizes), strict=True)
-            shards |= zip(kept.names, mean[:count].split(kept.sizes), strict=True)
+            residuals |= zip(bucket.names, residual.split(bucket.sizes), strict=True)
+            shards |= zip(bucket.names, mean[:count].split(bucket.sizes), strict=True)
         self._buckets.clear()
 
     def _state(self) -> tuple[dict[str, Tensor], dict[str, int]]:
@@ -345,14 +345,14 @@ class DDPExchange(GradientExchange):
             tensors |= {f"residual/{name}": tensor for name, tensor in self._waiting[0].items()}
         if self.rank == 0:
             tensors |= {f"shard/{name}": tensor for name, tensor in self._waiting[1].items()}
-        for kept in self._buckets.values():
-            row = kept.first + self.travel.rank * kept.wire.row
+        for bucket in self._buckets.values():
+            row = bucket.first + self.travel.rank * bucket.wire.row
             for kind, flat, first in (
-                ("residual", kept.residual, kept.first),
-                ("shard", kept.shard_residual, row),
+                ("residual", bucket.residual, bucket.first),
+                ("shard", bucket.shard_residual, row),
             ):
                 begin = 0
-                for name, size in zip(kept.names, kept.sizes, strict=True):
+                for name, size in zip(bucket.names, bucket.sizes, strict=True):
                     low = max(begin, first)
                     high = min(begin + size, first + (0 if flat is None else flat.numel()))
                     if flat is not None and low < high:

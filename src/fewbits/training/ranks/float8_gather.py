@@ -130,15 +130,15 @@ class _Travel:
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         """The weight in ``dtype``: a new tensor, or the one from before filled again."""
         codes = gathered[0].view(torch.float8_e4m3fn)[: self.shape[0]]
-        made = torch.empty(self.shape, dtype=dtype, device=codes.device) if out is None else out.data
+        weight = torch.empty(self.shape, dtype=dtype, device=codes.device) if out is None else out.data
         parts = {"codes": codes, "scales": scale.view(E4M3.layout(self.shape)["scales"].shape)}
-        dequantize(Packed(E4M3, self.shape, dtype, parts), out=made)
-        return (made, (made,)) if out is None else None
+        dequantize(Packed(E4M3, self.shape, dtype, parts), out=weight)
+        return (weight, (weight,)) if out is None else None
 
 
 def _weights(model: Any, spec: ModelSpec) -> list[list[Any]]:
     """Trained weights of linears, those of one product together."""
-    found = []
+    weights = []
     group_of = {path: group[0] for group in spec.products for path in group}
     for name in layer_names(model, spec):
         products: dict[str, list[Any]] = {}
@@ -147,8 +147,8 @@ def _weights(model: Any, spec: ModelSpec) -> list[list[Any]]:
             weight = getattr(module, "weight", None)
             if isinstance(module, nn.Linear) and isinstance(weight, Tensor) and weight.requires_grad:
                 products.setdefault(group_of.get(path, path), []).append(weight)
-        found += list(products.values())
-    return found
+        weights += list(products.values())
+    return weights
 
 
 __all__ = ["gather_in_float8"]

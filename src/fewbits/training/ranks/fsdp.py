@@ -111,12 +111,12 @@ def shard(
 
 def _whole(model: nn.Module, mesh: Any) -> set[nn.Parameter]:
     """Frozen vectors of which some ranks would hold nothing: whole, on the ranks' device."""
-    found = {
+    parameters = {
         p for p in model.parameters() if not p.requires_grad and p.dim() < 2 and p.numel() < mesh.shape[-1]
     }
-    for p in found:
+    for p in parameters:
         p.data = p.data if p.is_meta else p.data.to(mesh.device_type)
-    return found
+    return parameters
 
 
 # Torch 2.11 makes each sharded parameter with a gradient first and takes it away after, which only floats may
@@ -127,11 +127,11 @@ _FLOATS = {1: torch.float8_e4m3fn, 2: torch.bfloat16, 4: torch.float32, 8: torch
 
 def _view_as_floats(model: nn.Module) -> dict[str, torch.dtype]:
     """Parameters of whole numbers become views of floats; their names and dtypes."""
-    found = {name: p.dtype for name, p in model.named_parameters() if not p.is_floating_point()}
-    for name, dtype in found.items():
+    dtypes = {name: p.dtype for name, p in model.named_parameters() if not p.is_floating_point()}
+    for name, dtype in dtypes.items():
         data = model.get_parameter(name).data
         _set_parameter(model, name, data.view(_FLOATS[dtype.itemsize]))
-    return found
+    return dtypes
 
 
 def _view_as_whole_numbers(model: nn.Module, dtypes: dict[str, torch.dtype]) -> None:

@@ -54,8 +54,8 @@ def quantize_reduce_scatter(
         Unsupported: the model is not sharded.
     """
     check_seed(seed)
-    found = list(sharded_modules(model))
-    if not found:
+    sharded = list(sharded_modules(model))
+    if not sharded:
         raise Unsupported(
             "the model is not sharded, so there is no reduce-scatter; call fewbits.training.ranks.fsdp.shard "
             "first, or use fewbits.training.ranks.ddp.quantize_gradients with DDP."
@@ -66,7 +66,7 @@ def quantize_reduce_scatter(
     shared = tensor_parallel_of(model)
     exchange.tensor_size = 1 if shared is None else shared.group.size
     names = {id(p): name for name, p in model.named_parameters()}
-    for module in found:
+    for module in sharded:
         group = _Group(exchange, len(exchange.groups), _parameters(module, names))
         exchange.groups.append(group)
         module.set_custom_reduce_scatter(_reduce_scatter(group))
@@ -110,20 +110,20 @@ class _Group:
         if plain:
             sums = wire.plain_values(received).sum(0).mul_(factor)
             parts = sums.split([p.shape[1] for p in plain])
-            kept = [output[a:b] for a, b, is_plain in slices.values() if is_plain]
-            torch._foreach_copy_(kept, list(parts))
+            plain_parts = [output[a:b] for a, b, is_plain in slices.values() if is_plain]
+            torch._foreach_copy_(plain_parts, list(parts))
 
     def _slices(self, rows: Tensor) -> dict[str, tuple[int, int, bool]]:
         """Where in a row each parameter's slice lies, and whether it travels in float32.
 
         Empty where FSDP2 reduces other parameters than train: then everything travels in codes.
         """
-        found, begin = {}, 0
+        slices, begin = {}, 0
         for name, shape in self.parameters.items():
             size = -(-shape[0] // rows.shape[0]) * shape[1:].numel() if shape else 1
-            found[name] = (begin, begin + size, len(shape) < 2)
+            slices[name] = (begin, begin + size, len(shape) < 2)
             begin += size
-        return found if begin == rows.shape[1] else {}
+        return slices if begin == rows.shape[1] else {}
 
     def _begin(self, slices: dict[str, tuple[int, int, bool]], rows: Tensor) -> Tensor:
         """The residual of the first step: zeros, or what a checkpoint kept."""
@@ -176,18 +176,18 @@ class FSDPExchange(GradientExchange):
         return distributed.get_world_size() if distributed.is_initialized() else 1
 
     def _state(self) -> tuple[dict[str, Tensor], dict[str, int]]:
-        kept = dict(self.waiting)
+        residuals = dict(self.waiting)
         for group in self.groups:
-            kept |= group.whole()
-        return {f"residual/{name}": tensor for name, tensor in kept.items()}, {}
+            residuals |= group.whole()
+        return {f"residual/{name}": tensor for name, tensor in residuals.items()}, {}
 
     def _set_state(self, residuals: dict[str, Tensor], shards: dict[str, Tensor]) -> None:
         # what DDP kept of the mean gradient is given back by all ranks alike
         names = dict.fromkeys((*residuals, *shards))
-        both = {name: [kept[name] for kept in (residuals, shards) if name in kept] for name in names}
+        both = {name: [parts[name] for parts in (residuals, shards) if name in parts] for name in names}
         self.waiting = {
-            name: kept[0] if len(kept) == 1 else torch.stack([t.float() for t in kept]).sum(0)
-            for name, kept in both.items()
+            name: parts[0] if len(parts) == 1 else torch.stack([t.float() for t in parts]).sum(0)
+            for name, parts in both.items()
         }
         for group in self.groups:
             group.residual = None
@@ -224,12 +224,12 @@ def _reduce_scatter(group: _Group) -> Any:
             op: Any,
             async_op: bool = False,
         ) -> None:
-            exchange = kept.exchange
+            exchange = state.exchange
             if exchange.travel.group is None:
                 exchange.travel = Travel(group)
-            kept.reduce_scatter(output_tensor, input_tensor, exchange.travel, _factor(op, group.size()))
+            state.reduce_scatter(output_tensor, input_tensor, exchange.travel, _factor(op, group.size()))
 
-    kept = group
+    state = group
     return QuantizedReduceScatter()
 
 

@@ -29,9 +29,9 @@ def cut(packed: Packed, axis: int, *pieces: tuple[int, int]) -> Packed:
     whole = dequantize(packed, torch.float32)
     expected = torch.cat([whole.narrow(axis, begin, end - begin) for begin, end in pieces], axis)
     for candidate in (packed, packed.format.with_plain_scales(packed)):
-        made = None if candidate is None else _cut(candidate, axis, pieces)
-        if made is not None and torch.equal(dequantize(made, torch.float32), expected):
-            return made
+        candidate_cut = None if candidate is None else _cut(candidate, axis, pieces)
+        if candidate_cut is not None and torch.equal(dequantize(candidate_cut, torch.float32), expected):
+            return candidate_cut
     said = ", ".join(f"{begin} to {end}" for begin, end in pieces)
     raise Unsupported(
         f"a weight of {packed.shape[0]} x {packed.shape[1]} in {packed.format.name} cannot be cut into"
@@ -46,14 +46,14 @@ def _cut(packed: Packed, axis: int, pieces: Pieces) -> Packed | None:
     layouts = [packed.format.layout(_shape(packed, axis, end - begin)) for begin, end in pieces]
     parts = {}
     for name, spec in packed.format.layout(shape).items():
-        part, found = packed.parts[name], []
+        part, slices = packed.parts[name], []
         for (begin, _), layout in zip(pieces, layouts, strict=True):
             piece = _part(part, layout[name].shape, packed.shape, axis, begin)
             if piece is None:
                 return None
-            found.append(piece)
+            slices.append(piece)
         # one scale for all that is cut, or rows and columns side by side
-        parts[name] = found[0] if found[0].shape == spec.shape else torch.cat(found, _along(part, axis))
+        parts[name] = slices[0] if slices[0].shape == spec.shape else torch.cat(slices, _along(part, axis))
         if parts[name].shape != spec.shape:
             return None
     return Packed(packed.format, shape, packed.dtype, parts)

@@ -85,8 +85,8 @@ class Ranks:
         key = self._key(subject)
         self.store.set(f"{key}/{self.rank}", json.dumps(value))
         if not self.leads:
-            found: list[T] = json.loads(self._answer(f"{key}/all", subject))
-            return found
+            answers: list[T] = json.loads(self._answer(f"{key}/all", subject))
+            return answers
         every = f"[{', '.join(self._answer(f'{key}/{rank}', subject, rank) for rank in range(self.size))}]"
         self.store.set(f"{key}/all", every)
         values: list[T] = json.loads(every)

@@ -209,8 +209,8 @@ class _Folder:
             )
         if entry.file not in self._streams:
             self._streams[entry.file] = self._stack.enter_context(safe_open(entry.file, framework="pt"))
-        found: Tensor = self._streams[entry.file].get_slice(key)[index]
-        return found
+        tensor: Tensor = self._streams[entry.file].get_slice(key)[index]
+        return tensor
 
     def _key(self, name: str) -> str | None:
         """As the checkpoint spells it: perhaps without the base model's prefix."""

@@ -80,17 +80,17 @@ def _make_room(
 ) -> None:
     """Memory for the parameters of these modules, but not of those; a tied one stays one."""
     begins = tuple(f"{name}." for name in without)
-    made: dict[int, nn.Parameter] = {}
+    empties: dict[int, nn.Parameter] = {}
     for name in names:
         for path, module in model.get_submodule(name).named_modules(prefix=name):
             if f"{path}.".startswith(begins or ("\0",)):
                 continue
             for leaf, p in module._parameters.items():
                 if p is not None and p.is_meta:
-                    empty = made.get(id(p))
+                    empty = empties.get(id(p))
                     if empty is None:
                         data = torch.empty_like(p, device=device)
-                        empty = made[id(p)] = nn.Parameter(data, requires_grad=p.requires_grad)
+                        empty = empties[id(p)] = nn.Parameter(data, requires_grad=p.requires_grad)
                     module._parameters[leaf] = empty
             for leaf, buffer in module._buffers.items():
                 module._buffers[leaf] = None if buffer is None else buffer.to(device)

@@ -80,13 +80,13 @@ class _Cut:
     @property
     def pieces(self) -> list[tuple[int, int]]:
         """Begin and end of what is this rank's."""
-        found, begin = [], 0
+        ranges, begin = [], 0
         for size in self.sizes:
             length = size // self.group.size
             first = begin + self.group.rank * length
-            found.append((first, first + length))
+            ranges.append((first, first + length))
             begin += size
-        return found
+        return ranges
 
     @property
     def length(self) -> int:
@@ -95,8 +95,8 @@ class _Cut:
 
     def of(self, parameter: Tensor) -> nn.Parameter:
         """This rank's pieces of a parameter, in memory of their own."""
-        found = [parameter.detach().narrow(self.axis, a, b - a) for a, b in self.pieces]
-        return nn.Parameter(torch.cat(found, self.axis), requires_grad=parameter.requires_grad)
+        slices = [parameter.detach().narrow(self.axis, a, b - a) for a, b in self.pieces]
+        return nn.Parameter(torch.cat(slices, self.axis), requires_grad=parameter.requires_grad)
 
 
 def tensor_parallel(model: Any, mesh: Any, *, before: Callable[[str], None] | None = None) -> Receipt:
@@ -191,16 +191,16 @@ def clip_grad_norm(model: Any, max_norm: float) -> Tensor:
 def _axes(model: Any, spec: ModelSpec) -> dict[str, int]:
     """By the configuration's plan, whose names begin with "layers"."""
     plan = getattr(model.config.get_text_config(), "base_model_tp_plan", None) or {}
-    known = {**_AXES, **_GATHERED} if spec.fused else _AXES
+    styles = {**_AXES, **_GATHERED} if spec.fused else _AXES
     axes = {}
     for path in spec.linears:
         style = next((s for name, s in plan.items() if fnmatchcase(f"layers.0.{path}", name)), None)
-        if style not in known:
+        if style not in styles:
             raise Unsupported(
                 f"the plan of {model.config.model_type} for {path} is {style!r}, and layers are shared by"
                 " rows ('colwise') and columns ('rowwise') only; use parallel=fsdp for this family."
             )
-        axes[path] = known[style]
+        axes[path] = styles[style]
     return axes
 
 
@@ -262,15 +262,15 @@ def _cut_linear(
     base = outer.base_layer if hasattr(outer, "base_layer") else outer
     before, size = type(base).__name__, _bytes(outer)
     where = _Cut(axis, parts or ((base.out_features, base.in_features)[axis],), state.group)
-    made = _smaller(name, base, where)
+    smaller = _smaller(name, base, where)
     if outer is base:
         parent, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(parent), leaf, made)
+        setattr(model.get_submodule(parent), leaf, smaller)
         prefix = name
     else:
-        outer.base_layer, prefix = made, f"{name}.base_layer"
+        outer.base_layer, prefix = smaller, f"{name}.base_layer"
         _cut_adapters(name, outer, where, state)
-    for leaf, parameter in made.named_parameters():
+    for leaf, parameter in smaller.named_parameters():
         if leaf != "bias" or axis == 0:
             _note_cut(state, f"{prefix}.{leaf}", where, parameter, base.get_parameter(leaf))
     what = f"{'outputs' if axis == 0 else 'inputs'} {where.length} of {sum(where.sizes)}"
@@ -292,27 +292,27 @@ def _smaller(name: str, base: Any, where: _Cut) -> nn.Module:
     outputs, inputs = (length, base.in_features) if axis == 0 else (base.out_features, length)
     if type(base) is QuantizedLinear:
         packed = cut(base.packed, axis, *where.pieces)
-        made: Any = QuantizedLinear(inputs, outputs, packed.format, dtype=base.dtype, device="meta")
-        made.operands = base.operands
-        made.load_packed(packed)
+        smaller: Any = QuantizedLinear(inputs, outputs, packed.format, dtype=base.dtype, device="meta")
+        smaller.operands = base.operands
+        smaller.load_packed(packed)
     elif type(base) in (nn.Linear, LowPrecisionLinear):
-        made = type(base)(inputs, outputs, bias=False, device="meta")
-        made.weight = where.of(base.weight)
+        smaller = type(base)(inputs, outputs, bias=False, device="meta")
+        smaller.weight = where.of(base.weight)
         if isinstance(base, LowPrecisionLinear):
-            made.operands = base.operands
+            smaller.operands = base.operands
     else:
         raise Unsupported(
             f"{name} is a {type(base).__name__}, which is not shared by ranks yet; use parallel=fsdp or ddp."
         )
     if base.bias is not None:
-        made.bias = base.bias if axis else where.of(base.bias)
+        smaller.bias = base.bias if axis else where.of(base.bias)
         if axis and base.bias.requires_grad:
             raise Unsupported(f"the bias of {name} trains, and it is added on one rank only; freeze it.")
         if axis and where.group.rank:
-            made.bias = nn.Parameter(torch.zeros_like(base.bias), requires_grad=False)
-    made.tensor_group = where.group  # an adapter that came now would not be shared
-    made.train(base.training)
-    return made  # type: ignore[no-any-return]
+            smaller.bias = nn.Parameter(torch.zeros_like(base.bias), requires_grad=False)
+    smaller.tensor_group = where.group  # an adapter that came now would not be shared
+    smaller.train(base.training)
+    return smaller  # type: ignore[no-any-return]
 
 
 def _cut_adapters(name: str, outer: Any, where: _Cut, state: TensorParallel) -> None:

@@ -139,7 +139,7 @@ class Watch:
 
     def _run(self) -> None:
         right = (self.ranks.rank + 1) % self.ranks.size
-        seen, beat = b"", 0
+        last, beat = b"", 0
         since = reached = before = time.monotonic()
         while not self._done.wait(self.pace.period_s):
             beat += 1
@@ -154,7 +154,7 @@ class Watch:
             try:
                 self._store.set(self._key(self.ranks.rank), str(beat))
                 failed = self._store.check([_FAILED]) and self._store.get(_FAILED).decode()
-                found = self._store.get(self._key(right)) if self._store.check([self._key(right)]) else b""
+                heard = self._store.get(self._key(right)) if self._store.check([self._key(right)]) else b""
                 reached = now
             except RuntimeError as error:
                 if now - reached > self.pace.silence_s:
@@ -162,9 +162,9 @@ class Watch:
                 continue
             if failed:
                 return self._stop(failed)
-            if found != seen:
-                seen, since = found, now
-            elif found != _LEFT and now - since > self.pace.silence_s:
+            if heard != last:
+                last, since = heard, now
+            elif heard != _LEFT and now - since > self.pace.silence_s:
                 self._report(self._silent(right))
             self._look_beside(now)
         return None

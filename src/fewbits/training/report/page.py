@@ -108,11 +108,11 @@ def _without_end(data: RunData, shown: str, how: str) -> tuple[str, str, str]:
         return "bad", "was killed", f"The run's process{by} was killed before its end. {shown} {how}"
     if holder.is_alive:
         return "note", "running", f"This run is being trained by {who or 'another process'}. {shown}"
-    seen = holder.seen.strftime("%Y-%m-%d %H:%M UTC")
+    last = holder.seen.strftime("%Y-%m-%d %H:%M UTC")
     return (
         "note",
         "not finished",
-        f"This run was begun by {who}, whose last sign of life was at {seen}: from here it cannot be seen"
+        f"This run was begun by {who}, whose last sign of life was at {last}: from here it cannot be seen"
         f" whether it still lives. {shown} If it was killed: {how[0].lower()}{how[1:]}",
     )
 

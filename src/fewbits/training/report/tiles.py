@@ -23,13 +23,13 @@ class Tile(NamedTuple):
 
 def tiles(data: RunData) -> str:
     """All of them, as HTML."""
-    made = [tile for make in _TILES if (tile := make(data)) is not None]
+    shown = [tile for make in _TILES if (tile := make(data)) is not None]
     cells = "".join(
         f'<div class="card tile"><div class="name">{t.name}</div><div class="value">{t.value}</div>'
         f'<div class="more">{t.more}</div></div>'
-        for t in made
+        for t in shown
     )
-    return f'<section class="tiles">{cells}</section>\n' if made else ""
+    return f'<section class="tiles">{cells}</section>\n' if shown else ""
 
 
 def _training_loss(data: RunData) -> Tile | None:

@@ -90,12 +90,12 @@ class Owner:
     def read(cls, text: str) -> Owner | None:
         """From the file's text; None: it names nobody."""
         try:
-            found = json.loads(text)
+            fields = json.loads(text)
             kinds = {"pid": int, "host": str, "machine": str, "began": float, "taken": str}
-            values: dict[str, Any] = {name: kind(found[name]) for name, kind in kinds.items()}
+            values: dict[str, Any] = {name: kind(fields[name]) for name, kind in kinds.items()}
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
             return None
-        launch = found.get("launch")
+        launch = fields.get("launch")
         return cls(**values, launch=None if launch is None else str(launch))
 
     def is_near(self) -> bool:
@@ -135,14 +135,14 @@ def holder_of(folder: Path) -> Holder | None:
     except OSError:  # there is none, or it is no file of ours to read
         return None
     try:
-        seen = datetime.fromtimestamp(os.fstat(handle).st_mtime, UTC)
+        modified = datetime.fromtimestamp(os.fstat(handle).st_mtime, UTC)
         owner = Owner.read(_text(handle))
         held = _is_held(handle, shared=True)
         if held is None:
             held = owner is not None and _still_runs(owner)
         if not held and owner is not None and not owner.is_near():
-            return Holder(owner, None, seen)
-        return Holder(owner, held, seen)
+            return Holder(owner, None, modified)
+        return Holder(owner, held, modified)
     except OSError:  # a folder of that name, for one
         return None
     finally:
@@ -221,16 +221,16 @@ class RunLock:
         handle = self._open()
         if handle is None:
             return None
-        taken = False
+        is_locked = False
         try:
             self._refuse_or_tell(Owner.read(_text(handle)))
             text = json.dumps(asdict(self._me)).encode()
             os.ftruncate(handle, 0)
             os.pwrite(handle, text, 0)
             os.fsync(handle)
-            taken = True
+            is_locked = True
         finally:
-            if not taken:
+            if not is_locked:
                 os.close(handle)
         return handle
 
@@ -272,19 +272,19 @@ class RunLock:
         """The lock is free: whoever left the file is dead, if it was of this machine."""
         if owner is None:
             return
-        seen = datetime.fromtimestamp(self.path.stat().st_mtime, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+        last = datetime.fromtimestamp(self.path.stat().st_mtime, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
         ours = self.launch is not None and owner.launch == self.launch
         if not (owner.is_near() or ours or self.take_over):
             raise BadInput(
-                f"output_dir {self.folder} is held by {owner}, another machine (last sign of life {seen}), so"
+                f"output_dir {self.folder} is held by {owner}, another machine (last sign of life {last}), so"
                 " it cannot be seen whether that run lives; if it is gone, go on with take_over=true,"
                 " otherwise choose another output_dir."
             )
         self.tell(
-            f"{self.folder} was left behind by {owner} (last sign of life {seen}), which is taken for gone:"
+            f"{self.folder} was left behind by {owner} (last sign of life {last}), which is taken for gone:"
             " this process takes the folder over."
             if not owner.is_near()
-            else f"{self.folder} was left behind by {owner}, which was killed (last sign of life {seen}):"
+            else f"{self.folder} was left behind by {owner}, which was killed (last sign of life {last}):"
             " this process takes the folder over."
         )
 
@@ -302,10 +302,10 @@ class RunLock:
         """
         if self._handle is None:
             return
-        found = self._owner()
-        if found is not None and not found.is_same(self._me):
+        owner = self._owner()
+        if owner is not None and not owner.is_same(self._me):
             raise TrainingStopped(
-                f"{self.folder} was taken over by {found}, so this process writes nothing more there; its"
+                f"{self.folder} was taken over by {owner}, so this process writes nothing more there; its"
                 " run goes on from the last checkpoint."
             )
 
@@ -318,8 +318,8 @@ class RunLock:
         self._done.set()
         if self._beating is not None:
             self._beating.join(timeout=HEARTBEAT_S)
-        found = self._owner()
-        if _is_named(handle, self.path) and found is not None and found.is_same(self._me):
+        owner = self._owner()
+        if _is_named(handle, self.path) and owner is not None and owner.is_same(self._me):
             with suppress(OSError):
                 self.path.unlink()
         os.close(handle)

@@ -33,14 +33,14 @@ def resumable(folder: RunFolder, ranks: Ranks, tell: Tell) -> list[Path]:
         BadCheckpoint: the newest, or the best that the run is to end with, is damaged.
     """
     names = ranks.led("checkpoints", lambda: [path.name for path in checkpoints(folder.checkpoints)])
-    found = [folder.checkpoints / name for name in names]
-    if not found:
+    earlier = [folder.checkpoints / name for name in names]
+    if not earlier:
         return []
-    check_whole(found[-1], folder, ranks, tell)
-    best = ranks.led("best checkpoint", lambda: best_of(found[-1]))
-    if best is not None and best != found[-1].name and best in names:
+    check_whole(earlier[-1], folder, ranks, tell)
+    best = ranks.led("best checkpoint", lambda: best_of(earlier[-1]))
+    if best is not None and best != earlier[-1].name and best in names:
         check_best(folder.checkpoints / best, folder, ranks, tell)
-    return found
+    return earlier
 
 
 def check_whole(checkpoint: Path, folder: RunFolder, ranks: Ranks, tell: Tell) -> None:
@@ -104,9 +104,9 @@ def check_unchanged(folder: RunFolder, config: TrainConfig, facts: Mapping[str, 
     data = folder.read().get("data", {})
     earlier = data.get("fingerprints") or {"train_data": data.get("fingerprint")}
     named = {"train_data": config.train_data, "eval_data": config.eval_data, "weights": config.model}
-    for name, found in facts.items():
+    for name, value in facts.items():
         before = earlier.get(name)
-        if before is None or found is None or before == found:
+        if before is None or value is None or before == value:
             continue
         what = "the weights in" if name == "weights" else "the evaluation data" if not named[name] else ""
         place = f"{what} {named[name] or config.train_data}".strip()

@@ -98,10 +98,10 @@ class MetricsFile(TrainerCallback):
         """Drop lines of steps that the checkpoint does not know: they will come again."""
         self._began = self._last_time = time.perf_counter()
         self._earlier, self._last_tokens = self.progress.seconds, self.progress.tokens
-        kept = [record for record in read_metrics(self.path) if record["step"] <= state.global_step]
+        records = [record for record in read_metrics(self.path) if record["step"] <= state.global_step]
         if state.global_step == 0:
-            kept = []
-        write_atomic(self.path, "".join(json.dumps(record) + "\n" for record in kept))
+            records = []
+        write_atomic(self.path, "".join(json.dumps(record) + "\n" for record in records))
 
     def on_step_end(self, args: Args, state: Any, control: Any, **kwargs: Any) -> None:
         """Keep the clock for the checkpoint."""
@@ -124,8 +124,8 @@ class MetricsFile(TrainerCallback):
             "seconds": self._tick(),
         }
         usual = ("loss", "eval_loss", "learning_rate", "grad_norm")
-        wanted = [key for key in logs if key not in record] if self.all_figures else usual
-        record |= {key: logs[key] for key in wanted if key in logs}
+        keys = [key for key in logs if key not in record] if self.all_figures else usual
+        record |= {key: logs[key] for key in keys if key in logs}
         if "loss" in logs:
             now = time.perf_counter()
             rate = (self.progress.tokens - self._last_tokens) / max(now - self._last_time, 1e-9)
@@ -157,10 +157,10 @@ def _lines(path: Path) -> list[dict[str, Any] | None]:
 
 def _record(line: str) -> dict[str, Any] | None:
     try:
-        found = json.loads(line)
+        record = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) and type(found.get("step")) is int else None
+    return record if isinstance(record, dict) and type(record.get("step")) is int else None
 
 
 class ProgressBar(TrainerCallback):

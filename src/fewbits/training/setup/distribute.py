@@ -67,9 +67,9 @@ def check_loaded(layout: Layout, facts: Mapping[str, Any], model: nn.Module) -> 
     if layout.ranks.size > 1:
         config = model.config.get_text_config().to_dict()  # type: ignore[operator, union-attr]
         names = ("_name_or_path", "name_or_path")
-        known = {f"model.{k}": v for k, v in config.items() if k not in names}
+        config_facts = {f"model.{k}": v for k, v in config.items() if k not in names}
         weights = weights_fingerprint(model, values=not layout.is_sharded)
-        layout.ranks.check_same({**facts, **known, "weights": weights})
+        layout.ranks.check_same({**facts, **config_facts, "weights": weights})
 
 
 def check_shared(ranks: Ranks, folder: Path) -> None:
@@ -87,7 +87,7 @@ def check_shared(ranks: Ranks, folder: Path) -> None:
     sees = ranks.exchange("run folder", [ranks.host, _appears(mark)])
     if ranks.leads:
         mark.unlink(missing_ok=True)
-    blind = [f"rank {rank} (on {host})" for rank, (host, found) in enumerate(sees) if not found]
+    blind = [f"rank {rank} (on {host})" for rank, (host, sees_it) in enumerate(sees) if not sees_it]
     if blind:
         raise SpecMismatch(
             f"{', '.join(blind)} cannot see the run folder {folder} of rank 0 (on {sees[0][0]}); set"

@@ -57,8 +57,8 @@ def config_for(model: str, rows: str, settings: dict[str, Any] | None = None) ->
     if not recorded.is_file():
         return TrainConfig.from_mapping({"model": model, **own})
     run = TrainConfig.from_yaml(recorded)
-    kept = replace(run, eval_data=None, eval_fraction=0.0, data_on_disk=None, method="sft", rewards=())
-    return TrainConfig.from_mapping({**kept.to_dict(), **own})
+    plain = replace(run, eval_data=None, eval_fraction=0.0, data_on_disk=None, method="sft", rewards=())
+    return TrainConfig.from_mapping({**plain.to_dict(), **own})
 
 
 def evaluate_rows(
@@ -120,11 +120,11 @@ def _loss(
             ids, labels = batch["input_ids"].to(device), batch["labels"].to(device)[:, 1:]
             with torch.inference_mode():
                 logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
-            kept = labels != IGNORED
+            counts = labels != IGNORED
             total += float(
-                torch.nn.functional.cross_entropy(logits[kept].float(), labels[kept], reduction="sum")
+                torch.nn.functional.cross_entropy(logits[counts].float(), labels[counts], reduction="sum")
             )
-            count += int(kept.sum())
+            count += int(counts.sum())
             if progress is not None:
                 progress(done, len(batches))
     finally:

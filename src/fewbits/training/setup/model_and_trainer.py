@@ -56,7 +56,7 @@ def recipe_of_config(config: TrainConfig) -> tuple[Recipe | None, LoRA | None]:
         lora = LoRA()
     if lora is None or config.lora_r == 0:
         return recipe, None
-    given: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "r": config.lora_r,
         "alpha": config.lora_alpha,
         "dropout": config.lora_dropout,
@@ -64,9 +64,9 @@ def recipe_of_config(config: TrainConfig) -> tuple[Recipe | None, LoRA | None]:
         "bias": config.lora_bias,
         "rslora": config.lora_rslora or None,
     }
-    if given["targets"] == ("all-linear",):
-        given["targets"] = "all-linear"
-    return recipe, replace(lora, **{key: value for key, value in given.items() if value is not None})
+    if fields["targets"] == ("all-linear",):
+        fields["targets"] = "all-linear"
+    return recipe, replace(lora, **{key: value for key, value in fields.items() if value is not None})
 
 
 def load_tokenizer(config: TrainConfig) -> tuple[Any, Any] | None:
@@ -112,12 +112,12 @@ def sequence_length(config: TrainConfig, limit: int | None) -> int:
 
 def variant_of(config: TrainConfig) -> dict[str, Any]:
     """Further fields of PEFT's configuration that the run asks for."""
-    asked = {
+    flags = {
         "use_dora": config.lora_dora or None,
         "init_lora_weights": config.lora_init,
         "rank_pattern": config.lora_ranks or None,
     }
-    return {name: value for name, value in asked.items() if value is not None}
+    return {name: value for name, value in flags.items() if value is not None}
 
 
 def load_model(config: TrainConfig, *, spread: Callable[[Any], str] | None = None) -> Built:
@@ -180,37 +180,37 @@ def load_model(config: TrainConfig, *, spread: Callable[[Any], str] | None = Non
     return Built(model, tokenizer, recipe, lora, "\n".join(line for line in lines if line))
 
 
-def _adapters_own(config: TrainConfig, given: Any) -> LoRA:
+def _adapters_own(config: TrainConfig, saved: Any) -> LoRA:
     """The settings of an adapter that is trained on; the run may not ask for others.
 
     Raises:
         BadInput: it does.
     """
-    targets = given.target_modules
-    found = {
-        "lora_r": given.r,
-        "lora_alpha": given.lora_alpha,
-        "lora_dropout": given.lora_dropout,
-        "lora_bias": given.bias,
-        "lora_rslora": given.use_rslora,
+    targets = saved.target_modules
+    of_adapter = {
+        "lora_r": saved.r,
+        "lora_alpha": saved.lora_alpha,
+        "lora_dropout": saved.lora_dropout,
+        "lora_bias": saved.bias,
+        "lora_rslora": saved.use_rslora,
         "lora_targets": tuple(sorted(targets)) if isinstance(targets, (set, list, tuple)) else (targets,),
     }
-    for name, own in found.items():
-        asked = getattr(config, name)
-        asked = tuple(sorted(asked)) if name == "lora_targets" else asked
-        if not (asked is None or asked is False or asked in ((), own)):
+    for name, own in of_adapter.items():
+        value = getattr(config, name)
+        value = tuple(sorted(value)) if name == "lora_targets" else value
+        if not (value is None or value is False or value in ((), own)):
             raise BadInput(
-                f"{name} is {shown(asked)}, but {config.model} is an adapter with {shown(own)}, which is"
+                f"{name} is {shown(value)}, but {config.model} is an adapter with {shown(own)}, which is"
                 f" trained on; leave {name} out, or merge the adapter first (fewbits merge)."
             )
-    names = found["lora_targets"]
+    names = of_adapter["lora_targets"]
     return LoRA(
-        r=given.r,
-        alpha=given.lora_alpha,
-        dropout=given.lora_dropout,
+        r=saved.r,
+        alpha=saved.lora_alpha,
+        dropout=saved.lora_dropout,
         targets=names if isinstance(targets, (set, list, tuple)) else targets,
-        bias=given.bias,
-        rslora=given.use_rslora,
+        bias=saved.bias,
+        rslora=saved.use_rslora,
     )
 
 

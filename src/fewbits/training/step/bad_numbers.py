@@ -48,7 +48,7 @@ class NumberCheck:
         num_ranks: int = 1,
         is_sharded: bool = False,
         exchange: Callable[[Any], list[Any]] = lambda value: [value],
-        asked: Callable[[], bool] = lambda: False,
+        stop_asked: Callable[[], bool] = lambda: False,
     ) -> None:
         """Nothing is seen yet.
 
@@ -57,19 +57,19 @@ class NumberCheck:
             num_ranks: processes that train it.
             is_sharded: a rank sees parts of the gradients only; otherwise all have the same ones.
             exchange: gives every rank's value; called by all of them at a step that was not sound.
-            asked: whether this rank was asked to stop.
+            stop_asked: whether this rank was asked to stop.
         """
-        self._asked, self._others_asked = asked, False
+        self._asked, self._others_asked = stop_asked, False
         self._model = model
         self._num_ranks, self._is_sharded, self._exchange = num_ranks, is_sharded, exchange
         self._pending: _Pending | None = None
         self._first: tuple[int, float] | None = None  # the first sound step, and its loss
 
-    def see(self, seen: Seen, step: int, optimizer: Any = None, *, scaled: bool = False) -> None:
+    def see(self, batches: Seen, step: int, optimizer: Any = None, *, scaled: bool = False) -> None:
         """After the backward passes of a step, before clipping: note what they gave, settle the step before.
 
         Args:
-            seen: loss and rows of each accumulated batch.
+            batches: loss and rows of each accumulated batch.
             step: its number, for the message.
             optimizer: the one that is about to step; without the flag the host waits here.
             scaled: a gradient scaler is at work, which itself skips steps that overflow.
@@ -79,18 +79,18 @@ class NumberCheck:
         """
         self.settle()
         named = [(name, p.grad) for name, p in self._model.named_parameters() if p.grad is not None]
-        losses = torch.stack([loss.float().mean() for loss, _ in seen])
+        losses = torch.stack([loss.float().mean() for loss, _ in batches])
         local = [_local(g) for _, g in named]
         norms = [g.float().to(losses.device) for g in torch._foreach_norm(local)] if local else []
-        asked = losses.new_full((), float(self._asked()))
-        bad = torch.stack([(~losses.isfinite().all()).float(), asked])
+        stop = losses.new_full((), float(self._asked()))
+        bad = torch.stack([(~losses.isfinite().all()).float(), stop])
         values = self._of_all(bad, torch.stack(norms) if norms else losses.new_zeros(0))
         skips = not scaled and can_skip(optimizer)
         if skips:
             sound = values.isfinite().all() & (values[0] == 0) & (values[2:].sum() > 0)
             inner_optimizer(optimizer).found_inf = (~sound).float()
         host, event = _to_host(torch.cat([values[:2], losses, values[2:]]))
-        self._pending = _Pending(seen, [name for name, _ in named], step, scaled, host, event)
+        self._pending = _Pending(batches, [name for name, _ in named], step, scaled, host, event)
         if not skips:
             self.settle()
 

@@ -86,7 +86,7 @@ class Trainer(transformers.Trainer):
             num_ranks=self.accelerator.num_processes,
             is_sharded=self.layout.is_sharded,
             exchange=partial(self.layout.ranks.exchange, "bad numbers"),
-            asked=asked_to_stop,
+            stop_asked=asked_to_stop,
         )
         self._mean = GradientMean(self.model.parameters(), self.layout.data_size) if self._waits() else None
         alone = self.accelerator.num_processes == 1 or self._mean is not None
@@ -194,9 +194,9 @@ class Trainer(transformers.Trainer):
         if last:
             if self._mean is not None:
                 self._mean()
-            seen, self._seen = self._seen, []
+            batches, self._seen = self._seen, []
             scaled = getattr(self.accelerator, "scaler", None) is not None
-            self._numbers.see(seen, step, self.optimizer, scaled=scaled)
+            self._numbers.see(batches, step, self.optimizer, scaled=scaled)
             if self.memory is not None:
                 self.memory.end_step()
         return loss
@@ -336,13 +336,13 @@ class Trainer(transformers.Trainer):
 
     def _take_schedule(self) -> None:
         """A prolonged run has another schedule than the one whose learning rates were stored."""
-        made, where = self.lr_scheduler, getattr(self.lr_scheduler, "last_epoch", 0)
-        rules = zip(getattr(made, "lr_lambdas", ()), getattr(made, "base_lrs", ()), strict=False)
+        schedule, where = self.lr_scheduler, getattr(self.lr_scheduler, "last_epoch", 0)
+        rules = zip(getattr(schedule, "lr_lambdas", ()), getattr(schedule, "base_lrs", ()), strict=False)
         for group, (rule, base) in zip(self.optimizer.param_groups, rules, strict=False):
             rate = base * rule(where)
             if not isinstance(group["lr"], Tensor) and not math.isclose(group["lr"], rate, rel_tol=1e-9):
                 group["lr"] = rate
-                made._last_lr = [g["lr"] for g in self.optimizer.param_groups]  # what is logged
+                schedule._last_lr = [g["lr"] for g in self.optimizer.param_groups]  # what is logged
 
     def _plain_model(self) -> Any:
         return self.accelerator.unwrap_model(self.model)
