@@ -334,6 +334,29 @@ def backward_functions(path: Path) -> Iterator[ast.FunctionDef]:
             yield node
 
 
+# Such a name says that something was done, not what is there: found, but what?
+NOT_WHAT_IT_HOLDS = {"asked", "found", "given", "kept", "known", "made", "seen", "taken", "turned", "wanted"}
+
+
+def bound_names(path: Path) -> Iterator[tuple[int, str]]:
+    """Lines and names of a file's locals, arguments and functions; fields stand with their class."""
+    bodies = [statement for n in nodes(path) if isinstance(n, ast.ClassDef) for statement in n.body]
+    fields = {id(statement.target) for statement in bodies if isinstance(statement, ast.AnnAssign)}
+    for node in nodes(path):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and id(node) not in fields:
+            yield node.lineno, node.id
+        elif isinstance(node, ast.arg):
+            yield node.lineno, node.arg
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield node.lineno, node.name
+
+
+@of_every_file(FILES)
+def test_names_say_what_they_hold(path: Path) -> None:
+    faults = [f"line {line}: {name}" for line, name in bound_names(path) if name in NOT_WHAT_IT_HOLDS]
+    assert not faults, f"{faults}: name what it holds, such as tensors, row, is_packed, sizes"
+
+
 @of_every_file(FILES)
 def test_private_names_stay_in_their_file(path: Path) -> None:
     """What another file needs has a public name."""

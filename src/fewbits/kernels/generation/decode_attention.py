@@ -89,7 +89,7 @@ def decode_attention_ref(qkv: Tensor, cache: Cache, rules: Rules) -> Tensor:
     rows = torch.arange(B, device=qkv.device)
     angle = cache.position - cache.first
     dtype = cache.keys.dtype
-    q, k = (turned(x, norm, cache, angle).to(dtype) for x, norm in ((q, rules.q_norm), (k, rules.k_norm)))
+    q, k = (rotated(x, norm, cache, angle).to(dtype) for x, norm in ((q, rules.q_norm), (k, rules.k_norm)))
     for whole, new in ((cache.keys, k), (cache.values, v.to(dtype))):
         if whole.stride(0) == 0:  # rows of one sequence
             whole[0, :, cache.position] = new.transpose(0, 1)
@@ -108,7 +108,7 @@ def decode_attention_ref(qkv: Tensor, cache: Cache, rules: Rules) -> Tensor:
     return out
 
 
-def turned(x: Tensor, norm: RowNorm | None, cache: Cache, angle: Tensor) -> Tensor:
+def rotated(x: Tensor, norm: RowNorm | None, cache: Cache, angle: Tensor) -> Tensor:
     """Heads x (B, n, D) after their norm and the rotation by ``angle`` (B,)."""
     if norm is not None:
         x = (
@@ -118,9 +118,9 @@ def turned(x: Tensor, norm: RowNorm | None, cache: Cache, angle: Tensor) -> Tens
         )
     cosines, sines = cache.cosines[angle][:, None], cache.sines[angle][:, None]
     rotary = cosines.shape[-1]
-    turned, rest = x[..., :rotary], x[..., rotary:]
-    low, high = turned.chunk(2, dim=-1)
-    return torch.cat([turned * cosines + torch.cat([-high, low], dim=-1) * sines, rest], dim=-1)
+    part, rest = x[..., :rotary], x[..., rotary:]
+    low, high = part.chunk(2, dim=-1)
+    return torch.cat([part * cosines + torch.cat([-high, low], dim=-1) * sines, rest], dim=-1)
 
 
 class DecodeAttention:

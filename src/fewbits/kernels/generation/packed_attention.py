@@ -34,7 +34,7 @@ from torch import Tensor
 
 from fewbits.errors import Unsupported
 from fewbits.formats.kv_cache import PLAIN, KVCache, Side, ordered_codes, unordered_codes
-from fewbits.kernels.generation.decode_attention import Cache, Rules, turned
+from fewbits.kernels.generation.decode_attention import Cache, Rules, rotated
 from fewbits.kernels.launch import nvrtc
 from fewbits.kernels.launch.jit import cdiv, multiprocessors, on_device_of
 
@@ -109,16 +109,17 @@ def empty_cache(
         device: where.
     """
     B, heads, room, D = shape
-    made: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for which, one in (("keys", "key"), ("values", "value")):
         side = kind.side(which, D)
-        made[f"{one}_codes"] = torch.zeros(B, heads, room, side.row_bytes, dtype=torch.uint8, device=device)
-        made[f"{one}_scales"] = torch.zeros(
+        codes = torch.zeros(B, heads, room, side.row_bytes, dtype=torch.uint8, device=device)
+        tensors[f"{one}_codes"] = codes
+        tensors[f"{one}_scales"] = torch.zeros(
             B, heads, room, D // side.group, dtype=torch.float16, device=device
         )
-        made[f"newest_{which}"] = torch.zeros(B, heads, kind.newest + 1, D, dtype=dtype, device=device)
-        made[f"first_{which}"] = torch.zeros(B, heads, kind.first, D, dtype=dtype, device=device)
-    return made
+        tensors[f"newest_{which}"] = torch.zeros(B, heads, kind.newest + 1, D, dtype=dtype, device=device)
+        tensors[f"first_{which}"] = torch.zeros(B, heads, kind.first, D, dtype=dtype, device=device)
+    return tensors
 
 
 class Arguments(ctypes.Structure):
@@ -148,7 +149,7 @@ def packed_attention_ref(qkv: Tensor, cache: PackedKeysValues, rules: Rules) -> 
     angle = cache.position - cache.first
     # Of the 16-bit kernel's cache only the tables of the rotation are read here.
     tables = Cache(q, q, cache.cosines, cache.sines, cache.position, cache.first)
-    q, k = (turned(x, norm, tables, angle).to(dtype) for x, norm in ((q, rules.q_norm), (k, rules.k_norm)))
+    q, k = (rotated(x, norm, tables, angle).to(dtype) for x, norm in ((q, rules.q_norm), (k, rules.k_norm)))
     new = {"keys": k, "values": v.to(dtype)}
     out = torch.empty(B, heads * D, dtype=dtype, device=qkv.device)
     for b in range(B):
