@@ -1,13 +1,19 @@
-// y = x W^T for one row of x, or up to eight, and a packed W, with x in registers; few_rows.py says what is computed.
+// y = x W^T for one row of x (up to eight), K values, and a packed W (N, K), with x in registers; few_rows.py defines y.
 //
-// few_rows.cu reads x from shared memory for every product, and each lane decodes every scale. Decoding one row, that
-// costs more of shared memory's time than the weights cost of the memory's. Here neither is read in the loop. How:
+// The problem. Decoding one token uses each weight once, so the time to read W is the floor, and everything else has to
+// happen while weights are on their way. few_rows.cu reads x from shared memory for every product, and each lane decodes
+// every block's scale: with one row of x these two cost more of shared memory's time than the weights cost of the
+// memory's. Here neither is read in the loop.
 //
-// 1. mma.m16n8k16 multiplies 16 outputs by 8 columns, and one row of x needs a single one. The other columns are given to
-//    other dimensions: column c holds x of the c-th block of dimensions (with a scale of its own), zeros elsewhere. A warp
-//    always has the same slice of the inner dimension, so the second operand is the same for all tiles of outputs: it
-//    stays in registers, STEPS pairs for each 8 columns. With the weights of block b only column b of a product is
-//    what is wanted; the others are x of other dimensions times these weights, and nobody reads them.
+// The idea. Tensor cores multiply 16 outputs by 8 columns, and one row of x fills a single column. The other seven are
+// used for other blocks of the same row, so that a whole set of 8 blocks of x stays in registers while tile after tile of
+// outputs passes. In numbered steps:
+//
+// 1. Of a product (mma.m16n8k16: 16 outputs, 16 dimensions, 8 columns) column c holds x of the c-th block of dimensions,
+//    which has a scale of its own, and zeros elsewhere. A warp always has the same slice of the inner dimension, so this
+//    second operand is the same for all tiles of outputs: it stays in registers, STEPS pairs for each 8 columns. With
+//    the weights of block b only column b of a product has a meaning; the others are x of other dimensions times these
+//    weights, and nobody reads them.
 // 2. The lanes 4 g + t that have columns 2 t and 2 t + 1 of a product are those that need these blocks' scales: a lane
 //    decodes 2 scales of 8 for each of its two outputs, multiplies its own columns by them and adds them up in float32.
 // 3. With more rows of x (MC: 2, 4 or 8 columns for each block) there are fewer blocks in a set of 8 columns.

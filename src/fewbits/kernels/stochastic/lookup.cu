@@ -1,31 +1,36 @@
-// Products of prepared stochastic operands with few rows: counts looked up in shared memory, sums made by matrix
-// units; see codes.py.
+// A few rows (1, 2 or 4 at a time) times a prepared weight, counted as stochastic-computing hardware counts: the kernel of
+// decoding. codes.py defines the numbers; lookup.py makes the tables and plans the launch.
 //
-// A block serves ROWS rows of a. For a slice of 128 inner dimensions it builds, once for many outputs, the counts
-// T_d(|qa|, .) of every (row, dimension): a byte for each of the 256 codes of a weight, sign included. Where there are
-// more such items than blocks that run at once, a block takes one after the other.
+// The idea. The hardware multiplies two codes by running two streams of L bits and counting the steps in which both bits
+// are 1. The streams are fixed sequences, so that count follows from the two magnitudes and from the mask of the dimension:
+// a table T_d of 128 x 128 counts. To simulate the streams would cost L steps a product, and T_d for every dimension is far
+// too large for fast memory. But a row of a (D,) meets all rows of the weight qb (M, D): in dimension d the M products share
+// one a_d, so they need one row of T_d, with both signs 256 entries, and those fit shared memory. A product becomes
+// the reading of one byte, with the weight's own byte as its address:
 //
-// A warp takes 16 outputs and a slice at a time. The 4 lanes of a quarter (lane / 4) have 2 outputs, and lane
-// t = lane % 4 of them the dimensions 64 h + 16 t ... 64 h + 16 t + 15, h = 0 and 1: 16 bytes twice an output. Weights
-// come by way of shared memory (RING): each warp has STAGES tiles under way there, in asynchronous copies of whole
-// lines, the first before there is a table.
+//     table_d[w] = sign(a_d) sign(w) T_d(|a_d|, |w|)      y[m] = sum over chunks of scales * (sum over d of table_d[qb[m, d]])
 //
-// A lane's weights are 4 pairs of words, 8 dimensions each; dimension e of a pair is in bank 8 t + e of the tables. In
-// step s a lane looks up dimension (s + lane / 4) % 8 of each pair, so that 32 lanes never meet in a bank.
+// All that follows serves two ends: that 32 lanes read 32 such bytes at once, and that no instruction is spent on
+// adding each of them.
 //
-// Sums: 4 words that were looked up are the first operand of an 8-bit matrix product over 16 outputs, and the second
-// one, a constant, sends byte r to column r: the counts of row r, added over the 4 lanes. They stay in its 32-bit
-// accumulators for the slice.
-//
-// A byte is MIDDLE + T - k |w| with a whole slope k for each (row, dimension): what is left of counts up to 256 fits
-// 8 bits, and the sum of k w is one more matrix product, of the weights' own bytes (LINEAR). Counts below 128 need
-// none, and those of 128 steps only for codes of 127: most of these products are skipped.
-//
-// Out come whole counts per slice; a kernel of adding.cu adds them in the order of the chunks.
-// Where there is but one slice (ONLY), out comes y.
-//
-// With X the block makes its codes itself, of the rows of x (quantize.py has the definition): a slice is a
-// whole chunk then, and the first block of each slice writes the scales.
+// 1. Tables. A block serves ROWS rows of a. For a slice of 128 inner dimensions it builds the tables of every (row,
+//    dimension) once, for many outputs. Where there are more such items than blocks that run at once, a block takes one
+//    after the other.
+// 2. Weights. A warp takes 16 outputs and a slice at a time. The 4 lanes of a quarter (lane / 4) have 2 outputs, and lane
+//    t = lane % 4 of them the dimensions 64 h + 16 t ... 64 h + 16 t + 15, h = 0 and 1: 16 bytes twice an output. Weights
+//    come by way of shared memory (RING): each warp has STAGES tiles on their way there, in asynchronous copies of whole
+//    lines, and asks for the first before there is a table.
+// 3. Banks. A lane's weights are 4 pairs of words, 8 dimensions each; dimension e of a pair is in bank 8 t + e of the
+//    tables. In step s a lane looks up dimension (s + lane / 4) % 8 of each pair, so that 32 lanes never meet in a bank.
+// 4. Sums. 4 words that were looked up are the first operand of an 8-bit matrix product over 16 outputs. The second one, a
+//    constant, sends byte r to column r: the product's column r is the count of row r, added over the 4 lanes. The
+//    counts stay in its 32-bit accumulators for the whole slice.
+// 5. Bytes. Counts go up to 256 and a byte does not, so a byte holds MIDDLE + T - k |w| with a whole slope k for each (row,
+//    dimension), and the sum of k w is one more matrix product, of the weights' own bytes (LINEAR). Counts below 128 need
+//    no slope, and those of 128 steps only for codes of 127: most of these products are skipped.
+// 6. The end. Out come whole counts for each slice; a kernel of adding.cu adds them in the order of the chunks. Where there
+//    is but one slice (ONLY), out comes y. With X the block makes its codes itself, of the rows of x (quantize.py has the
+//    definition): a slice is a whole chunk then, and the first block of each slice writes the scales.
 //
 // Compiled at run time with X (0: codes are given; 1: x is float32, 2: bfloat16), SMOOTH (x is divided by smooth
 // scales), OUT (of y: 1 float32, 2 bfloat16), ROWS (1, 2, 4), COMBINED, STAGES, RING, MIDDLE, LINEAR,
