@@ -28,9 +28,9 @@ def check_values(spec: ModelSpec) -> None:
         BadInput: one is; the message names the field, its value and what it must be.
     """
     for where, value, hint in _fields(spec, "ModelSpec"):
-        wanted = _why_not(value, hint)
-        if wanted:
-            raise BadInput(f"{where} is {value!r}; it must be {wanted}.")
+        need = _why_not(value, hint)
+        if need:
+            raise BadInput(f"{where} is {value!r}; it must be {need}.")
     if spec.generic:
         raise BadInput("ModelSpec.generic marks specs that nobody wrote; leave it out of yours.")
     if spec.attention is not None and len(spec.attention.inputs) not in (1, 3):

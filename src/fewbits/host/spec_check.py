@@ -30,14 +30,14 @@ def check_spec(model: nn.Module, spec: ModelSpec, layers: str) -> None:
     Raises:
         SpecMismatch: the first thing that does not fit, by the spec's field and its value.
     """
-    found = model.get_submodule(layers)
-    if not isinstance(found, nn.ModuleList) or not len(found):
+    modules = model.get_submodule(layers)
+    if not isinstance(modules, nn.ModuleList) or not len(modules):
         raise _wrong(
             spec,
-            f"names its layers as {spec.layers!r}, which is a {type(found).__name__}",
+            f"names its layers as {spec.layers!r}, which is a {type(modules).__name__}",
             "it must be a list of layers",
         )
-    for fault, need in (*_ends(unwrap(model), spec), *_inside(found, spec), *_numbers(unwrap(model), spec)):
+    for fault, need in (*_ends(unwrap(model), spec), *_inside(modules, spec), *_numbers(unwrap(model), spec)):
         raise _wrong(spec, fault, need)
 
 
@@ -69,18 +69,18 @@ def _ends(base: Any, spec: ModelSpec) -> Iterator[tuple[str, str]]:
 
 def _asked(base: Any, getter: str) -> nn.Module | None:
     try:
-        found = getattr(base, getter)()
+        module = getattr(base, getter)()
     except (AttributeError, NotImplementedError):
         return None
-    return found if isinstance(found, nn.Module) else None
+    return module if isinstance(module, nn.Module) else None
 
 
 def _at(base: nn.Module, spec: ModelSpec, path: str) -> list[nn.Module]:
     """What stands at a path of the spec, in a model with its head or without."""
     modules = dict(base.named_modules())
     cut = path.partition(".")[2] if path.partition(".")[0] == spec.layers.partition(".")[0] else path
-    found = [modules[name] for name in dict.fromkeys((path, cut)) if name in modules]
-    return [getattr(module, "original_module", module) for module in found] + found
+    modules_there = [modules[name] for name in dict.fromkeys((path, cut)) if name in modules]
+    return [getattr(module, "original_module", module) for module in modules_there] + modules_there
 
 
 def _inside(layers: nn.ModuleList, spec: ModelSpec) -> Iterator[tuple[str, str]]:
