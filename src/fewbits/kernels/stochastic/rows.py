@@ -4,11 +4,11 @@ Shapes: x (N, D), floating point; smooth scales f (D,), or none; codes qb (M, D)
 y (N, M). It is `stochastic_codes` of what `quantize_stochastic` makes of x, rounded to the dtype asked for,
 bit by bit, on every path. There is no gradient here.
 
-Why this is one operation: in decoding one row of x meets a whole layer, and four launches (quantise, build the
-tables of counts, look up and count, add the chunks) would take longer than the work. On CUDA, up to 16 rows of
-bfloat16 or float32 in chunks of at most 128 dimensions take two launches. The blocks that build the tables of a
-chunk also quantise that chunk of x (the head of lookup.cu explains tables and lookups), and the kernel that adds
-the chunks also rounds. All else takes the two ops, quantise and multiply, one after the other.
+Why this is one operation: in decoding one row of x meets a whole layer, and four launches (quantise, build
+the tables of counts, look up and count, add the chunks) would take longer than the work. On CUDA, up to 16
+rows of bfloat16 or float32 in chunks of at most 128 dimensions take two launches. The blocks that build the
+tables of a chunk also quantise that chunk of x (the head of lookup.cu explains tables and lookups), and the
+kernel that adds the chunks also rounds. All else takes the two ops, quantise and multiply, one by one.
 
 Floor: bytes, ``M * D * (1 + 4 / chunk_d)`` as of `stochastic_codes`.
 Run on an H200, 1 to 16 rows; docs/notebook/stochastic-kernels.md has its times.
