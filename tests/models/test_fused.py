@@ -73,6 +73,15 @@ def test_a_family_learns_the_same(family: str, length: int) -> None:
     assert_same(loss_and_gradients(model, ids), plain, rtol=1e-7)
 
 
+def test_the_receipt_has_one_line_for_all_layers() -> None:
+    lines = str(fuse(adapted("llama"))).splitlines()
+    assert lines[0] == "llama, fused decoder: 3 modules changed"  # no bytes: no parameter was touched
+    assert [" ".join(line.split()).removeprefix("base_model.model.") for line in lines[1:3]] == [
+        "model.layers.* x2 LlamaDecoderLayer, computed as two fused autograd nodes",
+        "lm_head x1 Linear, its loss computed without holding the logits",
+    ]
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "phi3"])
 @pytest.mark.parametrize("keep", KEEPS, ids=str)
 def test_what_is_kept_changes_nothing(family: str, keep: Any) -> None:

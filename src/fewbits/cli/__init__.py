@@ -1,5 +1,8 @@
 """The command line: ``fewbits COMMAND``. Nothing heavy is imported before a command needs it.
 
+`parser.py` has the flags, `texts.py` what ``--help`` says, `actions.py` one function for each command, which
+calls the library. Begin with `actions.py`. The names ``sc_...`` belong to ``fewbits sc``.
+
 Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted, 143 and 138 stopped by SIGTERM and SIGUSR1 (128
 and the signal's number). A failure is one sentence on the error stream;
 ``--debug`` adds the traceback.

@@ -103,7 +103,7 @@ def _model_options(sub: Parser, *, required: bool = True, plain: bool = False) -
         group.add_argument(
             "--recipe",
             metavar="RECIPE",
-            help="quantize while loading, such as qlora_nf4 (default: as stored)",
+            help="quantise while loading, such as qlora_nf4 (default: as stored)",
         )
     group.add_argument(
         "--dtype",

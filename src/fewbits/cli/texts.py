@@ -35,8 +35,8 @@ fewbits init dpo.yaml --model models/qwen3 --train-data pairs.jsonl --method dpo
     ),
     "recipes": Text(
         "list the recipes: bits, what trains, what they run on",
-        "Every recipe of the catalog: stored bits, what a run changes, what the products multiply, and the\n"
-        "lowest GPU that has units for it. Read from the catalog itself.",
+        "Every recipe by its name: the bits a weight takes, which weights a run trains, the number format\n"
+        "in which matrices are multiplied, and the oldest GPU that has hardware for that.",
         """
 fewbits recipes
 fewbits recipes --json
@@ -44,8 +44,9 @@ fewbits recipes --json
     ),
     "models": Text(
         "say which model families are fused, unfused or refused",
-        "Try families of models: a tiny one of each is packed and fused here. Without a name, those that\n"
-        "fewbits has a written spec for; a folder stands for its model's family.",
+        "Build a tiny model of each family, pack it, and say whether its decoder layers are computed by the\n"
+        "fused kernels, by transformers' own layers, or not at all. Names are transformers' model types, or\n"
+        "folders of models; without a name, the families that fewbits describes by hand.",
         """
 fewbits models
 fewbits models gpt2 mixtral models/stories3m
@@ -54,8 +55,9 @@ fewbits models --all --json > families.json
     ),
     "plan": Text(
         "what training a model takes on a GPU, on paper",
-        "From config.json alone: bytes of weights, gradients, optimizer, activations of every recipe, the\n"
-        "largest batch, the longest sequence, and the fastest recipe that fits. Needs no GPU and no weights.",
+        "Predict from config.json alone, for every recipe, the memory of weights, gradients, optimizer and\n"
+        "activations, the largest batch and the longest sequence; and name the fastest recipe that fits.\n"
+        "Needs no GPU and no weights.",
         """
 fewbits plan models/stories3m --gpu rtx4090
 fewbits plan models/llama --gpu h200 --batch 4x2048
@@ -64,8 +66,9 @@ fewbits plan models/llama --gpu 24GiB --recipe qlora_nf4 --json
     ),
     "preview": Text(
         "show a run's rows as the model will see them",
-        "Read, template and tokenise the data of a run, and show the first rows with the trained tokens\n"
-        "coloured (in a file between [[ and ]]), the rows' lengths, and how much of a batch is padding.",
+        "Read the data of a run, apply the chat template and the tokenizer, and show the first rows with\n"
+        "the tokens that train in colour (between [[ and ]] where there is none), how long the rows are,\n"
+        "and how much of a batch is padding.",
         """
 fewbits preview qlora.yaml
 fewbits preview qlora.yaml max_seq_length=2048 --rows 10 --html preview.html
@@ -74,7 +77,7 @@ fewbits preview qlora.yaml max_seq_length=2048 --rows 10 --html preview.html
     "train": Text(
         "fine-tune a model",
         "Fine-tune a model as a YAML file says. Settings can be given on the command line too, as key=value\n"
-        "or as flags of the same name; the flag wins over key=value, and both over the file.",
+        "or as flags of the same name. A flag overrides key=value, and both override the file.",
         """
 fewbits train qlora.yaml
 fewbits train qlora.yaml learning_rate=1e-4 --max-steps 200
@@ -84,8 +87,9 @@ fewbits train --model models/stories3m --train-data rows.jsonl --output-dir runs
     ),
     "generate": Text(
         "write text with a model",
-        "Continue a prompt, answer a file of chat messages, or chat. Text appears as it is written.\n"
-        "Or answer a file of many rows, several at a time; the same command goes on where one was stopped.",
+        "Continue a prompt, answer a file of chat messages, or chat; text appears as it is written. With\n"
+        "--input, answer a file of many prompts, several at a time. If that is interrupted, give the same\n"
+        "command again: it goes on where it stopped.",
         """
 fewbits generate --model models/stories3m --prompt "Once upon a time"
 fewbits generate --model models/qwen3 --chat --recipe qlora_nf4
@@ -96,8 +100,8 @@ echo "Once upon a time" | fewbits generate --model models/stories3m --prompt -
     ),
     "eval": Text(
         "measure a model on a text, on rows, or on tasks",
-        "Perplexity on a text, in windows of tokens that each begin with BOS; or loss and exact match on\n"
-        "rows, written with the template of the run that the model comes from; or tasks of lm-eval.",
+        "Measure perplexity on a text, or loss and exact matches on rows of data (written with the chat\n"
+        "template of the run that trained the model), or the score on tasks of lm-evaluation-harness.",
         """
 fewbits eval --model models/stories3m --text tinystories.txt
 fewbits eval --model models/stories3m --text tinystories.txt --recipe qlora_nf4 --window 512 --stride 256
@@ -109,8 +113,9 @@ fewbits eval --model models/stories3m --text tinystories.txt --cache int8/int4
     ),
     "compare": Text(
         "compare models with a reference on one text",
-        "KL divergence and equal likeliest tokens beside the first model, perplexity, bytes and speed of\n"
-        "each. PATH@RECIPE quantises a model while it is loaded.",
+        "Compare every model with the first one: the KL divergence, and how often both find the same next\n"
+        "token the likeliest. Also shows each model's perplexity, size and speed. PATH@RECIPE quantises a\n"
+        "model while it is loaded.",
         """
 fewbits compare models/llama models/llama@qlora_nf4 models/llama@int8 --text wiki.txt
 fewbits compare models/llama runs/mine merged --text wiki.txt --window 512 --plot sizes.svg
@@ -118,9 +123,10 @@ fewbits compare models/llama runs/mine merged --text wiki.txt --window 512 --plo
     ),
     "quantize": Text(
         "write a packed copy of a checkpoint",
-        "Quantize a checkpoint, tensor by tensor, into a packed one that every fewbits command and\n"
-        "FastLanguageModel.from_pretrained load. Prints the error of each layer. With --calibrate the\n"
-        "codes are chosen by what the layers compute on a text; a run that was stopped goes on where it was.",
+        "Quantise a checkpoint, tensor by tensor, into a packed one that every fewbits command and\n"
+        "FastLanguageModel.from_pretrained load. Prints the rounding error of each layer. With --calibrate\n"
+        "weights are rounded so that the layers' outputs on a text change little (GPTQ, AWQ); if that is\n"
+        "interrupted, the same command goes on where it stopped.",
         """
 fewbits quantize models/llama models/llama-nf4 --recipe qlora_nf4
 fewbits quantize models/llama models/llama-int8 --recipe int8 --json > errors.json
@@ -130,8 +136,8 @@ fewbits quantize models/llama models/llama-3b5 --bits 3.5 --calibrate rows.jsonl
     ),
     "merge": Text(
         "fold an adapter into its base model",
-        "Write a 16-bit model with the LoRA adapter folded in, from the original checkpoint. The result is\n"
-        "read back and compared before it is called done.",
+        "Add a LoRA adapter to the weights of the original checkpoint and write the result as a 16-bit\n"
+        "model. It is read back and compared with base and adapter before the folder gets its name.",
         """
 fewbits merge runs/mine merged
 fewbits merge runs/mine/final merged --base models/llama
@@ -139,8 +145,9 @@ fewbits merge runs/mine/final merged --base models/llama
     ),
     "export": Text(
         "write a model for another engine",
-        "Write a model, its adapter merged, in another engine's files. They are read back and the logits\n"
-        "compared before the export is called done. Linears that are packed so already keep their codes.\n"
+        "Write a model, with its adapter merged, in the file format of another program. The files are read\n"
+        "back and the logits compared before the folder gets its name. Weights that are packed in the\n"
+        "target's format already are copied without rounding them again.\n"
         "  gguf:             f16, bf16, q8_0, q6_k, q5_k_m, q4_k_m, q3_k_m, q2_k, q4_0, iq4_xs, more;\n"
         "                    several with commas\n"
         "  compressed_tensors: w2a16 to w8a16, w4a16_asym, w4a8, w4afp8, w8a8, fp8, fp8_dynamic, fp8_block,\n"
@@ -205,8 +212,8 @@ fewbits plan-gpus --values 8e9 --step-ms 980 --network-gbit 3200 --gpus 64,256,1
     ),
     "sc": Text(
         "stochastic computing: errors, perplexities, calibration",
-        "See what stochastic-computing hardware does to a model: the error of its products, perplexities\n"
-        "under many settings, and a configuration with stream lengths under a budget of cycles.",
+        "Compute a model as stochastic-computing hardware would: measure the error of its matrix products\n"
+        "and its perplexity, and choose the stream length of each layer under a budget of cycles.",
         """
 fewbits sc error --model models/stories3m --text story.txt --length 32
 fewbits sc sweep --model models/stories3m --text story.txt --plot sweep.svg
@@ -216,7 +223,7 @@ fewbits sc calibrate --model models/stories3m --text story.txt --budget 48 --out
     ),
     "completion": Text(
         "print a shell's completion script",
-        "Print a completion script, made from this very command line. Save it where the shell finds it.",
+        "Print a script that completes commands and flags with the Tab key. Save it where your shell looks.",
         """
 fewbits completion bash > ~/.local/share/bash-completion/completions/fewbits
 fewbits completion zsh > ~/.zfunc/_fewbits        # a folder in $fpath

@@ -250,7 +250,9 @@ def _fuse_layer(name: str, layer: nn.Module, proofs: Proofs, fusion: Fusion) -> 
     fusion.guards.append(layer.register_forward_pre_hook(_refuse_copies))
     fusion.layers.append(forward)
     before = type(layer).__name__
-    fusion.receipt.changes.append(Change(name, before, f"{before}, forward as two fused nodes", 0, 0))
+    fusion.receipt.changes.append(
+        Change(name, before, f"{before}, computed as two fused autograd nodes", 0, 0)
+    )
 
 
 def unfuse(model: nn.Module) -> Receipt:

@@ -45,7 +45,7 @@ def fuse_loss(model: Any, spec: ModelSpec, receipt: Receipt) -> TrlHead | None:
     head.forward = LazyHead(head, float8, inner)  # type: ignore[method-assign,assignment]
     inner.loss_function = LogitFreeLoss(inner.loss_function)
     before = type(head).__name__
-    after = f"{before}, loss without logits"
+    after = f"{before}, its loss computed without holding the logits"
     receipt.changes.append(Change(name, before, after if float8 is None else f"{after}, in float8", 0, 0))
     return TrlHead(inner, head)
 

@@ -1,6 +1,7 @@
 """What is wrong with this machine and installation, and what to do. Works with torch broken, and without it.
 
 Each check is a function of a `Host` that gives one `Finding` or several; a new check is one more name here.
+Begin with `host.py`, which reads the machine; `gpu.py`, `packages.py` and `machine.py` are the checks.
 """
 
 from __future__ import annotations

@@ -1,5 +1,10 @@
 """Number formats: what a number is. Pure torch, and the definition of everything else in the library.
 
+`base.py` has `Format`, how a tensor is rounded and stored, and `Packed`, the stored tensor; `codebook.py` has
+NF4 and FP4, `integer.py` INT2 to INT8, `float8.py`, `microscaling.py` and `nvfp4.py` the floating-point ones;
+`contract.py` is what a format tells kernels, layers and exports of itself. Imports nothing of fewbits.
+Begin with `base.py`, then `codebook.py`.
+
 To add a format: write its file, whose ``__all__`` names its values (or a `Family` of them), and import it
 with one more line below.
 """

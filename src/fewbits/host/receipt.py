@@ -83,8 +83,9 @@ class Receipt:
         return "\n".join([*own, *map(str, self.further)])
 
     def _headline(self) -> str:
-        bytes_of_all = f", {size(self.bytes_before)} -> {size(self.bytes_after)}" if self.changes else ""
-        return f"{self.title}: {counted(len(self.changes), 'module')} replaced{bytes_of_all}"
+        verb = "changed" if self.changes and all(map(_stays, self.changes)) else "replaced"
+        sizes = _sizes(self.changes)
+        return f"{self.title}: {counted(len(self.changes), 'module')} {verb}{sizes and ', ' + sizes}"
 
     def _change_lines(self) -> list[str]:
         groups: dict[tuple[str, str, str], list[Change]] = {}
@@ -94,8 +95,8 @@ class Receipt:
             (
                 pattern,
                 f"x{len(group)}",
-                f"{before} -> {after}",
-                f"{size(sum(c.bytes_before for c in group))} -> {size(sum(c.bytes_after for c in group))}",
+                after if _stays(group[0]) else f"{before} -> {after}",
+                _sizes(group),
             )
             for (pattern, before, after), group in groups.items()
         ]
@@ -110,8 +111,20 @@ class Receipt:
         return ["left alone:", *_align(rows)] if rows else []
 
 
+def _stays(change: Change) -> bool:
+    """Whether it is the same module, which computes otherwise now."""
+    return change.after.startswith(f"{change.before}, ")
+
+
+def _sizes(changes: Sequence[Change]) -> str:
+    """Bytes before and after, or nothing where no parameter was touched."""
+    before, after = sum(c.bytes_before for c in changes), sum(c.bytes_after for c in changes)
+    return f"{size(before)} -> {size(after)}" if before or after else ""
+
+
 def _pattern(name: str) -> str:
-    return re.sub(r"\.\d+(?=\.)", ".*", name)
+    """``name`` with a star for each number, so that all layers are one line."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
 def _align(rows: Sequence[tuple[str, ...]]) -> list[str]:

@@ -1,4 +1,10 @@
-"""Recipes: which format goes where. Pure data over formats."""
+"""Recipes: which format goes where. Pure data over formats.
+
+`recipe.py` has the classes (`Rule` for one linear, `Recipe` for a model), `catalog.py` the recipes by name,
+`plain.py` reads and writes them as mappings, `memory.py` predicts what one takes. `stochastic_config.py` and
+`energy_prices.py` are the files of stochastic computing. Imports formats and families. Begin with
+`catalog.py`.
+"""
 
 from __future__ import annotations
 
