@@ -18,6 +18,7 @@ from typing import Any
 
 from fewbits.errors import BadInput
 from fewbits.inference.evaluate import TextWindows
+from fewbits.inference.json_lines import append_line, drop_last_line, parsed_line
 from fewbits.recipes.stochastic_config import StochasticConfig, config_to_plain
 
 VERSION = 1
@@ -62,15 +63,15 @@ class Board:
         if self.path is None:
             return
         if not self.path.exists():
-            self._write(header)
+            append_line(self.path, header)
             return
         lines = self.path.read_text(encoding="utf-8").splitlines()
-        entries = [_parsed(line) for line in lines]
-        if entries and entries[-1] is None:  # cut short by a kill
-            lines, entries = lines[:-1], entries[:-1]
-            self.path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        entries = [parsed_line(line) for line in lines]
+        if entries and entries[-1] is None:
+            drop_last_line(self.path, lines)
+            entries = entries[:-1]
         if not entries:
-            self._write(header)
+            append_line(self.path, header)
             return
         self._check_header(entries[0], json.loads(json.dumps(header)))
         for number, entry in enumerate(entries[1:], 2):
@@ -98,22 +99,9 @@ class Board:
     def note_nll(self, candidate: str, window: int, nll: float, tokens: int) -> None:
         """Keep a figure."""
         self.nlls.setdefault(candidate, {})[window] = nll
-        self._write({"candidate": candidate, "window": window, "nll": nll, "tokens": tokens})
+        append_line(self.path, {"candidate": candidate, "window": window, "nll": nll, "tokens": tokens})
 
     def note_steps(self, candidate: str, steps: int, macs: int) -> None:
         """Keep the stream steps of a candidate's stochastic products, and the number of these products."""
         self.steps[candidate] = steps, macs
-        self._write({"candidate": candidate, "steps": steps, "macs": macs})
-
-    def _write(self, entry: Mapping[str, Any]) -> None:
-        if self.path is not None:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(entry) + "\n")
-
-
-def _parsed(line: str) -> dict[str, Any] | None:
-    try:
-        entry = json.loads(line)
-    except ValueError:
-        return None
-    return entry if isinstance(entry, dict) else None
+        append_line(self.path, {"candidate": candidate, "steps": steps, "macs": macs})

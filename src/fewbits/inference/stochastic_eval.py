@@ -24,6 +24,7 @@ from typing import Any
 
 from fewbits.errors import BadInput
 from fewbits.inference.evaluate import TextWindows, Window, evaluating, window_nlls
+from fewbits.inference.json_lines import append_line, drop_last_line, parsed_line
 from fewbits.inference.stochastic_receipt import products_counted
 from fewbits.models.in_memory import apply_stochastic, convert, restore
 from fewbits.recipes import get_recipe
@@ -119,13 +120,13 @@ class Ledger:
     def _read(self, file: Path) -> None:
         lines = file.read_text(encoding="utf-8").splitlines()
         for number, line in enumerate(lines, 1):
-            entry = _parsed(line)
+            entry = parsed_line(line, needs=("id", "tokens"))
             if entry is not None:
                 self._take(entry)
             elif number < len(lines):
                 raise BadInput(f"{file}, line {number}, is no line of an evaluation; name another file.")
             elif file == self.path:  # cut short by a kill; another process's may be a line in the making
-                file.write_text("".join(f"{x}\n" for x in lines[:-1]), encoding="utf-8")
+                drop_last_line(file, lines)
 
     def _take(self, entry: dict[str, Any]) -> None:
         state = self.found.setdefault(entry["id"], _Progress())
@@ -141,26 +142,13 @@ class Ledger:
     def note_batch(self, identity: str, batch: int, nlls: list[float], tokens: int) -> None:
         """Keep the figures of a batch of windows."""
         self.state(identity).batches[batch] = nlls
-        self._write({"id": identity, "batch": batch, "nlls": nlls, "tokens": tokens})
+        append_line(self.path, {"id": identity, "batch": batch, "nlls": nlls, "tokens": tokens})
 
     def note_result(self, identity: str, result: dict[str, Any], tokens: int) -> None:
         """Keep a setting's result."""
         state = self.state(identity)
         state.result, state.tokens = result, tokens
-        self._write({"id": identity, "tokens": tokens, "result": result})
-
-    def _write(self, entry: Mapping[str, Any]) -> None:
-        if self.path is not None:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(entry) + "\n")
-
-
-def _parsed(line: str) -> dict[str, Any] | None:
-    try:
-        entry = json.loads(line)
-    except ValueError:
-        return None
-    return entry if isinstance(entry, dict) and {"id", "tokens"} <= set(entry) else None
+        append_line(self.path, {"id": identity, "tokens": tokens, "result": result})
 
 
 def identity_of(setting: EvalSetting, text: TextWindows, facts: Mapping[str, Any], batch_size: int) -> str:
