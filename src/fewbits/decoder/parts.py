@@ -44,7 +44,8 @@ from fewbits.nn.tensor_state import state_of
 FLOAT8_SIDES = 16  # what the sides of a float8 product's weight are multiples of
 MAX_RANK = 128  # of one branch: wider ones do not fit beside the tiles that they are added to
 FLOAT8 = Operands(activation=E4M3_ROW, gradient=E4M3_ROW, weight_operand=E4M3)
-_ACTIVATIONS = {
+# Transformers' names of activations, and the kernels'.
+KERNEL_ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
     "gelu": "gelu",
@@ -128,14 +129,14 @@ class LayerParts:
         assert mlp is not None
         config: Any = self.layer.get_submodule(self._facts().path).config
         name = field_of(config, mlp.activation)
-        if name not in _ACTIVATIONS:
+        if name not in KERNEL_ACTIVATIONS:
             raise NotFused(f"no kernel for the activation {name!r}")
         dtype = _products_dtype(x)
         return MLPHalf(
             norm=self._needed(self.spec.norm.before_mlp),
             gate_up=self._projection(mlp.inputs, dtype, keep),
             down=self._projection((mlp.output,), dtype, keep),
-            activation=_ACTIVATIONS[name],
+            activation=KERNEL_ACTIVATIONS[name],
             post_norm=self._optional(self.spec.norm.after_mlp),
             keep=keep,
             stash=stash,

@@ -12,14 +12,13 @@ A tensor of no axes counts as one of shape (1,).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from math import prod
 
 import torch
 from torch import Tensor
 
 from fewbits.errors import BadInput
-from fewbits.formats.base import PartSpec
+from fewbits.formats.base import Format, Packed
 
 Block = tuple[int, int]
 
@@ -42,9 +41,23 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def no_parts(layout: Mapping[str, PartSpec], device: torch.device) -> dict[str, Tensor]:
-    """The parts of a tensor without elements: all zeros."""
-    return {name: torch.zeros(spec.shape, dtype=spec.dtype, device=device) for name, spec in layout.items()}
+def packed_nothing(format: Format, x: Tensor) -> Packed | None:
+    """What a tensor without elements is in a format; None for one with elements, of any shape.
+
+    The parts are all zeros. Each format's ``quantize`` begins with it.
+
+    Raises:
+        BadInput: x is not of floating point.
+    """
+    check_floating(x)
+    if x.numel():
+        return None
+    shape = tuple(x.shape)
+    parts = {
+        name: torch.zeros(spec.shape, dtype=spec.dtype, device=x.device)
+        for name, spec in format.layout(shape).items()
+    }
+    return Packed(format, shape, x.dtype, parts)
 
 
 def scale_shape(shape: tuple[int, ...], block: Block) -> tuple[int, ...]:

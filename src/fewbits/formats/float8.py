@@ -23,10 +23,9 @@ from fewbits.formats.blocks import (
     SMALLEST_SCALE,
     Block,
     block_absmax,
-    check_floating,
     divide,
     from_blocks,
-    no_parts,
+    packed_nothing,
     scale_shape,
     to_blocks,
 )
@@ -95,10 +94,10 @@ class Float8(Format):
 
     def quantize_under(self, x: Tensor, absmax: float | None, *, seed: int | None = None) -> Packed:
         """See `Format.quantize_under`, for x of any shape; one scale of all is that of ``absmax``."""
-        check_floating(x)
+        nothing = packed_nothing(self, x)
+        if nothing is not None:
+            return nothing
         shape = tuple(x.shape)
-        if x.numel() == 0:
-            return Packed(self, shape, x.dtype, no_parts(self.layout(shape), x.device))
         blocks = to_blocks(x.detach(), self.block)
         largest = block_absmax(blocks)
         if absmax is not None and self.block == (0, 0):

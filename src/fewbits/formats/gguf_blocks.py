@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from fewbits.formats.base import Family, Format, Packed, PartSpec
-from fewbits.formats.blocks import ceil_div, check_floating, no_parts
+from fewbits.formats.blocks import ceil_div, packed_nothing
 from fewbits.formats.contract import Contract
 from fewbits.formats.gguf_layouts import LAYOUTS
 from fewbits.formats.k_quants import IQ4_VALUES, SEARCHED, Fields, SubBlocks, search
@@ -90,11 +90,11 @@ class GGUFBlocks(Format):
 
     def quantize_for(self, x: Tensor, importance: Tensor | None, *, seed: int | None = None) -> Packed:
         """See `Format.quantize_for`; Q4_0 and Q5_0, which are rounded plainly, are then searched for."""
-        check_floating(x)
+        nothing = packed_nothing(self, x)
+        if nothing is not None:
+            return nothing
         shape, size = tuple(x.shape), LAYOUTS[self.kind].size
         layout = self.layout(shape)
-        if x.numel() == 0:
-            return Packed(self, shape, x.dtype, no_parts(layout, x.device))
         blocks = _to_blocks(x.detach().reshape(shape or (1,)), size)
         uniform = None
         if seed is not None:

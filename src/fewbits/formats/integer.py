@@ -33,10 +33,9 @@ from fewbits.formats.blocks import (
     SMALLEST_SCALE,
     Block,
     block_absmax,
-    check_floating,
     divide,
     from_blocks,
-    no_parts,
+    packed_nothing,
     scale_shape,
     to_blocks,
 )
@@ -112,11 +111,11 @@ class WholeNumbers(Format):
 
     def quantize(self, x: Tensor, *, seed: int | None = None) -> Packed:
         """Write x in this format; see `Format.quantize`."""
-        check_floating(x)
+        nothing = packed_nothing(self, x)
+        if nothing is not None:
+            return nothing
         shape = tuple(x.shape)
         layout = self.layout(shape)
-        if x.numel() == 0:
-            return Packed(self, shape, x.dtype, no_parts(layout, x.device))
         blocks = to_blocks(x.detach(), self.block)
         scales, zero_points = self._scales(blocks)
         scaled = blocks.float() * (1.0 / scales)

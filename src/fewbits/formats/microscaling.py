@@ -25,9 +25,8 @@ from fewbits.formats.bits import pack_bits, packed_size, unpack_bits
 from fewbits.formats.blocks import (
     Block,
     block_absmax,
-    check_floating,
     from_blocks,
-    no_parts,
+    packed_nothing,
     scale_shape,
     to_blocks,
 )
@@ -105,11 +104,11 @@ class Microscaling(Format):
 
     def quantize(self, x: Tensor, *, seed: int | None = None) -> Packed:
         """Write x in this format; see `Format.quantize`."""
-        check_floating(x)
+        nothing = packed_nothing(self, x)
+        if nothing is not None:
+            return nothing
         shape = tuple(x.shape)
         layout = self.layout(shape)
-        if x.numel() == 0:
-            return Packed(self, shape, x.dtype, no_parts(layout, x.device))
         blocks = to_blocks(x.detach(), self.block)
         scales = self._scales(block_absmax(blocks))
         scaled = (blocks.float() * exponential(-scales)).nan_to_num_(0.0)

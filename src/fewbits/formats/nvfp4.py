@@ -33,10 +33,9 @@ from fewbits.formats.blocks import (
     SMALLEST_SCALE,
     Block,
     block_absmax,
-    check_floating,
     divide,
     from_blocks,
-    no_parts,
+    packed_nothing,
     scale_shape,
     to_blocks,
 )
@@ -107,11 +106,11 @@ class NVFP4Blocks(Format):
 
     def quantize_under(self, x: Tensor, absmax: float | None, *, seed: int | None = None) -> Packed:
         """`quantize` as part of a larger tensor whose largest magnitude is ``absmax``; None: of x itself."""
-        check_floating(x)
+        nothing = packed_nothing(self, x)
+        if nothing is not None:
+            return nothing
         shape = tuple(x.shape)
         layout = self.layout(shape)
-        if x.numel() == 0:
-            return Packed(self, shape, x.dtype, no_parts(layout, x.device))
         blocks = to_blocks(x.detach(), self.block).float()
         whole = self._whole_scale(blocks.new_full((1,), absmax) if absmax is not None else blocks)
         block_largest = block_absmax(blocks)

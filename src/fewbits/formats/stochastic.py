@@ -31,7 +31,7 @@ from torch import Tensor
 
 from fewbits.errors import BadInput, Unsupported
 from fewbits.formats.base import Format, Packed, PartSpec
-from fewbits.formats.blocks import check_floating, from_blocks, no_parts, scale_shape, to_blocks
+from fewbits.formats.blocks import from_blocks, packed_nothing, scale_shape, to_blocks
 from fewbits.formats.contract import Contract
 from fewbits.formats.rounding import random_uniform, round_to_integer
 from fewbits.formats.streams import KEPT_TABLE_BYTES as KEPT_TABLE_BYTES
@@ -253,11 +253,11 @@ class Stochastic(Format):
 
     def quantize(self, x: Tensor, *, seed: int | None = None) -> Packed:
         """Prepare an operand: codes and scales as `quantize_operand` gives them; see `Format.quantize`."""
-        check_floating(x)
+        nothing = packed_nothing(self, x)
+        if nothing is not None:
+            return nothing
         shape = tuple(x.shape)
         layout = self.layout(shape)
-        if x.numel() == 0:
-            return Packed(self, shape, x.dtype, no_parts(layout, x.device))
         blocks = to_blocks(x.detach(), (1, self.chunk_d)).float()
         scales = _row_scales(blocks.abs().amax(dim=(1, 3), keepdim=True), self.max_code)
         chunked = 0 < self.chunk_d < (shape or (1,))[-1]

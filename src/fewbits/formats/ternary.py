@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fewbits.formats.base import Format, Packed, PartSpec
 from fewbits.formats.bits import pack_bits, packed_size, unpack_bits
-from fewbits.formats.blocks import Block, check_floating, from_blocks, no_parts, scale_shape, to_blocks
+from fewbits.formats.blocks import Block, from_blocks, packed_nothing, scale_shape, to_blocks
 from fewbits.formats.contract import Contract
 from fewbits.formats.rounding import random_uniform, round_to_integer
 
@@ -51,11 +51,11 @@ class Ternary(Format):
 
     def quantize(self, x: Tensor, *, seed: int | None = None) -> Packed:
         """Write x in this format; see `Format.quantize`."""
-        check_floating(x)
+        nothing = packed_nothing(self, x)
+        if nothing is not None:
+            return nothing
         shape = tuple(x.shape)
         layout = self.layout(shape)
-        if x.numel() == 0:
-            return Packed(self, shape, x.dtype, no_parts(layout, x.device))
         blocks = to_blocks(x.detach(), self.block).float()
         counts = to_blocks(torch.ones(shape, device=x.device), self.block).sum(dim=(1, 3), keepdim=True)
         mean = blocks.abs().sum(dim=(1, 3), keepdim=True, dtype=torch.float64) / counts

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from fewbits.decoder.limits import why_not_by_spec
-from fewbits.decoder.parts import part_of
+from fewbits.decoder.parts import KERNEL_ACTIVATIONS, part_of
 from fewbits.decoder.projection import Branch, Part, RoundedPart
 from fewbits.errors import BadInput, NotFused, SpecMismatch, Unsupported
 from fewbits.families.shapes import field_of, scores_factor
@@ -47,13 +47,6 @@ from fewbits.models.decode_products import ManyRows
 # shape in NF4 on an H200: by the kernels for few rows, which read the weights once for every few rows, 3.5 ms
 # for 4 rows, 16.5 for 16, 82 for 64; by the library 12.4 for 16 rows, 13.5 for 64.
 _MANY_ROWS = 9
-_ACTIVATIONS = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu": "gelu",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_new": "gelu_tanh",
-}
 
 
 def why_not(model: Any) -> str:
@@ -342,7 +335,7 @@ class DecodeStep:
         mlp = self.spec.mlp
         assert mlp is not None
         name = field_of(config, mlp.activation)
-        activation = _ACTIVATIONS.get(name)
+        activation = KERNEL_ACTIVATIONS.get(name)
         if activation is None:
             raise Unsupported(f"no kernel has the activation {name!r}.")
         gate, up = (_plain_part(layer, path) for path in mlp.inputs)

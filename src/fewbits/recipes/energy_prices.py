@@ -15,7 +15,6 @@ second file may fill it in (`Prices.filled_from`). What is counted under each na
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from fewbits.errors import BadInput
+from fewbits.recipes.plain_files import read_plain, write_plain
 
 VERSION = 1
 SINGLE = ("sc_cycle", "sc_product", "stream_bit", "count", "quantize", "near_byte", "far_byte")
@@ -212,36 +212,12 @@ def read_prices(name: Path | str) -> Prices:
             f"there is no file of prices {path}, nor a published cell of this name; give a YAML or JSON file "
             f"or one of {', '.join(PUBLISHED)}."
         )
-    try:
-        text = path.read_text(encoding="utf-8")
-        plain = json.loads(text) if path.suffix == ".json" else _yaml(text)
-    except ValueError as error:
-        said = " ".join(str(error).split())[:120]
-        raise BadInput(f"{path} cannot be read ({said}); give a YAML or JSON file.") from error
-    try:
-        return prices_from_plain(plain)
-    except BadInput as error:
-        raise BadInput(f"{path}: {error}") from error
+    return read_plain(path, prices_from_plain)
 
 
 def write_prices(prices: Prices, path: Path | str) -> None:
     """Write prices as YAML, or as JSON where the name ends so."""
-    path, plain = Path(path), prices_to_plain(prices)
-    if path.suffix == ".json":
-        path.write_text(json.dumps(plain, indent=1) + "\n", encoding="utf-8")
-        return
-    import yaml
-
-    path.write_text(yaml.safe_dump(plain, sort_keys=False, width=110), encoding="utf-8")
-
-
-def _yaml(text: str) -> Any:
-    import yaml
-
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ValueError(str(error)) from error
+    write_plain(Path(path), prices_to_plain(prices))
 
 
 # Cells of the literature; each note says what its source prints and what follows from that.

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +27,7 @@ from typing import Any
 
 from fewbits.errors import BadInput
 from fewbits.formats.stochastic import STOCHASTIC, Stochastic
+from fewbits.recipes.plain_files import read_plain, write_plain
 
 VERSION = 1
 RUNS = ("stochastic", "int8", "exact")
@@ -217,43 +217,12 @@ def read_config(path: Path | str) -> StochasticConfig:
     Raises:
         BadInput: not YAML or JSON, or not a configuration.
     """
-    path = Path(path)
-    try:
-        text = path.read_text(encoding="utf-8")
-        plain = json.loads(text) if path.suffix == ".json" else _yaml(text)
-    except UnicodeDecodeError as error:
-        raise BadInput(f"{path} is not UTF-8 text; give a YAML or JSON file.") from error
-    except ValueError as error:
-        raise BadInput(f"{path} cannot be read ({_first_line(error)}); give a YAML or JSON file.") from error
-    try:
-        return config_from_plain(plain)
-    except BadInput as error:
-        raise BadInput(f"{path}: {error}") from error
+    return read_plain(Path(path), config_from_plain)
 
 
 def write_config(config: StochasticConfig, path: Path | str) -> None:
     """Write a configuration as YAML, or as JSON where the name ends so."""
-    path, plain = Path(path), config_to_plain(config)
-    if path.suffix == ".json":
-        path.write_text(json.dumps(plain, indent=1) + "\n", encoding="utf-8")
-        return
-    import yaml
-
-    text = yaml.safe_dump(plain, sort_keys=False, default_flow_style=None, width=110)
-    path.write_text(text, encoding="utf-8")
-
-
-def _yaml(text: str) -> Any:
-    import yaml
-
-    try:
-        return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    except yaml.YAMLError as error:
-        raise ValueError(_first_line(error)) from error
-
-
-def _first_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:120]
+    write_plain(Path(path), config_to_plain(config), flow=None)
 
 
 def _by_pattern(pairs: Sequence[tuple[str, Any]], default: Any) -> dict[str, Any]:
