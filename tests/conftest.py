@@ -27,13 +27,21 @@ MANY_PROCESSES = {
     "training/test_sharded_loading.py",
     "training/test_tensor_parallel.py",
 }
-# Files whose tests have many variants that take about a second each: from the fourth on they are slow.
+# Files whose tests have many variants that take about a second each: from the third on they are slow.
 MANY_VARIANTS = {
+    "fewjobs/test_front_ends.py",
+    "fewjobs/test_kept.py",
+    "inference/test_decode.py",
+    "kernels/test_columns.py",
+    "kernels/test_decode_attention.py",
     "kernels/test_few_rows.py",
+    "kernels/test_packed_attention.py",
     "kernels/test_stochastic_emulated.py",
     "kernels/test_stochastic_lookup.py",
     "kernels/test_stochastic_many.py",
     "models/test_fused_autocast.py",
+    "models/test_live_batch.py",
+    "models/test_speculation.py",
     "training/test_preferences.py",
 }
 # Files with few tests that take long: first, so that no process is left alone with one at the end.
@@ -78,7 +86,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         variants[name] += 1
         if item.path in processes:
             item.add_marker(pytest.mark.slow if variants[name] == 1 else pytest.mark.nightly)
-        elif variants[name] > 3:
+        elif variants[name] > 2:
             item.add_marker(pytest.mark.slow)
     items.sort(key=lambda item: places.get(item.path, len(places)))
 

@@ -24,9 +24,16 @@ def gpt2(shared):
     return AutoTokenizer.from_pretrained(shared / "data/tokenizers/gpt2")
 
 
-@pytest.fixture
-def qwen(shared):
+@pytest.fixture(scope="module")
+def loaded_qwen(shared):
     return AutoTokenizer.from_pretrained(shared / "data/tokenizers/qwen2.5")
+
+
+@pytest.fixture
+def qwen(loaded_qwen, monkeypatch):
+    """The tokenizer, whose template a test may replace."""
+    monkeypatch.setattr(loaded_qwen, "chat_template", loaded_qwen.chat_template)
+    return loaded_qwen
 
 
 def encoder(tokenizer, length=512, **options):
