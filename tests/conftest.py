@@ -27,7 +27,7 @@ MANY_PROCESSES = {
     "training/test_sharded_loading.py",
     "training/test_tensor_parallel.py",
 }
-# Files whose tests have many variants that take about a second each: from the third on they are slow.
+# Files whose tests have many variants that take most of a second each: from the third on they are slow.
 MANY_VARIANTS = {
     "fewjobs/test_front_ends.py",
     "fewjobs/test_kept.py",
@@ -35,14 +35,18 @@ MANY_VARIANTS = {
     "kernels/test_columns.py",
     "kernels/test_decode_attention.py",
     "kernels/test_few_rows.py",
+    "kernels/test_gated_lora_cuda.py",
     "kernels/test_packed_attention.py",
     "kernels/test_stochastic_emulated.py",
     "kernels/test_stochastic_lookup.py",
     "kernels/test_stochastic_many.py",
+    "models/test_experts.py",
     "models/test_fused_autocast.py",
+    "models/test_hybrids.py",
     "models/test_live_batch.py",
     "models/test_speculation.py",
     "training/test_preferences.py",
+    "training/test_qat.py",
 }
 # Files with few tests that take long: first, so that no process is left alone with one at the end.
 LONG_AND_FEW = (

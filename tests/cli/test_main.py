@@ -125,7 +125,7 @@ def test_ctrl_c_in_a_real_process(tmp_path):
     )
     assert process.stdout.readline() == "on\n"
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=120)
     assert process.returncode == 130
     assert err == "interrupted.\n"
 

@@ -122,6 +122,7 @@ def test_keys_and_values_in_few_bits(run, shared, text):
     assert "no key/value cache in 'q8_0'; known: bfloat16, fp8, int8, int4" in shown.err
 
 
+@pytest.mark.slow
 def test_guesses_change_no_greedy_text(run, model, shared, tmp_path):
     options = ("generate", "--model", model, "--prompt", "Once upon a time", "--max-new-tokens", 40)
     want = run(*options, "--temperature", 0).out

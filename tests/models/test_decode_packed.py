@@ -77,6 +77,7 @@ def test_every_step_gives_the_logits_of_the_definition(family: str) -> None:
             assert float((logits - own).norm() / own.norm()) < 0.02 * 2**0.5
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("on_a_cpu")
 def test_the_call_says_it_or_the_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []

@@ -111,6 +111,7 @@ def test_bad_files_are_refused_in_one_sentence(tmp_path: Path) -> None:
         FastLanguageModel.from_pretrained(file)
 
 
+@pytest.mark.slow
 def test_a_file_that_was_opened_leaves_with_the_same_bytes(tmp_path: Path) -> None:
     """What is packed in the wanted type is not searched for again; the others are."""
     file = export(tmp_path, "llama", "q4_k_m")

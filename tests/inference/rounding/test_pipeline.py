@@ -121,6 +121,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert shown["method"] == "gptq" and len(shown["output_errors"]) == 14
 
 
+@pytest.mark.slow
 def test_a_budget_buys_bits_where_they_save_most(tmp_path: Path) -> None:
     """Each linear's format comes from its own measured loss, and is what the folder says it is."""
     save_tiny(tmp_path / "base", hidden_size=64, intermediate_size=128)
