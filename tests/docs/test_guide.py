@@ -7,6 +7,7 @@ one process, in a folder with a tiny model and what the page says the reader has
 from __future__ import annotations
 
 import ast
+import io
 import json
 import re
 from collections.abc import Callable
@@ -159,7 +160,7 @@ def with_stream_model(folder: Path) -> dict[str, Any]:
     sizes = {"hidden_size": 192, "num_attention_heads": 6, "num_hidden_layers": 6}
     use(saved(Path("streams"), "llama", byte_tokenizer(), max_position_embeddings=2048, **sizes))
     for name in ("text.txt", "story.txt", "wiki.test.txt"):
-        Path(name).write_text(_STORY[:120], encoding="utf-8")
+        Path(name).write_text(_STORY[:48], encoding="utf-8")
     return with_ids(Path("streams"))
 
 
@@ -213,6 +214,7 @@ def runs(block: Block) -> bool:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "page", [p for p in PAGES if any(map(runs, blocks_of(p)))], ids=lambda path: path.stem
 )
@@ -221,6 +223,7 @@ def test_page_runs(page: Path, model_folder: Path, tmp_path: Path, monkeypatch: 
         pytest.importorskip(package)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr("sys.stdin", io.StringIO())  # a chat ends at once
     for name in ("models/llama", "models/stories3m", "models/qwen3", "path/to/model", "model"):
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).symlink_to(model_folder)
