@@ -11,6 +11,7 @@ from torch import Tensor
 from fewbits.errors import BadInput, Unsupported
 from fewbits.kernels.decoder.gated_activation import gated_activation_ref
 from fewbits.kernels.decoder.gated_lora_backward import (
+    GradientPlaces,
     LowRank,
     Quantized8,
     gated_lora_backward,
@@ -56,7 +57,8 @@ def test_gradients_equal_autograds_of_the_whole() -> None:
     ((h @ a.t() @ b_down.t() * dy).sum() + (h * dh0).sum()).backward()
     down = LowRank(dy @ b_down, a_down.t())
     de, du = torch.empty_like(e), torch.empty_like(u)
-    made = gated_lora_backward(dh0.contiguous(), e, u, (gate, up, down), into=(de, du), scalings=(1.0, 2.0))
+    into = GradientPlaces((de, du))
+    made = gated_lora_backward(dh0.contiguous(), e, u, (gate, up, down), into=into, scalings=(1.0, 2.0))
     for have, need in (
         (made.t[:, :2], xe.grad), (made.t[:, 2:], 2 * xu.grad), (made.dw_gate, we.grad),
         (made.dw_up, wu.grad), (made.dw_down, a.grad.t()),
@@ -69,7 +71,7 @@ def test_in_place_and_float8_on_a_cpu() -> None:
     de, du, need = gated_lora_backward_ref(dh, e, u, "silu", low)
     q = Quantized8(torch.empty(5, 24).to(E4), torch.full((1,), 20.0), torch.zeros(1))
     wide = torch.full((5, 9), 7.0, dtype=torch.bfloat16)
-    made = gated_lora_backward(dh, e, u, low, into=(e, u), quantized=q, out=wide[:, 2:8])
+    made = gated_lora_backward(dh, e, u, low, into=GradientPlaces((e, u), q), out=wide[:, 2:8])
     assert made.t.data_ptr() == wide[:, 2:].data_ptr() and wide[:, [0, 1, 8]].eq(7).all()
     assert torch.equal(e, de) and torch.equal(u, du) and torch.equal(made.t, need.t)
     both = torch.cat([de, du], 1)
@@ -82,16 +84,20 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(BadInput, match="neither 16-bit nor float8"):
         gated_lora_backward(dh, e, u, low)
     with pytest.raises(BadInput, match="contiguous rows"):
-        gated_lora_backward(dh, e, u[:, :5], low, into=(e, u))
+        gated_lora_backward(dh, e, u[:, :5], low, into=GradientPlaces((e, u)))
     with pytest.raises(BadInput, match="all low-rank branches"):
-        gated_lora_backward(dh, e, u, (low[0], low[1], operands(4, 6, 3, torch.float32)[3][0]), into=(e, u))
+        gated_lora_backward(
+            dh, e, u, (low[0], low[1], operands(4, 6, 3, torch.float32)[3][0]), into=GradientPlaces((e, u))
+        )
     with pytest.raises(Unsupported, match="rank 32 at most"):
-        gated_lora_backward(dh, e, u, operands(4, 6, 33, torch.float32)[3], into=(e, u))
+        gated_lora_backward(dh, e, u, operands(4, 6, 33, torch.float32)[3], into=GradientPlaces((e, u)))
     with pytest.raises(BadInput, match=r"out must be \(4, 4\)"):
-        gated_lora_backward(dh, e, u, low, into=(e, u), out=torch.empty(4, 2))
+        gated_lora_backward(dh, e, u, low, into=GradientPlaces((e, u)), out=torch.empty(4, 2))
     with pytest.raises(BadInput, match=r"quantized.q must be \(4, 12\)"):
         one = torch.ones(1)
-        gated_lora_backward(dh, e, u, low, quantized=Quantized8(torch.empty(4, 6).to(E4), one, one))
+        gated_lora_backward(
+            dh, e, u, low, into=GradientPlaces(quantized=Quantized8(torch.empty(4, 6).to(E4), one, one))
+        )
 
 
 def check(M: int, I: int, r: int, device: str, tile: GatedLoRATile | None) -> None:

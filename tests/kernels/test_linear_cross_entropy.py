@@ -16,11 +16,11 @@ from fewbits.kernels.loss import linear_cross_entropy as module
 from fewbits.kernels.loss.cross_entropy_triton import launch
 from fewbits.kernels.loss.linear_cross_entropy import (
     chunked,
-    default_chunk_rows,
     linear_cross_entropy,
     linear_cross_entropy_ref,
     rows_ref,
 )
+from fewbits.kernels.loss.rows_and_labels import LossTensors, default_chunk_rows
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -280,7 +280,8 @@ def test_one_chunk_of_logits_lives_at_a_time(dtype: torch.dtype) -> None:
     needs, options = (True, True, True), (0.1, 1e-3, 3.0)
     chunk = 64 * 4099
     with _LiveTensors(chunk // 2) as mode:
-        chunked(rows_ref, h.detach(), w.detach(), y, b.detach(), None, -100, options, 64, needs)
+        tensors = LossTensors(h.detach(), w.detach(), y, b.detach())
+        chunked(rows_ref, tensors, -100, options, 64, needs)
     assert mode.peak == chunk
     with _LiveTensors(chunk // 2) as mode:  # and the count sees what the definition holds
         linear_cross_entropy_ref(h, w, y, b, label_smoothing=0.1, soft_cap=3.0)
@@ -322,12 +323,15 @@ def test_kernel_equals_the_definition(
 
 @pytest.mark.gpu
 @pytest.mark.interpret
-def test_kernel_with_infinite_logits_and_a_wrong_label(kernel_device: str) -> None:
+def test_kernel_with_infinite_logits_and_a_wrong_label(
+    kernel_device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     z = torch.randn(3, 300, device=kernel_device)
     z[0, :200] = -float("inf")
     y, loss = torch.tensor([250, 300, -1], device=kernel_device), torch.empty(3, device=kernel_device)
     exact = F.cross_entropy(z[:1], y[:1])
-    launch(z, y, None, loss, -100, (0.0, 0.0, 0.0), True, block_v=128)
+    monkeypatch.setattr("fewbits.kernels.loss.cross_entropy_triton.MOST_BLOCK", 128)  # several blocks a row
+    launch(z, y, None, loss, -100, (0.0, 0.0, 0.0), True)
     torch.testing.assert_close(loss[0], exact)
     assert not z[0, :200].any() and z[0].isfinite().all() and loss[1:].isnan().all()
 
@@ -336,7 +340,7 @@ def test_kernel_with_infinite_logits_and_a_wrong_label(kernel_device: str) -> No
 @pytest.mark.interpret
 def test_chunks_with_the_kernel(kernel_device: str, poisoned_memory: None) -> None:
     h, w, b, y = (t.detach() for t in operands(23, 301, 8, torch.float32, kernel_device))
-    arguments = (h, w, y, b, None, -100, (0.1, 1e-3, 5.0), 8, (True, True, True))
+    arguments = (LossTensors(h, w, y, b), -100, (0.1, 1e-3, 5.0), 8, (True, True, True))
     for got, want in zip(chunked(launch, *arguments), chunked(rows_ref, *arguments), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 

@@ -19,6 +19,7 @@ from fewbits.kernels.loss.linear_cross_entropy_float8 import (
     linear_cross_entropy_float8,
     linear_cross_entropy_float8_ref,
 )
+from fewbits.kernels.loss.rows_and_labels import LossTensors
 from tests.kernels.test_linear_cross_entropy import each_option
 
 # Two operands rounded to E4M3 (matmul_float8.py) move a logit, and with it softmax, by up to 0.0375 of the
@@ -120,7 +121,7 @@ def test_chunks_equal_the_definition(in_8_bits: bool, options: dict[str, Any], p
     made = head_operands(w, gradient=in_8_bits)
     loss, dh = linear_cross_entropy_float8_ref(h, w, y, made, b, options=in_order(options))
     needs = (True, False, False)
-    found = chunked_float8(rows_ref, (h, w, y, b, None), made, -100, in_order(options), 8, needs)
+    found = chunked_float8(rows_ref, LossTensors(h, w, y, b), made, -100, in_order(options), 8, needs)
     torch.testing.assert_close(found[0], loss)
     torch.testing.assert_close(found[1], dh)
     assert not found[2].numel() and not found[3].numel() and not dh[y == -100].any()

@@ -22,6 +22,7 @@ from fewbits.kernels.decoder.gated_activation import (
 )
 from fewbits.kernels.decoder.gated_activation_triton import GatedOutputs, Quantized8
 from fewbits.kernels.decoder.gated_lora_backward import (
+    GradientPlaces,
     LowRank,
     gated_lora_backward,
     gated_lora_backward_ref,
@@ -217,7 +218,7 @@ def _gated_lora_problem(case: Case, device: torch.device) -> Problem:
     quantized = Quantized8(q, 1 / scale, torch.zeros(1, device=device))
 
     def ours() -> Sequence[Tensor]:
-        return (q, *gated_lora_backward(dh, gate, up, low, quantized=quantized))
+        return (q, *gated_lora_backward(dh, gate, up, low, into=GradientPlaces(quantized=quantized)))
 
     def apart() -> Sequence[Tensor]:  # the activation in 16 bits, then what reads it
         both, h = torch.empty_like(gate_up), torch.empty_like(dh)

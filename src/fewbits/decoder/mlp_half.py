@@ -33,7 +33,7 @@ from fewbits.kernels.decoder.gated_activation import (
     gated_activation_into,
 )
 from fewbits.kernels.decoder.gated_activation_triton import GatedOutputs, LowRank, Quantized8
-from fewbits.kernels.decoder.gated_lora_backward import BranchGradients, gated_lora_backward
+from fewbits.kernels.decoder.gated_lora_backward import BranchGradients, GradientPlaces, gated_lora_backward
 from fewbits.kernels.decoder.gated_lora_backward_triton import MAX_RANK as ONE_PASS_RANK
 from fewbits.kernels.decoder.gated_lora_forward import gated_lora_forward
 from fewbits.kernels.launch.derivatives import keep_ways, once_differentiable
@@ -238,8 +238,7 @@ def _activate_backward_in_one_pass(
         (low_gate, low_up, LowRank(t_down, branch.a.to(dh.dtype).t())),
         activation=half.activation,
         scalings=(of_gate.scaling, of_up.scaling),
-        into=None if dgate_up is None else _halves(dgate_up),
-        quantized=quantized,
+        into=GradientPlaces(None if dgate_up is None else _halves(dgate_up), quantized),
         out=None if dgate_up is None else half.gate_up.inner_buffer(dgate_up),
     )
     if quantized is not None or not half.gate_up.is_float8:

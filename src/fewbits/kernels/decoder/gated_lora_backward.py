@@ -43,7 +43,14 @@ from fewbits.kernels.decoder.gated_lora_backward_triton import (
     launch,
 )
 
-__all__ = ["BranchGradients", "LowRank", "Quantized8", "gated_lora_backward", "gated_lora_backward_ref"]
+__all__ = [
+    "BranchGradients",
+    "GradientPlaces",
+    "LowRank",
+    "Quantized8",
+    "gated_lora_backward",
+    "gated_lora_backward_ref",
+]
 
 
 class BranchGradients(NamedTuple):
@@ -53,6 +60,18 @@ class BranchGradients(NamedTuple):
     dw_gate: Tensor  # (I, r)
     dw_up: Tensor  # (I, r)
     dw_down: Tensor  # (I, r)
+
+
+class GradientPlaces(NamedTuple):
+    """Where the gradients of gate and up are written; both may be asked for together.
+
+    Attributes:
+        dense: (M, I) each; they may be gate and up themselves.
+        quantized: in E4M3, (M, 2 I) under one scale, as in `gated_activation_backward_into`.
+    """
+
+    dense: tuple[Tensor, Tensor] | None = None
+    quantized: Quantized8 | None = None
 
 
 # 1. The definition.
@@ -89,8 +108,7 @@ def gated_lora_backward(
     *,
     activation: str = "silu",
     scalings: tuple[float, float] = (1.0, 1.0),
-    into: tuple[Tensor, Tensor] | None = None,
-    quantized: Quantized8 | None = None,
+    into: GradientPlaces | None = None,
     out: Tensor | None = None,
 ) -> BranchGradients:
     """The backward pass and the low-rank products in one read of dh, gate and up.
@@ -102,9 +120,7 @@ def gated_lora_backward(
         low_rank: what is added to gate, to up and to dh, all of one rank, 32 at most.
         activation: as in `gated_activation`.
         scalings: what t of gate and of up are multiplied by.
-        into: where to write the gradients of gate and up, (M, I) each; they may be gate and up themselves.
-        quantized: where to write them in E4M3, (M, 2 I) under one scale, as in
-            `gated_activation_backward_into`; the two may be asked for together.
+        into: where to write the gradients of gate and up; None: nowhere.
         out: where t goes, (M, 2 r) in gate's dtype, rows contiguous but perhaps apart; None makes it.
 
     Returns:
@@ -113,20 +129,21 @@ def gated_lora_backward(
     Raises:
         Unsupported: a rank above 32.
     """
-    _check(dh, gate, up, low_rank, into, quantized)
+    dense, quantized = into or GradientPlaces()
+    _check(dh, gate, up, low_rank, dense, quantized)
     t = _place_of_t(gate, low_rank, out)
     fits = gate.dtype in KERNEL_DTYPES and (quantized is None or converts_float8(gate))
     if gate.is_cuda and fits and gate.numel():
-        outputs = into or (None, None)
+        outputs = dense or (None, None)
         operands = BackwardOperands(dh, gate, up, activation, low_rank, outputs, t, quantized)
         by_hand = gated_lora_backward_cuda.is_faster(gate.device) and gated_lora_backward_cuda.fits(operands)
         return BranchGradients(
             t, *(gated_lora_backward_cuda.launch if by_hand else launch)(operands, scalings)
         )
     de, du, gradients = gated_lora_backward_ref(dh, gate, up, activation, low_rank, scalings)
-    if into is not None:
-        into[0].copy_(de)
-        into[1].copy_(du)
+    if dense is not None:
+        dense[0].copy_(de)
+        dense[1].copy_(du)
     if quantized is not None and gate.numel():
         both = torch.cat([de, du], 1)
         quantized.q.copy_(codes_under(both, quantized.inverse_scale))

@@ -45,15 +45,8 @@ from torch import Tensor
 from fewbits.kernels.codec.quantize_float8 import quantize_rows, quantize_rows_ref
 from fewbits.kernels.loss.cross_entropy_gradient import register_gradient
 from fewbits.kernels.loss.cross_entropy_triton import KERNEL_DTYPES, Gradient8, launch
-from fewbits.kernels.loss.linear_cross_entropy import (
-    Pass,
-    add_product_,
-    check_labels,
-    fake_op,
-    outputs,
-    over_labels,
-    rows_ref,
-)
+from fewbits.kernels.loss.linear_cross_entropy import Pass, add_product_, fake_op, outputs, rows_ref
+from fewbits.kernels.loss.rows_and_labels import LossTensors, Mean, check_labels, over_labels
 from fewbits.kernels.product.matmul_float8 import (
     E4M3,
     float8_linear,
@@ -142,7 +135,7 @@ def _add_labels_(dh: Tensor, own: Tensor, weight: Tensor, labels: Tensor) -> Ten
 
 def chunked_float8(
     over_rows: Pass,
-    tensors: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None],
+    tensors: LossTensors,
     operands: HeadOperands,
     ignore_index: int,
     options: tuple[float, float, float],
@@ -151,8 +144,8 @@ def chunked_float8(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Losses (M,), dh (M, K), dW (V, K) and db (V,), the last three empty unless needed.
 
-    ``over_rows`` is `rows_ref` or the kernel; ``tensors`` are hidden, weight, labels, bias and dloss, as for
-    `linear_cross_entropy.chunked`. One chunk of logits lives at a time.
+    ``over_rows`` is `rows_ref` or the kernel; ``tensors`` as for `linear_cross_entropy.chunked`. One
+    chunk of logits lives at a time.
     """
     hidden, weight, labels, bias, dloss = tensors
     losses, dh, dw, db = outputs(hidden, weight, bias, needs, chunk_rows)
@@ -227,8 +220,8 @@ def _linear_cross_entropy_float8(
     smoothing, z_loss, soft_cap = options
     needs_dh, needs_dw, needs_db = needs
     losses, dh, dw, db = chunked_float8(
-        over_rows, (hidden, weight, labels, bias, dloss), HeadOperands(w8, transposed, scale), ignore_index,
-        (smoothing, z_loss, soft_cap), chunk_rows, (needs_dh, needs_dw, needs_db),
+        over_rows, LossTensors(hidden, weight, labels, bias, dloss), HeadOperands(w8, transposed, scale),
+        ignore_index, (smoothing, z_loss, soft_cap), chunk_rows, (needs_dh, needs_dw, needs_db),
     )  # fmt: skip
     return losses.sum() if reduce else losses, dh, dw, db
 
@@ -301,6 +294,6 @@ def linear_cross_entropy_float8(
         return losses
 
     return over_labels(
-        loss_of, hidden, weight, labels, bias=bias, ignore_index=ignore_index, reduction=reduction,
-        num_items=num_items, chunk_rows=chunk_rows, valid_rows=valid_rows, chunk_bytes=CHUNK_BYTES,
+        loss_of, LossTensors(hidden, weight, labels, bias), Mean(ignore_index, reduction, num_items),
+        chunk_rows=chunk_rows, valid_rows=valid_rows, chunk_bytes=CHUNK_BYTES,
     )  # fmt: skip

@@ -36,16 +36,11 @@ from fewbits.errors import BadInput
 from fewbits.kernels.launch.derivatives import once_differentiable
 from fewbits.kernels.launch.matrix import rows_of
 from fewbits.kernels.loss.cross_entropy_triton import KERNEL_DTYPES, launch
-from fewbits.kernels.loss.linear_cross_entropy import (
-    CHUNK_BYTES,
-    check_labels,
-    chunked,
-    default_chunk_rows,
-    rows_ref,
-)
+from fewbits.kernels.loss.linear_cross_entropy import chunked, rows_ref
 from fewbits.kernels.loss.linear_cross_entropy_float8 import CHUNK_BYTES as FLOAT8_CHUNK_BYTES
 from fewbits.kernels.loss.linear_cross_entropy_float8 import HeadOperands, chunked_float8, logits_float8
 from fewbits.kernels.loss.log_probs_triton import launch_statistics
+from fewbits.kernels.loss.rows_and_labels import CHUNK_BYTES, LossTensors, check_labels, default_chunk_rows
 from fewbits.kernels.product.matmul_packed import product_dtype
 
 _SLAB = 2**20  # values that the definition widens at a time
@@ -133,12 +128,10 @@ class _LogProbs(torch.autograd.Function):
 
         needs = (ctx.needs_input_grad[0], False, False)
         options = (0.0, 0.0, soft_cap)
+        tensors = LossTensors(hidden, weight, labels)
         if operands is None:
-            losses, dh, _, _ = chunked(
-                both, hidden, weight, labels, None, None, ignore_index, options, rows, needs
-            )
+            losses, dh, _, _ = chunked(both, tensors, ignore_index, options, rows, needs)
         else:
-            tensors = hidden, weight, labels, None, None
             losses, dh, _, _ = chunked_float8(both, tensors, operands, ignore_index, options, rows, needs)
         is_top = top.bool()
         ctx.save_for_backward(dh, hidden, weight, labels, entropy)

@@ -41,12 +41,12 @@ class _LoRALinear(torch.autograd.Function):
         a: Tensor,
         b: Tensor,
         bias: Tensor | None,
-        scaling: float,
-        branch_dtype: torch.dtype,
+        branch: tuple[float, torch.dtype],
         operands: Operands,
         like: Any,
         *parts: Tensor,
     ) -> Tensor:
+        scaling, branch_dtype = branch
         weight = decode(like, parts, x.dtype) if like is not None else parts[0].to(x.dtype)
         y = forward_product(x, weight, None if bias is None else bias.to(x.dtype), operands)
         del weight
@@ -88,7 +88,7 @@ class _LoRALinear(torch.autograd.Function):
             ddropped = (dh @ a.to(branch_dtype)).to(dy.dtype).view(*dy.shape[:-1], a.shape[1])
         if ctx.needs_input_grad[4]:
             dbias = dy_MN.sum(0).to(ctx.bias_dtype)
-        return dx, ddropped, da, db, dbias, *(None for _ in range(4 + len(parts)))
+        return dx, ddropped, da, db, dbias, *(None for _ in range(3 + len(parts)))
 
 
 def _add_product_(out: Tensor, left: Tensor, right: Tensor) -> None:
@@ -132,7 +132,7 @@ def lora_linear(
     if dropped is not None:  # a host's layer (Falcon's, for one) may write into it
         dropped = rows_of(dropped.to(dtype))
     with torch.autocast(x.device.type, enabled=False):
-        y = _LoRALinear.apply(rows, dropped, a, b, bias, scaling, branch_dtype, operands, like, *parts)
+        y = _LoRALinear.apply(rows, dropped, a, b, bias, (scaling, branch_dtype), operands, like, *parts)
     return y.view(*shape, y.shape[-1])  # type: ignore[no-any-return]
 
 
