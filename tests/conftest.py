@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Generator
 from pathlib import Path
 
@@ -27,7 +27,8 @@ MANY_PROCESSES = {
     "training/test_sharded_loading.py",
     "training/test_tensor_parallel.py",
 }
-# Files whose tests have many variants that take most of a second each: from the third on they are slow.
+# Files whose tests have many variants (families, formats, dtypes), each of a part of a second: the
+# first and the last, which differ most, stay; those between are slow.
 MANY_VARIANTS = {
     "fewjobs/test_front_ends.py",
     "fewjobs/test_kept.py",
@@ -40,11 +41,22 @@ MANY_VARIANTS = {
     "kernels/test_stochastic_emulated.py",
     "kernels/test_stochastic_lookup.py",
     "kernels/test_stochastic_many.py",
+    "kernels/test_stochastic_rows.py",
+    "models/test_adapters.py",
     "models/test_experts.py",
+    "models/test_fused.py",
     "models/test_fused_autocast.py",
+    "models/test_fused_guard.py",
+    "models/test_fused_proof.py",
+    "models/test_fused_qat.py",
+    "models/test_generic.py",
     "models/test_hybrids.py",
+    "models/test_kept_weights.py",
     "models/test_live_batch.py",
+    "models/test_peft_alone.py",
     "models/test_speculation.py",
+    "models/test_transformers_patterns.py",
+    "nn/test_attention.py",
     "training/test_preferences.py",
     "training/test_qat.py",
 }
@@ -78,20 +90,19 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    variants = Counter[str]()
+    variants = defaultdict[str, list[pytest.Item]](list)
     places = {ROOT / "tests" / name: place for place, name in enumerate(LONG_AND_FEW)}
     processes = {ROOT / "tests" / name for name in MANY_PROCESSES}
     many = {ROOT / "tests" / name for name in MANY_VARIANTS}
     for item in items:
         own = any(item.get_closest_marker(m) for m in ("slow", "nightly", "gpu", "multi"))
-        if own or item.path not in processes | many:
-            continue
-        name = item.nodeid.partition("[")[0]
-        variants[name] += 1
-        if item.path in processes:
-            item.add_marker(pytest.mark.slow if variants[name] == 1 else pytest.mark.nightly)
-        elif variants[name] > 2:
-            item.add_marker(pytest.mark.slow)
+        if item.path in processes | many and not own:
+            variants[item.nodeid.partition("[")[0]].append(item)
+    for first, *others in variants.values():
+        if first.path in processes:
+            first.add_marker(pytest.mark.slow)
+        for other in others if first.path in processes else others[:-1]:
+            other.add_marker(pytest.mark.nightly if first.path in processes else pytest.mark.slow)
     items.sort(key=lambda item: places.get(item.path, len(places)))
 
 

@@ -91,6 +91,7 @@ def test_bad_comparisons(run, models, argv, message):
     assert shown.code != 0 and message in shown.err and "Traceback" not in shown.err
 
 
+@pytest.mark.slow
 def test_rows_are_written_as_the_run_wrote_them(run, tmp_path, monkeypatch):
     make_tiny_folder(tmp_path / "m")
     monkeypatch.chdir(tmp_path)

@@ -20,6 +20,7 @@ def scripts():
     return {shell: script(shell, parser, ["qlora_nf4", "int8"]) for shell in ("bash", "zsh", "fish")}
 
 
+@pytest.mark.slow
 def test_the_command_prints_it(spawn):
     from fewbits.recipes import CATALOG
 

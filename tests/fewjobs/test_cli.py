@@ -61,6 +61,7 @@ def test_wrong_usage_is_one_sentence(workshop: Workshop) -> None:
         assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_a_terminal_shows_a_table_and_the_build_above(workshop: Workshop, ninja: str) -> None:
     units = [workshop.unit(f"u{i}.cpp", 150) for i in range(3)]
     write_ninja(workshop, units)

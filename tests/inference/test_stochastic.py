@@ -182,6 +182,7 @@ class Killed(Exception):
     pass
 
 
+@pytest.mark.slow
 def test_a_killed_evaluation_goes_on_where_it_stopped(small, tmp_path):
     model, tokenizer, text = small
     cut = text_windows(model, tokenizer, text, window=64, max_tokens=400)

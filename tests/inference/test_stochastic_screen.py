@@ -83,6 +83,7 @@ def test_differences_are_those_of_whole_evaluations_to_the_bit(family):
     assert after.keys() == before.keys() and all(torch.equal(after[n], t) for n, t in before.items())
 
 
+@pytest.mark.slow
 def test_keeping_the_first_layers_changes_no_bit_and_cycles_are_counted():
     text = windows(3)
     kept = screen(tiny("llama"), text, BASE, CANDIDATES, WHOLE)

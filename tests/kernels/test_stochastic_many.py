@@ -202,6 +202,7 @@ def test_the_kernels_of_a_product(sizes, longest: int, name: str) -> None:
     assert [way.name for way in choice.ways(chunked, longest, gpu_of(64 * 1024))] == ["few rows"]
 
 
+@pytest.mark.slow
 def test_counts_that_do_not_fit_take_the_next_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """Independent numbers are too far from straight lines for 4 bits, and the choice says so."""
     monkeypatch.setattr(choice, "describe", lambda device: gpu_of(227 * 1024))

@@ -105,6 +105,7 @@ def test_the_call_says_it_or_the_recipe(monkeypatch: pytest.MonkeyPatch) -> None
     assert set(made) == {None}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("on_a_cpu")
 def test_other_ways_have_the_definition(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beams, a head size and a format that no kernel reads, guesses: transformers' loop, the same formats."""

@@ -98,6 +98,7 @@ def test_a_draft_changes_no_token(same: bool, advanced: list[int]) -> None:
         assert verified <= 13 if same else verified >= 20  # of 40 tokens, four a step or about one
 
 
+@pytest.mark.slow
 def test_words_that_change_the_choice(advanced: list[int]) -> None:
     """Penalties, bans, ends and stopping criteria see every token in its place."""
     from transformers import StoppingCriteria

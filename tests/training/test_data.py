@@ -170,6 +170,7 @@ def test_a_template_without_exact_places_is_refused(qwen, tmp_path):
     assert len(load_data(path, encoder(qwen, responses_only=False)).examples) == 1
 
 
+@pytest.mark.slow
 def test_oasst_chats(qwen, shared):
     path = shared / "data/instruct/oasst_chat.jsonl"
     data = load_data(path, encoder(qwen, length=100_000))
