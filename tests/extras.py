@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Collection, Generator, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,28 +12,39 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-IMPORTED_AS = {"cuda_bindings": "cuda", "nvidia_cuda_nvrtc": "nvidia"}
+IMPORTED_AS = {"cuda_bindings": "cuda", "nvidia_cuda_nvrtc": "nvidia", "pytest_xdist": "xdist"}
 SAID = pytest.StashKey[list[str]]()  # of a test: what its commands wrote as errors
 ALWAYS_THERE = {"fewbits", "pytest", "mypy", "ruff"}  # pytest runs the tests; the last two are commands
 
 
+def _names(requirements: Iterable[str]) -> set[str]:
+    """The import names of packages that are asked for."""
+    found = {re.split(r"[\[<>=!~; ]", r)[0].replace("-", "_").lower() for r in requirements}
+    return {IMPORTED_AS.get(name, name) for name in found if not name.startswith("types_")}  # mypy's alone
+
+
 @cache
-def packages_of_extras() -> frozenset[str]:
-    """The import names of what pyproject.toml's extras bring beyond the dependencies of all."""
+def packages_of_extras(*extras: str) -> frozenset[str]:
+    """The import names of what these extras of pyproject.toml, or all, bring beyond the dependencies."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    extras = [r for asked in project["optional-dependencies"].values() for r in asked]
-    names, own = (
-        {re.split(r"[\[<>=!~; ]", r)[0].replace("-", "_").lower() for r in listed}
-        for listed in (extras, project["dependencies"])
-    )
-    return frozenset(IMPORTED_AS.get(name, name) for name in names - own - ALWAYS_THERE)
+    listed = project["optional-dependencies"]
+    waiting, asked = list(extras or listed), list[str]()
+    while waiting:
+        for requirement in listed[waiting.pop()]:
+            inner = re.fullmatch(r"fewbits\[(.*)\]", requirement)
+            waiting += inner[1].split(",") if inner else ()
+            asked += () if inner else (requirement,)
+    return frozenset(_names(asked) - _names(project["dependencies"]) - ALWAYS_THERE)
 
 
 @cache
 def absent_packages() -> frozenset[str]:
-    """Those of them that this environment has not; ``pyarrow`` goes with ``datasets``, which brings it."""
-    absent = {name for name in packages_of_extras() if find_spec(name) is None}
-    return frozenset(absent | {name for name in ("pyarrow",) if find_spec(name) is None})
+    """What the extra ``test`` would bring and this environment has not: nothing, where CI runs.
+
+    Packages of other extras are not among them: their absence, which is the rule, must hide no failure.
+    ``pyarrow`` goes with ``datasets``, which brings it.
+    """
+    return frozenset(name for name in packages_of_extras("test") | {"pyarrow"} if find_spec(name) is None)
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

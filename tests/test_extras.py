@@ -96,7 +96,10 @@ def test_a_failure_is_explained_by_an_absent_package_alone(code: str, package: s
 
 
 def test_what_is_installed_is_not_absent() -> None:
-    assert absent_packages() <= packages_of_extras() | {"pyarrow"}
+    tested = packages_of_extras("test")
+    assert {"trl", "gguf", "torchao", "xdist"} <= tested < packages_of_extras()
+    assert not tested & {"lm_eval", "xllamacpp", "torch"}
+    assert absent_packages() <= tested | {"pyarrow"}
     assert not absent_packages() & {name.partition(".")[0] for name in sys.modules}
 
 
