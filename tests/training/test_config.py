@@ -7,11 +7,14 @@ import datetime
 import time
 
 import pytest
+from peft import LoraConfig
+from transformers import TrainingArguments
 
 from fewbits.errors import BadInput
 from fewbits.formats import INT8
 from fewbits.recipes import LoRA, qlora_nf4
-from fewbits.training.config import TrainConfig, help_of, parse_memory_budget, parse_overrides
+from fewbits.training.config import ALIASES, TrainConfig, help_of, parse_memory_budget, parse_overrides
+from fewbits.training.other_words import _CALLED, OTHER_WORDS, unknown_key
 from fewbits.training.setup.model_and_trainer import recipe_of_config
 
 SMALL = {"model": "m", "train_data": "d.jsonl"}
@@ -61,6 +64,35 @@ def test_every_field_is_documented():
         assert help_of(item.name) and item.metadata["group"], item.name
 
 
+def test_words_of_other_libraries():
+    """Each leads to a setting, to one alone, and is none itself; and slips of the keys lead there too."""
+    known = [*(item.name for item in dataclasses.fields(TrainConfig)), *ALIASES]
+    listed = [word for words in _CALLED.values() for word in words.split()]
+    assert len(set(listed)) == len(listed)
+    assert set(OTHER_WORDS.values()) <= set(known) and not set(OTHER_WORDS) & set(known)
+    for word, meant in {
+        "rank": "lora_r", "alpha": "lora_alpha", "bs": "batch_size", "epoch": "epochs",
+        "use_dora": "lora_dora", "warmup_ratio": "warmup", "val_set_size": "eval_fraction",
+        "target_modules": "lora_targets", "save_total_limit": "keep_checkpoints",
+        "rank_pattern": "lora_ranks", "lora_rnak": "lora_r",
+        "grad_cilp": "max_grad_norm", "Learning_Rate": "learning_rate",
+    }.items():  # fmt: skip
+        assert unknown_key(word, known).endswith(f"did you mean {meant}?"), word
+
+
+def test_likeness_of_letters_misleads_nobody():
+    """A slip of the keys is seen; other settings of transformers and PEFT are not taken for one of ours."""
+    known = [*(item.name for item in dataclasses.fields(TrainConfig)), *ALIASES]
+    for name in (n for n in known if len(n) > 6 and "-" not in n):
+        for i in range(1, len(name) - 1):
+            slip = name[:i] + name[i + 1] + name[i] + name[i + 2 :]
+            said = unknown_key(slip, known)
+            assert slip == name or OTHER_WORDS.get(slip) or said.endswith(f"did you mean {name}?"), said
+    fields = {f.name for kind in (TrainingArguments, LoraConfig) for f in dataclasses.fields(kind)}
+    for name in fields - set(known) - set(OTHER_WORDS):
+        assert "the names are" in unknown_key(name, known), unknown_key(name, known)
+
+
 def test_it_is_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         TrainConfig.from_mapping(SMALL).seed = 1
@@ -70,6 +102,8 @@ def test_it_is_frozen():
     "values, sentence",
     [
         ({"learning_rat": 1}, "unknown key 'learning_rat'; did you mean learning_rate?"),
+        ({"lora_rank": 8}, "unknown key 'lora_rank'; did you mean lora_r?"),
+        ({"Per-Device-Eval-Batch-Size": 8}, "did you mean batch_size?"),
         ({"zzzz": 1}, "unknown key 'zzzz'; the names are"),
         ({"epochs": "many"}, "epochs is 'many'; it must be a number"),
         ({"batch_size": 1.5}, "batch_size is 1.5; it must be a whole number"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import yaml
 
 from fewbits.errors import BadInput
 from fewbits.training.config_values import coerce, shown
+from fewbits.training.other_words import unknown_key
 from fewbits.yaml_text import mapping_in, parse_yaml
 
 FORMATS = ("auto", "text", "completion", "instruction", "chat")
@@ -375,7 +375,7 @@ class TrainConfig:
             if dot and outer in _NESTED:
                 nested.setdefault(outer, {})[inner] = value
             elif name not in fields:
-                raise BadInput(_unknown_key(key, [*fields, *ALIASES]))
+                raise BadInput(unknown_key(key, [*fields, *ALIASES]))
             else:
                 plain[name] = coerce(name, value, fields[name])
         for name, pairs in nested.items():
@@ -467,12 +467,6 @@ def _as_written_before(name: str, value: Any) -> tuple[str, Any]:
     if name == "cuda_graph" and isinstance(value, bool):
         return name, str(value).lower()
     return name, value
-
-
-def _unknown_key(key: str, names: list[str]) -> str:
-    near = get_close_matches(key, names, n=1, cutoff=0.5)
-    advice = f"did you mean {near[0]}?" if near else f"the names are {', '.join(sorted(names))}."
-    return f"the configuration has an unknown key {key!r}; {advice}"
 
 
 def _plain_recipe(recipe: Any) -> str | dict[str, Any] | None:
