@@ -43,6 +43,15 @@ def test_bad_questions(run, tmp_path, argv, message):
     assert shown.code != 0 and message in shown.err and shown.err.count("\n") == 1
 
 
+def test_a_model_of_short_sequences(run, tmp_path):
+    """Who asked for no length is not told that it is too long."""
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "max_position_embeddings": 512}))
+    shown = run("plan", tmp_path, "--gpu", "h200", "--recipe", "qlora_nf4")
+    assert shown.code == 0 and "batch 1x512;" in shown.out and "of 512 tokens" in shown.out
+    asked = run("plan", tmp_path, "--gpu", "h200", "--batch", "1x2048")
+    assert asked.code == 1 and "--batch asks for sequences of 2,048 tokens" in asked.err
+
+
 def test_no_model(run, tmp_path):
     shown = run("plan", tmp_path, "--gpu", "h200")
     assert shown.code != 0 and "has no config.json" in shown.err

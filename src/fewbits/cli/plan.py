@@ -29,11 +29,14 @@ from fewbits.training.ahead.gpu_plan import (
 )
 from fewbits.words import size
 
+_USUAL_TOKENS = 2048
+
 
 def plan(args: Namespace) -> int:
     """Read the question, ask the model of memory, show every recipe."""
-    gpu, batch = gpu_named(args.gpu), _batch(args.batch)
+    gpu = gpu_named(args.gpu)
     config = config_of(args.model)
+    batch = _usual_batch(config) if args.batch is None else _batch(args.batch)
     _check_length(config, batch)
     names = trainable_recipes()
     if args.recipe is not None and not is_planned(get_recipe(args.recipe)):
@@ -54,7 +57,7 @@ def plan(args: Namespace) -> int:
         }
         sys.stdout.write(json.dumps(facts, indent=2) + "\n")
         return 0
-    _show(args, gpu, plans, best)
+    _show(args, batch, gpu, plans, best)
     return 0
 
 
@@ -97,6 +100,12 @@ def _batch(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
+def _usual_batch(config: dict[str, Any]) -> tuple[int, int]:
+    """One sequence of 2,048 tokens, or of as many as the model allows."""
+    longest = numbers_of(config).get("max_position_embeddings")
+    return 1, min(_USUAL_TOKENS, int(longest or _USUAL_TOKENS))
+
+
 def _check_length(config: dict[str, Any], batch: tuple[int, int]) -> None:
     longest = numbers_of(config).get("max_position_embeddings")
     if longest and batch[1] > int(longest):
@@ -124,7 +133,9 @@ def _facts(one: RecipePlan) -> dict[str, Any]:
     }
 
 
-def _show(args: Namespace, gpu: Gpu, plans: list[RecipePlan], best: RecipePlan | None) -> None:
+def _show(
+    args: Namespace, batch: tuple[int, int], gpu: Gpu, plans: list[RecipePlan], best: RecipePlan | None
+) -> None:
     screen = console()
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1))
     table.add_column("recipe", no_wrap=True)
@@ -146,11 +157,10 @@ def _show(args: Namespace, gpu: Gpu, plans: list[RecipePlan], best: RecipePlan |
         )
     screen.print(table)
     memory, usable = size(gpu.memory_bytes), size(gpu.budget_bytes)
-    tokens = args.batch.partition("x")[2]
     screen.print(
-        f"{gpu.name}: {memory}, of which a run may use {usable}; batch {args.batch}; largest batch: sequences"
-        f" of {tokens} tokens in one pass;\nactivations with values of weights that are kept beside them,"
-        " where there is room; predicted from shapes",
+        f"{gpu.name}: {memory}, of which a run may use {usable}; batch {batch[0]}x{batch[1]}; largest batch:"
+        f" sequences of {batch[1]} tokens in one pass;\nactivations with values of weights that are kept"
+        " beside them, where there is room; predicted from shapes",
         style="dim",
         highlight=False,
     )

@@ -42,7 +42,9 @@ def _plan(sub: argparse.ArgumentParser) -> None:
     )
     sub.add_argument("--gpu", required=True, metavar="GPU", help="such as h200 or rtx4090, or memory: 24GiB")
     sub.add_argument(
-        "--batch", default="1x2048", metavar="NxM", help="sequences x tokens of a pass (default: %(default)s)"
+        "--batch",
+        metavar="NxM",
+        help="sequences x tokens of a pass (default: 1x2048, or one sequence as long as the model allows)",
     )
     sub.add_argument("--recipe", metavar="RECIPE", help="this one alone (default: all that train)")
     sub.add_argument(
