@@ -9,10 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 
-from fewbits.errors import SpecMismatch, Unsupported
+from fewbits.errors import BadCheckpoint, SpecMismatch, Unsupported
 from fewbits.formats import FORMATS
+from fewbits.models.adapters import get_peft_model
+from fewbits.models.checkpoint import inspect_folder
 from fewbits.models.convert import convert, explain
 from fewbits.models.hf_quantizer import FewbitsConfig
 from fewbits.models.packed import quantize_by_rows
@@ -39,6 +42,38 @@ def test_loading_equals_converting_and_survives_saving(family, tmp_path):
     assert same(dict(again.state_dict()), dict(loaded.state_dict()))
     assert torch.equal(logits(again, tokens()), logits(loaded, tokens()))
     assert not any(p.requires_grad for n, p in again.named_parameters() if "weight_" in n)
+
+
+@pytest.mark.parametrize("recipe", ["qlora_nf4", None])
+def test_a_base_with_an_adapters_layers(recipe, tmp_path):
+    """A packed one is not written under names that nobody reads; a plain one is refused by its cause."""
+    save_tiny(tmp_path / "plain")
+    settings = {"quantization_config": FewbitsConfig(recipe)} if recipe else {}
+    model = get_peft_model(load(tmp_path / "plain", **settings), r=2)
+    base, out = model.get_base_model(), tmp_path / "out"
+    if recipe:
+        with pytest.raises(Unsupported, match=r"save_pretrained_merged, or take the adapter out first"):
+            base.save_pretrained(out)
+        assert not out.exists()
+    else:
+        base.save_pretrained(out)
+        with pytest.raises(
+            BadCheckpoint, match=r"base_layer\.weight: it was saved from a model with an adapter"
+        ):
+            inspect_folder(out)
+    model.unload().save_pretrained(tmp_path / "clean")
+    assert torch.equal(logits(load(tmp_path / "clean"), tokens()), logits(base, tokens()))
+
+
+def test_an_adapter_that_transformers_added_is_saved_alone(tmp_path):
+    save_tiny(tmp_path / "plain")
+    model = load(tmp_path / "plain", quantization_config=FewbitsConfig("qlora_nf4"))
+    model.add_adapter(LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    model.save_pretrained(tmp_path / "adapter")
+    assert {p.name for p in (tmp_path / "adapter").glob("*.safetensors")} == {"adapter_model.safetensors"}
+    again = load(tmp_path / "plain", quantization_config=FewbitsConfig("qlora_nf4"))
+    again.load_adapter(str(tmp_path / "adapter"))
+    assert torch.equal(logits(again, tokens()), logits(model, tokens()))
 
 
 @pytest.mark.parametrize("name", sorted(CATALOG))

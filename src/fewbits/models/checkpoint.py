@@ -22,6 +22,7 @@ from fewbits.models.reading import first_line
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 ADAPTER_CONFIG = "adapter_config.json"
+_PEFT_LAYER = re.compile(r"\.(base_layer|original_module)\.")
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 # A tensor with one of these in its name is there if any weight is packed by that library.
 FOREIGN_MARKS = {
@@ -172,6 +173,7 @@ def inspect_folder(path: Path | str, *, allow_pickle: bool = False, remote_code:
     tensors = read_headers(files) if files[0].suffix == ".safetensors" else {}
     checkpoint = Checkpoint(folder, config, files, tensors)
     _check_index(folder, checkpoint)
+    _refuse_adapter_layers(checkpoint)
     check_config(checkpoint)
     _check_quantization(checkpoint)
     return checkpoint
@@ -240,6 +242,17 @@ def _check_index(folder: Path, checkpoint: Checkpoint) -> None:
         raise BadCheckpoint(
             f"{folder / INDEX} lists {absent[0]} (and {len(absent) - 1} more) in {weight_map[absent[0]]}, "
             "but the shard does not hold it; copy or download the shards again."
+        )
+
+
+def _refuse_adapter_layers(checkpoint: Checkpoint) -> None:
+    """What ``save_pretrained`` of the model inside a PeftModel writes."""
+    name = next((name for name in checkpoint.tensors if _PEFT_LAYER.search(name)), None)
+    if name is not None:
+        raise BadCheckpoint(
+            f"{checkpoint.folder} holds {name}: it was saved from a model with an adapter's layers in it, "
+            "under names that no model has; save the adapter with the PeftModel's save_pretrained, or both "
+            "as one model with save_pretrained_merged."
         )
 
 

@@ -426,10 +426,18 @@ def _save_pretrained(
 ) -> None:
     """``save_pretrained`` of the model's class, into a folder that appears whole or not at all.
 
-    The packed model is not written over the original weights it was made from.
+    The packed model is not written over the original weights it was made from. With an adapter that
+    transformers' own ``add_adapter`` put in, it is the adapter alone, as from every model of transformers.
+
+    Raises:
+        Unsupported: a PeftModel's layers stand in the model, whose names nobody could read again.
     """
     if not is_main_process:
         return
+    if getattr(self, "_hf_peft_config_loaded", False):
+        type(self).save_pretrained(self, save_directory, **kwargs)
+        return
+    _refuse_adapter_layers(self)
     push = kwargs.pop("push_to_hub", False)
     hub = {name: kwargs.pop(name) for name in _HUB_OPTIONS if push and name in kwargs}
     original, _ = original_of(self)
@@ -438,6 +446,17 @@ def _save_pretrained(
         write_packed(self, temporary, published=Path(save_directory), **kwargs)
     if push:  # once more, by transformers' own method, which calls this one: what goes up is closed as well
         self.push_to_hub(hub.pop("repo_id", Path(save_directory).name), **hub)
+
+
+def _refuse_adapter_layers(model: Any) -> None:
+    kinds = ("base_layer", "original_module")  # PEFT's layers, and what it trains as a whole
+    name = next((name for name, m in model.named_modules() if any(hasattr(m, kind) for kind in kinds)), None)
+    if name is not None:
+        raise Unsupported(
+            f"{name} is a layer with an adapter, whose names in a file no model could be loaded from; write "
+            "the adapter with the PeftModel's save_pretrained, both as one model with "
+            "save_pretrained_merged, or take the adapter out first (model.unload())."
+        )
 
 
 def write_packed(model: Any, folder: Path, *, published: Path | None = None, **options: Any) -> None:
