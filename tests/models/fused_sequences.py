@@ -25,13 +25,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fewbits import FastLanguageModel
+from fewbits import FastLanguageModel, convert
 from fewbits.decoder.fuse import fuse, fused_layers, fusion_of, unfuse
 from fewbits.decoder.keep import KEEP_EVERYTHING, KEEP_NONE, KEEPS, Keep
 from fewbits.formats import INT8, NF4
 from fewbits.models.adapters import get_peft_model
-from fewbits.models.convert import convert
+from fewbits.models.fast import with_methods
 from fewbits.recipes.recipe import LoRA, Recipe, Rule
+from tests.models.later_calls import Differs, LaterCalls
 from tests.models.tiny import FAMILIES, VOCAB, tiny
 
 CALLS = 9
@@ -42,10 +43,6 @@ _TARGETS = (
     ("gate_proj", "down_proj"),
     ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
 )
-
-
-class Differs(AssertionError):
-    """Fused and plain do not agree."""
 
 
 def _own_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -61,7 +58,7 @@ def _double_gradient(module: nn.Module, given: Any, into: Any) -> Any:
     return tuple(None if g is None else g * 2 for g in given)
 
 
-class Pair:
+class Pair(LaterCalls):
     """Two models and what has been done to them."""
 
     def __init__(self, seed: int) -> None:
@@ -75,7 +72,11 @@ class Pair:
         self.steps = 0
         first, second = self._make(seed), self._make(seed)
         self.plain, self.fused = first, second
-        fuse(second, keep=self.choose(None, *_KEEPS))
+        fuse(second, keep=self.new_keep())
+
+    def new_keep(self) -> Any:
+        """A plan for layers that are fused again."""
+        return self.choose(None, *_KEEPS)
 
     def choose(self, *of: Any) -> Any:
         """One of these."""
@@ -89,6 +90,7 @@ class Pair:
         model = tiny(self.family, seed=seed, dtype=self.dtype, **changes)
         if self.weight is not None:
             convert(model, Recipe(name="packed", linear=Rule(weight=self.weight)))
+        with_methods(model)
         model.set_attn_implementation("eager" if self.family == "gemma2" else again.choice(("sdpa", "eager")))
         if self.weight is not None or again.random() < 0.6:
             model = self._adapters(model, again)
@@ -98,7 +100,7 @@ class Pair:
         lora = LoRA(
             r=again.choice((2, 4, 8)),
             alpha=again.choice((4, 8)),
-            dropout=again.choice((0.0, 0.0, 0.0, 0.2)),
+            dropout=again.choice((0.0, 0.0, 0.0, 0.2)) * (not self.rounded),
             targets=self._targets(again),
         )
         model = get_peft_model(model, lora, adapter_name=name, seed=7)
@@ -344,7 +346,7 @@ class Pair:
         unfuse(self.fused)
         if self.random.random() < 0.3:
             self.train()
-        fuse(self.fused, keep=self.choose(None, *_KEEPS))
+        fuse(self.fused, keep=self.new_keep())
 
     def copy(self) -> None:
         """Deep copies go on in place of both."""
@@ -480,6 +482,10 @@ class Pair:
             self.unhook, self.keep, self.fuse_again, self.copy, self.add_adapter, self.switch_adapter,
             self.delete_adapter, self.without_adapters, self.merge, self.save_and_load, self.state,
             self.trained, self.attention, self.mode,
+            self.generate_in_few_bits, self.read_into_packed_cache, self.generate_by_guesses,
+            self.generate_many_texts, self.generate_as_it_is, self.decode_step, self.dequantize, self.restore,
+            self.convert, self.cast, self.through_a_file, self.resize, self.weigh_adapters,
+            self.inside_disabled, self.words_of_forward, self.export, self.save_base,
         )  # fmt: skip
         for self.steps in range(calls):
             call = self.choose(*others) if self.steps % 2 == 0 else self.choose(*computing)

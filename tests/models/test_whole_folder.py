@@ -256,7 +256,7 @@ def _whole(folder: Path) -> tuple[float, ...]:
     "kills", [pytest.param(4, marks=pytest.mark.slow), pytest.param(25, marks=pytest.mark.nightly)]
 )
 @pytest.mark.parametrize("what", ["merge", "quantize"])
-def test_killed_at_random_moments(tmp_path, what, kills):
+def test_killed_at_random_moments(tmp_path, what, kills, record_property):
     """Merging in shards over an older merge, and quantising over an older one."""
     save_tiny(tmp_path / "base", shard="60KB")
     model, tokenizer = FastLanguageModel.from_pretrained(tmp_path / "base", load_in_4bit=False)
@@ -286,3 +286,6 @@ def test_killed_at_random_moments(tmp_path, what, kills):
         assert _whole(tmp_path / "base") == base
     assert child(lambda: work(1)) == 0 and _whole(tmp_path / "out") == wholes[0]
     assert names(tmp_path) == {"base", "out"}
+    record_property("kills", killed)
+    record_property("left the first", len(found) - sum(found))
+    record_property("left the second", sum(found))

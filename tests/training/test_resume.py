@@ -201,18 +201,27 @@ def test_who_handles_these_signals_goes_on_handling_them():
         pytest.param("full", FULL, marks=pytest.mark.nightly),
     ],
 )
-def test_killed_many_times(kind, options, whole, killer, tiny_folder, tiny_data, tmp_path):
+@pytest.mark.timeout(1800)
+def test_killed_many_times(kind, options, whole, killer, tiny_folder, tiny_data, tmp_path, record_property):
+    """Twenty kills, at any moment or write, over as many runs as that takes: each ends as if undisturbed."""
     want, outcome = whole[kind]
-    choose = random.Random()
-    for trial in range(5):
-        config = settings(tiny_folder, tiny_data, tmp_path / f"run{trial}", **options)
-        for _ in range(8):
+    seed = random.randrange(10**6)
+    choose, kills, runs = random.Random(seed), 0, 0
+    record_property("seed", seed)
+    while kills < 20:
+        folder = tmp_path / f"run{runs}"
+        config, runs = settings(tiny_folder, tiny_data, folder, **options), runs + 1
+        for _ in range(choose.randrange(3, 9)):
+            fate = {"after": choose.uniform(0, outcome["seconds"])}
             if choose.random() < 0.5:
-                killer.run(config, after=choose.uniform(0, outcome["seconds"]), resume=True)
-            else:
-                killer.run(config, at_fsync=choose.randrange(1, outcome["fsyncs"]), resume=True)
+                fate = {"at_fsync": choose.randrange(1, outcome["fsyncs"])}
+            status = killer.run(config, resume=True, **fate)["status"]
+            assert status in (0, -9)
+            kills += status == -9
         assert killer.run(config, resume=True)["status"] == 0
-        assert_same(remains(tmp_path / f"run{trial}"), want)
+        assert_same(remains(folder), want)
+    record_property("kills", kills)
+    record_property("runs", runs)
 
 
 def test_a_job_that_goes_on_on_another_machine(whole, killer, tiny_folder, tiny_data, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 import shutil
 import signal
@@ -105,6 +106,33 @@ def test_a_killed_rank_ends_the_run_which_resumes_to_the_same_weights(killer, ma
     assert run["status"] == "stopped" and re.search(lost, run["error"])
     ran(killer.run_ranks([broken] * 2, resume=True))
     assert_same(remains(tmp_path / "broken"), remains(tmp_path / "whole"))
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+def test_ranks_killed_at_random_moments(killer, make, tiny_folder, tmp_path, record_property):
+    """Twenty kills of either rank, in a step or at a write: the run ends as if undisturbed."""
+    config = make(tiny_folder, "whole", **LORA)
+    fsyncs = [outcome["fsyncs"] for outcome in ran(killer.run_ranks([config] * 2))]
+    want, seed = remains(tmp_path / "whole"), random.randrange(10**6)
+    choose, kills, runs = random.Random(seed), 0, 0
+    record_property("seed", seed)
+    while kills < 20:
+        broken, folder = make(tiny_folder, f"broken{runs}", **LORA), tmp_path / f"broken{runs}"
+        runs += 1
+        for _ in range(choose.randrange(2, 6)):
+            rank = choose.randrange(2)
+            at = -choose.randrange(1, 8) if choose.random() < 0.5 else choose.randrange(1, fsyncs[rank] + 1)
+            outcomes = killer.run_ranks([broken] * 2, kill=(rank, at), pace=FAST, resume=True)
+            killed = outcomes[rank]["status"] == -9
+            assert killed or [outcome["status"] for outcome in outcomes] == [0, 0], (rank, at, outcomes)
+            other = outcomes[1 - rank]
+            assert not killed or other["status"] == 0 or re.match("PeerLost: ", other["error"]), (at, other)
+            kills += killed
+        ran(killer.run_ranks([broken] * 2, resume=True))
+        assert_same(remains(folder), want)
+    record_property("kills", kills)
+    record_property("runs", runs)
 
 
 def test_a_rank_that_dies_while_a_checkpoint_is_written_is_no_full_disk(tmp_path):
