@@ -225,6 +225,14 @@ class LaterCalls:
             self.note("refused")
         return not said[0]
 
+    def _trained(self) -> set[str]:
+        return {name for name, p in self.fused.named_parameters() if p.requires_grad}
+
+    def _no_more_trains(self, trained: set[str]) -> None:
+        """Under adapters a base stays frozen, whatever becomes of its weights."""
+        if self.adapters and (more := self._trained() - trained):
+            raise Differs(f"{sorted(more)[0]} trains now")
+
     def _fuse_if_not(self) -> None:
         if fusion_of(self.fused) is None:
             fuse(self.fused, keep=self.new_keep())
@@ -234,14 +242,14 @@ class LaterCalls:
         if self.weight is None or self.undo:
             return
         self.count()
-        frozen = {n for n, p in self.plain.named_parameters() if not p.requires_grad}
+        trained = self._trained()
         if self._either(lambda m: base_of(m).dequantize()):
             self.weight = None
             if any(isinstance(m, QuantizedLinear) for m in self.fused.modules()):
                 raise Differs("a packed linear is left")
             if fusion_of(self.fused) is not None:
                 raise Differs("the fusion is left")
-            self.note(f"{len(frozen)} frozen")
+            self._no_more_trains(trained)
         self._fuse_if_not()
 
     def restore(self) -> None:
@@ -249,11 +257,12 @@ class LaterCalls:
         if self.undo or self.merged:
             return
         self.count()
-        self.rounded = False
+        trained, self.rounded = self._trained(), False
         fewbits.restore(self.fused)
         if self.weight is not None:
             fewbits.restore(self.plain)
             self.weight = None
+        self._no_more_trains(trained)
         self._fuse_if_not()
 
     def convert(self) -> None:

@@ -16,6 +16,7 @@ from torch import nn
 from fewbits.errors import BadCheckpoint, SpecMismatch, Unsupported
 from fewbits.formats import INT8, NF4
 from fewbits.host.spec import spec_for
+from fewbits.models import in_memory
 from fewbits.models.adapters import get_peft_model, load_adapter, resolve_targets
 from fewbits.models.convert import convert, restore
 from fewbits.nn.linear import QuantizedLinear
@@ -41,6 +42,21 @@ def rounded(family: str = "llama", **changes: Any) -> nn.Module:
     model = packed(family, **changes)
     restore(model)
     return model
+
+
+@pytest.mark.parametrize("way", ["restored", "restored from kept weights", "dequantised"])
+def test_a_base_that_leaves_few_bits_under_adapters_stays_frozen(way: str) -> None:
+    """It would otherwise train beside the adapter, and nobody would be told."""
+    base = tiny("llama")
+    in_memory.convert(base, PACK, keep_original=way == "restored from kept weights")
+    model = get_peft_model(base, LoRA(targets=("q_proj",), bias="lora_only"))
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    if way == "dequantised":
+        base.dequantize()
+    else:
+        in_memory.restore(base)
+    assert not any(isinstance(m, QuantizedLinear) for m in model.modules())
+    assert trained == {name for name, p in model.named_parameters() if p.requires_grad}
 
 
 def randomise(model: nn.Module, seed: int = 3) -> None:

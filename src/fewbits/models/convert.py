@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -41,7 +41,8 @@ from fewbits.recipes import Recipe, Rule, get_recipe
 
 Builder = Callable[[str, nn.Linear, Rule], nn.Module | None]
 _PEFT_PARTS = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.|$)")
-CONVERTED = (QuantizedLinear, LowPrecisionLinear, FakeQuantizedLinear, QuantizedExperts)
+PACKED = (QuantizedLinear, QuantizedExperts)
+CONVERTED = (*PACKED, LowPrecisionLinear, FakeQuantizedLinear)
 
 
 def convert(
@@ -155,7 +156,7 @@ def restore(model: nn.Module) -> Receipt:
 
     Norms and trained linears come back with the parameters that they have now. Packed linears come back as
     they were if the model was converted with ``keep_original``, otherwise with the dequantised weights. The
-    attention becomes the host's again.
+    attention becomes the host's again. Under adapters, weights that were packed are frozen.
     """
     state = conversion_of(model)
     if state is None:
@@ -164,17 +165,32 @@ def restore(model: nn.Module) -> Receipt:
         )
     receipt = Receipt(f"restored from recipe {state.recipe.name}")
     model = unwrap(model)  # originals are kept under the names that modules have in it
-    for name, module in list(_converted(model)):
+    replaced = list(_converted(model))
+    for name, module in replaced:
         plain = state.originals.get(name_as_converted(name))
         if plain is not None and "modules_to_save" in name:  # a copy that PEFT trains beside the original
             plain = copy.deepcopy(plain)
         original, how = _original(module, plain)
         receipt.changes.append(_change(name, module, original, f"{type(original).__name__} ({how})"))
         model.set_submodule(name, original)
+    freeze_under_adapters(model, [name for name, module in replaced if isinstance(module, PACKED)])
     if used_attention(model) is not None:
         receipt.notes.extend(restore_attention(model).notes)
     take_part(model, Conversion)
     return receipt
+
+
+def freeze_under_adapters(model: nn.Module, names: Iterable[str]) -> None:
+    """Freeze the weights of modules that were packed, if PEFT's layers stand in the model.
+
+    Biases, which adapters may train, and whole copies that PEFT trains stay as they are.
+    """
+    if not any(hasattr(m, "base_layer") or hasattr(m, "original_module") for m in model.modules()):
+        return
+    for name in names:
+        for part, parameter in model.get_submodule(name).named_parameters():
+            if not part.endswith("bias") and "modules_to_save" not in name:
+                parameter.requires_grad_(False)
 
 
 def name_as_converted(name: str) -> str:

@@ -10,16 +10,15 @@ from fewbits.decoder.fuse import fusion_of
 from fewbits.errors import Unsupported
 from fewbits.host.conversion import conversion_of
 from fewbits.host.unwrap import unwrap
-from fewbits.models.convert import decoded_linear, name_as_converted
+from fewbits.models.convert import PACKED, decoded_linear, freeze_under_adapters, name_as_converted
 from fewbits.models.undo import undo
-from fewbits.nn.experts import QuantizedExperts
 from fewbits.nn.linear import QuantizedLinear
 
 
 def make_plain(model: nn.Module) -> None:
     """Replace every module of ours by one of the host's class, packed linears by their decoded weights.
 
-    In place. Adapters (PEFT's layers around the linears) stay, over plain weights.
+    In place. Adapters (PEFT's layers around the linears) stay, over plain weights, which are frozen.
 
     Raises:
         Unsupported: adapters are merged into packed weights, which PEFT could then not unmerge.
@@ -33,14 +32,13 @@ def make_plain(model: nn.Module) -> None:
     model = unwrap(model)
     state: Any = conversion_of(model)
     if state is not None:  # decoded weights are asked for, not the originals that were kept
-        kinds = (QuantizedLinear, QuantizedExperts)
-        modules = model.named_modules()
-        packed = {name_as_converted(name) for name, module in modules if isinstance(module, kinds)}
-        state.originals = {name: module for name, module in state.originals.items() if name not in packed}
+        decoded = {name_as_converted(name) for name, m in model.named_modules() if isinstance(m, PACKED)}
+        state.originals = {name: module for name, module in state.originals.items() if name not in decoded}
     if state is not None or fusion_of(model) is not None:
         undo(model)
-    for name, module in list(model.named_modules()):
-        if isinstance(module, QuantizedLinear):  # of a family that fewbits has no spec for
-            model.set_submodule(name, decoded_linear(module))
-        elif isinstance(module, QuantizedExperts):
-            model.set_submodule(name, module.host())
+    # What is left is of a family that fewbits has no spec for.
+    packed = {name: module for name, module in model.named_modules() if isinstance(module, PACKED)}
+    for name, module in packed.items():
+        linear = isinstance(module, QuantizedLinear)
+        model.set_submodule(name, decoded_linear(module) if linear else module.host())
+    freeze_under_adapters(model, packed)
