@@ -21,6 +21,7 @@ TRAIN = ["train", "c.yaml"]
 MISTAKES = {
     "a misspelt key": ([*TRAIN, "learnin_rate=1e-4"], 1, "did you mean learning_rate?"),
     "a misspelt flag": ([*TRAIN, "--learnin-rate", "1"], 2, "unrecognized arguments: --learnin-rate"),
+    "a flag of others": ([*TRAIN, "--lora-rank", "8"], 2, "arguments: --lora-rank 8 (here --lora-r); see"),
     "a misspelt command": (["trian", "c.yaml"], 2, "invalid choice: 'trian'"),
     "a misspelt recipe": ([*TRAIN, "recipe=qlora_nf5"], 1, "qlora_nf4"),
     "a misspelt method": ([*TRAIN, "method=dop"], 1, "method is 'dop'; it must be one of sft, dpo"),

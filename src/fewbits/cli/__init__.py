@@ -58,7 +58,7 @@ def _run(argv: list[str]) -> int:
             args.parser.error("write the command that builds behind --, as in fewbits build -- ninja -j8")
         args.run = behind
     if rest:
-        args.parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        args.parser.error(f"unrecognized arguments: {' '.join(rest)}{_called_here(args.command, rest)}")
 
     from fewbits.cli import actions
     from fewbits.cli.quiet import quiet
@@ -68,6 +68,15 @@ def _run(argv: list[str]) -> int:
         return int(action(args))
     with quiet(enabled=not args.debug):
         return int(action(args))
+
+
+def _called_here(command: str, rest: list[str]) -> str:
+    """The flags of ``train`` for words of other libraries, in brackets; "" where none is one."""
+    from fewbits.training.other_words import OTHER_WORDS
+
+    words = [word[2:].partition("=")[0].replace("-", "_") for word in rest if word.startswith("--")]
+    flags = [f"--{OTHER_WORDS[word].replace('_', '-')}" for word in words if word in OTHER_WORDS]
+    return f" (here {' '.join(flags)})" if flags and command == "train" else ""
 
 
 def _collect_overrides(args: Namespace, rest: list[str]) -> list[str]:
