@@ -114,4 +114,4 @@ def killer():
     killer = Killer()
     yield killer
     killer.process.stdin.close()
-    killer.process.wait(timeout=30)
+    killer.process.wait(timeout=180)  # busy machines take long over its libraries
