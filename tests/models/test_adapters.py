@@ -44,6 +44,15 @@ def rounded(family: str = "llama", **changes: Any) -> nn.Module:
     return model
 
 
+def test_a_frozen_base_stays_frozen() -> None:
+    """As under a learned prompt, which puts no layer into the base."""
+    base = tiny("llama")
+    in_memory.convert(base, PACK)
+    base.requires_grad_(False)
+    assert not any(p.requires_grad for p in base.dequantize().parameters())
+    assert all(p.requires_grad for p in rounded().parameters())
+
+
 @pytest.mark.parametrize("way", ["restored", "restored from kept weights", "dequantised"])
 def test_a_base_that_leaves_few_bits_under_adapters_stays_frozen(way: str) -> None:
     """It would otherwise train beside the adapter, and nobody would be told."""

@@ -181,16 +181,20 @@ def restore(model: nn.Module) -> Receipt:
 
 
 def freeze_under_adapters(model: nn.Module, names: Iterable[str]) -> None:
-    """Freeze the weights of modules that were packed, if PEFT's layers stand in the model.
+    """Freeze weights that were packed, if PEFT's layers stand in the model or all else is frozen.
 
     Biases, which adapters may train, and whole copies that PEFT trains stay as they are.
     """
-    if not any(hasattr(m, "base_layer") or hasattr(m, "original_module") for m in model.modules()):
-        return
-    for name in names:
-        for part, parameter in model.get_submodule(name).named_parameters():
-            if not part.endswith("bias") and "modules_to_save" not in name:
-                parameter.requires_grad_(False)
+    weights = {
+        parameter
+        for name in names
+        for part, parameter in model.get_submodule(name).named_parameters()
+        if not part.endswith("bias") and "modules_to_save" not in name
+    }
+    adapted = any(hasattr(m, "base_layer") or hasattr(m, "original_module") for m in model.modules())
+    if adapted or not any(p.requires_grad for p in model.parameters() if p not in weights):
+        for parameter in weights:
+            parameter.requires_grad_(False)
 
 
 def name_as_converted(name: str) -> str:
