@@ -323,7 +323,7 @@ def test_hibernation_every_half_second(workshop: Workshop) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(1800)
 def test_killed_at_thirty_moments(workshop: Workshop, ninja: str) -> None:
     """Spread over the length of a build, which is measured first; each fifth begins with an empty cache."""
     units = [write_unit(workshop.folder / f"u{i}.cpp", 75 + i % 7, f"t{i}") for i in range(8)]
