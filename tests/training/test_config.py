@@ -14,7 +14,7 @@ from fewbits.errors import BadInput
 from fewbits.formats import INT8
 from fewbits.recipes import LoRA, qlora_nf4
 from fewbits.training.config import ALIASES, TrainConfig, help_of, parse_memory_budget, parse_overrides
-from fewbits.training.other_words import _CALLED, OTHER_WORDS, unknown_key
+from fewbits.training.other_words import CALLED, OTHER_WORDS, unknown_key
 from fewbits.training.setup.model_and_trainer import recipe_of_config
 
 SMALL = {"model": "m", "train_data": "d.jsonl"}
@@ -67,7 +67,7 @@ def test_every_field_is_documented():
 def test_words_of_other_libraries():
     """Each leads to a setting, to one alone, and is none itself; and slips of the keys lead there too."""
     known = [*(item.name for item in dataclasses.fields(TrainConfig)), *ALIASES]
-    listed = [word for words in _CALLED.values() for word in words.split()]
+    listed = [word for words in CALLED.values() for word in words.split()]
     assert len(set(listed)) == len(listed)
     assert set(OTHER_WORDS.values()) <= set(known) and not set(OTHER_WORDS) & set(known)
     for word, meant in {

@@ -13,7 +13,7 @@ from difflib import get_close_matches
 _SLIP = 0.85  # of letters in common: `learning_rat`, `lora_alhpa`; not `num_iterations` and num_generations
 
 # Each setting, and what else it is called.
-_CALLED = {
+CALLED = {
     "model": "base_model model_name model_path model_id model_name_or_path base_model_name_or_path "
     "checkpoint pretrained_model_name_or_path hub_model_id",
     "dtype": "torch_dtype precision bf16 fp16 half compute_dtype bnb_4bit_compute_dtype",
@@ -87,17 +87,17 @@ _CALLED = {
     "report_to": "log_with loggers logger tracker wandb wandb_project use_wandb tensorboard",
     "sample_tokens": "num_sample_tokens",
 }  # fmt: skip
-OTHER_WORDS = {word: ours for ours, words in _CALLED.items() for word in words.split()}
+OTHER_WORDS = {word: ours for ours, words in CALLED.items() for word in words.split()}
 
 
-def unknown_key(key: str, known: Iterable[str]) -> str:
+def unknown_key(key: str, settings: Iterable[str]) -> str:
     """The sentence that refuses a key which is no setting.
 
     Args:
         key: as it was written.
-        known: all names of settings, aliases included.
+        settings: all their names, aliases included.
     """
-    names = sorted(known)
+    names = sorted(settings)
     plain = key.lower().replace("-", "_")
     meant = OTHER_WORDS.get(plain) or next((name for name in names if name == plain), None)
     if meant is None:
