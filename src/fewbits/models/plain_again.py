@@ -39,6 +39,6 @@ def make_plain(model: nn.Module) -> None:
     # What is left is of a family that fewbits has no spec for.
     packed = {name: module for name, module in model.named_modules() if isinstance(module, PACKED)}
     for name, module in packed.items():
-        linear = isinstance(module, QuantizedLinear)
-        model.set_submodule(name, decoded_linear(module) if linear else module.host())
+        plain = decoded_linear(module) if isinstance(module, QuantizedLinear) else module.host()
+        model.set_submodule(name, plain)
     freeze_under_adapters(model, packed)
