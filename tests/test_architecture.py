@@ -69,7 +69,8 @@ ROOMS_INSIDE = {
     },
     "training": {
         "config_values": set(),
-        "config": {"config_values"},
+        "other_words": set(),
+        "config": {"config_values", "other_words"},
         "optimizer": set(),
         "data": _SETTINGS,
         "ranks": set(),
