@@ -24,6 +24,8 @@ from fewbits.inference.generate import Sampling, generate
 from fewbits.models.checkpoint import inspect_folder
 from fewbits.models.hf_quantizer import FewbitsConfig
 from fewbits.models.in_memory import apply_stochastic
+from fewbits.models.packed import check_parts
+from fewbits.nn import finite
 from fewbits.nn.finite import check_finite
 from fewbits.nn.linear import QuantizedLinear
 from fewbits.recipes.stochastic_config import StochasticConfig
@@ -103,6 +105,26 @@ def test_refused_by_name(way, value, tmp_path):
         PACKING[way](folder)
     assert "\n" not in str(caught.value) and str(caught.value).endswith(".")
     assert not (tmp_path / "packed").exists()
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_gpu_is_asked_once_and_the_weight_still_named(known, tmp_path, monkeypatch):
+    """Weights of a GPU are packed before anybody knows: here the CPU's are taken for such."""
+    asked = []
+    monkeypatch.setattr(finite, "waits", lambda weight: True)
+    wrong = finite.FiniteLater.wrong
+    monkeypatch.setattr(finite.FiniteLater, "wrong", lambda self: asked.append(1) or wrong(self))
+    folder = damaged(tmp_path / "model", value=float("inf") if known else 1e30)
+    what = r"in 1 .* inf at \[5, 7\]" if known else "; it cannot be packed"  # float16 makes it an infinity
+    with pytest.raises(NotFinite, match=rf"{NAME}.* holds a NaN or an infinity ?{what}"):
+        FastLanguageModel.from_pretrained(folder, dtype=None if known else torch.float16)
+    assert len(asked) == 1
+    save_tiny(tmp_path / "sound")
+    model, _ = FastLanguageModel.from_pretrained(tmp_path / "sound")
+    assert len(asked) == 3  # of the weights, and of the packed parts
+    model.model.layers[1].mlp.up_proj.weight_scale_scales.data[0] = float("nan")
+    with pytest.raises(NotFinite, match=r"here: model.layers.1.mlp.up_proj.weight_scale_scales .* in 1 of"):
+        check_parts(model, "here")
 
 
 def test_merging_into_packed_weights_is_refused_and_changes_nothing(tmp_path):

@@ -14,10 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fewbits.errors import BadCheckpoint, BadInput, Unsupported
+from safetensors import safe_open
+
+from fewbits.errors import BadCheckpoint, BadInput, NotFinite, Unsupported
 from fewbits.models.config_check import check_config
 from fewbits.models.folder_manifest import check_folder
 from fewbits.models.reading import first_line
+from fewbits.nn.finite import check_finite
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -38,11 +41,13 @@ _MAX_HEADER_BYTES = 100_000_000  # the safetensors format's own limit
 
 
 class TensorEntry(NamedTuple):
-    """One tensor of a checkpoint, as its header describes it."""
+    """One tensor of a checkpoint, as its header describes it: bytes ``begin`` to ``end`` of the file."""
 
     file: Path
     dtype: str
     shape: tuple[int, ...]
+    begin: int = 0
+    end: int = 0
 
 
 @dataclass(frozen=True)
@@ -94,7 +99,7 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
         header = json.loads(text)
         header.pop("__metadata__", None)
         end = max((int(entry["data_offsets"][1]) for entry in header.values()), default=0)
-        entries = {k: _entry(file, e) for k, e in header.items()}
+        entries = {k: _entry(file, e, 8 + length) for k, e in header.items()}
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise BadCheckpoint(f"{file} has a corrupt header; copy or download it again.") from error
     if size != 8 + length + end:
@@ -105,7 +110,7 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
     return entries
 
 
-def _entry(file: Path, written: Mapping[str, Any]) -> TensorEntry:
+def _entry(file: Path, written: Mapping[str, Any], start: int) -> TensorEntry:
     """One entry of a header; ValueError, TypeError or KeyError where it is none."""
     dtype, shape, (begin, end) = written["dtype"], written["shape"], written["data_offsets"]
     bits = next((int(n) for n in re.findall(r"\d+", str(dtype))), 8)  # BOOL has a byte
@@ -113,7 +118,7 @@ def _entry(file: Path, written: Mapping[str, Any]) -> TensorEntry:
         raise ValueError("sizes are whole numbers")
     if 8 * (end - begin) != math.prod(shape) * bits:
         raise ValueError("another number of bytes than the shape needs")
-    return TensorEntry(file, dtype, tuple(shape))
+    return TensorEntry(file, dtype, tuple(shape), start + begin, start + end)
 
 
 def read_headers(files: tuple[Path, ...]) -> dict[str, TensorEntry]:
@@ -122,6 +127,25 @@ def read_headers(files: tuple[Path, ...]) -> dict[str, TensorEntry]:
     for file in files:
         tensors.update(read_header(file))
     return tensors
+
+
+def told_of(name: str, files: tuple[Path, ...]) -> NotFinite:
+    """What is to be said of a weight that proved not to be finite once it was packed and gone.
+
+    Args:
+        name: of the weight.
+        files: the safetensors files it came from, where the place of its first bad value is looked up.
+    """
+    entry = read_headers(files).get(name)
+    try:
+        if entry is not None:
+            with safe_open(entry.file, "pt") as opened:
+                check_finite(opened.get_tensor(name), name)
+    except NotFinite as error:
+        return error
+    return NotFinite(
+        f"{name} holds a NaN or an infinity; it cannot be packed, so take an undamaged checkpoint."
+    )
 
 
 def read_json(file: Path) -> dict[str, Any]:

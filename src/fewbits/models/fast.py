@@ -317,6 +317,7 @@ def _load_model(where: str, checkpoint: Checkpoint | None, recipe: Any, dtype: A
 
     from fewbits.models.hf_quantizer import register
     from fewbits.models.model_shapes import auto_class_of
+    from fewbits.models.streamed_loading import loader_for
 
     register()
     device_map = device_map_of(loading.device_map)
@@ -329,14 +330,16 @@ def _load_model(where: str, checkpoint: Checkpoint | None, recipe: Any, dtype: A
         k: v for k, v in common.items() if k not in ("attn_implementation", "max_memory", "variant")
     }
     config = AutoConfig.from_pretrained(where, **config_options)
-    if checkpoint is not None and checkpoint.quant_method in (None, "fewbits"):
+    described = None
+    if quant_method_of(config) in (None, "fewbits"):
         with torch.device("meta"):
             described = auto_class_of(config).from_config(config, trust_remote_code=loading.trust_remote_code)
-        check_shapes(checkpoint, described)
+        if checkpoint is not None:
+            check_shapes(checkpoint, described)
     settings = _quantization_settings(config, checkpoint, recipe, where, loading)
     if hasattr(settings.get("quantization_config"), "recipe"):
         check_device(settings["quantization_config"].recipe, next(iter((device_map or {"": "cpu"}).values())))
-    model, info = auto_class_of(config).from_pretrained(
+    model, info = loader_for(auto_class_of(config), described, device_map).from_pretrained(
         where,
         config=config,
         dtype=dtype_of(dtype, device_map),
@@ -348,6 +351,14 @@ def _load_model(where: str, checkpoint: Checkpoint | None, recipe: Any, dtype: A
     )
     _check_loaded(where, model, info)
     return model
+
+
+def quant_method_of(config: Any) -> Any:
+    """The quantisation that a configuration of transformers names; None: it names none."""
+    written = getattr(config, "quantization_config", None)
+    return (
+        written.get("quant_method") if isinstance(written, dict) else getattr(written, "quant_method", None)
+    )
 
 
 def _quantization_settings(
@@ -362,9 +373,7 @@ def _quantization_settings(
         if recipe is not None:
             settings["quantization_config"] = FewbitsConfig(recipe, allow_pickle=loading.allow_pickle)
         return settings
-    method = (
-        written.get("quant_method") if isinstance(written, dict) else getattr(written, "quant_method", None)
-    )
+    method = quant_method_of(config)
     as_dict = written if isinstance(written, dict) else written.to_dict()
     if method == "fewbits":
         loading.notes.append(

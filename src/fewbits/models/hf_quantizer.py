@@ -36,7 +36,7 @@ from fewbits.host.conversion import conversion_of
 from fewbits.host.spec import spec_for
 from fewbits.host.transposed import as_linear, is_transposed, transposed_like
 from fewbits.host.unwrap import unwrap
-from fewbits.models.checkpoint import read_headers
+from fewbits.models.checkpoint import read_headers, told_of
 from fewbits.models.conversion_ops import QuantizeWeight, ReadForeign
 from fewbits.models.convert import convert, expert_changes, linears_to_replace, loaded_change
 from fewbits.models.expert_checkpoints import mxfp4_converters, mxfp4_rules, take_mxfp4
@@ -55,7 +55,7 @@ from fewbits.models.packed_folder import close_folder, open_config
 from fewbits.models.stochastic import adopt_saved, save_config
 from fewbits.models.whole_folder import whole_folder
 from fewbits.nn.experts import QuantizedExperts
-from fewbits.nn.finite import check_finite
+from fewbits.nn.finite import FiniteLater
 from fewbits.nn.linear import QuantizedLinear
 from fewbits.nn.packed_layers import packed_layer
 from fewbits.recipes import Recipe, Rule, get_recipe, recipe_from_config, recipe_to_config
@@ -155,6 +155,8 @@ class FewbitsQuantizer(HfQuantizer):
         super().__init__(quantization_config, **kwargs)
         self.rules: dict[str, Rule] = {}  # linears still to be packed, by full name
         self.problems: list[FewbitsError] = []
+        self.files: tuple[Path, ...] = ()
+        self.finite = FiniteLater()
 
     @property
     def recipe(self) -> Recipe:
@@ -222,7 +224,8 @@ class FewbitsQuantizer(HfQuantizer):
                 f"{pickles[0]} is a pickle, which can run code while it is read; convert it to safetensors, "
                 "or pass allow_pickle=True if you trust where it comes from."
             )
-        tensors = read_headers(files) if files and not pickles else {}
+        self.files = () if pickles else files
+        tensors = read_headers(self.files)
         if self.quantization_config.source == MXFP4_SOURCE:
             self.rules = mxfp4_rules(model, tensors)
         elif self.is_foreign:
@@ -260,7 +263,7 @@ class FewbitsQuantizer(HfQuantizer):
             self._other_shape(param_name, tuple(weight.shape), tuple(linear.weight.shape))
             return
         try:
-            check_finite(weight, param_name)
+            self.finite.add(weight, param_name)
         except NotFinite as error:
             self.problems.append(error)  # raised once all is read: transformers hides what is raised here
             return
@@ -317,6 +320,7 @@ class FewbitsQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         where = model.config.name_or_path
+        self.problems += [told_of(name, self.files) for name in self.finite.wrong()]
         if self.problems:
             raise type(self.problems[0])(f"{where}: {self.problems[0]}") from self.problems[0]
         if self.rules:

@@ -15,7 +15,7 @@ from fewbits.host.transposed import as_linear, is_transposed
 from fewbits.kernels.codec.quantize import quantize
 from fewbits.models.checkpoint import TensorEntry
 from fewbits.nn.experts import QuantizedExperts
-from fewbits.nn.finite import check_finite
+from fewbits.nn.finite import FiniteLater, check_finite
 from fewbits.nn.linear import QuantizedLinear
 from fewbits.nn.packed_layers import packed_layer
 from fewbits.nn.stochastic_linear import EXTRAS, StochasticLinear
@@ -139,6 +139,7 @@ def _extras(name: str, tensors: Mapping[str, TensorEntry]) -> dict[str, PartSpec
 
 def check_parts(model: nn.Module, where: str) -> None:
     """Freeze the packed parts, after checking them against the layout (older transformers set any shape)."""
+    later, looked_at = FiniteLater(), {}
     for name, module in model.named_modules():
         if not isinstance(module, QuantizedLinear):
             continue
@@ -150,13 +151,16 @@ def check_parts(model: nn.Module, where: str) -> None:
                     f"format needs {spec.shape} {spec.dtype}; the weights and config.json belong to "
                     "different models."
                 )
-            check_finite(parameter, f"{where}: {name}.weight_{part}")
+            looked_at[f"{where}: {name}.weight_{part}"] = parameter
+            later.add(parameter, f"{where}: {name}.weight_{part}")
             parameter.requires_grad_(False)
         if isinstance(module, StochasticLinear):
             module.refresh()
             problem = module.problem()
             if problem is not None:
                 raise BadCheckpoint(f"{where}: {name} {problem}; the two belong to different models.")
+    for wrong in later.wrong():
+        check_finite(looked_at[wrong], wrong)
 
 
 def recipe_of(model: nn.Module, *, name: str) -> Recipe:

@@ -12,6 +12,45 @@ from torch import Tensor
 from fewbits.errors import NotFinite
 
 
+class FiniteLater:
+    """Whether many tensors are finite, without waiting for a GPU at each: it is asked once, in `wrong`."""
+
+    def __init__(self) -> None:
+        self._names: dict[torch.device, list[str]] = {}
+        self._ends: dict[torch.device, list[Tensor]] = {}
+
+    def add(self, weight: Tensor, name: str) -> None:
+        """Look at one tensor of any shape, under a name of its own; one pass, as `check_finite`.
+
+        Raises:
+            NotFinite: one that is not on a GPU holds a NaN or an infinity, as `check_finite` says it.
+        """
+        if not waits(weight):
+            check_finite(weight, name)
+        elif weight.numel() and weight.is_floating_point():
+            self._names.setdefault(weight.device, []).append(name)
+            self._ends.setdefault(weight.device, []).append(ends_of(weight).float())
+
+    def wrong(self) -> list[str]:
+        """The names of those that hold a NaN or an infinity, in the order of `add` on each device."""
+        found = []
+        for device, ends in self._ends.items():
+            good = torch.stack(ends).isfinite().all(1).tolist()
+            found += [name for name, fine in zip(self._names[device], good, strict=True) if not fine]
+        return found
+
+
+def waits(weight: Tensor) -> bool:
+    """Whether reading a number of this tensor means waiting for its device."""
+    return weight.is_cuda
+
+
+def ends_of(weight: Tensor) -> Tensor:
+    """(2,): the smallest and the largest value, which are NaN if one is; float8 by a copy in bfloat16."""
+    weight = weight.detach()
+    return torch.stack(torch.aminmax(weight.bfloat16() if weight.dtype.itemsize == 1 else weight))
+
+
 def check_finite(weight: Tensor, name: str = "a weight") -> None:
     """Refuse a weight that cannot be packed.
 
@@ -26,7 +65,7 @@ def check_finite(weight: Tensor, name: str = "a weight") -> None:
     if weight.device.type == "meta" or not weight.numel() or not weight.is_floating_point():
         return
     weight = weight.detach().bfloat16() if weight.dtype.itemsize == 1 else weight.detach()
-    if torch.stack(torch.aminmax(weight)).isfinite().all():
+    if ends_of(weight).isfinite().all():
         return
     wrong = (~weight.isfinite()).nonzero()
     first = [int(place) for place in wrong[0]]

@@ -1,0 +1,115 @@
+"""`StreamedLoader`: transformers' ``from_pretrained``, which reads weights onto a GPU by `StreamedWeights`.
+
+transformers reads one tensor after the other out of mapped files when weights are packed on their way. All
+that it does besides (names, conversions, missing and tied weights) is kept: its classmethod runs with an
+object in the class's place that answers as the class does, except for the one step in which the files are
+opened. The model is an instance of the class itself, and no class is changed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.core_model_loading import dot_natural_key
+
+from fewbits.models.checkpoint import read_headers
+from fewbits.models.streamed_weights import DTYPES, StreamedWeights
+
+_EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
+_STEP = "_load_pretrained_model"
+
+
+def loader_for(auto_class: Any, example: Any, device_map: Any) -> Any:
+    """What to call ``from_pretrained`` of: the class of a model that streams its weights, or ``auto_class``.
+
+    Args:
+        auto_class: transformers' Auto class for the model.
+        example: a model of the same configuration, such as on the meta device; None: its class is not known.
+        device_map: as `fewbits.models.placing.device_map_of` gives it.
+    """
+    device = one_gpu(device_map)
+    if device is None or example is None or not hasattr(os, "preadv"):
+        return auto_class
+    kind = type(example)
+    usual = getattr(kind.from_pretrained, "__func__", None) is _from_pretrained()
+    return StreamedLoader(kind, device) if usual and hasattr(kind, _STEP) else auto_class
+
+
+def one_gpu(device_map: Any) -> torch.device | None:
+    """The GPU on which a device map places all of a model, if it does."""
+    places = set(device_map.values()) if isinstance(device_map, dict) else set()
+    if len(places) != 1 or not torch.cuda.is_available():
+        return None
+    (place,) = places
+    if isinstance(place, str) and not place.startswith("cuda"):
+        return None
+    device = torch.device("cuda", place) if isinstance(place, int) else torch.device(place)
+    return torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
+
+
+def _from_pretrained() -> Any:
+    """The function behind the classmethod."""
+    return PreTrainedModel.from_pretrained.__func__  # type: ignore[attr-defined]
+
+
+class StreamedLoader:
+    """Stands in a model class's place in the class's own ``from_pretrained``.
+
+    Args:
+        kind: the class, whose ``from_pretrained`` is that of `PreTrainedModel`.
+        device: where all weights go.
+    """
+
+    def __init__(self, kind: Any, device: torch.device) -> None:
+        self._kind, self._device = kind, device
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._kind, name)
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        """A model of the class."""
+        return self._kind(*args, **options)
+
+    def from_pretrained(self, where: str | Path, **options: Any) -> Any:
+        """As the class's; weights that are safetensors are streamed."""
+        return _from_pretrained()(self, where, **options)
+
+    def _load_pretrained_model(
+        self, model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *rest: Any, **more: Any
+    ) -> Any:
+        step = getattr(self._kind, _STEP)
+        files = tuple(Path(file) for file in checkpoint_files or ())
+        entries = {}
+        if state_dict is None and files and all(file.suffix == ".safetensors" for file in files):
+            entries = read_headers(files)
+        if not entries or any(entry.dtype not in DTYPES for entry in entries.values()):
+            return step(model, state_dict, checkpoint_files, load_config, *rest, **more)
+        order = asking_order(entries, merged=not getattr(load_config.hf_quantizer, "pre_quantized", True))
+        with StreamedWeights(entries, self._device, order=order) as weights:
+            return step(model, weights.slices(), checkpoint_files, load_config, *rest, **more)
+
+
+def asking_order(names: Iterable[str], *, merged: bool) -> list[str]:
+    """The names in the order in which transformers asks for their tensors.
+
+    Args:
+        names: of a checkpoint's tensors.
+        merged: each weight is asked for when its place is filled, so that all experts' parts of one merged
+            weight come together; else tensors come one by one.
+    """
+    natural = sorted(names, key=dot_natural_key)
+    if not merged:
+        return natural
+    together: dict[str, list[str]] = {}
+    for name in natural:
+        together.setdefault(_EXPERT.sub("*", name), []).append(name)
+    return [name for group in together.values() for name in group]
+
+
+__all__ = ["StreamedLoader", "asking_order", "loader_for", "one_gpu"]
