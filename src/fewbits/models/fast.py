@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -34,6 +35,7 @@ from fewbits.models.folder_manifest import check_folder
 from fewbits.models.foreign import FOREIGN, holds
 from fewbits.models.gguf_model import GGUF_ENDING, load_gguf
 from fewbits.models.live.generate_batch import generate_batch
+from fewbits.models.loaded_tokenizer import adapters_own, fitted, read_tokenizer, set_length
 from fewbits.models.named_templates import stop_at_turns
 from fewbits.models.options import PEFT_CHOOSES_NOTHING, PEFT_FIELDS, Loading, note_or_refuse, sort_options
 from fewbits.models.packed import check_device
@@ -105,7 +107,7 @@ class FastLanguageModel:
             if loading.is_trainable:
                 _made_fast(peft_model, model, loading)
             with Reading(path, tokenizer=True):
-                tokenizer = _tokenizer_of(path, tokenizer)
+                tokenizer = adapters_own(path, tokenizer)
             stop_at_turns(model, tokenizer)
             model.fewbits_tokenizer = tokenizer
             return with_methods(peft_model, model), tokenizer
@@ -117,9 +119,12 @@ class FastLanguageModel:
                 checkpoint = inspect_folder(
                     path, allow_pickle=loading.allow_pickle, remote_code=loading.trust_remote_code
                 )
-            model = _load_model(where, checkpoint, chosen, dtype, loading)
-            with Reading(where, tokenizer=True):
-                tokenizer = _load_tokenizer(where, model, loading)
+            example = _described(where, checkpoint, loading)
+            with ThreadPoolExecutor(1) as beside:  # what both import was imported for the example
+                reading = beside.submit(read_tokenizer, where, loading)
+                model = _load_model(where, checkpoint, example, chosen, dtype, loading)
+                with Reading(where, tokenizer=True):
+                    tokenizer = fitted(reading.result(), where, model, loading)
         return _finished(model, tokenizer, max_seq_length, full_finetuning, loading), tokenizer
 
     @staticmethod
@@ -209,7 +214,7 @@ def _finished(
     model: Any, tokenizer: Any, max_seq_length: int | None, full_finetuning: bool, loading: Loading
 ) -> Any:
     """A loaded model with its length, notes and methods."""
-    _set_length(model, tokenizer, max_seq_length)
+    set_length(model, tokenizer, max_seq_length)
     if loading.resize_model_vocab:
         model.resize_token_embeddings(loading.resize_model_vocab)
     if full_finetuning:
@@ -312,34 +317,53 @@ def _choose_recipe(
     return "qlora_nf4" if load_in_4bit else None
 
 
-def _load_model(where: str, checkpoint: Checkpoint | None, recipe: Any, dtype: Any, loading: Loading) -> Any:
-    from transformers import AutoConfig
+class _Described(NamedTuple):
+    """What config.json says: as transformers' object, and as a model on the meta device if that is known."""
 
-    from fewbits.models.hf_quantizer import register
-    from fewbits.models.model_shapes import auto_class_of
-    from fewbits.models.streamed_loading import loader_for
+    config: Any
+    model: Any
 
-    register()
-    device_map = device_map_of(loading.device_map)
-    common = {
+
+def _options_of(checkpoint: Checkpoint | None, loading: Loading) -> dict[str, Any]:
+    return {
         **loading.hf,
         "trust_remote_code": loading.trust_remote_code,
         "local_files_only": loading.local_files_only or checkpoint is not None,
     }
-    config_options = {
-        k: v for k, v in common.items() if k not in ("attn_implementation", "max_memory", "variant")
-    }
-    config = AutoConfig.from_pretrained(where, **config_options)
-    described = None
-    if quant_method_of(config) in (None, "fewbits"):
-        with torch.device("meta"):
-            described = auto_class_of(config).from_config(config, trust_remote_code=loading.trust_remote_code)
-        if checkpoint is not None:
-            check_shapes(checkpoint, described)
+
+
+def _described(where: str, checkpoint: Checkpoint | None, loading: Loading) -> _Described:
+    """Read config.json and look the weights' shapes over, as far as nothing need be read for that."""
+    from transformers import AutoConfig, AutoTokenizer  # noqa: F401
+
+    from fewbits.models.hf_quantizer import register
+    from fewbits.models.model_shapes import auto_class_of
+
+    register()
+    options = _options_of(checkpoint, loading)
+    rest = ("attn_implementation", "max_memory", "variant")
+    config = AutoConfig.from_pretrained(where, **{k: v for k, v in options.items() if k not in rest})
+    if quant_method_of(config) not in (None, "fewbits"):
+        return _Described(config, None)
+    with torch.device("meta"):
+        model = auto_class_of(config).from_config(config, trust_remote_code=loading.trust_remote_code)
+    if checkpoint is not None:
+        check_shapes(checkpoint, model)
+    return _Described(config, model)
+
+
+def _load_model(
+    where: str, checkpoint: Checkpoint | None, example: _Described, recipe: Any, dtype: Any, loading: Loading
+) -> Any:
+    from fewbits.models.model_shapes import auto_class_of
+    from fewbits.models.streamed_loading import loader_for
+
+    config = example.config
+    device_map = device_map_of(loading.device_map)
     settings = _quantization_settings(config, checkpoint, recipe, where, loading)
     if hasattr(settings.get("quantization_config"), "recipe"):
         check_device(settings["quantization_config"].recipe, next(iter((device_map or {"": "cpu"}).values())))
-    model, info = loader_for(auto_class_of(config), described, device_map).from_pretrained(
+    model, info = loader_for(auto_class_of(config), example.model, device_map).from_pretrained(
         where,
         config=config,
         dtype=dtype_of(dtype, device_map),
@@ -347,7 +371,7 @@ def _load_model(where: str, checkpoint: Checkpoint | None, recipe: Any, dtype: A
         output_loading_info=True,
         ignore_mismatched_sizes=True,  # so that the first one can be named in one sentence, below
         **settings,
-        **common,
+        **_options_of(checkpoint, loading),
     )
     _check_loaded(where, model, info)
     return model
@@ -416,49 +440,6 @@ def _check_loaded(where: str, model: Any, info: Mapping[str, Any]) -> None:
         raise BadCheckpoint(
             f"{where} lacks {missing[0]} ({len(missing)} tensors in all); copy or download it again."
         )
-
-
-def _load_tokenizer(where: str, model: Any, loading: Loading) -> Any:
-    from transformers import AutoTokenizer
-
-    options = {k: v for k, v in loading.hf.items() if k in ("token", "revision", "cache_dir", "subfolder")}
-    local = loading.local_files_only or Path(where).is_dir()
-    tokenizer = AutoTokenizer.from_pretrained(
-        where, local_files_only=local, trust_remote_code=loading.trust_remote_code, **options
-    )
-    rows = model.get_input_embeddings().weight.shape[0]
-    largest = max(tokenizer.get_vocab().values(), default=0)
-    if largest >= rows and not loading.resize_model_vocab:
-        raise BadCheckpoint(
-            f"the tokenizer of {where} has token ids up to {largest:,}, but the embedding has {rows:,} "
-            f"rows; use the tokenizer that belongs to the model, or pass resize_model_vocab={largest + 1}."
-        )
-    if tokenizer.pad_token is None and tokenizer.eos_token is not None:
-        tokenizer.pad_token = tokenizer.eos_token
-        loading.notes.append(
-            f"the tokenizer has no padding token; its end-of-text token {tokenizer.eos_token!r} pads."
-        )
-    return tokenizer
-
-
-def _tokenizer_of(adapter: Path, fallback: Any) -> Any:
-    from transformers import AutoTokenizer
-
-    if not (adapter / "tokenizer_config.json").is_file():
-        return fallback
-    return AutoTokenizer.from_pretrained(str(adapter), local_files_only=True)
-
-
-def _set_length(model: Any, tokenizer: Any, max_seq_length: int | None) -> None:
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if max_seq_length is not None and positions is not None and max_seq_length > positions:
-        raise BadInput(
-            f"max_seq_length={max_seq_length} is more than the {positions} positions that the model was "
-            f"trained for; pass at most {positions}."
-        )
-    model.max_seq_length = max_seq_length or positions
-    if model.max_seq_length is not None:
-        tokenizer.model_max_length = model.max_seq_length
 
 
 def with_methods(model: Any, inner: Any = None) -> Any:

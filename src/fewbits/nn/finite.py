@@ -41,7 +41,7 @@ class FiniteLater:
 
 
 def waits(weight: Tensor) -> bool:
-    """Whether reading a number of this tensor means waiting for its device."""
+    """Whether reading a number of this tensor, of any shape, means waiting for its device."""
     return weight.is_cuda
 
 
