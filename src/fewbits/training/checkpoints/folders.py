@@ -12,7 +12,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -188,15 +188,48 @@ def save_weights(model: Any, folder: Path) -> None:
     """The trained weights; with adapters also the files that PEFT loads, without any the whole model."""
     if hasattr(model, "peft_config"):
         model.save_pretrained(str(folder), save_embedding_layers=False)
-        weights, name = _trainable(model), TRAINABLE_FILE
+        weights, name = trainable(model), TRAINABLE_FILE
     else:
         model.config.save_pretrained(str(folder))
         weights, name = _whole(model), MODEL_FILE
-    cpu = {key: tensor.detach().contiguous().cpu() for key, tensor in weights.items()}
-    save_file(cpu, str(folder / name), metadata={"format": "pt"})
+    _save_tensors(weights, folder / name)
+    save_scales(model, folder)
+
+
+def save_adapter_copies(model: Any, copies: Mapping[str, Tensor], folder: Path) -> None:
+    """`save_weights` of a model whose adapters train on meanwhile.
+
+    Args:
+        model: plain LoRA over weights that do not train, see `only_lora`.
+        copies: what `trainable` gave, in the same shapes, copied to the host.
+        folder: where to write.
+    """
+    model.save_pretrained(str(folder), save_embedding_layers=False, state_dict={**copies})
+    _save_tensors(copies, folder / TRAINABLE_FILE)
+
+
+def only_lora(model: Any) -> bool:
+    """Whether PEFT's files of a model hold parameters of LoRA alone, which are known by their names."""
+    configs = list(getattr(model, "peft_config", {}).values())
+    plain = [
+        getattr(config.peft_type, "value", config.peft_type) == "LORA"
+        and config.bias == "none"
+        and not (config.modules_to_save or getattr(config, "trainable_token_indices", None))
+        for config in configs
+    ]
+    return len(plain) == 1 and all(plain) and all("lora_" in name for name in trainable(model))
+
+
+def save_scales(model: Any, folder: Path) -> None:
+    """The scales of float8 products, where a model records any."""
     scales = scales_of(model)
     if scales:
         save_file(scales, str(folder / SCALES_FILE))
+
+
+def _save_tensors(tensors: Mapping[str, Tensor], file: Path) -> None:
+    cpu = {key: tensor.detach().contiguous().cpu() for key, tensor in tensors.items()}
+    save_file(cpu, str(file), metadata={"format": "pt"})
 
 
 def load_weights(model: Any, folder: Path) -> None:
@@ -210,7 +243,7 @@ def load_weights(model: Any, folder: Path) -> None:
             f"{path} cannot be read ({str(error).splitlines()[0]}); remove {folder} to resume from the one"
             " before."
         ) from error
-    target = _trainable(model) if adapters else _whole(model)
+    target = trainable(model) if adapters else _whole(model)
     odd = sorted(target.keys() ^ stored.keys())
     odd = odd or sorted(key for key in target if target[key].shape != stored[key].shape)
     if odd:
@@ -225,7 +258,8 @@ def load_weights(model: Any, folder: Path) -> None:
         load_scales(model, load_file(str(folder / SCALES_FILE)))
 
 
-def _trainable(model: nn.Module) -> dict[str, Tensor]:
+def trainable(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters that train, by their names."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,17 @@ from torch.utils.data import DataLoader
 from fewbits.decoder.fuse import load_scales, scales_of
 from fewbits.errors import TrainingStopped
 from fewbits.formats import Format
-from fewbits.training.checkpoints.folders import PREFIX, Progress, rotate, staged
+from fewbits.training.checkpoints.beside import Beside, copies_done, fits_beside, host_copy
+from fewbits.training.checkpoints.folders import (
+    PREFIX,
+    Progress,
+    only_lora,
+    rotate,
+    save_adapter_copies,
+    save_scales,
+    staged,
+    trainable,
+)
 from fewbits.training.checkpoints.manifest import Writers
 from fewbits.training.checkpoints.model_state import keep, restore
 from fewbits.training.checkpoints.sharded import is_sharded_checkpoint
@@ -81,6 +92,7 @@ class Trainer(transformers.Trainer):
         self.control: Any
         self._seen: list[tuple[Tensor, list[list[int]]]] = []
         self._resumed: Path | None = None
+        self._saving = Beside()
         self._numbers = NumberCheck(
             self.model,
             num_ranks=self.accelerator.num_processes,
@@ -240,6 +252,8 @@ class Trainer(transformers.Trainer):
                 f"memory ran out after step {self.state.global_step} ({first_sentence(error)}); the"
                 " checkpoints are whole: resume with a smaller memory_budget or batch_size."
             ) from error
+        finally:
+            self._saving.wait()
         self._numbers.settle()
         return result
 
@@ -284,29 +298,65 @@ class Trainer(transformers.Trainer):
         return metrics
 
     def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:
+        """Write a checkpoint: of adapters beside the training, else before the next step."""
         self._numbers.settle()
+        self._saving.wait()
         self.store_flos()
         self._share_scales()
         folder = Path(self.args.output_dir)
         final = folder / f"{PREFIX}{self.state.global_step}"
         ranks = self.layout.ranks
-        with staged(
-            final,
-            leader=self.args.should_save,
-            barrier=self.accelerator.wait_for_everyone,
-            writers=Writers(ranks.rank, ranks.size, partial(ranks.exchange, "manifest")),
-        ) as staging:
+        with ExitStack() as stack:
+            stack.enter_context(self._rotated(folder, self.state.best_global_step))
+            staging = stack.enter_context(
+                staged(
+                    final,
+                    leader=self.args.should_save,
+                    barrier=self.accelerator.wait_for_everyone,
+                    writers=Writers(ranks.rank, ranks.size, partial(ranks.exchange, "manifest")),
+                )
+            )
             self._save_rng_state(str(staging))
-            self._save_optimizer_and_scheduler(str(staging))
             self._save_scaler(str(staging))
             if self.exchange is not None:
                 self.exchange.save(staging)
-            keep(self._plain_model(), staging, self.optimizer, leads=self.args.should_save)
             if self.args.should_save:
                 self.progress.save(staging)
                 self.state.save_to_json(str(staging / "trainer_state.json"))
+            if self._saves_beside():
+                self._save_beside(staging, stack.pop_all())
+            else:
+                self._save_optimizer_and_scheduler(str(staging))
+                keep(self._plain_model(), staging, self.optimizer, leads=self.args.should_save)
+
+    @contextmanager
+    def _rotated(self, folder: Path, best_step: int | None) -> Iterator[None]:
+        """Remove older checkpoints once what stands inside has ended well."""
+        yield
         if self.args.should_save:
-            rotate(folder, self.keep_checkpoints, self.state.best_global_step)
+            rotate(folder, self.keep_checkpoints, best_step)
+
+    def _saves_beside(self) -> bool:
+        """Whether copies of all that trains are small, and nobody else has to take part."""
+        model = self._plain_model()
+        alone = self.accelerator.num_processes == 1 and not self.layout.is_sharded
+        return alone and only_lora(model) and fits_beside(trainable(model), self.optimizer.state_dict())
+
+    def _save_beside(self, staging: Path, rest: ExitStack) -> None:
+        """Copy what trains to the host; the rest of the writing goes on in a thread."""
+        model = self._plain_model()
+        weights, state = host_copy(trainable(model)), host_copy(self.optimizer.state_dict())
+        copied = copies_done()
+        torch.save(self.lr_scheduler.state_dict(), staging / _SCHEDULER_FILE)
+        save_scales(model, staging)
+
+        def write() -> None:
+            with rest:
+                copied()
+                torch.save(state, staging / _OPTIMIZER_FILE)
+                save_adapter_copies(model, weights, staging)
+
+        self._saving.begin(write)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if not self.layout.is_sharded:

@@ -1,0 +1,117 @@
+"""Checkpoints of adapters are written beside the training: the same files, whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fewbits.errors import TrainingStopped
+from fewbits.models.adapters import get_peft_model
+from fewbits.recipes import LoRA
+from fewbits.training.checkpoints import beside, folders
+from fewbits.training.checkpoints.manifest import fault_of
+from fewbits.training.step import trainer as step
+from tests.training.test_packing import make_examples
+from tests.training.test_trainer import make_trainer, tiny
+
+LENGTHS = [5, 9, 3, 12, 7, 4, 10, 6, 8, 11, 5, 7, 3, 9, 4, 6, 8, 10, 12, 5, 5, 6, 7, 8]
+
+
+def trainer_in(folder: Path, **options: Any) -> Any:
+    model = get_peft_model(tiny(), LoRA(r=2), seed=1)
+    options = {"save_strategy": "steps", "save_steps": 1, "logging_steps": 2} | options
+    return make_trainer(folder, make_examples(LENGTHS), model, **options)
+
+
+def files_of(checkpoint: Path) -> dict[str, Any]:
+    """What a checkpoint holds, by file; names of the manifest's files for itself."""
+    found: dict[str, Any] = {}
+    for path in sorted(checkpoint.iterdir()):
+        if path.suffix == ".safetensors":
+            found[path.name] = load_file(path)
+        elif path.name in ("optimizer.pt", "scheduler.pt"):
+            found[path.name] = torch.load(path, weights_only=True)
+        elif path.name not in ("README.md", "fewbits.json", "manifest.json"):
+            found[path.name] = None if path.suffix in (".pth", ".bin") else path.name
+    return found
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b)
+
+
+def test_the_files_are_those_of_a_run_that_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training goes on while a checkpoint is written, and does not change what is in it."""
+    began, goes_on = threading.Event(), threading.Event()
+    write = step.save_adapter_copies
+
+    def slowly(model: Any, copies: Any, folder: Path) -> None:
+        began.set()
+        assert goes_on.wait(20)
+        write(model, copies, folder)
+
+    monkeypatch.setattr(step, "save_adapter_copies", slowly)
+    ours = trainer_in(tmp_path / "a", max_steps=3, save_steps=2)
+    one_step = ours.training_step
+
+    def training_step(*args: Any, **kwargs: Any) -> Any:
+        loss = one_step(*args, **kwargs)
+        if ours.state.global_step == 2 and len(ours._seen) == 0:  # the pass before the third update
+            assert began.wait(20) and not (tmp_path / "a" / "checkpoint-2").exists()
+            goes_on_soon.start()
+        return loss
+
+    goes_on_soon = threading.Timer(0.2, goes_on.set)  # by then the third update has been made
+    monkeypatch.setattr(ours, "training_step", training_step)
+    ours.train()
+    monkeypatch.setattr(step.Trainer, "_saves_beside", lambda self: False)
+    trainer_in(tmp_path / "b", max_steps=3, save_steps=2).train()
+    for name in ("checkpoint-2", "checkpoint-3"):
+        assert fault_of(tmp_path / "a" / name) is None
+        mine, waited = files_of(tmp_path / "a" / name), files_of(tmp_path / "b" / name)
+        assert mine.keys() == waited.keys() and {"optimizer.pt", folders.TRAINABLE_FILE} <= mine.keys()
+        assert same(mine, waited)
+    states = [
+        json.loads((tmp_path / run / "checkpoint-2" / "trainer_state.json").read_text()) for run in "ab"
+    ]
+    assert [state["global_step"] for state in states] == [2, 2]
+
+
+def test_a_full_disk_ends_the_run_with_its_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(step, "save_adapter_copies", full)
+    with pytest.raises(TrainingStopped, match=r"checkpoint-1 could not be written because the disk is full"):
+        trainer_in(tmp_path / "b").train()
+    assert not list((tmp_path / "b").glob("*checkpoint*"))
+
+
+def test_only_what_fits_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights that all train, adapters of another kind and a host without room are written as ever."""
+    assert not make_trainer(tmp_path, make_examples(LENGTHS))._saves_beside()
+    ours = trainer_in(tmp_path)
+    ours.create_optimizer_and_scheduler(4)
+    assert ours._saves_beside()
+    monkeypatch.setattr(beside, "_SHARE", 1 << 40)
+    assert not ours._saves_beside()
+
+
+def test_copies_are_of_their_own() -> None:
+    tree = {"a": [torch.ones(2), (torch.zeros(1), 3)], "b": "text"}
+    copy = beside.host_copy(tree)
+    tree["a"][0].fill_(7)
+    assert copy["a"][0].tolist() == [1, 1] and copy["a"][1][1] == 3 and copy["b"] == "text"
