@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from fewbits.errors import TrainingStopped
 from fewbits.models.adapters import get_peft_model
 from fewbits.recipes import LoRA
-from fewbits.training.checkpoints import beside, folders
+from fewbits.training.checkpoints import beside, folders, model_state
 from fewbits.training.checkpoints.manifest import fault_of
 from fewbits.training.step import trainer as step
 from tests.training.test_packing import make_examples
@@ -56,14 +56,14 @@ def same(a: Any, b: Any) -> bool:
 def test_the_files_are_those_of_a_run_that_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Training goes on while a checkpoint is written, and does not change what is in it."""
     began, goes_on = threading.Event(), threading.Event()
-    write = step.save_adapter_copies
+    write = model_state.save_weights
 
-    def slowly(model: Any, copies: Any, folder: Path) -> None:
+    def slowly(model: Any, folder: Path, copies: Any) -> None:
         began.set()
         assert goes_on.wait(20)
-        write(model, copies, folder)
+        write(model, folder, copies)
 
-    monkeypatch.setattr(step, "save_adapter_copies", slowly)
+    monkeypatch.setattr(model_state, "save_weights", slowly)
     ours = trainer_in(tmp_path / "a", max_steps=3, save_steps=2)
     one_step = ours.training_step
 
@@ -77,6 +77,7 @@ def test_the_files_are_those_of_a_run_that_waits(tmp_path: Path, monkeypatch: py
     goes_on_soon = threading.Timer(0.2, goes_on.set)  # by then the third update has been made
     monkeypatch.setattr(ours, "training_step", training_step)
     ours.train()
+    monkeypatch.setattr(model_state, "save_weights", write)
     monkeypatch.setattr(step.Trainer, "_saves_beside", lambda self: False)
     trainer_in(tmp_path / "b", max_steps=3, save_steps=2).train()
     for name in ("checkpoint-2", "checkpoint-3"):
@@ -94,7 +95,7 @@ def test_a_full_disk_ends_the_run_with_its_sentence(tmp_path: Path, monkeypatch:
     def full(*args: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(step, "save_adapter_copies", full)
+    monkeypatch.setattr(model_state, "save_weights", full)
     with pytest.raises(TrainingStopped, match=r"checkpoint-1 could not be written because the disk is full"):
         trainer_in(tmp_path / "b").train()
     assert not list((tmp_path / "b").glob("*checkpoint*"))

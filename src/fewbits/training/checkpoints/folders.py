@@ -184,28 +184,26 @@ def rotate(folder: Path, keep: int, best_step: int | None) -> None:
             shutil.rmtree(doomed, ignore_errors=True)
 
 
-def save_weights(model: Any, folder: Path) -> None:
-    """The trained weights; with adapters also the files that PEFT loads, without any the whole model."""
+def save_weights(model: Any, folder: Path, copies: Mapping[str, Tensor] | None = None) -> None:
+    """The trained weights; with adapters also the files that PEFT loads, without any the whole model.
+
+    Args:
+        model: the model.
+        folder: where to write.
+        copies: of a model with `only_lora`, whose adapters train on meanwhile: what `trainable` gave, in the
+            same shapes, on the host. Scales are written before, by `save_scales`.
+    """
     if hasattr(model, "peft_config"):
-        model.save_pretrained(str(folder), save_embedding_layers=False)
-        weights, name = trainable(model), TRAINABLE_FILE
+        given = {} if copies is None else {"state_dict": {**copies}}
+        model.save_pretrained(str(folder), save_embedding_layers=False, **given)
+        weights, name = trainable(model) if copies is None else copies, TRAINABLE_FILE
     else:
         model.config.save_pretrained(str(folder))
         weights, name = _whole(model), MODEL_FILE
-    _save_tensors(weights, folder / name)
-    save_scales(model, folder)
-
-
-def save_adapter_copies(model: Any, copies: Mapping[str, Tensor], folder: Path) -> None:
-    """`save_weights` of a model whose adapters train on meanwhile.
-
-    Args:
-        model: plain LoRA over weights that do not train, see `only_lora`.
-        copies: what `trainable` gave, in the same shapes, copied to the host.
-        folder: where to write.
-    """
-    model.save_pretrained(str(folder), save_embedding_layers=False, state_dict={**copies})
-    _save_tensors(copies, folder / TRAINABLE_FILE)
+    cpu = {key: tensor.detach().contiguous().cpu() for key, tensor in weights.items()}
+    save_file(cpu, str(folder / name), metadata={"format": "pt"})
+    if copies is None:
+        save_scales(model, folder)
 
 
 def only_lora(model: Any) -> bool:
@@ -225,11 +223,6 @@ def save_scales(model: Any, folder: Path) -> None:
     scales = scales_of(model)
     if scales:
         save_file(scales, str(folder / SCALES_FILE))
-
-
-def _save_tensors(tensors: Mapping[str, Tensor], file: Path) -> None:
-    cpu = {key: tensor.detach().contiguous().cpu() for key, tensor in tensors.items()}
-    save_file(cpu, str(file), metadata={"format": "pt"})
 
 
 def load_weights(model: Any, folder: Path) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from fewbits.training.checkpoints.folders import load_weights, save_weights
 
@@ -36,6 +37,11 @@ def keep(model: nn.Module, folder: Path, optimizer: Any, *, leads: bool) -> None
         save_sharded(folder, model, optimizer)
     elif leads:
         save_weights(model, folder)
+
+
+def keep_copies(model: nn.Module, folder: Path, copies: Mapping[str, Tensor]) -> None:
+    """`keep` for a model whose adapters train on, from ``copies`` of them on the host, in the same shapes."""
+    save_weights(model, folder, copies)
 
 
 def has_shards(model: nn.Module) -> bool:

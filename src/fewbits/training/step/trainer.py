@@ -24,13 +24,12 @@ from fewbits.training.checkpoints.folders import (
     Progress,
     only_lora,
     rotate,
-    save_adapter_copies,
     save_scales,
     staged,
     trainable,
 )
 from fewbits.training.checkpoints.manifest import Writers
-from fewbits.training.checkpoints.model_state import keep, restore
+from fewbits.training.checkpoints.model_state import keep, keep_copies, restore
 from fewbits.training.checkpoints.sharded import is_sharded_checkpoint
 from fewbits.training.data.batches import StepBatches
 from fewbits.training.data.packing import Batch, EpochSampler, count_trained
@@ -354,7 +353,7 @@ class Trainer(transformers.Trainer):
             with rest:
                 copied()
                 torch.save(state, staging / _OPTIMIZER_FILE)
-                save_adapter_copies(model, weights, staging)
+                keep_copies(model, staging, weights)
 
         self._saving.begin(write)
 
