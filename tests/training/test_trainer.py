@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments
 
+from fewbits.decoder.fuse import fuse
 from fewbits.errors import TrainingStopped
+from fewbits.models.adapters import get_peft_model
+from fewbits.recipes import LoRA
 from fewbits.training.data.packing import Collator, SequenceDataset, pack
 from fewbits.training.step.trainer import Trainer
 from tests.training.test_packing import FAMILIES, TINY, make_examples
@@ -201,3 +207,40 @@ def test_the_first_bad_weight_is_named(tmp_path):
         TrainingStopped, match=r"model\.layers\.1\.mlp\.up_proj\.weight already holds a number"
     ):
         trained(tmp_path, model)
+
+
+def test_a_step_reads_no_number_of_the_device(tmp_path, monkeypatch):
+    """On a GPU each reading is a wait. Those named below read what is on the host, there too."""
+    read = ("item", "tolist", "numpy", "nonzero", "cpu", "__bool__", "__float__", "__int__", "__index__")
+    on_the_host = {"packing.py": "lengths of rows", "bad_numbers.py": "copies of the step before"}
+    cpu_only = {"linear_cross_entropy.py": "checks of labels, which a GPU is not asked for"}
+    places = set()
+
+    def noted(name):
+        original = getattr(torch.Tensor, name)
+
+        def reading(self, *args, **kwargs):
+            places.add(Path(sys._getframe(1).f_code.co_filename).name)
+            return original(self, *args, **kwargs)
+
+        return reading
+
+    model = get_peft_model(tiny(), LoRA(r=2), seed=1)
+    fuse(model)
+    options = {"logging_steps": 100, "logging_nan_inf_filter": False, "max_steps": 3}
+    trainer = make_trainer(tmp_path, make_examples([5, 9, 3, 12, 7, 4] * 3), model, **options)
+    steps = []
+
+    class Middle(transformers.TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == 1:  # the first step prepares, after the last the host sums up
+                for name in read:
+                    monkeypatch.setattr(torch.Tensor, name, noted(name))
+
+        def on_step_end(self, args, state, control, **kwargs):
+            steps.append(state.global_step)
+            monkeypatch.undo()
+
+    trainer.add_callback(Middle())
+    trainer.train()
+    assert steps == [1, 2, 3] and places <= on_the_host.keys() | cpu_only.keys()

@@ -70,15 +70,15 @@ class _Reading:
 
     def parts(self) -> list[tuple[Tensor, int, int]]:
         """Where the bytes go: the bytes of a tensor on the device, and which of the reading's they are."""
-        found = []
+        places = []
         for stream in self.streams:
             entry = stream.entry
             begin, end = max(self.begin, entry.begin), min(self.end, entry.end)
             assert stream.value is not None
             whole = stream.value.reshape(-1).view(torch.uint8)
             part = whole[begin - entry.begin : end - entry.begin]
-            found.append((part, begin - self.begin, end - self.begin))
-        return found
+            places.append((part, begin - self.begin, end - self.begin))
+        return places
 
 
 class StreamedTensor:

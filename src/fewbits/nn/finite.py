@@ -33,11 +33,11 @@ class FiniteLater:
 
     def wrong(self) -> list[str]:
         """The names of those that hold a NaN or an infinity, in the order of `add` on each device."""
-        found = []
+        names = []
         for device, ends in self._ends.items():
             good = torch.stack(ends).isfinite().all(1).tolist()
-            found += [name for name, fine in zip(self._names[device], good, strict=True) if not fine]
-        return found
+            names += [name for name, fine in zip(self._names[device], good, strict=True) if not fine]
+        return names
 
 
 def waits(weight: Tensor) -> bool:

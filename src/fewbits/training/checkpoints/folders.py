@@ -194,8 +194,8 @@ def save_weights(model: Any, folder: Path, copies: Mapping[str, Tensor] | None =
             same shapes, on the host. Scales are written before, by `save_scales`.
     """
     if hasattr(model, "peft_config"):
-        given = {} if copies is None else {"state_dict": {**copies}}
-        model.save_pretrained(str(folder), save_embedding_layers=False, **given)
+        options: dict[str, Any] = {} if copies is None else {"state_dict": {**copies}}
+        model.save_pretrained(str(folder), save_embedding_layers=False, **options)
         weights, name = trainable(model) if copies is None else copies, TRAINABLE_FILE
     else:
         model.config.save_pretrained(str(folder))
