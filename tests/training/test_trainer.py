@@ -92,6 +92,9 @@ def test_same_losses_and_weights_as_the_plain_trainer(tmp_path, family):
     for (name, p), q in zip(ours.model.named_parameters(), plain.model.parameters(), strict=True):
         # Adam divides by the gradient's own size: where that is near zero, a rounding moves a whole step.
         assert (p - q).norm() <= 1e-3 * q.norm(), name
+    assert ours.state.total_flos == plain.state.total_flos > 0
+    norms = [[e["grad_norm"] for e in t.state.log_history if "grad_norm" in e] for t in (ours, plain)]
+    torch.testing.assert_close(*norms, rtol=1e-4, atol=0)
 
 
 def test_accumulated_and_packed_steps_equal_one_large_batch(tmp_path):

@@ -92,6 +92,8 @@ class Trainer(transformers.Trainer):
         self._seen: list[tuple[Tensor, list[list[int]]]] = []
         self._resumed: Path | None = None
         self._saving = Beside()
+        self._trained: list[nn.Parameter] = []
+        self._token_ops = 0  # floating-point operations of one token
         self._numbers = NumberCheck(
             self.model,
             num_ranks=self.accelerator.num_processes,
@@ -307,14 +309,9 @@ class Trainer(transformers.Trainer):
         ranks = self.layout.ranks
         with ExitStack() as stack:
             stack.enter_context(self._rotated(folder, self.state.best_global_step))
-            staging = stack.enter_context(
-                staged(
-                    final,
-                    leader=self.args.should_save,
-                    barrier=self.accelerator.wait_for_everyone,
-                    writers=Writers(ranks.rank, ranks.size, partial(ranks.exchange, "manifest")),
-                )
-            )
+            writers = Writers(ranks.rank, ranks.size, partial(ranks.exchange, "manifest"))
+            wait, leads = self.accelerator.wait_for_everyone, self.args.should_save
+            staging = stack.enter_context(staged(final, leader=leads, barrier=wait, writers=writers))
             self._save_rng_state(str(staging))
             self._save_scaler(str(staging))
             if self.exchange is not None:
@@ -411,8 +408,24 @@ class Trainer(transformers.Trainer):
             from fewbits.training.ranks.tensor_parallel import clip_grad_norm
 
             return clip_grad_norm(model, self.args.max_grad_norm or float("inf"))
+        if self.layout.kind in ("one", "ddp"):
+            return self.accelerator.clip_grad_norm_(self._stepped(), self.args.max_grad_norm)
         norm = super()._clip_grad_norm(model)
         return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+
+    def _stepped(self) -> list[nn.Parameter]:
+        """What the optimizer steps, in the model's order; a packed model has thousands of others."""
+        count = sum(len(group["params"]) for group in self.optimizer.param_groups)
+        if len(self._trained) != count:
+            self._trained = [p for p in self.model.parameters() if p.requires_grad]
+        return self._trained
+
+    def floating_point_ops(self, inputs: Batch) -> int:
+        """As the host's, which counts the parameters anew for each pass."""
+        tokens = inputs["input_ids"].numel() if "input_ids" in inputs else 0
+        if tokens and not self._token_ops:
+            self._token_ops = int(super().floating_point_ops(inputs)) // tokens
+        return self._token_ops * tokens
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         if grad_norm is None and self.get_tp_size() > 1:
