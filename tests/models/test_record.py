@@ -24,8 +24,12 @@ from fewbits.host.conversion import Conversion, conversion_of
 from fewbits.host.receipt import Receipt
 from fewbits.host.record import NOTES, RECORD, add_notes, notes_of, part_of, put_part, record_of, take_part
 from fewbits.host.unwrap import unwrap
+from fewbits.models.cache_choice import chosen_cache
+from fewbits.models.plain_again import make_plain
+from fewbits.models.stochastic_attention import use_stochastic_attention
 from fewbits.models.stochastic_sharing import share_inputs
 from fewbits.models.undo import TAKEN_OUT_BY
+from fewbits.nn.stochastic_attention import AttentionProducts
 from fewbits.recipes.stochastic_config import StochasticConfig
 from tests.models.tiny import tiny, tokens
 
@@ -154,6 +158,27 @@ def test_every_verb_gives_a_receipt_and_one_call_undoes_them_all() -> None:
         assert isinstance(fewbits.restore(model), Receipt) and not record_of(model).parts
     with pytest.raises(BadInput, match="strict"):
         fewbits.convert(model, mixed, strict=True)
+
+
+def test_what_a_part_brings_back_is_taken_out_too() -> None:
+    """Stochastic attention gives our own attention back, and that is no end of a restore."""
+    model = tiny("llama").eval()
+    expected = model(tokens()).logits
+    use_attention(model)
+    use_stochastic_attention(model, AttentionProducts(STOCHASTIC, STOCHASTIC))
+    fewbits.restore(model)
+    assert used_attention(model) is None and not record_of(model).parts
+    assert torch.equal(model(tokens()).logits, expected)
+
+
+def test_decoded_weights_leave_the_choice_of_a_cache() -> None:
+    model = tiny("llama")
+    fewbits.convert(model, "int8")
+    fewbits.choose_cache(model, "int8")
+    make_plain(model)
+    assert chosen_cache(model, None).name == "int8" and conversion_of(model) is None
+    fewbits.restore(model)
+    assert chosen_cache(model, None) is None
 
 
 def test_one_receipt_tells_everything_in_order() -> None:

@@ -10,6 +10,7 @@ from fewbits.decoder.fuse import fusion_of
 from fewbits.errors import Unsupported
 from fewbits.host.conversion import conversion_of
 from fewbits.host.unwrap import unwrap
+from fewbits.models.cache_choice import CacheChoice
 from fewbits.models.convert import PACKED, decoded_linear, freeze_under_adapters, name_as_converted
 from fewbits.models.undo import undo
 from fewbits.nn.linear import QuantizedLinear
@@ -35,7 +36,7 @@ def make_plain(model: nn.Module) -> None:
         decoded = {name_as_converted(name) for name, m in model.named_modules() if isinstance(m, PACKED)}
         state.originals = {name: module for name, module in state.originals.items() if name not in decoded}
     if state is not None or fusion_of(model) is not None:
-        undo(model)
+        undo(model, keep=(CacheChoice,))  # how keys and values are kept is not a matter of weights
     # What is left is of a family that fewbits has no spec for.
     packed = {name: module for name, module in model.named_modules() if isinstance(module, PACKED)}
     for name, module in packed.items():

@@ -17,7 +17,7 @@ from fewbits.errors import Unsupported
 from fewbits.host.attention import UsedAttention, restore_attention
 from fewbits.host.conversion import Conversion
 from fewbits.host.receipt import Receipt
-from fewbits.host.record import part_of, record_of
+from fewbits.host.record import record_of
 from fewbits.host.unwrap import unwrap
 from fewbits.models import convert, stochastic
 from fewbits.models.cache_choice import CacheChoice, forget_cache
@@ -36,10 +36,14 @@ TAKEN_OUT_BY: dict[type, Callable[[Any], Receipt]] = {
 }
 
 
-def undo(model: nn.Module) -> Receipt:
+def undo(model: nn.Module, *, keep: tuple[type, ...] = ()) -> Receipt:
     """Take out all that fewbits has put into this model, the last first, in place.
 
     Layers that ranks share or shard stay so, as do adapters.
+
+    Args:
+        model: the model, through every wrapper.
+        keep: classes of parts that stay.
 
     Returns:
         What became of the modules (`fewbits.models.convert.restore` says with which weights), with the notes
@@ -49,11 +53,11 @@ def undo(model: nn.Module) -> Receipt:
         Unsupported: nothing of all that is in this model.
     """
     model = unwrap(model)
-    record = record_of(model)
     receipts = []
-    for kind in [] if record is None else reversed(list(record.parts)):
-        if kind in TAKEN_OUT_BY and part_of(model, kind) is not None:  # one may have gone with another
-            receipts.append(TAKEN_OUT_BY[kind](model))
+    while (
+        kind := _last_part(model, keep)
+    ) is not None:  # one may go with another, or bring back an earlier one
+        receipts.append(TAKEN_OUT_BY[kind](model))
     if not receipts:
         raise Unsupported(
             f"fewbits has put nothing into this {type(model).__name__}; there is nothing to restore."
@@ -63,3 +67,12 @@ def undo(model: nn.Module) -> Receipt:
     )
     told.notes = [note for receipt in receipts for note in receipt.notes]
     return told
+
+
+def _last_part(model: nn.Module, keep: tuple[type, ...]) -> type | None:
+    """The class of the last part on this model's record that can be taken out."""
+    record = record_of(model)
+    kinds = (
+        [] if record is None else [kind for kind in record.parts if kind in TAKEN_OUT_BY and kind not in keep]
+    )
+    return kinds[-1] if kinds else None
