@@ -28,7 +28,8 @@ MAY_IMPORT = {
     "errors": set(),
     "device": set(),
     "words": {"fewjobs"},
-    "yaml_text": set(),
+    "text_files": set(),
+    "yaml_text": {"text_files"},
     "formats": set(),
     "families": {"formats"},
     "kernels": {"formats"},
@@ -52,7 +53,7 @@ MAY_IMPORT = {
 }
 # What the machine is told by environment variables (a toolkit's place, Slurm's memory) is read here alone.
 MAY_READ_ENVIRONMENT = {"fewjobs", "doctor"}
-EVERYONE_MAY_IMPORT = {"errors", "device", "words", "yaml_text", "__version__"}
+EVERYONE_MAY_IMPORT = {"errors", "device", "words", "text_files", "yaml_text", "__version__"}
 # The rooms inside a room, and what each may import of the others: arrows point down here too.
 _SETTINGS = {"config", "config_values"}
 _BEFORE_A_RUN = _SETTINGS | {"data", "ranks", "checkpoints", "run_folder", "plan", "calibration", "optimizer"}

@@ -12,8 +12,10 @@ from typing import Any
 import yaml
 
 from fewbits.errors import BadInput
+from fewbits.text_files import read_text
 
 MAX_CHARACTERS, MAX_VALUES = 1_000_000, 50_000
+_MERGE = "tag:yaml.org,2002:merge"  # << takes over a mapping, and several may stand in one
 _FILES = (".yaml", ".yml", ".json")
 
 
@@ -36,6 +38,7 @@ def parse_yaml(text: str, name: str) -> Any:
     try:
         node = loader.get_single_node()
         _check_size(node, name)
+        _check_names(node, name)
         return None if node is None else loader.construct_document(node)
     except (yaml.YAMLError, TypeError, KeyError, OverflowError) as error:
         raise BadInput(f"{name}{_line(error)} is not valid YAML; write one `name: value` a line.") from error
@@ -65,10 +68,11 @@ def mapping_in(text: str, name: str) -> dict[str, Any] | None:
             return None
         where = f"{name} {text}"
         try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            reason = getattr(error, "strerror", None) or "it is no text"
-            raise BadInput(f"{where} cannot be read ({reason}); give the path of a YAML file.") from error
+            text = read_text(path)
+        except OSError as error:
+            raise BadInput(
+                f"{where} cannot be read ({error.strerror}); give the path of a YAML file."
+            ) from error
     value = parse_yaml(text, where)
     if not isinstance(value, dict):
         raise BadInput(f"{where} holds {type(value).__name__}; write a mapping, as in `name: qlora_nf4`.")
@@ -78,6 +82,31 @@ def mapping_in(text: str, name: str) -> dict[str, Any] | None:
 def _line(error: BaseException) -> str:
     line = getattr(getattr(error, "problem_mark", None), "line", None)
     return "" if line is None else f", line {line + 1}"
+
+
+def _check_names(node: Any, name: str) -> None:
+    """Refuse a name that stands twice in one mapping, of which YAML would take the last without a word."""
+    above, visits = [node], set()
+    while above:
+        node = above.pop()
+        if not isinstance(node, yaml.CollectionNode) or id(node) in visits:
+            continue
+        visits.add(id(node))
+        lines: dict[tuple[str, str], int] = {}
+        for item in node.value:
+            if not isinstance(item, tuple):
+                above.append(item)
+                continue
+            key, value = item
+            above.append(value)
+            if isinstance(key, yaml.ScalarNode) and key.tag != _MERGE:
+                line = key.start_mark.line + 1
+                if (key.tag, key.value) in lines:
+                    raise BadInput(
+                        f"{name} has {key.value!r} twice, in lines {lines[key.tag, key.value]} and {line};"
+                        " keep one of them."
+                    )
+                lines[key.tag, key.value] = line
 
 
 def _check_size(node: Any, name: str) -> None:

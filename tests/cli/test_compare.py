@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import sys
@@ -83,12 +84,45 @@ def test_other_vocabularies_have_no_divergence(run, models, tmp_path):
         (["{a}", "{a}@qlora", "--text", "{t}"], "qlora"),
         (["{a}", "nowhere", "--text", "{t}"], "nowhere"),
         (["{a}", "{a}", "--text", "{t}", "--batch-size", "0"], "must be at least 1"),
+        (["{a}", "{a}", "--text", "{t}", "--max-tokens", "-3"], "max_tokens is -3; it must be at least 1"),
     ],
 )
 def test_bad_comparisons(run, models, argv, message):
     places = {"a": models / "a", "t": models / "text.txt"}
     shown = run("compare", *(word.format(**places) for word in argv))
     assert shown.code != 0 and message in shown.err and "Traceback" not in shown.err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--answers", "3"], "--answers goes with --rows"),
+        (["--show"], "--show goes with --rows"),
+        (["--limit", "3"], "--limit goes with --tasks"),
+    ],
+)
+def test_a_flag_of_another_measurement_is_refused(run, models, flags, message):
+    shown = run("eval", "--model", models / "a", "--text", models / "text.txt", *flags)
+    assert shown.code == 2 and message in shown.err
+
+
+def test_the_same_text_however_it_was_written(run, models, tmp_path, monkeypatch):
+    """A byte order mark was a token in front of the text: another perplexity, without a word."""
+    text = "\n".join(TEXT.split(". "))
+    told = []
+    for number, data in enumerate(
+        (text.encode(), b"\xef\xbb\xbf" + text.encode(), text.replace("\n", "\r\n").encode())
+    ):
+        path = tmp_path / f"{number}.txt"
+        path.write_bytes(data)
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(data), encoding="utf-8"))
+        for name in (path, "-"):
+            shown = run("eval", "--model", models / "a", "--text", name, "--json")
+            told.append({k: v for k, v in json.loads(shown.out).items() if k not in ("text", "seconds")})
+    assert told == [told[0]] * 6
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9"), encoding="utf-8"))
+    shown = run("eval", "--model", models / "a", "--text", "-")
+    assert shown.code == 1 and "standard input is not UTF-8 text (byte 3)" in shown.err
 
 
 @pytest.mark.slow

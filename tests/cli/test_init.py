@@ -83,6 +83,8 @@ def test_what_is_left_open_is_asked(run, tmp_path, rows, monkeypatch):
             "dpo needs prompt, chosen",
         ),
         (["--model", "m", "--train-data", "{odd}"], "name your columns with fields"),
+        (["--model", "m", "--train-data", "{rows}", "--recipe", "nf44"], "no recipe named 'nf44'"),
+        (["--model", "m", "--train-data", "{rows}", "--rewards", "a:b"], "rewards are for method grpo"),
     ],
 )
 def test_bad_answers_write_nothing(run, tmp_path, rows, argv, message):

@@ -162,6 +162,29 @@ def test_rows_that_are_none(text: str, message: str, tmp_path: Path) -> None:
         read_rows(path)
 
 
+def test_a_line_ends_at_a_line_feed_and_nowhere_else(stories260k: Any, tmp_path: Path) -> None:
+    """JSON may hold U+2028 and its kind as they are; answers from there on were made again, silently."""
+    odd = "a\u2028b\x85c\u2029d"
+    rows, path, out = [{"prompt": odd}, {"prompt": "Once"}], tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
+    text = "\r\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
+    path.write_bytes(b"\xef\xbb\xbf" + text.encode())  # as some programs of Windows write it
+    assert read_rows(path) == rows
+
+    def kill(done: int, _: int) -> None:
+        if done == 1:
+            raise Killed
+
+    with pytest.raises(Killed):
+        answer_file(*stories260k, path, out, GREEDY, at_a_time=1, progress=kill)
+    part = tmp_path / "out.jsonl.part"
+    head, answer = part.read_text(encoding="utf-8").rstrip("\n").split("\n")
+    kept = json.dumps({**json.loads(answer), "answer": odd}, ensure_ascii=False)
+    part.write_text(f"{head}\n{kept}\n", encoding="utf-8")
+    answer_file(*stories260k, path, out, GREEDY, at_a_time=1)
+    written = [json.loads(line) for line in out.read_text(encoding="utf-8").rstrip("\n").split("\n")]
+    assert odd in [row["answer"] for row in written]
+
+
 def test_a_file_in_the_place_of_the_answers_so_far_is_left_alone(stories260k: Any, tmp_path: Path) -> None:
     source, part = write(tmp_path / "rows.jsonl", ROWS), tmp_path / "out.jsonl.part"
     part.write_text('"not mine"\n')
@@ -174,7 +197,7 @@ def test_files_that_will_not_do(stories260k: Any, tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="cannot be read: No such file"):
         read_rows(tmp_path / "none.jsonl")
     (tmp_path / "binary.jsonl").write_bytes(b"\xff\xfe\x00\xd8")
-    with pytest.raises(BadInput, match="it is not UTF-8"):
+    with pytest.raises(BadInput, match=r"is not UTF-8 text \(byte 0\)"):
         read_rows(tmp_path / "binary.jsonl")
     with pytest.raises(BadInput, match="there is no folder"):
         answer_file(*stories260k, write(tmp_path / "rows.jsonl", ROWS), tmp_path / "no" / "out.jsonl")

@@ -100,5 +100,5 @@ def test_a_file_without_a_mapping(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="holds list; write a mapping"):
         get_recipe(str(path))
     path.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(BadInput, match="cannot be read"):
+    with pytest.raises(BadInput, match="is not UTF-8 text"):
         get_recipe(str(path))

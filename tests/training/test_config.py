@@ -134,11 +134,14 @@ def test_refusals(values, sentence):
         ("a: [1\nb: 2", "line 2 is not valid YAML"),
         ("just words", "holds no settings"),
         ("", "holds no settings"),
+        (b"model: caf\xe9", "is not UTF-8 text .byte 10."),
+        ("model: a\nlora_r: 4\nmodel: b\n", "has 'model' twice, in lines 1 and 3; keep one of them"),
+        ("train_data:\n- path: a\n  weight: 1\n  weight: 2\n", "has 'weight' twice, in lines 3 and 4"),
     ],
 )
 def test_bad_files(tmp_path, text, sentence):
     if text is not None:
-        (tmp_path / "c.yaml").write_text(text)
+        (tmp_path / "c.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(BadInput, match=sentence):
         TrainConfig.from_yaml(tmp_path / "c.yaml")
 

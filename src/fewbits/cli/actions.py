@@ -15,8 +15,8 @@ from typing import Any
 from rich.markup import escape
 
 from fewbits.cli.console import Progress, console
-from fewbits.cli.files import read_text
 from fewbits.errors import BadInput, Unsupported
+from fewbits.text_files import read_text
 
 
 def demo(args: Namespace) -> int:

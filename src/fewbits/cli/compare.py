@@ -14,10 +14,10 @@ from rich import box
 from rich.table import Table
 
 from fewbits.cli.console import Progress, console
-from fewbits.cli.files import read_text
 from fewbits.cli.models import load
 from fewbits.errors import BadInput
 from fewbits.inference.compare import Compared
+from fewbits.text_files import read_text
 from fewbits.words import size
 
 

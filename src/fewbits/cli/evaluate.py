@@ -12,8 +12,8 @@ from typing import Any
 from rich.markup import escape
 
 from fewbits.cli.console import Progress, console
-from fewbits.cli.files import read_text
 from fewbits.cli.models import load
+from fewbits.text_files import read_text
 
 
 def evaluate(args: Namespace) -> int:
@@ -23,11 +23,29 @@ def evaluate(args: Namespace) -> int:
         if value is not None and value < (0 if name == "answers" else 1):
             least = 0 if name == "answers" else 1
             args.parser.error(f"--{name.replace('_', '-')} must be at least {least}")
+    _refuse_what_is_not_read(args)
     if args.rows is not None:
         return _rows(args)
     if args.tasks is not None:
         return _tasks(args)
     return _text(args)
+
+
+_READ_WITH = {
+    "text": ("window", "stride", "max_tokens"),
+    "rows": ("answers", "answer_tokens", "show"),
+    "tasks": ("limit",),
+}
+
+
+def _refuse_what_is_not_read(args: Namespace) -> None:
+    """A flag of another measurement would change nothing, and look as if it had."""
+    for measurement, names in _READ_WITH.items():
+        flags = [name for name in names if getattr(args, name) != args.parser.get_default(name)]
+        if flags and getattr(args, measurement) is None:
+            args.parser.error(f"--{flags[0].replace('_', '-')} goes with --{measurement}")
+    if args.show and not args.answers:
+        args.parser.error("--show shows answers: say how many rows are answered, as in --answers 10")
 
 
 def _text(args: Namespace) -> int:

@@ -15,7 +15,7 @@ from rich.prompt import Prompt
 
 from fewbits.cli.console import console
 from fewbits.errors import BadInput
-from fewbits.recipes import CATALOG
+from fewbits.recipes import CATALOG, get_recipe
 from fewbits.training.config import METHODS, TrainConfig, help_of
 from fewbits.training.config_values import coerce
 
@@ -60,8 +60,11 @@ def init(args: Namespace) -> int:
         answers["rewards"] = list(coerce("rewards", args.rewards, "tuple[str, ...]"))
     if answers["method"] == "grpo" and "rewards" not in answers:
         raise BadInput("method grpo needs reward functions; name them, as in --rewards my_rewards:length.")
+    if answers["method"] != "grpo" and "rewards" in answers:
+        raise BadInput(f"rewards are for method grpo, and the method is {answers['method']}; leave them out.")
     settings = {key: coerce(key, value, _type_of(key)) for key, value in answers.items()}
     config = TrainConfig.from_mapping(settings)
+    get_recipe(config.recipe or "")  # one that nobody knows is refused now, and not by the run
     columns = _check_rows(config)
     text = written(config, settings, columns)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,6 @@ from typing import Any
 from rich.markup import escape
 
 from fewbits.cli.console import Progress, console
-from fewbits.cli.files import read_text
 from fewbits.cli.sc_common import (
     grid_of,
     new_table,
@@ -22,6 +21,7 @@ from fewbits.cli.sc_common import (
     words_of,
 )
 from fewbits.errors import BadInput
+from fewbits.text_files import read_text
 
 
 def sc(args: Namespace) -> int:

@@ -11,8 +11,8 @@ from typing import Any
 from rich.markup import escape
 
 from fewbits.cli.console import Progress, console
-from fewbits.cli.files import read_text
 from fewbits.cli.sc_common import cut_text, new_table, print_json, settings_of, windows_of
+from fewbits.text_files import read_text
 
 
 def energy(args: Namespace) -> int:

@@ -12,9 +12,9 @@ from typing import Any
 from rich.markup import escape
 
 from fewbits.cli.console import Progress, console
-from fewbits.cli.files import read_text
 from fewbits.cli.sc_common import cut_text, grid_of, name_of, new_table, print_json, settings_of, words_of
 from fewbits.errors import BadInput
+from fewbits.text_files import read_text
 
 _BETWEEN_LINES = 30.0  # seconds, where no bar can be shown
 

@@ -22,6 +22,7 @@ from fewbits.errors import BadInput
 from fewbits.inference.generate import Generation, Prompt, Sampling
 from fewbits.inference.many import answered, encoded, seed_of
 from fewbits.models.live.answers import Report
+from fewbits.text_files import lines_of, read_text
 
 _ADDED = ("answer", "tokens", "stopped_by")
 
@@ -54,10 +55,9 @@ def read_rows(path: str | Path) -> list[dict[str, Any]]:
         BadInput: no such file, no rows, or a line that is no row; the message names the line.
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else error.strerror
-        raise BadInput(f"{path} cannot be read: {reason}.") from error
+        lines = lines_of(read_text(path))
+    except OSError as error:
+        raise BadInput(f"{path} cannot be read: {error.strerror}.") from error
     rows = [_row(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if not rows:
         raise BadInput(f'{path} has no rows; write one JSON object with a "prompt" a line.')
@@ -212,7 +212,7 @@ class _Part:
         """What a run before has left; a line that a kill has cut short is dropped."""
         lines = []
         if self.part.exists():
-            for line in self.part.read_text(encoding="utf-8", errors="replace").splitlines():
+            for line in lines_of(self.part.read_text(encoding="utf-8", errors="replace")):
                 try:
                     lines.append(json.loads(line))
                 except json.JSONDecodeError:

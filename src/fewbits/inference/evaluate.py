@@ -193,6 +193,7 @@ def _blocks(
 ) -> TextWindows:
     if stride is not None:
         raise BadInput(f"blocks stand side by side, so a stride of {stride} has no place; leave it out.")
+    _check_most(max_tokens)
     ids = torch.tensor(tokenizer(text, verbose=False)["input_ids"][:max_tokens], dtype=torch.long)
     windows = [Window(b, b + 1, b + window) for b in range(0, len(ids) - window + 1, window)]
     if not windows:
@@ -229,8 +230,14 @@ def _checked_window(model: Any, window: int | None) -> int:
     return window
 
 
+def _check_most(max_tokens: int | None) -> None:
+    if max_tokens is not None and max_tokens < 1:
+        raise BadInput(f"max_tokens is {max_tokens}; it must be at least 1.")
+
+
 def _encode(tokenizer: Any, text: str, max_tokens: int | None) -> tuple[Tensor, int]:
     """Token ids (1-D) and how many characters of ``text`` they cover."""
+    _check_most(max_tokens)
     offsets = bool(getattr(tokenizer, "is_fast", False))
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=offsets, verbose=False)
     ids = encoded["input_ids"][:max_tokens]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fewbits.errors import BadInput
+from fewbits.text_files import decoded
 
 
 def read_windows(file: str | Path, tokenizer: Any, *, length: int, count: int, least: int) -> Tensor:
@@ -33,7 +34,7 @@ def read_windows(file: str | Path, tokenizer: Any, *, length: int, count: int, l
         raise BadInput(f"there is no calibration file {path}; give a JSON Lines file of rows with 'text'.")
     end = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
     ids: list[int] = []
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
                 ids += [*_tokens(_row(line, path, number), tokenizer, path, number), *end]
@@ -48,10 +49,11 @@ def read_windows(file: str | Path, tokenizer: Any, *, length: int, count: int, l
     return torch.tensor(ids[: windows * length]).view(windows, length)
 
 
-def _row(line: str, path: Path, number: int) -> dict[str, Any]:
+def _row(line: bytes, path: Path, number: int) -> dict[str, Any]:
+    text = decoded(line, f"line {number} of {path}")
     try:
-        row = json.loads(line)
-    except ValueError as error:
+        row = json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise BadInput(f"line {number} of {path} is no JSON; write one object a line.") from error
     if not isinstance(row, dict) or not ("text" in row or "messages" in row):
         raise BadInput(f"line {number} of {path} has neither 'text' nor 'messages'; name one of them so.")

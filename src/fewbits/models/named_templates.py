@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fewbits.errors import BadInput
+from fewbits.text_files import read_text
 
 OWN = ("tokenizer", "own")  # the tokenizer's own template
 _END = "{end}"
@@ -265,8 +266,8 @@ def _read(choice: str) -> str:
         )
         raise BadInput(f"there is no chat template {choice!r}, neither by name nor as a file; {advice}")
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_text(path)
+    except (OSError, BadInput) as error:
         raise BadInput(f"{path} cannot be read as a text; give the file of a Jinja chat template.") from error
     if "messages" not in text:
         raise BadInput(f"{path} does not read as a chat template: it never uses `messages`.")

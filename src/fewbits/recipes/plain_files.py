@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fewbits.errors import BadInput
+from fewbits.text_files import read_text
 
 T = TypeVar("T")
 
@@ -18,11 +19,9 @@ def read_plain(path: Path, parse: Callable[[Any], T]) -> T:
     Raises:
         BadInput: it cannot be read, or ``parse`` refuses it; the sentence begins with the file's name.
     """
+    text = read_text(path)
     try:
-        text = path.read_text(encoding="utf-8")
         plain = json.loads(text) if path.suffix == ".json" else _yaml(text)
-    except UnicodeDecodeError as error:
-        raise BadInput(f"{path} is not UTF-8 text; give a YAML or JSON file.") from error
     except ValueError as error:
         raise BadInput(f"{path} cannot be read ({_first_line(error)}); give a YAML or JSON file.") from error
     try:

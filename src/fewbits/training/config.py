@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from fewbits.errors import BadInput
+from fewbits.text_files import read_text
 from fewbits.training.config_values import coerce, shown
 from fewbits.training.other_words import unknown_key
 from fewbits.yaml_text import mapping_in, parse_yaml
@@ -390,11 +391,11 @@ class TrainConfig:
         """Read a YAML file of ``name: value`` lines; overrides (a mapping, or "name=value" texts) win."""
         path = Path(path)
         try:
-            values = parse_yaml(path.read_text(encoding="utf-8"), str(path))
+            values = parse_yaml(read_text(path), str(path))
         except FileNotFoundError as error:
             raise BadInput(f"there is no configuration file {path}; check the path.") from error
-        except (UnicodeDecodeError, IsADirectoryError) as error:
-            raise BadInput(f"{path} is not valid YAML; write one `name: value` a line.") from error
+        except IsADirectoryError as error:
+            raise BadInput(f"{path} is a folder; give the YAML file of the run.") from error
         if not isinstance(values, dict):
             raise BadInput(f"{path} holds no settings; write one `name: value` a line.")
         return cls.from_mapping({**values, **parse_overrides(overrides)})
