@@ -230,6 +230,8 @@ def _calibrate(args: Namespace) -> int:
         sys.stdout.write(json.dumps(result.as_dict(), indent=2) + "\n")
     else:
         console().print(quantization_table(result))
+        for note in result.notes:
+            console().print(note, highlight=False, markup=False, soft_wrap=True)
     return 0
 
 

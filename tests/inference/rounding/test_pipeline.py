@@ -16,6 +16,8 @@ from fewbits.inference.rounding.budget import Budget
 from fewbits.inference.rounding.pipeline import calibrate_checkpoint
 from fewbits.nn.linear import QuantizedLinear
 from tests.models.loading import packed_state, same, save_tiny
+from tests.models.mixtures import save_mixture
+from tests.models.unwritten import save_unwritten
 
 
 def rows(folder: Path, count: int = 40) -> Path:
@@ -213,3 +215,44 @@ def test_the_report_is_drawn_from_the_command(tmp_path: Path, capsys: pytest.Cap
     )
     said = capsys.readouterr().err
     assert "--bits N" in said and "--calibrate ROWS" in said
+
+
+def test_gpt2s_weights_are_rounded_the_right_way_round(tmp_path: Path) -> None:
+    """They are stored (K, N): rounding took rows for columns, or died of the shapes."""
+    save_unwritten(tmp_path / "base", "gpt2")
+    given = rows(tmp_path)
+    budget = Budget(bits=8.6, formats=("int4_g32", "int8_g32"))
+    for number, format in enumerate(("int8_g32", budget)):
+        out = tmp_path / str(number)
+        result = calibrate_checkpoint(tmp_path / "base", out, format, given, windows=(4, 64))
+        plain, chosen = (
+            FastLanguageModel.from_pretrained(f, dtype=torch.float32, load_in_4bit=False)[0]
+            for f in (tmp_path / "base", out)
+        )
+        ids = torch.arange(3, 40)[None]
+        with torch.no_grad():
+            wanted, found = plain(ids).logits, chosen(ids).logits
+        assert len(result.layers) == 8 and (found - wanted).norm() < 0.03 * wanted.norm()
+
+
+def test_experts_that_stay_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_mixture(tmp_path / "base", "mixtral")
+    words = ["--calibrate", str(rows(tmp_path)), "--format", "int4_g32", "--samples", "2", "--length", "64"]
+    assert main(["quantize", str(tmp_path / "base"), str(tmp_path / "out"), *words]) == 0
+    assert "values of experts stay as they are" in capsys.readouterr().out
+
+
+def test_a_folder_of_the_users_is_not_taken_away(tmp_path: Path) -> None:
+    """The work is kept in NAME.calibration, where somebody may keep the rows."""
+    save_tiny(tmp_path / "base")
+    mine = tmp_path / "out.calibration"
+    mine.mkdir()
+    given = rows(mine)
+    with pytest.raises(BadInput, match=r"where the work is kept, holds rows.jsonl, which is none of it"):
+        calibrate_checkpoint(tmp_path / "base", tmp_path / "out", "int4_g32", given, windows=(2, 64))
+    assert given.is_file() and not (tmp_path / "out").exists()
+    kept = tmp_path / "rows.jsonl"
+    given.rename(kept)
+    (mine / "state.json").write_text('{"of": ')  # of a run that was killed while it wrote it
+    calibrate_checkpoint(tmp_path / "base", tmp_path / "out", "int4_g32", kept, windows=(2, 64))
+    assert not mine.exists()

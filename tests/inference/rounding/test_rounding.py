@@ -7,9 +7,11 @@ import copy
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from fewbits.errors import NotFinite, Unsupported
 from fewbits.formats import FORMATS
+from fewbits.inference.rounding import pipeline
 from fewbits.inference.rounding.awq import fold_scales
 from fewbits.inference.rounding.gptq import gptq, loss_of, nearest
 from fewbits.inference.rounding.grids import Grids
@@ -81,15 +83,49 @@ def test_folding_scales_changes_no_output_and_loses_less() -> None:
     inputs = {n: x[:, : layer.get_submodule(n).in_features] for n in names}
     hessians = {n: v.t() @ v / 400 for n, v in inputs.items()}
     format = FORMATS["int3_g32"]
-    moved = fold_scales(
-        layer, hessians, {n: v.abs().mean(0) for n, v in inputs.items()}, dict.fromkeys(names, format)
-    )
     hidden = torch.randn(1, 9, 64, generator=torch.Generator().manual_seed(1))
     angles = model.model.rotary_emb(hidden, torch.arange(9)[None])
-    outputs = [m(hidden, position_embeddings=angles, attention_mask=None) for m in (layer, before)]
+    words = {"position_embeddings": angles, "attention_mask": None}
+    magnitudes = {n: v.abs().mean(0) for n, v in inputs.items()}
+    moved, folded = fold_scales(
+        layer, hessians, magnitudes, dict.fromkeys(names, format), lambda: layer(hidden, **words)
+    )
+    assert folded == ("input_layernorm", "post_attention_layernorm", "mlp.up_proj")
+    outputs = [m(hidden, **words) for m in (layer, before)]
     torch.testing.assert_close(outputs[0], outputs[1], rtol=1e-4, atol=1e-4)
     for name in ("self_attn.q_proj", "mlp.down_proj"):
         weight, plain = layer.get_submodule(name).weight, before.get_submodule(name).weight
         with_scales = loss_of(weight, nearest(weight, format, search=False), moved[name])
         without = loss_of(plain, nearest(plain, format, search=False), hessians[name])
         assert with_scales < 0.8 * without
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["arcee", "apertus", "nemotron", "bitnet", "gemma", "granite"])
+def test_a_scale_is_folded_only_where_the_layer_stays_what_it_was(family: str, dtype: torch.dtype) -> None:
+    """Arcee and Nemotron square, Apertus bends, BitNet normalises what stands between up and down."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 0}
+    config = AutoConfig.for_model(family, **sizes, **heads)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.05 * torch.randn_like(p))
+    ids, layer = torch.randint(3, 90, (2, 24)), model.model.layers[0]
+    names = [n for n, m in layer.named_modules() if isinstance(m, torch.nn.Linear)]
+    with torch.no_grad():
+        before = model(ids).logits
+        hidden, words = pipeline._first_inputs(model, ["model.layers.0"], ids)
+        of_layer = words["model.layers.0"]
+        moments, magnitudes = pipeline._moments(layer, names, hidden, of_layer)
+        formats = dict.fromkeys(names, FORMATS["int4_g32"])
+        _, folded = fold_scales(
+            layer, moments, magnitudes, formats, lambda: pipeline._output(layer, hidden[0], of_layer)
+        )
+        after = model(ids).logits
+    tolerance = 1e-5 if dtype is torch.float32 else 0.02
+    assert (after - before).float().norm() <= tolerance * before.float().norm()
+    assert ("mlp.up_proj" in folded) == (family in ("granite", "gemma"))
+    # Gemma's and Nemotron's norms multiply by 1 + weight, Apertus calls its own otherwise.
+    assert ("input_layernorm" in folded) == (family in ("arcee", "bitnet", "granite"))

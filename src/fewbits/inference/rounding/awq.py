@@ -3,11 +3,15 @@
 For linears that read the same input x, ``W x = (W diag(s)) (x / s)``. The division is folded into what makes
 x: the norm before q, k, v and before gate, up; the up projection before down. ``s = mean|x| ** power``, and
 the power of twenty between 0 and 1 with the least error of the outputs (by H, see `gptq`) is taken.
+
+Names do not say what stands between: Arcee and Nemotron square what comes out of ``up_proj``, BitNet
+normalises it, and a norm may have more readers. So each fold is tried first with powers of two, which round
+nothing, and is made only where the layer's output stays what it was.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +20,7 @@ from torch import Tensor
 from fewbits.formats.base import Format
 from fewbits.inference.rounding.gptq import loss_of, nearest
 
+_EQUAL = 1e-6  # of the layer's output, where sums are taken in another order
 _POWERS = tuple(number / 20 for number in range(20))
 # What makes the input (a norm, or a linear whose rows it is), and the linears that read it.
 FOLDS = (
@@ -31,7 +36,8 @@ def fold_scales(
     hessians: Mapping[str, Tensor],
     magnitudes: Mapping[str, Tensor],
     formats: Mapping[str, Format],
-) -> dict[str, Tensor]:
+    output: Callable[[], Tensor],
+) -> tuple[dict[str, Tensor], tuple[str, ...]]:
     """Scale the columns of a decoder layer's linears, in place.
 
     Args:
@@ -39,27 +45,55 @@ def fold_scales(
         hessians: H by the linear's name in the layer; it is scaled along.
         magnitudes: mean |x| (K,) likewise.
         formats: how each linear will be stored.
+        output: computes what the layer makes of some rows, as it now is.
 
     Returns:
-        The hessians of the scaled layer.
+        The hessians of the scaled layer, and what a scale was folded into.
     """
-    changed = dict(hessians)
+    changed, folded = dict(hessians), []
     for maker_name, readers in FOLDS:
         present = [name for name in readers if name in formats]
         maker = _find(layer, maker_name)
-        if maker is None or len(present) != len(readers) or not _scales(maker):
+        if maker is None or len(present) != len(readers):
             continue
-        weights = [layer.get_submodule(name).weight for name in present]
+        linears = [layer.get_submodule(name) for name in present]
+        if not _holds(maker, linears, output):
+            continue
+        weights = [linear.weight for linear in linears]
         scale = _best(weights, [formats[n] for n in present], changed[present[0]], magnitudes[present[0]])
-        for name, weight in zip(present, weights, strict=True):
-            weight.data = (weight.float() * scale).to(weight.dtype)
+        _fold(maker, linears, scale)
+        for name in present:
             changed[name] = changed[name] / scale[:, None] / scale[None, :]
-        maker.weight.data = (
-            maker.weight.float() / (scale[:, None] if maker.weight.dim() == 2 else scale)
-        ).to(maker.weight.dtype)
-        if getattr(maker, "bias", None) is not None:
-            maker.bias.data = (maker.bias.float() / scale).to(maker.bias.dtype)
-    return changed
+        folded.append(maker_name)
+    return changed, tuple(folded)
+
+
+def _fold(maker: Any, linears: Sequence[Any], scale: Tensor) -> None:
+    """Columns of the linears times ``scale`` (K,), what makes their input divided by it."""
+    for linear in linears:
+        linear.weight.data = (linear.weight.float() * scale).to(linear.weight.dtype)
+    rows = scale[:, None] if maker.weight.dim() == 2 else scale
+    maker.weight.data = (maker.weight.float() / rows).to(maker.weight.dtype)
+    if getattr(maker, "bias", None) is not None:
+        maker.bias.data = (maker.bias.float() / scale).to(maker.bias.dtype)
+
+
+def _holds(maker: Any, linears: Sequence[Any], output: Callable[[], Tensor]) -> bool:
+    """Whether a fold changes nothing: tried with powers of two, of which no product is rounded otherwise."""
+    columns = {tuple(linear.weight.shape)[-1] for linear in linears}
+    weight = getattr(maker, "weight", None)
+    if weight is None or columns != {weight.shape[0]} or weight.dim() not in (1, 2):
+        return False
+    before, of_maker = output(), [maker, *linears]
+    originals = [(m, name, getattr(m, name).data) for m in of_maker for name in ("weight", "bias")
+            if getattr(m, name, None) is not None]  # fmt: skip
+    try:
+        _fold(maker, linears, 2.0 ** (torch.arange(weight.shape[0]) % 4 - 1))
+        after = output()
+    finally:
+        for module, name, data in originals:
+            getattr(module, name).data = data
+    return float((after - before).float().norm()) <= _EQUAL * float(before.float().norm())
 
 
 def _find(layer: Any, name: str) -> Any:
@@ -67,12 +101,6 @@ def _find(layer: Any, name: str) -> Any:
         return layer.get_submodule(name)
     except AttributeError:
         return None
-
-
-def _scales(maker: Any) -> bool:
-    """Whether dividing the module's weight divides its output: not for norms that multiply by 1 + weight."""
-    return isinstance(maker, torch.nn.Linear) or type(maker).__name__ in ("LlamaRMSNorm", "MistralRMSNorm",
-        "Qwen2RMSNorm", "Qwen3RMSNorm", "Phi3RMSNorm")  # fmt: skip
 
 
 def _best(weights: Sequence[Tensor], formats: Sequence[Format], hessian: Tensor, magnitude: Tensor) -> Tensor:

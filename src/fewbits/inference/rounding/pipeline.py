@@ -10,8 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,9 @@ from torch import Tensor, nn
 from fewbits.errors import BadCheckpoint, BadInput, NotFinite, Unsupported
 from fewbits.formats import get_format
 from fewbits.formats.base import Format, Packed
+from fewbits.host.expert_weights import weights_of
 from fewbits.host.spec import layer_names, spec_for
+from fewbits.host.transposed import as_linear, is_transposed
 from fewbits.inference.export import LayerError, QuantizeResult
 from fewbits.inference.rounding.awq import fold_scales
 from fewbits.inference.rounding.budget import Budget, Step, allocate, measure_losses
@@ -33,6 +36,7 @@ from fewbits.inference.rounding.grids import Grids
 from fewbits.models.calibration_rows import read_windows
 from fewbits.models.checkpoint import inspect_folder
 from fewbits.models.convert import linears_to_replace
+from fewbits.models.experts import expert_modules
 from fewbits.models.fast import FastLanguageModel, is_packed
 from fewbits.models.hf_quantizer import write_packed
 from fewbits.models.in_memory import mark_loaded
@@ -43,6 +47,7 @@ from fewbits.recipes import Recipe, Rule
 
 METHODS = ("gptq", "awq", "awq+gptq", "nearest")
 _STATE, _LOSSES = "state.json", "losses.json"
+_OURS = re.compile(r"(layer-\d{5}|state|losses)\.(safetensors|json|partial)$")
 _MEASURED = 2048  # tokens on which the loss of each linear in each candidate is measured
 
 
@@ -59,6 +64,7 @@ class CalibrationResult(QuantizeResult):
             text: ||h - h_plain|| / ||h_plain||. Where it jumps, loss starts.
         steps: of a budget, the line of best choices: bits of a value and the sum of the measured losses.
         predicted_loss: of a budget, that sum for what was chosen, in nats a token; else None.
+        notes: what was not rounded, and where "awq" found nothing to scale, in sentences.
     """
 
     method: str
@@ -68,6 +74,7 @@ class CalibrationResult(QuantizeResult):
     drift: tuple[float, ...] = ()
     steps: tuple[Step, ...] = ()
     predicted_loss: float | None = None
+    notes: tuple[str, ...] = ()
 
 
 @torch.no_grad()
@@ -146,6 +153,7 @@ def calibrate_checkpoint(
         drift=tuple(work.drift),
         steps=tuple(work.steps),
         predicted_loss=work.predicted_loss,
+        notes=tuple(work.notes(len(work.layers) - resumed)),
     )
 
 
@@ -166,13 +174,14 @@ class _Work:
             layer: [n.removeprefix(f"{layer}.") for n in rules if n.startswith(f"{layer}.")]
             for layer in self.layers
         }
-        weights = [model.get_submodule(name).weight for name in rules]
+        weights = [as_linear(model.get_submodule(name)).weight for name in rules]
         for weight in weights:
             for format in choices:
                 Grids(format, torch.zeros(1, weight.shape[1]))  # refuses before the work begins
         self.most_columns = max((weight.shape[1] for weight in weights), default=0)
         self.errors: dict[str, LayerError] = {}
         self.output_errors: dict[str, float] = {}
+        self.folded = 0
         self.drift: list[float] = []
         self.steps: list[Step] = []
         self.predicted_loss: float | None = None
@@ -191,7 +200,7 @@ class _Work:
             cache_file=cache.folder / _LOSSES,
             progress=progress,
         )
-        shapes = {name: tuple(self.model.get_submodule(name).weight.shape) for name in losses}
+        shapes = {name: tuple(as_linear(self.model.get_submodule(name)).weight.shape) for name in losses}
         self.formats, self.steps = allocate(losses, shapes, budget)
         self.predicted_loss = sum(losses[name][format.name] for name, format in self.formats.items())
 
@@ -224,16 +233,33 @@ class _Work:
             )
         if self.method.startswith("awq"):
             formats = {leaf: self.formats[f"{name}.{leaf}"] for leaf in linears}
-            hessians = fold_scales(layer, hessians, magnitudes, formats)
+            hessians, folded = fold_scales(
+                layer, hessians, magnitudes, formats, lambda: _output(layer, hidden[0], words)
+            )
+            self.folded += len(folded)
         for leaf in linears:
-            linear = layer.get_submodule(leaf)
-            weight, hessian = linear.weight.detach(), hessians[leaf]
+            weight, hessian = as_linear(layer.get_submodule(leaf)).weight.detach(), hessians[leaf]
             round_ = gptq if self.method.endswith("gptq") else nearest
             full = f"{name}.{leaf}"
             packed = round_(weight, self.formats[full], hessian)
             self.output_errors[full] = loss_of(weight, packed, hessian)
             self.errors[full] = _error(full, weight, packed)
             _put_packed(layer, leaf, packed)
+
+    def notes(self, rounded: int) -> Iterator[str]:
+        """Sentences about a finished run, of whose layers so many were rounded now."""
+        experts = [module for _, module in expert_modules(self.model, spec_for(self.model))]
+        values = sum(getattr(module, name).numel() for module in experts for name in weights_of(module))
+        if values:
+            yield (
+                f"{values:,} values of experts stay as they are: calibration rounds linears; fewbits quantize"
+                " with --recipe, and without --calibrate, packs experts too"
+            )
+        if rounded and self.method.startswith("awq") and not self.folded:
+            yield (
+                "awq found no input that a norm or a linear alone scales in this family, so that the codes"
+                f" are those of {self.method.partition('+')[2] or 'nearest'}"
+            )
 
     def _numbers(self, name: str) -> dict[str, Any]:
         own = [f"{name}.{leaf}" for leaf in self.linears[name]]
@@ -242,7 +268,7 @@ class _Work:
     def _take(self, name: str, layer: Any, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
         """Put back what an earlier call made of a layer."""
         for leaf in self.linears[name]:
-            weight = layer.get_submodule(leaf).weight.detach()
+            weight = as_linear(layer.get_submodule(leaf)).weight.detach()
             shape, full = (weight.shape[0], weight.shape[1]), f"{name}.{leaf}"
             format = self.formats[full]
             parts = {part: tensors.pop(f"{leaf}.weight_{part}") for part in format.layout(shape)}
@@ -259,10 +285,19 @@ class _Kept:
     def __init__(self, target: Path, fingerprint: str) -> None:
         self.folder = target.with_name(target.name + ".calibration")
         state = self.folder / _STATE
-        if state.is_file() and json.loads(state.read_text(encoding="utf-8")).get("of") != fingerprint:
-            shutil.rmtree(self.folder)  # of another call
+        if self.folder.exists() and self._of(state) != fingerprint:
+            self.remove()  # of another call
         self.folder.mkdir(parents=True, exist_ok=True)
-        state.write_text(json.dumps({"of": fingerprint}) + "\n", encoding="utf-8")
+        partial = state.with_suffix(".partial")
+        partial.write_text(json.dumps({"of": fingerprint}) + "\n", encoding="utf-8")
+        partial.replace(state)
+
+    def _of(self, state: Path) -> str:
+        """What the work in the folder is of; "" if that cannot be told."""
+        try:
+            return str(json.loads(state.read_text(encoding="utf-8"))["of"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return ""
 
     def layer(self, number: int) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
         """A layer's tensors and errors, None if it is still to be done."""
@@ -286,7 +321,20 @@ class _Kept:
         partial.replace(file)
 
     def remove(self) -> None:
-        """All is done."""
+        """Take away what calibration wrote, and nothing else.
+
+        Raises:
+            BadInput: there is something else in the folder.
+        """
+        try:
+            others = [path.name for path in self.folder.iterdir() if not _OURS.match(path.name)]
+        except OSError as error:
+            raise BadInput(f"{self.folder} cannot be read ({error.strerror}); move it away.") from error
+        if others:
+            raise BadInput(
+                f"{self.folder}, where the work is kept, holds {min(others)}, which is none of it; move that"
+                " away, or choose another destination."
+            )
         shutil.rmtree(self.folder)
 
     def _file(self, number: int) -> Path:
@@ -385,6 +433,7 @@ def _put_packed(layer: Any, leaf: str, packed: Packed) -> None:
     meta.bias = linear.bias
     quantized = QuantizedLinear.from_linear(meta, Rule(weight=packed.format))
     quantized.load_packed(packed)
+    quantized.transposed = is_transposed(linear)
     put(layer, leaf, quantized.train(linear.training))
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from fewbits.errors import Unsupported
 from fewbits.formats import FORMATS
 from fewbits.formats.base import Format
+from fewbits.host.transposed import as_linear, transposed_like
 from fewbits.models.calibration_rows import read_windows
 from fewbits.models.convert import linears_to_replace
 from fewbits.models.fast import FastLanguageModel, is_packed
@@ -57,8 +58,11 @@ def rounded(model: Any, formats: Mapping[str, Format]) -> Iterator[None]:
     originals = {name: model.get_submodule(name).weight.data for name in formats}
     try:
         for name, format in formats.items():
-            weight = originals[name]
-            model.get_submodule(name).weight.data = format.quantize(weight).dequantize(weight.dtype)
+            module = model.get_submodule(name)
+            weight = as_linear(module).weight.detach()
+            module.weight.data = transposed_like(
+                format.quantize(weight).dequantize(weight.dtype), module
+            ).contiguous()
         yield
     finally:
         for name, weight in originals.items():
@@ -102,7 +106,7 @@ def bits_against_quality(
     qualities = []
     for number, format in enumerate(formats, 1):
         rules = linears_to_replace(model, Recipe(name="measured", linear=Rule(weight=format)))
-        weights = {name: model.get_submodule(name).weight for name in rules}
+        weights = {name: as_linear(model.get_submodule(name)).weight for name in rules}
         columns = format.contract.block[1]
         if all(weight.shape[1] % columns == 0 for weight in weights.values() if columns):
             with rounded(model, dict.fromkeys(rules, format)):
