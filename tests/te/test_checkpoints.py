@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import fewbits.te as te
-from fewbits.errors import BadCheckpoint, Unsupported
+from fewbits.errors import BadCheckpoint, BadInput, Unsupported
 from fewbits.te.recipe import (
     DelayedScaling,
     Float8BlockScaling,
@@ -183,6 +183,58 @@ def test_quantised_weights_train_and_are_saved(recipe: object) -> None:
     loaded = saved_and_loaded(dict(layer.named_parameters()))["weight"]
     assert type(loaded) is type(weight.data) or isinstance(loaded, te.QuantizedTensor)
     assert torch.equal(loaded.dequantize(), weight.dequantize())
+
+
+@pytest.mark.parametrize("recipe", RECIPES, **names)
+def test_a_quantised_weight_under_another_recipe_is_refused(recipe: object) -> None:
+    """All 20 pairs multiplied the codes of one recipe by activations of the other."""
+    with te.quantized_model_init(recipe=recipe):
+        layer = te.Linear(32, 32, device="cpu")
+    x = torch.randn(32, 32)
+    for other in RECIPES:
+        with te.autocast(recipe=other):
+            if other is recipe:
+                layer(x)
+                continue
+            with pytest.raises(BadInput, match=r"weight was quantised by a \w+ and this call's"):
+                layer(x)
+    assert torch.equal(layer(x), torch.nn.functional.linear(x, layer.weight.dequantize(), layer.bias))
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("recipe", RECIPES[:4], **names)
+def test_a_loaded_module_trains_on_as_the_saved_one(recipe: object, assign: bool) -> None:
+    """Under delayed scaling loaded codes were rounded again, and their scale stood still from then on."""
+
+    def built() -> te.LayerNormMLP:
+        with te.quantized_model_init(recipe=recipe):
+            return te.LayerNormMLP(32, 64, device="cpu")
+
+    def steps(layer: te.LayerNormMLP, seeds: range) -> list[float]:
+        optimizer, losses = te.FusedAdam(layer.parameters(), lr=0.05), []
+        for seed in seeds:
+            x = torch.randn(16, 32, generator=torch.Generator().manual_seed(seed))
+            with te.autocast(recipe=recipe):
+                loss = layer(x).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss))
+        return losses
+
+    first, second = built(), built()
+    steps(first, range(3))
+    second.load_state_dict(saved_and_loaded(first.state_dict()), assign=assign)
+    assert steps(second, range(3, 7)) == steps(first, range(3, 7))
+
+
+def test_loading_forgets_the_weight_that_was_kept_for_microbatches() -> None:
+    layer, x = te.Linear(32, 32, device="cpu"), torch.randn(32, 32)
+    with te.autocast(recipe=RECIPES[3]):
+        layer(x, is_first_microbatch=True)
+        doubled = {k: v * 2 if k == "weight" else v for k, v in layer.state_dict().items()}
+        layer.load_state_dict(doubled)
+        assert torch.equal(layer(x, is_first_microbatch=False), layer(x))
 
 
 def test_a_quantised_weight_in_several_parameters_is_refused() -> None:

@@ -19,6 +19,7 @@ from fewbits.te.extra_state import copy_into, from_bytes, to_bytes
 from fewbits.te.numerics import Numerics, current, enter_region, leave_region
 from fewbits.te.operand import Operand
 from fewbits.te.operands import Slots, slots_for
+from fewbits.te.quantized_tensor import QuantizedTensor
 from fewbits.te.quantizers import Float8Quantizer, Quantizer
 from fewbits.te.recipe import Recipe
 from fewbits.te.roles import QuantizerRole
@@ -151,9 +152,8 @@ class Module(nn.Module):
             first: ``is_first_microbatch``: True keeps it, False takes what was kept, None does neither.
             dtype: of the product.
         """
-        held = getattr(weight, "operand", None)
-        if held is not None and quantizer is not None:
-            return held() if callable(held) else None
+        if isinstance(weight, QuantizedTensor) and quantizer is not None:
+            return self._held(name, weight, quantizer)
         if quantizer is None or first is None or isinstance(quantizer, _Calibrating):
             return None
         if first or name not in self._weight_operands:
@@ -161,6 +161,25 @@ class Module(nn.Module):
                 weight.detach().to(dtype), rows=True, columns=True
             )
         return self._weight_operands[name]
+
+    def _held(self, name: str, weight: QuantizedTensor, quantizer: Any) -> Operand:
+        """A weight (N, K) that exists in quantised form alone, if it is of this call's recipe.
+
+        Under delayed scaling it goes on with this module's scales, whatever it was loaded with.
+
+        Raises:
+            BadInput: it is of another recipe.
+        """
+        own, of_call = weight.quantizer, getattr(quantizer, "quantizer", quantizer)  # as calibrating wraps it
+        if type(own) is not type(of_call):
+            raise BadInput(
+                f"{name} was quantised by a {type(own).__name__} and this call's recipe takes a"
+                f" {type(of_call).__name__}: use the recipe that quantized_model_init was given, or build the"
+                " module under the other one and load this one's state_dict."
+            )
+        if self._slots is not None and any(quantizer is slot for slot in self._slots[2].quantizers):
+            weight.quantizer = quantizer
+        return weight.operand()
 
     def product_dtype(self, x: Tensor) -> torch.dtype:
         """The type of products: autocast's, else x's, which parameters must then share.
@@ -182,6 +201,10 @@ class Module(nn.Module):
         return x.dtype
 
     # Checkpoints
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self._weight_operands.clear()  # of the weights before
+        super()._load_from_state_dict(*args, **kwargs)
 
     def get_extra_state(self) -> Tensor:
         """Scales and histories of delayed scaling as bytes; empty where there are none."""

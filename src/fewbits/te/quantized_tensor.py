@@ -43,6 +43,15 @@ class QuantizedTensor(Tensor):
         """Class, shape and quantiser."""
         return f"{type(self).__name__}(shape={tuple(self.shape)}, quantizer={type(self._quantizer).__name__})"
 
+    @property
+    def quantizer(self) -> Any:
+        """What rounds a new value; one that is put here takes over from the next write on."""
+        return self._quantizer
+
+    @quantizer.setter
+    def quantizer(self, quantizer: Any) -> None:
+        self._quantizer = quantizer
+
     def operand(self) -> Operand:
         """Rows and columns as products take them."""
         return self._operand
@@ -265,7 +274,23 @@ def _to_copy(tensor: QuantizedTensor, **options: Any) -> QuantizedTensor | None:
 
 
 def _copy(target: Any, source: Tensor, non_blocking: bool = False) -> QuantizedTensor | None:
-    return target.quantize_(source) if isinstance(target, QuantizedTensor) else None
+    if not isinstance(target, QuantizedTensor):
+        return None
+    if isinstance(source, QuantizedTensor) and _layout(source) == _layout(target):
+        same = _moved(source, lambda part: part.to(target.device, copy=True))
+        target._operand = same.operand()  # codes stay codes: under other scales they would be rounded again
+        return target
+    return target.quantize_(source)
+
+
+def _layout(tensor: QuantizedTensor) -> tuple[Any, ...]:
+    """What two tensors must share for one to take the other's codes."""
+    operand = tensor.operand()
+    sides = [
+        (p.format, tuple(p.shape), p.dtype) if isinstance(p, Packed) else type(p)
+        for p in (operand.rows, operand.columns)
+    ]
+    return (type(tensor), tensor.dtype, tuple(tensor.shape), *sides)
 
 
 _KEPT: dict[Any, Callable[..., Any]] = {
