@@ -13,10 +13,12 @@ import sys
 import textwrap
 import time
 from contextlib import suppress
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
+from fewbits.cli import rank_processes
 from fewbits.cli.launch import check_tasks, processes, run_processes, wants_launch
 from fewbits.cli.launch_flags import add_launch_flags, without_launch_flags
 from fewbits.doctor.launchers import launched as launched_as
@@ -97,6 +99,24 @@ open(os.environ["TORCHELASTIC_ERROR_FILE"], "w").write(json.dumps({"message": {"
     assert (code, told) == (
         128 + signal.SIGUSR1, "SIGUSR1 came to rank 0 of 2: the checkpoint of step 3 of 9 is written.\n"
     )  # fmt: skip
+
+
+def test_a_signal_that_comes_twice_at_once_is_one(monkeypatch):
+    """`timeout 1h fewbits train` sends SIGTERM to the launcher and to its group: no checkpoint was made."""
+    sent: list[tuple[int, int]] = []
+    monkeypatch.setattr(rank_processes, "_children", lambda: [SimpleNamespace(pid=7)])
+    monkeypatch.setattr(rank_processes, "_send", lambda pid, number: sent.append((pid, int(number))))
+    processes = rank_processes.RankProcesses(lambda: None)
+    for _ in range(2):
+        processes._heard(signal.SIGTERM, None)
+    assert sent == [(7, signal.SIGTERM)]
+    monkeypatch.setattr(rank_processes, "_SAME_S", 0.0)  # later it means: at once
+    processes._heard(signal.SIGTERM, None)
+    assert sent[1:] == [(7, signal.SIGKILL)]
+    pressed = rank_processes.RankProcesses(lambda: None)
+    for _ in range(2):
+        pressed._heard(signal.SIGINT, None)
+    assert sent[2:] == [(7, signal.SIGINT), (7, signal.SIGKILL)]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])

@@ -25,6 +25,7 @@ import psutil
 STOPPED_S = 10.0  # for which a process may stand still
 _SAID_S = 1.0  # after which that is said
 _INTERRUPTED_S = 10.0  # within which a process must have ended after Ctrl-C
+_SAME_S = 2.0  # within which a signal is the first one again: `timeout` sends it to us and to our group
 _WAIT_S, _LOOK_S = 0.2, 1.0  # looking goes through all processes of the machine
 _HANDED_ON = {  # what came, and what the ranks get
     "SIGTERM": signal.SIGTERM,
@@ -113,6 +114,8 @@ class RankProcesses:
     def _heard(self, number: int, frame: FrameType | None) -> None:
         again, self.signal = self.signal is not None, self.signal or signal.Signals(number)
         self._signalled = self._signalled or time.monotonic()
+        if again and number != signal.SIGINT and time.monotonic() - self._signalled < _SAME_S:
+            return
         for child in _children():
             _send(child.pid, signal.SIGKILL if again else _HANDED_ON[signal.Signals(number).name])
 
