@@ -78,6 +78,12 @@ def test_stop_strings_across_tokens(stories260k: Any) -> None:
 def test_prompts_that_cannot_be_encoded_are_named(stories260k: Any) -> None:
     with pytest.raises(BadInput, match=r"row 2: the tokenizer of .* has no chat template"):
         fewbits.generate_many(*stories260k, ["Once", [{"role": "user", "content": "hi"}]], GREEDY)
+    for odd, message in (
+        (None, "the prompt is None; give a text"),
+        ("a\ud800b", r"half a character .'.ud800'"),
+    ):
+        with pytest.raises(BadInput, match=f"row 2: .*{message}"):
+            fewbits.generate_many(*stories260k, ["Once", odd], GREEDY)  # type: ignore[list-item]
     with pytest.raises(BadInput, match="put the one text into a list"):
         fewbits.generate_many(*stories260k, "Once", GREEDY)
     assert fewbits.generate_many(*stories260k, [], GREEDY) == []

@@ -213,15 +213,18 @@ def encode_prompt(tokenizer: Any, prompt: Prompt) -> Tensor:
     """Token ids (1, T) of a text, or of messages through the tokenizer's chat template.
 
     Raises:
-        BadInput: messages for a tokenizer without a chat template, or nothing to start from.
+        BadInput: messages for a tokenizer without a chat template, something that is neither text nor
+            messages, half a character, or nothing to start from.
     """
     if isinstance(prompt, str):
-        ids = tokenizer(prompt, verbose=False)["input_ids"]
+        ids = tokenizer(_whole(prompt), verbose=False)["input_ids"]
         end = tokenizer.eos_token_id
         if len(ids) > 1 and ids[-1] == end:  # some tokenizers close every text, which would end the answer
             ids = ids[:-1]
-    else:
+    elif isinstance(prompt, (list, tuple)):
         ids = _encode_chat(tokenizer, prompt)
+    else:
+        raise BadInput(f"the prompt is {prompt!r}; give a text, or a list of chat messages.")
     if not ids and tokenizer.bos_token_id is not None:
         ids = [tokenizer.bos_token_id]
     if not ids:
@@ -247,7 +250,19 @@ def _encode_chat(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> list[
     name = getattr(tokenizer, "name_or_path", "") or "the model"
     with Reading(name, tokenizer=True):
         text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
-    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    return list(tokenizer(_whole(text), add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def _whole(text: str) -> str:
+    """The text, if it has no half of a surrogate pair, of which tokenizers make a TypeError."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise BadInput(
+            f"the prompt has half a character ({text[error.start]!a}, at {error.start}), which no UTF-8"
+            " text has; correct it."
+        ) from error
+    return text
 
 
 def _room(model: Any, length: int) -> int:
