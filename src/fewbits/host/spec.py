@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
@@ -15,6 +16,9 @@ from fewbits.families.registry import is_registered, known_families, model_type_
 from fewbits.families.spec import ModelSpec
 from fewbits.host.generic import generic_spec
 from fewbits.host.spec_check import check_spec
+from fewbits.host.unwrap import unwrap
+
+_FITS: WeakKeyDictionary[nn.Module, ModelSpec] = WeakKeyDictionary()  # registered specs that fit their models
 
 
 def spec_for(model_or_config: Any) -> ModelSpec:
@@ -31,7 +35,7 @@ def spec_for(model_or_config: Any) -> ModelSpec:
     spec = written_spec(model_or_config)
     if spec is not None:
         if isinstance(model_or_config, nn.Module) and is_registered(spec):
-            check_spec(model_or_config, spec, locate(model_or_config, spec, spec.layers))
+            _check_once(model_or_config, spec)
         return spec
     if isinstance(model_or_config, nn.Module) and model_type_of(model_or_config):
         return generic_spec(model_or_config, model_type_of(model_or_config))
@@ -39,6 +43,14 @@ def spec_for(model_or_config: Any) -> ModelSpec:
         f"no spec for model_type {model_type_of(model_or_config)!r}; known: {', '.join(known_families())}. "
         "Write one and call fewbits.register_family, or give the model itself, whose modules may tell."
     )
+
+
+def _check_once(model: nn.Module, spec: ModelSpec) -> None:
+    """Compare a user's spec with a model where the two first meet, for each generation asks for the spec."""
+    base = unwrap(model)
+    if _FITS.get(base) is not spec:
+        check_spec(model, spec, locate(model, spec, spec.layers))
+        _FITS[base] = spec
 
 
 def path_prefix(model: nn.Module, spec: ModelSpec) -> tuple[str, int]:
