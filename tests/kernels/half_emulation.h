@@ -34,6 +34,14 @@ inline u32 to_half(float x) {
     return sign | ((bits >> 13) - (112 << 10));
 }
 inline u32 half_pair(float low, float high) { return to_half(low) | to_half(high) << 16; }
+template <class Of> inline u32 of_pairs(u32 x, u32 y, Of of) {
+    u32 out = 0;
+    for (int i = 0; i < 32; i += 16) out |= to_half(of(from_half(x >> i & 0xffff), from_half(y >> i & 0xffff))) << i;
+    return out;
+}
+inline u32 times_pair(u32 x, u32 y) { return of_pairs(x, y, [](float a, float b) { return a * b; }); }
+inline u32 less_pair(u32 x, u32 y) { return of_pairs(x, y, [](float a, float b) { return a - b; }); }
+inline float load_from_others(const float *at) { return *at; }
 inline void multiply_add(float *c, const u32 *a, u32 b0, u32 b1) {
 #if KIND == 5
     multiply_bfloat16(c, a, b0, b1);

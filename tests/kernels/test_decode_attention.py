@@ -19,7 +19,7 @@ from fewbits.kernels.generation.decode_attention import (
     decode_attention,
     decode_attention_ref,
 )
-from fewbits.kernels.generation.few_rows import RowNorm
+from fewbits.kernels.generation.operands import RowNorm
 from fewbits.kernels.launch import nvrtc
 from tests.kernels import emulated
 

@@ -14,7 +14,8 @@ from fewbits.errors import BadInput, Unsupported
 from fewbits.formats import FORMATS
 from fewbits.formats.base import Packed
 from fewbits.kernels.generation.cut import cut, max_rows, reading_of, shape_of
-from fewbits.kernels.generation.few_rows import FewRows, LowRankSum, RowNorm, few_rows, few_rows_ref
+from fewbits.kernels.generation.few_rows import FewRows, few_rows, few_rows_ref
+from fewbits.kernels.generation.operands import LowRankSum, Product, RowNorm
 from fewbits.kernels.launch import nvrtc
 from tests.kernels import emulated
 
@@ -71,7 +72,10 @@ class Problem:
             self.exact = self.exact + self.out
 
     def call(self, **more: Any) -> FewRows:
-        return FewRows(self.x, self.weights, self.out, add=self.add, **self.options, **more)
+        return FewRows(self.product(), **more)
+
+    def product(self) -> Product:
+        return Product(self.x, self.weights, self.out, add=self.add, **self.options)
 
 
 CALLS: list[tuple[str, int, int, tuple[int, ...], dict[str, Any]]] = [
@@ -157,13 +161,13 @@ def test_what_the_kernel_does_not_read() -> None:
     assert max_rows(torch.randn(4, 64)) == 0
     x, out = torch.randn(1, 64), torch.empty(1, 4)
     with pytest.raises(Unsupported, match="does not take weights stored as"):
-        FewRows(x, [torch.randn(4, 64)], out)
+        FewRows(Product(x, [torch.randn(4, 64)], out))
     with pytest.raises(Unsupported, match=r"adding to torch\.bfloat16"):
-        FewRows(x, [weight_of("nf4", 4, 64)], out.bfloat16(), add=True)
+        FewRows(Product(x, [weight_of("nf4", 4, 64)], out.bfloat16(), add=True))
     with pytest.raises(Unsupported, match="two kinds of 16 bits"):
-        FewRows(x.half(), [weight_of("nf4", 4, 64)], out.bfloat16())
+        FewRows(Product(x.half(), [weight_of("nf4", 4, 64)], out.bfloat16()))
     with pytest.raises(BadInput, match="takes 1 to"):
-        FewRows(torch.randn(99, 64), [weight_of("nf4", 4, 64)], torch.empty(99, 4))
+        FewRows(Product(torch.randn(99, 64), [weight_of("nf4", 4, 64)], torch.empty(99, 4)))
 
 
 def test_float8_codes_that_are_no_numbers_are_refused() -> None:
@@ -171,7 +175,7 @@ def test_float8_codes_that_are_no_numbers_are_refused() -> None:
     assert isinstance(weight, Packed)
     weight.codes.view(torch.uint8)[2, 3] = 0x7F
     with pytest.raises(Unsupported, match="no numbers"):
-        FewRows(torch.randn(1, 64), [weight], torch.empty(1, 16))
+        FewRows(Product(torch.randn(1, 64), [weight], torch.empty(1, 16)))
 
 
 def test_a_cut_has_all_of_k_in_rounds() -> None:

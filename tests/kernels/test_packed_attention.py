@@ -14,7 +14,7 @@ from torch import Tensor
 from fewbits.errors import Unsupported
 from fewbits.formats.kv_cache import KVCache, get_kv_cache, ordered_codes, unordered_codes
 from fewbits.kernels.generation.decode_attention import Cache, Rules, decode_attention_ref
-from fewbits.kernels.generation.few_rows import RowNorm
+from fewbits.kernels.generation.operands import RowNorm
 from fewbits.kernels.generation.packed_attention import (
     PackedAttention,
     PackedKeysValues,

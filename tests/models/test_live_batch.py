@@ -142,7 +142,7 @@ def test_the_same_over_decodings_kernels(
     monkeypatch.setattr(live, "_looks_seldom", lambda device: True)
     monkeypatch.setattr(step_slots, "_FEWEST", 1)
     if many:
-        monkeypatch.setattr(decode_step, "_MANY_ROWS", 3)
+        monkeypatch.setattr(decode_step, "_FEWEST_FOR_THE_LIBRARY", 3)
     model = model_of("llama", dtype=torch.bfloat16)
     fewbits.convert(model, "qlora_nf4")
     model = fewbits.get_peft_model(model, r=4, target_modules="all-linear")

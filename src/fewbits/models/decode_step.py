@@ -35,18 +35,18 @@ from fewbits.formats.base import Packed
 from fewbits.formats.kv_cache import KVCache
 from fewbits.host.spec import layer_names, locate, spec_for
 from fewbits.host.unwrap import unwrap
+from fewbits.kernels.generation.batch_rows import MOST_ROWS, BatchRows, Workspace
 from fewbits.kernels.generation.cut import max_rows
 from fewbits.kernels.generation.decode_attention import Cache, DecodeAttention, Rules
-from fewbits.kernels.generation.few_rows import FewRows, LowRankSum, RowNorm
+from fewbits.kernels.generation.few_rows import FewRows
+from fewbits.kernels.generation.operands import LowRankSum, Product, RowNorm
 from fewbits.kernels.generation.packed_attention import PackedKeysValues
 from fewbits.kernels.launch import nvrtc
 from fewbits.models.decode_packed import packed_layer
 from fewbits.models.decode_products import ManyRows
 
-# Rows from which a product decodes its weights once and leaves the rest to the library. A step of the 8B
-# shape in NF4 on an H200: by the kernels for few rows, which read the weights once for every few rows, 3.5 ms
-# for 4 rows, 16.5 for 16, 82 for 64; by the library 12.4 for 16 rows, 13.5 for 64.
-_MANY_ROWS = 9
+# Rows from which a product is one of a batch, and from which the library multiplies decoded weights.
+_FEWEST_OF_A_BATCH, _FEWEST_FOR_THE_LIBRARY = 3, 129
 
 
 def why_not(model: Any) -> str:
@@ -179,6 +179,7 @@ class DecodeStep:
         self._early = self.device.type == "cuda" and torch.cuda.get_device_capability(self.device) >= (9, 0)
         self._calls: list[Callable[[], Tensor]] = []
         self._adapters = _Adapters()
+        self._workspace = Workspace(self.device)
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
         self.packed: dict[int, PackedKeysValues] = {}
@@ -376,7 +377,7 @@ class DecodeStep:
             make, rows = self._product_of(chosen)
             for m in range(0, self.batch, rows):
                 cut = slice(m, m + rows)
-                call = make(
+                product = Product(
                     x[cut],
                     chosen,
                     out[cut, begin : begin + columns],
@@ -386,16 +387,18 @@ class DecodeStep:
                     activation=activation,
                     add=add,
                 )
-                self._calls.append(call.launch)
+                self._calls.append(make(product).launch)
             begin += columns
 
-    def _product_of(self, weights: Sequence[Packed | Tensor]) -> tuple[Callable[..., Any], int]:
+    def _product_of(self, weights: Sequence[Packed | Tensor]) -> tuple[Callable[[Product], Any], int]:
         """What makes a call of a product with these weights, and for how many rows at a time."""
         rows = min(max_rows(w) for w in weights)
         if rows == 0:
             raise Unsupported(f"the kernel for few rows does not read {_described(weights[0])}.")
-        if self.batch >= _MANY_ROWS:
+        if self.batch >= _FEWEST_FOR_THE_LIBRARY:
             return partial(ManyRows, dtype=self.dtype), self.batch
+        if self.batch >= _FEWEST_OF_A_BATCH:
+            return partial(BatchRows, workspace=self._workspace, early=self._early), MOST_ROWS
         return partial(FewRows, early=self._early), rows
 
     def _add_inner_values(
@@ -411,7 +414,7 @@ class DecodeStep:
         make, rows = self._product_of(weights)
         for m in range(0, self.batch, rows):
             cut = slice(m, m + rows)
-            self._calls.append(make(x[cut], weights, inner[cut], norm=norm).launch)
+            self._calls.append(make(Product(x[cut], weights, inner[cut], norm=norm)).launch)
         sums = iter(self._low_rank_sums(there, inner))
         return [None if branch is None else next(sums) for branch in branches]
 

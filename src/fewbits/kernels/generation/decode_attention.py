@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from fewbits.errors import Unsupported
-from fewbits.kernels.generation.few_rows import RowNorm
+from fewbits.kernels.generation.operands import RowNorm
 from fewbits.kernels.launch import nvrtc
 from fewbits.kernels.launch.jit import cdiv, multiprocessors, next_power_of_2, on_device_of
 

@@ -86,6 +86,19 @@ static __device__ __forceinline__ float from_half(u16 x) {
     asm("cvt.f32.f16 %0, %1;" : "=f"(out) : "h"(x));
     return out;
 }
+static __device__ __forceinline__ u32 times_pair(u32 x, u32 y) {  // of two float16 each
+    u32 out;
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(out) : "r"(x), "r"(y));
+    return out;
+}
+static __device__ __forceinline__ u32 less_pair(u32 x, u32 y) {
+    u32 out;
+    asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(out) : "r"(x), "r"(y));
+    return out;
+}
+static __device__ __forceinline__ float load_from_others(const float *at) {  // what other blocks wrote: not from the first cache
+    return __ldcg(at);
+}
 #define SHARED(type, at) (*(type *)(shared_bytes + (at)))
 #endif
 

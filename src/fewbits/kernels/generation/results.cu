@@ -48,6 +48,23 @@ static __device__ __forceinline__ float finished(const Matrix &w, int row, int m
     return sum;
 }
 
+// Writes output ``row`` of a tile for row m of x: ``sum`` is its product with x, ``other`` that of a gated product's second half.
+static __device__ __forceinline__ void write_output(const Arguments &p, int tile, int m, int row, float sum, float other) {
+#if GATED
+    const int n = tile * 8 + row;
+    if (n < p.w[0].N) {
+        sum = finished(p.w[0], n, m, sum), other = finished(p.w[1], n, m, other);
+        store(p, m, n, activated(sum) * other);
+    }
+#else
+    int of = 0, left = tile;
+    i64 before = 0;
+    if (!SIMPLE) while (of < 2 && left >= p.w[of].tiles) left -= p.w[of].tiles, before += p.w[of].N, of++;
+    const int n = left * 16 + row;
+    if (n < p.w[of].N) store(p, m, before + n, finished(p.w[of], n, m, sum));
+#endif
+}
+
 // Adds the sums that SLICES warps left at ``base`` for a tile, in the warps' order, and writes what becomes of them;
 // ``thread`` of the ADDING threads that do it.
 static __device__ __forceinline__ void add_up(const Arguments &p, int tile, int base, int thread) {
@@ -60,18 +77,6 @@ static __device__ __forceinline__ void add_up(const Arguments &p, int tile, int 
             sum += SHARED(float, base + ((from * SUM_ROWS + m) * 16 + row) * 4);
             if (GATED) other += SHARED(float, base + ((from * SUM_ROWS + m) * 16 + row + 8) * 4);
         }
-#if GATED
-        const int n = tile * 8 + row;
-        if (n < p.w[0].N) {
-            sum = finished(p.w[0], n, m, sum), other = finished(p.w[1], n, m, other);
-            store(p, m, n, activated(sum) * other);
-        }
-#else
-        int of = 0, left = tile;
-        i64 before = 0;
-        if (!SIMPLE) while (of < 2 && left >= p.w[of].tiles) left -= p.w[of].tiles, before += p.w[of].N, of++;
-        const int n = left * 16 + row;
-        if (n < p.w[of].N) store(p, m, before + n, finished(p.w[of], n, m, sum));
-#endif
+        write_output(p, tile, m, row, sum, other);
     }
 }

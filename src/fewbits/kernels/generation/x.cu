@@ -5,25 +5,6 @@
 
 #include "x_order.cu"
 
-static __device__ __forceinline__ Four four_of(const Arguments &p, int m, int k) {
-    Four v;
-#if X_KIND == 0
-    const float4 x = *(const float4 *)((const float *)p.x + m * p.x_pitch + k);
-    v.x[0] = x.x, v.x[1] = x.y, v.x[2] = x.z, v.x[3] = x.w;
-#else
-    const uint2 x = *(const uint2 *)((const u16 *)p.x + m * p.x_pitch + k);
-    v.x[0] = from_16(x.x & 0xffff), v.x[1] = from_16(x.x >> 16), v.x[2] = from_16(x.y & 0xffff), v.x[3] = from_16(x.y >> 16);
-#endif
-    return v;
-}
-
-// The norm's weights of dimensions k to k + 3.
-static __device__ __forceinline__ Four norm_weights(const Arguments &p, int k) {
-    const uint2 w = *(const uint2 *)(p.norm + k);
-    return {from_16(w.x & 0xffff) + p.norm_offset, from_16(w.x >> 16) + p.norm_offset,
-            from_16(w.y & 0xffff) + p.norm_offset, from_16(w.y >> 16) + p.norm_offset};
-}
-
 #if SUMS_OF_X
 // Sums over the chunks of a row, of x as it lies there, times what makes the integers positive.
 static __device__ __forceinline__ void sum_chunks(int at, int chunks) {

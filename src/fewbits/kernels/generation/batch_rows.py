@@ -1,0 +1,350 @@
+"""``y = x W^T`` for the rows of a batch (2 to 64) and packed weights: the same product as few_rows.py's.
+
+Numbers: the definition is `few_rows_ref`. The kernel rounds x to float16 (times a power of two, so that none
+overflows) as few_rows.py does, and beside it each decoded weight: code times scale, times a power of two of
+the whole matrix, in float16. Codes of integers and of float8 are exact before they meet their scale, values
+of NF4's and FP4's tables are rounded to float16, scales and products too: each 2**-12 of a value at most.
+Weights below 2**-26 of the largest lose bits, for lack of room in float16. bfloat16 weights are multiplied
+as they are, with x rounded to bfloat16. Sums are in float32, in a fixed order: equal calls give equal bits.
+
+Floor: each weight is read once, and each block of threads reads the part of x that it needs. A matrix of
+16 outputs by 16 inputs of W and 8 rows of x is one instruction of the tensor cores; 64 rows of the 8B shape's
+gate and up take 20 us of those on an H200, reading the weights in NF4 13.8.
+
+Two kernels: batch_x.cu puts x in order, batch_rows.cu multiplies. No gradient: decoding has none.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+from math import floor, log2
+
+import torch
+from torch import Tensor
+
+from fewbits.errors import BadInput
+from fewbits.formats.base import Packed
+from fewbits.kernels.generation.cut import Reading, shared_bytes_of
+from fewbits.kernels.generation.few_rows import define
+from fewbits.kernels.generation.operands import Arguments, Product
+from fewbits.kernels.launch import nvrtc
+from fewbits.kernels.launch.jit import cdiv, multiprocessors, on_device_of
+
+SOURCE = "generation/batch_rows.cu"
+SOURCE_OF_X = "generation/batch_x.cu"
+MOST_ROWS = 64
+_TARGET = 2.0**12  # for the largest decoded weight; float16 ends at 2**16
+_WARPS_OF_X = 16
+_BYTES_A_NS = 33.0  # of memory, for each multiprocessor of an H200
+
+
+class _BatchArguments(ctypes.Structure):
+    """The kernel's argument, field by field as in batch_rows.cu."""
+
+    _fields_ = [
+        ("p", Arguments),
+        *((name, ctypes.c_void_p) for name in ("factors", "parts", "arrived")),
+        ("up", ctypes.c_float * 3),
+        ("down", ctypes.c_float * 3),
+    ]
+
+
+class _RowsOfX(ctypes.Structure):
+    """The argument of batch_x.cu."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("x", "norm", "out", "factors")),
+        ("x_pitch", ctypes.c_int64),
+        ("eps", ctypes.c_float),
+        ("norm_offset", ctypes.c_float),
+        *((name, ctypes.c_int) for name in ("K", "K_padded", "M")),
+    ]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a call is cut.
+
+    Attributes:
+        groups: of 8 rows of x.
+        tiles: of 16 outputs, that a warp has.
+        neighbours: warps of a block with other outputs.
+        slices: warps of a block with other parts of K.
+        split: blocks with other parts of K.
+        stage_chunks: of a slice in a stage of x.
+        depth: stages of x that shared memory has.
+        stages: of a block.
+        ahead: chunks of weights that a warp asks for at once, before it uses those before.
+        whole: the parts are all of K, no more.
+        shared_bytes: of a block.
+    """
+
+    groups: int
+    tiles: int
+    neighbours: int
+    slices: int
+    split: int
+    stage_chunks: int
+    depth: int
+    stages: int
+    ahead: int
+    whole: bool
+    shared_bytes: int
+
+    @property
+    def warps(self) -> int:
+        """Warps of a block."""
+        return self.neighbours * self.slices
+
+    @property
+    def block_tiles(self) -> int:
+        """Tiles of 16 outputs of a block."""
+        return self.tiles * self.neighbours
+
+    @property
+    def chunks(self) -> int:
+        """Of all parts together."""
+        return self.split * self.stages * self.slices * self.stage_chunks
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a call has to do, and on what.
+
+    Attributes:
+        reading: how weights are stored.
+        K: the inner size.
+        M: rows of x.
+        tiles: of 16 outputs.
+        processors: multiprocessors of the GPU.
+        room: bytes of shared memory that a block may have.
+    """
+
+    reading: Reading
+    K: int
+    M: int
+    tiles: int
+    processors: int
+    room: int
+
+    @property
+    def bits(self) -> int:
+        """Of a weight."""
+        return 4 if self.reading.kind < 2 else 8 if self.reading.kind < 5 else 16
+
+    @property
+    def values(self) -> int:
+        """Weights of one output in 16 bytes."""
+        return 128 // self.bits
+
+    @property
+    def chunk(self) -> int:
+        """Of the inner dimension, what four lanes read at once."""
+        return 4 * self.values
+
+    @property
+    def most_warps(self) -> int:
+        """Warps of a block whose registers hold a warp's sums."""
+        return {1: 16, 2: 16, 3: 12, 4: 12}.get(cdiv(self.M, 8), 8)
+
+
+def cut_batch(
+    task: Task, *, tiles: int, neighbours: int, slices: int, split: int, stage_chunks: int = 0, ahead: int = 2
+) -> Cut | None:
+    """The cut with so many tiles, warps and parts; None if a block's shared memory does not hold it."""
+    chunks, groups = cdiv(task.K, task.chunk), cdiv(task.M, 8)
+    each = cdiv(chunks, split * slices)  # chunks of a warp
+    table = 256 * 256 if task.reading.kind == 0 else 0
+    fixed = table + (1024 if task.reading.scales == 2 else 0) + 32 * groups + 16
+    x_at = cdiv(fixed, 128) * 128
+    sums = slices * tiles * neighbours * 8 * groups * 64
+    room = task.room - x_at
+    chunk_of_x = groups * 8 * task.chunk * 2
+    for per_stage in (stage_chunks,) if stage_chunks else (4, 2, 1):
+        stages, of_stage = cdiv(each, per_stage), slices * per_stage * chunk_of_x
+        depth = max(2, min(stages, 4, room // of_stage))
+        if depth * of_stage <= room and (depth > 2 or stages <= 2 or per_stage == 1) and sums <= room:
+            whole = split * stages * slices * per_stage * task.chunk == task.K
+            bytes_of = x_at + max(depth * of_stage, sums)
+            return Cut(
+                groups, tiles, neighbours, slices, split, per_stage, depth, stages, ahead, whole, bytes_of
+            )
+    return None
+
+
+def _cuts(task: Task) -> Iterator[Cut]:
+    for tiles in (2, 1):
+        for neighbours in (8, 7, 6, 5, 4, 3, 2, 1):
+            for slices in (1, 2, 4, 8):
+                for split in (1, 2, 4, 8):
+                    if neighbours * slices > task.most_warps:
+                        continue
+                    cut = cut_batch(task, tiles=tiles, neighbours=neighbours, slices=slices, split=split)
+                    if cut is not None:
+                        yield cut
+
+
+def cost_of(task: Task, cut: Cut) -> float:
+    """An estimate of a call's time, in nanoseconds, that ranks cuts.
+
+    A block reads its weights from memory and its part of x, which each of its warps reads again from shared
+    memory; few warps hide little of it; blocks that share outputs meet at its end. The factors rank 500 cuts
+    of the 8B shape's four products with 4, 16 and 64 rows as an H200 did, 23 November 2026.
+    """
+    blocks = cdiv(task.tiles, cut.block_tiles) * cut.split
+    inner = cut.chunks // cut.split * task.chunk
+    weights = cut.block_tiles * 16 * inner * task.bits / 8
+    x = 16 * cut.groups * inner * (0.4 + 0.2 * cut.neighbours)
+    hidden = max(1.0, 12 / cut.warps) ** 0.3
+    slices = 10 * cut.slices * cut.block_tiles * cut.groups
+    meeting = 2000 + 1024 * cut.block_tiles * cut.groups * (1 + cut.split) / _BYTES_A_NS
+    one = (weights + x) * hidden / _BYTES_A_NS
+    return cdiv(blocks, task.processors) * one + slices + (meeting if cut.split > 1 else 0.0)
+
+
+@lru_cache(maxsize=1024)
+def cut_of(task: Task) -> Cut | None:
+    """The cut of least estimated time; None if shared memory holds none."""
+    return min(_cuts(task), key=lambda cut: cost_of(task, cut), default=None)
+
+
+@dataclass
+class Workspace:
+    """Memory that products which run one after the other share: x in order, sums of parts."""
+
+    device: torch.device
+    _kept: dict[str, Tensor] = field(default_factory=dict)
+
+    def get(self, name: str, bytes_: int) -> Tensor:
+        """At least so many bytes, zeros at first; larger than before, they are others."""
+        kept = self._kept.get(name)
+        if kept is None or kept.numel() < bytes_:
+            kept = self._kept[name] = torch.zeros(bytes_, dtype=torch.uint8, device=self.device)
+        return kept
+
+
+class BatchRows:
+    """One prepared product of up to `MOST_ROWS` rows, launched as often as wanted.
+
+    Attributes:
+        out: where the result is written or added.
+        cut: how the work is cut.
+        argument, argument_of_x: what the two kernels are given; tests run their sources with the same.
+        defines, defines_of_x: the macros they are compiled with.
+    """
+
+    def __init__(
+        self,
+        product: Product,
+        workspace: Workspace | None = None,
+        *,
+        early: bool = False,
+        cut: Cut | None = None,
+    ) -> None:
+        """Prepare the launches of a product.
+
+        Args:
+            product: what is computed.
+            workspace: of products that run one after the other on the same stream; None: its own.
+            early: start before the kernel before has ended (compute capability 9.0 and later).
+            cut: how the work is cut; None: as `cut_of` estimates to be fastest.
+
+        Raises:
+            Unsupported: operands that the kernel does not take.
+            BadInput: no row, or too many.
+        """
+        self.out, self._early, self._product = product.out, early, product
+        reading, device = product.reading(), product.x.device
+        M, K = product.x.shape
+        if not 1 <= M <= MOST_ROWS:
+            raise BadInput(f"x has {M} rows; the kernel for a batch takes 1 to {MOST_ROWS}.")
+        task = Task(reading, K, M, product.all_tiles, multiprocessors(device), shared_bytes_of(device))
+        chosen = cut or cut_of(task)
+        if chosen is None:
+            raise BadInput(f"{task.room} bytes of shared memory do not hold a product with {M} rows of x.")
+        self.cut = chosen
+        space = workspace or Workspace(device)
+        self._blocks = cdiv(task.tiles, chosen.block_tiles)
+        rows, padded = 8 * chosen.groups, chosen.chunks * task.chunk
+        x, factors = space.get("x", rows * padded * 2), space.get("factors", 4 * MOST_ROWS)
+        parts = space.get("parts", 64 * rows * task.tiles * chosen.split if chosen.split > 1 else 16)
+        arrived = space.get("arrived", 4 * self._blocks)
+        self._held = (x, factors, parts, arrived)
+        argument = product.argument(reading, 1)
+        argument.x = x.data_ptr()
+        powers = [_power_of(w) if reading.scales else 1.0 for w in product.weights]
+        undo = 256.0 if reading.kind == 3 and reading.scales else 1.0
+        self.argument = _BatchArguments(argument, factors.data_ptr(), parts.data_ptr(), arrived.data_ptr())
+        for i, power in enumerate(powers):
+            self.argument.up[i], self.argument.down[i] = power, undo / power
+        norm = product.norm
+        self.argument_of_x = _RowsOfX(
+            product.x.data_ptr(),
+            None if norm is None else norm.weight.data_ptr(),
+            x.data_ptr(),
+            factors.data_ptr(),
+            product.x.stride(0),
+            0.0 if norm is None else norm.eps,
+            0.0 if norm is None else norm.offset,
+            K,
+            padded,
+            M,
+        )
+        read = (("KIND", reading.kind), ("VALUES", task.values), ("GROUPS", chosen.groups))
+        around = (*product.defines(), ("EARLY", int(early)))
+        self.defines: nvrtc.Defines = (
+            *read,
+            ("SCALES", reading.scales),
+            ("ZERO_POINTS", int(reading.zero_points)),
+            ("BLOCK", reading.chunk * reading.block_chunks),
+            ("R", chosen.tiles),
+            ("WN", chosen.neighbours),
+            ("WK", chosen.slices),
+            ("SPLIT", chosen.split),
+            ("CS", chosen.stage_chunks),
+            ("DEPTH", chosen.depth),
+            ("STAGES", chosen.stages),
+            ("AHEAD", chosen.ahead),
+            ("WHOLE", int(chosen.whole)),
+            *around,
+        )
+        self.defines_of_x: nvrtc.Defines = (*read, ("WARPS", _WARPS_OF_X), *around)
+
+    def launch(self) -> Tensor:
+        """Run it on the current stream of the operands' device, on a CPU by the definition; ``out``."""
+        if not self.out.is_cuda:
+            return define(self._product)
+        with on_device_of(self.out):
+            device, shared = self.out.device.index, self.cut.shared_bytes
+            order = nvrtc.kernel(SOURCE_OF_X, "batch_x", self.defines_of_x, device, 8 * _WARPS_OF_X)
+            multiply = nvrtc.kernel(SOURCE, "batch_rows", self.defines, device, shared)
+            rows, threads = (self.argument_of_x.M, 1, 1), 32 * _WARPS_OF_X
+            nvrtc.launch(order, rows, threads, 8 * _WARPS_OF_X, self.argument_of_x, early=self._early)
+            grid = (self._blocks, self.cut.split, 1)
+            nvrtc.launch(multiply, grid, 32 * self.cut.warps, shared, self.argument, early=self._early)
+        return self.out
+
+
+def _power_of(weight: Packed | Tensor) -> float:
+    """The power of two that brings a matrix's largest possible weight (N, K) to float16's upper range."""
+    if isinstance(weight, Tensor) or weight.format.contract.coding is None:
+        return 1.0
+    coding = weight.format.contract.coding
+    most = max(map(abs, coding.values)) if coding.values else _LARGEST[coding.kind, coding.bits]
+    if "zero_points" in weight.parts:
+        most += float(weight.parts["zero_points"].abs().amax())
+    if coding.scale_block:
+        scale = float(weight.parts["scale_scales"].abs().amax()) * max(map(abs, coding.scale_values))
+        if "scale_offset" in weight.parts:
+            scale += abs(float(weight.parts["scale_offset"]))
+    else:
+        scale = float(weight.scales.abs().amax())
+    largest = most * scale
+    return 2.0 ** floor(log2(_TARGET / largest)) if 0 < largest < float("inf") else 1.0
+
+
+# The largest magnitude of a code as the kernel has it: integers, and float8 whose bits have been moved.
+_LARGEST = {("whole", 4): 8.0, ("whole", 8): 128.0, ("e4m3", 8): 448.0 / 256, ("e5m2", 8): 57344.0}

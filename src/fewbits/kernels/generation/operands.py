@@ -1,0 +1,241 @@
+"""The operands of a product that decoding asks for, as one value, and as its kernels in CUDA C++ take them.
+
+A `Product` says what is computed (few_rows.py's text defines it) and where its operands are; how it is cut
+and which kernel computes it is left to few_rows.py and batch_rows.py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fewbits.errors import Unsupported
+from fewbits.formats.base import Packed
+from fewbits.formats.tables import table
+from fewbits.kernels.generation.cut import Reading, reading_of
+from fewbits.kernels.launch import nvrtc
+from fewbits.kernels.launch.jit import cdiv
+
+ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
+_E4M3 = 3  # Reading.kind
+_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+@dataclass(frozen=True)
+class RowNorm:
+    """An RMSNorm in front of a product: its weight (K,), epsilon, and what is added to the weight."""
+
+    weight: Tensor
+    eps: float
+    offset: float = 0.0
+
+
+@dataclass(frozen=True)
+class LowRankSum:
+    """A low-rank branch that is added to a product: ``scale * inner @ weight^T``.
+
+    Attributes:
+        weight: B (N, r) in the 16 bits of the other operands, contiguous.
+        inner: t (M, r) float32; rows may be apart.
+        scale: s.
+    """
+
+    weight: Tensor
+    inner: Tensor
+    scale: float
+
+
+class Matrix(ctypes.Structure):
+    """A weight as the kernels find it, field by field as in operands.cu."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("codes", "scales", "scale_scales", "scale_offset")),
+        *((name, ctypes.c_void_p) for name in ("zero_points", "bias", "branch", "inner")),
+        ("row_bytes", ctypes.c_int64),
+        ("branch_scale", ctypes.c_float),
+        *((name, ctypes.c_int) for name in ("rank", "inner_pitch")),
+        *((name, ctypes.c_int) for name in ("N", "scales_a_row", "tiles", "block_shift")),
+    ]
+
+
+class Arguments(ctypes.Structure):
+    """A kernel's argument, field by field as in operands.cu."""
+
+    _fields_ = [
+        ("w", Matrix * 3),
+        *((name, ctypes.c_void_p) for name in ("x", "norm", "map", "out")),
+        *((name, ctypes.c_int64) for name in ("x_pitch", "out_pitch")),
+        ("values", ctypes.c_float * 16),
+        *((name, ctypes.c_float) for name in ("eps", "norm_offset", "out_factor")),
+        *((name, ctypes.c_int) for name in ("K", "M", "tiles", "scale_shift", "block_chunks")),
+    ]
+
+
+@dataclass(frozen=True, eq=False)
+class Product:
+    """``out = ...`` or ``out += ...``, over operands that stay where they are.
+
+    Attributes:
+        x: (M, K) in float32, bfloat16 or float16, rows contiguous.
+        weights: up to three of (N, K), of one format, packed or of 16 bits; exactly two with an activation.
+        out: (M, sum of N), or (M, N) with an activation; float32 if ``add``.
+        biases: for each weight (N,) in a 16-bit dtype, or None.
+        branches: for each weight what is added to its product, or None.
+        norm: of x; its weight in a 16-bit dtype.
+        activation: "silu", "gelu" or "gelu_tanh" of the first product, times the second.
+        add: add to ``out``.
+        factor: what the result is multiplied by.
+    """
+
+    x: Tensor
+    weights: Sequence[Packed | Tensor]
+    out: Tensor
+    biases: Sequence[Tensor | None] | None = None
+    branches: Sequence[LowRankSum | None] | None = None
+    norm: RowNorm | None = None
+    activation: str | None = None
+    add: bool = False
+    factor: float = 1.0
+
+    @property
+    def gated(self) -> bool:
+        """Whether two weights give one output."""
+        return self.activation is not None
+
+    @property
+    def tiles(self) -> list[int]:
+        """Tiles of 16 outputs of each weight, of a gated product of 8 and 8."""
+        return [cdiv(w.shape[0], 8 if self.gated else 16) for w in self.weights]
+
+    @property
+    def all_tiles(self) -> int:
+        """Tiles of the whole product."""
+        return self.tiles[0] if self.gated else sum(self.tiles)
+
+    def reading(self) -> Reading:
+        """How kernels read its weights.
+
+        Raises:
+            Unsupported: operands that no kernel takes.
+        """
+        x, weights, out = self.x, self.weights, self.out
+        reading = reading_of(weights[0])
+        formats = {w.format if isinstance(w, Packed) else w.dtype for w in weights}
+        activation = self.activation
+        facts = (
+            (len(weights) == 2 if self.gated else 1 <= len(weights) <= 3, "too many or too few weights"),
+            (
+                len(formats) == 1 and all(reading_of(w) is not None for w in weights),
+                f"weights stored as {sorted(map(str, formats))}",
+            ),
+            (x.dim() == 2 and x.stride(1) == 1 and x.dtype in _KINDS, f"x {tuple(x.shape)} of {x.dtype}"),
+            (all(w.shape[1] == x.shape[1] for w in weights), "weights of another inner size"),
+            (x.shape[1] % 4 == 0 and x.stride(0) % 4 == 0, f"an inner size of {x.shape[1]}"),
+            (not self.add or out.dtype == torch.float32, f"adding to {out.dtype}"),
+            (out.stride(1) == 1, "an output whose rows are not contiguous"),
+            (activation is None or activation in ACTIVATIONS, f"the activation {activation!r}"),
+            (len(self._halves()) <= 1, "two kinds of 16 bits at once"),
+        )  # fmt: skip
+        for holds, fact in facts:
+            if not holds:
+                raise Unsupported(
+                    f"the kernel for a few rows does not take {fact}; use fewbits' packed_linear."
+                )
+        assert reading is not None
+        if reading.kind == _E4M3 and any(_has_no_number(w) for w in weights):
+            raise Unsupported(
+                "a weight stored as E4M3 has codes that are no numbers (0x7f); quantise it again."
+            )
+        return reading
+
+    def argument(self, reading: Reading, block_chunks: int) -> Arguments:
+        """What a kernel is given, where ``block_chunks`` of its chunks share a scale."""
+        x, out, norm, weights = self.x, self.out, self.norm, self.weights
+        none = [None] * len(weights)
+        matrices = [
+            _matrix_of(*operands, reading)
+            for operands in zip(weights, self.biases or none, self.branches or none, self.tiles, strict=True)
+        ]
+        return Arguments(
+            (Matrix * 3)(*matrices),
+            x.data_ptr(),
+            None if norm is None else norm.weight.data_ptr(),
+            _scale_map(weights[0], x.device),
+            out.data_ptr(),
+            x.stride(0),
+            out.stride(0),
+            _values(weights[0]),
+            0.0 if norm is None else norm.eps,
+            0.0 if norm is None else norm.offset,
+            self.factor,
+            x.shape[1],
+            x.shape[0],
+            self.all_tiles,
+            reading.scale_shift,
+            block_chunks,
+        )
+
+    def defines(self) -> nvrtc.Defines:
+        """The macros that say what stands around the product."""
+        half = next(iter(self._halves()), torch.bfloat16)
+        return (
+            ("GATED", int(self.gated)),
+            ("ACTIVATION", 0 if self.activation is None else ACTIVATIONS[self.activation]),
+            ("NORM", int(self.norm is not None)),
+            ("X_KIND", _KINDS[self.x.dtype]),
+            ("OUT_KIND", _KINDS[self.out.dtype]),
+            ("ADD", int(self.add)),
+            ("HALF", _KINDS[half]),
+        )
+
+    def _halves(self) -> set[torch.dtype]:
+        """The dtypes of the operands of 16 bits, which have to be one."""
+        tensors = [t for t in (self.x, self.out) if t.dtype != torch.float32]
+        tensors += [b for b in self.biases or () if b is not None]
+        tensors += [b.weight for b in self.branches or () if b is not None]
+        tensors += [] if self.norm is None else [self.norm.weight]
+        return {t.dtype for t in tensors}
+
+
+def _has_no_number(weight: Packed | Tensor) -> bool:
+    """E4M3 has one code of each sign that is none; the kernel would take it for 480."""
+    return isinstance(weight, Packed) and bool((weight.codes.view(torch.uint8) & 0x7F == 0x7F).any())
+
+
+def _matrix_of(
+    weight: Packed | Tensor, bias: Tensor | None, branch: LowRankSum | None, tiles: int, reading: Reading
+) -> Matrix:
+    matrix = Matrix(N=weight.shape[0], tiles=tiles, block_shift=reading.block_shift)
+    matrix.bias = None if bias is None else bias.data_ptr()
+    if branch is not None:
+        matrix.branch, matrix.inner = branch.weight.data_ptr(), branch.inner.data_ptr()
+        matrix.branch_scale, matrix.rank = branch.scale, branch.weight.shape[1]
+        matrix.inner_pitch = branch.inner.stride(0)
+    if isinstance(weight, Tensor):
+        matrix.codes, matrix.row_bytes = weight.data_ptr(), weight.stride(0) * weight.element_size()
+        return matrix
+    for name in ("codes", "scales", "scale_scales", "scale_offset", "zero_points"):
+        if name in weight.parts:
+            setattr(matrix, name, weight.parts[name].data_ptr())
+    matrix.row_bytes = weight.codes.shape[-1] * weight.codes.element_size()
+    scales = weight.scales
+    matrix.scales_a_row = prod(scales.shape[1:]) if scales.dim() > 1 else 0
+    return matrix
+
+
+def _scale_map(weight: Packed | Tensor, device: torch.device) -> Any:
+    coding = weight.format.contract.coding if isinstance(weight, Packed) else None
+    if coding is not None and coding.scale_block:
+        return table(coding.scale_values, device).data_ptr()
+    return None
+
+
+def _values(weight: Packed | Tensor) -> Any:
+    coding = weight.format.contract.coding if isinstance(weight, Packed) else None
+    return (ctypes.c_float * 16)(*(() if coding is None else coding.values))
