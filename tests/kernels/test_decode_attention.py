@@ -77,6 +77,7 @@ CASES: list[tuple[list[int], dict[str, Any]]] = [
     ([300, 20], {"window": 33, "norms": True, "D": 128}),
     ([700], {"cap": 5.0, "rotary": 32}),
     ([260, 3], {"heads": 3, "kv_heads": 3, "D": 40}),
+    ([90], {"heads": 12, "kv_heads": 1, "D": 72, "cap": 4.0, "window": 50}),
 ]
 
 

@@ -5,22 +5,25 @@
 //
 // 1. It normalises and turns (rotary) the query heads, every block for itself: a few hundred values. The block whose part
 //    ends with the new position does the same to the new key, writes key and value to the cache and takes them from there.
-// 2. TILE positions at a time: a row of D values lies over LANES lanes (8 values, 16 bytes, each), so a warp reads
-//    32 / LANES positions at once, and several such reads before it multiplies. Scores go to shared memory, their maximum
-//    and sum of exponentials are those of an online softmax, and the same walk over the values adds them up.
+// 2. Where tensor cores can do it (at most 8 query heads of 64, 96 or 128 values), each warp walks over its positions alone:
+//    attention_walk.cu. Elsewhere TILE positions at a time: a row of D values lies over LANES lanes (8 values, 16 bytes,
+//    each), so a warp reads 32 / LANES positions at once, and several such reads before it multiplies. Scores go to shared
+//    memory, their maximum and sum of exponentials are those of an online softmax, and the same walk over the values adds
+//    them up.
 // 3. CLUSTER blocks of one head run side by side and read each other's shared memory: each adds a share of their sums, in
 //    their order. Up to FEW positions one cluster does everything. Beyond, each leaves its sums, maximum and denominator
 //    in global memory; the block that comes last (a counter) adds these, in their order, and writes the result. Through
 //    global memory that takes 5 us, fences included. Equal calls give equal bits.
 //
 // Compiled at run time with GROUP, D, LANES (a power of two, at least D / 8), HALF (1: bfloat16, 2: float16), HEAD_NORM,
-// CAPPED, EARLY, CLUSTER (a power of two, at most 16; 1 before compute capability 9.0) defined.
+// CAPPED, EARLY, CLUSTER (a power of two, at most 16; 1 before compute capability 9.0), WALKS (on tensor cores) and WARPS
+// (of a block) defined. A walk takes 180 registers a thread, so that its blocks have four warps: blocks of eight would keep
+// those of the next kernel from starting early, which costs 4 us (7.1 us with 128 tokens became 12.4, with four 5.8).
 
 typedef unsigned int u32;
 typedef unsigned short u16;
 typedef long long i64;
 
-#define WARPS 8
 #define THREADS (32 * WARPS)
 #define TILE 128                    // positions
 #define MOST_PARTS 64               // clusters of one head, as the launcher knows
@@ -105,6 +108,9 @@ static __device__ __forceinline__ Eight eight_of(const uint4 &v) {
 }
 
 #include "heads.cu"
+#if WALKS
+#include "attention_walk.cu"
+#endif
 
 extern "C" __global__ void __launch_bounds__(THREADS) decode_attention(const __grid_constant__ Arguments p) {
     __shared__ __align__(16) float q[GROUP][D], scratch[WARPS][D], scores[GROUP][TILE], sums[WARPS][GROUP][D];
@@ -125,10 +131,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_attention(const __g
     const i64 to = from + part < end ? from + part : end;  // a cluster's last blocks may have none
     u16 *keys = p.keys + b * p.key_pitch + (i64)head * p.room * D, *values = p.values + b * p.value_pitch + (i64)head * p.room * D;
     // What earlier steps wrote can be asked for before this step's queries are there: the first keys and values.
-    uint4 key[AHEAD], value[AHEAD];
     const bool has_new = to == end && from < end;
-    const int until = (int)(to - from < TILE ? to - from : TILE) - (has_new && to - from <= TILE);
     const Angles angles = angles_at(p, position - begin);
+#if WALKS
+    __shared__ float largest_of[WARPS][8], total_of[WARPS][8];
+    i64 at = from + warp * STEP;
+    Keys step_keys = load_keys(keys, at, to - has_new);
+    Values step_values = load_values(values, at, to - has_new);
+#else
+    uint4 key[AHEAD], value[AHEAD];
+    const int until = (int)(to - from < TILE ? to - from : TILE) - (has_new && to - from <= TILE);
 #pragma unroll
     for (int i = 0; i < AHEAD; i++) {
         const int at = (warp + i * WARPS) * AT_ONCE + row;
@@ -136,11 +148,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_attention(const __g
         key[i] = there ? load_16(keys + (from + at) * D + column) : uint4{0, 0, 0, 0};
         value[i] = there ? load_16(values + (from + at) * D + column) : uint4{0, 0, 0, 0};
     }
+#endif
     wait_for_the_kernel_before();
     const float *mine = p.qkv + b * p.qkv_pitch;
     const int heads = p.kv_heads * GROUP;
     for (int g = warp; g < GROUP; g += WARPS)
-        turn_head(p, mine + (head * GROUP + g) * D, p.q_norm, angles, p.scale, scratch[warp], q[g]);
+        turn_head(p, mine + (head * GROUP + g) * D, p.q_norm, angles, WALKS ? 1.0f : p.scale, scratch[warp], q[g]);
     if (has_new && warp == WARPS - 1) {
         float *key = sums[0][0];
         turn_head(p, mine + (heads + head) * D, p.k_norm, angles, 1.0f, scratch[warp], key);
@@ -151,6 +164,21 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_attention(const __g
     }
     if (threadIdx.x < GROUP) largest[threadIdx.x] = LOWEST, total[threadIdx.x] = 0.0f;
     __syncthreads();  // the new key and value too are there for all threads of the block
+#if WALKS
+    const Queries queries = queries_of(q);
+    Tally tally = {{LOWEST, LOWEST}};
+    if (has_new && at < end && at + STEP >= end) step_keys = load_keys(keys, at, to), step_values = load_values(values, at, to);
+    while (at < to) {
+        const i64 next = at + WARPS * STEP;
+        u32 weights[2][2];
+        take_step(p, step_keys, queries, at, to, &tally, weights);
+        step_keys = load_keys(keys, next, to);
+        add_values(step_values, weights, &tally);
+        step_values = load_values(values, next, to);
+        at = next;
+    }
+    join(tally, largest_of, total_of, sums, largest, total);
+#else
     Eight own_q[GROUP];
     float sum[GROUP][8] = {};
 #pragma unroll
@@ -239,6 +267,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_attention(const __g
             for (int d = LANES; d < 32; d *= 2) sum[g][e] += __shfl_xor_sync(0xffffffffu, sum[g][e], d);
             if (row == 0 && column < D) sums[warp][g][column + e] = sum[g][e];
         }
+#endif
     __syncthreads();
     for (int i = threadIdx.x; i < GROUP * D; i += THREADS) {
         float x = 0.0f;

@@ -13,9 +13,9 @@ heads that share a key head are next to each other. q and k are rounded to the c
 rotation, as a model does.
 
 Floor: every key and value that is seen is read once: 8.4 MB a layer of the 8B shape at 2,048 tokens, 1.9 us
-at 4.4 TB/s. Measured with one sequence of that shape on an H200: 7.0 us at 128 tokens, 12.7 at 2,048 (10.6
-and 16.6 before blocks of a head read each other's shared memory), 102 at 32,768. The kernel is in CUDA C++
-(decode_attention.cu). No gradient: decoding has none.
+at 4.4 TB/s. Measured on an H200: with one sequence of that shape 5.8 us at 128 tokens, 8.8 at 2,048, 101 at
+65,536; with 64 sequences of 2,048 tokens 135, 90 % of that speed. The kernel is in CUDA C++
+(decode_attention.cu; attention_walk.cu on tensor cores). No gradient: decoding has none.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from fewbits.kernels.launch import nvrtc
 from fewbits.kernels.launch.jit import cdiv, multiprocessors, next_power_of_2, on_device_of
 
 SOURCE = "generation/decode_attention.cu"
-_THREADS = 256  # as in the source
+_WARPS, _WARPS_THAT_WALK = 8, 4  # of a block
 _MOST_SPLITS = 64
 _MOST_CLUSTER = 16
 _HALVES = {torch.bfloat16: 1, torch.float16: 2}
@@ -132,6 +132,7 @@ class DecodeAttention:
         defines: the macros it is compiled with.
         grid: its blocks.
         cluster: how many of them read each other's shared memory.
+        warps: of a block.
     """
 
     def __init__(self, qkv: Tensor, cache: Cache, out: Tensor, rules: Rules, *, early: bool = False) -> None:
@@ -158,6 +159,8 @@ class DecodeAttention:
             if not holds:
                 raise Unsupported(f"the kernel of decoding's attention does not take {fact}.")
         self.out, self._early, self._operands = out, early, (qkv, cache, rules)
+        walks = group <= 8 and D in (64, 96, 128)  # sizes of the tensor cores' products
+        self.warps = _WARPS_THAT_WALK if walks else _WARPS
         device = qkv.device
         splits = min(_MOST_SPLITS, max(1, cdiv(2 * multiprocessors(device), B * kv_heads)))
         self.cluster = cluster_of(device, splits)
@@ -196,6 +199,8 @@ class DecodeAttention:
             ("CAPPED", int(bool(rules.cap))),
             ("EARLY", int(early)),
             ("CLUSTER", self.cluster),
+            ("WALKS", int(walks)),
+            ("WARPS", self.warps),
         )
 
     def launch(self) -> Tensor:
@@ -205,7 +210,8 @@ class DecodeAttention:
         with on_device_of(self.out):
             device, cluster = self.out.device.index, self.cluster
             kernel = nvrtc.kernel(SOURCE, "decode_attention", self.defines, device, 0, cluster=cluster)
-            nvrtc.launch(kernel, self.grid, _THREADS, 0, self.argument, early=self._early, cluster=cluster)
+            threads = 32 * self.warps
+            nvrtc.launch(kernel, self.grid, threads, 0, self.argument, early=self._early, cluster=cluster)
         return self.out
 
 
