@@ -23,8 +23,8 @@ from typing import IO
 
 from fewjobs.command import RANDOM_FOLDER, TEMPORARY, Command, normal
 from fewjobs.depfile import read_depfile, write_depfile
-from fewjobs.kept import Contents, Publisher, read_results, remove_leftovers, rename_synced, seal, sync
 from fewjobs.tools import has_launchers
+from fewjobs.whole_files import Contents, Publisher, read_results, remove_leftovers, rename_synced, seal, sync
 
 _VARIABLES = (
     "CPATH",

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from fewjobs.kept import is_noted, publish_noted
+from fewjobs.whole_files import is_noted, publish_noted
 
 SOURCES = Path(__file__).with_name("c")
 # Without a C library, static or not: what would start one would cost more than the launcher does.

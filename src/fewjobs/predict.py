@@ -15,8 +15,8 @@ from math import sqrt
 from pathlib import Path
 
 from fewjobs.command import Command, normal
-from fewjobs.kept import write_whole
 from fewjobs.stage import OTHER_PRIOR, PRIOR, Stage
+from fewjobs.whole_files import write_whole
 
 HEADROOM = 1.03  # what was measured once, and a little
 FEW, LINE_HEADROOM, FEW_HEADROOM = 4, 1.04, 1.15  # what follows from the input's size; far from few siblings

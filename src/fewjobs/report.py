@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from fewjobs.advice import advise, architecture_seconds
-from fewjobs.kept import write_whole
 from fewjobs.plan import MEMORIES
 from fewjobs.replay import items_of, recommend_each, units_of
+from fewjobs.whole_files import write_whole
 from fewjobs.words import size
 
 Profile = dict[str, Any]

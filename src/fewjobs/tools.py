@@ -17,8 +17,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from fewjobs.kept import is_whole, write_whole
 from fewjobs.native import FALLBACK, Native
+from fewjobs.whole_files import is_whole, write_whole
 
 LAUNCHER = "fewbits-launch"
 _COMPILER = re.compile(r"([a-z0-9_]+-)*(gcc|g\+\+|cc|c\+\+|clang|clang\+\+)(-\d+(\.\d+)*)?$")

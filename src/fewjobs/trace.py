@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fewjobs.kept import write_whole
 from fewjobs.request import Request
 from fewjobs.stage import Stage
+from fewjobs.whole_files import write_whole
 from fewjobs.words import size
 
 FORMAT = 1

@@ -56,8 +56,8 @@ def test_texts_come_and_go_and_stay_what_they_are(family: str) -> None:
     model, asked, report = model_of(family), {"max_new_tokens": 21, "do_sample": False}, Report()
     texts = made(model, asked, slots=4, report=report)
     for text in texts:
-        assert text.made == alone(model, text.row, asked)
-        assert text.stopped_by == ("end" if text.made[-1] in (5, 9, 40) else "length")
+        assert text.tokens == alone(model, text.row, asked)
+        assert text.stopped_by == ("end" if text.tokens[-1] in (5, 9, 40) else "length")
     assert report.way == "forward" and report.mean_texts > 2
     assert {text.stopped_by for text in texts} == {"end", "length"} or family.startswith("gemma")
     assert not model.training
@@ -76,7 +76,7 @@ def test_texts_come_and_go_and_stay_what_they_are(family: str) -> None:
 def test_words_of_generate_mean_for_a_row_what_they_mean_alone(asked: dict[str, Any]) -> None:
     model, asked = model_of("llama"), {"max_new_tokens": 12, "do_sample": False, **asked}
     for text in made(model, asked, slots=4):
-        assert text.made == alone(model, text.row, asked)
+        assert text.tokens == alone(model, text.row, asked)
 
 
 def test_drawn_tokens_do_not_depend_on_the_company() -> None:
@@ -84,17 +84,17 @@ def test_drawn_tokens_do_not_depend_on_the_company() -> None:
     asked = {"max_new_tokens": 12, "do_sample": True, "temperature": 0.9, "top_k": 20, "min_p": 0.02}
     texts = made(model, asked, slots=5)
     for slots in (1, 9):
-        assert [text.made for text in made(model, asked, slots=slots)] == [text.made for text in texts]
-    assert texts[3].row.ids == texts[4].row.ids and texts[3].made != texts[4].made
+        assert [text.tokens for text in made(model, asked, slots=slots)] == [text.tokens for text in texts]
+    assert texts[3].row.ids == texts[4].row.ids and texts[3].tokens != texts[4].tokens
     one = next(iter(answers(model, rows()[6:7], asked)))
-    assert one.made == texts[6].made
+    assert one.tokens == texts[6].tokens
 
 
 def test_what_is_drawn_has_the_models_probabilities() -> None:
     """3,000 texts of one token each; by the counts' own spread."""
     model, ids = model_of("llama"), tuple(tokens(1, 6)[0].tolist())
     asked = {"max_new_tokens": 1, "do_sample": True, "top_k": 5, "eos_token_id": None}
-    drawn = [text.made[0] for text in answers(model, [Row(i, ids, i) for i in range(3000)], asked)]
+    drawn = [text.tokens[0] for text in answers(model, [Row(i, ids, i) for i in range(3000)], asked)]
     with torch.no_grad():
         best = model(torch.tensor([ids])).logits[0, -1].topk(5)
     for token, share in zip(best.indices.tolist(), best.values.softmax(-1).tolist(), strict=True):
@@ -105,14 +105,14 @@ def test_what_is_drawn_has_the_models_probabilities() -> None:
 
 def test_equal_prompts_are_read_once_and_long_ones_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     model, asked = model_of("mistral"), {"max_new_tokens": 6, "do_sample": False}
-    want = [text.made for text in made(model, asked, slots=4)]
+    want = [text.tokens for text in made(model, asked, slots=4)]
     read: list[int] = []
     model.register_forward_pre_hook(
         lambda _, __, given: read.append(given["input_ids"].shape[1]), with_kwargs=True
     )
     monkeypatch.setitem(live._PIECE_TOKENS, "cpu", 8)
     texts = made(model, asked, slots=4)
-    assert [text.made for text in texts] == want
+    assert [text.tokens for text in texts] == want
     prompts = {text.row.ids for text in texts}
     assert sum(n for n in read if n > 1) <= sum(map(len, prompts)) and max(read) == 8
 
@@ -120,14 +120,14 @@ def test_equal_prompts_are_read_once_and_long_ones_in_pieces(monkeypatch: pytest
 def test_prompts_read_together_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: several short prompts in one forward, padded on the left."""
     model, asked = model_of("qwen3"), {"max_new_tokens": 6, "do_sample": False}
-    want = [text.made for text in made(model, asked, slots=4)]
+    want = [text.tokens for text in made(model, asked, slots=4)]
     real = live.Prompts
     monkeypatch.setattr(live, "Prompts", lambda m, **how: real(m, **{**how, "together": True}))
     forwards: list[Any] = []
     model.register_forward_pre_hook(
         lambda _, __, given: forwards.append(given["input_ids"].shape), with_kwargs=True
     )
-    assert [text.made for text in made(model, asked, slots=4)] == want
+    assert [text.tokens for text in made(model, asked, slots=4)] == want
     assert any(rows > 1 and length > 1 for rows, length in forwards)
 
 
@@ -154,10 +154,10 @@ def test_the_same_over_decodings_kernels(
     assert report.way == "kernels", report.reason
     ties = 0
     for text in texts:
-        ids = torch.tensor([[*text.row.ids, *text.made]])
+        ids = torch.tensor([[*text.row.ids, *text.tokens]])
         with torch.no_grad():
             logits = model(ids).logits[0, len(text.row.ids) - 1 : -1].float()
-        chosen = logits.gather(-1, torch.tensor(text.made)[:, None]).squeeze(-1)
+        chosen = logits.gather(-1, torch.tensor(text.tokens)[:, None]).squeeze(-1)
         behind = (logits.amax(-1) - chosen) / logits.std(-1)
         assert float(behind.max()) < 0.1  # the likeliest token, or one as likely within rounding
         ties += int((behind > 0).sum())
@@ -173,7 +173,7 @@ def test_models_that_keep_something_else_answer_one_by_one(caplog: pytest.LogCap
     asked = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
     for _ in range(2):
         texts = made(model, asked, 3, report=report)
-    assert [text.made for text in texts] == [alone(model, text.row, asked) for text in texts]
+    assert [text.tokens for text in texts] == [alone(model, text.row, asked) for text in texts]
     assert report.way == "one by one" and caplog.text.count("one by one") == 1
 
 
@@ -181,7 +181,7 @@ def test_beams_answer_one_by_one() -> None:
     model, report = model_of("llama"), Report()
     asked = {"max_new_tokens": 5, "num_beams": 2, "do_sample": False}
     texts = made(model, asked, 3, report=report)
-    assert [text.made for text in texts] == [alone(model, text.row, asked) for text in texts]
+    assert [text.tokens for text in texts] == [alone(model, text.row, asked) for text in texts]
     assert report.reason == "the call asks for num_beams"
 
 
@@ -189,8 +189,8 @@ def test_a_batch_keeps_keys_and_values_in_16_bits(caplog: pytest.LogCaptureFixtu
     """Whatever the recipe or the call says; a line of the log says that it does not."""
     model, report = model_of("llama", hidden_size=128, head_dim=32), Report()
     asked = {"max_new_tokens": 5, "do_sample": False}
-    want = [text.made for text in made(model, asked, 3)]
-    found = [text.made for text in made(model, asked | {"kv_cache": "int4"}, 3, report=report)]
+    want = [text.tokens for text in made(model, asked, 3)]
+    found = [text.tokens for text in made(model, asked | {"kv_cache": "int4"}, 3, report=report)]
     assert found == want and report.way == "forward"
     assert caplog.text.count("keys and values of a batch that lives stay in 16 bits") == 1
 
@@ -234,7 +234,7 @@ def test_logits_that_are_not_finite_are_refused(late: bool) -> None:
     asked = {"max_new_tokens": 20, "do_sample": False}
     if late:
         model.generation_config.eos_token_id = None
-        token = made(model, asked, 1)[0].made[1]
+        token = made(model, asked, 1)[0].tokens[1]
         model.model.embed_tokens.weight.data[token] = float("nan")
     else:
         model.lm_head.weight.data[3] = float("nan")

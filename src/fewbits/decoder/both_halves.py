@@ -17,8 +17,9 @@ and backward, for dy (M, H):
 
 With several ranks, each with its own heads or columns of J, z and dn are sums over ranks.
 
-Kept from forward to backward, by name, in `Kept`: x, r, the inner values of both projections' branches (xa,
-xa_back), z and its 1/rms where a second norm needs them, n where it is asked for, and what the middle keeps.
+Kept from forward to backward, by name, in `SavedValues`: x, r, the inner values of both projections'
+branches (xa, xa_back), z and its 1/rms where a second norm needs them, n where it is asked for, and what the
+middle keeps.
 """
 
 from __future__ import annotations
@@ -158,7 +159,7 @@ class Residual:
         return backward_norm(dy, self.z, self.norm, self.r, needs_dw=needs_dw)
 
 
-class Kept:
+class SavedValues:
     """What one node keeps between its forward and its backward pass.
 
     It is let go when the backward pass begins, not when the graph dies: a loss that somebody holds on to then
@@ -282,9 +283,9 @@ class Half(ABC):
         post: Residual,
         inner_values: tuple[Tensor | None, Tensor | None],
         needs: PerHalf[bool],
-    ) -> Kept:
+    ) -> SavedValues:
         """What both halves keep; ``inner_values`` are those of into and back, each (M, R) or None."""
-        saved = Kept(self.keep, self.stash)
+        saved = SavedValues(self.keep, self.stash)
         saved.inputs(x=x)
         xa, xa_back = inner_values
         saved.always(r=n.r, xa=xa, xa_back=xa_back, z=post.z, r_post=post.r)

@@ -18,9 +18,9 @@ from fewbits.decoder.keep import Keep
 from fewbits.decoder.limits import why_not_by_spec
 from fewbits.decoder.mlp_half import MLPHalf, fused_mlp
 from fewbits.decoder.products import (
+    CachedValues,
     DenseProjection,
     Float8Projection,
-    KeptValues,
     PairedValues,
     RoundedProjection,
 )
@@ -61,7 +61,7 @@ class LayerParts:
         self.layer, self.spec, self.name = layer, spec, name
         self._guard = Guard(layer, spec)
         self._scales: dict[tuple[str, ...], tuple[Any, WeightScale]] = {}
-        self._decoded: dict[tuple[str, ...], tuple[Any, KeptValues]] = {}
+        self._decoded: dict[tuple[str, ...], tuple[Any, CachedValues]] = {}
         self.found: dict[tuple[str, ...], tuple[list[Any], WeightScale]] = {}  # see `PassScales`
 
     def __getstate__(self) -> dict[str, Any]:
@@ -247,7 +247,7 @@ class LayerParts:
         self.forget_values()
         self._scales.clear()
 
-    def _values(self, paths: tuple[str, ...], parts: tuple[Part, ...]) -> KeptValues | None:
+    def _values(self, paths: tuple[str, ...], parts: tuple[Part, ...]) -> CachedValues | None:
         """Where values of frozen weights stay while these are the same tensors; None where some may change.
 
         FSDP2 gives a gathered layer back, and fills one tensor over and over.
@@ -261,7 +261,7 @@ class LayerParts:
         key = state_of(tensors)
         entry = self._decoded.get(paths)
         if entry is None or entry[0] != key:
-            self._decoded[paths] = entry = (key, KeptValues())
+            self._decoded[paths] = entry = (key, CachedValues())
         return entry[1]
 
     def _scale(self, paths: tuple[str, ...], parts: tuple[Part, ...]) -> WeightScale:

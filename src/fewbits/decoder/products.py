@@ -20,9 +20,9 @@ takes W transposed, (K, N). Branches and dW stay in x's dtype: for dW both opera
 twice more and transposed, which cost more than the faster product gains (28 layers of 2048, 8192 tokens,
 H200).
 
-Values of weights (decoded, or float8) are `MadeAnew` for each product, or `KeptValues` from step to step, or,
-for float8 weights that train, `PairedValues`: the forward pass writes W and its transpose in one pass over
-the weight and leaves the transpose for the backward pass. There are no others, and only float8 has the third.
+Values of weights (decoded, or float8) are `FreshValues`, computed for each product; or `CachedValues`, kept
+from step to step; or, for float8 weights that train, `PairedValues`: the forward pass writes W and its
+transpose in one pass over the weight and leaves the transpose for the backward pass.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ from fewbits.kernels.product.matmul_float8 import float8_linear, float8_weight, 
 Make = Callable[[int], Tensor]  # values of a weight, with this many more rows than it has
 
 
-class MadeAnew:
-    """Values are made for one product and dropped."""
+class FreshValues:
+    """Values of a weight that are computed for one product and dropped."""
 
     def of(self, key: object, make: Make, room: int = 0, rows: int = 0) -> Tensor:
         """What ``make`` gives."""
         return make(0)
 
 
-class KeptValues(MadeAnew):
+class CachedValues(FreshValues):
     """Values of frozen weights stay from call to call, as the products take them."""
 
     def __init__(self) -> None:
@@ -80,7 +80,7 @@ class KeptValues(MadeAnew):
         return self._values[key]
 
 
-class PairedValues(MadeAnew):
+class PairedValues(FreshValues):
     """The forward pass leaves the transposed values of weights for the backward pass.
 
     One pass over the weights less, for a byte a value in between.
@@ -107,7 +107,7 @@ class DenseProjection(Projection):
         values: where decoded weights come from.
     """
 
-    values: MadeAnew | KeptValues = field(default_factory=MadeAnew)
+    values: FreshValues | CachedValues = field(default_factory=FreshValues)
 
     @property
     def has_room_beside(self) -> bool:
@@ -198,7 +198,7 @@ class Float8Projection(Projection):
     """
 
     scale: WeightScale
-    values: MadeAnew | KeptValues | PairedValues = field(default_factory=MadeAnew)
+    values: FreshValues | CachedValues | PairedValues = field(default_factory=FreshValues)
     fast_accumulation: bool = True
     is_float8: ClassVar[bool] = True
 

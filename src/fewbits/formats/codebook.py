@@ -31,9 +31,9 @@ from fewbits.formats.base import Format, Packed, PartSpec, is_whole
 from fewbits.formats.bits import pack_bits, packed_size
 from fewbits.formats.blocks import SMALLEST_SCALE, ceil_div, check_floating
 from fewbits.formats.contract import Coding, Contract
-from fewbits.formats.kept import keep_tables
 from fewbits.formats.rounding import random_uniform
 from fewbits.formats.scale_search import Grid, ScaleSearch, ascending, shrunk
+from fewbits.formats.table_cache import keep_tables
 from fewbits.formats.tables import lookup_nibbles, midpoints, table
 
 # Quantiles of the normal distribution (Dettmers et al. 2023), as bitsandbytes prints them.

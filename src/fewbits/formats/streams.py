@@ -33,8 +33,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from fewbits.formats.kept import keep_tables
 from fewbits.formats.rounding import random_words
+from fewbits.formats.table_cache import keep_tables
 
 SEQUENCES = ("sobol", "lfsr", "random")
 Seed = int | tuple[int, ...] | None

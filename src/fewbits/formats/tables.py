@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fewbits.formats.kept import keep_tables
+from fewbits.formats.table_cache import keep_tables
 
 
 @keep_tables(maxsize=256)

@@ -113,14 +113,14 @@ def answered(
         for text in texts:
             pieces = Pieces(tokenizer, None)
             pieces.put(torch.tensor(text.row.ids))
-            pieces.put(torch.tensor(text.made, dtype=torch.long))
+            pieces.put(torch.tensor(text.tokens, dtype=torch.long))
             pieces.end()
-            full = "context" if asked_for is not None and text.asked.limit < asked_for else "length"
+            full = "context" if asked_for is not None and text.request.limit < asked_for else "length"
             yield (
                 text.row.index,
                 Generation(
                     text=pieces.text,
-                    tokens=len(text.made),
+                    tokens=len(text.tokens),
                     seconds=time.perf_counter() - started,
                     stopped_by=full if text.stopped_by == "length" else text.stopped_by,
                 ),

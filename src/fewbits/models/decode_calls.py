@@ -28,7 +28,7 @@ _OTHER_WAYS = {
 }
 
 
-def said(model: Any, arguments: dict[str, Any], name: str) -> Any:
+def option_of(model: Any, arguments: dict[str, Any], name: str) -> Any:
     """What a call says to one word of ``generate``, or its generation config, or the model's."""
     configs = (arguments.get("generation_config"), model.generation_config)
     values = (arguments.get(name), *(getattr(config, name, None) for config in configs))
@@ -37,13 +37,13 @@ def said(model: Any, arguments: dict[str, Any], name: str) -> Any:
 
 def other_speculation(model: Any, arguments: dict[str, Any]) -> str:
     """Why guesses are transformers' own business; "" if nobody guesses, or this loop can verify."""
-    draft, lookup = arguments.get("assistant_model"), said(model, arguments, "prompt_lookup_num_tokens")
+    draft, lookup = arguments.get("assistant_model"), option_of(model, arguments, "prompt_lookup_num_tokens")
     if draft is None and not lookup:
         return ""
-    if said(model, arguments, "do_sample"):
+    if option_of(model, arguments, "do_sample"):
         return "guesses of tokens that are drawn are verified there"
     ids = next((arguments[name] for name in ("inputs", "input_ids") if arguments.get(name) is not None), None)
-    if ids is None or len(ids) * (said(model, arguments, "num_return_sequences") or 1) != 1:
+    if ids is None or len(ids) * (option_of(model, arguments, "num_return_sequences") or 1) != 1:
         return "guesses are for one text at a time"
     if draft is None:
         return ""
@@ -78,7 +78,7 @@ def other_way(model: Any, arguments: dict[str, Any]) -> str:
     """
     configs = (arguments.get("generation_config"), model.generation_config)
     for name, usual in _OTHER_WAYS.items():
-        chosen = said(model, arguments, name)
+        chosen = option_of(model, arguments, name)
         same = chosen is None or chosen is usual or (usual is None and chosen is False)
         if not same and (isinstance(chosen, Tensor) or chosen != usual):
             return f"the call asks for {name}"
@@ -101,5 +101,5 @@ def drops(model: Any) -> str:
 
 def speculates(model: Any, arguments: dict[str, Any]) -> bool:
     """Whether a call of ``generate`` asks for guesses."""
-    lookup = said(model, arguments, "prompt_lookup_num_tokens")
+    lookup = option_of(model, arguments, "prompt_lookup_num_tokens")
     return bool(lookup) or arguments.get("assistant_model") is not None

@@ -33,7 +33,7 @@ from fewbits.host.unwrap import unwrap
 from fewbits.kernels.product.matmul_packed import PLAIN
 from fewbits.models.cache_choice import cache_of_call
 from fewbits.models.checkpointed_layers import let_gradients_begin
-from fewbits.models.decode_calls import drops, other_speculation, other_way, said, with_stop_strings
+from fewbits.models.decode_calls import drops, option_of, other_speculation, other_way, with_stop_strings
 from fewbits.models.decode_packed import fill_step, packed_keywords, why_not_cache
 from fewbits.models.decode_step import DecodeStep, why_not
 from fewbits.models.speculation import (
@@ -113,7 +113,7 @@ def with_loop(model: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> di
     reason = reason or other_speculation(model, arguments) or why_not_cache(model, kind)
     if kind is not None:
         reason = reason or state.refused_caches.get(kind, "")
-        if said(model, arguments, "return_dict_in_generate"):
+        if option_of(model, arguments, "return_dict_in_generate"):
             reason = reason or "the call asks for its cache, which is in few bits"
     if reason:
         if torch.cuda.is_available():
@@ -404,7 +404,7 @@ def _is_a_users(processor: Any) -> bool:
     return not kind.__module__.startswith("transformers.") or kind.__name__.startswith("PrefixConstrained")
 
 
-class _Kept:
+class _Extras:
     """What a call wants to have beside the tokens."""
 
     def __init__(self, step: DecodeStep, config: Any) -> None:
@@ -454,7 +454,7 @@ def _tokens(
     look_every = 1 if at_once or any(map(_is_a_users, logits_processor)) else _LOOK_EVERY
     open_rows = torch.ones(len(input_ids), dtype=torch.long, device=input_ids.device)
     all_ended: list[Tensor] = []
-    so_far, length = _Kept(step, generation_config), input_ids.shape[1]
+    so_far, length = _Extras(step, generation_config), input_ids.shape[1]
     while True:
         scores = logits_processor(input_ids, logits)
         so_far.add(logits, scores)

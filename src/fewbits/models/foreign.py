@@ -19,7 +19,7 @@ from fewbits.formats.base import Packed
 from fewbits.formats.bitsandbytes import from_bitsandbytes, from_int8
 
 
-class Wanted(NamedTuple):
+class Target(NamedTuple):
     """The linear that a packed weight is read for.
 
     Attributes:
@@ -46,7 +46,7 @@ class Layout(NamedTuple):
 
     parts: tuple[str, ...]
     marks: tuple[str, ...]
-    read: Callable[[Mapping[str, Tensor], Wanted], Packed]
+    read: Callable[[Mapping[str, Tensor], Target], Packed]
 
 
 def scheme_of(settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -77,7 +77,7 @@ def holds(settings: Mapping[str, Any]) -> bool:
     return True
 
 
-def _compressed(parts: Mapping[str, Tensor], target: Wanted) -> Packed:
+def _compressed(parts: Mapping[str, Tensor], target: Target) -> Packed:
     scheme = scheme_of(target.settings, target.name)
     return compressed_tensors.from_compressed_tensors(parts, target.name, scheme, target.shape, target.dtype)
 

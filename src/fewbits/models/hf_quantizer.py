@@ -47,7 +47,7 @@ from fewbits.models.experts import (
     packed_place,
     place_empty_experts,
 )
-from fewbits.models.foreign import FOREIGN, LAYOUTS, MXFP4_SOURCE, Wanted, packed_names
+from fewbits.models.foreign import FOREIGN, LAYOUTS, MXFP4_SOURCE, Target, packed_names
 from fewbits.models.hf_config import check_formats, formats_of, spell_out
 from fewbits.models.original import original_of
 from fewbits.models.packed import check_device, check_parts, place_empty, put, quantize_by_rows, recipe_of
@@ -299,7 +299,7 @@ class FewbitsQuantizer(HfQuantizer):
         linear: Any = model.get_submodule(name)
         shape, settings = tuple(linear.weight.shape), self.quantization_config.settings
         layout = LAYOUTS[self.quantization_config.source]
-        packed = layout.read(parts, Wanted(name, shape, linear.weight.dtype, settings))
+        packed = layout.read(parts, Target(name, shape, linear.weight.dtype, settings))
         if tuple(packed.shape) != tuple(linear.weight.shape):
             self._other_shape(param_name, tuple(packed.shape), tuple(linear.weight.shape))
             return

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fewbits.errors import Unsupported
-from fewbits.formats.kept import keep_tables
+from fewbits.formats.table_cache import keep_tables
 from fewbits.nn.segments import Segments, uniform_segments
 
 _BLOCK = 128

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from fewbits.errors import BadInput
-from fewbits.formats.kept import keep_tables
 from fewbits.formats.stochastic import Stochastic
+from fewbits.formats.table_cache import keep_tables
 
 _ALL_EQUAL = 1e-8
 

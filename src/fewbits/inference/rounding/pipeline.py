@@ -126,7 +126,7 @@ def calibrate_checkpoint(
         rows, tokenizer, length=min(length, positions), count=samples, least=work.most_columns
     )
     chosen = budget.text if budget else choices[0].text
-    progress_folder = _Kept(target, _fingerprint(source, chosen, method, tokens))
+    progress_folder = _Progress(target, _fingerprint(source, chosen, method, tokens))
     if budget is not None:
         work.choose(budget, tokens, progress_folder, progress)
     before = sum(p.numel() * p.element_size() for p in model.parameters())
@@ -187,7 +187,7 @@ class _Work:
         self.predicted_loss: float | None = None
 
     def choose(
-        self, budget: Budget, windows: Tensor, cache: _Kept, progress: Callable[[int, int], None] | None
+        self, budget: Budget, windows: Tensor, cache: _Progress, progress: Callable[[int, int], None] | None
     ) -> None:
         """Give each linear the format that a budget allows it, by measured losses."""
         candidates = [get_format(name) for name in budget.formats]
@@ -204,7 +204,7 @@ class _Work:
         self.formats, self.steps = allocate(losses, shapes, budget)
         self.predicted_loss = sum(losses[name][format.name] for name, format in self.formats.items())
 
-    def run(self, windows: Tensor, cache: _Kept, progress: Callable[[int, int], None] | None) -> int:
+    def run(self, windows: Tensor, cache: _Progress, progress: Callable[[int, int], None] | None) -> int:
         """Round every layer; returns how many were there already."""
         hidden, words = _first_inputs(self.model, self.layers, windows)
         plain, resumed = hidden, 0
@@ -279,7 +279,7 @@ class _Work:
         layer.load_state_dict(tensors, strict=False)
 
 
-class _Kept:
+class _Progress:
     """What is done, beside the destination, until all is."""
 
     def __init__(self, target: Path, fingerprint: str) -> None:

@@ -7,7 +7,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from fewbits.formats.kept import keep_tables
+from fewbits.formats.table_cache import keep_tables
 from fewbits.formats.tables import midpoints, table
 
 

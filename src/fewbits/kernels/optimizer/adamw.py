@@ -35,8 +35,8 @@ from torch import Tensor
 
 from fewbits.errors import BadInput
 from fewbits.formats.codebook import dynamic_map
-from fewbits.formats.kept import keep_tables
 from fewbits.formats.rounding import random_words
+from fewbits.formats.table_cache import keep_tables
 from fewbits.formats.tables import midpoints, table
 from fewbits.kernels.optimizer.adamw_triton import (
     BLOCK,

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fewbits.formats.kept import keep_tables
 from fewbits.formats.stochastic import Stochastic
 from fewbits.formats.streams import prefix_tables, step_tables
+from fewbits.formats.table_cache import keep_tables
 from fewbits.kernels.launch import nvrtc
 from fewbits.kernels.launch.grid import MAX_PROGRAMS
 from fewbits.kernels.launch.jit import cdiv, next_power_of_2, on_device_of

@@ -22,7 +22,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fewbits.errors import Unsupported
-from fewbits.formats.kept import keep_tables
 from fewbits.formats.streams import (
     KEPT_TABLE_BYTES,
     Streams,
@@ -32,6 +31,7 @@ from fewbits.formats.streams import (
     step_tables,
     table_bytes,
 )
+from fewbits.formats.table_cache import keep_tables
 
 # Values of the operand that becomes a table, and values that are looked up at once. On a CPU a table of 2 MB
 # stays in its cache.

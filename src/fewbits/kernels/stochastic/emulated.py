@@ -32,9 +32,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fewbits.errors import BadInput
-from fewbits.formats.kept import keep_tables
 from fewbits.formats.stochastic import Stochastic
 from fewbits.formats.streams import product_tables
+from fewbits.formats.table_cache import keep_tables
 from fewbits.kernels.stochastic import add_triton
 from fewbits.kernels.stochastic import features as features_cuda
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from fewbits.device import Device, describe
-from fewbits.formats.kept import keep_tables
 from fewbits.formats.stochastic import Stochastic
 from fewbits.formats.streams import product_tables
+from fewbits.formats.table_cache import keep_tables
 from fewbits.kernels.launch import nvrtc
 from fewbits.kernels.launch.jit import cdiv, on_device_of
 from fewbits.kernels.stochastic.parts import index_of, parts_of, strides_of

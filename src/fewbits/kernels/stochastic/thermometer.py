@@ -18,9 +18,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fewbits.formats.kept import keep_tables
 from fewbits.formats.stochastic import Stochastic
 from fewbits.formats.streams import prefix_tables, product_tables, step_tables
+from fewbits.formats.table_cache import keep_tables
 from fewbits.kernels.launch.grid import check_grid
 from fewbits.kernels.launch.jit import CompileCase, cdiv, jit, next_power_of_2, on_device_of, tl
 from fewbits.kernels.stochastic.parts import strides_of

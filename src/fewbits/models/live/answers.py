@@ -19,7 +19,7 @@ from fewbits.models.decode_step import why_not
 from fewbits.models.live.batch import LiveBatch
 from fewbits.models.live.plan import Plan, free_bytes, plan_slots
 from fewbits.models.live.prompts import Prompts, Read
-from fewbits.models.live.rows import Asked, Row, Text, asked_of, is_from_transformers
+from fewbits.models.live.rows import Request, Row, Text, is_from_transformers, request_of
 from fewbits.models.live.slots import ModelSlots, Slots
 from fewbits.models.live.step_slots import StepSlots
 
@@ -129,13 +129,13 @@ class _Settings:
         self.model, self.keywords, self.within_context = model, keywords, within_context
         context: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         self.context = context or 2**31
-        self._kept: dict[int, Asked] = {}
+        self._kept: dict[int, Request] = {}
 
-    def __call__(self, row: Row) -> Asked:
+    def __call__(self, row: Row) -> Request:
         """Of one row; of rows of one length the same, unless code from outside may keep something."""
         request = self._kept.get(len(row.ids))
         if request is None:
-            request = asked_of(self.model, row.ids, self.keywords)
+            request = request_of(self.model, row.ids, self.keywords)
             if self.within_context:
                 request = replace(request, limit=min(request.limit, self.context - len(row.ids)))
             if all(map(is_from_transformers, (*request.processors, *request.criteria))):

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from fewbits.models.live.prompts import Prompts
-from fewbits.models.live.rows import Asked, Row, Text, chosen
+from fewbits.models.live.rows import Request, Row, Text, chosen
 from fewbits.models.live.slots import Slots
 
 
@@ -29,9 +29,9 @@ class LiveBatch:
     """
 
     def __init__(
-        self, slots: Slots, prompts: Prompts, settings: Callable[[Row], Asked], *, look_every: int = 1
+        self, slots: Slots, prompts: Prompts, settings: Callable[[Row], Request], *, look_every: int = 1
     ) -> None:
-        self.slots, self.prompts, self.asked, self.look_every = slots, prompts, settings, look_every
+        self.slots, self.prompts, self.request_of, self.look_every = slots, prompts, settings, look_every
         self.texts: list[Text] = []
         self.steps = self.filled = 0
 
@@ -57,7 +57,7 @@ class LiveBatch:
                 self.prompts.turn([row.ids for row, _ in zip(waiting, range(free), strict=False)])
                 turns += 1
                 continue
-            text = Text(waiting[0], self.asked(waiting.popleft()))
+            text = Text(waiting[0], self.request_of(waiting.popleft()))
             self.slots.put(len(self.texts), read)
             self.texts.append(text)
             joined.append((text, read.logits))
@@ -70,9 +70,9 @@ class LiveBatch:
     def _advance(self) -> None:
         """Some steps of all texts, and one look at what they made."""
         texts = self.texts
-        every = 1 if any(text.asked.has_to_see_every_token for text in texts) else self.look_every
-        every = min(every, max(text.asked.limit - len(text.made) for text in texts))
-        tokens = torch.tensor([text.made[-1] for text in texts], device=self.prompts.model.device)
+        every = 1 if any(text.request.has_to_see_every_token for text in texts) else self.look_every
+        every = min(every, max(text.request.limit - len(text.tokens) for text in texts))
+        tokens = torch.tensor([text.tokens[-1] for text in texts], device=self.prompts.model.device)
         tokens_of_steps, finite = [], []
         for ahead in range(every):
             tokens, good = chosen(texts, self.slots.step(tokens), ahead)

@@ -70,7 +70,7 @@ def generate_batch(
         outputs[name] = GenerationOutput(
             request_id=name,
             prompt_ids=list(row.ids),
-            generated_tokens=by_row[row.index].made,
+            generated_tokens=by_row[row.index].tokens,
             status=RequestStatus.FINISHED,
         )
     return outputs

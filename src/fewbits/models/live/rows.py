@@ -41,7 +41,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Asked:
+class Request:
     """What transformers prepared for prompts of one length.
 
     Attributes:
@@ -74,7 +74,7 @@ def is_from_transformers(thing: Any) -> bool:
     return type(thing).__module__.startswith("transformers.")
 
 
-def asked_of(model: Any, ids: Ids, keywords: dict[str, Any]) -> Asked:
+def request_of(model: Any, ids: Ids, keywords: dict[str, Any]) -> Request:
     """What a call of ``generate`` with these keywords asks for this prompt.
 
     Args:
@@ -103,7 +103,7 @@ def asked_of(model: Any, ids: Ids, keywords: dict[str, Any]) -> Asked:
     type(model).generate(model, prompt, custom_generate=take, **with_stop_strings(arguments))
     processors, criteria, config = captured[0]
     ends = getattr(config, "_eos_token_tensor", None)
-    return Asked(
+    return Request(
         processors=processors,
         criteria=tuple(
             c for c in criteria if type(c).__name__ not in ("MaxLengthCriteria", "EosTokenCriteria")
@@ -119,23 +119,23 @@ class Text:
     """One text while it is made.
 
     Attributes:
-        row: what it is made of.
-        asked: how.
-        made: the new tokens so far.
+        row: the prompt that it continues.
+        request: how.
+        tokens: the new ones so far.
         draws: a number of [0, 1) for each new token, of the row's own seed; None if nothing is drawn.
         stopped_by: "" while it goes on, then "end", "length" or "stop" (a criterion); "not finite".
     """
 
     row: Row
-    asked: Asked
-    made: list[int] = field(default_factory=list)
+    request: Request
+    tokens: list[int] = field(default_factory=list)
     draws: Tensor | None = None
     stopped_by: str = ""
 
     def __post_init__(self) -> None:
-        if self.asked.draws:
+        if self.request.draws:
             generator = torch.Generator().manual_seed(self.row.seed)
-            self.draws = torch.rand(self.asked.limit, generator=generator)
+            self.draws = torch.rand(self.request.limit, generator=generator)
 
     def take(self, token: int, finite: bool) -> None:
         """One more token, unless the text has ended."""
@@ -144,21 +144,21 @@ class Text:
         if not finite:
             self.stopped_by = "not finite"
             return
-        self.made.append(token)
-        if token in self.asked.ends:
+        self.tokens.append(token)
+        if token in self.request.ends:
             self.stopped_by = "end"
-        elif self.asked.criteria and self._is_stopped():
+        elif self.request.criteria and self._is_stopped():
             self.stopped_by = "stop"
-        elif len(self.made) >= self.asked.limit:
+        elif len(self.tokens) >= self.request.limit:
             self.stopped_by = "length"
 
     def ids(self) -> Tensor:
         """(1, tokens): prompt and new tokens."""
-        return torch.tensor([[*self.row.ids, *self.made]])
+        return torch.tensor([[*self.row.ids, *self.tokens]])
 
     def _is_stopped(self) -> bool:
         ids = self.ids()
-        return any(bool(torch.as_tensor(criterion(ids, None)).any()) for criterion in self.asked.criteria)
+        return any(bool(torch.as_tensor(criterion(ids, None)).any()) for criterion in self.request.criteria)
 
 
 def chosen(texts: Sequence[Text], logits: Tensor, ahead: int = 0) -> tuple[Tensor, Tensor]:
@@ -167,17 +167,17 @@ def chosen(texts: Sequence[Text], logits: Tensor, ahead: int = 0) -> tuple[Tenso
     Args:
         texts: those whose logits these are.
         logits: (texts, vocabulary) float32; processors may write into it.
-        ahead: how many tokens behind those that `Text.made` knows stand already.
+        ahead: how many tokens behind those that `Text.tokens` knows stand already.
 
     Returns:
         (texts,) int64 tokens; (texts,) bool, whether the scores were finite enough to choose.
     """
-    request = texts[0].asked
+    request = texts[0].request
     if request.by_scores:
         scores = request.processors(None, logits)
     else:
         rows = zip(texts, logits.split(1), strict=True)
-        scores = torch.cat([text.asked.processors(text.ids().to(logits.device), own) for text, own in rows])
+        scores = torch.cat([text.request.processors(text.ids().to(logits.device), own) for text, own in rows])
     finite = scores.amax(-1).isfinite()
     if not request.draws:
         return scores.argmax(-1), finite
@@ -187,7 +187,7 @@ def chosen(texts: Sequence[Text], logits: Tensor, ahead: int = 0) -> tuple[Tenso
 
 def _number(text: Text, ahead: int) -> float:
     assert text.draws is not None  # the settings are those of all texts
-    return float(text.draws[min(len(text.made) + ahead, len(text.draws) - 1)])
+    return float(text.draws[min(len(text.tokens) + ahead, len(text.draws) - 1)])
 
 
 def _drawn(scores: Tensor, numbers: Tensor) -> Tensor:

@@ -136,7 +136,7 @@ def _hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotat
 
 
 @dataclass(eq=False)
-class _Kept:
+class _Bucket:
     """What belongs to a bucket from step to step.
 
     Attributes:
@@ -179,7 +179,7 @@ class DDPExchange(GradientExchange):
         self.residual_dtype = residual_dtype
         self.lane = lane
         self._names = names
-        self._buckets: dict[tuple[str, ...], _Kept] = {}
+        self._buckets: dict[tuple[str, ...], _Bucket] = {}
         self._waiting: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})  # kept, of no bucket yet
         self._under_way: list[Iterator[None]] = []
         self._promised: list[torch.futures.Future[Tensor]] = []
@@ -279,7 +279,7 @@ class DDPExchange(GradientExchange):
         first = min(self.local.rank * row, count)
         return first, min(row, count - first)
 
-    def _kept(self, names: tuple[str, ...], buffer: Tensor, gradients: Sequence[Tensor]) -> _Kept:
+    def _kept(self, names: tuple[str, ...], buffer: Tensor, gradients: Sequence[Tensor]) -> _Bucket:
         bucket = self._buckets.get(names)
         if bucket is not None:
             return bucket
@@ -298,7 +298,7 @@ class DDPExchange(GradientExchange):
             part = whole[1][row : row + wire.row]
             shard = torch.zeros(wire.row, dtype=self.residual_dtype, device=buffer.device)
             shard[: part.numel()] = part
-        self._buckets[names] = _Kept(names, sizes, wire, plain, residual, first, shard)
+        self._buckets[names] = _Bucket(names, sizes, wire, plain, residual, first, shard)
         return self._buckets[names]
 
     def _stored(

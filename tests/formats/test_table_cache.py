@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fewbits
-from fewbits.formats import kept
+from fewbits.formats import table_cache
 from fewbits.formats.codebook import NF4, NF4_DQ, Codebook, scale_codes
 from fewbits.formats.stochastic import Stochastic
 from fewbits.formats.streams import product_tables
@@ -74,7 +74,7 @@ class Pair(NamedTuple):
 def test_the_least_recently_used_go_first_and_the_latest_stays() -> None:
     calls = []
 
-    @kept.keep_tables(maxsize=3, max_bytes=4000)
+    @table_cache.keep_tables(maxsize=3, max_bytes=4000)
     def made(n: int) -> Pair:
         calls.append(n)
         return Pair(torch.zeros(n, dtype=torch.uint8), None)
@@ -108,12 +108,12 @@ def test_a_captured_step_takes_what_is_there(monkeypatch: pytest.MonkeyPatch) ->
     """A CUDA graph reads the table that the steps before it read; a copy to a GPU could not be captured."""
     made = []
 
-    @kept.keep_tables()
+    @table_cache.keep_tables()
     def squares(n: int) -> Tensor:
         made.append(n)
         return torch.arange(n) ** 2
 
     first = squares(4)
-    monkeypatch.setattr(kept, "_is_captured", lambda: True)
+    monkeypatch.setattr(table_cache, "_is_captured", lambda: True)
     assert squares(4) is first and made == [4]
     assert squares(5) is not squares(5) and made == [4, 5, 5]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from fewjobs import kept
+from fewjobs import whole_files
 from fewjobs.cache import Cache
 from fewjobs.errors import Unsupported
 from fewjobs.native import Native, build_native
@@ -66,15 +66,15 @@ def test_an_entry_that_was_altered_does_not_count(tmp_path: Path, folder: Path) 
     ):
         assert altered != text
         entry.write_text(altered)
-        assert kept.read_results(entry) == []
+        assert whole_files.read_results(entry) == []
     assert compile_once(Cache(tmp_path / "cache"), folder, *ARGS) == "stored"
-    assert len(kept.read_results(entry)) == 1
+    assert len(whole_files.read_results(entry)) == 1
 
 
 def test_bytes_that_move_from_one_output_to_the_next_are_noticed() -> None:
     digests = set()
     for parts in ((b"ab", b"c"), (b"a", b"bc"), (b"abc",), (b"abc", b"")):
-        contents = kept.Contents("key")
+        contents = whole_files.Contents("key")
         for part in parts:
             contents.update(part)
             contents.end_file()

@@ -1,4 +1,4 @@
-"""Tables that are made once and kept: as plain tensors, whole on every stream, and not without end.
+"""A cache of tables: computed once, as plain tensors that every stream may read, up to a limit of bytes.
 
 A plain `lru_cache` of tensors goes wrong in four ways. Made while something is traced, it keeps a tensor
 without values for good; made under another default device, half of it lies there; made on one stream of a
@@ -42,7 +42,7 @@ def keep_tables(
         store = _Store(maxsize, max_bytes)
 
         @wraps(make)
-        def found_or_made(*args: P.args, **options: P.kwargs) -> T:
+        def cached(*args: P.args, **options: P.kwargs) -> T:
             if torch.compiler.is_compiling():
                 return make(*args, **options)
             key = (*args, *sorted(options.items()))
@@ -52,8 +52,8 @@ def keep_tables(
             with torch.device("cpu"):
                 return make(*args, **options)
 
-        found_or_made.cache_clear = store.clear  # type: ignore[attr-defined]
-        return found_or_made
+        cached.cache_clear = store.clear  # type: ignore[attr-defined]
+        return cached
 
     return decorate
 
