@@ -20,6 +20,7 @@ import traceback
 from pathlib import Path
 
 import jinja2
+import transformers
 from tqdm import tqdm
 
 from fewbits.training import run
@@ -68,15 +69,23 @@ def pretend(host: str) -> None:
 
 
 def kill_at(step: int, number: int) -> None:
-    """Sends itself a signal in an optimizer step, after its gradients and before the others have them."""
-    original = trainer.Trainer.training_step
+    """Sends itself a signal in an optimizer step, before the others have its gradients.
 
-    def fatal(self, *arguments, **options):
-        if self.state.global_step + 1 == step and self.accelerator.sync_gradients:
-            os.kill(os.getpid(), number)
-        return original(self, *arguments, **options)
+    In our trainer, or, in a run of a preference method, in the host's, which TRL's trainers are.
+    """
 
-    trainer.Trainer.training_step = fatal
+    def in_class(kind):
+        original = kind.training_step
+
+        def fatal(self, *arguments, **options):
+            if self.state.global_step + 1 == step and self.accelerator.sync_gradients:
+                os.kill(os.getpid(), number)
+            return original(self, *arguments, **options)
+
+        kind.training_step = fatal
+
+    for kind in (transformers.Trainer, trainer.Trainer):
+        in_class(kind)
 
 
 class Run:

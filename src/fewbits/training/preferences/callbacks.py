@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,19 +10,24 @@ from transformers import TrainerCallback
 
 from fewbits.training.checkpoints.folders import PREFIX, Progress
 from fewbits.training.checkpoints.manifest import Writers, write_manifest
+from fewbits.training.ranks.processes import Ranks
 from fewbits.training.setup.signals import StopRequest
 
 
 class WholeCheckpoints(TrainerCallback):
-    """Writes counters and manifest into each checkpoint of the host, and one when the run ends or must."""
+    """Writes counters and manifest into each checkpoint of the host, and one when the run ends or must.
 
-    def __init__(self, progress: Progress, stop: StopRequest) -> None:
+    Of several ranks each has one: all stop behind one step, and none goes on before a checkpoint is whole.
+    """
+
+    def __init__(self, progress: Progress, stop: StopRequest, ranks: Ranks) -> None:
         self.progress = progress
         self.stop = stop
+        self.ranks = ranks
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """A signal ends the run behind this step; the last step is saved in any case."""
-        if self.stop():
+        if any(self.ranks.exchange("stop", self.stop())):
             control.should_training_stop = True
         if control.should_training_stop:
             control.should_save = control.should_log = True
@@ -29,5 +35,8 @@ class WholeCheckpoints(TrainerCallback):
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Without a manifest a checkpoint counts as half written."""
         folder = Path(args.output_dir) / f"{PREFIX}{state.global_step}"
-        self.progress.save(folder)
-        write_manifest(folder, Writers())
+        if self.ranks.leads:
+            self.progress.save(folder)
+        gather = partial(self.ranks.exchange, "manifest")
+        write_manifest(folder, Writers(self.ranks.rank, self.ranks.size, gather))
+        self.ranks.barrier()

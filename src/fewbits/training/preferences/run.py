@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -25,11 +25,12 @@ from fewbits.training.preferences.trainers import (
     method_arguments,
     reward_functions,
     rows_left_out,
+    rows_of_a_pass,
 )
 from fewbits.training.ranks.processes import Ranks
 from fewbits.training.run_folder.layout import RunFolder, now
 from fewbits.training.run_folder.resume import check_unchanged, resumable, weights_of
-from fewbits.training.setup.distribute import layout_for
+from fewbits.training.setup.distribute import check_loaded, check_shared, layout_for
 from fewbits.training.setup.model_and_trainer import (
     Built,
     count_weights,
@@ -79,7 +80,10 @@ class PreferenceRun:
 
     def prepare(self) -> None:
         """Read the data and load the model; nothing is written before both are known to be good."""
-        self._begin(self.check())
+        facts = self.check()
+        self.ranks.led("run folder", lambda: self._open(facts))
+        check_shared(self.ranks, self.folder.path)
+        self._begin_record(facts)
 
     def check(self) -> dict[str, str | None]:
         """All of `prepare` that writes nothing; hashes of what the run is begun with."""
@@ -95,17 +99,21 @@ class PreferenceRun:
         shapes = self.built.model.config
         self._check_template()
         self.length = sequence_length(config, max_positions(shapes))
-        self.layout = layout_for(config, self.ranks, shapes, (config.batch_size, self.length))
-        return {
+        whole = replace(config, parallel="ddp") if self.ranks.size > 1 else config  # each has all weights
+        self.layout = layout_for(whole, self.ranks, shapes, (config.batch_size, self.length))
+        if self.ranks.size > 1:
+            self._tell(str(self.layout))
+        facts = {
             "train_data": _hash_of(self.train_data),
             "eval_data": None if self.eval is None else _hash_of(self.eval),
-            "weights": weights_of(config.model),
         }
+        check_loaded(self.layout, {**facts, "max_seq_length": self.length}, self.built.model)
+        return {**facts, "weights": weights_of(config.model)}
 
-    def _begin(self, facts: dict[str, str | None]) -> None:
+    def _open(self, facts: dict[str, str | None]) -> None:
+        """Begin or go on in the run folder."""
         self.folder.open(self.config, resume=self.resume)
         check_unchanged(self.folder, self.config, facts)
-        self._begin_record(facts)
 
     def _read_data(self) -> None:
         from datasets import Dataset
@@ -163,6 +171,7 @@ class PreferenceRun:
     def train(self) -> None:
         """The training itself, from the newest checkpoint if there is one."""
         from fewbits.training.preferences.callbacks import WholeCheckpoints
+        from fewbits.training.ranks.ddp import fit_ddp
         from fewbits.training.setup.callbacks import MetricsFile, ProgressBar, StillOurs
 
         config = self.config
@@ -170,15 +179,18 @@ class PreferenceRun:
         progress = Progress.load(earlier[-1]) if earlier else Progress()
         steps = total_steps(config, self.sequences())
         args = self.arguments(steps, resumed=bool(earlier))
+        if self.layout.kind == "ddp":
+            fit_ddp(args, self.built.model)
         bar = ProgressBar(self.console, progress)
         metrics = MetricsFile(self.folder.metrics, progress, all_figures=True)
+        of_leader = [StillOurs(self.folder.lock), metrics, bar] if self.ranks.leads else []
         trainer = self.trainer_class(
             model=self.built.model,
             args=args,
             train_dataset=self.train_data,
             eval_dataset=self.eval,
             processing_class=self.built.tokenizer,
-            callbacks=[StillOurs(self.folder.lock), metrics, bar, WholeCheckpoints(progress, self.stop)],
+            callbacks=[*of_leader, WholeCheckpoints(progress, self.stop, self.ranks)],
             **({"reward_funcs": self.rewards} if config.method == "grpo" else {}),
         )
         left_out = "" if config.method == "grpo" else rows_left_out(trainer, self.train_data, self.length)
@@ -211,7 +223,11 @@ class PreferenceRun:
         return training_arguments(
             self.config, self.folder.checkpoints, steps,
             evaluates=self.eval is not None, resumed=resumed, layout=self.layout,
-            kind=self.arguments_class, more=method_arguments(self.config, self.length),
+            kind=self.arguments_class,
+            more={
+                **method_arguments(self.config, self.length),
+                "per_device_train_batch_size": rows_of_a_pass(self.config, self.layout.data_size),
+            },
         )  # fmt: skip
 
     def sequences(self) -> int:
@@ -221,14 +237,19 @@ class PreferenceRun:
 
     def _checkpoints(self) -> list[Path]:
         """The whole ones; what a kill has left half written goes."""
+        self.ranks.led("half checkpoints", self._remove_half)
+        return resumable(self.folder, self.ranks, self._tell)
+
+    def _remove_half(self) -> None:
         for path in checkpoints(self.folder.checkpoints):
             if not (path / MANIFEST).is_file():
                 self._tell(f"{path} was not written to its end and is removed.")
                 shutil.rmtree(path)
-        return resumable(self.folder, self.ranks, self._tell)
 
     def finish(self) -> None:
-        """The adapter or model in final/, and the merged model."""
+        """The adapter or model in final/, and the merged model; by the leader."""
+        if not self.ranks.leads:
+            return
         model = self.built.model
         model.config.use_cache = True
         if "ref" in getattr(model, "peft_config", {}):  # TRL's copy of the beginning, to compare with

@@ -14,11 +14,13 @@ from typing import Any
 
 from fewbits.errors import BadInput, Unsupported
 from fewbits.training.config import TrainConfig
+from fewbits.training.data.batches import passes_of
 from fewbits.training.setup.model_and_trainer import (
     Built,
     dtype_of,
     load_model,
     recipe_of_config,
+    sequences_per_step,
     uses_gpu,
     variant_of,
     with_template,
@@ -35,7 +37,6 @@ _HOMES = {
 _REFUSED = {  # key: (the value that means nothing, the way out)
     "packing": (False, "leave packing out"),
     "data_on_disk": (None, "leave data_on_disk out"),
-    "parallel": ("auto", "leave parallel out"),
     "communication": ("auto", "leave communication out"),
     "early_stopping_patience": (None, "leave early_stopping_patience out"),
     "sample_prompts": ((), "ask the model afterwards with fewbits generate"),
@@ -54,7 +55,10 @@ def check_method(config: TrainConfig, processes: int) -> None:
         if getattr(config, name) != nothing:
             raise Unsupported(f"{name} is for method sft, and this run has method {method}; {way}.")
     wrong = (
-        (processes > 1, f"trains on one process, and this run has {processes}; start one"),
+        (
+            config.parallel not in ("auto", "ddp"),
+            "has all weights on each process; set parallel to auto or ddp",
+        ),
         (config.optimizer == "adamw_8bit", "has no adamw_8bit; choose adamw, adafactor or sgd"),
         (config.cuda_graph == "true", "replays no CUDA graph; leave cuda_graph out"),
         (
@@ -68,7 +72,7 @@ def check_method(config: TrainConfig, processes: int) -> None:
     recipe, lora = recipe_of_config(config)
     if recipe is not None and recipe.qat is not None:
         raise Unsupported(f"method {method} does not train through a QAT recipe; choose one without.")
-    _check_rows_of_a_step(config)
+    _check_rows_of_a_step(config, processes)
     if method == "reward" and config.merge:
         raise Unsupported(
             "merge is for methods that end in a language model, and method reward ends in a score; leave"
@@ -84,16 +88,38 @@ def check_method(config: TrainConfig, processes: int) -> None:
         )
 
 
-def _check_rows_of_a_step(config: TrainConfig) -> None:
-    if config.method == "kto" and config.batch_size < 2:
-        raise BadInput("method kto compares rows of a batch; set batch_size to at least 2.")
+def _check_rows_of_a_step(config: TrainConfig, processes: int) -> None:
+    rows = rows_of_a_pass(config, processes)
+    if config.method == "kto" and rows < 2:
+        raise BadInput(
+            f"method kto compares rows of a batch, and {processes} processes have {rows} in a pass; set"
+            f" batch_size to at least {2 * processes}."
+            if processes > 1
+            else "method kto compares rows of a batch; set batch_size to at least 2."
+        )
     if config.method == "grpo":
-        rows, each = config.batch_size * config.gradient_accumulation, config.num_generations or 8
-        if each < 2 or rows % each:
+        step, each = sequences_per_step(config), config.num_generations or 8
+        if each < 2 or step % each:
             raise BadInput(
-                f"a step has {rows} rows (batch_size x gradient_accumulation), and num_generations is {each};"
+                f"a step has {step} rows (batch_size x gradient_accumulation), and num_generations is {each};"
                 " it must be at least 2 and divide them."
             )
+
+
+def rows_of_a_pass(config: TrainConfig, processes: int) -> int:
+    """Rows of one forward pass on each process, so that a step has the same rows on any number of them.
+
+    Raises:
+        BadInput: they cannot be shared evenly.
+    """
+    rows = sequences_per_step(config)
+    passes = passes_of(rows, config.batch_size, processes)
+    if rows % (processes * passes):
+        raise BadInput(
+            f"a step has {rows} rows (batch_size x gradient_accumulation), which {processes} processes cannot"
+            " share evenly; make it a multiple of them."
+        )
+    return rows // (processes * passes)
 
 
 def classes_of(method: str) -> tuple[Any, Any]:
