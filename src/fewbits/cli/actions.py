@@ -244,6 +244,24 @@ def merge(args: Namespace) -> int:
     return 0
 
 
+def push(args: Namespace) -> int:
+    """``fewbits push``."""
+    from fewbits.cli.push import push as push_folder
+
+    address = push_folder(
+        args.source,
+        args.repository,
+        base_model=args.base,
+        private=args.private,
+        revision=args.branch,
+        create_pr=args.pull_request,
+        commit_message=args.message,
+        datasets=args.dataset,
+    )
+    console().print(f"uploaded: {address}", soft_wrap=True, highlight=False, markup=False)
+    return 0
+
+
 def export(args: Namespace) -> int:
     """``fewbits export``."""
     from fewbits.cli.models import export_model

@@ -78,6 +78,17 @@ def _compare(sub: argparse.ArgumentParser) -> None:
     _json(sub)
 
 
+def _push(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("source", metavar="SRC", help="a training run, a model, an adapter or an export")
+    sub.add_argument("repository", metavar="OWNER/NAME", help="on the hub; made where there is none")
+    sub.add_argument("--base", metavar="OWNER/NAME", help="an adapter's base by its name on the hub")
+    sub.add_argument("--private", action="store_true", default=None, help="a new repository is private")
+    sub.add_argument("--branch", metavar="NAME", help="default: main")
+    sub.add_argument("--pull-request", action="store_true", default=None, help="offer it as a pull request")
+    sub.add_argument("--message", metavar="TEXT", help="title of the commit")
+    sub.add_argument("--dataset", action="append", metavar="OWNER/NAME", help="the card names it; repeatable")
+
+
 # command: (adds its flags, whether it loads models or their libraries, which are to be silent then)
 START_FLAGS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], bool]] = {
     "init": (_init, False),
@@ -86,4 +97,5 @@ START_FLAGS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], bool]] =
     "plan": (_plan, True),
     "preview": (_preview, True),
     "compare": (_compare, True),
+    "push": (_push, True),
 }

@@ -164,6 +164,17 @@ fewbits export runs/mine for-vllm --to compressed_tensors:fp8_dynamic
 fewbits export models/llama-w4 for-gptq --to gptq
 """,
     ),
+    "push": Text(
+        "upload a run's model, an adapter or an export to the hub",
+        "Upload a folder in one commit, with a model card: recipe, data by name, curve, what is packed.\n"
+        "A training run stands for its final model or adapter. Refused before any work where the hub cannot\n"
+        "be asked, nobody is logged in, or an adapter names a base that nobody else has.",
+        """
+fewbits push runs/mine me/my-adapter --base meta-llama/Llama-3.2-1B --private
+fewbits push runs/mine/merged me/my-model
+fewbits push exported me/my-model-gguf
+""",
+    ),
     "report": Text(
         "write a training run's report again",
         "Write report.html from the files of a training run, finished or not.",

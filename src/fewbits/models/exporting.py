@@ -112,7 +112,8 @@ def _as_list(names: str | Sequence[str]) -> list[str]:
 def check_options(method: str, options: dict[str, Any]) -> None:
     """Refuse what an export cannot do, and options that nobody knows."""
     if options.pop("push_to_hub", False):
-        raise Unsupported(f"{method} writes to a folder only; upload that folder with `hf upload`.")
+        way = "push_to_hub_gguf" if method == "save_pretrained_gguf" else "push_to_hub_merged"
+        raise Unsupported(f"{method} writes to a folder only; {way}(name, ...) uploads.")
     names = IGNORED_OPTIONS | {"first_conversion", "max_shard_size"}
     unknown = sorted({name for name, value in options.items() if value is not None} - names)
     if unknown:

@@ -34,6 +34,7 @@ from fewbits.models.exporting import save_pretrained_gguf
 from fewbits.models.folder_manifest import check_folder
 from fewbits.models.foreign import FOREIGN, holds
 from fewbits.models.gguf_model import GGUF_ENDING, load_gguf
+from fewbits.models.hub import push_to_hub, push_to_hub_gguf, push_to_hub_merged
 from fewbits.models.live.generate_batch import generate_batch
 from fewbits.models.loaded_tokenizer import adapters_own, fitted, read_tokenizer, set_length
 from fewbits.models.named_templates import stop_at_turns
@@ -451,9 +452,12 @@ def with_methods(model: Any, inner: Any = None) -> Any:
         if target is not None:
             target.save_pretrained_merged = partial(save_pretrained_merged, target)
             target.save_pretrained_gguf = partial(save_pretrained_gguf, target)
+            target.push_to_hub_merged = partial(push_to_hub_merged, target)
+            target.push_to_hub_gguf = partial(push_to_hub_gguf, target)
             target.fast_generate = partial(fast_generate, target)
             target.load_lora, target.save_lora = partial(load_lora, target), partial(save_lora, target)
     base = model if inner is None else inner
+    model.push_to_hub = partial(push_to_hub, model)
     base.generate, base.generate_batch = partial(_generate, base), partial(generate_batch, base)
     return model
 

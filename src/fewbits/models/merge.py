@@ -99,7 +99,7 @@ def _check_options(method: str, options: dict[str, Any]) -> None:
         raise BadInput(f"save_method is {method!r}; it is one of {', '.join(SAVE_METHODS)}.")
     if options.pop("push_to_hub", False):
         raise Unsupported(
-            "save_pretrained_merged writes to a folder only; upload that folder with `hf upload`."
+            "save_pretrained_merged writes to a folder only; push_to_hub_merged(name, ...) uploads."
         )
     unknown = sorted(set(options) - IGNORED_OPTIONS - {k for k, v in options.items() if v is None})
     if unknown:
