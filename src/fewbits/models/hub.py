@@ -65,7 +65,8 @@ class Upload:
             Unsupported: the hub is not to be asked.
         """
         from huggingface_hub import constants, get_token
-        from huggingface_hub.utils import HFValidationError, validate_repo_id
+        from huggingface_hub.errors import HFValidationError
+        from huggingface_hub.utils._validators import validate_repo_id
 
         try:
             validate_repo_id(self.repo_id)
