@@ -81,6 +81,43 @@ def test_fast_generate_and_load_lora(loaded, tmp_path):
     assert model.training and not model.base_model.model.model.training  # each module as it was
 
 
+def test_adapters_are_used_again_and_freed(loaded, tmp_path):
+    """A loop of training, saving and loading keeps one adapter; several answer side by side."""
+    model = FastModel.get_peft_model(loaded[0], r=4)
+
+    def trained(scale: float, name: str):
+        with torch.no_grad():
+            for key, parameter in model.named_parameters():
+                if "lora_B.default" in key:
+                    parameter.normal_(0, scale)
+        model.save_lora(tmp_path / name)
+        return model.load_lora(tmp_path / name)
+
+    size = len(list(model.parameters()))
+    first = trained(0.5, "a")
+    assert model.load_lora(tmp_path / "a") == first and len(model.peft_config) == 2
+    second = trained(0.4, "a")
+    assert second != first and set(model.peft_config) == {"default", second.name}
+    other = trained(0.7, "b")
+    greedy = {"temperature": 0, "max_tokens": 6}
+    both = model.fast_generate(["Once"] * 3, sampling_params=greedy, lora_request=[second, None, other])
+    alone = [
+        model.fast_generate("Once", sampling_params=greedy, lora_request=r)[0] for r in (second, None, other)
+    ]
+    assert [b.outputs[0].token_ids for b in both] == [a.outputs[0].token_ids for a in alone]
+    with pytest.raises(BadInput, match="2 entries, and there are 3 texts"):
+        model.fast_generate(["Once"] * 3, lora_request=[second, None])
+    with pytest.raises(BadInput, match="was freed"):
+        model.fast_generate("Once", lora_request=first)
+    for adapter in (second, other):
+        model.unload_lora(adapter)
+    assert set(model.peft_config) == {"default"} == {model.active_adapter}
+    assert len(list(model.parameters())) == size
+    assert all(p.requires_grad for n, p in model.named_parameters() if "lora_" in n)
+    with pytest.raises(BadInput, match="or it was freed"):
+        model.unload_lora(second)
+
+
 def test_load_lora_needs_adapters(loaded):
     with pytest.raises(BadInput, match="get_peft_model"):
         loaded[0].load_lora("nowhere")

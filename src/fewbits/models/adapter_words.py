@@ -1,4 +1,4 @@
-"""``load_lora``, ``save_lora`` and ``fast_generate``: Unsloth's words around vLLM, on PEFT and ``generate``.
+"""``load_lora``, ``unload_lora``, ``save_lora``, ``fast_generate``: vLLM's words, on PEFT and ``generate``.
 
 ``fast_generate`` on texts follows vLLM: each prompt gets an answer object, and the base model answers unless
 an adapter that ``load_lora`` returned is passed as ``lora_request``. On tensors it is ``model.generate``.
@@ -6,15 +6,19 @@ an adapter that ``load_lora`` returned is passed as ``lora_request``. On tensors
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from fewbits.errors import BadInput, Unsupported
+from fewbits.host.record import part_of, put_part
 from fewbits.host.unwrap import unwrap
 from fewbits.models.adapters import load_adapter
 
@@ -32,6 +36,17 @@ class LoadedAdapter:
 
     name: str
     path: str
+
+
+@dataclass
+class LoadedAdapters:
+    """The adapters that ``load_lora`` has put on one model.
+
+    Attributes:
+        by_name: where each came from, and a hash of its files.
+    """
+
+    by_name: dict[str, tuple[str, str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -55,12 +70,15 @@ class RequestOutput:
 def load_lora(model: Any, path: str | Path) -> LoadedAdapter:
     """Load a saved adapter beside those that a PeftModel has; what is active and what trains stays so.
 
+    A folder that is loaded again gives the same adapter if its files are what they were; if they have changed
+    (a loop that trains, saves and loads), the new ones take the old one's place, which is freed.
+
     Args:
         model: a PeftModel of get_peft_model or from_pretrained.
         path: the adapter's folder.
 
     Returns:
-        What ``fast_generate`` takes as ``lora_request``.
+        What ``fast_generate`` takes as ``lora_request``, and ``unload_lora``.
 
     Raises:
         BadInput: the model has no adapters.
@@ -71,16 +89,65 @@ def load_lora(model: Any, path: str | Path) -> LoadedAdapter:
             "load_lora adds an adapter to a model that has one; call get_peft_model first, or load the"
             f" adapter with FastLanguageModel.from_pretrained({str(path)!r})."
         )
+    loaded = part_of(model, LoadedAdapters) or LoadedAdapters()
+    put_part(model, loaded)
+    place, content = str(Path(path).resolve()), _hash_of(Path(path))
+    of_place = [
+        name for name, (where, _) in loaded.by_name.items() if where == place and name in model.peft_config
+    ]
+    for name in of_place:
+        if loaded.by_name[name][1] == content:
+            return LoadedAdapter(name, str(path))
     number = 1
-    while (name := f"loaded_{number}") in model.peft_config:
+    while (name := f"loaded_{number}") in model.peft_config or name in loaded.by_name:
         number += 1
-    active = model.active_adapter
-    training = {parameter: parameter.requires_grad for parameter in model.parameters()}
-    load_adapter(model, path, adapter_name=name)
-    model.set_adapter(active)
-    for parameter, requires_grad in training.items():
-        parameter.requires_grad_(requires_grad)
+    with _as_before(model):
+        load_adapter(model, path, adapter_name=name)
+    loaded.by_name[name] = (place, content)
+    for earlier in of_place:
+        unload_lora(model, LoadedAdapter(earlier, place))
     return LoadedAdapter(name, str(path))
+
+
+def unload_lora(model: Any, adapter: LoadedAdapter) -> None:
+    """Take an adapter that ``load_lora`` has loaded off the model again, and free its memory.
+
+    Raises:
+        BadInput: it is none of them, or not there any more.
+    """
+    loaded = part_of(model, LoadedAdapters)
+    name = getattr(adapter, "name", None)
+    if loaded is None or name not in loaded.by_name or name not in model.peft_config:
+        raise BadInput(f"{adapter!r} is no adapter that this model's load_lora has loaded, or it was freed.")
+    if model.active_adapter == name:
+        raise BadInput(
+            f"{adapter!r} is the active adapter; activate another one with model.set_adapter first."
+        )
+    with _as_before(model):
+        model.delete_adapter(name)
+
+
+@contextmanager
+def _as_before(model: Any) -> Iterator[None]:
+    """What is active and what trains comes back."""
+    active = model.active_adapter
+    training = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    try:
+        yield
+    finally:
+        model.set_adapter(active)
+        for parameter, requires_grad in training:
+            parameter.requires_grad_(requires_grad)
+
+
+def _hash_of(folder: Path) -> str:
+    """Of an adapter's settings and weights; of a folder without them none, which loading tells."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        if (folder / name).is_file():
+            with (folder / name).open("rb") as file:
+                digest.update(hashlib.file_digest(file, "blake2b").digest())
+    return digest.hexdigest()
 
 
 def save_lora(model: Any, path: str | Path) -> None:
@@ -98,7 +165,7 @@ def fast_generate(
     model: Any,
     prompts: Any = None,
     sampling_params: Any = None,
-    lora_request: LoadedAdapter | None = None,
+    lora_request: LoadedAdapter | Sequence[LoadedAdapter | None] | None = None,
     **options: Any,
 ) -> Any:
     """Answer texts as vLLM does, or call ``model.generate`` on tensors.
@@ -109,14 +176,15 @@ def fast_generate(
         sampling_params: an object or a mapping with temperature, top_p, top_k, min_p, max_tokens, n, seed,
             stop, repetition_penalty; vLLM's SamplingParams serves. None: vLLM's defaults (temperature 1, 16
             tokens).
-        lora_request: of ``load_lora``; None: the base model answers, as in vLLM.
+        lora_request: of ``load_lora``, or one for each text; None: the base model answers, as in vLLM.
         options: of ``model.generate``, with tensors only.
 
     Returns:
         A list of RequestOutput for texts, else what ``model.generate`` returns.
 
     Raises:
-        BadInput, Unsupported: an empty list, options that vLLM has not, or a model without its tokenizer.
+        BadInput, Unsupported: an empty list, options that vLLM has not, other requests than texts, or a model
+            without its tokenizer.
     """
     texts = [prompts] if isinstance(prompts, str) else prompts
     if not isinstance(texts, (list, tuple)) or not all(isinstance(text, str) for text in texts):
@@ -129,14 +197,30 @@ def fast_generate(
     tokenizer = _tokenizer_of(model)
     settings = _settings(sampling_params, tokenizer)
     seed = settings.pop("seed")
+    requests = _of_each(lora_request, texts)
     was_training = [module for module in model.modules() if module.training]
     model.eval()
     try:
-        with torch.no_grad(), _answering(model, lora_request), _seeded(seed, model):
-            return [_answer(model, tokenizer, text, settings) for text in texts]
+        answers = []
+        with torch.no_grad(), _seeded(seed, model):
+            for request, some in groupby(zip(requests, texts, strict=True), key=itemgetter(0)):
+                with _answering(model, request):
+                    answers += [_answer(model, tokenizer, text, settings) for _, text in some]
+        return answers
     finally:
         for module in was_training:  # a base in evaluation mode stays in it
             module.training = True
+
+
+def _of_each(request: Any, texts: Sequence[str]) -> list[Any]:
+    """The request of each text."""
+    if not isinstance(request, (list, tuple)):
+        return [request] * len(texts)
+    if len(request) != len(texts):
+        raise BadInput(
+            f"lora_request has {len(request)} entries, and there are {len(texts)} texts; give as many."
+        )
+    return list(request)
 
 
 def _answer(model: Any, tokenizer: Any, text: str, settings: Mapping[str, Any]) -> RequestOutput:
@@ -220,16 +304,13 @@ def _answering(model: Any, request: LoadedAdapter | None) -> Iterator[None]:
         return
     name = getattr(request, "name", None)
     if name not in model.peft_config:
-        raise BadInput(f"lora_request is {request!r}; pass what this model's load_lora returned.")
-    active = model.active_adapter
-    training = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-    model.set_adapter(name)
-    try:
+        loaded = part_of(model, LoadedAdapters)
+        freed = loaded is not None and name in loaded.by_name
+        why = ", which was freed (its folder was loaded anew, or unload_lora called)" if freed else ""
+        raise BadInput(f"lora_request is {request!r}{why}; pass what this model's load_lora returned.")
+    with _as_before(model):
+        model.set_adapter(name)
         yield
-    finally:
-        model.set_adapter(active)
-        for parameter, requires_grad in training:
-            parameter.requires_grad_(requires_grad)
 
 
 @contextmanager
@@ -243,4 +324,12 @@ def _seeded(seed: int | None, model: Any) -> Iterator[None]:
         yield
 
 
-__all__ = ["Completion", "LoadedAdapter", "RequestOutput", "fast_generate", "load_lora", "save_lora"]
+__all__ = [
+    "Completion",
+    "LoadedAdapter",
+    "RequestOutput",
+    "fast_generate",
+    "load_lora",
+    "save_lora",
+    "unload_lora",
+]
