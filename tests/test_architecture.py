@@ -45,6 +45,8 @@ MAY_IMPORT = {
     "demo": {*_MODELS, "inference", "training"},
     "front": {"models"},
     "chat_templates": {"models", "front"},
+    "trl": {"front"},
+    "trainer": {"front"},
     "te": {"formats", "kernels"},  # the words of Transformer Engine
     "fewjobs": set(),
     "build": {"fewjobs"},  # its former name

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from fewbits.formats.kv_cache import KVCache
     from fewbits.front.unsloth import (
         FastModel,
+        FastSentenceTransformer,
         PatchDPOTrainer,
         PatchFastRL,
         PatchKTOTrainer,
@@ -63,6 +64,7 @@ _HOMES = {
     "FastLanguageModel": "fewbits.models.fast",
     "FastModel": "fewbits.front.unsloth",
     "FastVisionModel": "fewbits.front.vision",
+    "FastSentenceTransformer": "fewbits.front.unsloth",
     "PatchDPOTrainer": "fewbits.front.unsloth",
     "PatchFastRL": "fewbits.front.unsloth",
     "PatchKTOTrainer": "fewbits.front.unsloth",
@@ -89,6 +91,7 @@ __all__ = [
     "QAT",
     "FastLanguageModel",
     "FastModel",
+    "FastSentenceTransformer",
     "FastVisionModel",
     "FewbitsConfig",
     "KVCache",

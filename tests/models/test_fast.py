@@ -89,7 +89,7 @@ def test_unsloths_own_script_arguments(base):
 def test_options_are_never_dropped_in_silence(base):
     with pytest.raises(BadInput, match="no option 'colour'"):
         FastLanguageModel.from_pretrained(base, colour="red")
-    for name in ("fast_inference", "float8_kv_cache", "load_in_fp8", "qat_scheme", "offload_embedding"):
+    for name in ("float8_kv_cache", "load_in_fp8", "qat_scheme", "offload_embedding"):
         with pytest.raises(Unsupported, match=name):
             FastLanguageModel.from_pretrained(base, **{name: True})
     model, _ = FastLanguageModel.from_pretrained(base)

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from fewbits.errors import Unsupported
+from fewbits.front.vision import FastVisionModel
 from fewbits.models.fast import FastLanguageModel
 
 logger = logging.getLogger("fewbits")
@@ -15,6 +17,27 @@ logger = logging.getLogger("fewbits")
 
 class FastModel(FastLanguageModel):
     """`FastLanguageModel` by the name of Unsloth's newer notebooks: text, and text in a class that sees."""
+
+    @staticmethod
+    def get_peft_model(model: Any, *args: Any, **options: Any) -> Any:
+        """Add LoRA adapters, also by the ``finetune_`` options; see `FastVisionModel.get_peft_model`."""
+        return FastVisionModel.get_peft_model(model, *args, **options)
+
+
+class FastSentenceTransformer:
+    """Refused: embedding models are not trained here."""
+
+    @staticmethod
+    def from_pretrained(model_name: str, *args: Any, **options: Any) -> Any:
+        """Refuse, with the way.
+
+        Raises:
+            Unsupported: always.
+        """
+        raise Unsupported(
+            f"fewbits trains models that write text, and {model_name} is to give embeddings; load it with"
+            " SentenceTransformer of sentence-transformers, and give it adapters by its add_adapter."
+        )
 
 
 def is_bfloat16_supported() -> bool:

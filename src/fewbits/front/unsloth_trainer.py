@@ -8,21 +8,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from fewbits.errors import BadInput, Unsupported
+from fewbits.errors import BadInput
 
 _EMBEDDINGS = ("embed_tokens", "lm_head", "wte", "embed_in", "embed_out")
 
 
 def _classes() -> dict[str, Any]:
-    try:
-        from trl import SFTConfig, SFTTrainer
-    except ImportError as error:
-        raise Unsupported(
-            "UnslothTrainer is TRL's SFTTrainer, and trl is not installed; pip install 'fewbits[train]'."
-        ) from error
+    from fewbits.front.trl_words import SFTTrainer, of_trl, with_words
+
+    settings: Any = of_trl("SFTConfig")
 
     @dataclass
-    class UnslothTrainingArguments(SFTConfig):
+    class UnslothTrainingArguments(settings):
         """TRL's SFTConfig and ``embedding_learning_rate``; None: embeddings and head learn as the rest."""
 
         __qualname__ = "UnslothTrainingArguments"  # so that pickle finds it, by way of __getattr__
@@ -44,7 +41,8 @@ def _classes() -> dict[str, Any]:
                 _set_apart(optimizer, self.model if model is None else model, rate)
             return optimizer
 
-    return {"UnslothTrainer": UnslothTrainer, "UnslothTrainingArguments": UnslothTrainingArguments}
+    arguments = with_words(UnslothTrainingArguments)
+    return {"UnslothTrainer": UnslothTrainer, "UnslothTrainingArguments": arguments}
 
 
 def __getattr__(name: str) -> Any:

@@ -62,6 +62,8 @@ class FastVisionModel(FastLanguageModel):
         Raises:
             Unsupported: nothing is left to train, or the family's spec does not say what is attention.
         """
+        if options.get("target_modules", 0) in (None, "all-linear"):
+            options.pop("target_modules")  # what the finetune_ options say anyway
         parts = (finetune_language_layers, finetune_attention_modules, finetune_mlp_modules)
         if not finetune_vision_layers and all(parts):
             return FastLanguageModel.get_peft_model(model, *args, **options)

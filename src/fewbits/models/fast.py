@@ -23,12 +23,12 @@ from fewbits.export.compressed import import_compressed_tensors
 from fewbits.host.conversion import conversion_of
 from fewbits.host.record import add_notes
 from fewbits.models.adapter_files import fit_vocabulary
-from fewbits.models.adapter_words import fast_generate, load_lora, save_lora
+from fewbits.models.adapter_words import fast_generate, load_lora, save_lora, unload_lora
 from fewbits.models.adapters import get_peft_model, load_adapter
+from fewbits.models.careful_generate import generate
 from fewbits.models.checkpoint import ADAPTER_CONFIG, Checkpoint, inspect_folder, is_adapter_folder, read_json
 from fewbits.models.checkpointed_layers import checkpoint_layers, chosen, recompute_as
 from fewbits.models.config_check import check_shapes
-from fewbits.models.decode_generate import with_loop
 from fewbits.models.engine_folder import save_pretrained_merged
 from fewbits.models.exporting import save_pretrained_gguf
 from fewbits.models.folder_manifest import check_folder
@@ -38,7 +38,14 @@ from fewbits.models.hub import push_to_hub, push_to_hub_gguf, push_to_hub_merged
 from fewbits.models.live.generate_batch import generate_batch
 from fewbits.models.loaded_tokenizer import adapters_own, fitted, read_tokenizer, set_length
 from fewbits.models.named_templates import stop_at_turns
-from fewbits.models.options import PEFT_CHOOSES_NOTHING, PEFT_FIELDS, Loading, note_or_refuse, sort_options
+from fewbits.models.options import (
+    PEFT_CHOOSES_NOTHING,
+    PEFT_FIELDS,
+    Loading,
+    note_or_refuse,
+    sort_options,
+    whole_embeddings,
+)
 from fewbits.models.packed import check_device
 from fewbits.models.placing import device_map_of, dtype_of
 from fewbits.models.reading import Reading
@@ -166,12 +173,13 @@ class FastLanguageModel:
         fields = {k: options.pop(k) for k in list(options) if k in PEFT_FIELDS}
         fields = {k: v for k, v in fields.items() if v is not None}
         note_or_refuse(options, notes, "get_peft_model", PEFT_CHOOSES_NOTHING)
+        targets = whole_embeddings(model, target_modules, fields, notes)
         peft_model = get_peft_model(
             model,
             r=r,
             lora_alpha=lora_alpha,
             lora_dropout=lora_dropout,
-            target_modules=target_modules if isinstance(target_modules, str) else list(target_modules),
+            target_modules=targets,
             bias=bias,
             use_rslora=use_rslora,
             seed=seed,
@@ -456,28 +464,11 @@ def with_methods(model: Any, inner: Any = None) -> Any:
             target.push_to_hub_gguf = partial(push_to_hub_gguf, target)
             target.fast_generate = partial(fast_generate, target)
             target.load_lora, target.save_lora = partial(load_lora, target), partial(save_lora, target)
+            target.unload_lora = partial(unload_lora, target)
     base = model if inner is None else inner
     model.push_to_hub = partial(push_to_hub, model)
-    base.generate, base.generate_batch = partial(_generate, base), partial(generate_batch, base)
+    base.generate, base.generate_batch = partial(generate, base), partial(generate_batch, base)
     return model
-
-
-def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
-    """``generate`` in evaluation mode if the model is training with checkpointed layers; the mode comes back.
-
-    transformers drops the key-value cache of such layers and still feeds one token at a time, which gives
-    fluent nonsense.
-    """
-    generate = type(model).generate
-    if not any(m.training and getattr(m, "gradient_checkpointing", False) for m in model.modules()):
-        return generate(model, *args, **with_loop(model, args, kwargs))
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        return generate(model, *args, **with_loop(model, args, {"use_cache": True, **kwargs}))
-    finally:
-        for module in training:
-            module.training = True
 
 
 def is_packed(model: Any) -> bool:

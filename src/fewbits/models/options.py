@@ -22,6 +22,7 @@ _TO_TRANSFORMERS = {
 _CHOOSES_NOTHING = {
     "fix_tokenizer": "tokenizers are used as they are",
     "use_exact_model_name": "names are always exact",
+    "fast_inference": "there is no vLLM; fast_generate and TRL's completions come from model.generate",
     "max_lora_rank": "it concerns vLLM",
     "gpu_memory_utilization": "it concerns vLLM",
     "disable_log_stats": "it concerns vLLM",
@@ -30,7 +31,6 @@ _CHOOSES_NOTHING = {
 }
 # Names of Unsloth's that would change the result: refused unless off.
 _REFUSED = {
-    "fast_inference": "it needs vLLM, which fewbits does not use",
     "float8_kv_cache": "a recipe chooses it, as recipe={'name': 'qlora_nf4', 'kv_cache': 'fp8'}",
     "load_in_fp8": "pass recipe='float8_full' for products in FP8",
     "qat_scheme": "pass recipe='int4_qat' for quantisation-aware training",
@@ -90,6 +90,35 @@ def sort_options(options: Mapping[str, Any]) -> Loading:
         loading.hf["load_in_16bit"] = True
     note_or_refuse(rest, loading.notes, "from_pretrained", _CHOOSES_NOTHING)
     return loading
+
+
+def whole_embeddings(model: Any, targets: Any, fields: dict[str, Any], notes: list[str]) -> str | list[str]:
+    """Targets without the embedding, which as a target trains as a whole, and with it a head among them.
+
+    So do Unsloth's notebooks mean it, whose trainer then has a learning rate for both.
+
+    Args:
+        model: what is adapted.
+        targets: names of modules, or a text that stands for some.
+        fields: of PEFT's configuration; gets ``modules_to_save``.
+        notes: gets a sentence.
+    """
+    if isinstance(targets, str):
+        return targets
+    embedding = model.get_input_embeddings()
+    name = next((name for name, module in model.named_modules() if module is embedding), "")
+    leaf = name.rpartition(".")[2]
+    if not leaf or leaf not in targets:
+        return list(targets)
+    whole = [target for target in targets if target in (leaf, "lm_head")]
+    fields["modules_to_save"] = list(dict.fromkeys([*(fields.get("modules_to_save") or ()), *whole]))
+    if getattr(model.config.get_text_config(), "tie_word_embeddings", False):
+        fields["modules_to_save"] = [n for n in fields["modules_to_save"] if n != "lm_head"]
+        fields.setdefault("ensure_weight_tying", True)
+    notes.append(
+        f"get_peft_model: {' and '.join(whole)} among the targets: trained as a whole, without adapters."
+    )
+    return [target for target in targets if target not in whole]
 
 
 def note_or_refuse(options: dict[str, Any], notes: list[str], where: str, nothing: Mapping[str, str]) -> None:

@@ -1,0 +1,77 @@
+"""Rows of messages with images in them: `UnslothVisionDataCollator`, on TRL's own collator.
+
+A row has "messages", whose contents are lists of ``{"type": "image", "image": ...}`` and of text parts.
+TRL's collator wants the images beside the messages, in their order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fewbits.errors import BadInput, Unsupported
+
+
+class UnslothVisionDataCollator:
+    """Makes batches of rows with images: input_ids, attention_mask, labels (batch, length), pixel values."""
+
+    def __init__(
+        self, model: Any = None, processor: Any = None, max_seq_length: int | None = None, **options: Any
+    ) -> None:
+        """Stand on TRL's collator.
+
+        Args:
+            model: chooses nothing here, but its length (``model.max_seq_length``) where none is given.
+            processor: of text and images, as FastVisionModel returned it.
+            max_seq_length: tokens of the longest row; None: the model's.
+            options: of TRL's DataCollatorForVisionLanguageModeling; None and False choose nothing.
+
+        Raises:
+            BadInput: there is no processor of images.
+            Unsupported: TRL or one of its options is missing.
+        """
+        if getattr(processor, "image_processor", None) is None:
+            raise BadInput(
+                "UnslothVisionDataCollator needs the processor that FastVisionModel.from_pretrained returns;"
+                " this one has no image_processor."
+            )
+        try:
+            from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
+        except ImportError as error:
+            raise Unsupported(
+                "images are collated by TRL, which is not installed; pip install 'fewbits[train]'."
+            ) from error
+        given = {name: value for name, value in options.items() if value not in (None, False)}
+        length = max_seq_length or getattr(model, "max_seq_length", None)
+        try:
+            self.collate = DataCollatorForVisionLanguageModeling(processor, max_length=length, **given)
+        except TypeError as error:
+            raise Unsupported(
+                f"TRL's collator of images does not take {sorted(given)} ({error}); leave them out."
+            ) from error
+
+    def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """A batch."""
+        batch: dict[str, Any] = self.collate([beside(row) for row in rows])
+        return batch
+
+
+def beside(row: dict[str, Any]) -> dict[str, Any]:
+    """A row with its images beside its messages; one that has them there already as it is."""
+    if "images" in row or "image" in row or "messages" not in row:
+        return row
+    images, messages = [], []
+    for message in row["messages"]:
+        parts = message["content"]
+        if isinstance(parts, str):
+            messages.append(message)
+            continue
+        images += [
+            part["image"] for part in parts if part.get("type") == "image" and part.get("image") is not None
+        ]
+        kept = [{k: v for k, v in part.items() if k != "image" and v is not None} for part in parts]
+        messages.append({**message, "content": kept})
+    return {**row, "messages": messages, **({"images": images} if images else {})}
+
+
+__all__ = ["UnslothVisionDataCollator", "beside"]
