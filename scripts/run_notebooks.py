@@ -55,6 +55,10 @@ _CHATML = (
     "{{ p.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+_HARMONY = (
+    "{% for m in messages %}<|start|>{{ m.role }}{% if m.role == 'assistant' %}<|channel|>final{% endif %}"
+    "<|message|>{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
 _FAMILIES = (
     ("qwen2.5-vl", "qwen2_5_vl"), ("gpt-oss", "gpt_oss"), ("gemma", "gemma3_text"), ("qwen3", "qwen3"),
     ("qwen", "qwen2"), ("mistral", "mistral"), ("zephyr", "mistral"), ("bert", "modernbert"), ("", "llama"),
@@ -133,6 +137,8 @@ def model_folder(name: str, place: Path) -> str:
     config = AutoConfig.for_model(family, **text, **more)
     kind = AutoModelForMaskedLM if family == "modernbert" else AutoModelForCausalLM
     kind.from_config(config).save_pretrained(folder)
+    if family == "gpt_oss":
+        tokenizer.chat_template = _HARMONY
     tokenizer.save_pretrained(folder)
     return str(folder)
 
@@ -142,8 +148,10 @@ def rows_of(name: str) -> list[dict[str, Any]]:
     talk = [{"from": "human", "value": "Name a colour."}, {"from": "gpt", "value": "Blue is one."}]
     chat = [{"role": "user", "content": "Name a colour."}, {"role": "assistant", "content": "Blue is one."}]
     bad = [chat[0], {"role": "assistant", "content": "No."}]
+    korean = {"conversations": talk, "instruction": "Do.", "output": "Done."}
     name = name.lower()
     table: tuple[tuple[str, Callable[[], dict[str, Any]]], ...] = (
+        ("gpt4-korean", lambda: korean),
         ("finetome", lambda: {"conversations": talk}),
         (
             "openmathreasoning",

@@ -12,6 +12,7 @@ from fewbits.front.responses import train_on_responses_only
 from fewbits.front.sharegpt import standardize_sharegpt, to_sharegpt
 from fewbits.models.named_templates import TEMPLATES as CHAT_TEMPLATES
 from fewbits.models.named_templates import set_template
+from fewbits.models.template_tokens import add_template_tokens, modules_to_train
 
 standardize_data_formats = standardize_sharegpt  # its newer name
 
@@ -61,7 +62,9 @@ def get_chat_template(
 
 __all__ = [
     "CHAT_TEMPLATES",
+    "add_template_tokens",
     "get_chat_template",
+    "modules_to_train",
     "standardize_data_formats",
     "standardize_sharegpt",
     "to_sharegpt",

@@ -1,4 +1,4 @@
-"""Thirty and more mistakes that people make: each ends with one sentence that tells the way out.
+"""Fifty mistakes that people make: each ends with one sentence that tells the way out.
 
 Exit code 2: the command line itself is wrong; 1: what it names is. Never a traceback, never a run folder.
 """
@@ -58,6 +58,17 @@ MISTAKES = {
     "too little memory": (["plan", "m", "--gpu", "gtx480"], 1, "there is no GPU 'gtx480'"),
     "chatting with a run not ended": (["generate", "--model", "taken", "--chat"], 1, "has no model yet"),
     "merging what is no adapter": (["merge", "m", "out2"], 1, "it is not an adapter"),
+    "a word of another trainer": ([*TRAIN, "max_length=64"], 1, "max_length"),
+    "a learning rate in words": ([*TRAIN, "learning_rate=2e-4x"], 1, "learning_rate is '2e-4x'"),
+    "images for a text run": ([*TRAIN, "train_data=seen.jsonl"], 1, "UnslothVisionDataCollator"),
+    "images within messages": ([*TRAIN, "train_data=parts.jsonl"], 1, "a part of type image"),
+    "tokens of no template": ([*TRAIN, "template_tokens=add"], 1, "no chat_template says which"),
+    "a checkpoint for a model": (["generate", "--model", "half", "--prompt", "a"], 1, "half"),
+    "a model for an adapter": (["generate", "--model", "m", "--adapter", "m", "--prompt", "a"], 1, "adapter"),
+    "pushing what is no name": (["push", "m", "my model"], 1, "write it as owner/name"),
+    "pushing offline": (["push", "m", "me/model"], 1, "while HF_HUB_OFFLINE is set"),
+    "an evaluation of no rows": ([*TRAIN, "eval_data=empty.jsonl"], 1, "empty.jsonl is empty"),
+    "a beta for sft": ([*TRAIN, "beta=0.1"], 1, "and this run has method sft"),
     "evaluating on nothing": (["eval", "--model", "m"], 2, "--text --rows --tasks is required"),
 }  # fmt: skip
 
@@ -71,11 +82,15 @@ def place(tmp_path_factory):
     (folder / "base" / "chat_template.jinja").unlink(missing_ok=True)
     byte_tokenizer(chat=False).save_pretrained(folder / "base")
     (folder / "hollow").mkdir()
+    (folder / "half").mkdir()
+    (folder / "half" / "trainer_state.json").write_text("{}")
     (folder / "taken").mkdir()
     (folder / "taken" / "run.json").write_text('{"status": "stopped"}')
     rows = {
         "rows": PROMPTS, "chats": CHATS, "empty": [], "odd": [{"body": "a"}], "one": PROMPTS[:1],
         "mute": [{"prompt": "a", "completion": " "}], "long": [{"prompt": "a" * 500, "completion": "b"}],
+        "seen": [{"messages": CHATS[0]["messages"], "images": [{"path": "a.png"}]}] * 4,
+        "parts": [{"messages": [{"role": "user", "content": [{"type": "image"}]}]}] * 4,
         "pairs": [{"prompt": "a", "chosen": "b", "rejected": "c"}] * 8,
     }  # fmt: skip
     for name, some in rows.items():
@@ -100,7 +115,7 @@ def test_one_sentence_tells_the_way_out(run, place, monkeypatch, mistake):
         import datasets
 
         monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    if mistake == "a model offline":
+    if mistake in ("a model offline", "pushing offline"):
         import huggingface_hub.constants
 
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)

@@ -72,6 +72,22 @@ def test_fields_of_dpo_beside_its_configuration(folder, tmp_path, caplog):
         DPOTrainer(model=model, betta=0.3, processing_class=tokenizer, train_dataset=rows)
 
 
+def test_a_step_of_grpo_has_whole_groups(tmp_path, caplog):
+    from fewbits.trl import GRPOConfig
+
+    few = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "num_generations": 4}
+    with caplog.at_level(logging.WARNING, logger="fewbits"):
+        made = GRPOConfig(**{**settings(tmp_path), **few, "use_vllm": True, "max_prompt_length": 16})
+    assert made.per_device_train_batch_size == 4 and not made.use_vllm
+    assert "whole groups" in caplog.text and "use_vllm chooses nothing" in caplog.text
+    assert (
+        GRPOConfig(
+            **{**settings(tmp_path), **few, "gradient_accumulation_steps": 4}
+        ).per_device_train_batch_size
+        == 1
+    )
+
+
 def test_what_is_no_trainer_is_trls_own():
     import fewbits.trl
 

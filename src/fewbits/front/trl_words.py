@@ -161,10 +161,25 @@ def _fields(name: str, known: frozenset[str], options: dict[str, Any]) -> dict[s
         for key in _OF_VLLM:
             made.pop(key, None)
         logger.warning("%s: use_vllm chooses nothing here: model.generate writes completions.", name)
+    if name == "GRPOConfig":
+        _whole_groups(made)
     if made.get("optim") in ("adamw_8bit", "paged_adamw_8bit") and not torch.cuda.is_available():
         made["optim"] = "adamw_torch"
         logger.warning("%s: optim=adamw_8bit needs a GPU; without one it is adamw_torch.", name)
     return made
+
+
+def _whole_groups(made: dict[str, Any]) -> None:
+    """A step of GRPO has whole groups of completions, as a patched TRL sees to by itself."""
+    each = made.get("num_generations", 8)
+    rows, passes = made.get("per_device_train_batch_size", 8), made.get("gradient_accumulation_steps", 1)
+    if "generation_batch_size" in made or "steps_per_generation" in made or rows * passes % each == 0:
+        return
+    made["per_device_train_batch_size"] = each
+    logger.warning(
+        "GRPOConfig: per_device_train_batch_size is %d and becomes %d: a step needs whole groups.",
+        rows, each,
+    )  # fmt: skip
 
 
 @cache

@@ -12,7 +12,7 @@ import yaml
 
 from fewbits.errors import BadInput
 from fewbits.text_files import read_text
-from fewbits.training.config_values import coerce, shown
+from fewbits.training.config_values import check_words_of_sft, coerce, shown
 from fewbits.training.other_words import unknown_key
 from fewbits.yaml_text import mapping_in, parse_yaml
 
@@ -188,6 +188,12 @@ class TrainConfig:
         "how chats are written: chatml, llama-3, mistral, gemma, qwen, phi, zephyr, alpaca, vicuna, a file of"
         " a Jinja template, or tokenizer; none: the tokenizer's own; preference rows of texts are no chats",
     )
+    template_tokens: str = _option(
+        "text",
+        "data",
+        "markers that the tokenizer lacks: text, or add them as tokens, which train",
+        ("text", "add"),
+    )
     max_seq_length: int | None = _option(
         None, "data", "longest row in tokens; none: what the model allows, at most 1024"
     )
@@ -311,6 +317,7 @@ class TrainConfig:
         """Refuse values that no run can use; a recipe that is a value, or in a file, becomes plain data."""
         object.__setattr__(self, "recipe", _plain_recipe(self.recipe))
         self._check_reporters()
+        check_words_of_sft(self)
         for item in dataclasses.fields(self):
             choices, value = item.metadata["choices"], getattr(self, item.name)
             if choices and value is not None and value not in choices:

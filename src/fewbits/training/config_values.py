@@ -89,6 +89,21 @@ def _as_sources(value: Any) -> str | list[Any]:
     return plain
 
 
+def check_words_of_sft(config: Any) -> None:
+    """Refuse what method sft would pass by.
+
+    Raises:
+        BadInput: a word of another method is set.
+    """
+    for name in ("beta", "rewards", "num_generations", "max_completion_length"):
+        value = getattr(config, name)
+        if config.method == "sft" and value not in (None, ()):
+            whose = "the preference methods" if name == "beta" else "method grpo"
+            raise BadInput(
+                f"{name} is {shown(value)}, which is of {whose}, and this run has method sft; set method."
+            )
+
+
 def shown(value: Any) -> str:
     """A value in a sentence, however long it is."""
     text = repr(value)

@@ -16,7 +16,7 @@ so that the prompt has the very tokens it has when the model answers it.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jinja2 import TemplateError
@@ -35,6 +35,11 @@ _TEMPLATE_ERRORS = (
     RecursionError,
     TypeError,
     ValueError,
+)
+_PICTURES = ("images", "image", "videos", "video", "audio", "audios")
+_NO_PICTURES = (
+    "and fewbits train reads text alone; train on images with FastVisionModel, UnslothVisionDataCollator and"
+    " SFTTrainer of fewbits.trl (the guide on coming from Unsloth), or leave them out of the data"
 )
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _ROLES = {
@@ -56,6 +61,34 @@ def _check_length(text: str, messages: Sequence[dict[str, Any]]) -> None:
         )
 
 
+def refuse_pictures(values: Mapping[str, Any]) -> None:
+    """Refuse a row that holds images or the like beside its text, which would be lost.
+
+    Raises:
+        BadInput: it does; with the way to train on it.
+    """
+    for column in _PICTURES:
+        value = values.get(column)
+        if value is not None and not isinstance(value, str) and (not isinstance(value, list) or value):
+            raise BadInput(f"the row has {column}, {_NO_PICTURES}")
+
+
+def _text_of(content: Any) -> Any:
+    """A content of parts that are all text as that text; anything else as it is.
+
+    Raises:
+        BadInput: a part is an image or the like.
+    """
+    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
+        return content
+    for part in content:
+        kind = part.get("type", "text")
+        if kind != "text":
+            raise BadInput(f"a message holds a part of type {kind}, {_NO_PICTURES}")
+    texts = [part.get("text") for part in content]
+    return "".join(texts) if all(isinstance(text, str) for text in texts) else content  # type: ignore[arg-type]
+
+
 def normalize_messages(value: Any) -> list[dict[str, Any]]:
     """Messages as role and content, from them or from ShareGPT's ``from`` and ``value``."""
     if not isinstance(value, (list, tuple)) or not value:
@@ -65,7 +98,7 @@ def normalize_messages(value: Any) -> list[dict[str, Any]]:
         if not isinstance(item, dict) or not ({"role", "from"} & item.keys()):
             raise BadInput("a message is not an object with a role and a content")
         role = item.get("role", item.get("from"))
-        content = item.get("content", item.get("value"))
+        content = _text_of(item.get("content", item.get("value")))
         if not isinstance(role, str) or not isinstance(content, (str, type(None))):
             raise BadInput("a message has a role or a content that is not text")
         extra = {

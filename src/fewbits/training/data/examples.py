@@ -13,7 +13,7 @@ import numpy as np
 
 from fewbits.errors import BadInput
 from fewbits.training.config import TrainConfig
-from fewbits.training.data.chat import ChatEncoder, normalize_messages
+from fewbits.training.data.chat import ChatEncoder, normalize_messages, refuse_pictures
 from fewbits.training.data.rows import BadRows, Row
 from fewbits.training.data.sources import Source, read_source
 from fewbits.training.data.spans import SpanEncoder, Tokens
@@ -175,6 +175,7 @@ class RowEncoder:
         if name == "text":
             text = self.text(name, "text", values)
             return [self._closed(self.chat.encode_spans(text, [(0, len(text))] if text.strip() else []))]
+        refuse_pictures(values)
         messages = self.messages(name, values)
         if messages is not None:
             if not any(m["role"] == "assistant" and m["content"].strip() for m in messages):

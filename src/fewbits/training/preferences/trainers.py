@@ -73,6 +73,10 @@ def check_method(config: TrainConfig, processes: int) -> None:
     if recipe is not None and recipe.qat is not None:
         raise Unsupported(f"method {method} does not train through a QAT recipe; choose one without.")
     _check_rows_of_a_step(config, processes)
+    if method == "reward" and config.template_tokens == "add":
+        raise Unsupported(
+            "method reward adds no tokens; leave template_tokens out, or train sft with them first."
+        )
     if method == "reward" and config.merge:
         raise Unsupported(
             "merge is for methods that end in a language model, and method reward ends in a score; leave"

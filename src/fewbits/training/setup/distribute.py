@@ -168,6 +168,11 @@ def _refuse(config: TrainConfig, recipe: Any, kind: str) -> None:
             "merge is not made by ranks that hold parts of the model; leave it out, and use fewbits merge on"
             " the finished run."
         )
+    if config.template_tokens == "add":
+        raise Unsupported(
+            f"template_tokens adds rows to the embedding, which no rank holds whole under parallel={kind};"
+            " use ddp."
+        )
     if recipe is not None and recipe.qat is not None:
         raise Unsupported("quantisation-aware training needs the whole model on each rank; use parallel=ddp.")
     if config.dtype == "float16":

@@ -17,6 +17,7 @@ from fewbits.host.attention import attention_receipt, use_attention
 from fewbits.host.conversion import conversion_of
 from fewbits.models.fast import FastLanguageModel, is_packed
 from fewbits.models.named_templates import set_template, stop_at_turns
+from fewbits.models.template_tokens import add_template_tokens, add_tokens, modules_to_train
 from fewbits.nn.linear import QuantizedLinear
 from fewbits.recipes import LoRA, Recipe, get_recipe
 from fewbits.training.config import OPTIMIZERS, TrainConfig
@@ -88,8 +89,33 @@ def load_tokenizer(config: TrainConfig) -> tuple[Any, Any] | None:
 def with_template(tokenizer: Any, config: TrainConfig) -> Any:
     """The tokenizer, with the chat template that the run asks for."""
     if config.chat_template is not None:
+        if config.template_tokens == "add":
+            add_tokens(tokenizer, config.chat_template)
         set_template(tokenizer, config.chat_template, begins=True)
     return tokenizer
+
+
+def _tokens_added(model: Any, tokenizer: Any, config: TrainConfig) -> tuple[str, dict[str, Any]]:
+    """Give the template's new tokens rows, if the run asks for them; a sentence, and what trains them."""
+    if config.template_tokens != "add":
+        return "", {}
+    _check_tokens(model, config)
+    added = add_template_tokens(model, tokenizer, str(config.chat_template))
+    if not added:
+        return f"template_tokens: the tokenizer has all that {config.chat_template} needs.", {}
+    fields = modules_to_train(model)
+    names = " and ".join(fields["modules_to_save"])
+    return f"template_tokens: {', '.join(added)} added; {names} train as a whole.", fields
+
+
+def _check_tokens(model: Any, config: TrainConfig) -> None:
+    if config.chat_template is None:
+        raise BadInput("template_tokens is add, and no chat_template says which; set it, as in chatml.")
+    if hasattr(model, "peft_config"):
+        raise BadInput(
+            f"template_tokens is add, but {config.model} is an adapter, whose tokens are fixed; begin from a"
+            " base model, or leave template_tokens out."
+        )
 
 
 def max_positions(model_config: Any) -> int | None:
@@ -137,6 +163,7 @@ def load_model(config: TrainConfig, *, spread: Callable[[Any], str] | None = Non
         recipe=None if qat else recipe,
         device_map=None if on_gpu and spread is None else "cpu",
     )
+    told, whole = _tokens_added(model, tokenizer, config)
     if config.chat_template is not None:
         stop_at_turns(model, with_template(tokenizer, config))
     if qat is not None:
@@ -157,6 +184,7 @@ def load_model(config: TrainConfig, *, spread: Callable[[Any], str] | None = Non
             use_rslora=lora.rslora,
             random_state=config.seed,
             **variant_of(config),
+            **whole,
             use_gradient_checkpointing=False,  # the memory budget decides, once the batches are known
         )
     if is_packed(model) and not hasattr(model, "peft_config"):
@@ -164,7 +192,7 @@ def load_model(config: TrainConfig, *, spread: Callable[[Any], str] | None = Non
             f"the weights of {config.model} are packed and cannot train, and there are no adapters; set"
             " lora_r for adapters, or load_in_4bit=false without a recipe to train all weights."
         )
-    lines = ["" if conversion is None else str(conversion.receipt), *use_attention(model).notes]
+    lines = ["" if conversion is None else str(conversion.receipt), told, *use_attention(model).notes]
     autocast = torch.bfloat16 if on_gpu and lora is None and config.dtype == "auto" else None
     lines += attention_receipt(
         model,
