@@ -42,11 +42,11 @@ _RENAMED = {"max_seq_length": "max_length", "evaluation_strategy": "eval_strateg
 def __getattr__(name: str) -> Any:
     if name.startswith("_"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = of_trl(name)
-    if isinstance(found, type) and name.endswith(("Trainer", "Config")):
-        found = _trainer(name) if name.endswith("Trainer") else _config(name)
-    globals()[name] = found  # made once: pickle asks whether a class is the one found here
-    return found
+    value = of_trl(name)
+    if isinstance(value, type) and name.endswith(("Trainer", "Config")):
+        value = _trainer(name) if name.endswith("Trainer") else _config(name)
+    globals()[name] = value  # made once: pickle asks whether a class is the one found here
+    return value
 
 
 def of_trl(name: str) -> Any:
@@ -78,10 +78,10 @@ def _config(name: str) -> type:
 
 def with_words(kind: type) -> type:
     """A configuration's class, of ours, that takes the words of the notebooks from now on."""
-    init, known = kind.__init__, frozenset(inspect.signature(kind.__init__).parameters) - {"self"}  # type: ignore[misc]
+    init, words = kind.__init__, frozenset(inspect.signature(kind.__init__).parameters) - {"self"}  # type: ignore[misc]
 
     def begin(self: Any, *args: Any, **options: Any) -> None:
-        init(self, *args, **_fields(kind.__name__, known, options))
+        init(self, *args, **_fields(kind.__name__, words, options))
 
     kind.__init__ = begin  # type: ignore[misc]
     return kind
@@ -112,10 +112,10 @@ def _trainer_options(
         BadInput: one that neither the trainer nor its configuration has.
     """
     name, make = base.__name__, _own(config)
-    known = set(inspect.signature(base.__init__).parameters)  # type: ignore[misc]
+    words = set(inspect.signature(base.__init__).parameters)  # type: ignore[misc]
     if "tokenizer" in options:
         options.setdefault("processing_class", options.pop("tokenizer"))
-    beside = {key: options.pop(key) for key in list(options) if key not in known}
+    beside = {key: options.pop(key) for key in list(options) if key not in words}
     args = options.get("args")
     if args is not None and not isinstance(args, of_trl(config)):  # transformers' own, of older notebooks
         args = options["args"] = make(**{k: v for k, v in args.to_dict().items() if k in of_config})
@@ -140,42 +140,42 @@ def _own(name: str) -> Any:
     return globals().get(name) or __getattr__(name)
 
 
-def _fields(name: str, known: frozenset[str], options: dict[str, Any]) -> dict[str, Any]:
+def _fields(name: str, words: frozenset[str], options: dict[str, Any]) -> dict[str, Any]:
     """A configuration's fields in TRL's own words."""
     import torch
 
-    made: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for key, value in options.items():
-        field = key if key in known else _RENAMED.get(key, key)
-        if field in known:
-            made[field] = value
+        field = key if key in words else _RENAMED.get(key, key)
+        if field in words:
+            fields[field] = value
         elif key == "warmup_ratio":
-            made["warmup_steps"] = (
+            fields["warmup_steps"] = (
                 options.get("warmup_steps") or value
             )  # a fraction, as transformers takes it
         elif key in _DROPPED:
             _say(name, key)
         else:
-            made[key] = value  # TRL refuses it by its name
-    if made.get("use_vllm"):
+            fields[key] = value  # TRL refuses it by its name
+    if fields.get("use_vllm"):
         for key in _OF_VLLM:
-            made.pop(key, None)
+            fields.pop(key, None)
         logger.warning("%s: use_vllm chooses nothing here: model.generate writes completions.", name)
     if name == "GRPOConfig":
-        _whole_groups(made)
-    if made.get("optim") in ("adamw_8bit", "paged_adamw_8bit") and not torch.cuda.is_available():
-        made["optim"] = "adamw_torch"
+        _whole_groups(fields)
+    if fields.get("optim") in ("adamw_8bit", "paged_adamw_8bit") and not torch.cuda.is_available():
+        fields["optim"] = "adamw_torch"
         logger.warning("%s: optim=adamw_8bit needs a GPU; without one it is adamw_torch.", name)
-    return made
+    return fields
 
 
-def _whole_groups(made: dict[str, Any]) -> None:
+def _whole_groups(fields: dict[str, Any]) -> None:
     """A step of GRPO has whole groups of completions, as a patched TRL sees to by itself."""
-    each = made.get("num_generations", 8)
-    rows, passes = made.get("per_device_train_batch_size", 8), made.get("gradient_accumulation_steps", 1)
-    if "generation_batch_size" in made or "steps_per_generation" in made or rows * passes % each == 0:
+    each = fields.get("num_generations", 8)
+    rows, passes = fields.get("per_device_train_batch_size", 8), fields.get("gradient_accumulation_steps", 1)
+    if "generation_batch_size" in fields or "steps_per_generation" in fields or rows * passes % each == 0:
         return
-    made["per_device_train_batch_size"] = each
+    fields["per_device_train_batch_size"] = each
     logger.warning(
         "GRPOConfig: per_device_train_batch_size is %d and becomes %d: a step needs whole groups.",
         rows, each,

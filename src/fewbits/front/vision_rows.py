@@ -41,13 +41,13 @@ class UnslothVisionDataCollator:
             raise Unsupported(
                 "images are collated by TRL, which is not installed; pip install 'fewbits[train]'."
             ) from error
-        given = {name: value for name, value in options.items() if value not in (None, False)}
+        chosen = {name: value for name, value in options.items() if value not in (None, False)}
         length = max_seq_length or getattr(model, "max_seq_length", None)
         try:
-            self.collate = DataCollatorForVisionLanguageModeling(processor, max_length=length, **given)
+            self.collate = DataCollatorForVisionLanguageModeling(processor, max_length=length, **chosen)
         except TypeError as error:
             raise Unsupported(
-                f"TRL's collator of images does not take {sorted(given)} ({error}); leave them out."
+                f"TRL's collator of images does not take {sorted(chosen)} ({error}); leave them out."
             ) from error
 
     def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -69,8 +69,8 @@ def beside(row: dict[str, Any]) -> dict[str, Any]:
         images += [
             part["image"] for part in parts if part.get("type") == "image" and part.get("image") is not None
         ]
-        kept = [{k: v for k, v in part.items() if k != "image" and v is not None} for part in parts]
-        messages.append({**message, "content": kept})
+        left = [{k: v for k, v in part.items() if k != "image" and v is not None} for part in parts]
+        messages.append({**message, "content": left})
     return {**row, "messages": messages, **({"images": images} if images else {})}
 
 

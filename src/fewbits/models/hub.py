@@ -90,11 +90,11 @@ class Upload:
 
 def upload_of(repo_id: str, options: dict[str, Any]) -> Upload:
     """Where to, from a call's options, of which those of an upload are taken out; checked."""
-    given = {name: options.pop(name) for name in (*_HOW, *_SAID) if name in options}
+    fields = {name: options.pop(name) for name in (*_HOW, *_SAID) if name in options}
     for name in ("tags", "datasets"):
-        value = given.get(name)
-        given[name] = (value,) if isinstance(value, str) else tuple(value or ())
-    upload = Upload(str(repo_id), **given)
+        value = fields.get(name)
+        fields[name] = (value,) if isinstance(value, str) else tuple(value or ())
+    upload = Upload(str(repo_id), **fields)
     upload.check()
     return upload
 
@@ -233,9 +233,9 @@ def push_folder(folder: Path, card: Card, upload: Upload) -> str:
     operations += [CommitOperationAdd(path_in_repo=k, path_or_fileobj=v) for k, v in changed.items()]
     api = HfApi(token=upload.token)
     try:
-        made = api.create_repo(upload.repo_id, private=upload.private, exist_ok=True)
+        repository = api.create_repo(upload.repo_id, private=upload.private, exist_ok=True)
         commit = api.create_commit(
-            made.repo_id,
+            repository.repo_id,
             operations,
             commit_message=upload.commit_message or f"Upload {card.kind} with fewbits",
             commit_description=upload.commit_description,

@@ -111,10 +111,10 @@ def modules_to_train(model: Any) -> dict[str, Any]:
     """Fields of PEFT's configuration by which embedding and head train as a whole."""
     names = {id(module): name.rpartition(".")[2] for name, module in model.named_modules()}
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    wanted = [names[id(embedding)]]
+    saved = [names[id(embedding)]]
     if head is not None and head.weight is not embedding.weight:
-        return {"modules_to_save": [*wanted, names[id(head)]]}
-    return {"modules_to_save": wanted, "ensure_weight_tying": True}
+        return {"modules_to_save": [*saved, names[id(head)]]}
+    return {"modules_to_save": saved, "ensure_weight_tying": True}
 
 
 __all__ = ["add_template_tokens", "add_tokens", "give_rows", "markers_of", "modules_to_train"]
