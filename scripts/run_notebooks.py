@@ -220,9 +220,7 @@ def run_here(path: Path, place: Path) -> str:
     datasets.load_dataset = load_dataset  # of this process
     module = types.ModuleType("__main__")
     for number, cell in enumerate(cells_of(path), 1):
-        cell = re.sub(
-            r"(model_name\s*=\s*)[\"']([^\"']+)[\"']", lambda m: f"{m[1]}{named(m[2], place)!r}", cell
-        )
+        cell = _NAMED.sub(lambda m: f"{m[1]}{named(m[2], place)!r}", cell)
         try:
             exec(compile(cell, f"cell {number}", "exec"), module.__dict__)  # noqa: S102 - that is what it is for
         except BaseException as error:  # noqa: BLE001 - told in the table

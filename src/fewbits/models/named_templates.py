@@ -147,6 +147,12 @@ TEMPLATES: dict[str, NamedTemplate] = {
         system=("<|system|>\n", "{end}\n"),
         end="<|end|>",
     ),
+    "phi-4": NamedTemplate(
+        user=("<|im_start|>user<|im_sep|>", "{end}"),
+        assistant=("<|im_start|>assistant<|im_sep|>", "{end}"),
+        system=("<|im_start|>system<|im_sep|>", "{end}"),
+        end="<|im_end|>",
+    ),
     "zephyr": NamedTemplate(
         user=("<|user|>\n", "{end}\n"),
         assistant=("<|assistant|>\n", "{end}\n"),
