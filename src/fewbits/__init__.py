@@ -84,6 +84,25 @@ _HOMES = {
     "convert_qat": "fewbits.training.calibration.qat",
 }
 
+# Further names of Unsloth's notebooks: the same things again, and what is refused with the way.
+_HOMES |= dict.fromkeys(
+    ("get_chat_template", "standardize_data_formats", "standardize_sharegpt", "to_sharegpt"),
+    "fewbits.chat_templates",
+)
+_HOMES |= {"train_on_responses_only": "fewbits.chat_templates", "is_bf16_supported": "fewbits.front.unsloth"}
+_HOMES |= dict.fromkeys(
+    ("FastLlamaModel", "FastMistralModel", "FastQwen2Model", "FastQwen3Model", "FastGemmaModel"),
+    "fewbits.front.unsloth",
+)
+_RUNS_CODE = "runs what a model wrote; take a sandbox of your own, such as a container without network"
+_REFUSED = {
+    "apply_chat_template": "writes rows by a template's text; put the text into a file, as a Jinja template,"
+    " and call get_chat_template(tokenizer, file)",
+    "check_python_modules": _RUNS_CODE,
+    "create_locked_down_function": _RUNS_CODE,
+    "execute_with_time_limit": _RUNS_CODE,
+}
+
 # Not among them: UnslothTrainer and UnslothTrainingArguments, which stand on TRL, an extra.
 __all__ = [
     "CATALOG",
@@ -131,6 +150,10 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(import_module(_HOMES[name]), name)
+    if name in _REFUSED:
+        from fewbits.errors import Unsupported
+
+        raise Unsupported(f"fewbits has no {name}, which {_REFUSED[name]}.")
     raise AttributeError(f"module 'fewbits' has no attribute {name!r}")
 
 

@@ -11,7 +11,7 @@ import torch
 
 import fewbits
 from fewbits import FastLanguageModel, FastModel
-from fewbits.errors import BadInput
+from fewbits.errors import BadInput, Unsupported
 from fewbits.front import unsloth
 
 Dataset = pytest.importorskip("datasets").Dataset
@@ -33,6 +33,17 @@ def test_patches_say_once_that_they_patch_nothing(caplog):
             fewbits.PatchFastRL("GRPO", FastLanguageModel)
     assert [record.message.split()[0] for record in caplog.records] == ["PatchDPOTrainer", "PatchFastRL"]
     assert fewbits.is_bfloat16_supported() == (torch.cuda.is_available() and torch.cuda.is_bf16_supported())
+
+
+def test_further_names_are_the_same_or_refused_with_the_way():
+    from fewbits.chat_templates import to_sharegpt
+
+    assert fewbits.to_sharegpt is to_sharegpt and fewbits.FastQwen2Model is FastLanguageModel
+    assert fewbits.is_bf16_supported is fewbits.is_bfloat16_supported
+    with pytest.raises(Unsupported, match=r"has no apply_chat_template, .* get_chat_template"):
+        _ = fewbits.apply_chat_template
+    with pytest.raises(Unsupported, match="a sandbox of your own"):
+        _ = fewbits.execute_with_time_limit
 
 
 def test_fast_generate_and_load_lora(loaded, tmp_path):

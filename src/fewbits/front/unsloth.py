@@ -45,6 +45,10 @@ def is_bfloat16_supported() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
 
 
+is_bf16_supported = is_bfloat16_supported  # its shorter name
+FastLlamaModel = FastMistralModel = FastQwen2Model = FastQwen3Model = FastGemmaModel = FastLanguageModel
+
+
 def PatchDPOTrainer() -> None:  # noqa: N802 (as Unsloth has it)
     """Nothing: TRL's DPOTrainer is used as it is."""
     _say_once("PatchDPOTrainer", "DPOTrainer")
