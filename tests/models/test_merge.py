@@ -226,8 +226,10 @@ def test_what_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(BadInput, match="is a file"):
         model.save_pretrained_merged(tmp_path / "file", tokenizer)
-    biased = peft.get_peft_model(load(tmp_path / "base"), peft.LoraConfig(target_modules=["embed_tokens"]))
-    with pytest.raises(Unsupported, match="on an embedding"):
+    biased = peft.get_peft_model(
+        load(tmp_path / "base"), peft.LoraConfig(target_modules=["embed_tokens"], use_dora=True)
+    )
+    with pytest.raises(Unsupported, match="nor DoRA over a linear"):
         save_pretrained_merged(biased, tmp_path / "m", tokenizer)
     with pytest.warns(UserWarning, match="rounds them again"):
         model.merge_adapter()

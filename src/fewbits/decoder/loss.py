@@ -29,7 +29,7 @@ def fuse_loss(model: Any, spec: ModelSpec, receipt: Receipt) -> TrlHead | None:
     """
     inner = unwrap(model)
     name = locate(model, spec, spec.head)
-    head = find(model, name)
+    head = _trained_copy(find(model, name))
     reason = _why_not(inner, head)
     if reason is not None:
         receipt.notes.append(f"the loss holds all logits: {reason}")
@@ -48,6 +48,15 @@ def fuse_loss(model: Any, spec: ModelSpec, receipt: Receipt) -> TrlHead | None:
     after = f"{before}, its loss computed without holding the logits"
     receipt.changes.append(Change(name, before, after if float8 is None else f"{after}, in float8", 0, 0))
     return TrlHead(inner, head)
+
+
+def _trained_copy(head: nn.Module | None) -> nn.Module | None:
+    """The copy of a head that an adapter trains whole (PEFT's ``modules_to_save``), else the head itself."""
+    copies = getattr(head, "modules_to_save", None)
+    active: list[str] = list(getattr(head, "active_adapters", ()))
+    if not isinstance(copies, nn.ModuleDict) or len(active) != 1 or active[0] not in copies:
+        return head
+    return copies[active[0]]
 
 
 def float8_head_of(model: Any) -> Float8Head | None:

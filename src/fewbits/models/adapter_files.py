@@ -87,6 +87,11 @@ def linears_of(model: nn.Module) -> dict[str, nn.Module]:
     return linears
 
 
+def embeddings_of(model: nn.Module) -> set[str]:
+    """The full names of embeddings in the base model."""
+    return {base_name(name) for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
+
+
 def listed(names: Iterable[str]) -> str:
     """The last parts of full names, for a message."""
     return ", ".join(sorted({name.rpartition(".")[2] for name in names})) or "no linears"

@@ -25,6 +25,7 @@ from fewbits.models.adapter_files import (
     CONFIG,
     check_fit,
     check_loaded,
+    embeddings_of,
     linears_of,
     listed,
     named_errors,
@@ -33,6 +34,7 @@ from fewbits.models.adapter_files import (
 )
 from fewbits.models.branches import base_name, plain_name
 from fewbits.models.expert_targets import with_experts
+from fewbits.models.quantization_error import FROM_ERROR, begin_from_error, check_base, mark, take_request
 from fewbits.nn.experts import QuantizedExperts
 from fewbits.nn.fake_quantize import FakeQuantizedLinear
 from fewbits.nn.first_values import first_values, generator_of, has_first_values, orthogonal_pair
@@ -70,7 +72,10 @@ def get_peft_model(
     """
     import peft
 
+    from_error = take_request(lora, settings)
     config = lora_config(model, lora, **settings)
+    if from_error:
+        mark(config, model)
     with _own_random_numbers(seed):
         if isinstance(model, peft.PeftModel):
             model.add_adapter(adapter_name, config)
@@ -79,6 +84,8 @@ def get_peft_model(
             adapted = peft.get_peft_model(model, config, adapter_name=adapter_name)  # type: ignore[arg-type]
     if seed is not None:
         begin_adapter(adapted, seed, adapter_name)
+    if from_error:
+        begin_from_error(adapted, adapter_name, seed=seed)
     return adapted
 
 
@@ -145,6 +152,12 @@ def lora_config(model: nn.Module, lora: Any = None, **settings: Any) -> Any:
     Raises:
         SpecMismatch, Unsupported: as `get_peft_model`.
     """
+    if FROM_ERROR in (settings.get("init_lora_weights"), getattr(lora, "init_lora_weights", None)):
+        raise Unsupported(
+            "init_lora_weights='loftq' compares the packed weights with the original ones, which a "
+            "configuration alone cannot; call fewbits.get_peft_model, and give its model to the trainer "
+            "without a peft_config."
+        )
     config = _lora_config(model, lora, settings)
     _check_trained_copies(config, model)
     _check_parameters(config, model)
@@ -185,6 +198,7 @@ def load_adapter(
             f"the adapter in {path} is a {config.peft_type}, and only LoRA adapters are supported."
         )
     check_fit(model, weights, path)
+    check_base(config, model, path)
     config.inference_mode = not is_trainable
     _check_trained_copies(config, model)
     _check_parameters(config, model)
@@ -212,7 +226,8 @@ def resolve_targets(model: nn.Module, targets: Any, linears: Mapping[str, nn.Mod
 
     Args:
         model: the model.
-        targets: names, as the ends of full names; "all-linear"; or a regular expression over full names.
+        targets: names, as the ends of full names, of linears and embeddings; "all-linear", which are those of
+            the decoder layers; or a regular expression over full names.
         linears: the model's linears by full name, if they are known already.
 
     Returns:
@@ -245,7 +260,8 @@ def resolve_targets(model: nn.Module, targets: Any, linears: Mapping[str, nn.Mod
                 f"an adapter on {', '.join(sorted(names & past))} would do nothing: {READ_PAST}; leave it "
                 "out."
             )
-    missing = sorted(n for n in names if not any(full == n or full.endswith("." + n) for full in linears))
+    known = {*linears, *embeddings_of(model)}
+    missing = sorted(n for n in names if not any(full == n or full.endswith("." + n) for full in known))
     if missing or not names:
         wrong = ", ".join(missing) or "(none given)"
         raise SpecMismatch(f"LoRA targets match no linear of this model: {wrong}; it has {listed(linears)}.")

@@ -8,10 +8,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fewbits.errors import BadInput, Unsupported
 from fewbits.host.transposed import is_transposed
+from fewbits.nn.linear import QuantizedLinear
+
+# In the ``auto_mapping`` of an adapter's configuration: the recipe of the packed base that it belongs to.
+CORRECTED_RECIPE = "fewbits_corrected_recipe"
 
 
 @dataclass(frozen=True)
@@ -19,7 +24,8 @@ class Branch:
     """The low-rank branches of one linear: pairs A (r, K), B (N, r) with their scaling.
 
     With DoRA's magnitude m (N,) the rows of the sum are brought to these lengths:
-    ``W' = m / ||W + s B A|| * (W + s B A)``. Where ``transposed`` is True, weights come and go as (K, N).
+    ``W' = m / ||W + s B A|| * (W + s B A)``. Where ``transposed`` is True, weights come and go as (K, N):
+    those of GPT-2, and of embeddings, where K is the vocabulary.
     """
 
     pairs: tuple[tuple[Tensor, Tensor, float], ...]
@@ -48,9 +54,14 @@ class Branch:
         rows: Tensor = self.magnitude.detach().to(total) / torch.linalg.vector_norm(total, dim=1)
         return rows
 
-    def apply(self, x: Tensor, y: Tensor, linear: nn.Linear) -> Tensor:
-        """What becomes of a linear's output y (..., N) for the input x (..., K)."""
+    def apply(self, x: Tensor, y: Tensor, linear: nn.Linear | nn.Embedding) -> Tensor:
+        """What becomes of the output y (..., N) for x: (..., K) of a linear, (...) ids of an embedding."""
         z: Tensor | float = 0.0
+        if isinstance(linear, nn.Embedding):
+            for a, b, scaling in self.pairs:
+                row = F.embedding(x, a.detach().to(y).t())
+                z = z + scaling * getattr(linear, "embed_scale", 1.0) * (row @ b.detach().to(y).t())
+            return y + z
         for a, b, scaling in self.pairs:
             z = z + scaling * (x @ a.detach().to(x).t() @ b.detach().to(x).t())
         if self.magnitude is None:
@@ -60,11 +71,11 @@ class Branch:
 
 
 def branches_of(base: nn.Module) -> dict[str, Branch]:
-    """The active adapters' branches, by the full name of the linear they adapt; those on experts left out.
+    """The active adapters' branches, by the full name of what they adapt; those on experts left out.
 
     Raises:
-        Unsupported: an adapter that is neither a plain sum of low-rank products over a linear nor one of
-            DoRA (embeddings, biases, other variants of LoRA).
+        Unsupported: an adapter that is neither a plain sum of low-rank products over a linear or an
+            embedding nor one of DoRA over a linear (biases, other variants of LoRA).
         BadInput: an adapter that is merged already.
     """
     from peft.tuners.lora import LoraLayer
@@ -81,11 +92,9 @@ def branches_of(base: nn.Module) -> dict[str, Branch]:
         pairs, magnitude = [], None
         for adapter in module.active_adapters:
             _check_adapter(module, name, adapter)
-            if adapter in module.lora_A:
-                a, b = module.lora_A[adapter].weight, module.lora_B[adapter].weight
-                pairs.append((a, b, float(module.scaling[adapter])))
-                if _is_dora(module, adapter):
-                    magnitude = module.lora_magnitude_vector[adapter].weight
+            pairs.extend(_pair(module, adapter))
+            if _is_dora(module, adapter):
+                magnitude = module.lora_magnitude_vector[adapter].weight
         if magnitude is not None and len(pairs) > 1:
             raise Unsupported(
                 f"several adapters are active on {name} and one is of DoRA, which scales the sum; make one "
@@ -93,17 +102,45 @@ def branches_of(base: nn.Module) -> dict[str, Branch]:
             )
         if pairs:
             base_layer = module.get_base_layer()
-            branches[plain_name(name)] = Branch(tuple(pairs), magnitude, is_transposed(base_layer))
+            branches[plain_name(name)] = Branch(
+                tuple(pairs), magnitude, is_transposed(base_layer) or isinstance(base_layer, nn.Embedding)
+            )
     return branches
+
+
+def _pair(module: Any, adapter: str) -> list[tuple[Tensor, Tensor, float]]:
+    """The adapter's A, B and scaling over a linear or an embedding; empty where it is not on this module."""
+    if adapter in module.lora_A:
+        a, b = module.lora_A[adapter].weight, module.lora_B[adapter].weight
+    elif adapter in module.lora_embedding_A:
+        a, b = module.lora_embedding_A[adapter], module.lora_embedding_B[adapter]
+    else:
+        return []
+    return [(a, b, float(module.scaling[adapter]))]
+
+
+def corrected_linears(base: nn.Module) -> set[str]:
+    """Packed linears with an active adapter that began as the error of packing, by their full names."""
+    from peft.tuners.lora import LoraLayer
+
+    configs = getattr(base, "peft_config", {})
+    begun = {name for name, config in configs.items() if CORRECTED_RECIPE in (config.auto_mapping or {})}
+    return {
+        plain_name(name)
+        for name, module in base.named_modules()
+        if isinstance(module, LoraLayer)
+        and isinstance(module.get_base_layer(), QuantizedLinear)
+        and begun.intersection(module.active_adapters)
+    }
 
 
 def _check_adapter(module: Any, name: str, adapter: str) -> None:
     is_variant = adapter in getattr(module, "lora_variant", {}) and not _is_dora(module, adapter)
-    is_embedding = adapter in getattr(module, "lora_embedding_A", {})
-    if is_variant or is_embedding or getattr(module, "lora_bias", {}).get(adapter):
+    is_dora_embedding = adapter in getattr(module, "lora_embedding_A", {}) and _is_dora(module, adapter)
+    if is_variant or is_dora_embedding or getattr(module, "lora_bias", {}).get(adapter):
         raise Unsupported(
-            f"the adapter {adapter!r} on {name} is neither a plain sum of low-rank products nor DoRA (it is "
-            "on an embedding, has a LoRA bias, or is another variant); merge it with PEFT's "
+            f"the adapter {adapter!r} on {name} is neither a plain sum of low-rank products nor DoRA over a "
+            "linear (it has a LoRA bias, or is another variant); merge it with PEFT's "
             "merge_and_unload()."
         )
 
@@ -133,10 +170,34 @@ def effective_state(base: nn.Module) -> Iterator[tuple[str, Tensor]]:
             if adapter in _active(base.get_submodule(head)):
                 replaced[f"{head}.{leaf}"] = tensor
         elif not any(
-            f".{part}" in name for part in ("lora_A", "lora_B", "lora_embedding_", "lora_magnitude_vector")
+            f".{part}" in name
+            for part in ("lora_A", "lora_B", "lora_embedding_", "lora_magnitude_vector", "token_adapter.")
         ):
             plain[plain_name(name)] = tensor
-    yield from {**plain, **replaced}.items()
+    yield from {**plain, **replaced, **_with_trained_tokens(base)}.items()
+
+
+@torch.no_grad()
+def _with_trained_tokens(base: nn.Module) -> dict[str, Tensor]:
+    """Embeddings (V, K) whose rows of single tokens an adapter trained (PEFT's ``trainable_token_indices``).
+
+    A head that is tied to one is the same tensor.
+    """
+    if not any("trainable_tokens_delta" in name for name, _ in base.named_parameters()):
+        return {}
+    from peft.utils.other import TrainableTokensWrapper
+
+    found: dict[str, Tensor] = {}
+    made: dict[int, Tensor] = {}
+    for name, module in base.named_modules():
+        if not isinstance(module, TrainableTokensWrapper):
+            continue
+        layer: Any = module.token_adapter
+        source = layer if layer.tied_adapter is None else layer.tied_adapter
+        if id(source) not in made:
+            made[id(source)] = source.get_merged_weights(source.active_adapters).detach()
+        found[f"{name}.weight"] = made[id(source)]
+    return found
 
 
 def _active(wrapper: Any) -> list[str]:

@@ -48,6 +48,7 @@ from fewbits.models.options import (
 )
 from fewbits.models.packed import check_device
 from fewbits.models.placing import device_map_of, dtype_of
+from fewbits.models.quantization_error import recipe_in
 from fewbits.models.reading import Reading
 from fewbits.nn.linear import QuantizedLinear
 from fewbits.recipes import Recipe
@@ -102,7 +103,9 @@ class FastLanguageModel:
         if path is not None and is_adapter_folder(path):
             with Reading(path):
                 base = base_of(path, loading.base_model)
-            choices = (max_seq_length, dtype, load_in_4bit, load_in_8bit, full_finetuning, recipe)
+            begun_over = recipe_in(read_json(path / ADAPTER_CONFIG))
+            chosen_recipe = recipe if begun_over is None else begun_over
+            choices = (max_seq_length, dtype, load_in_4bit, load_in_8bit, full_finetuning, chosen_recipe)
             model, tokenizer = FastLanguageModel.from_pretrained(
                 base,
                 *choices,
@@ -111,6 +114,8 @@ class FastLanguageModel:
             with Reading(path):
                 if resized := fit_vocabulary(model, path):
                     add_notes(model, [resized])
+                if begun_over is not None:
+                    add_notes(model, [f"{path} began as the error of packing: its own recipe packs the base"])
                 peft_model = load_adapter(model, path, is_trainable=loading.is_trainable)
             if loading.is_trainable:
                 _made_fast(peft_model, model, loading)

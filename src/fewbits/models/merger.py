@@ -27,6 +27,7 @@ from fewbits.host.transposed import transposed_like
 from fewbits.models.branches import (
     base_name,
     branches_of,
+    corrected_linears,
     effective_state,
     plain_name,
     same_storage,
@@ -81,6 +82,7 @@ class Merger:
     def __init__(self, base: Any, dtype: torch.dtype) -> None:
         self.base, self.dtype = base, dtype
         self.branches = branches_of(base)
+        self.corrected = corrected_linears(base)  # their adapters belong to what was packed
         self.packed: dict[str, QuantizedLinear] = {}
         self.live: dict[str, Tensor] = {}
         self.changed: set[str] = set()  # linears whose weight is not the original's any more
@@ -97,7 +99,9 @@ class Merger:
 
     def _why_not(self, original: Checkpoint) -> str | None:
         """Why the original's weights cannot be merged into; None if they can."""
-        absent = [f"{n}.weight" for n in self.branches if f"{n}.weight" not in self._originals()]
+        names, tied = self._originals(), dict(getattr(self.base, "all_tied_weights_keys", {}) or {})
+        adapted = [f"{n}.weight" for n in self.branches]
+        absent = [n for n in adapted if n not in names and tied.get(n) not in names]
         return f"the original checkpoint has no {absent[0]}" if absent else None
 
     @property
@@ -148,8 +152,8 @@ class Merger:
                 keys = list(stream.keys())
             for key in keys:
                 yield names[key], partial(self._read_and_merge, file, key, names[key])
-        for name, tensor in self._absent_from(set(names.values())).items():
-            yield name, partial(self._as_saved, tensor)
+        for name in self._absent_from(set(names.values())):
+            yield name, partial(self._from_live, name)
 
     def _read_and_merge(self, file: Path, key: str, name: str) -> Tensor:
         with safe_open(file, framework="pt") as stream:
@@ -194,7 +198,7 @@ class Merger:
                     tensors[key] = self._merged(names[key], stream.get_tensor(key))
                     written.add(names[key])
             if number == len(self.original.files) - 1:
-                tensors.update({n: self._as_saved(t) for n, t in extra.items()})
+                tensors.update({n: self._from_live(n) for n in extra})
             yield file.name, tensors
 
     def _absent_from(self, names: set[str]) -> dict[str, Tensor]:
@@ -205,6 +209,7 @@ class Merger:
         for name, tensor in self.live.items():
             source = tied.get(name)
             same = source in self.live and same_storage(self.live[source], tensor)
+            same = same and not self._is_parted(name)
             if name not in names and not same and name in parameters:
                 absent[name] = tensor
         return absent
@@ -222,7 +227,8 @@ class Merger:
         """The model's own tensor where that is not simply the original's ``weight``."""
         layer = self.packed.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
         if layer is not None:
-            return transposed_like(layer.dequantize(torch.float32), layer) if layer.repacked else None
+            is_own = layer.repacked or name.removesuffix(".weight") in self.corrected
+            return transposed_like(layer.dequantize(torch.float32), layer) if is_own else None
         live = self.live.get(name)
         has_values = live is not None and live.device.type != "meta"
         return live if live is not None and has_values and was_changed(live, weight) else None
@@ -233,7 +239,11 @@ class Merger:
 
     def _live_names(self) -> list[str]:
         tied = set(getattr(self.base, "all_tied_weights_keys", {}) or {})
-        names = [n for n in self.live if n not in tied or not _is_alias(self.base, self.live, n)]
+        names = [
+            n
+            for n in self.live
+            if n not in tied or not _is_alias(self.base, self.live, n) or self._is_parted(n)
+        ]
         return sorted({*names, *(f"{n}.weight" for n in self.packed)})
 
     def _from_model(self, shard_bytes: int) -> Iterator[tuple[str, dict[str, Tensor]]]:
@@ -276,8 +286,17 @@ class Merger:
         """
         tied = dict(getattr(self.base, "all_tied_weights_keys", {}) or {})
         names = tied if written is None else written.intersection(tied)
+        if any(map(self._is_parted, names)):
+            return True
         pairs = [(self.live.get(n), self.live.get(tied[n])) for n in names]
         return any(a is not None and b is not None and not same_storage(a, b) for a, b in pairs)
+
+    def _is_parted(self, name: str) -> bool:
+        """Whether an adapter makes two tensors of one that has ``name`` and another: it is on one of them."""
+        source = (getattr(self.base, "all_tied_weights_keys", {}) or {}).get(name)
+        return source is not None and any(
+            n.removesuffix(".weight") in self.branches for n in (name, str(source))
+        )
 
     def write_tokenizer(self, folder: Path, tokenizer: Any) -> None:
         """Write the tokenizer that was given, or copy the original's files."""

@@ -38,7 +38,6 @@ _REFUSED = {
     "offload_embedding": "name the embedding's device in device_map",
     "unsloth_tiled_mlp": "the model's own MLP is used",
     "layers_pattern": "name layers with layers_to_transform, or target_modules as a regular expression",
-    "loftq_config": "it changes the packed weights",
 }
 PEFT_CHOOSES_NOTHING = {
     "max_seq_length": "from_pretrained has set it",
@@ -49,6 +48,8 @@ PEFT_FIELDS = {
     "layers_to_transform",
     "modules_to_save",
     "init_lora_weights",
+    "loftq_config",
+    "trainable_token_indices",
     "rank_pattern",
     "alpha_pattern",
     "use_dora",

@@ -49,5 +49,11 @@ def check_variant(variant: str, kinds: set[type]) -> None:
     if variant.startswith(_CHANGES_BASE) and any(issubclass(kind, QuantizedLinear) for kind in kinds):
         raise Unsupported(
             f"{variant} takes a part of the base weight away, and what remains of a packed one would be "
-            "rounded again; leave this setting out, or do not convert the model."
+            "rounded again; leave this setting out, or do not convert the model (init_lora_weights='loftq' "
+            "begins from the error of packing)."
+        )
+    if "pissa_niter" in variant:
+        raise Unsupported(
+            f"{variant} begins from random numbers that loading the adapter would draw anew, which gives "
+            "another model; use 'pissa', whose decomposition is exact, or load_in_4bit=True with 'loftq'."
         )
