@@ -13,7 +13,8 @@ from transformers import TrainingArguments
 from fewbits.errors import BadInput
 from fewbits.formats import INT8
 from fewbits.recipes import LoRA, qlora_nf4
-from fewbits.training.config import ALIASES, TrainConfig, help_of, parse_memory_budget, parse_overrides
+from fewbits.training.config import ALIASES, TrainConfig, help_of
+from fewbits.training.config_values import parse_memory_budget, parse_overrides
 from fewbits.training.other_words import CALLED, OTHER_WORDS, unknown_key
 from fewbits.training.setup.model_and_trainer import recipe_of_config
 

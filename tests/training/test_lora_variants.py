@@ -23,7 +23,7 @@ def config_of(tmp_path, **changes):
 
 @pytest.mark.parametrize(
     "keys",
-    [{"lora_dora": True}, {"lora_ranks": {"q_proj": 8, "down_proj": 2}}, {"lora_init": "gaussian"}],
+    [{"lora_dora": True}, {"lora_ranks": {"q_proj": 8, "down_proj": 2}}, {"lora_init": "pissa"}],
     ids=["dora", "ranks", "init"],
 )
 @pytest.mark.filterwarnings("ignore")
@@ -52,6 +52,6 @@ def test_peft_alone_computes_what_was_trained(tmp_path, keys):
 def test_the_command_line_writes_them_with_a_dot(tmp_path):
     config = config_of(tmp_path, **{"lora_ranks.q_proj": "32", "fields.prompt": "q"})
     assert config.lora_ranks == {"q_proj": 32} and config.fields == {"prompt": "q"}
-    for wrong in ({"lora_ranks.q_proj": "many"}, {"lora_ranks": {"q_proj": 0}}, {"lora_init": "pissa"}):
+    for wrong in ({"lora_ranks.q_proj": "many"}, {"lora_ranks": {"q_proj": 0}}, {"lora_init": "eva"}):
         with pytest.raises(BadInput, match="lora_"):
             config_of(tmp_path, **wrong)

@@ -12,7 +12,8 @@ from fewbits.cli.console import console
 from fewbits.errors import BadInput
 from fewbits.training.ahead.preview import Shown, preview
 from fewbits.training.ahead.preview_page import figures, page
-from fewbits.training.config import TrainConfig, parse_overrides
+from fewbits.training.config import TrainConfig
+from fewbits.training.config_values import parse_overrides
 
 _BARS = 40  # characters of the longest bar
 

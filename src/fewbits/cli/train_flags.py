@@ -6,7 +6,8 @@ import argparse
 import dataclasses
 from typing import Any
 
-from fewbits.training.config import ALIASES, TrainConfig, parse_overrides
+from fewbits.training.config import ALIASES, TrainConfig
+from fewbits.training.config_values import parse_overrides
 
 _PREFIX = "set_"
 _METAVARS = {

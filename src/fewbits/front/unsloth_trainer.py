@@ -8,9 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from fewbits.errors import BadInput
-
-_EMBEDDINGS = ("embed_tokens", "lm_head", "wte", "embed_in", "embed_out")
+from fewbits.models.learning_rates import set_embeddings_apart
 
 
 def _classes() -> dict[str, Any]:
@@ -38,7 +36,7 @@ def _classes() -> dict[str, Any]:
             optimizer = super().create_optimizer(model)
             rate = getattr(self.args, "embedding_learning_rate", None)
             if rate is not None:
-                _set_apart(optimizer, self.model if model is None else model, rate)
+                set_embeddings_apart(optimizer, self.model if model is None else model, rate)
             return optimizer
 
     arguments = with_words(UnslothTrainingArguments)
@@ -50,29 +48,3 @@ def __getattr__(name: str) -> Any:
         globals().update(_classes())  # made once: pickle asks whether a class is the one found here
         return globals()[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def _set_apart(optimizer: Any, model: Any, rate: float) -> None:
-    """Give the embeddings and the head that train groups of their own.
-
-    Raises:
-        BadInput: none of them trains.
-    """
-    trained = ((name, p) for name, p in model.named_parameters() if p.requires_grad)
-    chosen = {id(p) for name, p in trained if _is_embedding(name)}
-    if not chosen:
-        raise BadInput(
-            "embedding_learning_rate is set, but neither embeddings nor head train; name them in"
-            ' target_modules or modules_to_save, as in modules_to_save=["embed_tokens", "lm_head"].'
-        )
-    for group in list(optimizer.param_groups):
-        apart = [p for p in group["params"] if id(p) in chosen]
-        if apart:
-            group["params"] = [p for p in group["params"] if id(p) not in chosen]
-            more = {key: value for key, value in group.items() if key not in ("params", "initial_lr")}
-            optimizer.add_param_group({**more, "params": apart, "lr": rate})
-    optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
-
-
-def _is_embedding(name: str) -> bool:
-    return any(part in _EMBEDDINGS for part in name.split("."))

@@ -260,8 +260,10 @@ def resolve_targets(model: nn.Module, targets: Any, linears: Mapping[str, nn.Mod
                 f"an adapter on {', '.join(sorted(names & past))} would do nothing: {READ_PAST}; leave it "
                 "out."
             )
-    known = {*linears, *embeddings_of(model)}
-    missing = sorted(n for n in names if not any(full == n or full.endswith("." + n) for full in known))
+    module_names = {*linears, *embeddings_of(model)}
+    missing = sorted(
+        n for n in names if not any(full == n or full.endswith("." + n) for full in module_names)
+    )
     if missing or not names:
         wrong = ", ".join(missing) or "(none given)"
         raise SpecMismatch(f"LoRA targets match no linear of this model: {wrong}; it has {listed(linears)}.")

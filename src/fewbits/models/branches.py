@@ -187,17 +187,17 @@ def _with_trained_tokens(base: nn.Module) -> dict[str, Tensor]:
         return {}
     from peft.utils.other import TrainableTokensWrapper
 
-    found: dict[str, Tensor] = {}
-    made: dict[int, Tensor] = {}
+    weights: dict[str, Tensor] = {}
+    by_layer: dict[int, Tensor] = {}
     for name, module in base.named_modules():
         if not isinstance(module, TrainableTokensWrapper):
             continue
         layer: Any = module.token_adapter
         source = layer if layer.tied_adapter is None else layer.tied_adapter
-        if id(source) not in made:
-            made[id(source)] = source.get_merged_weights(source.active_adapters).detach()
-        found[f"{name}.weight"] = made[id(source)]
-    return found
+        if id(source) not in by_layer:
+            by_layer[id(source)] = source.get_merged_weights(source.active_adapters).detach()
+        weights[f"{name}.weight"] = by_layer[id(source)]
+    return weights
 
 
 def _active(wrapper: Any) -> list[str]:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from fewbits.errors import BadInput, Unsupported
 from fewbits.host.conversion import conversion_of
 from fewbits.host.transposed import transposed_like
+from fewbits.host.unwrap import unwrap
 from fewbits.models.branches import CORRECTED_RECIPE, base_name
 from fewbits.models.merger import Merger
 from fewbits.models.packed import recipe_of
@@ -116,7 +117,7 @@ def begin_from_error(adapted: Any, adapter_name: str, *, seed: int | None = None
     """
     from fewbits.nn.lora import LoRALinear
 
-    base = adapted.get_base_model()
+    base = unwrap(adapted)
     merger = Merger(base, torch.float32)
     merger.branches, merger.corrected = {}, set()  # the original weights, without any adapter
     if merger.original is None:

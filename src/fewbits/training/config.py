@@ -12,7 +12,14 @@ import yaml
 
 from fewbits.errors import BadInput
 from fewbits.text_files import read_text
-from fewbits.training.config_values import check_words_of_sft, coerce, shown
+from fewbits.training.config_values import (
+    check_schedule,
+    check_words_of_sft,
+    coerce,
+    parse_memory_budget,
+    parse_overrides,
+    shown,
+)
 from fewbits.training.other_words import unknown_key
 from fewbits.yaml_text import mapping_in, parse_yaml
 
@@ -20,19 +27,22 @@ FORMATS = ("auto", "text", "completion", "instruction", "chat")
 METHODS = ("sft", "dpo", "kto", "orpo", "simpo", "grpo", "reward")
 REPORTERS = ("tensorboard", "wandb", "trackio", "mlflow")
 LONG_ROWS = ("truncate", "drop", "refuse")
-OPTIMIZERS = {  # by the host's names; adamw_8bit is our own, see build.optimizer_class
+OPTIMIZERS = {  # by the host's names; adamw_8bit and muon are made by `optimizer_class`
     "adamw": "adamw_torch_fused",
     "adamw_8bit": "adamw_torch",
     "adafactor": "adafactor",
     "sgd": "sgd",
+    "muon": "adamw_torch",
+    "adamw_4bit": "adamw_torch_4bit",  # torchao's
+    "paged_adamw": "paged_adamw_32bit",  # bitsandbytes'
+    "paged_adamw_8bit": "paged_adamw_8bit",
+    "schedule_free": "schedule_free_adamw",  # of schedulefree
 }
 SCHEDULERS = ("cosine", "linear", "constant", "constant_with_warmup", "polynomial", "cosine_with_min_lr")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 CUDA_GRAPH = ("auto", "true", "false")
 PARALLEL = ("auto", "ddp", "fsdp", "tensor")
 COMMUNICATION = ("auto", "none", "int8", "int4", "fp8")
-# The same for every layer, where a budget in GiB would choose layer by layer.
-MEMORY_BUDGETS = ("auto", "keep", "recompute", "offload")
 ALIASES = {
     "lr": "learning_rate",
     "max_seq_len": "max_seq_length",
@@ -42,9 +52,15 @@ ALIASES = {
     "gradient_accumulation_steps": "gradient_accumulation",
     "data": "train_data",
     "output": "output_dir",
+    "neftune_noise_alpha": "neftune_alpha",
+    "loraplus_lr_ratio": "lora_plus_ratio",
     "skip-bad-rows": "skip_bad_rows",
 }
-_NESTED = ("fields", "lora_ranks")  # mappings whose entries have keys of their own, as in fields.prompt=x
+_NESTED = (
+    "fields",
+    "lora_ranks",
+    "lora_module_alphas",
+)  # mappings whose entries have keys of their own, as in fields.prompt=x
 # What may differ between a run and its continuation: nothing here changes the weights.
 NOT_COMPARED = frozenset(
     {
@@ -133,8 +149,9 @@ class TrainConfig:
     lora_init: str | None = _option(
         None,
         "lora",
-        "how adapters begin: gaussian or orthogonal; none: as LoRA does, with a product of zero",
-        ("gaussian", "orthogonal"),
+        "how adapters begin: gaussian or orthogonal; loftq: as the error of packed weights; pissa or olora:"
+        " from weights that are not packed; none: as LoRA does, with a product of zero",
+        ("gaussian", "orthogonal", "loftq", "pissa", "olora"),
     )
     lora_ranks: dict[str, int] = field(
         default_factory=dict,
@@ -143,6 +160,19 @@ class TrainConfig:
             "choices": (),
             "help": "other ranks for some linears, by the end of their name, as in lora_ranks.q_proj=32",
         },
+    )
+    lora_module_alphas: dict[str, int] = field(
+        default_factory=dict,
+        metadata={"group": "lora", "choices": (), "help": "other values of lora_alpha, as lora_ranks"},
+    )
+    lora_plus_ratio: float | None = _option(
+        None, "lora", "LoRA+: B learns so many times as fast as A (alias: loraplus_lr_ratio); none: as fast"
+    )
+    modules_to_save: tuple[str, ...] = _option(
+        (), "lora", "modules that train whole beside the adapters, such as embed_tokens, lm_head"
+    )
+    trainable_tokens: tuple[int, ...] = _option(
+        (), "lora", "numbers of tokens whose rows of the embedding train beside the adapters"
     )
 
     train_data: str | list[Any] = field(
@@ -223,7 +253,18 @@ class TrainConfig:
     weight_decay: float = _option(0.0, "training", "decay of matrices; biases and norms have none")
     max_grad_norm: float = _option(1.0, "training", "gradients are scaled down to this norm; 0: never")
     optimizer: str = _option(
-        "adamw", "training", "adamw, adamw_8bit (moments of 8 bits), adafactor or sgd", OPTIMIZERS
+        "adamw",
+        "training",
+        "adamw, adamw_8bit (moments of 8 bits), adafactor, sgd, muon (matrices; the rest by AdamW);"
+        " adamw_4bit of torchao, paged_adamw and paged_adamw_8bit of bitsandbytes, schedule_free of"
+        " schedulefree",
+        OPTIMIZERS,
+    )
+    embedding_learning_rate: float | None = _option(
+        None, "training", "learning rate of embeddings and head, where they train; none: as the rest"
+    )
+    neftune_alpha: float | None = _option(
+        None, "training", "NEFTune: noise on the embeddings of training rows, so strong; none: none"
     )
     seed: int = _option(42, "training", "of adapters, dropout, the split and the order of the data")
 
@@ -318,6 +359,7 @@ class TrainConfig:
         object.__setattr__(self, "recipe", _plain_recipe(self.recipe))
         self._check_reporters()
         check_words_of_sft(self)
+        check_schedule(self)
         for item in dataclasses.fields(self):
             choices, value = item.metadata["choices"], getattr(self, item.name)
             if choices and value is not None and value not in choices:
@@ -343,6 +385,9 @@ class TrainConfig:
             "beta",
             "num_generations",
             "max_completion_length",
+            "lora_plus_ratio",
+            "embedding_learning_rate",
+            "neftune_alpha",
         )
         for name in (*positive, *(name for name in optional if getattr(self, name) is not None)):
             if not getattr(self, name) > 0:
@@ -434,38 +479,6 @@ def prolongs(config: TrainConfig, earlier: TrainConfig) -> bool:
 def help_of(name: str) -> str:
     """What the field means, in one line."""
     return str(next(item for item in dataclasses.fields(TrainConfig) if item.name == name).metadata["help"])
-
-
-def parse_overrides(overrides: Mapping[str, Any] | Iterable[str]) -> dict[str, Any]:
-    """``["lr=1e-4", "packing=true"]`` as a mapping."""
-    if isinstance(overrides, Mapping):
-        return dict(overrides)
-    parsed = {}
-    for text in overrides:
-        key, equals, value = text.partition("=")
-        if not equals or not key:
-            raise BadInput(f"the override {text!r} has no value; write it as name=value.")
-        parsed[key.strip().removeprefix("--")] = value.strip()
-    return parsed
-
-
-def parse_memory_budget(text: str) -> str | float:
-    """One of `MEMORY_BUDGETS`, or a number of GiB.
-
-    Raises:
-        BadInput: it is neither.
-    """
-    if text in MEMORY_BUDGETS:
-        return text
-    try:
-        gib = float(text)
-    except ValueError:
-        gib = 0.0
-    if not 0 < gib < float("inf"):
-        raise BadInput(
-            f"memory_budget is {text!r}; it must be a number of GiB or one of {', '.join(MEMORY_BUDGETS)}."
-        )
-    return gib
 
 
 def _as_written_before(name: str, value: Any) -> tuple[str, Any]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from fewbits.errors import BadInput
 from fewbits.yaml_text import mapping_in, parse_yaml
 
+# The same for every layer, where a budget in GiB would choose layer by layer.
+MEMORY_BUDGETS = ("auto", "keep", "recompute", "offload")
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 
@@ -39,6 +41,10 @@ def _as_texts(value: Any) -> tuple[str, ...]:
     if isinstance(value, str):
         return tuple(part.strip() for part in value.split(",") if part.strip())
     return tuple(str(part) for part in value)
+
+
+def _as_ints(value: Any) -> tuple[int, ...]:
+    return tuple(_as_int(part) for part in (_as_texts(value) if isinstance(value, str) else value))
 
 
 def _as_fields(value: Any) -> dict[str, str]:
@@ -89,6 +95,15 @@ def _as_sources(value: Any) -> str | list[Any]:
     return plain
 
 
+def check_schedule(config: Any) -> None:
+    """Refuse a schedule beside the optimizer that needs none."""
+    if config.optimizer == "schedule_free" and config.scheduler not in ("constant", "constant_with_warmup"):
+        raise BadInput(
+            f"optimizer is schedule_free, and scheduler is {config.scheduler}; set scheduler to constant or"
+            " constant_with_warmup: it needs no other."
+        )
+
+
 def check_words_of_sft(config: Any) -> None:
     """Refuse what method sft would pass by.
 
@@ -121,6 +136,7 @@ _COERCE = {
     ),
     "str | list[Any]": (_as_sources, "a path, or a list of paths and mappings with a path"),
     "tuple[str, ...]": (_as_texts, "a list of texts"),
+    "tuple[int, ...]": (_as_ints, "a list of whole numbers"),
     "dict[str, int]": (_as_ranks, "a mapping of names to whole numbers above 0"),
     "dict[str, str]": (_as_fields, "a mapping of names to columns"),
 }
@@ -144,3 +160,35 @@ def coerce(name: str, value: Any, annotation: str) -> Any:
         raise  # a sentence of its own
     except (TypeError, ValueError, OverflowError) as error:
         raise BadInput(f"{name} is {shown(value)}; it must be {need}.") from error
+
+
+def parse_overrides(overrides: Mapping[str, Any] | Iterable[str]) -> dict[str, Any]:
+    """``["lr=1e-4", "packing=true"]`` as a mapping."""
+    if isinstance(overrides, Mapping):
+        return dict(overrides)
+    parsed = {}
+    for text in overrides:
+        key, equals, value = text.partition("=")
+        if not equals or not key:
+            raise BadInput(f"the override {text!r} has no value; write it as name=value.")
+        parsed[key.strip().removeprefix("--")] = value.strip()
+    return parsed
+
+
+def parse_memory_budget(text: str) -> str | float:
+    """One of `MEMORY_BUDGETS`, or a number of GiB.
+
+    Raises:
+        BadInput: it is neither.
+    """
+    if text in MEMORY_BUDGETS:
+        return text
+    try:
+        gib = float(text)
+    except ValueError:
+        gib = 0.0
+    if not 0 < gib < float("inf"):
+        raise BadInput(
+            f"memory_budget is {text!r}; it must be a number of GiB or one of {', '.join(MEMORY_BUDGETS)}."
+        )
+    return gib

@@ -232,4 +232,61 @@ def _slice(tensor: Tensor) -> Tensor:
     )  # no import of torch.distributed.tensor
 
 
-__all__ = ["AdamW8bit"]
+class MuonAdamW(torch.optim.Optimizer):
+    """``torch.optim.Muon`` for parameters of two dimensions, ``torch.optim.AdamW`` for the others.
+
+    Updates of matrices are scaled to the size of AdamW's (``adjust_lr_fn="match_rms_adamw"``), so that
+    learning rates and decays of AdamW serve for both. Groups and state are those of one optimizer:
+    schedules, checkpoints and groups that are added later work as everywhere.
+
+    Args:
+        params: parameters or groups of them.
+        lr: learning rate.
+        weight_decay: decoupled decay.
+        momentum: of Muon.
+        betas: of AdamW.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        weight_decay: float = 0.0,
+        momentum: float = 0.95,
+        betas: tuple[float, float] = (0.9, 0.999),
+    ) -> None:
+        probe = torch.nn.Parameter(torch.zeros(1, 1))
+        self._muon = torch.optim.Muon(
+            [probe], lr=lr, weight_decay=weight_decay, momentum=momentum, adjust_lr_fn="match_rms_adamw"
+        )
+        self._adamw = torch.optim.AdamW([probe], lr=lr, weight_decay=weight_decay, betas=betas)
+        defaults = {**self._adamw.defaults, **self._muon.defaults}
+        super().__init__(params, {name: value for name, value in defaults.items() if name != "eps"})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """A group of each kind of which it has parameters."""
+        params = param_group["params"]
+        params = [params] if isinstance(params, torch.Tensor) else list(params)
+        matrices = [p for p in params if p.ndim == 2]
+        others = [p for p in params if p.ndim != 2]
+        for inner, is_muon, members in ((self._muon, True, matrices), (self._adamw, False, others)):
+            if members:
+                group = {"eps": inner.defaults["eps"], **param_group, "params": members, "is_muon": is_muon}
+                super().add_param_group(group)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step of all parameters that have a gradient; gives the closure's loss."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for inner, is_muon in ((self._muon, True), (self._adamw, False)):
+            inner.param_groups = [group for group in self.param_groups if group["is_muon"] == is_muon]
+            inner.state = self.state
+            if inner.param_groups:
+                inner.step()
+        return loss
+
+
+__all__ = ["AdamW8bit", "MuonAdamW"]

@@ -32,6 +32,7 @@ CALLED = {
     "lora_dora": "use_dora dora peft_use_dora",
     "lora_init": "init_lora_weights init_weights",
     "lora_ranks": "rank_pattern ranks",
+    "lora_module_alphas": "alpha_pattern alphas",
     "train_data": "dataset datasets train_file train_dataset train train_path data_path dataset_path "
     "dataset_name training_data data_file data_files",
     "eval_data": "eval_file eval_dataset validation_file validation_data val_data valid_data dev_data "

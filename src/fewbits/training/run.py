@@ -15,7 +15,8 @@ from rich.console import Console
 from fewbits.training.checkpoints.folders import Progress, rotate, staged, step_of, write_atomic
 from fewbits.training.checkpoints.manifest import Writers
 from fewbits.training.checkpoints.model_state import restore
-from fewbits.training.config import TrainConfig, parse_memory_budget
+from fewbits.training.config import TrainConfig
+from fewbits.training.config_values import parse_memory_budget
 from fewbits.training.data.batches import passes_of
 from fewbits.training.data.examples import RowEncoder, TokenData
 from fewbits.training.data.mix import load_run_data, read_run_samples
@@ -51,6 +52,7 @@ from fewbits.training.setup.model_and_trainer import (
     sequence_length,
     sequences,
     sequences_per_step,
+    set_rates,
     total_steps,
     training_arguments,
     uses_gpu,
@@ -246,7 +248,7 @@ class Run:
     def train(self) -> None:
         """Samples, then the training itself, from the newest checkpoint if there is one."""
         from fewbits.training.setup.callbacks import Schedule, damaged_metrics
-        from fewbits.training.step.trainer import Trainer
+        from fewbits.training.step.optimized import OptimizedTrainer
 
         config, model = self.config, self.built.model
         earlier = resumable(self.folder, self.ranks, self._tell) if self.resume else []
@@ -268,7 +270,7 @@ class Run:
             keep_best=keep_best,
             patience=config.early_stopping_patience,
         )
-        trainer = Trainer(
+        trainer = OptimizedTrainer(
             model=model,
             args=args,
             train_dataset=dataset,
@@ -285,6 +287,7 @@ class Run:
             optimizer_cls_and_kwargs=optimizer_class(config),
             asked_to_stop=self.stop,
         )
+        trainer.set_rates = partial(set_rates, config)
         over = earlier and (progress.stopped_early or step_of(earlier[-1]) >= steps)
         if earlier and progress.stopped_early:
             self._tell(

@@ -35,6 +35,8 @@ _HOMES = {
     "simpo": ("trl.experimental.cpo", "CPO"),
 }
 _REFUSED = {  # key: (the value that means nothing, the way out)
+    "lora_plus_ratio": (None, "leave lora_plus_ratio out"),
+    "embedding_learning_rate": (None, "leave embedding_learning_rate out"),
     "packing": (False, "leave packing out"),
     "data_on_disk": (None, "leave data_on_disk out"),
     "communication": ("auto", "leave communication out"),
@@ -59,7 +61,10 @@ def check_method(config: TrainConfig, processes: int) -> None:
             config.parallel not in ("auto", "ddp"),
             "has all weights on each process; set parallel to auto or ddp",
         ),
-        (config.optimizer == "adamw_8bit", "has no adamw_8bit; choose adamw, adafactor or sgd"),
+        (
+            config.optimizer in ("adamw_8bit", "muon"),
+            f"has no {config.optimizer}; choose adamw, adafactor or sgd",
+        ),
         (config.cuda_graph == "true", "replays no CUDA graph; leave cuda_graph out"),
         (
             config.memory_budget not in ("auto", "keep", "recompute"),

@@ -157,6 +157,11 @@ def _check_shard_size(config: TrainConfig, layout: Layout) -> None:
 
 def _refuse(config: TrainConfig, recipe: Any, kind: str) -> None:
     """What a sharded model cannot do."""
+    if config.optimizer not in ("adamw", "adamw_8bit", "adafactor", "sgd"):
+        raise Unsupported(
+            f"{config.optimizer} steps whole matrices, and under parallel={kind} no rank has them; set"
+            " optimizer to adamw, adamw_8bit or sgd, or use parallel=ddp."
+        )
     if config.optimizer == "adafactor":  # it would take means over the rows that a rank happens to hold
         raise Unsupported(
             "adafactor steps by means over rows and columns of whole matrices, and under"

@@ -16,6 +16,7 @@ from fewbits.errors import BadInput, SpecMismatch, Unsupported
 from fewbits.host.attention import attention_receipt, use_attention
 from fewbits.host.conversion import conversion_of
 from fewbits.models.fast import FastLanguageModel, is_packed
+from fewbits.models.learning_rates import set_embeddings_apart, set_lora_plus
 from fewbits.models.named_templates import set_template, stop_at_turns
 from fewbits.models.template_tokens import add_template_tokens, add_tokens, modules_to_train
 from fewbits.nn.linear import QuantizedLinear
@@ -28,6 +29,13 @@ from fewbits.training.data.packing import SequenceDataset, pack
 from fewbits.training.plan.parallel import Layout
 
 DEFAULT_LENGTH = 1024
+# Whose optimizers the host makes, and names by an error of its own where they are missing.
+_PACKAGES = {
+    "adamw_4bit": "torchao",
+    "paged_adamw": "bitsandbytes",
+    "paged_adamw_8bit": "bitsandbytes",
+    "schedule_free": "schedulefree",
+}
 
 
 @dataclass
@@ -142,6 +150,9 @@ def variant_of(config: TrainConfig) -> dict[str, Any]:
         "use_dora": config.lora_dora or None,
         "init_lora_weights": config.lora_init,
         "rank_pattern": config.lora_ranks or None,
+        "alpha_pattern": config.lora_module_alphas or None,
+        "modules_to_save": list(config.modules_to_save) or None,
+        "trainable_token_indices": list(config.trainable_tokens) or None,
     }
     return {name: value for name, value in flags.items() if value is not None}
 
@@ -314,11 +325,30 @@ def optimizer_class(config: TrainConfig) -> tuple[type, dict[str, Any]] | None:
     Parameters in bfloat16 are rounded stochastically: with few bits for moments there is no point in
     parameters that stand still.
     """
+    needs = _PACKAGES.get(config.optimizer)
+    if needs is not None and not find_spec(needs):
+        raise Unsupported(f"optimizer is {config.optimizer}, which needs {needs}; pip install {needs}.")
+    if config.optimizer == "muon":
+        from fewbits.training.optimizer import MuonAdamW
+
+        return MuonAdamW, {"lr": config.learning_rate, "weight_decay": config.weight_decay}
     if config.optimizer != "adamw_8bit":
         return None
     from fewbits.training.optimizer import AdamW8bit
 
     return AdamW8bit, {"lr": config.learning_rate, "stochastic_rounding": True, "seed": config.seed}
+
+
+def set_rates(config: TrainConfig, optimizer: Any, model: Any) -> None:
+    """Give parameters the learning rates that the configuration has for them.
+
+    Raises:
+        BadInput: it has one for parameters of which none trains.
+    """
+    if config.lora_plus_ratio is not None:
+        set_lora_plus(optimizer, model, config.lora_plus_ratio)
+    if config.embedding_learning_rate is not None:
+        set_embeddings_apart(optimizer, model, config.embedding_learning_rate)
 
 
 def training_arguments(
@@ -358,6 +388,7 @@ def training_arguments(
         "warmup_steps": config.warmup,
         "weight_decay": config.weight_decay,
         "max_grad_norm": config.max_grad_norm,
+        "neftune_noise_alpha": config.neftune_alpha,
         "optim": OPTIMIZERS[config.optimizer],
         "seed": config.seed,
         "logging_steps": config.logging_steps,

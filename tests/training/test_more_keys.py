@@ -1,0 +1,172 @@
+"""Optimizers, learning rates and trained parts by one key each, beside the libraries that they come from."""
+
+from __future__ import annotations
+
+import copy
+from importlib.util import find_spec
+
+import pytest
+import torch
+from peft.optimizers import create_loraplus_optimizer
+from transformers import AutoModelForCausalLM
+
+from fewbits import FastLanguageModel
+from fewbits.errors import BadInput, Unsupported
+from fewbits.models.learning_rates import set_lora_plus
+from fewbits.training.optimizer import MuonAdamW
+from fewbits.training.run import train
+from tests.training.conftest import make_tiny_folder, write_tiny_data
+from tests.training.test_lora_variants import config_of
+
+
+@pytest.fixture
+def folder(tmp_path):
+    make_tiny_folder(tmp_path / "m")
+    write_tiny_data(tmp_path / "rows.jsonl")
+    return tmp_path
+
+
+def trained(folder, **keys):
+    """The adapter's tensors after a run."""
+    from safetensors.torch import load_file
+
+    return load_file(train(config_of(folder, **keys)).final / "adapter_model.safetensors")
+
+
+def test_muon_is_torchs_for_matrices_and_adamw_for_the_rest():
+    """State, groups and schedules are those of one optimizer; a copy of its state goes on the same."""
+
+    def parameters():
+        generator = torch.Generator().manual_seed(0)
+        return [torch.nn.Parameter(torch.randn(s, generator=generator)) for s in ((8, 5), (7,), (3, 9))]
+
+    ours, theirs, third = parameters(), parameters(), parameters()
+    both = MuonAdamW(ours, lr=0.01, weight_decay=0.1)
+    apart = [
+        torch.optim.Muon([theirs[0], theirs[2]], lr=0.01, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW([theirs[1]], lr=0.01, weight_decay=0.1),
+    ]
+
+    def step(params, optimizers, number):
+        for i, p in enumerate(params):
+            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(10 * number + i))
+        for optimizer in optimizers:
+            optimizer.step()
+
+    for number in range(3):
+        step(ours, [both], number)
+        step(theirs, apart, number)
+    assert all(map(torch.equal, ours, theirs))
+    resumed = MuonAdamW(third, lr=0.5)
+    resumed.load_state_dict(copy.deepcopy(both.state_dict()))
+    for a, b in zip(third, ours, strict=True):
+        a.data.copy_(b.data)
+    step(third, [resumed], 3)
+    step(ours, [both], 3)
+    assert all(map(torch.equal, third, ours))
+
+
+def test_lora_plus_sorts_as_peft_does(folder):
+    model, _ = FastLanguageModel.from_pretrained(folder / "m", dtype=torch.float32)
+    model = FastLanguageModel.get_peft_model(model, r=4, bias="all")
+    ours = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, weight_decay=0.0)
+    set_lora_plus(ours, model, 16.0)
+    theirs = create_loraplus_optimizer(model, torch.optim.AdamW, lr=1e-3, loraplus_lr_ratio=16.0)
+
+    def rates(optimizer):
+        return {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
+
+    assert rates(ours) == rates(theirs) and set(rates(ours).values()) == {1e-3, 16e-3}
+    model.requires_grad_(False)
+    with pytest.raises(BadInput, match="there are no adapters"):
+        set_lora_plus(ours, model, 2.0)
+
+
+def test_each_key_trains_something_else_and_is_reproduced(folder):
+    """One step and another: what a key changes is changed, and a second run has the same bits."""
+    plain = trained(folder)
+    for keys in ({"optimizer": "muon", "lora_plus_ratio": 8}, {"neftune_alpha": 5}):
+        found = trained(folder, output_dir=str(folder / next(iter(keys))), **keys)
+        assert found.keys() == plain.keys() and any(not torch.equal(t, plain[n]) for n, t in found.items()), (
+            keys
+        )
+    again = trained(folder, output_dir=str(folder / "again"), neftune_alpha=5)
+    assert all(torch.equal(t, again[n]) for n, t in found.items())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_embeddings_have_their_own_rate_and_tokens_their_own_rows(folder):
+    keys = {"lora_targets": "q_proj,embed_tokens", "embedding_learning_rate": 1e-9}
+    slow = trained(folder, output_dir=str(folder / "slow"), **keys)
+    fast = trained(folder, output_dir=str(folder / "fast"), **keys | {"embedding_learning_rate": 0.1})
+    name = next(n for n in slow if "lora_embedding_A" in n)
+    assert slow[name].abs().max() < 1e-7 < 1e-2 < fast[name].abs().max()
+    chosen = set(range(4, 60, 2))
+    keys = {"trainable_tokens": ",".join(map(str, chosen)), "merge": True, "learning_rate": 0.1}
+    result = train(config_of(folder, output_dir=str(folder / "rows"), **keys))
+    before, after = (
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).get_input_embeddings().weight
+        for path in (folder / "m", result.merged)
+    )
+    moved = (before - after).abs().amax(1) > 2e-3  # beyond the rounding to 16 bits
+    assert set(moved.nonzero().flatten().tolist()) <= chosen and moved.any()
+    with pytest.raises(BadInput, match="neither embeddings nor head train"):
+        trained(folder, output_dir=str(folder / "none"), embedding_learning_rate=1e-4)
+
+
+def test_from_the_error_of_packing(folder):
+    """The adapter of a run opens in PEFT over the dequantised base as it was merged."""
+    from safetensors.torch import load_file
+
+    keys = {"load_in_4bit": True, "lora_init": "loftq", "merge": True, "learning_rate": 1e-9}
+    result = train(config_of(folder, **keys))
+    weights = load_file(result.final / "adapter_model.safetensors")
+    assert any(t.any() for n, t in weights.items() if "lora_B" in n)
+    model, _ = FastLanguageModel.from_pretrained(result.final, dtype=torch.float32)
+    merged = AutoModelForCausalLM.from_pretrained(result.merged, dtype=torch.float32)
+    ids = torch.arange(3, 40)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(
+            merged.eval()(ids).logits, model.eval()(input_ids=ids).logits, atol=2e-2, rtol=2e-2
+        )
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "package"),
+    [
+        pytest.param("adamw_4bit", "torchao", marks=pytest.mark.nightly),  # it compiles its step: two minutes
+        ("paged_adamw", "bitsandbytes"),
+        pytest.param("paged_adamw_8bit", "bitsandbytes", marks=pytest.mark.slow),
+        ("schedule_free", "schedulefree"),
+    ],
+)
+def test_optimizers_of_others_run_or_say_what_they_need(folder, optimizer, package):
+    keys = {"optimizer": optimizer, "scheduler": "constant", "save_steps": 1}
+    if find_spec(package) is None:
+        with pytest.raises(Unsupported, match=f"pip install {package}"):
+            trained(folder, **keys)
+        return
+    whole = trained(folder, **keys)
+    assert any(tensor.any() for name, tensor in whole.items() if "lora_B" in name)
+
+
+@pytest.mark.skipif(find_spec("schedulefree") is None, reason="needs schedulefree")
+def test_schedule_free_ends_with_its_average_and_resumes(folder):
+    """What is saved is what the optimizer is judged by, and a run that goes on from it has the same bits."""
+    keys = {"optimizer": "schedule_free", "scheduler": "constant", "save_steps": 2}
+    whole = trained(folder, max_steps=4, **keys)
+    trained(folder, output_dir=str(folder / "half"), max_steps=2, **keys)
+    resumed = trained(folder, output_dir=str(folder / "half"), max_steps=4, resume=True, **keys)
+    for name, tensor in whole.items():
+        torch.testing.assert_close(resumed[name], tensor, rtol=1e-4, atol=1e-6)
+
+
+def test_what_a_run_refuses(folder):
+    with pytest.raises(BadInput, match="set scheduler to constant"):
+        config_of(folder, optimizer="schedule_free")
+    wrong = {"lora_plus_ratio": 0, "neftune_alpha": -1, "trainable_tokens": "a", "lora_module_alphas": "x=0"}
+    for name, value in wrong.items():
+        with pytest.raises(BadInput, match=name):
+            config_of(folder, **{name: value})
+    assert config_of(folder, loraplus_lr_ratio=4).lora_plus_ratio == 4.0
+    assert config_of(folder, **{"lora_module_alphas.q_proj": "32"}).lora_module_alphas == {"q_proj": 32}
