@@ -13,8 +13,7 @@ import yaml
 from fewbits.errors import BadInput
 from fewbits.text_files import read_text
 from fewbits.training.config_values import (
-    check_schedule,
-    check_words_of_sft,
+    check_combinations,
     coerce,
     parse_memory_budget,
     parse_overrides,
@@ -358,8 +357,7 @@ class TrainConfig:
         """Refuse values that no run can use; a recipe that is a value, or in a file, becomes plain data."""
         object.__setattr__(self, "recipe", _plain_recipe(self.recipe))
         self._check_reporters()
-        check_words_of_sft(self)
-        check_schedule(self)
+        check_combinations(self)
         for item in dataclasses.fields(self):
             choices, value = item.metadata["choices"], getattr(self, item.name)
             if choices and value is not None and value not in choices:

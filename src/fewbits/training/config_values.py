@@ -95,7 +95,13 @@ def _as_sources(value: Any) -> str | list[Any]:
     return plain
 
 
-def check_schedule(config: Any) -> None:
+def check_combinations(config: Any) -> None:
+    """Refuse settings that mean nothing beside one another."""
+    _check_schedule(config)
+    _check_words_of_sft(config)
+
+
+def _check_schedule(config: Any) -> None:
     """Refuse a schedule beside the optimizer that needs none."""
     if config.optimizer == "schedule_free" and config.scheduler not in ("constant", "constant_with_warmup"):
         raise BadInput(
@@ -104,7 +110,7 @@ def check_schedule(config: Any) -> None:
         )
 
 
-def check_words_of_sft(config: Any) -> None:
+def _check_words_of_sft(config: Any) -> None:
     """Refuse what method sft would pass by.
 
     Raises:
