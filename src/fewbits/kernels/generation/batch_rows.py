@@ -1,6 +1,6 @@
 """``y = x W^T`` for the rows of a batch (2 to 64) and packed weights: the same product as few_rows.py's.
 
-Numbers: the definition is `few_rows_ref`. The kernel rounds x to float16 (times a power of two, so that none
+Numbers: the definition is that of few_rows.py. The kernel rounds x to float16 (times a power of two, so that none
 overflows) as few_rows.py does, and beside it each decoded weight: code times scale, times a power of two of
 the whole matrix, in float16. Codes of integers and of float8 are exact before they meet their scale, values
 of NF4's and FP4's tables are rounded to float16, scales and products too: each 2**-12 of a value at most.
@@ -216,14 +216,19 @@ class Workspace:
     """Memory that products which run one after the other share: x in order, sums of parts."""
 
     device: torch.device
-    _kept: dict[str, Tensor] = field(default_factory=dict)
+    _memory: dict[str, Tensor] = field(default_factory=dict)
 
     def get(self, name: str, bytes_: int) -> Tensor:
         """At least so many bytes, zeros at first; larger than before, they are others."""
-        kept = self._kept.get(name)
-        if kept is None or kept.numel() < bytes_:
-            kept = self._kept[name] = torch.zeros(bytes_, dtype=torch.uint8, device=self.device)
-        return kept
+        memory = self._memory.get(name)
+        if memory is None or memory.numel() < bytes_:
+            memory = self._memory[name] = torch.zeros(bytes_, dtype=torch.uint8, device=self.device)
+        return memory
+
+
+def batch_rows_ref(product: Product) -> Tensor:
+    """The definition, that of few_rows.py's text, in float32: the product's output (M, N), written or added."""
+    return define(product)
 
 
 class BatchRows:
@@ -316,7 +321,7 @@ class BatchRows:
     def launch(self) -> Tensor:
         """Run it on the current stream of the operands' device, on a CPU by the definition; ``out``."""
         if not self.out.is_cuda:
-            return define(self._product)
+            return batch_rows_ref(self._product)
         with on_device_of(self.out):
             device, shared = self.out.device.index, self.cut.shared_bytes
             order = nvrtc.kernel(SOURCE_OF_X, "batch_x", self.defines_of_x, device, 8 * _WARPS_OF_X)
