@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import product as product_of
 
 import torch
 import torch.nn.functional as F
@@ -12,8 +13,10 @@ from fewbits.bench.problem import Case, Problem, randn
 from fewbits.formats import get_format
 from fewbits.formats.base import Packed
 from fewbits.formats.kv_cache import get_kv_cache
+from fewbits.kernels.generation.batch_rows import batch_rows
 from fewbits.kernels.generation.decode_attention import Cache, Rules, decode_attention, decode_attention_ref
 from fewbits.kernels.generation.few_rows import few_rows, few_rows_ref
+from fewbits.kernels.generation.operands import Product
 from fewbits.kernels.generation.packed_attention import (
     PackedKeysValues,
     empty_cache,
@@ -31,28 +34,42 @@ _SHAPES = (
 _HEADS, _KV_HEADS, _HEAD = 32, 8, 128
 
 
-def _few_rows_cases(max_size: int) -> list[Case]:
+def _product_cases(max_size: int) -> list[Case]:
     listed = []
-    for format in _FORMATS:
-        for N, K in _SHAPES:
+    for op, rows, build in (("few_rows", 1, _few_rows_problem), ("batch_rows", 16, _batch_rows_problem)):
+        for format, (N, K) in product_of(_FORMATS, _SHAPES):
             N, K = min(N, max_size), min(K, max_size)
             weight = 2 * N * K if format == "bfloat16" else get_format(format).nbytes((N, K))
             listed.append(
                 Case(
-                    op="few_rows", part="forward", format=format, M=1, N=N, K=K,
-                    bytes_moved=weight + 2 * K + 4 * N, tolerance=2.0**-7, build=_few_rows_problem,
+                    op=op, part="forward", format=format, M=rows, N=N, K=K,
+                    bytes_moved=weight + rows * (2 * K + 4 * N), tolerance=2.0**-7, build=build,
                 )
             )  # fmt: skip
     return listed
 
 
 def _few_rows_problem(case: Case, device: torch.device) -> Problem:
+    return _product_problem(case, device, lambda x, weight: few_rows(x, [weight]))
+
+
+def _batch_rows_problem(case: Case, device: torch.device) -> Problem:
+    def ours(x: Tensor, weight: Packed | Tensor) -> Tensor:
+        out = torch.empty(case.M, case.N, dtype=torch.float32, device=device)
+        return batch_rows(Product(x, [weight], out))
+
+    return _product_problem(case, device, ours)
+
+
+def _product_problem(
+    case: Case, device: torch.device, product: Callable[[Tensor, Packed | Tensor], Tensor]
+) -> Problem:
     x = randn(device, torch.bfloat16, case.M, case.K)
     dense = randn(device, torch.bfloat16, case.N, case.K) * 0.02
     weight: Packed | Tensor = dense if case.format == "bfloat16" else get_format(case.format).quantize(dense)
 
     def ours() -> Sequence[Tensor]:
-        return (few_rows(x, [weight]),)
+        return (product(x, weight),)
 
     functions: dict[str, Callable[[], Sequence[Tensor]]] = {"fewbits": ours}
     if isinstance(weight, Tensor):
@@ -143,4 +160,4 @@ def _packed_problem(case: Case, device: torch.device) -> Problem:
     return Problem({"fewbits": lambda: lambda: (packed_attention(qkv, cache, rules),)}, exact)
 
 
-MAKERS = (_few_rows_cases, _attention_cases, _packed_cases)
+MAKERS = (_product_cases, _attention_cases, _packed_cases)

@@ -1,11 +1,12 @@
 """``y = x W^T`` for the rows of a batch (2 to 64) and packed weights: the same product as few_rows.py's.
 
-Numbers: the definition is that of few_rows.py. The kernel rounds x to float16 (times a power of two, so that none
-overflows) as few_rows.py does, and beside it each decoded weight: code times scale, times a power of two of
-the whole matrix, in float16. Codes of integers and of float8 are exact before they meet their scale, values
-of NF4's and FP4's tables are rounded to float16, scales and products too: each 2**-12 of a value at most.
-Weights below 2**-26 of the largest lose bits, for lack of room in float16. bfloat16 weights are multiplied
-as they are, with x rounded to bfloat16. Sums are in float32, in a fixed order: equal calls give equal bits.
+Numbers: the definition is that of few_rows.py. The kernel rounds x to float16 (times a power of two, so
+that none overflows) as few_rows.py does, and beside it each decoded weight: code times scale, times a power
+of two of the whole matrix, in float16. Codes of integers and of float8 are exact before they meet their
+scale, values of NF4's and FP4's tables are rounded to float16, scales and products too: each 2**-12 of a
+value at most. Weights below 2**-26 of the largest lose bits, for lack of room in float16. bfloat16 weights
+are multiplied as they are, with x rounded to bfloat16. Sums are in float32, in a fixed order: equal calls
+give equal bits.
 
 Floor: each weight is read once, and each block of threads reads the part of x that it needs. A matrix of
 16 outputs by 16 inputs of W and 8 rows of x is one instruction of the tensor cores; 64 rows of the 8B shape's
@@ -227,8 +228,18 @@ class Workspace:
 
 
 def batch_rows_ref(product: Product) -> Tensor:
-    """The definition, that of few_rows.py's text, in float32: the product's output (M, N), written or added."""
+    """The definition, that of few_rows.py's text, in float32: the output (M, N), written or added."""
     return define(product)
+
+
+def batch_rows(product: Product) -> Tensor:
+    """Compute a product of up to `MOST_ROWS` rows: its output (M, N), written or added.
+
+    Raises:
+        Unsupported: operands that the kernel for GPUs does not take.
+        BadInput: no row, or too many.
+    """
+    return BatchRows(product).launch()
 
 
 class BatchRows:
