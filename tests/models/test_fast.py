@@ -93,7 +93,7 @@ def test_options_are_never_dropped_in_silence(base):
         with pytest.raises(Unsupported, match=name):
             FastLanguageModel.from_pretrained(base, **{name: True})
     model, _ = FastLanguageModel.from_pretrained(base)
-    with pytest.raises(Unsupported, match="loftq_config"):
+    with pytest.raises(BadInput, match="loftq_config"):
         FastLanguageModel.get_peft_model(model, loftq_config={"bits": 4})
     with pytest.raises(BadInput, match="colour"):
         FastLanguageModel.get_peft_model(model, colour="red")

@@ -72,7 +72,7 @@ def test_no_logits_are_computed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     true = ours.chunked
 
     def counted(*args: Any) -> Any:
-        products.append(args[1].shape[0])
+        products.append(args[1].hidden.shape[0])
         return true(*args)
 
     monkeypatch.setattr(ours, "chunked", counted)

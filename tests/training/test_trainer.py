@@ -216,7 +216,7 @@ def test_a_step_reads_no_number_of_the_device(tmp_path, monkeypatch):
     """On a GPU each reading is a wait. Those named below read what is on the host, there too."""
     read = ("item", "tolist", "numpy", "nonzero", "cpu", "__bool__", "__float__", "__int__", "__index__")
     on_the_host = {"packing.py": "lengths of rows", "bad_numbers.py": "copies of the step before"}
-    cpu_only = {"linear_cross_entropy.py": "checks of labels, which a GPU is not asked for"}
+    cpu_only = {"rows_and_labels.py": "checks of labels, which a GPU is not asked for"}
     places = set()
 
     def noted(name):

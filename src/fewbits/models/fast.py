@@ -164,7 +164,9 @@ class FastLanguageModel:
             options: random_state (3407; the adapters' first values follow from it and from their names, as in
                 `fewbits.get_peft_model`), use_gradient_checkpointing (True, False, "unsloth"; or "auto" and
                 a number of GiB, which need a plan: fewbits.training.plan.memory_budget.budget_for),
-                modules_to_save, layers_to_transform, init_lora_weights, and Unsloth's other names.
+                modules_to_save, layers_to_transform, init_lora_weights, adapt_embeddings (an embedding among
+                the targets gets an adapter, as PEFT gives it; else it trains as a whole, as in Unsloth's
+                notebooks), and Unsloth's other names.
 
         Returns:
             A peft.PeftModel in training mode. Where the base has dropout of its own (GPT-2, OPT), which that
@@ -175,10 +177,13 @@ class FastLanguageModel:
         notes: list[str] = []
         checkpointing = options.pop("use_gradient_checkpointing", "unsloth")
         seed = options.pop("random_state", 3407)
+        adapt_embeddings = options.pop("adapt_embeddings", False)
         fields = {k: options.pop(k) for k in list(options) if k in PEFT_FIELDS}
         fields = {k: v for k, v in fields.items() if v is not None}
         note_or_refuse(options, notes, "get_peft_model", PEFT_CHOOSES_NOTHING)
-        targets = whole_embeddings(model, target_modules, fields, notes)
+        targets = target_modules
+        if not adapt_embeddings:
+            targets = whole_embeddings(model, target_modules, fields, notes)
         peft_model = get_peft_model(
             model,
             r=r,

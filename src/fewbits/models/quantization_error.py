@@ -44,10 +44,12 @@ def take_request(lora: Any, settings: dict[str, Any]) -> bool:
     PEFT's own configuration would ask for scipy, and PEFT pack a plain weight by bitsandbytes.
 
     Raises:
-        BadInput: more than one iteration is asked for.
+        BadInput: more than one iteration is asked for, or details of what is not asked for.
     """
     is_asked = settings.get("init_lora_weights") == FROM_ERROR
     details = settings.pop("loftq_config", None) or {}
+    if details and not is_asked:
+        raise BadInput("loftq_config is given without init_lora_weights='loftq'; give both, or neither.")
     if getattr(lora, "init_lora_weights", None) == FROM_ERROR:
         is_asked, details = True, lora.loftq_config or {}
         lora.init_lora_weights, lora.loftq_config = True, {}

@@ -194,6 +194,7 @@ def load_model(config: TrainConfig, *, spread: Callable[[Any], str] | None = Non
             bias=lora.bias,
             use_rslora=lora.rslora,
             random_state=config.seed,
+            adapt_embeddings=True,
             **variant_of(config),
             **whole,
             use_gradient_checkpointing=False,  # the memory budget decides, once the batches are known
