@@ -20,6 +20,7 @@ import yaml
 from tests.docs.pages import GUIDE, LANGUAGES, PAGES, Block, blocks_of, fewbits_commands, run_page
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
+LONG_PAGES = ("command-line", "stochastic-computing", "stochastic-search")  # half a minute and more each
 MOST_NOT_RUN = 15  # blocks that need a GPU, a network or several machines: rather make one run than add one
 
 
@@ -213,10 +214,16 @@ def runs(block: Block) -> bool:
     return block.language in ("python", "sh") and not block.needs
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    "page", [p for p in PAGES if any(map(runs, blocks_of(p)))], ids=lambda path: path.stem
+    "page",
+    [
+        pytest.param(
+            page, id=page.stem, marks=pytest.mark.nightly if page.stem in LONG_PAGES else pytest.mark.slow
+        )
+        for page in PAGES
+        if any(map(runs, blocks_of(page)))
+    ],
 )
 def test_page_runs(page: Path, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for package in NEEDS_PACKAGES.get(page.stem, ()):
