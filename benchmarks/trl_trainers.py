@@ -295,9 +295,7 @@ def sustained(rows):
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     modes = {
         "sft_nf4": lambda args: sft(args, "qlora_nf4"),
         "sft_fp8": lambda args: sft(args, "qlora_nf4_fp8_head"),
