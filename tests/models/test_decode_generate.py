@@ -154,18 +154,27 @@ def test_adapters_stay_unmerged_and_new_values_are_used() -> None:
     peft_model = fewbits.get_peft_model(model, r=4, lora_alpha=16, target_modules="all-linear")
     prompt = padded()
 
-    def logits() -> tuple[Tensor, Tensor]:
-        """After one token more: the step's, the model's own."""
+    def logits() -> tuple[Tensor, Tensor, Tensor]:
+        """After one token more: the step's, the model's own, and those of the same model in float32."""
         peft_model.generate(**prompt, max_new_tokens=2, do_sample=False)
         step = decoding_of(peft_model).step
         assert step is not None
         ids = torch.cat([prompt["input_ids"], step.tokens[:, None]], dim=1)
         mask = torch.cat([prompt["attention_mask"], torch.ones(3, 1, dtype=torch.long)], dim=1)
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
         with torch.no_grad():
-            own = peft_model(
-                input_ids=ids, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0)
-            ).logits
-        return step.logits.clone(), own[:, -1].float()
+            own, exact = (
+                m(input_ids=ids, attention_mask=mask, position_ids=positions).logits[:, -1].float()
+                for m in (peft_model, copy.deepcopy(peft_model).float())
+            )
+        return step.logits.clone(), own, exact
+
+    def agreed() -> Tensor:
+        """The model's own: large adapters enlarge what 16 bits round away, in its own layers too."""
+        ours, own, exact = logits()
+        limit = max(0.02, float((own - exact).norm() / exact.norm()))
+        assert limit < 0.2 and float((ours - exact).norm() / exact.norm()) <= limit
+        return own
 
     seen = []
     for scale in (0.0, 0.3, -0.5):
@@ -173,17 +182,13 @@ def test_adapters_stay_unmerged_and_new_values_are_used() -> None:
             if "lora_B" in name:
                 torch.manual_seed(1)
                 parameter.data.normal_().mul_(scale)
-        ours, own = logits()
-        assert float((ours - own).norm() / own.norm()) < 0.03
-        seen.append(own)
+        seen.append(agreed())
     assert float((seen[1] - seen[0]).norm() / seen[0].norm()) > 0.05
     with peft_model.disable_adapter():
-        ours, own = logits()
+        own = agreed()
     assert float((own - seen[0]).norm() / own.norm()) < 1e-3
-    assert float((ours - own).norm() / own.norm()) < 0.03
     peft_model.merge_adapter()
-    ours, own = logits()
-    assert float((ours - own).norm() / own.norm()) < 0.03
+    own = agreed()
     assert float((own - seen[0]).norm() / own.norm()) > 0.05
 
 

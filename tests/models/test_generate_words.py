@@ -204,7 +204,8 @@ def test_stop_strings_across_tokens(model: Any, made: list[int]) -> None:
     }
     want = call(model, {"input_ids": ids, **given}, own=True)
     found = call(model, {"input_ids": ids, **given}, own=False)
-    assert torch.equal(found, want) and found.shape[1] == 16 and made[0] > 11
+    assert torch.equal(found, want) and found.shape[1] < 22 and stop in tokenizer.decode(found[0, 10:])
+    assert made[0] > 11
 
 
 def test_what_is_not_done_here_is_said_once(
