@@ -17,12 +17,11 @@ from fewbits.kernels.generation.batch_rows import (
     SOURCE_OF_X,
     BatchRows,
     Cut,
-    Task,
     Workspace,
     cut_batch,
     cut_of,
 )
-from fewbits.kernels.generation.cut import reading_of
+from fewbits.kernels.generation.cut import Work, reading_of
 from fewbits.kernels.launch import nvrtc
 from tests.kernels import emulated
 from tests.kernels.test_few_rows import READ, Problem, error, needs_gxx, weight_of
@@ -93,7 +92,7 @@ def test_every_cut_gives_the_definition(
     reading = reading_of(problem.weights[0])
     assert reading is not None
     cut = cut_batch(
-        Task(reading, 704, 9, 5, 4, ROOM),
+        Work(reading, 704, 9, 5, 4, ROOM),
         tiles=tiles,
         neighbours=neighbours,
         slices=slices,
@@ -113,9 +112,9 @@ def test_cuts_of_real_sizes_fit(name: str) -> None:
         assert reading is not None
         for M in (2, 9, 16, 33, 64):
             for tiles in (64, 256, 384, 1792, 8016):
-                cut = cut_of(Task(reading, K, M, tiles, 132, ROOM))
+                cut = cut_of(Work(reading, K, M, tiles, 132, ROOM))
                 assert cut is not None and cut.shared_bytes <= ROOM and cut.groups * 8 >= M
-                assert cut.chunks * Task(reading, K, M, tiles, 132, ROOM).chunk >= K
+                assert cut.chunks * Work(reading, K, M, tiles, 132, ROOM).chunk >= K
 
 
 def test_calls_share_a_workspace_and_refuse_too_many_rows() -> None:

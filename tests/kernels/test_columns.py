@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from fewbits.formats.base import Packed
-from fewbits.kernels.generation.columns import Columns, Work, columns_of, cut_columns
-from fewbits.kernels.generation.cut import reading_of
+from fewbits.kernels.generation.columns import Columns, columns_of, cut_columns
+from fewbits.kernels.generation.cut import Work, reading_of
 from fewbits.kernels.launch.jit import cdiv, next_power_of_2
 from tests.kernels import emulated
 from tests.kernels.test_few_rows import READ, Problem, error, needs_gxx, weight_of

@@ -45,7 +45,9 @@ from fewbits.kernels.launch import nvrtc
 from fewbits.models.decode_packed import packed_layer
 from fewbits.models.decode_products import ManyRows
 
-# Rows from which a product is one of a batch, and from which the library multiplies decoded weights.
+# Rows from which a product is one of a batch, and from which the library multiplies decoded weights. A step
+# of the 8B shape in NF4 on an H200, context 128: 2 rows by few_rows.py 2.69 ms, by batch_rows.py 2.98; 4 rows
+# 3.44 and 3.00; 128 rows by batch_rows.py, twice 64, 14.0, by the library 14.5.
 _FEWEST_OF_A_BATCH, _FEWEST_FOR_THE_LIBRARY = 3, 129
 
 

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from fewbits.errors import BadInput
 from fewbits.formats.base import Packed
-from fewbits.kernels.generation.cut import Reading, shared_bytes_of
+from fewbits.kernels.generation.cut import Work, shared_bytes_of
 from fewbits.kernels.generation.few_rows import define
 from fewbits.kernels.generation.operands import Arguments, Product
 from fewbits.kernels.launch import nvrtc
@@ -111,64 +111,28 @@ class Cut:
         return self.split * self.stages * self.slices * self.stage_chunks
 
 
-@dataclass(frozen=True)
-class Task:
-    """What a call has to do, and on what.
-
-    Attributes:
-        reading: how weights are stored.
-        K: the inner size.
-        M: rows of x.
-        tiles: of 16 outputs.
-        processors: multiprocessors of the GPU.
-        room: bytes of shared memory that a block may have.
-    """
-
-    reading: Reading
-    K: int
-    M: int
-    tiles: int
-    processors: int
-    room: int
-
-    @property
-    def bits(self) -> int:
-        """Of a weight."""
-        return 4 if self.reading.kind < 2 else 8 if self.reading.kind < 5 else 16
-
-    @property
-    def values(self) -> int:
-        """Weights of one output in 16 bytes."""
-        return 128 // self.bits
-
-    @property
-    def chunk(self) -> int:
-        """Of the inner dimension, what four lanes read at once."""
-        return 4 * self.values
-
-    @property
-    def most_warps(self) -> int:
-        """Warps of a block whose registers hold a warp's sums."""
-        return {1: 16, 2: 16, 3: 12, 4: 12}.get(cdiv(self.M, 8), 8)
+# Warps of a block whose registers hold their sums, by groups of 8 rows of x.
+_MOST_WARPS = {1: 16, 2: 16, 3: 12, 4: 12}
+_MOST_WARPS_OF_MANY_ROWS = 8
 
 
 def cut_batch(
-    task: Task, *, tiles: int, neighbours: int, slices: int, split: int, stage_chunks: int = 0, ahead: int = 2
+    work: Work, *, tiles: int, neighbours: int, slices: int, split: int, stage_chunks: int = 0, ahead: int = 2
 ) -> Cut | None:
     """The cut with so many tiles, warps and parts; None if a block's shared memory does not hold it."""
-    chunks, groups = cdiv(task.K, task.chunk), cdiv(task.M, 8)
+    chunks, groups = cdiv(work.K, work.chunk), cdiv(work.M, 8)
     each = cdiv(chunks, split * slices)  # chunks of a warp
-    table = 256 * 256 if task.reading.kind == 0 else 0
-    fixed = table + (1024 if task.reading.scales == 2 else 0) + 32 * groups + 16
+    table = 256 * 256 if work.reading.kind == 0 else 0
+    fixed = table + (1024 if work.reading.scales == 2 else 0) + 32 * groups + 16
     x_at = cdiv(fixed, 128) * 128
     sums = slices * tiles * neighbours * 8 * groups * 64
-    room = task.room - x_at
-    chunk_of_x = groups * 8 * task.chunk * 2
+    room = work.room - x_at
+    chunk_of_x = groups * 8 * work.chunk * 2
     for per_stage in (stage_chunks,) if stage_chunks else (4, 2, 1):
         stages, of_stage = cdiv(each, per_stage), slices * per_stage * chunk_of_x
         depth = max(2, min(stages, 4, room // of_stage))
         if depth * of_stage <= room and (depth > 2 or stages <= 2 or per_stage == 1) and sums <= room:
-            whole = split * stages * slices * per_stage * task.chunk == task.K
+            whole = split * stages * slices * per_stage * work.chunk == work.K
             bytes_of = x_at + max(depth * of_stage, sums)
             return Cut(
                 groups, tiles, neighbours, slices, split, per_stage, depth, stages, ahead, whole, bytes_of
@@ -176,40 +140,41 @@ def cut_batch(
     return None
 
 
-def _cuts(task: Task) -> Iterator[Cut]:
+def _cuts(work: Work) -> Iterator[Cut]:
+    most_warps = _MOST_WARPS.get(cdiv(work.M, 8), _MOST_WARPS_OF_MANY_ROWS)
     for tiles in (2, 1):
         for neighbours in (8, 7, 6, 5, 4, 3, 2, 1):
             for slices in (1, 2, 4, 8):
                 for split in (1, 2, 4, 8):
-                    if neighbours * slices > task.most_warps:
+                    if neighbours * slices > most_warps:
                         continue
-                    cut = cut_batch(task, tiles=tiles, neighbours=neighbours, slices=slices, split=split)
+                    cut = cut_batch(work, tiles=tiles, neighbours=neighbours, slices=slices, split=split)
                     if cut is not None:
                         yield cut
 
 
-def cost_of(task: Task, cut: Cut) -> float:
+def cost_of(work: Work, cut: Cut) -> float:
     """An estimate of a call's time, in nanoseconds, that ranks cuts.
 
     A block reads its weights from memory and its part of x, which each of its warps reads again from shared
     memory; few warps hide little of it; blocks that share outputs meet at its end. The factors rank 500 cuts
     of the 8B shape's four products with 4, 16 and 64 rows as an H200 did, 23 November 2026.
     """
-    blocks = cdiv(task.tiles, cut.block_tiles) * cut.split
-    inner = cut.chunks // cut.split * task.chunk
-    weights = cut.block_tiles * 16 * inner * task.bits / 8
+    blocks = cdiv(work.tiles, cut.block_tiles) * cut.split
+    inner = cut.chunks // cut.split * work.chunk
+    weights = cut.block_tiles * 16 * inner * work.reading.bits / 8
     x = 16 * cut.groups * inner * (0.4 + 0.2 * cut.neighbours)
     hidden = max(1.0, 12 / cut.warps) ** 0.3
     slices = 10 * cut.slices * cut.block_tiles * cut.groups
     meeting = 2000 + 1024 * cut.block_tiles * cut.groups * (1 + cut.split) / _BYTES_A_NS
     one = (weights + x) * hidden / _BYTES_A_NS
-    return cdiv(blocks, task.processors) * one + slices + (meeting if cut.split > 1 else 0.0)
+    return cdiv(blocks, work.processors) * one + slices + (meeting if cut.split > 1 else 0.0)
 
 
 @lru_cache(maxsize=1024)
-def cut_of(task: Task) -> Cut | None:
+def cut_of(work: Work) -> Cut | None:
     """The cut of least estimated time; None if shared memory holds none."""
-    return min(_cuts(task), key=lambda cut: cost_of(task, cut), default=None)
+    return min(_cuts(work), key=lambda cut: cost_of(work, cut), default=None)
 
 
 @dataclass
@@ -277,16 +242,16 @@ class BatchRows:
         M, K = product.x.shape
         if not 1 <= M <= MOST_ROWS:
             raise BadInput(f"x has {M} rows; the kernel for a batch takes 1 to {MOST_ROWS}.")
-        task = Task(reading, K, M, product.all_tiles, multiprocessors(device), shared_bytes_of(device))
-        chosen = cut or cut_of(task)
+        work = Work(reading, K, M, product.all_tiles, multiprocessors(device), shared_bytes_of(device))
+        chosen = cut or cut_of(work)
         if chosen is None:
-            raise BadInput(f"{task.room} bytes of shared memory do not hold a product with {M} rows of x.")
+            raise BadInput(f"{work.room} bytes of shared memory do not hold a product with {M} rows of x.")
         self.cut = chosen
         space = workspace or Workspace(device)
-        self._blocks = cdiv(task.tiles, chosen.block_tiles)
-        rows, padded = 8 * chosen.groups, chosen.chunks * task.chunk
+        self._blocks = cdiv(work.tiles, chosen.block_tiles)
+        rows, padded = 8 * chosen.groups, chosen.chunks * work.chunk
         x, factors = space.get("x", rows * padded * 2), space.get("factors", 4 * MOST_ROWS)
-        parts = space.get("parts", 64 * rows * task.tiles * chosen.split if chosen.split > 1 else 16)
+        parts = space.get("parts", 64 * rows * work.tiles * chosen.split if chosen.split > 1 else 16)
         arrived = space.get("arrived", 4 * self._blocks)
         self._held = (x, factors, parts, arrived)
         argument = product.argument(reading, 1)
@@ -309,13 +274,13 @@ class BatchRows:
             padded,
             M,
         )
-        read = (("KIND", reading.kind), ("VALUES", task.values), ("GROUPS", chosen.groups))
+        read = (("KIND", reading.kind), ("VALUES", work.values), ("GROUPS", chosen.groups))
         around = (*product.defines(), ("EARLY", int(early)))
         self.defines: nvrtc.Defines = (
             *read,
             ("SCALES", reading.scales),
             ("ZERO_POINTS", int(reading.zero_points)),
-            ("BLOCK", reading.chunk * reading.block_chunks),
+            ("BLOCK", work.block),
             ("R", chosen.tiles),
             ("WN", chosen.neighbours),
             ("WK", chosen.slices),

@@ -13,7 +13,7 @@ from functools import lru_cache
 from torch import Tensor
 
 from fewbits.formats.base import Packed
-from fewbits.kernels.generation.cut import Reading
+from fewbits.kernels.generation.cut import Reading, Work
 from fewbits.kernels.launch.jit import cdiv, next_power_of_2
 
 SOURCE = "generation/columns.cu"
@@ -27,47 +27,6 @@ _MOST_X_REGISTERS = 32  # of a thread, for its share of x
 # 2.380 ms, with it for gate and up 2.295, for all four products 2.387.
 _FEWEST_TILES = 4
 _MOST_SHARE = 8  # four dimensions in registers of a thread, while x is brought
-
-
-@dataclass(frozen=True)
-class Work:
-    """What a call has to do, and on what.
-
-    Attributes:
-        reading: how weights are stored.
-        K: the inner size.
-        M: rows of x.
-        tiles: of 16 outputs.
-        processors: multiprocessors of the GPU.
-        room: bytes of shared memory that a block may have.
-    """
-
-    reading: Reading
-    K: int
-    M: int
-    tiles: int
-    processors: int
-    room: int
-
-    @property
-    def values(self) -> int:
-        """Weights of one output in 16 bytes."""
-        return 32 if self.reading.kind < 2 else 16
-
-    @property
-    def chunk(self) -> int:
-        """Of the inner dimension, what four lanes read at once."""
-        return 4 * self.values
-
-    @property
-    def block(self) -> int:
-        """Dimensions that share a scale."""
-        return self.reading.chunk * self.reading.block_chunks
-
-    @property
-    def cols(self) -> int:
-        """Blocks with a scale of their own in a chunk."""
-        return max(1, self.chunk // self.block) if self.reading.scales else 1
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,52 @@ class Reading:
         """Values of the inner dimension that four lanes read at once."""
         return 4 * self.values
 
+    @property
+    def bits(self) -> int:
+        """Of a weight."""
+        return 4 if self.kind < 2 else 8 if self.kind < 5 else 16
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a call has to do, and on what.
+
+    Attributes:
+        reading: how weights are stored.
+        K: the inner size.
+        M: rows of x.
+        tiles: of 16 outputs.
+        processors: multiprocessors of the GPU.
+        room: bytes of shared memory that a block may have.
+    """
+
+    reading: Reading
+    K: int
+    M: int
+    tiles: int
+    processors: int
+    room: int
+
+    @property
+    def values(self) -> int:
+        """Weights of one output in 16 bytes."""
+        return 128 // self.reading.bits
+
+    @property
+    def chunk(self) -> int:
+        """Of the inner dimension, what four lanes read at once if each reads 16 bytes."""
+        return 4 * self.values
+
+    @property
+    def block(self) -> int:
+        """Dimensions that share a scale."""
+        return self.reading.chunk * self.reading.block_chunks
+
+    @property
+    def cols(self) -> int:
+        """Blocks with a scale of their own in a chunk."""
+        return max(1, self.chunk // self.block) if self.reading.scales else 1
+
 
 def reading_of(weight: Packed | Tensor) -> Reading | None:
     """How the kernel reads a weight (N, K); None if it does not."""
@@ -148,12 +194,12 @@ def shape_of(reading: Reading, K: int, M: int, tiles: int, processors: int, room
 @lru_cache(maxsize=1024)
 def _choice(reading: Reading, K: int, M: int, room: int) -> tuple[int, int, int] | None:
     """Warps, loads and depth for a call; None if it does not fit into shared memory."""
-    chunks, chunk_bytes = cdiv(K, reading.chunk), reading.chunk * _bits(reading) // 8
+    chunks, chunk_bytes = cdiv(K, reading.chunk), reading.chunk * reading.bits // 8
     best, choice = -1.0, None
     for warps in (14, 12, 10, 8, 7, 6, 5, 4, 3, 2, 1):
         for loads in (16, 8, 4, 2, 1):
             for depth in (4, 3, 2):
-                if loads * chunk_bytes > 256 or (depth > 2 and _bits(reading) < 16):
+                if loads * chunk_bytes > 256 or (depth > 2 and reading.bits < 16):
                     continue
                 if cut(reading, K, M, 1, 1, warps, loads, depth).shared_bytes > room:
                     continue
@@ -182,8 +228,8 @@ def cut(
 
 def _most_stage_bytes(reading: Reading, loads: int) -> int:
     """Bytes of a warp's stage: STAGE_BYTES of the source, scales read as one piece."""
-    words = reading.values * _bits(reading) // 32
-    row_bytes = loads * reading.chunk * _bits(reading) // 8
+    words = reading.values * reading.bits // 32
+    row_bytes = loads * reading.chunk * reading.bits // 8
     pitch = row_bytes + (128 + 16 * words - row_bytes % 128) % 128
     scales = (0, 4, 1)[reading.scales] * loads * 16 + (64 if reading.scales == 2 else 0)
     return cdiv(16 * pitch + scales + (16 * loads if reading.zero_points else 0), 16) * 16
@@ -206,10 +252,6 @@ def share_of(reading: Reading, K: int, warps: int) -> int:
     """How many times four dimensions a thread brings to shared memory; 0 if registers do not hold them."""
     share = cdiv(cdiv(K, reading.chunk) * reading.chunk, 4 * 32 * warps)
     return share if share <= _MOST_SHARE else 0
-
-
-def _bits(reading: Reading) -> int:
-    return 4 if reading.kind < 2 else 8 if reading.kind < 5 else 16
 
 
 def vector_scales(reading: Reading, weights: Sequence[Packed | Tensor], shape: Shape) -> bool:

@@ -34,7 +34,6 @@ from fewbits.kernels.decoder.gated_activation import gated_activation_ref
 from fewbits.kernels.generation import columns
 from fewbits.kernels.generation.columns import (
     Columns,
-    Work,
     columns_of,
     follow_each_other,
     macros_of,
@@ -43,6 +42,7 @@ from fewbits.kernels.generation.columns import (
 from fewbits.kernels.generation.cut import (
     Reading,
     Shape,
+    Work,
     cut,
     max_rows,
     shape_of,
