@@ -47,6 +47,7 @@ from fewbits.models.options import (
     whole_embeddings,
 )
 from fewbits.models.packed import check_device
+from fewbits.models.paused_collector import collector_paused
 from fewbits.models.placing import device_map_of, dtype_of
 from fewbits.models.quantization_error import recipe_in
 from fewbits.models.reading import Reading
@@ -60,6 +61,7 @@ class FastLanguageModel:
     """The library's front door, by the names of Unsloth's class; all methods are static."""
 
     @staticmethod
+    @collector_paused()
     def from_pretrained(
         model_name: str | Path,
         max_seq_length: int | None = None,

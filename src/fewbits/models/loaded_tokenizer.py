@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from fewbits.errors import BadCheckpoint, BadInput
 from fewbits.models.options import Loading
+
+_BEGINNING = 1 << 20  # bytes of tokenizer.json in which its added tokens are looked for
+_BLANK = re.compile(r"[ \t\n\r]*")
+_SAYS_MORE = ("added_tokens_decoder", "auto_map", "fast_tokenizer_files")  # words of tokenizer_config.json
 
 
 class ReadTokenizer(NamedTuple):
@@ -22,10 +28,64 @@ def read_tokenizer(where: str, loading: Loading) -> ReadTokenizer:
 
     options = {k: v for k, v in loading.hf.items() if k in ("token", "revision", "cache_dir", "subfolder")}
     local = loading.local_files_only or Path(where).is_dir()
+    if "subfolder" not in options:
+        options |= written_added_tokens(Path(where))
     tokenizer = AutoTokenizer.from_pretrained(
         where, local_files_only=local, trust_remote_code=loading.trust_remote_code, **options
     )
     return ReadTokenizer(tokenizer, max(tokenizer.get_vocab().values(), default=0))
+
+
+def written_added_tokens(folder: Path) -> dict[str, Any]:
+    """``added_tokens_decoder`` for a tokenizer's ``from_pretrained``, as tokenizer.json has it; {} otherwise.
+
+    Where tokenizer_config.json does not name them, transformers parses the whole of tokenizer.json, megabytes
+    of words, for the few added tokens near its beginning, and then has it parsed once more.
+    """
+    others = ("added_tokens.json", "special_tokens_map.json", "tekken.json")  # transformers reads them too
+    try:
+        if any((folder / other).exists() for other in others):
+            return {}
+        config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        if not isinstance(config, dict) or any(name in config for name in _SAYS_MORE):
+            return {}
+        with (folder / "tokenizer.json").open("rb") as stream:
+            begin = stream.read(_BEGINNING).decode(errors="ignore")
+        tokens = _value_of("added_tokens", begin)
+        from tokenizers import AddedToken
+
+        decoder = {token.pop("id"): AddedToken(**token) for token in tokens}
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError):
+        return {}  # whatever is wrong with these files, transformers finds it and says so
+    return {"added_tokens_decoder": decoder}
+
+
+def _value_of(name: str, text: str) -> Any:
+    """The value of a key of a JSON object, of which ``text`` is the beginning.
+
+    Raises:
+        ValueError, IndexError: it does not stand there.
+    """
+    decoder, at = json.JSONDecoder(), _after("{", text, 0)
+    while True:
+        key, at = decoder.raw_decode(text, at)
+        value, end = decoder.raw_decode(text, _after(":", text, at))
+        if key == name:
+            return value
+        at = _after(",", text, end)
+
+
+def _after(mark: str, text: str, at: int) -> int:
+    """Where the next word begins behind a mark, which is next in the text."""
+    at = _blank(text, at)
+    if text[at] != mark:
+        raise ValueError(f"no {mark}")
+    return _blank(text, at + 1)
+
+
+def _blank(text: str, at: int) -> int:
+    match = _BLANK.match(text, at)
+    return at if match is None else match.end()
 
 
 def fitted(read: ReadTokenizer, where: str, model: Any, loading: Loading) -> Any:

@@ -1,0 +1,63 @@
+"""A tokenizer is read in one parse of its file, and is the one that transformers reads in two."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer, tokenization_utils_base
+
+from fewbits.models.loaded_tokenizer import read_tokenizer, written_added_tokens
+from fewbits.models.options import sort_options
+from tests.models.loading import tokenizer
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    with_more = tokenizer()
+    with_more.add_tokens(["<|im_start|>", 'quoted "added_tokens": []'])
+    with_more.save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_it_is_the_same_tokenizer_from_one_parse(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+    def refuse(stream: Any) -> Any:
+        assert Path(stream.name).name != "tokenizer.json"
+        return json.load(stream)
+
+    monkeypatch.setattr(tokenization_utils_base, "json", SimpleNamespace(load=refuse, dumps=json.dumps))
+    with pytest.raises(AssertionError):
+        AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    read = read_tokenizer(str(folder), sort_options({}))
+    assert read.largest == max(usual.get_vocab().values())
+    assert str(read.tokenizer) == str(usual) and read.tokenizer.init_kwargs == usual.init_kwargs
+    monkeypatch.undo()
+    for name, one in (("usual", usual), ("read", read.tokenizer)):
+        one.save_pretrained(folder / name)
+    names = sorted(file.name for file in (folder / "usual").iterdir())
+    assert names == sorted(file.name for file in (folder / "read").iterdir())
+    assert all((folder / "usual" / n).read_bytes() == (folder / "read" / n).read_bytes() for n in names)
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("tokenizer.json", "{"),
+        ("tokenizer.json", '{"model": {"vocab": {"added_tokens": 1}}'),
+        ("tokenizer.json", '{"added_tokens": [{"content": "x"}]}'),
+        ("tokenizer.json", '{"added_tokens": 7}'),
+        ("tokenizer.json", "[]"),
+        ("tokenizer_config.json", '{"added_tokens_decoder": {}}'),
+        ("tokenizer_config.json", "[]"),
+        ("added_tokens.json", "{}"),
+    ],
+)
+def test_what_transformers_reads_otherwise_is_left_to_it(folder: Path, file: str, text: str) -> None:
+    assert written_added_tokens(folder)
+    (folder / file).write_text(text)
+    assert written_added_tokens(folder) == {}
