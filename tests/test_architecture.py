@@ -57,7 +57,7 @@ MAY_IMPORT = {
 MAY_READ_ENVIRONMENT = {"fewjobs", "doctor"}
 EVERYONE_MAY_IMPORT = {"errors", "device", "words", "text_files", "yaml_text", "__version__"}
 # The rooms inside a room, and what each may import of the others: arrows point down here too.
-_SETTINGS = {"config", "config_values"}
+_SETTINGS = {"config", "config_help", "config_values"}
 _BEFORE_A_RUN = _SETTINGS | {"data", "ranks", "checkpoints", "run_folder", "plan", "calibration", "optimizer"}
 ROOMS_INSIDE = {
     "kernels": {
@@ -71,9 +71,10 @@ ROOMS_INSIDE = {
         "optimizer": {"launch"},
     },
     "training": {
+        "config_help": set(),
         "config_values": set(),
         "other_words": set(),
-        "config": {"config_values", "other_words"},
+        "config": {"config_help", "config_values", "other_words"},
         "optimizer": set(),
         "data": _SETTINGS,
         "ranks": set(),

@@ -14,6 +14,7 @@ from fewbits.errors import BadInput
 from fewbits.formats import INT8
 from fewbits.recipes import LoRA, qlora_nf4
 from fewbits.training.config import ALIASES, TrainConfig, help_of
+from fewbits.training.config_help import HELP
 from fewbits.training.config_values import parse_memory_budget, parse_overrides
 from fewbits.training.other_words import CALLED, OTHER_WORDS, unknown_key
 from fewbits.training.setup.model_and_trainer import recipe_of_config
@@ -63,6 +64,7 @@ def test_overrides_win_and_are_typed(tmp_path):
 def test_every_field_is_documented():
     for item in dataclasses.fields(TrainConfig):
         assert help_of(item.name) and item.metadata["group"], item.name
+    assert list(HELP) == [item.name for item in dataclasses.fields(TrainConfig)]
 
 
 def test_words_of_other_libraries():

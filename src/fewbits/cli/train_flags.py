@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 from typing import Any
 
-from fewbits.training.config import ALIASES, TrainConfig
+from fewbits.training.config import ALIASES, TrainConfig, help_of
 from fewbits.training.config_values import parse_overrides
 
 _PREFIX = "set_"
@@ -52,7 +52,7 @@ def train_overrides(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _help(item: dataclasses.Field[Any]) -> str:
-    text = str(item.metadata["help"]).replace("%", "%%")
+    text = help_of(item.name).replace("%", "%%")
     if item.default in (None, dataclasses.MISSING, (), ""):
         return text
     return f"{text} (default: {str(item.default).lower() if item.type == 'bool' else item.default})"

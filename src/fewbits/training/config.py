@@ -12,6 +12,7 @@ import yaml
 
 from fewbits.errors import BadInput
 from fewbits.text_files import read_text
+from fewbits.training.config_help import HELP
 from fewbits.training.config_values import (
     check_combinations,
     coerce,
@@ -86,272 +87,99 @@ NOT_COMPARED = frozenset(
 )
 
 
-def _option(default: Any, group: str, help_text: str, choices: Iterable[str] = ()) -> Any:
-    metadata = {"group": group, "help": help_text, "choices": tuple(choices)}
-    return field(default=default, metadata=metadata)
+def _option(default: Any, group: str, choices: Iterable[str] = ()) -> Any:
+    return field(default=default, metadata={"group": group, "choices": tuple(choices)})
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """One training run. ``help_of`` tells what each field means; the command line makes its flags from it."""
+    """One training run. What each field means is in `fewbits.training.config_help`.
 
-    model: str = field(
-        metadata={"group": "model", "help": "folder or hub name of the base model", "choices": ()}
-    )
-    dtype: str = _option(
-        "auto", "model", "dtype of what is not quantised; auto: bfloat16 on a GPU, float32 on a CPU", DTYPES
-    )
-    device: str = _option("auto", "model", "auto, cpu or cuda", ("auto", "cpu", "cuda"))
-    recipe: str | dict[str, Any] | None = field(
-        default=None,
-        metadata={
-            "group": "model",
-            "choices": (),
-            "help": "which format where, by its name in the catalog (qlora_nf4, int8, ...), or as a mapping:"
-            " {name: qlora_nf4, linear: {weight: int8}}",
-        },
-    )
-    load_in_4bit: bool = _option(True, "model", "without a recipe: keep the base weights in NF4 (QLoRA)")
-    memory_budget: str = _option(
-        "auto",
-        "model",
-        "GiB that training may take, or auto: all that is free; layers keep for the backward pass what fits."
-        " The same for all layers: keep (fastest), recompute, offload (smallest)",
-    )
-    cuda_graph: str = _option(
-        "auto",
-        "model",
-        "replay each training step as one CUDA graph; auto: for small models on packed data; true pads every"
-        " batch to max_seq_length",
-        CUDA_GRAPH,
-    )
+    The command line makes a flag of every field, and ``fewbits train --help`` lists them with these texts.
+    """
 
-    lora_r: int | None = _option(
-        None, "lora", "rank of the adapters; none: as the recipe says (16 without); 0: no adapters"
-    )
-    lora_alpha: float | None = _option(
-        None, "lora", "the adapter's product is scaled by alpha / r; none: as the recipe says"
-    )
-    lora_dropout: float | None = _option(
-        None, "lora", "probability of dropping an adapter's input; none: as the recipe says"
-    )
-    lora_targets: tuple[str, ...] = _option(
-        (), "lora", "names of the adapted linears; empty: as the recipe says"
-    )
-    lora_bias: str | None = _option(
-        None, "lora", "which biases train: none, all or lora_only", ("none", "all", "lora_only")
-    )
-    lora_rslora: bool = _option(False, "lora", "scale by alpha / sqrt(r)")
-    lora_dora: bool = _option(
-        False, "lora", "DoRA: directions and lengths of the weights apart; PEFT's layers"
-    )
-    lora_init: str | None = _option(
-        None,
-        "lora",
-        "how adapters begin: gaussian or orthogonal; loftq: as the error of packed weights; pissa or olora:"
-        " from weights that are not packed; none: as LoRA does, with a product of zero",
-        ("gaussian", "orthogonal", "loftq", "pissa", "olora"),
-    )
-    lora_ranks: dict[str, int] = field(
-        default_factory=dict,
-        metadata={
-            "group": "lora",
-            "choices": (),
-            "help": "other ranks for some linears, by the end of their name, as in lora_ranks.q_proj=32",
-        },
-    )
+    model: str = field(metadata={"group": "model", "choices": ()})
+    dtype: str = _option("auto", "model", DTYPES)
+    device: str = _option("auto", "model", ("auto", "cpu", "cuda"))
+    recipe: str | dict[str, Any] | None = field(default=None, metadata={"group": "model", "choices": ()})
+    load_in_4bit: bool = _option(True, "model")
+    memory_budget: str = _option("auto", "model")
+    cuda_graph: str = _option("auto", "model", CUDA_GRAPH)
+
+    lora_r: int | None = _option(None, "lora")
+    lora_alpha: float | None = _option(None, "lora")
+    lora_dropout: float | None = _option(None, "lora")
+    lora_targets: tuple[str, ...] = _option((), "lora")
+    lora_bias: str | None = _option(None, "lora", ("none", "all", "lora_only"))
+    lora_rslora: bool = _option(False, "lora")
+    lora_dora: bool = _option(False, "lora")
+    lora_init: str | None = _option(None, "lora", ("gaussian", "orthogonal", "loftq", "pissa", "olora"))
+    lora_ranks: dict[str, int] = field(default_factory=dict, metadata={"group": "lora", "choices": ()})
     lora_module_alphas: dict[str, int] = field(
-        default_factory=dict,
-        metadata={"group": "lora", "choices": (), "help": "other values of lora_alpha, as lora_ranks"},
+        default_factory=dict, metadata={"group": "lora", "choices": ()}
     )
-    lora_plus_ratio: float | None = _option(
-        None, "lora", "LoRA+: B learns so many times as fast as A (alias: loraplus_lr_ratio); none: as fast"
-    )
-    modules_to_save: tuple[str, ...] = _option(
-        (), "lora", "modules that train whole beside the adapters, such as embed_tokens, lm_head"
-    )
-    trainable_tokens: tuple[int, ...] = _option(
-        (), "lora", "numbers of tokens whose rows of the embedding train beside the adapters"
-    )
+    lora_plus_ratio: float | None = _option(None, "lora")
+    modules_to_save: tuple[str, ...] = _option((), "lora")
+    trainable_tokens: tuple[int, ...] = _option((), "lora")
 
-    train_data: str | list[Any] = field(
-        default="",
-        metadata={
-            "group": "data",
-            "choices": (),
-            "help": "JSONL, JSON, CSV, Parquet or text file, a folder saved by `datasets`, or a set's name on"
-            " the hub; several as a list, of mappings where one has a weight, a split or its own fields:"
-            " [a.jsonl, {path: b.jsonl, weight: 0.5}]",
-        },
-    )
-    eval_data: str | list[Any] | None = field(
-        default=None, metadata={"group": "data", "choices": (), "help": "the same, for evaluation"}
-    )
-    eval_fraction: float = _option(
-        0.0, "data", "share of the training rows held out for evaluation, without eval_data"
-    )
-    data_on_disk: str | None = _option(
-        None,
-        "data",
-        "a folder: tokens wait in a nameless file there instead of in memory, and rows of the hub are taken"
-        " as they come; for data larger than memory",
-    )
-    format: str = _option("auto", "data", "what a row is; auto: by its columns", FORMATS)
-    fields: dict[str, str] = field(
-        default_factory=dict,
-        metadata={
-            "group": "data",
-            "choices": (),
-            "help": "columns of other names, as in fields.prompt=question",
-        },
-    )
-    prompt_template: str = _option(
-        "alpaca",
-        "data",
-        "how an instruction row is written: alpaca, question, chat (the tokenizer's template), or a text with"
-        " {instruction} and {input}",
-    )
-    chat_template: str | None = _option(
-        None,
-        "data",
-        "how chats are written: chatml, llama-3, mistral, gemma, qwen, phi, zephyr, alpaca, vicuna, a file of"
-        " a Jinja template, or tokenizer; none: the tokenizer's own; preference rows of texts are no chats",
-    )
-    template_tokens: str = _option(
-        "text",
-        "data",
-        "markers that the tokenizer lacks: text, or add them as tokens, which train",
-        ("text", "add"),
-    )
-    max_seq_length: int | None = _option(
-        None, "data", "longest row in tokens; none: what the model allows, at most 1024"
-    )
-    long_rows: str = _option(
-        "truncate", "data", "rows over max_seq_length are truncated at the end, dropped or refused", LONG_ROWS
-    )
-    packing: bool = _option(False, "data", "several rows in one sequence, which do not see each other")
-    responses_only: bool = _option(True, "data", "the loss counts only responses, not prompts")
-    skip_bad_rows: bool = _option(
-        False, "data", "count and skip rows that cannot be used, where otherwise the run stops"
-    )
+    train_data: str | list[Any] = field(default="", metadata={"group": "data", "choices": ()})
+    eval_data: str | list[Any] | None = field(default=None, metadata={"group": "data", "choices": ()})
+    eval_fraction: float = _option(0.0, "data")
+    data_on_disk: str | None = _option(None, "data")
+    format: str = _option("auto", "data", FORMATS)
+    fields: dict[str, str] = field(default_factory=dict, metadata={"group": "data", "choices": ()})
+    prompt_template: str = _option("alpaca", "data")
+    chat_template: str | None = _option(None, "data")
+    template_tokens: str = _option("text", "data", ("text", "add"))
+    max_seq_length: int | None = _option(None, "data")
+    long_rows: str = _option("truncate", "data", LONG_ROWS)
+    packing: bool = _option(False, "data")
+    responses_only: bool = _option(True, "data")
+    skip_bad_rows: bool = _option(False, "data")
 
-    batch_size: int = _option(8, "training", "the most rows (packed: sequences) in one forward pass")
-    gradient_accumulation: int = _option(
-        1,
-        "training",
-        "forward passes for one optimizer step, by all processes together: a step has batch_size x"
-        " gradient_accumulation rows on any number of them",
-    )
-    epochs: float = _option(1.0, "training", "passes over the data")
-    max_steps: int | None = _option(None, "training", "optimizer steps; overrides epochs")
-    learning_rate: float = _option(2e-4, "training", "largest learning rate (alias: lr)")
-    scheduler: str = _option("cosine", "training", "how the learning rate falls", SCHEDULERS)
-    warmup: float = _option(
-        0.03, "training", "warm-up: below 1 a share of the steps, from 1 on a number of steps"
-    )
-    weight_decay: float = _option(0.0, "training", "decay of matrices; biases and norms have none")
-    max_grad_norm: float = _option(1.0, "training", "gradients are scaled down to this norm; 0: never")
-    optimizer: str = _option(
-        "adamw",
-        "training",
-        "adamw, adamw_8bit (moments of 8 bits), adafactor, sgd, muon (matrices; the rest by AdamW);"
-        " adamw_4bit of torchao, paged_adamw and paged_adamw_8bit of bitsandbytes, schedule_free of"
-        " schedulefree",
-        OPTIMIZERS,
-    )
-    embedding_learning_rate: float | None = _option(
-        None, "training", "learning rate of embeddings and head, where they train; none: as the rest"
-    )
-    neftune_alpha: float | None = _option(
-        None, "training", "NEFTune: noise on the embeddings of training rows, so strong; none: none"
-    )
-    seed: int = _option(42, "training", "of adapters, dropout, the split and the order of the data")
+    batch_size: int = _option(8, "training")
+    gradient_accumulation: int = _option(1, "training")
+    epochs: float = _option(1.0, "training")
+    max_steps: int | None = _option(None, "training")
+    learning_rate: float = _option(2e-4, "training")
+    scheduler: str = _option("cosine", "training", SCHEDULERS)
+    warmup: float = _option(0.03, "training")
+    weight_decay: float = _option(0.0, "training")
+    max_grad_norm: float = _option(1.0, "training")
+    optimizer: str = _option("adamw", "training", OPTIMIZERS)
+    embedding_learning_rate: float | None = _option(None, "training")
+    neftune_alpha: float | None = _option(None, "training")
+    seed: int = _option(42, "training")
 
-    method: str = _option(
-        "sft",
-        "method",
-        "what is learnt: sft (rows as they are), dpo, orpo, simpo and reward (prompt, chosen, rejected), kto"
-        " (prompt, completion, label), grpo (prompt, and rewards)",
-        METHODS,
-    )
-    beta: float | None = _option(
-        None, "method", "how strongly the preference methods hold to their beginning; none: TRL's own value"
-    )
-    rewards: tuple[str, ...] = _option(
-        (), "method", "of grpo: functions that judge completions, as module:function"
-    )
-    num_generations: int | None = _option(
-        None, "method", "of grpo: completions for each prompt, which must divide a step's rows; none: 8"
-    )
-    max_completion_length: int | None = _option(
-        None, "method", "of grpo: longest completion in tokens; none: half of max_seq_length, at most 256"
-    )
+    method: str = _option("sft", "method", METHODS)
+    beta: float | None = _option(None, "method")
+    rewards: tuple[str, ...] = _option((), "method")
+    num_generations: int | None = _option(None, "method")
+    max_completion_length: int | None = _option(None, "method")
 
-    parallel: str = _option(
-        "auto",
-        "several GPUs",
-        "how processes share the model: ddp (each holds all of it), fsdp (each a share), tensor (each a part"
-        " of every layer); auto: ddp if that fits, else fsdp",
-        PARALLEL,
-    )
-    tensor_size: int | None = _option(
-        None,
-        "several GPUs",
-        "processes that share one layer, with tensor or fsdp; none: all with tensor, 1 with fsdp",
-    )
-    shard_size: int | None = _option(
-        None,
-        "several GPUs",
-        "with fsdp: neighbouring processes that share one copy of the weights, as the GPUs of a machine; each"
-        " such group has a copy; none: all share one",
-    )
-    keep_gathered: bool = _option(
-        False,
-        "several GPUs",
-        "with fsdp: layers stay gathered from the forward to the backward pass, for which each GPU needs room"
-        " for all weights; faster",
-    )
-    communication: str = _option(
-        "auto",
-        "several GPUs",
-        "format in which gradients travel between processes; auto: the one that the recipe names, if any;"
-        " none: as they are",
-        COMMUNICATION,
-    )
-    wait_seconds: int = _option(
-        1800, "several GPUs", "the longest that a process waits for another before the run stops"
-    )
+    parallel: str = _option("auto", "several GPUs", PARALLEL)
+    tensor_size: int | None = _option(None, "several GPUs")
+    shard_size: int | None = _option(None, "several GPUs")
+    keep_gathered: bool = _option(False, "several GPUs")
+    communication: str = _option("auto", "several GPUs", COMMUNICATION)
+    wait_seconds: int = _option(1800, "several GPUs")
 
-    logging_steps: int = _option(1, "output", "steps between two lines of metrics.jsonl")
-    eval_steps: int | None = _option(None, "output", "steps between evaluations; none: ten in a run")
-    save_steps: int | None = _option(None, "output", "steps between checkpoints; none: ten in a run")
-    keep_checkpoints: int = _option(2, "output", "newest checkpoints kept beside the best one")
-    early_stopping_patience: int | None = _option(
-        None, "output", "stop after so many evaluations without a better loss; none: never"
-    )
-    keep_best: bool = _option(
-        True, "output", "with evaluation: keep the best checkpoint and end with its weights"
-    )
-    output_dir: str = _option("outputs", "output", "the run folder")
-    resume: bool = _option(False, "output", "go on from the last checkpoint in output_dir, if there is one")
-    take_over: bool = _option(
-        False,
-        "output",
-        "take the run folder from a process of another machine that ended without giving it back",
-    )
-    merge: bool = _option(
-        False, "output", "at the end also write the model with its adapters merged, in 16 bits"
-    )
-    report: bool = _option(True, "output", "at the end write report.html")
-    title: str | None = _option(None, "output", "heading of the report; none: the model's name")
-    report_to: tuple[str, ...] = _option(
-        (), "output", "where the figures go besides metrics.jsonl: tensorboard, wandb, trackio, mlflow"
-    )
-    samples: int = _option(3, "output", "evaluation rows answered before and after, for the report")
-    sample_prompts: tuple[str, ...] = _option(
-        (), "output", "prompts answered before and after, for the report"
-    )
-    sample_tokens: int = _option(64, "output", "longest sample answer, in tokens")
+    logging_steps: int = _option(1, "output")
+    eval_steps: int | None = _option(None, "output")
+    save_steps: int | None = _option(None, "output")
+    keep_checkpoints: int = _option(2, "output")
+    early_stopping_patience: int | None = _option(None, "output")
+    keep_best: bool = _option(True, "output")
+    output_dir: str = _option("outputs", "output")
+    resume: bool = _option(False, "output")
+    take_over: bool = _option(False, "output")
+    merge: bool = _option(False, "output")
+    report: bool = _option(True, "output")
+    title: str | None = _option(None, "output")
+    report_to: tuple[str, ...] = _option((), "output")
+    samples: int = _option(3, "output")
+    sample_prompts: tuple[str, ...] = _option((), "output")
+    sample_tokens: int = _option(64, "output")
 
     def __post_init__(self) -> None:
         """Refuse values that no run can use; a recipe that is a value, or in a file, becomes plain data."""
@@ -433,7 +261,10 @@ class TrainConfig:
             plain[name] = {**plain.get(name, {}), **coerce(name, pairs, fields[name])}
         for required in ("model", "train_data"):
             if not plain.get(required):
-                raise BadInput(f"the configuration has no {required}; give one, as in {required}=PATH.")
+                raise BadInput(
+                    f"the configuration has no {required}; set it, as in {required}=PATH, or let `fewbits"
+                    " init` write a configuration."
+                )
         return cls(**plain)
 
     @classmethod
@@ -443,7 +274,10 @@ class TrainConfig:
         try:
             values = parse_yaml(read_text(path), str(path))
         except FileNotFoundError as error:
-            raise BadInput(f"there is no configuration file {path}; check the path.") from error
+            raise BadInput(
+                f"there is no configuration file {path}; check the path, or write one with `fewbits init"
+                f" {path}`."
+            ) from error
         except IsADirectoryError as error:
             raise BadInput(f"{path} is a folder; give the YAML file of the run.") from error
         if not isinstance(values, dict):
@@ -475,8 +309,8 @@ def prolongs(config: TrainConfig, earlier: TrainConfig) -> bool:
 
 
 def help_of(name: str) -> str:
-    """What the field means, in one line."""
-    return str(next(item for item in dataclasses.fields(TrainConfig) if item.name == name).metadata["help"])
+    """What the setting means, as `fewbits train --help` and `fewbits init` print it."""
+    return HELP[name]
 
 
 def _as_written_before(name: str, value: Any) -> tuple[str, Any]:
