@@ -147,3 +147,9 @@ def test_families_nobody_has(run, tmp_path):
 
 def test_bits_count_the_scales():
     assert listings.recipe_facts()[0].bits > 4
+
+
+def test_a_recipe_is_told_by_one_whole_sentence():
+    for facts in listings.recipe_facts():
+        assert 30 < len(facts.what) < 130 and facts.what.count("(") == facts.what.count(")"), facts
+        assert not facts.what.endswith(("et al", "e.g", "i.e")), facts

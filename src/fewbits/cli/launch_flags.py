@@ -13,22 +13,30 @@ def add_launch_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--nproc-per-node",
         metavar="N",
-        help="start N processes on this machine, one for each GPU; gpu: for all that are visible",
+        help="start N processes on this machine, one for each GPU; gpu: one for every visible GPU",
     )
-    group.add_argument("--nnodes", metavar="M", type=int, help="machines of the run (default: 1)")
+    group.add_argument("--nnodes", metavar="M", type=int, help="number of machines (default: 1)")
     group.add_argument(
-        "--node-rank", metavar="R", type=int, help="number of this machine, from 0 (default: as they come)"
+        "--node-rank",
+        metavar="R",
+        type=int,
+        help="number of this machine, from 0 (default: in order of arrival)",
     )
     group.add_argument(
-        "--rdzv-endpoint", metavar="HOST:PORT", help="where machines meet: the first one's name, a free port"
+        "--rdzv-endpoint",
+        metavar="HOST:PORT",
+        help="address where the machines meet: name of the first one, and a free port",
     )
-    group.add_argument("--rdzv-id", metavar="TEXT", help="name of the job, the same on all its machines")
+    group.add_argument("--rdzv-id", metavar="TEXT", help="name of the job; the same on all of its machines")
     group.add_argument(
         "--max-restarts", metavar="N", type=int,
-        help="start all processes again, up to N times, when one fails; they resume (default: 0)",
+        help="when a process fails, restart all and resume, up to N times (default: 0)",
     )  # fmt: skip
     group.add_argument(
-        "--threads", metavar="N", type=int, help="CPU threads of a process (default: the machine's, divided)"
+        "--threads",
+        metavar="N",
+        type=int,
+        help="CPU threads of each process (default: an equal share of the machine's)",
     )
     group.add_argument("--launched", action="store_true", help=argparse.SUPPRESS)  # started by ourselves
 

@@ -123,8 +123,9 @@ def models(args: Namespace) -> int:
         )  # fmt: skip
     console().print(table)
     console().print(
-        "[dim]each was packed and fused here, as a tiny model: fused and unfused ones load, train and are"
-        " saved;\nthe fused ones' layers compute as hand-written nodes[/]"
+        "[dim]each was tried here as a tiny model. fused: works, through fewbits' fast decoder layers;\n"
+        "unfused: works, through transformers' layers; refused: does not work; untried: no tiny model could"
+        " be built[/]"
     )
     return 0
 

@@ -48,7 +48,8 @@ def build_parser(*, with_train_flags: bool = False) -> Parser:
     parser = Parser(
         prog="fewbits",
         description="Fine-tune and run large language models in few bits.",
-        epilog="Start with: fewbits demo\nHelp on one command: fewbits COMMAND --help",
+        epilog="First steps: fewbits demo, then fewbits init and fewbits train.\n"
+        "Help on one command, with examples: fewbits COMMAND --help",
     )
     parser.add_argument("--version", action="version", version=f"fewbits {fewbits.__version__}")
     parser.add_argument("--debug", action="store_true", help="show tracebacks and all warnings")
@@ -99,7 +100,7 @@ def _model_options(sub: Parser, *, required: bool = True, plain: bool = False) -
         "--model", required=required, metavar="PATH", help="folder of a model, an adapter or a training run"
     )
     if not plain:
-        group.add_argument("--adapter", metavar="PATH", help="LoRA adapter to put on the model")
+        group.add_argument("--adapter", metavar="PATH", help="folder of a LoRA adapter to put on the model")
         group.add_argument(
             "--recipe",
             metavar="RECIPE",
@@ -108,7 +109,7 @@ def _model_options(sub: Parser, *, required: bool = True, plain: bool = False) -
     group.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
-        help="dtype of what is not packed (default: as stored)",
+        help="dtype of everything that is not quantised (default: as stored)",
     )
     group.add_argument(
         "--device", metavar="DEVICE", help="cpu, cuda, cuda:1 (default: a GPU if there is one)"
@@ -120,7 +121,7 @@ def _demo(commands: Any) -> None:
     sub.add_argument(
         "--output", metavar="DIR", default="fewbits-demo", help="run folder (default: %(default)s)"
     )
-    sub.add_argument("--seed", type=int, metavar="N", help="default: another one each time")
+    sub.add_argument("--seed", type=int, metavar="N", help="random seed (default: another one each time)")
     sub.add_argument("--quick", action="store_true", help="fewer steps and questions, and a lower bar")
     sub.add_argument("--open", action="store_true", help="show the report in the web browser at the end")
 
@@ -130,11 +131,21 @@ def _train(commands: Any, with_flags: bool) -> None:
     sub = _command(commands, "train", loads_models=True, usage=usage)
     sub.add_argument("config", nargs="?", metavar="CONFIG", help="YAML file")
     sub.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the file's")
-    sub.add_argument("--resume", action="store_true", help="go on where an interrupted run stopped")
     sub.add_argument(
-        "--dry-run", action="store_true", help="check all up to the first step, write nothing, predict memory"
+        "--resume",
+        action="store_true",
+        help="continue from the last checkpoint of this run; starts it if there is none",
     )
-    sub.add_argument("--basis", metavar="RUN", help="of --dry-run: an earlier run, to predict the time by")
+    sub.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="check everything that comes before the first step and predict memory; writes nothing",
+    )
+    sub.add_argument(
+        "--basis",
+        metavar="RUN",
+        help="with --dry-run: folder of an earlier run whose speed predicts the time",
+    )
     if with_flags:
         from fewbits.cli.launch_flags import add_launch_flags
         from fewbits.cli.train_flags import add_train_flags
@@ -149,63 +160,91 @@ def _generate(commands: Any) -> None:
     what = sub.add_argument_group("what to write").add_mutually_exclusive_group(required=True)
     what.add_argument("--prompt", metavar="TEXT", help="text to continue; - reads it from standard input")
     what.add_argument("--messages", metavar="FILE", help='JSON list of {"role": ..., "content": ...}')
-    what.add_argument("--chat", action="store_true", help="talk with the model; Ctrl-D ends")
+    what.add_argument(
+        "--chat", action="store_true", help="chat with the model in the terminal; Ctrl-D ends it"
+    )
     what.add_argument(
         "--input", metavar="FILE", help='rows to answer: JSON lines with "prompt" or "messages"'
     )
     rows = sub.add_argument_group("with --input")
     rows.add_argument(
-        "--output", metavar="FILE", help="JSON lines for the answers; a run that was stopped goes on"
+        "--output",
+        metavar="FILE",
+        help="file for the answers, JSON lines; if it was interrupted, the same command continues it",
     )
     rows.add_argument(
         "--at-a-time",
         type=int,
         metavar="N",
-        help="rows in a batch, 1 to 256 (default: what the memory holds)",
+        help="rows in a batch, 1 to 256 (default: as many as fit in memory)",
     )
-    how = sub.add_argument_group("how")
-    how.add_argument("--system", metavar="TEXT", help="with --chat: what the model is told beforehand")
-    how.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="default: %(default)s")
+    how = sub.add_argument_group("sampling and speed")
+    how.add_argument("--system", metavar="TEXT", help="with --chat: the system prompt")
+    how.add_argument(
+        "--max-new-tokens", type=int, default=256, metavar="N", help="longest answer (default: %(default)s)"
+    )
     how.add_argument(
         "--temperature",
         type=float,
         default=0.7,
         metavar="T",
-        help="0: always the likeliest (default: %(default)s)",
+        help="0: greedy, always the likeliest token (default: %(default)s)",
     )
-    how.add_argument("--top-p", type=float, default=0.95, metavar="P", help="1: off (default: %(default)s)")
-    how.add_argument("--top-k", type=int, default=0, metavar="K", help="0: off (default: %(default)s)")
+    how.add_argument(
+        "--top-p",
+        type=float,
+        default=0.95,
+        metavar="P",
+        help="nucleus sampling; 1: off (default: %(default)s)",
+    )
+    how.add_argument(
+        "--top-k",
+        type=int,
+        default=0,
+        metavar="K",
+        help="sample among the K likeliest tokens; 0: off (default: %(default)s)",
+    )
     how.add_argument("--repetition-penalty", type=float, default=1.0, metavar="X", help="1: off (default: 1)")
-    how.add_argument("--seed", type=int, metavar="N", help="same seed, same text")
+    how.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same text on one machine")
     how.add_argument(
         "--lookup",
         type=int,
         default=0,
         metavar="N",
-        help="guess up to N tokens that followed the last ones before; greedy text stays the same",
+        help="prompt lookup: guess up to N tokens from the text so far (default: 0, off); greedy text stays"
+        " the same",
     )
     how.add_argument(
-        "--draft", metavar="PATH", help="a smaller model that guesses; greedy text stays the same"
+        "--draft",
+        metavar="PATH",
+        help="speculative decoding: folder of a smaller model that guesses; greedy text stays the same",
     )
     _cache_option(how)
-    how.add_argument("--quiet", action="store_true", help="the text only, without the line of figures")
+    how.add_argument(
+        "--quiet", action="store_true", help="print the text only, without speed and token counts"
+    )
 
 
 def _cache_option(group: Any) -> None:
     group.add_argument(
         "--cache",
         metavar="FORMAT",
-        help="keys and values in int4, int8, fp8 or bfloat16, or as KEYS/VALUES (default: the recipe's)",
+        help="number format of the KV cache: int4, int8, fp8 or bfloat16; or KEYS/VALUES (default: the"
+        " recipe's)",
     )
 
 
 def _eval(commands: Any) -> None:
     sub = _command(commands, "eval", loads_models=True)
     _model_options(sub)
-    what = sub.add_argument_group("on what").add_mutually_exclusive_group(required=True)
+    what = sub.add_argument_group("what to measure on").add_mutually_exclusive_group(required=True)
     what.add_argument("--text", metavar="FILE", help="perplexity on plain text, UTF-8; - is standard input")
-    what.add_argument("--rows", metavar="FILE", help="loss on rows, written as the run wrote its own")
-    what.add_argument("--tasks", metavar="A,B", help="tasks of lm-eval, which has to be installed")
+    what.add_argument(
+        "--rows", metavar="FILE", help="loss on rows, formatted as the run formatted its training rows"
+    )
+    what.add_argument(
+        "--tasks", metavar="A,B", help="tasks of lm-evaluation-harness (pip install 'fewbits[eval]')"
+    )
     rows = sub.add_argument_group("rows and tasks")
     rows.add_argument(
         "--answers",
@@ -218,7 +257,7 @@ def _eval(commands: Any) -> None:
         "--answer-tokens", type=int, default=64, metavar="N", help="longest answer (default: %(default)s)"
     )
     rows.add_argument("--show", action="store_true", help="show the answers beside what was expected")
-    rows.add_argument("--limit", type=int, metavar="N", help="of --tasks: only the first N documents")
+    rows.add_argument("--limit", type=int, metavar="N", help="with --tasks: only the first N documents")
     group = sub.add_argument_group("measurement")
     group.add_argument(
         "--window", type=int, metavar="N", help="tokens, BOS included (default: the context, at most 2048)"
@@ -239,7 +278,11 @@ def _quantize(commands: Any) -> None:
     what = sub.add_mutually_exclusive_group()
     what.add_argument("--recipe", metavar="RECIPE", help="recipe whose weight formats are used")
     what.add_argument("--format", metavar="FORMAT", help="format of the decoder's linears, such as int4_g128")
-    sub.add_argument("--calibrate", metavar="ROWS", help="JSON Lines with text or messages to round by")
+    sub.add_argument(
+        "--calibrate",
+        metavar="ROWS",
+        help="JSON Lines with text or messages; weights are rounded so that outputs on them change little",
+    )
     sub.add_argument(
         "--method", metavar="METHOD", help="with --calibrate: gptq (default), awq, awq+gptq or nearest"
     )
@@ -281,7 +324,7 @@ def _export(commands: Any) -> None:
         metavar="ROWS",
         help="JSON Lines with text or messages, for gguf's importance matrix, fp8 and nvfp4",
     )
-    sub.add_argument("--no-check", action="store_true", help="do not read it back; the receipt says so")
+    sub.add_argument("--no-check", action="store_true", help="skip reading the result back and comparing it")
     sub.add_argument("--base", metavar="PATH", help="an adapter's base model (default: the one it names)")
     sub.add_argument("--overwrite", action="store_true", help="replace the export that is in DST")
 
@@ -289,7 +332,10 @@ def _export(commands: Any) -> None:
 def _doctor(commands: Any) -> None:
     sub = _command(commands, "doctor")
     sub.add_argument(
-        "packages", nargs="*", metavar="PACKAGE", help="also say whether it has a wheel for here"
+        "packages",
+        nargs="*",
+        metavar="PACKAGE",
+        help="also say whether this package has a wheel for this machine",
     )
     sub.add_argument("--json", action="store_true", help="print the findings as JSON")
 

@@ -19,20 +19,31 @@ def _init(sub: argparse.ArgumentParser) -> None:
         help="file to write (default: %(default)s)",
     )
     sub.add_argument("--model", metavar="PATH", help="folder or hub name of the base model")
-    sub.add_argument("--train-data", metavar="FILE", help="rows to learn from")
+    sub.add_argument("--train-data", metavar="FILE", help="training data: a file, or a name on the Hub")
     sub.add_argument(
         "--method", metavar="NAME", help="sft, dpo, kto, orpo, simpo, grpo or reward (default: sft)"
     )
-    sub.add_argument("--recipe", metavar="RECIPE", help="which format where (default: qlora_nf4)")
+    sub.add_argument(
+        "--recipe", metavar="RECIPE", help="number formats; fewbits recipes lists them (default: qlora_nf4)"
+    )
     sub.add_argument("--output-dir", metavar="DIR", help="the run folder (default: runs/mine)")
-    sub.add_argument("--rewards", metavar="A:B", help="of grpo: functions that judge, as module:function")
+    sub.add_argument(
+        "--rewards", metavar="A:B", help="with --method grpo: functions that score, as module:function"
+    )
     sub.add_argument("--yes", action="store_true", help="ask nothing; take the defaults")
     sub.add_argument("--overwrite", action="store_true", help="replace the file")
 
 
 def _models(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("families", nargs="*", metavar="FAMILY", help="a model_type, or a model's folder")
-    sub.add_argument("--all", action="store_true", help="every causal decoder of transformers (minutes)")
+    sub.add_argument(
+        "families",
+        nargs="*",
+        metavar="FAMILY",
+        help="a model_type of transformers, such as qwen3, or a model's folder",
+    )
+    sub.add_argument(
+        "--all", action="store_true", help="try every causal language model of transformers (takes minutes)"
+    )
     _json(sub)
 
 
@@ -40,13 +51,17 @@ def _plan(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "model", metavar="PATH", help="a model's folder, its config.json, or its name on the hub"
     )
-    sub.add_argument("--gpu", required=True, metavar="GPU", help="such as h200 or rtx4090, or memory: 24GiB")
+    sub.add_argument(
+        "--gpu", required=True, metavar="GPU", help="a name such as h200 or rtx4090, or its memory: 24GiB"
+    )
     sub.add_argument(
         "--batch",
         metavar="NxM",
-        help="sequences x tokens of a pass (default: 1x2048, or one sequence as long as the model allows)",
+        help="sequences x tokens of a forward pass (default: 1x2048, or as long as the model allows)",
     )
-    sub.add_argument("--recipe", metavar="RECIPE", help="this one alone (default: all that train)")
+    sub.add_argument(
+        "--recipe", metavar="RECIPE", help="only this recipe (default: every recipe that trains)"
+    )
     sub.add_argument(
         "--optimizer",
         default="adamw",
@@ -65,28 +80,42 @@ def _preview(sub: argparse.ArgumentParser) -> None:
 
 
 def _compare(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("models", nargs="+", metavar="PATH", help="the reference first; also PATH@RECIPE")
+    sub.add_argument(
+        "models",
+        nargs="+",
+        metavar="PATH",
+        help="models, the reference first; PATH@RECIPE quantises one while loading",
+    )
     sub.add_argument("--text", required=True, metavar="FILE", help="plain text, UTF-8; - is standard input")
     sub.add_argument("--window", type=int, metavar="N", help="tokens (default: the context, at most 2048)")
     sub.add_argument("--max-tokens", type=int, metavar="N", help="only the first N tokens of the text")
     sub.add_argument(
         "--batch-size", type=int, default=1, metavar="N", help="windows at once (default: %(default)s)"
     )
-    sub.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of what is not packed")
+    sub.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), help="of everything not quantised"
+    )
     sub.add_argument("--device", metavar="DEVICE", help="cpu, cuda, cuda:1 (default: a GPU if there is one)")
-    sub.add_argument("--plot", metavar="FILE", help="bytes against distance, as .svg or .png")
+    sub.add_argument("--plot", metavar="FILE", help="plot of size against KL divergence, .svg or .png")
     _json(sub)
 
 
 def _push(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("source", metavar="SRC", help="a training run, a model, an adapter or an export")
-    sub.add_argument("repository", metavar="OWNER/NAME", help="on the hub; made where there is none")
+    sub.add_argument(
+        "repository", metavar="OWNER/NAME", help="repository on the Hub; created if there is none"
+    )
     sub.add_argument("--base", metavar="OWNER/NAME", help="an adapter's base by its name on the hub")
-    sub.add_argument("--private", action="store_true", default=None, help="a new repository is private")
+    sub.add_argument("--private", action="store_true", default=None, help="make a new repository private")
     sub.add_argument("--branch", metavar="NAME", help="default: main")
     sub.add_argument("--pull-request", action="store_true", default=None, help="offer it as a pull request")
     sub.add_argument("--message", metavar="TEXT", help="title of the commit")
-    sub.add_argument("--dataset", action="append", metavar="OWNER/NAME", help="the card names it; repeatable")
+    sub.add_argument(
+        "--dataset",
+        action="append",
+        metavar="OWNER/NAME",
+        help="dataset that the model card names; repeatable",
+    )
 
 
 # command: (adds its flags, whether it loads models or their libraries, which are to be silent then)

@@ -15,7 +15,7 @@ class Text(NamedTuple):
 
 TEXTS = {
     "demo": Text(
-        "watch a small model learn, in two minutes, on any machine",
+        "watch a small model learn, in a minute or two, on any machine",
         "Fine-tune the built-in model on a generated task, over 4-bit weights, on this machine.\n"
         "Needs no network, no GPU and no file from elsewhere.",
         """
@@ -24,9 +24,11 @@ fewbits demo --output /tmp/demo --seed 7
 """,
     ),
     "init": Text(
-        "write a configuration: five questions, or flags",
+        "write a configuration file for fewbits train",
         "Ask five questions (model, data, method, recipe, folder) and write a commented YAML file for\n"
-        "fewbits train. What a flag answers is not asked; without a terminal the flags say all.",
+        "fewbits train. A question whose answer is given as a flag is not asked; without a terminal, give\n"
+        "--model and --train-data as flags, and the other settings keep their defaults unless you give\n"
+        "them.",
         """
 fewbits init
 fewbits init qlora.yaml --model models/stories3m --train-data rows.jsonl --yes
@@ -34,19 +36,21 @@ fewbits init dpo.yaml --model models/qwen3 --train-data pairs.jsonl --method dpo
 """,
     ),
     "recipes": Text(
-        "list the recipes: bits, what trains, what they run on",
-        "Every recipe by its name: the bits a weight takes, which weights a run trains, the number format\n"
-        "in which matrices are multiplied, and the oldest GPU that has hardware for that.",
+        "list the recipes: their number formats, and which GPUs run them",
+        "A recipe says in which number formats a model is stored, multiplied and trained. For each recipe:\n"
+        "the bits of a stored weight, what a run trains, the number format of matrix products, and the\n"
+        "oldest GPU with hardware for it (as a CUDA compute capability).",
         """
 fewbits recipes
 fewbits recipes --json
 """,
     ),
     "models": Text(
-        "say which model families are fused, unfused or refused",
-        "Build a tiny model of each family, pack it, and say whether its decoder layers are computed by the\n"
-        "fused kernels, by transformers' own layers, or not at all. Names are transformers' model types, or\n"
-        "folders of models; without a name, the families that fewbits describes by hand.",
+        "list which model families work, and which have fast kernels",
+        "Build a tiny model of each family, quantise it, and say whether its decoder layers run through\n"
+        "fewbits' fused kernels (fused), through transformers' own layers (unfused), or cannot be\n"
+        "quantised (refused). Name transformers' model types or model folders; without a name, all\n"
+        "families are tried for which fewbits has a description.",
         """
 fewbits models
 fewbits models gpt2 mixtral models/stories3m
@@ -54,7 +58,7 @@ fewbits models --all --json > families.json
 """,
     ),
     "plan": Text(
-        "what training a model takes on a GPU, on paper",
+        "predict whether training a model fits on a GPU, without one",
         "Predict from config.json alone, for every recipe, the memory of weights, gradients, optimizer and\n"
         "activations, the largest batch and the longest sequence; and name the fastest recipe that fits.\n"
         "Needs no GPU and no weights.",
@@ -65,10 +69,10 @@ fewbits plan models/llama --gpu 24GiB --recipe qlora_nf4 --json
 """,
     ),
     "preview": Text(
-        "show a run's rows as the model will see them",
+        "show the training rows as the model will see them",
         "Read the data of a run, apply the chat template and the tokenizer, and show the first rows with\n"
-        "the tokens that train in colour (between [[ and ]] where there is none), how long the rows are,\n"
-        "and how much of a batch is padding.",
+        "the tokens that count in the loss in colour (in a file or pipe: between [[ and ]]), how long the\n"
+        "rows are, and how much of a batch is padding.",
         """
 fewbits preview qlora.yaml
 fewbits preview qlora.yaml max_seq_length=2048 --rows 10 --html preview.html
@@ -76,8 +80,9 @@ fewbits preview qlora.yaml max_seq_length=2048 --rows 10 --html preview.html
     ),
     "train": Text(
         "fine-tune a model",
-        "Fine-tune a model as a YAML file says. Settings can be given on the command line too, as key=value\n"
-        "or as flags of the same name. A flag overrides key=value, and both override the file.",
+        "Fine-tune a model with the settings of a YAML file (fewbits init writes one). Settings can be\n"
+        "given on the command line too, as key=value or as flags. A flag overrides key=value, and both\n"
+        "override the file. Only model and train_data have no default.",
         """
 fewbits train qlora.yaml
 fewbits train qlora.yaml learning_rate=1e-4 --max-steps 200
@@ -86,7 +91,7 @@ fewbits train --model models/stories3m --train-data rows.jsonl --output-dir runs
 """,
     ),
     "generate": Text(
-        "write text with a model",
+        "generate text: continue a prompt, chat, or answer a file",
         "Continue a prompt, answer a file of chat messages, or chat; text appears as it is written. With\n"
         "--input, answer a file of many prompts, several at a time. If that is interrupted, give the same\n"
         "command again: it goes on where it stopped.",
@@ -99,7 +104,7 @@ echo "Once upon a time" | fewbits generate --model models/stories3m --prompt -
 """,
     ),
     "eval": Text(
-        "measure a model on a text, on rows, or on tasks",
+        "measure perplexity, loss and exact match, or benchmark scores",
         "Measure perplexity on a text, or loss and exact matches on rows of data (written with the chat\n"
         "template of the run that trained the model), or the score on tasks of lm-evaluation-harness.",
         """
@@ -112,7 +117,7 @@ fewbits eval --model models/stories3m --text tinystories.txt --cache int8/int4
 """,
     ),
     "compare": Text(
-        "compare models with a reference on one text",
+        "compare models with a first one: KL divergence, size, speed",
         "Compare every model with the first one: the KL divergence, and how often both find the same next\n"
         "token the likeliest. Also shows each model's perplexity, size and speed. PATH@RECIPE quantises a\n"
         "model while it is loaded.",
@@ -122,8 +127,8 @@ fewbits compare models/llama runs/mine merged --text wiki.txt --window 512 --plo
 """,
     ),
     "quantize": Text(
-        "write a packed copy of a checkpoint",
-        "Quantise a checkpoint, tensor by tensor, into a packed one that every fewbits command and\n"
+        "write a quantised copy of a model",
+        "Quantise a checkpoint, tensor by tensor, into a folder that every fewbits command and\n"
         "FastLanguageModel.from_pretrained load. Prints the rounding error of each layer. With --calibrate\n"
         "weights are rounded so that the layers' outputs on a text change little (GPTQ, AWQ); if that is\n"
         "interrupted, the same command goes on where it stopped.",
@@ -135,7 +140,7 @@ fewbits quantize models/llama models/llama-3b5 --bits 3.5 --calibrate rows.jsonl
 """,
     ),
     "merge": Text(
-        "fold an adapter into its base model",
+        "merge a LoRA adapter into its base model",
         "Add a LoRA adapter to the weights of the original checkpoint and write the result as a 16-bit\n"
         "model. It is read back and compared with base and adapter before the folder gets its name.",
         """
@@ -144,10 +149,10 @@ fewbits merge runs/mine/final merged --base models/llama
 """,
     ),
     "export": Text(
-        "write a model for another engine",
+        "write a model for llama.cpp, vLLM and other engines",
         "Write a model, with its adapter merged, in the file format of another program. The files are read\n"
-        "back and the logits compared before the folder gets its name. Weights that are packed in the\n"
-        "target's format already are copied without rounding them again.\n"
+        "back and the logits compared before the folder gets its name. Weights that are already in\n"
+        "the target's format are copied without rounding them again.\n"
         "  gguf:             f16, bf16, q8_0, q6_k, q5_k_m, q4_k_m, q3_k_m, q2_k, q4_0, iq4_xs, more;\n"
         "                    several with commas\n"
         "  compressed_tensors: w2a16 to w8a16, w4a16_asym, w4a8, w4afp8, w8a8, fp8, fp8_dynamic, fp8_block,\n"
@@ -165,10 +170,11 @@ fewbits export models/llama-w4 for-gptq --to gptq
 """,
     ),
     "push": Text(
-        "upload a run's model, an adapter or an export to the hub",
-        "Upload a folder in one commit, with a model card: recipe, data by name, curve, what is packed.\n"
-        "A training run stands for its final model or adapter. Refused before any work where the hub cannot\n"
-        "be asked, nobody is logged in, or an adapter names a base that nobody else has.",
+        "upload a model, an adapter or an export to the Hugging Face Hub",
+        "Upload a folder in one commit, with a model card that names the recipe, the data, the loss curve\n"
+        "and what is quantised. Of a training run, the final model or adapter is uploaded. Refused before\n"
+        "any work if the Hub cannot be reached, you are not logged in, or an adapter's base model is a\n"
+        "folder of this machine (name it on the Hub with --base).",
         """
 fewbits push runs/mine me/my-adapter --base meta-llama/Llama-3.2-1B --private
 fewbits push runs/mine/merged me/my-model
@@ -176,23 +182,25 @@ fewbits push exported me/my-model-gguf
 """,
     ),
     "report": Text(
-        "write a training run's report again",
+        "write the HTML report of a training run again",
         "Write report.html from the files of a training run, finished or not.",
         """
 fewbits report runs/mine
 """,
     ),
     "bench": Text(
-        "measure kernels and training steps",
-        "Measure kernels and training steps.",
+        "time kernels and training steps on this GPU",
+        "Time kernels (fewbits bench kernels) and whole training steps (fewbits bench train), or find the\n"
+        "fastest tile sizes for this GPU (fewbits bench tune).",
         """
 fewbits bench --help
 """,
     ),
     "doctor": Text(
-        "say what is wrong with this machine, and what to do",
-        "Look at driver, toolkit, torch, compilers, memory limits and packages, and say what does not fit.\n"
-        "Works with torch broken or absent. Exit code 1 if there is a problem.",
+        "find what is wrong with this machine, and say how to fix it",
+        "Check driver, CUDA toolkit, torch, compilers, memory limits and packages, and say what does not\n"
+        "work together and what to do. Also works where torch is broken or absent. Changes nothing. Exit\n"
+        "code 1 if there is a problem.",
         """
 fewbits doctor
 fewbits doctor transformer-engine flash-attn
@@ -200,9 +208,10 @@ fewbits doctor --json > findings.json
 """,
     ),
     "build": Text(
-        "run a source build within the memory there is",
-        "Run any build command so that its compilers never use more memory than there is: each starts when\n"
-        "it fits; what does not fit is paused, moved to the disk or run alone. Finished objects are kept.",
+        "compile another library without running out of memory",
+        "Run any build command (pip, ninja, make, cmake) so that its compilers together stay within the\n"
+        "memory of this machine or job: each starts when it fits; one that does not fit is paused, moved\n"
+        "to disk or run alone. Finished object files are kept for the next attempt.",
         """
 fewbits build -- pip wheel --no-build-isolation transformer-engine
 fewbits build --memory 12G -- ninja -C build -j8
@@ -211,10 +220,10 @@ fewbits build --plan profile.json --memory 32G
 """,
     ),
     "plan-gpus": Text(
-        "how long a step takes on many GPUs, on paper",
-        "What a step of data-parallel training costs on many GPUs, with gradients in 32 to 4 bits: from\n"
-        "the step's time on one GPU, the trained values and the network. What the model leaves out, and how\n"
-        "far it was off where we could measure: docs/guide/gradient-communication.md.",
+        "predict the time of a training step on many GPUs, without them",
+        "Predict the time of a data-parallel training step on many GPUs, with gradients exchanged in 32 to\n"
+        "4 bits, from the time of a step on one GPU, the number of trained values and the speed of the\n"
+        "network. docs/guide/gradient-communication.md says what this leaves out and how far off it was.",
         """
 fewbits plan-gpus --values 8e9 --step-ms 980 --network-gbit 100
 fewbits plan-gpus --values 1.7e9 --step-ms 400 --network-gbit 10 --node-size 1 --gpus 2,4,8
@@ -222,7 +231,7 @@ fewbits plan-gpus --values 8e9 --step-ms 980 --network-gbit 3200 --gpus 64,256,1
 """,
     ),
     "sc": Text(
-        "stochastic computing: errors, perplexities, calibration",
+        "simulate stochastic-computing hardware",
         "Compute a model as stochastic-computing hardware would: measure the error of its matrix products\n"
         "and its perplexity, and choose the stream length of each layer under a budget of cycles.",
         """
@@ -233,8 +242,8 @@ fewbits sc calibrate --model models/stories3m --text story.txt --budget 48 --out
 """,
     ),
     "completion": Text(
-        "print a shell's completion script",
-        "Print a script that completes commands and flags with the Tab key. Save it where your shell looks.",
+        "print a script for tab completion in your shell",
+        "Print a script that completes commands and flags with the Tab key. Save it where your shell\nlooks.",
         """
 fewbits completion bash > ~/.local/share/bash-completion/completions/fewbits
 fewbits completion zsh > ~/.zfunc/_fewbits        # a folder in $fpath

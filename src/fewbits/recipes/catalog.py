@@ -12,17 +12,17 @@ _HEAD = Rule(weight_operand=E4M3, activation=E4M3_ROW, gradient=E4M3_ROW)
 
 
 def qlora_nf4() -> Recipe:
-    """QLoRA (Dettmers et al. 2023): NF4 weights with double-quantised scales, adapters on all linears."""
+    """QLoRA: frozen 4-bit NF4 weights with double-quantised scales, LoRA adapters on all linear layers."""
     return Recipe(name="qlora_nf4", linear=Rule(weight=NF4_DQ), lora=LoRA())
 
 
 def lora_bf16() -> Recipe:
-    """Adapters on weights that stay as they are (in bfloat16 if the model is loaded so)."""
+    """LoRA without quantisation: adapters on weights in the dtype of the loaded model."""
     return Recipe(name="lora_bf16", lora=LoRA())
 
 
 def qlora_nf4_fp8() -> Recipe:
-    """QLoRA whose products take FP8 operands: the weight is brought from NF4 to E4M3.
+    """QLoRA with matrix products in FP8 (E4M3): NF4 weights are converted to FP8 before each product.
 
     All operands are E4M3: rows of x and of the gradient with a scale each, the weight with one scale, so that
     the same codes serve both of its products. The scale of a row absorbs most of the range for which E5M2
@@ -35,14 +35,14 @@ def qlora_nf4_fp8() -> Recipe:
 
 
 def float8_full() -> Recipe:
-    """Full fine-tuning of 16- or 32-bit weights; all products take E4M3 operands, scaled as in QLoRA's."""
+    """Full fine-tuning with the decoder's matrix products in FP8 (E4M3); weights stay in 16 or 32 bits."""
     return Recipe(
         name="float8_full", linear=Rule(weight_operand=E4M3, activation=E4M3_ROW, gradient=E4M3_ROW)
     )
 
 
 def qlora_nf4_fp8_head() -> Recipe:
-    """`qlora_nf4_fp8` whose output head multiplies in FP8 too, where a step needs no logits.
+    """`qlora_nf4_fp8` with the output head in FP8 too, wherever a step computes its loss without logits.
 
     The gradient of the logits is E4M3 with a scale for each row, the label's entry in 16 bits beside it: see
     `fewbits.kernels.loss.linear_cross_entropy_float8`. A frozen head keeps two FP8 copies, 2 bytes a weight.
@@ -52,27 +52,29 @@ def qlora_nf4_fp8_head() -> Recipe:
 
 
 def float8_full_head() -> Recipe:
-    """`float8_full` whose output head, tied or not, multiplies for y and dx in FP8 too; dW in 16 bits."""
+    """`float8_full` with the output head in FP8 too, except for its weight gradient (16 bits)."""
     return replace(float8_full(), name="float8_full_head", head=_HEAD)
 
 
 def int8() -> Recipe:
-    """Frozen INT8 weights, one scale per row: to run a model, or to train adapters that one adds."""
+    """Frozen INT8 weights with one scale per row: for inference, or as the base of adapters that you add."""
     return Recipe(name="int8", linear=Rule(weight=INT8))
 
 
 def int4_qat() -> Recipe:
-    """Quantisation-aware training towards INT4 weights in blocks of 32."""
+    """Quantisation-aware training of all weights, which are rounded to INT4 in blocks of 32 in each pass."""
     return Recipe(name="int4_qat", qat=QAT(weight=INT4_G32))
 
 
 def nf4_qat() -> Recipe:
-    """Quantisation-aware training towards NF4 weights in blocks of 64."""
+    """Quantisation-aware training of all weights, which are rounded to NF4 in blocks of 64 in each pass."""
     return Recipe(name="nf4_qat", qat=QAT(weight=NF4))
 
 
 def stochastic() -> Recipe:
-    """Products by stochastic computing, over weights prepared as INT8 codes with a scale per row and chunk.
+    """Simulates stochastic-computing hardware: matrix products of INT8 codes by bit streams of 128 cycles.
+
+    Weights are prepared as codes with a scale for each row and chunk.
 
     scmp_llm's operating point: 8 bits, halved streams (128 cycles), chunks of 128, bit-reversed masks.
     """
@@ -80,7 +82,7 @@ def stochastic() -> Recipe:
 
 
 def sc_qat() -> Recipe:
-    """Adapters trained through stochastic products: forward exactly what the hardware counts.
+    """LoRA for stochastic-computing hardware: the forward pass is exactly what that hardware computes.
 
     The effective weight, adapter included, goes through the streams as one, so merging and preparing it after
     the training changes nothing.
