@@ -1,12 +1,14 @@
 """Transformer Engine's blocks with nothing to build: the names of `transformer_engine.pytorch` over fewbits.
 
 ``import fewbits.te as te`` takes the place of ``import transformer_engine.pytorch as te``. Everything here is
-a definition in plain torch that runs on a CPU and on any GPU; no name of it is loaded by ``import fewbits``.
+plain torch that runs on a CPU and on any GPU, without Transformer Engine's speed; ``import fewbits`` loads
+none of it.
 
-Begin with `linear.py`: a module asks `numerics.py` which recipe holds, `operands.py` for the quantisers that
-the recipe means, and `product.py` multiplies what they make. `recipe.py` is the data, `scaling.py`,
-`microscaling.py` and `float4.py` are the arithmetic, `scales.py` is the one state, `extra_state.py` its way
-through checkpoints. A recipe can also be given to a model as a value, without any context: `use_recipe`.
+To read the code, begin with `linear.py`: a module asks `numerics.py` which recipe is active and `operands.py`
+for that recipe's quantisers, and `product.py` multiplies the quantised operands. `recipe.py` holds the
+recipes as data; `scaling.py`, `microscaling.py` and `float4.py` hold the arithmetic. The only state, scales
+and amax histories of delayed scaling, is in `delayed.py`, and `extra_state.py` saves and loads it.
+`use_recipe` gives a model a recipe without a context.
 
 Importing it does one thing: it tells torch that its classes of data may be loaded (`safe.py`), so that
 ``torch.load`` reads quantised weights with ``weights_only=True``.
