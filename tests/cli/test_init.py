@@ -96,6 +96,15 @@ def test_bad_answers_write_nothing(run, tmp_path, rows, argv, message):
     assert not (tmp_path / "c.yaml").exists()
 
 
+def test_to_standard_output_goes_the_configuration_alone(run, tmp_path, rows, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    flags = ["--model", "models/m", "--train-data", rows, "--yes"]
+    shown = run("init", "-", *flags)
+    assert shown.code == 0 and not shown.err and not (tmp_path / "-").exists()
+    assert run("init", "c.yaml", *flags).code == 0
+    assert shown.out == (tmp_path / "c.yaml").read_text()
+
+
 def test_a_file_that_is_there_stays(run, tmp_path, rows):
     path = tmp_path / "c.yaml"
     path.write_text("mine")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 import fewbits
 from fewbits.errors import BadInput
-from fewbits.inference.answer_file import answer_file, read_rows
+from fewbits.inference.answer_file import answer_file, check_destination, read_rows
 from fewbits.inference.generate import Sampling, generate
 from fewbits.models.live.answers import Report
 
@@ -148,6 +149,49 @@ def test_a_run_that_was_killed_goes_on(seed: int | None, stories260k: Any, tmp_p
     assert [row["answer"] for row in lines(out)] == want and not part.exists()
 
 
+def test_a_second_run_on_one_file_is_refused(stories260k: Any, tmp_path: Path) -> None:
+    """Both wrote one file of answers so far; the first goes on undisturbed, and may be killed."""
+    source, out = write(tmp_path / "rows.jsonl", ROWS), tmp_path / "out.jsonl"
+    refused = []
+
+    def second(done: int, _: int) -> None:
+        if done == 2:
+            for ask in (
+                lambda: check_destination(out),
+                lambda: answer_file(*stories260k, source, out, Sampling(temperature=0, max_new_tokens=3)),
+            ):
+                with pytest.raises(
+                    BadInput, match=rf"out.jsonl is being written by process {os.getpid()} on"
+                ):
+                    ask()
+                refused.append(ask)
+
+    answer_file(*stories260k, source, out, GREEDY, progress=second)
+    want = [answer.text for answer in fewbits.generate_many(*stories260k, PROMPTS, GREEDY)]
+    assert len(refused) == 2 and [row["answer"] for row in lines(out)] == want
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.jsonl", "rows.jsonl"]
+
+
+@pytest.mark.parametrize("words", [{"max_new_tokens": 2.5}, {"top_k": "5"}, {"seed": 1.0}])
+def test_settings_that_are_whole_numbers(words: dict[str, Any]) -> None:
+    ((name, value),) = words.items()
+    with pytest.raises(BadInput, match=f"{name} is {value!r}, and it must be a whole number"):
+        Sampling(**words)
+
+
+@pytest.mark.parametrize("at_a_time", [2.5, "2", True, -1, 0])
+def test_no_number_of_texts(at_a_time: Any, stories260k: Any, tmp_path: Path) -> None:
+    """-1 of one row read no prompt for ever; 2.5 was a TypeError of a slice."""
+    source = write(tmp_path / "rows.jsonl", ROWS)
+    for call in (
+        lambda: fewbits.generate_many(*stories260k, ["Once"], GREEDY, at_a_time=at_a_time),
+        lambda: answer_file(*stories260k, source, tmp_path / "out", GREEDY, at_a_time=at_a_time),
+    ):
+        with pytest.raises(BadInput, match=f"{at_a_time!r} texts at a time were asked for; give 1 to 256"):
+            call()
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -205,5 +249,7 @@ def test_files_that_will_not_do(stories260k: Any, tmp_path: Path) -> None:
     (tmp_path / "binary.jsonl").write_bytes(b"\xff\xfe\x00\xd8")
     with pytest.raises(BadInput, match=r"is not UTF-8 text \(byte 0\)"):
         read_rows(tmp_path / "binary.jsonl")
+    with pytest.raises(BadInput, match="give its name in place of -"):
+        check_destination("-")
     with pytest.raises(BadInput, match="there is no folder"):
         answer_file(*stories260k, write(tmp_path / "rows.jsonl", ROWS), tmp_path / "no" / "out.jsonl")

@@ -125,6 +125,8 @@ def test_a_full_disk_is_one_sentence(tmp_path, code):
 
 
 def test_a_taken_folder_is_refused_unless_asked_for(tmp_path):
+    with pytest.raises(BadInput, match="give its name in place of -"):
+        check_destination("-")
     write(tmp_path / "a", "old", "config.json", "model.safetensors", "tokenizer.json")
     (tmp_path / "a" / "notes.txt").write_text("mine")
     with pytest.raises(BadInput, match=r"exists and is not empty; [^\n]*--overwrite"):
@@ -135,6 +137,27 @@ def test_a_taken_folder_is_refused_unless_asked_for(tmp_path):
     assert names(tmp_path / "a") == {"config.json", "model-00001-of-00001.safetensors", "notes.txt"}
     assert (tmp_path / "a" / "config.json").read_text() == "new"
     assert names(tmp_path) == {"a"}
+
+
+@pytest.mark.parametrize("stood_in", [False, True])
+def test_of_two_that_write_one_folder_the_first_to_end_has_it(tmp_path, monkeypatch, stood_in):
+    """Nothing was there when both began, and neither was told to replace anything."""
+    target = tmp_path / "out"
+    if stood_in:
+        target.mkdir()
+        monkeypatch.chdir(target)
+    meanwhile = "was written by another process in the meantime"
+    with pytest.raises(BadInput, match=meanwhile), whole_folder(target) as late:
+        (late / "config.json").write_text("late")
+        if stood_in:  # whoever else uses fewbits is refused at once: there is a hidden folder in it
+            with pytest.raises(BadInput, match="is not empty"):
+                check_destination(target)
+            (target / "config.json").write_text("early")
+        else:
+            with whole_folder(target) as early:
+                (early / "config.json").write_text("early")
+    assert (target / "config.json").read_text() == "early"
+    assert names(tmp_path) == {"out"} and names(target) == {"config.json"}
 
 
 def test_only_a_folder_of_the_same_kind_is_replaced(tmp_path):

@@ -16,7 +16,7 @@ def check(args: Namespace) -> None:
         BadInput: options that do not go together, or files that will not do.
     """
     from fewbits.inference.answer_file import check_destination, read_rows
-    from fewbits.models.live.plan import MOST_SLOTS
+    from fewbits.models.live.plan import check_slots
 
     if args.lookup < 0 or (args.lookup and args.draft is not None):
         raise BadInput("give --lookup a number of tokens, or --draft a model, not both.")
@@ -29,8 +29,7 @@ def check(args: Namespace) -> None:
         return
     if args.output is None:
         raise BadInput("--input needs --output, the file for the answers.")
-    if args.at_a_time is not None and not 1 <= args.at_a_time <= MOST_SLOTS:
-        raise BadInput(f"--at-a-time {args.at_a_time}: give 1 to {MOST_SLOTS}.")
+    check_slots(args.at_a_time)
     check_destination(args.output)
     read_rows(args.input)
 

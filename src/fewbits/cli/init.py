@@ -50,9 +50,12 @@ def questions() -> tuple[Question, ...]:
 
 
 def init(args: Namespace) -> int:
-    """Ask what the flags leave open, write the file, say what to do with it."""
-    path = Path(args.config)
-    if path.exists() and not args.overwrite:
+    """Ask what the flags leave open, write the file, say what to do with it.
+
+    To standard output goes the configuration alone, so that it can be sent on.
+    """
+    path = None if args.config == "-" else Path(args.config)  # - is standard output
+    if path is not None and path.exists() and not args.overwrite:
         raise BadInput(f"{path} exists; give another name, or --overwrite to replace it.")
     told = {q.key: getattr(args, q.key) for q in questions() if getattr(args, q.key) is not None}
     answers = _answers(told, ask=_asker(args))
@@ -67,6 +70,9 @@ def init(args: Namespace) -> int:
     get_recipe(config.recipe or "")  # one that nobody knows is refused now, and not by the run
     columns = _check_rows(config)
     text = written(config, settings, columns)
+    if path is None:
+        sys.stdout.write(text)
+        return 0
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
     TrainConfig.from_yaml(path)  # what was written is what will be read

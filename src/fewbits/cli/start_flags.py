@@ -16,7 +16,7 @@ def _init(sub: argparse.ArgumentParser) -> None:
         nargs="?",
         default="fewbits.yaml",
         metavar="CONFIG",
-        help="file to write (default: %(default)s)",
+        help="file to write, - for standard output (default: %(default)s)",
     )
     sub.add_argument("--model", metavar="PATH", help="folder or hub name of the base model")
     sub.add_argument("--train-data", metavar="FILE", help="training data: a file, or a name on the Hub")

@@ -22,6 +22,8 @@ from fewbits.errors import BadInput
 from fewbits.inference.generate import Generation, Prompt, Sampling
 from fewbits.inference.many import answered, encoded, seed_of
 from fewbits.models.live.answers import Report
+from fewbits.models.live.plan import check_slots
+from fewbits.models.one_writer import one_writer, refuse_second_writer
 from fewbits.text_files import lines_of, read_text
 
 _ADDED = ("answer", "tokens", "stopped_by")
@@ -114,33 +116,46 @@ def answer_file(
         progress: called with the answers there are and the rows.
 
     Raises:
-        BadInput: a bad row, an output that is there already, or answers begun with other rows or settings.
+        BadInput: a bad row, an output that is there already or that another process is writing, or answers
+            begun with other rows or settings.
         NotFinite: the model's logits are NaN or infinite.
     """
     sampling, path = sampling or Sampling(), Path(destination)
-    check_destination(path)
-    rows = read_rows(source)
-    part = _Part(path, rows, sampling, of_model or {})
-    earlier = len(part.answers)
-    todo = encoded(tokenizer, [_prompt_of(row) for row in rows], part.seed)
-    report, tokens, seconds = Report(), 0, 0.0
-    if progress is not None:
-        progress(earlier, len(rows))
-    left = [row for row in todo if row.index not in part.answers]
-    with part:
-        for number, answer in answered(
-            model, tokenizer, left, replace(sampling, seed=part.seed), at_a_time=at_a_time, report=report
-        ):
-            part.add(number, answer)
-            tokens, seconds = tokens + answer.tokens, answer.seconds
-            if progress is not None:
-                progress(len(part.answers), len(rows))
-    part.finish(rows)
+    _check_free(destination)
+    check_slots(at_a_time)
+    with one_writer(path):
+        _check_free(path)  # whoever wrote it may have ended in the meantime
+        rows = read_rows(source)
+        part = _Part(path, rows, sampling, of_model or {})
+        earlier = len(part.answers)
+        todo = encoded(tokenizer, [_prompt_of(row) for row in rows], part.seed)
+        report, tokens, seconds = Report(), 0, 0.0
+        if progress is not None:
+            progress(earlier, len(rows))
+        left = [row for row in todo if row.index not in part.answers]
+        with part:
+            for number, answer in answered(
+                model, tokenizer, left, replace(sampling, seed=part.seed), at_a_time=at_a_time, report=report
+            ):
+                part.add(number, answer)
+                tokens, seconds = tokens + answer.tokens, answer.seconds
+                if progress is not None:
+                    progress(len(part.answers), len(rows))
+        part.finish(rows)
     return Written(path=path, rows=len(rows), earlier=earlier, tokens=tokens, seconds=seconds, report=report)
 
 
 def check_destination(path: str | Path) -> None:
     """Raise `BadInput` if the answers cannot go there; to be asked before a model is loaded."""
+    _check_free(path)
+    refuse_second_writer(path)
+
+
+def _check_free(path: str | Path) -> None:
+    if str(path) == "-":
+        raise BadInput(
+            "answers go to a file, where a run that was stopped goes on; give its name in place of -."
+        )
     path = Path(path)
     if path.exists():
         raise BadInput(f"{path} is there already; move it away or give another name.")

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -52,6 +53,11 @@ class Sampling:
     seed: int | None = None
 
     def __post_init__(self) -> None:
+        for name in ("max_new_tokens", "top_k", "seed"):
+            value = getattr(self, name)
+            whole = isinstance(value, Integral) and not isinstance(value, bool)
+            if not (whole or (name == "seed" and value is None)):
+                raise BadInput(f"{name} is {value!r}, and it must be a whole number.")
         checks = (
             (self.max_new_tokens >= 1, "max_new_tokens must be at least 1"),
             (self.temperature >= 0, "temperature must be 0 (greedy) or more"),

@@ -85,7 +85,7 @@ def whole_folder(
     try:
         partial.parent.mkdir(parents=True, exist_ok=True)
         partial.mkdir()
-        (partial / _OWNER).write_text(json.dumps(_this_process()), encoding="utf-8")
+        (partial / _OWNER).write_text(json.dumps(this_process()), encoding="utf-8")
         new = partial / _NEW
         new.mkdir()
     except OSError as error:
@@ -100,7 +100,10 @@ def whole_folder(
                 target, new, (*_BELONGS_TO_A_MODEL, *map(glob.escape, replaced)) if overwrite else _WEIGHTS
             )
             sync(new)
-            take_place(new, target, aside=partial / _OLD)
+            if overwrite is False:
+                _put_new(new, target)
+            else:
+                take_place(new, target, aside=partial / _OLD)
             fsync(target.parent)
     except FewbitsError:
         raise
@@ -133,6 +136,8 @@ def check_destination(
     Raises:
         BadInput: the place is taken or protected.
     """
+    if str(target) == "-":
+        raise BadInput("a folder cannot go to standard output; give its name in place of -.")
     path = Path(target).expanduser().resolve()
     remove_leftovers(path.parent)
     remove_leftovers(path)
@@ -163,6 +168,27 @@ def check_destination(
             "current folder, or lies where you may not write); choose a new folder in it."
         )
     return path
+
+
+def _put_new(new: Path, target: Path) -> None:
+    """Give ``new`` the name ``target``, where nothing, or an empty folder, has it.
+
+    Raises:
+        BadInput: another process has written it since that was seen; theirs stays.
+    """
+    try:
+        new.replace(target)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            raise
+        raise _written_meanwhile(target) from error
+
+
+def _written_meanwhile(target: Path) -> BadInput:
+    return BadInput(
+        f"{target} was written by another process in the meantime, and stays as that one left it; choose"
+        " another folder."
+    )
 
 
 def take_place(new: Path, target: Path, *, aside: Path) -> Path | None:
@@ -223,7 +249,8 @@ def _is_left(partial: Path) -> bool:
         return False
 
 
-def _this_process() -> dict[str, object]:
+def this_process() -> dict[str, object]:
+    """What `owner_is_gone` needs to know this process again: pid, host, and when it began."""
     return {"pid": os.getpid(), "host": socket.gethostname(), "started": _start_of(os.getpid())}
 
 
@@ -301,6 +328,8 @@ def _link(source: str | Path, place: str | Path) -> None:
 def _fill(new: Path, target: Path) -> None:
     """Move everything from ``new`` into the empty ``target``; what makes it a model comes last."""
     sync(new)
+    if any(not _PARTIAL.fullmatch(entry.name) for entry in target.iterdir()):
+        raise _written_meanwhile(target)
     for entry in sorted(new.iterdir(), key=lambda p: (p.name in (MODEL, ADAPTER), p.name)):
         entry.replace(target / entry.name)
     fsync(target)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from fewbits.cli import main
 from fewbits.errors import BadInput, Unsupported
 from fewbits.inference.rounding import pipeline
 from fewbits.inference.rounding.budget import Budget
-from fewbits.inference.rounding.pipeline import calibrate_checkpoint
+from fewbits.inference.rounding.pipeline import CalibrationResult, calibrate_checkpoint
 from fewbits.nn.linear import QuantizedLinear
 from tests.models.loading import packed_state, same, save_tiny
 from tests.models.mixtures import save_mixture
@@ -82,6 +83,28 @@ def test_another_call_does_not_take_what_is_there(tmp_path: Path) -> None:
                              windows=(4, 64))  # fmt: skip
     other = calibrate_checkpoint(tmp_path / "base", tmp_path / "out", "int8", given, windows=(4, 64))
     assert other.resumed == 0
+
+
+def test_a_second_run_on_one_destination_is_refused(tmp_path: Path) -> None:
+    """It removed the first one's work, or both wrote one file; the first goes on undisturbed."""
+    save_tiny(tmp_path / "base")
+    given, refused = rows(tmp_path), []
+
+    def call(name: str, format: str, progress: Callable[[int, int], None] | None = None) -> CalibrationResult:
+        words = {"windows": (4, 64), "progress": progress}
+        return calibrate_checkpoint(tmp_path / "base", tmp_path / name, format, given, **words)
+
+    def second(done: int, total: int) -> None:
+        for format in ("int4_g32", "int8"):
+            with pytest.raises(BadInput, match=r"out is being written by process \d+ on .*; wait until"):
+                call("out", format)
+            refused.append(format)
+
+    found, want = call("out", "int4_g32", second), call("whole", "int4_g32")
+    assert len(refused) == 4 and found.output_errors == want.output_errors
+    models = [FastLanguageModel.from_pretrained(tmp_path / name)[0] for name in ("out", "whole")]
+    assert same(packed_state(models[0]), packed_state(models[1]))
+    assert {p.name for p in tmp_path.iterdir()} == {"base", "rows.jsonl", "out", "whole"}
 
 
 def test_bad_input_is_refused_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,6 +40,7 @@ from fewbits.models.experts import expert_modules
 from fewbits.models.fast import FastLanguageModel, is_packed
 from fewbits.models.hf_quantizer import write_packed
 from fewbits.models.in_memory import mark_loaded
+from fewbits.models.one_writer import one_writer
 from fewbits.models.packed import put
 from fewbits.models.whole_folder import check_destination, whole_folder
 from fewbits.nn.linear import QuantizedLinear
@@ -104,7 +105,7 @@ def calibrate_checkpoint(
         progress: called as ``progress(layers done, layers in all)``.
 
     Raises:
-        BadInput: an unknown method, too little text, a destination that is taken.
+        BadInput: an unknown method, too little text, a destination that is taken or being written.
         BadCheckpoint, NotFinite: the source is damaged.
         Unsupported: a packed source, or a format that its rows do not fill.
     """
@@ -116,28 +117,30 @@ def calibrate_checkpoint(
     budget, target = format if isinstance(format, Budget) else None, Path(destination)
     choices = [get_format(name) for name in budget.formats] if budget else [_one_format(format)]
     check_destination(target, overwrite=overwrite, protected=[source])
-    model, tokenizer = FastLanguageModel.from_pretrained(source, load_in_4bit=False, device_map="cpu")
-    if is_packed(model):
-        raise Unsupported(f"{source} is packed already; calibrate the original model.")
-    model.eval()
-    work = _Work(model, choices, method)
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or length
-    tokens = read_windows(
-        rows, tokenizer, length=min(length, positions), count=samples, least=work.most_columns
-    )
-    chosen = budget.text if budget else choices[0].text
-    progress_folder = _Progress(target, _fingerprint(source, chosen, method, tokens))
-    if budget is not None:
-        work.choose(budget, tokens, progress_folder, progress)
-    before = sum(p.numel() * p.element_size() for p in model.parameters())
-    resumed = work.run(tokens, progress_folder, progress)
-    name = "mixed" if budget else choices[0].name
-    mark_loaded(model, f"{name}_{method.replace('+', '_')}")
-    with whole_folder(target, overwrite=overwrite, protected=[source]) as folder:
-        write_packed(model, folder, published=target)
-        tokenizer.save_pretrained(folder)
-        inspect_folder(folder)  # what was written reads back
-    progress_folder.remove()
+    with one_writer(target):
+        check_destination(target, overwrite=overwrite, protected=[source])  # whoever wrote may have ended
+        model, tokenizer = FastLanguageModel.from_pretrained(source, load_in_4bit=False, device_map="cpu")
+        if is_packed(model):
+            raise Unsupported(f"{source} is packed already; calibrate the original model.")
+        model.eval()
+        work = _Work(model, choices, method)
+        positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or length
+        tokens = read_windows(
+            rows, tokenizer, length=min(length, positions), count=samples, least=work.most_columns
+        )
+        chosen = budget.text if budget else choices[0].text
+        progress_folder = _Progress(target, _fingerprint(source, chosen, method, tokens))
+        if budget is not None:
+            work.choose(budget, tokens, progress_folder, progress)
+        before = sum(p.numel() * p.element_size() for p in model.parameters())
+        resumed = work.run(tokens, progress_folder, progress)
+        name = "mixed" if budget else choices[0].name
+        mark_loaded(model, f"{name}_{method.replace('+', '_')}")
+        with whole_folder(target, overwrite=overwrite, protected=[source]) as folder:
+            write_packed(model, folder, published=target)
+            tokenizer.save_pretrained(folder)
+            inspect_folder(folder)  # what was written reads back
+        progress_folder.remove()
     errors = list(work.errors.values())
     return CalibrationResult(
         folder=target,
@@ -283,6 +286,7 @@ class _Progress:
     """What is done, beside the destination, until all is."""
 
     def __init__(self, target: Path, fingerprint: str) -> None:
+        target = target.resolve() if target.is_dir() else target.absolute()  # "." has no name of its own
         self.folder = target.with_name(target.name + ".calibration")
         state = self.folder / _STATE
         if self.folder.exists() and self._of(state) != fingerprint:

@@ -17,7 +17,7 @@ from fewbits.models.decode_calls import other_way, speculates
 from fewbits.models.decode_generate import Decoding, alone, decoding_of
 from fewbits.models.decode_step import why_not
 from fewbits.models.live.batch import LiveBatch
-from fewbits.models.live.plan import Plan, free_bytes, plan_slots
+from fewbits.models.live.plan import Plan, check_slots, free_bytes, plan_slots
 from fewbits.models.live.prompts import Prompts, Read
 from fewbits.models.live.rows import Request, Row, Text, is_from_transformers, request_of
 from fewbits.models.live.slots import ModelSlots, Slots
@@ -70,10 +70,12 @@ def answers(
         report: is told what was done.
 
     Raises:
-        BadInput: an empty prompt, one that fills the model's context, or memory that does not do.
+        BadInput: ``slots`` that are no whole number of 1 to 256, an empty prompt, one that fills the model's
+            context, or memory that does not do.
         NotFinite: logits are NaN or infinite.
     """
     _check_words(keywords)
+    check_slots(slots)
     if not rows:
         return
     report = report or Report()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
+from typing import Any
 
 import psutil
 import torch
@@ -40,6 +42,15 @@ def free_bytes(device: torch.device) -> int:
     return int(free * _SHARE.get(device.type, 0.5))
 
 
+def check_slots(at_a_time: Any) -> None:
+    """Raise `BadInput` for what is no number of texts at a time; None is as good as a number."""
+    whole = isinstance(at_a_time, Integral) and not isinstance(at_a_time, bool)
+    if at_a_time is not None and not (whole and 1 <= at_a_time <= MOST_SLOTS):
+        raise BadInput(
+            f"{at_a_time!r} texts at a time were asked for; give 1 to {MOST_SLOTS}, a whole number."
+        )
+
+
 def plan_slots(lengths: Sequence[int], bytes_per_token: int, free: int, at_a_time: int | None) -> Plan:
     """Slots for texts of these lengths.
 
@@ -47,13 +58,11 @@ def plan_slots(lengths: Sequence[int], bytes_per_token: int, free: int, at_a_tim
         lengths: tokens of each text at most, its prompt included.
         bytes_per_token: keys and values of all layers.
         free: bytes that they may take.
-        at_a_time: slots that the caller asks for; None: as many as fit, up to 256.
+        at_a_time: slots that the caller asks for, as `check_slots` has them; None: as many as fit, up to 256.
 
     Raises:
-        BadInput: not 1 to 256, or the memory does not hold as many as were asked for, or not even one.
+        BadInput: the memory does not hold as many as were asked for, or not even one.
     """
-    if at_a_time is not None and not 1 <= at_a_time <= MOST_SLOTS:
-        raise BadInput(f"{at_a_time} texts at a time were asked for; give 1 to {MOST_SLOTS}.")
     room = max(lengths)
     each = room * bytes_per_token
     fitting = free // max(each, 1)
