@@ -28,6 +28,7 @@ from fewbits.host.record import notes_of, put_part, receipts_of, take_part
 from fewbits.host.spec import find, layer_names, locate, spec_for
 from fewbits.host.transposed import as_conv1d, as_linear, is_conv1d, is_transposed
 from fewbits.host.unwrap import unwrap
+from fewbits.models.adapters_told import adapters_told
 from fewbits.models.cache_choice import check_cache
 from fewbits.models.experts import expert_modules, expert_rules, packed_place, why_not_packed
 from fewbits.models.gpu_fallbacks import gpu_fallbacks
@@ -128,12 +129,14 @@ def linears_to_replace(model: nn.Module, recipe: Recipe) -> dict[str, Rule]:
 def explain(model: nn.Module) -> Receipt:
     """The receipt of everything that fewbits has put into this model; print it.
 
-    First the conversion, then, in their order, the fused decoder, layers shared by ranks and the like. Of a
-    model that was not converted it says so, and lists what layers of ours it has all the same.
+    First the conversion, then, in their order, the fused decoder, layers shared by ranks and the like, and
+    last the adapters that stand in it. Of a model that was not converted it says so, and lists what layers of
+    ours it has all the same.
     """
     receipts = receipts_of(model)
     first = receipts.pop(Conversion, None) or _without_conversion(model)
-    return replace(first, further=[*receipts.values()]) if receipts else first
+    further = [*receipts.values(), *adapters_told(model)]
+    return replace(first, further=further) if further else first
 
 
 def _without_conversion(model: nn.Module) -> Receipt:
