@@ -6,7 +6,9 @@ the byte, and nothing else; it is installed into a new environment, where the pa
 runs this are on the path and no fewbits of theirs, and `fewbits demo` and a `fewbits build` run there from a
 folder of their own. The build runner, `fewjobs`, is then installed alone into another one, without torch.
 
-    python scripts/check_wheel.py [--keep FOLDER]
+    python scripts/check_wheel.py [--keep FOLDER] [--few-steps]
+
+With --few-steps the demo has every part, and too few steps to learn: whether it learns is then not asked.
 
 Needs setuptools from pip's index or folders, as `pip install -e .` does.
 """
@@ -32,6 +34,13 @@ WHERE = "import fewbits, fewbits.cli, fewjobs; print(fewbits.__file__, fewjobs._
 RUNNER = "src/fewjobs"
 NOT_IN_WHEEL = {f"{RUNNER}/pyproject.toml"}  # for those who install the runner alone
 HAS_TORCH = "import importlib.util as i; print([n for n in ('torch', 'fewbits') if i.find_spec(n)])"
+FEW_STEPS = """
+import sys
+from dataclasses import replace
+from fewbits.demo import run
+run.QUICK = replace(run.QUICK, steps=4, num_test=7, target=0.0)
+sys.exit(run.run_demo(quick=True))
+"""
 A_BUILD = ("--", "sh", "-c", "echo built")
 
 
@@ -121,6 +130,7 @@ def check_runner(work: Path) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--keep", type=Path, help="copy both distributions into this folder")
+    parser.add_argument("--few-steps", action="store_true", help="a demo that is too short to learn")
     options = parser.parse_args()
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as name:
@@ -151,7 +161,8 @@ def main() -> int:
             print(wrong)
             return 1
         print("fewbits build ran from the wheel, and fewjobs alone, without torch")
-        said = run([str(python.with_name("fewbits")), "demo", "--quick"], elsewhere)
+        whole = [str(python.with_name("fewbits")), "demo", "--quick"]
+        said = run([str(python), "-c", FEW_STEPS] if options.few_steps else whole, elsewhere)
         print(*[line.strip("│ ") for line in said.splitlines() if "exact answers  " in line])
     print(f"the demo ran from the wheel alone; {time.monotonic() - began:.0f} s in all")
     return 0

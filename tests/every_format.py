@@ -1,4 +1,4 @@
-"""Tests of every format: those that a family lists beside its typical members are left to the slow tests."""
+"""Tests of every format: those that a family lists beside its typical ones run every night."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fewbits.formats import ALIKE, FORMATS
 every_format = pytest.mark.parametrize(
     "format",
     [
-        pytest.param(format, id=name, marks=pytest.mark.slow if name in ALIKE else ())
+        pytest.param(format, id=name, marks=pytest.mark.nightly if name in ALIKE else ())
         for name, format in FORMATS.items()
     ],
 )

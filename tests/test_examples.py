@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -59,3 +60,33 @@ def test_the_ten_are_short_and_run_by_one_script(tmp_path, monkeypatch, capsys):
     (tmp_path / "broken.py").write_text("raise SystemExit(3)")
     monkeypatch.setitem(script["main"].__globals__, "EXAMPLES", tmp_path)
     assert script["main"]([]) == 1
+
+
+def test_users_scripts_that_fail_or_hang_or_are_absent_are_told(tmp_path):
+    scripts = {
+        "good": "import os, sys; print(os.listdir(), os.environ['HF_HUB_OFFLINE'], __name__)",
+        "wrong": "print('before'); assert 1 == 2, 'one is not two'",
+        "hangs": "import time; time.sleep(60)",
+        "leaves": "raise SystemExit(3)",
+    }
+    for name, text in scripts.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    code = (
+        f"import sys; sys.path.insert(0, {str(EXAMPLES.parent / 'scripts')!r})\n"
+        "import run_users\nrun_users.LIBRARIES.clear()\nrun_users.LIMIT_S = 3\n"
+        "sys.exit(run_users.main(sys.argv[1], sys.argv[2:]))"
+    )
+
+    def ran(*names: str) -> subprocess.CompletedProcess[str]:
+        words = [sys.executable, "-c", code, str(tmp_path), *names]
+        return subprocess.run(words, capture_output=True, text=True, timeout=60)
+
+    done = ran("good")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[:2] == ["good", "ok"] and "1 __main__" in done.stdout
+    done = ran("wrong", "hangs", "leaves", "absent")
+    assert done.returncode == 1
+    assert [line.split()[1] for line in done.stdout.splitlines() if line.split()[0] in scripts] == [
+        "FAILED"
+    ] * 3
+    assert "one is not two" in done.stdout and "absent: there is no" in done.stdout

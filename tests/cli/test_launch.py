@@ -402,10 +402,8 @@ def test_a_machine_whose_launcher_is_killed_ends_the_run(tmp_path, run_folders):
     assert re.search(rf"error: ({gone}|{lost}); {then}", told), told
 
 
-@pytest.mark.parametrize(
-    "launcher",
-    [pytest.param("torchrun", marks=pytest.mark.nightly), pytest.param("ours", marks=pytest.mark.slow)],
-)
+@pytest.mark.nightly  # eight processes that import everything
+@pytest.mark.parametrize("launcher", ["torchrun", "ours"])
 def test_a_killed_rank_is_started_again_and_nothing_is_lost(launcher, tmp_path, run_folders):
     """The store of the first attempt, with its dead addresses, is there for the second one too."""
     from safetensors.torch import load_file

@@ -111,7 +111,7 @@ def without_debug(workshop: Workshop, library: bytes) -> bytes:
     return place.read_bytes()
 
 
-@pytest.mark.slow  # pip makes three environments
+@pytest.mark.nightly  # pip makes three environments; uv's below are in the slow tests
 @pytest.mark.parametrize("debug", ["-g0", pytest.param("-g", marks=full)])
 def test_pip_wheel_with_build_isolation(workshop: Workshop, tmp_path: Path, debug: str) -> None:
     if importlib.util.find_spec("pip") is None or shutil.which("objcopy") is None:

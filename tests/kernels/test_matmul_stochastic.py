@@ -84,9 +84,11 @@ def test_random_configurations_equal_generated_streams() -> None:
         _same_as_generated(seed)
 
 
-@pytest.mark.slow
-def test_many_random_configurations_equal_generated_streams() -> None:
-    for seed in range(1000, 3000):
+@pytest.mark.parametrize(
+    "count", [pytest.param(300, marks=pytest.mark.slow), pytest.param(2000, marks=pytest.mark.nightly)]
+)
+def test_many_random_configurations_equal_generated_streams(count: int) -> None:
+    for seed in range(1000, 1000 + count):
         _same_as_generated(seed)
 
 

@@ -37,13 +37,6 @@ def test_some_corrupt_folders() -> None:
     check(tried("--every", "120", "--seconds", "60"))
 
 
-@pytest.mark.slow
-def test_one_in_twenty_corrupt_folders() -> None:
-    found = tried("--seconds", "60", "--every", "20")
-    assert found["folders"] >= 30
-    check(found)
-
-
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
 def test_all_corrupt_folders() -> None:

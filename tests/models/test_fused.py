@@ -393,10 +393,8 @@ def test_a_soft_cap_under_torch_compile() -> None:
     torch.testing.assert_close(torch.compile(step, backend="eager")(x, y), need)
 
 
-@pytest.mark.parametrize(
-    ("family", "layers"),
-    [pytest.param("llama", 1, marks=pytest.mark.slow), pytest.param("gemma2", 2, marks=pytest.mark.nightly)],
-)  # the other six: once, by hand
+@pytest.mark.nightly  # half a minute each
+@pytest.mark.parametrize(("family", "layers"), [("llama", 1), ("gemma2", 2)])  # the other six: once, by hand
 def test_compiled_or_not(family: str, layers: int) -> None:
     """torch.compile goes round the nodes, which are launched as they are."""
     torch.compiler.reset()

@@ -48,9 +48,9 @@ def loss_of(model: Any) -> float:
     [
         ("llama", "q4_k_m"),
         pytest.param("qwen2", "q8_0", marks=pytest.mark.slow),
-        pytest.param("qwen3", "iq4_xs", marks=pytest.mark.slow),
+        pytest.param("qwen3", "iq4_xs", marks=pytest.mark.nightly),
         pytest.param("llama", "tq2_0", marks=pytest.mark.slow),
-        pytest.param("llama", "q2_k", marks=pytest.mark.slow),
+        pytest.param("llama", "q2_k", marks=pytest.mark.nightly),
     ],
 )
 def test_a_file_computes_what_its_decoded_weights_do(tmp_path: Path, family: str, method: str) -> None:

@@ -266,10 +266,8 @@ def test_quantising_by_rows_gives_the_same_bits(format):
         assert same(dict(quantize_by_rows(format, weight, rows=128).parts), dict(whole.parts)), shape
 
 
-@pytest.mark.parametrize(
-    "recipe",
-    [pytest.param("qlora_nf4", marks=pytest.mark.slow), pytest.param("int8", marks=pytest.mark.nightly)],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("recipe", ["qlora_nf4", "int8"])
 def test_peak_memory_is_the_packed_model_and_about_one_tensor(recipe):
     """In a fresh process, on 0.6 GB of weights: the process's own memory, without the shards' file pages."""
     script = Path(__file__).parents[2] / "benchmarks" / "load_memory.py"

@@ -276,9 +276,13 @@ def _whole(folder: Path) -> tuple[float, ...]:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    "kills", [pytest.param(2, marks=pytest.mark.slow), pytest.param(25, marks=pytest.mark.nightly)]
+    ("what", "kills"),
+    [
+        pytest.param("merge", 2, marks=pytest.mark.slow),
+        pytest.param("merge", 25, marks=pytest.mark.nightly),
+        pytest.param("quantize", 25, marks=pytest.mark.nightly),
+    ],
 )
-@pytest.mark.parametrize("what", ["merge", "quantize"])
 def test_killed_at_random_moments(tmp_path, what, kills, record_property):
     """Merging in shards over an older merge, and quantising over an older one."""
     save_tiny(tmp_path / "base", shard="60KB")

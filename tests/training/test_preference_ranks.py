@@ -70,8 +70,13 @@ def ran(outcomes: list[dict]) -> None:
     assert [outcome["status"] for outcome in outcomes] == [0] * len(outcomes), outcomes
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["dpo", "kto", "orpo", "simpo", "reward"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        *(pytest.param(method, marks=pytest.mark.slow) for method in ("kto", "orpo")),
+        *(pytest.param(method, marks=pytest.mark.nightly) for method in ("dpo", "simpo", "reward")),
+    ],
+)  # of pairs the test of a killed run below has one of the slow tests
 def test_two_processes_learn_as_one_with_the_whole_batch(killer, make, tmp_path, method):
     # ORPO's own likelihood is a mean over the tokens of a pass, so the passes must be the same, too
     passes = {"batch_size": 2, "gradient_accumulation": 2} if method == "orpo" else {}

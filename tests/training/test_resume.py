@@ -194,13 +194,8 @@ def test_who_handles_these_signals_goes_on_handling_them():
         signal.signal(signal.SIGUSR1, before)
 
 
-@pytest.mark.parametrize(
-    "kind, options",
-    [
-        pytest.param("lora", LORA, marks=pytest.mark.slow),
-        pytest.param("full", FULL, marks=pytest.mark.nightly),
-    ],
-)
+@pytest.mark.nightly  # a few kills in the slow tests: test_killed_at_writes and test_killed_by_the_clock
+@pytest.mark.parametrize("kind, options", [("lora", LORA), ("full", FULL)])
 @pytest.mark.timeout(1800)
 def test_killed_many_times(kind, options, whole, killer, tiny_folder, tiny_data, tmp_path, record_property):
     """Twenty kills, at any moment or write, over as many runs as that takes: each ends as if undisturbed."""

@@ -232,10 +232,12 @@ def test_sharded_and_killed_and_resumed_on_more_ranks(killer, make, still_folder
     assert weights(tmp_path / "shares").keys() == weights(tmp_path / "one").keys()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
-    [pytest.param({**LORA, "optimizer": "adamw_8bit"}, id="lora 8 bit"), pytest.param(FULL, id="full")],
+    [
+        pytest.param({**LORA, "optimizer": "adamw_8bit"}, id="lora 8 bit", marks=pytest.mark.slow),
+        pytest.param(FULL, id="full", marks=pytest.mark.nightly),
+    ],
 )
 def test_whole_and_then_in_shares_or_cut(options, killer, make, still_folder, tmp_path):
     """Two ranks with the whole model each, killed; three with shares, killed; two that cut layers."""
@@ -260,7 +262,7 @@ def newest(run: Path) -> Path:
     "options",
     [
         pytest.param({**LORA, "communication": "int8"}, id="lora", marks=pytest.mark.slow),
-        pytest.param({**FULL, "optimizer": "adamw_8bit"}, id="full"),
+        pytest.param({**FULL, "optimizer": "adamw_8bit"}, id="full", marks=pytest.mark.nightly),
     ],
 )
 def test_two_copies_of_two_shares_each(options, killer, make, still_folder, tmp_path):
@@ -320,17 +322,20 @@ def test_ranks_that_read_their_own_shares_follow_one_process(parallel, killer, m
             assert (other[name] - tensor).norm() <= 1e-3 * tensor.norm(), name
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "then, ranks, note",
     [
-        ({"parallel": "fsdp", "tensor_size": 2}, 4, ""),
-        ({"parallel": "fsdp", "tensor_size": 2}, 2, "send no gradients"),
-        ({"parallel": "fsdp"}, 4, "dropped, begun at zero"),
-        ({"parallel": "ddp"}, 2, "dropped, begun at zero"),
-        ({"parallel": "tensor"}, 2, "send no gradients"),
+        pytest.param({"parallel": "fsdp", "tensor_size": 2}, 4, "", marks=pytest.mark.slow, id="the same"),
+        *(
+            pytest.param(then, ranks, note, marks=pytest.mark.nightly, id=id)
+            for then, ranks, note, id in (
+                ({"parallel": "fsdp", "tensor_size": 2}, 2, "send no gradients", "one pair"),
+                ({"parallel": "fsdp"}, 4, "dropped, begun at zero", "shares"),
+                ({"parallel": "ddp"}, 2, "dropped, begun at zero", "whole"),
+                ({"parallel": "tensor"}, 2, "send no gradients", "cut"),
+            )
+        ),
     ],
-    ids=["the same", "one pair", "shares", "whole", "cut"],
 )
 def test_gradients_in_few_bits_of_shared_layers_go_on_anywhere(
     then, ranks, note, killer, make, still_folder, tmp_path
@@ -356,9 +361,24 @@ def test_gradients_in_few_bits_of_shared_layers_go_on_anywhere(
     assert note in f"{run['parallel']} {run['communication']}"
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit", "adafactor", "sgd"])
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp", pytest.param("tensor", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("options", [LORA, pytest.param(FULL, marks=pytest.mark.slow)], ids=["lora", "full"])
+# Each optimizer and each way to share once in the slow tests; all of their combinations every night.
+ONCE = {("adamw", "fsdp", "full"), ("adamw_8bit", "tensor", "lora"), ("adafactor", "ddp", "full"),
+        ("adafactor", "fsdp", "lora"), ("sgd", "ddp", "lora")}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "parallel", "options"),
+    [
+        pytest.param(
+            *(optimizer, parallel, options),
+            marks=pytest.mark.slow if (optimizer, parallel, kind) in ONCE else pytest.mark.nightly,
+            id=f"{kind}-{parallel}-{optimizer}",
+        )
+        for kind, options in (("lora", LORA), ("full", FULL))
+        for parallel in ("ddp", "fsdp", "tensor")
+        for optimizer in ("adamw", "adamw_8bit", "adafactor", "sgd")
+    ],
+)
 def test_every_optimizer_is_one_process_or_refused(
     optimizer, parallel, options, killer, make, still_folder, tmp_path
 ):
