@@ -25,11 +25,10 @@ from fewbits.models import decode_generate
 from fewbits.models.fast import with_methods
 
 
-def build(shape: str, recipe: str, rank: int) -> Any:
+def build(shape: str, recipe: str, rank: int, head: str | None) -> Any:
     model = random_model(shape_of(shape).config(), torch.device("cuda"), torch.bfloat16).eval()
-    fewbits.convert(
-        model, {"name": "qlora_nf4", "linear": {"weight": recipe}} if recipe in FORMATS else recipe
-    )
+    weights = {"name": "qlora_nf4", "linear": {"weight": recipe}} if recipe in FORMATS else {"name": recipe}
+    fewbits.convert(model, weights if head is None else {**weights, "head": head})
     with_methods(model)
     if rank:
         adapted = fewbits.get_peft_model(model, r=rank, target_modules="all-linear")
@@ -86,16 +85,17 @@ def main() -> None:
     parser.add_argument("--contexts", default="128,2048")
     parser.add_argument("--batches", default="1")
     parser.add_argument("--rank", type=int, default=0, help="of an adapter, which stays unmerged")
+    parser.add_argument("--head", help="the format of the output head's weight; 16 bits without")
     options = parser.parse_args()
     transformers_logging.set_verbosity_error()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     for recipe in options.recipes.split(","):
-        model = build(options.shape, recipe, options.rank)
+        model = build(options.shape, recipe, options.rank, options.head)
         for batch in map(int, options.batches.split(",")):
             for context in map(int, options.contexts.split(",")):
                 step, token, launches = measure(model, batch, context)
                 print(
-                    f"{recipe} rank {options.rank} batch {batch} context {context}: "
+                    f"{recipe} head {options.head} rank {options.rank} batch {batch} context {context}: "
                     f"step {step[1]:.3f} ms ({step[0]:.3f} to {step[2]:.3f}), "
                     f"through generate {token:.3f} ms, {launches} kernels",
                     flush=True,

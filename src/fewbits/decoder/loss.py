@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -13,6 +14,8 @@ from fewbits.host.conversion import conversion_of
 from fewbits.host.receipt import Change, Receipt
 from fewbits.host.spec import find, locate
 from fewbits.host.unwrap import unwrap
+from fewbits.kernels.product.matmul_packed import PLAIN
+from fewbits.nn.linear import QuantizedLinear
 from fewbits.nn.loss import Float8Head, LazyHead, LogitFreeLoss
 from fewbits.recipes.recipe import Rule
 
@@ -36,7 +39,7 @@ def fuse_loss(model: Any, spec: ModelSpec, receipt: Receipt) -> TrlHead | None:
         return None
     assert isinstance(head, nn.Linear)
     conversion = conversion_of(model)
-    rule = Rule() if conversion is None else conversion.recipe.head
+    rule = Rule() if conversion is None else replace(conversion.recipe.head, weight=None)
     reason = None if rule.is_plain else _why_not_float8(head, rule)
     if reason is not None:
         receipt.notes.append(f"{name} multiplies in its own dtype: {reason}")
@@ -79,14 +82,17 @@ def _why_not_float8(head: nn.Linear, rule: Rule) -> str | None:
     if rule not in (_FLOAT8, _FLOAT8_BOTH):
         return f"there is no product of a head for {rule}"
     if head.in_features % 16 or head.out_features % 16:
-        return f"8-bit products need sides that are multiples of 16, not {tuple(head.weight.shape)}"
+        return (
+            f"8-bit products need sides that are multiples of 16, not {(head.out_features, head.in_features)}"
+        )
     return None
 
 
 def _why_not(model: Any, head: nn.Module | None) -> str | None:
     if head is None or not hasattr(model, "loss_function"):
         return "the model has no output head"
-    if type(head) is not nn.Linear:
+    packed = type(head) is QuantizedLinear and not head.transposed and head.operands == PLAIN
+    if type(head) is not nn.Linear and not packed:
         return f"its head is a {type(head).__name__}"
     if "forward" in vars(head):
         return "its head has a forward of its own"

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from fewbits.kernels.loss.linear_log_probs import linear_log_probs
-from fewbits.nn.loss import LazyHead, LogitFreeLoss
+from fewbits.nn.loss import LazyHead, LogitFreeLoss, is_frozen
 
 _IGNORED = -100
 _GIVEN = {"log_probs", "entropy", "is_top1", "mean_logits"}
@@ -142,7 +142,8 @@ class TrlHead:
             return "head or loss function were replaced"
         if head._forward_hooks or head._forward_pre_hooks:
             return "the head has hooks"
-        if head.weight.requires_grad or head.bias is not None or hasattr(head.weight, "to_local"):
+        is_sharded = any(hasattr(parameter, "to_local") for parameter in head.parameters())
+        if not is_frozen(head) or head.bias is not None or is_sharded:
             return "the head trains, is sharded, or has a bias"
         capped = settings["final_logit_softcapping"] is not None
         is_scaled = settings["temperature"] != 1 or settings["logit_scale"] != 1

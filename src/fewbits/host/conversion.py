@@ -19,6 +19,7 @@ class Conversion:
     recipe: Recipe
     receipt: Receipt
     originals: dict[str, nn.Module] = field(default_factory=dict)
+    untied_head: str | None = None  # of a head that shared the embedding's weight until it was packed
 
 
 def conversion_of(model: Any) -> Conversion | None:

@@ -32,6 +32,7 @@ from fewbits.models.adapters_told import adapters_told
 from fewbits.models.cache_choice import check_cache
 from fewbits.models.experts import expert_modules, expert_rules, packed_place, why_not_packed
 from fewbits.models.gpu_fallbacks import gpu_fallbacks
+from fewbits.models.packed_head import head_rule, tie_again, untie
 from fewbits.nn.experts import QuantizedExperts
 from fewbits.nn.fake_quantize import FakeQuantizedLinear
 from fewbits.nn.finite import check_finite
@@ -100,9 +101,15 @@ def convert(
         if rule.weight is not None:  # before anything is changed
             check_finite(model.get_submodule(name).weight, f"{name}.weight")  # type: ignore[arg-type]
     state = Conversion(recipe, receipt)
+    head = head_rule(model, spec, recipe)
     for name, rule in rules.items():
         new = _new_layer(name, as_linear(model.get_submodule(name)), rule, build, recipe)
-        _replace(model, name, new, state, keep=keep_original)
+        is_tied = head is not None and head.is_tied and name == head.name
+        _replace(model, name, new, state, keep=keep_original and not is_tied)
+        if is_tied:
+            untie(model, name)
+            state.untied_head = name
+            receipt.notes.append(f"{name} is a packed copy of the embeddings, which stay as they are")
     for path, host in [*expert_modules(model, spec)] if experts else []:
         _pack_experts(model, path, host, experts, state, keep=keep_original)
     for name in norms:
@@ -118,12 +125,15 @@ def linears_to_replace(model: nn.Module, recipe: Recipe) -> dict[str, Rule]:
     """Full name and rule of every linear that `convert` would store packed or multiply in few bits.
 
     Only names and shapes are looked at, so a model on the meta device will do. Under ``recipe.qat`` the
-    weights are loaded as they are (`convert` then fake-quantises them), and the answer is empty.
+    weights are loaded as they are (`convert` then fake-quantises them), and the answer is empty. A head that
+    shares the embedding's weight is not among them: no checkpoint has a weight of that name.
     """
     if recipe.qat is not None:
         return {}
-    rules, _ = _plan(model, spec_for(model), recipe)
-    return rules
+    spec = spec_for(model)
+    rules, _ = _plan(model, spec, recipe)
+    head = head_rule(model, spec, recipe)
+    return rules if head is None or not head.is_tied else {n: r for n, r in rules.items() if n != head.name}
 
 
 def explain(model: nn.Module) -> Receipt:
@@ -174,6 +184,9 @@ def restore(model: nn.Module) -> Receipt:
         if plain is not None and "modules_to_save" in name:  # a copy that PEFT trains beside the original
             plain = copy.deepcopy(plain)
         original, how = _original(module, plain)
+        if name_as_converted(name) == state.untied_head and type(original) is nn.Linear:
+            tie_again(model, spec_for(model), name, original)
+            how = "the embedding's weight"
         receipt.changes.append(_change(name, module, original, f"{type(original).__name__} ({how})"))
         model.set_submodule(name, original)
     freeze_under_adapters(model, [name for name, module in replaced if isinstance(module, PACKED)])
@@ -260,7 +273,7 @@ def _notes(spec: ModelSpec, recipe: Recipe) -> Iterator[str]:
         )
     if spec.experts is not None and (recipe.linear.weight_operand or recipe.linear.activation) is not None:
         yield "products of experts are computed in the dtype of the activations, not in 8 bits"
-    if not recipe.head.is_plain:
+    if not replace(recipe.head, weight=None).is_plain:
         yield "the head's products keep their dtype until the decoder is fused (fewbits.fuse)"
 
 
@@ -317,21 +330,16 @@ def _pack_experts(
 def _plan_ends(
     model: nn.Module, spec: ModelSpec, recipe: Recipe, rules: dict[str, Rule], left: list[Left]
 ) -> None:
-    embed, head = locate(model, spec, spec.embed), locate(model, spec, spec.head)
-    left.append(Left(embed, "embeddings stay as they are"))
-    module: Any = find(model, head)
-    if module is None:
+    left.append(Left(locate(model, spec, spec.embed), "embeddings stay as they are"))
+    head = head_rule(model, spec, recipe)
+    if head is None:
         return
-    embedding: Any = find(model, embed)
-    tied = getattr(getattr(model, "config", None), "tie_word_embeddings", False)
-    if tied or getattr(module, "weight", None) is getattr(embedding, "weight", None):
-        left.append(Left(head, "its weight is the embedding's"))
-    elif type(module) is nn.Linear and any(fnmatchcase(head, pattern) for pattern, _ in recipe.overrides):
-        rule = _rule(head, recipe)
-        if not rule.is_plain:
-            rules[head] = rule
+    if not head.rule.is_plain:
+        rules[head.name] = head.rule
+    elif head.is_tied:
+        left.append(Left(head.name, "its weight is the embedding's"))
     else:
-        left.append(Left(head, "the output head stays as it is, unless an override names it"))
+        left.append(Left(head.name, "the output head stays as it is, unless the recipe's head says more"))
 
 
 def _linear_names(model: nn.Module, spec: ModelSpec) -> Iterator[tuple[str, bool]]:

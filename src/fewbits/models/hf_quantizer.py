@@ -33,7 +33,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from fewbits.errors import BadCheckpoint, FewbitsError, NotFinite, SpecMismatch, Unsupported
 from fewbits.host.conversion import conversion_of
-from fewbits.host.spec import spec_for
+from fewbits.host.spec import locate, spec_for
 from fewbits.host.transposed import as_linear, is_transposed, transposed_like
 from fewbits.host.unwrap import unwrap
 from fewbits.models.checkpoint import read_headers, told_of
@@ -241,7 +241,7 @@ class FewbitsQuantizer(HfQuantizer):
     def _written_rules(self, model: nn.Module, tensors: Mapping[str, Any]) -> dict[str, Rule]:
         """The rule of each packed linear: the checkpoint's keys say which are packed, the recipe says how."""
         names = [key.removesuffix(_CODES) for key in tensors if key.endswith(_CODES)]
-        rules = {name: self.recipe.rule_for(name) for name in names}
+        rules = {name: self._rule_of_written(model, name) for name in names}
         for name, rule in rules.items():
             if rule.weight is None:
                 raise SpecMismatch(
@@ -251,6 +251,16 @@ class FewbitsQuantizer(HfQuantizer):
         if not tensors:
             rules = {n: r for n, r in linears_to_replace(model, self.recipe).items() if r.weight is not None}
         return rules
+
+    def _rule_of_written(self, model: nn.Module, name: str) -> Rule:
+        """The recipe's rule for a linear that is packed in the checkpoint."""
+        try:
+            spec = spec_for(model)
+        except Unsupported:
+            return self.recipe.rule_for(name)
+        is_head = name == locate(model, spec, spec.head)
+        rule = self.recipe.rule_for_head(name) if is_head else Rule()
+        return self.recipe.rule_for(name) if rule.weight is None else rule
 
     def quantize_into(self, model: nn.Module, param_name: str, weight: Tensor) -> None:
         """Replace the linear that owns ``param_name`` (N, K) by a packed layer of ``weight``."""
@@ -389,7 +399,8 @@ def _finish_conversion(model: Any, recipe: Recipe) -> None:
     ):  # another library's checkpoint of experts, for one: its packed linears are all there is
         return
     receipt = convert(model, recipe)
-    packed = {n: m for n, m in model.named_modules() if isinstance(m, QuantizedLinear)}
+    told = {change.name for change in receipt.changes}
+    packed = {n: m for n, m in model.named_modules() if isinstance(m, QuantizedLinear) and n not in told}
     receipt.left = [left for left in receipt.left if left.name not in packed]
     experts = {n: m for n, m in model.named_modules() if isinstance(m, QuantizedExperts)}
     receipt.changes[:0] = [loaded_change(name, layer) for name, layer in packed.items()] + [

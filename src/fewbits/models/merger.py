@@ -23,6 +23,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from fewbits.errors import BadCheckpoint
+from fewbits.host.conversion import conversion_of
+from fewbits.host.spec import locate, spec_for
 from fewbits.host.transposed import transposed_like
 from fewbits.models.branches import (
     base_name,
@@ -36,6 +38,7 @@ from fewbits.models.branches import (
 from fewbits.models.checkpoint import INDEX, WEIGHTS, Checkpoint
 from fewbits.models.merge_checks import compare_file, distance, jitter, split
 from fewbits.models.original import original_of
+from fewbits.models.packed_head import say_tied
 from fewbits.nn.linear import QuantizedLinear
 from fewbits.nn.stochastic_linear import exact_products
 
@@ -83,14 +86,15 @@ class Merger:
         self.base, self.dtype = base, dtype
         self.branches = branches_of(base)
         self.corrected = corrected_linears(base)  # their adapters belong to what was packed
-        self.packed: dict[str, QuantizedLinear] = {}
-        self.live: dict[str, Tensor] = {}
         self.changed: set[str] = set()  # linears whose weight is not the original's any more
         self._look_at_model()
         self.original, self.reason = original_of(base)
         if self.original is not None:
+            self._tie_packed_head()
             why_not = self._why_not(self.original)
-            self.original, self.reason = (self.original, "") if why_not is None else (None, why_not)
+            if why_not is not None:
+                self.original, self.reason = None, why_not
+                self._look_at_model()
 
     @property
     def num_merged(self) -> int:
@@ -99,7 +103,7 @@ class Merger:
 
     def _why_not(self, original: Checkpoint) -> str | None:
         """Why the original's weights cannot be merged into; None if they can."""
-        names, tied = self._originals(), dict(getattr(self.base, "all_tied_weights_keys", {}) or {})
+        names, tied = self._originals(), self.ties
         adapted = [f"{n}.weight" for n in self.branches]
         absent = [n for n in adapted if n not in names and tied.get(n) not in names]
         return f"the original checkpoint has no {absent[0]}" if absent else None
@@ -118,6 +122,10 @@ class Merger:
         return MergeReceipt(Path(folder), method, self.weights_from, self.num_merged, error, tolerance)
 
     def _look_at_model(self) -> None:
+        self.packed: dict[str, QuantizedLinear] = {}
+        self.live: dict[str, Tensor] = {}
+        self.ties: dict[str, str] = dict(getattr(self.base, "all_tied_weights_keys", {}) or {})
+        self.config = self.base.config
         for name, module in self.base.named_modules():
             if isinstance(module, QuantizedLinear):
                 self.packed[plain_name(name)] = module
@@ -125,6 +133,20 @@ class Merger:
         for name, tensor in effective_state(self.base):
             if name not in skip:
                 self.live[name] = tensor
+
+    def _tie_packed_head(self) -> None:
+        """Take a head that was parted from the embeddings to be packed for what it is in the original."""
+        conversion = conversion_of(self.base)
+        head = None if conversion is None else conversion.untied_head
+        if head is None or head not in self.packed:
+            return
+        spec = spec_for(self.base)
+        embedding = f"{locate(self.base, spec, spec.embed)}.weight"
+        del self.packed[head]
+        self.ties[f"{head}.weight"] = embedding
+        self.live[f"{head}.weight"] = self.live[embedding]
+        self.config = copy.deepcopy(self.base.config)
+        say_tied(self.config)
 
     def _originals(self) -> dict[str, str]:
         """Model names to the original checkpoint's, which may omit or add the base model's prefix."""
@@ -162,7 +184,7 @@ class Merger:
     @property
     def head_is_tied(self) -> bool:
         """True if the embedding is the output head as well, and training did not part them."""
-        return bool(self.base.config.get_text_config().tie_word_embeddings) and not self._head_was_trained()
+        return bool(self.config.get_text_config().tie_word_embeddings) and not self._head_was_trained()
 
     def write(self, folder: Path, tokenizer: Any, shard_bytes: int) -> tuple[float, float]:
         """Write everything into ``folder``, reload it, and compare.
@@ -203,7 +225,7 @@ class Merger:
 
     def _absent_from(self, names: set[str]) -> dict[str, Tensor]:
         """Live tensors that the original lacks and that are not another name of one it has."""
-        tied = dict(getattr(self.base, "all_tied_weights_keys", {}) or {})
+        tied = self.ties
         parameters = {base_name(name) for name, _ in self.base.named_parameters(remove_duplicate=False)}
         absent = {}
         for name, tensor in self.live.items():
@@ -238,12 +260,7 @@ class Merger:
         return tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor.contiguous()
 
     def _live_names(self) -> list[str]:
-        tied = set(getattr(self.base, "all_tied_weights_keys", {}) or {})
-        names = [
-            n
-            for n in self.live
-            if n not in tied or not _is_alias(self.base, self.live, n) or self._is_parted(n)
-        ]
+        names = [n for n in self.live if n not in self.ties or not self._is_alias(n) or self._is_parted(n)]
         return sorted({*names, *(f"{n}.weight" for n in self.packed)})
 
     def _from_model(self, shard_bytes: int) -> Iterator[tuple[str, dict[str, Tensor]]]:
@@ -268,7 +285,7 @@ class Merger:
         return self._as_saved(weight)
 
     def _write_config(self, folder: Path, names: Iterable[str]) -> None:
-        config = copy.deepcopy(self.base.config)
+        config = copy.deepcopy(self.config)
         if hasattr(config, "quantization_config"):
             del config.quantization_config
         config.dtype = self.dtype
@@ -284,16 +301,20 @@ class Merger:
 
         Of those in ``written`` only, if that is given.
         """
-        tied = dict(getattr(self.base, "all_tied_weights_keys", {}) or {})
+        tied = self.ties
         names = tied if written is None else written.intersection(tied)
         if any(map(self._is_parted, names)):
             return True
         pairs = [(self.live.get(n), self.live.get(tied[n])) for n in names]
         return any(a is not None and b is not None and not same_storage(a, b) for a, b in pairs)
 
+    def _is_alias(self, name: str) -> bool:
+        source = self.ties.get(name, "")
+        return source in self.live and same_storage(self.live[source], self.live[name])
+
     def _is_parted(self, name: str) -> bool:
         """Whether an adapter makes two tensors of one that has ``name`` and another: it is on one of them."""
-        source = (getattr(self.base, "all_tied_weights_keys", {}) or {}).get(name)
+        source = self.ties.get(name)
         return source is not None and any(
             n.removesuffix(".weight") in self.branches for n in (name, str(source))
         )
@@ -364,8 +385,3 @@ class Merger:
             )
         logits = model(input_ids=ids).logits
         return logits.float()
-
-
-def _is_alias(base: Any, live: dict[str, Tensor], name: str) -> bool:
-    source = base.all_tied_weights_keys.get(name)
-    return source in live and same_storage(live[source], live[name])

@@ -17,10 +17,12 @@ from typing import Any
 
 import torch
 
+from fewbits.host.spec import spec_for
 from fewbits.models.adapters import get_peft_model
 from fewbits.models.convert import linears_to_replace
 from fewbits.models.experts import expert_rules_of
 from fewbits.models.model_shapes import built_without_memory, in_float32, model_of_config, numbers_of
+from fewbits.models.packed_head import head_rule
 from fewbits.recipes.memory import Memory, head_copies
 from fewbits.recipes.recipe import LoRA, Recipe
 
@@ -87,6 +89,9 @@ def _weights(text: str, recipe: Recipe, dtype_bytes: int) -> tuple[int, int, int
         else:
             stored += format.nbytes(shape)
     head = model.get_output_embeddings()
+    rule = head_rule(model, spec_for(model), recipe)
+    if rule is not None and rule.is_tied and rule.rule.weight is not None:  # a packed copy of the embeddings
+        stored += rule.rule.weight.nbytes(tuple(head.weight.shape))
     return stored, values, 0 if head is None else head.weight.numel()
 
 

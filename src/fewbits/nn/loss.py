@@ -24,6 +24,7 @@ from fewbits.kernels.loss.linear_cross_entropy_float8 import (
     head_operands,
     linear_cross_entropy_float8,
 )
+from fewbits.nn.linear import QuantizedLinear
 from fewbits.nn.tensor_state import state_of
 
 # What can be read of logits that do not exist.
@@ -57,6 +58,16 @@ _TANHS = frozenset({torch.tanh, torch.Tensor.tanh})
 _WIDENINGS = frozenset({torch.Tensor.float})
 
 
+def head_weight(head: nn.Linear) -> Tensor:
+    """The weight (V, K) of an output head; of a packed one it is decoded, in the dtype that it had."""
+    return head.dequantize() if isinstance(head, QuantizedLinear) else head.weight
+
+
+def is_frozen(head: nn.Linear) -> bool:
+    """Whether the head's weight does not train; a packed one never does."""
+    return isinstance(head, QuantizedLinear) or not head.weight.requires_grad
+
+
 class Float8Head:
     """The 8-bit operands of a head: made once of a frozen weight, anew in each pass of one that trains.
 
@@ -71,12 +82,12 @@ class Float8Head:
     @property
     def is_kept(self) -> bool:
         """Whether the operands stay from step to step."""
-        return not self.head.weight.requires_grad and not getattr(self.head, "_is_fsdp_managed_module", False)
+        return is_frozen(self.head) and not getattr(self.head, "_is_fsdp_managed_module", False)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the operands, made or not."""
-        return self.head.weight.numel() * (2 if self.gradient else 1)
+        return self.head.out_features * self.head.in_features * (2 if self.gradient else 1)
 
     def forget(self) -> None:
         """Make the operands again when they are asked for."""
@@ -84,14 +95,13 @@ class Float8Head:
 
     def operands(self) -> HeadOperands:
         """Those of the weight as it is."""
-        weight = self.head.weight
         if not self.is_kept:
             self._known = None
-            return head_operands(weight, gradient=self.gradient)
-        key = state_of([weight])
+            return head_operands(head_weight(self.head), gradient=self.gradient)
+        key = state_of([*self.head.parameters()])
         if self._known is None or self._known[0] != key:
             self._known = None  # two of them would need twice the memory
-            self._known = (key, head_operands(weight, gradient=self.gradient))
+            self._known = (key, head_operands(head_weight(self.head), gradient=self.gradient))
         return self._known[1]
 
 
@@ -310,7 +320,7 @@ class LazyHead:
         """(..., K) to (..., V)."""
         is_ours = self.model is None or isinstance(vars(self.model).get("_loss_function"), LogitFreeLoss)
         if is_ours and (self.asked_for_labels or (torch.is_grad_enabled() and self.head.training)):
-            return LazyLogits(x, self.head.weight, self.head.bias, float8=self.float8)
+            return LazyLogits(x, head_weight(self.head), self.head.bias, float8=self.float8)
         return type(self.head).forward(self.head, x)
 
 

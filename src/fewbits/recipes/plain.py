@@ -76,6 +76,7 @@ def _from_config(config: Mapping[str, Any]) -> Recipe:
         if key == "overrides":
             fields[key] = tuple((pattern, _rule(Rule(), rule)) for pattern, rule in _pairs(value))
         elif key in ("linear", "head"):
+            value = {"weight": value} if isinstance(value, str) else value  # `head: int8`
             fields[key] = _rule(getattr(base, key), value)
         elif key == "lora":
             fields[key] = None if value is None else _replace(base.lora or LoRA(), value)

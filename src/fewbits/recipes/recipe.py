@@ -72,8 +72,10 @@ class Recipe:
     Attributes:
         name: what-how, as in "qlora_nf4".
         linear: the rule of every linear in the decoder layers.
-        head: formats of the operands in the products of the output head where a training step computes the
-            loss without logits (`fewbits.decoder.fuse.fuse`); logits that one reads are the plain head's.
+        head: the output head. ``weight`` is the format in which it is stored; a head that shares its weight
+            with the embeddings becomes a packed copy of them. The other formats are those of the operands in
+            its products where a training step computes the loss without logits
+            (`fewbits.decoder.fuse.fuse`); logits that one reads are computed without them.
         overrides: (glob over the full name, rule) pairs; the first that matches wins over ``linear``.
         skip: globs over full names of linears that are left alone.
         lora: adapters to add, or None.
@@ -100,3 +102,12 @@ class Recipe:
             if fnmatchcase(name, pattern):
                 return rule
         return self.linear
+
+    def rule_for_head(self, name: str) -> Rule:
+        """The rule of the output head, which has this full name: an override's, or ``head.weight``."""
+        if any(fnmatchcase(name, pattern) for pattern in self.skip):
+            return Rule()
+        for pattern, rule in self.overrides:
+            if fnmatchcase(name, pattern):
+                return rule
+        return Rule(weight=self.head.weight)

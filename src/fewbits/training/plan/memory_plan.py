@@ -62,7 +62,8 @@ def head_bytes(
 ) -> int:
     """Working bytes of head and loss: one chunk of logits, or with the model's own loss all of them.
 
-    With 8-bit products also their gradient and the rows; copies of a weight that trains are made each time.
+    With 8-bit products also their gradient and the rows; copies of a weight that trains are made each time,
+    and so is the decoded weight of a packed head.
     Where it trains, dW is summed in float32, and a chunk may take as many bytes.
     """
     hidden, vocabulary = int(config["hidden_size"]), int(config["vocab_size"])
@@ -70,7 +71,9 @@ def head_bytes(
     logits = num_tokens * vocabulary * dtype_bytes
     if not fused:  # transformers keeps the logits, widens them to float32 and takes the gradient of that
         return states + logits + logits // dtype_bytes * 8
-    is_plain = recipe is None or recipe.head.is_plain
+    is_plain = recipe is None or replace(recipe.head, weight=None).is_plain
+    if recipe is not None and recipe.head.weight is not None:
+        states += hidden * vocabulary * dtype_bytes  # a packed head, decoded for the step
     sum_bytes = 0 if recipe is None or recipe.lora is not None else 4 * hidden * vocabulary
     chunk = min(max(_LOGITS_BYTES if is_plain else _LOGITS8_BYTES, sum_bytes), logits)
     if recipe is None or is_plain:
