@@ -207,7 +207,7 @@ def test_proofs_on_a_gpu(family: str, dtype: torch.dtype) -> None:
     model = adapted(family, dtype=dtype).cuda()
     random = torch.cuda.get_rng_state()
     receipt = str(fuse(model))
-    assert len(fused_layers(model)) == 2 and "agree to" in receipt
+    assert len(fused_layers(model)) == 2 and "agree to" in receipt, receipt
     assert torch.equal(random, torch.cuda.get_rng_state())
 
 
