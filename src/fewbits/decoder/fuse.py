@@ -25,6 +25,7 @@ from fewbits.host.receipt import Change, Receipt
 from fewbits.host.record import part_of, put_part, take_part
 from fewbits.host.spec import layer_names, spec_for
 from fewbits.host.unwrap import unwrap
+from fewbits.host.walks import lengthen_walks, shorten_walks
 
 if TYPE_CHECKING:  # they define kernels, which takes a fifth of a second: `fuse` imports them
     from fewbits.decoder.parts import LayerParts, PassScales
@@ -227,6 +228,8 @@ def fuse(
         fusion.trl_head = fuse_loss(model, spec, fusion.receipt)
     fusion.guards.append(unwrap(model).register_forward_pre_hook(_refuse_copies))
     put_part(model, fusion)
+    shorten_walks(model)
+    fusion.receipt.notes.append("walks over all modules, which trainers ask for in each step: one loop each")
     return fusion.receipt
 
 
@@ -267,10 +270,11 @@ def unfuse(model: nn.Module) -> Receipt:
     from fewbits.decoder.loss import unfuse_loss
     from fewbits.host.attention import restore_attention
 
-    model = unwrap(model)
     fusion = fusion_of(model)
     if fusion is None:
         raise Unsupported("this model is not fused; there is nothing to take out.")
+    lengthen_walks(model)
+    model = unwrap(model)
     for guard in fusion.guards:
         guard.remove()
     for forward in fusion.layers:

@@ -17,10 +17,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from fewbits.decoder.fuse import fusion_of
 from fewbits.errors import BadCheckpoint, SpecMismatch, Unsupported
 from fewbits.families.spec import ModelSpec
 from fewbits.host.generic import READ_PAST
 from fewbits.host.spec import spec_for
+from fewbits.host.walks import shorten_walks
 from fewbits.models.adapter_files import (
     CONFIG,
     check_fit,
@@ -86,6 +88,8 @@ def get_peft_model(
         begin_adapter(adapted, seed, adapter_name)
     if from_error:
         begin_from_error(adapted, adapter_name, seed=seed)
+    if fusion_of(adapted) is not None:
+        shorten_walks(adapted)
     return adapted
 
 

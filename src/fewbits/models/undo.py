@@ -12,13 +12,14 @@ from typing import Any
 
 from torch import nn
 
-from fewbits.decoder.fuse import Fusion, unfuse
+from fewbits.decoder.fuse import Fusion, fusion_of, unfuse
 from fewbits.errors import Unsupported
 from fewbits.host.attention import UsedAttention, restore_attention
 from fewbits.host.conversion import Conversion
 from fewbits.host.receipt import Receipt
 from fewbits.host.record import record_of
 from fewbits.host.unwrap import unwrap
+from fewbits.host.walks import lengthen_walks
 from fewbits.models import convert, stochastic
 from fewbits.models.cache_choice import CacheChoice, forget_cache
 from fewbits.models.stochastic_attention import StochasticAttentionState, restore_stochastic_attention
@@ -52,7 +53,7 @@ def undo(model: nn.Module, *, keep: tuple[type, ...] = ()) -> Receipt:
     Raises:
         Unsupported: nothing of all that is in this model.
     """
-    model = unwrap(model)
+    whole, model = model, unwrap(model)
     receipts = []
     while (
         kind := _last_part(model, keep)
@@ -62,6 +63,8 @@ def undo(model: nn.Module, *, keep: tuple[type, ...] = ()) -> Receipt:
         raise Unsupported(
             f"fewbits has put nothing into this {type(model).__name__}; there is nothing to restore."
         )
+    if fusion_of(model) is None:
+        lengthen_walks(whole)  # of what is around the model as well
     told = next(
         (receipt for receipt in receipts if receipt.changes), Receipt(f"restored {type(model).__name__}")
     )
