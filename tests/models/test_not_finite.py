@@ -221,3 +221,15 @@ def test_finite_weights_that_overflow_are_told_apart(tmp_path):
         model.lm_head.weight.fill_(3e38)
     with pytest.raises(NotFinite, match="every weight of this LlamaForCausalLM is finite: it overflows"):
         perplexity(model, tokenizer, "some text to read")
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float8_e5m2])
+def test_the_largest_magnitude_tells(device, dtype):
+    weight = torch.linspace(-3, 2, 300 * 257).view(300, 257).to(dtype).to(device)
+    assert finite.largest_of(weight) == 3
+    for value in (float("nan"), float("inf"), float("-inf")):
+        for place in (0, 257 * 150 + 9, 300 * 257 - 1):
+            damaged_one = weight.clone()
+            damaged_one.view(-1)[place] = value
+            assert not finite.largest_of(damaged_one).isfinite()

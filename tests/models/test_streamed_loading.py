@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,8 @@ from fewbits.models import streamed_weights
 from fewbits.models.checkpoint import read_header, read_headers
 from fewbits.models.hf_quantizer import FewbitsConfig
 from fewbits.models.streamed_loading import StreamedLoader, asking_order, loader_for, one_gpu
-from fewbits.models.streamed_weights import StreamedWeights
+from fewbits.models.streamed_weights import StreamedTensor, StreamedWeights
+from fewbits.nn.linear import QuantizedLinear
 from tests.models.loading import save_tiny
 from tests.models.mixtures import save_mixture
 from tests.models.tiny import FAMILIES
@@ -61,8 +64,9 @@ def test_tensors_are_those_of_the_files_in_any_order(tmp_path: Path) -> None:
     tensors = written(tmp_path)
     entries = read_headers(tuple(sorted(tmp_path.glob("*.safetensors"))))
     names = sorted(tensors, key=dot_natural_key)
-    for asked in (names, names[::-1], names[5:] + names[:5], names[::2]):  # the last leaves some out
-        with StreamedWeights(entries, CPU, order=names) as weights:
+    orders = (names, names[::-1], names[5:] + names[:5], names[::2])  # the last leaves some out
+    for asked, order in itertools.product(orders, (names, None)):
+        with StreamedWeights(entries, CPU, order=order) as weights:
             for name in asked:
                 assert same(weights.take(name), tensors[name])
             assert same(weights.take(asked[0]), tensors[asked[0]])  # once more
@@ -93,13 +97,34 @@ def test_only_so_much_is_read_ahead(tmp_path: Path) -> None:
     tensors = {f"t{n}": torch.full((500,), n, dtype=torch.uint8) for n in range(40)}
     save_file(tensors, tmp_path / "a.safetensors")
     with StreamedWeights(read_header(tmp_path / "a.safetensors"), CPU, order=list(tensors)) as weights:
-        until = time.monotonic() + 5
-        while weights._ahead < streamed_weights.AHEAD and time.monotonic() < until:
-            time.sleep(0.001)
+        wait_until(lambda: weights._ahead >= streamed_weights.AHEAD)
         time.sleep(0.02)
         assert streamed_weights.AHEAD <= weights._ahead <= streamed_weights.AHEAD + 500
         assert all(same(weights.take(name), tensors[name]) for name in tensors)
         assert weights._ahead == 0
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_what_all_stays_is_read_in_whole_pieces_once_it_is_asked_for(tmp_path: Path) -> None:
+    tensors = {f"t{n}": torch.full((300 + n,), n, dtype=torch.uint8) for n in range(40)}
+    save_file(tensors, tmp_path / "a.safetensors")
+    with StreamedWeights(read_header(tmp_path / "a.safetensors"), CPU, order=None) as weights:
+        lengths = [reading.end - reading.begin for reading in weights._waiting]
+        assert set(lengths[:-1]) == {streamed_weights.PIECE}
+        wait_until(lambda: weights._ahead >= streamed_weights.AHEAD)
+        time.sleep(0.02)
+        most = streamed_weights.AHEAD + streamed_weights.PIECE + 340
+        assert weights._ahead <= most  # until transformers has set the GPU's memory aside
+        assert same(weights.take("t39"), tensors["t39"])
+        wait_until(lambda: not weights._waiting)
+        assert all(same(weights.take(name), tensors[name]) for name in tensors)
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    until = time.monotonic() + 5
+    while not is_so() and time.monotonic() < until:
+        time.sleep(0.001)
+    assert is_so()
 
 
 def test_odd_offsets_and_a_file_that_ends_early(tmp_path: Path) -> None:
@@ -149,7 +174,9 @@ def load(folder: Path, *, streamed: bool, recipe: str | None) -> Any:
         ("gemma3_text", None),
     ],
 )
-def test_a_streamed_model_is_the_same_to_the_bit(tmp_path: Path, family: str, recipe: str | None) -> None:
+def test_a_streamed_model_is_the_same_to_the_bit(
+    tmp_path: Path, family: str, recipe: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save(tmp_path / "plain", family)
     usual, streamed = (load(tmp_path / "plain", streamed=s, recipe=recipe) for s in (False, True))
     expected, found = usual.state_dict(), streamed.state_dict()
@@ -165,8 +192,23 @@ def test_a_streamed_model_is_the_same_to_the_bit(tmp_path: Path, family: str, re
     assert streamed.name_or_path == usual.name_or_path
     if recipe is not None:
         streamed.save_pretrained(tmp_path / "packed")
-        again = StreamedLoader(type(usual), CPU).from_pretrained(tmp_path / "packed", dtype=torch.bfloat16)
+        looped: list[str] = []
+        take = StreamedTensor.__getitem__
+        monkeypatch.setattr(
+            StreamedTensor, "__getitem__", lambda self, index: looped.append(self._name) or take(self, index)
+        )
+        again, told = StreamedLoader(type(usual), CPU).from_pretrained(
+            tmp_path / "packed", dtype=torch.bfloat16, output_loading_info=True
+        )
         assert all(same(again.state_dict()[name], expected[name]) for name in expected)
+        assert not told["missing_keys"] and not told["unexpected_keys"]
+        packed = {n: m for n, m in again.named_modules() if isinstance(m, QuantizedLinear)}
+        parts = {
+            f"{name}.{part}": p for name, module in packed.items() for part, p in module.stored().items()
+        }
+        files = tuple((tmp_path / "packed").glob("*.safetensors"))
+        assert set(looped) == read_headers(files).keys() - parts.keys()  # transformers' loop has the rest
+        assert not any(part.requires_grad for part in parts.values())
 
 
 def test_experts_are_asked_for_as_they_are_merged() -> None:

@@ -168,6 +168,11 @@ class FewbitsQuantizer(HfQuantizer):
         """True for a checkpoint that another library packed."""
         return self.quantization_config.source in FOREIGN
 
+    @property
+    def reads_own_parts(self) -> bool:
+        """True for a folder in our own layout, whose parts go into the layers as they are."""
+        return bool(self.pre_quantized) and not self.is_foreign
+
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
         """Refuse devices on which packed weights cannot live."""
         device_map = kwargs.get("device_map")

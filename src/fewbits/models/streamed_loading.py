@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import dot_natural_key
 
 from fewbits.models.checkpoint import read_headers
+from fewbits.models.packed_filling import fill, packed_places
 from fewbits.models.streamed_weights import DTYPES, StreamedWeights
 
 _EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
@@ -90,9 +91,18 @@ class StreamedLoader:
             entries = read_headers(files)
         if not entries or any(entry.dtype not in DTYPES for entry in entries.values()):
             return step(model, state_dict, checkpoint_files, load_config, *rest, **more)
-        order = asking_order(entries, merged=not getattr(load_config.hf_quantizer, "pre_quantized", True))
+        quantizer = load_config.hf_quantizer
+        is_ours = getattr(quantizer, "reads_own_parts", False)  # and then all that lies in the files stays
+        places = packed_places(model, entries) if is_ours else {}
+        packs = not getattr(quantizer, "pre_quantized", True)  # while it reads
+        order = None if is_ours else asking_order(entries, merged=packs)
         with StreamedWeights(entries, self._device, order=order) as weights:
-            return step(model, weights.slices(), checkpoint_files, load_config, *rest, **more)
+            slices = {name: part for name, part in weights.slices().items() if name not in places}
+            answer = step(model, slices, checkpoint_files, load_config, *rest, **more)
+            fill(places, weights)
+        told = answer[0] if isinstance(answer, tuple) else answer  # transformers 5.0 answers without a tuple
+        told.missing_keys.difference_update(places)
+        return answer
 
 
 def asking_order(names: Iterable[str], *, merged: bool) -> list[str]:

@@ -7,10 +7,14 @@ threads' pieces are taken. The bytes are those of the file: nothing is converted
 
 The tensors are best asked for in the ``order`` that was given. Another order gives the same tensors: what is
 asked for is read next, and what should have come before it makes room, to be read again if it comes.
+
+Where all tensors are to stay on the device, nothing is gained by waiting: they are then read as they lie in
+the files, whole pieces across the tensors' borders, and without a limit from the first one asked for on.
 """
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import threading
@@ -107,25 +111,32 @@ class StreamedWeights:
     Args:
         entries: what the files hold, as `fewbits.models.checkpoint.read_headers` gives it, in `DTYPES`.
         device: where the tensors are to be.
-        order: the names in the order in which they will be asked for; others come last.
+        order: the names in the order in which they will be asked for; others come last. None: all of them
+            stay on the device, and come as they lie in the files.
     """
 
     def __init__(
-        self, entries: Mapping[str, TensorEntry], device: torch.device, *, order: Sequence[str] = ()
+        self, entries: Mapping[str, TensorEntry], device: torch.device, *, order: Sequence[str] | None = ()
     ) -> None:
-        ranks = {name: rank for rank, name in enumerate(order)}
+        self._all_stay = order is None
+        lying = sorted(entries, key=lambda name: (entries[name].file, entries[name].begin))
+        ranks = {name: rank for rank, name in enumerate(lying if order is None else order)}
         self._streams = {
             name: _Stream(entry, ranks.get(name, len(ranks) + place))
             for place, (name, entry) in enumerate(entries.items())
         }
-        readings = _readings(list(self._streams.values()))
+        streams = list(self._streams.values())
+        readings = _whole_pieces(streams) if self._all_stay else _readings(streams)
         self._waiting = deque(sorted(readings, key=lambda r: min(s.rank for s in r.streams)))
+        self._limit: float = AHEAD
         self._copies: _OnHost | _OnGpu = _OnGpu(device) if device.type == "cuda" else _OnHost(device)
         self._ahead = 0  # bytes on the device that were not taken
         self._files: dict[Path, int] = {}
         self._failure: BaseException | None = None
         self._ends = False
-        self._turn = threading.Condition()
+        lock = threading.RLock()
+        self._room = threading.Condition(lock)  # what readers wait for
+        self._done = threading.Condition(lock)  # what those wait for who take a tensor
         self._threads = ThreadPoolExecutor(_MOST_THREADS, thread_name_prefix="weights")
 
     def __enter__(self) -> StreamedWeights:
@@ -143,9 +154,9 @@ class StreamedWeights:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with self._turn:
+        with self._room:
             self._ends = True
-            self._turn.notify_all()
+            self._room.notify_all()
         self._threads.shutdown()
         self._close_files()
 
@@ -158,6 +169,10 @@ class StreamedWeights:
         """Every tensor by name, each to be read when it is indexed."""
         return {name: StreamedTensor(self, name, stream.entry) for name, stream in self._streams.items()}
 
+    def place(self, name: str) -> int:
+        """Where a tensor stands in the order of reading."""
+        return self._streams[name].rank
+
     def take(self, name: str) -> Tensor:
         """One tensor, in its own dtype on the device, from any thread; asked for again, it is read again.
 
@@ -166,11 +181,14 @@ class StreamedWeights:
             OSError: it cannot be read.
         """
         stream = self._streams[name]
-        with self._turn:
+        with self._done:
+            if self._all_stay and self._limit < math.inf:
+                self._limit = math.inf
+                self._room.notify_all()
             stream.wanted += 1
             self._hurry(stream)
             while (stream.value is None or stream.left) and self._failure is None:
-                self._turn.wait()
+                self._done.wait()
                 self._hurry(stream)  # another thread may have taken it
             if self._failure is not None:
                 raise self._failure
@@ -178,7 +196,7 @@ class StreamedWeights:
             value, events = stream.value, stream.events
             stream.wanted -= 1
             self._forget(stream)
-            self._turn.notify_all()
+            self._room.notify()
         self._copies.hand_over(events)
         return value
 
@@ -192,16 +210,16 @@ class StreamedWeights:
             if stream.nbytes:
                 self._waiting.extend(_readings([stream]))
             else:
-                self._begin(stream)
+                self._begin([stream])
         late = [reading for reading in stream.left if not (reading.is_urgent or reading.is_begun)]
         for reading in reversed(late):
             reading.is_urgent = True
             self._waiting.remove(reading)
             self._waiting.appendleft(reading)
-        if late and self._ahead >= AHEAD:
+        if late and self._ahead >= self._limit:
             self._make_room(stream.rank)
         if late:
-            self._turn.notify_all()
+            self._room.notify()
 
     def _make_room(self, rank: int) -> None:
         """Give up what should have been asked for before ``rank`` and was not, such as unused weights."""
@@ -211,23 +229,26 @@ class StreamedWeights:
                 self._copies.hand_over(stream.events)  # its memory may be used once the copies are done
                 self._forget(stream)
 
-    def _begin(self, stream: _Stream) -> None:
-        stream.value = self._copies.empty(stream.entry)
-        self._ahead += stream.nbytes
+    def _begin(self, streams: list[_Stream]) -> None:
+        for stream, value in zip(streams, self._copies.empty([s.entry for s in streams]), strict=True):
+            stream.value = value
+            self._ahead += stream.nbytes
 
     def _next(self) -> _Reading | None:
         """The reading that is due, once there is room for its tensors; None at the end."""
-        with self._turn:
+        with self._room:
             while not self._ends:
                 if self._waiting:
                     reading = self._waiting[0]
                     new = [stream for stream in reading.streams if stream.value is None]
-                    if not new or reading.is_urgent or self._ahead < AHEAD:
-                        for stream in new:
-                            self._begin(stream)
+                    if not new or reading.is_urgent or self._ahead < self._limit:
+                        self._waiting.popleft()
                         reading.is_begun = True
-                        return self._waiting.popleft()
-                self._turn.wait()
+                        if new:
+                            self._begin(new)
+                        self._room.notify()  # the next one looks whether there is room for one more
+                        return reading
+                self._room.wait()
             return None
 
     def _read_on(self) -> None:
@@ -235,16 +256,34 @@ class StreamedWeights:
         with self._copies.reader() as reader:
             while (reading := self._next()) is not None:
                 event = reader.read(self._files[reading.file], reading)
-                with self._turn:
+                with self._done:
                     for stream in reading.streams:
                         stream.left.remove(reading)
                         stream.events.append(event)
-                    self._turn.notify_all()
+                    if any(stream.wanted for stream in reading.streams):
+                        self._done.notify_all()
 
     def _reader_ended(self, reader: Future[None]) -> None:
-        with self._turn:
+        with self._done:
             self._failure = self._failure or reader.exception()
-            self._turn.notify_all()
+            self._done.notify_all()
+
+
+def _whole_pieces(streams: list[_Stream]) -> list[_Reading]:
+    """All that must be read, as it lies: every reading but a file's last is a whole piece."""
+    readings: list[_Reading] = []
+    for stream in sorted(streams, key=lambda s: (s.entry.file, s.entry.begin)):
+        entry, begin = stream.entry, stream.entry.begin
+        while begin < entry.end:
+            last = readings[-1] if readings else None
+            goes_on = last is not None and (last.file, last.end) == (entry.file, begin)
+            if last is None or not goes_on or last.end - last.begin == PIECE:
+                last = _Reading(entry.file, begin, begin, [])
+                readings.append(last)
+            begin = last.end = min(entry.end, last.begin + PIECE)
+            last.streams.append(stream)
+            stream.left.append(last)
+    return readings
 
 
 def _readings(streams: list[_Stream]) -> list[_Reading]:
@@ -294,8 +333,8 @@ class _OnHost:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def empty(self, entry: TensorEntry) -> Tensor:
-        return torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device=self.device)
+    def empty(self, entries: list[TensorEntry]) -> list[Tensor]:
+        return [torch.empty(e.shape, dtype=DTYPES[e.dtype], device=self.device) for e in entries]
 
     @contextmanager
     def reader(self) -> Iterator[_OnHost]:
@@ -319,11 +358,11 @@ class _OnGpu:
         self.device = device
         self.used_on, self.copied_on = torch.cuda.current_stream(device), torch.cuda.Stream(device)
 
-    def empty(self, entry: TensorEntry) -> Tensor:
+    def empty(self, entries: list[TensorEntry]) -> list[Tensor]:
         with torch.cuda.stream(self.used_on):
-            value = torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device=self.device)
+            values = [torch.empty(e.shape, dtype=DTYPES[e.dtype], device=self.device) for e in entries]
             self.copied_on.wait_stream(self.used_on)  # which may still work on what lay in this memory
-        return value
+        return values
 
     @contextmanager
     def reader(self) -> Iterator[_PinnedReader]:
@@ -358,8 +397,11 @@ class _PinnedReader:
         piece, event = self.pieces[turn], self.copied[turn]
         event.synchronize()
         _read_into(file, piece[: reading.end - reading.begin].numpy(), reading, reading.begin)
-        for part, begin, end in reading.parts():
-            part.copy_(piece[begin:end], non_blocking=True)
+        parts = reading.parts()
+        sources = [piece[begin:end] for _, begin, end in parts]
+        torch._foreach_copy_(
+            [part for part, _, _ in parts], sources, non_blocking=True
+        )  # one wait for the lock
         event = self.copied[turn] = torch.cuda.current_stream().record_event()
         return event
 
