@@ -129,7 +129,8 @@ def obey(link: socket.socket, tool: str, args: list[str], order: list[str]) -> i
                 os.killpg(pid, signal.SIGCONT)
 
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, on_signal)
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+                signal.signal(number, on_signal)
         link.send(f"S {pid}".encode())
         _, status, used = os.wait4(pid, 0)
         code = os.waitstatus_to_exitcode(status)

@@ -166,6 +166,8 @@ class _Run:
         self.pid = 0
         self.status: int | None = None
         self.asked_to_stop = 0
+        ends = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        self._heard = [number for number in ends if signal.getsignal(number) is not signal.SIG_IGN]
         self.stop_s = 0.0
 
     def go(self) -> Result:
@@ -254,7 +256,7 @@ class _Run:
             reader, writer = os.pipe2(os.O_CLOEXEC)
             actions = [(os.POSIX_SPAWN_DUP2, writer, 1), (os.POSIX_SPAWN_DUP2, writer, 2)]
         # What Python ignores, too: a compiler ends as it would without us.
-        defaults = [signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+        defaults = [signal.SIGPIPE, signal.SIGXFSZ, *self._heard]
         # The command is looked for on the user's PATH: ours begins with launchers.
         path = shutil.which(command[0], path=child["PATH"]) or command[0]
         self.pid = os.posix_spawn(path, command, child, file_actions=actions, setsigdef=defaults)
@@ -307,7 +309,10 @@ class _Run:
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        """Ctrl-C and the like reach the command, and end us when it has ended."""
+        """Ctrl-C and the like reach the command, and end us when it has ended.
+
+        What is ignored here, as nohup has it, stays so for the command and its compilers too.
+        """
 
         def stop(number: int, _: object) -> None:
             if not self.asked_to_stop:
@@ -319,8 +324,7 @@ class _Run:
                 with contextlib.suppress(OSError):
                     os.kill(pid, signal.SIGCONT)
 
-        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        before = {number: signal.signal(number, stop) for number in numbers}
+        before = {number: signal.signal(number, stop) for number in self._heard}
         try:
             yield
         finally:

@@ -40,6 +40,13 @@ def descendants_of(marker: str) -> list[str]:
     return found
 
 
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < deadline, path
+        time.sleep(0.02)
+
+
 def script(path: Path, text: str) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
@@ -321,6 +328,28 @@ def test_a_signal_leaves_nothing_behind(workshop: Workshop, ninja: str, number: 
     assert descendants_of(marker) == []
     assert list((workshop.root / "runs").iterdir()) == []
     assert [p.name for p in workshop.root.rglob("page-*")] == []
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_what_nohup_ignores_stays_ignored(workshop: Workshop, compiled: bool) -> None:
+    """Without us a build under nohup outlives its terminal; with us the hang-up ended it."""
+    text = '#!/bin/sh\ntouch started\nwhile [ ! -e go ]; do sleep 0.05; done\nexec /usr/bin/g++ "$@"\n'
+    fake = script(workshop.home / "fake/g++", text)
+    (workshop.folder / "a.cpp").write_text("int f(){return 1;}\n")
+    command = workshop.command("sh", "-c", "g++ -c a.cpp -o a.o", compile_native=compiled)
+    process = subprocess.Popen(
+        ["sh", "-c", 'trap "" HUP INT; exec "$@"', "sh", *command],
+        cwd=workshop.folder,
+        env={**workshop.env, "PATH": f"{fake.parent}:/usr/bin:/bin"},
+        start_new_session=True,
+    )
+    wait_for(workshop.folder / "started")
+    for number in (signal.SIGHUP, signal.SIGINT):
+        os.killpg(process.pid, number)
+    time.sleep(0.5)
+    (workshop.folder / "go").touch()
+    assert process.wait(60) == 0 and (workshop.folder / "a.o").exists()
+    assert [stage["code"] for stage in workshop.last_profile()["stages"]] == [0]
 
 
 def test_after_a_kill_of_everything_only_the_missing_is_compiled(workshop: Workshop) -> None:

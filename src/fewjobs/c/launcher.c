@@ -282,7 +282,11 @@ static long micros(const struct timeval *time) { return time->tv_sec * 1000000L 
 __attribute__((noreturn)) static void obey(int fd, const char *tool, char **argv, char **order, int count) {
     uint64_t watched = 0, before = 0; /* the kernel's sets of signals */
     static const int numbers[] = {SIGCHLD, SIGTERM, SIGINT, SIGHUP, SIGQUIT};
-    for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++) watched |= (uint64_t)1 << (numbers[i] - 1);
+    for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++) {
+        unsigned long handled[8] = {0}; /* the kernel's struct sigaction: 1 is SIG_IGN, as nohup has it */
+        CALL(rt_sigaction, numbers[i], NULL, handled, 8);
+        if (handled[0] != 1 || numbers[i] == SIGCHLD) watched |= (uint64_t)1 << (numbers[i] - 1);
+    }
     CALL(rt_sigprocmask, SIG_BLOCK, &watched, &before, 8);
     int signals = (int)CALL(signalfd4, -1, &watched, 8, SFD_CLOEXEC), kept[3], status = 0;
     capture(kept);
