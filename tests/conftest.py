@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 from collections import defaultdict
 from collections.abc import Generator
 from pathlib import Path
@@ -132,6 +133,22 @@ def _one_thread() -> None:
     import torch
 
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _signals_mean_what_they_do_at_a_terminal() -> Generator[None]:
+    """``nohup`` and a script's ``&`` have SIGHUP and SIGINT ignored, which programs started here inherit.
+
+    A handler is not inherited: programs get the system's own again, and this process still ignores them.
+    """
+    names = [name for name in ("SIGHUP", "SIGINT", "SIGQUIT") if hasattr(signal, name)]
+    numbers = [getattr(signal, name) for name in names]
+    ignored = [number for number in numbers if signal.getsignal(number) is signal.SIG_IGN]
+    for number in ignored:
+        signal.signal(number, lambda number, frame: None)
+    yield
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
 
 
 @pytest.fixture(scope="module", autouse=True)
