@@ -90,8 +90,8 @@ class Killer:
         """One run: exit status (-9: killed), seconds, number of fsyncs, and the error if there was one.
 
         ``after`` seconds, ``at_fsync`` or in ``at_step`` it is killed, in a step by ``signal``; it writes no
-        file larger than ``file_limit`` bytes. ``host``: the machine that it takes itself to be on; ``launch``
-        and ``attempt``: see `fewbits.training.run.train`.
+        file larger than ``file_limit`` bytes. ``command``: it is ``fewbits train``. ``host``: the machine it
+        takes itself to be on; ``launch`` and ``attempt``: see `fewbits.training.run.train`.
         """
         self.process.stdin.write(json.dumps({"config": config, "resume": resume, **fate}) + "\n")
         self.process.stdin.flush()

@@ -23,6 +23,7 @@ import jinja2
 import transformers
 from tqdm import tqdm
 
+from fewbits import cli
 from fewbits.training import run
 from fewbits.training.checkpoints import folders
 from fewbits.training.config import TrainConfig
@@ -57,7 +58,18 @@ def child(order: dict, counter: int) -> None:
     if host := order.get("host"):
         pretend(host)
     config = TrainConfig.from_mapping(order["config"])
+    if order.get("command"):
+        by_command(config, resume=order["resume"])
+        return
     run.train(config, resume=order["resume"], launch=order.get("launch"), attempt=order.get("attempt") or 0)
+
+
+def by_command(config: TrainConfig, *, resume: bool) -> None:
+    """The run as ``fewbits train`` makes it."""
+    settings = Path(f"{config.output_dir}.yaml")
+    settings.write_text(config.to_yaml())
+    if code := cli.main(["train", str(settings), *(["--resume"] if resume else [])]):
+        raise RuntimeError(f"fewbits train ended with {code}; its sentence is on standard error")
 
 
 def pretend(host: str) -> None:

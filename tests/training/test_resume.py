@@ -198,10 +198,13 @@ def test_who_handles_these_signals_goes_on_handling_them():
 @pytest.mark.parametrize("kind, options", [("lora", LORA), ("full", FULL)])
 @pytest.mark.timeout(1800)
 def test_killed_many_times(kind, options, whole, killer, tiny_folder, tiny_data, tmp_path, record_property):
-    """Twenty kills, at any moment or write, over as many runs as that takes: each ends as if undisturbed."""
+    """Twenty kills of ``fewbits train``, at any moment or write, over as many runs as that takes.
+
+    Each run ends as one that was not disturbed, bit for bit.
+    """
     want, outcome = whole[kind]
     seed = random.randrange(10**6)
-    choose, kills, runs = random.Random(seed), 0, 0
+    choose, kills, in_saves, runs = random.Random(seed), 0, 0, 0
     record_property("seed", seed)
     while kills < 20:
         folder = tmp_path / f"run{runs}"
@@ -210,13 +213,17 @@ def test_killed_many_times(kind, options, whole, killer, tiny_folder, tiny_data,
             fate = {"after": choose.uniform(0, outcome["seconds"])}
             if choose.random() < 0.5:
                 fate = {"at_fsync": choose.randrange(1, outcome["fsyncs"])}
-            status = killer.run(config, resume=True, **fate)["status"]
-            assert status in (0, -9)
-            kills += status == -9
-        assert killer.run(config, resume=True)["status"] == 0
+            ended = killer.run(config, resume=True, command=True, **fate)
+            assert ended["status"] in (0, -9), (seed, ended)
+            kills += ended["status"] == -9
+            in_saves += ended["status"] == -9 and any(folder.rglob(".*.writing"))
+        ended = killer.run(config, resume=True, command=True)
+        assert ended["status"] == 0, (seed, ended)
         assert_same(remains(folder), want)
     record_property("kills", kills)
+    record_property("of them during a save", in_saves)
     record_property("runs", runs)
+    assert in_saves
 
 
 def test_a_job_that_goes_on_on_another_machine(whole, killer, tiny_folder, tiny_data, tmp_path):
