@@ -19,7 +19,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -324,43 +324,57 @@ def test_hibernation_every_half_second(workshop: Workshop) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
-def test_killed_at_thirty_moments(workshop: Workshop, ninja: str) -> None:
-    """Spread over the length of a build, which is measured first; each fifth begins with an empty cache."""
+def test_killed_at_thirty_moments(
+    workshop: Workshop, ninja: str, record_property: Callable[[str, object], None]
+) -> None:
+    """At any moment of what is left to build; each fifth begins with an empty cache.
+
+    How long a build takes is measured again and again: other work on the machine comes and goes.
+    """
     units = [write_unit(workshop.folder / f"u{i}.cpp", 75 + i % 7, f"t{i}") for i in range(8)]
     write_ninja(workshop, units)
     options: dict[str, Any] = {"memory_bytes": 400_000_000, "worth_keeping_s": 0}
     begun = time.monotonic()
     assert workshop.build(ninja, "-j3", **options).code == 0
-    whole_s = time.monotonic() - begun
-    name, value, midway = "MARK", workshop.home.parent.name, 0
-    for moment in range(30):
-        if moment % 5 == 0:
+    whole_s, mark = time.monotonic() - begun, f"MARK={workshop.home.parent.name}"
+    kills, too_late, midway = 0, 0, 0
+    while kills < 30:
+        stored = kept_in(workshop)
+        if stored == len(units) or kills % 5 == 0:
             shutil.rmtree(workshop.root / "cache", ignore_errors=True)
-        if moment % 2 or not moment % 5:  # as if the build folder was a temporary one
+            stored = 0
+        if kills % 2 or not stored:  # as if the build folder was a temporary one
             clean_but_keep(workshop)
-        process = workshop.start(ninja, "-j3", env={name: value}, **options)
-        time.sleep((moment + random.random()) / 30 * whole_s)
-        if moment % 3 == 2:  # compilers as well, by somebody else
+        begun = time.monotonic()
+        process = workshop.start(ninja, "-j3", env=dict([mark.split("=")]), **options)
+        time.sleep(random.random() * whole_s * (1 - stored / len(units)))
+        if kills % 3 == 2:  # compilers as well, by somebody else
             kill_compilers(process.pid)
             time.sleep(0.1)
         process.kill()
-        process.wait()
+        ended, took_s = process.wait() != -signal.SIGKILL, time.monotonic() - begun
+        if more := kept_in(workshop) - stored:
+            whole_s = (whole_s + took_s * len(units) / more) / 2
+        if ended:
+            too_late += 1
+            assert too_late < 60
+            continue
+        kills += 1
         deadline = time.monotonic() + 60
-        while descendants_of(f"{name}={value}") and time.monotonic() < deadline:
+        while descendants_of(mark) and time.monotonic() < deadline:
             time.sleep(0.02)
-        assert descendants_of(f"{name}={value}") == []
+        assert descendants_of(mark) == []
         midway += 0 < kept_in(workshop) < len(units)
     clean_but_keep(workshop)
     stored = kept_in(workshop)
     done = workshop.build(ninja, "-j3", **options)
     assert done.code == 0, done.err
     compiled, kept = len(done.profile["stages"]), done.profile["counts"].get("kept result", 0)
-    sys.stderr.write(
-        f"\n{stored} of {len(units)} were finished in 30 killed runs of {whole_s:.1f} s, {midway} left a part"
-        f"; {kept} kept, {compiled} compiled\n"
-    )
+    record_property("kills", kills)
+    record_property("of them with a part of the objects stored", midway)
+    record_property("at the end", f"{stored} of {len(units)} stored: {kept} kept, {compiled} compiled")
     assert (compiled, kept) == (len(units) - stored, stored)
-    assert stored and midway >= 3  # or nothing was shown
+    assert midway >= 3  # or nothing was shown
     for unit in units if FULL else random.sample(units, 4):
         workshop.plain("g++", "-O0", "-c", unit.name, "-o", "plain.o")
         made = workshop.folder / f"{unit.stem}.o"
