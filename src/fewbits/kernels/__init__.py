@@ -7,5 +7,6 @@ down:
     launch <- codec <- product <- loss          codec <- decoder <- generation
     launch <- optimizer                         codec <- stochastic
 
-Begin with `codec/dequantize.py` (packed to dense), then `product/matmul_packed.py`, which uses it.
+Begin with `codec/dequantize.py` (packed to dense), then `product/matmul_packed.py`, which uses it. What warp,
+lane, bank, tensor core and floor mean is in docs/glossary.md.
 """

@@ -1,10 +1,17 @@
-// 4-bit codes of a codebook to E4M3, transposed: (N, K) to (K, N); see dequantize.py.
+// 4-bit codes (NF4 or FP4) of a weight (N, K) to 8-bit floating point (E4M3) in transposed order, (K, N); dequantize.py
+// has the formula.
 //
-// All values of a block of 64 under one scale are 16 numbers: they are made once, and codes look them up, four at a
-// time, in registers (prmt). A lane takes one block in each of 4 rows, a warp 128 rows: turned in registers, 4 rows
-// are a word, and 128 rows a whole line of the output.
+// The problem. Codes lie along K in memory and results along N, and memory is fast only where neighbouring threads read
+// and write neighbouring bytes. So each piece of the matrix has to be transposed on the chip between reading and writing.
 //
-// Compiled at run time with SCALE_BLOCK defined: how many scales, codes themselves, share a second-level scale; or 0.
+// 1. A block of 64 codes shares one scale, so it can only become 16 different values. A thread computes these 16 once; each
+//    code then looks its value up in the thread's own registers, four at a time (the byte permutation prmt).
+// 2. A thread decodes one block of 64 in each of 4 neighbouring rows and transposes them in registers: the values of 4 rows
+//    make one 32-bit word. The 32 threads of a warp have 128 rows, so together they write 128 neighbouring bytes, one whole
+//    line of memory, for each of the 64 columns.
+//
+// Compiled at run time with SCALE_BLOCK defined: how many scales share a second-level scale with double quantisation, where
+// scales are codes themselves; 0 without it.
 
 typedef unsigned int u32;
 typedef unsigned short u16;

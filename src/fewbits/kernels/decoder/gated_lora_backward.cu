@@ -1,9 +1,16 @@
-// The backward pass of a gated activation with its branches' products, in registers; see gated_lora_backward.py.
+// The backward pass of a gated activation with LoRA branches: de and du, and with them all small products that the branches'
+// gradients need, in one pass over memory; gated_lora_backward.py has the formulas.
 //
-// launch/tensor_core.cu says how a warp's tile lies. Only de, du and h are turned once (movmatrix), for dw.
+// The problem is that of gated_lora_forward.cu: dh, e and u are read once and de and du written once, which is the floor,
+// and the products with 16 inner values or results must not read any of these again.
 //
-// dw stays in registers. t's shares of a block's warps are added in shared memory, a step later, and those of the
-// slabs of columns by gated_lora_sum, as are dw's of the blocks: all in a fixed order.
+// 1. Tiles of 16 rows and 32 columns lie in a warp's registers as launch/tensor_core.cu explains. de, du and h are computed
+//    there and are operands of the tensor cores at once. Only the products that sum over rows (dw) need them transposed,
+//    which the instruction movmatrix does once.
+// 2. dw, the gradients of the branches' weights, sum over the rows that a block walks down: they stay in registers.
+// 3. t, the gradients of the branches' inner values, sum over columns, of which each warp has a few. The warps' partial sums
+//    of a block are added in shared memory, one step later; those of different slabs of columns, and the dw of different
+//    blocks, by a second kernel, gated_lora_sum. All in a fixed order, so equal calls give equal bits.
 //
 // Compiled at run time with ACTIVATION (0: silu, 1: gelu_tanh), WRITE_D, FLOAT8 and WARPS (7, 8, 14 or 16) defined.
 

@@ -1,8 +1,16 @@
-// A gated activation with the low-rank branches of its operands, and the product that the next branch takes from
-// its result, in registers; see gated_lora_forward.py.
+// A gated activation h = f(e) * u with LoRA branches added to e and u, and the product xa = h @ w_d that the next linear's
+// LoRA branch (down's) needs, in one pass over memory; gated_lora_forward.py has the formulas.
 //
-// launch/tensor_core.cu says how a warp's tile lies. The shares of xa of a block's warps are added in shared memory, a step
-// later, those of the slabs of columns by gated_lora_forward_sum: in a fixed order.
+// The problem. Reading e and u and writing h once is the least that memory allows (the floor). The branches' products have
+// only 16 inner values or results, but as operations of their own they would read or write (M, I) again.
+//
+// 1. A block of threads has a slab of columns and walks down the rows. Each warp (32 threads) holds a tile of 16 rows and 32
+//    columns in registers, in the layout that the tensor cores take and give: launch/tensor_core.cu explains it.
+// 2. On such a tile the branches are added by the tensor cores, f and the product with u are computed, h is written, and the
+//    same registers are an operand of the tensor cores' next product, h @ w_d.
+// 3. xa sums over all columns, of which each warp has a few. The warps' partial sums of a block are added in shared memory,
+//    one step later, so that no warp waits; those of the slabs by a second kernel, gated_lora_forward_sum. The order is
+//    fixed, so equal calls give equal bits.
 //
 // Compiled at run time with ACTIVATION (0: silu, 1: gelu_tanh), WRITE_H, FLOAT8 and WARPS (7, 8, 14 or 16) defined.
 

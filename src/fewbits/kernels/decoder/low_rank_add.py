@@ -1,4 +1,4 @@
-"""What stands between a product and what comes after it: a low-rank branch and the residual, in one pass.
+"""Adds a LoRA branch and the residual to the result of a matrix product, in place and in one pass.
 
     z += residual + x @ w^T             z, residual (M, N)   x (M, r)   w (N, r)
 

@@ -1,4 +1,7 @@
-"""All between the product that makes q, k, v and attention, in one launch, and its gradient in another.
+"""Everything between the product that makes q, k and v and attention, in one kernel; its gradient in another.
+
+That is the bias, LoRA's branch, the norms of heads and the rotary embedding, each of which would otherwise
+read and write q, k and v again.
 
 For one product buffer qkv (M, >= (H + 2 Hk) D), M = B * S, head by head:
 

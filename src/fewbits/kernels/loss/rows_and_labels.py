@@ -1,4 +1,4 @@
-"""What stands around a loss's op: its tensors, rows laid flat, the labels' check, what is divided by.
+"""What every loss does before and after its op: flatten rows, check labels, divide by the number of labels.
 
 For every op that takes hidden states, the head's weight and labels, a chunk of rows at a time.
 """

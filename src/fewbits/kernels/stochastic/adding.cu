@@ -1,6 +1,9 @@
-// Adds the slices that stochastic_lookup counted; included by its source, with its macros and COMBINED (1 or 2: rows at
-// a time). Sums of whole numbers are those of the slices of a chunk, in any order; chunks are added in theirs.
-// stochastic_add_row has one row whose slices are chunks, stochastic_combine all else.
+// The second step of lookup.cu: adds the counts of all slices of the inner dimension and multiplies by the scales. lookup.cu
+// includes this source, with its macros and COMBINED (1 or 2: rows at a time).
+//
+// Counts of the slices of one chunk are whole numbers, so they may be added in any order; chunks, which have scales, are
+// added in ascending order, so that every device gives the same bits. stochastic_add_row serves one row whose slices are
+// whole chunks (decoding), stochastic_combine everything else.
 
 #pragma once
 

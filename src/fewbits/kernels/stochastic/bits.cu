@@ -1,18 +1,24 @@
-// Products of prepared stochastic operands with many rows and short streams: streams as bits, on matrix units that
-// multiply bits; see codes.py.
+// Products of prepared stochastic operands with many rows and short streams, by running the streams:
+// as bits, on matrix units that multiply bits. codes.py defines the result.
 //
-// A code is WORDS words of 32 steps: one of a has a 1 for each enabled step, one of b a 1 where its number lies
-// below the boundary. With |A|, |B| these bits, A0, B0 those of positive and A1, B1 those of negative codes, the
-// signed count of two rows is
+// The idea. Stochastic hardware multiplies two magnitudes by counting the steps in which both streams have a 1. The tensor
+// cores of Ampere to Hopper have an instruction for exactly this on many streams at once: AND two rows of bits and count the
+// ones (popc). So the streams themselves become the operands.
 //
-//     popc(|A| & |B|) - 2 (popc(A0 & B1) + popc(A1 & B0)):
+// 1. Signs. Streams have magnitudes only, so positive and negative codes become separate bits. With |A|, |B| the bits of all
+//    codes, A0, B0 those of positive and A1, B1 those of negative ones, the signed count of two rows is
 //
-// three products of bits, two of them into one sum.
+//        popc(|A| & |B|) - 2 (popc(A0 & B1) + popc(A1 & B0)):
 //
-// stochastic_bits_a and _b write all words in the order in which lanes of stochastic_bits read them: a record is 16
-// rows and 32 words of each, in 4 steps of the matrix units: for each step a lane's 4 words of positive codes,
-// then those of negative ones. Other instructions take time from these units, so no bits are made in the loop but
-// |A| and |B|. A block has 128 rows and 128 outputs, a warp 32 and 16 PAIRS; y stays in shared memory.
+//    three products of bits, the last two into one sum.
+// 2. Streams as words. A code is WORDS words of 32 steps: a code of a has a 1 for each step in which it is enabled, a code of b
+//    a 1 where its sequence's number lies below its boundary.
+// 3. Two kernels, stochastic_bits_a and _b, first write all words in the order in which the threads of stochastic_bits read
+//    them: a record is 16 rows and 32 words of each, in 4 steps of the matrix units; for each step a thread's 4 words of
+//    positive codes, then those of negative ones. In the main loop only |A| and |B| are put together, because every other
+//    instruction takes time from the matrix units.
+// 4. A block of threads computes 128 rows by 128 outputs, a warp (32 threads) 32 rows by 16 PAIRS outputs; y stays in shared
+//    memory until the last chunk.
 //
 // Compiled at run time with WORDS (a power of 2) and PAIRS (of tiles of 8 outputs, a warp's: 2 or 4) defined.
 

@@ -1,13 +1,15 @@
-// Codes as the model of low rank takes them, features in E4M3 and values in bfloat16; see emulated.py.
+// Prepares an operand for emulated.py, which approximates stochastic products by two ordinary matrix products: each code
+// becomes RANK features in E4M3, for the product of the errors, and one value in bfloat16, for the plain product.
 //
-// A code becomes RANK features: its row of its mask's table (in 16-bit floating point) times its chunk's share of the
-// row's largest scale, with the code's sign; and its value, the code times its chunk's scale. A block has DIMENSIONS
-// inner dimensions, whose tables it holds in shared memory, and `per_block` rows. The 16 bytes of all dimensions lie
-// side by side, so that the 8 lanes that load at once, each for a dimension of its own, never meet in a bank; what
-// a warp writes of a row makes whole lines.
+// The features of a code are its row of its mask's table (in 16-bit floating point) with the code's sign, times its chunk's
+// share of the row's largest scale; the value is the code times its chunk's scale.
 //
-// Bound by what is written: RANK + 2 bytes for each code. Compiled at run time with RANK (a multiple of 8) and
-// DIMENSIONS (8, 16 or 32) defined.
+// Writing RANK + 2 bytes for each code is what takes the time (the floor), so tables must not come from memory: a block of
+// threads has DIMENSIONS inner dimensions, whose tables it holds in shared memory, and walks over `per_block` rows. Table
+// entries lie so that the 8 threads that load at once, each for another dimension, use different banks of shared memory
+// and do not wait for each other; what a warp (32 threads) writes of a row makes whole lines of memory.
+//
+// Compiled at run time with RANK (a multiple of 8) and DIMENSIONS (8, 16 or 32) defined.
 
 typedef unsigned int u32;
 typedef unsigned short u16;

@@ -1,25 +1,28 @@
-// Products of prepared stochastic operands with many rows: counts looked up in shared memory, sums made by matrix
-// units; see codes.py.
+// Products of prepared stochastic operands with many rows: counts looked up in shared memory, 16 rows at a time, and added
+// by matrix units. codes.py defines the result.
 //
-// A block serves 16 rows of a and up to 8 TILES outputs a warp. For 16 inner dimensions at a time (a slice) shared
-// memory holds, for each of the 256 codes of a weight, the counts of all 16 rows: 16 bytes, read by one load.
-// A quarter of a warp reads at once: its 8 lanes own 8 dimensions, each 4 banks, so they never meet. The other
-// 8 dimensions are a second plane. While a slice is looked up, the next one's rows of tables arrive, copied past
-// the registers to a place of their own, row after row; then they are turned into the other of two tables.
+// The idea is that of lookup.cu, whose head explains it: the count of two codes follows from the codes and the dimension, so
+// a product is the reading of a table. With many rows of a, a single reading can serve several of them:
 //
-// Sums: the 16 bytes that a lane has looked up are its part of the first operand of an 8-bit matrix product,
-// and the second operand, a constant, adds those of the 4 lanes that look up one output:
+// 1. Tables. A block serves 16 rows of a and up to 8 TILES outputs a warp (32 threads). For 16 inner dimensions at a time (a
+//    slice), shared memory holds for each of the 256 codes of a weight the counts with all 16 rows: 16 bytes, one load.
+// 2. Banks. Shared memory is divided into 32 banks of 4 bytes, and threads that read different words of one bank at the same
+//    time wait for each other. 8 threads read at once; each reads another of 8 dimensions, whose tables lie in 4 banks of
+//    their own, so no two ever meet. The other 8 dimensions of the slice are a second plane, read next.
+// 3. Sums. Adding 16 bytes one by one would cost more than reading them. Instead the bytes that a thread has looked up are its
+//    part of the first operand of an 8-bit matrix product; the second operand is a constant that adds those of the 4
+//    threads that look up one output:
 //
-//     row l / 4 of D, for lane l's output:        rows 0 ... 7 of a     (the first and third word)
-//     row l / 4 + 8, for the same output:         rows 8 ... 15 of a    (the other two)
+//        row l / 4 of D, for thread l's output:      rows 0 ... 7 of a     (the first and third word)
+//        row l / 4 + 8, for the same output:         rows 8 ... 15 of a    (the other two)
 //
-// so 8 outputs, 16 rows and 4 dimensions an instruction, and sums stay in its 32-bit accumulators for a chunk.
-//
-// A byte is MIDDLE + T - k |w| with a whole slope k for each (row, dimension), as in lookup.cu; the sum
-// of k w is one more matrix product, of the weights' own bytes (LINEAR; counts below 128 need none).
-//
-// Weights come in the order in which lanes read them (pack_b), and rows of a as places in the tables (pack_a). A
-// lane's outputs of 4 tiles are neighbours, so that y is read and written in whole lines.
+//    so one instruction adds for 8 outputs, 16 rows and 4 dimensions, in 32-bit accumulators, a chunk at a time.
+// 4. Counts above 127 do not fit a signed byte. A byte of the table is MIDDLE + T - k |w| with a whole slope k for each (row,
+//    dimension), as in lookup.cu; the sum of all k w is one more matrix product, of the weights' own bytes (LINEAR; counts
+//    below 128 need none).
+// 5. Time. While one slice is looked up, the rows of tables of the next one arrive by asynchronous copies and are transposed
+//    into the other of two tables. Weights lie in the order in which threads read them (pack_b), and rows of a as places in
+//    the tables (pack_a). A thread's outputs of 4 tiles are neighbours, so y is read and written in whole lines.
 //
 // Compiled at run time with TILES (a multiple of 4), LINEAR, MIDDLE (of lookup.cu) and THREADS defined.
 

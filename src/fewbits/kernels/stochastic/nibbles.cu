@@ -1,29 +1,30 @@
-// Products of prepared stochastic operands with many rows, counts looked up 4 bits at a time; see codes.py
-// and, for what this has in common with it, many.cu.
+// Products of prepared stochastic operands with many rows, with tables of 4 bits in place of 8. codes.py defines the result;
+// read the head of many.cu first, which works the same way with whole bytes.
 //
-// A stream's count is close to a straight line in the weight, so of each (mask, code of a) four slopes and 3 bits
-// say it all:
+// The idea. Reading shared memory bounds the time of many.cu, so a table entry of half the size means twice the rows for each
+// reading. A count as a function of the weight's magnitude is close to a straight line. Four slopes, chosen when tables are
+// made, and a remainder v of 3 bits give it exactly, for each (mask, code of a):
 //
 //     T(|w|) = sum over k = 1, 2, 4, 6 of g_k (floor(|w| / 2^k) + 1/2) + v(|w|) - 7/2,       0 <= v <= 7
 //
-// with whole g whose sum is odd. Weights are in ones' complement, u = w or ~|w|: floor(u / 2^k) + 1/2 changes its
-// sign with w, so a negative count is the same with 7 - v. Sums are in 64ths: 2^k (floor(u / 2^k) + 1/2) is u's byte
-// with its low bits replaced by one and zeros, and its coefficient is g_k 2^(6 - k). Two 8-bit matrix products add
-// all four for 16 dimensions.
+// with whole numbers g_k whose sum is odd. The lines are computed, only v is looked up:
 //
-// A block serves 32 rows of a and up to 8 TILES outputs a warp. For 8 inner dimensions (a plane, half of a slice)
-// shared memory holds v of all rows for each of 256 codes: 16 bytes, of 2 rows each, read by one load. A quarter of
-// a warp reads at once; its 8 lanes own 8 dimensions, each 4 banks, so they never meet.
+// 1. Signs. Weights are in ones' complement, u = w or ~|w|. Then floor(u / 2^k) + 1/2 changes its sign with w, and a negative
+//    weight has 7 - v in place of v, so tables need magnitudes only.
+// 2. Lines. Everything is counted in 64ths: 2^k (floor(u / 2^k) + 1/2) is u's byte with its low bits replaced by a one and
+//    zeros, and its coefficient is g_k 2^(6 - k). Two 8-bit matrix products add all four terms for 16 dimensions.
+// 3. Tables. A block serves 32 rows of a and up to 8 TILES outputs a warp (32 threads). For 8 inner dimensions (a plane, half
+//    of a slice) shared memory holds v of all rows for each of 256 codes: 16 bytes, 2 rows in each, one load. Banks are
+//    shared out as in many.cu, so threads never wait for each other.
+// 4. Sums. The values found for 2 dimensions are added as bytes first: two v fit 4 bits. The sums of 2 outputs, and these with
+//    the high halves of their bytes masked out, are the first operand of 8-bit matrix products. The second, a constant,
+//    sends each row's 4 bits to a column of its own (high halves as bytes less their low halves) and adds over the 4
+//    threads that look up one output:
 //
-// What is found for 2 dimensions is added as it is: two v fit 4 bits. The sums of 2 outputs, and these with the high
-// halves of their bytes masked out, are the first operand of 8-bit matrix products, whose second, a constant, sends
-// each row's 4 bits to its own column (high halves as bytes less their low halves) and adds over the 4 lanes that
-// look up one output:
+//        rows l / 4 and l / 4 + 8 of D, for thread l's outputs of tiles t and t + 1:     8 rows of a (an octet)
 //
-//     rows l / 4 and l / 4 + 8 of D, for lane l's outputs of tiles t and t + 1:       8 rows of a (an octet)
-//
-// While a plane is looked up, the next one's table is built of rows that have arrived and the rows of the one after
-// it are on their way: one barrier a plane.
+// 5. Time. While one plane is looked up, the next one's table is built from rows that have arrived, and the rows of the one
+//    after it are on their way: one barrier a plane.
 //
 // Compiled at run time with TILES (a multiple of 4), THREADS (128, 256 or 512) and KEEP (1: y stays in shared memory
 // until its last chunk) defined.

@@ -1,4 +1,4 @@
-"""What `sc_matmul` accepts: checks of its operands, and stream lengths given as a table."""
+"""Checks of what `sc_matmul` is given: operands, options, and stream lengths as a table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Prepared stochastic operands as one INT8 product of streams, in Triton: where no CUDA C++ can be built.
+"""Products of prepared stochastic operands in Triton, by running the streams as INT8 numbers: the slow way.
+
+It serves GPUs on which CUDA C++ cannot be compiled; lookup.py and many.py are the fast ones.
 
 A code of a is a thermometer over the steps of its stream, 1 while it is enabled; a code of b is an indicator,
 1 where its number lies below the boundary; both with the code's sign. Their product over all steps of all
