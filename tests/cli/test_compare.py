@@ -79,7 +79,7 @@ def test_other_vocabularies_have_no_divergence(run, models, tmp_path):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["{a}", "--text", "{t}"], "one model is no comparison"),
+        (["{a}", "--text", "{t}"], "only one model is given"),
         (["{a}", "{a}", "--text", "{t}", "--plot", "x.pdf"], "written as .svg or .png"),
         (["{a}", "{a}@qlora", "--text", "{t}"], "qlora"),
         (["{a}", "nowhere", "--text", "{t}"], "nowhere"),

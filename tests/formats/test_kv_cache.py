@@ -43,11 +43,11 @@ def test_names_and_mappings(said: object, meant: KVCache) -> None:
     [
         ("int3", "no key/value cache in 'int3'; known: bfloat16, fp8, int8, int4, and two of them"),
         ("int8/", None),
-        (8, "a key/value cache is a name or a mapping, not 8"),
+        (8, "a key/value cache cannot be 8; give a name"),
         ({"keys": 8}, "no key/value cache in 8"),
         ({"first": True}, "first=True of a key/value cache is not a number from 0 to 64"),
         ({"newest": 0}, "newest=0 .* from 1 to 1024"),
-        ({"rotated": "yes"}, "neither true nor false"),
+        ({"rotated": "yes"}, "must be true or false"),
         ({"sinks": 4}, "no field sinks; its fields: keys, values, group, newest, first, rotated"),
     ],
 )

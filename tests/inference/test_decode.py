@@ -71,7 +71,7 @@ def test_a_step_reads_nothing_back(recipe: str) -> None:
 def test_refusals() -> None:
     with pytest.raises(Unsupported, match="layers of a sliding window"):
         Decoding(tiny("mistral"), max_tokens=8)
-    with pytest.raises(BadInput, match="batch_size=0 and max_tokens=8 must be at least 1"):
+    with pytest.raises(BadInput, match="batch_size is 0 and max_tokens is 8; both must be at least 1"):
         Decoding(tiny("llama"), batch_size=0, max_tokens=8)
     decoding = Decoding(tiny("llama"), max_tokens=8)
     with pytest.raises(BadInput, match="has no prompt yet; call prefill"):
@@ -79,7 +79,7 @@ def test_refusals() -> None:
     with pytest.raises(BadInput, match="holds 1 sequences of 1 to 8 tokens"):
         decoding.prefill(tokens(1, 9))
     decoding.prefill(tokens(1, 8))
-    with pytest.raises(BadInput, match="is full; make it larger"):
+    with pytest.raises(BadInput, match="is full; make max_tokens larger"):
         decoding.step()
 
 

@@ -136,9 +136,9 @@ def test_a_packed_model_and_gguf_go_up(folder, kept, monkeypatch):
     ("name", "options", "error", "sentence"),
     [
         ("me/model", {"token": "t", "offline": True}, Unsupported, "while HF_HUB_OFFLINE is set"),
-        ("me/model", {}, BadInput, "nobody is logged in"),
+        ("me/model", {}, BadInput, "you are not logged in to the Hub"),
         ("me/my model", {"token": "t"}, BadInput, "is no name of a repository"),
-        ("me/model", {"token": "t"}, BadInput, "nobody else has; give its name"),
+        ("me/model", {"token": "t"}, BadInput, "nobody else could load it; give its name"),
         ("me/model", {"token": "t", "base_model": "here"}, BadInput, "name it as on the hub"),
     ],
 )
@@ -152,7 +152,7 @@ def test_what_cannot_go_up_is_refused_before_work(adapted, kept, monkeypatch, na
     monkeypatch.setattr(type(model), "save_pretrained", None)
     monkeypatch.setattr(hub, "save_pretrained_merged", None)
     for call in (model.push_to_hub, model.push_to_hub_merged, model.push_to_hub_gguf):
-        if "nobody else has" in sentence and call is not model.push_to_hub:
+        if "nobody else could load it" in sentence and call is not model.push_to_hub:
             continue
         with pytest.raises(error, match=sentence):
             call(name, tokenizer, **options)

@@ -295,7 +295,7 @@ def test_refusals() -> None:
             packed_layer(source, Rule(weight=options))
     with pytest.raises(Unsupported, match="quantises its input itself"):
         packed_layer(source, Rule(weight=STOCHASTIC, activation=INT8))
-    with pytest.raises(Unsupported, match="needs stochastic options, not 'int8'"):
+    with pytest.raises(Unsupported, match="'int8' has no stochastic product; give"):
         StochasticLinear.from_linear(source, Rule(weight=INT8))
     with pytest.raises(BadInput, match=r"smooth_scales has shape \(3,\); give 300 positive, finite numbers"):
         StochasticLinear.from_linear(source, STOCHASTIC, smooth_scales=torch.ones(3))

@@ -79,7 +79,7 @@ def test_half_precision_under_autocast():
 
 def test_refusals():
     linear, layer = _layer()
-    with pytest.raises(Unsupported, match="needs stochastic options, not 'int8'"):
+    with pytest.raises(Unsupported, match="'int8' has no stochastic product; give"):
         StochasticQATLinear.from_linear(linear, INT8)
     with pytest.raises(Unsupported, match="quantises its input itself"):
         StochasticQATLinear.from_linear(linear, OPTIONS, INT8)

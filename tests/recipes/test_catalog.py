@@ -79,16 +79,16 @@ def test_a_catalog_name_supplies_what_is_left_out() -> None:
         ({"name": "x", "linaer": {}}, "no field linaer"),
         ({"name": "x", "linear": {"wieght": "nf4"}}, "no field wieght"),
         ({"name": "x", "linear": {"weight": "nf5"}}, "no number format named 'nf5'"),
-        ({"name": "x", "linear": 4}, "expected a mapping for Rule"),
+        ({"name": "x", "linear": 4}, "a recipe's Rule is 4; give a mapping"),
         ({"name": "x", "head": "nf5"}, "no number format named 'nf5'"),
-        ({"name": "x", "qat": {}}, "needs 'weight'"),
-        (3, "a recipe is a name"),
+        ({"name": "x", "qat": {}}, "has no 'weight'; give"),
+        (3, "3 is not a recipe; give a name"),
         ({"name": "x", "kv_cache": "int5"}, "no key/value cache in 'int5'; known: bfloat16, fp8, int8, int4"),
         (
             {"name": "x", "kv_cache": {"keys": "int8", "sinks": 4}},
             "cache has no field sinks; its fields",
         ),
-        ({"name": "x", "kv_cache": {"group": 48}}, "group=48 of a key/value cache is not 32, 64 or 128"),
+        ({"name": "x", "kv_cache": {"group": 48}}, "group=48 of a key/value cache is not possible"),
     ],
 )
 def test_refusals(config, message: str) -> None:

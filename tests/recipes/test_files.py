@@ -79,7 +79,7 @@ def test_a_run_keeps_what_stood_in_the_file(written: str, tmp_path: Path) -> Non
         ({"name": "x", "linear": {"weight": {"name": "gguf_q4_0", "kind": "Q9"}}}, "kind is 'Q9'"),
         ({"name": "x", "linear": {"weight": {"name": "float8_e4m3", "kind": "e8"}}}, "kind is 'e8'"),
         ({"name": "x", "overrides": {3: {"weight": "nf4"}}}, "maps patterns to rules"),
-        ({"name": "qlora_nf4", "lora": {"alpha": float("nan")}}, "'alpha' of a recipe's lora cannot be nan"),
+        ({"name": "qlora_nf4", "lora": {"alpha": float("nan")}}, "recipe's lora is nan; it must be a number"),
         ({"name": "qlora_nf4", "lora": {"bias": "sometimes"}}, "'bias' of a recipe's lora"),
     ],
     ids=str,

@@ -181,7 +181,9 @@ def quantize(args: Namespace) -> int:
         if getattr(args, name) is not None:
             raise BadInput(f"--{name} says how to calibrate; give --calibrate ROWS too, or leave it out.")
     if args.recipe is None and args.format is None:
-        raise BadInput("give --recipe or --format, what the weights are to become.")
+        raise BadInput(
+            "neither --recipe nor --format says what to quantise to; give one, as in --recipe qlora_nf4."
+        )
     recipe = args.recipe or {"name": args.format, "linear": {"weight": args.format}}
     with Progress("tensors") as advance:
         result = quantize_checkpoint(

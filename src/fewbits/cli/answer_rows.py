@@ -19,7 +19,9 @@ def check(args: Namespace) -> None:
     from fewbits.models.live.plan import check_slots
 
     if args.lookup < 0 or (args.lookup and args.draft is not None):
-        raise BadInput("give --lookup a number of tokens, or --draft a model, not both.")
+        raise BadInput(
+            "--lookup and --draft both guess tokens; give one of them, --lookup as a positive number."
+        )
     if args.input is not None and (args.lookup or args.draft is not None):
         raise BadInput("--lookup and --draft guess for one text at a time; leave them out with --input.")
     if args.input is None:
@@ -28,7 +30,9 @@ def check(args: Namespace) -> None:
                 raise BadInput(f"--{name.replace('_', '-')} belongs to --input; give a file of rows.")
         return
     if args.output is None:
-        raise BadInput("--input needs --output, the file for the answers.")
+        raise BadInput(
+            "--input has no --output; name the file for the answers, as in --output answers.jsonl."
+        )
     check_slots(args.at_a_time)
     check_destination(args.output)
     read_rows(args.input)

@@ -26,7 +26,9 @@ def compare(args: Namespace) -> int:
     from fewbits.inference.compare import compare as measure
 
     if len(args.models) < 2:
-        raise BadInput("one model is no comparison; name the reference first, then the others.")
+        raise BadInput(
+            "only one model is given; name the reference first, then the models to compare with it."
+        )
     if args.batch_size < 1:
         raise BadInput(f"--batch-size is {args.batch_size}; it must be at least 1.")
     text = read_text(args.text)

@@ -124,7 +124,9 @@ def _answers(told: dict[str, Any], ask: Callable[[Question], str] | None) -> dic
             answers[question.key] = question.default
         else:
             flag = f"--{question.key.replace('_', '-')}"
-            raise BadInput(f"nobody can be asked here, and {flag} is missing; give it, as in {flag} PATH.")
+            raise BadInput(
+                f"there is no terminal to ask in, and {flag} is missing; give it, as in {flag} PATH."
+            )
     return answers
 
 

@@ -40,7 +40,7 @@ def plan(args: Namespace) -> int:
     _check_length(config, batch)
     names = trainable_recipes()
     if args.recipe is not None and not is_planned(get_recipe(args.recipe)):
-        raise BadInput(f"{args.recipe} is no recipe that is planned here; those are {', '.join(names)}.")
+        raise BadInput(f"fewbits plan cannot predict recipe {args.recipe}; choose one of {', '.join(names)}.")
     plans = [
         plan_recipe(config, name, gpu, batch=batch, optimizer=args.optimizer)
         for name in (names if args.recipe is None else [args.recipe])

@@ -24,7 +24,9 @@ def plan_gpus(args: Namespace) -> int:
     except ValueError as error:
         raise BadInput(f"--gpus is {args.gpus!r}; write whole numbers with commas, as in 8,64.") from error
     if min(args.values, args.step_ms) <= 0:
-        raise BadInput("--values and --step-ms must be above 0.")
+        raise BadInput(
+            f"--values is {args.values:g} and --step-ms is {args.step_ms:g}; both must be above 0."
+        )
     between = Link(rate=args.network_gbit / 8 * 1e9 * ETHERNET, latency=args.latency_us * 1e-6)
     inside = NVLINK if args.inside_gbyte is None else replace(NVLINK, rate=args.inside_gbyte * 1e9)
     slowdown = SLOWDOWN if args.slowdown is None else args.slowdown

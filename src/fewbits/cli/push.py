@@ -73,8 +73,8 @@ def _kind_of(folder: Path) -> str:
         return "gguf"
     if not (folder / "config.json").is_file():
         raise BadInput(
-            f"{folder} holds no model, adapter or export; give a training run, or such a folder (a file"
-            " config.json, adapter_config.json or of GGUF is in it)."
+            f"{folder} holds no model, adapter or export; give a training run, or a folder that"
+            " contains config.json, adapter_config.json or a GGUF file."
         )
     return "packed" if "quantization_config" in _json(folder / "config.json") else "plain"
 

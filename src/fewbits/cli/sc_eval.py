@@ -80,7 +80,7 @@ def _share(text: str) -> Any:
 
     number, slash, of = text.partition("/")
     if not (slash and number.isdigit() and of.isdigit()):
-        raise BadInput(f"--share {text!r} is refused: give which of how many, as in 1/4.")
+        raise BadInput(f"--share is {text!r}; write the number of this process and of all, as in 1/4.")
     return Share(int(number), int(of))
 
 

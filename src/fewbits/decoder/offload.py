@@ -195,8 +195,10 @@ class HostStash:
         with self._lock:
             if handle.taken:
                 raise BadInput(
-                    "this tensor has been taken from the host stash already, or the stash was cleared; a"
-                    " graph with offloaded inputs is good for one backward pass: keep them on the device."
+                    "an offloaded activation was used already, or its memory was freed; activations"
+                    " offloaded to the"
+                    " host serve one backward pass only: keep them on the device"
+                    " (use_gradient_checkpointing=True)."
                 )
             self.prefetch(handle)
             tensor, slot = handle.slot.tensor, handle.slot

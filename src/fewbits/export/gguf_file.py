@@ -105,7 +105,10 @@ def plan_tensors(
             continue
         place = table.get_name(name, try_suffixes=(".weight", ".bias"))
         if place is None:
-            raise Unsupported(f"GGUF's architecture {arch!r} has no place for the tensor {name}.")
+            raise Unsupported(
+                f"GGUF's architecture {arch!r} has no place for the tensor {name}; export with --to 16bit"
+                " instead."
+            )
         kind, better = type_of(place, shape, method, sizes)
         is_interleaved = arch == "llama" and name.endswith(_TURNED)
         planned.append(
@@ -268,7 +271,11 @@ def _describe_stretching(writer: Any, rope: Mapping[str, Any]) -> None:
         writer.add_rope_scaling_factor(rope["factor"])
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
     elif kind not in ("default", "llama3"):  # llama3's are a tensor, see rope_factors
-        raise Unsupported(f"positions stretched by {kind!r} are not written to GGUF yet.")
+        raise Unsupported(
+            f"the rope scaling {kind!r} of this model cannot be written to GGUF yet; export with --to"
+            " 16bit and use"
+            " llama.cpp's converter."
+        )
 
 
 def rope_factors(config: Any) -> Any:

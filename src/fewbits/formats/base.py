@@ -215,7 +215,7 @@ def format_from_config(config: str | Mapping[str, Any], registry: Mapping[str, F
         ValueError: unknown name or field; the message lists the known ones.
     """
     if not isinstance(config, (str, Mapping)):
-        raise ValueError(f"a number format is a name or a mapping with one, not {config!r}.")
+        raise ValueError(f"a number format cannot be {config!r}; give its name, or a mapping with a name.")
     fields: dict[str, Any] = {"name": config} if isinstance(config, str) else dict(config)
     name = str(fields.pop("name", None))
     if name not in registry:
@@ -223,7 +223,8 @@ def format_from_config(config: str | Mapping[str, Any], registry: Mapping[str, F
     base = registry[name]
     unknown = set(fields) - {f.name for f in dataclasses.fields(base)}
     if unknown:
-        raise ValueError(f"format {name!r} has no field {', '.join(sorted(unknown))}.")
+        names = ", ".join(f.name for f in dataclasses.fields(base))
+        raise ValueError(f"format {name!r} has no field {', '.join(sorted(unknown))}; known: {names}.")
     for key, value in fields.items():
         if isinstance(value, list):
             fields[key] = tuple(value)

@@ -73,9 +73,11 @@ class KVCache:
                     f"{field}={value!r} of a key/value cache is not a number from {least} to {most}."
                 )
         if self.group not in _GROUPS:
-            raise BadInput(f"group={self.group!r} of a key/value cache is not 32, 64 or 128.")
+            raise BadInput(
+                f"group={self.group!r} of a key/value cache is not possible; choose 32, 64 or 128."
+            )
         if not isinstance(self.rotated, bool):
-            raise BadInput(f"rotated={self.rotated!r} of a key/value cache is neither true nor false.")
+            raise BadInput(f"rotated={self.rotated!r} of a key/value cache must be true or false.")
 
     @property
     def name(self) -> str:
@@ -201,7 +203,7 @@ def get_kv_cache(value: KVCache | Format | str | Mapping[str, Any]) -> KVCache:
         keys, _, values = value.partition("/")
         return KVCache(keys=keys, values=values or keys)
     if not isinstance(value, Mapping):
-        raise BadInput(f"a key/value cache is a name or a mapping, not {value!r}.")
+        raise BadInput(f"a key/value cache cannot be {value!r}; give a name such as int4, or a mapping.")
     fields = dict(value)
     if "name" in fields:
         named = get_kv_cache(str(fields.pop("name")))

@@ -107,7 +107,11 @@ def to_sharegpt(
     names = _column_names(dataset)
     for name in (*_FIELD.findall(prompt), output_column_name):
         if name not in names:
-            raise BadInput(f"to_sharegpt needs a column {name}, and the data set has {', '.join(names)}.")
+            raise BadInput(
+                f"to_sharegpt needs a column {name}, and the data set has {', '.join(names)}; correct the"
+                " name in"
+                " merged_prompt, merged_column_name or output_column_name."
+            )
 
     def converse(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
         rows = [

@@ -49,7 +49,9 @@ class Decoding:
         from transformers import StaticCache
 
         if batch_size < 1 or max_tokens < 1:
-            raise BadInput(f"batch_size={batch_size} and max_tokens={max_tokens} must be at least 1.")
+            raise BadInput(
+                f"batch_size is {batch_size} and max_tokens is {max_tokens}; both must be at least 1."
+            )
         self.model, self.max_tokens, self.length = model, max_tokens, 0
         self.cache = StaticCache(config=model.config, max_cache_len=max_tokens)
         if any(layer.is_sliding for layer in self.cache.layers):
@@ -101,7 +103,11 @@ class Decoding:
             BadInput: no prompt yet, or no room for another token.
         """
         if not 0 < self.length < self.max_tokens:
-            fact = "has no prompt yet; call prefill" if not self.length else "is full; make it larger"
+            fact = (
+                "has no prompt yet; call prefill first"
+                if not self.length
+                else "is full; make max_tokens larger"
+            )
             raise BadInput(f"this decoding of max_tokens={self.max_tokens} {fact}.")
         if self.without_graph:
             self._advance()

@@ -199,7 +199,8 @@ def load_adapter(
         ) from error
     if not isinstance(config, peft.LoraConfig):
         raise Unsupported(
-            f"the adapter in {path} is a {config.peft_type}, and only LoRA adapters are supported."
+            f"the adapter in {path} is a {config.peft_type}, and fewbits loads LoRA only; merge it with PEFT"
+            " (merge_and_unload) and load the merged model."
         )
     check_fit(model, weights, path)
     check_base(config, model, path)

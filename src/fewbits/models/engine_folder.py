@@ -172,7 +172,10 @@ class _Work:
     def _plain(self, name: str) -> Tensor:
         weight = self.weights.weight(name)
         if not bool(weight.isfinite().all()):
-            raise BadCheckpoint(f"{name} holds a NaN or an infinity; nothing was written.")
+            raise BadCheckpoint(
+                f"{name} holds a NaN or an infinity, so nothing was written; use an earlier checkpoint of"
+                " the model."
+            )
         return weight.to(self.weights.base.dtype).contiguous()
 
     def _linear(self, name: str) -> Linear:

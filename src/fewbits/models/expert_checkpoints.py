@@ -39,7 +39,8 @@ def mxfp4_rules(model: nn.Module, tensors: Mapping[str, Any]) -> dict[str, Rule]
     for name in names:
         if name not in parameters:
             raise SpecMismatch(
-                f"the checkpoint holds {name}, which the model that config.json describes lacks."
+                f"the checkpoint holds {name}, which the model that config.json describes lacks; restore the"
+                " config.json that belongs to these weights."
             )
     return rules
 

@@ -54,7 +54,7 @@ class ExportedWeights:
         absent = sorted(set(shapes) - set(weights) - tied)
         if absent:
             raise BadCheckpoint(
-                f"the model's {absent[0]} is nowhere; load it again from its original folder."
+                f"the tensor {absent[0]} is missing from this model; load it again from its original folder."
             )
         self._found = weights
         self.shapes: Mapping[str, tuple[int, ...]] = {n: shapes[n] for n in shapes if n not in tied}

@@ -141,7 +141,8 @@ def packed_names(source: str, model: nn.Module, tensors: Mapping[str, Any]) -> l
     for name in names:
         if name not in modules:
             raise SpecMismatch(
-                f"the checkpoint holds {name}, which the model that config.json describes lacks."
+                f"the checkpoint holds {name}, which the model that config.json describes lacks; restore the"
+                " config.json that belongs to these weights."
             )
         if not isinstance(modules[name], nn.Linear):
             raise Unsupported(

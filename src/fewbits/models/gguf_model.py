@@ -166,7 +166,9 @@ def _restore_positions(config: Any, reader: Any, tensors: dict[str, Any]) -> Non
         rope |= {"rope_type": "yarn", "factor": float(value("factor"))}
         rope |= {"original_max_position_embeddings": int(value("original_context_length"))}
     elif kind not in (None, "none"):
-        raise Unsupported(f"the file's positions are stretched by {kind!r}, which is not read here.")
+        raise Unsupported(
+            f"the file uses the rope scaling {kind!r}, which fewbits does not read; use the original model."
+        )
     if _FACTORS in tensors:
         rope = _llama3(config, rope, torch.from_numpy(tensors[_FACTORS].data.copy()).float())
     config.rope_parameters = rope
@@ -188,6 +190,5 @@ def _llama3(config: Any, rope: dict[str, Any], factors: Tensor) -> dict[str, Any
             if torch.allclose(torch.from_numpy(rope_factors(candidate)), factors, rtol=1e-4):
                 return parameters
     raise Unsupported(
-        "the file stretches positions by factors that Llama 3's formula does not give; use the original "
-        "model."
+        "the file's rope scaling factors do not follow Llama 3's formula; use the original model."
     )

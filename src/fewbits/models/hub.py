@@ -79,12 +79,14 @@ class Upload:
             raise BadInput(f"base_model is {self.base_model!r}; name it as on the hub, as owner/name.")
         if constants.is_offline_mode():
             raise Unsupported(
-                f"nothing goes to {self.repo_id} while HF_HUB_OFFLINE is set; unset it, or save to a folder"
+                f"{self.repo_id} cannot be uploaded while HF_HUB_OFFLINE is set; unset it, or save to a"
+                " folder"
                 " and push that later with `fewbits push`."
             )
         if self.token is False or (self.token in (None, True, "") and get_token() is None):
             raise BadInput(
-                f"nobody is logged in to write to {self.repo_id}; run `hf auth login`, or pass a token."
+                f"you are not logged in to the Hub, and {self.repo_id} needs that; run `hf auth login`, or"
+                " pass a token."
             )
 
 
@@ -274,8 +276,9 @@ def _base_named(folder: Path, upload: Upload) -> Mapping[str, bytes]:
 def _check_base(base: str, upload: Upload) -> None:
     if not upload.base_model and not is_hub_name(base):
         raise BadInput(
-            f"the adapter names its base as {base or 'nothing'!r}, which nobody else has; give its name on"
-            " the hub: base_model='owner/name', on the command line --base owner/name."
+            f"the adapter names its base as {base or 'nothing'!r}, which is no name on the Hub, so nobody"
+            " else could"
+            " load it; give its name there: base_model='owner/name', on the command line --base owner/name."
         )
 
 

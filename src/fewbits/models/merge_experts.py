@@ -103,7 +103,7 @@ class WholeMerger(Merger):
         absent = sorted(set(state) - set(decoded) - set(getattr(model, "all_tied_weights_keys", {}) or {}))
         if absent:
             raise BadCheckpoint(
-                f"the model's {absent[0]} is nowhere; load it again from its original folder."
+                f"the tensor {absent[0]} is missing from this model; load it again from its original folder."
             )
         return model.eval()
 

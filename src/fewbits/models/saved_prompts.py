@@ -49,7 +49,11 @@ def save_prompt(path: str | Path, model: Any, cache: PackedCache, input_ids: Ten
     from safetensors.torch import save_file
 
     if not isinstance(cache, PackedCache):
-        raise BadInput(f"a saved prompt is a PackedCache, not a {type(cache).__name__}.")
+        raise BadInput(
+            f"the cache is a {type(cache).__name__}, and only a PackedCache can be saved; fill one by"
+            " passing it as"
+            " past_key_values."
+        )
     if cache.get_seq_length() != input_ids.shape[-1] or input_ids.dim() != 2:
         raise BadInput(
             f"the cache holds {cache.get_seq_length()} tokens and the prompt has {input_ids.shape[-1]}; "
@@ -139,7 +143,11 @@ def _tensors(layer: Any, number: int) -> dict[str, Tensor]:
     else:
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
         if keys is None or values is None:
-            raise Unsupported(f"a {type(layer).__name__} keeps more than keys and values and is not saved.")
+            raise Unsupported(
+                f"a {type(layer).__name__} keeps more than keys and values, which cannot be saved; read"
+                " the prompt"
+                " again when it is needed."
+            )
         parts = {"keys": keys, "values": values}
     return {f"{number}.{name}": tensor for name, tensor in parts.items()}
 

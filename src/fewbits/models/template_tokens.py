@@ -79,9 +79,7 @@ def add_template_tokens(model: Any, tokenizer: Any, choice: str) -> list[str]:
         BadInput: there is no such template, or the model has adapters already.
     """
     if hasattr(model, "peft_config"):
-        raise BadInput(
-            "tokens come to a model without adapters; call add_template_tokens before get_peft_model."
-        )
+        raise BadInput("this model has adapters already; call add_template_tokens before get_peft_model.")
     before = add_tokens(tokenizer, choice)
     set_template(tokenizer, choice, begins=True)
     give_rows(model, tokenizer, before)

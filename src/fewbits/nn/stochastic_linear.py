@@ -115,7 +115,8 @@ class StochasticLinear(QuantizedLinear):
         format = stochastic_options(weights)
         if format is None:
             raise Unsupported(
-                f"a stochastic product needs stochastic options, not {getattr(weights, 'name', None)!r}."
+                f"the format {getattr(weights, 'name', None)!r} has no stochastic product; give a"
+                " Stochastic(...) format."
             )
         operands = {} if isinstance(rule, Format) else _operands(rule)
         weight = linear.weight.detach()

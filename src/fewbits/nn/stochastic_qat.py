@@ -41,7 +41,9 @@ class StochasticQATLinear(FakeQuantizedLinear):
             Unsupported: a format that is not stochastic, or one for the input beside it.
         """
         if stochastic_options(weight_format) is None:
-            raise Unsupported(f"a stochastic product needs stochastic options, not {weight_format.name!r}.")
+            raise Unsupported(
+                f"the format {weight_format.name!r} has no stochastic product; give a Stochastic(...) format."
+            )
         if activation_format is not None:
             raise Unsupported(
                 f"a stochastic product quantises its input itself, so activation={activation_format.name!r} "
@@ -54,7 +56,10 @@ class StochasticQATLinear(FakeQuantizedLinear):
     def smooth(self, scales: Tensor | None) -> None:
         """Take ``scales`` (K,) as smooth_scales."""
         if scales is not None and (scales.shape != (self.in_features,) or not bool((scales > 0).all())):
-            raise BadInput(f"smooth_scales must be {self.in_features} positive numbers for this layer.")
+            raise BadInput(
+                f"smooth_scales has shape {tuple(scales.shape)} or a value that is not positive; give"
+                f" {self.in_features} positive numbers, one for each input."
+            )
         self.smooth_scales = scales
 
     def product(

@@ -39,7 +39,7 @@ def get_recipe(recipe: Recipe | str | Mapping[str, Any]) -> Recipe:
             raise BadInput(f"no recipe named {recipe!r}; known: {names}; or name a YAML or JSON file.")
         return CATALOG[recipe]()
     if not isinstance(recipe, Mapping):
-        raise BadInput(f"a recipe is a name, a Recipe or a mapping, not {type(recipe).__name__}.")
+        raise BadInput(f"{recipe!r} is not a recipe; give a name, a Recipe or a mapping.")
     return recipe_from_config(recipe)
 
 
@@ -87,7 +87,7 @@ def _from_config(config: Mapping[str, Any]) -> Recipe:
             fields[key] = None if value is None else read(value)
         elif key == "skip":
             if not isinstance(value, list | tuple) or not all(isinstance(v, str) for v in value):
-                raise BadInput(f"the field 'skip' of a recipe is a list of names, not {value!r}.")
+                raise BadInput(f"the field 'skip' of a recipe is {value!r}; give a list of module names.")
             fields[key] = tuple(value)
         else:
             fields[key] = value
@@ -125,7 +125,10 @@ def _rule(base: Rule, config: Any) -> Rule:
 def _qat(base: QAT | None, config: Any) -> QAT:
     if base is None:
         if not isinstance(config, Mapping) or "weight" not in config:
-            raise BadInput("the field 'qat' of a recipe needs 'weight', the format to train towards.")
+            raise BadInput(
+                "the field 'qat' of a recipe has no 'weight'; give the format to train for, as in"
+                " {weight: int4_g32}."
+            )
         base = QAT(weight=get_format(config["weight"]))
     return _replace(base, config, formats=True)
 
@@ -133,7 +136,7 @@ def _qat(base: QAT | None, config: Any) -> QAT:
 def _replace(base: T, config: Any, *, formats: bool = False) -> T:
     """``base`` with the fields that ``config`` names; with ``formats`` each value is a format."""
     if not isinstance(config, Mapping):
-        raise BadInput(f"expected a mapping for {type(base).__name__}, got {config!r}.")
+        raise BadInput(f"a recipe's {type(base).__name__} is {config!r}; give a mapping of its fields.")
     _check_fields(type(base), config)
     fields: dict[str, Any] = {}
     for key, value in config.items():
@@ -156,8 +159,16 @@ def _lora_value(key: str, value: Any) -> Any:
         "bias": value in ("none", "all", "lora_only"),
         "rslora": isinstance(value, bool),
     }
+    needs = {
+        "r": "a whole number above 0",
+        "alpha": "a number",
+        "dropout": "a number from 0 to below 1",
+        "targets": "a name, a list of names or all-linear",
+        "bias": "none, all or lora_only",
+        "rslora": "true or false",
+    }
     if not fits[key]:
-        raise BadInput(f"the field '{key}' of a recipe's lora cannot be {value!r}.")
+        raise BadInput(f"the field '{key}' of a recipe's lora is {value!r}; it must be {needs[key]}.")
     return value
 
 

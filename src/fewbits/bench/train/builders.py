@@ -147,7 +147,10 @@ def _fuse(model: Any, job: Job, recipe: Any) -> tuple[list[str], Any]:
         model, config.budget, recipe=recipe, lora=lora, batch=job.batch, optimizer_bytes=_state_bytes(config)
     )
     if memory is None and not isinstance(config.budget, str):
-        raise Unsupported(f"there is no plan for a budget of {config.budget:g} GiB here.")
+        raise Unsupported(
+            f"the shapes of this model's layers are not known, so no plan keeps to {config.budget:g} GiB;"
+            " leave the budget out of the configuration's name."
+        )
     return notes, memory
 
 

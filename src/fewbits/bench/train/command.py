@@ -89,7 +89,9 @@ def main(argv: Sequence[str]) -> int:
     shapes = [shape_of(name) for name in options.shape.split(",")]
     sizes = [batch_of(text) for text in options.batch.split(",")]
     if min(options.steps, options.warm_up, options.layers, options.together) < 1:
-        raise BadInput("steps, warm-up, layers and together must be at least 1.")
+        raise BadInput(
+            "--steps, --warm-up, --layers and --together must each be at least 1; one of them is less."
+        )
     groups = [(s, b, choose(options.configs, options.peers, on_cpu=on_cpu)) for s in shapes for b in sizes]
     groups += [_group(text, on_cpu=on_cpu) for text in options.also]
     groups = [(shape, batch, _installed(chosen, console)) for shape, batch, chosen in groups]

@@ -214,7 +214,10 @@ class RowEncoder:
         template = self.config.prompt_template
         without, with_input = TEMPLATES.get(template, (template, template))
         if "{instruction}" not in without:
-            raise BadInput(f"prompt_template {template!r} has no {{instruction}}")
+            raise BadInput(
+                f"prompt_template {template!r} is no known name and has no {{instruction}}; use"
+                " alpaca, question or chat, or put {instruction} into the text"
+            )
         chosen = with_input if extra.strip() else without
         prompt = chosen.replace("{input}", extra).replace("{instruction}", instruction)
         response = self.text(name, "response", values)

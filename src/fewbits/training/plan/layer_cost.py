@@ -137,7 +137,8 @@ def layer_cost(
     if spec is None or spec.attention is None or spec.mlp is None:
         if shapes is None:
             raise BadInput(
-                f"nobody said what a layer of {config.get('model_type')} computes; give its matrices' shapes."
+                f"there is no description of a layer of {config.get('model_type')}; give its matrices'"
+                " shapes."
             )
         return _cost_of_matrices(shapes, recipe, machine, num_tokens=num_tokens, dtype_bytes=dtype_bytes)
     T, e, H = num_tokens, dtype_bytes, int(config["hidden_size"])

@@ -126,7 +126,11 @@ class PreferenceRun:
             self.eval = Dataset.from_list(preference_rows(config, config.eval_data, splits))
         elif config.eval_fraction:
             if len(self.train_data) < 2:
-                raise BadInput(f"{config.train_data} has one row, of which none can be held out.")
+                raise BadInput(
+                    f"{config.train_data} has one row, of which none can be held out; give more rows, or"
+                    " leave out"
+                    " eval_fraction."
+                )
             parts = self.train_data.train_test_split(test_size=config.eval_fraction, seed=config.seed)
             self.train_data, self.eval = parts["train"], parts["test"]
         if self.eval is not None and config.keep_best:

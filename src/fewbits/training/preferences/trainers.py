@@ -233,7 +233,9 @@ def reward_functions(config: TrainConfig) -> list[Callable[..., list[float]]]:
             if added:
                 sys.path.remove(here)
         if not callable(reward):
-            raise BadInput(f"rewards has {name!r}, which is no function.")
+            raise BadInput(
+                f"rewards has {name!r}, which is a {type(reward).__name__}; name a function in that module."
+            )
         functions.append(reward)
     return functions
 

@@ -293,7 +293,7 @@ class GradientExchange(ABC):
         world, node = int(headers[0]["world_size"]), int(headers[0]["node_size"])
         if len(files) != world:
             raise BadCheckpoint(
-                f"{folder} has what {len(files)} of {world} ranks kept of their gradients; remove it to"
+                f"{folder} holds the error-feedback state of {len(files)} of {world} ranks only; remove it to"
                 " resume from the checkpoint before."
             )
         self.step = int(headers[0]["step"])

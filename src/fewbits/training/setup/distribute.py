@@ -146,8 +146,9 @@ def _check_shard_size(config: TrainConfig, layout: Layout) -> None:
         return
     if layout.kind != "fsdp" or layout.data_size != layout.ranks.size:
         raise BadInput(
-            f"shard_size is {size}, and groups of ranks that hold a copy each are for parallel=fsdp without"
-            " tensor_size; leave one of them out."
+            f"shard_size is {size}, which works only with parallel=fsdp and without tensor_size; leave"
+            " shard_size"
+            " out, or change those."
         )
     if layout.ranks.size % size:
         raise BadInput(
@@ -159,18 +160,19 @@ def _refuse(config: TrainConfig, recipe: Any, kind: str) -> None:
     """What a sharded model cannot do."""
     if config.optimizer not in ("adamw", "adamw_8bit", "adafactor", "sgd"):
         raise Unsupported(
-            f"{config.optimizer} steps whole matrices, and under parallel={kind} no rank has them; set"
+            f"{config.optimizer} needs whole matrices, and under parallel={kind} no process has them; set"
             " optimizer to adamw, adamw_8bit or sgd, or use parallel=ddp."
         )
     if config.optimizer == "adafactor":  # it would take means over the rows that a rank happens to hold
         raise Unsupported(
-            "adafactor steps by means over rows and columns of whole matrices, and under"
-            f" parallel={kind} no rank has them; set optimizer to adamw, adamw_8bit or sgd, or use"
+            "adafactor needs means over rows and columns of whole matrices, which no process has under"
+            f" parallel={kind}; set optimizer to adamw, adamw_8bit or sgd, or use"
             " parallel=ddp."
         )
     if config.merge:
         raise BadInput(
-            "merge is not made by ranks that hold parts of the model; leave it out, and use fewbits merge on"
+            "merge does not work where processes hold parts of the model; leave it out, and use fewbits"
+            " merge on"
             " the finished run."
         )
     if config.template_tokens == "add":
