@@ -20,7 +20,8 @@ from fewbits.errors import BadCheckpoint
 from fewbits.models import streamed_weights
 from fewbits.models.checkpoint import read_header, read_headers
 from fewbits.models.hf_quantizer import FewbitsConfig
-from fewbits.models.streamed_loading import StreamedLoader, asking_order, loader_for, one_gpu
+from fewbits.models.placing import one_gpu
+from fewbits.models.streamed_loading import StreamedLoader, asking_order, loader_for
 from fewbits.models.streamed_weights import StreamedTensor, StreamedWeights
 from fewbits.nn.linear import QuantizedLinear
 from tests.models.loading import save_tiny

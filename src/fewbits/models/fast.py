@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,6 +29,7 @@ from fewbits.models.careful_generate import generate
 from fewbits.models.checkpoint import ADAPTER_CONFIG, Checkpoint, inspect_folder, is_adapter_folder, read_json
 from fewbits.models.checkpointed_layers import checkpoint_layers, chosen, recompute_as
 from fewbits.models.config_check import check_shapes
+from fewbits.models.early_kernels import work_beside
 from fewbits.models.engine_folder import save_pretrained_merged
 from fewbits.models.exporting import save_pretrained_gguf
 from fewbits.models.folder_manifest import check_folder
@@ -37,6 +38,7 @@ from fewbits.models.gguf_model import GGUF_ENDING, load_gguf
 from fewbits.models.hub import push_to_hub, push_to_hub_gguf, push_to_hub_merged
 from fewbits.models.live.generate_batch import generate_batch
 from fewbits.models.loaded_tokenizer import adapters_own, fitted, read_tokenizer, set_length
+from fewbits.models.loading_interpreter import collector_paused, quick_turns
 from fewbits.models.named_templates import stop_at_turns
 from fewbits.models.options import (
     PEFT_CHOOSES_NOTHING,
@@ -47,7 +49,6 @@ from fewbits.models.options import (
     whole_embeddings,
 )
 from fewbits.models.packed import check_device
-from fewbits.models.paused_collector import collector_paused
 from fewbits.models.placing import device_map_of, dtype_of
 from fewbits.models.quantization_error import recipe_in
 from fewbits.models.reading import Reading
@@ -62,6 +63,7 @@ class FastLanguageModel:
 
     @staticmethod
     @collector_paused()
+    @quick_turns()
     def from_pretrained(
         model_name: str | Path,
         max_seq_length: int | None = None,
@@ -134,10 +136,10 @@ class FastLanguageModel:
                 checkpoint = inspect_folder(
                     path, allow_pickle=loading.allow_pickle, remote_code=loading.trust_remote_code
                 )
-            example = _described(where, checkpoint, loading)
-            with ThreadPoolExecutor(1) as beside:  # what both import was imported for the example
-                reading = beside.submit(read_tokenizer, where, loading)
-                model = _load_model(where, checkpoint, example, chosen, dtype, loading)
+            with work_beside(chosen, checkpoint, loading.device_map, dtype) as (beside, kernels):
+                example = _described(where, checkpoint, loading)
+                reading = beside.submit(read_tokenizer, where, loading)  # what both import is imported now
+                model = _load_model(where, checkpoint, example, chosen, dtype, loading, kernels)
                 with Reading(where, tokenizer=True):
                     tokenizer = fitted(reading.result(), where, model, loading)
         return _finished(model, tokenizer, max_seq_length, full_finetuning, loading), tokenizer
@@ -374,7 +376,13 @@ def _described(where: str, checkpoint: Checkpoint | None, loading: Loading) -> _
 
 
 def _load_model(
-    where: str, checkpoint: Checkpoint | None, example: _Described, recipe: Any, dtype: Any, loading: Loading
+    where: str,
+    checkpoint: Checkpoint | None,
+    example: _Described,
+    recipe: Any,
+    dtype: Any,
+    loading: Loading,
+    kernels: Future[None] | None,
 ) -> Any:
     from fewbits.models.model_shapes import auto_class_of
     from fewbits.models.streamed_loading import loader_for
@@ -384,7 +392,7 @@ def _load_model(
     settings = _quantization_settings(config, checkpoint, recipe, where, loading)
     if hasattr(settings.get("quantization_config"), "recipe"):
         check_device(settings["quantization_config"].recipe, next(iter((device_map or {"": "cpu"}).values())))
-    model, info = loader_for(auto_class_of(config), example.model, device_map).from_pretrained(
+    model, info = loader_for(auto_class_of(config), example.model, device_map, kernels).from_pretrained(
         where,
         config=config,
         dtype=dtype_of(dtype, device_map),

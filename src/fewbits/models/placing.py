@@ -36,3 +36,15 @@ def dtype_of(dtype: Any, device_map: Any) -> Any:
     if places <= {"cpu"}:
         return "auto"
     return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+
+
+def one_gpu(device_map: Any) -> torch.device | None:
+    """The GPU on which a device map places all of a model, if it does."""
+    places = set(device_map.values()) if isinstance(device_map, dict) else set()
+    if len(places) != 1 or not torch.cuda.is_available():
+        return None
+    (place,) = places
+    if isinstance(place, str) and not place.startswith("cuda"):
+        return None
+    device = torch.device("cuda", place) if isinstance(place, int) else torch.device(place)
+    return torch.device("cuda", torch.cuda.current_device()) if device.index is None else device

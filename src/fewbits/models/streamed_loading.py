@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -20,38 +21,28 @@ from transformers.core_model_loading import dot_natural_key
 
 from fewbits.models.checkpoint import read_headers
 from fewbits.models.packed_filling import fill, packed_places
+from fewbits.models.placing import one_gpu
 from fewbits.models.streamed_weights import DTYPES, StreamedWeights
 
 _EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
 _STEP = "_load_pretrained_model"
 
 
-def loader_for(auto_class: Any, example: Any, device_map: Any) -> Any:
+def loader_for(auto_class: Any, example: Any, device_map: Any, kernels: Future[None] | None = None) -> Any:
     """What to call ``from_pretrained`` of: the class of a model that streams its weights, or ``auto_class``.
 
     Args:
         auto_class: transformers' Auto class for the model.
         example: a model of the same configuration, such as on the meta device; None: its class is not known.
         device_map: as `fewbits.models.placing.device_map_of` gives it.
+        kernels: what is awaited before the first weight is packed, if anything.
     """
     device = one_gpu(device_map)
     if device is None or example is None or not hasattr(os, "preadv"):
         return auto_class
     kind = type(example)
     usual = getattr(kind.from_pretrained, "__func__", None) is _from_pretrained()
-    return StreamedLoader(kind, device) if usual and hasattr(kind, _STEP) else auto_class
-
-
-def one_gpu(device_map: Any) -> torch.device | None:
-    """The GPU on which a device map places all of a model, if it does."""
-    places = set(device_map.values()) if isinstance(device_map, dict) else set()
-    if len(places) != 1 or not torch.cuda.is_available():
-        return None
-    (place,) = places
-    if isinstance(place, str) and not place.startswith("cuda"):
-        return None
-    device = torch.device("cuda", place) if isinstance(place, int) else torch.device(place)
-    return torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
+    return StreamedLoader(kind, device, kernels) if usual and hasattr(kind, _STEP) else auto_class
 
 
 def _from_pretrained() -> Any:
@@ -65,10 +56,11 @@ class StreamedLoader:
     Args:
         kind: the class, whose ``from_pretrained`` is that of `PreTrainedModel`.
         device: where all weights go.
+        kernels: as for `loader_for`.
     """
 
-    def __init__(self, kind: Any, device: torch.device) -> None:
-        self._kind, self._device = kind, device
+    def __init__(self, kind: Any, device: torch.device, kernels: Future[None] | None = None) -> None:
+        self._kind, self._device, self._kernels = kind, device, kernels
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._kind, name)
@@ -97,6 +89,8 @@ class StreamedLoader:
         packs = not getattr(quantizer, "pre_quantized", True)  # while it reads
         order = None if is_ours else asking_order(entries, merged=packs)
         with StreamedWeights(entries, self._device, order=order) as weights:
+            if self._kernels is not None:
+                self._kernels.exception()  # waits; what goes wrong with a kernel, the first weight says again
             slices = {name: part for name, part in weights.slices().items() if name not in places}
             answer = step(model, slices, checkpoint_files, load_config, *rest, **more)
             fill(places, weights)
@@ -122,4 +116,4 @@ def asking_order(names: Iterable[str], *, merged: bool) -> list[str]:
     return [name for group in together.values() for name in group]
 
 
-__all__ = ["StreamedLoader", "asking_order", "loader_for", "one_gpu"]
+__all__ = ["StreamedLoader", "asking_order", "loader_for"]

@@ -1,8 +1,9 @@
-"""Python's garbage collector stands still while a model is loaded, and is then as it was."""
+"""Python's collector stands still and turns are short while a model is loaded; then all is as it was."""
 
 from __future__ import annotations
 
 import gc
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from fewbits import FastLanguageModel
 from fewbits.errors import BadCheckpoint
-from fewbits.models.paused_collector import collector_paused
+from fewbits.models.loading_interpreter import TURN_S, collector_paused, quick_turns
 from tests.models.loading import save_tiny
 
 
@@ -32,6 +33,20 @@ def test_a_collector_that_was_off_stays_off() -> None:
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+def test_turns_are_short_and_then_as_they_were() -> None:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(0.02)
+    try:
+        with quick_turns(), quick_turns():
+            assert sys.getswitchinterval() == pytest.approx(TURN_S, rel=0.02)
+        assert sys.getswitchinterval() == pytest.approx(0.02, rel=0.02)
+        sys.setswitchinterval(TURN_S / 5)  # shorter already
+        with quick_turns():
+            assert sys.getswitchinterval() == pytest.approx(TURN_S / 5, rel=0.02)
+    finally:
+        sys.setswitchinterval(before)
 
 
 def test_nothing_is_collected_while_a_model_is_loaded(tmp_path: Path) -> None:
