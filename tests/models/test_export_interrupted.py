@@ -6,6 +6,7 @@ import os
 import resource
 import shutil
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,9 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path, method: str) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("method", ["gptq:int4_g32", "gguf"])
-def test_killed_before_any_change_of_a_file(tmp_path: Path, method: str) -> None:
+def test_killed_before_any_change_of_a_file(
+    tmp_path: Path, method: str, record_property: Callable[[str, object], None]
+) -> None:
     """At each of them: the folder is whole or not there, and a later run leaves nothing else."""
     model, words = base(tmp_path, method)
     for moment in range(1, 300):
@@ -81,4 +84,5 @@ def test_killed_before_any_change_of_a_file(tmp_path: Path, method: str) -> None
         if status == 0:
             break
         assert status == -signal.SIGKILL
-    assert status == 0 and moment > 5 and (tmp_path / "out" / "export.json").is_file()
+    record_property("kills", moment - 1)
+    assert status == 0 and moment > 20 and (tmp_path / "out" / "export.json").is_file()
