@@ -207,6 +207,7 @@ NEEDS_PACKAGES = {
     "coming-from-unsloth": ("trl",),
     "command-line": ("trl",),
     "exporting": ("gguf", "compressed_tensors"),
+    "trl": ("trl",),
 }
 
 
