@@ -34,6 +34,7 @@ MANY_VARIANTS = {
     "fewjobs/test_front_ends.py",
     "fewjobs/test_kept.py",
     "inference/test_decode.py",
+    "kernels/test_batch_rows.py",
     "kernels/test_columns.py",
     "kernels/test_decode_attention.py",
     "kernels/test_few_rows.py",

@@ -1,13 +1,7 @@
 // Enough of CUDA C++ to run a kernel's own source on a CPU: each thread of a block is a coroutine, a barrier or a
 // sum over a warp hands over to the next one until all have arrived. Shared memory starts as garbage.
 #pragma once
-#include <cmath>
-#include <cstdint>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
-#include <ucontext.h>
-#include <vector>
+#include "libraries.h"
 
 #define __global__
 #define __device__

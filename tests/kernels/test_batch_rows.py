@@ -24,7 +24,7 @@ from fewbits.kernels.generation.batch_rows import (
 from fewbits.kernels.generation.cut import Work, reading_of
 from fewbits.kernels.launch import nvrtc
 from tests.kernels import emulated
-from tests.kernels.test_few_rows import READ, Problem, error, needs_gxx, weight_of
+from tests.kernels.test_few_rows import READ, Problem, error, needs_gxx, weight_of, with_marks
 
 ROOM = 227 * 1024
 
@@ -51,7 +51,7 @@ def tolerance(problem: Problem) -> float:
 
 
 @needs_gxx
-@pytest.mark.parametrize("name", READ)
+@pytest.mark.parametrize("name", with_marks(READ))
 def test_every_format_gives_the_definition(tmp_path: Path, name: str) -> None:
     problem = Problem(name, 11, 256, (40,), norm=True)
     run(problem, tmp_path)

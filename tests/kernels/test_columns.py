@@ -15,7 +15,7 @@ from fewbits.kernels.generation.columns import Columns, columns_of, cut_columns
 from fewbits.kernels.generation.cut import Work, reading_of
 from fewbits.kernels.launch.jit import cdiv, next_power_of_2
 from tests.kernels import emulated
-from tests.kernels.test_few_rows import READ, Problem, error, needs_gxx, weight_of
+from tests.kernels.test_few_rows import READ, Problem, error, needs_gxx, weight_of, with_marks
 
 ROOM = 227 * 1024
 PACKED = [name for name in READ if "float16" not in name]
@@ -50,7 +50,7 @@ def run(problem: Problem, folder: Path, shape: Columns | None = None) -> Columns
 
 
 @needs_gxx
-@pytest.mark.parametrize("name", PACKED)
+@pytest.mark.parametrize("name", with_marks(PACKED))
 def test_every_format_gives_the_definition(tmp_path: Path, name: str) -> None:
     problem = Problem(name, 1, 1024, (40,), norm=True)
     run(problem, tmp_path)

@@ -25,10 +25,21 @@ READ = [
     *("float8_e4m3", "float8_e4m3_row", "float8_e4m3_1x128", "float8_e4m3_128x128", "float8_e5m2_row"),
     *("bfloat16", "float16"),
 ]
+# Those of one layout and one reading with another of READ: read every night.
+READ_ALIKE = {
+    *("fp4", "int4_g32", "int4_g128", "int8_tensor", "int8_g64"),
+    *("float8_e4m3", "float8_e4m3_1x128", "float8_e5m2_row"),
+}
 # x and NF4's table are rounded to float16, 2**-12 each at most; bfloat16 weights meet x in bfloat16, 2**-9,
 # twice where two products are multiplied.
 TOLERANCE = {"bfloat16": 2.0**-7}
 needs_gxx = pytest.mark.skipif(emulated.COMPILER is None, reason="needs g++")
+
+
+def with_marks(cases: list[Any]) -> list[Any]:
+    """Formats, or cases that begin with one, of which those that are like another run every night."""
+    rows = [(case,) if isinstance(case, str) else case for case in cases]
+    return [pytest.param(*row, marks=pytest.mark.nightly if row[0] in READ_ALIKE else ()) for row in rows]
 
 
 def weight_of(name: str, N: int, K: int, device: str = "cpu") -> Packed | Tensor:
@@ -93,7 +104,9 @@ CALLS: list[tuple[str, int, int, tuple[int, ...], dict[str, Any]]] = [
 
 @needs_gxx
 @pytest.mark.parametrize(
-    ("name", "M", "K", "N", "what"), CALLS, ids=lambda v: str(v) if isinstance(v, str | int) else None
+    ("name", "M", "K", "N", "what"),
+    with_marks(CALLS),
+    ids=lambda v: str(v) if isinstance(v, str | int) else None,
 )
 def test_the_source_gives_the_definition(
     tmp_path: Path, name: str, M: int, K: int, N: tuple[int, ...], what: dict[str, Any]
