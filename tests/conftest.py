@@ -34,16 +34,6 @@ MANY_VARIANTS = {
     "fewjobs/test_front_ends.py",
     "fewjobs/test_kept.py",
     "inference/test_decode.py",
-    "kernels/test_batch_rows.py",
-    "kernels/test_columns.py",
-    "kernels/test_decode_attention.py",
-    "kernels/test_few_rows.py",
-    "kernels/test_gated_lora_cuda.py",
-    "kernels/test_packed_attention.py",
-    "kernels/test_stochastic_emulated.py",
-    "kernels/test_stochastic_lookup.py",
-    "kernels/test_stochastic_many.py",
-    "kernels/test_stochastic_rows.py",
     "models/test_adapters.py",
     "models/test_experts.py",
     "models/test_fused.py",
@@ -60,11 +50,57 @@ MANY_VARIANTS = {
     "models/test_transformers_patterns.py",
     "nn/test_attention.py",
     "training/test_preferences.py",
+}
+# Files each of whose tests builds a kernel's source: the first variant stays, the last and the middle one are
+# slow, the others are nightly.
+MANY_BUILDS = {
+    "kernels/test_batch_rows.py",
+    "kernels/test_columns.py",
+    "kernels/test_decode_attention.py",
+    "kernels/test_few_rows.py",
+    "kernels/test_gated_lora_cuda.py",
+    "kernels/test_packed_attention.py",
+    "kernels/test_stochastic_emulated.py",
+    "kernels/test_stochastic_lookup.py",
+    "kernels/test_stochastic_many.py",
+    "kernels/test_stochastic_rows.py",
+}
+# As MANY_VARIANTS, where those between differ in values rather than in what runs: the one in the middle is
+# slow, the others are nightly.
+LIKE_VARIANTS = {
+    "export/test_k_quants.py",
+    "fewjobs/test_whole_files.py",
+    "formats/test_bitsandbytes.py",
+    "kernels/test_gradient_codec.py",
+    "kernels/test_linear_cross_entropy.py",
+    "kernels/test_lora_linear.py",
+    "kernels/test_matmul_packed.py",
+    "models/test_attention.py",
+    "models/test_checkpointing_choice.py",
+    "models/test_decode_generate.py",
+    "models/test_device_map.py",
+    "models/test_engine_folder.py",
+    "models/test_float8_head.py",
+    "models/test_fused_sequences.py",
+    "models/test_gpu_fallbacks.py",
+    "models/test_hf_quantizer.py",
+    "models/test_merge.py",
+    "models/test_not_finite.py",
+    "models/test_predicted_memory.py",
+    "models/test_record.py",
+    "models/test_registered_specs.py",
+    "models/test_stochastic_attention.py",
+    "models/test_stochastic_recipe.py",
+    "models/test_travel.py",
+    "models/test_trl_head.py",
+    "training/test_gpu_plan.py",
     "training/test_qat.py",
+    "training/test_run.py",
 }
 # Files with few tests that take long: first, so that no process is left alone with one at the end.
 LONG_AND_FEW = (
     "kernels/test_interpreter.py",
+    "training/test_several_ranks.py",
     "test_import.py",
     "test_architecture.py",
     "test_examples.py",
@@ -72,6 +108,11 @@ LONG_AND_FEW = (
     "fewjobs/test_runner.py",
     "training/test_run.py",
     "cli/test_models.py",
+    "training/test_tensor_parallel.py",
+    "cli/test_launch.py",
+    "training/test_resume.py",
+    "fewjobs/test_scenarios.py",
+    "fewjobs/test_front_ends.py",
 )
 
 
@@ -96,15 +137,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     places = {ROOT / "tests" / name: place for place, name in enumerate(LONG_AND_FEW)}
     processes = {ROOT / "tests" / name for name in MANY_PROCESSES}
     many = {ROOT / "tests" / name for name in MANY_VARIANTS}
+    builds = {ROOT / "tests" / name for name in MANY_BUILDS}
+    like = {ROOT / "tests" / name for name in LIKE_VARIANTS}
     for item in items:
         own = any(item.get_closest_marker(m) for m in ("slow", "nightly", "gpu", "multi"))
-        if item.path in processes | many and not own:
+        if item.path in processes | many | builds | like and not own:
             variants[item.nodeid.partition("[")[0]].append(item)
-    for first, *others in variants.values():
-        if first.path in processes:
-            first.add_marker(pytest.mark.slow)
-        for other in others if first.path in processes else others[:-1]:
-            other.add_marker(pytest.mark.nightly if first.path in processes else pytest.mark.slow)
+    for same in variants.values():
+        path, between = same[0].path, same[1:-1]
+        middle = len(between) // 2
+        if path in processes:
+            slow, nightly = same[:1], same[1:]
+        elif path in many:
+            slow, nightly = between, []
+        else:
+            slow, nightly = between[middle : middle + 1], between[:middle] + between[middle + 1 :]
+            slow += same[1:][-1:] if path in builds else []
+        for item in slow:
+            item.add_marker(pytest.mark.slow)
+        for item in nightly:
+            item.add_marker(pytest.mark.nightly)
     items.sort(key=lambda item: places.get(item.path, len(places)))
 
 

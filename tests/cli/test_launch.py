@@ -371,7 +371,7 @@ def test_a_meeting_that_fails_and_one_that_is_lost(monkeypatch, tmp_path):
         run_processes(["true"], there, count=1, logs=tmp_path / "late")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_machine_whose_launcher_is_killed_ends_the_run(tmp_path, run_folders):
     """Two launchers that meet as they come; of one only the launcher is killed, and its process goes too."""
     config, port = run_folders

@@ -59,6 +59,7 @@ def test_sweep(run, operands, tmp_path):
     assert (tmp_path / "s.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_calibrate_then_eval_and_again_from_the_ledger(run, model, text, tmp_path):
     mixed, ledger = tmp_path / "mixed.yaml", tmp_path / "eval.jsonl"
     done = run("sc", "calibrate", "--model", model, "--text", text, "--window", "64", "--max-tokens", "126",

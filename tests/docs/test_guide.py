@@ -20,7 +20,7 @@ import yaml
 from tests.docs.pages import GUIDE, LANGUAGES, PAGES, Block, blocks_of, fewbits_commands, run_page
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
-LONG_PAGES = ("calibration", "command-line", "stochastic-computing", "stochastic-search")  # a minute and more
+LONG_PAGES = ("calibration", "command-line", "generation", "stochastic-computing", "stochastic-search")
 MOST_NOT_RUN = 15  # blocks that need a GPU, a network or several machines: rather make one run than add one
 
 

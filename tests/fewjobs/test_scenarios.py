@@ -215,7 +215,7 @@ def three_units(workshop: Workshop) -> None:
         write_unit(workshop.folder / f"{name}.cpp", size, f"t{name}")
 
 
-@pytest.mark.parametrize("generator", ["Ninja", "Unix Makefiles"])
+@pytest.mark.parametrize("generator", ["Ninja", pytest.param("Unix Makefiles", marks=pytest.mark.nightly)])
 def test_cmake(workshop: Workshop, ninja: str, generator: str) -> None:
     cmake = shutil.which("cmake", path=f"{Path(sys.executable).parent}:/usr/bin:/bin")
     if cmake is None:
@@ -397,6 +397,7 @@ def clean_but_keep(workshop: Workshop) -> None:
         file.unlink()
 
 
+@pytest.mark.nightly
 def test_overhead_of_three_hundred_tiny_units(workshop: Workshop, ninja: str) -> None:
     units = []
     for i in range(300):

@@ -50,7 +50,7 @@ def test_under_a_jobserver_ninja_takes_its_turns_from_there() -> None:
     assert widen(["ninja"], {"MAKEFLAGS": " -j2 --jobserver-auth=3,4"}, 2).command == ["ninja"]
 
 
-@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("exact", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_more_are_seen_and_as_many_work_as_was_asked(workshop: Workshop, ninja: str, exact: bool) -> None:
     write_ninja(workshop, [workshop.unit(f"u{i}.cpp", 50) for i in range(6)])
     done = workshop.build(ninja, "-j2", memory_bytes=2_000_000_000, jobs=6, exact_jobs=exact)

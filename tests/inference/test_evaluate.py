@@ -60,6 +60,7 @@ def test_sliding_equals_one_token_at_a_time(stories260k, tinystories):
     assert result.tokens == 40
 
 
+@pytest.mark.slow
 def test_batching_and_more_context(stories260k, tinystories):
     def run(**options):
         return perplexity(*stories260k, tinystories, window=64, max_tokens=1000, **options)

@@ -117,6 +117,7 @@ def test_bad_sampling(field):
         Sampling(**field)
 
 
+@pytest.mark.slow
 def test_keys_and_values_in_few_bits(stories3m) -> None:
     """Of a plain model of transformers, and by the choice that stands on it."""
     model, tokenizer = stories3m

@@ -67,7 +67,10 @@ def alone(model, text, config, batch_size=2) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("family", ["llama", pytest.param("gemma2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param("llama", marks=pytest.mark.slow), pytest.param("gemma2", marks=pytest.mark.nightly)],
+)
 def test_differences_are_those_of_whole_evaluations_to_the_bit(family):
     model, text = tiny(family), windows()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}

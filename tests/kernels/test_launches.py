@@ -80,9 +80,8 @@ def binaries(recorder: Recorder) -> dict[Any, Launch]:
 @pytest.mark.parametrize(
     ("family", "float8"),
     [
-        ("llama", False),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in [("llama", True), ("qwen3", False)]),
-        pytest.param("gemma2", False, marks=pytest.mark.slow),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [("llama", False), ("gemma2", False)]),
+        *(pytest.param(*case, marks=pytest.mark.nightly) for case in [("llama", True), ("qwen3", False)]),
     ],
 )
 def test_other_lengths_ask_for_no_other_binary(family: str, float8: bool) -> None:
@@ -114,7 +113,7 @@ def test_other_lengths_ask_for_no_other_binary(family: str, float8: bool) -> Non
     assert len(counts) > 8 and sum(counts.values()) <= (40 if float8 else 30), counts
 
 
-@pytest.mark.parametrize("float8", [False, True])
+@pytest.mark.parametrize("float8", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_all_layers_share_their_binaries(float8: bool) -> None:
     """Also where a layer's float8 scale is any element of one tensor, aligned to 4 bytes.
 

@@ -10,21 +10,17 @@ import torch
 import fewbits
 from fewbits import FastLanguageModel
 from fewbits.decoder.fuse import fuse
-from fewbits.formats import ALIKE, FORMATS
+from fewbits.formats import FORMATS
 from fewbits.nn.fake_quantize import FakeQuantizedLinear
 from fewbits.nn.linear import QuantizedLinear
 from tests.models.loading import packed_state, same, save_tiny
 from tests.models.tiny import tiny, tokens
 
-# One of each class; in the slow tests one of each other code path, in the nightly ones the rest.
+# One of each class; the rest run every night.
 SHOWN = ("int3_g64_zp", "int4_indexed", "mxfp6_e2m3", "nvfp4_4o6", "ternary_row", "gguf_q4_0")
 NAMES = [n for n in FORMATS if not n.startswith("stochastic")]
 each = pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(n, marks=[] if n in SHOWN else pytest.mark.nightly if n in ALIKE else pytest.mark.slow)
-        for n in NAMES
-    ],
+    "name", [pytest.param(n, marks=[] if n in SHOWN else [pytest.mark.nightly]) for n in NAMES]
 )
 
 

@@ -119,8 +119,18 @@ def call(model: Any, given: dict[str, Any], own: bool) -> Any:
     return type(base).generate(base, **given) if own else model.generate(**given)
 
 
-@pytest.mark.parametrize("training", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("words", "here"), TABLE, ids=lambda x: ",".join(x) if isinstance(x, dict) else "")
+def cases() -> list[Any]:
+    """Each second word; in the slow tests the others, and some in training; every night all of these."""
+    found = []
+    for number, (words, here) in enumerate(TABLE):
+        ready = () if number % 2 == 0 else pytest.mark.slow
+        found.append(pytest.param(words, here, False, id=",".join(words), marks=ready))
+        trained = pytest.mark.slow if number % 6 == 0 else pytest.mark.nightly
+        found.append(pytest.param(words, here, True, id=f"{','.join(words)}, training", marks=trained))
+    return found
+
+
+@pytest.mark.parametrize(("words", "here", "training"), cases())
 def test_a_word_means_what_it_means_in_transformers(
     words: dict[str, Any], here: bool, training: bool, model: Any, made: list[int]
 ) -> None:

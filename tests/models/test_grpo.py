@@ -46,7 +46,7 @@ class Watched:
         return [float(i % 2) for i in range(len(completion_ids))]
 
 
-@pytest.mark.parametrize("living", [False, True])
+@pytest.mark.parametrize("living", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("fused", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_rollouts_come_of_the_newest_adapters(
     living: bool, fused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

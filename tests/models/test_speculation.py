@@ -59,7 +59,9 @@ def test_lookup_guesses_what_followed_last() -> None:
     assert Lookup(2)([5, 5, 5]) == [5]
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
+@pytest.mark.parametrize(
+    "family", ["llama", *(pytest.param(f, marks=pytest.mark.slow) for f in ("mistral", "qwen3"))]
+)
 def test_looking_up_changes_no_token(family: str, advanced: list[int]) -> None:
     """Right and wrong guesses; beyond mistral's window too."""
     model = model_of(family)
@@ -84,7 +86,7 @@ def test_right_guesses_save_steps(advanced: list[int]) -> None:
     assert len(advanced) < 12
 
 
-@pytest.mark.parametrize("same", [True, False])
+@pytest.mark.parametrize("same", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_draft_changes_no_token(same: bool, advanced: list[int]) -> None:
     """A draft that is the model's twin, and one that knows nothing."""
     model = model_of("llama")

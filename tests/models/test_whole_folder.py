@@ -221,7 +221,9 @@ def test_the_folder_that_one_stands_in(tmp_path, monkeypatch):
     assert (tmp_path / "config.json").read_text() == "new"
 
 
-@pytest.mark.parametrize("exchange", [True, False])
+@pytest.mark.parametrize(
+    "exchange", [pytest.param(True, marks=pytest.mark.slow), pytest.param(False, marks=pytest.mark.nightly)]
+)
 def test_killed_before_any_change_of_a_file(tmp_path, monkeypatch, exchange):
     """At each of them: what is there is the old or the new whole, and the next run leaves nothing else."""
     if not exchange:

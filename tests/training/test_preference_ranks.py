@@ -73,8 +73,8 @@ def ran(outcomes: list[dict]) -> None:
 @pytest.mark.parametrize(
     "method",
     [
-        *(pytest.param(method, marks=pytest.mark.slow) for method in ("kto", "orpo")),
-        *(pytest.param(method, marks=pytest.mark.nightly) for method in ("dpo", "simpo", "reward")),
+        pytest.param("orpo", marks=pytest.mark.slow),
+        *(pytest.param(method, marks=pytest.mark.nightly) for method in ("dpo", "kto", "simpo", "reward")),
     ],
 )  # of pairs the test of a killed run below has one of the slow tests
 def test_two_processes_learn_as_one_with_the_whole_batch(killer, make, tmp_path, method):

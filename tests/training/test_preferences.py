@@ -94,6 +94,7 @@ def test_a_template_makes_chats_of_texts_and_stays_with_the_adapter(config_of):
     assert any("eval_loss" in line for line in read_metrics(result.output_dir / "metrics.jsonl"))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_a_stopped_run_goes_on_to_the_same_weights(config_of, tmp_path, monkeypatch):
     from fewbits.training.preferences import callbacks

@@ -85,7 +85,7 @@ def whole(killer, tiny_folder, tiny_data, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "kind, options", [("lora", LORA), pytest.param("full", FULL, marks=pytest.mark.slow)]
+    "kind, options", [("lora", LORA), pytest.param("full", FULL, marks=pytest.mark.nightly)]
 )
 def test_killed_at_writes(kind, options, whole, killer, tiny_folder, tiny_data, tmp_path):
     """Each attempt dies at an fsync: inside config, run.json, a checkpoint, before and after its rename."""
@@ -131,11 +131,12 @@ def test_a_signal_asks_for_a_checkpoint_and_the_end(number, whole, killer, tiny_
     assert_same(remains(tmp_path / "run"), want)
 
 
-@pytest.mark.slow  # five runs
 @pytest.mark.parametrize(
     "scheduler, kind",
-    [("constant", {"epochs": 1.0}), ("cosine", {"max_steps": 4})],
-    ids=["constant", "cosine"],
+    [
+        pytest.param("constant", {"epochs": 1.0}, id="constant", marks=pytest.mark.slow),  # five runs
+        pytest.param("cosine", {"max_steps": 4}, id="cosine", marks=pytest.mark.nightly),
+    ],
 )
 def test_a_finished_run_is_prolonged(scheduler, kind, killer, tiny_folder, tiny_data, tmp_path):
     """With a constant learning rate to the weights of a run that was as long from the beginning."""

@@ -80,7 +80,7 @@ def test_the_run_folder(make_config, tmp_path):
     assert result.best_metric == min(r["eval_loss"] for r in records if "eval_loss" in r and r["step"])
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_it_learns(make_config, packed):
     config = make_config(
         lora_r=0,

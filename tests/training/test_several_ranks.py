@@ -74,7 +74,7 @@ def test_two_ranks_are_one_process_to_the_bit(options, killer, make, tiny_folder
     assert json.loads((tmp_path / "two/run.json").read_text())["ranks"] == 2
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_three_ranks_with_uneven_ends_follow_the_same_curve(killer, make, still_folder, tmp_path):
     """40 rows in steps of 9, on three ranks and on two: the epoch ends with ranks that have no rows."""
     options = {**LORA, "lora_dropout": 0.0, "gradient_accumulation": 3, "max_steps": 12}
@@ -151,7 +151,7 @@ def test_a_rank_that_dies_while_a_checkpoint_is_written_is_no_full_disk(tmp_path
 
 @pytest.mark.parametrize(
     "parallel, rank",
-    [("ddp", 1), pytest.param("fsdp", 0, marks=pytest.mark.slow)],
+    [("ddp", 1), pytest.param("fsdp", 0, marks=pytest.mark.nightly)],
 )
 def test_a_signal_to_one_rank_stops_all_behind_one_checkpoint(
     parallel, rank, killer, make, tiny_folder, tmp_path
@@ -261,8 +261,8 @@ def newest(run: Path) -> Path:
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({**LORA, "communication": "int8"}, id="lora", marks=pytest.mark.slow),
-        pytest.param({**FULL, "optimizer": "adamw_8bit"}, id="full", marks=pytest.mark.nightly),
+        pytest.param({**LORA, "communication": "int8"}, id="lora", marks=pytest.mark.nightly),
+        pytest.param({**FULL, "optimizer": "adamw_8bit"}, id="full", marks=pytest.mark.slow),
     ],
 )
 def test_two_copies_of_two_shares_each(options, killer, make, still_folder, tmp_path):
@@ -286,7 +286,7 @@ def test_two_copies_of_two_shares_each(options, killer, make, still_folder, tmp_
     "then",
     [
         pytest.param({}, id="two"),
-        pytest.param({"parallel": "fsdp", "tensor_size": 2}, id="two pairs", marks=pytest.mark.slow),
+        pytest.param({"parallel": "fsdp", "tensor_size": 2}, id="two pairs", marks=pytest.mark.nightly),
     ],
 )
 def test_layers_cut_between_two_ranks_follow_one_process(then, killer, make, still_folder, tmp_path):
