@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from fewbits.models.hf_quantizer import FewbitsConfig, register
     from fewbits.models.in_memory import convert, restore
     from fewbits.recipes import CATALOG, QAT, LoRA, Recipe, Rule, get_recipe
+    from fewbits.training.ahead.warming import warm
     from fewbits.training.calibration.qat import convert_qat, prepare_qat
     from fewbits.training.config import TrainConfig
     from fewbits.training.run import train
@@ -82,6 +83,7 @@ _HOMES = {
     "Sampling": "fewbits.inference.generate",
     "prepare_qat": "fewbits.training.calibration.qat",
     "convert_qat": "fewbits.training.calibration.qat",
+    "warm": "fewbits.training.ahead.warming",
 }
 
 # Further names of Unsloth's notebooks: the same things again, and what is refused with the way.
@@ -144,6 +146,7 @@ __all__ = [
     "sc_matmul",
     "train",
     "unfuse",
+    "warm",
 ]
 
 

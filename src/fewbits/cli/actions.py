@@ -120,6 +120,13 @@ def plan(args: Namespace) -> int:
     return run(args)
 
 
+def warm(args: Namespace) -> int:
+    """``fewbits warm``."""
+    from fewbits.cli.warm import run
+
+    return run(args)
+
+
 def preview(args: Namespace) -> int:
     """``fewbits preview``."""
     from fewbits.cli.preview import run

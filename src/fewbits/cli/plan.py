@@ -36,7 +36,7 @@ def plan(args: Namespace) -> int:
     """Read the question, ask the model of memory, show every recipe."""
     gpu = gpu_named(args.gpu)
     config = config_of(args.model)
-    batch = _usual_batch(config) if args.batch is None else _batch(args.batch)
+    batch = _usual_batch(config) if args.batch is None else batch_of(args.batch)
     _check_length(config, batch)
     names = trainable_recipes()
     if args.recipe is not None and not is_planned(get_recipe(args.recipe)):
@@ -93,7 +93,12 @@ def config_of(name: str) -> dict[str, Any]:
     return plain
 
 
-def _batch(text: str) -> tuple[int, int]:
+def batch_of(text: str) -> tuple[int, int]:
+    """Sequences and tokens of a batch written as 4x2048.
+
+    Raises:
+        BadInput: it is written otherwise.
+    """
     match = re.fullmatch(r"([1-9]\d{0,5})x([1-9]\d{0,6})", text)
     if match is None:
         raise BadInput(f"--batch is {text!r}; write sequences x tokens, as in 4x2048.")

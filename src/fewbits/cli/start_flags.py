@@ -118,12 +118,27 @@ def _push(sub: argparse.ArgumentParser) -> None:
     )
 
 
+def _warm(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument(
+        "model", metavar="PATH", help="a model's folder, its config.json, or its name on the hub"
+    )
+    sub.add_argument(
+        "--recipe", metavar="RECIPE", help="number formats (default: a packed folder's own, else qlora_nf4)"
+    )
+    sub.add_argument("--batch", metavar="NxM", help="sequences x tokens of a step (default: 1x2048)")
+    sub.add_argument(
+        "--rank", type=int, default=16, metavar="N", help="of the adapters (default: %(default)s)"
+    )
+    _json(sub)
+
+
 # command: (adds its flags, whether it loads models or their libraries, which are to be silent then)
 START_FLAGS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], bool]] = {
     "init": (_init, False),
     "recipes": (_json, False),
     "models": (_models, True),
     "plan": (_plan, True),
+    "warm": (_warm, True),
     "preview": (_preview, True),
     "compare": (_compare, True),
     "push": (_push, True),

@@ -68,6 +68,16 @@ fewbits plan models/llama --gpu h200 --batch 4x2048
 fewbits plan models/llama --gpu 24GiB --recipe qlora_nf4 --json
 """,
     ),
+    "warm": Text(
+        "compile a model's kernels for this GPU ahead of time",
+        "Run two layers of a model's widths, of its config.json alone: load, train with and without\n"
+        "recomputation, generate. What is compiled stays in Triton's cache folder, where later processes\n"
+        "find it: a step in making a container's image, say. Needs the GPU, or one like it.",
+        """
+fewbits warm models/llama --batch 4x2048
+fewbits warm models/llama/config.json --recipe qlora_nf4_fp8 --json
+""",
+    ),
     "preview": Text(
         "show the training rows as the model will see them",
         "Read the data of a run, apply the chat template and the tokenizer, and show the first rows with\n"
