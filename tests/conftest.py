@@ -32,7 +32,6 @@ MANY_PROCESSES = {
 # first and the last, which differ most, stay; those between are slow.
 MANY_VARIANTS = {
     "fewjobs/test_front_ends.py",
-    "fewjobs/test_kept.py",
     "inference/test_decode.py",
     "models/test_adapters.py",
     "models/test_experts.py",

@@ -660,6 +660,24 @@ def test_nothing_of_tests_hides_a_package(path: Path) -> None:
     assert not hidden, f"import {path.stem} finds {hidden}"
 
 
+def test_files_that_conftest_sorts_by_speed_are_there_and_in_one_set_each() -> None:
+    sets = {
+        name: re.findall(r'"([\w/]+\.py)"', body)
+        for name, body in re.findall(
+            r"^(MANY_\w+|LIKE_\w+|LONG_\w+) = [{(]\n(.*?)^[})]",
+            (TESTS / "conftest.py").read_text(),
+            re.M | re.S,
+        )
+    }
+    assert len(sets) == 5 and all(sets.values())
+    missing = [file for files in sets.values() for file in files if not (TESTS / file).is_file()]
+    assert not missing
+    of_variants = sorted(
+        file for name, files in sets.items() if not name.startswith("LONG") for file in files
+    )
+    assert not [file for file, next_file in pairwise(of_variants) if file == next_file]
+
+
 def test_the_checkout_adds_one_name_to_what_can_be_imported() -> None:
     """pytest puts the checkout on the path: a module or package in it would hide another's of its name."""
     packages = {path.parent.name for path in ROOT.glob("*/__init__.py")}
