@@ -57,6 +57,23 @@ def test_who_comes_second_is_refused_and_who_was_killed_is_not_waited_for(
     assert not names(tmp_path)
 
 
+def test_who_was_killed_on_another_machine_is_named_with_the_way_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the file system has no locks, nobody can see from here whether it lives."""
+    lock = tmp_path / ".out.lock"
+    lock.write_text(json.dumps({**this_process(), "host": "node7"}))
+    with one_writer(tmp_path / "out"):  # with locks it can be seen
+        pass
+    lock.write_text(json.dumps({**this_process(), "host": "node7"}))
+    monkeypatch.setattr(module, "fcntl", None)
+    with (
+        pytest.raises(BadInput, match=f"on node7; .*; if it is gone, remove {lock}"),
+        one_writer(tmp_path / "out"),
+    ):
+        raise AssertionError("it may live")
+
+
 def test_who_only_looks_is_in_nobodys_way(tmp_path: Path) -> None:
     """The lock that looking takes for an instant is waited for."""
     target = tmp_path / "out"

@@ -130,7 +130,8 @@ def _owner(handle: int) -> dict[str, object] | None:
 def _refusal(handle: int, lock: Path, target: Path | str) -> BadInput:
     owner = _owner(handle) or {}
     who = f"process {owner['pid']} on {owner.get('host')}" if "pid" in owner else "another process"
+    # Without locks a process of another machine cannot be seen to be gone.
+    gone = "" if owner.get("host") in (None, this_process()["host"]) else f"; if it is gone, remove {lock}"
     return BadInput(
-        f"{target} is being written by {who}; wait until it has ended, or give another destination"
-        f" (it holds {lock.name}, beside it)."
+        f"{target} is being written by {who}; wait until it has ended, or give another destination{gone}."
     )
