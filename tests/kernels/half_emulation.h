@@ -42,6 +42,8 @@ template <class Of> inline u32 of_pairs(u32 x, u32 y, Of of) {
 inline u32 times_pair(u32 x, u32 y) { return of_pairs(x, y, [](float a, float b) { return a * b; }); }
 inline u32 less_pair(u32 x, u32 y) { return of_pairs(x, y, [](float a, float b) { return a - b; }); }
 inline float load_from_others(const float *at) { return *at; }
+inline float4 load_four_from_others(const float *at) { return {at[0], at[1], at[2], at[3]}; }
+inline void ask_for(const void *) {}
 inline void multiply_add(float *c, const u32 *a, u32 b0, u32 b1) {
 #if KIND == 5
     multiply_bfloat16(c, a, b0, b1);

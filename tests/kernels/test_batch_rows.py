@@ -38,7 +38,7 @@ def run(problem: Problem, folder: Path, cut: Cut | None = None) -> BatchRows:
     results = []
     for _ in range(2):
         problem.out.copy_(before)
-        order.run(ctypes.byref(call.argument_of_x), len(problem.x), 1, 8 * 16)
+        order.run(ctypes.byref(call.argument_of_x), call.blocks_of_x, 1, call.shared_of_x)
         multiply.run(ctypes.byref(call.argument), blocks, call.cut.split, call.cut.shared_bytes)
         results.append(problem.out.clone())
     assert torch.equal(*results)
@@ -66,6 +66,8 @@ CALLS: list[tuple[str, int, int, tuple[int, ...], dict[str, Any]]] = [
     ("float8_e4m3_row", 64, 48, (16,), {"x": torch.bfloat16, "size": 1e-6}),
     ("nf4_dq", 24, 512, (16,), {"size": 1e6}),
     ("bfloat16", 17, 40, (18, 18), {"activation": "gelu"}),
+    ("nf4_dq", 8, 512, (16, 24, 8), {"norm": True, "biases": True, "inner": 8}),
+    ("nf4", 3, 320, (24, 24), {"norm": True, "activation": "silu", "inner": 5, "out": torch.bfloat16}),
 ]
 
 
@@ -147,6 +149,7 @@ def test_compiles_to_machine_code(capability: int) -> None:
         (23, 2176, (130,), {"add": True}),
         (64, 4096, (512, 128, 128), {"norm": True, "biases": True}),
         (33, 14336, (256,), {"add": True, "x": torch.bfloat16}),
+        (8, 4096, (512, 128, 128), {"norm": True, "inner": 16}),
     ],
 )
 def test_on_a_gpu(name: str, M: int, K: int, N: tuple[int, ...], what: dict[str, Any]) -> None:

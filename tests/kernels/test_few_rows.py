@@ -73,6 +73,13 @@ class Problem:
             inner = torch.randn(M, what["rank"] + 3, device=device)[:, : what["rank"]]
             b = torch.randn(N[0], what["rank"], device=device).to(half)
             self.options["branches"] = [LowRankSum(b, inner, 0.5), *[None] * (len(N) - 1)]
+        if what.get("inner"):  # of each weight, computed with the product
+            self.options["branches"] = []
+            for i, n in enumerate(N):
+                rank = what["inner"] + 4 * i
+                a, b = (torch.randn(s, device=device).to(half) for s in ((rank, K), (n, rank)))
+                t = torch.full((M, rank + 8), torch.nan, device=device)[:, :rank]
+                self.options["branches"].append(LowRankSum(b * K**-0.5, t, 0.5, a))
         columns = N[0] if what.get("activation") else sum(N)
         self.add = bool(what.get("add"))
         self.out = torch.full((M, columns), torch.nan, device=device, dtype=what.get("out", torch.float32))

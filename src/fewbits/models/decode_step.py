@@ -39,7 +39,7 @@ from fewbits.kernels.generation.batch_rows import MOST_ROWS, BatchRows, Workspac
 from fewbits.kernels.generation.cut import max_rows
 from fewbits.kernels.generation.decode_attention import Cache, DecodeAttention, Rules
 from fewbits.kernels.generation.few_rows import FewRows
-from fewbits.kernels.generation.operands import LowRankSum, Product, RowNorm
+from fewbits.kernels.generation.operands import LowRankSum, Product, RowNorm, takes_inner
 from fewbits.kernels.generation.packed_attention import PackedKeysValues
 from fewbits.kernels.launch import nvrtc
 from fewbits.models.decode_packed import packed_layer
@@ -363,8 +363,8 @@ class DecodeStep:
         activation: str | None = None,
         add: bool = False,
     ) -> None:
-        """The launches of one product: adapters' inner values first, for as many rows at a time as fit."""
-        inner = self._add_inner_values(x, [part.branch for part in parts], norm)
+        """The launches of one product, for as many rows at a time as fit."""
+        inner = self._inner_values(x, [part.branch for part in parts], norm)
         weights = [part.weight for part in parts]
         sizes = {w.shape[0] for w in weights} if activation else {sum(w.shape[0] for w in weights)}
         if sizes != {out.shape[1]} or {w.shape[1] for w in weights} != {x.shape[1]}:
@@ -384,7 +384,7 @@ class DecodeStep:
                     chosen,
                     out[cut, begin : begin + columns],
                     biases=[parts[i].bias for i in group],
-                    branches=[_cut_rows(inner[i], cut) for i in group],
+                    branches=[None if (branch := inner[i]) is None else branch.rows(cut) for i in group],
                     norm=norm,
                     activation=activation,
                     add=add,
@@ -403,35 +403,28 @@ class DecodeStep:
             return partial(BatchRows, workspace=self._workspace, early=self._early), MOST_ROWS
         return partial(FewRows, early=self._early), rows
 
-    def _add_inner_values(
+    def _inner_values(
         self, x: Tensor, branches: Sequence[Branch | None], norm: RowNorm | None
     ) -> list[LowRankSum | None]:
-        """One launch that gives ``x A^T`` of all branches side by side."""
+        """The branches with their inner values ``x A^T``, of the product itself or of a launch in front."""
         there = [branch for branch in branches if branch is not None]
         if not there:
             return [None] * len(branches)
         ranks = [branch.a.shape[0] for branch in there]
         inner = self._buffer(sum(ranks), torch.float32)
         weights = [self._adapters.copy_of(branch.a, self.dtype) for branch in there]
-        make, rows = self._product_of(weights)
-        for m in range(0, self.batch, rows):
-            cut = slice(m, m + rows)
-            self._calls.append(make(Product(x[cut], weights, inner[cut], norm=norm)).launch)
-        sums = iter(self._low_rank_sums(there, inner))
+        beside = self.batch >= _FEWEST_OF_A_BATCH and takes_inner(x)
+        if not beside:
+            make, rows = self._product_of(weights)
+            for m in range(0, self.batch, rows):
+                cut = slice(m, m + rows)
+                self._calls.append(make(Product(x[cut], weights, inner[cut], norm=norm)).launch)
+        sides = weights if beside else [None] * len(there)
+        sums = (
+            LowRankSum(self._adapters.copy_of(branch.b, self.dtype), own, branch.scaling, a)
+            for branch, own, a in zip(there, inner.split(ranks, dim=1), sides, strict=True)
+        )
         return [None if branch is None else next(sums) for branch in branches]
-
-    def _low_rank_sums(self, branches: Sequence[Branch], inner: Tensor) -> list[LowRankSum]:
-        sums, begin = [], 0
-        for branch in branches:
-            rank = branch.a.shape[0]
-            weight = self._adapters.copy_of(branch.b, self.dtype)
-            sums.append(LowRankSum(weight, inner[:, begin : begin + rank], branch.scaling))
-            begin += rank
-        return sums
-
-
-def _cut_rows(branch: LowRankSum | None, rows: slice) -> LowRankSum | None:
-    return None if branch is None else LowRankSum(branch.weight, branch.inner[rows], branch.scale)
 
 
 def _plain_part(module: nn.Module, path: str) -> Part:

@@ -30,7 +30,7 @@ from fewbits.errors import BadInput
 from fewbits.formats.base import Packed
 from fewbits.kernels.generation.cut import Work, shared_bytes_of
 from fewbits.kernels.generation.few_rows import define
-from fewbits.kernels.generation.operands import Arguments, Product
+from fewbits.kernels.generation.operands import Arguments, LowRankInputs, Product
 from fewbits.kernels.launch import nvrtc
 from fewbits.kernels.launch.jit import cdiv, multiprocessors, on_device_of
 
@@ -39,6 +39,7 @@ SOURCE_OF_X = "generation/batch_x.cu"
 MOST_ROWS = 64
 _TARGET = 2.0**12  # for the largest decoded weight; float16 ends at 2**16
 _WARPS_OF_X = 16
+_ROWS_OF_A = 4  # A_ROWS of inner_values.cu
 _BYTES_A_NS = 33.0  # of memory, for each multiprocessor of an H200
 
 
@@ -62,6 +63,7 @@ class _RowsOfX(ctypes.Structure):
         ("eps", ctypes.c_float),
         ("norm_offset", ctypes.c_float),
         *((name, ctypes.c_int) for name in ("K", "K_padded", "M")),
+        ("low", LowRankInputs),
     ]
 
 
@@ -213,6 +215,8 @@ class BatchRows:
     Attributes:
         out: where the result is written or added.
         cut: how the work is cut.
+        blocks_of_x, shared_of_x: of the first kernel: its grid, with the blocks that compute branches' inner
+            values, and a block's bytes of shared memory.
         argument, argument_of_x: what the two kernels are given; tests run their sources with the same.
         defines, defines_of_x: the macros they are compiled with.
     """
@@ -273,7 +277,10 @@ class BatchRows:
             K,
             padded,
             M,
+            product.low_rank_inputs(),
         )
+        inner = cdiv(product.inner_ranks, _ROWS_OF_A)
+        self.blocks_of_x, self.shared_of_x = M + inner, _WARPS_OF_X * max(8, 4 * (_ROWS_OF_A + 1) * M)
         read = (("KIND", reading.kind), ("VALUES", work.values), ("GROUPS", chosen.groups))
         around = (*product.defines(), ("EARLY", int(early)))
         self.defines: nvrtc.Defines = (
@@ -292,7 +299,8 @@ class BatchRows:
             ("WHOLE", int(chosen.whole)),
             *around,
         )
-        self.defines_of_x: nvrtc.Defines = (*read, ("WARPS", _WARPS_OF_X), *around)
+        many = (("INNER", inner), ("INNER_M", M if inner else 0))
+        self.defines_of_x: nvrtc.Defines = (*read, ("WARPS", _WARPS_OF_X), *around, *many)
 
     def launch(self) -> Tensor:
         """Run it on the current stream of the operands' device, on a CPU by the definition; ``out``."""
@@ -300,10 +308,10 @@ class BatchRows:
             return batch_rows_ref(self._product)
         with on_device_of(self.out):
             device, shared = self.out.device.index, self.cut.shared_bytes
-            order = nvrtc.kernel(SOURCE_OF_X, "batch_x", self.defines_of_x, device, 8 * _WARPS_OF_X)
+            order = nvrtc.kernel(SOURCE_OF_X, "batch_x", self.defines_of_x, device, self.shared_of_x)
             multiply = nvrtc.kernel(SOURCE, "batch_rows", self.defines, device, shared)
-            rows, threads = (self.argument_of_x.M, 1, 1), 32 * _WARPS_OF_X
-            nvrtc.launch(order, rows, threads, 8 * _WARPS_OF_X, self.argument_of_x, early=self._early)
+            rows, threads = (self.blocks_of_x, 1, 1), 32 * _WARPS_OF_X
+            nvrtc.launch(order, rows, threads, self.shared_of_x, self.argument_of_x, early=self._early)
             grid = (self._blocks, self.cut.split, 1)
             nvrtc.launch(multiply, grid, 32 * self.cut.warps, shared, self.argument, early=self._early)
         return self.out

@@ -5,12 +5,15 @@
 // for each row of x the four lanes that share a column, and a lane's four dimensions of either product. Dimensions from K to K_padded become zeros;
 // rows from M on stay as they were, and nobody uses what is computed from them.
 //
-// Compiled with KIND, VALUES, NORM, X_KIND and HALF as few_rows.cu is, GROUPS (of 8 rows), WARPS and EARLY.
+// Where branches ask for their inner values, the blocks behind those of the rows compute them (inner_values.cu).
+//
+// Compiled with KIND, VALUES, NORM, X_KIND and HALF as few_rows.cu is, GROUPS (of 8 rows), WARPS, EARLY, INNER and INNER_M.
 
 #define SCALES 0
 #define ROWS (8 * GROUPS)
 
 #include "hardware.cu"
+#include "inner_values.cu"
 #include "x_order.cu"
 
 struct RowsOfX {
@@ -21,6 +24,7 @@ struct RowsOfX {
     i64 x_pitch;
     float eps, norm_offset;
     int K, K_padded, M;
+    LowRank low;
 };
 
 #define PARTIAL_AT 0    // sums of squares and maxima of warps
@@ -53,6 +57,12 @@ static __device__ __forceinline__ void store_four(const RowsOfX &p, int m, int k
 
 extern "C" __global__ void __launch_bounds__(THREADS) batch_x(const __grid_constant__ RowsOfX p) {
     const int m = blockIdx.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#if INNER
+    if (m >= p.M) {
+        compute_inner(p, m - p.M);
+        return;
+    }
+#endif
     wait_for_the_kernel_before();
     float squares = 0.0f, largest = 0.0f;
     for (int k = 4 * threadIdx.x; k < p.K; k += 4 * THREADS) {

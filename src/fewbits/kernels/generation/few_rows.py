@@ -85,7 +85,8 @@ def few_rows_ref(
         if bias is not None:
             y = y + bias.to(acc)
         if branch is not None:
-            y = y + branch.scale * (branch.inner.to(acc) @ branch.weight.to(acc).t())
+            inner = branch.inner.to(acc) if branch.a is None else x @ branch.a.to(acc).t()
+            y = y + branch.scale * (inner @ branch.weight.to(acc).t())
         products.append(y)
     if activation is not None:
         return gated_activation_ref(products[0], products[1], activation).to(acc) * factor
@@ -142,6 +143,8 @@ class FewRows:
             raise BadInput(
                 f"x has {len(x)} rows; with these weights the kernel for few rows takes 1 to {most}."
             )
+        if product.inner_ranks:
+            raise BadInput("the kernel for few rows computes no inner values of branches; batch_rows does.")
         self.shape = _shape(reading, product, shape)
         by_columns = isinstance(self.shape, Columns)
         self.argument = product.argument(

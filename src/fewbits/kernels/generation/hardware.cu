@@ -99,6 +99,10 @@ static __device__ __forceinline__ u32 less_pair(u32 x, u32 y) {
 static __device__ __forceinline__ float load_from_others(const float *at) {  // what other blocks wrote: not from the first cache
     return __ldcg(at);
 }
+static __device__ __forceinline__ float4 load_four_from_others(const float *at) { return __ldcg((const float4 *)at); }
+static __device__ __forceinline__ void ask_for(const void *at) {  // a line of memory, for the second cache
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
+}
 #define SHARED(type, at) (*(type *)(shared_bytes + (at)))
 #endif
 

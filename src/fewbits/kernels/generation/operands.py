@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -23,6 +23,7 @@ from fewbits.kernels.launch import nvrtc
 from fewbits.kernels.launch.jit import cdiv
 
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
+MOST_ROWS_OF_INNER = 8  # of x: more take longer than a launch that multiplies them on tensor cores, or may
 _E4M3 = 3  # Reading.kind
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -44,11 +45,30 @@ class LowRankSum:
         weight: B (N, r) in the 16 bits of the other operands, contiguous.
         inner: t (M, r) float32; rows may be apart.
         scale: s.
+        a: A (r, K) in the same 16 bits, contiguous: the product itself computes t = x A^T first, x normalised
+            if the product's is, and leaves it in ``inner``; batch_rows.py's kernels do. None: ``inner`` is
+            there already.
     """
 
     weight: Tensor
     inner: Tensor
     scale: float
+    a: Tensor | None = None
+
+    def rows(self, rows: slice) -> LowRankSum:
+        """The same for these rows of x."""
+        return replace(self, inner=self.inner[rows])
+
+
+class LowRankInputs(ctypes.Structure):
+    """What computes branches' inner values, field by field as in inner_values.cu."""
+
+    _fields_ = [
+        ("a", ctypes.c_void_p * 3),
+        ("inner", ctypes.c_void_p * 3),
+        ("rank", ctypes.c_int * 3),
+        ("pitch", ctypes.c_int * 3),
+    ]
 
 
 class Matrix(ctypes.Structure):
@@ -118,6 +138,20 @@ class Product:
         """Tiles of the whole product."""
         return self.tiles[0] if self.gated else sum(self.tiles)
 
+    @property
+    def inner_ranks(self) -> int:
+        """How many inner values of a row of x the product computes itself, over all branches."""
+        return sum(b.a.shape[0] for b in self.branches or () if b is not None and b.a is not None)
+
+    def low_rank_inputs(self) -> LowRankInputs:
+        """What computes them."""
+        inputs = LowRankInputs()
+        for i, branch in enumerate(self.branches or ()):
+            if branch is not None and branch.a is not None:
+                inputs.a[i], inputs.inner[i] = branch.a.data_ptr(), branch.inner.data_ptr()
+                inputs.rank[i], inputs.pitch[i] = branch.a.shape[0], branch.inner.stride(0)
+        return inputs
+
     def reading(self) -> Reading:
         """How kernels read its weights.
 
@@ -141,6 +175,8 @@ class Product:
             (out.stride(1) == 1, "an output whose rows are not contiguous"),
             (activation is None or activation in ACTIVATIONS, f"the activation {activation!r}"),
             (len(self._halves()) <= 1, "two kinds of 16 bits at once"),
+            (not self.inner_ranks or takes_inner(x), f"inner values of {len(x)} rows of {x.shape[1]} values"),
+            (all(map(_is_aligned, self._inner_weights())), "an A whose rows are not aligned to 16 bytes"),
         )  # fmt: skip
         for holds, fact in facts:
             if not holds:
@@ -194,13 +230,26 @@ class Product:
             ("HALF", _KINDS[half]),
         )
 
+    def _inner_weights(self) -> list[Tensor]:
+        return [b.a for b in self.branches or () if b is not None and b.a is not None]
+
     def _halves(self) -> set[torch.dtype]:
         """The dtypes of the operands of 16 bits, which have to be one."""
         tensors = [t for t in (self.x, self.out) if t.dtype != torch.float32]
         tensors += [b for b in self.biases or () if b is not None]
         tensors += [b.weight for b in self.branches or () if b is not None]
+        tensors += self._inner_weights()
         tensors += [] if self.norm is None else [self.norm.weight]
         return {t.dtype for t in tensors}
+
+
+def takes_inner(x: Tensor) -> bool:
+    """Whether a product of x (M, K) can compute its branches' inner values."""
+    return len(x) <= MOST_ROWS_OF_INNER and x.shape[1] % 8 == 0
+
+
+def _is_aligned(a: Tensor) -> bool:
+    return a.is_contiguous() and a.data_ptr() % 16 == 0
 
 
 def _has_no_number(weight: Packed | Tensor) -> bool:

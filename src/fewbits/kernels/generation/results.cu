@@ -42,7 +42,21 @@ static __device__ __forceinline__ float finished(const Matrix &w, int row, int m
     if (w.bias) sum += from_16(w.bias[row]);
     if (w.branch) {
         float branch = 0.0f;
-        for (int r = 0; r < w.rank; r++) branch += from_16(w.branch[(i64)row * w.rank + r]) * w.inner[(i64)m * w.inner_pitch + r];
+        const u16 *b = w.branch + (i64)row * w.rank;
+        const float *t = w.inner + (i64)m * w.inner_pitch;
+        if (w.rank % 8 == 0 && w.inner_pitch % 4 == 0 && ((i64)w.branch | (i64)w.inner) % 16 == 0) {
+#pragma unroll 2
+            for (int r = 0; r < w.rank; r += 8) {
+                const uint4 eight = *(const uint4 *)(b + r);
+                const float4 low = load_four_from_others(t + r), high = load_four_from_others(t + r + 4);
+                branch += from_16(eight.x & 0xffff) * low.x + from_16(eight.x >> 16) * low.y;
+                branch += from_16(eight.y & 0xffff) * low.z + from_16(eight.y >> 16) * low.w;
+                branch += from_16(eight.z & 0xffff) * high.x + from_16(eight.z >> 16) * high.y;
+                branch += from_16(eight.w & 0xffff) * high.z + from_16(eight.w >> 16) * high.w;
+            }
+        } else {
+            for (int r = 0; r < w.rank; r++) branch += from_16(b[r]) * load_from_others(t + r);
+        }
         sum += w.branch_scale * branch;
     }
     return sum;
