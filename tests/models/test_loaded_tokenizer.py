@@ -44,6 +44,16 @@ def test_it_is_the_same_tokenizer_from_one_parse(folder: Path, monkeypatch: pyte
     assert all((folder / "usual" / n).read_bytes() == (folder / "read" / n).read_bytes() for n in names)
 
 
+def test_the_largest_id_with_gaps_and_without(folder: Path) -> None:
+    content = json.loads((folder / "tokenizer.json").read_text())
+    read = read_tokenizer(str(folder), sort_options({}))
+    assert read.largest == len(read.tokenizer) - 1
+    vocabulary = content["model"]["vocab"]
+    vocabulary[next(word for word, number in vocabulary.items() if number == 9)] = 5000
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    assert read_tokenizer(str(folder), sort_options({})).largest == 5000
+
+
 @pytest.mark.parametrize(
     ("file", "text"),
     [

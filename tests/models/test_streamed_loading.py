@@ -21,8 +21,8 @@ from fewbits.models import streamed_weights
 from fewbits.models.checkpoint import read_header, read_headers
 from fewbits.models.hf_quantizer import FewbitsConfig
 from fewbits.models.placing import one_gpu
-from fewbits.models.streamed_loading import StreamedLoader, asking_order, loader_for
-from fewbits.models.streamed_weights import StreamedTensor, StreamedWeights
+from fewbits.models.streamed_loading import StreamedLoader, loader_for
+from fewbits.models.streamed_weights import StreamedTensor, StreamedWeights, asking_order
 from fewbits.nn.linear import QuantizedLinear
 from tests.models.loading import save_tiny
 from tests.models.mixtures import save_mixture

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,7 +28,7 @@ from fewbits.models.careful_generate import generate
 from fewbits.models.checkpoint import ADAPTER_CONFIG, Checkpoint, inspect_folder, is_adapter_folder, read_json
 from fewbits.models.checkpointed_layers import checkpoint_layers, chosen, recompute_as
 from fewbits.models.config_check import check_shapes
-from fewbits.models.early_kernels import work_beside
+from fewbits.models.early_work import Early, work_beside
 from fewbits.models.engine_folder import save_pretrained_merged
 from fewbits.models.exporting import save_pretrained_gguf
 from fewbits.models.folder_manifest import check_folder
@@ -136,10 +135,10 @@ class FastLanguageModel:
                 checkpoint = inspect_folder(
                     path, allow_pickle=loading.allow_pickle, remote_code=loading.trust_remote_code
                 )
-            with work_beside(chosen, checkpoint, loading.device_map, dtype) as (beside, kernels):
+            with work_beside(chosen, checkpoint, loading.device_map, dtype) as early:
                 example = _described(where, checkpoint, loading)
-                reading = beside.submit(read_tokenizer, where, loading)  # what both import is imported now
-                model = _load_model(where, checkpoint, example, chosen, dtype, loading, kernels)
+                reading = early.threads.submit(read_tokenizer, where, loading)  # imports are done
+                model = _load_model(where, checkpoint, example, chosen, dtype, loading, early)
                 with Reading(where, tokenizer=True):
                     tokenizer = fitted(reading.result(), where, model, loading)
         return _finished(model, tokenizer, max_seq_length, full_finetuning, loading), tokenizer
@@ -382,7 +381,7 @@ def _load_model(
     recipe: Any,
     dtype: Any,
     loading: Loading,
-    kernels: Future[None] | None,
+    early: Early,
 ) -> Any:
     from fewbits.models.model_shapes import auto_class_of
     from fewbits.models.streamed_loading import loader_for
@@ -392,7 +391,7 @@ def _load_model(
     settings = _quantization_settings(config, checkpoint, recipe, where, loading)
     if hasattr(settings.get("quantization_config"), "recipe"):
         check_device(settings["quantization_config"].recipe, next(iter((device_map or {"": "cpu"}).values())))
-    model, info = loader_for(auto_class_of(config), example.model, device_map, kernels).from_pretrained(
+    model, info = loader_for(auto_class_of(config), example.model, device_map, early).from_pretrained(
         where,
         config=config,
         dtype=dtype_of(dtype, device_map),

@@ -33,7 +33,17 @@ def read_tokenizer(where: str, loading: Loading) -> ReadTokenizer:
     tokenizer = AutoTokenizer.from_pretrained(
         where, local_files_only=local, trust_remote_code=loading.trust_remote_code, **options
     )
-    return ReadTokenizer(tokenizer, max(tokenizer.get_vocab().values(), default=0))
+    return ReadTokenizer(tokenizer, _largest_id(tokenizer))
+
+
+def _largest_id(tokenizer: Any) -> int:
+    """Of its tokens; where they have the first ids without a gap, as mostly, without a table of all words."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        count = backend.get_vocab_size(with_added_tokens=True)
+        if count and None not in list(map(backend.id_to_token, range(count))):
+            return int(count - 1)
+    return max(tokenizer.get_vocab().values(), default=0)
 
 
 def written_added_tokens(folder: Path) -> dict[str, Any]:

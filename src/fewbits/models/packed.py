@@ -108,10 +108,11 @@ def place_empty(
                 "have; restore the config.json that was saved with it."
             ) from error
         assert rule.weight is not None
-        meta = nn.Linear(
-            linear.in_features, linear.out_features, bias=False, dtype=linear.weight.dtype, device="meta"
-        )
-        meta.bias = linear.bias
+        meta = linear
+        if not linear.weight.is_meta:  # to make one costs more than the packed layer does
+            sizes = (linear.in_features, linear.out_features)
+            meta = nn.Linear(*sizes, bias=False, dtype=linear.weight.dtype, device="meta")
+            meta.bias = linear.bias
         layer = packed_layer(meta, rule)
         layer.transposed = is_transposed(linear)
         _check_shapes(name, layer, tensors or {})

@@ -17,9 +17,10 @@ from __future__ import annotations
 import math
 import mmap
 import os
+import re
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -38,6 +39,7 @@ PIECE = 16 << 20  # bytes of one reading
 AHEAD = 384 << 20  # bytes on the device that nobody has asked for yet
 _SMALL = 1 << 20  # neighbouring tensors below this are read together
 _MOST_THREADS = 8
+_EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
 DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32,
     "I64": torch.int64, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32,
@@ -118,6 +120,7 @@ class StreamedWeights:
     def __init__(
         self, entries: Mapping[str, TensorEntry], device: torch.device, *, order: Sequence[str] | None = ()
     ) -> None:
+        self.entries = dict(entries)
         self._all_stay = order is None
         lying = sorted(entries, key=lambda name: (entries[name].file, entries[name].begin))
         ranks = {name: rank for rank, name in enumerate(lying if order is None else order)}
@@ -154,6 +157,10 @@ class StreamedWeights:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Wait for the readings that have begun, and begin no others; twice does no harm."""
         with self._room:
             self._ends = True
             self._room.notify_all()
@@ -267,6 +274,30 @@ class StreamedWeights:
         with self._done:
             self._failure = self._failure or reader.exception()
             self._done.notify_all()
+
+
+def asking_order(names: Iterable[str], *, merged: bool) -> list[str]:
+    """The names in the order in which transformers asks for their tensors.
+
+    Args:
+        names: of a checkpoint's tensors.
+        merged: each weight is asked for when its place is filled, so that all experts' parts of one merged
+            weight come together; else tensors come one by one.
+    """
+    from transformers.core_model_loading import dot_natural_key
+
+    natural = sorted(names, key=dot_natural_key)
+    if not merged:
+        return natural
+    together: dict[str, list[str]] = {}
+    for name in natural:
+        together.setdefault(_EXPERT.sub("*", name), []).append(name)
+    return [name for group in together.values() for name in group]
+
+
+def can_stream(entries: Mapping[str, TensorEntry]) -> bool:
+    """Whether there is anything to read, and all of it of dtypes that torch has."""
+    return bool(entries) and hasattr(os, "preadv") and all(e.dtype in DTYPES for e in entries.values())
 
 
 def _whole_pieces(streams: list[_Stream]) -> list[_Reading]:
@@ -413,4 +444,4 @@ class _PinnedReader:
         self.pieces, self.copied = [], []
 
 
-__all__ = ["AHEAD", "DTYPES", "PIECE", "StreamedTensor", "StreamedWeights"]
+__all__ = ["AHEAD", "DTYPES", "PIECE", "StreamedTensor", "StreamedWeights", "asking_order", "can_stream"]
