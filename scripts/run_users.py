@@ -35,10 +35,15 @@ LIMIT_S = 300
 
 
 def play(script: Path, folder: str) -> None:
-    """The script as the main program of this process, which ends as Python would end with it."""
-    os.chdir(folder)
+    """The script as the main program of this process, which ends as Python would end with it.
+
+    What it writes to its streams goes into ``folder/out`` and ``folder/err``; it works in ``folder/work``.
+    """
     for number, name in ((1, "out"), (2, "err")):
-        os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT, 0o600), number)
+        os.dup2(os.open(f"{folder}/{name}", os.O_WRONLY | os.O_CREAT, 0o600), number)
+    work = Path(folder, "work")  # empty: scripts have names of their own for what they write
+    work.mkdir()
+    os.chdir(work)
     gc.freeze()  # the libraries are no garbage
     warnings.simplefilter("ignore")
     sys.argv, sys.path[0] = [str(script)], str(script.parent)

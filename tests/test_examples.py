@@ -83,7 +83,7 @@ def test_users_scripts_that_fail_or_hang_or_are_absent_are_told(tmp_path):
 
     done = ran("good")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split()[:2] == ["good", "ok"] and "1 __main__" in done.stdout
+    assert done.stdout.split()[:2] == ["good", "ok"] and "[] 1 __main__" in done.stdout
     done = ran("wrong", "hangs", "leaves", "absent")
     assert done.returncode == 1
     assert [line.split()[1] for line in done.stdout.splitlines() if line.split()[0] in scripts] == [
