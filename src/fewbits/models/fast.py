@@ -58,7 +58,7 @@ logger = logging.getLogger("fewbits")
 
 
 class FastLanguageModel:
-    """The library's front door, by the names of Unsloth's class; all methods are static."""
+    """Loads models and adds LoRA adapters, with the names of Unsloth's class; all methods are static."""
 
     @staticmethod
     @collector_paused()
@@ -73,29 +73,30 @@ class FastLanguageModel:
         recipe: str | Recipe | Mapping[str, Any] | None = None,
         **options: Any,
     ) -> tuple[Any, Any]:
-        """Load a model and its tokenizer.
+        """Load a model and its tokenizer, quantised to 4 bits unless you choose otherwise.
+
+        ``print(fewbits.explain(model))`` afterwards says what was quantised, and what was not and why.
 
         Args:
-            model_name: a model folder (plain, packed by fewbits, or packed by another library, see
-                docs/guide/importing.md), a GGUF file, the folder of a PEFT adapter, or a hub id.
-            max_seq_length: tokens of the longest sequence; at most the positions the model was trained for,
-                which is the default.
-            dtype: of everything that is not packed; None is bfloat16 on a GPU that has it (else float16),
-                and the checkpoint's own on a CPU.
-            load_in_4bit: the recipe "qlora_nf4".
-            load_in_8bit: the recipe "int8" (and not load_in_4bit, which is then taken as unset).
-            full_finetuning: no quantisation, all weights train.
-            recipe: a recipe by name, value or plain data; wins over the three flags above.
+            model_name: a model's folder or its name on the Hugging Face Hub, the folder of a PEFT adapter
+                (its base model is then loaded too), or a GGUF file. The model may be quantised already, by
+                fewbits or another library (docs/guide/importing.md).
+            max_seq_length: longest sequence in tokens; None: as long as the model was trained for, the most.
+            dtype: of everything not quantised; None: bfloat16 or float16 on a GPU, the checkpoint's on a CPU.
+            load_in_4bit: store the weights in 4-bit NF4; the same as recipe="qlora_nf4".
+            load_in_8bit: store the weights in INT8; the same as recipe="int8". load_in_4bit is then ignored.
+            full_finetuning: do not quantise, and make all weights trainable.
+            recipe: in place of the three above: a name (``fewbits recipes``), a `fewbits.Recipe`, a mapping.
             options: token, revision, device_map, trust_remote_code, local_files_only, attn_implementation,
-                resize_model_vocab, use_gradient_checkpointing, allow_pickle, base_model (for an adapter
-                whose base has moved), is_trainable (for an adapter), and Unsloth's other names; see
-                ``model.fewbits_notes``.
+                use_gradient_checkpointing, resize_model_vocab, allow_pickle (it can run code), base_model
+                (of an adapter, if it has moved), is_trainable (an adapter is trained further), and Unsloth's
+                other arguments; ``model.fewbits_notes`` says which of these have no effect.
 
         Returns:
-            The model (a PeftModel for an adapter folder) and the tokenizer.
+            The model (a PeftModel if model_name is an adapter) and the tokenizer.
 
         Raises:
-            BadInput, BadCheckpoint, SpecMismatch, Unsupported: one sentence each.
+            BadInput, BadCheckpoint, SpecMismatch, Unsupported: with one sentence that says what to do.
         """
         loading = sort_options(options)
         if str(model_name).endswith(GGUF_ENDING):
@@ -154,22 +155,21 @@ class FastLanguageModel:
         use_rslora: bool = False,
         **options: Any,
     ) -> Any:
-        """Add LoRA adapters.
+        """Add LoRA adapters to a model, and on a GPU its fused layers.
 
         Args:
             model: what from_pretrained returned.
-            r: rank.
-            target_modules: names of the linears, "all-linear", or a regular expression over full names.
-            lora_alpha: the branch is scaled by lora_alpha / r (by lora_alpha / sqrt(r) with use_rslora).
-            lora_dropout: dropout of the branch's input while training.
-            bias: "none", "all" or "lora_only".
+            r: rank of the adapters.
+            target_modules: names of the linear layers that get one, "all-linear", or a regular expression
+                over their full names.
+            lora_alpha: an adapter's output is scaled by lora_alpha / r (with use_rslora by / sqrt(r)).
+            lora_dropout: dropout of an adapter's input while training; above 0 layers are not fused.
+            bias: which biases train: "none", "all" or "lora_only".
             use_rslora: rank-stabilised scaling.
-            options: random_state (3407; the adapters' first values follow from it and from their names, as in
-                `fewbits.get_peft_model`), use_gradient_checkpointing (True, False, "unsloth"; or "auto" and
-                a number of GiB, which need a plan: fewbits.training.plan.memory_budget.budget_for),
-                modules_to_save, layers_to_transform, init_lora_weights, adapt_embeddings (an embedding among
-                the targets gets an adapter, as PEFT gives it; else it trains as a whole, as in Unsloth's
-                notebooks), and Unsloth's other names.
+            options: random_state (3407), use_gradient_checkpointing (True, False, "unsloth"; "auto" or GiB
+                with fewbits.training.plan.memory_budget.budget_for), modules_to_save, layers_to_transform,
+                init_lora_weights, adapt_embeddings (True: an embedding among the targets gets an adapter, as
+                in PEFT; else it is trained in full, as in Unsloth), and Unsloth's other arguments.
 
         Returns:
             A peft.PeftModel in training mode. Where the base has dropout of its own (GPT-2, OPT), which that
@@ -211,14 +211,14 @@ class FastLanguageModel:
 
     @staticmethod
     def for_inference(model: Any) -> Any:
-        """Ready to generate: evaluation mode, key-value cache on, no gradient checkpointing."""
+        """Make a model ready to generate: evaluation mode, KV cache on, no gradient checkpointing."""
         checkpoint_layers(model, False)
         model.config.use_cache = True
         return model.eval()
 
     @staticmethod
     def for_training(model: Any, use_gradient_checkpointing: bool | float | str | None = None) -> Any:
-        """Ready to train: training mode, and gradient checkpointing as here or to get_peft_model said.
+        """Make a model ready to train: training mode, gradient checkpointing as given here or before.
 
         Fused layers recompute by themselves (`fewbits.decoder.keep.keep_for` says what); others through
         transformers, as a whole, for True and "unsloth". The choice wins over a trainer's default.
