@@ -152,7 +152,7 @@ def test_rows_of_a_file(run, model, tmp_path):
     assert (first["tokens"], second["stopped_by"]) == (20, "length")
     for more, message in (
         (("--output", out), "is there already"),
-        ((), "--input needs --output"),
+        ((), "--input has no --output; name the file"),
         (("--output", tmp_path / "b", "--at-a-time", 300), "give 1 to 256"),
         (("--output", tmp_path / "b", "--lookup", 4), "one text at a time"),
     ):
