@@ -73,6 +73,15 @@ def test_the_mode_reaches_every_module_and_those_with_a_train_of_their_own_are_a
         assert [bool(layer._dora_cache) for layer in dora] == [not mode] * len(dora)
 
 
+def test_the_first_parameter_is_there_without_a_walk():
+    """``model.device`` asks for it, in each token of a generation."""
+    model = adapted()
+    first = next(type(model).parameters(model))
+    model.base_model.model.model.layers._modules["0"] = "no module"
+    assert next(model.parameters()) is first
+    assert next(model.base_model.model.parameters()) is first
+
+
 def test_gradients_go_with_zero_grad():
     model = adapted()
     for parameter in model.parameters():

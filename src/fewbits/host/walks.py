@@ -23,6 +23,7 @@ from fewbits.host.spec import locate, spec_for
 from fewbits.host.unwrap import unwrap
 
 _TRAIN, _PARAMETERS, _COUNT = "train", "parameters", "num_parameters"
+_ASKED_FOR_PARAMETERS = ("parameters", "named_parameters", "_named_members")
 
 
 def shorten_walks(model: Any) -> None:
@@ -36,7 +37,7 @@ def shorten_walks(model: Any) -> None:
     if type(layers).train is nn.Module.train:
         vars(layers).setdefault(_TRAIN, partial(train_all, layers))
     for owner in (inner, model):
-        if type(owner).parameters is nn.Module.parameters and _names_as_torch(type(owner)):
+        if all(getattr(type(owner), name) is getattr(nn.Module, name) for name in _ASKED_FOR_PARAMETERS):
             vars(owner).setdefault(_PARAMETERS, partial(all_parameters, owner))
     if hasattr(type(inner), _COUNT):
         vars(inner).setdefault(_COUNT, partial(count_parameters, inner, {}))
@@ -72,13 +73,35 @@ def train_all(root: nn.Module, mode: bool = True) -> nn.Module:
 
 
 def all_parameters(root: Any, recurse: bool = True) -> Iterator[nn.Parameter]:
-    """``root.parameters(recurse)``: each parameter once, in torch's order."""
-    modules = _modules_in_order(root) if recurse else None
-    if modules is None:
-        by_torch: Iterator[nn.Parameter] = type(root).parameters(root, recurse)
-        return by_torch
-    once = {id(p): p for m in modules for p in m._parameters.values() if p is not None}
-    return iter(once.values())
+    """``root.parameters(recurse)``: each parameter once, in torch's order, found when it is asked for."""
+    if not recurse:
+        yield from type(root).parameters(root, recurse)
+        return
+    as_torch: dict[type, bool] = {}
+    visited: set[nn.Module] = set()
+    parameters: dict[
+        int, nn.Parameter
+    ] = {}  # the parameters themselves: an id of one that is gone may come again
+    waiting: list[nn.Module | None] = [root]
+    while waiting:
+        module = waiting.pop()
+        if module is None or module in visited:
+            continue
+        kind = module.__class__
+        if kind not in as_torch:
+            as_torch[kind] = kind.named_modules is nn.Module.named_modules
+        if as_torch[kind]:
+            visited.add(module)
+            below = [module]
+            if module._modules:
+                waiting.extend(reversed(module._modules.values()))
+        else:
+            below = [m for _, m in module.named_modules(visited)]
+        for owner in below:
+            for parameter in owner._parameters.values():
+                if parameter is not None and id(parameter) not in parameters:
+                    parameters[id(parameter)] = parameter
+                    yield parameter
 
 
 def count_parameters(
@@ -103,30 +126,3 @@ def count_parameters(
     if exclude_embeddings not in counts or counts[exclude_embeddings][0] != sizes:
         counts[exclude_embeddings] = sizes, count(root, only_trainable, exclude_embeddings)
     return counts[exclude_embeddings][1]
-
-
-def _modules_in_order(root: nn.Module) -> list[nn.Module] | None:
-    """Each module once, as ``root.modules()`` gives them; None if a class names its modules otherwise."""
-    as_torch: set[type] = set()
-    visited: set[nn.Module] = set()
-    modules: list[nn.Module] = []
-    waiting: list[nn.Module | None] = [root]
-    while waiting:
-        module = waiting.pop()
-        if module is None or module in visited:
-            continue
-        kind = module.__class__
-        if kind not in as_torch:
-            if not _names_as_torch(kind):
-                return None
-            as_torch.add(kind)
-        visited.add(module)
-        modules.append(module)
-        if module._modules:
-            waiting.extend(reversed(module._modules.values()))
-    return modules
-
-
-def _names_as_torch(kind: Any) -> bool:
-    plain = nn.Module
-    return kind.named_modules is plain.named_modules and kind.named_parameters is plain.named_parameters
