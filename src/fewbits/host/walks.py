@@ -79,9 +79,8 @@ def all_parameters(root: Any, recurse: bool = True) -> Iterator[nn.Parameter]:
         return
     as_torch: dict[type, bool] = {}
     visited: set[nn.Module] = set()
-    parameters: dict[
-        int, nn.Parameter
-    ] = {}  # the parameters themselves: an id of one that is gone may come again
+    # The parameters themselves: an id of one that is gone may come again.
+    parameters: dict[int, nn.Parameter] = {}
     waiting: list[nn.Module | None] = [root]
     while waiting:
         module = waiting.pop()
