@@ -45,17 +45,17 @@ def _adapters_in(layer: nn.Module) -> Iterator[str]:
 def _sentence(name: str, config: Any, layers: dict[str, nn.Module]) -> str:
     """Rank, targets, parameters, and whether the adapter takes part."""
     own = {path: layer for path, layer in layers.items() if name in _adapters_in(layer)}
-    whole = {path for path, layer in own.items() if hasattr(layer, "original_module")}
-    places = [path for path in own if path not in whole]
+    whole = [path for path, layer in own.items() if hasattr(layer, "original_module")]
+    places = [_place(path, layer) for path, layer in own.items() if path not in whole]
     parameters = {id(p): p for layer in own.values() for p in _parameters_of(layer, name)}
     trained = sum(p.numel() for p in parameters.values() if p.requires_grad)
     total = sum(p.numel() for p in parameters.values())
     kind = str(getattr(getattr(config, "peft_type", None), "value", "adapter")).replace("LORA", "LoRA")
     parts = [f"adapter {name!r}: {kind}{_rank(name, own.values())}"]
     if places:
-        parts.append(f"on {counted(len(places), 'module')} ({_ends(places)})")
+        parts.append(f"on {counted(len(places), 'weight')} ({', '.join(dict.fromkeys(places))})")
     if whole:
-        parts.append(f"whole copies of {_ends(sorted(whole))}")
+        parts.append(f"whole copies of {', '.join(dict.fromkeys(map(_last, whole)))}")
     parts.append(
         f"{counted(total, 'parameter')}, {'all' if trained == total else f'{trained:,}'} trained"
         if trained
@@ -89,8 +89,15 @@ def _values(layers: Iterable[Any], attribute: str, name: str) -> Iterator[Any]:
             yield values[name]
 
 
-def _ends(paths: Iterable[str]) -> str:
-    return ", ".join(dict.fromkeys(path.rpartition(".")[2] for path in paths))
+def _place(path: str, layer: Any) -> str:
+    """The last name of what is adapted: a linear's, or an expert's and its weight's."""
+    weight = getattr(layer, "parameter_name", None)  # PEFT wraps a module once for each of its weights
+    name = _last(path.replace(".base_layer", ""))
+    return f"{name}.{weight}" if isinstance(weight, str) else name
+
+
+def _last(path: str) -> str:
+    return path.rpartition(".")[2]
 
 
 def _state(name: str, layers: Iterable[Any]) -> str:
