@@ -64,6 +64,7 @@ def test_the_largest_id_with_gaps_and_without(folder: Path) -> None:
         ("tokenizer.json", "[]"),
         ("tokenizer_config.json", '{"added_tokens_decoder": {}}'),
         ("tokenizer_config.json", "[]"),
+        ("tokenizer_config.json", '{"tokenizer_class": "BertJapaneseTokenizer"}'),
         ("added_tokens.json", "{}"),
     ],
 )

@@ -59,6 +59,9 @@ def written_added_tokens(folder: Path) -> dict[str, Any]:
         config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
         if not isinstance(config, dict) or any(name in config for name in _SAYS_MORE):
             return {}
+        kind = str(config.get("tokenizer_class"))
+        if config.get("backend") != "tokenizers" and not kind.endswith(("Fast", "TokenizersBackend")):
+            return {}  # it may be one of Python's, for which that file means nothing
         with (folder / "tokenizer.json").open("rb") as stream:
             begin = stream.read(_BEGINNING).decode(errors="ignore")
         tokens = _value_of("added_tokens", begin)
