@@ -265,7 +265,7 @@ def test_written_files_have_the_mode_that_the_umask_leaves(tmp_path, tiny_folder
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
     ("every", "least"),
-    [pytest.param(150, 3, marks=pytest.mark.slow), pytest.param(1, 500, marks=pytest.mark.nightly)],
+    [pytest.param(61, 8, marks=pytest.mark.slow), pytest.param(1, 500, marks=pytest.mark.nightly)],
 )
 def test_damages(every, least):
     """What each is: benchmarks/robustness/README.md."""
