@@ -389,7 +389,7 @@ def test_every_optimizer_is_one_process_or_refused(
     config = make(still_folder, "two", parallel=parallel, **options)
     if optimizer == "adafactor" and parallel != "ddp":
         for outcome in killer.run_ranks([config] * 2):
-            assert f"under parallel={parallel} no process has them; set optimizer to" in outcome["error"]
+            assert f"which no process has under parallel={parallel}; set optimizer to" in outcome["error"]
         return
     assert killer.run(make(still_folder, "one", **options), resume=False)["status"] == 0
     killer.run_ranks([config] * 2, kill=(1, -4), pace=FAST)
