@@ -19,6 +19,7 @@ from fewbits.formats.codebook import NF4, NF4_DQ, Codebook, scale_codes
 from fewbits.formats.stochastic import Stochastic
 from fewbits.formats.streams import product_tables
 from fewbits.formats.tables import midpoints, pairs_table, table
+from fewbits.kernels.codec.codebook_tables import _thresholds, codebook_tables
 from fewbits.kernels.optimizer import adamw
 from fewbits.kernels.stochastic import lookup, nibbles
 
@@ -117,3 +118,18 @@ def test_a_captured_step_takes_what_is_there(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(table_cache, "_is_captured", lambda: True)
     assert squares(4) is first and made == [4]
     assert squares(5) is not squares(5) and made == [4, 5, 5]
+
+
+def test_tables_are_float32_under_another_default_dtype() -> None:
+    """transformers builds a model under its own default dtype while a thread of ours loads kernels."""
+    device, values = torch.device("cpu"), NF4.values
+    expected = codebook_tables(values, device)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        _thresholds.cache_clear()
+        order, thresholds, sixteen = codebook_tables(values, device)
+    finally:
+        torch.set_default_dtype(before)
+    assert order == expected[0] and thresholds.dtype == sixteen.dtype == torch.float32
+    assert torch.equal(thresholds, expected[1]) and torch.equal(sixteen, expected[2])

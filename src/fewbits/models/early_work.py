@@ -67,7 +67,7 @@ def work_beside(
 def load_kernels(recipe: RecipeLike, device: torch.device, dtype: Any) -> None:
     """Pack a few values in each of a recipe's weight formats on a GPU, and look whether they are finite."""
     chosen = get_recipe(recipe)
-    rules = (chosen.linear, *(rule for _, rule in chosen.overrides))
+    rules = (chosen.linear, chosen.head, *(rule for _, rule in chosen.overrides))
     formats = dict.fromkeys(rule.weight for rule in rules if rule.weight is not None)
     dtype = dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
     with torch.cuda.device(device):

@@ -428,11 +428,8 @@ class _PinnedReader:
         piece, event = self.pieces[turn], self.copied[turn]
         event.synchronize()
         _read_into(file, piece[: reading.end - reading.begin].numpy(), reading, reading.begin)
-        parts = reading.parts()
-        sources = [piece[begin:end] for _, begin, end in parts]
-        torch._foreach_copy_(
-            [part for part, _, _ in parts], sources, non_blocking=True
-        )  # one wait for the lock
+        for part, begin, end in reading.parts():
+            part.copy_(piece[begin:end], non_blocking=True)
         event = self.copied[turn] = torch.cuda.current_stream().record_event()
         return event
 

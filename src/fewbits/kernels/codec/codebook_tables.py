@@ -30,7 +30,7 @@ def _thresholds(ascending: tuple[float, ...], device: torch.device) -> Tensor:
     """15 thresholds, a gap; each cell's own or infinity (64); how many lie in the cells below it (64)."""
     middles = midpoints(ascending, torch.device("cpu"))
     cells = (middles.double() * 16).round().long() + 16  # to even, as the kernel's float32 sum
-    own = torch.full((64,), torch.inf)
+    own = torch.full((64,), torch.inf, dtype=torch.float32)
     own[cells] = middles
     below = (cells[None, :] < torch.arange(64)[:, None]).sum(1).float()
     return torch.cat([middles, middles.new_zeros(1), own, below]).to(device)

@@ -243,7 +243,7 @@ def _dispatch(op, on_cuda, x: Tensor, *others) -> None:
 
 def _largest_of_all(x: Tensor) -> Tensor:
     if not x.numel():
-        return torch.zeros(1, device=x.device)
+        return torch.zeros(1, dtype=torch.float32, device=x.device)
     low, high = torch.aminmax(x)
     return torch.maximum(-low, high).float()
 
