@@ -41,6 +41,7 @@ TESTS = (
     "tests/models/test_convert.py",
     "tests/models/test_adapters.py",
     "tests/models/test_fast.py",
+    "tests/models/test_packed_folder.py",
     "tests/models/test_trl.py",
     "tests/inference/test_generate.py",
     "tests/formats",

@@ -326,3 +326,18 @@ def test_killed_at_random_moments(tmp_path, what, kills, record_property):
     record_property("kills", killed)
     record_property("left the first", len(found) - sum(found))
     record_property("left the second", sum(found))
+
+
+def test_what_is_written_has_the_mode_that_the_umask_leaves(tmp_path: Path) -> None:
+    """Writers of weights begin with files that only their owner may read; what was there keeps its mode."""
+    save_tiny(tmp_path / "plain")
+    before = os.umask(0o022)
+    try:
+        quantize_checkpoint(tmp_path / "plain", tmp_path / "packed", "qlora_nf4")
+        (tmp_path / "packed/mine.txt").touch(0o600)
+        quantize_checkpoint(tmp_path / "plain", tmp_path / "packed", "qlora_nf4", overwrite=True)
+    finally:
+        os.umask(before)
+    modes = {p.name: oct(p.stat().st_mode & 0o777) for p in (tmp_path / "packed").iterdir()}
+    assert modes.pop("mine.txt") == "0o600"
+    assert "model.safetensors" in modes and set(modes.values()) == {"0o644"}, modes

@@ -14,8 +14,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from fewbits.errors import Unsupported
 from fewbits.training.checkpoints.folders import staged
+from fewbits.training.config import OPTIMIZERS, TrainConfig
 from fewbits.training.ranks.ddp import fit_ddp
+from fewbits.training.setup import distribute
 from tests.models.tiny import tiny
 from tests.training.processes import run_ranks
 from tests.training.rank_workers import short_of_memory, with_an_idle_part
@@ -400,6 +403,14 @@ def test_every_optimizer_is_one_process_or_refused(
     # moments of 8 bits have other blocks in a slice, and are rounded otherwise
     close = 2e-4 if optimizer == "adamw_8bit" and parallel != "ddp" else 2e-6
     torch.testing.assert_close([r[2] for r in found], [r[2] for r in want], rtol=close, atol=0)
+
+
+@pytest.mark.parametrize("optimizer", sorted(set(OPTIMIZERS) - {"adamw", "adamw_8bit", "sgd"}))
+@pytest.mark.parametrize("kind", ["fsdp", "tensor"])
+def test_optimizers_that_are_not_shared_are_refused(optimizer, kind):
+    config = TrainConfig.from_mapping({"model": "m", "train_data": "d", "optimizer": optimizer})
+    with pytest.raises(Unsupported, match=f"{optimizer} .*parallel={kind}.*parallel=ddp"):
+        distribute._refuse(config, None, kind)
 
 
 def test_a_rank_that_runs_out_of_memory_repeats_its_step_alone(tmp_path):

@@ -93,6 +93,7 @@ def whole_folder(
         raise _write_error(target, error) from error
     try:
         yield new
+        give_the_umasks_mode(new)
         if inside:
             _fill(new, target)
         else:
@@ -370,6 +371,14 @@ def fsync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def give_the_umasks_mode(folder: Path) -> None:
+    """Of all files in a new folder: writers of weights begin with some that only their owner may read."""
+    mode = folder.stat().st_mode & 0o666
+    for path in folder.rglob("*"):
+        if path.is_file() and not path.is_symlink():
+            path.chmod(path.stat().st_mode | mode)
 
 
 def sync(folder: Path) -> None:

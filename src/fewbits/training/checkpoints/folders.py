@@ -9,7 +9,6 @@ is.
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -25,7 +24,7 @@ from torch import Tensor, nn
 
 from fewbits.decoder.fuse import load_scales, scales_of
 from fewbits.errors import BadCheckpoint, SpecMismatch, TrainingStopped
-from fewbits.models.whole_folder import fsync, is_disk_full, take_place
+from fewbits.models.whole_folder import fsync, give_the_umasks_mode, is_disk_full, sync, take_place
 from fewbits.training.checkpoints.manifest import PROMISE, Writers, write_manifest
 from fewbits.training.ranks.processes import is_broken_connection
 
@@ -124,13 +123,8 @@ def staged(
 
 
 def _publish(staging: Path, final: Path) -> None:
-    mode = staging.stat().st_mode & 0o666  # what the umask leaves; some writers begin with a private file
-    for folder, _, names in os.walk(staging, topdown=False):
-        for name in names:
-            path = Path(folder) / name
-            path.chmod(path.stat().st_mode | mode)
-            fsync(path)
-        fsync(Path(folder))
+    give_the_umasks_mode(staging)
+    sync(staging)
     old = take_place(staging, final, aside=final.with_name(f".{final.name}{_REPLACED}"))
     fsync(final.parent)
     if old is not None:

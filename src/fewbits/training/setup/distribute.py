@@ -160,8 +160,8 @@ def _refuse(config: TrainConfig, recipe: Any, kind: str) -> None:
     """What a sharded model cannot do."""
     if config.optimizer not in ("adamw", "adamw_8bit", "adafactor", "sgd"):
         raise Unsupported(
-            f"{config.optimizer} needs whole matrices, and under parallel={kind} no process has them; set"
-            " optimizer to adamw, adamw_8bit or sgd, or use parallel=ddp."
+            f"{config.optimizer} works only where each process has the whole model, which none has under"
+            f" parallel={kind}; set optimizer to adamw, adamw_8bit or sgd, or use parallel=ddp."
         )
     if config.optimizer == "adafactor":  # it would take means over the rows that a rank happens to hold
         raise Unsupported(
