@@ -68,8 +68,13 @@ def child(work: Callable[[], object], *, kill_at: int = 0, after: float | None =
             os.write(2, f"{type(error).__name__}: {error}\n".encode())
             os._exit(1)
         os._exit(0)
-    if after is not None:
-        time.sleep(after)
+    deadline = None if after is None else time.perf_counter() + after
+    while deadline is not None and time.perf_counter() < deadline:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.002)
+    if deadline is not None:
         os.kill(pid, signal.SIGKILL)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
