@@ -132,7 +132,7 @@ def test_guesses_change_no_greedy_text(run, model, shared, tmp_path):
         assert (shown.code, shown.out) == (0, want), shown.err
     assert run(*options, "--seed", 1, "--lookup", 5).code == 0
     for more, message in (
-        (("--lookup", 3, "--draft", model), "not both"),
+        (("--lookup", 3, "--draft", model), "both guess tokens"),
         (("--lookup", -1), "a number of tokens"),
         (("--draft", tmp_path / "none"), "there is no model folder"),
     ):

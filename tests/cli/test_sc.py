@@ -97,7 +97,7 @@ def test_two_processes_and_the_parts_of_a_pass(run, model, text, tmp_path):
     assert second[0]["tokens"] > 700
     blocks = json.loads(run(*command[:-2], "--blocks", "--json").out)
     assert blocks[0]["tokens"] % 63 == 0 and 0 < second[0]["tokens"] - blocks[0]["tokens"] < 2 * 63
-    for share, sentence in (("3/2", "share 3 of 2 is refused"), ("half", "--share 'half' is refused")):
+    for share, sentence in (("3/2", "share 3 of 2 is refused"), ("half", "--share is 'half'")):
         said = run(*command, "--share", share)
         assert said.code == 1 and sentence in said.err
 

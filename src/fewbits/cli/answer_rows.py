@@ -18,10 +18,10 @@ def check(args: Namespace) -> None:
     from fewbits.inference.answer_file import check_destination, read_rows
     from fewbits.models.live.plan import check_slots
 
-    if args.lookup < 0 or (args.lookup and args.draft is not None):
-        raise BadInput(
-            "--lookup and --draft both guess tokens; give one of them, --lookup as a positive number."
-        )
+    if args.lookup < 0:
+        raise BadInput(f"--lookup is {args.lookup}; give a number of tokens from 1 on, or leave it out.")
+    if args.lookup and args.draft is not None:
+        raise BadInput("--lookup and --draft both guess tokens; give one of them.")
     if args.input is not None and (args.lookup or args.draft is not None):
         raise BadInput("--lookup and --draft guess for one text at a time; leave them out with --input.")
     if args.input is None:

@@ -47,5 +47,6 @@ class ManyRows:
         dense = dequantize(weight, self._dtype) if isinstance(weight, Packed) else weight
         y = F.linear(x, dense, bias)
         if branch is not None:
-            y = torch.addmm(y, branch.inner.to(self._dtype), branch.weight.t(), alpha=branch.scale)
+            inner = branch.inner.to(self._dtype) if branch.a is None else x @ branch.a.t()
+            y = torch.addmm(y, inner, branch.weight.t(), alpha=branch.scale)
         return y

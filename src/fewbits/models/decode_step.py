@@ -413,7 +413,8 @@ class DecodeStep:
         ranks = [branch.a.shape[0] for branch in there]
         inner = self._buffer(sum(ranks), torch.float32)
         weights = [self._adapters.copy_of(branch.a, self.dtype) for branch in there]
-        beside = self.batch >= _FEWEST_OF_A_BATCH and takes_inner(x)
+        by_batch_rows = _FEWEST_OF_A_BATCH <= self.batch < _FEWEST_FOR_THE_LIBRARY
+        beside = by_batch_rows and takes_inner(x)
         if not beside:
             make, rows = self._product_of(weights)
             for m in range(0, self.batch, rows):
