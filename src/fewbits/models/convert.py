@@ -11,7 +11,6 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -384,11 +383,9 @@ def _untouched(model: nn.Module, spec: ModelSpec, left: list[Left]) -> Iterator[
 def _rule(name: str, recipe: Recipe) -> Rule:
     if recipe.qat is None:
         return recipe.rule_for(name)
-    if any(fnmatchcase(name, pattern) for pattern in recipe.skip):
-        return Rule()
-    for pattern, rule in recipe.overrides:
-        if fnmatchcase(name, pattern):
-            return rule
+    named = recipe.named_rule(name)
+    if named is not None:
+        return named
     return Rule(weight=recipe.qat.weight, activation=recipe.qat.activation)
 
 

@@ -96,18 +96,16 @@ class Recipe:
 
     def rule_for(self, name: str) -> Rule:
         """The rule for the linear with this full name, such as ``model.layers.0.self_attn.q_proj``."""
-        if any(fnmatchcase(name, pattern) for pattern in self.skip):
-            return Rule()
-        for pattern, rule in self.overrides:
-            if fnmatchcase(name, pattern):
-                return rule
-        return self.linear
+        named = self.named_rule(name)
+        return self.linear if named is None else named
 
     def rule_for_head(self, name: str) -> Rule:
         """The rule of the output head, which has this full name: an override's, or ``head.weight``."""
+        named = self.named_rule(name)
+        return Rule(weight=self.head.weight) if named is None else named
+
+    def named_rule(self, name: str) -> Rule | None:
+        """What ``skip`` or an override says of a linear by its name; None: neither names it."""
         if any(fnmatchcase(name, pattern) for pattern in self.skip):
             return Rule()
-        for pattern, rule in self.overrides:
-            if fnmatchcase(name, pattern):
-                return rule
-        return Rule(weight=self.head.weight)
+        return next((rule for pattern, rule in self.overrides if fnmatchcase(name, pattern)), None)
