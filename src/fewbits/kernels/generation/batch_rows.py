@@ -39,7 +39,7 @@ SOURCE_OF_X = "generation/batch_x.cu"
 MOST_ROWS = 64
 _TARGET = 2.0**12  # for the largest decoded weight; float16 ends at 2**16
 _WARPS_OF_X = 16
-_ROWS_OF_A = 4  # A_ROWS of inner_values.cu
+_ROWS_OF_A = 4  # of a block that computes branches' inner values
 _BYTES_A_NS = 33.0  # of memory, for each multiprocessor of an H200
 
 
@@ -299,7 +299,7 @@ class BatchRows:
             ("WHOLE", int(chosen.whole)),
             *around,
         )
-        many = (("INNER", inner), ("INNER_M", M if inner else 0))
+        many = (("INNER", inner), ("INNER_M", M if inner else 0), ("A_ROWS", _ROWS_OF_A))
         self.defines_of_x: nvrtc.Defines = (*read, ("WARPS", _WARPS_OF_X), *around, *many)
 
     def launch(self) -> Tensor:

@@ -7,7 +7,7 @@
 //
 // Where branches ask for their inner values, the blocks behind those of the rows compute them (inner_values.cu).
 //
-// Compiled with KIND, VALUES, NORM, X_KIND and HALF as few_rows.cu is, GROUPS (of 8 rows), WARPS, EARLY, INNER and INNER_M.
+// Compiled with KIND, VALUES, NORM, X_KIND and HALF as few_rows.cu is, GROUPS (of 8 rows), WARPS, EARLY, INNER, INNER_M and A_ROWS.
 
 #define SCALES 0
 #define ROWS (8 * GROUPS)

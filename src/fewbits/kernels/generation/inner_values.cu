@@ -1,5 +1,5 @@
 // Inner values of low-rank branches, t = x A^T, computed in blocks of their own; included by batch_x.cu, with its macros, INNER
-// (such blocks; 0: no branch asks for them) and INNER_M (rows of x).
+// (such blocks; 0: no branch asks for them), INNER_M (rows of x) and A_ROWS (rows of A that a block takes).
 //
 // An adapter adds s t B^T to a product x W^T. B's side is added where a tile of outputs is finished (results.cu), and by then t
 // has to be there. A kernel in front that computes t costs what a launch costs, four times a layer. But a batch's product has a
@@ -14,8 +14,6 @@
 // own 2.77 (every thread of every block asked one counter whether t was there).
 
 #pragma once
-
-#define A_ROWS 4
 
 struct LowRank {
     const u16 *a[3];   // (rank, K), rows one behind the other

@@ -23,7 +23,8 @@ from fewbits.kernels.launch import nvrtc
 from fewbits.kernels.launch.jit import cdiv
 
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
-MOST_ROWS_OF_INNER = 8  # of x: more take longer than a launch that multiplies them on tensor cores, or may
+# Rows of x whose inner values a product computes itself; for more, tensor cores do, in a launch of their own.
+MOST_ROWS_OF_INNER = 8
 _E4M3 = 3  # Reading.kind
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
