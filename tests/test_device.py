@@ -15,9 +15,15 @@ def gpu(capability: tuple[int, int]) -> Device:
 
 @pytest.mark.parametrize(
     ("capability", "expected"),
-    [((7, 5), (False, False, False)), ((8, 0), (True, False, False)), ((8, 9), (True, True, False)),
-     ((9, 0), (True, True, False)), ((10, 0), (True, True, True)), ((12, 0), (True, True, True))],
-)  # fmt: skip
+    [
+        ((7, 5), (False, False, False)),
+        ((8, 0), (True, False, False)),
+        ((8, 9), (True, True, False)),
+        ((9, 0), (True, True, False)),
+        ((10, 0), (True, True, True)),
+        ((12, 0), (True, True, True)),
+    ],
+)
 def test_what_each_generation_multiplies(capability: tuple[int, int], expected: tuple[bool, ...]) -> None:
     device = gpu(capability)
     assert (device.has_bfloat16, device.has_float8, device.has_float4) == expected

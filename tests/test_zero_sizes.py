@@ -78,8 +78,11 @@ def packed_and_adapted(format: Format, lead: tuple[int, ...], N: int, K: int) ->
     compare(
         lambda x, bias, a, b: lora_linear(x, packed, bias, a, b, scaling=2.0),
         lambda x, bias, a, b: F.linear(x, w, bias) + 2 * F.linear(F.linear(x, a), b),
-        x, bias, a, b,
-    )  # fmt: skip
+        x,
+        bias,
+        a,
+        b,
+    )
 
 
 @sizes
@@ -89,16 +92,21 @@ def test_linears_with_rounded_operands(lead: tuple[int, ...], N: int, K: int) ->
     compare(
         lambda x, bias: packed_linear(x, packed, bias, **ROUNDED),
         lambda x, bias: F.linear(x, w, bias),
-        x, bias,
-    )  # fmt: skip
+        x,
+        bias,
+    )
     compare(partial(operand_linear, **ROUNDED), F.linear, x, w, bias)
     made = partial(fake_quantized_linear, weight_format=NF4, activation=E4M3)
     compare(made, F.linear, x, w, bias)
     compare(
         lambda x, w, bias, a, b: made(x, w, bias, adapter=(a, b, 2.0)),
         lambda x, w, bias, a, b: F.linear(x, w + 2 * b @ a, bias),
-        x, w, bias, a, b,
-    )  # fmt: skip
+        x,
+        w,
+        bias,
+        a,
+        b,
+    )
     compare(lambda w, a, b: lora_weight(w, a, b, 2.0), lambda w, a, b: w + 2 * b @ a, w, a, b)
 
 
@@ -162,14 +170,16 @@ def test_losses() -> None:
         compare(
             lambda h, w, loss=loss: loss(h, w),
             lambda h, w, reduction=reduction: (h @ w.T).sum(1 if reduction == "none" else None),
-            hidden, torch.randn(5, 16),
-        )  # fmt: skip
+            hidden,
+            torch.randn(5, 16),
+        )
     empty, ignored = torch.randn(3, 0), torch.tensor([1, 0, -100])
     compare(
         lambda h, w: linear_cross_entropy(h, w, ignored),
         lambda h, w: F.cross_entropy(h @ w.T, ignored),
-        empty, torch.randn(5, 0),
-    )  # fmt: skip
+        empty,
+        torch.randn(5, 0),
+    )
     weight = torch.randn(0, 16)
     for refused in (
         lambda h, y: linear_cross_entropy(h, weight, y),

@@ -287,13 +287,20 @@ def test_the_longest_sequence_counts_the_layers_that_are_cut() -> None:
 def outcome(name: str, ms: float | None, *, failures: tuple[str, ...] = (), gib: float = 4.0) -> Outcome:
     made = Outcome(task(name))
     made.said["parity"] = {
-        "failures": list(failures), "loss_error": 1e-3, "gradient_error": 0.01, "gradient_tolerance": 0.02,
-    }  # fmt: skip
+        "failures": list(failures),
+        "loss_error": 1e-3,
+        "gradient_error": 0.01,
+        "gradient_tolerance": 0.02,
+    }
     if ms is not None:
         made.said["timed"] = {
-            "times_ms": [ms, ms + 1, ms + 2], "tokens_per_second": 1e3 / ms, "peak_gib": gib,
-            "model_tflops": 1, "losses": [6.2], "packages": {"torch": "1"},
-        }  # fmt: skip
+            "times_ms": [ms, ms + 1, ms + 2],
+            "tokens_per_second": 1e3 / ms,
+            "peak_gib": gib,
+            "model_tflops": 1,
+            "losses": [6.2],
+            "packages": {"torch": "1"},
+        }
     return made
 
 

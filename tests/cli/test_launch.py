@@ -83,8 +83,9 @@ if rank == 1 - attempt:  # in the first attempt rank 1, in the second rank 0
 time.sleep(5)
 fail("PeerLost: another rank is gone.")
 """,
-        "--max-restarts", "1",
-    )  # fmt: skip
+        "--max-restarts",
+        "1",
+    )
     assert code == 128 + 9 and re.match(r"error: rank 0 \(process \d+\) was killed by SIGKILL", told), told
     code, told = launched(
         again
@@ -94,11 +95,13 @@ if attempt:
 open(os.environ["TORCHELASTIC_ERROR_FILE"], "w").write(json.dumps({"message": {"message":
     "StoppedBySignal: SIGUSR1 came to rank 0 of 2: the checkpoint of step 3 of 9 is written."}}))
 """,
-        "--max-restarts", "1",
-    )  # fmt: skip
+        "--max-restarts",
+        "1",
+    )
     assert (code, told) == (
-        128 + signal.SIGUSR1, "SIGUSR1 came to rank 0 of 2: the checkpoint of step 3 of 9 is written.\n"
-    )  # fmt: skip
+        128 + signal.SIGUSR1,
+        "SIGUSR1 came to rank 0 of 2: the checkpoint of step 3 of 9 is written.\n",
+    )
 
 
 def test_a_signal_that_comes_twice_at_once_is_one(monkeypatch):

@@ -70,7 +70,7 @@ MISTAKES = {
     "an evaluation of no rows": ([*TRAIN, "eval_data=empty.jsonl"], 1, "empty.jsonl is empty"),
     "a beta for sft": ([*TRAIN, "beta=0.1"], 1, "and this run has method sft"),
     "evaluating on nothing": (["eval", "--model", "m"], 2, "--text --rows --tasks is required"),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -87,12 +87,17 @@ def place(tmp_path_factory):
     (folder / "taken").mkdir()
     (folder / "taken" / "run.json").write_text('{"status": "stopped"}')
     rows = {
-        "rows": PROMPTS, "chats": CHATS, "empty": [], "odd": [{"body": "a"}], "one": PROMPTS[:1],
-        "mute": [{"prompt": "a", "completion": " "}], "long": [{"prompt": "a" * 500, "completion": "b"}],
+        "rows": PROMPTS,
+        "chats": CHATS,
+        "empty": [],
+        "odd": [{"body": "a"}],
+        "one": PROMPTS[:1],
+        "mute": [{"prompt": "a", "completion": " "}],
+        "long": [{"prompt": "a" * 500, "completion": "b"}],
         "seen": [{"messages": CHATS[0]["messages"], "images": [{"path": "a.png"}]}] * 4,
         "parts": [{"messages": [{"role": "user", "content": [{"type": "image"}]}]}] * 4,
         "pairs": [{"prompt": "a", "chosen": "b", "rejected": "c"}] * 8,
-    }  # fmt: skip
+    }
     for name, some in rows.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
     (folder / "half.jsonl").write_text(json.dumps(PROMPTS[0]) + '\n{"prompt": "a", "comp')

@@ -355,9 +355,7 @@ def test_export_to_other_engines(run, tmp_path):
     assert done.code == 0 and "NOT CHECKED" in done.out
     done = run("export", tmp_path / "gptq", tmp_path / "awq", "--to", "awq")
     assert done.code == 0 and "14 linears with the codes" in done.out and "KL" in done.out
-    done = run(
-        "export", model, tmp_path / "fp8", "--to", "compressed_tensors:fp8", "--calibrate", rows
-    )  # fmt: skip
+    done = run("export", model, tmp_path / "fp8", "--to", "compressed_tensors:fp8", "--calibrate", rows)
     assert done.code == 0 and "calibrated on" in done.out
     assert run("export", model, tmp_path / "plain", "--to", "bf16").code == 0
     for to, more, reason in (

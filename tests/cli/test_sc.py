@@ -52,9 +52,13 @@ def test_sweep(run, operands, tmp_path):
             "--plot", tmp_path / "s.png", "--json").out
     )  # fmt: skip
     assert [(r["length"], r["scramble"], r["halve"]) for r in rows] == [
-        (16, "bitrev", True), (16, "off", True), (16, "bitrev", False), (256, "bitrev", False),
-        (16, "off", False), (256, "off", False),
-    ]  # fmt: skip
+        (16, "bitrev", True),
+        (16, "off", True),
+        (16, "bitrev", False),
+        (256, "bitrev", False),
+        (16, "off", False),
+        (256, "off", False),
+    ]
     assert rows[3]["mse"] < rows[2]["mse"]
     assert (tmp_path / "s.png").read_bytes().startswith(b"\x89PNG")
 

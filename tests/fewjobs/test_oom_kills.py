@@ -12,8 +12,10 @@ MOUNTS = {
     "v2": "30 20 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n",
     "v1": "30 20 0:26 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n",
 }
-FILES = {"v2": ("0::/job/step\n", "sys/fs/cgroup/job/step/memory.events"),
-         "v1": ("4:memory:/job/step\n", "sys/fs/cgroup/memory/job/step/memory.oom_control")}  # fmt: skip
+FILES = {
+    "v2": ("0::/job/step\n", "sys/fs/cgroup/job/step/memory.events"),
+    "v1": ("4:memory:/job/step\n", "sys/fs/cgroup/memory/job/step/memory.oom_control"),
+}
 
 
 def machine(root: Path, version: str | None, group: int = 0, all_of_it: int | None = None) -> OomKills:

@@ -165,12 +165,18 @@ def rules(p: dict[str, Any]) -> list[str]:
         ("container limit", {"binding": "Slurm (SLURM_MEM_PER_NODE)"}, []),
         ("--threads", {"nvcc_threads": 8}, []),
         ("too many architectures", {"gpus": ["9.0"]}, device_unit("a.cu", 0.0, ("80", "90", "100a"))),
-        ("one giant unit", {}, [stage("big.cu", "ptxas", 6 * GIB, 0, 9, "90"),
-                                stage("s.cu", "ptxas", GIB, 0, 9, "90")]),
-        ("header-only .cu", {}, [stage("h.cu", "cicc", 4 * GIB, 0, 90, "90"),
-                                 stage("h.cu", "ptxas", 9 * MB, 90, 0.1, "90")]),
+        (
+            "one giant unit",
+            {},
+            [stage("big.cu", "ptxas", 6 * GIB, 0, 9, "90"), stage("s.cu", "ptxas", GIB, 0, 9, "90")],
+        ),
+        (
+            "header-only .cu",
+            {},
+            [stage("h.cu", "cicc", 4 * GIB, 0, 90, "90"), stage("h.cu", "ptxas", 9 * MB, 90, 0.1, "90")],
+        ),
     ],
-)  # fmt: skip
+)
 def test_root_causes_are_named(rule: str, facts: dict[str, Any], stages: list[dict[str, Any]]) -> None:
     assert rule in rules(profile(stages, facts=facts))
 

@@ -76,9 +76,11 @@ def test_labels_survive_the_collator_and_rows_left_out_are_counted(shared, kind,
     }
     collator = collators.get(kind, list)
     trainer = SimpleNamespace(
-        processing_class=tokenizer, train_dataset=Dataset.from_list(rows), eval_dataset=None,
+        processing_class=tokenizer,
+        train_dataset=Dataset.from_list(rows),
+        eval_dataset=None,
         data_collator=collator,
-    )  # fmt: skip
+    )
     train_on_responses_only(trainer, USER, ANSWER)
     assert len(trainer.train_dataset) == 3
     assert "1 of 4 rows of the train_dataset have no response" in caplog.text

@@ -27,9 +27,14 @@ def folder(tmp_path_factory):
 
 def settings(tmp_path, **more):
     return {
-        "output_dir": str(tmp_path), "max_steps": 1, "per_device_train_batch_size": 2, "report_to": "none",
-        "save_strategy": "no", "use_cpu": True, **more,
-    }  # fmt: skip
+        "output_dir": str(tmp_path),
+        "max_steps": 1,
+        "per_device_train_batch_size": 2,
+        "report_to": "none",
+        "save_strategy": "no",
+        "use_cpu": True,
+        **more,
+    }
 
 
 def test_an_older_call_of_sft_trains(folder, tmp_path):
@@ -41,9 +46,14 @@ def test_an_older_call_of_sft_trains(folder, tmp_path):
     assert adapted == {"q_proj", "k_proj", "v_proj", "o_proj"}
     rows = [{"body": "a b c d"}] * 4
     trainer = SFTTrainer(
-        model=model, tokenizer=tokenizer, train_dataset=rows, dataset_text_field="body", max_seq_length=16,
-        packing=False, args=SFTConfig(**settings(tmp_path, optim="adamw_8bit", warmup_ratio=0.1)),
-    )  # fmt: skip
+        model=model,
+        tokenizer=tokenizer,
+        train_dataset=rows,
+        dataset_text_field="body",
+        max_seq_length=16,
+        packing=False,
+        args=SFTConfig(**settings(tmp_path, optim="adamw_8bit", warmup_ratio=0.1)),
+    )
     assert isinstance(trainer, trl.SFTTrainer) and isinstance(trainer.args, trl.SFTConfig)
     assert trainer.args.max_length == 16 and trainer.args.dataset_text_field == "body"
     assert trainer.args.optim == ("adamw_8bit" if torch.cuda.is_available() else "adamw_torch")
@@ -62,9 +72,15 @@ def test_fields_of_dpo_beside_its_configuration(folder, tmp_path, caplog):
     trl_words._say.cache_clear()
     with caplog.at_level(logging.WARNING, logger="fewbits"):
         trainer = DPOTrainer(
-            model=model, ref_model=None, beta=0.3, max_length=24, max_prompt_length=8, tokenizer=tokenizer,
-            train_dataset=rows, args=TrainingArguments(**settings(tmp_path)),
-        )  # fmt: skip
+            model=model,
+            ref_model=None,
+            beta=0.3,
+            max_length=24,
+            max_prompt_length=8,
+            tokenizer=tokenizer,
+            train_dataset=rows,
+            args=TrainingArguments(**settings(tmp_path)),
+        )
     assert trainer.args.beta == 0.3 and trainer.args.max_length == 24 and trainer.args.max_steps == 1
     assert "max_prompt_length chooses nothing here" in caplog.text
     assert trainer.train().global_step == 1
@@ -110,10 +126,15 @@ def test_embeddings_among_the_targets_train_as_a_whole(folder, tmp_path):
     assert all("modules_to_save" in name or "q_proj.lora_" in name for name in trained)
     assert any("trained as a whole" in note for note in model.fewbits_notes)
     trainer = UnslothTrainer(
-        model=model, tokenizer=tokenizer, train_dataset=[{"text": "a b c"}] * 4, max_seq_length=16,
-        dataset_text_field="text", args=UnslothTrainingArguments(
-            **settings(tmp_path, learning_rate=1e-3, embedding_learning_rate=1e-5, optim="adamw_8bit")),
-    )  # fmt: skip
+        model=model,
+        tokenizer=tokenizer,
+        train_dataset=[{"text": "a b c"}] * 4,
+        max_seq_length=16,
+        dataset_text_field="text",
+        args=UnslothTrainingArguments(
+            **settings(tmp_path, learning_rate=1e-3, embedding_learning_rate=1e-5, optim="adamw_8bit")
+        ),
+    )
     trainer.create_optimizer()
     assert {group["lr"] for group in trainer.optimizer.param_groups} == {1e-3, 1e-5}
 

@@ -146,9 +146,11 @@ def test_embeddings_learn_at_their_own_rate(loaded, tmp_path):
     model = FastLanguageModel.get_peft_model(model, r=4, modules_to_save=["embed_tokens"])
     data = Dataset.from_list([{"text": "Once upon a time"}] * 4)
     trainer = UnslothTrainer(
-        model=model, processing_class=tokenizer, train_dataset=data,
+        model=model,
+        processing_class=tokenizer,
+        train_dataset=data,
         args=arguments(tmp_path, embedding_learning_rate=1e-5),
-    )  # fmt: skip
+    )
     trainer.create_optimizer()
     groups = {group["lr"]: len(group["params"]) for group in trainer.optimizer.param_groups}
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -161,9 +163,11 @@ def test_an_embedding_rate_without_embeddings_is_refused(loaded, tmp_path):
     model, tokenizer = loaded
     model = FastLanguageModel.get_peft_model(model, r=4, target_modules=["q_proj"])
     trainer = UnslothTrainer(
-        model=model, processing_class=tokenizer, train_dataset=Dataset.from_list([{"text": "Once"}] * 2),
+        model=model,
+        processing_class=tokenizer,
+        train_dataset=Dataset.from_list([{"text": "Once"}] * 2),
         args=arguments(tmp_path, embedding_learning_rate=1e-5),
-    )  # fmt: skip
+    )
     with pytest.raises(BadInput, match="neither embeddings nor head train"):
         trainer.create_optimizer()
 

@@ -104,9 +104,7 @@ def test_a_file_of_rows(stories260k: Any, tmp_path: Path) -> None:
     found = lines(written.path)
     assert [row["id"] for row in found] == [0, 1, 2, 3, 4]
     want = generate(*stories260k, PROMPTS[2], GREEDY)
-    assert found[2] == {
-        **ROWS[2], "answer": want.text, "tokens": want.tokens, "stopped_by": want.stopped_by
-    }  # fmt: skip
+    assert found[2] == {**ROWS[2], "answer": want.text, "tokens": want.tokens, "stopped_by": want.stopped_by}
     assert seen == [(n, 5) for n in range(6)]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.jsonl", "rows.jsonl"]
     with pytest.raises(BadInput, match=r"out.jsonl is there already"):

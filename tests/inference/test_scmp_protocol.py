@@ -51,8 +51,13 @@ def their_attention(module, q, k, v, mask, scaling, **_):
 def test_a_bundle_gives_their_loss(tmp_path, monkeypatch):
     stats = {"thresholds": list(CUTS), "metric_mean": 0.3, "metric_std": 0.25}
     table = {"stoc_len_levels": list(LADDER), "operator_defaults": dict.fromkeys(OPS, stats)}
-    wrapper = {"type": "AdaptiveMPConfig", "stoc_len_levels": list(LADDER), "escape_gate_k": 2.0,
-               "escape_stoc_len": 128, "threshold_table_path": "table.json"}  # fmt: skip
+    wrapper = {
+        "type": "AdaptiveMPConfig",
+        "stoc_len_levels": list(LADDER),
+        "escape_gate_k": 2.0,
+        "escape_stoc_len": 128,
+        "threshold_table_path": "table.json",
+    }
     (tmp_path / "table.json").write_text(json.dumps(table))
     (tmp_path / "wrapper.json").write_text(json.dumps(wrapper))
     config = read_bundle(tmp_path / "wrapper.json", num_layers=2)

@@ -137,8 +137,13 @@ def test_trace_counts_every_product(tmp_path):
     assert by[q, "linear"]["macs"] == 20 * 62 * 64
     assert by[q, "linear"]["cycles"] == 20 * 64 * (15 * 64 + 15 * 16 + 16 * 16)
     assert by[down, "linear"] == {
-        "layer": down, "op": "linear", "runs": "int8", "rows": 20, "macs": 20 * 128 * 64, "cycles": 0
-    }  # fmt: skip
+        "layer": down,
+        "op": "linear",
+        "runs": "int8",
+        "rows": 20,
+        "macs": 20 * 128 * 64,
+        "cycles": 0,
+    }
     scores = by["model.layers.1.self_attn", "scores"]
     assert scores["rows"] == 2 * 4 * 10 and scores["macs"] == 2 * 4 * 10 * 10 * 16
     assert by["model.layers.1.self_attn", "values"]["cycles"] == scores["macs"] * 64

@@ -132,8 +132,14 @@ def test_a_board_of_something_else(tmp_path):
     ):
         words = {"model": tiny("llama"), "text": windows(2), "base": BASE, "settings": WHOLE, **change}
         with pytest.raises(BadInput, match=sentence):
-            screen(words["model"], words["text"], words["base"], CANDIDATES[:1], words["settings"],
-                   board=str(file))  # fmt: skip
+            screen(
+                words["model"],
+                words["text"],
+                words["base"],
+                CANDIDATES[:1],
+                words["settings"],
+                board=str(file),
+            )
     file.write_text('{"a": 1}\n')
     with pytest.raises(BadInput, match="is no file of a screen"):
         screen(tiny("llama"), windows(2), BASE, CANDIDATES[:1], WHOLE, board=str(file))
@@ -215,8 +221,13 @@ def test_a_swap_table_has_every_operator_at_every_length(tmp_path):
     masked = dataclasses.replace(BASE, linears=(("*.o_proj", LinearSetting(runs="int8")),))
     chosen = operators(model, masked, tied=True)
     assert [o.op for o in chosen] == [
-        "q_proj+k_proj+v_proj", "o_proj", "gate_proj+up_proj", "down_proj", "scores", "values"
-    ]  # fmt: skip
+        "q_proj+k_proj+v_proj",
+        "o_proj",
+        "gate_proj+up_proj",
+        "down_proj",
+        "scores",
+        "values",
+    ]
     table = swap_table(model, text, masked, (32, 16, "int8"), chosen, settings=WHOLE)
     assert {(s.operator.op, s.to) for s in table.swaps} == {
         ("q_proj+k_proj+v_proj", 16), ("q_proj+k_proj+v_proj", "int8"), ("o_proj", 16), ("o_proj", 32),

@@ -87,8 +87,10 @@ def test_a_line_in_the_making_of_another_process_stays(tmp_path):
     other.write_text('{"id": "a", "batch": 1, "nlls": [1.5], "tokens": 3}\n{"id": "a", "ba')
     ledger = Ledger(file, Share(1, 2))
     assert ledger.state("a").batches == {1: [1.5]} and other.read_text().endswith('"ba')
-    other.write_text('{"id": "a", "batch": 1, "nlls": [1.5], "tokens": 3}\n{"id": "a", "batch": 3, '
-                     '"nlls": [2.5], "tokens": 3}\n')  # fmt: skip
+    other.write_text(
+        '{"id": "a", "batch": 1, "nlls": [1.5], "tokens": 3}\n{"id": "a", "batch": 3, '
+        '"nlls": [2.5], "tokens": 3}\n'
+    )
     ledger.refresh()
     assert ledger.state("a").batches == {1: [1.5], 3: [2.5]}
 

@@ -149,9 +149,13 @@ def test_nor_does_it_in_a_fused_decoder(checkpointing: bool) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=16, hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4,
+        vocab_size=16,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=1,
+        num_attention_heads=4,
         num_key_value_heads=2,
-    )  # fmt: skip
+    )
     torch.manual_seed(0)
     model = fewbits.get_peft_model(LlamaForCausalLM(config), r=2, target_modules="all-linear")
     fewbits.fuse(model)
@@ -174,15 +178,17 @@ def turned(q: Tensor) -> Tensor:
 RIGHT: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], tuple[Tensor, ...]]] = {
     "packed_linear": (lambda x: packed_linear(x, W).sin(), lambda x: F.linear(x, DENSE).sin(), (ROWS,)),
     "operand_linear": (
-        lambda x, w: operand_linear(x, w).sin(), lambda x, w: F.linear(x, w).sin(), (ROWS, draw(8, 64)),
+        lambda x, w: operand_linear(x, w).sin(),
+        lambda x, w: F.linear(x, w).sin(),
+        (ROWS, draw(8, 64)),
     ),
     "lora_weight": (
-        lambda a, b: lora_weight(DENSE, a, b, 0.5).sin(), lambda a, b: (DENSE + 0.5 * b @ a).sin(), ADAPTER,
+        lambda a, b: lora_weight(DENSE, a, b, 0.5).sin(),
+        lambda a, b: (DENSE + 0.5 * b @ a).sin(),
+        ADAPTER,
     ),
-    "rope": (
-        lambda q: rope(q, q, COS, SIN)[0].sin(), lambda q: turned(q).sin(), (draw(1, 2, 4, 8),),
-    ),
-}  # fmt: skip
+    "rope": (lambda q: rope(q, q, COS, SIN)[0].sin(), lambda q: turned(q).sin(), (draw(1, 2, 4, 8),)),
+}
 
 
 @pytest.mark.parametrize("name", RIGHT)

@@ -214,9 +214,14 @@ def branches(M: int, I: int, ranks: tuple[int, ...], dtype: torch.dtype, device:
 
 
 def check_kernels(
-    M: int, I: int, dtype: torch.dtype, activation: str, ranks: tuple[int, ...], device: str,
+    M: int,
+    I: int,
+    dtype: torch.dtype,
+    activation: str,
+    ranks: tuple[int, ...],
+    device: str,
     tile: GatedTile | None = None,
-) -> None:  # fmt: skip
+) -> None:
     gate_up, dh = randn(M, 2 * I + 3, dtype=dtype, device=device), randn(M, I, dtype=dtype, device=device)
     e, u = gate_up[:, :I], gate_up[:, I : 2 * I]
     low = branches(M, I, ranks, dtype, device)

@@ -60,9 +60,12 @@ def test_gradients_equal_autograds_of_the_whole() -> None:
     into = GradientPlaces((de, du))
     made = gated_lora_backward(dh0.contiguous(), e, u, (gate, up, down), into=into, scalings=(1.0, 2.0))
     for have, need in (
-        (made.t[:, :2], xe.grad), (made.t[:, 2:], 2 * xu.grad), (made.dw_gate, we.grad),
-        (made.dw_up, wu.grad), (made.dw_down, a.grad.t()),
-    ):  # fmt: skip
+        (made.t[:, :2], xe.grad),
+        (made.t[:, 2:], 2 * xu.grad),
+        (made.dw_gate, we.grad),
+        (made.dw_up, wu.grad),
+        (made.dw_down, a.grad.t()),
+    ):
         torch.testing.assert_close(have, need)
 
 

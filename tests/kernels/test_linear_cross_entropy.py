@@ -297,9 +297,12 @@ def test_one_chunk_of_logits_lives_at_a_time(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", [(3, 1), (5, 127), (4, 1000), (3, 16387)], ids=str)
 def test_kernel_equals_the_definition(
-    shape: tuple[int, int], dtype: torch.dtype, options: dict[str, Any], kernel_device: str,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    options: dict[str, Any],
+    kernel_device: str,
     poisoned_memory: None,
-) -> None:  # fmt: skip
+) -> None:
     M, V = shape
     z = (torch.randn(M, V) * 4).to(dtype).to(kernel_device)
     y = torch.randint(V, (M,), device=kernel_device)

@@ -34,9 +34,13 @@ def close(out: Tensor, want: Tensor, terms: int) -> None:
 
 
 def made(
-    M: int, widths: tuple[int, ...], ranks: tuple[int, ...], dtype: torch.dtype = torch.float32,
-    device: str = "cpu", start: int = 0,
-) -> tuple[Tensor, Tensor, list[ReduceSlice]]:  # fmt: skip
+    M: int,
+    widths: tuple[int, ...],
+    ranks: tuple[int, ...],
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    start: int = 0,
+) -> tuple[Tensor, Tensor, list[ReduceSlice]]:
     """dy and xa with rows apart, and slices with a gap before the first."""
     dy = randn(M, start + sum(widths) + 8, dtype=dtype, device=device)
     xa = randn(M, sum(ranks) + 8, dtype=dtype, device=device)[:, : sum(ranks)]
@@ -113,9 +117,14 @@ def test_splits_fill_the_machine_with_few_shares() -> None:
 
 
 def check_kernels(
-    M: int, widths: tuple[int, ...], ranks: tuple[int, ...], dtype: torch.dtype, device: str,
-    tile: ReduceTile, start: int = 0,
-) -> None:  # fmt: skip
+    M: int,
+    widths: tuple[int, ...],
+    ranks: tuple[int, ...],
+    dtype: torch.dtype,
+    device: str,
+    tile: ReduceTile,
+    start: int = 0,
+) -> None:
     dy, xa, slices = made(M, widths, ranks, dtype, device, start)
     need_t, need_dbs = lora_reduce_ref(dy, xa, slices)
     buffer = torch.full((M, sum(ranks) + 4), torch.nan, dtype=dtype, device=device)

@@ -57,8 +57,13 @@ class Problem:
         for tensor in stored.values():
             tensor.fill_(255 if tensor.dtype == torch.uint8 else torch.nan)
         tables = (t.to(BF16).float() for t in (angle.cos(), angle.sin()))
-        self.cache = PackedKeysValues(kind, **stored, **dict(zip(("cosines", "sines"), tables, strict=True)),
-                                      position=position, first=first)  # fmt: skip
+        self.cache = PackedKeysValues(
+            kind,
+            **stored,
+            **dict(zip(("cosines", "sines"), tables, strict=True)),
+            position=position,
+            first=first,
+        )
         self.whole = {
             w: torch.randn(B, kv_heads, room, D, device=device).to(dtype) for w in ("keys", "values")
         }
@@ -193,10 +198,16 @@ def test_what_does_not_fit_is_refused() -> None:
 @pytest.mark.skipif(nvrtc.missing() is not None, reason="needs NVRTC")
 @pytest.mark.parametrize(
     ("capability", "what"),
-    [(80, CASES[1][1]), (86, CASES[3][1]), (89, CASES[5][1]), (90, CASES[1][1]), (100, CASES[4][1]),
-     (120, CASES[2][1])],
+    [
+        (80, CASES[1][1]),
+        (86, CASES[3][1]),
+        (89, CASES[5][1]),
+        (90, CASES[1][1]),
+        (100, CASES[4][1]),
+        (120, CASES[2][1]),
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_compiles_to_machine_code(capability: int, what: dict[str, Any]) -> None:
     p = Problem([4], **what)
     defines = dict(PackedAttention(p.qkv, p.cache, p.out, p.rules).defines) | {"EARLY": int(capability >= 90)}

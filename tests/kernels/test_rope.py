@@ -154,9 +154,14 @@ def test_compiles_without_a_break() -> None:
 
 
 def check_kernel(
-    shape: tuple[int, int, int, int, int], d: int, rank: int, dtype: torch.dtype, device: str,
-    tile: RopeTile | None = None, positions: bool = False,
-) -> None:  # fmt: skip
+    shape: tuple[int, int, int, int, int],
+    d: int,
+    rank: int,
+    dtype: torch.dtype,
+    device: str,
+    tile: RopeTile | None = None,
+    positions: bool = False,
+) -> None:
     """From a fused buffer to separate tensors and in place, both directions, against the definition."""
     B, S, H, Hk, D = shape
     width = (H + 2 * Hk) * D

@@ -205,9 +205,13 @@ def test_launches_cover_the_product(
     from fewbits.device import Device
 
     gpu = Device(
-        type="cuda", name="", memory_bytes=0, capability=(9, 0),
-        multiprocessors=132, shared_memory_bytes=227 * 1024,
-    )  # fmt: skip
+        type="cuda",
+        name="",
+        memory_bytes=0,
+        capability=(9, 0),
+        multiprocessors=132,
+        shared_memory_bytes=227 * 1024,
+    )
     driver, N = Emulated(libraries), 13 if name == "rows of an entry" else 6
     monkeypatch.setattr(lookup, "describe", lambda device: gpu)
     monkeypatch.setattr(lookup, "nvrtc", driver)

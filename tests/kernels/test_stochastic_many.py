@@ -48,9 +48,13 @@ class Emulated:
 @pytest.fixture
 def driver(libraries: Path, monkeypatch: pytest.MonkeyPatch) -> Emulated:
     gpu = Device(
-        type="cuda", name="", memory_bytes=0, capability=(9, 0),
-        multiprocessors=1, shared_memory_bytes=227 * 1024,
-    )  # fmt: skip
+        type="cuda",
+        name="",
+        memory_bytes=0,
+        capability=(9, 0),
+        multiprocessors=1,
+        shared_memory_bytes=227 * 1024,
+    )
     driver = Emulated(libraries)
     for module in (many, bits, nibbles):
         monkeypatch.setattr(module, "nvrtc", driver)
@@ -173,9 +177,13 @@ def test_parts_cover_each_value_once(monkeypatch: pytest.MonkeyPatch, workspace:
 
 def gpu_of(shared: int) -> Device:
     return Device(
-        type="cuda", name="", memory_bytes=0, capability=(9, 0), multiprocessors=132,
+        type="cuda",
+        name="",
+        memory_bytes=0,
+        capability=(9, 0),
+        multiprocessors=132,
         shared_memory_bytes=shared,
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize(

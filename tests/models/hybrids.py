@@ -16,12 +16,20 @@ _COMMON: dict[str, Any] = {
     "eos_token_id": 2, "pad_token_id": 0,
 }  # fmt: skip
 _DELTA: dict[str, Any] = {
-    "head_dim": 16, "layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 4,
-    "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
-}  # fmt: skip
+    "head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
 _MAMBA2: dict[str, Any] = {
-    "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_expand": 2, "mamba_chunk_size": 16,
-}  # fmt: skip
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_d_state": 16,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 16,
+}
 _EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
 _SPECIAL: dict[str, dict[str, Any]] = {
     "qwen3_next": {

@@ -430,7 +430,7 @@ def _damages() -> dict[str, Any]:
             r"mismatch for [^ ]*layers\.1\.mlp\.up_proj\.lora_A",
         ),
         "a trained copy is missing": (lambda w: _without(w, "lm_head"), "lacks [^ ]*lm_head"),
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize("second", [False, True], ids=["first", "second"])

@@ -163,9 +163,11 @@ def compressed(preset: str, **weights: Any) -> tuple[dict[str, Any], Writer]:
              "MXFP4A16": "mxfp4-pack-quantized", "MXFP8A16": "mxfp8-quantized"}  # fmt: skip
     scheme = scheme.model_copy(update={"format": forms[preset]})
     config = QuantizationConfig(
-        config_groups={"group_0": scheme}, format=forms[preset], quantization_status="compressed",
+        config_groups={"group_0": scheme},
+        format=forms[preset],
+        quantization_status="compressed",
         ignore=["lm_head"],
-    )  # fmt: skip
+    )
     return {**config.model_dump(mode="json"), "quant_method": "compressed-tensors"}, compressed_writer(scheme)
 
 
@@ -188,9 +190,13 @@ def case(name: str) -> tuple[dict[str, Any], Writer]:
         return compressed(rest, **changes)
     bits, symmetry, version, order = rest.split("-")
     settings = {
-        "quant_method": "gptq", "bits": int(bits), "group_size": GROUP, "sym": symmetry == "sym",
-        "desc_act": order == "act", "checkpoint_format": "gptq",
-    }  # fmt: skip
+        "quant_method": "gptq",
+        "bits": int(bits),
+        "group_size": GROUP,
+        "sym": symmetry == "sym",
+        "desc_act": order == "act",
+        "checkpoint_format": "gptq",
+    }
     if symmetry == "asym" and version == "2":
         settings["checkpoint_format"] = "gptq_v2"
     return settings, gptq_writer(int(bits), symmetry == "sym", int(version), order == "act")
@@ -260,8 +266,9 @@ def test_symmetric_zero_points_tell_their_version_whatever_the_file_says() -> No
     for version in (1, 2):
         parts, stands_for = gptq_writer(4, True, version)("x", weight)
         for says in ("gptq", "gptq_v2"):
-            packed = gptq.from_gptq(parts, "x", {"bits": 4, "group_size": GROUP, "checkpoint_format": says},
-                                    torch.float16)  # fmt: skip
+            packed = gptq.from_gptq(
+                parts, "x", {"bits": 4, "group_size": GROUP, "checkpoint_format": says}, torch.float16
+            )
             assert torch.equal(packed.dequantize(), stands_for)
 
 

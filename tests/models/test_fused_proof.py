@@ -26,9 +26,13 @@ from tests.models.tiny import _COMMON, FAMILIES, tiny, tokens
 
 HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 OLMO2_NORMS = Norms(
-    before_attention=None, before_mlp=None, after_attention="post_attention_layernorm",
-    after_mlp="post_feedforward_layernorm", query="self_attn.q_norm", key="self_attn.k_norm",
-)  # fmt: skip
+    before_attention=None,
+    before_mlp=None,
+    after_attention="post_attention_layernorm",
+    after_mlp="post_feedforward_layernorm",
+    query="self_attn.q_norm",
+    key="self_attn.k_norm",
+)
 GRANITE_SCORES = replace(LLAMA, attention=Attention(multiplier="attention_multiplier"))
 OTHERS: dict[str, tuple[ModelSpec, dict[str, Any], int, str]] = {
     "granite": (GRANITE_SCORES, {"residual_multiplier": 0.22}, 0, "attention differs by 3.5 of its size"),

@@ -260,7 +260,7 @@ def experts_config(model_type: str, **sizes: int) -> object:
         ("t5", {"d_model": 32, "d_kv": 16, "d_ff": 32, "num_layers": 2, "num_heads": 2}, "an encoder and"),
         ("jetmoe", {"num_local_experts": 8, "kv_channels": 16, "num_key_value_heads": 2}, "most of a layer"),
     ],
-)  # fmt: skip
+)
 def test_what_linears_do_not_describe_is_refused_by_name(model_type: str, sizes: dict, missing: str) -> None:
     from transformers import AutoModel
 

@@ -18,9 +18,13 @@ from tests.models.tiny_folders import byte_tokenizer, pair_tokenizer, saved
 gguf = pytest.importorskip("gguf")
 
 LLAMA3 = {
-    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
-}  # fmt: skip
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 IDS = torch.tensor([[1, 40, 9, 77, 31, 250, 6, 18]])
 
 

@@ -38,8 +38,13 @@ class Hub(BaseHTTPRequestHandler):
             self.answer({"files": modes})
         elif path.endswith("/commit/main"):
             lines = [json.loads(line) for line in text.splitlines()]
-            kept["commits"].append({x["value"]["path"]: base64.b64decode(x["value"]["content"])
-                                    for x in lines if x["key"] == "file"})  # fmt: skip
+            kept["commits"].append(
+                {
+                    x["value"]["path"]: base64.b64decode(x["value"]["content"])
+                    for x in lines
+                    if x["key"] == "file"
+                }
+            )
             address = f"{self.server.address}/me/model/commit/{'1' * 40}"
             self.answer({"commitUrl": address, "commitOid": "1" * 40, "success": True})
         else:
@@ -161,8 +166,14 @@ def test_what_cannot_go_up_is_refused_before_work(adapted, kept, monkeypatch, na
 
 def test_what_the_hub_refuses_is_one_sentence(adapted, kept, monkeypatch):
     model, tokenizer = adapted
-    monkeypatch.setattr(Hub, "do_POST", lambda self: (self.rfile.read(int(self.headers["Content-Length"])),
-                                                      self.answer({"error": "not yours"}, 403)))  # fmt: skip
+    monkeypatch.setattr(
+        Hub,
+        "do_POST",
+        lambda self: (
+            self.rfile.read(int(self.headers["Content-Length"])),
+            self.answer({"error": "not yours"}, 403),
+        ),
+    )
     with pytest.raises(BadInput, match="me/model could not be written on the hub"):
         model.push_to_hub("me/model", tokenizer, token="t", base_model="org/base")
 
@@ -175,8 +186,14 @@ def test_a_run_says_how_it_was_made(tmp_path, kept, capsys, folder):
     model, tokenizer = FastLanguageModel.from_pretrained(folder, load_in_4bit=False, dtype=torch.float32)
     model.save_pretrained(run / "final")
     tokenizer.save_pretrained(run / "final")
-    record = {"model": str(folder), "method": "dpo", "steps": 30, "recipe": {"name": "qlora_nf4"},
-              "data": {"train": {"path": "/home/me/pairs.jsonl"}}, "versions": {"torch": "2.13"}}  # fmt: skip
+    record = {
+        "model": str(folder),
+        "method": "dpo",
+        "steps": 30,
+        "recipe": {"name": "qlora_nf4"},
+        "data": {"train": {"path": "/home/me/pairs.jsonl"}},
+        "versions": {"torch": "2.13"},
+    }
     (run / "run.json").write_text(json.dumps(record))
     lines = [
         {"step": i, "loss": 3.0 - i / 10, **({"eval_loss": 2.5} if i == 30 else {})} for i in range(1, 31)

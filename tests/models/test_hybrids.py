@@ -25,9 +25,11 @@ from tests.models.tiny import tokens
 PACK = Recipe(name="pack", linear=Rule(weight=NF4))
 # Mamba-2's kernel is handed the weight of its output projection; Jamba's Mamba reads that of its time steps.
 READ_PAST = {
-    "falcon_h1": "mamba.out_proj", "granitemoehybrid": "mamba.out_proj", "jamba": "mamba.dt_proj",
+    "falcon_h1": "mamba.out_proj",
+    "granitemoehybrid": "mamba.out_proj",
+    "jamba": "mamba.dt_proj",
     "nemotron_h": "mixer.out_proj",
-}  # fmt: skip
+}
 WITH_EXPERTS = {"qwen3_next", "lfm2_moe", "granitemoehybrid", "jamba", "nemotron_h"}
 
 

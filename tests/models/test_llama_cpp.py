@@ -109,8 +109,12 @@ def test_blocks_that_it_wrote_are_read(
     quantize = ctypes.CDLL(llama.xllamacpp.__file__).ggml_quantize_chunk
     quantize.restype = ctypes.c_size_t
     quantize.argtypes = [
-        ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_int64] * 3, ctypes.c_void_p
-    ]  # fmt: skip
+        ctypes.c_int,
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+        *[ctypes.c_int64] * 3,
+        ctypes.c_void_p,
+    ]
     monkeypatch.setattr(gguf_file, "encode", theirs)
     for receipt in model.save_pretrained_gguf(tmp_path / "out", words, ["q4_k_m", "q5_1", "iq4_nl"]):
         loaded, _ = FastLanguageModel.from_pretrained(receipt.path, dtype=torch.float32)

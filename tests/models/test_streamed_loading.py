@@ -131,8 +131,12 @@ def wait_until(is_so: Callable[[], bool]) -> None:
 def test_odd_offsets_and_a_file_that_ends_early(tmp_path: Path) -> None:
     """A header of no round length puts tensors where no dtype could lie."""
     values = torch.arange(300, dtype=torch.float32)
-    header = json.dumps({"x": {"dtype": "F32", "shape": [300], "data_offsets": [3, 1203]}, "y": {
-        "dtype": "U8", "shape": [3], "data_offsets": [0, 3]}}).encode()  # fmt: skip
+    header = json.dumps(
+        {
+            "x": {"dtype": "F32", "shape": [300], "data_offsets": [3, 1203]},
+            "y": {"dtype": "U8", "shape": [3], "data_offsets": [0, 3]},
+        }
+    ).encode()
     header += b" " * ((1 - len(header)) % 2)
     file = tmp_path / "odd.safetensors"
     body = bytes([1, 2, 3]) + values.numpy().tobytes()

@@ -30,9 +30,13 @@ def numbers(*shape: int, seed: int = 0) -> Tensor:
 
 
 def by_pairs(
-    x: Tensor, chosen: Tensor, routing: Tensor, weights: tuple[Tensor, Tensor], bias: Tensor,
+    x: Tensor,
+    chosen: Tensor,
+    routing: Tensor,
+    weights: tuple[Tensor, Tensor],
+    bias: Tensor,
     branches: tuple[Branch, Branch],
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """One pair after the other, as a layer of experts is defined."""
     (up, down), (first, last) = weights, branches
     out = []

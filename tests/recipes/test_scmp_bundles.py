@@ -68,9 +68,11 @@ def random_table(draw: random.Random) -> dict:
     count = draw.choice([1, 2, 3, 4])
     buckets = {f"{op}:t0:l{i}": payload() for op in OPS for i in range(count) if draw.random() < 0.6}
     return {
-        "stoc_len_levels": [96, 64, 16], "layer_buckets": count, "buckets": buckets,
+        "stoc_len_levels": [96, 64, 16],
+        "layer_buckets": count,
+        "buckets": buckets,
         "operator_defaults": {op: payload() for op in OPS},
-    }  # fmt: skip
+    }
 
 
 def test_every_row_has_the_length_that_their_rules_give(tmp_path):
@@ -100,9 +102,11 @@ def test_every_row_has_the_length_that_their_rules_give(tmp_path):
 
 
 TABLE = {
-    "stoc_len_levels": [96, 32], "layer_buckets": 1,
-    "operator_defaults": {op: {"thresholds": [0.5]} for op in OPS}, "buckets": {},
-}  # fmt: skip
+    "stoc_len_levels": [96, 32],
+    "layer_buckets": 1,
+    "operator_defaults": {op: {"thresholds": [0.5]} for op in OPS},
+    "buckets": {},
+}
 
 
 def test_a_schedule_gives_blocks_to_whole_numbers(tmp_path):
@@ -196,7 +200,7 @@ def test_bundles_that_are_none(tmp_path):
         ({"hybrid": hybrid | {"schedule": {"up_proj": ["sc", "sc"]}}}, BadInput, "nothing for up_proj in"),
         ({"layers": 3}, BadInput, "has 2 blocks for qk and the model 3"),
         ({"hybrid": None}, BadInput, "give num_layers"),
-    ):  # fmt: skip
+    ):
         words = {"table": TABLE, "wrapper": None, "hybrid": hybrid} | change
         layers = words.pop("layers", None)
         with pytest.raises(error, match=sentence):

@@ -102,9 +102,13 @@ def many_steps(format: str, count: int, how: dict[str, Any]) -> dict[str, Any]:
     found = steps(model, range(count))
     buckets = [sorted(names) for names in exchange._buckets]
     return {
-        "steps": found, "pending": pending(exchange) if exchange.error_feedback else {}, "buckets": buckets,
-        "bytes": exchange.travel.sent_bytes, "receipt": str(exchange), "counter": exchange.step,
-    }  # fmt: skip
+        "steps": found,
+        "pending": pending(exchange) if exchange.error_feedback else {},
+        "buckets": buckets,
+        "bytes": exchange.travel.sent_bytes,
+        "receipt": str(exchange),
+        "counter": exchange.step,
+    }
 
 
 def bad_number(format: str, bad: float) -> list[dict[str, Tensor]]:
@@ -137,9 +141,12 @@ def saved_and_loaded(
         exchange.save(Path(folder))
         distributed.barrier()
     return {
-        "steps": found, "before": before, "pending": pending(exchange), "counter": exchange.step,
+        "steps": found,
+        "before": before,
+        "pending": pending(exchange),
+        "counter": exchange.step,
         "receipt": str(exchange),
-    }  # fmt: skip
+    }
 
 
 def failing() -> list[str]:
@@ -190,9 +197,13 @@ def sharded_steps(
         exchange.save(Path(folder))
         distributed.barrier()
     return {
-        "steps": found, "before": before, "kept": kept_of(exchange), "receipt": str(exchange),
-        "bytes": exchange.travel.sent_bytes, "step": exchange.step,
-    }  # fmt: skip
+        "steps": found,
+        "before": before,
+        "kept": kept_of(exchange),
+        "receipt": str(exchange),
+        "bytes": exchange.travel.sent_bytes,
+        "step": exchange.step,
+    }
 
 
 def kept_of(exchange: Any) -> dict[str, Tensor]:

@@ -123,8 +123,9 @@ def test_a_checkpoint_goes_on_as_if_nothing_had_been(
 def test_another_number_of_ranks_takes_up_what_was_kept(ranks: int, node_size: int, tmp_path: Path) -> None:
     written = run_ranks(saved_and_loaded, 2, "int8", str(tmp_path), True, [0, 3], {})[0]
     assert sorted(p.name for p in tmp_path.iterdir()) == [
-        "gradient_exchange_00000.safetensors", "gradient_exchange_00001.safetensors",
-    ]  # fmt: skip
+        "gradient_exchange_00000.safetensors",
+        "gradient_exchange_00001.safetensors",
+    ]
     how = {"node_size": node_size}
     read = run_ranks(saved_and_loaded, ranks, "int8", str(tmp_path), False, [3, 4], how)[0]
     assert largest(written["pending"]) > 1e-3

@@ -279,12 +279,20 @@ def test_a_step_smaller_than_the_ranks_is_refused():
 
 
 LLAMA_8B = {
-    "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-    "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
-}  # fmt: skip
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+}
 LLAMA_70B = LLAMA_8B | {
-    "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
-}  # fmt: skip
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+}
 
 
 def test_auto_chooses_by_predicted_bytes():
@@ -309,8 +317,11 @@ def test_auto_chooses_by_predicted_bytes():
 
 def test_ranks_of_one_layer_see_the_same_data():
     assert [data_share("tensor", rank=r, size=4, tensor_size=2) for r in range(4)] == [
-        (0, 2), (0, 2), (1, 2), (1, 2),
-    ]  # fmt: skip
+        (0, 2),
+        (0, 2),
+        (1, 2),
+        (1, 2),
+    ]
     assert data_share("tensor", rank=3, size=4, tensor_size=None) == (0, 1)
     assert data_share("fsdp", rank=3, size=4, tensor_size=None) == (3, 4)
     with pytest.raises(BadInput, match="tensor_size is 3, which does not divide the 4 ranks"):

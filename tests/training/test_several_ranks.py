@@ -365,8 +365,13 @@ def test_gradients_in_few_bits_of_shared_layers_go_on_anywhere(
 
 
 # Each optimizer and each way to share once in the slow tests; all of their combinations every night.
-ONCE = {("adamw", "fsdp", "full"), ("adamw_8bit", "tensor", "lora"), ("adafactor", "ddp", "full"),
-        ("adafactor", "fsdp", "lora"), ("sgd", "ddp", "lora")}  # fmt: skip
+ONCE = {
+    ("adamw", "fsdp", "full"),
+    ("adamw_8bit", "tensor", "lora"),
+    ("adafactor", "ddp", "full"),
+    ("adafactor", "fsdp", "lora"),
+    ("sgd", "ddp", "lora"),
+}
 
 
 @pytest.mark.parametrize(

@@ -147,7 +147,11 @@ def test_budgets_that_cannot_be():
         allocate(table(), Budget(cycles=8))
     with pytest.raises(BadInput, match="3 windows make no 4 folds"):
         allocate(table(windows=3), Budget(cycles=32))
-    for fields in ({"cycles": 0}, {"cycles": 3, "risk": -1}, {"cycles": 3, "over": "rows"},
-                   {"cycles": 3, "folds": 1}):  # fmt: skip
+    for fields in (
+        {"cycles": 0},
+        {"cycles": 3, "risk": -1},
+        {"cycles": 3, "over": "rows"},
+        {"cycles": 3, "folds": 1},
+    ):
         with pytest.raises(BadInput):
             Budget(**fields)

@@ -172,9 +172,15 @@ def test_a_loss_that_is_not_a_number_stops_the_run_and_names_the_rows(tmp_path):
         e.input_ids[e.input_ids == 17] = 18
     examples[4].input_ids[2] = 17
     trainer = make_trainer(
-        tmp_path, examples, model, per_device_train_batch_size=1, gradient_accumulation_steps=1, max_steps=6,
-        save_strategy="steps", save_steps=1,
-    )  # fmt: skip
+        tmp_path,
+        examples,
+        model,
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=1,
+        max_steps=6,
+        save_strategy="steps",
+        save_steps=1,
+    )
     step = trainer._get_train_sampler().order(0).index(4) + 1
     with pytest.raises(
         TrainingStopped, match=rf"loss became nan at step {step} on rows 5 of the training data"

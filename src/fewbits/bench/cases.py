@@ -54,9 +54,15 @@ def _rmsnorm_cases(max_size: int) -> list[Case]:
     for format, M, N in [*(("bfloat16", M, N) for M, N in shapes), ("float32", 8192, 4096)]:
         M, N, itemsize = min(M, max_size), min(N, max_size), getattr(torch, format).itemsize
         case = Case(
-            op="rmsnorm", part="", format=format, M=M, N=N, bytes_moved=0,
-            tolerance=_TWO_ROUNDINGS[format], build=_rmsnorm_problem,
-        )  # fmt: skip
+            op="rmsnorm",
+            part="",
+            format=format,
+            M=M,
+            N=N,
+            bytes_moved=0,
+            tolerance=_TWO_ROUNDINGS[format],
+            build=_rmsnorm_problem,
+        )
         for part, passes, weights in (("forward", 2, 1), ("backward", 3, 1), ("backward_all", 3, 2)):
             bytes_moved = (passes * M + weights) * N * itemsize + 4 * M
             listed.append(replace(case, part=part, bytes_moved=bytes_moved))
@@ -113,11 +119,16 @@ def _dequantize_cases(max_size: int) -> list[Case]:
         N, K = min(14336, max_size), min(4096, max_size)
         listed.append(
             Case(
-                op="dequantize", part="forward", format=format, M=N, N=K, build=_dequantize_problem,
+                op="dequantize",
+                part="forward",
+                format=format,
+                M=N,
+                N=K,
+                build=_dequantize_problem,
                 bytes_moved=get_format(format).nbytes((N, K)) + 2 * N * K,
                 tolerance=_TWO_ROUNDINGS["bfloat16"],
             )
-        )  # fmt: skip
+        )
     return listed
 
 

@@ -85,10 +85,16 @@ def _attention_cases(max_size: int) -> list[Case]:
         cache = 2 * 2 * tokens * _KV_HEADS * _HEAD
         listed.append(
             Case(
-                op="decode_attention", part="forward", format="bfloat16", M=1, N=tokens, bytes_moved=cache,
-                tolerance=2.0**-7, build=_attention_problem,
+                op="decode_attention",
+                part="forward",
+                format="bfloat16",
+                M=1,
+                N=tokens,
+                bytes_moved=cache,
+                tolerance=2.0**-7,
+                build=_attention_problem,
             )
-        )  # fmt: skip
+        )
     return listed
 
 
@@ -119,8 +125,11 @@ def packed_cache(
     cache = PackedKeysValues(
         formats,
         **empty_cache(formats, (B, heads, room, D), keys.dtype, keys.device),
-        cosines=tables[0], sines=tables[1], position=position, first=torch.zeros_like(position),
-    )  # fmt: skip
+        cosines=tables[0],
+        sines=tables[1],
+        position=position,
+        first=torch.zeros_like(position),
+    )
     packed = max(tokens - formats.newest, 0)
     for which, whole in (("keys", keys), ("values", values)):
         codes, scales = cache.sides[which].pack(whole[:, :, :packed])
@@ -136,11 +145,16 @@ def _packed_cases(max_size: int) -> list[Case]:
             tokens = min(tokens, 8 * max_size)
             listed.append(
                 Case(
-                    op="packed_attention", part="forward", format=kind, M=1, N=tokens,
+                    op="packed_attention",
+                    part="forward",
+                    format=kind,
+                    M=1,
+                    N=tokens,
                     bytes_moved=_KV_HEADS * get_kv_cache(kind).nbytes(tokens, _HEAD),
-                    tolerance=2.0**-7, build=_packed_problem,
+                    tolerance=2.0**-7,
+                    build=_packed_problem,
                 )
-            )  # fmt: skip
+            )
     return listed
 
 

@@ -33,9 +33,15 @@ def qkv_epilogue_cases(max_size: int) -> list[Case]:
         M, N = min(8192, max_size), (heads if max_size >= 6144 else 12) * _D
         read_again = 3 * N // 4 if format == "bfloat16_norm" else 0  # q and k of the product
         case = Case(
-            op="qkv_epilogue", part="forward", format=format, M=M, N=N, bytes_moved=4 * M * N, tolerance=8e-3,
+            op="qkv_epilogue",
+            part="forward",
+            format=format,
+            M=M,
+            N=N,
+            bytes_moved=4 * M * N,
+            tolerance=8e-3,
             build=_epilogue_problem,
-        )  # fmt: skip
+        )
         listed += [case, replace(case, part="backward", bytes_moved=2 * M * (2 * N + read_again))]
     return listed
 
@@ -152,9 +158,15 @@ def low_rank_add_cases(max_size: int) -> list[Case]:
     """After the o and down products of Llama-3.1-8B: with the residual forward, without it backward."""
     M = N = min(8192, max_size)
     case = Case(
-        op="low_rank_add", part="forward", format="bfloat16", M=M, N=min(N, 4096), bytes_moved=0,
-        tolerance=8e-3, build=_low_rank_add_problem,
-    )  # fmt: skip
+        op="low_rank_add",
+        part="forward",
+        format="bfloat16",
+        M=M,
+        N=min(N, 4096),
+        bytes_moved=0,
+        tolerance=8e-3,
+        build=_low_rank_add_problem,
+    )
     size = 2 * case.M * case.N
     return [replace(case, bytes_moved=3 * size), replace(case, part="backward", bytes_moved=2 * size)]
 

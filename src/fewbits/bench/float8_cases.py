@@ -51,11 +51,16 @@ def quantize_cases(max_size: int) -> list[Case]:
         M, N = min(8192, max_size), min(N, max_size)
         listed.append(
             Case(
-                op="quantize_float8", part=part, format="float8_e4m3", M=M, N=N,
+                op="quantize_float8",
+                part=part,
+                format="float8_e4m3",
+                M=M,
+                N=N,
                 bytes_moved=(5 if part == "tensor" else 3) * M * N,
-                tolerance=_ONE_ROUNDING, build=_quantize_problem,
+                tolerance=_ONE_ROUNDING,
+                build=_quantize_problem,
             )
-        )  # fmt: skip
+        )
     return listed
 
 
@@ -97,9 +102,15 @@ def norm_cases(max_size: int) -> list[Case]:
     """The residual, the norm and float8 rows in one pass, and its backward pass: 9 and 9 bytes a value."""
     M, N = min(8192, max_size), min(4096, max_size)
     forward = Case(
-        op="rmsnorm", part="rows_forward", format="float8_e4m3", M=M, N=N, bytes_moved=9 * M * N,
-        tolerance=_ONE_ROUNDING, build=_norm_problem,
-    )  # fmt: skip
+        op="rmsnorm",
+        part="rows_forward",
+        format="float8_e4m3",
+        M=M,
+        N=N,
+        bytes_moved=9 * M * N,
+        tolerance=_ONE_ROUNDING,
+        build=_norm_problem,
+    )
     return [forward, replace(forward, part="rows_backward")]
 
 
@@ -150,9 +161,15 @@ def gated_cases(max_size: int) -> list[Case]:
     """Llama-3.1-8B's SwiGLU to float8 under one scale: h, also in 16 bits, or dgate and dup."""
     M, N = min(8192, max_size), min(14336, max_size)
     forward = Case(
-        op="gated_activation", part="float8_forward", format="float8_e4m3", M=M, N=N, bytes_moved=7 * M * N,
-        tolerance=_ONE_ROUNDING, build=_gated_problem,
-    )  # fmt: skip
+        op="gated_activation",
+        part="float8_forward",
+        format="float8_e4m3",
+        M=M,
+        N=N,
+        bytes_moved=7 * M * N,
+        tolerance=_ONE_ROUNDING,
+        build=_gated_problem,
+    )
     return [forward, replace(forward, part="float8_backward", bytes_moved=8 * M * N)]
 
 
@@ -294,12 +311,18 @@ def product_cases(max_size: int) -> list[Case]:
         product = not part.startswith("weight")
         listed.append(
             Case(
-                op="matmul_float8", part=part, format="float8_e4m3", M=M, N=N, K=K,
+                op="matmul_float8",
+                part=part,
+                format="float8_e4m3",
+                M=M,
+                N=N,
+                K=K,
                 bytes_moved=N * K + M * (K + 2 * N) if product else 3 * N * K,
-                flops=2 * M * N * K if product else 0, tolerance=0.06,
+                flops=2 * M * N * K if product else 0,
+                tolerance=0.06,
                 build=_product_problem if product else _weight_problem,
             )
-        )  # fmt: skip
+        )
     return listed
 
 

@@ -26,9 +26,15 @@ def gated_activation_cases(max_size: int) -> list[Case]:
     for M, I in ((8192, 14336), (8192, 6144)):
         M, I = min(M, max_size), min(I, max_size)
         forward = Case(
-            op="gated_activation", part="forward", format="bfloat16", M=M, N=I, bytes_moved=3 * M * I * 2,
-            tolerance=4e-3, build=_gated_activation_problem,
-        )  # fmt: skip
+            op="gated_activation",
+            part="forward",
+            format="bfloat16",
+            M=M,
+            N=I,
+            bytes_moved=3 * M * I * 2,
+            tolerance=4e-3,
+            build=_gated_activation_problem,
+        )
         listed += [forward, replace(forward, part="backward", bytes_moved=5 * M * I * 2)]
     return listed
 
@@ -65,9 +71,15 @@ def rope_cases(max_size: int) -> list[Case]:
     """q and k of Llama-3.1-8B (32 and 8 heads of 128), 4 x 2048 tokens: M tokens, N channels of both."""
     M, N = min(8192, max_size), 5120 if max_size >= 5120 else 640
     forward = Case(
-        op="rope", part="forward", format="bfloat16", M=M, N=N, bytes_moved=4 * M * N, tolerance=8e-3,
+        op="rope",
+        part="forward",
+        format="bfloat16",
+        M=M,
+        N=N,
+        bytes_moved=4 * M * N,
+        tolerance=8e-3,
         build=_rope_problem,
-    )  # fmt: skip
+    )
     return [forward, replace(forward, part="backward")]
 
 

@@ -35,10 +35,16 @@ def gradient_cases(max_size: int) -> list[Case]:
         for part, bytes_moved in zip(_PARTS, floors, strict=True):
             listed.append(
                 Case(
-                    op="gradient_codec", part=part, format=format, M=_RANKS, N=N, bytes_moved=bytes_moved,
-                    tolerance=_EXACT, build=_gradient_problem,
+                    op="gradient_codec",
+                    part=part,
+                    format=format,
+                    M=_RANKS,
+                    N=N,
+                    bytes_moved=bytes_moved,
+                    tolerance=_EXACT,
+                    build=_gradient_problem,
                 )
-            )  # fmt: skip
+            )
     return listed
 
 

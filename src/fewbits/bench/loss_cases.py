@@ -58,10 +58,16 @@ def scaled_cases(max_size: int) -> list[Case]:
     M, N = min(151936, max_size), min(2048, max_size)
     return [
         Case(
-            op="scaled", part="", format="bfloat16", M=M, N=N, bytes_moved=4 * M * N,
-            tolerance=4e-3, build=_scaled_problem,
+            op="scaled",
+            part="",
+            format="bfloat16",
+            M=M,
+            N=N,
+            bytes_moved=4 * M * N,
+            tolerance=4e-3,
+            build=_scaled_problem,
         )
-    ]  # fmt: skip
+    ]
 
 
 def _scaled_problem(case: Case, device: torch.device) -> Problem:
@@ -158,6 +164,4 @@ def _trl_loss(h: Tensor, w: Tensor, y: Tensor) -> Tensor:
     return -log_probs.where(counts, 0).sum() / counts.sum()
 
 
-MAKERS = (
-    linear_cross_entropy_cases, linear_cross_entropy_float8_cases, linear_log_probs_cases, scaled_cases,
-)  # fmt: skip
+MAKERS = (linear_cross_entropy_cases, linear_cross_entropy_float8_cases, linear_log_probs_cases, scaled_cases)

@@ -31,10 +31,16 @@ def quantize_cases(max_size: int) -> list[Case]:
     for format in ("nf4", "nf4_dq", "fp4", "int8", "int8_tensor", "int4_g32", "int4_g128_zp"):
         listed.append(
             Case(
-                op="quantize", part="forward", format=format, M=N, N=K, build=_quantize_problem,
-                bytes_moved=get_format(format).nbytes((N, K)) + 2 * N * K, tolerance=_EXACT,
+                op="quantize",
+                part="forward",
+                format=format,
+                M=N,
+                N=K,
+                build=_quantize_problem,
+                bytes_moved=get_format(format).nbytes((N, K)) + 2 * N * K,
+                tolerance=_EXACT,
             )
-        )  # fmt: skip
+        )
     return listed
 
 
@@ -69,11 +75,16 @@ def fake_quantize_cases(max_size: int) -> list[Case]:
         for part, tolerance in (("forward", _EXACT), ("adapter", _MOVED)):
             listed.append(
                 Case(
-                    op="fake_quantize", part=part, format=format, M=N, N=K, build=_fake_quantize_problem,
+                    op="fake_quantize",
+                    part=part,
+                    format=format,
+                    M=N,
+                    N=K,
+                    build=_fake_quantize_problem,
                     bytes_moved=4 * N * K + (2 * _RANK * (N + K) if part == "adapter" else 0),
                     tolerance=tolerance,
                 )
-            )  # fmt: skip
+            )
     return listed
 
 
@@ -115,11 +126,16 @@ def adamw_cases(max_size: int) -> list[Case]:
         n = sum(a * b for a, b in shapes)
         listed.append(
             Case(
-                op="adamw", part=part, format="bfloat16", M=len(shapes), N=n // len(shapes),
-                bytes_moved=10 * n + 16 * n // 256, tolerance=_EXACT,
+                op="adamw",
+                part=part,
+                format="bfloat16",
+                M=len(shapes),
+                N=n // len(shapes),
+                bytes_moved=10 * n + 16 * n // 256,
+                tolerance=_EXACT,
                 build=lambda case, device, shapes=shapes: _adamw_problem(shapes, device),  # type: ignore[misc]
             )
-        )  # fmt: skip
+        )
     return listed
 
 

@@ -39,9 +39,11 @@ _EXAMPLES = """examples:
 def parser() -> argparse.ArgumentParser:
     """The options of ``fewbits bench``."""
     options = argparse.ArgumentParser(
-        prog="fewbits bench", description="Time kernels beside their peers, after checking both.",
-        epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+        prog="fewbits bench",
+        description="Time kernels beside their peers, after checking both.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     options.add_argument(
         "what",
         choices=["kernels", "train", "tune"],

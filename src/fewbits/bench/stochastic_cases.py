@@ -72,12 +72,18 @@ def codes_cases(max_size: int) -> list[Case]:
             rows = min(M, max_size)
             listed.append(
                 Case(
-                    op="stochastic_codes", part="forward", format=format, M=rows, N=N, K=K,
-                    flops=2 * rows * N * K, bytes_moved=(N + rows) * (K + K // 32) + 4 * rows * N,
+                    op="stochastic_codes",
+                    part="forward",
+                    format=format,
+                    M=rows,
+                    N=N,
+                    K=K,
+                    flops=2 * rows * N * K,
+                    bytes_moved=(N + rows) * (K + K // 32) + 4 * rows * N,
                     tolerance=_SHORT_STREAM_ERROR if format == "sc8_l32" else _STREAM_ERROR,
                     build=_codes_problem,
                 )
-            )  # fmt: skip
+            )
     return listed
 
 

@@ -136,9 +136,14 @@ def _dequantize(widths: Widths, device: torch.device) -> Iterator[Sweep]:
         yield Sweep(
             key_of("dequantize", group, size, transposed),
             f"dequantize {name} {N}x{K} to {str(dtype)[6:]}{' transposed' if transposed else ''}",
-            packed.nbytes + out.numel() * size, 0.0, decode_tile(group, K, transposed, size), tiles, run,
-            (out,), (need,),
-        )  # fmt: skip
+            packed.nbytes + out.numel() * size,
+            0.0,
+            decode_tile(group, K, transposed, size),
+            tiles,
+            run,
+            (out,),
+            (need,),
+        )
 
 
 def _gated_tiles(low_rank: bool) -> list[GatedTile]:
@@ -188,9 +193,14 @@ def _gated(widths: Widths, device: torch.device) -> Iterator[Sweep]:
             yield Sweep(
                 key_of(f"gated_{kind}", max(rank.block for rank in ranks), 2, False),
                 f"gated {kind}, {f'rank {widths.rank}' if branches[0] else 'no branches'}, {M}x{I}",
-                (6 if backward else 3) * M * I * 2, 5e-3, gated_tile(backward, ranks, 2),
-                _gated_tiles(branches[0] is not None), run, outputs, need,
-            )  # fmt: skip
+                (6 if backward else 3) * M * I * 2,
+                5e-3,
+                gated_tile(backward, ranks, 2),
+                _gated_tiles(branches[0] is not None),
+                run,
+                outputs,
+                need,
+            )
 
 
 def _gated_lora(widths: Widths, device: torch.device) -> Iterator[Sweep]:
@@ -207,12 +217,18 @@ def _gated_lora(widths: Widths, device: torch.device) -> Iterator[Sweep]:
         GatedLoRATile(m, i, w, steps, stages)
         for m, i, w in [(16, 64, 4), (32, 32, 4), (32, 64, 4), (32, 64, 8), (64, 32, 4), (64, 64, 4)]
         for steps, stages in [(16, 2), (16, 3), (32, 3)]
-    ]  # fmt: skip
+    ]
     yield Sweep(
-        key_of("gated_lora", max(16, next_power_of_2(R))), f"gated backward with its products, {M}x{I}",
-        5 * M * I * 2, 5e-3, SAFE_TILE, tiles,
-        lambda tile: gated_lora_launch(operands, tile=tile), (de, du), need,
-    )  # fmt: skip
+        key_of("gated_lora", max(16, next_power_of_2(R))),
+        f"gated backward with its products, {M}x{I}",
+        5 * M * I * 2,
+        5e-3,
+        SAFE_TILE,
+        tiles,
+        lambda tile: gated_lora_launch(operands, tile=tile),
+        (de, du),
+        need,
+    )
 
 
 def _rope(widths: Widths, device: torch.device) -> Iterator[Sweep]:
@@ -226,11 +242,16 @@ def _rope(widths: Widths, device: torch.device) -> Iterator[Sweep]:
     need = [rope_ref(x, tables, True, (empty, empty)) for x in sources[:2]]
     tiles = [RopeTile(*t) for t in itertools.product((16, 32, 64), (1, 2, 4, 8), (2, 4, 8))]
     yield Sweep(
-        key_of("rope", D // 2), f"rope, {M} tokens, {H} + 2 x {Hk} heads", 2 * M * width * 2, 5e-3,
-        rope_tile(D // 2), tiles,
+        key_of("rope", D // 2),
+        f"rope, {M} tokens, {H} + 2 x {Hk} heads",
+        2 * M * width * 2,
+        5e-3,
+        rope_tile(D // 2),
+        tiles,
         lambda tile: rope_launch(sources, outputs, [(empty, empty)] * 3, tables, True, tile),
-        outputs[:2], need,
-    )  # fmt: skip
+        outputs[:2],
+        need,
+    )
 
 
 def _rmsnorm(widths: Widths, device: torch.device) -> Iterator[Sweep]:
@@ -249,7 +270,13 @@ def _rmsnorm(widths: Widths, device: torch.device) -> Iterator[Sweep]:
         lambda tile: rmsnorm_fwd(x, weight, _EPS, 0.0, RowOutputs(y, written), tile=tile), (y,), (need,),
     )  # fmt: skip
     yield Sweep(
-        key_of("rmsnorm_backward", N, 2, False), f"rmsnorm backward {M}x{N}", 3 * M * N * 2, 5e-3,
-        row_tile(N), tiles, lambda tile: launch_backward_rows(dy, normed, y, tile=tile),
-        (y,), (dx,),
-    )  # fmt: skip
+        key_of("rmsnorm_backward", N, 2, False),
+        f"rmsnorm backward {M}x{N}",
+        3 * M * N * 2,
+        5e-3,
+        row_tile(N),
+        tiles,
+        lambda tile: launch_backward_rows(dy, normed, y, tile=tile),
+        (y,),
+        (dx,),
+    )

@@ -31,7 +31,7 @@ def parser() -> argparse.ArgumentParser:
         description="Measure with which tiles the kernels run fastest on this GPU, and keep the winners "
         "in the user's cache folder (Triton's), where every later process finds them. Takes minutes: "
         "every tile is compiled.",
-    )  # fmt: skip
+    )
     options.add_argument("--widths", choices=WIDTHS, default="8b", help="of which model (default: 8b)")
     options.add_argument("--op", default="", help="only kernels whose name begins so, such as rmsnorm")
     options.add_argument("--device", default="auto", help="auto, cuda, cuda:1 (default: auto)")
@@ -72,14 +72,14 @@ def main(argv: Sequence[str]) -> int:
     path = keep(index, tiles)
     console.print(
         f"{len(tiles)} tiles are kept in {path}; this GPU now has {len(tiles_of(index))} of its own."
-        if path else "there is no cache folder that can be written: nothing is kept.", markup=False,
-    )  # fmt: skip
+        if path
+        else "there is no cache folder that can be written: nothing is kept.",
+        markup=False,
+    )
     return 0 if path else 1
 
 
-def timed(
-    sweep: Sweep, timer: Timer, rounds: int
-) -> tuple[dict[tuple[int, ...], Quantiles], list[str]]:  # fmt: skip
+def timed(sweep: Sweep, timer: Timer, rounds: int) -> tuple[dict[tuple[int, ...], Quantiles], list[str]]:
     """Times of the tiles that compute the right thing, and why the others have none."""
     from triton.runtime.errors import TritonError
 
@@ -124,7 +124,11 @@ def _line(sweep: Sweep, times: Mapping[tuple[int, ...], Quantiles], refused: int
     rule = times.get(tuple(sweep.rule))
     best = min(times, key=lambda tile: times[tile].p50, default=None)
     return [
-        sweep.title, str(tuple(sweep.rule)), f"{rule.p50:.1f}" if rule else "-",
-        "-" if best is None else str(best), "-" if best is None else f"{times[best].p50:.1f}",
-        size(sweep.bytes_moved), str(refused),
-    ]  # fmt: skip
+        sweep.title,
+        str(tuple(sweep.rule)),
+        f"{rule.p50:.1f}" if rule else "-",
+        "-" if best is None else str(best),
+        "-" if best is None else f"{times[best].p50:.1f}",
+        size(sweep.bytes_moved),
+        str(refused),
+    ]

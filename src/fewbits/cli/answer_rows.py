@@ -66,8 +66,9 @@ def answer_rows(args: Namespace, sampling: Sampling) -> int:
     except KeyboardInterrupt:
         screen.print(
             f"stopped; the answers so far are in {args.output}.part, and the same command goes on.",
-            highlight=False, markup=False,
-        )  # fmt: skip
+            highlight=False,
+            markup=False,
+        )
         return 130
     if not args.quiet:
         report = written.report

@@ -57,8 +57,10 @@ def compare(args: Namespace) -> int:
     first = results[0]
     console().print(
         f"{first.tokens:,} tokens; KL and top 1 beside {first.name}, where the vocabularies are the same",
-        style="dim", highlight=False, markup=False,
-    )  # fmt: skip
+        style="dim",
+        highlight=False,
+        markup=False,
+    )
     return 0
 
 

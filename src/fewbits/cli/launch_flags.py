@@ -29,9 +29,11 @@ def add_launch_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--rdzv-id", metavar="TEXT", help="name of the job; the same on all of its machines")
     group.add_argument(
-        "--max-restarts", metavar="N", type=int,
+        "--max-restarts",
+        metavar="N",
+        type=int,
         help="when a process fails, restart all and resume, up to N times (default: 0)",
-    )  # fmt: skip
+    )
     group.add_argument(
         "--threads",
         metavar="N",

@@ -118,9 +118,12 @@ def models(args: Namespace) -> int:
     for trial in trials:
         outcome = Text(trial.outcome, style=_STYLES[trial.outcome])
         table.add_row(
-            trial.model_type, outcome, "yes" if trial.has_spec else "no", " ".join(trial.linears),
+            trial.model_type,
+            outcome,
+            "yes" if trial.has_spec else "no",
+            " ".join(trial.linears),
             Text(trial.reason),
-        )  # fmt: skip
+        )
     console().print(table)
     console().print(
         "[dim]each was tried here as a tiny model. fused: works, through fewbits' fast decoder layers;\n"

@@ -44,10 +44,13 @@ def plan_gpus(args: Namespace) -> int:
 def _table(steps: list[Step]) -> Table:
     """One line a number of GPUs: step and efficiency by format."""
     table = Table(
-        box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 2),
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        show_edge=False,
+        padding=(0, 2),
         caption="ms a step (share of linear speed); on paper, see docs/guide/gradient-communication.md",
         caption_justify="left",
-    )  # fmt: skip
+    )
     table.add_column("GPUs", justify="right")
     for name in FORMATS:
         table.add_column(name, justify="right", no_wrap=True)

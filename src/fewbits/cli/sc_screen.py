@@ -28,9 +28,15 @@ def screen(args: Namespace) -> int:
     model, cut = _model_and_windows(args)
     with Progress("windows of all candidates") as advance:
         result = stochastic_screen.screen(
-            model, cut, base, candidates, settings, board=args.board, progress=advance,
+            model,
+            cut,
+            base,
+            candidates,
+            settings,
+            board=args.board,
+            progress=advance,
             facts={"folder": str(args.model)},
-        )  # fmt: skip
+        )
     rows = [_row(row) for row in result.rows]
     base_cycles = result.base_steps / result.base_macs if result.base_macs else 0.0
     if args.json:
@@ -88,10 +94,16 @@ def swap(args: Namespace) -> int:
         per_cycle = None if freed == 0 else loss.mean / freed
         rows.append(
             {
-                "operator": one.operator.name, "to": one.to, "macs": table.macs[one.operator.name],
-                "freed": freed, "loss": loss.mean, "low": loss.low, "high": loss.high, "per_cycle": per_cycle,
+                "operator": one.operator.name,
+                "to": one.to,
+                "macs": table.macs[one.operator.name],
+                "freed": freed,
+                "loss": loss.mean,
+                "low": loss.low,
+                "high": loss.high,
+                "per_cycle": per_cycle,
             }
-        )  # fmt: skip
+        )
     if args.json:
         return print_json({"base_nll": table.base_nll, "swaps": rows})
     shown = new_table("operator", "to", "MACs", "freed", "loss", "interval", "loss/freed cycle")
@@ -136,10 +148,14 @@ def allocate(args: Namespace) -> int:
     write_config(result.config, output)
     if args.json:
         plain = {
-            "output": str(output), "cycles": result.cycles, "settings": dict(result.settings),
-            "agreement": dict(result.agreement), "exact": result.exact,
-            "predicted": vars(result.predicted), "held_out": vars(result.held_out),
-        }  # fmt: skip
+            "output": str(output),
+            "cycles": result.cycles,
+            "settings": dict(result.settings),
+            "agreement": dict(result.agreement),
+            "exact": result.exact,
+            "predicted": vars(result.predicted),
+            "held_out": vars(result.held_out),
+        }
         return print_json(json.loads(json.dumps(plain)))
     table = new_table("operator", "setting", "resamples that agree")
     for name, setting in result.settings.items():

@@ -28,13 +28,24 @@ _ROWS, _TOKENS = 2, 9
 _NAME = "fewbits_proof"
 _NOTES = "notes_of_proof"
 _ERRORS = (
-    ArithmeticError, AssertionError, AttributeError, FewbitsError, LookupError, RuntimeError, TypeError,
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    FewbitsError,
+    LookupError,
+    RuntimeError,
+    TypeError,
     ValueError,
-)  # fmt: skip
+)
 _CALLED_WITH = {  # what attention is called with beside scale, window and soft cap, and may be
-    "dropout", "position_ids", "use_cache", "past_key_values", "is_causal", "output_attentions",
+    "dropout",
+    "position_ids",
+    "use_cache",
+    "past_key_values",
+    "is_causal",
+    "output_attentions",
     "cache_position",
-}  # fmt: skip
+}
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,

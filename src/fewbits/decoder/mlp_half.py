@@ -150,15 +150,27 @@ def _activate(half: MLPHalf, gate_up: Tensor, xa: Tensor | None) -> tuple[Rows, 
         # The product's result has the dtype of its dense rows, bfloat16 without them.
         h = None if quantized is not None and gate.dtype == torch.bfloat16 else gate_up.new_empty(gate.shape)
         inner = gated_lora_forward(
-            gate, up, (low_gate, low_up), branch.a.to(gate.dtype).t(), h=h, activation=half.activation,
-            scaling=branch.scaling, quantized=quantized,
-        )  # fmt: skip
+            gate,
+            up,
+            (low_gate, low_up),
+            branch.a.to(gate.dtype).t(),
+            h=h,
+            activation=half.activation,
+            scaling=branch.scaling,
+            quantized=quantized,
+        )
         return _with_float8(h, None, quantized, slot), inner
     h = gate_up.new_empty(gate.shape)
     gated_activation_into(
-        gate, up, h, activation=half.activation, low_rank_gate=low_gate, low_rank_up=low_up, amax=amax,
+        gate,
+        up,
+        h,
+        activation=half.activation,
+        low_rank_gate=low_gate,
+        low_rank_up=low_up,
+        amax=amax,
         quantized=quantized,
-    )  # fmt: skip
+    )
     return _with_float8(h, amax, quantized, slot), half.down.branch_inputs(h)
 
 

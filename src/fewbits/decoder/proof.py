@@ -33,9 +33,14 @@ from fewbits.families.spec import ModelSpec
 from fewbits.kernels.product.matmul_packed import PLAIN
 
 _HOOKS = (
-    "_forward_hooks", "_forward_hooks_always_called", "_forward_hooks_with_kwargs", "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks",
-)  # fmt: skip
+    "_forward_hooks",
+    "_forward_hooks_always_called",
+    "_forward_hooks_with_kwargs",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
 _OF_THIS_INSTANCE = ("forward", "_hf_hook", "_old_forward")
 _LARGEST_GRADIENT = 2**22  # values of a weight whose gradient is compared, beside adapters
 

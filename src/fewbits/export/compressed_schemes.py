@@ -47,8 +47,12 @@ class Scheme:
 
 _DIVIDED = replace(NVFP4, divides=True)
 _PACKED, _FLOAT, _NV, _MX4, _MX8 = (
-    "pack-quantized", "float-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized",
-)  # fmt: skip
+    "pack-quantized",
+    "float-quantized",
+    "nvfp4-pack-quantized",
+    "mxfp4-pack-quantized",
+    "mxfp8-quantized",
+)
 SCHEMES = {
     **{f"w{bits}a16": Scheme(f"W{bits}A16", _PACKED, bits=bits) for bits in (2, 3, 4, 5, 6, 7, 8)},
     "w4a16_asym": Scheme("W4A16_ASYM", _PACKED, bits=4, zero_point=True),

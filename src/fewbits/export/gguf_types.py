@@ -52,9 +52,15 @@ _ALIASES = {
     "quantized": "q4_k_m",
 }
 _FALLBACK = {
-    "Q2_K": "Q4_0", "Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0",
-    "IQ4_XS": "IQ4_NL", "TQ1_0": "Q4_0", "TQ2_0": "Q4_0",
-}  # fmt: skip
+    "Q2_K": "Q4_0",
+    "Q3_K": "Q4_0",
+    "Q4_K": "Q5_0",
+    "Q5_K": "Q5_1",
+    "Q6_K": "Q8_0",
+    "IQ4_XS": "IQ4_NL",
+    "TQ1_0": "Q4_0",
+    "TQ2_0": "Q4_0",
+}
 _TERNARY, _TABLED = ("tq1_0", "tq2_0"), ("iq4_nl", "iq4_xs")
 _UNBLOCKED = ("F32", "F16", "BF16")
 

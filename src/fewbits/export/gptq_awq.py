@@ -60,14 +60,22 @@ class WordsCodec(Codec):
         shared = {"bits": self.bits, "group_size": self.group or -1}
         if self.layout == AWQ:
             return {
-                "quant_method": "awq", **shared, "zero_point": True, "version": "gemm",
+                "quant_method": "awq",
+                **shared,
+                "zero_point": True,
+                "version": "gemm",
                 "modules_to_not_convert": None,
-            }  # fmt: skip
+            }
         return {
-            "quant_method": "gptq", **shared, "sym": not self.zero_point, "desc_act": self.by_order,
-            "checkpoint_format": self.layout, "lm_head": False, "true_sequential": True,
+            "quant_method": "gptq",
+            **shared,
+            "sym": not self.zero_point,
+            "desc_act": self.by_order,
+            "checkpoint_format": self.layout,
+            "lm_head": False,
+            "true_sequential": True,
             "pack_dtype": "int32",
-        }  # fmt: skip
+        }
 
     def keeps(self, linear: Linear) -> bool:
         """True if the linear is packed in whole numbers of this width and these groups."""
@@ -78,9 +86,11 @@ class WordsCodec(Codec):
             return self.by_order and codes.group == self.group
         lowest = bool((codes.zeros == -(2 ** (self.bits - 1))).any())
         symmetric = self.zero_point or codes.is_symmetric
-        return codes.group == (self.group or linear.weight.shape[1]) and symmetric and not (
-            lowest and self.layout == GPTQ
-        )  # fmt: skip
+        return (
+            codes.group == (self.group or linear.weight.shape[1])
+            and symmetric
+            and not (lowest and self.layout == GPTQ)
+        )
 
     def write(self, linear: Linear) -> dict[str, Tensor]:
         """The linear's tensors; see `Codec.write`."""

@@ -27,9 +27,13 @@ ENGINES: dict[str, Callable[[str, Model], Codec]] = {
 }
 # Formats of ours by the schemes of compressed-tensors that store them.
 _SCHEMES = {
-    **{f"int{bits}": f"w{bits}a16" for bits in (2, 3, 4, 5, 6, 7, 8)}, "int4_zp": "w4a16_asym",
-    "float8_e4m3": "fp8_dynamic", "nvfp4": "nvfp4a16", "mxfp4": "mxfp4a16", "mxfp8_e4m3": "mxfp8a16",
-}  # fmt: skip
+    **{f"int{bits}": f"w{bits}a16" for bits in (2, 3, 4, 5, 6, 7, 8)},
+    "int4_zp": "w4a16_asym",
+    "float8_e4m3": "fp8_dynamic",
+    "nvfp4": "nvfp4a16",
+    "mxfp4": "mxfp4a16",
+    "mxfp8_e4m3": "mxfp8a16",
+}
 _EMPTY = Model({}, torch.float32)
 
 

@@ -54,8 +54,13 @@ class Norms:
     def paths(self) -> tuple[str, ...]:
         """All there are, in the order of the forward pass, those of heads last."""
         order = (
-            self.before_attention, self.after_attention, self.before_mlp, self.after_mlp, self.query, self.key
-        )  # fmt: skip
+            self.before_attention,
+            self.after_attention,
+            self.before_mlp,
+            self.after_mlp,
+            self.query,
+            self.key,
+        )
         return tuple(path for path in order if path is not None)
 
 

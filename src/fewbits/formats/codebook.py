@@ -165,7 +165,11 @@ class Codebook(Format):
             largest_error=max(b - a for a, b in pairwise(sorted(self.values))) / 2,
             block=(1, self.block),
             coding=Coding(
-                kind="table", bits=4, block=(1, self.block), through=True, values=self.values,
+                kind="table",
+                bits=4,
+                block=(1, self.block),
+                through=True,
+                values=self.values,
                 **(second if self.double else {}),
             ),
             rounds_plainly=len(self.values) == 16,
@@ -173,7 +177,7 @@ class Codebook(Format):
             # FP4 has a zero of either sign, so the codes of zeros may change; double scales move.
             again="nothing" if self.double else "codes" if one_zero else "values",
             names={"bitsandbytes": names[self.values]} if self.values in names else {},
-        )  # fmt: skip
+        )
 
     def layout(self, shape: tuple[int, ...]) -> dict[str, PartSpec]:
         """The parts named above, for a tensor of ``shape``."""

@@ -51,8 +51,9 @@ def _fields_of(packed: Tensor, count: int, n: int) -> Tensor:
     return torch.stack([(groups >> (width * j)) & (2**width - 1) for j in range(count)], dim=2)
 
 
-def _made(d: Tensor, q: Tensor, s: Tensor | None = None, dmin: Tensor | None = None,
-          m: Tensor | None = None) -> Fields:  # fmt: skip
+def _made(
+    d: Tensor, q: Tensor, s: Tensor | None = None, dmin: Tensor | None = None, m: Tensor | None = None
+) -> Fields:
     """Fields with 1 for the scale and 0 for the minimum where a type has none; q (B, S, n) of any dtype."""
     one, zero = torch.ones_like(d), torch.zeros_like(d)
     tables = [t if t is None else t.float() for t in (s, m)]

@@ -28,8 +28,14 @@ from fewbits.formats.blocks import Block
 from fewbits.formats.compressed_tensors import float8_of
 from fewbits.formats.gptq import whole_numbers
 
-PARTS = ("_weight_qdata", "_weight_scale", "_weight_zero_point", "_weight_scale_and_zero",
-         "_weight_per_tensor_scale", "_weight_act_pre_scale")  # fmt: skip
+PARTS = (
+    "_weight_qdata",
+    "_weight_scale",
+    "_weight_zero_point",
+    "_weight_scale_and_zero",
+    "_weight_per_tensor_scale",
+    "_weight_act_pre_scale",
+)
 
 
 def from_torchao(

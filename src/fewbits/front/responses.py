@@ -140,8 +140,11 @@ def _labelled(
         return labelled
     logger.warning(
         "%d of %d rows of the %s have no response behind %r (cut off by max_length?) and are left out.",
-        has_response.count(False), len(has_response), name, markers[1],
-    )  # fmt: skip
+        has_response.count(False),
+        len(has_response),
+        name,
+        markers[1],
+    )
     return labelled.select([i for i, has in enumerate(has_response) if has])
 
 

@@ -177,9 +177,8 @@ def _whole_groups(fields: dict[str, Any]) -> None:
         return
     fields["per_device_train_batch_size"] = each
     logger.warning(
-        "GRPOConfig: per_device_train_batch_size is %d and becomes %d: a step needs whole groups.",
-        rows, each,
-    )  # fmt: skip
+        "GRPOConfig: per_device_train_batch_size is %d and becomes %d: a step needs whole groups.", rows, each
+    )
 
 
 @cache

@@ -275,9 +275,15 @@ def _attention_function(fallback: Callable[[Any], Callable[..., Any]]) -> Callab
         group = vars(module).get("tensor_group")
         if group is not None and kwargs.get("dropout") and not is_plain_mask(attention_mask):
             dropped = attend_dropping(
-                query, key, value, attention_mask, group,
-                scale=scaling, dropout=kwargs["dropout"], soft_cap=kwargs.get("softcap"),
-            )  # fmt: skip
+                query,
+                key,
+                value,
+                attention_mask,
+                group,
+                scale=scaling,
+                dropout=kwargs["dropout"],
+                soft_cap=kwargs.get("softcap"),
+            )
             return dropped, None
         if not is_plain_mask(attention_mask):
             theirs: tuple[Tensor, Tensor | None] = fallback(module)(

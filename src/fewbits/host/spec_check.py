@@ -119,10 +119,13 @@ def _numbers(base: Any, spec: ModelSpec) -> Iterator[tuple[str, str]]:
     named = {
         name: getattr(spec, name)
         for name in (
-            "embedding_multiplier", "residual_multiplier", "logits_divisor", "logits_multiplier",
+            "embedding_multiplier",
+            "residual_multiplier",
+            "logits_divisor",
+            "logits_multiplier",
             "logits_soft_cap",
         )
-    }  # fmt: skip
+    }
     for owner, fields in (
         (spec.attention, ("soft_cap", "multiplier", "rotary_layers")),
         (spec.mlp, ("activation", "width")),

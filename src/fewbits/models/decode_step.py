@@ -99,9 +99,11 @@ def changed_by(spec: ModelSpec, config: Any) -> list[str]:
     facts = {
         "its embeddings": ((spec.embedding_multiplier, 1.0),),
         "its logits after the head": (
-            (spec.logits_divisor, 1.0), (spec.logits_multiplier, 1.0), (spec.logits_soft_cap, None)
+            (spec.logits_divisor, 1.0),
+            (spec.logits_multiplier, 1.0),
+            (spec.logits_soft_cap, None),
         ),
-    }  # fmt: skip
+    }
     return [
         what
         for what, fields in facts.items()

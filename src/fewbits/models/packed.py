@@ -22,9 +22,14 @@ from fewbits.nn.stochastic_linear import EXTRAS, StochasticLinear
 from fewbits.recipes import Recipe, Rule
 
 _DTYPES = {
-    "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64,
-    "I64": torch.int64, "I16": torch.int16, "U8": torch.uint8,
-}  # fmt: skip
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F64": torch.float64,
+    "I64": torch.int64,
+    "I16": torch.int16,
+    "U8": torch.uint8,
+}
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 

@@ -157,9 +157,13 @@ class QuantizedExperts(nn.Module):
                 y = y + bias.to(dtype)[table.experts]
             values = partial(self._values, last, dtype, hit)
             out = out_of_experts(
-                self._activated(y), top_k_weights, self._bias(last, hit), table, values,
+                self._activated(y),
+                top_k_weights,
+                self._bias(last, hit),
+                table,
+                values,
                 self._branch(last, hit),
-            )  # fmt: skip
+            )
         return out.to(hidden_states.dtype)
 
     def keep_values(self, on: bool) -> None:

@@ -290,19 +290,28 @@ def write_bundle(
     folder.mkdir(parents=True, exist_ok=True)
     options = config.options
     table = {
-        "stoc_len_levels": used, "timestep_buckets": 1, "layer_buckets": blocks, "method": "fewbits",
-        "sc_prec": options.sc_prec, "halve_bipolar_stoc_len": options.halve_bipolar_stoc_len,
-        "operator_defaults": {}, "buckets": buckets,
-    }  # fmt: skip
+        "stoc_len_levels": used,
+        "timestep_buckets": 1,
+        "layer_buckets": blocks,
+        "method": "fewbits",
+        "sc_prec": options.sc_prec,
+        "halve_bipolar_stoc_len": options.halve_bipolar_stoc_len,
+        "operator_defaults": {},
+        "buckets": buckets,
+    }
     wrapper = {"type": "AdaptiveMPConfig", "stoc_len_levels": used, "threshold_table_path": "table.json"}
     files = {"wrapper.json": wrapper, "table.json": table}
     masked = {op: row for op, row in schedule.items() if set(row) != {"sc"}}
     if masked:
         bits = max((int(w[3:]) for row in masked.values() for w in row if w.startswith("int")), default=8)
         files["hybrid.json"] = {
-            "format": HYBRID, "default": "sc", "int_bits": bits, "int_sym": True, "chunk_size": 128,
+            "format": HYBRID,
+            "default": "sc",
+            "int_bits": bits,
+            "int_sym": True,
+            "chunk_size": 128,
             "schedule": masked,
-        }  # fmt: skip
+        }
     for name, plain in files.items():
         (folder / name).write_text(json.dumps(plain, indent=1) + "\n", encoding="utf-8")
     return [folder / name for name in files]

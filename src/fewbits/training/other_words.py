@@ -87,7 +87,7 @@ CALLED = {
     "title": "run_name name wandb_name experiment_name",
     "report_to": "log_with loggers logger tracker wandb wandb_project use_wandb tensorboard",
     "sample_tokens": "num_sample_tokens",
-}  # fmt: skip
+}
 OTHER_WORDS = {word: ours for ours, words in CALLED.items() for word in words.split()}
 
 

@@ -319,9 +319,13 @@ class Run:
     def arguments(self, steps: int, *, resumed: bool = False) -> Any:
         """The host's arguments for so many steps."""
         return training_arguments(
-            self.config, self.folder.checkpoints, steps,
-            evaluates=self.eval is not None, resumed=resumed, layout=self.layout,
-        )  # fmt: skip
+            self.config,
+            self.folder.checkpoints,
+            steps,
+            evaluates=self.eval is not None,
+            resumed=resumed,
+            layout=self.layout,
+        )
 
     def _callbacks(self, schedule: Schedule, progress: Progress) -> list[Any]:
         from fewbits.training.setup.callbacks import MetricsFile, ProgressBar, StillOurs

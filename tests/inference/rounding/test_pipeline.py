@@ -79,8 +79,9 @@ def test_another_call_does_not_take_what_is_there(tmp_path: Path) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        calibrate_checkpoint(tmp_path / "base", tmp_path / "out", "int4_g32", given, progress=stop,
-                             windows=(4, 64))  # fmt: skip
+        calibrate_checkpoint(
+            tmp_path / "base", tmp_path / "out", "int4_g32", given, progress=stop, windows=(4, 64)
+        )
     other = calibrate_checkpoint(tmp_path / "base", tmp_path / "out", "int8", given, windows=(4, 64))
     assert other.resumed == 0
 
@@ -183,8 +184,9 @@ def test_measured_losses_are_kept(tmp_path: Path) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        calibrate_checkpoint(tmp_path / "base", tmp_path / "out", wanted, given, progress=stop,
-                             windows=(4, 64))  # fmt: skip
+        calibrate_checkpoint(
+            tmp_path / "base", tmp_path / "out", wanted, given, progress=stop, windows=(4, 64)
+        )
     losses = json.loads((tmp_path / "out.calibration" / "losses.json").read_text())
     assert len(losses) == 5
     again = calibrate_checkpoint(tmp_path / "base", tmp_path / "out", wanted, given, windows=(4, 64))

@@ -209,9 +209,15 @@ def _unsloth(job: Job) -> Built:
         local_files_only=True,
     )
     model = fast.get_peft_model(
-        model, r=RANK, lora_alpha=ALPHA, lora_dropout=0, bias="none", target_modules=TARGETS,
-        use_gradient_checkpointing=recompute, random_state=3407,
-    )  # fmt: skip
+        model,
+        r=RANK,
+        lora_alpha=ALPHA,
+        lora_dropout=0,
+        bias="none",
+        target_modules=TARGETS,
+        use_gradient_checkpointing=recompute,
+        random_state=3407,
+    )
     fast.for_training(model, use_gradient_checkpointing=recompute)
     return Built(model, [])
 
@@ -280,9 +286,14 @@ def _pack_nf4(model: Any, device: str) -> None:
         if name.rpartition(".")[2] not in TARGETS or not isinstance(linear, nn.Linear):
             continue
         layer = bitsandbytes.nn.Linear4bit(
-            linear.in_features, linear.out_features, bias=linear.bias is not None, compute_dtype=_DTYPE,
-            quant_type="nf4", compress_statistics=True, device="meta",
-        )  # fmt: skip
+            linear.in_features,
+            linear.out_features,
+            bias=linear.bias is not None,
+            compute_dtype=_DTYPE,
+            quant_type="nf4",
+            compress_statistics=True,
+            device="meta",
+        )
         weight = bitsandbytes.nn.Params4bit(
             linear.weight.data,
             requires_grad=False,

@@ -38,9 +38,11 @@ _EXAMPLES = """examples:
 def parser() -> argparse.ArgumentParser:
     """The options of ``fewbits bench train``."""
     options = argparse.ArgumentParser(
-        prog="fewbits bench train", epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="fewbits bench train",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Time training steps beside the installed peers: own processes, each checked first.",
-    )  # fmt: skip
+    )
     add = options.add_argument
     add("--shape", default="llama-3.1-8b", help="names or config.json paths, with commas between")
     add("--batch", default="4x2048", help="sequences x tokens, several with commas between (default: 4x2048)")
@@ -103,9 +105,13 @@ def main(argv: Sequence[str]) -> int:
         tasks = _tasks(options, groups, Path(scratch), "cpu" if on_cpu else "cuda")
         memory = 1e9 if on_cpu else _memory_gib() - 8
         outcomes = run(
-            tasks, out.resolve(), together=options.together, memory_gib=memory,
-            limits=(options.turn, options.limit), heard=_say(console),
-        )  # fmt: skip
+            tasks,
+            out.resolve(),
+            together=options.together,
+            memory_gib=memory,
+            limits=(options.turn, options.limit),
+            heard=_say(console),
+        )
         return _report(outcomes, options, console, out, torch.device("cpu" if on_cpu else "cuda"), argv)
 
 
@@ -137,8 +143,10 @@ def _memory_gib() -> float:
         return 80.0
     answer = subprocess.run(
         ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"],
-        capture_output=True, text=True, check=False,
-    ).stdout.split()  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=False,
+    ).stdout.split()
     return int(answer[0]) / 1024 if answer else 80.0
 
 
@@ -186,9 +194,13 @@ def _say(console: Console) -> Any:
 
 
 def _report(
-    outcomes: list[Outcome], options: argparse.Namespace, console: Console, out: Path, device: torch.device,
+    outcomes: list[Outcome],
+    options: argparse.Namespace,
+    console: Console,
+    out: Path,
+    device: torch.device,
     argv: Sequence[str],
-) -> int:  # fmt: skip
+) -> int:
     for outcome in outcomes:
         line = {
             "task": outcome.task.name,

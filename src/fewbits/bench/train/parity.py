@@ -177,10 +177,15 @@ def _decoder(base: Any, named: dict[str, Adapter]) -> Decoder:
     frequencies, scaling = rope_of(config, head.device)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return Decoder(
-        tensors=tensors, adapters=adapters, num_layers=len(inner.layers), head_dim=head_dim,
-        eps=config.rms_norm_eps, inverse_frequencies=frequencies, rope_scaling=scaling,
+        tensors=tensors,
+        adapters=adapters,
+        num_layers=len(inner.layers),
+        head_dim=head_dim,
+        eps=config.rms_norm_eps,
+        inverse_frequencies=frequencies,
+        rope_scaling=scaling,
         padding_id=getattr(inner.embed_tokens, "padding_idx", None),
-    )  # fmt: skip
+    )
 
 
 def _leaf(t: Tensor) -> Tensor:
@@ -225,7 +230,13 @@ def _compare(
         if not error / allowed <= worst[1] / worst[2]:
             worst = (name, error, allowed)
     return Parity(
-        layers=exact.num_layers, loss=loss, exact_loss=exact_loss, loss_error=loss_error,
-        loss_tolerance=loss_tolerance, gradient_error=worst[1], gradient_tolerance=worst[2], worst=worst[0],
+        layers=exact.num_layers,
+        loss=loss,
+        exact_loss=exact_loss,
+        loss_error=loss_error,
+        loss_tolerance=loss_tolerance,
+        gradient_error=worst[1],
+        gradient_tolerance=worst[2],
+        worst=worst[0],
         failures=tuple(failures),
-    )  # fmt: skip
+    )

@@ -128,11 +128,15 @@ def token_losses(decoder: Decoder, ids_BT: Tensor, rounding: str | None = None) 
     labels, head = ids_BT[:, 1:].flatten(), weights["lm_head.weight"]
     pieces = [
         checkpoint(
-            _head_losses, x[i : i + _HEAD_ROWS], head, labels[i : i + _HEAD_ROWS], mode if is_head else None,
+            _head_losses,
+            x[i : i + _HEAD_ROWS],
+            head,
+            labels[i : i + _HEAD_ROWS],
+            mode if is_head else None,
             use_reentrant=False,
         )
         for i in range(0, len(x), _HEAD_ROWS)
-    ]  # fmt: skip
+    ]
     return torch.cat(pieces).view(ids_BT.shape[0], -1)  # type: ignore[arg-type]
 
 

@@ -45,12 +45,18 @@ def rows_of(outcomes: Sequence[Outcome]) -> list[Row]:
             compared = metric in ("time", "peak memory") and first is not None
             rows.append(
                 Row(
-                    op=f"train_{outcome.task.shape.name}", part=f"step {_batch(outcome)}",
-                    variant=_name(outcome), format=_configuration(outcome).format, metric=metric, unit=unit,
-                    low=_short(low), value=_short(value), high=_short(high),
+                    op=f"train_{outcome.task.shape.name}",
+                    part=f"step {_batch(outcome)}",
+                    variant=_name(outcome),
+                    format=_configuration(outcome).format,
+                    metric=metric,
+                    unit=unit,
+                    low=_short(low),
+                    value=_short(value),
+                    high=_short(high),
                     ratio=_ratio(outcome, first, metric) if compared else None,
                 )
-            )  # fmt: skip
+            )
     return rows
 
 
@@ -85,12 +91,16 @@ def table_of(outcomes: Sequence[Outcome], device: str) -> Table:
         first = ours.get(_key(outcome))
         speed = timed["tokens_per_second"]
         table.add_row(
-            *head, f"{speed:.0f}", f"{p50:.1f}", f"{p20:.1f}-{p80:.1f}", f"{timed['peak_gib']:.2f}",
+            *head,
+            f"{speed:.0f}",
+            f"{p50:.1f}",
+            f"{p20:.1f}-{p80:.1f}",
+            f"{timed['peak_gib']:.2f}",
             f"{timed['model_tflops']:.0f}",
             "" if first is None else f"{speed / first.said['timed']['tokens_per_second']:.2f}",
             f"{timed['losses'][0]:.4f}",
             f"{parity['gradient_error']:.2g} of {parity['gradient_tolerance']:.2g}",
-        )  # fmt: skip
+        )
     return table
 
 

@@ -99,9 +99,13 @@ class Process:
         command = [shutil.which("env") or "env", path, *_ENVIRONMENT, sys.executable, "-u", "-m"]
         self._popen = subprocess.Popen(
             [*command, "fewbits.bench.train.worker", str(job)],
-            cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            cwd=folder,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
             errors="replace",
-        )  # fmt: skip
+        )
         self._lines: queue.Queue[dict[str, Any] | None] = queue.Queue()
         threading.Thread(target=self._read, args=(log.open("w", encoding="utf-8"),), daemon=True).start()
 
@@ -173,9 +177,14 @@ def waves(tasks: Sequence[Task], together: int, memory_gib: float) -> Iterator[l
 
 
 def run(
-    tasks: Sequence[Task], out: Path, *, together: int, memory_gib: float, limits: tuple[float, float],
+    tasks: Sequence[Task],
+    out: Path,
+    *,
+    together: int,
+    memory_gib: float,
+    limits: tuple[float, float],
     heard: Callable[[Outcome, dict[str, Any]], None],
-) -> list[Outcome]:  # fmt: skip
+) -> list[Outcome]:
     """Do all tasks; checkpoints first.
 
     Args:

@@ -19,6 +19,11 @@ def write_tokenizer(folder: str) -> None:
     )
     tokenizer.train_from_iterator(["The quick brown fox jumps over the lazy dog."] * 4, trainer)
     PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>", pad_token="<pad>",
-        padding_side="right", model_max_length=131072,
-    ).save_pretrained(folder)  # fmt: skip
+        tokenizer_object=tokenizer,
+        unk_token="<unk>",
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<pad>",
+        padding_side="right",
+        model_max_length=131072,
+    ).save_pretrained(folder)

@@ -85,8 +85,12 @@ def _holds(maker: Any, linears: Sequence[Any], output: Callable[[], Tensor]) -> 
     if weight is None or columns != {weight.shape[0]} or weight.dim() not in (1, 2):
         return False
     before, of_maker = output(), [maker, *linears]
-    originals = [(m, name, getattr(m, name).data) for m in of_maker for name in ("weight", "bias")
-            if getattr(m, name, None) is not None]  # fmt: skip
+    originals = [
+        (m, name, getattr(m, name).data)
+        for m in of_maker
+        for name in ("weight", "bias")
+        if getattr(m, name, None) is not None
+    ]
     try:
         _fold(maker, linears, 2.0 ** (torch.arange(weight.shape[0]) % 4 - 1))
         after = output()

@@ -40,7 +40,7 @@ _E4M3, _E5M2 = 1, 2  # FLOAT8 of the kernel; 0: codes are no floating-point numb
 @jit
 def _block_of(
     row, column, K, pitch, FLAT_BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr
-):  # fmt: skip
+):
     """Index of the block of (row, column); FLAT_BLOCK counts through the tensor, 0 is a whole axis."""
     if FLAT_BLOCK:
         return (row * K + column) // FLAT_BLOCK

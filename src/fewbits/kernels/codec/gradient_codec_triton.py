@@ -256,16 +256,27 @@ def launch_dequantize(messages: Tensor, out: Tensor, wire: Wire) -> None:
 _INTS = dict.fromkeys(("row", "row_bytes", "code_bytes", "num_blocks"), "i32")
 _WIRE = ("row", "row_bytes", "code_bytes")
 _QUANTIZE: dict[str, str] = {
-    "gradient_ptr": "*fp32", "residual_ptr": "*fp32", "message_ptr": "*u8", "scales_ptr": "*fp32", "N": "i32",
-    **_INTS, "total": "i32", "seed": "i64",
-}  # fmt: skip
+    "gradient_ptr": "*fp32",
+    "residual_ptr": "*fp32",
+    "message_ptr": "*u8",
+    "scales_ptr": "*fp32",
+    "N": "i32",
+    **_INTS,
+    "total": "i32",
+    "seed": "i64",
+}
 _SUM: dict[str, str] = {
     "received_ptr": "*u8", "received_scales_ptr": "*fp32", "residual_ptr": "*fp32", "out_ptr": "*u8",
     "out_scales_ptr": "*fp32", "num_ranks": "i32", **_INTS, "factor": "fp32", "seed": "i64",
 }  # fmt: skip
 _BACK: dict[str, str] = {
-    "message_ptr": "*u8", "scales_ptr": "*fp32", "out_ptr": "*fp32", "N": "i32", **_INTS, "total": "i32",
-}  # fmt: skip
+    "message_ptr": "*u8",
+    "scales_ptr": "*fp32",
+    "out_ptr": "*fp32",
+    "N": "i32",
+    **_INTS,
+    "total": "i32",
+}
 
 
 def _cases() -> list[CompileCase]:

@@ -308,9 +308,8 @@ def launch_round(
 
 
 def _launch_blocks(
-    x: Tensor, coding: Coding, out: Tensor, scales: Tensor, zero_points: Tensor, packed: bool,
-    tile: RoundTile,
-) -> None:  # fmt: skip
+    x: Tensor, coding: Coding, out: Tensor, scales: Tensor, zero_points: Tensor, packed: bool, tile: RoundTile
+) -> None:
     n, K = x.numel(), x.shape[-1]
     order, pad, thresholds, values = 0, 0, x, x
     is_table, block, bits = coding.kind == "table", coding.block[1], coding.bits

@@ -56,9 +56,8 @@ def weight(w_ptr, stride_wi, stride_wr, offs_i, I, R, BLOCK_R: tl.constexpr, EVE
 
 @jit
 def operand(
-    ptr, stride, x_ptr, stride_x, w, offs_m, offs_i, mask, M, R,
-    BLOCK_R: tl.constexpr, EVEN_R: tl.constexpr,
-):  # fmt: skip
+    ptr, stride, x_ptr, stride_x, w, offs_m, offs_i, mask, M, R, BLOCK_R: tl.constexpr, EVEN_R: tl.constexpr
+):
     """A tile of an operand as float32, with its low-rank product added."""
     at = offs_m[:, None] * stride + offs_i[None, :]
     tile = tl.load(ptr + at) if mask is None else tl.load(ptr + at, mask=mask, other=0.0)
@@ -158,12 +157,8 @@ def _gated_fwd_kernel(
     for step in tl.range(0, STEPS, num_stages=STAGES):
         offs_m = _rows(I, step, BLOCK_M, BLOCK_I, STEPS)
         mask = None if EVEN else (offs_m < M)[:, None] & (offs_i < I)[None, :]
-        e = operand(
-            e_ptr, stride_e, xe_ptr, stride_xe, we, offs_m, offs_i, mask, M, RE, BLOCK_RE, EVEN_RE
-        )  # fmt: skip
-        u = operand(
-            u_ptr, stride_u, xu_ptr, stride_xu, wu, offs_m, offs_i, mask, M, RU, BLOCK_RU, EVEN_RU
-        )  # fmt: skip
+        e = operand(e_ptr, stride_e, xe_ptr, stride_xe, we, offs_m, offs_i, mask, M, RE, BLOCK_RE, EVEN_RE)
+        u = operand(u_ptr, stride_u, xu_ptr, stride_xu, wu, offs_m, offs_i, mask, M, RU, BLOCK_RU, EVEN_RU)
         s, _ = activation_and_slope(e, ACTIVATION, FAST)
         h = (e * s * u).to(h_ptr.dtype.element_ty)
         if WRITE_H:
@@ -199,15 +194,9 @@ def _gated_bwd_kernel(
     for step in tl.range(0, STEPS, num_stages=STAGES):
         offs_m = _rows(I, step, BLOCK_M, BLOCK_I, STEPS)
         mask = None if EVEN else (offs_m < M)[:, None] & (offs_i < I)[None, :]
-        dh = operand(
-            dh_ptr, stride_dh, xd_ptr, stride_xd, wd, offs_m, offs_i, mask, M, RD, BLOCK_RD, EVEN_RD
-        )  # fmt: skip
-        e = operand(
-            e_ptr, stride_e, xe_ptr, stride_xe, we, offs_m, offs_i, mask, M, RE, BLOCK_RE, EVEN_RE
-        )  # fmt: skip
-        u = operand(
-            u_ptr, stride_u, xu_ptr, stride_xu, wu, offs_m, offs_i, mask, M, RU, BLOCK_RU, EVEN_RU
-        )  # fmt: skip
+        dh = operand(dh_ptr, stride_dh, xd_ptr, stride_xd, wd, offs_m, offs_i, mask, M, RD, BLOCK_RD, EVEN_RD)
+        e = operand(e_ptr, stride_e, xe_ptr, stride_xe, we, offs_m, offs_i, mask, M, RE, BLOCK_RE, EVEN_RE)
+        u = operand(u_ptr, stride_u, xu_ptr, stride_xu, wu, offs_m, offs_i, mask, M, RU, BLOCK_RU, EVEN_RU)
         s, ds = activation_and_slope(e, ACTIVATION, FAST)
         f = e * s
         if WRITE_H:

@@ -133,9 +133,14 @@ def _summed(qkv: Tensor, o: Operands) -> list[Tensor]:
 
 
 def operands_of(
-    sizes: Sequence[int], branches: Sequence[Tensor], bias: Tensor | None, weights: Sequence[Tensor],
-    constants: Sequence[float], tables: Sequence[Tensor], positions: Tensor | None,
-) -> Operands:  # fmt: skip
+    sizes: Sequence[int],
+    branches: Sequence[Tensor],
+    bias: Tensor | None,
+    weights: Sequence[Tensor],
+    constants: Sequence[float],
+    tables: Sequence[Tensor],
+    positions: Tensor | None,
+) -> Operands:
     """What the ops take one by one: ``sizes`` S, H, Hk, D, rotary_dim; three x (M, R), three w (N, R)."""
     S, H, Hk, D, rotary_dim = sizes
     low_rank = list(zip(branches[:3], branches[3:], strict=True))

@@ -81,16 +81,12 @@ def _forward_heads(
         source, target = m * qkv_m + (first + head) * D, m * out_m + (first + head) * D
         channel = tl.minimum(head, H - 1) * D
         w, bias = w_ptr + channel * w_n, bias_ptr + first * D + channel
-        a = _segment(
-            qkv_ptr, source, 0, mask, x, w, w_n, w_r, bias, R, HALF, BLOCK_HALF, BLOCK_R, BIAS
-        )  # fmt: skip
-        c = _segment(
-            qkv_ptr, source, HALF, mask, x, w, w_n, w_r, bias, R, HALF, BLOCK_HALF, BLOCK_R, BIAS
-        )  # fmt: skip
+        a = _segment(qkv_ptr, source, 0, mask, x, w, w_n, w_r, bias, R, HALF, BLOCK_HALF, BLOCK_R, BIAS)
+        c = _segment(qkv_ptr, source, HALF, mask, x, w, w_n, w_r, bias, R, HALF, BLOCK_HALF, BLOCK_R, BIAS)
         if REST and COPY_REST:
             rest = _segment(
                 qkv_ptr, source, 2 * HALF, mask, x, w, w_n, w_r, bias, R, REST, BLOCK_REST, BLOCK_R, BIAS
-            )  # fmt: skip
+            )
         if NORM:
             square = tl.sum(a * a, 1) + tl.sum(c * c, 1)
             if REST:
@@ -175,9 +171,7 @@ def _normed(
     rest = a
     square = tl.sum(a * a, 1) + tl.sum(c * c, 1)
     if REST:
-        rest = _segment(
-            ptr, row, 2 * HALF, mask, x, w, w_n, w_r, bias, R, REST, BLOCK_REST, BLOCK_R, BIAS
-        )  # fmt: skip
+        rest = _segment(ptr, row, 2 * HALF, mask, x, w, w_n, w_r, bias, R, REST, BLOCK_REST, BLOCK_R, BIAS)
         square += tl.sum(rest * rest, 1)
     r = tl.rsqrt(square / D + eps)[:, None]
     return a * r, c * r, rest * r, r
@@ -240,7 +234,7 @@ def _backward_heads(
                     dw_rest += tl.sum(rest * nr, 0)
             a, c, rest = _through_norm(
                 a, c, rest, na, nc, nr, r, weight_ptr, offset, HALF, BLOCK_HALF, REST, BLOCK_REST, D
-            )  # fmt: skip
+            )
         _store(out_ptr, target, 0, a, mask, HALF, BLOCK_HALF)
         _store(out_ptr, target, HALF, c, mask, HALF, BLOCK_HALF)
         if REST:
@@ -376,9 +370,13 @@ def launch_fwd(qkv: Tensor, out: Tensor, operands: Operands, tile: QKVTile | Non
 
 
 def launch_bwd(
-    gradients: Sequence[Tensor], qkv: Tensor, dqkv: Tensor, operands: Operands, weight_gradient: bool,
+    gradients: Sequence[Tensor],
+    qkv: Tensor,
+    dqkv: Tensor,
+    operands: Operands,
+    weight_gradient: bool,
     tile: QKVTile | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """dq, dk, dv (B, H, S, D) to ``dqkv`` (M, >= (H + 2 Hk) D); ``qkv`` is read where there are norms.
 
     Returns the gradients of the norms' weights (2, D) in float32, or (0, D).
@@ -443,10 +441,14 @@ def _shape_constants(o: Operands) -> dict[str, Any]:
     half = (o.D if o.tables is None else o.tables.rotary_dim) // 2
     rest = o.D - 2 * half
     return {
-        "POSITIONS": o.tables is not None and o.tables.positions is not None, "ROTATE": o.tables is not None,
-        "HALF": half, "BLOCK_HALF": max(16, next_power_of_2(half)), "REST": rest,
-        "BLOCK_REST": max(16, next_power_of_2(rest)), "D": o.D,
-    }  # fmt: skip
+        "POSITIONS": o.tables is not None and o.tables.positions is not None,
+        "ROTATE": o.tables is not None,
+        "HALF": half,
+        "BLOCK_HALF": max(16, next_power_of_2(half)),
+        "REST": rest,
+        "BLOCK_REST": max(16, next_power_of_2(rest)),
+        "D": o.D,
+    }
 
 
 def _rank_block(rank: int) -> int:

@@ -32,7 +32,7 @@ KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 @jit
 def _store_float8(
     y, q_ptr, scale_ptr, offs_m, offs_n, mask_m, mask, N, LARGEST: tl.constexpr, CUT: tl.constexpr
-):  # fmt: skip
+):
     """A tile's rows, as they are stored in y's dtype, to float8: what quantize_rows makes of them."""
     scale = scale_of_largest(row_largest(y), LARGEST)
     q = to_float8(y, inverse_of(scale)[:, None], q_ptr.dtype.element_ty, LARGEST, False, CUT)
@@ -283,12 +283,15 @@ COMPILE_CASES = (
     _case(_rmsnorm_fwd_kernel, _FWD, _FWD_CONSTANTS),
     _case(_rmsnorm_fwd_kernel, _FWD, _FWD_CONSTANTS, BLOCK_M=32, BLOCK_N=128),
     _case(
-        _rmsnorm_fwd_kernel, _FWD | {"x_ptr": "*fp32", "y_ptr": "*fp32"}, _FWD_CONSTANTS,
-        BLOCK_M=4, BLOCK_N=1024,
+        _rmsnorm_fwd_kernel,
+        _FWD | {"x_ptr": "*fp32", "y_ptr": "*fp32"},
+        _FWD_CONSTANTS,
+        BLOCK_M=4,
+        BLOCK_N=1024,
     ),
     _case(_rmsnorm_fwd_kernel, _FWD, _FWD_CONSTANTS, RESIDUAL=True, QUANTIZE=True),
     _case(_rmsnorm_fwd_kernel, _FWD, _FWD_CONSTANTS, DENSE=False, QUANTIZE=True),
     _case(_rmsnorm_bwd_kernel, _BWD, _BWD_CONSTANTS, NEEDS_DW=True, STAGES=3),
     _case(_rmsnorm_bwd_kernel, _BWD, _BWD_CONSTANTS, 16, BLOCK_N=16384),
     _case(_rmsnorm_bwd_kernel, _BWD, _BWD_CONSTANTS, RESIDUAL=True, QUANTIZE=True),
-)  # fmt: skip
+)

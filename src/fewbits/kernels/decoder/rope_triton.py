@@ -66,11 +66,10 @@ def _heads(
         channel = tl.minimum(head, H - 1) * D
         a = _segment(
             in_ptr, source, 0, x, w_ptr, stride_wn, stride_wr, channel, mask, R, HALF, BLOCK_HALF, BLOCK_R
-        )  # fmt: skip
+        )
         c = _segment(
-            in_ptr, source, HALF, x, w_ptr, stride_wn, stride_wr, channel, mask, R, HALF, BLOCK_HALF,
-            BLOCK_R,
-        )  # fmt: skip
+            in_ptr, source, HALF, x, w_ptr, stride_wn, stride_wr, channel, mask, R, HALF, BLOCK_HALF, BLOCK_R
+        )
         if ROTATE:
             a, c = a * cos - c * sin, c * cos + a * sin
         _put(out_ptr, target, 0, a, mask, HALF, BLOCK_HALF)

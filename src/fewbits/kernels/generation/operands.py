@@ -178,7 +178,7 @@ class Product:
             (len(self._halves()) <= 1, "two kinds of 16 bits at once"),
             (not self.inner_ranks or takes_inner(x), f"inner values of {len(x)} rows of {x.shape[1]} values"),
             (all(map(_is_aligned, self._inner_weights())), "an A whose rows are not aligned to 16 bytes"),
-        )  # fmt: skip
+        )
         for holds, fact in facts:
             if not holds:
                 raise Unsupported(

@@ -270,9 +270,13 @@ def _op(
     smoothing, z_loss, soft_cap = options
     needs_dh, needs_dw, needs_db = needs
     losses, dh, dw, db = chunked(
-        over_rows, tensors, ignore_index, (smoothing, z_loss, soft_cap), chunk_rows,
+        over_rows,
+        tensors,
+        ignore_index,
+        (smoothing, z_loss, soft_cap),
+        chunk_rows,
         (needs_dh, needs_dw, needs_db),
-    )  # fmt: skip
+    )
     return losses.sum() if reduce else losses, dh, dw, db
 
 
@@ -358,6 +362,9 @@ def linear_cross_entropy(
         return losses
 
     return over_labels(
-        loss_of, LossTensors(hidden, weight, labels, bias), Mean(ignore_index, reduction, num_items),
-        chunk_rows=chunk_rows, valid_rows=valid_rows,
-    )  # fmt: skip
+        loss_of,
+        LossTensors(hidden, weight, labels, bias),
+        Mean(ignore_index, reduction, num_items),
+        chunk_rows=chunk_rows,
+        valid_rows=valid_rows,
+    )

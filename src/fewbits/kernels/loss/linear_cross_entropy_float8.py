@@ -160,9 +160,7 @@ def chunked_float8(
     own = torch.zeros(len(hidden), dtype=torch.float32, device=hidden.device)
 
     def chunk(rows: slice) -> None:  # a function, so that its logits are gone before the next one's
-        z = float8_linear(
-            h8[rows], h_scale[rows], w8, of_z, bias=bias, out_dtype=hidden.dtype, fast=False
-        )  # fmt: skip
+        z = float8_linear(h8[rows], h_scale[rows], w8, of_z, bias=bias, out_dtype=hidden.dtype, fast=False)
         part = None if dloss is None else dloss[rows]
         dz8 = _gradient8(z, own[rows]) if needs_dh and transposed is not None else None
         over_rows(z, labels[rows], part, losses[rows], ignore_index, options, has_dense, dz8)
@@ -174,7 +172,7 @@ def chunked_float8(
             del z
             float8_linear(
                 dz8.q, dz8.scale, transposed, of_dh, out_dtype=hidden.dtype, fast=False, out=dh[rows]
-            )  # fmt: skip
+            )
         elif needs_dh:
             torch.mm(z, same, out=dh[rows])
 
@@ -220,9 +218,14 @@ def _linear_cross_entropy_float8(
     smoothing, z_loss, soft_cap = options
     needs_dh, needs_dw, needs_db = needs
     losses, dh, dw, db = chunked_float8(
-        over_rows, LossTensors(hidden, weight, labels, bias, dloss), HeadOperands(w8, transposed, scale),
-        ignore_index, (smoothing, z_loss, soft_cap), chunk_rows, (needs_dh, needs_dw, needs_db),
-    )  # fmt: skip
+        over_rows,
+        LossTensors(hidden, weight, labels, bias, dloss),
+        HeadOperands(w8, transposed, scale),
+        ignore_index,
+        (smoothing, z_loss, soft_cap),
+        chunk_rows,
+        (needs_dh, needs_dw, needs_db),
+    )
     return losses.sum() if reduce else losses, dh, dw, db
 
 
@@ -294,6 +297,10 @@ def linear_cross_entropy_float8(
         return losses
 
     return over_labels(
-        loss_of, LossTensors(hidden, weight, labels, bias), Mean(ignore_index, reduction, num_items),
-        chunk_rows=chunk_rows, valid_rows=valid_rows, chunk_bytes=CHUNK_BYTES,
-    )  # fmt: skip
+        loss_of,
+        LossTensors(hidden, weight, labels, bias),
+        Mean(ignore_index, reduction, num_items),
+        chunk_rows=chunk_rows,
+        valid_rows=valid_rows,
+        chunk_bytes=CHUNK_BYTES,
+    )

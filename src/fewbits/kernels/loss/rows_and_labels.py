@@ -116,9 +116,13 @@ def over_labels(
         trained = [False] * 3
     sum_bytes = weight.numel() * max(weight.dtype.itemsize, 4) if trained[1] else 0
     size = chunk_rows or default_chunk_rows(
-        rows.shape[0], weight.shape[0], rows.dtype.itemsize, sum_bytes, chunk_bytes,
+        rows.shape[0],
+        weight.shape[0],
+        rows.dtype.itemsize,
+        sum_bytes,
+        chunk_bytes,
         one_product=trained[1] and weight.dtype == rows.dtype and rows.dtype.itemsize == 2,
-    )  # fmt: skip
+    )
     loss = loss_of(rows, flat, size, trained)
     if order is not None:
         loss = loss.where(count <= order.shape[0], float("nan"))

@@ -106,9 +106,14 @@ def weight_tile(dtype: torch.dtype, rank: int) -> WeightTile:
 
 
 def launch_lora(
-    weight: Tensor, a: Tensor, b: Tensor, scaling: float, out: Tensor, format: Format | None,
+    weight: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scaling: float,
+    out: Tensor,
+    format: Format | None,
     tile: WeightTile | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """The effective weight into ``out`` (N, K) with contiguous rows: W's dtype, or rounded to ``format``."""
     (N, K), rank = weight.shape, a.shape[0]
     tile = tile or weight_tile(a.dtype, rank)

@@ -335,9 +335,15 @@ def float8_linear(
         return _in_two_passes(q, scale, w8, w_scale, bias, out_dtype, fast, out)
     others: dict[str, Any] = {} if out is None else {"out": out}
     return torch._scaled_mm(
-        q, w8.t(), scale, scale_row(w_scale, w8.shape[0]), bias=None if bias is None else bias.to(out_dtype),
-        out_dtype=out_dtype, use_fast_accum=fast, **others,
-    )  # fmt: skip
+        q,
+        w8.t(),
+        scale,
+        scale_row(w_scale, w8.shape[0]),
+        bias=None if bias is None else bias.to(out_dtype),
+        out_dtype=out_dtype,
+        use_fast_accum=fast,
+        **others,
+    )
 
 
 def scale_row(w_scale: Tensor, N: int) -> Tensor:

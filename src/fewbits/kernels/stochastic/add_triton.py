@@ -69,9 +69,14 @@ def _cases() -> tuple[CompileCase, ...]:
     cases = []
     for base, onto, dtype in ((True, False, "*fp32"), (True, False, "*bf16"), (False, True, "*fp32")):
         signature = {
-            "y_ptr": dtype, "base_ptr": "*bf16", "error_ptr": "*bf16", "sa_ptr": "*fp32", "sb_ptr": "*fp32",
-            "N": "i32", "M": "i32",
-        }  # fmt: skip
+            "y_ptr": dtype,
+            "base_ptr": "*bf16",
+            "error_ptr": "*bf16",
+            "sa_ptr": "*fp32",
+            "sb_ptr": "*fp32",
+            "N": "i32",
+            "M": "i32",
+        }
         constants = {"BASE": base, "SUM": onto, "BLOCK": 1024}
         signature |= dict.fromkeys(constants, "constexpr")
         aligned = ("y_ptr", "base_ptr", "error_ptr", "M")

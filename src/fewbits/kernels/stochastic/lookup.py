@@ -325,9 +325,13 @@ def product_of(
     of_plan = (plan.outputs, plan.splits, plan.row_groups, plan.items, _stride(M))
     of_combine = (plan.combine.rows_added, plan.combine.at_once) if plan.combine else (0, 0)
     return Product(
-        *(None if x is None else x.data_ptr() for x in pointed), *sizes, *strides_of(level_index),
-        *of_plan, *of_combine, a.max_code,
-    ), counts  # fmt: skip
+        *(None if x is None else x.data_ptr() for x in pointed),
+        *sizes,
+        *strides_of(level_index),
+        *of_plan,
+        *of_combine,
+        a.max_code,
+    ), counts
 
 
 def alignment(qb: Tensor, chunk: int) -> int:

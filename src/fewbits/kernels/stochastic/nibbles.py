@@ -259,9 +259,14 @@ def launch(
         own_b = slice(None) if qb.shape[0] == 1 else batch
         part = (qa[batch, rows], sa[batch, rows], qb[own_b], sb[own_b], y[batch, rows])
         how = plan(
-            part[0].shape[0], part[0].shape[1], M, C, chunk,
-            multiprocessors=gpu.multiprocessors, shared=gpu.shared_memory_bytes,
-        )  # fmt: skip
+            part[0].shape[0],
+            part[0].shape[1],
+            M,
+            C,
+            chunk,
+            multiprocessors=gpu.multiprocessors,
+            shared=gpu.shared_memory_bytes,
+        )
         memory = workspace(how, part[2].shape[0], qa.device)
         argument = product_of(part, tables, index_of(level_index, batch, rows), how, chunk, memory)
         with on_device_of(qa):

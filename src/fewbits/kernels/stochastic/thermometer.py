@@ -150,9 +150,12 @@ def _case(steps: int, block_n: int, block_m: int, has_levels: bool, num_warps: i
     sizes = ("N", "M", "D", "num_chunks", "chunk", "num_masks")
     strides = ("stride_bb", "stride_lb", "stride_ln", "stride_lc")
     constants = {
-        "HAS_LEVELS": has_levels, "STEPS": steps, "BLOCK_D": max(1, _INNER // steps),
-        "BLOCK_N": block_n, "BLOCK_M": block_m,
-    }  # fmt: skip
+        "HAS_LEVELS": has_levels,
+        "STEPS": steps,
+        "BLOCK_D": max(1, _INNER // steps),
+        "BLOCK_N": block_n,
+        "BLOCK_M": block_m,
+    }
     signature = pointers | dict.fromkeys(sizes + strides, "i32") | dict.fromkeys(constants, "constexpr")
     return CompileCase(_thermometer_kernel, signature, constants, ("ones_ptr", "y_ptr"), num_warps)
 

@@ -130,9 +130,14 @@ def is_planned(recipe: Recipe) -> bool:
 
 
 def planner_for(
-    config: Mapping[str, Any], recipe: Recipe, gpu: Gpu, *, batch: tuple[int, int], optimizer: str = "adamw",
+    config: Mapping[str, Any],
+    recipe: Recipe,
+    gpu: Gpu,
+    *,
+    batch: tuple[int, int],
+    optimizer: str = "adamw",
     dtype_bytes: int | None = None,
-) -> Planner:  # fmt: skip
+) -> Planner:
     """The planner of one recipe for a batch of (sequences, tokens of each).
 
     Args:

@@ -78,9 +78,12 @@ class Need:
         moments = static.optimizer // 8 * OPTIMIZER_BYTES.get(self.optimizer, 8)
         shards = static.total - static.optimizer + moments
         plans = planner(
-            self.model, self.recipe, num_tokens=self.batch[0] * self.batch[1], sequence_length=self.batch[1],
+            self.model,
+            self.recipe,
+            num_tokens=self.batch[0] * self.batch[1],
+            sequence_length=self.batch[1],
             can_keep_weights=False,  # what is needed, not what room can be used for
-        )  # fmt: skip
+        )
         budget = available - shards + plans.static.total
         return shards + plans.plan(budget).predicted.dynamic, shards
 

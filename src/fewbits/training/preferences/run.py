@@ -225,14 +225,18 @@ class PreferenceRun:
     def arguments(self, steps: int, *, resumed: bool = False) -> Any:
         """The arguments of TRL's trainer for so many steps."""
         return training_arguments(
-            self.config, self.folder.checkpoints, steps,
-            evaluates=self.eval is not None, resumed=resumed, layout=self.layout,
+            self.config,
+            self.folder.checkpoints,
+            steps,
+            evaluates=self.eval is not None,
+            resumed=resumed,
+            layout=self.layout,
             kind=self.arguments_class,
             more={
                 **method_arguments(self.config, self.length),
                 "per_device_train_batch_size": rows_of_a_pass(self.config, self.layout.data_size),
             },
-        )  # fmt: skip
+        )
 
     def sequences(self) -> int:
         """Rows of an epoch; of grpo each prompt stands there once for each of its completions."""

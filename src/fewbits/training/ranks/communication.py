@@ -320,9 +320,10 @@ class GradientExchange(ABC):
         if not same:
             self.notes.append(f"what {world} ranks had kept was divided anew")
         share = 1.0 if same else self.node_size / world
-        self._set_state({k: _joined(p, share) for k, p in residuals.items()}, {
-            k: _joined(p, 1.0) for k, p in shards.items()
-        })  # fmt: skip
+        self._set_state(
+            {k: _joined(p, share) for k, p in residuals.items()},
+            {k: _joined(p, 1.0) for k, p in shards.items()},
+        )
 
 
 _Pieces = dict[str, list[tuple[int, Tensor]]]

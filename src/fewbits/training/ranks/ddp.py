@@ -243,9 +243,13 @@ class DDPExchange(GradientExchange):
         wait(work)
         mean = wire.empty(1, buffer.device)
         sum_gradients(
-            received, bucket.shard_residual, mean, wire, factor=1 / self.size,
+            received,
+            bucket.shard_residual,
+            mean,
+            wire,
+            factor=1 / self.size,
             seed=self.seed_of(at[0], 2, at[1]),
-        )  # fmt: skip
+        )
         work = travel.all_gather(messages, mean)
         yield
         wait(work)
