@@ -1,4 +1,4 @@
-"""CI runs failed tests of builds once more, alone, and never without saying so."""
+"""What CI says of its steps: of those that could not be tried, and of failed tests that have one more run."""
 
 from __future__ import annotations
 
@@ -7,6 +7,33 @@ import subprocess
 from pathlib import Path
 
 SCRIPT = Path(__file__).parents[2] / ".ci/run"
+
+
+def steps(folder: Path, *commands: str) -> subprocess.CompletedProcess[str]:
+    """What CI says of steps with these commands, and how it ends."""
+    text = SCRIPT.read_text(encoding="utf-8")
+    function = re.search(r"^step\(\).*?^}\n", text, re.MULTILINE | re.DOTALL)
+    assert function is not None
+    lines = "\n".join(f'step step{i} 9 "{command}"; echo "$?"' for i, command in enumerate(commands))
+    ending = text[text.index('[ -s "$logs/failed" ] && echo') :]
+    script = f"set -uo pipefail\nlogs={folder} last=1500\n{function[0]}\n{lines}\n{ending}"
+    return subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=20, check=False)
+
+
+def test_a_step_that_could_not_be_tried_is_skipped_and_not_ok(tmp_path):
+    done = steps(tmp_path, "echo 'not proved: no index reachable'; exit 77", "true")
+    first, status, second, other, last = done.stdout.splitlines()
+    assert (first.split()[0], first.split()[-1], status) == ("step0", "skipped", "0")
+    assert (second.split()[0], second.split()[-1], other) == ("step1", "ok", "0")
+    assert last == "skipped: step0, not proved: no index reachable"
+    assert done.returncode == 0
+
+
+def test_a_step_that_gives_no_reason_for_77_fails(tmp_path):
+    done = steps(tmp_path, "exit 77", "exit 3")
+    assert done.stdout.splitlines()[1::2] == ["77", "3"]
+    assert done.stdout.splitlines()[-1] == "failed: step0 step1 "
+    assert done.returncode == 1
 
 
 def second_run(folder: Path, written: str, *, passes: bool) -> str:
