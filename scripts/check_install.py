@@ -10,8 +10,8 @@ plain index does. Three kinds of machine, for each of the README's commands:
 
     python scripts/check_install.py
 
-Ends with 1 where one does not resolve, and says what the resolver says. Without an index nothing is proved: it
-says so and ends with 77, by which .ci/run counts the step as skipped.
+Ends with 1 where one does not resolve, and says what the resolver says. Without an index nothing is proved:
+it says so and ends with 77, by which .ci/run counts the step as skipped.
 """
 
 from __future__ import annotations

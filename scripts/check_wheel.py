@@ -2,9 +2,10 @@
 
 The source distribution is built from the files that git knows (what lies beside them in a checkout would hide
 a file that is missing), the wheel from the source distribution. The wheel has to hold every file of src/, to
-the byte, and nothing else; it is installed into a new environment, where the packages of the environment that
-runs this are on the path and no fewbits of theirs, and `fewbits demo` and a `fewbits build` run there from a
-folder of their own. The build runner, `fewjobs`, is then installed alone into another one, without torch.
+the byte, and nothing else. It is installed into a new environment that has what its metadata asks for and
+nothing besides (linked_packages.py links that from where this runs), and `fewbits demo` and a `fewbits build`
+run there from a folder of their own: an import that is not declared fails. The build runner, `fewjobs`, is
+then installed alone into another one, without torch.
 
     python scripts/check_wheel.py [--keep FOLDER] [--few-steps]
 
@@ -26,6 +27,8 @@ import time
 import venv
 import zipfile
 from pathlib import Path
+
+from linked_packages import declared_packages, link_packages, requirements
 
 ROOT = Path(__file__).resolve().parents[1]
 BUILD_SDIST = "import sys; from setuptools import build_meta; print(build_meta.build_sdist(sys.argv[1]))"
@@ -97,15 +100,13 @@ def compare(source: Path, wheel: Path) -> list[str]:
 
 
 def install(wheel: Path, folder: Path) -> Path:
-    """A new environment with this wheel; what it depends on is taken from where this program runs."""
+    """A new environment with this wheel and what it asks for, linked from where this program runs."""
     venv.create(folder, with_pip=False)
     python = folder / "bin" / "python"
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(python)]
     run([*pip, "install", "-q", "--no-deps", "--no-index", str(wheel)], folder)
     (site,) = folder.glob("lib/python*/site-packages")
-    # A folder that a .pth file names has no .pth file of its own read, so an editable fewbits stays out.
-    others = [p for p in sys.path if Path(p).name in {"site-packages", "dist-packages"} and Path(p).is_dir()]
-    (site / "packages_of_the_builder.pth").write_text("\n".join(others) + "\n", encoding="utf-8")
+    link_packages(declared_packages(requirements(wheel)), site)
     return python
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from types import ModuleType
 
@@ -41,6 +43,43 @@ def test_without_an_index_nothing_is_said_to_resolve(
     monkeypatch.setattr(sys, "argv", ["check_install.py"])
     assert script.main() == 77
     assert capsys.readouterr().out.startswith("not proved: no index reachable")
+
+
+def write_wheel(folder: Path, program: str, needs: str) -> Path:
+    """A wheel ``app`` whose one module is ``program``."""
+    info, path = "app-1.dist-info", folder / "app-1-py3-none-any.whl"
+    about = f"Metadata-Version: 2.1\nName: app\nVersion: 1\n{needs}"
+    with zipfile.ZipFile(path, "w") as wheel:
+        wheel.writestr("app.py", program)
+        wheel.writestr(f"{info}/METADATA", about)
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{info}/RECORD", f"app.py,,\n{info}/METADATA,,\n{info}/WHEEL,,\n{info}/RECORD,,\n")
+    return path
+
+
+def test_a_wheel_runs_beside_what_it_asks_for_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """markdown-it-py asks for mdurl in turn; PyYAML is installed here, and nobody asks for it."""
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    script = importlib.import_module("check_wheel")
+    wheel = write_wheel(tmp_path, "import markdown_it, mdurl\n", "Requires-Dist: markdown-it-py\n")
+    python = script.install(wheel, tmp_path / "environment")
+    said = script.run([str(python), "-c", "import app; print(app.__file__)"], tmp_path)
+    assert said.startswith(str(tmp_path))
+    assert importlib.util.find_spec("yaml") is not None
+    with pytest.raises(SystemExit, match="No module named 'yaml'"):
+        script.run([str(python), "-c", "import app, yaml"], tmp_path)
+
+
+def test_packages_that_are_absent_or_of_another_version_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    declared = importlib.import_module("linked_packages").declared_packages
+    with pytest.raises(SystemExit, match="nowhere-to-be-had is not installed here"):
+        declared(["nowhere-to-be-had>=1"])
+    with pytest.raises(SystemExit, match="'pytest<1' is asked for, and pytest"):
+        declared(["pytest<1"])
+    assert declared(["nowhere-to-be-had; python_version < '3'"]) == []
+    alone, more = ({p.name for p in declared([f"fewbits{extra}"])} for extra in ("", "[train]"))
+    assert "trl" not in alone and more >= alone | {"trl", "datasets"}
 
 
 @pytest.fixture
