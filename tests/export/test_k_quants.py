@@ -8,6 +8,7 @@ import torch
 
 from fewbits.formats import FORMATS
 from fewbits.formats.k_quants import SEARCHED, search
+from tests import peers
 
 gguf = pytest.importorskip("gguf")
 
@@ -34,7 +35,7 @@ def weights(kind: str) -> torch.Tensor:
 
 
 def decoded(data: torch.Tensor, kind: str) -> torch.Tensor:
-    return torch.from_numpy(gguf.quants.dequantize(data.numpy(), gguf.GGMLQuantizationType[kind]).copy())
+    return peers.live_gguf(data.numpy(), gguf.GGMLQuantizationType[kind])
 
 
 @pytest.mark.parametrize("kind", K_QUANTS)

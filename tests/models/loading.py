@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from tests import peers
 from tests.models.tiny import VOCAB, tiny
 
 
@@ -63,9 +64,9 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 
 def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    """Logits without gradients, in float32."""
+    """Logits without gradients, in float32; of PEFT's own layers alone, those that it gives twice."""
     with torch.no_grad():
-        return model(input_ids=ids).logits.float()
+        return peers.steady_peft(model, lambda: model(input_ids=ids).logits.float())
 
 
 def perturb(peft_model: Any, *, scale: float = 0.2, seed: int = 3) -> Any:

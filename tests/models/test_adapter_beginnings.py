@@ -17,6 +17,7 @@ from fewbits.models.quantization_error import low_rank
 from fewbits.nn.linear import QuantizedLinear
 from fewbits.nn.loss import LazyLogits
 from fewbits.recipes import Recipe, Rule
+from tests import peers
 from tests.models.loading import logits, save_tiny
 from tests.models.tiny import tokens
 
@@ -51,7 +52,7 @@ def reference_pair(weight: Tensor, rank: int) -> Tensor:
     from peft.utils.loftq_utils import _low_rank_decomposition
 
     codes, state = functional.quantize_4bit(weight, quant_type="nf4", compress_statistics=False)
-    parts = _low_rank_decomposition(weight - functional.dequantize_4bit(codes, state), reduced_rank=rank)
+    parts = _low_rank_decomposition(weight - peers.live_bitsandbytes(codes, state), reduced_rank=rank)
     return parts["L"] @ parts["R"]
 
 

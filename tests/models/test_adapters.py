@@ -22,6 +22,7 @@ from fewbits.models.convert import convert, restore
 from fewbits.nn.linear import QuantizedLinear
 from fewbits.nn.lora import LoRALinear
 from fewbits.recipes.recipe import LoRA, Recipe, Rule
+from tests import peers
 from tests.models.tiny import FAMILIES, tiny, tokens
 
 PACK = Recipe(name="pack", linear=Rule(weight=NF4))
@@ -80,7 +81,7 @@ def randomise(model: nn.Module, seed: int = 3) -> None:
 
 def logits(model: nn.Module) -> torch.Tensor:
     with torch.no_grad():
-        return model(tokens()).logits
+        return peers.steady_peft(model, lambda: model(tokens()).logits)
 
 
 @pytest.mark.parametrize(

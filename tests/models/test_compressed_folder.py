@@ -16,6 +16,7 @@ from fewbits.export import compressed_schemes
 from fewbits.export.compressed_schemes import SCHEMES
 from fewbits.export.whole_numbers import rounded
 from fewbits.nn.linear import QuantizedLinear
+from tests import peer_formats, peers
 from tests.models.loading import save_tiny, tokenizer
 from tests.models.tiny_folders import rows_file
 from tests.models.unwritten import save_unwritten
@@ -30,6 +31,20 @@ def logits(model: Any) -> torch.Tensor:
         return model(input_ids=IDS).logits.float()
 
 
+def layers(model: Any) -> dict[str, QuantizedLinear]:
+    return {n: m for n, m in model.named_modules() if isinstance(m, QuantizedLinear)}
+
+
+def stored(folder: Path, name: str) -> dict[str, torch.Tensor]:
+    """What the folder has of a linear's weight, by its name in the linear."""
+    tensors = load_file(folder / "model.safetensors")
+    return {key.rpartition(".")[2]: part for key, part in tensors.items() if key.startswith(f"{name}.weight")}
+
+
+def decoded(folder: Path, name: str, bits: int) -> torch.Tensor:
+    return peer_formats.compressed_decoded(stored(folder, name), bits)
+
+
 @pytest.mark.parametrize(
     ("method", "limit", "rows"), [("w4a16", 0.5, 128), ("w8a16", 0.05, 128), ("w8a16", 0.05, 172)]
 )
@@ -41,6 +56,8 @@ def test_both_sides_compute_the_same(tmp_path: Path, method: str, limit: float, 
     )
     there = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     here, _ = FastLanguageModel.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    own = {name: decoded(tmp_path / "out", name, int(method[1])) for name in layers(here)}
+    peers.forwards_or_skip("compressed-tensors", there, own, rtol=1e-6)
     assert torch.equal(logits(here), logits(there))
     assert 0 < (logits(here) - logits(model)).norm() / logits(model).norm() < limit
     assert receipt.num_tensors[f"W{method[1]}A16"] == 14 and 0 < receipt.worst[1] < 0.15
@@ -105,12 +122,14 @@ def test_every_scheme_opens_on_both_sides(tmp_path: Path, scheme: str) -> None:
         tmp_path / "out", dtype=torch.float32, quantization_config=CompressedTensorsConfig(dequantize=True)
     )
     here, _ = FastLanguageModel.from_pretrained(tmp_path / "out", dtype=torch.float32)
-    layers = {n: m for n, m in here.named_modules() if isinstance(m, QuantizedLinear)}
-    assert len(layers) == 14
-    for name, layer in layers.items():
+    assert len(layers(here)) == 14
+    bits = int(SCHEMES[scheme].bits)
+    for name, layer in layers(here).items():
         weight = theirs.get_submodule(name).weight
         # In which the package decodes it.
         kind = torch.bfloat16 if scheme.startswith("nvfp4") else weight.dtype
+        own = weight.to(kind)
+        peers.live_compressed(lambda w=own: w, stored(tmp_path / "out", name), bits)
         assert torch.equal(layer.dequantize(kind).to(weight.dtype), weight), name
     if scheme.endswith(("a16", "a16_asym")):  # the others round activations there
         torch.testing.assert_close(logits(here), logits(theirs), rtol=2e-2, atol=2e-2)

@@ -17,6 +17,7 @@ from fewbits.errors import BadCheckpoint, BadInput, Unsupported
 from fewbits.export import gptq_awq
 from fewbits.models import engine_folder
 from fewbits.nn.linear import QuantizedLinear
+from tests import peer_formats, peers
 from tests.models.loading import logits, perturb, save_tiny
 from tests.models.mixtures import save_mixture
 
@@ -115,6 +116,23 @@ def test_an_adapter_over_a_packed_base(tmp_path: Path, method: str, limit: float
     assert (found - wanted).norm() < limit * wanted.norm()
 
 
+def judge(peer: str, model: Any, rtol: float) -> None:
+    """Skip where the other library's linears do not decode and multiply as their own numbers say."""
+    weights = {}
+    for name, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        if type(module).__name__ == "Linear4bit":
+            weights[name] = peers.live_bitsandbytes(weight.data, weight.quant_state).float()
+        elif type(module).__name__ == "Linear8bitLt":
+            weights[name] = weight.CB.float() * (weight.SCB.float() / 127)[:, None]
+        elif hasattr(weight, "qdata"):
+            weights[name] = peer_formats.torchao_decoded(weight)
+            what = f"{name}, a {type(weight).__name__}"
+            peers.same_or_skip(peer, weight.dequantize().float(), weights[name], what, rtol=2**-22)
+    assert len(weights) == 14
+    peers.forwards_or_skip(peer, model, weights, rtol=rtol)
+
+
 @pytest.mark.parametrize(
     "method",
     [
@@ -138,6 +156,7 @@ def test_transformers_opens_it_with_the_other_library(tmp_path: Path, method: st
     here, _ = FastLanguageModel.from_pretrained(tmp_path / "out", dtype=torch.float32)
     # On a CPU bitsandbytes multiplies in bfloat16, and in 8 bits it rounds the activations.
     tolerance = 3e-2 if method.startswith("bitsandbytes") else 1e-4
+    judge(method.partition(":")[0], theirs, tolerance)
     found, wanted = logits(here, IDS), logits(theirs, IDS)
     assert (found - wanted).norm() <= tolerance * wanted.norm()
 
@@ -297,6 +316,7 @@ def test_several_files_with_tied_embeddings(
     assert here.lm_head.weight is here.model.embed_tokens.weight
     if "gptq" not in method:  # whose library is not here
         theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+        judge(method.partition(":")[0], theirs, 3e-2)
         found, wanted = logits(here, IDS), logits(theirs, IDS)
         assert (found - wanted).norm() <= 3e-2 * wanted.norm()
 

@@ -12,6 +12,7 @@ from fewbits import FastLanguageModel
 from fewbits.errors import BadCheckpoint, BadInput, Unsupported
 from fewbits.export import gguf_file
 from fewbits.models.exporting import save_pretrained_gguf
+from tests import peers
 from tests.models.tiny import tiny
 from tests.models.tiny_folders import SIZES, TEMPLATE, byte_tokenizer, pair_tokenizer, saved
 
@@ -20,7 +21,7 @@ gguf = pytest.importorskip("gguf")
 
 def decoded(file: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     tensors = gguf.GGUFReader(file).tensors
-    values = {t.name: torch.from_numpy(gguf.quants.dequantize(t.data, t.tensor_type).copy()) for t in tensors}
+    values = {t.name: peers.live_gguf(t.data, t.tensor_type) for t in tensors}
     return values, {t.name: t.tensor_type.name for t in tensors}
 
 

@@ -20,6 +20,7 @@ from fewbits import FastLanguageModel
 from fewbits.errors import BadCheckpoint, Unsupported
 from fewbits.formats import float8_files, gptq
 from fewbits.nn.linear import QuantizedLinear
+from tests import peers
 from tests.models.loading import packed_state, same, save_tiny
 from tests.models.tiny import tokens
 
@@ -145,8 +146,10 @@ def compressed_writer(scheme: Any) -> Writer:
         if whole is not None:
             given["weight_global_scale"] = whole
         parts = kind.compress(given, scheme)
-        decoded = kind.decompress(dict(parts), scheme)["weight"]
-        return {k: v for k, v in parts.items() if v is not None}, decoded
+        parts = {k: v for k, v in parts.items() if v is not None}
+        return parts, peers.live_compressed(
+            lambda: kind.decompress(dict(parts), scheme)["weight"], parts, args.num_bits
+        )
 
     return writer
 

@@ -9,6 +9,7 @@ import torch
 
 from fewbits.decoder.fuse import fuse, fusion_of, unfuse
 from fewbits.kernels.loss import linear_log_probs as ours
+from tests import peers
 from tests.models.test_float8_head import BOTH, loss_and_gradients, trained
 from tests.models.test_fused import adapted
 from tests.models.tiny import tokens
@@ -45,6 +46,24 @@ def taken(model: Any) -> dict[str, int]:
     return dict(fusion_of(model).trl_head.taken)
 
 
+def judge(model: Any, need: dict[str, torch.Tensor], shift_labels: Any, temperature: float) -> None:
+    """Skip where TRL's own head gives other log-probabilities than softmax of the model's logits."""
+    ids = tokens(3, 20)
+    labels = ids.clone()
+    labels[0, 12:] = labels[1, :5] = -100
+    with torch.no_grad():
+        logits = model(input_ids=ids).logits / temperature
+    if shift_labels is None:
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    else:
+        labels = shift_labels
+    counts = labels != -100
+    log_probs = logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+    found = need["log_probs"].detach()
+    assert found.shape == labels.shape
+    peers.same_or_skip("trl", found[counts], log_probs[counts], "log-probabilities", rtol=1e-4)
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2"])
 @pytest.mark.parametrize("more", [{}, {"num_items_in_batch": 7}, {"shift_labels": tokens(3, 20)}], ids=str)
 def test_the_same_as_trl_computes(family: str, more: dict[str, Any]) -> None:
@@ -55,6 +74,7 @@ def test_the_same_as_trl_computes(family: str, more: dict[str, Any]) -> None:
     assert taken(model) == {"fused": 1}
     unfuse(model)
     need = ask(model, **more)
+    judge(model, need[0], more.get("shift_labels"), temperature)
     assert found[0].keys() == need[0].keys()
     for name, value in need[0].items():
         assert found[0][name].dtype == value.dtype and found[0][name].shape == value.shape, name
