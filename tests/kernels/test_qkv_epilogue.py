@@ -84,7 +84,7 @@ def made(
 
 
 def operands(qkv: Tensor, rotation: Rotation | None, layout: QKVLayout, extras: QKVExtras) -> module.Operands:
-    return module.operands_of(*module.checked_arguments(qkv, rotation, layout, extras))
+    return module.checked_arguments(qkv, rotation, layout, extras).operands()
 
 
 # The definition.

@@ -69,7 +69,7 @@ def _epilogue_problem(case: Case, device: torch.device) -> Problem:
     gradients = split_heads(dy, *layout)
 
     def exact() -> Sequence[Tensor]:
-        o = epilogue.operands_of(*epilogue.checked_arguments(qkv, rotation, layout, extras))
+        o = epilogue.checked_arguments(qkv, rotation, layout, extras).operands()
         if case.part == "forward":
             return epilogue.qkv_epilogue_ref(qkv.double(), o)
         return epilogue.qkv_epilogue_backward_ref([g.double() for g in gradients], qkv.double(), o)[0]

@@ -25,6 +25,7 @@ import json
 from collections.abc import Sequence
 from functools import lru_cache
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,6 +36,7 @@ from fewbits.formats.base import Format, Packed, format_from_config
 from fewbits.kernels.codec import dequantize_cuda
 from fewbits.kernels.codec.dequantize_triton import FLOAT8, DecodeTile, launch_kernel, matrix_of, takes
 from fewbits.kernels.launch.matrix import rows_of
+from fewbits.kernels.launch.ops import one_by_one, passes_dispatcher
 
 # 1. The definition.
 
@@ -97,29 +99,40 @@ def launch(
 # 4. The ops: on a CPU they run the definition, on CUDA the kernel.
 
 
+class Decoded(NamedTuple):
+    """The arguments of the op that makes a new tensor."""
+
+    parts: Sequence[Tensor]  # in the format's order
+    format: str  # `text_of_format`
+    shape: Sequence[int]
+    dtype: torch.dtype
+    transposed: bool
+    inverse_scale: Tensor | None
+
+
+class DecodedInto(NamedTuple):
+    """The arguments of the op that writes to ``out``; the others are those of `Decoded`."""
+
+    parts: Sequence[Tensor]
+    format: str
+    shape: Sequence[int]
+    out: Tensor
+    transposed: bool
+    inverse_scale: Tensor | None
+
+
 @torch.library.custom_op("fewbits::dequantize", mutates_args=())
-def _dequantize(
-    parts: Sequence[Tensor],
-    format: str,
-    shape: Sequence[int],
-    dtype: torch.dtype,
-    transposed: bool,
-    inverse_scale: Tensor | None,
-) -> Tensor:
-    named = _named(parts, format, shape)
-    return dequantize_ref(named, dtype, transposed, inverse_scale).contiguous()
+@one_by_one
+def _dequantize(o: Decoded) -> Tensor:
+    packed = _named(o.parts, o.format, o.shape)
+    return dequantize_ref(packed, o.dtype, o.transposed, o.inverse_scale).contiguous()
 
 
 @torch.library.custom_op("fewbits::dequantize_into", mutates_args=("out",))
-def _dequantize_into(
-    parts: Sequence[Tensor],
-    format: str,
-    shape: Sequence[int],
-    out: Tensor,
-    transposed: bool,
-    inverse_scale: Tensor | None,
-) -> None:
-    out.copy_(dequantize_ref(_named(parts, format, shape), out.dtype, transposed, inverse_scale))
+@one_by_one
+def _dequantize_into(o: DecodedInto) -> None:
+    packed = _named(o.parts, o.format, o.shape)
+    o.out.copy_(dequantize_ref(packed, o.out.dtype, o.transposed, o.inverse_scale))
 
 
 def _named(parts: Sequence[Tensor], format: str, shape: Sequence[int]) -> Packed:
@@ -144,54 +157,30 @@ def _out_shape(shape: Sequence[int], transposed: bool) -> tuple[int, ...]:
 
 
 @_dequantize.register_kernel("cuda")
-def _(
-    parts: Sequence[Tensor],
-    format: str,
-    shape: Sequence[int],
-    dtype: torch.dtype,
-    transposed: bool,
-    inverse_scale: Tensor | None,
-) -> Tensor:
-    out = torch.empty(_out_shape(shape, transposed), dtype=dtype, device=parts[0].device)
-    _launch_whole(parts, format_of_text(format), shape, out, transposed, inverse_scale)
+@one_by_one
+def _(o: Decoded) -> Tensor:
+    out = torch.empty(_out_shape(o.shape, o.transposed), dtype=o.dtype, device=o.parts[0].device)
+    launch(o.parts, format_of_text(o.format), o.shape, o.inverse_scale, _matrix(out), o.transposed)
     return out
 
 
-def _launch_whole(
-    parts: Sequence[Tensor],
-    format: Format,
-    shape: Sequence[int],
-    out: Tensor,
-    transposed: bool,
-    inverse_scale: Tensor | None,
-) -> None:
-    """`launch` into a new tensor of any number of axes."""
-    rows = rows_of(out) if out.dim() else out.view(1, 1)
-    launch(parts, format, shape, inverse_scale, rows if out.numel() else out, transposed)
+def _matrix(out: Tensor) -> Tensor:
+    """A new tensor of any number of axes as the rows that `launch` writes."""
+    if not out.numel():
+        return out
+    return rows_of(out) if out.dim() else out.view(1, 1)
 
 
 @_dequantize_into.register_kernel("cuda")
-def _(
-    parts: Sequence[Tensor],
-    format: str,
-    shape: Sequence[int],
-    out: Tensor,
-    transposed: bool,
-    inverse_scale: Tensor | None,
-) -> None:
-    launch(parts, format_of_text(format), shape, inverse_scale, out, transposed)
+@one_by_one
+def _(o: DecodedInto) -> None:
+    launch(o.parts, format_of_text(o.format), o.shape, o.inverse_scale, o.out, o.transposed)
 
 
 @_dequantize.register_fake
-def _(
-    parts: Sequence[Tensor],
-    format: str,
-    shape: Sequence[int],
-    dtype: torch.dtype,
-    transposed: bool,
-    inverse_scale: Tensor | None,
-) -> Tensor:
-    return parts[0].new_empty(_out_shape(shape, transposed), dtype=dtype)
+@one_by_one
+def _(o: Decoded) -> Tensor:
+    return o.parts[0].new_empty(_out_shape(o.shape, o.transposed), dtype=o.dtype)
 
 
 # 5. The one public function.
@@ -230,12 +219,12 @@ def dequantize(
         )
     scale = None if inverse_scale is None else _checked_inverse(inverse_scale, shape)
     # The dispatcher costs 0.2 ms a call on the host, as much as decoding a large weight takes on the device.
-    direct = packed.codes.is_cuda and not torch.compiler.is_compiling()
+    direct = passes_dispatcher(packed.codes)
     if out is None and direct:
         out = torch.empty(
             _out_shape(shape, transposed), dtype=dtype or packed.dtype, device=packed.codes.device
         )
-        _launch_whole(parts, packed.format, shape, out, transposed, scale)
+        launch(parts, packed.format, shape, scale, _matrix(out), transposed)
         return out
     format = text_of_format(packed.format)
     if out is None:

@@ -28,12 +28,15 @@ There is no gradient: this is what happens to gradients. The kernels are in grad
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from fewbits.kernels.codec.dequantize import format_of_text, text_of_format
 from fewbits.kernels.codec.gradient_codec_triton import launch_dequantize, launch_quantize, launch_sum
 from fewbits.kernels.codec.gradient_wire import Wire, wire_format, wire_of
+from fewbits.kernels.launch.ops import one_by_one, passes_dispatcher
 
 __all__ = [
     "Wire",
@@ -157,19 +160,24 @@ def _quantize(
         quantize_gradient_ref(gradient, residual, message, wire, seed)
 
 
+class SumAgain(NamedTuple):
+    """The arguments of the op of `sum_gradients`."""
+
+    received: Tensor
+    residual: Tensor
+    message: Tensor
+    row: int
+    format: str
+    factor: float
+    seed: int | None
+
+
 @torch.library.custom_op("fewbits::sum_gradients", mutates_args=("residual", "message"))
-def _sum_again(
-    received: Tensor,
-    residual: Tensor,
-    message: Tensor,
-    row: int,
-    format: str,
-    factor: float,
-    seed: int | None,
-) -> None:
-    total = torch.empty(row, dtype=torch.float32, device=received.device)
-    _sum_in_parts(received, total, _wire(row, format), factor)
-    _quantize(total, residual, message, row, format, seed)
+@one_by_one
+def _sum_again(o: SumAgain) -> None:
+    total = torch.empty(o.row, dtype=torch.float32, device=o.received.device)
+    _sum_in_parts(o.received, total, _wire(o.row, o.format), o.factor)
+    _quantize(total, o.residual, o.message, o.row, o.format, o.seed)
 
 
 @torch.library.custom_op("fewbits::reduce_gradients", mutates_args=("out",))
@@ -188,16 +196,9 @@ def _(gradient: Tensor, residual: Tensor, message: Tensor, row: int, format: str
 
 
 @_sum_again.register_kernel("cuda")
-def _(
-    received: Tensor,
-    residual: Tensor,
-    message: Tensor,
-    row: int,
-    format: str,
-    factor: float,
-    seed: int | None,
-) -> None:
-    launch_sum(received, message, _wire(row, format), factor, residual=residual, seed=seed)
+@one_by_one
+def _(o: SumAgain) -> None:
+    launch_sum(o.received, o.message, _wire(o.row, o.format), o.factor, residual=o.residual, seed=o.seed)
 
 
 @_reduce.register_kernel("cuda")
@@ -231,7 +232,7 @@ def quantize_gradient(
         seed: None rounds to nearest; a whole number stochastically.
     """
     into = _given(residual, gradient)
-    if wire.row and _direct(gradient):
+    if wire.row and passes_dispatcher(gradient):
         launch_quantize(gradient, into, message, wire, _signed(seed))
     elif wire.row:
         _quantize(gradient, into, message, wire.row, text_of_format(wire.format), _signed(seed))
@@ -258,7 +259,7 @@ def sum_gradients(
         seed: as in `quantize_gradient`.
     """
     into = _given(residual, received)
-    if wire.row and _direct(received):
+    if wire.row and passes_dispatcher(received):
         launch_sum(received, message, wire, factor, residual=into, seed=_signed(seed))
     elif wire.row:
         _sum_again(received, into, message, wire.row, text_of_format(wire.format), factor, _signed(seed))
@@ -269,7 +270,7 @@ def sum_gradients(
 @torch.no_grad()
 def reduce_gradients(received: Tensor, out: Tensor, wire: Wire, *, factor: float = 1.0) -> None:
     """The messages of W ranks for one row, added in float32 times ``factor``, into ``out`` (row,)."""
-    if wire.row and _direct(received):
+    if wire.row and passes_dispatcher(received):
         launch_sum(received, out, wire, factor)
     elif wire.row:
         _reduce(received, out, wire.row, text_of_format(wire.format), factor)
@@ -278,15 +279,10 @@ def reduce_gradients(received: Tensor, out: Tensor, wire: Wire, *, factor: float
 @torch.no_grad()
 def dequantize_gradient(messages: Tensor, out: Tensor, wire: Wire) -> None:
     """What W messages decode to, into ``out`` (N,) of any floating-point type, without the padding."""
-    if wire.row and _direct(messages):
+    if wire.row and passes_dispatcher(messages):
         launch_dequantize(messages, out, wire)
     elif wire.row:
         _dequantize(messages, out, wire.row, text_of_format(wire.format))
-
-
-def _direct(x: Tensor) -> bool:
-    """On a GPU the dispatcher is passed by: it takes the host 0.1 ms, for each bucket three times."""
-    return x.is_cuda and not torch.compiler.is_compiling()
 
 
 def _given(residual: Tensor | None, like: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from torch import Tensor
 from fewbits.errors import BadInput
 from fewbits.formats.blocks import SMALLEST_SCALE, ceil_div, divide, from_blocks, to_blocks
 from fewbits.kernels.codec.quantize_float8_triton import has_kernel, launch_blocks, launch_rows, launch_tensor
+from fewbits.kernels.launch.ops import passes_dispatcher
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _BLOCKS = ((1, 128), (128, 128))
@@ -235,7 +236,7 @@ def quantize_blocks(
 
 def _dispatch(op, on_cuda, x: Tensor, *others) -> None:
     """Through the op for the compiler; else straight, past a dispatcher that costs as much as a launch."""
-    if x.is_cuda and not torch.compiler.is_compiling():
+    if passes_dispatcher(x):
         on_cuda(x, *others)
     else:
         op(x, *others)

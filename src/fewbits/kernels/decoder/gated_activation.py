@@ -39,7 +39,7 @@ The kernels are in gated_activation_triton.py.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,9 +58,9 @@ from fewbits.kernels.decoder.gated_activation_triton import (
 )
 from fewbits.kernels.launch.derivatives import once_differentiable
 from fewbits.kernels.launch.matrix import rows_of
+from fewbits.kernels.launch.ops import one_by_one, run
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
-_NO_FLOAT8 = (None, None, None)
 
 
 # 1. The definition.
@@ -141,54 +141,74 @@ def _backward_default(dh: Tensor, e: Tensor, u: Tensor | None, activation: str) 
     return (torch.cat([de, du], -1), e.new_empty(0)) if u is None else (de.contiguous(), du.contiguous())
 
 
-@torch.library.custom_op("fewbits::gated_activation_into", mutates_args=("h", "amax", "q", "q_amax"))
-def _gated_activation_into(
-    e: Tensor,
-    u: Tensor,
-    activation: str,
-    xe: Tensor | None,
-    we: Tensor | None,
-    xu: Tensor | None,
-    wu: Tensor | None,
-    h: Tensor | None,
-    amax: Tensor | None,
-    q: Tensor | None,
-    inverse_scale: Tensor | None,
-    q_amax: Tensor | None,
-) -> None:
-    result = gated_activation_ref(e, u, activation, _branch(xe, we), _branch(xu, wu))
-    _into((h,), (result,), amax, (result,), _quantized(q, inverse_scale, q_amax))
+class GatedInputs(NamedTuple):
+    """Gate and up with the low-rank branches that are added to them, as torch.library takes them."""
+
+    e: Tensor
+    u: Tensor
+    activation: str
+    xe: Tensor | None
+    we: Tensor | None
+    xu: Tensor | None
+    wu: Tensor | None
+
+    def branches(self) -> tuple[LowRank | None, LowRank | None]:
+        """What is added to gate, and to up."""
+        return _branch(self.xe, self.we), _branch(self.xu, self.wu)
 
 
-@torch.library.custom_op(
-    "fewbits::gated_activation_backward_into", mutates_args=("de", "du", "h", "amax", "q", "q_amax")
-)
-def _gated_activation_backward_into(
-    dh: Tensor,
-    e: Tensor,
-    u: Tensor,
-    activation: str,
-    xe: Tensor | None,
-    we: Tensor | None,
-    xu: Tensor | None,
-    wu: Tensor | None,
-    xd: Tensor | None,
-    wd: Tensor | None,
-    de: Tensor | None,
-    du: Tensor | None,
-    h: Tensor | None,
-    amax: Tensor | None,
-    q: Tensor | None,
-    inverse_scale: Tensor | None,
-    q_amax: Tensor | None,
-) -> None:
-    branches = _branch(xe, we), _branch(xu, wu), _branch(xd, wd)
-    results = gated_activation_backward_ref(dh, e, u, activation, *branches)
-    _into((de, du, h), results, amax, results[:2], _quantized(q, inverse_scale, q_amax))
+class Float8Parts(NamedTuple):
+    """`Quantized8` as torch.library takes it; all None where it is not wanted."""
+
+    q: Tensor | None = None
+    inverse_scale: Tensor | None = None
+    q_amax: Tensor | None = None
+
+    def quantized(self) -> Quantized8 | None:
+        """What the definition and the kernels take."""
+        q, inverse_scale, amax = self
+        return (
+            None if q is None or inverse_scale is None or amax is None else Quantized8(q, inverse_scale, amax)
+        )
 
 
-def _quantized(q: Tensor | None, inverse_scale: Tensor | None, amax: Tensor | None) -> Quantized8 | None:
-    return None if q is None or inverse_scale is None or amax is None else Quantized8(q, inverse_scale, amax)
+class GatedInto(NamedTuple):
+    """The arguments of the op of `gated_activation_into`."""
+
+    inputs: GatedInputs
+    h: Tensor | None
+    amax: Tensor | None
+    float8: Float8Parts
+
+
+class GatedBackwardInto(NamedTuple):
+    """The arguments of the op of `gated_activation_backward_into`."""
+
+    dh: Tensor
+    inputs: GatedInputs
+    xd: Tensor | None
+    wd: Tensor | None
+    de: Tensor | None
+    du: Tensor | None
+    h: Tensor | None
+    amax: Tensor | None
+    float8: Float8Parts
+
+    def branches(self) -> tuple[LowRank | None, LowRank | None, LowRank | None]:
+        """What is added to gate, to up and to dh."""
+        return (*self.inputs.branches(), _branch(self.xd, self.wd))
+
+
+def _into_default(o: GatedInto) -> None:
+    e, u, activation, *_ = o.inputs
+    result = gated_activation_ref(e, u, activation, *o.inputs.branches())
+    _into((o.h,), (result,), o.amax, (result,), o.float8.quantized())
+
+
+def _backward_into_default(o: GatedBackwardInto) -> None:
+    e, u, activation, *_ = o.inputs
+    results = gated_activation_backward_ref(o.dh, e, u, activation, *o.branches())
+    _into((o.de, o.du, o.h), results, o.amax, results[:2], o.float8.quantized())
 
 
 def _into(
@@ -252,56 +272,41 @@ def _(dh: Tensor, e: Tensor, u: Tensor | None, activation: str) -> tuple[Tensor,
     return de, du
 
 
-@_gated_activation_into.register_kernel("cuda")
-def _cuda_into(
-    e: Tensor,
-    u: Tensor,
-    activation: str,
-    xe: Tensor | None,
-    we: Tensor | None,
-    xu: Tensor | None,
-    wu: Tensor | None,
-    h: Tensor | None,
-    amax: Tensor | None,
-    q: Tensor | None = None,
-    inverse_scale: Tensor | None = None,
-    q_amax: Tensor | None = None,
-) -> None:
-    quantized = _quantized(q, inverse_scale, q_amax)
-    if e.dtype not in KERNEL_DTYPES or (quantized is not None and not converts_float8(e)):
-        result = gated_activation_ref(e, u, activation, _branch(xe, we), _branch(xu, wu))
-        _into((h,), (result,), amax, (result,), quantized)
-        return
-    launch_fwd(e, u, activation, (_branch(xe, we), _branch(xu, wu)), h, amax, quantized=quantized)
+def _has_kernel(e: Tensor, quantized: Quantized8 | None) -> bool:
+    """Whether the kernels read a gate e (M, I), and write the float8 output that is wanted."""
+    return e.dtype in KERNEL_DTYPES and (quantized is None or converts_float8(e))
 
 
-@_gated_activation_backward_into.register_kernel("cuda")
-def _cuda_backward_into(
-    dh: Tensor,
-    e: Tensor,
-    u: Tensor,
-    activation: str,
-    xe: Tensor | None,
-    we: Tensor | None,
-    xu: Tensor | None,
-    wu: Tensor | None,
-    xd: Tensor | None,
-    wd: Tensor | None,
-    de: Tensor | None,
-    du: Tensor | None,
-    h: Tensor | None,
-    amax: Tensor | None,
-    q: Tensor | None = None,
-    inverse_scale: Tensor | None = None,
-    q_amax: Tensor | None = None,
-) -> None:
-    branches = _branch(xe, we), _branch(xu, wu), _branch(xd, wd)
-    quantized = _quantized(q, inverse_scale, q_amax)
-    if e.dtype not in KERNEL_DTYPES or (quantized is not None and not converts_float8(e)):
-        results = gated_activation_backward_ref(dh, e, u, activation, *branches)
-        _into((de, du, h), results, amax, results[:2], quantized)
-        return
-    launch_bwd(dh, e, u, activation, branches, GatedOutputs(de, du, h, amax, quantized))
+def _cuda_into(o: GatedInto) -> None:
+    (e, u, activation, *_), quantized = o.inputs, o.float8.quantized()
+    if _has_kernel(e, quantized):
+        launch_fwd(e, u, activation, o.inputs.branches(), o.h, o.amax, quantized=quantized)
+    else:
+        _into_default(o)
+
+
+def _cuda_backward_into(o: GatedBackwardInto) -> None:
+    (e, u, activation, *_), quantized = o.inputs, o.float8.quantized()
+    if _has_kernel(e, quantized):
+        outputs = GatedOutputs(o.de, o.du, o.h, o.amax, quantized)
+        launch_bwd(o.dh, e, u, activation, o.branches(), outputs)
+    else:
+        _backward_into_default(o)
+
+
+_gated_activation_into = torch.library.custom_op(
+    "fewbits::gated_activation_into",
+    one_by_one(_into_default),
+    mutates_args=("h", "amax", "q", "q_amax"),
+)
+_gated_activation_into.register_kernel("cuda")(one_by_one(_cuda_into))
+
+_gated_activation_backward_into = torch.library.custom_op(
+    "fewbits::gated_activation_backward_into",
+    one_by_one(_backward_into_default),
+    mutates_args=("de", "du", "h", "amax", "q", "q_amax"),
+)
+_gated_activation_backward_into.register_kernel("cuda")(one_by_one(_cuda_backward_into))
 
 
 @_gated_activation.register_fake
@@ -386,9 +391,9 @@ def gated_activation_into(
     _check_into(activation, (gate, up, h), (low_rank_gate, low_rank_up), amax)
     _check_quantized(quantized, tuple(gate.shape), is_needed=h is None)
     branches = (*(low_rank_gate or (None, None)), *(low_rank_up or (None, None)))
-    (_cuda_into if _direct(gate) else _gated_activation_into)(
-        gate, up, activation, *branches, h, amax, *(quantized or _NO_FLOAT8)
-    )
+    inputs = GatedInputs(gate, up, activation, *branches)
+    arguments = GatedInto(inputs, h, amax, Float8Parts(*(quantized or ())))
+    run(_gated_activation_into, _cuda_into, gate, arguments)
     return h
 
 
@@ -420,15 +425,10 @@ def gated_activation_backward_into(
         raise BadInput("dgate and dup are written both or not at all: give two buffers or none.")
     M, I = gate.shape
     _check_quantized(quantized, (M, 2 * I), is_needed=dgate is None)
-    branches = [part for branch in low_rank for part in (branch or (None, None))]
-    (_cuda_backward_into if _direct(gate) else _gated_activation_backward_into)(
-        dh, gate, up, activation, *branches, dgate, dup, h, amax, *(quantized or _NO_FLOAT8)
-    )
-
-
-def _direct(x: Tensor) -> bool:
-    """On a GPU the dispatcher is passed by: it costs the host as much time as the kernel takes."""
-    return x.is_cuda and not torch.compiler.is_compiling()
+    *branches, xd, wd = [part for branch in low_rank for part in (branch or (None, None))]
+    inputs, float8 = GatedInputs(gate, up, activation, *branches), Float8Parts(*(quantized or ()))
+    arguments = GatedBackwardInto(dh, inputs, xd, wd, dgate, dup, h, amax, float8)
+    run(_gated_activation_backward_into, _cuda_backward_into, gate, arguments)
 
 
 def _check_activation(activation: str) -> None:

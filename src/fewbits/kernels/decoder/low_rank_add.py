@@ -26,6 +26,7 @@ from fewbits.kernels.decoder.gated_activation_triton import (
     weight,
 )
 from fewbits.kernels.launch.jit import CompileCase, cdiv, jit, on_device_of, tl
+from fewbits.kernels.launch.ops import passes_dispatcher
 
 # 1. The definition.
 
@@ -155,6 +156,5 @@ def low_rank_add_(z: Tensor, branch: LowRank | None, residual: Tensor | None = N
             raise Unsupported(
                 f"the kernel adds branches of rank {MAX_RANK} at most, not {r}: add it beforehand."
             )
-    direct = z.is_cuda and not torch.compiler.is_compiling()
-    (_cuda if direct else _low_rank_add)(z, x, w, residual)
+    (_cuda if passes_dispatcher(z) else _low_rank_add)(z, x, w, residual)
     return z

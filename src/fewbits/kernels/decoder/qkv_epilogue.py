@@ -41,6 +41,7 @@ from fewbits.kernels.decoder.gated_activation_triton import LowRank
 from fewbits.kernels.decoder.qkv_epilogue_triton import Operands, launch_bwd, launch_fwd
 from fewbits.kernels.decoder.rope import checked_tables, rope_ref, split_heads
 from fewbits.kernels.decoder.rope_triton import KERNEL_DTYPES, MAX_RANK, Tables
+from fewbits.kernels.launch.ops import one_by_one, run
 
 
 class QKVLayout(NamedTuple):
@@ -132,36 +133,49 @@ def _summed(qkv: Tensor, o: Operands) -> list[Tensor]:
 # 2. The ops: on a CPU they run the definition, on CUDA the kernels.
 
 
-def operands_of(
-    sizes: Sequence[int],
-    branches: Sequence[Tensor],
-    bias: Tensor | None,
-    weights: Sequence[Tensor],
-    constants: Sequence[float],
-    tables: Sequence[Tensor],
-    positions: Tensor | None,
-) -> Operands:
-    """What the ops take one by one: ``sizes`` S, H, Hk, D, rotary_dim; three x (M, R), three w (N, R)."""
-    S, H, Hk, D, rotary_dim = sizes
-    low_rank = list(zip(branches[:3], branches[3:], strict=True))
-    rotation = Tables(tables[0], tables[1], positions, rotary_dim) if tables else None
-    eps, offset = constants
-    return Operands(S, (H, Hk, Hk), D, low_rank, bias, list(weights), eps, offset, rotation)
+class FlatOperands(NamedTuple):
+    """`Operands` as torch.library takes them, one by one."""
+
+    sizes: Sequence[int]  # S, H, Hk, D, rotary_dim
+    branches: Sequence[Tensor]  # three x (M, R), three w (N, R)
+    bias: Tensor | None
+    weights: Sequence[Tensor]  # of the norms of q and k, or none
+    constants: Sequence[float]  # their eps and offset
+    tables: Sequence[Tensor]  # cos and sin, or none
+    positions: Tensor | None
+
+    def operands(self) -> Operands:
+        """What the definition and the kernels take."""
+        S, H, Hk, D, rotary_dim = self.sizes
+        low_rank = list(zip(self.branches[:3], self.branches[3:], strict=True))
+        tables = self.tables
+        rotation = Tables(tables[0], tables[1], self.positions, rotary_dim) if tables else None
+        eps, offset = self.constants
+        return Operands(S, (H, Hk, Hk), D, low_rank, self.bias, list(self.weights), eps, offset, rotation)
+
+
+class Epilogue(NamedTuple):
+    """The arguments of the op of the forward pass."""
+
+    qkv: Tensor
+    out: Tensor
+    flat: FlatOperands
+
+
+class EpilogueGradient(NamedTuple):
+    """The arguments of the op of the backward pass."""
+
+    gradients: Sequence[Tensor]
+    qkv: Tensor
+    dqkv: Tensor
+    flat: FlatOperands
+    weight_gradient: bool
 
 
 @torch.library.custom_op("fewbits::qkv_epilogue", mutates_args=("qkv", "out"))
-def _qkv_epilogue(
-    qkv: Tensor,
-    out: Tensor,
-    sizes: Sequence[int],
-    branches: Sequence[Tensor],
-    bias: Tensor | None,
-    weights: Sequence[Tensor],
-    constants: Sequence[float],
-    tables: Sequence[Tensor],
-    positions: Tensor | None,
-) -> None:
-    _into(qkv, out, operands_of(sizes, branches, bias, weights, constants, tables, positions))
+@one_by_one
+def _qkv_epilogue(o: Epilogue) -> None:
+    _into(o.qkv, o.out, o.flat.operands())
 
 
 def _into(qkv: Tensor, out: Tensor, o: Operands) -> None:
@@ -174,90 +188,48 @@ def _into(qkv: Tensor, out: Tensor, o: Operands) -> None:
         first += width
 
 
-@_qkv_epilogue.register_kernel("cuda")
-def _cuda_epilogue(
-    qkv: Tensor,
-    out: Tensor,
-    sizes: Sequence[int],
-    branches: Sequence[Tensor],
-    bias: Tensor | None,
-    weights: Sequence[Tensor],
-    constants: Sequence[float],
-    tables: Sequence[Tensor],
-    positions: Tensor | None,
-) -> None:
-    operands = operands_of(sizes, branches, bias, weights, constants, tables, positions)
-    if qkv.dtype in KERNEL_DTYPES:
-        launch_fwd(qkv, out if weights else qkv, operands)
+def _cuda_epilogue(o: Epilogue) -> None:
+    operands = o.flat.operands()
+    if o.qkv.dtype in KERNEL_DTYPES:
+        launch_fwd(o.qkv, o.out if operands.weights else o.qkv, operands)
     else:
-        _into(qkv, out, operands)
+        _into(o.qkv, o.out, operands)
+
+
+_qkv_epilogue.register_kernel("cuda")(one_by_one(_cuda_epilogue))
 
 
 @torch.library.custom_op("fewbits::qkv_epilogue_backward", mutates_args=("dqkv",))
-def _qkv_epilogue_backward(
-    gradients: Sequence[Tensor],
-    qkv: Tensor,
-    dqkv: Tensor,
-    sizes: Sequence[int],
-    branches: Sequence[Tensor],
-    bias: Tensor | None,
-    weights: Sequence[Tensor],
-    constants: Sequence[float],
-    tables: Sequence[Tensor],
-    positions: Tensor | None,
-    weight_gradient: bool,
-) -> Tensor:
-    operands = operands_of(sizes, branches, bias, weights, constants, tables, positions)
-    return _backward_into(gradients, qkv, dqkv, operands, weight_gradient)
+@one_by_one
+def _qkv_epilogue_backward(o: EpilogueGradient) -> Tensor:
+    return _backward_into(o)
 
 
-def _backward_into(
-    gradients: Sequence[Tensor], qkv: Tensor, dqkv: Tensor, o: Operands, weight_gradient: bool
-) -> Tensor:
-    dz, dweights = qkv_epilogue_backward_ref(gradients, qkv, o)
-    batch = gradients[0].shape[0]
-    for target, value in zip(split_heads(dqkv, batch, o.heads[0], o.heads[1], o.D), dz, strict=True):
+def _backward_into(o: EpilogueGradient) -> Tensor:
+    operands = o.flat.operands()
+    dz, dweights = qkv_epilogue_backward_ref(o.gradients, o.qkv, operands)
+    (H, Hk, _), batch = operands.heads, o.gradients[0].shape[0]
+    for target, value in zip(split_heads(o.dqkv, batch, H, Hk, operands.D), dz, strict=True):
         target.copy_(value)
-    return dweights.clone() if weight_gradient else dweights[:0].clone()
+    return dweights.clone() if o.weight_gradient else dweights[:0].clone()
 
 
-@_qkv_epilogue_backward.register_kernel("cuda")
-def _cuda_epilogue_backward(
-    gradients: Sequence[Tensor],
-    qkv: Tensor,
-    dqkv: Tensor,
-    sizes: Sequence[int],
-    branches: Sequence[Tensor],
-    bias: Tensor | None,
-    weights: Sequence[Tensor],
-    constants: Sequence[float],
-    tables: Sequence[Tensor],
-    positions: Tensor | None,
-    weight_gradient: bool,
-) -> Tensor:
-    operands = operands_of(sizes, branches, bias, weights, constants, tables, positions)
-    if dqkv.dtype not in KERNEL_DTYPES:
-        return _backward_into(gradients, qkv, dqkv, operands, weight_gradient)
-    last = [g if g.stride(3) == 1 else g.contiguous() for g in gradients]
-    return launch_bwd(last, qkv, dqkv, operands, weight_gradient)
+def _cuda_epilogue_backward(o: EpilogueGradient) -> Tensor:
+    if o.dqkv.dtype not in KERNEL_DTYPES:
+        return _backward_into(o)
+    last = [g if g.stride(3) == 1 else g.contiguous() for g in o.gradients]
+    return launch_bwd(last, o.qkv, o.dqkv, o.flat.operands(), o.weight_gradient)
+
+
+_qkv_epilogue_backward.register_kernel("cuda")(one_by_one(_cuda_epilogue_backward))
 
 
 @_qkv_epilogue_backward.register_fake
-def _(
-    gradients: Sequence[Tensor],
-    qkv: Tensor,
-    dqkv: Tensor,
-    sizes: Sequence[int],
-    branches: Sequence[Tensor],
-    bias: Tensor | None,
-    weights: Sequence[Tensor],
-    constants: Sequence[float],
-    tables: Sequence[Tensor],
-    positions: Tensor | None,
-    weight_gradient: bool,
-) -> Tensor:
-    dtype = torch.promote_types(dqkv.dtype, torch.float32)
-    return dqkv.new_empty(2 if weight_gradient and weights else 0, sizes[3], dtype=dtype)
+@one_by_one
+def _(o: EpilogueGradient) -> Tensor:
+    dtype = torch.promote_types(o.dqkv.dtype, torch.float32)
+    trained = 2 if o.weight_gradient and o.flat.weights else 0
+    return o.dqkv.new_empty(trained, o.flat.sizes[3], dtype=dtype)
 
 
 # 3. The public functions, for hand-written autograd nodes.
@@ -279,12 +251,10 @@ def qkv_epilogue(
         BadInput: shapes do not fit.
         Unsupported: a branch's rank is above 128.
     """
-    args = checked_arguments(qkv, rotation, layout, extras)
+    flat = checked_arguments(qkv, rotation, layout, extras)
     _, H, Hk, D = layout
     out = qkv.new_empty(qkv.shape[0] if extras.norm else 0, (H + Hk) * D)
-    # The dispatcher costs the host as much time as the kernel takes.
-    direct = qkv.is_cuda and not torch.compiler.is_compiling()
-    (_cuda_epilogue if direct else _qkv_epilogue)(qkv, out, *args)
+    run(_qkv_epilogue, _cuda_epilogue, qkv, Epilogue(qkv, out, flat))
     q, k, v = split_heads(qkv, *layout)
     return (*_split_q_k(out, layout), v) if extras.norm else (q, k, v)
 
@@ -323,7 +293,7 @@ def qkv_epilogue_backward(
         raise BadInput(
             "qkv_epilogue_backward recomputes the norms of q and k from the product: give it as qkv."
         )
-    args = checked_arguments(dqkv, rotation, layout, extras)
+    flat = checked_arguments(dqkv, rotation, layout, extras)
     B, H, Hk, D = layout
     S = dqkv.shape[0] // B
     for gradient, heads in zip(gradients, (H, Hk, Hk), strict=True):
@@ -333,9 +303,9 @@ def qkv_epilogue_backward(
                 f"{tuple(gradient.shape)} {gradient.dtype}."
             )
     needs_dw = weight_gradient and extras.norm is not None
-    direct = dqkv.is_cuda and not torch.compiler.is_compiling()
-    f = _cuda_epilogue_backward if direct else _qkv_epilogue_backward
-    dw = f(list(gradients), dqkv[:0] if qkv is None else qkv, dqkv, *args, needs_dw)
+    product = dqkv[:0] if qkv is None else qkv
+    arguments = EpilogueGradient(list(gradients), product, dqkv, flat, needs_dw)
+    dw = run(_qkv_epilogue_backward, _cuda_epilogue_backward, dqkv, arguments)
     return (dw[0], dw[1]) if needs_dw else None
 
 
@@ -347,7 +317,7 @@ def _split_q_k(out: Tensor, layout: QKVLayout) -> tuple[Tensor, Tensor]:
 
 def checked_arguments(
     qkv: Tensor, rotation: Rotation | None, layout: QKVLayout, extras: QKVExtras
-) -> tuple[list[int], list[Tensor], Tensor | None, list[Tensor], list[float], list[Tensor], Tensor | None]:
+) -> FlatOperands:
     """The arguments of the ops after the buffers, from qkv (B*S, (H + 2*Hk) * D)."""
     B, H, Hk, D = layout
     M, width = qkv.shape[0], (H + 2 * Hk) * D
@@ -371,7 +341,8 @@ def checked_arguments(
             )
     xs, ws = _checked_branches(qkv, layout, extras.low_rank)
     bias = None if extras.bias is None else extras.bias.contiguous()
-    return [M // B, H, Hk, D, rotary_dim], [*xs, *ws], bias, weights, constants, tables, positions
+    sizes = [M // B, H, Hk, D, rotary_dim]
+    return FlatOperands(sizes, [*xs, *ws], bias, weights, constants, tables, positions)
 
 
 def _checked_branches(

@@ -47,6 +47,7 @@ from fewbits.kernels.decoder.rmsnorm_triton import (
 from fewbits.kernels.launch.derivatives import once_differentiable
 from fewbits.kernels.launch.jit import RowTile
 from fewbits.kernels.launch.matrix import rows_of
+from fewbits.kernels.launch.ops import one_by_one, run
 
 # 1. The definition.
 
@@ -172,18 +173,6 @@ def launch_bwd(
 # 3. The ops: on a CPU they run the definition, on CUDA the kernels.
 
 
-@torch.library.custom_op("fewbits::rmsnorm", mutates_args=())
-def _rmsnorm(x: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
-    return _rmsnorm_default(x, weight, eps, offset)
-
-
-@torch.library.custom_op("fewbits::rmsnorm_backward", mutates_args=())
-def _rmsnorm_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, r: Tensor, offset: float, needs_dw: bool
-) -> tuple[Tensor, Tensor]:
-    return _rmsnorm_backward_default(dy, x, weight, r, offset, needs_dw)
-
-
 def _rmsnorm_default(x: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
     y, r = rmsnorm_ref(x, weight, eps, offset)
     return y.contiguous(), r.contiguous()
@@ -196,52 +185,56 @@ def _rmsnorm_backward_default(
     return dx.contiguous(), dw
 
 
-@_rmsnorm.register_kernel("cuda")
-def _(x: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
-    return launch_fwd(x, weight, eps, offset)
+_rmsnorm = torch.library.custom_op("fewbits::rmsnorm", _rmsnorm_default, mutates_args=())
+_rmsnorm.register_kernel("cuda")(launch_fwd)
+
+_rmsnorm_backward = torch.library.custom_op(
+    "fewbits::rmsnorm_backward", _rmsnorm_backward_default, mutates_args=()
+)
+_rmsnorm_backward.register_kernel("cuda")(launch_bwd)
 
 
-@_rmsnorm_backward.register_kernel("cuda")
-def _(
-    dy: Tensor, x: Tensor, weight: Tensor, r: Tensor, offset: float, needs_dw: bool
-) -> tuple[Tensor, Tensor]:
-    return launch_bwd(dy, x, weight, r, offset, needs_dw)
+class RowsForward(NamedTuple):
+    """The arguments of the op of `rmsnorm_rows`; what is None is not wanted."""
+
+    x: Tensor
+    weight: Tensor
+    eps: float
+    offset: float
+    residual: Tensor | None
+    y: Tensor | None
+    q: Tensor | None
+    scale: Tensor | None
+    r: Tensor
+    summed: Tensor | None
 
 
-@torch.library.custom_op("fewbits::rmsnorm_rows", mutates_args=("y", "q", "scale", "r", "summed"))
-def _rmsnorm_rows(
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    offset: float,
-    residual: Tensor | None,
-    y: Tensor | None,
-    q: Tensor | None,
-    scale: Tensor | None,
-    r: Tensor,
-    summed: Tensor | None,
-) -> None:
-    dtype = None if y is None else y.dtype
-    results = rmsnorm_rows_ref(x, weight, eps, offset, residual, q is not None, dtype)
-    _copy((y, q, scale, r, summed), results)
+class RowsBackward(NamedTuple):
+    """The arguments of the op of `rmsnorm_backward_rows`; what is None is not wanted."""
+
+    dy: Tensor
+    x: Tensor
+    weight: Tensor
+    r: Tensor
+    offset: float
+    residual: Tensor | None
+    dx: Tensor
+    dw: Tensor | None
+    q: Tensor | None
+    scale: Tensor | None
 
 
-@torch.library.custom_op("fewbits::rmsnorm_backward_rows", mutates_args=("dx", "dw", "q", "scale"))
-def _rmsnorm_backward_rows(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    r: Tensor,
-    offset: float,
-    residual: Tensor | None,
-    dx: Tensor,
-    dw: Tensor | None,
-    q: Tensor | None,
-    scale: Tensor | None,
-) -> None:
-    results = rmsnorm_backward_rows_ref(dy, x, weight, r, offset, residual, dw is not None)
-    float8 = (None, None) if q is None else quantize_rows_ref(results.dx)
-    _copy((dx, dw, q, scale), (results.dx, results.dw, *float8))
+def _rmsnorm_rows_default(o: RowsForward) -> None:
+    dtype = None if o.y is None else o.y.dtype
+    results = rmsnorm_rows_ref(o.x, o.weight, o.eps, o.offset, o.residual, o.q is not None, dtype)
+    _copy((o.y, o.q, o.scale, o.r, o.summed), results)
+
+
+def _rmsnorm_backward_rows_default(o: RowsBackward) -> None:
+    needs_dw = o.dw is not None
+    results = rmsnorm_backward_rows_ref(o.dy, o.x, o.weight, o.r, o.offset, o.residual, needs_dw)
+    float8 = (None, None) if o.q is None else quantize_rows_ref(results.dx)
+    _copy((o.dx, o.dw, o.q, o.scale), (results.dx, results.dw, *float8))
 
 
 def _copy(outputs: tuple[Tensor | None, ...], results: tuple[Tensor | None, ...]) -> None:
@@ -250,53 +243,44 @@ def _copy(outputs: tuple[Tensor | None, ...], results: tuple[Tensor | None, ...]
             output.copy_(result)
 
 
-@_rmsnorm_rows.register_kernel("cuda")
-def _cuda_rows(
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    offset: float,
-    residual: Tensor | None,
-    y: Tensor | None,
-    q: Tensor | None,
-    scale: Tensor | None,
-    r: Tensor,
-    summed: Tensor | None,
-) -> None:
-    if x.dtype not in KERNEL_DTYPES or (q is not None and not converts_float8(x)):
-        dtype = None if y is None else y.dtype
-        results = rmsnorm_rows_ref(x, weight, eps, offset, residual, q is not None, dtype)
-        _copy((y, q, scale, r, summed), results)
-        return
-    float8 = None if q is None or scale is None else Float8Rows(q, scale)
-    into = RowOutputs(y, r, summed, float8)
-    launch_rows(x, weight.contiguous(), eps, offset, into, residual=residual)
+def _has_kernel(x: Tensor, q: Tensor | None) -> bool:
+    """Whether the kernels read rows x (M, N), and write the float8 ones that are wanted."""
+    return x.dtype in KERNEL_DTYPES and (q is None or converts_float8(x))
 
 
-@_rmsnorm_backward_rows.register_kernel("cuda")
-def _cuda_backward_rows(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    r: Tensor,
-    offset: float,
-    residual: Tensor | None,
-    dx: Tensor,
-    dw: Tensor | None,
-    q: Tensor | None,
-    scale: Tensor | None,
-) -> None:
-    if x.dtype not in KERNEL_DTYPES or (q is not None and not converts_float8(x)):
-        results = rmsnorm_backward_rows_ref(dy, x, weight, r, offset, residual, dw is not None)
-        float8 = (None, None) if q is None else quantize_rows_ref(results.dx)
-        _copy((dx, dw, q, scale), (results.dx, results.dw, *float8))
+def _cuda_rows(o: RowsForward) -> None:
+    if not _has_kernel(o.x, o.q):
+        _rmsnorm_rows_default(o)
         return
-    normed = NormedRows(x, weight.contiguous(), r, offset)
-    float8_rows = None if q is None or scale is None else Float8Rows(q, scale)
-    summed = launch_backward_rows(
-        dy, normed, dx, needs_dw=dw is not None, residual=residual, float8=float8_rows
-    )
-    _copy((dw,), (summed,))
+    float8 = None if o.q is None or o.scale is None else Float8Rows(o.q, o.scale)
+    into = RowOutputs(o.y, o.r, o.summed, float8)
+    launch_rows(o.x, o.weight.contiguous(), o.eps, o.offset, into, residual=o.residual)
+
+
+def _cuda_backward_rows(o: RowsBackward) -> None:
+    if not _has_kernel(o.x, o.q):
+        _rmsnorm_backward_rows_default(o)
+        return
+    normed = NormedRows(o.x, o.weight.contiguous(), o.r, o.offset)
+    float8 = None if o.q is None or o.scale is None else Float8Rows(o.q, o.scale)
+    needs_dw = o.dw is not None
+    dw = launch_backward_rows(o.dy, normed, o.dx, needs_dw=needs_dw, residual=o.residual, float8=float8)
+    _copy((o.dw,), (dw,))
+
+
+_rmsnorm_rows = torch.library.custom_op(
+    "fewbits::rmsnorm_rows",
+    one_by_one(_rmsnorm_rows_default),
+    mutates_args=("y", "q", "scale", "r", "summed"),
+)
+_rmsnorm_rows.register_kernel("cuda")(one_by_one(_cuda_rows))
+
+_rmsnorm_backward_rows = torch.library.custom_op(
+    "fewbits::rmsnorm_backward_rows",
+    one_by_one(_rmsnorm_backward_rows_default),
+    mutates_args=("dx", "dw", "q", "scale"),
+)
+_rmsnorm_backward_rows.register_kernel("cuda")(one_by_one(_cuda_backward_rows))
 
 
 @_rmsnorm.register_fake
@@ -412,8 +396,8 @@ def rmsnorm_rows(
     q, scale = _float8_rows(x) if quantize else (None, None)
     r = empty(M, dtype=torch.promote_types(x.dtype, torch.float32))
     summed = None if residual is None else empty(M, N)
-    f = _cuda_rows if x.is_cuda and not torch.compiler.is_compiling() else _rmsnorm_rows
-    f(x, weight, eps, offset, residual, y, q, scale, r, summed)
+    arguments = RowsForward(x, weight, eps, offset, residual, y, q, scale, r, summed)
+    run(_rmsnorm_rows, _cuda_rows, x, arguments)
     return Normed(y if keep_dense else None, q, scale, r, summed)
 
 
@@ -450,8 +434,8 @@ def rmsnorm_backward_rows(
         )
     dw = weight.new_empty(weight.shape) if needs_dw else None
     q, scale = _float8_rows(x) if quantize else (None, None)
-    f = _cuda_backward_rows if x.is_cuda and not torch.compiler.is_compiling() else _rmsnorm_backward_rows
-    f(dy, x, weight, r, offset, residual, dx, dw, q, scale)
+    arguments = RowsBackward(dy, x, weight, r, offset, residual, dx, dw, q, scale)
+    run(_rmsnorm_backward_rows, _cuda_backward_rows, x, arguments)
     return NormGradients(dx, dw, q, scale)
 
 

@@ -25,7 +25,7 @@ The kernel is in rope_triton.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ from torch import Tensor
 from fewbits.errors import BadInput, Unsupported
 from fewbits.kernels.decoder.gated_activation_triton import LowRank
 from fewbits.kernels.decoder.rope_triton import KERNEL_DTYPES, MAX_RANK, Tables, launch
+from fewbits.kernels.launch.ops import one_by_one
 
 # 1. The definition.
 
@@ -66,97 +67,78 @@ def _rows(table: Tensor, positions: Tensor | None, S: int) -> Tensor:
 # 2. The ops: on a CPU they run the definition, on CUDA the kernel.
 
 
+class Rope(NamedTuple):
+    """The arguments of the op of `rope`."""
+
+    q: Tensor
+    k: Tensor
+    tables: Tables
+    inverse: bool
+
+
+class RopeInto(NamedTuple):
+    """The arguments of the op of `rope_into`."""
+
+    sources: Sequence[Tensor]
+    outputs: Sequence[Tensor]
+    low_rank_x: Sequence[Tensor]
+    low_rank_w: Sequence[Tensor]
+    tables: Tables
+    inverse: bool
+
+
 @torch.library.custom_op("fewbits::rope", mutates_args=())
-def _rope(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, rotary_dim: int, inverse: bool
-) -> tuple[Tensor, Tensor]:
-    out = torch.empty_like(q), torch.empty_like(k)
-    tables = Tables(cos, sin, positions, rotary_dim)
-    for x, y in zip((q, k), out, strict=True):
-        y.copy_(rope_ref(x, tables, inverse))
+@one_by_one
+def _rope(o: Rope) -> tuple[Tensor, Tensor]:
+    out = torch.empty_like(o.q), torch.empty_like(o.k)
+    for x, y in zip((o.q, o.k), out, strict=True):
+        y.copy_(rope_ref(x, o.tables, o.inverse))
     return out
 
 
 @torch.library.custom_op("fewbits::rope_into", mutates_args=("outputs",))
-def _rope_into(
-    sources: Sequence[Tensor],
-    outputs: Sequence[Tensor],
-    low_rank_x: Sequence[Tensor],
-    low_rank_w: Sequence[Tensor],
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor | None,
-    rotary_dim: int,
-    inverse: bool,
-) -> None:
-    _into(sources, outputs, low_rank_x, low_rank_w, Tables(cos, sin, positions, rotary_dim), inverse)
+@one_by_one
+def _rope_into(o: RopeInto) -> None:
+    _into(o)
 
 
-def _into(
-    sources: Sequence[Tensor],
-    outputs: Sequence[Tensor],
-    low_rank_x: Sequence[Tensor],
-    low_rank_w: Sequence[Tensor],
-    tables: Tables,
-    inverse: bool,
-) -> None:
+def _into(o: RopeInto) -> None:
     rotated = [
-        rope_ref(x, tables, inverse, (lx, lw)) if i < 2 else _widened(x, (lx, lw)).to(x.dtype)
-        for i, (x, lx, lw) in enumerate(zip(sources, low_rank_x, low_rank_w, strict=True))
+        rope_ref(x, o.tables, o.inverse, (lx, lw)) if i < 2 else _widened(x, (lx, lw)).to(x.dtype)
+        for i, (x, lx, lw) in enumerate(zip(o.sources, o.low_rank_x, o.low_rank_w, strict=True))
     ]
-    for output, y in zip(outputs, rotated, strict=True):
+    for output, y in zip(o.outputs, rotated, strict=True):
         output.copy_(y)
 
 
 @_rope.register_kernel("cuda")
-def _(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, rotary_dim: int, inverse: bool
-) -> tuple[Tensor, Tensor]:
-    out = torch.empty_like(q), torch.empty_like(k)
-    none = [q.new_empty(0, 0)] * 2
-    _cuda_into((q, k), out, none, none, Tables(cos, sin, positions, rotary_dim), inverse)
+@one_by_one
+def _(o: Rope) -> tuple[Tensor, Tensor]:
+    out = torch.empty_like(o.q), torch.empty_like(o.k)
+    none = [o.q.new_empty(0, 0)] * 2
+    _cuda_into(RopeInto((o.q, o.k), out, none, none, o.tables, o.inverse))
     return out
 
 
-@_rope_into.register_kernel("cuda")
-def _(
-    sources: Sequence[Tensor],
-    outputs: Sequence[Tensor],
-    low_rank_x: Sequence[Tensor],
-    low_rank_w: Sequence[Tensor],
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor | None,
-    rotary_dim: int,
-    inverse: bool,
-) -> None:
-    _cuda_into(sources, outputs, low_rank_x, low_rank_w, Tables(cos, sin, positions, rotary_dim), inverse)
-
-
-def _cuda_into(
-    sources: Sequence[Tensor],
-    outputs: Sequence[Tensor],
-    low_rank_x: Sequence[Tensor],
-    low_rank_w: Sequence[Tensor],
-    tables: Tables,
-    inverse: bool,
-) -> None:
-    if sources[0].dtype in KERNEL_DTYPES:
-        read = [x if x.stride(3) == 1 else x.contiguous() for x in sources]
-        write = [x if x.stride(3) == 1 else x.contiguous() for x in outputs]
-        launch(read, write, list(zip(low_rank_x, low_rank_w, strict=True)), tables, inverse)
-        for x, y in zip(write, outputs, strict=True):
+def _cuda_into(o: RopeInto) -> None:
+    if o.sources[0].dtype in KERNEL_DTYPES:
+        read = [x if x.stride(3) == 1 else x.contiguous() for x in o.sources]
+        write = [x if x.stride(3) == 1 else x.contiguous() for x in o.outputs]
+        launch(read, write, list(zip(o.low_rank_x, o.low_rank_w, strict=True)), o.tables, o.inverse)
+        for x, y in zip(write, o.outputs, strict=True):
             if x is not y:
                 y.copy_(x)
     else:
-        _into(sources, outputs, low_rank_x, low_rank_w, tables, inverse)
+        _into(o)
+
+
+_rope_into.register_kernel("cuda")(one_by_one(_cuda_into))
 
 
 @_rope.register_fake
-def _(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, rotary_dim: int, inverse: bool
-) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(q), torch.empty_like(k)
+@one_by_one
+def _(o: Rope) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(o.q), torch.empty_like(o.k)
 
 
 # 3. The gradient, and the public functions.

@@ -36,12 +36,14 @@ The kernel is in cross_entropy_triton.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fewbits.kernels.codec.quantize_float8 import codes_under, scale_of_amax
+from fewbits.kernels.launch.ops import one_by_one
 from fewbits.kernels.loss.cross_entropy_gradient import register_gradient
 from fewbits.kernels.loss.cross_entropy_triton import KERNEL_DTYPES, Gradient8, launch
 from fewbits.kernels.loss.rows_and_labels import LossTensors, Mean, check_labels, over_labels
@@ -222,86 +224,65 @@ def add_product_(dw: Tensor, dz: Tensor, h: Tensor, *, is_all: bool) -> None:
 # 3. The op: on a CPU it runs the definition of the pass over a chunk, on CUDA the kernel.
 
 
+class LossArguments(NamedTuple):
+    """The arguments of the op; that of `linear_cross_entropy_float8` takes further ones after them."""
+
+    hidden: Tensor  # (M, K)
+    weight: Tensor  # (V, K)
+    labels: Tensor  # (M,)
+    bias: Tensor | None  # (V,)
+    dloss: Tensor | None  # (M,)
+    ignore_index: int
+    options: list[float]  # label smoothing, z-loss, soft cap
+    chunk_rows: int
+    needs: list[bool]  # dh, dW, db
+    reduce: bool  # one sum, and not a loss for each row
+
+    def tensors(self) -> LossTensors:
+        """What a pass over chunks reads."""
+        return LossTensors(self.hidden, self.weight, self.labels, self.bias, self.dloss)
+
+    def rules(self) -> tuple[int, tuple[float, float, float], int, tuple[bool, bool, bool]]:
+        """What a pass over chunks is told: ignore_index, options, chunk_rows, needs."""
+        smoothing, z_loss, soft_cap = self.options
+        needs_dh, needs_dw, needs_db = self.needs
+        return (
+            self.ignore_index,
+            (smoothing, z_loss, soft_cap),
+            self.chunk_rows,
+            (needs_dh, needs_dw, needs_db),
+        )
+
+    def reduced(self, losses: Tensor) -> Tensor:
+        """The losses of all rows (M,), or their sum."""
+        return losses.sum() if self.reduce else losses
+
+
 @torch.library.custom_op("fewbits::linear_cross_entropy", mutates_args=())
-def _linear_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    bias: Tensor | None,
-    dloss: Tensor | None,
-    ignore_index: int,
-    options: list[float],
-    chunk_rows: int,
-    needs: list[bool],
-    reduce: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    check_labels(labels, weight.shape[0], ignore_index)
-    tensors = LossTensors(hidden, weight, labels, bias, dloss)
-    return _op(rows_ref, tensors, ignore_index, options, chunk_rows, needs, reduce)
+@one_by_one
+def _linear_cross_entropy(o: LossArguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    check_labels(o.labels, o.weight.shape[0], o.ignore_index)
+    return _op(rows_ref, o)
 
 
 @_linear_cross_entropy.register_kernel("cuda")
-def _(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    bias: Tensor | None,
-    dloss: Tensor | None,
-    ignore_index: int,
-    options: list[float],
-    chunk_rows: int,
-    needs: list[bool],
-    reduce: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    over_rows = launch if hidden.dtype in KERNEL_DTYPES else rows_ref
-    tensors = LossTensors(hidden, weight, labels, bias, dloss)
-    return _op(over_rows, tensors, ignore_index, options, chunk_rows, needs, reduce)
+@one_by_one
+def _(o: LossArguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _op(launch if o.hidden.dtype in KERNEL_DTYPES else rows_ref, o)
 
 
-def _op(
-    over_rows: Pass,
-    tensors: LossTensors,
-    ignore_index: int,
-    options: list[float],
-    chunk_rows: int,
-    needs: list[bool],
-    reduce: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    smoothing, z_loss, soft_cap = options
-    needs_dh, needs_dw, needs_db = needs
-    losses, dh, dw, db = chunked(
-        over_rows,
-        tensors,
-        ignore_index,
-        (smoothing, z_loss, soft_cap),
-        chunk_rows,
-        (needs_dh, needs_dw, needs_db),
-    )
-    return losses.sum() if reduce else losses, dh, dw, db
+def _op(over_rows: Pass, o: LossArguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    losses, dh, dw, db = chunked(over_rows, o.tensors(), *o.rules())
+    return o.reduced(losses), dh, dw, db
 
 
-def fake_op(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    bias: Tensor | None,
-    dloss: Tensor | None,
-    ignore_index: int,
-    options: list[float],
-    chunk_rows: int,
-    needs: list[bool],
-    reduce: bool,
-    *operands: Tensor | None,
-) -> tuple[Tensor, ...]:
-    """The shapes of the op, and of the one whose products take 8-bit ``operands`` besides.
-
-    ``hidden`` is (M, K), ``weight`` (V, K), ``labels`` and ``dloss`` (M,), ``bias`` (V,).
-    """
-    losses, *gradients = outputs(hidden, weight, bias, needs, chunk_rows)
-    return (losses.new_empty(()) if reduce else losses, *gradients)
+def fake_op(o: LossArguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The shapes of what the op returns, and of the one whose products take 8-bit operands."""
+    losses, dh, dw, db = outputs(o.hidden, o.weight, o.bias, o.needs, o.chunk_rows)
+    return losses.new_empty(()) if o.reduce else losses, dh, dw, db
 
 
-_linear_cross_entropy.register_fake(fake_op)
+_linear_cross_entropy.register_fake(one_by_one(fake_op))
 
 
 # 4. The gradient, and the one public function.

@@ -43,9 +43,17 @@ import torch
 from torch import Tensor
 
 from fewbits.kernels.codec.quantize_float8 import quantize_rows, quantize_rows_ref
+from fewbits.kernels.launch.ops import one_by_one
 from fewbits.kernels.loss.cross_entropy_gradient import register_gradient
 from fewbits.kernels.loss.cross_entropy_triton import KERNEL_DTYPES, Gradient8, launch
-from fewbits.kernels.loss.linear_cross_entropy import Pass, add_product_, fake_op, outputs, rows_ref
+from fewbits.kernels.loss.linear_cross_entropy import (
+    LossArguments,
+    Pass,
+    add_product_,
+    fake_op,
+    outputs,
+    rows_ref,
+)
 from fewbits.kernels.loss.rows_and_labels import LossTensors, Mean, check_labels, over_labels
 from fewbits.kernels.product.matmul_float8 import (
     E4M3,
@@ -194,42 +202,32 @@ def logits_float8(hidden: Tensor, operands: HeadOperands) -> Tensor:
 # 3. The op: on a CPU it runs the definition of the pass over a chunk, on CUDA the kernel.
 
 
+class LossFloat8(NamedTuple):
+    """The arguments of the op: after the loss's the parts of `HeadOperands`."""
+
+    loss: LossArguments
+    w8: Tensor
+    transposed: Tensor | None
+    scale: Tensor
+
+
 @torch.library.custom_op("fewbits::linear_cross_entropy_float8", mutates_args=())
-def _linear_cross_entropy_float8(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    bias: Tensor | None,
-    dloss: Tensor | None,
-    ignore_index: int,
-    options: list[float],
-    chunk_rows: int,
-    needs: list[bool],
-    reduce: bool,
-    w8: Tensor,
-    transposed: Tensor | None,
-    scale: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    over_rows: Pass = rows_ref
-    if hidden.is_cuda:
-        over_rows = launch if hidden.dtype in KERNEL_DTYPES else rows_ref
+@one_by_one
+def _linear_cross_entropy_float8(o: LossFloat8) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    loss, over_rows = o.loss, rows_ref
+    if loss.hidden.is_cuda:
+        over_rows = launch if loss.hidden.dtype in KERNEL_DTYPES else rows_ref
     else:
-        check_labels(labels, weight.shape[0], ignore_index)
-    smoothing, z_loss, soft_cap = options
-    needs_dh, needs_dw, needs_db = needs
-    losses, dh, dw, db = chunked_float8(
-        over_rows,
-        LossTensors(hidden, weight, labels, bias, dloss),
-        HeadOperands(w8, transposed, scale),
-        ignore_index,
-        (smoothing, z_loss, soft_cap),
-        chunk_rows,
-        (needs_dh, needs_dw, needs_db),
-    )
-    return losses.sum() if reduce else losses, dh, dw, db
+        check_labels(loss.labels, loss.weight.shape[0], loss.ignore_index)
+    operands = HeadOperands(o.w8, o.transposed, o.scale)
+    losses, dh, dw, db = chunked_float8(over_rows, loss.tensors(), operands, *loss.rules())
+    return loss.reduced(losses), dh, dw, db
 
 
-_linear_cross_entropy_float8.register_fake(fake_op)
+@_linear_cross_entropy_float8.register_fake
+@one_by_one
+def _(o: LossFloat8) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return fake_op(o.loss)
 
 
 # 4. The gradient, and the one public function.

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from fewbits.errors import BadInput
+from fewbits.kernels.launch.ops import one_by_one, run
 from fewbits.kernels.product.lora_reduce_triton import (
     KERNEL_DTYPES,
     MAX_SLICES,
@@ -72,39 +73,42 @@ def lora_reduce_ref(dy: Tensor, xa: Tensor, slices: Sequence[ReduceSlice]) -> tu
 # 2. The ops: on a CPU they run the definition, on CUDA the kernel where it is the faster way, else cuBLAS.
 
 
+class Reduced(NamedTuple):
+    """The arguments of the op: the operands, where the results go, and the slices, each field of all."""
+
+    dy: Tensor
+    xa: Tensor
+    t: Tensor
+    dbs: Sequence[Tensor]
+    bs: Sequence[Tensor]
+    starts: Sequence[int]
+    scalings: Sequence[float]
+
+    def slices(self) -> list[ReduceSlice]:
+        """What the definition and the kernel take."""
+        return [ReduceSlice(*one) for one in zip(self.starts, self.bs, self.scalings, strict=True)]
+
+
 @torch.library.custom_op("fewbits::lora_reduce", mutates_args=("t", "dbs"))
-def _lora_reduce(
-    dy: Tensor,
-    xa: Tensor,
-    t: Tensor,
-    dbs: Sequence[Tensor],
-    bs: Sequence[Tensor],
-    starts: Sequence[int],
-    scalings: Sequence[float],
-) -> None:
-    made_t, made_dbs = lora_reduce_ref(dy, xa, _slices(bs, starts, scalings))
-    for out, result in zip((t, *dbs), (made_t, *made_dbs), strict=True):
+@one_by_one
+def _lora_reduce(o: Reduced) -> None:
+    t, dbs = lora_reduce_ref(o.dy, o.xa, o.slices())
+    for out, result in zip((o.t, *o.dbs), (t, *dbs), strict=True):
         out.copy_(result)
 
 
-@_lora_reduce.register_kernel("cuda")
-def _cuda_reduce(
-    dy: Tensor,
-    xa: Tensor,
-    t: Tensor,
-    dbs: Sequence[Tensor],
-    bs: Sequence[Tensor],
-    starts: Sequence[int],
-    scalings: Sequence[float],
-) -> None:
-    slices = _slices(bs, starts, scalings)
+def _cuda_reduce(o: Reduced) -> None:
     tile = None
-    if _fits(dy, xa, t) and len(bs) <= MAX_SLICES and len({b.dtype for b in bs}) == 1:
-        tile = reduce_tile(dy.device, dy.shape[0], tuple(b.shape[0] for b in bs), max(b.shape[1] for b in bs))
+    if _fits(o.dy, o.xa, o.t) and len(o.bs) <= MAX_SLICES and len({b.dtype for b in o.bs}) == 1:
+        widths, rank = tuple(b.shape[0] for b in o.bs), max(b.shape[1] for b in o.bs)
+        tile = reduce_tile(o.dy.device, o.dy.shape[0], widths, rank)
     if tile is None:
-        thin_products(dy, xa, t, dbs, slices)
+        thin_products(o.dy, o.xa, o.t, o.dbs, o.slices())
     else:
-        launch_reduce(dy, xa, slices, t, dbs, tile)
+        launch_reduce(o.dy, o.xa, o.slices(), o.t, o.dbs, tile)
+
+
+_lora_reduce.register_kernel("cuda")(one_by_one(_cuda_reduce))
 
 
 def thin_products(
@@ -126,10 +130,6 @@ def _scaled_product(left: Tensor, right: Tensor, scaling: float, out: Tensor) ->
     if scaling == 1:
         return torch.mm(left, right, out=out)
     return torch.addmm(out, left, right, beta=0, alpha=scaling, out=out)
-
-
-def _slices(bs: Sequence[Tensor], starts: Sequence[int], scalings: Sequence[float]) -> list[ReduceSlice]:
-    return [ReduceSlice(*of) for of in zip(starts, bs, scalings, strict=True)]
 
 
 def _fits(wide: Tensor, *thin: Tensor) -> bool:
@@ -171,10 +171,7 @@ def lora_reduce(
         )
     dbs = [torch.empty(s.b.shape, dtype=s.b.dtype, device=s.b.device) for s in slices]
     starts, scalings = [s.start for s in slices], [float(s.scaling) for s in slices]
-    # The dispatcher costs the host as much time as the kernel takes.
-    direct = dy.is_cuda and not torch.compiler.is_compiling()
-    f = _cuda_reduce if direct else _lora_reduce
-    f(dy, xa, t, dbs, [s.b for s in slices], starts, scalings)
+    run(_lora_reduce, _cuda_reduce, dy, Reduced(dy, xa, t, dbs, [s.b for s in slices], starts, scalings))
     return t, dbs
 
 

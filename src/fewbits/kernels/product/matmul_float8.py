@@ -39,6 +39,7 @@ from fewbits.kernels.codec.quantize_float8 import scale_of_amax
 from fewbits.kernels.codec.quantize_float8_triton import has_kernel
 from fewbits.kernels.launch.grid import programs, split_program
 from fewbits.kernels.launch.jit import CompileCase, constant_when_compiled, jit, on_device_of, tl
+from fewbits.kernels.launch.ops import passes_dispatcher
 
 E4M3 = torch.float8_e4m3fn
 _LARGEST = 448.0
@@ -270,8 +271,7 @@ def float8_weight(
         )
     weight = weight.detach()
     rows = weight if weight.stride(1) == 1 or K == 1 else weight.contiguous()
-    direct = weight.is_cuda and not torch.compiler.is_compiling()
-    (_cuda_weight if direct else _float8_weight)(rows, inverse_scale, out, transposed)
+    (_cuda_weight if passes_dispatcher(weight) else _float8_weight)(rows, inverse_scale, out, transposed)
     return out
 
 
@@ -294,8 +294,7 @@ def float8_weight_pair(weight: Tensor, *, inverse_scale: Tensor, out: Tensor, tr
                 f"float8_weight_pair writes {shape} of float8_e4m3fn with contiguous rows; it got "
                 f"{tuple(result.shape)}, strides {result.stride()} and {result.dtype}."
             )
-    direct = rows.is_cuda and not torch.compiler.is_compiling()
-    (_cuda_pair if direct else _float8_weight_pair)(rows, inverse_scale, out, transposed)
+    (_cuda_pair if passes_dispatcher(rows) else _float8_weight_pair)(rows, inverse_scale, out, transposed)
 
 
 def float8_linear(

@@ -51,6 +51,7 @@ from fewbits.formats.streams import product_tables
 from fewbits.kernels.codec.dequantize import format_of_text, text_of_format
 from fewbits.kernels.launch import nvrtc
 from fewbits.kernels.launch.jit import constant_when_compiled, triton
+from fewbits.kernels.launch.ops import one_by_one
 from fewbits.kernels.stochastic import lookup, thermometer
 from fewbits.kernels.stochastic.choice import Sizes, choose
 from fewbits.kernels.stochastic.cpu import codes_product
@@ -179,58 +180,53 @@ def same_masks(options: Stochastic, levels: tuple[int, ...]) -> bool:
 # 3. The op: on a CPU the definition's counts, quicker; on CUDA the path.
 
 
-@torch.library.custom_op("fewbits::stochastic_codes", mutates_args=())
-def _stochastic_codes(
-    qa: Tensor,
-    sa: Tensor,
-    qb: Tensor,
-    sb: Tensor,
-    options: str,
-    levels: Sequence[int],
-    level_index: Tensor | None,
-) -> Tensor:
-    return codes_product(qa, sa, qb, sb, options_of_text(options), levels, level_index)
+class StochasticCodes(NamedTuple):
+    """The arguments of the op."""
+
+    qa: Tensor
+    sa: Tensor
+    qb: Tensor
+    sb: Tensor
+    options: str  # `text_of_format`
+    levels: Sequence[int]
+    level_index: Tensor | None
+
+
+def _by_counts(o: StochasticCodes) -> Tensor:
+    return codes_product(*o[:4], options_of_text(o.options), o.levels, o.level_index)
+
+
+_stochastic_codes = torch.library.custom_op(
+    "fewbits::stochastic_codes", one_by_one(_by_counts), mutates_args=()
+)
 
 
 @_stochastic_codes.register_kernel("cuda")
-def _(
-    qa: Tensor,
-    sa: Tensor,
-    qb: Tensor,
-    sb: Tensor,
-    options: str,
-    levels: Sequence[int],
-    level_index: Tensor | None,
-) -> Tensor:
-    value, levels, D = options_of_text(options), tuple(levels), qa.shape[-1]
+@one_by_one
+def _(o: StochasticCodes) -> Tensor:
+    qa, sa, qb, sb = o[:4]
+    value, levels, D = options_of_text(o.options), tuple(o.levels), qa.shape[-1]
     path = stochastic_path(qa.device, D, value, levels).name
     if path == "definition" or 0 in (*qa.shape, *qb.shape):
-        return codes_product(qa, sa, qb, sb, value, levels, level_index)
+        return _by_counts(o)
     longest, chunk = with_longest(value, levels), value.chunk_size(D)
     y = sa.new_empty(qa.shape[0], qa.shape[1], qb.shape[1])  # float32, whatever torch's default is
     operands = [x.contiguous() for x in (qa, sa, qb, sb)]
     if path == "lookup":
         sizes = Sizes(qa.shape[0], qa.shape[1], qb.shape[1], D, chunk)
-        choice = choose(sizes, longest, levels, qa.device, mixed=level_index is not None)
-        choice.way.launch(operands, choice.tables, level_index, chunk, y)
+        choice = choose(sizes, longest, levels, qa.device, mixed=o.level_index is not None)
+        choice.way.launch(operands, choice.tables, o.level_index, chunk, y)
     else:
         tables = thermometer.tables_of(longest, levels, chunk, qa.device)
         assert tables is not None  # or the path were another
-        thermometer.launch(operands, tables, level_index, chunk, y)
+        thermometer.launch(operands, tables, o.level_index, chunk, y)
     return y
 
 
 @_stochastic_codes.register_fake
-def _(
-    qa: Tensor,
-    sa: Tensor,
-    qb: Tensor,
-    sb: Tensor,
-    options: str,
-    levels: Sequence[int],
-    level_index: Tensor | None,
-) -> Tensor:
-    return sa.new_empty(qa.shape[0], qa.shape[1], qb.shape[1])
+@one_by_one
+def _(o: StochasticCodes) -> Tensor:
+    return o.sa.new_empty(o.qa.shape[0], o.qa.shape[1], o.qb.shape[1])
 
 
 def options_of_text(text: str) -> Stochastic:

@@ -17,6 +17,7 @@ Run on an H200, 1 to 16 rows; docs/notebook/stochastic-kernels.md has its times.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from torch import Tensor
 from fewbits.errors import BadInput
 from fewbits.formats.stochastic import Stochastic
 from fewbits.kernels.codec.dequantize import text_of_format
+from fewbits.kernels.launch.ops import one_by_one
 from fewbits.kernels.stochastic import lookup
 from fewbits.kernels.stochastic.codes import (
     options_of_text,
@@ -59,58 +61,51 @@ def stochastic_rows_ref(
 # 4. The op: on a CPU, and where the kernel does not apply, the two ops.
 
 
-def _by_two_ops(
-    x: Tensor,
-    smooth_scales: Tensor | None,
-    qb: Tensor,
-    sb: Tensor,
-    options: str,
-    levels: Sequence[int],
-    dtype: torch.dtype,
-) -> Tensor:
-    value = options_of_text(options)
-    codes, scales = quantize_stochastic(x, value, smooth_scales)
-    return stochastic_codes(codes, scales, qb, sb, value, levels).to(dtype)
+class StochasticRows(NamedTuple):
+    """The arguments of the op."""
+
+    x: Tensor
+    smooth_scales: Tensor | None
+    qb: Tensor
+    sb: Tensor
+    options: str  # `text_of_format`
+    levels: Sequence[int]
+    dtype: torch.dtype
 
 
-_stochastic_rows = torch.library.custom_op("fewbits::stochastic_rows", _by_two_ops, mutates_args=())
+def _by_two_ops(o: StochasticRows) -> Tensor:
+    value = options_of_text(o.options)
+    codes, scales = quantize_stochastic(o.x, value, o.smooth_scales)
+    return stochastic_codes(codes, scales, o.qb, o.sb, value, o.levels).to(o.dtype)
+
+
+_stochastic_rows = torch.library.custom_op(
+    "fewbits::stochastic_rows", one_by_one(_by_two_ops), mutates_args=()
+)
 
 
 @_stochastic_rows.register_kernel("cuda")
-def _(
-    x: Tensor,
-    smooth_scales: Tensor | None,
-    qb: Tensor,
-    sb: Tensor,
-    options: str,
-    levels: Sequence[int],
-    dtype: torch.dtype,
-) -> Tensor:
-    value, levels, D = options_of_text(options), tuple(levels), x.shape[1]
-    if not takes(x, value, dtype) or stochastic_path(x.device, D, value, levels).name != "lookup":
-        return _by_two_ops(x, smooth_scales, qb, sb, options, levels, dtype)
+@one_by_one
+def _(o: StochasticRows) -> Tensor:
+    x, qb, sb = o.x, o.qb, o.sb
+    value, levels, D = options_of_text(o.options), tuple(o.levels), x.shape[1]
+    if not takes(x, value, o.dtype) or stochastic_path(x.device, D, value, levels).name != "lookup":
+        return _by_two_ops(o)
     chunk = value.chunk_size(D)
     tables = lookup.tables_of(with_longest(value, levels), levels, chunk, x.device)
     scales = sb.new_empty(1, x.shape[0], sb.shape[1])
-    smooth = None if smooth_scales is None else smooth_scales.float().contiguous()
+    smooth = None if o.smooth_scales is None else o.smooth_scales.float().contiguous()
     rows = lookup.Rows(x.contiguous()[None], scales, smooth, value.max_code)
-    y = torch.empty(1, x.shape[0], qb.shape[0], dtype=dtype, device=x.device)
+    y = torch.empty(1, x.shape[0], qb.shape[0], dtype=o.dtype, device=x.device)
     assert tables is not None
     lookup.launch_rows(rows, (qb.contiguous()[None], sb.contiguous()[None]), tables, None, chunk, y)
     return y[0]
 
 
 @_stochastic_rows.register_fake
-def _(
-    x: Tensor,
-    smooth_scales: Tensor | None,
-    qb: Tensor,
-    sb: Tensor,
-    options: str,
-    levels: Sequence[int],
-    dtype: torch.dtype,
-) -> Tensor:
-    return x.new_empty(x.shape[0], qb.shape[0], dtype=dtype)
+@one_by_one
+def _(o: StochasticRows) -> Tensor:
+    return o.x.new_empty(o.x.shape[0], o.qb.shape[0], dtype=o.dtype)
 
 
 def takes(x: Tensor, options: Stochastic, dtype: torch.dtype) -> bool:
