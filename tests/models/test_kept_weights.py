@@ -213,6 +213,42 @@ def _behind_the_back(model: Any) -> None:
     forget_weights(model)
 
 
+def _bases(model: Any) -> list[Any]:
+    """The floating-point tensors of the frozen linears: weights, or the scales of packed ones."""
+    found = [p for n, p in model.named_parameters() if ".base_layer." in n and p.is_floating_point()]
+    assert found and not any(p.requires_grad for p in found)
+    return found
+
+
+def _in_place_on_detached(model: Any) -> None:
+    for parameter in _bases(model):
+        parameter.detach().mul_(1.5)
+
+
+def _average(model: Any) -> None:
+    """As torch's own averages of weights are written."""
+    with torch.no_grad():
+        torch._foreach_lerp_(_bases(model), [2 * p for p in _bases(model)], 0.5)
+
+
+def _initialise(model: Any) -> None:
+    for parameter in _bases(model):
+        torch.nn.init.constant_(parameter, 0.01)
+
+
+def _other_memory(model: Any) -> None:
+    for parameter in _bases(model):
+        parameter.data = parameter.data * 1.5
+
+
+def _gathered(model: Any) -> None:
+    """As DeepSpeed does: the memory is let go of and another one comes, with other values."""
+    for parameter in _bases(model):
+        values = parameter.data * 1.5
+        parameter.data = torch.empty(0)
+        parameter.data = values
+
+
 def loss_of(model: Any) -> Any:
     ids = tokens(2, 20)
     return model(input_ids=ids, labels=ids, use_cache=False).loss
@@ -230,6 +266,11 @@ def loss_of(model: Any) -> Any:
         _pack_again,
         _train_and_freeze,
         _behind_the_back,
+        _in_place_on_detached,
+        _average,
+        _initialise,
+        _other_memory,
+        _gathered,
     ],
 )
 @pytest.mark.filterwarnings("ignore:merging into weights")
@@ -243,6 +284,12 @@ def test_a_weight_that_changed_has_its_own_values(recipe: Recipe, change: Any) -
     unfuse(model)
     fuse(model)
     torch.testing.assert_close(loss, loss_of(model).detach(), rtol=1e-6, atol=0)
+
+
+def test_the_receipt_says_which_writes_are_not_seen() -> None:
+    model = adapted("llama", NF4_ONLY, lora=LORA)
+    said = "whoever writes one through tensor.data calls fewbits.decoder.fuse.forget_weights(model)"
+    assert said in str(fuse(model))
 
 
 def test_a_state_is_that_of_one_memory() -> None:

@@ -186,6 +186,10 @@ def fuse(
     One layer of each kind computes both ways first, on a few random tokens; layers whose outputs or gradients
     differ stay as they are, and the receipt says by how much (`fewbits.decoder.proof`).
 
+    What is made from frozen weights may stay from pass to pass (`Keep.weights`; FP8 products keep scales). It
+    is made again when torch counts a change of the weight. Torch counts none when somebody writes through
+    ``tensor.data``, NumPy or DLPack: call `forget_weights` after that.
+
     Args:
         model: a Hugging Face model of a known family, converted or not, with or without adapters (which may
             come later); the formats of its linears decide in which precision the products run.
@@ -230,6 +234,10 @@ def fuse(
     put_part(model, fusion)
     shorten_walks(model)
     fusion.receipt.notes.append("walks over all modules, which trainers ask for in each step: one loop each")
+    fusion.receipt.notes.append(
+        "what is made from frozen weights may stay until torch counts a change of them; whoever writes one "
+        "through tensor.data calls fewbits.decoder.fuse.forget_weights(model)"
+    )
     return fusion.receipt
 
 
@@ -301,9 +309,11 @@ def fused_layers(model: nn.Module) -> list[FusedForward]:
 def forget_weights(model: nn.Module) -> None:
     """Let go of all that was made from frozen weights: scales, decoded and 8-bit values, of the head too.
 
-    To be called by whoever writes a frozen weight through ``tensor.data``, which leaves no trace: everything
-    else (a merge of ours, ``load_state_dict``, another parameter, any counted in-place operation) is seen. A
-    model that is not fused keeps nothing.
+    To be called by whoever writes into a frozen weight's memory through ``tensor.data``, NumPy or DLPack, as
+    some averages of weights and weight-decay scripts do: that leaves no trace, and reading all weights in
+    each pass to find it would cost what keeping saves. All else is seen: merges (PEFT's too),
+    ``load_state_dict``, ``torch.nn.init``, in-place operations under ``no_grad`` or on ``detach()``, another
+    parameter, and other memory (``parameter.data = other``). A model that is not fused keeps nothing.
     """
     from fewbits.decoder.loss import float8_head_of
 
