@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
+from tests.cli.launched import HEAD, flags
 from tests.extras import SAID
 
 
@@ -52,3 +54,18 @@ def spawn() -> Callable[..., Ran]:
         return Ran(done.returncode, done.stdout, done.stderr)
 
     return call
+
+
+@pytest.fixture
+def launched(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+    """Exit code and error stream of two processes with some code, which imports nothing heavy."""
+
+    from fewbits.cli.launch import run_processes
+
+    def launch(code: str, *words: str) -> tuple[int, str]:
+        command = [sys.executable, "-c", HEAD + textwrap.dedent(code)]
+        args = flags("--nproc-per-node", "2", *words)
+        result = run_processes(command, args, count=2, logs=tmp_path / "run/logs")
+        return result, capsys.readouterr().err
+
+    return launch

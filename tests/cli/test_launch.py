@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import pty
@@ -20,56 +19,10 @@ import pytest
 
 from fewbits.cli import rank_processes
 from fewbits.cli.launch import check_tasks, processes, run_processes, wants_launch
-from fewbits.cli.launch_flags import add_launch_flags, without_launch_flags
+from fewbits.cli.launch_flags import without_launch_flags
 from fewbits.doctor.launchers import launched as launched_as
 from fewbits.errors import BadInput, PeerLost, Unsupported
-from fewjobs.oom_kills import OomKills
-
-HEAD = """
-import json, os, signal, sys, time
-rank = int(os.environ["RANK"])
-def fail(text):
-    told = {"message": {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}}
-    open(os.environ["TORCHELASTIC_ERROR_FILE"], "w").write(json.dumps(told))
-    sys.exit(1)
-"""
-
-
-def flags(*words: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    add_launch_flags(parser)
-    return parser.parse_args(words)
-
-
-@pytest.fixture
-def launched(tmp_path, capsys):
-    """Exit code and error stream of two processes with some code, which imports nothing heavy."""
-
-    def launch(code: str, *words: str) -> tuple[int, str]:
-        command = [sys.executable, "-c", HEAD + textwrap.dedent(code)]
-        args = flags("--nproc-per-node", "2", *words)
-        result = run_processes(command, args, count=2, logs=tmp_path / "run/logs")
-        return result, capsys.readouterr().err
-
-    return launch
-
-
-def test_a_killed_rank_is_to_blame_and_not_the_one_that_lost_it(launched, monkeypatch):
-    monkeypatch.setattr("fewbits.cli.launch.oom_kills", lambda: OomKills(None, 5))  # as before the launch
-    code, told = launched(
-        """
-        if rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(0.5)
-        fail("PeerLost: rank 0 of 2 lost the connection to another rank.")
-        """
-    )
-    assert code == 128 + 9
-    assert re.fullmatch(
-        r"error: rank 1 \(process \d+\) was killed by SIGKILL, from outside: the kernel has killed nothing"
-        r" for want of memory; the checkpoints are whole: go on with --resume\.\n",
-        told,
-    ), told
+from tests.cli.launched import HEAD, flags
 
 
 def test_the_last_attempt_is_to_blame_and_a_stop_is_no_reason_for_another(launched):
@@ -122,19 +75,18 @@ def test_a_signal_that_comes_twice_at_once_is_one(monkeypatch):
     assert sent[2:] == [(7, signal.SIGINT), (7, signal.SIGKILL)]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_rank_that_somebody_else_ends_is_to_blame(number, launched):
-    """Not the other one, which the agent ends with the same signal, or which lost it."""
+def test_a_rank_that_is_started_after_the_signal_is_asked_too(launched):
     code, told = launched(
-        f"""
-        time.sleep(2)
-        if rank == 1:
-            os.kill(os.getpid(), {int(number)})
-        time.sleep(60)
         """
-    )
-    assert code == 128 + number
-    assert re.match(rf"error: rank 1 \(process \d+\) was killed by {number.name}; ", told), told
+        if rank == 0 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            os.kill(os.getppid(), signal.SIGTERM)
+            time.sleep(0.5)
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60)
+        """,
+        "--max-restarts", "1",
+    )  # fmt: skip
+    assert (code, told) == (128 + signal.SIGTERM, "ended by SIGTERM.\n")
 
 
 def test_a_stopped_rank_is_named_at_once_and_ended_in_good_time(launched, monkeypatch):

@@ -216,7 +216,8 @@ def _tell(failures: Mapping[int, Any], logs: Path, running: RankProcesses, befor
     """The log's end and the sentence of the rank that is to blame; its exit code."""
 
     def order(number: int) -> tuple[int, float, int]:
-        return _blame(failures[number], running.first), failures[number].timestamp, number
+        failure = failures[number]
+        return _blame(failure, by_agent=failure.pid in running.ended_by_agent), failure.timestamp, number
 
     rank = min(failures, key=order)
     failure = failures[rank]
@@ -236,25 +237,31 @@ def _tell(failures: Mapping[int, Any], logs: Path, running: RankProcesses, befor
         if shown:
             sys.stderr.write("\n".join([f"the end of rank {rank}'s log, {log}:", *shown, ""]))
     sys.stderr.write(f"error: {sentence_of(rank, failure, oom_kills().since(before))}\n")
-    return 128 - failure.exitcode if failure.exitcode < 0 else int(failure.exitcode)
+    if failure.exitcode >= 0:
+        return int(failure.exitcode)
+    return 1 if _message(failure) else 128 - int(failure.exitcode)
 
 
-def _blame(failure: Any, first: int | None) -> int:
-    """Killed ranks before those that say why, and these before those that only lost another one.
+def _blame(failure: Any, *, by_agent: bool) -> int:
+    """How little a rank is to blame; no time decides, because the launcher may see two deaths at once.
 
-    The agent ends the others with SIGTERM and at last SIGKILL: such an end counts only if it came first.
-    NCCL's own watch aborts a rank whose neighbour is gone, so an abort comes no earlier than a sentence.
+    Ranks that somebody has killed come first, then those that say why they ended; of these, what one says
+    that the agent has ended meanwhile (because another rank had ended) may be the consequence of that. Then
+    come ranks that only lost another one, and last those that were ended by the agent alone. NCCL's own watch
+    aborts a rank whose neighbour is gone, so an abort is no better a reason than a sentence.
     """
-    if failure.exitcode < 0 and failure.exitcode != -signal.SIGABRT:
-        by_agent = failure.exitcode == -signal.SIGTERM if first is None else failure.pid != first
-        return 3 if by_agent else 0
-    return 2 if _message(failure).startswith("PeerLost: ") else 1
+    message = _message(failure)
+    if message.startswith("PeerLost: "):
+        return 3
+    if by_agent:
+        return 2 if message and not message.startswith(_STOPPED) else 4
+    return 0 if failure.exitcode < 0 and failure.exitcode != -signal.SIGABRT else 1
 
 
 def sentence_of(rank: int, failure: Any, kills: OomKills = UNKNOWN) -> str:
     """What became of a rank; ``kills``: what the kernel has killed for memory since the launch."""
     text = " ".join(_message(failure).split())
-    if failure.exitcode < 0:
+    if failure.exitcode < 0 and not text:
         name = signal.Signals(-failure.exitcode).name
         why = f", {kills.reason()}" if name == "SIGKILL" else ""
         return (
@@ -265,8 +272,9 @@ def sentence_of(rank: int, failure: Any, kills: OomKills = UNKNOWN) -> str:
         return text[match.end() :]
     if len(text) > 300:
         text = f"{text[:297]}..."
+    code = f" with code {failure.exitcode}" if failure.exitcode >= 0 else ""  # killed after it said why
     said = f": {text}" if text else ", and its log tells why"
-    return f"rank {rank} (process {failure.pid}) ended with code {failure.exitcode}{said}"
+    return f"rank {rank} (process {failure.pid}) ended{code}{said}"
 
 
 def _message(failure: Any) -> str:

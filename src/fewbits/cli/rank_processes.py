@@ -5,12 +5,15 @@ checkpoint and the end, for which they may take their time; Ctrl-C ends them at 
 
 A process that is stopped (SIGSTOP) is no dead one to the agent, and the others wait for it. The system tells
 its parent, so it is named within a second or two, and after `STOPPED_S` it is ended, and with it the run.
+
+When one process has ended, the agent ends the others. Which did it end, and which had ended before? Times do
+not tell: this process may get no turn between two deaths. But Python announces every signal that it is about
+to send (an audit event), in the thread that sends it. So what the agent has signalled is known for certain.
 """
 
 from __future__ import annotations
 
 import os
-import select
 import signal
 import sys
 import threading
@@ -40,7 +43,7 @@ class RankProcesses:
 
     Attributes:
         signal: the first that came; None: none did.
-        first: number of the process that ended first, of those started last; None: not known.
+        ended_by_agent: numbers of the processes that lived when the agent sent them a signal.
         stopped: sentences about processes that stood still and were ended for it, by process number.
     """
 
@@ -49,9 +52,9 @@ class RankProcesses:
         self.restarts = restarts
         self.signal: signal.Signals | None = None
         self.stopped: dict[int, str] = {}
-        self.first: int | None = None
         self._agent = _Agent(work)
-        self._handles: dict[int, int] = {}  # numbers of processes, by what is readable when they end
+        self.ended_by_agent = self._agent.signalled
+        self._asked: set[int] = set()  # numbers of the processes that got the signal
         self._still: dict[int, float] = {}  # since when, by process number
         self._said: set[int] = set()
         self._signalled = 0.0
@@ -70,54 +73,39 @@ class RankProcesses:
                     signal.signal(getattr(signal, name), self._heard)
             self._agent.start()
             while self._agent.is_alive():
-                self._wait()
+                self._agent.join(_WAIT_S)
                 if time.monotonic() - self._seen < _LOOK_S:
                     continue
                 children = _children()
                 self._look(children)
-                self._watch_ends(children)
+                if self.signal is not None:
+                    self._ask(children, self.signal)  # those that were started since; the agent is not told
                 if self.signal is not None and not children and not self._started:
                     break  # it waits for other machines, and cannot be told
         finally:
             for name, old in before.items():
                 signal.signal(getattr(signal, name), old)
-            self._close()
+            self._agent.listens = False
         if self._agent.error is not None:
             raise self._agent.error
 
-    def _close(self) -> None:
-        for handle in self._handles:
-            os.close(handle)
-        self._handles.clear()
-
-    def _wait(self) -> None:
-        """A moment, or until a process ends: the first, before the agent ends the others, is to blame."""
-        if self.first is not None or not self._handles:
-            self._agent.join(_WAIT_S)
-            return
-        ended, _, _ = select.select(list(self._handles), [], [], _WAIT_S)
-        if ended:
-            self.first = self._handles[ended[0]]
-
-    def _watch_ends(self, children: list[psutil.Process]) -> None:
-        watched, alive = set(self._handles.values()), {child.pid for child in children}
-        if watched and alive and not watched & alive and self.restarts:  # all were started again
-            self._close()
-            self.first, watched = None, set()
-            for child in children if self.signal is not None else ():
-                _send(child.pid, signal.SIGTERM)  # the end was asked for, and the agent does not know
-        for child in children if hasattr(os, "pidfd_open") else ():
-            if child.pid not in watched:
-                with suppress(OSError):  # it has ended, or the kernel is too old
-                    self._handles[os.pidfd_open(child.pid)] = child.pid
+    def _ask(self, children: list[psutil.Process], came: signal.Signals) -> None:
+        """Hand a signal on to processes that did not get it yet."""
+        for child in children:
+            if child.pid not in self._asked:
+                self._asked.add(child.pid)
+                _send(child.pid, _HANDED_ON[came.name])
 
     def _heard(self, number: int, frame: FrameType | None) -> None:
         again, self.signal = self.signal is not None, self.signal or signal.Signals(number)
         self._signalled = self._signalled or time.monotonic()
         if again and number != signal.SIGINT and time.monotonic() - self._signalled < _SAME_S:
             return
+        if not again:
+            self._ask(_children(), self.signal)
+            return
         for child in _children():
-            _send(child.pid, signal.SIGKILL if again else _HANDED_ON[signal.Signals(number).name])
+            _send(child.pid, signal.SIGKILL)
 
     def _look(self, children: list[psutil.Process]) -> None:
         """Who stands still, or goes on after Ctrl-C."""
@@ -158,11 +146,18 @@ class _Agent(threading.Thread):
     def __init__(self, work: Callable[[], None]) -> None:
         super().__init__(name="fewbits-agent", daemon=True)
         self.error: BaseException | None = None
+        self.signalled: set[int] = set()
+        self.listens = True  # what Python announces; who listens to it cannot be removed again
         self._work = work
 
     def run(self) -> None:
+        sys.addaudithook(self._announced)
         with _Kept(self):
             self._work()
+
+    def _announced(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if event in ("os.killpg", "os.kill") and self.listens and threading.get_ident() == self.ident:
+            self.signalled.add(arguments[0])
 
 
 class _Kept:
