@@ -7,6 +7,7 @@ import os
 import pty
 import re
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -18,7 +19,7 @@ import psutil
 import pytest
 
 from fewbits.cli import rank_processes
-from fewbits.cli.launch import check_tasks, processes, run_processes, wants_launch
+from fewbits.cli.launch import _meeting, check_tasks, processes, run_processes, wants_launch
 from fewbits.cli.launch_flags import without_launch_flags
 from fewbits.doctor.launchers import launched as launched_as
 from fewbits.errors import BadInput, PeerLost, Unsupported
@@ -308,6 +309,29 @@ def test_two_machines_train_one_run(tmp_path, run_folders):
     assert run["status"] == "finished" and run["ranks"] == 2 and run["parallel"].startswith("ddp: 2 ranks")
 
 
+@pytest.mark.parametrize(
+    "words, why",
+    [
+        (("--node-rank", "0"), r"Timed out .* 1/2 clients joined\."),
+        (("--node-rank", "1"), "The client socket has timed out .*"),
+        ((), "RendezvousTimeoutError"),
+    ],
+)
+def test_a_machine_that_is_alone_says_so(words, why, monkeypatch, tmp_path, capsys):
+    """First for whom it waits, then, after torch's ten minutes (here one second), that they did not come."""
+    short = ["--rdzv-conf", "timeout=1,join_timeout=1,read_timeout=1"]
+    monkeypatch.setattr("fewbits.cli.launch._meeting", lambda args: [*_meeting(args), *short])
+    monkeypatch.setattr(rank_processes, "_LOOK_S", 0.1)
+    monkeypatch.setattr(rank_processes, "_ALONE_S", 0.2)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        there = f"127.0.0.1:{free.getsockname()[1]}"
+    args = flags("--nnodes", "2", "--rdzv-endpoint", there, *words)
+    with pytest.raises(Unsupported, match=rf"not meet at {there} \({why}\); .* that all 2 were started\."):
+        run_processes(["true"], args, count=1, logs=tmp_path / "logs")
+    assert f"waiting at {there} for all 2 machines (--nnodes) to start." in capsys.readouterr().err
+
+
 def test_a_meeting_that_fails_and_one_that_is_lost(monkeypatch, tmp_path):
     from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 
@@ -405,8 +429,6 @@ def rank_of(launcher: int, rank: int) -> int:
 @pytest.fixture
 def run_folders(tmp_path):
     """A tiny run's configuration, and a free port."""
-    import socket
-
     import yaml
     from transformers import LlamaConfig, LlamaForCausalLM
 

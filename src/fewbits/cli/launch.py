@@ -134,6 +134,7 @@ def processes(count: str, device: str) -> int:
 
 def run_processes(command: Sequence[str], args: Namespace, *, count: int, logs: Path) -> int:
     """Any command in ``count`` processes, with torch's variables; its failure told in one sentence."""
+    from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous.api import RendezvousError
 
@@ -141,8 +142,11 @@ def run_processes(command: Sequence[str], args: Namespace, *, count: int, logs: 
     own.mkdir(parents=True, exist_ok=True)
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the sentence is ours
     before = oom_kills()
+    waits = f"waiting at {args.rdzv_endpoint} for all {args.nnodes} machines (--nnodes) to start.\n"
     running = RankProcesses(
-        lambda: _torchrun(command, args, count=count, logs=own), restarts=bool(args.max_restarts)
+        lambda: _torchrun(command, args, count=count, logs=own),
+        restarts=bool(args.max_restarts),
+        waits=waits if (args.nnodes or 1) > 1 else "",
     )
     try:
         running.run()
@@ -150,7 +154,7 @@ def run_processes(command: Sequence[str], args: Namespace, *, count: int, logs: 
         code = _tell(error.failures, own, running, before)
         _remove_empty(own)
         return code
-    except RendezvousError as error:
+    except (RendezvousError, DistError) as error:
         if any(own.glob("*/attempt_*")):  # they had met: processes were started
             _remove_empty(own)
             raise PeerLost(
@@ -159,7 +163,7 @@ def run_processes(command: Sequence[str], args: Namespace, *, count: int, logs: 
             ) from error
         raise Unsupported(
             f"the machines did not meet at {args.rdzv_endpoint} ({_first_line(error)}); check that the first"
-            " machine's name and port can be reached from all, and that all were started."
+            f" machine's name and port can be reached from all, and that all {args.nnodes} were started."
         ) from error
     request = _asked_to_stop(own) if args.max_restarts else None
     _remove_empty(own)

@@ -29,6 +29,7 @@ STOPPED_S = 10.0  # for which a process may stand still
 _SAID_S = 1.0  # after which that is said
 _INTERRUPTED_S = 10.0  # within which a process must have ended after Ctrl-C
 _SAME_S = 2.0  # within which a signal is the first one again: `timeout` sends it to us and to our group
+_ALONE_S = 15.0  # after which it is said that other machines are waited for
 _WAIT_S, _LOOK_S = 0.2, 1.0  # looking goes through all processes of the machine
 _HANDED_ON = {  # what came, and what the ranks get
     "SIGTERM": signal.SIGTERM,
@@ -47,9 +48,15 @@ class RankProcesses:
         stopped: sentences about processes that stood still and were ended for it, by process number.
     """
 
-    def __init__(self, work: Callable[[], None], *, restarts: bool = False) -> None:
-        """Args: what starts the processes and waits for them; whether it may start them again."""
-        self.restarts = restarts
+    def __init__(self, work: Callable[[], None], *, restarts: bool = False, waits: str = "") -> None:
+        """Nothing is started yet.
+
+        Args:
+            work: starts the processes and waits for them.
+            restarts: whether it may start them again.
+            waits: said after a while in which it has started none, because it waits for other machines.
+        """
+        self.restarts, self._waits = restarts, waits
         self.signal: signal.Signals | None = None
         self.stopped: dict[int, str] = {}
         self._agent = _Agent(work)
@@ -58,7 +65,8 @@ class RankProcesses:
         self._still: dict[int, float] = {}  # since when, by process number
         self._said: set[int] = set()
         self._signalled = 0.0
-        self._seen, self._started = time.monotonic(), False
+        self._began = self._seen = time.monotonic()
+        self._started = False
 
     def run(self) -> None:
         """Wait until all have ended.
@@ -113,6 +121,10 @@ class RankProcesses:
         if now - self._seen > 5 * _LOOK_S:  # this process itself was stopped
             self._still.clear()
         self._seen, self._started = now, self._started or bool(children)
+        if self._waits and not self._started and now - self._began > _ALONE_S:
+            sys.stderr.write(self._waits)
+            sys.stderr.flush()
+            self._waits = ""
         if self.signal == signal.SIGINT and now - self._signalled > _INTERRUPTED_S:
             for child in children:
                 _send(child.pid, signal.SIGKILL)

@@ -79,6 +79,7 @@ NOT_COMPARED = frozenset(
         "tensor_size",
         "shard_size",
         "keep_gathered",
+        "meeting_seconds",
         "wait_seconds",
         "report_to",
         "title",
@@ -162,6 +163,7 @@ class TrainConfig:
     shard_size: int | None = _option(None, "several GPUs")
     keep_gathered: bool = _option(False, "several GPUs")
     communication: str = _option("auto", "several GPUs", COMMUNICATION)
+    meeting_seconds: int = _option(90, "several GPUs")
     wait_seconds: int = _option(1800, "several GPUs")
 
     logging_steps: int = _option(1, "output")
@@ -198,6 +200,7 @@ class TrainConfig:
             "epochs",
             "learning_rate",
             "keep_checkpoints",
+            "meeting_seconds",
             "wait_seconds",
         )
         optional = (

@@ -135,7 +135,8 @@ HELP = {
         "number format in which gradients are sent between processes; auto: the recipe's, if it names"
         " one; none: unquantised"
     ),
-    "wait_seconds": "how long a process waits for another before the run stops",
+    "meeting_seconds": "how long the processes wait for each other to start, before the run stops",
+    "wait_seconds": "how long a process that has started waits for another before the run stops",
     # output
     "logging_steps": "steps between two lines of metrics.jsonl",
     "eval_steps": "steps between evaluations; none: ten evaluations in the run",

@@ -72,6 +72,7 @@ CALLED = {
     "parallel": "strategy fsdp ddp deepspeed zero distributed fsdp_config parallelism",
     "tensor_size": "tp tp_size tensor_parallel tensor_parallel_size tensor_model_parallel_size",
     "communication": "gradient_compression compression",
+    "meeting_seconds": "rdzv_timeout join_timeout rendezvous_timeout",
     "wait_seconds": "ddp_timeout timeout",
     "logging_steps": "log_steps log_every log_interval logging_interval log_freq",
     "eval_steps": "evaluation_steps eval_every eval_interval val_check_interval eval_freq "

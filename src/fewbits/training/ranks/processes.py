@@ -18,11 +18,12 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.elastic.utils.api import get_env_variable_or_raise
 from torch.distributed.rendezvous import rendezvous
 
 from fewbits import errors
 from fewbits.errors import FewbitsError, PeerLost, SpecMismatch, Unsupported
-from fewbits.training.ranks.meeting import AGAIN_S, Met, meet
+from fewbits.training.ranks.meeting import AGAIN_S, MEETING_SECONDS, Met, meet
 
 T = TypeVar("T")
 WAIT_SECONDS = 1800
@@ -173,19 +174,28 @@ class _Told:
             self.store.set(self.key, json.dumps(told))
 
 
-def join(*, on_gpu: bool, wait_seconds: float = WAIT_SECONDS, attempt: int = 0) -> Ranks:
+def join(
+    *,
+    on_gpu: bool,
+    wait_seconds: float = WAIT_SECONDS,
+    meeting_seconds: float = MEETING_SECONDS,
+    attempt: int = 0,
+    tell: Callable[[str], None] = lambda sentence: None,
+) -> Ranks:
     """This process among those that torchrun (or another launcher that sets torch's variables) has started.
 
     Each gets the GPU of its number on its machine; a process that was started alone stays alone.
 
     Args:
         on_gpu: whether the run computes there.
-        wait_seconds: the longest that one rank waits for another.
+        wait_seconds: the longest that one rank waits for another, once all have met.
+        meeting_seconds: the longest that it waits for the others to start.
         attempt: how often a launcher says it has started this process again.
+        tell: gets a sentence about ranks that are long in coming, on rank 0.
 
     Raises:
         Unsupported: a machine has fewer GPUs than processes.
-        PeerLost: others did not come; soon where they were started again.
+        PeerLost: others did not come.
     """
     from accelerate import PartialState
 
@@ -197,7 +207,10 @@ def join(*, on_gpu: bool, wait_seconds: float = WAIT_SECONDS, attempt: int = 0) 
         )
     met = None
     if _launched() and not dist.is_initialized():
-        met = _meet("nccl" if on_gpu else "gloo", wait_seconds, attempt)
+        store, rank, size = _find_store(min(AGAIN_S, meeting_seconds) if attempt else meeting_seconds)
+        if size > 1:
+            met = meet(store, rank, size, attempt=attempt, seconds=meeting_seconds, tell=tell)
+            _make_group("nccl" if on_gpu else "gloo", met.store, rank, size, wait_seconds)
     state = PartialState(cpu=not on_gpu, timeout=timedelta(seconds=wait_seconds)) if _launched() else None
     if state is None or state.num_processes == 1:
         return Ranks(wait_seconds=wait_seconds, again=attempt > 0)
@@ -216,28 +229,32 @@ def join(*, on_gpu: bool, wait_seconds: float = WAIT_SECONDS, attempt: int = 0) 
     )
 
 
-def _meet(backend: str, wait_seconds: float, attempt: int) -> Met | None:
-    """The process group, over a part of the store that no earlier attempt used; None: a process alone."""
-    patience = timedelta(seconds=min(AGAIN_S, wait_seconds) if attempt else wait_seconds)
+def _find_store(seconds: float) -> tuple[Any, int, int]:
+    """Where the ranks meet, this one's number, and how many there are."""
     try:
-        store, rank, size = next(rendezvous("env://", timeout=patience))
+        size = int(get_env_variable_or_raise("WORLD_SIZE"))
+        # of an unknown number: otherwise a rank 0 that holds the store waits here, for it knows not whom
+        store, rank, _ = next(rendezvous("env://?world_size=-1", timeout=timedelta(seconds=seconds)))
+    except ValueError as error:
+        raise Unsupported(
+            f"LOCAL_RANK says that this process is one of several, but {_first_line(error)}; set RANK,"
+            " WORLD_SIZE, MASTER_ADDR and MASTER_PORT too, as torchrun does, or unset LOCAL_RANK."
+        ) from error
     except dist.DistError as error:
         raise PeerLost(
-            f"the store at which the ranks meet did not answer ({_first_line(error)}); start all of them"
-            " again, with resume."
+            f"the store at which the ranks of this run meet did not answer within {seconds:g} s"
+            f" ({_first_line(error)}), so rank 0 or the launcher that holds it has not come; look at its log,"
+            " then start all again, with resume. Where starting takes longer, raise meeting_seconds."
         ) from error
-    if size == 1:
-        return None
-    met = meet(store, rank, size, attempt=attempt, wait_seconds=wait_seconds)
-    store.set_timeout(timedelta(seconds=wait_seconds))
-    dist.init_process_group(
-        backend,
-        store=PrefixStore("group", met.store),
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=wait_seconds),
-    )
-    return met
+    return store, rank, size
+
+
+def _make_group(backend: str, store: Any, rank: int, size: int, wait_seconds: float) -> None:
+    """The process group, over a part of the store that no earlier attempt used."""
+    patience = timedelta(seconds=wait_seconds)
+    store.set_timeout(patience)
+    group = PrefixStore("group", store)
+    dist.init_process_group(backend, store=group, rank=rank, world_size=size, timeout=patience)
 
 
 def _first_line(error: BaseException) -> str:

@@ -36,7 +36,13 @@ _SAMPLED, _PATIENCE_S = 16, 20.0
 def gather_ranks(config: TrainConfig, console: Console, attempt: int = 0) -> Ranks:
     """Meet the other processes of the run, if there are any; nothing is spread over GPUs unasked."""
     on_gpu = uses_gpu(config)
-    ranks = join(on_gpu=on_gpu, wait_seconds=config.wait_seconds, attempt=attempt)
+    ranks = join(
+        on_gpu=on_gpu,
+        wait_seconds=config.wait_seconds,
+        meeting_seconds=config.meeting_seconds,
+        attempt=attempt,
+        tell=partial(console.print, highlight=False, markup=False),
+    )
     if ranks.size == 1 and on_gpu and torch.cuda.device_count() > 1:
         count = torch.cuda.device_count()
         console.print(
