@@ -18,26 +18,18 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fewbits.formats.base import Format, Packed, PartSpec
-from fewbits.formats.blocks import (
-    SMALLEST_SCALE,
-    Block,
-    block_absmax,
-    divide,
-    from_blocks,
-    packed_nothing,
-    scale_shape,
-    to_blocks,
-)
+from fewbits.formats.base import Packed, PartSpec
+from fewbits.formats.block_format import BlockFormat, Blocks
+from fewbits.formats.blocks import SMALLEST_SCALE, Block, block_absmax, divide, scale_shape
 from fewbits.formats.contract import Coding, Contract
-from fewbits.formats.rounding import random_uniform, round_to_integer
+from fewbits.formats.rounding import round_to_integer
 
 # mantissa bits, exponent of the smallest normal number, largest number, torch's type
 _KINDS = {"e4m3": (3, -6, 448.0, torch.float8_e4m3fn), "e5m2": (2, -14, 57344.0, torch.float8_e5m2)}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Float8(Format):
+class Float8(BlockFormat):
     """Eight-bit floating point times a scale.
 
     Attributes:
@@ -88,36 +80,20 @@ class Float8(Format):
             "scales": PartSpec(scale_shape(shape, self.block), torch.float32),
         }
 
-    def quantize(self, x: Tensor, *, seed: int | None = None) -> Packed:
-        """Write x in this format; see `Format.quantize`."""
-        return self.quantize_under(x, None, seed=seed)
-
-    def quantize_under(self, x: Tensor, absmax: float | None, *, seed: int | None = None) -> Packed:
-        """See `Format.quantize_under`, for x of any shape; one scale of all is that of ``absmax``."""
-        nothing = packed_nothing(self, x)
-        if nothing is not None:
-            return nothing
-        shape = tuple(x.shape)
-        blocks = to_blocks(x.detach(), self.block)
-        largest = block_absmax(blocks)
-        if absmax is not None and self.block == (0, 0):
-            largest = torch.full_like(largest, absmax)
+    def rounded(self, x: Blocks) -> dict[str, Tensor]:
+        """See `BlockFormat.rounded`; one scale of all is that of ``x.absmax``."""
+        largest = block_absmax(x.values)
+        if x.absmax is not None and self.block == (0, 0):
+            largest = torch.full_like(largest, x.absmax)
         scales = divide(largest, self.largest).clamp_(min=SMALLEST_SCALE)
-        scaled = (blocks.float() * (1.0 / scales)).clamp_(-self.largest, self.largest).nan_to_num_(0.0)
-        if seed is not None:
-            uniform = to_blocks(random_uniform(shape, seed, x.device), self.block)
-            scaled = self._round_stochastic(scaled, uniform)
-        codes = from_blocks(scaled.to(self.torch_dtype), shape or (1,), self.block)
-        parts = {"codes": codes, "scales": scales.reshape(scale_shape(shape, self.block))}
-        return Packed(self, shape, x.dtype, parts)
+        scaled = (x.values.float() * (1.0 / scales)).clamp_(-self.largest, self.largest).nan_to_num_(0.0)
+        if x.uniform is not None:
+            scaled = self._round_stochastic(scaled, x.uniform)
+        return {"codes": scaled.to(self.torch_dtype), "scales": scales}
 
-    def dequantize(self, packed: Packed, dtype: torch.dtype | None = None) -> Tensor:
-        """The tensor itself; see `Format.dequantize`."""
-        if packed.codes.numel() == 0:
-            return torch.empty(packed.shape, dtype=dtype or packed.dtype, device=packed.codes.device)
-        blocks = to_blocks(packed.codes.float(), self.block)
-        x = blocks * packed.scales.view(blocks.shape[0], 1, blocks.shape[2], 1)
-        return from_blocks(x, packed.shape, self.block).to(dtype or packed.dtype)
+    def decoded(self, codes: Tensor, scales: Tensor, packed: Packed) -> Tensor:
+        """See `BlockFormat.decoded`."""
+        return codes.float() * scales
 
     def _round_stochastic(self, x: Tensor, uniform: Tensor) -> Tensor:
         """To one of the two neighbouring numbers of the kind, so that the later cast is exact."""

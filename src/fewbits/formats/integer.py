@@ -27,20 +27,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fewbits.formats.base import Format, Packed, PartSpec, is_whole
+from fewbits.formats.base import Packed, PartSpec, is_whole
 from fewbits.formats.bits import pack_bits, packed_size, unpack_bits
-from fewbits.formats.blocks import (
-    SMALLEST_SCALE,
-    Block,
-    block_absmax,
-    divide,
-    from_blocks,
-    packed_nothing,
-    scale_shape,
-    to_blocks,
-)
+from fewbits.formats.block_format import BlockFormat, Blocks
+from fewbits.formats.blocks import SMALLEST_SCALE, Block, block_absmax, divide, scale_shape
 from fewbits.formats.contract import Coding, Contract
-from fewbits.formats.rounding import random_uniform, round_to_integer
+from fewbits.formats.rounding import round_to_integer
 from fewbits.formats.scale_search import SHRINK, Grid, ScaleSearch, shrunk
 from fewbits.formats.tables import lookup_nibbles
 
@@ -49,7 +41,7 @@ INT4_VALUES = (0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, -8.0, -7.0, -6.0, -5.0, -
 
 
 @dataclass(frozen=True, kw_only=True)
-class WholeNumbers(Format):
+class WholeNumbers(BlockFormat):
     """Whole numbers times a scale.
 
     Attributes:
@@ -109,57 +101,41 @@ class WholeNumbers(Format):
             parts["zero_points"] = PartSpec(scales, torch.int8)
         return parts
 
-    def quantize(self, x: Tensor, *, seed: int | None = None) -> Packed:
-        """Write x in this format; see `Format.quantize`."""
-        nothing = packed_nothing(self, x)
-        if nothing is not None:
-            return nothing
-        shape = tuple(x.shape)
-        layout = self.layout(shape)
-        blocks = to_blocks(x.detach(), self.block)
-        scales, zero_points = self._scales(blocks)
-        scaled = blocks.float() * (1.0 / scales)
-        uniform = None
-        if seed is not None:
-            uniform = to_blocks(random_uniform(shape, seed, x.device), self.block)
-        codes = round_to_integer(scaled, uniform)
+    def rounded(self, x: Blocks) -> dict[str, Tensor]:
+        """See `BlockFormat.rounded`."""
+        scales, zero_points = self._scales(x.values)
+        codes = round_to_integer(x.values.float() * (1.0 / scales), x.uniform)
         lowest = -self.max_code
+        parts = {"scales": scales}
         if zero_points is not None:
             codes.add_(zero_points)
             lowest -= 1
-        codes = codes.clamp_(lowest, self.max_code).nan_to_num_(0.0).to(torch.int8)
-        codes = from_blocks(codes, shape or (1,), self.block)
-        parts = {
-            "codes": codes
-            if self.bits == 8
-            else pack_bits(codes.view(torch.uint8) & (2**self.bits - 1), self.bits),
-            "scales": scales,
-        }
-        if zero_points is not None:
             parts["zero_points"] = zero_points.to(torch.int8)
-        return Packed(
-            self, shape, x.dtype, {name: part.reshape(layout[name].shape) for name, part in parts.items()}
-        )
+        parts["codes"] = codes.clamp_(lowest, self.max_code).nan_to_num_(0.0).to(torch.int8)
+        return parts
 
-    def dequantize(self, packed: Packed, dtype: torch.dtype | None = None) -> Tensor:
-        """The tensor itself; see `Format.dequantize`."""
-        whole = packed.shape or (1,)
-        codes = packed.codes
-        if codes.numel() == 0:
-            return torch.empty(packed.shape, dtype=dtype or packed.dtype, device=codes.device)
+    def to_bytes(self, codes: Tensor) -> Tensor:
+        """Two's complement codes (..., K) as they are stored."""
+        if self.bits == 8:
+            return codes
+        return pack_bits(codes.view(torch.uint8) & (2**self.bits - 1), self.bits)
+
+    def from_bytes(self, stored: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """The inverse of `to_bytes`: whole numbers of ``shape`` (..., K), of any dtype."""
         if self.bits == 4:
-            values = lookup_nibbles(codes.reshape(-1), INT4_VALUES)
-            codes = values.view(*codes.shape[:-1], 2 * codes.shape[-1])[..., : whole[-1]]
-        elif self.bits < 8:
-            codes, sign = unpack_bits(codes, self.bits, whole[-1]).view(torch.int8), 2 ** (self.bits - 1)
-            codes = (codes ^ sign) - sign
-        blocks = to_blocks(codes, self.block)
-        like = (blocks.shape[0], 1, blocks.shape[2], 1)
-        scales = packed.scales.view(like)
+            values = lookup_nibbles(stored.reshape(-1), INT4_VALUES)
+            return values.view(*stored.shape[:-1], 2 * stored.shape[-1])[..., : shape[-1]]
+        if self.bits == 8:
+            return stored
+        codes: Tensor = unpack_bits(stored, self.bits, shape[-1]).view(torch.int8)
+        sign = self.max_code + 1
+        return (codes ^ sign) - sign
+
+    def decoded(self, codes: Tensor, scales: Tensor, packed: Packed) -> Tensor:
+        """See `BlockFormat.decoded`; int8 codes are promoted to float32 on the way."""
         if self.zero_point:
-            blocks = blocks.float() - packed.parts["zero_points"].view(like)
-        x = blocks * scales  # int8 codes are promoted to float32 on the way
-        return from_blocks(x, packed.shape, self.block).to(dtype or packed.dtype)
+            codes = codes.float() - packed.parts["zero_points"].view(scales.shape)
+        return codes * scales
 
     def scale_search(self, weight: Tensor) -> ScaleSearch | None:
         """See `Format.scale_search`."""

@@ -20,19 +20,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fewbits.formats.base import Format, Packed, PartSpec
-from fewbits.formats.bits import pack_bits, packed_size, unpack_bits
-from fewbits.formats.blocks import (
-    Block,
-    block_absmax,
-    from_blocks,
-    packed_nothing,
-    scale_shape,
-    to_blocks,
-)
+from fewbits.formats.base import Packed, PartSpec
+from fewbits.formats.bits import pack_bits, packed_size
+from fewbits.formats.block_format import BlockFormat, Blocks
+from fewbits.formats.blocks import Block, block_absmax, scale_shape
 from fewbits.formats.contract import Contract
-from fewbits.formats.minifloat import MINIFLOATS, exponential
-from fewbits.formats.rounding import random_uniform, round_to_integer
+from fewbits.formats.minifloat import MINIFLOATS, exponential, power_of_e8m0
+from fewbits.formats.rounding import round_to_integer
 from fewbits.formats.scale_search import Grid, ScaleSearch, ascending
 from fewbits.formats.tables import table
 
@@ -43,7 +37,7 @@ _STORED = {"e2m1": ("mxfp4-pack-quantized", "weight_packed"), "e4m3": ("mxfp8-qu
 
 
 @dataclass(frozen=True, kw_only=True)
-class Microscaling(Format):
+class Microscaling(BlockFormat):
     """Elements of few bits in blocks with a power of two each.
 
     Attributes:
@@ -102,35 +96,18 @@ class Microscaling(Format):
             "scales": PartSpec(scale_shape(shape, self.block), torch.uint8),
         }
 
-    def quantize(self, x: Tensor, *, seed: int | None = None) -> Packed:
-        """Write x in this format; see `Format.quantize`."""
-        nothing = packed_nothing(self, x)
-        if nothing is not None:
-            return nothing
-        shape = tuple(x.shape)
-        layout = self.layout(shape)
-        blocks = to_blocks(x.detach(), self.block)
-        scales = self._scales(block_absmax(blocks))
-        scaled = (blocks.float() * exponential(-scales)).nan_to_num_(0.0)
-        uniform = None
-        if seed is not None:
-            uniform = to_blocks(random_uniform(shape, seed, x.device), self.block)
-        codes = from_blocks(self._codes(scaled, uniform), shape or (1,), self.block)
+    def rounded(self, x: Blocks) -> dict[str, Tensor]:
+        """See `BlockFormat.rounded`."""
+        scales = self._scales(block_absmax(x.values))
+        scaled = (x.values.float() * exponential(-scales)).nan_to_num_(0.0)
+        codes = self._codes(scaled, x.uniform)
         scales = torch.where(scales.isnan(), float(_NAN), scales + 127)
-        parts = {"codes": pack_bits(codes, self.bits), "scales": scales.to(torch.uint8)}
-        return Packed(self, shape, x.dtype, {n: parts[n].reshape(s.shape) for n, s in layout.items()})
+        return {"codes": codes, "scales": scales.to(torch.uint8)}
 
-    def dequantize(self, packed: Packed, dtype: torch.dtype | None = None) -> Tensor:
-        """The tensor itself; see `Format.dequantize`."""
-        whole, codes = packed.shape or (1,), packed.codes
-        if codes.numel() == 0:
-            return torch.empty(packed.shape, dtype=dtype or packed.dtype, device=codes.device)
-        index = unpack_bits(codes, self.bits, whole[-1]).to(torch.int32)
-        values = table(self.values, codes.device).index_select(0, index.view(-1)).view(whole)
-        blocks = to_blocks(values, self.block)
-        scales = packed.scales.view(blocks.shape[0], 1, blocks.shape[2], 1).float()
-        scales = exponential(scales.masked_fill(scales == _NAN, torch.nan) - 127)
-        return from_blocks(blocks * scales, packed.shape, self.block).to(dtype or packed.dtype)
+    def decoded(self, codes: Tensor, scales: Tensor, packed: Packed) -> Tensor:
+        """See `BlockFormat.decoded`."""
+        numbers = table(self.values, codes.device).index_select(0, codes.reshape(-1).to(torch.int32))
+        return numbers.view(codes.shape) * power_of_e8m0(scales)
 
     def scale_search(self, weight: Tensor) -> ScaleSearch | None:
         """See `Format.scale_search`."""

@@ -99,3 +99,16 @@ def exponential(exponent: Tensor) -> Tensor:
     """
     half = (exponent / 2).floor()  # each factor is a normal number, so their product is exact or subnormal
     return torch.exp2(half) * torch.exp2(exponent - half)
+
+
+def power_of_e8m0(exponents: Tensor, *, inverse: bool = False) -> Tensor:
+    """``2**(e - 127)`` of E8M0 codes as float32, or its inverse; NaN for 255.
+
+    Args:
+        exponents: any shape, uint8.
+        inverse: ``2**(127 - e)``.
+    """
+    e = exponents.to(torch.int32)
+    e = 254 - e if inverse else e
+    bits = torch.where(e > 0, e << 23, torch.full_like(e, 0x400000))  # 2**-127 is not a normal number
+    return torch.where(exponents == 255, torch.nan, bits.view(torch.float32))

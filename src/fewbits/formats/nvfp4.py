@@ -27,21 +27,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fewbits.formats.base import Format, Packed, PartSpec
-from fewbits.formats.bits import pack_bits, packed_size, unpack_bits
-from fewbits.formats.blocks import (
-    SMALLEST_SCALE,
-    Block,
-    block_absmax,
-    divide,
-    from_blocks,
-    packed_nothing,
-    scale_shape,
-    to_blocks,
-)
+from fewbits.formats.base import Packed, PartSpec
+from fewbits.formats.bits import pack_bits, packed_size
+from fewbits.formats.block_format import BlockFormat, Blocks
+from fewbits.formats.blocks import SMALLEST_SCALE, Block, block_absmax, divide, scale_shape
 from fewbits.formats.contract import Contract
 from fewbits.formats.minifloat import E2M1
-from fewbits.formats.rounding import random_uniform, sum_in_order
+from fewbits.formats.rounding import sum_in_order
 from fewbits.formats.scale_search import SHRINK, Grid, ScaleSearch, ascending
 from fewbits.formats.tables import table
 
@@ -51,7 +43,7 @@ _LARGEST_SCALE_OF_SIX = 256.0  # with four_over_six: 1.5 times as much is still 
 
 
 @dataclass(frozen=True, kw_only=True)
-class NVFP4Blocks(Format):
+class NVFP4Blocks(BlockFormat):
     """E2M1 codes under two levels of scales.
 
     Attributes:
@@ -100,46 +92,28 @@ class NVFP4Blocks(Format):
             self.whole_scale: PartSpec((1,), torch.float32),
         }
 
-    def quantize(self, x: Tensor, *, seed: int | None = None) -> Packed:
-        """Write x in this format; see `Format.quantize`."""
-        return self.quantize_under(x, None, seed=seed)
+    @property
+    def bits(self) -> int:
+        """Bits of a code."""
+        return 4
 
-    def quantize_under(self, x: Tensor, absmax: float | None, *, seed: int | None = None) -> Packed:
-        """`quantize` as part of a larger tensor whose largest magnitude is ``absmax``; None: of x itself."""
-        nothing = packed_nothing(self, x)
-        if nothing is not None:
-            return nothing
-        shape = tuple(x.shape)
-        layout = self.layout(shape)
-        blocks = to_blocks(x.detach(), self.block).float()
-        whole = self._whole_scale(blocks.new_full((1,), absmax) if absmax is not None else blocks)
+    def rounded(self, x: Blocks) -> dict[str, Tensor]:
+        """See `BlockFormat.rounded`."""
+        blocks = x.values.float()
+        whole = self._whole_scale(blocks if x.absmax is None else blocks.new_full((1,), x.absmax))
         block_largest = block_absmax(blocks)
-        uniform = None
-        if seed is not None:
-            uniform = to_blocks(random_uniform(shape, seed, x.device), self.block)
-        codes, scales = self._round(blocks, block_largest, whole, 6.0, uniform)
+        codes, scales = self._round(blocks, block_largest, whole, 6.0, x.uniform)
         if self.four_over_six:
-            other_codes, other_scales = self._round(blocks, block_largest, whole, 4.0, uniform)
+            other_codes, other_scales = self._round(blocks, block_largest, whole, 4.0, x.uniform)
             error = self._error(blocks, codes, scales, whole)
             better = self._error(blocks, other_codes, other_scales, whole) < error
             codes = torch.where(better, other_codes, codes)
             scales = torch.where(better, other_scales.float(), scales.float()).to(_SCALE)
-        parts = {
-            "codes": pack_bits(from_blocks(codes, shape or (1,), self.block), 4),
-            "scales": scales,
-            self.whole_scale: whole,
-        }
-        return Packed(self, shape, x.dtype, {n: parts[n].reshape(s.shape) for n, s in layout.items()})
+        return {"codes": codes, "scales": scales, self.whole_scale: whole}
 
-    def dequantize(self, packed: Packed, dtype: torch.dtype | None = None) -> Tensor:
-        """The tensor itself; see `Format.dequantize`."""
-        size, codes = packed.shape or (1,), packed.codes
-        if codes.numel() == 0:
-            return torch.empty(packed.shape, dtype=dtype or packed.dtype, device=codes.device)
-        blocks = to_blocks(unpack_bits(codes, 4, size[-1]).view(size), self.block)
-        scales = packed.scales.view(blocks.shape[0], 1, blocks.shape[2], 1)
-        x = self._values(blocks, scales, packed.parts[self.whole_scale])
-        return from_blocks(x, packed.shape, self.block).to(dtype or packed.dtype)
+    def decoded(self, codes: Tensor, scales: Tensor, packed: Packed) -> Tensor:
+        """See `BlockFormat.decoded`."""
+        return self._values(codes, scales, packed.parts[self.whole_scale])
 
     def scale_search(self, weight: Tensor) -> ScaleSearch | None:
         """See `Format.scale_search`."""

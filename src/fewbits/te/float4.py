@@ -15,47 +15,39 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fewbits.formats.base import Format, Packed, PartSpec
-from fewbits.formats.bits import pack_bits, unpack_bits
-from fewbits.formats.blocks import from_blocks, to_blocks
+from fewbits.formats.base import Packed, PartSpec
+from fewbits.formats.block_format import BlockFormat, Blocks
 from fewbits.formats.contract import Contract
-from fewbits.formats.rounding import random_uniform
+from fewbits.formats.minifloat import E2M1
 from fewbits.formats.tables import table
 
-E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_LARGEST = 6.0
+_LARGEST = E2M1.largest  # 6
 _E4M3_LARGEST = 448.0
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
 def e2m1_codes(x: Tensor, uniform: Tensor | None = None) -> Tensor:
-    """Four-bit codes of float32 values, the sign in bit 3.
+    """Four-bit codes of float32 values, the sign in bit 3; rounded as magnitudes are.
 
     Args:
-        x: any shape, float32; magnitudes above 6 count as 6.
+        x: any shape, float32; magnitudes above 6, and what is not finite, count as 6.
         uniform: None rounds to nearest, ties to the even code; else numbers in [0, 1) of x's shape: up where
             the number is below the fraction of the step.
 
     Returns:
         uint8 of that shape.
     """
-    size = x.abs().clamp(max=_LARGEST).nan_to_num(_LARGEST)
-    step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
-    steps = size / step
-    rounded = steps.round() if uniform is None else steps.floor() + (uniform < steps - steps.floor())
-    value = rounded * step  # an even code is an even count of steps in every octave
-    code = torch.bucketize(value, table(E2M1_VALUES, x.device), out_int32=True)
-    return (code | (x.signbit().to(torch.int32) << 3)).to(torch.uint8)
+    size = x.abs().clamp(max=E2M1.largest).nan_to_num(E2M1.largest)
+    return E2M1.codes(size, uniform) | (x.signbit().to(torch.uint8) << 3)
 
 
 def e2m1_values(codes: Tensor) -> Tensor:
     """The float32 values of four-bit codes, any shape."""
-    values = (*E2M1_VALUES, *(-v for v in E2M1_VALUES))
-    return table(values, codes.device)[codes.long()]
+    return table(E2M1.values, codes.device)[codes.long()]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Float4(Format):
+class Float4(BlockFormat):
     """Two-level block scaling of E2M1 values.
 
     Attributes:
@@ -87,50 +79,32 @@ class Float4(Format):
             "amax": PartSpec((M, 1) if self.by_row else (1,), torch.float32),
         }
 
-    def quantize(self, x: Tensor, *, seed: int | None = None) -> Packed:
-        """Write x (M, K) in this format; see `Format.quantize`."""
-        M, K = x.shape
-        amax = self._amax(x)
-        blocks = to_blocks(x.detach().float(), self.block)
+    @property
+    def bits(self) -> int:
+        """Bits of a code."""
+        return 4
+
+    def rounded(self, x: Blocks) -> dict[str, Tensor]:
+        """See `BlockFormat.rounded`, for x (M, K)."""
+        blocks = x.values.float()
         block_amax = blocks.abs().amax(dim=(1, 3), keepdim=True)
-        expand = amax.view(M, 1, 1, 1) if self.by_row else amax.view(1, 1, 1, 1)
-        bound = expand.new_full((), self.scale_bound * _LARGEST)
-        encode = (bound / expand).clamp(max=_FLOAT32_MAX)
+        amax = block_amax.amax(dim=2 if self.by_row else (0, 2), keepdim=True)
+        bound = amax.new_full((), self.scale_bound * _LARGEST)
+        encode = (bound / amax).clamp(max=_FLOAT32_MAX)
         encode = torch.where(encode == 0, torch.ones_like(encode), encode)
-        uniform = None if seed is None else to_blocks(random_uniform((M, K), seed, x.device), self.block)
         if self.four_over_six:
-            codes, scales = self._better_of_two(blocks, block_amax, expand, encode)
+            codes, scales = self._better_of_two(blocks, block_amax, amax, encode)
         else:
             sixth = encode * (1.0 / encode.new_full((), _LARGEST))
             scales = _to_e4m3(block_amax * sixth)
-            codes = e2m1_codes(blocks * _inverse(scales, encode), uniform)
-        nibbles = from_blocks(codes, (M, K), self.block)
-        if K % 2:
-            nibbles = torch.nn.functional.pad(nibbles, (0, 1))
-        parts = {
-            "codes": pack_bits(nibbles.reshape(-1), 4).view(M, -(-K // 2)),
-            "scales": scales.view(scales.shape[0], scales.shape[2]),
-            "amax": amax,
-        }
-        return Packed(self, (M, K), x.dtype, parts)
+            codes = e2m1_codes(blocks * _inverse(scales, encode), x.uniform)
+        return {"codes": codes, "scales": scales, "amax": amax}
 
-    def dequantize(self, packed: Packed, dtype: torch.dtype | None = None) -> Tensor:
-        """The tensor itself; see `Format.dequantize`."""
-        M, K = packed.shape
-        width = packed.codes.shape[1]
-        codes = unpack_bits(packed.codes.reshape(-1), 4, 2 * width * M).view(M, 2 * width)[:, :K]
-        blocks = to_blocks(e2m1_values(codes), self.block)
+    def decoded(self, codes: Tensor, scales: Tensor, packed: Packed) -> Tensor:
+        """See `BlockFormat.decoded`."""
         amax = packed.parts["amax"]
-        whole = amax / amax.new_full((), self.scale_bound * _LARGEST)
-        whole = whole.view(M, 1, 1, 1) if self.by_row else whole.view(1, 1, 1, 1)
-        scales = packed.scales.float().view(blocks.shape[0], 1, blocks.shape[2], 1) * whole
-        return from_blocks(blocks * scales, (M, K), self.block).to(dtype or packed.dtype)
-
-    def _amax(self, x: Tensor) -> Tensor:
-        if x.numel() == 0:
-            return torch.zeros(self.layout((x.shape[0], x.shape[1]))["amax"].shape, device=x.device)
-        size = x.detach().abs()
-        return size.amax(1, keepdim=True).float() if self.by_row else size.amax().float().view(1)
+        whole = (amax / amax.new_full((), self.scale_bound * _LARGEST)).view(-1, 1, 1, 1)
+        return e2m1_values(codes) * (scales.float() * whole)
 
     def _better_of_two(
         self, blocks: Tensor, block_amax: Tensor, amax: Tensor, encode: Tensor

@@ -10,16 +10,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fewbits.formats.base import Format, Packed, PartSpec
-from fewbits.formats.blocks import Block, from_blocks, scale_shape, to_blocks
+from fewbits.formats.base import Packed, PartSpec
+from fewbits.formats.block_format import BlockFormat, Blocks
+from fewbits.formats.blocks import Block, scale_shape
 from fewbits.formats.contract import Contract
-from fewbits.te.scaling import exponents_of_amax, power_of_exponent, to_float8
+from fewbits.formats.minifloat import power_of_e8m0
+from fewbits.te.scaling import exponents_of_amax, to_float8
 
 _KINDS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Microscaled(Format):
+class Microscaled(BlockFormat):
     """Eight-bit floating point with shared exponents.
 
     Attributes:
@@ -46,24 +48,16 @@ class Microscaled(Format):
         scales = PartSpec(scale_shape(shape, self.block), torch.uint8)
         return {"codes": PartSpec(shape, self.torch_dtype), "scales": scales}
 
-    def quantize(self, x: Tensor, *, seed: int | None = None) -> Packed:
-        """Write x (M, K) in this format, to nearest; see `Format.quantize`. ``seed`` is not used."""
-        del seed
-        blocks = to_blocks(x.detach().float(), self.block)
+    def rounded(self, x: Blocks) -> dict[str, Tensor]:
+        """See `BlockFormat.rounded`; always to nearest."""
+        blocks = x.values.float()
         scales = exponents_of_amax(blocks.abs().amax(dim=(1, 3), keepdim=True), self.torch_dtype)
-        codes = to_float8(blocks * power_of_exponent(scales, inverse=True), self.torch_dtype)
-        shape = tuple(x.shape)
-        parts = {
-            "codes": from_blocks(codes, shape, self.block),
-            "scales": scales.view(scale_shape(shape, self.block)),
-        }
-        return Packed(self, shape, x.dtype, parts)
+        codes = to_float8(blocks * power_of_e8m0(scales, inverse=True), self.torch_dtype)
+        return {"codes": codes, "scales": scales}
 
-    def dequantize(self, packed: Packed, dtype: torch.dtype | None = None) -> Tensor:
-        """The tensor itself; see `Format.dequantize`."""
-        blocks = to_blocks(packed.codes.float(), self.block)
-        scales = power_of_exponent(packed.scales).view(blocks.shape[0], 1, blocks.shape[2], 1)
-        return from_blocks(blocks * scales, packed.shape, self.block).to(dtype or packed.dtype)
+    def decoded(self, codes: Tensor, scales: Tensor, packed: Packed) -> Tensor:
+        """See `BlockFormat.decoded`."""
+        return codes.float() * power_of_e8m0(scales)
 
 
 def microscaled(dtype: torch.dtype, *, tile: bool = False) -> Microscaled:

@@ -71,19 +71,6 @@ def exponents_of_amax(amax: Tensor, dtype: torch.dtype) -> Tensor:
     return exponent.to(torch.uint8)
 
 
-def power_of_exponent(exponents: Tensor, *, inverse: bool = False) -> Tensor:
-    """``2**(e - 127)`` of E8M0 codes as float32, or its inverse; NaN for 255.
-
-    Args:
-        exponents: any shape, uint8.
-        inverse: ``2**(127 - e)``.
-    """
-    e = exponents.to(torch.int32)
-    e = 254 - e if inverse else e
-    bits = torch.where(e > 0, e << 23, torch.full_like(e, 0x400000))  # 2**-127 is not a normal number
-    return torch.where(exponents == 255, torch.nan, bits.view(torch.float32))
-
-
 def updated_scale(amax: Tensor, scale: Tensor, largest: float, margin: int) -> Tensor:
     """Delayed scaling's next multiplier.
 
