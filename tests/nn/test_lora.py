@@ -82,6 +82,25 @@ def test_effective_weight_over_a_fake_quantised_base_is_what_merging_writes() ->
         adapted(fake, lora_dropout=0.5)
 
 
+@pytest.mark.parametrize("index", [0, 1])
+def test_merged_and_taken_out_in_inference_mode_it_trains_on(index: int) -> None:
+    """A tensor of that mode cannot be saved for a backward pass: neither merged weights nor old ones."""
+    layer, x = adapted(bases()[index]), torch.randn(2, 64, requires_grad=True)
+    expected = layer(x).detach()
+    with torch.inference_mode():
+        layer.merge()
+    (from_merged,) = torch.autograd.grad(layer(x).sum(), x)
+    assert from_merged.isfinite().all()
+    with torch.inference_mode():
+        layer.enable_adapters(False)
+        layer(x.detach())
+    layer.enable_adapters(True)
+    y = layer(x)
+    torch.testing.assert_close(y, expected, rtol=1e-6, atol=1e-5)
+    y.sum().backward()
+    assert layer.lora_A["default"].weight.grad is not None
+
+
 def test_what_changes_the_base_weight_is_refused() -> None:
     with pytest.raises(Unsupported, match="init_lora_weights='olora' takes a part of the base weight away"):
         adapted(bases()[1], init_lora_weights="olora")

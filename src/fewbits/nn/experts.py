@@ -33,6 +33,7 @@ from fewbits.kernels.product.matmul_packed import product_dtype
 from fewbits.nn.expert_products import NO_BRANCH, Branch, into_experts, out_of_experts
 from fewbits.nn.finite import check_finite
 from fewbits.nn.grouped import Table
+from fewbits.nn.lasting import lasting_tensors
 
 _OURS = ("part_names", "formats", "shapes", "host_class", "branches", "dtype", "keeps_values", "kept")
 # As many times the experts there are: scales of scales that straddle two experts show in the sum of so many.
@@ -102,8 +103,9 @@ class QuantizedExperts(nn.Module):
         check_finite(weight, name)
         weight = weight.detach()
         self.dtype = weight.dtype
-        stored = weight.transpose(1, 2).contiguous() if self.is_turned else weight
-        self.take(name, quantize(stored, self.formats[name]).parts)
+        with lasting_tensors():
+            stored = weight.transpose(1, 2).contiguous() if self.is_turned else weight
+            self.take(name, quantize(stored, self.formats[name]).parts)
 
     def packed(self, name: str) -> Packed:
         """One weight as it is stored, (E, outputs, inputs)."""

@@ -18,6 +18,7 @@ from fewbits.kernels.product.matmul_operands import operand_linear
 from fewbits.kernels.product.matmul_packed import Operands, packed_linear
 from fewbits.nn.decoded_weight import DecodedWeight
 from fewbits.nn.finite import check_finite
+from fewbits.nn.lasting import lasting_tensors
 
 
 class LinearFormats(Protocol):
@@ -162,7 +163,8 @@ class QuantizedLinear(nn.Linear):
             NotFinite: it holds a NaN or an infinity.
         """
         check_finite(weight)
-        self.load_packed(quantize(weight, self.format))
+        with lasting_tensors():
+            self.load_packed(quantize(weight, self.format))
         self.repacked = True
 
     def stored(self) -> dict[str, Tensor]:

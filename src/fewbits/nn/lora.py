@@ -36,6 +36,7 @@ from fewbits.kernels.product.lora_linear import lora_linear
 from fewbits.kernels.product.matmul_packed import PLAIN, Operands
 from fewbits.nn.fake_quantize import FakeQuantizedLinear
 from fewbits.nn.first_values import orthogonal_pair
+from fewbits.nn.lasting import lasting_tensors
 from fewbits.nn.linear import QuantizedLinear
 from fewbits.nn.lora_variants import check_variant, variant_of
 from fewbits.nn.tensor_group import WholeLinear, own_weight
@@ -219,7 +220,7 @@ class LoRALinear(nn.Module, LoraLayer):
             if name not in self.lora_A:
                 continue
             base = self.get_base_layer()
-            with torch.no_grad():
+            with lasting_tensors():
                 self._merge_one(base, name, safe_merge)
             self.merged_adapters.append(name)
 
@@ -277,7 +278,7 @@ class LoRALinear(nn.Module, LoraLayer):
             warnings.warn("Already unmerged. Nothing to do.", stacklevel=2)
             return
         base: Any = self.get_base_layer()
-        with torch.no_grad():
+        with lasting_tensors():
             while self.merged_adapters:
                 name = self.merged_adapters.pop()
                 if name not in self.lora_A:
