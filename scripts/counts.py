@@ -94,7 +94,7 @@ def sequences(args: argparse.Namespace) -> bool:
     say(f"  seeds {bounds[0]} to {bounds[-1]}")
     running = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.models.fused_sequences", str(first), str(last)],
+            [sys.executable, "-m", "tests.models.sequences.run", str(first), str(last)],
             cwd=ROOT,
             env=environment(),
             stdout=subprocess.PIPE,
@@ -105,7 +105,7 @@ def sequences(args: argparse.Namespace) -> bool:
     ]
     told = [process.communicate()[0] for process in running]
     for line in "".join(told).splitlines():
-        if re.match(r"seed \d|    |\d+ sequences|  unfused", line):
+        if re.match(r"seed \d|    |\d+ sequences|  [cl]", line):
             say(f"  {line}")
     return all(process.returncode == 0 for process in running)
 

@@ -1,4 +1,4 @@
-"""Further calls of `tests.models.fused_sequences`: how a model generates, and what it is turned into.
+"""Calls of a `Pair`: how its models generate, and what they are turned into.
 
 Generation with caches in few bits, with guesses, of many texts at once and by the decode step; exports in
 between; ``dequantize``, ``restore``, ``convert``, casts, copies through a file, words of ``forward``.
@@ -6,20 +6,21 @@ between; ``dequantize``, ``restore``, ``convert``, casts, copies through a file,
 
 from __future__ import annotations
 
+import contextlib
 import io
+import pickle
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
 import fewbits
 from fewbits import generate_many
-from fewbits.decoder.fuse import fuse, fusion_of
+from fewbits.decoder.fuse import fusion_of
 from fewbits.errors import FewbitsError
 from fewbits.formats.kv_cache import KVCache
 from fewbits.inference.generate import Sampling
@@ -28,28 +29,15 @@ from fewbits.models.decode_generate import decoding_of
 from fewbits.models.fast import with_methods
 from fewbits.models.packed_cache import PackedCache
 from fewbits.nn.linear import QuantizedLinear
-from tests.models.emulated import on_a_cpu
+from tests.models.sequences.computing import base_of, greedy, in_evaluation
+from tests.models.sequences.exact import Results, allowed, error_of, roundoff
+from tests.models.sequences.expected import Differs
+from tests.models.sequences.setup import Setup
 from tests.models.tiny import VOCAB
 
 CACHES = ("int4", "int8", "int8/int4", KVCache(newest=3, first=1), KVCache(keys="int8", newest=2, first=0))
 EXPORTS = ("merged_16bit", "merged_4bit", "gptq:int4_g16", "bitsandbytes:nf4", "torchao:int8", "lora")
 RECIPES = ("qlora_nf4", "int8", "lora_bf16", "nf4_qat")
-
-
-class Differs(AssertionError):
-    """Fused and plain do not agree."""
-
-
-def base_of(model: Any) -> Any:
-    """The model inside PEFT's."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
-def greedy(model: Any, ids: Tensor, length: int, **words: Any) -> Tensor:
-    """Prompts (rows, tokens) and the most probable continuation."""
-    words = {"attention_mask": torch.ones_like(ids), "do_sample": False, **words}
-    text: Tensor = model.generate(input_ids=ids, max_new_tokens=length, **words)
-    return text
 
 
 def word_tokenizer() -> Any:
@@ -62,51 +50,51 @@ def word_tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="#", pad_token="!")
 
 
-class LaterCalls:
-    """Calls; `tests.models.fused_sequences.Pair` has the models and compares.
+class TurningCalls:
+    """Calls; `tests.models.sequences.pair.Pair` has the models and compares.
 
     Attributes:
         rounded: whether the linears are fake-quantised.
     """
 
-    rounded = False
+    setup: Setup
+    rounded: bool
     plain: Any
     fused: Any
     both: tuple[Any, Any]
     adapters: list[str]
     merged: bool
+    drops: bool
     dtype: torch.dtype
+    placed: Any
+    few_bits: bool
     undo: list[Callable[[], None]]
-    calls: list[str]
     weight: Any
     random: Any
+    role: str
     choose: Callable[..., Any]
     note: Callable[[str], None]
-    same: Callable[..., None]
-    batch: Callable[[], dict[str, Any]]
-    count: Callable[[], None]
-    state: Callable[[], None]
-    _run: Callable[..., tuple[Any, Any]]
-    _seen: Callable[..., Any]
-    new_keep: Callable[[], Any]
+    compare: Callable[..., Results]
+    copies: Callable[..., Any]
+    same_text: Callable[..., Any]
+    each: Callable[..., Any]
+    batch: Callable[..., dict[str, Any]]
+    fit: Callable[..., dict[str, Any]]
+    seen: Callable[..., Any]
+    fuse: Callable[[], None]
+    found_again: Callable[[], None]
 
     # 1. Text.
 
-    def _texts(self, call: Callable[[Any], Any], *, together: bool = True) -> Any:
+    def _texts(self, call: Callable[[Any], Any]) -> Any:
         """What ``call`` makes of both models in evaluation mode, which must be the same tokens."""
+        self.placed.cache_asked = True
 
         def evaluated(model: Any) -> Any:
-            training = model.training
-            model.eval()
-            try:
+            with in_evaluation(model):
                 return call(model)
-            finally:
-                model.train(training)
 
-        a, b = self._run(evaluated)
-        if self.dtype == torch.float32 and not (torch.equal(a, b) if isinstance(a, Tensor) else a == b):
-            raise Differs(f"text: {a} and {b}")
-        return a
+        return self.same_text(evaluated)
 
     def generate_in_few_bits(self) -> None:
         """A cache of the call, or one of the caller's own."""
@@ -127,22 +115,20 @@ class LaterCalls:
     def read_into_packed_cache(self) -> None:
         """Two passes over one cache, with gradients on or off."""
         kind, ids, grad = self.choose(*CACHES), self.batch()["input_ids"], self.random.random() < 0.5
-        on = self.plain.training
         if FULL not in layer_kinds(base_of(self.plain).config):
             return
 
-        def call(model: Any) -> Tensor:
+        self.placed.cache_asked = True
+
+        def call(model: Any) -> Results:
             cache = PackedCache(base_of(model).config, kind)
-            model.eval()
-            with torch.set_grad_enabled(grad):
+            with in_evaluation(model), torch.set_grad_enabled(grad):
                 first = model(ids, past_key_values=cache, use_cache=True).logits
                 second = model(ids[:, :1], past_key_values=cache, use_cache=True).logits
-            model.train(on)
-            return torch.cat([first, second], dim=1)
+            return {"first": first.detach() + 0, "second": second.detach() + 0}
 
-        # Codes of keys that differ by rounding may differ by one step.
-        a, b = self._run(call)
-        self.same("logits over a packed cache", b, a, True)
+        self.few_bits = True
+        self.compare("over a packed cache", call)
 
     def generate_by_guesses(self) -> None:
         """Looked up in the text, or made by the other model."""
@@ -179,31 +165,49 @@ class LaterCalls:
 
         Not with dropout: checkpointed layers generate in evaluation mode, fused ones as they are.
         """
-        if self.plain.training and any(m.p for m in self.plain.modules() if isinstance(m, torch.nn.Dropout)):
+        if self.drops:
             return
         ids = self.batch()["input_ids"]
-        a, b = self._run(lambda m: greedy(m, ids, 3))
-        if self.dtype == torch.float32 and not torch.equal(a, b):
-            raise Differs("generated text")
+        self.placed.cache_asked = True
+        self.same_text(lambda m: greedy(m, ids, 3))
 
     def decode_step(self) -> None:
         """Decoding's own kernels, by their definition: they see the weights and adapters as they are now."""
         if self.dtype != torch.bfloat16:
             return
         ids, model = self.batch()["input_ids"], self.fused
-        training = model.training
-        model.eval()
+        self.placed.cache_asked = True
+        with in_evaluation(model), in_evaluation(self.plain):
+            with self._emulated():
+                text = greedy(model, ids, 3, eos_token_id=None)[:, :-1]
+            state = decoding_of(model)
+            if state.step is None or state.refused or not state.proved:
+                return
+            self.note("by steps")
+            exact, noisy = self.copies(roundoff(self.dtype))
+            results = [self._last_logits(m, text) for m in (self.plain, exact, noisy)]
+        step, bound = {"": state.step.logits}, allowed("", *results, roundoff(self.dtype))
+        if not error_of("", step, results[1]) <= bound:
+            raise Differs(f"the decode step's logits are off by {error_of('', step, results[1]):.2g}")
+
+    @contextlib.contextmanager
+    def _emulated(self) -> Iterator[None]:
+        """The definitions of the decode step's kernels, where there is no GPU."""
+        if self.setup.device != "cpu":
+            yield
+            return
+        import pytest
+
+        from tests.models.emulated import on_a_cpu
+
         with pytest.MonkeyPatch.context() as patch:
             on_a_cpu(patch)
-            text = greedy(model, ids, 3, eos_token_id=None)[:, :-1]
-        state = decoding_of(model)
-        if state.step is not None and not state.refused and state.proved:
-            self.note("by steps")
-            with torch.no_grad():
-                logits = self.plain.eval()(input_ids=text).logits[:, -1]
-            self.same("logits of the decode step", state.step.logits, logits)
-        for each in self.both:
-            each.train(training)
+            yield
+
+    @staticmethod
+    def _last_logits(model: Any, text: Tensor) -> Results:
+        with torch.no_grad():
+            return {"": model(input_ids=text).logits[:, -1]}
 
     # 2. What a model is turned into.
 
@@ -218,7 +222,7 @@ class LaterCalls:
             except (FewbitsError, ValueError) as error:
                 said.append(f"{type(error).__name__}: {error}")
 
-        self._run(tried)
+        self.each(tried)
         if said[0] != said[1]:
             raise Differs(f"one says {said[0]!r}, the other {said[1]!r}")
         if said[0]:
@@ -235,13 +239,12 @@ class LaterCalls:
 
     def _fuse_if_not(self) -> None:
         if fusion_of(self.fused) is None:
-            fuse(self.fused, keep=self.new_keep())
+            self.fuse()
 
     def dequantize(self) -> None:
         """transformers' own call."""
-        if self.weight is None or self.undo:
+        if self.weight is None or self.undo or self.setup.is_float8:
             return
-        self.count()
         trained = self._trained()
         if self._either(lambda m: base_of(m).dequantize()):
             self.weight = None
@@ -254,12 +257,11 @@ class LaterCalls:
 
     def restore(self) -> None:
         """All of ours out of both; the plain one may have nothing."""
-        if self.undo or self.merged:
+        if self.undo or self.merged or self.setup.is_float8:
             return
-        self.count()
         trained, self.rounded = self._trained(), False
         fewbits.restore(self.fused)
-        if self.weight is not None:
+        if self.weight is not None or self.setup.recipe == "qat":
             fewbits.restore(self.plain)
             self.weight = None
         self._no_more_trains(trained)
@@ -269,7 +271,7 @@ class LaterCalls:
         """To another recipe, before adapters or in vain."""
         recipe = self.choose(*RECIPES)
         self.note(recipe)
-        if self.undo:
+        if self.undo or self.setup.is_float8:
             return
         if self.weight is not None and not self.adapters and self.random.random() < 0.7:
             self.restore()
@@ -281,7 +283,7 @@ class LaterCalls:
     def cast(self) -> None:
         """To the other dtype; transformers refuses it for packed models."""
         other = torch.bfloat16 if self.dtype == torch.float32 else torch.float32
-        if self.weight is None and self._either(lambda m: m.to(other)):
+        if self.weight is None and not self.setup.is_float8 and self._either(lambda m: m.to(other)):
             self.dtype = other
             self.note(str(other))
 
@@ -289,20 +291,24 @@ class LaterCalls:
         """``torch.save`` and ``torch.load`` of whole models."""
         if self.undo:
             return
-        self.count()
+
+        kind = self.choose("torch.save", "pickle")
 
         def travelled(model: Any) -> Any:
+            if kind == "pickle":
+                return pickle.loads(pickle.dumps(model))
             file = io.BytesIO()
             torch.save(model, file)
             file.seek(0)
             return torch.load(file, weights_only=False)
 
         try:
-            self.plain, self.fused = self._run(travelled)
+            self.plain, self.fused = self.each(travelled)
         except AttributeError as error:
             if not str(error).startswith("Can't pickle local object"):
                 raise  # but hooks that transformers itself leaves on a model, of both
             self.note("cannot travel")
+        self.found_again()
         self._fuse_if_not()
 
     def resize(self) -> None:
@@ -320,7 +326,7 @@ class LaterCalls:
         """PEFT's ``add_weighted_adapter`` of two."""
         if len(self.adapters) < 2 or self.merged or self.undo or len(self.adapters) > 3:
             return
-        names, name = self.adapters[:2], f"sum{len(self.calls)}"
+        names, name = self.adapters[:2], f"sum{len(self.adapters)}"
         kind = self.choose("linear", "cat", "svd", "ties", "dare_linear", "magnitude_prune")
         self.note(kind)
         words = {} if kind in ("linear", "cat", "svd") else {"density": 0.6}
@@ -335,21 +341,21 @@ class LaterCalls:
         """Several calls without adapters, merged or not, and one with them afterwards."""
         if not self.adapters:
             return
-        batch, ids = self.batch(), self.batch()["input_ids"]
-        on = self.plain.training
+        batch, ids = self.batch(labels=False), self.batch()["input_ids"]
+        self.placed.cache_asked = True
 
-        def call(model: Any) -> Tensor:
-            model.eval()
-            with model.disable_adapter():
-                greedy(model, ids, 2)
-                with torch.no_grad():
-                    first = model(**batch).logits[self._seen(batch)].clone()
-                second = model(**batch).logits[self._seen(batch)].detach()
-            third = model(**batch).logits[self._seen(batch)].detach()
-            model.train(on)
-            return torch.cat([first, second, third])
+        def call(model: Any) -> Results:
+            given, seen = self.fit(batch, model), self.seen(batch)
+            with in_evaluation(model):
+                with model.disable_adapter():
+                    greedy(model, ids, 2)
+                    with torch.no_grad():
+                        first = model(**given).logits[seen].clone()
+                    second = model(**given).logits[seen].detach()
+                third = model(**given).logits[seen].detach()
+            return {"without": first, "without, gradients on": second, "with": third}
 
-        self.same("logits without and with adapters", *self._run(call))
+        self.compare("without and with adapters", call)
 
     def words_of_forward(self) -> None:
         """``logits_to_keep`` and ``num_items_in_batch``, as trainers pass them."""
@@ -358,15 +364,16 @@ class LaterCalls:
         count = self.choose(None, 7, torch.tensor(9))
         words = {} if count is None else {"num_items_in_batch": count}
 
-        def call(model: Any) -> Tensor:
-            out = model(**batch, **words)
-            return torch.cat([out.loss.detach().float()[None], out.logits.detach().float().mean()[None]])
+        def call(model: Any) -> Results:
+            out = model(**self.fit(batch, model), **words)
+            logits = out.logits.detach()
+            return {"loss": out.loss.detach().float().reshape(1), "outputs": logits, "logits": logits}
 
         if "attention_mask" not in batch:
-            self.same("loss and logits", *self._run(call))
+            self.compare("words of forward", call)
         batch.pop("labels")
         if "attention_mask" not in batch and "position_ids" not in batch:
-            self.same("kept logits", *self._run(lambda m: m(**batch, logits_to_keep=keep).logits))
+            self.compare("kept", lambda m: {"outputs": m(**batch, logits_to_keep=keep).logits.detach() + 0})
 
     def export(self) -> None:
         """Both are written, and the files hold the same; the models go on as they were."""
