@@ -131,6 +131,15 @@ def test_a_signal_asks_for_a_checkpoint_and_the_end(number, whole, killer, tiny_
     assert_same(remains(tmp_path / "run"), want)
 
 
+def test_the_exit_code_of_a_run_that_a_signal_ends(killer, tiny_folder, tiny_data, tmp_path):
+    """As shells count: 128 and the signal's number; of one process, while it trains."""
+    for number, code in ((signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 138)):
+        config = settings(tiny_folder, tiny_data, tmp_path / number.name, **LORA)
+        outcome = killer.run(config, at_step=2, signal=number, resume=False, command=True)
+        assert f"fewbits train ended with {code};" in outcome["error"], outcome
+        assert json.loads((tmp_path / number.name / "run.json").read_text())["status"] == "stopped"
+
+
 @pytest.mark.parametrize(
     "scheduler, kind",
     [

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,10 +14,14 @@ from pathlib import Path
 
 import pytest
 
+from fewbits.cli import launch as cli_launch
+from fewbits.cli.models import resolve
 from fewbits.errors import BadInput, TrainingStopped
 from fewbits.training.report.page import write_report
 from fewbits.training.run_folder import lock as run_lock
+from fewbits.training.run_folder.killed import note_if_killed, process_facts
 from fewbits.training.run_folder.lock import FILE, Owner, RunLock, holder_of
+from tests.training.test_resume import LORA, settings
 
 HOLD = """
 import sys, time
@@ -164,14 +170,105 @@ def test_the_report_says_whether_a_run_lives_or_was_killed(other, tmp_path):
     def page() -> str:
         return write_report(tmp_path).read_text()
 
-    (tmp_path / "run.json").write_text(
-        json.dumps({"status": "running", "process": {"pid": 5, "host": "here"}})
-    )
+    def write(**facts: object) -> None:
+        (tmp_path / "run.json").write_text(json.dumps({"status": "running", **facts}))
+
+    write(process={"pid": 5, "host": "here"})
     assert "was killed" in page() and "process 5 on here" in page()  # no lock: nobody is there
+    write()
     process = other(tmp_path)
     assert "being trained by process" in page() and "was killed" not in page()
     process.kill()
     process.wait()
     assert f"(process {process.pid} on" in page() and "was killed" in page() and "--resume" in page()
+    write()
     foreign(tmp_path)
     assert "cannot be seen" in page() and "was begun by process 7 on elsewhere" in page()
+
+
+def test_who_looks_at_a_killed_run_notes_it(other, tmp_path):
+    """`fewbits generate`, the launcher, the next run: all by this one function; a live run is left alone."""
+    facts = {"status": "running", "steps": 3}
+    (tmp_path / "run.json").write_text(json.dumps(facts))
+
+    def noted() -> dict:
+        note_if_killed(tmp_path)
+        return json.loads((tmp_path / "run.json").read_text())
+
+    process = other(tmp_path)
+    lock = (tmp_path / FILE).read_text()
+    assert noted() == facts and (tmp_path / FILE).read_text() == lock
+    with pytest.raises(BadInput, match=rf"is being trained by process {process.pid} on "):
+        resolve(str(tmp_path))
+    process.kill()
+    process.wait()
+    with pytest.raises(BadInput, match=r"was killed and has no model; end it with fewbits train --resume"):
+        resolve(str(tmp_path))
+    after = noted()
+    assert after["status"] == "killed" and after["steps"] == 3 and after["ended"]
+    assert re.fullmatch(
+        rf"The run's process \(process {process.pid} on .+\) was killed .+ UTC\.", after["error"]
+    )
+    assert not (tmp_path / FILE).exists()  # nobody has it
+    for left in ("finished", "stopped", "killed"):
+        (tmp_path / "run.json").write_text(json.dumps({"status": left}))
+        assert noted() == {"status": left}
+
+
+def test_a_run_that_lives_is_never_called_dead(tmp_path, monkeypatch):
+    """Without a lock to ask (removed by hand, no flock) the process counts, but not another of its number."""
+    living = process_facts()
+    cases = (
+        (living, "running"),
+        ({**living, "began": living["began"] - 60}, "killed"),  # its number has come again
+        ({**living, "pid": 2**22 + 1}, "killed"),
+        ({"pid": "x", "host": []}, "killed"),
+    )
+    for flock in (True, False):
+        if not flock:
+            monkeypatch.setattr(run_lock, "fcntl", None)
+        for process, status in cases:
+            (tmp_path / "run.json").write_text(json.dumps({"status": "running", "process": process}))
+            if not flock and "began" in process:
+                (tmp_path / FILE).write_text(json.dumps({**process, "taken": "then"}))
+            note_if_killed(tmp_path)
+            assert json.loads((tmp_path / "run.json").read_text())["status"] == status, (flock, process)
+            (tmp_path / FILE).unlink(missing_ok=True)
+    (tmp_path / "run.json").write_text("{")
+    note_if_killed(tmp_path)  # it is told by who reads it
+    note_if_killed(tmp_path / "nothing")
+    assert not (tmp_path / "nothing").exists()
+
+
+def test_a_launcher_that_has_lost_its_ranks_says_how(other, tmp_path, monkeypatch):
+    (tmp_path / "run.json").write_text(json.dumps({"status": "running"}))
+    process = other(tmp_path)
+    sentence = f"rank 0 (process {process.pid}) was killed by SIGKILL."
+
+    def run(command, args, *, count, logs, note):
+        process.kill()
+        process.wait()
+        note(sentence)
+        return 137
+
+    monkeypatch.setattr(cli_launch, "run_processes", run)
+    args = argparse.Namespace(nproc_per_node="2", threads=1, max_restarts=None)
+    assert cli_launch.launch(args, ["train"], device="cpu", output_dir=tmp_path) == 137
+    noted = json.loads((tmp_path / "run.json").read_text())
+    assert (noted["status"], noted["error"]) == ("killed", sentence)
+    assert f"{sentence} The page shows" in write_report(tmp_path).read_text()
+
+
+@pytest.mark.slow
+def test_a_second_run_notes_it_and_resume_says_it(killer, tiny_folder, tiny_data, tmp_path):
+    config = settings(tiny_folder, tiny_data, tmp_path / "run", **LORA)
+    assert killer.run(config, resume=False, at_step=6)["status"] == -9
+
+    def status() -> str:
+        return json.loads((tmp_path / "run/run.json").read_text())["status"]
+
+    assert status() == "running"
+    assert "holds another run" in killer.run(config, resume=False)["error"]
+    assert status() == "killed"
+    assert killer.run(config, resume=True)["status"] == 0
+    assert status() == "finished"

@@ -16,13 +16,14 @@ import signal
 import socket
 import sys
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from fewbits.cli.rank_processes import RankProcesses
 from fewbits.doctor.launchers import Launched, launched
 from fewbits.errors import BadInput, PeerLost, StoppedBySignal, Unsupported
+from fewbits.training.run_folder.killed import note_if_killed
 from fewjobs.oom_kills import UNKNOWN, OomKills, oom_kills
 
 LOGS = "logs"
@@ -105,7 +106,11 @@ def launch(args: Namespace, words: Sequence[str], *, device: str, output_dir: st
     command = [sys.executable, "-m", "fewbits.cli", *words, "--launched", "--threads", str(threads)]
     if args.max_restarts:
         command += ["--max-restarts", str(args.max_restarts)]
-    return run_processes(command, args, count=count, logs=Path(output_dir) / LOGS)
+    ends: list[str] = []
+    try:
+        return run_processes(command, args, count=count, logs=Path(output_dir) / LOGS, note=ends.append)
+    finally:
+        note_if_killed(output_dir, next(iter(ends), None))  # the rank that writes may have had no time to
 
 
 def processes(count: str, device: str) -> int:
@@ -132,8 +137,18 @@ def processes(count: str, device: str) -> int:
     return int(count)
 
 
-def run_processes(command: Sequence[str], args: Namespace, *, count: int, logs: Path) -> int:
-    """Any command in ``count`` processes, with torch's variables; its failure told in one sentence."""
+def run_processes(
+    command: Sequence[str],
+    args: Namespace,
+    *,
+    count: int,
+    logs: Path,
+    note: Callable[[str], None] = lambda sentence: None,
+) -> int:
+    """Any command in ``count`` processes, with torch's variables.
+
+    Its failure is told in one sentence, which ``note`` gets too.
+    """
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous.api import RendezvousError
@@ -142,16 +157,20 @@ def run_processes(command: Sequence[str], args: Namespace, *, count: int, logs: 
     own.mkdir(parents=True, exist_ok=True)
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the sentence is ours
     before = oom_kills()
-    waits = f"waiting at {args.rdzv_endpoint} for all {args.nnodes} machines (--nnodes) to start.\n"
+    waits = ""
+    if (args.nnodes or 1) > 1:
+        waits = f"waiting at {args.rdzv_endpoint} for all {args.nnodes} machines (--nnodes) to start.\n"
     running = RankProcesses(
         lambda: _torchrun(command, args, count=count, logs=own),
         restarts=bool(args.max_restarts),
-        waits=waits if (args.nnodes or 1) > 1 else "",
+        waits=waits,
     )
     try:
         running.run()
     except ChildFailedError as error:
-        code = _tell(error.failures, own, running, before)
+        code, sentence = _end_of(error.failures, own, running, before)
+        sys.stderr.write(sentence)
+        note(sentence.removeprefix("error: ").strip())
         _remove_empty(own)
         return code
     except (RendezvousError, DistError) as error:
@@ -170,7 +189,12 @@ def run_processes(command: Sequence[str], args: Namespace, *, count: int, logs: 
     if request is not None:
         sys.stderr.write(f"{request}\n")
         return 128 + int(signal.Signals[request.split()[0]])
-    return 0 if running.signal is None else _ended_by(running.signal)
+    if running.signal is None:
+        return 0
+    code, sentence = _ended_by(running.signal)
+    sys.stderr.write(sentence)
+    note(sentence.strip())
+    return code
 
 
 def _asked_to_stop(own: Path) -> str | None:
@@ -210,14 +234,15 @@ def _meeting(args: Namespace) -> list[str]:
     return [*flags, "--rdzv-backend", "static", "--node-rank", str(args.node_rank)]
 
 
-def _ended_by(by: signal.Signals) -> int:
-    """One line and the exit code, where a signal came and no rank has more to say."""
-    sys.stderr.write("interrupted.\n" if by == signal.SIGINT else f"ended by {by.name}.\n")
-    return 128 + int(by)
+def _ended_by(by: signal.Signals) -> tuple[int, str]:
+    """The exit code and a line, where a signal came and no rank has more to say."""
+    return 128 + int(by), "interrupted.\n" if by == signal.SIGINT else f"ended by {by.name}.\n"
 
 
-def _tell(failures: Mapping[int, Any], logs: Path, running: RankProcesses, before: OomKills) -> int:
-    """The log's end and the sentence of the rank that is to blame; its exit code."""
+def _end_of(
+    failures: Mapping[int, Any], logs: Path, running: RankProcesses, before: OomKills
+) -> tuple[int, str]:
+    """The exit code and the sentence of the rank that is to blame; its log's end is shown."""
 
     def order(number: int) -> tuple[int, float, int]:
         failure = failures[number]
@@ -226,13 +251,11 @@ def _tell(failures: Mapping[int, Any], logs: Path, running: RankProcesses, befor
     rank = min(failures, key=order)
     failure = failures[rank]
     if _message(failure).startswith(_STOPPED):  # it was asked to, and has written a checkpoint
-        sys.stderr.write(f"{sentence_of(rank, failure)}\n")
-        return int(failure.exitcode)
+        return int(failure.exitcode), f"{sentence_of(rank, failure)}\n"
     if running.signal is not None:
         return _ended_by(running.signal)
     if still := next((running.stopped[f.pid] for f in failures.values() if f.pid in running.stopped), None):
-        sys.stderr.write(f"error: {still}\n")
-        return 1
+        return 1, f"error: {still}\n"
     log = newest_log(logs, failure.local_rank)
     ours = _OUR_OWN.match(_message(failure))
     if not ours and log is not None:
@@ -240,10 +263,10 @@ def _tell(failures: Mapping[int, Any], logs: Path, running: RankProcesses, befor
         shown = [line for line in lines if line.strip()][-_TAIL:]
         if shown:
             sys.stderr.write("\n".join([f"the end of rank {rank}'s log, {log}:", *shown, ""]))
-    sys.stderr.write(f"error: {sentence_of(rank, failure, oom_kills().since(before))}\n")
+    sentence = f"error: {sentence_of(rank, failure, oom_kills().since(before))}\n"
     if failure.exitcode >= 0:
-        return int(failure.exitcode)
-    return 1 if _message(failure) else 128 - int(failure.exitcode)
+        return int(failure.exitcode), sentence
+    return 1 if _message(failure) else 128 - int(failure.exitcode), sentence
 
 
 def _blame(failure: Any, *, by_agent: bool) -> int:

@@ -22,11 +22,29 @@ def resolve(path: str) -> str:
     folder = Path(path)
     if not (folder / "run.json").is_file() or (folder / "config.json").is_file():
         return path
+    from fewbits.training.run_folder.killed import note_if_killed
+
+    note_if_killed(folder)
     if not (folder / FINAL).is_dir():
-        raise BadInput(
-            f"the training run {path} has no model yet; end it with fewbits train --resume, then try again."
-        )
+        raise BadInput(_without_model(folder))
     return str(folder / FINAL)
+
+
+def _without_model(folder: Path) -> str:
+    """Why a training run has no model."""
+    from fewbits.training.run_folder.killed import KILLED
+    from fewbits.training.run_folder.layout import RunFolder
+    from fewbits.training.run_folder.lock import holder_of
+
+    holder = holder_of(folder)
+    if holder is not None and holder.is_alive:
+        return f"the training run {folder} has no model yet, it is being trained by {holder.owner}; wait."
+    was = (
+        "was killed and has no model"
+        if RunFolder(folder).read().get("status") == KILLED
+        else "has no model yet"
+    )
+    return f"the training run {folder} {was}; end it with fewbits train --resume, then try again."
 
 
 def load(args: Namespace) -> tuple[Any, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
@@ -28,6 +27,7 @@ from fewbits.training.plan.parallel import Layout
 from fewbits.training.preferences.run import stages
 from fewbits.training.ranks.processes import Ranks
 from fewbits.training.ranks.watch import Watch
+from fewbits.training.run_folder.killed import KILLED, note_if_killed, process_facts
 from fewbits.training.run_folder.layout import FullDisk, Recorded, RunFolder, now
 from fewbits.training.run_folder.lock import RunLock
 from fewbits.training.run_folder.resume import check_best, check_unchanged, resumable, weights_of
@@ -133,10 +133,14 @@ def _report(folder: RunFolder, config: TrainConfig) -> None:
 
 def _is_over(folder: RunFolder, config: TrainConfig, tell: Callable[[str], None], *, resume: bool) -> bool:
     """Whether the folder holds this run, finished; another run is refused."""
+    note_if_killed(folder.path)
     folder.check(config, resume=resume)
     if folder.path.is_dir():
         folder.lock.take()
-    over = resume and folder.read().get("status") == "finished" and not folder.prolonged(config)
+    facts = folder.read() if resume else {}
+    if facts.get("status") == KILLED:
+        tell(f"{folder.path}: {facts.get('error')}")
+    over = facts.get("status") == "finished" and not folder.prolonged(config)
     if over:
         folder.open(config, resume=True)
         add_results(folder, config, tell)
@@ -223,7 +227,7 @@ class Run:
         model = self.built.model
         self.folder.write(
             status="running",
-            process={"pid": os.getpid(), "host": self.ranks.host},
+            process=process_facts(),
             error=None,
             started=self.folder.read().get("started", now()),
             versions=versions(),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import time
 from dataclasses import asdict, replace
@@ -28,6 +27,7 @@ from fewbits.training.preferences.trainers import (
     rows_of_a_pass,
 )
 from fewbits.training.ranks.processes import Ranks
+from fewbits.training.run_folder.killed import process_facts
 from fewbits.training.run_folder.layout import RunFolder, now
 from fewbits.training.run_folder.resume import check_unchanged, resumable, weights_of
 from fewbits.training.setup.distribute import check_loaded, check_shared, layout_for
@@ -150,7 +150,7 @@ class PreferenceRun:
         self.folder.write(
             status="running",
             method=self.config.method,
-            process={"pid": os.getpid(), "host": self.ranks.host},
+            process=process_facts(),
             error=None,
             started=self.folder.read().get("started", now()),
             versions={**versions(), "trl": version("trl")},

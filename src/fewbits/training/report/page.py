@@ -15,6 +15,7 @@ from fewbits.training.report.chart import Series, line_chart, smoothed
 from fewbits.training.report.files import RunData, number, read_run
 from fewbits.training.report.style import SCRIPT, STYLE
 from fewbits.training.report.tiles import tiles
+from fewbits.training.run_folder.killed import KILLED, is_dead, note_if_killed
 from fewbits.words import size
 
 NAME = "report.html"
@@ -26,6 +27,7 @@ def write_report(output_dir: Path | str) -> Path:
     Raises:
         BadInput: the folder holds no run, or a folder in the report's place.
     """
+    note_if_killed(output_dir)
     data = read_run(Path(output_dir))
     path = data.folder / NAME
     if path.is_dir():
@@ -93,6 +95,8 @@ def _status(data: RunData) -> tuple[str, str, str]:
     shown = f"The page shows what was logged up to step {last:,}."
     if status == "stopped":
         return "note", "interrupted", f"This run was interrupted. {shown} {how}"
+    if status == KILLED:
+        return "bad", "was killed", f"{data.first('error') or ''} {shown} {how}".lstrip()
     return _without_end(data, shown, how)
 
 
@@ -102,11 +106,9 @@ def _without_end(data: RunData, shown: str, how: str) -> tuple[str, str, str]:
     if data.first("status") != "running":  # its beginning was not noted either
         return "note", "not finished", f"This run has not ended. {shown} {how}"
     who = "" if holder is None or holder.owner is None else str(holder.owner)
-    if holder is None or holder.is_alive is False:
-        process = who or f"process {data.first('process.pid')} on {data.first('process.host')}"
-        by = f" ({process})" if who or data.first("process.pid") else ""
-        return "bad", "was killed", f"The run's process{by} was killed before its end. {shown} {how}"
-    if holder.is_alive:
+    if is_dead(data.run, holder):  # and the folder cannot be written to
+        return "bad", "was killed", f"The run's process was killed before its end. {shown} {how}"
+    if holder is None or holder.is_alive:
         return "note", "running", f"This run is being trained by {who or 'another process'}. {shown}"
     last = holder.seen.strftime("%Y-%m-%d %H:%M UTC")
     return (

@@ -31,7 +31,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -90,18 +90,34 @@ class Owner:
     def read(cls, text: str) -> Owner | None:
         """From the file's text; None: it names nobody."""
         try:
-            fields = json.loads(text)
-            kinds = {"pid": int, "host": str, "machine": str, "began": float, "taken": str}
-            values: dict[str, Any] = {name: kind(fields[name]) for name, kind in kinds.items()}
-        except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+            return cls.read_facts({**json.loads(text)})
+        except (ValueError, TypeError, RecursionError):
             return None
-        launch = fields.get("launch")
-        return cls(**values, launch=None if launch is None else str(launch))
+
+    @classmethod
+    def read_facts(cls, facts: Mapping[str, Any]) -> Owner | None:
+        """From plain values, of which some may be left out; None: they are not of these kinds."""
+        kinds = {"pid": int, "host": str, "machine": str, "began": float, "taken": str}
+        launch = facts.get("launch")
+        try:
+            values: dict[str, Any] = {name: kinds[name](facts[name]) for name in kinds if name in facts}
+            return cls(**values, launch=None if launch is None else str(launch))
+        except (ValueError, TypeError, OverflowError):
+            return None
 
     def is_near(self) -> bool:
         """Whether it is, or was, a process of this machine."""
         me = Owner.here()
         return self.host == me.host or bool(self.machine and self.machine == me.machine)
+
+    def still_runs(self) -> bool:
+        """Whether its process, and not another of that number, runs on this machine."""
+        if not self.is_near():
+            return False
+        try:
+            return abs(psutil.Process(self.pid).create_time() - self.began) < 1.0
+        except psutil.Error:
+            return False
 
     def is_same(self, other: Owner) -> bool:
         """Whether both are one process."""
@@ -139,7 +155,7 @@ def holder_of(folder: Path) -> Holder | None:
         owner = Owner.read(_text(handle))
         held = _is_held(handle, shared=True)
         if held is None:
-            held = owner is not None and _still_runs(owner)
+            held = owner is not None and owner.still_runs()
         if not held and owner is not None and not owner.is_near():
             return Holder(owner, None, modified)
         return Holder(owner, held, modified)
@@ -241,7 +257,7 @@ class RunLock:
             held = _is_held(handle, shared=False)
             if held is None:  # no flock here
                 owner = Owner.read(_text(handle))
-                held = owner is not None and owner.is_near() and _still_runs(owner)
+                held = owner is not None and owner.is_near() and owner.still_runs()
             elif not held and not _is_named(handle, self.path):  # its last owner has just removed it
                 os.close(handle)
                 continue
@@ -362,16 +378,6 @@ def _is_named(handle: int, path: Path) -> bool:
     try:
         return os.path.samestat(os.fstat(handle), path.stat())
     except OSError:
-        return False
-
-
-def _still_runs(owner: Owner) -> bool:
-    """Whether its process, and not another of that number, runs on this machine."""
-    if not owner.is_near():
-        return False
-    try:
-        return abs(psutil.Process(owner.pid).create_time() - owner.began) < 1.0
-    except psutil.Error:
         return False
 
 
