@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -23,17 +23,14 @@ from fewbits.training.data.packing import Collator, SequenceDataset
 from fewbits.training.data.sources import check_sources
 from fewbits.training.late_results import add_results
 from fewbits.training.plan.memory_budget import OPTIMIZER_BYTES, MemoryBudget, budget_for
-from fewbits.training.plan.parallel import Layout
 from fewbits.training.preferences.run import stages
-from fewbits.training.ranks.processes import Ranks
 from fewbits.training.ranks.watch import Watch
-from fewbits.training.run_folder.killed import KILLED, note_if_killed, process_facts
+from fewbits.training.run_folder.killed import KILLED, note_if_killed
 from fewbits.training.run_folder.layout import FullDisk, Recorded, RunFolder, now
 from fewbits.training.run_folder.lock import RunLock
 from fewbits.training.run_folder.resume import check_best, check_unchanged, resumable, weights_of
 from fewbits.training.setup.distribute import (
     check_loaded,
-    check_shared,
     check_start,
     communication_of,
     gather_ranks,
@@ -41,9 +38,7 @@ from fewbits.training.setup.distribute import (
     load_distributed,
 )
 from fewbits.training.setup.model_and_trainer import (
-    Built,
     check_vocabulary,
-    count_weights,
     load_model,
     load_tokenizer,
     max_positions,
@@ -57,9 +52,10 @@ from fewbits.training.setup.model_and_trainer import (
     training_arguments,
     uses_gpu,
 )
-from fewbits.training.setup.record import TrainResult, device_of, recipe_of, result_of, versions
+from fewbits.training.setup.record import TrainResult, result_of
 from fewbits.training.setup.samples import answer_all
 from fewbits.training.setup.signals import StopRequest
+from fewbits.training.setup.stages import Stages
 from fewbits.training.step.graph import wants_graph
 
 if TYPE_CHECKING:  # they import transformers, which a run does when it begins
@@ -147,43 +143,13 @@ def _is_over(folder: RunFolder, config: TrainConfig, tell: Callable[[str], None]
     return over
 
 
-class Run:
-    """The stages of a run and what they hand on."""
+class Run(Stages):
+    """The stages of a run with fewbits' own trainer."""
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        folder: RunFolder,
-        console: Console,
-        ranks: Ranks,
-        stop: StopRequest,
-        *,
-        resume: bool,
-    ) -> None:
-        self.config = config
-        self.folder = folder
-        self.console = console
-        self.ranks = ranks
-        self.stop = stop
-        self.reached = (0, 0)  # the last step and that of the run's end
-        self.resume = resume
-        self.built: Built
-        self.layout: Layout
-        self.eval: TokenData | None = None
-        self.facts: dict[str, str | None] = {}  # hashes of what the run is begun with; the leader's
-        self.bar: ProgressBar | None = None
+    eval: TokenData | None = None
+    bar: ProgressBar | None = None
 
-    def _tell(self, sentence: str) -> None:
-        self.console.print(sentence, highlight=False, markup=False)
-
-    def prepare(self) -> None:
-        """Read the data, then load the model; nothing is written before both are known to be good."""
-        facts = self.check()
-        self.ranks.led("run folder", lambda: self._open(facts))
-        check_shared(self.ranks, self.folder.path)
-        self._begin_record()
-
-    def check(self) -> dict[str, str]:
+    def check(self) -> Mapping[str, str | None]:
         """All of `prepare` that writes nothing; hashes of the data by the name of their setting."""
         from transformers import set_seed
 
@@ -215,7 +181,7 @@ class Run:
         both = {"train_data": self.train_data, "eval_data": self.eval}
         return {name: data for name, data in both.items() if data is not None}
 
-    def _open(self, facts: dict[str, str]) -> None:
+    def _open(self, facts: Mapping[str, str | None]) -> None:
         """Begin or go on in the run folder."""
         for path in self.folder.missing():
             self._tell(f"{path} is missing, so what it would be compared with goes unseen on this resume.")
@@ -223,31 +189,11 @@ class Run:
         self.facts = {"eval_data": None, **facts, "weights": weights_of(self.config.model)}
         check_unchanged(self.folder, self.config, self.facts)
 
-    def _begin_record(self) -> None:
-        model = self.built.model
-        self.folder.write(
-            status="running",
-            process=process_facts(),
-            error=None,
-            started=self.folder.read().get("started", now()),
-            versions=versions(),
-            device=device_of(model),
-            ranks=self.ranks.size,
-            parallel=str(self.layout),
-            model=self.config.model,
-            recipe=recipe_of(self.built),
-            lora=None if self.built.lora is None else asdict(self.built.lora),
-            receipt=self.built.receipt,
-            parameters=count_weights(model),
-            data={
-                "fingerprints": self.facts,
-                "max_seq_length": self.length,
-                "train": asdict(self.train_data.report),
-                "eval": None if self.eval is None else asdict(self.eval.report),
-            },
-        )
-        if self.built.receipt:
-            self.console.print(self.built.receipt, highlight=False, markup=False)
+    def _data_record(self) -> dict[str, Any]:
+        return {
+            "train": asdict(self.train_data.report),
+            "eval": None if self.eval is None else asdict(self.eval.report),
+        }
 
     def train(self) -> None:
         """Samples, then the training itself, from the newest checkpoint if there is one."""
@@ -447,9 +393,7 @@ class Run:
         model = self._packed_if_qat()
         model.config.use_cache = True  # the host switched it off for training
         if not self.layout.is_sharded:
-            with staged(self.folder.final, writers=Writers()) as folder:
-                model.save_pretrained(str(folder))
-                self.built.tokenizer.save_pretrained(str(folder))
+            self._save_final(model)
         if self.config.merge and hasattr(model, "peft_config"):
             model.save_pretrained_merged(self.folder.merged, self.built.tokenizer, overwrite=True)
         self.folder.write(status="finished", ended=now(), error=None)

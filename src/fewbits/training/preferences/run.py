@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import shutil
 import time
-from dataclasses import asdict, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from fewbits.errors import BadInput
-from fewbits.training.checkpoints.folders import Progress, checkpoints, staged, step_of
+from fewbits.training.checkpoints.folders import Progress, checkpoints, step_of
 from fewbits.training.checkpoints.manifest import FILE as MANIFEST
-from fewbits.training.checkpoints.manifest import Writers
 from fewbits.training.config import TrainConfig
 from fewbits.training.preferences.rows import preference_rows
 from fewbits.training.preferences.trainers import (
@@ -26,22 +24,18 @@ from fewbits.training.preferences.trainers import (
     rows_left_out,
     rows_of_a_pass,
 )
-from fewbits.training.ranks.processes import Ranks
-from fewbits.training.run_folder.killed import process_facts
-from fewbits.training.run_folder.layout import RunFolder, now
+from fewbits.training.run_folder.layout import now
 from fewbits.training.run_folder.resume import check_unchanged, resumable, weights_of
-from fewbits.training.setup.distribute import check_loaded, check_shared, layout_for
+from fewbits.training.setup.distribute import check_loaded, layout_for
 from fewbits.training.setup.model_and_trainer import (
-    Built,
-    count_weights,
     max_positions,
     sequence_length,
     sequences_per_step,
     total_steps,
     training_arguments,
 )
-from fewbits.training.setup.record import device_of, recipe_of, versions
-from fewbits.training.setup.signals import StopRequest
+from fewbits.training.setup.record import versions
+from fewbits.training.setup.stages import Stages
 
 
 def stages(config: TrainConfig, of_sft: Any) -> Any:
@@ -49,43 +43,10 @@ def stages(config: TrainConfig, of_sft: Any) -> Any:
     return of_sft if config.method == "sft" else PreferenceRun
 
 
-class PreferenceRun:
-    """The stages of a run with one of TRL's trainers: ``prepare``, ``train``, ``finish``.
+class PreferenceRun(Stages):
+    """The stages of a run with one of TRL's trainers."""
 
-    Attributes:
-        reached: the last step and that of the run's end.
-    """
-
-    def __init__(
-        self,
-        config: TrainConfig,
-        folder: RunFolder,
-        console: Console,
-        ranks: Ranks,
-        stop: StopRequest,
-        *,
-        resume: bool,
-    ) -> None:
-        self.config = config
-        self.folder = folder
-        self.console = console
-        self.ranks = ranks
-        self.stop = stop
-        self.resume = resume
-        self.reached = (0, 0)
-        self.built: Built
-
-    def _tell(self, sentence: str) -> None:
-        self.console.print(sentence, highlight=False, markup=False)
-
-    def prepare(self) -> None:
-        """Read the data and load the model; nothing is written before both are known to be good."""
-        facts = self.check()
-        self.ranks.led("run folder", lambda: self._open(facts))
-        check_shared(self.ranks, self.folder.path)
-        self._begin_record(facts)
-
-    def check(self) -> dict[str, str | None]:
+    def check(self) -> Mapping[str, str | None]:
         """All of `prepare` that writes nothing; hashes of what the run is begun with."""
         from transformers import set_seed
 
@@ -110,8 +71,9 @@ class PreferenceRun:
         check_loaded(self.layout, {**facts, "max_seq_length": self.length}, self.built.model)
         return {**facts, "weights": weights_of(config.model)}
 
-    def _open(self, facts: dict[str, str | None]) -> None:
+    def _open(self, facts: Mapping[str, str | None]) -> None:
         """Begin or go on in the run folder."""
+        self.facts = facts
         self.folder.open(self.config, resume=self.resume)
         check_unchanged(self.folder, self.config, facts)
 
@@ -145,32 +107,14 @@ class PreferenceRun:
                 " chat_template, as in chat_template: chatml."
             )
 
-    def _begin_record(self, facts: dict[str, str | None]) -> None:
-        model = self.built.model
-        self.folder.write(
-            status="running",
-            method=self.config.method,
-            process=process_facts(),
-            error=None,
-            started=self.folder.read().get("started", now()),
-            versions={**versions(), "trl": version("trl")},
-            device=device_of(model),
-            ranks=self.ranks.size,
-            parallel=str(self.layout),
-            model=self.config.model,
-            recipe=recipe_of(self.built),
-            lora=None if self.built.lora is None else asdict(self.built.lora),
-            receipt=self.built.receipt,
-            parameters=count_weights(model),
-            data={
-                "fingerprints": facts,
-                "max_seq_length": self.length,
-                "train": {"path": self.config.train_data, "rows": len(self.train_data)},
-                "eval": None if self.eval is None else {"rows": len(self.eval)},
-            },
-        )
-        if self.built.receipt:
-            self._tell(self.built.receipt)
+    def _data_record(self) -> dict[str, Any]:
+        return {
+            "train": {"path": self.config.train_data, "rows": len(self.train_data)},
+            "eval": None if self.eval is None else {"rows": len(self.eval)},
+        }
+
+    def _method_record(self) -> dict[str, Any]:
+        return {"method": self.config.method, "versions": {**versions(), "trl": version("trl")}}
 
     def train(self) -> None:
         """The training itself, from the newest checkpoint if there is one."""
@@ -262,9 +206,7 @@ class PreferenceRun:
         model.config.use_cache = True
         if "ref" in getattr(model, "peft_config", {}):  # TRL's copy of the beginning, to compare with
             model.delete_adapter("ref")
-        with staged(self.folder.final, writers=Writers()) as folder:
-            model.save_pretrained(str(folder))
-            self.built.tokenizer.save_pretrained(str(folder))
+        self._save_final(model)
         if self.config.merge and hasattr(model, "save_pretrained_merged"):
             model.save_pretrained_merged(self.folder.merged, self.built.tokenizer, overwrite=True)
         self.folder.write(status="finished", ended=now(), error=None)
