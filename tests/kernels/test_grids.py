@@ -20,6 +20,7 @@ from fewbits.kernels.codec import dequantize_cuda, dequantize_triton, quantize_f
 from fewbits.kernels.launch.grid import MAX_PROGRAMS, check_grid, programs
 from fewbits.kernels.product import matmul_float8
 from fewbits.kernels.stochastic import add_triton, bits, many, nibbles
+from fewbits.kernels.stochastic.row_blocks import fitting
 
 
 class Kernel:
@@ -99,7 +100,7 @@ def test_rows_of_stochastic_products(batch: int, rows: int, dimensions: int) -> 
     """2**20 rows are 65,536 groups of 16, one more than the axis has."""
     slices = dimensions // 16
     for module in (many, nibbles):
-        for entries, part in module._parts(batch, rows, slices)[:3]:
+        for entries, part in fitting(batch, rows, slices, module.ROWS)[:3]:
             count = len(range(batch)[entries]), len(range(rows)[part])
             if module is many:
                 how = module.plan(*count, 4096, 1, dimensions, multiprocessors=132)

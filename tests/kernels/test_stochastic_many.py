@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fewbits.device import Device, describe
 from fewbits.formats.stochastic import STOCHASTIC, Stochastic
-from fewbits.kernels.stochastic import bits, choice, lookup, many, nibbles
+from fewbits.kernels.stochastic import bits, choice, lookup, many, nibbles, row_blocks
 from fewbits.kernels.stochastic.codes import stochastic_codes, stochastic_codes_ref
 from tests.kernels import emulated
 from tests.kernels.test_stochastic_lookup import operands_of
@@ -56,7 +56,7 @@ def driver(libraries: Path, monkeypatch: pytest.MonkeyPatch) -> Emulated:
         shared_memory_bytes=227 * 1024,
     )
     driver = Emulated(libraries)
-    for module in (many, bits, nibbles):
+    for module in (row_blocks, bits):
         monkeypatch.setattr(module, "nvrtc", driver)
     for module in (many, nibbles):
         monkeypatch.setattr(module, "describe", lambda device: gpu)
@@ -153,7 +153,7 @@ def test_bits_give_the_definition(driver: Emulated, name: str) -> None:
 @needs_compiler
 @pytest.mark.parametrize("module", [many, bits])
 def test_parts_are_the_whole(driver: Emulated, monkeypatch: pytest.MonkeyPatch, module) -> None:
-    monkeypatch.setattr(module, "_WORKSPACE_BYTES", 1)
+    monkeypatch.setattr(bits if module is bits else row_blocks, "_WORKSPACE_BYTES", 1)
     operands, levels = operands_of(STOCHASTIC, 1, 130 if module is bits else 33, 130, 64), (32,)
     tables = (bits if module is bits else lookup).tables_of(STOCHASTIC, levels, 64, torch.device("cpu"))
     y = torch.full((1, operands[0].shape[1], 130), torch.nan)
@@ -166,11 +166,11 @@ def test_parts_are_the_whole(driver: Emulated, monkeypatch: pytest.MonkeyPatch, 
 @pytest.mark.parametrize(("B", "B_b", "N", "M"), [(1, 1, 2048, 1000), (6, 6, 300, 400), (5, 1, 40, 700)])
 def test_parts_cover_each_value_once(monkeypatch: pytest.MonkeyPatch, workspace: int, B, B_b, N, M) -> None:
     monkeypatch.setattr(bits, "_WORKSPACE_BYTES", workspace)
-    monkeypatch.setattr(many, "_WORKSPACE_BYTES", workspace)
+    monkeypatch.setattr(row_blocks, "_WORKSPACE_BYTES", workspace)
     by_bits, by_tables = torch.zeros(B, N, M), torch.zeros(B, N)
     for part in bits._parts(B, N, B_b, M, 4):
         by_bits[part.batch, part.rows, part.outputs] += 1
-    for batch, rows in many._parts(B, N, 16):
+    for batch, rows in row_blocks.fitting(B, N, 16, many.ROWS):
         by_tables[batch, rows] += 1
     assert (by_bits == 1).all() and (by_tables == 1).all()
 

@@ -101,13 +101,9 @@ template <bool OF_A> static __device__ __forceinline__ void write_record(const P
 extern "C" __global__ void __launch_bounds__(256) stochastic_bits_a(const Product p) { write_record<true>(p); }
 extern "C" __global__ void __launch_bounds__(256) stochastic_bits_b(const Product p) { write_record<false>(p); }
 
+#include "copies.cu"
+
 #ifndef EMULATED
-static __device__ __forceinline__ void copy_16(u32 to, const void *from) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-}
-
-static __device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-
 // d += popc(a & b) for 16 rows of a, 8 of b and 256 bits.
 static __device__ __forceinline__ void mma_b1(int *d, const u32 *a, u32 b0, u32 b1) {
     asm(

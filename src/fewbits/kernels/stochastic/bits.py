@@ -18,7 +18,8 @@ from fewbits.formats.table_cache import keep_tables
 from fewbits.kernels.launch import nvrtc
 from fewbits.kernels.launch.grid import MAX_PROGRAMS
 from fewbits.kernels.launch.jit import cdiv, next_power_of_2, on_device_of
-from fewbits.kernels.stochastic.parts import strides_of
+from fewbits.kernels.stochastic import row_blocks
+from fewbits.kernels.stochastic.parts import index_of
 
 SOURCE = "stochastic/bits.cu"
 CODES = 128
@@ -74,16 +75,9 @@ def _words(bits: Tensor) -> Tensor:
 class Product(ctypes.Structure):
     """The kernels' argument, field by field as in the source."""
 
-    _fields_ = [
-        *(
-            (name, ctypes.c_void_p)
-            for name in ("qa", "sa", "qb", "sb", "levels", "words_a", "words_b", "masks", "factors")
-        ),
-        *((name, ctypes.c_void_p) for name in ("bits_a", "bits_b", "y")),
-        *((name, ctypes.c_int) for name in ("N", "M", "D", "C", "chunk", "per_chunk", "num_masks")),
-        *((name, ctypes.c_int) for name in ("shared_b", "level_b", "level_n", "level_c")),
-        *((name, ctypes.c_int) for name in ("tiles_a", "tiles_b")),
-    ]
+    _fields_ = row_blocks.argument_fields(
+        ("words_a", "words_b"), ("bits_a", "bits_b"), ("tiles_a", "tiles_b")
+    )
 
 
 class Part(NamedTuple):
@@ -107,21 +101,14 @@ def defines_of(words: int) -> nvrtc.Defines:
 def launch(
     operands: Sequence[Tensor], tables: Tables, level_index: Tensor | None, chunk: int, y: Tensor
 ) -> None:
-    """y of contiguous qa, sa, qb and sb on a GPU, on its current stream.
-
-    qa is (B, N, D), sa (B, N, C), qb (B or 1, M, D), sb (B or 1, M, C), y (B, N, M); ``level_index`` is None
-    or (B or 1, N or 1, C or 1).
-    """
+    """A `Launch`."""
     qa, sa, qb, sb = operands
     per_chunk = cdiv(chunk * tables.words, _WORDS)
     stages = per_chunk * sa.shape[2]
     for part in _parts(qa.shape[0], qa.shape[1], qb.shape[0], qb.shape[1], stages):
         of_b = slice(None) if qb.shape[0] == 1 else part.batch
         own_a, own_b = (part.batch, part.rows), (of_b, part.outputs)
-        index = None
-        if level_index is not None:
-            of_batch = part.batch if level_index.shape[0] > 1 else slice(None)
-            index = level_index[of_batch, part.rows if level_index.shape[1] > 1 else slice(None)]
+        index = index_of(level_index, part.batch, part.rows)
         whole = part.outputs == slice(0, qb.shape[1])
         out = y[own_a] if whole else y.new_empty(*qa[own_a].shape[:2], qb[own_b].shape[1])
         scales_b = sb[own_b].transpose(1, 2).contiguous()
@@ -140,17 +127,9 @@ def _launch_part(
         torch.empty(x.shape[0], 8 * n, stages, RECORD_BYTES // 4, dtype=torch.int32, device=qa.device)
         for x, n in zip((qa, qb), blocks, strict=True)
     ]
-    pointers = [None if x is None else x.data_ptr() for x in (qa, sa, qb, sb, level_index)]
-    pointers += [x.data_ptr() for x in (*tables, *bits, y)]
-    sizes = (qa.shape[1], qb.shape[1], qa.shape[2], sa.shape[2], chunk, stages // sa.shape[2])
-    argument = Product(
-        *pointers,
-        *sizes,
-        tables.words_b.shape[0],
-        int(qb.shape[0] == 1),
-        *strides_of(level_index),
-        *(8 * n for n in blocks),
-    )
+    part, per_chunk = row_blocks.Part(qa, sa, qb, sb, y, level_index), stages // sa.shape[2]
+    values = row_blocks.argument_values(part, tables, bits, chunk, per_chunk, tables.words_b.shape[0])
+    argument = Product(*values, *(8 * n for n in blocks))
     defines = defines_of(tables.words)
     with on_device_of(qa):
         for name, x, n in (("a", qa, blocks[0]), ("b", qb, blocks[1])):

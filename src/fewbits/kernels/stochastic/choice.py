@@ -16,6 +16,7 @@ from fewbits.device import Device, describe
 from fewbits.formats.stochastic import Stochastic
 from fewbits.kernels.launch.jit import cdiv
 from fewbits.kernels.stochastic import bits, lookup, many, nibbles
+from fewbits.kernels.stochastic.parts import Launch
 
 _FEW_ROWS = 16  # for which nothing else than lookups comes into question
 _LOOKUP_CLOCKS = 0.037  # of a multiprocessor, for a product of two codes
@@ -41,7 +42,7 @@ class Way(NamedTuple):
 
     name: str
     tables_of: Callable[..., Any]  # None where they cannot hold the counts
-    launch: Callable[..., None]  # operands, tables, index of levels, chunk, y
+    launch: Launch
     of_b: bool = False  # tables are of b's codes, so all of a's rows have one stream length
 
 

@@ -346,11 +346,7 @@ def alignment(qb: Tensor, chunk: int) -> int:
 def launch(
     operands: Sequence[Tensor], tables: Tables, level_index: Tensor | None, chunk: int, y: Tensor
 ) -> None:
-    """y of contiguous qa, sa, qb and sb on a GPU, on its current stream.
-
-    qa is (B, N, D), sa (B, N, C), qb (B or 1, M, D), sb (B or 1, M, C), y (B, N, M); ``level_index`` is None
-    or (B or 1, N or 1, C or 1).
-    """
+    """A `Launch`."""
     qa, sa, qb, sb = operands
     launch_rows(Rows(qa, sa), (qb, sb), tables, level_index, chunk, y)
 

@@ -69,25 +69,11 @@ struct Product {
 };
 
 #include "slices.cu"
+#include "outputs.cu"
+#include "byte_products.cu"
+#include "copies.cu"
 
-// Thread (slice, lane) of a block: the words of 4 tiles.
-extern "C" __global__ void __launch_bounds__(256) stochastic_pack_b(const Product p) {
-    const int lane = threadIdx.x % LANES, s = blockIdx.x * 8 + threadIdx.x / LANES;
-    const int quad = blockIdx.y, b = blockIdx.z, slices = p.per_chunk * p.C;
-    if (s >= slices) return;
-    i64 first;
-    const int length = length_of(p, s, &first), at = 4 * (lane % 4);
-    u32 word[4];
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        const int m = 32 * quad + 4 * (lane / 4) + i;
-        word[i] = 0;
-        if (m >= p.M) continue;
-        load_codes(p, b, m, first, at, length, word + i);
-    }
-    ((uint4 *)p.weights)[(((i64)b * slices + s) * p.quads + quad) * LANES + lane] =
-        uint4{word[0], word[1], word[2], word[3]};
-}
+extern "C" __global__ void __launch_bounds__(256) stochastic_pack_b(const Product p) { pack_weights<false>(p); }
 
 // Thread (slice, dimension, 4 rows) of a block of 16 rows.
 extern "C" __global__ void __launch_bounds__(256) stochastic_pack_a(const Product p) {
@@ -123,11 +109,6 @@ extern "C" __global__ void __launch_bounds__(256) stochastic_pack_a(const Produc
 #include "tables.cu"
 
 #ifndef EMULATED
-static __device__ __forceinline__ void copy_16(u32 to, const void *from) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-}
-
-static __device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 #endif
 
 // Start the copies of a slice's rows: 8 threads a row.
@@ -175,26 +156,6 @@ static __device__ __forceinline__ void build(u32 *table, const u8 *arrived, u32 
 }
 
 #ifndef EMULATED
-static __device__ __forceinline__ void mma_u8(int *d, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k32.row.col.s32.u8.u8.s32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
-        : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-
-static __device__ __forceinline__ void mma_s8(int *d, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
-        : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-
-static __device__ __forceinline__ uint4 load_16(u32 at) {
-    uint4 v;
-    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at));
-    return v;
-}
-
 extern __shared__ u32 shared[];
 #endif
 
@@ -202,27 +163,6 @@ extern __shared__ u32 shared[];
 static __device__ __forceinline__ void look_up(u32 w0, u32 w1, u32 select, u32 own, uint4 *x) {
     x[0] = load_16(__dp4a(w0, select, own));
     x[1] = load_16(__dp4a(w1, select, own));
-}
-
-// Values m ... m + 3 of a row of p.M, 0 beyond it; and the other way round.
-static __device__ __forceinline__ void load_4(const Product &p, const float *row, int m, float *value) {
-    if (p.M % 4 == 0 && m < p.M) {
-        const float4 v = *(const float4 *)(row + m);
-        value[0] = v.x, value[1] = v.y, value[2] = v.z, value[3] = v.w;
-    } else {
-#pragma unroll
-        for (int t = 0; t < 4; t++) value[t] = m + t < p.M ? row[m + t] : 0.0f;
-    }
-}
-
-static __device__ __forceinline__ void store_4(const Product &p, float *row, int m, const float *value) {
-    if (p.M % 4 == 0 && m < p.M) {
-        *(float4 *)(row + m) = float4{value[0], value[1], value[2], value[3]};
-    } else {
-#pragma unroll
-        for (int t = 0; t < 4; t++)
-            if (m + t < p.M) row[m + t] = value[t];
-    }
 }
 
 // The terms of a chunk for one warp's outputs, added to y.

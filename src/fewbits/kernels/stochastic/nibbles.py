@@ -21,19 +21,24 @@ from fewbits.formats.stochastic import Stochastic
 from fewbits.formats.streams import product_tables
 from fewbits.formats.table_cache import keep_tables
 from fewbits.kernels.launch import nvrtc
-from fewbits.kernels.launch.grid import MAX_PROGRAMS
-from fewbits.kernels.launch.jit import cdiv, on_device_of
+from fewbits.kernels.launch.jit import cdiv
 from fewbits.kernels.launch.matrix import rows_of
-from fewbits.kernels.stochastic.parts import index_of, parts_of, strides_of
+from fewbits.kernels.stochastic.row_blocks import (
+    SLICE,
+    BlockPlan,
+    Part,
+    argument_fields,
+    argument_values,
+    cut,
+    launch_part,
+)
 
 SOURCE = "stochastic/nibbles.cu"
 ROWS = 32  # of a block
 LONGEST_CHUNK = 2**16  # inner dimensions whose sums in 64ths fit 32 bits
 _CODES = 128  # magnitudes of codes, 0 ... 127
-_SLICE = 16  # inner dimensions of a table
 _TABLES_BYTES = 2 * 256 * 32 * 4  # of two planes
-_ARRIVED_BYTES = ROWS * _SLICE * 64  # rows of tables on their way, of two planes
-_WORKSPACE_BYTES = 2**28  # of places in tables
+_ARRIVED_BYTES = ROWS * SLICE * 64  # rows of tables on their way, of two planes
 _LARGEST = 7  # of what is left of a count beside its line
 _SHIFTS = (1, 2, 4, 6)  # of a magnitude, for each slope
 # Of the first two slopes and the last; the third follows from them. The small ones suffice nearly always.
@@ -143,27 +148,14 @@ class Workspace(NamedTuple):
 class Product(ctypes.Structure):
     """The kernels' argument, field by field as in the source."""
 
-    _fields_ = [
-        *(
-            (name, ctypes.c_void_p)
-            for name in ("qa", "sa", "qb", "sb", "levels", "tables", "slopes", "masks", "factors")
-        ),
-        *((name, ctypes.c_void_p) for name in ("weights", "places", "linear", "y")),
-        *((name, ctypes.c_int) for name in ("N", "M", "D", "C", "chunk", "per_chunk", "num_masks")),
-        *((name, ctypes.c_int) for name in ("shared_b", "level_b", "level_n", "level_c", "quads")),
-    ]
+    _fields_ = argument_fields(("tables", "slopes"), ("weights", "places", "linear"), ("quads",))
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(BlockPlan):
     """How a product is launched."""
 
-    tiles: int  # of 8 outputs, a warp's
-    threads: int
     keep: bool  # y in shared memory until it is whole
-    slices: int
-    quads: int  # of tiles, in whole blocks
-    grid: tuple[int, int, int]
     clocks: int  # that it takes, about
 
     @property
@@ -186,10 +178,6 @@ class Plan:
         """Blocks of stochastic_pack_a."""
         return 2 * self.slices, self.grid[0], self.grid[2]
 
-    def grid_b(self, batch: int) -> tuple[int, int, int]:
-        """Blocks of stochastic_pack_b."""
-        return cdiv(self.slices, 8), self.quads, batch
-
 
 SHARED_BYTES = _TABLES_BYTES + _ARRIVED_BYTES + 2048  # at least: tables, rows on their way and coefficients
 
@@ -199,13 +187,13 @@ def plan(
     shapes: Mapping[tuple[int, int], int] = MappingProxyType(_SHAPES),
 ) -> Plan:  # fmt: skip
     """The blocks that take the least time in whole rounds of the GPU."""
-    groups, slices = cdiv(rows, ROWS), chunks * cdiv(chunk, _SLICE)
+    groups, slices = cdiv(rows, ROWS), chunks * cdiv(chunk, SLICE)
 
     def planned(threads: int, tiles: int) -> Plan:
         of_block = threads // 32 * 8 * tiles
         grid = (groups, cdiv(outputs, of_block), batch)
         clocks = cdiv(grid[0] * grid[1] * batch, multiprocessors) * slices * shapes[threads, tiles]
-        how = Plan(tiles, threads, chunks > 1, slices, grid[1] * of_block // 32, grid, clocks)
+        how = Plan(tiles, threads, slices, grid[1] * of_block // 32, grid, chunks > 1, clocks)
         return how if how.shared_bytes <= shared else replace(how, keep=False)
 
     return min((planned(*shape) for shape in shapes), key=lambda plan: plan.clocks)
@@ -215,69 +203,29 @@ def workspace(plan: Plan, batch_b: int, device: torch.device) -> Workspace:
     """Memory for a plan."""
     groups, _, batch = plan.grid
     weights = torch.empty(batch_b, plan.slices, plan.quads, 128, dtype=torch.int32, device=device)
-    places = torch.empty(batch, groups, plan.slices, ROWS * _SLICE, dtype=torch.int32, device=device)
-    linear = torch.empty(batch, groups, plan.slices, 4 * ROWS * _SLICE, dtype=torch.int8, device=device)
+    places = torch.empty(batch, groups, plan.slices, ROWS * SLICE, dtype=torch.int32, device=device)
+    linear = torch.empty(batch, groups, plan.slices, 4 * ROWS * SLICE, dtype=torch.int8, device=device)
     return Workspace(weights, places, linear)
 
 
-def product_of(
-    operands: Sequence[Tensor],
-    tables: Tables,
-    level_index: Tensor | None,
-    plan: Plan,
-    chunk: int,
-    memory: Workspace,
-) -> Product:
-    """The kernels' argument for qa, sa, qb, sb as (B or 1, C, M), and y, all contiguous."""
-    qa, sa, qb, sb, y = operands
-    pointers = [None if x is None else x.data_ptr() for x in (qa, sa, qb, sb, level_index)]
-    pointers += [x.data_ptr() for x in (*tables, *memory, y)]
-    sizes = (qa.shape[1], qb.shape[1], qa.shape[2], sa.shape[2], chunk, cdiv(chunk, _SLICE))
-    return Product(
-        *pointers,
-        *sizes,
-        tables.nibbles.shape[1],
-        int(qb.shape[0] == 1),
-        *strides_of(level_index),
-        plan.quads,
-    )
+def product_of(part: Part, tables: Tables, plan: Plan, chunk: int, memory: Workspace) -> Product:
+    """The kernels' argument."""
+    values = argument_values(part, tables, memory, chunk, cdiv(chunk, SLICE), tables.nibbles.shape[1])
+    return Product(*values, plan.quads)
 
 
 def launch(
     operands: Sequence[Tensor], tables: Tables, level_index: Tensor | None, chunk: int, y: Tensor
 ) -> None:
-    """y of contiguous qa, sa, qb and sb on a GPU, on its current stream.
-
-    qa is (B, N, D), sa (B, N, C), qb (B or 1, M, D), sb (B or 1, M, C), y (B, N, M); ``level_index`` is None
-    or (B or 1, N or 1, C or 1).
-    """
-    qa, sa, qb, sb = operands
-    (B, N), (C, M) = qa.shape[:2], (sa.shape[2], qb.shape[1])
-    sb = sb.transpose(1, 2).contiguous()
-    gpu = describe(qa.device)
-    for batch, rows in _parts(B, N, C * cdiv(chunk, _SLICE)):
-        own_b = slice(None) if qb.shape[0] == 1 else batch
-        part = (qa[batch, rows], sa[batch, rows], qb[own_b], sb[own_b], y[batch, rows])
-        how = plan(
-            part[0].shape[0],
-            part[0].shape[1],
-            M,
-            C,
-            chunk,
-            multiprocessors=gpu.multiprocessors,
-            shared=gpu.shared_memory_bytes,
-        )
-        memory = workspace(how, part[2].shape[0], qa.device)
-        argument = product_of(part, tables, index_of(level_index, batch, rows), how, chunk, memory)
-        with on_device_of(qa):
-            device = qa.device.index
-            for name, grid in (
-                ("stochastic_pack_b", how.grid_b(part[2].shape[0])),
-                ("stochastic_pack_a", how.grid_a),
-            ):
-                nvrtc.launch(nvrtc.kernel(SOURCE, name, how.defines, device, 0), grid, 256, 0, argument)
-            main = nvrtc.kernel(SOURCE, "stochastic_nibbles", how.defines, device, how.shared_bytes)
-            nvrtc.launch(main, how.grid, how.threads, how.shared_bytes, argument)
+    """A `Launch`."""
+    gpu = describe(y.device)
+    multiprocessors, shared = gpu.multiprocessors, gpu.shared_memory_bytes
+    for part in cut(operands, level_index, chunk, y, ROWS):
+        (B, N, M), C = part.y.shape, part.sa.shape[2]
+        how = plan(B, N, M, C, chunk, multiprocessors=multiprocessors, shared=shared)
+        memory = workspace(how, part.qb.shape[0], y.device)
+        argument = product_of(part, tables, how, chunk, memory)
+        launch_part(SOURCE, "stochastic_nibbles", how, how.defines, how.shared_bytes, part, argument)
 
 
 def launch_swapped(
@@ -293,10 +241,3 @@ def launch_swapped(
     transposed = y.new_empty(y.shape[0], y.shape[2], y.shape[1])
     launch((qb, sb, qa, sa), tables, level_index, chunk, transposed)
     y.copy_(transposed.mT)
-
-
-def _parts(B: int, N: int, slices: int) -> list[tuple[slice, slice]]:
-    """Batches and rows whose places fit the workspace; all at once where they do."""
-    of_group = slices * 4 * ROWS * _SLICE
-    groups = max(1, min(_WORKSPACE_BYTES // of_group, MAX_PROGRAMS[1]))  # at once
-    return parts_of(B, N, ROWS, groups)

@@ -2,9 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any, Protocol
+
 from torch import Tensor
 
 from fewbits.kernels.launch.jit import cdiv
+
+
+class Launch(Protocol):
+    """Computes y of contiguous qa, sa, qb and sb on a GPU, on its current stream.
+
+    qa is (B, N, D), sa (B, N, C), qb (B or 1, M, D), sb (B or 1, M, C), y (B, N, M); ``level_index`` is None
+    or (B or 1, N or 1, C or 1).
+    """
+
+    def __call__(
+        self, operands: Sequence[Tensor], tables: Any, level_index: Any, chunk: int, y: Tensor
+    ) -> None:
+        """Write y (B, N, M)."""
 
 
 def strides_of(level_index: Tensor | None) -> list[int]:

@@ -120,11 +120,7 @@ def _thermometer_kernel(
 def launch(
     operands: Sequence[Tensor], tables: Tables, level_index: Tensor | None, chunk: int, y: Tensor
 ) -> None:
-    """y of contiguous qa, sa, qb and sb.
-
-    qa is (B, N, D), sa (B, N, C), qb (B or 1, M, D), sb (B or 1, M, C), y (B, N, M); ``level_index`` is None
-    or (B or 1, N or 1, C or 1).
-    """
+    """A `Launch`, by a Triton kernel."""
     qa, sa, qb, sb = operands
     (B, N, D), M, steps = qa.shape, qb.shape[1], tables.ones.shape[2]
     block_n = min(128, max(16, next_power_of_2(N)))
