@@ -181,15 +181,16 @@ class Run(Stages):
         both = {"train_data": self.train_data, "eval_data": self.eval}
         return {name: data for name, data in both.items() if data is not None}
 
-    def _open(self, facts: Mapping[str, str | None]) -> None:
+    def open_folder(self, facts: Mapping[str, str | None]) -> None:
         """Begin or go on in the run folder."""
         for path in self.folder.missing():
-            self._tell(f"{path} is missing, so what it would be compared with goes unseen on this resume.")
+            self.tell(f"{path} is missing, so what it would be compared with goes unseen on this resume.")
         self.folder.open(self.config, resume=self.resume)
         self.facts = {"eval_data": None, **facts, "weights": weights_of(self.config.model)}
         check_unchanged(self.folder, self.config, self.facts)
 
-    def _data_record(self) -> dict[str, Any]:
+    def data_record(self) -> dict[str, Any]:
+        """See `Stages.data_record`."""
         return {
             "train": asdict(self.train_data.report),
             "eval": None if self.eval is None else asdict(self.eval.report),
@@ -201,10 +202,10 @@ class Run(Stages):
         from fewbits.training.step.optimized import OptimizedTrainer
 
         config, model = self.config, self.built.model
-        earlier = resumable(self.folder, self.ranks, self._tell) if self.resume else []
+        earlier = resumable(self.folder, self.ranks, self.tell) if self.resume else []
         progress = Progress.load(earlier[-1]) if earlier else Progress()
         if earlier and (count := damaged_metrics(self.folder.metrics)):
-            self._tell(f"{count} lines of {self.folder.metrics} cannot be read and are left out.")
+            self.tell(f"{count} lines of {self.folder.metrics} cannot be read and are left out.")
         self._samples_before()
         dataset, evaluation = self.datasets()
         steps = total_steps(config, len(dataset))
@@ -240,7 +241,7 @@ class Run(Stages):
         trainer.set_rates = partial(set_rates, config)
         over = earlier and (progress.stopped_early or step_of(earlier[-1]) >= steps)
         if earlier and progress.stopped_early:
-            self._tell(
+            self.tell(
                 f"the run had stopped early at step {step_of(earlier[-1])}, where evaluations got no better,"
                 " so it is not trained further; begin another one for more steps."
             )
@@ -347,11 +348,11 @@ class Run(Stages):
         if not self.ranks.led("best", best.is_dir):
             note = f"the best weights, {best.name}, were removed: the run ends with its newest weights."
             self.folder.write(best_weights=note)
-            self._tell(note)
+            self.tell(note)
             return
-        check_best(best, self.folder, self.ranks, self._tell)
+        check_best(best, self.folder, self.ranks, self.tell)
         restore(self.built.model, best)
-        self._tell(f"the best weights are those of step {step_of(best)}")
+        self.tell(f"the best weights are those of step {step_of(best)}")
 
     def _samples_before(self) -> None:
         if self.ranks.led("samples", self.folder.samples.is_file):
@@ -393,7 +394,7 @@ class Run(Stages):
         model = self._packed_if_qat()
         model.config.use_cache = True  # the host switched it off for training
         if not self.layout.is_sharded:
-            self._save_final(model)
+            self.save_final(model)
         if self.config.merge and hasattr(model, "peft_config"):
             model.save_pretrained_merged(self.folder.merged, self.built.tokenizer, overwrite=True)
         self.folder.write(status="finished", ended=now(), error=None)

@@ -63,7 +63,7 @@ class PreferenceRun(Stages):
         whole = replace(config, parallel="ddp") if self.ranks.size > 1 else config  # each has all weights
         self.layout = layout_for(whole, self.ranks, shapes, (config.batch_size, self.length))
         if self.ranks.size > 1:
-            self._tell(str(self.layout))
+            self.tell(str(self.layout))
         facts = {
             "train_data": _hash_of(self.train_data),
             "eval_data": None if self.eval is None else _hash_of(self.eval),
@@ -71,7 +71,7 @@ class PreferenceRun(Stages):
         check_loaded(self.layout, {**facts, "max_seq_length": self.length}, self.built.model)
         return {**facts, "weights": weights_of(config.model)}
 
-    def _open(self, facts: Mapping[str, str | None]) -> None:
+    def open_folder(self, facts: Mapping[str, str | None]) -> None:
         """Begin or go on in the run folder."""
         self.facts = facts
         self.folder.open(self.config, resume=self.resume)
@@ -96,7 +96,7 @@ class PreferenceRun(Stages):
             parts = self.train_data.train_test_split(test_size=config.eval_fraction, seed=config.seed)
             self.train_data, self.eval = parts["train"], parts["test"]
         if self.eval is not None and config.keep_best:
-            self._tell(f"method {config.method} ends with its newest weights (keep_best is for sft).")
+            self.tell(f"method {config.method} ends with its newest weights (keep_best is for sft).")
 
     def _check_template(self) -> None:
         first = self.train_data[0]
@@ -107,13 +107,15 @@ class PreferenceRun(Stages):
                 " chat_template, as in chat_template: chatml."
             )
 
-    def _data_record(self) -> dict[str, Any]:
+    def data_record(self) -> dict[str, Any]:
+        """See `Stages.data_record`."""
         return {
             "train": {"path": self.config.train_data, "rows": len(self.train_data)},
             "eval": None if self.eval is None else {"rows": len(self.eval)},
         }
 
-    def _method_record(self) -> dict[str, Any]:
+    def method_record(self) -> dict[str, Any]:
+        """See `Stages.method_record`."""
         return {"method": self.config.method, "versions": {**versions(), "trl": version("trl")}}
 
     def train(self) -> None:
@@ -143,7 +145,7 @@ class PreferenceRun(Stages):
         )
         left_out = "" if config.method == "grpo" else rows_left_out(trainer, self.train_data, self.length)
         if left_out:
-            self._tell(left_out)
+            self.tell(left_out)
             self.folder.write(rows_left_out=left_out)
         begun = time.perf_counter()
         try:
@@ -190,12 +192,12 @@ class PreferenceRun(Stages):
     def _checkpoints(self) -> list[Path]:
         """The whole ones; what a kill has left half written goes."""
         self.ranks.led("half checkpoints", self._remove_half)
-        return resumable(self.folder, self.ranks, self._tell)
+        return resumable(self.folder, self.ranks, self.tell)
 
     def _remove_half(self) -> None:
         for path in checkpoints(self.folder.checkpoints):
             if not (path / MANIFEST).is_file():
-                self._tell(f"{path} was not written to its end and is removed.")
+                self.tell(f"{path} was not written to its end and is removed.")
                 shutil.rmtree(path)
 
     def finish(self) -> None:
@@ -206,7 +208,7 @@ class PreferenceRun(Stages):
         model.config.use_cache = True
         if "ref" in getattr(model, "peft_config", {}):  # TRL's copy of the beginning, to compare with
             model.delete_adapter("ref")
-        self._save_final(model)
+        self.save_final(model)
         if self.config.merge and hasattr(model, "save_pretrained_merged"):
             model.save_pretrained_merged(self.folder.merged, self.built.tokenizer, overwrite=True)
         self.folder.write(status="finished", ended=now(), error=None)

@@ -56,7 +56,7 @@ class Stages(ABC):
     def prepare(self) -> None:
         """Read the data, then load the model; nothing is written before both are known to be good."""
         facts = self.check()
-        self.ranks.led("run folder", lambda: self._open(facts))
+        self.ranks.led("run folder", lambda: self.open_folder(facts))
         check_shared(self.ranks, self.folder.path)
         self._begin_record()
 
@@ -73,18 +73,19 @@ class Stages(ABC):
         """What remains of the run: the adapter or model in final/, and the merged model."""
 
     @abstractmethod
-    def _open(self, facts: Mapping[str, str | None]) -> None:
+    def open_folder(self, facts: Mapping[str, str | None]) -> None:
         """Begin or go on in the run folder."""
 
     @abstractmethod
-    def _data_record(self) -> dict[str, Any]:
+    def data_record(self) -> dict[str, Any]:
         """The rows of training and evaluation, for the record."""
 
-    def _method_record(self) -> dict[str, Any]:
+    def method_record(self) -> dict[str, Any]:
         """What else a method says in the record."""
         return {}
 
-    def _tell(self, sentence: str) -> None:
+    def tell(self, sentence: str) -> None:
+        """Say something to the user, as it is."""
         self.console.print(sentence, highlight=False, markup=False)
 
     def _begin_record(self) -> None:
@@ -103,13 +104,13 @@ class Stages(ABC):
             "lora": None if self.built.lora is None else asdict(self.built.lora),
             "receipt": self.built.receipt,
             "parameters": count_weights(model),
-            "data": {"fingerprints": self.facts, "max_seq_length": self.length, **self._data_record()},
+            "data": {"fingerprints": self.facts, "max_seq_length": self.length, **self.data_record()},
         }
-        self.folder.write(**record | self._method_record())
+        self.folder.write(**record | self.method_record())
         if self.built.receipt:
-            self._tell(self.built.receipt)
+            self.tell(self.built.receipt)
 
-    def _save_final(self, model: Any) -> None:
+    def save_final(self, model: Any) -> None:
         """The weights or adapters of ``model`` and its tokenizer, as a folder that appears whole."""
         with staged(self.folder.final, writers=Writers()) as folder:
             model.save_pretrained(str(folder))
