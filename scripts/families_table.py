@@ -30,13 +30,13 @@ def page(trials: list[dict[str, Any]], version: str) -> str:
         "# Model families",
         "",
         f"Every causal language model of transformers {version}, tried as a tiny model by",
-        "`fewbits models --all`; this page is written by `scripts/families_table.py`. A trial takes",
-        "the default values of a configuration: Granite is fused there, because its multipliers are 1, and",
-        "in its published models they are not.",
+        "`fewbits models --all`; this page is written by `scripts/families_table.py`. A trial takes the",
+        "default values of a configuration, but for what they switch off and all published models of the",
+        "family do (Granite's multipliers, SmolLM3's layers without positions).",
         "",
         f"{summary}.",
         "",
-        "| family | what fewbits does | why it is not fused |",
+        "| family | what fewbits does | why it is not fused, or not all of it |",
         "|---|---|---|",
     ]
     order = list(OUTCOMES)

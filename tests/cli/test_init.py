@@ -133,6 +133,7 @@ def test_recipes_are_those_of_the_catalog(run, monkeypatch):
 
 def test_families_are_tried(run, monkeypatch, tmp_path):
     from fewbits.families import catalog, registry
+    from fewbits.families.spec import Attention
     from tests.models.loading import save_tiny
 
     save_tiny(tmp_path / "folder", "qwen3")
@@ -140,11 +141,17 @@ def test_families_are_tried(run, monkeypatch, tmp_path):
     assert shown.code == 0, shown.err
     found = {one["model_type"]: one for one in json.loads(shown.out)}
     assert found["qwen3"]["outcome"] == "fused" and "q_proj" in found["qwen3"]["linears"]
+    # as its published models are, though the default of its configuration is a multiplier of 1
+    assert found["granite"]["outcome"] == "unfused"
+    assert "multiplied by residual_multiplier" in found["granite"]["reason"]
+    (smollm3,) = json.loads(run("models", "smollm3", "--json").out)
+    assert smollm3["outcome"] == "fused" and "not turned by their positions" in smollm3["reason"]
     # a family is fused because its layers compute the same, not because a list says so
-    wrong = replace(catalog.LLAMA, model_type="granite")
+    scores = Attention(multiplier="attention_multiplier")
+    wrong = replace(catalog.LLAMA, model_type="granite", attention=scores)
     monkeypatch.setitem(registry._REGISTERED, "granite", wrong)
     (again,) = json.loads(run("models", "granite", "--json").out)
-    assert again["has_spec"] and again["outcome"] in ("fused", "unfused")
+    assert again["has_spec"] and again["outcome"] == "unfused" and "differs" in again["reason"]
     assert "model_type" in run("models", "olmo2").out or "olmo2" in run("models", "olmo2").out
 
 

@@ -37,6 +37,12 @@ def test_where_is_what_names_files_that_are_there() -> None:
     assert len(paths) > 20 and not missing
 
 
+def test_no_table_was_run_together_into_lines() -> None:
+    """A tool that fills paragraphs makes one of a table that it does not know as one."""
+    found = [page.stem for page in PAGES if "| |---" in page.read_text(encoding="utf-8")]
+    assert found == []
+
+
 def test_few_blocks_are_not_run() -> None:
     left_out = [f"{block}: {block.needs}" for block in BLOCKS if block.needs]
     assert len(left_out) <= MOST_NOT_RUN, left_out

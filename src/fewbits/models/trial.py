@@ -2,7 +2,8 @@
 
 A family is `fused` (its decoder layers compute as hand-written nodes), `unfused` (packed, adapted and trained
 through its own forward) or `refused`. No list says which: a model of one layer is made from the family's own
-configuration, packed and fused, as a real one would be.
+configuration, packed and fused, as a real one would be. Where a default of that configuration switches off
+what all published models of the family do (Granite's multipliers are 1 there), the tiny model does it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 
 from fewbits.errors import BadInput, FewbitsError, SpecMismatch, Unsupported
+from fewbits.families.catalog import SPECS
 from fewbits.families.registry import family_of, known_families
 
 # As small as the kernels' blocks allow; a configuration takes those of them that it knows.
@@ -55,7 +57,7 @@ class Trial:
         outcome: "fused", "unfused", "refused"; "untried" where no tiny model of it can be built.
         has_spec: whether somebody wrote a spec for the family.
         linears: names of the linears inside a layer that are packed and adapted; none if refused.
-        reason: why it is not fused; empty if it is.
+        reason: why it is not fused, or not all of its layers; empty if they all are.
     """
 
     model_type: str
@@ -117,7 +119,8 @@ def _tried(model: Any, model_type: str, has_spec: bool, recipe: str) -> Trial:
         return Trial(
             model_type=model_type, outcome="unfused", has_spec=has_spec, linears=names, reason=reason
         )
-    return Trial(model_type=model_type, outcome="fused", has_spec=has_spec, linears=names)
+    some = next((note for note in receipt.notes if "stays unfused" in note), "")
+    return Trial(model_type=model_type, outcome="fused", has_spec=has_spec, linears=names, reason=some)
 
 
 def _tiny(model_type: str) -> Any:
@@ -127,9 +130,9 @@ def _tiny(model_type: str) -> Any:
 
     config = AutoConfig.for_model(model_type)
     text = config.get_text_config()
-    small: dict[str, Any] = dict(_SMALL)
+    small: dict[str, Any] = {**_SMALL, **_as_published(model_type)}
     with suppress(*_CANNOT_BUILD):
-        small["layer_types"] = text.layer_types[:1]
+        small["layer_types"] = text.layer_types[: small["num_hidden_layers"]]
     for name, value in small.items():
         with suppress(*_CANNOT_BUILD):  # some are computed from others, or differ from layer to layer
             if hasattr(text, name):
@@ -139,6 +142,17 @@ def _tiny(model_type: str) -> Any:
     if values > _MOST_VALUES:
         raise ValueError(f"its configuration cannot be made small: {values:,} values are left")
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def _as_published(model_type: str) -> dict[str, Any]:
+    """What the published models do, and the default values of their configuration, or one layer, do not."""
+    fields: dict[str, Any] = {}
+    for spec in (SPECS.get(model_type), family_of(model_type)):  # a user's own spec may know less
+        if spec is not None and spec.residual_multiplier is not None:
+            fields[spec.residual_multiplier] = 0.25
+        if spec is not None and spec.attention is not None and spec.attention.rotary_layers is not None:
+            fields |= {"num_hidden_layers": 2, spec.attention.rotary_layers: [1, 0]}
+    return fields
 
 
 def _first(error: BaseException) -> str:
