@@ -47,11 +47,13 @@ OTHERS: dict[str, tuple[ModelSpec, dict[str, Any], int, str]] = {
 def written(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Writes a spec that a user might, and makes a model of that family."""
 
-    def make(model_type: str, spec: ModelSpec, dtype: torch.dtype, **changes: Any) -> Any:
+    def make(
+        model_type: str, spec: ModelSpec, dtype: torch.dtype, attention: str = "sdpa", **changes: Any
+    ) -> Any:
         monkeypatch.setitem(catalog.SPECS, model_type, replace(spec, model_type=model_type))
         torch.manual_seed(0)
         config = AutoConfig.for_model(model_type, **{**_COMMON, **changes})
-        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").train()
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention).train()
 
     yield make
 
@@ -99,6 +101,62 @@ def test_every_family_is_proved(family: str, dtype: torch.dtype) -> None:
     assert len(fused_layers(model)) == 2 and f"one of each kind ({kinds})" in receipt
     error = float(receipt.split("agree to ")[1].split()[0])
     assert 0 < error < {torch.float32: 2e-6, torch.bfloat16: 0.04, torch.float16: 0.005}[dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["llama", pytest.param("gemma3_text", marks=pytest.mark.slow)])
+def test_neither_rank_nor_alpha_nor_training_decides(family: str, dtype: torch.dtype) -> None:
+    """Under rank 1 and alpha 128 scores of thousands came of values that the proof itself had drawn."""
+    for rank, alpha, size in ((1, 16, 0.0), (2, 16, 0.1), (1, 128, 0.0), (1, 128, 0.1)):
+        model = FastLanguageModel.get_peft_model(
+            tiny(family).to(dtype), r=rank, lora_alpha=alpha, use_gradient_checkpointing=False
+        )
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                nn.init.normal_(parameter, std=size)
+        receipt = str(fuse(model))
+        assert len(fused_layers(model)) == 2, (rank, alpha, size, receipt)
+
+
+def test_a_small_rank_over_nf4_is_fused_in_float32() -> None:
+    model = adapted("llama", NF4_ONLY, lora=LoRA(r=2), dtype=torch.float32)
+    fuse(model)
+    assert len(fused_layers(model)) == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("factor", [0.99, 1.01])
+def test_a_multiplier_one_per_cent_off_is_seen(factor: float, dtype: torch.dtype, written: Any) -> None:
+    """Single values of 16 bits are rounded by as much; their common factor is not."""
+    model = written("granite", GRANITE_SCORES, dtype, residual_multiplier=factor)
+    receipt = str(fuse(model))
+    assert not fused_layers(model) and "stays unfused: " in receipt
+
+
+@pytest.mark.parametrize("cap", [49.5, 50.5])
+def test_a_soft_cap_one_per_cent_off_is_seen(cap: float, written: Any) -> None:
+    of_spec = replace(catalog.SPECS["gemma2"].attention, soft_cap="cap_of_the_spec")
+    spec = replace(catalog.SPECS["gemma2"], attention=of_spec)
+    changes = {"attn_logit_softcapping": 50.0, "query_pre_attn_scalar": 16, "attention": "eager"}
+    model = written("gemma2", spec, torch.float32, cap_of_the_spec=cap, **changes)
+    receipt = str(fuse(model))
+    assert not fused_layers(model)
+    assert f"its attention has the soft_cap 50.0, and the fused nodes would take {cap}" in receipt
+    model = written("gemma2", spec, torch.float32, cap_of_the_spec=50.0, **changes)
+    fuse(model)
+    assert len(fused_layers(model)) == 2
+
+
+def test_large_scores_are_no_other_arithmetic(written: Any) -> None:
+    """Softmax turns a rounding of such a score into a large relative error; a factor is still seen."""
+    models = [tiny("qwen2")]
+    models += [written("granite", GRANITE_SCORES, torch.float32, residual_multiplier=f) for f in (1.0, 1.01)]
+    for model, number in zip(models, (2, 2, 0), strict=True):
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.weight.data *= 30
+            layer.self_attn.k_proj.weight.data *= 30
+        receipt = str(fuse(model))
+        assert len(fused_layers(model)) == number, receipt
 
 
 def test_every_kind_of_layer_is_proved_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,8 @@ layer of each kind that a model has and compares, on a copy that shares the weig
 A layer that differs stays unfused, and the receipt says why (`fewbits.decoder.comparison`).
 
 The copy has no hooks, is in evaluation mode, multiplies in the formats of no recipe, and has adapters with
-random B, because the zeros they begin with would prove nothing. Nothing of the model changes: neither
-gradients, nor random states, nor float8 histories, nor anything kept.
+random values (`_set_adapters`). Nothing of the model changes: neither gradients, nor random states, nor
+float8 histories, nor anything kept.
 """
 
 from __future__ import annotations
@@ -212,7 +212,11 @@ def _adapted(layer: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _set_adapters(layer: nn.Module) -> None:
-    """One adapter is active, and has values."""
+    """One adapter is active, with random values that are as large under every rank and alpha.
+
+    Zeros would prove nothing, and a branch that is far larger than its weight as little: it makes scores of
+    thousands, whose softmax no rounding survives. What is proved is the arithmetic, not these values.
+    """
     for _, module in _adapted(layer):
         names = [name for name in module.active_adapters if name in module.lora_A] or list(module.lora_A)
         if module.merged_adapters or not names:
@@ -220,10 +224,10 @@ def _set_adapters(layer: nn.Module) -> None:
         module._active_adapter, module._disable_adapters = names[:1], False
         for part in (module.lora_A, module.lora_B):
             linear = part[names[0]]
-            if isinstance(linear, nn.Linear) and not linear.weight.any():
-                random = (
-                    random_like(tuple(linear.weight.shape), linear.weight) * linear.weight.shape[1] ** -0.5
-                )
+            if isinstance(linear, nn.Linear):
+                smaller = 4 * abs(module.scaling.get(names[0], 1.0)) or 1.0 if part is module.lora_B else 1.0
+                random = random_like(tuple(linear.weight.shape), linear.weight)
+                random *= linear.weight.shape[1] ** -0.5 / smaller
                 linear.weight = nn.Parameter(random, requires_grad=linear.weight.requires_grad)
 
 
