@@ -6,6 +6,7 @@ import os
 import resource
 import shutil
 import stat
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -110,19 +111,35 @@ def test_what_killed_builds_have_left_is_removed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "compiled, damage", [(True, "emptied"), (True, "one bit"), (True, "not executable"), (False, "emptied")]
+    "compiled, damage, front_end",
+    [
+        (True, "emptied", "make"),
+        (True, "one bit", "make"),
+        (True, "not executable", "make"),
+        (False, "emptied", "make"),
+        (False, "emptied", "ninja"),
+        pytest.param(True, "emptied", "ninja", marks=pytest.mark.slow),
+        pytest.param(True, "gone", "ninja", marks=pytest.mark.slow),
+        # as CMake writes them
+        pytest.param(True, "emptied", "ninja, the launcher in its rules", marks=pytest.mark.slow),
+    ],
 )
 def test_a_damaged_launcher_is_made_again(
-    workshop: Workshop, native: Native, compiled: bool, damage: str
+    workshop: Workshop, native: Native, compiled: bool, damage: str, front_end: str
 ) -> None:
-    if shutil.which("make", path="/usr/bin:/bin") is None:
-        pytest.skip("needs make")
+    program, _, by_launcher = front_end.partition(", ")
+    places = f"{Path(sys.executable).parent}:/usr/bin:/bin"
+    if (command := shutil.which(program, path=places)) is None:
+        pytest.skip(f"needs {program}")
     assert native.launcher is not None
     (workshop.root / "native").unlink()  # not the one of the other tests
     shutil.copytree(native.launcher.parent.parent, workshop.root / "native")
     (workshop.folder / "a.cpp").write_text("int f(){return 1;}\n")
     (workshop.folder / "Makefile").write_text("a.o: a.cpp\n\tg++ -c $< -o $@\n")
-    assert workshop.build("make", compile_native=compiled).code == 0
+    compiler = f"{workshop.root}/tools/*/bin/fewbits-launch g++" if by_launcher else "g++"
+    rule = f"rule cxx\n  command = {compiler} -c $in -o $out\nbuild a.o: cxx a.cpp\n"
+    (workshop.folder / "build.ninja").write_text(rule)
+    assert workshop.build(command, compile_native=compiled).code == 0
     launchers = [*workshop.root.glob("tools/*/bin/*"), *workshop.root.glob("native/*/fewbits-launch")]
     launchers = [file for file in launchers if file.is_file()]
     assert {"g++", "fewbits-launch"} <= {file.name for file in launchers}
@@ -133,7 +150,7 @@ def test_a_damaged_launcher_is_made_again(
         else:
             DAMAGES[damage](file)
     (workshop.folder / "a.o").unlink()
-    done = workshop.build("make", compile_native=compiled)
+    done = workshop.build(command, compile_native=compiled)
     assert done.code == 0, done.err
     assert (workshop.folder / "a.o").stat().st_size > 500
     healed = [file for file in launchers if compiled or "native" not in str(file)]
