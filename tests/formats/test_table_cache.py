@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import re
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,6 +25,7 @@ from fewbits.formats.tables import midpoints, pairs_table, table
 from fewbits.kernels.codec.codebook_tables import _thresholds, codebook_tables
 from fewbits.kernels.optimizer import adamw
 from fewbits.kernels.stochastic import lookup, nibbles
+from fewbits.nn import attention_backends
 
 TABLES = (table, midpoints, pairs_table, scale_codes, adamw._guesses, adamw._kernel_tables, adamw._constants)
 X = torch.linspace(-3, 3, 4 * 512).view(4, -1)
@@ -91,16 +95,111 @@ def test_the_least_recently_used_go_first_and_the_latest_stays() -> None:
     assert calls[5:] == [1, 2, 3, 4, 1]
 
 
+class OnAGpu(Tensor):
+    """A tensor that says it lies on a GPU, whose kernels run later."""
+
+    is_cuda = True
+    device = torch.device("cuda", 1)
+
+
+@dataclass(frozen=True)
+class Held:
+    """As a class of ours may hold tensors: a cache has to find them."""
+
+    length: int
+    inner: Tensor
+    function: Callable[[], None] = lambda: None
+
+
+@pytest.mark.parametrize(
+    "wrapped",
+    [
+        lambda x: x,
+        lambda x: Pair(torch.zeros(1), x),
+        lambda x: {"a": [x]},
+        lambda x: Held(3, x),
+    ],
+    ids=["tensor", "tuple", "mapping", "object"],
+)
+def test_nobody_gets_a_table_before_its_stream_has_written_it(
+    wrapped: Callable[[Tensor], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stream that makes it is waited for, once; a second thread waits too, and its stream need not."""
+    begun, written = threading.Event(), threading.Event()
+    waited, results = list[object](), list[object]()
+
+    class Stream:
+        def synchronize(self) -> None:
+            begun.set()
+            assert written.wait(20)
+
+    def stream_of(device: object) -> Stream:
+        waited.append(device)
+        return Stream()
+
+    monkeypatch.setattr(torch.cuda, "current_stream", stream_of)
+
+    @table_cache.keep_tables()
+    def make(length: int) -> object:
+        return wrapped(torch.zeros(length).as_subclass(OnAGpu))
+
+    threads = [threading.Thread(target=lambda: results.append(make(4)), daemon=True) for _ in range(2)]
+    threads[0].start()
+    assert begun.wait(20)
+    threads[1].start()
+    threads[1].join(0.05)
+    assert not results
+    written.set()
+    for thread in threads:
+        thread.join(20)
+    assert results[0] is results[1]
+    assert waited == [OnAGpu.device]
+
+
+def test_what_is_kept_for_attention_is_waited_for_too() -> None:
+    cpu = torch.device("cpu")
+    segments, kept = attention_backends._uniform(2, 5, cpu), attention_backends._plain_block_mask(256, 9, cpu)
+    assert [x is segments.cu_seqlens for x in table_cache._tensors(segments)] == [True]
+    places = {x.data_ptr() for x in table_cache._tensors(kept)}
+    names = (
+        "kv_num_blocks",
+        "kv_indices",
+        "full_kv_num_blocks",
+        "full_kv_indices",
+        "q_num_blocks",
+        "q_indices",
+    )
+    assert places >= {getattr(kept.mask, name).data_ptr() for name in names} | {kept.starts.data_ptr()}
+
+
+@pytest.mark.gpu
+def test_cuda_another_stream_reads_a_table_that_was_just_made() -> None:
+    @table_cache.keep_tables()
+    def make(length: int) -> Tensor:
+        torch.cuda._sleep(100_000_000)
+        return torch.arange(length, device="cuda").square()
+
+    for length in (1000, 2000, 3000):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            make(length)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            copied = make(length).clone()
+        assert torch.equal(copied.cpu(), torch.arange(length).square())
+
+
+NOT_TENSORS = {"kernel", "_module", "_config", "_kept", "_flex_attention", "_uncompiled", "_capped"}
+
+
 def test_no_other_cache_holds_tensors() -> None:
-    """A plain cache with a result that is annotated as tensors or tables would hold them."""
+    """A plain cache whose result is annotated as tensors, tables or masks would hold them; or as anything."""
     found = set()
     for path in Path(fewbits.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if not isinstance(node, ast.FunctionDef):
+            if not isinstance(node, ast.FunctionDef) or node.name in NOT_TENSORS:
                 continue
             cached = any(ast.unparse(d).startswith(("lru_cache", "cache")) for d in node.decorator_list)
-            returns = ast.unparse(node.returns) if node.returns else ""
-            if cached and "Callable" not in returns and ("Tensor" in returns or "Tables" in returns):
+            returns = ast.unparse(node.returns) if node.returns else "Any"
+            if cached and re.search(r"\bAny$|Tensor|Tables|Mask|Segments|Callable", returns):
                 found.add(f"{path.name}:{node.name}")
     assert found == set()
 

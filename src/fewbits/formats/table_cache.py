@@ -25,7 +25,7 @@ MAX_BYTES = 2**28  # of one function's tables; the latest stays, however large
 def keep_tables(
     maxsize: int = 64, max_bytes: int = MAX_BYTES, *, of_numbers: bool = False
 ) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Keep what a function of hashable values returns: a tensor, a tuple or mapping of tensors, or none.
+    """Keep what a function of hashable values returns: tensors, or an object or a collection that holds some.
 
     It is made without a gradient, outside of inference mode and of whatever mode is watching, with the CPU as
     the default device. Where tensors have no values (under FakeTensorMode, in make_fx and torch.compile), it
@@ -115,3 +115,5 @@ def _tensors(result: Any) -> Iterator[Tensor]:
     elif isinstance(result, tuple | list):
         for part in result:
             yield from _tensors(part)
+    elif hasattr(result, "__dict__") and not callable(result):  # torch's BlockMask, for one
+        yield from _tensors(vars(result))

@@ -10,12 +10,11 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fewbits.errors import Unsupported
@@ -264,9 +263,7 @@ _MASKS = WeakTensorKeyDictionary()  # boundaries -> window -> block mask: one fo
 
 def _block_mask(pattern: Pattern, length: int, device: torch.device) -> Any:
     if pattern.segments is None:
-        if torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None:
-            return _made_block_mask(length, pattern.window, device)  # of fake tensors, for one: not to keep
-        return _plain_block_mask(length, pattern.window, device)
+        return _plain_block_mask(length, pattern.window, device).mask
     starts = pattern.segments.starts
     if torch.compiler.is_compiling():
         return make_block_mask(pattern.segments.total_tokens, pattern.window, starts())
@@ -276,14 +273,17 @@ def _block_mask(pattern: Pattern, length: int, device: torch.device) -> Any:
     return masks[pattern.window]
 
 
-@lru_cache(maxsize=16)
-def _plain_block_mask(length: int, window: int | None, device: torch.device) -> Any:
-    with torch.inference_mode(False):  # a training pass that comes later saves it for its backward pass
-        return _made_block_mask(length, window, device)
+class _KeptMask(NamedTuple):
+    """A block mask, and what its function reads."""
+
+    mask: Any
+    starts: Tensor
 
 
-def _made_block_mask(length: int, window: int | None, device: torch.device) -> Any:
-    return make_block_mask(length, window, torch.zeros(length, dtype=torch.int32, device=device))
+@keep_tables(maxsize=16)
+def _plain_block_mask(length: int, window: int | None, device: torch.device) -> _KeptMask:
+    starts = torch.zeros(length, dtype=torch.int32, device=device)
+    return _KeptMask(make_block_mask(length, window, starts), starts)
 
 
 def make_block_mask(length: int, window: int | None, starts: Tensor) -> Any:
