@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import socket
 import time
 
@@ -15,8 +16,11 @@ from fewbits import FastLanguageModel, explain
 from fewbits.decoder.fuse import fuse, fused_layers
 from fewbits.decoder.keep import KEEP_ALL, KEEP_NONE, KEEP_ON_HOST, Keep
 from fewbits.errors import BadInput, FewbitsError, SpecMismatch, Unsupported
-from fewbits.models.fast import is_packed
+from fewbits.formats import get_format
+from fewbits.models.packed import is_packed
 from fewbits.nn.linear import QuantizedLinear
+from fewbits.recipes import Recipe, Rule
+from fewbits.recipes.catalog import CATALOG
 from tests.models.loading import logits, packed_state, perturb, same, save_tiny
 from tests.models.tiny import tokens
 
@@ -204,6 +208,32 @@ def test_resize_model_vocab(base):
 def test_full_finetuning_trains_every_weight(base):
     model, _ = FastLanguageModel.from_pretrained(base, full_finetuning=True)
     assert all(p.requires_grad for p in model.parameters())
+
+
+def test_full_finetuning_with_a_recipe_trains_every_weight_or_is_refused(base, tmp_path):
+    """Packed weights have no gradient; codes in FP8 would take one, and mean nothing by it."""
+    packing = []
+    for name, recipe in CATALOG.items():
+        try:
+            model, _ = FastLanguageModel.from_pretrained(base, recipe=name, full_finetuning=True)
+        except Unsupported as error:
+            assert re.match(
+                f"full_finetuning trains all weights, but the recipe '{name}' packs them, ", str(error)
+            )
+            packing.append(name)
+            continue
+        assert all(p.requires_grad for p in model.parameters()) and not is_packed(model), name
+        assert recipe().qat is not None or recipe().linear.weight is None
+    assert packing == ["qlora_nf4", "qlora_nf4_fp8", "qlora_nf4_fp8_head", "int8", "stochastic"]
+    in_float8 = Recipe(name="mine", head=Rule(weight=get_format("float8_e4m3_row")))
+    with pytest.raises(Unsupported, match="the recipe 'mine' packs them"):
+        FastLanguageModel.from_pretrained(base, recipe=in_float8, full_finetuning=True)
+    model, tokenizer = FastLanguageModel.from_pretrained(base, recipe="int8")
+    folder = tmp_path / "packed"
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    with pytest.raises(Unsupported, match=rf"but those in {folder} are packed, .* load the original model"):
+        FastLanguageModel.from_pretrained(folder, full_finetuning=True)
 
 
 def test_nothing_asks_the_network_for_a_local_folder(base, monkeypatch):

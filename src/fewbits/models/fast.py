@@ -47,11 +47,10 @@ from fewbits.models.options import (
     sort_options,
     whole_embeddings,
 )
-from fewbits.models.packed import check_device
+from fewbits.models.packed import check_device, refuse_to_pack, train_all
 from fewbits.models.placing import device_map_of, dtype_of
 from fewbits.models.quantization_error import recipe_in
 from fewbits.models.reading import Reading
-from fewbits.nn.linear import QuantizedLinear
 from fewbits.recipes import Recipe
 
 logger = logging.getLogger("fewbits")
@@ -85,7 +84,7 @@ class FastLanguageModel:
             dtype: of everything not quantised; None: bfloat16 or float16 on a GPU, the checkpoint's on a CPU.
             load_in_4bit: store the weights in 4-bit NF4; the same as recipe="qlora_nf4".
             load_in_8bit: store the weights in INT8; the same as recipe="int8". load_in_4bit is then ignored.
-            full_finetuning: do not quantise, and make all weights trainable.
+            full_finetuning: do not quantise, and make all weights trainable; a recipe that packs is refused.
             recipe: in place of the three above: a name (``fewbits recipes``), a `fewbits.Recipe`, a mapping.
             options: token, revision, device_map, trust_remote_code, local_files_only, attn_implementation,
                 use_gradient_checkpointing, resize_model_vocab, allow_pickle (it can run code), base_model
@@ -240,7 +239,7 @@ def _finished(
     if loading.resize_model_vocab:
         model.resize_token_embeddings(loading.resize_model_vocab)
     if full_finetuning:
-        model.requires_grad_(True)
+        train_all(model, str(model.config.name_or_path or "it"))
     add_notes(model, loading.notes)
     model.fewbits_tokenizer = tokenizer
     conversion = conversion_of(model)
@@ -331,7 +330,7 @@ def _choose_recipe(
 ) -> Any:
     in_16bit = loading.hf.pop("load_in_16bit", False)
     if recipe is not None:
-        return recipe
+        return refuse_to_pack(recipe) if full_finetuning else recipe
     if full_finetuning or in_16bit:
         return None
     if load_in_8bit:
@@ -488,8 +487,3 @@ def with_methods(model: Any, inner: Any = None) -> Any:
     model.push_to_hub = partial(push_to_hub, model)
     base.generate, base.generate_batch = partial(generate, base), partial(generate_batch, base)
     return model
-
-
-def is_packed(model: Any) -> bool:
-    """True if any linear of the model is stored packed."""
-    return any(isinstance(m, QuantizedLinear) for m in model.modules())

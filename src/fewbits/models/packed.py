@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fewbits import device
-from fewbits.errors import BadCheckpoint, SpecMismatch
+from fewbits.errors import BadCheckpoint, SpecMismatch, Unsupported
 from fewbits.formats.base import Format, Packed, PartSpec
 from fewbits.host.transposed import as_linear, is_transposed
 from fewbits.kernels.codec.quantize import quantize
@@ -19,7 +19,7 @@ from fewbits.nn.finite import FiniteLater, check_finite
 from fewbits.nn.linear import QuantizedLinear
 from fewbits.nn.packed_layers import packed_layer
 from fewbits.nn.stochastic_linear import EXTRAS, StochasticLinear
-from fewbits.recipes import Recipe, Rule
+from fewbits.recipes import Recipe, Rule, get_recipe, recipe_from_config
 
 _DTYPES = {
     "F32": torch.float32,
@@ -31,6 +31,42 @@ _DTYPES = {
     "U8": torch.uint8,
 }
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def is_packed(model: nn.Module) -> bool:
+    """Whether any weight of the model is stored packed."""
+    return any(isinstance(module, QuantizedLinear | QuantizedExperts) for module in model.modules())
+
+
+def refuse_to_pack(recipe: Any) -> Any:
+    """A recipe, by any of its names, under which all weights can be trained.
+
+    Raises:
+        Unsupported: it packs them.
+    """
+    chosen = recipe_from_config(recipe) if isinstance(recipe, Mapping) else get_recipe(recipe)
+    if chosen.packs:
+        raise Unsupported(
+            f"full_finetuning trains all weights, but the recipe {chosen.name!r} packs them, and packed"
+            " weights are not trained; leave the recipe out, take one that rounds weights as it computes"
+            " (float8_full, int4_qat), or leave full_finetuning out and add adapters with get_peft_model."
+        )
+    return recipe
+
+
+def train_all(model: nn.Module, where: str) -> None:
+    """Make all weights trainable.
+
+    Raises:
+        Unsupported: some are packed, as they were in the folder ``where``.
+    """
+    if is_packed(model):
+        raise Unsupported(
+            f"full_finetuning trains all weights, but those in {where} are packed, and packed weights are not"
+            " trained; load the original model, or leave full_finetuning out and add adapters with"
+            " get_peft_model."
+        )
+    model.requires_grad_(True)
 
 
 def check_device(recipe: Recipe, place: Any) -> None:

@@ -28,7 +28,7 @@ from fewbits.host.transposed import transposed_like
 from fewbits.host.unwrap import unwrap
 from fewbits.models.branches import CORRECTED_RECIPE, base_name
 from fewbits.models.merger import Merger
-from fewbits.models.packed import recipe_of
+from fewbits.models.packed import is_packed, recipe_of
 from fewbits.nn.first_values import generator_of
 from fewbits.nn.linear import QuantizedLinear
 from fewbits.recipes import recipe_to_config
@@ -72,7 +72,7 @@ def mark(config: Any, model: nn.Module) -> None:
     Raises:
         Unsupported: nothing of the model is packed.
     """
-    if not _is_packed(model):
+    if not is_packed(model):
         raise Unsupported(
             "init_lora_weights='loftq' begins from the error of a packed base, and nothing of this model is"
             " packed; load it with load_in_4bit=True or a recipe."
@@ -94,15 +94,11 @@ def check_base(config: Any, model: nn.Module, path: Any) -> None:
     Raises:
         Unsupported: it is one, and the base is not.
     """
-    if recipe_in(vars(config)) is not None and not _is_packed(model):
+    if recipe_in(vars(config)) is not None and not is_packed(model):
         raise Unsupported(
             f"the adapter in {path} began as the error of a packed base and belongs to that; load it with"
             " FastLanguageModel.from_pretrained, which packs the base by the adapter's own recipe."
         )
-
-
-def _is_packed(model: nn.Module) -> bool:
-    return any(isinstance(module, QuantizedLinear) for module in model.modules())
 
 
 @torch.no_grad()

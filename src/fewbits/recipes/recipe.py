@@ -94,6 +94,12 @@ class Recipe:
     kv_cache: KVCache | None = None
     communication: Format | None = None
 
+    @property
+    def packs(self) -> bool:
+        """Whether it stores weights packed, which are not trained: adapters on them are."""
+        rules = (self.linear, self.head, *(rule for _, rule in self.overrides))
+        return any(rule.weight is not None for rule in rules)
+
     def rule_for(self, name: str) -> Rule:
         """The rule for the linear with this full name, such as ``model.layers.0.self_attn.q_proj``."""
         named = self.named_rule(name)

@@ -37,11 +37,11 @@ from fewbits.models.calibration_rows import read_windows
 from fewbits.models.checkpoint import inspect_folder
 from fewbits.models.convert import linears_to_replace
 from fewbits.models.experts import expert_modules
-from fewbits.models.fast import FastLanguageModel, is_packed
+from fewbits.models.fast import FastLanguageModel
 from fewbits.models.hf_quantizer import write_packed
 from fewbits.models.in_memory import mark_loaded
 from fewbits.models.one_writer import one_writer
-from fewbits.models.packed import put
+from fewbits.models.packed import is_packed, put
 from fewbits.models.whole_folder import check_destination, whole_folder
 from fewbits.nn.linear import QuantizedLinear
 from fewbits.recipes import Recipe, Rule

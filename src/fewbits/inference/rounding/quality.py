@@ -17,7 +17,8 @@ from fewbits.formats.base import Format
 from fewbits.host.transposed import as_linear, transposed_like
 from fewbits.models.calibration_rows import read_windows
 from fewbits.models.convert import linears_to_replace
-from fewbits.models.fast import FastLanguageModel, is_packed
+from fewbits.models.fast import FastLanguageModel
+from fewbits.models.packed import is_packed
 from fewbits.recipes import Recipe, Rule
 
 WINDOWS, LENGTH = 8, 256  # on which KL is measured
