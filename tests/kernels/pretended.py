@@ -144,6 +144,7 @@ def pretended_gpu(capability: int = 90) -> Iterator[Recorder]:
             (torch.Tensor, "is_cuda", property(lambda _: True)),
             (torch.cuda, "get_device_capability", lambda *_: pair),
             (torch.cuda, "device", lambda *_: contextlib.nullcontext()),
+            (torch.cuda, "current_device", lambda: -1),  # what a fake tensor's get_device() answers
             (torch.cuda, "is_current_stream_capturing", lambda: False),
             # Fake tensors have no values to ask for: whatever a kernel was told to record, it did.
             (fewbits.decoder.scales, "which_have_history", lambda largest: [True] * len(largest)),

@@ -1,14 +1,16 @@
 """The short walks answer what torch's and transformers' own do, whatever happens to the model between."""
 
 import copy
+import gc
 import pickle
+import weakref
 
 import pytest
 import torch
 from torch import nn
 
 from fewbits import convert, fuse, get_peft_model, restore, unfuse
-from fewbits.host.walks import all_parameters, train_all
+from fewbits.host.walks import _Remembered, all_parameters, train_all
 from tests.models.tiny import tiny
 
 pytest.importorskip("peft")
@@ -136,3 +138,36 @@ def test_a_class_that_names_its_modules_its_own_way_is_asked():
     assert len(list(all_parameters(whole))) == 2
     assert train_all(whole, False) is whole
     assert not whole[0].b.training
+
+
+def test_what_a_walk_remembers_keeps_nothing_alive():
+    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(2, 2))
+    of_parameters, of_modes = _Remembered(), _Remembered()
+    list(all_parameters(model, remembered=of_parameters))
+    train_all(model, remembered=of_modes)
+    gone, parameter = weakref.ref(model[0]), weakref.ref(model[0].weight)
+    del model[0]
+    gc.collect()
+    assert gone() is None and parameter() is None
+    left = list(all_parameters(model, remembered=of_parameters))
+    assert [id(p) for p in left] == [id(p) for p in model.parameters()]
+    train_all(model, False, remembered=of_modes)
+    assert not any(m.training for m in model.modules())
+
+
+def test_modules_that_change_places_are_walked_anew():
+    """The remembered walk compares what each module holds: the same children elsewhere are another walk."""
+    model = nn.Sequential(nn.Sequential(nn.Linear(1, 1), nn.Linear(2, 2)), nn.Sequential(nn.Linear(3, 3)))
+    remembered = _Remembered()
+    for change in (
+        lambda: None,
+        lambda: setattr(model[1], "late", model[0]._modules.pop("1")),
+        lambda: model._modules.update(reversed([(k, model._modules.pop(k)) for k in list(model._modules)])),
+        lambda: setattr(model[0][0], "weight", nn.Parameter(torch.zeros(1, 1))),
+        lambda: setattr(model[0][0], "bias", model[0][0].weight),
+        lambda: model[0][0].register_parameter("third", None),
+    ):
+        change()
+        for _ in range(2):
+            ours = list(all_parameters(model, remembered=remembered))
+            assert [id(p) for p in ours] == [id(p) for p in model.parameters()]

@@ -203,14 +203,18 @@ class SavedValues:
         return tensors
 
 
-@contextlib.contextmanager
-def on_own_dtype(x: Tensor) -> Any:
-    """Products in the dtypes that they are given: autocast stays out.
+def on_own_dtype(x: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Products in the dtypes that they are given: autocast stays out, where it is on at all.
 
     Only the device of x, a tensor of any shape, is read.
     """
-    with torch.autocast(x.device.type, enabled=False):
-        yield
+    kind = x.device.type
+    if not torch.is_autocast_enabled(kind):
+        return _AS_IT_IS
+    return torch.autocast(kind, enabled=False)
+
+
+_AS_IT_IS = contextlib.nullcontext()
 
 
 @dataclass(frozen=True, kw_only=True)

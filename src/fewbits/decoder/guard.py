@@ -34,9 +34,10 @@ def for_unfused_layers(hook: Any) -> Any:
 def refuse_hooks(path: str, *modules: nn.Module) -> None:
     """Raise `NotFused` if one of these modules, by the name of ``path``, does more than its class says."""
     for module in modules:
+        hooks, pre_hooks = module._forward_hooks, module._forward_pre_hooks
         if (
-            _counts(module._forward_hooks)
-            or _counts(module._forward_pre_hooks)
+            (hooks and _counts(hooks))
+            or (pre_hooks and _counts(pre_hooks))
             or module._backward_hooks
             or module._backward_pre_hooks
         ):

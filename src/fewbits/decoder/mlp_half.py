@@ -153,7 +153,7 @@ def _activate(half: MLPHalf, gate_up: Tensor, xa: Tensor | None) -> tuple[Rows, 
             gate,
             up,
             (low_gate, low_up),
-            branch.a.to(gate.dtype).t(),
+            half.down.all_a(gate.dtype).t(),
             h=h,
             activation=half.activation,
             scaling=branch.scaling,
@@ -196,8 +196,7 @@ def _activate_backward(
     branches = _low_rank(half.gate_up, gate_up, xa)
     into_dh = None
     if t_down is not None:
-        (branch,) = (part.branch for part in half.down.parts if part.branch is not None)
-        into_dh = LowRank(t_down, branch.a.to(dh.dtype).t())
+        into_dh = LowRank(t_down, half.down.all_a(dh.dtype).t())
     (gate, up), h = _halves(gate_up), torch.empty_like(dh)
     amax = quantized = dgate_up = None
     slot = None if half.delayed is None else half.delayed[1]
@@ -234,7 +233,6 @@ def _activate_backward_in_one_pass(
 ) -> tuple[Rows, BranchGradients]:
     """`_activate_backward`, with the products that the branches take from its results and from h."""
     low_gate, low_up = _low_rank(half.gate_up, gate_up, xa)
-    (branch,) = (part.branch for part in half.down.parts if part.branch is not None)
     assert low_gate is not None and low_up is not None
     gate, up = _halves(gate_up)
     slot = None if half.delayed is None else half.delayed[1]
@@ -247,7 +245,7 @@ def _activate_backward_in_one_pass(
         dh,
         gate,
         up,
-        (low_gate, low_up, LowRank(t_down, branch.a.to(dh.dtype).t())),
+        (low_gate, low_up, LowRank(t_down, half.down.all_a(dh.dtype).t())),
         activation=half.activation,
         scalings=(of_gate.scaling, of_up.scaling),
         into=GradientPlaces(None if dgate_up is None else _halves(dgate_up), quantized),

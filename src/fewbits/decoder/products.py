@@ -29,12 +29,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from fewbits.decoder.projection import Projection, RoundedPart, Rows, side_by_side
+from fewbits.decoder.projection import Projection, RoundedPart, Rows
 from fewbits.decoder.weight_scales import WeightScale
 from fewbits.formats.base import Packed
 from fewbits.kernels.codec.dequantize import dequantize
@@ -109,7 +110,7 @@ class DenseProjection(Projection):
 
     values: FreshValues | CachedValues = field(default_factory=FreshValues)
 
-    @property
+    @cached_property
     def has_room_beside(self) -> bool:
         """See `Projection`: W is decoded into a buffer, whose rows stay aligned to 16 bytes."""
         return all(isinstance(part.weight, Packed) for part in self.parts) and _is_aligned(self.rank)
@@ -128,7 +129,7 @@ class DenseProjection(Projection):
         """See `Projection.backward_product`."""
         assert dy.dense is not None
         dense, dtype = dy.dense, dy.dense.dtype
-        a = None if t is None else side_by_side([branch.a for branch in self.branches], dtype)
+        a = None if t is None else self.all_a(dtype)
         wide = None if t is None else _joined(dense, t)
         if wide is not None and a is not None and self._one_buffer():
             weight = self._weight(dtype, extra=self.rank)
@@ -219,7 +220,7 @@ class Float8Projection(Projection):
         weight = self._weight(True) if left is None else left
         dx = self._multiply(dy, weight, self.scale.inputs, dtype)
         if t is not None:
-            _add_product_(dx, t, side_by_side([branch.a for branch in self.branches], dx.dtype))
+            _add_product_(dx, t, self.all_a(dx.dtype))
         return dx
 
     def _multiply(self, x: Rows, weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

@@ -36,6 +36,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -65,11 +67,24 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True)
 class Branch:
-    """A low-rank branch: ``scaling * (x @ a^T) @ b^T`` with a (r, K) and b (N, r)."""
+    """A low-rank branch: ``scaling * (x @ a^T) @ b^T`` with a (r, K) and b (N, r).
+
+    It belongs to one pass, from the forward products to the backward ones. Adapters are mostly kept in
+    float32 and multiplied in 16 bits: the 16 bits are written once for the pass, two bytes a value.
+    """
 
     a: Tensor
     b: Tensor
     scaling: float
+
+    def b_in(self, dtype: torch.dtype) -> Tensor:
+        """b (N, r) in the dtype of a product."""
+        if self.b.dtype == dtype:
+            return self.b
+        kept: Tensor | None = self.__dict__.get("_b")
+        if kept is None or kept.dtype != dtype:
+            kept = self.__dict__["_b"] = self.b.detach().to(dtype)
+        return kept
 
 
 @dataclass(frozen=True)
@@ -122,17 +137,17 @@ class Projection(ABC):
     is_float8: ClassVar[bool] = False  # its products take float8 operands
     branches_beside: ClassVar[bool] = True  # else a branch is part of the weight that is multiplied by
 
-    @property
+    @cached_property
     def width(self) -> int:
         """N, the sum of all parts' outputs."""
         return sum(part.width for part in self.parts)
 
-    @property
+    @cached_property
     def depth(self) -> int:
         """K, the number of inputs."""
         return int(self.parts[0].weight.shape[1])
 
-    @property
+    @cached_property
     def rank(self) -> int:
         """R, the sum of the branches' ranks."""
         return sum(part.branch.a.shape[0] for part in self.parts if part.branch is not None)
@@ -146,10 +161,18 @@ class Projection(ABC):
             per_part.append(PerPart(weight, part.bias, a, b))
         return per_part
 
-    @property
+    @cached_property
     def branches(self) -> list[Branch]:
         """The branches of the parts that have one."""
         return [part.branch for part in self.parts if part.branch is not None]
+
+    def all_a(self, dtype: torch.dtype) -> Tensor:
+        """Every branch's a below the other (R, K), in the dtype of a product; written once for a pass."""
+        kept: Tensor | None = self.__dict__.get("_all_a")
+        if kept is None or kept.dtype != dtype:
+            kept = side_by_side([branch.a.detach() for branch in self.branches], dtype)
+            self.__dict__["_all_a"] = kept
+        return kept
 
     def bias(self) -> Tensor | None:
         """The biases side by side (N,), zeros for a part without one; None if no part has one."""
@@ -161,13 +184,14 @@ class Projection(ABC):
             [like.new_zeros(p.width) if b is None else b for p, b in zip(self.parts, biases, strict=True)]
         )
 
-    def slices(self) -> list[slice]:
+    def slices(self) -> tuple[slice, ...]:
         """The columns of y that belong to each part."""
-        ends, end = [], 0
-        for part in self.parts:
-            ends.append(slice(end, end + part.width))
-            end += part.width
-        return ends
+        return self._slices
+
+    @cached_property
+    def _slices(self) -> tuple[slice, ...]:
+        ends = tuple(accumulate((part.width for part in self.parts), initial=0))
+        return tuple(slice(*of_part) for of_part in pairwise(ends))
 
     # 1. Forward.
 
@@ -181,7 +205,7 @@ class Projection(ABC):
         if not branches:
             return None
         scalings = {branch.scaling for branch in branches}
-        a = side_by_side([branch.a for branch in branches], x.dtype)
+        a = self.all_a(x.dtype)
         scaling = scalings.pop() if len(scalings) == 1 else None
         if scaling is not None:
             return _scaled_mm(x, a.t(), scaling)
@@ -202,7 +226,7 @@ class Projection(ABC):
                 branches.append(None)
                 continue
             r = part.branch.a.shape[0]
-            branches.append(LowRank(xa[:, start : start + r], part.branch.b.to(xa.dtype)))
+            branches.append(LowRank(xa[:, start : start + r], part.branch.b_in(xa.dtype)))
             start += r
         return branches
 
@@ -279,6 +303,9 @@ class Projection(ABC):
         of_b = iter(dbs)
         if da is None and t is not None and x is not None and any(need.a for need in needs):
             da = t.t() @ x
+        dtypes = {branch.a.dtype for branch in self.branches}
+        if da is not None and len(dtypes) == 1:
+            da = da.to(dtypes.pop())  # all at once
         for part, at, need in zip(self.parts, self.slices(), needs, strict=True):
             of_part: PerPart[Tensor | None] = PerPart(None, None, None, None)
             per_part.append(of_part)

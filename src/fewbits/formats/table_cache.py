@@ -63,6 +63,11 @@ def has_values() -> bool:
     return type(torch.empty(0, device="cpu")) is Tensor
 
 
+def may_keep() -> bool:
+    """Whether a table that is made now holds for later: nothing is traced, and no CUDA graph is captured."""
+    return has_values() and not torch.compiler.is_compiling() and not _is_captured()
+
+
 def _is_captured() -> bool:
     return (
         torch.cuda.is_available() and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from fewbits.errors import BadInput
+from fewbits.kernels.launch.jit import capability_of
 from fewbits.nn.attention_backends import BACKENDS, Pattern
 from fewbits.nn.segments import Segments
 
@@ -81,7 +82,7 @@ def choose_attention(
     """
     if window is not None and seq_len is not None and window >= seq_len:
         window = None
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    capability = capability_of(device) if device.type == "cuda" else None
     return _choose(capability, dtype, head_dim, window is not None, soft_cap is not None, packed)
 
 

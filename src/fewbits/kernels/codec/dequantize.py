@@ -22,7 +22,7 @@ quantisation are 30.3 MB, in bfloat16 117.4 MB: 34.5 us at the 4.28 TB/s that a 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from math import prod
 from typing import NamedTuple
@@ -79,12 +79,26 @@ def launch(
     ``parts`` are those of a tensor (..., K) in the format's order; ``out`` is (N, K), or transposed (K, N),
     with contiguous rows; ``inverse_scale`` is None or (R, C) float32.
     """
-    named = dict(zip(format.layout(tuple(shape)), parts, strict=True))
-    N, K = matrix_of(shape)
-    if not takes(format, tuple(shape), out):
-        packed = Packed(format, tuple(shape), out.dtype, named)
+    shape = tuple(shape)
+    named = dict(zip(format.layout(shape), parts, strict=True))
+    launch_named(named, format, shape, inverse_scale, out, transposed, tile)
+
+
+def launch_named(
+    named: Mapping[str, Tensor],
+    format: Format,
+    shape: tuple[int, ...],
+    inverse_scale: Tensor | None,
+    out: Tensor,
+    transposed: bool,
+    tile: DecodeTile | None = None,
+) -> None:
+    """`launch` for parts (each of any shape) by name; ``out`` and ``inverse_scale`` as there."""
+    if not takes(format, shape, out):
+        packed = Packed(format, shape, out.dtype, named)
         out.copy_(dequantize_ref(packed, out.dtype, transposed, inverse_scale).view(out.shape))
         return
+    N, K = matrix_of(shape)
     if N * K == 0:
         return
     if (
@@ -93,7 +107,7 @@ def launch(
         and dequantize_cuda.write_transposed(format, named, (N, K), inverse_scale, out)
     ):
         return
-    launch_kernel(named, format, tuple(shape), inverse_scale, out, transposed, tile)
+    launch_kernel(named, format, shape, inverse_scale, out, transposed, tile)
 
 
 # 4. The ops: on a CPU they run the definition, on CUDA the kernel.
@@ -212,7 +226,7 @@ def dequantize(
     Raises:
         BadInput: shapes that do not fit.
     """
-    shape, parts = packed.shape, list(packed.parts.values())
+    shape = packed.shape
     if transposed and len(shape) != 2:
         raise BadInput(
             f"dequantize transposes tensors of two axes, not of shape {tuple(shape)}: leave it out."
@@ -224,10 +238,10 @@ def dequantize(
         out = torch.empty(
             _out_shape(shape, transposed), dtype=dtype or packed.dtype, device=packed.codes.device
         )
-        launch(parts, packed.format, shape, scale, _matrix(out), transposed)
+        launch_named(packed.parts, packed.format, tuple(shape), scale, _matrix(out), transposed)
         return out
-    format = text_of_format(packed.format)
     if out is None:
+        parts, format = list(packed.parts.values()), text_of_format(packed.format)
         return _dequantize(parts, format, shape, dtype or packed.dtype, transposed, scale)
     need = _out_shape(shape, transposed)
     if len(shape) != 2 or out.shape != need or out.stride(1) != 1 or dtype not in (None, out.dtype):
@@ -236,8 +250,9 @@ def dequantize(
             f"strides {out.stride()} and {out.dtype}: pass a matching one, or none."
         )
     if direct:
-        launch(parts, packed.format, shape, scale, out, transposed)
+        launch_named(packed.parts, packed.format, tuple(shape), scale, out, transposed)
     else:
+        parts, format = list(packed.parts.values()), text_of_format(packed.format)
         _dequantize_into(parts, format, shape, out, transposed, scale)
     return out
 

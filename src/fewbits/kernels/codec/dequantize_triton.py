@@ -7,9 +7,8 @@ and its compiler knows no pointer to it. There the bits are put together by hand
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,7 +26,8 @@ from fewbits.kernels.launch.jit import (
     on_device_of,
     tl,
 )
-from fewbits.kernels.launch.tuning import tile_for
+from fewbits.kernels.launch.prepared import Launch, keep_plans
+from fewbits.kernels.launch.tuning import tile_on
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16, *FLOAT8)
@@ -192,7 +192,7 @@ class _Layout(NamedTuple):
     float8: int = 0
 
 
-@lru_cache(maxsize=256)
+@keep_plans
 def _layout_of(format: Format, shape: tuple[int, ...]) -> _Layout | None:
     """None if the kernel cannot say it: the definition then decodes."""
     coding = format.contract.coding
@@ -251,42 +251,94 @@ def launch_kernel(
     ``named`` are its parts by name, for N rows of K values; ``out`` is (N, K), or transposed (K, N);
     ``inverse_scale`` None or (R, C) float32.
     """
-    layout, (N, K) = _layout_of(format, shape), matrix_of(shape)
-    assert layout is not None
-    inverse_rows, inverse_columns = (0, 0) if inverse_scale is None else _tile_size(inverse_scale, N, K)
-    group = _group(layout, K, inverse_columns)
-    code_pitch = K if layout.flat_block else named["codes"].shape[-1] * (8 // layout.bits)
-    if layout.bits == 4 and group > 1:
-        code_pitch //= 2
     codes, scales = named["codes"], named["scales"]
     second = named.get("scale_scales", scales)
-    coding, tables = format.contract.coding, (scales, scales)
-    if coding is not None and coding.values:
-        scale_table = table(coding.scale_values, codes.device) if coding.scale_block else scales
-        tables = (scale_table, table(coding.values, codes.device))
-    rule = decode_tile(group, K, transposed, out.element_size())
-    tile = tile or tile_for("dequantize", (group, out.element_size(), transposed), codes, rule)
-    native = codes.is_cuda and converts_float8(codes)
+    launch, tables = _plan(
+        format,
+        _dequantize_kernel,
+        shape,
+        codes.device,
+        (codes.shape[-1], scales.shape[-1]),
+        None if inverse_scale is None else (inverse_scale.shape[0], inverse_scale.shape[1]),
+        (out.dtype, out.stride(-2)),
+        transposed,
+        tile,
+        codes.is_cuda and converts_float8(codes),
+    )
     with on_device_of(codes):
-        _dequantize_kernel[programs(N, K, tile.rows, group * tile.groups)](
-            codes.view(torch.uint8) if layout.float8 else codes,
-            scales, named.get("zero_points", scales), second, named.get("scale_offset", second),
-            *tables, scales if inverse_scale is None else inverse_scale, out, N, K, code_pitch,
-            scales.shape[-1], 1 if inverse_scale is None else inverse_scale.shape[1], out.stride(-2),
-            VALUES=layout.values, BITS=layout.bits, FLAT_BLOCK=layout.flat_block,
-            SCALE_ROWS=layout.scale_rows, SCALE_COLUMNS=layout.scale_columns, SCALE_BLOCK=layout.scale_block,
-            ZERO_POINT=layout.zero_point, FLOAT8=layout.float8, NATIVE=native,
-            INVERSE=0 if inverse_scale is None else 2 if inverse_columns % group else 1,
-            INVERSE_ROWS=inverse_rows, INVERSE_COLUMNS=inverse_columns,
-            LARGEST=int(torch.finfo(out.dtype).max) if out.dtype in FLOAT8 and not codes.is_cuda else 0,
-            TRANSPOSED=transposed,
-            GROUP=group, ROWS=tile.rows, GROUPS=tile.groups, num_warps=tile.num_warps, enable_fp_fusion=False,
-        )  # fmt: skip
+        launch(
+            codes.view(torch.uint8) if codes.dtype in FLOAT8 else codes,
+            scales,
+            named.get("zero_points", scales),
+            second,
+            named.get("scale_offset", second),
+            *(tables or (scales, scales)),
+            scales if inverse_scale is None else inverse_scale,
+            out,
+        )
 
 
-def _tile_size(inverse_scale: Tensor, N: int, K: int) -> tuple[int, int]:
+@keep_plans
+def _plan(
+    format: Format,
+    kernel: Any,
+    shape: tuple[int, ...],
+    device: torch.device,
+    pitches: tuple[int, int],
+    inverse_shape: tuple[int, int] | None,
+    into: tuple[torch.dtype, int],
+    transposed: bool,
+    tile: DecodeTile | None,
+    native: bool,
+) -> tuple[Launch, tuple[Tensor, Tensor] | None]:
+    """A launch for these facts, and the tables of scales and values that it takes where the format has some.
+
+    ``pitches`` are the last axes of codes and scales; ``into`` the output's dtype and the stride of its rows.
+    """
+    layout, (N, K) = _layout_of(format, shape), matrix_of(shape)
+    assert layout is not None
+    dtype, stride = into
+    inverse_rows, inverse_columns = (0, 0) if inverse_shape is None else _tile_size(inverse_shape, N, K)
+    group = _group(layout, K, inverse_columns)
+    code_pitch = K if layout.flat_block else pitches[0] * (8 // layout.bits)
+    if layout.bits == 4 and group > 1:
+        code_pitch //= 2
+    coding, tables = format.contract.coding, None
+    if coding is not None and coding.values:
+        values = table(coding.values, device)
+        tables = (table(coding.scale_values, device) if coding.scale_block else values, values)
+    rule = decode_tile(group, K, transposed, dtype.itemsize)
+    tile = tile or tile_on(device, "dequantize", (group, dtype.itemsize, transposed), rule)
+    constants = {
+        "VALUES": layout.values,
+        "BITS": layout.bits,
+        "FLAT_BLOCK": layout.flat_block,
+        "SCALE_ROWS": layout.scale_rows,
+        "SCALE_COLUMNS": layout.scale_columns,
+        "SCALE_BLOCK": layout.scale_block,
+        "ZERO_POINT": layout.zero_point,
+        "FLOAT8": layout.float8,
+        "NATIVE": native,
+        "INVERSE": 0 if inverse_shape is None else 2 if inverse_columns % group else 1,
+        "INVERSE_ROWS": inverse_rows,
+        "INVERSE_COLUMNS": inverse_columns,
+        "LARGEST": int(torch.finfo(dtype).max) if dtype in FLOAT8 and device.type != "cuda" else 0,
+        "TRANSPOSED": transposed,
+        "GROUP": group,
+        "ROWS": tile.rows,
+        "GROUPS": tile.groups,
+    }
+    numbers = (N, K, code_pitch, pitches[1], 1 if inverse_shape is None else inverse_shape[1], stride)
+    grid = programs(N, K, tile.rows, group * tile.groups)
+    return (
+        Launch(kernel, grid, numbers, constants, num_warps=tile.num_warps, enable_fp_fusion=False),
+        tables,
+    )
+
+
+def _tile_size(inverse_shape: tuple[int, int], N: int, K: int) -> tuple[int, int]:
     """Rows and columns under one inverse scale; 0 for all."""
-    R, C = inverse_scale.shape
+    R, C = inverse_shape
     return 0 if R == 1 else N // R, 0 if C == 1 else K // C
 
 

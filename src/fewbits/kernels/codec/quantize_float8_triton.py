@@ -21,6 +21,7 @@ from fewbits.kernels.launch.jit import (
     on_device_of,
     tl,
 )
+from fewbits.kernels.launch.prepared import start_kernel
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_ROW = 65536  # the longest row that one program holds in registers
@@ -209,10 +210,11 @@ def _launch(
     M, N = x.shape
     even = M % tile.block_m == 0 and N % tile.block_n == 0
     with on_device_of(x):
-        _quantize_kernel[programs(M, N, tile.block_m, tile.block_n)](
-            x, factor, q, scale, M, N, x.stride(0), q.stride(0),
-            GIVEN=source, SHARED=shared, LARGEST=_largest(q.dtype), CUT=not x.is_cuda, EVEN=even,
-            BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, num_warps=tile.num_warps,
+        start_kernel(
+            _quantize_kernel, programs(M, N, tile.block_m, tile.block_n), (x, factor, q, scale),
+            M, N, x.stride(0), q.stride(0), GIVEN=source, SHARED=shared, LARGEST=_largest(q.dtype),
+            CUT=not x.is_cuda, EVEN=even, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+            num_warps=tile.num_warps,
         )  # fmt: skip
 
 

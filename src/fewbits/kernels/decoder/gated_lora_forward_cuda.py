@@ -14,7 +14,7 @@ from torch import Tensor
 from fewbits.kernels.decoder.gated_activation_triton import LowRank, Quantized8
 from fewbits.kernels.decoder.gated_lora_backward_cuda import ACTIVATIONS, RANK, STEP, Plan, plan
 from fewbits.kernels.launch import nvrtc
-from fewbits.kernels.launch.jit import cdiv, multiprocessors, on_device_of
+from fewbits.kernels.launch.jit import capability_of, cdiv, multiprocessors, on_device_of
 
 SOURCE = "decoder/gated_lora_forward.cu"
 _POINTERS = "e u xe xu we wu wd h q inverse qmax shares xa".split()  # noqa: SIM905
@@ -39,7 +39,7 @@ def is_faster(device: torch.device) -> bool:
 
     At M = 8192, I = 14336 on an H200 204 us, where the activation and cuBLAS take 234; to E4M3 212 and 272.
     """
-    return torch.cuda.get_device_capability(device)[0] == 9 and nvrtc.missing() is None
+    return capability_of(device)[0] == 9 and nvrtc.missing() is None
 
 
 def shared_bytes(warps: int) -> int:

@@ -27,6 +27,7 @@ from fewbits.kernels.decoder.gated_activation_triton import (
 )
 from fewbits.kernels.launch.jit import CompileCase, cdiv, jit, on_device_of, tl
 from fewbits.kernels.launch.ops import passes_dispatcher
+from fewbits.kernels.launch.prepared import start_kernel
 
 # 1. The definition.
 
@@ -76,8 +77,9 @@ def launch(z: Tensor, branch: LowRank | None, residual: Tensor | None) -> None:
     block_n = min(max(8192 // (max(ranks.block, 16) * z.element_size()), 32), 128)
     block_m, steps, stages = (32, 1, 1) if z.element_size() > 2 else (16, 8, 3)
     with on_device_of(z):
-        _low_rank_add_kernel[(cdiv(N, block_n) * cdiv(M, block_m * steps),)](
-            z, z if residual is None else residual, x, w, M, N, ranks.rank, z.stride(0),
+        start_kernel(
+            _low_rank_add_kernel, (cdiv(N, block_n) * cdiv(M, block_m * steps),),
+            (z, z if residual is None else residual, x, w), M, N, ranks.rank, z.stride(0),
             0 if residual is None else residual.stride(0), *strides, RESIDUAL=residual is not None,
             BLOCK_R=ranks.block, EVEN_R=ranks.even, EVEN=M % (block_m * steps) == 0 and N % block_n == 0,
             BLOCK_M=block_m, BLOCK_N=block_n, STEPS=steps, STAGES=stages, num_warps=4,

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fewbits.kernels.decoder.rope_triton import Tables
 from fewbits.kernels.launch.jit import CompileCase, cdiv, jit, next_power_of_2, on_device_of, tl
+from fewbits.kernels.launch.prepared import start_kernel
 
 # 1. The kernels.
 
@@ -359,8 +360,9 @@ def launch_fwd(qkv: Tensor, out: Tensor, operands: Operands, tile: QKVTile | Non
         return
     xs, ws, ranks = _branches(qkv, o.low_rank)
     with on_device_of(qkv):
-        _qkv_forward_kernel[(groups * cdiv(M, tile.block_m),)](
-            qkv, out, *xs, *ws, *_vectors(qkv, o), *_table_pointers(qkv, o.tables), o.eps, o.offset,
+        start_kernel(
+            _qkv_forward_kernel, (groups * cdiv(M, tile.block_m),),
+            (qkv, out, *xs, *ws, *_vectors(qkv, o), *_table_pointers(qkv, o.tables)), o.eps, o.offset,
             M, o.S, *heads, *ranks, qkv.stride(0), out.stride(0), *(x.stride(0) for x in xs),
             *(n for w in ws for n in w.stride()[:2]), *_table_strides(o.tables),
             NORM=bool(o.weights), BIAS=o.bias is not None, **_shape_constants(o),
@@ -392,8 +394,9 @@ def launch_bwd(
     parts = dqkv.new_empty(blocks if weight_gradient else 0, sum(groups), o.D, dtype=torch.float32)
     xs, ws, ranks = _branches(dqkv, o.low_rank[:2] if o.weights else [(dqkv[:, :0],) * 2] * 2)
     with on_device_of(dqkv):
-        _qkv_backward_kernel[(sum(groups) * blocks,)](
-            *gradients, qkv, dqkv, parts, *xs, *ws, *_vectors(dqkv, o), *_table_pointers(dqkv, o.tables),
+        start_kernel(
+            _qkv_backward_kernel, (sum(groups) * blocks,),
+            (*gradients, qkv, dqkv, parts, *xs, *ws, *_vectors(dqkv, o), *_table_pointers(dqkv, o.tables)),
             o.eps, o.offset, M, o.S, *o.heads[:2], *ranks, *(n for g in gradients for n in g.stride()[:3]),
             qkv.stride(0), dqkv.stride(0), *(x.stride(0) for x in xs),
             *(n for w in ws for n in w.stride()[:2]), *_table_strides(o.tables),

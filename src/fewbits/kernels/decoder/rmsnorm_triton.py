@@ -20,6 +20,7 @@ from fewbits.kernels.launch.jit import (
     tl,
 )
 from fewbits.kernels.launch.matrix import rows_of
+from fewbits.kernels.launch.prepared import start_kernel
 from fewbits.kernels.launch.tuning import tile_for
 
 _MAX_N = 65536  # one program holds a whole row in registers
@@ -199,10 +200,11 @@ def launch_rows(
         return
     tile = tile or tile_for("rmsnorm_forward", (N, x.element_size()), x, row_tile(N))
     with on_device_of(x):
-        _rmsnorm_fwd_kernel[(cdiv(M, tile.block_m),)](
-            x, x if residual is None else residual, weight, x if y is None else y, r,
-            x if summed is None else summed, *_float8_pointers(float8, x), M, N,
-            x.stride(0), 0 if residual is None else residual.stride(0), eps, offset,
+        start_kernel(
+            _rmsnorm_fwd_kernel, (cdiv(M, tile.block_m),),
+            (x, x if residual is None else residual, weight, x if y is None else y, r,
+             x if summed is None else summed, *_float8_pointers(float8, x)),
+            M, N, x.stride(0), 0 if residual is None else residual.stride(0), eps, offset,
             RESIDUAL=residual is not None, DENSE=y is not None, **_float8_constants(float8, x),
             BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, num_warps=tile.num_warps,
         )  # fmt: skip
@@ -230,8 +232,10 @@ def launch_backward_rows(
     programs = min(blocks, sum_tile.programs * multiprocessors(x.device)) if needs_dw else blocks
     partial = torch.empty((programs, N) if needs_dw else (1, 1), dtype=torch.float32, device=x.device)
     with on_device_of(x):
-        _rmsnorm_bwd_kernel[(programs,)](
-            dy, x, weight, r, dy if residual is None else residual, dx, partial, *_float8_pointers(float8, x),
+        start_kernel(
+            _rmsnorm_bwd_kernel, (programs,),
+            (dy, x, weight, r, dy if residual is None else residual, dx, partial,
+             *_float8_pointers(float8, x)),
             M, N, dy.stride(0), x.stride(0), 0 if residual is None else residual.stride(0), offset,
             NEEDS_DW=needs_dw, RESIDUAL=residual is not None, **_float8_constants(float8, x),
             STAGES=sum_tile.stages if needs_dw else 1,

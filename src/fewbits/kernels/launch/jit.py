@@ -31,6 +31,7 @@ except ImportError:
 __all__ = [
     "CompileCase",
     "RowTile",
+    "capability_of",
     "cdiv",
     "constant_when_compiled",
     "converts_float8",
@@ -96,7 +97,20 @@ def converts_float8(x: Tensor) -> bool:
 
     x may have any shape.
     """
-    return not x.is_cuda or torch.cuda.get_device_capability(x.device) >= (8, 9)
+    return not x.is_cuda or capability_of(x.device) >= (8, 9)
+
+
+def capability_of(device: torch.device) -> tuple[int, int]:
+    """The compute capability of a CUDA device; one without an index is the current one.
+
+    Torch looks its properties up anew in each call, which takes 20 us of the host.
+    """
+    return _capability(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@lru_cache(maxsize=64)
+def _capability(index: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)
 
 
 @lru_cache(maxsize=64)
@@ -108,6 +122,11 @@ def multiprocessors(device: torch.device) -> int:
 def on_device_of(x: Tensor) -> contextlib.AbstractContextManager[Any]:
     """A guard under which launches go to the device (and its current stream) that holds ``x``.
 
-    ``x`` may have any shape.
+    ``x`` may have any shape. Nothing is done, and no time spent, where that device is the current one.
     """
-    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
+    if not x.is_cuda or x.get_device() == torch.cuda.current_device():
+        return _NO_GUARD
+    return torch.cuda.device(x.device)
+
+
+_NO_GUARD = contextlib.nullcontext()

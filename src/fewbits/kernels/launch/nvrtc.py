@@ -165,7 +165,7 @@ def launch(
     driver = _bindings("driver")
     _ensure_context(driver)
     pointers = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
-    stream = torch.cuda.current_stream().cuda_stream
+    stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
     if early or cluster > 1:
         config = _config((grid, threads, shared_bytes, stream), early, cluster)
         status = driver.cuLaunchKernelEx(config, handle, ctypes.addressof(pointers), 0)
@@ -212,6 +212,7 @@ def _ensure_context(driver: Any) -> None:
         _checked(driver.cuCtxSetCurrent(context), "cuCtxSetCurrent")
 
 
+@lru_cache(maxsize=2)
 def _bindings(name: str) -> Any:
     return import_module(f"cuda.bindings.{name}")
 

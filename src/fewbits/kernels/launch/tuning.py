@@ -53,9 +53,14 @@ def tile_for(op: str, facts: tuple[object, ...], like: Tensor, rule: T) -> T:
         like: an operand.
         rule: the tile that every GPU takes; its type is the result's.
     """
-    if not like.is_cuda:
+    return tile_on(like.device, op, facts, rule)
+
+
+def tile_on(device: torch.device, op: str, facts: tuple[object, ...], rule: T) -> T:
+    """`tile_for` an operand on ``device``."""
+    if device.type != "cuda":
         return rule
-    numbers = tiles_of(like.device.index or 0).get(key_of(op, *facts))
+    numbers = tiles_of(device.index or 0).get(key_of(op, *facts))
     kind: Any = type(rule)
     fits = numbers is not None and len(numbers) == len(rule)
     if not fits or any(n == 0 and of_rule != 0 for n, of_rule in zip(numbers or (), rule, strict=False)):

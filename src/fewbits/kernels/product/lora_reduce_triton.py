@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fewbits.kernels.launch.jit import (
     CompileCase,
+    capability_of,
     cdiv,
     jit,
     multiprocessors,
@@ -163,7 +164,7 @@ class ReduceSlice(NamedTuple):
 @lru_cache(maxsize=256)
 def reduce_tile(device: torch.device, M: int, widths: tuple[int, ...], rank: int) -> ReduceTile | None:
     """The tile, or None where two products by cuBLAS are the better or the only known choice."""
-    wide = torch.cuda.get_device_capability(device)[0] == 9  # its shared memory holds the tiles
+    wide = capability_of(device)[0] == 9  # its shared memory holds the tiles
     if not wide or rank > 16 or M < 4096 or sum(widths) < 2048:
         return None
     return ReduceTile(64, 512, 8, 3)

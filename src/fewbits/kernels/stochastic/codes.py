@@ -50,7 +50,7 @@ from fewbits.formats.stochastic import Stochastic, stochastic_options
 from fewbits.formats.streams import product_tables
 from fewbits.kernels.codec.dequantize import format_of_text, text_of_format
 from fewbits.kernels.launch import nvrtc
-from fewbits.kernels.launch.jit import constant_when_compiled, triton
+from fewbits.kernels.launch.jit import capability_of, constant_when_compiled, triton
 from fewbits.kernels.launch.ops import one_by_one
 from fewbits.kernels.stochastic import lookup, thermometer
 from fewbits.kernels.stochastic.choice import Sizes, choose
@@ -137,7 +137,7 @@ def stochastic_path(
     levels = (options.length,) if levels is None else tuple(levels)
     options, chunk = with_longest(options, levels), options.chunk_size(D)
     why = nvrtc.missing()
-    if torch.cuda.get_device_capability(device) < _REDUX:
+    if capability_of(device) < _REDUX:
         why = "the lookups need compute capability 8.0"
     elif why is None and lookup.tables_of(options, levels, chunk, device) is None:
         why = "counts are too far from a straight line for tables of 8 bits"

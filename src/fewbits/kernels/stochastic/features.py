@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fewbits.device import describe
 from fewbits.kernels.launch import nvrtc
-from fewbits.kernels.launch.jit import cdiv, on_device_of
+from fewbits.kernels.launch.jit import capability_of, cdiv, on_device_of
 
 SOURCE = "stochastic/features.cu"
 CODES = 128
@@ -47,7 +47,7 @@ class Plan(NamedTuple):
 
 def takes(device: torch.device) -> bool:
     """Whether the kernel runs there: it needs NVRTC and units that convert E4M3."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):
+    if device.type != "cuda" or capability_of(device) < (8, 9):
         return False
     return nvrtc.missing() is None
 

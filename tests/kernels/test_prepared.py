@@ -1,0 +1,133 @@
+"""Prepared launches: the machine code that a first launch finds is taken for tensors like its own, only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fewbits.kernels.launch.prepared import Launch, keep_plans, start_kernel
+
+
+class Compiled:
+    """What Triton's launch returns: machine code, which is called with all arguments in order."""
+
+    packed_metadata = ()
+
+    def __init__(self, calls: list[Any]) -> None:
+        self.calls = calls
+
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda *arguments: self.calls.append(("machine code", grid, arguments))
+
+
+class Kernel:
+    """A stand-in for a ``@jit`` function of two tensors, a number and two constants."""
+
+    arg_names = ("x_ptr", "y_ptr", "n", "WIDE", "BLOCK")
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def __getitem__(self, grid: Any) -> Any:
+        def run(*arguments: Any, **named: Any) -> Compiled:
+            self.calls.append(("Triton", grid, arguments, named))
+            return Compiled(self.calls)
+
+        return run
+
+
+def aligned(count: int = 8, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    x = torch.zeros(count + 16, dtype=dtype)
+    first = next(i for i in range(16) if x[i:].data_ptr() % 16 == 0)
+    return x[first : first + count]
+
+
+def test_the_second_launch_takes_the_machine_code_of_the_first():
+    kernel = Kernel()
+    launch = Launch(kernel, (3,), (7,), {"BLOCK": 16, "WIDE": True}, num_warps=4)
+    x, y = aligned(), aligned()
+    launch(x, y)
+    assert kernel.calls == [("Triton", (3, 1, 1), (x, y, 7), {"BLOCK": 16, "WIDE": True, "num_warps": 4})]
+    launch(y, x)
+    name, grid, arguments = kernel.calls[1]
+    assert (name, grid) == ("machine code", (3, 1, 1))
+    assert arguments[0] is y and arguments[1] is x
+    assert arguments[2:] == (7, True, 16)  # in the order of the kernel's own arguments
+
+
+def test_unaligned_pointers_and_other_dtypes_take_tritons_own_way():
+    kernel = Kernel()
+    launch = Launch(kernel, (1,), (7,), {"BLOCK": 16, "WIDE": True})
+    x, y, other = aligned(), aligned()[1:], aligned(dtype=torch.bfloat16)
+    launch(x, y)
+    launch(x, y)
+    assert [call[0] for call in kernel.calls] == ["Triton", "Triton"]  # nothing is kept of unaligned ones
+    for pair in ((x, x), (x, other), (x, other), (other, x), (x, y), (x, x)):
+        launch(*pair)
+    assert [call[0] for call in kernel.calls[2:]] == [
+        "Triton",
+        "Triton",
+        "machine code",
+        "Triton",
+        "Triton",
+        "machine code",
+    ]
+
+
+def test_a_launch_in_one_call_is_found_again_by_its_numbers_and_constants():
+    kernel, x = Kernel(), aligned()
+    for n, block in ((5, 8), (5, 8), (6, 8), (6, 16), (5, 8)):
+        start_kernel(kernel, (2,), (x, x), n, WIDE=False, BLOCK=block, num_warps=2)
+    assert [call[0] for call in kernel.calls] == [
+        "Triton",
+        "machine code",
+        "Triton",
+        "Triton",
+        "machine code",
+    ]
+    assert kernel.calls[0][3] == {"WIDE": False, "BLOCK": 8, "num_warps": 2}
+    assert kernel.calls[4][2][2:] == (5, False, 8)
+    start_kernel(Kernel(), (2,), (x, x), 5, WIDE=False, BLOCK=8, num_warps=2)
+    assert len(kernel.calls) == 5  # another kernel of the same facts is another kernel
+
+
+def test_the_interpreter_leaves_nothing_to_keep():
+    class Interpreted(Kernel):
+        def __getitem__(self, grid: Any) -> Any:
+            return lambda *arguments, **named: self.calls.append("interpreted")
+
+    kernel, x = Interpreted(), aligned()
+    launch = Launch(kernel, (1,), (), {})
+    launch(x, x)
+    launch(x, x)
+    assert kernel.calls == ["interpreted", "interpreted"]
+
+
+def test_plans_are_told_apart_by_the_object_and_by_what_else_they_follow_from():
+    made: list[Any] = []
+
+    @keep_plans
+    def plan(of: Any, n: int) -> int:
+        made.append((of, n))
+        return 2 * n
+
+    a, b = [1], [1]
+    assert [plan(a, 1), plan(a, 1), plan(b, 1), plan(a, 2)] == [2, 2, 2, 4]
+    assert len(made) == 3
+    with pytest.raises(TypeError):
+        plan(a, [])
+
+
+def test_nothing_is_kept_of_a_trace():
+    @keep_plans
+    def plan(of: object, n: int) -> torch.Tensor:
+        return torch.ones(n)
+
+    format = object()
+    with FakeTensorMode():
+        assert type(plan(format, 2)) is not torch.Tensor
+    assert torch.equal(plan(format, 2), torch.ones(2))
+    assert plan(format, 2) is plan(format, 2)
