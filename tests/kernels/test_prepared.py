@@ -8,6 +8,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from fewbits.kernels.decoder.gated_activation_triton import LowRank
+from fewbits.kernels.decoder.low_rank_add import launch as launch_low_rank_add
+from fewbits.kernels.decoder.low_rank_add import low_rank_add_ref
 from fewbits.kernels.launch.prepared import Launch, keep_plans, start_kernel
 
 
@@ -131,3 +134,35 @@ def test_nothing_is_kept_of_a_trace():
         assert type(plan(format, 2)) is not torch.Tensor
     assert torch.equal(plan(format, 2), torch.ones(2))
     assert plan(format, 2) is plan(format, 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.interpret
+def test_a_kernel_gives_the_same_numbers_launch_after_launch(kernel_device: str) -> None:
+    """Aligned, unaligned, aligned again, other numbers of rows: each into poisoned or changed tensors."""
+    generator = torch.Generator().manual_seed(3)
+    for rows, first in ((32, 0), (32, 0), (32, 1), (32, 0), (48, 0), (48, 3), (48, 0)):
+        values = torch.randn(3, rows * 64 + 8, generator=generator).to(kernel_device)
+        z, residual = (v[first : first + rows * 64].view(rows, 64) for v in values[:2])
+        x, w = (torch.randn(n, 16, generator=generator).to(kernel_device) for n in (rows, 64))
+        need = low_rank_add_ref(z, LowRank(x, w), residual)
+        launch_low_rank_add(z, LowRank(x, w), residual)
+        torch.testing.assert_close(z, need, rtol=1e-2 if kernel_device == "cuda" else 1e-5, atol=2e-2)
+
+
+@pytest.mark.gpu
+def test_a_profiler_that_listens_to_launches_hears_all_of_them() -> None:
+    import triton
+
+    heard: list[Any] = []
+    z = torch.zeros(32, 64, device="cuda")
+    launch_low_rank_add(z, None, torch.ones_like(z))
+    listener = heard.append
+    triton.knobs.runtime.launch_enter_hook.add(listener)
+    try:
+        launch_low_rank_add(z, None, torch.ones_like(z))
+    finally:
+        triton.knobs.runtime.launch_enter_hook.remove(listener)
+    launch_low_rank_add(z, None, torch.ones_like(z))
+    assert len(heard) == 1
+    assert torch.equal(z, torch.full_like(z, 3))

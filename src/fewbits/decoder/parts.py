@@ -24,7 +24,7 @@ from fewbits.decoder.products import (
     PairedValues,
     RoundedProjection,
 )
-from fewbits.decoder.projection import Branch, Part, Projection, RoundedPart
+from fewbits.decoder.projection import Branch, Part, Projection, RoundedPart, write_adapters
 from fewbits.decoder.scales import Slot
 from fewbits.decoder.weight_scales import WeightScale, scale_of, scales_of
 from fewbits.errors import NotFused
@@ -82,6 +82,7 @@ class LayerParts:
         self._guard.check()
         attention = self.attention(x, rotary, mask, kwargs, keep, stash)
         mlp = self.mlp(x, keep, stash, delayed)
+        write_adapters((attention.qkv, attention.o, mlp.gate_up, mlp.down), _products_dtype(x))
         return fused_mlp(fused_attention(x, attention), mlp)
 
     def attention(
@@ -95,7 +96,7 @@ class LayerParts:
     ) -> AttentionHalf:
         """The attention half of this call, for x (B, S, H)."""
         facts = self._facts()
-        module: Any = self.layer.get_submodule(facts.path)
+        module = self._module(facts.path)
         config = module.config
         if self.layer.training and (module.attention_dropout or getattr(config, "resid_pdrop", 0.0)):
             raise NotFused("the configuration asks for dropout")
@@ -127,7 +128,7 @@ class LayerParts:
         """
         mlp = self.spec.mlp
         assert mlp is not None
-        config: Any = self.layer.get_submodule(self._facts().path).config
+        config: Any = self._module(self._facts().path).config
         name = field_of(config, mlp.activation)
         if name not in KERNEL_ACTIVATIONS:
             raise NotFused(f"no kernel for the activation {name!r}")
@@ -164,7 +165,7 @@ class LayerParts:
 
     def norm(self, path: str) -> Norm:
         """One of the layer's norms; raises `NotFused` if it is not what it was."""
-        module: Any = self.layer.get_submodule(path)
+        module = self._module(path)
         self._guard.check_norm(path, module)
         eps = getattr(module, "variance_epsilon", None)
         return Norm(own_weight(module), module.eps if eps is None else eps, self.spec.norm.offset)
@@ -173,6 +174,15 @@ class LayerParts:
     def attention_path(self) -> str:
         """Path of the attention module in the layer."""
         return self._facts().path
+
+    def _module(self, path: str) -> Any:
+        """``layer.get_submodule(path)``, without its checks at each step of the way."""
+        module: Any = self.layer
+        for name in path.split("."):
+            module = module._modules.get(name)
+            if module is None:
+                return self.layer.get_submodule(path)
+        return module
 
     def _facts(self) -> Attention:
         attention = self.spec.attention
@@ -190,7 +200,7 @@ class LayerParts:
 
     def _projection(self, paths: tuple[str, ...], dtype: torch.dtype, keep: Keep) -> Projection:
         try:
-            pairs = [part_of(self.layer.get_submodule(path), path) for path in paths]
+            pairs = [part_of(self._module(path), path) for path in paths]
         except NotFused:  # perhaps for an adapter of PEFT's own kind, whose merge writes unseen
             self._decoded.pop(paths, None)
             self._scales.pop(paths, None)

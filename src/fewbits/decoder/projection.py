@@ -41,13 +41,15 @@ from itertools import accumulate, pairwise
 from typing import ClassVar, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fewbits.decoder.trainable import PerPart
 from fewbits.formats.base import Format, Packed
 from fewbits.kernels.decoder.gated_activation_triton import LowRank
 from fewbits.kernels.decoder.low_rank_add import low_rank_add_
 from fewbits.kernels.product.lora_reduce import ReduceSlice, lora_reduce
+
+_ALIGNED = 64  # values between matrices that lie in one buffer: a multiple of 16 bytes in any dtype
 
 
 class Rows(NamedTuple):
@@ -339,6 +341,34 @@ class Projection(ABC):
             dy: (M, N); in float8 by row if it is not in float8 yet.
             t: (M, R) from `inner_gradients`; None without branches, or where its part is added elsewhere.
         """
+
+
+def write_adapters(projections: Sequence[Projection], dtype: torch.dtype) -> None:
+    """Write all branches in ``dtype`` at once, for this pass: `all_a` and `b_in` find them.
+
+    A layer with adapters on all seven linears would otherwise take fourteen launches for it.
+    """
+    beside = [projection for projection in projections if projection.branches_beside and projection.branches]
+    matrices = [matrix for p in beside for branch in p.branches for matrix in (branch.a, branch.b)]
+    if not matrices or any(type(m) not in (Tensor, nn.Parameter) or m.dtype == dtype for m in matrices):
+        return
+    if len({m.device for m in matrices}) > 1:
+        return
+    with torch.no_grad():
+        sizes = [[p.rank * p.depth, *(branch.b.numel() for branch in p.branches)] for p in beside]
+        aligned = [-(-size // _ALIGNED) * _ALIGNED for of_projection in sizes for size in of_projection]
+        flat = torch.empty(sum(aligned), dtype=dtype, device=matrices[0].device)
+        pieces, targets, sources = iter(flat.split(aligned)), [], []
+        for projection in beside:
+            a = next(pieces)[: projection.rank * projection.depth].view(projection.rank, projection.depth)
+            projection.__dict__["_all_a"] = a
+            targets += a.split([branch.a.shape[0] for branch in projection.branches])
+            sources += [branch.a for branch in projection.branches]
+            for branch in projection.branches:
+                b = branch.__dict__["_b"] = next(pieces)[: branch.b.numel()].view(branch.b.shape)
+                targets.append(b)
+                sources.append(branch.b)
+        torch._foreach_copy_(targets, sources)
 
 
 def side_by_side(matrices: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

@@ -6,6 +6,8 @@ rows or a large batch pass that. So tiles of matrices lie on the first axis alon
 
 from __future__ import annotations
 
+from operator import gt
+
 from fewbits.errors import Unsupported
 from fewbits.kernels.launch.jit import cdiv, jit, tl
 
@@ -18,7 +20,7 @@ def check_grid(grid: tuple[int, ...], what: str) -> None:
     Raises:
         Unsupported: an axis of ``grid`` is longer than `MAX_PROGRAMS`.
     """
-    if any(count > most for count, most in zip(grid, MAX_PROGRAMS, strict=False)):
+    if any(map(gt, grid, MAX_PROGRAMS)):
         raise Unsupported(
             f"{what} needs {' x '.join(map(str, grid))} programs, and a GPU starts at most 65,535 along the "
             "last two axes: cut the tensor into parts."

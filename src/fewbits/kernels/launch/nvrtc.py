@@ -14,7 +14,7 @@ from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from threading import Lock
+from threading import Lock, local
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ _PORTABLE_CLUSTER = 8  # blocks; a GPU may allow more, and has to be asked
 _ALL = 100  # percent of the first cache's memory as shared memory
 _GRANTING = Lock()  # two threads may ask for one function's attributes
 _ELF = b"\x7fELF"
+_THREAD = local()  # what this thread has; another device brings its own context along
 
 
 @lru_cache(maxsize=1)
@@ -206,10 +207,13 @@ def _ensure_context(driver: Any) -> None:
 
     A launch by the runtime, as torch's are, does this by itself; one by the driver fails.
     """
+    if getattr(_THREAD, "has_context", False):
+        return
     if not int(_checked(driver.cuCtxGetCurrent(), "cuCtxGetCurrent")):
         device = _checked(driver.cuDeviceGet(torch.cuda.current_device()), "cuDeviceGet")
         context = _checked(driver.cuDevicePrimaryCtxRetain(device), "cuDevicePrimaryCtxRetain")
         _checked(driver.cuCtxSetCurrent(context), "cuCtxSetCurrent")
+    _THREAD.has_context = True
 
 
 @lru_cache(maxsize=2)
