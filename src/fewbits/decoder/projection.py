@@ -83,10 +83,10 @@ class Branch:
         """b (N, r) in the dtype of a product."""
         if self.b.dtype == dtype:
             return self.b
-        kept: Tensor | None = self.__dict__.get("_b")
-        if kept is None or kept.dtype != dtype:
-            kept = self.__dict__["_b"] = self.b.detach().to(dtype)
-        return kept
+        b: Tensor | None = self.__dict__.get("_b")
+        if b is None or b.dtype != dtype:
+            b = self.__dict__["_b"] = self.b.detach().to(dtype)
+        return b
 
 
 @dataclass(frozen=True)
@@ -170,11 +170,11 @@ class Projection(ABC):
 
     def all_a(self, dtype: torch.dtype) -> Tensor:
         """Every branch's a below the other (R, K), in the dtype of a product; written once for a pass."""
-        kept: Tensor | None = self.__dict__.get("_all_a")
-        if kept is None or kept.dtype != dtype:
-            kept = side_by_side([branch.a.detach() for branch in self.branches], dtype)
-            self.__dict__["_all_a"] = kept
-        return kept
+        a: Tensor | None = self.__dict__.get("_all_a")
+        if a is None or a.dtype != dtype:
+            a = side_by_side([branch.a.detach() for branch in self.branches], dtype)
+            self.__dict__["_all_a"] = a
+        return a
 
     def bias(self) -> Tensor | None:
         """The biases side by side (N,), zeros for a part without one; None if no part has one."""

@@ -64,9 +64,9 @@ class _Remembered:
     """The modules that a walk met, and what they held; a copy or a pickle of it remembers nothing."""
 
     def __init__(self) -> None:
-        self._modules: list[ref[nn.Module]] = []
+        self._references: list[ref[nn.Module]] = []
         self._children: tuple[list[int], list[int]] = [], []
-        self._parameters: tuple[list[int], list[int]] = [], []
+        self._values: tuple[list[int], list[int]] = [], []
         self._first: list[int] = []  # where each parameter came for the first time, among all that are held
 
     def __reduce__(self) -> tuple[type[_Remembered], tuple[()]]:
@@ -74,13 +74,13 @@ class _Remembered:
 
     def forget(self) -> None:
         """The next call walks."""
-        self._modules = []
+        self._references = []
 
     def keep(self, modules: Sequence[nn.Module]) -> None:
         """Remember these modules, all of one walk in its order."""
-        self._modules = [ref(module) for module in modules]
+        self._references = [ref(module) for module in modules]
         self._children, _ = _held(modules, _CHILDREN)
-        self._parameters, values = _held(modules, _HELD)
+        self._values, values = _held(modules, _HELD)
         positions: dict[int, int] = {}
         for i, value in enumerate(values):
             if value is not None:
@@ -89,8 +89,8 @@ class _Remembered:
 
     def modules(self) -> list[nn.Module] | None:
         """The modules of the walk, if it would meet the same ones again; else None."""
-        modules = [module for reference in self._modules if (module := reference()) is not None]
-        if not modules or len(modules) < len(self._modules):
+        modules = [module for reference in self._references if (module := reference()) is not None]
+        if not modules or len(modules) < len(self._references):
             return None
         return modules if _held(modules, _CHILDREN)[0] == self._children else None
 
@@ -100,7 +100,7 @@ class _Remembered:
         if modules is None:
             return None
         numbers, values = _held(modules, _HELD)
-        return [values[i] for i in self._first] if numbers == self._parameters else None
+        return [values[i] for i in self._first] if numbers == self._values else None
 
 
 _CHILDREN, _HELD = attrgetter("_modules"), attrgetter("_parameters")
@@ -158,9 +158,9 @@ def all_parameters(
     walk = _walk(root, remembered or _Remembered())
     for first in walk:
         yield first  # without a look at all modules: ``model.device`` asks for this one, in each token
-        found = None if remembered is None else remembered.parameters()
-        if found is not None and found[0] is first:
-            yield from found[1:]
+        others = None if remembered is None else remembered.parameters()
+        if others is not None and others[0] is first:
+            yield from others[1:]
             return
         break
     yield from walk

@@ -47,14 +47,14 @@ def keep_plans(make: Callable[..., T]) -> Callable[..., T]:
     @wraps(make)
     def plan(of: object, *facts: Any) -> T:
         key = (id(of), facts)
-        kept = plans.get(key)
-        if kept is None:
-            kept = of, make(of, *facts)
+        entry = plans.get(key)
+        if entry is None:
+            entry = of, make(of, *facts)
             if may_keep():
                 if len(plans) >= _MOST_PLANS:
                     plans.clear()
-                plans[key] = kept
-        return kept[1]
+                plans[key] = entry
+        return entry[1]
 
     plan.cache_clear = plans.clear  # type: ignore[attr-defined]
     return plan
@@ -97,11 +97,11 @@ class Launch:
         if compiled is not None:
             _run(compiled, self._grid, tensors, self._rest)
             return
-        found = self._kernel[self._grid](*tensors, *self._numbers, **self._constants, **self._options)
-        if aligned and hasattr(found, "packed_metadata"):  # machine code, and not the interpreter's nothing
+        machine_code = self._kernel[self._grid](*tensors, *self._numbers, **self._constants, **self._options)
+        if aligned and hasattr(machine_code, "packed_metadata"):  # the interpreter has none
             names = self._kernel.arg_names[len(tensors) + len(self._numbers) :]
             self._rest = (*self._numbers, *(self._constants[name] for name in names))
-            self._compiled[dtypes] = found
+            self._compiled[dtypes] = machine_code
 
 
 def _run(compiled: Any, grid: tuple[int, ...], tensors: tuple[Tensor, ...], rest: tuple[Any, ...]) -> None:
