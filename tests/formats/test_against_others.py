@@ -14,6 +14,7 @@ from torch import Tensor
 import fewbits.formats as formats
 from fewbits.formats import FORMATS, GGUFBlocks, Packed
 from fewbits.formats.bits import pack_bits, unpack_bits
+from fewbits.formats.gguf_layouts import LAYOUTS, blocks_not_finite
 from fewbits.formats.minifloat import MINIFLOATS
 from tests import peer_formats, peers
 
@@ -163,6 +164,9 @@ def test_gguf_bytes_decode_as_the_packages(name: str) -> None:
         theirs = peers.live_gguf(written.codes.numpy(), kind)
         ours = written.dequantize()
         assert torch.equal(ours.isnan(), theirs.isnan())
+        blocks = ours.reshape(-1, LAYOUTS[format.kind].size)
+        wrong = (~blocks.isfinite()).any(-1).nonzero()[:, 0]
+        assert torch.equal(blocks_not_finite(format.kind, written.codes), wrong)
         assert torch.equal(ours.nan_to_num(0.0), theirs.nan_to_num(0.0))
 
 

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from fewbits import FastLanguageModel
-from fewbits.errors import BadCheckpoint, BadInput, Unsupported
+from fewbits.errors import BadCheckpoint, BadInput, NotFinite, Unsupported
 from fewbits.nn.linear import QuantizedLinear
 from tests import peers
 from tests.models.loading import packed_state, same
@@ -115,6 +115,28 @@ def test_bad_files_are_refused_in_one_sentence(tmp_path: Path) -> None:
         whole.replace(b"\x05\x00\x00\x00\x00\x00\x00\x00llama", b"\x05\x00\x00\x00\x00\x00\x00\x00bloom")
     )
     with pytest.raises(Unsupported):
+        FastLanguageModel.from_pretrained(file)
+
+
+@pytest.mark.parametrize(
+    ("method", "name", "place", "words"),
+    [
+        ("q8_0", "blk.1.ffn_up.weight", 34, r"in 1 of its Q8_0 blocks, first in row 0"),
+        ("q4_k_m", "blk.0.attn_q.weight", 2 * 144 + 2, r"in 1 of its Q4_K blocks, first in row \d+"),
+        ("f16", "blk.1.ffn_down.weight", 6, r"\(.*\) holds a NaN or an infinity in 1 of its values"),
+        ("q8_0", "blk.1.attn_norm.weight", 8, r"\(\d+,\) holds a NaN or an infinity in 1 of its values"),
+    ],
+)
+def test_a_nan_is_refused_by_its_tensors_name(
+    tmp_path: Path, method: str, name: str, place: int, words: str
+) -> None:
+    file = export(tmp_path, "llama", method)
+    (tensor,) = (t for t in gguf.GGUFReader(file).tensors if t.name == name)
+    nan = {"F32": b"\x00\x00\xc0\x7f"}.get(tensor.tensor_type.name, b"\x00\x7e")
+    with file.open("r+b") as stream:
+        stream.seek(tensor.data_offset + place)
+        stream.write(nan)
+    with pytest.raises(NotFinite, match=f"^{name.replace('.', chr(92) + '.')} .*{words}.*download the file"):
         FastLanguageModel.from_pretrained(file)
 
 

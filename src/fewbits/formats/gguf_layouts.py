@@ -295,29 +295,52 @@ def _unpack_iq4_xs(raw: Tensor) -> Fields:
 
 
 class Layout(NamedTuple):
-    """One type: values of a block, its bytes, values of a sub-block, and the two directions."""
+    """One type: values of a block, its bytes, values of a sub-block, the two directions, where halves lie.
+
+    Attributes:
+        halves: the first byte of each float16 of a block; MXFP4 has none, and its first byte is an exponent.
+    """
 
     size: int
     nbytes: int
     sub: int
     pack: Callable[[Fields], Tensor]
     unpack: Callable[[Tensor], Fields]
+    halves: tuple[int, ...]
 
 
 LAYOUTS = {
-    "Q4_0": Layout(32, 18, 32, _pack_q4_0, _unpack_q4_0),
-    "Q4_1": Layout(32, 20, 32, _pack_q4_1, _unpack_q4_1),
-    "Q5_0": Layout(32, 22, 32, _pack_q5_0, _unpack_q5_0),
-    "Q5_1": Layout(32, 24, 32, _pack_q5_1, _unpack_q5_1),
-    "Q8_0": Layout(32, 34, 32, _pack_q8_0, _unpack_q8_0),
-    "Q2_K": Layout(256, 84, 16, _pack_q2_k, _unpack_q2_k),
-    "Q3_K": Layout(256, 110, 16, _pack_q3_k, _unpack_q3_k),
-    "Q4_K": Layout(256, 144, 32, _pack_q4_k, _unpack_q4_k),
-    "Q5_K": Layout(256, 176, 32, _pack_q5_k, _unpack_q5_k),
-    "Q6_K": Layout(256, 210, 16, _pack_q6_k, _unpack_q6_k),
-    "IQ4_NL": Layout(32, 18, 32, _pack_iq4_nl, _unpack_iq4_nl),
-    "IQ4_XS": Layout(256, 136, 32, _pack_iq4_xs, _unpack_iq4_xs),
-    "TQ1_0": Layout(256, 54, 256, _pack_tq1_0, _unpack_tq1_0),
-    "TQ2_0": Layout(256, 66, 256, _pack_tq2_0, _unpack_tq2_0),
-    "MXFP4": Layout(32, 17, 32, _pack_mxfp4, _unpack_mxfp4),
+    "Q4_0": Layout(32, 18, 32, _pack_q4_0, _unpack_q4_0, (0,)),
+    "Q4_1": Layout(32, 20, 32, _pack_q4_1, _unpack_q4_1, (0, 2)),
+    "Q5_0": Layout(32, 22, 32, _pack_q5_0, _unpack_q5_0, (0,)),
+    "Q5_1": Layout(32, 24, 32, _pack_q5_1, _unpack_q5_1, (0, 2)),
+    "Q8_0": Layout(32, 34, 32, _pack_q8_0, _unpack_q8_0, (0,)),
+    "Q2_K": Layout(256, 84, 16, _pack_q2_k, _unpack_q2_k, (80, 82)),
+    "Q3_K": Layout(256, 110, 16, _pack_q3_k, _unpack_q3_k, (108,)),
+    "Q4_K": Layout(256, 144, 32, _pack_q4_k, _unpack_q4_k, (0, 2)),
+    "Q5_K": Layout(256, 176, 32, _pack_q5_k, _unpack_q5_k, (0, 2)),
+    "Q6_K": Layout(256, 210, 16, _pack_q6_k, _unpack_q6_k, (208,)),
+    "IQ4_NL": Layout(32, 18, 32, _pack_iq4_nl, _unpack_iq4_nl, (0,)),
+    "IQ4_XS": Layout(256, 136, 32, _pack_iq4_xs, _unpack_iq4_xs, (0,)),
+    "TQ1_0": Layout(256, 54, 256, _pack_tq1_0, _unpack_tq1_0, (52,)),
+    "TQ2_0": Layout(256, 66, 256, _pack_tq2_0, _unpack_tq2_0, (64,)),
+    "MXFP4": Layout(32, 17, 32, _pack_mxfp4, _unpack_mxfp4, ()),
 }
+
+
+def blocks_not_finite(kind: str, codes: Tensor) -> Tensor:
+    """The numbers of blocks that hold a NaN or an infinity, in ascending order: (n,) int64.
+
+    Only float16 scales can, and MXFP4's exponent 255; one pass over them, nothing is decoded.
+
+    Args:
+        kind: the type, a key of ``LAYOUTS``.
+        codes: whole blocks, uint8 of any shape.
+    """
+    layout = LAYOUTS[kind]
+    blocks = codes.reshape(-1, layout.nbytes)
+    if not layout.halves:
+        return (blocks[:, 0] == 255).nonzero()[:, 0]
+    # The exponent of a float16 is bits 2 to 6 of its second byte.
+    wrong = [(blocks[:, place + 1] & 0x7C) == 0x7C for place in layout.halves]
+    return torch.stack(wrong).any(0).nonzero()[:, 0]

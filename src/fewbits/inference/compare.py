@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from fewbits.errors import NotFinite
-from fewbits.inference.evaluate import TextWindows, Window, evaluating, text_windows, why_not_finite
+from fewbits.inference.evaluate import TextWindows, Window, evaluating, text_windows
+from fewbits.nn.finite import why_not_finite
 
 
 @dataclass(frozen=True, kw_only=True)

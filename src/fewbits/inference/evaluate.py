@@ -25,7 +25,7 @@ from torch import Tensor
 from fewbits.errors import BadInput, NotFinite
 from fewbits.formats.kv_cache import KVCache
 from fewbits.models.cache_choice import chosen_cache
-from fewbits.nn.finite import check_finite
+from fewbits.nn.finite import why_not_finite
 
 DEFAULT_WINDOW = 2048
 _AT_ONCE = 16  # tokens of one forward over a packed cache
@@ -124,19 +124,6 @@ def perplexity(
         stride=cut.stride,
         seconds=time.perf_counter() - started,
         kv_cache=None if kind is None else kind.name,
-    )
-
-
-def why_not_finite(model: Any) -> str:
-    """Why what a model computes is not finite: the end of a sentence, with the first weight that is not."""
-    for name, parameter in model.named_parameters():
-        try:
-            check_finite(parameter, name)
-        except NotFinite as error:
-            return f": {str(error).partition(';')[0]}; take an undamaged checkpoint."
-    return (
-        f", though every weight of this {type(model).__name__} is finite: it overflows in "
-        f"{str(model.dtype).removeprefix('torch.')}; load it in another dtype, such as float32."
     )
 
 

@@ -110,6 +110,7 @@ def quantize_checkpoint(
     Raises:
         BadInput: the destination is taken or is the source, or the recipe packs no weight.
         BadCheckpoint: the source is damaged, a pickle, or lacks a weight.
+        NotFinite: a weight holds a NaN or an infinity, packed or not.
         Unsupported: the source is quantised already, or its architecture is unknown.
     """
     chosen = _for_storage(get_recipe(recipe))
@@ -205,12 +206,14 @@ def _packed(
                 tensor = stream.get_tensor(key)
                 if name.removesuffix(".weight") in transposed:
                     tensor = tensor.t().contiguous()
-                yield (_Item({name: tensor}) if format is None else _pack(name, tensor.to(device), format))
+                if format is not None:
+                    tensor = tensor.to(device)
+                check_finite(tensor, name)
+                yield _Item({name: tensor}) if format is None else _pack(name, tensor, format)
 
 
 def _pack(name: str, weight: Tensor, format: Format) -> _Item:
     linear = name.removesuffix(".weight")
-    check_finite(weight, name)
     packed = format.quantize(weight)
     exact = weight.float()
     difference = torch.linalg.vector_norm(exact - packed.dequantize(torch.float32)).item()

@@ -23,11 +23,11 @@ from torch import Tensor
 from fewbits.errors import BadInput, NotFinite
 from fewbits.formats.kv_cache import KVCache
 from fewbits.host.unwrap import unwrap
-from fewbits.inference.evaluate import why_not_finite
 from fewbits.models.cache_choice import chosen_cache
 from fewbits.models.chat_template import check_template
 from fewbits.models.decode_packed import packed_keywords
 from fewbits.models.reading import Reading
+from fewbits.nn.finite import why_not_finite
 
 Prompt = str | Sequence[Mapping[str, str]]
 

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from fewbits.errors import BadInput, NotFinite
-from fewbits.inference.evaluate import why_not_finite
 from fewbits.inference.generate import Generation, Pieces, Prompt, Sampling, encode_prompt, options
 from fewbits.models.live.answers import Report, answers
 from fewbits.models.live.rows import Row
+from fewbits.nn.finite import why_not_finite
 
 _SEEDS = 2**62
 

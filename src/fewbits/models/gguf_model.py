@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fewbits.errors import BadCheckpoint, BadInput, Unsupported
+from fewbits.errors import BadCheckpoint, BadInput, NotFinite, Unsupported
 from fewbits.export.gguf_file import (
     PlannedTensor,
     architecture_of,
@@ -26,11 +26,12 @@ from fewbits.export.gguf_file import (
 from fewbits.export.gguf_types import import_gguf
 from fewbits.formats import FORMATS
 from fewbits.formats.base import Packed
-from fewbits.formats.gguf_layouts import LAYOUTS
+from fewbits.formats.gguf_layouts import LAYOUTS, blocks_not_finite
 from fewbits.models.in_memory import mark_loaded
 from fewbits.models.options import Loading
 from fewbits.models.packed import put
 from fewbits.models.placing import device_map_of, dtype_of
+from fewbits.nn.finite import check_finite
 from fewbits.nn.linear import QuantizedLinear
 from fewbits.recipes import Rule
 
@@ -50,6 +51,7 @@ def load_gguf(file: Path, dtype: Any, loading: Loading) -> tuple[Any, Any]:
     Raises:
         BadInput: there is no such file.
         BadCheckpoint: it is damaged, or lacks a tensor.
+        NotFinite: a tensor holds a NaN or an infinity.
         Unsupported: a family, a type of block or a stretching of positions that is not read.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -117,6 +119,7 @@ def _place(model: Any, tensor: PlannedTensor, stored: Any, dtype: torch.dtype, p
     module = model.get_submodule(name)
     if kind in LAYOUTS:
         codes = torch.from_numpy(stored.data.copy()).reshape(*shape[:-1], -1)
+        _check_blocks(codes, stored.name, kind)
         codes = _in_our_order(codes, tensor).to(place)
         packed = Packed(FORMATS[f"gguf_{kind.lower()}"], shape, dtype, {"codes": codes})
         if isinstance(module, nn.Linear) and leaf == "weight":
@@ -128,9 +131,30 @@ def _place(model: Any, tensor: PlannedTensor, stored: Any, dtype: torch.dtype, p
         value = packed.dequantize(dtype)
     else:
         values = torch.from_numpy(import_gguf().quants.dequantize(stored.data, stored.tensor_type).copy())
+        _check_values(values.reshape(shape), stored.name)
         value = _in_our_order(values.reshape(shape), tensor).to(place, dtype)
     parameter = nn.Parameter(value, requires_grad=leaf != "weight" or not isinstance(module, nn.Linear))
     setattr(module, leaf, parameter)
+
+
+_TAKE = "copy or download the file again."
+
+
+def _check_blocks(codes: Tensor, name: str, kind: str) -> None:
+    """Refuse rows of blocks (..., bytes of a row) uint8 of which one holds a NaN or an infinity."""
+    wrong = blocks_not_finite(kind, codes)
+    if wrong.numel():
+        row = int(wrong[0]) * LAYOUTS[kind].nbytes // codes.shape[-1]
+        what = f"holds a NaN or an infinity in {wrong.numel():,} of its {kind} blocks, first in row {row}"
+        raise NotFinite(f"{name} {what}; {_TAKE}")
+
+
+def _check_values(values: Tensor, name: str) -> None:
+    """Refuse values of any shape with a NaN or an infinity among them."""
+    try:
+        check_finite(values, name)
+    except NotFinite as error:
+        raise NotFinite(f"{str(error).partition(';')[0]}; {_TAKE}") from error
 
 
 def _in_our_order(rows: Tensor, tensor: PlannedTensor) -> Tensor:

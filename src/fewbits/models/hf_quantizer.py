@@ -55,7 +55,7 @@ from fewbits.models.packed_folder import close_folder, open_config
 from fewbits.models.stochastic import adopt_saved, save_config
 from fewbits.models.whole_folder import whole_folder
 from fewbits.nn.experts import QuantizedExperts
-from fewbits.nn.finite import FiniteLater
+from fewbits.nn.finite import FiniteLater, first_not_finite
 from fewbits.nn.linear import QuantizedLinear
 from fewbits.nn.packed_layers import packed_layer
 from fewbits.recipes import Recipe, Rule, get_recipe, recipe_from_config, recipe_to_config
@@ -487,7 +487,12 @@ def write_packed(model: Any, folder: Path, *, published: Path | None = None, **o
         folder: an empty folder, as `whole_folder` gives.
         published: the folder whose place it will take.
         options: of transformers' ``save_pretrained``.
+
+    Raises:
+        NotFinite: a weight holds a NaN or an infinity, of what is not packed too: an embedding, a norm.
     """
+    if wrong := first_not_finite(model):
+        raise NotFinite(f"{wrong}, so nothing was written; take an undamaged checkpoint.")
     with own_names(model):
         type(model).save_pretrained(model, folder, **options)
     save_config(model, folder)

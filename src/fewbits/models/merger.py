@@ -22,7 +22,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from fewbits.errors import BadCheckpoint
+from fewbits.errors import BadCheckpoint, NotFinite
 from fewbits.host.conversion import conversion_of
 from fewbits.host.spec import locate, spec_for
 from fewbits.host.transposed import transposed_like
@@ -39,6 +39,7 @@ from fewbits.models.checkpoint import INDEX, WEIGHTS, Checkpoint
 from fewbits.models.merge_checks import compare_file, distance, jitter, split
 from fewbits.models.original import original_of
 from fewbits.models.packed_head import say_tied
+from fewbits.nn.finite import first_not_finite, why_not_finite
 from fewbits.nn.linear import QuantizedLinear
 from fewbits.nn.stochastic_linear import exact_products
 
@@ -347,6 +348,9 @@ class Merger:
             moved = merged(input_ids=ids).logits.float()
         error = distance(logits, expected)
         tolerance = _ROUNDINGS * distance(moved, logits)
+        if not math.isfinite(error):
+            cause = why_not_finite(self.base if first_not_finite(self.base) else merged)
+            raise NotFinite(f"nothing was written, because the merged model's logits are not finite{cause}")
         if not error <= tolerance:
             raise BadCheckpoint(
                 f"the merged model's logits differ from base plus adapter by {error:.2e} relative, and "

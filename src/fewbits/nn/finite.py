@@ -6,6 +6,8 @@ nothing that says which weight it was.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -80,4 +82,24 @@ def check_finite(weight: Tensor, name: str = "a weight") -> None:
     raise NotFinite(
         f"{name} {tuple(weight.shape)} holds a NaN or an infinity in {len(wrong):,} of its values, first "
         f"{float(weight[tuple(first)])} at {first}; it cannot be packed, so take an undamaged checkpoint."
+    )
+
+
+def first_not_finite(model: Any) -> str:
+    """What is wrong with the first weight of ``model`` that holds a NaN or an infinity; "" if none does."""
+    for name, parameter in model.named_parameters():
+        try:
+            check_finite(parameter, name)
+        except NotFinite as error:
+            return str(error).partition(";")[0]
+    return ""
+
+
+def why_not_finite(model: Any) -> str:
+    """Why what a model computes is not finite: the end of a sentence, with the first weight that is not."""
+    if wrong := first_not_finite(model):
+        return f": {wrong}; take an undamaged checkpoint."
+    return (
+        f", though every weight of this {type(model).__name__} is finite: it overflows in "
+        f"{str(model.dtype).removeprefix('torch.')}; load it in another dtype, such as float32."
     )
