@@ -1,7 +1,7 @@
-"""The house in numbers: python scripts/house_metrics.py [--commits N]; run it in a checkout.
+"""The house in numbers: python scripts/house_metrics.py [--commits N] [--copies]; run it in a checkout.
 
-Largest file with and without CUDA, modules in an import cycle, pairs of functions with the same logic, shapes
-in docstrings, arguments typed `Any`, host functions of more than 8 arguments, `fmt: skip`, comment lines by
+Largest file with and without CUDA, modules in an import cycle, pairs of functions with the same logic, pairs of
+places that share six lines (``--copies`` lists them, the longest first), shapes in docstrings, arguments typed `Any`, host functions of more than 8 arguments, `fmt: skip`, comment lines by
 package, and commits that stay in one room. Nothing is imported of fewbits; sources are read.
 """
 
@@ -12,8 +12,10 @@ import ast
 import re
 import subprocess
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import combinations, count
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src"
@@ -22,6 +24,7 @@ EMPTY_WORDS = {"made", "found", "known", "turned"}  # they say what happened and
 SHAPE = re.compile(
     r"\([A-Za-z0-9_.*/ +-]+,[^)]*\)|scalar|[Aa]ny shape|same shape|same size|shape of|that shape|'s shape"
 )
+COPIED_LINES = 6  # of the same text one after the other, blank ones and comments of Python aside
 LOGIC_NODES = 30  # of a function's body, from which on the same shape counts as a copy
 MOST_ARGUMENTS = 8
 FOREIGN_SIGNATURES = {
@@ -77,6 +80,47 @@ def logic_of(function: Function) -> str | None:
     kinds = [type(node).__name__ for part in function.body for node in ast.walk(part)]
     kinds = [kind for kind in kinds if kind not in ("Load", "Store", "Name", "Constant")]
     return " ".join(kinds) if len(kinds) >= LOGIC_NODES else None
+
+
+class Copy(NamedTuple):
+    """Two places that share lines: how many, and where each begins."""
+
+    lines: int
+    first: tuple[Path, int]
+    second: tuple[Path, int]
+
+
+def copies_of(files: Sequence[Path], *, imports: bool = True) -> list[Copy]:
+    """Places of files that share `COPIED_LINES` lines or more, each pair once, the longest first.
+
+    Without ``imports`` the import statements of Python files do not count.
+    """
+    texts = {path: text_lines(path, imports) for path in files}
+    places: dict[tuple[str, ...], list[tuple[Path, int]]] = defaultdict(list)
+    for path, lines in texts.items():
+        for i in range(len(lines) - COPIED_LINES + 1):
+            places[tuple(text for _, text in lines[i : i + COPIED_LINES])].append((path, i))
+    same = {pair for those in places.values() for pair in combinations(those, 2)}
+    copies = []
+    for (one, i), (other, j) in same:
+        inside = one == other and abs(i - j) < COPIED_LINES
+        if inside or ((one, i - 1), (other, j - 1)) in same:
+            continue  # the same place, or the middle of a longer copy
+        length = next(n for n in count(1) if ((one, i + n), (other, j + n)) not in same) + COPIED_LINES - 1
+        copies.append(Copy(length, (one, texts[one][i][0]), (other, texts[other][j][0])))
+    return sorted(copies, key=lambda copy: (-copy.lines, copy.first, copy.second))
+
+
+def text_lines(path: Path, imports: bool) -> list[tuple[int, str]]:
+    """The lines of a file that say something, with their numbers."""
+    is_python = path.suffix == ".py"
+    left_out = set()
+    if is_python and not imports:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                left_out |= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    numbered = [(i, line.strip()) for i, line in enumerate(lines_of(path), 1) if i not in left_out]
+    return [(i, line) for i, line in numbered if line and not (is_python and line.startswith("#"))]
 
 
 def arguments_of(function: Function) -> list[ast.arg]:
@@ -229,12 +273,23 @@ def print_comments() -> None:
         print(f"  comment lines, {package:<24} {100 * comments / max(lines, 1):5.1f} % of {lines}")
 
 
+def print_copies(files: Sequence[Path]) -> None:
+    for copy in copies_of(files):
+        first, second = (f"{path.relative_to(SOURCE)}:{line}" for path, line in (copy.first, copy.second))
+        print(f"{copy.lines:>4} lines  {first}  {second}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--commits", type=int, default=50, help="how many commits to look at")
-    number = parser.parse_args().commits
+    parser.add_argument("--copies", action="store_true", help="list the places that share lines, and no more")
+    options = parser.parse_args()
+    number = options.commits
     files = sorted(SOURCE.rglob("*.py"))
-    compiled = [path for path in SOURCE.rglob("*") if path.suffix in COMPILED]
+    compiled = sorted(path for path in SOURCE.rglob("*") if path.suffix in COMPILED)
+    if options.copies:
+        print_copies([*files, *compiled])
+        return
     trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in files}
     modules = {module_of(path) for path in files}
     graph = {
@@ -255,6 +310,10 @@ def main() -> None:
         "largest file with CUDA and C": max(len(lines_of(path)) for path in (*files, *compiled)),
         "modules in the largest import cycle": largest_cycle(graph),
         "pairs of functions with the same logic": sum(n * (n - 1) // 2 for n in copies.values()),
+        "pairs of places that share six lines": (
+            f"{len(copies_of([*files, *compiled]))}, without imports "
+            f"{len(copies_of([*files, *compiled], imports=False))}"
+        ),
         "public tensor functions that say shapes": (
             f"{100 - 100 * len(silent) // with_tensors} % of {with_tensors}"
         ),
