@@ -1,8 +1,9 @@
 """The house in numbers: python scripts/house_metrics.py [--commits N] [--copies]; run it in a checkout.
 
-Largest file with and without CUDA, modules in an import cycle, pairs of functions with the same logic, pairs of
-places that share six lines (``--copies`` lists them, the longest first), shapes in docstrings, arguments typed `Any`, host functions of more than 8 arguments, `fmt: skip`, comment lines by
-package, and commits that stay in one room. Nothing is imported of fewbits; sources are read.
+Largest file with and without CUDA, modules in an import cycle, pairs of functions with the same logic, pairs
+of places that share six lines (``--copies`` lists them, the longest first), shapes in docstrings, arguments
+typed `Any`, host functions of more than 8 arguments, `fmt: skip`, comment lines by package, and commits that
+stay in one room. Nothing is imported of fewbits; sources are read.
 """
 
 from __future__ import annotations

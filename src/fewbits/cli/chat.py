@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -14,12 +14,15 @@ from fewbits.errors import BadInput
 from fewbits.inference.generate import Guessing, Prompt, Sampling, encode_prompt
 from fewbits.inference.generate import generate as run
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 HELP = "/reset forgets the conversation, /exit or Ctrl-D ends it."
 
 
 def write(
     model: Any,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     prompt: Prompt,
     sampling: Sampling,
     *,
@@ -44,7 +47,7 @@ def write(
 
 def chat(
     model: Any,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     sampling: Sampling,
     *,
     system: str | None = None,

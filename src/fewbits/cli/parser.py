@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import shutil
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import fewbits
 from fewbits.cli.start_flags import START_FLAGS
@@ -18,6 +18,9 @@ from fewbits.cli.texts import TEXTS, Text
 class _Formatter(argparse.RawDescriptionHelpFormatter):
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=30, width=min(shutil.get_terminal_size().columns - 2, 106))
+
+
+Commands: TypeAlias = "argparse._SubParsersAction[Parser]"  # what add_subparsers returns
 
 
 class Parser(argparse.ArgumentParser):
@@ -77,7 +80,7 @@ def build_parser(*, with_train_flags: bool = False) -> Parser:
 
 
 def _command(
-    commands: Any,
+    commands: Commands,
     name: str,
     *,
     loads_models: bool = False,
@@ -116,7 +119,7 @@ def _model_options(sub: Parser, *, required: bool = True, plain: bool = False) -
     )
 
 
-def _demo(commands: Any) -> None:
+def _demo(commands: Commands) -> None:
     sub = _command(commands, "demo", loads_models=True)
     sub.add_argument(
         "--output", metavar="DIR", default="fewbits-demo", help="run folder (default: %(default)s)"
@@ -126,7 +129,7 @@ def _demo(commands: Any) -> None:
     sub.add_argument("--open", action="store_true", help="show the report in the web browser at the end")
 
 
-def _train(commands: Any, with_flags: bool) -> None:
+def _train(commands: Commands, with_flags: bool) -> None:
     usage = "fewbits train [CONFIG] [key=value ...] [--resume] [--nproc-per-node N] [settings]"
     sub = _command(commands, "train", loads_models=True, usage=usage)
     sub.add_argument("config", nargs="?", metavar="CONFIG", help="YAML file")
@@ -154,7 +157,7 @@ def _train(commands: Any, with_flags: bool) -> None:
         add_train_flags(sub)
 
 
-def _generate(commands: Any) -> None:
+def _generate(commands: Commands) -> None:
     sub = _command(commands, "generate", loads_models=True)
     _model_options(sub)
     what = sub.add_argument_group("what to write").add_mutually_exclusive_group(required=True)
@@ -234,7 +237,7 @@ def _cache_option(group: Any) -> None:
     )
 
 
-def _eval(commands: Any) -> None:
+def _eval(commands: Commands) -> None:
     sub = _command(commands, "eval", loads_models=True)
     _model_options(sub)
     what = sub.add_argument_group("what to measure on").add_mutually_exclusive_group(required=True)
@@ -271,7 +274,7 @@ def _eval(commands: Any) -> None:
     group.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
-def _quantize(commands: Any) -> None:
+def _quantize(commands: Commands) -> None:
     sub = _command(commands, "quantize", loads_models=True)
     sub.add_argument("source", metavar="SRC", help="folder of the model, in safetensors")
     sub.add_argument("destination", metavar="DST", help="folder to write")
@@ -302,7 +305,7 @@ def _quantize(commands: Any) -> None:
     sub.add_argument("--json", action="store_true", help="print the table as JSON")
 
 
-def _merge(commands: Any) -> None:
+def _merge(commands: Commands) -> None:
     sub = _command(commands, "merge", loads_models=True)
     sub.add_argument("adapter", metavar="ADAPTER", help="folder of the adapter, or of the training run")
     sub.add_argument("destination", metavar="DST", help="folder to write")
@@ -312,7 +315,7 @@ def _merge(commands: Any) -> None:
     sub.add_argument("--overwrite", action="store_true", help="replace the model that is in DST")
 
 
-def _export(commands: Any) -> None:
+def _export(commands: Commands) -> None:
     sub = _command(commands, "export", loads_models=True)
     sub.add_argument("source", metavar="SRC", help="a model, an adapter, a training run or a GGUF file")
     sub.add_argument("destination", metavar="DST", help="folder to write")
@@ -329,7 +332,7 @@ def _export(commands: Any) -> None:
     sub.add_argument("--overwrite", action="store_true", help="replace the export that is in DST")
 
 
-def _doctor(commands: Any) -> None:
+def _doctor(commands: Commands) -> None:
     sub = _command(commands, "doctor")
     sub.add_argument(
         "packages",
@@ -340,14 +343,14 @@ def _doctor(commands: Any) -> None:
     sub.add_argument("--json", action="store_true", help="print the findings as JSON")
 
 
-def _build(commands: Any) -> None:
+def _build(commands: Commands) -> None:
     from fewjobs.flags import add_build_flags
 
     usage = "fewbits build [--memory SIZE] [--keep DIR] [options] -- COMMAND..."
     add_build_flags(_command(commands, "build", usage=usage))
 
 
-def _plan_gpus(commands: Any) -> None:
+def _plan_gpus(commands: Commands) -> None:
     sub = _command(commands, "plan-gpus")
     work = sub.add_argument_group("the step")
     work.add_argument(
@@ -377,7 +380,7 @@ def _plan_gpus(commands: Any) -> None:
     sub.add_argument("--json", action="store_true", help="print the parts of every step as JSON")
 
 
-def _sc(commands: Any) -> None:
+def _sc(commands: Commands) -> None:
     from fewbits.cli.sc_flags import add_sc_flags
 
     def command(sub: Any, name: str, text: Text) -> Parser:

@@ -6,12 +6,15 @@ import json
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.table import Table
 
 from fewbits.errors import BadInput
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 def stream_options(args: Namespace, *, halve: bool, scramble: str, length: int | None) -> Any:
@@ -77,7 +80,7 @@ def whole_numbers(flag: str, text: str) -> tuple[int, ...]:
     return numbers
 
 
-def cut_text(model: Any, tokenizer: Any, text: str, args: Namespace) -> Any:
+def cut_text(model: Any, tokenizer: PreTrainedTokenizerBase, text: str, args: Namespace) -> Any:
     """The text's windows, as --window, --max-tokens and --blocks say."""
     from fewbits.inference.evaluate import text_windows
 
@@ -91,7 +94,7 @@ def cut_text(model: Any, tokenizer: Any, text: str, args: Namespace) -> Any:
     )
 
 
-def windows_of(model: Any, tokenizer: Any, text: str, args: Namespace) -> list[Any]:
+def windows_of(model: Any, tokenizer: PreTrainedTokenizerBase, text: str, args: Namespace) -> list[Any]:
     """Token ids in windows as `perplexity` cuts them, without a shorter last one if there are others."""
     import torch
 

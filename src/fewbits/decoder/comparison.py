@@ -97,7 +97,7 @@ class _Pass:
             self.values[name] = (torch.zeros_like(p) if gradient is None else gradient).float()
 
 
-def compare_layer(layer: Any, spec: ModelSpec, keep: Keep, rotary_width: int) -> float:
+def compare_layer(layer: nn.Module, spec: ModelSpec, keep: Keep, rotary_width: int) -> float:
     """Compute a layer that may be changed both ways.
 
     Args:
@@ -154,7 +154,7 @@ def compare_layer(layer: Any, spec: ModelSpec, keep: Keep, rotary_width: int) ->
     return _errors(expected.values, of_nodes.values, x, dy, _Bound(tolerance, moved))
 
 
-def _inputs(layer: Any, spec: ModelSpec, rotary_width: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+def _inputs(layer: nn.Module, spec: ModelSpec, rotary_width: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     like = like_of(layer, spec)
     angles = random_like((1, _TOKENS, rotary_width // 2), like, torch.float32) * 3
     angles = torch.cat([angles, angles], -1)
@@ -178,7 +178,7 @@ def _size_of_halves(own: Callable[[Tensor, _Pass], Tensor], x: Tensor) -> float:
 
 
 def _own_forward(
-    layer: Any,
+    layer: nn.Module,
     x: Tensor,
     spec: ModelSpec,
     notes: _Pass,
@@ -357,7 +357,7 @@ def _compare_norms(layer: nn.Module, parts: LayerParts, spec: ModelSpec) -> None
             raise Differs(f"{path} is no RMSNorm of its weight, offset {norm.offset:g} and eps {norm.eps:g}")
 
 
-def _compare_activation(layer: Any, spec: ModelSpec, name: str) -> None:
+def _compare_activation(layer: nn.Module, spec: ModelSpec, name: str) -> None:
     assert spec.mlp is not None
     for path in ("act_fn", "activation_fn"):
         module: Any = getattr(layer.get_submodule(spec.mlp.path), path, None)

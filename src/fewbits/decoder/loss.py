@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from torch import nn
 
@@ -24,7 +23,7 @@ _FLOAT8 = Rule(weight_operand=E4M3, activation=E4M3_ROW)
 _FLOAT8_BOTH = Rule(weight_operand=E4M3, activation=E4M3_ROW, gradient=E4M3_ROW)
 
 
-def fuse_loss(model: Any, spec: ModelSpec, receipt: Receipt) -> TrlHead | None:
+def fuse_loss(model: nn.Module, spec: ModelSpec, receipt: Receipt) -> TrlHead | None:
     """Give head and loss of ``model``, perhaps inside a PeftModel, their logit-free forms.
 
     The recipe that ``model`` was converted with says in which formats their products are. Returns the hooks
@@ -62,13 +61,13 @@ def _trained_copy(head: nn.Module | None) -> nn.Module | None:
     return copies[active[0]]
 
 
-def float8_head_of(model: Any) -> Float8Head | None:
+def float8_head_of(model: nn.Module) -> Float8Head | None:
     """What `fuse_loss` gave the head of ``model``, if its products take 8-bit operands."""
     forwards = (vars(module).get("forward") for module in model.modules())
     return next((f.float8 for f in forwards if isinstance(f, LazyHead)), None)
 
 
-def unfuse_loss(model: Any) -> None:
+def unfuse_loss(model: nn.Module) -> None:
     """Take out what `fuse_loss` put in, if it did."""
     inner = unwrap(model)
     if isinstance(vars(inner).get("_loss_function"), LogitFreeLoss):  # else it has been replaced since
@@ -88,7 +87,7 @@ def _why_not_float8(head: nn.Linear, rule: Rule) -> str | None:
     return None
 
 
-def _why_not(model: Any, head: nn.Module | None) -> str | None:
+def _why_not(model: nn.Module, head: nn.Module | None) -> str | None:
     if head is None or not hasattr(model, "loss_function"):
         return "the model has no output head"
     packed = type(head) is QuantizedLinear and not head.transposed and head.operands == PLAIN

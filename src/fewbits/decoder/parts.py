@@ -381,7 +381,7 @@ def part_of(module: Any, path: str) -> tuple[Part, Operands]:
     raise NotFused(f"{path} is a {type(base).__name__}")
 
 
-def _branch(module: Any, path: str) -> Branch | None:
+def _branch(module: nn.Module, path: str) -> Branch | None:
     from fewbits.nn.lora import LoRALinear
 
     if type(module) is not LoRALinear:

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +31,9 @@ from torch.utils.hooks import RemovableHandle
 
 from fewbits.kernels.loss.linear_log_probs import linear_log_probs
 from fewbits.nn.loss import LazyHead, LogitFreeLoss, is_frozen
+
+if TYPE_CHECKING:
+    from torch import nn
 
 _IGNORED = -100
 _GIVEN = {"log_probs", "entropy", "is_top1", "mean_logits"}
@@ -68,7 +71,7 @@ class TrlHead:
         taken: calls by the way they went, "fused" or the reason why they took TRL's.
     """
 
-    def __init__(self, model: Any, head: Any) -> None:
+    def __init__(self, model: nn.Module, head: Any) -> None:
         self.head, self.taken = head, Counter[str]()
         self._question: _Asked | None = None
         self.handles: list[RemovableHandle] = [
@@ -76,7 +79,7 @@ class TrlHead:
             model.register_forward_hook(self.after),
         ]
 
-    def before(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A forward pre-hook: the call without labels, whose logits nobody computes."""
         self._expect(None)
         if not kwargs.get("fused_lm_head"):
@@ -98,7 +101,7 @@ class TrlHead:
         self._expect(_Asked(labels, chosen, shifted is not None, num_items, outputs, factor, result))
         return args, {**kwargs, "fused_lm_head": False, "use_cache": False}
 
-    def after(self, model: Any, args: tuple[Any, ...], output: Any) -> Any:
+    def after(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """A forward hook: the result that TRL expects."""
         question = self._asked
         self._expect(None)
@@ -131,7 +134,7 @@ class TrlHead:
         if isinstance(forward, LazyHead):
             forward.asked_for_labels = question is not None
 
-    def _why_not(self, model: Any, kwargs: dict[str, Any], settings: dict[str, Any]) -> str:
+    def _why_not(self, model: nn.Module, kwargs: dict[str, Any], settings: dict[str, Any]) -> str:
         """Why a call takes TRL's way; "" if it does not."""
         head = self.head
         if not settings:
@@ -157,7 +160,7 @@ class TrlHead:
         return "losses of experts were asked for" if kwargs.get("output_router_logits") else ""
 
 
-def _settings_of(model: Any) -> tuple[dict[str, Any], Any]:
+def _settings_of(model: nn.Module) -> tuple[dict[str, Any], Any]:
     """What TRL's ``forward`` on this model was made with, and the class of its results; empty if unknown."""
     function = getattr(vars(model).get("forward"), "__func__", None)
     code = getattr(function, "__code__", None)
@@ -170,7 +173,7 @@ def _settings_of(model: Any) -> tuple[dict[str, Any], Any]:
     return {name: cells[name].cell_contents for name in _SETTINGS}, result
 
 
-def _loss_is_ours(model: Any) -> bool:
+def _loss_is_ours(model: nn.Module) -> bool:
     return isinstance(vars(model).get("_loss_function"), LogitFreeLoss)
 
 

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -31,6 +31,10 @@ from rich.text import Text
 from fewbits.demo.task import KINDS, Question, Task, make_task
 from fewbits.errors import BadInput
 from fewbits.words import size
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedTokenizerBase
 
 ASSETS = Path(__file__).parent / "assets"
 RECIPE = "qlora_nf4"
@@ -121,7 +125,9 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def score(model: Any, tokenizer: Any, questions: Sequence[Question], *, batch: int = 70) -> Score:
+def score(
+    model: Any, tokenizer: PreTrainedTokenizerBase, questions: Sequence[Question], *, batch: int = 70
+) -> Score:
     """Greedy answers of the model, in batches padded on the left."""
     import torch
 
@@ -330,7 +336,7 @@ def _free_folder(preferred: Path) -> Path:
     return folder
 
 
-def _linear_bytes(model: Any) -> tuple[int, int]:
+def _linear_bytes(model: nn.Module) -> tuple[int, int]:
     """Bytes of the packed linears' weights in 16 bits, and as they are stored."""
     from fewbits.nn.linear import QuantizedLinear
 

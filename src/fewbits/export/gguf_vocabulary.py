@@ -12,9 +12,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fewbits.errors import BadInput, Unsupported
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -61,7 +64,7 @@ class Vocabulary:
     chat_template: str | None
 
 
-def vocabulary_of(tokenizer: Any, rows: int, stops: Sequence[int] = ()) -> Vocabulary:
+def vocabulary_of(tokenizer: PreTrainedTokenizerBase, rows: int, stops: Sequence[int] = ()) -> Vocabulary:
     """Read a tokenizer of transformers.
 
     Args:
@@ -171,7 +174,7 @@ def _has_space_prefix(described: Mapping[str, Any]) -> bool:
     )
 
 
-def _adds(tokenizer: Any) -> dict[str, bool]:
+def _adds(tokenizer: PreTrainedTokenizerBase) -> dict[str, bool]:
     ids = list(tokenizer("a")["input_ids"])
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     return {
@@ -180,7 +183,7 @@ def _adds(tokenizer: Any) -> dict[str, bool]:
     }
 
 
-def _special_ids(tokenizer: Any, stops: Sequence[int]) -> dict[str, int]:
+def _special_ids(tokenizer: PreTrainedTokenizerBase, stops: Sequence[int]) -> dict[str, int]:
     of_tokenizer = {name: getattr(tokenizer, f"{name}_token_id", None) for name in _SPECIAL}
     ids = {name: int(number) for name, number in of_tokenizer.items() if number is not None}
     if "eos" not in ids:
@@ -191,6 +194,6 @@ def _special_ids(tokenizer: Any, stops: Sequence[int]) -> dict[str, int]:
     return ids
 
 
-def _template(tokenizer: Any) -> str | None:
+def _template(tokenizer: PreTrainedTokenizerBase) -> str | None:
     template = getattr(tokenizer, "chat_template", None)
     return template.get("default") if isinstance(template, dict) else template

@@ -8,9 +8,12 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fewbits.errors import BadInput
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _COLUMN = "conversations"
 _OPTIONAL = re.compile(r"\[\[(.*?)\]\]", re.DOTALL)
@@ -19,7 +22,7 @@ _FIELD = re.compile(r"\{([^{}]+)\}")
 
 def standardize_sharegpt(
     dataset: Any,
-    tokenizer: Any = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     aliases_for_system: Sequence[str] = ("system",),
     aliases_for_user: Sequence[str] = ("user", "human", "input"),
     aliases_for_assistant: Sequence[str] = ("gpt", "assistant", "output"),

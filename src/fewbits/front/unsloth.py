@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import logging
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fewbits.errors import Unsupported
 from fewbits.front.vision import FastVisionModel
 from fewbits.models.fast import FastLanguageModel
+
+if TYPE_CHECKING:
+    from torch import nn
 
 logger = logging.getLogger("fewbits")
 
@@ -19,7 +22,7 @@ class FastModel(FastLanguageModel):
     """`FastLanguageModel` by the name of Unsloth's newer notebooks: text, and text in a class that sees."""
 
     @staticmethod
-    def get_peft_model(model: Any, *args: Any, **options: Any) -> Any:
+    def get_peft_model(model: nn.Module, *args: Any, **options: Any) -> Any:
         """Add LoRA adapters, also by the ``finetune_`` options; see `FastVisionModel.get_peft_model`."""
         return FastVisionModel.get_peft_model(model, *args, **options)
 

@@ -6,9 +6,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fewbits.models.learning_rates import set_embeddings_apart
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 def _classes() -> dict[str, Any]:
@@ -31,7 +34,7 @@ def _classes() -> dict[str, Any]:
 
         __qualname__ = "UnslothTrainer"
 
-        def create_optimizer(self, model: Any = None) -> Any:
+        def create_optimizer(self, model: nn.Module | None = None) -> Any:
             """The host's optimizer, with groups of their own for embeddings and head."""
             optimizer = super().create_optimizer(model)
             rate = getattr(self.args, "embedding_learning_rate", None)

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fewbits.errors import Unsupported
 from fewbits.models.fast import FastLanguageModel
 from fewbits.models.vision import language_names, processor_of, vision_names
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 class FastVisionModel(FastLanguageModel):
@@ -36,7 +39,7 @@ class FastVisionModel(FastLanguageModel):
 
     @staticmethod
     def get_peft_model(
-        model: Any,
+        model: nn.Module,
         *args: Any,
         finetune_vision_layers: bool = False,
         finetune_language_layers: bool = True,

@@ -7,16 +7,23 @@ TRL's collator wants the images beside the messages, in their order.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fewbits.errors import BadInput, Unsupported
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 class UnslothVisionDataCollator:
     """Makes batches of rows with images: input_ids, attention_mask, labels (batch, length), pixel values."""
 
     def __init__(
-        self, model: Any = None, processor: Any = None, max_seq_length: int | None = None, **options: Any
+        self,
+        model: nn.Module | None = None,
+        processor: Any = None,
+        max_seq_length: int | None = None,
+        **options: Any,
     ) -> None:
         """Stand on TRL's collator.
 

@@ -55,7 +55,7 @@ class UsedAttention:
     taken: Counter[str] = field(default_factory=Counter)
 
 
-def use_attention(model: Any) -> Receipt:
+def use_attention(model: nn.Module) -> Receipt:
     """Let the attention of this model go through fewbits wherever that computes the same; in place.
 
     Args:
@@ -68,7 +68,7 @@ def use_attention(model: Any) -> Receipt:
     return Receipt("", notes=[_take_attention(model)])
 
 
-def _take_attention(model: Any) -> str:
+def _take_attention(model: nn.Module) -> str:
     spec = written_spec(model)
     if spec is None or spec.attention is None:
         return f"attention: the host's own, because fewbits has no spec for {model_type_of(model)!r}"
@@ -93,12 +93,12 @@ def _take_attention(model: Any) -> str:
     return f"attention: by fewbits, over transformers' {before}{but}"
 
 
-def restore_attention(model: Any) -> Receipt:
+def restore_attention(model: nn.Module) -> Receipt:
     """Undo `use_attention` alone; the receipt's note says what the attention is now."""
     return Receipt("", notes=[_give_attention_back(model)])
 
 
-def _give_attention_back(model: Any) -> str:
+def _give_attention_back(model: nn.Module) -> str:
     decoder = decoder_of(model)
     state = used_attention(model)
     if state is None:
@@ -111,7 +111,7 @@ def _give_attention_back(model: Any) -> str:
     return f"attention: transformers' {state.before} again"
 
 
-def used_attention(model: Any) -> UsedAttention | None:
+def used_attention(model: nn.Module) -> UsedAttention | None:
     """What `use_attention` left on this model, with the counts of its batches; None without it."""
     return part_of(model, UsedAttention)
 
@@ -314,10 +314,10 @@ def _register(before: str) -> None:
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-    def eager(module: Any) -> Any:
+    def eager(module: nn.Module) -> Any:
         return sys.modules[type(module).__module__].eager_attention_forward  # type: ignore[attr-defined]
 
-    def sdpa(module: Any) -> Any:
+    def sdpa(module: nn.Module) -> Any:
         return ALL_ATTENTION_FUNCTIONS["sdpa"]
 
     if NAMES[before] not in ALL_ATTENTION_FUNCTIONS.valid_keys():
@@ -325,14 +325,14 @@ def _register(before: str) -> None:
         AttentionMaskInterface.register(NAMES[before], ALL_MASK_ATTENTION_FUNCTIONS[before])
 
 
-def decoder_of(model: Any) -> Any:
+def decoder_of(model: nn.Module) -> Any:
     """The module that holds the decoder layers."""
     base = unwrap(model)
     spec = spec_for(base)
     return base.get_submodule(locate(base, spec, spec.layers).rpartition(".")[0])
 
 
-def attention_modules(model: Any) -> Iterator[tuple[str, Any]]:
+def attention_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Full name and module of each decoder layer's attention, in order.
 
     Raises:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import nn
 
@@ -22,6 +21,6 @@ class Conversion:
     untied_head: str | None = None  # of a head that shared the embedding's weight until it was packed
 
 
-def conversion_of(model: Any) -> Conversion | None:
+def conversion_of(model: nn.Module) -> Conversion | None:
     """What `fewbits.convert` left on this model, through every wrapper; None if it is not converted."""
     return part_of(model, Conversion)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from fewbits.nn.experts import QuantizedExperts
+
+if TYPE_CHECKING:
+    from torch import nn
 
 WEIGHTS = (("gate_up_proj", "down_proj"), ("up_proj", "down_proj"))
 
 
-def weights_of(module: Any) -> tuple[str, ...]:
+def weights_of(module: nn.Module) -> tuple[str, ...]:
     """Names of the 3-D weights of a module that holds experts as transformers does; none if it is no such."""
     if isinstance(module, QuantizedExperts):
         return tuple(module.shapes)

@@ -140,7 +140,7 @@ def _weights_read(kind: Any) -> frozenset[str]:
     return frozenset(names)
 
 
-def _shape(name: str, module: Any) -> tuple[int, ...]:
+def _shape(name: str, module: nn.Module) -> tuple[int, ...]:
     packed = getattr(module, "shapes", None)
     return tuple(packed[name] if packed else getattr(module, name).shape)
 
@@ -151,7 +151,7 @@ def _decoder_of(base: Any) -> nn.Module:
     return base if decoder is None else decoder  # type: ignore[no-any-return]
 
 
-def _towers(base: Any, decoder: nn.Module) -> Iterator[str]:
+def _towers(base: nn.Module, decoder: nn.Module) -> Iterator[str]:
     """Paths of what a class for more than text has beside its decoder: all but the output head."""
     config: Any = getattr(base, "config", None)
     if decoder is base or config is None or config.get_text_config() is config:
@@ -219,7 +219,7 @@ def _refuse_what_cannot_be_packed(layer: nn.Module, model_type: str) -> None:
         )
 
 
-def _end(base: Any, getter: str, default: str) -> str:
+def _end(base: nn.Module, getter: str, default: str) -> str:
     """The path of the embedding or the head, by transformers' own word for it."""
     try:
         module = getattr(base, getter)()

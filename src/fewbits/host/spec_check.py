@@ -48,7 +48,7 @@ def _wrong(spec: ModelSpec, fault: str, need: str) -> SpecMismatch:
     )
 
 
-def _ends(base: Any, spec: ModelSpec) -> Iterator[tuple[str, str]]:
+def _ends(base: nn.Module, spec: ModelSpec) -> Iterator[tuple[str, str]]:
     """Faults outside the layers, each with what is needed."""
     for field, path, getter in (
         ("embed", spec.embed, "get_input_embeddings"),
@@ -67,7 +67,7 @@ def _ends(base: Any, spec: ModelSpec) -> Iterator[tuple[str, str]]:
             yield f"names a tower {path!r}", "it must be a module beside the text's layers"
 
 
-def _asked(base: Any, getter: str) -> nn.Module | None:
+def _asked(base: nn.Module, getter: str) -> nn.Module | None:
     try:
         module = getattr(base, getter)()
     except (AttributeError, NotImplementedError):
@@ -112,7 +112,7 @@ def _inside(layers: nn.ModuleList, spec: ModelSpec) -> Iterator[tuple[str, str]]
         )
 
 
-def _numbers(base: Any, spec: ModelSpec) -> Iterator[tuple[str, str]]:
+def _numbers(base: nn.Module, spec: ModelSpec) -> Iterator[tuple[str, str]]:
     """Fields that the spec names and the model's config has not."""
     config: Any = getattr(base, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config

@@ -12,13 +12,13 @@ from typing import Any
 from torch import Tensor, nn
 
 
-def is_conv1d(module: Any) -> bool:
+def is_conv1d(module: nn.Module) -> bool:
     """Whether this is transformers' ``Conv1D`` itself, not a class made from it."""
     kind = type(module)
     return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
 
 
-def is_transposed(module: Any) -> bool:
+def is_transposed(module: nn.Module) -> bool:
     """Whether checkpoints hold the weight of this linear, plain or packed, as (K, N)."""
     return is_conv1d(module) or bool(getattr(module, "transposed", False))
 
@@ -50,6 +50,6 @@ def as_conv1d(linear: nn.Linear) -> nn.Module:
     return conv.train(linear.training)  # type: ignore[no-any-return]
 
 
-def transposed_like(weight: Tensor, module: Any) -> Tensor:
+def transposed_like(weight: Tensor, module: nn.Module) -> Tensor:
     """From (N, K) to what a checkpoint has for ``module``, or back: transposed where its own is."""
     return weight.t() if is_transposed(module) else weight

@@ -35,7 +35,7 @@ _TRAIN, _PARAMETERS, _COUNT = "train", "parameters", "num_parameters"
 _ASKED_FOR_PARAMETERS = ("parameters", "named_parameters", "_named_members")
 
 
-def shorten_walks(model: Any) -> None:
+def shorten_walks(model: nn.Module) -> None:
     """Give ``model``, the model inside it and its list of layers the short walks; in place.
 
     To be called again for a wrapper that came later. As partials, which copies and pickle take along; what

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fewbits.errors import BadInput
 from fewbits.inference.generate import Generation, Prompt, Sampling
@@ -25,6 +25,10 @@ from fewbits.models.live.answers import Report
 from fewbits.models.live.plan import check_slots
 from fewbits.models.one_writer import one_writer, refuse_second_writer
 from fewbits.text_files import lines_of, read_text
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedTokenizerBase
 
 _ADDED = ("answer", "tokens", "stopped_by")
 
@@ -93,8 +97,8 @@ def _prompt_of(row: dict[str, Any]) -> Prompt:
 
 
 def answer_file(
-    model: Any,
-    tokenizer: Any,
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
     source: str | Path,
     destination: str | Path,
     sampling: Sampling | None = None,

@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,6 +21,10 @@ from torch import Tensor
 from fewbits.errors import NotFinite
 from fewbits.inference.evaluate import TextWindows, Window, evaluating, text_windows
 from fewbits.nn.finite import why_not_finite
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,14 +92,18 @@ def compare(
     return results
 
 
-def bytes_of(model: Any) -> int:
+def bytes_of(model: nn.Module) -> int:
     """Bytes of a model's parameters and buffers, each counted once."""
     tensors = {t.data_ptr(): t.nbytes for t in (*model.parameters(), *model.buffers()) if t.numel()}
     return sum(tensors.values())
 
 
 def _cut(
-    models: Sequence[Any], tokenizer: Any, text: str, window: int | None, max_tokens: int | None
+    models: Sequence[Any],
+    tokenizer: PreTrainedTokenizerBase,
+    text: str,
+    window: int | None,
+    max_tokens: int | None,
 ) -> TextWindows:
     """Windows that every one of the models allows."""
     limits = [getattr(m.config.get_text_config(), "max_position_embeddings", None) for m in models]
@@ -104,7 +112,13 @@ def _cut(
 
 
 def _alone(
-    name: str, model: Any, tokenizer: Any, text: str, window: int | None, max_tokens: int | None, batch: int
+    name: str,
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    text: str,
+    window: int | None,
+    max_tokens: int | None,
+    batch: int,
 ) -> Compared:
     """The reference with itself, or a model whose tokens are others."""
     cut = _cut((model,), tokenizer, text, window, max_tokens)
@@ -118,7 +132,7 @@ def _alone(
     return _result(name, model, cut, nll, seconds)
 
 
-def _pair(name: str, reference: Any, model: Any, cut: TextWindows, batch: int) -> Compared:
+def _pair(name: str, reference: Any, model: nn.Module, cut: TextWindows, batch: int) -> Compared:
     nll, seconds, divergence, same = 0.0, 0.0, 0.0, 0
     with evaluating(reference), evaluating(model):
         for windows in _batches(cut, batch):
@@ -136,7 +150,7 @@ def _pair(name: str, reference: Any, model: Any, cut: TextWindows, batch: int) -
     )
 
 
-def _result(name: str, model: Any, cut: TextWindows, nll: float, seconds: float) -> Compared:
+def _result(name: str, model: nn.Module, cut: TextWindows, nll: float, seconds: float) -> Compared:
     mean = nll / cut.num_tokens
     return Compared(
         name=name,

@@ -18,13 +18,16 @@ times it, benchmarks/stochastic_two_gpus.py over two GPUs.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from fewbits.errors import BadInput, Unsupported
 from fewbits.inference.pieces import Gpus, Pieces
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 class Decoding:
@@ -171,7 +174,7 @@ class Decoding:
         return graph
 
 
-def _obstacle(model: Any) -> str:
+def _obstacle(model: nn.Module) -> str:
     """Why a model's step cannot be recorded in CUDA graphs; "" if it can."""
     kinds = {p.device.type for p in model.parameters()}
     if kinds == {"cuda"}:

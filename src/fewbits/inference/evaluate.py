@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +26,10 @@ from fewbits.errors import BadInput, NotFinite
 from fewbits.formats.kv_cache import KVCache
 from fewbits.models.cache_choice import chosen_cache
 from fewbits.nn.finite import why_not_finite
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedTokenizerBase
 
 DEFAULT_WINDOW = 2048
 _AT_ONCE = 16  # tokens of one forward over a packed cache
@@ -73,8 +77,8 @@ class PerplexityResult:
 
 
 def perplexity(
-    model: Any,
-    tokenizer: Any,
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
     text: str,
     *,
     window: int | None = None,
@@ -144,8 +148,8 @@ class TextWindows(NamedTuple):
 
 
 def text_windows(
-    model: Any,
-    tokenizer: Any,
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
     text: str,
     *,
     window: int | None = None,
@@ -176,7 +180,7 @@ def text_windows(
 
 
 def _blocks(
-    tokenizer: Any, text: str, window: int, stride: int | None, max_tokens: int | None
+    tokenizer: PreTrainedTokenizerBase, text: str, window: int, stride: int | None, max_tokens: int | None
 ) -> TextWindows:
     if stride is not None:
         raise BadInput(f"blocks stand side by side, so a stride of {stride} has no place; leave it out.")
@@ -222,7 +226,7 @@ def _check_most(max_tokens: int | None) -> None:
         raise BadInput(f"max_tokens is {max_tokens}; it must be at least 1.")
 
 
-def _encode(tokenizer: Any, text: str, max_tokens: int | None) -> tuple[Tensor, int]:
+def _encode(tokenizer: PreTrainedTokenizerBase, text: str, max_tokens: int | None) -> tuple[Tensor, int]:
     """Token ids (1-D) and how many characters of ``text`` they cover."""
     _check_most(max_tokens)
     offsets = bool(getattr(tokenizer, "is_fast", False))
@@ -238,7 +242,7 @@ def _encode(tokenizer: Any, text: str, max_tokens: int | None) -> tuple[Tensor, 
 
 
 @contextmanager
-def evaluating(model: Any) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
     """Inside the block the model is in evaluation mode and keeps no gradients."""
     was_training = model.training
     model.eval()
@@ -249,7 +253,7 @@ def evaluating(model: Any) -> Iterator[None]:
         model.train(was_training)
 
 
-def batch_nll(model: Any, text: TextWindows, batch: list[Window]) -> float:
+def batch_nll(model: nn.Module, text: TextWindows, batch: list[Window]) -> float:
     """Summed negative log-likelihood of the scored tokens of a batch of windows, in nats.
 
     See `window_nlls`, whose figures these are, added up.
@@ -306,7 +310,7 @@ def window_nlls(model: Any, text: TextWindows, batch: list[Window]) -> list[floa
 
 
 def cached_logits(
-    model: Any, input_ids: Tensor, mask: Tensor, kind: KVCache, *, at_once: int = _AT_ONCE
+    model: nn.Module, input_ids: Tensor, mask: Tensor, kind: KVCache, *, at_once: int = _AT_ONCE
 ) -> Tensor:
     """Logits (batch, tokens, vocabulary) of a model that reads its keys and values from a packed cache.
 

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from numbers import Integral
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -28,6 +28,10 @@ from fewbits.models.chat_template import check_template
 from fewbits.models.decode_packed import packed_keywords
 from fewbits.models.reading import Reading
 from fewbits.nn.finite import why_not_finite
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedTokenizerBase
 
 Prompt = str | Sequence[Mapping[str, str]]
 
@@ -88,7 +92,7 @@ class Guessing:
         if self.lookup < 0 or (self.lookup and self.draft is not None):
             raise BadInput(f"lookup={self.lookup}: give a number of tokens, or a draft model, not both.")
 
-    def words(self, model: Any, tokenizer: Any) -> dict[str, Any]:
+    def words(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
         """The words of transformers' ``generate`` for it."""
         if self.draft is None:
             return {"prompt_lookup_num_tokens": self.lookup} if self.lookup else {}
@@ -120,7 +124,7 @@ class Generation:
 
 def generate(
     model: Any,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     prompt: Prompt,
     sampling: Sampling | None = None,
     *,
@@ -176,7 +180,7 @@ def generate(
     )
 
 
-def _cache_words(model: Any, cache: KVCache | str | Mapping[str, Any] | None) -> dict[str, Any]:
+def _cache_words(model: nn.Module, cache: KVCache | str | Mapping[str, Any] | None) -> dict[str, Any]:
     """The words of ``generate`` for keys and values in few bits; FastLanguageModel's know their own."""
     if isinstance(vars(unwrap(model)).get("generate"), partial):
         return {} if cache is None else {"kv_cache": cache}
@@ -184,8 +188,8 @@ def _cache_words(model: Any, cache: KVCache | str | Mapping[str, Any] | None) ->
 
 
 def stream(
-    model: Any,
-    tokenizer: Any,
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
     prompt: Prompt,
     sampling: Sampling | None = None,
     *,
@@ -215,7 +219,7 @@ class _StreamClosedError(Exception):
     """Nobody reads the stream any more; it ends the thread and goes no further."""
 
 
-def encode_prompt(tokenizer: Any, prompt: Prompt) -> Tensor:
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> Tensor:
     """Token ids (1, T) of a text, or of messages through the tokenizer's chat template.
 
     Raises:
@@ -240,7 +244,7 @@ def encode_prompt(tokenizer: Any, prompt: Prompt) -> Tensor:
     return torch.tensor([ids], dtype=torch.long)
 
 
-def _encode_chat(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> list[int]:
+def _encode_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]]) -> list[int]:
     if getattr(tokenizer, "chat_template", None) is None:
         name = getattr(tokenizer, "name_or_path", "") or "this model"
         raise BadInput(
@@ -283,7 +287,7 @@ def _room(model: Any, length: int) -> int:
     return limit - length
 
 
-def _end_tokens(model: Any, tokenizer: Any) -> list[int]:
+def _end_tokens(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     end = model.generation_config.eos_token_id
     if end is None:
         end = tokenizer.eos_token_id
@@ -295,7 +299,7 @@ def _end_tokens(model: Any, tokenizer: Any) -> list[int]:
 class _RefuseNaN:
     """A logits processor that looks once, at the prompt's logits: argmax would take token 0 of NaNs."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self.model, self.looked = model, False
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
@@ -305,7 +309,9 @@ class _RefuseNaN:
         return scores
 
 
-def options(model: Any, tokenizer: Any, sampling: Sampling, room: int) -> dict[str, Any]:
+def options(
+    model: nn.Module, tokenizer: PreTrainedTokenizerBase, sampling: Sampling, room: int
+) -> dict[str, Any]:
     """The keywords of transformers' ``generate`` for this sampling, with ``room`` new tokens at most."""
     from transformers import LogitsProcessorList
 
@@ -348,7 +354,7 @@ class Pieces:
 
     _CONTEXT = 8  # tokens of the prompt that stand before the first piece
 
-    def __init__(self, tokenizer: Any, on_text: Callable[[str], None] | None) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, on_text: Callable[[str], None] | None) -> None:
         self.tokenizer = tokenizer
         self.on_text = on_text
         self.text = ""

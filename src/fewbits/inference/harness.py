@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from fewbits.errors import BadInput, Unsupported
 
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedTokenizerBase
+
 
 def run_tasks(
-    model: Any, tokenizer: Any, tasks: Sequence[str], *, limit: int | None = None, batch_size: int = 8
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    tasks: Sequence[str],
+    *,
+    limit: int | None = None,
+    batch_size: int = 8,
 ) -> dict[str, dict[str, float]]:
     """Run tasks by their names there.
 

@@ -43,7 +43,7 @@ class KeptLayers:
         outputs: what a layer gave, by its number; those that are never needed are not kept.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.names = list(layer_names(model, spec_for(model)))
         self.outputs: dict[int, Any] = {}

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,12 +20,16 @@ from fewbits.models.live.answers import Report, answers
 from fewbits.models.live.rows import Row
 from fewbits.nn.finite import why_not_finite
 
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedTokenizerBase
+
 _SEEDS = 2**62
 
 
 def generate_many(
-    model: Any,
-    tokenizer: Any,
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Prompt],
     sampling: Sampling | None = None,
     *,
@@ -72,7 +76,7 @@ def seed_of(sampling: Sampling) -> int:
     return sampling.seed if sampling.seed is not None else int(torch.randint(_SEEDS, (1,)))
 
 
-def encoded(tokenizer: Any, prompts: Sequence[Prompt], seed: int) -> list[Row]:
+def encoded(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], seed: int) -> list[Row]:
     """Rows of tokens, numbered from 0, each with a seed of its own.
 
     Raises:
@@ -91,8 +95,8 @@ def encoded(tokenizer: Any, prompts: Sequence[Prompt], seed: int) -> list[Row]:
 
 
 def answered(
-    model: Any,
-    tokenizer: Any,
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
     rows: Sequence[Row],
     sampling: Sampling,
     *,

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fewbits.errors import BadInput
 from fewbits.inference.evaluate import TextWindows, Window, evaluating, window_nlls
@@ -29,6 +29,9 @@ from fewbits.inference.stochastic_receipt import products_counted
 from fewbits.models.in_memory import apply_stochastic, convert, restore
 from fewbits.recipes import get_recipe
 from fewbits.recipes.stochastic_config import StochasticConfig, config_to_plain
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 @dataclass(frozen=True)
@@ -159,7 +162,7 @@ def identity_of(setting: EvalSetting, text: TextWindows, facts: Mapping[str, Any
 
 
 def evaluate_setting(
-    model: Any,
+    model: nn.Module,
     text: TextWindows,
     setting: EvalSetting,
     ledger: Ledger,
@@ -216,7 +219,7 @@ def _tokens(batch: list[Window]) -> int:
 
 
 @contextmanager
-def under_setting(model: Any, setting: EvalSetting) -> Iterator[None]:
+def under_setting(model: nn.Module, setting: EvalSetting) -> Iterator[None]:
     """Inside the block the model runs as the setting says; its original form before and afterwards."""
     if setting.config is not None:
         apply_stochastic(model, setting.config, keep_original=True, fuse_norms=False)

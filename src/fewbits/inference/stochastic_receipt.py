@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -19,6 +19,9 @@ from fewbits.host.spec import layer_names, spec_for
 from fewbits.models.stochastic_attention import stochastic_attention_of
 from fewbits.nn.stochastic_attention import AttentionProducts
 from fewbits.nn.stochastic_linear import StochasticLinear
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 @dataclass
@@ -59,7 +62,7 @@ class Counted:
 
 
 @contextmanager
-def products_counted(model: Any) -> Iterator[Counted]:
+def products_counted(model: nn.Module) -> Iterator[Counted]:
     """Within it, stochastic products are counted; at its end each has come in every pass.
 
     Args:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fewbits.errors import BadInput
 from fewbits.inference.evaluate import TextWindows, Window, evaluating, window_nlls
@@ -29,6 +29,9 @@ from fewbits.inference.stochastic_trace import Trace, has_stochastic_products
 from fewbits.models.stochastic import check_config, facts_of
 from fewbits.models.stochastic_switch import Switched, changed_names
 from fewbits.recipes.stochastic_config import StochasticConfig
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 @dataclass(frozen=True)
@@ -120,7 +123,7 @@ class Standings:
 
 
 def screen(
-    model: Any,
+    model: nn.Module,
     text: TextWindows,
     base: StochasticConfig,
     candidates: Sequence[Candidate],

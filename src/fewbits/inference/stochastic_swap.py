@@ -18,7 +18,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fewbits.errors import BadInput
 from fewbits.host.attention import attention_modules
@@ -38,6 +38,9 @@ from fewbits.recipes.stochastic_config import (
     config_from_plain,
     config_to_plain,
 )
+
+if TYPE_CHECKING:
+    from torch import nn
 
 VERSION = 1
 ATTENTION = ("scores", "values")
@@ -100,7 +103,9 @@ class SwapTable:
         return paired_interval(swap.differences, self.tokens, confidence)
 
 
-def operators(model: Any, base: StochasticConfig, *, buckets: int = 1, tied: bool = False) -> list[Operator]:
+def operators(
+    model: nn.Module, base: StochasticConfig, *, buckets: int = 1, tied: bool = False
+) -> list[Operator]:
     """The operators of a model: what a swap table has rows for.
 
     Args:
@@ -230,7 +235,7 @@ def bits_of(to: int | str) -> int | None:
 
 
 def swap_table(
-    model: Any,
+    model: nn.Module,
     text: TextWindows,
     base: StochasticConfig,
     to: Sequence[int | str],

@@ -15,7 +15,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from torch import Tensor
 
@@ -23,6 +23,9 @@ from fewbits.errors import Unsupported
 from fewbits.models.stochastic_attention import stochastic_attention_of
 from fewbits.nn.stochastic_attention import AttentionProducts
 from fewbits.nn.stochastic_linear import StochasticLinear
+
+if TYPE_CHECKING:
+    from torch import nn
 
 Event = dict[str, Any]
 
@@ -35,7 +38,7 @@ class Trace:
         cycles: stream steps so far.
     """
 
-    def __init__(self, model: Any, sink: Path | str | Callable[[Event], None]) -> None:
+    def __init__(self, model: nn.Module, sink: Path | str | Callable[[Event], None]) -> None:
         """Attach a trace.
 
         Args:
@@ -115,7 +118,7 @@ class Trace:
                 self._emit(name, op, runs, B * H * S, B * H * S * of_a_row, steps)
 
 
-def has_stochastic_products(model: Any) -> bool:
+def has_stochastic_products(model: nn.Module) -> bool:
     """Whether there is anything to trace."""
     linears = any(isinstance(module, StochasticLinear) for module in model.modules())
     return linears or stochastic_attention_of(model) is not None

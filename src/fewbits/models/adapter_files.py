@@ -183,7 +183,7 @@ def _reason(error: BaseException) -> str:
     return next((line for line in lines if "mismatch for" in line), lines[0] if lines else "").rstrip(".")
 
 
-def check_loaded(model: Any, weights: Mapping[str, Any], adapter_name: str, path: str | Path) -> None:
+def check_loaded(model: nn.Module, weights: Mapping[str, Any], adapter_name: str, path: str | Path) -> None:
     """Every tensor of the adapter must have come from its file, and each of the file have gone somewhere.
 
     Args:
@@ -213,7 +213,7 @@ def check_loaded(model: Any, weights: Mapping[str, Any], adapter_name: str, path
             )
 
 
-def _is_shared(model: Any, key: str, missing: Iterable[str]) -> bool:
+def _is_shared(model: nn.Module, key: str, missing: Iterable[str]) -> bool:
     """True for the second name of a tensor that was loaded under its first (tied copies)."""
     state = model.state_dict(keep_vars=True)
     absent = set(missing)

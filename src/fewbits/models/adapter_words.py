@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,6 +21,10 @@ from fewbits.errors import BadInput, Unsupported
 from fewbits.host.record import part_of, put_part
 from fewbits.host.unwrap import unwrap
 from fewbits.models.adapters import load_adapter
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedTokenizerBase
 
 _KNOWN = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _TAKEN = (*_KNOWN, "max_tokens", "n", "seed", "stop")
@@ -223,7 +227,9 @@ def _of_each(request: Any, texts: Sequence[str]) -> list[Any]:
     return list(request)
 
 
-def _answer(model: Any, tokenizer: Any, text: str, settings: Mapping[str, Any]) -> RequestOutput:
+def _answer(
+    model: Any, tokenizer: PreTrainedTokenizerBase, text: str, settings: Mapping[str, Any]
+) -> RequestOutput:
     begin = tokenizer.bos_token
     written = bool(begin) and text.startswith(begin)  # a chat template has begun the text already
     inputs = tokenizer([text], return_tensors="pt", add_special_tokens=not written).to(model.device)
@@ -247,7 +253,7 @@ def _before(text: str, stops: Sequence[str]) -> str:
     return text[: min((place for stop in stops if (place := text.find(stop)) >= 0), default=len(text))]
 
 
-def _settings(params: Any, tokenizer: Any) -> dict[str, Any]:
+def _settings(params: Any, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """Options of ``generate`` for vLLM's, whose defaults hold for what is not said."""
 
     def value(name: str, default: Any) -> Any:
@@ -279,7 +285,7 @@ def _settings(params: Any, tokenizer: Any) -> dict[str, Any]:
     return settings
 
 
-def _tokenizer_of(model: Any) -> Any:
+def _tokenizer_of(model: nn.Module) -> Any:
     base = unwrap(model)
     tokenizer = base.__dict__.get("fewbits_tokenizer")
     if tokenizer is None:

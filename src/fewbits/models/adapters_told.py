@@ -29,7 +29,7 @@ def adapters_told(model: nn.Module) -> list[Receipt]:
     return [Receipt("", notes=notes)] if notes else []
 
 
-def _names_of(layer: Any) -> tuple[str, ...]:
+def _names_of(layer: nn.Module) -> tuple[str, ...]:
     """The attributes in which one of PEFT's layers keeps its adapters' parameters, by the adapter's name."""
     # Not by getattr alone: what wraps a layer, torch.compile for one, answers with the layer's attributes.
     names = vars(layer).get("adapter_layer_names", getattr(type(layer), "adapter_layer_names", ()))
@@ -89,7 +89,7 @@ def _values(layers: Iterable[Any], attribute: str, name: str) -> Iterator[Any]:
             yield values[name]
 
 
-def _place(path: str, layer: Any) -> str:
+def _place(path: str, layer: nn.Module) -> str:
     """The last name of what is adapted: a linear's, or an expert's and its weight's."""
     weight = getattr(layer, "parameter_name", None)  # PEFT wraps a module once for each of its weights
     name = _last(path.replace(".base_layer", ""))

@@ -134,7 +134,7 @@ def corrected_linears(base: nn.Module) -> set[str]:
     }
 
 
-def _check_adapter(module: Any, name: str, adapter: str) -> None:
+def _check_adapter(module: nn.Module, name: str, adapter: str) -> None:
     is_variant = adapter in getattr(module, "lora_variant", {}) and not _is_dora(module, adapter)
     is_dora_embedding = adapter in getattr(module, "lora_embedding_A", {}) and _is_dora(module, adapter)
     if is_variant or is_dora_embedding or getattr(module, "lora_bias", {}).get(adapter):
@@ -145,7 +145,7 @@ def _check_adapter(module: Any, name: str, adapter: str) -> None:
         )
 
 
-def _is_dora(module: Any, adapter: str) -> bool:
+def _is_dora(module: nn.Module, adapter: str) -> bool:
     return bool(getattr(module, "use_dora", {}).get(adapter))
 
 

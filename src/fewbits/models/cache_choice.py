@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fewbits.errors import BadInput, Unsupported
 from fewbits.families.shapes import head_dim
@@ -13,6 +13,9 @@ from fewbits.host.conversion import conversion_of
 from fewbits.host.receipt import Receipt
 from fewbits.host.record import part_of, put_part, take_part
 
+if TYPE_CHECKING:
+    from torch import nn
+
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
@@ -20,7 +23,7 @@ def layer_kinds(config: Any) -> list[str]:
     """The kind of each layer's cache: "full_attention", "sliding_attention", or its class in transformers."""
     from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-    def kind_of(layer: Any) -> str:
+    def kind_of(layer: nn.Module) -> str:
         if type(layer) is DynamicLayer:
             return FULL
         return SLIDING if isinstance(layer, DynamicSlidingWindowLayer) else type(layer).__name__
@@ -61,7 +64,7 @@ class CacheChoice:
     receipt: Receipt
 
 
-def choose_cache(model: Any, kind: KVCache | str | Mapping[str, Any]) -> Receipt:
+def choose_cache(model: nn.Module, kind: KVCache | str | Mapping[str, Any]) -> Receipt:
     """From now on ``model.generate`` and evaluation keep keys and values so; it wins over the recipe.
 
     Args:
@@ -84,13 +87,13 @@ def choose_cache(model: Any, kind: KVCache | str | Mapping[str, Any]) -> Receipt
     return receipt
 
 
-def forget_cache(model: Any) -> Receipt:
+def forget_cache(model: nn.Module) -> Receipt:
     """Undo `choose_cache` alone: the recipe's word holds again, if there is one."""
     take_part(model, CacheChoice)
     return Receipt("", notes=["keys and values: as the recipe says, or as the model computes them"])
 
 
-def chosen_cache(model: Any, selection: KVCache | str | Mapping[str, Any] | None) -> KVCache | None:
+def chosen_cache(model: nn.Module, selection: KVCache | str | Mapping[str, Any] | None) -> KVCache | None:
     """The formats of a call's keys and values: what it asks for, else the model's choice, else its recipe's.
 
     Args:
@@ -114,7 +117,7 @@ def chosen_cache(model: Any, selection: KVCache | str | Mapping[str, Any] | None
     return None if kind is None or kind.is_plain else kind
 
 
-def cache_of_call(model: Any, arguments: Mapping[str, Any], choice: Any) -> KVCache | None:
+def cache_of_call(model: nn.Module, arguments: Mapping[str, Any], choice: Any) -> KVCache | None:
     """The formats for one call of ``generate``; None where keys and values are not packed.
 
     Args:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,8 +12,13 @@ from torch import Tensor
 from fewbits.errors import BadInput
 from fewbits.text_files import decoded
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
-def read_windows(file: str | Path, tokenizer: Any, *, length: int, count: int, least: int) -> Tensor:
+
+def read_windows(
+    file: str | Path, tokenizer: PreTrainedTokenizerBase, *, length: int, count: int, least: int
+) -> Tensor:
     """Windows of tokens, the rows one after another.
 
     Args:
@@ -60,7 +65,7 @@ def _row(line: bytes, path: Path, number: int) -> dict[str, Any]:
     return row
 
 
-def _tokens(row: dict[str, Any], tokenizer: Any, path: Path, number: int) -> list[int]:
+def _tokens(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, path: Path, number: int) -> list[int]:
     if "text" in row:
         return list(tokenizer(str(row["text"]))["input_ids"])
     if tokenizer.chat_template is None:

@@ -12,9 +12,12 @@ import json
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fewbits.errors import BadCheckpoint
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 SECONDS = 5
 CHARACTERS = 10_000_000
@@ -22,7 +25,7 @@ _MEMORY_BYTES = 2**30
 _TOO_LONG, _TOO_LARGE = 3, 4  # exit codes of the child
 
 
-def check_template(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> None:
+def check_template(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]]) -> None:
     """Refuse a chat template that does not come to an end on these messages.
 
     Args:

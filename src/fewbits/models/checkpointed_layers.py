@@ -10,7 +10,7 @@ import contextlib
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,6 +18,9 @@ from fewbits.decoder.fuse import fused_layers
 from fewbits.decoder.keep import keep_for
 from fewbits.host.record import part_of, put_part
 from fewbits.host.unwrap import unwrap
+
+if TYPE_CHECKING:
+    from torch import nn
 
 logger = logging.getLogger("fewbits")
 # transformers 5.2x renames these methods
@@ -33,7 +36,7 @@ class Checkpointing:
     choice: bool | float | str
 
 
-def recompute_as(model: Any, choice: bool | float | str) -> None:
+def recompute_as(model: nn.Module, choice: bool | float | str) -> None:
     """Recompute as ``use_gradient_checkpointing`` says, now and when a trainer asks for something else.
 
     Fused layers recompute by themselves (`fewbits.decoder.keep.keep_for` says what); others through
@@ -50,7 +53,7 @@ def recompute_as(model: Any, choice: bool | float | str) -> None:
             setattr(base, name, _AsChosen(base))
 
 
-def chosen(model: Any) -> bool | float | str | None:
+def chosen(model: nn.Module) -> bool | float | str | None:
     """What `recompute_as` was told last; None if nothing."""
     part = part_of(model, Checkpointing)
     return None if part is None else part.choice
@@ -59,7 +62,7 @@ def chosen(model: Any) -> bool | float | str | None:
 class _AsChosen:
     """A model's ``gradient_checkpointing_enable`` under which the user's choice holds; a line says so."""
 
-    def __init__(self, base: Any) -> None:
+    def __init__(self, base: nn.Module) -> None:
         self.base, self.said = base, False
 
     def __call__(self, gradient_checkpointing_kwargs: Any = None, **options: Any) -> None:
@@ -81,7 +84,7 @@ class _AsChosen:
 
 
 @contextlib.contextmanager
-def _own_methods(base: Any) -> Iterator[None]:
+def _own_methods(base: nn.Module) -> Iterator[None]:
     """The class's methods in the place of `_AsChosen`."""
     methods = {
         n: vars(base).pop(n) for n in (_ENABLE, _ENABLE_BEFORE) if isinstance(vars(base).get(n), _AsChosen)
@@ -92,11 +95,11 @@ def _own_methods(base: Any) -> Iterator[None]:
         vars(base).update(methods)
 
 
-def _enabling(base: Any) -> Any:
+def _enabling(base: nn.Module) -> Any:
     return getattr(base, _ENABLE, None) or getattr(base, _ENABLE_BEFORE)
 
 
-def checkpoint_layers(model: Any, on: bool) -> None:
+def checkpoint_layers(model: nn.Module, on: bool) -> None:
     """Have transformers recompute every decoder layer as a whole, or not."""
     base = unwrap(model)
     if on:
@@ -124,6 +127,6 @@ def _name_hooks(base: Any) -> None:
         del hooks[number]
 
 
-def let_gradients_begin(module: Any, inputs: Any, output: torch.Tensor) -> None:
+def let_gradients_begin(module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
     """A hook: what an embedding gives, (..., hidden), has a gradient; its numbers stay."""
     output.requires_grad_(True)

@@ -28,7 +28,7 @@ _OTHER_WAYS = {
 }
 
 
-def option_of(model: Any, arguments: dict[str, Any], name: str) -> Any:
+def option_of(model: nn.Module, arguments: dict[str, Any], name: str) -> Any:
     """What a call says to one word of ``generate``, or its generation config, or the model's."""
     configs = (arguments.get("generation_config"), model.generation_config)
     values = (arguments.get(name), *(getattr(config, name, None) for config in configs))
@@ -90,7 +90,7 @@ def other_way(model: Any, arguments: dict[str, Any]) -> str:
     return ""
 
 
-def drops(model: Any) -> str:
+def drops(model: nn.Module) -> str:
     """Whether the model is in training mode and something in it drops values; "" if not."""
     for module in model.modules():
         share = module.p if isinstance(module, nn.Dropout) else getattr(module, "attention_dropout", 0.0)
@@ -99,7 +99,7 @@ def drops(model: Any) -> str:
     return ""
 
 
-def speculates(model: Any, arguments: dict[str, Any]) -> bool:
+def speculates(model: nn.Module, arguments: dict[str, Any]) -> bool:
     """Whether a call of ``generate`` asks for guesses."""
     lookup = option_of(model, arguments, "prompt_lookup_num_tokens")
     return bool(lookup) or arguments.get("assistant_model") is not None

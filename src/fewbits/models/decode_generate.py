@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -47,6 +47,9 @@ from fewbits.models.speculation import (
     together_with,
 )
 from fewbits.nn.linear import QuantizedLinear
+
+if TYPE_CHECKING:
+    from torch import nn
 
 logger = logging.getLogger("fewbits")
 # Beside the models and not on them: a CUDA graph can be neither copied nor pickled.
@@ -90,7 +93,7 @@ class Decoding:
             logger.warning(line)
 
 
-def decoding_of(model: Any) -> Decoding:
+def decoding_of(model: nn.Module) -> Decoding:
     """What is kept on a model."""
     base = unwrap(model)
     decoding = _STATES.get(base)
@@ -183,7 +186,7 @@ def _most_guesses(generation_config: Any, draft: Any) -> int:
 
 
 def _speculation(
-    model: Any,
+    model: nn.Module,
     draft: Any,
     most: int,
     prompted: tuple[Tensor, _Prompt, Tensor, Tensor | None],
@@ -230,7 +233,7 @@ def alone(state: Decoding) -> Iterator[bool]:
             state.busy.release()
 
 
-def _check_keywords(model: Any, input_ids: Tensor, padding: Tensor, keywords: dict[str, Any]) -> None:
+def _check_keywords(model: nn.Module, input_ids: Tensor, padding: Tensor, keywords: dict[str, Any]) -> None:
     """Raise `Unsupported` for what the model's own forward would be given and this loop does not give it."""
     others = sorted(name for name in keywords.keys() - _READ_HERE if keywords[name] is not None)
     if others:
@@ -269,7 +272,7 @@ def _left_padding(input_ids: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _prefill(
-    model: Any,
+    model: nn.Module,
     input_ids: Tensor,
     mask: Tensor | None,
     padding: Tensor,
@@ -296,7 +299,7 @@ def _prefill(
 
 def _ready(
     state: Decoding,
-    model: Any,
+    model: nn.Module,
     input_ids: Tensor,
     prompt: _Prompt,
     padding: Tensor,
@@ -340,7 +343,7 @@ def _refuse(state: Decoding, kind: KVCache | None, reason: str) -> None:
         state.refused_caches[kind] = reason
 
 
-def _prove(state: Decoding, model: Any, step: DecodeStep, prompt: _Prompt, mask: Tensor | None) -> None:
+def _prove(state: Decoding, model: nn.Module, step: DecodeStep, prompt: _Prompt, mask: Tensor | None) -> None:
     """One token through both ways; refuses the step for good if they differ by more than rounding."""
     step.tokens.copy_(prompt.logits.argmax(-1))
     longer = None if mask is None else torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
@@ -355,7 +358,7 @@ def _prove(state: Decoding, model: Any, step: DecodeStep, prompt: _Prompt, mask:
 
 
 @contextmanager
-def products_in_16_bits(model: Any) -> Iterator[None]:
+def products_in_16_bits(model: nn.Module) -> Iterator[None]:
     """Layers that round their inputs to 8 bits for speed take them as they are, as the step does."""
     rounding = [m for m in model.modules() if isinstance(m, QuantizedLinear) and m.operands != PLAIN]
     operands = [m.operands for m in rounding]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from fewbits.kernels.generation.packed_attention import (
     empty_cache,
     why_not_packed,
 )
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 def why_not_cache(model: Any, kind: KVCache | None) -> str:
@@ -82,7 +85,7 @@ def fill_step(step: Any, cache: Any, length: int) -> None:
 
 
 def packed_keywords(
-    model: Any, kind: KVCache | None, mask: Tensor | None, *, whole_windows: bool = False
+    model: nn.Module, kind: KVCache | None, mask: Tensor | None, *, whole_windows: bool = False
 ) -> dict[str, Any]:
     """The word of ``generate`` and of a model's forward that hands over an empty packed cache.
 

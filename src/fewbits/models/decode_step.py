@@ -244,7 +244,7 @@ class DecodeStep:
         return self.logits
 
     @torch.no_grad()
-    def difference(self, model: Any, cache: Any, attention_mask: Tensor | None) -> float:
+    def difference(self, model: nn.Module, cache: Any, attention_mask: Tensor | None) -> float:
         """The relative difference of this step's logits to those of the model's own forward.
 
         Args:
@@ -283,7 +283,7 @@ class DecodeStep:
                 self.position.add_(1)
         return graph
 
-    def _add_layer(self, layer: Any) -> None:
+    def _add_layer(self, layer: nn.Module) -> None:
         facts, norm = self.spec.attention, self.spec.norm
         assert facts is not None
         attention: Any = layer.get_submodule(facts.path)
@@ -336,7 +336,7 @@ class DecodeStep:
             else:
                 mine.append(theirs[layer][: self.batch])
 
-    def _add_mlp(self, layer: Any, config: Any) -> None:
+    def _add_mlp(self, layer: nn.Module, config: Any) -> None:
         mlp = self.spec.mlp
         assert mlp is not None
         name = field_of(config, mlp.activation)
@@ -349,7 +349,7 @@ class DecodeStep:
         self._add_product(self._hidden, [gate, up], inner, norm=norm, activation=activation)
         self._add_product(inner, [_plain_part(layer, mlp.output)], self._hidden, add=True)
 
-    def _add_head(self, model: Any) -> None:
+    def _add_head(self, model: nn.Module) -> None:
         head = _plain_part(model, locate(model, self.spec, self.spec.head))
         norm = _norm(model, locate(model, self.spec, self._final_norm), self.spec)
         self.logits = self._buffer(head.weight.shape[0], torch.float32)
@@ -470,7 +470,7 @@ def rope_kind(model: Any) -> str:
 
 
 def _rotary_tables(
-    base: Any, spec: ModelSpec, room: int, dtype: torch.dtype, device: torch.device
+    base: nn.Module, spec: ModelSpec, room: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Cosines and sines (room, rotary) float32, rounded to ``dtype`` as the model's own are."""
     path = spec.embed.rpartition(".")[0]

@@ -38,7 +38,7 @@ _SHARD_BYTES = 1_000_000_000
 
 
 def save_pretrained_merged(
-    model: Any,
+    model: nn.Module,
     save_directory: str | Path,
     tokenizer: Any = None,
     save_method: str = "merged_16bit",

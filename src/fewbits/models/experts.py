@@ -17,7 +17,7 @@ from fewbits.nn.experts import QuantizedExperts
 from fewbits.recipes import Recipe, Rule
 
 
-def why_not_packed(module: Any) -> str | None:
+def why_not_packed(module: nn.Module) -> str | None:
     """Why the experts of this module stay as they are, or None."""
     if getattr(module, "has_post_expert_norm", False):
         return "each of its experts ends in a norm, which packed experts do not compute"

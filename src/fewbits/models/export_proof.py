@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,6 +17,10 @@ from fewbits.models.streamed_logits import skeleton, streamed_logits
 from fewbits.nn.fake_quantize import FakeQuantizedLinear
 from fewbits.nn.stochastic_linear import exact_products
 from fewbits.words import counted, size
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedTokenizerBase
 
 _TEXT = (
     "Once upon a time there was a little girl who lived near a forest. Every morning she took a basket and "
@@ -156,7 +160,7 @@ def _first(names: tuple[str, ...]) -> str:
 
 def measure(
     base: Any,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     expected: Callable[[str], Tensor],
     written: Callable[[str], Tensor],
     *,
@@ -219,7 +223,7 @@ def _tied(weight: Callable[[str], Tensor], source: str) -> Callable[[str], Tenso
     return lambda name: weight(source if name == "lm_head.weight" else name)
 
 
-def _ids(tokenizer: Any, base: Any) -> Tensor:
+def _ids(tokenizer: PreTrainedTokenizerBase, base: Any) -> Tensor:
     config = base.config.get_text_config()
     count = min(_TOKENS, int(getattr(config, "max_position_embeddings", None) or _TOKENS))
     ids = list(tokenizer(_TEXT, truncation=True, max_length=count)["input_ids"])
@@ -248,7 +252,7 @@ def _in_memory(base: Any, ids: Tensor) -> Tensor:
     return logits.float().cpu()
 
 
-def _is_exact(base: Any) -> bool:
+def _is_exact(base: nn.Module) -> bool:
     """True if the model computes with its weights as they are, without fake quantisation."""
     return not any(isinstance(module, FakeQuantizedLinear) for module in base.modules())
 

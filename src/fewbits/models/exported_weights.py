@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from fewbits.models.merger import Merger
 from fewbits.models.original import source_folder
 from fewbits.models.streamed_logits import skeleton
 from fewbits.nn.fake_quantize import FakeQuantizedLinear
+
+if TYPE_CHECKING:
+    from torch import nn
 
 CALIBRATION_WINDOWS, CALIBRATION_LENGTH = 64, 256
 
@@ -144,7 +147,7 @@ class ExportedWeights:
         return linear.weight_format.quantize(weight)
 
 
-def _tokenizer(base: Any) -> Any:
+def _tokenizer(base: nn.Module) -> Any:
     from transformers import AutoTokenizer
 
     folder = source_folder(base)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -36,11 +36,14 @@ from fewbits.models.merge import IGNORED_OPTIONS
 from fewbits.models.original import files_read
 from fewbits.models.whole_folder import check_destination, whole_folder
 
+if TYPE_CHECKING:
+    from torch import nn
+
 _WIDE = ("f32", "f16", "bf16")  # decoded weights are at home in these
 
 
 def save_pretrained_gguf(
-    model: Any,
+    model: nn.Module,
     save_directory: str | Path,
     tokenizer: Any = None,
     quantization_method: str | Sequence[str] = "q8_0",

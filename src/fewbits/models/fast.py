@@ -11,7 +11,7 @@ import logging
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -52,6 +52,9 @@ from fewbits.models.placing import device_map_of, dtype_of
 from fewbits.models.quantization_error import recipe_in
 from fewbits.models.reading import Reading
 from fewbits.recipes import Recipe
+
+if TYPE_CHECKING:
+    from torch import nn
 
 logger = logging.getLogger("fewbits")
 
@@ -145,7 +148,7 @@ class FastLanguageModel:
 
     @staticmethod
     def get_peft_model(
-        model: Any,
+        model: nn.Module,
         r: int = 16,
         target_modules: str | list[str] | tuple[str, ...] = "all-linear",
         lora_alpha: float = 16,
@@ -252,7 +255,7 @@ def _finished(
     return with_methods(model)
 
 
-def _made_fast(model: Any, inner: Any, loading: Loading) -> None:
+def _made_fast(model: nn.Module, inner: Any, loading: Loading) -> None:
     """Fuse what is loaded to be trained, on a GPU; it recomputes as from_pretrained was told."""
     add_notes(inner, _fused_on_gpu(model))
     choice = loading.use_gradient_checkpointing
@@ -268,11 +271,11 @@ def _dropout_of(model: Any) -> str:
     return ", ".join(f"{k} {v}" for k, v in dropped.items() if isinstance(v, float) and v > 0)
 
 
-def _is_on_gpu(model: Any) -> bool:
+def _is_on_gpu(model: nn.Module) -> bool:
     return all(p.device.type == "cuda" for p in model.parameters())
 
 
-def _fused_on_gpu(model: Any) -> list[str]:
+def _fused_on_gpu(model: nn.Module) -> list[str]:
     """Fuse a model on a GPU whose family is known; the receipt's lines, or why not."""
     if fusion_of(model) is not None or not _is_on_gpu(model):
         return []
@@ -452,7 +455,7 @@ def _quantization_settings(
     return settings
 
 
-def _check_loaded(where: str, model: Any, info: Mapping[str, Any]) -> None:
+def _check_loaded(where: str, model: nn.Module, info: Mapping[str, Any]) -> None:
     """Nothing may be left at random values."""
     mismatched = sorted(info["mismatched_keys"], key=str)
     if mismatched:

@@ -101,7 +101,7 @@ def _read(file: Path) -> Any:
     return reader
 
 
-def _place(model: Any, tensor: PlannedTensor, stored: Any, dtype: torch.dtype, place: Any) -> None:
+def _place(model: nn.Module, tensor: PlannedTensor, stored: Any, dtype: torch.dtype, place: Any) -> None:
     """Put one tensor of the file into the model: packed if it is a linear's weight, else decoded."""
     kind = stored.tensor_type.name
     name, leaf = tensor.name.rpartition(".")[::2]
@@ -161,7 +161,7 @@ def _in_our_order(rows: Tensor, tensor: PlannedTensor) -> Tensor:
     return separate_halves(rows, tensor.turned_heads) if tensor.turned_heads else rows
 
 
-def _fill_buffers(model: Any, place: Any) -> None:
+def _fill_buffers(model: nn.Module, place: Any) -> None:
     """Rotary frequencies are made, not loaded."""
     for name, module in list(model.named_modules()):
         if any(buffer.is_meta for buffer in module.buffers(recurse=False)):

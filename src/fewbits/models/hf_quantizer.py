@@ -191,7 +191,7 @@ class FewbitsQuantizer(HfQuantizer):
 
     update_tp_plan = update_attn_implementation  # what transformers 5.0 calls at that place
 
-    def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:
+    def param_element_size(self, model: nn.Module, param_name: str, param: Tensor) -> float:
         """Bytes per value: what the packed weight will take, for device maps and allocator warm-up.
 
         ``param`` is (N, K), or of any shape that stays as it is.
@@ -202,7 +202,7 @@ class FewbitsQuantizer(HfQuantizer):
                 return rule.weight.bits_per_value(tuple(param.shape)) / 8
         return float(param.element_size())
 
-    def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
+    def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: Any) -> bool:
         """True for the weight of a linear that is still to be packed."""
         return param_name.removesuffix(".weight") in self.rules  # a 3-D parameter of experts has no ".weight"
 
@@ -220,7 +220,7 @@ class FewbitsQuantizer(HfQuantizer):
         return [WeightConverter(list(parts), "weight", [ReadForeign(self)])]
 
     def _process_model_before_weight_loading(
-        self, model: Any, checkpoint_files: list[str] | None = None, **kwargs: Any
+        self, model: nn.Module, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> None:
         files = tuple(Path(f) for f in checkpoint_files or ())
         pickles = [f for f in files if f.suffix != ".safetensors"]
@@ -395,7 +395,7 @@ class FewbitsQuantizer(HfQuantizer):
         return self.recipe.linear.weight is None
 
 
-def _finish_conversion(model: Any, recipe: Recipe) -> None:
+def _finish_conversion(model: nn.Module, recipe: Recipe) -> None:
     """What is done to loaded weights: norms, products of few bits, fake quantisation; one receipt for all."""
     try:
         spec_for(model)
@@ -426,7 +426,7 @@ def attach(model: Any, quantizer: FewbitsQuantizer) -> None:
     model.save_pretrained = partial(_save_pretrained, model)  # a partial travels through pickle
 
 
-def detach(model: Any) -> None:
+def detach(model: nn.Module) -> None:
     """Take back what `attach` did: the model is an ordinary one again."""
     for owner in (model, unwrap(model)):
         for name in ("hf_quantizer", "is_quantized", "quantization_method", "save_pretrained"):
@@ -436,7 +436,7 @@ def detach(model: Any) -> None:
         del config.quantization_config
 
 
-def attach_recipe(model: Any, recipe: Recipe) -> None:
+def attach_recipe(model: nn.Module, recipe: Recipe) -> None:
     """`attach` for a model that was packed in memory, by `convert` for one."""
     attach(model, FewbitsQuantizer(FewbitsConfig(recipe), pre_quantized=True))
 
@@ -468,7 +468,7 @@ def _save_pretrained(
         self.push_to_hub(hub.pop("repo_id", Path(save_directory).name), **hub)
 
 
-def _refuse_adapter_layers(model: Any) -> None:
+def _refuse_adapter_layers(model: nn.Module) -> None:
     kinds = ("base_layer", "original_module")  # PEFT's layers, and what it trains as a whole
     name = next((name for name, m in model.named_modules() if any(hasattr(m, kind) for kind in kinds)), None)
     if name is not None:

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fewbits.errors import BadInput, Unsupported
 from fewbits.host.conversion import conversion_of
@@ -23,6 +23,9 @@ from fewbits.models.exporting import save_pretrained_gguf
 from fewbits.models.folder_manifest import FILE as MANIFEST
 from fewbits.models.folder_manifest import check_folder
 from fewbits.models.model_card import Card, is_hub_name
+
+if TYPE_CHECKING:
+    from torch import nn
 
 _CARD = "README.md"
 _HOW = ("token", "private", "revision", "create_pr", "commit_message", "commit_description")
@@ -131,7 +134,7 @@ def push_to_hub(model: Any, repo_id: str, tokenizer: Any = None, **options: Any)
 
 
 def push_to_hub_merged(
-    model: Any, repo_id: str, tokenizer: Any = None, save_method: str = "merged_16bit", **options: Any
+    model: nn.Module, repo_id: str, tokenizer: Any = None, save_method: str = "merged_16bit", **options: Any
 ) -> str:
     """Upload base and adapter as one model, with a card.
 
@@ -159,7 +162,7 @@ def push_to_hub_merged(
 
 
 def push_to_hub_gguf(
-    model: Any, repo_id: str, tokenizer: Any = None, quantization_method: Any = "q8_0", **options: Any
+    model: nn.Module, repo_id: str, tokenizer: Any = None, quantization_method: Any = "q8_0", **options: Any
 ) -> str:
     """Upload GGUF files of base and adapter as one model, with a card.
 
@@ -183,7 +186,7 @@ def push_to_hub_gguf(
         return push_folder(folder, card_of(model, "gguf"), upload)
 
 
-def card_of(model: Any, kind: str) -> Card:
+def card_of(model: nn.Module, kind: str) -> Card:
     """What a model in memory tells of itself."""
     base = unwrap(model)
     conversion = conversion_of(base)
@@ -282,7 +285,7 @@ def _check_base(base: str, upload: Upload) -> None:
         )
 
 
-def _tokenizer_of(model: Any) -> Any:
+def _tokenizer_of(model: nn.Module) -> Any:
     return unwrap(model).__dict__.get("fewbits_tokenizer")
 
 

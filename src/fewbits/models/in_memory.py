@@ -75,7 +75,7 @@ def restore(model: nn.Module) -> Receipt:
 
 
 def apply_stochastic(
-    model: Any,
+    model: nn.Module,
     config: StochasticConfig,
     *,
     train: bool = False,
@@ -96,7 +96,7 @@ def apply_stochastic(
     return receipt
 
 
-def mark_packed(model: Any, recipe: Recipe | None = None) -> None:
+def mark_packed(model: nn.Module, recipe: Recipe | None = None) -> None:
     """Let transformers know of the packed weights in ``model``, if there are any.
 
     Args:
@@ -115,7 +115,7 @@ def mark_packed(model: Any, recipe: Recipe | None = None) -> None:
     attach_recipe(model, recipe)
 
 
-def mark_loaded(model: Any, name: str) -> None:
+def mark_loaded(model: nn.Module, name: str) -> None:
     """Tell transformers and ourselves what a model with packed layers is: packed, by what its layers say.
 
     Args:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from fewbits.errors import BadInput
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
 
 _EMBEDDINGS = ("embed_tokens", "lm_head", "wte", "embed_in", "embed_out")
 
@@ -17,7 +20,7 @@ def is_embedding(name: str) -> bool:
     return any(part in _EMBEDDINGS for part in name.split("."))
 
 
-def set_embeddings_apart(optimizer: Any, model: nn.Module, rate: float) -> None:
+def set_embeddings_apart(optimizer: Optimizer, model: nn.Module, rate: float) -> None:
     """Give the embeddings and the head that train groups of their own, with this learning rate.
 
     Raises:
@@ -32,7 +35,7 @@ def set_embeddings_apart(optimizer: Any, model: nn.Module, rate: float) -> None:
     _set_apart(optimizer, chosen, rate)
 
 
-def set_lora_plus(optimizer: Any, model: nn.Module, ratio: float) -> None:
+def set_lora_plus(optimizer: Optimizer, model: nn.Module, ratio: float) -> None:
     """Give B, and biases beside adapters, ``ratio`` times their learning rate.
 
     LoRA+ (Hayou et al. 2024, arXiv 2402.12354), as ``peft.optimizers.create_loraplus_optimizer`` sorts them;
@@ -53,7 +56,7 @@ def _trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
 
 
-def _set_apart(optimizer: Any, chosen: Iterable[nn.Parameter], rate: float) -> None:
+def _set_apart(optimizer: Optimizer, chosen: Iterable[nn.Parameter], rate: float) -> None:
     """New groups with another learning rate; everything else of the groups stays."""
     numbers = {id(p) for p in chosen}
     for group in list(optimizer.param_groups):

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fewbits.errors import BadCheckpoint, BadInput
 from fewbits.models.options import Loading
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _BEGINNING = 1 << 20  # bytes of tokenizer.json in which its added tokens are looked for
 _BLANK = re.compile(r"[ \t\n\r]*")
@@ -36,7 +39,7 @@ def read_tokenizer(where: str, loading: Loading) -> ReadTokenizer:
     return ReadTokenizer(tokenizer, _largest_id(tokenizer))
 
 
-def _largest_id(tokenizer: Any) -> int:
+def _largest_id(tokenizer: PreTrainedTokenizerBase) -> int:
     """Of its tokens; where they have the first ids without a gap, as mostly, without a table of all words."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
@@ -131,7 +134,7 @@ def adapters_own(adapter: Path, fallback: Any) -> Any:
     return AutoTokenizer.from_pretrained(str(adapter), local_files_only=True)
 
 
-def set_length(model: Any, tokenizer: Any, max_seq_length: int | None) -> None:
+def set_length(model: Any, tokenizer: PreTrainedTokenizerBase, max_seq_length: int | None) -> None:
     """Give model and tokenizer the longest sequence; None: what the model was trained for.
 
     Raises:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,6 +21,9 @@ from fewbits.models.original import files_read
 from fewbits.models.packed import recipe_of
 from fewbits.models.whole_folder import ADAPTER, check_destination, whole_folder
 from fewbits.nn.linear import QuantizedLinear
+
+if TYPE_CHECKING:
+    from torch import nn
 
 SAVE_METHODS = ("merged_16bit", "merged_4bit", "lora")
 _SHARD_BYTES = 5_000_000_000
@@ -36,7 +39,7 @@ IGNORED_OPTIONS = {
 
 
 def save_pretrained_merged(
-    model: Any,
+    model: nn.Module,
     save_directory: str | Path,
     tokenizer: Any = None,
     save_method: str = "merged_16bit",
@@ -90,7 +93,7 @@ def save_pretrained_merged(
     return merger.receipt(save_directory, method, error, tolerance)
 
 
-def _merger_of(base: Any, dtype: torch.dtype) -> Merger:
+def _merger_of(base: nn.Module, dtype: torch.dtype) -> Merger:
     return WholeMerger(base, dtype) if has_experts(base) else Merger(base, dtype)
 
 
@@ -106,7 +109,7 @@ def _check_options(method: str, options: dict[str, Any]) -> None:
         raise BadInput(f"save_pretrained_merged knows no option {', '.join(unknown)}; leave it out.")
 
 
-def _save_adapter(model: Any, save_directory: str | Path, tokenizer: Any, overwrite: bool) -> None:
+def _save_adapter(model: nn.Module, save_directory: str | Path, tokenizer: Any, overwrite: bool) -> None:
     from peft import PeftModel
 
     if not isinstance(model, PeftModel):

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -22,6 +22,9 @@ from fewbits.errors import BadInput
 from fewbits.host.spec import find, layer_names, spec_for
 from fewbits.host.transposed import as_linear
 from fewbits.models.experts import expert_modules
+
+if TYPE_CHECKING:
+    from torch import nn
 
 # What building a model of numbers that its authors did not think of may raise.
 _CANNOT_BUILD = (
@@ -111,7 +114,7 @@ def layer_shapes(model: Any) -> LayerShapes:
     )
 
 
-def _expert_shapes(module: Any) -> list[tuple[int, int, int]]:
+def _expert_shapes(module: nn.Module) -> list[tuple[int, int, int]]:
     from fewbits.host.expert_weights import weights_of
 
     packed = getattr(module, "shapes", None)
@@ -199,7 +202,7 @@ def numbers_of(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**text_config.to_dict(), **numbers}
 
 
-def in_float32(model: Any) -> set[str]:
+def in_float32(model: nn.Module) -> set[str]:
     """Names of the parameters that transformers keeps in float32 in a model that is loaded in bfloat16."""
     patterns = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
     if not patterns:

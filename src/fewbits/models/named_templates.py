@@ -13,10 +13,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fewbits.errors import BadInput
 from fewbits.text_files import read_text
+
+if TYPE_CHECKING:
+    from torch import nn
 
 OWN = ("tokenizer", "own")  # the tokenizer's own template
 _END = "{end}"
@@ -243,7 +246,7 @@ def parts_of(tokenizer: Any) -> tuple[str, str] | None:
     return None
 
 
-def stop_at_turns(model: Any, tokenizer: Any) -> None:
+def stop_at_turns(model: nn.Module, tokenizer: Any) -> None:
     """Let a model's generation stop at its tokenizer's end of text, too; changes its generation config."""
     config, end = getattr(model, "generation_config", None), tokenizer.eos_token_id
     if config is None or end is None:

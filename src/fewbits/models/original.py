@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from fewbits.errors import FewbitsError
 from fewbits.models.checkpoint import Checkpoint, inspect_folder
 
+if TYPE_CHECKING:
+    from torch import nn
 
-def source_folder(model: Any) -> Path | None:
+
+def source_folder(model: nn.Module) -> Path | None:
     """The folder a model was loaded from, also in the hub's cache; None if there is none any more."""
     where = str(getattr(model.config, "name_or_path", "") or "")
     if not where:
@@ -25,7 +28,7 @@ def source_folder(model: Any) -> Path | None:
         return None
 
 
-def files_read(model: Any) -> list[Path]:
+def files_read(model: nn.Module) -> list[Path]:
     """What a model was loaded from, and no export overwrites: its folder or its GGUF file; none if gone."""
     where = str(getattr(model.config, "name_or_path", "") or "")
     if where and Path(where).is_file():
@@ -34,7 +37,7 @@ def files_read(model: Any) -> list[Path]:
     return [] if folder is None else [folder]
 
 
-def original_of(model: Any) -> tuple[Checkpoint | None, str]:
+def original_of(model: nn.Module) -> tuple[Checkpoint | None, str]:
     """The unquantised checkpoint that the model was loaded from, or None and the reason."""
     where = str(getattr(model.config, "name_or_path", "") or "")
     if where and Path(where).is_file():

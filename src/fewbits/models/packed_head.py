@@ -53,7 +53,7 @@ def head_rule(model: nn.Module, spec: ModelSpec, recipe: Recipe) -> HeadRule | N
     return HeadRule(name, rule, is_tied)
 
 
-def untie(model: Any, name: str) -> None:
+def untie(model: nn.Module, name: str) -> None:
     """Say that the head ``name``, which is packed now, has a weight of its own."""
     for config in _parts(model.config):
         if _says_tied(config):
@@ -61,7 +61,7 @@ def untie(model: Any, name: str) -> None:
     (getattr(model, "all_tied_weights_keys", None) or {}).pop(f"{name}.weight", None)
 
 
-def tie_again(model: Any, spec: ModelSpec, name: str, head: nn.Linear) -> None:
+def tie_again(model: nn.Module, spec: ModelSpec, name: str, head: nn.Linear) -> None:
     """Undo `untie`: ``head``, the plain linear in its place, has the embedding's weight again."""
     embed = locate(model, spec, spec.embed)
     embedding: Any = find(model, embed)

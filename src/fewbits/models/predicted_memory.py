@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -25,6 +25,9 @@ from fewbits.models.model_shapes import built_without_memory, in_float32, model_
 from fewbits.models.packed_head import head_rule
 from fewbits.recipes.memory import Memory, head_copies
 from fewbits.recipes.recipe import LoRA, Recipe
+
+if TYPE_CHECKING:
+    from torch import nn
 
 _OPTIMIZER_BYTES = 8  # two float32 moments for each trained value
 
@@ -95,11 +98,11 @@ def _weights(text: str, recipe: Recipe, dtype_bytes: int) -> tuple[int, int, int
     return stored, values, 0 if head is None else head.weight.numel()
 
 
-def _are_transposed(model: Any, name: str) -> bool:
+def _are_transposed(model: nn.Module, name: str) -> bool:
     return bool(getattr(model.get_submodule(name.rpartition(".")[0]), "is_transposed", False))
 
 
-def _is_transposed_linear(model: Any, name: str) -> bool:
+def _is_transposed_linear(model: nn.Module, name: str) -> bool:
     from fewbits.host.transposed import is_transposed
 
     return is_transposed(model.get_submodule(name.removesuffix(".weight")))

@@ -17,7 +17,7 @@ import json
 import os
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -28,12 +28,15 @@ from fewbits.host.unwrap import unwrap
 from fewbits.models.packed_cache import PackedCache, PackedLayer
 from fewbits.models.whole_folder import fsync
 
+if TYPE_CHECKING:
+    from torch import nn
+
 _KIND = "fewbits saved prompt, 1"
 _SAMPLE = 32  # values of each weight
 _IDS = "input_ids"
 
 
-def save_prompt(path: str | Path, model: Any, cache: PackedCache, input_ids: Tensor) -> None:
+def save_prompt(path: str | Path, model: nn.Module, cache: PackedCache, input_ids: Tensor) -> None:
     """Write what a model made of a prompt.
 
     Args:
@@ -81,7 +84,7 @@ def save_prompt(path: str | Path, model: Any, cache: PackedCache, input_ids: Ten
         ) from error
 
 
-def load_prompt(path: str | Path, model: Any) -> tuple[PackedCache, Tensor]:
+def load_prompt(path: str | Path, model: nn.Module) -> tuple[PackedCache, Tensor]:
     """The cache of a saved prompt, and its tokens (sequences, tokens), on the model's device.
 
     Raises:
@@ -114,7 +117,7 @@ def load_prompt(path: str | Path, model: Any) -> tuple[PackedCache, Tensor]:
 
 
 @torch.no_grad()
-def model_print(model: Any) -> str:
+def model_print(model: nn.Module) -> str:
     """A model's print: SHA-256 over names, shapes and a sample of the values of all weights and buffers."""
     digest = hashlib.sha256()
     base = unwrap(model)
@@ -130,7 +133,7 @@ def model_print(model: Any) -> str:
     return digest.hexdigest()
 
 
-def _tensors(layer: Any, number: int) -> dict[str, Tensor]:
+def _tensors(layer: nn.Module, number: int) -> dict[str, Tensor]:
     """The tensors of one layer by their names in the file."""
     if isinstance(layer, PackedLayer):
         if layer.padding is not None:

@@ -13,13 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from fewbits.errors import Unsupported
 from fewbits.models.decode_step import DecodeStep
+
+if TYPE_CHECKING:
+    from torch import nn
 
 MOST_GUESSES = 15
 USUAL_DRAFT = 5  # tokens that a draft writes ahead, where the call does not say
@@ -93,7 +96,9 @@ class Speculation:
     together: DecodeStep
 
 
-def together_with(model: Any, step: DecodeStep, rows: int, cache: Any, mask: Tensor | None) -> DecodeStep:
+def together_with(
+    model: nn.Module, step: DecodeStep, rows: int, cache: Any, mask: Tensor | None
+) -> DecodeStep:
     """The step of ``rows`` following tokens over the cache of ``step``, compared with the model itself.
 
     Args:

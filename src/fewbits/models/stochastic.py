@@ -51,7 +51,7 @@ def facts_of(model: Any) -> dict[str, Any]:
     return {name: getattr(config, name) for name in _FACTS if getattr(config, name, None) is not None}
 
 
-def check_config(model: Any, config: StochasticConfig) -> None:
+def check_config(model: nn.Module, config: StochasticConfig) -> None:
     """Compare a configuration with a model that is not converted yet.
 
     Raises:
@@ -122,7 +122,7 @@ def _check_lengths(name: str, lengths: Iterable[int], options: Stochastic, lowes
 
 
 def put_in(
-    model: Any,
+    model: nn.Module,
     config: StochasticConfig,
     *,
     train: bool = False,
@@ -152,7 +152,7 @@ def put_in(
     names = list(linears_to_replace(model, _recipe(config, ())))
     recipe = _recipe(config, names)
 
-    def build(name: str, linear: Any, rule: Rule) -> nn.Module | None:
+    def build(name: str, linear: nn.Module, rule: Rule) -> nn.Module | None:
         options = stochastic_options(rule.weight)
         if options is None:
             return None
@@ -171,7 +171,7 @@ def put_in(
     return receipt
 
 
-def attention_products_of(model: Any, config: StochasticConfig) -> dict[str, AttentionProducts]:
+def attention_products_of(model: nn.Module, config: StochasticConfig) -> dict[str, AttentionProducts]:
     """The products of every attention module for which the configuration has any."""
     by_name = {}
     for name, _ in attention_modules(model):
@@ -203,7 +203,7 @@ def _of_bits(options: Stochastic, bits: int | None) -> Stochastic:
     return replace(options, sc_prec=bits, stoc_len=None, rng_levels=None)
 
 
-def take_out(model: Any) -> Receipt:
+def take_out(model: nn.Module) -> Receipt:
     """Undo `put_in`; see `fewbits.restore` for what the linears become."""
     attention = None
     if stochastic_attention_of(model) is not None:
@@ -214,7 +214,7 @@ def take_out(model: Any) -> Receipt:
     return receipt
 
 
-def stochastic_config_of(model: Any) -> StochasticConfig | None:
+def stochastic_config_of(model: nn.Module) -> StochasticConfig | None:
     """The configuration that this model runs under; None without one."""
     return part_of(model, StochasticConfig)
 
@@ -225,14 +225,14 @@ def saved_config(folder: Path | str) -> StochasticConfig | None:
     return read_config(file) if file.is_file() else None
 
 
-def save_config(model: Any, folder: Path | str) -> None:
+def save_config(model: nn.Module, folder: Path | str) -> None:
     """Write the configuration that this model runs under, if any, into a folder."""
     config = stochastic_config_of(model)
     if config is not None:
         write_config(config, Path(folder) / FILE)
 
 
-def adopt_saved(model: Any, folder: Path | str) -> list[str]:
+def adopt_saved(model: nn.Module, folder: Path | str) -> list[str]:
     """Bring a model with prepared weights, just loaded, under the configuration that was saved with it.
 
     The linears stay as the checkpoint has them; their lengths and the attention are set.

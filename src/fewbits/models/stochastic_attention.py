@@ -69,7 +69,7 @@ class _Place:
 
 
 def use_stochastic_attention(
-    model: Any, products: AttentionProducts | Mapping[str, AttentionProducts]
+    model: nn.Module, products: AttentionProducts | Mapping[str, AttentionProducts]
 ) -> Receipt:
     """Compute the attention products of this model stochastically; in place, `fewbits.restore` undoes it.
 
@@ -120,7 +120,7 @@ def use_stochastic_attention(
     return Receipt("", notes=stochastic_attention_receipt(model))
 
 
-def restore_stochastic_attention(model: Any) -> Receipt:
+def restore_stochastic_attention(model: nn.Module) -> Receipt:
     """Undo `use_stochastic_attention` alone; the receipt's note says what the attention is now."""
     decoder, state = decoder_of(model), stochastic_attention_of(model)
     if state is None:
@@ -137,18 +137,18 @@ def restore_stochastic_attention(model: Any) -> Receipt:
     return Receipt("", notes=[f"attention: transformers' {state.before} again"])
 
 
-def stochastic_attention_of(model: Any) -> StochasticAttentionState | None:
+def stochastic_attention_of(model: nn.Module) -> StochasticAttentionState | None:
     """What `use_stochastic_attention` left on this model; None without it."""
     return part_of(model, StochasticAttentionState)
 
 
-def attention_products(model: Any) -> dict[str, AttentionProducts]:
+def attention_products(model: nn.Module) -> dict[str, AttentionProducts]:
     """The products of each attention module that has stochastic ones, by its full name."""
     places = {name: module.__dict__.get(_PRODUCTS) for name, module in attention_modules(model)}
     return {name: place.products for name, place in places.items() if place is not None}
 
 
-def stochastic_attention_receipt(model: Any) -> list[str]:
+def stochastic_attention_receipt(model: nn.Module) -> list[str]:
     """Which layers' products are stochastic, in which options: sentences for a receipt."""
     groups: dict[AttentionProducts, int] = {}
     for products in attention_products(model).values():

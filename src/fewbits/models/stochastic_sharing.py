@@ -6,13 +6,16 @@ For decoding; see `fewbits.nn.stochastic_group` for what that means, and when it
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from fewbits.host.receipt import Receipt
 from fewbits.host.record import part_of, put_part, take_part
 from fewbits.host.spec import find, layer_names, spec_for
 from fewbits.nn.stochastic_group import StochasticGroup, obstacle
 from fewbits.nn.stochastic_linear import StochasticLinear
+
+if TYPE_CHECKING:
+    from torch import nn
 
 # Linears of a decoder layer that every known family calls with the same tensor, by the ends of their paths.
 ONE_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -25,7 +28,7 @@ class SharedInputs:
     receipt: Receipt
 
 
-def share_inputs(model: Any) -> Receipt:
+def share_inputs(model: nn.Module) -> Receipt:
     """Let q, k and v, and gate and up, be multiplied as one where few rows pass; in place.
 
     The model computes the same bits. A layer takes part if its linears are stochastic, with one stream length
@@ -57,7 +60,7 @@ def share_inputs(model: Any) -> Receipt:
     return receipt
 
 
-def unshare_inputs(model: Any) -> Receipt:
+def unshare_inputs(model: nn.Module) -> Receipt:
     """Undo `share_inputs` alone: each linear multiplies for itself again."""
     for module in model.modules():
         if isinstance(module, StochasticLinear) and module.group is not None:

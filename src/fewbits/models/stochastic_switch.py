@@ -45,7 +45,7 @@ class Switched:
         attentions: full names of the attention modules.
     """
 
-    def __init__(self, model: Any, config: StochasticConfig) -> None:
+    def __init__(self, model: nn.Module, config: StochasticConfig) -> None:
         """Put a first configuration in.
 
         Args:
@@ -111,7 +111,7 @@ class Switched:
         self.close()
 
 
-def linear_names(model: Any, options: Stochastic) -> list[str]:
+def linear_names(model: nn.Module, options: Stochastic) -> list[str]:
     """Full names of the linears that a configuration of these options decides on."""
     return list(linears_to_replace(model, Recipe(name="all", linear=Rule(weight=options))))
 
@@ -149,6 +149,6 @@ def _same_codes(before: StochasticConfig, after: StochasticConfig, name: str) ->
     return same and _grid(before.options) == _grid(after.options)
 
 
-def _put(model: Any, name: str, module: nn.Module) -> None:
+def _put(model: nn.Module, name: str, module: nn.Module) -> None:
     parent, _, last = name.rpartition(".")
     setattr(model.get_submodule(parent), last, module)

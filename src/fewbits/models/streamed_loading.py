@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedModel
@@ -22,6 +22,9 @@ from fewbits.models.early_work import Early
 from fewbits.models.packed_filling import fill, packed_places
 from fewbits.models.placing import one_gpu
 from fewbits.models.streamed_weights import StreamedWeights, asking_order, can_stream
+
+if TYPE_CHECKING:
+    from torch import nn
 
 _STEP = "_load_pretrained_model"
 
@@ -72,7 +75,13 @@ class StreamedLoader:
         return _from_pretrained()(self, where, **options)
 
     def _load_pretrained_model(
-        self, model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *rest: Any, **more: Any
+        self,
+        model: nn.Module,
+        state_dict: Any,
+        checkpoint_files: Any,
+        load_config: Any,
+        *rest: Any,
+        **more: Any,
     ) -> Any:
         step = getattr(self._kind, _STEP)
         files = tuple(Path(file) for file in checkpoint_files or ())

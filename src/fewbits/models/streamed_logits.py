@@ -36,7 +36,7 @@ def skeleton(base: Any, *, head_is_tied: bool) -> Any:
 
 
 @contextmanager
-def streaming(model: Any, weight: Callable[[str], Tensor]) -> Iterator[None]:
+def streaming(model: nn.Module, weight: Callable[[str], Tensor]) -> Iterator[None]:
     """While it lasts, each module of a model from `skeleton` has its weights when it computes, and only then.
 
     Args:
@@ -59,7 +59,7 @@ def streaming(model: Any, weight: Callable[[str], Tensor]) -> Iterator[None]:
 
 
 @torch.no_grad()
-def streamed_logits(model: Any, weight: Callable[[str], Tensor], ids: Tensor) -> Tensor:
+def streamed_logits(model: nn.Module, weight: Callable[[str], Tensor], ids: Tensor) -> Tensor:
     """Logits (B, T, V), float32, on the CPU.
 
     Args:

@@ -9,10 +9,14 @@ something from the first step on; embedding and head must then train, beside ada
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fewbits.errors import BadInput
 from fewbits.models.named_templates import named, set_template
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedTokenizerBase
 
 _MARKER = re.compile(r"<\|[^<>|]+\|>|</?[a-z]+(?:_[a-z]+)+>|\[/?[A-Z]+\]")
 
@@ -39,7 +43,7 @@ def markers_of(choice: str) -> list[str]:
     return list(dict.fromkeys(marker for part in parts for marker in _MARKER.findall(part)))
 
 
-def add_tokens(tokenizer: Any, choice: str) -> dict[str, list[int]]:
+def add_tokens(tokenizer: PreTrainedTokenizerBase, choice: str) -> dict[str, list[int]]:
     """Add a template's markers that a tokenizer lacks, as special tokens.
 
     Args:
@@ -63,7 +67,7 @@ def add_tokens(tokenizer: Any, choice: str) -> dict[str, list[int]]:
     return before
 
 
-def add_template_tokens(model: Any, tokenizer: Any, choice: str) -> list[str]:
+def add_template_tokens(model: nn.Module, tokenizer: PreTrainedTokenizerBase, choice: str) -> list[str]:
     """Add a template's markers to a tokenizer and rows for them to its model, and set the template.
 
     Args:
@@ -86,7 +90,7 @@ def add_template_tokens(model: Any, tokenizer: Any, choice: str) -> list[str]:
     return list(before)
 
 
-def give_rows(model: Any, tokenizer: Any, before: dict[str, list[int]]) -> None:
+def give_rows(model: Any, tokenizer: PreTrainedTokenizerBase, before: dict[str, list[int]]) -> None:
     """Rows of embedding and head for new tokens: the means of what they consisted of before."""
     if not before:
         return

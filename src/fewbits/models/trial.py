@@ -10,13 +10,16 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from huggingface_hub.errors import StrictDataclassError
 
 from fewbits.errors import BadInput, FewbitsError, SpecMismatch, Unsupported
 from fewbits.families.catalog import SPECS
 from fewbits.families.registry import family_of, known_families
+
+if TYPE_CHECKING:
+    from torch import nn
 
 # As small as the kernels' blocks allow; a configuration takes those of them that it knows.
 _SMALL = {
@@ -96,7 +99,7 @@ def try_family(model_type: str, *, recipe: str = "qlora_nf4") -> Trial:
     return _tried(model, model_type, has_spec, recipe)
 
 
-def _tried(model: Any, model_type: str, has_spec: bool, recipe: str) -> Trial:
+def _tried(model: nn.Module, model_type: str, has_spec: bool, recipe: str) -> Trial:
     from fewbits.decoder.fuse import fuse, fusion_of
     from fewbits.host.spec import spec_for
     from fewbits.models.convert import convert

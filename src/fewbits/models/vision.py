@@ -39,7 +39,7 @@ def vision_names(model: nn.Module) -> list[str]:
     return [name for name in linears_of(model) if name.startswith(towers)] if towers else []
 
 
-def processor_of(model: Any, tokenizer: Any) -> Any:
+def processor_of(model: nn.Module, tokenizer: Any) -> Any:
     """The processor of text and images beside a model's weights, with this tokenizer; else the tokenizer."""
     from transformers import AutoProcessor
 

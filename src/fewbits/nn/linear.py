@@ -268,6 +268,6 @@ def _named(operands: Operands) -> dict[str, Format | None]:
     }
 
 
-def _repr(module: Any, bias: bool, formats: dict[str, Format | None]) -> str:
+def _repr(module: nn.Module, bias: bool, formats: dict[str, Format | None]) -> str:
     named = "".join(f", {role}={format.name}" for role, format in formats.items() if format is not None)
     return f"in_features={module.in_features}, out_features={module.out_features}, bias={bias}{named}"

@@ -251,7 +251,7 @@ class LoRALinear(nn.Module, LoraLayer):
             self._repacked_before = base.repacked
         base.pack(merged)
 
-    def _merged_bias(self, base: Any, name: str, must_be_finite: bool) -> Tensor:
+    def _merged_bias(self, base: nn.Module, name: str, must_be_finite: bool) -> Tensor:
         if base.bias is None:
             # PEFT's own sentence and kind of error, for code that looks for them, and what it leaves unsaid
             raise RuntimeError(

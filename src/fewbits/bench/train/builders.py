@@ -121,7 +121,7 @@ def _recipe(config: Configuration) -> Any:
     return Recipe(name=f"lora_{config.weights}_fp8{head}", linear=rule, head=like.head)
 
 
-def _fuse(model: Any, job: Job, recipe: Any) -> tuple[list[str], Any]:
+def _fuse(model: nn.Module, job: Job, recipe: Any) -> tuple[list[str], Any]:
     """The fused decoder and its memory budget, where this fewbits has them.
 
     Raises:
@@ -232,7 +232,7 @@ _BUILDERS: dict[str, Callable[[Job], Built]] = {
 }
 
 
-def _with_adapters(model: Any, config: Configuration) -> Any:
+def _with_adapters(model: nn.Module, config: Configuration) -> Any:
     if config.trains_all:
         return model.requires_grad_(True)
     import peft
@@ -246,7 +246,7 @@ def _with_adapters(model: Any, config: Configuration) -> Any:
     return model
 
 
-def _cast_adapters(model: Any, config: Configuration) -> None:
+def _cast_adapters(model: nn.Module, config: Configuration) -> None:
     if config.trains_all:
         return
     for p in model.parameters():
@@ -254,7 +254,7 @@ def _cast_adapters(model: Any, config: Configuration) -> None:
             p.data = p.data.to(getattr(torch, str(config.adapters)))
 
 
-def _finish(model: Any, config: Configuration) -> Built:
+def _finish(model: nn.Module, config: Configuration) -> Built:
     """Liger's loss, compilation and gradient checkpointing, as the configuration says."""
     base, notes = unwrap(model), []
     if config.liger_loss:

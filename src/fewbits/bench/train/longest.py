@@ -123,7 +123,7 @@ def find(trial: Trial, grain: int, total: int) -> dict[str, Any]:
 class _Trial:
     """Steps of one model at many lengths."""
 
-    def __init__(self, trainer: Stepper, model: Any, tell: Callable[..., None]) -> None:
+    def __init__(self, trainer: Stepper, model: nn.Module, tell: Callable[..., None]) -> None:
         self._trainer, self._model, self._tell = trainer, model, tell
         self._vocab = unwrap(model).config.vocab_size
 

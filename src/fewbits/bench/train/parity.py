@@ -61,7 +61,13 @@ class Parity:
 
 
 def check(
-    model: Any, ids: Tensor, step: Any, *, rounding: str, layers: int = 2, history: Sequence[Tensor] = ()
+    model: nn.Module,
+    ids: Tensor,
+    step: Any,
+    *,
+    rounding: str,
+    layers: int = 2,
+    history: Sequence[Tensor] = (),
 ) -> Parity:
     """Compare the first ``layers`` of ``model``; weights stay what they were, without gradients.
 
@@ -100,7 +106,7 @@ def check(
     return _compare(exact, gradients, loss, ids, rounding)
 
 
-def _forget(model: Any) -> None:
+def _forget(model: nn.Module) -> None:
     for p in model.parameters():
         p.grad = None
 
@@ -138,7 +144,7 @@ def _fill_b(named: dict[str, Adapter]) -> None:
             b.copy_(torch.randn(b.shape, generator=generator) * _B_STD)
 
 
-def _leaves(base: Any, named: dict[str, Adapter]) -> dict[str, Tensor]:
+def _leaves(base: nn.Module, named: dict[str, Adapter]) -> dict[str, Tensor]:
     """The trained parameters of the cut model, by the names of `Decoder.trained`."""
     leaves: dict[str, Tensor] = {}
     for name, adapter in named.items():

@@ -12,13 +12,16 @@ nothing, and is made only where the layer's output stays what it was.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from fewbits.formats.base import Format
 from fewbits.inference.rounding.gptq import loss_of, nearest
+
+if TYPE_CHECKING:
+    from torch import nn
 
 _EQUAL = 1e-6  # of the layer's output, where sums are taken in another order
 _POWERS = tuple(number / 20 for number in range(20))
@@ -100,7 +103,7 @@ def _holds(maker: Any, linears: Sequence[Any], output: Callable[[], Tensor]) -> 
     return float((after - before).float().norm()) <= _EQUAL * float(before.float().norm())
 
 
-def _find(layer: Any, name: str) -> Any:
+def _find(layer: nn.Module, name: str) -> Any:
     try:
         return layer.get_submodule(name)
     except AttributeError:

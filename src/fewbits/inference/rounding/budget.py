@@ -14,7 +14,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -22,6 +22,9 @@ from fewbits.errors import BadCheckpoint, BadInput
 from fewbits.formats import get_format
 from fewbits.formats.base import Format
 from fewbits.inference.rounding.quality import divergence, log_probabilities, rounded
+
+if TYPE_CHECKING:
+    from torch import nn
 
 CANDIDATES = ("int2_g64_zp", "int3_g64_zp", "int4_g64_zp", "int6_g64", "int8_g64")
 
@@ -53,7 +56,7 @@ class Step:
 
 
 def measure_losses(
-    model: Any,
+    model: nn.Module,
     linears: Sequence[str],
     formats: Sequence[Format],
     windows: Tensor,

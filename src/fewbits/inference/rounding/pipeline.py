@@ -168,7 +168,7 @@ def _one_format(format: Any) -> Format:
 class _Work:
     """The model while its layers are rounded one after another."""
 
-    def __init__(self, model: Any, choices: list[Format], method: str) -> None:
+    def __init__(self, model: nn.Module, choices: list[Format], method: str) -> None:
         self.model, self.method = model, method
         self.layers = list(layer_names(model, spec_for(model)))
         rules = linears_to_replace(model, Recipe(name="calibrated", linear=Rule(weight=choices[0])))
@@ -226,7 +226,7 @@ class _Work:
                 progress(number + 1, len(self.layers))
         return resumed
 
-    def _round(self, name: str, layer: Any, hidden: list[Tensor], words: dict[str, Any]) -> None:
+    def _round(self, name: str, layer: nn.Module, hidden: list[Tensor], words: dict[str, Any]) -> None:
         linears = self.linears[name]
         hessians, magnitudes = _moments(layer, linears, hidden, words)
         bad = next((n for n in linears if not bool(hessians[n].isfinite().all())), None)
@@ -268,7 +268,7 @@ class _Work:
         own = [f"{name}.{leaf}" for leaf in self.linears[name]]
         return {n: [self.output_errors[n], self.errors[n].relative_error] for n in own}
 
-    def _take(self, name: str, layer: Any, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
+    def _take(self, name: str, layer: nn.Module, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
         """Put back what an earlier call made of a layer."""
         for leaf in self.linears[name]:
             weight = as_linear(layer.get_submodule(leaf)).weight.detach()
@@ -371,7 +371,7 @@ class _Stop(Exception):
 
 
 def _first_inputs(
-    model: Any, layers: list[str], windows: Tensor
+    model: nn.Module, layers: list[str], windows: Tensor
 ) -> tuple[list[Tensor], dict[str, dict[str, Any]]]:
     """The first layer's input for every window, and the words with which each layer is called."""
     words: dict[str, dict[str, Any]] = {}
@@ -379,7 +379,7 @@ def _first_inputs(
     hooks = []
     for name in layers:
 
-        def remember(module: Any, args: Any, kwargs: dict[str, Any], name: str = name) -> None:
+        def remember(module: nn.Module, args: Any, kwargs: dict[str, Any], name: str = name) -> None:
             words[name] = {k: v for k, v in kwargs.items() if k not in ("past_key_values", "hidden_states")}
             words[name]["use_cache"] = False
 
@@ -388,7 +388,7 @@ def _first_inputs(
     for hook in hooks:
         hook.remove()
 
-    def catch(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    def catch(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         hidden.append(args[0] if args else kwargs["hidden_states"])
         raise _Stop
 
@@ -402,14 +402,14 @@ def _first_inputs(
     return hidden, words
 
 
-def _output(layer: Any, x: Tensor, words: dict[str, Any]) -> Tensor:
+def _output(layer: nn.Module, x: Tensor, words: dict[str, Any]) -> Tensor:
     output = layer(x, **words)
     result: Tensor = output[0] if isinstance(output, tuple) else output
     return result
 
 
 def _moments(
-    layer: Any, linears: list[str], hidden: list[Tensor], words: dict[str, Any]
+    layer: nn.Module, linears: list[str], hidden: list[Tensor], words: dict[str, Any]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """``X^T X / rows`` (K, K) and mean |x| (K,) of each linear's input, float32."""
     moments: dict[str, Tensor] = {}
@@ -418,7 +418,7 @@ def _moments(
     hooks = []
     for leaf in linears:
 
-        def add(module: Any, args: tuple[Tensor, ...], leaf: str = leaf) -> None:
+        def add(module: nn.Module, args: tuple[Tensor, ...], leaf: str = leaf) -> None:
             x = args[0].detach().reshape(-1, args[0].shape[-1]).float()
             moments[leaf] = moments.get(leaf, torch.zeros(())) + x.t() @ x / rows
             magnitudes[leaf] = magnitudes.get(leaf, torch.zeros(())) + x.abs().sum(0) / rows

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,6 +20,10 @@ from fewbits.models.convert import linears_to_replace
 from fewbits.models.fast import FastLanguageModel
 from fewbits.models.packed import is_packed
 from fewbits.recipes import Recipe, Rule
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedTokenizerBase
 
 WINDOWS, LENGTH = 8, 256  # on which KL is measured
 
@@ -40,14 +44,14 @@ class Quality:
 
 
 @torch.no_grad()
-def log_probabilities(model: Any, windows: Tensor) -> Tensor:
+def log_probabilities(model: nn.Module, windows: Tensor) -> Tensor:
     """(windows, length, vocabulary) float32 of a model at ``windows`` (windows, length) of tokens."""
     return torch.cat(
         [model(input_ids=w[None], use_cache=False).logits.float().log_softmax(-1) for w in windows]
     )
 
 
-def divergence(model: Any, plain: Tensor, windows: Tensor) -> float:
+def divergence(model: nn.Module, plain: Tensor, windows: Tensor) -> float:
     """KL(plain || model) in nats a token, for ``plain`` from `log_probabilities`."""
     log_probs = log_probabilities(model, windows)
     return max(float((plain.exp() * (plain - log_probs)).sum(-1).mean()), 0.0)
@@ -120,7 +124,7 @@ def bits_against_quality(
     return qualities
 
 
-def measuring_windows(model: Any, tokenizer: Any, rows: str | Path) -> Tensor:
+def measuring_windows(model: Any, tokenizer: PreTrainedTokenizerBase, rows: str | Path) -> Tensor:
     """(windows, length) of tokens on which KL is measured."""
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or LENGTH
     return read_windows(rows, tokenizer, length=min(LENGTH, positions), count=WINDOWS, least=1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from fewbits.models.live.prompts import Prompts, Read
 from fewbits.models.live.rows import Request, Row, Text, is_from_transformers, request_of
 from fewbits.models.live.slots import ModelSlots, Slots
 from fewbits.models.live.step_slots import StepSlots
+
+if TYPE_CHECKING:
+    from torch import nn
 
 _NOT_FINITE = "the model's logits for row {} are NaN or infinite"
 _LOOK_EVERY = 8  # steps on a GPU
@@ -49,7 +52,7 @@ class Report:
 
 @torch.no_grad()
 def answers(
-    model: Any,
+    model: nn.Module,
     rows: Sequence[Row],
     keywords: dict[str, Any],
     *,
@@ -246,7 +249,7 @@ class _RefuseNaN:
 
 
 @contextmanager
-def evaluating(model: Any) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
     """The model in evaluation mode; each module's own mode comes back."""
     training = [module for module in model.modules() if module.training]
     model.eval()

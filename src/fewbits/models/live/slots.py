@@ -12,7 +12,7 @@ prompt and compares one step with the model's own, and refuses what differs.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ from torch import Tensor
 from fewbits.errors import Unsupported
 from fewbits.models.decode_step import rope_kind
 from fewbits.models.live.prompts import Read
+
+if TYPE_CHECKING:
+    from torch import nn
 
 _KINDS = {"full_attention", "sliding_attention"}
 _NO_MASK = ("flash_attention", "flex_attention", "paged")
@@ -69,7 +72,7 @@ def kinds_of(config: Any) -> tuple[set[str], int]:
     return types, window
 
 
-def _check_positions(model: Any) -> None:
+def _check_positions(model: nn.Module) -> None:
     kind = rope_kind(model)
     if kind in ("dynamic", "longrope"):
         raise Unsupported(f"its rotary embedding {kind!r} depends on the longest text beside.")
@@ -218,7 +221,7 @@ class ModelSlots:
 
 
 @torch.no_grad()
-def own_step(model: Any, read: Read, token: Tensor) -> Tensor:
+def own_step(model: nn.Module, read: Read, token: Tensor) -> Tensor:
     """(vocabulary,) float32: the model's own logits behind a prompt and one token (1,)."""
     out = model(
         input_ids=token[None],

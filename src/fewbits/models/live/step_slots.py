@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,6 +14,9 @@ from fewbits.models.live.prompts import Read
 from fewbits.models.live.slots import difference, own_step
 from fewbits.models.speculation import ROUNDING
 
+if TYPE_CHECKING:
+    from torch import nn
+
 _SHRINK = 4  # once so many times fewer slots are in use, a step of fewer rows is recorded
 _FEWEST = 4
 
@@ -24,7 +27,7 @@ class StepSlots:
     Steps of fewer rows, for when most texts have ended, work on the same keys and values.
     """
 
-    def __init__(self, model: Any, *, count: int, room: int) -> None:
+    def __init__(self, model: nn.Module, *, count: int, room: int) -> None:
         """Make room for ``count`` texts of ``room`` tokens.
 
         Raises:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -15,6 +15,9 @@ from fewbits.training.data.mix import load_run_data
 from fewbits.training.data.packing import pack
 from fewbits.training.data.sources import check_sources
 from fewbits.training.setup.model_and_trainer import load_tokenizer, max_positions, sequence_length
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Part = tuple[str, bool]  # a text, and whether its tokens are trained
 
@@ -104,7 +107,7 @@ def preview(config: TrainConfig, rows: int = 3) -> Preview:
     return make(config, tokenizer, length, rows)
 
 
-def _of_rows(config: TrainConfig, tokenizer: Any, length: int, rows: int) -> Preview:
+def _of_rows(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, length: int, rows: int) -> Preview:
     loaded = load_run_data(RowEncoder(tokenizer, replace(config, eval_data=None), length))
     data = loaded.train
     lengths = [len(e) for e in data.examples]
@@ -126,14 +129,14 @@ def _of_rows(config: TrainConfig, tokenizer: Any, length: int, rows: int) -> Pre
     return result
 
 
-def _shown(example: Example, tokenizer: Any) -> Shown:
+def _shown(example: Example, tokenizer: PreTrainedTokenizerBase) -> Shown:
     ids, trained = example.input_ids.tolist(), example.trained.tolist()
     return Shown(
         row=example.row, parts=tuple(_parts(ids, trained, tokenizer)), tokens=len(ids), trained=sum(trained)
     )
 
 
-def _parts(ids: Sequence[int], trained: Sequence[bool], tokenizer: Any) -> Iterator[Part]:
+def _parts(ids: Sequence[int], trained: Sequence[bool], tokenizer: PreTrainedTokenizerBase) -> Iterator[Part]:
     """Runs of tokens that are trained, or not; decoded together, for a character may be several tokens."""
     start = 0
     for end in range(1, len(ids) + 1):
@@ -153,7 +156,9 @@ def _padded(lengths: Sequence[int], config: TrainConfig) -> float:
     return sum(lengths) / computed
 
 
-def _of_preferences(config: TrainConfig, tokenizer: Any, length: int, rows: int) -> Preview:
+def _of_preferences(
+    config: TrainConfig, tokenizer: PreTrainedTokenizerBase, length: int, rows: int
+) -> Preview:
     from fewbits.training.preferences.rows import preference_rows
 
     try:
@@ -182,7 +187,7 @@ def _of_preferences(config: TrainConfig, tokenizer: Any, length: int, rows: int)
     )
 
 
-def _check_template(config: TrainConfig, tokenizer: Any, row: dict[str, Any]) -> None:
+def _check_template(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, row: dict[str, Any]) -> None:
     if any(isinstance(value, list) for value in row.values()) and not tokenizer.chat_template:
         raise BadInput(
             f"the tokenizer of {config.model} has no chat template, which rows of messages need; set"
@@ -190,7 +195,7 @@ def _check_template(config: TrainConfig, tokenizer: Any, row: dict[str, Any]) ->
         )
 
 
-def _answers(texts: dict[str, Any], row: int, tokenizer: Any) -> Iterator[Shown]:
+def _answers(texts: dict[str, Any], row: int, tokenizer: PreTrainedTokenizerBase) -> Iterator[Shown]:
     """A preference row's sequences: its prompt, which is not trained, before each of its answers."""
     prompt = str(texts.get("prompt", ""))
     head = tokenizer(prompt)["input_ids"] if prompt else []

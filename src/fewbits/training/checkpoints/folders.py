@@ -200,7 +200,7 @@ def save_weights(model: Any, folder: Path, copies: Mapping[str, Tensor] | None =
         save_scales(model, folder)
 
 
-def only_lora(model: Any) -> bool:
+def only_lora(model: nn.Module) -> bool:
     """Whether PEFT's files of a model hold parameters of LoRA alone, which are known by their names."""
     configs = list(getattr(model, "peft_config", {}).values())
     plain = [
@@ -212,14 +212,14 @@ def only_lora(model: Any) -> bool:
     return len(plain) == 1 and all(plain) and all("lora_" in name for name in trainable(model))
 
 
-def save_scales(model: Any, folder: Path) -> None:
+def save_scales(model: nn.Module, folder: Path) -> None:
     """The scales of float8 products, where a model records any."""
     scales = scales_of(model)
     if scales:
         save_file(scales, str(folder / SCALES_FILE))
 
 
-def load_weights(model: Any, folder: Path) -> None:
+def load_weights(model: nn.Module, folder: Path) -> None:
     """Put a checkpoint's weights into the model; every one must be there and fit."""
     adapters = hasattr(model, "peft_config")
     path = folder / (TRAINABLE_FILE if adapters else MODEL_FILE)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
 from fewbits.training.checkpoints.folders import load_weights, save_weights
 
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
 
-def restore(model: nn.Module, folder: Path, optimizer: Any = None) -> None:
+
+def restore(model: nn.Module, folder: Path, optimizer: Optimizer | None = None) -> None:
     """Put a checkpoint's weights into the model; where either is sharded the optimizer's state, too.
 
     Raises:
@@ -29,7 +32,7 @@ def restore(model: nn.Module, folder: Path, optimizer: Any = None) -> None:
         load_weights(model, folder)
 
 
-def keep(model: nn.Module, folder: Path, optimizer: Any, *, leads: bool) -> None:
+def keep(model: nn.Module, folder: Path, optimizer: Optimizer, *, leads: bool) -> None:
     """Write the weights into a checkpoint, of a sharded model the optimizer too; every rank calls."""
     if has_shards(model):
         from fewbits.training.checkpoints.sharded import save_sharded

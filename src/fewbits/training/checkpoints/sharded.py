@@ -28,7 +28,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_file
@@ -45,12 +45,17 @@ from fewbits.training.checkpoints.whole_views import gathered, pieces_of, places
 from fewbits.training.optimizer import AdamW8bit
 from fewbits.training.ranks.fsdp import local, place_of, reshard
 
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+    from transformers import PreTrainedTokenizerBase
+
 _SCALES = ("m_scales", "v_scales")  # of AdamW8bit
 FOLDER, FACTS = "sharded", "sharded.json"
 
 
 def write_sharded(
-    final: Path, model: Any, optimizer: Any = None, extra: Mapping[str, Any] | None = None
+    final: Path, model: nn.Module, optimizer: Optimizer | None = None, extra: Mapping[str, Any] | None = None
 ) -> None:
     """`save_sharded` into a folder that takes the name ``final`` when it is whole; every rank calls."""
     writers = Writers(_rank(), _world_size(), _everyones)
@@ -59,7 +64,7 @@ def write_sharded(
 
 
 def save_sharded(
-    folder: Path, model: Any, optimizer: Any = None, extra: Mapping[str, Any] | None = None
+    folder: Path, model: nn.Module, optimizer: Any = None, extra: Mapping[str, Any] | None = None
 ) -> None:
     """Write weights and the optimizer's state; every rank calls, with one folder that all of them see.
 
@@ -89,7 +94,9 @@ def save_sharded(
         _save_configuration(model, folder)
 
 
-def load_sharded(folder: Path, model: Any, optimizer: Any = None, *, compare: bool = True) -> dict[str, Any]:
+def load_sharded(
+    folder: Path, model: nn.Module, optimizer: Any = None, *, compare: bool = True
+) -> dict[str, Any]:
     """Put a checkpoint's weights and the optimizer's state where they belong; every rank calls.
 
     Args:
@@ -144,7 +151,7 @@ def is_sharded_checkpoint(folder: Path) -> bool:
 # 1. What is kept.
 
 
-def tensors_of(model: Any) -> dict[str, Tensor]:
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     """What a checkpoint holds of the model: trained parameters with adapters, else all, each once."""
     views = whole_views(model)
     if hasattr(model, "peft_config"):
@@ -153,12 +160,12 @@ def tensors_of(model: Any) -> dict[str, Tensor]:
     return {**views, **{name: b.detach() for name, b in model.named_buffers() if name in persistent}}
 
 
-def _inner(optimizer: Any) -> Any:
+def _inner(optimizer: Optimizer) -> Any:
     """The optimizer in accelerate's wrapper."""
     return getattr(optimizer, "optimizer", optimizer)
 
 
-def _named(model: Any, optimizer: Any) -> Iterator[tuple[str, Tensor, Tensor]]:
+def _named(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Name, parameter, and the parameter as a slice of the whole one."""
     names, views = {id(p): name for name, p in model.named_parameters()}, whole_views(model)
     for group in optimizer.param_groups:
@@ -171,12 +178,12 @@ def _named(model: Any, optimizer: Any) -> Iterator[tuple[str, Tensor, Tensor]]:
             yield names[id(param)], param, views[names[id(param)]]
 
 
-def whole_slices(model: Any, optimizer: Any) -> list[tuple[str, Tensor]]:
+def whole_slices(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, Tensor]]:
     """Names of the parameters that an optimizer steps, in its order, and each as a slice of the whole one."""
     return [(name, view) for name, _, view in _named(model, _inner(optimizer))]
 
 
-def _optimizer_state(model: Any, optimizer: Any) -> dict[str, Tensor]:
+def _optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
     """Every tensor of the state under its parameter's name; moments are sliced as the parameter is."""
     state: dict[str, Tensor] = {}
     for name, param, view in _named(model, optimizer):
@@ -243,7 +250,7 @@ def _check(folder: Path, state: Mapping[str, Tensor], sizes: Mapping[str, Any]) 
         )
 
 
-def _empty_optimizer_state(folder: Path, model: Any, sizes: Mapping[str, Any]) -> dict[str, Tensor]:
+def _empty_optimizer_state(folder: Path, model: nn.Module, sizes: Mapping[str, Any]) -> dict[str, Tensor]:
     stored = {key: meta for key, meta in sizes.items() if key.startswith("optimizer.")}
     params = whole_views(model)
     state = {}
@@ -262,7 +269,11 @@ def _empty_optimizer_state(folder: Path, model: Any, sizes: Mapping[str, Any]) -
 
 
 def fill_optimizer(
-    model: Any, optimizer: Any, state: Mapping[str, Tensor], groups: list[Any], sizes: Mapping[str, Any]
+    model: nn.Module,
+    optimizer: Optimizer,
+    state: Mapping[str, Tensor],
+    groups: list[Any],
+    sizes: Mapping[str, Any],
 ) -> None:
     """Give the optimizer its settings and state.
 
@@ -356,7 +367,13 @@ def _overlap(
 # 3. One folder of it all.
 
 
-def export(model: Any, folder: Path, tokenizer: Any = None, *, shard_bytes: int = 5 * 10**9) -> None:
+def export(
+    model: Any,
+    folder: Path,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    shard_bytes: int = 5 * 10**9,
+) -> None:
     """Write the model as one Hugging Face folder, or its adapters as PEFT's; every rank calls.
 
     Args:
@@ -376,7 +393,7 @@ def export(model: Any, folder: Path, tokenizer: Any = None, *, shard_bytes: int 
         tokenizer.save_pretrained(str(folder))
 
 
-def _gathered(model: Any, *, adapters_only: bool = False) -> Iterator[tuple[str, Tensor]]:
+def _gathered(model: nn.Module, *, adapters_only: bool = False) -> Iterator[tuple[str, Tensor]]:
     """Every parameter and persistent buffer, whole; on the host of rank 0, elsewhere empty."""
     persistent = model.state_dict().keys()
     buffers = [] if adapters_only else [(n, b) for n, b in model.named_buffers() if n in persistent]

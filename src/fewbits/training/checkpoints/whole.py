@@ -10,7 +10,7 @@ import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -24,11 +24,15 @@ from fewbits.training.checkpoints.sharded import fill_optimizer, tensors_of, who
 from fewbits.training.checkpoints.whole_views import places_of, slice_like
 from fewbits.training.ranks.fsdp import local, reshard
 
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
 OPTIMIZER_FILE = "optimizer.pt"  # as the host calls it
 _SCALES = ("m_scales", "v_scales")  # of AdamW8bit: of a whole parameter's blocks
 
 
-def load_whole(folder: Path, model: Any, optimizer: Any = None) -> None:
+def load_whole(folder: Path, model: nn.Module, optimizer: Optimizer | None = None) -> None:
     """Put a whole checkpoint's weights, and the optimizer's state, into a sharded model; every rank calls.
 
     Raises:
@@ -77,7 +81,7 @@ class _Chunks:
     chunks: tuple[_Chunk, ...]
 
 
-def _load_optimizer(path: Path, model: Any, optimizer: Any) -> None:
+def _load_optimizer(path: Path, model: nn.Module, optimizer: Optimizer) -> None:
     try:
         saved = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except (OSError, RuntimeError, pickle.UnpicklingError) as error:

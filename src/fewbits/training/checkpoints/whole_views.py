@@ -8,13 +8,16 @@ shares its memory.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, distributed
 
 from fewbits.training.ranks.fsdp import local, place_of
 from fewbits.training.ranks.tensor_parallel import TensorParallel, tensor_parallel_of
+
+if TYPE_CHECKING:
+    from torch import nn
 
 Place = tuple[tuple[int, ...], tuple[int, ...]]  # where a slice begins in the whole tensor, and its shape
 
@@ -86,7 +89,7 @@ class Pieces:
         ]
 
 
-def whole_views(model: Any) -> dict[str, Tensor]:
+def whole_views(model: nn.Module) -> dict[str, Tensor]:
     """Every parameter by name, once, with the shape it has in a model on one device; every rank calls."""
     named = {name: p.detach() for name, p in model.named_parameters()}
     state = tensor_parallel_of(model)

@@ -17,13 +17,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
 from fewbits.errors import BadInput, Unsupported
 from fewbits.models.chat_template import CHARACTERS, check_template
 from fewbits.training.data.spans import Span, SpanEncoder, Tokens
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _TRIAL = ({"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"})
 # a template computes: it may divide by zero, look for what is not there, or ask for too long a range
@@ -113,7 +116,7 @@ def normalize_messages(value: Any) -> list[dict[str, Any]]:
 class ChatEncoder(SpanEncoder):
     """Chats, and pairs of prompt and response, as token ids with a trainable mask."""
 
-    def __init__(self, tokenizer: Any, limit: int | None = None) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, limit: int | None = None) -> None:
         super().__init__(tokenizer, limit)
         self.template = tokenizer.chat_template
         self._tried = 0  # conversations of so many messages come to an end

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,6 +19,9 @@ from fewbits.training.data.sources import Source, read_source
 from fewbits.training.data.spans import SpanEncoder, Tokens
 from fewbits.training.data.token_store import Example as Example
 from fewbits.training.data.token_store import Examples, StoredExamples, TokenStore, subset
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 TEMPLATES = {
     "alpaca": (
@@ -130,7 +133,7 @@ def _column(config: TrainConfig, name: str, role: str, values: dict[str, Any]) -
 class RowEncoder:
     """Writes rows of one format as tokens."""
 
-    def __init__(self, tokenizer: Any, config: TrainConfig, max_length: int) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, config: TrainConfig, max_length: int) -> None:
         self.tokenizer = tokenizer
         self.config = config
         self.max_length = max_length

@@ -15,9 +15,12 @@ never cut.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from fewbits.errors import BadInput, Unsupported
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Span = tuple[int, int]  # first character, one past the last
 Tokens = tuple[list[int], list[bool]]  # ids, and which of them are trained
@@ -40,7 +43,7 @@ class SpanEncoder:
         was_cut: the same for a text that was cut.
     """
 
-    def __init__(self, tokenizer: Any, limit: int | None = None) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, limit: int | None = None) -> None:
         if not getattr(tokenizer, "is_fast", False):
             raise Unsupported(
                 f"{type(tokenizer).__name__} gives no character offsets, which exact response spans need;"

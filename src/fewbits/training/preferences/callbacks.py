@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
 
@@ -12,6 +12,9 @@ from fewbits.training.checkpoints.folders import PREFIX, Progress
 from fewbits.training.checkpoints.manifest import Writers, write_manifest
 from fewbits.training.ranks.processes import Ranks
 from fewbits.training.setup.signals import StopRequest
+
+if TYPE_CHECKING:
+    from transformers import TrainerControl, TrainerState, TrainingArguments
 
 
 class WholeCheckpoints(TrainerCallback):
@@ -25,14 +28,18 @@ class WholeCheckpoints(TrainerCallback):
         self.stop = stop
         self.ranks = ranks
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """A signal ends the run behind this step; the last step is saved in any case."""
         if any(self.ranks.exchange("stop", self.stop())):
             control.should_training_stop = True
         if control.should_training_stop:
             control.should_save = control.should_log = True
 
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Without a manifest a checkpoint counts as half written."""
         folder = Path(args.output_dir) / f"{PREFIX}{state.global_step}"
         if self.ranks.leads:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
@@ -25,6 +25,9 @@ from transformers import TrainerCallback
 from fewbits.training.checkpoints.folders import Progress, write_atomic
 from fewbits.training.run_folder.lock import RunLock
 
+if TYPE_CHECKING:
+    from transformers import TrainerControl, TrainerState
+
 Args = Any  # transformers.TrainingArguments; beside it come its TrainerState and TrainerControl
 
 
@@ -41,11 +44,11 @@ class StillOurs(TrainerCallback):
     def __init__(self, lock: RunLock) -> None:
         self.lock = lock
 
-    def on_step_end(self, args: Args, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: Args, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """A checkpoint may follow each step."""
         self.lock.confirm()
 
-    def on_evaluate(self, args: Args, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_evaluate(self, args: Args, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """A new best may be kept."""
         self.lock.confirm()
 
@@ -59,7 +62,7 @@ class Schedule(TrainerCallback):
         self.keep_best = keep_best
         self.patience = patience
 
-    def on_step_end(self, args: Args, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: Args, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """The last step is evaluated and saved; before a checkpoint comes a log line, also after a resume."""
         if control.should_training_stop:
             control.should_save = True
@@ -68,7 +71,12 @@ class Schedule(TrainerCallback):
             control.should_log = True
 
     def on_evaluate(
-        self, args: Args, state: Any, control: Any, metrics: dict[str, float], **kwargs: Any
+        self,
+        args: Args,
+        state: TrainerState,
+        control: TrainerControl,
+        metrics: dict[str, float],
+        **kwargs: Any,
     ) -> None:
         """Compare with the best loss so far."""
         if state.global_step == 0:
@@ -94,7 +102,7 @@ class MetricsFile(TrainerCallback):
         self._earlier = progress.seconds
         self._last_tokens = progress.tokens
 
-    def on_train_begin(self, args: Args, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: Args, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Drop lines of steps that the checkpoint does not know: they will come again."""
         self._began = self._last_time = time.perf_counter()
         self._earlier, self._last_tokens = self.progress.seconds, self.progress.tokens
@@ -103,7 +111,7 @@ class MetricsFile(TrainerCallback):
             records = []
         write_atomic(self.path, "".join(json.dumps(record) + "\n" for record in records))
 
-    def on_step_end(self, args: Args, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: Args, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Keep the clock for the checkpoint."""
         self._tick()
 
@@ -111,7 +119,9 @@ class MetricsFile(TrainerCallback):
         self.progress.seconds = round(self._earlier + time.perf_counter() - self._began, 3)
         return self.progress.seconds
 
-    def on_log(self, args: Args, state: Any, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
+    def on_log(
+        self, args: Args, state: TrainerState, control: TrainerControl, logs: dict[str, float], **kwargs: Any
+    ) -> None:
         """Write the line; the host's closing summary is not one."""
         if not state.is_world_process_zero or not ({"loss", "eval_loss"} & logs.keys()):
             return
@@ -174,7 +184,7 @@ class ProgressBar(TrainerCallback):
         self._shown: dict[str, float] = {}
         self._start = (0.0, 0)
 
-    def on_train_begin(self, args: Args, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: Args, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Show the bar."""
         self._start = (time.perf_counter(), self.progress.tokens)
         if not self.console.is_terminal or not state.is_world_process_zero:
@@ -190,7 +200,7 @@ class ProgressBar(TrainerCallback):
         self.task = self.bar.add_task("training", total=state.max_steps, completed=state.global_step, text="")
         self.bar.start()
 
-    def on_step_end(self, args: Args, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: Args, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Move it."""
         if self.bar is not None and self.task is not None:
             self.bar.update(self.task, completed=state.global_step, text=self._text())
@@ -202,13 +212,15 @@ class ProgressBar(TrainerCallback):
         parts.append(f"{memory_bytes() / 2**20:,.0f} MiB")
         return "  ".join(parts)
 
-    def on_log(self, args: Args, state: Any, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
+    def on_log(
+        self, args: Args, state: TrainerState, control: TrainerControl, logs: dict[str, float], **kwargs: Any
+    ) -> None:
         """Remember the newest losses."""
         self._shown |= {name: logs[name] for name in ("loss", "eval_loss") if name in logs}
         if self.bar is None and "eval_loss" in logs and state.is_world_process_zero:
             self.console.print(f"step {state.global_step}/{state.max_steps}  {self._text()}", highlight=False)
 
-    def on_train_end(self, args: Args, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(self, args: Args, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Leave the last line standing."""
         self.close()
 

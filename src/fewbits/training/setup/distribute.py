@@ -238,7 +238,7 @@ def _load_in_shares(config: TrainConfig, layout: Layout) -> Built:
     return Built(model, tokenizer, recipe, lora, "\n".join(line for line in lines if line))
 
 
-def _spread(model: Any, config: TrainConfig, layout: Layout) -> str:
+def _spread(model: nn.Module, config: TrainConfig, layout: Layout) -> str:
     from fewbits.training.ranks.fsdp import shard
 
     device = "cuda" if uses_gpu(config) else "cpu"

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,6 +18,10 @@ from fewbits.training.data.packing import IGNORED, Collator, SequenceDataset
 from fewbits.training.data.sources import check_sources
 from fewbits.training.setup.model_and_trainer import max_positions, sequence_length, with_template
 from fewbits.training.setup.samples import answer_all
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +66,8 @@ def config_for(model: str, rows: str, settings: dict[str, Any] | None = None) ->
 
 
 def evaluate_rows(
-    model: Any,
-    tokenizer: Any,
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
     config: TrainConfig,
     *,
     answers: int = 0,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -28,6 +28,11 @@ from fewbits.training.data.batches import passes_of
 from fewbits.training.data.examples import TokenData
 from fewbits.training.data.packing import SequenceDataset, pack
 from fewbits.training.plan.parallel import Layout
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+    from transformers import PreTrainedTokenizerBase
 
 DEFAULT_LENGTH = 1024
 # Whose optimizers the host makes, and names by an error of its own where they are missing.
@@ -95,7 +100,7 @@ def load_tokenizer(config: TrainConfig) -> tuple[Any, Any] | None:
     return with_template(tokenizer, config), shapes
 
 
-def with_template(tokenizer: Any, config: TrainConfig) -> Any:
+def with_template(tokenizer: PreTrainedTokenizerBase, config: TrainConfig) -> Any:
     """The tokenizer, with the chat template that the run asks for."""
     if config.chat_template is not None:
         if config.template_tokens == "add":
@@ -104,7 +109,9 @@ def with_template(tokenizer: Any, config: TrainConfig) -> Any:
     return tokenizer
 
 
-def _tokens_added(model: Any, tokenizer: Any, config: TrainConfig) -> tuple[str, dict[str, Any]]:
+def _tokens_added(
+    model: nn.Module, tokenizer: PreTrainedTokenizerBase, config: TrainConfig
+) -> tuple[str, dict[str, Any]]:
     """Give the template's new tokens rows, if the run asks for them; a sentence, and what trains them."""
     if config.template_tokens != "add":
         return "", {}
@@ -117,7 +124,7 @@ def _tokens_added(model: Any, tokenizer: Any, config: TrainConfig) -> tuple[str,
     return f"template_tokens: {', '.join(added)} added; {names} train as a whole.", fields
 
 
-def _check_tokens(model: Any, config: TrainConfig) -> None:
+def _check_tokens(model: nn.Module, config: TrainConfig) -> None:
     if config.chat_template is None:
         raise BadInput("template_tokens is add, and no chat_template says which; set it, as in chatml.")
     if hasattr(model, "peft_config"):
@@ -255,7 +262,7 @@ def _adapters_own(config: TrainConfig, saved: Any) -> LoRA:
     )
 
 
-def fused_decoder(model: Any) -> str:
+def fused_decoder(model: nn.Module) -> str:
     """Let the decoder layers compute as fused nodes, unless they do; what was replaced, or why not."""
     fusion = fusion_of(model)
     if fusion is not None:
@@ -274,7 +281,7 @@ def dtype_of(config: TrainConfig, on_gpu: bool, *, trains_all: bool) -> torch.dt
     return torch.bfloat16 if on_gpu and not trains_all else torch.float32
 
 
-def count_weights(model: Any) -> dict[str, int]:
+def count_weights(model: nn.Module) -> dict[str, int]:
     """Weights in all and trained, and the bytes they take; a packed weight counts as what it stands for.
 
     Bytes of the packed layers stand alone too, beside what these layers' weights would take in 16 bits.
@@ -341,7 +348,7 @@ def optimizer_class(config: TrainConfig) -> tuple[type, dict[str, Any]] | None:
     return AdamW8bit, {"lr": config.learning_rate, "stochastic_rounding": True, "seed": config.seed}
 
 
-def set_rates(config: TrainConfig, optimizer: Any, model: Any) -> None:
+def set_rates(config: TrainConfig, optimizer: Optimizer, model: nn.Module) -> None:
     """Give parameters the learning rates that the configuration has for them.
 
     Raises:

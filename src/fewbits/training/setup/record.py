@@ -6,13 +6,16 @@ import platform
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 import fewbits
 from fewbits.training.run_folder.layout import RunFolder
 from fewbits.training.setup.model_and_trainer import Built
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,7 @@ def versions() -> dict[str, str]:
     }
 
 
-def device_of(model: Any) -> str:
+def device_of(model: nn.Module) -> str:
     """What the model computes on, for people."""
     device = next(model.parameters()).device
     if device.type == "cuda":

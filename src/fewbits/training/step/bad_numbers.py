@@ -15,13 +15,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from fewbits.errors import TrainingStopped
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
 
 Seen = list[tuple[Tensor, list[list[int]]]]  # loss and rows of each accumulated batch
 
@@ -175,12 +178,12 @@ class NumberCheck:
         )
 
 
-def inner_optimizer(optimizer: Any) -> Any:
+def inner_optimizer(optimizer: Optimizer) -> Any:
     """The optimizer of torch inside accelerate's wrapper."""
     return getattr(optimizer, "optimizer", optimizer)
 
 
-def can_skip(optimizer: Any) -> bool:
+def can_skip(optimizer: Optimizer) -> bool:
     """Whether the optimizer skips a step whose ``found_inf`` is set."""
     return bool(getattr(inner_optimizer(optimizer), "_step_supports_amp_scaling", False))
 
