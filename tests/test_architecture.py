@@ -327,6 +327,29 @@ def test_nothing_hidden(path: Path) -> None:
             assert not isinstance(node, ast.Global), f"{where}: global {getattr(node, 'names', '')}"
 
 
+MADE_OF_FLOATS = {
+    f"torch.{name}" for name in ("empty", "zeros", "ones", "eye", "linspace", "logspace", "rand", "randn")
+}
+
+
+@of_every_file([path for path in FILES if path.is_relative_to(SOURCE)])
+def test_floats_name_their_dtype(path: Path) -> None:
+    """A user may have another default dtype, and transformers sets one while it builds a model."""
+    for node in nodes(path):
+        if not isinstance(node, ast.Call) or any(k.arg in ("dtype", "out", None) for k in node.keywords):
+            continue
+        of_floats = called_name(node) in MADE_OF_FLOATS
+        if called_name(node) in ("torch.tensor", "torch.full", "torch.arange"):
+            inside = [part for argument in node.args for part in ast.walk(argument)]
+            of_floats = any(
+                (isinstance(part, ast.Constant) and isinstance(part.value, float))
+                or (isinstance(part, ast.Call) and called_name(part) == "float")
+                or (isinstance(part, ast.BinOp) and isinstance(part.op, ast.Div))
+                for part in inside
+            )
+        assert not of_floats, f"line {node.lineno}: {called_name(node)} without dtype="
+
+
 def backward_functions(path: Path) -> Iterator[ast.FunctionDef]:
     """Functions of a file that autograd calls with what a forward pass saved."""
     registered = {

@@ -103,7 +103,9 @@ def _attention_problem(case: Case, device: torch.device) -> Problem:
     qkv = randn(device, torch.float32, 1, (_HEADS + 2 * _KV_HEADS) * _HEAD)
     keys, values = (randn(device, torch.bfloat16, 1, _KV_HEADS, tokens, _HEAD) for _ in range(2))
     angle = (
-        torch.outer(torch.arange(tokens), 1e4 ** -torch.linspace(0, 1, _HEAD // 2)).to(device).repeat(1, 2)
+        torch.outer(torch.arange(tokens), 1e4 ** -torch.linspace(0, 1, _HEAD // 2, dtype=torch.float32))
+        .to(device)
+        .repeat(1, 2)
     )
     position = torch.full((1,), tokens - 1, device=device)
     cache = Cache(keys, values, angle.cos(), angle.sin(), position, torch.zeros_like(position))
@@ -163,7 +165,9 @@ def _packed_problem(case: Case, device: torch.device) -> Problem:
     qkv = randn(device, torch.float32, 1, (_HEADS + 2 * _KV_HEADS) * _HEAD)
     keys, values = (randn(device, torch.bfloat16, 1, _KV_HEADS, tokens, _HEAD) for _ in range(2))
     angle = (
-        torch.outer(torch.arange(tokens), 1e4 ** -torch.linspace(0, 1, _HEAD // 2)).to(device).repeat(1, 2)
+        torch.outer(torch.arange(tokens), 1e4 ** -torch.linspace(0, 1, _HEAD // 2, dtype=torch.float32))
+        .to(device)
+        .repeat(1, 2)
     )
     cache = packed_cache(case.format, keys, values, (angle.cos(), angle.sin()), tokens - 1)
     rules = Rules(scale=_HEAD**-0.5)

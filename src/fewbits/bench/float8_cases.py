@@ -183,8 +183,8 @@ def _gated_problem(case: Case, device: torch.device) -> Problem:
         de, du, h = gated_activation_backward_ref(dh.double(), gate.double(), up.double(), "silu")
         return ((h if forward else torch.cat([de, du], 1)) / scale,)
 
-    scale = scale_of_amax(torch.full((1,), 64.0, device=device))
-    inverse, dense, amax = 1 / scale, torch.empty_like(dh), torch.zeros(1, device=device)
+    scale = scale_of_amax(torch.full((1,), 64.0, device=device, dtype=torch.float32))
+    inverse, dense, amax = 1 / scale, torch.empty_like(dh), torch.zeros(1, device=device, dtype=torch.float32)
     q = torch.empty(case.M, case.N if forward else 2 * case.N, dtype=torch.float8_e4m3fn, device=device)
 
     def ours() -> Sequence[Tensor]:
@@ -230,9 +230,9 @@ def _gated_lora_problem(case: Case, device: torch.device) -> Problem:
         return LowRank(x, w)
 
     low = branch(), branch(), branch()
-    scale = scale_of_amax(torch.full((1,), 64.0, device=device))
+    scale = scale_of_amax(torch.full((1,), 64.0, device=device, dtype=torch.float32))
     q = torch.empty(case.M, 2 * case.N, dtype=torch.float8_e4m3fn, device=device)
-    quantized = Quantized8(q, 1 / scale, torch.zeros(1, device=device))
+    quantized = Quantized8(q, 1 / scale, torch.zeros(1, device=device, dtype=torch.float32))
 
     def ours() -> Sequence[Tensor]:
         return (q, *gated_lora_backward(dh, gate, up, low, into=GradientPlaces(quantized=quantized)))
@@ -271,9 +271,9 @@ def _gated_lora_forward_problem(case: Case, device: torch.device) -> Problem:
     x = [randn(device, torch.bfloat16, case.M, _RANK) * 0.3 for _ in range(2)]
     w = [randn(device, torch.bfloat16, case.N, _RANK) * 0.3 for _ in range(3)]
     low, down = (LowRank(x[0], w[0]), LowRank(x[1], w[1])), w[2]
-    scale = scale_of_amax(torch.full((1,), 64.0, device=device))
+    scale = scale_of_amax(torch.full((1,), 64.0, device=device, dtype=torch.float32))
     q = torch.empty(case.M, case.N, dtype=torch.float8_e4m3fn, device=device)
-    quantized = Quantized8(q, 1 / scale, torch.zeros(1, device=device))
+    quantized = Quantized8(q, 1 / scale, torch.zeros(1, device=device, dtype=torch.float32))
 
     def ours() -> Sequence[Tensor]:
         return q, gated_lora_forward(gate, up, low, down, h=None, quantized=quantized)

@@ -56,7 +56,7 @@ def _gradient_problem(case: Case, device: torch.device) -> Problem:
     size = wire.row if case.part == "sum" else gradient.numel()
 
     def variant(op: Callable[..., None]) -> Variant:
-        residual, out = torch.empty(size, device=device), torch.empty_like(gradient)
+        residual, out = torch.empty(size, device=device, dtype=torch.float32), torch.empty_like(gradient)
         message = wire.empty(1 if case.part == "sum" else case.M, device)
 
         def prepare() -> Run:

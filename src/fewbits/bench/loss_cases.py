@@ -72,7 +72,7 @@ def scaled_cases(max_size: int) -> list[Case]:
 
 def _scaled_problem(case: Case, device: torch.device) -> Problem:
     x = randn(device, torch.bfloat16, case.M, case.N)
-    factor = torch.tensor(1 / 8188, device=device)
+    factor = torch.tensor(1 / 8188, device=device, dtype=torch.float32)
 
     def ours() -> Sequence[Tensor]:
         return (scaled(x, factor),)

@@ -141,7 +141,7 @@ class CudaTimer:
     device: torch.device
 
     def __post_init__(self) -> None:
-        self._flush = torch.ones(_FLUSH_BYTES // 4, device=self.device)
+        self._flush = torch.ones(_FLUSH_BYTES // 4, device=self.device, dtype=torch.float32)
 
     def __call__(self, variant: Variant, repeats: int) -> list[float]:
         """Microseconds of each run."""
@@ -199,7 +199,7 @@ def peaks_of(device: torch.device) -> Peaks:
     variants: dict[str, Variant] = {"bf16": lambda: lambda: (a @ b,)}
     if torch.cuda.get_device_capability(device) >= (8, 9):
         a8, b8 = (t.to(torch.float8_e4m3fn) for t in (a, b))
-        one = torch.ones((), device=device)
+        one = torch.ones((), device=device, dtype=torch.float32)
         kinds: dict[str, Any] = {"out_dtype": torch.bfloat16, "use_fast_accum": True}
         variants["float8"] = lambda: lambda: (torch._scaled_mm(a8, b8.t(), one, one, **kinds),)
     times = measure(variants, CudaTimer(device), rounds=3, repeats=5)
@@ -209,7 +209,7 @@ def peaks_of(device: torch.device) -> Peaks:
 
 def copy_bytes_per_second(device: torch.device) -> float:
     """What a copy within the device's memory moves, read plus written: the ceiling of all that move bytes."""
-    source = torch.randn(_COPY_BYTES // 4, device=device)
+    source = torch.randn(_COPY_BYTES // 4, device=device, dtype=torch.float32)
     target = torch.empty_like(source)
 
     def run() -> Sequence[Tensor]:

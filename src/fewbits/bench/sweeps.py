@@ -110,7 +110,7 @@ def _randn(*shape: int, device: torch.device) -> Tensor:
 
 def _dequantize(widths: Widths, device: torch.device) -> Iterator[Sweep]:
     N, K = widths.intermediate, widths.hidden
-    inverse = torch.full((N, 1), 300.0, device=device)
+    inverse = torch.full((N, 1), 300.0, device=device, dtype=torch.float32)
     eight = torch.float8_e4m3fn
     for name, dtype, transposed in [
         ("nf4_dq", _DTYPE, False),

@@ -341,7 +341,7 @@ def _compare_norms(layer: nn.Module, parts: LayerParts, spec: ModelSpec) -> None
     """Each norm in float32, on rows so small that eps counts as well."""
     for path in spec.norms:
         module, norm = layer.get_submodule(path), parts.norm(path)
-        sizes = torch.tensor([0.5 * norm.eps**0.5, 1.0, 30.0], device=norm.weight.device)
+        sizes = torch.tensor([0.5 * norm.eps**0.5, 1.0, 30.0], device=norm.weight.device, dtype=torch.float32)
         x = random_like((3, norm.weight.shape[0]), norm.weight, torch.float32) * sizes[:, None]
         with torch.no_grad():
             try:
@@ -362,7 +362,7 @@ def _compare_activation(layer: nn.Module, spec: ModelSpec, name: str) -> None:
     for path in ("act_fn", "activation_fn"):
         module: Any = getattr(layer.get_submodule(spec.mlp.path), path, None)
         if module is not None:
-            grid = torch.linspace(-6, 6, 193, device=like_of(layer, spec).device)
+            grid = torch.linspace(-6, 6, 193, device=like_of(layer, spec).device, dtype=torch.float32)
             with torch.no_grad():
                 error = _relative(module(grid), _ACTIVATIONS[name](grid))
             if not error < 1e-5:
@@ -385,7 +385,7 @@ def random_like(shape: tuple[int, ...], like: Tensor, dtype: torch.dtype | None 
     The result is of ``shape``, in ``dtype`` (None: like's), on the device of ``like``, of any shape.
     """
     generator = torch.Generator(device="cpu").manual_seed(sum(shape))
-    values = torch.randn(shape, generator=generator, device="cpu")
+    values = torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32)
     return values.to(device=like.device, dtype=dtype or like.dtype)
 
 

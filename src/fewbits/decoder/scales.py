@@ -64,9 +64,12 @@ class DelayedScales:
     """The scales of all layers of a model on one device; slots are numbered."""
 
     def __init__(self, count: int, device: torch.device) -> None:
-        self._amax = torch.zeros(count, device=device)
-        self._history = torch.zeros(HISTORY, count, device=device)
-        self._scale, self._inverse = torch.ones(count, device=device), torch.ones(count, device=device)
+        self._amax = torch.zeros(count, device=device, dtype=torch.float32)
+        self._history = torch.zeros(HISTORY, count, device=device, dtype=torch.float32)
+        self._scale, self._inverse = (
+            torch.ones(count, device=device, dtype=torch.float32),
+            torch.ones(count, device=device, dtype=torch.float32),
+        )
         self._recorded = [False] * count  # a kernel was asked to record
         self._known = [False] * count  # it has recorded a magnitude, and a later pass has begun
 

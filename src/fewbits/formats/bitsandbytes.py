@@ -60,14 +60,16 @@ def to_bitsandbytes(packed: Packed, name: str = "weight") -> dict[str, Tensor]:
     tensors = {
         name: swap_nibbles(packed.codes).reshape(-1, 1),
         f"{name}.absmax": packed.scales.reshape(-1).clone(),
-        f"{name}.quant_map": torch.tensor(coding.values, device=device),
+        f"{name}.quant_map": torch.tensor(coding.values, device=device, dtype=torch.float32),
     }
     if coding.scale_block:
         state["nested_blocksize"] = coding.scale_block
         state["nested_dtype"] = "float32"
         state["nested_offset"] = packed.parts["scale_offset"].item()
         tensors[f"{name}.nested_absmax"] = packed.parts["scale_scales"].clone()
-        tensors[f"{name}.nested_quant_map"] = torch.tensor(coding.scale_values, device=device)
+        tensors[f"{name}.nested_quant_map"] = torch.tensor(
+            coding.scale_values, device=device, dtype=torch.float32
+        )
     tensors[name + _STATE + kind] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
     return tensors
 
@@ -156,7 +158,9 @@ def _format(
     format = dataclasses.replace(_KINDS[kind][double], block=int(state["blocksize"]))
     values = tensors[f"{name}.quant_map"].cpu().float()
     # the decimals of NF4 differ in their last digit among old versions; codes mean the same
-    if values.shape != (16,) or not torch.allclose(values, torch.tensor(format.values), rtol=0, atol=1e-3):
+    if values.shape != (16,) or not torch.allclose(
+        values, torch.tensor(format.values, dtype=torch.float32), rtol=0, atol=1e-3
+    ):
         raise Unsupported(
             f"{name!r} uses a 4-bit table that is not {kind}; quantise the original weights instead."
         )
@@ -164,7 +168,9 @@ def _format(
     if double:
         scale_values = tuple(tensors[f"{name}.nested_quant_map"].cpu().float().tolist())
         parts["scale_scales"] = tensors[f"{name}.nested_absmax"]
-        parts["scale_offset"] = torch.tensor([float(state["nested_offset"])], device=parts["scales"].device)
+        parts["scale_offset"] = torch.tensor(
+            [float(state["nested_offset"])], device=parts["scales"].device, dtype=torch.float32
+        )
         format = dataclasses.replace(
             format,
             scale_block=int(state["nested_blocksize"]),

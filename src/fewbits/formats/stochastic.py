@@ -288,7 +288,8 @@ def _masks(options: Stochastic, D: int) -> tuple[int, ...]:
 def _row_scales(absmax: Tensor, max_code: int) -> Tensor:
     """Scales of rows with these largest magnitudes; NaN where one is not finite."""
     smallest = torch.tensor(_SMALLEST_RANGE, dtype=torch.float32, device=absmax.device)
-    Q = torch.tensor(float(max_code), device=absmax.device)  # a tensor: `/ number` multiplies on a GPU
+    # a tensor: `/ number` multiplies on a GPU
+    Q = torch.tensor(float(max_code), device=absmax.device, dtype=torch.float32)
     return (torch.maximum(absmax, smallest) / Q).masked_fill_(~absmax.isfinite(), torch.nan)
 
 
@@ -337,7 +338,8 @@ def quantize_operand(x: Tensor, options: Stochastic, *, group: int = 1, chunked:
         group = 1
     elif options.granularity == "per_head":
         group = x.shape[1]
-    Q = torch.tensor(float(options.max_code), device=x.device)  # a tensor: `/ number` multiplies on a GPU
+    # a tensor: `/ number` multiplies on a GPU
+    Q = torch.tensor(float(options.max_code), device=x.device, dtype=torch.float32)
     high, low = _grouped(x.amax(-1), group), -_grouped(-x.amin(-1), group)
     smallest = torch.tensor(_SMALLEST_RANGE, dtype=torch.float32, device=x.device)
     if options.bipolar:

@@ -60,7 +60,7 @@ def keep_tables(
 
 def has_values() -> bool:
     """Whether a tensor that is made now is a plain one, and not one of a trace."""
-    return type(torch.empty(0, device="cpu")) is Tensor
+    return type(torch.empty(0, device="cpu", dtype=torch.float32)) is Tensor
 
 
 def may_keep() -> bool:

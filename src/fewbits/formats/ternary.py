@@ -49,7 +49,9 @@ class Ternary(BlockFormat):
     def rounded(self, x: Blocks) -> dict[str, Tensor]:
         """See `BlockFormat.rounded`."""
         values = x.values.float()
-        counts = to_blocks(torch.ones(x.shape, device=values.device), self.block).sum((1, 3), keepdim=True)
+        counts = to_blocks(torch.ones(x.shape, device=values.device, dtype=torch.float32), self.block).sum(
+            (1, 3), keepdim=True
+        )
         mean = values.abs().sum(dim=(1, 3), keepdim=True, dtype=torch.float64) / counts
         scales = mean.float().clamp_(min=_SMALLEST)
         scales = scales.masked_fill_(scales.isinf(), torch.nan)

@@ -236,10 +236,12 @@ def _noisy(weight: Tensor, error: float, step: float, name: str) -> Tensor:
     """The weight with a random error of the relative size that writing made, and rounded at random."""
     weight = weight.float()
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-    noise = torch.randn(weight.shape, generator=generator)
+    noise = torch.randn(weight.shape, generator=generator, dtype=torch.float32)
     rms = torch.linalg.vector_norm(weight) / max(weight.numel(), 1) ** 0.5
     moved = noise * (error * rms)
-    noisy: Tensor = weight + moved + weight * step * torch.rand(weight.shape, generator=generator)
+    noisy: Tensor = (
+        weight + moved + weight * step * torch.rand(weight.shape, generator=generator, dtype=torch.float32)
+    )
     return noisy
 
 

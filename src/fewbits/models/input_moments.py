@@ -84,5 +84,5 @@ def measure_inputs(
 def _take(moments: dict[str, InputMoments], name: str, module: nn.Module, args: tuple[Tensor, ...]) -> None:
     x = args[0]
     if name not in moments:
-        moments[name] = InputMoments(0.0, torch.zeros(x.shape[-1]), 0)
+        moments[name] = InputMoments(0.0, torch.zeros(x.shape[-1], dtype=torch.float32), 0)
     moments[name].add(x)

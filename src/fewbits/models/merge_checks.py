@@ -25,7 +25,13 @@ def jitter(model: nn.Module, unit: float) -> None:
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         if parameter.dim() == 2:
-            noise = torch.rand(parameter.shape, generator=generator).mul_(2).sub_(1).mul_(unit).add_(1)
+            noise = (
+                torch.rand(parameter.shape, generator=generator, dtype=torch.float32)
+                .mul_(2)
+                .sub_(1)
+                .mul_(unit)
+                .add_(1)
+            )
             parameter.mul_(noise.to(parameter.dtype) if parameter.dtype == torch.float32 else noise)
 
 

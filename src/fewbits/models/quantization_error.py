@@ -149,7 +149,9 @@ def low_rank(matrix: Tensor, rank: int, generator: torch.Generator) -> tuple[Ten
     if min(rows, columns) <= _EXACT_SIDE:
         u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
     else:
-        probe = torch.randn(columns, min(rank + _MORE, rows, columns), generator=generator).to(matrix)
+        probe = torch.randn(
+            columns, min(rank + _MORE, rows, columns), generator=generator, dtype=torch.float32
+        ).to(matrix)
         q, _ = torch.linalg.qr(matrix @ probe)
         for _ in range(_PASSES):
             z, _ = torch.linalg.qr(matrix.t() @ q)

@@ -272,7 +272,9 @@ def _check_adopted(file: Path, name: str, layer: StochasticLinear, config: Stoch
         config.options.granularity,
     )
     scales = None if layer.smooth_scales is None else layer.smooth_scales.cpu()
-    expected = None if setting.smooth_scales is None else torch.tensor(setting.smooth_scales)
+    expected = (
+        None if setting.smooth_scales is None else torch.tensor(setting.smooth_scales, dtype=torch.float32)
+    )
     smoothed_alike = (scales is None) == (expected is None) and (
         scales is None or expected is None or torch.allclose(scales.float(), expected)
     )
@@ -331,4 +333,4 @@ def _trained(name: str, linear: Any, options: Stochastic, setting: LinearSetting
 def _scales(setting: LinearSetting, linear: Any) -> torch.Tensor | None:
     if setting.smooth_scales is None:
         return None
-    return torch.tensor(setting.smooth_scales, device=linear.weight.device)
+    return torch.tensor(setting.smooth_scales, device=linear.weight.device, dtype=torch.float32)

@@ -52,7 +52,7 @@ def first_values(
         float32, on the CPU.
     """
     part = next(part for part in name.split(".") if part.startswith("lora_"))
-    values, generator = torch.zeros(tuple(shape)), generator_of(seed, name)
+    values, generator = torch.zeros(tuple(shape), dtype=torch.float32), generator_of(seed, name)
     if part.startswith("lora_embedding_"):
         return values.normal_(generator=generator) if part.endswith("_B") or init is False else values
     if part == "lora_B" and init is not False:
@@ -87,7 +87,7 @@ def orthogonal_pair(
             f"init_lora_weights='orthogonal' needs an even rank, and r is {rank}; pass r={rank + 1}."
         )
     half = rank // 2
-    q, _ = torch.linalg.qr(torch.randn(rank, rank, generator=generator))
-    a = torch.randn(num_in, half, generator=generator) @ q[0::2] / 10
-    b = torch.randn(half, num_out, generator=generator).t() @ q[1::2] / 10
+    q, _ = torch.linalg.qr(torch.randn(rank, rank, generator=generator, dtype=torch.float32))
+    a = torch.randn(num_in, half, generator=generator, dtype=torch.float32) @ q[0::2] / 10
+    b = torch.randn(half, num_out, generator=generator, dtype=torch.float32).t() @ q[1::2] / 10
     return a.t().contiguous(), b.contiguous()

@@ -49,8 +49,8 @@ def computes_rmsnorm(module: Any, eps: float | None, offset: float) -> bool:
     width = parameters["weight"].shape[0]
     with torch.no_grad(), torch.device("cpu"):
         tried = copy.deepcopy(module).to_empty(device="cpu").float()
-        tried.weight.copy_(torch.linspace(0.5, 1.5, width))
-        x = torch.linspace(-2.0, 3.0, 3 * width).view(3, width).sin() + 0.1
+        tried.weight.copy_(torch.linspace(0.5, 1.5, width, dtype=torch.float32))
+        x = torch.linspace(-2.0, 3.0, 3 * width, dtype=torch.float32).view(3, width).sin() + 0.1
         expected, _ = rmsnorm_ref(x, tried.weight, eps, offset)
         try:
             output = tried(x)

@@ -102,7 +102,7 @@ def integer_product(qa: Tensor, sa: Tensor, qb: Tensor, sb: Tensor, options: Sto
     Returns:
         (..., N, M) float32.
     """
-    y = torch.zeros(*qa.shape[:-1], qb.shape[-2], device=qa.device)
+    y = torch.zeros(*qa.shape[:-1], qb.shape[-2], device=qa.device, dtype=torch.float32)
     with torch.autocast(qa.device.type, enabled=False):
         for i, chunk in enumerate(options.chunks(qa.shape[-1])):
             for part in _exact_parts(chunk, options.max_code):

@@ -115,7 +115,7 @@ class DotProductAttention(Module):
     def _add_offset(self, softmax_type: str) -> None:
         if softmax_type not in ("vanilla", "off-by-one", "learnable"):
             raise BadInput(f"softmax_type is 'vanilla', 'off-by-one' or 'learnable', not {softmax_type!r}.")
-        zeros = torch.zeros(self.num_attention_heads, device=default_device(None))
+        zeros = torch.zeros(self.num_attention_heads, device=default_device(None), dtype=torch.float32)
         if softmax_type == "learnable":
             self.softmax_offset = nn.Parameter(zeros)
         elif softmax_type == "off-by-one":

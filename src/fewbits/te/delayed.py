@@ -42,8 +42,8 @@ class DelayedState:
     ) -> None:
         self.recipe, self.group = recipe, None
         self.dtype = codes_dtype(recipe.fp8_format, forward=forward)
-        self.scale = torch.ones(count, device=device)
-        self.amax_history = torch.zeros(recipe.amax_history_len, count, device=device)
+        self.scale = torch.ones(count, device=device, dtype=torch.float32)
+        self.amax_history = torch.zeros(recipe.amax_history_len, count, device=device, dtype=torch.float32)
 
     def quantizer(self, index: int) -> Float8Quantizer:
         """The quantiser of column ``index``; it reads and writes this state."""

@@ -160,7 +160,7 @@ def rotate(x: Tensor, *, signs: bool = True) -> Tensor:
     Returns:
         (M, K) in x's dtype.
     """
-    matrix = torch.ones(1, 1)
+    matrix = torch.ones(1, 1, dtype=torch.float32)
     while matrix.shape[0] < 16:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)], 0)
     if signs:

@@ -175,7 +175,9 @@ def moe_unpermute(
     is_row = row < inp.shape[0]
     parts = inp[row[is_row]].float()
     parts = parts if weight is None else parts * weight[is_row].float()[:, None]
-    out = torch.zeros(tokens, inp.shape[1], device=inp.device).index_add(0, token[is_row], parts)
+    out = torch.zeros(tokens, inp.shape[1], device=inp.device, dtype=torch.float32).index_add(
+        0, token[is_row], parts
+    )
     return out.to(inp.dtype)
 
 

@@ -120,7 +120,11 @@ def _per_tensor(x_MK: Tensor, multiplier: Tensor, dtype: torch.dtype, rows: bool
 
 def amax_of(x: Tensor) -> Tensor:
     """The largest magnitude as float32 of shape (1,): 0 for an empty tensor, NaN if one is in it."""
-    return x.detach().abs().amax().float().view(1) if x.numel() else torch.zeros(1, device=x.device)
+    return (
+        x.detach().abs().amax().float().view(1)
+        if x.numel()
+        else torch.zeros(1, device=x.device, dtype=torch.float32)
+    )
 
 
 class Float8Quantizer(Quantizer):

@@ -79,7 +79,7 @@ class DropPath(nn.Module):
         if self.drop_prob == 0.0 or not self.training:
             return x
         keep = 1 - self.drop_prob
-        chosen = torch.rand((x.shape[0],) + (1,) * (x.dim() - 1), device=x.device) < keep
+        chosen = torch.rand((x.shape[0],) + (1,) * (x.dim() - 1), device=x.device, dtype=torch.float32) < keep
         return x / keep * chosen
 
 

@@ -125,7 +125,7 @@ class AdamW8bit(torch.optim.Optimizer):
         )
         if group["capturable"]:
             if not isinstance(step, Tensor):
-                step = torch.full((), float(step), device=device)
+                step = torch.full((), float(step), device=device, dtype=torch.float32)
                 self._count(params, step)
             step.add_(1.0 if guard is None else (guard[0] == 0).float())
         else:
@@ -205,8 +205,8 @@ class AdamW8bit(torch.optim.Optimizer):
         if found_inf is None and scale is None:
             return None
         factors = (
-            torch.zeros((), device=device) if found_inf is None else found_inf.float(),
-            torch.ones((), device=device) if scale is None else scale.float(),
+            torch.zeros((), device=device, dtype=torch.float32) if found_inf is None else found_inf.float(),
+            torch.ones((), device=device, dtype=torch.float32) if scale is None else scale.float(),
         )
         return factors[0].to(device), factors[1].to(device)
 
@@ -255,7 +255,7 @@ class MuonAdamW(torch.optim.Optimizer):
         momentum: float = 0.95,
         betas: tuple[float, float] = (0.9, 0.999),
     ) -> None:
-        probe = torch.nn.Parameter(torch.zeros(1, 1))
+        probe = torch.nn.Parameter(torch.zeros(1, 1, dtype=torch.float32))
         self._muon = torch.optim.Muon(
             [probe], lr=lr, weight_decay=weight_decay, momentum=momentum, adjust_lr_fn="match_rms_adamw"
         )

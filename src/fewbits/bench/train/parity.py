@@ -141,7 +141,7 @@ def _fill_b(named: dict[str, Adapter]) -> None:
         for i, name in enumerate(sorted(named)):
             b = named[name].b
             generator = torch.Generator().manual_seed(i)
-            b.copy_(torch.randn(b.shape, generator=generator) * _B_STD)
+            b.copy_(torch.randn(b.shape, generator=generator, dtype=torch.float32) * _B_STD)
 
 
 def _leaves(base: nn.Module, named: dict[str, Adapter]) -> dict[str, Tensor]:

@@ -30,7 +30,11 @@ def nearest(weight: Tensor, format: Format, hessian: Tensor | None = None, *, se
     """
     w = weight.float()
     grids = Grids(format, w)
-    importance = torch.ones(w.shape[1]) if hessian is None else hessian.diagonal().clamp_min(1e-12)
+    importance = (
+        torch.ones(w.shape[1], dtype=torch.float32)
+        if hessian is None
+        else hessian.diagonal().clamp_min(1e-12)
+    )
     chosen, codes = [], torch.empty(w.shape, dtype=torch.uint8)
     for start in range(0, w.shape[1], grids.size):
         at = slice(start, start + grids.size)
@@ -66,7 +70,7 @@ def gptq(weight: Tensor, format: Format, hessian: Tensor, *, damping: float = _D
     step = -(-step // grids.size) * grids.size if grids.size < K else step
     for first in range(0, K, step):
         last = min(first + step, K)
-        errors = torch.zeros(N, last - first)
+        errors = torch.zeros(N, last - first, dtype=torch.float32)
         for column in range(first, last):
             if column % grids.size == 0:
                 at = slice(column, column + grids.size)

@@ -53,7 +53,7 @@ class Grids:
     def best(self, block: Tensor, importance: Tensor) -> Grid:
         """The grid with the least squared error over a block (N, size), columns weighted by importance."""
         chosen: Grid | None = None
-        least = torch.zeros(0)
+        least = torch.zeros(0, dtype=torch.float32)
         for grid in self.search.candidates(block):
             error = ((grid.round(block)[1] - block).square() * importance).sum(-1, keepdim=True)
             if chosen is None:

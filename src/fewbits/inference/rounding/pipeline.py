@@ -180,7 +180,8 @@ class _Work:
         weights = [as_linear(model.get_submodule(name)).weight for name in rules]
         for weight in weights:
             for format in choices:
-                Grids(format, torch.zeros(1, weight.shape[1]))  # refuses before the work begins
+                # refuses before the work begins
+                Grids(format, torch.zeros(1, weight.shape[1], dtype=torch.float32))
         self.most_columns = max((weight.shape[1] for weight in weights), default=0)
         self.errors: dict[str, LayerError] = {}
         self.output_errors: dict[str, float] = {}
@@ -420,8 +421,10 @@ def _moments(
 
         def add(module: nn.Module, args: tuple[Tensor, ...], leaf: str = leaf) -> None:
             x = args[0].detach().reshape(-1, args[0].shape[-1]).float()
-            moments[leaf] = moments.get(leaf, torch.zeros(())) + x.t() @ x / rows
-            magnitudes[leaf] = magnitudes.get(leaf, torch.zeros(())) + x.abs().sum(0) / rows
+            moments[leaf] = moments.get(leaf, torch.zeros((), dtype=torch.float32)) + x.t() @ x / rows
+            magnitudes[leaf] = (
+                magnitudes.get(leaf, torch.zeros((), dtype=torch.float32)) + x.abs().sum(0) / rows
+            )
 
         hooks.append(layer.get_submodule(leaf).register_forward_pre_hook(add))
     for x in hidden:

@@ -86,7 +86,7 @@ def quantize_blocks_ref(
     M, N = x.shape
     shape = ceil_div(M, block[0]), ceil_div(N, block[1])
     if x.numel() == 0:
-        return x.to(dtype), torch.zeros(shape, device=x.device)
+        return x.to(dtype), torch.zeros(shape, device=x.device, dtype=torch.float32)
     blocks = to_blocks(x, block)
     scale = scale_of_amax(blocks.abs().amax(dim=(1, 3), keepdim=True), dtype)
     return from_blocks(codes_of(blocks, scale, dtype), (M, N), block), scale.view(shape)

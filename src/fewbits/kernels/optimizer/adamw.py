@@ -113,7 +113,7 @@ class Moments:
             torch.full(param.shape, values.index(0.0), dtype=torch.uint8, device=param.device)
             for values in (_M_VALUES, _V_VALUES)
         ]
-        return cls(*codes, *(torch.zeros(count, device=param.device) for _ in range(2)))
+        return cls(*codes, *(torch.zeros(count, device=param.device, dtype=torch.float32) for _ in range(2)))
 
 
 def check_placed(
@@ -260,7 +260,7 @@ def _guesses(values: tuple[float, ...], device: torch.device) -> Tensor:
 
 @keep_tables(maxsize=8)
 def _kernel_tables(device: torch.device) -> dict[str, Tensor]:
-    end = torch.full((1,), torch.inf, device=device)
+    end = torch.full((1,), torch.inf, device=device, dtype=torch.float32)
     tables = {}
     for name, values in (("m", _M_VALUES), ("v", _V_VALUES)):
         tables[f"{name}_values"] = table(values, device)

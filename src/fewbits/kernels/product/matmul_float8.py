@@ -399,7 +399,7 @@ def _largest(weight: Packed | Tensor) -> Tensor:
         slabs = [_largest(dequantize(slab, torch.float32)) for slab in _slabs(weight)]
         return torch.stack(slabs).amax()
     if not weight.numel():
-        return torch.zeros((), device=weight.device)
+        return torch.zeros((), device=weight.device, dtype=torch.float32)
     low, high = torch.aminmax(weight.detach())
     return torch.maximum(-low, high).float()
 

@@ -72,7 +72,7 @@ def stochastic_codes_ref(
     level_index: Tensor | None = None,
 ) -> Tensor:
     """y as the module's text defines it; arguments as of `stochastic_codes`, all of three dimensions."""
-    y = torch.zeros(qa.shape[0], qa.shape[1], qb.shape[1], device=qa.device)
+    y = torch.zeros(qa.shape[0], qa.shape[1], qb.shape[1], device=qa.device, dtype=torch.float32)
     factors = count_factors(options, levels, qa.device)
     for i, chunk in enumerate(options.chunks(qa.shape[-1])):
         level = _levels_of_chunk(level_index, i, qa)  # (B, N)

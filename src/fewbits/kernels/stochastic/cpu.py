@@ -37,10 +37,12 @@ def codes_product(
             None: all have the first.
     """
     B, N, D = qa_BND.shape
-    y = torch.zeros(B, N, qb_BMD.shape[1], device=qa_BND.device)
+    y = torch.zeros(B, N, qb_BMD.shape[1], device=qa_BND.device, dtype=torch.float32)
     if not y.numel():
         return y
-    factors = torch.tensor([factor(options, level) for level in levels], device=qa_BND.device)
+    factors = torch.tensor(
+        [factor(options, level) for level in levels], device=qa_BND.device, dtype=torch.float32
+    )
     for i, chunk in enumerate(options.chunks(D)):
         index = None
         if level_index is not None:

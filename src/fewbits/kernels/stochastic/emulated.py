@@ -217,7 +217,7 @@ def _on_units_of_8_bits(
 ) -> Tensor:
     """y of a's codes, scales and rows' scales: the errors, and the plain product added to them."""
     qa, sa, top = a
-    one, rows = torch.ones((), device=qa.device), top * features.factor
+    one, rows = torch.ones((), device=qa.device, dtype=torch.float32), top * features.factor
     chunk, last = b.options.chunk_size(qa.shape[1]), len(b.parts) - 1
     operand, values = (qa, sa, 1 / top), torch.empty_like(qa, dtype=torch.bfloat16)
     kind = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32

@@ -193,7 +193,7 @@ def _product(
     """(B, N, M); lengths of different masks, which the op refuses, by its definition."""
     levels, which = lengths
     if not qa.numel() or not qb.numel():
-        return torch.zeros(qa.shape[0], qa.shape[1], qb.shape[1], device=qa.device)
+        return torch.zeros(qa.shape[0], qa.shape[1], qb.shape[1], device=qa.device, dtype=torch.float32)
     if not same_masks(options, levels) or len(levels) > _MAX_LEVELS:
         return codes_product(qa, sa, qb, sb, options, levels, which)
     return stochastic_codes(qa, sa, qb, sb, options, levels, None if which is None else which.to(torch.uint8))
@@ -260,7 +260,7 @@ def sc_matmul_ref(
     batched = a.dim() == 3
     a_BND, b_BMD = (a, b) if batched else (a[None], b[None])
     levels, index = lengths or LengthTable((options.length,), None)
-    y = torch.zeros(a_BND.shape[0], a_BND.shape[1], b_BMD.shape[1], device=a.device)
+    y = torch.zeros(a_BND.shape[0], a_BND.shape[1], b_BMD.shape[1], device=a.device, dtype=torch.float32)
     if y.numel() and a.shape[-1]:
         chunks = options.chunks(a.shape[-1])
         for i, chunk in enumerate(chunks):
@@ -291,7 +291,7 @@ def dequantize_counts(
     """The values of counts (B, N, M), float32."""
     tensorwise = options.granularity == "per_tensor"
     levels, index = lengths or Lengths((options.length,))
-    c = torch.tensor([factor(options, level) for level in levels], device=acc.device)
+    c = torch.tensor([factor(options, level) for level in levels], device=acc.device, dtype=torch.float32)
     c = c[0] if index is None else c[index][..., None]
     if tensorwise:
         scales = (qa.scales * qb.scales).float()

@@ -135,7 +135,7 @@ class Text:
     def __post_init__(self) -> None:
         if self.request.draws:
             generator = torch.Generator().manual_seed(self.row.seed)
-            self.draws = torch.rand(self.request.limit, generator=generator)
+            self.draws = torch.rand(self.request.limit, generator=generator, dtype=torch.float32)
 
     def take(self, token: int, finite: bool) -> None:
         """One more token, unless the text has ended."""
@@ -182,7 +182,7 @@ def chosen(texts: Sequence[Text], logits: Tensor, ahead: int = 0) -> tuple[Tenso
     if not request.draws:
         return scores.argmax(-1), finite
     numbers = [_number(text, ahead) for text in texts]
-    return _drawn(scores, torch.tensor(numbers, device=scores.device)), finite
+    return _drawn(scores, torch.tensor(numbers, device=scores.device, dtype=torch.float32)), finite
 
 
 def _number(text: Text, ahead: int) -> float:

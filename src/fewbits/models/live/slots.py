@@ -87,7 +87,7 @@ class _SlotLayer:
 
     def __init__(self, count: int, room: int, keys: Tensor, values: Tensor) -> None:
         self.keys, self.values = (x.new_zeros(count, len(x), room, x.shape[2]) for x in (keys, values))
-        self.now = _Now(torch.zeros(0), torch.zeros(0), 0)
+        self.now = _Now(torch.zeros(0, dtype=torch.float32), torch.zeros(0, dtype=torch.float32), 0)
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """The new keys and values to their places; those of the slots in use, up to the last place."""

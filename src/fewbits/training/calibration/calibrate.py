@@ -52,9 +52,9 @@ class _Watch:
     def __init__(self, linear: Any, rows_per_batch: int, gradients: bool, generator: torch.Generator) -> None:
         self.rows_per_batch, self.gradients, self.generator = rows_per_batch, gradients, generator
         self.rows: list[Tensor] = []
-        self.absmax = torch.zeros(linear.in_features)
-        self.total = torch.zeros(linear.in_features)
-        self.squares = torch.zeros(linear.out_features)
+        self.absmax = torch.zeros(linear.in_features, dtype=torch.float32)
+        self.total = torch.zeros(linear.in_features, dtype=torch.float32)
+        self.squares = torch.zeros(linear.out_features, dtype=torch.float32)
         self.seen: Tensor | None = None
         self.num_rows = 0
 

@@ -169,7 +169,7 @@ def _measure(captured: Captured, weight: Tensor, settings: Calibration, options:
         smooth_scales=scales,
         groups=settings.groups,
     )
-    f = torch.ones(x.shape[1], device=x.device) if scales is None else scales
+    f = torch.ones(x.shape[1], device=x.device, dtype=torch.float32) if scales is None else scales
     rounded = options.fake_quantize(x_left / f) @ options.fake_quantize(weight_left * f).mT
     int8_error = float(((rounded - x_left @ weight_left.mT).square() * importance).sum(-1).mean())
     return _Linear(captured, weight, scales, protected, table, int8_error)
@@ -194,7 +194,7 @@ def _smoothing(
 
 def _rounded(scales: Tensor) -> Tensor:
     """Six digits, as the configuration file has them."""
-    return torch.tensor([float(f"{value:.6g}") for value in scales.tolist()])
+    return torch.tensor([float(f"{value:.6g}") for value in scales.tolist()], dtype=torch.float32)
 
 
 def _int8_mask(linears: Mapping[str, _Linear], settings: Calibration) -> set[str]:

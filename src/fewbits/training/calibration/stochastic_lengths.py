@@ -71,7 +71,9 @@ def error_table(
         member += size < threshold
     ones = torch.nn.functional.one_hot(member, len(thresholds) + 1).to(errors)  # (n, G)
     shares = ones.mean(0)
-    chunk_sizes = torch.tensor([float(c.stop - c.start) for c in options.chunks(x.shape[1])])
+    chunk_sizes = torch.tensor(
+        [float(c.stop - c.start) for c in options.chunks(x.shape[1])], dtype=torch.float32
+    )
     return ErrorTable(
         torch.einsum("ng,ncl->gcl", ones, errors).cpu() / len(x),
         shares.cpu()[:, None] * chunk_sizes * weight.shape[0],

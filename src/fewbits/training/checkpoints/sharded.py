@@ -329,9 +329,9 @@ def _moments(held: Mapping[str, Tensor], view: Tensor, chunks: Any, packs: bool)
                 moments[key], moments[f"{key}_scales"] = quantize_moment(codes, signed=key == "m")
             continue
         if not codes.numel():
-            moments[f"{key}_scales"] = torch.zeros(0, device=codes.device)
+            moments[f"{key}_scales"] = torch.zeros(0, device=codes.device, dtype=torch.float32)
             continue
-        ones = torch.ones(-(-codes.numel() // BLOCK), device=codes.device)
+        ones = torch.ones(-(-codes.numel() // BLOCK), device=codes.device, dtype=torch.float32)
         values = dequantize_moment(codes, ones, signed=key == "m").view(codes.shape)
         moment = torch.empty_like(values)
         rows = [shape[0] for _, shape in places] if len(places) > 1 else [len(values)]

@@ -158,7 +158,7 @@ def _view(name: str, parameter: Tensor, state: TensorParallel, mesh: Any) -> Ten
     shape = list(parameter.shape)  # of what FSDP2 has sliced, whole
     if cut is not None:
         shape[cut] *= state.group.size
-    stride = torch.empty(shape, device="meta").stride()
+    stride = torch.empty(shape, device="meta", dtype=torch.float32).stride()
     along_tensor = Replicate() if cut is None else Shard(cut)
     along_data = Shard(0) if isinstance(parameter, DTensor) else Replicate()
     view = DTensor.from_local(

@@ -333,7 +333,7 @@ def _joined(pieces: list[tuple[int, Tensor]], share: float) -> Tensor:
     """The sum of pieces that begin somewhere, times ``share``."""
     if len(pieces) == 1 and share == 1.0:
         return pieces[0][1]
-    whole = torch.zeros(max(begin + piece.numel() for begin, piece in pieces))
+    whole = torch.zeros(max(begin + piece.numel() for begin, piece in pieces), dtype=torch.float32)
     for begin, piece in pieces:
         whole[begin : begin + piece.numel()] += piece.float() * share
     return whole

@@ -309,7 +309,7 @@ class DDPExchange(GradientExchange):
         self, names: tuple[str, ...], sizes: tuple[int, ...], waiting: dict[str, Tensor], device: torch.device
     ) -> Tensor:
         """For a new bucket: zeros, or what is waiting for its parameters."""
-        flat = torch.zeros(sum(sizes), device=device)
+        flat = torch.zeros(sum(sizes), device=device, dtype=torch.float32)
         for name, view in zip(names, flat.split(sizes), strict=True):
             stored = waiting.pop(name, None)
             if stored is None:
@@ -373,7 +373,7 @@ class DDPExchange(GradientExchange):
 def _take_out(tensors: list[Tensor], room: int, device: torch.device) -> Tensor:
     """Small tensors as (room,) float32, filled up with zeros; where they were, zeros are quantised."""
     if not tensors:
-        return torch.empty(0, device=device)
+        return torch.empty(0, device=device, dtype=torch.float32)
     flat = torch.cat([t.reshape(-1) for t in tensors]).float()
     torch._foreach_zero_(tensors)
     return torch.nn.functional.pad(flat, (0, room - flat.numel()))

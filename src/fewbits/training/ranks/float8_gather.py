@@ -78,7 +78,7 @@ class _Scales:
         self.weights, self.parts, self.owner = list(weights), list(parts), owner
         self._versions: list[tuple[int, int]] = []
         self._pass_began = True
-        self._scales = self._inverses = torch.empty(0)
+        self._scales = self._inverses = torch.empty(0, dtype=torch.float32)
 
     def begin(self, *_: Any) -> None:
         """A pass over the model begins (a hook)."""

@@ -172,9 +172,10 @@ def clip_grad_norm(model: Any, max_norm: float) -> Tensor:
     cuts = {} if state is None else state.cuts
     named = [(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]
     if not named:
-        return torch.zeros(())
+        return torch.zeros((), dtype=torch.float32)
     mesh = next((grad.device_mesh for _, grad in named if hasattr(grad, "device_mesh")), None)
-    squares = torch.zeros(2, device=named[0][1].device)  # of what is whole on the ranks of a layer, and cut
+    # of what is whole on the ranks of a layer, and cut
+    squares = torch.zeros(2, device=named[0][1].device, dtype=torch.float32)
     for name, grad in named:
         squares[int(name in cuts)] += local(grad).float().square().sum()
     if mesh is not None:

@@ -72,7 +72,7 @@ class CudaBackend:
         """After a capture that broke off: torch's random generator believes in it until another one ends."""
         torch.cuda.synchronize(self.device)
         empty = torch.cuda.CUDAGraph()
-        one = torch.zeros((), device=self.device)
+        one = torch.zeros((), device=self.device, dtype=torch.float32)
         with torch.cuda.graph(empty, stream=self.stream, capture_error_mode="thread_local"):
             one.add_(1)
         torch.cuda.empty_cache()
