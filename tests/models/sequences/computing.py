@@ -186,6 +186,8 @@ class ComputingCalls:
         """A pass without gradients between the forward and the backward pass."""
         first, second = self.batch(), self.batch(labels=False)
         mode, with_adapters = self.choose(torch.no_grad, torch.inference_mode), self.random.random() < 0.6
+        if self.setup.adapters == "dora":  # PEFT's layer unmerges there, into a weight that cannot train
+            mode = torch.no_grad
 
         def call(model: Any) -> Tensor:
             loss = self.loss_of(model, first)

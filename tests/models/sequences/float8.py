@@ -53,12 +53,14 @@ class Histories:
         history: (16, slots), the newest first.
         known: which slots had a history when the pass began.
         used: which slots ever recorded.
+        begun: whether a pass ever began.
     """
 
     amax: Tensor
     history: Tensor
     known: list[bool]
     used: list[bool]
+    begun: bool = False
 
     @classmethod
     def of(cls, layers: int) -> Histories:
@@ -70,16 +72,18 @@ class Histories:
         """Go on from what these are."""
         self.amax.copy_(other.amax)
         self.history.copy_(other.history)
-        self.known[:], self.used[:] = other.known, other.used
+        self.known[:], self.used[:], self.begun = other.known, other.used, other.begun
 
     def clear(self) -> None:
         """Nothing recorded again."""
         self.amax.zero_()
         self.history.zero_()
         self.known[:] = self.used[:] = [False] * len(self.known)
+        self.begun = False
 
     def advance(self) -> None:
         """A pass begins."""
+        self.begun = True
         for slot in range(len(self.known)):
             amax = self.amax[slot]
             if bool(amax.isfinite()) and float(amax) > _LARGEST * _SMALLEST:
@@ -154,8 +158,13 @@ class Group:
 
     def _half_trains(self) -> bool:
         """Whether something behind this product trains: the node's backward pass then makes all."""
-        behind = () if self.beside is None else (*self.modules, self.beside, *self.norms)
-        return any(p.requires_grad for module in behind for p in module.parameters())
+        linears = () if self.beside is None else (*self.modules, self.beside)
+        used = [p for norm in self.norms for p in norm.parameters()]
+        for module in linears:
+            used += getattr(module, "base_layer", module).parameters()
+            name = _active(module)
+            used += [] if name is None else [module.lora_A[name].weight, module.lora_B[name].weight]
+        return any(p.requires_grad for p in used)
 
     def _known(self, slot: int | None) -> bool:
         known = self.histories is not None and slot is not None and self.histories.known[slot]
