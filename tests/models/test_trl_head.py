@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -116,6 +117,28 @@ def test_what_trl_computes_itself(options: dict[str, Any], reason: str) -> None:
     unfuse(model)
     need = ask(model)
     torch.testing.assert_close(found[0]["log_probs"], need[0]["log_probs"], rtol=1e-4, atol=1e-5)
+
+
+def test_a_copy_answers_for_itself() -> None:
+    """TRL's forward of a copy goes on to the model that was copied; the answer must not come from there."""
+    model = with_head()
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for name, p in other.named_parameters():
+            if "lora_B" in name:
+                p.mul_(3)
+    before, (found, gradients) = ask(model), ask(other)
+    (why,) = taken(other)
+    assert "copied" in why and gradients.keys() == before[1].keys()
+    unfuse(other)
+    need, other_gradients = ask(other)
+    for name, value in need.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
+    for name, value in other_gradients.items():
+        assert (gradients[name] - value).norm() <= 1e-4 * value.norm(), name
+    utils.add_fused_lm_head(other.get_base_model(), outputs=ALL)  # a trainer of its own, over TRL's of before
+    fuse(other)
+    torch.testing.assert_close(ask(other)[0]["log_probs"], need["log_probs"], rtol=1e-4, atol=1e-5)
 
 
 def test_a_head_that_trains_takes_trls_way() -> None:

@@ -39,6 +39,7 @@ _IGNORED = -100
 _GIVEN = {"log_probs", "entropy", "is_top1", "mean_logits"}
 _SETTINGS = {"temperature", "cast_lm_head_to_fp32", "outputs", "final_logit_softcapping", "logit_scale"}
 _RESULT = "FusedCausalLMOutput"
+_BELOW = "original_forward"  # the cell in which TRL's keeps the forward that was there before
 _ALMOST_ALL = 0.9  # of the rows: to choose them would cost more than it saves
 
 
@@ -139,6 +140,8 @@ class TrlHead:
         head = self.head
         if not settings:
             return "the settings of TRL's head are not where they were in TRL 1.16"
+        if _is_of_a_copy(vars(model).get("forward"), model):
+            return "the model was copied after TRL had it, and TRL's forward goes on to the former one"
         if torch.is_inference_mode_enabled():
             return "inference mode is on"
         if not isinstance(vars(head).get("forward"), LazyHead) or not _loss_is_ours(model):
@@ -162,15 +165,35 @@ class TrlHead:
 
 def _settings_of(model: nn.Module) -> tuple[dict[str, Any], Any]:
     """What TRL's ``forward`` on this model was made with, and the class of its results; empty if unknown."""
-    function = getattr(vars(model).get("forward"), "__func__", None)
-    code = getattr(function, "__code__", None)
-    if function is None or code is None:
-        return {}, None
-    cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
-    result = function.__globals__.get(_RESULT)
+    forward = vars(model).get("forward")
+    cells, function = _cells_of(forward), getattr(forward, "__func__", None)
+    result = getattr(function, "__globals__", {}).get(_RESULT)
     if not cells.keys() >= _SETTINGS or result is None:
         return {}, None
-    return {name: cells[name].cell_contents for name in _SETTINGS}, result
+    return {name: cells[name] for name in _SETTINGS}, result
+
+
+def _is_of_a_copy(forward: Any, model: Any) -> bool:
+    """Whether TRL's ``forward``, or one below it, goes on to another model than this one.
+
+    ``copy.deepcopy`` of a model that TRL has had copies the method and not the function's cell, which goes on
+    to the model that was copied.
+    """
+    while forward is not None:
+        if getattr(forward, "__self__", model) is not model:
+            return True
+        forward = _cells_of(forward).get(_BELOW)
+    return False
+
+
+def _cells_of(forward: Any) -> dict[str, Any]:
+    """What a bound method's function was made with, by name."""
+    function = getattr(forward, "__func__", None)
+    code = getattr(function, "__code__", None)
+    if function is None or code is None:
+        return {}
+    cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
+    return {name: cell.cell_contents for name, cell in cells}
 
 
 def _loss_is_ours(model: nn.Module) -> bool:

@@ -136,13 +136,24 @@ class ChangingCalls:
         on = self.random.random() < 0.5
         for model in self.both:
             base = base_of(model)
-            if self.setup.is_float8 and model is self.plain:
-                continue  # its definition is not to be computed again in another state
             if on:
                 base.gradient_checkpointing_enable({"use_reentrant": False})
             else:
                 base.gradient_checkpointing_disable()
+        self._define_again()
         self.note("on" if on else "off")
+
+    def _define_again(self) -> None:
+        """The definition of FP8 products computes nothing again, and gradients begin where the twin's do."""
+        if not self.setup.is_float8:
+            return
+        for module in self.plain.modules():
+            if getattr(module, "gradient_checkpointing", False):
+                module.gradient_checkpointing = False
+        self.plain.config.use_cache = self.fused.config.use_cache
+        hooks = [model.get_input_embeddings()._forward_hooks for model in self.both]
+        if not hooks[1]:
+            hooks[0].clear()
 
     def for_training(self) -> None:
         """What ``use_gradient_checkpointing`` may be."""
@@ -150,11 +161,7 @@ class ChangingCalls:
         self.note(str(chosen))
         for model in self.both:
             FastLanguageModel.for_training(model, chosen)
-        if self.setup.is_float8:
-            self.plain.config.use_cache = self.fused.config.use_cache
-            for module in self.plain.modules():
-                if getattr(module, "gradient_checkpointing", False):
-                    module.gradient_checkpointing = False
+        self._define_again()
 
     def for_inference_and_back(self) -> None:
         """As GRPO does."""

@@ -313,7 +313,7 @@ class TurningCalls:
 
     def resize(self) -> None:
         """The vocabulary grows by some tokens."""
-        if self.merged or self.undo:
+        if self.merged or self.undo or self.setup.adapters == "head":
             return
         for model in self.both:
             model.zero_grad(set_to_none=True)  # transformers leaves gradients of the former size
