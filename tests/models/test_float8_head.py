@@ -74,6 +74,19 @@ def test_a_frozen_heads_operands_are_made_once() -> None:
     assert head.operands() is not first and torch.equal(head.operands().scale, first.scale * 3)
 
 
+def test_a_head_that_is_resized_multiplies_in_its_own_dtype() -> None:
+    """After fuse: 8-bit products take multiples of 16, and a vocabulary may become any size."""
+    model = trained("llama", BOTH, lora=False)
+    model.resize_token_embeddings(VOCAB + 3, mean_resizing=False)
+    with pytest.warns(UserWarning, match="pad_to_multiple_of=16"):
+        found = loss_and_gradients(model)
+    unfuse(model)
+    expected = loss_and_gradients(model)
+    torch.testing.assert_close(found[0], expected[0])
+    for name, gradient in expected[1].items():
+        assert (found[1][name] - gradient).norm() <= 1e-4 * gradient.norm(), name
+
+
 def test_those_of_a_head_that_trains_are_made_each_time() -> None:
     """Torch's fused AdamW counts no version when it writes: only making them anew is right."""
     model = trained("qwen2", BOTH, lora=False)

@@ -9,6 +9,7 @@ With a `Float8Head` the loss's products take 8-bit operands; logits that somebod
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -27,6 +28,7 @@ from fewbits.kernels.loss.linear_cross_entropy_float8 import (
 from fewbits.nn.linear import QuantizedLinear
 from fewbits.nn.tensor_state import state_of
 
+_FLOAT8_SIDES = 16
 # What can be read of logits that do not exist.
 _FACTS = frozenset(
     {
@@ -83,6 +85,20 @@ class Float8Head:
     def is_kept(self) -> bool:
         """Whether the operands stay from step to step."""
         return is_frozen(self.head) and not getattr(self.head, "_is_fsdp_managed_module", False)
+
+    @property
+    def if_it_fits(self) -> Float8Head | None:
+        """This; None, with a warning, if the head's sides are others by now, and 8 bits do not take them."""
+        sides = self.head.out_features, self.head.in_features
+        if not any(side % _FLOAT8_SIDES for side in sides):
+            return self
+        warnings.warn(
+            f"the output head has the sides {sides} by now, and 8-bit products take multiples of"
+            f" {_FLOAT8_SIDES}: it multiplies in its own dtype (resize_token_embeddings(...,"
+            f" pad_to_multiple_of={_FLOAT8_SIDES}) keeps 8 bits).",
+            stacklevel=2,
+        )
+        return None
 
     @property
     def nbytes(self) -> int:
@@ -320,7 +336,8 @@ class LazyHead:
         """(..., K) to (..., V)."""
         is_ours = self.model is None or isinstance(vars(self.model).get("_loss_function"), LogitFreeLoss)
         if is_ours and (self.asked_for_labels or (torch.is_grad_enabled() and self.head.training)):
-            return LazyLogits(x, head_weight(self.head), self.head.bias, float8=self.float8)
+            float8 = None if self.float8 is None else self.float8.if_it_fits
+            return LazyLogits(x, head_weight(self.head), self.head.bias, float8=float8)
         return type(self.head).forward(self.head, x)
 
 
