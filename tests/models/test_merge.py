@@ -15,9 +15,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from fewbits import FastLanguageModel
 from fewbits.errors import BadCheckpoint, BadInput, Unsupported
 from fewbits.models import merger
+from fewbits.models.convert import convert
+from fewbits.models.fast import with_methods
 from fewbits.models.merge import save_pretrained_merged
+from fewbits.recipes import qlora_nf4_fp8
 from tests.models.loading import logits, packed_state, perturb, save_tiny
-from tests.models.tiny import tokens
+from tests.models.tiny import tiny, tokens
 
 load = AutoModelForCausalLM.from_pretrained
 
@@ -60,6 +63,18 @@ def test_without_the_original_it_dequantises_and_says_so(tmp_path):
     expected = logits(model.eval(), tokens())
     found = logits(load(tmp_path / "merged"), tokens())
     assert (found - expected).norm() / expected.norm() < receipt.tolerance
+
+
+@pytest.mark.parametrize("method", ["merged_16bit", "merged_4bit"])
+def test_fp8_operands_are_no_part_of_what_a_merge_is_held_against(method, tmp_path):
+    """They move logits by percents; a folder merged from such a model was refused without the original."""
+    model = tiny("llama")
+    convert(model, qlora_nf4_fp8())
+    with_methods(model)
+    model = perturb(FastLanguageModel.get_peft_model(model, r=4))
+    before = logits(model.eval(), tokens())
+    model.save_pretrained_merged(tmp_path / "merged", None, save_method=method)
+    assert torch.equal(logits(model, tokens()), before), "the model's own operands are back"
 
 
 def test_a_packed_base_is_dequantised(tmp_path):

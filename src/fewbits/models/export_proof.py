@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from fewbits.errors import BadCheckpoint
+from fewbits.models.merge_checks import operands_as_they_are
 from fewbits.models.streamed_logits import skeleton, streamed_logits
 from fewbits.nn.fake_quantize import FakeQuantizedLinear
-from fewbits.nn.stochastic_linear import exact_products
 from fewbits.words import counted, size
 
 if TYPE_CHECKING:
@@ -248,7 +248,7 @@ def _noisy(weight: Tensor, error: float, step: float, name: str) -> Tensor:
 @torch.no_grad()
 def _in_memory(base: Any, ids: Tensor) -> Tensor:
     training = base.training
-    with exact_products(base):
+    with operands_as_they_are(base):
         logits: Tensor = base.eval()(input_ids=ids.to(base.device)).logits
     base.train(training)
     return logits.float().cpu()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,9 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from fewbits.errors import BadCheckpoint
+from fewbits.kernels.product.matmul_packed import PLAIN
+from fewbits.nn.fake_quantize import FakeQuantizedLinear
+from fewbits.nn.stochastic_linear import exact_products
 
 
 def distance(tensor: Tensor, expected: Tensor) -> float:
@@ -18,6 +23,25 @@ def distance(tensor: Tensor, expected: Tensor) -> float:
     Both are of the same shape.
     """
     return float((tensor - expected).norm() / expected.norm().clamp_min(1e-30))
+
+
+@contextmanager
+def operands_as_they_are(model: nn.Module) -> Iterator[None]:
+    """Within it, products take x and their weights unrounded, as those of a merged model do.
+
+    A recipe's formats of operands (FP8, say) move logits by percents, which no merge explains.
+    """
+    rounding = [(m, "operands", m.operands) for m in model.modules() if hasattr(m, "operands")]
+    fake = (m for m in model.modules() if isinstance(m, FakeQuantizedLinear))
+    rounding += [(m, "activation_format", m.activation_format) for m in fake]
+    try:
+        for module, name, _ in rounding:
+            setattr(module, name, PLAIN if name == "operands" else None)
+        with exact_products(model):
+            yield
+    finally:
+        for module, name, formats in rounding:
+            setattr(module, name, formats)
 
 
 def jitter(model: nn.Module, unit: float) -> None:

@@ -36,12 +36,11 @@ from fewbits.models.branches import (
     was_changed,
 )
 from fewbits.models.checkpoint import INDEX, WEIGHTS, Checkpoint
-from fewbits.models.merge_checks import compare_file, distance, jitter, split
+from fewbits.models.merge_checks import compare_file, distance, jitter, operands_as_they_are, split
 from fewbits.models.original import original_of
 from fewbits.models.packed_head import say_tied
 from fewbits.nn.finite import first_not_finite, why_not_finite
 from fewbits.nn.linear import QuantizedLinear
-from fewbits.nn.stochastic_linear import exact_products
 
 _FLOAT32_CHECK_VALUES = 2**28  # smaller models are compared in float32: only the weights' rounding remains
 _ROUNDINGS = 4.0
@@ -371,7 +370,7 @@ class Merger:
         logits: Tensor
         if self.original is None:
             training = self.base.training
-            with exact_products(self.base):
+            with operands_as_they_are(self.base):
                 logits = self.base.eval()(input_ids=ids.to(self.base.device)).logits
             self.base.train(training)
             return logits.float().cpu()
