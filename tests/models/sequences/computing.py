@@ -203,7 +203,8 @@ class ComputingCalls:
     def train_with_a_cache(self) -> None:
         """Somebody asks for a cache while training: own forwards, and the same numbers."""
         batch = self.batch()
-        if "position_ids" in batch:
+        recomputes = any(getattr(m, "gradient_checkpointing", False) for m in self.fused.modules())
+        if "position_ids" in batch or recomputes:  # transformers fills none then
             return
         self.placed.cache_asked = True
         self.gradients("with a cache", lambda m: self.backward(self.loss_of(m, batch, use_cache=True)))
@@ -391,8 +392,7 @@ def _in_threads(works: list[Callable[[], Tensor]]) -> list[Tensor]:
 
 def _head_of(model: Any) -> Tensor:
     head = base_of(model).get_output_embeddings()
-    weight: Tensor = next(iter(head.parameters()))
-    return weight.detach()
+    return torch.cat([p.detach().float().flatten() for p in head.parameters()])
 
 
 def greedy(model: Any, ids: Tensor, length: int, **words: Any) -> Tensor:

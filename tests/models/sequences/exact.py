@@ -25,7 +25,7 @@ in the Euclidean norm of each tensor by itself. The terms:
   quantisation-aware training), a tiny change makes some values take the neighbouring code, a whole step of
   that format: it does so in the noisy copy at the same rate. With u of float32 that is one value in some
   100,000, so that of two passes over small tensors one may have such a step and the other none. There the
-  noise is FLIPS at least, under which one value in two thousand takes the other code: a thousandth or so of a
+  noise is FLIPS at least, under which one value in a thousand takes the other code: a thousandth or so of a
   result in all, where another place of rounding makes a hundredth.
 * 2 * u * |exact|: what is returned was rounded to the narrow dtype, by either way.
 
@@ -52,7 +52,7 @@ from torch import Tensor, nn
 WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float64}
 NOISY_ENDS = ("_proj", "norm", "layernorm", "act_fn", "activation_fn", "embed_tokens", "lm_head", "self_attn")
 FLOAT8_ROUNDOFF = 2.0**-4
-FLIPS = 2.0**-15
+FLIPS = 2.0**-14
 Results = dict[str, Tensor]
 
 

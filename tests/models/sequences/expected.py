@@ -75,6 +75,8 @@ def expected(layer: Any, number: int, placed: Placed, has_cache: bool, kwargs: d
 
 
 def _of_adapter(module: Any) -> set[str]:
+    if type(module).__module__.startswith("peft."):  # once DoRA was there, for good
+        return {"adapter of the kind"}
     variants = getattr(module, "lora_variant", {})
     if module.disable_adapters or module.merged_adapters:
         return {EITHER} if variants else set()

@@ -178,6 +178,7 @@ class Pair(ComputingCalls, ChangingCalls, TurningCalls):
         Returns:
             What the plain model gave.
         """
+        self.sync_histories()
         narrow = u is not None or self.dtype != torch.float32 or self.setup.device != "cpu"
         u = roundoff(self.dtype, self.setup.device) if u is None else u
         seed = self.random.randrange(10**6)
