@@ -31,6 +31,7 @@ def operands_as_they_are(model: nn.Module) -> Iterator[None]:
 
     A recipe's formats of operands (FP8, say) move logits by percents, which no merge explains.
     """
+    rounding: list[tuple[nn.Module, str, Any]]
     rounding = [(m, "operands", m.operands) for m in model.modules() if hasattr(m, "operands")]
     fake = (m for m in model.modules() if isinstance(m, FakeQuantizedLinear))
     rounding += [(m, "activation_format", m.activation_format) for m in fake]
