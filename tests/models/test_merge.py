@@ -127,6 +127,16 @@ def test_modules_to_save_are_written(tmp_path):
 
 @pytest.mark.parametrize("four_bits", [False, True])
 @pytest.mark.parametrize(
+    "family",
+    [
+        "qwen2",
+        pytest.param("llama", marks=pytest.mark.slow),
+        pytest.param("gemma", marks=pytest.mark.slow),
+        pytest.param("gemma2", marks=pytest.mark.slow),
+        pytest.param("gemma3_text", marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize(
     "settings",
     [
         {"modules_to_save": ["embed_tokens", "lm_head"]},
@@ -136,8 +146,8 @@ def test_modules_to_save_are_written(tmp_path):
     ],
     ids=["apart", "tied", "tied by the embedding", "embedding alone"],
 )
-def test_trained_embeddings_of_a_model_whose_head_is_tied(settings, four_bits, tmp_path):
-    save_tiny(tmp_path / "base", "qwen2")
+def test_trained_embeddings_of_a_model_whose_head_is_tied(settings, family, four_bits, tmp_path):
+    save_tiny(tmp_path / "base", family, tie_word_embeddings=True)
     model, tokenizer = FastLanguageModel.from_pretrained(tmp_path / "base", load_in_4bit=four_bits)
     model = FastLanguageModel.get_peft_model(model, r=4, target_modules=["q_proj"], **settings)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)

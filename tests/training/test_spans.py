@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import random
 import time
+import tracemalloc
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
@@ -181,6 +183,38 @@ def test_a_row_of_many_megabytes_is_cut_before_it_is_tokenised(tmp_path):
     )
     with pytest.raises(BadInput, match=r"row 1 has at least 6[0-9] tokens, but max_seq_length is 64"):
         load_data(path, encoder(byte_tokenizer(), max_length=64, long_rows="refuse"))
+
+
+@pytest.mark.slow
+def test_a_row_of_100_megabytes_takes_seconds_and_twice_its_size(tmp_path):
+    """Its line and its text lie in memory together, and nothing else of its size."""
+    path, size = tmp_path / "rows.jsonl", 100_000_000
+    with path.open("w") as file:
+        file.write('{"prompt": "what? ", "completion": "' + "fish in water. " * (size // 15) + '"}\n')
+        file.write('{"prompt": "a", "completion": "b"}\n')
+    tracemalloc.start()
+    began = time.monotonic()
+    try:
+        data = load_data(path, encoder(byte_tokenizer(), max_length=64))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert time.monotonic() - began < 10  # 1 s on an idle core
+    assert [len(e) for e in data.examples] == [64, 3] and data.report.truncated == 1
+    assert peak < 2.2 * size
+    said = r"row 1 has at least 6[0-9] tokens, but max_seq_length is 64"
+    with pytest.raises(BadInput, match=said) as refused:
+        load_data(path, encoder(byte_tokenizer(), max_length=64, long_rows="refuse"))
+    assert len(str(refused.value)) < 300
+
+
+def test_a_long_cell_of_a_csv_file_is_a_row(tmp_path):
+    """The csv module takes 131,072 characters of a cell, unless it is told otherwise."""
+    path, limit = tmp_path / "rows.csv", csv.field_size_limit()
+    path.write_text("prompt,completion\na," + "fish " * 40_000 + "\na,b\n")
+    data = load_data(path, encoder(byte_tokenizer(), max_length=64))
+    assert [len(e) for e in data.examples] == [64, 3] and data.report.truncated == 1
+    assert csv.field_size_limit() == limit
 
 
 def test_a_long_document_is_tokenised_in_pieces(monkeypatch):
