@@ -28,6 +28,14 @@ def test_many_sequences(count: int) -> None:
     assert not failing, run.told(failing[0])
 
 
+def test_gradients_behind_a_delayed_scale_keep_their_dtype() -> None:
+    """Frozen gate and up without adapters: their gradient is in 8 bits alone, and its product was in 16."""
+    pair = Pair(Setup(seed=1698, family="gemma", recipe="fp8", layers=1, attention="eager", delayed=True))
+    assert not any("mlp" in name for name, p in pair.fused.named_parameters() if p.requires_grad)
+    pair.call("train", 717653)
+    pair.call("train_from_embeddings", 501749)
+
+
 # 2. The fuzz itself sees what it is for.
 
 

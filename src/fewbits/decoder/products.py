@@ -205,27 +205,25 @@ class Float8Projection(Projection):
 
     def product(self, x: Rows) -> Tensor:
         """See `Projection.product`; x has float8 values."""
-        dtype = torch.bfloat16 if x.dense is None else x.dense.dtype
         weight = self._pair(self.values) if isinstance(self.values, PairedValues) else self._weight(False)
-        return self._multiply(x, weight, self.scale.outputs, dtype)
+        return self._multiply(x, weight, self.scale.outputs)
 
     def backward_product(self, dy: Rows, t: Tensor | None) -> Tensor:
         """See `Projection.backward_product`."""
         if dy.values is None:
             assert dy.dense is not None
             dy = Rows(dy.dense, *quantize_rows(dy.dense))
-        like = t if dy.dense is None else dy.dense
-        dtype = torch.bfloat16 if like is None else like.dtype
         left = self.values.take() if isinstance(self.values, PairedValues) else None
         weight = self._weight(True) if left is None else left
-        dx = self._multiply(dy, weight, self.scale.inputs, dtype)
+        dx = self._multiply(dy, weight, self.scale.inputs)
         if t is not None:
             _add_product_(dx, t, self.all_a(dx.dtype))
         return dx
 
-    def _multiply(self, x: Rows, weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    def _multiply(self, x: Rows, weight: Tensor, scale: Tensor) -> Tensor:
         assert x.values is not None and x.scale is not None
-        return float8_linear(x.values, x.scale, weight, scale, out_dtype=dtype, fast=self.fast_accumulation)
+        dtype, fast = x.product_dtype, self.fast_accumulation
+        return float8_linear(x.values, x.scale, weight, scale, out_dtype=dtype, fast=fast)
 
     def _weight(self, transposed: bool) -> Tensor:
         """E4M3 values of W (N, K), or of its transpose (K, N)."""

@@ -59,12 +59,19 @@ class Rows(NamedTuple):
 
     Attributes:
         one_scale: (1,), where all rows have the same scale.
+        dtype: of the product, where there are no dense rows; with them it is theirs.
     """
 
     dense: Tensor | None
     values: Tensor | None = None
     scale: Tensor | None = None
     one_scale: Tensor | None = None
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def product_dtype(self) -> torch.dtype:
+        """What the product comes out in."""
+        return self.dtype if self.dense is None else self.dense.dtype
 
 
 @dataclass(frozen=True)
