@@ -41,7 +41,7 @@ MISTAKES = {
     "rows of another method": ([*TRAIN, "method=dpo"], 1, "dpo needs prompt, chosen, rejected"),
     "all labels masked": ([*TRAIN, "train_data=mute.jsonl"], 1, "no token to train on"),
     "prompts that fill all": ([*TRAIN, "train_data=long.jsonl"], 1, "check format, columns and length"),
-    "longer than the model": ([*TRAIN, "max_seq_length=4096"], 1, "allows sequences of at most 128"),
+    "longer than the model": ([*TRAIN, "max_seq_length=4096"], 1, "is 32 times the 128 positions"),
     "rows that are refused": ([*TRAIN, "train_data=long.jsonl", "long_rows=refuse"], 1, "raise it, or set"),
     "a data set offline": ([*TRAIN, "train_data=org/set"], 1, "HF_HUB_OFFLINE is set"),
     "a model offline": ([*TRAIN, "model=org/model"], 1, "org/model"),

@@ -67,7 +67,7 @@ def test_pairs_show_both_answers(run, folder):
     [
         ({}, {"prompt": "a", "completion": " "}, "no token to train on"),
         ({}, {"body": "a"}, "name your columns with fields"),
-        ({"max_seq_length": 4096}, {"text": "a"}, "allows sequences of at most 128"),
+        ({"max_seq_length": 4096}, {"text": "a"}, "is 32 times the 128 positions"),
         ({"model": "nowhere"}, {"text": "a"}, "no tokenizer that can be loaded"),
         ({"method": "dpo"}, {"text": "a"}, "dpo needs prompt, chosen, rejected"),
     ],

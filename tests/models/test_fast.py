@@ -196,7 +196,7 @@ def test_targets_that_match_nothing(base):
 def test_lengths(base):
     model, tokenizer = FastLanguageModel.from_pretrained(base)
     assert model.max_seq_length == 128 == tokenizer.model_max_length
-    with pytest.raises(BadInput, match="128 positions"):
+    with pytest.raises(BadInput, match=r"is 32 times the 128 positions"):
         FastLanguageModel.from_pretrained(base, max_seq_length=4096)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from importlib.util import find_spec
 
 import pytest
@@ -170,3 +171,16 @@ def test_what_a_run_refuses(folder):
             config_of(folder, **{name: value})
     assert config_of(folder, loraplus_lr_ratio=4).lora_plus_ratio == 4.0
     assert config_of(folder, **{"lora_module_alphas.q_proj": "32"}).lora_module_alphas == {"q_proj": 32}
+
+
+@pytest.mark.slow
+def test_rows_of_twice_the_length_that_the_model_was_made_for(folder):
+    rows = [{"prompt": "ab" * 70, "completion": "cd" * 30} for _ in range(6)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    result = train(config_of(folder, max_seq_length=256, max_steps=2))
+    run = json.loads((result.final.parent / "run.json").read_text())
+    assert "positions are stretched by 2 (rope scaling, linear) to 256" in run["receipt"]
+    assert run["data"]["max_seq_length"] == 256 and run["data"]["train"]["truncated"] == 0
+    model, _ = FastLanguageModel.from_pretrained(result.final, load_in_4bit=False, device_map="cpu")
+    assert model.config.max_position_embeddings == 256
+    assert model.config.rope_parameters["rope_type"] == "linear"

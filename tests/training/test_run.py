@@ -290,8 +290,8 @@ def test_other_data_in_a_resumed_run(make_config, tiny_data, tmp_path):
 def test_longer_than_the_model_allows(make_config):
     refused(
         BadInput,
-        r"max_seq_length is 129, but .* allows sequences of at most 128",
-        make_config(max_seq_length=129),
+        r"max_seq_length=2049 is 16.01 times the 128 positions .*; pass at most 2048",
+        make_config(max_seq_length=2049),
     )
 
 

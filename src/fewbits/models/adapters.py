@@ -36,6 +36,7 @@ from fewbits.models.adapter_files import (
 )
 from fewbits.models.branches import base_name, plain_name
 from fewbits.models.expert_targets import with_experts
+from fewbits.models.longer_positions import check_length, mark_stretched
 from fewbits.models.quantization_error import FROM_ERROR, begin_from_error, check_base, mark, take_request
 from fewbits.nn.experts import QuantizedExperts
 from fewbits.nn.fake_quantize import FakeQuantizedLinear
@@ -78,6 +79,7 @@ def get_peft_model(
     config = lora_config(model, lora, **settings)
     if from_error:
         mark(config, model)
+    mark_stretched(config, model)
     with _own_random_numbers(seed):
         if isinstance(model, peft.PeftModel):
             model.add_adapter(adapter_name, config)
@@ -204,6 +206,7 @@ def load_adapter(
         )
     check_fit(model, weights, path)
     check_base(config, model, path)
+    check_length(vars(config), model, path)
     config.inference_mode = not is_trainable
     _check_trained_copies(config, model)
     _check_parameters(config, model)

@@ -38,6 +38,7 @@ from fewbits.models.hub import push_to_hub, push_to_hub_gguf, push_to_hub_merged
 from fewbits.models.live.generate_batch import generate_batch
 from fewbits.models.loaded_tokenizer import adapters_own, fitted, read_tokenizer, set_length
 from fewbits.models.loading_interpreter import collector_paused, quick_turns
+from fewbits.models.longer_positions import check_stretched, length_with, stretch
 from fewbits.models.named_templates import stop_at_turns
 from fewbits.models.options import (
     PEFT_CHOOSES_NOTHING,
@@ -83,7 +84,7 @@ class FastLanguageModel:
             model_name: a model's folder or its name on the Hugging Face Hub, the folder of a PEFT adapter
                 (its base model is then loaded too), or a GGUF file. The model may be quantised already, by
                 fewbits or another library (docs/guide/importing.md).
-            max_seq_length: longest sequence in tokens; None: as long as the model was trained for, the most.
+            max_seq_length: longest sequence in tokens; None: as the model was trained for; more: stretched.
             dtype: of everything not quantised; None: bfloat16 or float16 on a GPU, the checkpoint's on a CPU.
             load_in_4bit: store the weights in 4-bit NF4; the same as recipe="qlora_nf4".
             load_in_8bit: store the weights in INT8; the same as recipe="int8". load_in_4bit is then ignored.
@@ -100,7 +101,7 @@ class FastLanguageModel:
         Raises:
             BadInput, BadCheckpoint, SpecMismatch, Unsupported: with one sentence that says what to do.
         """
-        loading = sort_options(options)
+        loading = sort_options(options, max_seq_length)
         if str(model_name).endswith(GGUF_ENDING):
             with Reading(str(model_name)):
                 model, tokenizer = load_gguf(Path(model_name), dtype, loading)
@@ -109,14 +110,12 @@ class FastLanguageModel:
         if path is not None and is_adapter_folder(path):
             with Reading(path):
                 base = base_of(path, loading.base_model)
-            begun_over = recipe_in(read_json(path / ADAPTER_CONFIG))
+                own = read_json(path / ADAPTER_CONFIG)
+                length, begun_over = length_with(own, max_seq_length, str(path)), recipe_in(own)
             chosen_recipe = recipe if begun_over is None else begun_over
-            choices = (max_seq_length, dtype, load_in_4bit, load_in_8bit, full_finetuning, chosen_recipe)
-            model, tokenizer = FastLanguageModel.from_pretrained(
-                base,
-                *choices,
-                **{k: v for k, v in options.items() if k not in ("base_model", "is_trainable")},
-            )
+            choices = (length, dtype, load_in_4bit, load_in_8bit, full_finetuning, chosen_recipe)
+            rest = {k: v for k, v in options.items() if k not in ("base_model", "is_trainable")}
+            model, tokenizer = FastLanguageModel.from_pretrained(base, *choices, **rest)
             with Reading(path):
                 if resized := fit_vocabulary(model, path):
                     add_notes(model, [resized])
@@ -367,10 +366,12 @@ def _described(where: str, checkpoint: Checkpoint | None, loading: Loading) -> _
     options = _options_of(checkpoint, loading)
     rest = ("attn_implementation", "max_memory", "variant")
     config = AutoConfig.from_pretrained(where, **{k: v for k, v in options.items() if k not in rest})
+    loading.notes += filter(None, [stretch(config, loading.length, where)])
     if quant_method_of(config) not in (None, "fewbits"):
         return _Described(config, None)
     with torch.device("meta"):
         model = auto_class_of(config).from_config(config, trust_remote_code=loading.trust_remote_code)
+    check_stretched(config, model, where)
     if checkpoint is not None:
         check_shapes(checkpoint, model)
     return _Described(config, model)

@@ -20,6 +20,7 @@ from fewbits.host.expert_weights import weights_of
 from fewbits.host.transposed import transposed_like
 from fewbits.models.branches import plain_name
 from fewbits.models.checkpoint import Checkpoint
+from fewbits.models.longer_positions import options_like
 from fewbits.models.merger import Merger
 from fewbits.nn.branched_experts import BranchedExperts
 from fewbits.nn.experts import QuantizedExperts
@@ -82,11 +83,9 @@ class WholeMerger(Merger):
         """The model without adapters, in plain weights on the CPU."""
         dtype = dtype or self.dtype
         if self.original is not None:
-            model = (
-                type(self.base)
-                .from_pretrained(self.original.folder, dtype=dtype, local_files_only=True)
-                .eval()
-            )
+            folder = self.original.folder
+            like = options_like(self.base.config, folder)
+            model = type(self.base).from_pretrained(folder, dtype=dtype, local_files_only=True, **like).eval()
             for name, parameter in list(model.named_parameters()):
                 own = self._own(name, parameter)
                 if own is not None:

@@ -36,6 +36,7 @@ from fewbits.models.branches import (
     was_changed,
 )
 from fewbits.models.checkpoint import INDEX, WEIGHTS, Checkpoint
+from fewbits.models.longer_positions import options_like
 from fewbits.models.merge_checks import compare_file, distance, jitter, operands_as_they_are, split
 from fewbits.models.original import original_of
 from fewbits.models.packed_head import say_tied
@@ -375,7 +376,8 @@ class Merger:
             self.base.train(training)
             return logits.float().cpu()
         source = self.original.folder
-        model = type(self.base).from_pretrained(source, dtype=dtype, local_files_only=True).eval()
+        like = options_like(self.base.config, source)
+        model = type(self.base).from_pretrained(source, dtype=dtype, local_files_only=True, **like).eval()
         parameters = dict(model.named_parameters(remove_duplicate=False))
         for name, parameter in parameters.items():
             own = self._own(name, parameter)

@@ -34,7 +34,7 @@ _REFUSED = {
     "float8_kv_cache": "a recipe chooses it, as recipe={'name': 'qlora_nf4', 'kv_cache': 'fp8'}",
     "load_in_fp8": "pass recipe='float8_full' for products in FP8",
     "qat_scheme": "pass recipe='int4_qat' for quantisation-aware training",
-    "rope_scaling": "the positions of config.json are used; set rope parameters there",
+    "rope_scaling": "a larger max_seq_length stretches positions; set others in config.json",
     "offload_embedding": "name the embedding's device in device_map",
     "unsloth_tiled_mlp": "the model's own MLP is used",
     "layers_pattern": "name layers with layers_to_transform, or target_modules as a regular expression",
@@ -71,16 +71,17 @@ class Loading:
     resize_model_vocab: int | None = None
     base_model: str | None = None
     is_trainable: bool = True
+    length: int | None = None
 
 
-def sort_options(options: Mapping[str, Any]) -> Loading:
+def sort_options(options: Mapping[str, Any], length: int | None = None) -> Loading:
     """Sort the keyword arguments of one from_pretrained call.
 
     Raises:
         BadInput, Unsupported: an unknown name, or one that cannot be honoured.
     """
     rest = dict(options)
-    loading = Loading()
+    loading = Loading(length=length)
     for name in _TO_TRANSFORMERS & set(rest):
         loading.hf[name] = rest.pop(name)
     for name in ("allow_pickle", "trust_remote_code", "local_files_only", "is_trainable"):

@@ -246,11 +246,12 @@ def load_for(config: TrainConfig) -> Built:
 
 
 def _reward_model(config: TrainConfig) -> Built:
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
     from fewbits.host.conversion import conversion_of
     from fewbits.models.adapters import get_peft_model
     from fewbits.models.hf_quantizer import FewbitsConfig, register
+    from fewbits.models.longer_positions import stretch
 
     register()
     recipe, lora = recipe_of_config(config)
@@ -258,9 +259,11 @@ def _reward_model(config: TrainConfig) -> Built:
     tokenizer = AutoTokenizer.from_pretrained(config.model, local_files_only=local)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
+    shapes = AutoConfig.from_pretrained(config.model, local_files_only=local, num_labels=1)
+    note = stretch(shapes, config.max_seq_length, config.model)
     model = AutoModelForSequenceClassification.from_pretrained(
         config.model,
-        num_labels=1,
+        config=shapes,
         dtype=dtype_of(config, on_gpu, trains_all=lora is None),
         device_map={"": "cuda" if on_gpu else "cpu"},
         local_files_only=local,
@@ -271,5 +274,6 @@ def _reward_model(config: TrainConfig) -> Built:
     adapted = get_peft_model(
         model, lora, seed=config.seed, task_type="SEQ_CLS", modules_to_save=["score"], **variant_of(config)
     )
-    receipt = "" if conversion is None else str(conversion.receipt)
+    lines = ["" if conversion is None else str(conversion.receipt), note or ""]
+    receipt = "\n".join(line for line in lines if line)
     return Built(adapted, with_template(tokenizer, config), recipe, lora, receipt)

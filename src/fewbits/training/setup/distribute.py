@@ -22,7 +22,13 @@ from fewbits.formats import Format, get_format
 from fewbits.training.config import TrainConfig
 from fewbits.training.plan.parallel import Layout, choose, data_share, need_of
 from fewbits.training.ranks.processes import Ranks, join
-from fewbits.training.setup.model_and_trainer import Built, load_model, recipe_of_config, uses_gpu
+from fewbits.training.setup.model_and_trainer import (
+    Built,
+    load_model,
+    recipe_of_config,
+    stretched_length,
+    uses_gpu,
+)
 
 _ON_THE_WIRE = {"int8": "int8", "int4": "int4", "fp8": "float8_e4m3"}
 _PLACES = (
@@ -204,7 +210,13 @@ def load_distributed(config: TrainConfig, layout: Layout) -> Built:
 def _comes_in_shares(config: TrainConfig) -> bool:
     """Whether no rank needs the whole model in its host memory: a folder, on GPUs."""
     recipe, _ = recipe_of_config(config)
-    return uses_gpu(config) and Path(config.model).is_dir() and (recipe is None or recipe.qat is None)
+    is_read_by_rows = recipe is None or recipe.qat is None
+    return (
+        uses_gpu(config)
+        and Path(config.model).is_dir()
+        and is_read_by_rows
+        and stretched_length(config) is None
+    )
 
 
 def _load_in_shares(config: TrainConfig, layout: Layout) -> Built:

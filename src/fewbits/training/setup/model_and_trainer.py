@@ -17,6 +17,7 @@ from fewbits.host.attention import attention_receipt, use_attention
 from fewbits.host.conversion import conversion_of
 from fewbits.models.fast import FastLanguageModel
 from fewbits.models.learning_rates import set_embeddings_apart, set_lora_plus
+from fewbits.models.longer_positions import exceeds, stretch, stretched
 from fewbits.models.named_templates import set_template, stop_at_turns
 from fewbits.models.packed import is_packed
 from fewbits.models.template_tokens import add_template_tokens, add_tokens, modules_to_train
@@ -97,7 +98,19 @@ def load_tokenizer(config: TrainConfig) -> tuple[Any, Any] | None:
         shapes = AutoConfig.from_pretrained(config.model, local_files_only=local)
     except (OSError, ValueError, KeyError):
         return None
+    stretch(shapes, config.max_seq_length, config.model)
     return with_template(tokenizer, config), shapes
+
+
+def stretched_length(config: TrainConfig) -> int | None:
+    """The length of rows, where it is more than the model was made for; else None."""
+    from transformers import AutoConfig
+
+    try:
+        shapes = AutoConfig.from_pretrained(config.model, local_files_only=Path(config.model).is_dir())
+    except (OSError, ValueError, KeyError):  # an adapter, which knows its base's length; or told when loaded
+        return None
+    return config.max_seq_length if exceeds(shapes, config.max_seq_length) else None
 
 
 def with_template(tokenizer: PreTrainedTokenizerBase, config: TrainConfig) -> Any:
@@ -177,6 +190,7 @@ def load_model(config: TrainConfig, *, spread: Callable[[Any], str] | None = Non
     qat = recipe if recipe is not None and recipe.qat is not None else None
     model, tokenizer = FastLanguageModel.from_pretrained(
         config.model,
+        max_seq_length=stretched_length(config),
         dtype=dtype_of(config, on_gpu, trains_all=lora is None),
         load_in_4bit=False,
         recipe=None if qat else recipe,
@@ -213,6 +227,7 @@ def load_model(config: TrainConfig, *, spread: Callable[[Any], str] | None = Non
             " lora_r for adapters, or load_in_4bit=false without a recipe to train all weights."
         )
     lines = ["" if conversion is None else str(conversion.receipt), told, *use_attention(model).notes]
+    lines.append("" if conversion is not None else stretched(model.config) or "")  # else the receipt has it
     autocast = torch.bfloat16 if on_gpu and lora is None and config.dtype == "auto" else None
     lines += attention_receipt(
         model,
