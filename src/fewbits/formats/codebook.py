@@ -2,7 +2,8 @@
 
 A block of ``block`` consecutive values (row-major, through the whole tensor, as in bitsandbytes) is divided
 by its largest magnitude; each value then takes the nearest entry of the table, and one that lies exactly
-between two takes the lower one. Codes, scales and decoded values equal bitsandbytes' on a CPU bit for bit.
+between two takes the lower one. Codes, scales and decoded values equal bitsandbytes' on a CPU bit for bit:
+tests/formats/test_bitsandbytes.py holds them to it.
 
 With ``double`` the scales are stored in 8 bits (Dettmers et al. 2023, "double quantisation"): their mean is
 taken off, then each block of 256 of them is written in an 8-bit dynamic map with a float32 scale of its own.
