@@ -19,11 +19,9 @@ from fewbits.kernels.generation.decode_attention import (
     decode_attention,
     decode_attention_ref,
 )
-from fewbits.kernels.generation.operands import RowNorm
 from fewbits.kernels.launch import nvrtc
 from tests.kernels import emulated
-
-BF16 = torch.bfloat16
+from tests.kernels.attention_parts import BF16, head_norms, places, rotary_tables
 
 
 class Problem:
@@ -44,19 +42,12 @@ class Problem:
         B, room = len(lengths), max(lengths) + 3
         self.qkv = torch.randn(B, (heads + 2 * kv_heads) * D, device=device)
         keys, values = (torch.randn(B, kv_heads, room, D, device=device).to(BF16) for _ in range(2))
-        position = torch.tensor([n - 1 for n in lengths], device=device)
-        first = torch.tensor([min(2 * b, lengths[b] - 1) for b in range(B)], device=device)
-        angle = torch.outer(torch.arange(room), 1e4 ** -torch.linspace(0, 1, (rotary or D) // 2)).to(device)
-        angle = torch.cat([angle, angle], dim=-1)
+        position, first = places(lengths, device)
         for b in range(B):
             for cache in (keys, values):
                 cache[b, :, : first[b]] = cache[b, :, position[b] :] = torch.nan
-        self.cache = Cache(
-            keys, values, angle.cos().to(BF16).float(), angle.sin().to(BF16).float(), position, first
-        )
-        if norms:
-            weight = (torch.randn(D, device=device) * 0.1 + 1).to(BF16)
-            rules |= {"q_norm": RowNorm(weight, 1e-6), "k_norm": RowNorm(weight.flip(0), 1e-6)}
+        self.cache = Cache(keys, values, *rotary_tables(room, rotary or D, device), position, first)
+        rules |= head_norms(D, BF16, device) if norms else {}
         self.rules = Rules(scale=D**-0.5, **rules)
         self.out = torch.full((B, heads * D), torch.nan, dtype=BF16, device=device)
 

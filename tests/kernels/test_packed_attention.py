@@ -14,7 +14,6 @@ from torch import Tensor
 from fewbits.errors import Unsupported
 from fewbits.formats.kv_cache import KVCache, get_kv_cache, ordered_codes, unordered_codes
 from fewbits.kernels.generation.decode_attention import Cache, Rules, decode_attention_ref
-from fewbits.kernels.generation.operands import RowNorm
 from fewbits.kernels.generation.packed_attention import (
     PackedAttention,
     PackedKeysValues,
@@ -25,8 +24,7 @@ from fewbits.kernels.generation.packed_attention import (
 )
 from fewbits.kernels.launch import nvrtc
 from tests.kernels import emulated
-
-BF16 = torch.bfloat16
+from tests.kernels.attention_parts import BF16, head_norms, places, rotary_tables
 
 
 class Problem:
@@ -49,18 +47,16 @@ class Problem:
         B, room = len(lengths), max(lengths) + 3
         kind = get_kv_cache(kind)
         self.qkv = torch.randn(B, (heads + 2 * kv_heads) * D, device=device)
-        position = torch.tensor([n - 1 for n in lengths], device=device)
-        first = torch.tensor([min(2 * b, lengths[b] - 1) for b in range(B)], device=device)
-        angle = torch.outer(torch.arange(room), 1e4 ** -torch.linspace(0, 1, (rotary or D) // 2)).to(device)
-        angle = torch.cat([angle, angle], dim=-1)
+        position, first = places(lengths, device)
         stored = empty_cache(kind, (B, kv_heads, room, D), dtype, torch.device(device))
         for tensor in stored.values():
             tensor.fill_(255 if tensor.dtype == torch.uint8 else torch.nan)
-        tables = (t.to(BF16).float() for t in (angle.cos(), angle.sin()))
+        cosines, sines = rotary_tables(room, rotary or D, device)
         self.cache = PackedKeysValues(
             kind,
             **stored,
-            **dict(zip(("cosines", "sines"), tables, strict=True)),
+            cosines=cosines,
+            sines=sines,
             position=position,
             first=first,
         )
@@ -70,9 +66,7 @@ class Problem:
         for which, whole in self.whole.items():
             whole[..., 3] *= 9  # a channel that stands out, as keys have them
             self._fill(which, whole)
-        if norms:
-            weight = (torch.randn(D, device=device) * 0.1 + 1).to(dtype)
-            rules |= {"q_norm": RowNorm(weight, 1e-6), "k_norm": RowNorm(weight.flip(0), 1e-6)}
+        rules |= head_norms(D, dtype, device) if norms else {}
         self.rules = Rules(scale=D**-0.5, **rules)
         self.out = torch.full((B, heads * D), torch.nan, dtype=dtype, device=device)
 

@@ -22,6 +22,7 @@ from fewbits.nn.linear import QuantizedLinear
 from fewbits.recipes import Recipe, Rule
 from fewbits.recipes.catalog import CATALOG
 from tests.models.loading import logits, packed_state, perturb, same, save_tiny
+from tests.models.steps import losses_of_steps
 from tests.models.tiny import tokens
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -111,14 +112,7 @@ def test_a_step_of_training_and_back_to_inference(base):
     before = packed_state(model)
     assert model.training and any(getattr(m, "gradient_checkpointing", False) for m in model.modules())
     ids = tokens()
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    losses = []
-    for _ in range(8):
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    losses = losses_of_steps(model, ids, 8)
     assert losses[-1] < losses[0]
     assert same(packed_state(model), before)
     FastLanguageModel.for_inference(model)

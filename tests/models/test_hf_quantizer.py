@@ -23,6 +23,7 @@ from fewbits.nn.linear import QuantizedLinear
 from fewbits.recipes import CATALOG, Recipe, Rule, get_recipe, recipe_to_config
 from tests.every_format import every_format
 from tests.models.loading import logits, packed_state, same, save_tiny
+from tests.models.steps import losses_of_steps
 from tests.models.tiny import FAMILIES, tokens
 
 load = AutoModelForCausalLM.from_pretrained
@@ -222,14 +223,7 @@ def test_fast_on_a_gpu(tmp_path):
     assert model.dtype == torch.bfloat16 and model.device.type == "cuda"
     model = FastLanguageModel.get_peft_model(model, r=4)
     ids = tokens().cuda()
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    losses = []
-    for _ in range(6):
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    losses = losses_of_steps(model, ids, 6)
     assert losses[-1] < losses[0]
     for method in ("merged_16bit", "merged_4bit"):
         receipt = model.save_pretrained_merged(tmp_path / method, tokenizer, save_method=method)

@@ -16,19 +16,11 @@ from fewbits.models.convert import convert
 from fewbits.models.model_shapes import layer_shapes, model_of_config, numbers_of
 from fewbits.models.predicted_memory import predict_memory
 from fewbits.recipes import LoRA, get_recipe, qlora_nf4
+from tests.model_configs import LLAMA
 from tests.models.mixtures import MIXTURES, mixture
 from tests.models.tiny import tiny
 from tests.models.unwritten import UNFUSED, unwritten
 
-LLAMA = {
-    "hidden_size": 192,
-    "intermediate_size": 512,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 6,
-    "vocab_size": 4096,
-    "tie_word_embeddings": True,
-}
 TABLES = 2 * 16 * 4  # of the rotary embedding, in float32: one for pairs of 32 channels, and its first values
 MODELS: dict[str, Callable[[], Any]] = {
     **{kind: lambda kind=kind: tiny(kind) for kind in ("llama", "qwen3", "phi3", "gemma2")},

@@ -23,16 +23,6 @@ from fewbits.recipes import (
     recipe_to_config,
 )
 
-LLAMA = {
-    "hidden_size": 192,
-    "intermediate_size": 512,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 6,
-    "vocab_size": 4096,
-    "tie_word_embeddings": True,
-}
-
 
 @pytest.mark.parametrize("name", CATALOG)
 def test_plain_data_both_ways(name: str) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from fewbits.formats.base import Packed
 from fewbits.kernels.codec.dequantize import dequantize
 from fewbits.kernels.decoder.gated_activation import gated_activation
+from fewbits.kernels.decoder.rmsnorm import rmsnorm_ref
 from fewbits.kernels.generation.operands import LowRankSum, Product
 
 
@@ -30,9 +31,7 @@ class ManyRows:
         """Run it on the current stream; ``out``."""
         x, norm, activation = self._of.x, self._of.norm, self._of.activation
         if norm is not None:
-            x = x.float()
-            x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps)
-            x = x * (norm.weight.float() + norm.offset)
+            x, _ = rmsnorm_ref(x.float(), norm.weight, norm.eps, norm.offset)
         x = x.to(self._dtype)
         products = [self._product(x, *part) for part in self._parts]
         if activation is not None:

@@ -34,6 +34,14 @@ _PARTS = ("m", "v", "m_scales", "v_scales")
 _MIX = (0x9E3779B97F4A7C15, 0x94D049BB133111EB)  # odd numbers: distinct seeds stay distinct
 
 
+def _loss_of(closure: Callable[[], Any] | None) -> Any:
+    """What an optimizer's closure computes anew, with gradients; None without one."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
 class AdamW8bit(torch.optim.Optimizer):
     """AdamW with moments of 8 bits in blocks of 256; small tensors keep theirs in float32.
 
@@ -81,10 +89,7 @@ class AdamW8bit(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of all parameters that have a gradient; gives the closure's loss."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = _loss_of(closure)
         index = 0
         for group in self.param_groups:
             by_step: dict[Any, list[tuple[Tensor, int]]] = defaultdict(list)
@@ -277,10 +282,7 @@ class MuonAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of all parameters that have a gradient; gives the closure's loss."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = _loss_of(closure)
         for inner, is_muon in ((self._muon, True), (self._adamw, False)):
             inner.param_groups = [group for group in self.param_groups if group["is_muon"] == is_muon]
             inner.state = self.state

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from fewbits.errors import Unsupported
+from fewbits.kernels.decoder.rmsnorm import rmsnorm_ref
 from fewbits.kernels.generation.operands import RowNorm
 from fewbits.kernels.launch import nvrtc
 from fewbits.kernels.launch.jit import cdiv, multiprocessors, next_power_of_2, on_device_of
@@ -111,11 +112,7 @@ def decode_attention_ref(qkv: Tensor, cache: Cache, rules: Rules) -> Tensor:
 def rotated(x: Tensor, norm: RowNorm | None, cache: Cache, angle: Tensor) -> Tensor:
     """Heads x (B, n, D) after their norm and the rotation by ``angle`` (B,)."""
     if norm is not None:
-        x = (
-            x
-            * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps)
-            * (norm.weight.float() + norm.offset)
-        )
+        x, _ = rmsnorm_ref(x, norm.weight, norm.eps, norm.offset)
     cosines, sines = cache.cosines[angle][:, None], cache.sines[angle][:, None]
     rotary = cosines.shape[-1]
     part, rest = x[..., :rotary], x[..., rotary:]

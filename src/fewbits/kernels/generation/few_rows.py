@@ -31,6 +31,7 @@ from torch import Tensor
 from fewbits.errors import BadInput
 from fewbits.formats.base import Packed
 from fewbits.kernels.decoder.gated_activation import gated_activation_ref
+from fewbits.kernels.decoder.rmsnorm import rmsnorm_ref
 from fewbits.kernels.generation import columns
 from fewbits.kernels.generation.columns import (
     Columns,
@@ -71,11 +72,7 @@ def few_rows_ref(
     acc = torch.promote_types(x.dtype, torch.float32)
     x = x.to(acc)
     if norm is not None:
-        x = (
-            x
-            * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps)
-            * (norm.weight.to(acc) + norm.offset)
-        )
+        x, _ = rmsnorm_ref(x, norm.weight, norm.eps, norm.offset)
     products = []
     for i, weight in enumerate(weights):
         dense = weight.dequantize(torch.float32) if isinstance(weight, Packed) else weight

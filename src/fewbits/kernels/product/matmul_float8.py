@@ -76,11 +76,14 @@ def float8_weight_ref(weight: Packed | Tensor, transposed: bool, inverse_scale: 
 
 
 @jit
-def _float8_weight_kernel(
-    w_ptr, inverse_ptr, out_ptr, N, K, stride_wn, stride_out,
-    TRANSPOSED: tl.constexpr, CUT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+def _tile_in_8_bits(
+    w_ptr, inverse_ptr, out_ptr, N, K, stride_wn,
+    CUT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """A tile of w to 8 bits. CUT: the conversion does not cut by itself, as a GPU's does."""
+    """This program's tile of w in out's type, its rows and columns, and which of them are there.
+
+    CUT: the conversion does not cut by itself, as a GPU's does.
+    """
     row_tile, column_tile = split_program(tl.cdiv(N, BLOCK_N))
     offs_n = row_tile.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     offs_k = column_tile.to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)
@@ -89,7 +92,18 @@ def _float8_weight_kernel(
     w = w.to(tl.float32) * tl.load(inverse_ptr)
     if CUT:
         w = tl.clamp(w, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
-    w = w.to(out_ptr.dtype.element_ty)
+    return w.to(out_ptr.dtype.element_ty), offs_n, offs_k, mask
+
+
+@jit
+def _float8_weight_kernel(
+    w_ptr, inverse_ptr, out_ptr, N, K, stride_wn, stride_out,
+    TRANSPOSED: tl.constexpr, CUT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """A tile of w to 8 bits."""
+    w, offs_n, offs_k, mask = _tile_in_8_bits(
+        w_ptr, inverse_ptr, out_ptr, N, K, stride_wn, CUT, BLOCK_N, BLOCK_K
+    )
     if TRANSPOSED:
         at = offs_k[:, None] * stride_out + offs_n[None, :]
         tl.store(out_ptr + at, tl.trans(w), mask=tl.trans(mask))
@@ -103,15 +117,9 @@ def _float8_weight_pair_kernel(
     CUT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """A tile of w to 8 bits, written as it is and transposed."""
-    row_tile, column_tile = split_program(tl.cdiv(N, BLOCK_N))
-    offs_n = row_tile.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    offs_k = column_tile.to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)
-    mask = (offs_n < N)[:, None] & (offs_k < K)[None, :]
-    w = tl.load(w_ptr + offs_n[:, None] * stride_wn + offs_k[None, :], mask=mask, other=0.0)
-    w = w.to(tl.float32) * tl.load(inverse_ptr)
-    if CUT:
-        w = tl.clamp(w, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
-    w = w.to(out_ptr.dtype.element_ty)
+    w, offs_n, offs_k, mask = _tile_in_8_bits(
+        w_ptr, inverse_ptr, out_ptr, N, K, stride_wn, CUT, BLOCK_N, BLOCK_K
+    )
     tl.store(out_ptr + offs_n[:, None] * stride_out + offs_k[None, :], w, mask=mask)
     at = offs_k[:, None] * stride_transposed + offs_n[None, :]
     tl.store(transposed_ptr + at, tl.trans(w), mask=tl.trans(mask))
