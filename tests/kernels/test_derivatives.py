@@ -26,7 +26,7 @@ from fewbits.kernels.product.fake_quantize import fake_quantize, fake_quantized_
 from fewbits.kernels.product.lora_linear import lora_linear
 from fewbits.kernels.product.matmul_operands import operand_linear
 from fewbits.kernels.product.matmul_packed import Operands, packed_linear
-from fewbits.nn.expert_products import Branch, into_experts, out_of_experts
+from fewbits.nn.expert_products import Branch, Weights, into_experts, out_of_experts
 from fewbits.nn.grouped import Table
 
 SOURCE = Path(fewbits.__file__).parent
@@ -87,12 +87,14 @@ REFUSED: dict[str, list[tuple[Callable[..., Tensor], tuple[Tensor, ...]]]] = {
     ],
     "the product of experts": [
         (
-            lambda x, a, b: into_experts(x.view(-1, 64), PAIRS, EXPERTS.dequantize, Branch(a, b, 0.5)),
+            lambda x, a, b: into_experts(
+                x.view(-1, 64), PAIRS, Weights(EXPERTS.dequantize), Branch(a, b, 0.5)
+            ),
             (ROWS, *BRANCH),
         ),
         (
             lambda z, routing, a, b: out_of_experts(
-                z, routing, None, PAIRS, EXPERTS.dequantize, Branch(a, b, 0.5)
+                z, routing, None, PAIRS, Weights(EXPERTS.dequantize), Branch(a, b, 0.5)
             ),
             (draw(6, 64), draw(3, 2), *BRANCH),
         ),

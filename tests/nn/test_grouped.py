@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from fewbits.formats import FORMATS
+from fewbits.kernels.product.pair_sums import pair_sums
 from fewbits.nn import experts as packed_experts
-from fewbits.nn.expert_products import Branch, into_experts, out_of_experts
-from fewbits.nn.experts import decode_some
-from fewbits.nn.grouped import Table, grouped, grouped_outer, sum_rows
+from fewbits.nn.expert_products import Branch, Weights, into_experts, out_of_experts
+from fewbits.nn.experts import decode_some, decode_with_room
+from fewbits.nn.grouped import Table, grouped, grouped_outer
 
 E, T, k, H, I, R = 5, 7, 2, 8, 6, 3
 ROUTINGS = {
@@ -50,16 +51,25 @@ def by_pairs(
     return torch.stack(out) if out else x * 1
 
 
+def with_room(weight: Tensor, columns: int) -> Tensor:
+    """The weight in the first columns of a buffer whose last ones hold what nobody wrote."""
+    return torch.cat([weight, torch.full((*weight.shape[:2], columns), torch.nan, dtype=weight.dtype)], 2)
+
+
+@pytest.mark.parametrize("room", [False, True], ids=["apart", "beside"])
 @pytest.mark.parametrize("name", ROUTINGS)
-def test_both_products_and_all_their_gradients(name: str) -> None:
+def test_both_products_and_all_their_gradients(name: str, room: bool) -> None:
     chosen = ROUTINGS[name]
     x, routing = numbers(len(chosen), H), numbers(len(chosen), k)
     up, down, bias = numbers(E, I, H), numbers(E, H, I), numbers(E, H)
     first = Branch(numbers(E, R, H), numbers(E, I, R), 0.7)
     last = Branch(numbers(E, R, I), numbers(E, H, R), 1.3)
     table = Table.of(chosen, E)
-    z = torch.tanh(into_experts(x, table, lambda: up.detach(), first))
-    y = out_of_experts(z, routing, bias, table, lambda: down.detach(), last)
+    of_up, of_down = (
+        Weights(w.detach, partial(with_room, w.detach())) if room else Weights(w.detach) for w in (up, down)
+    )
+    z = torch.tanh(into_experts(x, table, of_up, first))
+    y = out_of_experts(z, routing, bias, table, of_down, last)
     expected = by_pairs(x, chosen, routing, (up.detach(), down.detach()), bias, (first, last))
     torch.testing.assert_close(y, expected)
     leaves = (x, routing, bias, first.a, first.b, last.a, last.b)
@@ -92,7 +102,7 @@ def test_grouped_takes_turned_matrices_and_sums_in_the_wider_dtype() -> None:
     half = x.detach().bfloat16()
     weights = torch.rand(T, k, dtype=torch.float32)
     wide = (half[table.inverse].float() * weights[..., None]).sum(1)
-    assert torch.equal(sum_rows(half, table.inverse, weights), wide.bfloat16())
+    assert torch.equal(pair_sums(half, table.inverse, weights), wide.bfloat16())
 
 
 @pytest.mark.parametrize("name", [n for n, f in FORMATS.items() if n != "stochastic"])
@@ -102,6 +112,18 @@ def test_some_matrices_of_a_packed_tensor_decode_as_in_the_whole(name: str) -> N
     chosen = torch.tensor([2, 0, 2])
     got = decode_some(packed, chosen, torch.float32)
     assert torch.equal(got, packed.dequantize(torch.float32)[chosen])
+
+
+@pytest.mark.parametrize("name", [n for n, f in FORMATS.items() if n != "stochastic"])
+def test_a_decoded_weight_with_room_is_the_weight(name: str) -> None:
+    weight = numbers(3, 16, 256).detach().float()
+    packed = FORMATS[name].quantize(weight)
+    wide = decode_with_room(packed, torch.float32, 8)
+    if name in ("nf4", "nf4_dq", "int8", "int4_g64"):
+        assert wide is not None
+    if wide is not None:
+        assert wide.shape == (3, 16, 264)
+        assert torch.equal(wide[..., :256], packed.dequantize(torch.float32))
 
 
 def test_few_rows_decode_only_what_they_hit(monkeypatch: pytest.MonkeyPatch) -> None:

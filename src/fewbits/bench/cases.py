@@ -19,6 +19,7 @@ from torch import Tensor
 from fewbits.bench.attention_cases import MAKERS as ATTENTION_MAKERS
 from fewbits.bench.decode_cases import MAKERS as DECODE_MAKERS
 from fewbits.bench.epilogue_cases import MAKERS as EPILOGUE_MAKERS
+from fewbits.bench.expert_cases import MAKERS as EXPERT_MAKERS
 from fewbits.bench.float8_cases import MAKERS as FLOAT8_MAKERS
 from fewbits.bench.fused_cases import MAKERS as FUSED_MAKERS
 from fewbits.bench.gradient_cases import MAKERS as GRADIENT_MAKERS
@@ -262,4 +263,5 @@ _MAKERS = (
     *GRADIENT_MAKERS,
     *ATTENTION_MAKERS,
     *DECODE_MAKERS,
+    *EXPERT_MAKERS,
 )

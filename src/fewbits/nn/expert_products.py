@@ -8,8 +8,8 @@ Into the inner values, for the pair p of row t and expert e:
 
     y_p = W_e x_t + s B_e A_e x_t                                    dx_t = sum of dX_p over the pairs of t
 
-Kept for the backward pass: the rows as they came, (T, H), and A x (P, r). They are spread to pairs once more
-there, which takes less time than P H values take room.
+Kept for the backward pass: the rows as they came, (T, H), and s A x (P, r). They are spread to pairs once
+more there, which takes less time than P H values take room.
 
 Out of them, with z_p the inner values, c_p the weight that routing gives the pair and b the host's bias:
 
@@ -18,7 +18,16 @@ Out of them, with z_p the inner values, c_p the weight that routing gives the pa
 The gradient of c_p is <o_p, dy_t>. With u_p = (W_e + s B_e A_e)^T dy_t, which the backward pass computes in
 any case, it is <z_p, u_p> + <b_e, dy_t>, and that of z_p is c_p u_p: so o (P, H) need not be kept.
 
-Weights are decoded for each pass, unless `Weights` keeps them. Branches are computed in the products' dtype.
+A branch as three operations of its own would write and read P outputs twice more. So B is written beside the
+decoded weight, where the weight can be decoded with room (`Weights.with_room`), and s A x beside x:
+
+    W x + B (s A x)  =  [ W | B ] [ x ; s A x ]          one product, forward
+    [ W | B ]^T dy   =  [ W^T dy ; B^T dy ]              one product, backward; the second part goes to A
+
+and what A then gives back, A^T (s B^T dy), is added where the pairs are summed or weighted anyway
+(`fewbits.kernels.product.pair_sums`, `pair_gradients`).
+
+Weights are decoded for each pass, unless the layer keeps them. Branches are computed in the products' dtype.
 """
 
 from __future__ import annotations
@@ -27,12 +36,32 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fewbits.kernels.launch.derivatives import once_differentiable
-from fewbits.nn.grouped import Table, grouped, grouped_outer, sum_rows
+from fewbits.kernels.product.pair_gradients import pair_gradients
+from fewbits.kernels.product.pair_sums import pair_sums
+from fewbits.nn.grouped import Table, grouped, grouped_outer
 
-Weights = Callable[[], Tensor]  # gives (E, outputs, inputs) in the products' dtype, decoded or kept
+_ALIGNED = 8  # values of which a row's length is a multiple where it holds a branch as well
+
+
+def _no_room(columns: int) -> None:
+    return None
+
+
+class Weights(NamedTuple):
+    """Where a product's matrices come from, in the products' dtype.
+
+    Attributes:
+        whole: gives (E, outputs, inputs), decoded or kept.
+        with_room: gives (E, outputs, inputs + columns), new, of which the last columns are not written; or
+            None where the weight cannot be decoded so.
+    """
+
+    whole: Callable[[], Tensor]
+    with_room: Callable[[int], Tensor | None] = _no_room
 
 
 class Branch(NamedTuple):
@@ -86,8 +115,11 @@ class _Into(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, a: Tensor | None, b: Tensor | None, call: _Call) -> Tensor:
         scaling, table, weights = ctx.call = call
-        pairs = x[table.rows]
-        y, inner = _forward(pairs, weights(), Branch(a, b, scaling), table.ends)
+        branch, K = Branch(a, b, scaling), x.shape[1]
+        beside = _with_branch(weights, branch, K)
+        room = 0 if beside is None else beside.shape[2] - K
+        pairs = (F.pad(x, (0, room)) if room else x)[table.rows]
+        y, inner = _forward(pairs, K, weights, beside, branch, table.ends)
         ctx.save_for_backward(x, a, b, inner)
         return y
 
@@ -96,14 +128,16 @@ class _Into(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, a, b, inner = ctx.saved_tensors
         scaling, table, weights = ctx.call
-        ends, branch = table.ends, Branch(a, b, scaling)
-        dinner = _through_b(dy, branch, ends)
-        da = db = dx = None
-        if dinner is not None and (ctx.needs_input_grad[1] or ctx.needs_input_grad[2]):
-            da = grouped_outer(dinner, x[table.rows], ends).to(a.dtype)
-            db = grouped_outer(dy * scaling, inner, ends).to(b.dtype)
+        branch, dx = Branch(a, b, scaling), None
         if ctx.needs_input_grad[0]:
-            dx = sum_rows(_backward(dy, dinner, weights(), branch, ends), table.inverse)
+            through = _backward(dy, x.shape[1], weights, branch, table.ends)
+            dx, dinner = pair_sums(through.dx, table.inverse, extra=through.by_branch), through.dinner
+        else:
+            dinner = _through_b(dy, branch, table.ends)
+        da = db = None
+        if dinner is not None and (ctx.needs_input_grad[1] or ctx.needs_input_grad[2]):
+            da = grouped_outer(dinner, x[table.rows], table.ends).to(a.dtype)
+            db = grouped_outer(dy, inner, table.ends).to(b.dtype)
         return dx, da, db, None
 
 
@@ -119,45 +153,93 @@ class _OutOf(torch.autograd.Function):
         call: _Call,
     ) -> Tensor:
         scaling, table, weights = ctx.call = call
-        pairs, inner = _forward(z, weights(), Branch(a, b, scaling), table.ends)
+        branch, I = Branch(a, b, scaling), z.shape[1]
+        beside = _with_branch(weights, branch, I)
+        wide = z if beside is None else F.pad(z, (0, beside.shape[2] - I))
+        pairs, inner = _forward(wide, I, weights, beside, branch, table.ends)
         if bias is not None:
             pairs += bias.to(pairs.dtype)[table.experts]
         ctx.save_for_backward(z, routing, bias, a, b, inner)
-        return sum_rows(pairs, table.inverse, routing)
+        return pair_sums(pairs, table.inverse, routing)
 
     @staticmethod
     @once_differentiable("the product of experts")
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         z, routing, bias, a, b, inner = ctx.saved_tensors
         scaling, table, weights = ctx.call
-        branch = Branch(a, b, scaling)
         pairs = dy[table.rows]  # dy of each pair's row, not weighted yet
-        dinner = _through_b(pairs, branch, table.ends)
-        u = _backward(pairs, dinner, weights(), branch, table.ends)
-        weight = routing.reshape(-1)[table.order, None]
-        da = db = dbias = None
-        if inner is not None and (ctx.needs_input_grad[3] or ctx.needs_input_grad[4]):
-            da = grouped_outer((dinner * weight).to(z.dtype), z, table.ends).to(a.dtype)
-            db = grouped_outer(pairs, (inner * (weight * scaling)).to(z.dtype), table.ends).to(b.dtype)
-        drouting = None
+        through = _backward(pairs, z.shape[1], weights, Branch(a, b, scaling), table.ends)
+        weight = routing.reshape(-1)[table.order]
+        dz, dweight = pair_gradients(z, through.dx, weight, extra=through.by_branch)
+        da = db = dbias = drouting = None
+        if through.dinner is not None and (ctx.needs_input_grad[3] or ctx.needs_input_grad[4]):
+            da = grouped_outer((through.dinner * weight[:, None]).to(z.dtype), z, table.ends).to(a.dtype)
+            db = grouped_outer(pairs, (inner * weight[:, None]).to(z.dtype), table.ends).to(b.dtype)
         if ctx.needs_input_grad[1]:
-            drouting = (z * u).sum(1, dtype=torch.promote_types(z.dtype, torch.float32))
             if bias is not None:
-                drouting += (pairs * bias.to(pairs.dtype)[table.experts]).sum(1)
-            drouting = drouting[table.inverse].to(routing.dtype)
+                dweight = dweight + (pairs * bias.to(pairs.dtype)[table.experts]).sum(1)
+            drouting = dweight[table.inverse].to(routing.dtype)
         if bias is not None and ctx.needs_input_grad[2]:
-            dbias = torch.zeros_like(bias).index_add_(0, table.experts, (pairs * weight).to(bias.dtype))
-        dz = (u * weight).to(z.dtype) if ctx.needs_input_grad[0] else None
-        return dz, drouting, dbias, da, db, None
+            weighted = (pairs * weight[:, None]).to(bias.dtype)
+            dbias = torch.zeros_like(bias).index_add_(0, table.experts, weighted)
+        return dz if ctx.needs_input_grad[0] else None, drouting, dbias, da, db, None
 
 
-def _forward(x: Tensor, weight: Tensor, branch: Branch, ends: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Products and branch of pairs (P, inputs): (P, outputs), and A x (P, r)."""
-    y = grouped(x, weight, ends)
+def _with_branch(weights: Weights, branch: Branch, K: int) -> Tensor | None:
+    """``[W | B]`` (E, outputs, K + r and some zeros), for inputs of K values; None without either."""
     if branch.a is None or branch.b is None:
-        return y, None
-    inner = grouped(x, branch.a.to(x.dtype), ends)
-    return y.add_(grouped(inner, branch.b.to(x.dtype), ends), alpha=branch.scaling), inner
+        return None
+    r = branch.b.shape[2]
+    beside = weights.with_room(-(-r // _ALIGNED) * _ALIGNED)
+    if beside is not None:
+        beside[:, :, K : K + r].copy_(branch.b)
+        beside[:, :, K + r :].zero_()
+    return beside
+
+
+def _forward(
+    x: Tensor, K: int, weights: Weights, beside: Tensor | None, branch: Branch, ends: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Products and branch of pairs: (P, outputs), and ``s A x`` (P, r).
+
+    x is (P, K), and (P, K + columns), zero in the last ones, where there is ``beside``; they are written.
+    """
+    if branch.a is None or branch.b is None:
+        return grouped(x, weights.whole(), ends), None
+    inner = grouped(x[:, :K], branch.a.to(x.dtype), ends).mul_(branch.scaling)
+    if beside is None:
+        y = grouped(x, weights.whole(), ends)
+        return y.add_(grouped(inner, branch.b.to(x.dtype), ends)), inner
+    x[:, K : K + inner.shape[1]] = inner
+    return grouped(x, beside, ends), inner
+
+
+class _Through(NamedTuple):
+    """What comes back through an expert's matrix and its branch.
+
+    Attributes:
+        dx: (P, inputs), through the matrix.
+        by_branch: (P, inputs), to be added; None without a branch.
+        dinner: (P, r), ``s B^T dy``.
+    """
+
+    dx: Tensor
+    by_branch: Tensor | None
+    dinner: Tensor | None
+
+
+def _backward(dy: Tensor, K: int, weights: Weights, branch: Branch, ends: Tensor) -> _Through:
+    """``W^T dy`` and ``s A^T B^T dy`` for dy (P, outputs) and K inputs."""
+    beside = _with_branch(weights, branch, K)
+    if beside is None:
+        dx, dinner = grouped(dy, weights.whole().transpose(1, 2), ends), _through_b(dy, branch, ends)
+    else:
+        assert branch.b is not None
+        both = grouped(dy, beside.transpose(1, 2), ends)
+        dx, dinner = both[:, :K], both[:, K : K + branch.b.shape[2]] * branch.scaling
+    if dinner is None or branch.a is None:
+        return _Through(dx, None, dinner)
+    return _Through(dx, grouped(dinner, branch.a.to(dy.dtype).transpose(1, 2), ends), dinner)
 
 
 def _through_b(dy: Tensor, branch: Branch, ends: Tensor) -> Tensor | None:
@@ -165,14 +247,6 @@ def _through_b(dy: Tensor, branch: Branch, ends: Tensor) -> Tensor | None:
     if branch.b is None:
         return None
     return grouped(dy, branch.b.to(dy.dtype).transpose(1, 2), ends).mul_(branch.scaling)
-
-
-def _backward(dy: Tensor, dinner: Tensor | None, weight: Tensor, branch: Branch, ends: Tensor) -> Tensor:
-    """``(W + s B A)^T dy``: (P, outputs) to (P, inputs)."""
-    dx = grouped(dy, weight.transpose(1, 2), ends)
-    if dinner is not None and branch.a is not None:
-        dx += grouped(dinner, branch.a.to(dy.dtype).transpose(1, 2), ends)
-    return dx
 
 
 __all__ = ["NO_BRANCH", "Branch", "Weights", "into_experts", "out_of_experts"]

@@ -30,7 +30,7 @@ from fewbits.kernels.codec.dequantize import dequantize
 from fewbits.kernels.codec.quantize import quantize
 from fewbits.kernels.decoder.gated_activation import gated_activation
 from fewbits.kernels.product.matmul_packed import product_dtype
-from fewbits.nn.expert_products import NO_BRANCH, Branch, into_experts, out_of_experts
+from fewbits.nn.expert_products import NO_BRANCH, Branch, Weights, into_experts, out_of_experts
 from fewbits.nn.finite import check_finite
 from fewbits.nn.grouped import Table
 from fewbits.nn.lasting import lasting_tensors
@@ -153,17 +153,16 @@ class QuantizedExperts(nn.Module):
         first, last = self._first, "down_proj"
         with torch.autocast(hidden_states.device.type, enabled=False):
             x = hidden_states.to(dtype)
-            y = into_experts(x, table, partial(self._values, first, dtype, hit), self._branch(first, hit))
+            y = into_experts(x, table, self._weights(first, dtype, hit), self._branch(first, hit))
             bias = self._bias(first, hit)
             if bias is not None:
                 y = y + bias.to(dtype)[table.experts]
-            values = partial(self._values, last, dtype, hit)
             out = out_of_experts(
                 self._activated(y),
                 top_k_weights,
                 self._bias(last, hit),
                 table,
-                values,
+                self._weights(last, dtype, hit),
                 self._branch(last, hit),
             )
         return out.to(hidden_states.dtype)
@@ -194,6 +193,12 @@ class QuantizedExperts(nn.Module):
         if _is_gated_silu(self.host_class, getattr(self, "act_fn", None)):
             return gated_activation(x)
         return self.host_class._apply_gate(self, x)  # type: ignore[no-any-return]
+
+    def _weights(self, name: str, dtype: torch.dtype, hit: Tensor | None) -> Weights:
+        whole = partial(self._values, name, dtype, hit)
+        if hit is not None or self.keeps_values or name not in self.formats:
+            return Weights(whole)
+        return Weights(whole, lambda columns: decode_with_room(self.packed(name), dtype, columns))
 
     def _values(self, name: str, dtype: torch.dtype, hit: Tensor | None) -> Tensor:
         """A weight (E, outputs, inputs), or with ``hit`` (P,) the matrices of those experts."""
@@ -284,6 +289,25 @@ def decode_some(packed: Packed, chosen: Tensor, dtype: torch.dtype) -> Tensor:
     return dequantize(Packed(packed.format, (len(chosen), *matrix), packed.dtype, parts), dtype)
 
 
+def decode_with_room(packed: Packed, dtype: torch.dtype, columns: int) -> Tensor | None:
+    """The decoded weight (E, N, K) in the first columns of a new (E, N, K + ``columns``).
+
+    None for a format whose scales cover several rows at once, or that no kernel decodes into such rows.
+    """
+    experts, N, K = packed.shape
+    coding, shape = packed.format.contract.coding, (experts * N, K)
+    layout = packed.format.layout(shape)
+    if coding is None or coding.block[0] != 1:
+        return None
+    if any(part.numel() != prod(layout[name].shape) for name, part in packed.parts.items()):
+        return None
+    parts = {name: part.reshape(layout[name].shape) for name, part in packed.parts.items()}
+    weight = torch.empty(experts, N, K + columns, dtype=dtype, device=packed.codes.device)
+    rows = weight.view(experts * N, K + columns)[:, :K]
+    dequantize(Packed(packed.format, shape, packed.dtype, parts), out=rows)
+    return weight
+
+
 def _is_gated_silu(host_class: Any, activation: Any) -> bool:
     """Whether the host's gate is ``silu(gate) * up`` of two halves side by side."""
     from transformers.activations import ACT2FN
@@ -294,4 +318,4 @@ def _is_gated_silu(host_class: Any, activation: Any) -> bool:
     return is_silu and plain is not None and getattr(host_class, "_apply_gate", None) is plain
 
 
-__all__ = ["QuantizedExperts", "decode_some", "expert_branches"]
+__all__ = ["QuantizedExperts", "decode_some", "decode_with_room", "expert_branches"]

@@ -6,11 +6,9 @@ ends is a tensor there as well, and nothing waits for the device:
 
     grouped(x, w, ends)[p]         = w[e(p)] x[p]                              x (P, K), w (E, N, K) to (P, N)
     grouped_outer(y, x, ends)[e]   = sum over p of expert e: y[p] x[p]^T       y (P, N), x (P, K) to (E, N, K)
-    sum_rows(x, index, weights)[t] = sum over j: weights[t, j] x[index[t, j]]  x (P, H) to (T, H)
 
-On CUDA the first two are torch's ``grouped_mm``; elsewhere (the definition) one product an expert. Sums over
-the k rows of a token are taken in a fixed order: the same on every run, where ``index_add`` on CUDA adds in
-any order.
+On CUDA both are torch's ``grouped_mm``; elsewhere (the definition) one product an expert. Sums over the k
+rows of a token are `fewbits.kernels.product.pair_sums`.
 """
 
 from __future__ import annotations
@@ -45,12 +43,13 @@ class Table:
     @classmethod
     def of(cls, chosen: Tensor, num_experts: int) -> Table:
         """The table of the experts chosen for each row, (T, k) of whole numbers below ``num_experts``."""
-        experts, order = chosen.reshape(-1).long().sort(stable=True)
+        short = torch.int16 if num_experts < 2**15 else torch.int64  # a GPU sorts bit by bit
+        experts, order = chosen.reshape(-1).to(short).sort(stable=True)
         inverse = torch.empty_like(order).scatter_(0, order, _count(order))
-        numbers = torch.arange(num_experts, device=chosen.device)
+        numbers = torch.arange(num_experts, device=chosen.device, dtype=short)
         ends = torch.searchsorted(experts, numbers, right=True, out_int32=True)
         rows = order // max(1, chosen.shape[-1])
-        return cls(rows, experts, order, inverse.view(chosen.shape), ends)
+        return cls(rows, experts.long(), order, inverse.view(chosen.shape), ends)
 
     @classmethod
     def one_by_one(cls, chosen: Tensor) -> Table:
@@ -106,24 +105,6 @@ def grouped_outer(y: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     return sums.masked_fill(is_empty[:, None, None], 0.0)
 
 
-def sum_rows(x: Tensor, index: Tensor, weights: Tensor | None = None) -> Tensor:
-    """The weighted sum of a few rows of x for each token, in a fixed order.
-
-    Args:
-        x: (P, H).
-        index: (T, k), rows of x.
-        weights: (T, k), any dtype; None: ones.
-
-    Returns:
-        (T, H) in x's dtype.
-    """
-    if index.numel() == 0:
-        return x.new_zeros(index.shape[0], x.shape[1])
-    if weights is not None and weights.dtype != x.dtype:  # the wider of the two, as the host multiplies
-        return (x[index] * weights[..., None]).sum(1).to(x.dtype)
-    return F.embedding_bag(index, x, mode="sum", per_sample_weights=weights)
-
-
 def _count(like: Tensor) -> Tensor:
     return torch.arange(len(like), device=like.device)
 
@@ -144,4 +125,4 @@ def _aligned(x: Tensor) -> Tensor:
     return F.pad(x, (0, -width % values))[..., :width]
 
 
-__all__ = ["Table", "grouped", "grouped_outer", "sum_rows"]
+__all__ = ["Table", "grouped", "grouped_outer"]

@@ -1,0 +1,88 @@
+"""Cases of what a layer of experts does with pairs of a token and an expert, beside its products."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fewbits.bench.problem import Case, Problem, randn
+from fewbits.kernels.product.pair_gradients import pair_gradients, pair_gradients_ref
+from fewbits.kernels.product.pair_sums import pair_sums, pair_sums_ref
+
+_PAIRS = 8  # of a token, in Qwen3-30B-A3B
+
+
+def pair_sums_cases(max_size: int) -> list[Case]:
+    """The 8 experts of each of 8192 tokens, weighted, of Qwen3-30B-A3B's width."""
+    M, N = min(8192, max_size), min(2048, max_size)
+    moved = 2 * (_PAIRS + 1) * M * N
+    return [
+        Case(
+            op="pair_sums",
+            part="",
+            format="bfloat16",
+            M=M,
+            N=N,
+            bytes_moved=moved,
+            tolerance=8e-3,
+            build=_sums_problem,
+        )
+    ]
+
+
+def _sums_problem(case: Case, device: torch.device) -> Problem:
+    x = randn(device, torch.bfloat16, case.M * _PAIRS, case.N)
+    index = torch.randperm(case.M * _PAIRS, device=device).view(case.M, _PAIRS)
+    weights = torch.rand(case.M, _PAIRS, device=device).bfloat16()
+
+    def ours() -> Sequence[Tensor]:
+        return (pair_sums(x, index, weights),)
+
+    def eager() -> Sequence[Tensor]:
+        return (F.embedding_bag(index, x, mode="sum", per_sample_weights=weights),)
+
+    def exact() -> Sequence[Tensor]:
+        return (pair_sums_ref(x.double(), index, weights),)
+
+    return Problem({"fewbits": lambda: ours, "torch_eager": lambda: eager}, exact)
+
+
+def pair_gradients_cases(max_size: int) -> list[Case]:
+    """The same tokens' pairs on the way back, of the experts' inner width."""
+    M, N = _PAIRS * min(8192, max_size), min(768, max_size)
+    moved = 2 * 4 * M * N
+    return [
+        Case(
+            op="pair_gradients",
+            part="backward",
+            format="bfloat16",
+            M=M,
+            N=N,
+            bytes_moved=moved,
+            tolerance=8e-3,
+            build=_gradients_problem,
+        )
+    ]
+
+
+def _gradients_problem(case: Case, device: torch.device) -> Problem:
+    z, u, extra = (randn(device, torch.bfloat16, case.M, case.N) for _ in range(3))
+    weights = torch.rand(case.M, device=device).bfloat16()
+
+    def ours() -> Sequence[Tensor]:
+        return pair_gradients(z, u, weights, extra=extra)
+
+    def eager() -> Sequence[Tensor]:
+        both = u + extra
+        return both * weights[:, None], (z * both).sum(1, dtype=torch.float32)
+
+    def exact() -> Sequence[Tensor]:
+        return pair_gradients_ref(z.double(), u.double(), weights, extra.double())
+
+    return Problem({"fewbits": lambda: ours, "torch_eager": lambda: eager}, exact)
+
+
+MAKERS = (pair_sums_cases, pair_gradients_cases)
