@@ -58,7 +58,7 @@ from fewbits.kernels.decoder.gated_activation_triton import (
 )
 from fewbits.kernels.launch.derivatives import once_differentiable
 from fewbits.kernels.launch.matrix import rows_of
-from fewbits.kernels.launch.ops import one_by_one, run
+from fewbits.kernels.launch.ops import one_by_one, passes_dispatcher, run
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 
@@ -250,7 +250,7 @@ def _as_rows(x: Tensor) -> Tensor:
 
 
 @_gated_activation.register_kernel("cuda")
-def _(e: Tensor, u: Tensor | None, activation: str) -> Tensor:
+def _cuda_forward(e: Tensor, u: Tensor | None, activation: str) -> Tensor:
     gate, up = _halves(e, u)
     if e.dtype not in KERNEL_DTYPES:
         return gated_activation_ref(gate, up, activation).contiguous()
@@ -260,7 +260,7 @@ def _(e: Tensor, u: Tensor | None, activation: str) -> Tensor:
 
 
 @_gated_activation_backward.register_kernel("cuda")
-def _(dh: Tensor, e: Tensor, u: Tensor | None, activation: str) -> tuple[Tensor, Tensor]:
+def _cuda_backward(dh: Tensor, e: Tensor, u: Tensor | None, activation: str) -> tuple[Tensor, Tensor]:
     if e.dtype not in KERNEL_DTYPES:
         return _backward_default(dh, e, u, activation)
     gate, up = _halves(e, u)
@@ -337,6 +337,22 @@ def _backward(ctx: Any, dh: Tensor) -> tuple[Tensor, Tensor | None, None]:
 _gated_activation.register_autograd(_backward, setup_context=_setup_context)
 
 
+class _Straight(torch.autograd.Function):
+    """The same on CUDA without the dispatcher, which costs the host more than the kernels take."""
+
+    @staticmethod
+    def forward(ctx: Any, e: Tensor, u: Tensor | None, activation: str) -> Tensor:
+        _setup_context(ctx, (e, u, activation), e)
+        return _cuda_forward(e, u, activation)
+
+    @staticmethod
+    @once_differentiable("gated_activation")
+    def backward(ctx: Any, dh: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        e, u = ctx.saved_tensors
+        de, du = _cuda_backward(dh, e, u, ctx.activation)
+        return de, None if u is None else du, None
+
+
 def gated_activation(gate: Tensor, up: Tensor | None = None, *, activation: str = "silu") -> Tensor:
     """``f(gate) * up``, differentiable.
 
@@ -355,7 +371,8 @@ def gated_activation(gate: Tensor, up: Tensor | None = None, *, activation: str 
         raise BadInput(
             f"gate and up must agree: {tuple(gate.shape)} {gate.dtype} and {tuple(up.shape)} {up.dtype}."
         )
-    h: Tensor = _gated_activation(gate, up, activation)
+    f = _Straight.apply if passes_dispatcher(gate) else _gated_activation
+    h: Tensor = f(gate, up, activation)
     return h
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fewbits.kernels.codec.quantize_float8_triton import to_float8
 from fewbits.kernels.launch.jit import CompileCase, cdiv, jit, next_power_of_2, on_device_of, tl
+from fewbits.kernels.launch.prepared import start_kernel
 from fewbits.kernels.launch.tuning import tile_for
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -279,8 +280,9 @@ def launch_fwd(
     (xu, wu, *strides_u), ranks_u = low_rank_arguments(low_rank[1], e)
     tile = tile or _tile_of(False, (ranks_e, ranks_u), e, quantized is not None)
     with on_device_of(e):
-        _gated_fwd_kernel[_grid(M, I, tile)](
-            e, u, xe, we, xu, wu, e if h is None else h, _bits(amax, e), *_float8_arguments(quantized, e),
+        start_kernel(
+            _gated_fwd_kernel, _grid(M, I, tile),
+            (e, u, xe, we, xu, wu, e if h is None else h, _bits(amax, e), *_float8_arguments(quantized, e)),
             M, I, ranks_e.rank, ranks_u.rank, e.stride(0), u.stride(0), *strides_e, *strides_u,
             0 if h is None else h.stride(0), 0 if quantized is None else quantized.q.stride(0),
             ACTIVATION=activation, WRITE_H=h is not None, FLOAT8=quantized is not None,
@@ -330,9 +332,10 @@ def launch_bwd(
     (xd, wd, *strides_d), ranks_d = low_rank_arguments(low_rank[2], e)
     tile = tile or _tile_of(True, (ranks_e, ranks_u, ranks_d), e, quantized is not None)
     with on_device_of(e):
-        _gated_bwd_kernel[_grid(M, I, tile)](
-            dh, e, u, xd, wd, xe, we, xu, wu, *(e if t is None else t for t in outputs), _bits(amax, e),
-            *_float8_arguments(quantized, e),
+        start_kernel(
+            _gated_bwd_kernel, _grid(M, I, tile),
+            (dh, e, u, xd, wd, xe, we, xu, wu, *(e if t is None else t for t in outputs), _bits(amax, e),
+             *_float8_arguments(quantized, e)),
             M, I, ranks_d.rank, ranks_e.rank, ranks_u.rank, dh.stride(0), e.stride(0), u.stride(0),
             *strides_d, *strides_e, *strides_u, *(0 if t is None else t.stride(0) for t in outputs),
             0 if quantized is None else quantized.q.stride(0), WRITE_D=de is not None,

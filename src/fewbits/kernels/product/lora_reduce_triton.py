@@ -24,6 +24,7 @@ from fewbits.kernels.launch.jit import (
     on_device_of,
     tl,
 )
+from fewbits.kernels.launch.prepared import start_kernel
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 MAX_RANK = 128
@@ -208,14 +209,16 @@ def launch_reduce(
     size = min(512, tile.block_n * block_r)
     blocks = cdiv(M * block_r, size)
     with on_device_of(dy):
-        _lora_reduce_kernel[(sum(slabs) * splits,)](
-            dy, u, *bs, t_shares, d_shares, M, tiles_each, dy.stride(0), u.stride(0),
+        start_kernel(
+            _lora_reduce_kernel, (sum(slabs) * splits,), (dy, u, *bs, t_shares, d_shares),
+            M, tiles_each, dy.stride(0), u.stride(0),
             *_three([s.start for s in slices], 0), *numbers, *(n for b in bs for n in b.stride()),
             EVEN_N=all(n % tile.block_n == 0 for n in widths), BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
             BLOCK_R=block_r, STAGES=tile.stages, num_warps=tile.num_warps,
         )  # fmt: skip
-        _lora_sum_kernel[(len(slices) * blocks + sum(slabs) * tile.block_n * block_r // size,)](
-            t_shares, d_shares, t, *_three(ds, ds[0]), M, splits, len(slices), blocks, t.stride(0),
+        start_kernel(
+            _lora_sum_kernel, (len(slices) * blocks + sum(slabs) * tile.block_n * block_r // size,),
+            (t_shares, d_shares, t, *_three(ds, ds[0])), M, splits, len(slices), blocks, t.stride(0),
             *_three([float(s.scaling) for s in slices], 1.0), *numbers, BLOCK_N=tile.block_n, BLOCK_R=block_r,
             SIZE=size, UNROLL=_UNROLL, num_warps=4,
         )  # fmt: skip
