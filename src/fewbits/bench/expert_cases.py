@@ -36,7 +36,7 @@ def pair_sums_cases(max_size: int) -> list[Case]:
 def _sums_problem(case: Case, device: torch.device) -> Problem:
     x = randn(device, torch.bfloat16, case.M * _PAIRS, case.N)
     index = torch.randperm(case.M * _PAIRS, device=device).view(case.M, _PAIRS)
-    weights = torch.rand(case.M, _PAIRS, device=device).bfloat16()
+    weights = torch.rand(case.M, _PAIRS, device=device, dtype=torch.bfloat16)
 
     def ours() -> Sequence[Tensor]:
         return (pair_sums(x, index, weights),)
@@ -70,7 +70,7 @@ def pair_gradients_cases(max_size: int) -> list[Case]:
 
 def _gradients_problem(case: Case, device: torch.device) -> Problem:
     z, u, extra = (randn(device, torch.bfloat16, case.M, case.N) for _ in range(3))
-    weights = torch.rand(case.M, device=device).bfloat16()
+    weights = torch.rand(case.M, device=device, dtype=torch.bfloat16)
 
     def ours() -> Sequence[Tensor]:
         return pair_gradients(z, u, weights, extra=extra)

@@ -342,7 +342,8 @@ class _Straight(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, e: Tensor, u: Tensor | None, activation: str) -> Tensor:
-        _setup_context(ctx, (e, u, activation), e)
+        ctx.save_for_backward(e, u)
+        ctx.activation = activation
         return _cuda_forward(e, u, activation)
 
     @staticmethod
