@@ -372,8 +372,7 @@ def gated_activation(gate: Tensor, up: Tensor | None = None, *, activation: str 
         raise BadInput(
             f"gate and up must agree: {tuple(gate.shape)} {gate.dtype} and {tuple(up.shape)} {up.dtype}."
         )
-    f = _Straight.apply if passes_dispatcher(gate) else _gated_activation
-    h: Tensor = f(gate, up, activation)
+    h: Tensor = (_Straight.apply if passes_dispatcher(gate) else _gated_activation)(gate, up, activation)
     return h
 
 
