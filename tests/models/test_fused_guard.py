@@ -145,6 +145,23 @@ def test_changes_inside_a_layer_count(name: str) -> None:
         assert fusion_of(model).fallbacks[why] == 1
 
 
+@pytest.mark.parametrize("where", ["attention", "configuration"])
+def test_numbers_that_change_count(where: str) -> None:
+    """A layer computes with its own number; one of the configuration does not reach a layer that is made."""
+    model, ids = adapted("llama"), tokens(2, 12)
+    plain = adapted("llama")
+    fuse(model)
+    for each in (plain, model):
+        attention = each.get_base_model().model.layers[0].self_attn
+        if where == "attention":
+            attention.scaling *= 1.5
+        else:
+            attention.config.hidden_act = "gelu"
+    assert_same(loss_and_gradients(model, ids), loss_and_gradients(plain, ids))
+    (reason,) = fusion_of(model).fallbacks
+    assert "was changed after fuse" in reason
+
+
 def test_a_class_that_is_patched_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids = adapted("llama"), tokens(2, 12)
     fuse(model)

@@ -22,6 +22,7 @@ from fewbits.nn.norm import RMSNorm
 # transformers puts these on every attention module when some call asks for attention weights, for good; they
 # do nothing in a call that does not, and one that does is not fused.
 _CAPTURING = "transformers.utils.output_capturing"
+_READ_IN_EACH_CALL = {"training", "is_causal", "attention_dropout", "p"}
 _UNFUSED_ONLY = "for_unfused_layers"
 
 
@@ -67,6 +68,7 @@ class _Passed(NamedTuple):
     module: nn.Module
     forward: Any
     functions: dict[str, Callable[..., Any]]
+    numbers: dict[str, Any]
 
 
 class Guard:
@@ -74,10 +76,16 @@ class Guard:
 
     def __init__(self, layer: nn.Module, spec: ModelSpec) -> None:
         self._passed = [
-            _Passed(path, parent, name, module, type(module).forward, _functions(module))
+            _Passed(path, parent, name, module, type(module).forward, _functions(module), _numbers(module))
             for path, parent, name, module in _below(layer, "", {*spec.linears, *spec.norms})
         ]
         self._norms = {path: type(find(layer, path)) for path in spec.norms}
+        self._attention: Any = None if spec.attention is None else find(layer, spec.attention.path)
+        self._fields = {name: getattr(self._config, name, None) for name in _fields_of(spec)}
+
+    @property
+    def _config(self) -> Any:
+        return getattr(self._attention, "config", None)
 
     def check(self) -> None:
         """Raise `NotFused` if something of the layer would be ignored.
@@ -86,7 +94,8 @@ class Guard:
         """
         if _has_any_global_hook():
             raise NotFused("hooks on every module are set")
-        for path, parent, name, module, forward, functions in self._passed:
+        self._check_numbers()
+        for path, parent, name, module, forward, functions, _ in self._passed:
             if parent._modules.get(name) is not module:
                 raise NotFused(f"{path} was replaced after fuse")
             refuse_hooks(path, module)
@@ -98,6 +107,17 @@ class Guard:
                 raise NotFused(f"a function of {path} was replaced after fuse")
             if isinstance(module, nn.Dropout) and module.training and module.p:
                 raise NotFused(f"{path} is a dropout of {module.p}")
+
+    def _check_numbers(self) -> None:
+        config = self._config
+        for key, value in self._fields.items():
+            if getattr(config, key, None) != value:  # a layer that is made does not follow
+                raise NotFused(f"the configuration's {key} was changed after fuse")
+        for passed in self._passed:
+            own = vars(passed.module)
+            for key, number in passed.numbers.items():
+                if own.get(key) != number:
+                    raise NotFused(f"{passed.path}.{key} was changed after fuse")
 
     def check_norm(self, path: str, module: nn.Module) -> None:
         """Raise `NotFused` if a norm is not what it was, nor the one that `convert` puts in its place."""
@@ -123,6 +143,27 @@ def _functions(module: nn.Module) -> dict[str, Callable[..., Any]]:
         key: value
         for key, value in vars(module).items()
         if callable(value) and not key.startswith("_") and key != "forward" and not isinstance(value, type)
+    }
+
+
+def _fields_of(spec: ModelSpec) -> list[str]:
+    """The configuration's fields that the nodes read, and a layer read when it was made."""
+    attention, mlp = spec.attention, spec.mlp
+    fields = (attention and attention.multiplier, attention and attention.soft_cap, mlp and mlp.activation)
+    return [name for name in fields if name]
+
+
+def _numbers(module: nn.Module) -> dict[str, Any]:
+    """Numbers and words of a module that its forward computes with, and the nodes took when it was fused.
+
+    Not those that the nodes read in each call, nor counts of heads, which `tensor_parallel` divides.
+    """
+    return {
+        key: value
+        for key, value in vars(module).items()
+        if isinstance(value, (bool, int, float, str, type(None)))
+        and not key.startswith(("_", "num_"))
+        and key not in _READ_IN_EACH_CALL
     }
 
 

@@ -18,6 +18,8 @@ from tests.models.sequences.computing import base_of, greedy, in_evaluation
 from tests.models.sequences.expected import Differs
 from tests.models.sequences.setup import PLANS, Setup
 
+_AS_MADE = ("act_fn", "activation_fn", "scaling", "hidden_act")  # what fuse finds, and refuses or takes
+
 
 def _own_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     out = type(self).forward(self, *args, **kwargs)
@@ -105,6 +107,24 @@ class ChangingCalls:
             module.forward = MethodType(_own_forward, module)
             self.undo.append(lambda: _put_back(module, before))
 
+    def number(self) -> None:
+        """Another number in a layer, or in the configuration, which a layer that is made does not follow."""
+        number = self.random.randrange(self.setup.layers)
+        kind = self.choose("scaling", "activation")
+        if self.setup.family in ("gemma2", "gemma3_text", "gemma", "phi3") and kind == "activation":
+            kind = "scaling"
+        self.note(f"{kind} of layer {number}")
+        for model in self.both:
+            attention = base_of(model).model.layers[number].self_attn
+            place, name = (attention, "scaling") if kind == "scaling" else (attention.config, "hidden_act")
+            before = getattr(place, name)
+            setattr(place, name, before * 1.5 if kind == "scaling" else "gelu")
+            self.undo.append(lambda place=place, name=name, before=before: setattr(place, name, before))  # type: ignore[misc]
+        if kind == "scaling":
+            self.placed.inside.add((number, "self_attn.scaling"))
+        else:
+            self.placed.inside |= {(i, "hidden_act") for i in range(self.setup.layers)}
+
     def unhook(self) -> None:
         """All of that away."""
         for undo in reversed(self.undo):
@@ -183,7 +203,7 @@ class ChangingCalls:
 
     def fuse_again(self) -> None:
         """Out and in."""
-        if any(path.endswith(("act_fn", "activation_fn")) for _, path in self.placed.inside):
+        if any(path.endswith(_AS_MADE) for _, path in self.placed.inside):
             self.unhook()
         unfuse(self.fused)
         if self.random.random() < 0.3 and not self.setup.is_float8:

@@ -127,9 +127,9 @@ def shake(model: Any, u: float, seed: int, head_u: float) -> Any:
         if leaf.endswith(NOISY_ENDS) and not hasattr(type(module), "original_module"):
             module.register_forward_hook(hook_of(u))
         if leaf == "lm_head" and head_u:
-            size = hook_of(head_u)
+            size = hook_of(1.5 * head_u)  # x and W are rounded, independently
             module.register_forward_pre_hook(lambda m, args, size=size: (size(m, args, args[0]), *args[1:]))
-            module.register_forward_hook(size)
+            module.register_forward_hook(hook_of(head_u))
     return model
 
 

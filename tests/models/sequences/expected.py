@@ -60,7 +60,7 @@ def expected(layer: Any, number: int, placed: Placed, has_cache: bool, kwargs: d
     if placed.everywhere:
         reasons.add("hooks on every module")
     reasons |= {
-        rf"{re.escape(path.split('.lora_')[0])} (has hooks|has a forward|was replaced)"
+        rf"{re.escape(path.split('.lora_')[0])} (has hooks|has a forward|was (replaced|changed))"
         for n, path in placed.inside
         if n == number
     }

@@ -40,7 +40,7 @@ COMPUTING = (
 OTHERS = (
     "train_cast", "train_on_nothing", "train_with_a_cache", "train_in_a_thread", "stop_in_a_pass",
     "evaluate_in_threads", "read_logits_late", "ask_for_weights", "without_adapters",
-    "hook", "hook", "unhook", "hook_everywhere", "keep", "keep", "checkpointing", "for_training",
+    "hook", "hook", "number", "unhook", "hook_everywhere", "keep", "keep", "checkpointing", "for_training",
     "for_inference_and_back", "generate", "fuse_again", "copy", "attention", "mode", "trained",
     "add_adapter", "add_adapter", "switch_adapter", "delete_adapter", "merge", "merge", "save_and_load",
     "back_to_a_state", "state",
