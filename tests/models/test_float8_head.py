@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from dataclasses import replace
 from typing import Any
 
@@ -85,6 +87,14 @@ def test_a_head_that_is_resized_multiplies_in_its_own_dtype() -> None:
     torch.testing.assert_close(found[0], expected[0])
     for name, gradient in expected[1].items():
         assert (found[1][name] - gradient).norm() <= 1e-4 * gradient.norm(), name
+
+
+def test_a_heads_operands_do_not_travel() -> None:
+    """They are made again, and torch cannot read a pickled float8 tensor."""
+    model = trained("llama", BOTH)
+    expected = loss_and_gradients(model)
+    for other in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+        torch.testing.assert_close(loss_and_gradients(other)[0], expected[0], rtol=0, atol=0)
 
 
 def test_those_of_a_head_that_trains_are_made_each_time() -> None:

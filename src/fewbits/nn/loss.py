@@ -81,6 +81,10 @@ class Float8Head:
         self.head, self.gradient = head, gradient
         self._known: tuple[Any, HeadOperands] | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For a copy, and for a file: the operands are of this head's weight, and torch pickles no float8."""
+        return {**vars(self), "_known": None}
+
     @property
     def is_kept(self) -> bool:
         """Whether the operands stay from step to step."""
