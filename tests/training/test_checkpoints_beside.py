@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.testing._internal.two_tensor import TwoTensor
 
 from fewbits.errors import TrainingStopped
 from fewbits.models.adapters import get_peft_model
@@ -116,3 +117,18 @@ def test_copies_are_of_their_own() -> None:
     copy = beside.host_copy(tree)
     tree["a"][0].fill_(7)
     assert copy["a"][0].tolist() == [1, 1] and copy["a"][1][1] == 3 and copy["b"] == "text"
+
+
+def test_tensors_that_hold_tensors_stay_what_they_are() -> None:
+    """As torchao's moments of 4 bits, which cannot be cloned, and whose copy by numbers is a plain tensor."""
+    whole = TwoTensor(torch.ones(3), torch.zeros(3))
+    copy = beside.host_copy({"exp_avg": whole})["exp_avg"]
+    whole.a.fill_(5)
+    assert type(copy) is TwoTensor and copy.a.tolist() == [1, 1, 1] and copy.b.tolist() == [0, 0, 0]
+    optim = pytest.importorskip("torchao.optim.subclass_4bit")
+    moments = optim.OptimState4bit.zeros((64, 64))
+    moments.copy_(torch.linspace(-1, 1, 4096).view(64, 64))
+    copy = beside.host_copy([moments])[0]
+    assert type(copy) is type(moments) and torch.equal(copy.codes, moments.codes)
+    assert copy.codes.data_ptr() != moments.codes.data_ptr()
+    assert torch.equal(copy.dequantize(), moments.dequantize())

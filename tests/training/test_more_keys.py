@@ -16,6 +16,7 @@ from fewbits.errors import BadInput, Unsupported
 from fewbits.models.learning_rates import set_lora_plus
 from fewbits.training.optimizer import MuonAdamW
 from fewbits.training.run import train
+from fewbits.training.step.optimized import OptimizedTrainer
 from tests.training.conftest import make_tiny_folder, write_tiny_data
 from tests.training.test_lora_variants import config_of
 
@@ -149,6 +150,83 @@ def test_optimizers_of_others_run_or_say_what_they_need(folder, optimizer, packa
         return
     whole = trained(folder, **keys)
     assert any(tensor.any() for name, tensor in whole.items() if "lora_B" in name)
+
+
+def theirs(name):
+    """The class of an optimizer in the library that it comes from."""
+    if name == "schedule_free":
+        from schedulefree import AdamWScheduleFree
+
+        return AdamWScheduleFree
+    if name == "adamw_4bit":
+        from torchao.optim import AdamW4bit
+
+        return AdamW4bit
+    import bitsandbytes
+
+    return {
+        "paged_adamw": bitsandbytes.optim.PagedAdamW32bit,
+        "paged_adamw_8bit": bitsandbytes.optim.PagedAdamW8bit,
+    }[name]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "package"),
+    [
+        ("paged_adamw", "bitsandbytes"),
+        ("paged_adamw_8bit", "bitsandbytes"),
+        ("adamw_4bit", "torchao"),
+        ("schedule_free", "schedulefree"),
+    ],
+)
+def test_the_steps_are_those_of_the_library(folder, name, package, monkeypatch):
+    """A run's gradients, given to the library's own optimizer with the settings that the keys name."""
+    pytest.importorskip(package)
+    monkeypatch.setattr("torch.compile", lambda function, **options: function)  # torchao's step: minutes
+    create, steps = OptimizedTrainer.create_optimizer, []
+
+    def watched(trainer, *args):
+        optimizer = create(trainer, *args)
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        steps.append((optimizer, [p.detach().clone() for p in params], []))
+
+        def before(optimizer, args, kwargs):
+            rates = [float(group["lr"]) for group in optimizer.param_groups]
+            steps[-1][2].append(([None if p.grad is None else p.grad.clone() for p in params], rates))
+
+        optimizer.register_step_pre_hook(before)
+        return optimizer
+
+    monkeypatch.setattr(OptimizedTrainer, "create_optimizer", watched)
+    keys = {"optimizer": name, "scheduler": "constant_with_warmup", "warmup": 2, "weight_decay": 0.1}
+    trained(folder, **keys, max_steps=4, learning_rate=1e-2, lora_r=64, eval_fraction=0.0)
+    optimizer, first, taken_steps = steps[0]
+    assert len(steps) == 1 and len(taken_steps) == 4
+    results = [p for group in optimizer.param_groups for p in group["params"]]
+    params = [torch.nn.Parameter(tensor.clone()) for tensor in first]
+    members, groups = iter(params), []
+    for group in optimizer.param_groups:
+        groups.append(
+            {"params": [next(members) for _ in group["params"]], "weight_decay": group["weight_decay"]}
+        )
+    settings = {"schedule_free": {"warmup_steps": 2}, "adamw_4bit": {"block_size": 256}}.get(name, {})
+    if name == "schedule_free":
+        optimizer.train()  # its end puts the average in place, which the steps do not see
+    own = theirs(name)(groups, lr=1e-2, betas=(0.9, 0.999), eps=1e-8, **settings)
+    getattr(own, "train", lambda: None)()
+    for grads, rates in taken_steps:
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad
+        for group, rate in zip(own.param_groups, rates, strict=True):
+            group["lr"] = torch.tensor(rate) if name == "adamw_4bit" else rate
+        own.step()
+    assert {group["weight_decay"] for group in optimizer.param_groups if group["params"]} == {0.1}
+    assert any((a - b).abs().max() > 1e-3 for a, b in zip(results, first, strict=True))
+    for a, b in zip(results, params, strict=True):
+        # putting the average in place and taking it out again rounds
+        close = {"rtol": 1e-5, "atol": 1e-7} if name == "schedule_free" else {"rtol": 0, "atol": 0}
+        torch.testing.assert_close(a.detach(), b.detach(), **close)
 
 
 @pytest.mark.skipif(find_spec("schedulefree") is None, reason="needs schedulefree")

@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _SHARE = 4  # of the free host memory, one part in so many may be taken by copies
 
@@ -67,6 +68,11 @@ def copies_done() -> Callable[[], None]:
 
 
 def _host_tensor(tensor: Tensor) -> Tensor:
+    if is_traceable_wrapper_subclass(tensor):  # torchao's moments of 4 bits are tensors inside one
+        names, rest = tensor.__tensor_flatten__()
+        inner = {name: _host_tensor(getattr(tensor, name)) for name in names}
+        whole: Tensor = type(tensor).__tensor_unflatten__(inner, rest, tensor.size(), tensor.stride())
+        return whole
     if not tensor.is_cuda:
         return tensor.clone()
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
