@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from fewbits import FastLanguageModel
+from fewbits.cli.models import merge_adapter
 from fewbits.errors import BadCheckpoint, BadInput, NotFinite, Unsupported
+from fewbits.inference.export import quantize_checkpoint
 from fewbits.nn.linear import QuantizedLinear
 from tests import peers
-from tests.models.loading import packed_state, same
+from tests.models.loading import logits, packed_state, perturb, same
 from tests.models.tiny_folders import byte_tokenizer, pair_tokenizer, saved
 
 gguf = pytest.importorskip("gguf")
@@ -122,7 +125,10 @@ def test_bad_files_are_refused_in_one_sentence(tmp_path: Path) -> None:
     ("method", "name", "place", "words"),
     [
         ("q8_0", "blk.1.ffn_up.weight", 34, r"in 1 of its Q8_0 blocks, first in row 0"),
-        ("q4_k_m", "blk.0.attn_q.weight", 2 * 144 + 2, r"in 1 of its Q4_K blocks, first in row \d+"),
+        pytest.param(
+            *("q4_k_m", "blk.0.attn_q.weight", 2 * 144 + 2, r"in 1 of its Q4_K blocks, first in row \d+"),
+            marks=pytest.mark.slow,
+        ),
         ("f16", "blk.1.ffn_down.weight", 6, r"\(.*\) holds a NaN or an infinity in 1 of its values"),
         ("q8_0", "blk.1.attn_norm.weight", 8, r"\(\d+,\) holds a NaN or an infinity in 1 of its values"),
     ],
@@ -138,6 +144,30 @@ def test_a_nan_is_refused_by_its_tensors_name(
         stream.write(nan)
     with pytest.raises(NotFinite, match=f"^{name.replace('.', chr(92) + '.')} .*{words}.*download the file"):
         FastLanguageModel.from_pretrained(file)
+
+
+def test_an_adapter_over_a_file_finds_it_again_and_is_merged(tmp_path: Path) -> None:
+    file = export(tmp_path, "llama", "q8_0")
+    model, words = FastLanguageModel.from_pretrained(file)
+    model = perturb(FastLanguageModel.get_peft_model(model, r=4)).eval()
+    for part in (model, words):
+        part.save_pretrained(tmp_path / "adapter")
+    again, _ = FastLanguageModel.from_pretrained(tmp_path / "adapter", load_in_4bit=False)
+    assert torch.equal(logits(again.eval(), IDS), logits(model, IDS))
+    for name, base in (("own", None), ("named", str(file))):
+        said = merge_adapter(str(tmp_path / "adapter"), str(tmp_path / name), base=base)
+        assert f"{file} is a GGUF file" in said
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32)
+        found, need = logits(merged, IDS), logits(model, IDS)
+        assert (found - need).norm() < 0.03 * need.norm()  # in 16 bits
+    for wrong, words in (
+        (file.parent, f"name the GGUF file in it, {file}"),
+        (tmp_path / "base" / "config.json", "is a file; give the folder"),
+    ):
+        with pytest.raises(BadInput, match=re.escape(words)):
+            merge_adapter(str(tmp_path / "adapter"), str(tmp_path / "other"), base=str(wrong))
+    with pytest.raises(BadInput, match=r"is a GGUF file.* quantised already.*fewbits export"):
+        quantize_checkpoint(file, tmp_path / "other", "int8")
 
 
 @pytest.mark.slow

@@ -185,11 +185,13 @@ def inspect_folder(path: Path | str, *, allow_pickle: bool = False, remote_code:
     """
     folder = Path(path)
     if not folder.is_dir():
-        raise BadInput(f"there is no model folder {folder}; check the path.")
+        raise BadInput(_no_folder(folder))
     if not (folder / "config.json").is_file() and (folder / "run.json").is_file():
         raise BadInput(f"{folder} is a training run; give the model or adapter in it, {folder / 'final'}.")
     if not (folder / "config.json").is_file():
-        raise BadInput(f"{folder} has no config.json, so it is not a model folder; check the path.")
+        ggufs = sorted(folder.glob("*.gguf"))
+        way = f"name the GGUF file in it, {ggufs[0]}" if ggufs else "check the path"
+        raise BadInput(f"{folder} has no config.json, so it is not a model folder; {way}.")
     check_folder(folder)
     config = read_json(folder / "config.json")
     _check_model_type(folder, config, remote_code)
@@ -201,6 +203,18 @@ def inspect_folder(path: Path | str, *, allow_pickle: bool = False, remote_code:
     check_config(checkpoint)
     _check_quantization(checkpoint)
     return checkpoint
+
+
+def _no_folder(path: Path) -> str:
+    """Why a path is no model folder, and what to do."""
+    if path.suffix == ".gguf" and path.is_file():
+        return (
+            f"{path} is a GGUF file, whose weights are quantised already; give the original model's folder, "
+            f"or write one in 16 bits first (fewbits export {path} FOLDER --to 16bit)."
+        )
+    if path.is_file():
+        return f"{path} is a file; give the folder that holds config.json and the weights."
+    return f"there is no model folder {path}; check the path."
 
 
 def _check_model_type(folder: Path, config: Mapping[str, Any], remote_code: bool) -> None:

@@ -314,9 +314,13 @@ def base_of(adapter: Path, base_model: str | Path | None = None) -> str:
     base = base_model or read_json(adapter / ADAPTER_CONFIG).get("base_model_name_or_path")
     if not base:
         raise BadInput(f"{adapter / ADAPTER_CONFIG} does not say what its base model is; pass base_model=...")
+    if str(base).endswith(GGUF_ENDING) and Path(base).expanduser().is_file():
+        return str(base)
     try:
         folder = _local_folder(base)
     except BadInput as error:
+        if base_model:  # what is wrong with it says more than that the adapter's own base is another
+            raise
         raise BadInput(
             f"the adapter {adapter} was made on {base!r}, which is not there any more; pass base_model=..."
         ) from error

@@ -79,7 +79,8 @@ def load_gguf(file: Path, dtype: Any, loading: Loading) -> tuple[Any, Any]:
         _place(model, tensor, tensors[tensor.place], chosen, place)
     _fill_buffers(model, place)
     model.tie_weights()
-    model.config.name_or_path = str(file)
+    # The model's own name too, which an adapter's configuration takes for that of its base.
+    model.name_or_path = model.config.name_or_path = str(file)
     mark_loaded(model.eval(), "gguf")
     loading.notes.append(f"{file} is a GGUF file; its blocks are used as they are.")
     tokenizer = AutoTokenizer.from_pretrained(**where, local_files_only=True)
