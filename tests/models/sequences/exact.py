@@ -35,7 +35,7 @@ sqrt(2) at most, so that
 
     4 * sqrt(2) * rms(noisy logits - exact logits)
 
-is added. Where two results are the same to some 16 roundings of float32 nothing is left to be explained, and
+is added. Where two results are the same to some 32 roundings of float32 nothing is left to be explained, and
 the two passes are saved.
 """
 
@@ -134,9 +134,9 @@ def shake(model: Any, u: float, seed: int, head_u: float) -> Any:
 
 
 def is_near(a: Tensor, b: Tensor) -> bool:
-    """Whether two results are the same to 16 roundings of float32."""
+    """Whether two results are the same to 32 roundings of float32."""
     a, b = a.double(), b.double()
-    return bool((a - b).norm() <= 16 * roundoff(torch.float32) * b.norm())
+    return bool((a - b).norm() <= 32 * roundoff(torch.float32) * b.norm())
 
 
 def allowed(name: str, plain: Results, exact: Results, noisy: Results, u: float) -> float:

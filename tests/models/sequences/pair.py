@@ -194,7 +194,7 @@ class Pair(ComputingCalls, ChangingCalls, TurningCalls):
             if a.shape != b.shape or not torch.equal(a.isfinite(), b.isfinite()):
                 raise Differs(f"{what} {name}: other shapes, or finite in one and not in the other")
         far = [name for name in names if narrow or not is_near(fused[name], plain[name])]
-        self.counts["the same to 16 roundings of float32"] += len(names) - len(far)
+        self.counts["the same to 32 roundings of float32"] += len(names) - len(far)
         if far:
             self._judge(what, far, plain, fused, call, seed, u, copies or self.copies(u))
         return plain

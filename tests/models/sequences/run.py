@@ -176,6 +176,8 @@ def main(words: Sequence[str] | None = None) -> int:
             bad += 1
             print(f"seed {seed}: {outcome.problem}", flush=True)
             print("    " + told(seed, args.calls, args.device).replace("\n", "\n    "), flush=True)
+        if count % 100 == 0:
+            print(f"{count} sequences so far, {bad} failed", file=sys.stderr, flush=True)
     print(f"{count} sequences of {calls} calls, {bad} failed, {time.time() - began:.0f} s", flush=True)
     for title, counts in (("compared", compared), ("layer calls", layer_calls)):
         for how, number in counts.most_common():

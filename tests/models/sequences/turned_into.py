@@ -259,9 +259,10 @@ class TurningCalls:
         """All of ours out of both; the plain one may have nothing."""
         if self.undo or self.merged or self.setup.is_float8:
             return
-        trained, self.rounded = self._trained(), False
+        trained, converted = self._trained(), self.weight is not None or self.rounded
+        self.rounded = False
         fewbits.restore(self.fused)
-        if self.weight is not None or self.setup.recipe == "qat":
+        if converted:
             fewbits.restore(self.plain)
             self.weight = None
         self._no_more_trains(trained)
