@@ -187,7 +187,13 @@ def test_cuda_another_stream_reads_a_table_that_was_just_made() -> None:
         assert torch.equal(copied.cpu(), torch.arange(length).square())
 
 
-NOT_TENSORS = {"kernel", "_module", "_config", "_kept", "_flex_attention", "_uncompiled", "_capped"}
+# Functions, a model without memory, and what NVRTC and the driver give.
+NOT_TENSORS = {
+    "attention_backends.py:_flex_attention",
+    "attention_backends.py:_capped",
+    "loss.py:_uncompiled",
+}
+NOT_TENSORS |= {"model_shapes.py:_kept", "nvrtc.py:*"}
 
 
 def test_no_other_cache_holds_tensors() -> None:
@@ -195,7 +201,9 @@ def test_no_other_cache_holds_tensors() -> None:
     found = set()
     for path in Path(fewbits.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if not isinstance(node, ast.FunctionDef) or node.name in NOT_TENSORS:
+            if not isinstance(node, ast.FunctionDef):
+                continue
+            if {f"{path.name}:{node.name}", f"{path.name}:*"} & NOT_TENSORS:
                 continue
             cached = any(ast.unparse(d).startswith(("lru_cache", "cache")) for d in node.decorator_list)
             returns = ast.unparse(node.returns) if node.returns else "Any"

@@ -111,8 +111,8 @@ def exceeds(config: Any, length: int | None) -> bool:
 
 def mark_stretched(config: Any, model: Any) -> None:
     """Write into a ``peft.LoraConfig`` how many positions a stretched base has."""
-    settings = getattr(model, "config", None)
-    if settings is not None and stretched(settings) is not None:
+    settings: Any = getattr(model, "config", None)
+    if hasattr(settings, "get_text_config") and stretched(settings) is not None:
         length = settings.get_text_config().max_position_embeddings
         config.auto_mapping = {**(config.auto_mapping or {}), _LENGTH: length}
         config.task_type = config.task_type or "CAUSAL_LM"  # else PEFT writes an auto_mapping of its own
@@ -145,8 +145,10 @@ def check_length(adapter_config: Mapping[str, Any], model: Any, name: Any) -> No
         BadInput: they are not.
     """
     trained_at = (adapter_config.get("auto_mapping") or {}).get(_LENGTH)
+    if trained_at is None:
+        return
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if trained_at is not None and trained_at != positions:
+    if trained_at != positions:
         raise BadInput(
             f"the adapter in {name} was trained over a base that was stretched to {trained_at} positions, and"
             f" this one has {positions}; load it by its folder, or the base with max_seq_length={trained_at}."
