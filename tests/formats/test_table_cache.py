@@ -22,7 +22,7 @@ from fewbits.formats.codebook import NF4, NF4_DQ, Codebook, scale_codes
 from fewbits.formats.stochastic import Stochastic
 from fewbits.formats.streams import product_tables
 from fewbits.formats.tables import midpoints, pairs_table, table
-from fewbits.kernels.codec.codebook_tables import _thresholds, codebook_tables
+from fewbits.kernels.codec.codebook_tables import codebook_tables, thresholds
 from fewbits.kernels.optimizer import adamw
 from fewbits.kernels.stochastic import lookup, nibbles
 from fewbits.nn import attention_backends
@@ -234,9 +234,9 @@ def test_tables_are_float32_under_another_default_dtype() -> None:
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
-        _thresholds.cache_clear()
-        order, thresholds, sixteen = codebook_tables(values, device)
+        thresholds.cache_clear()
+        order, fifteen, sixteen = codebook_tables(values, device)
     finally:
         torch.set_default_dtype(before)
-    assert order == expected[0] and thresholds.dtype == sixteen.dtype == torch.float32
-    assert torch.equal(thresholds, expected[1]) and torch.equal(sixteen, expected[2])
+    assert order == expected[0] and fifteen.dtype == sixteen.dtype == torch.float32
+    assert torch.equal(fifteen, expected[1]) and torch.equal(sixteen, expected[2])

@@ -353,7 +353,7 @@ def test_passes_without_a_backward_pass_leave_the_history() -> None:
         history = scales.state_dict()["history"][:, 1::2].clone()
     _only_forward(model, ids)
     assert torch.equal(scales.state_dict()["history"][:, 1::2], history)
-    assert all(scales.slot(i).known for i in range(4))
+    assert all(scales.slot(i).has_scale for i in range(4))
     scales._look(torch.zeros(4, device="meta"))  # a tensor that nobody can read
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fewbits import convert, fuse, get_peft_model, restore, unfuse
-from fewbits.host.walks import _Remembered, all_parameters, train_all
+from fewbits.host.walks import Remembered, all_parameters, train_all
 from tests.models.tiny import tiny
 
 pytest.importorskip("peft")
@@ -142,7 +142,7 @@ def test_a_class_that_names_its_modules_its_own_way_is_asked():
 
 def test_what_a_walk_remembers_keeps_nothing_alive():
     model = nn.Sequential(nn.Linear(1, 1), nn.Linear(2, 2))
-    of_parameters, of_modes = _Remembered(), _Remembered()
+    of_parameters, of_modes = Remembered(), Remembered()
     list(all_parameters(model, remembered=of_parameters))
     train_all(model, remembered=of_modes)
     gone, parameter = weakref.ref(model[0]), weakref.ref(model[0].weight)
@@ -158,7 +158,7 @@ def test_what_a_walk_remembers_keeps_nothing_alive():
 def test_modules_that_change_places_are_walked_anew():
     """The remembered walk compares what each module holds: the same children elsewhere are another walk."""
     model = nn.Sequential(nn.Sequential(nn.Linear(1, 1), nn.Linear(2, 2)), nn.Sequential(nn.Linear(3, 3)))
-    remembered = _Remembered()
+    remembered = Remembered()
     for change in (
         lambda: None,
         lambda: setattr(model[1], "late", model[0]._modules.pop("1")),

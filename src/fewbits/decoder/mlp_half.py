@@ -141,7 +141,7 @@ def _activate(half: MLPHalf, gate_up: Tensor, xa: Tensor | None) -> tuple[Rows, 
     (gate, up), branches = _halves(gate_up), _low_rank(half.gate_up, gate_up, xa)
     amax = quantized = None
     slot = None if half.delayed is None else half.delayed[0]
-    if half.down.is_float8 and slot is not None and slot.known:
+    if half.down.is_float8 and slot is not None and slot.has_scale:
         quantized = slot.buffer(gate.shape)
     elif half.down.is_float8:
         amax = _zeros(gate)
@@ -200,7 +200,7 @@ def _activate_backward(
     (gate, up), h = _halves(gate_up), torch.empty_like(dh)
     amax = quantized = dgate_up = None
     slot = None if half.delayed is None else half.delayed[1]
-    if half.gate_up.is_float8 and slot is not None and slot.known:
+    if half.gate_up.is_float8 and slot is not None and slot.has_scale:
         quantized = slot.buffer(gate_up.shape)
     elif half.gate_up.is_float8:
         amax = _zeros(dh)
@@ -236,7 +236,7 @@ def _activate_backward_in_one_pass(
     assert low_gate is not None and low_up is not None
     gate, up = _halves(gate_up)
     slot = None if half.delayed is None else half.delayed[1]
-    has_scale = half.gate_up.is_float8 and slot is not None and slot.known
+    has_scale = half.gate_up.is_float8 and slot is not None and slot.has_scale
     quantized = slot.buffer(gate_up.shape) if has_scale and slot is not None else None
     dgate_up = half.gate_up.gradient_buffer(dh.shape[0], dh) if dense or not has_scale else None
     of_gate, of_up = (part.branch for part in half.gate_up.parts)

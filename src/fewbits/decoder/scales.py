@@ -32,7 +32,7 @@ class Slot(NamedTuple):
     """One tensor of one layer: its scale, the inverse and the recorded magnitude, each (1,) float32.
 
     Attributes:
-        known: whether the scale comes from a history.
+        has_scale: whether there is a scale, from a history.
         recorded: of all slots: whether one was ever used.
         number: which one this is.
     """
@@ -40,7 +40,7 @@ class Slot(NamedTuple):
     scale: Tensor
     inverse: Tensor
     amax: Tensor
-    known: bool
+    has_scale: bool
     recorded: list[bool]
     number: int
 

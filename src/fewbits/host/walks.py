@@ -5,7 +5,7 @@ count operations) in each step, and torch answers by generators within generator
 layers under adapters has 2,600 modules: 20 ms of one processor's time a step, while the GPU has nothing to
 do. `shorten_walks` gives instances methods that answer the same, from the modules as they are at each call.
 
-A walk that was made once is remembered (`_Remembered`): which modules it met in which order, what each of
+A walk that was made once is remembered (`Remembered`): which modules it met in which order, what each of
 them held, and where each parameter came first. The next call looks whether all of that still holds, which
 takes a tenth of the time of a walk, for it compares lists of numbers; otherwise it walks again. Modules are
 remembered by weak references and parameters by their addresses, so that nothing is kept alive; what is
@@ -44,10 +44,10 @@ def shorten_walks(model: nn.Module) -> None:
     inner, spec = unwrap(model), spec_for(model)
     layers = inner.get_submodule(locate(inner, spec, spec.layers))
     if type(layers).train is nn.Module.train:
-        vars(layers).setdefault(_TRAIN, partial(train_all, layers, remembered=_Remembered()))
+        vars(layers).setdefault(_TRAIN, partial(train_all, layers, remembered=Remembered()))
     for owner in (inner, model):
         if all(getattr(type(owner), name) is getattr(nn.Module, name) for name in _ASKED_FOR_PARAMETERS):
-            vars(owner).setdefault(_PARAMETERS, partial(all_parameters, owner, remembered=_Remembered()))
+            vars(owner).setdefault(_PARAMETERS, partial(all_parameters, owner, remembered=Remembered()))
     if hasattr(type(inner), _COUNT):
         vars(inner).setdefault(_COUNT, partial(count_parameters, inner, {}))
 
@@ -60,7 +60,7 @@ def lengthen_walks(model: nn.Module) -> None:
                 delattr(owner, name)
 
 
-class _Remembered:
+class Remembered:
     """The modules that a walk met, and what they held; a copy or a pickle of it remembers nothing."""
 
     def __init__(self) -> None:
@@ -69,8 +69,8 @@ class _Remembered:
         self._values: tuple[list[int], list[int]] = [], []
         self._first: list[int] = []  # where each parameter came for the first time, among all that are held
 
-    def __reduce__(self) -> tuple[type[_Remembered], tuple[()]]:
-        return _Remembered, ()
+    def __reduce__(self) -> tuple[type[Remembered], tuple[()]]:
+        return Remembered, ()
 
     def forget(self) -> None:
         """The next call walks."""
@@ -115,9 +115,9 @@ def _held(
     return (list(map(len, dictionaries)), list(map(id, values))), values
 
 
-def train_all(root: nn.Module, mode: bool = True, *, remembered: _Remembered | None = None) -> nn.Module:
+def train_all(root: nn.Module, mode: bool = True, *, remembered: Remembered | None = None) -> nn.Module:
     """``root.train(mode)``: every module below gets the mode; one with a ``train`` of its own is asked."""
-    remembered = remembered or _Remembered()
+    remembered = remembered or Remembered()
     modules = remembered.modules()
     if modules is None:
         modules = _modules_for_train(root)
@@ -149,13 +149,13 @@ def _modules_for_train(root: nn.Module) -> list[nn.Module]:
 
 
 def all_parameters(
-    root: Any, recurse: bool = True, *, remembered: _Remembered | None = None
+    root: Any, recurse: bool = True, *, remembered: Remembered | None = None
 ) -> Iterator[nn.Parameter]:
     """``root.parameters(recurse)``: each parameter once, in torch's order, found when it is asked for."""
     if not recurse:
         yield from type(root).parameters(root, recurse)
         return
-    walk = _walk(root, remembered or _Remembered())
+    walk = _walk(root, remembered or Remembered())
     for first in walk:
         yield first  # without a look at all modules: ``model.device`` asks for this one, in each token
         others = None if remembered is None else remembered.parameters()
@@ -166,7 +166,7 @@ def all_parameters(
     yield from walk
 
 
-def _walk(root: Any, remembered: _Remembered) -> Iterator[nn.Parameter]:
+def _walk(root: Any, remembered: Remembered) -> Iterator[nn.Parameter]:
     """Each parameter once; a whole walk is remembered, unless a class names its modules its own way."""
     as_torch: dict[type, bool] = {}
     visited: dict[nn.Module, None] = {}

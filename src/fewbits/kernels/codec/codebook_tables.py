@@ -22,11 +22,11 @@ def codebook_tables(values: tuple[float, ...], device: torch.device) -> tuple[in
     nibbles = sum(code << (4 * i) for i, code in enumerate(order))
     if sorted_already and not _cells_differ(ascending):
         nibbles = 0
-    return nibbles, _thresholds(ascending, device), table(values, device)
+    return nibbles, thresholds(ascending, device), table(values, device)
 
 
 @keep_tables(maxsize=64)
-def _thresholds(ascending: tuple[float, ...], device: torch.device) -> Tensor:
+def thresholds(ascending: tuple[float, ...], device: torch.device) -> Tensor:
     """15 thresholds, a gap; each cell's own or infinity (64); how many lie in the cells below it (64)."""
     middles = midpoints(ascending, torch.device("cpu"))
     cells = (middles.double() * 16).round().long() + 16  # to even, as the kernel's float32 sum

@@ -15,6 +15,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from threading import Lock, local
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -217,7 +218,7 @@ def _ensure_context(driver: Any) -> None:
 
 
 @lru_cache(maxsize=2)
-def _bindings(name: str) -> Any:
+def _bindings(name: str) -> ModuleType:
     return import_module(f"cuda.bindings.{name}")
 
 
