@@ -25,6 +25,7 @@ EMPTY_WORDS = {"made", "found", "known", "turned"}  # they say what happened and
 SHAPE = re.compile(
     r"\([A-Za-z0-9_.*/ +-]+,[^)]*\)|scalar|[Aa]ny shape|same shape|same size|shape of|that shape|'s shape"
 )
+IMPORT = re.compile(r"^ *(?:from [\w.]+ )?import (?:\([^)]*\)|[^\n]*)", re.MULTILINE)
 COPIED_LINES = 6  # of the same text one after the other, blank ones and comments of Python aside
 LOGIC_NODES = 30  # of a function's body, from which on the same shape counts as a copy
 MOST_ARGUMENTS = 8
@@ -114,13 +115,10 @@ def copies_of(files: Sequence[Path], *, imports: bool = True) -> list[Copy]:
 
 def text_lines(path: Path, imports: bool) -> list[tuple[int, str]]:
     """The lines of a file that say something, with their numbers."""
-    is_python = path.suffix == ".py"
-    left_out = set()
-    if is_python and not imports:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, (ast.Import, ast.ImportFrom)):
-                left_out |= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
-    numbered = [(i, line.strip()) for i, line in enumerate(lines_of(path), 1) if i not in left_out]
+    text, is_python = path.read_text(encoding="utf-8"), path.suffix == ".py"
+    if is_python and not imports:  # as many empty lines stay in their place
+        text = IMPORT.sub(lambda match: "\n" * match[0].count("\n"), text)
+    numbered = enumerate((line.strip() for line in text.splitlines()), 1)
     return [(i, line) for i, line in numbered if line and not (is_python and line.startswith("#"))]
 
 

@@ -39,9 +39,16 @@ from tests.every_format import every_format
 INT8, NF4, E4M3, STOCHASTIC = (FORMATS[name] for name in ("int8", "nf4", "float8_e4m3", "stochastic"))
 ROUNDED = {"activation": INT8, "gradient": E4M3, "weight_operand": INT8}
 SIZES = [  # leading axes of x, N outputs, K inputs
-    ((0,), 16, 32), ((3,), 0, 32), ((3,), 16, 0), ((0,), 0, 0), ((2, 0), 16, 32), ((2, 3), 0, 32),
-    ((2, 3), 16, 0), ((0, 2), 0, 32), ((3,), 0, 0),
-]  # fmt: skip
+    ((0,), 16, 32),
+    ((3,), 0, 32),
+    ((3,), 16, 0),
+    ((0,), 0, 0),
+    ((2, 0), 16, 32),
+    ((2, 3), 0, 32),
+    ((2, 3), 16, 0),
+    ((0, 2), 0, 32),
+    ((3,), 0, 0),
+]
 sizes = pytest.mark.parametrize(
     "lead, N, K", SIZES, ids=[f"{math.prod(lead)}x{N}x{K}-{len(lead) + 1}d" for lead, N, K in SIZES]
 )

@@ -85,8 +85,9 @@ def test_a_rank_that_is_started_after_the_signal_is_asked_too(launched):
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(60)
         """,
-        "--max-restarts", "1",
-    )  # fmt: skip
+        "--max-restarts",
+        "1",
+    )
     assert (code, told) == (128 + signal.SIGTERM, "ended by SIGTERM.\n")
 
 
@@ -441,10 +442,17 @@ def run_folders(tmp_path):
     rows = [{"prompt": f"{i} plus 1 is ", "completion": str(i + 1)} for i in range(16)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings = {
-        "model": str(tmp_path / "model"), "train_data": str(tmp_path / "rows.jsonl"), "batch_size": 2,
-        "gradient_accumulation": 2, "max_steps": 2, "device": "cpu", "load_in_4bit": False, "report": False,
-        "samples": 0, "output_dir": str(tmp_path / "run"),
-    }  # fmt: skip
+        "model": str(tmp_path / "model"),
+        "train_data": str(tmp_path / "rows.jsonl"),
+        "batch_size": 2,
+        "gradient_accumulation": 2,
+        "max_steps": 2,
+        "device": "cpu",
+        "load_in_4bit": False,
+        "report": False,
+        "samples": 0,
+        "output_dir": str(tmp_path / "run"),
+    }
     path = tmp_path / "c.yaml"
     path.write_text(yaml.safe_dump(settings))
     with socket.socket() as free:

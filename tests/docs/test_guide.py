@@ -89,8 +89,15 @@ def test_commands_are_those_of_the_command_line(capsys: pytest.CaptureFixture[st
 # What a page takes for granted: files in its folder, and names that the text before a block speaks of.
 Setting = Callable[[Path], dict[str, Any]]
 _ROWS = [{"prompt": f"Say {n}.", "completion": f"It is {n}, as you said: {n} and {n}."} for n in range(12)]
-_CHATS = [{"messages": [{"role": "user", "content": r["prompt"]},
-                        {"role": "assistant", "content": r["completion"]}]} for r in _ROWS]  # fmt: skip
+_CHATS = [
+    {
+        "messages": [
+            {"role": "user", "content": r["prompt"]},
+            {"role": "assistant", "content": r["completion"]},
+        ]
+    }
+    for r in _ROWS
+]
 _PAIRS = [{"prompt": r["prompt"], "chosen": r["completion"], "rejected": "No."} for r in _ROWS]
 _STORY = "Once upon a time there was a small model that read the same story again and again. " * 40
 

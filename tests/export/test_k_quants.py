@@ -69,9 +69,16 @@ def test_every_code_and_scale_keeps_its_place(kind: str) -> None:
 
 # The same quantiser under an importance matrix (libggml of October 2026): the error that the matrix weighs.
 LLAMA_CPP_BY_IMPORTANCE = {
-    "Q2_K": 0.06104, "Q3_K": 0.07265, "Q4_K": 0.0175, "Q5_K": 0.01208, "Q6_K": 0.00792,
-    "IQ4_NL": 0.02678, "IQ4_XS": 0.02963, "Q4_0": 0.04098, "Q5_0": 0.02024,
-}  # fmt: skip
+    "Q2_K": 0.06104,
+    "Q3_K": 0.07265,
+    "Q4_K": 0.0175,
+    "Q5_K": 0.01208,
+    "Q6_K": 0.00792,
+    "IQ4_NL": 0.02678,
+    "IQ4_XS": 0.02963,
+    "Q4_0": 0.04098,
+    "Q5_0": 0.02024,
+}
 
 
 @pytest.mark.parametrize("kind", LLAMA_CPP_BY_IMPORTANCE)

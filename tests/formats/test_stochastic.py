@@ -50,8 +50,15 @@ def test_defaults_follow_from_the_precision(options, length: int, levels: int, m
 
 def test_boundaries() -> None:
     assert boundaries(Stochastic().streams)[[0, 1, 2, 3, 63, 64, 126, 127]].tolist() == [
-        0, 2, 4, 6, 127, 129, 254, 256,
-    ]  # fmt: skip
+        0,
+        2,
+        4,
+        6,
+        127,
+        129,
+        254,
+        256,
+    ]
     assert boundaries(HALVE.streams)[[1, 2, 3, 63, 64, 126, 127]].tolist() == [1, 2, 3, 63, 65, 127, 128]
 
 

@@ -136,9 +136,16 @@ def test_load_lora_needs_adapters(loaded):
 
 def arguments(tmp_path, **more):
     return UnslothTrainingArguments(
-        output_dir=str(tmp_path), max_steps=1, per_device_train_batch_size=2, report_to="none",
-        save_strategy="no", use_cpu=True, max_length=32, learning_rate=1e-3, **more,
-    )  # fmt: skip
+        output_dir=str(tmp_path),
+        max_steps=1,
+        per_device_train_batch_size=2,
+        report_to="none",
+        save_strategy="no",
+        use_cpu=True,
+        max_length=32,
+        learning_rate=1e-3,
+        **more,
+    )
 
 
 def test_embeddings_learn_at_their_own_rate(loaded, tmp_path):

@@ -93,8 +93,15 @@ def test_progress_and_mode(stories260k, tinystories):
     model, tokenizer = stories260k
     seen = []
     model.train()
-    perplexity(model, tokenizer, tinystories, window=32, max_tokens=200, batch_size=2,
-               progress=lambda done, total: seen.append((done, total)))  # fmt: skip
+    perplexity(
+        model,
+        tokenizer,
+        tinystories,
+        window=32,
+        max_tokens=200,
+        batch_size=2,
+        progress=lambda done, total: seen.append((done, total)),
+    )
     assert model.training
     model.eval()
     assert seen[-1] == (200, 200)

@@ -152,8 +152,16 @@ def test_the_parts_of_a_pass_add_up_to_it():
         model(ids)
         parts = part_times(model, lambda: model(ids))
     assert set(parts) == {
-        "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head", "attention",
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+        "lm_head",
+        "attention",
         "rest",
-    }  # fmt: skip
+    }
     assert all(seconds > 0 for seconds in parts.values())
     assert list(parts.values()) == sorted(parts.values(), reverse=True)

@@ -12,10 +12,18 @@ from tests.models.loading import tokenizer
 from tests.models.tiny import VOCAB
 
 _COMMON: dict[str, Any] = {
-    "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "bos_token_id": 1,
-    "eos_token_id": 2, "pad_token_id": 0, "num_experts_per_tok": 2,
-}  # fmt: skip
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "num_experts_per_tok": 2,
+}
 _SPECIAL: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 4, "router_aux_loss_coef": 0.02, "output_router_logits": True},
     "qwen2_moe": {

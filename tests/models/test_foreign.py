@@ -160,10 +160,18 @@ def compressed(preset: str, **weights: Any) -> tuple[dict[str, Any], Writer]:
 
     scheme = preset_name_to_scheme(preset, ["Linear"])
     scheme = scheme.model_copy(update={"weights": scheme.weights.model_copy(update=weights)})
-    forms = {"W4A16": "pack-quantized", "W8A16": "pack-quantized", "W4A16_ASYM": "pack-quantized",
-             "W3A16": "pack-quantized", "W8A8": "int-quantized", "FP8": "float-quantized",
-             "FP8_DYNAMIC": "float-quantized", "NVFP4A16": "nvfp4-pack-quantized",
-             "MXFP4A16": "mxfp4-pack-quantized", "MXFP8A16": "mxfp8-quantized"}  # fmt: skip
+    forms = {
+        "W4A16": "pack-quantized",
+        "W8A16": "pack-quantized",
+        "W4A16_ASYM": "pack-quantized",
+        "W3A16": "pack-quantized",
+        "W8A8": "int-quantized",
+        "FP8": "float-quantized",
+        "FP8_DYNAMIC": "float-quantized",
+        "NVFP4A16": "nvfp4-pack-quantized",
+        "MXFP4A16": "mxfp4-pack-quantized",
+        "MXFP8A16": "mxfp8-quantized",
+    }
     scheme = scheme.model_copy(update={"format": forms[preset]})
     config = QuantizationConfig(
         config_groups={"group_0": scheme},

@@ -21,16 +21,31 @@ from tests.models.test_multimodal import gemma3
 from tests.models.tiny import VOCAB, tokens
 
 _TEXT: dict[str, Any] = {
-    "model_type": "qwen2_5_vl_text", "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 128,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": 1,
-    "max_position_embeddings": 128, "eos_token_id": 2, "pad_token_id": 0,
+    "model_type": "qwen2_5_vl_text",
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "bos_token_id": 1,
+    "max_position_embeddings": 128,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
     "rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0},
-}  # fmt: skip
+}
 _VISION: dict[str, Any] = {
-    "depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64,
-    "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2, "window_size": 56,
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "patch_size": 14,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "window_size": 56,
     "fullatt_block_indexes": [1],
-}  # fmt: skip
+}
 IMAGE = 90
 
 

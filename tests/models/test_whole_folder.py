@@ -29,9 +29,16 @@ from tests.models.loading import perturb, save_tiny
 
 # Python announces these before it does them.
 EVENTS = {
-    "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.link", "os.chmod", "open", "shutil.rmtree",
+    "os.rename",
+    "os.remove",
+    "os.rmdir",
+    "os.mkdir",
+    "os.link",
+    "os.chmod",
+    "open",
+    "shutil.rmtree",
     "ctypes.dlsym",
-}  # fmt: skip
+}
 
 
 def names(folder: Path) -> set[str]:

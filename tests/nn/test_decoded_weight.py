@@ -31,11 +31,18 @@ def test_it_reads_as_the_decoded_weight():
     assert set(linear.state_dict()) == {*linear.stored(), "bias"} and "NF4" in repr(weight).upper()
 
 
-@pytest.mark.parametrize("change", [
-    lambda w: w.mul_(2), lambda w: w.data.add_(1), lambda w: w.copy_(torch.zeros(32, 64)), nn.init.zeros_,
-    lambda w: w.__setitem__(0, 1.0), lambda w: torch.add(torch.ones(32, 64), 1, out=w),
-    lambda w: w.data.fill_(0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda w: w.mul_(2),
+        lambda w: w.data.add_(1),
+        lambda w: w.copy_(torch.zeros(32, 64)),
+        nn.init.zeros_,
+        lambda w: w.__setitem__(0, 1.0),
+        lambda w: torch.add(torch.ones(32, 64), 1, out=w),
+        lambda w: w.data.fill_(0),
+    ],
+)
 def test_what_would_be_lost_is_refused(change):
     linear = layer()
     before = linear.dequantize()

@@ -74,12 +74,20 @@ def test_words_of_other_libraries():
     assert len(set(listed)) == len(listed)
     assert set(OTHER_WORDS.values()) <= set(known) and not set(OTHER_WORDS) & set(known)
     for word, meant in {
-        "rank": "lora_r", "alpha": "lora_alpha", "bs": "batch_size", "epoch": "epochs",
-        "use_dora": "lora_dora", "warmup_ratio": "warmup", "val_set_size": "eval_fraction",
-        "target_modules": "lora_targets", "save_total_limit": "keep_checkpoints",
-        "rank_pattern": "lora_ranks", "lora_rnak": "lora_r",
-        "grad_cilp": "max_grad_norm", "Learning_Rate": "learning_rate",
-    }.items():  # fmt: skip
+        "rank": "lora_r",
+        "alpha": "lora_alpha",
+        "bs": "batch_size",
+        "epoch": "epochs",
+        "use_dora": "lora_dora",
+        "warmup_ratio": "warmup",
+        "val_set_size": "eval_fraction",
+        "target_modules": "lora_targets",
+        "save_total_limit": "keep_checkpoints",
+        "rank_pattern": "lora_ranks",
+        "lora_rnak": "lora_r",
+        "grad_cilp": "max_grad_norm",
+        "Learning_Rate": "learning_rate",
+    }.items():
         assert unknown_key(word, known).endswith(f"did you mean {meant}?"), word
 
 

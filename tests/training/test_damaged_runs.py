@@ -246,9 +246,17 @@ def test_damaged_lines_of_metrics_are_said_and_no_other_is_lost(copy):
 
 def test_written_files_have_the_mode_that_the_umask_leaves(tmp_path, tiny_folder, tiny_data):
     config = TrainConfig.from_mapping(
-        {"model": str(tiny_folder), "train_data": str(tiny_data), "max_steps": 1, "samples": 0,
-         "output_dir": str(tmp_path / "run"), "load_in_4bit": False, "device": "cpu", "merge": True}
-    )  # fmt: skip
+        {
+            "model": str(tiny_folder),
+            "train_data": str(tiny_data),
+            "max_steps": 1,
+            "samples": 0,
+            "output_dir": str(tmp_path / "run"),
+            "load_in_4bit": False,
+            "device": "cpu",
+            "merge": True,
+        }
+    )
     before = os.umask(0o027)
     try:
         train(config)

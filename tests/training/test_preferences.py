@@ -43,10 +43,18 @@ def config_of(tmp_path, shared):
         data = tmp_path / f"{method}.jsonl"
         data.write_text("".join(json.dumps(row) + "\n" for row in rows or rows_for(method)))
         values = {
-            "model": str(shared / "data" / "models" / "stories260k"), "train_data": str(data),
-            "output_dir": str(tmp_path / "run"), "method": method, "max_steps": 2, "max_seq_length": 64,
-            "batch_size": 2, "lora_r": 4, "save_steps": 1, "learning_rate": 1e-2, "device": "cpu",
-        }  # fmt: skip
+            "model": str(shared / "data" / "models" / "stories260k"),
+            "train_data": str(data),
+            "output_dir": str(tmp_path / "run"),
+            "method": method,
+            "max_steps": 2,
+            "max_seq_length": 64,
+            "batch_size": 2,
+            "lora_r": 4,
+            "save_steps": 1,
+            "learning_rate": 1e-2,
+            "device": "cpu",
+        }
         if method == "grpo":
             values |= {"rewards": [f"{__name__}:longer"], "num_generations": 2, "max_completion_length": 6}
         return TrainConfig.from_mapping(values | changes)

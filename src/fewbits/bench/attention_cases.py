@@ -81,10 +81,17 @@ def attention_cases(max_size: int) -> list[Case]:
         for part, moved, products in (("forward", once, 1.0), ("backward", 2 * once, 2.5)):
             listed.append(
                 Case(
-                    op="attention", part=part, format=shape.name, M=tokens, N=width, bytes_moved=moved,
-                    flops=int(flops * products), tolerance=8e-3, build=partial(_problem, shape),
+                    op="attention",
+                    part=part,
+                    format=shape.name,
+                    M=tokens,
+                    N=width,
+                    bytes_moved=moved,
+                    flops=int(flops * products),
+                    tolerance=8e-3,
+                    build=partial(_problem, shape),
                 )
-            )  # fmt: skip
+            )
     return listed
 
 

@@ -165,11 +165,18 @@ def _linear_cases(max_size: int) -> list[Case]:
         products = 2 if part == "backward_all" else 1
         listed.append(
             Case(
-                op=op, part=part, format=format, M=M, N=N, K=K, build=build, flops=2 * M * N * K * products,
+                op=op,
+                part=part,
+                format=format,
+                M=M,
+                N=N,
+                K=K,
+                build=build,
+                flops=2 * M * N * K * products,
                 bytes_moved=products * (weight_bytes + 2 * M * (N + K)),
                 tolerance=_TWO_ROUNDINGS["bfloat16"],
             )
-        )  # fmt: skip
+        )
     return listed
 
 

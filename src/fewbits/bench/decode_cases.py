@@ -42,10 +42,17 @@ def _product_cases(max_size: int) -> list[Case]:
             weight = 2 * N * K if format == "bfloat16" else get_format(format).nbytes((N, K))
             listed.append(
                 Case(
-                    op=op, part="forward", format=format, M=rows, N=N, K=K,
-                    bytes_moved=weight + rows * (2 * K + 4 * N), tolerance=2.0**-7, build=build,
+                    op=op,
+                    part="forward",
+                    format=format,
+                    M=rows,
+                    N=N,
+                    K=K,
+                    bytes_moved=weight + rows * (2 * K + 4 * N),
+                    tolerance=2.0**-7,
+                    build=build,
                 )
-            )  # fmt: skip
+            )
     return listed
 
 

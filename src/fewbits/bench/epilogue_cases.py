@@ -115,9 +115,16 @@ def lora_reduce_cases(max_size: int) -> list[Case]:
     ):
         M, N, K = min(8192, max_size), min(N, 6 * max_size), min(K, max_size)
         case = Case(
-            op="lora_reduce", part="backward", format=format, M=M, N=N, K=K, bytes_moved=2 * M * (N + K),
-            tolerance=4e-3, build=_lora_problem,
-        )  # fmt: skip
+            op="lora_reduce",
+            part="backward",
+            format=format,
+            M=M,
+            N=N,
+            K=K,
+            bytes_moved=2 * M * (N + K),
+            tolerance=4e-3,
+            build=_lora_problem,
+        )
         listed.append(case)
     return listed
 

@@ -215,10 +215,17 @@ def gated_lora_cases(max_size: int) -> list[Case]:
     M, N = min(8192, max_size), min(14336, max_size)
     return [
         Case(
-            op="gated_lora_backward", part="backward", format="float8_e4m3", M=M, N=N, bytes_moved=8 * M * N,
-            flops=12 * M * N * _RANK, tolerance=_ONE_ROUNDING, build=_gated_lora_problem,
+            op="gated_lora_backward",
+            part="backward",
+            format="float8_e4m3",
+            M=M,
+            N=N,
+            bytes_moved=8 * M * N,
+            flops=12 * M * N * _RANK,
+            tolerance=_ONE_ROUNDING,
+            build=_gated_lora_problem,
         )
-    ]  # fmt: skip
+    ]
 
 
 def _gated_lora_problem(case: Case, device: torch.device) -> Problem:
@@ -260,10 +267,17 @@ def gated_lora_forward_cases(max_size: int) -> list[Case]:
     M, N = min(8192, max_size), min(14336, max_size)
     return [
         Case(
-            op="gated_lora_forward", part="forward", format="float8_e4m3", M=M, N=N, bytes_moved=5 * M * N,
-            flops=6 * M * N * _RANK, tolerance=_ONE_ROUNDING, build=_gated_lora_forward_problem,
+            op="gated_lora_forward",
+            part="forward",
+            format="float8_e4m3",
+            M=M,
+            N=N,
+            bytes_moved=5 * M * N,
+            flops=6 * M * N * _RANK,
+            tolerance=_ONE_ROUNDING,
+            build=_gated_lora_forward_problem,
         )
-    ]  # fmt: skip
+    ]
 
 
 def _gated_lora_forward_problem(case: Case, device: torch.device) -> Problem:

@@ -23,9 +23,17 @@ def linear_cross_entropy_cases(max_size: int) -> list[Case]:
     """Llama-3.1-8B's head on 8192 tokens, forward and backward at once: frozen, and trained."""
     M, V, K = min(8192, max_size), min(128256, max_size), min(4096, max_size)
     frozen = Case(
-        op="linear_cross_entropy", part="backward", format="bfloat16", M=M, N=V, K=K, flops=4 * M * V * K,
-        bytes_moved=2 * (V * K + 2 * M * K) + 8 * M, tolerance=2e-2, build=_problem,
-    )  # fmt: skip
+        op="linear_cross_entropy",
+        part="backward",
+        format="bfloat16",
+        M=M,
+        N=V,
+        K=K,
+        flops=4 * M * V * K,
+        bytes_moved=2 * (V * K + 2 * M * K) + 8 * M,
+        tolerance=2e-2,
+        build=_problem,
+    )
     moved = frozen.bytes_moved + 2 * V * K
     return [frozen, replace(frozen, part="backward_all", flops=6 * M * V * K, bytes_moved=moved)]
 
@@ -40,9 +48,17 @@ def linear_cross_entropy_float8_cases(max_size: int) -> list[Case]:
         max(size, 16) // 16 * 16 for size in (min(8192, max_size), min(128256, max_size), min(4096, max_size))
     )
     frozen = Case(
-        op="linear_cross_entropy_float8", part="backward", format="float8_e4m3_row", M=M, N=V, K=K,
-        flops=4 * M * V * K, bytes_moved=2 * V * K + 4 * M * K + 8 * M, tolerance=5e-2, build=_problem,
-    )  # fmt: skip
+        op="linear_cross_entropy_float8",
+        part="backward",
+        format="float8_e4m3_row",
+        M=M,
+        N=V,
+        K=K,
+        flops=4 * M * V * K,
+        bytes_moved=2 * V * K + 4 * M * K + 8 * M,
+        tolerance=5e-2,
+        build=_problem,
+    )
     moved = frozen.bytes_moved + 2 * V * K
     return [frozen, replace(frozen, part="backward_all", flops=6 * M * V * K, bytes_moved=moved)]
 

@@ -33,11 +33,18 @@ def stochastic_cases(max_size: int) -> list[Case]:
         N, K = min(14336, max_size), min(4096, max_size)
         listed.append(
             Case(
-                op="matmul_stochastic", part="forward", format="sc8_halve", M=M, N=N, K=K,
-                flops=2 * M * N * K, bytes_moved=2 * (N * K + M * K) + 4 * M * N,
-                tolerance=_STREAM_ERROR, build=_problem,
+                op="matmul_stochastic",
+                part="forward",
+                format="sc8_halve",
+                M=M,
+                N=N,
+                K=K,
+                flops=2 * M * N * K,
+                bytes_moved=2 * (N * K + M * K) + 4 * M * N,
+                tolerance=_STREAM_ERROR,
+                build=_problem,
             )
-        )  # fmt: skip
+        )
     return listed
 
 
@@ -111,11 +118,18 @@ def rows_cases(max_size: int) -> list[Case]:
         for M in (1, 4):
             listed.append(
                 Case(
-                    op="stochastic_rows", part="forward", format="sc8_halve", M=M, N=N, K=K,
-                    flops=2 * M * N * K, bytes_moved=N * (K + K // 32) + 2 * M * (N + K),
-                    tolerance=_STREAM_ERROR, build=_rows_problem,
+                    op="stochastic_rows",
+                    part="forward",
+                    format="sc8_halve",
+                    M=M,
+                    N=N,
+                    K=K,
+                    flops=2 * M * N * K,
+                    bytes_moved=N * (K + K // 32) + 2 * M * (N + K),
+                    tolerance=_STREAM_ERROR,
+                    build=_rows_problem,
                 )
-            )  # fmt: skip
+            )
     return listed
 
 
@@ -141,11 +155,18 @@ def quantize_cases(max_size: int) -> list[Case]:
         rows = min(M, max_size)
         listed.append(
             Case(
-                op="quantize_stochastic", part="forward", format="sc8_halve", M=rows, N=0, K=K,
-                flops=2 * rows * K, bytes_moved=3 * rows * K + rows * K // 32,
-                tolerance=2.0**-7, build=_quantize_problem,
+                op="quantize_stochastic",
+                part="forward",
+                format="sc8_halve",
+                M=rows,
+                N=0,
+                K=K,
+                flops=2 * rows * K,
+                bytes_moved=3 * rows * K + rows * K // 32,
+                tolerance=2.0**-7,
+                build=_quantize_problem,
             )
-        )  # fmt: skip
+        )
     return listed
 
 
@@ -172,11 +193,18 @@ def attention_cases(max_size: int) -> list[Case]:
         M, N, K = (rows, keys, 128) if part == "qk" else (rows, 128, keys)
         listed.append(
             Case(
-                op="stochastic_codes", part=part, format="sc8_halve", M=_GROUPS * M, N=N, K=K,
-                flops=2 * _GROUPS * M * N * K, bytes_moved=_GROUPS * (2 * (M * K + N * K) + 4 * M * N),
-                tolerance=_STREAM_ERROR, build=_attention_problem,
+                op="stochastic_codes",
+                part=part,
+                format="sc8_halve",
+                M=_GROUPS * M,
+                N=N,
+                K=K,
+                flops=2 * _GROUPS * M * N * K,
+                bytes_moved=_GROUPS * (2 * (M * K + N * K) + 4 * M * N),
+                tolerance=_STREAM_ERROR,
+                build=_attention_problem,
             )
-        )  # fmt: skip
+        )
     return listed
 
 
@@ -205,11 +233,18 @@ def emulated_cases(max_size: int) -> list[Case]:
     N, K, M = min(14336, max_size), min(4096, max_size), min(2048, max_size)
     return [
         Case(
-            op="stochastic_emulated", part="forward", format="sc8_halve_r16", M=M, N=N, K=K,
-            flops=2 * M * N * K * 17, bytes_moved=(N + M) * (K + K // 32) + 4 * M * N,
-            tolerance=_STREAM_ERROR, build=_emulated_problem,
+            op="stochastic_emulated",
+            part="forward",
+            format="sc8_halve_r16",
+            M=M,
+            N=N,
+            K=K,
+            flops=2 * M * N * K * 17,
+            bytes_moved=(N + M) * (K + K // 32) + 4 * M * N,
+            tolerance=_STREAM_ERROR,
+            build=_emulated_problem,
         )
-    ]  # fmt: skip
+    ]
 
 
 def _emulated_problem(case: Case, device: torch.device) -> Problem:

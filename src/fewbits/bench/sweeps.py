@@ -266,9 +266,16 @@ def _rmsnorm(widths: Widths, device: torch.device) -> Iterator[Sweep]:
     warps = (2, 4, 8, 16, 32)
     tiles = [RowTile(b, block_n, w) for b in blocks for w in warps if 8 <= b * block_n // (32 * w) <= 64]
     yield Sweep(
-        key_of("rmsnorm_forward", N, 2), f"rmsnorm forward {M}x{N}", 2 * M * N * 2, 5e-3, row_tile(N), tiles,
-        lambda tile: rmsnorm_fwd(x, weight, _EPS, 0.0, RowOutputs(y, written), tile=tile), (y,), (need,),
-    )  # fmt: skip
+        key_of("rmsnorm_forward", N, 2),
+        f"rmsnorm forward {M}x{N}",
+        2 * M * N * 2,
+        5e-3,
+        row_tile(N),
+        tiles,
+        lambda tile: rmsnorm_fwd(x, weight, _EPS, 0.0, RowOutputs(y, written), tile=tile),
+        (y,),
+        (need,),
+    )
     yield Sweep(
         key_of("rmsnorm_backward", N, 2, False),
         f"rmsnorm backward {M}x{N}",

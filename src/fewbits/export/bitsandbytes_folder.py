@@ -60,9 +60,16 @@ class BitsAndBytesCodec(Codec):
         self.kind, self.label = method.upper(), f"bitsandbytes {method}"
         self.reader = f"bitsandbytes {version('bitsandbytes')}"
         self.parts = (
-            "weight", "SCB", "weight_format", "weight.absmax", "weight.quant_map", "weight.nested_absmax",
-            "weight.nested_quant_map", f"{_STATE}nf4", f"{_STATE}fp4",
-        )  # fmt: skip
+            "weight",
+            "SCB",
+            "weight_format",
+            "weight.absmax",
+            "weight.quant_map",
+            "weight.nested_absmax",
+            "weight.nested_quant_map",
+            f"{_STATE}nf4",
+            f"{_STATE}fp4",
+        )
 
     def config(self) -> dict[str, Any]:
         """``quantization_config`` of config.json, as transformers' own class writes it."""

@@ -31,9 +31,17 @@ from fewbits.formats.microscaling import MXFP4, MXFP8_E4M3
 from fewbits.formats.nvfp4 import NVFP4Blocks
 
 PARTS = (
-    "weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_global_scale",
-    "weight_g_idx", "input_global_scale", "input_scale", "input_zero_point", "weight",
-)  # fmt: skip
+    "weight_packed",
+    "weight_scale",
+    "weight_shape",
+    "weight_zero_point",
+    "weight_global_scale",
+    "weight_g_idx",
+    "input_global_scale",
+    "input_scale",
+    "input_zero_point",
+    "weight",
+)
 
 
 def format_of(scheme: Mapping[str, Any], name: str) -> Format:

@@ -189,8 +189,15 @@ def table_of_longest(outcomes: Sequence[Outcome]) -> tuple[Table, list[Row]]:
         tokens = float(longest["tokens"])
         rows.append(
             Row(
-                op=f"train_{outcome.task.shape.name}", part="batch 1", variant=name, format=config.format,
-                metric="longest sequence", unit="tokens", low=tokens, value=tokens, high=tokens,
+                op=f"train_{outcome.task.shape.name}",
+                part="batch 1",
+                variant=name,
+                format=config.format,
+                metric="longest sequence",
+                unit="tokens",
+                low=tokens,
+                value=tokens,
+                high=tokens,
             )
-        )  # fmt: skip
+        )
     return table, rows

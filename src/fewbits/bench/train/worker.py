@@ -40,10 +40,17 @@ def main() -> int:
         return _write_checkpoint(shape, device, raw["checkpoint"])
     lengths = raw["lengths"]
     job = Job(
-        configuration=configuration(raw["configuration"]), shape=shape, batch=tuple(raw["batch"]),
-        device=raw["device"], checkpoint=raw["checkpoint"], warm_up=raw["warm_up"], steps=raw["steps"],
-        layers=raw["layers"], lengths=None if lengths is None else tuple(lengths), profiled=raw["profiled"],
-    )  # fmt: skip
+        configuration=configuration(raw["configuration"]),
+        shape=shape,
+        batch=tuple(raw["batch"]),
+        device=raw["device"],
+        checkpoint=raw["checkpoint"],
+        warm_up=raw["warm_up"],
+        steps=raw["steps"],
+        layers=raw["layers"],
+        lengths=None if lengths is None else tuple(lengths),
+        profiled=raw["profiled"],
+    )
     imports(job.configuration.side)
     _wait("imported")
     if job.lengths is not None:
