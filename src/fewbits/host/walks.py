@@ -72,10 +72,6 @@ class Remembered:
     def __reduce__(self) -> tuple[type[Remembered], tuple[()]]:
         return Remembered, ()
 
-    def forget(self) -> None:
-        """The next call walks."""
-        self._references = []
-
     def keep(self, modules: Sequence[nn.Module]) -> None:
         """Remember these modules, all of one walk in its order."""
         self._references = [ref(module) for module in modules]
