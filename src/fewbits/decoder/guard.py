@@ -116,7 +116,8 @@ class Guard:
         for passed in self._passed:
             own = vars(passed.module)
             for key, number in passed.numbers.items():
-                if own.get(key) != number:
+                now = own.get(key)
+                if type(now) is not type(number) or now != number:
                     raise NotFused(f"{passed.path}.{key} was changed after fuse")
 
     def check_norm(self, path: str, module: nn.Module) -> None:

@@ -41,6 +41,7 @@ class ComputingCalls:
     role: str
     adapters: list[str]
     dtype: torch.dtype
+    merged: bool
     drops: bool
     placed: Any
     random: Any
@@ -186,14 +187,11 @@ class ComputingCalls:
         """A pass without gradients between the forward and the backward pass."""
         first, second = self.batch(), self.batch(labels=False)
         mode, with_adapters = self.choose(torch.no_grad, torch.inference_mode), self.random.random() < 0.6
-        if self.setup.adapters == "dora":  # PEFT's layer unmerges there, into a weight that cannot train
-            mode = torch.no_grad
+        with_adapters = with_adapters or not self.adapters or self.merged  # else the weights would change
 
         def call(model: Any) -> Tensor:
             loss = self.loss_of(model, first)
-            with mode(), contextlib.nullcontext() if with_adapters or not self.adapters else (
-                model.disable_adapter()
-            ):  # fmt: skip
+            with mode(), contextlib.nullcontext() if with_adapters else model.disable_adapter():
                 model(**self.fit(second, model))
             return self.backward(loss)
 
@@ -323,11 +321,14 @@ class ComputingCalls:
         """DPO's reference pass: evaluation, or training of nothing."""
         if not self.adapters:
             return
-        batch, grad = self.batch(), self.random.random() < 0.5
+        batch = self.batch()
+        mode = self.choose(torch.no_grad, torch.enable_grad, torch.inference_mode)
+        if self.setup.adapters == "dora" and mode is torch.inference_mode:
+            return  # PEFT's layer unmerges there, into a weight that cannot train
 
         def call(model: Any) -> Results:
-            with model.disable_adapter(), torch.set_grad_enabled(grad):
-                loss = self.loss_of(model, batch).detach().reshape(1)
+            with mode(), model.disable_adapter():
+                loss = self.loss_of(model, batch).detach().reshape(1).clone()
             return {"loss": loss} if self.role == "fused" else {"loss": loss, "logits": self._logits}  # type: ignore[dict-item]
 
         self.compare("without adapters", call)
