@@ -2,6 +2,7 @@
 
 `base.py` has `Format`, how a tensor is rounded and stored, and `Packed`, the stored tensor; `codebook.py` has
 NF4 and FP4, `integer.py` INT2 to INT8, `float8.py`, `microscaling.py` and `nvfp4.py` the floating-point ones;
+`block_format.py` has what formats with a scale for each block share;
 `contract.py` is what a format tells kernels, layers and exports of itself. Imports nothing of fewbits.
 Begin with `base.py`, then `codebook.py`.
 
