@@ -7,6 +7,7 @@ developer has.
 
 from __future__ import annotations
 
+import os
 import zipfile
 from collections.abc import Iterable
 from email import message_from_bytes
@@ -64,5 +65,5 @@ def link_packages(packages: Iterable[Distribution], site: Path) -> None:
                 continue
             link = site / file
             link.parent.mkdir(parents=True, exist_ok=True)
-            if not link.exists():
+            if not os.path.lexists(link):  # a file that two packages list
                 link.symlink_to(file.locate())

@@ -57,8 +57,9 @@ def test_both_sides_compute_the_same(tmp_path: Path, method: str, limit: float, 
     there = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     here, _ = FastLanguageModel.from_pretrained(tmp_path / "out", dtype=torch.float32)
     own = {name: decoded(tmp_path / "out", name, int(method[1])) for name in layers(here)}
+    need = logits(there)  # before its linears are asked one by one: with some versions they decompress now
     peers.forwards_or_skip("compressed-tensors", there, own, rtol=1e-6)
-    assert torch.equal(logits(here), logits(there))
+    assert torch.equal(logits(here), need)
     assert 0 < (logits(here) - logits(model)).norm() / logits(model).norm() < limit
     assert receipt.num_tensors[f"W{method[1]}A16"] == 14 and 0 < receipt.worst[1] < 0.15
     assert any("compressed-tensors" in note for note in here.fewbits_notes)
