@@ -10,9 +10,10 @@ import torch
 
 from fewbits import FastLanguageModel
 from fewbits.errors import BadCheckpoint
-from fewbits.models import early_work, fast, streamed_loading
+from fewbits.models import early_work, streamed_loading
 from fewbits.models.checkpoint import inspect_folder
 from fewbits.models.early_work import load_kernels, work_beside
+from fewbits.models.packed import is_packed
 from fewbits.models.streamed_loading import StreamedLoader
 from fewbits.models.streamed_weights import StreamedWeights
 from tests.models.loading import packed_state, same, save_tiny
@@ -79,7 +80,7 @@ def test_the_first_weight_waits_and_an_error_is_its_own(
     monkeypatch.setattr(early_work, "load_kernels", fail)
     monkeypatch.setattr(early_work, "dtype_of", lambda dtype, device_map: torch.bfloat16)
     model, _ = FastLanguageModel.from_pretrained(tmp_path)
-    assert Future.asked == 1 and fast.is_packed(model)
+    assert Future.asked == 1 and is_packed(model)
 
 
 def test_what_is_being_read_is_what_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

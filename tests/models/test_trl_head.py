@@ -165,6 +165,23 @@ def test_passes_without_gradients(training: bool) -> None:
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
 
 
+def test_a_head_that_takes_the_former_ones_place() -> None:
+    """resize_token_embeddings makes a new one: logits stay lazy, TRL is answered, the numbers are its own."""
+    model = with_head()
+    inner = model.get_base_model()
+    former = inner.lm_head
+    inner.resize_token_embeddings(120, mean_resizing=False)
+    found = ask(model)
+    assert taken(model) == {"fused": 1} and inner.lm_head is not former
+    assert "forward" in vars(inner.lm_head) and "forward" not in vars(former)
+    assert "Lazy" in type(model(input_ids=tokens(2, 12), labels=tokens(2, 12)).logits).__name__
+    unfuse(model)
+    assert "forward" not in vars(inner.lm_head)
+    need = ask(model)
+    for name, value in need[0].items():
+        torch.testing.assert_close(found[0][name], value, rtol=1e-4, atol=1e-5)
+
+
 def test_a_head_of_8_bits_is_one_in_each_pass_that_trains() -> None:
     """The loss of TRL's call is that of the model's own, and a reference's pass gives the very same."""
     model, ids = trained("llama", BOTH), tokens(3, 20)

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from fewbits.kernels.loss.linear_log_probs import linear_log_probs
-from fewbits.nn.loss import LazyHead, LogitFreeLoss, is_frozen
+from fewbits.nn.loss import Float8Head, LazyHead, LogitFreeLoss, is_frozen
 
 if TYPE_CHECKING:
     from torch import nn
@@ -82,6 +82,7 @@ class TrlHead:
 
     def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A forward pre-hook: the call without labels, whose logits nobody computes."""
+        self._follow(model)
         self._expect(None)
         if not kwargs.get("fused_lm_head"):
             return None
@@ -127,6 +128,18 @@ class TrlHead:
             means = rows.detach().float() @ logits.weight.detach().mean(0, dtype=torch.float32)
             answers["mean_logits"] = means.where(labels != _IGNORED, 0.0)
         return _result(question, answers, index)
+
+    def _follow(self, model: Any) -> None:
+        """Go over to the head that has taken the former one's place, as resizing embeddings makes one."""
+        head, forward = model.get_output_embeddings(), vars(self.head).get("forward")
+        if head is self.head or type(head) is not type(self.head) or "forward" in vars(head):
+            return
+        if not isinstance(forward, LazyHead) or forward.model is not model:  # unfused, or that of a copy
+            return
+        float8 = forward.float8 and Float8Head(head, gradient=forward.float8.gradient)
+        head.forward = LazyHead(head, float8, model)
+        del self.head.forward
+        self.head = head
 
     def _expect(self, question: _Asked | None) -> None:
         """What the pass that begins is for; None: nothing of TRL's."""
