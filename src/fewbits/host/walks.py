@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import chain
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ref
 
 from torch import nn
@@ -60,43 +60,56 @@ def lengthen_walks(model: nn.Module) -> None:
                 delattr(owner, name)
 
 
+class _Walk(NamedTuple):
+    """What a walk met, in its order."""
+
+    modules: list[ref[nn.Module]]
+    children: tuple[list[int], list[int]]  # of each module how many, and the addresses of all
+    values: tuple[list[int], list[int]]  # the same of what it holds as parameters
+    first: list[int]  # where each parameter came for the first time, among all values
+
+
 class Remembered:
-    """The modules that a walk met, and what they held; a copy or a pickle of it remembers nothing."""
+    """The last walk from one module; a copy or a pickle of it remembers nothing."""
 
     def __init__(self) -> None:
-        self._references: list[ref[nn.Module]] = []
-        self._children: tuple[list[int], list[int]] = [], []
-        self._values: tuple[list[int], list[int]] = [], []
-        self._first: list[int] = []  # where each parameter came for the first time, among all that are held
+        self._walk: _Walk | None = None  # in one piece: threads may walk side by side
 
     def __reduce__(self) -> tuple[type[Remembered], tuple[()]]:
         return Remembered, ()
 
     def keep(self, modules: Sequence[nn.Module]) -> None:
         """Remember these modules, all of one walk in its order."""
-        self._references = [ref(module) for module in modules]
-        self._children, _ = _held(modules, _CHILDREN)
-        self._values, values = _held(modules, _HELD)
+        numbers, values = _held(modules, _HELD)
         positions: dict[int, int] = {}
         for i, value in enumerate(values):
             if value is not None:
                 positions.setdefault(id(value), i)
-        self._first = list(positions.values())
+        children, _ = _held(modules, _CHILDREN)
+        self._walk = _Walk([ref(module) for module in modules], children, numbers, list(positions.values()))
 
     def modules(self) -> list[nn.Module] | None:
         """The modules of the walk, if it would meet the same ones again; else None."""
-        modules = [module for reference in self._references if (module := reference()) is not None]
-        if not modules or len(modules) < len(self._references):
-            return None
-        return modules if _held(modules, _CHILDREN)[0] == self._children else None
+        return _again(self._walk)
 
     def parameters(self) -> list[nn.Parameter] | None:
         """Each parameter of the walk once, if it would find the same ones again; else None."""
-        modules = self.modules()
-        if modules is None:
+        walk = self._walk
+        modules = _again(walk)
+        if walk is None or modules is None:
             return None
         numbers, values = _held(modules, _HELD)
-        return [values[i] for i in self._first] if numbers == self._values else None
+        return [values[i] for i in walk.first] if numbers == walk.values else None
+
+
+def _again(walk: _Walk | None) -> list[nn.Module] | None:
+    """The modules that a walk met, if one of this moment would meet the same; else None."""
+    if walk is None:
+        return None
+    modules = [module for reference in walk.modules if (module := reference()) is not None]
+    if len(modules) < len(walk.modules):
+        return None
+    return modules if _held(modules, _CHILDREN)[0] == walk.children else None
 
 
 _CHILDREN, _HELD = attrgetter("_modules"), attrgetter("_parameters")
