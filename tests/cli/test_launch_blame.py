@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from fewbits.cli.launch import run_processes
+from fewbits.errors import PeerLost
 from fewjobs.oom_kills import OomKills
 from tests.cli.launched import HEAD, flags, wait_for
 from tests.forks import fork
@@ -142,3 +143,17 @@ def test_who_said_why_before_the_agent_ended_it_goes_before_who_lost_it(launched
     )
     assert code == 1
     assert re.fullmatch(r"error: rank 0 \(process \d+\) ended: RuntimeError: no luck\n", told), told
+
+
+@pytest.mark.slow
+def test_a_rank_that_could_not_write_why_it_ended(launched):
+    """Killed while it wrote, or the disk is full: torch's agent cannot read half a file."""
+    with pytest.raises(PeerLost, match=r"a rank ended and could not write down why; see its log in .+logs/"):
+        launched(
+            """
+            if rank == 1:
+                open(os.environ["TORCHELASTIC_ERROR_FILE"], "w").write('{"message": {"mess')
+                sys.exit(1)
+            time.sleep(60)
+            """
+        )

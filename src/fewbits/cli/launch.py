@@ -155,7 +155,8 @@ def run_processes(
 
     own = logs / f"{socket.gethostname()}-{os.getpid()}"  # machines share the run folder
     own.mkdir(parents=True, exist_ok=True)
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the sentence is ours
+    for talker in ("", ".multiprocessing.errors"):  # the sentence is ours
+        logging.getLogger(f"torch.distributed.elastic{talker}").setLevel(logging.CRITICAL)
     before = oom_kills()
     waits = ""
     if (args.nnodes or 1) > 1:
@@ -173,6 +174,13 @@ def run_processes(
         note(sentence.removeprefix("error: ").strip())
         _remove_empty(own)
         return code
+    except (
+        json.JSONDecodeError
+    ) as error:  # torch reads what a rank wrote: it was killed then, or the disk full
+        raise PeerLost(
+            f"a rank ended and could not write down why; see its log in {own}, and whether the disk has room;"
+            " the checkpoints are whole: go on with --resume."
+        ) from error
     except (RendezvousError, DistError) as error:
         if any(own.glob("*/attempt_*")):  # they had met: processes were started
             _remove_empty(own)
