@@ -104,6 +104,7 @@ def test_the_gguf_package(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_compressed_tensors_weights() -> None:
+    pytest.importorskip("compressed_tensors")
     parts = {
         "weight_packed": torch.tensor([[0x7654_3210]], dtype=torch.int32),
         "weight_shape": torch.tensor([1, 8]),
