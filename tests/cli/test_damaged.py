@@ -49,7 +49,9 @@ def damaged(folder: Path, file: str, change, to: Path) -> Path:
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.parametrize("command", ["merge", "eval", "generate", "export"])
+@pytest.mark.parametrize(
+    "command", ["merge", "eval", "generate", pytest.param("export", marks=pytest.mark.slow)]
+)
 def test_a_damaged_adapter_is_refused_by_name(run, adapter, tmp_path, command, damage):
     change, words = DAMAGES[damage]
     folder = damaged(adapter, "adapter_model.safetensors", change, tmp_path / "adapter")
@@ -69,9 +71,9 @@ def test_a_damaged_adapter_is_refused_by_name(run, adapter, tmp_path, command, d
 @pytest.mark.parametrize(
     "name",
     [
-        "model.layers.0.mlp.up_proj.weight",
         "model.layers.1.input_layernorm.weight",
-        "model.embed_tokens.weight",
+        pytest.param("model.layers.0.mlp.up_proj.weight", marks=pytest.mark.slow),
+        pytest.param("model.embed_tokens.weight", marks=pytest.mark.slow),
     ],
 )
 def test_a_model_with_a_nan_is_named_by_every_export(run, model, tmp_path, name):
