@@ -171,3 +171,25 @@ def test_modules_that_change_places_are_walked_anew():
         for _ in range(2):
             ours = list(all_parameters(model, remembered=remembered))
             assert [id(p) for p in ours] == [id(p) for p in model.parameters()]
+
+
+def test_a_layer_that_is_frozen_or_thawed_after_a_walk_is_walked_anew():
+    """What lies below a module with a ``train`` of its own is its matter from that moment on."""
+    model = nn.Sequential(nn.Sequential(nn.Linear(1, 1)), nn.Linear(1, 1)).eval()
+    frozen, remembered = model[0], Remembered()
+    for change, expected in (
+        (lambda: None, True),
+        (lambda: setattr(frozen.eval(), "train", lambda mode=True: frozen), False),
+        (lambda: delattr(frozen, "train"), True),
+        (lambda: setattr(frozen.eval(), "__class__", Frozen), False),
+        (lambda: setattr(frozen, "__class__", nn.Sequential), True),
+    ):
+        change()
+        train_all(model, remembered=remembered)
+        assert {m.training for m in frozen.modules()} == {expected}
+        assert model.training and model[1].training
+
+
+class Frozen(nn.Sequential):
+    def train(self, mode=True):
+        return self

@@ -67,6 +67,7 @@ class _Walk(NamedTuple):
     children: tuple[list[int], list[int]]  # of each module how many, and the addresses of all
     values: tuple[list[int], list[int]]  # the same of what it holds as parameters
     first: list[int]  # where each parameter came for the first time, among all values
+    own_train: Sequence[bool]  # which modules got a call of their own, in place of a walk below them
 
 
 class Remembered:
@@ -78,19 +79,21 @@ class Remembered:
     def __reduce__(self) -> tuple[type[Remembered], tuple[()]]:
         return Remembered, ()
 
-    def keep(self, modules: Sequence[nn.Module]) -> None:
-        """Remember these modules, all of one walk in its order."""
+    def keep(self, modules: Sequence[nn.Module], own_train: Sequence[bool] = ()) -> None:
+        """Remember these modules, all of one walk in its order, and which of them were asked in it."""
         numbers, values = _held(modules, _HELD)
         positions: dict[int, int] = {}
         for i, value in enumerate(values):
             if value is not None:
                 positions.setdefault(id(value), i)
         children, _ = _held(modules, _CHILDREN)
-        self._walk = _Walk([ref(module) for module in modules], children, numbers, list(positions.values()))
+        references, first = [ref(module) for module in modules], list(positions.values())
+        self._walk = _Walk(references, children, numbers, first, own_train)
 
-    def modules(self) -> list[nn.Module] | None:
-        """The modules of the walk, if it would meet the same ones again; else None."""
-        return _again(self._walk)
+    def modules_and_flags(self) -> tuple[list[nn.Module] | None, Sequence[bool]]:
+        """The modules of the walk, None if it would not meet the same ones again; and which were asked."""
+        walk = self._walk
+        return _again(walk), () if walk is None else walk.own_train
 
     def parameters(self) -> list[nn.Parameter] | None:
         """Each parameter of the walk once, if it would find the same ones again; else None."""
@@ -127,17 +130,13 @@ def _held(
 def train_all(root: nn.Module, mode: bool = True, *, remembered: Remembered | None = None) -> nn.Module:
     """``root.train(mode)``: every module below gets the mode; one with a ``train`` of its own is asked."""
     remembered = remembered or Remembered()
-    modules = remembered.modules()
-    if modules is None:
+    modules, own_train = remembered.modules_and_flags()
+    if modules is None or _own_train_of(modules) != own_train:
         modules = _modules_for_train(root)
-        remembered.keep(modules)
-    root.training = mode
-    own: dict[type, bool] = {}
-    for module in modules:
-        kind = module.__class__
-        if kind not in own:
-            own[kind] = kind.train is not nn.Module.train
-        if module is not root and (own[kind] or _TRAIN in module.__dict__):
+        own_train = _own_train_of(modules)
+        remembered.keep(modules, own_train)
+    for module, is_own in zip(modules, own_train, strict=True):
+        if is_own and module is not root:
             module.train(mode)
         elif module.training is not mode:  # to write it costs ten times as much as to look
             module.training = mode
@@ -152,9 +151,15 @@ def _modules_for_train(root: nn.Module) -> list[nn.Module]:
         if module is None:
             continue
         modules.append(module)
-        if module.__class__.train is nn.Module.train and _TRAIN not in module.__dict__:
+        if not _own_train_of([module])[0]:
             below.extend(module._modules.values())
     return modules
+
+
+def _own_train_of(modules: Sequence[nn.Module]) -> list[bool]:
+    """Which have a ``train`` of their own, by their class or, as a frozen layer may, on the instance."""
+    own = {kind: kind.train is not nn.Module.train for kind in {type(module) for module in modules}}
+    return [own[type(module)] or _TRAIN in module.__dict__ for module in modules]
 
 
 def all_parameters(
