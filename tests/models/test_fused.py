@@ -220,6 +220,19 @@ def test_a_second_backward_pass_says_why_not() -> None:
         loss.backward()
 
 
+def test_an_optimizers_step_between_forward_and_backward_is_refused() -> None:
+    """As torch refuses it of plain layers; the gradients would be of neither the old weights nor the new."""
+    model, ids = adapted("llama"), tokens(1, 8)
+    fuse(model)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    first, second = (model(input_ids=ids, labels=ids).loss for _ in range(2))
+    first.backward()
+    optimizer.step()
+    with pytest.raises(BadInput, match="changed in place"):
+        second.backward()
+    model(input_ids=ids, labels=ids).loss.backward()
+
+
 def test_a_copy_is_a_model_of_its_own() -> None:
     model, ids = adapted("llama"), tokens(2, 12)
     fuse(model)

@@ -118,6 +118,7 @@ class _Attention(torch.autograd.Function):
         _needs_dx, _half, *needs = ctx.needs_input_grad
         saved = half.save(x, n, post, (xa, xa_o), half.named(needs))
         saved.where(half.keep.attention, graph=graph)
+        saved.watch(tensors)
         ctx.kept, ctx.half = saved, half
         keep_ways(ctx, x, *tensors)
         return y

@@ -170,6 +170,16 @@ class SavedValues:
         self._stash = stash if keep.offload else None
         self._tensors: dict[str, Any] | None = {}
         self._handles: dict[str, Any] = {}
+        self._watched: tuple[Sequence[Tensor | None], list[int]] = ((), [])
+
+    def watch(self, tensors: Sequence[Tensor | None]) -> None:
+        """Refuse a backward pass with other values of these (of any shape) than the forward pass had.
+
+        They are not saved by torch, which would look; some are kept in the products' dtype as they were, and
+        others are read again, so that gradients after an optimizer's step would be of neither.
+        """
+        if not torch.compiler.is_compiling():
+            self._watched = tensors, _versions(tensors)
 
     def inputs(self, **tensors: Tensor) -> None:
         """Keep these, on the host where the plan says so."""
@@ -195,12 +205,24 @@ class SavedValues:
                 "a fused decoder layer keeps its activations for one backward pass, and this is a second "
                 "one; run the forward pass again, or unfuse the model (fewbits.unfuse)."
             )
-        tensors, self._tensors = self._tensors, None
+        watched, versions = self._watched
+        if _versions(watched) != versions:
+            raise BadInput(
+                "weights or adapters of a fused decoder layer were changed in place (by an optimizer's step, "
+                "say) after its forward pass, whose gradients are asked for now; run the backward pass "
+                "before the change, or the forward pass again."
+            )
+        tensors, self._tensors, self._watched = self._tensors, None, ((), [])
         for name, handle in self._handles.items():
             assert self._stash is not None
             tensors[name] = self._stash.get(handle)
         self._handles = {}
         return tensors
+
+
+def _versions(tensors: Sequence[Tensor | None]) -> list[int]:
+    """How often torch has counted a change of each; it counts none of those made in inference mode."""
+    return [x._version for x in tensors if x is not None and not x.is_inference()]
 
 
 def on_own_dtype(x: Tensor) -> contextlib.AbstractContextManager[Any]:

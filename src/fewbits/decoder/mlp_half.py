@@ -89,6 +89,7 @@ class _MLP(torch.autograd.Function):
         _needs_dx, _half, *needs = ctx.needs_input_grad
         saved = half.save(x, n, post, (xa, xa_down), half.named(needs))
         saved.where(half.keep.mlp, gate_up=gate_up)
+        saved.watch(tensors)
         ctx.kept, ctx.half = saved, half
         keep_ways(ctx, x, *tensors)
         return y
