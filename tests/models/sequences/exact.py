@@ -7,7 +7,8 @@ fused one's error follows from what these give:
     exact    a copy of the plain model in the next wider dtype (float32 for bfloat16, float64 for float32)
     noisy    that copy once more, where the output of each linear, norm and activation is multiplied by
              1 + u * z, and its gradient on the way back by 1 + u * z', with z in [-1, 1] afresh for every
-             value and u half of the narrow dtype's epsilon: what one rounding of each tensor does
+             value and u half of the narrow dtype's epsilon: what one rounding of each tensor does (4 u for
+             q, k and v: inside attention nothing can be shaken, and the softmax's gradient is a difference)
 
     |fused - exact|  <=  2 * |plain - exact|  +  4 * |noisy - exact|  +  2 * u * |exact|
 
@@ -57,6 +58,7 @@ NOISY_ENDS = ("_proj", "norm", "layernorm", "act_fn", "activation_fn", "embed_to
 FLOAT8_ROUNDOFF = 2.0**-4
 FLIPS = 2.0**-14
 GRADIENT = "gradient of "
+INTO_ATTENTION = ("q_proj", "k_proj", "v_proj", "qkv_proj")
 Results = dict[str, Tensor]
 
 
@@ -129,11 +131,11 @@ def shake(model: Any, u: float, seed: int, head_u: float) -> Any:
     for path, module in model.named_modules():
         leaf = path.rpartition(".")[2]
         if leaf.endswith(NOISY_ENDS) and not hasattr(type(module), "original_module"):
-            module.register_forward_hook(hook_of(u))
+            module.register_forward_hook(hook_of(4 * u if leaf in INTO_ATTENTION else u))
         if leaf == "lm_head" and head_u:
-            size = hook_of(1.5 * head_u)  # x and W are rounded, independently
+            size = hook_of(2 * head_u)  # x and W are rounded, and the logits' gradient
             module.register_forward_pre_hook(lambda m, args, size=size: (size(m, args, args[0]), *args[1:]))
-            module.register_forward_hook(hook_of(head_u))
+            module.register_forward_hook(hook_of(2 * head_u))
     return model
 
 

@@ -251,8 +251,8 @@ class Pair(ComputingCalls, ChangingCalls, TurningCalls):
         generator = torch.Generator().manual_seed(self.random.randrange(10**6))
         ids = torch.randint(3, VOCAB, (rows, length), generator=generator)
         kinds = ("none", "none", "packed", "added", "left", "right", "both")
-        # What stands at padding is anybody's, and a delayed scale sees it.
-        kind = self.choose(*kinds[:4] if self.setup.delayed else kinds)
+        # What stands at padding is anybody's; a delayed scale sees it, and so do scales over tokens.
+        kind = self.choose(*kinds[:4] if self.setup.is_float8 else kinds)
         ids = ids.to(self.setup.device)
         batch: dict[str, Any] = {"input_ids": ids}
         mask = torch.ones_like(ids)
