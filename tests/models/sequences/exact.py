@@ -90,13 +90,15 @@ def _shaken(x: Tensor, u: float, generator: torch.Generator) -> Tensor:
     return x * (1 + u * z.to(device=x.device, dtype=x.dtype))
 
 
-def wider(model: Any, dtype: torch.dtype) -> Any:
+def wider(model: Any, dtype: torch.dtype, padded: bool = False) -> Any:
     """A copy of a model of this dtype in the next wider one, weights that are packed as they are.
 
-    Nothing is recomputed in its backward pass: that changes no number.
+    Nothing is recomputed in its backward pass: that changes no number. ``padded`` leaves float32 as it is:
+    transformers' float64 gives NaN for a token of the padding, which sees nothing. The plain model has no
+    error then, and the bound is the noise's alone.
     """
     other: Any = copy.deepcopy(model)
-    wide = WIDER[dtype]
+    wide = torch.float32 if padded else WIDER[dtype]
     nn.Module._apply(other, lambda t: t.to(wide) if t.dtype in (dtype, torch.float32) and _is_value(t) else t)
     for module in other.modules():
         if getattr(module, "gradient_checkpointing", False):

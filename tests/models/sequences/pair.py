@@ -49,6 +49,7 @@ class Pair(ComputingCalls, ChangingCalls, TurningCalls):
         self.setup, self.dtype, self.random = setup, setup.torch_dtype, random.Random(setup.seed)
         self.role, self.said, self.rounded = PLAIN, [""], setup.recipe == "qat"
         self.few_bits = False  # whether this call rounds to few bits
+        self.padded = False  # whether it has a batch with padding
         self.undo: list[Callable[[], None]] = []
         self.counts: Counter[str] = Counter()
         self.placed = Placed()
@@ -65,7 +66,7 @@ class Pair(ComputingCalls, ChangingCalls, TurningCalls):
             Differs: they do not agree, or a layer ran otherwise than it must.
         """
         self.random, self.said = random.Random(seed), []
-        self.placed.cache_asked = self.few_bits = False
+        self.placed.cache_asked = self.few_bits = self.padded = False
         with self.watch.on():
             getattr(self, name)()
         self.watch.check()
@@ -162,7 +163,8 @@ class Pair(ComputingCalls, ChangingCalls, TurningCalls):
         """The plain model in the wider dtype, and that rounded."""
         u = max(u, FLIPS) if self.setup.is_float8 or self.rounded or self.few_bits else u
         head = FLOAT8_ROUNDOFF if self.setup.recipe.endswith("head fp8") else 0.0
-        return wider(self.plain, self.dtype), shake(wider(self.plain, self.dtype), u, 17, head)
+        exact, noisy = (wider(self.plain, self.dtype, self.padded) for _ in range(2))
+        return exact, shake(noisy, u, 17, head)
 
     def compare(
         self, what: str, call: Callable[[Any], Any], *, u: float | None = None, copies: Any = None
@@ -208,6 +210,8 @@ class Pair(ComputingCalls, ChangingCalls, TurningCalls):
         for name in [n for n in names if n not in exact]:  # zeros that stood there, which a copy has not
             exact[name] = noisy[name] = torch.zeros_like(plain[name])
         for name in names:
+            if plain[name].isfinite().all() and not exact[name].isfinite().all():
+                raise Differs(f"{what} {name}: the wider copy gives no number to compare with")
             error, bound = error_of(name, fused, exact), allowed(name, plain, exact, noisy, u)
             self.counts["within the derived bound"] += 1
             if not error <= bound:
@@ -264,7 +268,7 @@ class Pair(ComputingCalls, ChangingCalls, TurningCalls):
             masked = self.random.random() < 0.7 and kind in ("left", "right", "both")
             batch["labels"] = ids.masked_fill(mask == 0, -100) if masked else ids.clone()
         if kind in ("left", "right", "both"):
-            batch["attention_mask"] = mask
+            self.padded, batch["attention_mask"] = True, mask
         elif kind == "packed" and length > 3:
             cut = length // 2
             positions = torch.cat([torch.arange(cut), torch.arange(length - cut)])
