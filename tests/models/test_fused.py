@@ -220,8 +220,8 @@ def test_a_second_backward_pass_says_why_not() -> None:
         loss.backward()
 
 
-def test_an_optimizers_step_between_forward_and_backward_is_refused() -> None:
-    """As torch refuses it of plain layers; the gradients would be of neither the old weights nor the new."""
+def test_a_change_in_place_between_forward_and_backward_is_refused() -> None:
+    """As torch refuses it of plain layers; the gradients would be of neither the old values nor the new."""
     model, ids = adapted("llama"), tokens(1, 8)
     fuse(model)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
@@ -230,6 +230,11 @@ def test_an_optimizers_step_between_forward_and_backward_is_refused() -> None:
     optimizer.step()
     with pytest.raises(BadInput, match="changed in place"):
         second.backward()
+    out = model(input_ids=ids, labels=ids, output_hidden_states=True)
+    with torch.no_grad():
+        out.hidden_states[1].zero_()
+    with pytest.raises(BadInput, match="changed in place"):
+        out.loss.backward()
     model(input_ids=ids, labels=ids).loss.backward()
 
 

@@ -173,13 +173,14 @@ class SavedValues:
         self._watched: tuple[Sequence[Tensor | None], list[int]] = ((), [])
 
     def watch(self, tensors: Sequence[Tensor | None]) -> None:
-        """Refuse a backward pass with other values of these (of any shape) than the forward pass had.
+        """Refuse a backward pass with other values of these (of any shape), or of x, than the forward had.
 
         They are not saved by torch, which would look; some are kept in the products' dtype as they were, and
         others are read again, so that gradients after an optimizer's step would be of neither.
         """
         if not torch.compiler.is_compiling():
-            self._watched = tensors, _versions(tensors)
+            read_again = *tensors, (self._tensors or {}).get("x")  # which is not here where it is on the host
+            self._watched = read_again, _versions(read_again)
 
     def inputs(self, **tensors: Tensor) -> None:
         """Keep these, on the host where the plan says so."""
@@ -208,9 +209,9 @@ class SavedValues:
         watched, versions = self._watched
         if _versions(watched) != versions:
             raise BadInput(
-                "weights or adapters of a fused decoder layer were changed in place (by an optimizer's step, "
-                "say) after its forward pass, whose gradients are asked for now; run the backward pass "
-                "before the change, or the forward pass again."
+                "weights, adapters or the input of a fused decoder layer were changed in place (by an "
+                "optimizer's step, say) after its forward pass, whose gradients are asked for now; run the "
+                "backward pass before the change, or the forward pass again."
             )
         tensors, self._tensors, self._watched = self._tensors, None, ((), [])
         for name, handle in self._handles.items():
