@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, Gemma3TextConfig, GPT2Config, GPT2LMHeadModel
 
 from fewbits import FastLanguageModel, fuse
@@ -101,3 +102,16 @@ def test_what_cannot_be_stretched_is_refused(base, tmp_path):
     with pytest.raises(BadInput, match="its class, GPT2LMHeadModel, does not stretch them"):
         check_stretched(claims, GPT2LMHeadModel(learned), "x")
     check_stretched(claims, type(tiny("llama"))(claims), "x")
+
+
+def test_a_model_with_a_rope_for_each_kind_of_layer_passes_unless_it_was_to_be_stretched():
+    """Gemma 3 holds a dictionary of types: its models could not be loaded."""
+    rotary, model, config = nn.Module(), nn.Module(), tiny_config("llama")
+    rotary.rope_type = {"full_attention": "linear", "sliding_attention": "default"}
+    model.rotary = rotary
+    check_stretched(config, model, "it")
+    setattr(config, TRAINED_FOR, 8)
+    with pytest.raises(BadInput, match="does not stretch them"):
+        check_stretched(config, model, "it")
+    rotary.rope_type = dict.fromkeys(rotary.rope_type, "linear")
+    check_stretched(config, model, "it")

@@ -83,8 +83,14 @@ def check_stretched(config: Any, model: nn.Module, name: str) -> None:
     Raises:
         BadInput: its class makes its angles in a way of its own.
     """
-    kinds = {module.rope_type for module in model.modules() if hasattr(module, "rope_type")}
-    if stretched(config) is not None and kinds != {"linear"}:
+    if stretched(config) is None:
+        return
+    kinds: set[str] = set()
+    for module in model.modules():
+        own: Any = getattr(module, "rope_type", None)
+        if own is not None:  # a dictionary in Gemma 3, of each kind of layer
+            kinds.update(own.values() if isinstance(own, dict) else [own])
+    if kinds != {"linear"}:
         raise BadInput(
             f"max_seq_length is more than the positions that {name} was trained for, and its class,"
             f" {type(model).__name__}, does not stretch them; pass at most"
