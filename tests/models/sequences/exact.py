@@ -39,6 +39,9 @@ sqrt(2) at most, so that
 is added. A gradient may be zero by its formula (that of a query which sees one key): one way of computing
 then gives zero and the other what is left of terms that cancel, u times the largest of all gradients at most.
 
+The noise is one draw, and a result may lie just past the bound that it gives (one sequence in 120 did): then
+eight further draws are made, and one of them has to explain it. A wrong factor is past all of them.
+
 Where two results are the same to some 32 roundings of float32 nothing is left to be explained, and
 the two passes are saved.
 """
