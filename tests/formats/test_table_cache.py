@@ -184,6 +184,7 @@ def test_cuda_another_stream_reads_a_table_that_was_just_made() -> None:
             make(length)
         with torch.cuda.stream(torch.cuda.Stream()):
             copied = make(length).clone()
+        torch.cuda.synchronize()  # the test's own copy below is on a third stream
         assert torch.equal(copied.cpu(), torch.arange(length).square())
 
 

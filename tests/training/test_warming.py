@@ -120,7 +120,13 @@ def test_what_cannot_be_warmed_is_refused(
 
 
 @pytest.mark.gpu
-def test_a_second_time_nothing_is_compiled(config: Path) -> None:
-    """In one process: the kernels of the first time are in memory, its files in the cache."""
+def test_a_second_time_nothing_is_compiled(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one process: the kernels of the first time are in memory, its files in a cache of its own.
+
+    Into the user's cache other tests write at the same time.
+    """
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     warm(config, batch=(1, 32))
     assert warm(config, batch=(1, 32)).kernels == ()
