@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -12,25 +12,34 @@ from fewbits.bench.problem import Case, Problem, randn
 from fewbits.kernels.product.pair_gradients import pair_gradients, pair_gradients_ref
 from fewbits.kernels.product.pair_sums import pair_sums, pair_sums_ref
 
+Build = Callable[[Case, torch.device], Problem]
 _PAIRS = 8  # of a token, in Qwen3-30B-A3B
 
 
 def pair_sums_cases(max_size: int) -> list[Case]:
     """The 8 experts of each of 8192 tokens, weighted, of Qwen3-30B-A3B's width."""
     M, N = min(8192, max_size), min(2048, max_size)
-    moved = 2 * (_PAIRS + 1) * M * N
-    return [
-        Case(
-            op="pair_sums",
-            part="",
-            format="bfloat16",
-            M=M,
-            N=N,
-            bytes_moved=moved,
-            tolerance=8e-3,
-            build=_sums_problem,
-        )
-    ]
+    return [_case("pair_sums", "", M, N, 2 * (_PAIRS + 1) * M * N, _sums_problem)]
+
+
+def pair_gradients_cases(max_size: int) -> list[Case]:
+    """The same tokens' pairs on the way back, of the experts' inner width."""
+    M, N = _PAIRS * min(8192, max_size), min(768, max_size)
+    return [_case("pair_gradients", "backward", M, N, 2 * 4 * M * N, _gradients_problem)]
+
+
+def _case(op: str, part: str, M: int, N: int, moved: int, build: Build) -> Case:
+    """One case in bfloat16; two roundings of a result are tolerated."""
+    return Case(
+        op=op,
+        part=part,
+        format="bfloat16",
+        M=M,
+        N=N,
+        bytes_moved=moved,
+        tolerance=8e-3,
+        build=build,
+    )
 
 
 def _sums_problem(case: Case, device: torch.device) -> Problem:
@@ -48,24 +57,6 @@ def _sums_problem(case: Case, device: torch.device) -> Problem:
         return (pair_sums_ref(x.double(), index, weights),)
 
     return Problem({"fewbits": lambda: ours, "torch_eager": lambda: eager}, exact)
-
-
-def pair_gradients_cases(max_size: int) -> list[Case]:
-    """The same tokens' pairs on the way back, of the experts' inner width."""
-    M, N = _PAIRS * min(8192, max_size), min(768, max_size)
-    moved = 2 * 4 * M * N
-    return [
-        Case(
-            op="pair_gradients",
-            part="backward",
-            format="bfloat16",
-            M=M,
-            N=N,
-            bytes_moved=moved,
-            tolerance=8e-3,
-            build=_gradients_problem,
-        )
-    ]
 
 
 def _gradients_problem(case: Case, device: torch.device) -> Problem:

@@ -13,3 +13,8 @@ def rows_of(x: Tensor) -> Tensor:
     ``reshape(-1, K)`` cannot tell M where K is 0: a layer without outputs has a gradient of that shape.
     """
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def dense_rows(x: Tensor) -> Tensor:
+    """``x`` (M, N) with the values of each row side by side; copied only if they are not."""
+    return x if x.stride(1) == 1 else x.contiguous()

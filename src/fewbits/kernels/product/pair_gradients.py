@@ -23,6 +23,7 @@ from torch import Tensor
 
 from fewbits.errors import BadInput
 from fewbits.kernels.launch.jit import CompileCase, jit, next_power_of_2, on_device_of, tl
+from fewbits.kernels.launch.matrix import dense_rows
 from fewbits.kernels.launch.ops import one_by_one, run
 from fewbits.kernels.launch.prepared import start_kernel
 
@@ -120,14 +121,10 @@ def _cuda(o: WeightedPairs) -> tuple[Tensor, Tensor]:
     dz = torch.empty(o.z.shape, dtype=o.z.dtype, device=o.z.device)
     dweights = torch.zeros(o.z.shape[0], dtype=torch.float32, device=o.z.device)
     if dz.numel():
-        z, u = _as_rows(o.z), _as_rows(o.u)
-        extra = None if o.extra is None else _as_rows(o.extra)
+        z, u = dense_rows(o.z), dense_rows(o.u)
+        extra = None if o.extra is None else dense_rows(o.extra)
         launch(WeightedPairs(z, u, o.weights.contiguous(), extra), dz, dweights)
     return dz, dweights
-
-
-def _as_rows(x: Tensor) -> Tensor:
-    return x if x.stride(1) == 1 else x.contiguous()
 
 
 _pair_gradients.register_kernel("cuda")(one_by_one(_cuda))

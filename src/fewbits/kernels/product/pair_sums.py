@@ -25,6 +25,7 @@ from torch import Tensor
 
 from fewbits.errors import BadInput
 from fewbits.kernels.launch.jit import CompileCase, cdiv, jit, next_power_of_2, on_device_of, tl
+from fewbits.kernels.launch.matrix import dense_rows
 from fewbits.kernels.launch.ops import one_by_one, run
 from fewbits.kernels.launch.prepared import start_kernel
 
@@ -124,14 +125,10 @@ def _cuda(o: PairRows) -> Tensor:
         return pair_sums_ref(*o)
     y = o.x.new_empty(o.pairs.shape[0], o.x.shape[1])
     if y.numel():
-        rows = [_as_rows(o.x), None if o.extra is None else _as_rows(o.extra)]
+        rows = [dense_rows(o.x), None if o.extra is None else dense_rows(o.extra)]
         weights = None if o.weights is None else o.weights.contiguous()
         launch(PairRows(rows[0], o.pairs.contiguous(), weights, rows[1]), y)  # type: ignore[arg-type]
     return y
-
-
-def _as_rows(x: Tensor) -> Tensor:
-    return x if x.stride(1) == 1 else x.contiguous()
 
 
 _pair_sums.register_kernel("cuda")(one_by_one(_cuda))
