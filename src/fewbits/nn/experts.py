@@ -292,7 +292,7 @@ def decode_some(packed: Packed, chosen: Tensor, dtype: torch.dtype) -> Tensor:
 def decode_with_room(packed: Packed, dtype: torch.dtype, columns: int) -> Tensor | None:
     """The decoded weight (E, N, K) in the first columns of a new (E, N, K + ``columns``).
 
-    None for a format whose scales cover several rows at once, or that no kernel decodes into such rows.
+    None for a format whose scales cover several rows at once.
     """
     experts, N, K = packed.shape
     coding, shape = packed.format.contract.coding, (experts * N, K)

@@ -28,7 +28,7 @@ from fewbits.kernels.launch.jit import triton
 
 T = TypeVar("T")
 # Versions of Triton whose machine code is started as `Launch` does it; any other goes through `kernel[grid]`.
-_KNOWN = triton is not None and tuple(map(int, triton.__version__.split(".")[:2])) in ((3, 6), (3, 7))
+_KNOWN = triton is not None and str(triton.__version__).startswith(("3.6.", "3.7."))
 
 _MOST_PLANS = 4096  # of one function; a model has a few for each shape of weight
 _ALIGNMENT = 16
@@ -105,7 +105,7 @@ class Launch:
 
 
 def _run(compiled: Any, grid: tuple[int, ...], tensors: tuple[Tensor, ...], rest: tuple[Any, ...]) -> None:
-    """Start machine code; past Triton's own checks, of which none asks for a profiler that listens."""
+    """Start machine code directly; by Triton's own call where a profiler listens to its launches."""
     first = tensors[0]
     if _KNOWN and first.is_cuda:
         runtime = triton.knobs.runtime
