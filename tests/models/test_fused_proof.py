@@ -225,7 +225,7 @@ def test_a_proof_leaves_no_trace(recipe: Any, keep: Keep | None) -> None:
     decoder = decoder_of(model)
     proofs = proof.Proofs(decoder, catalog.SPECS["qwen3"], keep or Keep())
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        assert [proofs.why_not(layer) for layer in decoder.layers] == [None, None]
+        assert [proofs.why_not(layer, proofs.spec) for layer in decoder.layers] == [None, None]
     after = state(model)
     assert before.keys() == after.keys() and not calls
     assert [name for name in before if not same(before[name], after[name])] == []

@@ -69,11 +69,13 @@ class _Pass:
         values: q, k and v as attention gets them, what either half adds to its input, and gradients.
         calls: what attention was called with, if transformers called it.
         middle: what goes from the first half to the second.
+        into_mlp: what the second half was given in its place.
     """
 
     values: dict[str, Tensor] = field(default_factory=dict)
     calls: list[dict[str, Any]] = field(default_factory=list)
     middle: Tensor | None = None
+    into_mlp: Tensor | None = None
 
     def attention_gets(self, *qkv: Tensor) -> None:
         """Note q, k and v (B, heads, S, D)."""
@@ -86,7 +88,7 @@ class _Pass:
             raise Differs("it is not an attention half and an MLP half, one after the other")
         middle = self.middle.detach()
         self.values["attention"] = (middle - x.detach()).float()
-        self.values["MLP"] = (y.detach() - middle).float()
+        self.values["MLP"] = (y - (middle if self.into_mlp is None else self.into_mlp)).detach().float()
 
     def gradients(self, layer: nn.Module, x: Tensor, y: Tensor, dy: Tensor) -> None:
         """Note what the layer adds to dy, and the gradients of what trains."""
@@ -118,11 +120,13 @@ def compare_layer(layer: nn.Module, spec: ModelSpec, keep: Keep, rotary_width: i
     x, rotary = _inputs(layer, spec, rotary_width)
     mask = torch.empty(PLAIN_MASK_SHAPE, dtype=torch.bool, device=x.device)
     try:
-        attention, mlp = parts.attention(x, rotary, mask, {}, keep, None), parts.mlp(x, keep, None, None)
+        attention = parts.attention(x, rotary, mask, {}, keep, None)
+        mlp = None if parts.own_mlp is not None else parts.mlp(x, keep, None, None)
     except _ERRORS as error:
         raise Differs(f"its parts are not those of its spec ({_words(error)})") from error
-    _compare_norms(layer, parts, spec)
-    _compare_activation(layer, spec, mlp.activation)
+    _compare_norms(layer, parts)
+    if mlp is not None:
+        _compare_activation(layer, spec, mlp.activation)
 
     def own(x: Tensor, notes: _Pass) -> Tensor:
         return _own_forward(layer, x, spec, notes, mask, rotary)
@@ -135,7 +139,13 @@ def compare_layer(layer: nn.Module, spec: ModelSpec, keep: Keep, rotary_width: i
             return half.attend(q, k, v)
 
         notes.middle = fused_attention(x, replace(half, attend=attend))
-        return fused_mlp(notes.middle, parts.mlp(x, keep, None, None))
+        if parts.own_mlp is None:
+            return fused_mlp(notes.middle, parts.mlp(x, keep, None, None))
+        # A rounding may have a router choose other experts: they get the values of the layer's own forward,
+        # and the gradient goes to the node.
+        assert expected.middle is not None
+        notes.into_mlp = expected.middle.detach() + (notes.middle - notes.middle.detach())
+        return parts.own_mlp.run(notes.into_mlp, keep, None)
 
     _use_definition(layer)
     x = x * _size_of_halves(own, x)
@@ -337,9 +347,9 @@ def _compare_attention(attention: Any, calls: list[dict[str, Any]], fused: Mappi
         raise Differs(f"its attention is of the kind {kind!r} and says no window")
 
 
-def _compare_norms(layer: nn.Module, parts: LayerParts, spec: ModelSpec) -> None:
-    """Each norm in float32, on rows so small that eps counts as well."""
-    for path in spec.norms:
+def _compare_norms(layer: nn.Module, parts: LayerParts) -> None:
+    """Each norm that a node computes, in float32, on rows so small that eps counts as well."""
+    for path in parts.norm_paths:
         module, norm = layer.get_submodule(path), parts.norm(path)
         sizes = torch.tensor([0.5 * norm.eps**0.5, 1.0, 30.0], device=norm.weight.device, dtype=torch.float32)
         x = random_like((3, norm.weight.shape[0]), norm.weight, torch.float32) * sizes[:, None]

@@ -150,7 +150,8 @@ class FusedForward:
         self.fusion.begin_layer(self, x.device)
         keep = self.keep
         if getattr(self.layer, "gradient_checkpointing", False) and self.layer.training:
-            keep = replace(KEEP_NONE, offload=keep.offload)
+            # The layer is computed again as a whole then, and modules of its own need not be once more.
+            keep = replace(KEEP_NONE, offload=keep.offload, mlp=self.parts.own_mlp is not None)
         return self.parts.run(x, rotary, mask, kwargs, keep, self.fusion.stash, self._delayed(x))
 
     def _delayed(self, x: Tensor) -> tuple[Slot, Slot] | None:
@@ -243,12 +244,13 @@ def fuse(
 
 def _fuse_layer(name: str, layer: nn.Module, proofs: Proofs, fusion: Fusion) -> None:
     """Put the fused forward into one layer, if it computes the same."""
+    from fewbits.decoder.own_mlp import spec_of_layer
     from fewbits.decoder.parts import LayerParts, check_layer
 
-    parts = LayerParts(layer, proofs.spec, name)
+    parts = LayerParts(layer, spec_of_layer(proofs.spec, layer), name)
     unproved = None
     try:
-        reason = check_layer(layer, parts) or proofs.why_not(layer)
+        reason = check_layer(layer, parts) or proofs.why_not(layer, parts.spec)
     except NotFused as why:
         reason, unproved = None, str(why)
         proofs.pending.setdefault(unproved, []).append(name)
@@ -261,9 +263,15 @@ def _fuse_layer(name: str, layer: nn.Module, proofs: Proofs, fusion: Fusion) -> 
     fusion.guards.append(layer.register_forward_pre_hook(_refuse_copies))
     fusion.layers.append(forward)
     before = type(layer).__name__
-    fusion.receipt.changes.append(
-        Change(name, before, f"{before}, computed as two fused autograd nodes", 0, 0)
-    )
+    fusion.receipt.changes.append(Change(name, before, f"{before}, {_how(parts)}", 0, 0))
+
+
+def _how(parts: LayerParts) -> str:
+    """How a layer computes, for the receipt."""
+    if parts.own_mlp is None:
+        return "computed as two fused autograd nodes"
+    what = parts.own_mlp.mlp[0] if parts.spec.experts is None else "experts"
+    return f"its attention computed as one fused autograd node, its {what} by modules of the model"
 
 
 def unfuse(model: nn.Module) -> Receipt:

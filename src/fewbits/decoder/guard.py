@@ -74,10 +74,11 @@ class _Passed(NamedTuple):
 class Guard:
     """What one decoder layer was when it was fused, and what must be so still."""
 
-    def __init__(self, layer: nn.Module, spec: ModelSpec) -> None:
+    def __init__(self, layer: nn.Module, spec: ModelSpec, called: tuple[str, ...] = ()) -> None:
+        """``called``: paths of modules that are called as they stand; what is in them is theirs."""
         self._passed = [
             _Passed(path, parent, name, module, type(module).forward, _functions(module), _numbers(module))
-            for path, parent, name, module in _below(layer, "", {*spec.linears, *spec.norms})
+            for path, parent, name, module in _below(layer, "", {*spec.linears, *spec.norms, *called})
         ]
         self._norms = {path: type(find(layer, path)) for path in spec.norms}
         self._attention: Any = None if spec.attention is None else find(layer, spec.attention.path)

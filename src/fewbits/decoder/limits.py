@@ -30,13 +30,19 @@ def why_not_by_spec(spec: ModelSpec, config: Any, index: int | None = None) -> s
         return "its MLP is experts, for which there is no fused node yet"
     if spec.attention is None or spec.mlp is None:
         return "its spec does not say what its attention or its MLP computes"
-    for find in (_norms, _residual):
-        reason = find(spec, config)
-        if reason is not None:
-            return reason
     if not spec.mlp.is_gated:
         return "its MLP has no gate"
-    return _attention(spec.attention, config, index)
+    return why_not_attention(spec, config, index)
+
+
+def why_not_attention(spec: ModelSpec, config: Any, index: int | None = None) -> str | None:
+    """Why the attention's node does not compute a layer's first half, whatever its second half is; or None.
+
+    The arguments are those of `why_not_by_spec`.
+    """
+    if spec.attention is None:
+        return "its spec does not say what its attention computes"
+    return _norms(spec, config) or _residual(spec, config) or _attention(spec.attention, config, index)
 
 
 def _norms(spec: ModelSpec, config: Any) -> str | None:

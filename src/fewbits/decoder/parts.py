@@ -15,8 +15,9 @@ from fewbits.decoder.attention_half import AttentionHalf, fused_attention
 from fewbits.decoder.both_halves import Norm
 from fewbits.decoder.guard import Guard, refuse_hooks
 from fewbits.decoder.keep import Keep
-from fewbits.decoder.limits import why_not_by_spec
+from fewbits.decoder.limits import why_not_attention, why_not_by_spec
 from fewbits.decoder.mlp_half import MLPHalf, fused_mlp
+from fewbits.decoder.own_mlp import OwnMLP
 from fewbits.decoder.products import (
     CachedValues,
     DenseProjection,
@@ -58,8 +59,10 @@ class LayerParts:
     """Finds norms and projections in one decoder layer, anew for each call: adapters come and go."""
 
     def __init__(self, layer: nn.Module, spec: ModelSpec, name: str) -> None:
+        """``spec`` is the layer's (`spec_of_layer`)."""
         self.layer, self.spec, self.name = layer, spec, name
-        self._guard = Guard(layer, spec)
+        self.own_mlp = None if spec.mlp is not None else OwnMLP.of(layer, spec)
+        self._guard = Guard(layer, spec, () if self.own_mlp is None else self.own_mlp.called)
         self._scales: dict[tuple[str, ...], tuple[Any, WeightScale]] = {}
         self._decoded: dict[tuple[str, ...], tuple[Any, CachedValues]] = {}
         self.found: dict[tuple[str, ...], tuple[list[Any], WeightScale]] = {}  # see `PassScales`
@@ -81,6 +84,9 @@ class LayerParts:
         """The layer's output for x (B, S, H); raises `NotFused` before anything is computed."""
         self._guard.check()
         attention = self.attention(x, rotary, mask, kwargs, keep, stash)
+        if self.own_mlp is not None:
+            write_adapters((attention.qkv, attention.o), _products_dtype(x))
+            return self.own_mlp.run(fused_attention(x, attention), keep, stash)
         mlp = self.mlp(x, keep, stash, delayed)
         write_adapters((attention.qkv, attention.o, mlp.gate_up, mlp.down), _products_dtype(x))
         return fused_mlp(fused_attention(x, attention), mlp)
@@ -162,6 +168,12 @@ class LayerParts:
             raise NotFused("the call has an attention mask that no fused attention takes")
         eager = str(module.config._attn_implementation).endswith("eager")
         return partial(_masked_attention, mask=mask, scale=facts.scale, soft_cap=soft_cap, eager=eager)
+
+    @property
+    def norm_paths(self) -> tuple[str, ...]:
+        """Paths of the norms that nodes compute."""
+        called = () if self.own_mlp is None else self.own_mlp.called
+        return tuple(path for path in self.spec.norms if path not in called)
 
     def norm(self, path: str) -> Norm:
         """One of the layer's norms; raises `NotFused` if it is not what it was."""
@@ -474,4 +486,8 @@ def check_layer(layer: nn.Module, parts: LayerParts) -> str | None:
             return f"it has no {path}"
     attention: Any = layer.get_submodule(parts.attention_path)
     config, index = getattr(attention, "config", None), getattr(attention, "layer_idx", None)
-    return why_not_by_spec(parts.spec, config, index) or parts.why_never()
+    if parts.own_mlp is not None:
+        reason = parts.own_mlp.why_not or why_not_attention(parts.spec, config, index)
+    else:
+        reason = why_not_by_spec(parts.spec, config, index)
+    return reason or parts.why_never()

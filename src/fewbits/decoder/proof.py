@@ -70,8 +70,8 @@ class Proofs:
     refused: dict[str, list[str]] = field(default_factory=dict)
     pending: dict[str, list[str]] = field(default_factory=dict)
 
-    def why_not(self, layer: nn.Module) -> str | None:
-        """Why this layer must not be fused, or None.
+    def why_not(self, layer: nn.Module, spec: ModelSpec) -> str | None:
+        """Why this layer must not be fused, or None; ``spec`` is the layer's own.
 
         Raises:
             NotFused: it cannot be compared now, because of something that may change.
@@ -79,10 +79,10 @@ class Proofs:
         self.skipped = _cannot_compare(layer)
         if self.skipped is not None:
             return None
-        kind = _kind(layer, self.spec)
+        kind = _kind(layer, spec)
         if kind not in self.reasons:
             try:
-                self.reasons[kind] = self._compare(layer)
+                self.reasons[kind] = self._compare(layer, spec)
             except NothingToCompare as reason:  # another layer of the kind may have other values
                 return str(reason)
         return self.reasons[kind]
@@ -103,8 +103,8 @@ class Proofs:
             )
         return lines
 
-    def _compare(self, layer: nn.Module) -> str | None:
-        device, width = like_of(layer, self.spec).device, self._rotary_width(layer)
+    def _compare(self, layer: nn.Module, spec: ModelSpec) -> str | None:
+        device, width = like_of(layer, spec).device, self._rotary_width(layer)
         with (
             torch.inference_mode(False),
             torch.enable_grad(),
@@ -112,7 +112,7 @@ class Proofs:
             torch.random.fork_rng([] if device.type == "cpu" else [device]),
         ):
             try:
-                self.error = max(self.error, _prove(layer, self.spec, self.keep, width))
+                self.error = max(self.error, _prove(layer, spec, self.keep, width))
             except NothingToCompare:
                 raise
             except Differs as reason:

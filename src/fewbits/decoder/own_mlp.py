@@ -1,0 +1,126 @@
+"""Layers of which only the attention half is fused; the other half runs as the modules that it is made of.
+
+    y = fused_attention(x)        z = y + after(mlp(before(y)))        all (B, S, H)
+
+``mlp`` is whatever a layer has there: a router and experts, an MLP without a gate. Its modules are called as
+the layer's own forward calls them, so hooks below them run, and what transformers collects there (logits of
+routers) is collected. What `Keep` says of the MLP holds for all of it: not kept, it is computed again from y,
+by torch's checkpoint, and y waits on the host where inputs do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from fewbits.decoder.keep import Keep
+from fewbits.families.spec import MLP, ModelSpec
+from fewbits.host.spec import find
+
+
+def spec_of_layer(spec: ModelSpec, layer: nn.Module) -> ModelSpec:
+    """What a family's spec says of this one layer; without an MLP where no fused node computes it.
+
+    Some layers of a mixture of experts have a dense MLP in the experts' place, and some models of a family
+    have no norms of queries and keys.
+    """
+    norm = spec.norm
+    if norm.query_key_if is not None and norm.query is not None and find(layer, norm.query) is None:
+        spec = replace(spec, norm=replace(norm, query=None, key=None))
+    mlp = spec.mlp
+    if spec.experts is None and mlp is not None and mlp.is_gated:
+        return spec
+    if spec.experts is not None:
+        mlp = mlp or MLP()
+    dense = mlp if mlp is not None and mlp.is_gated and _has(layer, mlp.linears) else None
+    has_experts = dense is None and spec.experts is not None and _has(layer, (spec.experts.path,))
+    experts = spec.experts if has_experts else None
+    return replace(spec, mlp=dense, experts=experts, some_layers=(), other_linears=())
+
+
+def _has(layer: nn.Module, paths: tuple[str, ...]) -> bool:
+    return all(find(layer, path) is not None for path in paths)
+
+
+@dataclass(frozen=True)
+class OwnMLP:
+    """The second half of one layer, by the names of its modules.
+
+    Attributes:
+        layer: that has them.
+        before: the norm before it.
+        mlp: names of the layer's modules with parameters that are neither norms nor attention: one, where
+            this can stand for the layer's own forward.
+        after: the norm of its output, or None.
+    """
+
+    layer: nn.Module
+    before: str | None
+    mlp: tuple[str, ...]
+    after: str | None
+
+    @classmethod
+    def of(cls, layer: nn.Module, spec: ModelSpec) -> OwnMLP:
+        """What this layer has, by `spec_of_layer`."""
+        others = {path.partition(".")[0] for path in spec.norms}
+        if spec.attention is not None:
+            others.add(spec.attention.path.partition(".")[0])
+        names = tuple(
+            name
+            for name, module in layer.named_children()
+            if name not in others and next(module.parameters(), None) is not None
+        )
+        return cls(layer, spec.norm.before_mlp, names, spec.norm.after_mlp)
+
+    @property
+    def why_not(self) -> str | None:
+        """Why this cannot stand for the layer's own second half, or None."""
+        if self.before is None:
+            return "one of its halves has no norm before it"
+        if len(self.mlp) != 1:
+            names = " and ".join(self.mlp)
+            return f"beside its attention it has {names or 'nothing'}, and one module can stand there"
+        return None
+
+    @property
+    def called(self) -> tuple[str, ...]:
+        """Paths in the layer of all that is called as it stands."""
+        return tuple(path for path in (self.before, *self.mlp, self.after) if path is not None)
+
+    def run(self, y: Tensor, keep: Keep, stash: Any) -> Tensor:
+        """y and what the half adds to it, (B, S, H) both; inputs kept on the host are in ``stash``."""
+        if keep.mlp or not torch.is_grad_enabled():
+            return y + self._added(y)
+        with on_host(stash) if keep.offload else contextlib.nullcontext():
+            added: Tensor = checkpoint(self._added, y, use_reentrant=False)
+        return y + added
+
+    def _added(self, y: Tensor) -> Tensor:
+        modules: Any = self.layer._modules
+        z = modules[self.mlp[0]](self.layer.get_submodule(str(self.before))(y))
+        z = z[0] if isinstance(z, tuple) else z  # with the routers' logits, in transformers 4's way
+        return z if self.after is None else self.layer.get_submodule(self.after)(z)  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def on_host(stash: Any) -> Iterator[None]:
+    """What autograd saves in here waits in ``stash`` (`fewbits.decoder.offload.HostStash`)."""
+
+    def put(tensor: Tensor) -> Any:
+        return stash.put(tensor) if tensor.numel() else tensor
+
+    def get(handle: Any) -> Tensor:
+        return handle if isinstance(handle, Tensor) else stash.get(handle)  # type: ignore[no-any-return]
+
+    with saved_tensors_hooks(put, get):
+        yield
+
+
+__all__ = ["OwnMLP", "spec_of_layer"]
