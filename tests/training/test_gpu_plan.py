@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fewbits.bench.train.shapes import SHAPES
-from fewbits.decoder.keep import KEEP_ALL, KEEP_NONE, KEEP_PRODUCTS
+from fewbits.decoder.keep import KEEP_ALL, KEEP_ATTENTION, KEEP_MLP, KEEP_NONE, KEEP_PRODUCTS
 from fewbits.errors import BadInput
 from fewbits.formats import E4M3_128X128
 from fewbits.recipes import LoRA, Recipe, get_recipe
@@ -120,10 +120,16 @@ def test_experts_and_families_without_a_spec_are_planned():
     for model in (mixture("qwen3_moe"), unwritten("gpt2"), unwritten("starcoder2")):
         config = model.config.to_dict()
         found = plan_recipe(config, "qlora_nf4", gpu_named("24GiB"), batch=(2, 64))
-        assert found.fits and found.longest == 128 and not found.plan.keeps
+        is_half_fused = config["model_type"] == "qwen3_moe"  # its attention, layer by layer
+        assert found.fits and found.longest == 128 and len(found.plan.keeps) == (2 if is_half_fused else 0)
         made = planner_for(config, get_recipe("qlora_nf4"), gpu_named("24GiB"), batch=(2, 64))
         whole, least = (made.same_for_all(keep, 0).predicted for keep in (KEEP_ALL, KEEP_NONE))
         assert whole.total > least.total and whole.static.total == least.static.total
+        if is_half_fused:  # the experts' part is the larger one, and can be made anew by itself
+            attention, mlp = (made.layer.kept_bytes(keep) for keep in (KEEP_ATTENTION, KEEP_MLP))
+            kept = [made.layer.kept_bytes(keep) for keep in (KEEP_NONE, KEEP_PRODUCTS)]
+            assert kept[0] < attention < mlp < kept[1] == attention + mlp - kept[0]
+            assert made.layer.seconds(KEEP_NONE) > made.layer.seconds(KEEP_MLP) > 0
 
 
 def test_the_30b_of_experts_fits_where_its_packed_weights_and_adapters_do():

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fewbits.decoder.keep import Keep
+from fewbits.decoder.limits import why_not_attention
 from fewbits.errors import BadInput
 from fewbits.families.catalog import LLAMA
 from fewbits.families.registry import written_spec
 from fewbits.families.shapes import linear_shapes
-from fewbits.families.spec import MLP, Attention
+from fewbits.families.spec import ModelSpec
 from fewbits.models.model_shapes import LayerShapes
 from fewbits.recipes import Recipe
 
@@ -21,6 +22,7 @@ _HIDDEN_SHARE = 0.02
 # Values that transformers' own Llama layer keeps for each token beside the linears' outputs, in widths of the
 # residual and of the MLP; fitted to the measured peak of HF + PEFT at the 8B shape (62.4 GiB, 8,192 tokens).
 _PLAIN_RESIDUALS, _PLAIN_INNERS = 8, 3
+_OF_AN_MLP = 4  # of these residuals: what its norm reads and gives, and what its output is made of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,9 +119,10 @@ def layer_cost(
 ) -> LayerCost:
     """The cost of one decoder layer.
 
-    A dense layer of a family with a spec is counted node by node, as the fused decoder computes it. Of other
-    layers (experts, families that nobody wrote a spec for) only what their own forward keeps is estimated,
-    from the shapes of their matrices: what can be chosen for them is to recompute them as a whole, or not.
+    A dense layer of a family with a spec is counted node by node, as the fused decoder computes it, and so is
+    the attention of one with experts. What modules keep that run by themselves (experts, and all of a layer
+    of a family that nobody wrote a spec for) is estimated from the shapes of their matrices: what can be
+    chosen for them is to recompute them as a whole, or not.
 
     Args:
         config: the mapping in config.json.
@@ -140,25 +143,26 @@ def layer_cost(
                 f"there is no description of a layer of {config.get('model_type')}; give its matrices'"
                 " shapes."
             )
-        return _cost_of_matrices(shapes, recipe, machine, num_tokens=num_tokens, dtype_bytes=dtype_bytes)
+        cost = _cost_of_matrices(shapes, recipe, machine, num_tokens=num_tokens, dtype_bytes=dtype_bytes)
+        if spec is None or spec.attention is None or why_not_attention(spec, config) is not None:
+            return cost
+        attention = _attention_cost(
+            config, spec, recipe, machine, tokens=(num_tokens, sequence_length), dtype_bytes=dtype_bytes
+        )
+        return _beside_own_mlp(attention, cost, shapes, recipe, num_tokens * dtype_bytes)
     T, e, H = num_tokens, dtype_bytes, int(config["hidden_size"])
-    heads = int(config["num_attention_heads"])
     linears = linear_shapes(config)
-    q, qkv, inner = _widths(spec.attention, spec.mlp, linears)
-    # Normed q and k stand beside the product.
-    normed_qk = qkv - (qkv - q) // 2 if spec.norm.query is not None else 0
+    half = _attention_cost(config, spec, recipe, machine, tokens=(T, sequence_length), dtype_bytes=e)
+    q, qkv, inner = half.q, half.qkv, linears[spec.mlp.output][1]
     added = 2 * T * H * e if spec.norm.after_mlp is not None else 0  # what the second norms read
     rank = 0 if recipe.lora is None else recipe.lora.r
     is_packed = recipe.linear.weight is not None
 
     def product(outputs: int) -> float:
-        decode = outputs * H * (e + 0.6) / machine.bandwidth if is_packed else 0.0
-        return 2 * T * outputs * H / machine.flops + decode
+        return _product_s(outputs * H, T, e, recipe, machine)
 
-    norm_s = 2 * T * H * e / machine.bandwidth
-    attention_s = 2 * T * min(sequence_length, T) * q / (0.6 * machine.flops)  # causal: half of 4 T S q
-    qkv_s, gate_up_s = product(qkv), product(2 * inner)
-    forward_s = qkv_s + product(q) + gate_up_s + product(inner) + attention_s
+    norm_s, gate_up_s = half.norm_s, product(2 * inner)
+    forward_s = half.forward_s + gate_up_s + product(inner)
     travel_s = 2 * T * H * e / machine.host_bandwidth  # one way; the other way hides behind the backward pass
     decoded = max(2 * inner * H, qkv * H) * e if is_packed else 0
     turns = recipe.lora is None and not is_packed and recipe.linear.weight_operand is not None
@@ -169,10 +173,10 @@ def layer_cost(
     return LayerCost(
         always=2 * T * 4 + 7 * rank * T * e + added,
         inputs=2 * T * H * e,
-        attention=T * (qkv + q + normed_qk) * e + T * heads * 4,
+        attention=half.kept_bytes,
         mlp=T * 2 * inner * e,
         normed=normed,
-        attention_s=qkv_s + attention_s + norm_s,
+        attention_s=half.again_s,
         mlp_s=gate_up_s + norm_s,
         normed_s=2 * norm_s + 2 * values / machine.bandwidth if normed else 0.0,
         offload_s=2 * travel_s * _HIDDEN_SHARE + max(0.0, travel_s - forward_s),
@@ -227,7 +231,88 @@ def _cost_of_matrices(
     )
 
 
-def _widths(attention: Attention, mlp: MLP, shapes: Mapping[str, tuple[int, int]]) -> tuple[int, int, int]:
-    """Values of the queries; of queries, keys and values; and of the MLP's inner half."""
-    q = shapes[attention.output][1]
-    return q, sum(shapes[path][0] for path in attention.inputs), shapes[mlp.output][1]
+@dataclass(frozen=True, kw_only=True)
+class _AttentionCost:
+    """The attention's node: what it keeps, and what having that again costs.
+
+    Attributes:
+        q, qkv: values of a token's queries; of its queries, keys and values.
+        kept_bytes: the product after the rotation, the attention's output and its statistics.
+        norm_s, again_s, forward_s: seconds of the norm; of what makes ``kept_bytes`` again; of all.
+        weights, weights_s: `LayerCost.weights` of its linears.
+    """
+
+    q: int
+    qkv: int
+    kept_bytes: int
+    norm_s: float
+    again_s: float
+    forward_s: float
+    weights: int
+    weights_s: float
+
+
+def _attention_cost(
+    config: Mapping[str, Any],
+    spec: ModelSpec,
+    recipe: Recipe,
+    machine: Machine,
+    *,
+    tokens: tuple[int, int],
+    dtype_bytes: int,
+) -> _AttentionCost:
+    """``tokens``: of a batch, and of its longest sequence."""
+    assert spec.attention is not None
+    (T, longest), e, H = tokens, dtype_bytes, int(config["hidden_size"])
+    linears = linear_shapes(config)
+    q = linears[spec.attention.output][1]
+    qkv = sum(linears[path][0] for path in spec.attention.inputs)
+    # Normed q and k stand beside the product.
+    normed_qk = qkv - (qkv - q) // 2 if spec.norm.query is not None else 0
+    norm_s = 2 * T * H * e / machine.bandwidth
+    attention_s = 2 * T * min(longest, T) * q / (0.6 * machine.flops)  # causal: half of 4 T S q
+    qkv_s = _product_s(qkv * H, T, e, recipe, machine)
+    values = sum(linears[path][0] * linears[path][1] for path in spec.attention.linears)
+    weights, weights_s = _weight_values(recipe, values, e, machine)
+    return _AttentionCost(
+        q=q,
+        qkv=qkv,
+        kept_bytes=T * (qkv + q + normed_qk) * e + T * int(config["num_attention_heads"]) * 4,
+        norm_s=norm_s,
+        again_s=qkv_s + attention_s + norm_s,
+        forward_s=qkv_s + attention_s + _product_s(q * H, T, e, recipe, machine),
+        weights=weights,
+        weights_s=weights_s,
+    )
+
+
+def _product_s(values: int, num_tokens: int, dtype_bytes: int, recipe: Recipe, machine: Machine) -> float:
+    """Seconds of a product with a weight of so many values, which is decoded for it where it is packed."""
+    is_packed = recipe.linear.weight is not None
+    decode = values * (dtype_bytes + 0.6) / machine.bandwidth if is_packed else 0.0
+    return 2 * num_tokens * values / machine.flops + decode
+
+
+def _beside_own_mlp(
+    half: _AttentionCost, own: LayerCost, shapes: LayerShapes, recipe: Recipe, token_bytes: int
+) -> LayerCost:
+    """The cost of a layer of which the attention's half is a node, and the rest runs as modules.
+
+    ``own`` is the cost of all of it as modules, ``token_bytes`` one value of each token.
+    """
+    H = shapes.hidden
+    of_attention = sum(width for width in (half.q, 3 * half.qkv // 2) if width != H)
+    of_mlp = own.plain - token_bytes * ((_PLAIN_RESIDUALS - _OF_AN_MLP) * H + of_attention)
+    normed = token_bytes * H if recipe.lora is None else 0
+    return replace(
+        own,
+        attention=half.kept_bytes,
+        mlp=max(of_mlp, token_bytes * H),
+        normed=normed,
+        attention_s=half.again_s,
+        mlp_s=max(own.forward_s - half.forward_s, 0.0) + half.norm_s,
+        normed_s=2 * half.norm_s if normed else 0.0,
+        offload_s=own.offload_s,
+        weights=half.weights,
+        weights_s=half.weights_s,
+    )

@@ -35,7 +35,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fewbits.decoder.keep import Keep
-from fewbits.decoder.limits import why_not_by_spec
+from fewbits.decoder.limits import why_not_attention
 from fewbits.errors import BadInput
 from fewbits.families.catalog import LLAMA
 from fewbits.families.registry import written_spec
@@ -360,7 +360,7 @@ def planner(
     numbers = numbers_of(config)
     spec = written_spec(numbers) if numbers.get("model_type") else LLAMA
     if "num_layers" not in options:
-        is_fused = spec is not None and why_not_by_spec(spec, numbers) is None
+        is_fused = spec is not None and why_not_attention(spec, numbers) is None
         options.setdefault("is_fused", is_fused)
     if shapes is None and (spec is None or spec.attention is None or spec.mlp is None):
         shapes = layer_shapes(model_of_config(config))
