@@ -183,7 +183,7 @@ def test_sobol_seeds_give_permutations() -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"sequence": "halton"}, "sequence 'halton' is unknown; choose one of sobol, lfsr, random"),
+        ({"sequence": "faure"}, "sequence 'faure' is unknown; choose one of sobol, lfsr, random"),
         ({"seed_a": 3}, 'seed_a=3 is refused for the sequence "sobol": give 8 odd numbers'),
         ({"seed_b": (1, 2, 1, 1, 1, 1, 1, 1)}, "give 8 odd numbers, the i-th"),
         ({"seed_b": (1, 5, 1, 1, 1, 1, 1, 1)}, "give 8 odd numbers"),

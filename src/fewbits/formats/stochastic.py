@@ -34,8 +34,17 @@ from fewbits.formats.base import Format, Packed, PartSpec
 from fewbits.formats.blocks import from_blocks, packed_nothing, scale_shape, to_blocks
 from fewbits.formats.contract import Contract
 from fewbits.formats.rounding import random_uniform, round_to_integer
+from fewbits.formats.streams import (
+    GATES,
+    KEY_BITS,
+    SEQUENCES,
+    SIGNS,
+    Seed,
+    cell_side,
+    reversed_bits,
+    seed_problem,
+)
 from fewbits.formats.streams import KEPT_TABLE_BYTES as KEPT_TABLE_BYTES
-from fewbits.formats.streams import SEQUENCES, Seed, reversed_bits, seed_problem
 from fewbits.formats.streams import Streams as Streams
 from fewbits.formats.streams import boundaries as boundaries
 from fewbits.formats.streams import product_tables as product_tables
@@ -44,7 +53,7 @@ from fewbits.formats.streams import table_bytes as table_bytes
 
 GRANULARITIES = ("per_tensor", "per_row", "per_head")
 MODES = ("bipolar", "unipolar")
-SCRAMBLES = ("bitrev", "counter", "random", "off")
+SCRAMBLES = ("bitrev", "counter", "random", "off", "cells")
 
 _RANDOM_MASK_SEED = 0x5A5A5A5A
 _MAX_LEVELS = 2**24  # a boundary is a float32 in the hardware's model
@@ -66,13 +75,21 @@ class Stochastic(Format):
         chunk_d: inner dimensions that are quantised and counted together; 0 for all.
         group_a: rows of a that share a scale, with "per_row" and without chunks.
         group_b: the same for b.
-        scramble: masks of the dimensions: "bitrev", "counter", "random" or "off".
+        scramble: masks of the dimensions: "bitrev", "counter", "random" or "off"; or "cells", with or_group.
         scramble_rescale: whether masks also apply to sequences on a grid other than 2**sc_prec.
         n_masks: dimension d takes the mask of d mod n_masks; None for no such limit.
-        sequence: family of the sequences: "sobol", "lfsr" or "random", see `fewbits.formats.streams`.
+        sequence: family of the sequences: "sobol", "lfsr", "random", "unary", "halton" or "weyl", see
+            `fewbits.formats.streams`, as for all that follow.
         seed_a: what a's sequence starts from (a tuple of direction seeds, a register's state, a number); None
             for the family's default.
         seed_b: the same for b.
+        planned_len: early termination: streams are made for so many steps, and stoc_len of them run (all,
+            where that is None).
+        gate: what multiplies two streams: "enable" (b's advances while a's bit is 1) or "and".
+        signs: "magnitude" (the sign beside the stream) or "twos_complement" (in it, with an XNOR).
+        or_group: dimensions whose products are OR-ed into one counter; 1: each product is counted.
+        flip_rate: share of stream bits that are inverted, from 0 to 1.
+        flip_seed: which ones.
 
     The fields' own defaults are those of scmp_kernels' ``sc_matmul``. The registry's value `STOCHASTIC` is
     the point at which scmp_llm runs a model: halved streams, chunks of 128, 64 masks.
@@ -98,6 +115,12 @@ class Stochastic(Format):
     sequence: str = "sobol"
     seed_a: Seed = None
     seed_b: Seed = None
+    planned_len: int | None = None
+    gate: str = "enable"
+    signs: str = "magnitude"
+    or_group: int = 1
+    flip_rate: float = 0.0
+    flip_seed: int = 0
 
     def __post_init__(self) -> None:
         for field, choices in (
@@ -105,6 +128,8 @@ class Stochastic(Format):
             ("mode", MODES),
             ("scramble", SCRAMBLES),
             ("sequence", SEQUENCES),
+            ("gate", GATES),
+            ("signs", SIGNS),
         ):
             value = getattr(self, field)
             if value not in choices:
@@ -120,6 +145,7 @@ class Stochastic(Format):
                 f'chunk_d={self.chunk_d} needs granularity "per_row" and mode "bipolar", not '
                 f'"{self.granularity}" and "{self.mode}"; use chunk_d=0.'
             )
+        self._check_arithmetic()
         super().__post_init__()
 
     def promise(self) -> Contract:
@@ -147,16 +173,57 @@ class Stochastic(Format):
             ("stoc_len", 1, 2**self.sc_prec),
             ("rng_levels", 1, _MAX_LEVELS),
             ("n_masks", 1, None),
+            ("planned_len", 1, 2**self.sc_prec),
         ):
             if getattr(self, field) is not None:
                 _check_integer(field, getattr(self, field), low, high)
-        for field, low in (("chunk_d", 0), ("group_a", 1), ("group_b", 1)):
+        for field, low in (("chunk_d", 0), ("group_a", 1), ("group_b", 1), ("or_group", 1)):
             _check_integer(field, getattr(self, field), low, None)
+        _check_integer("flip_seed", self.flip_seed, 0, 2**32 - 1)
         for field in ("seed_a", "seed_b"):
             seed = getattr(self, field)
             problem = seed_problem(self.sequence, self.sc_prec, seed)
             if problem is not None:
                 raise BadInput(f'{field}={seed!r} is refused for the sequence "{self.sequence}": {problem}.')
+
+    def _check_arithmetic(self) -> None:
+        rate = self.flip_rate
+        if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate <= 1:
+            raise BadInput(f"flip_rate={rate!r} is refused: give the share of inverted bits, from 0 to 1.")
+        if self.length > self.longest:
+            raise BadInput(
+                f"{self.length} steps run longer than the streams of planned_len={self.planned_len}; give a "
+                "stoc_len of at most that."
+            )
+        if self.sequence == "unary" and self.seed_a is not None:
+            raise BadInput('the sequence "unary" has no seed_a, as a\'s numbers rise in order; leave it out.')
+        signed = self.signs != "magnitude"
+        if signed and (not self.bipolar or self.or_group > 1):
+            raise BadInput(
+                f'signs "{self.signs}" are for mode "bipolar" without or_group (half of a zero\'s bits are '
+                'ones, which fill an OR); use signs="magnitude".'
+            )
+        if self.scramble == "cells":
+            self._check_cells()
+
+    def _check_cells(self) -> None:
+        side = cell_side(self.or_group)
+        if self.gate != "and" or self.or_group < 2 or side * side != self.or_group:
+            raise BadInput(
+                f'scramble "cells" needs gate="and" and an or_group that is a square, such as 4 or 16, not '
+                f'gate="{self.gate}" and or_group={self.or_group}.'
+            )
+        if self.streams.levels % side or self.length * self.or_group >= 2**15:
+            raise BadInput(
+                f"or_group={self.or_group} cannot cut a grid of {self.streams.levels} levels into {side} "
+                f"equal parts a side, with {self.length} steps counted {self.or_group}-fold below 32768; "
+                "choose a smaller power of 4."
+            )
+
+    @property
+    def longest(self) -> int:
+        """The most steps that streams of any length have."""
+        return 2**self.sc_prec if self.planned_len is None else self.planned_len
 
     @property
     def bipolar(self) -> bool:
@@ -175,7 +242,8 @@ class Stochastic(Format):
     @property
     def length(self) -> int:
         """L, the steps of a stream."""
-        return self._default_length if self.stoc_len is None else self.stoc_len
+        steps = self.planned_len if self.stoc_len is None else self.stoc_len
+        return self._default_length if steps is None else steps
 
     @property
     def streams(self) -> Streams:
@@ -188,6 +256,13 @@ class Stochastic(Format):
             self.sequence,
             self.seed_a,
             self.seed_b,
+            self.planned_len,
+            self.gate,
+            self.signs,
+            self.or_group,
+            self.scramble == "cells",
+            self.flip_rate,
+            self.flip_seed,
         )
 
     def with_length(self, length: int) -> Stochastic:
@@ -205,12 +280,26 @@ class Stochastic(Format):
         return -(-D // max(size, 1))
 
     def masks(self, D: int) -> tuple[int, ...]:
-        """The mask of each inner dimension of one chunk; the same for both operands."""
+        """The mask of each inner dimension of one chunk; the same for both operands.
+
+        It is a key for the functions of `fewbits.formats.streams`: with faults it has the dimension's number
+        too, so that dimensions of one mask have faults of their own.
+        """
         return _masks(self, D)
 
     def _new_masks(self, D: int) -> tuple[int, ...]:
+        cells = self.scramble == "cells"
+        masks = tuple(d % self.or_group for d in range(D)) if cells else self._xor_masks(D)
+        if not self.flip_rate:
+            return masks
+        period = min(self.n_masks or 2**self.sc_prec, 2**self.sc_prec)
+        return tuple(mask | d % period << KEY_BITS for d, mask in enumerate(masks))
+
+    def _xor_masks(self, D: int) -> tuple[int, ...]:
         size, streams = 2**self.sc_prec, self.streams
-        scrambled = streams.length < size if streams.levels == size else self.scramble_rescale
+        scrambled = (
+            (streams.planned or streams.length) < size if streams.levels == size else self.scramble_rescale
+        )
         if self.scramble == "off" or not scrambled:
             return (0,) * D
         period = D if self.scramble == "random" else size
