@@ -99,6 +99,7 @@ def _grid(o: dict[str, Any], length: int | None = None) -> tuple[int, int, int]:
     bipolar, p = o["mode"] == "bipolar", o["sc_prec"]
     default = 2 ** (p - 1) if bipolar and o["halve_bipolar_stoc_len"] else 2**p
     own = o["stoc_len"] if isinstance(o["stoc_len"], int) else None
+    own = o.get("planned_len") if own is None else own
     L = length if length is not None else default if own is None else own
     R = default if o["rng_levels"] is None else o["rng_levels"]
     return (2 ** (p - 1) - 1 if bipolar else 2**p - 1), L, R
@@ -188,7 +189,8 @@ def _part(
             _quantize(x, o, g, chunked) for x, g in zip((a, b), groups, strict=True)
         )
     D = a.shape[1]
-    sequences = [_sequence(o, b_side) for b_side in (False, True)]
+    counter = o.get("counter")  # of another arithmetic, see `generated_arithmetic`
+    sequences = [] if counter else [_sequence(o, b_side) for b_side in (False, True)]
     streams = {
         length: [[_numbers(x, d, o, length) for d in range(D)] for x in sequences] for length in set(lengths)
     }
@@ -196,10 +198,13 @@ def _part(
     for n, length in enumerate(lengths):
         if not length:
             continue
-        ra, rb = streams[length]
         c = f32(Q * Q / length)
         for m in range(len(b)):
-            acc = f32(sum(_count(qa[n][d], qb[m][d], ra[d], rb[d], Q, R) for d in range(D)))
+            if counter:
+                acc = f32(counter(qa[n], qb[m], length))
+            else:
+                ra, rb = streams[length]
+                acc = f32(sum(_count(qa[n][d], qb[m][d], ra[d], rb[d], Q, R) for d in range(D)))
             scale = f32(sa[n] * sb[m])
             if o["granularity"] == "per_head":
                 y[n, m] = acc * f32(c * scale)

@@ -70,8 +70,8 @@ def choose(
     """
     reason = ""
     for way in ways(sizes, max(levels), describe(device)):
-        if way.of_b and mixed:
-            continue
+        if (way.of_b and mixed) or (way is BITS and not options.streams.by_prefix):
+            continue  # BITS shows b's bits to a run of a's, whatever the gate
         tables = way.tables_of(options, levels, sizes.chunk, device)
         if tables is not None:
             return Choice(way, tables, reason)

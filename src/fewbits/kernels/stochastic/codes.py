@@ -7,7 +7,8 @@ ascending order:
     acc = sum over the chunk's d of sign(qa[n, d]) sign(qb[m, d]) T_d(|qa[n, d]|, |qb[m, d]|)
     y[n, m] = y[n, m] + (acc * (Q**2 / L)) * (sa[n] * sb[m])
 
-T is the product table of `fewbits.formats.streams` under the mask of dimension d of a chunk. acc is a whole
+T is the product table of `fewbits.formats.streams` under the mask of dimension d of a chunk. (With signs in
+the streams it is one of signed codes; OR-ed groups have a sum of their own, or_counts.py.) acc is a whole
 number, exact in any order; the other operations are one float32 rounding each, in the written order, so that
 every device and every path below gives the same bits. L, the length of the streams, belongs to a's rows: to a
 row, a chunk, or a row's chunk. Streams of no steps count nothing and add nothing. A scale that is NaN makes
@@ -55,6 +56,7 @@ from fewbits.kernels.launch.ops import one_by_one
 from fewbits.kernels.stochastic import lookup, thermometer
 from fewbits.kernels.stochastic.choice import Sizes, choose
 from fewbits.kernels.stochastic.cpu import codes_product
+from fewbits.kernels.stochastic.or_counts import or_sums_by_steps
 
 _REDUX = (8, 0)  # the first GPUs that add over a warp in one instruction
 
@@ -97,7 +99,9 @@ def _levels_of_chunk(level_index: Tensor | None, chunk: int, qa: Tensor) -> Tens
 
 def _counts(qa: Tensor, qb: Tensor, options: Stochastic, levels: Sequence[int], level: Tensor) -> Tensor:
     """acc of one chunk, (B, N, M) int64: one dimension after the other."""
-    masks = options.masks(qa.shape[-1])
+    masks, streams = options.masks(qa.shape[-1]), options.streams
+    if streams.or_group > 1:
+        return _or_counts(qa, qb, options, levels, level)
     distinct = tuple(dict.fromkeys(masks))
     tables = torch.stack(
         [_tables(options, length, distinct, qa.device) for length in levels]
@@ -105,6 +109,11 @@ def _counts(qa: Tensor, qb: Tensor, options: Stochastic, levels: Sequence[int], 
     signed = torch.zeros(qa.shape[0], qa.shape[1], qb.shape[1], dtype=torch.int64, device=qa.device)
     for d, mask in enumerate(masks):
         a, b = qa[:, :, d].long(), qb[:, :, d].long()
+        if streams.signed:  # tables over codes from -Q to Q
+            rows = tables[level, distinct.index(mask), a + options.max_code]
+            columns = (b + options.max_code)[:, None, :].expand(len(a), a.shape[1], -1)
+            signed += torch.gather(rows, 2, columns)
+            continue
         rows = tables[level, distinct.index(mask), a.abs()] * a.sign()[..., None]  # (B, N, Q + 1)
         columns = b.abs()[:, None, :].expand(len(a), a.shape[1], -1)
         signed += torch.gather(rows, 2, columns) * b.sign()[:, None, :]
@@ -114,8 +123,18 @@ def _counts(qa: Tensor, qb: Tensor, options: Stochastic, levels: Sequence[int], 
 def _tables(options: Stochastic, length: int, masks: tuple[int, ...], device: torch.device) -> Tensor:
     if length:
         return product_tables(options.with_length(length).streams, masks, device).long()
-    size = options.max_code + 1
+    size = options.streams.num_codes
     return torch.zeros(len(masks), size, size, dtype=torch.int64, device=device)
+
+
+def _or_counts(qa: Tensor, qb: Tensor, options: Stochastic, levels: Sequence[int], level: Tensor) -> Tensor:
+    signed = torch.zeros(qa.shape[0], qa.shape[1], qb.shape[1], dtype=torch.int64, device=qa.device)
+    for i, length in enumerate(levels):
+        if length:
+            streams = options.with_length(length).streams
+            part = or_sums_by_steps(qa, qb, streams, options.with_length(length).masks(qa.shape[-1]))
+            signed += part * (level == i)[..., None]
+    return signed
 
 
 # 2. Which way.
@@ -134,6 +153,12 @@ def stochastic_path(
     """The way a product of D inner dimensions takes on a device; all give the same bits."""
     if device.type != "cuda":
         return Path("definition")
+    if options.streams.or_group > 1:
+        return Path(
+            "definition", "OR-ed groups of products have no table of pairs, which the kernels look up"
+        )
+    if options.streams.signed:
+        return Path("definition", "signs are in the streams, and the kernels' tables are of magnitudes")
     levels = (options.length,) if levels is None else tuple(levels)
     options, chunk = with_longest(options, levels), options.chunk_size(D)
     why = nvrtc.missing()
@@ -146,7 +171,7 @@ def stochastic_path(
     if triton is None:
         return Path("definition", f"{why}, and there is no Triton")
     if thermometer.tables_of(options, levels, chunk, device) is None:
-        return Path("definition", f"{why}, and steps count more than 127")
+        return Path("definition", f"{why}, and steps of this arithmetic and length do not fit 8 bits")
     return Path("thermometer", why)
 
 
@@ -314,7 +339,7 @@ def _check(qa: Tensor, sa: Tensor, qb: Tensor, sb: Tensor, options: Stochastic) 
 def _check_levels(
     options: Stochastic, levels: Sequence[int], level_index: Tensor | None, shape: tuple[int, ...]
 ) -> None:
-    longest = 2**options.sc_prec
+    longest = options.longest
     if not 1 <= len(levels) <= 256 or not all(0 <= length <= longest for length in levels):
         raise BadInput(f"levels={tuple(levels)} is refused: give 1 to 256 lengths from 0 to {longest}.")
     if level_index is not None:
@@ -328,6 +353,6 @@ def _check_levels(
             )
     if shape[-1] and not same_masks(options, tuple(levels)):
         raise Unsupported(
-            f"levels={tuple(levels)} have different masks (streams of {longest} steps on a grid of {longest} "
+            f"levels={tuple(levels)} have different masks (full streams on a full grid "
             "have none); make two products."
         )

@@ -23,7 +23,7 @@ There is no gradient; a layer that is trained through it has a straight-through 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Unpack, cast
 
 import torch
 from torch import Tensor
@@ -31,12 +31,12 @@ from torch import Tensor
 from fewbits.errors import Unsupported
 from fewbits.formats.base import Packed
 from fewbits.formats.stochastic import Codes, Stochastic, quantize_operand
-from fewbits.formats.streams import Seed
 from fewbits.kernels.stochastic.codes import same_masks, stochastic_codes
 from fewbits.kernels.stochastic.counts import Lengths
 from fewbits.kernels.stochastic.cpu import codes_product, counts_of_lengths, factor
 from fewbits.kernels.stochastic.emulated import stochastic_emulated
 from fewbits.kernels.stochastic.operands import (
+    Arithmetic,
     LengthTable,
     check_finite,
     check_operands,
@@ -69,10 +69,8 @@ def sc_matmul(
     scramble: str = "bitrev",
     scramble_rescale: bool = True,
     n_masks: int | None = None,
-    sequence: str = "sobol",
-    seed_a: Seed = None,
-    seed_b: Seed = None,
     emulate_rank: int | None = None,
+    **arithmetic: Unpack[Arithmetic],
 ) -> Tensor:
     """``a @ b.T`` by stochastic computing, bit for bit as scmp_kernels defines it.
 
@@ -97,10 +95,8 @@ def sc_matmul(
         scramble: see `Stochastic`.
         scramble_rescale: see `Stochastic`.
         n_masks: see `Stochastic`.
-        sequence: see `Stochastic`.
-        seed_a: see `Stochastic`.
-        seed_b: see `Stochastic`.
         emulate_rank: None counts exactly; a number models the error instead, see `stochastic_emulated`.
+        **arithmetic: other sequences and other ways to multiply and to count, see `Arithmetic`.
 
     Returns:
         (N, M) or (B, N, M) float32, without a gradient.
@@ -110,9 +106,9 @@ def sc_matmul(
         Unsupported: a combination that has no definition, or a ``config`` that has no equivalent here.
     """
     table = stoc_len if isinstance(stoc_len, (Tensor, list, tuple)) else None
-    sequences: dict[str, Any] = {"sequence": sequence, "seed_a": seed_a, "seed_b": seed_b}
     if config is not None:
         sequences = sequences_of(config, sc_prec, a.shape[-1] if isinstance(a, Tensor) else 0)
+        arithmetic = cast(Arithmetic, {**arithmetic, **sequences})
     options = Stochastic(
         granularity=granularity,
         mode=mode,
@@ -126,7 +122,7 @@ def sc_matmul(
         scramble=scramble,
         scramble_rescale=scramble_rescale,
         n_masks=n_masks,
-        **sequences,
+        **arithmetic,
     )
     if emulate_rank is not None:
         return _emulated(a, b, options, table, smooth_scales, emulate_rank)
@@ -145,6 +141,11 @@ def _emulated(
         raise Unsupported(
             "emulate_rank models bipolar rows of at most 8 bits, in two dimensions and of one stream length; "
             "leave it None for the exact counts of anything else."
+        )
+    if options.streams.signed or options.or_group > 1:
+        raise Unsupported(
+            f'emulate_rank models products of magnitudes that are counted one by one, not signs="'
+            f'{options.signs}" with or_group={options.or_group}; leave it None.'
         )
     qa, sa = quantize_stochastic(a, options, smooth_scales)
     qb, sb = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
@@ -11,10 +11,36 @@ from torch import Tensor
 from fewbits.errors import BadInput, Unsupported
 from fewbits.formats.base import Packed
 from fewbits.formats.stochastic import Stochastic, stochastic_options
-from fewbits.formats.streams import default_directions
+from fewbits.formats.streams import Seed, default_directions
 
 # What a prepared operand depends on.
 PREPARED_FIELDS = ("mode", "granularity", "sc_prec", "chunk_d")
+
+
+class Arithmetic(TypedDict, total=False):
+    """Fields of `Stochastic` that say which arithmetic it is; that class explains them.
+
+    Attributes:
+        sequence: family of the sequences.
+        seed_a: what a's sequence starts from.
+        seed_b: the same for b.
+        planned_len: steps that the streams are made for (early termination).
+        gate: "enable" or "and".
+        signs: "magnitude" or "twos_complement".
+        or_group: dimensions that share a counter; it divides the inner dimensions of every chunk.
+        flip_rate: share of stream bits that are inverted.
+        flip_seed: which ones.
+    """
+
+    sequence: str
+    seed_a: Seed
+    seed_b: Seed
+    planned_len: int | None
+    gate: str
+    signs: str
+    or_group: int
+    flip_rate: float
+    flip_seed: int
 
 
 class LengthTable(NamedTuple):
@@ -35,7 +61,7 @@ def length_table(stoc_len: Any, a: Tensor, options: Stochastic) -> LengthTable:
     if stoc_len is None or isinstance(stoc_len, int):
         return LengthTable((options.streams.length,), None)
     lengths = _length_tensor(stoc_len)
-    lowest, longest = (0 if options.bipolar else 1), 2**options.sc_prec
+    lowest, longest = (0 if options.bipolar else 1), options.longest
     if lengths.numel() and not lowest <= int(lengths.min()) <= int(lengths.max()) <= longest:
         wrong = int(lengths.min()) if int(lengths.min()) < lowest else int(lengths.max())
         raise BadInput(

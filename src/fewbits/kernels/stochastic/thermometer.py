@@ -44,13 +44,18 @@ class Tables(NamedTuple):
 def tables_of(
     options: Stochastic, levels: tuple[int, ...], chunk: int, device: torch.device
 ) -> Tables | None:
-    """The tables of a product; None if a gain from one code to the next does not fit 8 bits."""
+    """The tables of a product; None if a gain from one code to the next does not fit 8 bits.
+
+    Nor where the product is not a count of b's bits after some steps and a's rows differ in length.
+    """
     masks = options.masks(chunk)
     distinct, cpu = tuple(dict.fromkeys(masks)), torch.device("cpu")
     codes, longest = options.max_code + 1, max(1, *levels)
     streams = options.with_length(longest).streams
     steps = torch.zeros(len(levels), len(distinct), CODES, dtype=torch.int16)
-    if len(levels) == 1 and longest > options.max_code:
+    if not streams.by_prefix and len(levels) > 1:
+        return None
+    if len(levels) == 1 and (longest > options.max_code or not streams.by_prefix):
         steps[..., :codes] = torch.arange(codes)
         gains = product_tables(streams, distinct, cpu).diff(dim=1)  # (masks, max_code, codes of b)
     else:
