@@ -142,3 +142,11 @@ def test_arithmetics_that_are_refused(fields, words: str) -> None:
     with pytest.raises(BadInput, match=words) as caught:
         Stochastic(**fields)
     assert str(caught.value).endswith(".") and "\n" not in str(caught.value)
+
+
+def test_what_is_not_scmp_kernels_is_named_and_can_be_left_out() -> None:
+    assert STOCHASTIC.arithmetic == {} == replace(STOCHASTIC, scramble="off", stoc_len=9).arithmetic
+    value = replace(STOCHASTIC, gate="and", or_group=4, scramble="cells", planned_len=64)
+    assert value.arithmetic == {"gate": "and", "or_group": 4, "planned_len": 64, "scramble": "cells"}
+    plain = value.without_streams(4)
+    assert plain.arithmetic == {} and plain.sc_prec == 4 and plain.chunk_d == value.chunk_d

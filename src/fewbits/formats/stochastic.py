@@ -22,9 +22,9 @@ codes of at most 8 bits), and the quantiser of every granularity and mode.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,7 +40,7 @@ from fewbits.formats.streams import (
     SEQUENCES,
     SIGNS,
     Seed,
-    cell_side,
+    arithmetic_problem,
     reversed_bits,
     seed_problem,
 )
@@ -54,6 +54,19 @@ from fewbits.formats.streams import table_bytes as table_bytes
 GRANULARITIES = ("per_tensor", "per_row", "per_head")
 MODES = ("bipolar", "unipolar")
 SCRAMBLES = ("bitrev", "counter", "random", "off", "cells")
+
+# The fields that say which arithmetic it is; their defaults are that of scmp_kernels.
+ARITHMETIC = (
+    "sequence",
+    "seed_a",
+    "seed_b",
+    "planned_len",
+    "gate",
+    "signs",
+    "or_group",
+    "flip_rate",
+    "flip_seed",
+)
 
 _RANDOM_MASK_SEED = 0x5A5A5A5A
 _MAX_LEVELS = 2**24  # a boundary is a float32 in the hardware's model
@@ -145,7 +158,9 @@ class Stochastic(Format):
                 f'chunk_d={self.chunk_d} needs granularity "per_row" and mode "bipolar", not '
                 f'"{self.granularity}" and "{self.mode}"; use chunk_d=0.'
             )
-        self._check_arithmetic()
+        problem = arithmetic_problem(self.streams, bipolar=self.bipolar)
+        if problem is not None:
+            raise BadInput(problem)
         super().__post_init__()
 
     def promise(self) -> Contract:
@@ -186,39 +201,17 @@ class Stochastic(Format):
             if problem is not None:
                 raise BadInput(f'{field}={seed!r} is refused for the sequence "{self.sequence}": {problem}.')
 
-    def _check_arithmetic(self) -> None:
-        rate = self.flip_rate
-        if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate <= 1:
-            raise BadInput(f"flip_rate={rate!r} is refused: give the share of inverted bits, from 0 to 1.")
-        if self.length > self.longest:
-            raise BadInput(
-                f"{self.length} steps run longer than the streams of planned_len={self.planned_len}; give a "
-                "stoc_len of at most that."
-            )
-        if self.sequence == "unary" and self.seed_a is not None:
-            raise BadInput('the sequence "unary" has no seed_a, as a\'s numbers rise in order; leave it out.')
-        signed = self.signs != "magnitude"
-        if signed and (not self.bipolar or self.or_group > 1):
-            raise BadInput(
-                f'signs "{self.signs}" are for mode "bipolar" without or_group (half of a zero\'s bits are '
-                'ones, which fill an OR); use signs="magnitude".'
-            )
-        if self.scramble == "cells":
-            self._check_cells()
+    @property
+    def arithmetic(self) -> dict[str, object]:
+        """The fields, with their values, that make the arithmetic another than scmp_kernels'."""
+        plain = _plain_arithmetic()
+        changed = {name: getattr(self, name) for name in ARITHMETIC if getattr(self, name) != plain[name]}
+        return {**changed, "scramble": "cells"} if self.scramble == "cells" else changed
 
-    def _check_cells(self) -> None:
-        side = cell_side(self.or_group)
-        if self.gate != "and" or self.or_group < 2 or side * side != self.or_group:
-            raise BadInput(
-                f'scramble "cells" needs gate="and" and an or_group that is a square, such as 4 or 16, not '
-                f'gate="{self.gate}" and or_group={self.or_group}.'
-            )
-        if self.streams.levels % side or self.length * self.or_group >= 2**15:
-            raise BadInput(
-                f"or_group={self.or_group} cannot cut a grid of {self.streams.levels} levels into {side} "
-                f"equal parts a side, with {self.length} steps counted {self.or_group}-fold below 32768; "
-                "choose a smaller power of 4."
-            )
+    def without_streams(self, bits: int) -> Stochastic:
+        """Options of codes of so many bits, multiplied as whole numbers: all of streams has defaults."""
+        plain: dict[str, Any] = {**_plain_arithmetic(), "scramble": "bitrev"}
+        return replace(self, sc_prec=bits, stoc_len=None, rng_levels=None, **plain)
 
     @property
     def longest(self) -> int:
@@ -367,6 +360,10 @@ class Stochastic(Format):
             return torch.empty(packed.shape, dtype=dtype or packed.dtype, device=packed.codes.device)
         scaled = blocks * packed.scales.view(blocks.shape[0], 1, blocks.shape[2], 1)
         return from_blocks(scaled, packed.shape, (1, self.chunk_d)).to(dtype or packed.dtype)
+
+
+def _plain_arithmetic() -> dict[str, object]:
+    return {field.name: field.default for field in fields(Stochastic) if field.name in ARITHMETIC}
 
 
 @lru_cache(maxsize=64)

@@ -248,6 +248,42 @@ def seed_problem(sequence: str, sc_prec: int, seed: object) -> str | None:
     return None if _is_whole(seed, low, high) else f"give a whole number from {low} to {high}"
 
 
+def arithmetic_problem(streams: Streams, *, bipolar: bool) -> str | None:
+    """What is wrong with an arithmetic as a whole, one sentence; None if nothing is."""
+    rate, planned = streams.flip_rate, streams.planned
+    if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate <= 1:
+        return f"flip_rate={rate!r} is refused: give the share of inverted bits, from 0 to 1."
+    if planned is not None and streams.length > planned:
+        return (
+            f"{streams.length} steps run longer than the streams of planned_len={planned}; give a stoc_len "
+            "of at most that."
+        )
+    if streams.sequence == "unary" and streams.seed_a is not None:
+        return 'the sequence "unary" has no seed_a, as a\'s numbers rise in order; leave it out.'
+    if streams.signed and (not bipolar or streams.or_group > 1):
+        return (
+            f'signs "{streams.signs}" are for mode "bipolar" without or_group (half of a zero\'s bits are '
+            'ones, which fill an OR); use signs="magnitude".'
+        )
+    return _cells_problem(streams) if streams.cells else None
+
+
+def _cells_problem(streams: Streams) -> str | None:
+    group = streams.or_group
+    side = cell_side(group)
+    if streams.gate != "and" or group < 2 or side * side != group:
+        return (
+            'scramble "cells" needs gate="and" and an or_group that is a square, such as 4 or 16, not '
+            f'gate="{streams.gate}" and or_group={group}.'
+        )
+    if streams.levels % side or streams.length * group >= 2**15:
+        return (
+            f"or_group={group} cannot cut a grid of {streams.levels} levels into {side} equal parts a side, "
+            f"with {streams.length} steps counted {group}-fold below 32768; choose a smaller power of 4."
+        )
+    return None
+
+
 def _is_whole(value: object, low: int, high: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
 
