@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -170,6 +171,14 @@ def test_what_their_format_cannot_say(setting, sentence, tmp_path):
     config = StochasticConfig(linears=(("*", LinearSetting(**setting)),))
     with pytest.raises(Unsupported, match=sentence):
         write_bundle(config, tmp_path, ["m.layers.0.q_proj"], ["m.layers.0.attn"])
+
+
+def test_an_arithmetic_that_is_not_theirs_has_no_place_there(tmp_path):
+    config = StochasticConfig(options=replace(STOCHASTIC, gate="and", flip_rate=0.1))
+    with pytest.raises(
+        Unsupported, match="options have gate, flip_rate, an arithmetic for which their files"
+    ):
+        write_bundle(config, tmp_path, ["m.layers.0.q_proj"], [])
 
 
 def metric(op: str, **spec) -> dict:

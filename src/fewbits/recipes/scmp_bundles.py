@@ -327,6 +327,11 @@ def _block(name: str) -> int:
 def _said(config: StochasticConfig, op: str, name: str) -> tuple[str, Groups]:
     """What their format says of a product: "sc" with its groups, "fp" or "int7"."""
     own = config.options.streams.length
+    if config.options.arithmetic:
+        raise Unsupported(
+            f"the configuration's options have {', '.join(config.options.arithmetic)}, an arithmetic for "
+            "which their files have no place; write a configuration without."
+        )
     if op in ATTENTION:
         kind, setting = ATTENTION[op], config.attention_of(name)
         cut = config.options.chunk_d if setting.chunk_d is None else setting.chunk_d
