@@ -332,3 +332,34 @@ def test_a_gpu_gives_the_same_bits() -> None:
     x = torch.randn(33, 300)
     expected = layer(x)
     assert torch.equal(layer.cuda()(x.cuda()).cpu(), expected)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"gate": "and"}, {"signs": "twos_complement"}, {"or_group": 8}, {"flip_rate": 0.05}]
+)
+def test_every_arithmetic_runs_in_a_layer_and_its_gradient_passes_straight_through(fields) -> None:
+    dense, options = linear(32, 8), replace(STOCHASTIC, chunk_d=16, stoc_len=64, **fields)
+    layer = StochasticLinear.from_linear(dense, options)
+    x = torch.randn(5, 32, requires_grad=True)
+    y = layer(x)
+    assert torch.equal(y, by_sc(x.detach(), dense, chunk_d=16, stoc_len=64, **fields) + dense.bias)
+    with torch.no_grad():
+        assert torch.equal(layer(x), y)
+    y.sum().backward()
+    assert x.grad is not None and torch.allclose(x.grad, layer.dequantize().sum(0).expand(5, -1), atol=1e-5)
+    layer.set_lengths([[16, 64]])
+    again = StochasticLinear.from_linear(dense, options)
+    again.set_lengths([[64, 16]])
+    again.load_state_dict(layer.state_dict())
+    assert torch.equal(again(x), layer(x)) and not torch.equal(layer(x), y)
+
+
+def test_arithmetics_that_do_not_fit_a_layer_are_refused() -> None:
+    dense = linear(32, 8)
+    with pytest.raises(Unsupported, match="protected channels stay in the streams as zeros, which count"):
+        StochasticLinear.from_linear(dense, replace(STOCHASTIC, signs="twos_complement"), protected=[3])
+    layer = StochasticLinear.from_linear(dense, replace(STOCHASTIC, planned_len=64))
+    with pytest.raises(BadInput, match="holds numbers from 0 to 64"):
+        layer.set_lengths([[65]])
+    with pytest.raises(BadInput, match="or_group=5 does not divide the 32 inner dimensions"):
+        StochasticLinear.from_linear(dense, replace(STOCHASTIC, or_group=5))(torch.ones(1, 32))

@@ -43,6 +43,11 @@ class AttentionProducts:
     values_plan: RowPlan = STREAMS
 
     def __post_init__(self) -> None:
+        if self.values is not None and self.values.streams.signed and not self.values_plan.integer:
+            raise Unsupported(
+                f'attention values with signs "{self.values.signs}": the weight of a token that is not seen '
+                "is a 0, which counts in such streams; leave values out (exact), or give them their own bits."
+            )
         for name in ("scores", "values"):
             options = getattr(self, name)
             if options is not None and options.granularity != "per_row":

@@ -143,6 +143,11 @@ class StochasticLinear(QuantizedLinear):
                 raise BadInput(f"smooth_scales has shape {shape}; give {K} positive, finite numbers.")
             self.smooth_scales = smooth_scales.detach().to(device, torch.float32)
         if protected is not None and len(protected):
+            if self.format.streams.signed:
+                raise Unsupported(
+                    f'protected channels stay in the streams as zeros, which count with signs="'
+                    f'{self.format.signs}"; use signs="magnitude", or protect none.'
+                )
             chosen = torch.as_tensor(protected, dtype=torch.int64).unique()
             if int(chosen.min()) < 0 or int(chosen.max()) >= K:
                 raise BadInput(f"protected names input channels outside of 0 to {K - 1}; choose others.")
@@ -201,7 +206,7 @@ class StochasticLinear(QuantizedLinear):
         self.refresh()
 
     def _check_lengths(self, lengths: Tensor, limits: Tensor, classify: str) -> None:
-        C, longest = self.num_chunks, 2**self.format.sc_prec
+        C, longest = self.num_chunks, self.format.longest
         if classify not in _CLASSIFIERS:
             raise BadInput(f"classify={classify!r} is unknown; choose one of {', '.join(_CLASSIFIERS)}.")
         if lengths.is_floating_point() or lengths.dim() != 2 or lengths.shape[1] not in (1, C):
