@@ -187,6 +187,21 @@ BAD = {
         SpecMismatch,
         "protected names a channel twice",
     ),
+    "groups of inputs": (
+        _change(options=dataclasses.replace(OPTIONS, or_group=24)),
+        BadInput,
+        "q_proj: or_group=24 does not divide the 32 inputs of a chunk; choose a divisor",
+    ),
+    "longer than planned": (
+        _change(options=dataclasses.replace(OPTIONS, planned_len=48)),
+        BadInput,
+        "a stream length of 96 is out of range; choose from 0 to 48",
+    ),
+    "weights that are not seen": (
+        _change(options=dataclasses.replace(OPTIONS, signs="twos_complement"), linears=()),
+        Unsupported,
+        'attention values with signs "twos_complement": the weight of a token that is not seen',
+    ),
     "no prepared form": (_change(options=Stochastic(mode="unipolar"), linears=()), FewbitsError, "prepared"),
 }
 
@@ -216,6 +231,30 @@ def test_a_configuration_of_other_weights_is_refused(tmp_path):
     with pytest.raises(BadCheckpoint, match=f"prepared weight of {Q} were made with other settings"):
         adopt_saved(model, tmp_path)
     assert adopt_saved(model, tmp_path / "nowhere") == [] and saved_config(tmp_path / "nowhere") is None
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"gate": "and", "flip_rate": 0.01},
+        {"or_group": 4, "gate": "and"},
+        {"sequence": "unary", "planned_len": 64},
+    ],
+)
+def test_a_model_runs_in_every_arithmetic_and_is_saved_with_it(fields, tmp_path):
+    options = dataclasses.replace(STOCHASTIC, chunk_d=32, stoc_len=32, **fields)
+    config = StochasticConfig(options=options, attention=(("*", AttentionSetting(scores=32)),))
+    model, ids = tiny("llama"), tokens()
+    plain = model(ids).logits
+    apply_stochastic(model, config)
+    with torch.no_grad():
+        logits = model(ids).logits
+        assert torch.equal(model(ids).logits, logits) and not torch.equal(logits, plain)
+    model.save_pretrained(tmp_path)
+    again, _ = _load(tmp_path)
+    assert stochastic_config_of(again).options == options
+    with torch.no_grad():
+        assert torch.equal(again(ids).logits, logits)
 
 
 def test_facts_and_products():

@@ -87,6 +87,9 @@ def check_config(model: nn.Module, config: StochasticConfig) -> None:
 
 def _check_linear(name: str, setting: LinearSetting, options: Stochastic, inputs: int) -> None:
     chunks = len(options.chunks(inputs))
+    if setting.runs == "stochastic":
+        for chunk in options.chunks(inputs):
+            _check_groups(name, chunk.stop - chunk.start, options)
     if setting.lengths is not None:
         columns = len(setting.lengths[0])
         if columns not in (1, chunks):
@@ -112,12 +115,20 @@ def _check_linear(name: str, setting: LinearSetting, options: Stochastic, inputs
         raise SpecMismatch(f"{name}: protected names {what}; calibrate this model.")
 
 
+def _check_groups(name: str, dimensions: int, options: Stochastic) -> None:
+    if dimensions % options.or_group:
+        raise BadInput(
+            f"{name}: or_group={options.or_group} does not divide the {dimensions} inputs of a chunk; "
+            "choose a divisor of it, or let this layer run int8 or exact."
+        )
+
+
 def _check_lengths(name: str, lengths: Iterable[int], options: Stochastic, lowest: int = 1) -> None:
     for length in lengths:
-        if not lowest <= length <= 2**options.sc_prec:
+        if not lowest <= length <= options.longest:
             raise BadInput(
                 f"{name}: a stream length of {length} is out of range; choose from {lowest} to "
-                f"{2**options.sc_prec}."
+                f"{options.longest}."
             )
 
 
@@ -149,6 +160,7 @@ def put_in(
     if conversion_of(model) is not None:
         raise Unsupported("this model is converted already; call fewbits.restore first.")
     check_config(model, config)
+    products = attention_products_of(model, config)  # which may be refused, so before anything is changed
     names = list(linears_to_replace(model, _recipe(config, ())))
     recipe = _recipe(config, names)
 
@@ -162,7 +174,6 @@ def put_in(
         )
 
     receipt = convert(model, recipe, keep_original=keep_original, fuse_norms=fuse_norms, build=build)
-    products = attention_products_of(model, config)
     if products:
         receipt.notes.extend(use_stochastic_attention(model, products).notes)
     else:
@@ -200,7 +211,7 @@ def _of_bits(options: Stochastic, bits: int | None) -> Stochastic:
     """The options with codes of so many bits, which have no streams of the others' length."""
     if bits is None or bits == options.sc_prec:
         return options
-    return replace(options, sc_prec=bits, stoc_len=None, rng_levels=None)
+    return options.without_streams(bits)
 
 
 def take_out(model: nn.Module) -> Receipt:
