@@ -95,24 +95,30 @@ def test_a_weight_of_zeros_or_nan() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("shape", [(16, 16), (130, 70), (48, 33)], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "beside"),
+    [((16, 16), 8), ((130, 70), 8), ((48, 33), 8), ((48, 32), 16), ((256, 192), 16), ((64, 128), 0)],
+    ids=str,
+)
 @pytest.mark.gpu
 @pytest.mark.interpret
 def test_a_weight_and_its_transpose_in_one_pass(
-    shape: tuple[int, int], dtype: torch.dtype, kernel_device: str, poisoned_memory: None
+    shape: tuple[int, int], beside: int, dtype: torch.dtype, kernel_device: str, poisoned_memory: None
 ) -> None:
+    # Where all sides and all that lies beside are multiples of 16, a GPU stores 16 values at once.
     N, K = shape
-    wide = torch.randn(N, K + 8, device=kernel_device).to(dtype)
+    wide = torch.randn(N, K + beside, device=kernel_device).to(dtype)
     wide[1, 2] = torch.nan
     w = wide[:, :K]
     inverse = torch.tensor([[100.0]], device=kernel_device)  # some are cut
     out = torch.empty(N, K, dtype=E4, device=kernel_device)
-    buffer = torch.zeros(K, N + 16, dtype=torch.uint8, device=kernel_device).view(E4)
-    module.launch_weight_pair(w, inverse, out, buffer[:, 8 : 8 + N])
+    buffer = torch.zeros(K, N + 2 * beside, dtype=torch.uint8, device=kernel_device).view(E4)
+    turned = buffer[:, beside : beside + N]
+    module.launch_weight_pair(w, inverse, out, turned)
     alone = torch.empty_like(out)
     module.launch_weight(w, inverse, alone, False)  # has its own comparison with the definition
-    assert same(out, alone) and same(buffer[:, 8 : 8 + N], out.t())
-    assert buffer[:, :8].float().eq(0).all() and buffer[:, 8 + N :].float().eq(0).all()
+    assert same(out, alone) and same(turned, out.t())
+    assert buffer[:, :beside].float().eq(0).all() and buffer[:, beside + N :].float().eq(0).all()
 
 
 def test_the_op_of_a_weight_and_its_transpose() -> None:

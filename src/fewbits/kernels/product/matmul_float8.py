@@ -76,13 +76,13 @@ def float8_weight_ref(weight: Packed | Tensor, transposed: bool, inverse_scale: 
 
 
 @jit
-def _tile_in_8_bits(
-    w_ptr, inverse_ptr, out_ptr, N, K, stride_wn,
+def _scaled_tile(
+    w_ptr, inverse_ptr, N, K, stride_wn,
     CUT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """This program's tile of w in out's type, its rows and columns, and which of them are there.
+    """This program's tile of ``w * inverse`` in float32, its rows and columns, and which of them are there.
 
-    CUT: the conversion does not cut by itself, as a GPU's does.
+    CUT: the conversion to 8 bits does not cut by itself, as a GPU's does.
     """
     row_tile, column_tile = split_program(tl.cdiv(N, BLOCK_N))
     offs_n = row_tile.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -92,7 +92,7 @@ def _tile_in_8_bits(
     w = w.to(tl.float32) * tl.load(inverse_ptr)
     if CUT:
         w = tl.clamp(w, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
-    return w.to(out_ptr.dtype.element_ty), offs_n, offs_k, mask
+    return w, offs_n, offs_k, mask
 
 
 @jit
@@ -101,14 +101,13 @@ def _float8_weight_kernel(
     TRANSPOSED: tl.constexpr, CUT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """A tile of w to 8 bits."""
-    w, offs_n, offs_k, mask = _tile_in_8_bits(
-        w_ptr, inverse_ptr, out_ptr, N, K, stride_wn, CUT, BLOCK_N, BLOCK_K
-    )
+    w, offs_n, offs_k, mask = _scaled_tile(w_ptr, inverse_ptr, N, K, stride_wn, CUT, BLOCK_N, BLOCK_K)
     if TRANSPOSED:
         at = offs_k[:, None] * stride_out + offs_n[None, :]
-        tl.store(out_ptr + at, tl.trans(w), mask=tl.trans(mask))
+        tl.store(out_ptr + at, tl.trans(w.to(out_ptr.dtype.element_ty)), mask=tl.trans(mask))
     else:
-        tl.store(out_ptr + offs_n[:, None] * stride_out + offs_k[None, :], w, mask=mask)
+        at = offs_n[:, None] * stride_out + offs_k[None, :]
+        tl.store(out_ptr + at, w.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @jit
@@ -116,13 +115,18 @@ def _float8_weight_pair_kernel(
     w_ptr, inverse_ptr, out_ptr, transposed_ptr, N, K, stride_wn, stride_out, stride_transposed,
     CUT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """A tile of w to 8 bits, written as it is and transposed."""
-    w, offs_n, offs_k, mask = _tile_in_8_bits(
-        w_ptr, inverse_ptr, out_ptr, N, K, stride_wn, CUT, BLOCK_N, BLOCK_K
-    )
-    tl.store(out_ptr + offs_n[:, None] * stride_out + offs_k[None, :], w, mask=mask)
+    """A tile of w to 8 bits, written as it is and transposed.
+
+    Each of the two stores has a conversion of its own, and the transposed one's is kept apart by a cut that
+    changes no value. Where one conversion from float32 serves both, the machine code of Triton 3.6 writes
+    wrong bytes to the transposed one: on an H200, a quarter or more of them, with N a multiple of 16.
+    """
+    w, offs_n, offs_k, mask = _scaled_tile(w_ptr, inverse_ptr, N, K, stride_wn, CUT, BLOCK_N, BLOCK_K)
+    at = offs_n[:, None] * stride_out + offs_k[None, :]
+    tl.store(out_ptr + at, w.to(out_ptr.dtype.element_ty), mask=mask)
+    cut = tl.clamp(w, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
     at = offs_k[:, None] * stride_transposed + offs_n[None, :]
-    tl.store(transposed_ptr + at, tl.trans(w), mask=tl.trans(mask))
+    tl.store(transposed_ptr + at, tl.trans(cut.to(out_ptr.dtype.element_ty)), mask=tl.trans(mask))
 
 
 def launch_weight_pair(weight: Tensor, inverse_scale: Tensor, out: Tensor, transposed: Tensor) -> None:
