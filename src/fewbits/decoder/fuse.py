@@ -44,8 +44,8 @@ class Fusion:
         fallbacks: how many layer calls took their own forward, by reason.
         stash: where inputs wait that are kept on the host.
         delayed_scaling: whether float8 scales are known before the tensor is.
-        scales: those, for each device that holds layers.
-        saved_scales: what they go on from.
+        scales: the float8 scales of each device that holds layers, made when its first layer runs.
+        saved_scales: scales read from a checkpoint, by name, with which `scales` begin.
         guards: the hooks that refuse copies of the modules.
         pass_scales: finds the float8 scales of weights that train.
         trl_head: answers what TRL's trainers ask of the output head.
@@ -187,9 +187,9 @@ def fuse(
     One layer of each kind computes both ways first, on a few random tokens; layers whose outputs or gradients
     differ stay as they are, and the receipt says by how much (`fewbits.decoder.proof`).
 
-    What is made from frozen weights may stay from pass to pass (`Keep.weights`; FP8 products keep scales). It
-    is made again when torch counts a change of the weight. Torch counts none when somebody writes through
-    ``tensor.data``, NumPy or DLPack: call `forget_weights` after that.
+    Decoded copies of frozen weights may be reused by later passes (`Keep.weights`), and so may the scales of
+    FP8 products. Both are computed again when torch's version counter shows that the weight was changed. The
+    counter misses writes through ``tensor.data``, NumPy and DLPack: call `forget_weights` after those.
 
     Args:
         model: a Hugging Face model of a known family, converted or not, with or without adapters (which may
@@ -225,8 +225,8 @@ def fuse(
     fusion.receipt.notes.extend(proofs.notes())
     fusion.guards.append(decoder_of(model).register_forward_pre_hook(_no_cache, with_kwargs=True))
     fusion.receipt.notes.append(
-        "a pass with gradients, or in training mode, fills no KV cache unless it is called with "
-        "use_cache=True; generate() does"
+        "forward() with gradients, or in training mode, keeps no KV cache unless it is called with "
+        "use_cache=True, as generate() does"
     )
     fusion.receipt.notes.extend(use_attention(model).notes)
     if loss:
@@ -234,10 +234,10 @@ def fuse(
     fusion.guards.append(unwrap(model).register_forward_pre_hook(_refuse_copies))
     put_part(model, fusion)
     shorten_walks(model)
-    fusion.receipt.notes.append("walks over all modules, which trainers ask for in each step: one loop each")
+    fusion.receipt.notes.append("train(), parameters() and zero_grad() take one loop over all modules each")
     fusion.receipt.notes.append(
-        "what is made from frozen weights may stay until torch counts a change of them; whoever writes one "
-        "through tensor.data calls fewbits.decoder.fuse.forget_weights(model)"
+        "decoded copies of frozen weights may be reused; after writing a weight through tensor.data, call "
+        "fewbits.decoder.fuse.forget_weights(model)"
     )
     return fusion.receipt
 

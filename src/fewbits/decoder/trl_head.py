@@ -69,7 +69,7 @@ class TrlHead:
     """The two hooks, and what they did.
 
     Attributes:
-        taken: calls by the way they went, "fused" or the reason why they took TRL's.
+        taken: how many calls were answered here ("fused"), and how many by TRL's own code, by reason.
     """
 
     def __init__(self, model: nn.Module, head: Any) -> None:
