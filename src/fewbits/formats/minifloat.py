@@ -23,7 +23,8 @@ class Minifloat:
     Attributes:
         exponent_bits: width of the exponent.
         mantissa_bits: width of the mantissa.
-        largest_code: the code of the largest finite number; those above it mean none here.
+        largest_code: the code of the largest finite number. The codes above it stand for no number: they are
+            never written, and decode to NaN.
     """
 
     exponent_bits: int
