@@ -45,9 +45,10 @@ class UsedAttention:
     """What `use_attention` left on a model.
 
     Attributes:
-        before: the host's name of its attention function.
-        handle: of the hook.
-        taken: batches by the way they went, "plain" or the reason why not.
+        before: the host's name of the attention function that the model had before.
+        handle: removes the hook.
+        taken: how many batches had a mask that fewbits replaces by the plain one ("plain"), and how many had
+            not, by reason.
     """
 
     before: str
