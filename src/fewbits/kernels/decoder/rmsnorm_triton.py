@@ -142,7 +142,7 @@ class NormedRows(NamedTuple):
     Attributes:
         x: (M, N), what was normalised: the sum, where there was a residual.
         weight: (N,).
-        r: (M,), what the forward pass found.
+        r: (M,) float32, 1 / sqrt(mean of squares + eps) of each row, from the forward pass.
         offset: added to the weight.
     """
 
