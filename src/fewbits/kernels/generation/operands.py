@@ -44,11 +44,11 @@ class LowRankSum:
 
     Attributes:
         weight: B (N, r) in the 16 bits of the other operands, contiguous.
-        inner: t (M, r) float32; rows may be apart.
+        inner: t = x A^T (M, r) float32; rows may be apart.
         scale: s.
-        a: A (r, K) in the same 16 bits, contiguous: the product itself computes t = x A^T first, x normalised
-            if the product's is, and leaves it in ``inner``; batch_rows.py's kernels do. None: ``inner`` is
-            there already.
+        a: None if ``inner`` already holds t. Else A (r, K) in the same 16 bits, contiguous, from which the
+            product computes t first (from normalised x, if the product normalises) and writes it to
+            ``inner``; only the kernels of batch_rows.py can.
     """
 
     weight: Tensor
