@@ -60,8 +60,8 @@ def take_mxfp4(
     by_part = {key.rpartition("_")[2]: part for key, part in parts.items()}
     if by_part.keys() != {"blocks", "scales"}:
         raise BadCheckpoint(
-            f"{param_name} is packed as {' and '.join(parts)}, without the other half; copy or download its "
-            "files again."
+            f"{param_name} needs its blocks and its scales, and the checkpoint has only "
+            f"{' and '.join(parts)}; copy or download its files again."
         )
     blocks, scales = by_part["blocks"], by_part["scales"]
     codes = blocks.flatten(-2)

@@ -170,10 +170,10 @@ def _fill_buffers(model: nn.Module, place: Any) -> None:
 
 
 def _restore_positions(config: Any, reader: Any, tensors: dict[str, Any]) -> None:
-    """What transformers does not take from the metadata: the size of a head, how positions are stretched.
+    """Set what transformers does not read of the metadata: a head's size, how positions are stretched.
 
     Raises:
-        Unsupported: a way that has no form in transformers.
+        Unsupported: the file stretches positions by a method that fewbits does not read.
     """
     arch = reader.get_field("general.architecture").contents()
 
