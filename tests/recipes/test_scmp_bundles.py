@@ -201,7 +201,7 @@ def test_bundles_that_are_none(tmp_path):
         ({"table": TABLE | {"operator_defaults": {"qk": [0.5, 0.2]}}}, BadInput, "2 levels need 1"),
         ({"table": TABLE | {"operator_defaults": {"qk": [1.5]}}}, BadInput, "thresholds from 0 to 1"),
         (metric("qk", metric="l2"), Unsupported, "by another metric"),
-        (metric("av", metric="amax", sign=-1), Unsupported, "rows of av"),
+        (metric("av", metric="amax", sign=-1), Unsupported, "lengths of av by"),
         ({"table": TABLE | {"protected_channels": {"indices": {"q:b0": [1]}}}}, Unsupported, "protected"),
         ({"hybrid": hybrid | {"format": "x"}}, BadInput, "has format 'x'"),
         ({"hybrid": hybrid | {"schedule": {"qk": ["sc", "int9"]}}}, BadInput, "entry 'int9' is unknown"),

@@ -195,8 +195,8 @@ def _check_table(path: Path, table: Mapping[str, Any]) -> None:
     other = [op for op, spec in (table.get("dispatch_metrics") or {}).items() if not _is_amax(spec)]
     if other:
         raise Unsupported(
-            f"{path} sends rows of {other[0]} by another metric than their largest magnitude, which is not "
-            "run here; calibrate with amax."
+            f"{path} chooses stream lengths of {other[0]} by another metric than amax, the largest magnitude "
+            "of a row, which is the only one that fewbits reads; calibrate with amax."
         )
     if (table.get("protected_channels") or {}).get("indices"):
         raise Unsupported(
