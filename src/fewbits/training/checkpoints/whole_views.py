@@ -54,9 +54,10 @@ class Pieces:
         return torch.split(part, [sizes[0] for _, sizes in self.places])
 
     def in_order(self, whole: Tensor) -> Tensor:
-        """Rows as the ranks of a layer hold them, one behind the other, as they lie in the whole tensor.
+        """Sort rows from the order of the ranks into the order of the whole tensor.
 
-        ``whole`` is (rows, ...), and so is the result.
+        ``whole`` is (rows, ...): all rows that rank 0 holds, then all of rank 1, and so on. The result has
+        the same shape.
         """
         share = sum(self.parts) // self.ranks
         rows = torch.arange(whole.shape[0], device=whole.device).view(self.ranks, share)
@@ -119,7 +120,7 @@ def pieces_of(view: Any) -> Pieces | None:
 
 
 def places_of(view: Tensor) -> tuple[Place, ...]:
-    """Where this rank's rows lie in the whole tensor, those one behind the other together.
+    """Where this rank's rows lie in the whole tensor; neighbouring rows share a place.
 
     A place is an offset and a size for each axis of the whole tensor's shape.
     """
