@@ -287,7 +287,9 @@ class GradientExchange(ABC):
         """
         files = sorted(Path(folder).glob(FILE.format(rank=0).replace("00000", "*")))
         if not files:
-            self.notes.append(f"nothing was kept of earlier gradients in {Path(folder).name}: begun at zero")
+            self.notes.append(
+                f"{Path(folder).name} has no rounding errors of earlier gradients: they begin at zero"
+            )
             return
         headers = [_header(path) for path in files]
         world, node = int(headers[0]["world_size"]), int(headers[0]["node_size"])
@@ -301,8 +303,8 @@ class GradientExchange(ABC):
         same = (world, node, shared) == (self.size, self.node_size, self.tensor_size)
         if not same and max(shared, self.tensor_size) > 1:
             self.notes.append(
-                f"what {world} ranks, {shared} to a layer, had kept of their gradients is of other parts than"
-                f" {self.size} ranks, {self.tensor_size} to a layer, would keep: dropped, begun at zero"
+                f"the rounding errors that {world} ranks, {shared} to a layer, had kept do not fit"
+                f" {self.size} ranks, {self.tensor_size} to a layer: they are dropped and begin at zero"
             )
             return
         mine = range(self.rank // node * node, (self.rank // node + 1) * node) if same else range(world)
@@ -318,7 +320,9 @@ class GradientExchange(ABC):
                     elif rank in mine:
                         residuals.setdefault(key, []).append((begin, file.get_tensor(name)))
         if not same:
-            self.notes.append(f"what {world} ranks had kept was divided anew")
+            self.notes.append(
+                f"the rounding errors that {world} ranks had kept are divided among {self.size}"
+            )
         share = 1.0 if same else self.node_size / world
         self._set_state(
             {k: _joined(p, share) for k, p in residuals.items()},

@@ -130,8 +130,8 @@ class _Group:
         residual = torch.zeros(rows.shape, dtype=self.exchange.residual_dtype, device=rows.device)
         if not slices:
             self.exchange.notes.append(
-                f"group {self.index}: FSDP2 reduces other parameters than train; all travels in codes, and"
-                " what is kept of them is not saved"
+                f"group {self.index}: FSDP2 reduces other parameters than those that train; all of them"
+                " travel in codes, and their rounding errors are not saved"
             )
         for name, (a, b, _) in slices.items():
             stored = self.exchange.waiting.pop(name, None)
