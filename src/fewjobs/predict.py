@@ -75,9 +75,12 @@ class Siblings:
         self._size_peak += sign * size * peak
 
     def course(self, peak_bytes: int) -> tuple[tuple[int, ...], float]:
-        """How one with that peak is supposed to go on: as the highest of its nearest siblings; its length.
+        """The predicted memory of a stage with this peak: bytes in each part of its time, and its seconds.
 
-        What is twice as large goes on in another way: the first tens of megabytes come at once.
+        A part is the highest of that part in the siblings whose peaks are nearest, in proportion to the peak.
+        Siblings whose peak differs by a factor of ``ALIKE`` or more are no guide: in all of them the first
+        tens of megabytes come at once, which is another share of another peak. Fewer than two siblings that
+        are near enough give no parts.
         """
         alike = [s for s in self.shapes if peak_bytes < ALIKE * s[0] and s[0] < ALIKE * peak_bytes]
         alike = sorted(alike, key=lambda s: abs(s[0] - peak_bytes))[:ENOUGH_ALIKE]

@@ -83,9 +83,15 @@ def _in_order(waiting: Sequence[Stage]) -> list[Stage]:
 
 
 class Course(NamedTuple):
-    """How a stage's memory is supposed to go on: an eighth of its length for each part, from ``done`` on.
+    """The memory that a stage is predicted to hold from now until it ends.
 
-    Without parts it holds ``most`` for an unknown time. ``held`` is what it holds now.
+    Attributes:
+        most: bytes, the most that it will hold.
+        parts: bytes in each of equal parts (eighths) of the stage's time; empty: ``most`` all the time, and
+            when it ends is unknown.
+        done: the share of its time that is over, 0 to 1.
+        seconds: the predicted length of the whole stage.
+        held: bytes that it holds now.
     """
 
     most: int
