@@ -32,6 +32,7 @@ from fewbits.models.cache_choice import check_cache
 from fewbits.models.experts import expert_modules, expert_rules, packed_place, why_not_packed
 from fewbits.models.gpu_fallbacks import gpu_fallbacks
 from fewbits.models.packed_head import head_rule, tie_again, untie
+from fewbits.models.recipe_patterns import unmatched_patterns
 from fewbits.nn.experts import QuantizedExperts
 from fewbits.nn.fake_quantize import FakeQuantizedLinear
 from fewbits.nn.finite import check_finite
@@ -54,6 +55,7 @@ def convert(
     keep_original: bool = False,
     fuse_norms: bool = True,
     build: Builder | None = None,
+    loaded: bool = False,
 ) -> Receipt:
     """Replace the linears that ``recipe`` has a rule for, and the norms; in place.
 
@@ -69,12 +71,13 @@ def convert(
         fuse_norms: replace the RMSNorms by the library's own.
         build: makes the new layer from a linear's full name, the linear and its rule; where it gives None, or
             is None itself, the layer is the usual one.
+        loaded: the recipe comes with weights packed by it; a pattern in it that names nothing is only told.
 
     Returns:
         The receipt; `explain` finds it again later.
 
     Raises:
-        BadInput: there is no recipe of that name.
+        BadInput: there is no recipe of that name, or a pattern in it names no linear.
         Unsupported: the model is no dense decoder and has no spec, it has adapters already, or its heads
             cannot be kept as the recipe's ``kv_cache`` says.
         NotFinite: a weight that is to be packed or rounded holds a NaN or an infinity.
@@ -84,13 +87,14 @@ def convert(
     spec = spec_for(model)
     _refuse_converted(model)
     check_cache(recipe.kv_cache, model.config)
+    unmatched = unmatched_patterns(model, spec, recipe, loaded=loaded)
     rules, left = _plan(model, spec, recipe)
     experts = expert_rules(model, spec, recipe)
     left.extend(_left_experts(model, spec, experts))
     norms = _plan_norms(model, spec, left) if fuse_norms and not spec.generic else []
     left.extend(_untouched(model, spec, left))
     receipt = Receipt(f"{spec.model_type}, recipe {recipe.name}", left=left)
-    receipt.notes.extend(_notes(spec, recipe))
+    receipt.notes.extend([*unmatched, *_notes(spec, recipe)])
     if strict and receipt.mismatches:
         wrong = "; ".join(f"{entry.name}: {entry.reason}" for entry in receipt.mismatches)
         raise SpecMismatch(

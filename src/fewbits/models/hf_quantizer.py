@@ -52,6 +52,7 @@ from fewbits.models.hf_config import check_formats, formats_of, spell_out
 from fewbits.models.original import original_of
 from fewbits.models.packed import check_device, check_parts, place_empty, put, quantize_by_rows, recipe_of
 from fewbits.models.packed_folder import close_folder, open_config
+from fewbits.models.recipe_patterns import unmatched_patterns
 from fewbits.models.stochastic import adopt_saved, save_config
 from fewbits.models.whole_folder import whole_folder
 from fewbits.nn.experts import QuantizedExperts
@@ -239,6 +240,7 @@ class FewbitsQuantizer(HfQuantizer):
             place_empty(model, self._written_rules(model, tensors), tensors)
             place_empty_experts(model, self.recipe, tensors)
         else:
+            unmatched_patterns(model, spec_for(model), self.recipe)  # a slip is refused before files are read
             self.rules = {
                 n: r for n, r in linears_to_replace(model, self.recipe).items() if r.weight is not None
             } | expert_rules_of(model, self.recipe)
@@ -348,7 +350,7 @@ class FewbitsQuantizer(HfQuantizer):
             self._become_fewbits(model)
         check_parts(model, str(where))
         check_experts(model, str(where))
-        _finish_conversion(model, self.recipe)
+        _finish_conversion(model, self.recipe, loaded=self.pre_quantized)
         attach(model, self)
         notes = adopt_saved(model, where) if self.pre_quantized and where else []
         conversion = conversion_of(model)
@@ -395,15 +397,13 @@ class FewbitsQuantizer(HfQuantizer):
         return self.recipe.linear.weight is None
 
 
-def _finish_conversion(model: nn.Module, recipe: Recipe) -> None:
+def _finish_conversion(model: nn.Module, recipe: Recipe, *, loaded: bool) -> None:
     """What is done to loaded weights: norms, products of few bits, fake quantisation; one receipt for all."""
     try:
         spec_for(model)
-    except (
-        Unsupported
-    ):  # another library's checkpoint of experts, for one: its packed linears are all there is
+    except Unsupported:  # such as another library's checkpoint of experts: it has packed linears alone
         return
-    receipt = convert(model, recipe)
+    receipt = convert(model, recipe, loaded=loaded)
     told = {change.name for change in receipt.changes}
     packed = {n: m for n, m in model.named_modules() if isinstance(m, QuantizedLinear) and n not in told}
     receipt.left = [left for left in receipt.left if left.name not in packed]
