@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer, tokenization_utils_base
 
-from fewbits.models.loaded_tokenizer import read_tokenizer, written_added_tokens
+from fewbits.models import loaded_tokenizer
+from fewbits.models.loaded_tokenizer import parsed_backend, read_tokenizer, written_added_tokens
 from fewbits.models.options import sort_options
 from tests.models.loading import tokenizer
 
@@ -42,6 +43,49 @@ def test_it_is_the_same_tokenizer_from_one_parse(folder: Path, monkeypatch: pyte
     names = sorted(file.name for file in (folder / "usual").iterdir())
     assert names == sorted(file.name for file in (folder / "read").iterdir())
     assert all((folder / "usual" / n).read_bytes() == (folder / "read" / n).read_bytes() for n in names)
+
+
+def test_what_was_parsed_is_neither_copied_nor_parsed_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[Any] = []
+
+    def remembered(where: Path) -> dict[str, Any]:
+        options = parsed_backend(where)
+        given.append(options["tokenizer_object"].value)
+        return options
+
+    monkeypatch.setattr(loaded_tokenizer, "parsed_backend", remembered)
+    read = read_tokenizer(str(folder), sort_options({}))
+    assert read.tokenizer.backend_tokenizer is given[0]
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"tokenizer_class": "Special"}))
+    monkeypatch.setattr(loaded_tokenizer, "_GENERAL", ("Special",))  # and transformers takes another class
+    again = read_tokenizer(str(folder), sort_options({}))
+    assert len(given) == 2 and again.tokenizer.backend_tokenizer is not given[1]
+    assert again.tokenizer.get_vocab() == read.tokenizer.get_vocab()
+
+
+@pytest.mark.parametrize(
+    ("file", "changes"),
+    [
+        ("tokenizer.model", {}),
+        ("vocab.json", {}),
+        ("", {"tokenizer_class": "Qwen2Tokenizer"}),
+        ("", {"tokenizer_class": None}),
+        ("", {"backend": "sentencepiece"}),
+        ("", {"auto_map": {"AutoTokenizer": ["own.Slow", "own.Fast"]}}),
+    ],
+)
+def test_only_the_general_class_takes_what_was_parsed(
+    folder: Path, file: str, changes: dict[str, Any]
+) -> None:
+    assert parsed_backend(folder)
+    if file:
+        (folder / file).write_text("")
+    config = folder / "tokenizer_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | changes))
+    assert parsed_backend(folder) == {}
 
 
 def test_the_largest_id_with_gaps_and_without(folder: Path) -> None:
