@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import GPT2Config, LlamaForCausalLM
 
 from fewbits import FastLanguageModel
 from fewbits.errors import BadCheckpoint
 from fewbits.models import early_work, streamed_loading
 from fewbits.models.checkpoint import inspect_folder
 from fewbits.models.early_work import load_kernels, work_beside
+from fewbits.models.model_shapes import auto_class_of, class_of
 from fewbits.models.packed import is_packed
 from fewbits.models.streamed_loading import StreamedLoader
 from fewbits.models.streamed_weights import StreamedWeights
 from tests.models.loading import packed_state, same, save_tiny
+from tests.models.tiny import FAMILIES, tiny_config
 
 CPU = torch.device("cpu")
 
@@ -72,8 +76,8 @@ def test_the_first_weight_waits_and_an_error_is_its_own(
     monkeypatch.setattr(
         streamed_loading,
         "loader_for",
-        lambda auto, example, device_map, early: StreamedLoader(
-            type(example), CPU, early._replace(kernels=Future())
+        lambda auto, kind, device_map, early, look: StreamedLoader(
+            kind, CPU, early._replace(kernels=Future())
         ),
     )
     monkeypatch.setattr(early_work, "one_gpu", lambda device_map: CPU)
@@ -104,3 +108,39 @@ def test_what_is_being_read_is_what_is_loaded(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(BadCheckpoint):
         FastLanguageModel.from_pretrained(tmp_path / "packed")
     assert all(not weights._files for weights in opened)
+
+
+def test_the_model_is_built_once_and_looked_over_before_a_weight_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_tiny(tmp_path)
+    for module in (early_work, streamed_loading):
+        monkeypatch.setattr(module, "one_gpu", lambda device_map: CPU)
+    monkeypatch.setattr(early_work, "dtype_of", lambda dtype, device_map: torch.bfloat16)
+    monkeypatch.setattr(early_work, "load_kernels", lambda *arguments: None)
+    built: list[Any] = []
+    make = LlamaForCausalLM.__init__
+
+    def remember(self: Any, *arguments: Any, **options: Any) -> None:
+        built.append(self)
+        make(self, *arguments, **options)
+
+    monkeypatch.setattr(LlamaForCausalLM, "__init__", remember)
+    model, _ = FastLanguageModel.from_pretrained(tmp_path)
+    assert len(built) == 1 and built[0] is model
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"intermediate_size": 48}))
+    monkeypatch.setattr(StreamedLoader, "_load_pretrained_model", None)
+    with pytest.raises(BadCheckpoint, match=r"config\.json makes it"):
+        FastLanguageModel.from_pretrained(tmp_path)
+    assert len(built) == 2
+
+
+@pytest.mark.parametrize(
+    "config", [*map(tiny_config, FAMILIES), GPT2Config(n_layer=1)], ids=lambda config: config.model_type
+)
+def test_the_class_is_told_without_building(config: Any) -> None:
+    with torch.device("meta"):
+        assert class_of(config) is type(auto_class_of(config).from_config(config))
+    config.auto_map = {"AutoModelForCausalLM": "own.Model"}
+    assert class_of(config) is None

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -27,7 +27,7 @@ from fewbits.models.adapters import get_peft_model, load_adapter
 from fewbits.models.careful_generate import generate
 from fewbits.models.checkpoint import ADAPTER_CONFIG, Checkpoint, inspect_folder, is_adapter_folder, read_json
 from fewbits.models.checkpointed_layers import checkpoint_layers, chosen, recompute_as
-from fewbits.models.config_check import check_shapes
+from fewbits.models.described import Described, describe, options_of, quant_method_of
 from fewbits.models.early_work import Early, work_beside
 from fewbits.models.engine_folder import save_pretrained_merged
 from fewbits.models.exporting import save_pretrained_gguf
@@ -38,7 +38,7 @@ from fewbits.models.hub import push_to_hub, push_to_hub_gguf, push_to_hub_merged
 from fewbits.models.live.generate_batch import generate_batch
 from fewbits.models.loaded_tokenizer import adapters_own, fitted, read_tokenizer, set_length
 from fewbits.models.loading_interpreter import collector_paused, quick_turns
-from fewbits.models.longer_positions import check_stretched, length_with, stretch
+from fewbits.models.longer_positions import length_with
 from fewbits.models.named_templates import stop_at_turns
 from fewbits.models.options import (
     PEFT_CHOOSES_NOTHING,
@@ -138,9 +138,9 @@ class FastLanguageModel:
                     path, allow_pickle=loading.allow_pickle, remote_code=loading.trust_remote_code
                 )
             with work_beside(chosen, checkpoint, loading.device_map, dtype) as early:
-                example = _described(where, checkpoint, loading)
+                described = describe(where, checkpoint, loading)
                 reading = early.threads.submit(read_tokenizer, where, loading)  # imports are done
-                model = _load_model(where, checkpoint, example, chosen, dtype, loading, early)
+                model = _load_model(where, checkpoint, described, chosen, dtype, loading, early)
                 with Reading(where, tokenizer=True):
                     tokenizer = fitted(reading.result(), where, model, loading)
         return _finished(model, tokenizer, max_seq_length, full_finetuning, loading), tokenizer
@@ -344,47 +344,10 @@ def _choose_recipe(
     return "qlora_nf4" if load_in_4bit else None
 
 
-class _Described(NamedTuple):
-    """What config.json says: as transformers' object, and as a model on the meta device if that is known."""
-
-    config: Any
-    model: Any
-
-
-def _options_of(checkpoint: Checkpoint | None, loading: Loading) -> dict[str, Any]:
-    return {
-        **loading.hf,
-        "trust_remote_code": loading.trust_remote_code,
-        "local_files_only": loading.local_files_only or checkpoint is not None,
-    }
-
-
-def _described(where: str, checkpoint: Checkpoint | None, loading: Loading) -> _Described:
-    """Read config.json and look the weights' shapes over, as far as nothing need be read for that."""
-    from transformers import AutoConfig, AutoTokenizer  # noqa: F401
-
-    from fewbits.models.hf_quantizer import register
-    from fewbits.models.model_shapes import auto_class_of
-
-    register()
-    options = _options_of(checkpoint, loading)
-    rest = ("attn_implementation", "max_memory", "variant")
-    config = AutoConfig.from_pretrained(where, **{k: v for k, v in options.items() if k not in rest})
-    loading.notes += filter(None, [stretch(config, loading.length, where)])
-    if quant_method_of(config) not in (None, "fewbits"):
-        return _Described(config, None)
-    with torch.device("meta"):
-        model = auto_class_of(config).from_config(config, trust_remote_code=loading.trust_remote_code)
-    check_stretched(config, model, where)
-    if checkpoint is not None:
-        check_shapes(checkpoint, model)
-    return _Described(config, model)
-
-
 def _load_model(
     where: str,
     checkpoint: Checkpoint | None,
-    example: _Described,
+    described: Described,
     recipe: Any,
     dtype: Any,
     loading: Loading,
@@ -393,12 +356,13 @@ def _load_model(
     from fewbits.models.model_shapes import auto_class_of
     from fewbits.models.streamed_loading import loader_for
 
-    config = example.config
+    config = described.config
     device_map = device_map_of(loading.device_map)
     settings = _quantization_settings(config, checkpoint, recipe, where, loading)
     if hasattr(settings.get("quantization_config"), "recipe"):
         check_device(settings["quantization_config"].recipe, next(iter((device_map or {"": "cpu"}).values())))
-    model, info = loader_for(auto_class_of(config), example.model, device_map, early).from_pretrained(
+    loader = loader_for(auto_class_of(config), described.kind, device_map, early, described.look)
+    model, info = loader.from_pretrained(
         where,
         config=config,
         dtype=dtype_of(dtype, device_map),
@@ -406,18 +370,10 @@ def _load_model(
         output_loading_info=True,
         ignore_mismatched_sizes=True,  # so that the first one can be named in one sentence, below
         **settings,
-        **_options_of(checkpoint, loading),
+        **options_of(checkpoint, loading),
     )
     _check_loaded(where, model, info)
     return model
-
-
-def quant_method_of(config: Any) -> Any:
-    """The quantisation that a configuration of transformers names; None: it names none."""
-    written = getattr(config, "quantization_config", None)
-    return (
-        written.get("quant_method") if isinstance(written, dict) else getattr(written, "quant_method", None)
-    )
 
 
 def _quantization_settings(

@@ -168,6 +168,15 @@ def auto_class_of(config: Any) -> Any:
     return AutoModelForImageTextToText if sees else AutoModelForCausalLM
 
 
+def class_of(config: Any) -> Any:
+    """The class that `auto_class_of` makes a model of; None where more than the config's kind decides."""
+    mapping = auto_class_of(config)._model_mapping
+    if getattr(config, "auto_map", None) or type(config) not in mapping:
+        return None
+    kind = mapping[type(config)]
+    return kind if isinstance(kind, type) else None
+
+
 def model_of_config(config: Mapping[str, Any]) -> Any:
     """`built_without_memory`, kept: to be read, never changed."""
     return _kept(json.dumps(config, sort_keys=True, default=str))

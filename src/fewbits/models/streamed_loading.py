@@ -9,7 +9,7 @@ opened. The model is an instance of the class itself, and no class is changed.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,21 +29,34 @@ if TYPE_CHECKING:
 _STEP = "_load_pretrained_model"
 
 
-def loader_for(auto_class: Any, example: Any, device_map: Any, early: Early | None = None) -> Any:
+def loader_for(
+    auto_class: Any,
+    kind: Any,
+    device_map: Any,
+    early: Early | None = None,
+    look: Callable[[nn.Module], None] | None = None,
+) -> Any:
     """What to call ``from_pretrained`` of: the class of a model that streams its weights, or ``auto_class``.
 
     Args:
         auto_class: transformers' Auto class for the model.
-        example: a model of the same configuration, such as on the meta device; None: its class is not known.
+        kind: the model's class; None: it is not known.
         device_map: as `fewbits.models.placing.device_map_of` gives it.
         early: what has begun already.
+        look: is called with the model before a weight is read, where its class streams.
     """
     device = one_gpu(device_map)
-    if device is None or example is None or not hasattr(os, "preadv"):
+    if device is None or not streams(kind, device_map):
         return auto_class
-    kind = type(example)
+    return StreamedLoader(kind, device, early, look)
+
+
+def streams(kind: Any, device_map: Any) -> bool:
+    """Whether models of a class (None: not known) are loaded by a `StreamedLoader`."""
+    if kind is None or one_gpu(device_map) is None or not hasattr(os, "preadv"):
+        return False
     usual = getattr(kind.from_pretrained, "__func__", None) is _from_pretrained()
-    return StreamedLoader(kind, device, early) if usual and hasattr(kind, _STEP) else auto_class
+    return usual and hasattr(kind, _STEP)
 
 
 def _from_pretrained() -> Any:
@@ -58,17 +71,27 @@ class StreamedLoader:
         kind: the class, whose ``from_pretrained`` is that of `PreTrainedModel`.
         device: where all weights go.
         early: as for `loader_for`.
+        look: is called with the model before a weight is read.
     """
 
-    def __init__(self, kind: Any, device: torch.device, early: Early | None = None) -> None:
-        self._kind, self._device, self._early = kind, device, early
+    def __init__(
+        self,
+        kind: Any,
+        device: torch.device,
+        early: Early | None = None,
+        look: Callable[[nn.Module], None] | None = None,
+    ) -> None:
+        self._kind, self._device, self._early, self._look = kind, device, early, look
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._kind, name)
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         """A model of the class."""
-        return self._kind(*args, **options)
+        model = self._kind(*args, **options)
+        if self._look is not None:
+            self._look(model)
+        return model
 
     def from_pretrained(self, where: str | Path, **options: Any) -> Any:
         """As the class's; weights that are safetensors are streamed."""
@@ -117,4 +140,4 @@ class StreamedLoader:
             weights.close()
 
 
-__all__ = ["StreamedLoader", "loader_for"]
+__all__ = ["StreamedLoader", "loader_for", "streams"]
