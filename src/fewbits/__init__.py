@@ -1,23 +1,12 @@
 """fewbits: fine-tune and run large language models in few bits.
 
-    from fewbits import FastLanguageModel, explain
-
     model, tokenizer = FastLanguageModel.from_pretrained("path/to/model", load_in_4bit=True)
     model = FastLanguageModel.get_peft_model(model, r=16)  # LoRA adapters; train with TRL or transformers
     print(explain(model))  # what was quantised and replaced, and what was not and why
 
-By task:
-
-* load, adapt, undo: FastLanguageModel, get_peft_model, load_adapter, convert, fuse, explain, restore
-* train from settings: TrainConfig, train; on the command line ``fewbits init`` and ``fewbits train``
-* generate: ``model.generate``, generate_many, answer_file, choose_cache
-* choose formats: Recipe, Rule, LoRA, QAT, get_recipe, get_format, CATALOG, FORMATS
-* train weights that are rounded later: prepare_qat, convert_qat
-* other libraries' names: FewbitsConfig and register (transformers), FastModel and others (Unsloth),
-  fewbits.te (Transformer Engine)
-
-Public names are resolved on first use: importing fewbits imports nothing else, not even torch, and changes
-nothing in other libraries.
+Here live the public names, which are resolved on first use: importing fewbits imports nothing else, not
+even torch, and changes nothing in other libraries. Begin with `models/fast.py`, which has the class
+above; docs/guide/where-is-what.md says which folder does what.
 """
 
 from __future__ import annotations
@@ -58,6 +47,13 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
+# Where each public name is defined. By task:
+#   load, adapt, undo      FastLanguageModel, get_peft_model, load_adapter, convert, fuse, explain, restore
+#   train from settings    TrainConfig, train; on the command line ``fewbits init`` and ``fewbits train``
+#   generate               ``model.generate``, generate_many, answer_file, choose_cache
+#   choose formats         Recipe, Rule, LoRA, QAT, get_recipe, get_format, CATALOG, FORMATS
+#   train, and round later prepare_qat, convert_qat
+#   other libraries' names FewbitsConfig and register (transformers), FastModel and others (Unsloth)
 _HOMES = {
     "FORMATS": "fewbits.formats",
     "sc_matmul": "fewbits.kernels.stochastic.matmul",
