@@ -1,17 +1,12 @@
 """Transformer Engine's blocks with nothing to build: the names of `transformer_engine.pytorch` over fewbits.
 
-``import fewbits.te as te`` takes the place of ``import transformer_engine.pytorch as te``. Everything here is
-plain torch that runs on a CPU and on any GPU, without Transformer Engine's speed; ``import fewbits`` loads
-none of it.
-
-To read the code, begin with `linear.py`: a module asks `numerics.py` which recipe is active and `operands.py`
-for that recipe's quantisers, and `product.py` multiplies the quantised operands. `recipe.py` holds the
-recipes as data; `scaling.py`, `microscaling.py` and `float4.py` hold the arithmetic. The only state, scales
-and amax histories of delayed scaling, is in `delayed.py`, and `extra_state.py` saves and loads it.
-`use_recipe` gives a model a recipe without a context.
-
-Importing it does one thing: it tells torch that its classes of data may be loaded (`safe.py`), so that
-``torch.load`` reads quantised weights with ``weights_only=True``.
+``import fewbits.te as te`` takes the place of ``import transformer_engine.pytorch as te``: plain torch,
+on any device, without Transformer Engine's speed. A module asks `numerics.py` which recipe (`recipe.py`)
+is active and `operands.py` for that recipe's quantisers, whose arithmetic is in `scaling.py`,
+`microscaling.py` and `float4.py`; `product.py` multiplies what they give. The only state, scales and amax
+histories of delayed scaling, is in `delayed.py`, and `extra_state.py` saves it. `use_recipe` gives a
+model a recipe without a context. Importing it does one thing: `safe.py` tells torch that ``torch.load``
+may read its tensors with ``weights_only=True``. Imports formats and kernels. Begin with `linear.py`.
 """
 
 from __future__ import annotations
