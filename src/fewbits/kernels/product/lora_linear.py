@@ -1,5 +1,9 @@
 """``y = x @ W^T + b + s * (drop(x) @ A^T) @ B^T`` over a frozen W, packed or plain.
 
+This is the LoRA linear of layers that are not fused. The fused decoder, which a step on a GPU normally
+takes, computes its branches and their gradients in fewbits/decoder/projection.py, and those of the MLP in
+fewbits/kernels/decoder/gated_lora_backward.py.
+
 Shapes: x (..., K), W (N, K), A (r, K), B (N, r), b (N,), y (..., N).
 
 Backward, with ``h = drop(x) @ A^T`` (kept) and ``dh = s * dy @ B``:
