@@ -1,7 +1,8 @@
 """Products as stochastic-computing hardware counts them: exactly, by lookup, and as a model on matrix units.
 
-What the streams are is defined in `fewbits.formats.stochastic`. Imports formats, `kernels.launch` and
-`kernels.codec`. Begin with `matmul.py` (the public product), then `codes.py` (the op on prepared operands)
-and `choice.py` (which of the CUDA kernels `lookup`, `nibbles`, `many` and `bits` a product takes). One row of
-x, as generation has it, is `rows.py`.
+What the streams are is defined in `fewbits.formats.stochastic`. `codes.py` is the op on prepared
+operands, and `choice.py` says which of the CUDA kernels `lookup`, `nibbles`, `many` and `bits` a product
+takes. One row of x, as generation has it, is `rows.py`, and in CUDA `lookup.cu`, which includes
+`lookup_rows.cu`, `lookup_tables.cu` and `lookup_tiles.cu`. Imports formats, `kernels.launch` and
+`kernels.codec`. Begin with `matmul.py`, the public product.
 """

@@ -54,7 +54,8 @@ typedef long long i64;
 #define SLOPE_ROUNDS ((ROWS + WARPS) / WARPS)
 #define SLOPES 36  // words of a row: 32 slopes, then the constant operand's two; the same words of rows in other banks
 #define SLOT (TILE * SLICE)  // bytes of a tile in shared memory
-// Rows of p.tables come to shared memory in whole lines and are turned from there: to the last slots of the ring.
+// Whether a block reads its rows of p.tables in whole lines: it copies them into the last slots of the ring, which weights
+// will take later, and transposes them from there into the planes.
 #define STAGED (RING && ROWS == 1 && STAGES > 1 && WARPS * TILE >= SLICE)
 
 #if WIDE
