@@ -1,7 +1,8 @@
 """What is wrong with this machine and installation, and what to do. Works with torch broken, and without it.
 
-Each check is a function of a `Host` that gives one `Finding` or several; a new check is one more name here.
-Begin with `host.py`, which reads the machine; `gpu.py`, `packages.py` and `machine.py` are the checks.
+Each check is a function of a `Host` that gives one `Finding` or several; a new check is one more name
+here. `gpu.py`, `packages.py` and `machine.py` are the checks. Imports `fewjobs` alone, and neither torch
+nor transformers. Begin with `host.py`, which reads the machine.
 """
 
 from __future__ import annotations
