@@ -1,8 +1,8 @@
 """The way out: what other engines read, written through their own libraries' writers.
 
-This room knows files and no models. It is given names, tensors one at a time, a configuration and a
-tokenizer, and writes GGUF (`gguf_file`, for llama.cpp) or compressed-tensors (for vLLM and transformers).
-`fewbits.models.exporting` stands above it: it takes a model apart, calls this room, reads back what was
-written and proves it by logits. The packages ``gguf`` and ``compressed-tensors`` are needed only when a
-function here is called.
+This room knows files and no models: given names, tensors one at a time, a configuration and a tokenizer,
+it writes GGUF (`gguf_file.py`, for llama.cpp) or compressed-tensors (`compressed.py`, for vLLM and
+transformers). `fewbits.models.exporting` stands above it: it takes a model apart, calls this room, reads
+back what was written and proves it by logits. Imports formats and families; the packages ``gguf`` and
+``compressed-tensors`` only when a function here is called. Begin with `methods.py`.
 """
