@@ -1,11 +1,11 @@
-"""The command line: ``fewbits COMMAND``. Nothing heavy is imported before a command needs it.
+"""The command line: ``fewbits COMMAND``. Imports all rooms but `te` and `front`, when a command needs them.
 
-`parser.py` has the flags, `texts.py` what ``--help`` says, `actions.py` one function for each command, which
-calls the library. Begin with `actions.py`. The names ``sc_...`` belong to ``fewbits sc``.
+`parser.py` has the flags, `texts.py` what ``--help`` says, `actions.py` one function for each command,
+which calls the library. The names ``sc_...`` belong to ``fewbits sc``. Begin with `actions.py`.
 
-Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted, 143 and 138 stopped by SIGTERM and SIGUSR1 (128
-and the signal's number). A failure is one sentence on the error stream;
-``--debug`` adds the traceback.
+Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted, 143 and 138 stopped by SIGTERM and SIGUSR1
+(128 and the signal's number). A failure is one sentence on the error stream; ``--debug`` adds the
+traceback.
 """
 
 from __future__ import annotations
