@@ -574,8 +574,13 @@ def test_a_tensor_of_our_own_has_a_record_of_why() -> None:
 
 @of_every_file([f for f in FILES if f.name == "__init__.py"])
 def test_every_room_has_a_sign(path: Path) -> None:
-    """What lives here, what may be imported, where to begin."""
-    assert ast.get_docstring(tree(path)), "an empty __init__: a newcomer learns nothing at this door"
+    """Three to ten lines: what lives here, what may be imported, where to begin."""
+    sign = ast.get_docstring(tree(path)) or ""
+    assert 3 <= len(sign.splitlines()) <= 10, f"its sign has {len(sign.splitlines())} lines, not three to ten"
+    assert re.search(r"\bimports\b", sign, re.IGNORECASE), "its sign does not say what may be imported here"
+    begin = re.search(r"\bBegin\swith\s`([\w/]+\.py)`", sign)
+    assert begin, "its sign does not say where to begin reading, as: Begin with `file.py`"
+    assert (path.parent / begin[1]).exists(), f"its sign sends readers to {begin[1]}, which is not there"
 
 
 @of_every_file(FILES)
