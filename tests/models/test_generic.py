@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from typing import Any
 
 import peft
 import pytest
@@ -19,6 +20,7 @@ from fewbits.errors import BadInput, Unsupported
 from fewbits.families import registry
 from fewbits.families.catalog import LLAMA, SPECS
 from fewbits.formats import INT8, NF4
+from fewbits.host.generic import routers
 from fewbits.host.spec import layer_names, spec_for
 from fewbits.inference.export import quantize_checkpoint
 from fewbits.models import decode_step
@@ -306,3 +308,31 @@ def test_a_registered_family_is_converted_and_fused_where_it_computes_the_same(m
     fewbits.convert(model, Recipe(name="identity"), strict=True)
     assert len(fewbits.fuse(model, loss=False).changes) == 2
     torch.testing.assert_close(loss_of(model), expected, rtol=1e-5, atol=0)
+
+
+def empty_layer(model_type: str, **sizes: int) -> Any:
+    """The last of four decoder layers, on the meta device."""
+    config = AutoConfig.for_model(
+        model_type, hidden_size=64, num_hidden_layers=4, num_attention_heads=4, head_dim=8, **sizes
+    )
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config).model.layers[3]
+
+
+def test_a_linear_with_as_many_outputs_as_experts_is_no_router() -> None:
+    """Qwen3-Next as it comes has 512 experts, two key heads of 256 and a shared expert of 512."""
+    layer = empty_layer(
+        "qwen3_next", num_experts=16, num_key_value_heads=2, shared_expert_intermediate_size=16
+    )
+    assert layer.self_attn.k_proj.out_features == layer.mlp.shared_expert.up_proj.out_features == 16
+    assert routers(layer) == {"mlp.shared_expert_gate"}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "experts", "router"),
+    [("phimoe", "num_local_experts", "mlp.router"), ("afmoe", "num_experts", "mlp.router.gate")],
+)
+def test_a_router_is_known_beside_its_experts(model_type: str, experts: str, router: str) -> None:
+    layer = empty_layer(model_type, num_key_value_heads=2, **{experts: 16})
+    assert layer.self_attn.k_proj.out_features == 16
+    assert routers(layer) == {router}

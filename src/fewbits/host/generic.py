@@ -99,13 +99,40 @@ def _experts_path(layer: nn.Module) -> str | None:
 
 
 def routers(layer: nn.Module) -> set[str]:
-    """Linears that choose experts or weigh a shared one: as many outputs as experts, or one."""
-    counts = {shape[0] for m in layer.modules() for shape in map(_shape, weights_of(m), [m] * 3)}
-    return {
-        path
-        for path, module in layer.named_modules()
-        if counts and getattr(module, "out_features", None) in {*counts, 1}
-    }
+    """Linears that choose experts, or weigh a shared one; all stand beside the module of the experts.
+
+    A router has one output for each expert. So may a key projection and the shared expert have by chance (512
+    experts, 2 key heads of 256), so neither counts: the one stands elsewhere, and the other is a module of
+    several linears of which one leads back to the hidden size. The weight of a shared expert is one output of
+    a linear that is called a gate.
+    """
+    linears = {path: _outputs(layer.get_submodule(path)) for path in linear_paths(layer)}
+    chosen = set()
+    for path, module in layer.named_modules():
+        shapes = [_shape(name, module) for name in weights_of(module)]
+        if not shapes:
+            continue
+        place = path.replace(".base_layer", "").rpartition(".")[0]
+        beside = {name: name[len(place) + bool(place) :] for name in linears if _is_inside(name, place)}
+        hidden = set.intersection(*(set(shape[1:]) for shape in shapes))
+        for name, inside in beside.items():
+            child = inside.partition(".")[0]
+            outputs = [linears[other] for other, its in beside.items() if its.partition(".")[0] == child]
+            is_block = len(outputs) > 1 and not hidden.isdisjoint(outputs)
+            is_gate = linears[name] == 1 and inside == child and child.endswith("gate")
+            if is_gate or (linears[name] == shapes[0][0] and not is_block):
+                chosen.add(name)
+    return chosen
+
+
+def _is_inside(path: str, place: str) -> bool:
+    return not place or path.startswith(f"{place}.")
+
+
+def _outputs(linear: Any) -> int:
+    """Outputs of a linear, or of the one under an adapter."""
+    base = getattr(linear, "base_layer", linear)
+    return int(base.nf if is_conv1d(base) else base.out_features)
 
 
 def _read_past_the_module(layer: nn.Module) -> Iterator[str]:
