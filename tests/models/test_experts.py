@@ -53,6 +53,17 @@ def test_the_identity_recipe_changes_neither_loss_nor_gradients(kind: str) -> No
 
 
 @pytest.mark.parametrize("kind", MIXTURES)
+def test_a_receipt_lists_everything_once(kind: str) -> None:
+    receipt = fewbits.convert(mixture(kind), "qlora_nf4")
+    changed = [change.name for change in receipt.changes]
+    names = changed + [left.name for left in receipt.left]
+    assert len(names) == len(set(names))
+    assert any(name.endswith("experts.down_proj") for name in changed)
+    experts = [left for left in receipt.left if left.name.rpartition(".")[2] == "experts"]
+    assert not experts, experts
+
+
+@pytest.mark.parametrize("kind", MIXTURES)
 def test_adapters_train_as_pefts_own_over_the_decoded_weights(kind: str, tmp_path) -> None:
     """PEFT reads the file that we wrote, over plain 3-D weights: same loss, same gradients, same tokens."""
     save_mixture(tmp_path / "base", kind)

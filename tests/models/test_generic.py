@@ -211,7 +211,7 @@ def test_the_receipt_names_what_no_rule_touched_in_one_line_each() -> None:
     lines = str(fewbits.convert(unwritten("gpt2"), PACK)).splitlines()
     (norm,) = [line for line in lines if "transformer.h.*.ln_1 " in line]
     assert " x2 " in norm and "a LayerNorm that no rule names: left as it is" in norm
-    assert any(line.split()[:2] == ["transformer.wpe", "x1"] for line in lines)
+    assert any(line.endswith("x1  an Embedding that no rule names: left as it is") for line in lines)
     model = llama_with_sinks()
     (sinks,) = [left for left in str(fewbits.convert(model, PACK)).splitlines() if "sinks" in left]
     assert sinks.split()[:2] == ["model.layers.*.self_attn.sinks", "x2"]

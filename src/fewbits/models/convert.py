@@ -7,7 +7,6 @@ a real one: its packed layers are then empty and wait for a checkpoint.
 from __future__ import annotations
 
 import copy
-import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -22,13 +21,14 @@ from fewbits.families.spec import ModelSpec
 from fewbits.host.attention import restore_attention, used_attention
 from fewbits.host.conversion import Conversion, conversion_of
 from fewbits.host.expert_weights import weights_of
-from fewbits.host.receipt import Change, Left, Receipt
+from fewbits.host.receipt import Left, Receipt
 from fewbits.host.record import notes_of, put_part, receipts_of, take_part
 from fewbits.host.spec import find, layer_names, locate, spec_for
 from fewbits.host.transposed import as_conv1d, as_linear, is_conv1d, is_transposed
 from fewbits.host.unwrap import unwrap
 from fewbits.models.adapters_told import adapters_told
 from fewbits.models.cache_choice import check_cache
+from fewbits.models.changes import describe, expert_changes, loaded_change, module_change
 from fewbits.models.experts import expert_modules, expert_rules, packed_place, why_not_packed
 from fewbits.models.gpu_fallbacks import gpu_fallbacks
 from fewbits.models.packed_head import head_rule, tie_again, untie
@@ -92,7 +92,7 @@ def convert(
     experts = expert_rules(model, spec, recipe)
     left.extend(_left_experts(model, spec, experts))
     norms = _plan_norms(model, spec, left) if fuse_norms and not spec.generic else []
-    left.extend(_untouched(model, spec, left))
+    left.extend(_untouched(model, spec, {entry.name for entry in left} | {*experts}))
     receipt = Receipt(f"{spec.model_type}, recipe {recipe.name}", left=left)
     receipt.notes.extend([*unmatched, *_notes(spec, recipe)])
     if strict and receipt.mismatches:
@@ -190,7 +190,7 @@ def restore(model: nn.Module) -> Receipt:
         if name_as_converted(name) == state.untied_head and type(original) is nn.Linear:
             tie_again(model, spec_for(model), name, original)
             how = "the embedding's weight"
-        receipt.changes.append(_change(name, module, original, f"{type(original).__name__} ({how})"))
+        receipt.changes.append(module_change(name, module, original, f"{type(original).__name__} ({how})"))
         model.set_submodule(name, original)
     freeze_under_adapters(model, [name for name, module in replaced if isinstance(module, PACKED)])
     if used_attention(model) is not None:
@@ -223,41 +223,8 @@ def name_as_converted(name: str) -> str:
 
 def record_change(model: nn.Module, name: str, new: nn.Module, receipt: Receipt) -> None:
     """Replace one module and note it in ``receipt``."""
-    receipt.changes.append(_change(name, model.get_submodule(name), new, describe(new)))
+    receipt.changes.append(module_change(name, model.get_submodule(name), new, describe(new)))
     model.set_submodule(name, new)
-
-
-def describe(module: nn.Module) -> str:
-    """A module's class and formats, such as ``QuantizedLinear nf4``."""
-    if isinstance(module, QuantizedLinear):
-        formats = [module.format, *_operand_formats(module)]
-    elif isinstance(module, LowPrecisionLinear):
-        formats = list(_operand_formats(module))
-    elif isinstance(module, FakeQuantizedLinear):
-        formats = [f for f in (module.weight_format, module.activation_format) if f is not None]
-    else:
-        formats = []
-    return " ".join([type(module).__name__, " ".join(dict.fromkeys(f.name for f in formats))]).rstrip()
-
-
-def expert_changes(path: str, experts: QuantizedExperts) -> list[Change]:
-    """The changes that packed experts stand for, one for each of their weights."""
-    changes = []
-    for name, format in experts.formats.items():
-        packed = experts.packed(name)
-        before = math.prod(packed.shape) * experts.dtype.itemsize
-        kind = f"{type(experts).__name__} {format.name}"
-        changes.append(Change(f"{path}.{name}", experts.host_class.__name__, kind, before, packed.nbytes))
-    return changes
-
-
-def loaded_change(name: str, layer: nn.Module) -> Change:
-    """The change that a layer of ours stands for where it was loaded so, and no linear was there to count."""
-    if not isinstance(layer, QuantizedLinear):
-        return Change(name, "Linear", describe(layer), _bytes(layer), _bytes(layer))
-    bias = 0 if layer.bias is None else layer.bias.nbytes
-    plain = layer.in_features * layer.out_features * layer.dtype.itemsize
-    return Change(name, "Linear", describe(layer), plain + bias, layer.packed.nbytes + bias)
 
 
 def _notes(spec: ModelSpec, recipe: Recipe) -> Iterator[str]:
@@ -295,7 +262,7 @@ def _plan(model: nn.Module, spec: ModelSpec, recipe: Recipe) -> tuple[dict[str, 
             if not name.endswith(tuple(f".{path}" for path in spec.some_layers)):
                 left.append(Left(name, "the spec names it and the model has none", intended=False))
         elif not _is_plain_linear(module):
-            reason = f"it is a {type(module).__name__}, not a plain nn.Linear"
+            reason = f"it is {_kind(module)}, not a plain nn.Linear"
             left.append(Left(name, reason, intended=spec.generic))
         elif rule.is_plain:
             left.append(Left(name, "the recipe leaves it as it is"))
@@ -363,9 +330,9 @@ def _is_plain_linear(module: nn.Module) -> bool:
     return type(module) is nn.Linear or same or is_conv1d(module)
 
 
-def _untouched(model: nn.Module, spec: ModelSpec, left: list[Left]) -> Iterator[Left]:
-    """What has parameters and stands in no rule: a module without inner ones, or a parameter beside them."""
-    names = {entry.name for entry in left} | {name for name, _ in _linear_names(model, spec)}
+def _untouched(model: nn.Module, spec: ModelSpec, listed: set[str]) -> Iterator[Left]:
+    """What has parameters, stands in no rule and is not listed: modules without inner ones, parameters."""
+    names = listed | {name for name, _ in _linear_names(model, spec)}
     if spec.norm.kind == "rms":  # the others stay, and are listed
         names |= {f"{layer}.{path}" for layer in layer_names(model, spec) for path in spec.norms}
     names |= {locate(model, spec, path) for path in (spec.head, *_final_norm(spec))}
@@ -377,11 +344,17 @@ def _untouched(model: nn.Module, spec: ModelSpec, left: list[Left]) -> Iterator[
         parameters = dict(module.named_parameters(recurse=False))
         if name in names or isinstance(module, CONVERTED) or not parameters:
             continue
-        if next(module.children(), None) is None and name:
-            yield Left(name, f"a {type(module).__name__} that no rule names: left as it is")
+        paths = [f"{name}.{leaf}".lstrip(".") for leaf in parameters]
+        if next(module.children(), None) is None and name and names.isdisjoint(paths):
+            yield Left(name, f"{_kind(module)} that no rule names: left as it is")
         else:
-            for leaf in parameters:
-                yield Left(f"{name}.{leaf}".lstrip("."), "a parameter that no rule names: left as it is")
+            reason = "a parameter that no rule names: left as it is"
+            yield from (Left(path, reason) for path in paths if path not in names)
+
+
+def _kind(module: nn.Module) -> str:
+    name = type(module).__name__
+    return f"{'an' if name[0] in 'AEIO' else 'a'} {name}"
 
 
 def _rule(name: str, recipe: Recipe) -> Rule:
@@ -413,7 +386,7 @@ def _plan_norms(model: nn.Module, spec: ModelSpec, left: list[Left]) -> list[str
         if tried[alike]:
             norms.append(name)
         else:
-            what = f"it is a {type(module).__name__}, which does not compute the RMSNorm that its spec says"
+            what = f"it is {_kind(module)}, which does not compute the RMSNorm that its spec says"
             left.append(Left(name, what, intended=False))
     return norms
 
@@ -441,14 +414,6 @@ def _replace(model: nn.Module, name: str, new: nn.Module, state: Conversion, *, 
     if keep:
         state.originals[name] = model.get_submodule(name)
     record_change(model, name, new, state.receipt)
-
-
-def _change(name: str, old: nn.Module, new: nn.Module, after: str) -> Change:
-    return Change(name, describe(old), after, _bytes(old), _bytes(new))
-
-
-def _bytes(module: nn.Module) -> int:
-    return sum(p.numel() * p.element_size() for p in module.parameters())
 
 
 def _refuse_converted(model: nn.Module) -> None:
@@ -488,10 +453,3 @@ def decoded_linear(layer: QuantizedLinear) -> nn.Module:
     linear.register_parameter("bias", layer.bias)
     linear.train(layer.training)
     return as_conv1d(linear) if is_transposed(layer) else linear
-
-
-def _operand_formats(module: QuantizedLinear | LowPrecisionLinear) -> Iterator[Any]:
-    operands = module.operands
-    for format in (operands.weight_operand, operands.activation, operands.gradient):
-        if format is not None:
-            yield format

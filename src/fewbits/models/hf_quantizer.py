@@ -36,9 +36,10 @@ from fewbits.host.conversion import conversion_of
 from fewbits.host.spec import locate, spec_for
 from fewbits.host.transposed import as_linear, is_transposed, transposed_like
 from fewbits.host.unwrap import unwrap
+from fewbits.models.changes import expert_changes, loaded_change
 from fewbits.models.checkpoint import read_headers, told_of
 from fewbits.models.conversion_ops import QuantizeWeight, ReadForeign
-from fewbits.models.convert import convert, expert_changes, linears_to_replace, loaded_change
+from fewbits.models.convert import convert, linears_to_replace
 from fewbits.models.expert_checkpoints import mxfp4_converters, mxfp4_rules, take_mxfp4
 from fewbits.models.experts import (
     check_experts,

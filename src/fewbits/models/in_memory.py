@@ -17,6 +17,7 @@ from fewbits.host.conversion import conversion_of
 from fewbits.host.receipt import Receipt
 from fewbits.models import convert as modules
 from fewbits.models import stochastic
+from fewbits.models.changes import loaded_change
 from fewbits.models.packed import recipe_of
 from fewbits.models.undo import undo
 from fewbits.nn.linear import QuantizedLinear
@@ -126,5 +127,5 @@ def mark_loaded(model: nn.Module, name: str) -> None:
     recipe = recipe_of(model, name=name)
     receipt = modules.convert(model, recipe)
     receipt.left = [left for left in receipt.left if left.name not in packed]
-    receipt.changes[:0] = [modules.loaded_change(n, layer) for n, layer in packed.items()]
+    receipt.changes[:0] = [loaded_change(n, layer) for n, layer in packed.items()]
     mark_packed(model, recipe)
