@@ -238,3 +238,27 @@ def test_a_ledger_of_something_else(tmp_path):
     file.write_text('{"a": 1}\n{"b": 2}\n')
     with pytest.raises(BadInput, match="line 1, is no line of an evaluation"):
         Ledger(file)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"signs": "twos_complement"}, {"gate": "and"}, {"or_group": 4, "gate": "and", "scramble": "cells"}],
+)
+def test_errors_of_further_arithmetics(fields):
+    options = dataclasses.replace(OPTIONS, stoc_len=128, **fields)
+    table = table_error(options, 16)
+    assert table.shape == (options.streams.num_codes,) * 2 and 0 < table.abs().max() < 0.5
+    a, b = torch.randn(8, 32), torch.randn(8, 32)
+    error = product_error({"x": (a, b)}, options)
+    expected = sc_matmul(a, b, **{**WORDS, "stoc_len": 128, **fields}).double() - a.double() @ b.double().T
+    assert error.mse == pytest.approx(float(expected.square().mean()))
+
+
+def test_settings_of_an_arithmetic_stop_at_its_plan_and_keep_its_cells():
+    planned = dataclasses.replace(OPTIONS, stoc_len=None, planned_len=64)
+    lengths = [o.length for o in settings_of(planned, (16, 64, 128), ("off",), (True,))]
+    assert lengths == [16, 64]
+    with pytest.raises(BadInput, match="fits streams of 8 bits planned for 64 steps; give shorter ones"):
+        settings_of(planned, (100,), ("off",), (True,))
+    cells = dataclasses.replace(OPTIONS, gate="and", or_group=4, scramble="cells")
+    assert {o.scramble for o in settings_of(cells, (32,), ("bitrev", "off"), (True,))} == {"cells"}

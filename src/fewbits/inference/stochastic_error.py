@@ -83,7 +83,9 @@ def _check_pair(name: str, a: Tensor, b: Tensor) -> None:
 def settings_of(
     base: Stochastic, lengths: Sequence[int], scrambles: Sequence[str], halves: Sequence[bool]
 ) -> list[Stochastic]:
-    """Every combination that exists: halved streams are at most half as long.
+    """Every combination that exists: halved streams are at most half as long, none longer than planned.
+
+    A base whose groups share cells has no other scramble, and takes no part in ``scrambles``.
 
     Raises:
         BadInput: none exists.
@@ -91,16 +93,18 @@ def settings_of(
     unknown = [s for s in scrambles if s not in SCRAMBLES]
     if unknown:
         raise BadInput(f"scramble {unknown[0]!r} is unknown; choose from {', '.join(SCRAMBLES)}.")
+    scrambles = (base.scramble,) if base.scramble == "cells" else scrambles
     settings = [
         replace(base, halve_bipolar_stoc_len=half, scramble=scramble, stoc_len=length, rng_levels=None)
         for half in halves
         for scramble in scrambles
         for length in lengths
-        if length <= 2 ** (base.sc_prec - half)
+        if length <= min(2 ** (base.sc_prec - half), base.longest)
     ]
     if not settings:
         raise BadInput(
-            f"no stream length of {list(lengths)} fits streams of {base.sc_prec} bits; give shorter ones."
+            f"no stream length of {list(lengths)} fits streams of {base.sc_prec} bits"
+            f"{f' planned for {base.planned_len} steps' if base.planned_len else ''}; give shorter ones."
         )
     return settings
 
@@ -108,13 +112,15 @@ def settings_of(
 def table_error(options: Stochastic, dimensions: int) -> Tensor:
     """``T(u, w) / L - u w / Q^2`` over the magnitudes u of a and w of b, (Q + 1, Q + 1) float32.
 
-    The mean over the product tables of so many dimensions.
+    The mean over the product tables of so many dimensions. Where signs are in the streams, u and w are codes
+    from -Q to Q. Of OR-ed groups it is a product that is alone in its group.
     """
     streams, masks = options.streams, options.masks(dimensions)
     tables = product_tables(streams, tuple(sorted(set(masks))), torch.device("cpu"))
     weights = torch.tensor([masks.count(mask) for mask in sorted(set(masks))], dtype=torch.float32)
     mean = torch.einsum("t,tuw->uw", weights / weights.sum(), tables.float()) / streams.length
-    magnitudes = torch.arange(streams.max_code + 1) / streams.max_code
+    lowest = -streams.max_code if streams.signed else 0
+    magnitudes = torch.arange(lowest, streams.max_code + 1) / streams.max_code
     return mean - magnitudes[:, None] * magnitudes
 
 
