@@ -123,6 +123,9 @@ def _number(side: str, d: int, t: int, o: dict[str, Any], length: int) -> int:
 
 def _known(side: str, p: int, family: str, o: dict[str, Any]) -> list[int]:
     seed = o.get(f"seed_{side}")
+    if seed is None and side == "b" and o.get("gate") == "and" and family in ("sobol", "unary"):
+        # Pascal's triangle modulo 2: by Kummer, a binomial is odd where no carry occurs.
+        seed = tuple(sum(2**k for k in range(i + 1) if k & (i - k) == 0) for i in range(p))
     return _known_of(side, p, "sobol" if family == "unary" else family, seed)
 
 

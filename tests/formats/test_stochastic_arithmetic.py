@@ -11,7 +11,14 @@ from fewbits.errors import BadInput
 from fewbits.formats import get_format
 from fewbits.formats.base import format_from_config, format_to_config
 from fewbits.formats.stochastic import STOCHASTIC, Stochastic
-from fewbits.formats.streams import counted, numbers, operand_bits, product_bits, product_tables
+from fewbits.formats.streams import (
+    counted,
+    numbers,
+    operand_bits,
+    product_bits,
+    product_tables,
+    second_directions,
+)
 
 CPU = torch.device("cpu")
 SMALL = Stochastic(sc_prec=5, halve_bipolar_stoc_len=True)
@@ -99,6 +106,19 @@ def test_numbers_of_the_further_sequences() -> None:
     assert numbers(halton, "b")[:5] == (0, 85, 170, 28, 113)
     assert numbers(weyl, "a")[:3] == (0, 159, 62) and numbers(weyl, "b")[:3] == (0, 107, 214)
     assert sorted(numbers(weyl, "b")) == list(range(256)) == sorted(numbers(halton, "a"))
+
+
+def test_the_gate_and_has_sequences_that_fill_the_square() -> None:
+    """Every cell of 16 x 16 has one of the 256 points; scmp_kernels' pair begins on the diagonal."""
+    pairs = {
+        gate: [(x // 16, y // 16) for x, y in zip(numbers(s, "a"), numbers(s, "b"), strict=True)]
+        for gate in ("and", "enable")
+        for s in [Stochastic(gate=gate).streams]
+    }
+    assert len(set(pairs["and"])) == 256 and len(set(pairs["enable"])) < 256
+    assert second_directions(8) == (1, 3, 5, 15, 17, 51, 85, 255)
+    named = Stochastic(gate="and", seed_b=(1,) * 8).streams
+    assert numbers(named, "b") == numbers(named, "a")
 
 
 def test_an_arithmetic_survives_plain_data() -> None:

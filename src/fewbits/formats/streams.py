@@ -30,7 +30,8 @@ Sequences by family:
 
 * "sobol": direction numbers ``V[i] = seed[i] * 2**(p - 1 - i)``, taken in Gray code order. Seeds are odd and
   below 2**(i + 1), so that all 2**p numbers occur once. By default a's are all ones, b's those of
-  scmp_kernels.
+  scmp_kernels (which at first run along with a's, as they may behind an enable signal), or with the gate
+  "and" those of the second Sobol sequence.
 * "lfsr": the states of a shift register of p bits with one feedback, moved towards its low end, from a state
   that is not 0. Its stages are the maximal ones of Xilinx's application note XAPP 052 (P. Alfke, "Efficient
   Shift Registers, LFSR Counters, and Long Pseudo-Random Sequence Generators", 1996, table 3): 2**p - 1 states
@@ -135,6 +136,8 @@ class Streams:
 def numbers(streams: Streams, operand: str) -> tuple[int, ...]:
     """The 2**sc_prec numbers of the sequence of operand "a" or "b"."""
     seed = streams.seed_a if operand == "a" else streams.seed_b
+    if seed is None and operand == "b" and streams.gate == "and" and streams.sequence in ("sobol", "unary"):
+        seed = second_directions(streams.sc_prec)
     return _FAMILIES[streams.sequence](streams.sc_prec, operand, seed)
 
 
@@ -158,6 +161,17 @@ def default_directions(sc_prec: int, operand: str) -> tuple[int, ...]:
     if sc_prec == len(_SEEDS_B8):
         return _SEEDS_B8
     return tuple({4: 9, 6: 41}.get(i, 1) for i in range(sc_prec))
+
+
+def second_directions(sc_prec: int) -> tuple[int, ...]:
+    """The direction seeds of the second dimension of Sobol's sequence: powers of 1 + x, modulo 2.
+
+    With the first, all ones, every part of the square has its share of points, as the gate "and" needs it.
+    """
+    seeds = [1]
+    while len(seeds) < sc_prec:
+        seeds.append(seeds[-1] ^ seeds[-1] << 1)
+    return tuple(seeds)
 
 
 @lru_cache(maxsize=64)
