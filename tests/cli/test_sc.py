@@ -169,3 +169,55 @@ def test_a_bundle_of_others_there_and_back(run, model, tmp_path):
     assert said.code == 2 and "give either --wrapper" in said.err
     said = run(*read[:4], "--output", tmp_path / "x.yaml")
     assert said.code == 1 and "give num_layers" in said.err
+
+
+def test_arithmetics_side_by_side(run, operands, tmp_path):
+    words = (
+        "gate=and,flip_rate=0.01",
+        "signs=twos_complement",
+        "or_group=4,gate=and,scramble=cells",
+        "plain",
+    )
+    sweep = ["sc", "sweep", "--operands", operands, "--lengths", "32,128", "--scrambles", "bitrev"]
+    for word in words:
+        sweep += ["--arithmetic", word]
+    rows = json.loads(run(*sweep, "--halve", "yes", "--plot", tmp_path / "a.svg", "--json").out)
+    assert len(rows) == 8 and len({row["mse"] for row in rows}) == 8
+    assert [row["arithmetic"] for row in rows[::2]] == [
+        "gate=and,flip_rate=0.01",
+        "signs=twos_complement",
+        "gate=and,or_group=4,scramble=cells",
+        "plain",
+    ]
+    assert (tmp_path / "a.svg").read_text().startswith("<?xml")
+    error = ["sc", "error", "--operands", operands, "--arithmetic", "signs=twos_complement"]
+    shown = run(*error, "--length", "32", "--heatmap", tmp_path / "h.svg")
+    assert shown.code == 0 and (tmp_path / "h.svg").read_text().startswith("<?xml")
+    shown = run(*error, "--arithmetic", "plain")
+    assert shown.code == 1 and "--arithmetic is given more than once" in " ".join(shown.err.split())
+
+
+@pytest.mark.parametrize(
+    ("word", "sentence"),
+    [
+        ("gates=and", "'gates' is no field of it; write 'plain', or NAME=VALUE"),
+        ("flip_rate=much", "flip_rate is 'much'; give a number"),
+        ("flip_rate=2", "flip_rate=2.0 is refused: give the share of inverted bits, from 0 to 1"),
+        ("or_group=3", "or_group=3 does not divide the 40 inner dimensions"),
+        ("planned_len=16", "fits streams of 8 bits planned for 16 steps"),
+    ],
+)
+def test_arithmetics_that_are_none(run, operands, word, sentence):
+    shown = run("sc", "sweep", "--operands", operands, "--lengths", "32", "--arithmetic", word)
+    assert shown.code == 1 and sentence in " ".join(shown.err.split())
+
+
+def test_a_model_is_evaluated_in_another_arithmetic(run, model, text):
+    command = ["sc", "eval", "--model", model, "--text", text, "--max-tokens", "60", "--lengths", "64"]
+    command += ["--halve", "yes", "--no-baselines", "--arithmetic", "plain", "--arithmetic", "gate=and"]
+    rows = json.loads(run(*command, "--json").out)
+    assert [row["setting"] for row in rows] == [
+        "64 cycles, bitrev, halved",
+        "64 cycles, bitrev, halved, gate=and",
+    ]
+    assert rows[0]["nll"] != rows[1]["nll"]

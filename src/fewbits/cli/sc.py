@@ -12,6 +12,7 @@ from rich.markup import escape
 
 from fewbits.cli.console import Progress, console
 from fewbits.cli.sc_common import (
+    PLAIN,
     grid_of,
     new_table,
     print_json,
@@ -97,12 +98,15 @@ def _sweep(args: Namespace) -> int:
         draw_lines(rows, "relative", "relative error", Path(args.plot))
     if args.json:
         return print_json(rows)
-    table = new_table("cycles", "scramble", "streams", "MSE", "rel. error", "bias", "worst")
+    several = any(row["arithmetic"] != PLAIN for row in rows)
+    own = ["arithmetic"] if several else []
+    table = new_table("cycles", "scramble", "streams", *own, "MSE", "rel. error", "bias", "worst")
     for row in rows:
         table.add_row(
             str(row["length"]),
             row["scramble"],
             "halved" if row["halve"] else "full",
+            *([escape(row["arithmetic"])] if several else []),
             *(f"{row[k]:.4g}" for k in ("mse", "relative", "bias", "worst")),
         )
     console().print(table)

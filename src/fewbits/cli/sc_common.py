@@ -16,29 +16,90 @@ from fewbits.errors import BadInput
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+PLAIN = "plain"  # scmp_kernels' arithmetic, as a word of --arithmetic
+
 
 def stream_options(args: Namespace, *, halve: bool, scramble: str, length: int | None) -> Any:
-    """The options of a product that the flags --prec, --chunk and --masks say."""
+    """The options of a product that the flags --prec, --chunk, --masks and one --arithmetic say.
+
+    Raises:
+        BadInput: several --arithmetic, or one that is none.
+    """
+    if len(args.arithmetic) > 1:
+        raise BadInput(
+            "--arithmetic is given more than once; this command takes one, sweep and eval several."
+        )
+    text = args.arithmetic[0] if args.arithmetic else PLAIN
+    return _stream_options(args, text, halve=halve, scramble=scramble, length=length)
+
+
+def _stream_options(args: Namespace, text: str, *, halve: bool, scramble: str, length: int | None) -> Any:
     from fewbits.formats.stochastic import Stochastic
 
-    return Stochastic(
-        sc_prec=args.prec,
-        stoc_len=length,
-        halve_bipolar_stoc_len=halve,
-        chunk_d=args.chunk,
-        scramble=scramble,
-        n_masks=args.masks or None,
-    )
+    options = {
+        "sc_prec": args.prec,
+        "stoc_len": length,
+        "halve_bipolar_stoc_len": halve,
+        "chunk_d": args.chunk,
+        "scramble": scramble,
+        "n_masks": args.masks or None,
+    }
+    return Stochastic(**options | arithmetic_of(text))
+
+
+def arithmetic_of(text: str) -> dict[str, Any]:
+    """Fields of `Stochastic` from a word of --arithmetic: "plain", or as in "gate=and,or_group=4".
+
+    Raises:
+        BadInput: another field, or a value of another kind.
+    """
+    from fewbits.formats.stochastic import ARITHMETIC
+
+    fields: dict[str, Any] = {}
+    for part in [] if text.strip() == PLAIN else text.split(","):
+        name, _, value = (word.strip() for word in part.partition("="))
+        if name not in (*ARITHMETIC, "scramble"):
+            raise BadInput(
+                f"--arithmetic {text!r} is refused: {name!r} is no field of it; write {PLAIN!r}, or "
+                f"NAME=VALUE with commas between, where NAME is {', '.join(ARITHMETIC)} or scramble."
+            )
+        fields[name] = _value_of(text, name, value)
+    return fields
+
+
+def _value_of(text: str, name: str, value: str) -> Any:
+    try:
+        if name == "flip_rate":
+            return float(value)
+        if name in ("seed_a", "seed_b") and "/" in value:
+            return tuple(int(word) for word in value.split("/"))
+        return value if name in ("gate", "signs", "sequence", "scramble") else int(value)
+    except ValueError as error:
+        raise BadInput(
+            f"--arithmetic {text!r} is refused: {name} is {value!r}; give a number (seeds of Sobol sequences "
+            "as in 1/3/7)."
+        ) from error
+
+
+def text_of_arithmetic(options: Any) -> str:
+    """The inverse of `arithmetic_of`."""
+    words = {
+        name: "/".join(map(str, v)) if isinstance(v, tuple) else v for name, v in options.arithmetic.items()
+    }
+    return ",".join(f"{name}={value}" for name, value in words.items()) or PLAIN
 
 
 def grid_of(args: Namespace) -> Iterator[Any]:
-    """Every setting of --lengths, --scrambles and --halve."""
+    """Every setting of --lengths, --scrambles, --halve and --arithmetic."""
     from fewbits.inference.stochastic_error import settings_of
 
-    base = stream_options(args, halve=False, scramble="bitrev", length=None)
     halves = {"both": (True, False), "yes": (True,), "no": (False,)}[args.halve]
     scrambles = tuple(word.strip() for word in args.scrambles.split(",") if word.strip())
-    yield from settings_of(base, whole_numbers("--lengths", args.lengths), scrambles, halves)
+    lengths = whole_numbers("--lengths", args.lengths)
+    for text in args.arithmetic or [PLAIN]:
+        # Halved where that is asked for alone, as cells need not fit both grids.
+        base = _stream_options(args, text, halve=halves[0], scramble="bitrev", length=None)
+        yield from settings_of(base, lengths, scrambles, halves)
 
 
 def words_of(options: Any) -> dict[str, Any]:
@@ -47,13 +108,15 @@ def words_of(options: Any) -> dict[str, Any]:
         "length": options.streams.length,
         "scramble": options.scramble,
         "halve": options.halve_bipolar_stoc_len,
+        "arithmetic": text_of_arithmetic(options),
     }
 
 
 def name_of(options: Any) -> str:
     """A setting's name for readers."""
     grid = "halved" if options.halve_bipolar_stoc_len else "full"
-    return f"{options.streams.length} cycles, {options.scramble}, {grid}"
+    own = text_of_arithmetic(options)
+    return f"{options.streams.length} cycles, {options.scramble}, {grid}{'' if own == PLAIN else f', {own}'}"
 
 
 def config_of(options: Any, attention: bool) -> Any:

@@ -97,6 +97,18 @@ def _options(command: argparse.ArgumentParser) -> None:
         metavar="N",
         help="number of different scramble masks; 0: no limit (default: %(default)s)",
     )
+    _arithmetic_flag(group)
+
+
+def _arithmetic_flag(group: Any) -> None:
+    group.add_argument(
+        "--arithmetic",
+        action="append",
+        default=[],
+        metavar="A=B,...",
+        help="another way to multiply and to count, as in gate=and,or_group=4 (default: plain); sweep and "
+        "eval take it several times, to compare",
+    )
 
 
 def _error_flags(command: argparse.ArgumentParser) -> None:

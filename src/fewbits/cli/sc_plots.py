@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fewbits.cli.sc_common import text_of_arithmetic
 from fewbits.errors import BadInput, Unsupported
 
 
@@ -17,31 +18,32 @@ def draw_lines(
     *,
     levels: Mapping[str, float] | None = None,
 ) -> None:
-    """One line for each (scramble, halve) over the stream length, on logarithmic axes.
+    """One line for each (scramble, arithmetic, halve) over the stream length, on logarithmic axes.
 
     Args:
-        rows: with "length", "scramble", "halve" and ``key``.
+        rows: with "length", "scramble", "halve" and ``key``; "arithmetic" where it is not the plain one.
         key: what is drawn.
         label: of the vertical axis.
         path: .svg or .png.
         levels: horizontal lines, by their names.
     """
     figure, axes = axes_for(path)
-    colors = {name: f"C{i}" for i, name in enumerate(dict.fromkeys(r["scramble"] for r in rows))}
-    for scramble, halve in dict.fromkeys((r["scramble"], r["halve"]) for r in rows):
+    lines = [_line_of(row) for row in rows]
+    colors = {name: f"C{i}" for i, name in enumerate(dict.fromkeys(name for name, _ in lines))}
+    for name, halve in dict.fromkeys(lines):
         points = sorted(
-            (r["length"], r[key]) for r in rows if (r["scramble"], r["halve"]) == (scramble, halve)
+            (r["length"], r[key]) for r, line in zip(rows, lines, strict=True) if line == (name, halve)
         )
         axes.plot(
             *zip(*points, strict=True),
-            color=colors[scramble],
+            color=colors[name],
             marker="o" if halve else "s",
             linestyle="-" if halve else "--",
             markersize=4,
-            label=f"{scramble}, {'halved' if halve else 'full'}",
+            label=f"{name}, {'halved' if halve else 'full'}",
         )
-    for (name, level), style in zip((levels or {}).items(), (":", "-."), strict=False):
-        axes.axhline(level, color="0.4", linestyle=style, label=name)
+    for (level_name, level), style in zip((levels or {}).items(), (":", "-."), strict=False):
+        axes.axhline(level, color="0.4", linestyle=style, label=level_name)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     lengths = sorted({r["length"] for r in rows})
@@ -51,6 +53,13 @@ def draw_lines(
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
     save_plot(figure, path)
+
+
+def _line_of(row: Mapping[str, Any]) -> tuple[str, bool]:
+    """A line's name and whether its streams are halved."""
+    own = row.get("arithmetic", "plain")
+    name = row["scramble"] if own == "plain" else own if "scramble=" in own else f"{row['scramble']}, {own}"
+    return name, row["halve"]
 
 
 def draw_front(rows: Sequence[Mapping[str, Any]], best: Sequence[Mapping[str, Any]], path: Path) -> None:
@@ -82,10 +91,13 @@ def draw_table_error(options: Any, dimensions: int, path: Path) -> None:
     error = table_error(options, dimensions).numpy()
     limit = max(float(abs(error).max()), 1e-9)
     image = axes.imshow(error, origin="lower", cmap="RdBu_r", vmin=-limit, vmax=limit)
-    axes.set_xlabel("magnitude of b")
-    axes.set_ylabel("magnitude of a")
+    first = -options.max_code if options.streams.signed else 0
+    image.set_extent((first - 0.5, options.max_code + 0.5) * 2)
+    axes.set_xlabel("code of b" if first else "magnitude of b")
+    axes.set_ylabel("code of a" if first else "magnitude of a")
     axes.set_title(
-        f"{options.streams.length} cycles, {options.scramble}: product - exact, share of full scale"
+        f"{options.streams.length} cycles, {text_of_arithmetic(options)}, {options.scramble}: "
+        "product - exact, share of full scale"
     )
     axes.title.set_fontsize(9)
     figure.colorbar(image)
