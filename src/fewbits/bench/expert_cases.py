@@ -10,10 +10,12 @@ from torch import Tensor
 
 from fewbits.bench.problem import Case, Problem, randn
 from fewbits.kernels.product.pair_gradients import pair_gradients, pair_gradients_ref
+from fewbits.kernels.product.pair_outer import pair_outer, pair_outer_ref
 from fewbits.kernels.product.pair_sums import pair_sums, pair_sums_ref
 
 Build = Callable[[Case, torch.device], Problem]
 _PAIRS = 8  # of a token, in Qwen3-30B-A3B
+_EXPERTS, _RANK = 128, 32  # there; of an adapter of rank 16 on gate and up
 
 
 def pair_sums_cases(max_size: int) -> list[Case]:
@@ -26,6 +28,13 @@ def pair_gradients_cases(max_size: int) -> list[Case]:
     """The same tokens' pairs on the way back, of the experts' inner width."""
     M, N = _PAIRS * min(8192, max_size), min(768, max_size)
     return [_case("pair_gradients", "backward", M, N, 2 * 4 * M * N, _gradients_problem)]
+
+
+def pair_outer_cases(max_size: int) -> list[Case]:
+    """The gradient of A beside gate and up: each expert's pairs of the same tokens, rows repeated."""
+    M, N = min(8192, max_size), min(2048, max_size)
+    moved = 2 * _PAIRS * M * (N + _RANK) + 4 * _EXPERTS * _RANK * N
+    return [_case("pair_outer", "backward", M, N, moved, _outer_problem)]
 
 
 def _case(op: str, part: str, M: int, N: int, moved: int, build: Build) -> Case:
@@ -76,4 +85,25 @@ def _gradients_problem(case: Case, device: torch.device) -> Problem:
     return Problem({"fewbits": lambda: ours, "torch_eager": lambda: eager}, exact)
 
 
-MAKERS = (pair_sums_cases, pair_gradients_cases)
+def _outer_problem(case: Case, device: torch.device) -> Problem:
+    x, t = (
+        randn(device, torch.bfloat16, case.M, case.N),
+        randn(device, torch.bfloat16, case.M * _PAIRS, _RANK),
+    )
+    rows = torch.randint(0, case.M, (case.M * _PAIRS,), device=device)
+    sizes = torch.full((_EXPERTS,), case.M * _PAIRS // _EXPERTS, device=device)
+    ends = sizes.cumsum(0).int()
+
+    def ours() -> Sequence[Tensor]:
+        return (pair_outer(t, x, ends, rows=rows),)
+
+    def eager() -> Sequence[Tensor]:
+        return (F.grouped_mm(t.t(), x[rows], offs=ends),)
+
+    def exact() -> Sequence[Tensor]:
+        return (pair_outer_ref(t.double(), x.double(), ends, rows),)
+
+    return Problem({"fewbits": lambda: ours, "torch_eager": lambda: eager}, exact)
+
+
+MAKERS = (pair_sums_cases, pair_gradients_cases, pair_outer_cases)
