@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fewbits.bench.problem import Case, Problem, randn
 from fewbits.kernels.product.pair_gradients import pair_gradients, pair_gradients_ref
+from fewbits.kernels.product.pair_inputs import pair_inputs, pair_inputs_ref
 from fewbits.kernels.product.pair_outer import pair_outer, pair_outer_ref
 from fewbits.kernels.product.pair_sums import pair_sums, pair_sums_ref
 
@@ -35,6 +36,13 @@ def pair_outer_cases(max_size: int) -> list[Case]:
     M, N = min(8192, max_size), min(2048, max_size)
     moved = 2 * _PAIRS * M * (N + _RANK) + 4 * _EXPERTS * _RANK * N
     return [_case("pair_outer", "backward", M, N, moved, _outer_problem)]
+
+
+def pair_inputs_cases(max_size: int) -> list[Case]:
+    """The same tokens' rows on the way into gate and up, beside what A makes of them."""
+    M, N = min(8192, max_size), min(2048, max_size)
+    moved = 2 * _PAIRS * M * (2 * N + 2 * _RANK) + 4 * _EXPERTS * _RANK * N
+    return [_case("pair_inputs", "", M, N, moved, _inputs_problem)]
 
 
 def _case(op: str, part: str, M: int, N: int, moved: int, build: Build) -> Case:
@@ -85,14 +93,39 @@ def _gradients_problem(case: Case, device: torch.device) -> Problem:
     return Problem({"fewbits": lambda: ours, "torch_eager": lambda: eager}, exact)
 
 
+def _routed(case: Case, device: torch.device) -> tuple[Tensor, Tensor]:
+    """A row for each pair, and where the pairs of each expert end, all alike."""
+    rows = torch.randint(0, case.M, (case.M * _PAIRS,), device=device)
+    sizes = torch.full((_EXPERTS,), case.M * _PAIRS // _EXPERTS, device=device)
+    return rows, sizes.cumsum(0).int()
+
+
+def _inputs_problem(case: Case, device: torch.device) -> Problem:
+    x = randn(device, torch.bfloat16, case.M, case.N)
+    a = randn(device, torch.bfloat16, _EXPERTS, _RANK, case.N)
+    rows, ends = _routed(case, device)
+
+    def ours() -> Sequence[Tensor]:
+        return pair_inputs(x, a, ends, rows=rows, room=_RANK)
+
+    def eager() -> Sequence[Tensor]:
+        wide = F.pad(x, (0, _RANK))[rows]
+        inner = F.grouped_mm(wide[:, : case.N], a.transpose(1, 2), offs=ends)
+        wide[:, case.N :] = inner
+        return wide, inner
+
+    def exact() -> Sequence[Tensor]:
+        return pair_inputs_ref(x.double(), a.double(), ends, rows, 1.0, _RANK)
+
+    return Problem({"fewbits": lambda: ours, "torch_eager": lambda: eager}, exact)
+
+
 def _outer_problem(case: Case, device: torch.device) -> Problem:
     x, t = (
         randn(device, torch.bfloat16, case.M, case.N),
         randn(device, torch.bfloat16, case.M * _PAIRS, _RANK),
     )
-    rows = torch.randint(0, case.M, (case.M * _PAIRS,), device=device)
-    sizes = torch.full((_EXPERTS,), case.M * _PAIRS // _EXPERTS, device=device)
-    ends = sizes.cumsum(0).int()
+    rows, ends = _routed(case, device)
 
     def ours() -> Sequence[Tensor]:
         return (pair_outer(t, x, ends, rows=rows),)
@@ -106,4 +139,4 @@ def _outer_problem(case: Case, device: torch.device) -> Problem:
     return Problem({"fewbits": lambda: ours, "torch_eager": lambda: eager}, exact)
 
 
-MAKERS = (pair_sums_cases, pair_gradients_cases, pair_outer_cases)
+MAKERS = (pair_sums_cases, pair_gradients_cases, pair_outer_cases, pair_inputs_cases)
