@@ -19,13 +19,15 @@ The gradient of c_p is <o_p, dy_t>. With u_p = (W_e + s B_e A_e)^T dy_t, which t
 any case, it is <z_p, u_p> + <b_e, dy_t>, and that of z_p is c_p u_p: so o (P, H) need not be kept.
 
 A branch as three operations of its own would write and read P outputs twice more. So B is written beside the
-decoded weight, where the weight can be decoded with room (`Weights.with_room`), and s A x beside x:
+decoded weight, where the weight can be decoded with room (`Weights.with_room`), and s A x beside x
+(`fewbits.kernels.product.pair_inputs`):
 
     W x + B (s A x)  =  [ W | B ] [ x ; s A x ]          one product, forward
     [ W | B ]^T dy   =  [ W^T dy ; B^T dy ]              one product, backward; the second part goes to A
 
 and what A then gives back, A^T (s B^T dy), is added where the pairs are summed or weighted anyway
-(`fewbits.kernels.product.pair_sums`, `pair_gradients`).
+(`fewbits.kernels.product.pair_sums`, `pair_gradients`). Gradients of A and B are sums of outer products over
+each expert's pairs (`pair_outer`).
 
 Weights are decoded for each pass, unless the layer keeps them. Branches are computed in the products' dtype.
 """
@@ -36,13 +38,14 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fewbits.kernels.launch.derivatives import once_differentiable
 from fewbits.kernels.product.pair_gradients import pair_gradients
+from fewbits.kernels.product.pair_inputs import MAX_RANK, pair_inputs
+from fewbits.kernels.product.pair_outer import pair_outer
 from fewbits.kernels.product.pair_sums import pair_sums
-from fewbits.nn.grouped import Table, grouped, grouped_outer
+from fewbits.nn.grouped import Table, grouped
 
 _ALIGNED = 8  # values of which a row's length is a multiple where it holds a branch as well
 
@@ -115,11 +118,7 @@ class _Into(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, a: Tensor | None, b: Tensor | None, call: _Call) -> Tensor:
         scaling, table, weights = ctx.call = call
-        branch, K = Branch(a, b, scaling), x.shape[1]
-        beside = _with_branch(weights, branch, K)
-        room = 0 if beside is None else beside.shape[2] - K
-        pairs = (F.pad(x, (0, room)) if room else x)[table.rows]
-        y, inner = _forward(pairs, K, weights, beside, branch, table.ends)
+        y, inner = _forward(x, table.rows, weights, Branch(a, b, scaling), table.ends)
         ctx.save_for_backward(x, a, b, inner)
         return y
 
@@ -136,8 +135,8 @@ class _Into(torch.autograd.Function):
             dinner = _through_b(dy, branch, table.ends)
         da = db = None
         if dinner is not None and (ctx.needs_input_grad[1] or ctx.needs_input_grad[2]):
-            da = grouped_outer(dinner, x[table.rows], table.ends).to(a.dtype)
-            db = grouped_outer(dy, inner, table.ends).to(b.dtype)
+            da = pair_outer(dinner, x, table.ends, rows=table.rows).to(a.dtype)
+            db = pair_outer(inner, dy, table.ends).transpose(1, 2).to(b.dtype)
         return dx, da, db, None
 
 
@@ -153,10 +152,7 @@ class _OutOf(torch.autograd.Function):
         call: _Call,
     ) -> Tensor:
         scaling, table, weights = ctx.call = call
-        branch, I = Branch(a, b, scaling), z.shape[1]
-        beside = _with_branch(weights, branch, I)
-        wide = z if beside is None else F.pad(z, (0, beside.shape[2] - I))
-        pairs, inner = _forward(wide, I, weights, beside, branch, table.ends)
+        pairs, inner = _forward(z, None, weights, Branch(a, b, scaling), table.ends)
         if bias is not None:
             pairs += bias.to(pairs.dtype)[table.experts]
         ctx.save_for_backward(z, routing, bias, a, b, inner)
@@ -173,8 +169,9 @@ class _OutOf(torch.autograd.Function):
         dz, dweight = pair_gradients(z, through.dx, weight, extra=through.by_branch)
         da = db = dbias = drouting = None
         if through.dinner is not None and (ctx.needs_input_grad[3] or ctx.needs_input_grad[4]):
-            da = grouped_outer((through.dinner * weight[:, None]).to(z.dtype), z, table.ends).to(a.dtype)
-            db = grouped_outer(pairs, (inner * weight[:, None]).to(z.dtype), table.ends).to(b.dtype)
+            da = pair_outer(through.dinner, z, table.ends, weights=weight).to(a.dtype)
+            db = pair_outer(inner, dy, table.ends, rows=table.rows, weights=weight)
+            db = db.transpose(1, 2).to(b.dtype)
         if ctx.needs_input_grad[1]:
             if bias is not None:
                 dweight = dweight + (pairs * bias.to(pairs.dtype)[table.experts]).sum(1)
@@ -190,28 +187,34 @@ def _with_branch(weights: Weights, branch: Branch, K: int) -> Tensor | None:
     if branch.a is None or branch.b is None:
         return None
     r = branch.b.shape[2]
-    beside = weights.with_room(-(-r // _ALIGNED) * _ALIGNED)
+    room = -(-r // _ALIGNED) * _ALIGNED
+    beside = None if room > MAX_RANK else weights.with_room(room)
     if beside is not None:
         beside[:, :, K : K + r].copy_(branch.b)
-        beside[:, :, K + r :].zero_()
+        if room > r:
+            beside[:, :, K + r :].zero_()
     return beside
 
 
 def _forward(
-    x: Tensor, K: int, weights: Weights, beside: Tensor | None, branch: Branch, ends: Tensor
+    x: Tensor, rows: Tensor | None, weights: Weights, branch: Branch, ends: Tensor
 ) -> tuple[Tensor, Tensor | None]:
     """Products and branch of pairs: (P, outputs), and ``s A x`` (P, r).
 
-    x is (P, K), and (P, K + columns), zero in the last ones, where there is ``beside``; they are written.
+    x is (P, K), or (T, K) with ``rows`` (P,), the row of each pair.
     """
+    beside = _with_branch(weights, branch, x.shape[1])
+    if beside is not None:
+        assert branch.a is not None
+        room = beside.shape[2] - x.shape[1]
+        wide, inner = pair_inputs(x, branch.a, ends, rows=rows, scaling=branch.scaling, room=room)
+        return grouped(wide, beside, ends), inner
+    x = x if rows is None else x[rows]
+    y = grouped(x, weights.whole(), ends)
     if branch.a is None or branch.b is None:
-        return grouped(x, weights.whole(), ends), None
-    inner = grouped(x[:, :K], branch.a.to(x.dtype), ends).mul_(branch.scaling)
-    if beside is None:
-        y = grouped(x, weights.whole(), ends)
-        return y.add_(grouped(inner, branch.b.to(x.dtype), ends)), inner
-    x[:, K : K + inner.shape[1]] = inner
-    return grouped(x, beside, ends), inner
+        return y, None
+    inner = grouped(x, branch.a.to(x.dtype), ends).mul_(branch.scaling)
+    return y.add_(grouped(inner, branch.b.to(x.dtype), ends)), inner
 
 
 class _Through(NamedTuple):
