@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from functools import partial
 from math import prod
 
@@ -14,7 +16,7 @@ from fewbits.kernels.product.pair_sums import pair_sums
 from fewbits.nn import experts as packed_experts
 from fewbits.nn.expert_products import Branch, Weights, into_experts, out_of_experts
 from fewbits.nn.experts import decode_some, decode_with_room
-from fewbits.nn.grouped import Table, grouped, grouped_outer
+from fewbits.nn.grouped import Table, grouped
 
 E, T, k, H, I, R = 5, 7, 2, 8, 6, 3
 ROUTINGS = {
@@ -97,8 +99,6 @@ def test_grouped_takes_turned_matrices_and_sums_in_the_wider_dtype() -> None:
     torch.testing.assert_close(
         grouped(x, w.detach().transpose(1, 2).contiguous().transpose(1, 2), table.ends), want
     )
-    outer = grouped_outer(want, x, table.ends)
-    assert outer[2].abs().max() == 0 and outer.shape == (E, I, H)
     half = x.detach().bfloat16()
     weights = torch.rand(T, k, dtype=torch.float32)
     wide = (half[table.inverse].float() * weights[..., None]).sum(1)
@@ -156,10 +156,37 @@ def test_kept_values_are_decoded_once_and_go_when_asked() -> None:
     expected = packed(x, chosen, weights)
     packed.keep_values(True)
     assert torch.equal(packed(x, chosen, weights), expected)
-    kept = list(packed.kept.values())
+    kept = [tensor for _, tensor in packed.kept.values()]
     assert len(kept) == 2 and torch.equal(packed(x, chosen, weights), expected)
-    assert all(a is b for a, b in zip(packed.kept.values(), kept, strict=True))
+    assert all(a is b for (_, a), b in zip(packed.kept.values(), kept, strict=True))
+    assert not copy.deepcopy(packed).kept and not pickle.loads(pickle.dumps(packed)).kept
+    with torch.no_grad():  # as load_state_dict writes
+        packed.down_proj.zero_()
+    assert not torch.equal(packed(x, chosen, weights), expected)
     packed.pack("down_proj", torch.zeros(packed.shapes["down_proj"]))
     assert packed(x, chosen, weights).abs().max() == 0
     packed.keep_values(False)
     assert not packed.kept
+
+
+def test_kept_values_have_room_for_branches_that_come_and_go() -> None:
+    from tests.models.test_experts import host_and_packed
+
+    _, packed = host_and_packed(FORMATS["nf4"])
+    x, chosen, weights = torch.randn(9, 64), torch.randint(0, 8, (9, 2)), torch.rand(9, 2)
+
+    def results() -> list[torch.Tensor]:
+        outputs = []
+        for rank in (0, 4, 0, 12, 4, 0):
+            generator = torch.Generator().manual_seed(rank)
+            ab = [torch.randn(s, generator=generator) for s in ((8 * rank, 64), (128, 8 * rank))]
+            packed.branches = {"gate_up_proj": ((*(t.requires_grad_() for t in ab), 0.5),)} if rank else {}
+            outputs.append(packed(x.requires_grad_(), chosen, weights))
+            gradients = torch.autograd.grad(outputs[-1].sum(), [x, *ab] if rank else [x])
+            outputs.extend(gradients)
+        return outputs
+
+    expected = results()
+    packed.keep_values(True)
+    torch.testing.assert_close(results(), expected, rtol=0, atol=0)
+    assert packed.kept["gate_up_proj", torch.float32][1].shape == (8, 128, 64 + 16)

@@ -59,8 +59,8 @@ class Weights(NamedTuple):
 
     Attributes:
         whole: gives (E, outputs, inputs), decoded or kept.
-        with_room: gives (E, outputs, inputs + columns), new, of which the last columns are not written; or
-            None where the weight cannot be decoded so.
+        with_room: gives (E, outputs, inputs + columns, or more), whose last columns hold nothing and may
+            be written; or None where the weight cannot be decoded so.
     """
 
     whole: Callable[[], Tensor]
@@ -191,7 +191,7 @@ def _with_branch(weights: Weights, branch: Branch, K: int) -> Tensor | None:
     beside = None if room > MAX_RANK else weights.with_room(room)
     if beside is not None:
         beside[:, :, K : K + r].copy_(branch.b)
-        if room > r:
+        if beside.shape[2] > K + r:
             beside[:, :, K + r :].zero_()
     return beside
 

@@ -34,6 +34,7 @@ from fewbits.nn.expert_products import NO_BRANCH, Branch, Weights, into_experts,
 from fewbits.nn.finite import check_finite
 from fewbits.nn.grouped import Table
 from fewbits.nn.lasting import lasting_tensors
+from fewbits.nn.tensor_state import TensorState, state_of
 
 _OURS = ("part_names", "formats", "shapes", "host_class", "branches", "dtype", "keeps_values", "kept")
 # As many times the experts there are: scales of scales that straddle two experts show in the sum of so many.
@@ -53,7 +54,8 @@ class QuantizedExperts(nn.Module):
         dtype: that the weights had.
         branches: of each adapter that the call at hand adds, (A, B, scaling), by the weight's name.
         keeps_values: whether decoded weights stay from pass to pass.
-        kept: those that do, by name and dtype.
+        kept: those that do, by name and dtype, with columns for a branch behind them; and the state of the
+            stored tensors that they were decoded from (`fewbits.nn.tensor_state`).
     """
 
     def __init__(self, host: Any, formats: dict[str, Format]) -> None:
@@ -82,7 +84,11 @@ class QuantizedExperts(nn.Module):
         self.part_names: dict[str, tuple[str, ...]] = {}
         self.branches: dict[str, tuple[tuple[Tensor, Tensor, float], ...]] = {}
         self.keeps_values = False
-        self.kept: dict[tuple[str, torch.dtype], Tensor] = {}
+        self.kept: dict[tuple[str, torch.dtype], tuple[tuple[TensorState, ...], Tensor]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For a copy or a pickle: decoded values are made anew."""
+        return {**super().__getstate__(), "kept": {}}  # type: ignore[misc]
 
     @property
     def is_turned(self) -> bool:
@@ -196,22 +202,41 @@ class QuantizedExperts(nn.Module):
 
     def _weights(self, name: str, dtype: torch.dtype, hit: Tensor | None) -> Weights:
         whole = partial(self._values, name, dtype, hit)
-        if hit is not None or self.keeps_values or name not in self.formats:
+        if hit is not None or name not in self.formats:
             return Weights(whole)
+        if self.keeps_values:
+            return Weights(whole, lambda columns: self._kept(name, dtype, columns))
         return Weights(whole, lambda columns: decode_with_room(self.packed(name), dtype, columns))
 
     def _values(self, name: str, dtype: torch.dtype, hit: Tensor | None) -> Tensor:
         """A weight (E, outputs, inputs), or with ``hit`` (P,) the matrices of those experts."""
         if self.keeps_values:
-            key = (name, dtype)
-            if key not in self.kept:
-                self.kept[key] = dequantize(self.packed(name), dtype)
-            return self.kept[key] if hit is None else self.kept[key][hit]
+            weight = self._kept(name, dtype, 0)
+            if weight is None:
+                weight = dequantize(self.packed(name), dtype)
+            weight = weight[..., : self._stored_shape(name)[2]]
+            return weight if hit is None else weight[hit]
         return (
             dequantize(self.packed(name), dtype)
             if hit is None
             else decode_some(self.packed(name), hit, dtype)
         )
+
+    def _kept(self, name: str, dtype: torch.dtype, columns: int) -> Tensor | None:
+        """The kept weight (E, outputs, inputs and at least ``columns`` more); decoded, unless it is there.
+
+        None for a format that decodes no weight with room; its values are not kept.
+        """
+        packed = self.packed(name)
+        state, key = state_of(packed.parts.values()), (name, dtype)
+        before = self.kept.get(key)
+        if before is not None and before[0] == state and before[1].shape[2] >= packed.shape[2] + columns:
+            return before[1]
+        self.kept.pop(key, None)
+        weight = decode_with_room(packed, dtype, columns)
+        if weight is not None:
+            self.kept[key] = state, weight
+        return weight
 
     def _branch(self, name: str, hit: Tensor | None) -> Branch:
         if name not in self.branches:

@@ -5,10 +5,9 @@ sorts the pairs by expert on the device that the rows are on; where one expert's
 ends is a tensor there as well, and nothing waits for the device:
 
     grouped(x, w, ends)[p]         = w[e(p)] x[p]                              x (P, K), w (E, N, K) to (P, N)
-    grouped_outer(y, x, ends)[e]   = sum over p of expert e: y[p] x[p]^T       y (P, N), x (P, K) to (E, N, K)
 
-On CUDA both are torch's ``grouped_mm``; elsewhere (the definition) one product an expert. Sums over the k
-rows of a token are `fewbits.kernels.product.pair_sums`.
+On CUDA it is torch's ``grouped_mm``; elsewhere (the definition) one product an expert. Sums over the k rows
+of a token are `fewbits.kernels.product.pair_sums`, those over an expert's pairs `pair_outer` beside it.
 """
 
 from __future__ import annotations
@@ -83,28 +82,6 @@ def grouped(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     return F.grouped_mm(_aligned(x), transposed, offs=ends)
 
 
-def grouped_outer(y: Tensor, x: Tensor, ends: Tensor) -> Tensor:
-    """Each expert's sum of outer products of its rows: the gradient of its matrix.
-
-    Args:
-        y: (P, N), sorted by expert.
-        x: (P, K) in y's dtype.
-        ends: (E,) int32, where each expert's rows end.
-
-    Returns:
-        (E, N, K), zero for an expert without rows.
-    """
-    shape = (len(ends), y.shape[1], x.shape[1])
-    if y.shape[0] == 0:
-        return y.new_zeros(shape)
-    if not y.is_cuda:
-        pairs = zip(_stretches(y, ends), _stretches(x, ends), strict=True)
-        return torch.stack([a.t() @ b for a, b in pairs])
-    sums = F.grouped_mm(_aligned(y).t(), _aligned(x), offs=ends)
-    is_empty = ends.diff(prepend=ends.new_zeros(1)) == 0  # no product writes what such an expert has
-    return sums.masked_fill(is_empty[:, None, None], 0.0)
-
-
 def _count(like: Tensor) -> Tensor:
     return torch.arange(len(like), device=like.device)
 
@@ -125,4 +102,4 @@ def _aligned(x: Tensor) -> Tensor:
     return F.pad(x, (0, -width % values))[..., :width]
 
 
-__all__ = ["Table", "grouped", "grouped_outer"]
+__all__ = ["Table", "grouped"]
