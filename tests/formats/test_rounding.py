@@ -8,6 +8,7 @@ import torch
 from fewbits.formats import E4M3, INT4, INT8, NF4
 from fewbits.formats.bits import pack_bits, packed_size, unpack_bits
 from fewbits.formats.rounding import philox, random_uniform, random_words, round_to_integer
+from fewbits.formats.tables import round_to_table
 
 
 # kat_vectors of the Random123 library (Salmon et al. 2011), philox4x32 with 10 rounds
@@ -105,3 +106,15 @@ def test_packing_both_ways(bits: int, shape: tuple[int, ...]) -> None:
 def test_packing_order() -> None:
     assert pack_bits(torch.tensor([1, 2, 3], dtype=torch.uint8), 4).tolist() == [0x21, 0x03]
     assert pack_bits(torch.tensor([1, 2, 3, 0, 1], dtype=torch.uint8), 2).tolist() == [0b00111001, 1]
+
+
+def test_a_table_takes_the_nearest_or_one_of_two_neighbours_by_chance() -> None:
+    values = (-1.0, -0.25, 0.0, 0.5, 1.0)
+    x = torch.tensor([-3.0, -1.0, -0.125, 0.25, 0.26, 0.9, 7.0], dtype=torch.float32)
+    codes = round_to_table(x, values)
+    assert codes.dtype == torch.uint8 and codes.tolist() == [0, 0, 1, 2, 3, 4, 4]  # ties: the lower
+    many = x[None].expand(4000, -1)
+    chosen = round_to_table(many, values, random_uniform(tuple(many.shape), 3))
+    means = torch.tensor(values, dtype=torch.float32)[chosen.long()].mean(0)
+    torch.testing.assert_close(means, x.clamp(-1, 1), rtol=0, atol=0.03)  # 0.5 / 2 / sqrt(4000) is 0.004
+    assert all(len(set(column.tolist())) <= 2 for column in chosen.T)

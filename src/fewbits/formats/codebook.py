@@ -35,7 +35,7 @@ from fewbits.formats.contract import Coding, Contract
 from fewbits.formats.rounding import random_uniform
 from fewbits.formats.scale_search import Grid, ScaleSearch, ascending, shrunk
 from fewbits.formats.table_cache import keep_tables
-from fewbits.formats.tables import lookup_nibbles, midpoints, table
+from fewbits.formats.tables import lookup_nibbles, round_to_table, table
 
 # Quantiles of the normal distribution (Dettmers et al. 2023), as bitsandbytes prints them.
 # The one copy of this table in the library; kernels receive it as an argument.
@@ -276,16 +276,10 @@ class Codebook(Format):
     def _nearest(self, scaled: Tensor, uniform: Tensor | None) -> Tensor:
         order = tuple(sorted(range(16), key=lambda i: self.values[i]))
         ascending = tuple(self.values[i] for i in order)
-        if uniform is None:
-            index = torch.bucketize(scaled, midpoints(ascending, scaled.device), out_int32=True)
-        else:
-            values = table(ascending, scaled.device)
-            low = torch.bucketize(scaled, values, right=True).sub_(1).clamp_(0, 14)
-            step = values[low + 1] - values[low]
-            index = low + (uniform * step < scaled - values[low])
+        index = round_to_table(scaled, ascending, uniform)
         if order != tuple(range(16)):
             index = table(tuple(map(float, order)), scaled.device).to(torch.uint8)[index.long()]
-        return index.to(torch.uint8)
+        return index
 
     def _quantize_scales(self, absmax: Tensor) -> dict[str, Tensor]:
         finite = absmax.isfinite()

@@ -29,7 +29,7 @@ from fewbits.formats.gguf_layouts import LAYOUTS
 from fewbits.formats.k_quants import IQ4_VALUES, SEARCHED, Fields, SubBlocks, search
 from fewbits.formats.minifloat import E2M1, exponential
 from fewbits.formats.rounding import first_of_largest, random_uniform, round_to_integer
-from fewbits.formats.tables import table
+from fewbits.formats.tables import round_to_table, table
 
 _CHUNK = 1 << 20  # values at a time: temporaries stay small however large the tensor
 _LARGEST = 65504.0
@@ -225,11 +225,8 @@ def _round_stochastic(x: Tensor, fields: Fields, kind: str, uniform: Tensor) -> 
         low, high = _RANGES[kind]
         fields.q = round_to_integer(exact, uniform).clamp_(low, high)
         return
-    values = table(_TABLES[kind], x.device)
-    exact = exact.clamp(values[0], values[-1])
-    index = torch.bucketize(exact, values, right=True).sub_(1).clamp_(0, len(values) - 2)
-    step = values[index + 1] - values[index]
-    fields.q = values[index + (uniform * step < exact - values[index])]
+    codes = round_to_table(exact, _TABLES[kind], uniform)
+    fields.q = table(_TABLES[kind], x.device)[codes.long()]
 
 
 GGUF_TYPES = Family(

@@ -51,3 +51,24 @@ def lookup_nibbles(packed: Tensor, values: tuple[float, ...], out: Tensor | None
         return pairs.index_select(0, index).view(torch.float32)
     torch.index_select(pairs, 0, index, out=out.view(torch.float64))
     return out
+
+
+def round_to_table(x: Tensor, values: tuple[float, ...], uniform: Tensor | None = None) -> Tensor:
+    """For each value of x the place of an entry of a table: its code.
+
+    Args:
+        x: any shape, float32.
+        values: at most 256 numbers, ascending.
+        uniform: None takes the nearest entry, and of two that are equally near the lower; else
+            `random_uniform` of x's shape, which takes one of the two entries around x, so that their mean
+            is x. A value outside the table takes the first or the last.
+
+    Returns:
+        uint8 of x's shape.
+    """
+    if uniform is None:
+        return torch.bucketize(x, midpoints(values, x.device), out_int32=True).to(torch.uint8)
+    entries = table(values, x.device)
+    low = torch.bucketize(x, entries, right=True).sub_(1).clamp_(0, len(values) - 2)
+    step = entries[low + 1] - entries[low]
+    return (low + (uniform * step < x - entries[low])).to(torch.uint8)
