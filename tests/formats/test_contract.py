@@ -102,6 +102,15 @@ def test_parts_are_as_laid_out(format: Format) -> None:
                 assert decoded.is_contiguous()
 
 
+def test_a_table_without_one_of_its_ends_promises_what_it_keeps() -> None:
+    """Of -8/8 ... 7/8 a block's largest magnitude may lose an eighth, and a second scale is another."""
+    table = formats.Codebook(name="eighths", values=tuple(i / 8 for i in range(-8, 8)), block=32)
+    assert (table.contract.largest_error, table.contract.again) == (1 / 8, "nothing")
+    test_error_is_below_half_a_step(table)
+    test_stochastic_rounding_is_unbiased(table)
+    assert formats.NF4.contract.again == "codes" and not formats.NF4.contract.cuts
+
+
 @every_format
 def test_bytes_are_bits_per_value(format: Format) -> None:
     shape = (256, 512)

@@ -162,8 +162,13 @@ class Codebook(Format):
         one_zero = len(set(self.values)) == len(self.values)
         names = {NF4_VALUES: "nf4", FP4_VALUES: "fp4"}
         second: dict[str, Any] = {"scale_block": self.scale_block, "scale_values": self.scale_table}
+        half_gap = max(b - a for a, b in pairwise(sorted(self.values))) / 2
+        # The largest magnitude of a block is divided to 1 or -1: a table that lacks one of them cuts there.
+        cut = max(1 - max(self.values), 1 + min(self.values))
+        reaches_both = {-1.0, 1.0} <= set(self.values)
         return Contract(
-            largest_error=max(b - a for a, b in pairwise(sorted(self.values))) / 2,
+            largest_error=max(half_gap, cut),
+            cuts=cut > half_gap,
             block=(1, self.block),
             coding=Coding(
                 kind="table",
@@ -175,8 +180,9 @@ class Codebook(Format):
             ),
             rounds_plainly=len(self.values) == 16,
             exact_scale=not self.double,
-            # FP4 has a zero of either sign, so the codes of zeros may change; double scales move.
-            again="nothing" if self.double else "codes" if one_zero else "values",
+            # FP4 has a zero of either sign, so the codes of zeros may change; double scales move, and so do
+            # those of a table in which a block's largest magnitude is not exact.
+            again="nothing" if self.double or not reaches_both else "codes" if one_zero else "values",
             names={"bitsandbytes": names[self.values]} if self.values in names else {},
         )
 
