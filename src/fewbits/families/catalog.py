@@ -1,7 +1,8 @@
 """One `ModelSpec` for each family that fewbits knows; defaults are Llama's.
 
-To add one: write its spec, list it in `SPECS`, add a tiny config to tests/models/tiny.py with all that is
-special turned on (docs/guide/adding-a-model.md); the tests run over both.
+To add one: write its spec, list it in `_DENSE`, `_UNFUSED` or `_EXPERTS`, and add a tiny config with all that
+is special turned on to tests/models/tiny.py, unwritten.py (not fused) or mixtures.py (experts), as
+docs/guide/adding-a-model.md says; the tests run over both.
 """
 
 from __future__ import annotations
