@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +26,8 @@ from fewbits.kernels.generation.cut import reading_of
 from fewbits.models.in_memory import convert
 from fewbits.recipes import Recipe, Rule
 from fewbits.training.ranks.packed_slices import cut
+from tests.docs.pages import GUIDE, run_page
+from tests.formats import test_contract
 from tests.models.tiny import tiny, tokens
 
 
@@ -92,3 +95,19 @@ def test_who_does_not_know_it_says_so(odd: Odd) -> None:
     ):
         with pytest.raises(Unsupported, match="odd5"):
             refuse()
+
+
+def test_formats_of_the_guide_keep_what_they_promise() -> None:
+    """The page for people who add a format: each value on it goes through the tests of all formats."""
+    names: dict[str, Any] = {"__name__": __name__}
+    run_page(GUIDE / "adding-a-format.md", names)
+    written = [value for value in names.values() if isinstance(value, Format)]
+    assert [format.name for format in written] == ["myf4", "sevens_g64", "half_sevens_g64"]
+    for format in written:
+        test_contract.test_parts_are_as_laid_out(format)
+        test_contract.test_error_is_below_half_a_step(format)
+        test_contract.test_requantising_a_decoded_tensor(format)
+        test_contract.test_zeros_stay_zeros(format)
+        test_contract.test_what_is_not_finite_is_never_a_plausible_number(format, torch.inf)
+        test_contract.test_extremes(format)
+        test_contract.test_stochastic_rounding_is_unbiased(format)
