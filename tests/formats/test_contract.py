@@ -291,6 +291,10 @@ def test_seeds_of_streams_are_plain_data() -> None:
 def test_unknown_names_and_fields() -> None:
     with pytest.raises(BadInput, match="no number format named 'nf5'"):
         get_format("nf5")
+    with pytest.raises(BadInput, match=r"did you mean 'int8'.*mxfp4"):
+        get_format("INT8 ")
+    with pytest.raises(BadInput, match="'vqx3'; known: "):
+        get_format("vqx3")
     with pytest.raises(BadInput, match="no field"):
         get_format({"name": "nf4", "blok": 3})
     with pytest.raises(BadInput, match="floating-point"):
@@ -349,3 +353,12 @@ def test_a_pickled_format_takes_its_contract_from_the_code_that_reads_it() -> No
     assert b"largest_error" not in saved and b"contract" not in saved
     read = pickle.loads(saved)
     assert read == formats.NF4 and read.contract == formats.NF4.contract and read.text == formats.NF4.text
+
+
+def test_a_changed_format_is_not_told_as_the_named_one() -> None:
+    assert formats.format_in_words(formats.NF4) == "nf4"
+    table = tuple(value / 2 for value in formats.NF4.values)
+    changed = dataclasses.replace(formats.NF4, values=table, block=32)
+    assert formats.format_in_words(changed) == "nf4 with values, block 32"
+    own = dataclasses.replace(formats.NF4, name="mine", block=32)
+    assert formats.format_in_words(own) == "mine"

@@ -62,3 +62,8 @@ def get_format(format: Format | str | Mapping[str, Any]) -> Format:
 def format_to_config(format: Format) -> str | dict[str, Any]:
     """A format as plain data for `get_format`: its name, or a mapping with the changed fields."""
     return base.format_to_config(format, FORMATS)
+
+
+def format_in_words(format: Format) -> str:
+    """A format's name with the fields that differ from the named value, such as ``nf4 with block 32``."""
+    return base.format_in_words(format, FORMATS)

@@ -18,6 +18,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -208,6 +209,15 @@ def format_to_config(format: Format, registry: Mapping[str, Format]) -> str | di
     return {"name": format.name, **changed} if changed else format.name
 
 
+def format_in_words(format: Format, registry: Mapping[str, Format]) -> str:
+    """A format's name, and where it is not the registry's value what it changes: ``nf4 with block 32``."""
+    config = format_to_config(format, registry) if format.name in registry else format.name
+    if isinstance(config, str):
+        return format.name
+    told = (f"{k} {v}" if isinstance(v, int | float | str) else k for k, v in config.items() if k != "name")
+    return f"{format.name} with {', '.join(told)}"
+
+
 def format_from_config(config: str | Mapping[str, Any], registry: Mapping[str, Format]) -> Format:
     """The inverse of `format_to_config`.
 
@@ -219,7 +229,10 @@ def format_from_config(config: str | Mapping[str, Any], registry: Mapping[str, F
     fields: dict[str, Any] = {"name": config} if isinstance(config, str) else dict(config)
     name = str(fields.pop("name", None))
     if name not in registry:
-        raise ValueError(f"no number format named {name!r}; known: {', '.join(sorted(registry))}.")
+        by_lower_case = {entry.lower(): entry for entry in registry}
+        near = get_close_matches(name.lower(), by_lower_case, n=1)
+        meant = f"did you mean {by_lower_case[near[0]]!r}? The names: " if near else "known: "
+        raise ValueError(f"no number format named {name!r}; {meant}{', '.join(sorted(registry))}.")
     base = registry[name]
     unknown = set(fields) - {f.name for f in dataclasses.fields(base)}
     if unknown:
