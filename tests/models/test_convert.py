@@ -115,6 +115,13 @@ def test_rules_skips_and_overrides() -> None:
     assert model(tokens()).logits.isfinite().all()
 
 
+def test_a_receipt_names_what_a_format_changes() -> None:
+    coarse = replace(PACK, linear=Rule(weight=replace(NF4, block=32)))
+    model = tiny("llama")
+    assert "-> QuantizedLinear nf4 with block 32 " in str(convert(model, coarse))
+    assert "-> QuantizedLinear nf4  " in str(convert(tiny("llama"), PACK))
+
+
 def test_receipt_says_what_and_why() -> None:
     model = tiny("gemma2")
     receipt = convert(model, PACK)

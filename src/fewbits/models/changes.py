@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from fewbits.formats import format_in_words
 from fewbits.host.receipt import Change
 from fewbits.nn.experts import QuantizedExperts
 from fewbits.nn.fake_quantize import FakeQuantizedLinear
@@ -29,7 +30,7 @@ def describe(module: nn.Module) -> str:
         formats = [f for f in (module.weight_format, module.activation_format) if f is not None]
     else:
         formats = []
-    return " ".join([type(module).__name__, " ".join(dict.fromkeys(f.name for f in formats))]).rstrip()
+    return " ".join([type(module).__name__, " ".join(dict.fromkeys(map(format_in_words, formats)))]).rstrip()
 
 
 def expert_changes(path: str, experts: QuantizedExperts) -> list[Change]:
@@ -38,7 +39,7 @@ def expert_changes(path: str, experts: QuantizedExperts) -> list[Change]:
     for name, format in experts.formats.items():
         packed = experts.packed(name)
         before = math.prod(packed.shape) * experts.dtype.itemsize
-        kind = f"{type(experts).__name__} {format.name}"
+        kind = f"{type(experts).__name__} {format_in_words(format)}"
         changes.append(Change(f"{path}.{name}", experts.host_class.__name__, kind, before, packed.nbytes))
     return changes
 
