@@ -69,7 +69,22 @@ def test_a_catalog_name_supplies_what_is_left_out() -> None:
         ({"name": "x", "linaer": {}}, "no field linaer"),
         ({"name": "x", "linear": {"wieght": "nf4"}}, "no field wieght"),
         ({"name": "x", "linear": {"weight": "nf5"}}, "no number format named 'nf5'"),
-        ({"name": "x", "linear": 4}, "a recipe's Rule is 4; give a mapping"),
+        ({"name": "x", "linear": 4}, "'linear' of a recipe is 4; give a format's name or a mapping"),
+        ({"name": "x", "lora": 4}, "'lora' of a recipe is 4; give a mapping of its fields"),
+        (
+            {"name": "x", "overrides": {"*.q": 4}},
+            r"'overrides, \*\.q' of a recipe is 4; give a format's name or",
+        ),
+        (
+            {"name": "x", "overrides": {"*.q": {"wieght": 4}}},
+            r"'overrides, \*\.q' of a recipe has no field wieght",
+        ),
+        (
+            {"name": "x", "overrides": {"*.q": "nf5"}},
+            r"'overrides, \*\.q\.weight' of a recipe: no number format",
+        ),
+        ({"name": "x", "communication": "nf5"}, "'communication' of a recipe: no number format named 'nf5'"),
+        ({"name": "x", "qat": {"weight": "nf5"}}, "'qat.weight' of a recipe: no number format named 'nf5'"),
         ({"name": "x", "head": "nf5"}, "no number format named 'nf5'"),
         ({"name": "x", "qat": {}}, "has no 'weight'; give"),
         (3, "3 is not a recipe; give a name"),
@@ -84,6 +99,13 @@ def test_a_catalog_name_supplies_what_is_left_out() -> None:
 def test_refusals(config, message: str) -> None:
     with pytest.raises(BadInput, match=message):
         get_recipe(config)
+
+
+def test_a_formats_name_alone_is_the_weights() -> None:
+    fields = {"linear": "nf4", "head": "int8", "overrides": {"*.down_proj": "int8", "*.o_proj": {}}}
+    recipe = get_recipe({"name": "mine", **fields})
+    assert (recipe.linear, recipe.head) == (Rule(weight=NF4), Rule(weight=INT8))
+    assert recipe.overrides == (("*.down_proj", Rule(weight=INT8)), ("*.o_proj", Rule()))
 
 
 def test_rules_in_order() -> None:

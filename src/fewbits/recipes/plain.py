@@ -70,21 +70,22 @@ def _from_config(config: Mapping[str, Any]) -> Recipe:
     if not isinstance(name, str):
         raise BadInput("a recipe needs a field 'name'; a name from the catalog supplies what is left out.")
     base = CATALOG[name]() if name in CATALOG else Recipe(name=name)
-    _check_fields(Recipe, config)
+    _check_fields(Recipe, config, "")
     fields: dict[str, Any] = {}
     for key, value in config.items():
         if key == "overrides":
-            fields[key] = tuple((pattern, _rule(Rule(), rule)) for pattern, rule in _pairs(value))
+            pairs = _pairs(value)
+            fields[key] = tuple((name, _rule(Rule(), rule, f"{key}, {name}")) for name, rule in pairs)
         elif key in ("linear", "head"):
-            value = {"weight": value} if isinstance(value, str) else value  # `head: int8`
-            fields[key] = _rule(getattr(base, key), value)
+            fields[key] = _rule(getattr(base, key), value, key)
         elif key == "lora":
-            fields[key] = None if value is None else _replace(base.lora or LoRA(), value)
+            fields[key] = None if value is None else _replace(base.lora or LoRA(), value, key)
         elif key == "qat":
             fields[key] = None if value is None else _qat(base.qat, value)
         elif key in ("kv_cache", "communication"):
-            read = get_kv_cache if key == "kv_cache" else get_format
-            fields[key] = None if value is None else read(value)
+            fields[key] = (
+                get_kv_cache(value) if key == "kv_cache" and value is not None else _format(value, key)
+            )
         elif key == "skip":
             if not isinstance(value, list | tuple) or not all(isinstance(v, str) for v in value):
                 raise BadInput(f"the field 'skip' of a recipe is {value!r}; give a list of module names.")
@@ -118,33 +119,44 @@ def _to_plain(value: Any) -> Any:
     return value
 
 
-def _rule(base: Rule, config: Any) -> Rule:
-    return _replace(base, config, formats=True)
+def _rule(base: Rule, config: Any, key: str) -> Rule:
+    """``base`` with what ``config`` says; a format's name alone (``head: int8``) is the weight's."""
+    return _replace(base, {"weight": config} if isinstance(config, str) else config, key)
 
 
 def _qat(base: QAT | None, config: Any) -> QAT:
     if base is None:
-        if not isinstance(config, Mapping) or "weight" not in config:
+        weight = _format(config.get("weight"), "qat.weight") if isinstance(config, Mapping) else None
+        if weight is None:
             raise BadInput(
                 "the field 'qat' of a recipe has no 'weight'; give the format to train for, as in"
                 " {weight: int4_g32}."
             )
-        base = QAT(weight=get_format(config["weight"]))
-    return _replace(base, config, formats=True)
+        base = QAT(weight=weight)
+    return _replace(base, config, "qat")
 
 
-def _replace(base: T, config: Any, *, formats: bool = False) -> T:
-    """``base`` with the fields that ``config`` names; with ``formats`` each value is a format."""
+def _replace(base: T, config: Any, where: str) -> T:
+    """``base`` with the fields that ``config`` names; ``where`` is the recipe's key that holds it."""
     if not isinstance(config, Mapping):
-        raise BadInput(f"a recipe's {type(base).__name__} is {config!r}; give a mapping of its fields.")
-    _check_fields(type(base), config)
+        also = "a format's name or " if isinstance(base, Rule) else ""
+        raise BadInput(f"'{where}' of a recipe is {config!r}; give {also}a mapping of its fields.")
+    _check_fields(type(base), config, where)
     fields: dict[str, Any] = {}
     for key, value in config.items():
-        if formats:
-            fields[key] = None if value is None else get_format(value)
-        else:
+        if isinstance(base, LoRA):
             fields[key] = _lora_value(key, tuple(value) if isinstance(value, list) else value)
+        else:
+            fields[key] = _format(value, f"{where}.{key}")
     return dataclasses.replace(base, **fields)
+
+
+def _format(value: Any, where: str) -> Format | None:
+    """The format that the recipe's key ``where`` names; None stays None."""
+    try:
+        return None if value is None else get_format(value)
+    except BadInput as error:
+        raise BadInput(f"'{where}' of a recipe: {error}") from error
 
 
 def _lora_value(key: str, value: Any) -> Any:
@@ -172,10 +184,9 @@ def _lora_value(key: str, value: Any) -> Any:
     return value
 
 
-def _check_fields(kind: Any, config: Mapping[str, Any]) -> None:
+def _check_fields(kind: Any, config: Mapping[str, Any], where: str) -> None:
     fields = [f.name for f in dataclasses.fields(kind)]
     unknown = sorted(str(key) for key in set(config) - set(fields))
     if unknown:
-        raise BadInput(
-            f"a {kind.__name__} has no field {', '.join(unknown)}; its fields: {', '.join(fields)}."
-        )
+        place = f"'{where}' of a recipe" if where else f"a {kind.__name__}"
+        raise BadInput(f"{place} has no field {', '.join(unknown)}; its fields: {', '.join(fields)}.")
