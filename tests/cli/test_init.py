@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from fewbits.cli import init, listings
-from fewbits.recipes import CATALOG, qlora_nf4
+from fewbits.formats import E4M3, STOCHASTIC
+from fewbits.recipes import CATALOG, Recipe, Rule, qlora_nf4
 from fewbits.training.config import METHODS, TrainConfig
 
 PAIR = {"prompt": "a", "chosen": "b", "rejected": "c", "completion": "d", "label": True}
@@ -129,6 +130,22 @@ def test_recipes_are_those_of_the_catalog(run, monkeypatch):
     assert facts["float8_full"]["trains"] == "all weights"
     shown = run("recipes").out
     assert all(name in shown for name in CATALOG)
+
+
+def test_products_and_units_are_read_from_formats_and_not_from_their_names(monkeypatch):
+    def streams():
+        """Streams by another name."""
+        return Recipe(name="streams", linear=Rule(weight=replace(STOCHASTIC, name="other")))
+
+    def eight():
+        """8 bits by another name."""
+        return Recipe(name="eight", linear=Rule(activation=replace(E4M3, name="other")))
+
+    for make in (streams, eight):
+        monkeypatch.setitem(CATALOG, make.__name__, make)
+    facts = {one.name: one for one in listings.recipe_facts()}
+    assert facts["streams"].products == "stochastic"
+    assert facts["eight"].runs_on.startswith("GPU from 8.9")
 
 
 def test_families_are_tried(run, monkeypatch, tmp_path):

@@ -74,13 +74,14 @@ def _products(recipe: Recipe) -> str:
     if formats:
         return ", ".join(formats)
     weight = recipe.linear.weight or (recipe.qat.weight if recipe.qat is not None else None)
-    return "stochastic" if weight is not None and weight.name == "stochastic" else "16 or 32 bits"
+    return "stochastic" if weight is not None and weight.contract.product == "stochastic" else "16 or 32 bits"
 
 
 def _runs_on(recipe: Recipe) -> str:
     from fewbits.device import lowest_capability
 
-    dtypes = ["float8" if f.name.startswith("float8") else "bfloat16" for f in _operands(recipe) if f]
+    codings = [f.contract.coding for f in _operands(recipe) if f is not None]
+    dtypes = ["float8" if coding is not None and coding.is_float8 else "bfloat16" for coding in codings]
     major, minor = max(map(lowest_capability, dtypes or ["bfloat16"]))
     return f"GPU from {major}.{minor}; CPU"
 
