@@ -14,7 +14,12 @@ from fewbits.errors import BadInput, Unsupported
 from fewbits.formats.stochastic import STOCHASTIC, Stochastic
 from fewbits.formats.streams import product_tables
 from fewbits.kernels.stochastic import choice, lookup, or_counts, thermometer
-from fewbits.kernels.stochastic.codes import stochastic_codes, stochastic_codes_ref, stochastic_path
+from fewbits.kernels.stochastic.codes import (
+    stochastic_codes,
+    stochastic_codes_ref,
+    stochastic_path,
+    without_tables,
+)
 from tests.formats.generated_arithmetic import count_rows, random_arithmetic
 from tests.formats.generated_streams import generated_matmul
 
@@ -151,6 +156,8 @@ def test_paths_of_a_gpu_say_why_they_are_not_the_fast_ones() -> None:
     ):
         path = stochastic_path(cuda, 16, replace(SMALL, **ARITHMETICS[name]))
         assert path.name == "definition" and words in path.reason
+        assert path.reason == without_tables(replace(SMALL, **ARITHMETICS[name]))
+    assert without_tables(SMALL) == ""
 
 
 @pytest.mark.parametrize("name", ["and", "flips", "early", "unary-and", "weyl"])

@@ -147,18 +147,23 @@ class Path(NamedTuple):
     reason: str = ""
 
 
+def without_tables(options: Stochastic) -> str:
+    """Why no GPU's kernel knows the streams of ``options``, whatever their length; "" where one may."""
+    if options.streams.or_group > 1:
+        return "OR-ed groups of products have no table of pairs, which the kernels look up"
+    if options.streams.signed:
+        return "signs are in the streams, and the kernels' tables are of magnitudes"
+    return ""
+
+
 def stochastic_path(
     device: torch.device, D: int, options: Stochastic, levels: Sequence[int] | None = None
 ) -> Path:
     """The way a product of D inner dimensions takes on a device; all give the same bits."""
     if device.type != "cuda":
         return Path("definition")
-    if options.streams.or_group > 1:
-        return Path(
-            "definition", "OR-ed groups of products have no table of pairs, which the kernels look up"
-        )
-    if options.streams.signed:
-        return Path("definition", "signs are in the streams, and the kernels' tables are of magnitudes")
+    if reason := without_tables(options):
+        return Path("definition", reason)
     levels = (options.length,) if levels is None else tuple(levels)
     options, chunk = with_longest(options, levels), options.chunk_size(D)
     why = nvrtc.missing()
