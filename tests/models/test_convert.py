@@ -147,7 +147,7 @@ def test_strict_refuses_a_mismatch_before_anything_is_changed() -> None:
     model.model.layers[0].mlp.extra = nn.Linear(2, 2)
     odd = OddLinear(64, 64, bias=False)
     model.model.layers[1].self_attn.q_proj = odd
-    with pytest.raises(SpecMismatch, match=r"q_proj: it is a OddLinear.*use strict=False"):
+    with pytest.raises(SpecMismatch, match=r"q_proj: it is an OddLinear.*use strict=False"):
         convert(model, PACK, strict=True)
     assert not any(isinstance(m, QuantizedLinear) for m in model.modules())
     receipt = convert(model, PACK)

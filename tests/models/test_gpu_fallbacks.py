@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from fewbits.formats import INT8, MXFP4, NF4, TERNARY_ROW, Format
+from dataclasses import replace
+
+from fewbits.formats import E4M3, E4M3_ROW, INT8, MXFP4, NF4, STOCHASTIC, TERNARY_ROW, Format
 from fewbits.kernels.codec.dequantize_triton import has_kernel
 from fewbits.models.convert import convert, explain
 from fewbits.recipes import QAT, Recipe, Rule
@@ -34,3 +36,19 @@ def test_rounding_in_training_and_operands() -> None:
     of_products = said(Recipe(name="r", linear=Rule(activation=MXFP4)))
     assert of_products == [f"on a GPU operands of products are rounded to mxfp4 {WANT} (14 layers)"]
     assert said(Recipe(name="r", linear=Rule(weight=NF4))) == []
+
+
+def test_stochastic_products_whose_tables_no_kernel_has() -> None:
+    signs = replace(STOCHASTIC, signs="twos_complement")
+    notes = said(Recipe(name="r", linear=Rule(weight=signs)))
+    reason = "signs are in the streams, and the kernels' tables are of magnitudes"
+    assert notes == [f"on a GPU stochastic products ({reason}) are computed {WANT} (14 layers)"]
+    assert said(Recipe(name="r", linear=Rule(weight=STOCHASTIC))) == []
+
+
+def test_a_heads_operands_that_have_no_product() -> None:
+    receipt = convert(tiny("llama"), Recipe(name="r", head=Rule(activation=INT8)))
+    assert "the head has products in 8-bit floats alone, not in int8: they keep their dtype" in receipt.notes
+    eight = convert(tiny("llama"), Recipe(name="r", head=Rule(weight_operand=E4M3, activation=E4M3_ROW)))
+    assert not any("8-bit floats alone" in note for note in eight.notes)
+    assert any("until the decoder is fused" in note for note in eight.notes)

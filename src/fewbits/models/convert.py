@@ -243,7 +243,11 @@ def _notes(spec: ModelSpec, recipe: Recipe) -> Iterator[str]:
         )
     if spec.experts is not None and (recipe.linear.weight_operand or recipe.linear.activation) is not None:
         yield "products of experts are computed in the dtype of the activations, not in 8 bits"
-    if not replace(recipe.head, weight=None).is_plain:
+    operands = (recipe.head.weight_operand, recipe.head.activation, recipe.head.gradient)
+    codings = {f.name: f.contract.coding for f in operands if f is not None}
+    if others := [name for name, coding in codings.items() if coding is None or not coding.is_float8]:
+        yield f"the head has products in 8-bit floats alone, not in {others[0]}: they keep their dtype"
+    elif codings:
         yield "the head's products keep their dtype until the decoder is fused (fewbits.fuse)"
 
 

@@ -18,15 +18,18 @@ from fewbits.formats.base import Format
 from fewbits.kernels.codec.dequantize_triton import has_kernel
 from fewbits.kernels.codec.quantize_triton import takes
 from fewbits.kernels.product.matmul_packed import PLAIN
+from fewbits.kernels.stochastic.codes import without_tables
 from fewbits.nn.experts import QuantizedExperts
 from fewbits.nn.fake_quantize import FakeQuantizedLinear
 from fewbits.nn.linear import LowPrecisionLinear, QuantizedLinear
+from fewbits.nn.stochastic_linear import StochasticLinear
 from fewbits.words import counted
 
 
 def gpu_fallbacks(model: nn.Module) -> Iterator[str]:
     """For each format without a GPU kernel that a layer of ours uses: what is computed in plain torch."""
-    counts = Counter(what for layer in model.modules() for what in {*_decoded(layer), *_rounded(layer)})
+    told = (_decoded, _rounded, _streamed)
+    counts = Counter(what for layer in model.modules() for what in {w for of in told for w in of(layer)})
     for what, count in counts.items():
         yield (
             f"on a GPU {what} in plain torch, for want of a kernel: the same numbers in more time"
@@ -60,3 +63,11 @@ def _rounded(layer: nn.Module) -> Iterator[str]:
         for format in (operands.activation, operands.gradient, operands.weight_operand):
             if format is not None:
                 yield f"operands of products are rounded to {format.name}"
+
+
+def _streamed(layer: nn.Module) -> Iterator[str]:
+    """What is said of a layer whose product is that of stochastic streams."""
+    if isinstance(layer, StochasticLinear) and not layer.int8 and not layer.exact:
+        reason = without_tables(layer.format)
+        if reason:
+            yield f"stochastic products ({reason}) are computed"
