@@ -29,7 +29,6 @@ from fewbits.inference.stochastic_eval import EvalSetting, under_setting
 from fewbits.inference.stochastic_screen import Candidate, Screening, screen
 from fewbits.inference.stochastic_work import Work, count_work
 from fewbits.models.stochastic import check_config, facts_of
-from fewbits.models.stochastic_sharing import ONE_INPUT
 from fewbits.models.stochastic_switch import linear_names
 from fewbits.recipes.stochastic_config import (
     AttentionSetting,
@@ -117,10 +116,12 @@ def operators(
     Raises:
         BadInput: more buckets than layers, or none.
     """
-    layers = list(layer_names(model, spec_for(model)))
+    spec = spec_for(model)
+    layers = list(layer_names(model, spec))
     if not 1 <= buckets <= len(layers):
         raise BadInput(f"{buckets} buckets of {len(layers)} layers; choose from 1 to {len(layers)}.")
-    ends = {end: "+".join(group) for group in ONE_INPUT for end in group} if tied else {}
+    groups = [[path.rpartition(".")[2] for path in paths] for paths in spec.products] if tied else []
+    ends = {end: "+".join(group) for group in groups for end in group}
     linears = linear_names(model, base.options)
     result = []
     for number in range(buckets):

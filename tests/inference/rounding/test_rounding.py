@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,9 +11,12 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fewbits.errors import NotFinite, Unsupported
+from fewbits.families.catalog import SPECS
+from fewbits.families.spec import MLP
 from fewbits.formats import FORMATS
+from fewbits.host.spec import spec_for
 from fewbits.inference.rounding import pipeline
-from fewbits.inference.rounding.awq import fold_scales
+from fewbits.inference.rounding.awq import fold_scales, folds_of
 from fewbits.inference.rounding.gptq import gptq, loss_of, nearest
 from fewbits.inference.rounding.grids import Grids
 from tests.models.tiny import tiny
@@ -88,7 +92,12 @@ def test_folding_scales_changes_no_output_and_loses_less() -> None:
     words = {"position_embeddings": angles, "attention_mask": None}
     magnitudes = {n: v.abs().mean(0) for n, v in inputs.items()}
     moved, folded = fold_scales(
-        layer, hessians, magnitudes, dict.fromkeys(names, format), lambda: layer(hidden, **words)
+        layer,
+        hessians,
+        magnitudes,
+        dict.fromkeys(names, format),
+        lambda: layer(hidden, **words),
+        folds_of(spec_for(model)),
     )
     assert folded == ("input_layernorm", "post_attention_layernorm", "mlp.up_proj")
     outputs = [m(hidden, **words) for m in (layer, before)]
@@ -121,7 +130,12 @@ def test_a_scale_is_folded_only_where_the_layer_stays_what_it_was(family: str, d
         moments, magnitudes = pipeline._moments(layer, names, hidden, of_layer)
         formats = dict.fromkeys(names, FORMATS["int4_g32"])
         _, folded = fold_scales(
-            layer, moments, magnitudes, formats, lambda: pipeline._output(layer, hidden[0], of_layer)
+            layer,
+            moments,
+            magnitudes,
+            formats,
+            lambda: pipeline._output(layer, hidden[0], of_layer),
+            folds_of(spec_for(model)),
         )
         after = model(ids).logits
     tolerance = 1e-5 if dtype is torch.float32 else 0.02
@@ -129,3 +143,13 @@ def test_a_scale_is_folded_only_where_the_layer_stays_what_it_was(family: str, d
     assert ("mlp.up_proj" in folded) == (family in ("granite", "gemma"))
     # Gemma's and Nemotron's norms multiply by 1 + weight, Apertus calls its own otherwise.
     assert ("input_layernorm" in folded) == (family in ("arcee", "bitnet", "granite"))
+
+
+def test_folds_are_those_of_the_families_own_paths() -> None:
+    plain = MLP(inputs=("mlp.c_fc",), output="mlp.c_proj", is_gated=False)
+    ungated = replace(SPECS["llama"], mlp=plain)
+    gemma2, llama, bent = (dict(folds_of(spec)) for spec in (SPECS["gemma2"], SPECS["llama"], ungated))
+    assert "pre_feedforward_layernorm" in gemma2 and "post_attention_layernorm" not in gemma2
+    assert llama["mlp.up_proj"] == ("mlp.down_proj",)
+    assert bent["post_attention_layernorm"] == ("mlp.c_fc",)
+    assert not any(maker.startswith("mlp.") for maker in bent)  # an activation stands between

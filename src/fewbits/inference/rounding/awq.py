@@ -12,11 +12,13 @@ nothing, and is made only where the layer's output stays what it was.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from fewbits.families.catalog import LLAMA
+from fewbits.families.spec import ModelSpec
 from fewbits.formats.base import Format
 from fewbits.inference.rounding.gptq import loss_of, nearest
 
@@ -25,12 +27,24 @@ if TYPE_CHECKING:
 
 _EQUAL = 1e-6  # of the layer's output, where sums are taken in another order
 _POWERS = tuple(number / 20 for number in range(20))
-# What makes the input (a norm, or a linear whose rows it is), and the linears that read it.
-FOLDS = (
-    ("input_layernorm", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
-    ("post_attention_layernorm", ("mlp.gate_proj", "mlp.up_proj")),
-    ("mlp.up_proj", ("mlp.down_proj",)),
-)
+Folds: TypeAlias = Sequence[tuple[str, Sequence[str]]]
+
+
+def folds_of(spec: ModelSpec) -> Folds:
+    """What makes the input of linears (a norm, or a linear whose rows it is), and the linears that read it.
+
+    Of a family that nobody wrote a spec for, Llama's: each fold is tried before it is made.
+    """
+    spec = LLAMA if spec.generic else spec
+    attention = () if spec.attention is None else spec.attention.inputs
+    mlp = () if spec.mlp is None else spec.mlp.inputs
+    if spec.norm.layout == "parallel":  # one norm for both halves
+        folds = [(spec.norm.before_attention, (*attention, *mlp))]
+    else:
+        folds = [(spec.norm.before_attention, attention), (spec.norm.before_mlp, mlp)]
+    if spec.mlp is not None and spec.mlp.is_gated and len(mlp) == 2:
+        folds.append((mlp[1], (spec.mlp.output,)))  # the product of gate and up is linear in up
+    return [(maker, readers) for maker, readers in folds if maker is not None and readers]
 
 
 @torch.no_grad()
@@ -40,21 +54,23 @@ def fold_scales(
     magnitudes: Mapping[str, Tensor],
     formats: Mapping[str, Format],
     output: Callable[[], Tensor],
+    folds: Folds,
 ) -> tuple[dict[str, Tensor], tuple[str, ...]]:
     """Scale the columns of a decoder layer's linears, in place.
 
     Args:
-        layer: a decoder layer with plain linears; what it lacks of `FOLDS` is left out.
+        layer: a decoder layer with plain linears; what it lacks of ``folds`` is left out.
         hessians: H by the linear's name in the layer; it is scaled along.
         magnitudes: mean |x| (K,) likewise.
         formats: how each linear will be stored.
         output: computes what the layer makes of some rows, as it now is.
+        folds: from `folds_of`.
 
     Returns:
         The hessians of the scaled layer, and what a scale was folded into.
     """
     changed, folded = dict(hessians), []
-    for maker_name, readers in FOLDS:
+    for maker_name, readers in folds:
         present = [name for name in readers if name in formats]
         maker = _find(layer, maker_name)
         if maker is None or len(present) != len(readers):

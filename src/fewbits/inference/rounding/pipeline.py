@@ -29,7 +29,7 @@ from fewbits.host.expert_weights import weights_of
 from fewbits.host.spec import layer_names, spec_for
 from fewbits.host.transposed import as_linear, is_transposed
 from fewbits.inference.export import LayerError, QuantizeResult
-from fewbits.inference.rounding.awq import fold_scales
+from fewbits.inference.rounding.awq import fold_scales, folds_of
 from fewbits.inference.rounding.budget import Budget, Step, allocate, measure_losses
 from fewbits.inference.rounding.gptq import gptq, loss_of, nearest
 from fewbits.inference.rounding.grids import Grids
@@ -237,8 +237,9 @@ class _Work:
             )
         if self.method.startswith("awq"):
             formats = {leaf: self.formats[f"{name}.{leaf}"] for leaf in linears}
+            folds = folds_of(spec_for(self.model))
             hessians, folded = fold_scales(
-                layer, hessians, magnitudes, formats, lambda: _output(layer, hidden[0], words)
+                layer, hessians, magnitudes, formats, lambda: _output(layer, hidden[0], words), folds
             )
             self.folded += len(folded)
         for leaf in linears:
