@@ -13,10 +13,11 @@ from transformers import AutoModelForCausalLM
 
 from fewbits import FastLanguageModel
 from fewbits.errors import BadInput, Unsupported
-from fewbits.models.learning_rates import set_lora_plus
+from fewbits.models.learning_rates import set_embeddings_apart, set_lora_plus
 from fewbits.training.optimizer import MuonAdamW
 from fewbits.training.run import train
 from fewbits.training.step.optimized import OptimizedTrainer
+from tests.models.unwritten import unwritten
 from tests.training.conftest import make_tiny_folder, write_tiny_data
 from tests.training.test_lora_variants import config_of
 
@@ -262,3 +263,14 @@ def test_rows_of_twice_the_length_that_the_model_was_made_for(folder):
     model, _ = FastLanguageModel.from_pretrained(result.final, load_in_4bit=False, device_map="cpu")
     assert model.config.max_position_embeddings == 256
     assert model.config.rope_parameters["rope_type"] == "linear"
+
+
+@pytest.mark.parametrize("model_type", ["falcon", "gpt2", "opt"])
+def test_embeddings_are_those_that_the_model_names(model_type):
+    """Falcon calls its table word_embeddings: no list of names has them all."""
+    model = unwritten(model_type)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    set_embeddings_apart(optimizer, model, 1e-5)
+    (apart,) = [group["params"] for group in optimizer.param_groups if group["lr"] == 1e-5]
+    ends = [model.get_input_embeddings().weight, model.get_output_embeddings().weight]
+    assert {id(p) for p in apart} == {id(p) for p in ends}

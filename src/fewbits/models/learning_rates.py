@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from fewbits.errors import BadInput
+from fewbits.host.unwrap import unwrap
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
-
-_EMBEDDINGS = ("embed_tokens", "lm_head", "wte", "embed_in", "embed_out")
-
-
-def is_embedding(name: str) -> bool:
-    """Whether a parameter of this name belongs to an embedding or an output head."""
-    return any(part in _EMBEDDINGS for part in name.split("."))
 
 
 def set_embeddings_apart(optimizer: Optimizer, model: nn.Module, rate: float) -> None:
@@ -26,7 +20,8 @@ def set_embeddings_apart(optimizer: Optimizer, model: nn.Module, rate: float) ->
     Raises:
         BadInput: none of them trains.
     """
-    chosen = [p for name, p in _trained(model) if is_embedding(name)]
+    embeddings = _of_embeddings(model)
+    chosen = [p for _, p in _trained(model) if id(p) in embeddings]
     if not chosen:
         raise BadInput(
             "embedding_learning_rate is set, but neither embeddings nor head train; name them in"
@@ -44,12 +39,26 @@ def set_lora_plus(optimizer: Optimizer, model: nn.Module, ratio: float) -> None:
     Raises:
         BadInput: the model has no adapters.
     """
-    chosen = [p for n, p in _trained(model) if "lora_B" in n or (p.ndim == 1 and not is_embedding(n))]
+    embeddings = _of_embeddings(model)
+    chosen = [p for n, p in _trained(model) if "lora_B" in n or (p.ndim == 1 and id(p) not in embeddings)]
     if not any("lora_B" in name for name, _ in _trained(model)):
         raise BadInput("lora_plus_ratio is set, but there are no adapters; leave it out, or set lora_r.")
     for group_rate in sorted({group["lr"] for group in optimizer.param_groups}):
         members = {id(p) for g in optimizer.param_groups if g["lr"] == group_rate for p in g["params"]}
         _set_apart(optimizer, [p for p in chosen if id(p) in members], group_rate * ratio)
+
+
+def _of_embeddings(model: nn.Module) -> set[int]:
+    """Numbers of the parameters of the token embedding and the output head, adapters and copies included."""
+    base: Any = unwrap(model)
+    numbers: set[int] = set()
+    for getter in ("get_input_embeddings", "get_output_embeddings"):
+        try:
+            module = getattr(base, getter)()
+        except (AttributeError, NotImplementedError):  # a model without a head
+            continue
+        numbers |= set() if module is None else {id(parameter) for parameter in module.parameters()}
+    return numbers
 
 
 def _trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -68,4 +77,4 @@ def _set_apart(optimizer: Optimizer, chosen: Iterable[nn.Parameter], rate: float
     optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
 
 
-__all__ = ["is_embedding", "set_embeddings_apart", "set_lora_plus"]
+__all__ = ["set_embeddings_apart", "set_lora_plus"]

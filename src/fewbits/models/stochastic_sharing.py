@@ -17,9 +17,6 @@ from fewbits.nn.stochastic_linear import StochasticLinear
 if TYPE_CHECKING:
     from torch import nn
 
-# Linears of a decoder layer that every known family calls with the same tensor, by the ends of their paths.
-ONE_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-
 
 @dataclass(frozen=True)
 class SharedInputs:
@@ -40,11 +37,10 @@ def share_inputs(model: nn.Module) -> Receipt:
     spec = spec_for(model)
     num_groups, left = 0, dict[str, int]()
     for layer in layer_names(model, spec):
-        for ends in ONE_INPUT:
-            paths = [path for end in ends for path in spec.linears if path.endswith(f".{end}")]
+        for paths in (paths for paths in spec.products if len(paths) > 1):
             modules = [find(model, f"{layer}.{path}") for path in paths]
             linears = [module for module in modules if isinstance(module, StochasticLinear)]
-            if len(linears) != len(ends) or any(linear.group is not None for linear in linears):
+            if len(linears) != len(paths) or any(linear.group is not None for linear in linears):
                 continue
             why = obstacle(linears)
             if why:
