@@ -119,6 +119,39 @@ def test_copies_are_of_their_own() -> None:
     assert copy["a"][0].tolist() == [1, 1] and copy["a"][1][1] == 3 and copy["b"] == "text"
 
 
+def test_copies_share_one_memory_and_no_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of one of them has its bytes alone, and the next checkpoint's are made in the same place."""
+    tree = [torch.arange(5.0), {"step": torch.tensor(3), "none": torch.zeros(0)}, torch.ones(3, 2).T.half()]
+    memory = beside.HostMemory()
+    memory.reserve(beside.nbytes_beside(tree))
+    assert memory.nbytes == 3 * 64
+    copies = beside.host_copy(tree, memory)
+    assert same(copies, tree) and copies[2].is_contiguous()
+    assert [copies[i].untyped_storage().nbytes() for i in (0, 2)] == [20, 12]
+    torch.save(copies, tmp_path / "copies.pt")
+    assert same(torch.load(tmp_path / "copies.pt", weights_only=True), tree)
+    places = [copies[0].data_ptr(), copies[2].data_ptr()]
+    memory.begin()
+    again = beside.host_copy([tree[0] + 1, tree[2]], memory)
+    assert again[0].data_ptr() == places[0] and again[0].tolist() == [1, 2, 3, 4, 5]
+    beyond = beside.host_copy(torch.ones(100), memory)
+    assert beyond.data_ptr() not in range(places[0], places[0] + memory.nbytes)
+    monkeypatch.setattr(beside, "_SHARE", 1 << 40)
+    assert beside.fits_beside(tree, memory=memory) and not beside.fits_beside(tree)
+    assert not beside.fits_beside(tree, torch.ones(100), memory=memory)
+
+
+def test_where_no_memory_is_locked_copies_are_made_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **options: Any) -> None:
+        raise RuntimeError("CUDA error: out of memory")
+
+    memory = beside.HostMemory()
+    with monkeypatch.context() as without:
+        without.setattr(torch, "empty", refuse)
+        memory.reserve(64)
+    assert memory.nbytes == 0 and beside.host_copy(torch.ones(2), memory).tolist() == [1, 1]
+
+
 def test_tensors_that_hold_tensors_stay_what_they_are() -> None:
     """As torchao's moments of 4 bits, which cannot be cloned, and whose copy by numbers is a plain tensor."""
     whole = TwoTensor(torch.ones(3), torch.zeros(3))

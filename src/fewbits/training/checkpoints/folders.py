@@ -200,8 +200,13 @@ def save_weights(model: Any, folder: Path, copies: Mapping[str, Tensor] | None =
         save_scales(model, folder)
 
 
-def only_lora(model: nn.Module) -> bool:
-    """Whether PEFT's files of a model hold parameters of LoRA alone, which are known by their names."""
+def only_lora(model: nn.Module, trained: Mapping[str, Tensor] | None = None) -> bool:
+    """Whether PEFT's files of a model hold parameters of LoRA alone, which are known by their names.
+
+    Args:
+        model: the model.
+        trained: what `trainable` gives for it, of any shape; that takes a walk. None: to be asked.
+    """
     configs = list(getattr(model, "peft_config", {}).values())
     plain = [
         getattr(config.peft_type, "value", config.peft_type) == "LORA"
@@ -209,7 +214,9 @@ def only_lora(model: nn.Module) -> bool:
         and not (config.modules_to_save or getattr(config, "trainable_token_indices", None))
         for config in configs
     ]
-    return len(plain) == 1 and all(plain) and all("lora_" in name for name in trainable(model))
+    if len(plain) != 1 or not all(plain):
+        return False
+    return all("lora_" in name for name in (trainable(model) if trained is None else trained))
 
 
 def save_scales(model: nn.Module, folder: Path) -> None:
