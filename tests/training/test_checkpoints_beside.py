@@ -18,7 +18,7 @@ from fewbits.models.adapters import get_peft_model
 from fewbits.recipes import LoRA
 from fewbits.training.checkpoints import beside, folders, model_state
 from fewbits.training.checkpoints.manifest import fault_of
-from fewbits.training.step import trainer as step
+from fewbits.training.step.saving import SavingBeside
 from tests.training.test_packing import make_examples
 from tests.training.test_trainer import make_trainer, tiny
 
@@ -79,7 +79,7 @@ def test_the_files_are_those_of_a_run_that_waits(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(ours, "training_step", training_step)
     ours.train()
     monkeypatch.setattr(model_state, "save_weights", write)
-    monkeypatch.setattr(step.Trainer, "_saves_beside", lambda self: False)
+    monkeypatch.setattr(SavingBeside, "takes", lambda *arguments: False)
     trainer_in(tmp_path / "b", max_steps=3, save_steps=2).train()
     for name in ("checkpoint-2", "checkpoint-3"):
         assert fault_of(tmp_path / "a" / name) is None
@@ -104,12 +104,43 @@ def test_a_full_disk_ends_the_run_with_its_sentence(tmp_path: Path, monkeypatch:
 
 def test_only_what_fits_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights that all train, adapters of another kind and a host without room are written as ever."""
-    assert not make_trainer(tmp_path, make_examples(LENGTHS))._saves_beside()
+
+    def takes(trainer: Any) -> bool:
+        trainer.create_optimizer_and_scheduler(4)
+        return trainer._saving.takes(trainer.model, folders.trainable(trainer.model), trainer.optimizer)
+
+    assert not takes(make_trainer(tmp_path, make_examples(LENGTHS)))
     ours = trainer_in(tmp_path)
-    ours.create_optimizer_and_scheduler(4)
-    assert ours._saves_beside()
+    assert takes(ours)
     monkeypatch.setattr(beside, "_SHARE", 1 << 40)
-    assert not ours._saves_beside()
+    assert not takes(ours)
+
+
+def test_memory_is_locked_once_after_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And all checkpoints are copied there; it stands for a GPU's host here."""
+    ours = trainer_in(tmp_path, max_steps=3)
+    reserved: list[tuple[int, int]] = []
+    reserve = beside.HostMemory.reserve
+
+    def remember(self: Any, nbytes: int) -> None:
+        reserved.append((ours.state.global_step, nbytes))
+        reserve(self, nbytes)
+
+    monkeypatch.setattr(beside.HostMemory, "reserve", remember)
+    monkeypatch.setattr(
+        ours, "reserve_memory", lambda: ours._saving.reserve(ours._plain_model(), ours.optimizer)
+    )
+    copies: list[int] = []
+    write = model_state.save_weights
+
+    def count(model: Any, folder: Path, weights: dict[str, Any]) -> None:
+        copies.append(min(tensor.data_ptr() for tensor in weights.values()))
+        write(model, folder, weights)
+
+    monkeypatch.setattr(model_state, "save_weights", count)
+    ours.train()
+    assert len(reserved) == 1 and reserved[0][1] > 0
+    assert len(copies) == 3 and len(set(copies)) == 1
 
 
 def test_copies_are_of_their_own() -> None:

@@ -18,18 +18,15 @@ from torch.utils.data import DataLoader
 from fewbits.decoder.fuse import load_scales, scales_of
 from fewbits.errors import TrainingStopped
 from fewbits.formats import Format
-from fewbits.training.checkpoints.beside import Beside, copies_done, fits_beside, host_copy
 from fewbits.training.checkpoints.folders import (
     PREFIX,
     Progress,
-    only_lora,
     rotate,
-    save_scales,
     staged,
     trainable,
 )
 from fewbits.training.checkpoints.manifest import Writers
-from fewbits.training.checkpoints.model_state import keep, keep_copies, restore
+from fewbits.training.checkpoints.model_state import keep, restore
 from fewbits.training.checkpoints.sharded import is_sharded_checkpoint
 from fewbits.training.data.batches import StepBatches
 from fewbits.training.data.packing import Batch, EpochSampler, count_trained
@@ -39,9 +36,7 @@ from fewbits.training.plan.parallel import Layout
 from fewbits.training.ranks.averaging import GradientMean
 from fewbits.training.step.bad_numbers import NumberCheck
 from fewbits.training.step.graph import GraphedStep
-
-_OPTIMIZER_FILE = "optimizer.pt"
-_SCHEDULER_FILE = "scheduler.pt"  # as the host calls it
+from fewbits.training.step.saving import OPTIMIZER_FILE, SCHEDULER_FILE, SavingBeside
 
 
 class Trainer(transformers.Trainer):
@@ -91,7 +86,8 @@ class Trainer(transformers.Trainer):
         self.control: Any
         self._seen: list[tuple[Tensor, list[list[int]]]] = []
         self._resumed: Path | None = None
-        self._saving = Beside()
+        one = self.accelerator.num_processes == 1 and not self.layout.is_sharded
+        self._saving = SavingBeside(is_possible=one)
         self._trained: list[nn.Parameter] = []
         self._token_ops = 0  # floating-point operations of one token
         self._numbers = NumberCheck(
@@ -319,11 +315,15 @@ class Trainer(transformers.Trainer):
             if self.args.should_save:
                 self.progress.save(staging)
                 self.state.save_to_json(str(staging / "trainer_state.json"))
-            if self._saves_beside():
-                self._save_beside(staging, stack.pop_all())
+            model = self._plain_model()
+            trained = trainable(model)
+            if self._saving.takes(model, trained, self.optimizer):
+                torch.save(self.lr_scheduler.state_dict(), staging / SCHEDULER_FILE)
+                rest = stack.pop_all()
+                self._saving.begin(model, trained, self.optimizer, staging=staging, rest=rest)
             else:
                 self._save_optimizer_and_scheduler(str(staging))
-                keep(self._plain_model(), staging, self.optimizer, leads=self.args.should_save)
+                keep(model, staging, self.optimizer, leads=self.args.should_save)
 
     @contextmanager
     def _rotated(self, folder: Path, best_step: int | None) -> Iterator[None]:
@@ -332,33 +332,16 @@ class Trainer(transformers.Trainer):
         if self.args.should_save:
             rotate(folder, self.keep_checkpoints, best_step)
 
-    def _saves_beside(self) -> bool:
-        """Whether copies of all that trains are small, and nobody else has to take part."""
-        model = self._plain_model()
-        alone = self.accelerator.num_processes == 1 and not self.layout.is_sharded
-        return alone and only_lora(model) and fits_beside(trainable(model), self.optimizer.state_dict())
-
-    def _save_beside(self, staging: Path, rest: ExitStack) -> None:
-        """Copy what trains to the host; the rest of the writing goes on in a thread."""
-        model = self._plain_model()
-        weights, state = host_copy(trainable(model)), host_copy(self.optimizer.state_dict())
-        copied = copies_done()
-        torch.save(self.lr_scheduler.state_dict(), staging / _SCHEDULER_FILE)
-        save_scales(model, staging)
-
-        def write() -> None:
-            with rest:
-                copied()
-                torch.save(state, staging / _OPTIMIZER_FILE)
-                keep_copies(model, staging, weights)
-
-        self._saving.begin(write)
+    def reserve_memory(self) -> None:
+        """After a run's first step: what checkpoints on a GPU's host will need is locked in a thread."""
+        if self.args.save_strategy != "no" and self.args.device.type == "cuda":
+            self._saving.reserve(self._plain_model(), self.optimizer)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if not self.layout.is_sharded:
             super()._save_optimizer_and_scheduler(output_dir)
         elif self.args.should_save:  # the optimizer's shares are written with the weights'
-            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / _SCHEDULER_FILE)
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_FILE)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         restore(self._plain_model(), Path(resume_from_checkpoint))
@@ -375,9 +358,9 @@ class Trainer(transformers.Trainer):
         if shards:
             restore(self._plain_model(), Path(checkpoint), self.optimizer)
         else:  # the base class loads to "cpu:0", which torch 2.11 knows no way to
-            state = torch.load(Path(checkpoint) / _OPTIMIZER_FILE, map_location="cpu", weights_only=True)
+            state = torch.load(Path(checkpoint) / OPTIMIZER_FILE, map_location="cpu", weights_only=True)
             self.optimizer.load_state_dict(state)
-        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / _SCHEDULER_FILE, weights_only=True))
+        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER_FILE, weights_only=True))
         self._take_schedule()
 
     def _take_schedule(self) -> None:
@@ -391,6 +374,8 @@ class Trainer(transformers.Trainer):
                 schedule._last_lr = [g["lr"] for g in self.optimizer.param_groups]  # what is logged
 
     def _plain_model(self) -> Any:
+        if self.accelerator.num_processes == 1:  # nothing is wrapped, which accelerate walks to find
+            return self.model
         return self.accelerator.unwrap_model(self.model)
 
     def _share_scales(self) -> None:
@@ -484,12 +469,16 @@ class _EpochOrder(transformers.TrainerCallback):
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
+        self.is_first_step = True
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.trainer.begin_communication()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         state.epoch = state.global_step / self.trainer.batches.num_steps
+        if self.is_first_step:
+            self.is_first_step = False
+            self.trainer.reserve_memory()
         if self.trainer.asked_to_stop():
             control.should_log = control.should_save = control.should_training_stop = True
 
