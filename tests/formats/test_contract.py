@@ -133,7 +133,8 @@ def test_error_is_below_half_a_step(format: Format) -> None:
     x = torch.randn(130, 256)
     error = (format.fake_quantize(x) - x).abs()
     # 2**-20: a few float32 roundings of the scale, its inverse and the products
-    assert (error <= (format.contract.largest_error + 2**-20) * block_absmax(x, format)).all()
+    bound = (format.contract.largest_error + 2**-20) * block_absmax(x, format)
+    assert (error <= bound).all(), "Contract.largest_error: does it include what rounding the scale adds?"
 
 
 @every_format
@@ -147,17 +148,18 @@ def test_requantising_a_decoded_tensor(format: Format) -> None:
         decoded = first.dequantize()
         second = format.quantize(decoded)
         moved = second.dequantize() - decoded
+        wrong = f"Contract.again is {again!r}: state what quantising a decoded tensor gives, or mend quantize"
         if again in ("codes", "whole"):
-            assert same_bits(second.codes, first.codes)
+            assert same_bits(second.codes, first.codes), wrong
         elif again == "values":
-            assert torch.equal(second.dequantize(), decoded)  # -0 equals 0 here, their codes differ
-            assert same_bits(second.scales, first.scales)
+            assert torch.equal(second.dequantize(), decoded), wrong  # -0 equals 0 here, their codes differ
+            assert same_bits(second.scales, first.scales), wrong
         elif again == "moved":
-            assert (moved.abs() <= 1.01 * error * block_absmax(decoded, format)).all()
+            assert (moved.abs() <= 1.01 * error * block_absmax(decoded, format)).all(), wrong
         elif again == "near":
-            assert moved.norm() <= error / 10 * decoded.norm()
+            assert moved.norm() <= error / 10 * decoded.norm(), wrong
         else:
-            assert again == "nothing"
+            assert again == "nothing", wrong
 
 
 def test_double_scales_move_by_half_a_step_when_requantised() -> None:
@@ -208,13 +210,15 @@ def test_what_is_not_finite_is_never_a_plausible_number(format: Format, bad: flo
     x = torch.randn(4, 520)
     x[1, 300] = bad
     decoded = format.quantize(x).dequantize()
-    assert decoded[1, 300].isnan()
+    assert decoded[1, 300].isnan(), "a block with a value that is not finite decodes to NaN"
     clean = format.quantize(x.nan_to_num(0.0, 0.0, 0.0)).dequantize()
     untouched = ~decoded.isnan()
     if not format.contract.exact_scale:
         return  # the offset of all scales is shared, so other blocks may move in their last bits
     assert torch.equal(decoded[untouched], clean[untouched])
-    assert (~untouched).sum() == values_of_a_block(format, (4, 520))
+    assert (~untouched).sum() == values_of_a_block(format, (4, 520)), (
+        "Contract.block: what becomes NaN together"
+    )
     for seed in (None, 3):  # and the codes themselves are the same anywhere
         again = format.quantize(x, seed=seed)
         assert same_bits(again.codes, format.quantize(x.clone(), seed=seed).codes)
@@ -235,9 +239,10 @@ def test_extremes(format: Format) -> None:
     for magnitude in sorted({least, most} | {m for m in (1e-20, 1e20) if least < m < most}):
         x = torch.randn(2, 128) * magnitude
         decoded = format.fake_quantize(x)
-        assert decoded.isfinite().all()
+        assert decoded.isfinite().all(), f"{magnitude:.0e} is inside Contract.magnitudes: narrow them?"
         largest = x.abs().max().clamp(min=format.contract.least_range)
-        assert (decoded - x).abs().max() <= (format.contract.largest_error + 2**-20) * largest
+        bound = (format.contract.largest_error + 2**-20) * largest
+        assert (decoded - x).abs().max() <= bound, f"around {magnitude:.0e}: outside Contract.magnitudes?"
 
 
 @every_format
@@ -319,7 +324,7 @@ def test_stochastic_rounding_depends_on_seed_alone(format: Format) -> None:
     x = torch.randn(16, 256)
     first = format.quantize(x, seed=1)
     assert_equal_packed(first, format.quantize(x, seed=1))
-    assert not same_bits(first.codes, format.quantize(x, seed=2).codes)
+    assert not same_bits(first.codes, format.quantize(x, seed=2).codes), "is the blocks' `uniform` used?"
 
 
 @every_format
@@ -338,8 +343,9 @@ def test_stochastic_rounding_is_unbiased(format: Format) -> None:
     if format.contract.cuts:
         inside = x.abs() < 0.7  # ternary's scale, the mean magnitude, is above
         mean, x = mean[inside], x[inside]
-    assert ((mean - x).abs() <= 6 * deviation / n**0.5).all()
-    assert (mean - x).mean().abs() <= 6 * deviation / (n * x.numel()) ** 0.5
+    wrong = "rounding with a seed is not unbiased: are ends cut (Contract.cuts), is `uniform` used?"
+    assert ((mean - x).abs() <= 6 * deviation / n**0.5).all(), wrong
+    assert (mean - x).mean().abs() <= 6 * deviation / (n * x.numel()) ** 0.5, wrong
 
 
 def assert_equal_packed(a: Packed, b: Packed) -> None:
