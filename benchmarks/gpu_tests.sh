@@ -27,7 +27,7 @@ stage() { # NAME SECONDS COMMAND...: a log, and a line of the table
 
 alone() {
     stage tests 130 "${marked[@]}" -m gpu --timeout 60 "${folders[@]}" tests/training --ignore tests/models/test_trl.py
-    stage products 90 "$python" benchmarks/stochastic_h200.py
+    stage products 90 "$python" benchmarks/stochastic/stochastic_h200.py
     stage rows 60 "$python" -m fewbits.bench kernels --op stochastic_rows,stochastic_codes --record "$out/rows.csv" --commit "$commit"
 }
 

@@ -17,7 +17,7 @@ DATA = ROOT.parent / "shared/data"
 
 
 def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / "quality" / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
@@ -108,7 +108,7 @@ def test_adapters_begin_alike_whatever_the_order_of_modules() -> None:
 @pytest.mark.skipif(not DATA.is_dir(), reason="needs ../shared/data")
 def test_both_scripts_run(tmp_path: Path) -> None:
     model = tmp_path / "model"
-    scripts = ROOT / "benchmarks"
+    scripts = ROOT / "benchmarks" / "quality"
     first = [scripts / "train_llama_100m.py", "--data", DATA, "--out", model, "--steps", 2, "--batch", 2]
     second = [
         scripts / "same_learning.py",

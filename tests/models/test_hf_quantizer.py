@@ -264,7 +264,7 @@ def test_quantising_by_rows_gives_the_same_bits(format):
 @pytest.mark.parametrize("recipe", ["qlora_nf4", "int8"])
 def test_peak_memory_is_the_packed_model_and_about_one_tensor(recipe):
     """In a fresh process, on 0.6 GB of weights: the process's own memory, without the shards' file pages."""
-    script = Path(__file__).parents[2] / "benchmarks" / "load_memory.py"
+    script = Path(__file__).parents[2] / "benchmarks" / "training" / "load_memory.py"
     measured = runpy.run_path(str(script))["measure"](layers=4, hidden=2048, vocab=32000, recipe=recipe)
     embeddings = 2 * 32000 * 2048 * 2  # they stay bfloat16, as pages of the file
     packed = measured["model_bytes"] - embeddings

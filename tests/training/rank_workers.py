@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "multi_gpu.py"
+SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "several_gpus" / "multi_gpu.py"
 
 
 def dry_run(folder: str) -> None:

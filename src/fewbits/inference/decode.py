@@ -12,8 +12,8 @@ quantised and stochastic layers need nothing of their own. Nothing is read back 
     ids = decoding.decode(128)                       # (1, 128), on the model's device
 
 On a CPU, where there is no graph, tests compare the step with transformers' own ``generate`` and see that it
-reads nothing back; on a GPU they compare the graph with launches one by one. benchmarks/stochastic_decode.py
-times it, benchmarks/stochastic_two_gpus.py over two GPUs.
+reads nothing back; on a GPU they compare the graph with launches one by one. It is timed by
+benchmarks/stochastic/stochastic_decode.py, and over two GPUs by stochastic_two_gpus.py beside it.
 """
 
 from __future__ import annotations

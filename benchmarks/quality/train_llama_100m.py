@@ -1,0 +1,207 @@
+"""The recipe of a Llama of about 100M parameters, for experiments that want a real model of some size.
+
+    python benchmarks/quality/train_llama_100m.py --data ../shared/data --out /tmp/llama100m
+
+About a minute on one H200. The text is WikiText-2's test part, TinyStories' validation part and human-written
+instructions with their answers (dolly, OpenAssistant): some 5 MB of text, in a byte-level BPE of 8,192 that
+is trained on it first. The model sees it about ten times, so it is a small model of that text and no general
+one. tiny_shakespeare.txt is left out: it is the text that `same_learning.py` fine-tunes on. The weights
+are not kept in the repository; this file makes them again.
+
+What FP8 does to a training from the start: no recipe, `--recipe float8_full` and `--recipe float8_full_head`
+see the same windows in the same order and are evaluated in bfloat16.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+
+VOCAB, LENGTH = 8192, 512
+SHAPE = {
+    "hidden_size": 768,
+    "intermediate_size": 2304,
+    "num_hidden_layers": 14,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+}
+TINY = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+SPECIAL = ["<pad>", "<s>", "</s>"]
+
+
+def documents(data: Path) -> list[str]:
+    """The texts, each a document."""
+    wiki = (data / "text/wikitext2_raw_test.txt").read_text(encoding="utf-8")
+    stories = (data / "text/tinystories_val.txt").read_text(encoding="utf-8")
+    found = ["\n".join(lines) for lines in pieces(wiki.split("\n"), 20)]
+    found += ["\n".join(lines) for lines in pieces(stories.split("\n"), 20)]
+    for row in rows(data / "instruct/dolly_train.jsonl"):
+        found.append("\n".join(row[k] for k in ("context", "instruction", "response") if row.get(k)))
+    for row in rows(data / "instruct/oasst_chat.jsonl"):
+        found.append("\n".join(message["content"] for message in row["messages"]))
+    return found
+
+
+def pieces(lines: list[str], count: int) -> list[list[str]]:
+    """Runs of ``count`` lines."""
+    return [lines[i : i + count] for i in range(0, len(lines), count)]
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    """A JSONL file."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def make_tokenizer(texts: list[str], vocab: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE of these texts; every sequence begins with <s>."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab, special_tokens=SPECIAL, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )  # fmt: skip
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        model_max_length=LENGTH,
+    )
+
+
+def windows_of(texts: list[str], tokenizer: PreTrainedTokenizerFast, seed: int) -> Tensor:
+    """All documents in a random order, one stream, cut into windows (windows, LENGTH)."""
+    order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(seed)).tolist()
+    encoded = tokenizer([texts[i] for i in order], add_special_tokens=False)["input_ids"]
+    stream = torch.tensor([token for ids in encoded for token in [tokenizer.bos_token_id, *ids]])
+    return stream[: len(stream) // LENGTH * LENGTH].view(-1, LENGTH)
+
+
+@torch.no_grad()
+def evaluate(model: Any, windows: Tensor, batch: int) -> float:
+    """Mean loss in nats per token."""
+    model.eval()
+    losses = [float(loss_of(model, ids)) * len(ids) for ids in windows.split(batch)]
+    model.train()
+    return sum(losses) / len(windows)
+
+
+def loss_of(model: Any, ids: Tensor) -> Tensor:
+    """Under autocast: float32 weights, bfloat16 products."""
+    with torch.autocast(ids.device.type, dtype=torch.bfloat16):
+        return model(input_ids=ids, labels=ids).loss
+
+
+def put_in(model: Any, recipe: str) -> None:
+    """Train through fewbits."""
+    from fewbits import convert, fuse, get_recipe
+
+    convert(model, get_recipe(recipe), fuse_norms=False)
+    print(fuse(model))
+
+
+def take_out(model: Any) -> None:
+    """What was trained, as a plain model; what fell back in training is said."""
+    from fewbits import restore, unfuse
+    from fewbits.decoder.fuse import fusion_of
+
+    for reason, count in fusion_of(model).fallbacks.items():
+        print(f"{count} layer calls ran unfused: {reason}")
+    unfuse(model)
+    restore(model)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--data", type=Path, required=True, help="the folder shared/data")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--lr", type=float, default=8e-4)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--recipe", help="a recipe of full fine-tuning, such as float8_full_head")
+    parser.add_argument("--tiny", action="store_true", help="a trial of this script")
+    args = parser.parse_args()
+    began = time.perf_counter()
+
+    texts = documents(args.data)
+    if args.tiny:
+        texts = texts[:200]
+    tokenizer = make_tokenizer(texts, 512 if args.tiny else VOCAB)
+    windows = windows_of(texts, tokenizer, args.seed).to(args.device)
+    held_out, windows = windows[: max(len(windows) // 50, 1)], windows[max(len(windows) // 50, 1) :]
+    print(f"{windows.numel()} tokens to train on after {time.perf_counter() - began:.0f} s", flush=True)
+
+    torch.manual_seed(args.seed)
+    config = LlamaConfig(
+        **(TINY if args.tiny else SHAPE), vocab_size=len(tokenizer), max_position_embeddings=LENGTH,
+        tie_word_embeddings=True, rms_norm_eps=1e-5, use_cache=False, pad_token_id=0, bos_token_id=1,
+        eos_token_id=2,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa").to(
+        args.device
+    )
+    if args.recipe:
+        put_in(model, args.recipe)
+    parameters = sum(p.numel() for p in model.parameters())
+    wide = [p for p in model.parameters() if p.dim() > 1]
+    narrow = [p for p in model.parameters() if p.dim() <= 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": wide, "weight_decay": 0.1}, {"params": narrow, "weight_decay": 0.0}],
+        lr=args.lr, betas=(0.9, 0.95), fused=True,
+    )  # fmt: skip
+    warm_up = max(args.steps // 10, 1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer,
+        lambda i: min((i + 1) / warm_up, 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * i / args.steps))),
+    )
+    generator = torch.Generator().manual_seed(args.seed)
+    order = torch.cat(
+        [
+            torch.randperm(len(windows), generator=generator)
+            for _ in range(1 + args.steps * args.batch // len(windows))
+        ]
+    )
+    model.train()
+    for step in range(args.steps):
+        loss = loss_of(model, windows[order[step * args.batch : (step + 1) * args.batch].to(args.device)])
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad(set_to_none=True)
+        if step % 50 == 0:
+            now = time.perf_counter() - began
+            print(f"step {step}: loss {float(loss.detach()):.3f}, {now:.0f} s", flush=True)
+    if args.recipe:
+        take_out(model)
+    held = evaluate(model, held_out, args.batch)
+    model.to(torch.bfloat16).save_pretrained(args.out)
+    tokenizer.save_pretrained(args.out)
+    print(
+        f"{parameters / 1e6:.1f}M parameters, {args.steps} steps of {args.batch * LENGTH} tokens: evaluation "
+        f"loss {held:.3f} nats per token on {held_out.numel()} held-out tokens; "
+        f"{time.perf_counter() - began:.0f} s in all"
+    )
+
+
+if __name__ == "__main__":
+    main()
