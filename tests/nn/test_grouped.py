@@ -190,3 +190,25 @@ def test_kept_values_have_room_for_branches_that_come_and_go() -> None:
     packed.keep_values(True)
     torch.testing.assert_close(results(), expected, rtol=0, atol=0)
     assert packed.kept["gate_up_proj", torch.float32][1].shape == (8, 128, 64 + 16)
+
+
+@pytest.mark.parametrize("format", ["nf4", "mxfp4", "nvfp4"])  # the last two have no room for branches
+def test_what_an_evaluation_keeps_serves_a_training_step(
+    format: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tests.models.test_experts import host_and_packed
+
+    _, packed = host_and_packed(FORMATS[format])
+    x, chosen, weights = torch.randn(9, 64), torch.randint(0, 8, (9, 2)), torch.rand(9, 2)
+    b = torch.randn(128, 8 * 4, requires_grad=True)
+    packed.branches = {"gate_up_proj": ((torch.randn(8 * 4, 64), b, 0.5),)}
+    expected = torch.autograd.grad(packed(x, chosen, weights).sum(), b)
+    packed.keep_values(True)
+    with torch.inference_mode():
+        packed(x, chosen, weights)
+        packed.branches, branches = {}, packed.branches
+        packed(x, chosen, weights)
+    monkeypatch.setattr(packed_experts, "dequantize", None)  # nothing is decoded again
+    packed.branches = branches
+    gradient = torch.autograd.grad(packed(x, chosen, weights).sum(), b)
+    torch.testing.assert_close(gradient, expected, rtol=1e-6, atol=1e-6)

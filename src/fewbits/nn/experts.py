@@ -204,17 +204,17 @@ class QuantizedExperts(nn.Module):
         whole = partial(self._values, name, dtype, hit)
         if hit is not None or name not in self.formats:
             return Weights(whole)
-        if self.keeps_values:
-            return Weights(whole, lambda columns: self._kept(name, dtype, columns))
-        return Weights(whole, lambda columns: decode_with_room(self.packed(name), dtype, columns))
+        packed = self.packed(name)
+        if not self.keeps_values:
+            return Weights(whole, lambda columns: decode_with_room(packed, dtype, columns))
+        if not has_room(packed):
+            return Weights(whole)
+        return Weights(whole, lambda columns: self._kept(name, dtype, columns))
 
     def _values(self, name: str, dtype: torch.dtype, hit: Tensor | None) -> Tensor:
         """A weight (E, outputs, inputs), or with ``hit`` (P,) the matrices of those experts."""
         if self.keeps_values:
-            weight = self._kept(name, dtype, 0)
-            if weight is None:
-                weight = dequantize(self.packed(name), dtype)
-            weight = weight[..., : self._stored_shape(name)[2]]
+            weight = self._kept(name, dtype, 0)[..., : self._stored_shape(name)[2]]
             return weight if hit is None else weight[hit]
         return (
             dequantize(self.packed(name), dtype)
@@ -222,10 +222,10 @@ class QuantizedExperts(nn.Module):
             else decode_some(self.packed(name), hit, dtype)
         )
 
-    def _kept(self, name: str, dtype: torch.dtype, columns: int) -> Tensor | None:
+    def _kept(self, name: str, dtype: torch.dtype, columns: int) -> Tensor:
         """The kept weight (E, outputs, inputs and at least ``columns`` more); decoded, unless it is there.
 
-        None for a format that decodes no weight with room; its values are not kept.
+        ``columns`` is 0 where the weight has no room for any (`has_room`).
         """
         packed = self.packed(name)
         state, key = state_of(packed.parts.values()), (name, dtype)
@@ -233,9 +233,10 @@ class QuantizedExperts(nn.Module):
         if before is not None and before[0] == state and before[1].shape[2] >= packed.shape[2] + columns:
             return before[1]
         self.kept.pop(key, None)
-        weight = decode_with_room(packed, dtype, columns)
-        if weight is not None:
-            self.kept[key] = state, weight
+        with lasting_tensors():  # a training step writes its adapter beside what an evaluation decoded
+            weight = decode_with_room(packed, dtype, columns) if columns else None
+            weight = dequantize(packed, dtype) if weight is None else weight
+        self.kept[key] = state, weight
         return weight
 
     def _branch(self, name: str, hit: Tensor | None) -> Branch:
@@ -314,18 +315,25 @@ def decode_some(packed: Packed, chosen: Tensor, dtype: torch.dtype) -> Tensor:
     return dequantize(Packed(packed.format, (len(chosen), *matrix), packed.dtype, parts), dtype)
 
 
+def has_room(packed: Packed) -> bool:
+    """Whether `decode_with_room` decodes it: where each row's values hang on no other row's scales."""
+    experts, N, K = packed.shape
+    coding, layout = packed.format.contract.coding, packed.format.layout((experts * N, K))
+    if coding is None or coding.block[0] != 1:
+        return False
+    return all(part.numel() == prod(layout[name].shape) for name, part in packed.parts.items())
+
+
 def decode_with_room(packed: Packed, dtype: torch.dtype, columns: int) -> Tensor | None:
     """The decoded weight (E, N, K) in the first columns of a new (E, N, K + ``columns``).
 
-    None for a format whose scales cover several rows at once.
+    None for a format whose scales cover several rows at once (`has_room`).
     """
+    if not has_room(packed):
+        return None
     experts, N, K = packed.shape
-    coding, shape = packed.format.contract.coding, (experts * N, K)
+    shape = (experts * N, K)
     layout = packed.format.layout(shape)
-    if coding is None or coding.block[0] != 1:
-        return None
-    if any(part.numel() != prod(layout[name].shape) for name, part in packed.parts.items()):
-        return None
     parts = {name: part.reshape(layout[name].shape) for name, part in packed.parts.items()}
     weight = torch.empty(experts, N, K + columns, dtype=dtype, device=packed.codes.device)
     rows = weight.view(experts * N, K + columns)[:, :K]
@@ -343,4 +351,4 @@ def _is_gated_silu(host_class: Any, activation: Any) -> bool:
     return is_silu and plain is not None and getattr(host_class, "_apply_gate", None) is plain
 
 
-__all__ = ["QuantizedExperts", "decode_some", "decode_with_room", "expert_branches"]
+__all__ = ["QuantizedExperts", "decode_some", "decode_with_room", "expert_branches", "has_room"]
