@@ -13,6 +13,7 @@ from fewbits.models.query_key_scales import (
     query_key_places,
 )
 from tests.models import tiny as tiny_models
+from tests.models.mixtures import mixture
 from tests.models.tiny import FAMILIES, tiny, tokens
 
 ELSEWHERE = {"phi3"}  # queries, keys and values in one linear
@@ -96,6 +97,11 @@ def test_models_without_a_place_are_refused() -> None:
     convert(model, recipe="int8")
     with pytest.raises(Unsupported, match="converted already; fold scales into its original form"):
         fold_query_key_scales(model, {})
+    model = mixture("olmoe")
+    assert query_key_places(model)
+    model.config.clip_qkv = 0.2  # cuts off after the norms, whose weights would be scaled
+    with pytest.raises(Unsupported, match=r"cuts queries and keys off at 0.2 \(clip_qkv\)"):
+        query_key_places(model)
 
 
 def test_watching_leaves_nothing_behind() -> None:

@@ -80,6 +80,11 @@ def query_key_places(model: nn.Module) -> dict[str, QueryKeyPlace]:
         raise Unsupported(
             "this model turns only a part of each head, which has no scales here; leave them out."
         )
+    if getattr(config, "clip_qkv", None) is not None:
+        raise Unsupported(
+            f"this model cuts queries and keys off at {config.clip_qkv} (clip_qkv), which scaled ones would "
+            "meet elsewhere; leave the scales out."
+        )
     return {name: _place(model, spec, name) for name, _ in attention_modules(model)}
 
 
