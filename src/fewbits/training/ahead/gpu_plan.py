@@ -19,7 +19,7 @@ from fewbits.models.model_shapes import numbers_of
 from fewbits.models.predicted_memory import predict_memory
 from fewbits.recipes import CATALOG, Recipe, get_recipe
 from fewbits.training.plan.memory_budget import OPTIMIZER_BYTES, auto_budget
-from fewbits.training.plan.memory_plan import GIB, Plan, Planner, planner
+from fewbits.training.plan.memory_plan import GIB, MemoryPlan, Planner, planner
 
 # FP8 products against bfloat16's, whole steps of one H200: 17,737 and 26,730 tokens/s
 # (docs/guide/fine-tuning.md).
@@ -102,7 +102,7 @@ class RecipePlan:
     """
 
     recipe: str
-    plan: Plan
+    plan: MemoryPlan
     step_seconds: float
     largest_batch: int
     longest: int

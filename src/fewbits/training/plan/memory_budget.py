@@ -23,7 +23,7 @@ from fewbits.host.conversion import conversion_of
 from fewbits.models.checkpointed_layers import checkpoint_layers
 from fewbits.models.model_shapes import layer_shapes
 from fewbits.recipes import LoRA, Recipe
-from fewbits.training.plan.memory_plan import GIB, Plan, Planner, gathered_bytes, planner, static_of
+from fewbits.training.plan.memory_plan import GIB, MemoryPlan, Planner, gathered_bytes, planner, static_of
 
 logger = logging.getLogger("fewbits")
 
@@ -99,7 +99,7 @@ class Target:
         self.layers = []
         return self.fallbacks.most_common(1)[0][0]
 
-    def apply(self, plan: Plan) -> None:
+    def apply(self, plan: MemoryPlan) -> None:
         """Put a plan in place."""
         if not plan.keeps:
             self.checkpoint(plan.checkpointing)
@@ -148,10 +148,10 @@ class MemoryBudget:
     num_tokens: int
     budget_bytes: int
     meter: Any = None
-    start: Plan | None = None
+    start: MemoryPlan | None = None
     agree: Callable[[float], list[float]] = lambda number: [number]
     gathered: int = 0
-    plan: Plan = field(init=False)
+    plan: MemoryPlan = field(init=False)
     notes: list[str] = field(default_factory=list)
     _factor: float = 1.0
     _before: int | None = None
@@ -234,7 +234,7 @@ class MemoryBudget:
     def _planner(self) -> Planner:
         return replace(self.planner_for(self.num_tokens), factor=self._factor)
 
-    def _use(self, plan: Plan) -> None:
+    def _use(self, plan: MemoryPlan) -> None:
         self.plan = plan
         self.target.apply(plan)
 

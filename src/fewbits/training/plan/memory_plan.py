@@ -147,7 +147,7 @@ class Prediction:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class MemoryPlan:
     """A choice for every layer, and what is expected of it.
 
     Attributes:
@@ -211,7 +211,7 @@ class Planner:
     can_keep_weights: bool = True
     is_fused: bool = True
 
-    def plan(self, budget_bytes: int) -> Plan:
+    def plan(self, budget_bytes: int) -> MemoryPlan:
         """The plan that fits and costs the fewest seconds; the smallest one if none fits (see ``fits``)."""
         if not self.is_fused:
             plan = self._plain(budget_bytes, checkpointing=False)
@@ -221,7 +221,7 @@ class Planner:
             plans.append(self._greedy(budget_bytes, offload=True))
         return min(plans, key=lambda p: (0, p.seconds) if p.fits else (1, float(p.predicted.total)))
 
-    def _greedy(self, budget_bytes: int, *, offload: bool) -> Plan:
+    def _greedy(self, budget_bytes: int, *, offload: bool) -> MemoryPlan:
         weights = self.can_keep_weights and self.layer.weights > 0
         everything = Keep(normed=self.layer.normed > 0, weights=weights)
         keeps = [everything] * self.num_layers
@@ -241,7 +241,7 @@ class Planner:
                 keeps = tried
         return self.price(keeps, budget_bytes)
 
-    def smaller(self, plan: Plan) -> Plan | None:
+    def smaller(self, plan: MemoryPlan) -> MemoryPlan | None:
         """The next plan that needs clearly less than ``plan``; None if there is none."""
         static, dynamic = self.static.total, plan.predicted.dynamic
         below = self.plan(static + int(dynamic * _STEP_DOWN))
@@ -249,20 +249,20 @@ class Planner:
             return None
         return replace(below, budget_bytes=plan.budget_bytes)
 
-    def price(self, keeps: Sequence[Keep], budget_bytes: int = 0) -> Plan:
+    def price(self, keeps: Sequence[Keep], budget_bytes: int = 0) -> MemoryPlan:
         """What is expected of a given choice."""
         by_layer, working = self._bytes(keeps)
         seconds = sum(self.layer.seconds(keep) for keep in keeps)
         predicted = Prediction(static=self.static, kept=by_layer, working=working)
-        return Plan(keeps=tuple(keeps), predicted=predicted, seconds=seconds, budget_bytes=budget_bytes)
+        return MemoryPlan(keeps=tuple(keeps), predicted=predicted, seconds=seconds, budget_bytes=budget_bytes)
 
-    def price_of(self, plan: Plan) -> Plan:
+    def price_of(self, plan: MemoryPlan) -> MemoryPlan:
         """What this planner expects of another one's plan."""
         if plan.keeps:
             return self.price(plan.keeps, plan.budget_bytes)
         return self._plain(plan.budget_bytes, checkpointing=plan.checkpointing)
 
-    def same_for_all(self, keep: Keep, budget_bytes: int) -> Plan:
+    def same_for_all(self, keep: Keep, budget_bytes: int) -> MemoryPlan:
         """One choice for every layer; for layers that are not fused: are they recomputed as a whole."""
         if self.is_fused:
             return self.price([keep] * self.num_layers, budget_bytes)
@@ -273,7 +273,7 @@ class Planner:
         """About what forward and backward passes take, making anything again aside."""
         return 3 * self.layer.forward_s * self.num_layers
 
-    def corrected(self, plan: Plan, dynamic_bytes: int) -> Planner:
+    def corrected(self, plan: MemoryPlan, dynamic_bytes: int) -> Planner:
         """With the bytes that a step under ``plan`` was measured to take beside what is static."""
         return replace(self, factor=self.factor * dynamic_bytes / max(1, plan.predicted.dynamic))
 
@@ -306,11 +306,11 @@ class Planner:
         by_layer, working = self._bytes(keeps)
         return self.static.total + sum(by_layer) + working
 
-    def _plain(self, budget_bytes: int, *, checkpointing: bool) -> Plan:
+    def _plain(self, budget_bytes: int, *, checkpointing: bool) -> MemoryPlan:
         cost = self.layer
         each = int(self.factor * (cost.inputs // 2 if checkpointing else cost.plain))
         working = max(self.head, cost.working + (cost.plain if checkpointing else 0))
-        return Plan(
+        return MemoryPlan(
             keeps=(),
             predicted=Prediction(
                 static=self.static, kept=(each,) * self.num_layers, working=int(self.factor * working)
@@ -384,6 +384,6 @@ def planner(
     return Planner(**{**fields, **options})
 
 
-def plan(config: Mapping[str, Any], recipe: Recipe, *, budget_bytes: int, **options: Any) -> Plan:
+def plan(config: Mapping[str, Any], recipe: Recipe, *, budget_bytes: int, **options: Any) -> MemoryPlan:
     """The plan of `planner` with the same options that fits ``budget_bytes``."""
     return planner(config, recipe, **options).plan(budget_bytes)
