@@ -50,7 +50,7 @@ def run(
     return y
 
 
-def add(library: ctypes.CDLL, plan: lookup.Plan, argument: lookup.Product) -> None:
+def add(library: ctypes.CDLL, plan: lookup.LookupTiling, argument: lookup.Product) -> None:
     """Run the kernel that adds the slices, where there are several."""
     if plan.combine is not None:
         name, *_, threads, shared, grid = plan.combine

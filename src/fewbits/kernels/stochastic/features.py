@@ -32,7 +32,7 @@ class Operand(ctypes.Structure):
     ]
 
 
-class Plan(NamedTuple):
+class FeatureTiling(NamedTuple):
     """How the kernel is launched."""
 
     dimensions: int  # of a block
@@ -57,14 +57,14 @@ def padded(rank: int) -> int:
     return 8 * cdiv(rank, 8)
 
 
-def plan(rows: int, width: int, rank: int, *, multiprocessors: int, shared: int) -> Plan:
+def plan(rows: int, width: int, rank: int, *, multiprocessors: int, shared: int) -> FeatureTiling:
     """As many dimensions in a block as shared memory holds; rows for about one wave of blocks."""
     entry = CODES * rank * 2
     dimensions = next((n for n in (32, 16, 8) if n * entry <= shared), 8)
     columns = cdiv(width, dimensions)
     parts = max(1, min(cdiv(rows, 4 * AT_ONCE), multiprocessors * (32 // dimensions) // columns))
     per_block = cdiv(cdiv(rows, parts), AT_ONCE) * AT_ONCE
-    return Plan(dimensions, per_block, (columns, cdiv(rows, per_block), 1), dimensions * entry)
+    return FeatureTiling(dimensions, per_block, (columns, cdiv(rows, per_block), 1), dimensions * entry)
 
 
 def operand_of(

@@ -149,7 +149,7 @@ class Combine(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
+class LookupTiling:
     """How a product is launched."""
 
     rows: int  # of a block
@@ -228,7 +228,7 @@ def plan(
     multiprocessors: int,
     shared: int,
     wide: bool = False,
-) -> Plan:
+) -> LookupTiling:
     """Rows of a block by how many there are and what shared memory holds; then blocks for all of the GPU."""
     of_block = 1 if rows == 1 else 4 if rows > 2 and shared >= _shared_bytes(4) else 2
     slices = chunks * cdiv(chunk, SLICE)
@@ -250,7 +250,7 @@ def plan(
         combine = _combine(batch, rows, outputs, chunks, slices // chunks, resident=2 * multiprocessors)
     counts = 0 if slices == 1 else batch * slices * rows * _stride(outputs)
     grid = (min(items, resident), 1, 1)
-    return Plan(of_block, *shape, of_table, splits, row_groups, items, slices, grid, combine, counts)
+    return LookupTiling(of_block, *shape, of_table, splits, row_groups, items, slices, grid, combine, counts)
 
 
 def _add_row(
@@ -309,7 +309,7 @@ def product_of(
     y: Tensor,
     tables: Tables,
     level_index: Tensor | None,
-    plan: Plan,
+    plan: LookupTiling,
     chunk: int,
 ) -> tuple[Product, Tensor | None]:
     """The kernels' argument for a, qb and sb, and y, all contiguous; and the workspace that it points to.
@@ -384,7 +384,7 @@ def _launch_part(
             nvrtc.launch(combine, grid, threads, shared, argument, early=early)
 
 
-def _plan(y: Tensor, chunks: int, chunk: int, gpu: Device, *, wide: bool = False) -> Plan:
+def _plan(y: Tensor, chunks: int, chunk: int, gpu: Device, *, wide: bool = False) -> LookupTiling:
     B, N, M = y.shape
     multiprocessors, shared = gpu.multiprocessors, gpu.shared_memory_bytes
     return plan(B, N, M, chunks, chunk, multiprocessors=multiprocessors, shared=shared, wide=wide)

@@ -51,7 +51,7 @@ class Product(ctypes.Structure):
 
 
 @dataclass(frozen=True)
-class Plan(BlockPlan):
+class ManyTiling(BlockPlan):
     """How a product is launched."""
 
     def defines(self, tables: Tables) -> nvrtc.Defines:
@@ -71,24 +71,24 @@ class Plan(BlockPlan):
 
 def plan(
     batch: int, rows: int, outputs: int, chunks: int, chunk: int, *, multiprocessors: int, threads: int = 512
-) -> Plan:
+) -> ManyTiling:
     """As many outputs a block as make the least time in whole rounds of the GPU."""
     groups, of_tile = cdiv(rows, ROWS), threads // 32 * 8  # outputs of a block that has one tile a warp
 
-    def planned(tiles: int) -> Plan:
+    def planned(tiles: int) -> ManyTiling:
         grid = (groups, cdiv(outputs, of_tile * tiles), batch)
-        return Plan(tiles, threads, chunks * cdiv(chunk, SLICE), grid[1] * of_tile * tiles // 32, grid)
+        return ManyTiling(tiles, threads, chunks * cdiv(chunk, SLICE), grid[1] * of_tile * tiles // 32, grid)
 
     return min((planned(tiles) for tiles in (16, 12, 8, 4)), key=lambda plan: clocks(plan, multiprocessors))
 
 
-def clocks(plan: Plan, multiprocessors: int) -> int:
+def clocks(plan: ManyTiling, multiprocessors: int) -> int:
     """About what a plan takes: whole rounds of the GPU."""
     x, y, z = plan.grid
     return cdiv(x * y * z, multiprocessors) * plan.slices * (plan.tiles * _CLOCKS_OF_TILE + _CLOCKS_OF_TABLE)
 
 
-def workspace(plan: Plan, batch_b: int, device: torch.device) -> Workspace:
+def workspace(plan: ManyTiling, batch_b: int, device: torch.device) -> Workspace:
     """Memory for a plan."""
     groups, _, batch = plan.grid
     weights = torch.empty(batch_b, plan.slices, plan.quads, 128, dtype=torch.int32, device=device)
@@ -98,7 +98,7 @@ def workspace(plan: Plan, batch_b: int, device: torch.device) -> Workspace:
     return Workspace(weights, places, signs, linear)
 
 
-def product_of(part: Part, tables: Tables, plan: Plan, chunk: int, memory: Workspace) -> Product:
+def product_of(part: Part, tables: Tables, plan: ManyTiling, chunk: int, memory: Workspace) -> Product:
     """The kernels' argument."""
     values = argument_values(part, tables[:4], memory, chunk, cdiv(chunk, SLICE), tables.bytes.shape[1])
     return Product(*values, plan.quads)

@@ -152,7 +152,7 @@ class Product(ctypes.Structure):
 
 
 @dataclass(frozen=True)
-class Plan(BlockPlan):
+class NibbleTiling(BlockPlan):
     """How a product is launched."""
 
     keep: bool  # y in shared memory until it is whole
@@ -185,21 +185,21 @@ SHARED_BYTES = _TABLES_BYTES + _ARRIVED_BYTES + 2048  # at least: tables, rows o
 def plan(
     batch: int, rows: int, outputs: int, chunks: int, chunk: int, *, multiprocessors: int, shared: int,
     shapes: Mapping[tuple[int, int], int] = MappingProxyType(_SHAPES),
-) -> Plan:  # fmt: skip
+) -> NibbleTiling:  # fmt: skip
     """The blocks that take the least time in whole rounds of the GPU."""
     groups, slices = cdiv(rows, ROWS), chunks * cdiv(chunk, SLICE)
 
-    def planned(threads: int, tiles: int) -> Plan:
+    def planned(threads: int, tiles: int) -> NibbleTiling:
         of_block = threads // 32 * 8 * tiles
         grid = (groups, cdiv(outputs, of_block), batch)
         clocks = cdiv(grid[0] * grid[1] * batch, multiprocessors) * slices * shapes[threads, tiles]
-        how = Plan(tiles, threads, slices, grid[1] * of_block // 32, grid, chunks > 1, clocks)
+        how = NibbleTiling(tiles, threads, slices, grid[1] * of_block // 32, grid, chunks > 1, clocks)
         return how if how.shared_bytes <= shared else replace(how, keep=False)
 
     return min((planned(*shape) for shape in shapes), key=lambda plan: plan.clocks)
 
 
-def workspace(plan: Plan, batch_b: int, device: torch.device) -> Workspace:
+def workspace(plan: NibbleTiling, batch_b: int, device: torch.device) -> Workspace:
     """Memory for a plan."""
     groups, _, batch = plan.grid
     weights = torch.empty(batch_b, plan.slices, plan.quads, 128, dtype=torch.int32, device=device)
@@ -208,7 +208,7 @@ def workspace(plan: Plan, batch_b: int, device: torch.device) -> Workspace:
     return Workspace(weights, places, linear)
 
 
-def product_of(part: Part, tables: Tables, plan: Plan, chunk: int, memory: Workspace) -> Product:
+def product_of(part: Part, tables: Tables, plan: NibbleTiling, chunk: int, memory: Workspace) -> Product:
     """The kernels' argument."""
     values = argument_values(part, tables, memory, chunk, cdiv(chunk, SLICE), tables.nibbles.shape[1])
     return Product(*values, plan.quads)
