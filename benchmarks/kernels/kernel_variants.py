@@ -33,10 +33,10 @@ from fewbits.kernels.decoder import gated_lora_backward_triton as gated
 from fewbits.kernels.decoder import gated_lora_forward_cuda as forward_by_hand
 from fewbits.kernels.decoder.gated_activation import gated_activation_into
 from fewbits.kernels.decoder.gated_activation_triton import LowRank, Quantized8
-from fewbits.kernels.decoder.gated_lora_backward_cuda import Plan
+from fewbits.kernels.decoder.gated_lora_backward_cuda import GatedTiling
 from fewbits.kernels.product import fake_quantize_triton as fake
 
-PLANS = (Plan(14, 4), Plan(8, 9), Plan(16, 4))
+PLANS = (GatedTiling(14, 4), GatedTiling(8, 9), GatedTiling(16, 4))
 
 
 def microseconds(run: Callable[[], object]) -> float:
@@ -110,7 +110,7 @@ def gated_lora(device: str) -> None:
         say(f"gated {name}, Triton", before, device, floor)
         for how in PLANS:
 
-            def after(how: Plan = how) -> Tensor:
+            def after(how: GatedTiling = how) -> Tensor:
                 return by_hand.launch(operands, (1.0, 1.0), how)  # noqa: B023
 
             for x in (*d, t):
@@ -162,7 +162,7 @@ def forward(device: str) -> None:
         for how in PLANS:
             out = h if quantized is None else None
 
-            def after(how: Plan = how, out: Tensor | None = out, q: Any = quantized) -> Tensor:
+            def after(how: GatedTiling = how, out: Tensor | None = out, q: Any = quantized) -> Tensor:
                 operands = forward_by_hand.ForwardOperands(e, u, "silu", (gate, up), down.w, out, q)
                 return forward_by_hand.launch(operands, 1.0, how)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fewbits.kernels.decoder import gated_lora_backward_cuda as by_hand
 from fewbits.kernels.decoder.gated_lora_backward import LowRank, Quantized8, gated_lora_backward_ref
-from fewbits.kernels.decoder.gated_lora_backward_cuda import Plan
+from fewbits.kernels.decoder.gated_lora_backward_cuda import GatedTiling
 from fewbits.kernels.decoder.gated_lora_backward_triton import BackwardOperands
 from fewbits.kernels.launch import nvrtc
 from tests.kernels import emulated
@@ -77,7 +77,7 @@ def error(a: Tensor, b: Tensor) -> float:
     return float((a.double() - b.double()).norm() / b.double().norm())
 
 
-def emulate(libraries: Path, problem: Problem, how: Plan, *, early: bool) -> Tensor:
+def emulate(libraries: Path, problem: Problem, how: GatedTiling, *, early: bool) -> Tensor:
     """dw, by the source; with ``early`` asynchronous copies arrive at once, else at the last moment."""
     operands = problem.operands()
     assert by_hand.fits(operands)
@@ -95,15 +95,15 @@ def emulate(libraries: Path, problem: Problem, how: Plan, *, early: bool) -> Ten
 @pytest.mark.parametrize(
     ("shape", "activation", "dense", "float8", "how", "early"),
     [
-        ((40, 256), "silu", True, False, Plan(8, 2), False),
-        ((70, 448), "silu", True, True, Plan(7, 3), True),
-        ((70, 512), "gelu_tanh", False, True, Plan(16, 1), False),
-        ((7, 448), "silu", False, True, Plan(14, 4), True),
+        ((40, 256), "silu", True, False, GatedTiling(8, 2), False),
+        ((70, 448), "silu", True, True, GatedTiling(7, 3), True),
+        ((70, 512), "gelu_tanh", False, True, GatedTiling(16, 1), False),
+        ((7, 448), "silu", False, True, GatedTiling(14, 4), True),
     ],
     ids=str,
 )
 def test_the_source_gives_the_definition(
-    libraries: Path, shape, activation: str, dense: bool, float8: bool, how: Plan, early: bool
+    libraries: Path, shape, activation: str, dense: bool, float8: bool, how: GatedTiling, early: bool
 ) -> None:
     """Rows beyond the last step, several slabs, parts of the rows that are not alike or empty."""
     problem = Problem(*shape, activation, dense=dense, float8=float8)
@@ -117,7 +117,7 @@ def test_gradients_may_lie_over_gate_and_up(libraries: Path) -> None:
     problem = Problem(70, 256, "silu", dense=True, float8=False)
     need = gated_lora_backward_ref(problem.dh, problem.e, problem.u, "silu", problem.low, SCALINGS)
     problem.outputs = (problem.e, problem.u)
-    problem.check(emulate(libraries, problem, Plan(8, 2), early=False), need)
+    problem.check(emulate(libraries, problem, GatedTiling(8, 2), early=False), need)
 
 
 @needs_compiler
@@ -125,12 +125,12 @@ def test_what_is_not_finite_is_seen_in_float8(libraries: Path) -> None:
     problem = Problem(40, 256, "silu", dense=False, float8=True)
     problem.dh[3, 5], problem.u[7, 9] = torch.inf, torch.nan
     de, du, _ = gated_lora_backward_ref(problem.dh, problem.e, problem.u, "silu", problem.low, SCALINGS)
-    emulate(libraries, problem, Plan(8, 2), early=False)
+    emulate(libraries, problem, GatedTiling(8, 2), early=False)
     assert problem.quantized is not None and problem.quantized.amax.isnan()
     bad = ~torch.cat([de, du], 1).isfinite()
     assert bad.any() and torch.equal(problem.quantized.q.float().isnan(), bad)
     problem.quantized.inverse_scale.fill_(torch.nan)
-    emulate(libraries, problem, Plan(8, 2), early=False)
+    emulate(libraries, problem, GatedTiling(8, 2), early=False)
     assert problem.quantized.q.float().eq(0).all()
 
 
@@ -155,8 +155,8 @@ def test_plans_fill_a_gpu() -> None:
             blocks, slots = I // (32 * how.warps) * how.splits, 132 * (16 // how.warps)
             assert blocks / (-(-blocks // slots) * slots) > 0.9
             assert {by_hand.plan(M, I, 132).warps for M in range(1, 999, 7)} == {how.warps}
-    assert by_hand.plan(8192, 14336, 132) == Plan(14, 4) and by_hand.plan(8192, 100, 132) is None
-    assert by_hand.plan(7, 14336, 132) == Plan(14, 1)
+    assert by_hand.plan(8192, 14336, 132) == GatedTiling(14, 4) and by_hand.plan(8192, 100, 132) is None
+    assert by_hand.plan(7, 14336, 132) == GatedTiling(14, 1)
 
 
 @pytest.mark.skipif(nvrtc.missing() is not None, reason="needs NVRTC")

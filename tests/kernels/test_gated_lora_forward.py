@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fewbits.errors import BadInput
 from fewbits.kernels.decoder import gated_lora_forward_cuda as by_hand
-from fewbits.kernels.decoder.gated_lora_backward_cuda import Plan
+from fewbits.kernels.decoder.gated_lora_backward_cuda import GatedTiling
 from fewbits.kernels.decoder.gated_lora_forward import (
     LowRank,
     Quantized8,
@@ -95,14 +95,14 @@ def test_what_does_not_fit_is_refused() -> None:
 @pytest.mark.parametrize(
     ("shape", "activation", "dense", "float8", "how", "early"),
     [
-        ((70, 512), "silu", True, False, Plan(8, 2), False),
-        ((90, 448), "gelu_tanh", True, True, Plan(7, 2), True),
-        ((7, 448), "silu", False, True, Plan(14, 4), False),
+        ((70, 512), "silu", True, False, GatedTiling(8, 2), False),
+        ((90, 448), "gelu_tanh", True, True, GatedTiling(7, 2), True),
+        ((7, 448), "silu", False, True, GatedTiling(14, 4), False),
     ],
     ids=str,
 )
 def test_the_source_gives_the_definition(
-    tmp_path: Path, shape, activation: str, dense: bool, float8: bool, how: Plan, early: bool
+    tmp_path: Path, shape, activation: str, dense: bool, float8: bool, how: GatedTiling, early: bool
 ) -> None:
     problem = Problem(*shape, dense=dense, float8=float8)
     need = gated_lora_forward_ref(problem.e, problem.u, activation, problem.low, problem.down, 0.5)

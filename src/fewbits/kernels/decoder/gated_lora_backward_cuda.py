@@ -53,7 +53,7 @@ def shared_bytes(warps: int) -> int:
     return warps * (2 * 3072 + 2 * 2048 + 3 * 1024) + 3 * 1792
 
 
-class Plan(NamedTuple):
+class GatedTiling(NamedTuple):
     """Warps of a block, each with 32 columns, and into how many parts the rows go."""
 
     warps: int
@@ -61,7 +61,7 @@ class Plan(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def plan(M: int, I: int, processors: int) -> Plan | None:
+def plan(M: int, I: int, processors: int) -> GatedTiling | None:
     """The plan that leaves fewest multiprocessors idle; None: no plan fits I.
 
     The warps follow from I alone: other numbers of rows ask for no other binary.
@@ -72,7 +72,7 @@ def plan(M: int, I: int, processors: int) -> Plan | None:
         for splits in range(1, 17) if I % (32 * warps) == 0 else ():
             busy = slabs * splits / (cdiv(slabs * splits, slots) * slots) - 0.005 * splits  # shares of dw
             if busy > best:
-                chosen, best = Plan(warps, splits), busy
+                chosen, best = GatedTiling(warps, splits), busy
     return None if chosen is None else chosen._replace(splits=min(chosen.splits, max(1, cdiv(M, STEP))))
 
 
@@ -108,7 +108,7 @@ def fits(operands: BackwardOperands) -> bool:
     )
 
 
-def call_of(operands: BackwardOperands, scalings: tuple[float, float], how: Plan) -> Call:
+def call_of(operands: BackwardOperands, scalings: tuple[float, float], how: GatedTiling) -> Call:
     """The call for operands that `fits` has passed."""
     dh, e, u, activation, low_rank, outputs, t, quantized = operands
     (M, I), (de, du) = e.shape, outputs
@@ -136,7 +136,9 @@ def call_of(operands: BackwardOperands, scalings: tuple[float, float], how: Plan
     return Call(argument, defines, slabs * splits, sum_blocks, dw, (t_shares, dw_shares))
 
 
-def launch(operands: BackwardOperands, scalings: tuple[float, float], how: Plan | None = None) -> Tensor:
+def launch(
+    operands: BackwardOperands, scalings: tuple[float, float], how: GatedTiling | None = None
+) -> Tensor:
     """As `gated_lora_backward_triton.launch`, for operands that `fits` has passed: dw (3, I, 16) float32."""
     e = operands.e
     how = how or plan(*e.shape, multiprocessors(e.device))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fewbits.kernels.decoder.gated_activation_triton import LowRank, Quantized8
-from fewbits.kernels.decoder.gated_lora_backward_cuda import ACTIVATIONS, RANK, STEP, Plan, plan
+from fewbits.kernels.decoder.gated_lora_backward_cuda import ACTIVATIONS, RANK, STEP, GatedTiling, plan
 from fewbits.kernels.launch import nvrtc
 from fewbits.kernels.launch.jit import capability_of, cdiv, multiprocessors, on_device_of
 
@@ -98,7 +98,7 @@ def fits(operands: ForwardOperands) -> bool:
     )
 
 
-def call_of(operands: ForwardOperands, scaling: float, xa: Tensor, how: Plan) -> Call:
+def call_of(operands: ForwardOperands, scaling: float, xa: Tensor, how: GatedTiling) -> Call:
     """The call for operands that `fits` has passed; xa (M, 16) is written."""
     e, u, activation, low_rank, down, h, quantized = operands
     M, I = e.shape
@@ -121,7 +121,7 @@ def call_of(operands: ForwardOperands, scaling: float, xa: Tensor, how: Plan) ->
     return Call(argument, defines, slabs * splits, cdiv(M * RANK // 4, threads), shares)
 
 
-def launch(operands: ForwardOperands, scaling: float, how: Plan | None = None) -> Tensor:
+def launch(operands: ForwardOperands, scaling: float, how: GatedTiling | None = None) -> Tensor:
     """xa (M, 16), for operands that `fits` has passed; h and q are written where they are given."""
     e = operands.e
     how, xa = how or plan(*e.shape, multiprocessors(e.device)), e.new_empty(e.shape[0], RANK)
