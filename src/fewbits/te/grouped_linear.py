@@ -13,7 +13,7 @@ from fewbits.te.linear import default_init
 from fewbits.te.module import Module, default_device, refuse
 from fewbits.te.numerics import Numerics, current_init
 from fewbits.te.primary import hold_quantized
-from fewbits.te.product import Plan, linear
+from fewbits.te.product import ProductSettings, linear
 from fewbits.te.weight_gradient import Later, gradient_keeper
 
 
@@ -133,10 +133,10 @@ class GroupedLinear(Module):
         forward: list[Any],
         backward: list[Any],
         first: bool | None,
-    ) -> Plan:
+    ) -> ProductSettings:
         weight, bias = self._parameters_of(i)
         names, quantizer = [f"weight{i}"], forward[3 * i + 1]
-        return Plan(
+        return ProductSettings(
             input=forward[3 * i],
             weight=quantizer,
             gradient=backward[2 * i],

@@ -17,7 +17,7 @@ from fewbits.te.norm import check_kind, first_scale, normalized
 from fewbits.te.numerics import Numerics, current_init
 from fewbits.te.parallel import after_product, before_product
 from fewbits.te.primary import hold_quantized
-from fewbits.te.product import Plan, linear
+from fewbits.te.product import ProductSettings, linear
 from fewbits.te.recompute import checkpoint
 from fewbits.te.weight_gradient import Later, gradient_keeper
 
@@ -173,14 +173,14 @@ class LayerNormMLP(Module):
         first: bool | None,
         dtype: torch.dtype,
         x: Tensor | None,
-    ) -> Plan:
+    ) -> ProductSettings:
         word = f"fc{index + 1}"
         name, bias = f"{word}_weight", f"{word}_bias"
         weight, quantizer = getattr(self, name), forward[3 * index + 1]
         biases = [bias] if self.use_bias and not (index == 1 and self.return_bias) else []
         later = self.later[index].note(self, [name], biases) if self.later else None
         tensors = (x, weight, getattr(self, bias)) if x is not None else ()
-        return Plan(
+        return ProductSettings(
             input=forward[3 * index],
             weight=quantizer,
             gradient=backward[2 * index],

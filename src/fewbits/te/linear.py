@@ -15,7 +15,7 @@ from fewbits.te.norm import check_kind, first_scale, normalized
 from fewbits.te.numerics import current_init
 from fewbits.te.parallel import after_product, before_product
 from fewbits.te.primary import hold_quantized
-from fewbits.te.product import Plan, linear
+from fewbits.te.product import ProductSettings, linear
 from fewbits.te.weight_gradient import Later, gradient_keeper
 
 ParametersSplit = Sequence[str] | Mapping[str, int] | None
@@ -102,7 +102,7 @@ class Projection(Module):
         weight = self._joined(self.weight_names)
         bias = self._joined(self.bias_names) if self.use_bias else None
         forward, backward = self.prepare(numerics, x.device)
-        plan = Plan(
+        plan = ProductSettings(
             input=forward[0],
             weight=forward[1],
             gradient=backward[0],

@@ -27,7 +27,7 @@ _IDENTITY = IdentityQuantizer()
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class ProductSettings:
     """How one call of a module computes its product.
 
     Attributes:
@@ -104,7 +104,7 @@ def _rebuild(tensors: Sequence[Tensor], plans: Sequence[Any]) -> list[Any]:
     return operands
 
 
-def _kept(plan: Plan, x: Operand, w: Operand, x_MK: Tensor, weight: Tensor) -> tuple[Any, Any]:
+def _kept(plan: ProductSettings, x: Operand, w: Operand, x_MK: Tensor, weight: Tensor) -> tuple[Any, Any]:
     """What the backward pass multiplies by: x as (K, M) and w as (K, N)."""
     if plan.override == "high_precision":
         return x_MK.t(), weight.t()
@@ -115,7 +115,7 @@ def _kept(plan: Plan, x: Operand, w: Operand, x_MK: Tensor, weight: Tensor) -> t
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_MK: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan) -> Tensor:
+    def forward(ctx: Any, x_MK: Tensor, weight: Tensor, bias: Tensor | None, plan: ProductSettings) -> Tensor:
         wants_dx, wants_dw = ctx.needs_input_grad[:2]
         own = plan.override is None
         x = (plan.input or _IDENTITY).operand(x_MK, rows=True, columns=wants_dw and own)
@@ -139,7 +139,7 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         tensors = ctx.saved_tensors
         x_KM, w_KN = _rebuild(tensors, ctx.plans)
-        plan: Plan = ctx.plan
+        plan: ProductSettings = ctx.plan
         wants_dx, wants_dw, wants_db = ctx.needs_input_grad[:3]
         quantizer = None if plan.override else plan.gradient
         g = (quantizer or _IDENTITY).operand(dy, rows=wants_dx, columns=wants_dw)
@@ -153,7 +153,7 @@ class _Product(torch.autograd.Function):
 def _weight_gradients(
     ctx: Any, g: Operand, x_KM: Any, dy: Tensor, wants_dw: bool, wants_db: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    plan: Plan = ctx.plan
+    plan: ProductSettings = ctx.plan
     weight_dtype, bias_dtype = ctx.weight_dtype, ctx.bias_dtype
 
     def compute() -> tuple[Tensor, Tensor | None]:
@@ -174,14 +174,14 @@ def _weight_gradients(
     return dw, db
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: ProductSettings) -> Tensor:
     """``x @ weight.T + bias`` by a plan.
 
     Args:
         x: (..., K) floating point.
         weight: (N, K).
         bias: (N,) or None.
-        plan: see `Plan`.
+        plan: see `ProductSettings`.
 
     Returns:
         (..., N) in x's dtype.
