@@ -17,7 +17,7 @@ from fewbits.models.decode_calls import other_way, speculates
 from fewbits.models.decode_generate import Decoding, alone, decoding_of
 from fewbits.models.decode_step import why_not
 from fewbits.models.live.batch import LiveBatch
-from fewbits.models.live.plan import Plan, check_slots, free_bytes, plan_slots
+from fewbits.models.live.plan import SlotPlan, check_slots, free_bytes, plan_slots
 from fewbits.models.live.prompts import Prompts, Read
 from fewbits.models.live.rows import Request, Row, Text, is_from_transformers, request_of
 from fewbits.models.live.slots import ModelSlots, Slots
@@ -45,7 +45,7 @@ class Report:
 
     way: str = ""
     reason: str = ""
-    plan: Plan | None = None
+    plan: SlotPlan | None = None
     steps: int = 0
     mean_texts: float = 0.0
 

@@ -18,7 +18,7 @@ _SHARE = {"cuda": 0.85, "cpu": 0.5}
 
 
 @dataclass(frozen=True)
-class Plan:
+class SlotPlan:
     """How many slots, and how long.
 
     Attributes:
@@ -51,7 +51,7 @@ def check_slots(at_a_time: Any) -> None:
         )
 
 
-def plan_slots(lengths: Sequence[int], bytes_per_token: int, free: int, at_a_time: int | None) -> Plan:
+def plan_slots(lengths: Sequence[int], bytes_per_token: int, free: int, at_a_time: int | None) -> SlotPlan:
     """Slots for texts of these lengths.
 
     Args:
@@ -73,7 +73,7 @@ def plan_slots(lengths: Sequence[int], bytes_per_token: int, free: int, at_a_tim
     if at_a_time is not None and fitting < slots:
         raise BadInput(f"{slots} texts at a time do not fit: {needs}; {fitting} at a time would fit.")
     slots = int(min(slots, fitting))
-    return Plan(slots, room, slots * each)
+    return SlotPlan(slots, room, slots * each)
 
 
 def _size(count: int) -> str:
