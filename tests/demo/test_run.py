@@ -98,7 +98,7 @@ def test_the_short_demo_reaches_its_bar(tmp_path):
 
 @pytest.mark.slow
 def test_below_the_bar_is_a_failure(tmp_path, monkeypatch):
-    monkeypatch.setattr(run, "QUICK", run.Plan(steps=2, num_test=14, target=0.5))
+    monkeypatch.setattr(run, "QUICK", run.DemoSizes(steps=2, num_test=14, target=0.5))
     console = Console(file=io.StringIO(), width=100)
     assert run_demo(tmp_path / "demo", seed=1, quick=True, console=console) == 1
     assert "below the bar" in console.file.getvalue()

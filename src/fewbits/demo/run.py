@@ -43,7 +43,7 @@ NEW_TOKENS = 10  # the longest answer has four, the end included
 
 
 @dataclass(frozen=True)
-class Plan:
+class DemoSizes:
     """How much is done, and what it must reach."""
 
     steps: int
@@ -53,8 +53,8 @@ class Plan:
     learning_rate: float = 5e-3
 
 
-FULL = Plan(steps=240, num_test=210, target=0.90)
-QUICK = Plan(steps=100, num_test=70, target=0.50)
+FULL = DemoSizes(steps=240, num_test=210, target=0.90)
+QUICK = DemoSizes(steps=100, num_test=70, target=0.50)
 MOST_BEFORE = 0.05
 
 
@@ -150,7 +150,7 @@ def score(
 class _Demo:
     """The demo's steps in order; each shows what it found."""
 
-    def __init__(self, plan: Plan, folder: Path, seed: int, console: Console) -> None:
+    def __init__(self, plan: DemoSizes, folder: Path, seed: int, console: Console) -> None:
         self.plan, self.folder, self.seed, self.console = plan, folder, seed, console
         self.num_step = 0
 
