@@ -400,6 +400,29 @@ def test_private_names_stay_in_their_file(path: Path) -> None:
         assert not names, f"line {getattr(node, 'lineno', 0)}: {names[0]} is another file's own"
 
 
+# Transformer Engine's names, which fewbits.te has to have.
+CALLED_BY_TRANSFORMER_ENGINE = {"Format", "Linear", "RMSNorm", "Recipe"}
+# Other names that two classes still have. Each that gets a name of its own leaves this list; `Plan` was nine.
+OF_TWO_CLASSES = """
+Arguments Branch Budget Built Call Choice Codes Decoding Gpu Lane Launch Layout Normed Operand
+Operands Part Pieces Place Product Progress Projection Question Reading Row Rows RunData Shape Sizes
+Slots Source Step Tables Target Task Text Trial Work Workspace
+"""
+
+
+def test_no_two_classes_have_one_name() -> None:
+    places: dict[str, list[str]] = {}
+    for path in [path for path in FILES if RUNNER not in path.parents]:
+        for node in tree(path).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(shown(path))
+    twice = {name: paths for name, paths in places.items() if len(paths) > 1}
+    allowed = {*CALLED_BY_TRANSFORMER_ENGINE, *OF_TWO_CLASSES.split()}
+    new = {name: paths for name, paths in twice.items() if name not in allowed}
+    assert not new, f"a name says what its class holds, so that no other has it: {new}"
+    assert twice.keys() == allowed, f"take from the list {sorted(allowed - twice.keys())}"
+
+
 @of_every_file(FILES)
 def test_saved_tensors_are_read_once(path: Path) -> None:
     """Gradient checkpointing computes them again for one reading, and refuses a second."""
