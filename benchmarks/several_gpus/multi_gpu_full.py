@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from fewbits.bench.train.shapes import batch_of
 from fewbits.decoder.fuse import fuse
-from fewbits.decoder.keep import KEEP_ALL
+from fewbits.decoder.keep import KEEP_ACTIVATIONS
 from fewbits.formats import INT8
 from fewbits.training.ranks.ddp import bucket_mib, quantize_gradients
 from fewbits.training.ranks.fsdp import shard
@@ -94,7 +94,7 @@ def _model(bench: Any) -> Any:
         model = AutoModelForCausalLM.from_config(
             bench.config(_shape(bench)), dtype=torch.float32, attn_implementation="sdpa"
         )
-    fuse(model, keep=KEEP_ALL)
+    fuse(model, keep=KEEP_ACTIVATIONS)
     return model.train()
 
 

@@ -13,7 +13,7 @@ import torch
 
 from fewbits import FastLanguageModel
 from fewbits.decoder.fuse import fuse, fused_layers
-from fewbits.decoder.keep import KEEP_ALL, KEEP_NONE, KEEP_ON_HOST
+from fewbits.decoder.keep import KEEP_ACTIVATIONS, KEEP_NONE, KEEP_ON_HOST
 from fewbits.models import fast
 from fewbits.models.checkpointed_layers import chosen
 from tests.models.loading import save_tiny
@@ -112,7 +112,7 @@ def test_the_trainers_details_hold(base: Path) -> None:
 
 @pytest.mark.parametrize("ask", WAYS)
 @pytest.mark.parametrize(
-    ("choice", "keep"), [(False, KEEP_ALL), (True, KEEP_NONE), ("unsloth", KEEP_ON_HOST)]
+    ("choice", "keep"), [(False, KEEP_ACTIVATIONS), (True, KEEP_NONE), ("unsloth", KEEP_ON_HOST)]
 )
 def test_fused_layers_recompute_by_themselves(
     base: Path, ask: Any, choice: Any, keep: Any, caplog: pytest.LogCaptureFixture
@@ -174,7 +174,7 @@ def test_what_is_loaded_to_train_is_fused_on_a_gpu(
     }[what]
     model, _ = FastLanguageModel.from_pretrained(str(where), **options)
     keeps = [layer.keep for layer in fused_layers(model)]
-    assert keeps == {"adapter": [KEEP_ALL] * 2, "all weights": [KEEP_ON_HOST] * 2}.get(what, [])
+    assert keeps == {"adapter": [KEEP_ACTIVATIONS] * 2, "all weights": [KEEP_ON_HOST] * 2}.get(what, [])
     assert any("fused" in note for note in model.fewbits_notes) == bool(keeps)
     if keeps:
         ids = tokens(2, 12)

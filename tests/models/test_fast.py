@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from fewbits import FastLanguageModel, explain
 from fewbits.decoder.fuse import fuse, fused_layers
-from fewbits.decoder.keep import KEEP_ALL, KEEP_NONE, KEEP_ON_HOST, Keep
+from fewbits.decoder.keep import KEEP_ACTIVATIONS, KEEP_NONE, KEEP_ON_HOST, Keep
 from fewbits.errors import BadInput, FewbitsError, SpecMismatch, Unsupported
 from fewbits.formats import get_format
 from fewbits.models.packed import is_packed
@@ -265,7 +265,7 @@ def test_what_checkpointing_means_for_fused_layers(base):
     model, _ = FastLanguageModel.from_pretrained(base)
     if not fused_layers(model):
         fuse(model)
-    choices = {False: KEEP_ALL, True: KEEP_NONE, "unsloth": KEEP_ON_HOST, "auto": Keep(), 24: Keep()}
+    choices = {False: KEEP_ACTIVATIONS, True: KEEP_NONE, "unsloth": KEEP_ON_HOST, "auto": Keep(), 24: Keep()}
     for choice, keep in choices.items():
         FastLanguageModel.for_training(model, choice)
         assert all(layer.keep == keep for layer in fused_layers(model))

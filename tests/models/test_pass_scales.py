@@ -9,7 +9,7 @@ import torch
 
 from fewbits.decoder import parts as fused_parts
 from fewbits.decoder.fuse import fuse, fused_layers
-from fewbits.decoder.keep import KEEP_ALL
+from fewbits.decoder.keep import KEEP_ACTIVATIONS
 from fewbits.decoder.products import Float8Projection
 from fewbits.formats import E4M3, E4M3_ROW
 from fewbits.recipes.recipe import Recipe, Rule
@@ -126,7 +126,7 @@ def test_keeping_all_keeps_the_transposed_weights_and_changes_nothing(
     assert len(made) == 2 * 8
     made.clear()
     for layer in fused_layers(model):
-        layer.keep = KEEP_ALL
+        layer.keep = KEEP_ACTIVATIONS
     everything = loss_and_gradients(model, ids)
     assert not made, "both ways in one pass"
     torch.testing.assert_close(everything[0], products[0], rtol=0, atol=0)

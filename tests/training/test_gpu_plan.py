@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fewbits.bench.train.shapes import SHAPES
-from fewbits.decoder.keep import KEEP_ALL, KEEP_ATTENTION, KEEP_MLP, KEEP_NONE, KEEP_PRODUCTS
+from fewbits.decoder.keep import KEEP_ACTIVATIONS, KEEP_ATTENTION, KEEP_MLP, KEEP_NONE, KEEP_PRODUCTS
 from fewbits.errors import BadInput
 from fewbits.formats import E4M3_128X128
 from fewbits.recipes import LoRA, Recipe, get_recipe
@@ -64,7 +64,7 @@ def test_bytes_that_were_measured(shape, batch, variant, gib):
     # a run corrects a plan under a budget by its first step, which a plan on paper has not seen: 10.2 % once
     # the bench's AdamW keeps its states in the parameters' bfloat16
     made = replace(made, static=replace(made.static, optimizer=made.static.optimizer // 2))
-    keep = KEEP_ALL if recipe.lora is None else KEEP_PRODUCTS
+    keep = KEEP_ACTIVATIONS if recipe.lora is None else KEEP_PRODUCTS
     plan = made.plan(int(float(budget) * GIB)) if budget else made.same_for_all(keep, 0)
     assert plan.predicted.total / GIB == pytest.approx(gib, rel=0.11 if budget else 0.10)
 
@@ -123,7 +123,7 @@ def test_experts_and_families_without_a_spec_are_planned():
         is_half_fused = config["model_type"] == "qwen3_moe"  # its attention, layer by layer
         assert found.fits and found.longest == 128 and len(found.plan.keeps) == (2 if is_half_fused else 0)
         made = planner_for(config, get_recipe("qlora_nf4"), gpu_named("24GiB"), batch=(2, 64))
-        whole, least = (made.same_for_all(keep, 0).predicted for keep in (KEEP_ALL, KEEP_NONE))
+        whole, least = (made.same_for_all(keep, 0).predicted for keep in (KEEP_ACTIVATIONS, KEEP_NONE))
         assert whole.total > least.total and whole.static.total == least.static.total
         if is_half_fused:  # the experts' part is the larger one, and can be made anew by itself
             attention, mlp = (made.layer.kept_bytes(keep) for keep in (KEEP_ATTENTION, KEEP_MLP))

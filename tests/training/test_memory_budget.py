@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fewbits.decoder.fuse import fuse
-from fewbits.decoder.keep import KEEP_ALL, Keep
+from fewbits.decoder.keep import KEEP_ACTIVATIONS, Keep
 from fewbits.errors import BadInput
 from fewbits.recipes import qlora_nf4
 from fewbits.training.plan.memory_budget import MemoryBudget, Target, auto_budget, budget_for
@@ -21,7 +21,7 @@ from tests.training.test_packing import TINY
 
 @dataclass
 class Layer:
-    keep: Keep = KEEP_ALL
+    keep: Keep = KEEP_ACTIVATIONS
 
 
 class FakeMeter:

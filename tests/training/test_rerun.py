@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fewbits.decoder.fuse import fuse, fusion_of
-from fewbits.decoder.keep import KEEP_ALL, Keep
+from fewbits.decoder.keep import KEEP_ACTIVATIONS, Keep
 from fewbits.decoder.offload import HostStash
 from fewbits.errors import TrainingStopped
 from fewbits.recipes import Recipe
@@ -31,7 +31,7 @@ LENGTHS = [5, 9, 3, 12, 7, 4, 10, 6, 8, 11, 5, 7]
 
 @dataclass
 class Layer:
-    keep: Keep = KEEP_ALL
+    keep: Keep = KEEP_ACTIVATIONS
 
 
 def model_with_dropout():
@@ -208,7 +208,7 @@ def test_fused_layers_under_ever_smaller_plans(tmp_path):
     plain = run(tmp_path / "plain", fused())
     model = fused()
     memory = budget_for(model, 1.0, recipe=None, lora=None, batch=(3, 12))
-    assert memory.plan.keeps == (KEEP_ALL,) * 4
+    assert memory.plan.keeps == (KEEP_ACTIVATIONS,) * 4
     Shortage(model, {3, 14, 60, 90})
     trainer = run(tmp_path / "short", model, memory=memory)
     assert trainer._rerun.count == 4 and memory.plan.offloads

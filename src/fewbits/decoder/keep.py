@@ -42,7 +42,7 @@ class Keep:
 
 
 KEEP_EVERYTHING = Keep(normed=True, weights=True)
-KEEP_ALL = Keep(normed=True)
+KEEP_ACTIVATIONS = Keep(normed=True)  # all of a pass, and no weight beyond it
 KEEP_PRODUCTS = Keep()
 KEEP_MLP = Keep(attention=False)
 KEEP_ATTENTION = Keep(mlp=False)
@@ -50,21 +50,21 @@ KEEP_NONE = Keep(attention=False, mlp=False)
 KEEP_ON_HOST = Keep(attention=False, mlp=False, offload=True)
 
 # From the fastest to the smallest; the planner mixes them layer by layer.
-KEEPS = (KEEP_EVERYTHING, KEEP_ALL, KEEP_PRODUCTS, KEEP_MLP, KEEP_ATTENTION, KEEP_NONE, KEEP_ON_HOST)
+KEEPS = (KEEP_EVERYTHING, KEEP_ACTIVATIONS, KEEP_PRODUCTS, KEEP_MLP, KEEP_ATTENTION, KEEP_NONE, KEEP_ON_HOST)
 
 
 def keep_for(choice: bool | float | str) -> Keep:
     """What ``use_gradient_checkpointing`` means for a fused layer.
 
     Args:
-        choice: False keeps everything, True recomputes, "unsloth" also moves the inputs to the host; "auto"
-            or a number of GiB leave it to a memory plan, and until there is one the products are kept.
+        choice: False keeps all activations, True recomputes, "unsloth" also moves the inputs to the host;
+            "auto" or a number of GiB leave it to a memory plan, and until there is one the products are kept.
 
     Raises:
         BadInput: it is none of these.
     """
     if isinstance(choice, bool):
-        return KEEP_NONE if choice else KEEP_ALL
+        return KEEP_NONE if choice else KEEP_ACTIVATIONS
     if choice == "unsloth":
         return KEEP_ON_HOST
     if choice == "auto" or (isinstance(choice, (int, float)) and choice > 0):

@@ -127,14 +127,14 @@ def _fuse(model: nn.Module, job: Job, recipe: Any) -> tuple[list[str], Any]:
     Raises:
         Unsupported: a budget was asked for and nothing here keeps to one.
     """
-    from fewbits.decoder.keep import KEEP_ALL, KEEP_PRODUCTS
+    from fewbits.decoder.keep import KEEP_ACTIVATIONS, KEEP_PRODUCTS
     from fewbits.training.plan.memory_budget import budget_for
 
     config = job.configuration
     fused = import_module("fewbits.decoder.fuse")
     fusion = fused.fusion_of(model)
     # Beside gradients and states of all weights the norms' outputs are little; LoRA's memory is compared.
-    keep = KEEP_ALL if config.trains_all else KEEP_PRODUCTS
+    keep = KEEP_ACTIVATIONS if config.trains_all else KEEP_PRODUCTS
     fuses_now = fusion is None
     receipt = fused.fuse(model, keep=keep, delayed_scaling=config.delayed) if fuses_now else fusion.receipt
     notes = [f"{len(fused.fused_layers(model))} layers fused", *map(str, receipt.notes)]

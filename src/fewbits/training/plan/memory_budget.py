@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fewbits.decoder.keep import KEEP_ALL, KEEP_NONE, KEEP_ON_HOST, Keep
+from fewbits.decoder.keep import KEEP_ACTIVATIONS, KEEP_NONE, KEEP_ON_HOST, Keep
 from fewbits.decoder.offload import HostStash
 from fewbits.errors import BadInput, Unsupported
 from fewbits.host.conversion import conversion_of
@@ -31,7 +31,7 @@ _MARGIN_BYTES, _MARGIN_SHARE = 1 << 29, 0.03  # left free by "auto": the allocat
 _MARGIN_SHARDED = 0.05  # as well: gathered layers of several streams tear memory, and no step is repeated
 _WORTH = 0.02  # a corrected plan replaces a sound one if it saves this share of a step
 OPTIMIZER_BYTES = {"adamw": 8, "adamw_8bit": 2, "adafactor": 1, "sgd": 0}  # for each trained value
-ALL_ALIKE = {"keep": KEEP_ALL, "recompute": KEEP_NONE, "offload": KEEP_ON_HOST}
+ALL_ALIKE = {"keep": KEEP_ACTIVATIONS, "recompute": KEEP_NONE, "offload": KEEP_ON_HOST}
 
 
 class Meter:
@@ -338,4 +338,4 @@ def _set_all(target: Target, keep: Keep) -> None:
     for layer in target.layers:
         layer.keep = keep
     if not target.layers:
-        target.checkpoint(keep != KEEP_ALL)
+        target.checkpoint(keep != KEEP_ACTIVATIONS)
