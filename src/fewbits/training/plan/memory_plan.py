@@ -232,11 +232,11 @@ class Planner:
             for i in range(self.num_layers):
                 if (item == "offload" and not offload) or self._total(keeps) <= budget_bytes:
                     break
-                keeps[i] = _without(keeps[i], item)
+                keeps[i] = _give_up(keeps[i], item)
                 freed.append((cost, item, i))
         for _, item, i in sorted(freed, key=lambda g: (-g[0], -g[2])):  # take back what frees nothing needed
             tried = list(keeps)
-            tried[i] = _with(keeps[i], item)
+            tried[i] = _take_back(keeps[i], item)
             if self._total(tried) <= max(budget_bytes, self._total(keeps)):
                 keeps = tried
         return self.price(keeps, budget_bytes)
@@ -321,11 +321,13 @@ class Planner:
         )
 
 
-def _without(keep: Keep, item: str) -> Keep:
+def _give_up(keep: Keep, item: str) -> Keep:
+    """``keep`` with less on the GPU: without an item, or with its inputs moved to the host."""
     return replace(keep, **{item: item == "offload"})
 
 
-def _with(keep: Keep, item: str) -> Keep:
+def _take_back(keep: Keep, item: str) -> Keep:
+    """The inverse of `_give_up`."""
     return replace(keep, **{item: item != "offload"})
 
 
