@@ -44,10 +44,7 @@ inline u32 less_pair(u32 x, u32 y) { return of_pairs(x, y, [](float a, float b) 
 inline float load_from_others(const float *at) { return *at; }
 inline float4 load_four_from_others(const float *at) { return {at[0], at[1], at[2], at[3]}; }
 inline void ask_for(const void *) {}
-inline void multiply_add(float *c, const u32 *a, u32 b0, u32 b1) {
-#if KIND == 5
-    multiply_bfloat16(c, a, b0, b1);
-#else
+inline void multiply_float16(float *c, const u32 *a, u32 b0, u32 b1) {
     const u32 own[6] = {a[0], a[1], a[2], a[3], b0, b1};
     const auto *of = emulation::exchanged(own, 6);
     const int g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
@@ -61,7 +58,12 @@ inline void multiply_add(float *c, const u32 *a, u32 b0, u32 b1) {
         }
         c[i] = (float)sum;
     }
-#endif
+}
+inline void multiply_add(float *c, const u32 *a, u32 b0, u32 b1) {
+    if (KIND == 5) multiply_bfloat16(c, a, b0, b1); else multiply_float16(c, a, b0, b1);
+}
+inline void multiply_add_16(float *c, const u32 *a, u32 b0, u32 b1) {
+    if (HALF == 1) multiply_bfloat16(c, a, b0, b1); else multiply_float16(c, a, b0, b1);
 }
 inline float __shfl_xor_sync(unsigned mask, float value, int bits) {
     return __uint_as_float(__shfl_xor_sync(mask, __float_as_uint(value), bits));

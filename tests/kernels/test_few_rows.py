@@ -106,6 +106,7 @@ CALLS: list[tuple[str, int, int, tuple[int, ...], dict[str, Any]]] = [
     ("nf4_dq", 1, 512, (16,), {"size": 1e6}),
     ("bfloat16", 3, 40, (18, 18), {"activation": "gelu"}),
     ("nf4", 1, 2240, (16,), {"x": torch.bfloat16, "add": True}),
+    ("nf4", 1, 64, (20, 33, 8), {"add": True}),
 ]
 
 

@@ -29,6 +29,8 @@
 #define ADDING THREADS
 #define SUM_ROWS ROWS
 #define SIMPLE 0
+#define PARTS 0  // of inner values: a batch's come whole
+#define NEXT 0
 #define TABLE_BYTES (KIND == 0 ? 256 * 256 : 0)
 #define TILES (WN * R)                        // of a block
 #define CHUNK_OF_X (ROWS * CHUNK * 2)         // bytes

@@ -244,8 +244,7 @@ class BatchRows:
         self.out, self._early, self._product = product.out, early, product
         reading, device = product.reading(), product.x.device
         M, K = product.x.shape
-        if not 1 <= M <= MOST_ROWS:
-            raise BadInput(f"x has {M} rows; the kernel for a batch takes 1 to {MOST_ROWS}.")
+        _check_rows(product)
         work = Work(reading, K, M, product.all_tiles, multiprocessors(device), shared_bytes_of(device))
         chosen = cut or cut_of(work)
         if chosen is None:
@@ -315,6 +314,14 @@ class BatchRows:
             grid = (self._blocks, self.cut.split, 1)
             nvrtc.launch(multiply, grid, 32 * self.cut.warps, shared, self.argument, early=self._early)
         return self.out
+
+
+def _check_rows(product: Product) -> None:
+    rows = len(product.x)
+    if not 1 <= rows <= MOST_ROWS:
+        raise BadInput(f"x has {rows} rows; the kernel for a batch takes 1 to {MOST_ROWS}.")
+    if product.next is not None or product.parts:
+        raise BadInput("the kernel for a batch takes inner values of branches whole; few_rows, in parts.")
 
 
 def _power_of(weight: Packed | Tensor) -> float:

@@ -32,6 +32,7 @@
 #define WARPS (SLICES * TEAMS)
 #define SUM_ROWS MC
 #define ADDING 32
+#define TEAMS_HERE TEAMS
 #define SUMS_OF_X 0
 #define CHUNKS_OF_SET (8 / (COLS * MC))
 #define CHUNKS (SETS * CHUNKS_OF_SET)  // of a slice
@@ -51,7 +52,9 @@
 #define FACTORS_AT (MAP_AT + MAP_BYTES)        // of the rows of x: what undoes the powers of two
 #define PARTIAL_AT (FACTORS_AT + 4 * MC)       // sums of squares and maxima of warps
 #define OFFSETS_AT (PARTIAL_AT + 8 * WARPS)    // of the matrices' scales
-#define X_AT ((OFFSETS_AT + 16 + 15) / 16 * 16)
+#define INNER_AT ((OFFSETS_AT + 16 + 15) / 16 * 16)  // of branches: inner_parts.cu
+#define NEXT_AT (INNER_AT + PARTS_BYTES)
+#define X_AT (NEXT_AT + NEXT_BYTES)
 #define SUMS_AT X_AT                           // when x has gone to registers
 #define X_BYTES(chunks) ((chunks) * CHUNK * 2)
 #define X_PITCH(chunks) ((X_BYTES(chunks) + 127) / 128 * 128 + 32)  // other banks
@@ -286,6 +289,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, THREADS <= 256 ? 2 : 1) co
     fill_tables(p);
     Known known;
     load_known(p, &known);
+#if NEXT || PARTS
+    ask_for_branches(p, tile + at.slice * stride);
+#endif
     wait_for_the_kernel_before();
     bring_x(p, known);
     const Columns x = columns_of(p, at);
@@ -342,6 +348,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, THREADS <= 256 ? 2 : 1) co
         const int base = SUMS_AT + (number % SLOTS * TEAMS + at.team) * TEAM_SUMS;
         const bool adds = number % SLICES == at.slice;  // another warp each time
         leave(p, at, base, sums);
+        BranchSums branches = {};
+#if PARTS
+        if (adds) branches = branch_sums(p, tile < p.tiles ? tile : p.tiles - 1);
+#endif
 #if APART
         const int barrier = 1 + at.team * SLICES + number % SLICES;
         if (adds) wait_at(barrier, 32 * SLICES);
@@ -349,7 +359,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, THREADS <= 256 ? 2 : 1) co
 #else
         __syncthreads();
 #endif
-        if (adds && tile < p.tiles) add_up(p, tile, base, lane);
+        if (adds) {
+            const int next_at = NEXT_AT + at.team * (INNER_M * NEXT * 4);
+            add_up(p, tile, base, lane, {number == 0, number == count - 1, (int)blockIdx.x * TEAMS + at.team, next_at}, branches);
+#if NEXT || PARTS
+            ask_for_branches(p, tile + SLICES * stride);
+#endif
+        }
         rows = next;
         tile += stride;
     }

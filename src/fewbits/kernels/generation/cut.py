@@ -141,15 +141,15 @@ def _reading_of_blocks(
     )
 
 
-def max_rows(weight: Packed | Tensor) -> int:
+def max_rows(weight: Packed | Tensor, reserve: int = 0) -> int:
     """Rows of x that one call takes with this weight; 0 if the kernel does not read it.
 
-    x is (M, K), the weight (N, K).
+    x is (M, K), the weight (N, K); ``reserve``: bytes of shared memory that are for something else.
     """
     reading = reading_of(weight)
     if reading is None:
         return 0
-    K, room = weight.shape[1], shared_bytes_of(_device_of(weight))
+    K, room = weight.shape[1], shared_bytes_of(_device_of(weight)) - reserve
     fitting = (
         M for M in (32, 24, 16, 12, 8, 7, 6, 5, 4, 3, 2, 1) if _choice(reading, K, M, room) is not None
     )

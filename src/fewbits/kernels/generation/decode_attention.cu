@@ -15,9 +15,12 @@
 //    in global memory; the block that comes last (a counter) adds these, in their order, and writes the result. Through
 //    global memory that takes 5 us, fences included. Equal calls give equal bits.
 //
+// 4. Where the product that reads the result has low-rank branches, a block multiplies its share of the outputs by their columns of
+//    A and leaves the sums (inner_parts.cu says what for): of each head as many parts as its cluster has blocks.
+//
 // Compiled at run time with GROUP, D, LANES (a power of two, at least D / 8), HALF (1: bfloat16, 2: float16), HEAD_NORM,
-// CAPPED, EARLY, CLUSTER (a power of two, at most 16; 1 before compute capability 9.0), WALKS (on tensor cores) and WARPS
-// (of a block) defined. A walk takes 180 registers a thread, so that its blocks have four warps: blocks of eight would keep
+// CAPPED, EARLY, CLUSTER (a power of two, at most 16; 1 before compute capability 9.0), WALKS (on tensor cores), WARPS
+// (of a block) and NEXT (rows of that A, a multiple of 4; 0: none) defined. A walk takes 180 registers a thread, so that its blocks have four warps: blocks of eight would keep
 // those of the next kernel from starting early, which costs 4 us (7.1 us with 128 tokens became 12.4, with four 5.8).
 
 typedef unsigned int u32;
@@ -43,6 +46,8 @@ struct Arguments {
     const i64 *position, *first;    // (B,): where the new token goes; the first position that is seen
     float *parts;                   // (B, kv_heads, splits, GROUP, PARTIAL)
     u32 *arrived;                   // (B, kv_heads), zeros
+    const u16 *next_a;              // (heads D / 8, NEXT, 8)
+    float *next_sums;               // (kv_heads * CLUSTER, B, NEXT)
     i64 qkv_pitch, out_pitch, key_pitch, value_pitch;  // of a sequence, values; a head has room * D
     float scale, cap, eps, norm_offset;
     int kv_heads, room, rotary, window;
@@ -80,6 +85,9 @@ static __device__ __forceinline__ uint4 load_16(const u16 *at) {
 }
 // Where a new value is read by a block that another one may have written: past the first cache.
 static __device__ __forceinline__ float load_fresh(const float *at) { return __ldcg(at); }
+static __device__ __forceinline__ void ask_for(const void *at) {  // a line of memory, for the second cache
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
+}
 #endif
 
 #if CLUSTER > 1
@@ -110,6 +118,39 @@ static __device__ __forceinline__ Eight eight_of(const uint4 &v) {
 #include "heads.cu"
 #if WALKS
 #include "attention_walk.cu"
+#endif
+
+#if NEXT
+#define RANK_LANES (NEXT <= 4 ? 4 : NEXT <= 8 ? 8 : NEXT <= 16 ? 16 : NEXT <= 32 ? 32 : NEXT <= 64 ? 64 : THREADS)
+#define SHARE_ROWS (THREADS / RANK_LANES)
+
+// The products of outputs ``from`` to ``to`` (eights) of a head, which ``x`` has, with their columns of A: a part. All threads.
+// ``asked``: what a thread needs first, if it has asked for it.
+static __device__ __forceinline__ void begin_next(const Arguments &p, int b, int head, int rank, int from, int to, const float *x,
+                                                  float *scratch, const uint4 *asked) {
+    const int r = threadIdx.x % RANK_LANES, row = threadIdx.x / RANK_LANES;
+    const u16 *a_of_head = p.next_a + (i64)head * (GROUP * D) * NEXT;
+    float *sums = p.next_sums + ((i64)(head * CLUSTER + rank) * gridDim.z + b) * NEXT;
+    for (int begin = 0; begin < NEXT; begin += RANK_LANES) {
+        float sum = 0.0f;
+        if (begin + r < NEXT)
+            for (int o = from / 8 + row; o < to / 8; o += SHARE_ROWS) {
+                const bool is_first = asked && begin == 0 && o == from / 8 + row;
+                const Eight a = eight_of(is_first ? *asked : __ldg((const uint4 *)(a_of_head + ((i64)o * NEXT + begin + r) * 8)));
+#pragma unroll
+                for (int e = 0; e < 8; e++) sum += a.x[e] * x[o * 8 + e];
+            }
+        scratch[threadIdx.x] = sum;
+        __syncthreads();
+        if (row == 0 && begin + r < NEXT) {
+            float all = 0.0f;
+#pragma unroll
+            for (int i = 0; i < SHARE_ROWS; i++) all += scratch[i * RANK_LANES + r];
+            sums[begin + r] = all;
+        }
+        __syncthreads();
+    }
+}
 #endif
 
 extern "C" __global__ void __launch_bounds__(THREADS) decode_attention(const __grid_constant__ Arguments p) {
@@ -147,6 +188,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_attention(const __g
         const bool there = at < until && column < D;
         key[i] = there ? load_16(keys + (from + at) * D + column) : uint4{0, 0, 0, 0};
         value[i] = there ? load_16(values + (from + at) * D + column) : uint4{0, 0, 0, 0};
+    }
+#endif
+    const int share = (GROUP * D + CLUSTER - 1) / CLUSTER, own = (int)(blockIdx.x % CLUSTER) * share;
+#if NEXT
+    uint4 first_of_a = {0, 0, 0, 0};
+    if (clusters == 1) {
+        const int r = threadIdx.x % RANK_LANES, octet = threadIdx.x / RANK_LANES;
+        const u16 *from_a = p.next_a + ((i64)head * (GROUP * D) + own) * NEXT;
+        if (r < NEXT && octet < share / 8) first_of_a = __ldg((const uint4 *)(from_a + (octet * NEXT + r) * 8));
+        for (int i = 8 * RANK_LANES * SHARE_ROWS + 16 * (int)threadIdx.x; i < share * NEXT; i += 16 * THREADS) ask_for(from_a + i);
     }
 #endif
     wait_for_the_kernel_before();
@@ -279,7 +330,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_attention(const __g
     // The cluster's sums: each block adds its share of the outputs.
     float *parts_of_head = p.parts + ((i64)b * p.kv_heads + head) * (gridDim.x / CLUSTER) * GROUP * PARTIAL;
     float *part_of_cluster = parts_of_head + (i64)(blockIdx.x / CLUSTER) * GROUP * PARTIAL;
-    const int share = (GROUP * D + CLUSTER - 1) / CLUSTER, own = (int)(blockIdx.x % CLUSTER) * share;
     for (int i = own + (int)threadIdx.x; i < own + share && i < GROUP * D; i += THREADS) {
         const int g = i / D;
         float most = LOWEST, all = 0.0f, x = 0.0f, largest_of[CLUSTER], total_of[CLUSTER], sum_of[CLUSTER];
@@ -296,13 +346,19 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_attention(const __g
             const float weight = CLUSTER > 1 ? exp2f((largest_of[s] - most) * 1.4426950408889634f) : 1.0f;
             all += weight * total_of[s], x += weight * sum_of[s];
         }
-        if (clusters == 1) p.out[b * p.out_pitch + (i64)head * GROUP * D + i] = to_16(x / all);
-        else {
+        if (clusters == 1) {
+            const u16 rounded = to_16(x / all);
+            p.out[b * p.out_pitch + (i64)head * GROUP * D + i] = rounded;
+            if (NEXT) q[g][i % D] = from_16(rounded);
+        } else {
             part_of_cluster[g * PARTIAL + i % D] = x;
             if (i % D == 0) part_of_cluster[g * PARTIAL + D] = most, part_of_cluster[g * PARTIAL + D + 1] = all;
         }
     }
     meet_cluster();  // none ends while another reads from it
+#if NEXT
+    if (clusters == 1) begin_next(p, b, head, blockIdx.x % CLUSTER, own, own + share, q[0], sums[0][0], &first_of_a);
+#endif
     if (clusters == 1) return;
     const int parts = clusters;
     __threadfence();
@@ -340,7 +396,15 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_attention(const __g
 #pragma unroll 8
         for (int s = 0; s < parts; s++)
             x += weights[i / D * MOST_PARTS + s] * load_fresh(parts_of_head + ((i64)s * GROUP + i / D) * PARTIAL + i % D);
-        p.out[b * p.out_pitch + (i64)head * GROUP * D + i] = to_16(x);
+        const u16 rounded = to_16(x);
+        p.out[b * p.out_pitch + (i64)head * GROUP * D + i] = rounded;
+        if (NEXT) q[i / D][i % D] = from_16(rounded);
     }
+#if NEXT
+    __syncthreads();
+    begin_next(p, b, head, 0, 0, GROUP * D, q[0], sums[0][0], nullptr);
+    for (int i = threadIdx.x; i < (CLUSTER - 1) * NEXT; i += THREADS)  // of blocks that have no share of these outputs
+        p.next_sums[((i64)(head * CLUSTER + 1 + i / NEXT) * gridDim.z + b) * NEXT + i % NEXT] = 0.0f;
+#endif
     if (threadIdx.x == 0) p.arrived[b * p.kv_heads + head] = 0;
 }

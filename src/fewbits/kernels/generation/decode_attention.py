@@ -21,6 +21,7 @@ at 4.4 TB/s. Measured on an H200: with one sequence of that shape 5.8 us at 128 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,7 +29,7 @@ from torch import Tensor
 
 from fewbits.errors import Unsupported
 from fewbits.kernels.decoder.rmsnorm import rmsnorm_ref
-from fewbits.kernels.generation.operands import RowNorm
+from fewbits.kernels.generation.operands import NextInner, RowNorm, takes_parts
 from fewbits.kernels.launch import nvrtc
 from fewbits.kernels.launch.jit import cdiv, multiprocessors, next_power_of_2, on_device_of
 
@@ -75,7 +76,10 @@ class Arguments(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in "qkv keys values out q_norm k_norm cosines sines".split()),  # noqa: SIM905
-        *((name, ctypes.c_void_p) for name in ("position", "first", "parts", "arrived")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("position", "first", "parts", "arrived", "next_a", "next_sums")
+        ),
         *((name, ctypes.c_int64) for name in ("qkv_pitch", "out_pitch", "key_pitch", "value_pitch")),
         *((name, ctypes.c_float) for name in ("scale", "cap", "eps", "norm_offset")),
         *((name, ctypes.c_int) for name in ("kv_heads", "room", "rotary", "window")),
@@ -130,10 +134,23 @@ class DecodeAttention:
         grid: its blocks.
         cluster: how many of them read each other's shared memory.
         warps: of a block.
+        next_sums: (parts, B, ranks) float32, what each launch leaves for the product that reads ``out``; None
+            if it begins nothing there.
     """
 
-    def __init__(self, qkv: Tensor, cache: Cache, out: Tensor, rules: Rules, *, early: bool = False) -> None:
+    def __init__(
+        self,
+        qkv: Tensor,
+        cache: Cache,
+        out: Tensor,
+        rules: Rules,
+        *,
+        early: bool = False,
+        after: NextInner | None = None,
+    ) -> None:
         """Prepare the call that the module's text defines, for tensors on a GPU.
+
+        ``after``: branches of the product that reads ``out``, where `begins_inner` holds.
 
         Raises:
             Unsupported: a head size, dtype or grouping that the kernel does not take.
@@ -141,20 +158,7 @@ class DecodeAttention:
         B, kv_heads, room, D = cache.keys.shape
         heads = qkv.shape[1] // D - 2 * kv_heads
         group = heads // max(kv_heads, 1)
-        facts = (
-            (cache.keys.dtype in _HALVES and out.dtype == cache.keys.dtype, f"a cache in {cache.keys.dtype}"),
-            (D % 8 == 0 and D <= 256, f"heads of {D} values"),
-            (
-                group * kv_heads == heads and 1 <= group <= 16,
-                f"{heads} query heads over {kv_heads} key heads",
-            ),
-            (group * D <= 1024, f"groups of {group} heads of {D} values"),
-            (qkv.dtype == torch.float32 and qkv.stride(1) == 1, f"queries in {qkv.dtype}"),
-            (all(t[0].is_contiguous() for t in (cache.keys, cache.values)), "a cache that is not contiguous"),
-        )
-        for holds, fact in facts:
-            if not holds:
-                raise Unsupported(f"the kernel of decoding's attention does not take {fact}.")
+        _check(qkv, cache, out)
         self.out, self._early, self._operands = out, early, (qkv, cache, rules)
         walks = group <= 8 and D in (64, 96, 128)  # sizes of the tensor cores' products
         self.warps = _WARPS_THAT_WALK if walks else _WARPS
@@ -162,6 +166,10 @@ class DecodeAttention:
         splits = min(_MOST_SPLITS, max(1, cdiv(2 * multiprocessors(device), B * kv_heads)))
         self.cluster = cluster_of(device, splits)
         splits = splits // self.cluster * self.cluster
+        self._after, self.next_sums = after, None
+        if after is not None:
+            size = (kv_heads * self.cluster, B, after.ranks)
+            self.next_sums = torch.zeros(size, dtype=torch.float32, device=device)
         parts = torch.empty(
             B * heads * (splits // self.cluster) * (D + 2), dtype=torch.float32, device=device
         )
@@ -176,6 +184,8 @@ class DecodeAttention:
                 t.data_ptr()
                 for t in (cache.cosines, cache.sines, cache.position, cache.first, parts, arrived)
             ),
+            None if after is None else after.a.data_ptr(),
+            None if self.next_sums is None else self.next_sums.data_ptr(),
             *(t.stride(0) for t in (qkv, out, cache.keys, cache.values)),
             rules.scale,
             rules.cap,
@@ -198,18 +208,54 @@ class DecodeAttention:
             ("CLUSTER", self.cluster),
             ("WALKS", int(walks)),
             ("WARPS", self.warps),
+            ("NEXT", 0 if after is None else after.ranks),
         )
 
     def launch(self) -> Tensor:
         """Run it on the current stream of the tensors' device, on a CPU by the definition; ``out``."""
         if not self.out.is_cuda:
-            return self.out.copy_(decode_attention_ref(*self._operands))
+            self.out.copy_(decode_attention_ref(*self._operands))
+            if self._after is not None and self.next_sums is not None:
+                self.next_sums.zero_()[0] = self._after.sums_of(self.out)
+            return self.out
         with on_device_of(self.out):
             device, cluster = self.out.device.index, self.cluster
             kernel = nvrtc.kernel(SOURCE, "decode_attention", self.defines, device, 0, cluster=cluster)
             threads = 32 * self.warps
             nvrtc.launch(kernel, self.grid, threads, 0, self.argument, early=self._early, cluster=cluster)
         return self.out
+
+
+def _check(qkv: Tensor, cache: Cache, out: Tensor) -> None:
+    _, kv_heads, _, D = cache.keys.shape
+    heads = qkv.shape[1] // D - 2 * kv_heads
+    group = heads // max(kv_heads, 1)
+    facts = (
+        (cache.keys.dtype in _HALVES and out.dtype == cache.keys.dtype, f"a cache in {cache.keys.dtype}"),
+        (D % 8 == 0 and D <= 256, f"heads of {D} values"),
+        (
+            group * kv_heads == heads and 1 <= group <= 16,
+            f"{heads} query heads over {kv_heads} key heads",
+        ),
+        (group * D <= 1024, f"groups of {group} heads of {D} values"),
+        (qkv.dtype == torch.float32 and qkv.stride(1) == 1, f"queries in {qkv.dtype}"),
+        (all(t[0].is_contiguous() for t in (cache.keys, cache.values)), "a cache that is not contiguous"),
+    )
+    for holds, fact in facts:
+        if not holds:
+            raise Unsupported(f"the kernel of decoding's attention does not take {fact}.")
+
+
+def begins_inner(cache: Tensor, heads: int, ranks: Sequence[int]) -> bool:
+    """Whether the kernel begins inner values of these branches of the product that reads its result.
+
+    Args:
+        cache: keys (B, kv_heads, room, D).
+        heads: of queries.
+        ranks: of each branch.
+    """
+    B, kv_heads, _, D = cache.shape
+    return takes_parts(B, ranks) and D >= 32 and heads // kv_heads * D % (8 * _MOST_CLUSTER) == 0
 
 
 def cluster_of(device: torch.device, splits: int) -> int:

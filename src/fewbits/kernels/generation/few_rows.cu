@@ -36,6 +36,7 @@
 #define SLICES WARPS
 #define ADDING THREADS
 #define SIMPLE 0
+#define TEAMS_HERE 1
 #define SUMS_OF_X POSITIVE
 #define BESIDE (LOADS < 2 ? 1 : 2)
 #define TABLE_BYTES (KIND == 0 ? 256 * 128 : 0)
@@ -60,7 +61,9 @@
 #define FACTORS_AT (SUMS_AT + SUMS_BYTES)      // of the rows of x: what undoes the powers of two
 #define PARTIAL_AT (FACTORS_AT + 4 * ROWS)     // sums of squares and maxima of warps
 #define OFFSETS_AT (PARTIAL_AT + 8 * WARPS)    // of the matrices' scales
-#define X_AT ((OFFSETS_AT + 16 + 15) / 16 * 16)
+#define INNER_AT ((OFFSETS_AT + 16 + 15) / 16 * 16)  // of branches: inner_parts.cu
+#define NEXT_AT (INNER_AT + PARTS_BYTES)
+#define X_AT (NEXT_AT + NEXT_BYTES)
 #define X_BYTES(chunks) ((chunks) * CHUNK * 2)
 #define X_PITCH(chunks) (((X_BYTES(chunks) + (POSITIVE ? (chunks) * 4 : 0) + 127) / 128) * 128 + 32)  // other banks
 
@@ -174,7 +177,7 @@ static __device__ __forceinline__ void multiply(const Arguments &p, int i, Sums 
 #include "results.cu"
 
 // Sums of a tile over the warps, and what becomes of them; ``number`` counts the block's tiles.
-static __device__ __forceinline__ void finish(const Arguments &p, int tile, int number, Sums *sums) {
+static __device__ __forceinline__ void finish(const Arguments &p, int tile, int number, bool last, Sums *sums) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, warp = threadIdx.x / 32;
     const int base = SUMS_AT + number % 2 * (SUMS_BYTES / 2), own = base + warp * 16 * SUM_ROWS * 4;
 #pragma unroll
@@ -185,9 +188,17 @@ static __device__ __forceinline__ void finish(const Arguments &p, int tile, int 
             if (m < p.M) SHARED(float, own + (m * 16 + g + i / 2 * 8) * 4) = sums->y[group][i];
             sums->y[group][i] = 0.0f;
         }
-    __syncthreads();
     // Another warp each time, so that none falls behind.
-    add_up(p, tile, base, (threadIdx.x + number % WARPS * 32) % THREADS);
+    const int thread = (threadIdx.x + number % WARPS * 32) % THREADS;
+    BranchSums branches = {};
+#if PARTS
+    if (thread < 32) branches = branch_sums(p, tile);
+#endif
+    __syncthreads();
+    add_up(p, tile, base, thread, {number == 0, last, (int)blockIdx.x, NEXT_AT}, branches);
+#if NEXT || PARTS
+    if (thread < 32) ask_for_branches(p, tile + WARPS * (int)gridDim.x);  // this warp's next turn
+#endif
 }
 
 static __device__ __forceinline__ void fill_tables(const Arguments &p) {
@@ -216,6 +227,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, THREADS <= 256 ? 2 : 1) fe
     fill_tables(p);
     Known known;
     load_known(p, &known);
+#if NEXT || PARTS
+    // Of the warp's first turn: warp 0 has the first tile, the last warp the next.
+    ask_for_branches(p, (int)blockIdx.x + (WARPS - (int)threadIdx.x / 32) % WARPS * (int)gridDim.x);
+#endif
     wait_for_the_kernel_before();
     bring_x(p, known);
     Sums sums = {};
@@ -227,6 +242,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, THREADS <= 256 ? 2 : 1) fe
         wait_copies<DEPTH - 1>();
         __syncwarp();
         multiply(p, i, &sums);
-        if (i % ROUNDS == ROUNDS - 1) finish(p, tile_of(i), i / ROUNDS, &sums);
+        if (i % ROUNDS == ROUNDS - 1) finish(p, tile_of(i), i / ROUNDS, i == count - 1, &sums);
     }
 }

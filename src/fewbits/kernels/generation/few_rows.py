@@ -3,6 +3,8 @@
     x' = x / rms(x) * (w_norm + offset)    if a norm is given, else x
     y_i = x' W_i^T + b_i + s_i t_i B_i^T   for up to three weights that share x (q, k and v); optional: a
                                            bias, and a low-rank branch, whose t_i = x' A_i^T
+    sums = (out * (w_next + offset)) A^T   if the product that reads ``out`` has branches: what kernels begin
+                                           for it, in parts (inner_parts.cu)
     out = [y_0, y_1, y_2], or f(y_0) * y_1 if an activation f is given (gate and up), times ``factor``
     out is written, or added to what is there (the residual stream)
 
@@ -24,6 +26,7 @@ No gradient: decoding has none.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -71,8 +74,9 @@ def few_rows_ref(
     """The definition, in float32 (float64 for float64 x): (M, sum of N), or (M, N) with an activation."""
     acc = torch.promote_types(x.dtype, torch.float32)
     x = x.to(acc)
+    factor_of_x = torch.ones(len(x), dtype=acc, device=x.device)
     if norm is not None:
-        x, _ = rmsnorm_ref(x, norm.weight, norm.eps, norm.offset)
+        x, factor_of_x = rmsnorm_ref(x, norm.weight, norm.eps, norm.offset)
     products = []
     for i, weight in enumerate(weights):
         dense = weight.dequantize(torch.float32) if isinstance(weight, Packed) else weight
@@ -83,6 +87,8 @@ def few_rows_ref(
             y = y + bias.to(acc)
         if branch is not None:
             inner = branch.inner.to(acc) if branch.a is None else x @ branch.a.to(acc).t()
+            if inner.dim() == 3:
+                inner = inner.sum(0) * factor_of_x[:, None]
             y = y + branch.scale * (inner @ branch.weight.to(acc).t())
         products.append(y)
     if activation is not None:
@@ -110,6 +116,8 @@ class FewRows:
     Attributes:
         out: where the result is written or added.
         shape: how the work is cut.
+        next_sums: (parts, M, ranks) float32, what each launch leaves for the product that reads ``out``;
+            None if it begins nothing there.
         argument: what the kernel is given; tests run its source on a CPU with the same.
         defines: the macros it is compiled with.
         source: of the kernel, few_rows.cu or columns.cu.
@@ -144,20 +152,27 @@ class FewRows:
             raise BadInput("the kernel for few rows computes no inner values of branches; batch_rows does.")
         self.shape = _shape(reading, product, shape)
         by_columns = isinstance(self.shape, Columns)
+        self.next_sums = _next_sums(product, self.shape)
         self.argument = product.argument(
-            reading, self.shape.block_chunks if isinstance(self.shape, Columns) else reading.block_chunks
+            reading,
+            self.shape.block_chunks if isinstance(self.shape, Columns) else reading.block_chunks,
+            self.next_sums,
         )
         self.source, self._name = (columns.SOURCE, "columns") if by_columns else (SOURCE, "few_rows")
         self.defines: nvrtc.Defines = (
             *_cut_macros(reading, self.shape, product),
             *product.defines(),
+            *product.part_defines(),
             ("EARLY", int(early)),
         )
 
     def launch(self) -> Tensor:
         """Run it on the current stream of the operands' device, on a CPU by the definition; ``out``."""
         if not self.out.is_cuda:
-            return define(self._product)
+            define(self._product)
+            if self._product.next is not None and self.next_sums is not None:
+                self.next_sums.zero_()[0] = self._product.next.sums_of(self.out)
+            return self.out
         with on_device_of(self.out):
             kernel = nvrtc.kernel(
                 self.source, self._name, self.defines, self.out.device.index, self.shape.shared_bytes
@@ -171,14 +186,31 @@ def _shape(
     reading: Reading, product: Product, chosen: tuple[int, int, int, int] | Columns | None
 ) -> Shape | Columns:
     (M, K), tiles, device = product.x.shape, product.all_tiles, product.x.device
-    if isinstance(chosen, Columns):
-        return chosen
-    if chosen is not None:
-        warps, loads, depth, blocks = chosen
-        return cut(reading, K, M, tiles, blocks, warps, loads, depth)
     room, processors = shared_bytes_of(device), multiprocessors(device)
-    work = Work(reading, K, M, tiles, processors, room)
-    return columns_of(work) or shape_of(reading, K, M, tiles, processors, room)
+    room -= product.part_reserve()
+    shape: Shape | Columns
+    if isinstance(chosen, Columns):
+        shape = chosen
+    elif chosen is not None:
+        warps, loads, depth, blocks = chosen
+        shape = cut(reading, K, M, tiles, blocks, warps, loads, depth)
+    else:
+        work = Work(reading, K, M, tiles, processors, room)
+        shape = columns_of(work) or shape_of(reading, K, M, tiles, processors, room)
+    beside = product.part_bytes(shape.warps, _teams_of(shape))
+    return replace(shape, shared_bytes=shape.shared_bytes + beside)
+
+
+def _teams_of(shape: Shape | Columns) -> int:
+    """Groups of warps of a block that have tiles of their own."""
+    return shape.teams if isinstance(shape, Columns) else 1
+
+
+def _next_sums(product: Product, shape: Shape | Columns) -> Tensor | None:
+    if product.next is None:
+        return None
+    size = (shape.blocks * _teams_of(shape), len(product.x), product.next.ranks)
+    return torch.zeros(size, dtype=torch.float32, device=product.x.device)
 
 
 def _cut_macros(reading: Reading, shape: Shape | Columns, product: Product) -> nvrtc.Defines:

@@ -9,9 +9,7 @@
 // A block takes A_ROWS rows of A. Its threads share K, eight values each; sums go over the lanes of a warp, then over warps,
 // in a fixed order. x is normalised at the end: the factor of a row is the same for all its values.
 //
-// For one or two rows there is no such kernel. Blocks of few_rows.cu's own grid that computed t while the others multiplied by
-// W were tried, and made a step of the 8B shape with adapters of rank 16 slower on an H200: 3.00 ms, with a launch of its
-// own 2.77 (every thread of every block asked one counter whether t was there).
+// For one or two rows there is no such kernel: there the kernel that makes x begins t, see inner_parts.cu.
 
 #pragma once
 

@@ -14,8 +14,16 @@ struct Matrix {
     const float *inner;
     i64 row_bytes;
     float branch_scale;
-    int rank, inner_pitch;
+    int rank, inner_pitch;  // with PARTS: of the branch's inner values the first
     int N, scales_a_row, tiles, block_shift;  // block_shift: log2 of rows that share scales
+};
+
+struct InnerParts {  // see inner_parts.cu
+    const float *parts;                // (PART_COUNT, INNER_M, pitch): the first column of this product's branches
+    const u16 *next_a, *next_norm;     // (N / 8, NEXT, 8); (N,)
+    float *next_sums;                  // (blocks or teams, INNER_M, NEXT)
+    float next_offset;
+    int pitch;
 };
 
 struct Arguments {
@@ -28,6 +36,7 @@ struct Arguments {
     float values[16];
     float eps, norm_offset, out_factor;
     int K, M, tiles, scale_shift, block_chunks;  // log2 of scales that share a second-level one; chunks that share a scale
+    InnerParts inner;
 };
 
 // The matrix that has a tile's first (half 0) or last eight outputs, and the first of those in it.

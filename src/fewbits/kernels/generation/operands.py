@@ -7,7 +7,7 @@ and which kernel computes it is left to few_rows.py and batch_rows.py.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -23,6 +23,9 @@ from fewbits.kernels.launch import nvrtc
 from fewbits.kernels.launch.jit import cdiv
 
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
+# Rows of x and, over all branches, inner values of them, whose sums the kernel in front can leave.
+MOST_ROWS_OF_PARTS, MOST_VALUES_OF_PARTS = 2, 256
+MOST_WARPS = 16  # of a block
 # Rows of x whose inner values a product computes itself; for more, tensor cores do, in a launch of their own.
 MOST_ROWS_OF_INNER = 8
 _E4M3 = 3  # Reading.kind
@@ -44,7 +47,9 @@ class LowRankSum:
 
     Attributes:
         weight: B (N, r) in the 16 bits of the other operands, contiguous.
-        inner: t = x A^T (M, r) float32; rows may be apart.
+        inner: t = x A^T (M, r) float32; rows may be apart. Or (parts, M, r): what kernels in front left of it
+            (`NextInner`); their sum, times the factor of the product's norm, is t. Then all branches' are
+            columns of one tensor, each from a multiple of four on, and r is one, zeros included.
         scale: s.
         a: None if ``inner`` already holds t. Else A (r, K) in the same 16 bits, contiguous, from which the
             product computes t first (from normalised x, if the product normalises) and writes it to
@@ -58,7 +63,43 @@ class LowRankSum:
 
     def rows(self, rows: slice) -> LowRankSum:
         """The same for these rows of x."""
-        return replace(self, inner=self.inner[rows])
+        return replace(self, inner=self.inner[..., rows, :])
+
+
+@dataclass(frozen=True, eq=False)
+class NextInner:
+    """A of the branches of the product that reads an output (M, N): its kernel begins t = x A^T.
+
+    Attributes:
+        a: (N / 8, ranks, 8) in 16 bits, contiguous: eight columns of all As side by side; ranks, a multiple
+            of four, filled up with zeros.
+        norm: the RMSNorm between, whose factor is left for later.
+    """
+
+    a: Tensor
+    norm: RowNorm | None = None
+
+    @property
+    def ranks(self) -> int:
+        """Rows of all As, those that fill up included."""
+        return int(self.a.shape[1])
+
+    def sums_of(self, x: Tensor) -> Tensor:
+        """The definition: what x (M, N) gives with all of A, before the norm's factor, (M, ranks) float32."""
+        x = x.float()
+        if self.norm is not None:
+            x = x * (self.norm.weight.float() + self.norm.offset)
+        return x @ self.a.float().transpose(1, 2).reshape(x.shape[1], self.ranks)
+
+
+class InnerParts(ctypes.Structure):
+    """Inner values that kernels begin for one another, field by field as in operands.cu."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("parts", "next_a", "next_norm", "next_sums")),
+        ("next_offset", ctypes.c_float),
+        ("pitch", ctypes.c_int),
+    ]
 
 
 class LowRankInputs(ctypes.Structure):
@@ -95,6 +136,7 @@ class Arguments(ctypes.Structure):
         ("values", ctypes.c_float * 16),
         *((name, ctypes.c_float) for name in ("eps", "norm_offset", "out_factor")),
         *((name, ctypes.c_int) for name in ("K", "M", "tiles", "scale_shift", "block_chunks")),
+        ("inner", InnerParts),
     ]
 
 
@@ -112,6 +154,7 @@ class Product:
         activation: "silu", "gelu" or "gelu_tanh" of the first product, times the second.
         add: add to ``out``.
         factor: what the result is multiplied by.
+        next: what of the product that reads ``out`` is begun here; of one weight, or with an activation.
     """
 
     x: Tensor
@@ -123,6 +166,7 @@ class Product:
     activation: str | None = None
     add: bool = False
     factor: float = 1.0
+    next: NextInner | None = None
 
     @property
     def gated(self) -> bool:
@@ -143,6 +187,24 @@ class Product:
     def inner_ranks(self) -> int:
         """How many inner values of a row of x the product computes itself, over all branches."""
         return sum(b.a.shape[0] for b in self.branches or () if b is not None and b.a is not None)
+
+    @property
+    def parts(self) -> list[Tensor]:
+        """Of the branches whose inner values come as sums of parts, these (parts, M, r)."""
+        return [b.inner for b in self.branches or () if b is not None and b.inner.dim() == 3]
+
+    def inner_parts(self, next_sums: Tensor | None) -> InnerParts:
+        """Where parts of inner values are found, and where the next product's (parts, M, r) are left."""
+        inner = InnerParts()
+        if self.parts:
+            inner.parts = min(part.data_ptr() for part in self.parts)
+            inner.pitch = self.parts[0].stride(1)
+        if self.next is not None and next_sums is not None:
+            norm = self.next.norm
+            inner.next_a, inner.next_sums = self.next.a.data_ptr(), next_sums.data_ptr()
+            inner.next_norm = None if norm is None else norm.weight.data_ptr()
+            inner.next_offset = 0.0 if norm is None else norm.offset
+        return inner
 
     def low_rank_inputs(self) -> LowRankInputs:
         """What computes them."""
@@ -178,6 +240,7 @@ class Product:
             (len(self._halves()) <= 1, "two kinds of 16 bits at once"),
             (not self.inner_ranks or takes_inner(x), f"inner values of {len(x)} rows of {x.shape[1]} values"),
             (all(map(_is_aligned, self._inner_weights())), "an A whose rows are not aligned to 16 bytes"),
+            *self._facts_of_parts(),
         )
         for holds, fact in facts:
             if not holds:
@@ -191,12 +254,36 @@ class Product:
             )
         return reading
 
-    def argument(self, reading: Reading, block_chunks: int) -> Arguments:
-        """What a kernel is given, where ``block_chunks`` of its chunks share a scale."""
+    def _facts_of_parts(self) -> Iterator[tuple[bool, str]]:
+        parts, branches = self.parts, [b for b in self.branches or () if b is not None]
+        if parts:
+            values = _columns_of_parts(parts)
+            yield from (
+                (len(parts) == len(branches), "inner values of which only some come in parts"),
+                (len({(p.shape[:2], p.stride()) for p in parts}) == 1, "parts of several tensors"),
+                (_few_values(len(self.x), values), f"parts of {len(self.x)} rows of {values} inner values"),
+                (all(p.data_ptr() % 16 == 0 and p.stride(1) % 4 == 0 for p in parts), "parts not aligned"),
+                (all(map(_in_fours, branches)), "branches in parts whose ranks are not filled up to fours"),
+            )
+        if self.next is not None:
+            rows, columns = self.out.shape
+            yield from (
+                (self.gated or len(self.weights) == 1, "several weights whose outputs begin inner values"),
+                (self.next.a.shape[::2] == (columns // 8, 8) and columns % 8 == 0, "an A of other columns"),
+                (_is_aligned(self.next.a) and self.next.ranks % 4 == 0, "an A that is not aligned"),
+                (_few_values(rows, self.next.ranks), f"{rows} rows of {self.next.ranks} inner values"),
+            )
+
+    def argument(self, reading: Reading, block_chunks: int, next_sums: Tensor | None = None) -> Arguments:
+        """What a kernel is given, where ``block_chunks`` of its chunks share a scale.
+
+        ``next_sums`` (parts, M, ranks): where sums for the next product are left.
+        """
         x, out, norm, weights = self.x, self.out, self.norm, self.weights
         none = [None] * len(weights)
+        first_part = min((part.data_ptr() for part in self.parts), default=0)
         matrices = [
-            _matrix_of(*operands, reading)
+            _matrix_of(*operands, reading, first_part)
             for operands in zip(weights, self.biases or none, self.branches or none, self.tiles, strict=True)
         ]
         return Arguments(
@@ -216,7 +303,29 @@ class Product:
             self.all_tiles,
             reading.scale_shift,
             block_chunks,
+            self.inner_parts(next_sums),
         )
+
+    def part_defines(self) -> nvrtc.Defines:
+        """The macros of inner values that kernels begin for one another: inner_parts.cu."""
+        parts, after = self.parts, self.next
+        return (
+            ("INNER_M", len(self.x) if parts or after is not None else 0),
+            ("PARTS", _columns_of_parts(parts) // 4 if parts else 0),
+            ("PART_COUNT", len(parts[0]) if parts else 0),
+            ("NEXT", 0 if after is None else after.ranks),
+            ("NEXT_NORM", int(after is not None and after.norm is not None)),
+        )
+
+    def part_bytes(self, warps: int, teams: int) -> int:
+        """Shared memory that these take, of a block with so many warps and teams."""
+        macros = dict(self.part_defines())
+        return macros["INNER_M"] * (16 * (warps + 1) * macros["PARTS"] + 4 * teams * macros["NEXT"])
+
+    def part_reserve(self) -> int:
+        """Shared memory that is left free for them."""
+        macros = dict(self.part_defines())
+        return part_reserve(macros["INNER_M"], 4 * macros["PARTS"] + macros["NEXT"])
 
     def defines(self) -> nvrtc.Defines:
         """The macros that say what stands around the product."""
@@ -240,6 +349,8 @@ class Product:
         tensors += [b for b in self.biases or () if b is not None]
         tensors += [b.weight for b in self.branches or () if b is not None]
         tensors += self._inner_weights()
+        if self.next is not None:
+            tensors += [self.next.a, *([] if self.next.norm is None else [self.next.norm.weight])]
         tensors += [] if self.norm is None else [self.norm.weight]
         return {t.dtype for t in tensors}
 
@@ -247,6 +358,35 @@ class Product:
 def takes_inner(x: Tensor) -> bool:
     """Whether a product of x (M, K) can compute its branches' inner values."""
     return len(x) <= MOST_ROWS_OF_INNER and x.shape[1] % 8 == 0
+
+
+def takes_parts(rows: int, ranks: Sequence[int]) -> bool:
+    """Whether kernels begin inner values of these branches for one another, for ``rows`` rows of x."""
+    return _few_values(rows, sum(cdiv(rank, 4) * 4 for rank in ranks))
+
+
+def part_reserve(rows: int, ranks: int) -> int:
+    """Bytes of shared memory that are left free for so many inner values of a product and of the next one.
+
+    Two blocks may lie side by side, each of at most `MOST_WARPS` warps.
+    """
+    return 2 * 4 * (MOST_WARPS + 1) * rows * ranks
+
+
+def _few_values(rows: int, ranks: int) -> bool:
+    return 1 <= rows <= MOST_ROWS_OF_PARTS and rows * ranks <= MOST_VALUES_OF_PARTS
+
+
+def _columns_of_parts(parts: Sequence[Tensor]) -> int:
+    """Columns from the first of these parts (parts, M, r) to the last, in whole fours."""
+    first = min(part.data_ptr() for part in parts)
+    return max((part.data_ptr() - first) // 4 + cdiv(part.shape[2], 4) * 4 for part in parts)
+
+
+def _in_fours(branch: LowRankSum) -> bool:
+    rank = branch.weight.shape[1]
+    whole = branch.weight.is_contiguous() and branch.weight.data_ptr() % 8 == 0
+    return whole and rank % 4 == 0 and rank == branch.inner.shape[-1]
 
 
 def _is_aligned(a: Tensor) -> bool:
@@ -259,14 +399,20 @@ def _has_no_number(weight: Packed | Tensor) -> bool:
 
 
 def _matrix_of(
-    weight: Packed | Tensor, bias: Tensor | None, branch: LowRankSum | None, tiles: int, reading: Reading
+    weight: Packed | Tensor,
+    bias: Tensor | None,
+    branch: LowRankSum | None,
+    tiles: int,
+    reading: Reading,
+    first_part: int,
 ) -> Matrix:
     matrix = Matrix(N=weight.shape[0], tiles=tiles, block_shift=reading.block_shift)
     matrix.bias = None if bias is None else bias.data_ptr()
     if branch is not None:
         matrix.branch, matrix.inner = branch.weight.data_ptr(), branch.inner.data_ptr()
         matrix.branch_scale, matrix.rank = branch.scale, branch.weight.shape[1]
-        matrix.inner_pitch = branch.inner.stride(0)
+        whole = branch.inner.dim() == 2
+        matrix.inner_pitch = branch.inner.stride(0) if whole else (matrix.inner - first_part) // 4
     if isinstance(weight, Tensor):
         matrix.codes, matrix.row_bytes = weight.data_ptr(), weight.stride(0) * weight.element_size()
         return matrix

@@ -3,6 +3,7 @@
 
 #pragma once
 
+#include "inner_parts.cu"
 #include "x_order.cu"
 
 #if SUMS_OF_X
@@ -61,6 +62,11 @@ static __device__ __forceinline__ void bring_x(const Arguments &p, const Known &
             const int k = 4 * (threadIdx.x + j * THREADS);
             share[j] = k < p.K ? four_of(p, m, k) : Four{};
         }
+#endif
+#if PARTS
+        if (m == 0) add_parts(p);
+#endif
+#if SHARE
 #pragma unroll
 #endif
         for (int j = 0; j < shares; j++) {
@@ -90,6 +96,9 @@ static __device__ __forceinline__ void bring_x(const Arguments &p, const Known &
 #if NORM
         factor = 1.0f / sqrtf(squares / p.K + p.eps);
         largest *= factor;
+#endif
+#if PARTS
+        finish_inner(m, factor);
 #endif
         float undo = 1.0f;
 #if KIND != 5
