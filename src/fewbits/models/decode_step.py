@@ -3,8 +3,8 @@
 A decoder layer is five launches: norm, q, k and v; attention over the cache with rotary and appending; the
 output projection, added to the residual stream; norm, gate, up and activation; down, added again. The stream
 stays in float32. Kernels of Hopper and later ask for their weights before the kernel before them has ended.
-Adapters stay unmerged: their inner values are one more small launch in front of each product, and their
-other side is added inside it.
+Adapters stay unmerged: their inner values are begun by the kernel that makes a product's input, else they
+are one more small launch in front of it, and their other side is added inside it.
 
 Which models: those whose layers are norm, attention, norm, gated MLP, each added to the stream, as the
 family's spec names them. Nothing is taken on trust: a `DecodeStep` can be compared with the model it is made
@@ -18,7 +18,6 @@ few.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -26,8 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from fewbits.decoder.limits import why_not_by_spec
-from fewbits.decoder.parts import KERNEL_ACTIVATIONS, part_of
-from fewbits.decoder.projection import Branch, Part, RoundedPart
+from fewbits.decoder.parts import KERNEL_ACTIVATIONS
 from fewbits.errors import BadInput, NotFused, SpecMismatch, Unsupported
 from fewbits.families.shapes import field_of, scores_factor
 from fewbits.families.spec import Attention, ModelSpec
@@ -37,11 +35,18 @@ from fewbits.host.spec import layer_names, locate, spec_for
 from fewbits.host.unwrap import unwrap
 from fewbits.kernels.generation.batch_rows import MOST_ROWS, BatchRows, Workspace
 from fewbits.kernels.generation.cut import max_rows
-from fewbits.kernels.generation.decode_attention import Cache, DecodeAttention, Rules
+from fewbits.kernels.generation.decode_attention import Cache, DecodeAttention, Rules, begins_inner
 from fewbits.kernels.generation.few_rows import FewRows
-from fewbits.kernels.generation.operands import LowRankSum, Product, RowNorm, takes_inner
+from fewbits.kernels.generation.operands import (
+    LowRankSum,
+    Product,
+    part_reserve,
+    takes_inner,
+    takes_parts,
+)
 from fewbits.kernels.generation.packed_attention import PackedKeysValues
 from fewbits.kernels.launch import nvrtc
+from fewbits.models.decode_branches import Reader, StepBranches, norm_of, plain_part
 from fewbits.models.decode_packed import packed_layer
 from fewbits.models.decode_products import ManyRows
 
@@ -111,25 +116,6 @@ def changed_by(spec: ModelSpec, config: Any) -> list[str]:
     ]
 
 
-@dataclass
-class _Adapters:
-    """16-bit copies of adapters' weights, in which kernels find them; `refresh` takes over new values."""
-
-    copies: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # (copy, the adapter's own)
-
-    def copy_of(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """A copy of ``weight`` in ``dtype`` that `refresh` keeps equal to it."""
-        copy = weight.detach().to(dtype).contiguous().clone()
-        self.copies.append((copy, weight))
-        return copy
-
-    @torch.no_grad()
-    def refresh(self) -> None:
-        """Take over the newest values of all adapters."""
-        for copy, weight in self.copies:
-            copy.copy_(weight)
-
-
 class DecodeStep:
     """The step of one model for a number of sequences.
 
@@ -182,7 +168,7 @@ class DecodeStep:
             raise Unsupported(f"the model computes in {self.dtype}; decoding's kernels take 16 bits.")
         self._early = self.device.type == "cuda" and torch.cuda.get_device_capability(self.device) >= (9, 0)
         self._calls: list[Callable[[], Tensor]] = []
-        self._adapters = _Adapters()
+        self._adapters = StepBranches(self.dtype)
         self._workspace = Workspace(self.device)
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
@@ -193,9 +179,12 @@ class DecodeStep:
         self._hidden = self._buffer(self._embedded().shape[-1], torch.float32)
         try:
             self._cosines, self._sines = _rotary_tables(base, spec, room, self.dtype, self.device)
-            for name in layer_names(model, spec):
-                self._add_layer(model.get_submodule(name))
-            self._add_head(model)
+            layers = [model.get_submodule(name) for name in layer_names(model, spec)]
+            head = self._head_of(model)
+            for i, layer in enumerate(layers):
+                self._add_layer(layer, self._attention_inputs(layers[i + 1]) if i + 1 < len(layers) else head)
+            self.logits = self._buffer(head.parts[0].width, torch.float32)
+            self._add_product(self._hidden, head, self.logits)
         except (NotFused, SpecMismatch, BadInput, AttributeError) as error:
             # Of a module that was replaced by one of another build, attributes are missing.
             raise Unsupported(f"{str(error).rstrip('.')}.") from error
@@ -283,7 +272,15 @@ class DecodeStep:
                 self.position.add_(1)
         return graph
 
-    def _add_layer(self, layer: nn.Module) -> None:
+    def _attention_inputs(self, layer: nn.Module) -> Reader:
+        """What reads the stream first in a layer."""
+        facts, norm = self.spec.attention, self.spec.norm
+        assert facts is not None
+        parts = [plain_part(layer, path) for path in facts.inputs]
+        return Reader(parts, norm_of(layer, norm.before_attention, self.spec))
+
+    def _add_layer(self, layer: nn.Module, after: Reader) -> None:
+        """Launches of a layer, behind which ``after`` reads the stream."""
         facts, norm = self.spec.attention, self.spec.norm
         assert facts is not None
         attention: Any = layer.get_submodule(facts.path)
@@ -294,36 +291,44 @@ class DecodeStep:
             self._buffer((heads + 2 * kv_heads) * D, torch.float32),
             self._buffer(heads * D, self.dtype),
         )
-        parts = [_plain_part(layer, path) for path in facts.inputs]
-        self._add_product(self._hidden, parts, qkv, norm=_norm(layer, norm.before_attention, self.spec))
+        self._add_product(self._hidden, self._attention_inputs(layer), qkv)
         rules = Rules(
             scale=scores_factor(facts, config, D),
             window=_window(attention, config, facts),
-            q_norm=None if norm.query is None else _norm(layer, norm.query, self.spec),
-            k_norm=None if norm.key is None else _norm(layer, norm.key, self.spec),
+            q_norm=None if norm.query is None else norm_of(layer, norm.query, self.spec),
+            k_norm=None if norm.key is None else norm_of(layer, norm.key, self.spec),
         )
-        self._add_attention(qkv, attended, rules, kv_heads)
-        self._add_product(attended, [_plain_part(layer, facts.output)], self._hidden, add=True)
-        self._add_mlp(layer, config)
+        output = Reader([plain_part(layer, facts.output)])
+        self._add_attention(qkv, attended, rules, kv_heads, output)
+        inputs = self._mlp_inputs(layer)
+        self._add_product(attended, output, self._hidden, add=True, after=inputs)
+        self._add_mlp(layer, config, inputs, after)
 
-    def _add_attention(self, qkv: Tensor, attended: Tensor, rules: Rules, kv_heads: int) -> None:
-        """Keys and values of one more layer, and what attends to them."""
+    def _add_attention(
+        self, qkv: Tensor, attended: Tensor, rules: Rules, kv_heads: int, output: Reader
+    ) -> None:
+        """Keys and values of one more layer, what attends to them, and begins what reads that."""
         D = (qkv.shape[1] - attended.shape[1]) // (2 * kv_heads)
         if self.kv_cache is not None and not rules.window:
-            packed, call = packed_layer(self, self.kv_cache, qkv, attended, rules, kv_heads)
+            packed, packed_call = packed_layer(self, self.kv_cache, qkv, attended, rules, kv_heads)
             self.packed[len(self.keys)] = packed
             self._add_cache((self.batch, kv_heads, 0, D))
-            self._calls.append(call.launch)
+            self._calls.append(packed_call.launch)
             return
         self._add_cache((self.batch, kv_heads, self.room, D))
         cache = Cache(self.keys[-1], self.values[-1], self._cosines, self._sines, self.position, self.first)
+        begins = begins_inner(self.keys[-1], attended.shape[1] // D, output.ranks)
+        begins = begins and self._one_call(output, output.padded)
+        inner = self._adapters.begin(attended, output) if begins else None
+        call = DecodeAttention(qkv, cache, attended, rules, early=self._early, after=inner)
+        self._calls.append(call.launch)
         if self._together:
             # The first launch writes new keys and values of all rows; what it attends to is not whole yet.
             # The second one writes the same again, and must not read ahead of the first.
-            self._calls.append(DecodeAttention(qkv, cache, attended, rules, early=self._early).launch)
-            self._calls.append(DecodeAttention(qkv, cache, attended, rules, early=False).launch)
-        else:
-            self._calls.append(DecodeAttention(qkv, cache, attended, rules, early=self._early).launch)
+            call = DecodeAttention(qkv, cache, attended, rules, early=False, after=inner)
+            self._calls.append(call.launch)
+        if call.next_sums is not None:
+            self._adapters.leave(attended, call.next_sums, output.ranks)
 
     def _add_cache(self, shape: tuple[int, int, int, int]) -> None:
         """Keys and values of one more layer: its own, or a part of those of the step beside."""
@@ -336,37 +341,59 @@ class DecodeStep:
             else:
                 mine.append(theirs[layer][: self.batch])
 
-    def _add_mlp(self, layer: nn.Module, config: Any) -> None:
+    def _mlp_inputs(self, layer: nn.Module) -> Reader:
+        """What reads the stream behind attention."""
+        mlp = self.spec.mlp
+        assert mlp is not None
+        parts = [plain_part(layer, path) for path in mlp.inputs]
+        return Reader(parts, norm_of(layer, self.spec.norm.before_mlp, self.spec))
+
+    def _add_mlp(self, layer: nn.Module, config: Any, inputs: Reader, after: Reader) -> None:
         mlp = self.spec.mlp
         assert mlp is not None
         name = field_of(config, mlp.activation)
         activation = KERNEL_ACTIVATIONS.get(name)
         if activation is None:
             raise Unsupported(f"no kernel has the activation {name!r}.")
-        gate, up = (_plain_part(layer, path) for path in mlp.inputs)
-        inner = self._buffer(gate.weight.shape[0], self.dtype)
-        norm = _norm(layer, self.spec.norm.before_mlp, self.spec)
-        self._add_product(self._hidden, [gate, up], inner, norm=norm, activation=activation)
-        self._add_product(inner, [_plain_part(layer, mlp.output)], self._hidden, add=True)
+        down = Reader([plain_part(layer, mlp.output)])
+        inner = self._buffer(inputs.parts[0].width, self.dtype)
+        self._add_product(self._hidden, inputs, inner, activation=activation, after=down)
+        self._add_product(inner, down, self._hidden, add=True, after=after)
 
-    def _add_head(self, model: nn.Module) -> None:
-        head = _plain_part(model, locate(model, self.spec, self.spec.head))
-        norm = _norm(model, locate(model, self.spec, self._final_norm), self.spec)
-        self.logits = self._buffer(head.weight.shape[0], torch.float32)
-        self._add_product(self._hidden, [head], self.logits, norm=norm)
+    def _head_of(self, model: nn.Module) -> Reader:
+        part = plain_part(model, locate(model, self.spec, self.spec.head))
+        return Reader([part], norm_of(model, locate(model, self.spec, self._final_norm), self.spec))
+
+    def _one_call(self, reader: Reader, ranks: int) -> bool:
+        """Whether kernels for few rows have all rows at once, beside so many branches' inner values."""
+        reserve = part_reserve(self.batch, ranks)
+        rows = min(max_rows(part.weight, reserve) for part in reader.parts)
+        return rows >= self.batch
+
+    def _begins(self, reader: Reader, after: Reader) -> bool:
+        """Whether the kernel of one product begins inner values of the branches of the next one."""
+        return (
+            takes_parts(self.batch, after.ranks)
+            and self._one_call(reader, reader.padded + after.padded)
+            and self._one_call(after, after.padded)
+        )
 
     def _add_product(
         self,
         x: Tensor,
-        parts: Sequence[Part],
+        reader: Reader,
         out: Tensor,
         *,
-        norm: RowNorm | None = None,
         activation: str | None = None,
         add: bool = False,
+        after: Reader | None = None,
     ) -> None:
-        """The launches of one product, for as many rows at a time as fit."""
-        inner = self._inner_values(x, [part.branch for part in parts], norm)
+        """The launches of one product, for as many rows at a time as fit; ``after`` reads ``out`` next."""
+        parts, norm = reader.parts, reader.norm
+        inner = self._adapters.take_up(x, reader) or self._inner_values(x, reader)
+        following = None
+        if after is not None and self._begins(reader, after):
+            following = self._adapters.begin(out, after)
         weights = [part.weight for part in parts]
         sizes = {w.shape[0] for w in weights} if activation else {sum(w.shape[0] for w in weights)}
         if sizes != {out.shape[1]} or {w.shape[1] for w in weights} != {x.shape[1]}:
@@ -390,8 +417,12 @@ class DecodeStep:
                     norm=norm,
                     activation=activation,
                     add=add,
+                    next=following,
                 )
-                self._calls.append(make(product).launch)
+                call = make(product)
+                self._calls.append(call.launch)
+                if following is not None and after is not None:
+                    self._adapters.leave(out, call.next_sums, after.ranks)
             begin += columns
 
     def _product_of(self, weights: Sequence[Packed | Tensor]) -> tuple[Callable[[Product], Any], int]:
@@ -405,43 +436,20 @@ class DecodeStep:
             return partial(BatchRows, workspace=self._workspace, early=self._early), MOST_ROWS
         return partial(FewRows, early=self._early), rows
 
-    def _inner_values(
-        self, x: Tensor, branches: Sequence[Branch | None], norm: RowNorm | None
-    ) -> list[LowRankSum | None]:
+    def _inner_values(self, x: Tensor, reader: Reader) -> list[LowRankSum | None]:
         """The branches with their inner values ``x A^T``, of the product itself or of a launch in front."""
-        there = [branch for branch in branches if branch is not None]
-        if not there:
-            return [None] * len(branches)
-        ranks = [branch.a.shape[0] for branch in there]
-        inner = self._buffer(sum(ranks), torch.float32)
-        weights = [self._adapters.copy_of(branch.a, self.dtype) for branch in there]
+        if not reader.branches:
+            return [None] * len(reader.parts)
+        inner = self._buffer(sum(reader.ranks), torch.float32)
         by_batch_rows = _FEWEST_OF_A_BATCH <= self.batch < _FEWEST_FOR_THE_LIBRARY
         beside = by_batch_rows and takes_inner(x)
+        branches, weights = self._adapters.whole(reader, inner, beside)
         if not beside:
             make, rows = self._product_of(weights)
             for m in range(0, self.batch, rows):
                 cut = slice(m, m + rows)
-                self._calls.append(make(Product(x[cut], weights, inner[cut], norm=norm)).launch)
-        sides = weights if beside else [None] * len(there)
-        sums = (
-            LowRankSum(self._adapters.copy_of(branch.b, self.dtype), own, branch.scaling, a)
-            for branch, own, a in zip(there, inner.split(ranks, dim=1), sides, strict=True)
-        )
-        return [None if branch is None else next(sums) for branch in branches]
-
-
-def _plain_part(module: nn.Module, path: str) -> Part:
-    part, _ = part_of(module.get_submodule(path), path)
-    if isinstance(part, RoundedPart):
-        raise Unsupported(f"{path} is rounded in training; pack it first.")
-    return part
-
-
-def _norm(module: nn.Module, path: str | None, spec: ModelSpec) -> RowNorm:
-    assert path is not None  # `why_not_by_spec` has refused layers without
-    norm: Any = module.get_submodule(path)
-    eps = getattr(norm, "variance_epsilon", None)
-    return RowNorm(norm.weight, norm.eps if eps is None else eps, spec.norm.offset)
+                self._calls.append(make(Product(x[cut], weights, inner[cut], norm=reader.norm)).launch)
+        return branches
 
 
 def _alike(weights: Sequence[Packed | Tensor]) -> bool:
