@@ -13,7 +13,7 @@ from rich.console import Console
 
 from fewbits.training.checkpoints.folders import Progress, rotate, staged, step_of, write_atomic
 from fewbits.training.checkpoints.manifest import Writers
-from fewbits.training.checkpoints.model_state import restore
+from fewbits.training.checkpoints.model_state import read_weights
 from fewbits.training.config import TrainConfig
 from fewbits.training.config_values import parse_memory_budget
 from fewbits.training.data.batches import passes_of
@@ -247,7 +247,7 @@ class Run(Stages):
             )
         try:
             if over:
-                restore(model, earlier[-1])
+                read_weights(model, earlier[-1])
                 trainer.state = type(trainer.state).load_from_json(str(earlier[-1] / "trainer_state.json"))
                 # killed after its last checkpoint, before an older one was removed: remove it now
                 if self.ranks.leads:
@@ -351,7 +351,7 @@ class Run(Stages):
             self.tell(note)
             return
         check_best(best, self.folder, self.ranks, self.tell)
-        restore(self.built.model, best)
+        read_weights(self.built.model, best)
         self.tell(f"the best weights are those of step {step_of(best)}")
 
     def _samples_before(self) -> None:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 
-def restore(model: nn.Module, folder: Path, optimizer: Optimizer | None = None) -> None:
+def read_weights(model: nn.Module, folder: Path, optimizer: Optimizer | None = None) -> None:
     """Put a checkpoint's weights into the model; where either is sharded the optimizer's state, too.
 
     Raises:
@@ -32,7 +32,7 @@ def restore(model: nn.Module, folder: Path, optimizer: Optimizer | None = None) 
         load_weights(model, folder)
 
 
-def keep(model: nn.Module, folder: Path, optimizer: Optimizer, *, leads: bool) -> None:
+def write_weights(model: nn.Module, folder: Path, optimizer: Optimizer, *, leads: bool) -> None:
     """Write the weights into a checkpoint, of a sharded model the optimizer too; every rank calls."""
     if has_shards(model):
         from fewbits.training.checkpoints.sharded import save_sharded
@@ -42,8 +42,8 @@ def keep(model: nn.Module, folder: Path, optimizer: Optimizer, *, leads: bool) -
         save_weights(model, folder)
 
 
-def keep_copies(model: nn.Module, folder: Path, copies: Mapping[str, Tensor]) -> None:
-    """`keep` for a model whose adapters train on, from ``copies`` of them on the host, in the same shapes."""
+def write_copies(model: nn.Module, folder: Path, copies: Mapping[str, Tensor]) -> None:
+    """`write_weights` of adapters that train on, from ``copies`` of them on the host, in the same shapes."""
     save_weights(model, folder, copies)
 
 

@@ -23,7 +23,7 @@ from fewbits.training.checkpoints.beside import (
     nbytes_beside,
 )
 from fewbits.training.checkpoints.folders import only_lora, save_scales, trainable
-from fewbits.training.checkpoints.model_state import keep_copies
+from fewbits.training.checkpoints.model_state import write_copies
 
 OPTIMIZER_FILE = "optimizer.pt"
 SCHEDULER_FILE = "scheduler.pt"  # as the host calls it
@@ -85,7 +85,7 @@ class SavingBeside:
             with rest:
                 copied()
                 torch.save(state, staging / OPTIMIZER_FILE)
-                keep_copies(model, staging, weights)
+                write_copies(model, staging, weights)
 
         self._thread.begin(write)
 

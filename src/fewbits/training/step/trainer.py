@@ -26,7 +26,7 @@ from fewbits.training.checkpoints.folders import (
     trainable,
 )
 from fewbits.training.checkpoints.manifest import Writers
-from fewbits.training.checkpoints.model_state import keep, restore
+from fewbits.training.checkpoints.model_state import read_weights, write_weights
 from fewbits.training.checkpoints.sharded import is_sharded_checkpoint
 from fewbits.training.data.batches import StepBatches
 from fewbits.training.data.packing import Batch, EpochSampler, count_trained
@@ -323,7 +323,7 @@ class Trainer(transformers.Trainer):
                 self._saving.begin(model, trained, self.optimizer, staging=staging, rest=rest)
             else:
                 self._save_optimizer_and_scheduler(str(staging))
-                keep(model, staging, self.optimizer, leads=self.args.should_save)
+                write_weights(model, staging, self.optimizer, leads=self.args.should_save)
 
     @contextmanager
     def _rotated(self, folder: Path, best_step: int | None) -> Iterator[None]:
@@ -344,7 +344,7 @@ class Trainer(transformers.Trainer):
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_FILE)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        restore(self._plain_model(), Path(resume_from_checkpoint))
+        read_weights(self._plain_model(), Path(resume_from_checkpoint))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         several_cpus = self.args.device.type == "cpu" and self.args.world_size > 1
@@ -356,7 +356,7 @@ class Trainer(transformers.Trainer):
             self._take_schedule()
             return
         if shards:
-            restore(self._plain_model(), Path(checkpoint), self.optimizer)
+            read_weights(self._plain_model(), Path(checkpoint), self.optimizer)
         else:  # the base class loads to "cpu:0", which torch 2.11 knows no way to
             state = torch.load(Path(checkpoint) / OPTIMIZER_FILE, map_location="cpu", weights_only=True)
             self.optimizer.load_state_dict(state)
