@@ -23,8 +23,8 @@ from fewbits.models.convert import linears_to_replace
 from fewbits.models.experts import expert_rules_of
 from fewbits.models.model_shapes import built_without_memory, in_float32, model_of_config, numbers_of
 from fewbits.models.packed_head import head_rule
-from fewbits.recipes.memory import Memory, head_copies
 from fewbits.recipes.recipe import LoRA, Recipe
+from fewbits.recipes.standing_memory import Memory, head_copies
 
 if TYPE_CHECKING:
     from torch import nn

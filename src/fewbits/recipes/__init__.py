@@ -22,9 +22,9 @@ from fewbits.recipes.catalog import (
     sc_qat,
     stochastic,
 )
-from fewbits.recipes.memory import Memory
 from fewbits.recipes.plain import get_recipe, recipe_from_config, recipe_to_config
 from fewbits.recipes.recipe import QAT, LoRA, Recipe, Rule
+from fewbits.recipes.standing_memory import Memory
 
 __all__ = [
     "CATALOG",

@@ -42,7 +42,7 @@ from fewbits.families.registry import written_spec
 from fewbits.models.model_shapes import LayerShapes, layer_shapes, model_of_config, numbers_of
 from fewbits.models.predicted_memory import predict_memory
 from fewbits.recipes import Recipe
-from fewbits.recipes.memory import Memory, head_copies
+from fewbits.recipes.standing_memory import Memory, head_copies
 from fewbits.training.plan.layer_cost import LayerCost, layer_cost, machine_of
 
 GIB = 2**30

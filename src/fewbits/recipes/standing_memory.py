@@ -1,4 +1,7 @@
-"""`Memory`: bytes by purpose; `fewbits.models.predicted_memory` says how many a model takes."""
+"""`Memory`: bytes that stand from step to step, by purpose; without activations, which a memory plan weighs.
+
+`fewbits.models.predicted_memory` says how many a model takes.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from fewbits.recipes.recipe import Recipe
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes by purpose."""
+    """Bytes that stand from step to step, by purpose."""
 
     weights: int
     lora: int
