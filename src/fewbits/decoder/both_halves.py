@@ -103,7 +103,7 @@ def gradient_of_a(
     """
     if t is None or not any(need.a for need in needs):
         return None
-    scaled = torch.mul(t, r[:, None], out=t.new_empty(t.shape))
+    scaled = torch.mul(t, r[:, None], out=t.new_empty(t.shape))  # (M, R): row m times r[m]
     return (scaled.t() @ x) * (norm.weight + norm.offset if norm.offset else norm.weight)
 
 
@@ -295,7 +295,7 @@ class Half(ABC):
 
     def leave(self, x: Tensor, middle: Rows, xa_back: Tensor | None) -> tuple[Tensor, Residual]:
         """y (M, H), for what the middle made (M, J) and its inner values (M, R)."""
-        z = self.back.product(middle)
+        z = self.back.product(middle)  # (M, J) @ (J, H)
         post = Residual(x, z, self.post_norm)
         if self.group is None:
             self.back.finish_(z, xa_back, post.term)
@@ -326,7 +326,7 @@ class Half(ABC):
         x = saved["x"]
         dtype = self.dtype or x.dtype
         post = Residual(x, saved["z"], self.post_norm, saved["r_post"])
-        dz, dpost = post.backward(dy, needs.norms["post_norm"], dtype)
+        dz, dpost = post.backward(dy, needs.norms["post_norm"], dtype)  # (M, H), and (H,) or None
         return BeginBackward(dz, dpost, saved.pop("normed"), reads_output(x, dtype, needs.into))
 
     def enter_again(self, x: Tensor, begun: BeginBackward, first_product: bool) -> Normed | None:
@@ -348,12 +348,12 @@ class Half(ABC):
     ) -> EndBackward:
         """From du (M, N), the gradient of the first product, back through that product and the norm."""
         x, rows = saved["x"], None if n is None else n.dense
-        da = None if n is not None else gradient_of_a(inner.t, x, self.norm, saved["r"], needs.into)
+        da = None if n is not None else gradient_of_a(inner.t, x, self.norm, saved["r"], needs.into)  # (R, H)
         gradients = self.into.gradients(du.dense, inner, rows, needs.into, da=da)
         needs_dw = needs.norms["norm"]
         if not needs_dx and not needs_dw:
             return EndBackward(None, None, gradients)
-        dn = self.into.backward_product(du, inner.t)
+        dn = self.into.backward_product(du, inner.t)  # (M, N) @ (N, H) + (M, R) @ (R, H)
         if self.group is not None:
             self.group.sum_(dn)
         dx, dnorm = backward_norm(dn, x, self.norm, saved["r"], residual=dy, needs_dw=needs_dw)

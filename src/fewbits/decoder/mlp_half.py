@@ -113,9 +113,9 @@ def _backward(
     n = half.enter_again(x, begun, first_product=gate_up is None)
     if gate_up is None:
         assert n is not None
-        gate_up = half.gate_up.add_biases_(half.gate_up.product(n.rows))
+        gate_up = half.gate_up.add_biases_(half.gate_up.product(n.rows))  # (M, H) @ (H, 2 I)
 
-    inner = half.down.inner_gradients(Rows(begun.dz), saved["xa_back"])
+    inner = half.down.inner_gradients(Rows(begun.dz), saved["xa_back"])  # t (M, r), dB (H, r)
     dh = half.down.backward_product(Rows(begun.dz), None)  # the activation's kernel adds the branch's part
     dense = any(need.weight or need.bias for need in needs.into)
     t_down = half.down.outside(inner.t)
@@ -125,9 +125,11 @@ def _backward(
             half, gate_up, saved["xa"], dh, t_down, dense=dense
         )
         del dh, gate_up
+        # The gradient of A_down is (r, I) and known already.
         of_down = half.down.gradients(begun.dz, inner, None, needs.back, da=activated.dw_down.t())
         inner = _inner(half, activated)
     else:
+        # (M, 2 I), (M, I)
         dgate_up, h = _activate_backward(half, gate_up, saved["xa"], dh, t_down, dense=dense)
         del dh, gate_up
         of_down = half.down.gradients(begun.dz, inner, h, needs.back)
@@ -139,13 +141,14 @@ def _backward(
 
 def _activate(half: MLPHalf, gate_up: Tensor, xa: Tensor | None) -> tuple[Rows, Tensor | None]:
     """h (M, I), in float8 too where the down product takes it, perhaps only so; down's inner values."""
+    # Gate and up are (M, I) each; their branches (M, r) and (I, r).
     (gate, up), branches = _halves(gate_up), _low_rank(half.gate_up, gate_up, xa)
     amax = quantized = None
     slot = None if half.delayed is None else half.delayed[0]
     if half.down.is_float8 and slot is not None and slot.has_scale:
-        quantized = slot.buffer(gate.shape)
+        quantized = slot.buffer(gate.shape)  # E4M3 (M, I)
     elif half.down.is_float8:
-        amax = _zeros(gate)
+        amax = _zeros(gate)  # (M,), which the kernel fills
     branch, (low_gate, low_up) = _only_branch(half.down), branches
     if branch is not None and low_gate is not None and low_up is not None and amax is None:
         # Dense rows are left out in bfloat16 alone, where that was measured.
@@ -197,16 +200,16 @@ def _activate_backward(
     branches = _low_rank(half.gate_up, gate_up, xa)
     into_dh = None
     if t_down is not None:
-        into_dh = LowRank(t_down, half.down.all_a(dh.dtype).t())
-    (gate, up), h = _halves(gate_up), torch.empty_like(dh)
+        into_dh = LowRank(t_down, half.down.all_a(dh.dtype).t())  # (M, r), (I, r): + t_down @ A_down
+    (gate, up), h = _halves(gate_up), torch.empty_like(dh)  # each (M, I)
     amax = quantized = dgate_up = None
     slot = None if half.delayed is None else half.delayed[1]
     if half.gate_up.is_float8 and slot is not None and slot.has_scale:
-        quantized = slot.buffer(gate_up.shape)
+        quantized = slot.buffer(gate_up.shape)  # E4M3 (M, 2 I)
     elif half.gate_up.is_float8:
         amax = _zeros(dh)
     if dense or quantized is None:
-        dgate_up = half.gate_up.gradient_buffer(dh.shape[0], dh)
+        dgate_up = half.gate_up.gradient_buffer(dh.shape[0], dh)  # (M, 2 I), in rows with room for t
     dgate, dup = (None, None) if dgate_up is None else _halves(dgate_up)
     gated_activation_backward_into(
         dh,
@@ -233,9 +236,9 @@ def _activate_backward_in_one_pass(
     half: MLPHalf, gate_up: Tensor, xa: Tensor | None, dh: Tensor, t_down: Tensor, *, dense: bool
 ) -> tuple[Rows, BranchGradients]:
     """`_activate_backward`, with the products that the branches take from its results and from h."""
-    low_gate, low_up = _low_rank(half.gate_up, gate_up, xa)
+    low_gate, low_up = _low_rank(half.gate_up, gate_up, xa)  # each (M, r) and (I, r)
     assert low_gate is not None and low_up is not None
-    gate, up = _halves(gate_up)
+    gate, up = _halves(gate_up)  # each (M, I)
     slot = None if half.delayed is None else half.delayed[1]
     has_scale = half.gate_up.is_float8 and slot is not None and slot.has_scale
     quantized = slot.buffer(gate_up.shape) if has_scale and slot is not None else None
@@ -255,7 +258,7 @@ def _activate_backward_in_one_pass(
     if quantized is not None or not half.gate_up.is_float8:
         return _with_float8(dgate_up, None, quantized, slot, dh.dtype), activated
     assert dgate_up is not None
-    q, scale = quantize_rows(dgate_up)
+    q, scale = quantize_rows(dgate_up)  # (M, 2 I), (M, 1)
     if slot is not None:
         slot.record(scale.view(-1) * torch.finfo(q.dtype).max)
     return Rows(dgate_up, q, scale), activated

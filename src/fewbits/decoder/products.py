@@ -119,29 +119,29 @@ class DenseProjection(Projection):
         """See `Projection.product`."""
         assert x.dense is not None
         if self._one_buffer():
-            return x.dense @ self._weight(x.dense.dtype).t()
+            return x.dense @ self._weight(x.dense.dtype).t()  # (M, K) @ (K, N)
         y = x.dense.new_empty(x.dense.shape[0], self.width)
         for part, at in zip(self.parts, self.slices(), strict=True):
-            torch.mm(x.dense, _dense(part.weight, x.dense.dtype).t(), out=y[:, at])
+            torch.mm(x.dense, _dense(part.weight, x.dense.dtype).t(), out=y[:, at])  # (M, N_i)
         return y
 
     def backward_product(self, dy: Rows, t: Tensor | None) -> Tensor:
         """See `Projection.backward_product`."""
         assert dy.dense is not None
         dense, dtype = dy.dense, dy.dense.dtype
-        a = None if t is None else self.all_a(dtype)
-        wide = None if t is None else _joined(dense, t)
+        a = None if t is None else self.all_a(dtype)  # (R, K)
+        wide = None if t is None else _joined(dense, t)  # (M, N + R): dy and t side by side
         if wide is not None and a is not None and self._one_buffer():
-            weight = self._weight(dtype, extra=self.rank)
-            weight[self.width :].copy_(a)
-            return wide @ weight
+            weight = self._weight(dtype, extra=self.rank)  # (N + R, K)
+            weight[self.width :].copy_(a)  # the last R rows
+            return wide @ weight  # (M, N + R) @ (N + R, K)
         if self._one_buffer():
-            dx = dense @ self._weight(dtype)
+            dx = dense @ self._weight(dtype)  # (M, N) @ (N, K)
         else:
             at = self.slices()
-            dx = dense[:, at[0]] @ _dense(self.parts[0].weight, dtype)
+            dx = dense[:, at[0]] @ _dense(self.parts[0].weight, dtype)  # (M, N_0) @ (N_0, K)
             for part, columns in zip(self.parts[1:], at[1:], strict=True):
-                dx.addmm_(dense[:, columns], _dense(part.weight, dtype))
+                dx.addmm_(dense[:, columns], _dense(part.weight, dtype))  # + (M, N_i) @ (N_i, K)
         return dx if a is None or t is None else _add_product_(dx, t, a)
 
     def _one_buffer(self) -> bool:
@@ -156,10 +156,10 @@ class DenseProjection(Projection):
         return self.values.of(dtype, lambda n: self._decode(dtype, max(n, extra)), room, rows)[:rows]
 
     def _decode(self, dtype: torch.dtype, extra: int) -> Tensor:
-        weight = _buffer(self, extra, dtype)
+        weight = _buffer(self, extra, dtype)  # (N + extra, K)
         for part, at in zip(self.parts, self.slices(), strict=True):
             assert isinstance(part.weight, Packed)
-            dequantize(part.weight, out=weight[at])
+            dequantize(part.weight, out=weight[at])  # (N_i, K)
         return weight
 
 
@@ -173,12 +173,12 @@ class RoundedProjection(Projection):
     def product(self, x: Rows) -> Tensor:
         """See `Projection.product`."""
         assert x.dense is not None
-        return x.dense @ self._weight(x.dense.dtype).t()
+        return x.dense @ self._weight(x.dense.dtype).t()  # (M, K) @ (K, N)
 
     def backward_product(self, dy: Rows, t: Tensor | None) -> Tensor:
         """See `Projection.backward_product`; the branches' part is in the product."""
         assert dy.dense is not None
-        return dy.dense @ self._weight(dy.dense.dtype)
+        return dy.dense @ self._weight(dy.dense.dtype)  # (M, N) @ (N, K)
 
     def _weight(self, dtype: torch.dtype) -> Tensor:
         """The rounded weights (N, K)."""
@@ -212,12 +212,12 @@ class Float8Projection(Projection):
         """See `Projection.backward_product`."""
         if dy.values is None:
             assert dy.dense is not None
-            dy = Rows(dy.dense, *quantize_rows(dy.dense))
+            dy = Rows(dy.dense, *quantize_rows(dy.dense))  # with values (M, N) and a scale a row, (M, 1)
         left = self.values.take() if isinstance(self.values, PairedValues) else None
-        weight = self._weight(True) if left is None else left
-        dx = self._multiply(dy, weight, self.scale.inputs)
+        weight = self._weight(True) if left is None else left  # (K, N)
+        dx = self._multiply(dy, weight, self.scale.inputs)  # (M, N), and W as (K, N): (M, K)
         if t is not None:
-            _add_product_(dx, t, self.all_a(dx.dtype))
+            _add_product_(dx, t, self.all_a(dx.dtype))  # + (M, R) @ (R, K)
         return dx
 
     def _multiply(self, x: Rows, weight: Tensor, scale: Tensor) -> Tensor:
@@ -233,7 +233,7 @@ class Float8Projection(Projection):
         shape = (self.depth, self.width) if transposed else (self.width, self.depth)
         weight = torch.empty(shape, dtype=torch.float8_e4m3fn, device=_device(self.parts[0].weight))
         for part, at in zip(self.parts, self.slices(), strict=True):
-            out = weight[:, at] if transposed else weight[at]
+            out = weight[:, at] if transposed else weight[at]  # (K, N_i), or (N_i, K)
             float8_weight(part.weight, transposed=transposed, inverse_scale=self.scale.inverse, out=out)
         return weight
 

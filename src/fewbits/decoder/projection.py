@@ -214,13 +214,13 @@ class Projection(ABC):
         if not branches:
             return None
         scalings = {branch.scaling for branch in branches}
-        a = self.all_a(x.dtype)
+        a = self.all_a(x.dtype)  # (R, K)
         scaling = scalings.pop() if len(scalings) == 1 else None
         if scaling is not None:
-            return _scaled_mm(x, a.t(), scaling)
-        xa = x @ a.t()
+            return _scaled_mm(x, a.t(), scaling)  # (M, K) @ (K, R): xa (M, R), scaled in the product
+        xa = x @ a.t()  # (M, K) @ (K, R): (M, R)
         for branch, columns in zip(branches, _columns(branches), strict=True):
-            xa[:, columns].mul_(branch.scaling)
+            xa[:, columns].mul_(branch.scaling)  # (M, r_i) each
         return xa
 
     def low_rank(self, xa: Tensor | None) -> list[LowRank | None]:
@@ -235,6 +235,7 @@ class Projection(ABC):
                 branches.append(None)
                 continue
             r = part.branch.a.shape[0]
+            # Of shapes (M, r_i) and (N_i, r_i).
             branches.append(LowRank(xa[:, start : start + r], part.branch.b_in(xa.dtype)))
             start += r
         return branches
@@ -243,7 +244,7 @@ class Projection(ABC):
         """Add the biases to ``y`` (M, N), in place."""
         for part, at in zip(self.parts, self.slices(), strict=True):
             if part.bias is not None:
-                y[:, at].add_(part.bias.to(y.dtype))
+                y[:, at].add_(part.bias.to(y.dtype))  # (M, N_i) + (N_i,)
         return y
 
     def finish_(self, y: Tensor, xa: Tensor | None, residual: Tensor | None) -> Tensor:
@@ -278,7 +279,7 @@ class Projection(ABC):
             return InnerGradients(*lora_reduce(dy.dense, xa, slices, out=self.inner_buffer(dy.dense)))
         # The values as they are, their one scale afterwards.
         assert dy.values is not None and dy.one_scale is not None
-        t, dbs = lora_reduce(dy.values, xa, slices, out=torch.empty_like(xa))
+        t, dbs = lora_reduce(dy.values, xa, slices, out=torch.empty_like(xa))  # t (M, R), each dB (N_i, r_i)
         for gradient in (t, *dbs):
             gradient.mul_(dy.one_scale)
         return InnerGradients(t, dbs)
@@ -311,7 +312,7 @@ class Projection(ABC):
         (t, dbs), start = inner, 0
         of_b = iter(dbs)
         if da is None and t is not None and x is not None and any(need.a for need in needs):
-            da = t.t() @ x
+            da = t.t() @ x  # (R, M) @ (M, K): every dA below the other, (R, K)
         dtypes = {branch.a.dtype for branch in self.branches}
         if da is not None and len(dtypes) == 1:
             da = da.to(dtypes.pop())  # all at once
@@ -320,7 +321,7 @@ class Projection(ABC):
             per_part.append(of_part)
             if need.weight and isinstance(part.weight, Tensor):
                 assert x is not None and dy is not None
-                of_part.weight = (dy[:, at].t() @ x).to(part.weight.dtype)
+                of_part.weight = (dy[:, at].t() @ x).to(part.weight.dtype)  # (N_i, M) @ (M, K)
             if need.bias and part.bias is not None:
                 assert dy is not None
                 of_part.bias = dy[:, at].sum(0, dtype=torch.float32).to(part.bias.dtype)
@@ -329,10 +330,10 @@ class Projection(ABC):
             end = start + part.branch.a.shape[0]
             if need.a:
                 assert da is not None
-                of_part.a = da[start:end].to(part.branch.a.dtype)
+                of_part.a = da[start:end].to(part.branch.a.dtype)  # (r_i, K)
             db = next(of_b)
             if need.b:
-                of_part.b = db
+                of_part.b = db  # (N_i, r_i)
             start = end
         return per_part
 
@@ -364,7 +365,7 @@ def write_adapters(projections: Sequence[Projection], dtype: torch.dtype) -> Non
     with torch.no_grad():
         sizes = [[p.rank * p.depth, *(branch.b.numel() for branch in p.branches)] for p in beside]
         aligned = [-(-size // _ALIGNED) * _ALIGNED for of_projection in sizes for size in of_projection]
-        flat = torch.empty(sum(aligned), dtype=dtype, device=matrices[0].device)
+        flat = torch.empty(sum(aligned), dtype=dtype, device=matrices[0].device)  # all A's and B's in a row
         pieces, targets, sources = iter(flat.split(aligned)), [], []
         for projection in beside:
             a = next(pieces)[: projection.rank * projection.depth].view(projection.rank, projection.depth)
