@@ -222,10 +222,15 @@ class Planner:
         return min(plans, key=lambda p: (0, p.seconds) if p.fits else (1, float(p.predicted.total)))
 
     def _greedy(self, budget_bytes: int, *, offload: bool) -> MemoryPlan:
+        """Begin with all kept, and give up one item of one layer after the other until the rest fits.
+
+        Items go in the order of `_order`, the fewest seconds for a byte first, from the first layer on. Last,
+        what was given up in vain is taken back: a later item may have freed so much that it fits again.
+        """
         weights = self.can_keep_weights and self.layer.weights > 0
         everything = Keep(normed=self.layer.normed > 0, weights=weights)
-        keeps = [everything] * self.num_layers
-        freed: list[tuple[float, str, int]] = []
+        keeps = [everything] * self.num_layers  # one for each layer, from the first
+        freed: list[tuple[float, str, int]] = []  # seconds for a byte, the item, the layer
         for cost, item in self._order:
             if item != "offload" and not getattr(everything, item):
                 continue
@@ -234,10 +239,10 @@ class Planner:
                     break
                 keeps[i] = _give_up(keeps[i], item)
                 freed.append((cost, item, i))
-        for _, item, i in sorted(freed, key=lambda g: (-g[0], -g[2])):  # take back what frees nothing needed
+        for _, item, i in sorted(freed, key=lambda g: (-g[0], -g[2])):  # dearest first, from the last layer
             tried = list(keeps)
             tried[i] = _take_back(keeps[i], item)
-            if self._total(tried) <= max(budget_bytes, self._total(keeps)):
+            if self._total(tried) <= max(budget_bytes, self._total(keeps)):  # or where nothing fits: no worse
                 keeps = tried
         return self.price(keeps, budget_bytes)
 
