@@ -21,7 +21,7 @@ from tests.docs.pages import GUIDE, LANGUAGES, PAGES, Block, blocks_of, fewbits_
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 LONG_PAGES = ("calibration", "command-line", "generation", "stochastic-computing", "stochastic-search")
-MOST_NOT_RUN = 15  # blocks that need a GPU, a network or several machines: rather make one run than add one
+MOST_NOT_RUN = 13  # blocks that need a GPU, a network or several machines: rather make one run than add one
 
 
 def test_every_block_says_its_language() -> None:
