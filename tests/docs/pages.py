@@ -68,13 +68,13 @@ def fewbits_commands(block: Block) -> Iterator[list[str]]:
             yield words[1 : words.index(">")] if ">" in words else words[1:]
 
 
-def run_page(path: Path, names: dict[str, Any]) -> int:
-    """Execute a page's blocks in their order in the current folder; how many ran."""
+def run_page(path: Path, names: dict[str, Any], first: int | None = None) -> int:
+    """Execute a page's blocks in order in the current folder, or the ``first`` of them; how many ran."""
     blocks = blocks_of(path)
     for block in blocks:
         if block.file:
             Path(block.file).write_text(block.text, encoding="utf-8")
-    runnable = [b for b in blocks if b.language in ("python", "sh") and not b.needs]
+    runnable = [b for b in blocks if b.language in ("python", "sh") and not b.needs][:first]
     for block in runnable:
         if block.language == "python":
             exec(compile(block.text, str(block), "exec"), names)  # noqa: S102 - the page is the test

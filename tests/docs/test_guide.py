@@ -1,7 +1,8 @@
 """Every code block of the guide is read by what would run it, and all that need no GPU and no network run.
 
-Quick: languages, Python's syntax, YAML, the command line's own parser. Slow: each page from top to bottom in
-one process, in a folder with a tiny model and what the page says the reader has.
+Quick: languages, Python's syntax, YAML, the command line's own parser; and each page from top to bottom in
+one process, in a folder with a tiny model and what the page says the reader has. A page that takes more than
+a second or two is slow, or nightly; of two long pages the first blocks run always.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from tests.docs.pages import GUIDE, LANGUAGES, PAGES, Block, blocks_of, fewbits_
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 LONG_PAGES = ("calibration", "command-line", "generation", "stochastic-computing", "stochastic-search")
-MOST_NOT_RUN = 13  # blocks that need a GPU, a network or several machines: rather make one run than add one
+SLOW_PAGES = ("coming-from-unsloth", "exporting", "fine-tuning", "trl")
+QUICK_BLOCKS = {"command-line": 2, "stochastic-computing": 2}  # so many blocks of a long page run always
+MOST_NOT_RUN = 14  # blocks that need a GPU, a network or several machines: rather make one run than add one
 
 
 def test_every_block_says_its_language() -> None:
@@ -228,18 +231,17 @@ def runs(block: Block) -> bool:
     return block.language in ("python", "sh") and not block.needs
 
 
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    "page",
-    [
-        pytest.param(
-            page, id=page.stem, marks=pytest.mark.nightly if page.stem in LONG_PAGES else pytest.mark.slow
-        )
-        for page in PAGES
-        if any(map(runs, blocks_of(page)))
-    ],
-)
-def test_page_runs(page: Path, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def marks_of(page: Path) -> list[pytest.MarkDecorator]:
+    if page.stem in LONG_PAGES:
+        return [pytest.mark.nightly]
+    return [pytest.mark.slow] if page.stem in SLOW_PAGES else []
+
+
+@pytest.fixture
+def page_names(
+    page: Path, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> dict[str, Any]:
+    """A folder as the page takes it for granted, as the current one; the names that its blocks begin with."""
     for package in NEEDS_PACKAGES.get(page.stem, ()):
         pytest.importorskip(package)
     monkeypatch.chdir(tmp_path)
@@ -255,4 +257,22 @@ def test_page_runs(page: Path, model_folder: Path, tmp_path: Path, monkeypatch: 
         Path(name).write_text(_STORY, encoding="utf-8")
     Path("question.json").write_text(json.dumps(_CHATS[0]["messages"][:1]), encoding="utf-8")
     names = SETTINGS.get(page.stem, lambda folder: {"path": str(folder)})(model_folder)
-    assert run_page(page, {"__name__": "__main__", **names}) > 0
+    return {"__name__": "__main__", **names}
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, id=page.stem, marks=marks_of(page))
+        for page in PAGES
+        if any(map(runs, blocks_of(page)))
+    ],
+)
+def test_page_runs(page: Path, page_names: dict[str, Any]) -> None:
+    assert run_page(page, page_names) > 0
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.stem in QUICK_BLOCKS], ids=lambda p: p.stem)
+def test_first_blocks_of_a_long_page_run(page: Path, page_names: dict[str, Any]) -> None:
+    assert run_page(page, page_names, QUICK_BLOCKS[page.stem]) == QUICK_BLOCKS[page.stem]
