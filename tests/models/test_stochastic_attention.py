@@ -15,6 +15,7 @@ from fewbits.models.stochastic_attention import (
     stochastic_attention_of,
     use_stochastic_attention,
 )
+from fewbits.nn.row_plan import RowPlan
 from fewbits.nn.stochastic_attention import AttentionProducts, stochastic_attention
 from fewbits.nn.stochastic_product import stochastic_product
 from tests.models.tiny import FAMILIES, tiny, tokens
@@ -162,6 +163,10 @@ def test_refusals():
         use_stochastic_attention(model, {"model.layers.7.self_attn": BOTH})
     with pytest.raises(Unsupported, match='both products are "per_row"'):
         AttentionProducts(scores=Stochastic(granularity="per_head"))
+    grouped = Stochastic(or_group=4)
+    with pytest.raises(Unsupported, match="attention values with or_group=4: their inner dimensions are the"):
+        AttentionProducts(scores=grouped, values=grouped)
+    assert AttentionProducts(values=grouped, values_plan=RowPlan(integer=True)).scores is None
     use_stochastic_attention(model, BOTH)
     with pytest.raises(Unsupported, match="stochastic already"):
         use_stochastic_attention(model, BOTH)

@@ -48,6 +48,12 @@ class AttentionProducts:
                 f'attention values with signs "{self.values.signs}": the weight of a token that is not seen '
                 "is a 0, which counts in such streams; leave values out (exact), or give them their own bits."
             )
+        if self.values is not None and self.values.or_group > 1 and not self.values_plan.integer:
+            raise Unsupported(
+                f"attention values with or_group={self.values.or_group}: their inner dimensions are the "
+                "tokens, which make no whole groups as they come; leave values out (exact), or give them "
+                "their own bits."
+            )
         for name in ("scores", "values"):
             options = getattr(self, name)
             if options is not None and options.granularity != "per_row":
