@@ -202,6 +202,23 @@ BAD = {
         Unsupported,
         'attention values with signs "twos_complement": the weight of a token that is not seen',
     ),
+    "protected zeros that count": (
+        _change(options=dataclasses.replace(OPTIONS, signs="twos_complement"), attention=()),
+        Unsupported,
+        'q_proj: protected channels are zeros, which count with signs="twos_complement"',
+    ),
+    "groups of channels of a head": (
+        _change(
+            options=dataclasses.replace(OPTIONS, or_group=32), attention=(("*", AttentionSetting(scores=32)),)
+        ),
+        BadInput,
+        r"layers\.0\.self_attn: or_group=32 does not divide the 16 inputs of a chunk",
+    ),
+    "groups of tokens": (
+        _change(options=dataclasses.replace(OPTIONS, or_group=4)),
+        Unsupported,
+        "attention values with or_group=4: their inner dimensions are the tokens",
+    ),
     "no prepared form": (_change(options=Stochastic(mode="unipolar"), linears=()), FewbitsError, "prepared"),
 }
 

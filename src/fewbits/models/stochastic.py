@@ -57,6 +57,7 @@ def check_config(model: nn.Module, config: StochasticConfig) -> None:
     Raises:
         SpecMismatch: it was made for another model, names what this one lacks, or a table has another shape.
         BadInput: a stream length that the options cannot have.
+        Unsupported: protected channels in an arithmetic whose zeros count.
     """
     there = facts_of(model)
     for name, value in config.model.items():
@@ -83,6 +84,15 @@ def check_config(model: nn.Module, config: StochasticConfig) -> None:
         setting = config.attention_of(name)
         for op in ("scores", "values"):
             _check_lengths(name, setting.lengths(op), config.options)
+        if not setting.is_exact("scores") and setting.scores_bits is None:
+            _check_scores(name, model.get_submodule(name), setting, config.options)
+
+
+def _check_scores(name: str, attention: Any, setting: AttentionSetting, options: Stochastic) -> None:
+    if setting.chunk_d is not None:
+        options = replace(options, chunk_d=setting.chunk_d)
+    for chunk in options.chunks(getattr(attention, "head_dim", 0)):
+        _check_groups(name, chunk.stop - chunk.start, options)
 
 
 def _check_linear(name: str, setting: LinearSetting, options: Stochastic, inputs: int) -> None:
@@ -109,10 +119,19 @@ def _check_linear(name: str, setting: LinearSetting, options: Stochastic, inputs
             raise BadInput(
                 f"{name}: smooth_scales must be above zero; the least is {min(setting.smooth_scales):g}."
             )
+    _check_protected(name, setting, options, inputs)
+
+
+def _check_protected(name: str, setting: LinearSetting, options: Stochastic, inputs: int) -> None:
     wrong = [channel for channel in setting.protected if channel >= inputs]
     if wrong or len(set(setting.protected)) != len(setting.protected):
         what = f"channel {wrong[0]} of {inputs}" if wrong else "a channel twice"
         raise SpecMismatch(f"{name}: protected names {what}; calibrate this model.")
+    if setting.protected and setting.runs != "exact" and options.streams.signed:
+        raise Unsupported(
+            f'{name}: protected channels are zeros, which count with signs="{options.signs}"; use '
+            'signs="magnitude", or protect none.'
+        )
 
 
 def _check_groups(name: str, dimensions: int, options: Stochastic) -> None:
