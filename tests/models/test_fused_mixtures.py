@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from fewbits.decoder import own_mlp
-from fewbits.decoder.fuse import fuse, fused_layers, fusion_of, unfuse
+from fewbits.decoder.fuse import forget_weights, fuse, fused_layers, fusion_of, unfuse
 from fewbits.decoder.keep import KEEP_NONE, KEEP_ON_HOST, KEEPS, Keep
 from fewbits.models.adapters import get_peft_model
 from fewbits.models.convert import convert
 from fewbits.models.fast import FastLanguageModel
+from fewbits.nn.experts import QuantizedExperts
 from fewbits.recipes.recipe import LoRA, Recipe
 from tests.models.mixtures import mixture
 from tests.models.test_fused import NF4_ONLY, assert_same, loss_and_gradients
@@ -219,6 +220,27 @@ def test_a_models_days() -> None:
         optimizer.load_state_dict(saved)
     train()
     assert not fusion_of(fused).fallbacks
+
+
+def test_decoded_weights_of_experts_stay_where_the_plan_keeps_weights() -> None:
+    model, ids = adapted("qwen3_moe"), tokens(2, 20)
+    fuse(model)
+    made_anew = loss_and_gradients(model, ids)
+    layers = fused_layers(model)
+    experts = [m for m in model.modules() if isinstance(m, QuantizedExperts)]
+    for layer in layers:
+        layer.keep = Keep(weights=True)
+    for _ in range(2):
+        assert_same(loss_and_gradients(model, ids), made_anew, rtol=1e-7)
+    kept = [tensor for module in experts for _, tensor in module.kept.values()]
+    assert len(kept) == 4
+    forget_weights(model)
+    assert not any(module.kept for module in experts) and all(module.keeps_values for module in experts)
+    assert_same(loss_and_gradients(model, ids), made_anew, rtol=1e-7)
+    layers[0].keep = Keep()
+    assert [bool(module.kept) for module in experts] == [False, True]
+    unfuse(model)
+    assert not any(module.kept or module.keeps_values for module in experts)
 
 
 def test_what_the_user_chose_holds_for_experts_too() -> None:

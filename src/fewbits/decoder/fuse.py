@@ -101,6 +101,8 @@ class FusedForward:
         self._keep = keep
         if not keep.weights:
             self.parts.forget_values()
+        elif self.parts.own_mlp is not None:
+            self.parts.own_mlp.keep_values(True)
 
     def __call__(
         self,
@@ -295,6 +297,7 @@ def unfuse(model: nn.Module) -> Receipt:
         guard.remove()
     for forward in fusion.layers:
         _take_forward(forward.layer)
+        forward.parts.forget_values()
     unfuse_loss(model)
     for handle in () if fusion.trl_head is None else fusion.trl_head.handles:
         handle.remove()

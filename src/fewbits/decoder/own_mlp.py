@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from fewbits.decoder.keep import Keep
 from fewbits.families.spec import MLP, ModelSpec
 from fewbits.host.spec import find
+from fewbits.nn.experts import QuantizedExperts
 
 
 def spec_of_layer(spec: ModelSpec, layer: nn.Module) -> ModelSpec:
@@ -93,6 +94,26 @@ class OwnMLP:
     def called(self) -> tuple[str, ...]:
         """Paths in the layer of all that is called as it stands."""
         return tuple(path for path in (self.before, *self.mlp, self.after) if path is not None)
+
+    @property
+    def _packed(self) -> list[QuantizedExperts]:
+        modules = (module for name in self.mlp for module in self.layer.get_submodule(name).modules())
+        return [module for module in modules if isinstance(module, QuantizedExperts)]
+
+    def keep_values(self, on: bool) -> None:
+        """Keep the decoded weights of its experts from pass to pass (`Keep.weights`), or let go of them.
+
+        FSDP2 gives a gathered layer back after its pass: keeping its values would keep them all.
+        """
+        on = on and not getattr(self.layer, "_is_fsdp_managed_module", False)
+        for experts in self._packed:
+            if on != experts.keeps_values:
+                experts.keep_values(on)
+
+    def forget_values(self) -> None:
+        """Let go of those that are kept; the next pass makes them anew."""
+        for experts in self._packed:
+            experts.kept.clear()
 
     def run(self, y: Tensor, keep: Keep, stash: Any) -> Tensor:
         """y and what the half adds to it, (B, S, H) both; inputs kept on the host are in ``stash``."""

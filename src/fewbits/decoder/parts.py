@@ -263,11 +263,15 @@ class LayerParts:
     def forget_values(self) -> None:
         """Let go of all values of weights that were kept (`Keep.weights`)."""
         self._decoded.clear()
+        if self.own_mlp is not None:
+            self.own_mlp.keep_values(False)
 
     def forget_weights(self) -> None:
         """Let go of all that was made from the weights, scales included."""
-        self.forget_values()
+        self._decoded.clear()
         self._scales.clear()
+        if self.own_mlp is not None:
+            self.own_mlp.forget_values()
 
     def _values(self, paths: tuple[str, ...], parts: tuple[Part, ...]) -> CachedValues | None:
         """Where values of frozen weights stay while these are the same tensors; None where some may change.
