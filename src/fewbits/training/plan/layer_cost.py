@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 from fewbits.decoder.keep import Keep
@@ -15,6 +16,7 @@ from fewbits.families.shapes import linear_shapes
 from fewbits.families.spec import ModelSpec
 from fewbits.models.model_shapes import LayerShapes
 from fewbits.recipes import Recipe
+from fewbits.recipes.recipe import Rule
 
 # What host traffic costs although it runs beside the products, of its own time: on an H200 at the 8B shape
 # less than could be measured.
@@ -149,7 +151,7 @@ def layer_cost(
         attention = _attention_cost(
             config, spec, recipe, machine, tokens=(num_tokens, sequence_length), dtype_bytes=dtype_bytes
         )
-        return _beside_own_mlp(attention, cost, shapes, recipe, num_tokens * dtype_bytes)
+        return _beside_own_mlp(attention, cost, shapes, recipe, machine, num_tokens, dtype_bytes)
     T, e, H = num_tokens, dtype_bytes, int(config["hidden_size"])
     linears = linear_shapes(config)
     half = _attention_cost(config, spec, recipe, machine, tokens=(T, sequence_length), dtype_bytes=e)
@@ -294,13 +296,22 @@ def _product_s(values: int, num_tokens: int, dtype_bytes: int, recipe: Recipe, m
 
 
 def _beside_own_mlp(
-    half: _AttentionCost, own: LayerCost, shapes: LayerShapes, recipe: Recipe, token_bytes: int
+    half: _AttentionCost,
+    own: LayerCost,
+    shapes: LayerShapes,
+    recipe: Recipe,
+    machine: Machine,
+    num_tokens: int,
+    dtype_bytes: int,
 ) -> LayerCost:
     """The cost of a layer of which the attention's half is a node, and the rest runs as modules.
 
-    ``own`` is the cost of all of it as modules, ``token_bytes`` one value of each token.
+    ``own`` is the cost of all of it as modules. Experts multiply in 16 bits, whatever linears do.
     """
-    H = shapes.hidden
+    H, token_bytes = shapes.hidden, num_tokens * dtype_bytes
+    in_16_bits = replace(recipe, linear=Rule(weight=recipe.linear.weight))
+    values = sum(map(prod, shapes.experts)) // shapes.num_layers
+    weights, weights_s = _weight_values(in_16_bits, values, dtype_bytes, machine)
     of_attention = sum(width for width in (half.q, 3 * half.qkv // 2) if width != H)
     of_mlp = own.plain - token_bytes * ((_PLAIN_RESIDUALS - _OF_AN_MLP) * H + of_attention)
     normed = token_bytes * H if recipe.lora is None else 0
@@ -313,6 +324,6 @@ def _beside_own_mlp(
         mlp_s=max(own.forward_s - half.forward_s, 0.0) + half.norm_s,
         normed_s=2 * half.norm_s if normed else 0.0,
         offload_s=own.offload_s,
-        weights=half.weights,
-        weights_s=half.weights_s,
+        weights=half.weights + weights,
+        weights_s=half.weights_s + weights_s,
     )
