@@ -1,9 +1,10 @@
 """A QLoRA step of a mixture of experts: Qwen3-30B-A3B's shape, 12 of its 48 layers.
 
-    python benchmarks/training/experts_step.py [--layers 12] [--recipe qlora_nf4]
+    python benchmarks/training/experts_step.py [--layers 12] [--recipe qlora_nf4] [--keep-weights]
 
 Random weights, 4 x 2048 random tokens a step, LoRA r=16 on attention and experts, torch's fused AdamW,
-nothing recomputed, autocast to bfloat16 as a trainer has it. 3 steps warm up, 8 are timed, each until the
+nothing recomputed, autocast to bfloat16 as a trainer has it; with --keep-weights decoded weights stay from
+step to step, as a memory plan chooses it where they fit. 3 steps warm up, 8 are timed, each until the
 device is idle; printed are median, fastest and slowest, the host's time until all is launched, the peak of
 allocated memory, and the first and the last loss. On a CPU a tiny shape runs, to see that the script does.
 """
@@ -14,9 +15,12 @@ import argparse
 import gc
 import statistics
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
+
+from fewbits.decoder.fuse import fused_layers
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -80,8 +84,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--recipe", default="qlora_nf4")
+    parser.add_argument("--keep-weights", action="store_true")
     args = parser.parse_args()
     model = adapted_model(args.layers, args.recipe)
+    if args.keep_weights:
+        for layer in fused_layers(model):
+            layer.keep = replace(layer.keep, weights=True)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=CUDA)
     shape = (4, 2048) if CUDA else (2, 32)
@@ -101,9 +109,10 @@ def main() -> None:
         steps.append(1e3 * (wait() - began))
         losses.append(float(loss.detach()))
     kept = steps[WARMUP:]
+    how = ", weights kept" if args.keep_weights else ""
     peak = torch.cuda.max_memory_allocated() / 2**30 if CUDA else 0.0
     print(
-        f"{args.recipe}, {model.config.num_hidden_layers} layers, {shape[0]} x {shape[1]}: "
+        f"{args.recipe}{how}, {model.config.num_hidden_layers} layers, {shape[0]} x {shape[1]}: "
         f"step {statistics.median(kept):.1f} ms ({min(kept):.1f} to {max(kept):.1f}), host "
         f"{statistics.median(host[WARMUP:]):.1f}, peak {peak:.2f} GiB, "
         f"loss {losses[0]:.4f} to {losses[-1]:.4f}",
