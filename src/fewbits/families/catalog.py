@@ -100,6 +100,14 @@ QWEN2_MOE = ModelSpec(
 QWEN3_MOE = ModelSpec(
     model_type="qwen3_moe", norm=_HEAD_NORMS, mlp=None, experts=Experts(), some_layers=_DENSE_LAYERS
 )
+_SHARED_ALL = tuple(path.replace("shared_expert", "shared_experts") for path in _SHARED)
+GLM4_MOE = ModelSpec(  # GLM-4.5 and 4.6
+    model_type="glm4_moe",
+    norm=replace(_HEAD_NORMS, query_key_if="use_qk_norm"),
+    mlp=None,
+    experts=Experts(count="n_routed_experts", shared=_SHARED_ALL),
+    some_layers=(*_DENSE_LAYERS, *_SHARED_ALL),
+)
 OLMOE = ModelSpec(
     model_type="olmoe",
     norm=replace(_HEAD_NORMS, query_key_over="row"),
@@ -107,7 +115,7 @@ OLMOE = ModelSpec(
     experts=Experts(width="intermediate_size"),
 )
 
-_EXPERTS = (MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE)
+_EXPERTS = (MIXTRAL, QWEN2_MOE, QWEN3_MOE, GLM4_MOE, OLMOE)
 _DENSE = (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3_TEXT, GEMMA3, PHI3)
 _UNFUSED = (GRANITE, OLMO2, SMOLLM3, COHERE, COHERE2)
 SPECS: dict[str, ModelSpec] = {spec.model_type: spec for spec in (*_DENSE, *_UNFUSED, *_EXPERTS)}
