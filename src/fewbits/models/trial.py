@@ -123,6 +123,9 @@ def _tried(model: nn.Module, model_type: str, has_spec: bool, recipe: str) -> Tr
             model_type=model_type, outcome="unfused", has_spec=has_spec, linears=names, reason=reason
         )
     some = next((note for note in receipt.notes if "stays unfused" in note), "")
+    own = next((forward for forward in fusion.layers if forward.parts.own_mlp is not None), None)
+    if own is not None and not some:
+        some = f"{own.parts.name}: one fused node for its attention; the rest are modules of the model"
     return Trial(model_type=model_type, outcome="fused", has_spec=has_spec, linears=names, reason=some)
 
 
