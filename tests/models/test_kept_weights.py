@@ -288,7 +288,7 @@ def test_a_weight_that_changed_has_its_own_values(recipe: Recipe, change: Any) -
 
 def test_the_receipt_says_which_writes_are_not_seen() -> None:
     model = adapted("llama", NF4_ONLY, lora=LORA)
-    said = "whoever writes one through tensor.data calls fewbits.decoder.fuse.forget_weights(model)"
+    said = "after writing a weight through tensor.data, call fewbits.decoder.fuse.forget_weights(model)"
     assert said in str(fuse(model))
 
 

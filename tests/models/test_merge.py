@@ -14,11 +14,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fewbits import FastLanguageModel
 from fewbits.errors import BadCheckpoint, BadInput, Unsupported
+from fewbits.formats import INT8, NF4
 from fewbits.models import merger
 from fewbits.models.convert import convert
 from fewbits.models.fast import with_methods
 from fewbits.models.merge import save_pretrained_merged
-from fewbits.recipes import qlora_nf4_fp8
+from fewbits.recipes import Recipe, Rule, qlora_nf4_fp8
 from tests.models.loading import logits, packed_state, perturb, save_tiny
 from tests.models.tiny import tiny, tokens
 
@@ -75,6 +76,19 @@ def test_fp8_operands_are_no_part_of_what_a_merge_is_held_against(method, tmp_pa
     before = logits(model.eval(), tokens())
     model.save_pretrained_merged(tmp_path / "merged", None, save_method=method)
     assert torch.equal(logits(model, tokens()), before), "the model's own operands are back"
+
+
+def test_a_merge_packs_each_linear_in_its_own_format(tmp_path):
+    """The exceptions of a recipe in memory were named as they are below an adapter, and so forgotten."""
+    model = tiny("llama")
+    convert(
+        model, Recipe(name="mixed", linear=Rule(weight=NF4), overrides=(("*.down_proj", Rule(weight=INT8)),))
+    )
+    with_methods(model)
+    model = perturb(FastLanguageModel.get_peft_model(model, r=4))
+    model.save_pretrained_merged(tmp_path / "merged", None, save_method="merged_4bit")
+    layer = load(tmp_path / "merged").model.layers[0]
+    assert layer.mlp.down_proj.format == INT8 and layer.mlp.up_proj.format == NF4
 
 
 def test_a_packed_base_is_dequantised(tmp_path):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -206,19 +206,34 @@ def check_parts(model: nn.Module, where: str) -> None:
 
 
 def recipe_of(model: nn.Module, *, name: str) -> Recipe:
-    """The recipe that describes how a model is packed: the commonest rule, exceptions, what was skipped."""
-    rules = {n: _rule_of(m) for n, m in model.named_modules() if isinstance(m, QuantizedLinear)}
-    for path, module in model.named_modules():
+    """The recipe that describes how a model is packed: the commonest rule, exceptions, what was skipped.
+
+    Adapters are no part of it: a linear below one has the name that it has without, and theirs are left out.
+    """
+    modules = dict(_without_adapters(model))
+    rules = {n: _rule_of(m) for n, m in modules.items() if isinstance(m, QuantizedLinear)}
+    for path, module in modules.items():
         if isinstance(module, QuantizedExperts):
             rules |= {f"{path}.{name}": Rule(weight=format) for name, format in module.formats.items()}
     if not rules:
         return Recipe(name=name)
     rules_there = list(rules.values())
     common = max(rules_there, key=rules_there.count)
-    plain = tuple(n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n not in rules)
+    plain = tuple(n for n, m in modules.items() if isinstance(m, nn.Linear) and n not in rules)
     return Recipe(
         name=name, linear=common, overrides=tuple((n, r) for n, r in rules.items() if r != common), skip=plain
     )
+
+
+def _without_adapters(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Modules by the names that they have in a model without adapters, whose own are left out."""
+    below = module._modules.get("base_layer", module._modules.get("original_module"))
+    if below is not None:
+        yield from _without_adapters(below, path)
+        return
+    yield path, module
+    for name, child in module.named_children():
+        yield from _without_adapters(child, f"{path}.{name}" if path else name)
 
 
 def _rule_of(layer: QuantizedLinear) -> Rule:
