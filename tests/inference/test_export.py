@@ -104,6 +104,8 @@ def test_what_cannot_be(source, tmp_path):
         quantize_checkpoint(tmp_path / "nowhere", tmp_path / "a", "int8")
     with pytest.raises(BadInput, match="packs no weight"):
         quantize_checkpoint(source, tmp_path / "b", "lora_bf16")
+    with pytest.raises(BadInput, match=r"no linear is named '\*\.down_prj'"):
+        quantize_checkpoint(source, tmp_path / "b", "{name: mine, linear: nf4, skip: ['*.down_prj']}")
     quantize_checkpoint(source, tmp_path / "packed", "int8")
     with pytest.raises(Unsupported, match="quantised already"):
         quantize_checkpoint(tmp_path / "packed", tmp_path / "c", "int8")

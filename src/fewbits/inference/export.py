@@ -166,13 +166,16 @@ def _plan(checkpoint: Checkpoint, recipe: Recipe) -> tuple[dict[str, str], dict[
     """The model's name of each tensor of the source, each linear's format, and those stored as (K, N)."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from fewbits.host.spec import spec_for
     from fewbits.models.convert import linears_to_replace
+    from fewbits.models.recipe_patterns import unmatched_patterns
 
     with Reading(checkpoint.folder):
         config = AutoConfig.from_pretrained(checkpoint.folder, local_files_only=True)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
         check_shapes(checkpoint, model)
+    unmatched_patterns(model, spec_for(model), recipe)
     rules = {n: r.weight for n, r in linears_to_replace(model, recipe).items() if r.weight is not None}
     if not rules:
         raise BadInput(
