@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
 from fewbits.errors import SpecMismatch, Unsupported
 from fewbits.families.catalog import SPECS
+from fewbits.families.shapes import head_dim, window_of
+from fewbits.families.spec import Attention
 from fewbits.host.attention import attention_facts
 from fewbits.host.expert_weights import weights_of
 from fewbits.host.spec import find, layer_names, locate, spec_for
@@ -105,3 +109,14 @@ def test_a_part_of_a_model_is_refused() -> None:
     part = nn.Linear(2, 2)
     with pytest.raises(SpecMismatch, match=r"expects decoder layers at 'model.layers' and Linear has none"):
         list(layer_names(part, SPECS["llama"]))
+
+
+def test_sizes_of_heads_and_windows_are_read_in_one_place() -> None:
+    plain = {"hidden_size": 64, "num_attention_heads": 4}
+    assert head_dim(plain) == head_dim(SimpleNamespace(**plain)) == 16
+    assert head_dim(plain | {"head_dim": 8}) == head_dim(SimpleNamespace(**plain, head_dim=8)) == 8
+    layer, everywhere = SimpleNamespace(layer_idx=1, sliding_window=None), {"sliding_window": 32}
+    assert window_of(Attention(), everywhere, layer) == 0  # the layer knows, and sees all
+    assert window_of(Attention(window="config"), everywhere, layer) == 32
+    kinds = {"layer_types": ["sliding_attention", "full_attention"]}
+    assert window_of(Attention(window="config"), everywhere | kinds, layer) == 0

@@ -34,9 +34,24 @@ def linear_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
     return shapes | ({} if spec.mlp is None else _mlp_shapes(spec.mlp, config))
 
 
-def head_dim(config: Mapping[str, Any]) -> int:
-    """Values in one attention head."""
-    return int(config.get("head_dim") or int(config["hidden_size"]) // int(config["num_attention_heads"]))
+def head_dim(config: Any) -> int:
+    """Values in one attention head; ``config`` is the text model's, an object or plain data."""
+    said = field_of(config, "head_dim")
+    return int(said or int(field_of(config, "hidden_size")) // int(field_of(config, "num_attention_heads")))
+
+
+def window_of(attention: Attention, config: Any, module: Any) -> int:
+    """The sliding window of one layer, in tokens; 0 where it sees all.
+
+    Args:
+        attention: of the family; it says who knows the window.
+        config: the text model's, an object or plain data.
+        module: the layer's attention; its ``layer_idx`` is its place among the config's ``layer_types``.
+    """
+    types = field_of(config, "layer_types")
+    if types is not None and types[module.layer_idx] != "sliding_attention":
+        return 0
+    return int(field_of(config if attention.window == "config" else module, "sliding_window", 0))
 
 
 def kv_width(config: Mapping[str, Any]) -> int:
@@ -85,4 +100,4 @@ def scores_factor(attention: Attention, config: Any, size: int) -> float:
     return float(size**-0.5) if number is None else float(number**attention.multiplier_power)
 
 
-__all__ = ["field_of", "head_dim", "kv_width", "linear_shapes", "scores_factor"]
+__all__ = ["field_of", "head_dim", "kv_width", "linear_shapes", "scores_factor", "window_of"]
