@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from fewbits.errors import Unsupported
 from fewbits.families.registry import model_type_of, written_spec
-from fewbits.families.shapes import field_of, scores_factor
+from fewbits.families.shapes import field_of, scores_factor, window_of
 from fewbits.families.spec import Attention
 from fewbits.host.receipt import Receipt
 from fewbits.host.record import part_of, put_part, take_part
@@ -146,13 +146,12 @@ def attention_facts(module: Any, attention: Attention) -> AttentionFacts:
         attention: what its family's spec says of it.
     """
     config = module.config
-    window = getattr(config if attention.window == "config" else module, "sliding_window", None)
     return AttentionFacts(
         heads=config.num_attention_heads,
         kv_heads=config.num_key_value_heads,
         head_dim=module.head_dim,
         scale=scores_factor(attention, config, module.head_dim),
-        window=window,
+        window=window_of(attention, config, module) or None,
         soft_cap=field_of(config, attention.soft_cap),
     )
 
