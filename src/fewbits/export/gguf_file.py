@@ -23,6 +23,7 @@ from fewbits.errors import BadCheckpoint, Unsupported
 from fewbits.export.gguf_types import METHODS, Sizes, encode, import_gguf, type_of
 from fewbits.export.gguf_vocabulary import Vocabulary
 from fewbits.families.registry import family_of, known_families, model_type_of, written_spec
+from fewbits.families.shapes import head_dim
 from fewbits.formats.base import Packed
 
 _TURNED = ("q_proj.weight", "q_proj.bias", "k_proj.weight", "k_proj.bias")
@@ -72,11 +73,6 @@ def architecture_of(config: Any) -> str:
             "GGUF form."
         )
     return spec.gguf
-
-
-def head_dim_of(config: Any) -> int:
-    """Values of one attention head."""
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def plan_tensors(
@@ -238,10 +234,10 @@ def _describe(writer: Any, config: Any, method: str) -> None:
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(head_dim_of(config))
-    writer.add_value_length(head_dim_of(config))
+    writer.add_key_length(head_dim(config))
+    writer.add_value_length(head_dim(config))
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_dimension_count(head_dim_of(config))
+    writer.add_rope_dimension_count(head_dim(config))
     rope = rope_of(config)
     writer.add_rope_freq_base(float(rope["rope_theta"]))
     _describe_stretching(writer, rope)
@@ -283,7 +279,7 @@ def rope_factors(config: Any) -> Any:
     rope = rope_of(config)
     if rope["rope_type"] != "llama3":
         return None
-    dim, low, high = head_dim_of(config), rope["low_freq_factor"], rope["high_freq_factor"]
+    dim, low, high = head_dim(config), rope["low_freq_factor"], rope["high_freq_factor"]
     frequencies = 1.0 / rope["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float64) / dim)
     turns = rope["original_max_position_embeddings"] * frequencies / (2 * math.pi)
     smooth = ((turns - low) / (high - low)).clamp(0, 1)
