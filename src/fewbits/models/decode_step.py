@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from fewbits.decoder.limits import why_not_by_spec
 from fewbits.decoder.parts import KERNEL_ACTIVATIONS
 from fewbits.errors import BadInput, NotFused, SpecMismatch, Unsupported
-from fewbits.families.shapes import field_of, scores_factor
-from fewbits.families.spec import Attention, ModelSpec
+from fewbits.families.shapes import field_of, scores_factor, window_of
+from fewbits.families.spec import ModelSpec
 from fewbits.formats.base import Packed
 from fewbits.formats.kv_cache import KVCache
 from fewbits.host.spec import layer_names, locate, spec_for
@@ -294,7 +294,7 @@ class DecodeStep:
         self._add_product(self._hidden, self._attention_inputs(layer), qkv)
         rules = Rules(
             scale=scores_factor(facts, config, D),
-            window=_window(attention, config, facts),
+            window=window_of(facts, config, attention),
             q_norm=None if norm.query is None else norm_of(layer, norm.query, self.spec),
             k_norm=None if norm.key is None else norm_of(layer, norm.key, self.spec),
         )
@@ -460,14 +460,6 @@ def _alike(weights: Sequence[Packed | Tensor]) -> bool:
 def _described(weight: Packed | Tensor) -> str:
     kind = weight.format.name if isinstance(weight, Packed) else str(weight.dtype)
     return f"weights of {tuple(weight.shape)} in {kind}"
-
-
-def _window(attention: Any, config: Any, facts: Attention) -> int:
-    """The sliding window of a layer; 0 if it has none."""
-    types = getattr(config, "layer_types", None)
-    if types is not None and types[attention.layer_idx] != "sliding_attention":
-        return 0
-    return int(getattr(config if facts.window == "config" else attention, "sliding_window", None) or 0)
 
 
 def rope_kind(model: Any) -> str:
