@@ -353,3 +353,15 @@ def test_packed_experts_cannot_be_a_trained_copy(names):
         Unsupported, match=r"copy of model\.layers\.0\.mlp\.experts, whose weight is stored as nf4"
     ):
         get_peft_model(model, r=4, target_modules=NAMES, modules_to_save=names)
+
+
+def test_pefts_own_layer_over_packed_experts_is_refused():
+    """It would add to the codes, as whole numbers: the adapter would neither count nor train."""
+    settings = {"r": 4, "target_modules": [], "target_parameters": ["mlp.experts.down_proj"]}
+    model = mixture("qwen3_moe")
+    convert(model, "qlora_nf4")
+    alone = peft.get_peft_model(model, peft.LoraConfig(**settings))
+    with pytest.raises(Unsupported, match=r"add to codes, not to weights; call fewbits\.get_peft_model"):
+        alone(tokens())
+    ours = get_peft_model(alone.unload(), peft.LoraConfig(**settings))
+    assert ours(tokens()).logits.requires_grad

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fewbits.errors import Unsupported
 from fewbits.formats.base import Format, Packed
 from fewbits.kernels.codec.dequantize import dequantize
 from fewbits.kernels.codec.quantize import quantize
@@ -149,7 +150,16 @@ class QuantizedExperts(nn.Module):
         return name if part == "codes" else f"{name}_{part}"
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Rows (T, H), chosen experts (T, k) and their weights (T, k) to (T, H)."""
+        """Rows (T, H), chosen experts (T, k) and their weights (T, k) to (T, H).
+
+        Raises:
+            Unsupported: a parametrization stands on a weight.
+        """
+        if "parametrizations" in self._modules:
+            raise Unsupported(
+                "a parametrization stands on packed experts, such as PEFT's own layer for target_parameters: "
+                "it would add to codes, not to weights; call fewbits.get_peft_model in place of PEFT's."
+            )
         count, dtype = self.num_stored, product_dtype(hidden_states)
         hit: Tensor | None = None
         if not torch.is_grad_enabled() and 2 * top_k_index.numel() <= count:
