@@ -66,7 +66,7 @@ def test_random_configurations_reach_every_field() -> None:
 
 
 @pytest.mark.parametrize(
-    "count", [pytest.param(300, marks=pytest.mark.slow), pytest.param(2000, marks=pytest.mark.nightly)]
+    "count", [pytest.param(60, marks=pytest.mark.slow), pytest.param(2000, marks=pytest.mark.nightly)]
 )
 def test_many_random_configurations_equal_generated_streams(count: int) -> None:
     for seed in range(1000, 1000 + count):
