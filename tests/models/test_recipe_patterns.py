@@ -52,6 +52,11 @@ def test_a_pattern_of_another_family_is_told() -> None:
     assert not any("down_proj" in note for note in receipt.notes)
 
 
+def test_a_router_may_be_skipped_by_a_recipe_for_several_families() -> None:
+    receipt = convert(tiny("llama"), recipe(skip=["*.mlp.gate"]))
+    assert any("is named '*.mlp.gate'" in note for note in receipt.notes)
+
+
 def test_names_that_are_there_need_no_word() -> None:
     model = mixture("qwen3_moe")
     said = {"*.experts.down_proj": {"weight": "int8"}, "*.q_proj": {"weight": "int8"}}

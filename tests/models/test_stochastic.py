@@ -240,6 +240,18 @@ def test_a_converted_model_is_refused():
         apply_stochastic(model, CONFIG)
 
 
+@pytest.mark.parametrize("fields", [{"gate": "and"}, {"sequence": "weyl"}, {"n_masks": 2}], ids=str)
+def test_a_saved_configuration_with_another_arithmetic_is_refused(fields, tmp_path):
+    """The linears would have counted in one arithmetic, and attention in the other."""
+    model = tiny("llama")
+    apply_stochastic(model, CONFIG)
+    model.save_pretrained(tmp_path)
+    options = dataclasses.replace(CONFIG.options, **fields)
+    write_config(dataclasses.replace(CONFIG, options=options), tmp_path / FILE)
+    with pytest.raises(BadCheckpoint, match="were made with other settings"):
+        _load(tmp_path)
+
+
 def test_a_configuration_of_other_weights_is_refused(tmp_path):
     model = tiny("llama")
     apply_stochastic(model, dataclasses.replace(CONFIG, attention=()))

@@ -82,6 +82,7 @@ def _names_in_families(num_layers: int) -> set[str]:
         inside = {*spec.linears, *(path for path, _ in spec.left)}
         if spec.experts is not None:
             inside |= {f"{spec.experts.path}.{weight}" for weight in ("gate_up_proj", "up_proj", "down_proj")}
+            inside.add(spec.experts.router)
         names |= {f"{spec.layers}.{i}.{path}" for path in inside for i in range(num_layers)}
     return names
 

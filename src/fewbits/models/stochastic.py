@@ -309,11 +309,19 @@ def _check_adopted(file: Path, name: str, layer: StochasticLinear, config: Stoch
         scales is None or expected is None or torch.allclose(scales.float(), expected)
     )
     runs = "int8" if layer.int8 else "stochastic"
+    if runs == "stochastic":
+        same = same and _streams_of(stored) == _streams_of(_of_bits(config.options, setting.bits))
     if setting.runs != runs or not same or not smoothed_alike:
         raise BadCheckpoint(
             f"{file} and the prepared weight of {name} were made with other settings; prepare the original "
             "model again with this configuration."
         )
+
+
+def _streams_of(options: Stochastic) -> tuple[object, ...]:
+    """What of the options decides how streams are made and counted; their lengths are set beside it."""
+    masks = options.scramble, options.scramble_rescale, options.n_masks, options.rng_levels
+    return (options.arithmetic, *masks)
 
 
 def _recipe(config: StochasticConfig, names: Iterable[str]) -> Recipe:
