@@ -158,7 +158,7 @@ class FewbitsQuantizer(HfQuantizer):
         self.rules: dict[str, Rule] = {}  # linears still to be packed, by full name
         self.problems: list[FewbitsError] = []
         self.files: tuple[Path, ...] = ()
-        self.finite, self.has_room = FiniteLater(), False  # whether memory for the weights is set aside
+        self.finite = FiniteLater()
 
     @property
     def recipe(self) -> Recipe:
@@ -202,7 +202,7 @@ class FewbitsQuantizer(HfQuantizer):
             rule = self.rules[param_name.removesuffix(".weight")]
             if rule.weight is not None:
                 return rule.weight.bits_per_value(tuple(param.shape)) / 8
-        return 0.0 if self.has_room else float(param.element_size())
+        return float(param.element_size())
 
     def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: Any) -> bool:
         """True for the weight of a linear that is still to be packed."""

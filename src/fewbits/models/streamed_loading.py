@@ -115,8 +115,6 @@ class StreamedLoader:
             return step(model, state_dict, checkpoint_files, load_config, *rest, **more)
         quantizer = load_config.hf_quantizer
         is_ours = getattr(quantizer, "reads_own_parts", False)  # and then all that lies in the files stays
-        if is_ours:
-            quantizer.has_room = True  # `StreamedWeights` has set it aside
         places = packed_places(model, entries) if is_ours else {}
         packs = not getattr(quantizer, "pre_quantized", True)  # while it reads
         order = None if is_ours else asking_order(entries, merged=packs)
@@ -135,8 +133,6 @@ class StreamedLoader:
         """The weights that are being read already, if they are these; closed at the end."""
         weights = None if self._early is None else self._early.weights
         if weights is None or weights.entries != entries:
-            if weights is not None:
-                weights.close()  # two of them have no room
             weights = StreamedWeights(entries, self._device, order=order).__enter__()
         try:
             yield weights

@@ -9,7 +9,7 @@ The tensors are best asked for in the ``order`` that was given. Another order gi
 asked for is read next, and what should have come before it makes room, to be read again if it comes.
 
 Where all tensors are to stay on the device, nothing is gained by waiting: they are then read as they lie in
-the files, whole pieces across the tensors' borders, without a limit, into memory that is set aside at once.
+the files, whole pieces across the tensors' borders, and without a limit from the first one asked for on.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -131,7 +131,7 @@ class StreamedWeights:
         streams = list(self._streams.values())
         readings = _whole_pieces(streams) if self._all_stay else _readings(streams)
         self._waiting = deque(sorted(readings, key=lambda r: min(s.rank for s in r.streams)))
-        self._limit: float = math.inf if self._all_stay else AHEAD
+        self._limit: float = AHEAD
         self._copies: _OnHost | _OnGpu = _OnGpu(device) if device.type == "cuda" else _OnHost(device)
         self._ahead = 0  # bytes on the device that were not taken
         self._files: dict[Path, int] = {}
@@ -150,8 +150,6 @@ class StreamedWeights:
         except OSError:
             self._close_files()
             raise
-        if self._all_stay:
-            self._copies.set_aside(sum(stream.nbytes for stream in self._streams.values()))
         for _ in range(min(_MOST_THREADS, os.cpu_count() or 1, len(self._waiting))):
             self._threads.submit(self._read_on).add_done_callback(self._reader_ended)
         return self
@@ -167,8 +165,6 @@ class StreamedWeights:
             self._ends = True
             self._room.notify_all()
         self._threads.shutdown()
-        for stream in self._streams.values():
-            stream.value = None  # nobody took it: all copies are done
         self._close_files()
 
     def _close_files(self) -> None:
@@ -193,6 +189,9 @@ class StreamedWeights:
         """
         stream = self._streams[name]
         with self._done:
+            if self._all_stay and self._limit < math.inf:
+                self._limit = math.inf
+                self._room.notify_all()
             stream.wanted += 1
             self._hurry(stream)
             while (stream.value is None or stream.left) and self._failure is None:
@@ -365,9 +364,6 @@ class _OnHost:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def set_aside(self, nbytes: int) -> None:
-        pass
-
     def empty(self, entries: list[TensorEntry]) -> list[Tensor]:
         return [torch.empty(e.shape, dtype=DTYPES[e.dtype], device=self.device) for e in entries]
 
@@ -392,16 +388,6 @@ class _OnGpu:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.used_on, self.copied_on = torch.cuda.current_stream(device), torch.cuda.Stream(device)
-
-    def set_aside(self, nbytes: int) -> None:
-        """Have torch's allocator ask for all memory at once, for the driver's calls for each tensor add up.
-
-        What it has free counts; where there is not so much, it asks for each tensor.
-        """
-        with torch.cuda.device(self.device), torch.cuda.stream(self.used_on):
-            free = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-            with suppress(torch.cuda.OutOfMemoryError):
-                torch.empty(max(0, nbytes - free), dtype=torch.uint8, device=self.device)
 
     def empty(self, entries: list[TensorEntry]) -> list[Tensor]:
         with torch.cuda.stream(self.used_on):
