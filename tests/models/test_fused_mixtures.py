@@ -231,12 +231,12 @@ def test_decoded_weights_of_experts_stay_where_the_plan_keeps_weights() -> None:
     for layer in layers:
         layer.keep = Keep(weights=True)
     for _ in range(2):
-        assert_same(loss_and_gradients(model, ids), made_anew, rtol=1e-5)  # sums in another order
+        assert_same(loss_and_gradients(model, ids), made_anew, rtol=1e-7)
     kept = [tensor for module in experts for _, tensor in module.kept.values()]
     assert len(kept) == 4
     forget_weights(model)
     assert not any(module.kept for module in experts) and all(module.keeps_values for module in experts)
-    assert_same(loss_and_gradients(model, ids), made_anew, rtol=1e-5)
+    assert_same(loss_and_gradients(model, ids), made_anew, rtol=1e-7)
     layers[0].keep = Keep()
     assert [bool(module.kept) for module in experts] == [False, True]
     unfuse(model)

@@ -23,12 +23,7 @@ decoded weight, where the weight can be decoded with room (`Weights.with_room`),
 (`fewbits.kernels.product.pair_inputs`):
 
     W x + B (s A x)  =  [ W | B ] [ x ; s A x ]          one product, forward
-    W^T dy + A^T (s B^T dy)  =  [ W ; A ]^T [ dy ; s B^T dy ]          one product, backward
-
-with A's rows below W's (`Weights.with_rows`) and s B^T dy made as s A x is. Where W | B is kept from pass to
-pass, the backward pass takes that, and two products:
-
-    [ W | B ]^T dy   =  [ W^T dy ; B^T dy ]              the second part goes to A
+    [ W | B ]^T dy   =  [ W^T dy ; B^T dy ]              one product, backward; the second part goes to A
 
 and what A then gives back, A^T (s B^T dy), is added where the pairs are summed or weighted anyway
 (`fewbits.kernels.product.pair_sums`, `pair_gradients`). Gradients of A and B are sums of outer products over
@@ -66,13 +61,10 @@ class Weights(NamedTuple):
         whole: gives (E, outputs, inputs), decoded or kept.
         with_room: gives (E, outputs, inputs + columns, or more), whose last columns hold nothing and may
             be written; or None where the weight cannot be decoded so.
-        with_rows: gives (E, outputs + rows, inputs), whose last rows hold nothing and may be written; or None
-            where it cannot be decoded so, or is kept in the other form.
     """
 
     whole: Callable[[], Tensor]
     with_room: Callable[[int], Tensor | None] = _no_room
-    with_rows: Callable[[int], Tensor | None] = _no_room
 
 
 class Branch(NamedTuple):
@@ -137,7 +129,7 @@ class _Into(torch.autograd.Function):
         scaling, table, weights = ctx.call
         branch, dx = Branch(a, b, scaling), None
         if ctx.needs_input_grad[0]:
-            through = _backward(dy, None, x.shape[1], weights, branch, table.ends)
+            through = _backward(dy, x.shape[1], weights, branch, table.ends)
             dx, dinner = pair_sums(through.dx, table.inverse, extra=through.by_branch), through.dinner
         else:
             dinner = _through_b(dy, branch, table.ends)
@@ -171,8 +163,8 @@ class _OutOf(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         z, routing, bias, a, b, inner = ctx.saved_tensors
         scaling, table, weights = ctx.call
-        # dy of each pair's row, not weighted yet
-        through = _backward(dy, table.rows, z.shape[1], weights, Branch(a, b, scaling), table.ends)
+        pairs = dy[table.rows]  # dy of each pair's row, not weighted yet
+        through = _backward(pairs, z.shape[1], weights, Branch(a, b, scaling), table.ends)
         weight = routing.reshape(-1)[table.order]
         dz, dweight = pair_gradients(z, through.dx, weight, extra=through.by_branch)
         da = db = dbias = drouting = None
@@ -182,11 +174,10 @@ class _OutOf(torch.autograd.Function):
             db = db.transpose(1, 2).to(b.dtype)
         if ctx.needs_input_grad[1]:
             if bias is not None:
-                pairs = dy[table.rows]
                 dweight = dweight + (pairs * bias.to(pairs.dtype)[table.experts]).sum(1)
             drouting = dweight[table.inverse].to(routing.dtype)
         if bias is not None and ctx.needs_input_grad[2]:
-            weighted = (dy[table.rows] * weight[:, None]).to(bias.dtype)
+            weighted = (pairs * weight[:, None]).to(bias.dtype)
             dbias = torch.zeros_like(bias).index_add_(0, table.experts, weighted)
         return dz if ctx.needs_input_grad[0] else None, drouting, dbias, da, db, None
 
@@ -195,31 +186,14 @@ def _with_branch(weights: Weights, branch: Branch, K: int) -> Tensor | None:
     """``[W | B]`` (E, outputs, K + r and some zeros), for inputs of K values; None without either."""
     if branch.a is None or branch.b is None:
         return None
-    r, room = branch.b.shape[2], _room(branch.b)
+    r = branch.b.shape[2]
+    room = -(-r // _ALIGNED) * _ALIGNED
     beside = None if room > MAX_RANK else weights.with_room(room)
     if beside is not None:
         beside[:, :, K : K + r].copy_(branch.b)
         if beside.shape[2] > K + r:
             beside[:, :, K + r :].zero_()
     return beside
-
-
-def _with_a_below(weights: Weights, branch: Branch, N: int) -> Tensor | None:
-    """``[W ; A]`` (E, N + r and some zeros, inputs), for N outputs; None without either."""
-    if branch.a is None or branch.b is None or _room(branch.b) > MAX_RANK:
-        return None
-    r = branch.a.shape[1]
-    stacked = weights.with_rows(_room(branch.b))
-    if stacked is not None:
-        stacked[:, N : N + r].copy_(branch.a)
-        if stacked.shape[1] > N + r:
-            stacked[:, N + r :].zero_()
-    return stacked
-
-
-def _room(b: Tensor) -> int:
-    """Columns or rows for a branch whose B is (E, outputs, r)."""
-    return -(-b.shape[2] // _ALIGNED) * _ALIGNED
 
 
 def _forward(
@@ -247,8 +221,8 @@ class _Through(NamedTuple):
     """What comes back through an expert's matrix and its branch.
 
     Attributes:
-        dx: (P, inputs), through the matrix, and through the branch where that is in the same product.
-        by_branch: (P, inputs), to be added; None without a branch, or where dx has it.
+        dx: (P, inputs), through the matrix.
+        by_branch: (P, inputs), to be added; None without a branch.
         dinner: (P, r), ``s B^T dy``.
     """
 
@@ -257,36 +231,18 @@ class _Through(NamedTuple):
     dinner: Tensor | None
 
 
-def _backward(
-    dy: Tensor, rows: Tensor | None, K: int, weights: Weights, branch: Branch, ends: Tensor
-) -> _Through:
-    """``W^T dy`` and ``s A^T B^T dy`` for K inputs; dy is (P, outputs), or with ``rows`` (T, outputs)."""
-    stacked = _with_a_below(weights, branch, dy.shape[1])
-    if stacked is not None:
-        return _backward_in_one(dy, rows, stacked, branch, ends)
-    dy = dy if rows is None else dy[rows]
+def _backward(dy: Tensor, K: int, weights: Weights, branch: Branch, ends: Tensor) -> _Through:
+    """``W^T dy`` and ``s A^T B^T dy`` for dy (P, outputs) and K inputs."""
     beside = _with_branch(weights, branch, K)
-    if beside is not None:
-        assert branch.a is not None and branch.b is not None
+    if beside is None:
+        dx, dinner = grouped(dy, weights.whole().transpose(1, 2), ends), _through_b(dy, branch, ends)
+    else:
+        assert branch.b is not None
         both = grouped(dy, beside.transpose(1, 2), ends)
         dx, dinner = both[:, :K], both[:, K : K + branch.b.shape[2]] * branch.scaling
-        return _Through(dx, grouped(dinner, branch.a.to(dy.dtype).transpose(1, 2), ends), dinner)
-    dx, through = grouped(dy, weights.whole().transpose(1, 2), ends), _through_b(dy, branch, ends)
-    if through is None or branch.a is None:
-        return _Through(dx, None, through)
-    return _Through(dx, grouped(through, branch.a.to(dy.dtype).transpose(1, 2), ends), through)
-
-
-def _backward_in_one(
-    dy: Tensor, rows: Tensor | None, stacked: Tensor, branch: Branch, ends: Tensor
-) -> _Through:
-    """`_backward` with ``[W ; A]`` (E, outputs + room, inputs)."""
-    assert branch.b is not None
-    E, N, r = branch.b.shape
-    b = torch.empty(E, r, N, dtype=dy.dtype, device=dy.device).copy_(branch.b.transpose(1, 2))
-    room = stacked.shape[1] - N
-    wide, dinner = pair_inputs(dy, b, ends, rows=rows, scaling=branch.scaling, room=room)
-    return _Through(grouped(wide, stacked.transpose(1, 2), ends), None, dinner)
+    if dinner is None or branch.a is None:
+        return _Through(dx, None, dinner)
+    return _Through(dx, grouped(dinner, branch.a.to(dy.dtype).transpose(1, 2), ends), dinner)
 
 
 def _through_b(dy: Tensor, branch: Branch, ends: Tensor) -> Tensor | None:

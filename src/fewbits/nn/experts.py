@@ -216,11 +216,7 @@ class QuantizedExperts(nn.Module):
             return Weights(whole)
         packed = self.packed(name)
         if not self.keeps_values:
-            return Weights(
-                whole,
-                lambda columns: decode_with_room(packed, dtype, columns),
-                lambda rows: decode_with_rows(packed, dtype, rows),
-            )
+            return Weights(whole, lambda columns: decode_with_room(packed, dtype, columns))
         if not has_room(packed):
             return Weights(whole)
         return Weights(whole, lambda columns: self._kept(name, dtype, columns))
@@ -355,26 +351,6 @@ def decode_with_room(packed: Packed, dtype: torch.dtype, columns: int) -> Tensor
     return weight
 
 
-def decode_with_rows(packed: Packed, dtype: torch.dtype, rows: int) -> Tensor | None:
-    """The decoded weight (E, N, K) in the first rows of a new (E, N + ``rows``, K).
-
-    None for a format whose scales cover several rows at once, or parts of two experts.
-    """
-    experts, N, K = packed.shape
-    coding, shape = packed.format.contract.coding, (experts, N * K)  # an expert's rows, one after the other
-    if coding is None or coding.block[0] != 1:
-        return None
-    if not coding.through and (not coding.block[1] or K % coding.block[1]):
-        return None  # blocks begin anew with a row
-    layout = packed.format.layout(shape)
-    if any(part.numel() != prod(layout[name].shape) for name, part in packed.parts.items()):
-        return None
-    parts = {name: part.reshape(layout[name].shape) for name, part in packed.parts.items()}
-    weight = torch.empty(experts, N + rows, K, dtype=dtype, device=packed.codes.device)
-    dequantize(Packed(packed.format, shape, packed.dtype, parts), out=weight.view(experts, -1)[:, : N * K])
-    return weight
-
-
 def _is_gated_silu(host_class: Any, activation: Any) -> bool:
     """Whether the host's gate is ``silu(gate) * up`` of two halves side by side."""
     from transformers.activations import ACT2FN
@@ -385,11 +361,4 @@ def _is_gated_silu(host_class: Any, activation: Any) -> bool:
     return is_silu and plain is not None and getattr(host_class, "_apply_gate", None) is plain
 
 
-__all__ = [
-    "QuantizedExperts",
-    "decode_some",
-    "decode_with_room",
-    "decode_with_rows",
-    "expert_branches",
-    "has_room",
-]
+__all__ = ["QuantizedExperts", "decode_some", "decode_with_room", "expert_branches", "has_room"]
