@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from fewbits.bench.train.shapes import SHAPES
-from fewbits.models.in_memory import convert
+from fewbits.models.loading.in_memory import convert
 from fewbits.nn.linear import QuantizedLinear
 from fewbits.recipes.recipe import Recipe
 

@@ -2,7 +2,8 @@
 
     fewbits models --all --json | python scripts/families_table.py
 
-Each row is the outcome of a trial: a tiny model of the family is packed and fused (`fewbits.models.trial`).
+Each row is the outcome of a trial: a tiny model of the family is packed and fused
+(`fewbits.models.packing.trial`).
 """
 
 from __future__ import annotations

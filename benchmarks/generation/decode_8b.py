@@ -21,8 +21,8 @@ from transformers import logging as transformers_logging
 import fewbits
 from fewbits.bench.train.shapes import random_model, shape_of
 from fewbits.formats import FORMATS
-from fewbits.models import decode_generate
 from fewbits.models.fast import with_methods
+from fewbits.models.generation import loop as decode_generate
 
 
 def build(shape: str, recipe: str, rank: int, head: str | None) -> Any:

@@ -27,7 +27,7 @@ from fewbits.bench.train.shapes import random_model, shape_of
 from fewbits.formats.kv_cache import get_kv_cache
 from fewbits.kernels.generation.decode_attention import Cache, DecodeAttention, Rules
 from fewbits.kernels.generation.packed_attention import PackedAttention
-from fewbits.models.decode_step import DecodeStep
+from fewbits.models.generation.step import DecodeStep
 
 HEADS, KV_HEADS, D = 32, 8, 128
 KINDS = ("int8", "fp8", "int8/int4", "int4")

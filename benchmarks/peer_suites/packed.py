@@ -43,7 +43,7 @@ def wrap_peft(base: str, ours: bool) -> None:
     import peft
     import peft.mapping_func
 
-    from fewbits.models.adapters import _check_parameters, _check_trained_copies, _register
+    from fewbits.models.adapting.adapters import _check_parameters, _check_trained_copies, _register
 
     def prepare(model: Any, config: Any) -> None:
         if isinstance(config, peft.LoraConfig) and type(config) is peft.LoraConfig:

@@ -65,7 +65,7 @@ def pytest_configure(config: Any) -> None:
 def _pack_loaded(config: Any, model: Any) -> None:
     """Pack a loaded model, for tests of trainers: those list its parameters before PEFT sees it."""
     from fewbits.families.catalog import SPECS
-    from fewbits.models.in_memory import convert
+    from fewbits.models.loading.in_memory import convert
 
     base = config.getoption("--base")
     if base == "plain" or not config.stash.get(_TRAINERS, False):

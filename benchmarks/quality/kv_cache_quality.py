@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fewbits.formats.kv_cache import KVCache, get_kv_cache
 from fewbits.inference.evaluate import cached_logits, evaluating, perplexity
-from fewbits.models.cache_choice import choose_cache
+from fewbits.models.packing.cache_choice import choose_cache
 
 NAMES = ["Lily", "Tom", "Ben", "Sam", "Max", "Sue", "Tim", "Anna", "Mia", "Jack", "Lucy", "Bob"]
 STORY = (

@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fewbits.formats import INT4_G64
 from fewbits.inference.evaluate import perplexity
-from fewbits.models.convert import convert
+from fewbits.models.packing.convert import convert
 from fewbits.recipes.recipe import QAT, Recipe, Rule
 from fewbits.training.calibration.qat import convert_qat, prepare_qat
 

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from fewbits.formats.stochastic import STOCHASTIC
 from fewbits.inference.evaluate import perplexity, text_windows
-from fewbits.models.in_memory import apply_stochastic
-from fewbits.models.query_key_scales import fold_query_key_scales
-from fewbits.models.rotations import rotate_residual, rotate_values
+from fewbits.models.loading.in_memory import apply_stochastic
+from fewbits.models.stochastic.query_key_scales import fold_query_key_scales
+from fewbits.models.stochastic.rotations import rotate_residual, rotate_values
 from fewbits.recipes.stochastic_config import AttentionSetting, LinearSetting, StochasticConfig
 from fewbits.training.calibration.query_key_scales import choose_query_key_scales
 

@@ -30,8 +30,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fewbits.formats.stochastic import STOCHASTIC
 from fewbits.inference.evaluate import perplexity
-from fewbits.models.adapters import get_peft_model
-from fewbits.models.in_memory import apply_stochastic
+from fewbits.models.adapting.adapters import get_peft_model
+from fewbits.models.loading.in_memory import apply_stochastic
 from fewbits.recipes.recipe import LoRA
 from fewbits.recipes.stochastic_config import AttentionSetting, StochasticConfig
 from fewbits.training.calibration.qat import convert_qat

@@ -31,9 +31,9 @@ from fewbits.formats.stochastic import STOCHASTIC
 from fewbits.inference.decode import Decoding
 from fewbits.kernels.stochastic.matmul import product_of_codes
 from fewbits.kernels.stochastic.quantize import quantize_stochastic
-from fewbits.models.in_memory import convert
-from fewbits.models.stochastic_attention import use_stochastic_attention
-from fewbits.models.stochastic_sharing import share_inputs
+from fewbits.models.loading.in_memory import convert
+from fewbits.models.stochastic.attention import use_stochastic_attention
+from fewbits.models.stochastic.sharing import share_inputs
 from fewbits.nn.stochastic_attention import AttentionProducts
 from fewbits.nn.stochastic_linear import StochasticLinear
 from fewbits.recipes import get_recipe

@@ -27,7 +27,7 @@ from accelerate.utils import get_balanced_memory
 
 from fewbits.bench.record import Row, append, conditions
 from fewbits.inference.decode import Decoding
-from fewbits.models.stochastic_sharing import share_inputs
+from fewbits.models.stochastic.sharing import share_inputs
 from fewbits.recipes import get_recipe
 
 sys.path.insert(0, str(Path(__file__).parents[2]))

@@ -33,12 +33,12 @@ if TYPE_CHECKING:
     from fewbits.inference.generate import Sampling
     from fewbits.inference.many import generate_many
     from fewbits.kernels.stochastic.matmul import sc_matmul
-    from fewbits.models.adapters import get_peft_model, load_adapter, lora_config
-    from fewbits.models.cache_choice import choose_cache
-    from fewbits.models.convert import explain
+    from fewbits.models.adapting.adapters import get_peft_model, load_adapter, lora_config
     from fewbits.models.fast import FastLanguageModel
-    from fewbits.models.hf_quantizer import FewbitsConfig, register
-    from fewbits.models.in_memory import convert, restore
+    from fewbits.models.loading.hf_quantizer import FewbitsConfig, register
+    from fewbits.models.loading.in_memory import convert, restore
+    from fewbits.models.packing.cache_choice import choose_cache
+    from fewbits.models.packing.convert import explain
     from fewbits.recipes import CATALOG, QAT, LoRA, Recipe, Rule, get_recipe
     from fewbits.training.ahead.warming import warm
     from fewbits.training.calibration.qat import convert_qat, prepare_qat
@@ -60,20 +60,20 @@ _HOMES = {
     "get_format": "fewbits.formats",
     "CATALOG": "fewbits.recipes",
     "KVCache": "fewbits.formats.kv_cache",
-    "choose_cache": "fewbits.models.cache_choice",
+    "choose_cache": "fewbits.models.packing.cache_choice",
     "LoRA": "fewbits.recipes",
     "QAT": "fewbits.recipes",
     "Recipe": "fewbits.recipes",
     "Rule": "fewbits.recipes",
     "get_recipe": "fewbits.recipes",
-    "convert": "fewbits.models.in_memory",
-    "explain": "fewbits.models.convert",
+    "convert": "fewbits.models.loading.in_memory",
+    "explain": "fewbits.models.packing.convert",
     "fuse": "fewbits.decoder.fuse",
     "unfuse": "fewbits.decoder.fuse",
-    "restore": "fewbits.models.in_memory",
-    "get_peft_model": "fewbits.models.adapters",
-    "load_adapter": "fewbits.models.adapters",
-    "lora_config": "fewbits.models.adapters",
+    "restore": "fewbits.models.loading.in_memory",
+    "get_peft_model": "fewbits.models.adapting.adapters",
+    "load_adapter": "fewbits.models.adapting.adapters",
+    "lora_config": "fewbits.models.adapting.adapters",
     "FastLanguageModel": "fewbits.models.fast",
     "FastModel": "fewbits.front.unsloth",
     "FastVisionModel": "fewbits.front.vision",
@@ -86,8 +86,8 @@ _HOMES = {
     "UnslothTrainingArguments": "fewbits.front.unsloth_trainer",
     "ModelSpec": "fewbits.families.spec",
     "register_family": "fewbits.families.registry",
-    "FewbitsConfig": "fewbits.models.hf_quantizer",
-    "register": "fewbits.models.hf_quantizer",
+    "FewbitsConfig": "fewbits.models.loading.hf_quantizer",
+    "register": "fewbits.models.loading.hf_quantizer",
     "TrainConfig": "fewbits.training.config",
     "train": "fewbits.training.run",
     "generate_many": "fewbits.inference.many",

@@ -10,9 +10,9 @@ from typing import Any
 from fewbits.errors import BadInput, Unsupported
 from fewbits.front.responses import train_on_responses_only
 from fewbits.front.sharegpt import standardize_sharegpt, to_sharegpt
-from fewbits.models.named_templates import TEMPLATES as CHAT_TEMPLATES
-from fewbits.models.named_templates import set_template
-from fewbits.models.template_tokens import add_template_tokens, modules_to_train
+from fewbits.models.chat.named_templates import TEMPLATES as CHAT_TEMPLATES
+from fewbits.models.chat.named_templates import set_template
+from fewbits.models.chat.template_tokens import add_template_tokens, modules_to_train
 
 standardize_data_formats = standardize_sharegpt  # its newer name
 
@@ -32,7 +32,7 @@ def get_chat_template(
         mapping: other names for role, content, user and assistant in the messages, as in
             ``{"role": "from", "content": "value", "user": "human", "assistant": "gpt"}``.
         map_eos_token: must be True: a turn ends with the family's token where the tokenizer has it, otherwise
-            with its end-of-text token (see `fewbits.models.named_templates`).
+            with its end-of-text token (see `fewbits.models.chat.named_templates`).
         system_message: must be None: put it among the messages.
 
     Returns:

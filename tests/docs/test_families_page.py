@@ -11,7 +11,7 @@ import pytest
 from transformers import __version__ as transformers_version
 
 from fewbits.families.catalog import SPECS
-from fewbits.models.trial import try_family
+from fewbits.models.packing.trial import try_family
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = runpy.run_path(str(ROOT / "scripts" / "families_table.py"))

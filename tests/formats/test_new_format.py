@@ -23,7 +23,7 @@ from fewbits.inference.rounding.grids import Grids
 from fewbits.kernels.codec.dequantize import dequantize
 from fewbits.kernels.codec.gradient_wire import wire_format
 from fewbits.kernels.generation.cut import reading_of
-from fewbits.models.in_memory import convert
+from fewbits.models.loading.in_memory import convert
 from fewbits.recipes import Recipe, Rule
 from fewbits.training.ranks.packed_slices import cut
 from tests.docs.pages import GUIDE, run_page

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fewbits.errors import BadInput, Unsupported
 from fewbits.formats.stochastic import STOCHASTIC
 from fewbits.inference.decode import Decoding
-from fewbits.models.in_memory import apply_stochastic, convert
+from fewbits.models.loading.in_memory import apply_stochastic, convert
 from fewbits.recipes import get_recipe
 from fewbits.recipes.stochastic_config import AttentionSetting, StochasticConfig
 from tests.models.tiny import tiny, tokens

@@ -7,8 +7,8 @@ import torch
 
 from fewbits.errors import BadInput
 from fewbits.inference.evaluate import perplexity, plan_windows
-from fewbits.models.cache_choice import choose_cache
 from fewbits.models.fast import FastLanguageModel
+from fewbits.models.packing.cache_choice import choose_cache
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 9, 10, 11, 57])

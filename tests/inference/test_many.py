@@ -13,7 +13,7 @@ import fewbits
 from fewbits.errors import BadInput
 from fewbits.inference.answer_file import answer_file, check_destination, read_rows
 from fewbits.inference.generate import Sampling, generate
-from fewbits.models.live.answers import Report
+from fewbits.models.generation.live.answers import Report
 
 GREEDY = Sampling(temperature=0, max_new_tokens=24)
 DRAWN = Sampling(temperature=1.2, top_p=0.95, repetition_penalty=1.1, seed=7, max_new_tokens=24)

@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_leaves
 
 from fewbits.inference.decode import Decoding
 from fewbits.inference.pieces import Recorder
-from fewbits.models.in_memory import convert
-from fewbits.models.stochastic_sharing import share_inputs
+from fewbits.models.loading.in_memory import convert
+from fewbits.models.stochastic.sharing import share_inputs
 from fewbits.recipes import get_recipe
 from tests.models.tiny import tiny, tokens
 

@@ -25,7 +25,7 @@ from fewbits.inference.stochastic_error import (
 )
 from fewbits.inference.stochastic_eval import EvalSetting, Ledger, evaluate_setting
 from fewbits.inference.stochastic_trace import Trace
-from fewbits.models.in_memory import apply_stochastic
+from fewbits.models.loading.in_memory import apply_stochastic
 from fewbits.recipes.stochastic_config import AttentionSetting, LinearSetting, StochasticConfig
 from tests.models.tiny import tiny, tokens
 

@@ -13,7 +13,7 @@ from fewbits.formats.stochastic import STOCHASTIC
 from fewbits.inference.stochastic_energy import best_points, energy_of
 from fewbits.inference.stochastic_trace import Trace
 from fewbits.inference.stochastic_work import Product, Work, count_work
-from fewbits.models.in_memory import apply_stochastic
+from fewbits.models.loading.in_memory import apply_stochastic
 from fewbits.recipes.energy_prices import PUBLISHED, Prices
 from fewbits.recipes.stochastic_config import AttentionSetting, LinearSetting, StochasticConfig
 from tests.models.tiny import tiny, tokens

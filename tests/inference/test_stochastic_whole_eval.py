@@ -16,7 +16,7 @@ from fewbits.inference.kept_layers import KeptLayers
 from fewbits.inference.part_times import part_times
 from fewbits.inference.stochastic_eval import EvalSetting, Ledger, Share, evaluate_setting
 from fewbits.inference.stochastic_receipt import products_counted
-from fewbits.models.in_memory import apply_stochastic, restore
+from fewbits.models.loading.in_memory import apply_stochastic, restore
 from fewbits.recipes.stochastic_config import AttentionSetting, LinearSetting, StochasticConfig
 from tests.models.tiny import tiny, tokens
 

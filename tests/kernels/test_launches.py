@@ -17,8 +17,8 @@ import torch
 from fewbits.decoder.fuse import fuse, fusion_of
 from fewbits.decoder.loss import float8_head_of
 from fewbits.formats import E4M3, E4M3_ROW, NF4_DQ
-from fewbits.models.adapters import get_peft_model
-from fewbits.models.convert import convert
+from fewbits.models.adapting.adapters import get_peft_model
+from fewbits.models.packing.convert import convert
 from fewbits.recipes.recipe import LoRA, Recipe, Rule
 from tests.kernels.pretended import Launch, Recorder, pretended_gpu, without_memory
 from tests.models.tiny import tiny_config

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from fewbits.models import decode_calls, decode_generate, decode_step
-from fewbits.models.live import answers
+from fewbits.models.generation import calls as decode_calls
+from fewbits.models.generation import loop as decode_generate
+from fewbits.models.generation import step as decode_step
+from fewbits.models.generation.live import answers
 
 
 def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,8 @@ from fewbits import FastLanguageModel, fuse, get_peft_model, lora_config, restor
 from fewbits.cli.models import merge_adapter
 from fewbits.errors import BadInput, Unsupported
 from fewbits.formats import NF4
-from fewbits.models.adapters import load_adapter
-from fewbits.models.quantization_error import low_rank
+from fewbits.models.adapting.adapters import load_adapter
+from fewbits.models.adapting.quantization_error import low_rank
 from fewbits.nn.linear import QuantizedLinear
 from fewbits.nn.loss import LazyLogits
 from fewbits.recipes import Recipe, Rule

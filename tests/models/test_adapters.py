@@ -16,9 +16,9 @@ from torch import nn
 from fewbits.errors import BadCheckpoint, SpecMismatch, Unsupported
 from fewbits.formats import INT8, NF4
 from fewbits.host.spec import spec_for
-from fewbits.models import in_memory
-from fewbits.models.adapters import get_peft_model, load_adapter, resolve_targets
-from fewbits.models.convert import convert, restore
+from fewbits.models.adapting.adapters import get_peft_model, load_adapter, resolve_targets
+from fewbits.models.loading import in_memory
+from fewbits.models.packing.convert import convert, restore
 from fewbits.nn.linear import QuantizedLinear
 from fewbits.nn.lora import LoRALinear
 from fewbits.recipes.recipe import LoRA, Recipe, Rule

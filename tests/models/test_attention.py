@@ -19,7 +19,7 @@ from fewbits.host.attention import (
     use_attention,
     used_attention,
 )
-from fewbits.models.convert import convert, restore
+from fewbits.models.packing.convert import convert, restore
 from fewbits.nn.segments import Segments
 from fewbits.recipes import get_recipe
 from tests.models.tiny import FAMILIES, tiny, tokens

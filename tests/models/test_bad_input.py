@@ -17,8 +17,8 @@ from fewbits import FastLanguageModel
 from fewbits.device import Device
 from fewbits.errors import BadCheckpoint, BadInput, FewbitsError, SpecMismatch, Unsupported
 from fewbits.formats import FORMATS
-from fewbits.models import packed
-from fewbits.models.hf_quantizer import FewbitsConfig
+from fewbits.models.loading.hf_quantizer import FewbitsConfig
+from fewbits.models.packing import packed
 from fewbits.recipes import Recipe, Rule
 from tests.models.loading import save_tiny, tokenizer
 

@@ -12,8 +12,8 @@ from fewbits import FastLanguageModel
 from fewbits.cli import main
 from fewbits.errors import BadCheckpoint, BadInput
 from fewbits.inference.generate import encode_prompt
-from fewbits.models import chat_template
-from fewbits.models.chat_template import check_template
+from fewbits.models.chat import template as chat_template
+from fewbits.models.chat.template import check_template
 from fewbits.training.data.chat import ChatEncoder
 from tests.models.loading import save_tiny, tokenizer
 

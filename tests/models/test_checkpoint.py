@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from fewbits import FastLanguageModel
 from fewbits.errors import BadInput
-from fewbits.models.checkpoint import inspect_folder
-from fewbits.models.hf_quantizer import FewbitsConfig, attach_recipe
+from fewbits.models.folders.checkpoint import inspect_folder
+from fewbits.models.loading.hf_quantizer import FewbitsConfig, attach_recipe
 from fewbits.nn.linear import QuantizedLinear
 from fewbits.recipes import get_recipe
 from tests import peers

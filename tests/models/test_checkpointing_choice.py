@@ -15,7 +15,7 @@ from fewbits import FastLanguageModel
 from fewbits.decoder.fuse import fuse, fused_layers
 from fewbits.decoder.keep import KEEP_ACTIVATIONS, KEEP_NONE, KEEP_ON_HOST
 from fewbits.models import fast
-from fewbits.models.checkpointed_layers import chosen
+from fewbits.models.adapting.checkpointed_layers import chosen
 from tests.models.loading import save_tiny
 from tests.models.tiny import tokens
 

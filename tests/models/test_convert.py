@@ -15,7 +15,7 @@ from fewbits.errors import BadInput, SpecMismatch, Unsupported
 from fewbits.formats import E4M3, INT4_G64, INT8, NF4
 from fewbits.formats.kv_cache import get_kv_cache
 from fewbits.host.spec import spec_for
-from fewbits.models.convert import convert, explain, linears_to_replace, restore
+from fewbits.models.packing.convert import convert, explain, linears_to_replace, restore
 from fewbits.nn.fake_quantize import FakeQuantizedLinear
 from fewbits.nn.linear import LowPrecisionLinear, QuantizedLinear
 from fewbits.nn.norm import RMSNorm
@@ -159,7 +159,7 @@ def test_strict_refuses_a_mismatch_before_anything_is_changed() -> None:
 
 
 def test_converting_twice_or_over_adapters_is_refused() -> None:
-    from fewbits.models.adapters import get_peft_model
+    from fewbits.models.adapting.adapters import get_peft_model
 
     model = tiny("llama")
     convert(model, PACK)
@@ -194,7 +194,7 @@ def test_classes_and_globals_are_untouched() -> None:
     from transformers.models.gemma2 import modeling_gemma2
     from transformers.models.llama import modeling_llama
 
-    from fewbits.models.adapters import get_peft_model
+    from fewbits.models.adapting.adapters import get_peft_model
 
     touched = [
         getattr(module, name)

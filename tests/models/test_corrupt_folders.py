@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from fewbits.errors import BadCheckpoint
-from fewbits.models.checkpoint import inspect_folder
+from fewbits.models.folders.checkpoint import inspect_folder
 from tests.models.corrupt_folders import INDEX, cases
 from tests.models.loading import save_tiny
 

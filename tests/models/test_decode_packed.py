@@ -11,10 +11,11 @@ from torch import Tensor
 import fewbits
 from fewbits.errors import BadInput, Unsupported
 from fewbits.formats.kv_cache import KVCache
-from fewbits.models import decode_generate, decode_step
-from fewbits.models.decode_generate import decoding_of
 from fewbits.models.fast import with_methods
-from fewbits.models.packed_cache import PackedCache
+from fewbits.models.generation import loop as decode_generate
+from fewbits.models.generation import step as decode_step
+from fewbits.models.generation.loop import decoding_of
+from fewbits.models.generation.packed_cache import PackedCache
 from tests.models.tiny import tiny, tokens
 
 BF16 = torch.bfloat16

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 import fewbits
-from fewbits.models import decode_generate, decode_step
-from fewbits.models.decode_generate import decoding_of
 from fewbits.models.fast import FastLanguageModel, with_methods
+from fewbits.models.generation import loop as decode_generate
+from fewbits.models.generation import step as decode_step
+from fewbits.models.generation.loop import decoding_of
 from tests.models.emulated import count_steps, on_a_cpu
 from tests.models.tiny import tiny, tokens
 

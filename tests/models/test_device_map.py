@@ -11,8 +11,8 @@ from torch import Tensor
 
 from fewbits.decoder.fuse import fuse, fusion_of, unfuse
 from fewbits.formats import E4M3, E4M3_ROW, NF4, NF4_DQ
-from fewbits.models.adapters import get_peft_model
-from fewbits.models.convert import convert
+from fewbits.models.adapting.adapters import get_peft_model
+from fewbits.models.packing.convert import convert
 from fewbits.recipes.recipe import LoRA, Recipe, Rule
 from tests.models.tiny import tiny, tokens
 

@@ -10,8 +10,8 @@ from fewbits.decoder.fuse import fuse, fusion_of
 from fewbits.decoder.keep import KEEP_ON_HOST, KEEP_PRODUCTS, Keep
 from fewbits.formats import E4M3, E4M3_ROW, INT4_G32, NF4_DQ
 from fewbits.kernels.stochastic.matmul import sc_matmul
-from fewbits.models.adapters import get_peft_model
-from fewbits.models.convert import convert
+from fewbits.models.adapting.adapters import get_peft_model
+from fewbits.models.packing.convert import convert
 from fewbits.recipes.recipe import QAT, LoRA, Recipe, Rule
 from fewbits.training.optimizer import AdamW8bit
 from tests.models.tiny import tiny, tokens

@@ -12,13 +12,13 @@ from transformers import GPT2Config, LlamaForCausalLM
 
 from fewbits import FastLanguageModel
 from fewbits.errors import BadCheckpoint
-from fewbits.models import early_work, streamed_loading
-from fewbits.models.checkpoint import inspect_folder
-from fewbits.models.early_work import load_kernels, work_beside
-from fewbits.models.model_shapes import auto_class_of, class_of
-from fewbits.models.packed import is_packed
-from fewbits.models.streamed_loading import StreamedLoader
-from fewbits.models.streamed_weights import StreamedWeights
+from fewbits.models.folders.checkpoint import inspect_folder
+from fewbits.models.loading import early_work, streamed_loading
+from fewbits.models.loading.early_work import load_kernels, work_beside
+from fewbits.models.loading.streamed_loading import StreamedLoader
+from fewbits.models.loading.streamed_weights import StreamedWeights
+from fewbits.models.packing.model_shapes import auto_class_of, class_of
+from fewbits.models.packing.packed import is_packed
 from tests.models.loading import packed_state, same, save_tiny
 from tests.models.tiny import FAMILIES, tiny_config
 

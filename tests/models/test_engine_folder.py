@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from fewbits import FastLanguageModel
 from fewbits.errors import BadCheckpoint, BadInput, Unsupported
 from fewbits.export import gptq_awq
-from fewbits.models import engine_folder
+from fewbits.models.writing import engine_folder
 from fewbits.nn.linear import QuantizedLinear
 from tests import peer_formats, peers
 from tests.models.loading import logits, perturb, save_tiny

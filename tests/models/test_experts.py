@@ -222,7 +222,8 @@ def test_a_merged_mixture_without_its_original_is_what_was_trained(kind: str, tm
     model = mixture(kind)
     fewbits.convert(model, Recipe(name="pack", linear=Rule(weight=FORMATS["int8"])))
     adapted = perturb(FastLanguageModel.get_peft_model(model, r=4, target_modules=TARGETS), scale=0.05).eval()
-    receipt = fewbits.models.merge.save_pretrained_merged(adapted, tmp_path / "merged", dtype=torch.float32)
+    write = fewbits.models.merging.merge.save_pretrained_merged
+    receipt = write(adapted, tmp_path / "merged", dtype=torch.float32)
     assert "the dequantised weights" in str(receipt)
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()
     torch.testing.assert_close(logits(merged, tokens()), logits(adapted, tokens()), rtol=0, atol=2e-5)

@@ -14,7 +14,7 @@ import pytest
 
 from fewbits import FastLanguageModel
 from fewbits.errors import BadInput
-from fewbits.models.whole_folder import remove_leftovers
+from fewbits.models.folders.whole_folder import remove_leftovers
 from tests.models.loading import save_tiny
 from tests.models.test_whole_folder import child, names, partials
 from tests.models.tiny_folders import pair_tokenizer, saved

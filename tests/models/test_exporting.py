@@ -11,7 +11,7 @@ import torch
 from fewbits import FastLanguageModel
 from fewbits.errors import BadCheckpoint, BadInput, Unsupported
 from fewbits.export import gguf_file
-from fewbits.models.exporting import save_pretrained_gguf
+from fewbits.models.writing.exporting import save_pretrained_gguf
 from tests import peers
 from tests.models.tiny import tiny
 from tests.models.tiny_folders import SIZES, TEMPLATE, byte_tokenizer, pair_tokenizer, saved

@@ -17,7 +17,7 @@ from fewbits.decoder.fuse import fuse, fused_layers
 from fewbits.decoder.keep import KEEP_ACTIVATIONS, KEEP_NONE, KEEP_ON_HOST, Keep
 from fewbits.errors import BadInput, FewbitsError, SpecMismatch, Unsupported
 from fewbits.formats import get_format
-from fewbits.models.packed import is_packed
+from fewbits.models.packing.packed import is_packed
 from fewbits.nn.linear import QuantizedLinear
 from fewbits.recipes import Recipe, Rule
 from fewbits.recipes.catalog import CATALOG

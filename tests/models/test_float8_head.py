@@ -14,9 +14,9 @@ from torch import Tensor
 from fewbits.decoder.fuse import fuse, fusion_of, unfuse
 from fewbits.decoder.loss import float8_head_of
 from fewbits.formats import E4M3, E4M3_ROW, E5M2_ROW, NF4
-from fewbits.models.adapters import get_peft_model
-from fewbits.models.convert import convert, explain
-from fewbits.models.predicted_memory import predict_memory
+from fewbits.models.adapting.adapters import get_peft_model
+from fewbits.models.adapting.predicted_memory import predict_memory
+from fewbits.models.packing.convert import convert, explain
 from fewbits.recipes import LoRA, Recipe, Rule, qlora_nf4, qlora_nf4_fp8_head
 from fewbits.training.plan.memory_plan import head_bytes, static_of
 from tests.models.tiny import VOCAB, tiny, tokens

@@ -14,8 +14,8 @@ from fewbits.decoder.fuse import fuse, fused_layers, fusion_of, unfuse
 from fewbits.decoder.keep import KEEP_NONE, KEEPS
 from fewbits.errors import BadInput
 from fewbits.formats import E4M3, E4M3_ROW, NF4
-from fewbits.models.adapters import get_peft_model
-from fewbits.models.convert import convert
+from fewbits.models.adapting.adapters import get_peft_model
+from fewbits.models.packing.convert import convert
 from fewbits.nn.loss import LazyHead, LazyLogits, LogitFreeLoss
 from fewbits.recipes.recipe import LoRA, Recipe, Rule
 from fewbits.training.checkpoints.folders import load_weights, save_weights

@@ -9,8 +9,8 @@ import torch
 
 from fewbits.decoder.fuse import fuse, fused_layers, fusion_of
 from fewbits.decoder.keep import KEEP_EVERYTHING, KEEP_NONE, KEEP_ON_HOST, Keep
-from fewbits.models.adapters import get_peft_model
-from fewbits.models.convert import convert
+from fewbits.models.adapting.adapters import get_peft_model
+from fewbits.models.packing.convert import convert
 from fewbits.recipes import LoRA, get_recipe
 from tests.models.tiny import tiny, tokens
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from fewbits.decoder import own_mlp
 from fewbits.decoder.fuse import forget_weights, fuse, fused_layers, fusion_of, unfuse
 from fewbits.decoder.keep import KEEP_NONE, KEEP_ON_HOST, KEEPS, Keep
-from fewbits.models.adapters import get_peft_model
-from fewbits.models.convert import convert
+from fewbits.models.adapting.adapters import get_peft_model
 from fewbits.models.fast import FastLanguageModel
+from fewbits.models.packing.convert import convert
 from fewbits.nn.experts import QuantizedExperts
 from fewbits.recipes.recipe import LoRA, Recipe
 from tests.models.mixtures import mixture

@@ -23,7 +23,7 @@ from fewbits.formats import INT8, NF4
 from fewbits.host.generic import routers
 from fewbits.host.spec import layer_names, spec_for
 from fewbits.inference.export import quantize_checkpoint
-from fewbits.models import decode_step
+from fewbits.models.generation import step as decode_step
 from fewbits.nn.linear import QuantizedLinear
 from fewbits.recipes import QAT, Recipe, Rule
 from tests.models.loading import logits, packed_state, perturb, same
@@ -189,7 +189,8 @@ def test_a_merge_without_the_original_turns_gpt2s_weights_back(tmp_path) -> None
     model = unwritten("gpt2")
     fewbits.convert(model, Recipe(name="int8", linear=Rule(weight=INT8)))
     adapted = perturb(FastLanguageModel.get_peft_model(model, r=4), scale=0.05)
-    receipt = fewbits.models.merge.save_pretrained_merged(adapted, tmp_path / "merged", dtype=torch.float32)
+    write = fewbits.models.merging.merge.save_pretrained_merged
+    receipt = write(adapted, tmp_path / "merged", dtype=torch.float32)
     assert "dequantised" in str(receipt)
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()
     torch.testing.assert_close(logits(merged, tokens()), logits(adapted.eval(), tokens()), rtol=0, atol=2e-5)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from fewbits import FastLanguageModel
-from fewbits.models import decode_step
 from fewbits.models.fast import with_methods
+from fewbits.models.generation import step as decode_step
 from tests.models.emulated import on_a_cpu
 from tests.models.loading import save_tiny
 from tests.models.test_live_batch import alone, model_of, rows

@@ -16,8 +16,8 @@ from transformers import (
 )
 
 import fewbits
-from fewbits.models.hf_quantizer import FewbitsConfig
-from fewbits.models.merge import save_pretrained_merged
+from fewbits.models.loading.hf_quantizer import FewbitsConfig
+from fewbits.models.merging.merge import save_pretrained_merged
 from fewbits.nn.linear import QuantizedLinear
 from tests.models.loading import perturb, tokenizer
 from tests.models.tiny import VOCAB, tiny, tokens

@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM
 
 from fewbits.errors import BadCheckpoint, SpecMismatch, Unsupported
 from fewbits.formats import FORMATS
-from fewbits.models.adapters import get_peft_model
-from fewbits.models.checkpoint import inspect_folder
-from fewbits.models.convert import convert, explain
-from fewbits.models.hf_quantizer import FewbitsConfig
-from fewbits.models.packed import quantize_by_rows
+from fewbits.models.adapting.adapters import get_peft_model
+from fewbits.models.folders.checkpoint import inspect_folder
+from fewbits.models.loading.hf_quantizer import FewbitsConfig
+from fewbits.models.packing.convert import convert, explain
+from fewbits.models.packing.packed import quantize_by_rows
 from fewbits.nn.linear import QuantizedLinear
 from fewbits.recipes import CATALOG, Recipe, Rule, get_recipe, recipe_to_config
 from tests.every_format import every_format
@@ -233,7 +233,7 @@ def test_fast_on_a_gpu(tmp_path):
 def test_one_tensor_at_a_time(tmp_path, monkeypatch):
     """While a weight is quantised, no other linear of the model holds a full-precision weight."""
     save_tiny(tmp_path / "plain", shard="40KB")
-    from fewbits.models.hf_quantizer import FewbitsQuantizer
+    from fewbits.models.loading.hf_quantizer import FewbitsQuantizer
 
     seen = []
     quantize_into = FewbitsQuantizer.quantize_into

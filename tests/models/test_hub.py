@@ -12,8 +12,8 @@ import torch
 
 from fewbits import FastLanguageModel
 from fewbits.errors import BadInput, Unsupported
-from fewbits.models import hub
-from fewbits.models.model_card import Card, without_paths
+from fewbits.models.writing import hub
+from fewbits.models.writing.model_card import Card, without_paths
 from tests.models.loading import save_tiny
 
 

@@ -14,7 +14,7 @@ import fewbits
 from fewbits import FastLanguageModel
 from fewbits.errors import SpecMismatch
 from fewbits.formats import NF4
-from fewbits.models.predicted_memory import predict_memory
+from fewbits.models.adapting.predicted_memory import predict_memory
 from fewbits.nn.experts import QuantizedExperts
 from fewbits.nn.linear import QuantizedLinear
 from fewbits.recipes import Recipe, Rule, get_recipe

@@ -11,7 +11,7 @@ import torch
 from fewbits.decoder import products
 from fewbits.decoder.fuse import forget_weights, fuse, fused_layers, fusion_of, unfuse
 from fewbits.decoder.keep import KEEP_EVERYTHING, KEEP_NONE, Keep
-from fewbits.models.adapters import get_peft_model
+from fewbits.models.adapting.adapters import get_peft_model
 from fewbits.nn.tensor_state import state_of
 from fewbits.recipes.recipe import LoRA, Recipe
 from tests.models.test_fused import FLOAT8, LORA, NF4_ONLY, adapted, loss_and_gradients, tokens

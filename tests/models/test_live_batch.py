@@ -9,13 +9,13 @@ import torch
 
 import fewbits
 from fewbits.errors import BadInput, NotFinite
-from fewbits.models import decode_step
 from fewbits.models.fast import with_methods
-from fewbits.models.live import answers as live
-from fewbits.models.live import step_slots
-from fewbits.models.live.answers import Report, answers
-from fewbits.models.live.plan import plan_slots
-from fewbits.models.live.rows import Row, Text
+from fewbits.models.generation import step as decode_step
+from fewbits.models.generation.live import answers as live
+from fewbits.models.generation.live import step_slots
+from fewbits.models.generation.live.answers import Report, answers
+from fewbits.models.generation.live.plan import plan_slots
+from fewbits.models.generation.live.rows import Row, Text
 from tests.models.emulated import on_a_cpu
 from tests.models.tiny import tiny, tokens
 

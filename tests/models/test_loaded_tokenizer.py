@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer, tokenization_utils_base
 
-from fewbits.models import loaded_tokenizer
-from fewbits.models.loaded_tokenizer import parsed_backend, read_tokenizer, written_added_tokens
-from fewbits.models.options import sort_options
+from fewbits.models.loading import loaded_tokenizer
+from fewbits.models.loading.loaded_tokenizer import parsed_backend, read_tokenizer, written_added_tokens
+from fewbits.models.loading.options import sort_options
 from tests.models.loading import tokenizer
 
 

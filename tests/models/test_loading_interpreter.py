@@ -11,7 +11,7 @@ import pytest
 
 from fewbits import FastLanguageModel
 from fewbits.errors import BadCheckpoint
-from fewbits.models.loading_interpreter import TURN_S, collector_paused, quick_turns
+from fewbits.models.loading.loading_interpreter import TURN_S, collector_paused, quick_turns
 from tests.models.loading import save_tiny
 
 

@@ -9,8 +9,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, Gemma3TextConfig, GPT
 
 from fewbits import FastLanguageModel, fuse
 from fewbits.errors import BadInput
-from fewbits.models.adapters import load_adapter
-from fewbits.models.longer_positions import TRAINED_FOR, check_stretched, stretch, stretched
+from fewbits.models.adapting.adapters import load_adapter
+from fewbits.models.loading.longer_positions import TRAINED_FOR, check_stretched, stretch, stretched
 from tests.models.loading import save_tiny
 from tests.models.tiny import tiny, tiny_config
 

@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from fewbits import FastLanguageModel
 from fewbits.errors import BadCheckpoint, BadInput, Unsupported
 from fewbits.formats import INT8, NF4
-from fewbits.models import merger
-from fewbits.models.convert import convert
 from fewbits.models.fast import with_methods
-from fewbits.models.merge import save_pretrained_merged
+from fewbits.models.merging import merger
+from fewbits.models.merging.merge import save_pretrained_merged
+from fewbits.models.packing.convert import convert
 from fewbits.recipes import Recipe, Rule, qlora_nf4_fp8
 from tests.models.loading import logits, packed_state, perturb, save_tiny
 from tests.models.tiny import tiny, tokens

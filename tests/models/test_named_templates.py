@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 
 from fewbits.chat_templates import CHAT_TEMPLATES, get_chat_template
 from fewbits.errors import BadInput, Unsupported
-from fewbits.models.named_templates import ALIASES, parts_of, set_template
+from fewbits.models.chat.named_templates import ALIASES, parts_of, set_template
 
 TALK = [
     {"role": "system", "content": "Be kind."},

@@ -21,10 +21,10 @@ from fewbits.formats.bitsandbytes import to_bitsandbytes
 from fewbits.inference.evaluate import perplexity
 from fewbits.inference.export import quantize_checkpoint
 from fewbits.inference.generate import Sampling, generate
-from fewbits.models.checkpoint import inspect_folder
-from fewbits.models.hf_quantizer import FewbitsConfig
-from fewbits.models.in_memory import apply_stochastic
-from fewbits.models.packed import check_parts
+from fewbits.models.folders.checkpoint import inspect_folder
+from fewbits.models.loading.hf_quantizer import FewbitsConfig
+from fewbits.models.loading.in_memory import apply_stochastic
+from fewbits.models.packing.packed import check_parts
 from fewbits.nn import finite
 from fewbits.nn.finite import check_finite
 from fewbits.nn.linear import QuantizedLinear

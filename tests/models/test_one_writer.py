@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from fewbits.errors import BadInput
-from fewbits.models import one_writer as module
-from fewbits.models.one_writer import one_writer, refuse_second_writer
-from fewbits.models.whole_folder import this_process
+from fewbits.models.folders import one_writer as module
+from fewbits.models.folders.one_writer import one_writer, refuse_second_writer
+from fewbits.models.folders.whole_folder import this_process
 from tests.forks import fork
 
 

@@ -11,7 +11,7 @@ from transformers import DynamicCache
 
 from fewbits.errors import BadInput, Unsupported
 from fewbits.formats.kv_cache import KVCache
-from fewbits.models.packed_cache import PackedCache, PackedLayer
+from fewbits.models.generation.packed_cache import PackedCache, PackedLayer
 from tests.models.tiny import tiny, tokens
 
 SMALL = KVCache(newest=8, first=2)

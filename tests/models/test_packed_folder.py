@@ -12,7 +12,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_
 import fewbits
 from fewbits import FastLanguageModel
 from fewbits.inference.export import quantize_checkpoint
-from fewbits.models.hf_quantizer import FewbitsConfig
+from fewbits.models.loading.hf_quantizer import FewbitsConfig
 from fewbits.nn.linear import QuantizedLinear
 from fewbits.training.calibration.qat import convert_qat, prepare_qat
 from tests.models.loading import packed_state, same, save_tiny

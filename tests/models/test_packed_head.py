@@ -13,10 +13,10 @@ import fewbits
 from fewbits import FastLanguageModel
 from fewbits.decoder.fuse import fuse, fusion_of, unfuse
 from fewbits.errors import BadInput
-from fewbits.models import decode_generate
+from fewbits.models.adapting.predicted_memory import predict_memory
 from fewbits.models.fast import with_methods
-from fewbits.models.hf_quantizer import FewbitsConfig
-from fewbits.models.predicted_memory import predict_memory
+from fewbits.models.generation import loop as decode_generate
+from fewbits.models.loading.hf_quantizer import FewbitsConfig
 from fewbits.nn.linear import QuantizedLinear
 from fewbits.recipes import get_recipe, recipe_from_config
 from tests.models.emulated import on_a_cpu

@@ -17,7 +17,7 @@ from fewbits import convert, get_peft_model, load_adapter
 from fewbits.decoder.fuse import fuse
 from fewbits.errors import Unsupported
 from fewbits.formats import E4M3
-from fewbits.models.branches import base_name
+from fewbits.models.merging.branches import base_name
 from fewbits.nn.linear import QuantizedLinear
 from fewbits.nn.lora import LoRALinear
 from fewbits.recipes import Recipe, Rule

@@ -11,10 +11,10 @@ import pytest
 from fewbits.errors import BadInput
 from fewbits.families.shapes import linear_shapes
 from fewbits.formats.kv_cache import get_kv_cache
-from fewbits.models.adapters import get_peft_model
-from fewbits.models.convert import convert
-from fewbits.models.model_shapes import layer_shapes, model_of_config, numbers_of
-from fewbits.models.predicted_memory import predict_memory
+from fewbits.models.adapting.adapters import get_peft_model
+from fewbits.models.adapting.predicted_memory import predict_memory
+from fewbits.models.packing.convert import convert
+from fewbits.models.packing.model_shapes import layer_shapes, model_of_config, numbers_of
 from fewbits.recipes import LoRA, get_recipe, qlora_nf4
 from tests.model_configs import LLAMA
 from tests.models.mixtures import MIXTURES, mixture

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from fewbits.errors import BadInput, Unsupported
-from fewbits.models.convert import convert
-from fewbits.models.query_key_scales import (
+from fewbits.models.packing.convert import convert
+from fewbits.models.stochastic.query_key_scales import (
     captured_queries_and_keys,
     fold_query_key_scales,
     query_key_places,

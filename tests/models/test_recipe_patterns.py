@@ -8,8 +8,8 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from fewbits.errors import BadInput
-from fewbits.models.convert import convert, explain
-from fewbits.models.hf_quantizer import FewbitsConfig
+from fewbits.models.loading.hf_quantizer import FewbitsConfig
+from fewbits.models.packing.convert import convert, explain
 from tests.models.loading import save_tiny
 from tests.models.mixtures import mixture
 from tests.models.tiny import tiny

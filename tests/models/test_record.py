@@ -24,10 +24,10 @@ from fewbits.host.conversion import Conversion, conversion_of
 from fewbits.host.receipt import Receipt
 from fewbits.host.record import NOTES, RECORD, add_notes, notes_of, part_of, put_part, record_of, take_part
 from fewbits.host.unwrap import unwrap
-from fewbits.models.cache_choice import chosen_cache
-from fewbits.models.plain_again import make_plain
-from fewbits.models.stochastic_attention import use_stochastic_attention
-from fewbits.models.stochastic_sharing import share_inputs
+from fewbits.models.loading.plain_again import make_plain
+from fewbits.models.packing.cache_choice import chosen_cache
+from fewbits.models.stochastic.attention import use_stochastic_attention
+from fewbits.models.stochastic.sharing import share_inputs
 from fewbits.models.undo import TAKEN_OUT_BY
 from fewbits.nn.stochastic_attention import AttentionProducts
 from fewbits.recipes.stochastic_config import StochasticConfig

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from fewbits.errors import Unsupported
-from fewbits.models.convert import convert
-from fewbits.models.rotations import hadamard, rotate_residual, rotate_values
+from fewbits.models.packing.convert import convert
+from fewbits.models.stochastic.rotations import hadamard, rotate_residual, rotate_values
 from tests.models.tiny import FAMILIES, tiny, tokens
 
 ON_THE_STREAM = {"gemma2", "gemma3_text"}  # norms behind the halves, too

@@ -11,8 +11,8 @@ import torch
 import fewbits
 from fewbits.errors import BadCheckpoint, BadInput, SpecMismatch
 from fewbits.formats.kv_cache import KVCache
-from fewbits.models.packed_cache import PackedCache
-from fewbits.models.saved_prompts import load_prompt, save_prompt
+from fewbits.models.generation.packed_cache import PackedCache
+from fewbits.models.generation.saved_prompts import load_prompt, save_prompt
 from tests.models.tiny import tiny, tokens
 
 SMALL = KVCache(keys="int8", newest=8, first=2)

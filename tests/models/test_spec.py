@@ -15,7 +15,7 @@ from fewbits.families.spec import Attention
 from fewbits.host.attention import attention_facts
 from fewbits.host.expert_weights import weights_of
 from fewbits.host.spec import find, layer_names, locate, spec_for
-from fewbits.models.experts import expert_modules
+from fewbits.models.packing.experts import expert_modules
 from tests.models.mixtures import MIXTURES, UNWRITTEN_MIXTURES, mixture
 from tests.models.tiny import FAMILIES, tiny, tiny_config
 from tests.models.unwritten import UNFUSED, UNWRITTEN, unwritten

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 import fewbits
-from fewbits.models import decode_step, speculation
-from fewbits.models.decode_generate import decoding_of
 from fewbits.models.fast import with_methods
-from fewbits.models.speculation import Lookup
+from fewbits.models.generation import speculation
+from fewbits.models.generation import step as decode_step
+from fewbits.models.generation.loop import decoding_of
+from fewbits.models.generation.speculation import Lookup
 from tests.models.emulated import on_a_cpu
 from tests.models.tiny import tiny, tokens
 

@@ -10,8 +10,9 @@ import torch
 import fewbits
 from fewbits.errors import BadCheckpoint, BadInput, FewbitsError, SpecMismatch, Unsupported
 from fewbits.formats.stochastic import STOCHASTIC, Stochastic
-from fewbits.models.in_memory import apply_stochastic
-from fewbits.models.stochastic import (
+from fewbits.models.loading.in_memory import apply_stochastic
+from fewbits.models.stochastic.attention import stochastic_attention_of
+from fewbits.models.stochastic.in_model import (
     FILE,
     adopt_saved,
     attention_products_of,
@@ -19,7 +20,6 @@ from fewbits.models.stochastic import (
     saved_config,
     stochastic_config_of,
 )
-from fewbits.models.stochastic_attention import stochastic_attention_of
 from fewbits.nn.stochastic_linear import StochasticLinear
 from fewbits.nn.stochastic_qat import StochasticQATLinear
 from fewbits.recipes.stochastic_config import AttentionSetting, LinearSetting, StochasticConfig, write_config
@@ -124,7 +124,7 @@ def test_saved_with_the_model_and_found_again(tmp_path):
 def _load(folder):
     from transformers import AutoModelForCausalLM
 
-    from fewbits.models.hf_quantizer import register
+    from fewbits.models.loading.hf_quantizer import register
 
     register()
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")

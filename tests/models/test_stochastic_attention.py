@@ -9,7 +9,7 @@ from fewbits import sc_matmul
 from fewbits.errors import BadInput, Unsupported
 from fewbits.formats.stochastic import Stochastic
 from fewbits.host.attention import use_attention, used_attention
-from fewbits.models.stochastic_attention import (
+from fewbits.models.stochastic.attention import (
     attention_products,
     restore_stochastic_attention,
     stochastic_attention_of,

@@ -20,9 +20,9 @@ from fewbits.formats import STOCHASTIC
 from fewbits.formats.stochastic import Stochastic
 from fewbits.inference.evaluate import perplexity
 from fewbits.inference.export import quantize_checkpoint
-from fewbits.models.convert import convert as convert_modules
-from fewbits.models.hf_quantizer import FewbitsConfig
-from fewbits.models.in_memory import apply_stochastic, mark_packed
+from fewbits.models.loading.hf_quantizer import FewbitsConfig
+from fewbits.models.loading.in_memory import apply_stochastic, mark_packed
+from fewbits.models.packing.convert import convert as convert_modules
 from fewbits.nn.stochastic_linear import StochasticLinear
 from fewbits.recipes import Recipe, Rule, get_recipe, stochastic
 from fewbits.recipes.stochastic_config import AttentionSetting, StochasticConfig

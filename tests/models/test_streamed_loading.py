@@ -17,12 +17,12 @@ from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import dot_natural_key
 
 from fewbits.errors import BadCheckpoint
-from fewbits.models import streamed_weights
-from fewbits.models.checkpoint import read_header, read_headers
-from fewbits.models.hf_quantizer import FewbitsConfig
-from fewbits.models.placing import one_gpu
-from fewbits.models.streamed_loading import StreamedLoader, loader_for
-from fewbits.models.streamed_weights import StreamedTensor, StreamedWeights, asking_order
+from fewbits.models.folders.checkpoint import read_header, read_headers
+from fewbits.models.loading import streamed_weights
+from fewbits.models.loading.hf_quantizer import FewbitsConfig
+from fewbits.models.loading.placing import one_gpu
+from fewbits.models.loading.streamed_loading import StreamedLoader, loader_for
+from fewbits.models.loading.streamed_weights import StreamedTensor, StreamedWeights, asking_order
 from fewbits.nn.linear import QuantizedLinear
 from tests.models.loading import save_tiny
 from tests.models.mixtures import save_mixture

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache, pipeline
 
 from fewbits import FastLanguageModel
-from fewbits.models.hf_quantizer import FewbitsConfig
+from fewbits.models.loading.hf_quantizer import FewbitsConfig
 from fewbits.recipes import get_recipe
 from tests.models.loading import logits, packed_state, same, save_tiny, tokenizer
 from tests.models.tiny import VOCAB, tokens

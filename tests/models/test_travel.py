@@ -20,9 +20,9 @@ from fewbits.errors import Unsupported
 from fewbits.formats import FORMATS
 from fewbits.host.conversion import Conversion
 from fewbits.host.record import take_part
-from fewbits.models.convert import CONVERTED
-from fewbits.models.hf_quantizer import FewbitsConfig
-from fewbits.models.in_memory import apply_stochastic
+from fewbits.models.loading.hf_quantizer import FewbitsConfig
+from fewbits.models.loading.in_memory import apply_stochastic
+from fewbits.models.packing.convert import CONVERTED
 from fewbits.nn.linear import QuantizedLinear
 from fewbits.recipes.stochastic_config import StochasticConfig
 from tests.models.loading import logits, perturb, save_tiny

@@ -17,7 +17,7 @@ from packaging.version import Version
 
 from fewbits import FastLanguageModel, FewbitsConfig, get_peft_model, restore
 from fewbits.decoder.fuse import fuse, fusion_of
-from fewbits.models.adapters import begin_adapter
+from fewbits.models.adapting.adapters import begin_adapter
 from fewbits.nn.loss import LazyLogits
 from tests.models.loading import save_tiny
 from tests.models.trl_cases import CASES, STEPS, TEMPLATE

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 import fewbits
 from fewbits import FastVisionModel
 from fewbits.errors import Unsupported
-from fewbits.models.predicted_memory import predict_memory
+from fewbits.models.adapting.predicted_memory import predict_memory
 from fewbits.nn.linear import QuantizedLinear
 from fewbits.recipes import get_recipe
 from tests.models.loading import packed_state, perturb, same, tokenizer

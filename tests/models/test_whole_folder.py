@@ -21,9 +21,9 @@ from safetensors.torch import load_file
 from fewbits import FastLanguageModel
 from fewbits.errors import BadInput
 from fewbits.inference.export import quantize_checkpoint
-from fewbits.models import whole_folder as module
-from fewbits.models.checkpoint import inspect_folder
-from fewbits.models.whole_folder import ADAPTER, check_destination, remove_leftovers, whole_folder
+from fewbits.models.folders import whole_folder as module
+from fewbits.models.folders.checkpoint import inspect_folder
+from fewbits.models.folders.whole_folder import ADAPTER, check_destination, remove_leftovers, whole_folder
 from tests.forks import fork
 from tests.models.loading import perturb, save_tiny
 

@@ -8,8 +8,8 @@ from torch import nn
 
 from fewbits.formats import FORMATS, INT8, NF4, Format
 from fewbits.kernels.product.lora_linear import lora_linear, lora_linear_ref
-from fewbits.models.adapters import get_peft_model
-from fewbits.models.convert import convert
+from fewbits.models.adapting.adapters import get_peft_model
+from fewbits.models.packing.convert import convert
 from fewbits.nn.linear import QuantizedLinear
 from fewbits.recipes.recipe import Recipe, Rule
 from tests.models.tiny import tiny, tokens

@@ -12,8 +12,8 @@ from torch import nn
 from fewbits.errors import Unsupported
 from fewbits.formats.stochastic import STOCHASTIC
 from fewbits.inference.decode import Decoding
-from fewbits.models.in_memory import convert, restore
-from fewbits.models.stochastic_sharing import share_inputs, unshare_inputs
+from fewbits.models.loading.in_memory import convert, restore
+from fewbits.models.stochastic.sharing import share_inputs, unshare_inputs
 from fewbits.nn.stochastic_group import MOST_ROWS, StochasticGroup
 from fewbits.nn.stochastic_linear import StochasticLinear
 from fewbits.recipes import get_recipe

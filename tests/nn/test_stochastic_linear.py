@@ -94,11 +94,11 @@ def test_gradients_under_an_adapter() -> None:
     """PEFT's LoRA over the layer: the adapter's gradients are those of the branch alone."""
     from peft import LoraConfig
 
-    from fewbits.models.adapters import get_peft_model
+    from fewbits.models.adapting.adapters import get_peft_model
     from tests.models.tiny import tiny, tokens
 
     model = tiny("llama")
-    from fewbits.models.convert import convert
+    from fewbits.models.packing.convert import convert
     from fewbits.recipes import LoRA, get_recipe
 
     convert(model, get_recipe("stochastic"))
@@ -123,8 +123,8 @@ def test_gradients_under_an_adapter() -> None:
 
 
 def test_merging_prepares_again_and_unmerging_gives_the_bits_back() -> None:
-    from fewbits.models.adapters import get_peft_model
-    from fewbits.models.convert import convert
+    from fewbits.models.adapting.adapters import get_peft_model
+    from fewbits.models.packing.convert import convert
     from fewbits.recipes import LoRA, get_recipe
     from tests.models.tiny import tiny
 

@@ -11,7 +11,7 @@ import yaml
 
 from fewbits.errors import BadInput
 from fewbits.formats import NF4
-from fewbits.models.convert import convert
+from fewbits.models.packing.convert import convert
 from fewbits.nn.linear import QuantizedLinear
 from fewbits.recipes import CATALOG, LoRA, Recipe, Rule, get_recipe, recipe_to_config
 from fewbits.training.config import TrainConfig

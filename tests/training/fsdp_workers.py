@@ -12,8 +12,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from fewbits.decoder.fuse import fuse, fusion_of
 from fewbits.formats import E4M3, E4M3_ROW, INT4_G32, INT8, NF4, NF4_DQ
-from fewbits.models.adapters import get_peft_model
-from fewbits.models.convert import convert
+from fewbits.models.adapting.adapters import get_peft_model
+from fewbits.models.packing.convert import convert
 from fewbits.nn.linear import QuantizedLinear
 from fewbits.recipes import get_recipe
 from fewbits.recipes.recipe import LoRA, Recipe, Rule

@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from fewbits.decoder.fuse import fuse, fusion_of
 from fewbits.errors import Unsupported
 from fewbits.host.attention import use_attention
-from fewbits.models.adapters import get_peft_model, lora_config
-from fewbits.models.convert import convert
+from fewbits.models.adapting.adapters import get_peft_model, lora_config
+from fewbits.models.packing.convert import convert
 from fewbits.recipes.recipe import LoRA, Recipe, Rule
 from fewbits.training.checkpoints.sharded import export, load_sharded, write_sharded
 from fewbits.training.checkpoints.whole import load_whole

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch.testing._internal.two_tensor import TwoTensor
 
 from fewbits.errors import TrainingStopped
-from fewbits.models.adapters import get_peft_model
+from fewbits.models.adapting.adapters import get_peft_model
 from fewbits.recipes import LoRA
 from fewbits.training.checkpoints import beside, folders, model_state
 from fewbits.training.checkpoints.manifest import fault_of

@@ -10,8 +10,8 @@ import pytest
 from fewbits.cli.models import merge_adapter
 from fewbits.errors import BadCheckpoint
 from fewbits.models.fast import FastLanguageModel
-from fewbits.models.folder_manifest import FILE
-from fewbits.models.whole_folder import whole_folder
+from fewbits.models.folders.folder_manifest import FILE
+from fewbits.models.folders.whole_folder import whole_folder
 from fewbits.training.config import TrainConfig
 from fewbits.training.run import train
 from tests.training.damaged_runs import damage, settings

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from fewbits import FastLanguageModel
 from fewbits.errors import BadInput, Unsupported
-from fewbits.models.learning_rates import set_embeddings_apart, set_lora_plus
+from fewbits.models.adapting.learning_rates import set_embeddings_apart, set_lora_plus
 from fewbits.training.optimizer import MuonAdamW
 from fewbits.training.run import train
 from fewbits.training.step.optimized import OptimizedTrainer

@@ -9,7 +9,7 @@ from torch import nn
 
 from fewbits.errors import Unsupported
 from fewbits.formats import E4M3, E4M3_ROW, FORMATS, INT4_G32, INT8, NF4
-from fewbits.models.convert import explain
+from fewbits.models.packing.convert import explain
 from fewbits.nn.fake_quantize import FakeQuantizedLinear
 from fewbits.nn.linear import QuantizedLinear
 from fewbits.recipes.recipe import QAT, LoRA, Recipe

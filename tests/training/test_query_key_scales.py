@@ -10,7 +10,7 @@ import torch
 from fewbits import sc_matmul
 from fewbits.errors import BadInput
 from fewbits.formats.stochastic import STOCHASTIC
-from fewbits.models.query_key_scales import captured_queries_and_keys, fold_query_key_scales
+from fewbits.models.stochastic.query_key_scales import captured_queries_and_keys, fold_query_key_scales
 from fewbits.training.calibration.query_key_scales import choose_query_key_scales
 from tests.models.tiny import tiny, tokens
 

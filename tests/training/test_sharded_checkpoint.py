@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from fewbits.errors import BadCheckpoint, SpecMismatch
 from fewbits.kernels.optimizer.adamw import dequantize_moment
-from fewbits.models.adapters import load_adapter
+from fewbits.models.adapting.adapters import load_adapter
 from fewbits.training.checkpoints.sharded import is_sharded_checkpoint, load_sharded, save_sharded
 from tests.models.tiny import tiny
 from tests.training.fsdp_workers import build, full, train

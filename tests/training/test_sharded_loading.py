@@ -8,8 +8,8 @@ from transformers import LlamaConfig
 
 from fewbits import convert
 from fewbits.decoder.fuse import fuse
-from fewbits.models.adapters import get_peft_model
-from fewbits.models.convert import convert as convert_modules
+from fewbits.models.adapting.adapters import get_peft_model
+from fewbits.models.packing.convert import convert as convert_modules
 from fewbits.recipes.recipe import LoRA, Recipe, Rule
 from tests.models.tiny import tiny
 from tests.training.fsdp_workers import FORMATS, train

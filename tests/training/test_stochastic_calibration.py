@@ -9,8 +9,8 @@ import torch
 
 from fewbits.errors import BadInput, Unsupported
 from fewbits.formats.stochastic import STOCHASTIC
-from fewbits.models.in_memory import apply_stochastic
-from fewbits.models.stochastic import check_config
+from fewbits.models.loading.in_memory import apply_stochastic
+from fewbits.models.stochastic.in_model import check_config
 from fewbits.recipes.stochastic_config import (
     LinearSetting,
     StochasticConfig,

@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 
 from fewbits.chat_templates import add_template_tokens, modules_to_train
 from fewbits.errors import BadInput, Unsupported
+from fewbits.models.chat.template_tokens import markers_of
 from fewbits.models.fast import FastLanguageModel
-from fewbits.models.template_tokens import markers_of
 from fewbits.training.config import TrainConfig
 from fewbits.training.run import train
 from tests.models.loading import save_tiny

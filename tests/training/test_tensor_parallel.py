@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from fewbits import convert
 from fewbits.errors import Unsupported
 from fewbits.formats import E4M3, INT4_G32, INT8, NF4, NF4_DQ
-from fewbits.models.adapters import load_adapter
+from fewbits.models.adapting.adapters import load_adapter
 from fewbits.recipes.recipe import Recipe, Rule
 from fewbits.training.checkpoints.folders import MODEL_FILE
 from fewbits.training.checkpoints.sharded import load_sharded

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments
 
 from fewbits.decoder.fuse import fuse
 from fewbits.errors import TrainingStopped
-from fewbits.models.adapters import get_peft_model
+from fewbits.models.adapting.adapters import get_peft_model
 from fewbits.recipes import LoRA
 from fewbits.training.data.packing import Collator, SequenceDataset, pack
 from fewbits.training.step.trainer import Trainer

@@ -11,8 +11,8 @@ import torch
 
 import fewbits
 from fewbits.errors import BadInput, Unsupported
-from fewbits.models.checkpoint import read_header
 from fewbits.models.fast import FastLanguageModel
+from fewbits.models.folders.checkpoint import read_header
 from fewbits.recipes import get_recipe
 from fewbits.training.ahead import warming
 from fewbits.training.ahead.warming import run_small, warm, write_small
@@ -88,7 +88,7 @@ def test_it_tells_what_came(config: Path, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_packed_folder_is_warmed_by_its_own_recipe(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fewbits.models.hf_quantizer import FewbitsConfig
+    from fewbits.models.loading.hf_quantizer import FewbitsConfig
 
     packed = {**CONFIG, "quantization_config": FewbitsConfig("int8").to_dict()}
     config.write_text(json.dumps(packed))

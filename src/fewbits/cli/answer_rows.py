@@ -16,7 +16,7 @@ def check(args: Namespace) -> None:
         BadInput: options that do not go together, or files that will not do.
     """
     from fewbits.inference.answer_file import check_destination, read_rows
-    from fewbits.models.live.plan import check_slots
+    from fewbits.models.generation.live.plan import check_slots
 
     if args.lookup < 0:
         raise BadInput(f"--lookup is {args.lookup}; give a number of tokens from 1 on, or leave it out.")

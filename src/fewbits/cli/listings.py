@@ -103,7 +103,7 @@ def recipes(args: Namespace) -> int:
 def models(args: Namespace) -> int:
     """``fewbits models``: try families, those with a spec if none is named."""
     from fewbits.families.registry import known_families
-    from fewbits.models.trial import decoder_types, try_family
+    from fewbits.models.packing.trial import decoder_types, try_family
 
     named = [_model_type(name) for name in args.families]
     names = decoder_types() if args.all else named or known_families()

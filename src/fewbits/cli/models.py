@@ -53,9 +53,9 @@ def load(args: Namespace) -> tuple[Any, Any]:
 
     from fewbits.formats.kv_cache import get_kv_cache
     from fewbits.host.record import notes_of
-    from fewbits.models.adapters import load_adapter
-    from fewbits.models.cache_choice import choose_cache
+    from fewbits.models.adapting.adapters import load_adapter
     from fewbits.models.fast import FastLanguageModel
+    from fewbits.models.packing.cache_choice import choose_cache
 
     if getattr(args, "cache", None) is not None:
         get_kv_cache(args.cache)  # a wrong name is told before a model is loaded
@@ -95,9 +95,9 @@ def merge_adapter(adapter: str, destination: str, *, base: str | None = None, ov
     Raises:
         BadInput: the folder is no adapter, or the destination is taken, the base or the adapter.
     """
-    from fewbits.models.checkpoint import is_adapter_folder
     from fewbits.models.fast import FastLanguageModel, base_of
-    from fewbits.models.whole_folder import check_destination
+    from fewbits.models.folders.checkpoint import is_adapter_folder
+    from fewbits.models.folders.whole_folder import check_destination
 
     folder = resolve(adapter)
     if not is_adapter_folder(Path(folder)):

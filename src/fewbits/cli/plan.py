@@ -16,7 +16,7 @@ from rich.text import Text
 
 from fewbits.cli.console import console
 from fewbits.errors import BadInput
-from fewbits.models.model_shapes import numbers_of
+from fewbits.models.packing.model_shapes import numbers_of
 from fewbits.recipes import get_recipe
 from fewbits.training.ahead.gpu_plan import (
     Gpu,

@@ -13,13 +13,13 @@ _OF_RUN = ("method", "steps")
 
 
 def push(source: str, repo_id: str, **options: Any) -> str:
-    """Upload a folder; see `fewbits.models.hub`.
+    """Upload a folder; see `fewbits.models.writing.hub`.
 
     Args:
         source: a training run, of which the final model or adapter goes up, or the folder of a model, an
             adapter or an export.
         repo_id: "owner/name" on the hub.
-        options: of `fewbits.models.hub.Upload`.
+        options: of `fewbits.models.writing.hub.Upload`.
 
     Returns:
         The commit's address.
@@ -27,7 +27,7 @@ def push(source: str, repo_id: str, **options: Any) -> str:
     Raises:
         BadInput, Unsupported: what `Upload.check` refuses; a folder that holds none of these.
     """
-    from fewbits.models.hub import push_folder, upload_of
+    from fewbits.models.writing.hub import push_folder, upload_of
 
     upload = upload_of(repo_id, {name: value for name, value in options.items() if value is not None})
     folder = Path(resolve(source))
@@ -42,7 +42,7 @@ def card_of_folder(folder: Path) -> Any:
     Raises:
         BadInput: it is no model, adapter or export.
     """
-    from fewbits.models.model_card import Card
+    from fewbits.models.writing.model_card import Card
 
     kind = _kind_of(folder)
     run = _json(folder.parent / "run.json")

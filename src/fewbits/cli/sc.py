@@ -165,7 +165,7 @@ def _operands(args: Namespace) -> Any:
         args.parser.error("--rows must be at least 1")
     from fewbits.cli.models import load
     from fewbits.formats.stochastic import STOCHASTIC
-    from fewbits.models.convert import linears_to_replace
+    from fewbits.models.packing.convert import linears_to_replace
     from fewbits.recipes.recipe import Recipe, Rule
 
     text = read_text(args.text)

@@ -28,7 +28,7 @@ def bundle(args: Namespace) -> int:
 
 
 def _read(args: Namespace) -> list[str]:
-    from fewbits.models.stochastic import check_config
+    from fewbits.models.stochastic.in_model import check_config
     from fewbits.recipes.scmp_bundles import read_bundle
     from fewbits.recipes.stochastic_config import write_config
 
@@ -48,8 +48,8 @@ def _read(args: Namespace) -> list[str]:
 
 def _write(args: Namespace) -> list[str]:
     from fewbits.host.attention import attention_modules
-    from fewbits.models.stochastic import check_config
-    from fewbits.models.stochastic_switch import linear_names
+    from fewbits.models.stochastic.in_model import check_config
+    from fewbits.models.stochastic.switch import linear_names
     from fewbits.recipes.scmp_bundles import write_bundle
     from fewbits.recipes.stochastic_config import read_config
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from fewbits.errors import BadInput
-from fewbits.models.named_templates import parts_of
+from fewbits.models.chat.named_templates import parts_of
 
 logger = logging.getLogger("fewbits")
 Span = tuple[int, int]

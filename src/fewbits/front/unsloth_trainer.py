@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from fewbits.models.learning_rates import set_embeddings_apart
+from fewbits.models.adapting.learning_rates import set_embeddings_apart
 
 if TYPE_CHECKING:
     from torch import nn

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 from fewbits.errors import BadInput
 from fewbits.inference.generate import Generation, Prompt, Sampling
 from fewbits.inference.many import answered, encoded, seed_of
-from fewbits.models.live.answers import Report
-from fewbits.models.live.plan import check_slots
-from fewbits.models.one_writer import one_writer, refuse_second_writer
+from fewbits.models.folders.one_writer import one_writer, refuse_second_writer
+from fewbits.models.generation.live.answers import Report
+from fewbits.models.generation.live.plan import check_slots
 from fewbits.text_files import lines_of, read_text
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fewbits.errors import BadInput, NotFinite
 from fewbits.formats.kv_cache import KVCache
-from fewbits.models.cache_choice import chosen_cache
+from fewbits.models.packing.cache_choice import chosen_cache
 from fewbits.nn.finite import why_not_finite
 
 if TYPE_CHECKING:
@@ -89,8 +89,8 @@ def perplexity(
 ) -> PerplexityResult:
     """Perplexity of ``model`` on ``text``.
 
-    Where the model or its recipe chose formats of keys and values (`fewbits.models.cache_choice`), a window
-    goes through the model 16 tokens at a time, each seeing those before its 16 as the cache has them.
+    Where the model or its recipe chose formats of keys and values (`fewbits.models.packing.cache_choice`), a
+    window goes through the model 16 tokens at a time, each seeing those before its 16 as the cache has them.
 
     Args:
         model: a causal language model of transformers; its mode (training or not) is restored afterwards.
@@ -321,7 +321,7 @@ def cached_logits(
         kind: the cache's formats.
         at_once: tokens of one forward; these see each other as they are.
     """
-    from fewbits.models.packed_cache import PackedCache
+    from fewbits.models.generation.packed_cache import PackedCache
 
     cache, length = PackedCache(model.config, kind), input_ids.shape[1]
     pieces = []

@@ -23,11 +23,11 @@ from torch import Tensor
 from fewbits.errors import BadCheckpoint, BadInput, Unsupported
 from fewbits.formats import Format
 from fewbits.host.transposed import is_transposed
-from fewbits.models.checkpoint import INDEX, WEIGHTS, Checkpoint, inspect_folder
-from fewbits.models.config_check import check_shapes
-from fewbits.models.packed_folder import close_folder
-from fewbits.models.reading import Reading
-from fewbits.models.whole_folder import check_destination, whole_folder
+from fewbits.models.folders.checkpoint import INDEX, WEIGHTS, Checkpoint, inspect_folder
+from fewbits.models.folders.config_check import check_shapes
+from fewbits.models.folders.reading import Reading
+from fewbits.models.folders.whole_folder import check_destination, whole_folder
+from fewbits.models.loading.packed_folder import close_folder
 from fewbits.nn.finite import check_finite
 from fewbits.recipes import Recipe, Rule, get_recipe
 
@@ -167,8 +167,8 @@ def _plan(checkpoint: Checkpoint, recipe: Recipe) -> tuple[dict[str, str], dict[
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from fewbits.host.spec import spec_for
-    from fewbits.models.convert import linears_to_replace
-    from fewbits.models.recipe_patterns import unmatched_patterns
+    from fewbits.models.packing.convert import linears_to_replace
+    from fewbits.models.packing.recipe_patterns import unmatched_patterns
 
     with Reading(checkpoint.folder):
         config = AutoConfig.from_pretrained(checkpoint.folder, local_files_only=True)
@@ -276,7 +276,7 @@ class _ShardWriter:
 
 
 def _write_config(checkpoint: Checkpoint, recipe: Recipe, folder: Path) -> None:
-    from fewbits.models.hf_quantizer import FewbitsConfig
+    from fewbits.models.loading.hf_quantizer import FewbitsConfig
 
     for pattern in _COMPANIONS:
         for file in checkpoint.folder.glob(pattern):

@@ -23,10 +23,10 @@ from torch import Tensor
 from fewbits.errors import BadInput, NotFinite
 from fewbits.formats.kv_cache import KVCache
 from fewbits.host.unwrap import unwrap
-from fewbits.models.cache_choice import chosen_cache
-from fewbits.models.chat_template import check_template
-from fewbits.models.decode_packed import packed_keywords
-from fewbits.models.reading import Reading
+from fewbits.models.chat.template import check_template
+from fewbits.models.folders.reading import Reading
+from fewbits.models.generation.packed_keys import packed_keywords
+from fewbits.models.packing.cache_choice import chosen_cache
 from fewbits.nn.finite import why_not_finite
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from torch import nn
 
 from fewbits.errors import Unsupported
 from fewbits.host.spec import layer_names, spec_for
-from fewbits.models.stochastic_attention import stochastic_attention_of
+from fewbits.models.stochastic.attention import stochastic_attention_of
 
 
 class _Kept(nn.Module):

@@ -3,7 +3,8 @@
     answers = generate_many(model, tokenizer, ["Once upon a time", "One day"], Sampling(temperature=0))
 
 Each answer is what `generate` gives for its prompt alone, up to ties within rounding; drawn tokens come of
-each row's own seed, so that they do not depend on the company either. fewbits.models.live has the batch.
+each row's own seed, so that they do not depend on the company either. fewbits.models.generation.live has the
+batch.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ import torch
 
 from fewbits.errors import BadInput, NotFinite
 from fewbits.inference.generate import Generation, Pieces, Prompt, Sampling, encode_prompt, options
-from fewbits.models.live.answers import Report, answers
-from fewbits.models.live.rows import Row
+from fewbits.models.generation.live.answers import Report, answers
+from fewbits.models.generation.live.rows import Row
 from fewbits.nn.finite import why_not_finite
 
 if TYPE_CHECKING:

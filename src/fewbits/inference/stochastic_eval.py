@@ -26,7 +26,7 @@ from fewbits.errors import BadInput
 from fewbits.inference.evaluate import TextWindows, Window, evaluating, window_nlls
 from fewbits.inference.json_lines import append_line, drop_last_line, parsed_line
 from fewbits.inference.stochastic_receipt import products_counted
-from fewbits.models.in_memory import apply_stochastic, convert, restore
+from fewbits.models.loading.in_memory import apply_stochastic, convert, restore
 from fewbits.recipes import get_recipe
 from fewbits.recipes.stochastic_config import StochasticConfig, config_to_plain
 

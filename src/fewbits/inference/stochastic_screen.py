@@ -26,8 +26,8 @@ from fewbits.inference.kept_layers import KeptLayers
 from fewbits.inference.paired import Interval, paired_interval
 from fewbits.inference.screen_board import Board, config_identity, text_facts
 from fewbits.inference.stochastic_trace import Trace, has_stochastic_products
-from fewbits.models.stochastic import check_config, facts_of
-from fewbits.models.stochastic_switch import Switched, changed_names
+from fewbits.models.stochastic.in_model import check_config, facts_of
+from fewbits.models.stochastic.switch import Switched, changed_names
 from fewbits.recipes.stochastic_config import StochasticConfig
 
 if TYPE_CHECKING:

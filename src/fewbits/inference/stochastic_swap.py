@@ -28,8 +28,8 @@ from fewbits.inference.paired import Interval, paired_interval
 from fewbits.inference.stochastic_eval import EvalSetting, under_setting
 from fewbits.inference.stochastic_screen import Candidate, Screening, screen
 from fewbits.inference.stochastic_work import Work, count_work
-from fewbits.models.stochastic import check_config, facts_of
-from fewbits.models.stochastic_switch import linear_names
+from fewbits.models.stochastic.in_model import check_config, facts_of
+from fewbits.models.stochastic.switch import linear_names
 from fewbits.recipes.stochastic_config import (
     AttentionSetting,
     LinearSetting,

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from torch import Tensor
 
 from fewbits.errors import Unsupported
-from fewbits.models.stochastic_attention import stochastic_attention_of
+from fewbits.models.stochastic.attention import stochastic_attention_of
 from fewbits.nn.stochastic_attention import AttentionProducts
 from fewbits.nn.stochastic_linear import StochasticLinear
 

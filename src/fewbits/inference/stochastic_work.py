@@ -32,7 +32,7 @@ from fewbits.host.attention import AttentionFacts, attention_facts, attention_mo
 from fewbits.host.spec import spec_for
 from fewbits.inference.evaluate import evaluating
 from fewbits.inference.stochastic_trace import chunk_sizes
-from fewbits.models.stochastic_attention import attention_products, stochastic_attention_of
+from fewbits.models.stochastic.attention import attention_products, stochastic_attention_of
 from fewbits.nn.linear import QuantizedLinear
 from fewbits.nn.stochastic_attention import AttentionProducts
 from fewbits.nn.stochastic_linear import StochasticLinear

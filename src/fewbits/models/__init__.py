@@ -1,10 +1,8 @@
-"""A checkpoint becomes a model in few bits, gets adapters, and is written again.
+"""A checkpoint becomes a model in few bits, gets adapters, generates, and is written again.
 
-Loading, in the order of the calls: `fast.py` has the words of Unsloth's scripts; transformers asks
-`hf_quantizer.py` what to do with each weight and calls `conversion_ops.py` for it; `packed.py` packs it
-by the rows of its format. A model that is in memory already: `in_memory.py` calls `convert.py`, which
-chooses and replaces the modules. `adapters.py` adds LoRA, `decode_generate.py` writes text, `merge.py`
-and `exporting.py` write folders. What is known of the host's model is in `fewbits.host`, the fused layer
-in `fewbits.decoder`. Imports all rooms from formats to decoder, and export. Begin with `convert.py`, or
-with `fast.py` for loading.
+Rooms, each above those before it: `folders` (what stands on disk), `packing` (a recipe put into a
+model), `stochastic`, `loading` (transformers builds the model, and `loading/hf_quantizer.py` packs each
+weight), `merging`, `adapting` (LoRA), `generation`, `writing` (files for other engines); `chat` stands
+alone. `fast.py` has the words of Unsloth's scripts, `undo.py` takes out what was put in. Imports host,
+decoder, nn, kernels and what lies below. Begin with `fast.py`.
 """

@@ -21,26 +21,31 @@ from fewbits.errors import BadCheckpoint, BadInput, SpecMismatch, Unsupported
 from fewbits.export.compressed import import_compressed_tensors
 from fewbits.host.conversion import conversion_of
 from fewbits.host.record import add_notes
-from fewbits.models.adapter_files import fit_vocabulary
-from fewbits.models.adapter_words import fast_generate, load_lora, save_lora, unload_lora
-from fewbits.models.adapters import get_peft_model, load_adapter
-from fewbits.models.careful_generate import generate
-from fewbits.models.checkpoint import ADAPTER_CONFIG, Checkpoint, inspect_folder, is_adapter_folder, read_json
-from fewbits.models.checkpointed_layers import checkpoint_layers, chosen, recompute_as
-from fewbits.models.described import Described, describe, options_of, quant_method_of
-from fewbits.models.early_work import Early, work_beside
-from fewbits.models.engine_folder import save_pretrained_merged
-from fewbits.models.exporting import save_pretrained_gguf
-from fewbits.models.folder_manifest import check_folder
-from fewbits.models.foreign import FOREIGN, holds
-from fewbits.models.gguf_model import GGUF_ENDING, load_gguf
-from fewbits.models.hub import push_to_hub, push_to_hub_gguf, push_to_hub_merged
-from fewbits.models.live.generate_batch import generate_batch
-from fewbits.models.loaded_tokenizer import adapters_own, fitted, read_tokenizer, set_length
-from fewbits.models.loading_interpreter import collector_paused, quick_turns
-from fewbits.models.longer_positions import length_with
-from fewbits.models.named_templates import stop_at_turns
-from fewbits.models.options import (
+from fewbits.models.adapting.adapters import get_peft_model, load_adapter
+from fewbits.models.adapting.checkpointed_layers import checkpoint_layers, chosen, recompute_as
+from fewbits.models.adapting.files import fit_vocabulary
+from fewbits.models.adapting.quantization_error import recipe_in
+from fewbits.models.adapting.words import fast_generate, load_lora, save_lora, unload_lora
+from fewbits.models.chat.named_templates import stop_at_turns
+from fewbits.models.folders.checkpoint import (
+    ADAPTER_CONFIG,
+    Checkpoint,
+    inspect_folder,
+    is_adapter_folder,
+    read_json,
+)
+from fewbits.models.folders.folder_manifest import check_folder
+from fewbits.models.folders.reading import Reading
+from fewbits.models.generation.careful_generate import generate
+from fewbits.models.generation.live.generate_batch import generate_batch
+from fewbits.models.loading.described import Described, describe, options_of, quant_method_of
+from fewbits.models.loading.early_work import Early, work_beside
+from fewbits.models.loading.foreign import FOREIGN, holds
+from fewbits.models.loading.gguf_model import GGUF_ENDING, load_gguf
+from fewbits.models.loading.loaded_tokenizer import adapters_own, fitted, read_tokenizer, set_length
+from fewbits.models.loading.loading_interpreter import collector_paused, quick_turns
+from fewbits.models.loading.longer_positions import length_with
+from fewbits.models.loading.options import (
     PEFT_CHOOSES_NOTHING,
     PEFT_FIELDS,
     Loading,
@@ -48,10 +53,11 @@ from fewbits.models.options import (
     sort_options,
     whole_embeddings,
 )
-from fewbits.models.packed import check_device, refuse_to_pack, train_all
-from fewbits.models.placing import device_map_of, dtype_of
-from fewbits.models.quantization_error import recipe_in
-from fewbits.models.reading import Reading
+from fewbits.models.loading.placing import device_map_of, dtype_of
+from fewbits.models.packing.packed import check_device, refuse_to_pack, train_all
+from fewbits.models.writing.engine_folder import save_pretrained_merged
+from fewbits.models.writing.exporting import save_pretrained_gguf
+from fewbits.models.writing.hub import push_to_hub, push_to_hub_gguf, push_to_hub_merged
 from fewbits.recipes import Recipe
 
 if TYPE_CHECKING:
@@ -353,8 +359,8 @@ def _load_model(
     loading: Loading,
     early: Early,
 ) -> Any:
-    from fewbits.models.model_shapes import auto_class_of
-    from fewbits.models.streamed_loading import loader_for
+    from fewbits.models.loading.streamed_loading import loader_for
+    from fewbits.models.packing.model_shapes import auto_class_of
 
     config = described.config
     device_map = device_map_of(loading.device_map)
@@ -380,7 +386,7 @@ def _quantization_settings(
     config: Any, checkpoint: Checkpoint | None, recipe: Any, where: str, loading: Loading
 ) -> dict[str, Any]:
     """What from_pretrained is told about quantisation; edits ``config`` for other libraries' ones."""
-    from fewbits.models.hf_quantizer import FewbitsConfig
+    from fewbits.models.loading.hf_quantizer import FewbitsConfig
 
     written = getattr(config, "quantization_config", None)
     settings: dict[str, Any] = {"use_safetensors": None if loading.allow_pickle else True}

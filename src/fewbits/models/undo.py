@@ -20,10 +20,11 @@ from fewbits.host.receipt import Receipt
 from fewbits.host.record import record_of
 from fewbits.host.unwrap import unwrap
 from fewbits.host.walks import lengthen_walks
-from fewbits.models import convert, stochastic
-from fewbits.models.cache_choice import CacheChoice, forget_cache
-from fewbits.models.stochastic_attention import StochasticAttentionState, restore_stochastic_attention
-from fewbits.models.stochastic_sharing import SharedInputs, unshare_inputs
+from fewbits.models.packing import convert
+from fewbits.models.packing.cache_choice import CacheChoice, forget_cache
+from fewbits.models.stochastic import in_model as stochastic
+from fewbits.models.stochastic.attention import StochasticAttentionState, restore_stochastic_attention
+from fewbits.models.stochastic.sharing import SharedInputs, unshare_inputs
 from fewbits.recipes.stochastic_config import StochasticConfig
 
 TAKEN_OUT_BY: dict[type, Callable[[Any], Receipt]] = {
@@ -47,8 +48,8 @@ def undo(model: nn.Module, *, keep: tuple[type, ...] = ()) -> Receipt:
         keep: classes of parts that stay.
 
     Returns:
-        What became of the modules (`fewbits.models.convert.restore` says with which weights), with the notes
-        of all that was taken out.
+        What became of the modules (`fewbits.models.packing.convert.restore` says with which weights), with
+        the notes of all that was taken out.
 
     Raises:
         Unsupported: nothing of all that is in this model.

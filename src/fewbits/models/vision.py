@@ -10,7 +10,7 @@ from torch import nn
 from fewbits.errors import Unsupported
 from fewbits.host.spec import spec_for
 from fewbits.host.unwrap import unwrap
-from fewbits.models.adapter_files import linears_of
+from fewbits.models.adapting.files import linears_of
 
 _PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 

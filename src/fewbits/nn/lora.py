@@ -12,8 +12,8 @@ rounds
   packing changes nothing.
 
 DoRA and other variants that read the base weight stay with PEFT's own layers, over packed bases too
-(`fewbits.models.adapters`, `fewbits.nn.decoded_weight`). A layer of this kind to which one is added computes
-as PEFT's does from then on.
+(`fewbits.models.adapting.adapters`, `fewbits.nn.decoded_weight`). A layer of this kind to which one is added
+computes as PEFT's does from then on.
 
 Importing this module imports peft.
 """

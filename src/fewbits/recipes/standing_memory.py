@@ -1,6 +1,6 @@
 """`Memory`: bytes that stand from step to step, by purpose; without activations, which a memory plan weighs.
 
-`fewbits.models.predicted_memory` says how many a model takes.
+`fewbits.models.adapting.predicted_memory` says how many a model takes.
 """
 
 from __future__ import annotations

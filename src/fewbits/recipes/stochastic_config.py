@@ -11,7 +11,8 @@
 
 Names are globs over full names, and the first that matches decides; a linear that none matches takes the
 options as they are, an attention that none matches stays exact. ``options`` are the fields of `Stochastic`
-that differ from `STOCHASTIC`. Pure data: what fits a model is checked by `fewbits.models.stochastic`.
+that differ from `STOCHASTIC`. Pure data: what fits a model is checked by
+`fewbits.models.stochastic.in_model`.
 """
 
 from __future__ import annotations

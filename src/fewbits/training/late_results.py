@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from fewbits.models.checkpoint import is_adapter_folder
+from fewbits.models.folders.checkpoint import is_adapter_folder
 from fewbits.training.config import TrainConfig
 from fewbits.training.run_folder.layout import RunFolder
 from fewbits.training.setup.model_and_trainer import dtype_of, uses_gpu

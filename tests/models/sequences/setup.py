@@ -11,7 +11,7 @@ import torch
 from fewbits import convert
 from fewbits.decoder.keep import KEEP_EVERYTHING, KEEP_NONE, KEEPS, Keep
 from fewbits.formats import INT8, NF4
-from fewbits.models.adapters import get_peft_model
+from fewbits.models.adapting.adapters import get_peft_model
 from fewbits.models.fast import with_methods
 from fewbits.recipes import float8_full, float8_full_head, nf4_qat, qlora_nf4_fp8
 from fewbits.recipes.recipe import LoRA, Recipe, Rule

@@ -25,10 +25,10 @@ from fewbits.decoder.fuse import fusion_of
 from fewbits.errors import FewbitsError
 from fewbits.formats.kv_cache import KVCache
 from fewbits.inference.generate import Sampling
-from fewbits.models.cache_choice import FULL, layer_kinds
-from fewbits.models.decode_generate import decoding_of
 from fewbits.models.fast import with_methods
-from fewbits.models.packed_cache import PackedCache
+from fewbits.models.generation.loop import decoding_of
+from fewbits.models.generation.packed_cache import PackedCache
+from fewbits.models.packing.cache_choice import FULL, layer_kinds
 from fewbits.nn.linear import QuantizedLinear
 from tests.models.sequences.computing import base_of, greedy, in_evaluation
 from tests.models.sequences.exact import Results, allowed, error_of, roundoff

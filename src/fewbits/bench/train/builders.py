@@ -73,7 +73,7 @@ def imports(side: str) -> None:
         "bnb": ["peft", "bitsandbytes"],
         "liger": ["peft", "bitsandbytes", "liger_kernel.transformers"],
         "hf": ["peft"],
-        "ours": ["peft", "fewbits.models.adapters", "fewbits.models.in_memory"],
+        "ours": ["peft", "fewbits.models.adapting.adapters", "fewbits.models.loading.in_memory"],
     }
     for name in [
         *names[side],
@@ -87,8 +87,8 @@ def imports(side: str) -> None:
 
 
 def _ours(job: Job) -> Built:
-    from fewbits.models.adapters import get_peft_model
-    from fewbits.models.in_memory import convert
+    from fewbits.models.adapting.adapters import get_peft_model
+    from fewbits.models.loading.in_memory import convert
 
     config, notes = job.configuration, []
     model = random_model(job.shape.config(), torch.device(job.device), _DTYPE)

@@ -33,16 +33,16 @@ from fewbits.inference.rounding.awq import fold_scales, folds_of
 from fewbits.inference.rounding.budget import Budget, Step, allocate, measure_losses
 from fewbits.inference.rounding.gptq import gptq, loss_of, nearest
 from fewbits.inference.rounding.grids import Grids
-from fewbits.models.calibration_rows import read_windows
-from fewbits.models.checkpoint import inspect_folder
-from fewbits.models.convert import linears_to_replace
-from fewbits.models.experts import expert_modules
 from fewbits.models.fast import FastLanguageModel
-from fewbits.models.hf_quantizer import write_packed
-from fewbits.models.in_memory import mark_loaded
-from fewbits.models.one_writer import one_writer
-from fewbits.models.packed import is_packed, put
-from fewbits.models.whole_folder import check_destination, whole_folder
+from fewbits.models.folders.checkpoint import inspect_folder
+from fewbits.models.folders.one_writer import one_writer
+from fewbits.models.folders.whole_folder import check_destination, whole_folder
+from fewbits.models.loading.hf_quantizer import write_packed
+from fewbits.models.loading.in_memory import mark_loaded
+from fewbits.models.packing.convert import linears_to_replace
+from fewbits.models.packing.experts import expert_modules
+from fewbits.models.packing.packed import is_packed, put
+from fewbits.models.writing.calibration_rows import read_windows
 from fewbits.nn.linear import QuantizedLinear
 from fewbits.recipes import Recipe, Rule
 

@@ -15,10 +15,10 @@ from fewbits.errors import Unsupported
 from fewbits.formats import FORMATS
 from fewbits.formats.base import Format
 from fewbits.host.transposed import as_linear, transposed_like
-from fewbits.models.calibration_rows import read_windows
-from fewbits.models.convert import linears_to_replace
 from fewbits.models.fast import FastLanguageModel
-from fewbits.models.packed import is_packed
+from fewbits.models.packing.convert import linears_to_replace
+from fewbits.models.packing.packed import is_packed
+from fewbits.models.writing.calibration_rows import read_windows
 from fewbits.recipes import Recipe, Rule
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from typing import Any
 from fewbits.decoder.keep import KEEP_NONE, KEEP_ON_HOST
 from fewbits.device import lowest_capability
 from fewbits.errors import BadInput
-from fewbits.models.model_shapes import numbers_of
-from fewbits.models.predicted_memory import predict_memory
+from fewbits.models.adapting.predicted_memory import predict_memory
+from fewbits.models.packing.model_shapes import numbers_of
 from fewbits.recipes import CATALOG, Recipe, get_recipe
 from fewbits.training.plan.memory_budget import OPTIMIZER_BYTES, auto_budget
 from fewbits.training.plan.memory_plan import GIB, MemoryPlan, Planner, planner

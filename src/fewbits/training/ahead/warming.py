@@ -23,8 +23,8 @@ import torch
 
 from fewbits.errors import BadInput, Unsupported
 from fewbits.models.fast import FastLanguageModel
-from fewbits.models.model_shapes import built_without_memory, numbers_of
-from fewbits.models.packed_folder import MARK
+from fewbits.models.loading.packed_folder import MARK
+from fewbits.models.packing.model_shapes import built_without_memory, numbers_of
 from fewbits.recipes import Recipe, get_recipe, recipe_from_config
 from fewbits.training.optimizer import AdamW8bit
 

@@ -18,9 +18,9 @@ from torch import nn
 
 from fewbits.errors import Unsupported
 from fewbits.host.receipt import Receipt
-from fewbits.models.adapters import get_peft_model
-from fewbits.models.convert import convert, record_change
-from fewbits.models.in_memory import mark_packed
+from fewbits.models.adapting.adapters import get_peft_model
+from fewbits.models.loading.in_memory import mark_packed
+from fewbits.models.packing.convert import convert, record_change
 from fewbits.nn.fake_quantize import FakeQuantizedLinear
 from fewbits.nn.finite import check_finite
 from fewbits.nn.packed_layers import packed_layer

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fewbits.errors import BadInput
 from fewbits.formats.stochastic import Stochastic
-from fewbits.models.query_key_scales import (
+from fewbits.models.stochastic.query_key_scales import (
     QueriesAndKeys,
     QueryKeyPlace,
     captured_queries_and_keys,
@@ -61,7 +61,7 @@ def choose_query_key_scales(
 
     Raises:
         BadInput: no tokens.
-        Unsupported: see `fewbits.models.query_key_scales.query_key_places`.
+        Unsupported: see `fewbits.models.stochastic.query_key_scales.query_key_places`.
     """
     places = query_key_places(model)
     operands = list(captured_queries_and_keys(model, batches))

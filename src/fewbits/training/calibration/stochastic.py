@@ -17,8 +17,8 @@ from torch import Tensor
 from fewbits.errors import BadInput, Unsupported
 from fewbits.formats.stochastic import STOCHASTIC, Stochastic
 from fewbits.host.conversion import conversion_of
-from fewbits.models.convert import linears_to_replace
-from fewbits.models.stochastic import facts_of
+from fewbits.models.packing.convert import linears_to_replace
+from fewbits.models.stochastic.in_model import facts_of
 from fewbits.recipes.recipe import Recipe, Rule
 from fewbits.recipes.stochastic_config import AttentionSetting, LinearSetting, StochasticConfig
 from fewbits.training.calibration.calibrate import (

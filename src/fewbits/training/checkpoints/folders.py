@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from fewbits.decoder.fuse import load_scales, scales_of
 from fewbits.errors import BadCheckpoint, SpecMismatch, TrainingStopped
-from fewbits.models.whole_folder import fsync, give_the_umasks_mode, is_disk_full, sync, take_place
+from fewbits.models.folders.whole_folder import fsync, give_the_umasks_mode, is_disk_full, sync, take_place
 from fewbits.training.checkpoints.manifest import PROMISE, Writers, write_manifest
 from fewbits.training.ranks.processes import is_broken_connection
 

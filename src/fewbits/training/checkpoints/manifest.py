@@ -1,4 +1,4 @@
-"""Checkpoints and their manifests (`fewbits.models.folder_manifest`), with several ranks.
+"""Checkpoints and their manifests (`fewbits.models.folders.folder_manifest`), with several ranks.
 
 The manifest is the last file of a checkpoint. Before a run goes on from one, all files are read and compared.
 Several ranks hash what each of them has written (a network file system may not show it to the others yet),
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fewbits.models.folder_manifest import FILE, facts_of, fault_in, names_in, write_facts
+from fewbits.models.folders.folder_manifest import FILE, facts_of, fault_in, names_in, write_facts
 
 PROMISE = "has_manifest"  # an entry of the file of counters: then a missing manifest is damage, too
 SHARDED = "sharded.json"  # stands in checkpoints of models that were spread over ranks

@@ -38,7 +38,7 @@ from fewbits.decoder.fuse import load_scales, scales_of
 from fewbits.errors import BadCheckpoint, SpecMismatch
 from fewbits.kernels.optimizer.adamw import dequantize_moment, quantize_moment
 from fewbits.kernels.optimizer.adamw_triton import BLOCK
-from fewbits.models.checkpoint import INDEX, WEIGHTS
+from fewbits.models.folders.checkpoint import INDEX, WEIGHTS
 from fewbits.training.checkpoints.folders import staged
 from fewbits.training.checkpoints.manifest import Writers, fault_of, has_manifest
 from fewbits.training.checkpoints.whole_views import gathered, pieces_of, places_of, slice_like, whole_views

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import TemplateError
 
 from fewbits.errors import BadInput, Unsupported
-from fewbits.models.chat_template import CHARACTERS, check_template
+from fewbits.models.chat.template import CHARACTERS, check_template
 from fewbits.training.data.spans import Span, SpanEncoder, Tokens
 
 if TYPE_CHECKING:

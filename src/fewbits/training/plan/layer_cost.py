@@ -14,7 +14,7 @@ from fewbits.families.catalog import LLAMA
 from fewbits.families.registry import written_spec
 from fewbits.families.shapes import linear_shapes
 from fewbits.families.spec import ModelSpec
-from fewbits.models.model_shapes import LayerShapes
+from fewbits.models.packing.model_shapes import LayerShapes
 from fewbits.recipes import Recipe
 from fewbits.recipes.recipe import Rule
 

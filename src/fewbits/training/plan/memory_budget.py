@@ -20,8 +20,8 @@ from fewbits.decoder.keep import KEEP_ACTIVATIONS, KEEP_NONE, KEEP_ON_HOST, Keep
 from fewbits.decoder.offload import HostStash
 from fewbits.errors import BadInput, Unsupported
 from fewbits.host.conversion import conversion_of
-from fewbits.models.checkpointed_layers import checkpoint_layers
-from fewbits.models.model_shapes import layer_shapes
+from fewbits.models.adapting.checkpointed_layers import checkpoint_layers
+from fewbits.models.packing.model_shapes import layer_shapes
 from fewbits.recipes import LoRA, Recipe
 from fewbits.training.plan.memory_plan import GIB, MemoryPlan, Planner, gathered_bytes, planner, static_of
 

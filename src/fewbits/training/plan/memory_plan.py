@@ -39,8 +39,8 @@ from fewbits.decoder.limits import why_not_attention
 from fewbits.errors import BadInput
 from fewbits.families.catalog import LLAMA
 from fewbits.families.registry import written_spec
-from fewbits.models.model_shapes import LayerShapes, layer_shapes, model_of_config, numbers_of
-from fewbits.models.predicted_memory import predict_memory
+from fewbits.models.adapting.predicted_memory import predict_memory
+from fewbits.models.packing.model_shapes import LayerShapes, layer_shapes, model_of_config, numbers_of
 from fewbits.recipes import Recipe
 from fewbits.recipes.standing_memory import Memory, head_copies
 from fewbits.training.plan.layer_cost import LayerCost, layer_cost, machine_of

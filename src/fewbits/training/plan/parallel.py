@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fewbits.errors import BadInput, Unsupported
-from fewbits.models.predicted_memory import predict_memory
+from fewbits.models.adapting.predicted_memory import predict_memory
 from fewbits.recipes import LoRA, Recipe
 from fewbits.training.plan.memory_budget import OPTIMIZER_BYTES, auto_budget
 from fewbits.training.plan.memory_plan import GIB, planner

@@ -249,9 +249,9 @@ def _reward_model(config: TrainConfig) -> Built:
     from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
     from fewbits.host.conversion import conversion_of
-    from fewbits.models.adapters import get_peft_model
-    from fewbits.models.hf_quantizer import FewbitsConfig, register
-    from fewbits.models.longer_positions import stretch
+    from fewbits.models.adapting.adapters import get_peft_model
+    from fewbits.models.loading.hf_quantizer import FewbitsConfig, register
+    from fewbits.models.loading.longer_positions import stretch
 
     register()
     recipe, lora = recipe_of_config(config)

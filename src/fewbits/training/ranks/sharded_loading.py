@@ -30,11 +30,11 @@ from fewbits.decoder.fuse import fuse
 from fewbits.errors import BadCheckpoint, Unsupported
 from fewbits.formats.base import Format
 from fewbits.host.receipt import Receipt
-from fewbits.models.adapters import get_peft_model
-from fewbits.models.branches import base_name
-from fewbits.models.checkpoint import Checkpoint, inspect_folder
-from fewbits.models.convert import convert
-from fewbits.models.packed import quantize_by_rows
+from fewbits.models.adapting.adapters import get_peft_model
+from fewbits.models.folders.checkpoint import Checkpoint, inspect_folder
+from fewbits.models.merging.branches import base_name
+from fewbits.models.packing.convert import convert
+from fewbits.models.packing.packed import quantize_by_rows
 from fewbits.nn.finite import check_finite
 from fewbits.nn.first_values import first_values, generator_of
 from fewbits.nn.linear import QuantizedLinear
@@ -126,7 +126,7 @@ def _open(where: Any, seed: int, device: torch.device) -> tuple[_Folder | _Rando
 
 
 def _written_recipe(config: Any) -> Recipe | None:
-    from fewbits.models.hf_quantizer import FewbitsConfig
+    from fewbits.models.loading.hf_quantizer import FewbitsConfig
 
     written = getattr(config, "quantization_config", None)
     if written is None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fewbits.errors import BadInput, TrainingStopped
-from fewbits.models.whole_folder import is_disk_full
+from fewbits.models.folders.whole_folder import is_disk_full
 from fewbits.training.checkpoints.folders import PREFIX, remove_leftovers, write_atomic
 from fewbits.training.config import TrainConfig, prolongs
 from fewbits.training.run_folder.lock import RunLock

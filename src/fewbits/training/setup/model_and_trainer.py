@@ -15,12 +15,12 @@ from fewbits.decoder.fuse import fuse, fusion_of
 from fewbits.errors import BadInput, SpecMismatch, Unsupported
 from fewbits.host.attention import attention_receipt, use_attention
 from fewbits.host.conversion import conversion_of
+from fewbits.models.adapting.learning_rates import set_embeddings_apart, set_lora_plus
+from fewbits.models.chat.named_templates import set_template, stop_at_turns
+from fewbits.models.chat.template_tokens import add_template_tokens, add_tokens, modules_to_train
 from fewbits.models.fast import FastLanguageModel
-from fewbits.models.learning_rates import set_embeddings_apart, set_lora_plus
-from fewbits.models.longer_positions import exceeds, stretch, stretched
-from fewbits.models.named_templates import set_template, stop_at_turns
-from fewbits.models.packed import is_packed
-from fewbits.models.template_tokens import add_template_tokens, add_tokens, modules_to_train
+from fewbits.models.loading.longer_positions import exceeds, stretch, stretched
+from fewbits.models.packing.packed import is_packed
 from fewbits.nn.linear import QuantizedLinear
 from fewbits.recipes import LoRA, Recipe, get_recipe
 from fewbits.training.config import OPTIMIZERS, TrainConfig

@@ -1,0 +1,224 @@
+"""Adapter folders: read, compared with the model before it is changed, and again once they are loaded.
+
+A tensor that is missing, left over or of another shape is named and refused; the model is then as before.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from fewbits.errors import BadCheckpoint, FewbitsError, SpecMismatch
+from fewbits.host.transposed import as_linear, is_conv1d
+from fewbits.models.folders.folder_manifest import check_folder
+from fewbits.models.merging.branches import base_name
+from fewbits.models.packing.expert_targets import expert_paths
+from fewbits.models.packing.packed import put
+
+CONFIG = "adapter_config.json"
+_WEIGHTS = "adapter_model.safetensors"
+_PICKLE = "adapter_model.bin"
+
+
+def read_adapter(path: str | Path) -> dict[str, Any]:
+    """The tensors of an adapter folder, on the CPU.
+
+    Raises:
+        BadCheckpoint: there is none, it is damaged, or it is a pickle.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    folder = Path(path)
+    if not (folder / CONFIG).is_file():
+        raise BadCheckpoint(f"{folder} has no {CONFIG}; give the folder that save_pretrained wrote.")
+    check_folder(folder)
+    if not (folder / _WEIGHTS).is_file():
+        if (folder / _PICKLE).is_file():
+            raise BadCheckpoint(
+                f"{folder / _PICKLE} is a pickle, which can run code; convert it to {_WEIGHTS} first."
+            )
+        raise BadCheckpoint(f"{folder} has no {_WEIGHTS}; give the folder that save_pretrained wrote.")
+    try:
+        return _once(load_file(folder / _WEIGHTS))
+    except (SafetensorError, OSError) as error:
+        raise BadCheckpoint(
+            f"{folder / _WEIGHTS} is truncated or corrupt ({error}); copy or save it again."
+        ) from error
+
+
+def _once(weights: Mapping[str, Any]) -> dict[str, Any]:
+    """Without the second names under which PEFT saves trained copies of an embedding that was resized."""
+    second = re.compile(r"\.(modules_to_save|original_module)(?=\.)")
+    return {k: t for k, t in weights.items() if not second.search(k) or second.sub("", k) not in weights}
+
+
+def fit_vocabulary(model: Any, path: str | Path) -> str:
+    """Give a base model as many rows of the embedding as the adapter in ``path`` was trained with.
+
+    In place, where the adapter holds an embedding of another size; tokens were added before it was trained.
+
+    Returns:
+        What was done, in words; "" where nothing was.
+    """
+    name = next(
+        (n for n, module in model.named_modules() if module is model.get_input_embeddings()), "unknown"
+    )
+    held = (t.shape[0] for k, t in read_adapter(path).items() if base_name(k) == f"{name}.weight")
+    rows, rows_here = next(held, None), model.get_input_embeddings().weight.shape[0]
+    if rows is None or rows == rows_here:
+        return ""
+    model.resize_token_embeddings(rows, mean_resizing=False)
+    return f"the embedding has {rows:,} rows and not {rows_here:,}, as it had when the adapter was trained"
+
+
+def linears_of(model: nn.Module) -> dict[str, nn.Module]:
+    """Linears by the full name that the base model gives them, adapters and wrappers left out."""
+    linears: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        if ".lora_" in name or not (isinstance(module, nn.Linear) or is_conv1d(module)):
+            continue
+        linears[name.removeprefix("base_model.model.").removesuffix(".base_layer")] = module
+    return linears
+
+
+def embeddings_of(model: nn.Module) -> set[str]:
+    """The full names of embeddings in the base model."""
+    return {base_name(name) for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
+
+
+def listed(names: Iterable[str]) -> str:
+    """The last parts of full names, for a message."""
+    return ", ".join(sorted({name.rpartition(".")[2] for name in names})) or "no linears"
+
+
+def check_fit(model: nn.Module, weights: Mapping[str, Any], path: str | Path) -> None:
+    """Each tensor must find a module of its size, before anything is changed.
+
+    Raises:
+        SpecMismatch: one does not.
+    """
+    linears, experts = linears_of(model), expert_paths(model)
+    shapes = {base_name(name): tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    for key, tensor in weights.items():
+        match = re.fullmatch(r"base_model\.model\.(.+)\.lora_([AB])(\..+)?\.weight", key)
+        if match is not None and match.group(1).removesuffix(".base_layer") in experts:
+            continue  # 3-D parameters, whose places PEFT encodes by nesting
+        if match is not None:
+            _check_pair(linears, match.group(1), match.group(2), tensor, path)
+            continue
+        name = base_name(key)
+        have, want = tuple(tensor.shape), shapes.get(name)
+        if want is not None and have != want:
+            raise SpecMismatch(
+                f"the adapter in {path} holds {name!r} of shape {have}, and this model's is {want} (another "
+                "vocabulary?); load its own base model."
+            )
+
+
+def _check_pair(linears: Mapping[str, Any], name: str, which: str, tensor: Any, path: str | Path) -> None:
+    linear = linears.get(name)
+    if linear is None:
+        raise SpecMismatch(
+            f"the adapter in {path} adapts {name!r}, which this model does not have; "
+            f"it has {listed(linears)}."
+        )
+    axis, side = (1, "in") if which == "A" else (0, "out")
+    have, want = tensor.shape[axis], getattr(as_linear(linear), f"{side}_features")
+    if have != want:
+        raise SpecMismatch(
+            f"the adapter in {path} was made for {have} {side}puts of {name!r}, which has {want}; "
+            "load its own base model."
+        )
+
+
+@contextmanager
+def named_errors(path: str | Path) -> Iterator[None]:
+    """What PEFT and torch raise of an adapter in ``path`` that does not fit becomes one sentence.
+
+    Raises:
+        SpecMismatch: in its place.
+    """
+    try:
+        yield
+    except (RuntimeError, KeyError, ValueError) as error:
+        if isinstance(error, FewbitsError):
+            raise
+        raise SpecMismatch(
+            f"the adapter in {path} does not fit its {CONFIG} or this model: {_reason(error)}; save it again."
+        ) from error
+
+
+@contextmanager
+def restored_on_error(model: nn.Module) -> Iterator[None]:
+    """Give a model back its modules, and what of them trains, if putting an adapter on it fails."""
+    modules = dict(model.named_modules())
+    frozen = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    had_config = "peft_config" in model.__dict__
+    done = False
+    try:
+        yield
+        done = True
+    finally:
+        if not done:
+            for name, module in modules.items():
+                if name and model.get_submodule(name) is not module:
+                    put(model, name, module)
+            for parameter, requires_grad in frozen:
+                parameter.requires_grad_(requires_grad)
+            if not had_config:
+                model.__dict__.pop("peft_config", None)
+
+
+def _reason(error: BaseException) -> str:
+    """What torch or PEFT says, in one line: of a mismatch its first tensor, of a lack its name."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if isinstance(error, KeyError):
+        return f"it lacks {lines[0]}"
+    return next((line for line in lines if "mismatch for" in line), lines[0] if lines else "").rstrip(".")
+
+
+def check_loaded(model: nn.Module, weights: Mapping[str, Any], adapter_name: str, path: str | Path) -> None:
+    """Every tensor of the adapter must have come from its file, and each of the file have gone somewhere.
+
+    Args:
+        model: the PeftModel; the tensors are put into it once more, which tells both.
+        weights: of the file.
+        adapter_name: the adapter's name in the model.
+        path: the adapter's folder, for messages.
+
+    Raises:
+        SpecMismatch: one is missing or left over.
+    """
+    import peft
+
+    result = peft.set_peft_model_state_dict(model, dict(weights), adapter_name=adapter_name)
+    missing = [
+        key
+        for key in result.missing_keys
+        if f".{adapter_name}." in f"{key}." and not _is_shared(model, key, result.missing_keys)
+    ]
+    for odd, how in ((missing, "lacks"), (result.unexpected_keys, "holds")):
+        if odd:
+            end = "save it again, or copy it whole" if how == "lacks" else "load what it was saved from"
+            raise SpecMismatch(
+                f"the adapter in {path} {how} {_plain(odd[0], adapter_name)!r}"
+                f"{' (and ' + str(len(odd) - 1) + ' more)' if len(odd) > 1 else ''}, which its {CONFIG} "
+                f"{'asks for' if how == 'lacks' else 'gives no place'}; {end}."
+            )
+
+
+def _is_shared(model: nn.Module, key: str, missing: Iterable[str]) -> bool:
+    """True for the second name of a tensor that was loaded under its first (tied copies)."""
+    state = model.state_dict(keep_vars=True)
+    absent = set(missing)
+    return any(state[key] is tensor for name, tensor in state.items() if name not in absent)
+
+
+def _plain(key: str, adapter_name: str) -> str:
+    return key.removeprefix("base_model.model.").replace(f".{adapter_name}", "")

@@ -1,0 +1,105 @@
+"""What a call of ``generate`` asks for: whether loop.py's loop does it, and if not, why."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from fewbits.host.unwrap import unwrap
+from fewbits.models.generation.step import why_not
+
+# Arguments of generate that ask for something else than one token a step from a cache of the loop's own.
+_OTHER_WAYS = {
+    "custom_generate": None,
+    "past_key_values": None,
+    "cache_implementation": None,
+    "penalty_alpha": None,
+    "dola_layers": None,
+    "constraints": None,
+    "force_words_ids": None,
+    "prefill_chunk_size": None,
+    "num_beams": 1,
+    "num_beam_groups": 1,
+    "use_cache": True,
+    "output_attentions": False,
+    "output_hidden_states": False,
+    "synced_gpus": False,
+}
+
+
+def option_of(model: nn.Module, arguments: dict[str, Any], name: str) -> Any:
+    """What a call says to one word of ``generate``, or its generation config, or the model's."""
+    configs = (arguments.get("generation_config"), model.generation_config)
+    values = (arguments.get(name), *(getattr(config, name, None) for config in configs))
+    return next((value for value in values if value is not None), None)
+
+
+def other_speculation(model: Any, arguments: dict[str, Any]) -> str:
+    """Why guesses are transformers' own business; "" if nobody guesses, or this loop can verify."""
+    draft, lookup = arguments.get("assistant_model"), option_of(model, arguments, "prompt_lookup_num_tokens")
+    if draft is None and not lookup:
+        return ""
+    if option_of(model, arguments, "do_sample"):
+        return "guesses of tokens that are drawn are verified there"
+    ids = next((arguments[name] for name in ("inputs", "input_ids") if arguments.get(name) is not None), None)
+    if ids is None or len(ids) * (option_of(model, arguments, "num_return_sequences") or 1) != 1:
+        return "guesses are for one text at a time"
+    if draft is None:
+        return ""
+    if arguments.get("assistant_tokenizer") is not None or lookup:
+        return (
+            "the draft model has another tokenizer" if not lookup else "two ways of guessing were asked for"
+        )
+    draft = unwrap(draft)
+    sizes = {m.config.get_text_config().vocab_size for m in (model, draft)}
+    reason = "it has another vocabulary" if len(sizes) > 1 else why_not(draft) or drops(draft)
+    return f"the draft model has no step ({reason})" if reason else ""
+
+
+def with_stop_strings(keywords: dict[str, Any]) -> dict[str, Any]:
+    """The call's stop strings as a stopping criterion.
+
+    transformers takes the tokenizer that it needs for them out of a call that has a loop from outside.
+    """
+    if not keywords.get("stop_strings") or keywords.get("tokenizer") is None:
+        return keywords
+    from transformers import StoppingCriteriaList, StopStringCriteria
+
+    rest = {name: value for name, value in keywords.items() if name != "stop_strings"}
+    stop = StopStringCriteria(stop_strings=keywords["stop_strings"], tokenizer=keywords["tokenizer"])
+    return {**rest, "stopping_criteria": StoppingCriteriaList([*(rest.get("stopping_criteria") or ()), stop])}
+
+
+def other_way(model: Any, arguments: dict[str, Any]) -> str:
+    """What a call asks for that this loop does not do; "" if nothing.
+
+    What a call leaves open its generation config says, and what that leaves open the model's.
+    """
+    configs = (arguments.get("generation_config"), model.generation_config)
+    for name, usual in _OTHER_WAYS.items():
+        chosen = option_of(model, arguments, name)
+        same = chosen is None or chosen is usual or (usual is None and chosen is False)
+        if not same and (isinstance(chosen, Tensor) or chosen != usual):
+            return f"the call asks for {name}"
+    if any(getattr(config, "stop_strings", None) for config in configs):
+        return "a generation config has stop_strings"
+    prepare: Any = model.prepare_inputs_for_generation
+    if getattr(prepare, "__func__", None) is not type(model).prepare_inputs_for_generation:
+        return "the model's inputs are prepared by another library (PEFT's prompt learning)"
+    return ""
+
+
+def drops(model: nn.Module) -> str:
+    """Whether the model is in training mode and something in it drops values; "" if not."""
+    for module in model.modules():
+        share = module.p if isinstance(module, nn.Dropout) else getattr(module, "attention_dropout", 0.0)
+        if module.training and share:
+            return "the model is in training mode and has dropout"
+    return ""
+
+
+def speculates(model: nn.Module, arguments: dict[str, Any]) -> bool:
+    """Whether a call of ``generate`` asks for guesses."""
+    lookup = option_of(model, arguments, "prompt_lookup_num_tokens")
+    return bool(lookup) or arguments.get("assistant_model") is not None

@@ -1,0 +1,260 @@
+"""Texts of many prompts, as they end: through decoding's kernels, the model's own forward, or one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fewbits.errors import BadInput, NotFinite, Unsupported
+from fewbits.host.unwrap import unwrap
+from fewbits.models.generation.calls import other_way, speculates
+from fewbits.models.generation.live.batch import LiveBatch
+from fewbits.models.generation.live.plan import SlotPlan, check_slots, free_bytes, plan_slots
+from fewbits.models.generation.live.prompts import Prompts, Read
+from fewbits.models.generation.live.rows import Request, Row, Text, is_from_transformers, request_of
+from fewbits.models.generation.live.slots import ModelSlots, Slots
+from fewbits.models.generation.live.step_slots import StepSlots
+from fewbits.models.generation.loop import Decoding, alone, decoding_of
+from fewbits.models.generation.step import why_not
+from fewbits.models.packing.cache_choice import chosen_cache
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_NOT_FINITE = "the model's logits for row {} are NaN or infinite"
+_LOOK_EVERY = 8  # steps on a GPU
+_PIECE_TOKENS = {"cuda": 4096, "cpu": 512}  # of a forward that reads prompts
+
+
+@dataclass
+class Report:
+    """What was done, filled in on the way.
+
+    Attributes:
+        way: "kernels", "forward" or "one by one".
+        reason: why not the way before it; "" if nothing is to be said.
+        plan: slots and their room; None one by one.
+        steps: steps of all slots together.
+        mean_texts: texts in a step, on average.
+    """
+
+    way: str = ""
+    reason: str = ""
+    plan: SlotPlan | None = None
+    steps: int = 0
+    mean_texts: float = 0.0
+
+
+@torch.no_grad()
+def answers(
+    model: nn.Module,
+    rows: Sequence[Row],
+    keywords: dict[str, Any],
+    *,
+    slots: int | None = None,
+    within_context: bool = False,
+    report: Report | None = None,
+) -> Iterator[Text]:
+    """The texts of all rows, each as soon as it has ended.
+
+    Args:
+        model: a causal language model of transformers, plain or quantised, with or without adapters. It is in
+            evaluation mode meanwhile.
+        rows: prompts as tokens, with a seed each.
+        keywords: those of ``generate``; what they mean for one prompt they mean for each.
+        slots: texts at a time, 1 to 256; None: as many as the memory holds.
+        within_context: end a text where the model's context is full; else, as ``generate``, where its length
+            says.
+        report: is told what was done.
+
+    Raises:
+        BadInput: ``slots`` that are no whole number of 1 to 256, an empty prompt, one that fills the model's
+            context, or memory that does not do.
+        NotFinite: logits are NaN or infinite.
+    """
+    _check_words(keywords)
+    check_slots(slots)
+    if not rows:
+        return
+    report = report or Report()
+    base = unwrap(model)
+    with evaluating(model), ExitStack() as held:
+        guesses = ("assistant_model", "prompt_lookup_num_tokens", "assistant_tokenizer", "kv_cache")
+        settings = _Settings(base, {k: v for k, v in keywords.items() if k not in guesses}, within_context)
+        lengths = [settings.length(row) for row in rows]
+        state = decoding_of(base)
+        kind = chosen_cache(base, keywords.get("kv_cache"))
+        if kind is not None:
+            state.say(
+                f"those of one text at a time alone can be in {kind.name}",
+                "keys and values of a batch that lives stay in 16 bits",
+            )
+        try:
+            reason = other_way(base, keywords)
+            if speculates(base, keywords):
+                reason = "guesses are for one text at a time"
+            if reason:
+                raise Unsupported(reason)
+            batch = _batch(base, rows, lengths, (settings, state, held, report), slots)
+        except Unsupported as error:
+            report.way, report.reason = "one by one", str(error).rstrip(".")
+            state.say(report.reason, "many texts are made one by one")
+            texts = _one_by_one(model, rows, settings, keywords)
+        else:
+            texts = batch.run(rows)
+        for text in texts:
+            if text.stopped_by == "not finite":
+                raise NotFinite(_NOT_FINITE.format(text.row.index + 1))
+            yield text
+        if report.way != "one by one":
+            report.steps, report.mean_texts = batch.steps, batch.filled / max(batch.steps, 1)
+
+
+def _check_words(keywords: dict[str, Any]) -> None:
+    """Raise `BadInput` for words of ``generate`` that many texts do not have."""
+    if keywords.get("streamer") is not None:
+        raise BadInput(
+            "a streamer follows one text at a time; take the answers as they end, or generate one."
+        )
+    if (keywords.get("num_return_sequences") or 1) > 1:
+        raise BadInput(
+            "num_return_sequences is for one prompt; give the prompt as often as it is to be answered."
+        )
+
+
+class _Settings:
+    """What the call asks for, by the length of a prompt."""
+
+    def __init__(self, model: Any, keywords: dict[str, Any], within_context: bool) -> None:
+        self.model, self.keywords, self.within_context = model, keywords, within_context
+        context: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        self.context = context or 2**31
+        self._kept: dict[int, Request] = {}
+
+    def __call__(self, row: Row) -> Request:
+        """Of one row; of rows of one length the same, unless code from outside may keep something."""
+        request = self._kept.get(len(row.ids))
+        if request is None:
+            request = request_of(self.model, row.ids, self.keywords)
+            if self.within_context:
+                request = replace(request, limit=min(request.limit, self.context - len(row.ids)))
+            if all(map(is_from_transformers, (*request.processors, *request.criteria))):
+                self._kept[len(row.ids)] = request
+        return request
+
+    def length(self, row: Row) -> int:
+        """Tokens of a row's text at most.
+
+        Raises:
+            BadInput: there is nothing to start from, or no room for an answer.
+        """
+        number, length = row.index + 1, len(row.ids)
+        if not length:
+            raise BadInput(f"row {number} has a prompt without tokens; give at least one.")
+        if length >= self.context:
+            raise BadInput(
+                f"row {number} has a prompt of {length:,} tokens and the model's context holds "
+                f"{self.context:,}; shorten it."
+            )
+        return length + self(row).limit
+
+
+def _batch(
+    model: Any,
+    rows: Sequence[Row],
+    lengths: Sequence[int],
+    around: tuple[_Settings, Decoding, ExitStack, Report],
+    at_a_time: int | None,
+) -> LiveBatch:
+    settings, state, held, report = around
+    device = model.device
+    prompts = Prompts(model, most_tokens=_PIECE_TOKENS.get(device.type, 512), together=device.type == "cuda")
+    while rows[0].ids not in prompts.ready:
+        prompts.turn([row.ids for row in rows[: at_a_time or 1]])
+    first = prompts.ready[rows[0].ids]
+    if not bool(first.logits.isfinite().all()):
+        raise NotFinite(_NOT_FINITE.format(rows[0].index + 1))
+    report.plan = plan_slots(lengths, first.bytes_per_token, free_bytes(device), at_a_time)
+    look_every = _LOOK_EVERY if _looks_seldom(device) else 1
+    room = report.plan.room + look_every
+    slots = _kernels(model, state, held, (report.plan.slots, room), first, report)
+    if slots is None:
+        report.way = "forward"
+        slots = ModelSlots(model, count=report.plan.slots, room=room, like=first)
+        slots.prove(first)
+    return LiveBatch(slots, prompts, settings, look_every=look_every)
+
+
+def _looks_seldom(device: torch.device) -> bool:
+    """Whether the host runs ahead of the device, so that a look costs a wait."""
+    return device.type == "cuda"
+
+
+def _kernels(
+    model: Any, state: Decoding, held: ExitStack, size: tuple[int, int], first: Read, report: Report
+) -> Slots | None:
+    """Slots over decoding's kernels, held for this call alone; None if there are none, and why."""
+    try:
+        reason = why_not(model)
+        if reason or not held.enter_context(alone(state)):
+            raise Unsupported(reason or "another call of generate() runs on this model")
+        state.step = state.together = None  # their memory first
+        slots = StepSlots(model, count=size[0], room=size[1])
+        slots.prove(first)
+    except Unsupported as error:
+        report.reason = str(error).rstrip(".")
+        if model.device.type == "cuda":
+            state.say(report.reason, "many texts are made through the model's own forward")
+        return None
+    report.way = "kernels"
+    return slots
+
+
+def _one_by_one(
+    model: Any, rows: Sequence[Row], settings: _Settings, keywords: dict[str, Any]
+) -> Iterator[Text]:
+    from transformers import LogitsProcessorList
+
+    for row in rows:
+        request = settings(row)
+        prompt = torch.tensor([row.ids], device=model.device)
+        arguments = {"attention_mask": torch.ones_like(prompt), **keywords, "num_return_sequences": 1}
+        looks = [*(arguments.get("logits_processor") or ()), _RefuseNaN(row.index + 1)]
+        arguments["logits_processor"] = LogitsProcessorList(looks)
+        devices = [model.device] if model.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):
+            torch.manual_seed(row.seed)
+            out = model.generate(prompt, **arguments)
+        tokens = getattr(out, "sequences", out)[0, len(row.ids) :].tolist()
+        ended = bool(tokens) and tokens[-1] in request.ends
+        full = "length" if len(tokens) >= request.limit else "stop"
+        yield Text(row, request, tokens, None, "end" if ended else full)
+
+
+class _RefuseNaN:
+    """A logits processor that changes nothing."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        if bool(scores.isnan().any()):
+            raise NotFinite(_NOT_FINITE.format(self.number))
+        return scores
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """The model in evaluation mode; each module's own mode comes back."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

@@ -1,0 +1,96 @@
+"""A batch that lives: texts join it when a slot is free and leave it when they have ended.
+
+    for text in LiveBatch(slots, prompts, settings).run(rows):   # in the order in which they end
+
+Between two looks at the tokens, `look_every` steps run without the host: what a text makes behind its end
+is dropped. Reading prompts goes on beside it, one forward a look, or without steps between while fewer than
+half of the slots are in use.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from fewbits.models.generation.live.prompts import Prompts
+from fewbits.models.generation.live.rows import Request, Row, Text, chosen
+from fewbits.models.generation.live.slots import Slots
+
+
+class LiveBatch:
+    """Makes texts in the slots of one model.
+
+    Attributes:
+        texts: those in the slots now, from the first slot on, without gaps.
+        steps: how many there were.
+        filled: how many texts all steps had together; over ``steps`` it is the mean.
+    """
+
+    def __init__(
+        self, slots: Slots, prompts: Prompts, settings: Callable[[Row], Request], *, look_every: int = 1
+    ) -> None:
+        self.slots, self.prompts, self.request_of, self.look_every = slots, prompts, settings, look_every
+        self.texts: list[Text] = []
+        self.steps = self.filled = 0
+
+    def run(self, rows: Sequence[Row]) -> Iterator[Text]:
+        """Make a text of each row; those that have ended, as they end."""
+        waiting = deque(rows)
+        while waiting or self.texts:
+            self._join(waiting)
+            yield from self._ended()
+            if self.texts:
+                self._advance()
+                yield from self._ended()
+
+    def _join(self, waiting: deque[Row]) -> None:
+        """Prompts into free slots, each with its first token."""
+        turns, joined = 0, []
+        while waiting and len(self.texts) < self.slots.count:
+            read = self.prompts.ready.get(waiting[0].ids)
+            if read is None:
+                if turns and 2 * len(self.texts) >= self.slots.count:
+                    break
+                free = self.slots.count - len(self.texts)
+                self.prompts.turn([row.ids for row, _ in zip(waiting, range(free), strict=False)])
+                turns += 1
+                continue
+            text = Text(waiting[0], self.request_of(waiting.popleft()))
+            self.slots.put(len(self.texts), read)
+            self.texts.append(text)
+            joined.append((text, read.logits))
+        if joined:
+            texts = [text for text, _ in joined]
+            tokens, finite = chosen(texts, torch.stack([logits for _, logits in joined]))
+            for text, token, good in zip(texts, tokens.tolist(), finite.tolist(), strict=True):
+                text.take(token, good)
+
+    def _advance(self) -> None:
+        """Some steps of all texts, and one look at what they made."""
+        texts = self.texts
+        every = 1 if any(text.request.has_to_see_every_token for text in texts) else self.look_every
+        every = min(every, max(text.request.limit - len(text.tokens) for text in texts))
+        tokens = torch.tensor([text.tokens[-1] for text in texts], device=self.prompts.model.device)
+        tokens_of_steps, finite = [], []
+        for ahead in range(every):
+            tokens, good = chosen(texts, self.slots.step(tokens), ahead)
+            tokens_of_steps.append(tokens)
+            finite.append(good)
+        self.steps, self.filled = self.steps + every, self.filled + every * len(texts)
+        columns = torch.stack([torch.stack(tokens_of_steps, 1), torch.stack(finite, 1).long()]).tolist()
+        for text, new, good in zip(texts, *columns, strict=True):
+            for token, is_finite in zip(new, good, strict=True):
+                text.take(token, bool(is_finite))
+
+    def _ended(self) -> Iterator[Text]:
+        """Those that have ended, out of their slots; the last ones move into the gaps."""
+        gone = [slot for slot, text in enumerate(self.texts) if text.stopped_by]
+        ended = [self.texts[slot] for slot in gone]
+        for slot in reversed(gone):
+            last = self.texts.pop()
+            if slot < len(self.texts):
+                self.slots.move(len(self.texts), slot)
+                self.texts[slot] = last
+        yield from ended

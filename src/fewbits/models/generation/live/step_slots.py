@@ -1,0 +1,110 @@
+"""Slots over decoding's kernels: the graph of a step, each row at its own position."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from fewbits.errors import Unsupported
+from fewbits.models.generation.live.prompts import Read
+from fewbits.models.generation.live.slots import difference, own_step
+from fewbits.models.generation.loop import products_in_16_bits
+from fewbits.models.generation.speculation import ROUNDING
+from fewbits.models.generation.step import DecodeStep
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_SHRINK = 4  # once so many times fewer slots are in use, a step of fewer rows is recorded
+_FEWEST = 4
+
+
+class StepSlots:
+    """Slots whose keys and values are those of a `DecodeStep`.
+
+    Steps of fewer rows, for when most texts have ended, work on the same keys and values.
+    """
+
+    def __init__(self, model: nn.Module, *, count: int, room: int) -> None:
+        """Make room for ``count`` texts of ``room`` tokens.
+
+        Raises:
+            Unsupported: the model has no such step, or there is no memory.
+        """
+        self.model, self.count, self.room = model, count, room
+        try:
+            self._steps = [DecodeStep(model, batch=count, room=room)]
+        except torch.OutOfMemoryError as error:
+            raise Unsupported(f"there is no memory for {count} texts of {room:,} tokens.") from error
+        self._lengths = [0] * count
+        self._now: tuple[DecodeStep, int] | None = None  # the step whose positions are those of so many texts
+
+    @property
+    def _whole(self) -> DecodeStep:
+        return self._steps[0]
+
+    def put(self, slot: int, read: Read) -> None:
+        """A prompt into a slot."""
+        for i, (keys, values) in enumerate(zip(read.keys, read.values, strict=True)):
+            self._whole.keys[i][slot, :, : read.length] = keys
+            self._whole.values[i][slot, :, : read.length] = values
+        self._lengths[slot], self._now = read.length, None
+
+    def move(self, source: int, target: int) -> None:
+        """One slot's text into another one."""
+        end = self._lengths[source]
+        for whole in (*self._whole.keys, *self._whole.values):
+            whole[target, :, :end] = whole[source, :, :end]
+        self._lengths[target], self._now = end, None
+
+    @torch.no_grad()
+    def step(self, tokens: Tensor) -> Tensor:
+        """One token more in each of the first slots.
+
+        ``tokens`` are (slots,) int64.
+        """
+        used = len(tokens)
+        if self._now is None or self._now[1] != used:
+            step = self._step_of(used)
+            # Rows behind those in use take part: at place 0 of slots in which nothing stands.
+            places = self._lengths[:used] + [0] * (step.batch - used)
+            step.position.copy_(torch.tensor(places))
+            step.tokens.zero_()
+            self._now = step, used
+        step = self._now[0]
+        step.tokens[:used] = tokens
+        for slot in range(used):
+            self._lengths[slot] += 1
+        return step.advance()[:used]
+
+    def _step_of(self, used: int) -> DecodeStep:
+        """The smallest step with at least so many rows; one of fewer rows is made where most would idle."""
+        step = min((s for s in self._steps if s.batch >= used), key=lambda s: s.batch)
+        fewer = max(_FEWEST, used)
+        if step.batch >= _SHRINK * fewer:
+            with torch.inference_mode(False), torch.no_grad():
+                step = DecodeStep(self.model, batch=fewer, room=self.room, beside=self._whole)
+            self._steps.append(step)
+        return step
+
+    def prove(self, read: Read) -> None:
+        """Put ``read`` into the first slot and compare a step with the model's own.
+
+        Raises:
+            Unsupported: the logits differ by more than rounding to 16 bits explains.
+        """
+        self.put(0, read)
+        token = read.logits.argmax().reshape(1)
+        with products_in_16_bits(self.model):
+            theirs = own_step(self.model, read, token)
+        step = self._whole
+        step.position.copy_(torch.tensor([read.length] + [0] * (self.count - 1)))
+        step.tokens.zero_()
+        step.tokens[:1] = token
+        apart = difference(step.run()[0], theirs)
+        if not apart <= ROUNDING * len(step.keys) ** 0.5:
+            raise Unsupported(
+                f"a step through its kernels gives logits {apart:.2g} apart from the model's own."
+            )

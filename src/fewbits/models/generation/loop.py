@@ -1,0 +1,486 @@
+"""``model.generate`` at the speed of `DecodeStep`: transformers prepares, this loop decodes.
+
+transformers' ``generate`` takes a decoding loop from outside (``custom_generate``): it has made logits
+processors, stopping criteria and special tokens by then, so sampling, repetition penalties, stop strings,
+streamers, several answers a prompt and left padding are its own. This loop has the prompt read by the model
+itself, copies its keys and values into the step's cache, and replays the step's CUDA graph for every token.
+
+Unless something has to see every token on the host (a streamer, a stopping criterion other than length and
+end tokens, a logits processor that is not transformers' own), it looks whether all sequences have ended only
+every `_LOOK_EVERY` tokens and drops what was too much, so that the GPU never waits.
+
+What it does not take goes to transformers' own loop, with one line that says why, once for each reason.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from copy import deepcopy
+from functools import partial
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from fewbits.errors import Unsupported
+from fewbits.formats.kv_cache import KVCache
+from fewbits.host.unwrap import unwrap
+from fewbits.kernels.product.matmul_packed import PLAIN
+from fewbits.models.adapting.checkpointed_layers import let_gradients_begin
+from fewbits.models.generation.calls import drops, option_of, other_speculation, other_way, with_stop_strings
+from fewbits.models.generation.packed_keys import fill_step, packed_keywords, why_not_cache
+from fewbits.models.generation.speculation import (
+    MOST_GUESSES,
+    ROUNDING,
+    USUAL_DRAFT,
+    Draft,
+    Lookup,
+    Speculation,
+    SpeculativeTokens,
+    together_with,
+)
+from fewbits.models.generation.step import DecodeStep, why_not
+from fewbits.models.packing.cache_choice import cache_of_call
+from fewbits.nn.linear import QuantizedLinear
+
+if TYPE_CHECKING:
+    from torch import nn
+
+logger = logging.getLogger("fewbits")
+# Beside the models and not on them: a CUDA graph can be neither copied nor pickled.
+_STATES: WeakKeyDictionary[Any, Decoding] = WeakKeyDictionary()
+_LOOK_EVERY = 16
+_ROOM_STEP = 256  # tokens: a longer prompt of the next call often finds room
+# What transformers hands a loop beside the ids: read here, or of no consequence for it.
+_READ_HERE = {
+    "inputs_embeds",
+    "attention_mask",
+    "position_ids",
+    "past_key_values",
+    "use_cache",
+    "logits_to_keep",
+    "tokenizer",
+}
+
+
+class Decoding:
+    """What is kept on a model between calls: the step, whether it was proved, why there is none.
+
+    A step has one cache: ``busy`` is held while one call decodes, and another one, of a second thread or of a
+    stopping criterion that generates itself, goes to transformers' own loop meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self.busy = threading.Lock()
+        self.step: DecodeStep | None = None
+        self.together: tuple[DecodeStep, DecodeStep] | None = None  # the step, and the one that verifies
+        self.of_model: tuple[Any, ...] = ()
+        self.proved, self.apart = False, float("nan")
+        self.refused = ""
+        self.refused_caches: dict[KVCache, str] = {}  # the same of steps over packed keys and values
+        self.said: set[str] = set()
+
+    def say(self, reason: str, done: str = "generate() decodes through transformers' own loop") -> None:
+        """One line for each reason: what is done instead, and why."""
+        line = f"{done}: {reason}."
+        if line not in self.said:
+            self.said.add(line)
+            logger.warning(line)
+
+
+def decoding_of(model: nn.Module) -> Decoding:
+    """What is kept on a model."""
+    base = unwrap(model)
+    decoding = _STATES.get(base)
+    if decoding is None:
+        decoding = _STATES[base] = Decoding()
+    return decoding
+
+
+def with_loop(model: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> dict[str, Any]:
+    """What transformers' ``generate`` is called with: the call's keywords, with this loop where it serves."""
+    state = decoding_of(model)
+    choice = keywords.get("kv_cache")
+    keywords = {name: value for name, value in keywords.items() if name != "kv_cache"}
+    bound = inspect.signature(type(model).generate).bind_partial(model, *args, **keywords).arguments
+    arguments = {**bound, **bound.pop("kwargs", {})}
+    kind = cache_of_call(model, arguments, choice)
+    if (state.refused or state.refused_caches) and state.of_model != _state_of(model):
+        state.refused, state.refused_caches = "", {}  # the model is another one now
+    reason = state.refused or why_not(model) or other_way(model, arguments) or drops(model)
+    reason = reason or other_speculation(model, arguments) or why_not_cache(model, kind)
+    if kind is not None:
+        reason = reason or state.refused_caches.get(kind, "")
+        if option_of(model, arguments, "return_dict_in_generate"):
+            reason = reason or "the call asks for its cache, which is in few bits"
+    if reason:
+        if torch.cuda.is_available():
+            state.say(reason)
+        return {**keywords, **packed_keywords(model, kind, arguments.get("attention_mask"))}
+    # transformers hands a loop from outside neither a streamer nor a draft model.
+    streamer, draft = arguments.get("streamer"), arguments.get("assistant_model")
+    loop = partial(_decode, streamer=streamer, draft=draft, kv_cache=kind)
+    rest = {name: value for name, value in keywords.items() if name != "assistant_model"}
+    return {**with_stop_strings(rest), "custom_generate": loop}
+
+
+@torch.no_grad()
+def _decode(
+    model: Any,
+    input_ids: Tensor,
+    logits_processor: Any,
+    stopping_criteria: Any,
+    generation_config: Any,
+    streamer: Any = None,
+    draft: Any = None,
+    kv_cache: KVCache | None = None,
+    **keywords: Any,
+) -> Any:
+    """The loop that transformers calls; (batch, prompt and new tokens), or an output that holds them."""
+    state = decoding_of(model)
+    mask = keywords.get("attention_mask")
+    choose = (logits_processor, stopping_criteria, generation_config, streamer)
+    embedded = keywords.get("inputs_embeds")
+    read = input_ids if embedded is None else embedded[..., 0]  # its shape and device
+    most = _most_guesses(generation_config, draft) if embedded is None else 0
+    end = generation_config.max_length + (1 + most if most else 0) + read.shape[1] - input_ids.shape[1]
+    with alone(state) as is_alone, ExitStack() as held:
+        try:
+            if not is_alone:
+                raise Unsupported("another call of generate() runs on this model.")
+            padding = _left_padding(read, mask)
+            _check_keywords(model, read, padding, keywords)
+            prompt = _prefill(model, read, mask, padding, kv_cache, embedded)
+            step = _ready(state, model, read, prompt, padding, mask, end)
+        except Unsupported as error:
+            state.say(str(error).rstrip("."))
+        else:
+            guessed = _speculation(model, draft, most, (input_ids, prompt, padding, mask), held)
+            if guessed is not None:
+                tokens = SpeculativeTokens(step, guessed, logits_processor, stopping_criteria, streamer)
+                return tokens.run(prompt.logits, input_ids)
+            return _tokens(step, prompt.logits, input_ids, *choose)
+    return model._sample(  # type: ignore[no-any-return]
+        input_ids,
+        logits_processor=logits_processor,
+        stopping_criteria=stopping_criteria,
+        generation_config=generation_config,
+        streamer=streamer,
+        **{**keywords, **packed_keywords(model, kv_cache, mask)},
+    )
+
+
+def _most_guesses(generation_config: Any, draft: Any) -> int:
+    """How many tokens are guessed at most; 0 if nobody guesses."""
+    if generation_config.return_dict_in_generate:
+        return 0  # every token's scores are wanted
+    if draft is None:
+        return min(generation_config.prompt_lookup_num_tokens or 0, MOST_GUESSES)
+    said = draft.generation_config.num_assistant_tokens
+    return min(said or USUAL_DRAFT, MOST_GUESSES)
+
+
+def _speculation(
+    model: nn.Module,
+    draft: Any,
+    most: int,
+    prompted: tuple[Tensor, _Prompt, Tensor, Tensor | None],
+    held: ExitStack,
+) -> Speculation | None:
+    """Who guesses and what verifies; None without, and a line of the log where that was asked for."""
+    if not most:
+        return None
+    input_ids, prompt, padding, mask = prompted
+    state = decoding_of(model)
+    step = state.step
+    assert step is not None
+    try:
+        if state.together is None or state.together[0] is not step or state.together[1].batch != most + 1:
+            state.together = None  # its memory first
+            with products_in_16_bits(model):
+                rows_step = together_with(model, step, most + 1, deepcopy(prompt.cache), mask)
+            state.together = step, rows_step
+        together = state.together[1]
+        together.refresh()
+        together.first.copy_(padding.expand(together.batch))
+        if draft is None:
+            return Speculation(Lookup(most), together)
+        own = unwrap(draft)
+        of_draft = decoding_of(own)
+        if own is model or not held.enter_context(alone(of_draft)):
+            raise Unsupported("another call of generate() runs on the draft model")
+        read = _prefill(own, input_ids, mask, padding)
+        guesser = _ready(of_draft, own, input_ids, read, padding, mask, step.room)
+        return Speculation(Draft(guesser, input_ids[0].tolist(), most), together)
+    except Unsupported as error:
+        state.say(str(error).rstrip("."), "generate() decodes without guesses")
+        return None
+
+
+@contextmanager
+def alone(state: Decoding) -> Iterator[bool]:
+    """Whether no other call decodes on this model; others find this one meanwhile."""
+    is_alone = state.busy.acquire(blocking=False)
+    try:
+        yield is_alone
+    finally:
+        if is_alone:
+            state.busy.release()
+
+
+def _check_keywords(model: nn.Module, input_ids: Tensor, padding: Tensor, keywords: dict[str, Any]) -> None:
+    """Raise `Unsupported` for what the model's own forward would be given and this loop does not give it."""
+    others = sorted(name for name in keywords.keys() - _READ_HERE if keywords[name] is not None)
+    if others:
+        raise Unsupported(f"the call passes {', '.join(others)} to the model.")
+    if input_ids.device != model.device:
+        raise Unsupported("the prompts are not on the model's device.")
+    places = torch.arange(input_ids.shape[1], device=input_ids.device) - padding[:, None]
+    positions = keywords.get("position_ids")
+    if positions is None:
+        return
+    if positions.shape[-1] != places.shape[-1] or bool(
+        ((positions.to(places) != places) & (places >= 0)).any()
+    ):
+        raise Unsupported("the call passes position_ids of its own.")
+
+
+class _Prompt:
+    """What the model made of the prompt."""
+
+    def __init__(self, logits: Tensor, cache: Any) -> None:
+        self.logits, self.cache = logits, cache
+
+
+def _left_padding(input_ids: Tensor, mask: Tensor | None) -> Tensor:
+    """How many tokens of padding stand before each sequence (batch,)."""
+    if mask is None:
+        return torch.zeros(len(input_ids), dtype=torch.long, device=input_ids.device)
+    if mask.dim() != 2 or mask.shape != input_ids.shape:
+        raise Unsupported("the attention mask is not one value a token.")
+    count = mask.long().sum(-1)
+    padding = mask.shape[1] - count
+    places = torch.arange(mask.shape[1], device=mask.device)
+    if not bool(((places >= padding[:, None]) == mask.bool()).all()) or int(count.min()) < 1:
+        raise Unsupported("the prompts are not padded on the left.")
+    return padding
+
+
+def _prefill(
+    model: nn.Module,
+    input_ids: Tensor,
+    mask: Tensor | None,
+    padding: Tensor,
+    kind: KVCache | None = None,
+    embedded: Tensor | None = None,
+) -> _Prompt:
+    """The prompt through the model itself: its tokens (batch, length), or (batch, length, hidden) vectors."""
+    from transformers import DynamicCache
+
+    places = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
+    cache = DynamicCache()  # without a config: every layer keeps all tokens, also those of a sliding window
+    if kind is not None:
+        cache = packed_keywords(model, kind, mask, whole_windows=True)["past_key_values"]
+    out = model(
+        **({"input_ids": input_ids} if embedded is None else {"inputs_embeds": embedded}),
+        attention_mask=mask,
+        position_ids=(places - padding[:, None]).clamp(min=0),
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=1,
+    )
+    return _Prompt(out.logits[:, -1].float(), cache)
+
+
+def _ready(
+    state: Decoding,
+    model: nn.Module,
+    input_ids: Tensor,
+    prompt: _Prompt,
+    padding: Tensor,
+    mask: Tensor | None,
+    end: int,
+) -> DecodeStep:
+    """The step for this call, its cache filled with the prompt's keys and values."""
+    batch, length = input_ids.shape
+    of_model = _state_of(model)
+    step = state.step
+    kind = getattr(prompt.cache, "kind", None)
+    fits = step is not None and (step.batch, step.kv_cache) == (batch, kind) and step.room >= end
+    if step is None or not fits or state.of_model != of_model:
+        state.step = state.together = None  # their memory first
+        room = -(-max(end, length + 1) // _ROOM_STEP) * _ROOM_STEP
+        try:
+            # Inference mode's tensors could not be written by a later call outside of it.
+            with torch.inference_mode(False), torch.no_grad():
+                step = DecodeStep(model, batch=batch, room=room, kv_cache=kind)
+        except Unsupported as error:
+            state.of_model = of_model
+            _refuse(state, kind, str(error).rstrip("."))
+            raise
+        except torch.OutOfMemoryError as error:
+            raise Unsupported(f"there is no memory for the keys and values of {room:,} tokens.") from error
+        state.step, state.of_model, state.proved = step, of_model, False
+    step.refresh()
+    fill_step(step, prompt.cache, length)
+    step.position.fill_(length)
+    step.first.copy_(padding)
+    if not state.proved:
+        _prove(state, model, step, prompt, mask)
+    return step
+
+
+def _refuse(state: Decoding, kind: KVCache | None, reason: str) -> None:
+    """Remember why there is no step for this model, or none with such a cache."""
+    if kind is None:
+        state.refused = reason
+    else:
+        state.refused_caches[kind] = reason
+
+
+def _prove(state: Decoding, model: nn.Module, step: DecodeStep, prompt: _Prompt, mask: Tensor | None) -> None:
+    """One token through both ways; refuses the step for good if they differ by more than rounding."""
+    step.tokens.copy_(prompt.logits.argmax(-1))
+    longer = None if mask is None else torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
+    with products_in_16_bits(model):
+        apart = step.difference(model, deepcopy(prompt.cache), longer)
+    if not apart <= ROUNDING * len(step.keys) ** 0.5:
+        state.step = None
+        reason = f"one step through its kernels gives logits {apart:.2g} apart from the model's own"
+        _refuse(state, step.kv_cache, reason)
+        raise Unsupported(f"{reason}.")
+    state.proved, state.apart = True, apart
+
+
+@contextmanager
+def products_in_16_bits(model: nn.Module) -> Iterator[None]:
+    """Layers that round their inputs to 8 bits for speed take them as they are, as the step does."""
+    rounding = [m for m in model.modules() if isinstance(m, QuantizedLinear) and m.operands != PLAIN]
+    operands = [m.operands for m in rounding]
+    try:
+        for module in rounding:
+            module.operands = PLAIN
+        yield
+    finally:
+        for module, before in zip(rounding, operands, strict=True):
+            module.operands = before
+
+
+def _state_of(model: Any) -> tuple[Any, ...]:
+    """Which modules it is made of, which adapters take part, where weights lie, who has a forward of its own.
+
+    A model that answers otherwise than before needs another step, and another proof.
+    """
+    state: list[Any] = []
+    for module in model.modules():
+        if hasattr(module, "lora_A") and hasattr(module, "merged"):
+            active = () if module.disable_adapters or module.merged else tuple(module.active_adapters)
+            state.append((active, tuple(module.scaling.get(a) for a in active), bool(module.merged)))
+        state.append((id(module), type(module)))
+        hooks = [*module._forward_hooks.items(), *module._forward_pre_hooks.items()]
+        listeners = [number for number, hook in hooks if not _asks_for_gradients(hook)]
+        if listeners or "forward" in vars(module):
+            state.append((*listeners, id(vars(module).get("forward"))))
+    state.extend(tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers()))
+    return tuple(state)
+
+
+def _asks_for_gradients(hook: Any) -> bool:
+    """Whether a hook is the one that we, transformers and PEFT put on embeddings: it changes no number.
+
+    Trainers put on a new one between two rollouts, which would cost a new step, and its proof, each time.
+    """
+    name = getattr(hook, "__name__", "")
+    local = name.startswith("make_inputs_require_grad")
+    theirs = local and hook.__module__.startswith(("transformers.", "peft."))
+    return hook is let_gradients_begin or theirs
+
+
+def _is_a_users(processor: Any) -> bool:
+    """Whether a logits processor runs code from outside, which nobody calls for a text that has ended."""
+    kind = type(processor)
+    return not kind.__module__.startswith("transformers.") or kind.__name__.startswith("PrefixConstrained")
+
+
+class _Extras:
+    """What a call wants to have beside the tokens."""
+
+    def __init__(self, step: DecodeStep, config: Any) -> None:
+        self.step, self.config, self.begin = step, config, int(step.position[0])
+        self.scores: list[Tensor] = []
+        self.logits: list[Tensor] = []
+
+    def add(self, logits: Tensor, scores: Tensor) -> None:
+        """Of one token, before and after the processors."""
+        if self.config.return_dict_in_generate and self.config.output_scores:
+            self.scores.append(scores)
+        if self.config.return_dict_in_generate and self.config.output_logits:
+            self.logits.append(logits)
+
+    def with_ids(self, ids: Tensor, count: int) -> Any:
+        """``ids`` whose last ``count`` tokens are new, as transformers returns them."""
+        if not self.config.return_dict_in_generate:
+            return ids
+        from transformers import DynamicCache
+        from transformers.generation import GenerateDecoderOnlyOutput
+
+        cache, end = DynamicCache(), self.begin + count - 1  # the last token has not been taken in
+        for i, (keys, values) in enumerate(zip(self.step.keys, self.step.values, strict=True)):
+            cache.update(keys[:, :, :end].clone(), values[:, :, :end].clone(), i)
+        return GenerateDecoderOnlyOutput(
+            sequences=ids,
+            scores=tuple(self.scores[:count]) if self.config.output_scores else None,
+            logits=tuple(self.logits[:count]) if self.config.output_logits else None,
+            past_key_values=cache,
+        )
+
+
+def _tokens(
+    step: DecodeStep,
+    logits: Tensor,
+    input_ids: Tensor,
+    logits_processor: Any,
+    stopping_criteria: Any,
+    generation_config: Any,
+    streamer: Any,
+) -> Any:
+    """Prompt and new tokens (batch, length), with what the call wants beside them."""
+    pad = getattr(generation_config, "_pad_token_tensor", None)
+    kinds = {type(c).__name__ for c in stopping_criteria}
+    ends = "EosTokenCriteria" in kinds or any(hasattr(c, "eos_token_id") for c in stopping_criteria)
+    at_once = streamer is not None or kinds - {"MaxLengthCriteria", "EosTokenCriteria"}
+    look_every = 1 if at_once or any(map(_is_a_users, logits_processor)) else _LOOK_EVERY
+    open_rows = torch.ones(len(input_ids), dtype=torch.long, device=input_ids.device)
+    all_ended: list[Tensor] = []
+    so_far, length = _Extras(step, generation_config), input_ids.shape[1]
+    while True:
+        scores = logits_processor(input_ids, logits)
+        so_far.add(logits, scores)
+        if generation_config.do_sample:
+            chosen = torch.multinomial(scores.softmax(-1), num_samples=1).squeeze(1)
+        else:
+            chosen = scores.argmax(-1)
+        if ends and pad is not None:
+            chosen = chosen * open_rows + pad.to(chosen.device) * (1 - open_rows)
+        input_ids = torch.cat([input_ids, chosen[:, None]], dim=-1)
+        if streamer is not None:
+            streamer.put(chosen.cpu())
+        open_rows = open_rows & ~stopping_criteria(input_ids, None)
+        all_ended.append(open_rows.max() == 0)
+        full = input_ids.shape[1] >= generation_config.max_length
+        if full or len(all_ended) % look_every == 0:
+            ended = torch.stack(all_ended)
+            if full or bool(ended[-1]):
+                count = int(ended.long().argmax()) + 1 if bool(ended.any()) else len(all_ended)
+                input_ids = input_ids[:, : length + count]
+                break
+        step.tokens.copy_(chosen)
+        logits = step.advance().clone()
+    if streamer is not None:
+        streamer.end()
+    return so_far.with_ids(input_ids, input_ids.shape[1] - length)

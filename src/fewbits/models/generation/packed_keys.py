@@ -1,0 +1,106 @@
+"""Keys and values in few bits in a step of decoding: their tensors, and what a prompt leaves in them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fewbits.errors import Unsupported
+from fewbits.families.shapes import head_dim
+from fewbits.formats.kv_cache import KVCache
+from fewbits.kernels.generation.decode_attention import Rules
+from fewbits.kernels.generation.packed_attention import (
+    PackedAttention,
+    PackedKeysValues,
+    empty_cache,
+    why_not_packed,
+)
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def why_not_cache(model: Any, kind: KVCache | None) -> str:
+    """Why no step of this model reads such a cache; "" if it can, or there is none."""
+    if kind is None:
+        return ""
+    config = model.config.get_text_config()
+    heads = config.num_attention_heads
+    group = heads // (getattr(config, "num_key_value_heads", None) or heads)
+    return why_not_packed(kind, head_dim(config.to_dict()), group)
+
+
+def packed_layer(
+    step: Any, kind: KVCache, qkv: Tensor, attended: Tensor, rules: Rules, kv_heads: int
+) -> tuple[PackedKeysValues, PackedAttention]:
+    """The cache of one layer of a step, zeros, and the launch that attends to it and appends.
+
+    Args:
+        step: the step, whose positions and tables of the rotation the launch reads.
+        kind: which formats.
+        qkv: (batch, (heads + 2 kv_heads) D) float32.
+        attended: (batch, heads D) in 16 bits: where the result goes.
+        rules: how scores come about.
+        kv_heads: heads of keys.
+
+    Raises:
+        Unsupported: a format, head size or grouping that the kernel does not take.
+    """
+    size = (qkv.shape[1] - attended.shape[1]) // (2 * kv_heads)
+    stored = empty_cache(kind, (step.batch, kv_heads, step.room, size), step.dtype, step.device)
+    cosines, sines = step.rotary_tables
+    cache = PackedKeysValues(
+        kind, **stored, cosines=cosines, sines=sines, position=step.position, first=step.first
+    )
+    return cache, PackedAttention(qkv, cache, attended, rules, early=step.early)
+
+
+@torch.no_grad()
+def fill_step(step: Any, cache: Any, length: int) -> None:
+    """Take over what a model made of a prompt.
+
+    Args:
+        step: a `DecodeStep`.
+        cache: transformers' cache of the prompt, a `PackedCache` for a step with packed layers.
+        length: tokens of the prompt, padding included.
+
+    Raises:
+        Unsupported: the cache is not one of every token of every layer.
+    """
+    from fewbits.models.generation.packed_cache import PackedLayer
+
+    for i, layer in enumerate(cache.layers):
+        if layer.get_seq_length() != length or isinstance(layer, PackedLayer) != (i in step.packed):
+            raise Unsupported("the model's cache does not hold the whole prompt.")
+        if isinstance(layer, PackedLayer):
+            for which, heads in layer.heads.items():
+                step.packed[i].fill(which, heads.codes, heads.scales, heads.newest, heads.first)
+            continue
+        if layer.keys.shape[-2] != length:
+            raise Unsupported("the model's cache does not hold the whole prompt.")
+        step.keys[i][:, :, :length] = layer.keys
+        step.values[i][:, :, :length] = layer.values
+
+
+def packed_keywords(
+    model: nn.Module, kind: KVCache | None, mask: Tensor | None, *, whole_windows: bool = False
+) -> dict[str, Any]:
+    """The word of ``generate`` and of a model's forward that hands over an empty packed cache.
+
+    Args:
+        model: the model.
+        kind: formats; None: no word.
+        mask: (batch, tokens), the call's attention mask, which says how much padding stands in front.
+        whole_windows: as `PackedCache` has it.
+    """
+    if kind is None:
+        return {}
+    from fewbits.models.generation.packed_cache import PackedCache
+
+    padding = None
+    if mask is not None and mask.dim() == 2:
+        padding = (mask.cumsum(-1) == 0).sum(-1)
+        padding = padding if bool(padding.any()) else None
+    return {"past_key_values": PackedCache(model.config, kind, padding=padding, whole_windows=whole_windows)}

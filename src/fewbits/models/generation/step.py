@@ -1,0 +1,483 @@
+"""One step of decoding as few kernels: from the next tokens to their logits, in one CUDA graph.
+
+A decoder layer is five launches: norm, q, k and v; attention over the cache with rotary and appending; the
+output projection, added to the residual stream; norm, gate, up and activation; down, added again. The stream
+stays in float32. Kernels of Hopper and later ask for their weights before the kernel before them has ended.
+Adapters stay unmerged: their inner values are begun by the kernel that makes a product's input, else they
+are one more small launch in front of it, and their other side is added inside it.
+
+Which models: those whose layers are norm, attention, norm, gated MLP, each added to the stream, as the
+family's spec names them. Nothing is taken on trust: a `DecodeStep` can be compared with the model it is made
+for, by one token through both ways (`DecodeStep.difference`), and whoever uses it refuses it if the logits
+differ by more than rounding explains. `why_not` says in one sentence why a model has none.
+
+Inside a step nothing is read back to the host. Memory: keys and values for ``room`` tokens, in 16 bits or
+few.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fewbits.decoder.limits import why_not_by_spec
+from fewbits.decoder.parts import KERNEL_ACTIVATIONS
+from fewbits.errors import BadInput, NotFused, SpecMismatch, Unsupported
+from fewbits.families.shapes import field_of, scores_factor, window_of
+from fewbits.families.spec import ModelSpec
+from fewbits.formats.base import Packed
+from fewbits.formats.kv_cache import KVCache
+from fewbits.host.spec import layer_names, locate, spec_for
+from fewbits.host.unwrap import unwrap
+from fewbits.kernels.generation.batch_rows import MOST_ROWS, BatchRows, Workspace
+from fewbits.kernels.generation.cut import max_rows
+from fewbits.kernels.generation.decode_attention import Cache, DecodeAttention, Rules, begins_inner
+from fewbits.kernels.generation.few_rows import FewRows
+from fewbits.kernels.generation.operands import (
+    LowRankSum,
+    Product,
+    part_reserve,
+    takes_inner,
+    takes_parts,
+)
+from fewbits.kernels.generation.packed_attention import PackedKeysValues
+from fewbits.kernels.launch import nvrtc
+from fewbits.models.generation.branches import Reader, StepBranches, norm_of, plain_part
+from fewbits.models.generation.packed_keys import packed_layer
+from fewbits.models.generation.products import ManyRows
+
+# Rows from which a product is one of a batch, and from which the library multiplies decoded weights. A step
+# of the 8B shape in NF4 on an H200, context 128: 2 rows by few_rows.py 2.69 ms, by batch_rows.py 2.98; 4 rows
+# 3.44 and 3.00; 128 rows by batch_rows.py, twice 64, 14.0, by the library 14.5.
+_FEWEST_OF_A_BATCH, _FEWEST_FOR_THE_LIBRARY = 3, 129
+
+
+def why_not(model: Any) -> str:
+    """Why decoding of ``model`` cannot be one of these steps; "" if nothing speaks against trying."""
+    try:
+        spec = spec_for(model)
+    except Unsupported as error:
+        return str(error)
+    if spec.generic:
+        return spec.without_spec
+    config = model.config.get_text_config()
+    reason = why_not_by_spec(spec, config) or _built_differently(spec, config)
+    if reason is not None:
+        return f"layers of {spec.model_type} are built differently: {reason}"
+    if changed_by(spec, config):
+        return f"{spec.model_type} changes {' and '.join(changed_by(spec, config))}"
+    if rope_kind(model) in ("dynamic", "longrope"):
+        return f"the rotary embedding {rope_kind(model)!r} depends on the length"
+    if any(hasattr(p, "placements") for p in model.parameters()) or any(
+        vars(m).get("tensor_group") is not None for m in model.modules()
+    ):
+        return "its weights are spread over several processes"
+    devices = {p.device for p in model.parameters()}
+    if len(devices) != 1 or next(iter(devices)).type != "cuda":
+        return "the model is not on one GPU"
+    if nvrtc.missing() is not None:
+        return str(nvrtc.missing())
+    if torch.cuda.get_device_capability(next(iter(devices))) < (8, 0):
+        return "its kernels need compute capability 8.0 or later"
+    return ""
+
+
+def _built_differently(spec: ModelSpec, config: Any) -> str | None:
+    """What a step's kernels cannot compute and the fused nodes can."""
+    assert spec.attention is not None and spec.mlp is not None  # `why_not_by_spec` has refused the others
+    if len(spec.attention.inputs) != 3 or len(spec.mlp.inputs) != 2:
+        return "one linear holds several"
+    if spec.norm.layout != "pre":
+        return "norms stand behind attention and MLP as well"
+    if field_of(config, spec.attention.soft_cap) is not None:
+        return "scores are capped"
+    rotary = field_of(config, spec.attention.rotary_layers)
+    return None if rotary is None or all(rotary) else "some layers do not turn queries and keys"
+
+
+def changed_by(spec: ModelSpec, config: Any) -> list[str]:
+    """What a family does to embeddings and logits beside its layers, where this config does it at all."""
+    facts = {
+        "its embeddings": ((spec.embedding_multiplier, 1.0),),
+        "its logits after the head": (
+            (spec.logits_divisor, 1.0),
+            (spec.logits_multiplier, 1.0),
+            (spec.logits_soft_cap, None),
+        ),
+    }
+    return [
+        what
+        for what, fields in facts.items()
+        if any(field_of(config, name, neutral) != neutral for name, neutral in fields)
+    ]
+
+
+class DecodeStep:
+    """The step of one model for a number of sequences.
+
+    Attributes:
+        tokens: (batch,) int64: what the next step takes in.
+        position: (batch,) int64: where in the cache it goes; `advance` counts on.
+        first: (batch,) int64: the first position of each sequence that is seen (padding stands before).
+        logits: (batch, vocabulary) float32: of the last step.
+        keys, values: of each layer (batch, kv_heads, room, head size); without tokens where packed ones are.
+        packed: keys and values in few bits, by layer.
+        launches: kernels of ours in a step.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        batch: int,
+        room: int,
+        beside: DecodeStep | None = None,
+        together: bool = False,
+        kv_cache: KVCache | None = None,
+    ) -> None:
+        """Make buffers and prepare all launches.
+
+        Args:
+            model: a causal language model for which `why_not` has nothing to say.
+            batch: sequences.
+            room: tokens of each, prompt included.
+            beside: a step of this model with as much room, whose cache this one works on: that of its first
+                ``batch`` sequences. Positions and tokens are its own.
+            together: with ``beside``: all rows are tokens of its first sequence, each at its own position,
+                and each sees those that stand before it.
+            kv_cache: in which formats keys and values are kept; None: as the model computes them.
+
+        Raises:
+            Unsupported: something in the model that the kernels do not take; the message says what.
+        """
+        spec = spec_for(model)
+        self.batch, self.room, self.spec = batch, room, spec
+        self._beside, self._together, self.kv_cache = beside, together, kv_cache
+        if beside is not None and (kv_cache or beside.kv_cache):
+            name = (kv_cache or beside.kv_cache or KVCache()).name
+            raise Unsupported(f"steps that share keys and values have them in 16 bits, not in {name}.")
+        base = unwrap(model)
+        self._embed = model.get_submodule(locate(model, spec, spec.embed))
+        weight = next(self._embed.parameters())
+        self.device, self.dtype = weight.device, base.get_submodule(self._final_norm).weight.dtype
+        if self.dtype not in (torch.bfloat16, torch.float16):
+            raise Unsupported(f"the model computes in {self.dtype}; decoding's kernels take 16 bits.")
+        self._early = self.device.type == "cuda" and torch.cuda.get_device_capability(self.device) >= (9, 0)
+        self._calls: list[Callable[[], Tensor]] = []
+        self._adapters = StepBranches(self.dtype)
+        self._workspace = Workspace(self.device)
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+        self.packed: dict[int, PackedKeysValues] = {}
+        whole = {"dtype": torch.long, "device": self.device}
+        self.tokens, self.position, self.first = (torch.zeros(batch, **whole) for _ in range(3))
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._hidden = self._buffer(self._embedded().shape[-1], torch.float32)
+        try:
+            self._cosines, self._sines = _rotary_tables(base, spec, room, self.dtype, self.device)
+            layers = [model.get_submodule(name) for name in layer_names(model, spec)]
+            head = self._head_of(model)
+            for i, layer in enumerate(layers):
+                self._add_layer(layer, self._attention_inputs(layers[i + 1]) if i + 1 < len(layers) else head)
+            self.logits = self._buffer(head.parts[0].width, torch.float32)
+            self._add_product(self._hidden, head, self.logits)
+        except (NotFused, SpecMismatch, BadInput, AttributeError) as error:
+            # Of a module that was replaced by one of another build, attributes are missing.
+            raise Unsupported(f"{str(error).rstrip('.')}.") from error
+
+    @property
+    def _final_norm(self) -> str:
+        assert self.spec.final_norm is not None  # as every written spec has one
+        return self.spec.final_norm
+
+    @property
+    def early(self) -> bool:
+        """Whether kernels start before those in front of them have ended."""
+        return self._early
+
+    @property
+    def rotary_tables(self) -> tuple[Tensor, Tensor]:
+        """Cosines and sines (room, rotary) float32."""
+        return self._cosines, self._sines
+
+    @property
+    def launches(self) -> int:
+        """Kernels of ours in a step."""
+        return len(self._calls)
+
+    def refresh(self) -> None:
+        """Take over the adapters' newest values."""
+        self._adapters.refresh()
+
+    @torch.no_grad()
+    def run(self) -> Tensor:
+        """One step, launch by launch; `logits`. The position stays."""
+        self._hidden.copy_(self._embedded())
+        for call in self._calls:
+            call()
+        return self.logits
+
+    def advance(self) -> Tensor:
+        """One step, then the position moves on; on a GPU from a CUDA graph, recorded at the first call."""
+        if self.device.type != "cuda":
+            self.run()
+            self.position.add_(1)
+            return self.logits
+        if self._graph is None:
+            self._graph = self._recorded()
+        self._graph.replay()
+        return self.logits
+
+    @torch.no_grad()
+    def difference(self, model: nn.Module, cache: Any, attention_mask: Tensor | None) -> float:
+        """The relative difference of this step's logits to those of the model's own forward.
+
+        Args:
+            model: the model.
+            cache: its own cache of what stands before; it is changed by the model's forward.
+            attention_mask: (batch, tokens before and one more), or None.
+        """
+        ours = self.run().clone()
+        out = model(
+            input_ids=self.tokens[:, None],
+            position_ids=(self.position - self.first)[:, None],
+            attention_mask=attention_mask,
+            past_key_values=cache,
+            use_cache=True,
+        )
+        theirs = out.logits[:, -1].float()
+        return float((ours - theirs).norm() / theirs.norm())
+
+    def _embedded(self) -> Tensor:
+        return self._embed(self.tokens)  # type: ignore[no-any-return]
+
+    def _buffer(self, columns: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(self.batch, columns, dtype=dtype, device=self.device)
+
+    def _recorded(self) -> torch.cuda.CUDAGraph:
+        with torch.cuda.device(self.device), torch.no_grad():
+            side, current = torch.cuda.Stream(), torch.cuda.current_stream()
+            side.wait_stream(current)
+            with torch.cuda.stream(side):
+                self.run()  # kernels are compiled; it writes what the graph will write again
+            current.wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            # Other threads (of a data loader that pins memory, of NCCL) go on calling CUDA meanwhile.
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                self.run()
+                self.position.add_(1)
+        return graph
+
+    def _attention_inputs(self, layer: nn.Module) -> Reader:
+        """What reads the stream first in a layer."""
+        facts, norm = self.spec.attention, self.spec.norm
+        assert facts is not None
+        parts = [plain_part(layer, path) for path in facts.inputs]
+        return Reader(parts, norm_of(layer, norm.before_attention, self.spec))
+
+    def _add_layer(self, layer: nn.Module, after: Reader) -> None:
+        """Launches of a layer, behind which ``after`` reads the stream."""
+        facts, norm = self.spec.attention, self.spec.norm
+        assert facts is not None
+        attention: Any = layer.get_submodule(facts.path)
+        config, D = attention.config, attention.head_dim
+        kv_heads = config.num_key_value_heads
+        heads = kv_heads * attention.num_key_value_groups
+        qkv, attended = (
+            self._buffer((heads + 2 * kv_heads) * D, torch.float32),
+            self._buffer(heads * D, self.dtype),
+        )
+        self._add_product(self._hidden, self._attention_inputs(layer), qkv)
+        rules = Rules(
+            scale=scores_factor(facts, config, D),
+            window=window_of(facts, config, attention),
+            q_norm=None if norm.query is None else norm_of(layer, norm.query, self.spec),
+            k_norm=None if norm.key is None else norm_of(layer, norm.key, self.spec),
+        )
+        output = Reader([plain_part(layer, facts.output)])
+        self._add_attention(qkv, attended, rules, kv_heads, output)
+        inputs = self._mlp_inputs(layer)
+        self._add_product(attended, output, self._hidden, add=True, after=inputs)
+        self._add_mlp(layer, config, inputs, after)
+
+    def _add_attention(
+        self, qkv: Tensor, attended: Tensor, rules: Rules, kv_heads: int, output: Reader
+    ) -> None:
+        """Keys and values of one more layer, what attends to them, and begins what reads that."""
+        D = (qkv.shape[1] - attended.shape[1]) // (2 * kv_heads)
+        if self.kv_cache is not None and not rules.window:
+            packed, packed_call = packed_layer(self, self.kv_cache, qkv, attended, rules, kv_heads)
+            self.packed[len(self.keys)] = packed
+            self._add_cache((self.batch, kv_heads, 0, D))
+            self._calls.append(packed_call.launch)
+            return
+        self._add_cache((self.batch, kv_heads, self.room, D))
+        cache = Cache(self.keys[-1], self.values[-1], self._cosines, self._sines, self.position, self.first)
+        begins = begins_inner(self.keys[-1], attended.shape[1] // D, output.ranks)
+        begins = begins and self._one_call(output, output.padded)
+        inner = self._adapters.begin(attended, output) if begins else None
+        call = DecodeAttention(qkv, cache, attended, rules, early=self._early, after=inner)
+        self._calls.append(call.launch)
+        if self._together:
+            # The first launch writes new keys and values of all rows; what it attends to is not whole yet.
+            # The second one writes the same again, and must not read ahead of the first.
+            call = DecodeAttention(qkv, cache, attended, rules, early=False, after=inner)
+            self._calls.append(call.launch)
+        if call.next_sums is not None:
+            self._adapters.leave(attended, call.next_sums, output.ranks)
+
+    def _add_cache(self, shape: tuple[int, int, int, int]) -> None:
+        """Keys and values of one more layer: its own, or a part of those of the step beside."""
+        layer, beside = len(self.keys), self._beside
+        for mine, theirs in zip(*([s.keys, s.values] for s in (self, beside or self)), strict=True):
+            if beside is None:
+                mine.append(torch.zeros(shape, dtype=self.dtype, device=self.device))
+            elif self._together:
+                mine.append(theirs[layer][:1].expand(shape))
+            else:
+                mine.append(theirs[layer][: self.batch])
+
+    def _mlp_inputs(self, layer: nn.Module) -> Reader:
+        """What reads the stream behind attention."""
+        mlp = self.spec.mlp
+        assert mlp is not None
+        parts = [plain_part(layer, path) for path in mlp.inputs]
+        return Reader(parts, norm_of(layer, self.spec.norm.before_mlp, self.spec))
+
+    def _add_mlp(self, layer: nn.Module, config: Any, inputs: Reader, after: Reader) -> None:
+        mlp = self.spec.mlp
+        assert mlp is not None
+        name = field_of(config, mlp.activation)
+        activation = KERNEL_ACTIVATIONS.get(name)
+        if activation is None:
+            raise Unsupported(f"no kernel has the activation {name!r}.")
+        down = Reader([plain_part(layer, mlp.output)])
+        inner = self._buffer(inputs.parts[0].width, self.dtype)
+        self._add_product(self._hidden, inputs, inner, activation=activation, after=down)
+        self._add_product(inner, down, self._hidden, add=True, after=after)
+
+    def _head_of(self, model: nn.Module) -> Reader:
+        part = plain_part(model, locate(model, self.spec, self.spec.head))
+        return Reader([part], norm_of(model, locate(model, self.spec, self._final_norm), self.spec))
+
+    def _one_call(self, reader: Reader, ranks: int) -> bool:
+        """Whether kernels for few rows have all rows at once, beside so many branches' inner values."""
+        reserve = part_reserve(self.batch, ranks)
+        rows = min(max_rows(part.weight, reserve) for part in reader.parts)
+        return rows >= self.batch
+
+    def _begins(self, reader: Reader, after: Reader) -> bool:
+        """Whether the kernel of one product begins inner values of the branches of the next one."""
+        return (
+            takes_parts(self.batch, after.ranks)
+            and self._one_call(reader, reader.padded + after.padded)
+            and self._one_call(after, after.padded)
+        )
+
+    def _add_product(
+        self,
+        x: Tensor,
+        reader: Reader,
+        out: Tensor,
+        *,
+        activation: str | None = None,
+        add: bool = False,
+        after: Reader | None = None,
+    ) -> None:
+        """The launches of one product, for as many rows at a time as fit; ``after`` reads ``out`` next."""
+        parts, norm = reader.parts, reader.norm
+        inner = self._adapters.take_up(x, reader) or self._inner_values(x, reader)
+        following = None
+        if after is not None and self._begins(reader, after):
+            following = self._adapters.begin(out, after)
+        weights = [part.weight for part in parts]
+        sizes = {w.shape[0] for w in weights} if activation else {sum(w.shape[0] for w in weights)}
+        if sizes != {out.shape[1]} or {w.shape[1] for w in weights} != {x.shape[1]}:
+            raise Unsupported(f"{_described(weights[0])} are not of the sizes that the config gives.")
+        groups = (
+            [list(range(len(parts)))] if activation or _alike(weights) else [[i] for i in range(len(parts))]
+        )
+        begin = 0
+        for group in groups:
+            chosen = [weights[i] for i in group]
+            columns = out.shape[1] if len(groups) == 1 else chosen[0].shape[0]
+            make, rows = self._product_of(chosen)
+            for m in range(0, self.batch, rows):
+                cut = slice(m, m + rows)
+                product = Product(
+                    x[cut],
+                    chosen,
+                    out[cut, begin : begin + columns],
+                    biases=[parts[i].bias for i in group],
+                    branches=[None if (branch := inner[i]) is None else branch.rows(cut) for i in group],
+                    norm=norm,
+                    activation=activation,
+                    add=add,
+                    next=following,
+                )
+                call = make(product)
+                self._calls.append(call.launch)
+                if following is not None and after is not None:
+                    self._adapters.leave(out, call.next_sums, after.ranks)
+            begin += columns
+
+    def _product_of(self, weights: Sequence[Packed | Tensor]) -> tuple[Callable[[Product], Any], int]:
+        """What makes a call of a product with these weights, and for how many rows at a time."""
+        rows = min(max_rows(w) for w in weights)
+        if rows == 0:
+            raise Unsupported(f"the kernel for few rows does not read {_described(weights[0])}.")
+        if self.batch >= _FEWEST_FOR_THE_LIBRARY:
+            return partial(ManyRows, dtype=self.dtype), self.batch
+        if self.batch >= _FEWEST_OF_A_BATCH:
+            return partial(BatchRows, workspace=self._workspace, early=self._early), MOST_ROWS
+        return partial(FewRows, early=self._early), rows
+
+    def _inner_values(self, x: Tensor, reader: Reader) -> list[LowRankSum | None]:
+        """The branches with their inner values ``x A^T``, of the product itself or of a launch in front."""
+        if not reader.branches:
+            return [None] * len(reader.parts)
+        inner = self._buffer(sum(reader.ranks), torch.float32)
+        by_batch_rows = _FEWEST_OF_A_BATCH <= self.batch < _FEWEST_FOR_THE_LIBRARY
+        beside = by_batch_rows and takes_inner(x)
+        branches, weights = self._adapters.whole(reader, inner, beside)
+        if not beside:
+            make, rows = self._product_of(weights)
+            for m in range(0, self.batch, rows):
+                cut = slice(m, m + rows)
+                self._calls.append(make(Product(x[cut], weights, inner[cut], norm=reader.norm)).launch)
+        return branches
+
+
+def _alike(weights: Sequence[Packed | Tensor]) -> bool:
+    kinds = {w.format if isinstance(w, Packed) else w.dtype for w in weights}
+    return len(kinds) == 1 and len(weights) <= 3
+
+
+def _described(weight: Packed | Tensor) -> str:
+    kind = weight.format.name if isinstance(weight, Packed) else str(weight.dtype)
+    return f"weights of {tuple(weight.shape)} in {kind}"
+
+
+def rope_kind(model: Any) -> str:
+    """The name of a model's rotary embedding; "default" if nothing is said."""
+    config = model.config.get_text_config()
+    scaling = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    return str(scaling.get("rope_type", scaling.get("type", "default")))
+
+
+def _rotary_tables(
+    base: nn.Module, spec: ModelSpec, room: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines (room, rotary) float32, rounded to ``dtype`` as the model's own are."""
+    path = spec.embed.rpartition(".")[0]
+    rotary = getattr(base.get_submodule(path), "rotary_emb", None)
+    if rotary is None:
+        raise SpecMismatch(f"{type(base).__name__} has no rotary embedding at {path}.rotary_emb.")
+    positions = torch.arange(room, device=device)[None]
+    with torch.no_grad():
+        cosines, sines = rotary(torch.zeros(1, dtype=dtype, device=device), positions)
+    return cosines[0].float().contiguous(), sines[0].float().contiguous()

@@ -1,0 +1,155 @@
+"""Write an adapter and its base as one ordinary model: 16-bit or packed, checked before it is called done.
+
+``W_merged = W + scaling * B @ A``, summed in float32 tensor by tensor, then rounded once to the 16-bit
+dtype. W is the original checkpoint's weight where that is still on disk (so the error of the 4-bit base
+does not enter), read shard by shard; otherwise the dequantised weight. The receipt says which.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fewbits.errors import BadInput, Unsupported
+from fewbits.host.unwrap import unwrap
+from fewbits.models.folders.original import files_read
+from fewbits.models.folders.whole_folder import ADAPTER, check_destination, whole_folder
+from fewbits.models.merging.experts import WholeMerger, has_experts
+from fewbits.models.merging.merger import TOKENIZER_FILES, Merger, MergeReceipt
+from fewbits.models.packing.packed import recipe_of
+from fewbits.nn.linear import QuantizedLinear
+
+if TYPE_CHECKING:
+    from torch import nn
+
+SAVE_METHODS = ("merged_16bit", "merged_4bit", "lora")
+_SHARD_BYTES = 5_000_000_000
+# Names that Unsloth's method takes; these choose nothing here.
+IGNORED_OPTIONS = {
+    "token",
+    "is_main_process",
+    "safe_serialization",
+    "temporary_location",
+    "maximum_memory_usage",
+    "tags",
+}
+
+
+def save_pretrained_merged(
+    model: nn.Module,
+    save_directory: str | Path,
+    tokenizer: Any = None,
+    save_method: str = "merged_16bit",
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_size: int | str = _SHARD_BYTES,
+    overwrite: bool = False,
+    **options: Any,
+) -> MergeReceipt | None:
+    """Save base and adapter as one model, whole or not at all.
+
+    Args:
+        model: a PeftModel over a model of ours (or of transformers), or the model inside it.
+        save_directory: the folder to write; never the one that the model was loaded from.
+        tokenizer: saved beside the weights; None copies the original's files where they exist.
+        save_method: "merged_16bit", "merged_4bit" (packed again, by the model's own recipe) or "lora"
+            (adapter only).
+        dtype: of the 16-bit weights; None is float16 for a float16 model and bfloat16 for any other.
+        max_shard_size: bytes of one file, where the original's shards do not decide it.
+        overwrite: replace a model (for "lora": an adapter) that is in the folder, by one rename; False
+            refuses a folder that is not empty.
+        options: names that Unsloth's method takes; ``push_to_hub`` is refused, the rest choose nothing here.
+
+    Returns:
+        What was done; None for "lora".
+
+    Raises:
+        BadInput, Unsupported: a folder that is taken or was read, an unknown method or option, an adapter
+            that is not a sum of low-rank products.
+        BadCheckpoint: the reloaded model's logits are not the expected ones; nothing was written.
+    """
+    method = {"merged_16bits": "merged_16bit", "merged_4bit_forced": "merged_4bit"}.get(
+        save_method, save_method
+    )
+    _check_options(method, options)
+    if method == "lora":
+        _save_adapter(model, save_directory, tokenizer, overwrite)
+        return None
+    base = unwrap(model)
+    read = files_read(base)
+    check_destination(save_directory, overwrite=overwrite, protected=read)
+    merger = _merger_of(base, dtype or (torch.float16 if base.dtype == torch.float16 else torch.bfloat16))
+    if method == "merged_16bit":
+        with whole_folder(save_directory, overwrite=overwrite, protected=read) as folder:
+            error, tolerance = merger.write(folder, tokenizer, _as_bytes(max_shard_size))
+        return merger.receipt(save_directory, method, error, tolerance)
+    with whole_folder(save_directory, overwrite=overwrite, protected=read) as folder:
+        error, tolerance = merger.write(folder / "16bit", tokenizer, _as_bytes(max_shard_size))
+        _pack(base, folder / "16bit", folder)
+        shutil.rmtree(folder / "16bit")
+    return merger.receipt(save_directory, method, error, tolerance)
+
+
+def _merger_of(base: nn.Module, dtype: torch.dtype) -> Merger:
+    return WholeMerger(base, dtype) if has_experts(base) else Merger(base, dtype)
+
+
+def _check_options(method: str, options: dict[str, Any]) -> None:
+    if method not in SAVE_METHODS:
+        raise BadInput(f"save_method is {method!r}; it is one of {', '.join(SAVE_METHODS)}.")
+    if options.pop("push_to_hub", False):
+        raise Unsupported(
+            "save_pretrained_merged writes to a folder only; push_to_hub_merged(name, ...) uploads."
+        )
+    unknown = sorted(set(options) - IGNORED_OPTIONS - {k for k, v in options.items() if v is None})
+    if unknown:
+        raise BadInput(f"save_pretrained_merged knows no option {', '.join(unknown)}; leave it out.")
+
+
+def _save_adapter(model: nn.Module, save_directory: str | Path, tokenizer: Any, overwrite: bool) -> None:
+    from peft import PeftModel
+
+    if not isinstance(model, PeftModel):
+        raise BadInput("save_method='lora' needs the PeftModel; call it on what get_peft_model returned.")
+    with whole_folder(save_directory, overwrite=overwrite, marker=ADAPTER) as folder:
+        type(model).save_pretrained(model, folder)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+
+
+def _as_bytes(size: int | str) -> int:
+    if isinstance(size, int):
+        return size
+    units = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+    text = size.strip().upper()
+    for unit, factor in sorted(units.items(), key=lambda u: -len(u[0])):
+        if text.endswith(unit):
+            return int(float(text.removesuffix(unit)) * factor)
+    raise BadInput(f"max_shard_size is {size!r}; write bytes as a number, or a size such as '5GB'.")
+
+
+def _pack(base: Any, source: Path, target: Path) -> None:
+    """Load the merged 16-bit model in the base's own recipe and save it packed."""
+    from fewbits.models.loading.hf_quantizer import FewbitsConfig, write_packed
+
+    recipe = (
+        recipe_of(base, name="merged_4bit")
+        if any(isinstance(m, QuantizedLinear) for m in base.modules())
+        else None
+    )
+    config = getattr(base.config, "quantization_config", None)
+    if isinstance(config, FewbitsConfig):
+        recipe = config.recipe
+    packed = type(base).from_pretrained(
+        source,
+        quantization_config=FewbitsConfig(recipe or "qlora_nf4"),
+        dtype=base.dtype,
+        local_files_only=True,
+    )
+    write_packed(packed, target)
+    for pattern in TOKENIZER_FILES:
+        for file in source.glob(pattern):
+            shutil.copyfile(file, target / file.name)
