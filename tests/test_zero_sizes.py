@@ -31,8 +31,8 @@ from fewbits.kernels.stochastic.matmul import sc_matmul
 from fewbits.nn.attention import attention, attention_ref
 from fewbits.nn.fake_quantize import FakeQuantizedLinear
 from fewbits.nn.linear import LowPrecisionLinear, QuantizedLinear
-from fewbits.nn.stochastic_linear import StochasticLinear
-from fewbits.nn.stochastic_product import stochastic_product
+from fewbits.nn.stochastic.linear import StochasticLinear
+from fewbits.nn.stochastic.product import stochastic_product
 from fewbits.training.optimizer import AdamW8bit
 from tests.every_format import every_format
 

@@ -34,8 +34,8 @@ from fewbits.kernels.stochastic.quantize import quantize_stochastic
 from fewbits.models.loading.in_memory import convert
 from fewbits.models.stochastic.attention import use_stochastic_attention
 from fewbits.models.stochastic.sharing import share_inputs
-from fewbits.nn.stochastic_attention import AttentionProducts
-from fewbits.nn.stochastic_linear import StochasticLinear
+from fewbits.nn.stochastic.attention import AttentionProducts
+from fewbits.nn.stochastic.linear import StochasticLinear
 from fewbits.recipes import get_recipe
 from fewbits.recipes.recipe import Recipe
 

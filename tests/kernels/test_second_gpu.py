@@ -18,9 +18,9 @@ from fewbits.bench.problem import Case
 from fewbits.formats import NF4, NF4_DQ
 from fewbits.formats.stochastic import STOCHASTIC, Stochastic
 from fewbits.nn.linear import QuantizedLinear
-from fewbits.nn.stochastic_attention import AttentionProducts, stochastic_attention
-from fewbits.nn.stochastic_linear import StochasticLinear
-from fewbits.nn.stochastic_qat import StochasticQATLinear
+from fewbits.nn.stochastic.attention import AttentionProducts, stochastic_attention
+from fewbits.nn.stochastic.linear import StochasticLinear
+from fewbits.nn.stochastic.qat import StochasticQATLinear
 from fewbits.recipes.recipe import Rule
 from tests.formats.generated_streams import random_case
 

@@ -29,7 +29,7 @@ from fewbits.models.packing.cache_choice import chosen_cache
 from fewbits.models.stochastic.attention import use_stochastic_attention
 from fewbits.models.stochastic.sharing import share_inputs
 from fewbits.models.undo import TAKEN_OUT_BY
-from fewbits.nn.stochastic_attention import AttentionProducts
+from fewbits.nn.stochastic.attention import AttentionProducts
 from fewbits.recipes.stochastic_config import StochasticConfig
 from tests.models.tiny import tiny, tokens
 

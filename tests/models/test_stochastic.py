@@ -20,8 +20,8 @@ from fewbits.models.stochastic.in_model import (
     saved_config,
     stochastic_config_of,
 )
-from fewbits.nn.stochastic_linear import StochasticLinear
-from fewbits.nn.stochastic_qat import StochasticQATLinear
+from fewbits.nn.stochastic.linear import StochasticLinear
+from fewbits.nn.stochastic.qat import StochasticQATLinear
 from fewbits.recipes.stochastic_config import AttentionSetting, LinearSetting, StochasticConfig, write_config
 from tests.models.tiny import tiny, tokens
 

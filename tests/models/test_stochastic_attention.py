@@ -16,8 +16,8 @@ from fewbits.models.stochastic.attention import (
     use_stochastic_attention,
 )
 from fewbits.nn.row_plan import RowPlan
-from fewbits.nn.stochastic_attention import AttentionProducts, stochastic_attention
-from fewbits.nn.stochastic_product import stochastic_product
+from fewbits.nn.stochastic.attention import AttentionProducts, stochastic_attention
+from fewbits.nn.stochastic.product import stochastic_product
 from tests.models.tiny import FAMILIES, tiny, tokens
 
 OPTIONS = Stochastic(halve_bipolar_stoc_len=True, chunk_d=8)

@@ -23,7 +23,7 @@ from fewbits.inference.export import quantize_checkpoint
 from fewbits.models.loading.hf_quantizer import FewbitsConfig
 from fewbits.models.loading.in_memory import apply_stochastic, mark_packed
 from fewbits.models.packing.convert import convert as convert_modules
-from fewbits.nn.stochastic_linear import StochasticLinear
+from fewbits.nn.stochastic.linear import StochasticLinear
 from fewbits.recipes import Recipe, Rule, get_recipe, stochastic
 from fewbits.recipes.stochastic_config import AttentionSetting, StochasticConfig
 from tests.models.loading import logits, packed_state, perturb, same, save_tiny

@@ -11,9 +11,9 @@ from fewbits import sc_matmul
 from fewbits.errors import BadInput, Unsupported
 from fewbits.formats.stochastic import STOCHASTIC, Stochastic
 from fewbits.nn.row_plan import RowPlan, call_groups, integer_product
-from fewbits.nn.stochastic_attention import AttentionProducts, stochastic_attention
-from fewbits.nn.stochastic_linear import StochasticLinear
-from fewbits.nn.stochastic_product import stochastic_product
+from fewbits.nn.stochastic.attention import AttentionProducts, stochastic_attention
+from fewbits.nn.stochastic.linear import StochasticLinear
+from fewbits.nn.stochastic.product import stochastic_product
 
 OPTIONS = dataclasses.replace(STOCHASTIC, chunk_d=16, stoc_len=64)
 WORDS = {"halve_bipolar_stoc_len": True, "chunk_d": 16, "n_masks": 64}

@@ -14,8 +14,8 @@ from fewbits.formats.stochastic import STOCHASTIC
 from fewbits.inference.decode import Decoding
 from fewbits.models.loading.in_memory import convert, restore
 from fewbits.models.stochastic.sharing import share_inputs, unshare_inputs
-from fewbits.nn.stochastic_group import MOST_ROWS, StochasticGroup
-from fewbits.nn.stochastic_linear import StochasticLinear
+from fewbits.nn.stochastic.group import MOST_ROWS, StochasticGroup
+from fewbits.nn.stochastic.linear import StochasticLinear
 from fewbits.recipes import get_recipe
 from tests.models.tiny import tiny, tokens
 

@@ -15,7 +15,7 @@ from fewbits.errors import BadInput, Unsupported
 from fewbits.formats import INT8, STOCHASTIC
 from fewbits.formats.stochastic import Stochastic
 from fewbits.nn.packed_layers import fake_layer, packed_layer
-from fewbits.nn.stochastic_linear import StochasticLinear
+from fewbits.nn.stochastic.linear import StochasticLinear
 from fewbits.recipes import Rule
 
 POINT = {"halve_bipolar_stoc_len": True, "chunk_d": 128, "n_masks": 64}

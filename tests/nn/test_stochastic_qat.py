@@ -13,7 +13,7 @@ from fewbits.formats import INT8
 from fewbits.formats.stochastic import Stochastic
 from fewbits.nn.lora import LoRALinear
 from fewbits.nn.packed_layers import packed_layer
-from fewbits.nn.stochastic_qat import StochasticQATLinear
+from fewbits.nn.stochastic.qat import StochasticQATLinear
 from fewbits.recipes.recipe import Rule
 
 OPTIONS = Stochastic(halve_bipolar_stoc_len=True, chunk_d=16, stoc_len=32)

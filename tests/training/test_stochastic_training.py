@@ -10,8 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from fewbits.formats import STOCHASTIC
-from fewbits.nn.stochastic_linear import StochasticLinear
-from fewbits.nn.stochastic_qat import StochasticQATLinear
+from fewbits.nn.stochastic.linear import StochasticLinear
+from fewbits.nn.stochastic.qat import StochasticQATLinear
 from fewbits.recipes import QAT, LoRA, sc_qat
 from fewbits.training.calibration.qat import convert_qat, prepare_qat
 from fewbits.training.config import TrainConfig

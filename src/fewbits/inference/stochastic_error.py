@@ -17,7 +17,7 @@ from torch import Tensor
 from fewbits.errors import BadInput
 from fewbits.formats.stochastic import SCRAMBLES, Stochastic
 from fewbits.formats.streams import product_tables
-from fewbits.nn.stochastic_product import stochastic_product
+from fewbits.nn.stochastic.product import stochastic_product
 
 Operands = Mapping[str, tuple[Tensor, Tensor]]
 

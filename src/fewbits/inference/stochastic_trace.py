@@ -21,8 +21,8 @@ from torch import Tensor
 
 from fewbits.errors import Unsupported
 from fewbits.models.stochastic.attention import stochastic_attention_of
-from fewbits.nn.stochastic_attention import AttentionProducts
-from fewbits.nn.stochastic_linear import StochasticLinear
+from fewbits.nn.stochastic.attention import AttentionProducts
+from fewbits.nn.stochastic.linear import StochasticLinear
 
 if TYPE_CHECKING:
     from torch import nn

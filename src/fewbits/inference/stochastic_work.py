@@ -34,8 +34,8 @@ from fewbits.inference.evaluate import evaluating
 from fewbits.inference.stochastic_trace import chunk_sizes
 from fewbits.models.stochastic.attention import attention_products, stochastic_attention_of
 from fewbits.nn.linear import QuantizedLinear
-from fewbits.nn.stochastic_attention import AttentionProducts
-from fewbits.nn.stochastic_linear import StochasticLinear
+from fewbits.nn.stochastic.attention import AttentionProducts
+from fewbits.nn.stochastic.linear import StochasticLinear
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from fewbits.nn.linear import LinearFormats, QuantizedLinear
 def packed_layer(linear: nn.Linear, rule: LinearFormats) -> QuantizedLinear:
     """The layer that holds ``linear``'s weight in ``rule.weight``; see `QuantizedLinear.from_linear`."""
     if rule.weight is not None and rule.weight.contract.product == "stochastic":
-        from fewbits.nn.stochastic_linear import StochasticLinear
+        from fewbits.nn.stochastic.linear import StochasticLinear
 
         return StochasticLinear.from_linear(
             linear, rule, smooth_scales=getattr(linear, "smooth_scales", None)
@@ -23,7 +23,7 @@ def fake_layer(linear: nn.Linear, rule: LinearFormats) -> FakeQuantizedLinear:
     """The trainable layer that computes what `packed_layer` will; see `FakeQuantizedLinear.from_linear`."""
     assert rule.weight is not None
     if rule.weight.contract.product == "stochastic":
-        from fewbits.nn.stochastic_qat import StochasticQATLinear
+        from fewbits.nn.stochastic.qat import StochasticQATLinear
 
         return StochasticQATLinear.from_linear(linear, rule.weight, rule.activation)
     return FakeQuantizedLinear.from_linear(linear, rule.weight, rule.activation)

@@ -17,7 +17,7 @@ Three ways, all exact and bit for bit the same:
 * The second operand of such a product may be prepared, that is quantised once: `prepared_matmul`.
 
 There is no gradient; a layer that is trained through it has a straight-through one
-(`fewbits.nn.stochastic_linear`).
+(`fewbits.nn.stochastic.linear`).
 """
 
 from __future__ import annotations

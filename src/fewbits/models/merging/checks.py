@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fewbits.errors import BadCheckpoint
 from fewbits.kernels.product.matmul_packed import PLAIN
 from fewbits.nn.fake_quantize import FakeQuantizedLinear
-from fewbits.nn.stochastic_linear import exact_products
+from fewbits.nn.stochastic.linear import exact_products
 
 
 def distance(tensor: Tensor, expected: Tensor) -> float:

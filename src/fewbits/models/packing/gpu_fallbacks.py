@@ -22,7 +22,7 @@ from fewbits.kernels.stochastic.codes import without_tables
 from fewbits.nn.experts import QuantizedExperts
 from fewbits.nn.fake_quantize import FakeQuantizedLinear
 from fewbits.nn.linear import LowPrecisionLinear, QuantizedLinear
-from fewbits.nn.stochastic_linear import StochasticLinear
+from fewbits.nn.stochastic.linear import StochasticLinear
 from fewbits.words import counted
 
 

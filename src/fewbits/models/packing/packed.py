@@ -18,7 +18,7 @@ from fewbits.nn.experts import QuantizedExperts
 from fewbits.nn.finite import FiniteLater, check_finite
 from fewbits.nn.linear import QuantizedLinear
 from fewbits.nn.packed_layers import packed_layer
-from fewbits.nn.stochastic_linear import EXTRAS, StochasticLinear
+from fewbits.nn.stochastic.linear import EXTRAS, StochasticLinear
 from fewbits.recipes import Recipe, Rule, get_recipe, recipe_from_config
 
 _DTYPES = {

@@ -31,7 +31,7 @@ from fewbits.host.attention import (
 from fewbits.host.receipt import Receipt
 from fewbits.host.record import part_of, put_part, take_part
 from fewbits.nn.row_plan import RowPlan
-from fewbits.nn.stochastic_attention import AttentionProducts, stochastic_attention
+from fewbits.nn.stochastic.attention import AttentionProducts, stochastic_attention
 
 NAME = "fewbits_stochastic"
 _PRODUCTS = "stochastic_products"  # of an attention module, which its function is given

@@ -30,8 +30,8 @@ from fewbits.models.stochastic.attention import (
     use_stochastic_attention,
 )
 from fewbits.nn.row_plan import STREAMS, RowPlan
-from fewbits.nn.stochastic_attention import AttentionProducts
-from fewbits.nn.stochastic_linear import StochasticLinear
+from fewbits.nn.stochastic.attention import AttentionProducts
+from fewbits.nn.stochastic.linear import StochasticLinear
 from fewbits.recipes.recipe import Recipe, Rule
 from fewbits.recipes.stochastic_config import (
     AttentionSetting,
@@ -355,7 +355,7 @@ def set_lengths(layer: StochasticLinear, setting: LinearSetting, options: Stocha
 
 
 def _trained(name: str, linear: Any, options: Stochastic, setting: LinearSetting) -> nn.Module:
-    from fewbits.nn.stochastic_qat import StochasticQATLinear
+    from fewbits.nn.stochastic.qat import StochasticQATLinear
 
     lengths = {v for row in setting.lengths or () for v in row}
     if len(lengths) > 1 or setting.protected or setting.runs == "int8":

@@ -1,6 +1,6 @@
 """Which stochastic linears of a Hugging Face model have one input: they may be multiplied as one.
 
-For decoding; see `fewbits.nn.stochastic_group` for what that means, and when it applies.
+For decoding; see `fewbits.nn.stochastic.group` for what that means, and when it applies.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from fewbits.host.receipt import Receipt
 from fewbits.host.record import part_of, put_part, take_part
 from fewbits.host.spec import find, layer_names, spec_for
-from fewbits.nn.stochastic_group import StochasticGroup, obstacle
-from fewbits.nn.stochastic_linear import StochasticLinear
+from fewbits.nn.stochastic.group import StochasticGroup, obstacle
+from fewbits.nn.stochastic.linear import StochasticLinear
 
 if TYPE_CHECKING:
     from torch import nn

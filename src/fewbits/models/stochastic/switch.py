@@ -30,7 +30,7 @@ from fewbits.models.stochastic.in_model import (
     set_lengths,
     take_out,
 )
-from fewbits.nn.stochastic_linear import StochasticLinear
+from fewbits.nn.stochastic.linear import StochasticLinear
 from fewbits.recipes.recipe import Recipe, Rule
 from fewbits.recipes.stochastic_config import LinearSetting, StochasticConfig
 

@@ -28,7 +28,7 @@ from fewbits.models.stochastic.query_key_scales import (
     captured_queries_and_keys,
     query_key_places,
 )
-from fewbits.nn.stochastic_product import stochastic_product
+from fewbits.nn.stochastic.product import stochastic_product
 
 _EXPONENTS = (0.0, 0.25, 0.5, 0.75, 1.0)
 

@@ -40,7 +40,7 @@ from fewbits.kernels.stochastic.rows import stochastic_rows
 from fewbits.nn.finite import check_finite
 from fewbits.nn.linear import LinearFormats, QuantizedLinear
 from fewbits.nn.row_plan import call_groups, integer_product
-from fewbits.nn.stochastic_group import StochasticGroup
+from fewbits.nn.stochastic.group import StochasticGroup
 
 # What a layer may hold beside its codes and scales; all are saved with the model.
 EXTRAS = ("smooth_scales", "protected", "weight_protected", "length_table", "length_thresholds", "settings")

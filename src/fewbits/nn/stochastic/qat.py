@@ -1,7 +1,7 @@
 """`StochasticQATLinear`: a linear layer that computes what stochastic hardware will, while its weight trains.
 
 The forward pass is exactly the stochastic product of the input with the present weight; the gradient passes
-straight through (`fewbits.nn.stochastic_product`). With LoRA the effective weight ``W + s B A`` goes through
+straight through (`fewbits.nn.stochastic.product`). With LoRA the effective weight ``W + s B A`` goes through
 the streams as a whole, so merging and then preparing it changes nothing.
 """
 
@@ -17,7 +17,7 @@ from fewbits.formats.base import Format
 from fewbits.formats.stochastic import Stochastic, stochastic_options
 from fewbits.kernels.product.fake_quantize import lora_weight
 from fewbits.nn.fake_quantize import FakeQuantizedLinear
-from fewbits.nn.stochastic_product import stochastic_product
+from fewbits.nn.stochastic.product import stochastic_product
 
 
 class StochasticQATLinear(FakeQuantizedLinear):

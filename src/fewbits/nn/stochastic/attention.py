@@ -23,7 +23,7 @@ from torch import Tensor
 from fewbits.errors import Unsupported
 from fewbits.formats.stochastic import Stochastic
 from fewbits.nn.row_plan import STREAMS, RowPlan
-from fewbits.nn.stochastic_product import stochastic_product
+from fewbits.nn.stochastic.product import stochastic_product
 
 
 @dataclass(frozen=True)
