@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fewbits.errors import BadInput
 from fewbits.formats import FORMATS, Format
-from fewbits.inference.stochastic_error import product_error
+from fewbits.inference.stochastic.error import product_error
 from fewbits.kernels.codec.quantize import quantize
 from fewbits.kernels.codec.quantize_float8 import quantize_rows
 from fewbits.kernels.decoder.gated_activation import gated_activation

@@ -29,8 +29,8 @@ from fewbits.bench.record import Row, append, conditions
 from fewbits.cli.sc_plots import draw_lines
 from fewbits.formats.stochastic import STOCHASTIC, Stochastic
 from fewbits.inference.evaluate import TextWindows, text_windows
-from fewbits.inference.stochastic_error import settings_of
-from fewbits.inference.stochastic_eval import EvalSetting, Ledger, evaluate_setting
+from fewbits.inference.stochastic.error import settings_of
+from fewbits.inference.stochastic.evaluation import EvalSetting, Ledger, evaluate_setting
 from fewbits.recipes.stochastic_config import AttentionSetting, StochasticConfig, read_config, write_config
 from fewbits.training.calibration.stochastic import Calibration, calibrate_stochastic
 

@@ -10,7 +10,7 @@ import transformers.models.llama.modeling_llama as host
 
 from fewbits import sc_matmul
 from fewbits.inference.evaluate import TextWindows, Window
-from fewbits.inference.stochastic_eval import EvalSetting, Ledger, evaluate_setting
+from fewbits.inference.stochastic.evaluation import EvalSetting, Ledger, evaluate_setting
 from fewbits.recipes.scmp_bundles import read_bundle
 from tests.models.tiny import tiny, tokens
 

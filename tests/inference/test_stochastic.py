@@ -16,15 +16,15 @@ from fewbits.errors import BadInput, Unsupported
 from fewbits.formats.stochastic import STOCHASTIC, Stochastic
 from fewbits.formats.streams import product_tables
 from fewbits.inference.evaluate import perplexity, text_windows
-from fewbits.inference.stochastic_error import (
+from fewbits.inference.stochastic.error import (
     capture_operands,
     product_error,
     read_operands,
     settings_of,
     table_error,
 )
-from fewbits.inference.stochastic_eval import EvalSetting, Ledger, evaluate_setting
-from fewbits.inference.stochastic_trace import Trace
+from fewbits.inference.stochastic.evaluation import EvalSetting, Ledger, evaluate_setting
+from fewbits.inference.stochastic.trace import Trace
 from fewbits.models.loading.in_memory import apply_stochastic
 from fewbits.recipes.stochastic_config import AttentionSetting, LinearSetting, StochasticConfig
 from tests.models.tiny import tiny, tokens

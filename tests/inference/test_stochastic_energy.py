@@ -10,9 +10,9 @@ import torch
 
 from fewbits.errors import BadInput, Unsupported
 from fewbits.formats.stochastic import STOCHASTIC
-from fewbits.inference.stochastic_energy import best_points, energy_of
-from fewbits.inference.stochastic_trace import Trace
-from fewbits.inference.stochastic_work import Product, Work, count_work
+from fewbits.inference.stochastic.energy import best_points, energy_of
+from fewbits.inference.stochastic.trace import Trace
+from fewbits.inference.stochastic.work import Product, Work, count_work
 from fewbits.models.loading.in_memory import apply_stochastic
 from fewbits.recipes.energy_prices import PUBLISHED, Prices
 from fewbits.recipes.stochastic_config import AttentionSetting, LinearSetting, StochasticConfig

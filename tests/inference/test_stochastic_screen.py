@@ -12,9 +12,9 @@ import torch
 from fewbits.errors import BadInput, SpecMismatch, Unsupported
 from fewbits.formats.stochastic import STOCHASTIC
 from fewbits.inference.evaluate import TextWindows, evaluating, plan_windows, window_nlls
-from fewbits.inference.stochastic_eval import EvalSetting, under_setting
-from fewbits.inference.stochastic_screen import Candidate, Screening, screen
-from fewbits.inference.stochastic_swap import (
+from fewbits.inference.stochastic.evaluation import EvalSetting, under_setting
+from fewbits.inference.stochastic.screen import Candidate, Screening, screen
+from fewbits.inference.stochastic.swap import (
     Operator,
     operators,
     read_swaps,
@@ -190,7 +190,7 @@ def test_layers_that_share_more_than_their_input_are_found_out():
 @pytest.mark.slow
 def test_the_best_is_kept_and_the_worse_are_given_up(monkeypatch):
     """On drawn losses: with many looks at many candidates, the best is lost no more often than was said."""
-    from fewbits.inference import stochastic_screen
+    from fewbits.inference.stochastic import screen as stochastic_screen
 
     draw, lost, spared = random.Random(0), 0, 0
     monkeypatch.setattr(stochastic_screen._Screen, "_run", _drawn(draw))

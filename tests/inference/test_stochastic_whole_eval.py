@@ -14,8 +14,8 @@ from fewbits.formats.stochastic import STOCHASTIC
 from fewbits.inference.evaluate import TextWindows, evaluating, plan_windows, window_nlls
 from fewbits.inference.kept_layers import KeptLayers
 from fewbits.inference.part_times import part_times
-from fewbits.inference.stochastic_eval import EvalSetting, Ledger, Share, evaluate_setting
-from fewbits.inference.stochastic_receipt import products_counted
+from fewbits.inference.stochastic.evaluation import EvalSetting, Ledger, Share, evaluate_setting
+from fewbits.inference.stochastic.receipt import products_counted
 from fewbits.models.loading.in_memory import apply_stochastic, restore
 from fewbits.recipes.stochastic_config import AttentionSetting, LinearSetting, StochasticConfig
 from tests.models.tiny import tiny, tokens

@@ -9,7 +9,7 @@ import pytest
 
 from fewbits.errors import BadInput
 from fewbits.formats.stochastic import STOCHASTIC
-from fewbits.inference.stochastic_swap import Operator, Swap, SwapTable
+from fewbits.inference.stochastic.swap import Operator, Swap, SwapTable
 from fewbits.recipes.stochastic_config import AttentionSetting, LinearSetting, StochasticConfig
 from fewbits.training.calibration import stochastic_allocation
 from fewbits.training.calibration.stochastic_allocation import Budget, allocate

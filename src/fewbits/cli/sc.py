@@ -51,7 +51,7 @@ def sc(args: Namespace) -> int:
 
 
 def _error(args: Namespace) -> int:
-    from fewbits.inference.stochastic_error import product_error
+    from fewbits.inference.stochastic.error import product_error
 
     options = stream_options(args, halve=not args.full, scramble=args.scramble, length=args.length)
     operands = _operands(args)
@@ -83,7 +83,7 @@ def _error(args: Namespace) -> int:
 
 
 def _sweep(args: Namespace) -> int:
-    from fewbits.inference.stochastic_error import product_error
+    from fewbits.inference.stochastic.error import product_error
 
     settings = list(grid_of(args))
     operands = _operands(args)
@@ -153,7 +153,7 @@ def _calibrate(args: Namespace) -> int:
 
 
 def _operands(args: Namespace) -> Any:
-    from fewbits.inference.stochastic_error import capture_operands, read_operands
+    from fewbits.inference.stochastic.error import capture_operands, read_operands
 
     if (args.operands is None) == (args.model is None):
         args.parser.error("give either --operands, or --model and --text")

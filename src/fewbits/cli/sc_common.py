@@ -91,7 +91,7 @@ def text_of_arithmetic(options: Any) -> str:
 
 def grid_of(args: Namespace) -> Iterator[Any]:
     """Every setting of --lengths, --scrambles, --halve and --arithmetic."""
-    from fewbits.inference.stochastic_error import settings_of
+    from fewbits.inference.stochastic.error import settings_of
 
     halves = {"both": (True, False), "yes": (True,), "no": (False,)}[args.halve]
     scrambles = tuple(word.strip() for word in args.scrambles.split(",") if word.strip())
@@ -183,7 +183,7 @@ def print_json(plain: Any) -> int:
 
 def settings_of(args: Namespace) -> list[Any]:
     """The settings that ``fewbits sc eval`` and its kin compare: baselines, the grid, and files."""
-    from fewbits.inference.stochastic_eval import EvalSetting
+    from fewbits.inference.stochastic.evaluation import EvalSetting
     from fewbits.recipes.stochastic_config import read_config
 
     settings = [] if args.no_baselines else [EvalSetting("as it is"), EvalSetting("int8", recipe="int8")]

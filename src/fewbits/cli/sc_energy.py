@@ -50,9 +50,9 @@ _PARTS = ("streams", "conversion", "integer", "float", "near", "far")
 
 def _measured(args: Namespace, prices: Any) -> list[dict[str, Any]]:
     from fewbits.cli.models import load
-    from fewbits.inference.stochastic_energy import energy_of
-    from fewbits.inference.stochastic_eval import Ledger, evaluate_setting, under_setting
-    from fewbits.inference.stochastic_work import count_work
+    from fewbits.inference.stochastic.energy import energy_of
+    from fewbits.inference.stochastic.evaluation import Ledger, evaluate_setting, under_setting
+    from fewbits.inference.stochastic.work import count_work
 
     text, settings, ledger = read_text(args.text), settings_of(args), Ledger(args.output)
     model, tokenizer = load(args)
@@ -82,7 +82,7 @@ def _measured(args: Namespace, prices: Any) -> list[dict[str, Any]]:
 
 def _mark_best(rows: Sequence[dict[str, Any]]) -> list[Mapping[str, Any]]:
     """Note in every row whether no other beats it in both; those that none beats, by energy."""
-    from fewbits.inference.stochastic_energy import best_points
+    from fewbits.inference.stochastic.energy import best_points
 
     def perplexity(row: Mapping[str, Any]) -> float:
         return math.nan if row["perplexity"] is None else float(row["perplexity"])

@@ -48,7 +48,7 @@ def evaluate(args: Namespace) -> int:
 
 def _rows(args: Namespace) -> list[dict[str, Any]]:
     from fewbits.cli.models import load
-    from fewbits.inference.stochastic_eval import Ledger, evaluate_setting
+    from fewbits.inference.stochastic.evaluation import Ledger, evaluate_setting
 
     share = _share(args.share)
     text, settings = read_text(args.text), settings_of(args)
@@ -76,7 +76,7 @@ def _rows(args: Namespace) -> list[dict[str, Any]]:
 
 
 def _share(text: str) -> Any:
-    from fewbits.inference.stochastic_eval import Share
+    from fewbits.inference.stochastic.evaluation import Share
 
     number, slash, of = text.partition("/")
     if not (slash and number.isdigit() and of.isdigit()):
@@ -88,7 +88,7 @@ def _parts(model: Any, cut: Any, setting: Any, batch_size: int) -> dict[str, flo
     """Seconds of each part of the first batch; a first pass, in which tables are made, is not counted."""
     from fewbits.inference.evaluate import evaluating, window_nlls
     from fewbits.inference.part_times import part_times
-    from fewbits.inference.stochastic_eval import under_setting
+    from fewbits.inference.stochastic.evaluation import under_setting
 
     batch = cut.windows[:batch_size]
     with under_setting(model, setting), evaluating(model):

@@ -85,7 +85,7 @@ def draw_front(rows: Sequence[Mapping[str, Any]], best: Sequence[Mapping[str, An
 
 def draw_table_error(options: Any, dimensions: int, path: Path) -> None:
     """The heat map of `table_error`."""
-    from fewbits.inference.stochastic_error import table_error
+    from fewbits.inference.stochastic.error import table_error
 
     figure, axes = axes_for(path)
     error = table_error(options, dimensions).numpy()

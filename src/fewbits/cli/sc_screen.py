@@ -17,7 +17,7 @@ from fewbits.text_files import read_text
 
 def screen(args: Namespace) -> int:
     """Compare candidates with a base."""
-    from fewbits.inference import stochastic_screen
+    from fewbits.inference.stochastic import screen as stochastic_screen
     from fewbits.recipes.stochastic_config import read_config
 
     settings = stochastic_screen.Screening(
@@ -74,8 +74,8 @@ def _row(row: Any) -> dict[str, Any]:
 
 def swap(args: Namespace) -> int:
     """Measure the swap table."""
-    from fewbits.inference import stochastic_swap
-    from fewbits.inference.stochastic_screen import Screening
+    from fewbits.inference.stochastic import swap as stochastic_swap
+    from fewbits.inference.stochastic.screen import Screening
 
     settings = Screening(batch_size=args.batch_size, stop=False, confidence=args.confidence)
     to = _settings_named(args.to)
@@ -127,7 +127,7 @@ def swap(args: Namespace) -> int:
 
 def allocate(args: Namespace) -> int:
     """Spend a budget by a swap table."""
-    from fewbits.inference.stochastic_swap import read_swaps
+    from fewbits.inference.stochastic.swap import read_swaps
     from fewbits.recipes.stochastic_config import write_config
     from fewbits.training.calibration import stochastic_allocation
 
@@ -173,7 +173,7 @@ def allocate(args: Namespace) -> int:
 
 
 def _settings_named(text: str) -> list[int | str]:
-    from fewbits.inference.stochastic_swap import bits_of, times_of
+    from fewbits.inference.stochastic.swap import bits_of, times_of
 
     words = dict.fromkeys(word.strip() for word in text.split(",") if word.strip())
     others = [word for word in words if word[0] in "xi"]

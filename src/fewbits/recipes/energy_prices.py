@@ -10,7 +10,7 @@
 
 A price that a file leaves out is unknown, which is not zero: an operation that needs it is refused, and a
 second file may fill it in (`Prices.filled_from`). What is counted under each name is the matter of
-`fewbits.inference.stochastic_work`.
+`fewbits.inference.stochastic.work`.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from fewbits.errors import BadInput
 from fewbits.inference.paired import Interval, paired_interval
-from fewbits.inference.stochastic_swap import ATTENTION, Operator, Swap, SwapTable, swapped
+from fewbits.inference.stochastic.swap import ATTENTION, Operator, Swap, SwapTable, swapped
 from fewbits.recipes.stochastic_config import StochasticConfig
 
 STATES = 20_000

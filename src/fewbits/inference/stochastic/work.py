@@ -1,4 +1,4 @@
-"""How many operations of which kind a model computes: what `fewbits.inference.stochastic_energy` prices.
+"""How many operations of which kind a model computes: what `fewbits.inference.stochastic.energy` prices.
 
 Every product ``a b^T`` of a forward pass is one `Product`: the decoder's linears, lm_head, and both products
 of each layer's attention, stochastic, of whole numbers or of floating-point ones. Embeddings, norms, softmax
@@ -31,7 +31,7 @@ from fewbits.errors import BadInput, Unsupported
 from fewbits.host.attention import AttentionFacts, attention_facts, attention_modules
 from fewbits.host.spec import spec_for
 from fewbits.inference.evaluate import evaluating
-from fewbits.inference.stochastic_trace import chunk_sizes
+from fewbits.inference.stochastic.trace import chunk_sizes
 from fewbits.models.stochastic.attention import attention_products, stochastic_attention_of
 from fewbits.nn.linear import QuantizedLinear
 from fewbits.nn.stochastic.attention import AttentionProducts

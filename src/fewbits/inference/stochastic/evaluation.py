@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from fewbits.errors import BadInput
 from fewbits.inference.evaluate import TextWindows, Window, evaluating, window_nlls
 from fewbits.inference.json_lines import append_line, drop_last_line, parsed_line
-from fewbits.inference.stochastic_receipt import products_counted
+from fewbits.inference.stochastic.receipt import products_counted
 from fewbits.models.loading.in_memory import apply_stochastic, convert, restore
 from fewbits.recipes import get_recipe
 from fewbits.recipes.stochastic_config import StochasticConfig, config_to_plain

@@ -1,6 +1,6 @@
 """Joules for a token, and which of several settings no other beats in both energy and perplexity.
 
-The operations are those of `fewbits.inference.stochastic_work`, the prices those of a hardware.
+The operations are those of `fewbits.inference.stochastic.work`, the prices those of a hardware.
 
     streams      cycles * sc_cycle + macs * sc_product, of the stochastic products
     conversion   stream bits * stream_bit + counts * count + codes * quantize
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from fewbits.errors import BadInput
-from fewbits.inference.stochastic_work import Product, Work
+from fewbits.inference.stochastic.work import Product, Work
 from fewbits.recipes.energy_prices import Prices
 
 PARTS = ("streams", "conversion", "integer", "float", "near", "far")

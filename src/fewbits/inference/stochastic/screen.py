@@ -24,8 +24,8 @@ from fewbits.errors import BadInput
 from fewbits.inference.evaluate import TextWindows, Window, evaluating, window_nlls
 from fewbits.inference.kept_layers import KeptLayers
 from fewbits.inference.paired import Interval, paired_interval
-from fewbits.inference.screen_board import Board, config_identity, text_facts
-from fewbits.inference.stochastic_trace import Trace, has_stochastic_products
+from fewbits.inference.stochastic.board import Board, config_identity, text_facts
+from fewbits.inference.stochastic.trace import Trace, has_stochastic_products
 from fewbits.models.stochastic.in_model import check_config, facts_of
 from fewbits.models.stochastic.switch import Switched, changed_names
 from fewbits.recipes.stochastic_config import StochasticConfig

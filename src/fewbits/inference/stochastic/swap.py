@@ -3,7 +3,7 @@
 Operators are the linears by the last part of their names (q_proj ... down_proj) and both attention products
 (scores, values), each over all decoder layers or over a bucket of them; products that have one input may be
 taken together, since hardware makes that input's streams once. Every swap is a `Candidate` of
-`fewbits.inference.stochastic_screen`, so its loss is paired with the base's, window by window.
+`fewbits.inference.stochastic.screen`, so its loss is paired with the base's, window by window.
 
     loss per freed cycle = (loss of the swap - loss of the base) / (cycles of the base - cycles of the swap)
 
@@ -25,9 +25,9 @@ from fewbits.host.attention import attention_modules
 from fewbits.host.spec import layer_names, spec_for
 from fewbits.inference.evaluate import TextWindows, batch_tokens
 from fewbits.inference.paired import Interval, paired_interval
-from fewbits.inference.stochastic_eval import EvalSetting, under_setting
-from fewbits.inference.stochastic_screen import Candidate, Screening, screen
-from fewbits.inference.stochastic_work import Work, count_work
+from fewbits.inference.stochastic.evaluation import EvalSetting, under_setting
+from fewbits.inference.stochastic.screen import Candidate, Screening, screen
+from fewbits.inference.stochastic.work import Work, count_work
 from fewbits.models.stochastic.in_model import check_config, facts_of
 from fewbits.models.stochastic.switch import linear_names
 from fewbits.recipes.stochastic_config import (
