@@ -26,7 +26,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fewbits.bench.record import Row, append, conditions
-from fewbits.cli.sc_plots import draw_lines
+from fewbits.cli.sc.plots import draw_lines
 from fewbits.formats.stochastic import STOCHASTIC, Stochastic
 from fewbits.inference.evaluate import TextWindows, text_windows
 from fewbits.inference.stochastic.error import settings_of

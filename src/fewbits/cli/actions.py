@@ -339,7 +339,7 @@ def plan_gpus(args: Namespace) -> int:
 
 def sc(args: Namespace) -> int:
     """``fewbits sc``."""
-    from fewbits.cli.sc import sc as run
+    from fewbits.cli.sc.commands import sc as run
 
     return run(args)
 

@@ -381,7 +381,7 @@ def _plan_gpus(commands: Commands) -> None:
 
 
 def _sc(commands: Commands) -> None:
-    from fewbits.cli.sc_flags import add_sc_flags
+    from fewbits.cli.sc.flags import add_sc_flags
 
     def command(sub: Any, name: str, text: Text) -> Parser:
         return _command(sub, name, loads_models=True, text=text)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from fewbits.cli.sc_plots import axes_for, save_plot
+from fewbits.cli.sc.plots import axes_for, save_plot
 from fewbits.inference.compare import Compared
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fewbits.cli.sc_plots import axes_for, save_plot
+from fewbits.cli.sc.plots import axes_for, save_plot
 from fewbits.formats import get_format
 from fewbits.inference.rounding.pipeline import CalibrationResult
 from fewbits.inference.rounding.quality import (

@@ -11,7 +11,7 @@ from typing import Any
 from rich.markup import escape
 
 from fewbits.cli.console import Progress, console
-from fewbits.cli.sc_common import cut_text, new_table, print_json, settings_of, windows_of
+from fewbits.cli.sc.common import cut_text, new_table, print_json, settings_of, windows_of
 from fewbits.text_files import read_text
 
 
@@ -27,7 +27,7 @@ def energy(args: Namespace) -> int:
     rows = _measured(args, prices)
     best = _mark_best(rows)
     if args.plot is not None:
-        from fewbits.cli.sc_plots import draw_front
+        from fewbits.cli.sc.plots import draw_front
 
         draw_front([row for row in rows if row["perplexity"] is not None], best, Path(args.plot))
     if args.json:

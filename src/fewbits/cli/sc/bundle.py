@@ -9,7 +9,7 @@ from typing import Any
 from rich.markup import escape
 
 from fewbits.cli.console import console
-from fewbits.cli.sc_common import print_json
+from fewbits.cli.sc.common import print_json
 from fewbits.errors import BadInput
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from rich.markup import escape
 
 from fewbits.cli.console import Progress, console
-from fewbits.cli.sc_common import config_of, cut_text, new_table, print_json, stream_options, whole_numbers
+from fewbits.cli.sc.common import config_of, cut_text, new_table, print_json, stream_options, whole_numbers
 from fewbits.errors import BadInput
 from fewbits.text_files import read_text
 

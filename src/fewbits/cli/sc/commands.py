@@ -11,7 +11,7 @@ from typing import Any
 from rich.markup import escape
 
 from fewbits.cli.console import Progress, console
-from fewbits.cli.sc_common import (
+from fewbits.cli.sc.common import (
     PLAIN,
     grid_of,
     new_table,
@@ -31,19 +31,19 @@ def sc(args: Namespace) -> int:
         args.parser.print_help(sys.stderr)
         return 2
     if args.sc_command == "eval":
-        from fewbits.cli.sc_eval import evaluate
+        from fewbits.cli.sc.evaluation import evaluate
 
         return evaluate(args)
     if args.sc_command == "energy":
-        from fewbits.cli.sc_energy import energy
+        from fewbits.cli.sc.energy import energy
 
         return energy(args)
     if args.sc_command == "bundle":
-        from fewbits.cli.sc_bundle import bundle
+        from fewbits.cli.sc.bundle import bundle
 
         return bundle(args)
     if args.sc_command in ("screen", "swap", "allocate"):
-        from fewbits.cli import sc_screen
+        from fewbits.cli.sc import screen as sc_screen
 
         called = {"screen": sc_screen.screen, "swap": sc_screen.swap, "allocate": sc_screen.allocate}
         return called[args.sc_command](args)
@@ -63,7 +63,7 @@ def _error(args: Namespace) -> int:
         whole = product_error(operands, options)
         advance(len(operands) + 1, len(operands) + 1)
     if args.heatmap is not None:
-        from fewbits.cli.sc_plots import draw_table_error
+        from fewbits.cli.sc.plots import draw_table_error
 
         widest = max(a.shape[-1] for a, _ in operands.values())
         draw_table_error(options, options.chunk_d or widest, Path(args.heatmap))
@@ -93,7 +93,7 @@ def _sweep(args: Namespace) -> int:
             rows.append({**words_of(options), **product_error(operands, options).as_dict()})
             advance(done + 1, len(settings))
     if args.plot is not None:
-        from fewbits.cli.sc_plots import draw_lines
+        from fewbits.cli.sc.plots import draw_lines
 
         draw_lines(rows, "relative", "relative error", Path(args.plot))
     if args.json:

@@ -12,7 +12,7 @@ from typing import Any
 from rich.markup import escape
 
 from fewbits.cli.console import Progress, console
-from fewbits.cli.sc_common import cut_text, grid_of, name_of, new_table, print_json, settings_of, words_of
+from fewbits.cli.sc.common import cut_text, grid_of, name_of, new_table, print_json, settings_of, words_of
 from fewbits.errors import BadInput
 from fewbits.text_files import read_text
 
@@ -25,7 +25,7 @@ def evaluate(args: Namespace) -> int:
         args.parser.error("--batch-size must be at least 1")
     rows = _rows(args)
     if args.plot is not None:
-        from fewbits.cli.sc_plots import draw_lines
+        from fewbits.cli.sc.plots import draw_lines
 
         drawn = [r for r in rows if "length" in r and r["perplexity"] is not None]
         base = {r["setting"]: r["perplexity"] for r in rows if r["setting"] in ("as it is", "int8")}

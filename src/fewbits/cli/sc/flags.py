@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from fewbits.cli.sc_texts import SC_TEXTS
+from fewbits.cli.sc.texts import SC_TEXTS
 
 _ON_A_MODEL = ("eval", "energy", "screen", "swap", "calibrate")  # the others may have operands from a file
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fewbits.cli.sc_common import text_of_arithmetic
+from fewbits.cli.sc.common import text_of_arithmetic
 from fewbits.errors import BadInput, Unsupported
 
 
