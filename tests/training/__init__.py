@@ -1,0 +1,1 @@
+"""Tests of training: data, steps, several processes, checkpoints, resuming."""

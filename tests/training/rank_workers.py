@@ -24,7 +24,8 @@ def dry_run(folder: str) -> None:
 
 def short_of_memory(folder: str, short: bool) -> tuple:
     """A run of two ranks of which the second runs out of memory twice, or not."""
-    from fewbits.training.data.packing import Collator, SequenceDataset
+    from fewbits.training.data.collator import Collator
+    from fewbits.training.data.packing import SequenceDataset
     from fewbits.training.plan.parallel import Layout
     from fewbits.training.step.trainer import Trainer
     from tests.training.test_packing import make_examples
@@ -53,7 +54,8 @@ def with_an_idle_part(folder: str) -> list:
     """All weights of a model train, of which some batches leave a part alone; one batch, on one rank only."""
     from transformers import LlamaForCausalLM
 
-    from fewbits.training.data.packing import Collator, SequenceDataset
+    from fewbits.training.data.collator import Collator
+    from fewbits.training.data.packing import SequenceDataset
     from fewbits.training.plan.parallel import Layout
     from fewbits.training.ranks.ddp import fit_ddp
     from fewbits.training.step.trainer import Trainer

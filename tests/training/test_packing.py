@@ -9,8 +9,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from fewbits.host.attention import use_attention, used_attention
 from fewbits.nn.segments import Segments
+from fewbits.training.data.collator import Collator, count_trained
 from fewbits.training.data.examples import Example
-from fewbits.training.data.packing import Collator, EpochSampler, SequenceDataset, count_trained, pack
+from fewbits.training.data.packing import SequenceDataset, pack
+from fewbits.training.data.step_sampler import EpochSampler
 
 TINY = {
     "vocab_size": 96,

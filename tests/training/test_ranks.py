@@ -17,8 +17,7 @@ from torch.distributed import HashStore
 
 from fewbits.errors import BadInput, PeerLost, SpecMismatch, TrainingStopped
 from fewbits.recipes import get_recipe
-from fewbits.training.data.batches import StepBatches
-from fewbits.training.data.packing import EpochSampler
+from fewbits.training.data.step_sampler import EpochSampler, StepBatches
 from fewbits.training.plan.parallel import choose, data_share, need_of
 from fewbits.training.ranks.averaging import GradientMean
 from fewbits.training.ranks.neighbours import Place

@@ -15,7 +15,8 @@ from fewbits.decoder.keep import KEEP_ACTIVATIONS, Keep
 from fewbits.decoder.offload import HostStash
 from fewbits.errors import TrainingStopped
 from fewbits.recipes import Recipe
-from fewbits.training.data.packing import Collator, SequenceDataset
+from fewbits.training.data.collator import Collator
+from fewbits.training.data.packing import SequenceDataset
 from fewbits.training.plan.memory_budget import MemoryBudget, Target, budget_for
 from fewbits.training.plan.memory_plan import planner
 from fewbits.training.plan.out_of_memory import first_sentence, is_out_of_memory

@@ -14,7 +14,8 @@ from fewbits.decoder.fuse import fuse
 from fewbits.errors import TrainingStopped
 from fewbits.models.adapting.adapters import get_peft_model
 from fewbits.recipes import LoRA
-from fewbits.training.data.packing import Collator, SequenceDataset, pack
+from fewbits.training.data.collator import Collator
+from fewbits.training.data.packing import SequenceDataset, pack
 from fewbits.training.step.trainer import Trainer
 from tests.training.test_packing import FAMILIES, TINY, make_examples
 

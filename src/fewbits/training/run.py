@@ -16,11 +16,12 @@ from fewbits.training.checkpoints.manifest import Writers
 from fewbits.training.checkpoints.model_state import read_weights
 from fewbits.training.config import TrainConfig
 from fewbits.training.config_values import parse_memory_budget
-from fewbits.training.data.batches import passes_of
+from fewbits.training.data.collator import Collator
 from fewbits.training.data.examples import RowEncoder, TokenData
 from fewbits.training.data.mix import load_run_data, read_run_samples
-from fewbits.training.data.packing import Collator, SequenceDataset
+from fewbits.training.data.packing import SequenceDataset
 from fewbits.training.data.sources import check_sources
+from fewbits.training.data.step_sampler import passes_of
 from fewbits.training.late_results import add_results
 from fewbits.training.plan.memory_budget import OPTIMIZER_BYTES, MemoryBudget, budget_for
 from fewbits.training.preferences.run import stages

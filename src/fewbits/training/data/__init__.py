@@ -1,7 +1,7 @@
 """From files to token batches: rows, how a row is written for the model, which of its tokens train, packing.
 
 In the order of the calls: `sources.py` and `rows.py` read files, `examples.py` turns a row into tokens
-and labels, `packing.py` puts examples side by side into sequences and has the `Collator` that makes
-tensors of them. `batches.py` makes no tensors: it is the sampler that says which sequences a step takes.
-Imports the configuration and nothing else of training. Begin with `examples.py`.
+and labels, `packing.py` puts examples side by side into sequences, `step_sampler.py` says which of these a
+step takes, and `collator.py` makes tensors of them. Imports the configuration and nothing else of training.
+Begin with `examples.py`.
 """

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fewbits.errors import TrainingStopped
-from fewbits.training.data.packing import Batch
+from fewbits.training.data.collator import Batch
 from fewbits.training.plan.memory_budget import MemoryBudget
 from fewbits.training.plan.memory_plan import GIB
 

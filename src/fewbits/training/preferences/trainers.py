@@ -14,7 +14,7 @@ from typing import Any
 
 from fewbits.errors import BadInput, Unsupported
 from fewbits.training.config import TrainConfig
-from fewbits.training.data.batches import passes_of
+from fewbits.training.data.step_sampler import passes_of
 from fewbits.training.setup.model_and_trainer import (
     Built,
     dtype_of,

@@ -12,9 +12,10 @@ import torch
 
 from fewbits.errors import BadInput
 from fewbits.training.config import TrainConfig
+from fewbits.training.data.collator import IGNORED, Collator
 from fewbits.training.data.examples import RowEncoder
 from fewbits.training.data.mix import load_run_data, read_run_samples
-from fewbits.training.data.packing import IGNORED, Collator, SequenceDataset
+from fewbits.training.data.packing import SequenceDataset
 from fewbits.training.data.sources import check_sources
 from fewbits.training.setup.model_and_trainer import max_positions, sequence_length, with_template
 from fewbits.training.setup.samples import answer_all

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fewbits.training.data.packing import Batch
+from fewbits.training.data.collator import Batch
 from fewbits.training.plan.out_of_memory import Pass, first_sentence
 from fewbits.training.step.bad_numbers import can_skip, inner_optimizer
 

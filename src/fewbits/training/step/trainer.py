@@ -28,8 +28,8 @@ from fewbits.training.checkpoints.folders import (
 from fewbits.training.checkpoints.manifest import Writers
 from fewbits.training.checkpoints.model_state import read_weights, write_weights
 from fewbits.training.checkpoints.sharded import is_sharded_checkpoint
-from fewbits.training.data.batches import StepBatches
-from fewbits.training.data.packing import Batch, EpochSampler, count_trained
+from fewbits.training.data.collator import Batch, count_trained
+from fewbits.training.data.step_sampler import EpochSampler, StepBatches
 from fewbits.training.plan.memory_budget import MemoryBudget
 from fewbits.training.plan.out_of_memory import Pass, Rerun, first_sentence
 from fewbits.training.plan.parallel import Layout

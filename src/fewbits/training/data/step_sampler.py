@@ -18,7 +18,30 @@ import numpy as np
 from torch.utils.data import Sampler
 
 from fewbits.errors import BadInput
-from fewbits.training.data.packing import EpochSampler
+
+
+class EpochSampler(Sampler[int]):
+    """A new order in each epoch, which depends on the seed and the epoch only: a resumed run repeats it."""
+
+    def __init__(self, size: int, seed: int) -> None:
+        self.size = size
+        self.seed = seed
+        self.epoch = 0
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self.order(self.epoch)
+
+    def order(self, epoch: int) -> list[int]:
+        """The order of one epoch."""
+        order: list[int] = np.random.default_rng([self.seed, 3, epoch]).permutation(self.size).tolist()
+        return order
+
+    def set_epoch(self, epoch: int) -> None:
+        """Chosen by the Trainer before each epoch."""
+        self.epoch = epoch
 
 
 class StepBatches(Sampler[list[int]]):
