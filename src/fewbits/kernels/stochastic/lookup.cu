@@ -194,7 +194,7 @@ static __device__ __forceinline__ int level_of(const Product &p, int b, int n, i
     return p.levels ? p.levels[(i64)b * p.level_b + (i64)n * p.level_n + (i64)c * p.level_c] : 0;
 }
 
-#include "lookup_rows.cu"
+#include "lookup_places.cu"
 #include "tables.cu"
 #include "lookup_tables.cu"
 #include "lookup_tiles.cu"
