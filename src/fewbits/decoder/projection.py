@@ -19,8 +19,10 @@ Backward, for dy (M, N):
     db_i = sum of dy_i over rows   (N_i,)
     dx   = dy @ W + t @ A          (M, K)
 
-This file has all of that but the two products with W, which depend on how W is held. Those are three classes
-in `fewbits.decoder.products`, and a projection is exactly one of them:
+This file has all of that but the two products with W, which depend on how W is held. The halves take shorter
+ways where they can: dA of a projection behind a norm is `gradient_of_a` in both_halves.py, and in the MLP
+one kernel (kernels/decoder/gated_lora_backward.py) gives dB of gate and up and dA of down. The products with
+W are three classes in `fewbits.decoder.products`, and a projection is exactly one of them:
 
     DenseProjection     W is packed, or dense, and is multiplied in x's dtype; branches stand beside it
     RoundedProjection   W is dense and trains towards a format (quantisation-aware training): W + s B A is
