@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from fewbits.cli import rank_processes
-from fewbits.cli.launch import _meeting, check_tasks, processes, run_processes, wants_launch
+from fewbits.cli.launch import check_tasks, meeting_flags, processes, run_processes, wants_launch
 from fewbits.cli.launch_flags import without_launch_flags
 from fewbits.doctor.launchers import launched as launched_as
 from fewbits.errors import BadInput, PeerLost, Unsupported
@@ -321,7 +321,7 @@ def test_two_machines_train_one_run(tmp_path, run_folders):
 def test_a_machine_that_is_alone_says_so(words, why, monkeypatch, tmp_path, capsys):
     """First for whom it waits, then, after torch's ten minutes (here one second), that they did not come."""
     short = ["--rdzv-conf", "timeout=1,join_timeout=1,read_timeout=1"]
-    monkeypatch.setattr("fewbits.cli.launch._meeting", lambda args: [*_meeting(args), *short])
+    monkeypatch.setattr("fewbits.cli.launch.meeting_flags", lambda args: [*meeting_flags(args), *short])
     monkeypatch.setattr(rank_processes, "_LOOK_S", 0.1)
     monkeypatch.setattr(rank_processes, "_ALONE_S", 0.2)
     with socket.socket() as free:
@@ -341,7 +341,7 @@ def test_a_meeting_that_fails_and_one_that_is_lost(monkeypatch, tmp_path):
             (logs / name).mkdir(parents=True)
         raise RendezvousConnectionError("The connection to the C10d store has failed.")
 
-    monkeypatch.setattr("fewbits.cli.launch._torchrun", lose)
+    monkeypatch.setattr("fewbits.cli.launch.run_by_torchrun", lose)
     there = flags("--nnodes", "2", "--rdzv-endpoint", "node0:29500")
     folders = []
     with pytest.raises(Unsupported, match=r"did not meet at node0:29500 \(The connection"):

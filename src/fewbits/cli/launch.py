@@ -162,7 +162,7 @@ def run_processes(
     if (args.nnodes or 1) > 1:
         waits = f"waiting at {args.rdzv_endpoint} for all {args.nnodes} machines (--nnodes) to start.\n"
     running = RankProcesses(
-        lambda: _torchrun(command, args, count=count, logs=own),
+        lambda: run_by_torchrun(command, args, count=count, logs=own),
         restarts=bool(args.max_restarts),
         waits=waits,
     )
@@ -215,7 +215,8 @@ def _asked_to_stop(own: Path) -> str | None:
     return None
 
 
-def _torchrun(command: Sequence[str], args: Namespace, *, count: int, logs: Path) -> None:
+def run_by_torchrun(command: Sequence[str], args: Namespace, *, count: int, logs: Path) -> None:
+    """The command on ``count`` processes here, by torch's own launcher; their output goes to ``logs``."""
     from torch.distributed import run as torchrun
 
     quiet = ",".join(f"{rank}:{0 if rank == 0 else 3}" for rank in range(count))
@@ -225,11 +226,11 @@ def _torchrun(command: Sequence[str], args: Namespace, *, count: int, logs: Path
     if (args.nnodes or 1) == 1:
         flags += ["--standalone"]
     else:
-        flags += _meeting(args)
+        flags += meeting_flags(args)
     torchrun.run(torchrun.parse_args([*flags, "--no-python", *command]))
 
 
-def _meeting(args: Namespace) -> list[str]:
+def meeting_flags(args: Namespace) -> list[str]:
     """Where several machines meet; with numbers of their own, in that order."""
     if args.rdzv_endpoint is None:
         raise BadInput(
