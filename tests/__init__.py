@@ -1,0 +1,1 @@
+"""Tests, in the rooms of src/fewbits; what several of them need stands beside them."""

@@ -1,0 +1,1 @@
+"""Tests of the benchmarks: cases, checks and what they record."""

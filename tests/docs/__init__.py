@@ -1,0 +1,1 @@
+"""Tests of the documentation: code blocks, links, and tables held to the code."""

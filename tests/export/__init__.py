@@ -1,0 +1,1 @@
+"""Tests of other engines' files, read back by their own libraries."""

@@ -1,0 +1,1 @@
+"""Tests of number formats: contracts, golden vectors, other implementations."""

@@ -1,0 +1,1 @@
+"""Tests of evaluation and of answers to many prompts."""

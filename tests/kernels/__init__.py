@@ -1,0 +1,1 @@
+"""Tests of kernels beside their definitions, by the interpreter, emulated, and on GPUs."""

@@ -1,0 +1,1 @@
+"""Tests of loading, packing, adapters, merging, generation and the fused decoder."""

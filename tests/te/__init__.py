@@ -1,0 +1,1 @@
+"""Tests of Transformer Engine's names."""

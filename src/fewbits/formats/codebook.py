@@ -130,10 +130,9 @@ class Codebook(Format):
         scale_values: the 256 entries for 8-bit scales; None is `dynamic_map`.
 
     Parts: ``codes`` uint8, two a byte; ``scales`` float32, or with ``double`` uint8 and beside it
-        ``scale_scales``
-    (float32, one for ``scale_block`` scales) and ``scale_offset`` (float32, shape (1,)). If the last axis is
-    a multiple of ``block``, codes are (..., K / 2) and scales (..., K / block); if not, both are one flat
-    axis.
+    ``scale_scales`` (float32, one for ``scale_block`` scales) and ``scale_offset`` (float32, shape (1,)). If
+    the last axis is a multiple of ``block``, codes are (..., K / 2) and scales (..., K / block); if not, both
+    are one flat axis.
     """
 
     values: tuple[float, ...]

@@ -1,0 +1,1 @@
+"""Tests of rounding with calibration text."""
