@@ -60,7 +60,7 @@ class Case:
 
 
 def randn(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
-    """The one distribution of all operands."""
+    """The one distribution of all operands, in the shape of the arguments."""
     return torch.randn(shape, device=device, dtype=torch.float32).to(dtype)
 
 

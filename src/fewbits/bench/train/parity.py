@@ -112,7 +112,7 @@ def _forget(model: nn.Module) -> None:
 
 
 def dense(linear: Any) -> Tensor:
-    """The weight that a linear multiplies by, float32."""
+    """The weight (N, K) that a linear multiplies by, float32."""
     base = getattr(linear, "base_layer", linear)
     if isinstance(base, QuantizedLinear):
         return base.dequantize(torch.float32)

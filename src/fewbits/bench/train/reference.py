@@ -64,7 +64,7 @@ class Decoder:
         )
 
     def trained(self) -> dict[str, Tensor]:
-        """The tensors that get a gradient; an adapter's are ``<name>.lora_A`` and ``.lora_B``.
+        """The tensors, of any shape, that get a gradient; an adapter's are ``<name>.lora_A`` and ``.lora_B``.
 
         A tied head is not there a second time.
         """
@@ -76,7 +76,7 @@ class Decoder:
 
 
 def rope_of(config: Any, device: torch.device) -> tuple[Tensor, float]:
-    """Inverse frequencies and the factor on cosine and sine."""
+    """Inverse frequencies (D / 2,) and the factor on cosine and sine."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     if not _is_defined(written_spec(config)):
