@@ -133,7 +133,7 @@ class Residual:
 
     @property
     def term(self) -> Tensor | None:
-        """x, where the product of z's dtype can add it at no cost and without a rounding more."""
+        """x (M, N), where the product of z's dtype can add it at no cost and without a rounding more."""
         assert self.z is not None
         return self.x if self.norm is None and self.z.dtype == self.x.dtype else None
 
@@ -279,7 +279,7 @@ class Half(ABC):
     # What may train, by name.
 
     def tensors(self) -> list[Tensor | None]:
-        """What may train, as the node takes it and gives gradients."""
+        """What may train, of any shape, as the node takes it and gives gradients."""
         weights = {name: None if norm is None else norm.weight for name, norm in self.norms.items()}
         return PerHalf(weights, self.into.tensors(), self.back.tensors()).flat()
 

@@ -384,7 +384,7 @@ def _relative(a: Tensor, b: Tensor) -> float:
 
 
 def like_of(layer: nn.Module, spec: ModelSpec) -> Tensor:
-    """A norm's weight: the dtype, device and width of what goes through the layer."""
+    """A norm's weight (H,): the dtype, device and width of what goes through the layer."""
     assert spec.norm.before_mlp is not None
     return layer.get_parameter(f"{spec.norm.before_mlp}.weight")
 

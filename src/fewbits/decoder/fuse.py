@@ -336,7 +336,7 @@ def forget_weights(model: nn.Module) -> None:
 
 
 def scales_of(model: nn.Module) -> dict[str, Tensor]:
-    """The float8 scales that a run must find again to go on with the same bits; none without such."""
+    """The float8 scales, (slots,) and (steps, slots), that a run goes on from; none without such."""
     fusion = fusion_of(model)
     states = [] if fusion is None else [scales.state_dict() for scales in fusion.scales.values()]
     if len(states) > 1:  # each device has recorded the layers that it holds

@@ -1,7 +1,7 @@
 """What one decoder layer keeps from its forward pass for its backward pass, and what it computes again.
 
-Under a memory budget `fewbits.training.plan.memory_plan` chooses for each layer; else `keep_for` says what
-the words of ``use_gradient_checkpointing`` mean, and `fewbits.models.adapting.checkpointed_layers` puts it in.
+Under a memory budget `fewbits.training.plan.memory_plan` chooses for each layer; else `keep_for` says
+what the words of ``use_gradient_checkpointing`` mean (`fewbits.models.adapting.checkpointed_layers`).
 """
 
 from __future__ import annotations

@@ -187,7 +187,7 @@ class HostStash:
                 handle.slot.tensor, handle.slot.event = handle.lane.to_device(_view(handle.slot))
 
     def get(self, handle: Handle) -> Tensor:
-        """The tensor on its device again, and its host buffer free; the ones put before it are sent for.
+        """The tensor, of any shape, on its device again, its host buffer free; those before it are sent for.
 
         Raises:
             BadInput: the handle was taken before, or the stash has been cleared since.

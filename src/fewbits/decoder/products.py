@@ -52,7 +52,7 @@ class FreshValues:
     """Values of a weight that are computed for one product and dropped."""
 
     def of(self, key: object, make: Make, room: int = 0, rows: int = 0) -> Tensor:
-        """What ``make`` gives."""
+        """What ``make`` gives, (N, K) or its transpose."""
         return make(0)
 
 
@@ -68,7 +68,7 @@ class CachedValues(FreshValues):
         return sum(values.nbytes for values in self._values.values())
 
     def of(self, key: object, make: Make, room: int = 0, rows: int = 0) -> Tensor:
-        """What ``make`` gave before, with this much room below; what has fewer ``rows`` is made again.
+        """What ``make`` gave before, (N + rows, K) or more; what has fewer ``rows`` below is made again.
 
         Too few rows has what was made without adapters, or for smaller ranks.
         """

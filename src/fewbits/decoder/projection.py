@@ -164,7 +164,7 @@ class Projection(ABC):
         return sum(part.branch.a.shape[0] for part in self.parts if part.branch is not None)
 
     def tensors(self) -> list[PerPart[Tensor | None]]:
-        """What may train: dense weight, bias, a, b of each part."""
+        """What may train: dense weight (N_i, K), bias (N_i,), a (r_i, K), b (N_i, r_i) of each part."""
         per_part: list[PerPart[Tensor | None]] = []
         for part in self.parts:
             weight = part.weight if isinstance(part.weight, Tensor) else None

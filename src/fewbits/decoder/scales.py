@@ -100,7 +100,7 @@ class DelayedScales:
         self._known = [used and has for used, has in zip(self._recorded, have_history, strict=True)]
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What a run resumes from."""
+        """What a run resumes from: history (steps, slots), amax (slots,), recorded (slots,)."""
         recorded = torch.tensor(self._recorded, dtype=torch.uint8)
         return {"history": self._history.clone(), "amax": self._amax.clone(), "recorded": recorded}
 
