@@ -98,7 +98,7 @@ class BitsAndBytesCodec(Codec):
         return contract.names.get("bitsandbytes") == kind and bool(coding.scale_block) == bool(double)
 
     def write(self, linear: Linear) -> dict[str, Tensor]:
-        """One linear's tensors; see `Codec.write`."""
+        """One linear's tensors, of W (N, K); see `Codec.write`."""
         check_weight(linear)
         format = INT8 if self.method == "int8" else _FOUR_BITS[self.method]
         packed = linear.packed if linear.packed is not None and self.keeps(linear) else None

@@ -93,7 +93,7 @@ class Codec(ABC):
 
     @abstractmethod
     def write(self, linear: Linear) -> dict[str, Tensor]:
-        """The linear's tensors, by their names after the linear's.
+        """The linear's tensors, in the codec's shapes (any shape), by their names after the linear's.
 
         Raises:
             BadCheckpoint: the weight is not finite.

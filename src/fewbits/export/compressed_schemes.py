@@ -152,7 +152,7 @@ class CompressedCodec(Codec):
         return same and _share(packed, linear.alike)
 
     def write(self, linear: Linear) -> dict[str, Tensor]:
-        """One linear's tensors; see `Codec.write`."""
+        """One linear's tensors, of W (N, K); see `Codec.write`."""
         check_weight(linear)
         tensors = (
             self._whole_numbers(linear) if self.scheme.bits else to_compressed_tensors(self._packed(linear))

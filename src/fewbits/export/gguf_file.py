@@ -319,7 +319,7 @@ class GGUFFile:
         self._planned = {tensor.name: tensor for tensor in planned}
 
     def weight(self, name: str) -> Tensor:
-        """The tensor with this name in transformers, float32.
+        """The tensor with this name in transformers, in that shape, float32.
 
         Raises:
             BadCheckpoint: the file lacks it.

@@ -93,7 +93,7 @@ class WordsCodec(Codec):
         )
 
     def write(self, linear: Linear) -> dict[str, Tensor]:
-        """The linear's tensors; see `Codec.write`."""
+        """The linear's tensors, of W (N, K); see `Codec.write`."""
         check_weight(linear)
         codes = codes_of(linear.packed) if self.keeps(linear) else None
         if codes is None:
@@ -167,7 +167,7 @@ def to_gptq(codes: Codes, version: int) -> dict[str, Tensor]:
 
 
 def to_awq(codes: Codes) -> dict[str, Tensor]:
-    """The tensors in which AWQ saves these 4-bit codes; see `fewbits.formats.awq`."""
+    """The tensors in which AWQ saves these 4-bit codes of W (N, K); see `fewbits.formats.awq`."""
     return {
         "qweight": _interleaved((codes.values + 8).t()),
         "qzeros": _interleaved((codes.zeros + 8).t()),

@@ -105,7 +105,7 @@ class TorchaoCodec(Codec):
         )
 
     def write(self, linear: Linear) -> dict[str, Tensor]:
-        """One linear's tensors; see `Codec.write`."""
+        """One linear's tensors, of W (N, K); see `Codec.write`."""
         check_weight(linear)
         if self.bits and not self.is_plain_int8:
             tensor = self._in_groups(linear)
