@@ -94,7 +94,7 @@ class Format(ABC):
 
     @abstractmethod
     def dequantize(self, packed: Packed, dtype: torch.dtype | None = None) -> Tensor:
-        """The tensor that ``packed`` stands for, in ``dtype`` (default: the dtype it had before)."""
+        """The tensor, of any shape, that ``packed`` stands for, in ``dtype`` (default: as before)."""
 
     def fake_quantize(self, x: Tensor, *, seed: int | None = None) -> Tensor:
         """``dequantize(quantize(x))``, in x's dtype; carries no gradient of its own.
@@ -175,12 +175,12 @@ class Packed:
 
     @property
     def codes(self) -> Tensor:
-        """The stored codes, packed along the last axis."""
+        """The stored codes, packed along the last axis: (..., bytes)."""
         return self.parts["codes"]
 
     @property
     def scales(self) -> Tensor:
-        """The stored scales; for double-quantised formats, their codes."""
+        """The stored scales, (..., blocks) or flat; for double-quantised formats, their codes."""
         return self.parts["scales"]
 
     @property
@@ -189,7 +189,7 @@ class Packed:
         return sum(t.numel() * t.element_size() for t in self.parts.values())
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The tensor itself, in ``dtype`` (default: `self.dtype`)."""
+        """The tensor itself, of any shape, in ``dtype`` (default: `self.dtype`)."""
         return self.format.dequantize(self, dtype)
 
     def to(self, device: torch.device | str) -> Packed:

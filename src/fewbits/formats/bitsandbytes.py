@@ -36,7 +36,7 @@ def is_bitsandbytes(keys: Mapping[str, Any] | set[str], name: str = "weight") ->
 
 
 def to_bitsandbytes(packed: Packed, name: str = "weight") -> dict[str, Tensor]:
-    """The tensors under which bitsandbytes saves this weight.
+    """The tensors under which bitsandbytes saves this weight (N, K).
 
     Raises:
         Unsupported: a format other than NF4 and FP4, or a dtype that bitsandbytes does not know.

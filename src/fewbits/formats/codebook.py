@@ -236,7 +236,7 @@ class Codebook(Format):
         return out[:n].view(packed.shape)
 
     def block_scales(self, packed: Packed) -> Tensor:
-        """The scale of every block as float32, flat: (ceil(n / block),)."""
+        """The scale of every block as float32, flat: (blocks,)."""
         if not self.double:
             return packed.scales.view(-1)
         codes, second = packed.scales.view(-1), packed.parts["scale_scales"]

@@ -69,7 +69,7 @@ def random_words(n: int, seed: int, device: torch.device | str = "cpu", *, offse
 def random_uniform(
     shape: tuple[int, ...], seed: int, device: torch.device | str = "cpu", *, offset: int = 0
 ) -> Tensor:
-    """Uniform float32 numbers in [0, 1), multiples of 2**-24; the first has position ``offset``."""
+    """Uniform float32 numbers (n,) in [0, 1), multiples of 2**-24, from position ``offset`` on."""
     n = 1
     for s in shape:
         n *= s

@@ -400,7 +400,7 @@ def prefix_tables(streams: Streams, masks: tuple[int, ...], device: torch.device
 def step_tables(
     streams: Streams, masks: tuple[int, ...], lengths: tuple[int, ...], device: torch.device
 ) -> Tensor:
-    """K(qa) for streams of each length under each mask, (len(lengths), len(masks), num_codes) int16."""
+    """K(qa) for streams of each length under each mask, (lengths, masks, codes) int16."""
     tables = [[_steps(streams, mask, length) for mask in masks] for length in lengths]
     return torch.stack([torch.stack(of_length) for of_length in tables]).to(torch.int16).to(device)
 

@@ -10,7 +10,7 @@ from fewbits.formats.table_cache import keep_tables
 
 @keep_tables(maxsize=256)
 def table(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """``values`` as float32 on ``device``. Shared: never write to it."""
+    """``values`` (n,) as float32 on ``device``. Shared: never write to it."""
     with torch.inference_mode(
         False
     ):  # a tensor born in inference mode could not be saved for a later backward
@@ -19,7 +19,7 @@ def table(values: tuple[float, ...], device: torch.device) -> Tensor:
 
 @keep_tables(maxsize=64)
 def midpoints(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """The float32 thresholds between neighbours of ascending ``values``."""
+    """The float32 thresholds (n - 1,) between neighbours of ascending ``values``."""
     with torch.inference_mode(False):
         t = table(values, device)
         return (t[:-1] + t[1:]) / 2
