@@ -125,7 +125,7 @@ def table_error(options: Stochastic, dimensions: int) -> Tensor:
 
 
 def read_operands(path: Path | str) -> dict[str, tuple[Tensor, Tensor]]:
-    """Pairs "a" and "b" of a .npz or .safetensors file, or "NAME.a" and "NAME.b" for several.
+    """Pairs "a" (M, K) and "b" (N, K) of a .npz or .safetensors file, or "NAME.a" and "NAME.b".
 
     Raises:
         BadInput: another kind of file, or names that make no pairs.
