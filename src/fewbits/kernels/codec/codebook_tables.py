@@ -12,7 +12,7 @@ from fewbits.formats.tables import midpoints, table
 
 
 def codebook_tables(values: tuple[float, ...], device: torch.device) -> tuple[int, Tensor, Tensor]:
-    """The codes in ascending order of their values, as nibbles; the thresholds, also by cell; the 16 values.
+    """The codes by value, as nibbles; the thresholds, also by cell, (144,); the values, (16,).
 
     Order 0 stands for ascending values of which two thresholds share a cell.
     """
@@ -27,7 +27,7 @@ def codebook_tables(values: tuple[float, ...], device: torch.device) -> tuple[in
 
 @keep_tables(maxsize=64)
 def thresholds(ascending: tuple[float, ...], device: torch.device) -> Tensor:
-    """15 thresholds, a gap; each cell's own or infinity (64); how many lie in the cells below it (64)."""
+    """(144,): 15 thresholds, a gap; each of 64 cells' own or infinity; how many lie in the cells below it."""
     middles = midpoints(ascending, torch.device("cpu"))
     cells = (middles.double() * 16).round().long() + 16  # to even, as the kernel's float32 sum
     own = torch.full((64,), torch.inf, dtype=torch.float32)

@@ -99,7 +99,7 @@ class Wire:
         return message.view(torch.float32)[:, first : first + self.plain]
 
     def empty(self, rows: int, device: torch.device | str) -> Tensor:
-        """Room for the messages of ``rows`` rows; the padding at their end is 0."""
+        """Room for the messages of ``rows`` rows, (rows, bytes) uint8; the padding at their end is 0."""
         message = torch.empty(rows, self.row_bytes, dtype=torch.uint8, device=device)
         used = self.code_bytes + 4 * (self.num_blocks + self.plain)
         message[:, used:] = 0

@@ -187,7 +187,7 @@ class Workspace:
     _memory: dict[str, Tensor] = field(default_factory=dict)
 
     def get(self, name: str, bytes_: int) -> Tensor:
-        """At least so many bytes, zeros at first; larger than before, they are others."""
+        """At least so many bytes, (n,) uint8, zeros at first; larger than before, they are others."""
         memory = self._memory.get(name)
         if memory is None or memory.numel() < bytes_:
             memory = self._memory[name] = torch.zeros(bytes_, dtype=torch.uint8, device=self.device)
@@ -302,7 +302,7 @@ class BatchRows:
         self.defines_of_x: nvrtc.Defines = (*read, ("WARPS", _WARPS_OF_X), *around, *many)
 
     def launch(self) -> Tensor:
-        """Run it on the current stream of the operands' device, on a CPU by the definition; ``out``."""
+        """Run it on the current stream of the operands' device, on a CPU by the definition: (M, N)."""
         if not self.out.is_cuda:
             return batch_rows_ref(self._product)
         with on_device_of(self.out):

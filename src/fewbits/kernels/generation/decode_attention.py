@@ -212,7 +212,7 @@ class DecodeAttention:
         )
 
     def launch(self) -> Tensor:
-        """Run it on the current stream of the tensors' device, on a CPU by the definition; ``out``."""
+        """Run it on the current stream of the tensors' device, on a CPU by the definition: (B, heads * D)."""
         if not self.out.is_cuda:
             self.out.copy_(decode_attention_ref(*self._operands))
             if self._after is not None and self.next_sums is not None:

@@ -97,7 +97,7 @@ def few_rows_ref(
 
 
 def define(product: Product) -> Tensor:
-    """Compute a product by its definition; its output."""
+    """Compute a product by its definition; its output (M, N)."""
     y = few_rows_ref(
         product.x,
         product.weights,
@@ -167,7 +167,7 @@ class FewRows:
         )
 
     def launch(self) -> Tensor:
-        """Run it on the current stream of the operands' device, on a CPU by the definition; ``out``."""
+        """Run it on the current stream of the operands' device, on a CPU by the definition: (M, N)."""
         if not self.out.is_cuda:
             define(self._product)
             if self._product.next is not None and self.next_sums is not None:

@@ -73,7 +73,7 @@ class PackedKeysValues:
         return {which: self.kind.side(which, self.newest_keys.shape[-1]) for which in ("keys", "values")}
 
     def stored(self, which: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Codes, scales, newest and first of "keys" or "values"."""
+        """Codes, scales, newest and first of "keys" or "values", each (B, heads, ..., D or bytes)."""
         if which == "keys":
             return self.key_codes, self.key_scales, self.newest_keys, self.first_keys
         return self.value_codes, self.value_scales, self.newest_values, self.first_values
@@ -283,7 +283,7 @@ class PackedAttention:
         )
 
     def launch(self) -> Tensor:
-        """Run it on the current stream of the tensors' device, on a CPU by the definition; ``out``."""
+        """Run it on the current stream of the tensors' device, on a CPU by the definition: (B, heads * D)."""
         if not self.out.is_cuda:
             return self.out.copy_(packed_attention_ref(*self._operands))
         with on_device_of(self.out):

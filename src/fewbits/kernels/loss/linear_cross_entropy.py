@@ -277,7 +277,7 @@ def _op(over_rows: Pass, o: LossArguments) -> tuple[Tensor, Tensor, Tensor, Tens
 
 
 def fake_op(o: LossArguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The shapes of what the op returns, and of the one whose products take 8-bit operands."""
+    """What the op returns, without values: loss (M,) or scalar, dx (M, K), dW (N, K), db (N,)."""
     losses, dh, dw, db = outputs(o.hidden, o.weight, o.bias, o.needs, o.chunk_rows)
     return losses.new_empty(()) if o.reduce else losses, dh, dw, db
 

@@ -141,7 +141,7 @@ def _adamw_kernel(
 
 
 def to_device(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Numbers on the device, without waiting for it."""
+    """Numbers (n,) on the device, without waiting for it."""
     return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 

@@ -85,7 +85,7 @@ def stochastic_codes_ref(
 
 
 def count_factors(options: Stochastic, levels: Sequence[int], device: torch.device) -> Tensor:
-    """Q**2 / L of each length as float32; 0 for streams of no steps."""
+    """Q**2 / L of each length as float32 (lengths,); 0 for streams of no steps."""
     factors = [options.max_code**2 / length if length else 0.0 for length in levels]
     return torch.tensor(factors, dtype=torch.float64).float().to(device)
 
