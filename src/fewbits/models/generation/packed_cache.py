@@ -49,7 +49,7 @@ class PackedHeads:
         self.codes, self.scales = codes, scales
 
     def tensors(self) -> dict[str, Tensor]:
-        """All of them by name."""
+        """All of them by name, each (B, heads, ...)."""
         return {name: getattr(self, name) for name in ("codes", "scales", "newest", "first")}
 
     def each(self, change: Callable[[Tensor], Tensor]) -> None:

@@ -28,7 +28,7 @@ class ManyRows:
         self._parts = list(zip(product.weights, biases, branches, strict=True))
 
     def launch(self) -> Tensor:
-        """Run it on the current stream; ``out``."""
+        """Run it on the current stream; ``out`` (M, N)."""
         x, norm, activation = self._of.x, self._of.norm, self._of.activation
         if norm is not None:
             x, _ = rmsnorm_ref(x.float(), norm.weight, norm.eps, norm.offset)

@@ -215,14 +215,14 @@ class DecodeStep:
 
     @torch.no_grad()
     def run(self) -> Tensor:
-        """One step, launch by launch; `logits`. The position stays."""
+        """One step, launch by launch; `logits` (B, V). The position stays."""
         self._hidden.copy_(self._embedded())
         for call in self._calls:
             call()
         return self.logits
 
     def advance(self) -> Tensor:
-        """One step, then the position moves on; on a GPU from a CUDA graph, recorded at the first call."""
+        """One step (B, V), then the position moves on; on a GPU a CUDA graph, recorded at the first call."""
         if self.device.type != "cuda":
             self.run()
             self.position.add_(1)

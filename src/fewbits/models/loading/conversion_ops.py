@@ -22,7 +22,7 @@ class QuantizeWeight(ConversionOps):
     def convert(  # type: ignore[override]
         self, input_dict: dict[str, Any], *, model: nn.Module, missing_keys: set[str] | None = None, **_: Any
     ) -> dict[str, Tensor]:
-        """Pack what the recipe packs; give back the rest as it came."""
+        """Pack what the recipe packs; give back the rest, of any shape, as it came."""
         rest: dict[str, Tensor] = {}
         for name in list(input_dict):
             value = input_dict.pop(name)
@@ -54,7 +54,7 @@ class ReadForeign(ConversionOps):
         missing_keys: set[str] | None = None,
         **_: Any,
     ) -> dict[str, Tensor]:
-        """Take the tensors of one packed weight; give back a plain weight in the dtype it is to have."""
+        """Take the tensors of one packed weight; give back a plain one (N, K) in the dtype it is to have."""
         parts = {key: value[0] if isinstance(value, list) else value for key, value in input_dict.items()}
         if list(parts) == ["weight"]:
             (key,) = parts

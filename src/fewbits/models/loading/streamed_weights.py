@@ -182,7 +182,7 @@ class StreamedWeights:
         return self._streams[name].rank
 
     def take(self, name: str) -> Tensor:
-        """One tensor, in its own dtype on the device, from any thread; asked for again, it is read again.
+        """One tensor, of any shape and its own dtype, on the device; any thread may ask, and ask again.
 
         Raises:
             BadCheckpoint: the file is shorter than its header says.

@@ -160,7 +160,7 @@ def base_name(name: str) -> str:
 
 
 def effective_state(base: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Names as without PEFT, and the tensors that count: trained copies replace their originals."""
+    """Names as without PEFT, and the tensors that count, of any shape: trained copies replace originals."""
     replaced: dict[str, Tensor] = {}
     plain: dict[str, Tensor] = {}
     for name, tensor in base.state_dict(keep_vars=True).items():

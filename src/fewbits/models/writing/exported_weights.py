@@ -67,7 +67,7 @@ class ExportedWeights:
         return skeleton(self.base, head_is_tied=self.head_is_tied)
 
     def weight(self, name: str) -> Tensor:
-        """One merged weight, float32, on the CPU; of a linear in training for a format, rounded to it."""
+        """One merged weight in the model's shape, float32, on the CPU; of a linear in QAT, rounded."""
         rounded = self._rounded(name.removesuffix(".weight")) if name.endswith(".weight") else None
         return self._found[name]() if rounded is None else rounded.dequantize(torch.float32)
 
