@@ -194,7 +194,7 @@ class LoRALinear(nn.Module, LoraLayer):
             return (b @ a) * self.scaling[adapter]  # type: ignore[no-any-return]
 
     def effective_weight(self, adapters: list[str]) -> Tensor:
-        """W and each ``s * B @ A`` in turn, in the base weight's dtype; what `merge` writes, to the bit.
+        """W (N, K) and each ``s * B @ A`` in turn, in W's dtype; what `merge` writes, to the bit.
 
         Over a fake-quantised base each is added with one rounding.
         """

@@ -61,7 +61,7 @@ class ParamWrapper(peft_layers.ParamWrapper):  # type: ignore[misc]
 
     @property
     def before(self) -> list[dict[str, Tensor]]:
-        """The stored parts that each merged adapter took the place of, the latest last."""
+        """The stored parts, of any shape, that each merged adapter took the place of, the latest last."""
         if not hasattr(self, "_before"):
             self._before: list[dict[str, Tensor]] = []
         return self._before

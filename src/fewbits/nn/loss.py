@@ -222,7 +222,7 @@ class LazyLogits(torch.Tensor):
         return self.computed is not None and self.computed[0]._version != self.computed[1]
 
     def value(self) -> Tensor:
-        """The logits themselves, an ordinary tensor with its gradient; the same one each time.
+        """The logits (B, S, V), an ordinary tensor with its gradient; the same one each time.
 
         Raises:
             Unsupported: the head is another by now.

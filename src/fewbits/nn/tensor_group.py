@@ -93,7 +93,7 @@ def sum_value(x: Tensor, group: TensorGroup) -> Tensor:
 
 
 def own_weight(module: Any) -> Tensor:
-    """``module.weight``; its gradient is summed if the module's ``tensor_group`` says so."""
+    """``module.weight``, of any shape; its gradient is summed if the module's ``tensor_group`` says so."""
     weight: Tensor = module.weight
     group = vars(module).get("tensor_group")
     return weight if group is None or not weight.requires_grad else sum_gradient(weight, group)
