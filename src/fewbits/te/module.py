@@ -207,7 +207,7 @@ class Module(nn.Module):
         super()._load_from_state_dict(*args, **kwargs)
 
     def get_extra_state(self) -> Tensor:
-        """Scales and histories of delayed scaling as bytes; empty where there are none."""
+        """Scales and histories of delayed scaling as bytes, (n,) uint8; empty where there are none."""
         return to_bytes(self.fp8_meta)
 
     def set_extra_state(self, state: Any) -> None:

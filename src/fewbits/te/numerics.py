@@ -68,7 +68,7 @@ class Tape:
         self._firsts: deque[bool] = deque()
 
     def scale(self, state: DelayedState) -> Tensor | None:
-        """While replaying the scales that were in use at this place; else None, and they are noted."""
+        """While replaying the scales (any shape) in use at this place; else None, and they are noted."""
         if self.replaying:
             return self._scales.popleft()
         self._scales.append(state.scale.clone())

@@ -57,7 +57,7 @@ class QuantizedTensor(Tensor):
         return self._operand
 
     def dequantize(self, *, dtype: torch.dtype | None = None) -> Tensor:  # type: ignore[override]
-        """The real tensor, in ``dtype`` (its own by default)."""
+        """The real tensor, of the same shape, in ``dtype`` (its own by default)."""
         rows = self._operand.rows
         if rows is not None:
             return plain(rows, dtype or self.dtype).reshape(self.shape)
@@ -104,7 +104,7 @@ class QuantizedTensor(Tensor):
         self._high_precision_init_val: Tensor | None = value
 
     def get_high_precision_init_val(self) -> Tensor | None:
-        """That value, on the CPU; None if it was not kept or has been freed."""
+        """That value, of the same shape, on the CPU; None if it was not kept or has been freed."""
         return getattr(self, "_high_precision_init_val", None)
 
     def clear_high_precision_init_val(self) -> None:

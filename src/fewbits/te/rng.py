@@ -23,7 +23,7 @@ class CudaRNGStatesTracker:
         self.states_, self.seeds_ = {}, set()
 
     def get_states(self) -> dict[str, Tensor]:
-        """All states by name."""
+        """All states by name, each (bytes,) uint8."""
         return dict(self.states_)
 
     def set_states(self, states: dict[str, Tensor]) -> None:
