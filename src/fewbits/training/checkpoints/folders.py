@@ -253,7 +253,7 @@ def load_weights(model: nn.Module, folder: Path) -> None:
 
 
 def trainable(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters that train, by their names."""
+    """The parameters that train, of any shape, by their names."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 

@@ -152,7 +152,7 @@ def is_sharded_checkpoint(folder: Path) -> bool:
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """What a checkpoint holds of the model: trained parameters with adapters, else all, each once."""
+    """What a checkpoint holds of the model, of any shape: what trains, with adapters; else all, once."""
     views = whole_views(model)
     if hasattr(model, "peft_config"):
         return {name: views[name] for name, p in model.named_parameters() if p.requires_grad}
@@ -179,7 +179,7 @@ def _named(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, Tensor
 
 
 def whole_slices(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, Tensor]]:
-    """Names of the parameters that an optimizer steps, in its order, and each as a slice of the whole one."""
+    """Names of the parameters that an optimizer steps, in its order; each (n,), a slice of the whole one."""
     return [(name, view) for name, _, view in _named(model, _inner(optimizer))]
 
 

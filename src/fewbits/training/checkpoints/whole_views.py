@@ -37,7 +37,7 @@ class Pieces:
     ranks: int
 
     def mark(self, view: Any) -> Tensor:
-        """Let torch's checkpoints of ``view`` (a DTensor) know the pieces."""
+        """Let torch's checkpoints of ``view`` (a DTensor, any shape) know the pieces."""
         part = view._local_tensor
         part.pieces = self
         part.__create_chunk_list__ = self._chunks
@@ -91,7 +91,7 @@ class Pieces:
 
 
 def whole_views(model: nn.Module) -> dict[str, Tensor]:
-    """Every parameter by name, once, with the shape it has in a model on one device; every rank calls."""
+    """Every parameter by name, once, in the shape of a model on one device; every rank calls."""
     named = {name: p.detach() for name, p in model.named_parameters()}
     state = tensor_parallel_of(model)
     if state is None:
@@ -129,7 +129,7 @@ def places_of(view: Tensor) -> tuple[Place, ...]:
 
 
 def gathered(view: Any) -> Tensor:
-    """The whole tensor on every rank; every rank calls."""
+    """The whole tensor, in the shape of a model on one device, on every rank; every rank calls."""
     if not hasattr(view, "full_tensor"):
         plain: Tensor = view
         return plain

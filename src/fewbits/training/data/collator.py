@@ -121,6 +121,6 @@ def _boundaries(sequences: list[list[Example]], width: int, num_segments: int | 
 
 
 def count_trained(batch: Batch) -> Tensor:
-    """Labels that the shifted loss counts: () int64."""
+    """Labels that the shifted loss counts: a scalar, int64."""
     count: Tensor = (batch["labels"][:, 1:] != IGNORED).sum()
     return count

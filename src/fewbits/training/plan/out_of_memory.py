@@ -42,7 +42,7 @@ class Rerun:
         self._begun: list[_Begun] = []
 
     def run(self, once: Pass, batch: Batch, num_items: Any, *, step: int, last: bool) -> Tensor:
-        """The loss of one batch, its gradients added to those of the step's earlier batches.
+        """The loss of one batch, a scalar, its gradients added to those of the step's earlier batches.
 
         Args:
             once: runs forward and backward pass.
@@ -96,7 +96,7 @@ def first_sentence(error: BaseException) -> str:
 
 
 def random_state() -> tuple[Tensor, list[Tensor]]:
-    """Of the CPU's generator and of those of all CUDA devices in use; nothing waits for a device."""
+    """Of the CPU's generator and of those of all CUDA devices in use, each (bytes,) uint8; nothing waits."""
     devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     return torch.get_rng_state(), devices
 

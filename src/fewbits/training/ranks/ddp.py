@@ -185,7 +185,7 @@ class DDPExchange(GradientExchange):
         self._promised: list[torch.futures.Future[Tensor]] = []
 
     def exchange(self, bucket: Any) -> torch.futures.Future[Tensor]:
-        """The mean of a `torch.distributed.GradBucket` over the ranks, later."""
+        """The mean of a `torch.distributed.GradBucket` over the ranks, later: one of the same shape, (n,)."""
         names = tuple(self._names[id(p)] for p in bucket.parameters())
         index, last, step = bucket.index(), bucket.is_last(), self.step
         self.step += last

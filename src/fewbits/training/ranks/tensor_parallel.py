@@ -163,7 +163,7 @@ def tensor_parallel_of(model: Any) -> TensorParallel | None:
 
 @torch.no_grad()
 def clip_grad_norm(model: Any, max_norm: float) -> Tensor:
-    """``torch.nn.utils.clip_grad_norm_`` of a model that is sharded, shared, both or neither.
+    """``torch.nn.utils.clip_grad_norm_`` of a model that is sharded, shared, both or neither: a scalar.
 
     Returns:
         The norm of all gradients before, the same on all ranks.

@@ -45,7 +45,7 @@ class CudaBackend:
         self.pool: Any = None
 
     def beside(self, work: Callable[[], Tensor]) -> Tensor:
-        """Run on the stream that captures later."""
+        """Run on the stream that captures later; what it gives has any shape."""
         here = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(here)
         with torch.cuda.stream(self.stream):

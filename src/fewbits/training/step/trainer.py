@@ -169,7 +169,7 @@ class Trainer(transformers.Trainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Batch], num_batches: int, device: torch.device
     ) -> tuple[list[Batch], Tensor]:
-        """The passes of a step, and what its loss is divided by.
+        """The passes of a step, and what its loss is divided by, a scalar.
 
         That is the number of all ranks' trained tokens, which each rank knows; gradients are averaged over
         the ranks, so each divides by an even share of it.
@@ -186,7 +186,7 @@ class Trainer(transformers.Trainer):
         return [name for name, p in model.named_parameters() if p.ndim >= 2]
 
     def training_step(self, model: nn.Module, inputs: Batch, num_items_in_batch: Any = None) -> Tensor:
-        """One forward and backward pass; before the optimizer steps, loss and gradients must be sound."""
+        """One forward and backward pass: its loss, a scalar; before a step, all of it must be sound."""
         rows = inputs.pop("rows", [])
         inputs.pop("num_tokens", None)
         last, step = self.accelerator.sync_gradients, self.state.global_step + 1
