@@ -114,6 +114,11 @@ def write_cpu_build(folder: Path, version: str) -> None:
         wheel.writestr(f"{info}/RECORD", "")
 
 
+def _need(package: str, version: str) -> str:
+    """What torch asks for: its own binaries by their version, packages in Python by their name alone."""
+    return f"{package}=={version}" if package.startswith(("triton", "nvidia-", "cuda-")) else package
+
+
 def write_environment(resolver: Resolver, folder: Path, installed: dict[str, str]) -> str:
     """A virtual environment in which ``installed`` looks installed; its Python."""
     done = resolver.run("venv", "--python", sys.executable, str(folder))
@@ -123,8 +128,8 @@ def write_environment(resolver: Resolver, folder: Path, installed: dict[str, str
     for name, version in installed.items():
         info = site / f"{name.replace('-', '_')}-{version}.dist-info"
         info.mkdir()
-        others = (f"{n}=={v}" for n, v in installed.items() if name == "torch" and n != "torch")
-        (info / "METADATA").write_text(metadata(name, version, tuple(others)), encoding="utf-8")
+        needs = tuple(_need(n, v) for n, v in installed.items() if name == "torch" and n != "torch")
+        (info / "METADATA").write_text(metadata(name, version, needs), encoding="utf-8")
         (info / "RECORD").touch()
         (info / "INSTALLER").write_text("pip\n", encoding="utf-8")
     return str(folder / "bin" / "python")
