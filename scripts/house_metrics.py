@@ -167,8 +167,10 @@ def public_functions(tree: ast.Module) -> list[Function]:
     return found
 
 
-def takes_tensors(function: Function) -> bool:
+def has_tensors(function: Function) -> bool:
+    """It takes a tensor, or gives one."""
     annotations = [ast.unparse(x.annotation) for x in arguments_of(function) if x.annotation]
+    annotations += [ast.unparse(function.returns)] if function.returns else []
     return any(re.search(r"\bTensor\b", text) and "Callable" not in text for text in annotations)
 
 
@@ -186,7 +188,7 @@ def without_shapes(trees: dict[Path, ast.Module]) -> tuple[list[tuple[Path, Func
     silent, number = [], 0
     for path, tree in trees.items():
         for function in public_functions(tree):
-            if is_kernel(function) or not takes_tensors(function):
+            if is_kernel(function) or not has_tensors(function):
                 continue
             number += 1
             text = ast.get_docstring(function) or ""
