@@ -19,7 +19,7 @@ from fewbits.decoder.fuse import fused_layers
 from fewbits.errors import BadCheckpoint, BadInput, SpecMismatch, TrainingStopped, Unsupported
 from fewbits.training.checkpoints import model_state
 from fewbits.training.config import TrainConfig
-from fewbits.training.data import packing
+from fewbits.training.data.collator import Collator
 from fewbits.training.run import train
 from fewbits.training.setup.callbacks import read_metrics
 from fewbits.training.setup.model_and_trainer import fused_decoder
@@ -338,7 +338,7 @@ def test_bad_rows_are_counted(make_config, tiny_data, tmp_path):
 
 
 def test_a_run_that_stops_says_so_and_keeps_its_checkpoints(make_config, monkeypatch):
-    original = packing.Collator.__call__
+    original = Collator.__call__
     calls = []
 
     def poisoned(self, sequences):
@@ -348,7 +348,7 @@ def test_a_run_that_stops_says_so_and_keeps_its_checkpoints(make_config, monkeyp
             batch["labels"][:] = -100  # a mean over nothing
         return batch
 
-    monkeypatch.setattr(packing.Collator, "__call__", poisoned)
+    monkeypatch.setattr(Collator, "__call__", poisoned)
     config = make_config(max_steps=20, save_steps=2)
     refused(TrainingStopped, "at step 7 .* rows", config)
     run = json.loads((Path(config.output_dir) / "run.json").read_text())
