@@ -2,7 +2,7 @@
 
 Quick: languages, Python's syntax, YAML, the command line's own parser; and each page from top to bottom in
 one process, in a folder with a tiny model and what the page says the reader has. A page that takes more than
-a second or two is slow, or nightly; of two long pages the first blocks run always.
+a second or two is slow; of two long pages the first blocks run always.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ import yaml
 from tests.docs.pages import GUIDE, LANGUAGES, PAGES, Block, blocks_of, fewbits_commands, run_page
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
-LONG_PAGES = ("calibration", "command-line", "generation", "stochastic-computing", "stochastic-search")
-SLOW_PAGES = ("coming-from-unsloth", "exporting", "fine-tuning", "trl")
+SLOW_PAGES = (
+    *("calibration", "coming-from-unsloth", "command-line", "exporting", "fine-tuning", "generation"),
+    *("stochastic-computing", "stochastic-search", "trl"),
+)
 QUICK_BLOCKS = {"command-line": 2, "stochastic-computing": 2}  # so many blocks of a long page run always
 MOST_NOT_RUN = 14  # blocks that need a GPU, a network or several machines: rather make one run than add one
 
@@ -232,8 +234,6 @@ def runs(block: Block) -> bool:
 
 
 def marks_of(page: Path) -> list[pytest.MarkDecorator]:
-    if page.stem in LONG_PAGES:
-        return [pytest.mark.nightly]
     return [pytest.mark.slow] if page.stem in SLOW_PAGES else []
 
 
