@@ -1,4 +1,4 @@
-"""The thin products of a LoRA linear's backward pass: both of its branch's gradients in one read of dy.
+"""The thin products of a LoRA linear's backward pass: t and the gradient of B, in one read of dy.
 
     t_i = s_i * dy_i @ B_i          dB_i = dy_i^T @ xa_i          dA = t^T @ x          xa_i = s_i * x @ A_i^T
 
