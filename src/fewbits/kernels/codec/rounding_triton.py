@@ -74,7 +74,7 @@ def codebook_codes(x, midpoints_ptr, ORDER: tl.constexpr, DIVIDE: tl.constexpr):
 
 @jit
 def codebook_values(code, values_ptr):
-    """float32 values of 4-bit codes (blocks, values); see dequantize.py for the gather."""
+    """float32 values of 4-bit codes (blocks, values); dequantize_triton.py explains the gather."""
     entries = tl.load(values_ptr + tl.arange(0, 16))
     flat = tl.reshape(code, (code.shape[0] * code.shape[1],))
     return tl.reshape(tl.gather(entries, flat, 0), code.shape)
