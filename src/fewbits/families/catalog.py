@@ -1,8 +1,9 @@
 """One `ModelSpec` for each family that fewbits knows; defaults are Llama's.
 
 To add one: write its spec, list it in `_DENSE`, `_UNFUSED` or `_EXPERTS`, and add a tiny config with all that
-is special turned on to tests/models/tiny.py, unwritten.py (not fused) or mixtures.py (experts), as
-docs/guide/adding-a-model.md says; the tests run over both.
+is special turned on to tests/models/tiny.py, unwritten.py (not fused in every layer) or mixtures.py
+(experts); the tests run over both. Then renew docs/reference/families.md by scripts/families_table.py, and
+add a line to CHANGELOG.md: docs/guide/adding-a-model.md has the steps.
 """
 
 from __future__ import annotations
