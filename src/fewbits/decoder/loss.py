@@ -1,4 +1,7 @@
-"""Puts `fewbits.nn.loss` into a causal LM: a head whose logits are lazy, a loss that needs none."""
+"""Puts `fewbits.nn.loss` into a causal LM: a head whose logits are lazy, a loss that needs none.
+
+Nothing is computed here: the loss without logits is `fewbits.kernels.loss.linear_cross_entropy`.
+"""
 
 from __future__ import annotations
 
