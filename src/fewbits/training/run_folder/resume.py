@@ -2,7 +2,7 @@
 
 Nothing is chosen silently. A damaged checkpoint is named, with what is wrong with it, and the newest whole
 one before it is offered with the command that goes on from there. What the run was begun with, the data and
-the base model's weights, must be what it was.
+the base model's weights, must be what it was. `fewbits.training.run` calls `resumable` and goes on.
 """
 
 from __future__ import annotations
