@@ -11,7 +11,7 @@ from tests.training.processes import run_ranks
 from tests.training.rank_workers import dry_run
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_every_part_runs_and_is_noted(tmp_path):
     run_ranks(dry_run, 2, str(tmp_path))
     found = json.loads((tmp_path / "multi_gpu.json").read_text())
