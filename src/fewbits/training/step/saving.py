@@ -2,7 +2,8 @@
 
 What the training waits for is the walk for what trains, a copy to the host by the device's own engine, and
 files of some bytes. The memory that the copies are made in is locked once, after the first step, in the same
-thread: it is half a gigabyte for adapters of rank 16 in a model of 8B, and a quarter of a second.
+thread. For adapters of rank 16 in a model of 8B it is half a gigabyte; locking 128 MiB took 0.059 s on the
+host of an H200.
 """
 
 from __future__ import annotations
