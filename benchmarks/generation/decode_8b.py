@@ -26,7 +26,9 @@ from fewbits.models.generation import loop as decode_generate
 
 
 def build(shape: str, recipe: str, rank: int, head: str | None) -> Any:
-    model = random_model(shape_of(shape).config(), torch.device("cuda"), torch.bfloat16).eval()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = random_model(shape_of(shape).config(), device, torch.bfloat16).eval()
+    model.config.use_cache = model.generation_config.use_cache = True
     weights = {"name": "qlora_nf4", "linear": {"weight": recipe}} if recipe in FORMATS else {"name": recipe}
     fewbits.convert(model, weights if head is None else {**weights, "head": head})
     with_methods(model)
