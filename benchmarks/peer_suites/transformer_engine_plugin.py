@@ -14,12 +14,13 @@ from __future__ import annotations
 import collections
 import contextlib
 import importlib
+import importlib.util
 import json
 import sys
 import time
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -83,10 +84,26 @@ _TYPES = {
     torch.float16: te.DType.kFloat16,
     torch.bfloat16: te.DType.kBFloat16,
 }
+_SLOTS = ("INPUT", "WEIGHT", "OUTPUT")
+_FORWARD = SimpleNamespace(
+    **{
+        f"GEMM{n}_{kind}": 3 * n - 3 + i
+        for n in (1, 2, 3)
+        for i, kind in enumerate(("INPUT", "WEIGHT", "OUTPUT"))
+    }
+)
+_BACKWARD = SimpleNamespace(
+    **{f"GRAD_{kind}{n}": 2 * n - 2 + i for n in (1, 2, 3) for i, kind in enumerate(("OUTPUT", "INPUT"))}
+)
 # Inner names that tests use as words only.
 _KNOWN = {
     "TE_DType": _TYPES,
     "TE_DType_To_Torch": {ours: theirs for theirs, ours in _TYPES.items()},
+    "QuantizedTensorStorage": type("QuantizedTensorStorage", (), {}),  # a base of their references
+    "FP8FwdTensors": _FORWARD,
+    "FP8FwdTensorIdx": _FORWARD,
+    "FP8BwdTensors": _BACKWARD,
+    "FP8BwdTensorIdx": _BACKWARD,
     "get_cudnn_version": lambda: (9, 99, 0),
     "is_non_tn_fp8_gemm_supported": lambda: True,
     "init_method_normal": lambda sigma: lambda tensor: torch.nn.init.normal_(tensor, 0.0, sigma),
@@ -107,6 +124,20 @@ class _StandIn(ModuleType):
         if name.startswith("__"):
             raise AttributeError(name)
         return getattr(te, name) if name == "DType" else _missing(f"{self.__name__}.{name}")
+
+
+class _ReferenceFinder:
+    """Transformer Engine's own references of its formats, in plain torch, from the checkout of the tests."""
+
+    names = ("gemm", "reference_current_scaling", "reference_nvfp4", "reference_utils")
+    package = "transformer_engine.pytorch.custom_recipes"
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        package, _, last = name.rpartition(".")
+        if package != self.package or last not in self.names:
+            return None
+        place = Path.cwd().parents[1].joinpath(*package.split("."), f"{last}.py")
+        return importlib.util.spec_from_file_location(name, place) if place.exists() else None
 
 
 class _StandInFinder:
@@ -143,6 +174,20 @@ class _CpuForCuda(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+class _Stream:
+    """The one stream of a CPU."""
+
+    cuda_stream = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Any arguments."""
+
+    def wait_stream(self, other: Any) -> None:
+        """Nothing runs beside anything."""
+
+    wait_event = record_event = synchronize = lambda self, *a, **k: None
+
+
 def _cpu(device: Any, integers: bool = False) -> Any:
     if isinstance(device, str) and device.startswith("cuda"):
         return "cpu"
@@ -153,7 +198,10 @@ def _cpu(device: Any, integers: bool = False) -> Any:
 
 def _stand_in_for_a_gpu() -> None:
     def needs_gpu(name: str) -> Any:
-        return lambda *args, **kwargs: pytest.skip(f"needs a GPU: torch.cuda.{name}")
+        def skip(self: Any, *args: Any, **kwargs: Any) -> None:
+            pytest.skip(f"needs a GPU: torch.cuda.{name}")
+
+        return type(name, (), {"__init__": skip})  # a class, for type hints
 
     nothing = (
         "synchronize",
@@ -179,16 +227,15 @@ def _stand_in_for_a_gpu() -> None:
     )
     torch.cuda.memory_allocated = torch.cuda.max_memory_allocated = lambda *a, **k: 0
     torch.cuda.device = lambda *a, **k: contextlib.nullcontext()
-    for name in (
-        "Stream",
-        "Event",
-        "graph",
-        "CUDAGraph",
-        "current_stream",
-        "stream",
-        "get_device_properties",
-    ):
+    for name in ("Event", "graph", "CUDAGraph"):
         setattr(torch.cuda, name, needs_gpu(name))
+    # all work of a CPU is in order: one stream, on which nothing need wait
+    torch.cuda.Stream = _Stream
+    torch.cuda.current_stream = torch.cuda.default_stream = lambda *a, **k: _Stream()
+    torch.cuda.stream = lambda stream: contextlib.nullcontext()
+    torch.cuda.get_device_properties = lambda *a, **k: SimpleNamespace(
+        multi_processor_count=1, total_memory=2**35, major=9, minor=0, name="a CPU"
+    )
     plain = torch.autocast.__init__
     torch.autocast.__init__ = lambda self, device_type, *a, **k: plain(self, _cpu(device_type), *a, **k)
     support.get_device_compute_capability = lambda: (9, 0)
@@ -221,13 +268,14 @@ def pytest_configure(config: Any) -> None:
             if name.startswith("__"):
                 raise
             try:
-                return importlib.import_module(place) if place in sys.modules else _missing(place)
+                known = place in sys.modules or name in _ReferenceFinder.names
+                return importlib.import_module(place) if known else _missing(place)
             except ImportError:
                 return _missing(place)
 
     drop_in._View.__getattr__ = or_missing
     drop_in._View.__path__ = []  # so that the finder of stand-ins is asked for what is below a view
-    sys.meta_path.append(_StandInFinder())
+    sys.meta_path += [_ReferenceFinder(), _StandInFinder()]
     if not torch.cuda.is_available():
         _stand_in_for_a_gpu()
 

@@ -27,9 +27,10 @@ from fewbits.te.masks import (
     relative_positions,
     visibility,
 )
-from fewbits.te.module import Module, default_device, refuse
+from fewbits.te.module import Module, refuse
 from fewbits.te.recompute import checkpoint
 from fewbits.te.rounded import Rounding, rounding
+from fewbits.te.support import default_device
 
 _BIAS_TYPES = ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi")
 

@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 from fewbits.errors import BadInput
 from fewbits.te.linear import default_init
-from fewbits.te.module import Module, default_device, refuse
+from fewbits.te.module import Module, refuse
 from fewbits.te.numerics import Numerics, current_init
 from fewbits.te.primary import hold_quantized
 from fewbits.te.product import ProductSettings, linear
+from fewbits.te.support import default_device
 from fewbits.te.weight_gradient import Later, gradient_keeper
 
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from fewbits.errors import BadInput
-from fewbits.te.module import default_device, refuse
+from fewbits.te.module import refuse
+from fewbits.te.support import default_device
 
 
 class InferenceParams:

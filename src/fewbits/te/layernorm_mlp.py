@@ -12,13 +12,15 @@ from fewbits.errors import BadInput
 from fewbits.te.activations import GATED, activated, check_activation
 from fewbits.te.distributed import group_size
 from fewbits.te.linear import default_init
-from fewbits.te.module import Module, default_device
+from fewbits.te.module import Module
 from fewbits.te.norm import check_kind, first_scale, normalized
 from fewbits.te.numerics import Numerics, current_init
 from fewbits.te.parallel import after_product, before_product
 from fewbits.te.primary import hold_quantized
 from fewbits.te.product import ProductSettings, linear
 from fewbits.te.recompute import checkpoint
+from fewbits.te.roles import QuantizerRole
+from fewbits.te.support import default_device
 from fewbits.te.weight_gradient import Later, gradient_keeper
 
 
@@ -190,6 +192,17 @@ class LayerNormMLP(Module):
             later=later,
             after_backward=self.after_backward(numerics, *tensors) if tensors else None,
         )
+
+    def roles(self, *, forward: bool) -> list[QuantizerRole | None]:
+        """As `Module.roles`, of two products: what goes from one to the other is the other's."""
+        names = [f"{self.name}.{word}" if self.name else word for word in ("fc1", "fc2")]
+        if forward:
+            (in1, w1), (in2, w2) = (
+                [QuantizerRole("linear", kind, name) for kind in ("input", "weight")] for name in names
+            )
+            return [in1, w1, in2, in2, w2, self.output_quantizer_role]
+        dy1, dy2 = (QuantizerRole("linear", "grad_output", name) for name in names)
+        return [dy1, self.grad_input_quantizer_role, dy2, dy1]
 
     def backward_dw(self) -> None:
         """Compute the gradients of weights and biases that ``delay_wgrad_compute`` put off."""

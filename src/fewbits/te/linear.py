@@ -10,12 +10,13 @@ from torch import Tensor, nn
 
 from fewbits.errors import BadInput
 from fewbits.te.distributed import group_size
-from fewbits.te.module import Module, default_device, refuse
+from fewbits.te.module import Module, refuse
 from fewbits.te.norm import check_kind, first_scale, normalized
 from fewbits.te.numerics import current_init
 from fewbits.te.parallel import after_product, before_product
 from fewbits.te.primary import hold_quantized
 from fewbits.te.product import ProductSettings, linear
+from fewbits.te.support import default_device
 from fewbits.te.weight_gradient import Later, gradient_keeper
 
 ParametersSplit = Sequence[str] | Mapping[str, int] | None

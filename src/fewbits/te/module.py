@@ -23,15 +23,9 @@ from fewbits.te.quantized_tensor import QuantizedTensor
 from fewbits.te.quantizers import Float8Quantizer, Quantizer
 from fewbits.te.recipe import Recipe
 from fewbits.te.roles import QuantizerRole
+from fewbits.te.support import default_device
 
-_FORWARD, _BACKWARD = ("input", "weight", "output"), ("grad_output", "grad_input")
-
-
-def default_device(device: torch.device | str | None) -> torch.device:
-    """Where parameters are made: as asked, else on the GPU if there is one."""
-    if device is not None:
-        return torch.device(device)
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+_ROLES = ("output_quantizer_role", "grad_input_quantizer_role")
 
 
 class Module(nn.Module):
@@ -41,11 +35,16 @@ class Module(nn.Module):
         fp8_meta: the state by Transformer Engine's names: "recipe", "scaling_fwd", "scaling_bwd" and others.
         quantizers: of the last call, by those names.
         num_products: products in a call.
+        output_quantizer_role: what takes the output; a `CustomRecipe`'s function is asked for a quantiser
+            with it, or with None.
+        grad_input_quantizer_role: the same of the gradient that goes back to the input.
         module_type: see `QuantizerRole`.
         recipe: this module's own recipe, or None for the context's.
     """
 
     module_type = "linear"
+    output_quantizer_role: QuantizerRole | None = None
+    grad_input_quantizer_role: QuantizerRole | None = None
 
     def __init__(self, name: str | None = None, num_products: int = 1) -> None:
         super().__init__()
@@ -90,10 +89,19 @@ class Module(nn.Module):
             return surrounding
         return replace(surrounding, enabled=True, recipe=self.recipe)
 
-    def roles(self, *, forward: bool) -> list[QuantizerRole]:
-        """Which operands the slots of a pass are for."""
-        kinds = (_FORWARD if forward else _BACKWARD) * self.num_products
-        return [QuantizerRole(self.module_type, kind, self.name or "") for kind in kinds]
+    def roles(self, *, forward: bool) -> list[QuantizerRole | None]:
+        """Which operands the slots of a pass are for; None for what leaves the module to an unknown taker."""
+        name = self.name or ""
+        inner = [QuantizerRole(self.module_type, kind, name) for kind in ("input", "weight", "grad_output")]
+        if forward:
+            return [*inner[:2], self.output_quantizer_role] * self.num_products
+        return [inner[2], self.grad_input_quantizer_role] * self.num_products
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Another role asks for the quantisers anew; delayed scaling's state goes on."""
+        if name in _ROLES and getattr(self, name) != value:
+            self._slots = None
+        super().__setattr__(name, value)
 
     def prepare(self, numerics: Numerics, device: torch.device) -> tuple[list[Any], list[Any]]:
         """The quantisers of the forward and of the backward pass; all None where nothing is quantised."""

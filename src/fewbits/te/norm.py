@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fewbits.errors import BadInput
-from fewbits.te.module import default_device
+from fewbits.te.support import default_device
 
 
 def normalized(

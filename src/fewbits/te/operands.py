@@ -45,12 +45,26 @@ class Slots:
     state: DelayedState | None = field(default=None)
 
 
-def slots_for(recipe: Recipe, roles: Sequence[QuantizerRole], *, forward: bool, device: Any) -> Slots:
+_FORWARD, _BACKWARD = ("input", "weight", "output"), ("grad_output", "grad_input")
+
+
+def kinds_of(roles: Sequence[QuantizerRole | None], *, forward: bool) -> list[str]:
+    """The kind of tensor in each slot: what its role says, or what stands at this place of a product."""
+    usual = _FORWARD if forward else _BACKWARD
+    return [
+        role.tensor_type
+        if role is not None and role.tensor_type in (*_FORWARD, *_BACKWARD)
+        else usual[i % len(usual)]
+        for i, role in enumerate(roles)
+    ]
+
+
+def slots_for(recipe: Recipe, roles: Sequence[QuantizerRole | None], *, forward: bool, device: Any) -> Slots:
     """The quantisers of a pass.
 
     Args:
         recipe: any.
-        roles: one a slot.
+        roles: one a slot; None where nobody knows who takes the tensor.
         forward: inputs and weights, not gradients.
         device: where the state lies.
     """
@@ -59,28 +73,28 @@ def slots_for(recipe: Recipe, roles: Sequence[QuantizerRole], *, forward: bool, 
         return Slots([state.quantizer(i) for i in range(len(roles))], state)
     if isinstance(recipe, CustomRecipe):
         return _custom(recipe, roles, forward=forward, device=device)
-    return Slots([_stateless(recipe, role, forward=forward) for role in roles])
+    return Slots([_stateless(recipe, kind, forward=forward) for kind in kinds_of(roles, forward=forward)])
 
 
-def _stateless(recipe: Recipe, role: QuantizerRole, *, forward: bool) -> Quantizer:
+def _stateless(recipe: Recipe, kind: str, *, forward: bool) -> Quantizer:
     dtype = codes_dtype(recipe.fp8_format, forward=forward)
-    is_weight = role.tensor_type == "weight"
+    is_weight, is_gradient = kind == "weight", kind in _BACKWARD
     if isinstance(recipe, Float8CurrentScaling):
         params = _params(recipe, is_weight, forward)
         return Float8CurrentScalingQuantizer(
             dtype, force_pow_2_scales=params.power_2_scale, amax_epsilon=params.amax_epsilon
         )
     if isinstance(recipe, Float8BlockScaling):
-        params = _params(recipe, is_weight, forward)
-        dims = (recipe.w_block_scaling_dim if is_weight else recipe.x_block_scaling_dim) if forward else 0
+        params = _params(recipe, is_weight, not is_gradient)
+        dims = recipe.w_block_scaling_dim if is_weight else recipe.x_block_scaling_dim
         return Float8BlockQuantizer(
             dtype,
             amax_epsilon=params.amax_epsilon,
             force_pow_2_scales=params.power_2_scale,
-            block_scaling_dim=dims or recipe.grad_block_scaling_dim,
+            block_scaling_dim=recipe.grad_block_scaling_dim if is_gradient else dims,
         )
     if isinstance(recipe, NVFP4BlockScaling):
-        return _nvfp4(recipe, is_weight, forward)
+        return _nvfp4(recipe, is_weight, is_gradient, forward)
     if recipe.mxfp8():
         tile = forward and is_weight and bool(getattr(recipe, "enable_2d_quantization", False))
         return MXFP8Quantizer(dtype, with_2d_quantization=tile)
@@ -93,11 +107,17 @@ def _params(recipe: Float8CurrentScaling | Float8BlockScaling, is_weight: bool, 
     return (recipe.fp8_quant_fwd_weight if is_weight else recipe.fp8_quant_fwd_inp) or QParams()
 
 
-def _nvfp4(recipe: NVFP4BlockScaling, is_weight: bool, forward: bool) -> NVFP4Quantizer:
+def _nvfp4(recipe: NVFP4BlockScaling, is_weight: bool, is_gradient: bool, forward: bool) -> NVFP4Quantizer:
     scope = "weights" if is_weight else "activations"
     params = recipe.fp4_quant_bwd_grad
-    if forward:
+    if not is_gradient:
         params = recipe.fp4_quant_fwd_weight if is_weight else recipe.fp4_quant_fwd_inp
+    of_two = not is_gradient and recipe.nvfp4_4over6 in (scope, "all")
+    if of_two and (params.random_hadamard_transform or params.stochastic_rounding):
+        raise BadInput(
+            "four over six (nvfp4_4over6) is defined neither with the Hadamard transform nor with stochastic "
+            "rounding: give NVFP4BlockScaling disable_rht=True, or leave nvfp4_4over6 at 'none'."
+        )
     bound = 256 if recipe.nvfp4_4over6_e4m3_use_256 in (scope, "all") else 448
     return NVFP4Quantizer(
         with_rht=params.random_hadamard_transform,
@@ -105,13 +125,15 @@ def _nvfp4(recipe: NVFP4BlockScaling, is_weight: bool, forward: bool) -> NVFP4Qu
         with_2d_quantization=params.fp4_2d_quantization,
         stochastic_rounding=params.stochastic_rounding,
         row_scaled_nvfp4=forward and not is_weight and recipe.row_scaled_activation,
-        nvfp4_use_4over6=forward and recipe.nvfp4_4over6 in (scope, "all"),
+        nvfp4_use_4over6=of_two,
         nvfp4_e4m3_max=bound,
         nvfp4_4over6_err_mode=recipe.nvfp4_4over6_err_mode,
     )
 
 
-def _custom(recipe: CustomRecipe, roles: Sequence[QuantizerRole], *, forward: bool, device: Any) -> Slots:
+def _custom(
+    recipe: CustomRecipe, roles: Sequence[QuantizerRole | None], *, forward: bool, device: Any
+) -> Slots:
     answers = [recipe.qfactory(role) for role in roles]
     requests = [i for i, answer in enumerate(answers) if isinstance(answer, DelayedScalingRequest)]
     state = None

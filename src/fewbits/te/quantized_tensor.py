@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map
 
 from fewbits.errors import BadInput
 from fewbits.formats.base import Packed
+from fewbits.te.layouts import codes_for_cublas, scales_for_cublas
 from fewbits.te.operand import Operand, plain
 
 aten = torch.ops.aten
@@ -111,30 +112,28 @@ class QuantizedTensor(Tensor):
         """Free it."""
         self._high_precision_init_val = None
 
-    # Codes and scales by Transformer Engine's names
+    # Codes and scales by Transformer Engine's names, in its shapes; None where there are none
 
-    def _part(self, side: str, name: str) -> Any:
-        packed = getattr(self._operand, side)
-        if not isinstance(packed, Packed) or name not in packed.parts:
-            return packed if name == "codes" else None
-        part = packed.parts[name]
-        return part.view(torch.uint8) if part.dtype.itemsize == 1 and part.is_contiguous() else part
+    def _side(self, packed: Any, lay_out: Callable[..., Tensor], columns: bool) -> Any:
+        return lay_out(packed, columns=columns) if isinstance(packed, Packed) else None
 
     @property
     def _rowwise_data(self) -> Any:
-        return self._part("rows", "codes")
+        rows = self._operand.rows
+        return rows if isinstance(rows, Tensor) else self._side(rows, codes_for_cublas, False)
 
     @property
     def _columnwise_data(self) -> Any:
-        return self._part("columns", "codes")
+        columns = self._operand.columns
+        return columns if isinstance(columns, Tensor) else self._side(columns, codes_for_cublas, True)
 
     @property
     def _rowwise_scale_inv(self) -> Any:
-        return self._part("rows", "scales")
+        return self._side(self._operand.rows, scales_for_cublas, False)
 
     @property
     def _columnwise_scale_inv(self) -> Any:
-        return self._part("columns", "scales")
+        return self._side(self._operand.columns, scales_for_cublas, True)
 
     @property
     def _data(self) -> Any:
@@ -144,10 +143,6 @@ class QuantizedTensor(Tensor):
     @property
     def _scale_inv(self) -> Any:
         return self._rowwise_scale_inv
-
-    @property
-    def _amax_rowwise(self) -> Any:
-        return self._part("rows", "amax")
 
     # As torch sees it
 
@@ -211,7 +206,26 @@ class MXFP8Tensor(Float8Tensor):
 
 
 class NVFP4Tensor(QuantizedTensor):
-    """With an E4M3 scale for 16 values and a float32 one for all."""
+    """With an E4M3 scale for 16 values and a float32 one for all, or for each row."""
+
+    def _amax(self, packed: Any) -> Tensor | None:
+        return packed.parts["amax"].reshape(-1) if isinstance(packed, Packed) else None
+
+    @property
+    def _amax_rowwise(self) -> Tensor | None:
+        return self._amax(self._operand.rows)
+
+    @property
+    def _amax_columnwise(self) -> Tensor | None:
+        return self._amax(self._operand.columns)
+
+    @property
+    def _row_scaled_nvfp4(self) -> bool:
+        return bool(self._quantizer.row_scaled_nvfp4)
+
+    @property
+    def _nvfp4_use_4over6(self) -> bool:
+        return bool(self._quantizer.nvfp4_use_4over6)
 
 
 class IdentityTensor(QuantizedTensor):

@@ -9,13 +9,13 @@ them.
 from __future__ import annotations
 
 import copy
-from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from fewbits.errors import BadInput
+from fewbits.errors import BadInput, Unsupported
 from fewbits.formats.base import Packed
 from fewbits.formats.blocks import from_blocks, scale_shape, to_blocks
 from fewbits.formats.float8 import Float8
@@ -35,9 +35,10 @@ from fewbits.te.quantized_tensor import (
 )
 from fewbits.te.roles import DType, float8_dtype
 from fewbits.te.scaling import KIND, LARGEST, multiplier_of_amax, to_float8
+from fewbits.te.support import default_device
 
 
-class Quantizer(ABC):
+class Quantizer:
     """Base of all quantisers.
 
     Attributes:
@@ -54,9 +55,16 @@ class Quantizer(ABC):
         self.rowwise_usage = rowwise
         self.columnwise_usage = columnwise
 
-    @abstractmethod
     def operand(self, x_MK: Tensor, *, rows: bool, columns: bool) -> Operand:
-        """Quantise x (M, K) as the operands asked for."""
+        """Quantise x (M, K) as the operands asked for; a quantiser of one's own defines this.
+
+        Raises:
+            Unsupported: it does not.
+        """
+        raise Unsupported(
+            f"{type(self).__name__} cannot be used in a product: a quantiser of one's own defines "
+            "operand(x, rows=..., columns=...), which returns a fewbits.te.operand.Operand."
+        )
 
     def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
         """Which operands `quantize` makes; None leaves a choice as it is."""
@@ -71,7 +79,7 @@ class Quantizer(ABC):
         """A quantiser with the same settings, and the same state where it has one."""
         return copy.copy(self)
 
-    def calibrate(self, tensor: Tensor) -> None:  # noqa: B027 - most have nothing to record
+    def calibrate(self, tensor: Tensor) -> None:
         """Record what a later quantisation needs of ``tensor``; nothing but for delayed scaling.
 
         ``tensor`` may have any shape.
@@ -88,6 +96,24 @@ class Quantizer(ABC):
         if out is not None:
             return self.update_quantized(tensor, out)
         return quantized_tensor(tensor if dtype is None else tensor.to(dtype), self, self.tensor_class)
+
+    def make_empty(
+        self,
+        shape: Sequence[int],
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+        requires_grad: bool = False,
+        pin_memory: bool = False,
+    ) -> Any:
+        """A tensor of ``shape`` (..., K) to be filled by `update_quantized`; it begins as zeros.
+
+        ``pin_memory`` is taken and changes nothing.
+        """
+        with torch.no_grad():
+            zeros = torch.zeros(tuple(shape), dtype=dtype, device=default_device(device))
+            empty = quantized_tensor(zeros, self, self.tensor_class)
+        return empty.requires_grad_(requires_grad)
 
     def __call__(self, tensor: Tensor, *, out: Any = None, dtype: torch.dtype | None = None) -> Any:
         """As `quantize`."""
@@ -311,6 +337,10 @@ class NVFP4Quantizer(Quantizer):
         self.row_scaled_nvfp4, self.nvfp4_use_4over6 = row_scaled_nvfp4, nvfp4_use_4over6
         self.nvfp4_4over6_err_mode = nvfp4_4over6_err_mode.upper()
         self.with_random_sign_mask = with_random_sign_mask
+
+    def is_quantizable(self, inp: Tensor) -> bool:
+        """Whether a tensor (M, K) can be sent to other ranks as codes: not with a scale for each row."""
+        return not self.row_scaled_nvfp4 and super().is_quantizable(inp)
 
     @property
     def format(self) -> Float4:

@@ -314,8 +314,9 @@ class CustomRecipe(Recipe):
     """A function of the user chooses the quantiser of each operand.
 
     Attributes:
-        qfactory: called with a `fewbits.te.QuantizerRole`; returns a quantiser, a `DelayedScalingRequest`, or
-            None for an operand that stays as it is.
+        qfactory: called with a `fewbits.te.QuantizerRole`, or with None for a tensor that leaves a module to
+            an unknown taker; returns a quantiser, a `DelayedScalingRequest`, or None for an operand that
+            stays as it is. `fewbits.te.quantizer_factories` has ready-made ones.
         backward_override: see `Float8CurrentScaling`.
         quantization_alignment: to how many rows `Fp8Padding` pads each expert.
     """

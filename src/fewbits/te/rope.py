@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fewbits.errors import BadInput
-from fewbits.te.module import default_device
+from fewbits.te.support import default_device
 
 
 class RotaryPositionEmbedding(nn.Module):

@@ -36,6 +36,13 @@ def emulation(enabled: bool = True) -> Iterator[None]:
         _EMULATION.reset(token)
 
 
+def default_device(device: torch.device | str | None) -> torch.device:
+    """Where parameters are made: as asked, else on the GPU if there is one."""
+    if device is not None:
+        return torch.device(device)
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
 def get_device_compute_capability() -> tuple[int, int]:
     """The current GPU's capability; (0, 0) where there is none."""
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
