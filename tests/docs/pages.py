@@ -84,15 +84,25 @@ def run_page(path: Path, names: dict[str, Any], first: int | None = None) -> int
     return len(runnable)
 
 
+def with_few_steps(words: list[str]) -> list[str]:
+    """A page's run may be as long as a reader's would be; what it says and writes, eight steps show."""
+    few = words.copy()
+    if "--max-steps" in few:
+        place = few.index("--max-steps") + 1
+        few[place] = min(few[place], "8", key=int)
+    return few
+
+
 def run_command(words: list[str], block: Block) -> None:
     from fewbits.cli import main
 
     assert words[0] == "fewbits", f"{block} runs {words[0]}: mark the block with what it needs"
     words, target = (words[: words.index(">")], words[-1]) if ">" in words else (words, "")
+    words = with_few_steps(words[1:])
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed) if target else contextlib.nullcontext():
-        code = main(words[1:])
-    assert code == 0, f"{block}: {shlex.join(words)} ended with {code}"
+        code = main(words)
+    assert code == 0, f"{block}: fewbits {shlex.join(words)} ended with {code}"
     if target:
         place = Path(target).expanduser()
         place.parent.mkdir(parents=True, exist_ok=True)

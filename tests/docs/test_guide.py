@@ -160,11 +160,6 @@ def with_ids(folder: Path) -> dict[str, Any]:
     return {"path": str(folder), "input_ids": torch.arange(40, 60)[None]}
 
 
-def with_chats(folder: Path) -> dict[str, Any]:
-    lines("rows.jsonl", _CHATS * 8)
-    return {}
-
-
 def use(folder: Path) -> None:
     """This model in the place of the others."""
     for name in ("models/llama", "models/stories3m"):
@@ -172,14 +167,24 @@ def use(folder: Path) -> None:
         Path(name).symlink_to(folder.resolve())
 
 
+def with_chats(folder: Path) -> dict[str, Any]:
+    """One layer: the budget of bits measures the whole model once for each linear and each format."""
+    from tests.models.tiny_folders import byte_tokenizer, saved
+
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1}
+    use(saved(Path("narrow"), "llama", byte_tokenizer(), max_position_embeddings=2048, **sizes))
+    lines("rows.jsonl", _CHATS * 2)
+    return {}
+
+
 def with_stream_model(folder: Path) -> dict[str, Any]:
     """The sizes that the page's configuration names, and a text that is short: streams are slow on a CPU."""
     from tests.models.tiny_folders import byte_tokenizer, saved
 
-    sizes = {"hidden_size": 192, "num_attention_heads": 6, "num_hidden_layers": 6}
+    sizes = {"hidden_size": 192, "num_attention_heads": 6, "num_hidden_layers": 2}
     use(saved(Path("streams"), "llama", byte_tokenizer(), max_position_embeddings=2048, **sizes))
     for name in ("text.txt", "story.txt", "wiki.test.txt"):
-        Path(name).write_text(_STORY[:48], encoding="utf-8")
+        Path(name).write_text(_STORY[:32], encoding="utf-8")
     return with_ids(Path("streams"))
 
 
@@ -196,11 +201,11 @@ def with_candidates(folder: Path) -> dict[str, Any]:
         options = f"options: {{stoc_len: {length}}}\nattention: {{'*': {{scores: 32, values: 32}}}}"
         Path(f"{name}.yaml").write_text(f"fewbits_stochastic: 1\n{options}\n", encoding="utf-8")
     for name in ("story.txt", "other.txt"):
-        Path(name).write_text(_STORY[:200], encoding="utf-8")
+        Path(name).write_text(_STORY[:100], encoding="utf-8")
     base, late, attention = (read_config(f"{name}.yaml") for name in ("32", "fine", "pow2"))
     model, tokenizer = AutoModelForCausalLM.from_pretrained("small"), AutoTokenizer.from_pretrained("small")
     configs = {"base": base, "late": late, "attention": attention}
-    return {**configs, "words": _STORY[:200], "model": model, "tokenizer": tokenizer}
+    return {**configs, "words": _STORY[:100], "model": model, "tokenizer": tokenizer}
 
 
 def with_module(folder: Path) -> dict[str, Any]:

@@ -1,9 +1,9 @@
 """Every Triton kernel compiles to machine code for every supported GPU, on a machine without one.
 
-Each kernel's first case for one architecture here; in the slow tests its further cases for that one, and the
-first for the oldest architecture; every night the first case for the others too, and the further ones for one
-of these in turn: each takes most of a second that Triton's cache, in the user's home, does not save the first
-time.
+Each kernel's first case for one architecture here; in the slow tests its second and its last for that one,
+and the first for the oldest architecture; every night those between too, the first case for the other
+architectures, and the further ones for one of these in turn: each takes most of a second that Triton's cache,
+in the user's home, does not save the first time.
 
 Each kernel file lists `COMPILE_CASES`; tests/test_architecture.py sees to it that no kernel is missing.
 """
@@ -40,12 +40,15 @@ def case_id(case: CompileCase) -> str:
 
 def cases_and_architectures() -> list[Any]:
     found, seen = [], Counter[str]()
-    for case in compile_cases():
+    all_cases = compile_cases()
+    num_cases = Counter(case.kernel.__name__ for case in all_cases)
+    for case in all_cases:
         first = max(90, case.capability)
         others = [sm for sm in ARCHITECTURES if sm >= case.capability and sm != first]
         count = seen[case.kernel.__name__]
         seen[case.kernel.__name__] += 1
-        found.append(pytest.param(case, first, marks=pytest.mark.slow if count else ()))
+        mark = pytest.mark.slow if count in (1, num_cases[case.kernel.__name__] - 1) else pytest.mark.nightly
+        found.append(pytest.param(case, first, marks=mark if count else ()))
         for sm in others if not count else others[count % len(others) :][:1]:
             oldest = not count and sm == others[0]
             found.append(pytest.param(case, sm, marks=pytest.mark.slow if oldest else pytest.mark.nightly))
