@@ -8,17 +8,20 @@ for a stochastic configuration: `apply_stochastic`; `restore` undoes that as wel
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 from torch import nn
 
 from fewbits.errors import BadInput
+from fewbits.formats.stochastic import stochastic_options
 from fewbits.host.conversion import conversion_of
 from fewbits.host.receipt import Receipt
 from fewbits.models.packing import convert as modules
 from fewbits.models.packing.changes import loaded_change
 from fewbits.models.packing.packed import recipe_of
+from fewbits.models.packing.split_experts import split_unless_refused
 from fewbits.models.stochastic import in_model as stochastic
 from fewbits.models.undo import undo
 from fewbits.nn.linear import QuantizedLinear
@@ -52,9 +55,12 @@ def convert(
             )
         return apply_stochastic(model, recipe, keep_original=keep_original, fuse_norms=fuse_norms)
     recipe = get_recipe(recipe)
-    receipt = modules.convert(
-        model, recipe, strict=strict, keep_original=keep_original, fuse_norms=fuse_norms, build=build
-    )
+    runs_in_streams = stochastic_options(recipe.linear.weight) is not None and recipe.qat is None
+    left: Callable[[str], bool] = lambda path: recipe.rule_for(f"{path}.down_proj").is_plain  # noqa: E731
+    with split_unless_refused(model, left) if runs_in_streams else nullcontext():
+        receipt = modules.convert(
+            model, recipe, strict=strict, keep_original=keep_original, fuse_norms=fuse_norms, build=build
+        )
     mark_packed(model, recipe)
     return receipt
 

@@ -33,12 +33,14 @@ from fewbits.models.packing.experts import expert_modules, expert_rules, packed_
 from fewbits.models.packing.gpu_fallbacks import gpu_fallbacks
 from fewbits.models.packing.packed_head import head_rule, tie_again, untie
 from fewbits.models.packing.recipe_patterns import unmatched_patterns
+from fewbits.models.packing.split_experts import join_experts
 from fewbits.nn.experts import QuantizedExperts
 from fewbits.nn.fake_quantize import FakeQuantizedLinear
 from fewbits.nn.finite import check_finite
 from fewbits.nn.linear import LowPrecisionLinear, QuantizedLinear, take_parameters
 from fewbits.nn.norm import RMSNorm, computes_rmsnorm
 from fewbits.nn.packed_layers import fake_layer, packed_layer
+from fewbits.nn.split_experts import SplitExperts
 from fewbits.recipes import Recipe, Rule, get_recipe
 
 Builder = Callable[[str, nn.Linear, Rule], nn.Module | None]
@@ -193,6 +195,7 @@ def restore(model: nn.Module) -> Receipt:
         receipt.changes.append(module_change(name, module, original, f"{type(original).__name__} ({how})"))
         model.set_submodule(name, original)
     freeze_under_adapters(model, [name for name, module in replaced if isinstance(module, PACKED)])
+    join_experts(model)
     if used_attention(model) is not None:
         receipt.notes.extend(restore_attention(model).notes)
     take_part(model, Conversion)
@@ -323,10 +326,12 @@ def _linear_names(model: nn.Module, spec: ModelSpec) -> Iterator[tuple[str, bool
         if spec.generic:  # layers may differ, and nobody said that each has all of them
             named = [name for name in named if find(model, name) is not None]
         yield from ((name, True) for name in named)
-        for path, module in model.get_submodule(layer).named_modules():
+        modules = dict(model.get_submodule(layer).named_modules())
+        split = [path for path, module in modules.items() if isinstance(module, SplitExperts)]
+        for path, module in modules.items():
             name = f"{layer}.{path}"
             if isinstance(module, nn.Linear) and name not in named:
-                yield name, False
+                yield name, name.startswith(tuple(f"{layer}.{inner}." for inner in split))
 
 
 def _is_plain_linear(module: nn.Module) -> bool:

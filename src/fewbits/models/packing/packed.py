@@ -14,6 +14,7 @@ from fewbits.formats.base import Format, Packed, PartSpec
 from fewbits.host.transposed import as_linear, is_transposed
 from fewbits.kernels.codec.quantize import quantize
 from fewbits.models.folders.checkpoint import TensorEntry
+from fewbits.models.packing.split_experts import split_as_stored
 from fewbits.nn.experts import QuantizedExperts
 from fewbits.nn.finite import FiniteLater, check_finite
 from fewbits.nn.linear import QuantizedLinear
@@ -140,6 +141,7 @@ def place_empty(
         rules: the layers by full name.
         tensors: what the checkpoint holds; it tells which extras stochastic layers have.
     """
+    split_as_stored(model, rules)
     for name, rule in rules.items():
         try:
             linear: Any = as_linear(model.get_submodule(name))

@@ -23,7 +23,10 @@ from fewbits.host.attention import attention_modules
 from fewbits.host.conversion import conversion_of
 from fewbits.host.receipt import Receipt
 from fewbits.host.record import part_of, put_part, take_part
+from fewbits.host.spec import spec_for
 from fewbits.models.packing.convert import convert, linears_to_replace, restore
+from fewbits.models.packing.experts import expert_modules
+from fewbits.models.packing.split_experts import experts_split, split_unless_refused
 from fewbits.models.stochastic.attention import (
     restore_stochastic_attention,
     stochastic_attention_of,
@@ -66,10 +69,16 @@ def check_config(model: nn.Module, config: StochasticConfig) -> None:
                 f"the stochastic configuration is for a model with {name} {value!r} and this one has "
                 f"{there.get(name)!r}; calibrate this model."
             )
+    with experts_split(model, lambda path: config.linear(path).runs == "exact"):
+        _check_names(model, config)
+
+
+def _check_names(model: nn.Module, config: StochasticConfig) -> None:
     linears = list(linears_to_replace(model, _recipe(config, ())))
     attentions = [name for name, _ in attention_modules(model)]
+    whole = [path for path, _ in expert_modules(model, spec_for(model))]  # which stay as they are
     for kind, patterns, names in (
-        ("linears", config.linears, linears),
+        ("linears", config.linears, [*linears, *whole]),
         ("attention", config.attention, attentions),
     ):
         for pattern, _ in patterns:
@@ -178,6 +187,13 @@ def put_in(
     """
     if conversion_of(model) is not None:
         raise Unsupported("this model is converted already; call fewbits.restore first.")
+    with split_unless_refused(model, lambda path: config.linear(path).runs == "exact"):
+        return _put_in(model, config, train=train, keep_original=keep_original, fuse_norms=fuse_norms)
+
+
+def _put_in(
+    model: nn.Module, config: StochasticConfig, *, train: bool, keep_original: bool, fuse_norms: bool
+) -> Receipt:
     check_config(model, config)
     products = attention_products_of(model, config)  # which may be refused, so before anything is changed
     names = list(linears_to_replace(model, _recipe(config, ())))

@@ -18,6 +18,7 @@ from fewbits.formats.stochastic import Stochastic
 from fewbits.host.attention import attention_modules
 from fewbits.host.conversion import conversion_of
 from fewbits.models.packing.convert import linears_to_replace
+from fewbits.models.packing.split_experts import experts_split, split_unless_refused
 from fewbits.models.stochastic.attention import (
     restore_stochastic_attention,
     stochastic_attention_of,
@@ -59,10 +60,11 @@ class Switched:
         if conversion_of(model) is not None:
             raise Unsupported("this model is converted already; call fewbits.restore first.")
         self.model = model
-        self.linears = linear_names(model, config.options)
-        self.attentions = [name for name, _ in attention_modules(model)]
-        self._originals = {name: model.get_submodule(name) for name in self.linears}
-        put_in(model, config, keep_original=True, fuse_norms=False)
+        with split_unless_refused(model, lambda path: config.linear(path).runs == "exact"):
+            self.linears = linear_names(model, config.options)
+            self.attentions = [name for name, _ in attention_modules(model)]
+            self._originals = {name: model.get_submodule(name) for name in self.linears}
+            put_in(model, config, keep_original=True, fuse_norms=False)
         self.config = config
 
     def to(self, config: StochasticConfig) -> list[str]:
@@ -112,8 +114,9 @@ class Switched:
 
 
 def linear_names(model: nn.Module, options: Stochastic) -> list[str]:
-    """Full names of the linears that a configuration of these options decides on."""
-    return list(linears_to_replace(model, Recipe(name="all", linear=Rule(weight=options))))
+    """Full names of the linears that a configuration of these options decides on, those of experts too."""
+    with experts_split(model, lambda path: True):
+        return list(linears_to_replace(model, Recipe(name="all", linear=Rule(weight=options))))
 
 
 def changed_names(names: Switched, before: StochasticConfig, after: StochasticConfig) -> list[str]:
