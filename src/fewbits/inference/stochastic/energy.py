@@ -79,7 +79,7 @@ def energy_of(work: Work, prices: Prices, *, tokens_per_pass: int = 1) -> Energy
 
 def _energy(product: Product, prices: Prices, tokens_per_pass: int) -> dict[str, float]:
     """Picojoules of one product, by part."""
-    macs, meet_b = product.macs, tokens_per_pass * product.sharing
+    macs, meet_b = product.macs, max(tokens_per_pass * product.sharing, 1)
     for_a, for_b = min(product.outputs, prices.columns), min(prices.rows, meet_b)
     results = product.rows * product.outputs
     moved = macs * (1 / max(for_a, 1) + 1 / for_b) * product.bits / 8 + results * _RESULT_BYTES

@@ -2,7 +2,8 @@
 
 A model whose attention was exchanged, or whose linears are read by a fused kernel, gives figures that look
 like stochastic ones and are not. So within `products_counted` each call of a stochastic linear and each
-stochastic attention is counted, and at the end each must have come once for every pass of its decoder layer.
+stochastic attention is counted, and at the end each must have come once for every pass of its decoder layer;
+a linear of an expert once for every pass in which a row was sent to it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor
 from fewbits.errors import Unsupported
 from fewbits.host.spec import layer_names, spec_for
 from fewbits.models.stochastic.attention import stochastic_attention_of
+from fewbits.nn.split_experts import SplitExperts, hit_experts
 from fewbits.nn.stochastic.attention import AttentionProducts
 from fewbits.nn.stochastic.linear import StochasticLinear
 
@@ -32,11 +34,13 @@ class Counted:
         passes: by decoder layer, how often it ran.
         linears: by full name, how often a stochastic or INT8 linear did.
         attentions: by full name, how often a stochastic attention did.
+        experts: by full name of each single expert with stochastic linears, how often rows were sent to it.
     """
 
     passes: dict[str, int] = field(default_factory=dict)
     linears: dict[str, int] = field(default_factory=dict)
     attentions: dict[str, int] = field(default_factory=dict)
+    experts: dict[str, int] = field(default_factory=dict)
 
     def sentence(self) -> str:
         """For a receipt.
@@ -48,6 +52,7 @@ class Counted:
             for name, count in counts.items():
                 layer = next((one for one in self.passes if name.startswith(f"{one}.")), None)
                 expected = count if layer is None else self.passes[layer]
+                expected = self.experts.get(name.rpartition(".")[0], expected)
                 if count != expected:
                     raise Unsupported(
                         f"the stochastic {kind} of {name} ran {count} times in {expected} passes of its "
@@ -55,10 +60,14 @@ class Counted:
                         "for one)."
                     )
         passes = max(self.passes.values(), default=0)
-        return (
+        text = (
             f"{len(self.linears)} linears and {len(self.attentions)} attentions ran in streams or INT8 "
             f"codes, in each of {passes} passes"
         )
+        if not self.experts:
+            return text
+        idle = sum(count == 0 for count in self.experts.values())
+        return f"{text} (the linears of {len(self.experts)} experts where rows came; to {idle} none did)"
 
 
 @contextmanager
@@ -79,6 +88,12 @@ def products_counted(model: nn.Module) -> Iterator[Counted]:
         return
     counted.linears.update(dict.fromkeys(linears, 0))
     handles = [m.register_forward_hook(_adding(counted.linears, n)) for n, m in linears.items()]
+    for name, module in model.named_modules():
+        if isinstance(module, SplitExperts):
+            own = {f"{name}.{i}" for i in range(module.count)} & {n.rpartition(".")[0] for n in linears}
+            counted.experts.update(dict.fromkeys(sorted(own), 0))
+            hook = _sending(counted.experts, name, module.count)
+            handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
     for name in layer_names(model, spec_for(model)):
         counted.passes[name] = 0
         handles.append(model.get_submodule(name).register_forward_hook(_adding(counted.passes, name)))
@@ -97,6 +112,17 @@ def products_counted(model: nn.Module) -> Iterator[Counted]:
         if state is not None:
             state.listeners.remove(on_attention)
     counted.sentence()
+
+
+def _sending(
+    counts: dict[str, int], name: str, count: int
+) -> Callable[[Any, tuple[Tensor, ...], dict[str, Tensor]], None]:
+    def hook(_: Any, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
+        for expert in hit_experts(args[1] if len(args) > 1 else kwargs["top_k_index"], count):
+            if f"{name}.{expert}" in counts:
+                counts[f"{name}.{expert}"] += 1
+
+    return hook
 
 
 def _adding(counts: dict[str, int], name: str) -> Callable[[Any, Any, Any], None]:

@@ -14,7 +14,8 @@ linear, the query heads of a group in attention), T tokens in a pass, and an arr
     streams   cycles / min(M, C) bits of a's and cycles / min(R, T sharing) of b's
     codes     N D values of a are quantised for each product, and in attention N / sharing of b's as well
 
-So a linear's weight is read once in a pass, and an operand once for all that share it in the array.
+So a linear's weight is read once in a pass, and an operand once for all that share it in the array. Of an
+expert, ``sharing`` is the share of the tokens that were sent to it.
 """
 
 from __future__ import annotations
@@ -29,11 +30,13 @@ from torch import Tensor, nn
 
 from fewbits.errors import BadInput, Unsupported
 from fewbits.host.attention import AttentionFacts, attention_facts, attention_modules
-from fewbits.host.spec import spec_for
+from fewbits.host.spec import find, layer_names, spec_for
 from fewbits.inference.evaluate import evaluating
 from fewbits.inference.stochastic.trace import chunk_sizes
+from fewbits.models.packing.split_experts import experts_split
 from fewbits.models.stochastic.attention import attention_products, stochastic_attention_of
 from fewbits.nn.linear import QuantizedLinear
+from fewbits.nn.split_experts import SplitExperts
 from fewbits.nn.stochastic.attention import AttentionProducts
 from fewbits.nn.stochastic.linear import StochasticLinear
 
@@ -51,7 +54,7 @@ class Product:
         inner: D.
         outputs: M.
         chunks: of the inner dimension, each counted apart.
-        sharing: rows of a that meet the same b for each token.
+        sharing: rows of a that meet the same b for each token, on average.
         cycles: stream steps of all products; 0 unless stochastic.
         b_bytes: what a value of b takes in the far memory.
     """
@@ -64,7 +67,7 @@ class Product:
     inner: int
     outputs: int
     chunks: int = 1
-    sharing: int = 1
+    sharing: float = 1
     cycles: int = 0
     b_bytes: float = 0.0
 
@@ -107,31 +110,35 @@ def count_work(model: Any, input_ids: Tensor) -> Work:
     if input_ids.dim() != 2 or not input_ids.numel():
         raise BadInput(f"token ids of shape {tuple(input_ids.shape)} hold no rows of tokens; give (B, T).")
     products: list[Product] = []
-    with _counting(model, products.append), evaluating(model):
+    tokens = input_ids.numel()
+    with experts_split(model, lambda _: True), _counting(model, products.append, tokens), evaluating(model):
         model(input_ids=input_ids.to(model.device), use_cache=False)
     return Work(tuple(products), input_ids.numel())
 
 
 @contextmanager
-def _counting(model: Any, note: Callable[[Product], None]) -> Iterator[None]:
+def _counting(model: Any, note: Callable[[Product], None], tokens: int) -> Iterator[None]:
     spec = spec_for(model)
     if spec.attention is None:
         raise Unsupported(
             f"the attention of {type(model).__name__} is not described, so its products cannot be counted; "
             "give its family a spec with an attention."
         )
-    linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)} | _routers(model)
     _check_all_counted(model, set(map(id, linears.values())))
-    handles = [
-        m.register_forward_pre_hook(_linear_hook(name, m, note), with_kwargs=True)
-        for name, m in linears.items()
-    ]
+    experts = tuple(f"{name}." for name, m in model.named_modules() if isinstance(m, SplitExperts))
+    handles = []
+    for name, m in linears.items():
+        hook = _linear_hook(name, m, note, tokens if name.startswith(experts) else None)
+        handles.append(m.register_forward_pre_hook(hook, with_kwargs=True))
     stochastic, state = attention_products(model), stochastic_attention_of(model)
     facts_by_name = {}
     for name, module in attention_modules(model):
         facts = facts_by_name[name] = attention_facts(module, spec.attention)
-        hook = _exact_attention(name, facts, stochastic.get(name, AttentionProducts()), model.dtype, note)
-        handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+        of_attention = _exact_attention(
+            name, facts, stochastic.get(name, AttentionProducts()), model.dtype, note
+        )
+        handles.append(module.register_forward_pre_hook(of_attention, with_kwargs=True))
 
     def listener(name: str, q: Tensor, weights: Tensor, products: AttentionProducts) -> None:
         for product in _of_attention(name, facts_by_name[name], q, weights, products):
@@ -148,6 +155,20 @@ def _counting(model: Any, note: Callable[[Product], None]) -> Iterator[None]:
             state.listeners.remove(listener)
 
 
+def _routers(model: nn.Module) -> dict[str, Any]:
+    """Modules of the host that choose experts by a product with a weight (experts, hidden size)."""
+    spec = spec_for(model)
+    if spec.experts is None:
+        return {}
+    names = [f"{layer}.{spec.experts.router}" for layer in layer_names(model, spec)]
+    modules: dict[str, Any] = {name: find(model, name) for name in names}
+    return {
+        name: m
+        for name, m in modules.items()
+        if not isinstance(m, nn.Linear) and getattr(m, "weight", None) is not None and m.weight.dim() == 2
+    }
+
+
 def _check_all_counted(model: nn.Module, counted: set[int]) -> None:
     for name, module in model.named_modules():
         if id(module) in counted or isinstance(module, nn.Embedding):
@@ -161,26 +182,35 @@ def _check_all_counted(model: nn.Module, counted: set[int]) -> None:
 
 
 def _linear_hook(
-    name: str, layer: Any, note: Callable[[Product], None]
+    name: str, layer: Any, note: Callable[[Product], None], tokens: int | None
 ) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], None]:
     def on_call(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        x = args[0] if args else kwargs["input"]
+        x = args[0] if args else next(iter(kwargs.values()))
+        outputs, inner = _sizes(layer)
+        rows = x.numel() // inner
         of_layer = Product(
             layer=name,
             op="linear",
             runs="exact",
             bits=8 * x.element_size(),
-            rows=x.numel() // layer.in_features,
-            inner=layer.in_features,
-            outputs=layer.out_features,
+            rows=rows,
+            inner=inner,
+            outputs=outputs,
+            sharing=1 if tokens is None else rows / tokens,
         )
         if isinstance(layer, StochasticLinear):
             for product in _of_stochastic(layer, x, of_layer):
                 note(product)
             return
-        note(replace(of_layer, b_bytes=_stored_bytes(layer) / max(layer.in_features * layer.out_features, 1)))
+        note(replace(of_layer, b_bytes=_stored_bytes(layer) / max(inner * outputs, 1)))
 
     return on_call
+
+
+def _sizes(layer: Any) -> tuple[int, int]:
+    """Outputs and inputs of a linear, packed or not, or of a router."""
+    sizes = getattr(layer, "out_features", None), getattr(layer, "in_features", None)
+    return tuple(layer.weight.shape) if None in sizes else sizes
 
 
 def _stored_bytes(layer: Any) -> int:
