@@ -5,9 +5,7 @@ processors, stopping criteria and special tokens by then, so sampling, repetitio
 streamers, several answers a prompt and left padding are its own. This loop has the prompt read by the model
 itself, copies its keys and values into the step's cache, and replays the step's CUDA graph for every token.
 
-Unless something has to see every token on the host (a streamer, a stopping criterion other than length and
-end tokens, a logits processor that is not transformers' own), it looks whether all sequences have ended only
-every `_LOOK_EVERY` tokens and drops what was too much, so that the GPU never waits.
+tokens.py chooses the tokens and looks whether texts have ended.
 
 What it does not take goes to transformers' own loop, with one line that says why, once for each reason.
 """
@@ -45,6 +43,7 @@ from fewbits.models.generation.speculation import (
     together_with,
 )
 from fewbits.models.generation.step import DecodeStep, why_not
+from fewbits.models.generation.tokens import RefuseNotFinite, guarded, tokens_of
 from fewbits.models.packing.cache_choice import cache_of_call
 from fewbits.nn.linear import QuantizedLinear
 
@@ -54,7 +53,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("fewbits")
 # Beside the models and not on them: a CUDA graph can be neither copied nor pickled.
 _STATES: WeakKeyDictionary[Any, Decoding] = WeakKeyDictionary()
-_LOOK_EVERY = 16
 _ROOM_STEP = 256  # tokens: a longer prompt of the next call often finds room
 # What transformers hands a loop beside the ids: read here, or of no consequence for it.
 _READ_HERE = {
@@ -121,7 +119,10 @@ def with_loop(model: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> di
     if reason:
         if torch.cuda.is_available():
             state.say(reason)
-        return {**keywords, **packed_keywords(model, kind, arguments.get("attention_mask"))}
+        rest = {**keywords, **packed_keywords(model, kind, arguments.get("attention_mask"))}
+        return (
+            rest if len(args) > 2 else guarded(model, rest)
+        )  # processors by position are the caller's alone
     # transformers hands a loop from outside neither a streamer nor a draft model.
     streamer, draft = arguments.get("streamer"), arguments.get("assistant_model")
     loop = partial(_decode, streamer=streamer, draft=draft, kv_cache=kind)
@@ -162,9 +163,12 @@ def _decode(
         else:
             guessed = _speculation(model, draft, most, (input_ids, prompt, padding, mask), held)
             if guessed is not None:
-                tokens = SpeculativeTokens(step, guessed, logits_processor, stopping_criteria, streamer)
+                tokens = SpeculativeTokens(
+                    model, step, guessed, logits_processor, stopping_criteria, streamer
+                )
                 return tokens.run(prompt.logits, input_ids)
-            return _tokens(step, prompt.logits, input_ids, *choose)
+            return tokens_of(model, step, prompt.logits, input_ids, *choose)
+    logits_processor.append(RefuseNotFinite(model))
     return model._sample(  # type: ignore[no-any-return]
         input_ids,
         logits_processor=logits_processor,
@@ -345,6 +349,8 @@ def _refuse(state: Decoding, kind: KVCache | None, reason: str) -> None:
 
 def _prove(state: Decoding, model: nn.Module, step: DecodeStep, prompt: _Prompt, mask: Tensor | None) -> None:
     """One token through both ways; refuses the step for good if they differ by more than rounding."""
+    if not bool(prompt.logits.isfinite().all()):  # no fault of the step
+        raise Unsupported("the prompt's logits are NaN or infinite, with which no step can be compared.")
     step.tokens.copy_(prompt.logits.argmax(-1))
     longer = None if mask is None else torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
     with products_in_16_bits(model):
@@ -399,88 +405,3 @@ def _asks_for_gradients(hook: Any) -> bool:
     local = name.startswith("make_inputs_require_grad")
     theirs = local and hook.__module__.startswith(("transformers.", "peft."))
     return hook is let_gradients_begin or theirs
-
-
-def _is_a_users(processor: Any) -> bool:
-    """Whether a logits processor runs code from outside, which nobody calls for a text that has ended."""
-    kind = type(processor)
-    return not kind.__module__.startswith("transformers.") or kind.__name__.startswith("PrefixConstrained")
-
-
-class _Extras:
-    """What a call wants to have beside the tokens."""
-
-    def __init__(self, step: DecodeStep, config: Any) -> None:
-        self.step, self.config, self.begin = step, config, int(step.position[0])
-        self.scores: list[Tensor] = []
-        self.logits: list[Tensor] = []
-
-    def add(self, logits: Tensor, scores: Tensor) -> None:
-        """Of one token, before and after the processors."""
-        if self.config.return_dict_in_generate and self.config.output_scores:
-            self.scores.append(scores)
-        if self.config.return_dict_in_generate and self.config.output_logits:
-            self.logits.append(logits)
-
-    def with_ids(self, ids: Tensor, count: int) -> Any:
-        """``ids`` whose last ``count`` tokens are new, as transformers returns them."""
-        if not self.config.return_dict_in_generate:
-            return ids
-        from transformers import DynamicCache
-        from transformers.generation import GenerateDecoderOnlyOutput
-
-        cache, end = DynamicCache(), self.begin + count - 1  # the last token has not been taken in
-        for i, (keys, values) in enumerate(zip(self.step.keys, self.step.values, strict=True)):
-            cache.update(keys[:, :, :end].clone(), values[:, :, :end].clone(), i)
-        return GenerateDecoderOnlyOutput(
-            sequences=ids,
-            scores=tuple(self.scores[:count]) if self.config.output_scores else None,
-            logits=tuple(self.logits[:count]) if self.config.output_logits else None,
-            past_key_values=cache,
-        )
-
-
-def _tokens(
-    step: DecodeStep,
-    logits: Tensor,
-    input_ids: Tensor,
-    logits_processor: Any,
-    stopping_criteria: Any,
-    generation_config: Any,
-    streamer: Any,
-) -> Any:
-    """Prompt and new tokens (batch, length), with what the call wants beside them."""
-    pad = getattr(generation_config, "_pad_token_tensor", None)
-    kinds = {type(c).__name__ for c in stopping_criteria}
-    ends = "EosTokenCriteria" in kinds or any(hasattr(c, "eos_token_id") for c in stopping_criteria)
-    at_once = streamer is not None or kinds - {"MaxLengthCriteria", "EosTokenCriteria"}
-    look_every = 1 if at_once or any(map(_is_a_users, logits_processor)) else _LOOK_EVERY
-    open_rows = torch.ones(len(input_ids), dtype=torch.long, device=input_ids.device)
-    all_ended: list[Tensor] = []
-    so_far, length = _Extras(step, generation_config), input_ids.shape[1]
-    while True:
-        scores = logits_processor(input_ids, logits)
-        so_far.add(logits, scores)
-        if generation_config.do_sample:
-            chosen = torch.multinomial(scores.softmax(-1), num_samples=1).squeeze(1)
-        else:
-            chosen = scores.argmax(-1)
-        if ends and pad is not None:
-            chosen = chosen * open_rows + pad.to(chosen.device) * (1 - open_rows)
-        input_ids = torch.cat([input_ids, chosen[:, None]], dim=-1)
-        if streamer is not None:
-            streamer.put(chosen.cpu())
-        open_rows = open_rows & ~stopping_criteria(input_ids, None)
-        all_ended.append(open_rows.max() == 0)
-        full = input_ids.shape[1] >= generation_config.max_length
-        if full or len(all_ended) % look_every == 0:
-            ended = torch.stack(all_ended)
-            if full or bool(ended[-1]):
-                count = int(ended.long().argmax()) + 1 if bool(ended.any()) else len(all_ended)
-                input_ids = input_ids[:, : length + count]
-                break
-        step.tokens.copy_(chosen)
-        logits = step.advance().clone()
-    if streamer is not None:
-        streamer.end()
-    return so_far.with_ids(input_ids, input_ids.shape[1] - length)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fewbits.errors import Unsupported
 from fewbits.models.generation.step import DecodeStep
+from fewbits.models.generation.tokens import refuse
 
 if TYPE_CHECKING:
     from torch import nn
@@ -146,9 +147,15 @@ class SpeculativeTokens:
     """
 
     def __init__(
-        self, step: DecodeStep, speculation: Speculation, processors: Any, criteria: Any, streamer: Any
+        self,
+        model: nn.Module,
+        step: DecodeStep,
+        speculation: Speculation,
+        processors: Any,
+        criteria: Any,
+        streamer: Any,
     ) -> None:
-        self.step, self.speculation = step, speculation
+        self.model, self.step, self.speculation = model, step, speculation
         self.processors, self.criteria, self.streamer = processors, criteria, streamer
         self.steps = 0
 
@@ -191,7 +198,7 @@ class SpeculativeTokens:
         rows.tokens.copy_(torch.tensor(tokens))
         rows.position.copy_(torch.arange(position, position + rows.batch))
         logits = rows.advance()
-        at_once = None if len(self.processors) else logits.argmax(-1).tolist()
+        at_once = None if len(self.processors) else self._all_likeliest(logits)
         for i, guess in enumerate(guesses):
             token = self._likeliest(input_ids, logits[i : i + 1]) if at_once is None else at_once[i]
             if token != guess:
@@ -204,7 +211,16 @@ class SpeculativeTokens:
         return input_ids, False, token
 
     def _likeliest(self, input_ids: Tensor, logits: Tensor) -> int:
-        return int(self.processors(input_ids, logits).argmax(-1))
+        return self._all_likeliest(self.processors(input_ids, logits))[0]
+
+    def _all_likeliest(self, scores: Tensor) -> list[int]:
+        """The likeliest token of each row of scores (rows, V), in one look at the device."""
+        largest, tokens = scores.max(-1)
+        finite, likeliest = torch.stack([largest.isfinite().long(), tokens]).tolist()
+        if not all(finite):
+            row = finite.index(0)
+            refuse(self.model, "row 1", banned=bool((scores[row] == -torch.inf).all()))
+        return likeliest  # type: ignore[no-any-return]
 
     def _taken(self, input_ids: Tensor, token: int) -> tuple[Tensor, bool]:
         """The text with one token more, and whether it has ended."""

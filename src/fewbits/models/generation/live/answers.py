@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
-from fewbits.errors import BadInput, NotFinite, Unsupported
+from fewbits.errors import BadInput, Unsupported
 from fewbits.host.unwrap import unwrap
 from fewbits.models.generation.calls import other_way, speculates
 from fewbits.models.generation.live.batch import LiveBatch
@@ -21,12 +20,12 @@ from fewbits.models.generation.live.slots import ModelSlots, Slots
 from fewbits.models.generation.live.step_slots import StepSlots
 from fewbits.models.generation.loop import Decoding, alone, decoding_of
 from fewbits.models.generation.step import why_not
+from fewbits.models.generation.tokens import RefuseNotFinite, refuse
 from fewbits.models.packing.cache_choice import chosen_cache
 
 if TYPE_CHECKING:
     from torch import nn
 
-_NOT_FINITE = "the model's logits for row {} are NaN or infinite"
 _LOOK_EVERY = 8  # steps on a GPU
 _PIECE_TOKENS = {"cuda": 4096, "cpu": 512}  # of a forward that reads prompts
 
@@ -109,7 +108,7 @@ def answers(
             texts = batch.run(rows)
         for text in texts:
             if text.stopped_by == "not finite":
-                raise NotFinite(_NOT_FINITE.format(text.row.index + 1))
+                refuse(base, f"row {text.row.index + 1}")
             yield text
         if report.way != "one by one":
             report.steps, report.mean_texts = batch.steps, batch.filled / max(batch.steps, 1)
@@ -178,7 +177,7 @@ def _batch(
         prompts.turn([row.ids for row in rows[: at_a_time or 1]])
     first = prompts.ready[rows[0].ids]
     if not bool(first.logits.isfinite().all()):
-        raise NotFinite(_NOT_FINITE.format(rows[0].index + 1))
+        refuse(model, f"row {rows[0].index + 1}")
     report.plan = plan_slots(lengths, first.bytes_per_token, free_bytes(device), at_a_time)
     look_every = _LOOK_EVERY if _looks_seldom(device) else 1
     room = report.plan.room + look_every
@@ -224,7 +223,7 @@ def _one_by_one(
         request = settings(row)
         prompt = torch.tensor([row.ids], device=model.device)
         arguments = {"attention_mask": torch.ones_like(prompt), **keywords, "num_return_sequences": 1}
-        looks = [*(arguments.get("logits_processor") or ()), _RefuseNaN(row.index + 1)]
+        looks = [*(arguments.get("logits_processor") or ()), RefuseNotFinite(model, f"row {row.index + 1}")]
         arguments["logits_processor"] = LogitsProcessorList(looks)
         devices = [model.device] if model.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):
@@ -234,18 +233,6 @@ def _one_by_one(
         ended = bool(tokens) and tokens[-1] in request.ends
         full = "length" if len(tokens) >= request.limit else "stop"
         yield Text(row, request, tokens, None, "end" if ended else full)
-
-
-class _RefuseNaN:
-    """A logits processor that changes nothing."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        if bool(scores.isnan().any()):
-            raise NotFinite(_NOT_FINITE.format(self.number))
-        return scores
 
 
 @contextmanager
