@@ -1,10 +1,22 @@
-"""``generate`` of a model that may be training, with the right cache, and with what a template gave."""
+"""``generate`` of a model that may be training, with the right cache, and with what a template gave.
+
+What cannot be generated from is refused in one sentence before the model runs: a prompt without tokens, one
+that fills the model's context. A batch that the memory does not hold says how many texts would fit.
+"""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from fewbits.errors import BadInput
+from fewbits.families.shapes import head_dim
+from fewbits.models.generation.calls import option_of
+from fewbits.models.generation.live.plan import free_bytes, size_in_words
 from fewbits.models.generation.loop import with_loop
 
 
@@ -13,16 +25,80 @@ def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
 
     transformers drops the key-value cache of such layers and still feeds one token at a time, which gives
     fluent nonsense.
+
+    Raises:
+        BadInput: a prompt without tokens, or one that fills the model's context.
+        NotFinite: the model's logits are NaN or infinite.
+        torch.OutOfMemoryError: the batch does not fit; the message says how many texts would.
     """
     of_class = type(model).generate
     if isinstance(kwargs.get("input_ids"), Mapping):  # of apply_chat_template, which once gave the ids alone
         kwargs = {**kwargs.pop("input_ids"), **kwargs}
-    if not any(m.training and getattr(m, "gradient_checkpointing", False) for m in model.modules()):
-        return of_class(model, *args, **with_loop(model, args, kwargs))
-    training = [module for module in model.modules() if module.training]
-    model.eval()
+    arguments = inspect.signature(of_class).bind_partial(model, *args, **kwargs).arguments
+    arguments = {**arguments, **arguments.pop("kwargs", {})}
+    ids = _prompt_of(arguments)
+    _check_prompt(model, ids)
+    if any(m.training and getattr(m, "gradient_checkpointing", False) for m in model.modules()):
+        kwargs = {"use_cache": True, **kwargs}
+        training = [module for module in model.modules() if module.training]
+        model.eval()
+    else:
+        training = []
     try:
-        return of_class(model, *args, **with_loop(model, args, {"use_cache": True, **kwargs}))
+        return of_class(model, *args, **with_loop(model, args, kwargs))
+    except torch.OutOfMemoryError as error:
+        if ids is None:
+            raise
+        raise torch.OutOfMemoryError(_too_much(model, ids, arguments)) from error
     finally:
         for module in training:
             module.training = True
+
+
+def _prompt_of(arguments: dict[str, Any]) -> Tensor | None:
+    """The tokens of a call's prompts (batch, length); None if it has none of its own."""
+    if arguments.get("inputs_embeds") is not None:
+        return None
+    ids = next((arguments[name] for name in ("inputs", "input_ids") if arguments.get(name) is not None), None)
+    return ids if isinstance(ids, Tensor) and ids.dim() == 2 and not ids.is_floating_point() else None
+
+
+def _check_prompt(model: Any, ids: Tensor | None) -> None:
+    """Raise `BadInput` for a prompt that nothing can be generated from."""
+    if ids is None or getattr(model.config, "is_encoder_decoder", False):
+        return
+    length = ids.shape[1]
+    if not ids.numel():
+        raise BadInput(
+            f"the prompt is {tuple(ids.shape)}, without tokens; give at least one, such as the BOS token."
+        )
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if isinstance(context, int) and length >= context > 0:
+        raise BadInput(
+            f"the prompt has {length:,} tokens and the model's context holds {context:,}; shorten it, or "
+            f"load the model with max_seq_length={length + 256} or more."
+        )
+
+
+def _too_much(model: Any, ids: Tensor, arguments: dict[str, Any]) -> str:
+    """Why a batch ended for want of memory, and how many texts would fit."""
+    texts = len(ids) * (option_of(model, arguments, "num_return_sequences") or 1)
+    texts *= option_of(model, arguments, "num_beams") or 1
+    new = option_of(model, arguments, "max_new_tokens")
+    end = ids.shape[1] + new if new else option_of(model, arguments, "max_length") or ids.shape[1]
+    each = end * _bytes_per_token(model)
+    free = free_bytes(model.device)
+    fitting = min(free // max(each, 1), texts - 1)
+    needs = f"keys and values of each take {size_in_words(each)}, and {size_in_words(free)} are free"
+    return (
+        f"there is no memory for {texts} texts of up to {end:,} tokens: {needs}; {fitting} at a time would "
+        'fit, or keep them in fewer bits (kv_cache="int4").'
+    )
+
+
+def _bytes_per_token(model: Any) -> int:
+    """Keys and values of one token in all layers."""
+    config = model.config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    size = head_dim(config.to_dict())
+    return int(2 * config.num_hidden_layers * heads * size * model.dtype.itemsize)

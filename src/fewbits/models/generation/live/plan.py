@@ -66,7 +66,10 @@ def plan_slots(lengths: Sequence[int], bytes_per_token: int, free: int, at_a_tim
     room = max(lengths)
     each = room * bytes_per_token
     fitting = free // max(each, 1)
-    needs = f"a text of {room:,} tokens needs {_size(each)} for keys and values, and {_size(free)} are there"
+    needs = (
+        f"a text of {room:,} tokens needs {size_in_words(each)} for keys and values, and "
+        f"{size_in_words(free)} are there"
+    )
     if fitting < 1:
         raise BadInput(f"{needs}; shorten the longest prompt or ask for fewer new tokens.")
     slots = min(at_a_time or MOST_SLOTS, len(lengths))
@@ -76,7 +79,7 @@ def plan_slots(lengths: Sequence[int], bytes_per_token: int, free: int, at_a_tim
     return SlotPlan(slots, room, slots * each)
 
 
-def _size(count: int) -> str:
+def size_in_words(count: int) -> str:
     """Bytes in words."""
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= size:
