@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fewbits.errors import BadInput, NotFinite
+from fewbits.errors import BadInput
 from fewbits.formats.kv_cache import KVCache
 from fewbits.host.unwrap import unwrap
 from fewbits.models.chat.template import check_template
 from fewbits.models.folders.reading import Reading
 from fewbits.models.generation.packed_keys import packed_keywords
+from fewbits.models.generation.tokens import RefuseNotFinite
 from fewbits.models.packing.cache_choice import chosen_cache
-from fewbits.nn.finite import why_not_finite
 
 if TYPE_CHECKING:
     from torch import nn
@@ -131,6 +131,7 @@ def generate(
     on_text: Callable[[str], None] | None = None,
     guessing: Guessing | None = None,
     cache: KVCache | str | Mapping[str, Any] | None = None,
+    **words: Any,
 ) -> Generation:
     """Continue a prompt or answer a conversation.
 
@@ -143,16 +144,23 @@ def generate(
         guessing: who guesses tokens ahead; None: nobody.
         cache: in which formats keys and values are kept, such as "int4" or "int8/int4"; None: the model's or
             its recipe's choice.
+        words: more words of transformers' ``generate``, such as ``min_p``, ``stop_strings``,
+            ``sequence_bias`` or ``bad_words_ids``.
 
     Raises:
         BadInput: messages without a chat template, a prompt that fills the model's context, an empty prompt,
-            an unknown format.
+            an unknown format, or a word that has an argument of its own here.
         Unsupported: the model's keys and values cannot be kept so.
-        NotFinite: the model's logits are NaN.
+        NotFinite: the model's logits are NaN or infinite.
     """
     sampling = sampling or Sampling()
     input_ids = encode_prompt(tokenizer, prompt).to(model.device)
     room = _room(model, input_ids.shape[1])
+    keywords = {
+        **_with_words(options(model, tokenizer, sampling, room), tokenizer, words),
+        **({} if guessing is None else guessing.words(model, tokenizer)),
+        **_cache_words(model, cache),
+    }
     pieces = Pieces(tokenizer, on_text)
     started = time.perf_counter()
     was_training = model.training
@@ -163,21 +171,40 @@ def generate(
                 input_ids,
                 attention_mask=torch.ones_like(input_ids),
                 streamer=pieces,
-                **options(model, tokenizer, sampling, room),
-                **({} if guessing is None else guessing.words(model, tokenizer)),
-                **_cache_words(model, cache),
+                **keywords,
             )
     finally:
         model.train(was_training)
     new = output[0, input_ids.shape[1] :].tolist()
     ended = bool(new) and new[-1] in _end_tokens(model, tokenizer)
     full = "context" if room < sampling.max_new_tokens else "length"
+    cut = "stop" if len(new) < min(sampling.max_new_tokens, room) else full
     return Generation(
         text=pieces.text,
         tokens=len(new),
         seconds=time.perf_counter() - started,
-        stopped_by="end" if ended else full,
+        stopped_by="end" if ended else cut,
     )
+
+
+_OF_ARGUMENTS = ("streamer", "input_ids", "inputs", "attention_mask", "past_key_values", "kv_cache")
+
+
+def _with_words(
+    keywords: dict[str, Any], tokenizer: PreTrainedTokenizerBase, words: dict[str, Any]
+) -> dict[str, Any]:
+    """The keywords of a sampling, with the call's own words of transformers' ``generate`` over them."""
+    own = next(
+        (name for name in (*_OF_ARGUMENTS, *(f.name for f in fields(Sampling))) if name in words), None
+    )
+    if own is not None:
+        raise BadInput(
+            f"{own} is no word of generate() here; it has Sampling and arguments of its own for it."
+        )
+    if words.get("stop_strings"):
+        words.setdefault("tokenizer", tokenizer)
+    processors = [*keywords["logits_processor"], *(words.pop("logits_processor", None) or ())]
+    return {**keywords, **words, "logits_processor": type(keywords["logits_processor"])(processors)}
 
 
 def _cache_words(model: nn.Module, cache: KVCache | str | Mapping[str, Any] | None) -> dict[str, Any]:
@@ -192,10 +219,17 @@ def stream(
     tokenizer: PreTrainedTokenizerBase,
     prompt: Prompt,
     sampling: Sampling | None = None,
-    *,
-    cache: KVCache | str | Mapping[str, Any] | None = None,
+    **options: Any,
 ) -> Iterator[str]:
-    """The pieces of `generate`'s text, as an iterator; closing it stops the model at its next token."""
+    """The pieces of `generate`'s text, as an iterator; closing it stops the model at its next token.
+
+    Args:
+        model: as `generate` has it.
+        tokenizer: the tokenizer that belongs to it.
+        prompt: a text to continue, or chat messages.
+        sampling: how tokens are chosen; default `Sampling()`.
+        options: `generate`'s others: ``guessing``, ``cache``, words of transformers' ``generate``.
+    """
     pieces: queue.SimpleQueue[str | None] = queue.SimpleQueue()
     closed = threading.Event()
 
@@ -205,7 +239,7 @@ def stream(
         pieces.put(piece)
 
     with ThreadPoolExecutor(1, thread_name_prefix="fewbits-stream") as pool:
-        future = pool.submit(generate, model, tokenizer, prompt, sampling, on_text=put, cache=cache)
+        future = pool.submit(generate, model, tokenizer, prompt, sampling, on_text=put, **options)
         future.add_done_callback(lambda _: pieces.put(None))
         try:
             while (piece := pieces.get()) is not None:
@@ -296,19 +330,6 @@ def _end_tokens(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return list(end) if isinstance(end, list | tuple) else [int(end)]
 
 
-class _RefuseNaN:
-    """A logits processor that looks once, at the prompt's logits: argmax would take token 0 of NaNs."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model, self.looked = model, False
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        if not self.looked and bool(scores.isnan().any()):
-            raise NotFinite(f"the model's logits for this prompt are NaN{why_not_finite(self.model)}")
-        self.looked = True
-        return scores
-
-
 def options(
     model: nn.Module, tokenizer: PreTrainedTokenizerBase, sampling: Sampling, room: int
 ) -> dict[str, Any]:
@@ -324,7 +345,7 @@ def options(
         "eos_token_id": end or None,
         "pad_token_id": pad if pad is not None else (end[0] if end else 0),
         "do_sample": sampling.temperature > 0,
-        "logits_processor": LogitsProcessorList([_RefuseNaN(model)]),
+        "logits_processor": LogitsProcessorList([RefuseNotFinite(model, "this prompt")]),
     }
     if sampling.temperature > 0:
         options |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}

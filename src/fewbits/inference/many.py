@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fewbits.errors import BadInput, NotFinite
+from fewbits.errors import BadInput
 from fewbits.inference.generate import Generation, Pieces, Prompt, Sampling, encode_prompt, options
 from fewbits.models.generation.live.answers import Report, answers
 from fewbits.models.generation.live.rows import Row
-from fewbits.nn.finite import why_not_finite
 
 if TYPE_CHECKING:
     from torch import nn
@@ -114,21 +113,18 @@ def answered(
         keywords.setdefault("tokenizer", tokenizer)
     asked_for = keywords["max_new_tokens"]
     texts = answers(model, rows, keywords, slots=at_a_time, within_context=True, report=report)
-    try:
-        for text in texts:
-            pieces = Pieces(tokenizer, None)
-            pieces.put(torch.tensor(text.row.ids))
-            pieces.put(torch.tensor(text.tokens, dtype=torch.long))
-            pieces.end()
-            full = "context" if asked_for is not None and text.request.limit < asked_for else "length"
-            yield (
-                text.row.index,
-                Generation(
-                    text=pieces.text,
-                    tokens=len(text.tokens),
-                    seconds=time.perf_counter() - started,
-                    stopped_by=full if text.stopped_by == "length" else text.stopped_by,
-                ),
-            )
-    except NotFinite as error:
-        raise NotFinite(f"{error}{why_not_finite(model)}") from error
+    for text in texts:
+        pieces = Pieces(tokenizer, None)
+        pieces.put(torch.tensor(text.row.ids))
+        pieces.put(torch.tensor(text.tokens, dtype=torch.long))
+        pieces.end()
+        full = "context" if asked_for is not None and text.request.limit < asked_for else "length"
+        yield (
+            text.row.index,
+            Generation(
+                text=pieces.text,
+                tokens=len(text.tokens),
+                seconds=time.perf_counter() - started,
+                stopped_by=full if text.stopped_by == "length" else text.stopped_by,
+            ),
+        )

@@ -1,0 +1,69 @@
+"""`fewbits.generate` and `stream` with more words of transformers' ``generate``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from fewbits.errors import BadInput, NotFinite
+from fewbits.inference.generate import Guessing, Sampling, generate, stream
+
+GREEDY = Sampling(max_new_tokens=24, temperature=0)
+
+
+def test_a_stop_string_across_tokens(stories260k: Any) -> None:
+    model, tokenizer = stories260k
+    whole = generate(model, tokenizer, "Once upon a time", GREEDY)
+    part = whole.text[6:15]  # begins and ends inside of tokens
+    stopped = generate(model, tokenizer, "Once upon a time", GREEDY, stop_strings=[part])
+    assert part in stopped.text and whole.text.startswith(stopped.text)
+    assert len(stopped.text) < len(whole.text) and stopped.stopped_by == "stop"
+    assert whole.stopped_by == "length"
+
+
+def test_bias_and_bans(stories260k: Any) -> None:
+    model, tokenizer = stories260k
+    first = generate(model, tokenizer, "Once upon a time", Sampling(max_new_tokens=1, temperature=0)).text
+    ids = tokenizer("Once upon a time" + first)["input_ids"][-1:]
+    banned = generate(model, tokenizer, "Once upon a time", GREEDY, bad_words_ids=[ids])
+    assert not banned.text.startswith(first)
+    pushed = generate(model, tokenizer, "Once upon a time", GREEDY, sequence_bias={(300,): 1e4})
+    assert tokenizer(pushed.text, add_special_tokens=False)["input_ids"].count(300) > 5
+    narrow = Sampling(max_new_tokens=24, temperature=1, seed=1)
+    assert (
+        generate(model, tokenizer, "Once upon a time", narrow, min_p=0.999).text
+        == generate(model, tokenizer, "Once upon a time", GREEDY).text
+    )
+
+
+def test_a_stream_takes_them_and_guesses(stories260k: Any) -> None:
+    model, tokenizer = stories260k
+    pieces = stream(
+        model, tokenizer, "Once upon a time", GREEDY, guessing=Guessing(lookup=4), stop_strings=["the"]
+    )
+    assert "the" in "".join(pieces)[-6:]  # the token that ends it may go on
+
+
+@pytest.mark.parametrize("name", ["temperature", "kv_cache", "streamer", "seed"])
+def test_a_word_with_an_argument_of_its_own(name: str, stories260k: Any) -> None:
+    model, tokenizer = stories260k
+    with pytest.raises(BadInput, match=f"{name} is no word of generate"):
+        generate(model, tokenizer, "Once", GREEDY, **{name: 1})
+
+
+def test_a_later_token_that_is_not_finite(stories260k: Any) -> None:
+    model, tokenizer = stories260k
+    calls = [0]
+
+    def spoil(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor | None:
+        calls[0] += 1
+        return output * torch.nan if calls[0] == 4 else None
+
+    handle = model.lm_head.register_forward_hook(spoil)
+    try:
+        with pytest.raises(NotFinite, match="logits for this prompt are NaN or infinite"):
+            generate(model, tokenizer, "Once upon a time", GREEDY)
+    finally:
+        handle.remove()
