@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     )
     from fewbits.front.vision import FastVisionModel
     from fewbits.inference.answer_file import answer_file
-    from fewbits.inference.generate import Sampling
+    from fewbits.inference.generate import Sampling, generate, stream
     from fewbits.inference.many import generate_many
     from fewbits.kernels.stochastic.matmul import sc_matmul
     from fewbits.models.adapting.adapters import get_peft_model, load_adapter, lora_config
@@ -50,7 +50,7 @@ __version__ = "0.1.0"
 # Where each public name is defined. By task:
 #   load, adapt, undo      FastLanguageModel, get_peft_model, load_adapter, convert, fuse, explain, restore
 #   train from settings    TrainConfig, train; on the command line ``fewbits init`` and ``fewbits train``
-#   generate               ``model.generate``, generate_many, answer_file, choose_cache
+#   generate               ``model.generate``, generate, stream, generate_many, answer_file, choose_cache
 #   choose formats         Recipe, Rule, LoRA, QAT, get_recipe, get_format, CATALOG, FORMATS
 #   train, and round later prepare_qat, convert_qat
 #   other libraries' names FewbitsConfig and register (transformers), FastModel and others (Unsloth)
@@ -93,6 +93,8 @@ _HOMES = {
     "generate_many": "fewbits.inference.many",
     "answer_file": "fewbits.inference.answer_file",
     "Sampling": "fewbits.inference.generate",
+    "generate": "fewbits.inference.generate",
+    "stream": "fewbits.inference.generate",
     "prepare_qat": "fewbits.training.calibration.qat",
     "convert_qat": "fewbits.training.calibration.qat",
     "warm": "fewbits.training.ahead.warming",
@@ -144,6 +146,7 @@ __all__ = [
     "convert_qat",
     "explain",
     "fuse",
+    "generate",
     "generate_many",
     "get_format",
     "get_peft_model",
@@ -156,6 +159,7 @@ __all__ = [
     "register_family",
     "restore",
     "sc_matmul",
+    "stream",
     "train",
     "unfuse",
     "warm",
