@@ -38,7 +38,12 @@ def write(
     result = run(model, tokenizer, prompt, sampling, on_text=show, guessing=guessing)
     show("\n")
     if not quiet:
-        stopped = {"end": "", "length": ", stopped at --max-new-tokens", "context": ", the context is full"}
+        stopped = {
+            "end": "",
+            "stop": "",
+            "length": ", stopped at --max-new-tokens",
+            "context": ", the context is full",
+        }
         rate = result.tokens / max(result.seconds, 1e-9)
         note = f"{result.tokens} tokens, {rate:.1f} tokens/s{stopped[result.stopped_by]}"
         console(stderr=True).print(f"[dim]{note}[/]", highlight=False)
